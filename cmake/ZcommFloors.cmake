@@ -1,0 +1,34 @@
+# zcomm_floor(NAME BELOW floors...): src/NAME as OBJECT library zcomm_NAME.
+#
+# Headers are included as "NAME/file.hpp". Each floor has an include root of its own that holds nothing but a link to
+# its folder, and passes on those of the floors below: an include that points up or sideways does not compile.
+function(zcomm_floor name)
+  cmake_parse_arguments(ARG "" "" "BELOW" ${ARGN})
+  set(root ${CMAKE_BINARY_DIR}/floors/${name})
+  file(MAKE_DIRECTORY ${root})
+  file(CREATE_LINK ${CMAKE_SOURCE_DIR}/src/${name} ${root}/${name} SYMBOLIC)
+
+  file(GLOB sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/src/${name}/*.cpp)
+  zcomm_choose_backends(${name} sources)
+  zcomm_apply_isa(sources)
+  if(NOT sources)
+    set(sources ${CMAKE_SOURCE_DIR}/cmake/empty.cpp)
+  endif()
+  add_library(zcomm_${name} OBJECT ${sources})
+  target_include_directories(zcomm_${name} PUBLIC ${CMAKE_SOURCE_DIR}/include ${root})
+  target_link_libraries(zcomm_${name} PUBLIC zcomm_flags Threads::Threads)
+  foreach(below IN LISTS ARG_BELOW)
+    target_include_directories(zcomm_${name} PUBLIC ${CMAKE_BINARY_DIR}/floors/${below})
+  endforeach()
+  zcomm_link_backends(${name})
+  set_property(GLOBAL APPEND PROPERTY ZCOMM_FLOORS ${name})
+endfunction()
+
+# Links all floors into `target` (an executable or module).
+function(zcomm_link_core target)
+  get_property(floors GLOBAL PROPERTY ZCOMM_FLOORS)
+  foreach(floor IN LISTS floors)
+    target_link_libraries(${target} PRIVATE zcomm_${floor})
+  endforeach()
+  zcomm_link_backend_libraries(${target})
+endfunction()

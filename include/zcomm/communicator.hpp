@@ -1,0 +1,96 @@
+// Communicator: collectives of the local ranks over symmetric memory (decisions D1, D2, D5, D6).
+//
+// Ranks may be threads of one process (tests) or processes; the code is the same.
+// Invariants: operations of one communicator run in call order on every rank; before bytes move, all ranks have
+// compared headers; after any failure the communicator is poisoned and each later call says so.
+// Thread rule: calls are serialised by the communicator; every rank must issue them in the same order.
+// Source: owner-computes reduction, docs/algorithms.md.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "zcomm/dtype.hpp"
+#include "zcomm/work.hpp"
+
+namespace zcomm {
+
+namespace net {
+class Mesh;
+}
+
+/// `count` elements at `data`.
+struct Buffer {
+  void* data;
+  std::size_t count;
+};
+struct ConstBuffer {
+  const void* data;
+  std::size_t count;
+};
+
+struct CommOptions {
+  double timeout_s = 60.0;              ///< deadline of every operation, from the moment it starts
+  std::size_t slot_nbytes = 256 << 10;  ///< staging slot for private tensors
+  int slot_count = 4;                   ///< staging slots per rank
+};
+
+/// Memory that every rank of the host has mapped. Freed when the last owner on this rank drops it.
+class SymmetricBuffer {
+ public:
+  virtual ~SymmetricBuffer() = default;
+  virtual std::byte* data() = 0;           ///< this rank's own memory
+  virtual std::byte* peer(int rank) = 0;   ///< rank's memory as this process sees it
+  virtual std::size_t nbytes() const = 0;  ///< of one rank
+};
+
+/// Bytes that the communicator holds, for accounting (this rank).
+struct CommMemory {
+  std::size_t symmetric_nbytes;  ///< user allocations, own part
+  std::size_t shared_nbytes;     ///< host-wide allocations (counted once per host: on rank 0 only)
+  std::size_t slot_nbytes;       ///< staging slots and control block
+  std::size_t allocation_count;  ///< number of allocations ever made; constant in the steady state
+};
+
+class Communicator {
+ public:
+  /// Collective: all ranks of `mesh` call it in the same order.
+  static std::unique_ptr<Communicator> create(std::shared_ptr<net::Mesh> mesh, CommOptions options = {});
+  virtual ~Communicator() = default;
+
+  virtual int rank() const = 0;
+  virtual int world_size() const = 0;
+
+  /// Symmetric memory, zero-filled, page aligned. Collective: same nbytes on each rank.
+  virtual std::shared_ptr<SymmetricBuffer> allocate(std::size_t nbytes) = 0;
+  /// ONE segment that all ranks of the host map (decision D4): data() == peer(any) contents.
+  virtual std::shared_ptr<SymmetricBuffer> allocate_shared(std::size_t nbytes) = 0;
+
+  /// Reduces in place; a list is one fused operation. `name` appears in errors (pass a static or interned string).
+  virtual Work all_reduce(std::span<const Buffer> buffers, DType dtype, ReduceOp op, const char* name = "") = 0;
+
+  /// in[i].count == world_size * out[i].count; rank r gets chunk r of the reduction. 2-byte floats accumulate in fp32.
+  /// `out_dtype` is `dtype`, or f32 for f16/bf16 input (then nothing is rounded to 16 bits).
+  /// `accumulate`: out += result instead of out = result. out may alias in at chunk `rank`.
+  virtual Work reduce_scatter(std::span<const ConstBuffer> in, std::span<const Buffer> out, DType dtype, ReduceOp op,
+                              DType out_dtype, bool accumulate, const char* name = "") = 0;
+
+  /// out[i].count == world_size * in[i].count; in may alias out at chunk `rank`.
+  virtual Work all_gather(std::span<const ConstBuffer> in, std::span<const Buffer> out, DType dtype,
+                          const char* name = "") = 0;
+
+  virtual Work broadcast(std::span<const Buffer> buffers, DType dtype, int root, const char* name = "") = 0;
+  virtual Work barrier(const char* name = "") = 0;
+
+  /// Collective: a second communicator over the same ranks with its own order of calls and progress thread.
+  virtual std::unique_ptr<Communicator> duplicate() = 0;
+
+  virtual CommMemory memory() const = 0;
+  /// Ends pending operations and frees everything; later calls throw. Not collective, safe after failures.
+  virtual void close() noexcept = 0;
+};
+
+}  // namespace zcomm

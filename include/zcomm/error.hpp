@@ -1,0 +1,61 @@
+// Errors of the core: one type per thing that a caller can act on.
+//
+// Every message names the value that was wrong. Bindings map each type to the Python class named beside it.
+// docs/errors.md says which of them poison a communicator.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+namespace zcomm {
+
+/// Root of all errors thrown by zcomm (RuntimeError in Python).
+struct Error : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+/// An argument that cannot be served; nothing was done (ValueError).
+struct InvalidArgument : Error {
+  using Error::Error;
+};
+
+/// Ranks called different operations; raised on every rank (zcomm.CollectiveMismatch).
+struct CollectiveMismatch : Error {
+  using Error::Error;
+};
+
+/// A rank died or left while others still needed it (zcomm.PeerLost, attribute `rank`).
+struct PeerLost : Error {
+  PeerLost(int lost_rank, const std::string& what) : Error(what), rank(lost_rank) {}
+  int rank;
+};
+
+/// A deadline passed; the message names who is late (TimeoutError).
+struct Timeout : Error {
+  using Error::Error;
+};
+
+/// A system call failed (OSError with errno and, where there is one, the path).
+struct SystemError : Error {
+  SystemError(int error_number, const std::string& what, std::string file = {})
+      : Error(what), code(error_number), path(std::move(file)) {}
+  int code;
+  std::string path;
+};
+
+/// Data read back is not what was written: checksum or length (OSError EIO in Python).
+struct DataCorrupt : SystemError {
+  using SystemError::SystemError;
+};
+
+/// Built or running without that backend (NotImplementedError).
+struct Unsupported : Error {
+  using Error::Error;
+};
+
+/// A CUDA call failed (zcomm.CudaError).
+struct CudaError : Error {
+  using Error::Error;
+};
+
+}  // namespace zcomm

@@ -1,0 +1,14 @@
+// CPU features, read once at run time; ZCOMM_ISA=plain|avx2|avx512|avx512_bf16 lowers the choice (tests, debugging).
+#pragma once
+
+#include <string_view>
+
+namespace zcomm {
+
+enum class Isa { plain, avx2, avx512, avx512_bf16 };  // plain: baseline C++ of the target (SSE2, NEON)
+
+Isa best_isa();     ///< what CPU and operating system can do
+Isa current_isa();  ///< best_isa(), or what ZCOMM_ISA asks for if that is lower
+std::string_view name_of(Isa isa);
+
+}  // namespace zcomm

@@ -1,0 +1,54 @@
+#include "base/env.hpp"
+
+#include <charconv>
+#include <cstdlib>
+#include <cstring>
+
+#include "base/error.hpp"
+
+namespace zcomm {
+namespace {
+
+std::optional<std::string> get(const char* name) {
+  const char* value = std::getenv(name);
+  if (value == nullptr || *value == '\0') return std::nullopt;
+  return std::string(value);
+}
+
+std::optional<std::string> get_one_of(const char* name, std::initializer_list<const char*> allowed) {
+  auto value = get(name);
+  if (!value) return value;
+  std::string list;
+  for (const char* choice : allowed) {
+    if (*value == choice) return value;
+    list += list.empty() ? choice : text(", ", choice);
+  }
+  throw InvalidArgument(text(name, "=", *value, ": expected one of ", list));
+}
+
+}  // namespace
+
+Env read_env() {
+  Env env;
+  env.isa = get_one_of("ZCOMM_ISA", {"plain", "avx2", "avx512", "avx512_bf16"});
+  env.io = get_one_of("ZCOMM_IO", {"io_uring", "threads"});
+  if (const auto value = get("ZCOMM_THREADS")) {
+    int threads = 0;
+    const auto [end, error] = std::from_chars(value->data(), value->data() + value->size(), threads);
+    if (error != std::errc() || end != value->data() + value->size() || threads < 1)
+      throw InvalidArgument(text("ZCOMM_THREADS=", *value, ": expected a number of threads >= 1"));
+    env.threads = threads;
+  }
+  return env;
+}
+
+const std::vector<EnvVariable>& env_variables() {
+  static const std::vector<EnvVariable> all = {
+      {"ZCOMM_ISA", "instruction set of the CPU kernels at most: plain, avx2, avx512, avx512_bf16"},
+      {"ZCOMM_THREADS", "size of the core's thread pool (default: usable CPUs / local ranks)"},
+      {"ZCOMM_IO", "engine of the swap files: io_uring, threads (default: io_uring where it works)"},
+  };
+  return all;
+}
+
+}  // namespace zcomm

@@ -1,0 +1,140 @@
+#include "base/thread_pool.hpp"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <exception>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "base/env.hpp"
+#include "base/error.hpp"
+
+namespace zcomm {
+namespace {
+
+int usable_cpus() {
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof(set), &set) == 0) return std::max(1, CPU_COUNT(&set));
+  return std::max(1u, std::thread::hardware_concurrency());
+}
+
+}  // namespace
+
+struct ThreadPool::Impl {
+  int size = 1;
+  std::mutex calls;  // one parallel_for at a time
+  std::mutex mutex;
+  std::condition_variable wake, idle;
+  std::vector<std::thread> workers;
+  bool stopping = false;
+  unsigned generation = 0;
+
+  // The current loop; parts are claimed by index.
+  const std::function<void(std::size_t, std::size_t)>* body = nullptr;
+  std::size_t count = 0, part = 0, parts = 0;
+  std::atomic<std::size_t> next_part{0};
+  int joined = 0, limit = 0, running = 0;
+  std::exception_ptr error;
+
+  void run_parts() {
+    try {
+      for (std::size_t i = next_part.fetch_add(1); i < parts; i = next_part.fetch_add(1))
+        (*body)(i * part, std::min(count, (i + 1) * part));
+    } catch (...) {
+      const std::lock_guard lock(mutex);
+      if (!error) error = std::current_exception();
+      next_part = parts;
+    }
+  }
+
+  void work() {
+    unsigned seen = 0;
+    std::unique_lock lock(mutex);
+    for (;;) {
+      wake.wait(lock, [&] { return stopping || generation != seen; });
+      if (stopping) return;
+      seen = generation;
+      if (body == nullptr || joined >= limit) continue;
+      ++joined;
+      ++running;
+      lock.unlock();
+      run_parts();
+      lock.lock();
+      if (--running == 0) idle.notify_all();
+    }
+  }
+};
+
+ThreadPool::ThreadPool(int size) : impl_(std::make_unique<Impl>()) {
+  if (size < 1) throw InvalidArgument(text("ThreadPool: size ", size, " is less than 1"));
+  impl_->size = size;
+  for (int i = 1; i < size; ++i) impl_->workers.emplace_back([this] { impl_->work(); });
+}
+
+ThreadPool::~ThreadPool() {
+  {
+    const std::lock_guard lock(impl_->mutex);
+    impl_->stopping = true;
+  }
+  impl_->wake.notify_all();
+  for (auto& worker : impl_->workers) worker.join();
+}
+
+int ThreadPool::size() const { return impl_->size; }
+
+void ThreadPool::parallel_for(std::size_t count, std::size_t grain, int limit,
+                              const std::function<void(std::size_t, std::size_t)>& body) {
+  if (count == 0) return;
+  grain = std::max<std::size_t>(1, grain);
+  const std::size_t grains = (count + grain - 1) / grain;
+  const int threads = static_cast<int>(std::min<std::size_t>(limit > 0 ? std::min(limit, size()) : size(), grains));
+  if (threads <= 1) return body(0, count);
+
+  Impl& pool = *impl_;
+  const std::lock_guard call(pool.calls);
+  {
+    const std::lock_guard lock(pool.mutex);
+    // Four parts a thread even out a neighbour that takes the core away for a while.
+    const std::size_t wanted = static_cast<std::size_t>(threads) * 4;
+    pool.part = (grains + wanted - 1) / wanted * grain;
+    pool.parts = (count + pool.part - 1) / pool.part;
+    pool.count = count;
+    pool.body = &body;
+    pool.next_part = 0;
+    pool.joined = 0;
+    pool.limit = threads - 1;
+    pool.error = nullptr;
+    ++pool.generation;
+  }
+  pool.wake.notify_all();
+  pool.run_parts();
+  std::unique_lock lock(pool.mutex);
+  pool.limit = 0;  // latecomers find nothing to join
+  pool.idle.wait(lock, [&] { return pool.running == 0; });
+  pool.body = nullptr;
+  if (pool.error) std::rethrow_exception(std::exchange(pool.error, nullptr));
+}
+
+namespace {
+std::mutex shared_mutex;
+std::unique_ptr<ThreadPool> shared_pool;
+}  // namespace
+
+ThreadPool& ThreadPool::shared() {
+  const std::lock_guard lock(shared_mutex);
+  if (!shared_pool) shared_pool = std::make_unique<ThreadPool>(read_env().threads.value_or(usable_cpus()));
+  return *shared_pool;
+}
+
+void ThreadPool::set_default_size(int size) {
+  const std::lock_guard lock(shared_mutex);
+  const int wanted = read_env().threads.value_or(size);
+  if (!shared_pool || shared_pool->size() != wanted) shared_pool = std::make_unique<ThreadPool>(wanted);
+}
+
+}  // namespace zcomm

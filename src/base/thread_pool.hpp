@@ -1,0 +1,33 @@
+// ThreadPool: a fixed set of workers for elementwise passes.
+//
+// Size comes from the CPUs this process may use divided by the local ranks (not from OMP_NUM_THREADS, which torchrun
+// sets to 1). Workers sleep when idle. Thread rule: parallel_for may be called from any thread; calls are serialised.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <memory>
+
+namespace zcomm {
+
+class ThreadPool {
+ public:
+  explicit ThreadPool(int size);
+  ~ThreadPool();
+  int size() const;
+  /// Calls body(begin, end) on parts of [0, count) that begin at multiples of `grain`; the caller works too.
+  /// At most `limit` threads (0: all). An exception of body is rethrown.
+  void parallel_for(std::size_t count, std::size_t grain, int limit,
+                    const std::function<void(std::size_t, std::size_t)>& body);
+
+  /// The core's own pool; sized at first use by set_default_size() or the CPUs in the affinity mask.
+  static ThreadPool& shared();
+  /// Takes effect before the first use of shared(), or resizes it.
+  static void set_default_size(int size);
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace zcomm

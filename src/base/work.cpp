@@ -1,0 +1,88 @@
+// Work and its pool of completions (zcomm/work.hpp).
+#include "zcomm/work.hpp"
+
+#include <chrono>
+
+#include "base/error.hpp"
+
+namespace zcomm {
+
+void Completion::finish(std::exception_ptr error) noexcept {
+  // Notify under the lock: a waiter may give the completion back to the pool as soon as it sees done_.
+  const std::lock_guard lock(mutex_);
+  error_ = std::move(error);
+  done_ = true;
+  changed_.notify_all();
+}
+
+void Completion::wait(std::optional<double> timeout_s) {
+  std::unique_lock lock(mutex_);
+  const auto finished = [this] { return done_; };
+  if (!timeout_s) {
+    changed_.wait(lock, finished);
+  } else {
+    const auto deadline = std::chrono::steady_clock::now() +
+                          std::chrono::duration_cast<std::chrono::steady_clock::duration>(
+                              std::chrono::duration<double>(*timeout_s));
+    if (!changed_.wait_until(lock, deadline, finished))
+      throw Timeout(text("Work.wait: not done after ", *timeout_s, " s; the operation goes on"));
+  }
+  if (error_) std::rethrow_exception(error_);
+}
+
+void Completion::wait_quietly() noexcept {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return done_; });
+}
+
+bool Completion::done() const {
+  const std::lock_guard lock(mutex_);
+  return done_;
+}
+
+Work& Work::operator=(Work&& other) noexcept {
+  if (this != &other) {
+    if (completion_) completion_->wait_quietly();
+    completion_ = std::move(other.completion_);
+  }
+  return *this;
+}
+
+Work::~Work() {
+  if (completion_) completion_->wait_quietly();
+}
+
+void Work::wait(std::optional<double> timeout_s) {
+  if (completion_) completion_->wait(timeout_s);
+}
+
+bool Work::done() const { return !completion_ || completion_->done(); }
+
+// shared_ptr's control block cannot be pooled, so the pool keeps its own reference and reuses a completion once it
+// is the only one left.
+struct CompletionPool::FreeList {
+  std::mutex mutex;
+  std::vector<std::shared_ptr<Completion>> all;
+  std::size_t next = 0;
+};
+
+CompletionPool::CompletionPool() : free_(std::make_shared<FreeList>()) {}
+
+std::shared_ptr<Completion> CompletionPool::acquire() {
+  const std::lock_guard lock(free_->mutex);
+  auto& all = free_->all;
+  for (std::size_t tried = 0; tried < all.size(); ++tried) {
+    auto& candidate = all[free_->next];
+    free_->next = (free_->next + 1) % all.size();
+    if (candidate.use_count() != 1) continue;
+    const std::lock_guard candidate_lock(candidate->mutex_);
+    if (!candidate->done_) continue;
+    candidate->done_ = false;
+    candidate->error_ = nullptr;
+    return candidate;
+  }
+  all.push_back(std::make_shared<Completion>());
+  return all.back();
+}
+
+}  // namespace zcomm

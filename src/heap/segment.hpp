@@ -1,0 +1,63 @@
+// Segment: one memfd that several ranks map (decision D1).
+//
+// No name in /dev/shm: nothing leaks after SIGKILL, no other user can open it. A segment is mapped at most once per
+// process, so ranks that are threads see the same addresses (and the thread sanitizer sees their races).
+// Thread rule: create and map are free-threaded; a Segment object is used by one thread at a time.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+
+#include "base/unique_fd.hpp"
+
+namespace zcomm::heap {
+
+class Mapping;  // the process's one mapping of a memfd; shared by Segments
+
+class Segment {
+ public:
+  Segment() = default;
+  /// New zero-filled memory of `nbytes` (rounded up to pages inside). Throws SystemError naming nbytes.
+  static Segment create(std::size_t nbytes);
+  /// Maps a segment made elsewhere; throws SystemError, or InvalidArgument if the file is shorter than nbytes.
+  static Segment map(UniqueFd fd, std::size_t nbytes);
+
+  std::byte* data() const;
+  std::size_t nbytes() const { return nbytes_; }
+  int fd() const;
+  explicit operator bool() const { return mapping_ != nullptr; }
+
+ private:
+  std::shared_ptr<Mapping> mapping_;
+  std::size_t nbytes_ = 0;
+};
+
+/// [Note: address range] A span of addresses that stays the same while what lies behind it changes.
+///
+/// Stage 3 with swapped parameters gives every unit fixed addresses and maps a slot of a small ring behind them while
+/// the unit is gathered: views that autograd saved in forward stay valid in backward, and no memory is allocated.
+/// What is not mapped is PROT_NONE. All offsets and sizes are multiples of the page size.
+class AddressRange {
+ public:
+  AddressRange() = default;
+  static AddressRange reserve(std::size_t nbytes);
+  AddressRange(AddressRange&& other) noexcept;
+  AddressRange& operator=(AddressRange&& other) noexcept;
+  ~AddressRange();
+
+  /// Puts `segment` bytes [segment_offset, +nbytes) behind [offset, +nbytes).
+  void map(std::size_t offset, const Segment& segment, std::size_t segment_offset, std::size_t nbytes);
+  /// Takes what is mapped there away again.
+  void unmap(std::size_t offset, std::size_t nbytes);
+
+  std::byte* data() const { return data_; }
+  std::size_t nbytes() const { return nbytes_; }
+
+ private:
+  std::byte* data_ = nullptr;
+  std::size_t nbytes_ = 0;
+};
+
+std::size_t page_nbytes();
+
+}  // namespace zcomm::heap

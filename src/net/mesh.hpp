@@ -1,0 +1,80 @@
+// Mesh: the ranks of one host, a unix socket between each two, and who of them is alive (decisions D1, D5).
+//
+// Each rank listens on a socket with a random abstract name (nothing in the file system, nothing left after SIGKILL).
+// A connection counts only after SO_PEERCRED shows the same user and the peer has proved the job's token.
+// A monitor thread watches all sockets: end of file without a goodbye means that the peer died.
+// Thread rule: exchange() is serialised and must be called in the same order on every rank; the rest is free-threaded.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/unique_fd.hpp"
+
+namespace zcomm::net {
+
+/// What one rank gives to all others: bytes and, optionally, an open descriptor (SCM_RIGHTS).
+struct Parcel {
+  std::vector<std::byte> bytes;
+  UniqueFd fd;
+};
+
+/// A rank that can no longer be reached.
+struct Loss {
+  int rank;
+  bool said_goodbye;  ///< it left in order (shutdown) rather than died
+};
+
+/// The listening half of a rank, made before addresses are exchanged by whatever rendezvous the job has.
+class Listener {
+ public:
+  Listener();
+  Listener(Listener&&) noexcept;
+  Listener& operator=(Listener&&) noexcept;
+  ~Listener();
+  /// Text that another rank passes to Mesh::connect.
+  const std::string& address() const { return address_; }
+  int fd() const { return fd_.get(); }
+
+ private:
+  UniqueFd fd_;
+  std::string address_;
+};
+
+class Mesh {
+ public:
+  /// Connects all ranks. addresses[r] is rank r's Listener::address(); `token` is the job's shared secret.
+  /// Throws Timeout naming the ranks that did not come, InvalidArgument for a bad rank or world_size.
+  static std::shared_ptr<Mesh> connect(int rank, int world_size, Listener listener,
+                                       std::span<const std::string> addresses, std::string_view token,
+                                       double timeout_s);
+  virtual ~Mesh() = default;
+
+  virtual int rank() const = 0;
+  virtual int world_size() const = 0;
+
+  /// Everyone gets everyone's parcel (own included, fd duplicated). Collective.
+  /// Throws PeerLost, Timeout (naming who is missing).
+  virtual std::vector<Parcel> exchange(Parcel mine, double timeout_s) = 0;
+
+  /// The first peer that was found lost, if any. Cheap: one atomic load while all is well.
+  virtual std::optional<Loss> lost() const = 0;
+  /// Whether `rank` is known to be lost.
+  virtual std::optional<Loss> lost(int rank) const = 0;
+  /// Calls `callback` on the monitor thread at each loss; returns an id for forget(). After forget() returns it is not running.
+  virtual int on_loss(std::function<void(Loss)> callback) = 0;
+  virtual void forget(int id) = 0;
+
+  /// Says goodbye to all peers and closes the sockets. Not collective; idempotent.
+  virtual void leave() noexcept = 0;
+  /// Tests only: closes the sockets with no goodbye, as SIGKILL would.
+  virtual void drop_dead() noexcept = 0;
+};
+
+}  // namespace zcomm::net

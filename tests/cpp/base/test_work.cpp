@@ -1,0 +1,78 @@
+#include <atomic>
+#include <thread>
+
+#include "base/error.hpp"
+#include "base/thread_pool.hpp"
+#include "test.hpp"
+#include "zcomm/work.hpp"
+
+using namespace zcomm;
+
+TEST(Work, default_is_done) {
+  Work work;
+  EXPECT_TRUE(work.done());
+  work.wait();
+}
+
+TEST(Work, wait_rethrows_and_times_out) {
+  CompletionPool pool;
+  auto completion = pool.acquire();
+  Work work(completion);
+  EXPECT_FALSE(work.done());
+  EXPECT_THROW_WITH(work.wait(0.01), Timeout, "0.01 s");
+  completion->finish(std::make_exception_ptr(PeerLost(3, "rank 3 died")));
+  EXPECT_TRUE(work.done());
+  EXPECT_THROW_WITH(work.wait(), PeerLost, "rank 3");
+  EXPECT_THROW(work.wait(), PeerLost);
+}
+
+TEST(Work, dropping_waits) {
+  CompletionPool pool;
+  std::atomic<bool> finished{false};
+  auto completion = pool.acquire();
+  std::thread runner([&finished, completion] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    finished = true;
+    completion->finish();
+  });
+  { Work work(std::move(completion)); }
+  EXPECT_TRUE(finished);
+  runner.join();
+}
+
+TEST(CompletionPool, reuses_what_was_dropped) {
+  CompletionPool pool;
+  const Completion* first = nullptr;
+  for (int i = 0; i < 100; ++i) {
+    auto completion = pool.acquire();
+    if (first == nullptr) first = completion.get();
+    EXPECT_EQ(first, completion.get());
+    EXPECT_FALSE(completion->done());
+    completion->finish();
+  }
+}
+
+TEST(ThreadPool, covers_every_index_once) {
+  for (const int size : {1, 2, 5}) {
+    ThreadPool pool(size);
+    for (const std::size_t count : {std::size_t{0}, std::size_t{1}, std::size_t{7}, std::size_t{64}, std::size_t{1000}}) {
+      for (const std::size_t grain : {std::size_t{1}, std::size_t{16}}) {
+        std::vector<std::atomic<int>> hits(count);
+        pool.parallel_for(count, grain, 0, [&](std::size_t begin, std::size_t end) {
+          if (size > 1) EXPECT_EQ(begin % grain, 0u);
+          for (std::size_t i = begin; i < end; ++i) ++hits[i];
+        });
+        for (auto& hit : hits) EXPECT_EQ(hit.load(), 1);
+      }
+    }
+  }
+}
+
+TEST(ThreadPool, rethrows) {
+  ThreadPool pool(3);
+  EXPECT_THROW(pool.parallel_for(100, 1, 0, [](std::size_t, std::size_t) { throw InvalidArgument("no"); }),
+               InvalidArgument);
+  int calls = 0;
+  pool.parallel_for(1, 1, 0, [&](std::size_t, std::size_t) { ++calls; });
+  EXPECT_EQ(calls, 1);
+}
