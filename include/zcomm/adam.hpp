@@ -1,11 +1,15 @@
 // Fused Adam / AdamW on host memory: one pass over gradient, state and weight (decision D8).
 //
 // [Note: split master] With a bf16 weight the fp32 master is kept in two halves: the weight itself, which is the master
-// rounded to nearest even, and a 16-bit remainder lo = bits(master) - (bits(weight) << 16). Together they are the
-// master exactly, and the weight is at once what the model reads: 2 + 2 bytes instead of 2 + 4.
+// rounded to nearest, and a 16-bit remainder lo = bits(master) - (bits(weight) << 16). Together they are the master
+// exactly, and the weight is at once what the model reads: 2 + 2 bytes instead of 2 + 4. Exact ties go away from zero,
+// not to even: a weight with an even last bit would otherwise stand for 65537 masters, one more than lo can tell apart.
+// (Against master.to(bfloat16) that is one element in 131072, in the last bit.) A master that rounds to infinity is
+// still kept exactly; a NaN stays a NaN, its payload cut to the weight's.
 //
 // [Note: state tiles] State of a shard lies in tiles of `tile_count` elements, back to back: m (f32), v (f32) and, with a
-// split master, lo (i16), each of the tile's own count. A tile is one stream for the prefetcher and one extent on NVMe.
+// split master, lo (i16), each of the tile's own count: tile t begins at byte t * tile_count * bytes per element, and the
+// last tile's arrays have count - t * tile_count elements. A tile is one stream for the prefetcher and one extent on NVMe.
 //
 // Arithmetic: the same elementwise operations in the same order for every instruction set and for vector body and tail,
 // no fused multiply-add: the bits do not depend on how a shard is cut.
@@ -43,7 +47,8 @@ struct AdamShard {
   std::size_t begin, end;
 };
 
-/// One step. Throws InvalidArgument (dtypes, begin > end > count, beta out of [0,1), step < 1).
+/// One step. Throws InvalidArgument (dtypes, begin > end > count, beta out of [0,1), step < 1; tile_count 0, or odd with
+/// more than one tile of a bf16 weight: f32 state would not lie on 4-byte boundaries).
 /// `threads`: workers to use at most; 0 = all of the core's pool.
 void adam_step(const AdamShard& shard, const AdamParams& params, int threads = 0);
 

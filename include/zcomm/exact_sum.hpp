@@ -19,11 +19,12 @@ inline constexpr std::size_t kNormBlock = 64;  ///< elements per block; every te
 
 class ExactSum {
  public:
-  /// 32-bit digits in int64 words (68 cover every double), then a count of non-finite terms.
+  /// 69 32-bit digits in int64 words, lowest first (66 cover every double, the rest is for carries), then a count of
+  /// non-finite terms.
   static constexpr std::size_t kWords = 70;
 
   void clear();
-  void add(double term);              ///< non-finite terms are counted, not added
+  void add(double term);              ///< of either sign; non-finite terms are counted, not added
   double value() const;               ///< rounded once, to nearest; NaN if a non-finite term was added
   void normalize();                   ///< carries: call before words() travel, so that 2^20 of them can be added
   std::span<std::int64_t> words() { return words_; }
@@ -33,7 +34,9 @@ class ExactSum {
   std::uint32_t pending_ = 0;         ///< additions since the last carry
 };
 
-/// Adds the squares of grad[0, count) to `sum`, block by block; the last block may be short.
+/// Adds the squares of grad[0, count) to `sum`, block by block; the last block may be short. f32, bf16 or f16.
+/// Inside a block lane j of 16 adds the squares of elements j, j + 16, j + 32, j + 48 in that order; then lanes j and
+/// j + 8, j + 4, j + 2, j + 1 are added. Throws InvalidArgument for other dtypes.
 void add_squares(ExactSum& sum, const void* grad, DType dtype, std::size_t count);
 
 }  // namespace zcomm

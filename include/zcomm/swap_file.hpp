@@ -43,16 +43,20 @@ class SwapFile {
   static std::unique_ptr<SwapFile> open(const std::string& directory, Options options);
   virtual ~SwapFile() = default;
 
-  /// Gives `key` an extent of nbytes (preallocated); no-op if it has one of that size.
+  /// Gives `key` an extent of nbytes (preallocated); no-op if it has one of that size. One of another size is replaced
+  /// and its data are gone; InvalidArgument while operations on the key are in flight. Throws SystemError (ENOSPC).
   virtual void reserve(const std::string& key, std::size_t nbytes) = 0;
+  /// Forgets `key` and gives its extent back. InvalidArgument if unknown or while operations on it are in flight.
+  virtual void release(const std::string& key) = 0;
   /// Queues data -> disk. Reserves the key if need be. InvalidArgument if the key has another size.
   virtual Work write(const std::string& key, const void* data, std::size_t nbytes) = 0;
   /// Queues disk -> data. InvalidArgument for an unknown key or another size; DataCorrupt from wait().
   virtual Work read(const std::string& key, void* data, std::size_t nbytes) = 0;
-  /// Waits for all queued operations; throws the first error that no Work reported yet.
+  /// Waits for all queued operations (the file stays usable after an error); throws the first error that no Work reported yet.
   virtual void wait() = 0;
   virtual Stats stats() const = 0;
-  /// Waits, closes and removes the directory. Idempotent.
+  /// Waits, closes and removes the directory; later calls throw InvalidArgument. Errors that nobody asked for with
+  /// wait() are dropped with the data. Idempotent; in a forked child it only lets go. The destructor calls it.
   virtual void close() = 0;
 };
 

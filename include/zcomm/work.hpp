@@ -27,12 +27,15 @@ class Completion {
   /// Blocks until finished; never throws.
   void wait_quietly() noexcept;
   bool done() const;
+  /// Whether some wait() has thrown the operation's error.
+  bool error_reported() const;
 
  private:
   friend class CompletionPool;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   bool done_ = false;
+  bool reported_ = false;
   std::exception_ptr error_;
 };
 

@@ -27,7 +27,9 @@ void Completion::wait(std::optional<double> timeout_s) {
     if (!changed_.wait_until(lock, deadline, finished))
       throw Timeout(text("Work.wait: not done after ", *timeout_s, " s; the operation goes on"));
   }
-  if (error_) std::rethrow_exception(error_);
+  if (!error_) return;
+  reported_ = true;
+  std::rethrow_exception(error_);
 }
 
 void Completion::wait_quietly() noexcept {
@@ -38,6 +40,11 @@ void Completion::wait_quietly() noexcept {
 bool Completion::done() const {
   const std::lock_guard lock(mutex_);
   return done_;
+}
+
+bool Completion::error_reported() const {
+  const std::lock_guard lock(mutex_);
+  return reported_;
 }
 
 Work& Work::operator=(Work&& other) noexcept {
@@ -78,6 +85,7 @@ std::shared_ptr<Completion> CompletionPool::acquire() {
     const std::lock_guard candidate_lock(candidate->mutex_);
     if (!candidate->done_) continue;
     candidate->done_ = false;
+    candidate->reported_ = false;
     candidate->error_ = nullptr;
     return candidate;
   }

@@ -12,12 +12,19 @@
 
 namespace zcomm::device {
 
+/// How results are stored. streaming: non-temporal, for data that no one reads soon; automatic: streaming for calls too
+/// large for the cache. Callers that cut a large buffer into small calls know better, and say so.
+enum class Stores { automatic, cached, streaming };
+
 /// dst[d][i] (+)= finish(src[0][i] op src[1][i] op ...), sources in the order given, for each d.
 ///
 /// f16/bf16 accumulate in f32 and round once (to nearest even); f32, f64 and integers accumulate in their own type.
 /// avg divides the sum by src.size() (correctly rounded; InvalidArgument for integer types).
-/// `out` is `in`, or f32 when `in` is f16/bf16. accumulate adds the result to what dst holds (one more rounding).
+/// Integers wrap round; bool: sum and max are or, prod and min are and.
+/// `out` is `in`, or f32 when `in` is f16/bf16. accumulate adds the result, as it would have been stored, to what dst
+/// holds, whatever the op (one more rounding; bool: or).
 /// dst[d] may equal any src[s]; partial overlap is not allowed. min/max propagate NaN like torch.
+/// `stores` is a hint: ignored with accumulate and when a dst is a src. Throws InvalidArgument.
 struct Reduce {
   std::span<void* const> dst;
   std::span<const void* const> src;
@@ -26,13 +33,14 @@ struct Reduce {
   DType out;
   ReduceOp op;
   bool accumulate = false;
+  Stores stores = Stores::automatic;
 };
 void reduce(const Reduce& args);
 
 /// dst[i] = convert(src[i]); any pair of f32, f64, f16, bf16. Rounds to nearest even; NaN stays NaN (quiet).
 void cast(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::size_t count);
 
-/// memcpy for large blocks: non-temporal stores where they pay.
-void copy(void* dst, const void* src, std::size_t nbytes);
+/// memcpy for large blocks: non-temporal stores where they pay. No overlap.
+void copy(void* dst, const void* src, std::size_t nbytes, Stores stores = Stores::automatic);
 
 }  // namespace zcomm::device

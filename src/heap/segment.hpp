@@ -47,6 +47,8 @@ class AddressRange {
 
   /// Puts `segment` bytes [segment_offset, +nbytes) behind [offset, +nbytes).
   void map(std::size_t offset, const Segment& segment, std::size_t segment_offset, std::size_t nbytes);
+  /// As map(), for memory known only by address: `shared` lies in a live mapping of a Segment.
+  void alias(std::size_t offset, const std::byte* shared, std::size_t nbytes);
   /// Takes what is mapped there away again.
   void unmap(std::size_t offset, std::size_t nbytes);
 

@@ -1,7 +1,9 @@
 // IoEngine: queues block reads and writes of one file and hands back every result.
 //
 // Implemented by io_uring.cpp (no_io_uring.cpp where liburing is missing) and io_threads.cpp (pread/pwrite pool).
-// Thread rule: one thread submits and reaps.
+// Invariant: a request is handed back exactly once; until then its memory belongs to the engine. The destructor ends
+// what is in flight without handing it back.
+// Thread rule: one thread submits and reaps; wake() may be called from any thread.
 #pragma once
 
 #include <cstddef>
@@ -31,9 +33,12 @@ class IoEngine {
   virtual const char* name() const = 0;
   /// Most requests that may be in flight; submit() beyond it is a programming error.
   virtual int depth() const = 0;
+  /// Throws SystemError when the engine itself is broken (a request's own failure is its result).
   virtual void submit(std::span<const IoRequest> requests) = 0;
-  /// Blocks until at least one result is there (if any request is in flight) and returns how many were stored.
+  /// Blocks until a result is there or wake() was called since the last reap(); returns how many were stored.
   virtual int reap(std::span<IoResult> results) = 0;
+  /// Makes the running reap(), or the next one, return early.
+  virtual void wake() noexcept = 0;
 };
 
 /// nullptr where io_uring is not built in or the kernel refuses it.

@@ -50,7 +50,8 @@ class Listener {
 class Mesh {
  public:
   /// Connects all ranks. addresses[r] is rank r's Listener::address(); `token` is the job's shared secret.
-  /// Throws Timeout naming the ranks that did not come, InvalidArgument for a bad rank or world_size.
+  /// Throws Timeout naming the ranks that did not come, PeerLost if one ended meanwhile, InvalidArgument for a bad
+  /// rank, world_size, token (over 256 bytes) or address.
   static std::shared_ptr<Mesh> connect(int rank, int world_size, Listener listener,
                                        std::span<const std::string> addresses, std::string_view token,
                                        double timeout_s);
@@ -60,18 +61,19 @@ class Mesh {
   virtual int world_size() const = 0;
 
   /// Everyone gets everyone's parcel (own included, fd duplicated). Collective.
-  /// Throws PeerLost, Timeout (naming who is missing).
+  /// Throws PeerLost, Timeout (naming who is missing), CollectiveMismatch; after a failure every later call throws.
   virtual std::vector<Parcel> exchange(Parcel mine, double timeout_s) = 0;
 
   /// The first peer that was found lost, if any. Cheap: one atomic load while all is well.
   virtual std::optional<Loss> lost() const = 0;
   /// Whether `rank` is known to be lost.
   virtual std::optional<Loss> lost(int rank) const = 0;
-  /// Calls `callback` on the monitor thread at each loss; returns an id for forget(). After forget() returns it is not running.
+  /// Calls `callback` on the monitor thread at each later loss (ask lost() for earlier ones after registering); it must
+  /// not throw. Returns an id for forget(); after forget() returns it is not running (unless it called forget itself).
   virtual int on_loss(std::function<void(Loss)> callback) = 0;
   virtual void forget(int id) = 0;
 
-  /// Says goodbye to all peers and closes the sockets. Not collective; idempotent.
+  /// Says goodbye to all peers and closes the sockets. Not collective; idempotent; the destructor does it too.
   virtual void leave() noexcept = 0;
   /// Tests only: closes the sockets with no goodbye, as SIGKILL would.
   virtual void drop_dead() noexcept = 0;

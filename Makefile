@@ -1,0 +1,120 @@
+# `make demo` and `make test` set up all they need in .venv, as a plain user. `make help` lists the rest.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+# Empty: pip's own index, whose Linux wheels carry CUDA (several GB). The small CPU wheels:
+#   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
+JOBS ?= $(shell nproc)
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -q
+export PATH := $(abspath $(BIN)):$(PATH)
+export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
+export PYTHONUNBUFFERED := 1
+
+SOURCES := $(shell find include src cmake python/bindings -type f 2>/dev/null) CMakeLists.txt
+CPP_FILES = $(shell find include src tests/cpp python/bindings -name '*.[ch]pp' -o -name '*.cu' -o -name '*.cuh')
+
+.PHONY: help setup demo test test-cpp test-python bench lint format tidy asan tsan cuda gpu-check clean distclean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@echo
+	@echo "  variables: ARGS='...' (to demo, test-python, bench)  JOBS=$(JOBS)  PYTHON=$(PYTHON)  TORCH=$(TORCH)  TORCH_INDEX=$(TORCH_INDEX)"
+
+# ---- set up: each step leaves a stamp in the .venv and is skipped while nothing that it reads has changed ----
+setup: $(VENV)/.zcomm ## .venv with torch, the build tools and zcomm (editable; rebuilt when C++ changes)
+
+$(VENV)/.made: tools/make_venv.sh
+	@command -v $${CXX:-c++} >/dev/null || { echo "No C++ compiler. On Debian or Ubuntu: sudo apt install g++" >&2; exit 1; }
+	@echo 'int main() { return []<class T>(T x) requires true { return x; }(0); }' | $${CXX:-c++} -std=c++20 -x c++ -fsyntax-only - \
+	  || { echo "$${CXX:-c++} does not know C++20 (GCC >= 11 or Clang >= 14 do)" >&2; exit 1; }
+	@echo "== $(VENV): creating"
+	tools/make_venv.sh $(VENV) $(PYTHON)
+	@touch $@
+
+$(VENV)/.torch: $(VENV)/.made
+	@echo "== $(VENV): $(TORCH)"
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
+	@touch $@
+
+$(VENV)/.build-tools: $(VENV)/.torch
+	@echo "== $(VENV): build tools"
+	$(PIP) 'scikit-build-core>=0.11' 'pybind11>=2.13' 'cmake>=3.24' ninja
+	@touch $@
+
+$(VENV)/.zcomm: $(VENV)/.build-tools pyproject.toml $(SOURCES)
+	@echo "== zcomm: building (only what changed)"
+	$(PIP) --no-build-isolation -e '.[demo,test]'
+	@touch $@
+
+$(VENV)/.lint: $(VENV)/.zcomm
+	$(PIP) --no-build-isolation -e '.[dev]'
+	@touch $@ $(VENV)/.zcomm && touch $@
+
+# ---- use ----
+demo: setup ## trains a small GPT on real text: 2 ranks, stage 3, NVMe swap (make demo ARGS='--steps 50')
+	$(BIN)/zcomm demo $(ARGS)
+
+bench: setup ## all_reduce beside the memcpy roof and Gloo (make bench ARGS='-b 1M -e 64M')
+	bench/allreduce_bw $(if $(ARGS),$(ARGS),-b 1K -e 64M -f 8 --peer gloo)
+
+# ---- checks ----
+test: setup test-cpp test-python ## C++ and Python tests
+
+test-cpp: $(VENV)/.build-tools ## C++ tests (build/dev)
+	cmake --preset dev --log-level=WARNING
+	cmake --build --preset dev
+	ctest --preset dev
+
+test-python: setup ## Python tests (make test-python ARGS='-k comm')
+	$(BIN)/python -m pytest tests/python $(ARGS)
+
+asan: $(VENV)/.build-tools ## C++ tests under the address and undefined-behaviour sanitizers
+	cmake --preset asan --log-level=WARNING
+	cmake --build --preset asan
+	ctest --preset asan
+
+tsan: $(VENV)/.build-tools ## C++ tests under the thread sanitizer
+	cmake --preset tsan --log-level=WARNING
+	cmake --build --preset tsan
+	ctest --preset tsan
+
+cuda: $(VENV)/.build-tools ## compiles the CUDA code (needs nvcc, no GPU)
+	cmake --preset cuda --log-level=WARNING
+	cmake --build --preset cuda --target zcomm_device
+
+gpu-check: setup ## tests that need a GPU; says so and succeeds where there is none
+	@if ! nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then echo "gpu-check: no GPU on this machine; nothing was checked"; exit 0; fi; \
+	nvidia-smi -L; \
+	cmake --preset cuda --log-level=WARNING; cmake --build --preset cuda; ctest --preset cuda; \
+	$(BIN)/python -m pytest tests/python -m gpu $(ARGS) || { code=$$?; [ $$code = 5 ] && echo "gpu-check: no Python test is marked gpu" || exit $$code; }
+
+lint: $(VENV)/.lint ## ruff, mypy --strict, the floors of the house, clang-format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
+
+format: $(VENV)/.lint ## formats Python and C++ in place
+	$(BIN)/ruff check --fix-only -q .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP_FILES)
+
+tidy: test-cpp ## clang-tidy over the C++ core (when installed)
+	clang-tidy -p build/dev --quiet $(filter src/%.cpp,$(CPP_FILES))
+
+clean: ## removes what was built (keeps .venv and runs/)
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache $(VENV)/.zcomm
+	find python tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+distclean: clean ## removes .venv too
+	rm -rf $(VENV)

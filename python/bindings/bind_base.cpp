@@ -1,0 +1,120 @@
+// Binds element types, errors, Work, raw memory and what the machine offers.
+#include <exception>
+
+#include "base/cpu_features.hpp"
+#include "base/env.hpp"
+#include "base/thread_pool.hpp"
+#include "bindings.hpp"
+#include "device/cuda.hpp"
+#include "zcomm/dtype.hpp"
+#include "zcomm/error.hpp"
+
+namespace py = pybind11;
+
+namespace zcomm::bindings {
+namespace {
+
+// Kept for the life of the interpreter, as exception types are.
+py::object& error_type(int index) {
+  static py::object types[3];
+  return types[index];
+}
+enum { kMismatch, kPeerLost, kCuda };
+
+void raise_os_error(const SystemError& error) {
+  const py::object type = py::module_::import("builtins").attr("OSError");
+  const py::object instance =
+      error.path.empty() ? type(error.code, error.what()) : type(error.code, error.what(), error.path);
+  PyErr_SetObject(type.ptr(), instance.ptr());
+}
+
+void translate(std::exception_ptr pointer) {
+  try {
+    if (pointer) std::rethrow_exception(pointer);
+  } catch (const InvalidArgument& error) {
+    PyErr_SetString(PyExc_ValueError, error.what());
+  } catch (const CollectiveMismatch& error) {
+    PyErr_SetString(error_type(kMismatch).ptr(), error.what());
+  } catch (const PeerLost& error) {
+    const py::object instance = error_type(kPeerLost)(error.what());
+    instance.attr("rank") = error.rank;
+    PyErr_SetObject(error_type(kPeerLost).ptr(), instance.ptr());
+  } catch (const Timeout& error) {
+    PyErr_SetString(PyExc_TimeoutError, error.what());
+  } catch (const SystemError& error) {
+    raise_os_error(error);
+  } catch (const Unsupported& error) {
+    PyErr_SetString(PyExc_NotImplementedError, error.what());
+  } catch (const CudaError& error) {
+    PyErr_SetString(error_type(kCuda).ptr(), error.what());
+  } catch (const Error& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+}
+
+py::object new_error(const char* name, py::handle base, const char* doc) {
+  py::dict body;
+  body["__doc__"] = doc;
+  body["__module__"] = "zcomm";
+  return py::module_::import("builtins").attr("type")(name, py::make_tuple(base), body);
+}
+
+void bind_errors(py::module_& m) {
+  error_type(kMismatch) = new_error("CollectiveMismatch", PyExc_RuntimeError,
+                                    "Ranks called different collectives; raised on every rank, names both sides.");
+  error_type(kPeerLost) = new_error("PeerLost", PyExc_ConnectionError,
+                                    "A rank died or left while others needed it; attribute `rank` says which.");
+  error_type(kCuda) = new_error("CudaError", PyExc_RuntimeError, "A CUDA call failed.");
+  m.attr("CollectiveMismatch") = error_type(kMismatch);
+  m.attr("PeerLost") = error_type(kPeerLost);
+  m.attr("CudaError") = error_type(kCuda);
+  py::register_exception_translator(translate);
+}
+
+}  // namespace
+
+void bind_base(py::module_& m) {
+  bind_errors(m);
+
+  py::enum_<DType>(m, "DType")
+      .value("float32", DType::f32)
+      .value("float64", DType::f64)
+      .value("float16", DType::f16)
+      .value("bfloat16", DType::bf16)
+      .value("int8", DType::i8)
+      .value("uint8", DType::u8)
+      .value("int32", DType::i32)
+      .value("int64", DType::i64)
+      .value("bool", DType::b8);
+  py::enum_<ReduceOp>(m, "ReduceOp")
+      .value("sum", ReduceOp::sum)
+      .value("avg", ReduceOp::avg)
+      .value("min", ReduceOp::min)
+      .value("max", ReduceOp::max)
+      .value("prod", ReduceOp::prod);
+
+  py::class_<Work, WorkHolder>(m, "Work")
+      .def("wait", &Work::wait, py::arg("timeout") = std::nullopt, py::call_guard<py::gil_scoped_release>())
+      .def("done", &Work::done);
+
+  py::class_<Memory>(m, "Memory", py::buffer_protocol())
+      .def_readonly("nbytes", &Memory::nbytes)
+      .def_property_readonly("address", [](const Memory& self) { return reinterpret_cast<std::uintptr_t>(self.data); })
+      .def_buffer([](Memory& self) {
+        return py::buffer_info(reinterpret_cast<std::uint8_t*>(self.data), static_cast<py::ssize_t>(self.nbytes));
+      });
+
+  m.def("isa", [] { return std::string(name_of(current_isa())); });
+  m.def("best_isa", [] { return std::string(name_of(best_isa())); });
+  m.def("cuda_info", &device::cuda::build_info);
+  m.def("cuda_available", &device::cuda::available);
+  m.def("set_threads", &ThreadPool::set_default_size, py::arg("count"));
+  m.def("threads", [] { return ThreadPool::shared().size(); });
+  m.def("env_variables", [] {
+    std::vector<std::pair<std::string, std::string>> all;
+    for (const auto& variable : env_variables()) all.emplace_back(variable.name, variable.meaning);
+    return all;
+  });
+}
+
+}  // namespace zcomm::bindings

@@ -1,0 +1,38 @@
+// Binds the fixed addresses behind which gathered units appear ([Note: address range] in heap/segment.hpp).
+#include "bindings.hpp"
+#include "heap/segment.hpp"
+#include "zcomm/communicator.hpp"
+
+namespace py = pybind11;
+
+namespace zcomm::bindings {
+
+void bind_heap(py::module_& m) {
+  m.def("page_nbytes", &heap::page_nbytes);
+  py::class_<heap::AddressRange, std::shared_ptr<heap::AddressRange>>(m, "AddressRange")
+      .def(py::init([](std::size_t nbytes) {
+             return std::make_shared<heap::AddressRange>(heap::AddressRange::reserve(nbytes));
+           }),
+           py::arg("nbytes"))
+      .def_property_readonly("nbytes", &heap::AddressRange::nbytes)
+      .def("memory",
+           [](std::shared_ptr<heap::AddressRange> self, std::size_t offset, std::size_t nbytes) {
+             if (offset > self->nbytes() || nbytes > self->nbytes() - offset)
+               throw py::value_error("AddressRange.memory: outside of the range");
+             std::byte* data = self->data() + offset;
+             return Memory{data, nbytes, std::move(self)};
+           })
+      .def(
+          "alias",
+          [](heap::AddressRange& self, std::size_t offset, const Memory& shared, std::size_t from, std::size_t nbytes) {
+            if (from > shared.nbytes || nbytes > shared.nbytes - from)
+              throw py::value_error("AddressRange.alias: outside of the shared memory");
+            const py::gil_scoped_release release;
+            self.alias(offset, shared.data + from, nbytes);
+          },
+          py::arg("offset"), py::arg("shared"), py::arg("from_offset"), py::arg("nbytes"))
+      .def("unmap", &heap::AddressRange::unmap, py::arg("offset"), py::arg("nbytes"),
+           py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace zcomm::bindings

@@ -1,0 +1,128 @@
+// Binds the memory tiers: pinned host memory and the swap file.
+#include <optional>
+#include <string>
+
+#include "bindings.hpp"
+#include "zcomm/error.hpp"
+#include "zcomm/pinned_arena.hpp"
+#include "zcomm/swap_file.hpp"
+
+namespace py = pybind11;
+using zcomm::PinnedArena;
+using zcomm::SwapFile;
+using zcomm::bindings::hold;
+
+namespace {
+
+using NoGil = py::gil_scoped_release;
+
+SwapFile::Engine engine_of(const std::string& name) {
+  if (name == "auto") return SwapFile::Engine::automatic;
+  if (name == "io_uring") return SwapFile::Engine::io_uring;
+  if (name == "threads") return SwapFile::Engine::threads;
+  throw zcomm::InvalidArgument("SwapFile: engine '" + name + "' is not one of auto, io_uring, threads");
+}
+
+std::unique_ptr<SwapFile> open_swap_file(const std::string& directory, std::size_t nbytes, const std::string& engine,
+                                         std::size_t block_nbytes, int depth, bool direct, bool checksum) {
+  SwapFile::Options options;
+  options.nbytes = nbytes;
+  options.engine = engine_of(engine);
+  options.block_nbytes = block_nbytes;
+  options.depth = depth;
+  options.direct = direct;
+  options.checksum = checksum;
+  return SwapFile::open(directory, options);
+}
+
+py::dict as_dict(const PinnedArena::Stats& stats) {
+  py::dict dict;
+  dict["used_nbytes"] = stats.used_nbytes;
+  dict["peak_nbytes"] = stats.peak_nbytes;
+  dict["locked_nbytes"] = stats.locked_nbytes;
+  dict["allocation_count"] = stats.allocation_count;
+  return dict;
+}
+
+py::dict as_dict(const SwapFile::Stats& stats) {
+  py::dict dict;
+  dict["read_nbytes"] = stats.read_nbytes;
+  dict["written_nbytes"] = stats.written_nbytes;
+  dict["read_s"] = stats.read_s;
+  dict["write_s"] = stats.write_s;
+  dict["reserved_nbytes"] = stats.reserved_nbytes;
+  dict["file_nbytes"] = stats.file_nbytes;
+  dict["error_count"] = stats.error_count;
+  dict["retry_count"] = stats.retry_count;
+  dict["direct"] = stats.direct;
+  dict["engine"] = stats.engine;
+  dict["path"] = stats.path;
+  dict["bounce_nbytes"] = stats.bounce_nbytes;
+  return dict;
+}
+
+void bind_arena(py::module_& m) {
+  py::class_<PinnedArena::Lease>(m, "Lease", py::buffer_protocol())
+      .def_property_readonly("nbytes", &PinnedArena::Lease::nbytes)
+      .def_property_readonly(
+          "address", [](const PinnedArena::Lease& self) { return reinterpret_cast<std::uintptr_t>(self.data()); })
+      .def_buffer([](PinnedArena::Lease& self) {
+        return py::buffer_info(reinterpret_cast<std::uint8_t*>(self.data()), static_cast<py::ssize_t>(self.nbytes()));
+      });
+  py::class_<PinnedArena>(m, "PinnedArena")
+      .def(py::init([](std::optional<std::size_t> budget_nbytes, bool page_lock) {
+             return PinnedArena({budget_nbytes, page_lock});
+           }),
+           py::arg("budget_nbytes") = std::nullopt, py::arg("page_lock") = true)
+      .def("allocate", &PinnedArena::allocate, py::arg("nbytes"), py::call_guard<NoGil>())
+      .def("stats", [](const PinnedArena& self) { return as_dict(self.stats()); });
+}
+
+/// Dropping the last reference waits for I/O: never with the interpreter lock held.
+struct CloseWithoutGil {
+  void operator()(SwapFile* file) const {
+    const NoGil release;
+    delete file;
+  }
+};
+
+}  // namespace
+
+void bind_mem(py::module_& m) {
+  bind_arena(m);
+  const SwapFile::Options defaults;
+  py::class_<SwapFile, std::unique_ptr<SwapFile, CloseWithoutGil>>(m, "SwapFile")
+      .def(py::init([](const std::string& directory, std::size_t nbytes, const std::string& engine,
+                       std::size_t block_nbytes, int depth, bool direct, bool checksum) {
+             const NoGil release;
+             return std::unique_ptr<SwapFile, CloseWithoutGil>(
+                 open_swap_file(directory, nbytes, engine, block_nbytes, depth, direct, checksum).release());
+           }),
+           py::arg("directory"), py::arg("nbytes") = 0, py::arg("engine") = "auto",
+           py::arg("block_nbytes") = defaults.block_nbytes, py::arg("depth") = defaults.depth,
+           py::arg("direct") = defaults.direct, py::arg("checksum") = defaults.checksum)
+      .def("reserve", &SwapFile::reserve, py::arg("key"), py::arg("nbytes"), py::call_guard<NoGil>())
+      .def("release", &SwapFile::release, py::arg("key"), py::call_guard<NoGil>())
+      .def(
+          "write",
+          [](SwapFile& self, const std::string& key, std::uintptr_t address, std::size_t nbytes) {
+            return hold(self.write(key, reinterpret_cast<const void*>(address), nbytes));
+          },
+          py::arg("key"), py::arg("address"), py::arg("nbytes"), py::call_guard<NoGil>())
+      .def(
+          "read",
+          [](SwapFile& self, const std::string& key, std::uintptr_t address, std::size_t nbytes) {
+            return hold(self.read(key, reinterpret_cast<void*>(address), nbytes));
+          },
+          py::arg("key"), py::arg("address"), py::arg("nbytes"), py::call_guard<NoGil>())
+      .def("wait", &SwapFile::wait, py::call_guard<NoGil>())
+      .def("close", &SwapFile::close, py::call_guard<NoGil>())
+      .def("stats", [](const SwapFile& self) {
+        SwapFile::Stats stats;
+        {
+          const NoGil release;
+          stats = self.stats();
+        }
+        return as_dict(stats);
+      });
+}

@@ -1,0 +1,76 @@
+"""zcomm: collectives, memory tiers and ZeRO for PyTorch programs that do not fit their memory.
+
+Importing this package touches no device, no network and starts nothing; names load on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from zcomm import optim, zero
+    from zcomm._core import CollectiveMismatch, CudaError, PeerLost
+    from zcomm._functions import (
+        all_gather,
+        all_reduce,
+        barrier,
+        broadcast,
+        empty,
+        local_rank,
+        rank,
+        reduce_scatter,
+        world_size,
+    )
+    from zcomm._job import init, is_initialized, shutdown
+    from zcomm._work import Work
+    from zcomm.comm import Communicator
+    from zcomm.engine import Engine, initialize
+    from zcomm.layout import BucketLayout
+    from zcomm.offload import SwapFile, pinned_empty
+    from zcomm.zero import Offload, ZeroOptimizer
+
+# name -> module that defines it; None: the name is a module itself
+_HOME: dict[str, str | None] = {
+    **dict.fromkeys(("CollectiveMismatch", "CudaError", "PeerLost"), "zcomm._core"),
+    **dict.fromkeys(
+        (
+            "all_gather",
+            "all_reduce",
+            "barrier",
+            "broadcast",
+            "empty",
+            "local_rank",
+            "rank",
+            "reduce_scatter",
+            "world_size",
+        ),
+        "zcomm._functions",
+    ),
+    **dict.fromkeys(("init", "is_initialized", "shutdown"), "zcomm._job"),
+    "Work": "zcomm._work",
+    "Communicator": "zcomm.comm",
+    **dict.fromkeys(("Engine", "initialize"), "zcomm.engine"),
+    "BucketLayout": "zcomm.layout",
+    **dict.fromkeys(("SwapFile", "pinned_empty"), "zcomm.offload"),
+    **dict.fromkeys(("Offload", "ZeroOptimizer"), "zcomm.zero"),
+    "optim": None,
+    "zero": None,
+}
+
+__all__ = ["__version__", *_HOME]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'zcomm' has no attribute {name!r}")
+    home = _HOME[name]
+    value = importlib.import_module(f"zcomm.{name}") if home is None else getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

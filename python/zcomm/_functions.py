@@ -1,0 +1,61 @@
+"""The collectives as module functions: each is the method of the same name of the default communicator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from zcomm._job import current
+from zcomm._work import Work
+from zcomm.comm import Buckets
+
+
+def rank() -> int:
+    """This process's rank in the job."""
+    return current().rank
+
+
+def world_size() -> int:
+    """Number of ranks of the job."""
+    return current().world_size
+
+
+def local_rank() -> int:
+    """This process's rank among those of its host."""
+    return current().local_rank
+
+
+def all_reduce(buckets: Buckets, op: str = "sum", async_op: bool = False, **options: Any) -> Work | None:
+    """Reduce in place over all ranks; see ``Communicator.all_reduce``."""
+    result: Work | None = current().all_reduce(buckets, op, async_op=async_op, **options)
+    return result
+
+
+def reduce_scatter(
+    buckets: Buckets, op: str = "sum", out: Buckets | None = None, async_op: bool = False, **options: Any
+) -> Buckets | tuple[Buckets, Work]:
+    """Reduce, and keep this rank's part; see ``Communicator.reduce_scatter``."""
+    return current().reduce_scatter(buckets, op, out, async_op, **options)
+
+
+def all_gather(
+    shards: Buckets, out: Buckets | None = None, async_op: bool = False, **options: Any
+) -> Buckets | tuple[Buckets, Work]:
+    """Put the shards of all ranks together; see ``Communicator.all_gather``."""
+    return current().all_gather(shards, out, async_op, **options)
+
+
+def broadcast(buckets: Buckets, root: int = 0, async_op: bool = False, **options: Any) -> Work | None:
+    """Copy root's buckets into everybody's; see ``Communicator.broadcast``."""
+    return current().broadcast(buckets, root, async_op, **options)
+
+
+def barrier(async_op: bool = False) -> Work | None:
+    """Wait until every rank has called it."""
+    return current().barrier(async_op=async_op)
+
+
+def empty(n: int, dtype: torch.dtype = torch.float32, device: str | None = "cpu") -> torch.Tensor:
+    """A flat symmetric tensor of ``n`` elements; see ``Communicator.empty``."""
+    return current().empty(n, dtype, device)

@@ -1,0 +1,62 @@
+"""Tensors as the core takes them (address, count, dtype) and tensors made of the core's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from zcomm import _core
+
+DTYPES: dict[torch.dtype, _core.DType] = {
+    torch.float32: _core.DType.float32,
+    torch.float64: _core.DType.float64,
+    torch.float16: _core.DType.float16,
+    torch.bfloat16: _core.DType.bfloat16,
+    torch.int8: _core.DType.int8,
+    torch.uint8: _core.DType.uint8,
+    torch.int32: _core.DType.int32,
+    torch.int64: _core.DType.int64,
+    torch.bool: _core.DType.bool,
+}
+
+
+def core_dtype(dtype: torch.dtype) -> _core.DType:
+    """The core's name of a torch dtype. Raises: ValueError naming a dtype that it has not."""
+    try:
+        return DTYPES[dtype]
+    except KeyError:
+        known = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
+        raise ValueError(f"dtype {dtype} is not supported; use one of {known}") from None
+
+
+def check_buffers(what: str, tensors: Sequence[torch.Tensor]) -> torch.dtype:
+    """The one dtype of ``tensors``. Raises: ValueError for none, mixed dtypes, other devices or strides."""
+    if not tensors:
+        raise ValueError(f"{what}: the list of tensors is empty")
+    dtype = tensors[0].dtype
+    for index, tensor in enumerate(tensors):
+        where = f"{what}: tensor {index} of shape {tuple(tensor.shape)}"
+        if tensor.device.type != "cpu":
+            raise NotImplementedError(f"{where} is on {tensor.device}; this build moves CPU tensors only")
+        if tensor.layout is not torch.strided or not tensor.is_contiguous():
+            raise ValueError(f"{where} and strides {tensor.stride()} is not contiguous; pass tensor.contiguous()")
+        if tensor.dtype != dtype:
+            raise ValueError(f"{where} is {tensor.dtype}, tensor 0 is {dtype}; one operation has one dtype")
+    core_dtype(dtype)
+    return dtype
+
+
+def spans(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    return [(tensor.data_ptr(), tensor.numel()) for tensor in tensors]
+
+
+def tensor_of(memory: Any, dtype: torch.dtype, count: int | None = None, offset_nbytes: int = 0) -> torch.Tensor:
+    """A flat tensor over the core's memory, without a copy. The tensor keeps the memory alive."""
+    itemsize = dtype.itemsize
+    if count is None:
+        count = (memory.nbytes - offset_nbytes) // itemsize
+    if count == 0:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset_nbytes)

@@ -1,0 +1,175 @@
+"""`zcomm doctor`: what this machine offers to zcomm, found by trying it, and how to mend what is missing.
+
+Each check returns findings; a check that itself fails is a finding too. Exit code 1 if any finding is a failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import platform
+import resource
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import zcomm
+from zcomm.launch.environment import core_count
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+    from zcomm.cli.main import Parser
+
+_LAUNCHER_VARIABLES = ("ZCOMM_INIT_METHOD", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_LOW_MEMLOCK_NBYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Finding:
+    """state: ok, note (works, but slower or unusual), fail. mend: what to do about it."""
+
+    state: str
+    name: str
+    value: str
+    mend: str = ""
+
+
+def add_parser(commands: _SubParsersAction[Parser]) -> None:
+    """Declare the command's options."""
+    parser = commands.add_parser(
+        "doctor", help="check this machine and say how to mend each finding", allow_abbrev=False
+    )
+    parser.add_argument("--dir", type=Path, default=Path("."), help="directory to check for swapping (default: here)")
+    parser.set_defaults(command=command)
+
+
+def command(args: argparse.Namespace) -> int:
+    """Print all findings."""
+    findings = list(examine(args.dir))
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        print(f"{finding.state:5} {finding.name:{width}}  {finding.value}")
+        if finding.mend:
+            print(f"{'':5} {'':{width}}  -> {finding.mend}")
+    return 1 if any(finding.state == "fail" for finding in findings) else 0
+
+
+def examine(directory: Path) -> Iterator[Finding]:
+    """All checks, in order."""
+    checks: tuple[Callable[[], Iterator[Finding]], ...] = (
+        _versions,
+        _machine,
+        _core,
+        _limits,
+        lambda: _swap(directory),
+        _variables,
+    )
+    for check in checks:
+        try:
+            yield from check()
+        except Exception as error:
+            name = getattr(check, "__name__", "swap").strip("_<>")
+            yield Finding("fail", "swap" if name == "lambda" else name, f"{type(error).__name__}: {error}")
+
+
+def _versions() -> Iterator[Finding]:
+    yield Finding("ok", "zcomm", zcomm.__version__)
+    yield Finding("ok", "python", f"{platform.python_version()} ({sys.executable})")
+    for package, state, mend in (
+        ("torch", "fail", "pip install torch"),
+        ("numpy", "fail", "pip install numpy"),
+        ("safetensors", "fail", "pip install safetensors"),
+        ("psutil", "fail", "pip install psutil"),
+        ("rich", "fail", "pip install rich"),
+        ("matplotlib", "note", "pip install matplotlib, for the demo's loss.png"),
+        ("mpi4py", "note", "pip install mpi4py, for jobs under mpirun across hosts"),
+    ):
+        try:
+            yield Finding("ok", package, metadata.version(package))
+        except metadata.PackageNotFoundError:
+            yield Finding(state, package, "not installed", mend)
+
+
+def _machine() -> Iterator[Finding]:
+    yield Finding("ok", "kernel", f"{platform.system()} {platform.release()} {platform.machine()}")
+    usable, present = core_count(), os.cpu_count() or 0
+    yield Finding("ok", "cores", f"{usable} usable of {present}")
+    memory_nbytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    yield Finding("ok", "memory", f"{memory_nbytes / 2**30:.1f} GiB")
+
+
+def _core() -> Iterator[Finding]:
+    from zcomm import _core as core
+
+    isa, best = core.isa(), core.best_isa()
+    note = "" if isa == best else f" (this CPU could run {best})"
+    yield Finding(
+        "ok" if isa == best else "note", "instruction set", isa + note, "" if isa == best else "unset ZCOMM_ISA"
+    )
+    yield Finding("ok", "core threads", str(core.threads()))
+    yield Finding("ok", "cuda", core.cuda_info())
+
+
+def _limits() -> Iterator[Finding]:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY or soft >= _LOW_MEMLOCK_NBYTES:
+        yield Finding("ok", "memlock", "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 2**20:.0f} MiB")
+    else:
+        yield Finding(
+            "note",
+            "memlock",
+            f"{soft / 2**10:.0f} KiB",
+            "raise it (ulimit -l, or memlock in /etc/security/limits.conf)",
+        )
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    low = soft < 1024
+    yield Finding("note" if low else "ok", "open files", str(soft), "ulimit -n 4096" if low else "")
+    with contextlib.suppress(OSError):
+        enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text().split("[")[1].split("]")[0]
+        shmem = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text().split("[")[1].split("]")[0]
+        yield Finding("ok", "huge pages", f"private memory: {enabled}, shared memory: {shmem}")
+
+
+def _swap(directory: Path) -> Iterator[Finding]:
+    """Open real swap files in a directory of their own and see what they say."""
+    with tempfile.TemporaryDirectory(prefix="zcomm-doctor-", dir=directory) as own:
+        try:
+            zcomm.SwapFile(own, 1 << 20, engine="io_uring").close()
+            yield Finding("ok", "io_uring", "works")
+        except NotImplementedError as error:
+            yield Finding(
+                "note", "io_uring", str(error), "swapping uses threads instead; allow io_uring to save CPU time"
+            )
+        swap = zcomm.SwapFile(own, 1 << 20)
+        direct = bool(swap.stats()["direct"])
+        swap.close()
+        where = directory.absolute()
+        if direct:
+            yield Finding("ok", "O_DIRECT", f"works in {where}")
+        else:
+            yield Finding(
+                "note",
+                "O_DIRECT",
+                f"refused in {where}",
+                "swap goes through the page cache; use a local ext4 or xfs drive",
+            )
+    free = os.statvfs(directory)
+    yield Finding("ok", "disk", f"{free.f_bavail * free.f_frsize / 2**30:.1f} GiB free in {where}")
+
+
+def _variables() -> Iterator[Finding]:
+    from zcomm import _core as core
+
+    described = dict(core.env_variables())
+    for name, meaning in described.items():
+        value = os.environ.get(name)
+        yield Finding("ok", name, f"{'unset' if value is None else value}: {meaning}")
+    for name in _LAUNCHER_VARIABLES:
+        if name in os.environ:
+            yield Finding("ok", name, os.environ[name])

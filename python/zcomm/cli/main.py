@@ -1,0 +1,68 @@
+"""Entry of the `zcomm` command: picks the command and turns errors of use into one line on stderr.
+
+Exit codes: 0; 2 for an error of use; otherwise what the command says (`zcomm run`: see docs/launch.md).
+Invariant: parsing imports neither torch nor the core, so that --help and a launch are immediate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from zcomm.launch.errors import UserError
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong and where help is; exit code 2."""
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def build_parser() -> Parser:
+    """The parser of all commands; each sets `command` to its function (args -> exit code)."""
+    import zcomm
+    from zcomm.cli import doctor, run
+    from zcomm.demo import command as demo
+
+    parser = Parser(prog="zcomm", description="Collectives, memory tiers and ZeRO for PyTorch.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"zcomm {zcomm.__version__}")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    commands = parser.add_subparsers(title="commands", dest="command_name", metavar="COMMAND", parser_class=Parser)
+    run.add_parser(commands)
+    demo.add_parser(commands)
+    doctor.add_parser(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.command_name is None:
+        parser.print_help()
+        return 2
+    if args.debug:
+        os.environ["ZCOMM_DEBUG"] = "1"  # ranks see it too
+    debug = bool(os.environ.get("ZCOMM_DEBUG"))
+    command: Callable[[argparse.Namespace], int] = args.command
+    try:
+        return command(args)
+    except UserError as error:
+        if debug:
+            raise
+        print(f"zcomm {args.command_name}: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        print(f"zcomm {args.command_name}: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""`zcomm run`: starts the ranks of a job on this host."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zcomm.launch import Job, launch
+from zcomm.launch.errors import UserError
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+    from zcomm.cli.main import Parser
+
+_DESCRIPTION = """\
+Start N ranks of a Python script on this host and answer for their end: one failed rank ends all, and the first failure
+is printed with its cause. Exit code: 0, that of the first failed rank, or 128 + signal.
+Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and ZCOMM_INIT_METHOD in its
+environment; OMP_NUM_THREADS is cores / N unless you set it."""
+
+
+def add_parser(commands: _SubParsersAction[Parser]) -> None:
+    """Declare the command's options."""
+    parser = commands.add_parser(
+        "run",
+        help="start ranks of a script on this host",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="zcomm run -n N [options] script.py [args ...]  |  zcomm run -n N [options] -m module [args ...]",
+        allow_abbrev=False,
+    )
+    parser.add_argument("-n", "--np", type=positive, required=True, metavar="N", help="number of ranks")
+    parser.add_argument(
+        "--env", action="append", default=[], type=assignment, metavar="K=V", help="set a variable in every rank"
+    )
+    parser.add_argument("-m", "--module", action="store_true", help="the script is a module name, as in python -m")
+    parser.add_argument("--no-python", action="store_true", help="the script is any program, not a Python script")
+    parser.add_argument("--no-prefix", action="store_true", help="do not start each line with [rank]")
+    parser.add_argument("--tee", type=Path, metavar="DIR", help="also write DIR/rank0.out, DIR/rank0.err, ...")
+    parser.add_argument("script", help="script, module or program to run")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    parser.set_defaults(command=command)
+
+
+def command(args: argparse.Namespace) -> int:
+    """Run the job; returns its exit code."""
+    if args.module and args.no_python:
+        raise UserError("-m and --no-python exclude each other")
+    if args.module:
+        argv = [sys.executable, "-m", args.script]
+    elif args.no_python:
+        argv = [args.script]
+    else:
+        if args.script.startswith("-"):
+            raise UserError(f"{args.script}: no such option, and no script; options go before the script")
+        if not Path(args.script).is_file():
+            raise UserError(f"{args.script}: no such script")
+        argv = [sys.executable, args.script]
+    job = Job(
+        argv=argv + args.args, world_size=args.np, environment=dict(args.env), prefix=not args.no_prefix, tee=args.tee
+    )
+    return launch(job)
+
+
+def positive(text: str) -> int:
+    """An integer of at least 1, for argparse."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
+
+
+def assignment(text: str) -> tuple[str, str]:
+    """NAME=VALUE, for argparse."""
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return name, value

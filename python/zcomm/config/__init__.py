@@ -1,0 +1,43 @@
+"""DeepSpeed's shape of configuration, read strictly: a dict, a JSON file or JSON text becomes a frozen ``Config``.
+
+Needs neither torch nor the core. The keys, their defaults and what becomes of them are listed in ``schema.py`` alone.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+from zcomm.config.batch import BatchSizes, resolve_batch
+from zcomm.config.parse import Source, parse, read_source
+from zcomm.config.schema import Config
+
+__all__ = ["BatchSizes", "Config", "ConfigWarning", "load", "load_with_notes", "resolve_batch", "warn_of"]
+
+
+class ConfigWarning(UserWarning):
+    """A key was accepted that changes nothing here; the message says why."""
+
+
+def load(source: Source | Config) -> Config:
+    """The checked configuration of ``source`` (a dict, a path of a JSON file, or JSON text; a Config passes through).
+
+    Issues one ConfigWarning for each key set to a value that has no effect.
+    Raises: ValueError naming the dotted key, the value and what to do (unknown key: the nearest known one);
+    NotImplementedError for a value that zcomm refuses; OSError where the file cannot be read.
+    """
+    config, notes = load_with_notes(source)
+    warn_of(notes)
+    return config
+
+
+def load_with_notes(source: Source | Config) -> tuple[Config, list[str]]:
+    """As ``load``, but what has no effect is returned, so that one rank can say it for all."""
+    if isinstance(source, Config):
+        return source, []
+    return parse(*read_source(source))
+
+
+def warn_of(notes: list[str]) -> None:
+    """One ConfigWarning for each note."""
+    for note in notes:
+        warnings.warn(note, ConfigWarning, stacklevel=3)

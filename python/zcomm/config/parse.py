@@ -1,0 +1,227 @@
+"""From a dict or JSON to the frozen schema: every key known, every value of its type and range, or a ValueError.
+
+Messages begin with where the configuration came from, then name the dotted key and the value, then what to do.
+Pure but for reading the file: warnings are returned as notes, so that only one rank need print them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from zcomm.config.keys import REQUIRED, Key, Status, key_of
+from zcomm.config.schema import HINTS, Config
+
+Source = Mapping[str, Any] | str | os.PathLike[str]
+
+
+def read_source(source: Source) -> tuple[Mapping[str, Any], str]:
+    """The raw mapping and a name for it ("config" for a dict or JSON text, else the file's path).
+
+    source: a mapping; a path of a JSON file; or JSON text, which starts with "{".
+    Raises: FileNotFoundError / OSError (file), ValueError (JSON syntax, duplicate key, not an object).
+    """
+    if isinstance(source, Mapping):
+        return source, "config"
+    if isinstance(source, str) and source.lstrip().startswith("{"):
+        text, name = source, "config"
+    elif isinstance(source, (str, os.PathLike)):
+        name = os.fspath(source)
+        text = Path(name).read_text(encoding="utf-8")
+    else:
+        raise ValueError(f"config must be a dict, a path or JSON text, not {type(source).__name__}")
+
+    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        seen: dict[str, Any] = {}
+        for name_, value in pairs:
+            if name_ in seen:
+                raise ValueError(f'{name}: key "{name_}" is given twice in one section')
+            seen[name_] = value
+        return seen
+
+    def no_constant(word: str) -> NoReturn:
+        raise ValueError(f"{name}: {word} is not a number that JSON has")
+
+    try:
+        data = json.loads(text, object_pairs_hook=no_duplicates, parse_constant=no_constant)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{name}: not valid JSON at line {error.lineno} column {error.colno}: {error.msg}") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{name}: a configuration is a JSON object, not {_kind(data)}")
+    return data, name
+
+
+def parse(data: Mapping[str, Any], source: str = "config") -> tuple[Config, list[str]]:
+    """The checked configuration and one note for each key that is accepted without effect.
+
+    Raises: ValueError (unknown key, type, range, contradiction), NotImplementedError (refused key).
+    """
+    reader = _Reader(source)
+    config = reader.section(Config, data, "")
+    reader.contradictions(config)
+    return config, reader.notes
+
+
+def leaf_paths(schema: type = Config, prefix: str = "") -> Iterator[str]:
+    """Every dotted key of the schema, sections included."""
+    hints = typing.get_type_hints(schema)
+    for field in dataclasses.fields(schema):
+        path = f"{prefix}{field.name}"
+        yield path
+        nested = section_type(hints[field.name])
+        if nested is not None:
+            yield from leaf_paths(nested, path + ".")
+
+
+def section_type(annotation: Any) -> type | None:
+    """The dataclass behind ``X`` or ``X | None``, or None where the annotation is a plain type."""
+    plain, _ = _split_optional(annotation)
+    return plain if isinstance(plain, type) and dataclasses.is_dataclass(plain) else None
+
+
+class _Reader:
+    """Carries the name of the source and collects notes while the schema is walked."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.notes: list[str] = []
+
+    def section(self, schema: Any, data: Any, path: str) -> Any:
+        """An instance of dataclass ``schema`` from the mapping ``data`` at dotted ``path``."""
+        if not isinstance(data, Mapping):
+            raise ValueError(f'{self.source}: "{path}" must be an object {{...}}, got {_shown(data)}')
+        prefix = path + "." if path else ""
+        fields = {field.name: field for field in dataclasses.fields(schema)}
+        for name in data:
+            if name not in fields:
+                self._unknown(str(name), prefix, list(fields))
+        hints = typing.get_type_hints(schema)
+        values = {name: self._value(fields[name], hints[name], data[name], prefix + name) for name in data}
+        for name, field in fields.items():
+            required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+            if required and name not in values:
+                words = ", ".join(str(choice) for choice in key_of(field).choices)
+                raise ValueError(f'{self.source}: "{prefix}{name}" is missing; give one of: {words}')
+        return schema(**values)
+
+    def _value(self, field: dataclasses.Field[Any], annotation: Any, raw: Any, path: str) -> Any:
+        nested = section_type(annotation)
+        if nested is not None:
+            if raw is None:  # DeepSpeed writes null for an absent section
+                return field.default if field.default is not dataclasses.MISSING else nested()
+            return self.section(nested, raw, path)
+        described = key_of(field)
+        value = self._convert(raw, annotation, described, path)
+        if described.check is not None and value is not None and not described.check.passes(value):
+            raise ValueError(f'{self.source}: "{path}" must be {described.check.words}, got {_shown(raw)}')
+        if value != field.default and field.default is not REQUIRED:
+            if described.status is Status.REFUSED:
+                raise NotImplementedError(f'{self.source}: "{path}": {_shown(raw)} is refused: {described.reason}')
+            if described.status is Status.NO_EFFECT:
+                self.notes.append(f'{self.source}: "{path}": {_shown(raw)} has no effect: {described.reason}')
+        return value
+
+    def _convert(self, raw: Any, annotation: Any, described: Key, path: str) -> Any:
+        plain, optional = _split_optional(annotation)
+        if raw is None and optional:
+            return None
+        if raw == "auto":
+            raise ValueError(
+                f'{self.source}: "{path}" is "auto", which only Hugging Face\'s Trainer fills in; give a value'
+            )
+        value = _as_type(raw, plain)
+        if value is None:
+            raise ValueError(f'{self.source}: "{path}" must be {_TYPE_WORDS[plain]}, got {_shown(raw)}')
+        if described.choices:
+            for choice in described.choices:
+                same = value.lower() == choice.lower() if isinstance(value, str) else value == choice
+                if same:
+                    return choice
+            words = ", ".join(str(choice) for choice in described.choices)
+            raise ValueError(f'{self.source}: "{path}" must be one of {words}, got {_shown(raw)}')
+        return value
+
+    def _unknown(self, name: str, prefix: str, siblings: list[str]) -> NoReturn:
+        path = prefix + name
+        hint = HINTS.get(path)
+        if hint is None:
+            elsewhere = [known for known in leaf_paths() if known.split(".")[-1] == name]
+            near = [prefix + sibling for sibling in difflib.get_close_matches(name, siblings, n=1)]
+            others = [known for known in leaf_paths() if not path.startswith(known + ".")]  # its own section is no help
+            far = difflib.get_close_matches(path, others, n=1)
+            best = (near or elsewhere or far or [""])[0]
+            hint = f'did you mean "{best}"?' if best else f"known here: {', '.join(siblings)}"
+        raise ValueError(f'{self.source}: unknown key "{path}"; {hint}')
+
+    def contradictions(self, config: Config) -> None:
+        """What no single key can tell."""
+        zero = config.zero_optimization
+        for name, tier in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
+            if tier.device == "nvme" and tier.nvme_path is None:
+                raise ValueError(
+                    f'{self.source}: "zero_optimization.{name}.device": "nvme" needs '
+                    f'"zero_optimization.{name}.nvme_path", the directory to swap to'
+                )
+        if zero.offload_param.device != "none" and zero.stage != 3:
+            raise ValueError(
+                f'{self.source}: "zero_optimization.offload_param.device": "{zero.offload_param.device}" needs '
+                f'"zero_optimization.stage": 3 (only stage 3 shards parameters), got stage {zero.stage}'
+            )
+        paths = (zero.offload_optimizer.nvme_path, zero.offload_param.nvme_path)
+        both_swap = zero.offload_optimizer.device == zero.offload_param.device == "nvme"
+        if both_swap and Path(str(paths[0])) != Path(str(paths[1])):
+            raise ValueError(
+                f'{self.source}: "zero_optimization.offload_optimizer.nvme_path": "{paths[0]}" and '
+                f'"zero_optimization.offload_param.nvme_path": "{paths[1]}" differ; one rank swaps to one directory'
+            )
+
+
+_TYPE_WORDS: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a string",
+    tuple[float, float]: "a list of two numbers",
+}
+
+
+def _split_optional(annotation: Any) -> tuple[Any, bool]:
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        (plain,) = (part for part in typing.get_args(annotation) if part is not types.NoneType)
+        return plain, True
+    return annotation, False
+
+
+def _as_type(raw: Any, wanted: Any) -> Any:
+    """``raw`` as ``wanted``, or None where it is something else. JSON writes 5e8 for a whole number; true is none."""
+    number = isinstance(raw, (int, float)) and not isinstance(raw, bool)
+    if wanted is bool:
+        return raw if isinstance(raw, bool) else None
+    if wanted is int:
+        return int(raw) if number and raw == raw and abs(raw) != float("inf") and raw == int(raw) else None
+    if wanted is float:
+        return float(raw) if number else None
+    if wanted is str:
+        return os.fspath(raw) if isinstance(raw, (str, os.PathLike)) else None
+    pair = isinstance(raw, (list, tuple)) and len(raw) == 2
+    numbers = [_as_type(item, float) for item in raw] if pair else [None]
+    return tuple(numbers) if None not in numbers else None
+
+
+def _kind(data: Any) -> str:
+    names = {list: "a list", str: "a string", bool: "a truth value", int: "a number", float: "a number"}
+    return names.get(type(data), "null" if data is None else type(data).__name__)
+
+
+def _shown(value: Any) -> str:
+    try:
+        return json.dumps(value)
+    except TypeError:
+        return repr(value)

@@ -1,0 +1,280 @@
+"""The table of configuration keys: DeepSpeed's JSON shape as frozen dataclasses.
+
+Names and defaults are DeepSpeed's (its documentation of config-json, and its defaults of 2026); where zcomm's default
+differs, the meaning says so. Units: DeepSpeed counts bucket sizes in ELEMENTS, and so do the keys here.
+docs/config.md is written from this file (``python -m zcomm.config --write docs/config.md``).
+"""
+# ruff: noqa: RUF009  (key() and section() are field specifiers, as dataclasses.field is)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zcomm.config.keys import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    BETAS,
+    FRACTION,
+    NOT_EMPTY,
+    POSITIVE,
+    REQUIRED,
+    Status,
+    key,
+    section,
+)
+
+_NO_EFFECT = Status.NO_EFFECT
+_REFUSED = Status.REFUSED
+_FP16_OFF = "fp16 is refused, so its settings are never used"
+_SWAP_OWN = "the swap file sizes its own buffers and I/O depth"
+_PINNED = "staging slots come from one arena that is page-locked wherever CUDA is there"
+_UNITS = "stage 3 gathers and frees whole units (modules), one unit ahead"
+
+
+@dataclass(frozen=True)
+class Fp16:
+    """Section ``fp16``."""
+
+    enabled: bool = key(
+        False,
+        "train in fp16 with loss scaling",
+        status=_REFUSED,
+        reason='fp16 with loss scaling is not built; use "bf16": {"enabled": true}, or fp32 (leave both out)',
+    )
+    loss_scale: float = key(0.0, "fixed loss scale; 0 = dynamic", status=_NO_EFFECT, reason=_FP16_OFF, check=AT_LEAST_0)
+    initial_scale_power: int = key(
+        16, "first dynamic scale is 2^this", status=_NO_EFFECT, reason=_FP16_OFF, check=AT_LEAST_0
+    )
+    loss_scale_window: int = key(
+        1000, "good steps before the scale grows", status=_NO_EFFECT, reason=_FP16_OFF, check=AT_LEAST_1
+    )
+    hysteresis: int = key(
+        2, "overflows before the scale shrinks", status=_NO_EFFECT, reason=_FP16_OFF, check=AT_LEAST_1
+    )
+    min_loss_scale: float = key(1.0, "lowest dynamic scale", status=_NO_EFFECT, reason=_FP16_OFF, check=AT_LEAST_0)
+
+
+@dataclass(frozen=True)
+class Bf16:
+    """Section ``bf16``."""
+
+    enabled: bool = key(False, "bf16 weights and gradients with an exact fp32 master; false = fp32")
+
+
+@dataclass(frozen=True)
+class OptimizerParams:
+    """Section ``optimizer.params``."""
+
+    lr: float = key(1e-3, "learning rate", check=AT_LEAST_0)
+    betas: tuple[float, float] = key((0.9, 0.999), "decay of the two moments", check=BETAS)
+    eps: float = key(1e-8, "added to the root of the second moment", check=AT_LEAST_0)
+    weight_decay: float | None = key(
+        None,
+        "decoupled (AdamW) or L2 (Adam) decay",
+        check=AT_LEAST_0,
+        shown_default="`0.0`; with torch_adam what torch's class has (AdamW 0.01)",
+    )
+    adam_w_mode: bool = key(
+        True, "with type Adam: true = AdamW's decoupled decay (DeepSpeed's default), false = L2; type AdamW is AdamW"
+    )
+    torch_adam: bool = key(
+        False,
+        "true = the defaults of torch's own class; the update is the same fused kernel, of the same formula",
+    )
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """Section ``optimizer``."""
+
+    type: str = key(REQUIRED, "which optimizer (letter case does not matter)", choices=("Adam", "AdamW"))
+    params: OptimizerParams = section(OptimizerParams, "its arguments")
+
+
+@dataclass(frozen=True)
+class SchedulerParams:
+    """Section ``scheduler.params``."""
+
+    warmup_min_lr: float = key(0.0, "learning rate at the start", check=AT_LEAST_0)
+    warmup_max_lr: float | None = key(
+        None,
+        "learning rate after the warm-up",
+        check=AT_LEAST_0,
+        shown_default="the first parameter group's lr",
+    )
+    warmup_num_steps: int = key(1000, "optimizer steps of warm-up (1 counts as 2)", check=AT_LEAST_1)
+    warmup_type: str = key("log", "shape of the warm-up", choices=("log", "linear"))
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """Section ``scheduler``."""
+
+    type: str = key(REQUIRED, "which schedule", choices=("WarmupLR",))
+    params: SchedulerParams = section(SchedulerParams, "its arguments")
+
+
+@dataclass(frozen=True)
+class OffloadOptimizer:
+    """Section ``zero_optimization.offload_optimizer``."""
+
+    device: str = key("none", "where optimizer state lives between steps", choices=("none", "cpu", "nvme"))
+    nvme_path: str | None = key(None, "swap directory; needed with device nvme, unused otherwise", check=NOT_EMPTY)
+    ratio: float = key(
+        1.0,
+        "share of the optimizer state that is offloaded",
+        status=_REFUSED,
+        reason="the optimizer state is offloaded whole or not at all; use 1.0 or device none",
+        check=FRACTION,
+    )
+    pin_memory: bool = key(True, "page-locked staging", status=_NO_EFFECT, reason=_PINNED)
+    buffer_count: int = key(4, "swap buffers", status=_NO_EFFECT, reason=_SWAP_OWN, check=AT_LEAST_1)
+    pipeline_read: bool = key(False, "read ahead", status=_NO_EFFECT, reason="reads always run ahead of the update")
+    pipeline_write: bool = key(False, "write behind", status=_NO_EFFECT, reason="writes always run behind the update")
+    fast_init: bool = key(False, "quick first write", status=_NO_EFFECT, reason="the swap file is preallocated once")
+
+
+@dataclass(frozen=True)
+class OffloadParam:
+    """Section ``zero_optimization.offload_param``."""
+
+    device: str = key("none", "where parameters live while unused (stage 3)", choices=("none", "cpu", "nvme"))
+    nvme_path: str | None = key(None, "swap directory; needed with device nvme, unused otherwise", check=NOT_EMPTY)
+    pin_memory: bool = key(True, "page-locked staging", status=_NO_EFFECT, reason=_PINNED)
+    buffer_count: int = key(5, "swap buffers", status=_NO_EFFECT, reason=_SWAP_OWN, check=AT_LEAST_1)
+    buffer_size: int = key(100_000_000, "elements per swap buffer", status=_NO_EFFECT, reason=_SWAP_OWN, check=POSITIVE)
+    max_in_cpu: int = key(
+        1_000_000_000, "elements kept in host memory", status=_NO_EFFECT, reason=_UNITS, check=AT_LEAST_0
+    )
+
+
+@dataclass(frozen=True)
+class ZeroOptimization:
+    """Section ``zero_optimization``."""
+
+    stage: int = key(0, "0 replicated, 1 optimizer, 2 + gradients, 3 + parameters sharded", choices=(0, 1, 2, 3))
+    offload_optimizer: OffloadOptimizer = section(OffloadOptimizer, "tier of the optimizer state")
+    offload_param: OffloadParam = section(OffloadParam, "tier of the parameters")
+    overlap_comm: bool | None = key(
+        None, "reduce gradients while backward runs (same bits either way)", shown_default="true (any stage)"
+    )
+    reduce_bucket_size: int | None = key(
+        None,
+        "elements per gradient bucket",
+        check=POSITIVE,
+        shown_default="as many as 25 MiB hold (DeepSpeed: 5e8)",
+    )
+    allgather_partitions: bool = key(
+        True,
+        "gather parameters by all_gather instead of broadcasts",
+        status=_NO_EFFECT,
+        reason="parameters are always gathered by all_gather, or shared in memory by a host's CPU ranks",
+    )
+    allgather_bucket_size: int = key(
+        500_000_000,
+        "elements per all_gather",
+        status=_NO_EFFECT,
+        reason="parameters are gathered by the same buckets and units that reduce them",
+        check=POSITIVE,
+    )
+    reduce_scatter: bool = key(
+        True,
+        "average gradients by reduce_scatter instead of all_reduce",
+        status=_NO_EFFECT,
+        reason="sharded gradients are always reduce-scattered; the bits are the same",
+    )
+    contiguous_gradients: bool = key(
+        True,
+        "copy gradients into one buffer",
+        status=_NO_EFFECT,
+        reason="gradients always go to contiguous bucket slots",
+    )
+    stage3_prefetch_bucket_size: int = key(
+        50_000_000, "elements gathered ahead", status=_NO_EFFECT, reason=_UNITS, check=AT_LEAST_0
+    )
+    stage3_param_persistence_threshold: int = key(
+        100_000, "parameters below this size stay whole", status=_NO_EFFECT, reason=_UNITS, check=AT_LEAST_0
+    )
+    stage3_max_live_parameters: int = key(
+        1_000_000_000, "most elements gathered at once", status=_NO_EFFECT, reason=_UNITS, check=AT_LEAST_0
+    )
+    stage3_max_reuse_distance: int = key(
+        1_000_000_000, "keep what is used again this soon", status=_NO_EFFECT, reason=_UNITS, check=AT_LEAST_0
+    )
+    sub_group_size: int = key(
+        1_000_000_000,
+        "elements per optimizer pass",
+        status=_NO_EFFECT,
+        reason="the fused optimizer works tile by tile",
+        check=POSITIVE,
+    )
+    round_robin_gradients: bool = key(
+        False, "spread gradient copies", status=_NO_EFFECT, reason="each rank copies only its own shard"
+    )
+
+
+@dataclass(frozen=True)
+class Aio:
+    """Section ``aio``."""
+
+    block_size: int = key(1_048_576, "bytes per request", status=_NO_EFFECT, reason=_SWAP_OWN, check=AT_LEAST_1)
+    queue_depth: int = key(8, "requests in flight", status=_NO_EFFECT, reason=_SWAP_OWN, check=AT_LEAST_1)
+    thread_count: int = key(1, "I/O threads", status=_NO_EFFECT, reason=_SWAP_OWN, check=AT_LEAST_1)
+    intra_op_parallelism: int = key(1, "I/O threads", status=_NO_EFFECT, reason=_SWAP_OWN, check=AT_LEAST_1)
+    single_submit: bool = key(False, "submit one by one", status=_NO_EFFECT, reason=_SWAP_OWN)
+    overlap_events: bool = key(True, "overlap submit and wait", status=_NO_EFFECT, reason=_SWAP_OWN)
+
+
+@dataclass(frozen=True)
+class Config:
+    """The whole configuration. train_batch_size = micro batch x accumulation x world_size; see ``resolve_batch``."""
+
+    train_batch_size: int | None = key(
+        None, "samples per optimizer step, all ranks", check=AT_LEAST_1, shown_default="derived"
+    )
+    train_micro_batch_size_per_gpu: int | None = key(
+        None, "samples per rank and micro-step", check=AT_LEAST_1, shown_default="derived"
+    )
+    gradient_accumulation_steps: int | None = key(
+        None, "micro-steps per optimizer step", check=AT_LEAST_1, shown_default="derived, or 1"
+    )
+    gradient_clipping: float = key(
+        1.0,
+        "largest global L2 norm of the gradient; 0 = no clipping (DeepSpeed's default before 0.19.3)",
+        check=AT_LEAST_0,
+    )
+    steps_per_print: int | None = key(
+        None, "optimizer steps between progress lines of rank 0", check=AT_LEAST_1, shown_default="no lines"
+    )
+    wall_clock_breakdown: bool = key(
+        False, "print seconds of forward, backward and step, every steps_per_print steps (1 where that is not given)"
+    )
+    dataloader_drop_last: bool = key(False, "drop the last micro batch when it is short")
+    prescale_gradients: bool = key(
+        False,
+        "divide gradients before the sum",
+        status=_REFUSED,
+        reason="gradients are summed in fp32 and divided once, so there is nothing to prescale",
+    )
+    zero_allow_untested_optimizer: bool = key(
+        False,
+        "allow other optimizers",
+        status=_NO_EFFECT,
+        reason="Adam and AdamW are accepted, and others are an error, whatever this says",
+    )
+    fp16: Fp16 = section(Fp16, "half precision")
+    bf16: Bf16 = section(Bf16, "bfloat16")
+    optimizer: Optimizer | None = section(None, "the optimizer, unless initialize(optimizer=) brings one")
+    scheduler: Scheduler | None = section(None, "the schedule, unless initialize(lr_scheduler=) brings one")
+    zero_optimization: ZeroOptimization = section(ZeroOptimization, "sharding and offload")
+    aio: Aio = section(Aio, "NVMe requests")
+
+
+# Keys that people bring along, and what to write instead.
+HINTS = {
+    "optimizer.params.max_grad_norm": 'use "gradient_clipping"',
+    "optimizer.params.adamw_mode": 'did you mean "optimizer.params.adam_w_mode"?',
+    "zero_optimization.cpu_offload": 'use "zero_optimization.offload_optimizer": {"device": "cpu"}',
+    "zero_optimization.cpu_offload_param": 'use "zero_optimization.offload_param": {"device": "cpu"}',
+    "amp": 'zcomm has no apex; use "bf16": {"enabled": true}',
+}

@@ -1,0 +1,81 @@
+"""Loader: this rank's part of a data set in micro batches, with DistributedSampler's rule for who gets what.
+
+Map-style data sets are shuffled with one seed on all ranks and dealt out, padded so that every rank has as many
+samples. An iterable data set is only cut into micro batches: which rank reads what is up to the data set.
+Needs torch alone. Thread rule: one thread at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+
+class Loader:
+    """Iterates over micro batches; each new iteration is the next epoch, unless ``set_epoch`` says which.
+
+    dataset: map-style (``__getitem__`` and ``__len__``), an IterableDataset, or any iterable of samples.
+    micro_batch: samples per batch. seed: the same on all ranks. drop_last: leave out a short last batch.
+    Raises: ValueError for an empty data set, sizes below 1, or something that is no data set.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        micro_batch: int,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        if micro_batch < 1:
+            raise ValueError(f"micro_batch must be >= 1, got {micro_batch}")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank must be in [0, world_size), got rank {rank} of {world_size}")
+        self.dataset = dataset
+        self.batch_size = micro_batch
+        self.sampler: DistributedSampler[Any] | None = None
+        self._epoch = 0
+        map_style = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+        if map_style and not isinstance(dataset, IterableDataset):
+            if len(dataset) == 0:
+                raise ValueError("training_data is empty: 0 samples")
+            self.sampler = DistributedSampler(
+                dataset, num_replicas=world_size, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last
+            )
+        elif not isinstance(dataset, IterableDataset):
+            if not hasattr(dataset, "__iter__"):
+                raise ValueError(f"training_data is neither a data set nor iterable: {type(dataset).__name__}")
+            dataset = _Wrapped(dataset)
+        self._loader: DataLoader[Any] = DataLoader(
+            dataset, batch_size=micro_batch, sampler=self.sampler, collate_fn=collate_fn, drop_last=drop_last
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration epoch ``epoch`` (its shuffle follows from seed and epoch)."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.sampler is not None:
+            self.sampler.set_epoch(self._epoch)
+        self._epoch += 1
+        return iter(self._loader)
+
+    def __len__(self) -> int:
+        """Micro batches of this rank per epoch. Raises: TypeError where the data set has no length."""
+        return len(self._loader)
+
+
+class _Wrapped(IterableDataset[Any]):
+    """A plain iterable as an IterableDataset."""
+
+    def __init__(self, samples: Any) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.samples)

@@ -1,0 +1,171 @@
+"""The `zcomm demo` command: options, the run's folder, the launch of its ranks, and clearing up.
+
+Invariant: whatever ends the run, its swap directory goes; an interrupted run also takes back the folder it made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zcomm.demo.options import OFFLOADS, PRECISIONS, SIZES, DemoConfig
+from zcomm.launch import Job, launch
+from zcomm.launch.errors import UserError
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+    from zcomm.cli.main import Parser
+
+_DESCRIPTION = """\
+Train a small GPT over bytes on the source of Python's standard library (or --data PATH), sharded over ranks, with its
+state swapped to disk. Shows loss, tokens/s and where each second goes; at the end memory by tier against ZeRO's
+formula, the swap's speed and a sample. Writes runs/NAME/{metrics.jsonl, loss.png, report.html}."""
+
+
+def add_parser(commands: _SubParsersAction[Parser]) -> None:
+    """Declare the command's options."""
+    parser = commands.add_parser(
+        "demo",
+        help="train a small GPT on real text with stage 3 and NVMe swap",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    job = parser.add_argument_group("how it is sharded")
+    job.add_argument("--np", type=int, default=2, metavar="N", help="number of ranks (default 2)")
+    job.add_argument("--stage", type=int, default=3, metavar="{0,1,2,3}", help="ZeRO stage (default 3)")
+    job.add_argument("--offload", choices=OFFLOADS, default="nvme", help="tier of the state (default nvme)")
+    job.add_argument("--nvme-path", metavar="DIR", help="where to swap (default: in the run's folder)")
+    job.add_argument("--precision", choices=PRECISIONS, default="fp32", help="default fp32")
+    job.add_argument("--bucket-mb", type=float, default=4.0, metavar="MIB", help="gradients that travel together")
+    job.add_argument("--no-overlap", action="store_true", help="reduce after the backward pass, not during it")
+    model = parser.add_argument_group("what is trained")
+    model.add_argument("--size", choices=SIZES, default="small", help="default small; the options below change it")
+    for option, meaning in (
+        ("layers", "transformer blocks"),
+        ("heads", "attention heads"),
+        ("width", "width of the residual stream"),
+        ("context", "bytes per sequence"),
+        ("batch", "sequences per rank and micro-step"),
+        ("steps", "optimizer steps"),
+    ):
+        model.add_argument(f"--{option}", type=int, metavar="N", help=meaning)
+    model.add_argument("--lr", type=float, help="peak learning rate")
+    model.add_argument("--accum", type=int, default=1, metavar="N", help="micro-steps per step (default 1)")
+    model.add_argument("--clip", type=float, default=1.0, help="clip the gradient norm to this (default 1; 0: off)")
+    model.add_argument("--seed", type=int, default=1, help="of weights, batches and sample (default 1)")
+    model.add_argument("--data", metavar="PATH", help="text file or directory to train on")
+    parser.add_argument("--name", help="folder under runs/ for the results (default: demo-DATE-TIME)")
+    parser.add_argument("--quiet", action="store_true", help="no progress, only the result")
+    parser.set_defaults(command=command)
+
+
+def command(args: argparse.Namespace) -> int:
+    """Run the demo; returns its exit code."""
+    config = make_config(args)
+    config.check()
+    if config.world_size < 1:
+        raise UserError(f"--np {config.world_size}: must be at least 1")
+    check_data(config.data)
+    made = make_directory(config.directory)
+    try:
+        swap = make_swap_directory(config, args.nvme_path) if config.offload == "nvme" else None
+    except UserError:
+        take_back(made, config.directory, with_content=False)
+        raise
+    config = DemoConfig(**{**vars(config), "nvme_path": str(swap) if swap else None})
+    job = Job(
+        argv=[sys.executable, "-m", "zcomm.demo.rank", config.to_json()],
+        world_size=config.world_size,
+        prefix=False,
+        inherit_stdout=True,
+        once=True,
+        remove=(swap,) if swap else (),
+        announce="zcomm demo",
+    )
+    code = launch(job)
+    take_back(made, config.directory, with_content=code in (129, 130, 143))
+    return code
+
+
+def make_config(args: argparse.Namespace) -> DemoConfig:
+    """The run that the options describe."""
+    size = SIZES[args.size]
+    shape: dict[str, Any] = {
+        key: default if getattr(args, key) is None else getattr(args, key) for key, default in vars(size).items()
+    }
+    name = time.strftime("demo-%Y%m%d-%H%M%S") if args.name is None else args.name
+    return DemoConfig(
+        name=name,
+        run_dir=str(Path("runs").absolute() / name),
+        world_size=args.np,
+        stage=args.stage,
+        offload=args.offload,
+        nvme_path=None,
+        precision=args.precision,
+        size=args.size,
+        accum=args.accum,
+        clip=args.clip,
+        bucket_mb=args.bucket_mb,
+        overlap=not args.no_overlap,
+        seed=args.seed,
+        data=args.data,
+        quiet=args.quiet,
+        **shape,
+    )
+
+
+def check_data(path: str | None) -> None:
+    """Refuse a missing or empty --data before any rank starts. Raises: UserError."""
+    if path is None:
+        return
+    data = Path(path).expanduser()
+    if not data.exists():
+        raise UserError(f"--data {path}: no such file or directory")
+    if not data.is_dir() and not data.is_file():
+        raise UserError(f"--data {path}: neither a file nor a directory")
+    if data.is_file() and data.stat().st_size == 0:
+        raise UserError(f"--data {path}: the file is empty")
+    if not os.access(data, os.R_OK):
+        raise UserError(f"--data {path}: not readable")
+
+
+def make_directory(directory: Path) -> list[Path]:
+    """Make a directory with its parents; returns those that were made, the innermost first. Raises: UserError."""
+    made: list[Path] = []
+    try:
+        for path in (directory, *directory.parents):
+            if path.exists():
+                break
+            made.append(path)
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{directory}: cannot make this folder: {error.strerror}") from None
+    return made
+
+
+def take_back(made: list[Path], run: Path, *, with_content: bool) -> None:
+    """Remove the directories that this command made and left empty; of an interrupted run also the content."""
+    if with_content and run in made:
+        shutil.rmtree(run, ignore_errors=True)
+    for directory in made:
+        with contextlib.suppress(OSError):  # not empty, or gone already
+            directory.rmdir()
+
+
+def make_swap_directory(config: DemoConfig, nvme_path: str | None) -> Path:
+    """A fresh directory of this run's own. Raises: UserError naming the path."""
+    parent = Path(nvme_path).expanduser().absolute() if nvme_path else config.directory
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix="swap-", dir=parent))
+    except OSError as error:
+        raise UserError(f"--nvme-path {parent}: cannot swap there: {error.strerror}") from None

@@ -1,0 +1,103 @@
+"""What a demo run is: one frozen dataclass, its named sizes, and its checks. Travels to the ranks as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from zcomm.launch.errors import UserError
+
+
+@dataclass(frozen=True)
+class Size:
+    """Shape and length of a run; lr suits the width."""
+
+    layers: int
+    heads: int
+    width: int
+    context: int
+    batch: int
+    steps: int
+    lr: float
+
+
+SIZES = {
+    "tiny": Size(layers=2, heads=2, width=64, context=64, batch=8, steps=200, lr=4e-3),
+    "small": Size(layers=6, heads=3, width=192, context=128, batch=4, steps=600, lr=2e-3),
+    "medium": Size(layers=8, heads=8, width=512, context=256, batch=4, steps=1000, lr=1e-3),
+}
+OFFLOADS = ("nvme", "cpu", "none")
+PRECISIONS = ("fp32", "bf16")
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """One run. batch: sequences per rank and micro-step; context: bytes per sequence; clip 0: no clipping."""
+
+    name: str
+    run_dir: str
+    world_size: int
+    stage: int
+    offload: str
+    nvme_path: str | None
+    precision: str
+    size: str
+    layers: int
+    heads: int
+    width: int
+    context: int
+    batch: int
+    steps: int
+    lr: float
+    accum: int
+    clip: float
+    bucket_mb: float
+    overlap: bool
+    seed: int
+    data: str | None
+    quiet: bool
+    sample_nbytes: int = 200
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Bytes that all ranks together learn from in one step."""
+        return self.world_size * self.accum * self.batch * self.context
+
+    @property
+    def directory(self) -> Path:
+        """Where the run's results go."""
+        return Path(self.run_dir)
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> DemoConfig:
+        """The inverse of to_json."""
+        return DemoConfig(**json.loads(text))
+
+    def check(self) -> None:
+        """Raises UserError naming the option, its value and what to do."""
+        for option in ("layers", "heads", "width", "context", "batch", "steps", "accum"):
+            value = getattr(self, option)
+            if value < 1:
+                raise UserError(f"--{option} {value}: must be at least 1")
+        if self.width % (2 * self.heads):
+            raise UserError(f"--width {self.width} must be a multiple of 2 * --heads, {2 * self.heads}")
+        if self.context < 8:
+            raise UserError(f"--context {self.context}: must be at least 8 bytes")
+        if not 0 < self.lr < 1:
+            raise UserError(f"--lr {self.lr}: must be more than 0 and less than 1")
+        if self.clip < 0:
+            raise UserError(f"--clip {self.clip}: must be more than 0, or 0 for no clipping")
+        if not self.bucket_mb > 0:
+            raise UserError(f"--bucket-mb {self.bucket_mb}: must be more than 0 MiB")
+        if self.stage not in range(4):
+            raise UserError(f"--stage {self.stage}: must be 0, 1, 2 or 3")
+        if self.seed < 0:
+            raise UserError(f"--seed {self.seed}: must not be negative")
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            raise UserError(f"--name {self.name!r}: must be a plain folder name")

@@ -1,0 +1,71 @@
+"""A rank of the demo: `python -m zcomm.demo.rank CONFIG_JSON`. Signals, exit codes, last words; train.py does the work.
+
+Exit codes: 0; 2 for what the user can mend (one line); 1 for a failure; 130 when interrupted.
+Invariant: torch is imported only after the signal handlers stand, so that Ctrl-C is quiet at any time.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+
+from zcomm.demo.options import DemoConfig
+from zcomm.launch.errors import UserError
+from zcomm.launch.verdict import leave_last_words
+
+
+class Interrupt:
+    """Turns the first SIGINT or SIGTERM into KeyboardInterrupt and ignores later ones: clearing up is under way."""
+
+    def __init__(self) -> None:
+        self.received = False
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, self._handle)
+
+    def _handle(self, _signum: int, _frame: object) -> None:
+        if not self.received:
+            self.received = True
+            raise KeyboardInterrupt
+
+
+def main(argv: list[str]) -> int:
+    """Run the rank; returns its exit code."""
+    interrupt = Interrupt()
+    try:
+        from zcomm.demo.train import run
+
+        return guarded(lambda: run(DemoConfig.from_json(argv[0])), interrupt)
+    except KeyboardInterrupt:
+        return 130
+
+
+def guarded(run: Callable[[], None], interrupt: Interrupt) -> int:
+    """Call `run` and turn its failure into last words and an exit code."""
+    import zcomm
+
+    debug = bool(os.environ.get("ZCOMM_DEBUG"))
+    try:
+        run()
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        if interrupt.received:  # what fails while everybody leaves is no news
+            return 130
+        if debug:
+            traceback.print_exc()
+        if isinstance(error, UserError):
+            leave_last_words("UserError", str(error))
+            return error.exit_code
+        if not debug and not isinstance(error, OSError):  # a fault in the program: the traceback is the message
+            traceback.print_exc()
+        kind = "PeerLost" if isinstance(error, zcomm.PeerLost) else type(error).__name__
+        leave_last_words(kind, str(error))
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

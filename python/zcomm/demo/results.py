@@ -1,0 +1,147 @@
+"""What a demo run leaves: metrics.jsonl line by line, and at the end the summary on stdout and the report's files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from zcomm.demo import report
+from zcomm.demo.options import DemoConfig
+from zcomm.demo.text import bits_per_byte
+
+Memory = dict[str, dict[str, int]]
+
+
+class Metrics:
+    """metrics.jsonl of a run: one JSON object per line, each with its "kind"; flushed line by line."""
+
+    def __init__(self, directory: Path) -> None:
+        self._file = (directory / "metrics.jsonl").open("w", encoding="utf-8")
+        self.records: list[dict[str, object]] = []
+
+    def write(self, kind: str, content: dict[str, object]) -> None:
+        """Append one line."""
+        record = {"kind": kind, **content}
+        self.records.append(record)
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def of_kind(self, kind: str) -> list[dict[str, object]]:
+        """The lines of one kind, in order."""
+        return [record for record in self.records if record["kind"] == kind]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The end of a run. Losses in nats per byte; memory, formula and stats are rank 0's."""
+
+    validation_loss: float
+    unigram_entropy: float
+    train_s: float
+    numel: int
+    source: str
+    train_nbytes: int
+    validation_nbytes: int
+    memory: Memory
+    formula: Memory
+    stats: dict[str, float]
+    sample: str
+
+    def as_dict(self) -> dict[str, object]:
+        """For metrics.jsonl."""
+        return dataclasses.asdict(self)
+
+
+def verdict(summary: Summary) -> str:
+    """The loss beside the entropy, as one sentence."""
+    below = summary.unigram_entropy - summary.validation_loss
+    return (
+        f"validation loss {summary.validation_loss:.3f} nats per byte "
+        f"({bits_per_byte(summary.validation_loss):.2f} bits), unigram entropy {summary.unigram_entropy:.3f}: "
+        f"{abs(below):.3f} {'below' if below >= 0 else 'ABOVE'} it, after {summary.train_s:.0f} s of training"
+    )
+
+
+def memory_rows(summary: Summary) -> list[tuple[str, str, str, str, str]]:
+    """(tier, purpose, measured MiB, formula MiB, difference): rows where either is not zero, and a total.
+
+    Slots are working space that ZeRO's formula does not speak of, so the total leaves them out.
+    """
+    rows = []
+    totals = [0, 0]
+    for tier, purposes in summary.memory.items():
+        for purpose, measured in purposes.items():
+            formula = summary.formula.get(tier, {}).get(purpose, 0)
+            if not measured and not formula:
+                continue
+            if purpose != "slots":
+                totals[0] += measured
+                totals[1] += formula
+            rows.append((tier, purpose, mib(measured), mib(formula), difference(measured, formula)))
+    rows.append(("all", "without slots", mib(totals[0]), mib(totals[1]), difference(*totals)))
+    return rows
+
+
+def mib(nbytes: float) -> str:
+    """Bytes as MiB."""
+    return f"{nbytes / 2**20:.2f}"
+
+
+def difference(measured: int, formula: int) -> str:
+    """Relative where the formula has something to say (slots are not in it)."""
+    return f"{100.0 * (measured - formula) / formula:+.1f}%" if formula else "-"
+
+
+def swap_lines(stats: dict[str, float]) -> list[str]:
+    """What rank 0 moved to and from disk, and how fast."""
+    lines = []
+    for word, nbytes_key, seconds_key in (
+        ("read", "swap_read_nbytes", "swap_read_s"),
+        ("written", "swap_written_nbytes", "swap_write_s"),
+    ):
+        nbytes, seconds = stats.get(nbytes_key, 0.0), stats.get(seconds_key, 0.0)
+        if nbytes:
+            speed = f" at {nbytes / seconds / 1e9:.2f} GB/s" if seconds > 0 else ""
+            lines.append(f"swap: {nbytes / 1e9:.2f} GB {word}{speed}")
+    return lines
+
+
+def finish(config: DemoConfig, summary: Summary, metrics: Metrics) -> None:
+    """Print the summary and write loss.png and report.html. Rank 0 only."""
+    _print(config, summary)
+    steps, validations = metrics.of_kind("step"), metrics.of_kind("validation")
+    picture = report.draw_loss(config.directory / "loss.png", steps, validations, summary.unigram_entropy)
+    if picture is None:
+        print("loss.png left out: matplotlib is not installed (pip install matplotlib)", file=sys.stderr)
+    page = report.page(config, summary, verdict(summary), memory_rows(summary), swap_lines(summary.stats), picture)
+    (config.directory / "report.html").write_text(page, encoding="utf-8")
+    names = "metrics.jsonl, report.html" if picture is None else "metrics.jsonl, loss.png, report.html"
+    print(f"\n{config.directory}: {names}", flush=True)
+
+
+def _print(config: DemoConfig, summary: Summary) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
+    console.print()
+    console.print(Text(verdict(summary), style="bold"), soft_wrap=True)
+    table = Table(title=f"memory of rank 0 in MiB (stage {config.stage}, {config.world_size} ranks)")
+    for heading in ("tier", "purpose", "measured", "ZeRO's formula", "difference"):
+        table.add_column(heading, justify="left" if heading in ("tier", "purpose") else "right")
+    for row in memory_rows(summary):
+        table.add_row(*row, style="bold" if row[0] == "all" else None)
+    console.print(table)
+    for line in swap_lines(summary.stats):
+        console.print(line)
+    console.print("\nsample:", style="bold")
+    console.print(Text(printable(summary.sample)))
+
+
+def printable(text: str) -> str:
+    """Without control characters, which a half-trained model may well write to a terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -1,0 +1,233 @@
+"""The demo's training on one rank: set up, train, evaluate, sample, and hand the results to rank 0's reporter.
+
+Invariant: all ranks make the same calls in the same order, evaluation and sampling included (stage 3 gathers in them).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import time
+from contextlib import closing
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import zcomm
+from zcomm.demo import results
+from zcomm.demo.model import GPT, ModelConfig
+from zcomm.demo.options import DemoConfig
+from zcomm.demo.progress import StepRecord, make_progress
+from zcomm.demo.text import DataError, Text, load_text, unigram_entropy
+from zcomm.launch.errors import UserError
+
+PROMPT = b"def "
+_WARMUP = 0.05  # part of the steps
+_FINAL_LR = 0.05  # part of the peak
+_FINAL_WINDOWS = 256
+_INTERIM_WINDOWS = 64
+_INTERIM_EVALUATIONS = 5
+
+
+def run(config: DemoConfig) -> None:
+    """Train and report. Raises: UserError for what the user can mend; PeerLost, TimeoutError, OSError."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    torch.manual_seed(config.seed)
+    try:
+        text = load_text(config.data)
+        comm = zcomm.init()
+        if min(len(text.train), len(text.validation)) < config.context + 1:
+            raise UserError(f"{text.source}: validation has {len(text.validation)} bytes; lower --context")
+        model = GPT(ModelConfig(config.layers, config.heads, config.width, config.context, config.seed))
+        numel = sum(parameter.numel() for parameter in model.parameters())
+        optimizer = make_optimizer(model, config)
+    except DataError as error:
+        raise UserError(str(error)) from error
+    except zcomm.PeerLost:
+        raise
+    except TimeoutError:
+        raise
+    except OSError as error:
+        raise UserError(error.strerror or str(error)) from error  # the core's text names path and bytes itself
+    except (ValueError, NotImplementedError) as error:
+        raise UserError(str(error)) from error
+    try:
+        with closing(optimizer):
+            Training(config, comm, text, model, optimizer, numel).run()
+    finally:
+        zcomm.shutdown()
+
+
+def make_optimizer(model: GPT, config: DemoConfig) -> zcomm.ZeroOptimizer:
+    """AdamW through ZeRO as the options say."""
+    return zcomm.ZeroOptimizer(
+        model,
+        "adamw",
+        stage=config.stage,
+        offload=None if config.offload == "none" else config.offload,
+        nvme_path=config.nvme_path,
+        precision=config.precision,
+        clip_norm=config.clip or None,
+        grad_accum=config.accum,
+        bucket_mb=config.bucket_mb,
+        overlap=config.overlap,
+        lr=config.lr,
+        betas=(0.9, 0.95),
+        weight_decay=0.1,
+    )
+
+
+def learning_rate(step: int, steps: int, peak: float) -> float:
+    """Linear warmup, then a cosine down to a small part of the peak. step: 0-based."""
+    warmup = max(1, round(_WARMUP * steps))
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    done = (step - warmup) / max(1, steps - warmup)
+    return peak * (_FINAL_LR + (1.0 - _FINAL_LR) * 0.5 * (1.0 + math.cos(math.pi * done)))
+
+
+def windows(text: np.ndarray, starts: np.ndarray, context: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, each int64 [len(starts), context], from the bytes at `starts`."""
+    both = np.stack([text[start : start + context + 1] for start in starts]).astype(np.int64)
+    tensor = torch.from_numpy(both)
+    return tensor[:, :-1], tensor[:, 1:]
+
+
+class Training:
+    """One rank's run."""
+
+    def __init__(
+        self,
+        config: DemoConfig,
+        comm: zcomm.Communicator,
+        text: Text,
+        model: GPT,
+        optimizer: zcomm.ZeroOptimizer,
+        numel: int,
+    ) -> None:
+        self.config = config
+        self.comm = comm
+        self.text = text
+        self.model = model
+        self.optimizer = optimizer
+        self.numel = numel
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.metrics = results.Metrics(config.directory) if self.rank == 0 else None
+
+    def run(self) -> None:
+        """All of it; rank 0 writes and prints."""
+        config = self.config
+        entropy = unigram_entropy(self.text.train, self.text.validation)
+        progress = make_progress(config, self.text, self.numel, entropy, active=self.rank == 0)
+        started = time.perf_counter()
+        every = max(1, config.steps // _INTERIM_EVALUATIONS)
+        with progress:
+            for step in range(1, config.steps + 1):
+                record = self.step(step)
+                progress.step(record)
+                self.log("step", dataclasses.asdict(record))
+                if step % every == 0 and step < config.steps:
+                    loss = self.evaluate(_INTERIM_WINDOWS)
+                    progress.validation(step, loss)
+                    self.log("validation", {"step": step, "loss": loss})
+        train_s = time.perf_counter() - started
+        loss = self.evaluate(_FINAL_WINDOWS)
+        self.log("validation", {"step": config.steps, "loss": loss})
+        sample = self.generate(PROMPT, config.sample_nbytes)
+        if self.rank == 0:
+            summary = results.Summary(
+                validation_loss=loss,
+                unigram_entropy=entropy,
+                train_s=train_s,
+                numel=self.numel,
+                source=self.text.source,
+                train_nbytes=len(self.text.train),
+                validation_nbytes=len(self.text.validation),
+                memory=self.optimizer.memory(),
+                formula=zcomm.zero.memory_formula(
+                    self.numel,
+                    config.world_size,
+                    config.stage,
+                    config.precision,
+                    None if config.offload == "none" else config.offload,
+                ),
+                stats=self.optimizer.stats(),
+                sample=sample.decode("utf-8", "replace"),
+            )
+            self.log("summary", summary.as_dict())
+            assert self.metrics is not None
+            results.finish(config, summary, self.metrics)
+        zcomm.barrier()  # nobody leaves while rank 0 still writes: a failure there is everybody's
+
+    def step(self, step: int) -> StepRecord:
+        """One optimizer step: `accum` micro-steps. step: 1-based."""
+        config = self.config
+        before = self.optimizer.stats()
+        started = time.perf_counter()
+        lr = learning_rate(step - 1, config.steps, config.lr)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        total = torch.zeros(1)
+        for micro in range(config.accum):
+            rng = np.random.default_rng([config.seed, self.rank, step, micro])
+            starts = rng.integers(0, len(self.text.train) - config.context, config.batch)
+            loss = self.model(*windows(self.text.train, starts, config.context))
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            total += loss.detach().float() / config.accum
+        agreed = time.perf_counter()
+        zcomm.all_reduce(total, op="avg")
+        ended = time.perf_counter()
+        after = self.optimizer.stats()
+        comm_s = after["comm_s"] - before["comm_s"] + ended - agreed
+        swap_s = after["swap_s"] - before["swap_s"]
+        if not math.isfinite(total.item()):
+            raise UserError(f"the loss is {total.item()} at step {step}: lower --lr (now {config.lr})", exit_code=1)
+        return StepRecord(
+            step=step,
+            loss=total.item(),
+            lr=lr,
+            grad_norm=self.optimizer.grad_norm or 0.0,
+            tokens_per_s=config.tokens_per_step / (ended - started),
+            step_s=ended - started,
+            compute_s=max(0.0, ended - started - comm_s - swap_s),
+            comm_s=comm_s,
+            swap_s=swap_s,
+        )
+
+    @torch.no_grad()
+    def evaluate(self, count: int) -> float:
+        """Mean loss in nats per byte over `count` evenly spaced windows of the validation text, shared among ranks."""
+        config = self.config
+        per_rank = max(1, count // config.world_size)
+        last = len(self.text.validation) - config.context - 1
+        starts = np.linspace(0, last, per_rank * config.world_size).astype(np.int64)[self.rank :: config.world_size]
+        self.model.eval()
+        total = torch.zeros(1, dtype=torch.float64)
+        for begin in range(0, per_rank, config.batch):
+            part = starts[begin : begin + config.batch]
+            total += self.model(*windows(self.text.validation, part, config.context)).double() * len(part) / per_rank
+        self.model.train()
+        zcomm.all_reduce(total, op="avg")
+        return float(total.item())
+
+    @torch.no_grad()
+    def generate(self, prompt: bytes, count: int, temperature: float = 0.7) -> bytes:
+        """`prompt` and `count` bytes after it; the same on every rank."""
+        generator = torch.Generator().manual_seed(self.config.seed)
+        self.model.eval()
+        tokens = torch.tensor([list(prompt)], dtype=torch.int64)
+        for _ in range(count):
+            logits = self.model(tokens[:, -self.config.context :])[:, -1].float()
+            chosen = torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator)
+            tokens = torch.cat((tokens, chosen), dim=1)
+        self.model.train()
+        return bytes(tokens[0].tolist())
+
+    def log(self, kind: str, content: dict[str, object]) -> None:
+        """A line of metrics.jsonl, on rank 0."""
+        if self.metrics is not None:
+            self.metrics.write(kind, content)

@@ -1,0 +1,266 @@
+"""initialize: DeepSpeed's entry point, and how its arguments become a ZeroOptimizer, a Loader and an Engine.
+
+Each choice that two sources can make (optimizer, schedule, batch) has one function here that says who wins.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from zcomm.config import BatchSizes, Config, ConfigWarning, load_with_notes, resolve_batch, warn_of
+from zcomm.config.parse import Source
+from zcomm.data import Loader
+from zcomm.engine.engine import Engine
+from zcomm.schedulers import WarmupLR
+
+if TYPE_CHECKING:
+    from zcomm.comm import Communicator
+    from zcomm.zero import ZeroOptimizer
+    from zcomm.zero.options import Tier
+
+ParamGroups = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
+OptimizerArgument = str | type[torch.optim.Optimizer] | torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: OptimizerArgument | None = None,
+    model_parameters: ParamGroups | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Source | Config | None = None,
+    mesh_param: Any = None,
+    config_params: Source | Config | None = None,
+) -> tuple[Engine, ZeroOptimizer, Loader | None, Any]:
+    """Join the job and wrap ``model`` for sharded training; the names and their order are DeepSpeed's.
+
+    args: a namespace whose ``deepspeed_config`` may name the configuration instead of ``config``.
+    optimizer: None (the configuration's), a torch.optim instance or class, a callable of the parameters, or a name.
+    model_parameters: the parameters, or groups of them, to train; None: all of the model that need gradients.
+    training_data: a data set, for which a Loader of micro batches is made; batches stay on the CPU.
+    lr_scheduler: None (the configuration's), a schedule, or a callable of the optimizer.
+    config, config_params: a dict, a path of a JSON file, JSON text, or a Config.
+    distributed_port: the rendezvous port where MASTER_ADDR is set and MASTER_PORT is not.
+    dist_init_required: False means that ``zcomm.init()`` must have run.
+    Returns: (engine, optimizer, loader or None, scheduler or None).
+    Raises: ValueError (arguments, configuration), NotImplementedError (mpu, mesh_param, refused keys).
+    """
+    if model is None:
+        raise ValueError("initialize() needs model=")
+    if isinstance(model, Engine):
+        raise ValueError("initialize() was given an Engine as model; give it the plain module")
+    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
+        if value is not None:
+            raise NotImplementedError(f"initialize({name}=) is not supported: ranks form one data-parallel group")
+    # Before joining: a typing error should not wait for other ranks.
+    settings, notes = load_with_notes(_config_source(args, config, config_params))
+    comm = _join(distributed_port, dist_init_required)
+    if comm.rank == 0:
+        warn_of(notes)
+    batch = resolve_batch(settings, comm.world_size)
+    parameters = None if model_parameters is None else list(model_parameters)
+    base, arguments = _base_optimizer(optimizer, model, parameters, settings, comm.rank == 0)
+    loader = None
+    if training_data is not None:
+        loader = Loader(
+            training_data,
+            batch.micro,
+            rank=comm.rank,
+            world_size=comm.world_size,
+            drop_last=settings.dataloader_drop_last,
+            collate_fn=collate_fn,
+        )
+    zero = _zero_optimizer(model, base, arguments, settings, batch, comm)
+    try:
+        scheduler = _scheduler(lr_scheduler, zero, base, settings)
+    except BaseException:
+        zero.close()  # its hooks and swap files would outlive the error
+        raise
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    engine = Engine(
+        model,
+        zero,
+        comm=comm,
+        config=settings,
+        batch=batch,
+        device=device,
+        lr_scheduler=scheduler,
+        training_dataloader=loader,
+    )
+    return engine, zero, loader, scheduler
+
+
+def _config_source(args: Any, config: Any, config_params: Any) -> Source | Config:
+    named = {
+        "config": config,
+        "config_params": config_params,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+    }
+    given = {name: value for name, value in named.items() if value is not None}
+    if len(given) != 1:
+        found = "none of them" if not given else " and ".join(given)
+        raise ValueError(f"initialize() needs the configuration once, by {', '.join(named)}; it was given {found}")
+    (source,) = given.values()
+    checked: Source | Config = source
+    return checked
+
+
+def _join(distributed_port: int | None, dist_init_required: bool | None) -> Communicator:
+    from zcomm import _job  # here, so that the engine can be imported where the core is not built
+
+    if dist_init_required is False and not _job.is_initialized():
+        raise ValueError("dist_init_required=False, but zcomm.init() has not been called")
+    if distributed_port is not None and "MASTER_ADDR" in os.environ:
+        os.environ.setdefault("MASTER_PORT", str(distributed_port))
+    return _job.init()
+
+
+def _base_optimizer(
+    optimizer: OptimizerArgument | None, model: nn.Module, parameters: list[Any] | None, settings: Config, warn: bool
+) -> tuple[Any, dict[str, Any]]:
+    """What ZeroOptimizer shards (a name, a class or an instance), and the arguments that go with a name or class."""
+    section = settings.optimizer
+    if optimizer is None:
+        if section is None:
+            raise ValueError(
+                'no optimizer: give initialize(optimizer=) or the section "optimizer" in the configuration'
+            )
+        name, arguments = _configured_optimizer(settings)
+        if parameters is None or _are_all_trainable(model, parameters):
+            return name, arguments
+        return _TORCH_CLASSES[name](parameters, **arguments), {}
+    if section is not None and warn:
+        warnings.warn(
+            'the section "optimizer" of the configuration is not used: initialize(optimizer=) was given',
+            ConfigWarning,
+            stacklevel=4,
+        )
+    if isinstance(optimizer, torch.optim.Optimizer):
+        if hasattr(optimizer, "grad_norm"):
+            raise ValueError("initialize(optimizer=) takes the plain optimizer; it makes the ZeroOptimizer itself")
+        return optimizer, {}
+    if isinstance(optimizer, str):
+        if parameters is None:
+            return optimizer, {}
+        if optimizer not in _TORCH_CLASSES:
+            raise ValueError(
+                f"optimizer={optimizer!r} with model_parameters= must be one of {', '.join(_TORCH_CLASSES)}; "
+                "or give a torch.optim instance over these parameters"
+            )
+        return _TORCH_CLASSES[optimizer](parameters), {}
+    if isinstance(optimizer, type) and parameters is None:
+        return optimizer, {}
+    if not callable(optimizer):
+        raise ValueError(f"optimizer= must be a name, a class, an instance or a callable, got {optimizer!r}")
+    make: Callable[[Any], object] = optimizer
+    made = make([p for p in model.parameters() if p.requires_grad] if parameters is None else parameters)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ValueError(f"optimizer= was called and returned {type(made).__name__}, not a torch.optim.Optimizer")
+    return made, {}
+
+
+def _are_all_trainable(model: nn.Module, parameters: list[Any]) -> bool:
+    """Whether ``parameters`` is what training without ``model_parameters`` means, so that one group will do."""
+    wanted = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    given = {id(item) for item in parameters if not isinstance(item, torch.Tensor) or item.requires_grad}
+    return given == wanted
+
+
+_TORCH_CLASSES: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+
+
+def _configured_optimizer(settings: Config) -> tuple[str, dict[str, Any]]:
+    """The name and arguments that the section ``optimizer`` asks for. In DeepSpeed Adam means AdamW unless told so."""
+    assert settings.optimizer is not None
+    params = settings.optimizer.params
+    decoupled = settings.optimizer.type == "AdamW" or params.adam_w_mode
+    weight_decay = params.weight_decay
+    if weight_decay is None:
+        weight_decay = 0.01 if params.torch_adam and decoupled else 0.0
+    arguments = {"lr": params.lr, "betas": params.betas, "eps": params.eps, "weight_decay": weight_decay}
+    return ("adamw" if decoupled else "adam"), arguments
+
+
+def _zero_optimizer(
+    model: nn.Module, base: Any, arguments: dict[str, Any], settings: Config, batch: BatchSizes, comm: Communicator
+) -> ZeroOptimizer:
+    from zcomm.zero import Offload, ZeroOptimizer
+
+    zero = settings.zero_optimization
+    state, params = zero.offload_optimizer, zero.offload_param
+    if state.device != "none" or params.device != "none":
+        arguments["offload"] = Offload(
+            optimizer=_tier(state.device),
+            params=_tier(params.device),
+            fraction=state.ratio,
+        )
+        paths = [tier.nvme_path for tier in (state, params) if tier.device == "nvme"]
+        arguments["nvme_path"] = paths[0] if paths else None
+    if zero.reduce_bucket_size is not None:
+        gradient_itemsize = 2 if settings.bf16.enabled else 4
+        arguments["bucket_mb"] = zero.reduce_bucket_size * gradient_itemsize / 2**20
+    return ZeroOptimizer(
+        model,
+        base,
+        stage=zero.stage,
+        precision="bf16" if settings.bf16.enabled else "fp32",
+        clip_norm=settings.gradient_clipping or None,
+        grad_accum=batch.accumulation,
+        overlap=zero.overlap_comm is not False,
+        comm=comm,
+        **arguments,
+    )
+
+
+def _tier(device: str) -> Tier | None:
+    return None if device == "none" else cast("Tier", device)  # the schema's choices are the tiers
+
+
+def _scheduler(given: Any, zero: ZeroOptimizer, base: Any, settings: Config) -> Any:
+    """The schedule over ``zero``: the given one, or the configuration's, or None."""
+    if given is None:
+        if settings.scheduler is None:
+            return None
+        params = settings.scheduler.params
+        return WarmupLR(zero, params.warmup_min_lr, params.warmup_max_lr, params.warmup_num_steps, params.warmup_type)
+    if isinstance(given, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ValueError(
+            "lr_scheduler= is ReduceLROnPlateau, which needs a metric; step it yourself, outside the engine"
+        )
+    if hasattr(given, "step"):
+        owner = getattr(given, "optimizer", None)
+        if owner is base and owner is not None:
+            _adopt(given, zero)
+        elif owner is not None and owner is not zero:
+            raise ValueError("lr_scheduler= belongs to another optimizer than optimizer=; pass a callable instead")
+        return given
+    if not callable(given):
+        raise ValueError(f"lr_scheduler= must be a schedule or a callable of the optimizer, got {given!r}")
+    return given(zero)
+
+
+def _adopt(scheduler: Any, zero: ZeroOptimizer) -> None:
+    """Point a schedule that was made over the plain optimizer at ``zero``, whose groups get the same rates."""
+    old_groups = scheduler.optimizer.param_groups
+    # Any schedule made over ``zero`` marks its step() as watched; without the mark torch warns at the first step.
+    torch.optim.lr_scheduler.LambdaLR(zero, lambda _: 1.0)
+    for old, new in zip(old_groups, zero.param_groups, strict=True):
+        new["lr"] = old["lr"]
+        new["initial_lr"] = old.get("initial_lr", old["lr"])
+    scheduler.optimizer = zero
+    for inner in getattr(scheduler, "_schedulers", ()):  # SequentialLR and ChainedScheduler
+        inner.optimizer = zero

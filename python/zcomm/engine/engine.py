@@ -1,0 +1,208 @@
+"""Engine: DeepSpeed's training loop around a model and its ZeroOptimizer.
+
+Words: a micro-step is one forward, backward and step() call; every gradient_accumulation_steps-th one is a boundary,
+where the optimizer really steps. Invariants: the engine counts micro-steps and tells the optimizer which one is the
+boundary; the optimizer alone divides gradients (by ranks and by micro-steps), so the loss is never scaled here.
+Thread rule: one thread, the same calls in the same order on every rank.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zcomm.config import BatchSizes, Config
+from zcomm.engine.timers import PhaseTimers
+
+if TYPE_CHECKING:
+    from zcomm.comm import Communicator
+    from zcomm.data import Loader
+    from zcomm.zero import ZeroOptimizer
+
+
+class Engine(nn.Module):
+    """A model, its sharded optimizer, its learning-rate schedule and the step counters. Made by ``initialize``.
+
+    Attributes: module, optimizer, lr_scheduler, training_dataloader, config, comm; device; local_rank, global_rank,
+    world_size; global_steps (optimizer steps, skipped ones included), micro_steps, global_samples.
+    Attributes that the engine lacks are looked up in the model.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: ZeroOptimizer,
+        *,
+        comm: Communicator,
+        config: Config,
+        batch: BatchSizes,
+        device: torch.device,
+        lr_scheduler: Any = None,
+        training_dataloader: Loader | None = None,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.training_dataloader = training_dataloader
+        self.comm = comm
+        self.config = config
+        self.device = device
+        self.local_rank = comm.local_rank
+        self.global_rank = comm.rank
+        self.world_size = comm.world_size
+        self.global_steps = 0
+        self.micro_steps = 0
+        self.global_samples = 0
+        self._batch = batch
+        self._boundary: bool | None = None
+        self._last_loss: torch.Tensor | None = None
+        self._destroyed = False
+        self._timers = PhaseTimers(config.wall_clock_breakdown, device)
+        self._report_start = (time.perf_counter(), 0)  # when, and at how many samples, the last report was
+
+    # --- the loop ---------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model."""
+        self._check_alive("forward")
+        with self._timers.phase("forward"):
+            return self.module(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
+        """Compute gradients of ``loss`` and start reducing them.
+
+        loss: a tensor of one element, the mean over this rank's micro batch; it is neither scaled nor changed.
+        Returns: ``loss``. Raises: ValueError where it is not a scalar that needs gradients.
+        """
+        self._check_alive("backward")
+        if not isinstance(loss, torch.Tensor):
+            raise ValueError(f"backward() needs the loss as a tensor, got {type(loss).__name__}")
+        if loss.numel() != 1:
+            raise ValueError(
+                f"backward() needs a scalar loss, got shape {list(loss.shape)}; reduce it, e.g. loss.mean()"
+            )
+        if not loss.requires_grad:
+            raise ValueError("backward() needs a loss that depends on trainable parameters (requires_grad is False)")
+        # Before backward: with overlap the hooks must know whether this micro-step is the last one.
+        self.optimizer.boundary = self.is_gradient_accumulation_boundary()
+        with self._timers.phase("backward"):
+            loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        self._last_loss = loss.detach()
+        return loss
+
+    def step(self) -> None:
+        """End the micro-step; at a boundary clip, update the weights, zero the gradients, move the schedule on.
+
+        Raises: PeerLost, CollectiveMismatch, TimeoutError, OSError (swap) from the optimizer.
+        """
+        self._check_alive("step")
+        boundary = self.is_gradient_accumulation_boundary()
+        skipped_before = self.skipped_steps
+        with self._timers.phase("step"):
+            self.optimizer.boundary = boundary
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.micro_steps += 1
+        self.global_samples += self._batch.micro * self.world_size
+        if not boundary:
+            return
+        self.global_steps += 1
+        # The schedule counts real updates only: a step skipped for non-finite gradients must not use up warm-up.
+        if self.lr_scheduler is not None and self.skipped_steps == skipped_before:
+            self.lr_scheduler.step()
+        self._report()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients, as the optimizer does it: step() already has, and mid-accumulation it keeps them."""
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    # --- gradient accumulation --------------------------------------------------------------------------------
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the coming step() updates the weights."""
+        if self._boundary is not None:
+            return self._boundary
+        return (self.micro_steps + 1) % self._batch.accumulation == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say so yourself, from now on, instead of having micro-steps counted; None counts again.
+
+        Gradients are still divided by gradient_accumulation_steps().
+        """
+        self._boundary = is_boundary
+
+    # --- what it is and where it stands -----------------------------------------------------------------------
+
+    def train_batch_size(self) -> int:
+        """Samples per optimizer step, all ranks together."""
+        return self._batch.train
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples per rank and micro-step."""
+        return self._batch.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-steps per optimizer step."""
+        return self._batch.accumulation
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each parameter group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def get_global_grad_norm(self) -> float | None:
+        """L2 norm of the averaged gradients at the last optimizer step, before clipping; None before the first."""
+        return self.optimizer.grad_norm if self.global_steps else None
+
+    @property
+    def skipped_steps(self) -> int:
+        """Optimizer steps that left the weights alone because gradients were not finite."""
+        return self.optimizer.skipped_steps
+
+    def destroy(self) -> None:
+        """Close the optimizer (its hooks, buffers and swap files). Twice is fine; the job's ranks stay joined."""
+        if not self._destroyed:
+            self._destroyed = True
+            self.optimizer.close()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            modules = self.__dict__.get("_modules") or {}
+            if "module" in modules and hasattr(modules["module"], name):
+                return getattr(modules["module"], name)
+            raise
+
+    # --- inside -----------------------------------------------------------------------------------------------
+
+    def _check_alive(self, call: str) -> None:
+        if self._destroyed:
+            raise RuntimeError(f"{call}() after destroy(): this engine's optimizer is closed")
+
+    def _report(self) -> None:
+        """Rank 0's lines, every steps_per_print optimizer steps (the breakdown: every step where that is not given)."""
+        every = self.config.steps_per_print or (1 if self.config.wall_clock_breakdown else None)
+        if every is None or self.global_steps % every:
+            return
+        now_s, samples = time.perf_counter(), self.global_samples
+        elapsed_s, done = now_s - self._report_start[0], samples - self._report_start[1]
+        self._report_start = (now_s, samples)
+        seconds = self._timers.take()
+        if self.global_rank != 0:
+            return
+        if self.config.steps_per_print:
+            loss = "-" if self._last_loss is None else f"{self._last_loss.item():.4f}"
+            rates = ", ".join(f"{rate:.3e}" for rate in self.get_lr())
+            norm = "-" if self.optimizer.grad_norm is None else f"{self.optimizer.grad_norm:.3e}"
+            print(
+                f"step {self.global_steps}: loss {loss}, lr [{rates}], grad norm {norm}, "
+                f"{done / elapsed_s:.1f} samples/s, skipped {self.skipped_steps}",
+                flush=True,
+            )
+        if self.config.wall_clock_breakdown:
+            phases = ", ".join(f"{name} {seconds.get(name, 0.0):.4f} s" for name in ("forward", "backward", "step"))
+            print(f"step {self.global_steps}: {phases} (of {elapsed_s:.4f} s, {every} steps)", flush=True)

@@ -1,0 +1,10 @@
+"""Starts the ranks of one host and answers for their end.
+
+Imports neither torch nor the core: a start costs milliseconds.
+"""
+
+from __future__ import annotations
+
+from zcomm.launch.job import Job, launch
+
+__all__ = ["Job", "launch"]

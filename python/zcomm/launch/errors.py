@@ -1,0 +1,11 @@
+"""Errors that end a command with one line and no traceback."""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """What the user asked for cannot be done; the message is the one line that he sees. exit_code: of the command."""
+
+    def __init__(self, message: str, exit_code: int = 2) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code

@@ -1,0 +1,120 @@
+"""Carries what ranks write to the launcher's own stdout and stderr, line by line, and keeps the last lines.
+
+Invariant: a line of one rank is never cut by another's. Nothing here blocks on a rank; it may block on the reader of
+the launcher's output, which is the usual back-pressure of a pipe.
+Thread rule: one thread, the supervisor's event loop.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import deque
+from typing import BinaryIO
+
+_TAIL_LINES = 20
+_LONGEST_NBYTES = 1 << 16  # a line longer than this is passed on in pieces
+_LINE = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r)")  # a carriage return alone ends a progress bar's line
+_INTERRUPT = re.compile(
+    rb"(?:^Exception ignored in.*\n)?^Traceback \(most recent call last\):\n"
+    rb"(?:(?: .*)?\n)*?(?:KeyboardInterrupt|(?:zcomm\.)?PeerLost).*\n?"
+    rb"(?:\n(?:During handling|The above exception).*\n\n)?",
+    re.MULTILINE,
+)
+
+
+class ReaderGone(Exception):
+    """Nobody reads the launcher's output any more."""
+
+
+class Stream:
+    """One pipe from one rank.
+
+    prefix: put before each line. target: descriptor of the launcher's own stream. tee: file that gets the raw bytes.
+    seen: lines already shown, where each is to be shown once; shared by the streams of all ranks.
+    """
+
+    def __init__(
+        self, source: int, target: int, prefix: bytes = b"", tee: BinaryIO | None = None, seen: set[bytes] | None = None
+    ) -> None:
+        os.set_blocking(source, False)
+        self.source = source
+        self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._target = target
+        self._prefix = prefix
+        self._tee = tee
+        self._seen = seen
+        self._partial = b""
+        self._held: list[bytes] | None = None
+
+    def hold(self) -> None:
+        """Keep further lines back until `close`, which drops the tracebacks of an interrupt."""
+        if self._held is None:
+            self._held = []
+
+    def pump(self) -> bool:
+        """Pass on what has arrived; False at the end of the stream."""
+        while True:
+            try:
+                content = os.read(self.source, 1 << 16)
+            except BlockingIOError:
+                return True
+            except OSError:
+                return False
+            if not content:
+                return False
+            if self._tee:
+                self._tee.write(content)
+                self._tee.flush()
+            self._split(content)
+
+    def close(self) -> None:
+        """Pass on what is left and close the pipe."""
+        self.pump()
+        os.close(self.source)
+        if self._tee:
+            self._tee.close()
+        rest, self._partial = self._partial, b""
+        if rest:
+            self._emit([rest + b"\n"])
+        if self._held:
+            held, self._held = b"".join(self._held), None
+            self._emit(_LINE.findall(_INTERRUPT.sub(b"", held)))
+
+    def _split(self, content: bytes) -> None:
+        content = self._partial + content
+        lines = _LINE.findall(content)
+        self._partial = content[sum(map(len, lines)) :]
+        if self._partial.endswith(b"\r") or len(self._partial) > _LONGEST_NBYTES:
+            lines.append(self._partial)
+            self._partial = b""
+        self._emit(lines)
+
+    def _emit(self, lines: list[bytes]) -> None:
+        if self._held is not None:
+            self._held += lines
+            return
+        for line in lines:
+            text = line.decode("utf-8", "replace").rstrip()
+            if text:
+                self.tail.append(text[:500])
+        if self._seen is not None:
+            lines = [line for line in lines if not line.strip() or line not in self._seen]
+            if len(self._seen) < 10_000:
+                self._seen.update(lines)
+        if lines:
+            write_all(self._target, b"".join(self._prefix + line for line in lines))
+
+
+def write_all(target: int, content: bytes) -> None:
+    """Write everything; raises ReaderGone when the other side has closed."""
+    view = memoryview(content)
+    while view:
+        try:
+            view = view[os.write(target, view) :]
+        except BlockingIOError:  # somebody made our stdout non-blocking: wait until it takes more
+            import select
+
+            select.select([], [target], [])
+        except (BrokenPipeError, OSError) as error:
+            raise ReaderGone from error

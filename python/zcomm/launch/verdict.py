@@ -1,0 +1,111 @@
+"""Who failed first, and why, in words. Pure functions over what the supervisor recorded.
+
+A rank that ends because another has died (PeerLost) is a consequence, whatever the order in which the kernel reports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zcomm.launch.processes import signal_name
+
+_CONSEQUENCE = re.compile(r"^(zcomm\.(\S+\.)?)?PeerLost\b")
+
+
+@dataclass
+class RankEnd:
+    """How one rank ended. code: exit status, or minus the signal. by_launcher: after the launcher's own signal."""
+
+    rank: int
+    pid: int
+    code: int
+    peak_nbytes: int = 0
+    by_launcher: bool = False
+    oom_counter: Path | None = None
+    stderr_tail: list[str] = field(default_factory=list)
+    error: str = ""
+    message: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Did this rank end badly by itself?"""
+        return self.code != 0 and not self.by_launcher
+
+    @property
+    def consequence(self) -> bool:
+        """Did it end because another rank was lost?"""
+        return self.error == "PeerLost" or any(_CONSEQUENCE.match(line) for line in self.stderr_tail)
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell would give it: 128 + signal for a signal."""
+        return self.code if self.code >= 0 else 128 - self.code
+
+
+def leave_last_words(error: str, message: str) -> None:
+    """Called by a rank before it ends badly: the launcher will give `message` as the reason.
+
+    error: "UserError" makes `message` the launcher's only line; otherwise the exception's name ("PeerLost").
+    Does nothing when no launcher asked for it.
+    """
+    file = os.environ.get("ZCOMM_ERROR_FILE")
+    if file:
+        with contextlib.suppress(OSError):  # the launcher is gone: there is nobody to tell
+            Path(file).write_text(json.dumps({"error": error, "message": message}), encoding="utf-8")
+
+
+def read_last_words(file: Path) -> tuple[str, str]:
+    """(error, message) that a rank left, or two empty strings."""
+    try:
+        words = json.loads(file.read_text(encoding="utf-8"))
+        return str(words["error"]), str(words["message"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "", ""
+
+
+def first_failure(ends: list[RankEnd]) -> RankEnd | None:
+    """The failure that the others follow from. `ends` is in the order in which ranks ended."""
+    failed = [end for end in ends if end.failed]
+    return min(failed, key=lambda end: end.consequence, default=None)  # min keeps the order among equals
+
+
+def describe(end: RankEnd) -> str:
+    """One sentence: who, how, why."""
+    who = f"rank {end.rank} (pid {end.pid})"
+    memory = f"its peak memory was {end.peak_nbytes / 2**30:.2f} GiB"
+    if end.code < 0:
+        name = signal_name(-end.code)
+        if end.oom_counter:
+            return (
+                f"{who} was killed by {name}: by the kernel's out-of-memory killer "
+                f"(oom_kill in {end.oom_counter} has risen); {memory}"
+            )
+        if name == "SIGKILL":
+            return f"{who} was killed by {name}: from outside, no out-of-memory kill was counted; {memory}"
+        return f"{who} was killed by {name}; {memory}"
+    reason = f": {end.error}: {end.message}" if end.message else ""
+    return f"{who} exited with status {end.code}{reason}"
+
+
+def report(ends: list[RankEnd], name: str, show_tail: bool = True) -> list[str]:
+    """Lines for the end of a failed job: the first failure first, then what followed from it."""
+    first = first_failure(ends)
+    if first is None:
+        return []
+    if first.error == "UserError":
+        return [f"{name}: error: {first.message}"]
+    lines = [f"{name}: {describe(first)}"]
+    if show_tail and not first.message and first.stderr_tail:
+        lines[0] += "; its last lines on stderr:"
+        lines += [f"    {line}" for line in first.stderr_tail[-10:]]
+    for end in ends:
+        if end is not first and end.by_launcher and end.code != 0:
+            lines.append(f"{name}: rank {end.rank} (pid {end.pid}) was then ended by the launcher")
+        elif end is not first and end.failed:
+            lines.append(f"{name}: then {describe(end)}")
+    return lines

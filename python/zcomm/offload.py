@@ -1,0 +1,212 @@
+"""Memory tiers for tensors: page-locked host memory and the swap file on NVMe.
+
+Invariants: a swap file's directory never outlives the process in order (close, garbage collection or exit remove it);
+what a killed run left is removed by the next SwapFile in the same directory.
+Thread rule: a SwapFile may be used by several threads; operations on one key run in call order.
+Source: architecture decision D7; ZeRO-Infinity (arXiv:2104.07857) section 5.1.
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import functools
+import math
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Protocol
+
+import torch
+
+from zcomm import _core
+from zcomm._work import Work
+
+
+@functools.cache
+def _arena() -> _core.PinnedArena:
+    return _core.PinnedArena()
+
+
+def pinned_empty(shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A CPU tensor of exactly the size asked for: page-locked where CUDA is there, on huge pages where granted.
+
+    shape: of the result. Memory: product(shape) * itemsize bytes, rounded up to pages of 4 KiB (torch's own pinned
+    memory rounds up to a power of two); returned to the system when the last tensor over it is gone. Zero-filled.
+    Raises: ValueError (negative size); OSError with errno ENOMEM naming the request.
+    """
+    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"pinned_empty: shape {sizes} has a negative size")
+    count = math.prod(sizes)
+    if count == 0:
+        return torch.empty(sizes, dtype=dtype)
+    lease = _arena().allocate(count * dtype.itemsize)  # kept alive by the tensor
+    return torch.frombuffer(lease, dtype=dtype, count=count).view(sizes)
+
+
+def _check(what: str, key: str, tensor: torch.Tensor) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{what}: key {key!r}: {type(tensor).__name__} is not a tensor")
+    where = f"{what}: key {key!r}: tensor of shape {tuple(tensor.shape)}"
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{where} is on {tensor.device}, not on the CPU; copy it to a pinned_empty() tensor first")
+    if tensor.layout is not torch.strided or not tensor.is_contiguous():
+        raise ValueError(f"{where} is not contiguous; pass tensor.contiguous()")
+
+
+class SwapFile:
+    """Tensors by key on NVMe: asynchronous, preallocated, checksummed.
+
+    directory: where the swap file makes a subdirectory of its own; created if only its last part is missing.
+    nbytes: disk space to preallocate at once; None grows with each new key. engine: "auto", "io_uring", "threads".
+    block_nbytes: size of one I/O request. depth: requests in flight. direct: bypass the page cache where the file
+    system can (``stats()["direct"]`` tells). checksum: crc32c of each block, compared when it is read back.
+    Raises: OSError with errno ENOSPC (bytes needed and free), EACCES, ENOENT, ENOTDIR; NotImplementedError for
+    engine="io_uring" where the kernel refuses it; ValueError.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        nbytes: int | None = None,
+        *,
+        engine: str = "auto",
+        block_nbytes: int = 1 << 20,
+        depth: int = 16,
+        direct: bool = True,
+        checksum: bool = True,
+    ) -> None:
+        if nbytes is not None and nbytes < 0:
+            raise ValueError(f"SwapFile: nbytes {nbytes} is negative")
+        self._core = _core.SwapFile(
+            os.fspath(directory),
+            nbytes=nbytes or 0,
+            engine=engine,
+            block_nbytes=block_nbytes,
+            depth=depth,
+            direct=direct,
+            checksum=checksum,
+        )
+        self._lock = threading.Lock()
+        self._forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        # Keeps each tensor until its I/O ended, whether or not the caller keeps the Work: dropping one does not block.
+        self._pending: collections.deque[Work] = collections.deque()
+        close_at_exit(self)
+
+    def reserve(self, key: str, shape: int | Sequence[int], dtype: torch.dtype) -> None:
+        """Give ``key`` disk space for a tensor of this shape and dtype now, so that a full disk shows at the start.
+
+        A key of another form is replaced; its data are gone. Raises: OSError ENOSPC; ValueError while in use.
+        """
+        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+        with self._lock:
+            self._core.reserve(key, math.prod(sizes) * dtype.itemsize)
+            self._forms[key] = (sizes, dtype)
+
+    def release(self, key: str) -> None:
+        """Forget ``key`` and give its disk space back. Raises: ValueError if unknown or in use."""
+        with self._lock:
+            self._core.release(key)
+            self._forms.pop(key, None)
+
+    def write(self, key: str, tensor: torch.Tensor) -> Work:
+        """Queue tensor -> disk. Reserves the key at its first use.
+
+        The tensor must not change before the Work is done; the swap file holds a reference to it until then.
+        Raises: ValueError (not contiguous, not on the CPU, another shape or dtype than the key has); OSError ENOSPC.
+        From ``wait()``: OSError with the failing offset and path.
+        """
+        _check("SwapFile.write", key, tensor)
+        tensor = tensor.detach()
+        form = (tuple(tensor.shape), tensor.dtype)
+        with self._lock:
+            self._check_form("SwapFile.write", key, form)
+            core = self._core.write(key, tensor.data_ptr(), tensor.nbytes)
+            self._forms[key] = form
+            return self._track(core, tensor)
+
+    def read(self, key: str, out: torch.Tensor) -> Work:
+        """Queue disk -> out.
+
+        Raises: ValueError (unknown key, not contiguous, not on the CPU, another shape or dtype than was written).
+        From ``wait()``: OSError EIO naming key, path and offset when the data are not what was written.
+        """
+        _check("SwapFile.read", key, out)
+        out = out.detach()
+        with self._lock:
+            self._check_form("SwapFile.read", key, (tuple(out.shape), out.dtype))
+            core = self._core.read(key, out.data_ptr(), out.nbytes)
+            return self._track(core, out)
+
+    def wait(self) -> None:
+        """Wait for all queued operations. Raises: the first error that no ``Work.wait()`` has raised yet."""
+        self._core.wait()
+        with self._lock:
+            self._forget_done()
+
+    def stats(self) -> dict[str, int | float | bool | str]:
+        """Counters since the start.
+
+        read_nbytes, written_nbytes; read_s, write_s (time with at least one request in flight); read_gbps, write_gbps
+        (1e9 bytes per second of that time); reserved_nbytes, file_nbytes, bounce_nbytes; error_count, retry_count;
+        direct, engine, path.
+        """
+        stats: dict[str, int | float | bool | str] = self._core.stats()
+        for nbytes, seconds, gbps in (
+            ("read_nbytes", "read_s", "read_gbps"),
+            ("written_nbytes", "write_s", "write_gbps"),
+        ):
+            elapsed = float(stats[seconds])
+            stats[gbps] = float(stats[nbytes]) / elapsed / 1e9 if elapsed > 0 else 0.0
+        return stats
+
+    def close(self) -> None:
+        """Wait for what is queued and remove the directory. Idempotent; later calls raise ValueError."""
+        self._core.close()
+        with self._lock:
+            self._pending.clear()
+        _open_files.discard(self)
+
+    def __enter__(self) -> SwapFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_form(self, what: str, key: str, form: tuple[tuple[int, ...], torch.dtype]) -> None:
+        known = self._forms.get(key)
+        if known is not None and known != form:
+            raise ValueError(f"{what}: key {key!r} has shape {known[0]} {known[1]}, the tensor {form[0]} {form[1]}")
+
+    def _track(self, core: _core.Work, tensor: torch.Tensor) -> Work:
+        work = Work(core, tensor)
+        self._forget_done()
+        self._pending.append(work)
+        return work
+
+    def _forget_done(self) -> None:
+        while self._pending and self._pending[0].done():
+            self._pending.popleft()
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+_open_files: weakref.WeakSet[_Closable] = weakref.WeakSet()
+
+
+def close_at_exit(file: _Closable) -> None:
+    """Close ``file`` when the interpreter exits, unless it is gone by then (for users of ``_core.SwapFile``)."""
+    _open_files.add(file)
+
+
+@atexit.register
+def _close_all() -> None:
+    for file in list(_open_files):
+        file.close()

@@ -1,0 +1,204 @@
+"""Puts the parts of a ZeroOptimizer together, and takes them apart."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zcomm import _core
+from zcomm.comm import Communicator
+from zcomm.zero.geometry import Geometry
+from zcomm.zero.gradients import GradientReducer
+from zcomm.zero.norm import GradientNorm
+from zcomm.zero.options import Offload, Precision
+from zcomm.zero.parameters import ParameterStore, PrivateStore, SharedStore
+from zcomm.zero.sources import RamSource, ShardSource, SwapSource
+from zcomm.zero.state import WINDOWS, RamState, ShardState, SwappedState
+from zcomm.zero.unit_choice import UnitChoice, choose_units
+from zcomm.zero.unit_hooks import UnitHooks
+from zcomm.zero.units import UnitStore
+
+
+@dataclass
+class Parts:
+    """What one ZeroOptimizer owns. ``runs``: per bucket, (begin, end, group) of this rank's part."""
+
+    names: list[str]
+    geometry: Geometry
+    comm: Communicator
+    arena: _core.PinnedArena
+    store: ParameterStore
+    state: ShardState
+    reducer: GradientReducer
+    norm: GradientNorm
+    runs: list[list[tuple[int, int, int]]]
+    swap: _core.SwapFile | None
+    hooks: UnitHooks | None
+
+    def allocation_count(self) -> int:
+        count: int = self.comm.memory()["allocation_count"] + self.arena.stats()["allocation_count"]
+        return count
+
+    def close(self) -> None:
+        """After failures too: no part waits for another rank."""
+        if self.hooks is not None:
+            self.hooks.close()
+        self.reducer.close()
+        self.store.close()
+        self.state.close()
+        if self.swap is not None:
+            self.swap.close()
+        self.comm.close()
+
+
+def build_parts(
+    model: nn.Module | None,
+    groups: Sequence[dict[str, Any]],
+    job: Communicator,
+    *,
+    stage: int,
+    offload: Offload,
+    precision: Precision,
+    nvme_path: str | None,
+    bucket_nbytes: int,
+    prefetch: int,
+    overlap: bool,
+    share_parameters: bool,
+) -> Parts:
+    """Collective. Parameters are numbered unit by unit, in order of registration."""
+    comm = job.duplicate()  # gradients and parameters keep an order of their own beside the caller's collectives
+    arena = _core.PinnedArena()
+    params = [param for group in groups for param in group["params"]]
+    _check_params(params)
+    by_unit = stage == 3 and (offload.params == "nvme" or not share_parameters)
+    choices = _choose(model, params) if by_unit else [UnitChoice("all", [], _registered(model, params))]
+    ordered = [param for choice in choices for param in choice.params]
+    shapes = [[param.shape for param in choice.params] for choice in choices]
+    geometry = Geometry(shapes, comm.world_size, bucket_nbytes, precision.param_nbytes)
+    numbers = {id(param): number for number, group in enumerate(groups) for param in group["params"]}
+
+    swap = None
+    if offload.uses_nvme:
+        assert nvme_path is not None
+        swap = _core.SwapFile(nvme_path, nbytes=_swap_nbytes(geometry, offload, precision, stage))
+    store: ParameterStore
+    if by_unit:
+        source: ShardSource
+        if offload.params == "nvme":
+            assert swap is not None
+            source = SwapSource(geometry, precision.dtype, arena, swap)
+        else:
+            source = RamSource(geometry, precision.dtype, offload.params or "device", arena)
+        names = [choice.name for choice in choices]
+        store = UnitStore(ordered, geometry, comm, precision.dtype, names, source, share_parameters, prefetch)
+    elif stage >= 1 and share_parameters:
+        store = SharedStore(ordered, geometry, comm, precision.dtype)
+    else:
+        store = PrivateStore(ordered, geometry, comm, precision.dtype, replicated=stage == 0)
+    if stage == 3 and offload.params == "cpu":
+        store.tier = "cpu"
+
+    counts = [part.stop - part.start for part in map(store.part, geometry.buckets)]
+    state: ShardState
+    if offload.optimizer == "nvme":
+        assert swap is not None
+        state = SwappedState(counts, precision.dtype, arena, swap)
+    else:
+        state = RamState(counts, precision.dtype, offload.optimizer or "device", arena)
+    _start(model, ordered, geometry, comm, store, state, precision.dtype)
+
+    group_of = [numbers[id(param)] for param in ordered]
+    runs = [geometry.runs(bucket, store.part(bucket), group_of) for bucket in geometry.buckets]
+    reducer = GradientReducer(ordered, geometry, comm, precision.dtype, replicated=stage <= 1, overlap=overlap)
+    hooks = None
+    if isinstance(store, UnitStore):
+        assert model is not None
+        hooks = UnitHooks(model, choices, store)
+    labels = _names(model, ordered)
+    return Parts(labels, geometry, comm, arena, store, state, reducer, GradientNorm(comm), runs, swap, hooks)
+
+
+def _check_params(params: Sequence[torch.Tensor]) -> None:
+    seen: set[int] = set()
+    for number, param in enumerate(params):
+        where = f"parameter {number} of shape {tuple(param.shape)}"
+        if id(param) in seen:
+            raise ValueError(f"{where} is in the param groups twice")
+        seen.add(id(param))
+        if param.device.type != "cpu":
+            raise NotImplementedError(f"{where} is on {param.device}; this version trains on the CPU")
+        if not param.dtype.is_floating_point:
+            raise ValueError(f"{where} is {param.dtype}; only floating-point parameters can be trained")
+
+
+def _registered(model: nn.Module | None, params: list[nn.Parameter]) -> list[nn.Parameter]:
+    """``params`` in the order of the model, so that the flat index does not depend on the param groups."""
+    if model is None:
+        return params
+    wanted = {id(param) for param in params}
+    ordered = [param for param in model.parameters() if id(param) in wanted]
+    if len(ordered) != len(params):
+        raise ValueError(f"{len(params) - len(ordered)} parameter(s) of the param groups are not the model's")
+    return ordered
+
+
+def _choose(model: nn.Module | None, params: list[nn.Parameter]) -> list[UnitChoice]:
+    assert model is not None
+    return choose_units(model, _registered(model, params))
+
+
+def _names(model: nn.Module | None, params: Sequence[nn.Parameter]) -> list[str]:
+    names = {id(p): name for name, p in model.named_parameters()} if model is not None else {}
+    return [names.get(id(param), f"parameter.{index}") for index, param in enumerate(params)]
+
+
+def _swap_nbytes(geometry: Geometry, offload: Offload, precision: Precision, stage: int) -> int:
+    """What the swap file will hold; extents begin at pages."""
+    page = _core.page_nbytes()
+    nbytes = 0
+    if offload.optimizer == "nvme":
+        count = geometry.count if stage == 0 else geometry.shard_count
+        nbytes += count * precision.state_nbytes + (count // 65536 + len(geometry.buckets) + WINDOWS) * page
+    if offload.params == "nvme":
+        nbytes += geometry.shard_count * precision.param_nbytes + len(geometry.buckets) * page
+    return nbytes
+
+
+def _start(
+    model: nn.Module | None,
+    params: Sequence[nn.Parameter],
+    geometry: Geometry,
+    comm: Communicator,
+    store: ParameterStore,
+    state: ShardState,
+    dtype: torch.dtype,
+) -> None:
+    """Rank 0's weights become everybody's, bucket by bucket, so that the model never exists a second time."""
+    with torch.no_grad():
+        for bucket in geometry.buckets:
+            master = torch.zeros(bucket.count)
+            for index in bucket.params:
+                geometry.view(master, index).copy_(params[index])
+            comm.broadcast(master, root=0, name=f"weights of bucket {bucket.index}")
+            weight = store.begin(bucket)
+            state.start(bucket.index, weight, master[store.part(bucket)])
+            store.commit(bucket, weight)
+        if model is not None:
+            _start_rest(model, {id(param) for param in params}, comm, dtype)
+        store.publish()
+    comm.barrier(name="weights are there")
+
+
+def _start_rest(model: nn.Module, done: set[int], comm: Communicator, dtype: torch.dtype) -> None:
+    """Buffers and frozen parameters: rank 0's, floating ones in the training dtype."""
+    frozen = (param for param in model.parameters() if id(param) not in done)
+    for tensor in itertools.chain(frozen, model.buffers()):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
+        tensor.data = tensor.data.contiguous()
+        comm.broadcast(tensor.data, root=0, name="buffers")

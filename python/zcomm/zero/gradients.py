@@ -1,0 +1,219 @@
+"""Gradients: from autograd's hands into averaged fp32 accumulators, bucket by bucket, while backward runs.
+
+[Note: bucket life] A post-accumulate hook copies a parameter's gradient into its place in the bucket's slot and drops
+it. When a bucket is complete and all buckets before it in the launch order have been launched, its reduce_scatter
+starts on the communicator's progress thread and adds this rank's shard of the average to the accumulator. Slots form a
+fixed ring: bucket number i of the order uses slot i % slot_count once bucket i - slot_count has been reduced. A
+gradient whose bucket has no slot yet stays where autograd put it until the bucket's turn comes. The launch order (last
+bucket first) is the same on all ranks, whatever order autograd finishes in; parameters that backward did not reach
+count as zero.
+
+The average is taken over ranks per micro-step and summed over micro-steps in fp32, in every stage: this is what makes
+the bits independent of stage, bucket size and overlap (decision D3).
+Thread rule: hooks and methods run on the thread that runs backward and step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from zcomm import _core
+from zcomm._tensors import core_dtype
+from zcomm._work import Work
+from zcomm.comm import Communicator
+from zcomm.zero.geometry import FlatBucket, Geometry
+
+SLOTS = 3
+
+
+class GradientReducer:
+    """Owns the slots and the accumulators of one optimizer.
+
+    params: in the numbering of ``geometry``; dtype ``dtype``.
+    replicated: keep accumulators of all gradients (stages 0 and 1) or of this rank's shards (stages 2 and 3).
+    overlap: reduce while backward runs, or after it.
+    Memory: slots: min(SLOTS, buckets) x largest bucket x itemsize; accumulators: 4 bytes per element kept.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[torch.nn.Parameter],
+        geometry: Geometry,
+        comm: Communicator,
+        dtype: torch.dtype,
+        replicated: bool,
+        overlap: bool,
+    ) -> None:
+        self._params = params
+        self._geometry = geometry
+        self._comm = comm
+        self._dtype = dtype
+        self._overlap = overlap
+        self.replicated = replicated
+        self.waited_s = 0.0
+        self.sync = True
+        self.reached = 0  # backward passes whose gradients are in the accumulators or on their way
+        buckets = geometry.buckets
+        largest = max((bucket.count for bucket in buckets), default=0)
+        self._slot_count = min(SLOTS, len(buckets))
+        self._slots = [comm.empty(largest, dtype) for _ in range(self._slot_count)]
+        count = geometry.count if replicated else geometry.shard_count
+        self.accumulators = comm.empty(count, torch.float32) if replicated else torch.zeros(count)
+        self._order = list(reversed(buckets))
+        self._position = {bucket.index: i for i, bucket in enumerate(self._order)}
+        self._works: list[Work | None] = [None] * self._slot_count
+        self._fresh = True
+        self._begin_pass()
+        self._handles = [
+            param.register_post_accumulate_grad_hook(self._hook(index)) for index, param in enumerate(params)
+        ]
+
+    # --- where things lie -------------------------------------------------------------------------------------
+
+    def bucket_view(self, bucket: FlatBucket) -> torch.Tensor:
+        """The accumulator of a whole bucket (replicated gradients only), fp32 [bucket.count]."""
+        return self.accumulators[bucket.begin : bucket.begin + bucket.count]
+
+    def shard_view(self, bucket: FlatBucket) -> torch.Tensor:
+        """The accumulator of this rank's shard of ``bucket``, fp32 [bucket.shard_count]."""
+        if self.replicated:
+            return self.bucket_view(bucket)[bucket.shard(self._comm.rank)]
+        return self.accumulators[bucket.shard_begin : bucket.shard_begin + bucket.shard_count]
+
+    @property
+    def slot_nbytes(self) -> int:
+        return sum(slot.nbytes for slot in self._slots)
+
+    # --- one backward pass ------------------------------------------------------------------------------------
+
+    def _begin_pass(self) -> None:
+        self._armed = False
+        self._launched = 0
+        self._missing = [set(bucket.params) for bucket in self._geometry.buckets]
+
+    def _hook(self, index: int):  # type: ignore[no-untyped-def]
+        place = self._geometry.places[index]
+
+        def on_grad(param: torch.Tensor) -> None:
+            if not self.sync:
+                return
+            if not self._armed:
+                self._armed = True
+                torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
+            self._missing[place.bucket].discard(index)
+            if self._has_slot(place.bucket):
+                self._collect(index)
+            if self._overlap:
+                self._launch_complete()
+
+        return on_grad
+
+    def _has_slot(self, bucket: int) -> bool:
+        return self._position[bucket] < self._launched + self._slot_count
+
+    def _slot(self, bucket: int) -> torch.Tensor:
+        """The bucket's slot, free for writing: the previous bucket in it has been reduced."""
+        number = self._position[bucket] % self._slot_count
+        self._wait(number)
+        return self._slots[number][: self._geometry.buckets[bucket].count]
+
+    def _wait(self, number: int) -> None:
+        work = self._works[number]
+        if work is not None:
+            start = time.perf_counter()
+            work.wait()
+            self.waited_s += time.perf_counter() - start
+            self._works[number] = None
+
+    def _collect(self, index: int) -> None:
+        """Copy the gradient of parameter ``index`` into its slot and drop it; a missing one counts as zero."""
+        param = self._params[index]
+        view = self._geometry.view(self._slot(self._geometry.places[index].bucket), index)
+        if param.grad is None:
+            view.zero_()
+        else:
+            view.copy_(param.grad)
+            param.grad = None
+
+    def _launch_complete(self) -> None:
+        while self._launched < len(self._order) and not self._missing[self._order[self._launched].index]:
+            self._launch(self._order[self._launched])
+            entering = self._launched + self._slot_count - 1
+            if entering < len(self._order):
+                self._collect_early(self._order[entering])
+
+    def _collect_early(self, bucket: FlatBucket) -> None:
+        """``bucket`` has just got its slot: take in what autograd had finished before."""
+        for index in bucket.params:
+            if index not in self._missing[bucket.index] and self._params[index].grad is not None:
+                self._collect(index)
+
+    def _launch(self, bucket: FlatBucket) -> None:
+        slot = self._slot(bucket.index)
+        for gap in self._geometry.gaps(bucket):
+            slot[gap].zero_()
+        shard = self.shard_view(bucket)
+        core = self._comm._core.reduce_scatter(
+            [(slot.data_ptr(), slot.numel())],
+            [(shard.data_ptr(), shard.numel())],
+            core_dtype(self._dtype),
+            _core.ReduceOp.avg,
+            _core.DType.float32,
+            not self._fresh,
+            f"gradients of bucket {bucket.index}",
+        )
+        number = self._position[bucket.index] % self._slot_count
+        self._works[number] = Work(core, (slot, shard))
+        self._launched += 1
+        if not self._overlap:
+            self._wait(number)
+
+    def _end_pass(self) -> None:
+        """Backward has ended: what it did not reach is zero."""
+        for bucket in self._order[self._launched :]:
+            missing = self._missing[bucket.index]
+            for index in bucket.params:
+                if index in missing or self._params[index].grad is not None:
+                    self._collect(index)
+            self._launch(bucket)
+        self._fresh = False
+        self.reached += 1
+        self._begin_pass()
+
+    # --- between passes ---------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Wait until all gradients are in the accumulators."""
+        for number in range(self._slot_count):
+            self._wait(number)
+
+    def gather(self) -> None:
+        """Give every rank the whole averaged gradients (replicated only). Collective."""
+        start = time.perf_counter()
+        buckets = [self.bucket_view(bucket) for bucket in self._geometry.buckets]
+        shards = [self.shard_view(bucket) for bucket in self._geometry.buckets]
+        self._comm.all_gather(shards, out=buckets, name="gradients")
+        self.waited_s += time.perf_counter() - start
+
+    def zero(self) -> None:
+        """Forget the accumulated gradients; the next pass overwrites them."""
+        self._fresh = True
+        self.reached = 0
+        for param in self._params:
+            param.grad = None
+
+    def zero_accumulators(self) -> None:
+        """Make the accumulators zero (a step without any backward pass)."""
+        if self._fresh:
+            self.accumulators.zero_()
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._works = [None] * self._slot_count
+        self._slots.clear()
+        self.accumulators = torch.empty(0)

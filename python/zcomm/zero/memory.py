@@ -1,0 +1,44 @@
+"""ZeRO's memory formula, generalised to the bytes that zcomm keeps per parameter.
+
+With p bytes of parameter, g of gradient accumulator and s of optimizer state, P parameters and N ranks, a rank holds
+stage 0: (p + g + s) P; stage 1: (p + g) P + s P/N; stage 2: p P + (g + s) P/N; stage 3: (p + g + s) P/N.
+fp32: p, g, s = 4, 4, 8. bf16: 2, 4, 10 (fp32 accumulator; m, v and the remainder of the split master).
+CPU ranks of a host that share parameters (stages 1 to 3) hold p P/N each: the one copy, counted once.
+Source: ZeRO (arXiv:1910.02054) section 5; the split master is described in include/zcomm/adam.hpp.
+"""
+
+from __future__ import annotations
+
+from zcomm.zero.options import Offload, as_offload, as_precision, check_stage
+
+Memory = dict[str, dict[str, int]]
+PURPOSES = ("parameters", "gradients", "optimizer", "slots")
+
+
+def empty_memory() -> Memory:
+    return {tier: dict.fromkeys(PURPOSES, 0) for tier in ("device", "cpu", "nvme")}
+
+
+def memory_formula(
+    numel: int,
+    world_size: int,
+    stage: int,
+    precision: str = "fp32",
+    offload: str | Offload | None = None,
+    share_parameters: bool = True,
+) -> Memory:
+    """Bytes of one rank by tier and purpose for ``numel`` parameters; padding and slots come on top.
+
+    share_parameters: the ranks share one host's copy, as CPU ranks do by default.
+    Raises: ValueError for an unknown stage, precision or offload.
+    """
+    check_stage(stage)
+    where = as_offload(offload, stage)
+    bytes_of = as_precision(precision)
+    shard = -(-numel // world_size)
+    params = shard if stage == 3 or (share_parameters and stage > 0) else numel
+    memory = empty_memory()
+    memory[where.params or "device"]["parameters"] = params * bytes_of.param_nbytes
+    memory["device"]["gradients"] = (shard if stage >= 2 else numel) * bytes_of.grad_nbytes
+    memory[where.optimizer or "device"]["optimizer"] = (shard if stage >= 1 else numel) * bytes_of.state_nbytes
+    return memory

@@ -1,0 +1,31 @@
+"""The global gradient norm, with bits that do not depend on how gradients are sharded ([Note: gradient norm])."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from zcomm import _core
+from zcomm._tensors import core_dtype
+from zcomm.comm import Communicator
+
+
+class GradientNorm:
+    """Exact sum of squares of all ranks' shards; one small integer all_reduce, which is also a barrier."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._sum = _core.ExactSum()
+        self._words = torch.from_numpy(np.asarray(self._sum))
+
+    def __call__(self, shards: Iterable[torch.Tensor]) -> float:
+        """L2 norm over ``shards`` (flat, each starting at a multiple of 64 elements) of all ranks. Collective."""
+        self._sum.clear()
+        for shard in shards:
+            self._sum.add_squares(shard.data_ptr(), core_dtype(shard.dtype), shard.numel())
+        self._sum.normalize()
+        self._comm.all_reduce(self._words, name="gradient norm")
+        return math.sqrt(self._sum.value())

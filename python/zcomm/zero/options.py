@@ -1,0 +1,82 @@
+"""Options of ZeroOptimizer, checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Tier = Literal["cpu", "nvme"]
+TIERS = ("cpu", "nvme")
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Where state lives between its uses.
+
+    optimizer: tier of the optimizer state: None (device), "cpu" (pinned host memory) or "nvme" (swap files).
+    params: tier of the sharded parameters; stage 3 only.
+    fraction: part of the optimizer state that is offloaded; 1.0 is all of it.
+    """
+
+    optimizer: Tier | None = None
+    params: Tier | None = None
+    fraction: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, tier in (("optimizer", self.optimizer), ("params", self.params)):
+            if tier is not None and tier not in TIERS:
+                raise ValueError(f"Offload: {name}={tier!r}; use None, 'cpu' or 'nvme'")
+        if self.fraction != 1.0:
+            raise NotImplementedError(f"Offload: fraction={self.fraction}; this version offloads all (1.0) or nothing")
+
+    @property
+    def uses_nvme(self) -> bool:
+        return "nvme" in (self.optimizer, self.params)
+
+
+def as_offload(offload: str | Offload | None, stage: int) -> Offload:
+    """The meaning of ``offload``: a tier means the optimizer state and, in stage 3, the parameters."""
+    if isinstance(offload, Offload):
+        if offload.params is not None and stage < 3:
+            raise ValueError(f"offload: params={offload.params!r} needs stage=3, but stage={stage}")
+        return offload
+    if offload is None or offload == "none":
+        return Offload()
+    if offload == "cpu":
+        return Offload("cpu", "cpu" if stage == 3 else None)
+    if offload == "nvme":
+        return Offload("nvme", "nvme" if stage == 3 else None)
+    raise ValueError(f"offload={offload!r}; use None, 'cpu', 'nvme' or zcomm.Offload(...)")
+
+
+@dataclass(frozen=True)
+class Precision:
+    """``dtype`` of parameters and gradients; bytes per parameter: parameters, fp32 accumulator, state."""
+
+    name: str
+    dtype: torch.dtype
+    param_nbytes: int
+    state_nbytes: int
+    grad_nbytes: int = 4
+
+
+_PRECISIONS = {
+    "fp32": Precision("fp32", torch.float32, 4, 8),
+    "bf16": Precision("bf16", torch.bfloat16, 2, 10),
+}
+
+
+def as_precision(precision: str) -> Precision:
+    if precision == "fp16":
+        raise NotImplementedError("precision='fp16' (dynamic loss scale) is not available yet; use 'bf16' or 'fp32'")
+    if precision not in _PRECISIONS:
+        raise ValueError(f"precision={precision!r}; use 'fp32' or 'bf16'")
+    return _PRECISIONS[precision]
+
+
+def check_stage(stage: int) -> int:
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"stage={stage!r}; use 0 (replicated), 1, 2 or 3")
+    return int(stage)

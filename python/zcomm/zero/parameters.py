@@ -1,0 +1,144 @@
+"""Parameter stores: where the flat parameters of an optimizer live and how a step reaches this rank's shards.
+
+SharedStore: one copy for all CPU ranks of the host (decision D4); each rank writes its shard, a barrier publishes it.
+PrivateStore: a whole copy per rank; updated whole (stage 0) or by shard and gathered (stages 1 and 2).
+The store of sharded parameters that are gathered unit by unit (stage 3) is in units.py.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from zcomm.comm import Communicator
+from zcomm.zero.geometry import FlatBucket, Geometry
+
+
+class ParameterStore(ABC):
+    """Holds the parameters of ``geometry``; after ``commit`` the model's parameters are views of it."""
+
+    waited_s = 0.0
+    tier = "device"
+
+    def __init__(self, params: Sequence[torch.nn.Parameter], geometry: Geometry, comm: Communicator) -> None:
+        self._params = params
+        self._geometry = geometry
+        self._comm = comm
+
+    def part(self, bucket: FlatBucket) -> slice:
+        """The part of a bucket whose state this rank keeps and updates, relative to the bucket."""
+        return bucket.shard(self._comm.rank)
+
+    @abstractmethod
+    def begin(self, bucket: FlatBucket) -> torch.Tensor:
+        """Memory for the first weights of this rank's part of ``bucket``."""
+
+    @abstractmethod
+    def commit(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
+        """``weight`` (from begin) is filled: keep it, and point the model's parameters at the store."""
+
+    @abstractmethod
+    def sweep(self) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
+        """Each bucket with the weights of this rank's part; what the caller changes is kept."""
+
+    @abstractmethod
+    def publish(self) -> None:
+        """All parts are updated: let every rank see them. Collective."""
+
+    @abstractmethod
+    def full(self, param: int) -> torch.Tensor:
+        """A copy of a whole parameter. Collective where parameters are sharded."""
+
+    @property
+    @abstractmethod
+    def param_nbytes(self) -> int:
+        """Bytes of parameters that count for this rank (a shared copy counts once per host)."""
+
+    @property
+    def slot_nbytes(self) -> int:
+        """Bytes of slots for gathered units that count for this rank."""
+        return 0
+
+    @property
+    def window_nbytes(self) -> int:
+        """Bytes of staging windows of swapped shards."""
+        return 0
+
+    def close(self) -> None:
+        """Give the model parameters of its own again, where that needs no other rank; free the rest."""
+        for param in self._params:
+            param.data = param.data.clone()
+
+
+class ResidentStore(ParameterStore):
+    """All parameters in one flat tensor of this process's memory, whose addresses never change."""
+
+    def __init__(
+        self, params: Sequence[torch.nn.Parameter], geometry: Geometry, comm: Communicator, flat: torch.Tensor
+    ) -> None:
+        super().__init__(params, geometry, comm)
+        self._flat = flat
+
+    def _bucket(self, bucket: FlatBucket) -> torch.Tensor:
+        return self._flat[bucket.begin : bucket.begin + bucket.count]
+
+    def begin(self, bucket: FlatBucket) -> torch.Tensor:
+        return self._bucket(bucket)[self.part(bucket)]
+
+    def commit(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
+        flat = self._bucket(bucket)
+        for index in bucket.params:
+            self._params[index].data = self._geometry.view(flat, index)
+
+    def sweep(self) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
+        for bucket in self._geometry.buckets:
+            yield bucket, self._bucket(bucket)[self.part(bucket)]
+
+    def full(self, param: int) -> torch.Tensor:
+        return self._params[param].detach().clone()
+
+    @property
+    def param_nbytes(self) -> int:
+        return self._flat.nbytes
+
+
+class SharedStore(ResidentStore):
+    """One copy for the host."""
+
+    def __init__(
+        self, params: Sequence[torch.nn.Parameter], geometry: Geometry, comm: Communicator, dtype: torch.dtype
+    ) -> None:
+        super().__init__(params, geometry, comm, comm.shared_empty(geometry.count, dtype))
+
+    def publish(self) -> None:
+        self._comm.barrier(name="parameters")
+
+    @property
+    def param_nbytes(self) -> int:
+        return self._flat.nbytes // self._comm.local_world_size
+
+
+class PrivateStore(ResidentStore):
+    """A copy for each rank. ``replicated``: every rank updates all of it (stage 0); otherwise parts are gathered."""
+
+    def __init__(
+        self,
+        params: Sequence[torch.nn.Parameter],
+        geometry: Geometry,
+        comm: Communicator,
+        dtype: torch.dtype,
+        replicated: bool,
+    ) -> None:
+        self._replicated = replicated
+        super().__init__(params, geometry, comm, comm.empty(geometry.count, dtype))
+
+    def part(self, bucket: FlatBucket) -> slice:
+        return slice(0, bucket.count) if self._replicated else super().part(bucket)
+
+    def publish(self) -> None:
+        if not self._replicated:
+            buckets = [self._bucket(bucket) for bucket in self._geometry.buckets]
+            shards = [flat[self.part(b)] for b, flat in zip(self._geometry.buckets, buckets, strict=True)]
+            self._comm.all_gather(shards, out=buckets, name="parameters")

@@ -1,0 +1,83 @@
+"""Hooks that tie modules to their units: gather before forward and before backward, release when done.
+
+Forward: a module's pre-hook gathers its unit. Backward: a hook on the gradient of the module's outputs gathers it
+again; it is released when the last of its parameters has its gradient, at the latest when backward ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from zcomm.zero.unit_choice import UnitChoice, tensors_in
+from zcomm.zero.units import Unit, UnitStore
+
+
+class UnitHooks:
+    """Installed on construction, removed by ``close``."""
+
+    def __init__(self, model: nn.Module, choices: list[UnitChoice], store: UnitStore) -> None:
+        self._store = store
+        self._armed = False
+        self._waiting: dict[int, set[int]] = {}
+        self._handles: list[Any] = [model.register_forward_pre_hook(lambda *_: store.begin_pass())]
+        for unit, choice in zip(store.units, choices, strict=True):
+            for module in choice.modules:
+                self._handles.append(module.register_forward_pre_hook(self._enter(unit)))
+                if unit.index > 0:
+                    self._handles.append(module.register_forward_hook(self._leave(unit), always_call=True))
+            for param in choice.params:
+                self._handles.append(param.register_post_accumulate_grad_hook(self._reached(unit)))
+
+    def _enter(self, unit: Unit) -> Callable[..., None]:
+        def enter(module: nn.Module, args: Any) -> None:
+            self._store.use(unit)
+            unit.in_forward += unit.index > 0
+
+        return enter
+
+    def _leave(self, unit: Unit) -> Callable[..., None]:
+        def before_backward(grad: torch.Tensor) -> None:
+            if unit.in_backward:
+                return
+            self._arm()
+            self._store.use(unit)
+            unit.in_backward = True
+            self._waiting[unit.index] = {id(param) for param, _ in unit.views}
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            unit.in_forward = max(0, unit.in_forward - 1)
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(before_backward)
+
+        return leave
+
+    def _reached(self, unit: Unit) -> Callable[[torch.Tensor], None]:
+        def reached(param: torch.Tensor) -> None:
+            waiting = self._waiting.get(unit.index)
+            if waiting is not None:
+                waiting.discard(id(param))
+                if not waiting:
+                    unit.in_backward = False
+
+        return reached
+
+    def _arm(self) -> None:
+        if not self._armed:
+            self._armed = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._armed = False
+        self._waiting.clear()
+        for unit in self._store.units:
+            unit.in_backward = False
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()

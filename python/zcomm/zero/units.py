@@ -1,0 +1,296 @@
+"""Stage 3 by units: parameters live as shards; a unit is whole only around its use.
+
+[Note: unit life] Every unit has fixed addresses in a reserved range and no memory behind them. ``ensure`` gathers it:
+a slot of a small ring is filled (each rank brings its shard; a barrier or an all_gather makes it whole) and mapped
+behind the unit's addresses, and the parameters become views of them. A unit that is not in use keeps its slot until
+another needs it; then its parameters become empty. Views that autograd saved in forward point to the unit's own
+addresses, so they are right again in backward, where the unit has been gathered anew.
+
+SHARDED -> GATHERING (on the gathering thread) -> GATHERED -> SHARDED. The root unit has a slot of its own.
+After a step every unit is SHARDED again, because its weights have changed.
+
+All ranks must use their units in the same order; the gathers' names are compared, so that ranks which run different
+modules get an error that names both units. Prefetch follows the order seen in the last pass.
+Thread rule: hooks and methods on the main thread; ``_gather`` on one gathering thread, with a communicator of its own.
+Source: ZeRO stage 3 (arXiv:1910.02054), prefetch of ZeRO-Infinity (arXiv:2104.07857).
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import nn
+
+from zcomm import _core
+from zcomm._tensors import tensor_of
+from zcomm.comm import Communicator
+from zcomm.zero.geometry import FlatBucket, Geometry
+from zcomm.zero.parameters import ParameterStore
+from zcomm.zero.sources import ShardSource
+
+
+class UnitState(enum.Enum):
+    """What memory a unit has."""
+
+    SHARDED = "this rank's shard in the source; parameters are empty"
+    GATHERING = "a slot that is being filled; parameters are empty"
+    GATHERED = "a slot behind the unit's addresses; parameters are whole"
+
+
+class Unit:
+    """One unit: its buckets, its addresses, its state and who uses it now."""
+
+    def __init__(self, index: int, name: str, buckets: Sequence[FlatBucket], offset: int, nbytes: int) -> None:
+        self.index = index
+        self.name = name
+        self.buckets = buckets
+        self.offset = offset
+        self.nbytes = nbytes
+        self.state = UnitState.SHARDED
+        self.slot = -1
+        self.last_use = 0
+        self.in_forward = 0
+        self.in_backward = False
+        self.gathering: Future[None] | None = None
+        self.views: list[tuple[nn.Parameter, torch.Tensor]] = []
+
+    @property
+    def idle(self) -> bool:
+        return not self.in_forward and not self.in_backward
+
+
+class UnitStore(ParameterStore):
+    """Sharded parameters, gathered unit by unit.
+
+    units: names, in the numbering of ``geometry.unit_buckets``; unit 0 is the root.
+    shared: the ranks share the slots (CPU ranks of a host): a gather moves this rank's shard only.
+    prefetch: units gathered ahead. Slots: prefetch + 2 of the largest unit, and one for the root.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        geometry: Geometry,
+        comm: Communicator,
+        dtype: torch.dtype,
+        names: Sequence[str],
+        source: ShardSource,
+        shared: bool,
+        prefetch: int,
+    ) -> None:
+        super().__init__(params, geometry, comm)
+        self.tier = source.tier
+        self._source = source
+        self._shared = shared
+        self._prefetch = prefetch
+        self._dtype = dtype
+        self._gather_comm = comm.duplicate()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zcomm-gather")
+        self._empty = torch.empty(0, dtype=dtype)
+        self.units = self._lay_out(names)
+        self._make_slots()
+        self._clock = 0
+        self._armed = False
+        self._trace: list[int] = []
+        self._expected: dict[bool, list[int]] = {}
+        self._grad_mode = True
+
+    # --- memory -----------------------------------------------------------------------------------------------
+
+    def _lay_out(self, names: Sequence[str]) -> list[Unit]:
+        page = _core.page_nbytes()
+        units: list[Unit] = []
+        offset = 0
+        for index, name in enumerate(names):
+            buckets = [self._geometry.buckets[b] for b in self._geometry.unit_buckets[index]]
+            nbytes = sum(bucket.count for bucket in buckets) * self._dtype.itemsize
+            nbytes = -(-nbytes // page) * page
+            units.append(Unit(index, name, buckets, offset, nbytes))
+            offset += nbytes
+        self._range = _core.AddressRange(max(offset, page))
+        return units
+
+    def _make_slots(self) -> None:
+        root, blocks = self.units[0], self.units[1:]
+        self._slot_stride = max((unit.nbytes for unit in blocks), default=0)
+        count = min(self._prefetch + 2, len(blocks))
+        self._free = list(range(count))
+        self._root_offset = count * self._slot_stride
+        nbytes = self._root_offset + root.nbytes
+        core = self._gather_comm._core
+        self._memory = core.allocate_shared(nbytes) if self._shared else core.allocate(nbytes)
+        self._bytes = tensor_of(self._memory, torch.uint8)
+        for unit in self.units:
+            flat = tensor_of(self._range.memory(unit.offset, unit.nbytes), self._dtype)
+            for bucket, begin in self._bucket_begins(unit):
+                for param in bucket.params:
+                    view = self._geometry.view(flat[begin : begin + bucket.count], param)
+                    unit.views.append((self._params[param], view))
+
+    @staticmethod
+    def _bucket_begins(unit: Unit) -> Iterator[tuple[FlatBucket, int]]:
+        begin = 0
+        for bucket in unit.buckets:
+            yield bucket, begin
+            begin += bucket.count
+
+    def _slot_offset(self, unit: Unit) -> int:
+        return self._root_offset if unit.index == 0 else unit.slot * self._slot_stride
+
+    @property
+    def param_nbytes(self) -> int:
+        return self._source.nbytes
+
+    @property
+    def slot_nbytes(self) -> int:
+        ring = self._memory.nbytes
+        return ring // self._comm.local_world_size if self._shared else ring
+
+    @property
+    def window_nbytes(self) -> int:
+        return self._source.window_nbytes
+
+    # --- gathering --------------------------------------------------------------------------------------------
+
+    def ensure(self, unit: Unit) -> None:
+        """Make ``unit`` whole. Collective, unless it is whole already."""
+        self._clock += 1
+        unit.last_use = self._clock
+        if unit.state is UnitState.GATHERED:
+            return
+        if unit.state is UnitState.SHARDED and not self._start(unit):
+            busy = ", ".join(u.name for u in self.units[1:] if u.slot >= 0)
+            raise RuntimeError(
+                f"unit {unit.name!r} finds no slot: all are used at the same time by {busy}; "
+                f"raise prefetch (now {self._prefetch})"
+            )
+        assert unit.gathering is not None
+        start = time.perf_counter()
+        try:
+            unit.gathering.result()
+        finally:
+            self.waited_s += time.perf_counter() - start
+            unit.gathering = None
+        self._range.alias(unit.offset, self._memory, self._slot_offset(unit), unit.nbytes)
+        for param, view in unit.views:
+            param.data = view
+        unit.state = UnitState.GATHERED
+
+    def _start(self, unit: Unit) -> bool:
+        if unit.index > 0:
+            slot = self._take_slot()
+            if slot < 0:
+                return False
+            unit.slot = slot
+        unit.state = UnitState.GATHERING
+        unit.gathering = self._thread.submit(self._gather, unit)
+        return True
+
+    def _take_slot(self) -> int:
+        if self._free:
+            return self._free.pop()
+        idle = [u for u in self.units[1:] if u.state is UnitState.GATHERED and u.idle]
+        if not idle:
+            return -1
+        oldest = min(idle, key=lambda u: u.last_use)
+        self._drop(oldest)
+        return self._free.pop()
+
+    def _drop(self, unit: Unit) -> None:
+        """GATHERED -> SHARDED: the unit's slot goes back to the ring."""
+        for param, _ in unit.views:
+            param.data = self._empty
+        self._range.unmap(unit.offset, unit.nbytes)
+        unit.state = UnitState.SHARDED
+        if unit.index > 0:
+            self._free.append(unit.slot)
+            unit.slot = -1
+
+    def _gather(self, unit: Unit) -> None:
+        """On the gathering thread: fill the unit's slot."""
+        if not unit.buckets:
+            return
+        if self._shared:
+            # Nobody may still use what was in the slot.
+            self._gather_comm.barrier(name=f"slot for unit {unit.name}")
+        begin = self._slot_offset(unit)
+        flat = self._bytes[begin : begin + unit.nbytes].view(self._dtype)
+        whole = [flat[at : at + bucket.count] for bucket, at in self._bucket_begins(unit)]
+        shards = [w[bucket.shard(self._comm.rank)] for bucket, w in zip(unit.buckets, whole, strict=True)]
+        for work in [self._source.fetch(b, shard) for b, shard in zip(unit.buckets, shards, strict=True)]:
+            if work is not None:
+                work.wait()
+        if self._shared:
+            self._gather_comm.barrier(name=f"unit {unit.name}")
+        else:
+            self._gather_comm.all_gather(shards, out=whole, name=f"unit {unit.name}")
+
+    # --- what the hooks call ----------------------------------------------------------------------------------
+
+    def begin_pass(self) -> None:
+        """The model's forward begins: remember the order of the last pass, start a new one."""
+        if self._trace:
+            self._expected[self._grad_mode] = self._trace
+        self._trace = []
+        self._grad_mode = torch.is_grad_enabled()
+        self.ensure(self.units[0])
+
+    def use(self, unit: Unit) -> None:
+        """A module of ``unit`` is about to run, forward or backward."""
+        self.ensure(unit)
+        if unit.index == 0:
+            return
+        self._trace.append(unit.index)
+        expected = self._expected.get(self._grad_mode, [])
+        here = len(self._trace) - 1
+        if here < len(expected) and expected[here] == unit.index:
+            unit.in_forward += 1  # prefetch must not take its slot
+            for index in expected[here + 1 : here + 1 + self._prefetch]:
+                if self.units[index].state is UnitState.SHARDED:
+                    self._start(self.units[index])
+            unit.in_forward -= 1
+
+    def invalidate(self) -> None:
+        """The weights have changed: every unit is SHARDED again."""
+        for unit in self.units:
+            if unit.state is UnitState.GATHERING:
+                self.ensure(unit)
+            unit.in_forward, unit.in_backward = 0, False
+            if unit.state is UnitState.GATHERED:
+                self._drop(unit)
+
+    # --- ParameterStore ---------------------------------------------------------------------------------------
+
+    def begin(self, bucket: FlatBucket) -> torch.Tensor:
+        return self._source.begin(bucket)
+
+    def commit(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
+        self._source.commit(bucket, weight)
+        for index in bucket.params:
+            self._params[index].data = self._empty
+
+    def sweep(self) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
+        self.invalidate()
+        return self._source.sweep()
+
+    def publish(self) -> None:
+        pass  # the next gather brings the new shards
+
+    def full(self, param: int) -> torch.Tensor:
+        self.ensure(self.units[self._geometry.buckets[self._geometry.places[param].bucket].unit])
+        return self._params[param].detach().clone()
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True)
+        for unit in self.units:
+            unit.gathering = None
+            if unit.state is UnitState.GATHERED:
+                self._drop(unit)
+        self._source.close()
+        self._gather_comm.close()
+        self._bytes = self._empty
+        self._memory = None

@@ -1,0 +1,42 @@
+// Counter: a 32-bit number in shared memory with one writer, and sleeping until it reaches a value.
+//
+// Invariants: values only grow (modulo 2^32); each counter has a cache-line pair to itself. Publishing and going to
+// sleep are Dekker's two sides: writer stores value then reads sleepers, waiter adds to sleepers then reads value, all
+// sequentially consistent, so a wake-up is never lost and nobody makes a system call while no one sleeps.
+// Thread rule: one writer per counter; any number of waiters in any process that maps it (shared futex).
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+
+namespace zcomm::coll {
+
+using Clock = std::chrono::steady_clock;
+
+struct alignas(128) Counter {
+  std::atomic<std::uint32_t> value{0};
+  std::atomic<std::uint32_t> sleepers{0};
+};
+static_assert(std::atomic<std::uint32_t>::is_always_lock_free, "shared memory needs address-free atomics");
+static_assert(sizeof(Counter) == 128);
+
+/// Whether `value` is at or past `target`, wrap-around included.
+constexpr bool reached(std::uint32_t value, std::uint32_t target) {
+  return static_cast<std::int32_t>(value - target) >= 0;
+}
+
+/// Stores `value` and wakes whoever sleeps on it.
+void publish(Counter& counter, std::uint32_t value) noexcept;
+
+/// Wakes sleepers without a new value, so that they look around (failure, shutdown).
+void wake(Counter& counter) noexcept;
+
+/// Waits until `target` is reached or `until` has passed, or returns early for no reason; true if reached.
+/// `spin_us`: busy-wait first. Only where every rank has a core of its own.
+bool wait_until(Counter& counter, std::uint32_t target, int spin_us, Clock::time_point until) noexcept;
+
+/// CPUs in this process's affinity mask.
+int usable_cpus();
+
+}  // namespace zcomm::coll

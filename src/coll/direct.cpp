@@ -1,0 +1,99 @@
+// Collectives on symmetric memory (coll/direct.hpp).
+#include "coll/direct.hpp"
+
+#include "coll/plan.hpp"
+#include "coll/staged.hpp"
+#include "device/kernels.hpp"
+
+namespace zcomm::coll {
+
+Path choose_path(int world_size, const std::function<const Header&(int rank)>& header_of) {
+  const Header& first = header_of(0);
+  bool in = first.place_in != 0, out = first.place_out != 0;
+  for (int rank = 1; rank < world_size; ++rank) {
+    in &= header_of(rank).place_in == first.place_in;
+    out &= header_of(rank).place_out == first.place_out;
+  }
+  if (first.kind == OpKind::all_gather) return in ? Path::pull : out ? Path::push : Path::staged;
+  return in ? Path::in_place : Path::staged;  // only inputs are read by peers; all_reduce's are its outputs
+}
+
+DirectPath::DirectPath(const HostMemory& memory, Watch& watch)
+    : memory_(memory),
+      watch_(watch),
+      rank_(memory.rank()),
+      world_size_(memory.world_size()),
+      sources_(static_cast<std::size_t>(memory.world_size())),
+      targets_(static_cast<std::size_t>(memory.world_size())) {}
+
+void DirectPath::run(const Operation& operation, Path path) {
+  const Header& header = operation.header;
+  for (const Item& item : operation.items.all()) {
+    if (item.count == 0) continue;
+    switch (header.kind) {
+      case OpKind::all_reduce: all_reduce(header, item); break;
+      case OpKind::reduce_scatter: reduce_scatter(header, item); break;
+      case OpKind::all_gather: path == Path::pull ? pull(header, item) : push(header, item); break;
+      default: broadcast(header, item);
+    }
+  }
+  publish(memory_.own()[Stage::done], ++done_);
+  watch_.wait_for_peers(Stage::done, done_);
+}
+
+void DirectPath::all_reduce(const Header& header, const Item& item) {
+  const Range chunk = chunk_of(item.count, world_size_, rank_, kChunkAlign);
+  if (chunk.count() == 0) return;
+  const std::size_t begin = chunk.begin * size_of(header.dtype);
+  for (int q = 0; q < world_size_; ++q) {
+    const auto i = static_cast<std::size_t>(q);
+    targets_[i] = item.in_home->at_peer(q, item.in) + begin;
+    sources_[i] = targets_[i];
+  }
+  device::reduce({.dst = targets_,
+                  .src = sources_,
+                  .count = chunk.count(),
+                  .in = header.dtype,
+                  .out = header.dtype,
+                  .op = header.op});
+}
+
+void DirectPath::reduce_scatter(const Header& header, const Item& item) {
+  const std::size_t begin = static_cast<std::size_t>(rank_) * item.count * size_of(header.dtype);
+  for (int q = 0; q < world_size_; ++q)
+    sources_[static_cast<std::size_t>(q)] = item.in_home->at_peer(q, item.in) + begin;
+  void* const target = item.out;
+  device::reduce({.dst = {&target, 1},
+                  .src = sources_,
+                  .count = item.count,
+                  .in = header.dtype,
+                  .out = header.out_dtype,
+                  .op = header.op,
+                  .accumulate = header.accumulate});
+}
+
+void DirectPath::pull(const Header& header, const Item& item) {
+  const std::size_t nbytes = item.count * size_of(header.dtype);
+  for (int i = 0; i < world_size_; ++i) {
+    const int q = (rank_ + i) % world_size_;  // not all at the same rank's memory
+    const std::byte* from = item.in_home->at_peer(q, item.in);
+    std::byte* to = item.out + static_cast<std::size_t>(q) * nbytes;
+    if (to != from) device::copy(to, from, nbytes);
+  }
+}
+
+void DirectPath::push(const Header& header, const Item& item) {
+  const std::size_t nbytes = item.count * size_of(header.dtype);
+  for (int i = 0; i < world_size_; ++i) {
+    const int q = (rank_ + i) % world_size_;
+    std::byte* to = item.out_home->at_peer(q, item.out) + static_cast<std::size_t>(rank_) * nbytes;
+    if (to != item.in) device::copy(to, item.in, nbytes);
+  }
+}
+
+void DirectPath::broadcast(const Header& header, const Item& item) {
+  if (header.root == rank_) return;
+  device::copy(item.out, item.in_home->at_peer(header.root, item.in), item.count * size_of(header.dtype));
+}
+
+}  // namespace zcomm::coll

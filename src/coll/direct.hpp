@@ -1,0 +1,48 @@
+// Direct path: collectives on symmetric memory, with no staging and no copies (decisions D1, D2).
+//
+// Owner computes: rank r reads chunk r of all inputs once, in rank order, and stores the result once where it belongs.
+// Invariants: chosen by headers alone, so all ranks choose alike; peers' memory is touched only between entry (all have
+// arrived) and the exit barrier (all are done), so nobody's buffer changes or is reused under a reader.
+// Thread rule: the progress thread.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "coll/operation.hpp"
+#include "coll/watch.hpp"
+
+namespace zcomm::coll {
+
+enum class Path : std::uint8_t {
+  staged,
+  in_place,  ///< all buffers that peers touch lie at the same place of symmetric memory
+  pull,      ///< all_gather: inputs are symmetric, each rank reads them
+  push,      ///< all_gather: outputs are symmetric, each rank writes its part into all
+};
+
+/// The path that the headers of all ranks allow.
+Path choose_path(int world_size, const std::function<const Header&(int rank)>& header_of);
+
+class DirectPath {
+ public:
+  DirectPath(const HostMemory& memory, Watch& watch);
+  void run(const Operation& operation, Path path);
+
+ private:
+  void all_reduce(const Header& header, const Item& item);
+  void reduce_scatter(const Header& header, const Item& item);
+  void pull(const Header& header, const Item& item);
+  void push(const Header& header, const Item& item);
+  void broadcast(const Header& header, const Item& item);
+
+  const HostMemory& memory_;
+  Watch& watch_;
+  const int rank_, world_size_;
+  std::uint32_t done_ = 0;  // direct operations so far
+  std::vector<const void*> sources_;
+  std::vector<void*> targets_;
+};
+
+}  // namespace zcomm::coll

@@ -1,0 +1,25 @@
+// Failure: the first error of a communicator, which every later call repeats (decision D5).
+//
+// Thread rule: free-threaded; the first set() wins.
+#pragma once
+
+#include <atomic>
+#include <exception>
+#include <mutex>
+
+namespace zcomm::coll {
+
+class Failure {
+ public:
+  void set(std::exception_ptr error) noexcept;
+  /// An error of the first one's type that says since when the communicator is unusable; null while all is well.
+  std::exception_ptr repeated() const;
+  void throw_if_set() const;
+
+ private:
+  mutable std::mutex mutex_;
+  std::atomic<bool> is_set_{false};
+  std::exception_ptr first_;
+};
+
+}  // namespace zcomm::coll

@@ -1,0 +1,91 @@
+// Comparing and describing operations (coll/header.hpp).
+#include "coll/header.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <sstream>
+#include <utility>
+#include <vector>
+
+#include "base/error.hpp"
+
+namespace zcomm::coll {
+
+const char* name_of(OpKind kind) {
+  static constexpr const char* names[] = {"all_reduce", "reduce_scatter", "all_gather",      "broadcast",
+                                          "barrier",    "allocate",       "allocate_shared", "duplicate"};
+  return names[static_cast<int>(kind)];
+}
+
+std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {
+  // splitmix64's finaliser: a change of any bit reaches all.
+  std::uint64_t x = hash * 0x9e3779b97f4a7c15u + value + 0x632be59bd9b4e019u;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+
+void set_name(Header& header, const char* name) {
+  if (name == nullptr) name = "";
+  const std::size_t length = std::strlen(name);
+  const std::size_t kept = std::min(length, sizeof(header.name) - 1);
+  std::memcpy(header.name, name, kept);
+  std::memset(header.name + kept, 0, sizeof(header.name) - kept);
+  header.name_hash = length;
+  for (std::size_t i = 0; i < length; ++i)
+    header.name_hash = mix(header.name_hash, static_cast<unsigned char>(name[i]));
+}
+
+bool same_operation(const Header& a, const Header& b) {
+  return a.kind == b.kind && a.dtype == b.dtype && a.out_dtype == b.out_dtype && a.op == b.op &&
+         a.accumulate == b.accumulate && a.root == b.root && a.sequence == b.sequence && a.buffers == b.buffers &&
+         a.count == b.count && a.counts_hash == b.counts_hash && a.name_hash == b.name_hash;
+}
+
+std::string describe(const Header& header) {
+  std::ostringstream out;
+  const OpKind kind = header.kind;
+  out << name_of(kind);
+  if (kind <= OpKind::broadcast) {
+    out << ' ' << name_of(header.dtype);
+    if (header.out_dtype != header.dtype) out << " -> " << name_of(header.out_dtype);
+    if (kind <= OpKind::reduce_scatter) out << ' ' << name_of(header.op);
+    if (header.accumulate) out << " accumulate";
+    if (kind == OpKind::broadcast) out << " root=" << header.root;
+    out << " count=" << header.count;
+    if (header.buffers != 1) {
+      out << " in " << header.buffers << " buffers [";
+      const std::size_t shown = std::min<std::size_t>(header.buffers, Header::kShownCounts);
+      for (std::size_t i = 0; i < shown; ++i) out << (i == 0 ? "" : ", ") << header.counts[i];
+      if (header.buffers > shown) out << ", ...; layout " << std::hex << (header.counts_hash >> 32) << std::dec;
+      out << ']';
+    }
+  } else if (kind == OpKind::allocate || kind == OpKind::allocate_shared) {
+    out << " nbytes=" << header.count;
+  }
+  if (header.name[0] != '\0') out << " '" << header.name << '\'';
+  return out.str();
+}
+
+void require_same(int world_size, const std::function<const Header&(int rank)>& header_of) {
+  bool same = true;
+  for (int rank = 1; rank < world_size; ++rank) same &= same_operation(header_of(0), header_of(rank));
+  if (same) return;
+
+  std::vector<std::pair<const Header*, std::string>> sides;  // one per different header, with its ranks
+  for (int rank = 0; rank < world_size; ++rank) {
+    const Header& header = header_of(rank);
+    const auto side =
+        std::find_if(sides.begin(), sides.end(), [&](const auto& s) { return same_operation(*s.first, header); });
+    if (side == sides.end())
+      sides.emplace_back(&header, text("rank ", rank));
+    else
+      side->second += text(", ", rank);
+  }
+  std::string message = text("ranks called different operations as number ", header_of(0).sequence, ": ");
+  for (std::size_t i = 0; i < sides.size(); ++i)
+    message += text(i == 0 ? "" : "; ", sides[i].second, ": ", describe(*sides[i].first));
+  throw CollectiveMismatch(message);
+}
+
+}  // namespace zcomm::coll

@@ -1,0 +1,53 @@
+// Header: the identity of one operation, which ranks compare before bytes move (decision D5).
+//
+// A plain block of bytes in shared memory: written by its rank before `arrived` is published, read by all after.
+// Everything is compared except where buffers lie (`place_in`, `place_out`), which only chooses the path.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <string>
+
+#include "zcomm/dtype.hpp"
+
+namespace zcomm::coll {
+
+enum class OpKind : std::uint8_t {
+  all_reduce, reduce_scatter, all_gather, broadcast, barrier, allocate, allocate_shared, duplicate
+};
+const char* name_of(OpKind kind);
+
+struct Header {
+  static constexpr std::size_t kShownCounts = 4;
+
+  OpKind kind = OpKind::barrier;
+  DType dtype = DType::u8, out_dtype = DType::u8;
+  ReduceOp op = ReduceOp::sum;
+  bool accumulate = false;
+  std::int32_t root = -1;
+  std::uint32_t sequence = 0;
+  std::uint32_t buffers = 0;                 ///< length of the list
+  std::uint64_t count = 0;                   ///< elements in all; bytes for allocate
+  std::uint64_t counts[kShownCounts] = {};   ///< of the first buffers, for messages
+  std::uint64_t counts_hash = 0;             ///< of all
+  std::uint64_t name_hash = 0;               ///< of the whole name
+  std::uint64_t place_in = 0, place_out = 0; ///< hash of (allocation, offset) of all buffers; 0: some are private
+  char name[48] = {};                        ///< cut to fit
+};
+
+/// Order-dependent mixing of `value` into `hash`.
+std::uint64_t mix(std::uint64_t hash, std::uint64_t value);
+
+void set_name(Header& header, const char* name);
+
+/// Whether both describe the same operation.
+bool same_operation(const Header& a, const Header& b);
+
+/// "all_reduce float32 sum count=1024 'grad.3'".
+std::string describe(const Header& header);
+
+/// Throws CollectiveMismatch, the same on every rank, unless all headers agree.
+void require_same(int world_size, const std::function<const Header&(int rank)>& header_of);
+
+}  // namespace zcomm::coll

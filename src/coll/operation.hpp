@@ -1,0 +1,85 @@
+// Operation: one collective call, from the caller's arguments to what the progress thread runs.
+//
+// Operations live in the ring of ProgressQueue and are refilled: up to kInline buffers take no memory, longer lists
+// borrow a vector from the queue's spares. Checking of arguments happens here, on the calling thread, before anything is queued.
+// Thread rule: filled by the caller under the queue's lock, then owned by the progress thread.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "coll/header.hpp"
+#include "coll/symmetric_memory.hpp"
+#include "zcomm/communicator.hpp"
+#include "zcomm/work.hpp"
+
+namespace zcomm::coll {
+
+/// One tensor of a list.
+struct Item {
+  const std::byte* in = nullptr;
+  std::byte* out = nullptr;
+  std::size_t count = 0;  ///< all_reduce, broadcast: of the whole; reduce_scatter, all_gather: of one rank's part
+  const Allocation* in_home = nullptr;   ///< the symmetric allocation it lies in, if any
+  const Allocation* out_home = nullptr;
+};
+
+/// Vectors that no list uses at the moment; as many as there ever were long lists in flight.
+using SpareItems = std::vector<std::vector<Item>>;
+
+class ItemList {
+ public:
+  void clear() { count_ = 0, spill_.clear(); }
+  void add(const Item& item, SpareItems& spares);
+  /// Empties the list; its vector, if it has one, goes back to the spares.
+  void give_back(SpareItems& spares);
+  std::span<const Item> all() const {
+    return spill_.empty() ? std::span<const Item>(inline_).first(count_) : std::span<const Item>(spill_);
+  }
+
+ private:
+  static constexpr std::size_t kInline = 16;
+  std::array<Item, kInline> inline_{};
+  std::size_t count_ = 0;
+  std::vector<Item> spill_;  // all items once there are more than kInline
+};
+
+/// Where allocate() and allocate_shared() put their result.
+struct AllocateResult {
+  std::shared_ptr<SymmetricBuffer> buffer;
+  std::exception_ptr refused;
+};
+
+struct Operation {
+  Header header;
+  ItemList items;
+  AllocateResult* allocate = nullptr;
+  std::shared_ptr<Completion> completion;
+};
+
+/// A caller's arguments. `in` of in-place operations is `out`.
+struct Request {
+  OpKind kind;
+  std::span<const ConstBuffer> in;
+  std::span<const Buffer> out;
+  DType dtype = DType::u8;
+  DType out_dtype = DType::u8;
+  ReduceOp op = ReduceOp::sum;
+  bool accumulate = false;
+  int root = -1;
+  const char* name = "";
+  std::size_t nbytes = 0;
+  AllocateResult* allocate = nullptr;
+};
+
+/// Throws InvalidArgument naming what is wrong.
+void check(const Request& request, int world_size, const SymmetricMemory& memory);
+
+/// Sets all of `operation` but its completion and sequence number.
+void fill(Operation& operation, SpareItems& spares, const Request& request, int world_size,
+          const SymmetricMemory& memory);
+
+}  // namespace zcomm::coll

@@ -1,0 +1,68 @@
+// Running one operation (coll/runner.hpp).
+#include "coll/runner.hpp"
+
+#include <exception>
+#include <utility>
+
+#include "base/error.hpp"
+
+namespace zcomm::coll {
+
+Runner::Runner(std::shared_ptr<net::Mesh> mesh, const CommOptions& options, SymmetricMemory& symmetric)
+    : mesh_(std::move(mesh)),
+      symmetric_(symmetric),
+      memory_(*mesh_, options),
+      watch_(mesh_, memory_, options.timeout_s),
+      staged_(memory_, watch_),
+      direct_(memory_, watch_) {}
+
+void Runner::run(Operation& operation) {
+  try {
+    enter(operation);
+    work(operation);
+  } catch (const CollectiveMismatch&) {
+    throw;  // the other ranks see it by themselves
+  } catch (const std::exception& error) {
+    watch_.fail(text(describe(operation.header), ": ", error.what()));  // no effect if a failure is known already
+    throw;
+  }
+}
+
+void Runner::enter(Operation& operation) {
+  Header& header = operation.header;
+  header.sequence = sequence_ + 1;
+  watch_.begin(header);
+  ++sequence_;
+  ControlBlock& own = memory_.own();
+  own.headers[sequence_ & 1] = header;
+  publish(own[Stage::arrived], sequence_);
+  watch_.wait_for_peers(Stage::arrived, sequence_);
+  require_same(memory_.world_size(), [this](int rank) -> const Header& { return memory_.block(rank).headers[sequence_ & 1]; });
+}
+
+void Runner::work(Operation& operation) {
+  switch (operation.header.kind) {
+    case OpKind::barrier:
+    case OpKind::duplicate: return;
+    case OpKind::allocate:
+    case OpKind::allocate_shared: {
+      const bool shared = operation.header.kind == OpKind::allocate_shared;
+      try {
+        operation.allocate->buffer = symmetric_.make(*mesh_, operation.header.count, shared, watch_.timeout_s());
+      } catch (const AllocationRefused&) {
+        operation.allocate->refused = std::current_exception();  // all ranks know; nothing is broken
+      }
+      return;
+    }
+    default: break;
+  }
+  const Path path = choose_path(memory_.world_size(), [this](int rank) -> const Header& {
+    return memory_.block(rank).headers[sequence_ & 1];
+  });
+  if (path == Path::staged)
+    staged_.run(operation);
+  else
+    direct_.run(operation, path);
+}
+
+}  // namespace zcomm::coll

@@ -1,0 +1,48 @@
+// Staged path: collectives on private memory through staging slots that stay in the last-level cache.
+//
+// A software pipeline of three stages over steps (see steps.hpp): copy_in(c) | reduce(c-1) | copy_out(c-2).
+// Invariants: step g of a communicator's life uses slot g % slot_count; it is filled again only after every peer has
+// published copied_out past it. A rank's own part never passes through its slot on the way in. Each element is
+// reduced once, in rank order, by its owner: the bits are those of the direct path.
+// Thread rule: the progress thread.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "coll/steps.hpp"
+#include "coll/watch.hpp"
+
+namespace zcomm::coll {
+
+class StagedPath {
+ public:
+  StagedPath(const HostMemory& memory, Watch& watch);
+  /// all_reduce, reduce_scatter, all_gather, broadcast.
+  void run(const Operation& operation);
+
+ private:
+  void copy_in(const Step& step, std::uint32_t index);
+  void reduce(const Step& step, std::uint32_t index);
+  void copy_out(const Step& step, std::uint32_t index);
+
+  void bring(const Piece& piece, std::byte* slot);
+  void reduce_piece(const Piece& piece, std::uint32_t index);
+  void take(const Piece& piece, std::uint32_t index);
+
+  const HostMemory& memory_;
+  Watch& watch_;
+  const int rank_, world_size_;
+  std::uint32_t base_ = 0;  // steps of all operations before this one
+  std::vector<const void*> sources_;
+  Step steps_[3];  // in flight
+
+  const Header* header_ = nullptr;  // of the running operation
+  std::span<const Item> items_;
+  std::size_t element_nbytes_ = 0, out_nbytes_ = 0;
+};
+
+/// Chunks of all_reduce begin at multiples of this many elements.
+constexpr std::size_t kChunkAlign = 64;
+
+}  // namespace zcomm::coll

@@ -1,0 +1,146 @@
+// Symmetric allocations (coll/symmetric_memory.hpp).
+#include "coll/symmetric_memory.hpp"
+
+#include <fcntl.h>
+
+#include <algorithm>
+#include <cstring>
+#include <system_error>
+#include <utility>
+
+#include "base/error.hpp"
+
+namespace zcomm::coll {
+namespace {
+
+struct AllocateHello {
+  std::uint64_t magic = 0x7a636f6d6d2e6132;  // "zcomm.a2"
+  std::uint64_t id = 0;
+  std::uint64_t nbytes = 0;
+  std::uint64_t shared = 0;
+  std::int64_t refused = 0;  ///< errno where memory was refused
+};
+
+AllocateHello read_hello(const net::Parcel& parcel, const AllocateHello& mine, int rank) {
+  AllocateHello hello;
+  if (parcel.bytes.size() == sizeof(hello)) std::memcpy(&hello, parcel.bytes.data(), sizeof(hello));
+  // Headers agreed, so this can only be another communicator of the same ranks that allocates at the same time.
+  if (parcel.bytes.size() != sizeof(hello) || hello.magic != mine.magic || hello.id != mine.id ||
+      hello.nbytes != mine.nbytes || hello.shared != mine.shared)
+    throw CollectiveMismatch(text("allocate: rank ", rank, " allocates something else at the same time; "
+                                  "allocations of several communicators need one order on all ranks"));
+  return hello;
+}
+
+}  // namespace
+
+struct SymmetricMemory::Registry {
+  mutable std::mutex mutex;
+  std::vector<const Allocation*> live;  // sorted by own address
+  std::size_t made = 0, own_nbytes = 0, shared_nbytes = 0;
+
+  void add(const Allocation* allocation) {
+    const std::lock_guard lock(mutex);
+    live.insert(std::upper_bound(live.begin(), live.end(), allocation,
+                                 [](const auto* a, const auto* b) { return a->own() < b->own(); }),
+                allocation);
+    ++made;
+    count(*allocation) += allocation->nbytes;
+  }
+  void remove(const Allocation* allocation) noexcept {
+    const std::lock_guard lock(mutex);
+    live.erase(std::find(live.begin(), live.end(), allocation));
+    count(*allocation) -= allocation->nbytes;
+  }
+  std::size_t& count(const Allocation& allocation) { return allocation.shared ? shared_nbytes : own_nbytes; }
+};
+
+class SymmetricMemory::BufferImpl final : public SymmetricBuffer {
+ public:
+  BufferImpl(std::shared_ptr<Registry> registry, Allocation allocation)
+      : registry_(std::move(registry)), allocation_(std::move(allocation)) {
+    registry_->add(&allocation_);
+  }
+  ~BufferImpl() override { registry_->remove(&allocation_); }
+
+  std::byte* data() override { return allocation_.own(); }
+  std::byte* peer(int rank) override {
+    if (rank < 0 || static_cast<std::size_t>(rank) >= world_size())
+      throw InvalidArgument(text("peer(", rank, "): expected a rank in [0, ", world_size(), ")"));
+    return allocation_.base(rank);
+  }
+  std::size_t nbytes() const override { return allocation_.nbytes; }
+
+ private:
+  std::size_t world_size() const { return allocation_.segments.size(); }
+  std::shared_ptr<Registry> registry_;
+  Allocation allocation_;
+};
+
+SymmetricMemory::SymmetricMemory() : registry_(std::make_shared<Registry>()) {}
+
+std::shared_ptr<SymmetricBuffer> SymmetricMemory::make(net::Mesh& mesh, std::size_t nbytes, bool shared,
+                                                       double timeout_s) {
+  const std::size_t mapped = std::max<std::size_t>(nbytes, 1);
+  const int rank = mesh.rank();
+  AllocateHello hello;
+  hello.id = next_id_++;
+  hello.nbytes = nbytes;
+  hello.shared = shared;
+
+  heap::Segment mine;
+  net::Parcel parcel;
+  if (!shared || rank == 0) {
+    try {
+      mine = heap::Segment::create(mapped);
+      parcel.fd = UniqueFd(::fcntl(mine.fd(), F_DUPFD_CLOEXEC, 0));
+      if (!parcel.fd) throw_system_error(errno, "duplicating a segment's descriptor");
+    } catch (const SystemError& error) {
+      hello.refused = error.code;
+    }
+  }
+  parcel.bytes.resize(sizeof(hello));
+  std::memcpy(parcel.bytes.data(), &hello, sizeof(hello));
+  std::vector<net::Parcel> parcels = mesh.exchange(std::move(parcel), timeout_s);
+
+  std::string refused_by;
+  for (int r = 0; r < mesh.world_size(); ++r) {
+    const AllocateHello theirs = read_hello(parcels[static_cast<std::size_t>(r)], hello, r);
+    if (theirs.refused != 0)
+      refused_by += text(refused_by.empty() ? "" : "; ", "rank ", r, ": ", 
+                         std::generic_category().message(static_cast<int>(theirs.refused)));
+    if (theirs.refused != 0 && hello.refused == 0) hello.refused = theirs.refused;
+  }
+  if (!refused_by.empty())
+    throw AllocationRefused(static_cast<int>(hello.refused),
+                            text("allocating ", nbytes, " bytes was refused on ", refused_by));
+
+  Allocation allocation{hello.id, nbytes, rank, shared, {}};
+  allocation.segments.resize(static_cast<std::size_t>(mesh.world_size()));
+  for (std::size_t r = 0; r < (shared ? 1 : allocation.segments.size()); ++r) {
+    if (static_cast<int>(r) == rank)
+      allocation.segments[r] = std::move(mine);
+    else
+      allocation.segments[r] = heap::Segment::map(std::move(parcels[r].fd), mapped);
+  }
+  return std::make_shared<BufferImpl>(registry_, std::move(allocation));
+}
+
+const Allocation* SymmetricMemory::find(const void* p, std::size_t nbytes) const {
+  const auto* begin = static_cast<const std::byte*>(p);
+  const std::lock_guard lock(registry_->mutex);
+  const auto& live = registry_->live;
+  auto after = std::upper_bound(live.begin(), live.end(), begin,
+                                [](const std::byte* address, const auto* a) { return address < a->own(); });
+  if (after == live.begin()) return nullptr;
+  const Allocation* candidate = *--after;
+  const std::uint64_t offset = candidate->offset_of(begin);
+  return offset <= candidate->nbytes && nbytes <= candidate->nbytes - offset ? candidate : nullptr;
+}
+
+CommMemory SymmetricMemory::memory() const {
+  const std::lock_guard lock(registry_->mutex);
+  return {registry_->own_nbytes, registry_->shared_nbytes, 0, registry_->made};
+}
+
+}  // namespace zcomm::coll

@@ -1,0 +1,60 @@
+// Symmetric allocations of a communicator: making them, and finding the one that a pointer lies in.
+//
+// Invariants: ids count up in call order and are equal on all ranks; an entry lives exactly as long as its
+// SymmetricBuffer, which may outlive the communicator. A host-wide allocation is one segment, rank 0's, mapped by all.
+// Thread rule: make() belongs to the progress thread; find() and dropping buffers are free-threaded.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "heap/segment.hpp"
+#include "net/mesh.hpp"
+#include "zcomm/communicator.hpp"
+#include "zcomm/error.hpp"
+
+namespace zcomm::coll {
+
+struct Allocation {
+  std::uint64_t id = 0;
+  std::size_t nbytes = 0;
+  int rank = 0;
+  bool shared = false;
+  std::vector<heap::Segment> segments;  ///< by rank; with `shared` only the first
+
+  std::byte* base(int of_rank) const { return segments[shared ? 0 : static_cast<std::size_t>(of_rank)].data(); }
+  std::byte* own() const { return base(rank); }
+  std::uint64_t offset_of(const void* p) const {
+    return static_cast<std::uint64_t>(static_cast<const std::byte*>(p) - own());
+  }
+  /// What `peer` has where this rank has `p`.
+  std::byte* at_peer(int peer, const void* p) const { return base(peer) + offset_of(p); }
+};
+
+/// Memory was refused on some rank: all ranks throw it, and the communicator stays usable.
+struct AllocationRefused : SystemError {
+  using SystemError::SystemError;
+};
+
+class SymmetricMemory {
+ public:
+  SymmetricMemory();
+
+  /// Collective. If memory is refused on any rank, every rank throws AllocationRefused and nothing is left behind.
+  std::shared_ptr<SymmetricBuffer> make(net::Mesh& mesh, std::size_t nbytes, bool shared, double timeout_s);
+
+  /// The allocation that holds all of [p, p + nbytes), or null.
+  const Allocation* find(const void* p, std::size_t nbytes) const;
+  CommMemory memory() const;
+
+ private:
+  struct Registry;
+  class BufferImpl;
+  std::shared_ptr<Registry> registry_;
+  std::uint64_t next_id_ = 1;
+};
+
+}  // namespace zcomm::coll

@@ -1,0 +1,59 @@
+// Watch: waits for peers, and decides when waiting has become pointless.
+//
+// [Note: first failure] Whoever notices a failure first sets rank 0's poison word and wakes everybody; all ranks then
+// report that failure, not the ranks that fall over after it. A value that was reached counts before any failure: an
+// operation whose peers did their part succeeds even if they are gone by now.
+// Thread rule: begin() and the waits belong to the progress thread; the rest may be called from any thread.
+// Source: decision D5.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "coll/control_block.hpp"
+
+namespace zcomm::coll {
+
+class Watch {
+ public:
+  Watch(std::shared_ptr<net::Mesh> mesh, const HostMemory& memory, double timeout_s);
+  ~Watch();
+  Watch(const Watch&) = delete;
+  Watch& operator=(const Watch&) = delete;
+
+  /// Starts the clock of an operation; throws the failure if there has been one.
+  void begin(const Header& header);
+  /// Until `peer` has reached `target`; throws PeerLost, Timeout, or Error (closed here, failed elsewhere).
+  void wait(Stage stage, int peer, std::uint32_t target);
+  /// wait() for each rank but this one.
+  void wait_for_peers(Stage stage, std::uint32_t target);
+
+  /// Tells the other ranks that this one cannot go on. The first failure of all wins.
+  void fail(const std::string& what) noexcept;
+  /// Makes waits of this rank end (with Error), and those of others for it (with PeerLost).
+  void close() noexcept;
+
+  double timeout_s() const { return timeout_s_; }
+
+ private:
+  enum class Cause : std::uint8_t { none, died, left, late, failed };
+  void throw_if_poisoned() const;
+  void poison(Cause cause, int culprit) const noexcept;
+  void look_around(Stage stage, int peer, std::uint32_t target);
+  void give_up_late(Stage stage, int waited_for, std::uint32_t target);
+  std::string last_deed(int peer) const;
+  std::string during() const;
+
+  std::shared_ptr<net::Mesh> mesh_;
+  const HostMemory& memory_;
+  double timeout_s_;
+  int spin_us_;
+  const Header* current_ = nullptr;
+  Clock::time_point deadline_;
+  std::atomic<bool> closing_{false};
+  int callback_ = -1;
+};
+
+}  // namespace zcomm::coll

@@ -1,0 +1,233 @@
+// reduce and cast on the device, to the bits of kernels_body.hpp: the same operations in the same order, and no fused
+// multiply-add (--fmad=false). Each thread takes 16 bytes of input at a time where all pointers allow it.
+#include "device/cuda_convert.cuh"
+#include "device/cuda_kernels.hpp"
+
+namespace zcomm::device::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr std::size_t kMaxBlocks = 1024;
+
+template <class V>
+struct Real {
+  using Stored = V;
+  using Acc = V;
+  static __device__ Acc load(Stored x) { return x; }
+  static __device__ Stored store(Acc x) { return x; }
+  static __device__ Acc sum(Acc a, Acc b) { return a + b; }
+  static __device__ Acc prod(Acc a, Acc b) { return a * b; }
+  static __device__ Acc min(Acc a, Acc b) { return a < b || a != a ? a : b; }  // b if b is NaN
+  static __device__ Acc max(Acc a, Acc b) { return a > b || a != a ? a : b; }
+};
+
+struct Bf16 : Real<float> {
+  using Stored = u16;
+  static __device__ float load(u16 x) { return from_bf16(x); }
+  static __device__ u16 store(float x) { return to_bf16(x); }
+};
+
+struct F16 : Real<float> {
+  using Stored = u16;
+  static __device__ float load(u16 x) { return from_f16(x); }
+  static __device__ u16 store(float x) { return to_f16(x); }
+};
+
+/// V wraps round; the arithmetic is done in the unsigned type U, where that is defined.
+template <class V, class U>
+struct Whole {
+  using Stored = V;
+  using Acc = V;
+  static __device__ Acc load(Stored x) { return x; }
+  static __device__ Stored store(Acc x) { return x; }
+  static __device__ Acc sum(Acc a, Acc b) { return static_cast<Acc>(static_cast<U>(a) + static_cast<U>(b)); }
+  static __device__ Acc prod(Acc a, Acc b) { return static_cast<Acc>(static_cast<U>(a) * static_cast<U>(b)); }
+  static __device__ Acc min(Acc a, Acc b) { return b < a ? b : a; }
+  static __device__ Acc max(Acc a, Acc b) { return a < b ? b : a; }
+};
+
+struct Bool {
+  using Stored = std::uint8_t;
+  using Acc = std::uint8_t;
+  static __device__ Acc load(Stored x) { return x != 0; }
+  static __device__ Stored store(Acc x) { return x; }
+  static __device__ Acc sum(Acc a, Acc b) { return a | b; }
+  static __device__ Acc prod(Acc a, Acc b) { return a & b; }
+  static __device__ Acc min(Acc a, Acc b) { return a & b; }
+  static __device__ Acc max(Acc a, Acc b) { return a | b; }
+};
+
+template <class T>
+__device__ typename T::Acc apply(ReduceOp op, typename T::Acc a, typename T::Acc b) {
+  switch (op) {  // the same for all threads
+    case ReduceOp::min:
+      return T::min(a, b);
+    case ReduceOp::max:
+      return T::max(a, b);
+    case ReduceOp::prod:
+      return T::prod(a, b);
+    default:
+      return T::sum(a, b);
+  }
+}
+
+template <class V, int width>
+struct alignas(sizeof(V) * width) Pack {
+  V at[width];
+};
+
+/// In: element type read; Out: element type written (In, or Real<float> for a 16-bit In).
+template <class In, class Out, int width>
+__global__ void reduce_kernel(const ReduceLaunch args) {
+  using InPack = Pack<typename In::Stored, width>;
+  using OutPack = Pack<typename Out::Stored, width>;
+  const std::size_t packs = args.count / width, stride = static_cast<std::size_t>(gridDim.x) * blockDim.x;
+  for (std::size_t i = static_cast<std::size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < packs; i += stride) {
+    typename In::Acc acc[width];
+    const InPack first = static_cast<const InPack*>(args.src[0])[i];
+    for (int k = 0; k < width; ++k) acc[k] = In::load(first.at[k]);
+    for (int s = 1; s < args.src_count; ++s) {
+      const InPack next = static_cast<const InPack*>(args.src[s])[i];
+      for (int k = 0; k < width; ++k) acc[k] = apply<In>(args.op, acc[k], In::load(next.at[k]));
+    }
+    OutPack value;
+    for (int k = 0; k < width; ++k) {
+      if (args.op == ReduceOp::avg) acc[k] = acc[k] / static_cast<typename In::Acc>(args.src_count);
+      value.at[k] = Out::store(acc[k]);
+    }
+    for (int d = 0; d < args.dst_count; ++d) {
+      OutPack* dst = static_cast<OutPack*>(args.dst[d]) + i;
+      OutPack result = value;
+      if (args.accumulate) {
+        const OutPack old = *dst;
+        for (int k = 0; k < width; ++k)
+          result.at[k] = Out::store(Out::sum(Out::load(old.at[k]), Out::load(value.at[k])));
+      }
+      *dst = result;
+    }
+  }
+}
+
+unsigned blocks_for(std::size_t items) {
+  const std::size_t blocks = (items + kThreads - 1) / kThreads;
+  return static_cast<unsigned>(blocks < kMaxBlocks ? blocks : kMaxBlocks);
+}
+
+bool aligned(const ReduceLaunch& args, std::size_t in_nbytes, std::size_t out_nbytes) {
+  for (int s = 0; s < args.src_count; ++s)
+    if (reinterpret_cast<std::uintptr_t>(args.src[s]) % in_nbytes != 0) return false;
+  for (int d = 0; d < args.dst_count; ++d)
+    if (reinterpret_cast<std::uintptr_t>(args.dst[d]) % out_nbytes != 0) return false;
+  return true;
+}
+
+template <class In, class Out>
+void reduce_as(ReduceLaunch args, cudaStream_t stream) {
+  // 16 bytes in; at most 16 bytes out, too, where the output is wider.
+  constexpr int width = 16 / static_cast<int>(sizeof(typename Out::Stored));
+  constexpr std::size_t in_nbytes = width * sizeof(typename In::Stored),
+                        out_nbytes = width * sizeof(typename Out::Stored);
+  if (!aligned(args, in_nbytes, out_nbytes)) {
+    reduce_kernel<In, Out, 1><<<blocks_for(args.count), kThreads, 0, stream>>>(args);
+    return;
+  }
+  const std::size_t packs = args.count / width, rest = args.count % width;
+  if (packs > 0) reduce_kernel<In, Out, width><<<blocks_for(packs), kThreads, 0, stream>>>(args);
+  if (rest == 0) return;
+  for (int s = 0; s < args.src_count; ++s) args.src[s] = static_cast<const char*>(args.src[s]) + packs * in_nbytes;
+  for (int d = 0; d < args.dst_count; ++d) args.dst[d] = static_cast<char*>(args.dst[d]) + packs * out_nbytes;
+  args.count = rest;
+  reduce_kernel<In, Out, 1><<<1, kThreads, 0, stream>>>(args);
+}
+
+template <DType dtype>
+struct Load;
+template <>
+struct Load<DType::f64> {
+  using Stored = double;
+  static __device__ double wide(double x) { return x; }
+};
+template <>
+struct Load<DType::f32> {
+  using Stored = float;
+  static __device__ float wide(float x) { return x; }
+};
+template <>
+struct Load<DType::bf16> {
+  using Stored = u16;
+  static __device__ float wide(u16 x) { return from_bf16(x); }
+};
+template <>
+struct Load<DType::f16> {
+  using Stored = u16;
+  static __device__ float wide(u16 x) { return from_f16(x); }
+};
+
+__device__ void store(double* dst, float x) { *dst = f32_to_f64(x); }
+__device__ void store(float* dst, double x) { *dst = f64_to_f32(x); }
+__device__ void store(float* dst, float x) { *dst = x; }
+__device__ float for_rounding(double x) { return to_odd_f32(x); }
+__device__ float for_rounding(float x) { return x; }
+
+template <DType from>
+__global__ void cast_kernel(void* dst, DType to, const void* src, std::size_t count) {
+  const std::size_t stride = static_cast<std::size_t>(gridDim.x) * blockDim.x;
+  for (std::size_t i = static_cast<std::size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += stride) {
+    const auto x = Load<from>::wide(static_cast<const typename Load<from>::Stored*>(src)[i]);
+    if (to == DType::bf16) {
+      static_cast<u16*>(dst)[i] = to_bf16(for_rounding(x));
+    } else if (to == DType::f16) {
+      static_cast<u16*>(dst)[i] = to_f16(for_rounding(x));
+    } else if (to == DType::f32) {
+      store(static_cast<float*>(dst) + i, x);
+    } else {
+      if constexpr (from != DType::f64) store(static_cast<double*>(dst) + i, x);
+    }
+  }
+}
+
+}  // namespace
+
+void launch_reduce(const ReduceLaunch& args, cudaStream_t stream) {
+  const bool widen = args.out != args.in;  // 16-bit in, f32 out
+  switch (args.in) {
+    case DType::f32:
+      return reduce_as<Real<float>, Real<float>>(args, stream);
+    case DType::f64:
+      return reduce_as<Real<double>, Real<double>>(args, stream);
+    case DType::f16:
+      return widen ? reduce_as<F16, Real<float>>(args, stream) : reduce_as<F16, F16>(args, stream);
+    case DType::bf16:
+      return widen ? reduce_as<Bf16, Real<float>>(args, stream) : reduce_as<Bf16, Bf16>(args, stream);
+    case DType::i8:
+      return reduce_as<Whole<std::int8_t, u32>, Whole<std::int8_t, u32>>(args, stream);
+    case DType::u8:
+      return reduce_as<Whole<std::uint8_t, u32>, Whole<std::uint8_t, u32>>(args, stream);
+    case DType::i32:
+      return reduce_as<Whole<std::int32_t, u32>, Whole<std::int32_t, u32>>(args, stream);
+    case DType::i64:
+      return reduce_as<Whole<std::int64_t, u64>, Whole<std::int64_t, u64>>(args, stream);
+    case DType::b8:
+      return reduce_as<Bool, Bool>(args, stream);
+  }
+}
+
+void launch_cast(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::size_t count, cudaStream_t stream) {
+  const unsigned blocks = blocks_for(count);
+  switch (src_dtype) {
+    case DType::f64:
+      cast_kernel<DType::f64><<<blocks, kThreads, 0, stream>>>(dst, dst_dtype, src, count);
+      return;
+    case DType::f32:
+      cast_kernel<DType::f32><<<blocks, kThreads, 0, stream>>>(dst, dst_dtype, src, count);
+      return;
+    case DType::f16:
+      cast_kernel<DType::f16><<<blocks, kThreads, 0, stream>>>(dst, dst_dtype, src, count);
+      return;
+    default:
+      cast_kernel<DType::bf16><<<blocks, kThreads, 0, stream>>>(dst, dst_dtype, src, count);
+      return;
+  }
+}
+
+}  // namespace zcomm::device::cuda

@@ -1,0 +1,11 @@
+// Argument checks that the kernels of host and device share; they throw InvalidArgument.
+#pragma once
+
+#include "device/kernels.hpp"
+
+namespace zcomm::device {
+
+void check_reduce(const Reduce& args);
+void check_cast(const void* dst, DType dst_dtype, const void* src, DType src_dtype, std::size_t count);
+
+}  // namespace zcomm::device

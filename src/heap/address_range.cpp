@@ -1,0 +1,80 @@
+// AddressRange: reserved addresses with segments mapped behind parts of them ([Note: address range]).
+//
+// Invariant: every page of the range is always mapped, PROT_NONE where nothing lies behind it, so that no other
+// allocation can slip into a gap. Thread rule: as the caller orders it; disjoint parts may be changed at once.
+#include <sys/mman.h>
+
+#include <utility>
+
+#include "base/error.hpp"
+#include "heap/segment.hpp"
+
+namespace zcomm::heap {
+
+namespace {
+
+constexpr int kEmptyFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+
+void check_pages(const char* name, std::size_t value) {
+  if (value % page_nbytes() != 0) {
+    throw InvalidArgument(text(name, " ", value, " is not a multiple of the page size ", page_nbytes()));
+  }
+}
+
+void check_inside(const char* what, std::size_t offset, std::size_t nbytes, std::size_t limit) {
+  if (offset > limit || nbytes > limit - offset) {
+    throw InvalidArgument(text("bytes [", offset, ", +", nbytes, ") are outside of ", what, " of ", limit, " bytes"));
+  }
+}
+
+}  // namespace
+
+AddressRange AddressRange::reserve(std::size_t nbytes) {
+  check_pages("nbytes", nbytes);
+  AddressRange range;
+  if (nbytes == 0) return range;
+  void* const data = ::mmap(nullptr, nbytes, PROT_NONE, kEmptyFlags, -1, 0);
+  if (data == MAP_FAILED) throw_system_error(errno, text("cannot reserve ", nbytes, " bytes of addresses"));
+  range.data_ = static_cast<std::byte*>(data);
+  range.nbytes_ = nbytes;
+  return range;
+}
+
+AddressRange::AddressRange(AddressRange&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)), nbytes_(std::exchange(other.nbytes_, 0)) {}
+
+AddressRange& AddressRange::operator=(AddressRange&& other) noexcept {
+  std::swap(data_, other.data_);
+  std::swap(nbytes_, other.nbytes_);
+  return *this;
+}
+
+AddressRange::~AddressRange() {
+  if (data_ != nullptr) ::munmap(data_, nbytes_);
+}
+
+void AddressRange::map(std::size_t offset, const Segment& segment, std::size_t segment_offset, std::size_t nbytes) {
+  check_pages("offset", offset);
+  check_pages("segment_offset", segment_offset);
+  check_pages("nbytes", nbytes);
+  check_inside("an address range", offset, nbytes, nbytes_);
+  const std::size_t page = page_nbytes();
+  check_inside("a segment", segment_offset, nbytes, (segment.nbytes() + page - 1) / page * page);
+  if (nbytes == 0) return;
+  // Populated: the faults are taken here at once, not one by one in the middle of a kernel.
+  void* const data = ::mmap(data_ + offset, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_POPULATE,
+                            segment.fd(), static_cast<off_t>(segment_offset));
+  if (data == MAP_FAILED) throw_system_error(errno, text("cannot map ", nbytes, " bytes of a segment at a fixed place"));
+}
+
+void AddressRange::unmap(std::size_t offset, std::size_t nbytes) {
+  check_pages("offset", offset);
+  check_pages("nbytes", nbytes);
+  check_inside("an address range", offset, nbytes, nbytes_);
+  if (nbytes == 0) return;
+  if (::mmap(data_ + offset, nbytes, PROT_NONE, kEmptyFlags | MAP_FIXED, -1, 0) == MAP_FAILED) {
+    throw_system_error(errno, text("cannot unmap ", nbytes, " bytes of an address range"));
+  }
+}
+
+}  // namespace zcomm::heap

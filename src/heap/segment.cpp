@@ -1,0 +1,139 @@
+// Segments and the process-wide registry that maps each memfd at most once.
+//
+// Invariants: a segment's size is sealed before anyone else sees it, and only sealed files are mapped: no peer can
+// shrink it under us (SIGBUS). A registry entry never keeps a mapping alive.
+// Thread rule: the registry is locked; mappings are immutable. Source: memfd_create(2), fcntl(2) "File Sealing".
+#include "heap/segment.hpp"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <limits>
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include "base/error.hpp"
+
+namespace zcomm::heap {
+
+namespace {
+
+constexpr std::size_t kHugePage = std::size_t{2} << 20;
+constexpr int kSizeSeals = F_SEAL_SHRINK | F_SEAL_GROW;
+
+using FileId = std::pair<dev_t, ino_t>;
+
+struct Registry {
+  std::mutex mutex;
+  std::map<FileId, std::weak_ptr<Mapping>> mappings;
+};
+
+Registry& registry() {
+  static Registry* const instance = new Registry;  // never destroyed: mappings may outlive static objects
+  return *instance;
+}
+
+std::size_t round_to_pages(std::size_t nbytes) {
+  const std::size_t page = page_nbytes();
+  if (nbytes > static_cast<std::size_t>(std::numeric_limits<off_t>::max()) - page) {
+    throw_system_error(ENOMEM, text("cannot make a segment of ", nbytes, " bytes"));
+  }
+  return nbytes == 0 ? page : (nbytes + page - 1) / page * page;
+}
+
+UniqueFd make_memfd(std::size_t nbytes) {
+  constexpr unsigned flags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
+#ifdef MFD_NOEXEC_SEAL
+  UniqueFd fd(::memfd_create("zcomm", flags | MFD_NOEXEC_SEAL));
+  if (!fd && errno == EINVAL) fd.reset(::memfd_create("zcomm", flags));  // kernel before 6.3
+#else
+  UniqueFd fd(::memfd_create("zcomm", flags));
+#endif
+  if (!fd) throw_system_error(errno, text("cannot make a segment of ", nbytes, " bytes (memfd_create)"));
+  return fd;
+}
+
+}  // namespace
+
+class Mapping {
+ public:
+  Mapping(UniqueFd fd, FileId id, std::size_t nbytes) : fd_(std::move(fd)), id_(id), nbytes_(nbytes) {
+    void* const data = ::mmap(nullptr, nbytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
+    if (data == MAP_FAILED) throw_system_error(errno, text("cannot map a segment of ", nbytes_, " bytes"));
+    data_ = static_cast<std::byte*>(data);
+    if (nbytes_ >= kHugePage) ::madvise(data, nbytes_, MADV_HUGEPAGE);  // a wish: refused on many systems
+  }
+  Mapping(const Mapping&) = delete;
+  Mapping& operator=(const Mapping&) = delete;
+  ~Mapping() {
+    {
+      const std::lock_guard lock(registry().mutex);
+      const auto entry = registry().mappings.find(id_);
+      // Another thread may have mapped the file again since the last owner let go of this one.
+      if (entry != registry().mappings.end() && entry->second.expired()) registry().mappings.erase(entry);
+    }
+    ::munmap(data_, nbytes_);
+  }
+
+  std::byte* data() const { return data_; }
+  int fd() const { return fd_.get(); }
+
+ private:
+  UniqueFd fd_;
+  FileId id_;
+  std::size_t nbytes_;
+  std::byte* data_ = nullptr;
+};
+
+std::size_t page_nbytes() {
+  static const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+  return page;
+}
+
+Segment Segment::create(std::size_t nbytes) {
+  const std::size_t file_nbytes = round_to_pages(nbytes);
+  UniqueFd fd = make_memfd(nbytes);
+  if (::ftruncate(fd.get(), static_cast<off_t>(file_nbytes)) != 0) {
+    throw_system_error(errno, text("cannot make a segment of ", nbytes, " bytes (ftruncate)"));
+  }
+  if (::fcntl(fd.get(), F_ADD_SEALS, kSizeSeals) != 0) {
+    throw_system_error(errno, text("cannot seal the size of a segment of ", nbytes, " bytes"));
+  }
+  return map(std::move(fd), nbytes);
+}
+
+Segment Segment::map(UniqueFd fd, std::size_t nbytes) {
+  struct stat status {};
+  if (::fstat(fd.get(), &status) != 0) {
+    throw_system_error(errno, text("cannot map a segment of ", nbytes, " bytes (fstat of descriptor ", fd.get(), ")"));
+  }
+  const auto file_nbytes = static_cast<std::size_t>(status.st_size);
+  if (file_nbytes == 0 || file_nbytes < nbytes) {
+    throw InvalidArgument(text("cannot map ", nbytes, " bytes of a segment that has ", file_nbytes));
+  }
+  const int seals = ::fcntl(fd.get(), F_GET_SEALS);
+  if (seals < 0 || (seals & F_SEAL_SHRINK) == 0) {
+    throw InvalidArgument(text("descriptor ", fd.get(), " is not a segment: it is no memfd of sealed size"));
+  }
+  Segment segment;
+  segment.nbytes_ = nbytes;
+  const FileId id(status.st_dev, status.st_ino);
+  const std::lock_guard lock(registry().mutex);
+  std::weak_ptr<Mapping>& entry = registry().mappings[id];
+  segment.mapping_ = entry.lock();
+  if (!segment.mapping_) {
+    // Not make_shared: the weak entry must not keep the object's memory. A failure leaves an expired entry: harmless.
+    segment.mapping_ = std::shared_ptr<Mapping>(new Mapping(std::move(fd), id, file_nbytes));
+    entry = segment.mapping_;
+  }
+  return segment;
+}
+
+std::byte* Segment::data() const { return mapping_ ? mapping_->data() : nullptr; }
+
+int Segment::fd() const { return mapping_ ? mapping_->fd() : -1; }
+
+}  // namespace zcomm::heap

@@ -1,0 +1,113 @@
+#include "mem/data_file.hpp"
+
+#include <fcntl.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <sys/vfs.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <utility>
+
+#include "base/error.hpp"
+#include "mem/extents.hpp"
+
+namespace zcomm::mem {
+namespace {
+
+constexpr std::uint64_t kChunk = std::uint64_t{64} << 20;
+constexpr unsigned kTmpfs = 0x01021994;
+
+std::uint64_t file_size_limit() {
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY)
+    return static_cast<std::uint64_t>(std::numeric_limits<off_t>::max());
+  return limit.rlim_cur;
+}
+
+std::uint64_t free_nbytes(int fd) {
+  struct statvfs info {};
+  if (::fstatvfs(fd, &info) != 0) return 0;
+  return static_cast<std::uint64_t>(::geteuid() == 0 ? info.f_bfree : info.f_bavail) * info.f_frsize;
+}
+
+/// Some file systems take the flag and refuse the requests: one small write tells.
+bool direct_write_works(int fd) {
+  struct Free {
+    void operator()(void* memory) const { std::free(memory); }
+  };
+  const std::unique_ptr<void, Free> page(std::aligned_alloc(kExtentAlign, kExtentAlign));
+  if (!page) return false;
+  std::memset(page.get(), 0, kExtentAlign);
+  if (file_size_limit() < kExtentAlign) return true;                         // grow() reports the limit
+  return ::pwrite(fd, page.get(), kExtentAlign, 0) >= 0 || errno != EINVAL;  // full: grow() says so
+}
+
+}  // namespace
+
+DataFile::DataFile(int directory, const char* name, std::string path, bool want_direct) : path_(std::move(path)) {
+  buffered_.reset(::openat(directory, name, O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
+  if (!buffered_) throw_system_error(errno, text("SwapFile: cannot create '", path_, "'"), path_);
+  if (want_direct) try_direct(directory, name);
+}
+
+void DataFile::try_direct(int directory, const char* name) {
+  struct statfs info {};
+  if (::fstatfs(buffered_.get(), &info) != 0 || static_cast<unsigned>(info.f_type) == kTmpfs) return;  // memory itself
+#ifdef STATX_DIOALIGN
+  struct statx about {};
+  if (::statx(buffered_.get(), "", AT_EMPTY_PATH, STATX_DIOALIGN, &about) == 0 && (about.stx_mask & STATX_DIOALIGN)) {
+    if (about.stx_dio_offset_align == 0 || about.stx_dio_offset_align > kExtentAlign) return;
+    memory_alignment_ = std::max<std::size_t>(about.stx_dio_mem_align, 1);
+  }
+#endif
+  UniqueFd fd(::openat(directory, name, O_RDWR | O_NOFOLLOW | O_CLOEXEC | O_DIRECT));
+  if (fd && direct_write_works(fd.get())) direct_ = std::move(fd);
+}
+
+/// Allocates [nbytes_, to); an error leaves the file as it was. Returns 0 or an errno.
+int DataFile::allocate(std::uint64_t to) {
+  if (to > file_size_limit()) return EFBIG;
+  const int fd = buffered_.get();
+  const auto begin = static_cast<off_t>(nbytes_), length = static_cast<off_t>(to - nbytes_);
+  int code = 0;
+  do code = ::fallocate(fd, 0, begin, length) == 0 ? 0 : errno;
+  while (code == EINTR);
+  if (code == EOPNOTSUPP || code == ENOSYS) code = ::posix_fallocate(fd, begin, length);  // touches every block
+  if (code == 0) {
+    nbytes_ = to;
+  } else if (::ftruncate(fd, begin) != 0) {
+    code = errno;
+  }
+  return code;
+}
+
+void DataFile::grow(std::uint64_t needed) {
+  if (needed <= nbytes_) return;
+  if (needed > file_size_limit())
+    throw_full(
+        ENOSPC, needed,
+        text("the process's file size limit (RLIMIT_FSIZE, ulimit -f) is ", file_size_limit(), " bytes; raise it"));
+  // Looked at first: trying would fill the disk for everybody, if only for a moment.
+  const std::uint64_t free = free_nbytes(buffered_.get());
+  if (needed - nbytes_ > free) throw_full(ENOSPC, needed, "disk full");
+  if (nbytes_ > 0 && free / 4 > kChunk && allocate(round_up(needed, kChunk)) == 0) return;
+  const int code = allocate(round_up(needed, kExtentAlign));
+  if (code == 0) return;
+  throw_full(code == EFBIG ? ENOSPC : code, needed, code == EFBIG ? "file too large" : std::strerror(code));
+}
+
+void DataFile::throw_full(int code, std::uint64_t needed, const std::string& why) const {
+  throw SystemError(code,
+                    text("SwapFile: cannot reserve space in ", path_, ": ", needed - nbytes_, " bytes more needed (",
+                         needed, " in all), ", free_nbytes(buffered_.get()), " bytes free: ", why),
+                    path_);
+}
+
+}  // namespace zcomm::mem

@@ -1,0 +1,42 @@
+// DataFile: the file that holds the extents: direct where the file system has it, preallocated, grown by chunks.
+//
+// Invariant: bytes below nbytes() are allocated on disk. RLIMIT_FSIZE is looked at before the file grows: exceeding
+// it would kill the process (SIGXFSZ).
+// Thread rule: the owner's lock; fd() may be used by the I/O thread at any time.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "base/unique_fd.hpp"
+
+namespace zcomm::mem {
+
+class DataFile {
+ public:
+  /// Creates `name` (mode 0600) in the directory. Throws SystemError.
+  DataFile(int directory, const char* name, std::string path, bool want_direct);
+
+  /// Makes at least `needed` bytes exist. Throws SystemError ENOSPC (EDQUOT) naming path, bytes needed, bytes free.
+  void grow(std::uint64_t needed);
+
+  int fd() const { return direct_ ? direct_.get() : buffered_.get(); }
+  bool direct() const { return static_cast<bool>(direct_); }
+  std::size_t alignment() const { return direct() ? 4096 : 1; }  ///< of offsets and lengths
+  std::size_t memory_alignment() const { return direct() ? memory_alignment_ : 1; }
+  std::uint64_t nbytes() const { return nbytes_; }
+  const std::string& path() const { return path_; }
+
+ private:
+  void try_direct(int directory, const char* name);
+  int allocate(std::uint64_t to);
+  [[noreturn]] void throw_full(int code, std::uint64_t needed, const std::string& why) const;
+
+  std::string path_;
+  UniqueFd buffered_, direct_;
+  std::size_t memory_alignment_ = 4096;
+  std::uint64_t nbytes_ = 0;
+};
+
+}  // namespace zcomm::mem

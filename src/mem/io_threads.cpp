@@ -1,0 +1,141 @@
+// Thread engine: a pool of pread/pwrite threads, for systems that refuse io_uring (many containers do).
+//
+// Same rules as the ring: bounded, every result handed back once. A thread waits in the kernel for one request, so
+// there are as many threads as requests may be in flight, up to kMaxThreads.
+// Thread rule: see io_engine.hpp.
+#include <pthread.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <condition_variable>
+#include <csignal>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "base/error.hpp"
+#include "mem/io_engine.hpp"
+
+namespace zcomm::mem {
+namespace {
+
+constexpr int kMaxThreads = 32;
+
+/// First in, first out, of fixed capacity: no allocation after the start.
+template <class T>
+class Ring {
+ public:
+  explicit Ring(std::size_t capacity) : items_(capacity) {}
+  std::size_t size() const { return size_; }
+  std::size_t capacity() const { return items_.size(); }
+  void push(const T& item) { items_[(first_ + size_++) % items_.size()] = item; }
+  T pop() {
+    const T item = items_[first_];
+    first_ = (first_ + 1) % items_.size();
+    --size_;
+    return item;
+  }
+
+ private:
+  std::vector<T> items_;
+  std::size_t first_ = 0, size_ = 0;
+};
+
+class ThreadEngine final : public IoEngine {
+ public:
+  explicit ThreadEngine(int depth)
+      : depth_(depth), requests_(static_cast<std::size_t>(depth)), results_(static_cast<std::size_t>(depth)) {
+    sigset_t all, before;  // signals of the program are not for these threads
+    ::sigfillset(&all);
+    ::pthread_sigmask(SIG_SETMASK, &all, &before);
+    try {
+      for (int i = 0; i < std::min(depth, kMaxThreads); ++i) threads_.emplace_back([this] { serve(); });
+    } catch (...) {
+      ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+      stop();
+      throw;
+    }
+    ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  }
+
+  ~ThreadEngine() override { stop(); }
+
+  const char* name() const override { return "threads"; }
+  int depth() const override { return depth_; }
+
+  void submit(std::span<const IoRequest> requests) override {
+    const std::lock_guard lock(mutex_);
+    if (in_flight_ + requests.size() > requests_.capacity())
+      throw Error(text("thread engine: more than ", depth_, " requests in flight"));
+    for (const IoRequest& request : requests) requests_.push(request);
+    in_flight_ += requests.size();
+    if (requests.size() == 1) {
+      has_request_.notify_one();
+    } else {
+      has_request_.notify_all();
+    }
+  }
+
+  int reap(std::span<IoResult> results) override {
+    std::unique_lock lock(mutex_);
+    has_result_.wait(lock, [this] { return results_.size() > 0 || woken_; });
+    woken_ = false;
+    int count = 0;
+    while (count < static_cast<int>(results.size()) && results_.size() > 0) {
+      results[static_cast<std::size_t>(count++)] = results_.pop();
+      --in_flight_;
+    }
+    return count;
+  }
+
+  void wake() noexcept override {
+    const std::lock_guard lock(mutex_);
+    woken_ = true;
+    has_result_.notify_one();
+  }
+
+ private:
+  void serve() {
+    ::pthread_setname_np(::pthread_self(), "zcomm-io");
+    std::unique_lock lock(mutex_);
+    while (true) {
+      has_request_.wait(lock, [this] { return stopping_ || requests_.size() > 0; });
+      if (stopping_) return;
+      const IoRequest request = requests_.pop();
+      lock.unlock();
+      const auto offset = static_cast<off_t>(request.offset);
+      const ssize_t moved = request.write ? ::pwrite(request.fd, request.data, request.nbytes, offset)
+                                          : ::pread(request.fd, request.data, request.nbytes, offset);
+      const std::int64_t result = moved < 0 ? -errno : moved;
+      lock.lock();
+      results_.push({request.user, result});
+      has_result_.notify_one();
+    }
+  }
+
+  void stop() {
+    {
+      const std::lock_guard lock(mutex_);
+      stopping_ = true;
+      has_request_.notify_all();
+    }
+    for (std::thread& thread : threads_) thread.join();
+  }
+
+  int depth_;
+  std::mutex mutex_;
+  std::condition_variable has_request_, has_result_;
+  Ring<IoRequest> requests_;
+  Ring<IoResult> results_;
+  std::size_t in_flight_ = 0;
+  bool woken_ = false;
+  bool stopping_ = false;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace
+
+std::unique_ptr<IoEngine> make_thread_engine(int depth) { return std::make_unique<ThreadEngine>(depth); }
+
+}  // namespace zcomm::mem

@@ -1,0 +1,42 @@
+// SwapDirectory: a run's private directory: made, locked, recognised when its owner is dead, removed (decision D7).
+//
+// `<parent>/zcomm-swap-<pid>-<random>` (mode 0700) holds data (0600), manifest.json and lock. The lock is held with
+// flock from before the directory has its name until it is gone, so a free lock means a dead owner. The directory is
+// prepared under another name (leading dot, trailing .new) and renamed.
+// Safety: everything goes through descriptors (openat, O_NOFOLLOW), only names that we make are removed, only of our
+// own user, and on network file systems only those made on this host.
+// Thread rule: one thread at a time.
+#pragma once
+
+#include <string>
+
+#include "base/unique_fd.hpp"
+
+namespace zcomm::mem {
+
+class SwapDirectory {
+ public:
+  /// Creates `parent` if only its last part is missing, removes what dead runs left there, makes our directory.
+  /// Throws SystemError (ENOENT, ENOTDIR, EACCES, ENOSPC, ENOLCK) naming the path.
+  static SwapDirectory create(const std::string& parent);
+
+  SwapDirectory(SwapDirectory&&) noexcept = default;
+  SwapDirectory& operator=(SwapDirectory&&) = delete;
+  ~SwapDirectory() { remove(); }
+
+  const std::string& path() const { return path_; }
+  int fd() const { return fd_.get(); }
+  /// Deletes the directory and what we put in it. Idempotent.
+  void remove() noexcept;
+  /// Closes the descriptors and leaves the directory alone (a forked child does not own it).
+  void disown() noexcept;
+
+ private:
+  SwapDirectory() = default;
+  UniqueFd parent_, fd_, lock_;
+  std::string name_, path_;
+};
+
+inline constexpr char kDataName[] = "data";
+
+}  // namespace zcomm::mem

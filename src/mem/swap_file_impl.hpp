@@ -1,0 +1,15 @@
+// Opens a SwapFile on an engine of the caller's choice (tests put one there that fails on purpose).
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "mem/io_engine.hpp"
+#include "zcomm/swap_file.hpp"
+
+namespace zcomm::mem {
+
+std::unique_ptr<SwapFile> open_swap_file(const std::string& directory, const SwapFile::Options& options,
+                                         std::unique_ptr<IoEngine> engine);
+
+}  // namespace zcomm::mem

@@ -1,0 +1,101 @@
+// SwapQueue: operations on their way to the I/O thread: bounded, in order per key, reused.
+//
+// Invariants: an operation is ready when it is the oldest of its key; it is retired exactly once; pending() counts
+// pushed and not yet retired ones. A permit is a place in the queue, taken before any other lock (push never blocks).
+// Thread rule: push side any thread; try_pop, sleep, awake, retire and fail_all only the I/O thread.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "mem/io_engine.hpp"
+#include "zcomm/work.hpp"
+
+namespace zcomm::mem {
+
+struct SwapOperation;
+
+/// What is known of one key.
+struct SwapEntry {
+  std::string key;
+  std::uint64_t offset = 0;  ///< in the data file
+  std::size_t nbytes = 0;
+  bool written = false;  ///< a write was queued (lock of SwapFile)
+
+  bool valid = false;                    ///< the last write went well (I/O thread)
+  std::vector<std::uint32_t> checksums;  ///< of each block (I/O thread)
+
+  SwapOperation *oldest = nullptr, *newest = nullptr;  ///< pending operations (lock of SwapQueue)
+};
+
+struct SwapOperation {
+  bool write = false;
+  bool active = false;
+  SwapEntry* entry = nullptr;
+  std::byte* data = nullptr;
+  std::shared_ptr<Completion> completion;
+  SwapOperation *next_of_key = nullptr, *next_ready = nullptr;
+
+  std::size_t next_block = 0, block_count = 0;  // I/O thread
+  int in_flight = 0;
+  std::exception_ptr error;
+};
+
+class SwapQueue {
+ public:
+  /// `engine` is only woken, and never after refuse().
+  SwapQueue(IoEngine& engine, std::size_t limit) : engine_(engine), limit_(limit) {}
+
+  /// Blocks while `limit` operations are pending. Throws what refuse() was given.
+  void acquire_permit();
+  void release_permit();
+  /// Consumes a permit; throws what refuse() was given (and consumes the permit then, too).
+  Work push(SwapEntry& entry, bool write, std::byte* data);
+  bool idle(const SwapEntry& entry) const;
+  /// Blocks until nothing is pending.
+  void drain();
+  /// Throws the oldest failure whose Work has not reported it, which counts as reported then.
+  void rethrow_unreported();
+  /// The I/O thread ends when all is done.
+  void stop();
+
+  SwapOperation* try_pop();
+  /// True: nothing is ready, and the next push wakes the engine. False: look again.
+  bool sleep();
+  void awake();
+  bool finished() const;
+  /// Finishes the operation with its `error`; the next one of the key becomes ready.
+  void retire(SwapOperation& operation);
+  /// No new operations from here on, and no wake().
+  void refuse(std::exception_ptr error);
+  /// Ends every pending operation with the error of refuse().
+  void fail_all();
+
+ private:
+  void make_ready(SwapOperation& operation);
+  void finish(SwapOperation& operation, std::exception_ptr error);
+  void keep_failure(std::shared_ptr<Completion> completion);
+
+  IoEngine& engine_;
+  const std::size_t limit_;
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::size_t permits_ = 0;  // taken: pending operations and those about to be pushed
+  std::size_t pending_ = 0;
+  bool sleeping_ = false, stopping_ = false;
+  std::exception_ptr refusal_;
+  SwapOperation *ready_first_ = nullptr, *ready_last_ = nullptr;
+  std::vector<std::unique_ptr<SwapOperation>> operations_;
+  std::vector<SwapOperation*> spare_;
+  std::vector<std::shared_ptr<Completion>> failures_;
+  CompletionPool completions_;
+};
+
+}  // namespace zcomm::mem

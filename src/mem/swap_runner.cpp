@@ -1,0 +1,293 @@
+#include "mem/swap_runner.hpp"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <csignal>
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+
+#include "base/error.hpp"
+#include "mem/crc32c.hpp"
+
+namespace zcomm::mem {
+namespace {
+
+constexpr int kMaxRetries = 100;               // of one block without progress; then its error is real
+constexpr std::size_t kBatchNbytes = 1 << 20;  // submit while the next blocks' checksums are computed
+constexpr auto kBackoff = std::chrono::microseconds(50);
+
+}  // namespace
+
+SwapRunner::SwapRunner(std::unique_ptr<IoEngine> engine, Target target, std::size_t queue_limit)
+    : engine_(std::move(engine)),
+      engine_name_(engine_->name()),
+      target_(std::move(target)),
+      queue_(*engine_, queue_limit),
+      slots_(static_cast<std::size_t>(engine_->depth())),
+      results_(slots_.size()) {
+  free_.reserve(slots_.size());
+  again_.reserve(slots_.size());
+  batch_.reserve(slots_.size());
+  for (Slot& slot : slots_) free_.push_back(&slot);
+  sigset_t all, before;  // signals of the program, SIGXFSZ included, are not for this thread
+  ::sigfillset(&all);
+  ::pthread_sigmask(SIG_SETMASK, &all, &before);
+  try {
+    thread_ = std::thread([this] { run(); });
+  } catch (...) {
+    ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    throw;
+  }
+  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+void SwapRunner::stop() {
+  if (!thread_.joinable()) return;
+  queue_.stop();
+  thread_.join();
+}
+
+SwapRunner::Counters SwapRunner::counters() const {
+  Counters counters{};
+  for (std::size_t kind = 0; kind < 2; ++kind) {
+    counters.moved_nbytes[kind] = meters_[kind].moved_nbytes.load(std::memory_order_relaxed);
+    counters.busy_s[kind] = static_cast<double>(meters_[kind].busy_ns.load(std::memory_order_relaxed)) * 1e-9;
+  }
+  counters.error_count = error_count_.load(std::memory_order_relaxed);
+  counters.retry_count = retry_count_.load(std::memory_order_relaxed);
+  counters.bounce_nbytes = bounce_nbytes_.load(std::memory_order_relaxed);
+  return counters;
+}
+
+void SwapRunner::run() {
+  ::pthread_setname_np(::pthread_self(), "zcomm-swap");
+  try {
+    while (step()) {
+    }
+  } catch (...) {
+    die(std::current_exception());
+  }
+}
+
+bool SwapRunner::step() {
+  fill();
+  if (queue_.finished()) return false;
+  // With no slot free a new operation could not start: only a result is worth waking for.
+  if (!free_.empty() && !queue_.sleep()) return true;
+  const int count = engine_->reap(results_);
+  queue_.awake();
+  for (int i = 0; i < count; ++i) {
+    const IoResult& result = results_[static_cast<std::size_t>(i)];
+    complete(*static_cast<Slot*>(result.user), result.result);
+  }
+  return true;
+}
+
+void SwapRunner::fill() {
+  for (Slot* slot : again_) {
+    batch_.push_back(request_of(*slot));
+    batch_nbytes_ += batch_.back().nbytes;
+  }
+  again_.clear();
+  while (Slot* slot = next_slot()) {
+    batch_.push_back(request_of(*slot));
+    batch_nbytes_ += batch_.back().nbytes;
+    if (batch_nbytes_ >= kBatchNbytes) submit_batch();
+  }
+  submit_batch();
+}
+
+void SwapRunner::submit_batch() {
+  if (!batch_.empty()) engine_->submit(batch_);
+  batch_.clear();
+  batch_nbytes_ = 0;
+}
+
+SwapRunner::Slot* SwapRunner::next_slot() {
+  if (free_.empty()) return nullptr;
+  while (current_ == nullptr) {
+    SwapOperation* operation = queue_.try_pop();
+    if (operation == nullptr) return nullptr;
+    if (begin(*operation)) current_ = operation;
+  }
+  Slot* slot = free_.back();
+  free_.pop_back();
+  SwapOperation& operation = *current_;
+  prepare(*slot, operation);
+  if (operation.next_block == operation.block_count) current_ = nullptr;
+  return slot;
+}
+
+/// False when the operation ended at once.
+bool SwapRunner::begin(SwapOperation& operation) {
+  SwapEntry& entry = *operation.entry;
+  operation.block_count = block_count(entry.nbytes, target_.block_nbytes, target_.alignment);
+  if (operation.write) {
+    entry.valid = false;  // until all of it is on disk
+  } else if (!entry.valid) {
+    operation.block_count = 0;
+    fail(operation,
+         std::make_exception_ptr(DataCorrupt(
+             EIO, text("SwapFile: key '", entry.key, "' holds no data, its last write failed"), target_.path)));
+  }
+  if (operation.block_count > 0) return true;
+  end_if_done(operation);
+  return false;
+}
+
+void SwapRunner::prepare(Slot& slot, SwapOperation& operation) {
+  slot.operation = &operation;
+  slot.index = operation.next_block++;
+  slot.block = block_at(slot.index, operation.entry->nbytes, target_.block_nbytes, target_.alignment);
+  slot.io_nbytes = static_cast<std::size_t>(round_up(slot.block.nbytes, target_.alignment));
+  slot.moved = 0;
+  slot.retries = 0;
+  std::byte* data = operation.data + slot.block.begin;
+  slot.bounced =
+      slot.io_nbytes != slot.block.nbytes || reinterpret_cast<std::uintptr_t>(data) % target_.memory_alignment != 0;
+  if (slot.bounced) provide_bounce(slot);
+  if (operation.write) {
+    if (target_.checksum) operation.entry->checksums[slot.index] = crc32c(data, slot.block.nbytes);
+    if (slot.bounced) {
+      std::memcpy(slot.bounce.get(), data, slot.block.nbytes);
+      std::memset(slot.bounce.get() + slot.block.nbytes, 0, slot.io_nbytes - slot.block.nbytes);
+    }
+  }
+  ++operation.in_flight;
+  Meter& meter = meters_[operation.write ? 1 : 0];
+  if (meter.in_flight++ == 0) meter.since = Clock::now();
+}
+
+void SwapRunner::provide_bounce(Slot& slot) {
+  if (slot.bounce_nbytes >= slot.io_nbytes) return;
+  // Two sizes only, so that memory stops growing: a tail, or a whole block.
+  const std::size_t nbytes = slot.io_nbytes <= kExtentAlign ? kExtentAlign : target_.block_nbytes;
+  slot.bounce.reset(static_cast<std::byte*>(std::aligned_alloc(kExtentAlign, nbytes)));
+  if (slot.bounce == nullptr) throw SystemError(ENOMEM, text("SwapFile: no memory for a bounce buffer of ", nbytes));
+  bounce_nbytes_.fetch_add(nbytes - slot.bounce_nbytes, std::memory_order_relaxed);
+  slot.bounce_nbytes = nbytes;
+}
+
+std::byte* SwapRunner::buffer_of(const Slot& slot) const {
+  return slot.bounced ? slot.bounce.get() : slot.operation->data + slot.block.begin;
+}
+
+IoRequest SwapRunner::request_of(Slot& slot) const {
+  return {slot.operation->write,
+          target_.fd,
+          buffer_of(slot) + slot.moved,
+          slot.io_nbytes - slot.moved,
+          slot.operation->entry->offset + slot.block.begin + slot.moved,
+          &slot};
+}
+
+std::string SwapRunner::where(const Slot& slot) const {
+  return text(slot.operation->write ? "write" : "read", " of key '", slot.operation->entry->key, "' at offset ",
+              slot.operation->entry->offset + slot.block.begin + slot.moved, " of ", target_.path, " (",
+              slot.io_nbytes - slot.moved, " bytes)");
+}
+
+bool SwapRunner::retry(Slot& slot) {
+  retry_count_.fetch_add(1, std::memory_order_relaxed);
+  if (++slot.retries > kMaxRetries) return false;
+  if (slot.retries > 3) std::this_thread::sleep_for(kBackoff * slot.retries);  // give the system time to recover
+  again_.push_back(&slot);
+  return true;
+}
+
+void SwapRunner::complete(Slot& slot, std::int64_t result) {
+  const std::size_t remaining = slot.io_nbytes - slot.moved;
+  std::exception_ptr error;
+  if (result == -EAGAIN || result == -EINTR || (result == 0 && slot.operation->write)) {
+    if (retry(slot)) return;
+    error = std::make_exception_ptr(SystemError(
+        result == 0 ? EIO : static_cast<int>(-result),
+        text("SwapFile: ", where(slot), ": no progress in ", kMaxRetries, " tries, the last returned ", result),
+        target_.path));
+  } else if (result < 0) {
+    const int code = static_cast<int>(-result);
+    error = std::make_exception_ptr(
+        SystemError(code, text("SwapFile: ", where(slot), ": ", std::strerror(code)), target_.path));
+  } else if (result == 0) {
+    error = std::make_exception_ptr(
+        DataCorrupt(EIO, text("SwapFile: ", where(slot), ": unexpected end of file"), target_.path));
+  } else if (static_cast<std::uint64_t>(result) > remaining) {
+    error = std::make_exception_ptr(
+        SystemError(EIO, text("SwapFile: ", where(slot), ": ", result, " bytes reported"), target_.path));
+  } else if (static_cast<std::size_t>(result) < remaining) {
+    const std::size_t aligned = static_cast<std::size_t>(result) / target_.alignment * target_.alignment;
+    slot.moved += aligned;
+    if (aligned > 0) slot.retries = 0;
+    if (retry(slot)) return;
+    error = std::make_exception_ptr(SystemError(
+        EIO, text("SwapFile: ", where(slot), ": no progress in ", kMaxRetries, " tries, ", result, " bytes each"),
+        target_.path));
+  }
+  if (error) {
+    fail(*slot.operation, std::move(error));
+  } else {
+    finish_block(slot);
+  }
+  release(slot);
+}
+
+void SwapRunner::finish_block(Slot& slot) {
+  SwapOperation& operation = *slot.operation;
+  if (!operation.write) {
+    std::byte* data = operation.data + slot.block.begin;
+    if (slot.bounced) std::memcpy(data, slot.bounce.get(), slot.block.nbytes);
+    if (target_.checksum) {
+      const std::uint32_t is = crc32c(data, slot.block.nbytes), was = operation.entry->checksums[slot.index];
+      if (is != was) {
+        fail(operation, std::make_exception_ptr(DataCorrupt(
+                            EIO,
+                            text("SwapFile: ", where(slot), ": data read back is not what was written, crc32c 0x",
+                                 std::hex, is, " instead of 0x", was),
+                            target_.path)));
+        return;
+      }
+    }
+  }
+  meters_[operation.write ? 1 : 0].moved_nbytes.fetch_add(slot.block.nbytes, std::memory_order_relaxed);
+}
+
+void SwapRunner::release(Slot& slot) {
+  SwapOperation& operation = *slot.operation;
+  Meter& meter = meters_[operation.write ? 1 : 0];
+  if (--meter.in_flight == 0) {
+    const auto busy = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - meter.since);
+    meter.busy_ns.fetch_add(busy.count(), std::memory_order_relaxed);
+  }
+  slot.operation = nullptr;
+  free_.push_back(&slot);
+  --operation.in_flight;
+  end_if_done(operation);
+}
+
+/// An operation's first error is its error; no further blocks start, those in flight come back first.
+void SwapRunner::fail(SwapOperation& operation, std::exception_ptr error) {
+  if (!operation.error) {
+    operation.error = std::move(error);
+    error_count_.fetch_add(1, std::memory_order_relaxed);
+  }
+  operation.block_count = operation.next_block;
+  if (current_ == &operation) current_ = nullptr;
+}
+
+void SwapRunner::end_if_done(SwapOperation& operation) {
+  if (operation.in_flight > 0 || operation.next_block < operation.block_count) return;
+  if (operation.write && !operation.error) operation.entry->valid = true;
+  queue_.retire(operation);
+}
+
+/// The engine itself failed: nothing in flight can be trusted to come back, so it goes first.
+void SwapRunner::die(std::exception_ptr error) noexcept {
+  queue_.refuse(std::move(error));
+  engine_.reset();
+  queue_.fail_all();
+}
+
+}  // namespace zcomm::mem

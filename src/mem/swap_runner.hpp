@@ -1,0 +1,110 @@
+// SwapRunner: the I/O thread that owns the engine: cuts operations into blocks, keeps `depth` of them in flight and
+// examines every completion (decision D7).
+//
+// [Note: bounce] O_DIRECT wants aligned memory, lengths and offsets. Blocks that are aligned go straight from the
+// caller's memory. Others, and the tail beyond the last 4 KiB of an extent (which is padded to 4 KiB), go through the
+// slot's own bounce buffer. A second, buffered descriptor would leave dirty pages beside direct I/O; this does not.
+// Short results are resumed at the last aligned byte: re-writing a few bytes is harmless.
+// Thread rule: start(), stop() and counters() from outside; everything else runs on the I/O thread.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "mem/extents.hpp"
+#include "mem/io_engine.hpp"
+#include "mem/swap_queue.hpp"
+
+namespace zcomm::mem {
+
+class SwapRunner {
+ public:
+  struct Target {
+    int fd;
+    std::string path;
+    std::size_t alignment;         ///< of offsets and lengths; 1 when buffered
+    std::size_t memory_alignment;  ///< 1 when buffered
+    std::size_t block_nbytes;
+    bool checksum;
+  };
+  struct Counters {
+    std::uint64_t moved_nbytes[2];  ///< read, written
+    double busy_s[2];               ///< with at least one read (write) in flight
+    std::uint64_t error_count, retry_count, bounce_nbytes;
+  };
+
+  SwapRunner(std::unique_ptr<IoEngine> engine, Target target, std::size_t queue_limit);
+  ~SwapRunner() { stop(); }
+
+  SwapQueue& queue() { return queue_; }
+  const char* engine_name() const { return engine_name_; }
+  /// Finishes all that is queued and ends the thread. Idempotent.
+  void stop();
+  Counters counters() const;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  struct FreeDeleter {
+    void operator()(std::byte* memory) const { std::free(memory); }
+  };
+  /// One request in flight.
+  struct Slot {
+    SwapOperation* operation = nullptr;
+    std::size_t index = 0;  // of the block
+    Block block{};
+    std::size_t io_nbytes = 0, moved = 0;  // block.nbytes padded to the alignment; done so far
+    bool bounced = false;
+    int retries = 0;
+    std::unique_ptr<std::byte[], FreeDeleter> bounce;
+    std::size_t bounce_nbytes = 0;
+  };
+  /// Time with at least one request of a kind in flight; written by the I/O thread.
+  struct Meter {
+    int in_flight = 0;
+    Clock::time_point since{};
+    std::atomic<std::uint64_t> moved_nbytes{0};
+    std::atomic<std::int64_t> busy_ns{0};
+  };
+
+  void run();
+  bool step();
+  void fill();
+  void submit_batch();
+  Slot* next_slot();
+  bool begin(SwapOperation& operation);
+  void prepare(Slot& slot, SwapOperation& operation);
+  IoRequest request_of(Slot& slot) const;
+  std::byte* buffer_of(const Slot& slot) const;
+  void provide_bounce(Slot& slot);
+  void complete(Slot& slot, std::int64_t result);
+  bool retry(Slot& slot);
+  void finish_block(Slot& slot);
+  void release(Slot& slot);
+  void fail(SwapOperation& operation, std::exception_ptr error);
+  void end_if_done(SwapOperation& operation);
+  std::string where(const Slot& slot) const;
+  void die(std::exception_ptr error) noexcept;
+
+  std::unique_ptr<IoEngine> engine_;
+  const char* engine_name_;
+  const Target target_;
+  SwapQueue queue_;
+  std::vector<Slot> slots_;
+  std::vector<Slot*> free_, again_;
+  std::vector<IoRequest> batch_;
+  std::size_t batch_nbytes_ = 0;
+  std::vector<IoResult> results_;
+  SwapOperation* current_ = nullptr;
+  std::array<Meter, 2> meters_;  // read, write
+  std::atomic<std::uint64_t> error_count_{0}, retry_count_{0}, bounce_nbytes_{0};
+  std::thread thread_;
+};
+
+}  // namespace zcomm::mem

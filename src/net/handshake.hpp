@@ -1,0 +1,36 @@
+// Handshake: from listeners to one authenticated channel between each two ranks.
+//
+// [Note: handshake] Rank r connects to all lower ranks and accepts from all higher ones, all in one poll loop.
+// Client: checks that the listener is our user's, sends a Hello (magic, version, rank, world size, token) with its
+// pidfd, waits for the Ack (token again, one end of a fresh socket pair = the control channel, the other's pidfd).
+// Server: drops, silently and without stopping, who is another user, is slow, or whose Hello is not exactly what is
+// due; a client that is dropped tries again until the deadline, so that a slow legitimate one is not lost.
+// The user id keeps other users out; the token keeps jobs of one user apart.
+// Invariant: nothing but a Hello (Ack) is read before it has matched.
+// Thread rule: one call per rank. Source: unix(7), pidfd_open(2).
+#pragma once
+
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/unique_fd.hpp"
+#include "net/mesh.hpp"
+
+namespace zcomm::net {
+
+/// What this rank holds of one other rank; all empty for itself.
+struct Channel {
+  UniqueFd data;     ///< parcels of exchange()
+  UniqueFd control;  ///< goodbyes; its end means that the peer is gone
+  UniqueFd process;  ///< pidfd of the peer: tells its death even if a forked child keeps its sockets open
+};
+
+inline constexpr std::size_t kMaxTokenNbytes = 256;
+
+/// Throws Timeout, PeerLost, SystemError as Mesh::connect does; arguments have been checked.
+std::vector<Channel> connect_all(int rank, const Listener& listener, std::span<const std::string> addresses,
+                                 std::string_view token, double timeout_s);
+
+}  // namespace zcomm::net

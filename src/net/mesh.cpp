@@ -1,0 +1,116 @@
+// Mesh: handshake, then a Monitor on the control sockets and an Exchange on the data sockets.
+//
+// Invariant: the descriptors stay open until nobody can be polling them (leaving shuts sockets down first, then waits).
+// A forked child (a data loader's worker) holds copies of everything but may not speak for its parent: there every
+// call but the destructor throws, and nothing is sent. Source: [Note: handshake], [Note: liveness].
+#include "net/mesh.hpp"
+
+#include <unistd.h>
+
+#include <atomic>
+#include <mutex>
+
+#include "base/error.hpp"
+#include "net/exchange.hpp"
+#include "net/handshake.hpp"
+#include "net/monitor.hpp"
+#include "net/socket.hpp"
+
+namespace zcomm::net {
+
+namespace {
+
+class UnixMesh final : public Mesh {
+ public:
+  UnixMesh(int rank, std::vector<Channel> channels)
+      : rank_(rank),
+        world_size_(static_cast<int>(channels.size())),
+        monitor_(take_watched(channels)),
+        exchange_(rank, take_data(channels)) {}
+
+  ~UnixMesh() override {
+    leave();
+    if (forked()) monitor_.abandon();
+  }
+
+  int rank() const override { return rank_; }
+  int world_size() const override { return world_size_; }
+
+  std::vector<Parcel> exchange(Parcel mine, double timeout_s) override {
+    check_owner();
+    const std::lock_guard lock(exchange_mutex_);
+    check_member();
+    try {
+      return exchange_.run(std::move(mine), timeout_s, monitor_);
+    } catch (const PeerLost&) {
+      check_member();  // our own leave() on another thread looks like the end of a peer
+      throw;
+    }
+  }
+
+  std::optional<Loss> lost() const override { return monitor_.lost(); }
+  std::optional<Loss> lost(int rank) const override { return monitor_.lost(rank); }
+  int on_loss(std::function<void(Loss)> callback) override { return monitor_.on_loss(std::move(callback)); }
+  void forget(int id) override { monitor_.forget(id); }
+
+  void leave() noexcept override { end(true); }
+  void drop_dead() noexcept override { end(false); }
+
+ private:
+  static std::vector<Monitor::Watched> take_watched(std::vector<Channel>& channels) {
+    std::vector<Monitor::Watched> watched;
+    for (Channel& channel : channels) watched.push_back({std::move(channel.control), std::move(channel.process)});
+    return watched;
+  }
+  static std::vector<UniqueFd> take_data(std::vector<Channel>& channels) {
+    std::vector<UniqueFd> sockets;
+    for (Channel& channel : channels) sockets.push_back(std::move(channel.data));
+    return sockets;
+  }
+
+  bool forked() const { return ::getpid() != owner_; }
+
+  void check_owner() const {
+    if (forked()) throw Error(text("the mesh of rank ", rank_, " belongs to process ", owner_, ", not to its forked child"));
+  }
+  void check_member() const {
+    if (ended_) throw Error(text("rank ", rank_, " has left the mesh"));
+  }
+
+  void end(bool goodbye) noexcept {
+    if (forked() || ended_.exchange(true)) return;
+    if (goodbye) monitor_.say_goodbye();
+    exchange_.abort();
+    monitor_.stop();
+    const std::lock_guard lock(exchange_mutex_);
+    exchange_.close();
+  }
+
+  const int rank_;
+  const int world_size_;
+  const pid_t owner_ = ::getpid();
+  std::atomic<bool> ended_{false};
+  Monitor monitor_;
+  std::mutex exchange_mutex_;
+  Exchange exchange_;
+};
+
+}  // namespace
+
+std::shared_ptr<Mesh> Mesh::connect(int rank, int world_size, Listener listener,
+                                    std::span<const std::string> addresses, std::string_view token, double timeout_s) {
+  if (world_size < 1 || addresses.size() != static_cast<std::size_t>(world_size)) {
+    throw InvalidArgument(text("world_size ", world_size, " with ", addresses.size(), " addresses"));
+  }
+  if (rank < 0 || rank >= world_size) throw InvalidArgument(text("rank ", rank, " is not in [0, ", world_size, ")"));
+  if (token.size() > kMaxTokenNbytes) {
+    throw InvalidArgument(text("a token of ", token.size(), " bytes; at most ", kMaxTokenNbytes));
+  }
+  if (addresses[static_cast<std::size_t>(rank)] != listener.address()) {
+    throw InvalidArgument(text("the listener's address ", listener.address(), " is not the one given for rank ", rank, ", ",
+                               addresses[static_cast<std::size_t>(rank)]));
+  }
+  return std::make_shared<UnixMesh>(rank, connect_all(rank, listener, addresses, token, timeout_s));
+}
+
+}  // namespace zcomm::net

@@ -1,0 +1,157 @@
+// See monitor.hpp.
+#include "net/monitor.hpp"
+
+#include <sys/socket.h>
+
+#include "base/error.hpp"
+#include "net/socket.hpp"
+
+namespace zcomm::net {
+
+namespace {
+
+constexpr std::byte kGoodbye{'G'};
+constexpr int kNobody = -1;
+
+enum class Fate : std::uint8_t { alive, dead, departed };
+
+}  // namespace
+
+struct Monitor::State {
+  explicit State(std::vector<Watched> peers) : watched(std::move(peers)), fates(watched.size()) {}
+
+  void run();
+  bool poll_once();
+  Fate look_at(std::size_t rank, bool process_ended) const;
+  void record(std::size_t rank, Fate fate);
+
+  std::vector<Watched> watched;  // closed by run() at its end, under `mutex`
+  std::vector<std::atomic<Fate>> fates;
+  std::atomic<int> first{kNobody};
+  UniqueFd stop_event = make_event();
+  UniqueFd loss_event = make_event();
+
+  std::mutex mutex;
+  std::condition_variable callback_ended;
+  std::map<int, std::shared_ptr<std::function<void(Loss)>>> callbacks;
+  int next_id = 0;
+  int running_id = -1;
+  std::thread::id thread;
+};
+
+void Monitor::State::run() {
+  while (poll_once()) {
+  }
+  const std::lock_guard lock(mutex);
+  watched.clear();
+}
+
+/// Waits for one round of news; false when told to stop.
+bool Monitor::State::poll_once() {
+  std::vector<pollfd> fds{{stop_event.get(), POLLIN, 0}};
+  for (std::size_t rank = 0; rank < watched.size(); ++rank) {
+    const bool alive = fates[rank].load(std::memory_order_relaxed) == Fate::alive;
+    fds.push_back({alive ? watched[rank].control.get() : -1, POLLIN | POLLRDHUP, 0});
+    fds.push_back({alive ? watched[rank].process.get() : -1, POLLIN, 0});
+  }
+  wait_for(fds, Deadline(1e18));
+  if (fds[0].revents != 0) return false;
+  for (std::size_t rank = 0; rank < watched.size(); ++rank) {
+    const short control = fds[1 + 2 * rank].revents, process = fds[2 + 2 * rank].revents;
+    if (control == 0 && process == 0) continue;
+    const Fate fate = look_at(rank, process != 0);
+    if (fate != Fate::alive) record(rank, fate);
+  }
+  return true;
+}
+
+Fate Monitor::State::look_at(std::size_t rank, bool process_ended) const {
+  // The goodbye was sent before the process ended: if there is one, it is here by now.
+  std::byte byte{0};
+  const ssize_t got = ::recv(watched[rank].control.get(), &byte, 1, MSG_DONTWAIT);
+  if (got == 1 && byte == kGoodbye) return Fate::departed;
+  if (got >= 0) return Fate::dead;
+  const bool would_block = errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR;
+  return would_block && !process_ended ? Fate::alive : Fate::dead;
+}
+
+void Monitor::State::record(std::size_t rank, Fate fate) {
+  const Loss loss{static_cast<int>(rank), fate == Fate::departed};
+  fates[rank].store(fate, std::memory_order_release);
+  int nobody = kNobody;
+  first.compare_exchange_strong(nobody, loss.rank, std::memory_order_acq_rel);
+  signal_event(loss_event);
+
+  std::unique_lock lock(mutex);
+  for (auto next = callbacks.begin(); next != callbacks.end();) {
+    const int id = next->first;
+    const auto callback = next->second;
+    running_id = id;
+    lock.unlock();
+    (*callback)(loss);
+    lock.lock();
+    running_id = -1;
+    callback_ended.notify_all();
+    next = callbacks.upper_bound(id);
+  }
+}
+
+Monitor::Monitor(std::vector<Watched> watched) : state_(std::make_shared<State>(std::move(watched))) {
+  if (state_->watched.size() < 2) return;
+  const std::lock_guard lock(state_->mutex);
+  thread_ = std::thread([state = state_] { state->run(); });
+  state_->thread = thread_.get_id();
+}
+
+Monitor::~Monitor() {
+  stop();
+  const std::lock_guard lock(thread_mutex_);
+  if (thread_.joinable()) thread_.detach();  // destroyed by a callback
+}
+
+std::optional<Loss> Monitor::lost() const {
+  const int rank = state_->first.load(std::memory_order_acquire);
+  return rank == kNobody ? std::nullopt : lost(rank);
+}
+
+std::optional<Loss> Monitor::lost(int rank) const {
+  if (rank < 0 || static_cast<std::size_t>(rank) >= state_->fates.size()) return std::nullopt;
+  const Fate fate = state_->fates[static_cast<std::size_t>(rank)].load(std::memory_order_acquire);
+  return fate == Fate::alive ? std::nullopt : std::optional(Loss{rank, fate == Fate::departed});
+}
+
+int Monitor::on_loss(std::function<void(Loss)> callback) {
+  const std::lock_guard lock(state_->mutex);
+  state_->callbacks[state_->next_id] = std::make_shared<std::function<void(Loss)>>(std::move(callback));
+  return state_->next_id++;
+}
+
+void Monitor::forget(int id) {
+  std::unique_lock lock(state_->mutex);
+  state_->callbacks.erase(id);
+  if (std::this_thread::get_id() == state_->thread) return;  // called by a callback: it cannot wait for itself
+  state_->callback_ended.wait(lock, [this, id] { return state_->running_id != id; });
+}
+
+const UniqueFd& Monitor::loss_event() const { return state_->loss_event; }
+
+void Monitor::say_goodbye() noexcept {
+  const std::lock_guard lock(state_->mutex);
+  for (const Watched& peer : state_->watched) {
+    // One byte on a socket that never carried one fits; a peer that is gone need not hear it.
+    if (peer.control) (void)::send(peer.control.get(), &kGoodbye, 1, MSG_NOSIGNAL | MSG_DONTWAIT);
+  }
+}
+
+void Monitor::stop() noexcept {
+  const std::lock_guard lock(thread_mutex_);
+  if (!thread_.joinable()) return;  // above all in a forked child, which shares the eventfd with its parent
+  signal_event(state_->stop_event);
+  if (thread_.get_id() != std::this_thread::get_id()) thread_.join();
+}
+
+void Monitor::abandon() noexcept {
+  if (thread_.joinable()) thread_.detach();
+}
+
+}  // namespace zcomm::net

@@ -1,0 +1,48 @@
+// OptimTable: the optimizer kernels of one instruction set; raw pointers only, see [Note: one definition] in
+// device/kernels_table.hpp. Arguments are checked by the dispatchers (adam.cpp, exact_sum.cpp).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "base/cpu_features.hpp"
+#include "zcomm/dtype.hpp"
+
+namespace zcomm::optim {
+
+/// Factors of one step, computed in f64 and rounded to f32 once.
+struct AdamFactors {
+  float grad_scale;  ///< negative to maximize
+  float decay;       ///< adamw: weight is multiplied by 1 - lr * weight_decay
+  float l2;          ///< not adamw: weight_decay, times weight is added to the gradient
+  float one_minus_beta1, beta2, one_minus_beta2;
+  float root_bias2;  ///< sqrt(1 - beta2^step)
+  float eps;
+  float step_size;  ///< lr / (1 - beta1^step)
+  bool adamw;
+};
+
+/// `count` elements inside one tile. lo: null for an f32 weight.
+struct AdamPiece {
+  void* weight;
+  std::int16_t* lo;
+  float* m;
+  float* v;
+  const void* grad;
+  DType grad_dtype;
+  std::size_t count;
+};
+
+struct OptimTable {
+  void (*adam)(const AdamPiece& piece, const AdamFactors& factors);
+  void (*split)(std::uint16_t* weight, std::int16_t* lo, const float* master, std::size_t count);
+  void (*join)(float* master, const std::uint16_t* weight, const std::int16_t* lo, std::size_t count);
+  /// sums[b] = squares of block b of 64 elements, as described at add_squares; full blocks only.
+  void (*squares)(double* sums, const void* grad, DType dtype, std::size_t blocks);
+};
+
+/// Throws Unsupported when the CPU lacks it. Results of all tables are equal to the bit.
+const OptimTable& optim_table(Isa isa);
+const OptimTable& current_optim_table();
+
+}  // namespace zcomm::optim

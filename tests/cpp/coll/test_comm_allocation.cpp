@@ -1,0 +1,70 @@
+// The steady state allocates nothing (decision D6): operator new is counted over a thousand mixed collectives.
+#include <cstdlib>
+#include <new>
+
+#include "comm_world.hpp"
+
+namespace {
+std::atomic<bool> counting{false};
+std::atomic<long> allocations{0};
+
+void* counted(std::size_t nbytes) {
+  if (counting.load(std::memory_order_relaxed)) ++allocations;
+  if (void* p = std::malloc(nbytes == 0 ? 1 : nbytes)) return p;
+  throw std::bad_alloc();
+}
+}  // namespace
+
+void* operator new(std::size_t nbytes) { return counted(nbytes); }
+void* operator new[](std::size_t nbytes) { return counted(nbytes); }
+void operator delete(void* p) noexcept { std::free(p); }
+void operator delete[](void* p) noexcept { std::free(p); }
+void operator delete(void* p, std::size_t) noexcept { std::free(p); }
+void operator delete[](void* p, std::size_t) noexcept { std::free(p); }
+
+using namespace zcomm;
+using namespace zcomm::test;
+
+TEST(comm_allocation, steady_state_allocates_nothing) {
+  for (int world = 1; world <= 3; ++world) {
+    run_world(world, small_slots(), [](Rank& self) {
+      const auto ranks = static_cast<std::size_t>(self.world), me = static_cast<std::size_t>(self.rank);
+      auto symmetric = self.comm->allocate(ranks * 1000 * 4);
+      std::vector<float> full(ranks * 1000, 1.0f), shard(1000), many(40 * 8);
+      std::vector<Buffer> list;
+      for (std::size_t i = 0; i < 40; ++i) list.push_back({many.data() + 8 * i, 8});  // longer than inline storage
+      const Buffer direct{symmetric->data(), ranks * 1000}, staged{full.data(), full.size()}, part{shard.data(), 1000};
+      const ConstBuffer direct_in{direct.data, direct.count}, staged_in{full.data(), full.size()},
+          own{full.data() + me * 1000, 1000};
+      Work previous;
+      const auto round = [&] {
+        previous = self.comm->all_reduce({&direct, 1}, DType::f32, ReduceOp::avg, "a");
+        previous = self.comm->all_reduce({&staged, 1}, DType::f32, ReduceOp::max, "b");
+        self.comm->reduce_scatter({&direct_in, 1}, {&part, 1}, DType::f32, ReduceOp::sum, DType::f32, true).wait();
+        previous = self.comm->reduce_scatter({&staged_in, 1}, {&part, 1}, DType::f32, ReduceOp::max, DType::f32, false);
+        self.comm->all_gather({&own, 1}, {&staged, 1}, DType::f32, "c").wait();
+        self.comm->all_gather({&own, 1}, {&direct, 1}, DType::f32, "d").wait();
+        self.comm->broadcast({&staged, 1}, DType::f32, self.world - 1).wait();
+        self.comm->all_reduce(list, DType::f32, ReduceOp::min).wait();
+        self.comm->barrier().wait();
+        self.comm->broadcast({&direct, 1}, DType::f32, 0).wait();
+      };
+      for (int i = 0; i < 3; ++i) round();
+      const CommMemory before = self.comm->memory();
+      self.comm->barrier().wait();
+      if (self.rank == 0) {
+        allocations = 0;
+        counting = true;
+      }
+      self.comm->barrier().wait();
+      for (int i = 0; i < 100; ++i) round();
+      self.comm->barrier().wait();
+      if (self.rank == 0) {
+        counting = false;
+        EXPECT_EQ(allocations.load(), 0);
+      }
+      self.comm->barrier().wait();
+      EXPECT_EQ(self.comm->memory().allocation_count, before.allocation_count);
+    });
+  }
+}

@@ -1,0 +1,93 @@
+// Address ranges: fixed addresses, changing memory behind them; what is not mapped faults.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstring>
+
+#include "heap/segment.hpp"
+#include "test.hpp"
+#include "zcomm/error.hpp"
+
+using namespace zcomm;
+using heap::AddressRange;
+using heap::Segment;
+
+namespace {
+
+/// Whether reading `at` kills a process.
+bool faults(const std::byte* at) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    std::signal(SIGSEGV, SIG_DFL);
+    const volatile std::byte* p = at;
+    (void)*p;
+    ::_exit(0);
+  }
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  return WIFSIGNALED(status) && WTERMSIG(status) == SIGSEGV;
+}
+
+}  // namespace
+
+TEST(AddressRange, shows_the_segment_that_is_mapped) {
+  const std::size_t page = heap::page_nbytes();
+  AddressRange range = AddressRange::reserve(8 * page);
+  Segment ring = Segment::create(4 * page);
+  std::byte* const fixed = range.data();
+  for (std::size_t slot = 0; slot < 4; ++slot) std::memset(ring.data() + slot * page, static_cast<int>(slot) + 1, page);
+
+  range.map(2 * page, ring, page, 2 * page);
+  EXPECT_EQ(static_cast<int>(fixed[2 * page]), 2);
+  EXPECT_EQ(static_cast<int>(fixed[4 * page - 1]), 3);
+  fixed[2 * page] = std::byte{77};
+  EXPECT_EQ(static_cast<int>(ring.data()[page]), 77);
+
+  range.map(2 * page, ring, 3 * page, page);  // another slot behind the same address
+  EXPECT_EQ(static_cast<int>(fixed[2 * page]), 4);
+  EXPECT_TRUE(faults(fixed));
+  EXPECT_FALSE(faults(fixed + 2 * page));
+
+  range.unmap(2 * page, 2 * page);
+  EXPECT_TRUE(faults(fixed + 2 * page));
+  EXPECT_EQ(static_cast<int>(ring.data()[page]), 77);
+}
+
+TEST(AddressRange, outlives_the_segment_it_shows) {
+  const std::size_t page = heap::page_nbytes();
+  AddressRange range = AddressRange::reserve(page);
+  {
+    Segment segment = Segment::create(page);
+    segment.data()[5] = std::byte{55};
+    range.map(0, segment, 0, page);
+  }
+  EXPECT_EQ(static_cast<int>(range.data()[5]), 55);
+}
+
+TEST(AddressRange, moves) {
+  const std::size_t page = heap::page_nbytes();
+  AddressRange a = AddressRange::reserve(2 * page);
+  std::byte* const data = a.data();
+  AddressRange b = std::move(a);
+  EXPECT_EQ(b.data(), data);
+  a = AddressRange::reserve(page);
+  a = std::move(b);
+  EXPECT_EQ(a.data(), data);
+  EXPECT_EQ(a.nbytes(), 2 * page);
+  EXPECT_EQ(AddressRange::reserve(0).nbytes(), std::size_t{0});
+}
+
+TEST(AddressRange, names_what_does_not_fit) {
+  const std::size_t page = heap::page_nbytes();
+  AddressRange range = AddressRange::reserve(4 * page);
+  Segment segment = Segment::create(2 * page);
+  EXPECT_THROW_WITH(AddressRange::reserve(page + 1), InvalidArgument, std::to_string(page + 1));
+  EXPECT_THROW_WITH(range.map(1, segment, 0, page), InvalidArgument, "offset 1");
+  EXPECT_THROW_WITH(range.map(0, segment, 7, page), InvalidArgument, "segment_offset 7");
+  EXPECT_THROW_WITH(range.map(0, segment, 0, 9), InvalidArgument, "nbytes 9");
+  EXPECT_THROW_WITH(range.map(0, segment, page, 2 * page), InvalidArgument, "segment");
+  EXPECT_THROW_WITH(range.map(3 * page, segment, 0, 2 * page), InvalidArgument, "address range");
+  EXPECT_THROW_WITH(range.unmap(5 * page, 0), InvalidArgument, "address range");
+  EXPECT_THROW(AddressRange::reserve(std::size_t{1} << 62), SystemError);
+}

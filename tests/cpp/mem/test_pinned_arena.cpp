@@ -1,0 +1,86 @@
+#include <cerrno>
+#include <limits>
+#include <optional>
+#include <thread>
+#include <utility>
+
+#include "mem_test.hpp"
+#include "zcomm/error.hpp"
+#include "zcomm/pinned_arena.hpp"
+
+using namespace zcomm;
+
+TEST(PinnedArena, exact_pages_zeroed_and_counted) {
+  PinnedArena arena;
+  const std::size_t huge = std::size_t{2} << 20;
+  for (const std::size_t nbytes :
+       {std::size_t{1}, std::size_t{4096}, std::size_t{4097}, huge, huge + 1, 3 * huge + 5}) {
+    const auto lease = arena.allocate(nbytes);
+    EXPECT_EQ(lease.nbytes(), nbytes);
+    const auto address = reinterpret_cast<std::uintptr_t>(lease.data());
+    EXPECT_EQ(address % (nbytes >= huge ? huge : 4096), 0u);
+    EXPECT_EQ(arena.stats().used_nbytes, (nbytes + 4095) / 4096 * 4096);
+    std::size_t sum = 0;
+    for (std::size_t i = 0; i < nbytes; ++i) sum += static_cast<std::size_t>(lease.data()[i]);
+    EXPECT_EQ(sum, 0u);
+    lease.data()[nbytes - 1] = std::byte{1};
+  }
+  EXPECT_EQ(arena.stats().used_nbytes, 0u);
+  EXPECT_EQ(arena.stats().allocation_count, 6u);
+  EXPECT_EQ(arena.stats().peak_nbytes, 3 * huge + 4096);
+}
+
+TEST(PinnedArena, empty_lease) {
+  PinnedArena arena;
+  const auto lease = arena.allocate(0);
+  EXPECT_TRUE(lease.data() == nullptr);
+  EXPECT_EQ(arena.stats().used_nbytes, 0u);
+}
+
+TEST(PinnedArena, budget_is_an_error_that_names_it) {
+  PinnedArena arena({std::size_t{10000}, true});
+  const auto first = arena.allocate(4096);
+  try {
+    arena.allocate(5000);
+    EXPECT_TRUE(false);
+  } catch (const SystemError& error) {
+    EXPECT_EQ(error.code, ENOMEM);
+    const std::string what = error.what();
+    for (const char* part : {"5000 bytes asked", "4096 bytes used", "budget 10000"})
+      EXPECT_TRUE(what.find(part) != std::string::npos);
+  }
+  EXPECT_EQ(arena.stats().used_nbytes, 4096u);
+  arena.allocate(4000);  // given back at once
+  EXPECT_EQ(arena.stats().used_nbytes, 4096u);
+}
+
+TEST(PinnedArena, more_than_any_machine_has) {
+  PinnedArena arena;
+  EXPECT_THROW_WITH(arena.allocate(std::numeric_limits<std::size_t>::max()), SystemError, "budget none");
+  EXPECT_THROW(arena.allocate(std::size_t{1} << 60), SystemError);
+  EXPECT_EQ(arena.stats().used_nbytes, 0u);
+}
+
+TEST(PinnedArena, a_lease_moves_and_outlives_its_arena) {
+  std::optional<PinnedArena> arena(std::in_place);
+  auto lease = arena->allocate(5000);
+  std::byte* data = lease.data();
+  auto other = arena->allocate(100);
+  other = std::move(lease);
+  EXPECT_EQ(arena->stats().used_nbytes, 8192u);  // the 100 bytes went
+  arena.reset();
+  EXPECT_TRUE(other.data() == data);
+  other.data()[4999] = std::byte{7};
+}
+
+TEST(PinnedArena, many_threads) {
+  PinnedArena arena;
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t)
+    threads.emplace_back([&arena] {
+      for (std::size_t i = 1; i < 50; ++i) arena.allocate(i * 1000).data()[0] = std::byte{1};
+    });
+  for (auto& thread : threads) thread.join();
+  EXPECT_EQ(arena.stats().used_nbytes, 0u);
+  EXPECT_EQ(arena.stats().allocation_count, 4 * 49u);
+}

@@ -1,0 +1,230 @@
+// Who may use, fill and remove what on disk: errors at open, full disks, directories of the dead and of the living.
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/mount.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+
+#include <cerrno>
+#include <fstream>
+#include <functional>
+#include <iterator>
+
+#include "mem_test.hpp"
+#include "zcomm/error.hpp"
+
+using namespace zcomm;
+using namespace zcomm::test;
+namespace fs = std::filesystem;
+
+namespace {
+
+/// The errno of the SystemError that `body` throws, its message in `what`; 0: none.
+int error_of(const std::function<void()>& body, std::string* what = nullptr) {
+  try {
+    body();
+  } catch (const SystemError& error) {
+    if (what != nullptr) *what = error.what();
+    return error.path.empty() ? -1 : error.code;
+  }
+  return 0;
+}
+
+unsigned mode_of(const fs::path& path) {
+  struct stat info {};
+  ::lstat(path.c_str(), &info);
+  return info.st_mode & 07777;
+}
+
+/// A child that opens a SwapFile in `parent`, says so, and then waits to be killed.
+pid_t start_owner(const std::string& parent) {
+  int ends[2];
+  if (::pipe(ends) != 0) return -1;
+  const pid_t child = ::fork();
+  if (child == 0) {
+    const auto file = SwapFile::open(parent, {});
+    file->reserve("k", 100000);
+    [[maybe_unused]] const auto said = ::write(ends[1], "x", 1);
+    while (true) ::pause();
+  }
+  char byte = 0;
+  [[maybe_unused]] const auto got = ::read(ends[0], &byte, 1);
+  ::close(ends[0]);
+  ::close(ends[1]);
+  return child;
+}
+
+void kill_and_reap(pid_t child) {
+  ::kill(child, SIGKILL);
+  ::waitpid(child, nullptr, 0);
+}
+
+}  // namespace
+
+TEST(SwapDirectory, private_while_open_and_gone_afterwards) {
+  const TempDirectory temp;
+  {
+    const auto file = SwapFile::open(temp.path() + "/leaf", {});
+    const fs::path data = file->stats().path, own = data.parent_path();
+    EXPECT_EQ(mode_of(temp.path() + "/leaf"), 0700u);
+    EXPECT_EQ(mode_of(own), 0700u);
+    EXPECT_EQ(mode_of(data), 0600u);
+    EXPECT_TRUE(own.filename().string().starts_with("zcomm-swap-" + std::to_string(::getpid()) + "-"));
+    std::ifstream manifest(own / "manifest.json");
+    const std::string text((std::istreambuf_iterator<char>(manifest)), {});
+    for (const std::string& part : {"\"pid\": " + std::to_string(::getpid()), std::string("\"host\""),
+                                    std::string("\"created\""), std::string("\"uid\""), std::string("\"start_ticks\"")})
+      EXPECT_TRUE(text.find(part) != std::string::npos);
+  }
+  EXPECT_TRUE(fs::is_empty(temp.path() + "/leaf"));
+}
+
+TEST(SwapDirectory, bad_places_are_named) {
+  const TempDirectory temp;
+  std::ofstream(temp.path() + "/file") << "x";
+  std::string what;
+  EXPECT_EQ(error_of([&] { SwapFile::open(temp.path() + "/no/such", {}); }, &what), ENOENT);
+  EXPECT_TRUE(what.find("/no/such") != std::string::npos);
+  EXPECT_EQ(error_of([&] { SwapFile::open(temp.path() + "/file", {}); }), ENOTDIR);
+  EXPECT_EQ(error_of([&] { SwapFile::open(temp.path() + "/file/below", {}); }), ENOTDIR);
+  EXPECT_EQ(error_of([] { SwapFile::open("", {}); }), -1);
+}
+
+TEST(SwapDirectory, no_permission_is_eacces) {
+  const TempDirectory temp;
+  fs::create_directory(temp.path() + "/locked");
+  ::chmod(temp.path().c_str(), 0755);
+  ::chmod((temp.path() + "/locked").c_str(), 0555);
+  const int code = in_child([&] {
+    if (::geteuid() == 0 && ::seteuid(65534) != 0) return 1;
+    return error_of([&] { SwapFile::open(temp.path() + "/locked", {}); });
+  });
+  EXPECT_EQ(code, EACCES);
+}
+
+TEST(SwapDirectory, read_only_file_system_is_eacces_for_root_too) {
+  const TempDirectory temp;
+  if (::mount("tmpfs", temp.path().c_str(), "tmpfs", MS_RDONLY, "size=1m") != 0) {
+    std::cout << "     no right to mount: skipped\n";
+    return;
+  }
+  std::string what;
+  EXPECT_EQ(error_of([&] { SwapFile::open(temp.path(), {}); }, &what), EACCES);
+  EXPECT_TRUE(what.find("read-only") != std::string::npos);
+  ::umount(temp.path().c_str());
+}
+
+TEST(SwapDirectory, full_disk_is_enospc_at_reserve) {
+  const TempDirectory temp;
+  if (::mount("tmpfs", temp.path().c_str(), "tmpfs", 0, "size=8m") != 0) {
+    std::cout << "     no right to mount: skipped\n";
+    return;
+  }
+  {
+    const auto file = SwapFile::open(temp.path(), {});
+    EXPECT_FALSE(file->stats().direct);  // memory has no direct I/O, and says so
+    file->reserve("a", 4 << 20);
+    std::string what;
+    EXPECT_EQ(error_of([&] { file->reserve("b", 5 << 20); }, &what), ENOSPC);
+    for (const char* part : {"5242880 bytes more needed", "bytes free", "/data"})
+      EXPECT_TRUE(what.find(part) != std::string::npos);
+    EXPECT_EQ(file->stats().reserved_nbytes, 4u << 20);
+    Pattern out(3 << 20, 1), in(3 << 20, 2);  // what fits still works
+    file->write("c", out.data(), out.nbytes()).wait();
+    file->read("c", in.data(), in.nbytes()).wait();
+    EXPECT_TRUE(in == out);
+    SwapFile::Options options;
+    options.nbytes = 100 << 20;
+    EXPECT_EQ(error_of([&] { SwapFile::open(temp.path(), options); }), ENOSPC);
+    EXPECT_EQ(temp.names().size(), 1u);  // the refused one left nothing
+  }
+  EXPECT_TRUE(temp.names().empty());
+  ::umount(temp.path().c_str());
+}
+
+TEST(SwapDirectory, file_size_limit_is_enospc_and_no_signal) {
+  const TempDirectory temp;
+  for (const rlim_t limit : {rlim_t{1} << 20, rlim_t{1000}}) {
+    const int code = in_child([&] {
+      const rlimit bound{limit, limit};
+      ::setrlimit(RLIMIT_FSIZE, &bound);
+      const auto file = SwapFile::open(temp.path(), {});
+      if (limit > 300000) {
+        Pattern out(300000, 1), in(300000, 2);
+        file->write("a", out.data(), out.nbytes()).wait();
+        file->read("a", in.data(), in.nbytes()).wait();
+        if (!(in == out)) return 1;
+      }
+      std::string what;
+      if (error_of([&] { file->reserve("b", 2 << 20); }, &what) != ENOSPC) return 2;
+      return what.find("RLIMIT_FSIZE, ulimit -f) is " + std::to_string(limit)) == std::string::npos ? 3 : 0;
+    });
+    EXPECT_EQ(code, 0);
+    EXPECT_TRUE(temp.names().empty());
+  }
+}
+
+TEST(SwapDirectory, the_dead_are_removed_and_the_living_stay) {
+  const TempDirectory temp;
+  const pid_t dead = start_owner(temp.path());
+  const pid_t living = start_owner(temp.path());
+  kill_and_reap(dead);
+  EXPECT_EQ(temp.names().size(), 2u);
+  {
+    const auto file = SwapFile::open(temp.path(), {});
+    const auto names = temp.names();
+    EXPECT_EQ(names.size(), 2u);
+    for (const std::string& name : names) EXPECT_FALSE(name.starts_with("zcomm-swap-" + std::to_string(dead) + "-"));
+  }
+  EXPECT_EQ(temp.names().size(), 1u);
+  kill_and_reap(living);
+  SwapFile::open(temp.path(), {})->close();
+  EXPECT_TRUE(temp.names().empty());
+}
+
+TEST(SwapDirectory, nothing_else_is_touched) {
+  const TempDirectory temp, elsewhere;
+  const std::string stale = temp.path() + "/zcomm-swap-1-0123456789abcdef";
+  const std::string linked = temp.path() + "/zcomm-swap-2-0123456789abcdef";
+  const std::string no_lock = temp.path() + "/zcomm-swap-3-0123456789abcdef";
+  const std::string link_lock = temp.path() + "/zcomm-swap-4-0123456789abcdef";
+  const std::string empty = temp.path() + "/zcomm-swap-5-0123456789abcdef";
+  const std::string fresh = temp.path() + "/.zcomm-swap-6-0123456789abcdef.new";
+  const std::string other = temp.path() + "/zcomm-swap-mine";
+  for (const auto& each : {stale, no_lock, link_lock, empty, fresh, other}) fs::create_directory(each);
+  for (const auto& each : {stale, other, fresh, elsewhere.path()}) std::ofstream(each + "/lock") << "";
+  for (const auto& each : {stale, no_lock, link_lock, other, elsewhere.path()}) std::ofstream(each + "/data") << "x";
+  std::ofstream(stale + "/notes.txt") << "somebody's";
+  fs::create_directory_symlink(elsewhere.path(), linked);
+  fs::create_symlink(elsewhere.path() + "/lock", link_lock + "/lock");
+  SwapFile::open(temp.path(), {})->close();
+  EXPECT_TRUE(fs::exists(stale + "/notes.txt"));  // ours in it went, the rest stays
+  EXPECT_FALSE(fs::exists(stale + "/data"));
+  EXPECT_TRUE(fs::exists(elsewhere.path() + "/data"));
+  EXPECT_TRUE(fs::exists(elsewhere.path() + "/lock"));
+  for (const auto& each : {no_lock, link_lock, other}) EXPECT_TRUE(fs::exists(each + "/data"));
+  EXPECT_TRUE(fs::exists(fresh));
+  EXPECT_FALSE(fs::exists(empty));
+}
+
+TEST(SwapDirectory, a_forked_child_owns_nothing) {
+  const TempDirectory temp;
+  auto file = SwapFile::open(temp.path(), {});
+  Pattern out(100000, 1), in(100000, 2);
+  file->write("k", out.data(), out.nbytes()).wait();
+  const int code = in_child([&] {
+    try {
+      file->read("k", in.data(), in.nbytes());
+      return 1;
+    } catch (const Error& error) {
+      if (std::string(error.what()).find("forked child") == std::string::npos) return 2;
+    }
+    file->close();
+    file.reset();
+    return 0;
+  });
+  EXPECT_EQ(code, 0);
+  EXPECT_EQ(temp.names().size(), 1u);
+  file->read("k", in.data(), in.nbytes()).wait();
+  EXPECT_TRUE(in == out);
+}

@@ -1,0 +1,120 @@
+"""Fixtures of all Python tests: worlds of processes, a time limit with stacks, and a check that nothing is left behind.
+
+`run_ranks(function, world_size, *args)` returns what each rank returned and fails the test if one raised or died;
+with `check=False` it returns the RankResults, errors included. `start_ranks` leaves the world running.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from ranks import World, start_ranks
+
+FOREIGN_SHM = ("vader_segment", "psm_", "sem.")  # what Open MPI and multiprocessing put into /dev/shm
+
+
+@pytest.fixture(autouse=True)
+def time_limit(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test after its limit (`timeout_s` marker, 120 s) with the stacks of all threads."""
+    marker = request.node.get_closest_marker("timeout_s")
+    seconds = float(marker.args[0]) if marker else 120.0
+
+    def expire(_number: int, _frame: object) -> None:
+        with tempfile.TemporaryFile("w+") as stacks:
+            faulthandler.dump_traceback(file=stacks, all_threads=True)
+            stacks.seek(0)
+            pytest.fail(f"longer than {seconds:g} s; stacks:\n{stacks.read()}", pytrace=False)
+
+    previous = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, previous)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After each test: no process, no thread, nothing in /dev/shm, and no swap directory under tmp_path."""
+    processes, threads, shm = _descendants(), set(threading.enumerate()), _shared_memory()
+    folder: Path | None = None
+    if "tmp_path" in request.fixturenames and request.node.get_closest_marker("leaves_swap") is None:
+        folder = request.getfixturevalue("tmp_path")
+    yield
+    _expect_gone(lambda: _descendants() - processes, "processes left behind")
+    _expect_gone(lambda: set(threading.enumerate()) - threads, "threads left behind")
+    _expect_gone(lambda: _shared_memory() - shm, "left in /dev/shm")
+    if folder is not None:
+        _expect_gone(lambda: set(folder.rglob("*zcomm-swap-*")), "swap directories left behind")
+
+
+@pytest.fixture
+def start_ranks_in(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., World]]:
+    """`start(function, world_size, *args, env=None) -> World`; what still runs at the end of the test is killed."""
+    worlds: list[World] = []
+
+    def start(function: Callable[..., Any], world_size: int, *args: Any, env: dict[str, str] | None = None) -> World:
+        worlds.append(start_ranks(function, world_size, args, tmp_path_factory.mktemp("world"), env))
+        return worlds[-1]
+
+    yield start
+    for world in worlds:
+        world.close()
+
+
+@pytest.fixture
+def run_ranks(start_ranks_in: Callable[..., World]) -> Callable[..., list[Any]]:
+    """`run(function, world_size, *args, timeout_s=90, env=None, check=True)`; see the head of this file."""
+
+    def run(
+        function: Callable[..., Any],
+        world_size: int,
+        *args: Any,
+        timeout_s: float = 90.0,
+        env: dict[str, str] | None = None,
+        check: bool = True,
+    ) -> list[Any]:
+        results = start_ranks_in(function, world_size, *args, env=env).join(timeout_s)
+        if not check:
+            return results
+        bad = [result for result in results if result.error is not None or result.exitcode != 0]
+        if bad:
+            pytest.fail("\n".join(result.describe() for result in bad), pytrace=False)
+        return [result.value for result in results]
+
+    return run
+
+
+def _descendants() -> set[psutil.Process]:
+    """Children of this process, zombies included; the fork server and its resource tracker live as long as we."""
+    found: set[psutil.Process] = set()
+    for process in psutil.Process().children(recursive=True):
+        try:
+            command = " ".join(process.cmdline())
+        except psutil.Error:
+            continue
+        server = "multiprocessing.forkserver" in command or "multiprocessing.resource_tracker" in command
+        if not (server and process.ppid() == os.getpid()):  # a rank has the server's command line, but another parent
+            found.add(process)
+    return found
+
+
+def _shared_memory() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(FOREIGN_SHM)}
+
+
+def _expect_gone(find: Callable[[], set[Any]], what: str) -> None:
+    deadline = time.monotonic() + 3.0
+    while (left := find()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left, f"{what}: {left}"

@@ -1,0 +1,46 @@
+"""The bitwise contract: at one world size, stage, offload, bucket size, overlap and prefetch leave every bit alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zero_jobs import Case, train_all
+
+Run = Callable[..., list[Any]]
+
+
+def cases(precision: str) -> list[Case]:
+    grid = product((0, 1, 2, 3), (None, "cpu", "nvme"), (0.02, 25.0), (True, False))
+    return [Case(stage, offload, bucket, overlap, precision) for stage, offload, bucket, overlap in grid]
+
+
+def more_cases(precision: str) -> list[Case]:
+    """Off the grid: other prefetch depths, and private copies of the parameters."""
+    return [
+        Case(3, "nvme", 0.02, True, precision, prefetch=0),
+        Case(3, "nvme", 0.02, True, precision, prefetch=3),
+        *(Case(stage, None, 0.02, True, precision, share_parameters=False) for stage in (1, 2, 3)),
+        Case(3, "nvme", 0.02, True, precision, share_parameters=False),
+    ]
+
+
+@pytest.mark.timeout_s(600)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_contract(run_ranks: Run, tmp_path: Path, world_size: int, precision: str) -> None:
+    all_cases = cases(precision) + more_cases(precision)
+    per_rank = run_ranks(train_all, world_size, all_cases, str(tmp_path), timeout_s=560)
+    for rank, results in enumerate(per_rank):
+        reference = results[0]
+        assert len(set(reference["losses"])) > 30, "the model must learn something different in each step"
+        for case, result in zip(all_cases, results, strict=True):
+            assert result["sizes"] == reference["sizes"]
+            assert result["losses"] == reference["losses"], f"rank {rank}: losses of {case}"
+            assert result["norms"] == reference["norms"], f"rank {rank}: gradient norms of {case}"
+            assert result["weights"] == reference["weights"], f"rank {rank}: weights of {case}"
+    assert len({results[0]["weights"] for results in per_rank}) == 1, "ranks disagree"

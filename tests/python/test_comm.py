@@ -1,0 +1,419 @@
+"""Collectives from Python: every rank checks what it got against what torch computes on all ranks' inputs.
+
+One world runs many checks: `_values` is called in worlds of 1 (in this process), 2 and 3.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zcomm
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64]
+COUNTS = [0, 1, 7, 64, 1001, 300_007]  # the last is larger than all staging slots together
+OPS = ["sum", "avg", "min", "max", "prod"]
+
+
+def make(count: int, dtype: torch.dtype, rank: int, seed: int = 0) -> torch.Tensor:
+    """Rank's input: small integers, so that every order of summation gives the same bits."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return torch.randint(1, 4, (count,), generator=generator).to(dtype)
+
+
+def expected(inputs: list[torch.Tensor], op: str) -> torch.Tensor:
+    """The reduction in fp64 (int64 for integers), rounded once."""
+    wide = torch.float64 if inputs[0].dtype.is_floating_point else torch.int64
+    stack = torch.stack([tensor.to(wide) for tensor in inputs])
+    if op == "sum":
+        result = stack.sum(0)
+    elif op == "avg":
+        result = stack.sum(0) / len(inputs)
+    elif op == "prod":
+        result = stack.prod(0)
+    else:
+        result = stack.amin(0) if op == "min" else stack.amax(0)
+    return result.to(inputs[0].dtype)
+
+
+def check_equal(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
+    assert got.dtype == want.dtype and got.shape == want.shape, f"{what}: {got.dtype} {got.shape}"
+    if not torch.equal(got, want):
+        place = int((got != want).nonzero()[0])
+        raise AssertionError(f"{what}: element {place} is {got[place]}, expected {want[place]}")
+
+
+def check_close(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
+    """avg multiplies or divides in the accumulation type: within one rounding of fp64's result."""
+    torch.testing.assert_close(got, want, rtol=torch.finfo(got.dtype).eps * 2, atol=0, msg=lambda m: f"{what}: {m}")
+
+
+# ---- values, in every world ----
+def all_reduce_values() -> None:
+    rank, world = zcomm.rank(), zcomm.world_size()
+    for dtype in DTYPES:
+        for count in COUNTS:
+            inputs = [make(count, dtype, r) for r in range(world)]
+            for op in OPS:
+                if op == "avg" and not dtype.is_floating_point:
+                    continue
+                what = f"all_reduce {op} {dtype} {count}"
+                private = inputs[rank].clone()
+                assert zcomm.all_reduce(private, op) is None
+                symmetric = zcomm.empty(count, dtype=dtype)
+                symmetric.copy_(inputs[rank])
+                zcomm.all_reduce(symmetric, op)
+                compare = check_close if op == "avg" else check_equal
+                compare(private, expected(inputs, op), what)
+                check_equal(symmetric, private, f"{what}, symmetric against private")
+
+
+def all_reduce_rank_order() -> None:
+    """Rounding values: bits of a sum in rank order in fp32, the same for symmetric and private, on all ranks."""
+    rank, world = zcomm.rank(), zcomm.world_size()
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        inputs = [torch.randn(100_003, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(world)]
+        total = inputs[0].float()
+        for other in inputs[1:]:
+            total = total + other.float()
+        private = inputs[rank].clone()
+        zcomm.all_reduce(private)
+        symmetric = zcomm.empty(private.numel(), dtype=dtype)
+        symmetric.copy_(inputs[rank])
+        zcomm.all_reduce(symmetric)
+        check_equal(private, total.to(dtype), f"private {dtype}")
+        check_equal(symmetric, total.to(dtype), f"symmetric {dtype}")
+
+
+def list_is_one_operation() -> None:
+    rank, world = zcomm.rank(), zcomm.world_size()
+    counts = [5, 0, 1000, 1, 70_001]
+    inputs = [[make(n, torch.float32, r, seed=i) for i, n in enumerate(counts)] for r in range(world)]
+    tensors = [tensor.clone() for tensor in inputs[rank]]
+    tensors[2] = tensors[2].reshape(10, 100)  # shapes stay
+    zcomm.all_reduce(tensors)
+    assert tensors[2].shape == (10, 100)
+    for i, tensor in enumerate(tensors):
+        check_equal(tensor.reshape(-1), expected([inputs[r][i] for r in range(world)], "sum"), f"list item {i}")
+
+
+def reduce_scatter_values() -> None:
+    rank, world = zcomm.rank(), zcomm.world_size()
+    for dtype in DTYPES:
+        for n in (0, 1, 33, 100_001):
+            inputs = [make(world * n, dtype, r) for r in range(world)]
+            want = expected(inputs, "sum")[rank * n : (rank + 1) * n]
+            what = f"reduce_scatter {dtype} {n}"
+            bucket = inputs[rank].clone()
+            shard = zcomm.reduce_scatter(bucket)
+            check_equal(shard, want, what)
+            check_equal(bucket, inputs[rank], f"{what}: the input is left alone")
+            out = torch.empty(n, dtype=dtype)
+            assert zcomm.reduce_scatter(bucket, out=out).data_ptr() == out.data_ptr()
+            check_equal(out, want, f"{what}, out=")
+            symmetric = zcomm.empty(world * n, dtype=dtype)
+            symmetric.copy_(inputs[rank])
+            check_equal(zcomm.reduce_scatter(symmetric), want, f"{what}, symmetric")
+    several = [make(world * n, torch.float32, rank, seed=n) for n in (3, 1024)]
+    shards = zcomm.reduce_scatter(several, op="max")
+    for n, shard in zip((3, 1024), shards, strict=True):
+        full = expected([make(world * n, torch.float32, r, seed=n) for r in range(world)], "max")
+        check_equal(shard, full[rank * n : (rank + 1) * n], f"list, max, {n}")
+
+
+def all_gather_values() -> None:
+    rank, world = zcomm.rank(), zcomm.world_size()
+    for dtype in DTYPES:
+        for n in (0, 1, 33, 100_001):
+            shards = [make(n, dtype, r) for r in range(world)]
+            want = torch.cat(shards)
+            what = f"all_gather {dtype} {n}"
+            check_equal(zcomm.all_gather(shards[rank].clone()), want, what)
+            out = zcomm.empty(world * n, dtype=dtype)
+            mine = out[rank * n : (rank + 1) * n]
+            mine.copy_(shards[rank])
+            assert zcomm.all_gather(mine, out=out).data_ptr() == out.data_ptr()
+            check_equal(out, want, f"{what}, in place on the symmetric heap")
+
+
+def broadcast_values() -> None:
+    rank, world = zcomm.rank(), zcomm.world_size()
+    for root in range(world):
+        for count in COUNTS:
+            tensor = make(count, torch.bfloat16, rank, seed=root)
+            zcomm.broadcast(tensor, root=root)
+            check_equal(tensor, make(count, torch.bfloat16, root, seed=root), f"broadcast from {root}, {count}")
+    pair = [torch.full((3,), rank), torch.full((2, 2), 10 * rank)]
+    zcomm.broadcast(pair, root=world - 1)
+    assert pair[0].tolist() == [world - 1] * 3 and pair[1].tolist() == [[10 * (world - 1)] * 2] * 2
+
+
+def async_works() -> None:
+    """Works of several operations in flight; waited for in any order, polled, dropped."""
+    rank, world = zcomm.rank(), zcomm.world_size()
+    tensors = [make(50_000, torch.float32, rank, seed=i) for i in range(6)]
+    works = [zcomm.all_reduce(tensor, async_op=True) for tensor in tensors]
+    for work in reversed(works):
+        work.wait()
+        assert work.done()
+        work.wait()  # again: nothing happens
+    for i, tensor in enumerate(tensors):
+        check_equal(
+            tensor, expected([make(50_000, torch.float32, r, seed=i) for r in range(world)], "sum"), f"work {i}"
+        )
+    shard, work = zcomm.reduce_scatter(torch.ones(4 * world), async_op=True)
+    full, work_2 = zcomm.all_gather(torch.full((3,), float(rank)), async_op=True)
+    work.wait(timeout=60)
+    work_2.wait(timeout=60)
+    assert shard.tolist() == [world] * 4
+    assert full.tolist() == [float(r) for r in range(world) for _ in range(3)]
+    dropped = torch.ones(100_000)
+    zcomm.all_reduce(dropped, async_op=True)  # dropping the Work waits
+    assert dropped.eq(world).all()
+    zcomm.barrier()
+
+
+def bad_arguments() -> None:
+    """Refused on this rank before anything is sent; the communicator stays usable."""
+    world = zcomm.world_size()
+    if world > 1:
+        with pytest.raises(ValueError, match=rf"{2 * world + 1}\b.*\b{world}\b"):
+            zcomm.reduce_scatter(torch.ones(2 * world + 1))
+    with pytest.raises(ValueError, match="contiguous"):
+        zcomm.all_reduce(torch.ones(4, 4).t())
+    with pytest.raises(ValueError, match="complex64"):
+        zcomm.all_reduce(torch.ones(4, dtype=torch.complex64))
+    with pytest.raises(ValueError, match="median"):
+        zcomm.all_reduce(torch.ones(4), op="median")
+    with pytest.raises(ValueError, match=str(world + 5)):
+        zcomm.broadcast(torch.ones(4), root=world + 5)
+    with pytest.raises(ValueError):
+        zcomm.all_gather(torch.ones(4), out=torch.ones(4 * world + 1))
+    with pytest.raises(ValueError):
+        zcomm.all_reduce([])
+    good = torch.ones(3)
+    zcomm.all_reduce(good)
+    assert good.tolist() == [world] * 3
+
+
+def singleton() -> None:
+    comm = zcomm.init()
+    assert zcomm.init() is comm
+    assert zcomm.is_initialized() and comm.rank == zcomm.rank() and comm.world_size == zcomm.world_size()
+    assert 0 <= zcomm.local_rank() < zcomm.world_size()
+    tensor = torch.ones(3)
+    comm.all_reduce(tensor)
+    assert tensor.tolist() == [zcomm.world_size()] * 3
+
+
+VALUES: list[Callable[[], None]] = [
+    singleton,
+    all_reduce_values,
+    all_reduce_rank_order,
+    list_is_one_operation,
+    reduce_scatter_values,
+    all_gather_values,
+    broadcast_values,
+    async_works,
+    bad_arguments,
+]
+
+
+@pytest.fixture(scope="module")
+def world_of_one() -> Iterator[None]:
+    zcomm.init()
+    yield
+    zcomm.shutdown()
+
+
+@pytest.mark.parametrize("check", VALUES, ids=lambda check: check.__name__)
+def test_world_1(check: Callable[[], None], world_of_one: None) -> None:
+    assert zcomm.world_size() == 1
+    check()
+
+
+def run_values() -> list[str]:
+    zcomm.init()
+    failed = []
+    for check in VALUES:
+        try:
+            check()
+        except AssertionError as error:
+            failed.append(f"{check.__name__}: {error}")
+    zcomm.barrier()
+    return failed
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_values(world_size: int, run_ranks: Callable[..., list[Any]]) -> None:
+    assert run_ranks(run_values, world_size, timeout_s=110) == [[]] * world_size
+
+
+# ---- life of a communicator ----
+def footprint() -> dict[str, int]:
+    """Native threads, open descriptors and mapped memfd of this process."""
+    gc.collect()
+    return {
+        "threads": len(os.listdir("/proc/self/task")),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "memfd maps": Path("/proc/self/maps").read_text().count("memfd:"),
+        "/dev/shm maps": Path("/proc/self/maps").read_text().count("/dev/shm"),
+    }
+
+
+def shutdown_returns_everything(store: str) -> list[dict[str, int]]:
+    torch.ones(10).sum()
+    seen = [footprint()]
+    for turn in range(3):
+        zcomm.init(init_method=f"{store}{turn}", rank=int(os.environ["RANK"]), world_size=2)
+        tensor = zcomm.empty(1 << 20)
+        zcomm.all_reduce(tensor)
+        work = zcomm.all_reduce(torch.ones(5), async_op=True)
+        work.wait()
+        during = footprint()
+        assert during["memfd maps"] > 0 and during["/dev/shm maps"] == 0, during
+        del tensor, work
+        zcomm.shutdown()
+        assert not zcomm.is_initialized()
+        seen.append(footprint())
+    return seen
+
+
+def test_shutdown_returns_memory_threads_and_descriptors(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    for first, *later in run_ranks(shutdown_returns_everything, 2, f"file://{tmp_path}/store"):
+        # The core's pool of workers may stay from the first turn on; it must not grow.
+        assert [seen["descriptors"] for seen in later] == [first["descriptors"]] * 3, (first, later)
+        assert all(seen["memfd maps"] == 0 for seen in later), later
+        assert later[0]["threads"] == later[1]["threads"] == later[2]["threads"], (first, later)
+
+
+def test_calls_before_init_say_so() -> None:
+    if zcomm.is_initialized():
+        zcomm.shutdown()
+    with pytest.raises(RuntimeError, match=r"zcomm\.init"):
+        zcomm.all_reduce(torch.ones(3))
+    with pytest.raises(RuntimeError, match=r"zcomm\.init"):
+        zcomm.rank()
+
+
+def test_init_names_a_bad_argument() -> None:
+    with pytest.raises(ValueError, match="carrier-pigeon"):
+        zcomm.init(backend="carrier-pigeon")
+    with pytest.raises(ValueError, match="rank=3"):
+        zcomm.init(rank=3, world_size=2, init_method="file:///tmp/never-made")
+    assert not zcomm.is_initialized()
+
+
+# ---- failures ----
+def mismatch(kind: str) -> str:
+    zcomm.init(timeout=30.0)
+    rank = zcomm.rank()
+    zcomm.barrier()
+    with pytest.raises(zcomm.CollectiveMismatch) as caught:
+        if kind == "count":
+            zcomm.all_reduce(torch.ones(100 + 23 * (rank == 1)))
+        elif kind == "dtype":
+            zcomm.all_reduce(torch.ones(64, dtype=torch.bfloat16 if rank == 1 else torch.float32))
+        elif kind == "operation":
+            zcomm.all_reduce(torch.ones(64)) if rank == 1 else zcomm.broadcast(torch.ones(64))
+        elif kind == "reduction":
+            zcomm.all_reduce(torch.ones(64), op="max" if rank == 1 else "sum")
+    with pytest.raises(RuntimeError):  # poisoned, and says so
+        zcomm.barrier()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        ("count", ["100", "123"]),
+        ("dtype", ["float32", "bfloat16"]),
+        ("operation", ["all_reduce", "broadcast"]),
+        ("reduction", ["sum", "max"]),
+    ],
+)
+def test_mismatch_is_an_error_on_all_ranks(kind: str, named: list[str], run_ranks: Callable[..., list[Any]]) -> None:
+    world_size = 3 if kind == "count" else 2
+    for message in run_ranks(mismatch, world_size, kind):
+        for word in [*named, "rank"]:
+            assert re.search(rf"\b{word}", message), f"{word!r} is not named: {message}"
+
+
+def lose_a_peer(stamp: str, wait_kind: str) -> tuple[int, str, float]:
+    """Rank 1 dies by SIGKILL while the others wait for it; they report whom they lost, and when."""
+    zcomm.init(timeout=60.0)
+    rank = zcomm.rank()
+    tensor = zcomm.empty(1 << 16)
+    for _ in range(5):
+        zcomm.all_reduce(tensor)
+    if rank == 1:
+        time.sleep(0.3)  # the others are inside the next operation by now
+        Path(stamp).write_text(repr(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(zcomm.PeerLost) as caught:
+        if wait_kind == "blocking":
+            zcomm.all_reduce(tensor)
+        else:
+            zcomm.all_reduce(torch.ones(1 << 20), async_op=True).wait()
+    noticed = time.monotonic()
+    assert isinstance(caught.value, ConnectionError)
+    with pytest.raises((RuntimeError, ConnectionError)):
+        zcomm.barrier()
+    zcomm.shutdown()
+    assert threading.active_count() == 1
+    return caught.value.rank, str(caught.value), noticed
+
+
+@pytest.mark.parametrize("wait_kind", ["blocking", "async"])
+def test_killed_rank_is_named_within_two_seconds(
+    wait_kind: str, run_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    stamp = tmp_path / "killed_at"
+    results = run_ranks(lose_a_peer, 3, str(stamp), wait_kind, check=False)
+    assert results[1].exitcode == -signal.SIGKILL
+    for rank in (0, 2):
+        assert results[rank].error is None, results[rank].describe()
+        lost, message, noticed = results[rank].value
+        assert lost == 1 and re.search(r"rank 1\b", message), message
+        assert noticed - float(stamp.read_text()) < 2.0
+
+
+def late_rank(timeout_s: float) -> str | None:
+    zcomm.init(timeout=timeout_s)
+    zcomm.barrier()
+    if zcomm.rank() == 1:
+        time.sleep(3 * timeout_s)
+        return None
+    with pytest.raises(TimeoutError) as caught:
+        zcomm.all_reduce(torch.ones(1000))
+    time.sleep(2.5 * timeout_s)  # until rank 1 is done: leaving would be another error
+    return str(caught.value)
+
+
+def test_deadline_names_the_late_rank(run_ranks: Callable[..., list[Any]]) -> None:
+    for rank, message in enumerate(run_ranks(late_rank, 3, 1.5)):
+        if rank != 1:
+            assert re.search(r"rank 1\b|rank\(s\) 1\b|ranks 1\b|\[1\]", message), message
+            assert "1.5" in message and "all_reduce" in message, message
+
+
+def peer_never_comes() -> str:
+    with pytest.raises((TimeoutError, ConnectionError)) as caught:
+        zcomm.init(timeout=1.5, rank=0, world_size=2)
+    assert not zcomm.is_initialized()
+    return str(caught.value)
+
+
+def test_init_ends_when_a_rank_never_comes(run_ranks: Callable[..., list[Any]]) -> None:
+    (message,) = run_ranks(peer_never_comes, 1)
+    assert re.search(r"\b1\b", message), message

@@ -1,0 +1,100 @@
+"""`import zcomm` costs next to nothing and touches nothing: no thread, no socket, no device, no build."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+PROBE = """
+import json, os, sys, time
+
+def native_threads():
+    return sorted(os.listdir("/proc/self/task"))
+
+def targets():
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found[name] = os.readlink("/proc/self/fd/" + name)
+        except OSError:
+            pass
+    return {t for t in found.values() if not t.startswith("/proc/")}
+
+begin = time.perf_counter()
+import torch
+torch_s = time.perf_counter() - begin
+import numpy
+threads, files = native_threads(), targets()
+environment = dict(os.environ)
+begin = time.perf_counter()
+import zcomm
+zcomm_s = time.perf_counter() - begin
+for name in zcomm.__all__:  # names load on first use: load them all
+    getattr(zcomm, name)
+all_s = time.perf_counter() - begin
+print(json.dumps({
+    "torch_s": torch_s,
+    "zcomm_s": zcomm_s,
+    "all_s": all_s,
+    "new_threads": len(native_threads()) - len(threads),
+    "new_files": sorted(targets() - files),
+    "changed_environment": sorted(set(environment.items()) ^ set(os.environ.items())),
+    "cuda_initialized": torch.cuda.is_initialized(),
+    "cuda_devices_open": [t for t in targets() if "nvidia" in t],
+    "initialized": zcomm.is_initialized(),
+    "c10d_initialized": torch.distributed.is_initialized(),
+    "children": open("/proc/self/task/%d/children" % os.getpid()).read().split(),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def probe() -> dict[str, object]:
+    run = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=100, check=True)
+    return json.loads(run.stdout)
+
+
+def test_starts_no_thread_and_no_process(probe: dict[str, object]) -> None:
+    assert probe["new_threads"] == 0
+    assert probe["children"] == []
+
+
+def test_opens_no_socket_file_or_device(probe: dict[str, object]) -> None:
+    assert probe["new_files"] == []
+    assert probe["cuda_devices_open"] == []
+    assert probe["cuda_initialized"] is False
+
+
+def test_changes_no_state_of_the_process(probe: dict[str, object]) -> None:
+    assert probe["changed_environment"] == []
+    assert probe["initialized"] is False
+    assert probe["c10d_initialized"] is False
+
+
+def test_is_quick_beside_torch(probe: dict[str, object]) -> None:
+    assert float(probe["zcomm_s"]) < 0.2 * float(probe["torch_s"]), probe
+    assert float(probe["all_s"]) < float(probe["torch_s"]), probe
+
+
+def test_public_names_are_there_and_typed() -> None:
+    import zcomm
+
+    names = """init shutdown rank world_size local_rank is_initialized all_reduce reduce_scatter all_gather broadcast
+    barrier empty BucketLayout Communicator Work CollectiveMismatch PeerLost CudaError pinned_empty SwapFile
+    ZeroOptimizer Offload initialize""".split()
+    missing = [name for name in names if not hasattr(zcomm, name)]
+    assert not missing
+    assert issubclass(zcomm.CollectiveMismatch, RuntimeError)
+    assert issubclass(zcomm.PeerLost, ConnectionError)
+    assert issubclass(zcomm.CudaError, RuntimeError)
+
+
+def test_version_is_the_installed_one() -> None:
+    from importlib.metadata import version
+
+    import zcomm
+
+    assert zcomm.__version__ == version("zcomm")

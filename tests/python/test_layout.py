@@ -1,0 +1,69 @@
+"""BucketLayout and Geometry: pure arithmetic, checked exhaustively on small shapes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from zcomm.layout import ALIGN, BucketLayout
+from zcomm.zero.geometry import Geometry
+
+SHAPES = [(3,), (64,), (65, 2), (1,), (0,), (7, 9, 2), (640,), (5,)]
+
+
+@pytest.mark.parametrize("world_size", range(1, 10))
+@pytest.mark.parametrize("bucket_nbytes", [1, 512, 4096, 10**6])
+def test_layout_covers_every_element_once(world_size: int, bucket_nbytes: int) -> None:
+    layout = BucketLayout(SHAPES, world_size, bucket_nbytes)
+    owned = [torch.zeros(torch.Size(shape).numel(), dtype=torch.int32) for shape in SHAPES]
+    for bucket in layout.buckets:
+        assert bucket.count % (world_size * ALIGN) == 0
+        for rank in range(world_size):
+            for tensor, begin, in_shard, count in layout.pieces(bucket.index, rank):
+                owned[tensor][begin : begin + count] += 1
+                assert in_shard + count <= layout.shard_count(bucket.index)
+                assert rank in layout.owner(tensor)
+    assert all(bool((pieces == 1).all()) for pieces in owned)
+    for slot, shape in zip(layout.slots, SHAPES, strict=True):
+        assert slot.offset % ALIGN == 0 and slot.shape == torch.Size(shape)
+    for bucket in layout.buckets:
+        used = sum(layout.slots[t].count for t in bucket.tensors[:1])
+        assert len(bucket.tensors) == 1 or used * 4 <= bucket_nbytes
+    assert layout.tensor_count == sum(torch.Size(s).numel() for s in SHAPES) <= layout.count
+
+
+def test_bad_values_are_named() -> None:
+    with pytest.raises(ValueError, match="world_size=0"):
+        BucketLayout(SHAPES, 0)
+    with pytest.raises(ValueError, match="bucket_nbytes=-1"):
+        BucketLayout(SHAPES, 1, bucket_nbytes=-1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("bucket_nbytes", [256, 2048, 10**6])
+def test_geometry_runs_and_gaps(world_size: int, bucket_nbytes: int) -> None:
+    units = [[torch.Size(s) for s in SHAPES[:3]], [], [torch.Size(s) for s in SHAPES[3:]]]
+    geometry = Geometry(units, world_size, bucket_nbytes, itemsize=4)
+    group_of = [index % 2 for index in range(len(SHAPES))]
+    assert geometry.shard_count * world_size == geometry.count
+    for bucket in geometry.buckets:
+        covered = torch.full((bucket.count,), -1)
+        for index in bucket.params:
+            geometry.view(covered, index).fill_(index)
+        for gap in geometry.gaps(bucket):
+            assert bool((covered[gap] == -1).all())
+            covered[gap] = -2
+        assert not bool((covered == -1).any())
+        for rank in range(world_size):
+            part = bucket.shard(rank)
+            runs = geometry.runs(bucket, part, group_of)
+            assert runs[0][0] == 0 or covered[part][0] == -2 or not runs
+            for (_, end, group), (begin, _, other) in itertools.pairwise(runs):
+                assert end == begin and group != other
+            for begin, end, group in runs:
+                inside = covered[part][begin:end]
+                assert all(group_of[i] == group for i in inside[inside >= 0].tolist())
+            done = sum(end - begin for begin, end, _ in runs)
+            assert done >= int((covered[part] >= 0).sum())

@@ -1,0 +1,285 @@
+"""Pinned tensors and the swap file from Python: what a user sees."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from zcomm import _core  # noqa: E402
+from zcomm.offload import SwapFile, pinned_empty  # noqa: E402
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
+
+
+def engines() -> list[str]:
+    return ["threads", "io_uring"]
+
+
+@pytest.fixture(params=engines())
+def swap(request: pytest.FixtureRequest, tmp_path: Path):
+    try:
+        file = SwapFile(tmp_path, engine=request.param, block_nbytes=1 << 16, depth=4)
+    except NotImplementedError:
+        pytest.skip("io_uring is refused here")
+    assert file.stats()["engine"] == request.param
+    yield file
+    file.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), 7, (3, 5), (0,), (2, 0, 3), (1025, 1024)])
+def test_pinned_empty_shapes(shape, dtype: torch.dtype) -> None:
+    tensor = pinned_empty(shape, dtype)
+    assert tensor.shape == torch.empty(shape).shape if shape != () else tensor.shape == ()
+    assert tensor.dtype == dtype
+    assert tensor.is_contiguous()
+    assert not tensor.to(torch.float64).any()
+    tensor.fill_(1)
+    assert tensor.to(torch.float64).sum().item() == tensor.numel()
+
+
+def test_pinned_memory_lives_as_long_as_its_last_view() -> None:
+    view = pinned_empty((1000, 1000))[10:20]
+    gc.collect()
+    view.fill_(3)
+    assert view.sum().item() == 3 * view.numel()
+
+
+def test_arena_counts_and_refuses() -> None:
+    arena = _core.PinnedArena(budget_nbytes=1 << 20)
+    lease = arena.allocate(1 << 19)
+    assert lease.nbytes == 1 << 19
+    assert lease.address % 4096 == 0
+    assert arena.stats()["used_nbytes"] == 1 << 19
+    with pytest.raises(OSError, match="budget 1048576 bytes") as refused:
+        arena.allocate((1 << 19) + 1)
+    assert refused.value.errno == errno.ENOMEM
+    tensor = torch.frombuffer(lease, dtype=torch.uint8)
+    del lease
+    gc.collect()
+    tensor.fill_(7)
+    assert arena.stats()["used_nbytes"] == 1 << 19
+    del tensor
+    gc.collect()
+    assert arena.stats()["used_nbytes"] == 0
+    assert arena.stats()["peak_nbytes"] == 1 << 19
+    with memoryview(arena.allocate(0)) as empty:
+        assert empty.nbytes == 0
+
+
+def test_pinned_empty_errors() -> None:
+    with pytest.raises(ValueError, match="-1"):
+        pinned_empty((3, -1))
+    with pytest.raises(OSError, match="bytes asked"):
+        pinned_empty(1 << 58)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_round_trip(swap: SwapFile, dtype: torch.dtype) -> None:
+    for shape in [(), (0,), (1,), (13, 17), (300, 1001)]:
+        tensor = torch.randint(0, 2 if dtype == torch.bool else 100, shape).to(dtype)
+        key = f"w/{shape}"
+        swap.write(key, tensor).wait()
+        out = torch.empty_like(tensor)
+        swap.read(key, out).wait()
+        assert torch.equal(out, tensor)
+
+
+def test_many_in_flight_and_works_dropped(swap: SwapFile) -> None:
+    values = {f"k{i}": torch.randn(i * 997) for i in range(60)}
+    for key, value in values.items():
+        swap.write(key, value.clone())  # the clone lives in the swap file until it is written
+    outs = {key: pinned_empty(value.shape) for key, value in values.items()}
+    works = [swap.read(key, outs[key]) for key in reversed(values)]
+    swap.wait()
+    assert all(work.done() for work in works)
+    for key, value in values.items():
+        assert torch.equal(outs[key], value)
+    assert not swap._pending
+
+
+def test_a_parameter_and_an_offset_view(swap: SwapFile) -> None:
+    flat = torch.randn(100_000)
+    parameter = torch.nn.Parameter(torch.randn(300, 7))
+    swap.write("view", flat[3:70_001])
+    swap.write("parameter", parameter)
+    out = torch.zeros_like(flat)
+    swap.read("view", out[3:70_001]).wait()
+    assert torch.equal(out[3:70_001], flat[3:70_001])
+    assert not out[:3].any()
+    assert not out[70_001:].any()
+    back = torch.nn.Parameter(torch.empty(300, 7))
+    swap.read("parameter", back).wait()
+    assert torch.equal(back, parameter)
+
+
+def test_several_threads(swap: SwapFile) -> None:
+    failures: list[BaseException] = []
+
+    def run(index: int) -> None:
+        try:
+            for i in range(20):
+                value = torch.full((5000 + i,), float(index * 100 + i))
+                out = torch.empty_like(value)
+                swap.write(f"{index}/{i}", value)
+                swap.read(f"{index}/{i}", out).wait()
+                assert torch.equal(out, value)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_wrong_tensors_are_named(swap: SwapFile) -> None:
+    good = torch.randn(4, 6)
+    with pytest.raises(ValueError, match=r"'t'.*not contiguous"):
+        swap.write("t", good.t())
+    with pytest.raises(ValueError, match="meta"):
+        swap.write("m", torch.empty(3, device="meta"))
+    with pytest.raises(TypeError, match="ndarray"):
+        swap.write("n", good.numpy())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="unknown key 'nobody'"):
+        swap.read("nobody", good)
+    swap.write("k", good).wait()
+    with pytest.raises(ValueError, match=r"\(4, 6\) torch.float32.*\(6, 4\) torch.float32"):
+        swap.read("k", torch.empty(6, 4))
+    with pytest.raises(ValueError, match=r"torch.int32"):
+        swap.read("k", torch.empty(4, 6, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"\(5,\)"):
+        swap.write("k", torch.empty(5))
+    swap.reserve("k", 5, torch.float64)
+    with pytest.raises(ValueError, match="never written"):
+        swap.read("k", torch.empty(5, dtype=torch.float64))
+    swap.release("k")
+    with pytest.raises(ValueError, match="unknown key 'k'"):
+        swap.release("k")
+    swap.write("k", torch.empty(9)).wait()
+
+
+def test_stats_and_manifest(swap: SwapFile) -> None:
+    value = torch.randn(250_000)
+    for _ in range(2):
+        swap.write("k", value).wait()
+    swap.read("k", value).wait()
+    stats = swap.stats()
+    assert stats["written_nbytes"] == 2_000_000
+    assert stats["read_nbytes"] == 1_000_000
+    assert stats["read_gbps"] == pytest.approx(1e6 / stats["read_s"] / 1e9)
+    assert stats["write_gbps"] > 0
+    assert stats["reserved_nbytes"] == 1_003_520
+    assert stats["error_count"] == 0
+    data = Path(str(stats["path"]))
+    manifest = json.loads((data.parent / "manifest.json").read_text())
+    assert manifest["pid"] == os.getpid()
+    assert manifest["uid"] == os.getuid()
+
+
+def test_damage_on_disk_is_an_oserror_with_the_path(tmp_path: Path) -> None:
+    with SwapFile(tmp_path, direct=False) as swap:
+        value = torch.randn(10_000)
+        swap.write("layer.0", value).wait()
+        path = str(swap.stats()["path"])
+        with open(path, "r+b") as raw:
+            raw.seek(4321)
+            byte = raw.read(1)
+            raw.seek(4321)
+            raw.write(bytes([byte[0] ^ 1]))
+        with pytest.raises(OSError, match=r"layer\.0.*offset 0") as damage:
+            swap.read("layer.0", torch.empty(10_000)).wait()
+        assert damage.value.errno == errno.EIO
+        assert damage.value.filename == path
+        swap.read("layer.0", torch.empty(10_000))  # dropped: wait() says it
+        with pytest.raises(OSError, match=r"layer\.0"):
+            swap.wait()
+        swap.wait()
+
+
+def test_places_that_cannot_serve(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="missing"):
+        SwapFile(tmp_path / "missing" / "leaf")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(NotADirectoryError):
+        SwapFile(tmp_path / "file")
+    with pytest.raises(OSError, match="bytes free") as full:
+        SwapFile(tmp_path, nbytes=1 << 50)
+    assert full.value.errno == errno.ENOSPC
+    with pytest.raises(ValueError, match="engine 'magic'"):
+        SwapFile(tmp_path, engine="magic")
+    with pytest.raises(ValueError, match="-1"):
+        SwapFile(tmp_path, nbytes=-1)
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+def test_close_is_final_and_idempotent(tmp_path: Path) -> None:
+    with SwapFile(tmp_path / "new") as swap:
+        swap.write("k", torch.randn(100))
+    swap.close()
+    assert list((tmp_path / "new").iterdir()) == []
+    with pytest.raises(ValueError, match="closed"):
+        swap.write("k", torch.randn(100))
+    forgotten = SwapFile(tmp_path / "new")
+    forgotten.write("k", torch.randn(100_000))
+    del forgotten
+    gc.collect()
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def run_python(code: str, *args: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), *args], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
+    )
+
+
+OWNER = """
+    import sys, torch
+    from zcomm.offload import SwapFile
+    swap = SwapFile(sys.argv[1])
+    keep = swap.write("k", torch.randn(1_000_000))
+    print("ready", flush=True)
+    sys.stdin.read(1)
+"""
+
+
+def test_exit_without_close_leaves_nothing(tmp_path: Path) -> None:
+    owner = run_python(OWNER, str(tmp_path))
+    assert owner.stdout is not None
+    assert owner.stdout.readline() == "ready\n"
+    assert len(list(tmp_path.iterdir())) == 1
+    owner.communicate("x", timeout=60)
+    assert owner.returncode == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_run_is_cleaned_up_by_the_next(tmp_path: Path) -> None:
+    owners = [run_python(OWNER, str(tmp_path)) for _ in range(2)]
+    for owner in owners:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == "ready\n"
+    dead, living = owners
+    dead.send_signal(signal.SIGKILL)
+    dead.wait(timeout=60)
+    with SwapFile(tmp_path):
+        names = [each.name for each in tmp_path.iterdir()]
+        assert len(names) == 2
+        assert not any(name.startswith(f"zcomm-swap-{dead.pid}-") for name in names)
+    living.communicate("x", timeout=60)
+    dead.communicate()
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,104 @@
+"""WarmupLR against numbers worked out by hand from DeepSpeed's formula."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from zcomm.schedulers import WarmupLR
+
+
+def optimizer(*rates: float) -> torch.optim.Optimizer:
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates]
+    return torch.optim.SGD(groups)
+
+
+def rates_of(opt: torch.optim.Optimizer, schedule: WarmupLR, steps: int) -> list[float]:
+    """The rate that each of ``steps`` optimizer steps runs at, and the one after them."""
+    seen = [opt.param_groups[0]["lr"]]
+    for _ in range(steps):
+        opt.step()
+        schedule.step()
+        seen.append(opt.param_groups[0]["lr"])
+    return seen
+
+
+def test_linear() -> None:
+    opt = optimizer(1.0)
+    schedule = WarmupLR(opt, 0.1, 0.5, warmup_num_steps=4, warmup_type="linear")
+    # iterations: before the first step, 0, 1, 2, 3, 4, 5
+    assert rates_of(opt, schedule, 6) == pytest.approx([0.1, 0.1, 0.2, 0.3, 0.4, 0.5, 0.5], rel=1e-12)
+
+
+def test_log() -> None:
+    opt = optimizer(1.0)
+    schedule = WarmupLR(opt, 0.0, 0.001, warmup_num_steps=8, warmup_type="log")
+    # log(i + 1) / log(8): 0, 1/3, log 3 / log 8, 2/3, ...
+    third = math.log(3) / math.log(8)
+    wanted = [0.0, 0.0, 0.001 / 3, 0.001 * third, 0.002 / 3]
+    assert rates_of(opt, schedule, 4) == pytest.approx(wanted, rel=1e-12, abs=1e-18)
+    assert third == pytest.approx(0.5283208335737187, rel=1e-15)
+    assert rates_of(opt, schedule, 20)[-1] == 0.001
+
+
+def test_log_reaches_the_maximum_at_the_last_warmup_iteration_and_linear_one_later() -> None:
+    for kind, at_last in (("log", 1.0), ("linear", 0.9)):
+        opt = optimizer(1.0)
+        seen = rates_of(opt, WarmupLR(opt, 0.0, 1.0, 10, kind), 12)
+        assert seen[10] == pytest.approx(at_last, rel=1e-12)  # iteration 9
+        assert seen[11] == 1.0
+
+
+def test_defaults_are_zero_to_the_first_groups_rate_in_1000_log_steps() -> None:
+    opt = optimizer(0.25, 7.0)
+    schedule = WarmupLR(opt)
+    assert [group["lr"] for group in opt.param_groups] == [0.0, 0.0]
+    rates_of(opt, schedule, 101)
+    wanted = 0.25 * math.log(101) / math.log(1000)
+    assert [group["lr"] for group in opt.param_groups] == pytest.approx([wanted, wanted], rel=1e-12)
+
+
+def test_one_warmup_step_counts_as_two() -> None:
+    opt = optimizer(1.0)
+    assert rates_of(opt, WarmupLR(opt, 0.0, 1.0, 1, "linear"), 3) == [0.0, 0.0, 0.5, 1.0]
+
+
+def test_one_rate_per_group() -> None:
+    opt = optimizer(1.0, 1.0)
+    schedule = WarmupLR(opt, [0.0, 0.1], (0.2, 0.3), 2, "linear")
+    rates_of(opt, schedule, 2)
+    assert schedule.get_last_lr() == pytest.approx([0.1, 0.2])
+
+
+def test_it_is_a_torch_schedule_and_resumes() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        whole = rates_of(first := optimizer(1.0), WarmupLR(first, 0.0, 1.0, 10), 8)
+        opt = optimizer(1.0)
+        schedule = WarmupLR(opt, 0.0, 1.0, 10)
+        rates_of(opt, schedule, 3)
+        resumed = WarmupLR(opt, 0.0, 1.0, 10)
+        resumed.load_state_dict(schedule.state_dict())
+        assert isinstance(resumed, torch.optim.lr_scheduler.LRScheduler)
+        opt.param_groups[0]["lr"] = resumed.get_last_lr()[0]
+        assert rates_of(opt, resumed, 5) == whole[3:]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"warmup_type": "cubic"}, 'must be "log" or "linear", got \'cubic\''),
+        ({"warmup_num_steps": 0}, "whole number >= 1, got 0"),
+        ({"warmup_num_steps": 2.5}, "whole number >= 1, got 2.5"),
+        ({"warmup_min_lr": [0.0, 0.1]}, "warmup_min_lr has 2 values for 1 parameter groups"),
+        ({"warmup_max_lr": []}, "warmup_max_lr has 0 values for 1 parameter groups"),
+    ],
+)
+def test_errors(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        WarmupLR(optimizer(1.0), **arguments)
+    assert message in str(caught.value)

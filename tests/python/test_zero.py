@@ -1,0 +1,203 @@
+"""ZeroOptimizer against torch, its memory against ZeRO's formula, and its errors."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zcomm
+from zero_jobs import Case, batch, compare_with_torch, loss_of, small_gpt
+
+Run = Callable[..., list[Any]]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_equals_ddp_and_float64(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
+    for distances in run_ranks(compare_with_torch, world_size, str(tmp_path), Case(3, "nvme", 0.02)):
+        assert distances["ddp"] < 1e-5
+        assert distances["float64"] < 1e-4
+
+
+# --- memory ---------------------------------------------------------------------------------------------------
+
+
+def measure_memory(folder: str) -> list[tuple[Any, dict[str, Any]]]:
+    """For each case: opt.memory(), the formula, padding, and what the core allocated after step 2."""
+    comm = zcomm.init(timeout=60)
+    torch.set_num_threads(1)
+    measured = []
+    for stage, offload, precision in product((0, 1, 2, 3), (None, "cpu", "nvme"), ("fp32", "bf16")):
+        model = small_gpt()
+        numel = sum(p.numel() for p in model.parameters())
+        opt = zcomm.ZeroOptimizer(
+            model, stage=stage, offload=offload, precision=precision, nvme_path=folder, bucket_mb=0.05
+        )
+        counts = []
+        for number in range(5):
+            loss_of(model, *batch(comm.rank, number)).backward()
+            opt.step()
+            opt.zero_grad()
+            counts.append(opt.allocation_count())
+        formula = zcomm.zero.memory_formula(numel, comm.world_size, stage, precision, offload)
+        padding = opt._live.geometry.count - numel
+        measured.append(((stage, offload, precision), opt.memory(), formula, padding, counts))
+        opt.close()
+    return measured
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_memory_is_the_formula(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
+    for measured in run_ranks(measure_memory, world_size, str(tmp_path)):
+        for case, memory, formula, padding, counts in measured:
+            for tier, purpose in product(("device", "cpu", "nvme"), ("parameters", "gradients", "optimizer")):
+                have, want = memory[tier][purpose], formula[tier][purpose]
+                assert want <= have + 16, f"{case}: {tier} {purpose}"
+                assert have <= want + 10 * padding, f"{case}: {tier} {purpose}: {have} > {want} + padding"
+            assert len(set(counts[1:])) == 1, f"{case}: the core allocated after step 2: {counts}"
+
+
+def resident_memory(folder: str, stage: int, width: int) -> tuple[int, int]:
+    """(growth of this process's PSS, opt.memory() in RAM) in bytes; small activations, large state."""
+    import gc
+
+    comm = zcomm.init(timeout=60)
+    torch.set_num_threads(1)
+
+    def pss() -> int:
+        gc.collect()
+        with open("/proc/self/smaps_rollup") as rollup:
+            return next(int(line.split()[1]) * 1024 for line in rollup if line.startswith("Pss:"))
+
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(8)))
+    x = torch.randn(1, width)
+    model(x).sum().backward()  # torch's own buffers are there before we measure
+    model.zero_grad()
+    comm.barrier()
+    weights = sum(p.nbytes for p in model.parameters())
+    before = pss() - weights
+    opt = zcomm.ZeroOptimizer(model, stage=stage, bucket_mb=4)
+    for _ in range(2):
+        model(x).sum().backward()
+        opt.step()
+        opt.zero_grad()
+    comm.barrier()
+    after = pss()
+    comm.barrier()
+    memory = opt.memory()
+    opt.close()
+    return after - before, sum(memory["device"].values()) + sum(memory["cpu"].values())
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_memory_agrees_with_the_kernel(run_ranks: Run, tmp_path: Path, stage: int) -> None:
+    width = 1024  # 32 MiB of parameters
+    results = run_ranks(resident_memory, 2, str(tmp_path), stage, width)
+    grown, counted = (sum(values) for values in zip(*results, strict=True))
+    assert abs(grown - counted) < 0.12 * counted, f"PSS grew by {grown / 2**20:.1f} MiB, counted {counted / 2**20:.1f}"
+
+
+# --- errors ---------------------------------------------------------------------------------------------------
+
+
+def model() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ({"stage": 4}, "stage=4"),
+        ({"offload": "disk"}, "offload='disk'"),
+        ({"offload": "nvme"}, "nvme_path"),
+        ({"precision": "fp8"}, "precision='fp8'"),
+        ({"clip_norm": -1.0}, "clip_norm=-1.0"),
+        ({"grad_accum": 0}, "grad_accum=0"),
+        ({"bucket_mb": 0}, "bucket_mb=0"),
+        ({"lr": -1.0}, "lr=-1.0"),
+        ({"momentum": 0.9}, "momentum=0.9"),
+        ({"optimizer": "adan"}, "adan"),
+        ({"betas": (0.9, 1.5)}, "betas=(0.9, 1.5)"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], part: str) -> None:
+    with pytest.raises(ValueError, match=part.replace("(", r"\(").replace(")", r"\)")):
+        zcomm.ZeroOptimizer(model(), **arguments)
+
+
+def test_stage_3_needs_the_model() -> None:
+    with pytest.raises(ValueError, match="stage=3 needs the model"):
+        zcomm.ZeroOptimizer(list(model().parameters()), stage=3)
+
+
+def test_unwritable_swap_directory() -> None:
+    with pytest.raises(OSError, match="/proc/nowhere") as caught:
+        zcomm.ZeroOptimizer(model(), stage=3, offload="nvme", nvme_path="/proc/nowhere")
+    assert caught.value.errno in (errno.EACCES, errno.ENOENT, errno.EPERM, errno.EROFS)
+    zcomm.shutdown()
+
+
+def full_disk(folder: str) -> None:
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    zcomm.init(timeout=30)
+    zcomm.ZeroOptimizer(small_gpt(), stage=3, offload="nvme", nvme_path=folder)
+
+
+def test_full_disk_is_said_at_the_start(run_ranks: Run, tmp_path: Path) -> None:
+    for result in run_ranks(full_disk, 2, str(tmp_path), check=False):
+        assert result.error is not None and "OSError" in result.error.kinds
+        assert result.error.errno == errno.ENOSPC
+        assert str(tmp_path) in result.error.message and "bytes" in result.error.message
+
+
+# --- behaviour ------------------------------------------------------------------------------------------------
+
+
+def test_unused_parameters_count_as_zero() -> None:
+    net = torch.nn.ModuleDict({"used": torch.nn.Linear(4, 4), "unused": torch.nn.Linear(4, 4)})
+    before = net["unused"].weight.detach().clone()
+    opt = zcomm.ZeroOptimizer(net, stage=2, lr=0.1, weight_decay=0.0)
+    net["used"](torch.ones(1, 4)).sum().backward()
+    opt.step()
+    assert torch.equal(net["unused"].weight, before)
+    assert not torch.equal(net["used"].weight, before)
+    opt.close()
+    zcomm.shutdown()
+
+
+def test_weights_stay_after_close() -> None:
+    net = model()
+    opt = zcomm.ZeroOptimizer(net, stage=1)
+    net(torch.ones(1, 8)).sum().backward()
+    opt.step()
+    weights = opt.full_state_dict()
+    opt.close()
+    opt.close()
+    zcomm.shutdown()
+    for name, value in net.named_parameters():
+        assert torch.equal(value, weights[name])
+    with pytest.raises(RuntimeError, match="closed"):
+        opt.step()
+
+
+def test_lr_scheduler_and_groups() -> None:
+    net = model()
+    opt = zcomm.ZeroOptimizer(net, torch.optim.AdamW(net.parameters(), lr=0.5), stage=1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 0.5**step)
+    before = net[0].weight.detach().clone()
+    for _ in range(2):
+        net(torch.ones(1, 8)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+        scheduler.step()
+    assert opt.param_groups[0]["lr"] == 0.125
+    assert not torch.equal(net[0].weight, before)
+    opt.close()
+    zcomm.shutdown()
