@@ -108,13 +108,13 @@ void bind_mem(py::module_& m) {
           [](SwapFile& self, const std::string& key, std::uintptr_t address, std::size_t nbytes) {
             return hold(self.write(key, reinterpret_cast<const void*>(address), nbytes));
           },
-          py::arg("key"), py::arg("address"), py::arg("nbytes"), py::call_guard<NoGil>())
+          py::arg("key"), py::arg("ptr"), py::arg("nbytes"), py::call_guard<NoGil>())
       .def(
           "read",
           [](SwapFile& self, const std::string& key, std::uintptr_t address, std::size_t nbytes) {
             return hold(self.read(key, reinterpret_cast<void*>(address), nbytes));
           },
-          py::arg("key"), py::arg("address"), py::arg("nbytes"), py::call_guard<NoGil>())
+          py::arg("key"), py::arg("ptr"), py::arg("nbytes"), py::call_guard<NoGil>())
       .def("wait", &SwapFile::wait, py::call_guard<NoGil>())
       .def("close", &SwapFile::close, py::call_guard<NoGil>())
       .def("stats", [](const SwapFile& self) {

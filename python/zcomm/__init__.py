@@ -60,7 +60,35 @@ _HOME: dict[str, str | None] = {
     "zero": None,
 }
 
-__all__ = ["__version__", *_HOME]  # noqa: PLE0604
+__all__ = [
+    "__version__",
+    "init",
+    "shutdown",
+    "is_initialized",
+    "rank",
+    "world_size",
+    "local_rank",
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "broadcast",
+    "barrier",
+    "empty",
+    "BucketLayout",
+    "Communicator",
+    "Work",
+    "CollectiveMismatch",
+    "PeerLost",
+    "CudaError",
+    "pinned_empty",
+    "SwapFile",
+    "optim",
+    "zero",
+    "Offload",
+    "ZeroOptimizer",
+    "Engine",
+    "initialize",
+]  # the keys of _HOME, spelled out for type checkers
 
 
 def __getattr__(name: str) -> Any:

@@ -28,8 +28,10 @@ def local_rank() -> int:
 
 def all_reduce(buckets: Buckets, op: str = "sum", async_op: bool = False, **options: Any) -> Work | None:
     """Reduce in place over all ranks; see ``Communicator.all_reduce``."""
-    result: Work | None = current().all_reduce(buckets, op, async_op=async_op, **options)
-    return result
+    if async_op:
+        return current().all_reduce(buckets, op, async_op=True, **options)
+    current().all_reduce(buckets, op, **options)
+    return None
 
 
 def reduce_scatter(

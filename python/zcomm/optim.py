@@ -14,8 +14,8 @@ from zcomm._tensors import core_dtype
 class CPUAdam(torch.optim.Optimizer):
     """Adam or AdamW on CPU tensors: one fused, multi-threaded pass per parameter over gradient, state and weight.
 
-    params: fp32 or bf16 CPU parameters (or groups). A bf16 parameter keeps an exact fp32 master, split in the weight and
-    a 16-bit remainder in the state (include/zcomm/adam.hpp).
+    params: fp32 or bf16 CPU parameters (or groups). A bf16 parameter keeps an exact fp32 master, split in the weight
+    and a 16-bit remainder in the state (include/zcomm/adam.hpp).
     adamw: decoupled weight decay; False adds the L2 term to the gradient, as torch.optim.Adam does.
     State per parameter: ``step``, ``exp_avg`` and ``exp_avg_sq`` (fp32, views of one buffer) and, for bf16,
     ``remainder`` (int16).

@@ -34,8 +34,8 @@ Hello read_hello(const net::Parcel& parcel, int rank) {
   const std::uint64_t magic = hello.magic;
   if (parcel.bytes.size() == sizeof(hello)) std::memcpy(&hello, parcel.bytes.data(), sizeof(hello));
   if (parcel.bytes.size() != sizeof(hello) || hello.magic != magic)
-    throw CollectiveMismatch(text("creating a communicator: rank ", rank,
-                                  " did something else, or runs another version of zcomm"));
+    throw CollectiveMismatch(
+        text("creating a communicator: rank ", rank, " did something else, or runs another version of zcomm"));
   return hello;
 }
 

@@ -31,10 +31,17 @@ void DirectPath::run(const Operation& operation, Path path) {
   for (const Item& item : operation.items.all()) {
     if (item.count == 0) continue;
     switch (header.kind) {
-      case OpKind::all_reduce: all_reduce(header, item); break;
-      case OpKind::reduce_scatter: reduce_scatter(header, item); break;
-      case OpKind::all_gather: path == Path::pull ? pull(header, item) : push(header, item); break;
-      default: broadcast(header, item);
+      case OpKind::all_reduce:
+        all_reduce(header, item);
+        break;
+      case OpKind::reduce_scatter:
+        reduce_scatter(header, item);
+        break;
+      case OpKind::all_gather:
+        path == Path::pull ? pull(header, item) : push(header, item);
+        break;
+      default:
+        broadcast(header, item);
     }
   }
   publish(memory_.own()[Stage::done], ++done_);

@@ -9,9 +9,7 @@
 namespace zcomm::coll {
 namespace {
 
-std::string since(const std::exception& error) {
-  return text("the communicator is unusable since: ", error.what());
-}
+std::string since(const std::exception& error) { return text("the communicator is unusable since: ", error.what()); }
 
 }  // namespace
 

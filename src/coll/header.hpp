@@ -14,7 +14,14 @@
 namespace zcomm::coll {
 
 enum class OpKind : std::uint8_t {
-  all_reduce, reduce_scatter, all_gather, broadcast, barrier, allocate, allocate_shared, duplicate
+  all_reduce,
+  reduce_scatter,
+  all_gather,
+  broadcast,
+  barrier,
+  allocate,
+  allocate_shared,
+  duplicate
 };
 const char* name_of(OpKind kind);
 
@@ -27,13 +34,13 @@ struct Header {
   bool accumulate = false;
   std::int32_t root = -1;
   std::uint32_t sequence = 0;
-  std::uint32_t buffers = 0;                 ///< length of the list
-  std::uint64_t count = 0;                   ///< elements in all; bytes for allocate
-  std::uint64_t counts[kShownCounts] = {};   ///< of the first buffers, for messages
-  std::uint64_t counts_hash = 0;             ///< of all
-  std::uint64_t name_hash = 0;               ///< of the whole name
-  std::uint64_t place_in = 0, place_out = 0; ///< hash of (allocation, offset) of all buffers; 0: some are private
-  char name[48] = {};                        ///< cut to fit
+  std::uint32_t buffers = 0;                  ///< length of the list
+  std::uint64_t count = 0;                    ///< elements in all; bytes for allocate
+  std::uint64_t counts[kShownCounts] = {};    ///< of the first buffers, for messages
+  std::uint64_t counts_hash = 0;              ///< of all
+  std::uint64_t name_hash = 0;                ///< of the whole name
+  std::uint64_t place_in = 0, place_out = 0;  ///< hash of (allocation, offset) of all buffers; 0: some are private
+  char name[48] = {};                         ///< cut to fit
 };
 
 /// Order-dependent mixing of `value` into `hash`.

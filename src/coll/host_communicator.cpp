@@ -37,23 +37,41 @@ class HostCommunicator final : public Communicator {
   }
 
   Work all_reduce(std::span<const Buffer> buffers, DType dtype, ReduceOp op, const char* name) override {
-    return submit({.kind = OpKind::all_reduce, .in = {}, .out = buffers, .dtype = dtype, .out_dtype = dtype, .op = op,
+    return submit({.kind = OpKind::all_reduce,
+                   .in = {},
+                   .out = buffers,
+                   .dtype = dtype,
+                   .out_dtype = dtype,
+                   .op = op,
                    .name = name});
   }
   Work reduce_scatter(std::span<const ConstBuffer> in, std::span<const Buffer> out, DType dtype, ReduceOp op,
                       DType out_dtype, bool accumulate, const char* name) override {
-    return submit({.kind = OpKind::reduce_scatter, .in = in, .out = out, .dtype = dtype, .out_dtype = out_dtype,
-                   .op = op, .accumulate = accumulate, .name = name});
+    return submit({.kind = OpKind::reduce_scatter,
+                   .in = in,
+                   .out = out,
+                   .dtype = dtype,
+                   .out_dtype = out_dtype,
+                   .op = op,
+                   .accumulate = accumulate,
+                   .name = name});
   }
   Work all_gather(std::span<const ConstBuffer> in, std::span<const Buffer> out, DType dtype,
                   const char* name) override {
     return submit({.kind = OpKind::all_gather, .in = in, .out = out, .dtype = dtype, .out_dtype = dtype, .name = name});
   }
   Work broadcast(std::span<const Buffer> buffers, DType dtype, int root, const char* name) override {
-    return submit({.kind = OpKind::broadcast, .in = {}, .out = buffers, .dtype = dtype, .out_dtype = dtype,
-                   .root = root, .name = name});
+    return submit({.kind = OpKind::broadcast,
+                   .in = {},
+                   .out = buffers,
+                   .dtype = dtype,
+                   .out_dtype = dtype,
+                   .root = root,
+                   .name = name});
   }
-  Work barrier(const char* name) override { return submit({.kind = OpKind::barrier, .in = {}, .out = {}, .name = name}); }
+  Work barrier(const char* name) override {
+    return submit({.kind = OpKind::barrier, .in = {}, .out = {}, .name = name});
+  }
 
   std::unique_ptr<Communicator> duplicate() override {
     submit({.kind = OpKind::duplicate, .in = {}, .out = {}}).wait();
@@ -83,9 +101,8 @@ class HostCommunicator final : public Communicator {
     if (closed_) throw Error(text(name_of(request.kind), ": the communicator is closed"));
     failure_.throw_if_set();
     check(request, world_size_, symmetric_);
-    return queue_.submit([&](Operation& operation, SpareItems& spares) {
-      fill(operation, spares, request, world_size_, symmetric_);
-    });
+    return queue_.submit(
+        [&](Operation& operation, SpareItems& spares) { fill(operation, spares, request, world_size_, symmetric_); });
   }
 
   std::shared_ptr<SymmetricBuffer> allocate(std::size_t nbytes, OpKind kind) {

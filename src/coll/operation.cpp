@@ -14,12 +14,14 @@ bool reduces(OpKind kind) { return kind == OpKind::all_reduce || kind == OpKind:
 
 void check_pointer(const Request& request, const void* data, std::size_t count, std::size_t index) {
   if (data == nullptr && count != 0)
-    throw InvalidArgument(text(name_of(request.kind), ": buffer ", index, " has ", count, " elements at a null pointer"));
+    throw InvalidArgument(
+        text(name_of(request.kind), ": buffer ", index, " has ", count, " elements at a null pointer"));
 }
 
 /// The larger side is dealt to all ranks.
 void check_counts(const Request& request, std::size_t index, std::size_t whole, std::size_t part, int world_size) {
-  if (whole != part * static_cast<std::size_t>(world_size) || (part != 0 && whole / part != static_cast<std::size_t>(world_size)))
+  if (whole != part * static_cast<std::size_t>(world_size) ||
+      (part != 0 && whole / part != static_cast<std::size_t>(world_size)))
     throw InvalidArgument(text(name_of(request.kind), ": buffer ", index, ": count ", whole,
                                " is not world_size * count of the part = ", world_size, " * ", part));
 }
@@ -62,14 +64,16 @@ void check(const Request& request, int world_size, const SymmetricMemory& memory
   if (request.kind == OpKind::broadcast && (request.root < 0 || request.root >= world_size))
     throw InvalidArgument(text("broadcast: root=", request.root, ": expected a rank in [0, ", world_size, ")"));
   if (!in_place(request.kind) && request.in.size() != request.out.size())
-    throw InvalidArgument(text(name_of(request.kind), ": ", request.in.size(), " inputs and ", request.out.size(), " outputs"));
+    throw InvalidArgument(
+        text(name_of(request.kind), ": ", request.in.size(), " inputs and ", request.out.size(), " outputs"));
   for (std::size_t i = 0; i < request.out.size(); ++i) {
     const Buffer& out = request.out[i];
     check_pointer(request, out.data, out.count, i);
     if (request.kind == OpKind::all_reduce) {
       const Allocation* home = memory.find(out.data, out.count * size_of(request.dtype));
       if (home != nullptr && home->shared && world_size > 1)
-        throw InvalidArgument(text("all_reduce: buffer ", i, " lies in memory that all ranks share, where reducing in "
+        throw InvalidArgument(text("all_reduce: buffer ", i,
+                                   " lies in memory that all ranks share, where reducing in "
                                    "place would count partial results again; use a buffer per rank"));
     }
     if (in_place(request.kind)) continue;
@@ -117,7 +121,9 @@ void fill(Operation& operation, SpareItems& spares, const Request& request, int 
     Item item;
     item.in = static_cast<const std::byte*>(in.data);
     item.out = static_cast<std::byte*>(out.data);
-    item.count = request.kind == OpKind::all_gather ? out.count / ranks : request.kind == OpKind::reduce_scatter ? in.count / ranks : in.count;
+    item.count = request.kind == OpKind::all_gather       ? out.count / ranks
+                 : request.kind == OpKind::reduce_scatter ? in.count / ranks
+                                                          : in.count;
     item.in_home = locate(in.data, in.count * in_size, in_symmetric, in_place_hash);
     item.out_home = same ? item.in_home : locate(out.data, out.count * out_size, out_symmetric, out_place_hash);
     operation.items.add(item, spares);

@@ -1,8 +1,8 @@
 // Operation: one collective call, from the caller's arguments to what the progress thread runs.
 //
 // Operations live in the ring of ProgressQueue and are refilled: up to kInline buffers take no memory, longer lists
-// borrow a vector from the queue's spares. Checking of arguments happens here, on the calling thread, before anything is queued.
-// Thread rule: filled by the caller under the queue's lock, then owned by the progress thread.
+// borrow a vector from the queue's spares. Checking of arguments happens here, on the calling thread, before anything
+// is queued. Thread rule: filled by the caller under the queue's lock, then owned by the progress thread.
 #pragma once
 
 #include <array>
@@ -23,7 +23,7 @@ struct Item {
   const std::byte* in = nullptr;
   std::byte* out = nullptr;
   std::size_t count = 0;  ///< all_reduce, broadcast: of the whole; reduce_scatter, all_gather: of one rank's part
-  const Allocation* in_home = nullptr;   ///< the symmetric allocation it lies in, if any
+  const Allocation* in_home = nullptr;  ///< the symmetric allocation it lies in, if any
   const Allocation* out_home = nullptr;
 };
 

@@ -32,7 +32,9 @@ Range chunk_of(std::size_t count, int world_size, int rank, std::size_t align) {
   check_world(world_size, rank, align);
   const auto ranks = static_cast<std::size_t>(world_size);
   const std::size_t blocks = count / align + (count % align != 0 ? 1 : 0);
-  const auto boundary = [&](std::size_t r) { return std::min(count, (r * (blocks / ranks) + std::min(r, blocks % ranks)) * align); };
+  const auto boundary = [&](std::size_t r) {
+    return std::min(count, (r * (blocks / ranks) + std::min(r, blocks % ranks)) * align);
+  };
   const auto r = static_cast<std::size_t>(rank);
   return {boundary(r), boundary(r + 1)};
 }

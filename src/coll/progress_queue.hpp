@@ -19,12 +19,14 @@ namespace zcomm::coll {
 class ProgressQueue {
  public:
   static constexpr std::size_t kDepth = 256;
+  static constexpr std::size_t kWarmCompletions = 64;  ///< made at the start; more only if more are in flight
 
   /// `run` throws what becomes the operation's error.
   explicit ProgressQueue(std::function<void(Operation&)> run);
   ~ProgressQueue() { stop(); }
 
-  /// Calls `fill(operation, spares)` on a free Operation (after waiting for one) and queues it. Throws Error after stop().
+  /// Calls `fill(operation, spares)` on a free Operation (after waiting for one) and queues it. Throws Error after
+  /// stop().
   template <class Fill>
   Work submit(const Fill& fill) {
     std::unique_lock lock(mutex_);

@@ -13,8 +13,8 @@ void run_ring(std::span<const RingStep> steps, std::byte* data, DType dtype, Red
   const std::size_t size = size_of(dtype);
   for (const RingStep& step : steps) {
     if (step.reduce && step.recv.count() * size > scratch.size()) {
-      throw InvalidArgument(text("a ring with chunks of ", step.recv.count() * size, " bytes needs as much scratch, not ",
-                                 scratch.size(), " bytes"));
+      throw InvalidArgument(text("a ring with chunks of ", step.recv.count() * size,
+                                 " bytes needs as much scratch, not ", scratch.size(), " bytes"));
     }
   }
   for (const RingStep& step : steps) {

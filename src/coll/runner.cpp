@@ -37,13 +37,15 @@ void Runner::enter(Operation& operation) {
   own.headers[sequence_ & 1] = header;
   publish(own[Stage::arrived], sequence_);
   watch_.wait_for_peers(Stage::arrived, sequence_);
-  require_same(memory_.world_size(), [this](int rank) -> const Header& { return memory_.block(rank).headers[sequence_ & 1]; });
+  require_same(memory_.world_size(),
+               [this](int rank) -> const Header& { return memory_.block(rank).headers[sequence_ & 1]; });
 }
 
 void Runner::work(Operation& operation) {
   switch (operation.header.kind) {
     case OpKind::barrier:
-    case OpKind::duplicate: return;
+    case OpKind::duplicate:
+      return;
     case OpKind::allocate:
     case OpKind::allocate_shared: {
       const bool shared = operation.header.kind == OpKind::allocate_shared;
@@ -54,11 +56,11 @@ void Runner::work(Operation& operation) {
       }
       return;
     }
-    default: break;
+    default:
+      break;
   }
-  const Path path = choose_path(memory_.world_size(), [this](int rank) -> const Header& {
-    return memory_.block(rank).headers[sequence_ & 1];
-  });
+  const Path path = choose_path(
+      memory_.world_size(), [this](int rank) -> const Header& { return memory_.block(rank).headers[sequence_ & 1]; });
   if (path == Path::staged)
     staged_.run(operation);
   else

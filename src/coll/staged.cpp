@@ -111,12 +111,17 @@ void StagedPath::reduce_piece(const Piece& piece, std::uint32_t index) {
 
 void StagedPath::copy_out(const Step& step, std::uint32_t index) {
   switch (header_->kind) {
-    case OpKind::all_reduce: watch_.wait_for_peers(Stage::reduced, index + 1); break;
-    case OpKind::all_gather: watch_.wait_for_peers(Stage::copied_in, index + 1); break;
+    case OpKind::all_reduce:
+      watch_.wait_for_peers(Stage::reduced, index + 1);
+      break;
+    case OpKind::all_gather:
+      watch_.wait_for_peers(Stage::copied_in, index + 1);
+      break;
     case OpKind::broadcast:
       if (header_->root != rank_) watch_.wait(Stage::copied_in, header_->root, index + 1);
       break;
-    default: break;
+    default:
+      break;
   }
   if (header_->kind != OpKind::reduce_scatter)
     for (const Piece& piece : step.all()) take(piece, index);

@@ -27,7 +27,8 @@ AllocateHello read_hello(const net::Parcel& parcel, const AllocateHello& mine, i
   // Headers agreed, so this can only be another communicator of the same ranks that allocates at the same time.
   if (parcel.bytes.size() != sizeof(hello) || hello.magic != mine.magic || hello.id != mine.id ||
       hello.nbytes != mine.nbytes || hello.shared != mine.shared)
-    throw CollectiveMismatch(text("allocate: rank ", rank, " allocates something else at the same time; "
+    throw CollectiveMismatch(text("allocate: rank ", rank,
+                                  " allocates something else at the same time; "
                                   "allocations of several communicators need one order on all ranks"));
   return hello;
 }
@@ -107,7 +108,7 @@ std::shared_ptr<SymmetricBuffer> SymmetricMemory::make(net::Mesh& mesh, std::siz
   for (int r = 0; r < mesh.world_size(); ++r) {
     const AllocateHello theirs = read_hello(parcels[static_cast<std::size_t>(r)], hello, r);
     if (theirs.refused != 0)
-      refused_by += text(refused_by.empty() ? "" : "; ", "rank ", r, ": ", 
+      refused_by += text(refused_by.empty() ? "" : "; ", "rank ", r, ": ",
                          std::generic_category().message(static_cast<int>(theirs.refused)));
     if (theirs.refused != 0 && hello.refused == 0) hello.refused = theirs.refused;
   }

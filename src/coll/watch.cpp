@@ -141,13 +141,17 @@ void Watch::throw_if_poisoned() const {
     return std::string(failure, strnlen(failure, sizeof(ControlBlock::failure)));
   };
   switch (static_cast<Cause>(word >> 24)) {
-    case Cause::none: return;
-    case Cause::died: throw PeerLost(culprit, text("rank ", culprit, " died; ", during(), " cannot finish"));
+    case Cause::none:
+      return;
+    case Cause::died:
+      throw PeerLost(culprit, text("rank ", culprit, " died; ", during(), " cannot finish"));
     case Cause::left:
       throw PeerLost(culprit, text("rank ", culprit, " left (closed its communicator or said goodbye) while others ",
                                    "needed it; ", during(), " cannot finish"));
-    case Cause::late: throw Timeout(story());
-    case Cause::failed: throw Error(text("rank ", culprit, " failed: ", story()));
+    case Cause::late:
+      throw Timeout(story());
+    case Cause::failed:
+      throw Error(text("rank ", culprit, " failed: ", story()));
   }
 }
 

@@ -64,7 +64,8 @@ void AddressRange::map(std::size_t offset, const Segment& segment, std::size_t s
   // Populated: the faults are taken here at once, not one by one in the middle of a kernel.
   void* const data = ::mmap(data_ + offset, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_POPULATE,
                             segment.fd(), static_cast<off_t>(segment_offset));
-  if (data == MAP_FAILED) throw_system_error(errno, text("cannot map ", nbytes, " bytes of a segment at a fixed place"));
+  if (data == MAP_FAILED)
+    throw_system_error(errno, text("cannot map ", nbytes, " bytes of a segment at a fixed place"));
 }
 
 void AddressRange::unmap(std::size_t offset, std::size_t nbytes) {

@@ -58,7 +58,8 @@ class Dialogue {
   bool send(const Frame& frame) {
     while (!sent(frame)) {
       const auto rest = std::span(frame.bytes).subspan(sent_nbytes_);
-      const Moved moved = send_some(socket_, rest, sent_nbytes_ == 0 ? std::span<const int>(frame.fds) : std::span<const int>());
+      const Moved moved =
+          send_some(socket_, rest, sent_nbytes_ == 0 ? std::span<const int>(frame.fds) : std::span<const int>());
       if (moved.ended) return false;
       if (moved.nbytes == 0) return true;
       sent_nbytes_ += moved.nbytes;
@@ -84,14 +85,16 @@ class Dialogue {
     FrameHeader own;
     std::memcpy(&own, frame.bytes.data(), sizeof own);
     if (header_.sequence != own.sequence) {
-      throw CollectiveMismatch(text("exchange ", own.sequence, " of this rank met exchange ", header_.sequence, " of rank ",
-                                    peer_));
+      throw CollectiveMismatch(
+          text("exchange ", own.sequence, " of this rank met exchange ", header_.sequence, " of rank ", peer_));
     }
     if (header_.nbytes > kMaxParcelNbytes) {
-      throw Error(text("rank ", peer_, " announces a parcel of ", header_.nbytes, " bytes; at most ", kMaxParcelNbytes, " may travel"));
+      throw Error(text("rank ", peer_, " announces a parcel of ", header_.nbytes, " bytes; at most ", kMaxParcelNbytes,
+                       " may travel"));
     }
     if (header_.fd_count > 0 && fds_.empty()) {
-      throw_system_error(EMFILE, text("the descriptor that rank ", peer_, " sent could not be received (limit of open files)"));
+      throw_system_error(EMFILE,
+                         text("the descriptor that rank ", peer_, " sent could not be received (limit of open files)"));
     }
     if (header_.fd_count > 0) parcel_.fd = std::move(fds_.front());
     fds_.clear();
@@ -122,7 +125,8 @@ class Dialogue {
     if (dialogue.received() && !dialogue.sent(frame)) deaf.push_back(dialogue.peer());
   }
   std::string what = text("exchange ", sequence, " was not complete within ", timeout_s, " s");
-  if (!silent.empty()) what += text("; nothing (or not all) came from rank", silent.size() > 1 ? "s " : " ", list_ranks(silent));
+  if (!silent.empty())
+    what += text("; nothing (or not all) came from rank", silent.size() > 1 ? "s " : " ", list_ranks(silent));
   if (!deaf.empty()) what += text("; not all was taken by rank", deaf.size() > 1 ? "s " : " ", list_ranks(deaf));
   throw Timeout(what);
 }

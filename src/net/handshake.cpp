@@ -14,10 +14,10 @@ namespace zcomm::net {
 
 namespace {
 
-constexpr double kHelloTimeout_s = 2.0;       // for one accepted connection to say who it is
-constexpr double kRetry_s = 0.02;             // before a dropped client or a full queue is tried again
-constexpr double kGrace_s = 0.5;              // after a rank's end: if all give up at about one time, all say Timeout
-constexpr std::size_t kMostStrangers = 256;   // accepted connections that have not said a thing
+constexpr double kHelloTimeout_s = 2.0;      // for one accepted connection to say who it is
+constexpr double kRetry_s = 0.02;            // before a dropped client or a full queue is tried again
+constexpr double kGrace_s = 0.5;             // after a rank's end: if all give up at about one time, all say Timeout
+constexpr std::size_t kMostStrangers = 256;  // accepted connections that have not said a thing
 
 class Handshake {
  public:
@@ -42,8 +42,10 @@ class Handshake {
       if (missing().empty()) return std::move(channels_);
       if (deadline_.passed()) throw Timeout(describe_missing());
       if (ended_ && grace_.passed()) {
-        throw PeerLost(*ended_, text("rank ", *ended_, " ended before all ranks were connected, or runs in another network "
-                                     "namespace; ", describe_missing()));
+        throw PeerLost(*ended_, text("rank ", *ended_,
+                                     " ended before all ranks were connected, or runs in another network "
+                                     "namespace; ",
+                                     describe_missing()));
       }
       wait_and_serve();
     }
@@ -83,7 +85,8 @@ class Handshake {
     if (deadline_.passed()) what += text(" within ", timeout_s_, " s");
     for (const Call& call : calls_) {
       if (!call.was_dropped) continue;
-      return what + text("; rank ", call.peer, " closed our connection: does it belong to the same job (token, world size)?");
+      return what +
+             text("; rank ", call.peer, " closed our connection: does it belong to the same job (token, world size)?");
     }
     return what;
   }
@@ -195,8 +198,8 @@ class Handshake {
       if (is_quiet(peer)) fds.push_back({channels_[peer].control.get(), POLLIN, 0});  // a goodbye is not ours to read
     }
     const bool soon = ended_ || !guests_.empty() || std::any_of(calls_.begin(), calls_.end(), [this](const Call& call) {
-      return !call.socket && !channels_[call.peer].data;
-    });
+                        return !call.socket && !channels_[call.peer].data;
+                      });
     wait_for(fds, deadline_, soon ? static_cast<int>(kRetry_s * 1000) : 60'000);
     accept_guests();
     guests_.remove_if([this](Guest& guest) { return greet(guest); });

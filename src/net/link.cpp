@@ -31,7 +31,8 @@ class StreamLink final : public Link {
   int peer_rank_;
 };
 
-[[noreturn]] void throw_late(const Link& to, std::size_t unsent, const Link& from, std::size_t missing, double timeout_s) {
+[[noreturn]] void throw_late(const Link& to, std::size_t unsent, const Link& from, std::size_t missing,
+                             double timeout_s) {
   std::string what = text("a transfer was not complete within ", timeout_s, " s");
   if (missing > 0) what += text("; ", missing, " bytes are missing from rank ", from.peer_rank());
   if (unsent > 0) what += text("; ", unsent, " bytes were not taken by rank ", to.peer_rank());
@@ -43,7 +44,8 @@ class StreamLink final : public Link {
 std::unique_ptr<Link> make_stream_link(UniqueFd socket, int peer_rank) {
   const int flags = ::fcntl(socket.get(), F_GETFL);
   if (flags < 0 || ::fcntl(socket.get(), F_SETFL, flags | O_NONBLOCK) != 0) {
-    throw_system_error(errno, text("the socket to rank ", peer_rank, " (descriptor ", socket.get(), ") cannot be used"));
+    throw_system_error(errno,
+                       text("the socket to rank ", peer_rank, " (descriptor ", socket.get(), ") cannot be used"));
   }
   return std::make_unique<StreamLink>(std::move(socket), peer_rank);
 }

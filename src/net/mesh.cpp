@@ -71,7 +71,8 @@ class UnixMesh final : public Mesh {
   bool forked() const { return ::getpid() != owner_; }
 
   void check_owner() const {
-    if (forked()) throw Error(text("the mesh of rank ", rank_, " belongs to process ", owner_, ", not to its forked child"));
+    if (forked())
+      throw Error(text("the mesh of rank ", rank_, " belongs to process ", owner_, ", not to its forked child"));
   }
   void check_member() const {
     if (ended_) throw Error(text("rank ", rank_, " has left the mesh"));
@@ -97,8 +98,8 @@ class UnixMesh final : public Mesh {
 
 }  // namespace
 
-std::shared_ptr<Mesh> Mesh::connect(int rank, int world_size, Listener listener,
-                                    std::span<const std::string> addresses, std::string_view token, double timeout_s) {
+std::shared_ptr<Mesh> Mesh::connect(int rank, int world_size, Listener listener, std::span<const std::string> addresses,
+                                    std::string_view token, double timeout_s) {
   if (world_size < 1 || addresses.size() != static_cast<std::size_t>(world_size)) {
     throw InvalidArgument(text("world_size ", world_size, " with ", addresses.size(), " addresses"));
   }
@@ -107,8 +108,8 @@ std::shared_ptr<Mesh> Mesh::connect(int rank, int world_size, Listener listener,
     throw InvalidArgument(text("a token of ", token.size(), " bytes; at most ", kMaxTokenNbytes));
   }
   if (addresses[static_cast<std::size_t>(rank)] != listener.address()) {
-    throw InvalidArgument(text("the listener's address ", listener.address(), " is not the one given for rank ", rank, ", ",
-                               addresses[static_cast<std::size_t>(rank)]));
+    throw InvalidArgument(text("the listener's address ", listener.address(), " is not the one given for rank ", rank,
+                               ", ", addresses[static_cast<std::size_t>(rank)]));
   }
   return std::make_shared<UnixMesh>(rank, connect_all(rank, listener, addresses, token, timeout_s));
 }

@@ -88,7 +88,6 @@ def _versions() -> Iterator[Finding]:
         ("psutil", "fail", "pip install psutil"),
         ("rich", "fail", "pip install rich"),
         ("matplotlib", "note", "pip install matplotlib, for the demo's loss.png"),
-        ("mpi4py", "note", "pip install mpi4py, for jobs under mpirun across hosts"),
     ):
         try:
             yield Finding("ok", package, metadata.version(package))

@@ -22,15 +22,13 @@ from zcomm.launch.errors import UserError
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from zcomm.cli.main import Parser
-
 _DESCRIPTION = """\
 Train a small GPT over bytes on the source of Python's standard library (or --data PATH), sharded over ranks, with its
 state swapped to disk. Shows loss, tokens/s and where each second goes; at the end memory by tier against ZeRO's
 formula, the swap's speed and a sample. Writes runs/NAME/{metrics.jsonl, loss.png, report.html}."""
 
 
-def add_parser(commands: _SubParsersAction[Parser]) -> None:
+def add_parser(commands: _SubParsersAction[Any]) -> None:
     """Declare the command's options."""
     parser = commands.add_parser(
         "demo",

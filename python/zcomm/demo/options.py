@@ -25,7 +25,7 @@ class Size:
 
 SIZES = {
     "tiny": Size(layers=2, heads=2, width=64, context=64, batch=8, steps=200, lr=4e-3),
-    "small": Size(layers=6, heads=3, width=192, context=128, batch=4, steps=600, lr=2e-3),
+    "small": Size(layers=6, heads=3, width=192, context=128, batch=4, steps=800, lr=2e-3),
     "medium": Size(layers=8, heads=8, width=512, context=256, batch=4, steps=1000, lr=1e-3),
 }
 OFFLOADS = ("nvme", "cpu", "none")

@@ -6,11 +6,14 @@ Invariant: torch is imported only after the signal handlers stand, so that Ctrl-
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable
+from typing import NoReturn
 
 from zcomm.demo.options import DemoConfig
 from zcomm.launch.errors import UserError
@@ -67,5 +70,14 @@ def guarded(run: Callable[[], None], interrupt: Interrupt) -> int:
         return 1
 
 
+def leave(code: int) -> NoReturn:
+    """End the process once everything is closed: taking torch's modules apart piece by piece would take seconds."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

@@ -90,7 +90,7 @@ class Engine(nn.Module):
         # Before backward: with overlap the hooks must know whether this micro-step is the last one.
         self.optimizer.boundary = self.is_gradient_accumulation_boundary()
         with self._timers.phase("backward"):
-            loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            loss.backward(retain_graph=retain_graph)
         self._last_loss = loss.detach()
         return loss
 

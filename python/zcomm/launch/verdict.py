@@ -105,7 +105,8 @@ def report(ends: list[RankEnd], name: str, show_tail: bool = True) -> list[str]:
         lines += [f"    {line}" for line in first.stderr_tail[-10:]]
     for end in ends:
         if end is not first and end.by_launcher and end.code != 0:
-            lines.append(f"{name}: rank {end.rank} (pid {end.pid}) was then ended by the launcher")
+            reason = f", after {end.error}: {end.message}" if end.message else ""
+            lines.append(f"{name}: rank {end.rank} (pid {end.pid}) was then ended by the launcher{reason}")
         elif end is not first and end.failed:
             lines.append(f"{name}: then {describe(end)}")
     return lines

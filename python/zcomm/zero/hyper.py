@@ -25,7 +25,7 @@ def named_optimizer(
 
     Raises: ValueError for another optimizer, an unknown or impossible argument.
     """
-    kind = optimizer if isinstance(optimizer, type) or isinstance(optimizer, str) else type(optimizer)
+    kind = optimizer if isinstance(optimizer, (type, str)) else type(optimizer)
     name = kind.lower() if isinstance(kind, str) else _TORCH.get(kind, getattr(kind, "__name__", str(kind)))
     if name not in _DEFAULTS:
         raise ValueError(f"optimizer={name!r} is not available; use 'adamw', 'adam' or torch.optim's Adam or AdamW")

@@ -98,7 +98,7 @@ class RamState(ShardState):
     def __init__(self, counts: Sequence[int], dtype: torch.dtype, tier: str, arena: _core.PinnedArena) -> None:
         super().__init__(counts, dtype)
         self.tier = tier
-        self._lease = arena.allocate(self.nbytes)
+        self._lease: _core.Lease | None = arena.allocate(self.nbytes)
         base = tensor_of(self._lease, torch.uint8).data_ptr() if self.nbytes else 0
         self._addresses: list[int] = []
         for count in self.counts:
@@ -139,7 +139,7 @@ class SwappedState(ShardState):
         super().__init__(counts, dtype)
         self._swap = swap
         self._tile_nbytes = self.shard_nbytes(TILE_COUNT)
-        self._lease = arena.allocate(WINDOWS * self._tile_nbytes)
+        self._lease: _core.Lease | None = arena.allocate(WINDOWS * self._tile_nbytes)
         flat = tensor_of(self._lease, torch.uint8)
         self._windows = [flat[i * self._tile_nbytes : (i + 1) * self._tile_nbytes] for i in range(WINDOWS)]
         self._tiles = [

@@ -293,4 +293,4 @@ class UnitStore(ParameterStore):
         self._source.close()
         self._gather_comm.close()
         self._bytes = self._empty
-        self._memory = None
+        self._memory = None  # type: ignore[assignment]  # nothing gathers after close()

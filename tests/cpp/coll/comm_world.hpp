@@ -73,14 +73,27 @@ inline std::vector<std::byte> encode(DType dtype, const std::vector<double>& val
     }
   };
   switch (dtype) {
-    case DType::f64: store(double{}); break;
-    case DType::f32: store(float{}); break;
-    case DType::i32: store(std::int32_t{}); break;
-    case DType::i64: store(std::int64_t{}); break;
-    case DType::i8: store(std::int8_t{}); break;
+    case DType::f64:
+      store(double{});
+      break;
+    case DType::f32:
+      store(float{});
+      break;
+    case DType::i32:
+      store(std::int32_t{});
+      break;
+    case DType::i64:
+      store(std::int64_t{});
+      break;
+    case DType::i8:
+      store(std::int8_t{});
+      break;
     case DType::u8:
-    case DType::b8: store(std::uint8_t{}); break;
-    default: device::cast(bytes.data(), dtype, values.data(), DType::f64, values.size());
+    case DType::b8:
+      store(std::uint8_t{});
+      break;
+    default:
+      device::cast(bytes.data(), dtype, values.data(), DType::f64, values.size());
   }
   return bytes;
 }

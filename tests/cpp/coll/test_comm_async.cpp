@@ -28,7 +28,8 @@ TEST(comm_async, operations_run_in_call_order) {
     std::vector<Work> works;
     std::int64_t wanted = 1;
     for (int i = 0; i < 12; ++i) {
-      for (const Buffer& buffer : buffers) works.push_back(self.comm->all_reduce({&buffer, 1}, DType::i64, ReduceOp::sum));
+      for (const Buffer& buffer : buffers)
+        works.push_back(self.comm->all_reduce({&buffer, 1}, DType::i64, ReduceOp::sum));
       wanted *= self.world;
     }
     works.back().wait();

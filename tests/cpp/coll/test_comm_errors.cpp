@@ -35,8 +35,8 @@ void expect_mismatch(int odd, const Call& usual, const Call& other, std::initial
   std::mutex mutex;
   std::vector<std::string> messages;
   run_world(3, small_slots(), [&](Rank& self) {
-    const std::string message = message_of<CollectiveMismatch>(
-        [&] { (self.rank == odd ? other : usual)(*self.comm); }, "mismatch");
+    const std::string message =
+        message_of<CollectiveMismatch>([&] { (self.rank == odd ? other : usual)(*self.comm); }, "mismatch");
     expect_contains(message, parts);
     expect_contains(message_of<CollectiveMismatch>([&] { self.comm->barrier().wait(); }, "afterwards"),
                     {"unusable since", message});
@@ -86,10 +86,13 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
 }  // namespace
 
 TEST(comm_errors, mismatch_names_both_sides) {
-  expect_mismatch(1, all_reduce(1024), all_reduce(2048),
-                  {"rank 0, 2: all_reduce float32 sum count=1024 'g'", "rank 1: all_reduce float32 sum count=2048 'g'"});
-  expect_mismatch(0, all_reduce(64), all_reduce(64, DType::i32), {"rank 0: all_reduce int32", "rank 1, 2: all_reduce float32"});
-  expect_mismatch(2, all_reduce(64), all_reduce(64, DType::f32, ReduceOp::max), {" sum ", "rank 2: all_reduce float32 max"});
+  expect_mismatch(
+      1, all_reduce(1024), all_reduce(2048),
+      {"rank 0, 2: all_reduce float32 sum count=1024 'g'", "rank 1: all_reduce float32 sum count=2048 'g'"});
+  expect_mismatch(0, all_reduce(64), all_reduce(64, DType::i32),
+                  {"rank 0: all_reduce int32", "rank 1, 2: all_reduce float32"});
+  expect_mismatch(2, all_reduce(64), all_reduce(64, DType::f32, ReduceOp::max),
+                  {" sum ", "rank 2: all_reduce float32 max"});
   expect_mismatch(2, all_reduce(64), all_reduce(64, DType::f32, ReduceOp::sum, "h"), {"'g'", "'h'"});
   expect_mismatch(1, all_reduce(64), [](Communicator& comm) { comm.barrier("b").wait(); }, {"rank 1: barrier 'b'"});
   expect_mismatch(1, all_reduce_list({10, 20}), all_reduce_list({20, 10}), {"[10, 20]", "[20, 10]"});
@@ -98,17 +101,20 @@ TEST(comm_errors, mismatch_names_both_sides) {
   expect_mismatch(1, reduce_scatter(DType::bf16, false), reduce_scatter(DType::f32, false), {"bfloat16 -> float32"});
   expect_mismatch(1, reduce_scatter(DType::f32, false), reduce_scatter(DType::f32, true), {"accumulate"});
   expect_mismatch(1, broadcast(0), broadcast(1), {"root=0", "root=1"});
-  expect_mismatch(1, [](Communicator& comm) { comm.allocate(100); }, [](Communicator& comm) { comm.allocate(200); },
-                  {"allocate nbytes=100", "allocate nbytes=200"});
-  expect_mismatch(1, [](Communicator& comm) { comm.allocate(100); }, [](Communicator& comm) { comm.allocate_shared(100); },
-                  {"rank 1: allocate_shared nbytes=100"});
+  expect_mismatch(
+      1, [](Communicator& comm) { comm.allocate(100); }, [](Communicator& comm) { comm.allocate(200); },
+      {"allocate nbytes=100", "allocate nbytes=200"});
+  expect_mismatch(
+      1, [](Communicator& comm) { comm.allocate(100); }, [](Communicator& comm) { comm.allocate_shared(100); },
+      {"rank 1: allocate_shared nbytes=100"});
   expect_mismatch(1, [](Communicator& comm) { comm.duplicate(); }, all_reduce(1), {"rank 0, 2: duplicate"});
 }
 
 TEST(comm_errors, long_names_are_compared_whole) {
   const std::string common(60, 'x');
-  expect_mismatch(1, [&](Communicator& c) { c.barrier((common + "a").c_str()).wait(); },
-                  [&](Communicator& c) { c.barrier((common + "b").c_str()).wait(); }, {"barrier 'xxx"});
+  expect_mismatch(
+      1, [&](Communicator& c) { c.barrier((common + "a").c_str()).wait(); },
+      [&](Communicator& c) { c.barrier((common + "b").c_str()).wait(); }, {"barrier 'xxx"});
 }
 
 TEST(comm_errors, different_options) {
@@ -118,7 +124,10 @@ TEST(comm_errors, different_options) {
     threads.emplace_back([&, r] {
       auto mesh = join(listeners, r);
       expect_contains(message_of<CollectiveMismatch>(
-                          [&] { Communicator::create(mesh, {20, 4096, r == 0 ? 4 : 8}); }, "options"),
+                          [&] {
+                            Communicator::create(mesh, {20, 4096, r == 0 ? 4 : 8});
+                          },
+                          "options"),
                       {"slot_count=4", "slot_count=8"});
       mesh->leave();
     });
@@ -138,9 +147,12 @@ TEST(comm_errors, arguments) {
     EXPECT_THROW_WITH(comm.all_reduce({&null, 1}, DType::i32, ReduceOp::sum), InvalidArgument, "null");
     EXPECT_THROW_WITH(comm.broadcast(outs, DType::i32, self.world), InvalidArgument, "root=");
     EXPECT_THROW_WITH(comm.broadcast(outs, DType::i32, -1), InvalidArgument, "root=-1");
-    EXPECT_THROW_WITH(comm.reduce_scatter({&bad_in, 1}, outs, DType::i32, ReduceOp::sum, DType::i32, false), InvalidArgument, "world_size");
-    EXPECT_THROW_WITH(comm.reduce_scatter({&in, 1}, outs, DType::i32, ReduceOp::sum, DType::f32, false), InvalidArgument, "out_dtype");
-    EXPECT_THROW_WITH(comm.reduce_scatter({&in, 1}, {}, DType::i32, ReduceOp::sum, DType::i32, false), InvalidArgument, "1 inputs");
+    EXPECT_THROW_WITH(comm.reduce_scatter({&bad_in, 1}, outs, DType::i32, ReduceOp::sum, DType::i32, false),
+                      InvalidArgument, "world_size");
+    EXPECT_THROW_WITH(comm.reduce_scatter({&in, 1}, outs, DType::i32, ReduceOp::sum, DType::f32, false),
+                      InvalidArgument, "out_dtype");
+    EXPECT_THROW_WITH(comm.reduce_scatter({&in, 1}, {}, DType::i32, ReduceOp::sum, DType::i32, false), InvalidArgument,
+                      "1 inputs");
     EXPECT_THROW_WITH(comm.all_gather({&in, 1}, {&bad, 1}, DType::i32), InvalidArgument, "world_size");
     comm.all_reduce(outs, DType::i32, ReduceOp::sum).wait();  // nothing was poisoned
   });
@@ -159,7 +171,10 @@ TEST(comm_errors, late_rank_is_named) {
     std::vector<float> own(16);
     const Buffer buffer{own.data(), 16};
     const std::string message = message_of<Timeout>(
-        [&] { self.comm->all_reduce({&buffer, 1}, DType::f32, ReduceOp::sum, "grad.7").wait(); }, "timeout");
+        [&] {
+          self.comm->all_reduce({&buffer, 1}, DType::f32, ReduceOp::sum, "grad.7").wait();
+        },
+        "timeout");
     expect_contains(message, {"all_reduce float32 sum count=16 'grad.7' (operation 2)", "for rank 1 to enter it",
                               "rank 1 last entered operation 1, barrier 'first'"});
     expect_contains(message_of<Timeout>([&] { self.comm->barrier(); }, "afterwards"), {"unusable since", message});

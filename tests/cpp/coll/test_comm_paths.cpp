@@ -53,7 +53,8 @@ TEST(comm, bf16_is_rounded_once) {
       std::mt19937 engine(static_cast<unsigned>(rank));
       std::vector<double> values(count);
       for (double& value : values)
-        value = std::ldexp(128.0 + static_cast<double>(engine() % 128), static_cast<int>(engine() % 8)) * (engine() % 2 ? 1 : -1);
+        value = std::ldexp(128.0 + static_cast<double>(engine() % 128), static_cast<int>(engine() % 8)) *
+                (engine() % 2 ? 1 : -1);
       return values;
     };
     std::vector<double> sum(count);
@@ -93,7 +94,8 @@ TEST(comm, a_list_is_as_its_parts) {
       for (std::size_t i = 0; i < 40; ++i) {
         const std::size_t count = i == 7 ? 20011 : i % 5 == 0 ? 0 : i * 3;
         memories.push_back(Memory::make(*self.comm, count * 4, symmetric));
-        std::memcpy(memories.back().data(), random_elements(DType::f32, count, self.rank + static_cast<int>(i) * 10).data(), count * 4);
+        std::memcpy(memories.back().data(),
+                    random_elements(DType::f32, count, self.rank + static_cast<int>(i) * 10).data(), count * 4);
         buffers.push_back({memories.back().data(), count});
       }
       std::vector<std::vector<float>> copies;

@@ -95,7 +95,8 @@ bool all_reduce_until_lost(Rank& self, int expected) {
 
 TEST(comm_process, collectives) {
   for (const int world : {1, 2, 4})
-    EXPECT_TRUE(run_processes(world, 30, collectives_are_right) == std::vector<int>(static_cast<std::size_t>(world), 0));
+    EXPECT_TRUE(run_processes(world, 30, collectives_are_right) ==
+                std::vector<int>(static_cast<std::size_t>(world), 0));
 }
 
 TEST(comm_process, shared_memory) {

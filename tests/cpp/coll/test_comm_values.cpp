@@ -11,9 +11,13 @@ constexpr std::size_t kCounts[] = {0, 1, 77, 1000, 100003};
 enum class Place { symmetric, private_, mixed };
 constexpr Place kPlaces[] = {Place::symmetric, Place::private_, Place::mixed};
 
-bool symmetric_on(Place place, int rank) { return place == Place::symmetric || (place == Place::mixed && rank % 2 == 0); }
+bool symmetric_on(Place place, int rank) {
+  return place == Place::symmetric || (place == Place::mixed && rank % 2 == 0);
+}
 
-double value_of(int rank, std::size_t i) { return static_cast<double>((i * 7 + static_cast<std::size_t>(rank) * 3) % 5) - 1; }
+double value_of(int rank, std::size_t i) {
+  return static_cast<double>((i * 7 + static_cast<std::size_t>(rank) * 3) % 5) - 1;
+}
 
 std::vector<double> values_of(int rank, std::size_t count, std::size_t begin = 0) {
   std::vector<double> values(count);
@@ -28,10 +32,18 @@ std::vector<double> reduced(int world, std::size_t count, ReduceOp op, std::size
       const double next = value_of(r, begin + i);
       switch (op) {
         case ReduceOp::sum:
-        case ReduceOp::avg: values[i] += next; break;
-        case ReduceOp::min: values[i] = std::min(values[i], next); break;
-        case ReduceOp::max: values[i] = std::max(values[i], next); break;
-        case ReduceOp::prod: values[i] *= next; break;
+        case ReduceOp::avg:
+          values[i] += next;
+          break;
+        case ReduceOp::min:
+          values[i] = std::min(values[i], next);
+          break;
+        case ReduceOp::max:
+          values[i] = std::max(values[i], next);
+          break;
+        case ReduceOp::prod:
+          values[i] *= next;
+          break;
       }
     }
     if (op == ReduceOp::avg) values[i] = static_cast<double>(static_cast<float>(values[i]) / static_cast<float>(world));
@@ -52,11 +64,14 @@ bool equal(DType dtype, const std::byte* got, const std::vector<double>& wanted)
 
 std::string label(const char* what, const Rank& self, DType dtype, std::size_t count, Place place) {
   return std::string(what) + " rank " + std::to_string(self.rank) + "/" + std::to_string(self.world) + " " +
-         std::string(name_of(dtype)) + " count " + std::to_string(count) + " place " + std::to_string(static_cast<int>(place));
+         std::string(name_of(dtype)) + " count " + std::to_string(count) + " place " +
+         std::to_string(static_cast<int>(place));
 }
 
-#define CHECK_EQUAL(dtype, got, wanted, what) \
-  do { if (!equal(dtype, got, wanted)) fail(__FILE__, __LINE__, label(what, self, dtype, count, place)); } while (0)
+#define CHECK_EQUAL(dtype, got, wanted, what)                                                         \
+  do {                                                                                                \
+    if (!equal(dtype, got, wanted)) fail(__FILE__, __LINE__, label(what, self, dtype, count, place)); \
+  } while (0)
 
 template <class Body>
 void for_each_case(Rank& self, const Body& body) {

@@ -1,6 +1,4 @@
 // The ring runner over real sockets: worlds of threads, awkward counts, lost and silent neighbours.
-#include "coll/ring.hpp"
-
 #include <algorithm>
 #include <cstdint>
 #include <functional>
@@ -8,6 +6,7 @@
 #include <string>
 #include <thread>
 
+#include "coll/ring.hpp"
 #include "test.hpp"
 #include "zcomm/error.hpp"
 
@@ -72,7 +71,8 @@ void check_all_reduce(DType dtype, ReduceOp op) {
         for (std::size_t i = 0; i < count; ++i) data[i] = element<T>(rank, i);
         std::vector<std::byte> scratch((count / static_cast<std::size_t>(world_size) + 16) * sizeof(T));
         const auto steps = ring_all_reduce(count, world_size, rank, 16);
-        run_ring(steps, reinterpret_cast<std::byte*>(data.data()), dtype, op, scratch, *links.next[r], *links.prev[r], kPatience_s);
+        run_ring(steps, reinterpret_cast<std::byte*>(data.data()), dtype, op, scratch, *links.next[r], *links.prev[r],
+                 kPatience_s);
         EXPECT_TRUE(data == expected);
       });
     }

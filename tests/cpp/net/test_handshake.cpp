@@ -1,12 +1,11 @@
 // Who gets in: strangers, wrong tokens, impossible ranks and slow talkers do not, and stop nobody.
-#include "net/handshake.hpp"
-
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <array>
 #include <atomic>
 
+#include "net/handshake.hpp"
 #include "net/hello.hpp"
 #include "net/socket.hpp"
 #include "net/world.hpp"

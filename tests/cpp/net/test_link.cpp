@@ -1,10 +1,9 @@
 // Links: duplex without deadlock, ends and silence are errors that name the neighbour.
-#include "net/link.hpp"
-
 #include <sys/socket.h>
 
 #include <numeric>
 
+#include "net/link.hpp"
 #include "net/world.hpp"
 #include "zcomm/error.hpp"
 
@@ -47,7 +46,8 @@ TEST(Link, bytes_stay_in_order_over_many_pieces) {
 TEST(Link, silence_names_the_neighbour) {
   auto pair = net::make_link_pair(0, 6);
   std::vector<std::byte> some(100), many(50'000'000);
-  EXPECT_THROW_WITH(net::send_recv(*pair.first, some, *pair.first, some, 0.05), Timeout, "100 bytes are missing from rank 6");
+  EXPECT_THROW_WITH(net::send_recv(*pair.first, some, *pair.first, some, 0.05), Timeout,
+                    "100 bytes are missing from rank 6");
   EXPECT_THROW_WITH(net::send_recv(*pair.first, many, *pair.first, {}, 0.05), Timeout, "not taken by rank 6");
 }
 

@@ -1,11 +1,10 @@
 // Mesh: connecting and exchanging bytes and descriptors, in worlds of threads and of processes.
-#include "net/mesh.hpp"
-
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "net/mesh.hpp"
 #include "net/world.hpp"
 #include "zcomm/error.hpp"
 
@@ -116,7 +115,8 @@ TEST(Mesh, a_rank_that_leaves_after_its_part_fails_nobody) {
 
 TEST(Mesh, refuses_impossible_arguments) {
   Lobby lobby(2);
-  const auto connect = [&lobby](int rank, int world_size, std::span<const std::string> addresses, std::string_view token) {
+  const auto connect = [&lobby](int rank, int world_size, std::span<const std::string> addresses,
+                                std::string_view token) {
     return Mesh::connect(rank, world_size, net::Listener(), addresses, token, 1.0);
   };
   EXPECT_THROW_WITH(connect(2, 2, lobby.addresses, ""), InvalidArgument, "rank 2");
