@@ -7,9 +7,10 @@
 // (Against master.to(bfloat16) that is one element in 131072, in the last bit.) A master that rounds to infinity is
 // still kept exactly; a NaN stays a NaN, its payload cut to the weight's.
 //
-// [Note: state tiles] State of a shard lies in tiles of `tile_count` elements, back to back: m (f32), v (f32) and, with a
-// split master, lo (i16), each of the tile's own count: tile t begins at byte t * tile_count * bytes per element, and the
-// last tile's arrays have count - t * tile_count elements. A tile is one stream for the prefetcher and one extent on NVMe.
+// [Note: state tiles] State of a shard lies in tiles of `tile_count` elements, back to back: m (f32), v (f32) and, with
+// a split master, lo (i16), each of the tile's own count: tile t begins at byte t * tile_count * bytes per element, and
+// the last tile's arrays have count - t * tile_count elements. A tile is one stream for the prefetcher and one extent
+// on NVMe.
 //
 // Arithmetic: the same elementwise operations in the same order for every instruction set and for vector body and tail,
 // no fused multiply-add: the bits do not depend on how a shard is cut.
@@ -25,10 +26,10 @@ namespace zcomm {
 
 struct AdamParams {
   double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0.0;
-  bool adamw = true;         ///< decoupled weight decay; false: L2 term added to the gradient
+  bool adamw = true;  ///< decoupled weight decay; false: L2 term added to the gradient
   bool maximize = false;
-  std::int64_t step = 1;     ///< counts from 1; bias corrections are computed in f64
-  float grad_scale = 1.0f;   ///< gradients are multiplied by it first (unscale x clip x 1/accumulation)
+  std::int64_t step = 1;    ///< counts from 1; bias corrections are computed in f64
+  float grad_scale = 1.0f;  ///< gradients are multiplied by it first (unscale x clip x 1/accumulation)
 };
 
 /// Bytes of state per element: 8 (f32 weight) or 10 (bf16 weight, split master).
@@ -47,9 +48,9 @@ struct AdamShard {
   std::size_t begin, end;
 };
 
-/// One step. Throws InvalidArgument (dtypes, begin > end > count, beta out of [0,1), step < 1; tile_count 0, or odd with
-/// more than one tile of a bf16 weight: f32 state would not lie on 4-byte boundaries).
-/// `threads`: workers to use at most; 0 = all of the core's pool.
+/// One step. Throws InvalidArgument (dtypes, begin > end > count, beta out of [0,1), step < 1; tile_count 0, or odd
+/// with more than one tile of a bf16 weight: f32 state would not lie on 4-byte boundaries). `threads`: workers to use
+/// at most; 0 = all of the core's pool.
 void adam_step(const AdamShard& shard, const AdamParams& params, int threads = 0);
 
 /// Sets lo of a bf16 shard from an f32 master and writes the rounded weight; m = v = 0 are left alone.

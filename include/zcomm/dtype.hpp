@@ -14,14 +14,18 @@ enum class ReduceOp : std::uint8_t { sum, avg, min, max, prod };
 constexpr std::size_t size_of(DType dtype) {
   switch (dtype) {
     case DType::f64:
-    case DType::i64: return 8;
+    case DType::i64:
+      return 8;
     case DType::f32:
-    case DType::i32: return 4;
+    case DType::i32:
+      return 4;
     case DType::f16:
-    case DType::bf16: return 2;
+    case DType::bf16:
+      return 2;
     case DType::i8:
     case DType::u8:
-    case DType::b8: return 1;
+    case DType::b8:
+      return 1;
   }
   return 0;
 }

@@ -24,14 +24,14 @@ class ExactSum {
   static constexpr std::size_t kWords = 70;
 
   void clear();
-  void add(double term);              ///< of either sign; non-finite terms are counted, not added
-  double value() const;               ///< rounded once, to nearest; NaN if a non-finite term was added
-  void normalize();                   ///< carries: call before words() travel, so that 2^20 of them can be added
+  void add(double term);  ///< of either sign; non-finite terms are counted, not added
+  double value() const;   ///< rounded once, to nearest; NaN if a non-finite term was added
+  void normalize();       ///< carries: call before words() travel, so that 2^20 of them can be added
   std::span<std::int64_t> words() { return words_; }
 
  private:
   std::int64_t words_[kWords] = {};
-  std::uint32_t pending_ = 0;         ///< additions since the last carry
+  std::uint32_t pending_ = 0;  ///< additions since the last carry
 };
 
 /// Adds the squares of grad[0, count) to `sum`, block by block; the last block may be short. f32, bf16 or f16.

@@ -20,23 +20,23 @@ class SwapFile {
  public:
   enum class Engine { automatic, io_uring, threads };
   struct Options {
-    std::size_t nbytes = 0;             ///< preallocated at once; 0: grows by reserve()
-    Engine engine = Engine::automatic;  ///< io_uring where it works, threads otherwise
-    std::size_t block_nbytes = 1 << 20; ///< size of one I/O request
-    int depth = 16;                     ///< requests in flight
-    bool direct = true;                 ///< O_DIRECT where the file system has it (said in stats().direct)
+    std::size_t nbytes = 0;              ///< preallocated at once; 0: grows by reserve()
+    Engine engine = Engine::automatic;   ///< io_uring where it works, threads otherwise
+    std::size_t block_nbytes = 1 << 20;  ///< size of one I/O request
+    int depth = 16;                      ///< requests in flight
+    bool direct = true;                  ///< O_DIRECT where the file system has it (said in stats().direct)
     bool checksum = true;
   };
   struct Stats {
     std::uint64_t read_nbytes, written_nbytes;
-    double read_s, write_s;             ///< time with at least one read (write) in flight
-    std::uint64_t reserved_nbytes;      ///< extents in use
+    double read_s, write_s;         ///< time with at least one read (write) in flight
+    std::uint64_t reserved_nbytes;  ///< extents in use
     std::uint64_t file_nbytes;
     std::uint64_t error_count, retry_count;
     bool direct;
-    std::string engine;                 ///< "io_uring" or "threads"
-    std::string path;                   ///< of the data file
-    std::uint64_t bounce_nbytes;        ///< memory held for unaligned heads and tails
+    std::string engine;           ///< "io_uring" or "threads"
+    std::string path;             ///< of the data file
+    std::uint64_t bounce_nbytes;  ///< memory held for unaligned heads and tails
   };
 
   /// Throws SystemError (ENOSPC with path, bytes needed and bytes free; EACCES; ENOENT).
@@ -52,7 +52,8 @@ class SwapFile {
   virtual Work write(const std::string& key, const void* data, std::size_t nbytes) = 0;
   /// Queues disk -> data. InvalidArgument for an unknown key or another size; DataCorrupt from wait().
   virtual Work read(const std::string& key, void* data, std::size_t nbytes) = 0;
-  /// Waits for all queued operations (the file stays usable after an error); throws the first error that no Work reported yet.
+  /// Waits for all queued operations (the file stays usable after an error); throws the first error that no Work
+  /// reported yet.
   virtual void wait() = 0;
   virtual Stats stats() const = 0;
   /// Waits, closes and removes the directory; later calls throw InvalidArgument. Errors that nobody asked for with

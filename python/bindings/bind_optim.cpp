@@ -11,8 +11,15 @@ namespace {
 AdamShard shard_of(std::uintptr_t weight, DType weight_dtype, std::uintptr_t grad, DType grad_dtype,
                    std::uintptr_t state, std::size_t count, std::size_t tile_count, std::size_t begin,
                    std::size_t end) {
-  return {reinterpret_cast<void*>(weight), weight_dtype, reinterpret_cast<const void*>(grad), grad_dtype,
-          reinterpret_cast<std::byte*>(state), count, tile_count, begin, end};
+  return {reinterpret_cast<void*>(weight),
+          weight_dtype,
+          reinterpret_cast<const void*>(grad),
+          grad_dtype,
+          reinterpret_cast<std::byte*>(state),
+          count,
+          tile_count,
+          begin,
+          end};
 }
 
 }  // namespace

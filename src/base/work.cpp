@@ -21,9 +21,9 @@ void Completion::wait(std::optional<double> timeout_s) {
   if (!timeout_s) {
     changed_.wait(lock, finished);
   } else {
-    const auto deadline = std::chrono::steady_clock::now() +
-                          std::chrono::duration_cast<std::chrono::steady_clock::duration>(
-                              std::chrono::duration<double>(*timeout_s));
+    const auto deadline =
+        std::chrono::steady_clock::now() +
+        std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(*timeout_s));
     if (!changed_.wait_until(lock, deadline, finished))
       throw Timeout(text("Work.wait: not done after ", *timeout_s, " s; the operation goes on"));
   }

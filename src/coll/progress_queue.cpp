@@ -8,12 +8,13 @@
 
 namespace zcomm::coll {
 
-ProgressQueue::ProgressQueue(std::function<void(Operation&)> run) : run_(std::move(run)), thread_([this] { loop(); }) {
+ProgressQueue::ProgressQueue(std::function<void(Operation&)> run) : run_(std::move(run)) {
   spares_.reserve(kDepth);
   // How many are in flight at once is a matter of timing, so the pool is not left to find out in step 1000.
   std::vector<std::shared_ptr<Completion>> warm;
   for (std::size_t i = 0; i < kWarmCompletions; ++i) warm.push_back(completions_.acquire());
   for (const auto& completion : warm) completion->finish();
+  thread_ = std::thread([this] { loop(); });
 }
 
 Operation& ProgressQueue::claim(std::unique_lock<std::mutex>& lock) {

@@ -10,7 +10,8 @@ namespace zcomm::heap {
 
 void AddressRange::alias(std::size_t offset, const std::byte* shared, std::size_t nbytes) {
   if (offset > nbytes_ || nbytes > nbytes_ - offset)
-    throw InvalidArgument(text("AddressRange.alias: [", offset, ", ", offset + nbytes, ") is outside of ", nbytes_, " bytes"));
+    throw InvalidArgument(
+        text("AddressRange.alias: [", offset, ", ", offset + nbytes, ") is outside of ", nbytes_, " bytes"));
   if (nbytes == 0) return;
   // An old size of 0 asks for a copy of the mapping; it shares the pages because the original is MAP_SHARED.
   void* source = const_cast<std::byte*>(shared);

@@ -97,7 +97,8 @@ Segment Segment::create(std::size_t nbytes) {
   const std::size_t file_nbytes = round_to_pages(nbytes);
   UniqueFd fd = make_memfd(nbytes);
   if (::ftruncate(fd.get(), static_cast<off_t>(file_nbytes)) != 0) {
-    throw_system_error(errno, text("cannot make a segment of ", nbytes, " bytes (ftruncate)"));
+    const char* hint = errno == EFBIG ? "; the file size limit (ulimit -f) counts for shared memory, too" : "";
+    throw_system_error(errno, text("cannot make a segment of ", nbytes, " bytes (ftruncate)", hint));
   }
   if (::fcntl(fd.get(), F_ADD_SEALS, kSizeSeals) != 0) {
     throw_system_error(errno, text("cannot seal the size of a segment of ", nbytes, " bytes"));
@@ -106,7 +107,7 @@ Segment Segment::create(std::size_t nbytes) {
 }
 
 Segment Segment::map(UniqueFd fd, std::size_t nbytes) {
-  struct stat status {};
+  struct stat status{};
   if (::fstat(fd.get(), &status) != 0) {
     throw_system_error(errno, text("cannot map a segment of ", nbytes, " bytes (fstat of descriptor ", fd.get(), ")"));
   }

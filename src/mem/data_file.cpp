@@ -32,7 +32,7 @@ std::uint64_t file_size_limit() {
 }
 
 std::uint64_t free_nbytes(int fd) {
-  struct statvfs info {};
+  struct statvfs info{};
   if (::fstatvfs(fd, &info) != 0) return 0;
   return static_cast<std::uint64_t>(::geteuid() == 0 ? info.f_bfree : info.f_bavail) * info.f_frsize;
 }
@@ -58,10 +58,10 @@ DataFile::DataFile(int directory, const char* name, std::string path, bool want_
 }
 
 void DataFile::try_direct(int directory, const char* name) {
-  struct statfs info {};
+  struct statfs info{};
   if (::fstatfs(buffered_.get(), &info) != 0 || static_cast<unsigned>(info.f_type) == kTmpfs) return;  // memory itself
 #ifdef STATX_DIOALIGN
-  struct statx about {};
+  struct statx about{};
   if (::statx(buffered_.get(), "", AT_EMPTY_PATH, STATX_DIOALIGN, &about) == 0 && (about.stx_mask & STATX_DIOALIGN)) {
     if (about.stx_dio_offset_align == 0 || about.stx_dio_offset_align > kExtentAlign) return;
     memory_alignment_ = std::max<std::size_t>(about.stx_dio_mem_align, 1);

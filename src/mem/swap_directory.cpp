@@ -84,7 +84,7 @@ std::string manifest() {
 }
 
 bool on_network(int fd) {
-  struct statfs info {};
+  struct statfs info{};
   if (::fstatfs(fd, &info) != 0) return true;
   constexpr unsigned kNfs = 0x6969, kCifs = 0xFF534D42, kSmb2 = 0xFE534D42, kLustre = 0x0BD00BD0, kCeph = 0x00C36400,
                      kGpfs = 0x47504653, kFuse = 0x65735546;
@@ -102,7 +102,7 @@ bool made_on_this_host(int directory) {
 }
 
 bool is_regular(int fd) {
-  struct stat info {};
+  struct stat info{};
   return ::fstat(fd, &info) == 0 && S_ISREG(info.st_mode);
 }
 
@@ -114,7 +114,7 @@ void remove_known(int parent, const char* name, int directory) noexcept {
 
 void remove_if_stale(int parent, const char* name, bool finished) {
   const UniqueFd directory(::openat(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
-  struct stat info {};
+  struct stat info{};
   if (!directory || ::fstat(directory.get(), &info) != 0 || info.st_uid != ::geteuid()) return;
   if (!finished && ::time(nullptr) - info.st_mtime < kUnfinishedAge_s) return;  // perhaps being made right now
   if (finished && on_network(directory.get()) && !made_on_this_host(directory.get())) return;

@@ -55,22 +55,25 @@ inline void fail(const char* file, int line, const std::string& what) {
 
 }  // namespace zcomm::test
 
-#define TEST(suite, name)                                                                                   \
-  static void test_##suite##_##name();                                                                      \
+#define TEST(suite, name)                                                                                  \
+  static void test_##suite##_##name();                                                                     \
   static const ::zcomm::test::Register register_##suite##_##name(#suite "." #name, test_##suite##_##name); \
   static void test_##suite##_##name()
 
-#define EXPECT_TRUE(condition) \
-  do { if (!(condition)) ::zcomm::test::fail(__FILE__, __LINE__, "false: " #condition); } while (0)
+#define EXPECT_TRUE(condition)                                                       \
+  do {                                                                               \
+    if (!(condition)) ::zcomm::test::fail(__FILE__, __LINE__, "false: " #condition); \
+  } while (0)
 #define EXPECT_FALSE(condition) EXPECT_TRUE(!(condition))
 
-#define ZC_EXPECT_RELATION(a, relation, b)                                                              \
-  do {                                                                                                  \
-    const auto& zc_a = (a);                                                                             \
-    const auto& zc_b = (b);                                                                             \
-    if (!(zc_a relation zc_b))                                                                          \
-      ::zcomm::test::fail(__FILE__, __LINE__, "expected " #a " " #relation " " #b ", got " +            \
-                                                  ::zcomm::test::show(zc_a) + " and " + ::zcomm::test::show(zc_b)); \
+#define ZC_EXPECT_RELATION(a, relation, b)                                                                     \
+  do {                                                                                                         \
+    const auto& zc_a = (a);                                                                                    \
+    const auto& zc_b = (b);                                                                                    \
+    if (!(zc_a relation zc_b))                                                                                 \
+      ::zcomm::test::fail(__FILE__, __LINE__,                                                                  \
+                          "expected " #a " " #relation " " #b ", got " + ::zcomm::test::show(zc_a) + " and " + \
+                              ::zcomm::test::show(zc_b));                                                      \
   } while (0)
 #define EXPECT_EQ(a, b) ZC_EXPECT_RELATION(a, ==, b)
 #define EXPECT_NE(a, b) ZC_EXPECT_RELATION(a, !=, b)
@@ -78,19 +81,23 @@ inline void fail(const char* file, int line, const std::string& what) {
 #define EXPECT_LE(a, b) ZC_EXPECT_RELATION(a, <=, b)
 #define EXPECT_GE(a, b) ZC_EXPECT_RELATION(a, >=, b)
 #define EXPECT_GT(a, b) ZC_EXPECT_RELATION(a, >, b)
-#define EXPECT_NEAR(a, b, tolerance) \
-  do { if (!(std::abs((a) - (b)) <= (tolerance))) ::zcomm::test::fail(__FILE__, __LINE__, "not near: " #a ", " #b ": " + ::zcomm::test::show(a) + " and " + ::zcomm::test::show(b)); } while (0)
-
-#define EXPECT_THROW_WITH(statement, Type, part)                                                                     \
+#define EXPECT_NEAR(a, b, tolerance)                                                                                 \
   do {                                                                                                               \
-    try {                                                                                                            \
-      statement;                                                                                                     \
-      ::zcomm::test::fail(__FILE__, __LINE__, "no " #Type " from " #statement);                                      \
-    } catch (const Type& zc_error) {                                                                                 \
-      if (std::string(zc_error.what()).find(part) == std::string::npos)                                              \
-        ::zcomm::test::fail(__FILE__, __LINE__, std::string("message lacks '") + (part) + "': " + zc_error.what());  \
-    } catch (const std::exception& zc_error) {                                                                       \
-      ::zcomm::test::fail(__FILE__, __LINE__, std::string("other than " #Type ": ") + zc_error.what());              \
-    }                                                                                                                \
+    if (!(std::abs((a) - (b)) <= (tolerance)))                                                                       \
+      ::zcomm::test::fail(__FILE__, __LINE__,                                                                        \
+                          "not near: " #a ", " #b ": " + ::zcomm::test::show(a) + " and " + ::zcomm::test::show(b)); \
+  } while (0)
+
+#define EXPECT_THROW_WITH(statement, Type, part)                                                                    \
+  do {                                                                                                              \
+    try {                                                                                                           \
+      statement;                                                                                                    \
+      ::zcomm::test::fail(__FILE__, __LINE__, "no " #Type " from " #statement);                                     \
+    } catch (const Type& zc_error) {                                                                                \
+      if (std::string(zc_error.what()).find(part) == std::string::npos)                                             \
+        ::zcomm::test::fail(__FILE__, __LINE__, std::string("message lacks '") + (part) + "': " + zc_error.what()); \
+    } catch (const std::exception& zc_error) {                                                                      \
+      ::zcomm::test::fail(__FILE__, __LINE__, std::string("other than " #Type ": ") + zc_error.what());             \
+    }                                                                                                               \
   } while (0)
 #define EXPECT_THROW(statement, Type) EXPECT_THROW_WITH(statement, Type, "")

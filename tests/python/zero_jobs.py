@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -100,6 +101,8 @@ def train_ddp(store: str, rank: int, world_size: int, steps: int = STEPS, accum:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         opt.step()
         opt.zero_grad()
+    dist.barrier()
+    time.sleep(0.3)  # DDP's destructor joins Gloo's threads with the interpreter lock held, which they need to end
     dist.destroy_process_group()
     return {name: value.detach() for name, value in model.module.named_parameters()}
 

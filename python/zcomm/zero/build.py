@@ -71,7 +71,6 @@ def build_parts(
     share_parameters: bool,
 ) -> Parts:
     """Collective. Parameters are numbered unit by unit, in order of registration."""
-    comm = job.duplicate()  # gradients and parameters keep an order of their own beside the caller's collectives
     arena = _core.PinnedArena()
     params = [param for group in groups for param in group["params"]]
     _check_params(params)
@@ -79,13 +78,15 @@ def build_parts(
     choices = _choose(model, params) if by_unit else [UnitChoice("all", [], _registered(model, params))]
     ordered = [param for choice in choices for param in choice.params]
     shapes = [[param.shape for param in choice.params] for choice in choices]
-    geometry = Geometry(shapes, comm.world_size, bucket_nbytes, precision.param_nbytes)
+    geometry = Geometry(shapes, job.world_size, bucket_nbytes, precision.param_nbytes)
     numbers = {id(param): number for number, group in enumerate(groups) for param in group["params"]}
 
     swap = None
-    if offload.uses_nvme:
+    if offload.uses_nvme:  # before all other memory: a full disk is said first
         assert nvme_path is not None
         swap = _core.SwapFile(nvme_path, nbytes=_swap_nbytes(geometry, offload, precision, stage))
+    comm = job.duplicate()  # gradients and parameters keep an order of their own beside the caller's collectives
+
     store: ParameterStore
     if by_unit:
         source: ShardSource

@@ -35,7 +35,9 @@ TEST(Work, dropping_waits) {
     finished = true;
     completion->finish();
   });
-  { Work work(std::move(completion)); }
+  {
+    Work work(std::move(completion));
+  }
   EXPECT_TRUE(finished);
   runner.join();
 }
@@ -55,7 +57,8 @@ TEST(CompletionPool, reuses_what_was_dropped) {
 TEST(ThreadPool, covers_every_index_once) {
   for (const int size : {1, 2, 5}) {
     ThreadPool pool(size);
-    for (const std::size_t count : {std::size_t{0}, std::size_t{1}, std::size_t{7}, std::size_t{64}, std::size_t{1000}}) {
+    for (const std::size_t count :
+         {std::size_t{0}, std::size_t{1}, std::size_t{7}, std::size_t{64}, std::size_t{1000}}) {
       for (const std::size_t grain : {std::size_t{1}, std::size_t{16}}) {
         std::vector<std::atomic<int>> hits(count);
         pool.parallel_for(count, grain, 0, [&](std::size_t begin, std::size_t end) {

@@ -123,12 +123,9 @@ TEST(comm_errors, different_options) {
   for (int r = 0; r < 2; ++r)
     threads.emplace_back([&, r] {
       auto mesh = join(listeners, r);
-      expect_contains(message_of<CollectiveMismatch>(
-                          [&] {
-                            Communicator::create(mesh, {20, 4096, r == 0 ? 4 : 8});
-                          },
-                          "options"),
-                      {"slot_count=4", "slot_count=8"});
+      expect_contains(
+          message_of<CollectiveMismatch>([&] { Communicator::create(mesh, {20, 4096, r == 0 ? 4 : 8}); }, "options"),
+          {"slot_count=4", "slot_count=8"});
       mesh->leave();
     });
   for (auto& thread : threads) thread.join();
@@ -171,10 +168,7 @@ TEST(comm_errors, late_rank_is_named) {
     std::vector<float> own(16);
     const Buffer buffer{own.data(), 16};
     const std::string message = message_of<Timeout>(
-        [&] {
-          self.comm->all_reduce({&buffer, 1}, DType::f32, ReduceOp::sum, "grad.7").wait();
-        },
-        "timeout");
+        [&] { self.comm->all_reduce({&buffer, 1}, DType::f32, ReduceOp::sum, "grad.7").wait(); }, "timeout");
     expect_contains(message, {"all_reduce float32 sum count=16 'grad.7' (operation 2)", "for rank 1 to enter it",
                               "rank 1 last entered operation 1, barrier 'first'"});
     expect_contains(message_of<Timeout>([&] { self.comm->barrier(); }, "afterwards"), {"unusable since", message});

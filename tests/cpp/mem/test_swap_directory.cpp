@@ -31,7 +31,7 @@ int error_of(const std::function<void()>& body, std::string* what = nullptr) {
 }
 
 unsigned mode_of(const fs::path& path) {
-  struct stat info {};
+  struct stat info{};
   ::lstat(path.c_str(), &info);
   return info.st_mode & 07777;
 }

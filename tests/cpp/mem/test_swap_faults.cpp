@@ -50,8 +50,7 @@ class FaultyEngine final : public mem::IoEngine {
 };
 
 struct Setup {
-  explicit Setup(
-      bool direct = true, const std::function<void(FaultyEngine&)>& prepare = [](FaultyEngine&) {}) {
+  explicit Setup(bool direct = true, const std::function<void(FaultyEngine&)>& prepare = [](FaultyEngine&) {}) {
     auto made = std::make_unique<FaultyEngine>();
     prepare(*made);
     SwapFile::Options options;

@@ -146,7 +146,9 @@ TEST(Handshake, missing_ranks_are_named) {
 
 TEST(Handshake, a_rank_that_is_gone_is_lost_long_before_the_deadline) {
   Lobby lobby(3);
-  { const net::Listener gone = std::move(lobby.listeners[0]); }
+  {
+    const net::Listener gone = std::move(lobby.listeners[0]);
+  }
   run_ranks(3, [&](int rank) {
     if (rank == 0) return;
     EXPECT_THROW_WITH(lobby.connect(rank), PeerLost, "ended before all ranks were connected");

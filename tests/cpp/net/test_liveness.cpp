@@ -137,7 +137,9 @@ TEST(Liveness, a_callback_may_forget_leave_and_destroy) {
   {
     const std::lock_guard lock(ready);
     id = meshes[0]->on_loss([&](Loss) {
-      { const std::lock_guard wait(ready); }
+      {
+        const std::lock_guard wait(ready);
+      }
       meshes[0]->forget(id);
       meshes[0]->leave();
       meshes[0].reset();  // the last owner: the mesh dies on its own thread
