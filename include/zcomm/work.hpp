@@ -26,6 +26,8 @@ class Completion {
   void wait(std::optional<double> timeout_s);
   /// Blocks until finished; never throws.
   void wait_quietly() noexcept;
+  /// Blocks until finished or `patience_s` is over; returns whether it is finished. Never throws.
+  bool wait_for(double patience_s) noexcept;
   bool done() const;
   /// Whether some wait() has thrown the operation's error.
   bool error_reported() const;
@@ -51,6 +53,8 @@ class Work {
   /// Waiting again after success is a no-op.
   void wait(std::optional<double> timeout_s = std::nullopt);
   bool done() const;
+  /// Blocks for `patience_s` at most; returns whether the operation ended. Its error waits for wait().
+  bool wait_for(double patience_s) noexcept;
 
  private:
   std::shared_ptr<Completion> completion_;

@@ -1,13 +1,15 @@
 // Binds element types, errors, Work, raw memory and what the machine offers.
+#include <algorithm>
 #include <exception>
+#include <optional>
 
 #include "base/cpu_features.hpp"
 #include "base/env.hpp"
+#include "base/error.hpp"
 #include "base/thread_pool.hpp"
 #include "bindings.hpp"
 #include "device/cuda.hpp"
 #include "zcomm/dtype.hpp"
-#include "zcomm/error.hpp"
 
 namespace py = pybind11;
 
@@ -71,6 +73,21 @@ void bind_errors(py::module_& m) {
   py::register_exception_translator(translate);
 }
 
+/// Ctrl-C must reach a program that waits for another rank.
+void wait_interruptibly(Work& work, std::optional<double> timeout_s) {
+  constexpr double kSlice_s = 0.1;
+  for (double left_s = timeout_s.value_or(0.0);;) {
+    const double slice_s = timeout_s ? std::min(kSlice_s, left_s) : kSlice_s;
+    {
+      const py::gil_scoped_release release;
+      if (work.wait_for(slice_s)) return work.wait();
+    }
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    if (timeout_s && (left_s -= slice_s) <= 0.0)
+      throw Timeout(text("Work.wait: not done after ", *timeout_s, " s; the operation goes on"));
+  }
+}
+
 }  // namespace
 
 void bind_base(py::module_& m) {
@@ -94,7 +111,7 @@ void bind_base(py::module_& m) {
       .value("prod", ReduceOp::prod);
 
   py::class_<Work, WorkHolder>(m, "Work")
-      .def("wait", &Work::wait, py::arg("timeout") = std::nullopt, py::call_guard<py::gil_scoped_release>())
+      .def("wait", &wait_interruptibly, py::arg("timeout") = std::nullopt)
       .def("done", &Work::done);
 
   py::class_<Memory>(m, "Memory", py::buffer_protocol())

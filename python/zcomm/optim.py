@@ -11,6 +11,9 @@ from zcomm import _core
 from zcomm._tensors import core_dtype
 
 
+_STATE = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32, "remainder": torch.int16}
+
+
 class CPUAdam(torch.optim.Optimizer):
     """Adam or AdamW on CPU tensors: one fused, multi-threaded pass per parameter over gradient, state and weight.
 
@@ -111,7 +114,7 @@ class CPUAdam(torch.optim.Optimizer):
     def _adopt(self, param: torch.Tensor) -> torch.Tensor:
         loaded = dict(self.state[param])
         buffer = self._views(param)
-        for name in ("exp_avg", "exp_avg_sq", "remainder"):
+        for name in _STATE:
             if name in loaded and name in self.state[param]:
                 self.state[param][name].copy_(loaded[name])
         self._buffers[param] = buffer
@@ -122,6 +125,14 @@ class CPUAdam(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             group.setdefault("adamw", self.defaults["adamw"])
+        # torch casts all state to the parameter's dtype; what belongs to a bf16 parameter is not bf16.
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for number, param in zip(numbers, params, strict=True):
+            loaded = state_dict["state"].get(number, {})
+            for name, dtype in _STATE.items():
+                if name in loaded:
+                    self.state[param][name] = loaded[name].to(dtype, copy=True)
         self._buffers.clear()
 
 

@@ -16,20 +16,20 @@ void Completion::finish(std::exception_ptr error) noexcept {
 }
 
 void Completion::wait(std::optional<double> timeout_s) {
-  std::unique_lock lock(mutex_);
-  const auto finished = [this] { return done_; };
   if (!timeout_s) {
-    changed_.wait(lock, finished);
-  } else {
-    const auto deadline =
-        std::chrono::steady_clock::now() +
-        std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(*timeout_s));
-    if (!changed_.wait_until(lock, deadline, finished))
-      throw Timeout(text("Work.wait: not done after ", *timeout_s, " s; the operation goes on"));
+    wait_quietly();
+  } else if (!wait_for(*timeout_s)) {
+    throw Timeout(text("Work.wait: not done after ", *timeout_s, " s; the operation goes on"));
   }
+  const std::lock_guard lock(mutex_);
   if (!error_) return;
   reported_ = true;
   std::rethrow_exception(error_);
+}
+
+bool Completion::wait_for(double patience_s) noexcept {
+  std::unique_lock lock(mutex_);
+  return changed_.wait_for(lock, std::chrono::duration<double>(patience_s), [this] { return done_; });
 }
 
 void Completion::wait_quietly() noexcept {
@@ -64,6 +64,8 @@ void Work::wait(std::optional<double> timeout_s) {
 }
 
 bool Work::done() const { return !completion_ || completion_->done(); }
+
+bool Work::wait_for(double patience_s) noexcept { return !completion_ || completion_->wait_for(patience_s); }
 
 // shared_ptr's control block cannot be pooled, so the pool keeps its own reference and reuses a completion once it
 // is the only one left.

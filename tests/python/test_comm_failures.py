@@ -176,3 +176,34 @@ def peer_never_comes() -> str:
 def test_init_ends_when_a_rank_never_comes(run_ranks: Callable[..., list[Any]]) -> None:
     (message,) = run_ranks(peer_never_comes, 1)
     assert re.search(r"\b1\b", message), message
+
+
+def wait_for_a_sleeper(folder: str) -> float | None:
+    """Rank 0 waits in a barrier that rank 1 never enters; returns when Ctrl-C got through."""
+    comm = zcomm.init(timeout=60)
+    if comm.rank == 1:
+        deadline = time.monotonic() + 30
+        while not Path(folder, "done").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return None
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    Path(folder, "waits").touch()
+    try:
+        comm.barrier()
+    except KeyboardInterrupt:
+        return time.monotonic()
+    finally:
+        Path(folder, "done").touch()
+    return None
+
+
+def test_ctrl_c_reaches_a_rank_that_waits(start_ranks_in: Callable[..., Any], tmp_path: Path) -> None:
+    world = start_ranks_in(wait_for_a_sleeper, 2, str(tmp_path))
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "waits").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(0.3)  # it is in the barrier now
+    sent = world.kill(0, signal.SIGINT)
+    results = world.join(60)
+    assert results[0].value is not None, results[0].describe()
+    assert results[0].value - sent < 2.0

@@ -79,3 +79,15 @@ TEST(ThreadPool, rethrows) {
   pool.parallel_for(1, 1, 0, [&](std::size_t, std::size_t) { ++calls; });
   EXPECT_EQ(calls, 1);
 }
+
+TEST(Work, wait_for_tells_and_does_not_throw) {
+  CompletionPool pool;
+  auto completion = pool.acquire();
+  Work work(completion);
+  EXPECT_FALSE(work.wait_for(0.01));
+  completion->finish(std::make_exception_ptr(Timeout("late")));
+  EXPECT_TRUE(work.wait_for(0.01));
+  EXPECT_FALSE(completion->error_reported());
+  EXPECT_THROW_WITH(work.wait(), Timeout, "late");
+  EXPECT_TRUE(completion->error_reported());
+}
