@@ -10,7 +10,6 @@ import torch
 from zcomm import _core
 from zcomm._tensors import core_dtype
 
-
 _STATE = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32, "remainder": torch.int16}
 
 

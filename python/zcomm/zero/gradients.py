@@ -16,7 +16,7 @@ Thread rule: hooks and methods run on the thread that runs backward and step.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -94,7 +94,7 @@ class GradientReducer:
         self._launched = 0
         self._missing = [set(bucket.params) for bucket in self._geometry.buckets]
 
-    def _hook(self, index: int):  # type: ignore[no-untyped-def]
+    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         place = self._geometry.places[index]
 
         def on_grad(param: torch.Tensor) -> None:
@@ -204,11 +204,6 @@ class GradientReducer:
         self.reached = 0
         for param in self._params:
             param.grad = None
-
-    def zero_accumulators(self) -> None:
-        """Make the accumulators zero (a step without any backward pass)."""
-        if self._fresh:
-            self.accumulators.zero_()
 
     def close(self) -> None:
         for handle in self._handles:
