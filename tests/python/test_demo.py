@@ -190,7 +190,7 @@ def test_full_disk_is_one_line(tmp_path: Path) -> None:
     )
     assert process.returncode == 2
     assert len(process.stderr.splitlines()) == 1, process.stderr
-    assert re.search(r"cannot reserve space in \S+/swap-\S+: \d+ bytes more needed", process.stderr)
+    assert re.search(r"cannot reserve space in \S+/swap/zcomm-swap-\S+: \d+ bytes more needed", process.stderr)
     assert not (tmp_path / "runs").exists()
 
 
@@ -221,6 +221,7 @@ def test_interrupted_run_leaves_nothing(tmp_path: Path, when: str, signum: int, 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.leaves_swap
 def test_killed_rank_is_named(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [*COMMAND, *TINY, "--steps", "100000"],
@@ -238,7 +239,10 @@ def test_killed_rank_is_named(tmp_path: Path) -> None:
     lines = err.splitlines()
     assert re.match(rf"zcomm demo: rank 1 \(pid {victim}\) was killed by SIGKILL", lines[0])
     assert re.match(r"zcomm demo: then rank 0 \(pid \d+\) exited with status 1: PeerLost: .*rank 1", lines[1])
-    assert not list((tmp_path / "runs/test").glob("swap-*"))
+    swap = tmp_path / "runs/swap"
+    assert len(list(swap.iterdir())) == 1, "rank 0 removed its files, rank 1 could not"
+    subprocess.run([*COMMAND, *TINY, "--steps", "2"], cwd=tmp_path, check=True, env=plain_environment(), timeout=110)
+    assert list(swap.iterdir()) == [], "the next run removes what the killed rank left"
 
 
 def test_bar_on_a_terminal(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The `zcomm demo` command: options, the run's folder, the launch of its ranks, and clearing up.
 
-Invariant: whatever ends the run, its swap directory goes; an interrupted run also takes back the folder it made.
+Invariant: a run that ends, or is interrupted, leaves no swap file, and an interrupted one takes back the folder it
+made; what a killed rank leaves in the swap directory is removed by the next run.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def add_parser(commands: _SubParsersAction[Any]) -> None:
     job.add_argument("--np", type=int, default=2, metavar="N", help="number of ranks (default 2)")
     job.add_argument("--stage", type=int, default=3, metavar="{0,1,2,3}", help="ZeRO stage (default 3)")
     job.add_argument("--offload", choices=OFFLOADS, default="nvme", help="tier of the state (default nvme)")
-    job.add_argument("--nvme-path", metavar="DIR", help="where to swap (default: in the run's folder)")
+    job.add_argument("--nvme-path", metavar="DIR", help="where to swap (default: runs/swap)")
     job.add_argument("--precision", choices=PRECISIONS, default="fp32", help="default fp32")
     job.add_argument("--bucket-mb", type=float, default=4.0, metavar="MIB", help="gradients that travel together")
     job.add_argument("--no-overlap", action="store_true", help="reduce after the backward pass, not during it")
@@ -74,22 +75,26 @@ def command(args: argparse.Namespace) -> int:
         raise UserError(f"--np {config.world_size}: must be at least 1")
     check_data(config.data)
     made = make_directory(config.directory)
-    try:
-        swap = make_swap_directory(config, args.nvme_path) if config.offload == "nvme" else None
-    except UserError:
-        take_back(made, config.directory, with_content=False)
-        raise
-    config = DemoConfig(**{**vars(config), "nvme_path": str(swap) if swap else None})
+    made_for_swap: list[Path] = []
+    if config.offload == "nvme":
+        # Not in the run's folder: the next run must find, and remove, what a killed one left.
+        swap = Path(args.nvme_path or config.directory.parent / "swap").expanduser().absolute()
+        try:
+            made_for_swap = make_directory(swap, "--nvme-path {}: cannot swap there")
+        except UserError:
+            take_back(made, config.directory, with_content=False)
+            raise
+        config = DemoConfig(**{**vars(config), "nvme_path": str(swap)})
     job = Job(
         argv=[sys.executable, "-m", "zcomm.demo.rank", config.to_json()],
         world_size=config.world_size,
         prefix=False,
         inherit_stdout=True,
         once=True,
-        remove=(swap,) if swap else (),
         announce="zcomm demo",
     )
     code = launch(job)
+    take_back(made_for_swap, config.directory, with_content=False)
     take_back(made, config.directory, with_content=code in (129, 130, 143))
     return code
 
@@ -136,8 +141,11 @@ def check_data(path: str | None) -> None:
         raise UserError(f"--data {path}: not readable")
 
 
-def make_directory(directory: Path) -> list[Path]:
-    """Make a directory with its parents; returns those that were made, the innermost first. Raises: UserError."""
+def make_directory(directory: Path, complaint: str = "{}: cannot make this folder") -> list[Path]:
+    """Make a writable directory with its parents; returns those that were made, the innermost first.
+
+    Raises: UserError with ``complaint`` about the directory.
+    """
     made: list[Path] = []
     try:
         for path in (directory, *directory.parents):
@@ -145,9 +153,11 @@ def make_directory(directory: Path) -> list[Path]:
                 break
             made.append(path)
         directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return made
     except OSError as error:
-        raise UserError(f"{directory}: cannot make this folder: {error.strerror}") from None
-    return made
+        take_back(made, directory, with_content=False)
+        raise UserError(f"{complaint.format(directory)}: {error.strerror}") from None
 
 
 def take_back(made: list[Path], run: Path, *, with_content: bool) -> None:
@@ -157,13 +167,3 @@ def take_back(made: list[Path], run: Path, *, with_content: bool) -> None:
     for directory in made:
         with contextlib.suppress(OSError):  # not empty, or gone already
             directory.rmdir()
-
-
-def make_swap_directory(config: DemoConfig, nvme_path: str | None) -> Path:
-    """A fresh directory of this run's own. Raises: UserError naming the path."""
-    parent = Path(nvme_path).expanduser().absolute() if nvme_path else config.directory
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix="swap-", dir=parent))
-    except OSError as error:
-        raise UserError(f"--nvme-path {parent}: cannot swap there: {error.strerror}") from None

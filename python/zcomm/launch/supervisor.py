@@ -2,7 +2,7 @@
 
 Life of a job: start all -> wait -> (first failure: `settle_s` for the others to end by themselves, then SIGTERM, then
 after `grace_s` SIGKILL) or (a signal: forwarded once, SIGKILL after `grace_s` or at a second one) -> end whatever
-descends from us -> remove directories -> report.
+descends from us -> remove the private directory -> report.
 Invariant: a rank is signalled only between its start and the collection of its status, so its pid is its own.
 """
 
@@ -67,8 +67,7 @@ class Supervisor:
                 self._end_all()
             return self._conclude()
         finally:
-            for directory in (private, *self._job.remove):
-                shutil.rmtree(directory, ignore_errors=True)
+            shutil.rmtree(private, ignore_errors=True)
 
     def _catch_signals(self) -> int:
         reader, writer = os.pipe()

@@ -12,6 +12,7 @@ from torch import nn
 
 from zcomm import _core
 from zcomm.comm import Communicator
+from zcomm.offload import close_at_exit
 from zcomm.zero.geometry import Geometry
 from zcomm.zero.gradients import GradientReducer
 from zcomm.zero.norm import GradientNorm
@@ -85,6 +86,7 @@ def build_parts(
     if offload.uses_nvme:  # before all other memory: a full disk is said first
         assert nvme_path is not None
         swap = _core.SwapFile(nvme_path, nbytes=_swap_nbytes(geometry, offload, precision, stage))
+        close_at_exit(swap)  # also when what follows is interrupted
     comm = job.duplicate()  # gradients and parameters keep an order of their own beside the caller's collectives
 
     store: ParameterStore
