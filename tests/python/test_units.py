@@ -1,0 +1,92 @@
+"""Stage 3 by units on awkward models: tied and frozen weights, evaluation in between, more units than slots."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import zcomm
+from zcomm.zero.unit_choice import choose_units
+
+
+class Tied(nn.Module):
+    """Embedding tied to the head, a bias shared by two blocks, a frozen scale, a block used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(5))
+        self.blocks[3].bias = self.blocks[1].bias
+        self.scale = nn.Parameter(torch.full((16,), 0.5), requires_grad=False)
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embed(x)
+        for index in (0, 1, 2, 3, 4, 2):
+            h = h + torch.tanh(self.blocks[index](h)) * self.scale
+        return self.norm(h) @ self.embed.weight.t()
+
+
+def train(
+    stage: int, offload: str | None, folder: Path, prefetch: int = 1
+) -> tuple[list[str], dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    model = Tied()
+    opt = zcomm.ZeroOptimizer(
+        model, stage=stage, offload=offload, nvme_path=str(folder), lr=0.01, prefetch=prefetch, clip_norm=1.0
+    )
+    losses = []
+    for step in range(8):
+        x = torch.randint(0, 32, (4, 7), generator=torch.Generator().manual_seed(step))
+        if step % 3 == 2:
+            model.eval()
+            with torch.no_grad():
+                losses.append(model(x).sum().item().hex())
+            model.train()
+        loss = nn.functional.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.item().hex())
+    weights = opt.full_state_dict()
+    opt.close()
+    zcomm.shutdown()
+    return losses, weights
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 4])
+def test_awkward_model_has_the_same_bits(tmp_path: Path, prefetch: int) -> None:
+    losses, weights = train(0, None, tmp_path)
+    swapped_losses, swapped_weights = train(3, "nvme", tmp_path, prefetch)
+    assert swapped_losses == losses
+    assert weights.keys() == swapped_weights.keys()
+    for name, value in weights.items():
+        assert torch.equal(value, swapped_weights[name]), name
+
+
+def test_choice_of_units() -> None:
+    model = Tied()
+    wanted = [p for p in model.parameters() if p.requires_grad]
+    units = choose_units(model, wanted)
+    assert [unit.name for unit in units] == ["root", *(f"blocks.{i}" for i in range(5))]
+    root = {id(p) for p in units[0].params}
+    for shared in (model.embed.weight, model.blocks[1].bias, model.norm.weight):
+        assert id(shared) in root, "what several units use belongs to the root"
+    assert sorted(id(p) for unit in units for p in unit.params) == sorted(map(id, wanted))
+
+
+def test_parameters_are_empty_between_steps_and_whole_in_use(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    seen: list[int] = []
+    model[2].register_forward_hook(lambda module, *_: seen.append(module.weight.numel()))
+    opt = zcomm.ZeroOptimizer(model, stage=3, offload="nvme", nvme_path=str(tmp_path))
+    assert model[2].weight.numel() == 0
+    model(torch.ones(1, 8)).sum().backward()
+    opt.step()
+    assert seen == [64]
+    assert all(p.numel() == 0 for p in model.parameters()), "after a step all units are sharded again"
+    opt.close()
+    zcomm.shutdown()
