@@ -1,6 +1,8 @@
 // Errors: arguments, mismatched calls, late ranks, lost ranks, and what a communicator says afterwards.
+#include <atomic>
 #include <chrono>
 #include <mutex>
+#include <thread>
 
 #include "comm_world.hpp"
 
@@ -178,13 +180,20 @@ TEST(comm_errors, late_rank_is_named) {
 
 TEST(comm_errors, a_rank_that_dies_is_named_by_all) {
   for (int world = 2; world <= 5; ++world) {
-    run_world(world, small_slots(), [](Rank& self) {
+    std::atomic<int> survivors{world - 1};
+    run_world(world, small_slots(), [&survivors](Rank& self) {
       self.comm->barrier().wait();
       const int dead = self.world - 1;
       if (self.rank == dead) {
         self.mesh->drop_dead();
+        // The dead close nothing: its communicator must not say that it left before the others saw the sockets end.
+        while (survivors > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
         return;
       }
+      struct Leaving {
+        std::atomic<int>& count;
+        ~Leaving() { --count; }
+      } const leaving{survivors};
       std::vector<float> values(10000);
       const Buffer buffer{values.data(), values.size()};
       const auto start = std::chrono::steady_clock::now();
