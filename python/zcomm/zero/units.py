@@ -94,7 +94,6 @@ class UnitStore(ParameterStore):
         self.units = self._lay_out(names)
         self._make_slots()
         self._clock = 0
-        self._armed = False
         self._trace: list[int] = []
         self._expected: dict[bool, list[int]] = {}
         self._grad_mode = True
