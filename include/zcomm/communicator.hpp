@@ -1,9 +1,10 @@
-// Communicator: collectives of the local ranks over symmetric memory (decisions D1, D2, D5, D6).
+// Communicator: collectives and messages between the ranks of a job (decisions D1, D2, D5, D6).
 //
 // Ranks may be threads of one process (tests) or processes; the code is the same.
 // Invariants: operations of one communicator run in call order on every rank; before bytes move, all ranks have
 // compared headers; after any failure the communicator is poisoned and each later call says so.
-// Thread rule: calls are serialised by the communicator; every rank must issue them in the same order.
+// Thread rule: any thread may call; collectives are serialised by the communicator, and every rank must issue them in
+// the same order. send and recv stand outside of that order: they match by (peer, tag), in call order per pair and tag.
 // Source: owner-computes reduction, docs/algorithms.md.
 #pragma once
 
@@ -31,6 +32,17 @@ struct ConstBuffer {
   const void* data;
   std::size_t count;
 };
+
+/// How one call is made. Strings must live as long as the operation (pass literals or interned ones).
+struct Call {
+  const char* name = "";  ///< appears in errors, and must be equal on all ranks
+  const char* site = "";  ///< where the program calls from ("train.py:42"), for errors; may differ between ranks
+  bool async = true;      ///< false: done when the call returns (on the calling thread if nothing is queued)
+
+  Call() = default;
+  Call(const char* of_name, bool is_async = true, const char* from = "") : name(of_name), site(from), async(is_async) {}
+};
+inline const Call kBlocking{"", false};
 
 struct CommOptions {
   double timeout_s = 60.0;              ///< deadline of every operation, from the moment it starts
@@ -69,24 +81,57 @@ class Communicator {
   /// ONE segment that all ranks of the host map (decision D4): data() == peer(any) contents.
   virtual std::shared_ptr<SymmetricBuffer> allocate_shared(std::size_t nbytes) = 0;
 
-  /// Reduces in place; a list is one fused operation. `name` appears in errors (pass a static or interned string).
-  virtual Work all_reduce(std::span<const Buffer> buffers, DType dtype, ReduceOp op, const char* name = "") = 0;
+  // Collectives. A list of buffers is one fused operation. With call.async the Work ends it, and buffers must stay
+  // untouched until then; otherwise the returned Work is done and errors are thrown by the call itself.
+
+  /// Reduces in place.
+  virtual Work all_reduce(std::span<const Buffer> buffers, DType dtype, ReduceOp op, const Call& call = {}) = 0;
+
+  /// Reduces into root's buffers; those of the other ranks are only read.
+  virtual Work reduce(std::span<const Buffer> buffers, DType dtype, ReduceOp op, int root, const Call& call = {}) = 0;
 
   /// in[i].count == world_size * out[i].count; rank r gets chunk r of the reduction. 2-byte floats accumulate in fp32.
   /// `out_dtype` is `dtype`, or f32 for f16/bf16 input (then nothing is rounded to 16 bits).
   /// `accumulate`: out += result instead of out = result. out may alias in at chunk `rank`.
   virtual Work reduce_scatter(std::span<const ConstBuffer> in, std::span<const Buffer> out, DType dtype, ReduceOp op,
-                              DType out_dtype, bool accumulate, const char* name = "") = 0;
+                              DType out_dtype, bool accumulate, const Call& call = {}) = 0;
 
   /// out[i].count == world_size * in[i].count; in may alias out at chunk `rank`.
   virtual Work all_gather(std::span<const ConstBuffer> in, std::span<const Buffer> out, DType dtype,
-                          const char* name = "") = 0;
+                          const Call& call = {}) = 0;
 
-  virtual Work broadcast(std::span<const Buffer> buffers, DType dtype, int root, const char* name = "") = 0;
-  virtual Work barrier(const char* name = "") = 0;
+  virtual Work broadcast(std::span<const Buffer> buffers, DType dtype, int root, const Call& call = {}) = 0;
+
+  /// At root out[i].count == world_size * in[i].count, elsewhere `out` is empty. in may alias out at chunk `root`.
+  virtual Work gather(std::span<const ConstBuffer> in, std::span<const Buffer> out, DType dtype, int root,
+                      const Call& call = {}) = 0;
+
+  /// At root in[i].count == world_size * out[i].count, elsewhere `in` is empty. out may alias in at chunk `root`.
+  virtual Work scatter(std::span<const ConstBuffer> in, std::span<const Buffer> out, DType dtype, int root,
+                       const Call& call = {}) = 0;
+
+  /// in[q] goes to rank q, out[q] comes from rank q; world_size buffers each, of any counts as long as what is sent is
+  /// what is expected (CollectiveMismatch otherwise, naming both ranks and counts).
+  virtual Work all_to_all(std::span<const ConstBuffer> in, std::span<const Buffer> out, DType dtype,
+                          const Call& call = {}) = 0;
+
+  virtual Work barrier(const Call& call = {}) = 0;
+
+  // Messages between two ranks, matched by tag (>= 0), the list as a whole. Both sides give the same dtype and total
+  // count, or both get CollectiveMismatch. A small message is sent before it is asked for.
+
+  virtual Work send(std::span<const ConstBuffer> buffers, DType dtype, int dst, int tag, const Call& call = {}) = 0;
+  /// src -1: from any rank; `*source` (if given, it must live until the Work is done) tells which.
+  virtual Work recv(std::span<const Buffer> buffers, DType dtype, int src, int tag, const Call& call = {},
+                    int* source = nullptr) = 0;
 
   /// Collective: a second communicator over the same ranks with its own order of calls and progress thread.
   virtual std::unique_ptr<Communicator> duplicate() = 0;
+
+  /// While a rank holds at least one suspension, nothing that waits for it (itself included) runs into the deadline;
+  /// loss of a rank is still noticed. For slow set-up by one rank. Calls nest.
+  virtual void suspend_deadline() = 0;
+  virtual void resume_deadline() = 0;
 
   virtual CommMemory memory() const = 0;
   /// Ends pending operations and frees everything; later calls throw. Not collective, safe after failures.

@@ -6,6 +6,7 @@
 #include "base/cpu_features.hpp"
 #include "base/env.hpp"
 #include "base/error.hpp"
+#include "base/interrupt.hpp"
 #include "base/thread_pool.hpp"
 #include "bindings.hpp"
 #include "device/cuda.hpp"
@@ -33,6 +34,8 @@ void raise_os_error(const SystemError& error) {
 void translate(std::exception_ptr pointer) {
   try {
     if (pointer) std::rethrow_exception(pointer);
+  } catch (const Interrupted&) {
+    if (PyErr_Occurred() == nullptr) PyErr_SetNone(PyExc_KeyboardInterrupt);  // else what the signal's handler raised
   } catch (const InvalidArgument& error) {
     PyErr_SetString(PyExc_ValueError, error.what());
   } catch (const CollectiveMismatch& error) {
@@ -73,6 +76,13 @@ void bind_errors(py::module_& m) {
   py::register_exception_translator(translate);
 }
 
+/// Called every now and then by whoever waits inside of the core; only Python's own threads may take its lock.
+void check_signals() {
+  if (!BlockingCall::is_running()) return;
+  const py::gil_scoped_acquire acquire;
+  if (PyErr_CheckSignals() != 0) throw Interrupted();
+}
+
 /// Ctrl-C must reach a program that waits for another rank.
 void wait_interruptibly(Work& work, std::optional<double> timeout_s) {
   constexpr double kSlice_s = 0.1;
@@ -92,6 +102,7 @@ void wait_interruptibly(Work& work, std::optional<double> timeout_s) {
 
 void bind_base(py::module_& m) {
   bind_errors(m);
+  set_interrupt_check(&check_signals);
 
   py::enum_<DType>(m, "DType")
       .value("float32", DType::f32)

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "bindings.hpp"
+#include "call_site.hpp"
 #include "net/mesh.hpp"
 #include "zcomm/communicator.hpp"
 
@@ -31,10 +32,15 @@ std::vector<ConstBuffer> const_buffers(const Spans& spans) {
   return all;
 }
 
-template <class Call>
-WorkHolder start(Call call) {
-  const py::gil_scoped_release release;
-  return hold(call());
+/// Strings are interned, so that an operation may outlive them.
+Call call_of(const std::string& name, bool async) { return {name.empty() ? "" : intern(name), async, call_site()}; }
+
+/// None for a blocking call: it is done.
+template <class Start>
+WorkHolder start(const Call& call, Start start_it) {
+  const BlockingCall blocking;
+  Work work = start_it();
+  return call.async ? hold(std::move(work)) : WorkHolder();
 }
 
 Memory memory_of(std::shared_ptr<SymmetricBuffer> buffer, int rank) {
@@ -64,38 +70,91 @@ void bind_mesh(py::module_& m) {
       .def("leave", &net::Mesh::leave, py::call_guard<py::gil_scoped_release>());
 }
 
-void bind_collectives(py::class_<Communicator>& c) {
+using In = const Spans&;
+using Name = const std::string&;
+
+void bind_reductions(py::class_<Communicator>& c) {
   c.def("all_reduce",
-        [](Communicator& self, const Spans& spans, DType dtype, ReduceOp op, const std::string& name) {
-          const char* label = intern(name);
+        [](Communicator& self, In spans, DType dtype, ReduceOp op, Name name, bool async) {
+          const Call call = call_of(name, async);
           const auto list = buffers(spans);
-          return start([&] { return self.all_reduce(list, dtype, op, label); });
+          return start(call, [&] { return self.all_reduce(list, dtype, op, call); });
         })
-      .def("reduce_scatter",
-           [](Communicator& self, const Spans& in, const Spans& out, DType dtype, ReduceOp op, DType out_dtype,
-              bool accumulate, const std::string& name) {
-             const char* label = intern(name);
-             const auto from = const_buffers(in);
-             const auto to = buffers(out);
-             return start([&] { return self.reduce_scatter(from, to, dtype, op, out_dtype, accumulate, label); });
-           })
-      .def("all_gather",
-           [](Communicator& self, const Spans& in, const Spans& out, DType dtype, const std::string& name) {
-             const char* label = intern(name);
-             const auto from = const_buffers(in);
-             const auto to = buffers(out);
-             return start([&] { return self.all_gather(from, to, dtype, label); });
-           })
-      .def("broadcast",
-           [](Communicator& self, const Spans& spans, DType dtype, int root, const std::string& name) {
-             const char* label = intern(name);
+      .def("reduce",
+           [](Communicator& self, In spans, DType dtype, ReduceOp op, int root, Name name, bool async) {
+             const Call call = call_of(name, async);
              const auto list = buffers(spans);
-             return start([&] { return self.broadcast(list, dtype, root, label); });
+             return start(call, [&] { return self.reduce(list, dtype, op, root, call); });
            })
-      .def("barrier", [](Communicator& self, const std::string& name) {
-        const char* label = intern(name);
-        return start([&] { return self.barrier(label); });
+      .def("reduce_scatter", [](Communicator& self, In in, In out, DType dtype, ReduceOp op, DType out_dtype,
+                                bool accumulate, Name name, bool async) {
+        const Call call = call_of(name, async);
+        const auto from = const_buffers(in);
+        const auto to = buffers(out);
+        return start(call, [&] { return self.reduce_scatter(from, to, dtype, op, out_dtype, accumulate, call); });
       });
+}
+
+void bind_movements(py::class_<Communicator>& c) {
+  c.def("all_gather",
+        [](Communicator& self, In in, In out, DType dtype, Name name, bool async) {
+          const Call call = call_of(name, async);
+          const auto from = const_buffers(in);
+          const auto to = buffers(out);
+          return start(call, [&] { return self.all_gather(from, to, dtype, call); });
+        })
+      .def("broadcast",
+           [](Communicator& self, In spans, DType dtype, int root, Name name, bool async) {
+             const Call call = call_of(name, async);
+             const auto list = buffers(spans);
+             return start(call, [&] { return self.broadcast(list, dtype, root, call); });
+           })
+      .def("gather",
+           [](Communicator& self, In in, In out, DType dtype, int root, Name name, bool async) {
+             const Call call = call_of(name, async);
+             const auto from = const_buffers(in);
+             const auto to = buffers(out);
+             return start(call, [&] { return self.gather(from, to, dtype, root, call); });
+           })
+      .def("scatter",
+           [](Communicator& self, In in, In out, DType dtype, int root, Name name, bool async) {
+             const Call call = call_of(name, async);
+             const auto from = const_buffers(in);
+             const auto to = buffers(out);
+             return start(call, [&] { return self.scatter(from, to, dtype, root, call); });
+           })
+      .def("all_to_all",
+           [](Communicator& self, In in, In out, DType dtype, Name name, bool async) {
+             const Call call = call_of(name, async);
+             const auto from = const_buffers(in);
+             const auto to = buffers(out);
+             return start(call, [&] { return self.all_to_all(from, to, dtype, call); });
+           })
+      .def("barrier", [](Communicator& self, Name name, bool async) {
+        const Call call = call_of(name, async);
+        return start(call, [&] { return self.barrier(call); });
+      });
+}
+
+/// Where recv says whom it came from.
+struct Source {
+  int rank = -1;
+};
+
+void bind_messages(py::module_& m, py::class_<Communicator>& c) {
+  py::class_<Source, std::shared_ptr<Source>>(m, "Source").def(py::init<>()).def_readonly("rank", &Source::rank);
+  c.def("send",
+        [](Communicator& self, In spans, DType dtype, int dst, int tag, Name name, bool async) {
+          const Call call = call_of(name, async);
+          const auto list = const_buffers(spans);
+          return start(call, [&] { return self.send(list, dtype, dst, tag, call); });
+        })
+      .def("recv",
+           [](Communicator& self, In spans, DType dtype, int src, int tag, Name name, bool async, Source& source) {
+             const Call call = call_of(name, async);
+             const auto list = buffers(spans);
+             return start(call, [&] { return self.recv(list, dtype, src, tag, call, &source.rank); });
+           });
 }
 
 }  // namespace
@@ -117,7 +176,7 @@ void bind_comm(py::module_& m) {
            [](Communicator& self, std::size_t nbytes) {
              std::shared_ptr<SymmetricBuffer> buffer;
              {
-               const py::gil_scoped_release release;
+               const BlockingCall blocking;
                buffer = self.allocate(nbytes);
              }
              return memory_of(std::move(buffer), -1);
@@ -126,12 +185,14 @@ void bind_comm(py::module_& m) {
            [](Communicator& self, std::size_t nbytes) {
              std::shared_ptr<SymmetricBuffer> buffer;
              {
-               const py::gil_scoped_release release;
+               const BlockingCall blocking;
                buffer = self.allocate_shared(nbytes);
              }
              return memory_of(std::move(buffer), -1);
            })
       .def("duplicate", &Communicator::duplicate, py::call_guard<py::gil_scoped_release>())
+      .def("suspend_deadline", &Communicator::suspend_deadline)
+      .def("resume_deadline", &Communicator::resume_deadline)
       .def("memory",
            [](const Communicator& self) {
              const CommMemory memory = self.memory();
@@ -143,7 +204,9 @@ void bind_comm(py::module_& m) {
              return all;
            })
       .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>());
-  bind_collectives(c);
+  bind_reductions(c);
+  bind_movements(c);
+  bind_messages(m, c);
 }
 
 }  // namespace zcomm::bindings

@@ -31,6 +31,20 @@ struct DeleteWithoutGil {
 using WorkHolder = std::unique_ptr<Work, DeleteWithoutGil>;
 inline WorkHolder hold(Work work) { return WorkHolder(new Work(std::move(work))); }
 
+/// Releases the interpreter lock for a call that may block, and lets Ctrl-C end it.
+class BlockingCall {
+ public:
+  BlockingCall() { running_ = true; }
+  ~BlockingCall() { running_ = false; }
+  BlockingCall(const BlockingCall&) = delete;
+  BlockingCall& operator=(const BlockingCall&) = delete;
+  static bool is_running() { return running_; }
+
+ private:
+  pybind11::gil_scoped_release release_;
+  inline static thread_local bool running_ = false;
+};
+
 /// (address, count) pairs as Python passes them.
 using Spans = std::vector<std::pair<std::uintptr_t, std::size_t>>;
 

@@ -53,6 +53,38 @@ def broadcast(buckets: Buckets, root: int = 0, async_op: bool = False, **options
     return current().broadcast(buckets, root, async_op, **options)
 
 
+def reduce(buckets: Buckets, root: int = 0, op: str = "sum", async_op: bool = False, **options: Any) -> Work | None:
+    """Reduce into root's buckets; see ``Communicator.reduce``."""
+    return current().reduce(buckets, root, op, async_op, **options)
+
+
+def gather(
+    shards: Buckets, root: int = 0, out: Buckets | None = None, async_op: bool = False, **options: Any
+) -> Buckets | tuple[Buckets | None, Work] | None:
+    """Put the shards of all ranks together at root; see ``Communicator.gather``."""
+    return current().gather(shards, root, out, async_op, **options)
+
+
+def scatter(out: Buckets, buckets: Buckets | None = None, root: int = 0, async_op: bool = False, **options: Any) -> Any:
+    """Deal root's buckets to all ranks; see ``Communicator.scatter``."""
+    return current().scatter(out, buckets, root, async_op, **options)
+
+
+def all_to_all(out: Buckets, inp: Buckets, async_op: bool = False, **options: Any) -> Work | None:
+    """A part for each rank, a part from each rank; see ``Communicator.all_to_all``."""
+    return current().all_to_all(out, inp, async_op, **options)
+
+
+def send(buckets: Buckets, dst: int, tag: int = 0, async_op: bool = False) -> Work | None:
+    """Send to one rank; see ``Communicator.send``."""
+    return current().send(buckets, dst, tag, async_op)
+
+
+def recv(buckets: Buckets, src: int | None = None, tag: int = 0, async_op: bool = False) -> int | Work:
+    """Receive from one rank; see ``Communicator.recv``."""
+    return current().recv(buckets, src, tag, async_op)
+
+
 def barrier(async_op: bool = False) -> Work | None:
     """Wait until every rank has called it."""
     return current().barrier(async_op=async_op)

@@ -27,6 +27,7 @@ struct ControlBlock {
   Counter counters[kStageCount];
   Header headers[2];  ///< of operation n in [n % 2]: n + 2 is not entered before all have read n
   alignas(128) std::atomic<std::uint32_t> closed{0};
+  std::atomic<std::uint32_t> suspended{0};  ///< its deadline: see Communicator::suspend_deadline
   alignas(128) std::atomic<std::uint32_t> poison{0};
   char failure[1024] = {};  ///< this rank's message if `poison` names it as the one that noticed
 

@@ -12,8 +12,9 @@
 namespace zcomm::coll {
 
 const char* name_of(OpKind kind) {
-  static constexpr const char* names[] = {"all_reduce", "reduce_scatter", "all_gather",      "broadcast",
-                                          "barrier",    "allocate",       "allocate_shared", "duplicate"};
+  static constexpr const char* names[] = {"all_reduce", "reduce",   "reduce_scatter",  "all_gather",
+                                          "broadcast",  "gather",   "scatter",         "all_to_all",
+                                          "barrier",    "allocate", "allocate_shared", "duplicate"};
   return names[static_cast<int>(kind)];
 }
 
@@ -25,12 +26,21 @@ std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {
   return x ^ (x >> 31);
 }
 
-void set_name(Header& header, const char* name) {
-  if (name == nullptr) name = "";
-  const std::size_t length = std::strlen(name);
-  const std::size_t kept = std::min(length, sizeof(header.name) - 1);
-  std::memcpy(header.name, name, kept);
-  std::memset(header.name + kept, 0, sizeof(header.name) - kept);
+namespace {
+
+/// The rest is zero already; returns the length of the whole text.
+template <std::size_t kRoom>
+std::size_t cut_to_fit(char (&to)[kRoom], const char* text) {
+  const std::size_t length = text == nullptr ? 0 : std::strlen(text);
+  std::memcpy(to, text, std::min(length, kRoom - 1));
+  return length;
+}
+
+}  // namespace
+
+void set_name(Header& header, const char* name, const char* site) {
+  cut_to_fit(header.site, site);
+  const std::size_t length = cut_to_fit(header.name, name);
   header.name_hash = length;
   for (std::size_t i = 0; i < length; ++i)
     header.name_hash = mix(header.name_hash, static_cast<unsigned char>(name[i]));
@@ -46,14 +56,14 @@ std::string describe(const Header& header) {
   std::ostringstream out;
   const OpKind kind = header.kind;
   out << name_of(kind);
-  if (kind <= OpKind::broadcast) {
+  if (moves_data(kind)) {
     out << ' ' << name_of(header.dtype);
     if (header.out_dtype != header.dtype) out << " -> " << name_of(header.out_dtype);
-    if (kind <= OpKind::reduce_scatter) out << ' ' << name_of(header.op);
+    if (reduces(kind)) out << ' ' << name_of(header.op);
     if (header.accumulate) out << " accumulate";
-    if (kind == OpKind::broadcast) out << " root=" << header.root;
-    out << " count=" << header.count;
-    if (header.buffers != 1) {
+    if (has_root(kind)) out << " root=" << header.root;
+    if (kind != OpKind::all_to_all) out << " count=" << header.count;
+    if (header.buffers != 1 && kind != OpKind::all_to_all) {
       out << " in " << header.buffers << " buffers [";
       const std::size_t shown = std::min<std::size_t>(header.buffers, Header::kShownCounts);
       for (std::size_t i = 0; i < shown; ++i) out << (i == 0 ? "" : ", ") << header.counts[i];
@@ -64,6 +74,7 @@ std::string describe(const Header& header) {
     out << " nbytes=" << header.count;
   }
   if (header.name[0] != '\0') out << " '" << header.name << '\'';
+  if (header.site[0] != '\0') out << " at " << header.site;
   return out.str();
 }
 

@@ -15,15 +15,28 @@ namespace zcomm::coll {
 
 enum class OpKind : std::uint8_t {
   all_reduce,
+  reduce,
   reduce_scatter,
   all_gather,
   broadcast,
+  gather,
+  scatter,
+  all_to_all,
   barrier,
   allocate,
   allocate_shared,
   duplicate
 };
 const char* name_of(OpKind kind);
+constexpr bool moves_data(OpKind kind) { return kind < OpKind::barrier; }
+constexpr bool reduces(OpKind kind) { return kind <= OpKind::reduce_scatter; }
+/// Inputs are outputs.
+constexpr bool in_place(OpKind kind) {
+  return kind == OpKind::all_reduce || kind == OpKind::reduce || kind == OpKind::broadcast;
+}
+constexpr bool has_root(OpKind kind) {
+  return kind == OpKind::reduce || kind == OpKind::broadcast || kind == OpKind::gather || kind == OpKind::scatter;
+}
 
 struct Header {
   static constexpr std::size_t kShownCounts = 4;
@@ -41,12 +54,13 @@ struct Header {
   std::uint64_t name_hash = 0;                ///< of the whole name
   std::uint64_t place_in = 0, place_out = 0;  ///< hash of (allocation, offset) of all buffers; 0: some are private
   char name[48] = {};                         ///< cut to fit
+  char site[48] = {};                         ///< where it was called; not compared
 };
 
 /// Order-dependent mixing of `value` into `hash`.
 std::uint64_t mix(std::uint64_t hash, std::uint64_t value);
 
-void set_name(Header& header, const char* name);
+void set_name(Header& header, const char* name, const char* site);
 
 /// Whether both describe the same operation.
 bool same_operation(const Header& a, const Header& b);

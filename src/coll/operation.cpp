@@ -9,9 +9,6 @@
 namespace zcomm::coll {
 namespace {
 
-bool in_place(OpKind kind) { return kind == OpKind::all_reduce || kind == OpKind::broadcast; }
-bool reduces(OpKind kind) { return kind == OpKind::all_reduce || kind == OpKind::reduce_scatter; }
-
 void check_pointer(const Request& request, const void* data, std::size_t count, std::size_t index) {
   if (data == nullptr && count != 0)
     throw InvalidArgument(
@@ -59,31 +56,86 @@ void ItemList::give_back(SpareItems& spares) {
   spill_ = {};
 }
 
-void check(const Request& request, int world_size, const SymmetricMemory& memory) {
-  if (reduces(request.kind)) check_dtypes(request);
-  if (request.kind == OpKind::broadcast && (request.root < 0 || request.root >= world_size))
-    throw InvalidArgument(text("broadcast: root=", request.root, ": expected a rank in [0, ", world_size, ")"));
-  if (!in_place(request.kind) && request.in.size() != request.out.size())
+namespace {
+
+void check_list(const Request& request, std::size_t in, std::size_t out, int world_size) {
+  const std::size_t ranks = static_cast<std::size_t>(world_size);
+  if (request.kind == OpKind::all_to_all) {
+    if (in == ranks && out == ranks) return;
     throw InvalidArgument(
-        text(name_of(request.kind), ": ", request.in.size(), " inputs and ", request.out.size(), " outputs"));
-  for (std::size_t i = 0; i < request.out.size(); ++i) {
-    const Buffer& out = request.out[i];
-    check_pointer(request, out.data, out.count, i);
-    if (request.kind == OpKind::all_reduce) {
-      const Allocation* home = memory.find(out.data, out.count * size_of(request.dtype));
-      if (home != nullptr && home->shared && world_size > 1)
-        throw InvalidArgument(text("all_reduce: buffer ", i,
-                                   " lies in memory that all ranks share, where reducing in "
-                                   "place would count partial results again; use a buffer per rank"));
-    }
-    if (in_place(request.kind)) continue;
-    const ConstBuffer& in = request.in[i];
-    check_pointer(request, in.data, in.count, i);
-    if (request.kind == OpKind::reduce_scatter)
-      check_counts(request, i, in.count, out.count, world_size);
-    else
-      check_counts(request, i, out.count, in.count, world_size);
+        text("all_to_all: ", in, " inputs and ", out, " outputs: expected one for each of ", ranks, " ranks"));
   }
+  if (in != out) throw InvalidArgument(text(name_of(request.kind), ": ", in, " inputs and ", out, " outputs"));
+}
+
+/// The side that only the root has.
+template <class Buffers>
+void check_none(const Request& request, const Buffers& buffers, const char* side) {
+  if (!buffers.empty())
+    throw InvalidArgument(text(name_of(request.kind), ": ", buffers.size(), " ", side,
+                               "s on a rank that is not root=", request.root, ": expected none"));
+}
+
+void check_shared(const Request& request, std::size_t index, int world_size, const SymmetricMemory& memory) {
+  const Buffer& out = request.out[index];
+  const Allocation* home = memory.find(out.data, out.count * size_of(request.dtype));
+  if (home != nullptr && home->shared && world_size > 1)
+    throw InvalidArgument(text(name_of(request.kind), ": buffer ", index,
+                               " lies in memory that all ranks share, where reducing in place would count partial "
+                               "results again; use a buffer per rank"));
+}
+
+void check_buffer(const Request& request, std::size_t i, int rank, int world_size, const SymmetricMemory& memory) {
+  const bool has_in = i < request.in.size(), has_out = i < request.out.size();
+  if (has_in) check_pointer(request, request.in[i].data, request.in[i].count, i);
+  if (has_out) check_pointer(request, request.out[i].data, request.out[i].count, i);
+  switch (request.kind) {
+    case OpKind::all_reduce:
+    case OpKind::reduce:
+      return check_shared(request, i, world_size, memory);
+    case OpKind::reduce_scatter:
+      return check_counts(request, i, request.in[i].count, request.out[i].count, world_size);
+    case OpKind::all_gather:
+      return check_counts(request, i, request.out[i].count, request.in[i].count, world_size);
+    case OpKind::gather:
+      if (rank == request.root) check_counts(request, i, request.out[i].count, request.in[i].count, world_size);
+      return;
+    case OpKind::scatter:
+      if (rank == request.root) check_counts(request, i, request.in[i].count, request.out[i].count, world_size);
+      return;
+    default:
+      return;
+  }
+}
+
+/// The elements that count as the item's; see Item::count.
+std::size_t item_count(OpKind kind, const ConstBuffer& in, const Buffer& out) {
+  switch (kind) {
+    case OpKind::all_gather:
+    case OpKind::gather:
+    case OpKind::all_to_all:
+      return in.count;
+    default:
+      return out.count;
+  }
+}
+
+}  // namespace
+
+void check(const Request& request, int rank, int world_size, const SymmetricMemory& memory) {
+  if (reduces(request.kind)) check_dtypes(request);
+  if (has_root(request.kind) && (request.root < 0 || request.root >= world_size))
+    throw InvalidArgument(
+        text(name_of(request.kind), ": root=", request.root, ": expected a rank in [0, ", world_size, ")"));
+  const bool not_root = rank != request.root;
+  if (request.kind == OpKind::gather && not_root)
+    check_none(request, request.out, "output");
+  else if (request.kind == OpKind::scatter && not_root)
+    check_none(request, request.in, "input");
+  else if (!in_place(request.kind))
+    check_list(request, request.in.size(), request.out.size(), world_size);
+  const std::size_t buffers = std::max(request.in.size(), request.out.size());
+  for (std::size_t i = 0; i < buffers; ++i) check_buffer(request, i, rank, world_size, memory);
 }
 
 void fill(Operation& operation, SpareItems& spares, const Request& request, int world_size,
@@ -99,11 +151,13 @@ void fill(Operation& operation, SpareItems& spares, const Request& request, int 
   header.op = request.op;
   header.accumulate = request.accumulate;
   header.root = request.root;
-  header.buffers = static_cast<std::uint32_t>(request.out.size());
+  const std::size_t buffers = std::max(request.in.size(), request.out.size());
+  header.buffers = static_cast<std::uint32_t>(buffers);
   header.count = request.nbytes;
-  set_name(header, request.name);
+  set_name(header, request.call.name, request.call.site);
 
   const std::size_t in_size = size_of(request.dtype), out_size = size_of(request.out_dtype);
+  const bool same = in_place(request.kind), uneven = request.kind == OpKind::all_to_all;
   bool in_symmetric = true, out_symmetric = true;
   std::uint64_t in_place_hash = 1, out_place_hash = 1;
   const auto locate = [&](const void* data, std::size_t nbytes, bool& symmetric, std::uint64_t& hash) {
@@ -114,26 +168,27 @@ void fill(Operation& operation, SpareItems& spares, const Request& request, int 
     if (home != nullptr) hash = mix(mix(hash, home->id), home->offset_of(data));
     return home;
   };
-  for (std::size_t i = 0; i < request.out.size(); ++i) {
-    const bool same = in_place(request.kind);
-    const ConstBuffer in = same ? ConstBuffer{request.out[i].data, request.out[i].count} : request.in[i];
-    const Buffer& out = request.out[i];
+  for (std::size_t i = 0; i < buffers; ++i) {
+    const Buffer out = i < request.out.size() ? request.out[i] : Buffer{nullptr, 0};
+    const ConstBuffer in = same                    ? ConstBuffer{out.data, out.count}
+                           : i < request.in.size() ? request.in[i]
+                                                   : ConstBuffer{nullptr, 0};
     Item item;
     item.in = static_cast<const std::byte*>(in.data);
     item.out = static_cast<std::byte*>(out.data);
-    item.count = request.kind == OpKind::all_gather       ? out.count / ranks
-                 : request.kind == OpKind::reduce_scatter ? in.count / ranks
-                                                          : in.count;
+    item.count = item_count(request.kind, in, out);
+    item.out_count = out.count;
     item.in_home = locate(in.data, in.count * in_size, in_symmetric, in_place_hash);
     item.out_home = same ? item.in_home : locate(out.data, out.count * out_size, out_symmetric, out_place_hash);
     operation.items.add(item, spares);
-    const std::size_t count = std::max(in.count, out.count);
+    if (uneven) continue;  // counts are between two ranks: the engine compares them
+    const std::size_t count = same ? item.count : item.count * ranks;
     if (i < Header::kShownCounts) header.counts[i] = count;
     header.counts_hash = mix(header.counts_hash, count);
     header.count += count;
   }
   header.place_in = in_symmetric ? in_place_hash | 1 : 0;
-  header.place_out = in_place(request.kind) ? header.place_in : out_symmetric ? out_place_hash | 1 : 0;
+  header.place_out = same ? header.place_in : out_symmetric ? out_place_hash | 1 : 0;
 }
 
 }  // namespace zcomm::coll

@@ -1,8 +1,8 @@
 // Operation: one collective call, from the caller's arguments to what the progress thread runs.
 //
-// Operations live in the ring of ProgressQueue and are refilled: up to kInline buffers take no memory, longer lists
+// Operations live in the ring of the Executor and are refilled: up to kInline buffers take no memory, longer lists
 // borrow a vector from the queue's spares. Checking of arguments happens here, on the calling thread, before anything
-// is queued. Thread rule: filled by the caller under the queue's lock, then owned by the progress thread.
+// is queued. Thread rule: filled by the caller under the executor's lock, then owned by the thread that runs it.
 #pragma once
 
 #include <array>
@@ -18,11 +18,12 @@
 
 namespace zcomm::coll {
 
-/// One tensor of a list.
+/// One tensor of a list; of all_to_all, what is exchanged with one rank.
 struct Item {
   const std::byte* in = nullptr;
   std::byte* out = nullptr;
-  std::size_t count = 0;  ///< all_reduce, broadcast: of the whole; reduce_scatter, all_gather: of one rank's part
+  std::size_t count = 0;      ///< of the whole where inputs are outputs, else of one rank's part; all_to_all: of `in`
+  std::size_t out_count = 0;  ///< all_to_all: of `out`
   const Allocation* in_home = nullptr;  ///< the symmetric allocation it lies in, if any
   const Allocation* out_home = nullptr;
 };
@@ -70,13 +71,13 @@ struct Request {
   ReduceOp op = ReduceOp::sum;
   bool accumulate = false;
   int root = -1;
-  const char* name = "";
+  Call call{};
   std::size_t nbytes = 0;
   AllocateResult* allocate = nullptr;
 };
 
 /// Throws InvalidArgument naming what is wrong.
-void check(const Request& request, int world_size, const SymmetricMemory& memory);
+void check(const Request& request, int rank, int world_size, const SymmetricMemory& memory);
 
 /// Sets all of `operation` but its completion and sequence number.
 void fill(Operation& operation, SpareItems& spares, const Request& request, int world_size,

@@ -79,7 +79,7 @@ void StagedPath::bring(const Piece& piece, std::byte* slot) {
 }
 
 void StagedPath::reduce(const Step& step, std::uint32_t index) {
-  if (header_->kind <= OpKind::reduce_scatter) {
+  if (reduces(header_->kind)) {
     watch_.wait_for_peers(Stage::copied_in, index + 1);
     for (const Piece& piece : step.all()) reduce_piece(piece, index);
   }

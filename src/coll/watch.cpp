@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/error.hpp"
+#include "base/interrupt.hpp"
 
 namespace zcomm::coll {
 namespace {
@@ -46,9 +47,19 @@ Watch::~Watch() { mesh_->forget(callback_); }
 
 void Watch::begin(const Header& header) {
   current_ = &header;
-  deadline_ = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s_));
+  restart_clock();
   if (closing_) throw Error(text("communicator was closed before ", describe(header), " ran"));
   throw_if_poisoned();
+}
+
+void Watch::restart_clock() {
+  deadline_ = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s_));
+}
+
+bool Watch::is_suspended(int rank) const { return memory_.block(rank).suspended.load(std::memory_order_acquire) != 0; }
+
+void Watch::suspend_deadline(bool suspended) noexcept {
+  memory_.own().suspended.store(suspended, std::memory_order_release);
 }
 
 void Watch::wait(Stage stage, int peer, std::uint32_t target) {
@@ -68,6 +79,7 @@ void Watch::wait_for_peers(Stage stage, std::uint32_t target) {
 
 void Watch::look_around(Stage stage, int peer, std::uint32_t target) {
   if (closing_) throw Error(text("communicator was closed while ", during(), " was running"));
+  check_interrupt();
   throw_if_poisoned();
   const auto loss = mesh_->lost(peer);
   const bool closed = memory_.block(peer).closed.load(std::memory_order_acquire) != 0;
@@ -85,9 +97,11 @@ void Watch::give_up_late(Stage stage, int waited_for, std::uint32_t target) {
   const bool all = stage == Stage::arrived || stage == Stage::done;
   std::string late, deeds;
   int culprit = -1;
+  if (is_suspended(memory_.rank())) return restart_clock();
   for (int peer = 0; peer < memory_.world_size(); ++peer) {
     if (peer == memory_.rank() || (!all && peer != waited_for)) continue;
     if (reached(memory_.block(peer)[stage].value.load(std::memory_order_acquire), target)) continue;
+    if (is_suspended(peer)) return restart_clock();
     if (culprit < 0) culprit = peer;
     late += text(late.empty() ? "" : ", ", peer);
     deeds += text("; rank ", peer, " ", last_deed(peer));

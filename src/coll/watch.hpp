@@ -3,8 +3,8 @@
 // [Note: first failure] Whoever notices a failure first sets rank 0's poison word and wakes everybody; all ranks then
 // report that failure, not the ranks that fall over after it. A value that was reached counts before any failure: an
 // operation whose peers did their part succeeds even if they are gone by now.
-// Thread rule: begin() and the waits belong to the progress thread; the rest may be called from any thread.
-// Source: decision D5.
+// Thread rule: begin() and the waits belong to the thread that runs the operation; the rest may be called from any
+// thread. Source: decision D5.
 #pragma once
 
 #include <atomic>
@@ -35,6 +35,9 @@ class Watch {
   /// Makes waits of this rank end (with Error), and those of others for it (with PeerLost).
   void close() noexcept;
 
+  /// While suspended, neither this rank nor those that wait for it are at the deadline.
+  void suspend_deadline(bool suspended) noexcept;
+
   double timeout_s() const { return timeout_s_; }
 
  private:
@@ -43,6 +46,8 @@ class Watch {
   void poison(Cause cause, int culprit) const noexcept;
   void look_around(Stage stage, int peer, std::uint32_t target);
   void give_up_late(Stage stage, int waited_for, std::uint32_t target);
+  void restart_clock();
+  bool is_suspended(int rank) const;
   std::string last_deed(int peer) const;
   std::string during() const;
 

@@ -164,6 +164,7 @@ class GradientReducer:
             _core.DType.float32,
             not self._fresh,
             f"gradients of bucket {bucket.index}",
+            True,
         )
         number = self._position[bucket.index] % self._slot_count
         self._works[number] = Work(core, (slot, shard))

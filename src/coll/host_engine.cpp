@@ -1,5 +1,5 @@
-// Running one operation (coll/runner.hpp).
-#include "coll/runner.hpp"
+// Running one operation (coll/host_engine.hpp).
+#include "coll/host_engine.hpp"
 
 #include <exception>
 #include <utility>
@@ -8,15 +8,21 @@
 
 namespace zcomm::coll {
 
-Runner::Runner(std::shared_ptr<net::Mesh> mesh, const CommOptions& options, SymmetricMemory& symmetric)
+HostEngine::HostEngine(std::shared_ptr<net::Mesh> mesh, const CommOptions& options, SymmetricMemory& symmetric)
     : mesh_(std::move(mesh)),
       symmetric_(symmetric),
       memory_(*mesh_, options),
       watch_(mesh_, memory_, options.timeout_s),
       staged_(memory_, watch_),
-      direct_(memory_, watch_) {}
+      direct_(memory_, watch_),
+      messenger_(memory_, watch_) {}
 
-void Runner::run(Operation& operation) {
+void HostEngine::close() noexcept {
+  watch_.close();
+  messenger_.close();
+}
+
+void HostEngine::run(Operation& operation) {
   try {
     enter(operation);
     work(operation);
@@ -28,7 +34,7 @@ void Runner::run(Operation& operation) {
   }
 }
 
-void Runner::enter(Operation& operation) {
+void HostEngine::enter(Operation& operation) {
   Header& header = operation.header;
   header.sequence = sequence_ + 1;
   watch_.begin(header);
@@ -41,7 +47,7 @@ void Runner::enter(Operation& operation) {
                [this](int rank) -> const Header& { return memory_.block(rank).headers[sequence_ & 1]; });
 }
 
-void Runner::work(Operation& operation) {
+void HostEngine::work(Operation& operation) {
   switch (operation.header.kind) {
     case OpKind::barrier:
     case OpKind::duplicate:
@@ -56,6 +62,11 @@ void Runner::work(Operation& operation) {
       }
       return;
     }
+    case OpKind::reduce:
+    case OpKind::gather:
+    case OpKind::scatter:
+    case OpKind::all_to_all:
+      throw Unsupported(text(name_of(operation.header.kind), ": not on this backend yet"));
     default:
       break;
   }

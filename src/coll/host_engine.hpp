@@ -1,31 +1,34 @@
-// Runner: what happens in one operation: enter, compare headers, choose a path, run it.
+// HostEngine: the ranks of one host, over symmetric memory: enter, compare headers, choose a path, run it.
 //
 // [Note: entry] A rank writes its header, publishes `arrived`, and goes on once all have arrived: then all headers are
 // there, inputs are ready to be read, and outputs may be written. Every rank sees the same headers, so a mismatch is
 // the same error everywhere without another word.
-// Thread rule: run() belongs to the progress thread; close() may be called from any.
+// Thread rule: as Engine's.
 #pragma once
 
 #include <cstdint>
 #include <memory>
 
 #include "coll/direct.hpp"
-#include "coll/operation.hpp"
+#include "coll/engine.hpp"
+#include "coll/host_messenger.hpp"
 #include "coll/staged.hpp"
 #include "coll/watch.hpp"
 
 namespace zcomm::coll {
 
-class Runner {
+class HostEngine final : public Engine {
  public:
   /// Collective over `mesh`.
-  Runner(std::shared_ptr<net::Mesh> mesh, const CommOptions& options, SymmetricMemory& symmetric);
+  HostEngine(std::shared_ptr<net::Mesh> mesh, const CommOptions& options, SymmetricMemory& symmetric);
 
-  /// Throws what went wrong; the communicator is unusable then.
-  void run(Operation& operation);
-
-  Watch& watch() { return watch_; }
-  const HostMemory& memory() const { return memory_; }
+  int rank() const override { return memory_.rank(); }
+  int world_size() const override { return memory_.world_size(); }
+  void run(Operation& operation) override;
+  Messenger& messenger() override { return messenger_; }
+  void close() noexcept override;
+  void suspend_deadline(bool suspended) override { watch_.suspend_deadline(suspended); }
+  std::size_t nbytes() const override { return memory_.nbytes(); }
 
  private:
   void enter(Operation& operation);
@@ -37,6 +40,7 @@ class Runner {
   Watch watch_;
   StagedPath staged_;
   DirectPath direct_;
+  HostMessenger messenger_;
   std::uint32_t sequence_ = 0;
 };
 

@@ -1,0 +1,67 @@
+"""What every operation of a communicator does with its arguments and its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+
+from zcomm import _core
+from zcomm._tensors import check_buffers, core_dtype
+from zcomm._work import Work
+
+Buckets = torch.Tensor | Sequence[torch.Tensor]
+Result = TypeVar("Result")
+
+
+def listed(buckets: Buckets) -> list[torch.Tensor]:
+    """One tensor is a list of one."""
+    return [buckets] if isinstance(buckets, torch.Tensor) else list(buckets)
+
+
+def reduce_op(op: str) -> _core.ReduceOp:
+    """The core's name of a reduction. Raises: ValueError naming one that it has not."""
+    known = _core.ReduceOp.__members__
+    if op not in known:
+        raise ValueError(f"op={op!r} is not a reduction; use one of {', '.join(known)}")
+    return known[op]
+
+
+class Calls:
+    """The core communicator behind the operations, and their common ends."""
+
+    rank: int
+    world_size: int
+
+    def __init__(self, core: _core.Communicator) -> None:
+        self._core = core  # _core.Communicator, or what speaks like it (backend "mpi")
+
+    def _check_root(self, what: str, root: int) -> None:
+        if not 0 <= root < self.world_size:
+            raise ValueError(f"{what}: root={root} is not a rank of a world of size {self.world_size}")
+
+    def _check_counts(self, what: str, buckets: list[torch.Tensor], shards: list[torch.Tensor]) -> None:
+        if len(buckets) != len(shards):
+            raise ValueError(f"{what}: {len(buckets)} bucket(s) but {len(shards)} shard(s)")
+        for index, (bucket, shard) in enumerate(zip(buckets, shards, strict=True)):
+            if bucket.numel() != shard.numel() * self.world_size:
+                raise ValueError(
+                    f"{what}: bucket {index} has {bucket.numel()} elements, its shard {shard.numel()}; "
+                    f"a shard is 1/{self.world_size} of its bucket"
+                )
+
+    def _check_same_dtype(self, what: str, side: str, tensors: list[torch.Tensor], dtype: torch.dtype) -> None:
+        other = check_buffers(f"{what} {side}", tensors)
+        if other != dtype:
+            raise ValueError(f"{what}: tensors are {dtype}, {side} is {other}")
+        core_dtype(dtype)
+
+    @staticmethod
+    def _end(core_work: _core.Work | None, keep_alive: object) -> Work | None:
+        """``core_work`` is None when the call was blocking."""
+        return None if core_work is None else Work(core_work, keep_alive)
+
+    @staticmethod
+    def _end_with(result: Result, core_work: _core.Work | None, keep_alive: object) -> Result | tuple[Result, Work]:
+        return result if core_work is None else (result, Work(core_work, keep_alive))

@@ -1,0 +1,225 @@
+// EngineCommunicator: the Communicator (zcomm/communicator.hpp) in front of any Engine.
+//
+// A facade: each call checks its arguments, then becomes an Operation of the executor; the engine does the rest. Engine
+// and its memory go at close(); symmetric buffers live as long as their owners want.
+// Invariants: after a failure every call says so; in a forked child every call is refused and nothing is closed.
+// Thread rule: free-threaded; ranks must issue their collectives in the same order.
+#include "zcomm/communicator.hpp"
+
+#include <atomic>
+#include <mutex>
+#include <utility>
+
+#include "base/error.hpp"
+#include "base/fork.hpp"
+#include "coll/engine.hpp"
+#include "coll/executor.hpp"
+#include "coll/failure.hpp"
+#include "coll/host_engine.hpp"
+
+namespace zcomm {
+namespace coll {
+namespace {
+
+class EngineCommunicator final : public Communicator {
+ public:
+  explicit EngineCommunicator(EngineFactory factory)
+      : factory_(std::move(factory)),
+        engine_(factory_(symmetric_)),
+        rank_(engine_->rank()),
+        world_size_(engine_->world_size()),
+        executor_(std::make_unique<Executor>([this](Operation& operation) { run(operation); })) {}
+  ~EngineCommunicator() override { close(); }
+
+  int rank() const override { return rank_; }
+  int world_size() const override { return world_size_; }
+
+  std::shared_ptr<SymmetricBuffer> allocate(std::size_t nbytes) override { return allocate(nbytes, OpKind::allocate); }
+  std::shared_ptr<SymmetricBuffer> allocate_shared(std::size_t nbytes) override {
+    return allocate(nbytes, OpKind::allocate_shared);
+  }
+
+  Work all_reduce(std::span<const Buffer> buffers, DType dtype, ReduceOp op, const Call& call) override {
+    return submit({.kind = OpKind::all_reduce,
+                   .in = {},
+                   .out = buffers,
+                   .dtype = dtype,
+                   .out_dtype = dtype,
+                   .op = op,
+                   .call = call});
+  }
+  Work reduce(std::span<const Buffer> buffers, DType dtype, ReduceOp op, int root, const Call& call) override {
+    return submit({.kind = OpKind::reduce,
+                   .in = {},
+                   .out = buffers,
+                   .dtype = dtype,
+                   .out_dtype = dtype,
+                   .op = op,
+                   .root = root,
+                   .call = call});
+  }
+  Work reduce_scatter(std::span<const ConstBuffer> in, std::span<const Buffer> out, DType dtype, ReduceOp op,
+                      DType out_dtype, bool accumulate, const Call& call) override {
+    return submit({.kind = OpKind::reduce_scatter,
+                   .in = in,
+                   .out = out,
+                   .dtype = dtype,
+                   .out_dtype = out_dtype,
+                   .op = op,
+                   .accumulate = accumulate,
+                   .call = call});
+  }
+  Work all_gather(std::span<const ConstBuffer> in, std::span<const Buffer> out, DType dtype,
+                  const Call& call) override {
+    return move(OpKind::all_gather, in, out, dtype, -1, call);
+  }
+  Work broadcast(std::span<const Buffer> buffers, DType dtype, int root, const Call& call) override {
+    return move(OpKind::broadcast, {}, buffers, dtype, root, call);
+  }
+  Work gather(std::span<const ConstBuffer> in, std::span<const Buffer> out, DType dtype, int root,
+              const Call& call) override {
+    return move(OpKind::gather, in, out, dtype, root, call);
+  }
+  Work scatter(std::span<const ConstBuffer> in, std::span<const Buffer> out, DType dtype, int root,
+               const Call& call) override {
+    return move(OpKind::scatter, in, out, dtype, root, call);
+  }
+  Work all_to_all(std::span<const ConstBuffer> in, std::span<const Buffer> out, DType dtype,
+                  const Call& call) override {
+    return move(OpKind::all_to_all, in, out, dtype, -1, call);
+  }
+  Work barrier(const Call& call) override { return move(OpKind::barrier, {}, {}, DType::u8, -1, call); }
+
+  Work send(std::span<const ConstBuffer> buffers, DType dtype, int dst, int tag, const Call& call) override {
+    check_message("send", "dst", buffers, dst, 0, tag);
+    return engine_->messenger().send(buffers, dtype, dst, tag, call);
+  }
+  Work recv(std::span<const Buffer> buffers, DType dtype, int src, int tag, const Call& call, int* source) override {
+    check_message("recv", "src", buffers, src, -1, tag);
+    return engine_->messenger().recv(buffers, dtype, src, tag, call, source);
+  }
+
+  std::unique_ptr<Communicator> duplicate() override {
+    submit({.kind = OpKind::duplicate, .in = {}, .out = {}, .call = kBlocking});
+    return make_communicator(factory_);
+  }
+
+  void suspend_deadline() override { suspend(+1); }
+  void resume_deadline() override { suspend(-1); }
+
+  CommMemory memory() const override {
+    CommMemory memory = symmetric_.memory();
+    const std::lock_guard lock(close_mutex_);
+    if (rank_ != 0) memory.shared_nbytes = 0;
+    memory.slot_nbytes = closed_ ? 0 : engine_->nbytes();
+    memory.allocation_count += 1;  // control block and slots
+    return memory;
+  }
+
+  void close() noexcept override {
+    const std::lock_guard lock(close_mutex_);
+    if (closed_.exchange(true)) return;
+    if (is_forked()) {
+      abandon();
+      return;
+    }
+    engine_->close();
+    executor_->stop();
+    engine_.reset();
+  }
+
+ private:
+  Work submit(const Request& request) {
+    require_usable(name_of(request.kind));
+    check(request, rank_, world_size_, symmetric_);
+    return executor_->submit(
+        [&](Operation& operation, SpareItems& spares) { fill(operation, spares, request, world_size_, symmetric_); },
+        request.call.async);
+  }
+
+  Work move(OpKind kind, std::span<const ConstBuffer> in, std::span<const Buffer> out, DType dtype, int root,
+            const Call& call) {
+    return submit({.kind = kind, .in = in, .out = out, .dtype = dtype, .out_dtype = dtype, .root = root, .call = call});
+  }
+
+  std::shared_ptr<SymmetricBuffer> allocate(std::size_t nbytes, OpKind kind) {
+    AllocateResult result;
+    submit({.kind = kind, .in = {}, .out = {}, .call = kBlocking, .nbytes = nbytes, .allocate = &result});
+    if (result.refused) std::rethrow_exception(result.refused);
+    return std::move(result.buffer);
+  }
+
+  template <class Buffers>
+  void check_message(const char* what, const char* peer_word, const Buffers& buffers, int peer, int lowest, int tag) {
+    require_usable(what);
+    if (peer < lowest || peer >= world_size_ || peer == rank_)
+      throw InvalidArgument(
+          text(what, ": ", peer_word, "=", peer, ": expected another rank than ", rank_, " in [0, ", world_size_, ")"));
+    if (tag < 0) throw InvalidArgument(text(what, ": tag=", tag, ": expected 0 or more"));
+    for (std::size_t i = 0; i < buffers.size(); ++i)
+      if (buffers[i].data == nullptr && buffers[i].count != 0)
+        throw InvalidArgument(text(what, ": buffer ", i, " has ", buffers[i].count, " elements at a null pointer"));
+  }
+
+  void require_usable(const char* what) {
+    if (is_forked())
+      throw Error(text(what, ": this process was forked from rank ", rank_,
+                       " after it had joined the job; a forked child cannot use the communicator (start it by spawn)"));
+    if (closed_) throw Error(text(what, ": the communicator is closed"));
+    failure_.throw_if_set();
+  }
+
+  void run(Operation& operation) {
+    failure_.throw_if_set();
+    try {
+      engine_->run(operation);
+    } catch (...) {
+      failure_.set(std::current_exception());
+      throw;
+    }
+  }
+
+  void suspend(int by) {
+    require_usable("no_deadline");
+    const std::lock_guard lock(suspend_mutex_);
+    suspensions_ += by;
+    engine_->suspend_deadline(suspensions_ > 0);
+  }
+
+  bool is_forked() const { return fork_generation() != generation_; }
+
+  /// In a forked child threads are gone and memory belongs to the parent: nothing may be joined, woken or closed.
+  void abandon() noexcept {
+    static_cast<void>(engine_.release());
+    static_cast<void>(executor_.release());
+  }
+
+  const int generation_ = fork_generation();
+  SymmetricMemory symmetric_;
+  EngineFactory factory_;
+  std::unique_ptr<Engine> engine_;
+  const int rank_, world_size_;
+  Failure failure_;
+  std::atomic<bool> closed_{false};
+  mutable std::mutex close_mutex_;
+  std::mutex suspend_mutex_;
+  int suspensions_ = 0;
+  std::unique_ptr<Executor> executor_;
+};
+
+}  // namespace
+
+std::unique_ptr<Communicator> make_communicator(EngineFactory factory) {
+  return std::make_unique<EngineCommunicator>(std::move(factory));
+}
+
+}  // namespace coll
+
+std::unique_ptr<Communicator> Communicator::create(std::shared_ptr<net::Mesh> mesh, CommOptions options) {
+  if (!mesh) throw InvalidArgument("Communicator::create: no mesh");
+  return coll::make_communicator([mesh = std::move(mesh), options](coll::SymmetricMemory& memory) {
+    return std::make_unique<coll::HostEngine>(mesh, options, memory);
+  });
+}
+
+}  // namespace zcomm

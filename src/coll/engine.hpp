@@ -1,0 +1,43 @@
+// Engine: what carries out the operations of one communicator: over shared memory, over links, or both.
+//
+// The Communicator (communicator.cpp) checks arguments, keeps call order and remembers failures; an Engine moves bytes.
+// Invariants: an operation that throws leaves the communicator unusable, and the other ranks find out by themselves or
+// are told; AllocationRefused, caught by the engine, is the one exception.
+// Thread rule: run() is called by one thread at a time; everything else may be called beside it, from any thread.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <memory>
+
+#include "coll/messenger.hpp"
+#include "coll/operation.hpp"
+
+namespace zcomm::coll {
+
+class Engine {
+ public:
+  virtual ~Engine() = default;
+
+  virtual int rank() const = 0;
+  virtual int world_size() const = 0;
+
+  /// Compares the operation with that of the other ranks, and carries it out. Throws what went wrong.
+  virtual void run(Operation& operation) = 0;
+  /// send and recv.
+  virtual Messenger& messenger() = 0;
+
+  /// Makes what runs end with Error, and tells the other ranks that this one will not come any more.
+  virtual void close() noexcept = 0;
+  /// While suspended, nobody who waits for this rank is at the deadline.
+  virtual void suspend_deadline(bool suspended) = 0;
+  /// Bytes that it holds for control and staging.
+  virtual std::size_t nbytes() const = 0;
+};
+
+/// Makes an engine whose symmetric allocations are kept in `memory`. Collective; called again for each duplicate.
+using EngineFactory = std::function<std::unique_ptr<Engine>(SymmetricMemory& memory)>;
+
+std::unique_ptr<Communicator> make_communicator(EngineFactory factory);
+
+}  // namespace zcomm::coll
