@@ -166,6 +166,7 @@ class GradientReducer:
             f"gradients of bucket {bucket.index}",
             True,
         )
+        assert core is not None  # it was asynchronous
         number = self._position[bucket.index] % self._slot_count
         self._works[number] = Work(core, (slot, shard))
         self._launched += 1
