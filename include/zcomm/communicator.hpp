@@ -45,9 +45,10 @@ struct Call {
 inline const Call kBlocking{"", false};
 
 struct CommOptions {
-  double timeout_s = 60.0;              ///< deadline of every operation, from the moment it starts
-  std::size_t slot_nbytes = 256 << 10;  ///< staging slot for private tensors
-  int slot_count = 4;                   ///< staging slots per rank
+  double timeout_s = 60.0;                 ///< deadline of every operation, from the moment it starts
+  std::size_t slot_nbytes = 256 << 10;     ///< staging slot for private tensors
+  int slot_count = 4;                      ///< staging slots per rank
+  std::size_t one_shot_nbytes = 16 << 10;  ///< up to here an operation's data travels with the entry into it
 };
 
 /// Memory that every rank of the host has mapped. Freed when the last owner on this rank drops it.

@@ -15,18 +15,21 @@ namespace zcomm::coll {
 namespace {
 
 constexpr std::size_t round_up(std::size_t value, std::size_t unit) { return (value + unit - 1) / unit * unit; }
-constexpr std::size_t kBlockNbytes = round_up(sizeof(ControlBlock), 4096);
+constexpr std::size_t kMailBegin = round_up(sizeof(ControlBlock), 4096);
+constexpr std::size_t kSlotsBegin = kMailBegin + 2 * HostMemory::kMailNbytes;
 
 /// First words between ranks: they must agree before anybody maps anything.
 struct Hello {
-  std::uint64_t magic = 0x7a636f6d6d2e6331;  // "zcomm.c1"
+  std::uint64_t magic = 0x7a636f6d6d2e6332;  // "zcomm.c2"
   std::uint64_t slot_nbytes = 0;
   std::uint64_t slot_count = 0;
+  std::uint64_t one_shot_nbytes = 0;
   double timeout_s = 0;
 };
 
 std::string describe(const Hello& hello) {
-  return text("slot_nbytes=", hello.slot_nbytes, " slot_count=", hello.slot_count, " timeout_s=", hello.timeout_s);
+  return text("slot_nbytes=", hello.slot_nbytes, " slot_count=", hello.slot_count,
+              " one_shot_nbytes=", hello.one_shot_nbytes, " timeout_s=", hello.timeout_s);
 }
 
 Hello read_hello(const net::Parcel& parcel, int rank) {
@@ -56,13 +59,14 @@ HostMemory::HostMemory(net::Mesh& mesh, const CommOptions& options)
   slot_nbytes_ = round_up(std::max(options.slot_nbytes, ranks * 512), 4096);
   // A power of two divides 2^32, so slots still take turns when the step counter wraps.
   slot_count_ = static_cast<int>(std::bit_ceil(static_cast<unsigned>(options.slot_count)));
-  const std::size_t nbytes = kBlockNbytes + slot_nbytes_ * static_cast<std::size_t>(slot_count_);
+  const std::size_t nbytes = kSlotsBegin + slot_nbytes_ * static_cast<std::size_t>(slot_count_);
   heap::Segment mine = heap::Segment::create(nbytes);
   new (mine.data()) ControlBlock;
 
   Hello hello;
   hello.slot_nbytes = options.slot_nbytes;
   hello.slot_count = static_cast<std::uint64_t>(options.slot_count);
+  hello.one_shot_nbytes = options.one_shot_nbytes;
   hello.timeout_s = options.timeout_s;
   net::Parcel parcel;
   parcel.bytes.resize(sizeof(hello));
@@ -90,14 +94,20 @@ ControlBlock& HostMemory::block(int rank) const {
   return *std::launder(reinterpret_cast<ControlBlock*>(segments_[static_cast<std::size_t>(rank)].data()));
 }
 
+std::byte* HostMemory::mail(int rank, std::uint32_t sequence) const {
+  return segments_[static_cast<std::size_t>(rank)].data() + kMailBegin + (sequence & 1) * kMailNbytes;
+}
+
 std::byte* HostMemory::slot(int rank, std::uint32_t step) const {
   const std::size_t index = step % static_cast<std::uint32_t>(slot_count_);
-  return segments_[static_cast<std::size_t>(rank)].data() + kBlockNbytes + index * slot_nbytes_;
+  return segments_[static_cast<std::size_t>(rank)].data() + kSlotsBegin + index * slot_nbytes_;
 }
 
 void HostMemory::wake_all() const noexcept {
-  for (int rank = 0; rank < world_size(); ++rank)
+  for (int rank = 0; rank < world_size(); ++rank) {
+    for (Entry& entry : block(rank).entries) wake(entry);
     for (Counter& counter : block(rank).counters) wake(counter);
+  }
 }
 
 }  // namespace zcomm::coll

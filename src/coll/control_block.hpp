@@ -1,9 +1,9 @@
 // ControlBlock: what one rank shows to the others, and the host-wide memory that holds it.
 //
-// Each rank owns one segment: its ControlBlock, then its staging slots. All ranks map all segments.
-// Invariants: a block is written by its rank alone, except `poison`, of which only rank 0's counts and which the first
-// failure sets by compare-and-swap for good: so every rank reports the same first failure.
-// Thread rule: counters as in counter.hpp; `failure` is written before and read after `poison`.
+// Each rank owns one segment: its ControlBlock, then room for two small messages, then its staging slots. All ranks map
+// all segments. Invariants: a block is written by its rank alone, except `poison`, of which only rank 0's counts and
+// which the first failure sets by compare-and-swap for good: so every rank reports the same first failure. Thread rule:
+// counters as in counter.hpp; `failure` is written before and read after `poison`.
 #pragma once
 
 #include <atomic>
@@ -19,19 +19,41 @@
 
 namespace zcomm::coll {
 
-/// What a rank has done: `arrived` and `done` count operations, the others staged steps over the whole life.
+/// What a rank has done: `arrived` is in entries; `done` counts direct operations, the others staged steps, over the
+/// whole life.
 enum class Stage { arrived, copied_in, reduced, copied_out, done };
 constexpr int kStageCount = 5;
 
+/// A rank's arrival at an operation: its signal's value is the operation's number, published last. A small message
+/// travels in the same cache-line pair.
+struct alignas(128) Entry : Signal {
+  static constexpr std::size_t kPayloadNbytes = 96;
+  std::uint64_t identity = 0, place_in = 0, place_out = 0;
+  alignas(32) std::byte payload[kPayloadNbytes] = {};
+};
+static_assert(sizeof(Entry) == 128);
+
 struct ControlBlock {
-  Counter counters[kStageCount];
-  Header headers[2];  ///< of operation n in [n % 2]: n + 2 is not entered before all have read n
+  // Of operation n in [n % 2]: a rank enters n + 2 after all have entered n + 1, that is, have done with n.
+  Entry entries[2];
+  Header headers[2];
+  Counter counters[kStageCount];  ///< [arrived] is not used
   alignas(128) std::atomic<std::uint32_t> closed{0};
   std::atomic<std::uint32_t> suspended{0};  ///< its deadline: see Communicator::suspend_deadline
   alignas(128) std::atomic<std::uint32_t> poison{0};
   char failure[1024] = {};  ///< this rank's message if `poison` names it as the one that noticed
 
   Counter& operator[](Stage stage) { return counters[static_cast<int>(stage)]; }
+  Signal& signal(Stage stage, std::uint32_t target) {
+    if (stage == Stage::arrived) return entries[target & 1];
+    return (*this)[stage];
+  }
+  /// The last operation that it entered; 0: none.
+  std::uint32_t last_entered() const {
+    const std::uint32_t a = entries[0].value.load(std::memory_order_acquire);
+    const std::uint32_t b = entries[1].value.load(std::memory_order_acquire);
+    return reached(a, b) ? a : b;
+  }
 };
 
 class HostMemory {
@@ -43,6 +65,9 @@ class HostMemory {
   int world_size() const { return static_cast<int>(segments_.size()); }
   ControlBlock& block(int rank) const;
   ControlBlock& own() const { return block(rank_); }
+  /// Where `rank` leaves the data of small operation `sequence` that does not fit its entry.
+  std::byte* mail(int rank, std::uint32_t sequence) const;
+  static constexpr std::size_t kMailNbytes = 64 << 10;
   std::byte* slot(int rank, std::uint32_t step) const;
   std::size_t slot_nbytes() const { return slot_nbytes_; }
   int slot_count() const { return slot_count_; }

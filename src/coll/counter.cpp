@@ -1,4 +1,4 @@
-// Counter by Linux futex (coll/counter.hpp).
+// Signals by Linux futex (coll/counter.hpp).
 #include "coll/counter.hpp"
 
 #include <linux/futex.h>
@@ -13,6 +13,9 @@
 
 namespace zcomm::coll {
 namespace {
+
+constexpr int kSpins = 1000;  // some 10 us: longer than a peer on its own CPU takes, shorter than a sleep costs twice
+constexpr int kYields = 20;   // ranks that take turns on a CPU: each gives way until all have come
 
 // No FUTEX_PRIVATE_FLAG: the waiter may be another process, or another mapping of the same page.
 void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t seen, std::chrono::nanoseconds timeout) noexcept {
@@ -37,32 +40,39 @@ void pause_cpu() noexcept {
 
 }  // namespace
 
-void publish(Counter& counter, std::uint32_t value) noexcept {
-  counter.value.store(value, std::memory_order_seq_cst);
-  if (counter.sleepers.load(std::memory_order_seq_cst) != 0) futex_wake(counter.value);
+void publish(Signal& signal, std::uint32_t value) noexcept {
+  signal.value.store(value, std::memory_order_seq_cst);
+  if (signal.sleepers.load(std::memory_order_seq_cst) != 0) futex_wake(signal.value);
 }
 
-void wake(Counter& counter) noexcept { futex_wake(counter.value); }
+void wake(Signal& signal) noexcept { futex_wake(signal.value); }
 
-bool wait_until(Counter& counter, std::uint32_t target, int spin_us, Clock::time_point until) noexcept {
-  const auto is_reached = [&] { return reached(counter.value.load(std::memory_order_acquire), target); };
+Patience Patience::of(int ranks) {
+  if (ranks <= usable_cpus()) return {kSpins, 0};
+  return {0, kYields};
+}
+
+bool wait_awake(const Signal& signal, std::uint32_t target, Patience patience) noexcept {
+  const auto is_reached = [&] { return reached(signal.value.load(std::memory_order_acquire), target); };
   if (is_reached()) return true;
-  if (spin_us > 0) {
-    const auto spin_end = std::min(until, Clock::now() + std::chrono::microseconds(spin_us));
-    do {
-      for (int i = 0; i < 32; ++i) {
-        pause_cpu();
-        if (is_reached()) return true;
-      }
-    } while (Clock::now() < spin_end);
+  for (int i = 0; i < patience.spins; ++i) {
+    pause_cpu();
+    if (is_reached()) return true;
   }
+  for (int i = 0; i < patience.yields; ++i) {
+    sched_yield();
+    if (is_reached()) return true;
+  }
+  return false;
+}
+
+bool wait_asleep(Signal& signal, std::uint32_t target, Clock::time_point until) noexcept {
   const auto left = until - Clock::now();
-  if (left <= Clock::duration::zero()) return is_reached();
-  counter.sleepers.fetch_add(1, std::memory_order_seq_cst);
-  const std::uint32_t seen = counter.value.load(std::memory_order_seq_cst);
-  if (!reached(seen, target)) futex_wait(counter.value, seen, left);
-  counter.sleepers.fetch_sub(1, std::memory_order_relaxed);
-  return is_reached();
+  signal.sleepers.fetch_add(1, std::memory_order_seq_cst);
+  const std::uint32_t seen = signal.value.load(std::memory_order_seq_cst);
+  if (!reached(seen, target) && left > Clock::duration::zero()) futex_wait(signal.value, seen, left);
+  signal.sleepers.fetch_sub(1, std::memory_order_relaxed);
+  return reached(signal.value.load(std::memory_order_acquire), target);
 }
 
 int usable_cpus() {

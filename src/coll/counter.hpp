@@ -1,9 +1,10 @@
-// Counter: a 32-bit number in shared memory with one writer, and sleeping until it reaches a value.
+// Signal: a 32-bit number in shared memory with one writer, and sleeping until it reaches a value.
 //
-// Invariants: values only grow (modulo 2^32); each counter has a cache-line pair to itself. Publishing and going to
+// Invariants: values only grow (modulo 2^32); a Counter has a cache-line pair to itself. Publishing and going to
 // sleep are Dekker's two sides: writer stores value then reads sleepers, waiter adds to sleepers then reads value, all
 // sequentially consistent, so a wake-up is never lost and nobody makes a system call while no one sleeps.
-// Thread rule: one writer per counter; any number of waiters in any process that maps it (shared futex).
+// Waiting is spinning for a while where each rank has a CPU of its own, else giving way to whoever is ready; then
+// sleep. Thread rule: one writer per signal; any number of waiters in any process that maps it (shared futex).
 #pragma once
 
 #include <atomic>
@@ -14,10 +15,11 @@ namespace zcomm::coll {
 
 using Clock = std::chrono::steady_clock;
 
-struct alignas(128) Counter {
+struct Signal {
   std::atomic<std::uint32_t> value{0};
   std::atomic<std::uint32_t> sleepers{0};
 };
+struct alignas(128) Counter : Signal {};
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free, "shared memory needs address-free atomics");
 static_assert(sizeof(Counter) == 128);
 
@@ -27,14 +29,25 @@ constexpr bool reached(std::uint32_t value, std::uint32_t target) {
 }
 
 /// Stores `value` and wakes whoever sleeps on it.
-void publish(Counter& counter, std::uint32_t value) noexcept;
+void publish(Signal& signal, std::uint32_t value) noexcept;
 
 /// Wakes sleepers without a new value, so that they look around (failure, shutdown).
-void wake(Counter& counter) noexcept;
+void wake(Signal& signal) noexcept;
 
-/// Waits until `target` is reached or `until` has passed, or returns early for no reason; true if reached.
-/// `spin_us`: busy-wait first. Only where every rank has a core of its own.
-bool wait_until(Counter& counter, std::uint32_t target, int spin_us, Clock::time_point until) noexcept;
+/// How to wait before sleeping: busy for `spins` pauses, then giving the CPU away `yields` times.
+struct Patience {
+  int spins = 0;
+  int yields = 0;
+
+  /// For `ranks` ranks that share this process's CPUs.
+  static Patience of(int ranks);
+};
+
+/// Waits without sleeping; true if `target` is reached.
+bool wait_awake(const Signal& signal, std::uint32_t target, Patience patience) noexcept;
+
+/// Sleeps until `target` is reached or `until` has passed, or returns early for no reason; true if reached.
+bool wait_asleep(Signal& signal, std::uint32_t target, Clock::time_point until) noexcept;
 
 /// CPUs in this process's affinity mask.
 int usable_cpus();

@@ -7,14 +7,14 @@
 
 namespace zcomm::coll {
 
-Path choose_path(int world_size, const std::function<const Header&(int rank)>& header_of) {
-  const Header& first = header_of(0);
+Path choose_path(OpKind kind, int world_size, const std::function<const Entry&(int rank)>& entry_of) {
+  const Entry& first = entry_of(0);
   bool in = first.place_in != 0, out = first.place_out != 0;
   for (int rank = 1; rank < world_size; ++rank) {
-    in &= header_of(rank).place_in == first.place_in;
-    out &= header_of(rank).place_out == first.place_out;
+    in &= entry_of(rank).place_in == first.place_in;
+    out &= entry_of(rank).place_out == first.place_out;
   }
-  if (first.kind == OpKind::all_gather) return in ? Path::pull : out ? Path::push : Path::staged;
+  if (kind == OpKind::all_gather) return in ? Path::pull : out ? Path::push : Path::staged;
   return in ? Path::in_place : Path::staged;  // only inputs are read by peers; all_reduce's are its outputs
 }
 

@@ -22,8 +22,8 @@ enum class Path : std::uint8_t {
   push,      ///< all_gather: outputs are symmetric, each rank writes its part into all
 };
 
-/// The path that the headers of all ranks allow.
-Path choose_path(int world_size, const std::function<const Header&(int rank)>& header_of);
+/// The path that the entries of all ranks allow.
+Path choose_path(OpKind kind, int world_size, const std::function<const Entry&(int rank)>& entry_of);
 
 class DirectPath {
  public:

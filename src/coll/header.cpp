@@ -42,15 +42,25 @@ void set_name(Header& header, const char* name, const char* site) {
   cut_to_fit(header.site, site);
   const std::size_t length = cut_to_fit(header.name, name);
   header.name_hash = length;
-  for (std::size_t i = 0; i < length; ++i)
-    header.name_hash = mix(header.name_hash, static_cast<unsigned char>(name[i]));
+  for (std::size_t i = 0; i < length; i += sizeof(std::uint64_t)) {
+    std::uint64_t word = 0;
+    std::memcpy(&word, name + i, std::min(length - i, sizeof(word)));
+    header.name_hash = mix(header.name_hash, word);
+  }
 }
 
-bool same_operation(const Header& a, const Header& b) {
-  return a.kind == b.kind && a.dtype == b.dtype && a.out_dtype == b.out_dtype && a.op == b.op &&
-         a.accumulate == b.accumulate && a.root == b.root && a.sequence == b.sequence && a.buffers == b.buffers &&
-         a.count == b.count && a.counts_hash == b.counts_hash && a.name_hash == b.name_hash;
+void seal(Header& header) {
+  const std::uint64_t what = static_cast<std::uint64_t>(header.kind) | static_cast<std::uint64_t>(header.dtype) << 8 |
+                             static_cast<std::uint64_t>(header.out_dtype) << 16 |
+                             static_cast<std::uint64_t>(header.op) << 24 |
+                             static_cast<std::uint64_t>(header.accumulate) << 31 |
+                             static_cast<std::uint64_t>(static_cast<std::uint32_t>(header.root)) << 32;
+  // Independent products, so that the cost is that of the last mix.
+  const std::uint64_t counts = header.counts_hash * 0x9e3779b97f4a7c15u ^ header.count * 0xc2b2ae3d27d4eb4fu;
+  header.identity = mix(mix(what, counts + header.buffers), header.name_hash);
 }
+
+bool same_operation(const Header& a, const Header& b) { return a.identity == b.identity && a.sequence == b.sequence; }
 
 std::string describe(const Header& header) {
   std::ostringstream out;

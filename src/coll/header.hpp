@@ -1,7 +1,8 @@
 // Header: the identity of one operation, which ranks compare before bytes move (decision D5).
 //
-// A plain block of bytes in shared memory: written by its rank before `arrived` is published, read by all after.
-// Everything is compared except where buffers lie (`place_in`, `place_out`), which only chooses the path.
+// A plain block of bytes in shared memory: written by its rank before it enters the operation, read by others only to
+// say what differs. What they compare is `identity`, a hash of all but where buffers lie (`place_in`, `place_out`,
+// which only choose the path), where the program called from, and how the name was cut.
 #pragma once
 
 #include <cstddef>
@@ -52,6 +53,7 @@ struct Header {
   std::uint64_t counts[kShownCounts] = {};    ///< of the first buffers, for messages
   std::uint64_t counts_hash = 0;              ///< of all
   std::uint64_t name_hash = 0;                ///< of the whole name
+  std::uint64_t identity = 0;                 ///< of all above; 64 bits: chance equality is not a concern
   std::uint64_t place_in = 0, place_out = 0;  ///< hash of (allocation, offset) of all buffers; 0: some are private
   char name[48] = {};                         ///< cut to fit
   char site[48] = {};                         ///< where it was called; not compared
@@ -61,6 +63,9 @@ struct Header {
 std::uint64_t mix(std::uint64_t hash, std::uint64_t value);
 
 void set_name(Header& header, const char* name, const char* site);
+
+/// Sets `identity` from everything that ranks must agree on but the sequence number, by which they meet.
+void seal(Header& header);
 
 /// Whether both describe the same operation.
 bool same_operation(const Header& a, const Header& b);

@@ -15,6 +15,7 @@ HostEngine::HostEngine(std::shared_ptr<net::Mesh> mesh, const CommOptions& optio
       watch_(mesh_, memory_, options.timeout_s),
       staged_(memory_, watch_),
       direct_(memory_, watch_),
+      one_shot_(memory_, options.one_shot_nbytes),
       messenger_(memory_, watch_) {}
 
 void HostEngine::close() noexcept {
@@ -24,8 +25,12 @@ void HostEngine::close() noexcept {
 
 void HostEngine::run(Operation& operation) {
   try {
-    enter(operation);
-    work(operation);
+    const bool small = one_shot_.takes(operation);
+    enter(operation, small);
+    if (small)
+      one_shot_.finish(operation);
+    else
+      work(operation);
   } catch (const CollectiveMismatch&) {
     throw;  // the other ranks see it by themselves
   } catch (const std::exception& error) {
@@ -34,17 +39,26 @@ void HostEngine::run(Operation& operation) {
   }
 }
 
-void HostEngine::enter(Operation& operation) {
+void HostEngine::enter(Operation& operation, bool with_data) {
   Header& header = operation.header;
   header.sequence = sequence_ + 1;
   watch_.begin(header);
   ++sequence_;
   ControlBlock& own = memory_.own();
+  Entry& entry = own.entries[sequence_ & 1];
   own.headers[sequence_ & 1] = header;
-  publish(own[Stage::arrived], sequence_);
+  entry.identity = header.identity;
+  entry.place_in = header.place_in;
+  entry.place_out = header.place_out;
+  if (with_data) one_shot_.bring(operation, sequence_);
+  publish(entry, sequence_);
   watch_.wait_for_peers(Stage::arrived, sequence_);
-  require_same(memory_.world_size(),
-               [this](int rank) -> const Header& { return memory_.block(rank).headers[sequence_ & 1]; });
+  bool same = true;
+  for (int rank = 0; rank < memory_.world_size(); ++rank)
+    same &= memory_.block(rank).entries[sequence_ & 1].identity == header.identity;
+  if (!same)
+    require_same(memory_.world_size(),
+                 [this](int rank) -> const Header& { return memory_.block(rank).headers[sequence_ & 1]; });
 }
 
 void HostEngine::work(Operation& operation) {
@@ -70,8 +84,9 @@ void HostEngine::work(Operation& operation) {
     default:
       break;
   }
-  const Path path = choose_path(
-      memory_.world_size(), [this](int rank) -> const Header& { return memory_.block(rank).headers[sequence_ & 1]; });
+  const Path path = choose_path(operation.header.kind, memory_.world_size(), [this](int rank) -> const Entry& {
+    return memory_.block(rank).entries[sequence_ & 1];
+  });
   if (path == Path::staged)
     staged_.run(operation);
   else

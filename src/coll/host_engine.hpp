@@ -1,9 +1,9 @@
 // HostEngine: the ranks of one host, over symmetric memory: enter, compare headers, choose a path, run it.
 //
-// [Note: entry] A rank writes its header, publishes `arrived`, and goes on once all have arrived: then all headers are
-// there, inputs are ready to be read, and outputs may be written. Every rank sees the same headers, so a mismatch is
-// the same error everywhere without another word.
-// Thread rule: as Engine's.
+// [Note: entry] A rank writes its header and its Entry, publishes the operation's number in it, and goes on once all
+// have arrived: then inputs are ready to be read, outputs may be written, and small operations have all data. Ranks
+// compare the identities in the entries; only if they differ do they read headers. Every rank sees the same, so a
+// mismatch is the same error everywhere without another word. Thread rule: as Engine's.
 #pragma once
 
 #include <cstdint>
@@ -12,6 +12,7 @@
 #include "coll/direct.hpp"
 #include "coll/engine.hpp"
 #include "coll/host_messenger.hpp"
+#include "coll/one_shot.hpp"
 #include "coll/staged.hpp"
 #include "coll/watch.hpp"
 
@@ -31,7 +32,7 @@ class HostEngine final : public Engine {
   std::size_t nbytes() const override { return memory_.nbytes(); }
 
  private:
-  void enter(Operation& operation);
+  void enter(Operation& operation, bool with_data);
   void work(Operation& operation);
 
   std::shared_ptr<net::Mesh> mesh_;
@@ -40,6 +41,7 @@ class HostEngine final : public Engine {
   Watch watch_;
   StagedPath staged_;
   DirectPath direct_;
+  OneShotPath one_shot_;
   HostMessenger messenger_;
   std::uint32_t sequence_ = 0;
 };

@@ -189,6 +189,7 @@ void fill(Operation& operation, SpareItems& spares, const Request& request, int 
   }
   header.place_in = in_symmetric ? in_place_hash | 1 : 0;
   header.place_out = same ? header.place_in : out_symmetric ? out_place_hash | 1 : 0;
+  seal(header);
 }
 
 }  // namespace zcomm::coll

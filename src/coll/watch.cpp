@@ -11,7 +11,6 @@
 namespace zcomm::coll {
 namespace {
 
-constexpr int kSpinUs = 10;
 constexpr auto kSlice = std::chrono::milliseconds(50);  // how long a lost wake-up or an unseen loss can cost
 
 // cause, who noticed, whom it is about: 8 + 12 + 12 bits.
@@ -31,10 +30,9 @@ const char* waiting_for(Stage stage) {
 }  // namespace
 
 Watch::Watch(std::shared_ptr<net::Mesh> mesh, const HostMemory& memory, double timeout_s)
-    : mesh_(std::move(mesh)), memory_(memory), timeout_s_(timeout_s), spin_us_(0) {
+    : mesh_(std::move(mesh)), memory_(memory), timeout_s_(timeout_s), patience_(Patience::of(memory.world_size())) {
   if (static_cast<std::uint32_t>(memory.world_size()) > kRankLimit)
     throw InvalidArgument(text("world_size=", memory.world_size(), ": at most ", kRankLimit, " ranks on one host"));
-  if (memory.world_size() <= usable_cpus()) spin_us_ = kSpinUs;
   callback_ = mesh_->on_loss([this](net::Loss loss) {
     // A goodbye matters only to a rank that waits for the one that left; it finds out when it looks around.
     if (!loss.said_goodbye) poison(Cause::died, loss.rank);
@@ -47,12 +45,13 @@ Watch::~Watch() { mesh_->forget(callback_); }
 
 void Watch::begin(const Header& header) {
   current_ = &header;
-  restart_clock();
+  has_deadline_ = false;
   if (closing_) throw Error(text("communicator was closed before ", describe(header), " ran"));
   throw_if_poisoned();
 }
 
 void Watch::restart_clock() {
+  has_deadline_ = true;
   deadline_ = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s_));
 }
 
@@ -63,13 +62,10 @@ void Watch::suspend_deadline(bool suspended) noexcept {
 }
 
 void Watch::wait(Stage stage, int peer, std::uint32_t target) {
-  Counter& counter = memory_.block(peer)[stage];
-  if (reached(counter.value.load(std::memory_order_acquire), target)) return;
-  if (wait_until(counter, target, spin_us_, std::min(deadline_, Clock::now() + kSlice))) return;
-  for (;;) {
-    look_around(stage, peer, target);
-    if (wait_until(counter, target, 0, std::min(deadline_, Clock::now() + kSlice))) return;
-  }
+  Signal& signal = memory_.block(peer).signal(stage, target);
+  if (wait_awake(signal, target, patience_)) return;
+  if (!has_deadline_) restart_clock();
+  while (!wait_asleep(signal, target, std::min(deadline_, Clock::now() + kSlice))) look_around(stage, peer, target);
 }
 
 void Watch::wait_for_peers(Stage stage, std::uint32_t target) {
@@ -85,7 +81,7 @@ void Watch::look_around(Stage stage, int peer, std::uint32_t target) {
   const bool closed = memory_.block(peer).closed.load(std::memory_order_acquire) != 0;
   if (loss || closed) {
     // What it published before it went counts.
-    if (reached(memory_.block(peer)[stage].value.load(std::memory_order_acquire), target)) return;
+    if (has_reached(peer, stage, target)) return;
     poison(loss && !loss->said_goodbye ? Cause::died : Cause::left, peer);
     throw_if_poisoned();
   }
@@ -100,7 +96,7 @@ void Watch::give_up_late(Stage stage, int waited_for, std::uint32_t target) {
   if (is_suspended(memory_.rank())) return restart_clock();
   for (int peer = 0; peer < memory_.world_size(); ++peer) {
     if (peer == memory_.rank() || (!all && peer != waited_for)) continue;
-    if (reached(memory_.block(peer)[stage].value.load(std::memory_order_acquire), target)) continue;
+    if (has_reached(peer, stage, target)) continue;
     if (is_suspended(peer)) return restart_clock();
     if (culprit < 0) culprit = peer;
     late += text(late.empty() ? "" : ", ", peer);
@@ -115,9 +111,13 @@ void Watch::give_up_late(Stage stage, int waited_for, std::uint32_t target) {
   throw_if_poisoned();
 }
 
+bool Watch::has_reached(int peer, Stage stage, std::uint32_t target) const {
+  return reached(memory_.block(peer).signal(stage, target).value.load(std::memory_order_acquire), target);
+}
+
 std::string Watch::last_deed(int peer) const {
   ControlBlock& block = memory_.block(peer);
-  const std::uint32_t arrived = block[Stage::arrived].value.load(std::memory_order_acquire);
+  const std::uint32_t arrived = block.last_entered();
   if (arrived == 0) return "has called nothing yet";
   return text("last entered operation ", arrived, ", ", describe(block.headers[arrived & 1]));
 }

@@ -48,15 +48,17 @@ class Watch {
   void give_up_late(Stage stage, int waited_for, std::uint32_t target);
   void restart_clock();
   bool is_suspended(int rank) const;
+  bool has_reached(int peer, Stage stage, std::uint32_t target) const;
   std::string last_deed(int peer) const;
   std::string during() const;
 
   std::shared_ptr<net::Mesh> mesh_;
   const HostMemory& memory_;
   double timeout_s_;
-  int spin_us_;
+  Patience patience_;
   const Header* current_ = nullptr;
   Clock::time_point deadline_;
+  bool has_deadline_ = false;  // the clock is read when waiting begins to take long
   std::atomic<bool> closing_{false};
   int callback_ = -1;
 };

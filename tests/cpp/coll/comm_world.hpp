@@ -37,7 +37,9 @@ inline std::shared_ptr<net::Mesh> join(Listeners& listeners, int rank) {
 }
 
 /// Small slots, so that modest buffers take many steps.
-inline CommOptions small_slots(double timeout_s = 30) { return {timeout_s, 4096, 4}; }
+inline CommOptions small_slots(double timeout_s = 30, std::size_t one_shot_nbytes = 0) {
+  return {timeout_s, 4096, 4, one_shot_nbytes};
+}
 
 /// Runs `body` as each rank of a world of threads. Errors that leave it fail the test.
 inline void run_world(int world, CommOptions options, const std::function<void(Rank&)>& body) {
@@ -60,7 +62,8 @@ inline void run_world(int world, CommOptions options, const std::function<void(R
 }
 
 inline void run_worlds(int first, int last, const std::function<void(Rank&)>& body) {
-  for (int world = first; world <= last; ++world) run_world(world, small_slots(), body);
+  for (int world = first; world <= last; ++world)
+    for (const std::size_t one_shot_nbytes : {0, 4096}) run_world(world, small_slots(30, one_shot_nbytes), body);
 }
 
 /// Elements of `dtype` with the given values (rounded to nearest).

@@ -65,7 +65,8 @@ TEST(comm_async, a_failed_communicator_leaves_its_duplicate_alone) {
 }
 
 TEST(comm_async, close_ends_pending_work) {
-  run_world(3, small_slots(), [](Rank& self) {
+  std::atomic<bool> is_seen{false};
+  run_world(3, small_slots(), [&](Rank& self) {
     self.comm->barrier().wait();
     if (self.rank == 0) {
       std::vector<Work> works;
@@ -80,8 +81,10 @@ TEST(comm_async, close_ends_pending_work) {
       self.comm->close();
     } else if (self.rank == 1) {
       EXPECT_THROW_WITH(self.comm->barrier("pending").wait(), PeerLost, "rank 0 left");
+      is_seen = true;
+      is_seen.notify_all();
     } else {
-      std::this_thread::sleep_for(std::chrono::milliseconds(30));  // never comes
+      is_seen.wait(false);  // never comes
     }
   });
 }
