@@ -20,11 +20,12 @@ constexpr std::size_t kSlotsBegin = kMailBegin + 2 * HostMemory::kMailNbytes;
 
 /// First words between ranks: they must agree before anybody maps anything.
 struct Hello {
-  std::uint64_t magic = 0x7a636f6d6d2e6332;  // "zcomm.c2"
+  std::uint64_t magic = 0x7a636f6d6d2e6333;  // "zcomm.c3"
   std::uint64_t slot_nbytes = 0;
   std::uint64_t slot_count = 0;
   std::uint64_t one_shot_nbytes = 0;
   double timeout_s = 0;
+  CpuMask cpus{};
 };
 
 std::string describe(const Hello& hello) {
@@ -68,6 +69,7 @@ HostMemory::HostMemory(net::Mesh& mesh, const CommOptions& options)
   hello.slot_count = static_cast<std::uint64_t>(options.slot_count);
   hello.one_shot_nbytes = options.one_shot_nbytes;
   hello.timeout_s = options.timeout_s;
+  hello.cpus = usable_cpus();
   net::Parcel parcel;
   parcel.bytes.resize(sizeof(hello));
   std::memcpy(parcel.bytes.data(), &hello, sizeof(hello));
@@ -81,17 +83,20 @@ HostMemory::HostMemory(net::Mesh& mesh, const CommOptions& options)
     if (other != first)
       throw CollectiveMismatch(text("communicator options differ: rank 0: ", first, "; rank ", rank, ": ", other));
   }
+  CpuMask cpus{};
+  for (int rank = 0; rank < mesh.world_size(); ++rank) {
+    const CpuMask theirs = read_hello(parcels[static_cast<std::size_t>(rank)], rank).cpus;
+    for (std::size_t i = 0; i < cpus.size(); ++i) cpus[i] |= theirs[i];
+  }
+  for (const std::uint64_t word : cpus) cpu_count_ += std::popcount(word);
   segments_.resize(ranks);
   for (std::size_t r = 0; r < ranks; ++r) {
     if (static_cast<int>(r) == rank_)
       segments_[r] = std::move(mine);
     else
       segments_[r] = heap::Segment::map(std::move(parcels[r].fd), nbytes);
+    blocks_.push_back(std::launder(reinterpret_cast<ControlBlock*>(segments_[r].data())));
   }
-}
-
-ControlBlock& HostMemory::block(int rank) const {
-  return *std::launder(reinterpret_cast<ControlBlock*>(segments_[static_cast<std::size_t>(rank)].data()));
 }
 
 std::byte* HostMemory::mail(int rank, std::uint32_t sequence) const {

@@ -28,8 +28,9 @@ constexpr int kStageCount = 5;
 /// travels in the same cache-line pair.
 struct alignas(128) Entry : Signal {
   static constexpr std::size_t kPayloadNbytes = 96;
-  std::uint64_t identity = 0, place_in = 0, place_out = 0;
-  alignas(32) std::byte payload[kPayloadNbytes] = {};
+  std::uint64_t identity = 0;
+  alignas(16) std::byte payload[kPayloadNbytes] = {};  ///< its first half shares the first line
+  std::uint64_t place_in = 0, place_out = 0;
 };
 static_assert(sizeof(Entry) == 128);
 
@@ -63,11 +64,13 @@ class HostMemory {
 
   int rank() const { return rank_; }
   int world_size() const { return static_cast<int>(segments_.size()); }
-  ControlBlock& block(int rank) const;
+  ControlBlock& block(int rank) const { return *blocks_[static_cast<std::size_t>(rank)]; }
   ControlBlock& own() const { return block(rank_); }
   /// Where `rank` leaves the data of small operation `sequence` that does not fit its entry.
   std::byte* mail(int rank, std::uint32_t sequence) const;
   static constexpr std::size_t kMailNbytes = 64 << 10;
+  /// CPUs that any of the ranks may use: with ranks bound to one each, not those of this rank's mask.
+  int cpu_count() const { return cpu_count_; }
   std::byte* slot(int rank, std::uint32_t step) const;
   std::size_t slot_nbytes() const { return slot_nbytes_; }
   int slot_count() const { return slot_count_; }
@@ -80,7 +83,9 @@ class HostMemory {
   int rank_;
   int slot_count_;
   std::size_t slot_nbytes_;
+  int cpu_count_ = 0;
   std::vector<heap::Segment> segments_;
+  std::vector<ControlBlock*> blocks_;
 };
 
 }  // namespace zcomm::coll

@@ -7,6 +7,7 @@
 // sleep. Thread rule: one writer per signal; any number of waiters in any process that maps it (shared futex).
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -34,13 +35,13 @@ void publish(Signal& signal, std::uint32_t value) noexcept;
 /// Wakes sleepers without a new value, so that they look around (failure, shutdown).
 void wake(Signal& signal) noexcept;
 
-/// How to wait before sleeping: busy for `spins` pauses, then giving the CPU away `yields` times.
+/// How to wait before sleeping: busy for `pauses` pauses, then giving the CPU away `yields` times.
 struct Patience {
-  int spins = 0;
+  int pauses = 0;
   int yields = 0;
 
-  /// For `ranks` ranks that share this process's CPUs.
-  static Patience of(int ranks);
+  /// For `ranks` ranks that share `cpus` CPUs.
+  static Patience of(int ranks, int cpus);
 };
 
 /// Waits without sleeping; true if `target` is reached.
@@ -49,7 +50,11 @@ bool wait_awake(const Signal& signal, std::uint32_t target, Patience patience) n
 /// Sleeps until `target` is reached or `until` has passed, or returns early for no reason; true if reached.
 bool wait_asleep(Signal& signal, std::uint32_t target, Clock::time_point until) noexcept;
 
-/// CPUs in this process's affinity mask.
-int usable_cpus();
+/// Asks for a cache line that will be written soon. Costs nothing if it comes too late.
+void fetch_for_writing(const void* line) noexcept;
+
+/// The CPUs that this process may use, the first 1024 of them, as bits.
+using CpuMask = std::array<std::uint64_t, 16>;
+CpuMask usable_cpus();
 
 }  // namespace zcomm::coll

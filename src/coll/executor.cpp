@@ -18,15 +18,15 @@ Executor::Executor(std::function<void(Operation&)> run) : run_(std::move(run)) {
 }
 
 Operation& Executor::claim(std::unique_lock<std::mutex>& lock) {
-  freed_.wait(lock, [this] { return stopping_ || count_ < kDepth; });
-  if (stopping_) throw Error("the communicator is closed");
-  return ring_[(head_ + count_) % kDepth];
+  freed_.wait(lock, [this] { return is_stopping() || count() < kDepth; });
+  if (is_stopping()) throw Error("the communicator is closed");
+  return ring_[(head_ + count()) % kDepth];
 }
 
 Work Executor::commit(Operation& operation) {
   operation.completion = completions_.acquire();
   Work work(operation.completion);
-  ++count_;
+  state_.fetch_add(1);
   if (thread_.joinable())
     queued_.notify_one();
   else
@@ -34,21 +34,24 @@ Work Executor::commit(Operation& operation) {
   return work;
 }
 
-void Executor::run_here(std::unique_lock<std::mutex>& lock) {
-  busy_ = true;
-  lock.unlock();
+void Executor::run_here() {
   std::exception_ptr error;
   try {
     run_(here_);
   } catch (...) {
     error = std::current_exception();
   }
-  lock.lock();
-  here_.items.give_back(spares_);
-  busy_ = false;
-  if (count_ > 0) queued_.notify_one();
-  if (stopping_) freed_.notify_all();
+  here_.items.give_back(here_spares_);
+  leave();
   if (error) std::rethrow_exception(error);
+}
+
+void Executor::leave() noexcept {
+  if (state_.fetch_and(~kBusy, std::memory_order_acq_rel) == kBusy) return;
+  // Who queued or stopped meanwhile may sleep: the lock makes sure that it sleeps already, or has seen the change.
+  const std::lock_guard lock(mutex_);
+  queued_.notify_one();
+  freed_.notify_all();
 }
 
 void Executor::wait_patiently(Work& work) {
@@ -60,10 +63,11 @@ void Executor::wait_patiently(Work& work) {
 void Executor::loop() noexcept {
   std::unique_lock lock(mutex_);
   for (;;) {
-    queued_.wait(lock, [this] { return !busy_ && (stopping_ || count_ > 0); });
-    if (count_ == 0) return;
+    queued_.wait(lock, [this] { return (is_stopping() || count() > 0) && (state_.load() & kBusy) == 0; });
+    if (count() == 0) return;
+    // A blocking caller gets its turn only while nothing is queued, so nobody else can have set kBusy since.
+    state_.fetch_or(kBusy);
     Operation& operation = ring_[head_];
-    busy_ = true;
     lock.unlock();
     std::exception_ptr error;
     try {
@@ -73,10 +77,9 @@ void Executor::loop() noexcept {
     }
     const std::shared_ptr<Completion> completion = std::move(operation.completion);
     lock.lock();
-    busy_ = false;
     operation.items.give_back(spares_);
     head_ = (head_ + 1) % kDepth;
-    --count_;
+    state_.fetch_sub(kBusy + 1);
     freed_.notify_all();
     lock.unlock();
     completion->finish(std::move(error));
@@ -87,12 +90,12 @@ void Executor::loop() noexcept {
 void Executor::stop() noexcept {
   {
     std::unique_lock lock(mutex_);
-    stopping_ = true;
+    state_.fetch_or(kStopping);
     queued_.notify_all();
     freed_.notify_all();
-    freed_.wait(lock, [this] { return !busy_; });
+    freed_.wait(lock, [this] { return (state_.load() & kBusy) == 0; });
+    queued_.notify_all();
   }
-  queued_.notify_all();
   const std::lock_guard join(join_mutex_);
   if (thread_.joinable()) thread_.join();
 }

@@ -7,8 +7,10 @@
 // stop(). Thread rule: free-threaded; `run` is called on the caller's thread or on the executor's.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <mutex>
 #include <thread>
@@ -31,41 +33,50 @@ class Executor {
   /// the Work tells its end; without, it has ended, and its error is thrown here. Throws Error after stop().
   template <class Fill>
   Work submit(const Fill& fill, bool async) {
-    std::unique_lock lock(mutex_);
-    if (!async && count_ == 0 && !busy_ && !stopping_) {
-      fill(here_, spares_);
-      run_here(lock);
+    std::uint32_t idle = 0;
+    if (!async && state_.compare_exchange_strong(idle, kBusy, std::memory_order_acquire)) {
+      fill(here_, here_spares_);
+      run_here();
       return {};
     }
-    Operation& operation = claim(lock);
-    fill(operation, spares_);
-    Work work = commit(operation);
-    if (async) return work;
-    lock.unlock();
-    wait_patiently(work);
-    return {};
+    Work work = enqueue(fill);
+    if (!async) wait_patiently(work);
+    return work;
   }
 
   /// Runs what is queued (the engine ends it at once when the communicator is closing) and joins the thread.
   void stop() noexcept;
 
  private:
+  // state_: kBusy while an operation runs, here or there; kStopping; and how many are queued or run by the thread.
+  static constexpr std::uint32_t kBusy = 1u << 31, kStopping = 1u << 30, kCount = kStopping - 1;
+
+  template <class Fill>
+  Work enqueue(const Fill& fill) {
+    std::unique_lock lock(mutex_);
+    Operation& operation = claim(lock);
+    fill(operation, spares_);
+    return commit(operation);
+  }
   Operation& claim(std::unique_lock<std::mutex>& lock);
   Work commit(Operation& operation);
-  void run_here(std::unique_lock<std::mutex>& lock);
+  void run_here();
+  void leave() noexcept;
+  bool is_stopping() const { return (state_.load() & kStopping) != 0; }
+  std::uint32_t count() const { return state_.load() & kCount; }
   static void wait_patiently(Work& work);
   void loop() noexcept;
 
   std::function<void(Operation&)> run_;
   std::mutex mutex_;
   std::condition_variable queued_, freed_;
-  bool busy_ = false;  // an operation is running, here or there
-  Operation here_;     // the one of a blocking caller
+  std::atomic<std::uint32_t> state_{0};
+  Operation here_;  // the one of a blocking caller, who has set kBusy
+  SpareItems here_spares_;
   std::vector<Operation> ring_{kDepth};
-  std::size_t head_ = 0, count_ = 0;
+  std::size_t head_ = 0;
   SpareItems spares_;
   CompletionPool completions_;
-  bool stopping_ = false;
   std::mutex join_mutex_;
   std::thread thread_;
 };

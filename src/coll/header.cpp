@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 #include <sstream>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -47,6 +48,13 @@ void set_name(Header& header, const char* name, const char* site) {
     std::memcpy(&word, name + i, std::min(length - i, sizeof(word)));
     header.name_hash = mix(header.name_hash, word);
   }
+}
+
+void copy_header(Header& to, const Header& from) {
+  static_assert(std::is_trivially_copyable_v<Header>);
+  const bool has_text = from.name[0] != '\0' || from.site[0] != '\0';
+  std::memcpy(static_cast<void*>(&to), &from, has_text ? sizeof(Header) : offsetof(Header, name));
+  if (!has_text) to.name[0] = to.site[0] = '\0';
 }
 
 void seal(Header& header) {

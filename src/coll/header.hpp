@@ -59,6 +59,9 @@ struct Header {
   char site[48] = {};                         ///< where it was called; not compared
 };
 
+/// Copies what is not empty.
+void copy_header(Header& to, const Header& from);
+
 /// Order-dependent mixing of `value` into `hash`.
 std::uint64_t mix(std::uint64_t hash, std::uint64_t value);
 

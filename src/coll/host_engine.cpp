@@ -31,6 +31,8 @@ void HostEngine::run(Operation& operation) {
       one_shot_.finish(operation);
     else
       work(operation);
+    // Takes the next entry's cache line back from those who read it, while nobody waits for it.
+    fetch_for_writing(&memory_.own().entries[(sequence_ + 1) & 1]);
   } catch (const CollectiveMismatch&) {
     throw;  // the other ranks see it by themselves
   } catch (const std::exception& error) {
@@ -46,7 +48,7 @@ void HostEngine::enter(Operation& operation, bool with_data) {
   ++sequence_;
   ControlBlock& own = memory_.own();
   Entry& entry = own.entries[sequence_ & 1];
-  own.headers[sequence_ & 1] = header;
+  copy_header(own.headers[sequence_ & 1], header);
   entry.identity = header.identity;
   entry.place_in = header.place_in;
   entry.place_out = header.place_out;

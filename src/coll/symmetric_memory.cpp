@@ -4,6 +4,8 @@
 #include <fcntl.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cstdint>
 #include <cstring>
 #include <system_error>
 #include <utility>
@@ -38,6 +40,9 @@ AllocateHello read_hello(const net::Parcel& parcel, const AllocateHello& mine, i
 struct SymmetricMemory::Registry {
   mutable std::mutex mutex;
   std::vector<const Allocation*> live;  // sorted by own address
+  // All own addresses that ever lay here: most pointers are known by them not to, without the lock.
+  std::atomic<const std::byte*> lowest{reinterpret_cast<const std::byte*>(UINTPTR_MAX)};
+  std::atomic<const std::byte*> highest{nullptr};
   std::size_t made = 0, own_nbytes = 0, shared_nbytes = 0;
 
   void add(const Allocation* allocation) {
@@ -45,6 +50,8 @@ struct SymmetricMemory::Registry {
     live.insert(std::upper_bound(live.begin(), live.end(), allocation,
                                  [](const auto* a, const auto* b) { return a->own() < b->own(); }),
                 allocation);
+    if (allocation->own() < lowest) lowest = allocation->own();
+    if (allocation->own() + allocation->nbytes > highest) highest = allocation->own() + allocation->nbytes;
     ++made;
     count(*allocation) += allocation->nbytes;
   }
@@ -129,6 +136,7 @@ std::shared_ptr<SymmetricBuffer> SymmetricMemory::make(net::Mesh& mesh, std::siz
 
 const Allocation* SymmetricMemory::find(const void* p, std::size_t nbytes) const {
   const auto* begin = static_cast<const std::byte*>(p);
+  if (begin < registry_->lowest || begin > registry_->highest) return nullptr;
   const std::lock_guard lock(registry_->mutex);
   const auto& live = registry_->live;
   auto after = std::upper_bound(live.begin(), live.end(), begin,

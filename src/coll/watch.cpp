@@ -30,7 +30,10 @@ const char* waiting_for(Stage stage) {
 }  // namespace
 
 Watch::Watch(std::shared_ptr<net::Mesh> mesh, const HostMemory& memory, double timeout_s)
-    : mesh_(std::move(mesh)), memory_(memory), timeout_s_(timeout_s), patience_(Patience::of(memory.world_size())) {
+    : mesh_(std::move(mesh)),
+      memory_(memory),
+      timeout_s_(timeout_s),
+      patience_(Patience::of(memory.world_size(), memory.cpu_count())) {
   if (static_cast<std::uint32_t>(memory.world_size()) > kRankLimit)
     throw InvalidArgument(text("world_size=", memory.world_size(), ": at most ", kRankLimit, " ranks on one host"));
   callback_ = mesh_->on_loss([this](net::Loss loss) {
