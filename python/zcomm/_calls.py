@@ -20,12 +20,15 @@ def listed(buckets: Buckets) -> list[torch.Tensor]:
     return [buckets] if isinstance(buckets, torch.Tensor) else list(buckets)
 
 
+_REDUCE_OPS: dict[str, _core.ReduceOp] = dict(_core.ReduceOp.__members__)
+
+
 def reduce_op(op: str) -> _core.ReduceOp:
     """The core's name of a reduction. Raises: ValueError naming one that it has not."""
-    known = _core.ReduceOp.__members__
-    if op not in known:
-        raise ValueError(f"op={op!r} is not a reduction; use one of {', '.join(known)}")
-    return known[op]
+    try:
+        return _REDUCE_OPS[op]
+    except (KeyError, TypeError):
+        raise ValueError(f"op={op!r} is not a reduction; use one of {', '.join(_REDUCE_OPS)}") from None
 
 
 class Calls:
