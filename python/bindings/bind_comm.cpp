@@ -164,11 +164,13 @@ void bind_comm(py::module_& m) {
   py::class_<Communicator> c(m, "Communicator");
   c.def_static(
        "create",
-       [](std::shared_ptr<net::Mesh> mesh, double timeout_s, std::size_t slot_nbytes, int slot_count) {
-         return Communicator::create(std::move(mesh), {timeout_s, slot_nbytes, slot_count});
+       [](std::shared_ptr<net::Mesh> mesh, double timeout_s, std::size_t slot_nbytes, int slot_count,
+          std::size_t one_shot_nbytes) {
+         return Communicator::create(std::move(mesh), {timeout_s, slot_nbytes, slot_count, one_shot_nbytes});
        },
        py::arg("mesh"), py::arg("timeout_s") = CommOptions{}.timeout_s,
        py::arg("slot_nbytes") = CommOptions{}.slot_nbytes, py::arg("slot_count") = CommOptions{}.slot_count,
+       py::arg("one_shot_nbytes") = CommOptions{}.one_shot_nbytes,
        py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("world_size", &Communicator::world_size)

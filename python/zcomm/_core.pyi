@@ -66,7 +66,13 @@ class Communicator:
     rank: int
     world_size: int
     @staticmethod
-    def create(mesh: Mesh, timeout_s: float = ..., slot_nbytes: int = ..., slot_count: int = ...) -> Communicator: ...
+    def create(
+        mesh: Mesh,
+        timeout_s: float = ...,
+        slot_nbytes: int = ...,
+        slot_count: int = ...,
+        one_shot_nbytes: int = ...,
+    ) -> Communicator: ...
     # Each call returns None when it is blocking (async_op False): then it is done.
     def all_reduce(self, spans: Spans, dtype: DType, op: ReduceOp, name: str, async_op: bool, /) -> Work | None: ...
     def reduce(

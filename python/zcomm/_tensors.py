@@ -38,9 +38,7 @@ def check_buffers(what: str, tensors: Sequence[torch.Tensor]) -> torch.dtype:
     dtype = tensors[0].dtype
     for index, tensor in enumerate(tensors):
         # Small messages take less time than a formatted string: words are found when something is wrong.
-        if not (
-            tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous() and tensor.dtype is dtype
-        ):
+        if not (tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous() and tensor.dtype is dtype):
             _refuse(what, index, tensor, dtype)
     core_dtype(dtype)
     return dtype

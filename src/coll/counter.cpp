@@ -10,6 +10,8 @@
 #include <climits>
 #include <ctime>
 
+#include "base/fault.hpp"
+
 namespace zcomm::coll {
 namespace {
 
@@ -42,6 +44,7 @@ void pause_cpu() noexcept {
 }  // namespace
 
 void publish(Signal& signal, std::uint32_t value) noexcept {
+  fault_point();
   signal.value.store(value, std::memory_order_seq_cst);
   if (signal.sleepers.load(std::memory_order_seq_cst) != 0) futex_wake(signal.value);
 }

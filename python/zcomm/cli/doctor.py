@@ -46,11 +46,17 @@ def add_parser(commands: _SubParsersAction[Parser]) -> None:
         "doctor", help="check this machine and say how to mend each finding", allow_abbrev=False
     )
     parser.add_argument("--dir", type=Path, default=Path("."), help="directory to check for swapping (default: here)")
+    parser.add_argument("--calibrate", action="store_true", help="measure the tuning table of this machine first")
     parser.set_defaults(command=command)
 
 
 def command(args: argparse.Namespace) -> int:
     """Print all findings."""
+    if args.calibrate:
+        from zcomm.cli.calibrate import calibrate
+
+        print("measuring the tuning table (some seconds) ...", flush=True)
+        calibrate()
     findings = list(examine(args.dir))
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
@@ -67,6 +73,7 @@ def examine(directory: Path) -> Iterator[Finding]:
         _machine,
         _core,
         _limits,
+        _tuning,
         lambda: _swap(directory),
         _variables,
     )
@@ -133,6 +140,23 @@ def _limits() -> Iterator[Finding]:
         enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text().split("[")[1].split("]")[0]
         shmem = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text().split("[")[1].split("]")[0]
         yield Finding("ok", "huge pages", f"private memory: {enabled}, shared memory: {shmem}")
+
+
+def _tuning() -> Iterator[Finding]:
+    from zcomm import tuning
+
+    table = tuning.load()
+    measured = table.origin.startswith("measured")
+    mend = "" if measured else "zcomm doctor --calibrate measures it"
+    yield Finding("ok" if measured else "note", "tuning table", table.origin, mend)
+    for kind, words in zip(tuning.KINDS, ("a CPU each", "CPUs shared"), strict=True):
+        row = table.rows.get(kind, tuning.Tuning())
+        yield Finding(
+            "ok",
+            f"ranks with {words}",
+            f"one-shot up to {row.one_shot_nbytes >> 10} KiB, "
+            f"slots {row.slot_count} x {row.slot_nbytes >> 10} KiB for private tensors",
+        )
 
 
 def _swap(directory: Path) -> Iterator[Finding]:

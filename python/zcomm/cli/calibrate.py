@@ -1,0 +1,143 @@
+"""Measuring the tuning table: `zcomm doctor --calibrate` starts this module as ranks of two worlds.
+
+Each candidate is a communicator of its own over the same ranks; candidates are timed in turns, a round A B C A B C ...,
+and the medians of the slowest rank decide. Source: docs/algorithms.md, "Choice of algorithm".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zcomm.tuning import KINDS, Table, Tuning, save
+
+if TYPE_CHECKING:
+    from zcomm import Communicator
+
+_ROUNDS = 9
+_SMALL_NBYTES = [1 << k for k in range(11, 17)]  # 2 to 64 KiB: where one-shot ends somewhere
+_SLOTS = [(64 << 10, 8), (128 << 10, 8), (256 << 10, 4), (512 << 10, 4)]
+_LARGE_NBYTES = 16 << 20
+_GAIN = 0.97  # a candidate must be this much faster than the built-in value to replace it
+
+
+def calibrate(timeout_s: float = 120.0) -> Table:
+    """Measures both kinds of worlds, saves and returns the table. Raises: RuntimeError with a rank's last words."""
+    cpus = len(os.sched_getaffinity(0))
+    rows = {kind: _run(world, timeout_s) for kind, world in zip(KINDS, (max(2, min(cpus, 4)), 2 * cpus), strict=True)}
+    file = save({kind: row for kind, row in rows.items() if row is not None})
+    return Table(rows, f"measured now, kept in {file}")
+
+
+def _run(world_size: int, timeout_s: float) -> Tuning:
+    with tempfile.TemporaryDirectory(prefix="zcomm-calibrate-") as folder:
+        answer = Path(folder) / "answer"
+        ranks = []
+        for rank in range(world_size):
+            env = {
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world_size),
+                "LOCAL_RANK": str(rank),
+                "ZCOMM_INIT_METHOD": f"file://{folder}/store",
+                "OMP_NUM_THREADS": "1",
+            }
+            command = [sys.executable, "-m", "zcomm.cli.calibrate", str(answer)]
+            ranks.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
+        deadline = time.monotonic() + timeout_s
+        try:
+            for process in ranks:
+                _, words = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
+                if process.returncode != 0:
+                    raise RuntimeError(f"calibration with {world_size} ranks failed: {words.strip()[-500:]}")
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"calibration with {world_size} ranks took more than {timeout_s:g} s") from None
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+        return Tuning(**json.loads(answer.read_text()))
+
+
+class _Candidates:
+    """Communicators that differ in one value."""
+
+    def __init__(self, job: Communicator, tunings: Sequence[Tuning]) -> None:
+        from zcomm import _core
+
+        self._job = job
+        self._all: list[_core.Communicator] = [
+            _core.Communicator.create(job._mesh, timeout_s=60.0, **asdict(tuning)) for tuning in tunings
+        ]
+
+    def seconds(self, nbytes: int, calls: int) -> list[float]:
+        """Median time of an all_reduce of ``nbytes`` fp32 by each candidate, of the slowest rank."""
+        import torch
+
+        from zcomm import _core
+
+        data = torch.zeros(nbytes // 4)
+        span = [(data.data_ptr(), data.numel())]
+        taken: list[list[float]] = [[] for _ in self._all]
+        for _ in range(_ROUNDS):
+            for times, core in zip(taken, self._all, strict=True):
+                core.barrier("", False)
+                begin = time.perf_counter()
+                for _ in range(calls):
+                    core.all_reduce(span, _core.DType.float32, _core.ReduceOp.sum, "", False)
+                times.append((time.perf_counter() - begin) / calls)
+        medians = torch.tensor([statistics.median(times) for times in taken], dtype=torch.float64)
+        self._job.all_reduce(medians, "max")
+        return [float(value) for value in medians]
+
+    def close(self) -> None:
+        for core in self._all:
+            core.close()
+
+
+def _measure(job: Communicator) -> Tuning:
+    default = Tuning()
+    limit = max(_SMALL_NBYTES)
+    pair = _Candidates(
+        job,
+        [Tuning(0, default.slot_nbytes, default.slot_count), Tuning(limit, default.slot_nbytes, default.slot_count)],
+    )
+    one_shot = 0
+    for nbytes in _SMALL_NBYTES:
+        without, with_it = pair.seconds(nbytes, 100)
+        if with_it > without:
+            break
+        one_shot = nbytes
+    pair.close()
+    slots = _Candidates(job, [Tuning(one_shot, *slot) for slot in _SLOTS])
+    times = slots.seconds(_LARGE_NBYTES, 1)
+    slots.close()
+    best = times.index(min(times))
+    built_in = _SLOTS.index((default.slot_nbytes, default.slot_count))
+    if times[best] > _GAIN * times[built_in]:
+        best = built_in
+    return Tuning(one_shot, *_SLOTS[best])
+
+
+def _rank(answer: Path) -> None:
+    import zcomm
+
+    job = zcomm.init()
+    row = _measure(job)
+    if job.rank == 0:
+        answer.write_text(json.dumps(asdict(row)))
+    job.barrier()
+    zcomm.shutdown()
+
+
+if __name__ == "__main__":
+    _rank(Path(sys.argv[1]))

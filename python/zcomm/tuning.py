@@ -1,0 +1,93 @@
+"""Tuning: the sizes by which shared-memory collectives choose their algorithm, measured once per machine.
+
+A table has one row for ranks that have a CPU each and one for ranks that take turns. ``zcomm doctor --calibrate``
+measures it in some seconds and keeps it as JSON in the user's cache; ``init`` reads it on rank 0, whose values serve
+all ranks. Without a table of this machine, built-in values serve. ``ZCOMM_TUNING`` names another file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Up to ``one_shot_nbytes`` an operation's data travels with its start; longer private data takes the slots."""
+
+    one_shot_nbytes: int = 16 << 10
+    slot_nbytes: int = 256 << 10
+    slot_count: int = 4
+
+
+@dataclass(frozen=True)
+class Table:
+    """``rows`` by kind of world (see ``kind_of_world``); ``origin`` says where they come from."""
+
+    rows: Mapping[str, Tuning]
+    origin: str
+
+    def row(self, world_size: int) -> Tuning:
+        return self.rows.get(kind_of_world(world_size), Tuning())
+
+
+KINDS = ("own_cpu", "shared_cpu")
+
+
+def kind_of_world(world_size: int) -> str:
+    """Whether ``world_size`` ranks on this host have a CPU each."""
+    return "own_cpu" if world_size <= len(os.sched_getaffinity(0)) else "shared_cpu"
+
+
+def machine() -> str:
+    """What a table depends on: CPU model, number of CPUs, kernel."""
+    model = platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [
+            line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+        ]
+        model = names[0] if names else model
+    return f"{model}, {os.cpu_count()} CPUs, Linux {platform.release()}"
+
+
+def path() -> Path:
+    """Where the table lies."""
+    if "ZCOMM_TUNING" in os.environ:
+        return Path(os.environ["ZCOMM_TUNING"])
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser() / "zcomm" / "tuning.json"
+
+
+def load() -> Table:
+    """The table of this machine, or the built-in values; never raises."""
+    file = path()
+    try:
+        text = json.loads(file.read_text())
+        if text["machine"] != machine():
+            return Table({}, f"built in ({file} is of another machine: {text['machine']})")
+        return Table({kind: Tuning(**row) for kind, row in text["rows"].items()}, f"measured {text['time']}")
+    except FileNotFoundError:
+        return Table({}, "built in")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return Table({}, f"built in ({file} cannot be used: {type(error).__name__}: {error})")
+
+
+def save(rows: Mapping[str, Tuning]) -> Path:
+    """Keeps a measured table; returns its file. Raises: OSError."""
+    file = path()
+    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    text = {
+        "machine": machine(),
+        "time": time.strftime("%Y-%m-%d"),
+        "rows": {kind: asdict(row) for kind, row in rows.items()},
+    }
+    temporary = file.with_name(f"{file.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(text, indent=1) + "\n")
+    temporary.replace(file)
+    return file
