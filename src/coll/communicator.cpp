@@ -133,7 +133,9 @@ class EngineCommunicator final : public Communicator {
     require_usable(name_of(request.kind));
     check(request, rank_, world_size_, symmetric_);
     return executor_->submit(
-        [&](Operation& operation, SpareItems& spares) { fill(operation, spares, request, world_size_, symmetric_); },
+        [&](Operation& operation, SpareItems& spares) {
+          fill(operation, spares, request, rank_, world_size_, symmetric_);
+        },
         request.call.async);
   }
 

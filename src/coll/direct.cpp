@@ -34,6 +34,9 @@ void DirectPath::run(const Operation& operation, Path path) {
       case OpKind::all_reduce:
         all_reduce(header, item);
         break;
+      case OpKind::reduce:
+        reduce(header, item);
+        break;
       case OpKind::reduce_scatter:
         reduce_scatter(header, item);
         break;
@@ -58,6 +61,21 @@ void DirectPath::all_reduce(const Header& header, const Item& item) {
     sources_[i] = targets_[i];
   }
   device::reduce({.dst = targets_,
+                  .src = sources_,
+                  .count = chunk.count(),
+                  .in = header.dtype,
+                  .out = header.dtype,
+                  .op = header.op});
+}
+
+void DirectPath::reduce(const Header& header, const Item& item) {
+  const Range chunk = chunk_of(item.count, world_size_, rank_, kChunkAlign);
+  if (chunk.count() == 0) return;
+  const std::size_t begin = chunk.begin * size_of(header.dtype);
+  for (int q = 0; q < world_size_; ++q)
+    sources_[static_cast<std::size_t>(q)] = item.in_home->at_peer(q, item.in) + begin;
+  void* const target = item.in_home->at_peer(header.root, item.in) + begin;
+  device::reduce({.dst = {&target, 1},
                   .src = sources_,
                   .count = chunk.count(),
                   .in = header.dtype,

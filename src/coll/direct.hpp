@@ -1,13 +1,13 @@
 // Direct path: collectives on symmetric memory, with no staging and no copies (decisions D1, D2).
 //
-// Owner computes: rank r reads chunk r of all inputs once, in rank order, and stores the result once where it belongs.
+// Owner computes: rank r reads chunk r of all inputs once, in rank order, and stores the result once where it belongs
+// (reduce: in root's buffer only).
 // Invariants: chosen by headers alone, so all ranks choose alike; peers' memory is touched only between entry (all have
 // arrived) and the exit barrier (all are done), so nobody's buffer changes or is reused under a reader.
 // Thread rule: the progress thread.
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <vector>
 
 #include "coll/operation.hpp"
@@ -18,8 +18,8 @@ namespace zcomm::coll {
 enum class Path : std::uint8_t {
   staged,
   in_place,  ///< all buffers that peers touch lie at the same place of symmetric memory
-  pull,      ///< all_gather: inputs are symmetric, each rank reads them
-  push,      ///< all_gather: outputs are symmetric, each rank writes its part into all
+  pull,      ///< the side that is read is symmetric; each rank reads it
+  push,      ///< the side that is written is symmetric; each rank writes its part
 };
 
 /// The path that the entries of all ranks allow.
@@ -32,6 +32,7 @@ class DirectPath {
 
  private:
   void all_reduce(const Header& header, const Item& item);
+  void reduce(const Header& header, const Item& item);
   void reduce_scatter(const Header& header, const Item& item);
   void pull(const Header& header, const Item& item);
   void push(const Header& header, const Item& item);

@@ -50,7 +50,7 @@ struct Header {
   std::uint32_t sequence = 0;
   std::uint32_t buffers = 0;                  ///< length of the list
   std::uint64_t count = 0;                    ///< elements in all; bytes for allocate
-  std::uint64_t counts[kShownCounts] = {};    ///< of the first buffers, for messages
+  std::uint64_t counts[kShownCounts] = {};    ///< of the first buffers, for messages; all_to_all: set_splits
   std::uint64_t counts_hash = 0;              ///< of all
   std::uint64_t name_hash = 0;                ///< of the whole name
   std::uint64_t identity = 0;                 ///< of all above; 64 bits: chance equality is not a concern

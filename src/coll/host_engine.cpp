@@ -13,9 +13,12 @@ HostEngine::HostEngine(std::shared_ptr<net::Mesh> mesh, const CommOptions& optio
       symmetric_(symmetric),
       memory_(*mesh_, options),
       watch_(mesh_, memory_, options.timeout_s),
-      staged_(memory_, watch_),
+      turns_(memory_, watch_),
+      staged_(memory_, watch_, turns_),
+      staged_exchange_(memory_, turns_),
       direct_(memory_, watch_),
       one_shot_(memory_, options.one_shot_nbytes),
+      told_(memory_, watch_, turns_, symmetric_),
       messenger_(memory_, watch_) {}
 
 void HostEngine::close() noexcept {
@@ -78,11 +81,17 @@ void HostEngine::work(Operation& operation) {
       }
       return;
     }
-    case OpKind::reduce:
+    default:
+      break;
+  }
+  const HeaderOf header_of = [this](int rank) -> const Header& { return memory_.block(rank).headers[sequence_ & 1]; };
+  switch (operation.header.kind) {
+    case OpKind::all_to_all:
+      staged_exchange_.compare(operation, header_of);
+      [[fallthrough]];
     case OpKind::gather:
     case OpKind::scatter:
-    case OpKind::all_to_all:
-      throw Unsupported(text(name_of(operation.header.kind), ": not on this backend yet"));
+      return work_told(operation, header_of);
     default:
       break;
   }
@@ -93,6 +102,15 @@ void HostEngine::work(Operation& operation) {
     staged_.run(operation);
   else
     direct_.run(operation, path);
+}
+
+void HostEngine::work_told(const Operation& operation, const HeaderOf& header_of) {
+  const Path path = choose_told_path(operation.header, world_size(), memory_.slot_nbytes(), header_of);
+  if (path != Path::staged && told_.run(operation, path)) return;
+  if (operation.header.kind == OpKind::all_to_all)
+    staged_exchange_.run(operation, header_of);
+  else
+    staged_.run(operation);
 }
 
 }  // namespace zcomm::coll

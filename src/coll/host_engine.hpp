@@ -14,6 +14,8 @@
 #include "coll/host_messenger.hpp"
 #include "coll/one_shot.hpp"
 #include "coll/staged.hpp"
+#include "coll/staged_exchange.hpp"
+#include "coll/told.hpp"
 #include "coll/watch.hpp"
 
 namespace zcomm::coll {
@@ -34,14 +36,18 @@ class HostEngine final : public Engine {
  private:
   void enter(Operation& operation, bool with_data);
   void work(Operation& operation);
+  void work_told(const Operation& operation, const HeaderOf& header_of);
 
   std::shared_ptr<net::Mesh> mesh_;
   SymmetricMemory& symmetric_;
   HostMemory memory_;
   Watch watch_;
+  SlotTurns turns_;
   StagedPath staged_;
+  StagedExchange staged_exchange_;
   DirectPath direct_;
   OneShotPath one_shot_;
+  ToldPath told_;
   HostMessenger messenger_;
   std::uint32_t sequence_ = 0;
 };

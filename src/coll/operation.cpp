@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/error.hpp"
+#include "coll/splits.hpp"
 
 namespace zcomm::coll {
 namespace {
@@ -138,7 +139,7 @@ void check(const Request& request, int rank, int world_size, const SymmetricMemo
   for (std::size_t i = 0; i < buffers; ++i) check_buffer(request, i, rank, world_size, memory);
 }
 
-void fill(Operation& operation, SpareItems& spares, const Request& request, int world_size,
+void fill(Operation& operation, SpareItems& spares, const Request& request, int rank, int world_size,
           const SymmetricMemory& memory) {
   const std::size_t ranks = static_cast<std::size_t>(world_size);
   operation.items.clear();
@@ -181,12 +182,13 @@ void fill(Operation& operation, SpareItems& spares, const Request& request, int 
     item.in_home = locate(in.data, in.count * in_size, in_symmetric, in_place_hash);
     item.out_home = same ? item.in_home : locate(out.data, out.count * out_size, out_symmetric, out_place_hash);
     operation.items.add(item, spares);
-    if (uneven) continue;  // counts are between two ranks: the engine compares them
+    if (uneven) continue;  // counts are between two ranks: see set_splits
     const std::size_t count = same ? item.count : item.count * ranks;
     if (i < Header::kShownCounts) header.counts[i] = count;
     header.counts_hash = mix(header.counts_hash, count);
     header.count += count;
   }
+  if (uneven) set_splits(header, rank, operation.items.all());
   header.place_in = in_symmetric ? in_place_hash | 1 : 0;
   header.place_out = same ? header.place_in : out_symmetric ? out_place_hash | 1 : 0;
   seal(header);

@@ -7,6 +7,7 @@
 
 #include <array>
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <span>
 #include <vector>
@@ -27,6 +28,9 @@ struct Item {
   const Allocation* in_home = nullptr;  ///< the symmetric allocation it lies in, if any
   const Allocation* out_home = nullptr;
 };
+
+/// The headers of one operation, by rank.
+using HeaderOf = std::function<const Header&(int rank)>;
 
 /// Vectors that no list uses at the moment; as many as there ever were long lists in flight.
 using SpareItems = std::vector<std::vector<Item>>;
@@ -80,7 +84,7 @@ struct Request {
 void check(const Request& request, int rank, int world_size, const SymmetricMemory& memory);
 
 /// Sets all of `operation` but its completion and sequence number.
-void fill(Operation& operation, SpareItems& spares, const Request& request, int world_size,
+void fill(Operation& operation, SpareItems& spares, const Request& request, int rank, int world_size,
           const SymmetricMemory& memory);
 
 }  // namespace zcomm::coll

@@ -9,9 +9,10 @@
 
 namespace zcomm::coll {
 
-StagedPath::StagedPath(const HostMemory& memory, Watch& watch)
+StagedPath::StagedPath(const HostMemory& memory, Watch& watch, SlotTurns& turns)
     : memory_(memory),
       watch_(watch),
+      turns_(turns),
       rank_(memory.rank()),
       world_size_(memory.world_size()),
       sources_(static_cast<std::size_t>(memory.world_size())) {}
@@ -21,32 +22,43 @@ void StagedPath::run(const Operation& operation) {
   items_ = operation.items.all();
   element_nbytes_ = size_of(header_->dtype);
   out_nbytes_ = size_of(header_->out_dtype);
-  const bool scatter = header_->kind == OpKind::reduce_scatter;
-  StepCursor cursor(items_, element_nbytes_, scatter ? static_cast<std::size_t>(world_size_) : 1,
-                    memory_.slot_nbytes());
+  const bool parts = header_->kind == OpKind::reduce_scatter || header_->kind == OpKind::scatter;
+  StepCursor cursor(items_, element_nbytes_, parts ? static_cast<std::size_t>(world_size_) : 1, memory_.slot_nbytes());
 
-  // With one or two slots the stages must lie closer together, or copy_in would wait for a step that waits for it.
-  const std::uint32_t slots = static_cast<std::uint32_t>(memory_.slot_count());
-  const std::uint32_t reduce_lag = std::min(1u, slots - 1), out_lag = std::min(2u, slots - 1);
+  const auto [reduce_lag, out_lag] = Lags(memory_.slot_count());
+  const std::uint32_t base = turns_.base();
   std::uint32_t total = 0;
   bool more = true;
   for (std::uint32_t c = 0; more || c < total + out_lag; ++c) {
     if (more && (more = cursor.next(steps_[c % 3]))) {
       ++total;
-      copy_in(steps_[c % 3], base_ + c);
+      copy_in(steps_[c % 3], base + c);
     }
-    if (c >= reduce_lag && c - reduce_lag < total) reduce(steps_[(c - reduce_lag) % 3], base_ + c - reduce_lag);
-    if (c >= out_lag && c - out_lag < total) copy_out(steps_[(c - out_lag) % 3], base_ + c - out_lag);
+    if (c >= reduce_lag && c - reduce_lag < total) reduce(steps_[(c - reduce_lag) % 3], base + c - reduce_lag);
+    if (c >= out_lag && c - out_lag < total) copy_out(steps_[(c - out_lag) % 3], base + c - out_lag);
   }
-  base_ += total;
+  turns_.advance(total);
 }
 
 void StagedPath::copy_in(const Step& step, std::uint32_t index) {
-  if (header_->kind != OpKind::broadcast || header_->root == rank_) {
-    watch_.wait_for_peers(Stage::copied_out, index + 1 - static_cast<std::uint32_t>(memory_.slot_count()));
-    for (const Piece& piece : step.all()) bring(piece, memory_.slot(rank_, index) + piece.offset);
+  if (brings()) {
+    std::byte* slot = turns_.claim(index);
+    for (const Piece& piece : step.all()) bring(piece, slot + piece.offset);
   }
-  publish(memory_.own()[Stage::copied_in], index + 1);
+  turns_.show(index);
+}
+
+/// Whether the others need anything of this rank.
+bool StagedPath::brings() const {
+  switch (header_->kind) {
+    case OpKind::broadcast:
+    case OpKind::scatter:
+      return is_root();
+    case OpKind::gather:
+      return !is_root();
+    default:
+      return true;
+  }
 }
 
 void StagedPath::bring(const Piece& piece, std::byte* slot) {
@@ -54,7 +66,8 @@ void StagedPath::bring(const Piece& piece, std::byte* slot) {
   const std::byte* in = item.in + piece.begin * element_nbytes_;
   const std::size_t nbytes = piece.count * element_nbytes_;
   switch (header_->kind) {
-    case OpKind::all_reduce: {  // all but my own chunk, which reduce() reads where it is
+    case OpKind::all_reduce:
+    case OpKind::reduce: {  // all but my own chunk, which reduce() reads where it is
       const Range mine = chunk_of(piece.count, world_size_, rank_, kChunkAlign);
       const std::size_t begin = mine.begin * element_nbytes_, end = mine.end * element_nbytes_;
       std::memcpy(slot, in, begin);
@@ -65,6 +78,14 @@ void StagedPath::bring(const Piece& piece, std::byte* slot) {
       for (int q = 0; q < world_size_; ++q) {
         const auto part = static_cast<std::size_t>(q);
         if (q != rank_) std::memcpy(slot + part * piece.stride, in + part * item.count * element_nbytes_, nbytes);
+      }
+      return;
+    case OpKind::scatter:
+      for (int q = 0; q < world_size_; ++q) {
+        const auto part = static_cast<std::size_t>(q);
+        const std::byte* from = in + part * item.count * element_nbytes_;
+        std::byte* to = q == rank_ ? item.out + piece.begin * element_nbytes_ : slot + part * piece.stride;
+        if (to != from) std::memcpy(to, from, nbytes);
       }
       return;
     case OpKind::all_gather: {
@@ -98,9 +119,11 @@ void StagedPath::reduce_piece(const Piece& piece, std::uint32_t index) {
     sources_[static_cast<std::size_t>(q)] =
         q == rank_ ? item.in + in_buffer * element_nbytes_ : memory_.slot(q, index) + in_slot;
   }
-  // all_reduce: once to where it belongs, once to where the others fetch it.
+  // Once to where it belongs on this rank, once to where others fetch it; reduce: only one of them.
   void* const targets[] = {item.out + (piece.begin + mine.begin) * out_nbytes_, memory_.slot(rank_, index) + in_slot};
-  device::reduce({.dst = {targets, scatter || world_size_ == 1 ? 1u : 2u},
+  const bool keeps = header_->kind != OpKind::reduce || is_root();
+  const bool gives = header_->kind == OpKind::all_reduce ? world_size_ > 1 : !keeps;
+  device::reduce({.dst = {targets + (keeps ? 0 : 1), keeps && gives ? 2u : 1u},
                   .src = sources_,
                   .count = mine.count(),
                   .in = header_->dtype,
@@ -114,35 +137,63 @@ void StagedPath::copy_out(const Step& step, std::uint32_t index) {
     case OpKind::all_reduce:
       watch_.wait_for_peers(Stage::reduced, index + 1);
       break;
+    case OpKind::reduce:
+      if (is_root()) watch_.wait_for_peers(Stage::reduced, index + 1);
+      break;
     case OpKind::all_gather:
       watch_.wait_for_peers(Stage::copied_in, index + 1);
       break;
+    case OpKind::gather:
+      if (is_root()) watch_.wait_for_peers(Stage::copied_in, index + 1);
+      break;
     case OpKind::broadcast:
-      if (header_->root != rank_) watch_.wait(Stage::copied_in, header_->root, index + 1);
+    case OpKind::scatter:
+      if (!is_root()) watch_.wait(Stage::copied_in, header_->root, index + 1);
       break;
     default:
       break;
   }
-  if (header_->kind != OpKind::reduce_scatter)
+  if (takes())
     for (const Piece& piece : step.all()) take(piece, index);
   publish(memory_.own()[Stage::copied_out], index + 1);
 }
 
+/// Whether this rank needs anything of the others, beyond what it has reduced.
+bool StagedPath::takes() const {
+  switch (header_->kind) {
+    case OpKind::reduce_scatter:
+      return false;
+    case OpKind::broadcast:
+    case OpKind::scatter:
+      return !is_root();
+    case OpKind::reduce:
+    case OpKind::gather:
+      return is_root();
+    default:
+      return true;
+  }
+}
+
 void StagedPath::take(const Piece& piece, std::uint32_t index) {
   const Item& item = items_[piece.item];
-  if (header_->kind == OpKind::broadcast) {
-    if (header_->root == rank_) return;
-    std::memcpy(item.out + piece.begin * element_nbytes_, memory_.slot(header_->root, index) + piece.offset,
-                piece.count * element_nbytes_);
+  const std::size_t nbytes = piece.count * element_nbytes_;
+  const OpKind kind = header_->kind;
+  if (kind == OpKind::broadcast || kind == OpKind::scatter) {
+    const std::size_t part = kind == OpKind::scatter ? static_cast<std::size_t>(rank_) * piece.stride : 0;
+    std::memcpy(item.out + piece.begin * element_nbytes_, memory_.slot(header_->root, index) + piece.offset + part,
+                nbytes);
     return;
   }
   for (int q = 0; q < world_size_; ++q) {
-    if (q == rank_) continue;
-    const std::byte* from = memory_.slot(q, index) + piece.offset;
-    if (header_->kind == OpKind::all_gather) {
-      const std::size_t to = static_cast<std::size_t>(q) * item.count + piece.begin;
-      std::memcpy(item.out + to * element_nbytes_, from, piece.count * element_nbytes_);
-    } else {
+    if (kind == OpKind::all_gather || kind == OpKind::gather) {
+      const std::size_t begin = static_cast<std::size_t>(q) * item.count + piece.begin;
+      std::byte* to = item.out + begin * element_nbytes_;
+      // all_gather's own part went there on the way in, when it was in the cache.
+      const std::byte* from =
+          q == rank_ ? item.in + piece.begin * element_nbytes_ : memory_.slot(q, index) + piece.offset;
+      if (to != from && (q != rank_ || kind == OpKind::gather)) std::memcpy(to, from, nbytes);
+    } else if (q != rank_) {
+      const std::byte* from = memory_.slot(q, index) + piece.offset;
       const Range chunk = chunk_of(piece.count, world_size_, q, kChunkAlign);
       std::memcpy(item.out + (piece.begin + chunk.begin) * element_nbytes_, from + chunk.begin * element_nbytes_,
                   chunk.count() * element_nbytes_);

@@ -1,15 +1,16 @@
 // Staged path: collectives on private memory through staging slots that stay in the last-level cache.
 //
 // A software pipeline of three stages over steps (see steps.hpp): copy_in(c) | reduce(c-1) | copy_out(c-2).
-// Invariants: step g of a communicator's life uses slot g % slot_count; it is filled again only after every peer has
-// published copied_out past it. A rank's own part never passes through its slot on the way in. Each element is
-// reduced once, in rank order, by its owner: the bits are those of the direct path.
+// Invariants: slots are filled and freed by turns (SlotTurns). A rank's own part never passes through its slot on the
+// way in. Each element is reduced once, in rank order, by its owner: the bits are those of the direct path. Buffers
+// that are only read stay as they are.
 // Thread rule: the progress thread.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
+#include "coll/slot_turns.hpp"
 #include "coll/steps.hpp"
 #include "coll/watch.hpp"
 
@@ -17,8 +18,8 @@ namespace zcomm::coll {
 
 class StagedPath {
  public:
-  StagedPath(const HostMemory& memory, Watch& watch);
-  /// all_reduce, reduce_scatter, all_gather, broadcast.
+  StagedPath(const HostMemory& memory, Watch& watch, SlotTurns& turns);
+  /// All but all_to_all (StagedExchange).
   void run(const Operation& operation);
 
  private:
@@ -27,13 +28,16 @@ class StagedPath {
   void copy_out(const Step& step, std::uint32_t index);
 
   void bring(const Piece& piece, std::byte* slot);
+  bool brings() const;
+  bool takes() const;
+  bool is_root() const { return header_->root == rank_; }
   void reduce_piece(const Piece& piece, std::uint32_t index);
   void take(const Piece& piece, std::uint32_t index);
 
   const HostMemory& memory_;
   Watch& watch_;
+  SlotTurns& turns_;
   const int rank_, world_size_;
-  std::uint32_t base_ = 0;  // steps of all operations before this one
   std::vector<const void*> sources_;
   Step steps_[3];  // in flight
 

@@ -12,12 +12,12 @@
 
 namespace zcomm::coll {
 
-/// Elements [begin, begin + count) of item `item`; for reduce_scatter those of every rank's part.
+/// Elements [begin, begin + count) of item `item`; for reduce_scatter and scatter those of every rank's part.
 struct Piece {
   std::size_t item = 0;
   std::size_t begin = 0, count = 0;
   std::size_t offset = 0;  ///< in the slot
-  std::size_t stride = 0;  ///< from one rank's part to the next in the slot (reduce_scatter)
+  std::size_t stride = 0;  ///< from one rank's part to the next in the slot (reduce_scatter, scatter)
 };
 
 struct Step {
@@ -29,7 +29,7 @@ struct Step {
 
 class StepCursor {
  public:
-  /// `parts`: how many parts of a piece lie side by side in a slot (world_size for reduce_scatter, else 1).
+  /// `parts`: how many parts of a piece lie side by side in a slot (world_size for reduce_scatter and scatter, else 1).
   StepCursor(std::span<const Item> items, std::size_t element_nbytes, std::size_t parts, std::size_t slot_nbytes);
   /// Fills the next step; false when there is none.
   bool next(Step& step);

@@ -39,23 +39,23 @@ AllocateHello read_hello(const net::Parcel& parcel, const AllocateHello& mine, i
 
 struct SymmetricMemory::Registry {
   mutable std::mutex mutex;
-  std::vector<const Allocation*> live;  // sorted by own address
+  std::vector<std::shared_ptr<const Allocation>> live;  // sorted by own address
   // All own addresses that ever lay here: most pointers are known by them not to, without the lock.
   std::atomic<const std::byte*> lowest{reinterpret_cast<const std::byte*>(UINTPTR_MAX)};
   std::atomic<const std::byte*> highest{nullptr};
   std::size_t made = 0, own_nbytes = 0, shared_nbytes = 0;
 
-  void add(const Allocation* allocation) {
+  void add(const std::shared_ptr<const Allocation>& allocation) {
     const std::lock_guard lock(mutex);
     live.insert(std::upper_bound(live.begin(), live.end(), allocation,
-                                 [](const auto* a, const auto* b) { return a->own() < b->own(); }),
+                                 [](const auto& a, const auto& b) { return a->own() < b->own(); }),
                 allocation);
     if (allocation->own() < lowest) lowest = allocation->own();
     if (allocation->own() + allocation->nbytes > highest) highest = allocation->own() + allocation->nbytes;
     ++made;
     count(*allocation) += allocation->nbytes;
   }
-  void remove(const Allocation* allocation) noexcept {
+  void remove(const std::shared_ptr<const Allocation>& allocation) noexcept {
     const std::lock_guard lock(mutex);
     live.erase(std::find(live.begin(), live.end(), allocation));
     count(*allocation) -= allocation->nbytes;
@@ -66,23 +66,23 @@ struct SymmetricMemory::Registry {
 class SymmetricMemory::BufferImpl final : public SymmetricBuffer {
  public:
   BufferImpl(std::shared_ptr<Registry> registry, Allocation allocation)
-      : registry_(std::move(registry)), allocation_(std::move(allocation)) {
-    registry_->add(&allocation_);
+      : registry_(std::move(registry)), allocation_(std::make_shared<Allocation>(std::move(allocation))) {
+    registry_->add(allocation_);
   }
-  ~BufferImpl() override { registry_->remove(&allocation_); }
+  ~BufferImpl() override { registry_->remove(allocation_); }
 
-  std::byte* data() override { return allocation_.own(); }
+  std::byte* data() override { return allocation_->own(); }
   std::byte* peer(int rank) override {
     if (rank < 0 || static_cast<std::size_t>(rank) >= world_size())
       throw InvalidArgument(text("peer(", rank, "): expected a rank in [0, ", world_size(), ")"));
-    return allocation_.base(rank);
+    return allocation_->base(rank);
   }
-  std::size_t nbytes() const override { return allocation_.nbytes; }
+  std::size_t nbytes() const override { return allocation_->nbytes; }
 
  private:
-  std::size_t world_size() const { return allocation_.segments.size(); }
+  std::size_t world_size() const { return allocation_->segments.size(); }
   std::shared_ptr<Registry> registry_;
-  Allocation allocation_;
+  std::shared_ptr<const Allocation> allocation_;
 };
 
 SymmetricMemory::SymmetricMemory() : registry_(std::make_shared<Registry>()) {}
@@ -140,11 +140,18 @@ const Allocation* SymmetricMemory::find(const void* p, std::size_t nbytes) const
   const std::lock_guard lock(registry_->mutex);
   const auto& live = registry_->live;
   auto after = std::upper_bound(live.begin(), live.end(), begin,
-                                [](const std::byte* address, const auto* a) { return address < a->own(); });
+                                [](const std::byte* address, const auto& a) { return address < a->own(); });
   if (after == live.begin()) return nullptr;
-  const Allocation* candidate = *--after;
+  const Allocation* candidate = (--after)->get();
   const std::uint64_t offset = candidate->offset_of(begin);
   return offset <= candidate->nbytes && nbytes <= candidate->nbytes - offset ? candidate : nullptr;
+}
+
+std::shared_ptr<const Allocation> SymmetricMemory::pin(std::uint64_t id) const {
+  const std::lock_guard lock(registry_->mutex);
+  for (const auto& allocation : registry_->live)
+    if (allocation->id == id) return allocation;
+  return nullptr;
 }
 
 CommMemory SymmetricMemory::memory() const {

@@ -1,8 +1,9 @@
 // Symmetric allocations of a communicator: making them, and finding the one that a pointer lies in.
 //
 // Invariants: ids count up in call order and are equal on all ranks; an entry lives exactly as long as its
-// SymmetricBuffer, which may outlive the communicator. A host-wide allocation is one segment, rank 0's, mapped by all.
-// Thread rule: make() belongs to the progress thread; find() and dropping buffers are free-threaded.
+// SymmetricBuffer, which may outlive the communicator (mapped it stays as long as it is pinned). A host-wide allocation
+// is one segment, rank 0's, mapped by all. Thread rule: make() belongs to the progress thread; find() and dropping
+// buffers are free-threaded.
 #pragma once
 
 #include <cstddef>
@@ -48,6 +49,8 @@ class SymmetricMemory {
 
   /// The allocation that holds all of [p, p + nbytes), or null.
   const Allocation* find(const void* p, std::size_t nbytes) const;
+  /// The allocation of that id, which stays mapped as long as the result lives; null if this rank has dropped it.
+  std::shared_ptr<const Allocation> pin(std::uint64_t id) const;
   CommMemory memory() const;
 
  private:

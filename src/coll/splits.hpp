@@ -1,0 +1,65 @@
+// Splits: the counts of all_to_all, which two ranks agree on and no third one knows; the guard that compares them.
+//
+// [Note: balance] Each rank adds a hash of (sender, receiver, count) for what it sends and subtracts one for what it
+// expects. The header carries the result; over all ranks it adds up to 0 if each count has its match. So the guard
+// costs one word per rank, and counts themselves travel only to say which of them differ.
+// Thread rule: pure functions.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "coll/operation.hpp"
+
+namespace zcomm::coll {
+
+/// What a rank sends, as it passes through its slots: a table of `world_size` places (64-bit, from the stream's begin),
+/// then the parts for rank + 1, rank + 2, ..., each at a whole line. Nothing at all if nothing is sent.
+class SplitStream {
+ public:
+  SplitStream(int rank, std::span<const Item> items, std::size_t element_nbytes)
+      : rank_(rank), world_size_(static_cast<int>(items.size())), items_(items), element_nbytes_(element_nbytes) {}
+
+  std::size_t table_nbytes() const { return whole_lines(items_.size() * sizeof(std::uint64_t)); }
+  std::size_t nbytes() const {
+    const std::size_t end = for_each([](int, std::size_t, std::size_t) {});
+    return end == table_nbytes() ? 0 : end;
+  }
+  /// Calls body(receiver, begin, nbytes) for each part, in order; returns the end of the last.
+  template <class Body>
+  std::size_t for_each(const Body& body) const {
+    std::size_t at = table_nbytes();
+    for (int i = 1; i < world_size_; ++i) {
+      const int to = (rank_ + i) % world_size_;  // at any time each rank sends to another one
+      const std::size_t part = items_[static_cast<std::size_t>(to)].count * element_nbytes_;
+      body(to, at, part);
+      at += whole_lines(part);
+    }
+    return at;
+  }
+
+ private:
+  static std::size_t whole_lines(std::size_t nbytes) { return (nbytes + 63) / 64 * 64; }
+
+  int rank_, world_size_;
+  std::span<const Item> items_;
+  std::size_t element_nbytes_;
+};
+
+/// Puts the balance and the length of the stream into the header of an all_to_all.
+void set_splits(Header& header, int rank, std::span<const Item> items);
+/// Bytes of that rank's stream.
+inline std::size_t stream_nbytes(const Header& header) { return header.counts[1]; }
+
+/// Whether what each rank sends is what its receiver expects, as far as the headers of all ranks tell.
+bool splits_match(int world_size, const HeaderOf& header_of);
+
+/// The counts of one rank: to each rank, then from each.
+using SplitCounts = std::vector<std::uint64_t>;
+SplitCounts split_counts(std::span<const Item> items);
+/// Throws CollectiveMismatch naming who differs from whom, given the counts of all ranks.
+[[noreturn]] void throw_split_mismatch(const Header& first, const std::vector<SplitCounts>& by_rank);
+
+}  // namespace zcomm::coll
