@@ -133,28 +133,13 @@ void StagedPath::reduce_piece(const Piece& piece, std::uint32_t index) {
 }
 
 void StagedPath::copy_out(const Step& step, std::uint32_t index) {
-  switch (header_->kind) {
-    case OpKind::all_reduce:
-      watch_.wait_for_peers(Stage::reduced, index + 1);
-      break;
-    case OpKind::reduce:
-      if (is_root()) watch_.wait_for_peers(Stage::reduced, index + 1);
-      break;
-    case OpKind::all_gather:
-      watch_.wait_for_peers(Stage::copied_in, index + 1);
-      break;
-    case OpKind::gather:
-      if (is_root()) watch_.wait_for_peers(Stage::copied_in, index + 1);
-      break;
-    case OpKind::broadcast:
-    case OpKind::scatter:
-      if (!is_root()) watch_.wait(Stage::copied_in, header_->root, index + 1);
-      break;
-    default:
-      break;
-  }
-  if (takes())
+  if (takes()) {
+    if (header_->kind == OpKind::broadcast || header_->kind == OpKind::scatter)
+      watch_.wait(Stage::copied_in, header_->root, index + 1);
+    else
+      watch_.wait_for_peers(reduces(header_->kind) ? Stage::reduced : Stage::copied_in, index + 1);
     for (const Piece& piece : step.all()) take(piece, index);
+  }
   publish(memory_.own()[Stage::copied_out], index + 1);
 }
 

@@ -12,43 +12,7 @@ import pytest
 import torch
 
 import zcomm
-
-DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64]
-COUNTS = [0, 1, 7, 64, 1001, 300_007]  # the last is larger than all staging slots together
-OPS = ["sum", "avg", "min", "max", "prod"]
-
-
-def make(count: int, dtype: torch.dtype, rank: int, seed: int = 0) -> torch.Tensor:
-    """Rank's input: small integers, so that every order of summation gives the same bits."""
-    generator = torch.Generator().manual_seed(1000 * seed + rank)
-    return torch.randint(1, 4, (count,), generator=generator).to(dtype)
-
-
-def expected(inputs: list[torch.Tensor], op: str) -> torch.Tensor:
-    """The reduction in fp64 (int64 for integers), rounded once."""
-    wide = torch.float64 if inputs[0].dtype.is_floating_point else torch.int64
-    stack = torch.stack([tensor.to(wide) for tensor in inputs])
-    if op == "sum":
-        result = stack.sum(0)
-    elif op == "avg":
-        result = stack.sum(0) / len(inputs)
-    elif op == "prod":
-        result = stack.prod(0)
-    else:
-        result = stack.amin(0) if op == "min" else stack.amax(0)
-    return result.to(inputs[0].dtype)
-
-
-def check_equal(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
-    assert got.dtype == want.dtype and got.shape == want.shape, f"{what}: {got.dtype} {got.shape}"
-    if not torch.equal(got, want):
-        place = int((got != want).nonzero()[0])
-        raise AssertionError(f"{what}: element {place} is {got[place]}, expected {want[place]}")
-
-
-def check_close(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
-    """avg multiplies or divides in the accumulation type: within one rounding of fp64's result."""
-    torch.testing.assert_close(got, want, rtol=torch.finfo(got.dtype).eps * 2, atol=0, msg=lambda m: f"{what}: {m}")
+from comm_values import COUNTS, DTYPES, OPS, check_close, check_equal, expected, make
 
 
 # ---- values, in every world ----
@@ -151,6 +115,21 @@ def broadcast_values() -> None:
     assert pair[0].tolist() == [world - 1] * 3 and pair[1].tolist() == [[10 * (world - 1)] * 2] * 2
 
 
+def bools() -> None:
+    """Sum and max are or, prod and min are and; movements leave them as they are."""
+    rank, world = zcomm.rank(), zcomm.world_size()
+    inputs = [make(301, torch.int64, r) > 1 for r in range(world)]
+    stack = torch.stack(inputs)
+    for op, want in {"sum": stack.any(0), "max": stack.any(0), "prod": stack.all(0), "min": stack.all(0)}.items():
+        tensor = inputs[rank].clone()
+        zcomm.all_reduce(tensor, op)
+        check_equal(tensor, want, f"bool {op}")
+        tensor = inputs[rank].clone()
+        zcomm.reduce(tensor, world - 1, op)
+        check_equal(tensor, want if rank == world - 1 else inputs[rank], f"bool reduce {op}")
+    check_equal(zcomm.all_gather(inputs[rank]), torch.cat(inputs), "bool all_gather")
+
+
 def async_works() -> None:
     """Works of several operations in flight; waited for in any order, polled, dropped."""
     rank, world = zcomm.rank(), zcomm.world_size()
@@ -170,6 +149,18 @@ def async_works() -> None:
     work_2.wait(timeout=60)
     assert shard.tolist() == [world] * 4
     assert full.tolist() == [float(r) for r in range(world) for _ in range(3)]
+    got, work = zcomm.gather(torch.full((2,), float(rank)), async_op=True)
+    part = torch.empty(1)
+    work_2 = zcomm.scatter(part, torch.arange(float(world)) if rank == 0 else None, async_op=True)
+    swapped = torch.empty(world)
+    work_3 = zcomm.all_to_all(swapped, torch.full((world,), float(rank)), async_op=True)
+    summed = torch.ones(3)
+    zcomm.reduce(summed, async_op=True).wait()
+    assert summed.tolist() == [world if rank == 0 else 1] * 3
+    for pending in (work_3, work_2, work):
+        pending.wait(timeout=60)
+    assert got is None if rank else got.tolist() == [float(r) for r in range(world) for _ in range(2)]
+    assert part.tolist() == [rank] and swapped.tolist() == list(range(world))
     dropped = torch.ones(100_000)
     zcomm.all_reduce(dropped, async_op=True)  # dropping the Work waits
     assert dropped.eq(world).all()
@@ -207,6 +198,13 @@ def singleton() -> None:
     tensor = torch.ones(3)
     comm.all_reduce(tensor)
     assert tensor.tolist() == [zcomm.world_size()] * 3
+    comm.reduce(tensor, root=0, op="max")
+    got = comm.gather(tensor)
+    assert got is None if comm.rank else got.tolist() == [comm.world_size] * 3 * comm.world_size
+    comm.scatter(tensor, got)
+    swapped = torch.empty(comm.world_size)
+    comm.all_to_all(swapped, torch.full((comm.world_size,), float(comm.rank)))
+    assert swapped.tolist() == list(range(comm.world_size))
 
 
 VALUES: list[Callable[[], None]] = [
@@ -217,6 +215,7 @@ VALUES: list[Callable[[], None]] = [
     reduce_scatter_values,
     all_gather_values,
     broadcast_values,
+    bools,
     async_works,
     bad_arguments,
 ]
