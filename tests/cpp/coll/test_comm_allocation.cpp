@@ -36,6 +36,15 @@ TEST(comm_allocation, steady_state_allocates_nothing) {
       const Buffer direct{symmetric->data(), ranks * 1000}, staged{full.data(), full.size()}, part{shard.data(), 1000};
       const ConstBuffer direct_in{direct.data, direct.count}, staged_in{full.data(), full.size()},
           own{full.data() + me * 1000, 1000};
+      const std::size_t at_root = me == 0 ? 1 : 0;
+      std::vector<ConstBuffer> sent, sent_direct;
+      std::vector<Buffer> received;
+      std::vector<float> exchanged(ranks * 1000);
+      for (std::size_t q = 0; q < ranks; ++q) {
+        sent.push_back({full.data() + q * 1000, 1000});
+        sent_direct.push_back({symmetric->data() + q * 4000, 1000});
+        received.push_back({exchanged.data() + q * 1000, 1000});
+      }
       Work previous;
       const auto round = [&] {
         previous = self.comm->all_reduce({&direct, 1}, DType::f32, ReduceOp::avg, "a");
@@ -48,6 +57,14 @@ TEST(comm_allocation, steady_state_allocates_nothing) {
         self.comm->all_reduce(list, DType::f32, ReduceOp::min).wait();
         self.comm->barrier().wait();
         self.comm->broadcast({&direct, 1}, DType::f32, 0).wait();
+        previous = self.comm->reduce({&direct, 1}, DType::f32, ReduceOp::max, 0);
+        previous = self.comm->reduce({&staged, 1}, DType::f32, ReduceOp::max, 0);
+        self.comm->gather({&own, 1}, {&direct, at_root}, DType::f32, 0).wait();
+        self.comm->gather({&own, 1}, {&staged, at_root}, DType::f32, 0).wait();
+        self.comm->scatter({&direct_in, at_root}, {&part, 1}, DType::f32, 0).wait();
+        self.comm->scatter({&staged_in, at_root}, {&part, 1}, DType::f32, 0).wait();
+        previous = self.comm->all_to_all(sent, received, DType::f32);
+        self.comm->all_to_all(sent_direct, received, DType::f32).wait();
       };
       for (int i = 0; i < 3; ++i) round();
       const CommMemory before = self.comm->memory();

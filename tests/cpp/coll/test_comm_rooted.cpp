@@ -1,4 +1,8 @@
-// reduce, gather, scatter: values, buffers that are only read, places in place, lists, memory that a rank has dropped.
+// reduce, gather, scatter (and what all_to_all shares with them): values, buffers that are only read, places in place,
+// lists, memory that a rank has dropped.
+#include <atomic>
+#include <chrono>
+
 #include "comm_values.hpp"
 
 using namespace zcomm;
@@ -235,6 +239,45 @@ TEST(comm_rooted, memory_may_be_dropped_while_others_copy) {
       EXPECT_TRUE(part == std::vector<float>(count, static_cast<float>(round)));
     }
   });
+}
+
+TEST(comm_rooted, a_rank_that_dies_is_named_in_each_operation) {
+  for (int kind = 0; kind < 4; ++kind)
+    for (const bool symmetric : {false, true}) {
+      std::atomic<int> survivors{2};
+      run_world(3, small_slots(), [&](Rank& self) {
+        const std::size_t count = 20000;
+        Memory whole = Memory::make(*self.comm, 3 * count * 4, symmetric);
+        std::vector<float> other(3 * count);
+        const bool at_root = self.rank == 0;
+        const Buffer out{whole.data(), 3 * count}, part{other.data(), count};
+        const ConstBuffer in{other.data(), count}, whole_in{whole.data(), 3 * count};
+        std::vector<ConstBuffer> parts(3, {whole.data(), count});
+        std::vector<Buffer> parts_out;
+        for (std::size_t q = 0; q < 3; ++q) parts_out.push_back({other.data() + q * count, count});
+        const auto call = [&] {
+          if (kind == 0) self.comm->reduce({&out, 1}, DType::f32, ReduceOp::max, 0).wait();
+          if (kind == 1) self.comm->gather({&in, 1}, {&out, at_root ? 1u : 0u}, DType::f32, 0).wait();
+          if (kind == 2) self.comm->scatter({&whole_in, at_root ? 1u : 0u}, {&part, 1}, DType::f32, 0).wait();
+          if (kind == 3) self.comm->all_to_all(parts, parts_out, DType::f32).wait();
+        };
+        if (self.rank == 2) {
+          call();
+          self.mesh->drop_dead();
+          while (survivors > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+          return;
+        }
+        struct Leaving {
+          std::atomic<int>& count;
+          ~Leaving() { --count; }
+        } const leaving{survivors};
+        try {
+          for (;;) call();
+        } catch (const PeerLost& lost) {
+          EXPECT_EQ(lost.rank, 2);
+        }
+      });
+    }
 }
 
 TEST(comm_rooted, arguments) {
