@@ -1,0 +1,165 @@
+// A rank that dies or stops at any step of any operation: the others say so, and nobody hangs.
+//
+// Every step that others can see is a fault point (base/fault.hpp): each operation is run again with the victim killed
+// at its first point, its second, ... until it survives.
+#include <csignal>
+
+#include "base/fault.hpp"
+#include "process_world.hpp"
+
+using namespace zcomm;
+using namespace zcomm::test;
+
+namespace {
+
+constexpr int kWorld = 3, kVictim = 1;
+constexpr double kSoon_s = 5;  // far less than the deadline: what ends by then was noticed, not waited out
+
+struct Operation {
+  const char* name;
+  bool symmetric;
+  std::size_t part;  // elements
+  void (*call)(Communicator& comm, float* data, std::size_t part);
+};
+
+void all_reduce(Communicator& comm, float* data, std::size_t part) {
+  const Buffer all{data, part * kWorld};
+  comm.all_reduce({&all, 1}, DType::f32, ReduceOp::sum, kBlocking);
+}
+void reduce(Communicator& comm, float* data, std::size_t part) {
+  const Buffer all{data, part * kWorld};
+  comm.reduce({&all, 1}, DType::f32, ReduceOp::sum, 2, kBlocking);
+}
+void reduce_scatter(Communicator& comm, float* data, std::size_t part) {
+  const ConstBuffer all{data, part * kWorld};
+  std::vector<float> shard(part);
+  const Buffer out{shard.data(), part};
+  comm.reduce_scatter({&all, 1}, {&out, 1}, DType::f32, ReduceOp::sum, DType::f32, false, kBlocking);
+}
+void all_gather(Communicator& comm, float* data, std::size_t part) {
+  const Buffer all{data, part * kWorld};
+  const ConstBuffer own{data + part * static_cast<std::size_t>(comm.rank()), part};
+  comm.all_gather({&own, 1}, {&all, 1}, DType::f32, kBlocking);
+}
+void broadcast(Communicator& comm, float* data, std::size_t part) {
+  const Buffer all{data, part * kWorld};
+  comm.broadcast({&all, 1}, DType::f32, kVictim, kBlocking);
+}
+void gather(Communicator& comm, float* data, std::size_t part) {
+  std::vector<float> mine(part);
+  const ConstBuffer own{mine.data(), part};
+  const Buffer all{data, part * kWorld};
+  comm.gather({&own, 1}, {&all, comm.rank() == 2 ? 1u : 0u}, DType::f32, 2, kBlocking);
+}
+void scatter(Communicator& comm, float* data, std::size_t part) {
+  std::vector<float> mine(part);
+  const Buffer own{mine.data(), part};
+  const ConstBuffer all{data, part * kWorld};
+  comm.scatter({&all, comm.rank() == kVictim ? 1u : 0u}, {&own, 1}, DType::f32, kVictim, kBlocking);
+}
+void all_to_all(Communicator& comm, float* data, std::size_t part) {
+  std::vector<float> received(part * kWorld);
+  std::vector<ConstBuffer> in;
+  std::vector<Buffer> out;
+  for (std::size_t q = 0; q < kWorld; ++q) {
+    in.push_back({data + q * part, part});
+    out.push_back({received.data() + q * part, part});
+  }
+  comm.all_to_all(in, out, DType::f32, kBlocking);
+}
+void barrier(Communicator& comm, float*, std::size_t) { comm.barrier(kBlocking); }
+
+std::vector<Operation> operations() {
+  std::vector<Operation> all = {{"barrier", false, 0, barrier}};
+  const std::pair<const char*, void (*)(Communicator&, float*, std::size_t)> calls[] = {
+      {"all_reduce", all_reduce}, {"reduce", reduce},        {"reduce_scatter", reduce_scatter},
+      {"all_gather", all_gather}, {"broadcast", broadcast},  {"gather", gather},
+      {"scatter", scatter},       {"all_to_all", all_to_all}};
+  for (const auto& [name, call] : calls) {
+    all.push_back({name, false, 20, call});   // one shot
+    all.push_back({name, false, 900, call});  // a few steps through slots
+    all.push_back({name, true, 900, call});
+  }
+  return all;
+}
+
+/// What the others must see: the loss of the victim, soon, and again at each later call; or a good operation, if the
+/// victim had done its part.
+bool is_noticed(Rank& self, const Operation& test, float* data) {
+  const auto begin = std::chrono::steady_clock::now();
+  bool is_lost = false;
+  for (int call = 0; call < 4 && !is_lost; ++call) {
+    try {
+      test.call(*self.comm, data, test.part);
+    } catch (const PeerLost& lost) {
+      if (lost.rank != kVictim) std::cerr << "rank " << self.rank << ": " << lost.what() << std::endl;
+      is_lost = lost.rank == kVictim;
+    }
+  }
+  bool is_poisoned = false;
+  try {
+    self.comm->barrier(kBlocking);
+  } catch (const PeerLost&) {
+    is_poisoned = true;
+  }
+  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+  return is_lost && is_poisoned && took.count() < kSoon_s;
+}
+
+/// Whether the victim died.
+bool kill_at(const Operation& test, int point) {
+  const auto codes = run_processes(kWorld, small_slots(60, 4096), [&](Rank& self) {
+    Memory memory = Memory::make(*self.comm, test.part * kWorld * sizeof(float), test.symmetric);
+    auto* data = reinterpret_cast<float*>(memory.data());
+    self.comm->barrier(kBlocking);
+    if (self.rank == kVictim) {
+      arm_fault(point, [] { ::kill(::getpid(), SIGKILL); });
+      test.call(*self.comm, data, test.part);
+      arm_fault(0, nullptr);
+      ::_exit(9);  // all points are passed; without a goodbye, so that the others end as well
+    }
+    return is_noticed(self, test, data);
+  });
+  for (int r = 0; r < kWorld; ++r)
+    if (r != kVictim && codes[static_cast<std::size_t>(r)] != 0)
+      fail(__FILE__, __LINE__,
+           std::string(test.name) + (test.symmetric ? " symmetric" : "") + " point " + std::to_string(point) +
+               ": rank " + std::to_string(r) + " ended with " + std::to_string(codes[static_cast<std::size_t>(r)]));
+  EXPECT_TRUE(codes[kVictim] == -SIGKILL || codes[kVictim] == 9);
+  return codes[kVictim] == -SIGKILL;
+}
+
+}  // namespace
+
+TEST(comm_faults, killed_at_each_step_of_each_operation) {
+  for (const Operation& test : operations()) {
+    int point = 1;
+    while (kill_at(test, point)) ++point;
+    EXPECT_TRUE(point > 1);  // at least its entry
+  }
+}
+
+TEST(comm_faults, a_stopped_rank_is_named_at_the_deadline) {
+  const auto codes = run_processes(kWorld, 0.5, [](Rank& self) {
+    auto shared = self.comm->allocate_shared(sizeof(pid_t));
+    auto* victim = reinterpret_cast<pid_t*>(shared->data());
+    if (self.rank == kVictim) *victim = ::getpid();
+    self.comm->barrier(kBlocking);
+    if (self.rank == kVictim) arm_fault(1, [] { ::kill(::getpid(), SIGSTOP); });
+    bool is_named = false, is_told = false;
+    try {
+      self.comm->barrier({"stopped", false});
+      self.comm->barrier(kBlocking);  // the victim had all it needed when it woke: it hears of it now
+    } catch (const Timeout& error) {
+      is_named = std::string(error.what()).find("rank 1 to enter it") != std::string::npos;
+    } catch (const Error&) {
+      is_told = true;
+    }
+    if (self.rank == 0) {
+      ::usleep(200'000);  // until rank 2 has given up as well
+      ::kill(*victim, SIGCONT);
+    }
+    return is_named || (is_told && self.rank == kVictim);
+  });
+  for (const int code : codes) EXPECT_EQ(code, 0);
+}
