@@ -8,6 +8,11 @@
 #include "device/kernels.hpp"
 
 namespace zcomm::coll {
+namespace {
+
+constexpr std::size_t kStreamFrom = 4 << 20;  // bytes of all ranks' parts: more than a core's own caches
+
+}  // namespace
 
 StagedPath::StagedPath(const HostMemory& memory, Watch& watch, SlotTurns& turns)
     : memory_(memory),
@@ -24,6 +29,9 @@ void StagedPath::run(const Operation& operation) {
   out_nbytes_ = size_of(header_->out_dtype);
   const bool parts = header_->kind == OpKind::reduce_scatter || header_->kind == OpKind::scatter;
   StepCursor cursor(items_, element_nbytes_, parts ? static_cast<std::size_t>(world_size_) : 1, memory_.slot_nbytes());
+
+  // What does not stay in the cache is written past it: a line that is only written need not be read first.
+  out_stores_ = header_->count * element_nbytes_ >= kStreamFrom ? device::Stores::streaming : device::Stores::cached;
 
   const auto [reduce_lag, out_lag] = Lags(memory_.slot_count());
   const std::uint32_t base = turns_.base();
@@ -85,13 +93,16 @@ void StagedPath::bring(const Piece& piece, std::byte* slot) {
         const auto part = static_cast<std::size_t>(q);
         const std::byte* from = in + part * item.count * element_nbytes_;
         std::byte* to = q == rank_ ? item.out + piece.begin * element_nbytes_ : slot + part * piece.stride;
-        if (to != from) std::memcpy(to, from, nbytes);
+        if (q != rank_)
+          std::memcpy(to, from, nbytes);
+        else if (to != from)
+          device::copy(to, from, nbytes, out_stores_);
       }
       return;
     case OpKind::all_gather: {
       std::byte* own = item.out + (static_cast<std::size_t>(rank_) * item.count + piece.begin) * element_nbytes_;
       if (world_size_ > 1) std::memcpy(slot, in, nbytes);
-      if (own != in) std::memcpy(own, in, nbytes);
+      if (own != in) device::copy(own, in, nbytes, out_stores_);
       return;
     }
     default:
@@ -129,7 +140,8 @@ void StagedPath::reduce_piece(const Piece& piece, std::uint32_t index) {
                   .in = header_->dtype,
                   .out = header_->out_dtype,
                   .op = header_->op,
-                  .accumulate = header_->accumulate});
+                  .accumulate = header_->accumulate,
+                  .stores = gives ? device::Stores::cached : out_stores_});
 }
 
 void StagedPath::copy_out(const Step& step, std::uint32_t index) {
@@ -165,8 +177,8 @@ void StagedPath::take(const Piece& piece, std::uint32_t index) {
   const OpKind kind = header_->kind;
   if (kind == OpKind::broadcast || kind == OpKind::scatter) {
     const std::size_t part = kind == OpKind::scatter ? static_cast<std::size_t>(rank_) * piece.stride : 0;
-    std::memcpy(item.out + piece.begin * element_nbytes_, memory_.slot(header_->root, index) + piece.offset + part,
-                nbytes);
+    device::copy(item.out + piece.begin * element_nbytes_, memory_.slot(header_->root, index) + piece.offset + part,
+                 nbytes, out_stores_);
     return;
   }
   for (int q = 0; q < world_size_; ++q) {
@@ -176,12 +188,12 @@ void StagedPath::take(const Piece& piece, std::uint32_t index) {
       // all_gather's own part went there on the way in, when it was in the cache.
       const std::byte* from =
           q == rank_ ? item.in + piece.begin * element_nbytes_ : memory_.slot(q, index) + piece.offset;
-      if (to != from && (q != rank_ || kind == OpKind::gather)) std::memcpy(to, from, nbytes);
+      if (to != from && (q != rank_ || kind == OpKind::gather)) device::copy(to, from, nbytes, out_stores_);
     } else if (q != rank_) {
       const std::byte* from = memory_.slot(q, index) + piece.offset;
       const Range chunk = chunk_of(piece.count, world_size_, q, kChunkAlign);
-      std::memcpy(item.out + (piece.begin + chunk.begin) * element_nbytes_, from + chunk.begin * element_nbytes_,
-                  chunk.count() * element_nbytes_);
+      device::copy(item.out + (piece.begin + chunk.begin) * element_nbytes_, from + chunk.begin * element_nbytes_,
+                   chunk.count() * element_nbytes_, out_stores_);
     }
   }
 }

@@ -13,6 +13,7 @@
 #include "coll/slot_turns.hpp"
 #include "coll/steps.hpp"
 #include "coll/watch.hpp"
+#include "device/kernels.hpp"
 
 namespace zcomm::coll {
 
@@ -44,6 +45,7 @@ class StagedPath {
   const Header* header_ = nullptr;  // of the running operation
   std::span<const Item> items_;
   std::size_t element_nbytes_ = 0, out_nbytes_ = 0;
+  device::Stores out_stores_{};
 };
 
 /// Chunks of all_reduce begin at multiples of this many elements.
