@@ -81,17 +81,10 @@ void HostEngine::work(Operation& operation) {
       }
       return;
     }
-    default:
-      break;
-  }
-  const HeaderOf header_of = [this](int rank) -> const Header& { return memory_.block(rank).headers[sequence_ & 1]; };
-  switch (operation.header.kind) {
-    case OpKind::all_to_all:
-      staged_exchange_.compare(operation, header_of);
-      [[fallthrough]];
     case OpKind::gather:
     case OpKind::scatter:
-      return work_told(operation, header_of);
+    case OpKind::all_to_all:
+      return work_told(operation);
     default:
       break;
   }
@@ -104,10 +97,13 @@ void HostEngine::work(Operation& operation) {
     direct_.run(operation, path);
 }
 
-void HostEngine::work_told(const Operation& operation, const HeaderOf& header_of) {
+void HostEngine::work_told(const Operation& operation) {
+  const HeaderOf header_of = [this](int rank) -> const Header& { return memory_.block(rank).headers[sequence_ & 1]; };
+  const bool uneven = operation.header.kind == OpKind::all_to_all;
+  if (uneven) staged_exchange_.compare(operation, header_of);
   const Path path = choose_told_path(operation.header, world_size(), memory_.slot_nbytes(), header_of);
   if (path != Path::staged && told_.run(operation, path)) return;
-  if (operation.header.kind == OpKind::all_to_all)
+  if (uneven)
     staged_exchange_.run(operation, header_of);
   else
     staged_.run(operation);

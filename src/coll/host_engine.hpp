@@ -36,7 +36,7 @@ class HostEngine final : public Engine {
  private:
   void enter(Operation& operation, bool with_data);
   void work(Operation& operation);
-  void work_told(const Operation& operation, const HeaderOf& header_of);
+  void work_told(const Operation& operation);
 
   std::shared_ptr<net::Mesh> mesh_;
   SymmetricMemory& symmetric_;

@@ -133,3 +133,38 @@ TEST(told, pinned_memory_stays_mapped) {
     self.comm->barrier().wait();
   });
 }
+
+TEST(told, what_headers_choose) {
+  std::vector<Header> headers(3);
+  const auto choose = [&] {
+    return choose_told_path(headers[0], 3, 4096,
+                            [&](int rank) -> const Header& { return headers[static_cast<std::size_t>(rank)]; });
+  };
+  const auto set = [&](OpKind kind, std::uint64_t count) {
+    headers.assign(3, Header{});
+    for (Header& header : headers) header.kind = kind, header.root = 1, header.count = count, header.buffers = 1;
+  };
+  set(OpKind::gather, 100000);
+  headers[0].place_out = headers[2].place_out = 1;  // empty lists
+  EXPECT_TRUE(choose() == Path::staged);
+  headers[1].place_out = 77;
+  EXPECT_TRUE(choose() == Path::push);
+  for (Header& header : headers) header.buffers = 1000;
+  EXPECT_TRUE(choose() == Path::staged);  // places do not fit a slot
+  set(OpKind::scatter, 100000);
+  headers[0].place_in = headers[2].place_in = 1;
+  EXPECT_TRUE(choose() == Path::staged);
+  headers[1].place_in = 77;
+  EXPECT_TRUE(choose() == Path::pull);
+  for (Header& header : headers) header.count = 10;
+  EXPECT_TRUE(choose() == Path::staged);  // fits a slot
+  set(OpKind::all_to_all, 0);
+  for (Header& header : headers) header.counts[1] = 100, header.place_in = 5, header.place_out = 6;
+  EXPECT_TRUE(choose() == Path::staged);
+  headers[2].counts[1] = 5000;
+  EXPECT_TRUE(choose() == Path::pull);
+  headers[0].place_in = 0;
+  EXPECT_TRUE(choose() == Path::push);
+  headers[1].place_out = 0;
+  EXPECT_TRUE(choose() == Path::staged);
+}
