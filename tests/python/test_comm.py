@@ -12,14 +12,14 @@ import pytest
 import torch
 
 import zcomm
-from comm_values import COUNTS, DTYPES, OPS, check_close, check_equal, expected, make
+from comm_values import COUNTS, DTYPES, OPS, check_close, check_equal, counts_of, expected, make
 
 
 # ---- values, in every world ----
 def all_reduce_values() -> None:
     rank, world = zcomm.rank(), zcomm.world_size()
     for dtype in DTYPES:
-        for count in COUNTS:
+        for count in counts_of(dtype):
             inputs = [make(count, dtype, r) for r in range(world)]
             for op in OPS:
                 if op == "avg" and not dtype.is_floating_point:

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import zcomm
-from comm_values import COUNTS, DTYPES, OPS, check_equal, make, symmetric_copy
+from comm_values import DTYPES, OPS, check_equal, counts_of, make, symmetric_copy
 
 
 def reduce_values() -> None:
     rank, world = zcomm.rank(), zcomm.world_size()
     for dtype in DTYPES:
-        for count in COUNTS:
+        for count in counts_of(dtype):
             inputs = [make(count, dtype, r) for r in range(world)]
             root = count % world
             for op in OPS if count <= 1001 else ["sum"]:
