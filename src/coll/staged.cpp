@@ -8,11 +8,11 @@
 #include "device/kernels.hpp"
 
 namespace zcomm::coll {
-namespace {
 
-constexpr std::size_t kStreamFrom = 4 << 20;  // bytes of all ranks' parts: more than a core's own caches
-
-}  // namespace
+device::Stores result_stores(std::size_t nbytes) {
+  constexpr std::size_t kStreamFrom = 4 << 20;  // more than a core's own caches
+  return nbytes >= kStreamFrom ? device::Stores::streaming : device::Stores::cached;
+}
 
 StagedPath::StagedPath(const HostMemory& memory, Watch& watch, SlotTurns& turns)
     : memory_(memory),
@@ -30,8 +30,7 @@ void StagedPath::run(const Operation& operation) {
   const bool parts = header_->kind == OpKind::reduce_scatter || header_->kind == OpKind::scatter;
   StepCursor cursor(items_, element_nbytes_, parts ? static_cast<std::size_t>(world_size_) : 1, memory_.slot_nbytes());
 
-  // What does not stay in the cache is written past it: a line that is only written need not be read first.
-  out_stores_ = header_->count * element_nbytes_ >= kStreamFrom ? device::Stores::streaming : device::Stores::cached;
+  out_stores_ = result_stores(header_->count * element_nbytes_);
 
   const auto [reduce_lag, out_lag] = Lags(memory_.slot_count());
   const std::uint32_t base = turns_.base();

@@ -17,6 +17,10 @@
 
 namespace zcomm::coll {
 
+/// How results are written, given the bytes of all ranks' parts. What does not stay in the cache is written past it: a
+/// line that is only written need not be read first.
+device::Stores result_stores(std::size_t nbytes);
+
 class StagedPath {
  public:
   StagedPath(const HostMemory& memory, Watch& watch, SlotTurns& turns);

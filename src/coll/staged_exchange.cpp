@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "device/kernels.hpp"
+#include "coll/staged.hpp"
 
 namespace zcomm::coll {
 namespace {
@@ -50,6 +50,7 @@ void StagedExchange::run(const Operation& operation, const HeaderOf& header_of) 
 
   std::size_t longest = 0;
   for (int q = 0; q < world_size_; ++q) longest = std::max(longest, stream_nbytes(header_of(q)));
+  out_stores_ = result_stores(longest);
   const std::size_t slot = memory_.slot_nbytes();
   const auto total = static_cast<std::uint32_t>(longest / slot + (longest % slot != 0 ? 1 : 0));
   if (total == 0) return;
@@ -92,8 +93,8 @@ void StagedExchange::copy_out(std::uint32_t step) {
                   sizeof(begins_[q]));
     const Overlap here(begins_[q], nbytes, at, room);
     if (!here.empty())
-      std::memcpy(items_[q].out + (here.begin - begins_[q]), turns_.see(from, index) + (here.begin - at),
-                  here.nbytes());
+      device::copy(items_[q].out + (here.begin - begins_[q]), turns_.see(from, index) + (here.begin - at),
+                   here.nbytes(), out_stores_);
   }
   turns_.release(index);
 }

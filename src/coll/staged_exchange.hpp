@@ -11,6 +11,7 @@
 
 #include "coll/slot_turns.hpp"
 #include "coll/splits.hpp"
+#include "device/kernels.hpp"
 
 namespace zcomm::coll {
 
@@ -31,6 +32,7 @@ class StagedExchange {
   std::vector<std::uint64_t> begins_;  // by sender: where this rank's part begins in its stream
   std::span<const Item> items_;        // of the running operation
   std::size_t element_nbytes_ = 0, own_nbytes_ = 0;
+  device::Stores out_stores_{};
 };
 
 }  // namespace zcomm::coll
