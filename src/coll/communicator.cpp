@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <mutex>
+#include <shared_mutex>
 #include <utility>
 
 #include "base/error.hpp"
@@ -91,10 +92,12 @@ class EngineCommunicator final : public Communicator {
   Work barrier(const Call& call) override { return move(OpKind::barrier, {}, {}, DType::u8, -1, call); }
 
   Work send(std::span<const ConstBuffer> buffers, DType dtype, int dst, int tag, const Call& call) override {
+    const std::shared_lock alive(engine_mutex_);
     check_message("send", "dst", buffers, dst, 0, tag);
     return engine_->messenger().send(buffers, dtype, dst, tag, call);
   }
   Work recv(std::span<const Buffer> buffers, DType dtype, int src, int tag, const Call& call, int* source) override {
+    const std::shared_lock alive(engine_mutex_);
     check_message("recv", "src", buffers, src, -1, tag);
     return engine_->messenger().recv(buffers, dtype, src, tag, call, source);
   }
@@ -125,6 +128,7 @@ class EngineCommunicator final : public Communicator {
     }
     engine_->close();
     executor_->stop();
+    const std::unique_lock unused(engine_mutex_);  // messages that were under way have ended by now, but not returned
     engine_.reset();
   }
 
@@ -204,6 +208,7 @@ class EngineCommunicator final : public Communicator {
   Failure failure_;
   std::atomic<bool> closed_{false};
   mutable std::mutex close_mutex_;
+  std::shared_mutex engine_mutex_;  // shared by callers of the messenger
   std::mutex suspend_mutex_;
   int suspensions_ = 0;
   std::unique_ptr<Executor> executor_;

@@ -19,7 +19,7 @@ HostEngine::HostEngine(std::shared_ptr<net::Mesh> mesh, const CommOptions& optio
       direct_(memory_, watch_),
       one_shot_(memory_, options.one_shot_nbytes),
       told_(memory_, watch_, turns_, symmetric_),
-      messenger_(memory_, watch_) {}
+      messenger_(mesh_, memory_, options.timeout_s) {}
 
 void HostEngine::close() noexcept {
   watch_.close();

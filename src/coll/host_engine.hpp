@@ -31,7 +31,7 @@ class HostEngine final : public Engine {
   Messenger& messenger() override { return messenger_; }
   void close() noexcept override;
   void suspend_deadline(bool suspended) override { watch_.suspend_deadline(suspended); }
-  std::size_t nbytes() const override { return memory_.nbytes(); }
+  std::size_t nbytes() const override { return memory_.nbytes() + messenger_.nbytes(); }
 
  private:
   void enter(Operation& operation, bool with_data);

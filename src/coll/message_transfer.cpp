@@ -1,0 +1,68 @@
+// Sends and receives in flight (coll/message_transfer.hpp).
+#include "coll/message_transfer.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+namespace zcomm::coll {
+
+void Transfer::start(Stage first_stage, int with, int* tell_source) {
+  stage = first_stage, peer = with, source = tell_source;
+  moved = 0, buffer_ = 0, offset_ = 0;
+  since = Clock::now();
+  done = false, error = nullptr;
+}
+
+template <class Copy>
+void Transfer::walk(std::size_t length, const Copy& copy) {
+  moved += length;
+  for (std::size_t at = 0; at < length;) {
+    const Buffer& buffer = buffers_[buffer_];
+    const std::size_t part = std::min(length - at, buffer.count - offset_);
+    if (part > 0) copy(static_cast<std::byte*>(buffer.data) + offset_, at, part);
+    at += part, offset_ += part;
+    if (offset_ == buffer.count) ++buffer_, offset_ = 0;
+  }
+}
+
+void Transfer::copy_to(std::byte* place, std::size_t length) {
+  walk(length, [&](const std::byte* mine, std::size_t at, std::size_t part) { std::memcpy(place + at, mine, part); });
+}
+
+void Transfer::copy_from(const std::byte* place, std::size_t length) {
+  walk(length, [&](std::byte* mine, std::size_t at, std::size_t part) { std::memcpy(mine, place + at, part); });
+}
+
+std::string describe(const Transfer& transfer) { return describe(transfer.header, transfer.is_send(), transfer.peer); }
+
+Transfer& TransferPool::take() {
+  if (free_.empty()) {
+    all_.push_back(std::make_unique<Transfer>());
+    free_.reserve(all_.capacity());  // giving back must not fail
+    return *all_.back();
+  }
+  Transfer& transfer = *free_.back();
+  free_.pop_back();
+  return transfer;
+}
+
+void TransferPool::give_back(Transfer& transfer) {
+  transfer.error = nullptr;
+  free_.push_back(&transfer);
+}
+
+void TransferPool::finish(Transfer& transfer, std::exception_ptr error) noexcept {
+  transfer.done = true;
+  transfer.error = std::move(error);
+  if (!transfer.completion) {
+    ++finished_;
+    return;
+  }
+  --in_flight_;
+  const std::shared_ptr<Completion> completion = std::move(transfer.completion);
+  completion->finish(std::move(transfer.error));
+  give_back(transfer);
+}
+
+}  // namespace zcomm::coll
