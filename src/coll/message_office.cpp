@@ -145,7 +145,9 @@ void MessageOffice::end_peer(int peer, const ErrorOf& error_of) {
   const auto loss = mesh_->lost(peer);
   bool nobody_left = true;
   for (int other = 0; other < world_size_; ++other) nobody_left &= other == rank_ || is_gone(other);
-  if (nobody_left || (loss && !loss->said_goodbye)) end_posted(-1, error_of);
+  if (!nobody_left && (!loss || loss->said_goodbye)) return;
+  while (pass()) continue;
+  end_posted(-1, error_of);
 }
 
 void MessageOffice::end_posted(int peer, const ErrorOf& error_of) {
