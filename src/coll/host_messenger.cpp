@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <system_error>
 #include <utility>
+#include <vector>
 
 #include "base/error.hpp"
 #include "base/interrupt.hpp"
@@ -58,6 +59,7 @@ Work HostMessenger::end(Transfer& transfer, bool async, Lock& lock) {
 Work HostMessenger::go_on_alone(Transfer& transfer) {
   if (!thread_.joinable()) {
     try {
+      warm_up();
       thread_ = std::thread([this] { loop(); });
     } catch (const std::system_error& error) {
       const std::string what = text(describe(transfer), ": cannot start the messenger's thread");
@@ -70,6 +72,12 @@ Work HostMessenger::go_on_alone(Transfer& transfer) {
   office_.pool().add_in_flight();
   started_.notify_one();
   return Work(transfer.completion);
+}
+
+void HostMessenger::warm_up() {
+  std::vector<std::shared_ptr<Completion>> warm;
+  for (std::size_t i = 0; i < kWarm; ++i) warm.push_back(completions_.acquire());
+  for (const auto& completion : warm) completion->finish();
 }
 
 void HostMessenger::wait(Transfer& transfer, Lock& lock) {

@@ -37,6 +37,7 @@ class HostMessenger final : public Messenger {
   Lock enter();
   Work end(Transfer& transfer, bool async, Lock& lock);
   Work go_on_alone(Transfer& transfer);
+  void warm_up();
   void wait(Transfer& transfer, Lock& lock);
   void step(const Transfer* mine, Lock& lock);
   void wake_others(const Transfer* mine);

@@ -11,7 +11,10 @@
 namespace zcomm::coll {
 
 Inbox::Inbox(const MessageMemory& memory, int peer, TransferPool& pool, Matching& matching)
-    : memory_(memory), peer_(peer), channel_(memory.channel(peer, memory.rank())), pool_(pool), matching_(matching) {}
+    : memory_(memory), peer_(peer), channel_(memory.channel(peer, memory.rank())), pool_(pool), matching_(matching) {
+  answers_.reserve(kWarm);
+  receiving_.reserve(kWarm);
+}
 
 void Inbox::accept(Transfer& receive, const MessageHeader& header, const std::byte* payload) {
   if (receive.header.dtype != header.dtype || receive.header.count != header.count) {

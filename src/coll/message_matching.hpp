@@ -23,7 +23,7 @@ struct EarlyMessage {
 
 class Matching {
  public:
-  explicit Matching(int world_size) : wanted_(static_cast<std::size_t>(world_size), 0) {}
+  explicit Matching(int world_size) : wanted_(static_cast<std::size_t>(world_size), 0) { posted_.reserve(kWarm); }
 
   /// The first early message for `receive`, which must be given back; null if there is none.
   EarlyMessage* find_early(const Transfer& receive);

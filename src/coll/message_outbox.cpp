@@ -20,7 +20,9 @@ void declare(Breach& breach, Breach::Cause cause, const std::string& what) {
 }
 
 Outbox::Outbox(const MessageMemory& memory, int peer, TransferPool& pool)
-    : memory_(memory), peer_(peer), channel_(memory.channel(memory.rank(), peer)), pool_(pool) {}
+    : memory_(memory), peer_(peer), channel_(memory.channel(memory.rank(), peer)), pool_(pool) {
+  for (auto* list : {&queued_, &announced_, &sending_}) list->reserve(kWarm);
+}
 
 void Outbox::post(Transfer& send) {
   was_used_ = true;

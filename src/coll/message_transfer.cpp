@@ -39,6 +39,7 @@ std::string describe(const Transfer& transfer) { return describe(transfer.header
 Transfer& TransferPool::take() {
   if (free_.empty()) {
     all_.push_back(std::make_unique<Transfer>());
+    all_.back()->buffers_.reserve(kWarm);
     free_.reserve(all_.capacity());  // giving back must not fail
     return *all_.back();
   }

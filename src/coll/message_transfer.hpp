@@ -51,6 +51,7 @@ struct Transfer {
   void copy_from(const std::byte* place, std::size_t length);
 
  private:
+  friend class TransferPool;
   template <class Copy>
   void walk(std::size_t length, const Copy& copy);
   std::vector<Buffer> buffers_;  // counted in bytes
@@ -62,6 +63,10 @@ using ErrorOf = std::function<std::exception_ptr(const Transfer&)>;
 
 /// "send float32 count=8 tag=0 to rank 1"
 std::string describe(const Transfer& transfer);
+
+/// As many messages of one kind in flight take no memory. How many there are at once is a matter of timing, so lists do
+/// not start at nothing and find out in step 1000.
+constexpr std::size_t kWarm = 16;
 
 class TransferPool {
  public:

@@ -88,3 +88,39 @@ TEST(comm_allocation, steady_state_allocates_nothing) {
     });
   }
 }
+
+TEST(comm_allocation, messages_allocate_nothing_once_warm) {
+  run_world(3, small_slots(), [](Rank& self) {
+    const int next = (self.rank + 1) % self.world, previous = (self.rank + self.world - 1) % self.world;
+    std::vector<float> out(10000, 1.0f), in(10000), small(8);
+    const ConstBuffer large_out{out.data(), out.size()}, small_out{small.data(), 8};
+    const Buffer halves[] = {{in.data(), 4000}, {in.data() + 4000, 6000}}, small_in{small.data(), 8};
+    int source = -1;
+    const auto round = [&] {
+      Work sent = self.comm->send({&large_out, 1}, DType::f32, next, 1);
+      Work early = self.comm->send({&small_out, 1}, DType::f32, next, 2);
+      Work received = self.comm->recv(halves, DType::f32, previous, 1);
+      self.comm->send({&small_out, 1}, DType::f32, next, 3, kBlocking);
+      self.comm->recv({&small_in, 1}, DType::f32, previous, 3, kBlocking);  // finds those with tags 1 and 2 before it
+      self.comm->recv({&small_in, 1}, DType::f32, -1, 2, kBlocking, &source);
+      sent.wait(), early.wait(), received.wait();
+      self.comm->barrier(kBlocking);
+    };
+    for (int i = 0; i < 20; ++i) round();
+    for (int window = 0; window < 2; ++window) {
+      self.comm->barrier().wait();
+      if (self.rank == 0) {
+        allocations = 0;
+        counting = true;
+      }
+      self.comm->barrier().wait();
+      for (int i = 0; i < 100; ++i) round();
+      self.comm->barrier().wait();
+      if (self.rank == 0) {
+        counting = false;
+        if (window == 1) EXPECT_EQ(allocations.load(), 0);
+      }
+      self.comm->barrier().wait();
+    }
+  });
+}
