@@ -14,13 +14,21 @@ namespace {
 
 constexpr auto kSlice = std::chrono::milliseconds(50);  // as in watch.cpp
 
+/// Longer than in a collective, whose ranks come at the same time: this one's peer starts to answer when it has heard,
+/// and is several us in the interpreter on the way.
+Patience patience_of(const HostMemory& host) {
+  Patience patience = Patience::of(host.world_size(), host.cpu_count());
+  patience.pauses *= 5;
+  return patience;
+}
+
 }  // namespace
 
 HostMessenger::HostMessenger(std::shared_ptr<net::Mesh> mesh, const HostMemory& host, double timeout_s)
     : mesh_(mesh),
       office_(std::move(mesh), host, timeout_s),
       doorbell_(office_.memory().doorbell(host.rank())),
-      patience_(Patience::of(host.world_size(), host.cpu_count())) {
+      patience_(patience_of(host)) {
   callback_ = mesh_->on_loss([this](net::Loss) { office_.memory().ring(office_.memory().rank()); });
 }
 
@@ -116,7 +124,7 @@ void HostMessenger::step(const Transfer* mine, Lock& lock) {
     if (idle) return;
     if (!moved) {
       lock.unlock();
-      if (!wait_awake(doorbell_, seen + 1, patience_))
+      if (!wait_awake(doorbell_, seen + 1, mine != nullptr ? patience_ : Patience{}))
         wait_asleep(doorbell_, seen + 1, std::min(deadline, Clock::now() + kSlice));
       lock.lock();
       return;
