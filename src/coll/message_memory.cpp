@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/error.hpp"
+#include "base/fault.hpp"
 
 namespace zcomm::coll {
 namespace {
@@ -55,7 +56,13 @@ bool Ring::claim(std::uint32_t capacity) noexcept {
   return position - read.load(std::memory_order_seq_cst) < capacity;
 }
 
+void Ring::commit() noexcept {
+  fault_point();
+  written.store(written.load(std::memory_order_relaxed) + 1, std::memory_order_release);
+}
+
 bool Ring::release() noexcept {
+  fault_point();
   read.store(read.load(std::memory_order_relaxed) + 1, std::memory_order_seq_cst);
   return stuck.load(std::memory_order_seq_cst) != 0;
 }

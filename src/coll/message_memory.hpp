@@ -47,7 +47,7 @@ struct Ring {
 
   /// Writer: whether record `written` may be filled. If not, the reader's next release() tells.
   bool claim(std::uint32_t capacity) noexcept;
-  void commit() noexcept { written.store(written.load(std::memory_order_relaxed) + 1, std::memory_order_release); }
+  void commit() noexcept;
   /// Reader: whether record `read` is there.
   bool available() const noexcept {
     return written.load(std::memory_order_acquire) != read.load(std::memory_order_relaxed);

@@ -13,7 +13,7 @@ MessageOffice::MessageOffice(std::shared_ptr<net::Mesh> mesh, const HostMemory& 
       host_(host),
       rank_(host.rank()),
       world_size_(host.world_size()),
-      timeout_s_(timeout_s),
+      timeout_s_(std::min(timeout_s, 1e9)),
       memory_(*mesh_, host.slot_nbytes(), host.slot_count(), timeout_s),
       matching_(world_size_) {
   outboxes_.reserve(static_cast<std::size_t>(world_size_));
@@ -138,8 +138,8 @@ void MessageOffice::look_at(int peer) {
 }
 
 void MessageOffice::end_peer(int peer, const ErrorOf& error_of) {
-  outbox(peer).fail(Breach::other, "its peer is gone", error_of);
-  inbox(peer).fail(Breach::other, "its peer is gone", error_of);
+  outbox(peer).fail(Breach::none, "", error_of);
+  inbox(peer).fail(Breach::none, "", error_of);
   end_posted(peer, error_of);
   // From any rank: one that died may have been the one; of those that left in order another can take the place.
   const auto loss = mesh_->lost(peer);
@@ -162,8 +162,8 @@ void MessageOffice::end_posted(int peer, const ErrorOf& error_of) {
 
 void MessageOffice::end_all(const ErrorOf& error_of) {
   for (int peer = 0; peer < world_size_; ++peer) {
-    outbox(peer).fail(Breach::other, "the communicator was closed", error_of);
-    inbox(peer).fail(Breach::other, "the communicator was closed", error_of);
+    outbox(peer).fail(Breach::none, "", error_of);
+    inbox(peer).fail(Breach::none, "", error_of);
     end_posted(peer, error_of);
   }
   end_posted(-1, error_of);

@@ -14,7 +14,7 @@ std::exception_ptr make_error(Breach::Cause cause, const std::string& what) {
 }
 
 void declare(Breach& breach, Breach::Cause cause, const std::string& what) {
-  if (breach.cause.load(std::memory_order_relaxed) != Breach::none) return;
+  if (cause == Breach::none || breach.cause.load(std::memory_order_relaxed) != Breach::none) return;
   std::strncpy(breach.what, what.c_str(), sizeof(breach.what) - 1);
   breach.cause.store(cause, std::memory_order_release);
 }
@@ -79,8 +79,10 @@ bool Outbox::announce() {
     }
     moved = true;
   }
-  if (moved) memory_.ring(peer_);
-  return moved;
+  if (!moved) return false;
+  memory_.ring(peer_);
+  for (const auto now = Clock::now(); Transfer * waiting : queued_) waiting->since = now;
+  return true;
 }
 
 bool Outbox::send_data() {

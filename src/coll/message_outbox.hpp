@@ -35,6 +35,7 @@ class Outbox {
   /// Takes back a send that the receiver has not been told of.
   void remove(Transfer& send);
   /// Ends all sends, and gives the channel up (saying `what`) if the receiver has been told of one of them.
+  /// Breach::none: without a word, as the receiver is gone or sees that this rank is.
   void fail(Breach::Cause cause, const std::string& what, const ErrorOf& error_of);
   template <class Function>
   void each(const Function& function) const {

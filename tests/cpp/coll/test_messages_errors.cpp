@@ -251,6 +251,24 @@ TEST(messages_errors, a_receive_that_times_out_harms_nothing) {
   });
 }
 
+TEST(messages_errors, a_deadline_counts_from_the_last_progress) {
+  run_world(2, small_slots(0.5), [](Rank& self) {
+    constexpr int kMany = 100;  // a good deal more than the ring holds, for longer than the deadline in all
+    Floats data(kSmall, 1);
+    const ConstBuffer in = data.in();
+    if (self.rank == 0) {
+      std::vector<Work> works;
+      for (int i = 0; i < kMany; ++i) works.push_back(self.comm->send({&in, 1}, DType::f32, 1, 0));
+      for (Work& work : works) work.wait();
+    } else {
+      for (int i = 0; i < kMany; ++i) {
+        recv(*self.comm, data, 0, 0);
+        std::this_thread::sleep_for(std::chrono::milliseconds(10));
+      }
+    }
+  });
+}
+
 TEST(messages_errors, large_blocking_sends_to_each_other_end_at_the_deadline) {
   Meeting meeting;
   run_world(2, small_slots(0.2), [&](Rank& self) {
