@@ -38,7 +38,8 @@ Transfer* Matching::match(int peer, const MessageHeader& header) {
 }
 
 void Matching::keep_early(int peer, const Envelope& envelope) {
-  if (spare_.empty()) spare_.emplace_back().payload.reserve(Envelope::kInlineNbytes);
+  if (spare_.empty())
+    for (std::size_t i = 0; i < kWarm; ++i) spare_.emplace_back().payload.reserve(Envelope::kInlineNbytes);
   EarlyMessage& message = spare_.front();
   message.peer = peer;
   message.header = envelope.header;

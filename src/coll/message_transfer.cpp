@@ -37,15 +37,19 @@ void Transfer::copy_from(const std::byte* place, std::size_t length) {
 std::string describe(const Transfer& transfer) { return describe(transfer.header, transfer.is_send(), transfer.peer); }
 
 Transfer& TransferPool::take() {
-  if (free_.empty()) {
-    all_.push_back(std::make_unique<Transfer>());
-    all_.back()->buffers_.reserve(kWarm);
-    free_.reserve(all_.capacity());  // giving back must not fail
-    return *all_.back();
-  }
+  if (free_.empty()) grow();
   Transfer& transfer = *free_.back();
   free_.pop_back();
   return transfer;
+}
+
+void TransferPool::grow() {
+  free_.reserve(all_.size() + kWarm);  // giving back must not fail
+  for (std::size_t i = 0; i < kWarm; ++i) {
+    all_.push_back(std::make_unique<Transfer>());
+    all_.back()->buffers_.reserve(kWarm);
+    free_.push_back(all_.back().get());
+  }
 }
 
 void TransferPool::give_back(Transfer& transfer) {

@@ -64,8 +64,8 @@ using ErrorOf = std::function<std::exception_ptr(const Transfer&)>;
 /// "send float32 count=8 tag=0 to rank 1"
 std::string describe(const Transfer& transfer);
 
-/// As many messages of one kind in flight take no memory. How many there are at once is a matter of timing, so lists do
-/// not start at nothing and find out in step 1000.
+/// As many messages of one kind in flight take no memory. How many there are at once is a matter of timing, so lists
+/// and pools grow by so many at once, and do not find out in step 1000.
 constexpr std::size_t kWarm = 16;
 
 class TransferPool {
@@ -87,6 +87,7 @@ class TransferPool {
 
  private:
   Transfer& take();
+  void grow();
   std::vector<std::unique_ptr<Transfer>> all_;
   std::vector<Transfer*> free_;
   int in_flight_ = 0, finished_ = 0;
