@@ -1,0 +1,80 @@
+"""The model's numbers, measured in the ranks that use them (docs/algorithms.md, section 3)."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from pathlib import Path
+
+import torch
+
+import model
+import zcomm
+from collective import roof
+from collective.measure import gather
+from collective.operations import OPERATIONS
+from harness.timing import interleaved
+
+_FAR_NBYTES = 64 << 20
+_NEAR_NBYTES = 128 << 10
+
+
+def calibrate(arguments: argparse.Namespace, sockets: roof.SocketRoof | None) -> model.Machine:
+    """Collective; about a second. The same numbers on each rank."""
+    world = zcomm.world_size()
+
+    def seconds(nbytes: int) -> float:
+        calls = roof.memory_roof(OPERATIONS["all_reduce"], nbytes, world)
+        return min(t.median for t in interleaved(calls, 7, 1, 2, zcomm.barrier, gather).values())
+
+    barrier = interleaved({"barrier": zcomm.barrier}, 7, 100, 20, zcomm.barrier, gather)["barrier"].percentiles[0]
+    link_s, link_bps = 0.0, float("inf")
+    if sockets:
+        calls = sockets.calls(1), sockets.calls(_FAR_NBYTES)
+        small, large = (min(t.median for t in interleaved(c, 7, 1, 2, zcomm.barrier, gather).values()) for c in calls)
+        link_s, link_bps = small, _FAR_NBYTES / large
+    return model.Machine(
+        call_s=barrier,
+        signal_s=_signal_s(),
+        memory_bps=2 * _FAR_NBYTES / seconds(_FAR_NBYTES),
+        cache_bps=2 * _NEAR_NBYTES / seconds(_NEAR_NBYTES),
+        cache_nbytes=_cache_nbytes(),
+        link_s=link_s,
+        link_bps=link_bps,
+    )
+
+
+def predict(arguments: argparse.Namespace, machine: model.Machine, variant: str, nbytes: int) -> float | None:
+    """Seconds; None where the model has no say (a peer)."""
+    world = zcomm.world_size()
+    if arguments.backend == "tcp":
+        if arguments.op in ("all_reduce", "reduce_scatter", "all_gather"):
+            return model.ring(arguments.op, nbytes, world, machine)
+        return None
+    return model.best_of_host(arguments.op, variant, nbytes, world, machine)
+
+
+def _signal_s() -> float:
+    """Half a round trip of one cache line between ranks 0 and 1; through the futex where ranks outnumber cores."""
+    library = roof.bench_library()
+    if isinstance(library, str) or zcomm.world_size() < 2:
+        return 0.0
+    try:
+        line = zcomm.init().shared_empty(64, dtype=torch.int64)  # init: the communicator that there is
+    except (NotImplementedError, RuntimeError):
+        return 0.0  # ranks without shared memory
+    samples = []
+    for _ in range(7):
+        zcomm.barrier()
+        line[:] = 0
+        zcomm.barrier()
+        samples.append(library.zcomm_bench_round_trip_s(line.data_ptr(), zcomm.rank(), 200))
+        zcomm.barrier()
+    return max(of_rank[0] for of_rank in gather([statistics.median(samples)])) / 2
+
+
+def _cache_nbytes() -> int:
+    """The last-level cache of CPU 0; 32 MiB where the kernel does not say."""
+    sizes = [p.read_text().strip() for p in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    scale = {"K": 1 << 10, "M": 1 << 20}
+    return max((int(s[:-1]) * scale[s[-1]] for s in sizes if s[-1:] in scale), default=32 << 20)

@@ -1,0 +1,69 @@
+"""Exact results: inputs of small integers, and what they must become, window by window (a 1 GiB buffer fits twice)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from collective.operations import Operation
+
+WINDOW = 1 << 22  # elements
+
+
+def wrong(
+    operation: Operation, redop: str, inp: Tensor, out: Tensor, call: Callable[[], object], rank: int, world: int
+) -> int:
+    """Runs `call` once on known inputs; elements of this rank's result that are not exact."""
+    part = (out.numel() if operation.name != "reduce_scatter" else inp.numel()) // world
+    if operation.name == "broadcast" and rank != 0:
+        inp.zero_()
+    else:
+        first = rank * part if operation.name == "all_gather" else 0
+        for begin, index in _windows(inp):
+            inp[begin : begin + index.numel()] = value(operation, rank, index + first).to(inp.dtype)
+    if inp.data_ptr() != out.data_ptr():
+        out.zero_()
+    call()
+    bad = 0
+    for begin, index in _windows(out):
+        if operation.source:
+            of_rank, of_index = operation.source(index, rank, world, max(1, part))
+            want = value(operation, of_rank, of_index).to(out.dtype)
+        else:
+            offset = rank * part if operation.name == "reduce_scatter" else 0
+            want = _reduced([value(operation, r, index + offset) for r in range(world)], redop, out.dtype)
+        bad += int((out[begin : begin + index.numel()] != want).sum())
+    return bad
+
+
+def value(operation: Operation, rank: Any, index: Tensor) -> Tensor:
+    """Element `index` of rank `rank`'s input. Reduced: 1, 2, 3, so that results of few ranks are exact in every dtype;
+    copied: 1 to 127, so that a part out of place shows."""
+    return (index + rank) % 3 + 1 if operation.reduces else (index + rank * 31) % 127 + 1
+
+
+def _windows(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
+    import torch
+
+    for begin in range(0, tensor.numel(), WINDOW):
+        yield begin, torch.arange(begin, min(begin + WINDOW, tensor.numel()))
+
+
+def _reduced(inputs: list[Tensor], redop: str, dtype: torch.dtype) -> Tensor:
+    import torch
+
+    total = inputs[0].to(torch.float64 if dtype.is_floating_point else torch.int64)
+    for other in inputs[1:]:
+        if redop in ("sum", "avg"):
+            total = total + other
+        elif redop == "prod":
+            total = total * other
+        else:
+            total = torch.minimum(total, other) if redop == "min" else torch.maximum(total, other)
+    if redop == "avg":
+        total = total / len(inputs) if dtype.is_floating_point else total // len(inputs)
+    return total.to(dtype)

@@ -1,0 +1,146 @@
+"""One row: buffers of one size, every variant checked and then timed in turn with the roof and the peers."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import psutil
+import torch
+
+import zcomm
+from collective import check, roof
+from collective.arguments import TYPES
+from collective.operations import OPERATIONS, Operation, zcomm_call
+from collective.peers import Peer
+from harness.timing import MIN_ROUNDS, PERCENTILES, Calls, Timing, interleaved
+
+Gather = Callable[[list[float]], list[list[float]]]
+
+
+def gather(values: list[float]) -> list[list[float]]:
+    """Everybody's lists, by rank."""
+    together = zcomm.all_gather(torch.tensor(values, dtype=torch.float64))
+    assert isinstance(together, torch.Tensor)
+    return together.reshape(zcomm.world_size(), len(values)).tolist()
+
+
+class Case:
+    """One size: buffers of this rank and the calls on them, by variant. Peers work on the private buffers."""
+
+    def __init__(self, arguments: argparse.Namespace, nbytes: int, peers: Mapping[str, Peer]) -> None:
+        self.operation: Operation = OPERATIONS[arguments.op]
+        self.redop: str = arguments.redop
+        self.rank, self.world = zcomm.rank(), zcomm.world_size()
+        self.dtype: torch.dtype = getattr(torch, TYPES[arguments.datatype])
+        part = self.world if self.operation.parts else 1
+        self.count = max(1, nbytes // self.dtype.itemsize // part) * part
+        self.nbytes = self.count * self.dtype.itemsize
+        self.buffers: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        if "symmetric" in arguments.variants:
+            self.buffers["symmetric"] = self._pair(lambda n: zcomm.empty(n, dtype=self.dtype))
+        private = self._pair(lambda n: torch.zeros(n, dtype=self.dtype))
+        if "private" in arguments.variants:
+            self.buffers["private"] = private
+        self.calls: dict[str, Callable[[], object]] = {
+            name: zcomm_call(self.operation, self.redop, *buffers) for name, buffers in self.buffers.items()
+        }
+        for name, peer in peers.items():
+            call = peer.call(self.operation, self.redop, *private)
+            if works_everywhere(call):  # else it lacks this operation, dtype or reduction: a dash in the row
+                assert call is not None
+                self.buffers[name], self.calls[name] = private, call
+
+    def _pair(self, make: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        inp = make(self.operation.in_count(self.count, self.world))
+        return inp, inp if self.operation.in_place else make(self.operation.out_count(self.count, self.world))
+
+    def wrong(self, name: str) -> int:
+        """Elements, over all ranks, that are not the exact result."""
+        inp, out = self.buffers[name]
+        mine = check.wrong(self.operation, self.redop, inp, out, self.calls[name], self.rank, self.world)
+        return int(sum(of_rank[0] for of_rank in gather([mine])))
+
+    def clear(self) -> None:
+        """Zeros for the timed calls: a sum in place stays zero instead of growing until it overflows."""
+        for pair in self.buffers.values():
+            for tensor in pair:
+                tensor.zero_()
+
+
+def works_everywhere(call: Callable[[], object] | None) -> bool:
+    try:
+        if call is not None:
+            call()
+        good = call is not None
+    except (RuntimeError, ValueError, NotImplementedError, AttributeError):
+        good = False
+    return min(of_rank[0] for of_rank in gather([float(good)])) > 0
+
+
+def memory_needed(arguments: argparse.Namespace, nbytes: int) -> float:
+    """Bytes that all ranks of this host need for one size, roof and peers' own copies included."""
+    operation, world = OPERATIONS[arguments.op], zcomm.world_size()
+    buffers = 1 if operation.in_place else 1 + (1 / world if operation.name != "all_to_all" else 1)
+    copies = len({*arguments.variants, "private"}) + (1 if arguments.peers else 0)
+    return world * nbytes * (copies * buffers + operation.memory_factor(world))
+
+
+def fits(arguments: argparse.Namespace, nbytes: int) -> bool:
+    available = min(of_rank[0] for of_rank in gather([float(psutil.virtual_memory().available)]))
+    return memory_needed(arguments, nbytes) < 0.9 * available
+
+
+def measure(
+    arguments: argparse.Namespace, nbytes: int, peers: Mapping[str, Peer], sockets: roof.SocketRoof | None
+) -> dict[str, Any]:
+    """One row, the same on each rank."""
+    case = Case(arguments, nbytes, peers)
+    wrong = {name: case.wrong(name) if arguments.check else None for name in case.calls}
+    case.clear()
+    if sockets:
+        roofs: Calls = sockets.calls(roof.ring_nbytes(case.operation, case.nbytes, case.world))
+    else:
+        roofs = roof.memory_roof(case.operation, case.nbytes, case.world)
+    rounds = max(MIN_ROUNDS, min(arguments.iters, 21))
+    inner = max(-(-arguments.iters // rounds), min(50, (1 << 20) // case.nbytes))
+    timings = interleaved({**case.calls, **roofs}, rounds, inner, arguments.warmup_iters, zcomm.barrier, gather)
+    return {**_row(arguments, case, timings, list(roofs), wrong), "rounds": rounds, "calls_per_round": inner}
+
+
+def _row(
+    arguments: argparse.Namespace,
+    case: Case,
+    timings: Mapping[str, Timing],
+    roofs: list[str],
+    wrong: Mapping[str, int | None],
+) -> dict[str, Any]:
+    seconds = {name: timing.median for name, timing in timings.items()}
+    best = min(seconds[name] for name in roofs)
+    bus = case.operation.bus_factor(case.world)
+    return {
+        "kind": "row",
+        "op": case.operation.name,
+        "world_size": case.world,
+        "backend": arguments.backend,
+        "nbytes": case.nbytes,
+        "count": case.count,
+        "type": arguments.datatype,
+        "redop": case.redop if case.operation.reduces else "none",
+        "time_us": {name: 1e6 * value for name, value in seconds.items()},
+        "percentiles_us": {
+            name: {f"p{p}": 1e6 * v for p, v in zip(PERCENTILES, timing.percentiles, strict=True)}
+            for name, timing in timings.items()
+        },
+        "algbw_gbps": {name: case.nbytes / seconds[name] / 1e9 for name in case.calls},
+        "busbw_gbps": {name: case.nbytes / seconds[name] / 1e9 * bus for name in case.calls},
+        "wrong": dict(wrong),
+        "roof_us": 1e6 * best,
+        "share_of_roof": {name: best / seconds[name] for name in case.calls},
+        "factor_over_peer": {
+            peer: {name: seconds[peer] / seconds[name] for name in arguments.variants}
+            for peer in arguments.peers
+            if peer in seconds
+        },
+    }

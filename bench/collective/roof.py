@@ -1,0 +1,81 @@
+"""The roof: what the machine can do at the same moment with as many bytes as the operation cannot avoid to move.
+
+Memory: all ranks at once copy those bytes (half are read, half are written), or pass over them in place; the faster
+counts. Sockets (backend tcp): all ranks at once send and receive what a ring must, over raw sockets (bench/cpp).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+from collective.operations import Operation
+from harness.record import ROOT
+
+Roofs = dict[str, Callable[[], object]]
+
+
+def memory_roof(operation: Operation, nbytes: int, world: int) -> Roofs:
+    """ "memcpy": n bytes from one buffer to another; "in_place": n bytes read and written where they are (no line is
+    fetched only to be overwritten). Both move 2n bytes, n = half of what the operation must."""
+    import numpy
+
+    source = numpy.zeros(max(1, int(nbytes * operation.memory_factor(world) / 2)), dtype=numpy.uint8)
+    target = numpy.zeros_like(source)
+    words = source[: source.size // 4 * 4].view(numpy.float32)
+    calls: Roofs = {"memcpy": lambda: numpy.copyto(target, source)}
+    if words.size:
+        calls["in_place"] = lambda: numpy.negative(words, out=words)
+    return calls
+
+
+def ring_nbytes(operation: Operation, nbytes: int, world: int) -> int:
+    """What each rank sends, and receives, at least."""
+    return int(nbytes * operation.bus_factor(world))
+
+
+class SocketRoof:
+    """Raw sockets between ring neighbours; see bench/cpp/socket_ring.hpp. Collective."""
+
+    def __init__(self, library: ctypes.CDLL, sockets: int, rank: int, world: int, gather_ports: Any) -> None:
+        self._library, self._world = library, world
+        port = ctypes.c_int()
+        self._ring = library.zcomm_bench_ring_listen(ctypes.byref(port))
+        ports = gather_ports(port.value)
+        array = (ctypes.c_int * world)(*ports)
+        if not self._ring or library.zcomm_bench_ring_connect(self._ring, rank, world, sockets, array):
+            raise OSError("the socket roof could not connect its sockets over loopback")
+
+    def calls(self, nbytes: int) -> Roofs:
+        def run(threads: int) -> None:
+            if self._library.zcomm_bench_ring_run(self._ring, nbytes, threads):
+                raise OSError("the socket roof lost a socket")
+
+        return {"sockets_1_thread": lambda: run(1), "sockets_2_threads": lambda: run(2)}
+
+    def close(self) -> None:
+        if self._ring:
+            self._library.zcomm_bench_ring_close(self._ring)
+            self._ring = None
+
+
+def bench_library() -> ctypes.CDLL | str:
+    """The library of bench/cpp, or why it is not there."""
+    path = ROOT / "build/bench/bench/cpp/libzcomm_bench_roofs.so"
+    if not path.exists():
+        return f"no {path.relative_to(ROOT)} (make bench-cpp builds it)"
+    library = ctypes.CDLL(str(path))
+    library.zcomm_bench_ring_listen.restype = ctypes.c_void_p
+    library.zcomm_bench_ring_connect.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.POINTER(ctypes.c_int),
+    ]
+    library.zcomm_bench_ring_run.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    library.zcomm_bench_ring_close.argtypes = [ctypes.c_void_p]
+    library.zcomm_bench_round_trip_s.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
+    library.zcomm_bench_round_trip_s.restype = ctypes.c_double
+    return library

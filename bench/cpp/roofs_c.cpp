@@ -1,0 +1,57 @@
+// C interface of the roofs, for bench/allreduce_bw (ctypes). 0: good; -1: failed, said on stderr.
+#include <cstdio>
+#include <exception>
+#include <span>
+
+#include "line.hpp"
+#include "socket_ring.hpp"
+
+using zcomm::bench::SocketRing;
+
+namespace {
+
+template <class Body>
+int guarded(const Body& body) {
+  try {
+    body();
+    return 0;
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "socket roof: %s\n", error.what());
+    return -1;
+  }
+}
+
+}  // namespace
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+void* zcomm_bench_ring_listen(int* port) {
+  SocketRing* ring = nullptr;
+  guarded([&] {
+    ring = new SocketRing;
+    *port = ring->port();
+  });
+  return ring;
+}
+
+int zcomm_bench_ring_connect(void* ring, int rank, int world_size, int sockets, const int* ports) {
+  return guarded([&] {
+    static_cast<SocketRing*>(ring)->connect(rank, world_size, sockets,
+                                            std::span(ports, static_cast<std::size_t>(world_size)));
+  });
+}
+
+int zcomm_bench_ring_run(void* ring, std::size_t nbytes, int threads) {
+  return guarded([&] { static_cast<SocketRing*>(ring)->run(nbytes, threads); });
+}
+
+void zcomm_bench_ring_close(void* ring) { delete static_cast<SocketRing*>(ring); }
+
+/// Seconds per round trip of the line at `at` (128 bytes of shared memory, zero) between ranks 0 and 1; else 0.
+double zcomm_bench_round_trip_s(void* at, int rank, int laps) {
+  return zcomm::bench::line_round_trip_s(*static_cast<zcomm::bench::Word*>(at), rank, laps);
+}
+
+}  // extern "C"
+#pragma GCC visibility pop

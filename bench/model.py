@@ -1,0 +1,124 @@
+"""The alpha-beta model of docs/algorithms.md: what each algorithm's time should be, from a few measured numbers.
+
+It explains a measurement (which term dominates) and warns of one that is far off; it does not replace it. N: bytes of
+the larger buffer of a rank; P: ranks. Sources: Hockney 1994 (alpha + N beta); Thakur, Rabenseifner, Gropp 2005.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Machine:
+    """How each number is measured is in docs/algorithms.md, section 3.
+
+    call_s: a call that moves nothing (barrier, median). signal_s: from one rank's store until another rank has seen it.
+    memory_bps, cache_bps: bytes per second, reads and writes together, of one rank while all of them copy: buffers far
+    beyond the last-level cache, and within it. cache_nbytes: last-level cache. slot_nbytes: a staging slot.
+    link_s, link_bps: start-up of one message between hosts, and bytes per second and direction of one rank.
+    """
+
+    call_s: float
+    signal_s: float
+    memory_bps: float
+    cache_bps: float
+    cache_nbytes: int
+    slot_nbytes: int = 256 << 10
+    link_s: float = 0.0
+    link_bps: float = math.inf
+
+    def bandwidth(self, footprint: float) -> float:
+        """Of a working set of `footprint` bytes (all ranks): the cache's, the memory's, or a mix of both by shares."""
+        cached = min(1.0, self.cache_nbytes / max(1.0, footprint)) if footprint > self.cache_nbytes / 2 else 1.0
+        if cached < 0.25:  # a stream much longer than the cache finds nothing of itself there
+            cached = 0.0
+        return 1.0 / (cached / self.cache_bps + (1.0 - cached) / self.memory_bps)
+
+
+Predict = Callable[[float, int, Machine], float]
+
+# bytes through memory per rank and byte of N; bytes of all buffers of a rank per byte of N
+_MEMORY: dict[str, tuple[Callable[[int], float], Callable[[int], float]]] = {
+    "all_reduce": (lambda p: 2.0, lambda p: 1.0),
+    "reduce_scatter": (lambda p: 1 + 1 / p, lambda p: 1 + 1 / p),
+    "all_gather": (lambda p: 1 + 1 / p, lambda p: 1 + 1 / p),
+    "broadcast": (lambda p: 1.0, lambda p: 1.0),
+    "all_to_all": (lambda p: 2.0, lambda p: 2.0),
+    "sendrecv": (lambda p: 2.0, lambda p: 2.0),
+}
+
+# bytes written to and read from staging slots per rank and byte of N, all of them cache hits
+_SLOTS: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda p: 3 * (p - 1) / p + 1 / p,  # in: write; reduce: read, write own; out: read
+    "reduce_scatter": lambda p: 2 * (p - 1) / p,
+    "all_gather": lambda p: 1 / p + (p - 1) / p,
+    "broadcast": lambda p: 1.0,
+    "all_to_all": lambda p: 2 * (p - 1) / p,
+    "sendrecv": lambda p: 2.0,
+}
+
+
+def symmetric(operation: str, nbytes: float, world: int, machine: Machine) -> float:
+    """Owner computes, in place on symmetric memory: enter, one pass, done."""
+    traffic, footprint = _MEMORY[operation]
+    bandwidth = machine.bandwidth(footprint(world) * nbytes * world)
+    return machine.call_s + machine.signal_s + traffic(world) * nbytes / bandwidth
+
+
+def private(operation: str, nbytes: float, world: int, machine: Machine) -> float:
+    """Staged slots: the pass over memory, the slots' traffic in the cache, one exposed signal per step."""
+    steps = math.ceil(nbytes / machine.slot_nbytes) + 2
+    slots = _SLOTS[operation](world) * nbytes / machine.cache_bps
+    return symmetric(operation, nbytes, world, machine) + slots + steps * machine.signal_s
+
+
+def one_shot(operation: str, nbytes: float, world: int, machine: Machine) -> float:
+    """Small messages: each rank writes its own line(s) and reads everybody's; enter is the only synchronisation."""
+    parts = world if operation == "all_reduce" else 1
+    return machine.call_s + (1 + parts) * nbytes / machine.cache_bps
+
+
+def ring(operation: str, nbytes: float, world: int, machine: Machine) -> float:
+    """Bandwidth-optimal ring over links, reduce on arrival hidden behind the wire."""
+    steps = {"all_reduce": 2 * (world - 1)}.get(operation, world - 1)
+    return machine.call_s + steps * (machine.link_s + nbytes / world / machine.link_bps)
+
+
+def halving_doubling(operation: str, nbytes: float, world: int, machine: Machine) -> float:
+    """log2 P exchanges of N/2, N/4, ...; all_reduce does them there and back. Odd ranks pair up first: one more."""
+    rounds = math.floor(math.log2(world)) if world > 1 else 0
+    power = 1 << rounds
+    once = rounds * machine.link_s + nbytes * (power - 1) / power / machine.link_bps
+    extra = (machine.link_s + nbytes / machine.link_bps) if power != world else 0.0
+    return machine.call_s + (2 if operation == "all_reduce" else 1) * (once + extra)
+
+
+def hierarchical(nbytes: float, local: int, hosts: int, machine: Machine) -> float:
+    """all_reduce: reduce_scatter inside the host, all_reduce of N/g by each rank with its peers, all_gather inside."""
+    inside = symmetric("reduce_scatter", nbytes, local, machine) + symmetric("all_gather", nbytes, local, machine)
+    return inside + ring("all_reduce", nbytes / local, hosts, machine)
+
+
+def tree_broadcast(nbytes: float, world: int, machine: Machine, segment: float = 1 << 20) -> float:
+    """Binomial tree, pipelined by segments: the last leaf waits log2 P hops for the first segment."""
+    hops = math.ceil(math.log2(world)) if world > 1 else 0
+    segments = max(1, math.ceil(nbytes / segment))
+    return machine.call_s + (hops + segments - 1) * (machine.link_s + nbytes / segments / machine.link_bps)
+
+
+def pairwise_all_to_all(nbytes: float, world: int, machine: Machine) -> float:
+    """P-1 exchanges of N/P."""
+    return machine.call_s + (world - 1) * (machine.link_s + nbytes / world / machine.link_bps)
+
+
+def dissemination_barrier(world: int, machine: Machine) -> float:
+    return machine.call_s + (math.ceil(math.log2(world)) if world > 1 else 0) * machine.link_s
+
+
+def best_of_host(operation: str, variant: str, nbytes: float, world: int, machine: Machine) -> float:
+    """What the host's paths should take at best: the one-shot path up to its crossover, else the long one."""
+    long = symmetric if variant == "symmetric" else private
+    return min(one_shot(operation, nbytes, world, machine), long(operation, nbytes, world, machine))
