@@ -20,12 +20,12 @@ export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 export PYTHONUNBUFFERED := 1
 
 SOURCES := $(shell find include src cmake python/bindings -type f 2>/dev/null) CMakeLists.txt
-CPP_FILES = $(shell find include src tests/cpp python/bindings -name '*.[ch]pp' -o -name '*.cu' -o -name '*.cuh')
+CPP_FILES = $(shell find include src tests/cpp bench/cpp python/bindings -name '*.[ch]pp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help setup demo test test-cpp test-python bench lint format tidy asan tsan cuda gpu-check clean distclean
+.PHONY: help setup demo test test-cpp test-python bench bench-cpp bench-collectives lint format tidy asan tsan cuda gpu-check clean distclean
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-18s %s\n", $$1, $$2}'
 	@echo
 	@echo "  variables: ARGS='...' (to demo, test-python, bench)  JOBS=$(JOBS)  PYTHON=$(PYTHON)  TORCH=$(TORCH)  TORCH_INDEX=$(TORCH_INDEX)"
 
@@ -65,6 +65,13 @@ demo: setup ## trains a small GPT on real text: 2 ranks, stage 3, NVMe swap (mak
 
 bench: setup ## all_reduce beside the memcpy roof and Gloo (make bench ARGS='-b 1M -e 64M')
 	bench/allreduce_bw $(if $(ARGS),$(ARGS),-b 1K -e 64M -f 8 --peer gloo)
+
+bench-cpp: $(VENV)/.build-tools ## the C++ benches (build/bench): zcomm_bench, socket_roof
+	cmake --preset bench --log-level=WARNING
+	cmake --build --preset bench
+
+bench-collectives: setup bench-cpp ## everything that the collectives must reach, with a verdict each (about 8 minutes)
+	bench/collectives $(ARGS)
 
 # ---- checks ----
 test: setup test-cpp test-python ## C++ and Python tests

@@ -40,6 +40,25 @@ def wrong(
     return bad
 
 
+def worst_ulp(inp: Tensor, call: Callable[[], object], rank: int, world: int) -> float:
+    """all_reduce (sum, in place) of random numbers: the largest error, in units in the last place of the exact sum."""
+    import torch
+
+    n = min(inp.numel(), WINDOW)
+    total = torch.zeros(n, dtype=torch.float64)
+    for other in range(world):
+        values = torch.randn(n, generator=torch.Generator().manual_seed(other)).to(inp.dtype)
+        total += values.to(torch.float64)
+        if other == rank:
+            inp.zero_()
+            inp[:n] = values
+    call()
+    info = torch.finfo(inp.dtype)
+    _, exponent = torch.frexp(total)
+    ulp = torch.clamp(torch.ldexp(torch.tensor(info.eps, dtype=torch.float64), exponent - 1), min=info.tiny * info.eps)
+    return float(((inp[:n].to(torch.float64) - total).abs() / ulp).max()) if n else 0.0
+
+
 def value(operation: Operation, rank: Any, index: Tensor) -> Tensor:
     """Element `index` of rank `rank`'s input. Reduced: 1, 2, 3, so that results of few ranks are exact in every dtype;
     copied: 1 to 127, so that a part out of place shows."""

@@ -62,6 +62,16 @@ class Case:
         mine = check.wrong(self.operation, self.redop, inp, out, self.calls[name], self.rank, self.world)
         return int(sum(of_rank[0] for of_rank in gather([mine])))
 
+    def worst_ulp(self) -> dict[str, float]:
+        """Of each variant, over all ranks; only where there is rounding to speak of."""
+        if self.operation.name != "all_reduce" or self.redop != "sum" or self.dtype.itemsize != 2:
+            return {}
+        worst = {}
+        for name, (inp, _) in self.buffers.items():
+            mine = check.worst_ulp(inp, self.calls[name], self.rank, self.world)
+            worst[name] = max(of_rank[0] for of_rank in gather([mine]))
+        return worst
+
     def clear(self) -> None:
         """Zeros for the timed calls: a sum in place stays zero instead of growing until it overflows."""
         for pair in self.buffers.values():
@@ -98,6 +108,7 @@ def measure(
     """One row, the same on each rank."""
     case = Case(arguments, nbytes, peers)
     wrong = {name: case.wrong(name) if arguments.check else None for name in case.calls}
+    ulp = case.worst_ulp() if arguments.check else {}
     case.clear()
     if sockets:
         roofs: Calls = sockets.calls(roof.ring_nbytes(case.operation, case.nbytes, case.world))
@@ -106,7 +117,10 @@ def measure(
     rounds = max(MIN_ROUNDS, min(arguments.iters, 21))
     inner = max(-(-arguments.iters // rounds), min(50, (1 << 20) // case.nbytes))
     timings = interleaved({**case.calls, **roofs}, rounds, inner, arguments.warmup_iters, zcomm.barrier, gather)
-    return {**_row(arguments, case, timings, list(roofs), wrong), "rounds": rounds, "calls_per_round": inner}
+    row = _row(arguments, case, timings, list(roofs), wrong)
+    if ulp:
+        row["worst_ulp"] = ulp
+    return {**row, "roof": "sockets" if sockets else "memory", "rounds": rounds, "calls_per_round": inner}
 
 
 def _row(

@@ -3,8 +3,8 @@
 // Pieces: what a call does only because ranks compare what they called: hash the name and seal the header, leave the
 // header where others find it, compare P identities. All from the cache, as in a loop of calls; the peers' identities
 // come in the line of their arrival, which is waited for anyway, so they cost no miss of their own.
-// Whole: the same blocking all_reduce with the comparison switched on and off, in turn. The switch exists only where
-// the floors are built with ZCOMM_BENCH (coll defines guard_enabled); without it only the pieces are shown.
+// Whole: the same blocking all_reduce with all of that switched on and off, in turn. The switch, coll::guard_enabled,
+// is a constant everywhere but in this build.
 #include <chrono>
 #include <cstdio>
 #include <string>
@@ -13,10 +13,6 @@
 #include "coll/header.hpp"
 #include "latency.hpp"
 #include "report.hpp"
-
-namespace zcomm::coll {
-extern bool guard_enabled __attribute__((weak));
-}
 
 namespace zcomm::bench {
 namespace {
@@ -30,11 +26,6 @@ void touch(T& value) {
   asm volatile("" : "+m"(value) : : "memory");
 }
 
-template <class Header>
-void seal_if_there_is_one(Header& header) {
-  if constexpr (requires { seal(header); }) seal(header);
-}
-
 struct Piece {
   const char* name;
   void (*call)(coll::Header& own, coll::Header* shared, int world_size);
@@ -43,9 +34,9 @@ struct Piece {
 
 void identify(coll::Header& own, coll::Header*, int) {
   set_name(own, "grad.3", "train.py:42");
-  seal_if_there_is_one(own);
+  seal(own);
 }
-void leave(coll::Header& own, coll::Header* shared, int) { shared[0] = own; }
+void leave(coll::Header& own, coll::Header* shared, int) { copy_header(shared[0], own); }
 void compare(coll::Header&, coll::Header* shared, int world_size) {
   bool same = true;
   for (int q = 1; q < world_size; ++q) same &= same_operation(shared[0], shared[q]);
@@ -67,7 +58,9 @@ void pieces(JsonLines& lines, int world_size) {
   coll::Header own;
   own.kind = coll::OpKind::all_reduce, own.dtype = own.out_dtype = DType::f32, own.buffers = 1, own.count = 256;
   std::vector<coll::Header> shared(static_cast<std::size_t>(world_size), own);
-  std::vector<Piece> all{{"loop", nothing, {}}, {"name and identity", identify, {}}, {"leave the header", leave, {}},
+  std::vector<Piece> all{{"loop", nothing, {}},
+                         {"name and identity", identify, {}},
+                         {"leave the header", leave, {}},
                          {"compare", compare, {}}};
   for (int round = 0; round < kRounds; ++round)
     for (Piece& piece : all) piece.ns.push_back(time_ns(piece, own, shared));
@@ -87,10 +80,6 @@ void pieces(JsonLines& lines, int world_size) {
 
 /// Median ns per call of 8-byte all_reduce with the guard on and off; the difference of each round, in turn.
 void whole(const Options& options, Rank& self, JsonLines& lines) {
-  if (&coll::guard_enabled == nullptr) {
-    if (self.rank == 0) std::printf("# whole calls: this build has no switch for the guard (coll::guard_enabled)\n");
-    return;
-  }
   auto memory = self.comm->allocate(8);
   const Buffer buffer{memory->data(), 2};
   const int calls = std::max(100, options.calls / options.rounds);

@@ -53,8 +53,7 @@ class Sized {
     std::vector<Variant> all;
     all.push_back({"symmetric", [this] { reduce(symmetric()); }, {}});
     all.push_back({"private", [this] { reduce(private_.data()); }, {}});
-    if (self_.mpi)
-      all.push_back({"mpi", [this] { self_.mpi->all_reduce(mpi_.data(), static_cast<int>(count_)); }, {}});
+    if (self_.mpi) all.push_back({"mpi", [this] { self_.mpi->all_reduce(mpi_.data(), static_cast<int>(count_)); }, {}});
     return all;
   }
 
@@ -93,7 +92,8 @@ class Sized {
 class Floor {
  public:
   explicit Floor(Rank& self)
-      : self_(self), shared_(self.comm->allocate_shared(sizeof(Word) * static_cast<std::size_t>(self.world_size + 2))) {}
+      : self_(self),
+        shared_(self.comm->allocate_shared(sizeof(Word) * static_cast<std::size_t>(self.world_size + 2))) {}
 
   void run_round() {
     auto* words = reinterpret_cast<Word*>(shared_->data());
@@ -184,7 +184,9 @@ int latency(const Options& options, Rank& self) {
   if (self.rank == 0) {
     std::printf("# C++ API, %d ranks%s, peer: %s; p50, p95, p99 of single blocking calls, slowest rank\n",
                 self.world_size, options.pin ? ", pinned" : "", self.mpi ? self.mpi->version().c_str() : "none");
-    std::printf("# line: cache-line round trip of ranks 0 and 1; hop: futex wake and switch to the next rank, all on one CPU\n");
+    std::printf(
+        "# line: cache-line round trip of ranks 0 and 1; hop: futex wake and switch to the next rank, all on one "
+        "CPU\n");
     std::printf("# %-10s %8s  %-10s %10s %10s %10s | %8s %8s | %8s | %6s\n", "operation", "size (B)", "variant",
                 "p50 (ns)", "p95 (ns)", "p99 (ns)", "line(ns)", "p50/line", "hop (ns)", "x mpi");
   }

@@ -52,7 +52,8 @@ double line_round_trip_s(Word& line, int rank, int laps) {
   for (std::uint32_t lap = 0; lap < static_cast<std::uint32_t>(laps); ++lap) {
     const std::uint32_t ask = base + 2 * lap + 1, answer = ask + 1;
     if (rank == 0) value.store(ask, std::memory_order_release);
-    if (!spin_until(value, rank == 0 ? answer : ask, begin + kPatience)) return std::numeric_limits<double>::quiet_NaN();
+    if (!spin_until(value, rank == 0 ? answer : ask, begin + kPatience))
+      return std::numeric_limits<double>::quiet_NaN();
     if (rank == 1) value.store(answer, std::memory_order_release);
   }
   return seconds_since(begin) / laps;

@@ -15,7 +15,8 @@ class Mpi final : public MpiPeer {
  public:
   Mpi() {
     int provided = 0;
-    MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &provided);  // one thread calls: the fastest level that is enough
+    MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED,
+                    &provided);  // one thread calls: the fastest level that is enough
     MPI_Comm_rank(MPI_COMM_WORLD, &rank_);
     MPI_Comm_size(MPI_COMM_WORLD, &world_size_);
   }
@@ -57,8 +58,6 @@ class Mpi final : public MpiPeer {
 
 bool under_mpirun() { return std::getenv("OMPI_COMM_WORLD_RANK") != nullptr || std::getenv("PMI_RANK") != nullptr; }
 
-std::unique_ptr<MpiPeer> MpiPeer::start() {
-  return under_mpirun() ? std::make_unique<Mpi>() : nullptr;
-}
+std::unique_ptr<MpiPeer> MpiPeer::start() { return under_mpirun() ? std::make_unique<Mpi>() : nullptr; }
 
 }  // namespace zcomm::bench

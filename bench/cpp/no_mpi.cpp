@@ -10,7 +10,8 @@ bool under_mpirun() { return std::getenv("OMPI_COMM_WORLD_RANK") != nullptr || s
 
 std::unique_ptr<MpiPeer> MpiPeer::start() {
   if (under_mpirun())
-    throw Unsupported("this zcomm_bench was built without MPI (Debian: libopenmpi-dev); start it without mpirun, -np RANKS");
+    throw Unsupported(
+        "this zcomm_bench was built without MPI (Debian: libopenmpi-dev); start it without mpirun, -np RANKS");
   return nullptr;
 }
 

@@ -10,7 +10,8 @@ namespace zcomm::bench {
 namespace {
 
 constexpr const char* kHelp =
-    "zcomm_bench latency|guard [-np RANKS] [-b SIZE] [-e SIZE] [-f FACTOR] [-n CALLS] [-w WARMUP] [--rounds R] [--pin]\n"
+    "zcomm_bench latency|guard [-np RANKS] [-b SIZE] [-e SIZE] [-f FACTOR] [-n CALLS] [-w WARMUP] [--rounds R] "
+    "[--pin]\n"
     "            [--json FILE [--append]]\n"
     "mpirun -n 2 zcomm_bench latency      (beside MPI_Allreduce of the MPI that it was built with)\n"
     "latency: p50, p95, p99 of blocking all_reduce and barrier beside the cache line's round trip and the futex's hop\n"

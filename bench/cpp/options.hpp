@@ -14,9 +14,9 @@ struct Options {
   int calls = 2000;  ///< -n, per size and variant, in `rounds` rounds
   int warmup = 200;  ///< -w
   int rounds = 21;
-  bool pin = false;   ///< rank r on the r-th CPU of the affinity mask (modulo their number)
+  bool pin = false;  ///< rank r on the r-th CPU of the affinity mask (modulo their number)
   bool json_append = false;
-  std::string json;   ///< file
+  std::string json;  ///< file
 };
 
 /// Throws InvalidArgument naming the flag. `--help` prints and exits.

@@ -18,8 +18,7 @@ Percentiles percentiles_of(std::vector<double>& samples) {
 double median_of(std::vector<double> samples) { return percentiles_of(samples).p50; }
 
 Gather::Gather(Rank& self)
-    : self_(self),
-      shared_(self.comm->allocate_shared(static_cast<std::size_t>(self.world_size) * sizeof(double))) {}
+    : self_(self), shared_(self.comm->allocate_shared(static_cast<std::size_t>(self.world_size) * sizeof(double))) {}
 
 double Gather::slowest(double mine) {
   auto* values = reinterpret_cast<double*>(shared_->data());

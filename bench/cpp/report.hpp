@@ -31,7 +31,8 @@ class Gather {
   std::shared_ptr<SymmetricBuffer> shared_;
 };
 
-/// One JSON object a line, from pairs of a key and a JSON value. Nothing without a file name, or on another rank than 0.
+/// One JSON object a line, from pairs of a key and a JSON value. Nothing without a file name, or on another rank than
+/// 0.
 class JsonLines {
  public:
   JsonLines(const Options& options, int rank);

@@ -108,7 +108,8 @@ void SocketRing::connect(int rank, int world_size, int sockets, std::span<const 
     for (int i = 0; i < sockets; ++i) {
       sockets_.push_back(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
       if (sockets_.back() < 0) fail("socket");
-      if (::connect(tuned(sockets_.back()), reinterpret_cast<const sockaddr*>(&next), sizeof(next)) != 0) fail("connect");
+      if (::connect(tuned(sockets_.back()), reinterpret_cast<const sockaddr*>(&next), sizeof(next)) != 0)
+        fail("connect");
     }
   }
   for (int i = 0; answers && i < sockets; ++i) {

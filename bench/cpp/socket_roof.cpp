@@ -37,7 +37,8 @@ void sweep(int rank, int world_size, std::size_t nbytes, int sockets, SocketRing
   const double one = median_s(ring, nbytes, 1), two = median_s(ring, nbytes, 2);
   if (rank == 0)
     std::printf("%2d sockets: one thread %7.2f ms %6.2f GB/s, sender and receiver %7.2f ms %6.2f GB/s\n", sockets,
-                1e3 * one, 1e-9 * static_cast<double>(nbytes) / one, 1e3 * two, 1e-9 * static_cast<double>(nbytes) / two);
+                1e3 * one, 1e-9 * static_cast<double>(nbytes) / one, 1e3 * two,
+                1e-9 * static_cast<double>(nbytes) / two);
   std::fflush(stdout);
 }
 
@@ -50,8 +51,8 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "usage: socket_roof [nbytes > 0] [ranks >= 2]\n");
     return 2;
   }
-  std::printf("# each of %d ranks sends and receives %zu bytes over loopback; rank 0's median of %d\n", world_size, nbytes,
-              kRounds);
+  std::printf("# each of %d ranks sends and receives %zu bytes over loopback; rank 0's median of %d\n", world_size,
+              nbytes, kRounds);
   std::fflush(stdout);
   int code = 0;
   for (const int sockets : {1, 2, 4, 8, 16}) {

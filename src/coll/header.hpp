@@ -59,6 +59,13 @@ struct Header {
   char site[48] = {};                         ///< where it was called; not compared
 };
 
+/// False only in the bench build (ZCOMM_BENCH), where bench/cpp/guard.cpp times calls that compare nothing.
+#ifdef ZCOMM_BENCH
+extern bool guard_enabled;
+#else
+inline constexpr bool guard_enabled = true;
+#endif
+
 /// Copies what is not empty.
 void copy_header(Header& to, const Header& from);
 

@@ -51,13 +51,14 @@ void HostEngine::enter(Operation& operation, bool with_data) {
   ++sequence_;
   ControlBlock& own = memory_.own();
   Entry& entry = own.entries[sequence_ & 1];
-  copy_header(own.headers[sequence_ & 1], header);
+  if (guard_enabled) copy_header(own.headers[sequence_ & 1], header);
   entry.identity = header.identity;
   entry.place_in = header.place_in;
   entry.place_out = header.place_out;
   if (with_data) one_shot_.bring(operation, sequence_);
   publish(entry, sequence_);
   watch_.wait_for_peers(Stage::arrived, sequence_);
+  if (!guard_enabled) return;
   bool same = true;
   for (int rank = 0; rank < memory_.world_size(); ++rank)
     same &= memory_.block(rank).entries[sequence_ & 1].identity == header.identity;
