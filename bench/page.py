@@ -18,8 +18,8 @@ def page_of(records: Sequence[Record]) -> str:
         f"# Collectives, {about.get('time', '')[:10]}",
         "",
         f"{about.get('cpu', '?')}, {about.get('cores', '?')} cores, kernel {about.get('kernel', '?')}, "
-        f"torch {about.get('torch', '?')}, zcomm {about.get('revision', '?')}. Written by `bench/collectives`; a time is a "
-        "median of interleaved rounds, percentiles are over single calls, both of the slowest rank.",
+        f"torch {about.get('torch', '?')}, zcomm {about.get('revision', '?')}. Written by `bench/collectives`. "
+        "A time is a median of interleaved rounds, percentiles are over single calls, both of the slowest rank.",
         "",
         *_table(("what", "goal", "measured", ""), _goals(records)),
         "",

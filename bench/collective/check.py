@@ -55,14 +55,15 @@ def worst_ulp(inp: Tensor, call: Callable[[], object], rank: int, world: int) ->
     call()
     info = torch.finfo(inp.dtype)
     _, exponent = torch.frexp(total)
-    ulp = torch.clamp(torch.ldexp(torch.tensor(info.eps, dtype=torch.float64), exponent - 1), min=info.tiny * info.eps)
+    ulp = torch.ldexp(torch.full_like(total, info.eps), exponent - 1).clamp(min=info.tiny * info.eps)
     return float(((inp[:n].to(torch.float64) - total).abs() / ulp).max()) if n else 0.0
 
 
 def value(operation: Operation, rank: Any, index: Tensor) -> Tensor:
-    """Element `index` of rank `rank`'s input. Reduced: 1, 2, 3, so that results of few ranks are exact in every dtype;
-    copied: 1 to 127, so that a part out of place shows."""
-    return (index + rank) % 3 + 1 if operation.reduces else (index + rank * 31) % 127 + 1
+    """Element `index` of rank `rank`'s input, with no period, so that what lands in a wrong place shows. Reduced: 1, 2
+    or 3, so that results of few ranks are exact in every dtype; copied: 1 to 127."""
+    scattered = (index * 2654435761 + rank * 40503) >> 9
+    return scattered % (3 if operation.reduces else 127) + 1
 
 
 def _windows(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import subprocess
 import time
 from collections.abc import Mapping
@@ -23,9 +24,10 @@ def machine() -> dict[str, Any]:
 
     text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     models = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
-    git = subprocess.run(
-        ["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    )
+    revision = ""
+    if shutil.which("git"):
+        ask = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+        revision = subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip()
     return {
         "cpu": models[0] if models else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
@@ -35,7 +37,7 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "zcomm": zcomm.__version__,
-        "revision": git.stdout.strip() or "unknown",
+        "revision": revision or "unknown",
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
 

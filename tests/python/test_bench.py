@@ -1,0 +1,122 @@
+"""The benches as programs: every operation's result is checked, peers that are absent are skipped with a line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCH = Path(__file__).resolve().parent.parent.parent / "bench"
+OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "sendrecv")
+
+
+def run(program: str, *flags: str, env: dict[str, str] | None = None, check: bool = True) -> str:
+    """What it printed."""
+    command = [sys.executable, str(BENCH / program), *flags]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, env={**os.environ, **(env or {})}, check=False
+    )
+    if check and done.returncode:
+        pytest.fail(f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}", pytrace=False)
+    return done.stdout + done.stderr
+
+
+def one_size(size: str) -> list[str]:
+    return ["-b", size, "-e", size, "-n", "7", "-w", "1"]
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_operation(op: str, tmp_path: Path) -> None:
+    """Exact results for a size that no rank count or slot divides, in a row that says so."""
+    file = tmp_path / "rows.jsonl"
+    text = run(
+        "allreduce_bw", "-np", "3", "--op", op, "-b", "60012", "-e", "60012", "-n", "7", "-w", "1", "--json", str(file)
+    )
+    machine, row = lines_of(file)
+    assert machine["kind"] == "machine" and machine["world_size"] == 3
+    assert (row["op"], row["world_size"], row["type"]) == (op, 3, "float")
+    assert row["wrong"] == {"symmetric": 0, "private": 0} and "#wrong in all: 0" in text
+    for variant in ("symmetric", "private"):
+        tail = row["percentiles_us"][variant]
+        assert 0 < tail["p50"] <= tail["p95"] <= tail["p99"]
+        assert row["share_of_roof"][variant] == pytest.approx(row["roof_us"] / row["time_us"][variant])
+        assert row["busbw_gbps"][variant] > 0
+
+
+def test_peers_interleaved_or_skipped(tmp_path: Path) -> None:
+    """Gloo has a row beside ours; what is not here is skipped with its reason, and the run still succeeds."""
+    file, nothing = tmp_path / "rows.jsonl", tmp_path / "empty"
+    nothing.mkdir()
+    env = {"PATH": str(nothing), "ZCOMM_MPICH": str(nothing)}  # no mpirun
+    text = run(
+        "allreduce_bw",
+        "-b",
+        "64",
+        "-e",
+        "64",
+        "-n",
+        "7",
+        "-w",
+        "1",
+        "--peer",
+        "gloo,openmpi",
+        "--json",
+        str(file),
+        env=env,
+    )
+    assert "# peer openmpi: skipped, " in text
+    machine, row = lines_of(file)
+    assert set(machine["skipped"]) == {"openmpi"}
+    assert row["wrong"] == {"symmetric": 0, "private": 0, "gloo": 0}
+    assert row["factor_over_peer"].keys() == {"gloo"}
+
+
+def test_16_bit_types_and_their_rounding(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    run("allreduce_bw", "-d", "bfloat16", *one_size("9K"), "--json", str(file))
+    row = lines_of(file)[-1]
+    assert row["wrong"] == {"symmetric": 0, "private": 0}
+    assert all(0 < ulp <= 0.5 + 2**-16 for ulp in row["worst_ulp"].values())
+
+
+def test_more_ranks_than_cores_picture_and_model(tmp_path: Path) -> None:
+    picture = tmp_path / "share.png"
+    text = run(
+        *("allreduce_bw", "-np", "5", "-b", "1K", "-e", "16K", "-f", "16", "-n", "7", "-w", "1"),
+        *("--variants", "private", "--model", "--png", str(picture)),
+    )
+    assert "# model: Machine(" in text and "symmetric" not in text.partition("(us)")[2]
+    assert picture.exists() or "matplotlib is not installed" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--op", "gossip"), "--op gossip: use one of all_reduce, "),
+        (("--peer", "nobody"), "--peer nobody: use gloo, openmpi, mpich, deepspeed-shm, torch"),
+        (("-b", "8X"), "invalid parse_size value"),
+        (("--op", "sendrecv", "-np", "1"), "at least two ranks"),
+    ],
+)
+def test_bad_flags_are_named(flags: tuple[str, ...], words: str) -> None:
+    assert words in run("allreduce_bw", *flags, check=False)
+
+
+def test_ddp_step(tmp_path: Path) -> None:
+    file = tmp_path / "ddp.jsonl"
+    small = ("--width", "32", "--heads", "2", "--layers", "1", "--context", "16", "--rounds", "7", "--warmup", "1")
+    run("ddp_step", *small, "--json", str(file))
+    result = lines_of(file)[-1]
+    assert result["kind"] == "ddp" and result["step_ms"].keys() >= {"none", "gloo"}
+    assert all(value > 0 for value in result["step_ms"].values())
+    if "zcomm" in result["last_loss"]:  # the same steps on the same data
+        assert result["last_loss"]["zcomm"] == pytest.approx(result["last_loss"]["gloo"], abs=1e-5)
