@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Machine:
-    """How each number is measured is in docs/algorithms.md, section 3.
+    """How each number is measured is in docs/algorithms.md, section 6.
 
     call_s: a call that moves nothing (barrier, median). signal_s: from one rank's store until another rank has seen it.
     memory_bps, cache_bps: bytes per second, reads and writes together, of one rank while all of them copy: buffers far
@@ -100,6 +100,12 @@ def hierarchical(nbytes: float, local: int, hosts: int, machine: Machine) -> flo
     """all_reduce: reduce_scatter inside the host, all_reduce of N/g by each rank with its peers, all_gather inside."""
     inside = symmetric("reduce_scatter", nbytes, local, machine) + symmetric("all_gather", nbytes, local, machine)
     return inside + ring("all_reduce", nbytes / local, hosts, machine)
+
+
+def riding_along(nbytes: float, world: int, machine: Machine) -> float:
+    """Small data in the messages of the entry: ceil(log2 P) of them, everybody's input to everybody."""
+    rounds = math.ceil(math.log2(world)) if world > 1 else 0
+    return machine.call_s + rounds * machine.link_s + world * nbytes / machine.link_bps
 
 
 def tree_broadcast(nbytes: float, world: int, machine: Machine, segment: float = 1 << 20) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 from collective import peers
 from collective.operations import OPERATIONS, REDUCTIONS
@@ -36,7 +37,8 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     add("-np", dest="world_size", type=int, default=2, help="ranks (2)")
     add("--op", default="all_reduce", help=f"{', '.join(OPERATIONS)}; or a reduction, as nccl-tests' --op")
     add("--backend", default="auto", help="zcomm's transport; tcp: the roof is raw sockets")
-    add("--sockets", type=int, default=4, help="raw sockets per neighbour in the roof of backend tcp (4)")
+    sockets = int(os.environ.get("ZCOMM_TCP_SOCKETS", "4"))
+    add("--sockets", type=int, default=sockets, help=f"raw sockets per neighbour in the roof of tcp ({sockets})")
     add("--variants", default=",".join(VARIANTS), help="zcomm's memory: symmetric (in place), private")
     add(
         "--peer", default="", help=f"also time, by commas: {', '.join(peers.NAMES)} (torch: torch.distributed on zcomm)"

@@ -1,4 +1,4 @@
-"""The model's numbers, measured in the ranks that use them (docs/algorithms.md, section 3)."""
+"""The model's numbers, measured in the ranks that use them (docs/algorithms.md, section 6)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ def predict(arguments: argparse.Namespace, machine: model.Machine, variant: str,
     world = zcomm.world_size()
     if arguments.backend == "tcp":
         if arguments.op in ("all_reduce", "reduce_scatter", "all_gather"):
-            return model.ring(arguments.op, nbytes, world, machine)
+            ways = [model.ring(arguments.op, nbytes, world, machine), model.riding_along(nbytes, world, machine)]
+            if arguments.op == "all_reduce":
+                ways.append(model.halving_doubling(arguments.op, nbytes, world, machine))
+            return min(ways)
         return None
     return model.best_of_host(arguments.op, variant, nbytes, world, machine)
 
