@@ -35,7 +35,7 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     add("-w", "--warmup_iters", type=int, default=5)
     add("-c", "--check", type=int, choices=(0, 1), default=1, help="1: verify every element (1)")
     add("-np", dest="world_size", type=int, default=2, help="ranks (2)")
-    add("--op", default="all_reduce", help=f"{', '.join(OPERATIONS)}; or a reduction, as nccl-tests' --op")
+    add("--op", default="all_reduce", help=f"by commas: {', '.join(OPERATIONS)}; or a reduction, as nccl-tests' --op")
     add("--backend", default="auto", help="zcomm's transport; tcp: the roof is raw sockets")
     sockets = int(os.environ.get("ZCOMM_TCP_SOCKETS", "4"))
     add("--sockets", type=int, default=sockets, help=f"raw sockets per neighbour in the roof of tcp ({sockets})")
@@ -51,9 +51,7 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.op in REDUCTIONS:
         arguments.redop, arguments.op = arguments.op, "all_reduce"
-    arguments.op = {"alltoall": "all_to_all", "allreduce": "all_reduce"}.get(arguments.op, arguments.op)
-    if arguments.op not in OPERATIONS:
-        parser.error(f"--op {arguments.op}: use one of {', '.join((*OPERATIONS, *REDUCTIONS))}")
+    arguments.ops = _listed(parser, "--op", arguments.op, (*OPERATIONS,))
     arguments.peers = _listed(parser, "--peer", arguments.peer, peers.NAMES)
     arguments.variants = _listed(parser, "--variants", arguments.variants, VARIANTS)
     if not arguments.variants:
@@ -62,7 +60,7 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
         parser.error(f"-f {arguments.stepfactor}: the factor must be above 1")
     if arguments.world_size < 1:
         parser.error(f"-np {arguments.world_size}: at least one rank")
-    if arguments.op == "sendrecv" and arguments.world_size < 2:
+    if "sendrecv" in arguments.ops and arguments.world_size < 2:
         parser.error("--op sendrecv: at least two ranks (-np 2)")
     return arguments
 
