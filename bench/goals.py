@@ -33,6 +33,12 @@ def rows(records: Iterable[Record], **wanted: Any) -> list[Record]:
     return [r for r in records if r["kind"] == "row" and all(r.get(k) == v for k, v in wanted.items())]
 
 
+def _large(records: Iterable[Record], **wanted: Any) -> list[Record]:
+    """Of 2 ranks, 64 to 256 MiB: where memory sets the pace."""
+    found = rows(records, part="bandwidth", world_size=2, **wanted)
+    return [row for row in found if 64 * MIB <= row["nbytes"] <= 256 * MIB]
+
+
 def _verdict(what: str, goal: str, values: Iterable[float], good: Callable[[float], bool], unit: str = "") -> Verdict:
     """Good if every value is."""
     listed = list(values)
@@ -49,11 +55,7 @@ def _factors(found: Sequence[Record], peer: str, variant: str) -> Iterator[float
 
 
 def _all_reduce(records: Sequence[Record]) -> Iterator[Verdict]:
-    found = [
-        row
-        for row in rows(records, part="bandwidth", op="all_reduce", type="float", world_size=2)
-        if 64 * MIB <= row["nbytes"] <= 256 * MIB
-    ]
+    found = _large(records, op="all_reduce", type="float")
     what = "all_reduce fp32, 64-256 MiB, 2 ranks"
     yield _verdict(f"{what}: symmetric, share of the roof", ">= 0.90", _shares(found, "symmetric"), lambda v: v >= 0.90)
     yield _verdict(f"{what}: private, share of the roof", ">= 0.80", _shares(found, "private"), lambda v: v >= 0.80)
@@ -64,7 +66,7 @@ def _all_reduce(records: Sequence[Record]) -> Iterator[Verdict]:
 
 
 def _bfloat16(records: Sequence[Record]) -> Iterator[Verdict]:
-    found = rows(records, part="bandwidth", op="all_reduce", type="bfloat16", world_size=2)
+    found = _large(records, op="all_reduce", type="bfloat16")
     yield _verdict("all_reduce bf16: share of its roof", ">= 0.85", _shares(found, "symmetric"), lambda v: v >= 0.85)
     ulps = [row["worst_ulp"]["symmetric"] for row in found if "worst_ulp" in row]
     # The sum is rounded once to fp32 and once to bf16: a tie in between may cost 2^-17 of an ulp.
@@ -73,7 +75,7 @@ def _bfloat16(records: Sequence[Record]) -> Iterator[Verdict]:
 
 def _scattered(records: Sequence[Record]) -> Iterator[Verdict]:
     for op in ("reduce_scatter", "all_gather"):
-        found = rows(records, part="bandwidth", op=op, type="float", world_size=2)
+        found = _large(records, op=op, type="float")
         yield _verdict(f"{op}: share of its roof", ">= 0.85", _shares(found, "symmetric"), lambda v: v >= 0.85)
         yield _verdict(f"{op}: over gloo", ">= 8x", _factors(found, "gloo", "symmetric"), lambda v: v >= 8, "x")
 
@@ -134,7 +136,7 @@ def _cores(records: Sequence[Record]) -> Any:
 
 
 def _tcp(records: Sequence[Record]) -> Iterator[Verdict]:
-    found = rows(records, part="tcp", op="all_reduce", backend="tcp")
+    found = [row for row in rows(records, part="tcp", op="all_reduce", backend="tcp") if row["nbytes"] >= 64 * MIB]
     what = "TCP ring over loopback, 64 MiB"
     sockets = [row for row in found if row.get("roof") == "sockets"]
     yield _verdict(f"{what}: share of raw sockets", ">= 0.90", _shares(sockets, "private"), lambda v: v >= 0.90)

@@ -15,8 +15,8 @@ def header_lines(arguments: argparse.Namespace, peers: Sequence[str]) -> Iterato
     about, ranks = machine(), zcomm.world_size()
     yield f"# {arguments.op}, {ranks} ranks, backend {arguments.backend}; {about['cpu']}, {about['cores']} cores"
     yield f"# torch {about['torch']}, zcomm {about['revision']}, load average {about['load_average']:.2f}"
-    roof = "all ranks send and receive as much over raw sockets" if arguments.backend == "tcp" else "all ranks copy as"
-    yield f"# time: median of >= 7 interleaved rounds, slowest rank; roof: {roof} many bytes at once"
+    roof = "send and receive over raw sockets" if arguments.backend == "tcp" else "copy"
+    yield f"# time: median of >= 7 interleaved rounds, slowest rank; roof: all ranks {roof} as many bytes at once"
     factors = "".join(f" {'x ' + name:>12}" for name in peers if name != "torch")
     model, units = (f" {text:>10}" if arguments.model else "" for text in ("model", "(us)"))
     yield (

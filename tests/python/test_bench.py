@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 BENCH = Path(__file__).resolve().parent.parent.parent / "bench"
-OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "sendrecv")
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 
 
 def run(program: str, *flags: str, env: dict[str, str] | None = None, check: bool = True) -> str:
@@ -34,13 +34,14 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_every_operation(tmp_path: Path) -> None:
+@pytest.mark.parametrize("operations", [COLLECTIVES, ("sendrecv",)], ids=["collectives", "sendrecv"])
+def test_operations(operations: tuple[str, ...], tmp_path: Path) -> None:
     """Exact results for a size that no slot divides, in a row that says so."""
     file = tmp_path / "rows.jsonl"
-    text = run("allreduce_bw", "-np", "3", "--op", ",".join(OPERATIONS), *one_size("60012"), "--json", str(file))
+    text = run("allreduce_bw", "-np", "3", "--op", ",".join(operations), *one_size("60012"), "--json", str(file))
     machine, *rows = lines_of(file)
     assert machine["kind"] == "machine" and machine["world_size"] == 3
-    assert [row["op"] for row in rows] == list(OPERATIONS) and "#wrong in all: 0" in text
+    assert [row["op"] for row in rows] == list(operations) and "#wrong in all: 0" in text
     for row in rows:
         assert row["wrong"] == {"symmetric": 0, "private": 0}
         for variant in ("symmetric", "private"):
@@ -118,3 +119,23 @@ def test_ddp_step(tmp_path: Path) -> None:
     assert all(value > 0 for value in result["step_ms"].values())
     if "zcomm" in result["last_loss"]:  # the same steps on the same data
         assert result["last_loss"]["zcomm"] == pytest.approx(result["last_loss"]["gloo"], abs=1e-5)
+
+
+def test_cpp_benches(tmp_path: Path) -> None:
+    """Where they are built: right results, a record for each row, ranks that end."""
+    programs = BENCH.parent / "build/bench/bench/cpp"
+    if not (programs / "zcomm_bench").exists():
+        pytest.skip("the C++ benches are not built (make bench-cpp)")
+    file = tmp_path / "rows.jsonl"
+    few = ["-np", "3", "-n", "30", "-w", "3", "--rounds", "3", "--json", str(file)]
+    ladder = ["-b", "8", "-e", "64K", "-f", "8192"]
+    subprocess.run([programs / "zcomm_bench", "latency", *ladder, *few], check=True, timeout=60)
+    rows = lines_of(file)
+    assert [(r["op"], r["variant"], r["nbytes"]) for r in rows] == [
+        *(("all_reduce", variant, nbytes) for nbytes in (8, 65536) for variant in ("symmetric", "private")),
+        ("barrier", "zcomm", 0),
+    ]
+    assert all(0 < r["p50_ns"] <= r["p99_ns"] and r["futex_hop_ns"] > 0 for r in rows)
+    subprocess.run([programs / "zcomm_bench", "guard", *few], check=True, timeout=60)
+    assert [(r["how"], r["world_size"]) for r in lines_of(file)] == [*(("pieces", n) for n in (2, 4, 8)), ("whole", 3)]
+    subprocess.run([programs / "socket_roof", "100000", "3"], check=True, timeout=60)
