@@ -51,6 +51,8 @@ class Mesh:
     def connect(
         rank: int, world_size: int, listener: Listener, addresses: list[str], token: str, timeout_s: float
     ) -> Mesh: ...
+    @staticmethod
+    def adopt(rank: int, world_size: int, sockets: list[tuple[int, int]]) -> Mesh: ...
     def lost(self) -> int | None: ...
     def leave(self) -> None: ...
 
@@ -72,6 +74,21 @@ class Communicator:
         slot_nbytes: int = ...,
         slot_count: int = ...,
         one_shot_nbytes: int = ...,
+    ) -> Communicator: ...
+    @staticmethod
+    def create_linked(
+        mesh: Mesh, links: list[list[int]], timeout_s: float = ..., segment_nbytes: int = ...
+    ) -> Communicator: ...
+    @staticmethod
+    def create_hierarchical(
+        mesh: Mesh,
+        host_mesh: Mesh,
+        host_of_rank: list[int],
+        links: list[list[int]],
+        timeout_s: float = ...,
+        segment_nbytes: int = ...,
+        slot_nbytes: int = ...,
+        slot_count: int = ...,
     ) -> Communicator: ...
     # Each call returns None when it is blocking (async_op False): then it is done.
     def all_reduce(self, spans: Spans, dtype: DType, op: ReduceOp, name: str, async_op: bool, /) -> Work | None: ...

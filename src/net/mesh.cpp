@@ -1,4 +1,4 @@
-// Mesh: handshake, then a Monitor on the control sockets and an Exchange on the data sockets.
+// Mesh: handshake (or adopted sockets), then a Monitor on the control sockets and an Exchange on the data sockets.
 //
 // Invariant: the descriptors stay open until nobody can be polling them (leaving shuts sockets down first, then waits).
 // A forked child (a data loader's worker) holds copies of everything but may not speak for its parent: there every
@@ -15,20 +15,24 @@
 #include "net/handshake.hpp"
 #include "net/monitor.hpp"
 #include "net/socket.hpp"
+#include "net/tcp.hpp"
 
 namespace zcomm::net {
 
 namespace {
 
-class UnixMesh final : public Mesh {
+enum class Reach { host, hosts };
+
+class SocketMesh final : public Mesh {
  public:
-  UnixMesh(int rank, std::vector<Channel> channels)
+  SocketMesh(int rank, std::vector<Channel> channels, Reach reach)
       : rank_(rank),
         world_size_(static_cast<int>(channels.size())),
+        reach_(reach),
         monitor_(take_watched(channels)),
         exchange_(rank, take_data(channels)) {}
 
-  ~UnixMesh() override {
+  ~SocketMesh() override {
     leave();
     if (forked()) monitor_.abandon();
   }
@@ -38,6 +42,8 @@ class UnixMesh final : public Mesh {
 
   std::vector<Parcel> exchange(Parcel mine, double timeout_s) override {
     check_owner();
+    if (mine.fd && reach_ == Reach::hosts)
+      throw Unsupported(text("rank ", rank_, " exchanges a descriptor, which cannot travel between hosts"));
     const std::lock_guard lock(exchange_mutex_);
     check_member();
     try {
@@ -89,6 +95,7 @@ class UnixMesh final : public Mesh {
 
   const int rank_;
   const int world_size_;
+  const Reach reach_;
   const pid_t owner_ = ::getpid();
   std::atomic<bool> ended_{false};
   Monitor monitor_;
@@ -111,7 +118,28 @@ std::shared_ptr<Mesh> Mesh::connect(int rank, int world_size, Listener listener,
     throw InvalidArgument(text("the listener's address ", listener.address(), " is not the one given for rank ", rank,
                                ", ", addresses[static_cast<std::size_t>(rank)]));
   }
-  return std::make_shared<UnixMesh>(rank, connect_all(rank, listener, addresses, token, timeout_s));
+  return std::make_shared<SocketMesh>(rank, connect_all(rank, listener, addresses, token, timeout_s), Reach::host);
+}
+
+std::shared_ptr<Mesh> Mesh::adopt(int rank, std::vector<AdoptedSockets> sockets) {
+  const int world_size = static_cast<int>(sockets.size());
+  if (rank < 0 || rank >= world_size) throw InvalidArgument(text("rank ", rank, " is not in [0, ", world_size, ")"));
+  std::vector<Channel> channels(sockets.size());
+  for (int peer = 0; peer < world_size; ++peer) {
+    AdoptedSockets& given = sockets[static_cast<std::size_t>(peer)];
+    const bool wanted = peer != rank;
+    if (static_cast<bool>(given.data) != wanted || static_cast<bool>(given.control) != wanted)
+      throw InvalidArgument(text("rank ", rank, " was given ", wanted ? "not both" : "some", " of the sockets to rank ",
+                                 peer, wanted ? "" : ", which is itself"));
+    if (!wanted) continue;
+    make_prompt(given.data.get(), peer);
+    make_prompt(given.control.get(), peer);
+    notice_dead_host(given.control.get(), peer);
+    Channel& channel = channels[static_cast<std::size_t>(peer)];
+    channel.data = std::move(given.data);
+    channel.control = std::move(given.control);
+  }
+  return std::make_shared<SocketMesh>(rank, std::move(channels), Reach::hosts);
 }
 
 }  // namespace zcomm::net

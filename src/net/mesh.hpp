@@ -1,5 +1,6 @@
-// Mesh: the ranks of one host, a unix socket between each two, and who of them is alive (decisions D1, D5).
+// Mesh: ranks with a socket between each two, and who of them is alive (decisions D1, D5).
 //
+// Of one host: connect() makes unix sockets. Of several: adopt() takes sockets that others have connected.
 // Each rank listens on a socket with a random abstract name (nothing in the file system, nothing left after SIGKILL).
 // A connection counts only after SO_PEERCRED shows the same user and the peer has proved the job's token.
 // A monitor thread watches all sockets: end of file without a goodbye means that the peer died.
@@ -47,6 +48,12 @@ class Listener {
   std::string address_;
 };
 
+/// The connected sockets to one other rank; both empty for the rank itself.
+struct AdoptedSockets {
+  UniqueFd data;     ///< parcels of exchange()
+  UniqueFd control;  ///< goodbyes; its end means that the peer is gone
+};
+
 class Mesh {
  public:
   /// Connects all ranks. addresses[r] is rank r's Listener::address(); `token` is the job's shared secret.
@@ -55,6 +62,10 @@ class Mesh {
   static std::shared_ptr<Mesh> connect(int rank, int world_size, Listener listener,
                                        std::span<const std::string> addresses, std::string_view token,
                                        double timeout_s);
+  /// The same over stream sockets (TCP as a rule) that are connected and authenticated, by rank. No descriptor can
+  /// travel: exchange() refuses one with Unsupported. A dead process shows at once, a dead host by keepalive
+  /// (kHostDeath_s in tcp.hpp). Throws InvalidArgument for a bad rank or for sockets that are not one pair per peer.
+  static std::shared_ptr<Mesh> adopt(int rank, std::vector<AdoptedSockets> sockets);
   virtual ~Mesh() = default;
 
   virtual int rank() const = 0;

@@ -18,7 +18,20 @@ namespace {
 constexpr std::size_t kMaxFds = 8;  // more in one message are closed by the kernel
 constexpr double kNever_s = 10.0 * 365 * 86400;
 
-bool peer_is_gone(int error) { return error == EPIPE || error == ECONNRESET || error == ENOTCONN; }
+bool peer_is_gone(int error) {
+  switch (error) {
+    case EPIPE:
+    case ECONNRESET:
+    case ECONNABORTED:
+    case ENOTCONN:
+    case ETIMEDOUT:     // its host does not answer any more
+    case EHOSTUNREACH:  // nor does anything on the way
+    case ENETUNREACH:
+      return true;
+    default:
+      return false;
+  }
+}
 
 }  // namespace
 

@@ -1,4 +1,4 @@
-// Small pieces over unix stream sockets: deadlines, non-blocking messages with descriptors, peer credentials.
+// Small pieces over stream sockets (unix, TCP): deadlines, non-blocking messages with descriptors, peer credentials.
 //
 // Every send is MSG_NOSIGNAL, every received descriptor is close-on-exec and owned at once, no call blocks but
 // wait_for. Thread rule: free functions without state. Source: unix(7), cmsg(3).

@@ -1,0 +1,20 @@
+// What a TCP socket needs beyond a unix one: no delay of small messages, and an end when the other host is dead.
+//
+// [Note: dead host] Only control sockets time out. A data socket whose reader is busy for minutes has a closed window,
+// and TCP_USER_TIMEOUT would cut it although the reader lives; the control socket carries one byte in its life, and its
+// end is the end of the peer for all sockets.
+// Thread rule: free functions without state. All do nothing to sockets of other families. Source: tcp(7).
+#pragma once
+
+namespace zcomm::net {
+
+/// How long a host may be silent before its ranks count as dead.
+inline constexpr int kHostDeath_s = 15;
+
+/// Close-on-exec, TCP_NODELAY. `peer_rank` is for messages. Throws SystemError.
+void make_prompt(int socket, int peer_rank);
+
+/// Keepalive and TCP_USER_TIMEOUT: reads end with an error kHostDeath_s after the last sign of the peer's host.
+void notice_dead_host(int socket, int peer_rank);
+
+}  // namespace zcomm::net
