@@ -68,7 +68,8 @@ void bind_links(py::module_& m) {
       py::arg("mesh"), py::arg("host_mesh"), py::arg("host_of_rank"), py::arg("links"),
       py::arg("timeout_s") = link.timeout_s, py::arg("segment_nbytes") = link.segment_nbytes,
       py::arg("slot_nbytes") = hierarchical.slot_nbytes, py::arg("slot_count") = hierarchical.slot_count,
-      "links[r]: as for create_linked, to the ranks with the same position on the other hosts; [] for the rest.\n"
+      "links[r]: as for create_linked, to the ranks with the same position on the other hosts; one, for messages and\n"
+      "bad news, or none to the rest.\n"
       "Ring neighbours are the next and the previous host.",
       py::call_guard<py::gil_scoped_release>());
 }

@@ -8,9 +8,10 @@
 namespace zcomm {
 
 struct Env {
-  std::optional<std::string> isa;  ///< ZCOMM_ISA: plain | avx2 | avx512 | avx512_bf16
-  std::optional<int> threads;      ///< ZCOMM_THREADS: size of the core's thread pool
-  std::optional<std::string> io;   ///< ZCOMM_IO: io_uring | threads
+  std::optional<std::string> isa;        ///< ZCOMM_ISA: plain | avx2 | avx512 | avx512_bf16
+  std::optional<int> threads;            ///< ZCOMM_THREADS: size of the core's thread pool
+  std::optional<std::string> io;         ///< ZCOMM_IO: io_uring | threads
+  std::optional<std::string> link_algo;  ///< ZCOMM_LINK_ALGO: ring | halving
 };
 
 /// Read afresh; throws InvalidArgument naming variable and value.

@@ -102,7 +102,8 @@ std::string describe(const Header& header) {
   return out.str();
 }
 
-void require_same(int world_size, const std::function<const Header&(int rank)>& header_of) {
+void require_same(int world_size, const std::function<const Header&(int rank)>& header_of,
+                  std::span<const int> names) {
   bool same = true;
   for (int rank = 1; rank < world_size; ++rank) same &= same_operation(header_of(0), header_of(rank));
   if (same) return;
@@ -110,12 +111,13 @@ void require_same(int world_size, const std::function<const Header&(int rank)>& 
   std::vector<std::pair<const Header*, std::string>> sides;  // one per different header, with its ranks
   for (int rank = 0; rank < world_size; ++rank) {
     const Header& header = header_of(rank);
+    const int name = names.empty() ? rank : names[static_cast<std::size_t>(rank)];
     const auto side =
         std::find_if(sides.begin(), sides.end(), [&](const auto& s) { return same_operation(*s.first, header); });
     if (side == sides.end())
-      sides.emplace_back(&header, text("rank ", rank));
+      sides.emplace_back(&header, text("rank ", name));
     else
-      side->second += text(", ", rank);
+      side->second += text(", ", name);
   }
   std::string message = text("ranks called different operations as number ", header_of(0).sequence, ": ");
   for (std::size_t i = 0; i < sides.size(); ++i)

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <span>
 #include <string>
 
 #include "zcomm/dtype.hpp"
@@ -83,7 +84,8 @@ bool same_operation(const Header& a, const Header& b);
 /// "all_reduce float32 sum count=1024 'grad.3'".
 std::string describe(const Header& header);
 
-/// Throws CollectiveMismatch, the same on every rank, unless all headers agree.
-void require_same(int world_size, const std::function<const Header&(int rank)>& header_of);
+/// Throws CollectiveMismatch, the same on every rank, unless all headers agree. names: what the message calls the ranks.
+void require_same(int world_size, const std::function<const Header&(int rank)>& header_of,
+                  std::span<const int> names = {});
 
 }  // namespace zcomm::coll

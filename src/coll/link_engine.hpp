@@ -1,4 +1,11 @@
 // LinkEngine: the operations of one communicator over stream sockets, between hosts.
+//
+// Every operation begins with [Note: link entry], in which all ranks compare it; small data is done with that. Then one
+// of three algorithms, chosen by size and world (choose() in link_engine.cpp; ZCOMM_LINK_ALGO overrides).
+// One thread of its own (LinkPost) carries messages, and bad news to all peers at once; collectives run on the caller's
+// thread or the executor's.
+// There is no memory that others see: allocate() gives private memory, allocate_shared() and duplicate() Unsupported.
+// Thread rule: as Engine's.
 #pragma once
 
 #include <cstddef>

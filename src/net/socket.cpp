@@ -16,6 +16,7 @@ namespace zcomm::net {
 namespace {
 
 constexpr std::size_t kMaxFds = 8;  // more in one message are closed by the kernel
+constexpr std::size_t kMaxPieces = 64;
 constexpr double kNever_s = 10.0 * 365 * 86400;
 
 bool peer_is_gone(int error) {
@@ -99,6 +100,32 @@ Moved recv_some(int socket, std::span<std::byte> bytes, std::vector<UniqueFd>* f
     }
   }
   return {static_cast<std::size_t>(received), received == 0};
+}
+
+Moved send_pieces(int socket, std::span<const iovec> pieces) {
+  msghdr message{};
+  message.msg_iov = const_cast<iovec*>(pieces.data());
+  message.msg_iovlen = std::min(pieces.size(), kMaxPieces);
+  ssize_t sent;
+  do sent = ::sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+  while (sent < 0 && errno == EINTR);
+  if (sent >= 0) return {static_cast<std::size_t>(sent), false};
+  if (errno == EAGAIN || errno == EWOULDBLOCK) return {};
+  if (peer_is_gone(errno)) return {0, true};
+  throw_system_error(errno, "sending to a peer");
+}
+
+Moved recv_pieces(int socket, std::span<const iovec> pieces) {
+  msghdr message{};
+  message.msg_iov = const_cast<iovec*>(pieces.data());
+  message.msg_iovlen = std::min(pieces.size(), kMaxPieces);
+  ssize_t received;
+  do received = ::recvmsg(socket, &message, MSG_DONTWAIT);
+  while (received < 0 && errno == EINTR);
+  if (received >= 0) return {static_cast<std::size_t>(received), received == 0};
+  if (errno == EAGAIN || errno == EWOULDBLOCK) return {};
+  if (peer_is_gone(errno)) return {0, true};
+  throw_system_error(errno, "receiving from a peer");
 }
 
 void wait_for(std::vector<pollfd>& fds, const Deadline& deadline, int at_most_ms) {

@@ -6,6 +6,7 @@
 
 #include <poll.h>
 #include <sys/types.h>
+#include <sys/uio.h>
 #include <sys/un.h>
 
 #include <chrono>
@@ -43,6 +44,10 @@ Moved send_some(int socket, std::span<const std::byte> bytes, std::span<const in
 
 /// Receives what is there; descriptors are appended to `fds`, or closed when it is null.
 Moved recv_some(int socket, std::span<std::byte> bytes, std::vector<UniqueFd>* fds = nullptr);
+
+/// The same for bytes that lie in pieces (the first 64 of them).
+Moved send_pieces(int socket, std::span<const iovec> pieces);
+Moved recv_pieces(int socket, std::span<const iovec> pieces);
 
 /// poll() that survives signals (then nothing is ready) and never waits past `deadline` or `at_most_ms`.
 void wait_for(std::vector<pollfd>& fds, const Deadline& deadline, int at_most_ms = 60'000);

@@ -1,0 +1,42 @@
+// LinkFate: how a communicator over links ended, the same on all of its ranks.
+//
+// The first failure that a rank notices or is told of counts; it is told to all peers, who take it over unless they
+// have one already. So all ranks report what went wrong first, not what fell over after it.
+// Thread rule: free-threaded.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <string>
+
+#include "net/socket.hpp"
+
+namespace zcomm::coll {
+
+struct Verdict {
+  enum class Cause : std::uint32_t { none, died, left, late, failed, mismatch };
+  Cause cause = Cause::none;
+  int culprit = -1;   ///< rank of the mesh
+  std::string story;  ///< the message; of died and left: empty, every rank words its own
+};
+
+class LinkFate {
+ public:
+  /// Whether it was the first.
+  bool set(Verdict verdict);
+  bool is_set() const { return is_set_.load(std::memory_order_acquire); }
+  Verdict verdict() const;
+  /// `during`: what this rank was doing.
+  void throw_if_set(const std::string& during) const;
+  /// Readable once set, for poll().
+  int event() const { return event_.get(); }
+
+ private:
+  mutable std::mutex mutex_;
+  std::atomic<bool> is_set_{false};
+  Verdict verdict_;
+  UniqueFd event_ = net::make_event();
+};
+
+}  // namespace zcomm::coll
