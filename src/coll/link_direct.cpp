@@ -7,9 +7,9 @@
 
 namespace zcomm::coll {
 
-Transfer& LinkDirect::transfer(int peer, bool out) {
+LinkTransfer& LinkDirect::transfer(int peer, bool out) {
   if (used_ == transfers_.size()) transfers_.push_back({peer, out});
-  Transfer& transfer = transfers_[used_++];
+  LinkTransfer& transfer = transfers_[used_++];
   transfer.peer = peer, transfer.out = out;
   transfer.clear();
   return transfer;
@@ -29,7 +29,7 @@ void LinkDirect::reduce_scatter(const LinkLayout& layout, const Header& header, 
   for (int peer = 0; peer < world; ++peer) {
     if (peer == rank) continue;
     transfer(peer, false).add(scratch_.data() + static_cast<std::size_t>(peer) * chunk_nbytes, chunk_nbytes);
-    Transfer& out = transfer(peer, true);
+    LinkTransfer& out = transfer(peer, true);
     layout.pieces(peer, 0, layout.count(peer),
                   [&](const Item& item, std::size_t offset, std::size_t count, std::size_t) {
                     out.add(item.in + offset * size, count * size);
@@ -54,7 +54,7 @@ void LinkDirect::reduce_scatter(const LinkLayout& layout, const Header& header, 
 
 void LinkDirect::all_gather(const LinkLayout& layout, std::size_t size) {
   const int world = net_.world_size(), rank = net_.rank();
-  const auto add = [&](Transfer& to, int chunk) {
+  const auto add = [&](LinkTransfer& to, int chunk) {
     layout.pieces(chunk, 0, layout.count(chunk),
                   [&](const Item& item, std::size_t offset, std::size_t count, std::size_t) {
                     to.add(item.out + offset * size, count * size);
@@ -73,7 +73,7 @@ void LinkDirect::gather(const LinkLayout& layout, std::size_t size, int root, co
   const int world = net_.world_size(), rank = net_.rank();
   used_ = 0;
   if (rank != root) {
-    Transfer& out = transfer(root, true);
+    LinkTransfer& out = transfer(root, true);
     if (chunk != nullptr)
       out.add(chunk, layout.count(rank) * size);
     else
@@ -81,7 +81,7 @@ void LinkDirect::gather(const LinkLayout& layout, std::size_t size, int root, co
   }
   for (int peer = 0; rank == root && peer < world; ++peer) {
     if (peer == rank) continue;
-    Transfer& in = transfer(peer, false);
+    LinkTransfer& in = transfer(peer, false);
     layout.pieces(peer, 0, layout.count(peer),
                   [&](const Item& item, std::size_t offset, std::size_t count, std::size_t) {
                     in.add(item.out + offset * size, count * size);
@@ -95,7 +95,7 @@ void LinkDirect::scatter(const LinkLayout& layout, std::size_t size, int root, L
   const bool parts = shape == LinkLayout::Shape::parts;
   used_ = 0;
   for (int peer = 0; rank == root && peer < world; ++peer) {
-    Transfer* out = peer == rank ? nullptr : &transfer(peer, true);
+    LinkTransfer* out = peer == rank ? nullptr : &transfer(peer, true);
     layout.pieces(peer, 0, layout.count(peer),
                   [&](const Item& item, std::size_t offset, std::size_t count, std::size_t) {
                     const std::byte* from = item.in + offset * size;
@@ -106,7 +106,7 @@ void LinkDirect::scatter(const LinkLayout& layout, std::size_t size, int root, L
                   });
   }
   if (rank != root) {
-    Transfer& in = transfer(root, false);
+    LinkTransfer& in = transfer(root, false);
     layout.pieces(rank, 0, layout.count(rank),
                   [&](const Item& item, std::size_t offset, std::size_t count, std::size_t) {
                     in.add(parts ? item.out : item.out + offset * size, count * size);
@@ -118,7 +118,7 @@ void LinkDirect::scatter(const LinkLayout& layout, std::size_t size, int root, L
 void LinkDirect::broadcast(const LinkLayout& layout, std::size_t size, int root) {
   const int world = net_.world_size();
   const int place = (net_.rank() - root + world) % world;
-  const auto add = [&](Transfer& to) {
+  const auto add = [&](LinkTransfer& to) {
     for (const Item& item : layout.items()) to.add(item.out, item.count * size);
   };
   used_ = 0;

@@ -35,11 +35,11 @@ class LinkDirect {
   std::size_t nbytes() const { return scratch_.capacity(); }
 
  private:
-  Transfer& transfer(int peer, bool out);
+  LinkTransfer& transfer(int peer, bool out);
   void move();
 
   LinkNet& net_;
-  std::vector<Transfer> transfers_;  // kept for their room
+  std::vector<LinkTransfer> transfers_;  // kept for their room
   std::size_t used_ = 0;
   std::vector<std::byte> scratch_;
   std::vector<const void*> sources_;

@@ -81,7 +81,7 @@ bool LinkGuard::round(int distance, std::uint64_t identity, bool differs, std::s
   send_.add(&mine, sizeof mine);
   send_.add(out.data(), out.size());
   recv_.add(&theirs, sizeof theirs);
-  Transfer both[] = {std::move(send_), std::move(recv_)};
+  LinkTransfer both[] = {std::move(send_), std::move(recv_)};
   // The head says how much follows, so it is read alone; sending goes on meanwhile.
   while (!both[1].done()) {
     const bool received = net_.advance(both[1], 0);
@@ -122,7 +122,7 @@ void LinkGuard::compare_whole(const Header& header) {
     recv_.peer = (net_.rank() - distance + net_.world_size()) % net_.world_size();
     send_.add(cargo_.data(), slots * sizeof(Header));
     recv_.add(cargo_.data() + at, slots * sizeof(Header));
-    Transfer both[] = {std::move(send_), std::move(recv_)};
+    LinkTransfer both[] = {std::move(send_), std::move(recv_)};
     net_.move(both);
     send_ = std::move(both[0]), recv_ = std::move(both[1]);
   }

@@ -54,7 +54,7 @@ class LinkGuard {
   const Header* shown_ = nullptr;
   std::vector<std::byte> cargo_;  // gather: slot d holds the block of rank - d
   std::vector<std::byte> waste_;
-  Transfer send_{0, true}, recv_{0, false};
+  LinkTransfer send_{0, true}, recv_{0, false};
 };
 
 }  // namespace zcomm::coll

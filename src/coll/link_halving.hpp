@@ -28,7 +28,7 @@ class LinkHalving {
   LinkNet& net_;
   std::vector<std::byte> sums_, came_, results_;
   std::vector<Range> ranges_;  // what was still summed before each halving
-  Transfer both_[2] = {{0, false}, {0, true}};
+  LinkTransfer both_[2] = {{0, false}, {0, true}};
 };
 
 }  // namespace zcomm::coll

@@ -52,7 +52,7 @@ std::string LinkNet::during() const {
   return busy_ ? text(describe(current_), " (operation ", current_.sequence, ")") : std::string();
 }
 
-bool LinkNet::advance(Transfer& transfer, int lane) {
+bool LinkNet::advance(LinkTransfer& transfer, int lane) {
   const std::span<iovec> rest = std::span(transfer.pieces).subspan(transfer.first);
   const int fd = socket(transfer.peer, lane);
   const net::Moved moved = transfer.out ? net::send_pieces(fd, rest) : net::recv_pieces(fd, rest);
@@ -68,13 +68,13 @@ bool LinkNet::advance(Transfer& transfer, int lane) {
   return moved.nbytes > 0;
 }
 
-void LinkNet::move(std::span<Transfer> transfers) {
+void LinkNet::move(std::span<LinkTransfer> transfers) {
   for (bool all = false; !all;) {
     all = true;
     bool moved = false;
     // Receive first: a peer that has done its part may be gone by the time we send.
     for (const bool out : {false, true}) {
-      for (Transfer& transfer : transfers) {
+      for (LinkTransfer& transfer : transfers) {
         if (transfer.out != out || transfer.done()) continue;
         moved |= advance(transfer, 0);
         all &= transfer.done();
@@ -82,7 +82,7 @@ void LinkNet::move(std::span<Transfer> transfers) {
     }
     if (all) break;
     if (moved) continue;
-    for (const Transfer& transfer : transfers)
+    for (const LinkTransfer& transfer : transfers)
       if (!transfer.done()) expect(transfer.peer, 0, transfer.out ? POLLOUT : POLLIN);
     wait();
   }

@@ -18,7 +18,7 @@
 namespace zcomm::coll {
 
 /// Bytes for one peer, or from it.
-struct Transfer {
+struct LinkTransfer {
   int peer;
   bool out;
   std::vector<iovec> pieces{};
@@ -56,11 +56,11 @@ class LinkNet {
   void entered() { entering_ = false; }
 
   /// Moves all of them at once; at most one per peer and direction.
-  void move(std::span<Transfer> transfers);
+  void move(std::span<LinkTransfer> transfers);
 
   // For loops of their own: try, and when nothing moved, wait.
   /// Consumes from `transfer` what can move now; returns whether anything did. PeerLost at the end of the stream.
-  bool advance(Transfer& transfer, int lane);
+  bool advance(LinkTransfer& transfer, int lane);
   /// The next wait() also wakes for this.
   void expect(int peer, int lane, short events);
   /// Until one of them is ready; throws PeerLost, Timeout, CollectiveMismatch, Error, Interrupted.

@@ -58,7 +58,7 @@ class RingPath {
     Cursor in, out;
     Mark mark_in{}, mark_out{};
     bool mark_sent = false, mark_checked = false;
-    Transfer send{0, true}, recv{0, false};
+    LinkTransfer send{0, true}, recv{0, false};
     bool sending = false, receiving = false;
     std::vector<std::byte> slots, landing;
   };

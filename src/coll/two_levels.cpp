@@ -7,6 +7,7 @@
 
 #include "base/error.hpp"
 #include "base/interrupt.hpp"
+#include "coll/splits.hpp"
 
 namespace zcomm::coll {
 namespace {
@@ -70,8 +71,12 @@ Operation& TwoLevels::begin(OpKind kind, DType dtype, DType out_dtype, ReduceOp 
 }
 
 /// Completes the header as coll/operation.cpp does.
-void TwoLevels::run_part(int ranks) {
+void TwoLevels::run_part(int own, int ranks) {
   Header& header = part_.header;
+  if (header.kind == OpKind::all_to_all) {
+    header.buffers = static_cast<std::uint32_t>(ranks);
+    set_splits(header, own, part_.items.all());
+  }
   for (const Item& item : part_.items.all()) {
     if (header.kind == OpKind::all_to_all) break;
     const std::size_t count = in_place(header.kind) ? item.count : item.count * static_cast<std::size_t>(ranks);

@@ -46,8 +46,8 @@ class TwoLevels {
   Operation& begin(OpKind kind, DType dtype, DType out_dtype, ReduceOp op = ReduceOp::sum, int root = -1);
   Operation& begin(OpKind kind, DType dtype, int root = -1) { return begin(kind, dtype, dtype, ReduceOp::sum, root); }
   void add(const Item& item) { part_.items.add(item, spares_); }
-  void run_on_host() { run_part(map_.places()), host_engine_.run(part_); }
-  void run_between_hosts() { run_part(map_.hosts()), group_.run(part_, &header_); }
+  void run_on_host() { run_part(place(), map_.places()), host_engine_.run(part_); }
+  void run_between_hosts() { run_part(host(), map_.hosts()), group_.run(part_, &header_); }
   /// The operation's own buffers stand for symmetric memory in this part too.
   void keep_places(bool in, bool out) { keep_in_ = in, keep_out_ = out; }
 
@@ -59,7 +59,7 @@ class TwoLevels {
   double timeout_s() const { return timeout_s_; }
 
  private:
-  void run_part(int ranks);
+  void run_part(int own, int ranks);
   std::vector<int> group_members() const;
 
   std::shared_ptr<net::Mesh> mesh_;

@@ -7,6 +7,7 @@
 
 using namespace zcomm;
 using namespace zcomm::test;
+using namespace zcomm::test::links;
 
 namespace {
 
@@ -18,6 +19,7 @@ void check_moves_and_reductions(Rank& self, const Sample& c) {
   check_reduce(self, c);
   check_reduce_scatter(self, c);
   check_moves(self, c);
+  check_all_to_all(self, c);
 }
 
 }  // namespace
@@ -106,6 +108,18 @@ TEST(hierarchical, uneven_hosts_are_refused) {
   EXPECT_THROW_WITH(coll::create_hierarchical(cables.adopt(0), net::Mesh::adopt(0, std::vector<net::AdoptedSockets>(1)),
                                               {0, 1, 1}, std::move(cables.links[0])),
                     InvalidArgument, "host 0 has 1 ranks and host 1 has 2");
+}
+
+TEST(hierarchical, all_to_all_counts_are_compared) {
+  run_hosts({0, 0, 1, 1}, 30, [](HierarchicalRank& self) {
+    std::vector<float> values(100);
+    const std::vector<ConstBuffer> in(4, ConstBuffer{values.data(), 4});
+    std::vector<Buffer> out;
+    for (std::size_t q = 0; q < 4; ++q)
+      out.push_back({values.data() + 10 * (q + 1), self.rank == 3 && q == 0 ? 5u : 4u});
+    EXPECT_THROW_WITH(self.comm->all_to_all(in, out, DType::f32).wait(), CollectiveMismatch,
+                      "rank 0 sends 4 elements to rank 3, which expects 5");
+  });
 }
 
 TEST(hierarchical, mismatches_are_seen_by_all) {

@@ -5,6 +5,7 @@
 
 using namespace zcomm;
 using namespace zcomm::test;
+using namespace zcomm::test::links;
 
 TEST(link_values, chosen_by_size) {
   for (int world = 1; world <= 5; ++world)

@@ -6,7 +6,7 @@
 
 #include "comm_world.hpp"
 
-namespace zcomm::test {
+namespace zcomm::test::links {
 
 inline constexpr DType kDTypes[] = {DType::f32, DType::f64, DType::bf16, DType::f16, DType::i32,
                                     DType::i64, DType::i8,  DType::u8,   DType::b8};
@@ -193,4 +193,4 @@ struct Algorithm {
   ~Algorithm() { ::unsetenv("ZCOMM_LINK_ALGO"); }
 };
 
-}  // namespace zcomm::test
+}  // namespace zcomm::test::links
