@@ -61,7 +61,7 @@ void bind_mesh(py::module_& m) {
             return net::Mesh::connect(rank, world_size, std::move(listener), addresses, token, timeout_s);
           },
           py::arg("rank"), py::arg("world_size"), py::arg("listener"), py::arg("addresses"), py::arg("token"),
-          py::arg("timeout_s"), py::call_guard<py::gil_scoped_release>())
+          py::arg("timeout_s"), py::call_guard<BlockingCall>())
       .def("lost",
            [](const net::Mesh& self) -> std::optional<int> {
              const auto loss = self.lost();
@@ -171,7 +171,7 @@ void bind_comm(py::module_& m) {
        py::arg("mesh"), py::arg("timeout_s") = CommOptions{}.timeout_s,
        py::arg("slot_nbytes") = CommOptions{}.slot_nbytes, py::arg("slot_count") = CommOptions{}.slot_count,
        py::arg("one_shot_nbytes") = CommOptions{}.one_shot_nbytes,
-       py::call_guard<py::gil_scoped_release>())
+       py::call_guard<BlockingCall>())
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("world_size", &Communicator::world_size)
       .def("allocate",

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import importlib
+import logging
 import os
 import threading
+from collections.abc import Callable
 
 import torch
 
 from zcomm import _core, _rendezvous
-from zcomm.comm import Communicator
+from zcomm._join import JOINERS, OWN_BACKENDS, Joined
+from zcomm.comm import Communicator, close_all
 
 _lock = threading.Lock()
 _current: Communicator | None = None
@@ -27,20 +31,19 @@ def init(
 ) -> Communicator:
     """Join the job and return its communicator; a second call returns the same one.
 
-    backend: "auto" or "shm" (ranks of one host over shared memory).
+    backend: "auto" (shared memory on one host, hierarchical between hosts that have equally many ranks, else tcp),
+    "shm", "tcp", "hierarchical", "mpi", "nccl". What was chosen is in ``Communicator.backend``, and rank 0 logs it once
+    (logger "zcomm", INFO).
     timeout: seconds; the deadline of joining and of every later operation.
     device: None or "cpu".
     rank, world_size, init_method ("tcp://host:port" | "file://path"): given together, or taken from torchrun, mpirun,
     Slurm or ``zcomm run``; with none of them, a world of one.
 
-    Raises: ValueError (arguments), NotImplementedError (another backend or device), TimeoutError naming the ranks
-    that did not come.
+    Raises: ValueError (arguments, environment variables, a backend that does not reach all ranks), NotImplementedError
+    (a backend or device that is not there), TimeoutError naming the ranks that did not come, PeerLost, OSError.
     """
     global _current, _generation
-    if backend not in ("auto", "shm"):
-        known = ("tcp", "cuda_ipc", "nccl", "mpi")
-        kind = NotImplementedError if backend in known else ValueError
-        raise kind(f"init: backend={backend!r} is not available; use 'auto' or 'shm'")
+    join = _joiner(backend)
     if device is not None and torch.device(device).type != "cpu":
         raise NotImplementedError(f"init: device={device!r}; this version's collectives run on the CPU")
     if not timeout > 0:
@@ -49,21 +52,37 @@ def init(
         if _current is not None:
             return _current
         job = _rendezvous.find_job(rank, world_size, init_method)
-        mesh = _rendezvous.connect(job, timeout, _generation)
         _generation += 1
-        core = _core.Communicator.create(mesh, timeout_s=timeout)
-        _core.set_threads(max(1, len(os.sched_getaffinity(0)) // job.world_size))
-        _current = Communicator(core, mesh, job.local_rank)
+        _current = Communicator(join(job, timeout, _generation))
+        _core.set_threads(max(1, len(os.sched_getaffinity(0)) // _current.local_world_size))
+        if _current.rank == 0:
+            logging.getLogger("zcomm").info("%s", _current.describe())
         return _current
 
 
+def _joiner(backend: str) -> Callable[[_rendezvous.Job, float, int], Joined]:
+    """What joins a job by ``backend``. Raises: ValueError, NotImplementedError."""
+    if backend in OWN_BACKENDS:
+        return lambda job, timeout, generation: _rendezvous.join(job, backend, timeout, generation)
+    if backend not in (*JOINERS, "cuda_ipc"):
+        raise ValueError(f"init: backend={backend!r} is not one of {', '.join((*OWN_BACKENDS, *JOINERS))}")
+    try:
+        join: Callable[[_rendezvous.Job, float, int], Joined] = importlib.import_module(JOINERS[backend]).join
+    except (KeyError, ModuleNotFoundError) as error:
+        missing = f"no module {error.name}" if isinstance(error, ModuleNotFoundError) else "not in this version"
+        raise NotImplementedError(f"init: backend={backend!r} is not available ({missing}); use 'auto'") from None
+    return join
+
+
 def shutdown() -> None:
-    """Leave the job: end pending operations, say goodbye to the peers, free all memory. Idempotent."""
+    """Leave the job: end pending operations, say goodbye to the peers, free all memory. Idempotent.
+
+    Closes all communicators that came from it as well.
+    """
     global _current
     with _lock:
         if _current is not None:
-            _current.close()
-            _current._mesh.leave()
+            close_all()
             _current = None
 
 

@@ -6,12 +6,15 @@ zcomm has no discovery of its own: rank and world size come from the launcher (t
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import secrets
+import socket
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +22,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 from zcomm import _core
+from zcomm._hosts import Hosts, host_id, machine_id
+from zcomm._join import Door, Group, Joined, Settings, enter
+from zcomm._proof import derive_key
+from zcomm._tcp import descriptor_limit_named
+
+_LAST_WORDS_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -97,7 +106,15 @@ def _meeting_point(launcher: str, env: Mapping[str, str]) -> str:
     return f"file://{folder / name}"
 
 
-def open_store(job: Job, timeout: float) -> dist.Store:
+def master_of(job: Job) -> str | None:
+    """A host that all ranks have a route to: where the store is, or what the launcher says."""
+    method = job.init_method or ""
+    if method.startswith("tcp://"):
+        return method.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    return os.environ.get("MASTER_ADDR")
+
+
+def open_store(job: Job, deadline: float, timeout: float) -> dist.Store:
     """The store that ``job.init_method`` names. Raises: ValueError for another scheme, TimeoutError, OSError."""
     method = job.init_method or ""
     if method.startswith("file://"):
@@ -106,61 +123,161 @@ def open_store(job: Job, timeout: float) -> dist.Store:
         host, _, port = method.removeprefix("tcp://").rpartition(":")
         if not host or not port.isdigit():
             raise ValueError(f"init_method={method!r}: expected tcp://host:port")
-        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun serves the port itself
-        try:
-            return dist.TCPStore(
-                host,
-                int(port),
-                job.world_size,
-                is_master=job.rank == 0 and not agent,
-                timeout=timedelta(seconds=timeout),
-                multi_tenant=True,
-            )
-        except dist.DistError as error:
-            raise TimeoutError(f"rank {job.rank}: no store at {method} within {timeout} s: {error}") from error
+        return _open_tcp_store(job, host.strip("[]"), int(port), deadline, timeout)
     raise ValueError(f"init_method={method!r}: expected tcp://host:port or file://path")
 
 
-def host_id() -> str:
-    """What ranks must share to use each other's memory: kernel boot and network namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+def _open_tcp_store(job: Job, host: str, port: int, deadline: float, timeout: float) -> dist.Store:
+    """In short attempts, as Ctrl-C does not reach one; the ranks are waited for later, by name."""
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun serves the port itself
+    is_master = job.rank == 0 and not agent
+    while True:
+        left = deadline - time.monotonic()
+        if not is_master and not _answers(host, port, min(1.0, max(0.1, left))):
+            if left <= 0:
+                raise TimeoutError(f"rank {job.rank}: no store at {job.init_method} within {timeout:g} s")
+            time.sleep(0.05)
+            continue
+        try:
+            store = dist.TCPStore(
+                host,
+                port,
+                job.world_size,
+                is_master=is_master,
+                timeout=timedelta(seconds=max(1.0, min(left, 10.0))),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+        except dist.DistError as error:
+            if left <= 0 or is_master:
+                raise TimeoutError(
+                    f"rank {job.rank}: no store at {job.init_method} within {timeout:g} s: {error}"
+                ) from error
+            continue
+        store.set_timeout(timedelta(seconds=max(1.0, timeout)))
+        return store
 
 
-def connect(job: Job, timeout: float, generation: int) -> _core.Mesh:
-    """Meets all ranks and connects to them. ``generation`` counts the init() calls of this process.
+def _answers(host: str, port: int, patience: float) -> bool:
+    """Whether something listens there."""
+    try:
+        socket.create_connection((host, port), patience).close()
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
+        return False
+    return True
 
-    Raises: TimeoutError naming the ranks that did not come; NotImplementedError when they are on several hosts.
+
+def join(job: Job, backend: str, timeout: float, generation: int) -> Joined:
+    """Joins the job's ranks. ``generation`` counts the init() calls of this process.
+
+    backend: one of ``_join.OWN_BACKENDS``. Raises: as join_through_store.
     """
-    listener = _core.Listener()
     if job.world_size == 1:
-        return _core.Mesh.connect(0, 1, listener, [listener.address], "", timeout)
+        return join_through_store(None, 0, 1, backend, timeout)
     deadline = time.monotonic() + timeout
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"zcomm/{restart}/{generation}", open_store(job, timeout))
-    mine = {"address": listener.address, "host": host_id(), "token": secrets.token_hex(16)}
-    store.set(str(job.rank), json.dumps(mine))
-    everyone = [_get(store, rank, job, deadline, timeout) for rank in range(job.world_size)]
-    for rank, other in enumerate(everyone):
-        if other["host"] != everyone[0]["host"]:
-            raise NotImplementedError(
-                f"rank 0 and rank {rank} are on different hosts (or network namespaces); this version joins one host"
-            )
-    addresses = [other["address"] for other in everyone]
+    with descriptor_limit_named(f"init: rank {job.rank} cannot meet the others"):
+        store = dist.PrefixStore(f"zcomm/{restart}/{generation}", open_store(job, deadline, timeout))
     left = max(0.1, deadline - time.monotonic())
-    return _core.Mesh.connect(job.rank, job.world_size, listener, addresses, everyone[0]["token"], left)
+    where = job.init_method or ""
+    return join_through_store(store, job.rank, job.world_size, backend, left, timeout, where, master_of(job))
 
 
-def _get(store: dist.Store, rank: int, job: Job, deadline: float, timeout: float) -> dict[str, str]:
+def join_through_store(
+    store: dist.Store | None,
+    rank: int,
+    world_size: int,
+    backend: str,
+    join_timeout: float,
+    timeout: float | None = None,
+    where: str = "the store",
+    master: str | None = None,
+) -> Joined:
+    """Joins the ranks that share ``store``, which nobody else writes to and which is trusted: their token lies in it.
+
+    join_timeout: of joining; timeout: of later operations, the same if not given. where: the store's name, for errors.
+    master: a host that all have a route to. A world of one needs no store. The keys are ``store_keys(world_size)``.
+    Raises: TimeoutError naming the ranks that did not come; ValueError when ``backend`` does not reach them, or for
+    environment variables; RuntimeError with what kept another rank from it; PeerLost, OSError.
+    """
+    deadline = time.monotonic() + join_timeout
+    meeting = _Meeting(store, rank, world_size, deadline, f"{where} within {timeout or join_timeout:g} s")
+    mine = {"host": host_id(), "machine": machine_id()}
+    if rank == 0:
+        mine |= {"token": secrets.token_hex(32), "settings": Settings.read().to_text()}
+    everyone = [json.loads(told) for told in meeting.exchange("rank", json.dumps(mine))]
+    group = Group(
+        what="init",
+        rank=rank,
+        hosts=Hosts.of([each["host"] for each in everyone], [each["machine"] for each in everyone]),
+        requested=backend,
+        key=derive_key(bytes.fromhex(everyone[0]["token"]), b"job"),
+        timeout_s=timeout or join_timeout,
+        settings=Settings.of_text(everyone[0]["settings"]),
+    )
+    door = Door(group, master)
+    try:
+        addresses = meeting.exchange("address", door.address)
+        meeting.end()
+        return enter(group, door, addresses, deadline)
+    finally:
+        door.close()
+
+
+def store_keys(world_size: int) -> list[str]:
+    """What join_through_store leaves in the store."""
+    return [f"{what}{rank}" for what in ("rank", "address") for rank in range(world_size)] + ["read"]
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    """Exchanges of texts through a store."""
+
+    store: dist.Store | None
+    rank: int
+    world_size: int
+    deadline: float
+    where: str
+
+    def exchange(self, what: str, mine: str) -> list[str]:
+        """Everybody's text, by rank."""
+        if self.store is None or self.world_size == 1:
+            return [mine]
+        store, names = self.store, [f"{what}{rank}" for rank in range(self.world_size)]
+        try:
+            store.set(names[self.rank], mine)
+            if not _wait(lambda: store.check(names), self.deadline):
+                missing = [str(rank) for rank, name in enumerate(names) if not store.check([name])]
+                told = f"rank(s) {', '.join(missing)} of {self.world_size} did not come to {self.where}"
+                raise TimeoutError(f"init: {told}")
+            return [told.decode() for told in store.multi_get(names)]
+        except dist.DistError as error:
+            lost = _core.PeerLost(f"init: rank {self.rank} lost the store, which rank 0 has: {error}")
+            lost.rank = 0
+            raise lost from error
+
+    def end(self) -> None:
+        """Rank 0 may have the store: if it fails now, the others shall have read why."""
+        if self.store is None or self.world_size == 1:
+            return
+        store = self.store
+        with contextlib.suppress(dist.DistError):
+            store.add("read", 1)
+            if self.rank == 0:
+                _wait(
+                    lambda: store.add("read", 0) >= self.world_size,
+                    min(self.deadline, time.monotonic() + _LAST_WORDS_S),
+                )
+
+
+def _wait(happened: Callable[[], bool], deadline: float) -> bool:
+    """Looks for it less and less often; False at the deadline."""
     pause = 0.001
-    while not store.check([str(rank)]):
+    while not happened():
         if time.monotonic() > deadline:
-            missing = [r for r in range(job.world_size) if not store.check([str(r)])]
-            raise TimeoutError(
-                f"init: rank(s) {', '.join(map(str, missing))} of {job.world_size} did not come to "
-                f"{job.init_method} within {timeout} s"
-            )
+            return False
         time.sleep(pause)
         pause = min(pause * 2, 0.05)
-    answer: dict[str, str] = json.loads(store.get(str(rank)))
-    return answer
+    return True

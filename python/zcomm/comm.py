@@ -9,16 +9,18 @@ Source: owner-computes reduction, docs/algorithms.md.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from zcomm import _core
 from zcomm._calls import Buckets
+from zcomm._join import Joined
 from zcomm._messages import Messages
 from zcomm._movements import Movements
 from zcomm._reductions import Reductions
+from zcomm._split import split
 from zcomm._tensors import core_dtype, tensor_of
 
 __all__ = ["Buckets", "Communicator"]
@@ -27,13 +29,19 @@ __all__ = ["Buckets", "Communicator"]
 class Communicator(Reductions, Movements, Messages):
     """The ranks of a job, in a fixed order. Made by ``zcomm.init``; ``duplicate`` and ``split`` make further ones."""
 
-    def __init__(self, core: _core.Communicator, mesh: _core.Mesh, local_rank: int) -> None:
-        super().__init__(core)
-        self._mesh = mesh
-        self.rank: int = core.rank
-        self.world_size: int = core.world_size
-        self.local_rank = local_rank
-        self.local_world_size: int = core.world_size
+    def __init__(self, joined: Joined) -> None:
+        super().__init__(joined.core)
+        self._joined = joined
+        self.rank: int = joined.core.rank
+        self.world_size: int = joined.core.world_size
+        self.local_rank: int = joined.hosts.local_rank(self.rank)
+        self.local_world_size: int = joined.hosts.local_world_size(self.rank)
+        self.backend: str = joined.backend
+        _open.add(self)
+
+    def describe(self) -> str:
+        """One line: this rank, how many there are, on which hosts, and how they reach each other."""
+        return f"rank {self.rank} of {self._joined.describe()}"
 
     # --- memory -----------------------------------------------------------------------------------------------
 
@@ -60,9 +68,24 @@ class Communicator(Reductions, Movements, Messages):
 
     # --- life -------------------------------------------------------------------------------------------------
 
+    def split(self, color: int | None, key: int = 0, *, name: str = "") -> Communicator | None:
+        """Communicators of parts: ranks of the same ``color``, in order of ``key``, then of rank. Collective.
+
+        color: None or negative: this rank joins no part and gets None. name: compared between the ranks, as that of
+        any operation is; for programs that split from several threads.
+        A part has its own order of calls, memory, sockets and failures, and outlives this communicator; close() frees
+        it. Raises: as all_gather, and then this communicator is poisoned; RuntimeError, OSError, PeerLost or
+        TimeoutError when a part cannot be joined, which leaves this communicator as it is.
+        """
+        splitter = self._joined.splitter or split
+        joined = splitter(self, self._joined, color, key, name)
+        return None if joined is None else Communicator(joined)
+
     def duplicate(self) -> Communicator:
-        """A second communicator of the same ranks with its own order of calls. Collective."""
-        return Communicator(self._core.duplicate(), self._mesh, self.local_rank)
+        """A second communicator of the same ranks with its own order of calls: ``split`` into one part. Collective."""
+        twin = self.split(0, self.rank, name="duplicate")
+        assert twin is not None
+        return twin
 
     @contextmanager
     def no_deadline(self) -> Iterator[None]:
@@ -77,5 +100,19 @@ class Communicator(Reductions, Movements, Messages):
             self._core.resume_deadline()
 
     def close(self) -> None:
-        """End pending operations with an error and free everything. Idempotent; not collective."""
+        """End pending operations with an error, say goodbye to the peers, free everything. Idempotent; not collective.
+
+        Parts that were split from it go on.
+        """
         self._core.close()
+        for mesh in self._joined.meshes:
+            mesh.leave()
+
+
+_open: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+def close_all() -> None:
+    """Close every communicator of this process."""
+    for comm in list(_open):
+        comm.close()

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "base/error.hpp"
+#include "base/interrupt.hpp"
 #include "net/monitor.hpp"
 #include "net/socket.hpp"
 
@@ -177,7 +178,8 @@ std::vector<Parcel> Exchange::run_checked(Parcel mine, double timeout_s, const M
     }
     if (done) break;
     if (late) throw_late(dialogues, frame, sequence, timeout_s);
-    wait_for(fds, deadline);
+    wait_for(fds, deadline, 1000);
+    check_interrupt();
     late = deadline.passed();
   }
   std::vector<Parcel> parcels(sockets_.size());

@@ -7,6 +7,7 @@
 #include <list>
 
 #include "base/error.hpp"
+#include "base/interrupt.hpp"
 #include "net/hello.hpp"
 #include "net/socket.hpp"
 
@@ -200,7 +201,8 @@ class Handshake {
     const bool soon = ended_ || !guests_.empty() || std::any_of(calls_.begin(), calls_.end(), [this](const Call& call) {
                         return !call.socket && !channels_[call.peer].data;
                       });
-    wait_for(fds, deadline_, soon ? static_cast<int>(kRetry_s * 1000) : 60'000);
+    wait_for(fds, deadline_, soon ? static_cast<int>(kRetry_s * 1000) : 1000);
+    check_interrupt();
     accept_guests();
     guests_.remove_if([this](Guest& guest) { return greet(guest); });
     for (Call& call : calls_) {

@@ -76,7 +76,7 @@ class _Candidates:
 
         self._job = job
         self._all: list[_core.Communicator] = [
-            _core.Communicator.create(job._mesh, timeout_s=60.0, **asdict(tuning)) for tuning in tunings
+            _core.Communicator.create(job._joined.meshes[0], timeout_s=60.0, **asdict(tuning)) for tuning in tunings
         ]
 
     def seconds(self, nbytes: int, calls: int) -> list[float]:

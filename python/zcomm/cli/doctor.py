@@ -188,8 +188,9 @@ def _swap(directory: Path) -> Iterator[Finding]:
 
 def _variables() -> Iterator[Finding]:
     from zcomm import _core as core
+    from zcomm import _hosts
 
-    described = dict(core.env_variables())
+    described = {**dict(core.env_variables()), **dict(_hosts.VARIABLES)}
     for name, meaning in described.items():
         value = os.environ.get(name)
         yield Finding("ok", name, f"{'unset' if value is None else value}: {meaning}")

@@ -72,6 +72,9 @@ def build_parts(
     share_parameters: bool,
 ) -> Parts:
     """Collective. Parameters are numbered unit by unit, in order of registration."""
+    share_parameters = (
+        share_parameters and job.backend == "shm"
+    )  # others have ranks that cannot see each other's memory
     arena = _core.PinnedArena()
     params = [param for group in groups for param in group["params"]]
     _check_params(params)

@@ -42,7 +42,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     precision: "fp32", or "bf16" (parameters and gradients in bf16, exact fp32 master, fp32 accumulation).
     clip_norm: clip the global gradient norm to this. grad_accum: micro-steps per step.
     bucket_mb: MiB of gradients that travel together. prefetch: units gathered ahead (stage 3 by units).
-    overlap: reduce while backward runs. share_parameters: one copy of the parameters for the CPU ranks of a host.
+    overlap: reduce while backward runs. share_parameters: one copy of the parameters for the CPU ranks of a host,
+    where all are on one host (backend "shm"); otherwise a copy on each rank.
     optimizer_args: lr, betas, eps, weight_decay, maximize.
 
     Gradients are averaged over the ranks and over the ``grad_accum`` micro-steps; nobody else divides. Call ``step()``

@@ -1,0 +1,105 @@
+"""Proof of membership: what the two ends of a new TCP connection say before anything else is read from it.
+
+[Note: proof] Three messages of fixed size; each side proves that it knows the group's key, which itself never travels:
+    listener -> caller    Challenge   magic, fresh nonce (a stranger learns nothing from it)
+    caller -> listener    Answer      who calls whom for what, fresh nonce, MAC of all that was said so far
+    listener -> caller    Verdict     MAC of the same under another label; with it the connection is both sides'
+Nonces make a recorded conversation worthless, labels keep one side's MAC from serving as the other's, and the line
+(ranks, purpose, number) is inside of the MAC, so a connection cannot be passed off as another one.
+What follows is neither encrypted nor authenticated: the network between the hosts is trusted to carry it unchanged.
+Source: RFC 2104 (HMAC), ISO/IEC 9798-4 (mutual authentication in three passes).
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import hmac
+import secrets
+import struct
+from dataclasses import dataclass
+
+MAGIC = b"zcommtc1"
+_NONCE_NBYTES = 32
+_MAC_NBYTES = 32
+_CHALLENGE = struct.Struct(f"!8s{_NONCE_NBYTES}s")
+_ANSWER = struct.Struct(f"!8sIIIHH{_NONCE_NBYTES}s{_MAC_NBYTES}s")  # magic, world, caller, listener, purpose, number
+CHALLENGE_NBYTES = _CHALLENGE.size
+ANSWER_NBYTES = _ANSWER.size
+VERDICT_NBYTES = _MAC_NBYTES
+
+
+class Purpose(enum.IntEnum):
+    """What a connection is for."""
+
+    DATA = 0  # parcels of Mesh.exchange
+    CONTROL = 1  # goodbyes; its end means that the peer is gone
+    LINK = 2  # what collectives and messages travel on, numbered
+
+
+@dataclass(frozen=True, order=True)
+class Line:
+    """One connection between two ranks of a world; the higher rank calls."""
+
+    caller: int
+    listener: int
+    purpose: Purpose
+    number: int = 0
+
+
+def derive_key(secret: bytes, *words: bytes) -> bytes:
+    """A key for what ``words`` say, which tells nothing of ``secret`` and of other keys."""
+    told = b"".join(len(word).to_bytes(8, "big") + word for word in words)
+    return hmac.digest(secret, b"zcomm key" + told, hashlib.sha256)
+
+
+def _mac(key: bytes, label: bytes, challenge: bytes, answer: bytes) -> bytes:
+    return hmac.digest(key, label + challenge + answer, hashlib.sha256)
+
+
+class CallerProof:
+    """The caller's side of one conversation."""
+
+    def __init__(self, key: bytes, line: Line, world_size: int) -> None:
+        self._key = key
+        self._line = line
+        self._world_size = world_size
+        self._expected: bytes | None = None
+
+    def answer(self, challenge: bytes) -> bytes | None:
+        """None if ``challenge`` is not one."""
+        magic, _ = _CHALLENGE.unpack(challenge)
+        if magic != MAGIC:
+            return None
+        line = self._line
+        nonce = secrets.token_bytes(_NONCE_NBYTES)
+        told = _ANSWER.pack(
+            MAGIC, self._world_size, line.caller, line.listener, line.purpose, line.number, nonce, bytes(_MAC_NBYTES)
+        )[:-_MAC_NBYTES]
+        self._expected = _mac(self._key, b"listener", challenge, told)
+        return told + _mac(self._key, b"caller", challenge, told)
+
+    def accepts(self, verdict: bytes) -> bool:
+        """Whether the listener has proved itself."""
+        return self._expected is not None and hmac.compare_digest(verdict, self._expected)
+
+
+class ListenerProof:
+    """The listener's side of one conversation."""
+
+    def __init__(self, key: bytes, rank: int, world_size: int) -> None:
+        self._key = key
+        self._rank = rank
+        self._world_size = world_size
+        self.challenge: bytes = _CHALLENGE.pack(MAGIC, secrets.token_bytes(_NONCE_NBYTES))
+
+    def judge(self, answer: bytes) -> tuple[Line, bytes] | None:
+        """The line and the verdict to send, or None for a stranger."""
+        told, mac = answer[:-_MAC_NBYTES], answer[-_MAC_NBYTES:]
+        if not hmac.compare_digest(mac, _mac(self._key, b"caller", self.challenge, told)):
+            return None
+        magic, world_size, caller, listener, purpose, number, _, _ = _ANSWER.unpack(answer)
+        if magic != MAGIC or world_size != self._world_size or listener != self._rank or purpose > max(Purpose):
+            return None
+        line = Line(caller, listener, Purpose(purpose), number)
+        return line, _mac(self._key, b"listener", self.challenge, told)

@@ -1,0 +1,163 @@
+"""Deadlines: no_deadline() for slow set-up by one rank, and what a late rank's error says: who, which call, where."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import zcomm
+
+Run = Callable[..., list[Any]]
+TIMEOUT_S = 1.0
+SLOW_S = 2.6  # more than two deadlines
+
+
+def outcome(call: Callable[[], object]) -> str:
+    """ "fine", or the error with its kind."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+def slow_rank(slow: int, suspended: bool, call: str) -> str:
+    """The slow rank comes late to ``call``; all return what it ended in."""
+    comm = zcomm.init(timeout=TIMEOUT_S)
+    tensor = torch.ones(1000)
+    comm.barrier()
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: comm.all_reduce(tensor),
+        "async": lambda: comm.all_reduce(tensor, async_op=True).wait(),  # type: ignore[union-attr]
+        "empty": lambda: comm.empty(10),
+        "split": lambda: comm.split(0),
+    }
+    if comm.rank != slow:
+        result = outcome(calls[call])
+        if not suspended:
+            time.sleep(SLOW_S - TIMEOUT_S + 0.5)  # until the slow one is done: leaving would be another error
+        return result
+    if suspended:
+        with comm.no_deadline():
+            time.sleep(SLOW_S)
+            return outcome(calls[call])
+    time.sleep(SLOW_S)
+    return outcome(calls[call])
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "async", "split"])
+def test_nobody_runs_into_the_deadline_of_a_rank_that_has_none(call: str, run_ranks: Run) -> None:
+    assert run_ranks(slow_rank, 3, 0, True, call) == ["fine"] * 3
+
+
+@pytest.mark.parametrize(("slow", "call"), [(0, "all_reduce"), (1, "async"), (2, "empty")])
+def test_without_it_the_late_rank_is_named(slow: int, call: str, run_ranks: Run) -> None:
+    word = {"async": "all_reduce", "empty": "allocate"}.get(call, call)
+    for rank, message in enumerate(run_ranks(slow_rank, 3, slow, False, call)):
+        assert message.startswith("TimeoutError: "), message
+        assert f"for rank {slow} to enter it" in message and word in message, message
+        if rank != slow:
+            assert re.search(rf"waited {TIMEOUT_S:g} s", message), message
+
+
+def here() -> int:
+    """The caller's line."""
+    return sys._getframe(1).f_lineno
+
+
+def where_ranks_were() -> tuple[str, int]:
+    """What the late rank's peer was told, and the line of the call that this is about."""
+    comm = zcomm.init(timeout=TIMEOUT_S)
+    line = here() + 1
+    comm.barrier()
+    if comm.rank == 1:
+        time.sleep(SLOW_S)
+        return "", line
+    with pytest.raises(TimeoutError) as caught:
+        line = here() + 1
+        comm.all_reduce(torch.ones(1000), name="loss")
+    time.sleep(SLOW_S - TIMEOUT_S + 0.5)
+    return str(caught.value), line
+
+
+def test_the_message_says_where_the_call_is_and_where_the_late_rank_was_seen(run_ranks: Run) -> None:
+    (message, now), (_, last) = run_ranks(where_ranks_were, 2)
+    waits, seen = message.split("; rank 1 ")
+    assert f"all_reduce float32 sum count=1000 'loss' at test_deadline.py:{now} " in waits, message
+    assert f"last entered operation 1, barrier at test_deadline.py:{last}" in seen, message
+
+
+def mismatch_with_lines() -> str:
+    zcomm.init(timeout=10.0)
+    with pytest.raises(zcomm.CollectiveMismatch) as caught:
+        zcomm.all_reduce(torch.ones(4)) if zcomm.rank() == 0 else zcomm.barrier()
+    return str(caught.value)
+
+
+def test_a_mismatch_names_both_lines(run_ranks: Run) -> None:
+    for message in run_ranks(mismatch_with_lines, 2):
+        assert len(re.findall(r"at test_deadline\.py:\d+", message)) == 2, message
+
+
+def suspensions_nest() -> list[str]:
+    comm = zcomm.init(timeout=TIMEOUT_S)
+    comm.barrier()
+    found = []
+    for nested in (True, False):
+        if comm.rank == 0:
+            with comm.no_deadline():
+                with comm.no_deadline():
+                    pass
+                if nested:
+                    time.sleep(SLOW_S)
+            if not nested:
+                time.sleep(SLOW_S)
+        found.append(outcome(comm.barrier))
+        if not nested and comm.rank != 0:
+            time.sleep(SLOW_S)
+    return found
+
+
+def test_suspensions_nest_and_end(run_ranks: Run) -> None:
+    for found in run_ranks(suspensions_nest, 2):
+        assert found[0] == "fine" and found[1].startswith("TimeoutError: "), found
+
+
+def dies_without_deadline() -> tuple[str, float]:
+    comm = zcomm.init(timeout=60)
+    comm.barrier()
+    if comm.rank == 0:
+        with comm.no_deadline():
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    return outcome(comm.barrier), time.monotonic() - started
+
+
+def test_a_rank_that_dies_without_a_deadline_is_noticed(run_ranks: Run) -> None:
+    _, second = run_ranks(dies_without_deadline, 2, check=False)
+    assert second.value is not None, second.describe()
+    message, took_s = second.value
+    assert message.startswith("PeerLost: rank 0 died") and took_s < 5
+
+
+def closed_communicator() -> None:
+    comm = zcomm.init()
+    part = comm.duplicate()
+    part.close()
+    with pytest.raises(RuntimeError, match="closed"), part.no_deadline():
+        pass
+    with comm.no_deadline():
+        comm.barrier()
+
+
+def test_no_deadline_of_a_closed_communicator(run_ranks: Run) -> None:
+    run_ranks(closed_communicator, 2)

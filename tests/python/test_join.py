@@ -1,0 +1,328 @@
+"""Joining a job: hosts, the choice of a backend and of an address, and everything that can keep a rank from joining."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+import zcomm
+from zcomm import _hosts
+from zcomm._hosts import Hosts, choose_address
+from zcomm._join import Group, Settings
+from zcomm._proof import derive_key
+
+Run = Callable[..., list[Any]]
+
+
+def hosts_of(names: str) -> Hosts:
+    return Hosts.of(list(names), ["machine"] * len(names))
+
+
+# ---- hosts ----
+def test_hosts_are_numbered_by_their_lowest_rank() -> None:
+    hosts = hosts_of("babbac")
+    assert hosts.of_rank == (0, 1, 0, 0, 1, 2) and hosts.count == 3 and hosts.one_machine
+    assert [hosts.local_rank(rank) for rank in range(6)] == [0, 0, 1, 2, 1, 0]
+    assert [hosts.local_world_size(rank) for rank in range(6)] == [3, 2, 3, 3, 2, 1]
+    assert hosts.describe() == "3 hosts with 3, 2 and 1 ranks"
+    assert hosts.of_ranks([4, 5, 1]).of_rank == (0, 1, 0)
+    assert hosts_of("aabb").describe() == "2 hosts x 2 ranks" and hosts_of("aa").describe() == "1 host"
+
+
+def test_ranks_of_different_machines_are_never_one_host() -> None:
+    """A ZCOMM_HOST_ID that two machines have in common does not make their memory shared."""
+    hosts = Hosts.of(["same", "same"], ["m0", "m1"])
+    assert hosts.count == 2 and not hosts.one_machine
+
+
+@pytest.mark.parametrize(
+    ("names", "requested", "backend"),
+    [
+        ("a", "auto", "shm"),
+        ("a", "tcp", "shm"),
+        ("aa", "auto", "shm"),
+        ("aa", "shm", "shm"),
+        ("aa", "hierarchical", "shm"),
+        ("aa", "tcp", "tcp"),
+        ("ab", "auto", "tcp"),
+        ("aab", "auto", "tcp"),
+        ("aabb", "auto", "hierarchical"),
+        ("abab", "auto", "hierarchical"),
+        ("aabb", "tcp", "tcp"),
+        ("aabb", "hierarchical", "hierarchical"),
+        ("aabb", "shm", None),
+        ("aab", "hierarchical", None),
+        ("ab", "hierarchical", None),
+    ],
+)
+def test_choice_of_a_backend(names: str, requested: str, backend: str | None) -> None:
+    group = Group("init", 0, hosts_of(names), requested, derive_key(b""), 1.0, Settings())
+    if backend is not None:
+        assert group.backend == backend
+    else:
+        with pytest.raises(ValueError, match=f"{requested}.*hosts.*use 'auto'"):
+            assert group.backend
+
+
+def join_two_hosts(backend: str) -> None:
+    os.environ["ZCOMM_HOST_ID"] = f"host{os.environ['RANK']}"
+    zcomm.init(backend, timeout=20)
+
+
+def test_shm_is_refused_between_hosts(run_ranks: Run) -> None:
+    for result in run_ranks(join_two_hosts, 2, "shm", check=False):
+        assert result.error is not None and result.error.kind == "ValueError", result.describe()
+        assert "rank 1 is on another host than rank 0" in result.error.message
+
+
+# ---- addresses ----
+def test_choice_of_an_address() -> None:
+    assert choose_address(True, "192.0.2.77", {}) == "127.0.0.1"
+    assert choose_address(False, "192.0.2.77", {"ZCOMM_HOST_ADDRESS": "10.1.2.3"}) == "10.1.2.3"
+    assert choose_address(False, None, {"ZCOMM_HOST_ADDRESS": "fd00:0::1"}) == "fd00::1"
+    assert choose_address(False, None, {"ZCOMM_SOCKET_IFNAME": "lo"}) == "127.0.0.1"
+    assert _hosts.interface_of("127.0.0.1") == "lo"
+    with pytest.raises(ValueError, match=r"ZCOMM_SOCKET_IFNAME=no-such-card: this host has .*lo"):
+        choose_address(False, None, {"ZCOMM_SOCKET_IFNAME": "no-such-card"})
+    with pytest.raises(ValueError, match="ZCOMM_HOST_ADDRESS=myself"):
+        choose_address(False, None, {"ZCOMM_HOST_ADDRESS": "myself"})
+
+
+def test_loopback_is_no_address_for_other_hosts() -> None:
+    """The route to a master that is this host itself starts at loopback: another way out is looked for."""
+    own = [entry.address for entries in psutil.net_if_addrs().values() for entry in entries]
+    try:
+        found = choose_address(False, "localhost", {})
+    except OSError as error:
+        assert "ZCOMM_SOCKET_IFNAME" in str(error)
+    else:
+        assert found in own and not found.startswith("127.")
+
+
+@pytest.mark.parametrize("text", ["5000", "0-10", "10-9", "60000-70000", "a-b", "-"])
+def test_a_bad_port_range_is_named(text: str) -> None:
+    with pytest.raises(ValueError, match="ZCOMM_PORT_RANGE"):
+        _hosts.port_range({"ZCOMM_PORT_RANGE": text})
+
+
+def test_a_port_of_the_range_is_taken() -> None:
+    from zcomm._tcp import TcpListener
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match="ZCOMM_PORT_RANGE") as caught:
+            TcpListener("127.0.0.1", range(port, port + 1))
+        assert caught.value.errno == errno.EADDRINUSE
+        with contextlib.closing(TcpListener("127.0.0.1", range(port, min(port + 100, 65536)))) as door:
+            assert port < door.endpoint[1] < port + 100
+
+
+# ---- what is said ----
+def what_is_said() -> tuple[str, list[str]]:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
+    logging.getLogger("zcomm").addHandler(handler)
+    logging.getLogger("zcomm").setLevel(logging.INFO)
+    comm = zcomm.init()
+    comm.split(0)
+    assert zcomm.init() is comm
+    assert comm.backend == "shm" and (comm.local_rank, comm.local_world_size) == (comm.rank, 2)
+    return comm.describe(), told
+
+
+def test_the_choice_is_said_once(run_ranks: Run) -> None:
+    (first, told), (second, untold) = run_ranks(what_is_said, 2)
+    assert first == "rank 0 of 2 ranks on 1 host, backend shm" and second.startswith("rank 1 of 2")
+    assert told == [f"INFO {first}"] and untold == []
+
+
+# ---- what keeps a rank from joining ----
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def join_alone(rank: int, init_method: str, backend: str) -> None:
+    zcomm.init(backend, timeout=1.5, rank=rank, world_size=3, init_method=init_method)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_do_not_come_are_named(rank: int, run_ranks: Run) -> None:
+    """Rank 0 serves the store; without it there is none."""
+    (result,) = run_ranks(join_alone, 1, rank, f"tcp://127.0.0.1:{free_port()}", "auto", check=False)
+    assert result.error is not None and "TimeoutError" in result.error.kinds, result.describe()
+    assert ("rank(s) 1, 2 of 3" if rank == 0 else "no store at tcp://127.0.0.1") in result.error.message
+
+
+def cannot_open_a_door(lame: int, init_method: str) -> None:
+    rank = int(os.environ["RANK"])
+    if rank == lame:
+        os.environ["ZCOMM_SOCKET_IFNAME"] = "no-such-card"
+    zcomm.init("tcp", timeout=60, rank=rank, world_size=2, init_method=init_method)
+
+
+@pytest.mark.parametrize("lame", [0, 1])
+def test_a_rank_that_cannot_listen_tells_the_others(lame: int, run_ranks: Run) -> None:
+    results = run_ranks(cannot_open_a_door, 2, lame, f"tcp://127.0.0.1:{free_port()}", check=False, timeout_s=40)
+    for rank, result in enumerate(results):
+        assert result.error is not None, result.describe()
+        assert result.error.kind == ("ValueError" if rank == lame else "RuntimeError"), result.describe()
+        assert "ZCOMM_SOCKET_IFNAME=no-such-card" in result.error.message
+        assert rank == lame or f"rank {lame} cannot take part: ValueError" in result.error.message
+
+
+def joins_while_rank_0_dies(init_method: str) -> None:
+    rank = int(os.environ["RANK"])
+    if rank == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, 2.0)  # kills it while all wait for rank 2
+    zcomm.init(timeout=60, rank=rank, world_size=3, init_method=init_method)
+
+
+def test_death_of_the_rank_with_the_store_is_noticed(run_ranks: Run) -> None:
+    first, second = run_ranks(joins_while_rank_0_dies, 2, f"tcp://127.0.0.1:{free_port()}", check=False, timeout_s=40)
+    assert first.exitcode == -signal.SIGALRM
+    assert second.error is not None and second.error.kind == "PeerLost" and second.error.rank == 0, second.describe()
+
+
+def few_descriptors(spare: int, backend: str) -> str:
+    if os.environ["RANK"] == "1":
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + spare, hard))
+    try:
+        zcomm.init(backend, timeout=3.0)
+    except OSError as error:
+        return f"{type(error).__name__} {error.errno}: {error}"
+    except RuntimeError as error:
+        return f"RuntimeError: {error}"
+    return "joined"
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+@pytest.mark.parametrize("spare", [-1, 1, 4, 8, 12, 18])
+def test_too_few_descriptors_name_the_limit(spare: int, backend: str, run_ranks: Run) -> None:
+    others, short = run_ranks(few_descriptors, 2, spare, backend, timeout_s=40)
+    assert short.startswith("OSError 24: ") and "ulimit -n" in short, short
+    assert "rank 1" in others or "rank(s) 1" in others, others
+
+
+# ---- fork ----
+def fork_after_init(backend: str) -> tuple[int, str]:
+    comm = zcomm.init(backend, timeout=20)
+    part = comm.duplicate()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        told = []
+        for call in (comm.barrier, lambda: part.all_reduce(torch.ones(3)), lambda: comm.split(0)):
+            try:
+                call()
+                told.append("nothing")
+            except RuntimeError as error:
+                told.append(str(error))
+        comm.close()
+        zcomm.shutdown()
+        os.write(writer, "\n".join(told).encode())
+        os._exit(7)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        told = pipe.read()
+    _, status = os.waitpid(child, 0)
+    tensor = torch.ones(3)
+    comm.all_reduce(tensor)
+    part.all_reduce(tensor)
+    assert tensor.tolist() == [4.0] * 3, "the parents go on"
+    return os.waitstatus_to_exitcode(status), told
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_a_forked_child_is_refused_and_its_parent_goes_on(backend: str, run_ranks: Run) -> None:
+    for code, told in run_ranks(fork_after_init, 2, backend):
+        assert code == 7
+        lines = told.splitlines()
+        assert len(lines) == 3 and all("fork" in line for line in lines), told
+
+
+# ---- Ctrl-C ----
+def interruptible(folder: str, where: str, victim: int) -> tuple[str, float]:
+    """Ranks 0 and 2 wait in the place named (the victim alone for the store); returns what ended that, and when."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    rank = int(os.environ["RANK"])
+    if where == "operation":
+        comm = zcomm.init(timeout=60)
+        comm.barrier()
+    Path(folder, f"ready{rank}").touch()
+    try:
+        if where == "operation":
+            zcomm.all_reduce(torch.ones(3)) if rank != 1 else wait_for(Path(folder, "done"))
+        elif where == "store" and rank != victim:
+            wait_for(Path(folder, "done"))
+        elif where == "store":
+            zcomm.init(timeout=60, rank=rank, world_size=3, init_method=f"tcp://127.0.0.1:{os.environ['PORT']}")
+        else:
+            backend = "tcp" if where == "tcp" else "shm"
+            if rank == 1:
+                stop_before_connecting(folder)
+            zcomm.init(backend, timeout=60)
+    except KeyboardInterrupt:
+        return "KeyboardInterrupt", time.monotonic()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic()
+    return "nothing", time.monotonic()
+
+
+def stop_before_connecting(folder: str) -> None:
+    """Makes this rank one that gives its address and does not connect."""
+    from zcomm import _rendezvous
+
+    def stay_away(*_: object) -> None:
+        wait_for(Path(folder, "done"))
+        sys.exit(0)
+
+    _rendezvous.enter = stay_away  # type: ignore[assignment]
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 30
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("where", ["operation", "store", "shm", "tcp"])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_ctrl_c_ends_the_wait_at_once(where: str, victim: int, start_ranks_in: Any, tmp_path: Path) -> None:
+    """The victim waits: for rank 1 in an operation, for the store, or for rank 1's connection."""
+    world = start_ranks_in(interruptible, 3, str(tmp_path), where, victim, env={"PORT": str(free_port())})
+    for rank in range(3):
+        wait_for(tmp_path / f"ready{rank}")
+    time.sleep(1.0)  # it waits by now
+    sent = world.kill(victim, signal.SIGINT)
+    time.sleep(0.5)
+    (tmp_path / "done").touch()
+    results = world.join(60)
+    assert results[victim].value is not None, results[victim].describe()
+    what, ended = results[victim].value
+    assert what == "KeyboardInterrupt" and ended - sent < 2.0, what
+    other = 2 - victim
+    if where != "store":
+        assert results[other].value is not None, results[other].describe()
+        text = results[other].value[0]
+        lost = text.startswith(f"PeerLost: rank {victim} ")
+        assert lost or (where == "operation" and f"rank {victim} failed" in text and "interrupted" in text), text
