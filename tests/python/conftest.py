@@ -21,7 +21,7 @@ import pytest
 
 from ranks import World, start_ranks
 
-FOREIGN_SHM = ("vader_segment", "psm_", "sem.")  # what Open MPI and multiprocessing put into /dev/shm
+FOREIGN_SHM = ("vader_segment", "mpich_shm_", "psm_", "sem.")  # what MPI libraries and multiprocessing put into /dev/shm
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,14 @@
+"""The c10d backend "zcomm": ``import zcomm.torch_backend``, then ``torch.distributed.init_process_group("zcomm")``.
+
+It serves the CPU tensors of every torch.distributed call: DDP, FSDP2, DTensor, functional and object collectives,
+sub-groups, messages. What it takes and how it differs from Gloo: docs/torch_backend.md.
+"""
+
+from __future__ import annotations
+
+from zcomm.torch_backend._group import ProcessGroup
+from zcomm.torch_backend._register import register
+
+__all__ = ["ProcessGroup"]
+
+register()

@@ -1,0 +1,150 @@
+"""Tensors of a torch.distributed call as the core takes them: dense memory, one address and count each.
+
+A dense CPU tensor is passed as it is. Others (strided, expanded, conjugated views) go through scratch: copied before
+the operation where it reads them, copied back after it where it writes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from zcomm import _core
+from zcomm._tensors import DTYPES
+
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+Span = tuple[int, int]
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the core can work on its memory."""
+    return (
+        type(tensor) in _PLAIN
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+    )
+
+
+def checked(what: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A dense CPU tensor, of whatever strides. Raises: NotImplementedError naming device or layout."""
+    if hasattr(tensor, "trigger_wait"):  # AsyncCollectiveTensor: the result of a functional collective in flight
+        tensor = tensor.trigger_wait()
+    if not tensor.is_cpu:
+        raise NotImplementedError(
+            f'{what}: a tensor is on {tensor.device}; backend "zcomm" of this build moves CPU tensors only'
+        )
+    if tensor.layout is not torch.strided:
+        raise NotImplementedError(f"{what}: a tensor has layout {tensor.layout}; only dense ones are moved")
+    return tensor
+
+
+def wire(dtype: torch.dtype) -> tuple[_core.DType, int]:
+    """As what the core moves it: its own dtype where it has it, else so many bytes per element."""
+    core = DTYPES.get(dtype)
+    return (core, 1) if core is not None else (_core.DType.uint8, dtype.itemsize)
+
+
+def span(tensor: torch.Tensor, width: int) -> Span:
+    return (tensor.data_ptr(), tensor.numel() * width)
+
+
+def spans(tensors: Sequence[torch.Tensor], width: int) -> list[Span]:
+    return [(tensor.data_ptr(), tensor.numel() * width) for tensor in tensors]
+
+
+def parts(tensor: torch.Tensor, counts: Sequence[int], width: int) -> list[Span]:
+    """The consecutive pieces of a dense tensor, of ``counts`` elements."""
+    address, itemsize = tensor.data_ptr(), tensor.element_size()
+    result = []
+    for count in counts:
+        result.append((address, count * width))
+        address += count * itemsize
+    return result
+
+
+def adjacent(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether they lie one behind the other, as the chunks of one flat tensor do."""
+    end = tensors[0].data_ptr()
+    for tensor in tensors:
+        if tensor.data_ptr() != end or not is_plain(tensor):
+            return False
+        end += tensor.numel() * tensor.element_size()
+    return True
+
+
+class Staging:
+    """The scratch of one call. ``finish`` copies back what it wrote; call it once the operation is done."""
+
+    __slots__ = ("_back", "what")
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self._back: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def reads(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Dense memory with its values."""
+        if is_plain(tensor):
+            return tensor
+        tensor = checked(self.what, tensor).detach()
+        return tensor if is_plain(tensor) else tensor.contiguous().resolve_conj().resolve_neg()
+
+    def writes(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Dense memory that becomes its values."""
+        if is_plain(tensor):
+            return tensor
+        tensor = checked(self.what, tensor).detach()
+        return tensor if is_plain(tensor) else self.scratch_for(tensor)
+
+    def updates(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Dense memory with its values, which becomes its values."""
+        dense = self.writes(tensor)
+        if dense is not tensor and self._back and self._back[-1][1] is dense:
+            dense.copy_(self._back[-1][0])
+        return dense
+
+    def scratch_for(self, tensor: torch.Tensor) -> torch.Tensor:
+        scratch = torch.empty(tensor.shape, dtype=tensor.dtype)
+        self._back.append((tensor, scratch))
+        return scratch
+
+    def flat_reads(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One dense tensor with the values of all; they have one dtype."""
+        if adjacent(tensors):
+            return _joined(tensors)
+        return torch.cat([self.reads(tensor).detach().reshape(-1) for tensor in tensors])
+
+    def flat_writes(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One dense tensor that becomes the values of all, one behind the other."""
+        if adjacent(tensors):
+            return _joined(tensors)
+        targets = [checked(self.what, tensor).detach() for tensor in tensors]
+        flat = torch.empty(sum(tensor.numel() for tensor in targets), dtype=targets[0].dtype)
+        pieces = flat.split([tensor.numel() for tensor in targets])
+        self._back.extend((target, piece.view(target.shape)) for target, piece in zip(targets, pieces, strict=True))
+        return flat
+
+    @property
+    def is_used(self) -> bool:
+        return bool(self._back)
+
+    def finish(self) -> None:
+        with torch.no_grad():
+            for tensor, scratch in self._back:
+                tensor.copy_(scratch)
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Adjacent tensors seen as one. Where they do not share their storage, its address and count are all we use."""
+    first = tensors[0].detach()
+    count = sum(tensor.numel() for tensor in tensors)
+    if len(tensors) == 1:
+        return first.view(-1)
+    storage = first.untyped_storage()
+    end = first.storage_offset() + count
+    if end * first.element_size() > storage.nbytes():
+        return torch.cat([tensor.detach().view(-1) for tensor in tensors])
+    return first.as_strided((count,), (1,))
