@@ -57,7 +57,7 @@ void bind_links(py::module_& m) {
       py::arg("segment_nbytes") = link.segment_nbytes,
       "links[r]: at least two connected stream sockets to each other rank r, in the same order on both sides:\n"
       "[0] collectives, [1] messages, [2:] more for the ring, between neighbours (r and r + 1, last and first).",
-      py::call_guard<py::gil_scoped_release>());
+      py::call_guard<BlockingCall>());
   def_static(
       m.attr("Communicator"), "create_hierarchical",
       [](std::shared_ptr<net::Mesh> world, std::shared_ptr<net::Mesh> host, std::vector<int> host_of_rank,
@@ -71,7 +71,7 @@ void bind_links(py::module_& m) {
       "links[r]: as for create_linked, to the ranks with the same position on the other hosts; one, for messages and\n"
       "bad news, or none to the rest.\n"
       "Ring neighbours are the next and the previous host.",
-      py::call_guard<py::gil_scoped_release>());
+      py::call_guard<BlockingCall>());
 }
 
 }  // namespace zcomm::bindings

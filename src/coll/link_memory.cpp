@@ -14,7 +14,8 @@ namespace {
 class PrivateBuffer final : public SymmetricBuffer {
  public:
   PrivateBuffer(std::size_t nbytes, int rank) : nbytes_(nbytes), rank_(rank) {
-    void* const at = ::mmap(nullptr, mapped(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    // Shared, though nobody else maps it: AddressRange::alias makes second mappings of it.
+    void* const at = ::mmap(nullptr, mapped(), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (at == MAP_FAILED) throw_system_error(errno, text("cannot allocate ", nbytes, " bytes"));
     data_ = static_cast<std::byte*>(at);
   }

@@ -47,9 +47,8 @@ def job(made: Networks, ranks_per_host: int, master: str, env: dict[str, str]) -
     rank = move_in(made, ranks_per_host)
     os.environ.update(env)
     address = f"[{master}]" if ":" in master else master
-    comm = zcomm.init(
-        timeout=30, rank=rank, world_size=int(os.environ["WORLD_SIZE"]), init_method=f"tcp://{address}:{PORT}"
-    )
+    method = os.environ["ZCOMM_INIT_METHOD"] if "MASTER_ADDR" in env else f"tcp://{address}:{PORT}"
+    comm = zcomm.init(timeout=30, rank=rank, world_size=int(os.environ["WORLD_SIZE"]), init_method=method)
     check(comm)
     return comm.backend, comm.local_rank, comm.local_world_size, comm.describe()
 
@@ -58,12 +57,12 @@ def job(made: Networks, ranks_per_host: int, master: str, env: dict[str, str]) -
     ("master", "env", "interface", "ranks_per_host"),
     [
         ("slow", {}, "slow0 10.231.77.", 2),
-        ("fast", {}, "fast0 10.231.78.", 1),
         ("fast6", {}, "fast0 fd00:231::", 2),
-        ("slow", {"ZCOMM_SOCKET_IFNAME": "fast0"}, "fast0 10.231.78.", 1),
-        ("slow", {"ZCOMM_PORT_RANGE": "40000-40100"}, "slow0 10.231.77.", 2),
+        ("slow", {"MASTER_ADDR": "10.231.78.1"}, "fast0 10.231.78.", 1),
+        ("slow", {"MASTER_ADDR": "10.231.77.1", "ZCOMM_SOCKET_IFNAME": "fast0"}, "fast0 10.231.78.", 1),
+        ("slow", {"MASTER_ADDR": "10.231.77.1", "ZCOMM_PORT_RANGE": "40000-40100"}, "slow0 10.231.77.", 2),
     ],
-    ids=["route", "other route", "ipv6", "interface", "ports"],
+    ids=["route", "ipv6", "file store", "interface", "ports"],
 )
 def test_two_hosts(
     master: str, env: dict[str, str], interface: str, ranks_per_host: int, two_hosts: Networks, run_ranks: Run
@@ -80,7 +79,8 @@ def uneven_job(made: Networks) -> tuple[str, int]:
     """Two ranks on one host, one on the other; then each host's own part."""
     rank = int(os.environ["RANK"])
     enter(made.names[rank // 2])
-    comm = zcomm.init(timeout=30, rank=rank, world_size=3, init_method=f"tcp://{made.slow(0)}:{PORT}")
+    os.environ["MASTER_ADDR"] = made.slow(0)
+    comm = zcomm.init(timeout=30, rank=rank, world_size=3, init_method=os.environ["ZCOMM_INIT_METHOD"])
     check(comm)
     part = comm.split(rank // 2)
     assert part is not None
@@ -100,7 +100,8 @@ def test_uneven_hosts_and_parts(two_hosts: Networks, run_ranks: Run) -> None:
 
 def wait_in_a_barrier(made: Networks, folder: str) -> str:
     rank = move_in(made, 1)
-    comm = zcomm.init(timeout=4, rank=rank, world_size=2, init_method=f"tcp://{made.slow(0)}:{PORT}")
+    os.environ["MASTER_ADDR"] = made.slow(0)
+    comm = zcomm.init(timeout=4, rank=rank, world_size=2, init_method=os.environ["ZCOMM_INIT_METHOD"])
     comm.barrier()
     Path(folder, f"joined{rank}").touch()
     while not Path(folder, "cut").exists():

@@ -282,7 +282,9 @@ def loss_in_a_part(backend: str) -> tuple[int, str, float]:
             part.barrier()
         else:
             comm.barrier()
-    return caught.value.rank, str(caught.value), time.monotonic() - started
+    took_s = time.monotonic() - started
+    time.sleep(1.0)  # leaving at once could be noticed first
+    return caught.value.rank, str(caught.value), took_s
 
 
 @pytest.mark.parametrize("backend", ["auto", "tcp"])

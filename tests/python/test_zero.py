@@ -148,7 +148,7 @@ def test_unwritable_swap_directory() -> None:
 def full_disk(folder: str) -> None:
     import resource
 
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * 2**20, 2 * 2**20))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4 * 2**20, 4 * 2**20))
     zcomm.init(timeout=30)
     zcomm.ZeroOptimizer(torch.nn.Linear(1024, 1024), stage=3, offload="nvme", nvme_path=folder)  # 6 MiB of state a rank
 
