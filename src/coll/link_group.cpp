@@ -8,6 +8,7 @@
 
 #include "base/env.hpp"
 #include "base/error.hpp"
+#include "net/tcp.hpp"
 
 namespace zcomm::coll {
 namespace {
@@ -42,6 +43,7 @@ std::vector<UniqueFd> LinkGroup::take_message_sockets(std::vector<LinkSockets>& 
   std::vector<UniqueFd> sockets(links.size());
   for (std::size_t r = 0; r < links.size(); ++r) {
     if (links[r].empty()) continue;
+    for (const UniqueFd& socket : links[r]) net::make_prompt(socket.get(), static_cast<int>(r));
     const std::size_t at = links[r].size() == 1 ? 0 : 1;
     sockets[r] = std::move(links[r][at]);
     links[r].erase(links[r].begin() + static_cast<std::ptrdiff_t>(at));

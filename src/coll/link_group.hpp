@@ -49,6 +49,7 @@ class LinkGroup {
   std::size_t nbytes() const;
 
  private:
+  /// Prepares all of them.
   static std::vector<UniqueFd> take_message_sockets(std::vector<LinkSockets>& links);
   static std::vector<LinkSockets> pick(std::vector<LinkSockets>& links, const std::vector<int>& members);
   void agree_on_options(const LinkOptions& options);

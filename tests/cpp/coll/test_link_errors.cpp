@@ -1,4 +1,6 @@
 // Communicators over links: mismatches, late ranks, lost ranks, garbage, and what they say afterwards.
+#include <netinet/tcp.h>
+
 #include <chrono>
 #include <mutex>
 #include <random>
@@ -82,6 +84,21 @@ LinkWorld with_timeout(double timeout_s) {
   LinkWorld with;
   with.options.timeout_s = timeout_s;
   return with;
+}
+
+/// Both ranks of `cables`, as threads.
+void run_two(Cables& cables, const std::function<void(int, Communicator&)>& body) {
+  std::vector<std::thread> threads;
+  for (int r = 0; r < 2; ++r) {
+    threads.emplace_back([&, r] {
+      auto mesh = cables.adopt(r);
+      auto comm = cables.create(mesh, {20, 1024});
+      body(r, *comm);
+      comm->close();
+      mesh->leave();
+    });
+  }
+  for (auto& thread : threads) thread.join();
 }
 
 }  // namespace
@@ -299,4 +316,19 @@ TEST(link_errors, different_options_are_a_mismatch) {
     });
   }
   for (auto& thread : threads) thread.join();
+}
+
+TEST(link_errors, links_do_not_delay_small_messages) {
+  Cables cables(2, 3, Wire::tcp);
+  std::vector<int> numbers;
+  for (const UniqueFd& socket : cables.links[0][1]) numbers.push_back(socket.get());
+  run_two(cables, [&](int rank, Communicator&) {
+    if (rank != 0) return;
+    for (const int socket : numbers) {
+      int value = 0;
+      socklen_t nbytes = sizeof value;
+      EXPECT_EQ(::getsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &value, &nbytes), 0);
+      EXPECT_NE(value, 0);
+    }
+  });
 }
