@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/error.hpp"
+#include "base/interrupt.hpp"
 
 namespace zcomm::coll {
 
@@ -38,6 +39,9 @@ void HostEngine::run(Operation& operation) {
     fetch_for_writing(&memory_.own().entries[(sequence_ + 1) & 1]);
   } catch (const CollectiveMismatch&) {
     throw;  // the other ranks see it by themselves
+  } catch (const Interrupted&) {
+    watch_.leave();
+    throw;
   } catch (const std::exception& error) {
     watch_.fail(text(describe(operation.header), ": ", error.what()));  // no effect if a failure is known already
     throw;

@@ -32,6 +32,8 @@ class Watch {
 
   /// Tells the other ranks that this one cannot go on. The first failure of all wins.
   void fail(const std::string& what) noexcept;
+  /// Tells the other ranks that this one's program does not go on: they get PeerLost. The first failure of all wins.
+  void leave() noexcept { poison(Cause::left, memory_.rank()); }
   /// Makes waits of this rank end (with Error), and those of others for it (with PeerLost).
   void close() noexcept;
 

@@ -21,7 +21,12 @@ import pytest
 
 from ranks import World, start_ranks
 
-FOREIGN_SHM = ("vader_segment", "mpich_shm_", "psm_", "sem.")  # what MPI libraries and multiprocessing put into /dev/shm
+FOREIGN_SHM = (
+    "vader_segment",
+    "mpich_shm_",
+    "psm_",
+    "sem.",
+)  # what MPI libraries and multiprocessing put into /dev/shm
 
 
 @pytest.fixture(autouse=True)
