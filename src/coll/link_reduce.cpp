@@ -66,6 +66,7 @@ void LinkReduce::combine(std::byte* to, const std::byte* from, const std::byte* 
 }
 
 void LinkReduce::widen(std::byte* to, const std::byte* from, std::size_t count) const {
+  if (count == 0) return;  // from anywhere
   if (widens())
     device::cast(to, partial_, from, dtype_, count);
   else
@@ -73,6 +74,7 @@ void LinkReduce::widen(std::byte* to, const std::byte* from, std::size_t count) 
 }
 
 void LinkReduce::finish(std::byte* out, std::byte* from, std::size_t count) {
+  if (count == 0) return;
   if (op_ == ReduceOp::avg && world_size_ > 1) {
     if (partial_ == DType::f64)
       divide<double>(from, count, world_size_);
