@@ -17,8 +17,8 @@ namespace {
 
 // A look costs a few ns, a pause 10 to 40 ns, giving way 0.3 us and more, a sleep several us.
 constexpr int kLooks = 200;
-constexpr int kPauses = 40;  // together some 2 us: a peer that has a CPU of its own and comes at the same time
-constexpr int kYields = 20;  // a peer that has none: its turn comes when this rank gives way
+constexpr int kPauses = 200;  // together some 5 us: a peer with a CPU of its own, in the interpreter between two calls
+constexpr int kYields = 20;   // a peer that has none: its turn comes when this rank gives way
 
 // No FUTEX_PRIVATE_FLAG: the waiter may be another process, or another mapping of the same page.
 void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t seen, std::chrono::nanoseconds timeout) noexcept {

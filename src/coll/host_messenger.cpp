@@ -14,21 +14,13 @@ namespace {
 
 constexpr auto kSlice = std::chrono::milliseconds(50);  // as in watch.cpp
 
-/// Longer than in a collective, whose ranks come at the same time: this one's peer starts to answer when it has heard,
-/// and is several us in the interpreter on the way.
-Patience patience_of(const HostMemory& host) {
-  Patience patience = Patience::of(host.world_size(), host.cpu_count());
-  patience.pauses *= 5;
-  return patience;
-}
-
 }  // namespace
 
 HostMessenger::HostMessenger(std::shared_ptr<net::Mesh> mesh, const HostMemory& host, double timeout_s)
     : mesh_(mesh),
       office_(std::move(mesh), host, timeout_s),
       doorbell_(office_.memory().doorbell(host.rank())),
-      patience_(patience_of(host)) {
+      patience_(Patience::of(host.world_size(), host.cpu_count())) {
   callback_ = mesh_->on_loss([this](net::Loss) { office_.memory().ring(office_.memory().rank()); });
 }
 
