@@ -56,6 +56,7 @@ function(zcomm_link_backends floor)
 endfunction()
 
 function(zcomm_link_backend_libraries target)
+  target_link_libraries(${target} PRIVATE ${CMAKE_DL_LIBS})  # libnccl is loaded at run time
   if(ZCOMM_HAVE_URING)
     target_link_libraries(${target} PRIVATE ${URING_LIBRARY})
   endif()

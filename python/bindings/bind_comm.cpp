@@ -142,7 +142,7 @@ struct Source {
 };
 
 void bind_messages(py::module_& m, py::class_<Communicator>& c) {
-  py::class_<Source, std::shared_ptr<Source>>(m, "Source").def(py::init<>()).def_readonly("rank", &Source::rank);
+  py::class_<Source, std::shared_ptr<Source>>(m, "Source").def(py::init<>()).def_readwrite("rank", &Source::rank);
   c.def("send",
         [](Communicator& self, In spans, DType dtype, int dst, int tag, Name name, bool async) {
           const Call call = call_of(name, async);

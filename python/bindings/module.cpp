@@ -6,6 +6,8 @@ PYBIND11_MODULE(_core, m) {
   m.attr("__version__") = ZCOMM_VERSION;
   zcomm::bindings::bind_base(m);
   zcomm::bindings::bind_comm(m);
+  zcomm::bindings::bind_device(m);
+  zcomm::bindings::bind_nccl(m);
   zcomm::bindings::bind_links(m);
   zcomm::bindings::bind_heap(m);
   zcomm::bindings::bind_optim(m);

@@ -5,6 +5,7 @@ from typing import Any
 from typing_extensions import Buffer
 
 class DType:
+    name: str
     __members__: dict[str, DType]
     float32: DType
     float64: DType
@@ -17,6 +18,7 @@ class DType:
     bool: DType
 
 class ReduceOp:
+    name: str
     __members__: dict[str, ReduceOp]
     sum: ReduceOp
     avg: ReduceOp
@@ -128,6 +130,22 @@ class Communicator:
     def duplicate(self) -> Communicator: ...
     def memory(self) -> dict[str, int]: ...
     def close(self) -> None: ...
+
+def reduce(
+    dst: list[int],
+    src: list[int],
+    count: int,
+    dtype: DType,
+    out_dtype: DType,
+    op: ReduceOp,
+    accumulate: bool = False,
+) -> None:
+    """dst[d][i] (+)= src[0][i] op src[1][i] op ... by address, in the order given (device/kernels.hpp)."""
+
+def nccl_version(library: str = "") -> str: ...
+def make_nccl_communicator(
+    control: Communicator, watched: Mesh, device: int, library: str, timeout_s: float
+) -> Communicator: ...
 
 class AddressRange:
     def __init__(self, nbytes: int) -> None: ...

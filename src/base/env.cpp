@@ -33,6 +33,7 @@ Env read_env() {
   env.isa = get_one_of("ZCOMM_ISA", {"plain", "avx2", "avx512", "avx512_bf16"});
   env.io = get_one_of("ZCOMM_IO", {"io_uring", "threads"});
   env.link_algo = get_one_of("ZCOMM_LINK_ALGO", {"ring", "halving"});
+  env.nccl_lib = get("ZCOMM_NCCL_LIB");
   if (const auto value = get("ZCOMM_THREADS")) {
     int threads = 0;
     const auto [end, error] = std::from_chars(value->data(), value->data() + value->size(), threads);
@@ -49,6 +50,7 @@ const std::vector<EnvVariable>& env_variables() {
       {"ZCOMM_THREADS", "size of the core's thread pool (default: usable CPUs / local ranks)"},
       {"ZCOMM_IO", "engine of the swap files: io_uring, threads (default: io_uring where it works)"},
       {"ZCOMM_LINK_ALGO", "algorithm of collectives over sockets: ring, halving (default: by size and world)"},
+      {"ZCOMM_NCCL_LIB", "path of libnccl.so.2 for backend nccl (default: that of the nvidia-nccl wheel)"},
   };
   return all;
 }

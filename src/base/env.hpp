@@ -12,6 +12,7 @@ struct Env {
   std::optional<int> threads;            ///< ZCOMM_THREADS: size of the core's thread pool
   std::optional<std::string> io;         ///< ZCOMM_IO: io_uring | threads
   std::optional<std::string> link_algo;  ///< ZCOMM_LINK_ALGO: ring | halving
+  std::optional<std::string> nccl_lib;   ///< ZCOMM_NCCL_LIB: path of libnccl.so.2
 };
 
 /// Read afresh; throws InvalidArgument naming variable and value.

@@ -48,21 +48,6 @@ void check_device(int device, const char* what) {
     throw InvalidArgument(text(what, ": device ", device, " is not one of ", device_count()));
 }
 
-/// Makes `device` current for a scope.
-class DeviceGuard {
- public:
-  explicit DeviceGuard(int device) {
-    check(cudaGetDevice(&before_), "cudaGetDevice");
-    check(cudaSetDevice(device), "cudaSetDevice");
-  }
-  ~DeviceGuard() { cudaSetDevice(before_); }
-  DeviceGuard(const DeviceGuard&) = delete;
-  DeviceGuard& operator=(const DeviceGuard&) = delete;
-
- private:
-  int before_ = 0;
-};
-
 }  // namespace
 
 bool available() { return found().count > 0; }
@@ -80,9 +65,16 @@ void page_unlock(void* data) noexcept {
   if (cudaHostUnregister(data) != cudaSuccess) cudaGetLastError();
 }
 
+DeviceScope::DeviceScope(int device) {
+  check(cudaGetDevice(&before_), "cudaGetDevice");
+  check(cudaSetDevice(device), "cudaSetDevice");
+}
+
+DeviceScope::~DeviceScope() { cudaSetDevice(before_); }
+
 Stream::Stream(int device) : device_(device) {
   check_device(device, "cuda::Stream");
-  const DeviceGuard guard(device);
+  const DeviceScope scope(device);
   cudaStream_t stream = nullptr;
   check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
   handle_ = reinterpret_cast<std::uintptr_t>(stream);
@@ -98,7 +90,7 @@ void Stream::synchronize() { check(cudaStreamSynchronize(stream_of(handle_)), "c
 
 void Stream::copy(void* dst, const void* src, std::size_t nbytes) {
   if (nbytes == 0) return;
-  const DeviceGuard guard(device_);
+  const DeviceScope scope(device_);
   check(cudaMemcpyAsync(dst, src, nbytes, cudaMemcpyDefault, stream_of(handle_)), "cudaMemcpyAsync");
 }
 
@@ -118,7 +110,7 @@ void Stream::reduce(const Reduce& args) {
   launch.out = args.out;
   launch.op = args.op;
   launch.accumulate = args.accumulate;
-  const DeviceGuard guard(device_);
+  const DeviceScope scope(device_);
   launch_reduce(launch, stream_of(handle_));
   check(cudaGetLastError(), "cuda::Stream::reduce");
 }
@@ -127,14 +119,14 @@ void Stream::cast(void* dst, DType dst_dtype, const void* src, DType src_dtype, 
   check_cast(dst, dst_dtype, src, src_dtype, count);
   if (count == 0) return;
   if (dst_dtype == src_dtype) return copy(dst, src, count * size_of(dst_dtype));
-  const DeviceGuard guard(device_);
+  const DeviceScope scope(device_);
   launch_cast(dst, dst_dtype, src, src_dtype, count, stream_of(handle_));
   check(cudaGetLastError(), "cuda::Stream::cast");
 }
 
 Event::Event(int device) {
   check_device(device, "cuda::Event");
-  const DeviceGuard guard(device);
+  const DeviceScope scope(device);
   cudaEvent_t event = nullptr;
   check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
   handle_ = reinterpret_cast<std::uintptr_t>(event);

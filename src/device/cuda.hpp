@@ -20,6 +20,18 @@ std::string build_info();  ///< "CUDA 13.0" or "built without CUDA"
 bool page_lock(void* data, std::size_t nbytes);
 void page_unlock(void* data) noexcept;
 
+/// Makes `device` the calling thread's for a scope.
+class DeviceScope {
+ public:
+  explicit DeviceScope(int device);
+  ~DeviceScope();
+  DeviceScope(const DeviceScope&) = delete;
+  DeviceScope& operator=(const DeviceScope&) = delete;
+
+ private:
+  int before_ = 0;
+};
+
 /// Non-blocking stream; move-only.
 class Stream {
  public:

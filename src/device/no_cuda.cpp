@@ -18,6 +18,9 @@ std::string build_info() { return "built without CUDA"; }
 bool page_lock(void*, std::size_t) { return false; }
 void page_unlock(void*) noexcept {}
 
+DeviceScope::DeviceScope(int) { unsupported("cuda::DeviceScope"); }
+DeviceScope::~DeviceScope() = default;
+
 Stream::Stream(int) { unsupported("cuda::Stream"); }
 Stream::Stream(Stream&&) noexcept = default;
 Stream::~Stream() = default;

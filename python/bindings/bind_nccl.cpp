@@ -1,0 +1,24 @@
+// Binds the communicator over NCCL.
+#include "bindings.hpp"
+#include "coll/nccl_engine.hpp"
+#include "coll/nccl_library.hpp"
+
+namespace py = pybind11;
+
+namespace zcomm::bindings {
+
+void bind_nccl(py::module_& m) {
+  m.def(
+      "nccl_version", [](const std::string& library) { return coll::NcclLibrary::load(library).version(); },
+      py::arg("library") = "");
+  m.def(
+      "make_nccl_communicator",
+      [](Communicator& control, std::shared_ptr<net::Mesh> watched, int device, const std::string& library,
+         double timeout_s) {
+        return coll::make_nccl_communicator(control, std::move(watched), device, library, timeout_s);
+      },
+      py::arg("control"), py::arg("watched"), py::arg("device"), py::arg("library"), py::arg("timeout_s"),
+      py::keep_alive<0, 1>(), py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace zcomm::bindings

@@ -1,0 +1,265 @@
+// Running operations by NCCL (coll/nccl_engine.hpp).
+#include "coll/nccl_engine.hpp"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "base/error.hpp"
+#include "base/interrupt.hpp"
+
+namespace zcomm::coll {
+
+using Clock = std::chrono::steady_clock;
+
+namespace {
+
+constexpr int kSpins = 1000;
+constexpr std::chrono::microseconds kNap{20};
+constexpr std::chrono::milliseconds kLastWords{500};
+
+}  // namespace
+
+NcclEngine::NcclEngine(Communicator& control, std::shared_ptr<net::Mesh> watched, int device,
+                       const std::string& library, double timeout_s)
+    : control_(control),
+      watched_(std::move(watched)),
+      nccl_(NcclLibrary::load(library)),
+      device_(device),
+      timeout_s_(timeout_s),
+      stream_(device),
+      done_(device) {
+  try {
+    connect();
+  } catch (...) {
+    abort();
+    throw;
+  }
+}
+
+NcclEngine::~NcclEngine() {
+  // Destroying waits for the other ranks, which may be gone; the operations that mattered have ended.
+  abort();
+}
+
+void NcclEngine::connect() {
+  during_ = "init of NCCL";
+  restart_clock();
+  NcclId id{};
+  if (rank() == 0) check(nccl_.get_unique_id(&id), "ncclGetUniqueId");
+  const Buffer buffer{id.bytes.data(), id.bytes.size()};
+  control_.broadcast({&buffer, 1}, DType::u8, 0, Call("NCCL's unique id", false));
+  const device::cuda::DeviceScope scope(device_);
+  NcclConfig config;
+  check(nccl_.comm_init_rank_config(&comm_, world_size(), id, rank(), &config), "ncclCommInitRankConfig");
+  settle("ncclCommInitRankConfig");
+}
+
+namespace {
+
+/// Refused alike on every rank that calls it, before anybody waits.
+void require_supported(const Header& header) {
+  if (header.accumulate || header.out_dtype != header.dtype)
+    throw Unsupported(
+        text(describe(header), ": backend nccl neither accumulates nor widens; use out of the same dtype"));
+}
+
+/// What the ranks compare; where a call comes from may differ.
+std::string identity(Header header) {
+  header.site[0] = '\0';
+  return describe(header);
+}
+
+}  // namespace
+
+void NcclEngine::run(Operation& operation) {
+  if (closing_) throw Error(text("communicator was closed before ", describe(operation.header)));
+  require_supported(operation.header);
+  during_ = identity(operation.header);
+  switch (operation.header.kind) {
+    case OpKind::all_to_all:
+      compare_parts(operation);
+      break;
+    case OpKind::allocate:
+    case OpKind::allocate_shared:
+      operation.allocate->refused = std::make_exception_ptr(
+          Unsupported("empty: backend nccl has no symmetric memory; use torch.empty(..., device=\"cuda\")"));
+      return;
+    default:
+      control_.barrier(Call(during_.c_str(), false, operation.header.site));
+  }
+  if (!moves_data(operation.header.kind)) return;
+  try {
+    restart_clock();
+    launch(operation);
+    done_.record(stream_);
+    for (int turn = 0; !done_.done(); ++turn) {
+      look_around("waiting for its kernels");
+      if (turn > kSpins) std::this_thread::sleep_for(kNap);
+    }
+  } catch (...) {
+    abort();
+    control_.close();  // the others must not wait for this rank any more
+    throw;
+  }
+}
+
+/// The counts of all_to_all are between two ranks each: everybody sees all of them, so that a mismatch is everybody's.
+void NcclEngine::compare_parts(const Operation& operation) {
+  const auto items = operation.items.all();
+  const std::size_t ranks = static_cast<std::size_t>(world_size());
+  std::vector<std::int64_t> mine, all(2 * ranks * ranks);
+  for (const Item& item : items) mine.push_back(static_cast<std::int64_t>(item.count));
+  for (const Item& item : items) mine.push_back(static_cast<std::int64_t>(item.out_count));
+  const ConstBuffer from{mine.data(), mine.size()};
+  const Buffer to{all.data(), all.size()};
+  control_.all_gather({&from, 1}, {&to, 1}, DType::i64, Call(during_.c_str(), false, operation.header.site));
+  for (std::size_t a = 0; a < ranks; ++a)
+    for (std::size_t b = 0; b < ranks; ++b) {
+      const auto sent = all[2 * ranks * a + b], expected = all[2 * ranks * b + ranks + a];
+      if (sent != expected)
+        throw CollectiveMismatch(
+            text("all_to_all: rank ", a, " sends ", sent, " elements to rank ", b, ", which expects ", expected));
+    }
+}
+
+void NcclEngine::launch(const Operation& operation) {
+  const device::cuda::DeviceScope scope(device_);
+  check(nccl_.group_start(), "ncclGroupStart");
+  try {
+    int peer = 0;
+    for (const Item& item : operation.items.all()) launch_item(operation.header, item, peer++);
+  } catch (...) {
+    nccl_.group_end();  // a thread's groups nest
+    throw;
+  }
+  check(nccl_.group_end(), "ncclGroupEnd");
+  settle("ncclGroupEnd");
+}
+
+void NcclEngine::launch_item(const Header& header, const Item& item, int peer) {
+  const int dtype = nccl_dtype(header.dtype), op = nccl_op(header.op, header.dtype), root = header.root;
+  void* const stream = reinterpret_cast<void*>(stream_.handle());
+  if (header.kind == OpKind::all_to_all) {
+    if (item.count != 0) check(nccl_.send(item.in, item.count, dtype, peer, comm_, stream), "ncclSend");
+    if (item.out_count != 0) check(nccl_.recv(item.out, item.out_count, dtype, peer, comm_, stream), "ncclRecv");
+    return;
+  }
+  if (item.count == 0) return;
+  switch (header.kind) {
+    case OpKind::all_reduce:
+      return check(nccl_.all_reduce(item.in, item.out, item.count, dtype, op, comm_, stream), "ncclAllReduce");
+    case OpKind::reduce:
+      return check(nccl_.reduce(item.in, item.out, item.count, dtype, op, root, comm_, stream), "ncclReduce");
+    case OpKind::reduce_scatter:
+      return check(nccl_.reduce_scatter(item.in, item.out, item.count, dtype, op, comm_, stream), "ncclReduceScatter");
+    case OpKind::all_gather:
+      return check(nccl_.all_gather(item.in, item.out, item.count, dtype, comm_, stream), "ncclAllGather");
+    case OpKind::broadcast:
+      return check(nccl_.broadcast(item.in, item.out, item.count, dtype, root, comm_, stream), "ncclBroadcast");
+    case OpKind::gather:
+    case OpKind::scatter:
+      return deal(header, item);
+    default:
+      throw Unsupported(text(name_of(header.kind), ": not on backend nccl"));
+  }
+}
+
+/// gather and scatter: messages between the root and each rank, itself included.
+void NcclEngine::deal(const Header& header, const Item& item) {
+  const int dtype = nccl_dtype(header.dtype);
+  const std::size_t part = item.count * size_of(header.dtype);
+  const bool gathers = header.kind == OpKind::gather, is_root = rank() == header.root;
+  void* const stream = reinterpret_cast<void*>(stream_.handle());
+  const std::byte* own_place = nullptr;
+  if (is_root) own_place = (gathers ? item.out : item.in) + part * static_cast<std::size_t>(rank());
+  const bool in_place = is_root && (gathers ? item.in : item.out) == own_place;
+  if (is_root) {
+    for (int peer = 0; peer < world_size(); ++peer) {
+      if (peer == rank() && in_place) continue;
+      const std::size_t at = part * static_cast<std::size_t>(peer);
+      if (gathers)
+        check(nccl_.recv(item.out + at, item.count, dtype, peer, comm_, stream), "ncclRecv");
+      else
+        check(nccl_.send(item.in + at, item.count, dtype, peer, comm_, stream), "ncclSend");
+    }
+  }
+  if (in_place) return;
+  if (gathers)
+    check(nccl_.send(item.in, item.count, dtype, header.root, comm_, stream), "ncclSend");
+  else
+    check(nccl_.recv(item.out, item.count, dtype, header.root, comm_, stream), "ncclRecv");
+}
+
+Messenger& NcclEngine::messenger() { throw Unsupported("send, recv: not on backend nccl; use a collective"); }
+
+void NcclEngine::check(int result, const char* what) {
+  if (result == NcclLibrary::kSuccess || result == NcclLibrary::kInProgress) return;
+  throw CudaError(text(during_, ": ", what, ": ", nccl_.get_error_string(result), ": ", nccl_.get_last_error(comm_)));
+}
+
+/// Waits until NCCL has done on the host what it was asked for.
+void NcclEngine::settle(const char* what) {
+  for (;;) {
+    int state = NcclLibrary::kSuccess;
+    check(nccl_.comm_get_async_error(comm_, &state), "ncclCommGetAsyncError");
+    check(state, what);
+    if (state == NcclLibrary::kSuccess) return;
+    look_around(what);
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+}
+
+void NcclEngine::look_around(const char* what) {
+  if (closing_) throw Error(text("communicator was closed while ", during_, " was running"));
+  check_interrupt();
+  const auto loss = watched_->lost();
+  if (loss && !loss->said_goodbye && lost_ < 0) {  // it may have done its part before
+    lost_ = loss->rank;
+    deadline_ = std::min(deadline_, Clock::now() + kLastWords);
+  }
+  int state = NcclLibrary::kSuccess;
+  check(nccl_.comm_get_async_error(comm_, &state), "ncclCommGetAsyncError");
+  check(state, what);
+  if (suspended_ && lost_ < 0) restart_clock();
+  if (Clock::now() < deadline_) return;
+  if (lost_ >= 0) throw PeerLost(lost_, text("rank ", lost_, " died; ", during_, " cannot finish"));
+  throw Timeout(text(during_, ": rank ", rank(), " waited ", timeout_s_, " s, ", what,
+                     "; all ranks have entered it, but one or the link to it may have stopped"));
+}
+
+void NcclEngine::restart_clock() {
+  deadline_ = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s_));
+}
+
+void NcclEngine::abort() noexcept {
+  if (auto* const comm = std::exchange(comm_, nullptr)) nccl_.comm_abort(comm);
+}
+
+void NcclEngine::close() noexcept {
+  closing_ = true;
+  control_.close();
+}
+
+void NcclEngine::suspend_deadline(bool suspended) {
+  suspended_ = suspended;
+  if (suspended)
+    control_.suspend_deadline();
+  else
+    control_.resume_deadline();
+}
+
+std::unique_ptr<Communicator> make_nccl_communicator(Communicator& control, std::shared_ptr<net::Mesh> watched,
+                                                     int device, const std::string& library, double timeout_s) {
+  return make_communicator([&control, watched = std::move(watched), device, library, timeout_s,
+                            made = false](SymmetricMemory&) mutable -> std::unique_ptr<Engine> {
+    if (std::exchange(made, true)) throw Unsupported("duplicate: split a communicator of backend nccl instead");
+    return std::make_unique<NcclEngine>(control, watched, device, library, timeout_s);
+  });
+}
+
+}  // namespace zcomm::coll

@@ -1,0 +1,71 @@
+// NcclEngine: collectives on CUDA memory by NCCL, guarded by a communicator of the same ranks on the host (D5, D9).
+//
+// Each operation first passes a barrier of `control` whose name describes it: so mismatches, late ranks and dead ranks
+// are found and worded as everywhere else, before a kernel starts that could hang. Then NCCL runs on a stream of the
+// engine's own, and the host waits for its end with an eye on the deadline, lost ranks and NCCL's asynchronous errors;
+// a failure aborts NCCL's communicator.
+// Invariant: inputs are ready when run() is called (the caller has synchronised their stream).
+// NCCL sums in an order of its own: results are equal on all ranks, but do not have the bits of the rank-order sum.
+// Thread rule: as Engine's. Source: NCCL user guide, "Fault tolerance" (non-blocking communicators).
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <string>
+
+#include "coll/engine.hpp"
+#include "coll/nccl_library.hpp"
+#include "device/cuda.hpp"
+#include "net/mesh.hpp"
+
+namespace zcomm::coll {
+
+class NcclEngine final : public Engine {
+ public:
+  /// Collective over `control`, which must outlive the engine and be used by nobody else; `watched` connects the same
+  /// ranks. Throws Unsupported without libnccl, CUDA or a device; CudaError for what NCCL says.
+  NcclEngine(Communicator& control, std::shared_ptr<net::Mesh> watched, int device, const std::string& library,
+             double timeout_s);
+  ~NcclEngine() override;
+
+  int rank() const override { return control_.rank(); }
+  int world_size() const override { return control_.world_size(); }
+  void run(Operation& operation) override;
+  Messenger& messenger() override;
+  void close() noexcept override;
+  void suspend_deadline(bool suspended) override;
+  std::size_t nbytes() const override { return control_.memory().slot_nbytes; }
+
+ private:
+  void connect();
+  void compare_parts(const Operation& operation);
+  void launch(const Operation& operation);
+  void launch_item(const Header& header, const Item& item, int peer);
+  void deal(const Header& header, const Item& item);
+  void check(int result, const char* what);
+  void settle(const char* what);
+  void look_around(const char* what);
+  void restart_clock();
+  void abort() noexcept;
+
+  Communicator& control_;
+  std::shared_ptr<net::Mesh> watched_;
+  const NcclLibrary& nccl_;
+  const int device_;
+  const double timeout_s_;
+  device::cuda::Stream stream_;
+  device::cuda::Event done_;
+  NcclLibrary::Comm comm_ = nullptr;
+  std::chrono::steady_clock::time_point deadline_;
+  std::string during_;
+  int lost_ = -1;  ///< a rank that died
+  std::atomic<bool> closing_{false};
+  std::atomic<bool> suspended_{false};
+};
+
+/// Collective; see NcclEngine.
+std::unique_ptr<Communicator> make_nccl_communicator(Communicator& control, std::shared_ptr<net::Mesh> watched,
+                                                     int device, const std::string& library, double timeout_s);
+
+}  // namespace zcomm::coll
