@@ -37,8 +37,16 @@ class Calls:
     rank: int
     world_size: int
 
-    def __init__(self, core: _core.Communicator) -> None:
+    def __init__(self, core: _core.Communicator, device: str = "cpu") -> None:
         self._core = core  # _core.Communicator, or what speaks like it (backend "mpi")
+        self._device = device  # where its tensors must be
+
+    def _buffers(self, what: str, tensors: Sequence[torch.Tensor]) -> torch.dtype:
+        """The one dtype of ``tensors``, which the core may read when this returns. Raises: as check_buffers."""
+        dtype = check_buffers(what, tensors, self._device)
+        if self._device != "cpu":  # the core's stream does not wait for torch's
+            torch.cuda.current_stream(self._device).synchronize()
+        return dtype
 
     def _check_root(self, what: str, root: int) -> None:
         if not 0 <= root < self.world_size:
@@ -55,7 +63,7 @@ class Calls:
                 )
 
     def _check_same_dtype(self, what: str, side: str, tensors: list[torch.Tensor], dtype: torch.dtype) -> None:
-        other = check_buffers(f"{what} {side}", tensors)
+        other = self._buffers(f"{what} {side}", tensors)
         if other != dtype:
             raise ValueError(f"{what}: tensors are {dtype}, {side} is {other}")
         core_dtype(dtype)

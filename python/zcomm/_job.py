@@ -31,9 +31,9 @@ def init(
 ) -> Communicator:
     """Join the job and return its communicator; a second call returns the same one.
 
-    backend: "auto" (shared memory on one host, hierarchical between hosts that have equally many ranks, else tcp),
-    "shm", "tcp", "hierarchical", "mpi", "nccl". What was chosen is in ``Communicator.backend``, and rank 0 logs it once
-    (logger "zcomm", INFO).
+    backend: "auto" (shared memory on one host, hierarchical between hosts that have equally many ranks, else tcp; under
+    an mpirun of several hosts mpi, if mpi4py is installed), "shm", "tcp", "hierarchical", "mpi", "nccl" (CUDA tensors).
+    What was chosen is in ``Communicator.backend``, and rank 0 logs it once (logger "zcomm", INFO).
     timeout: seconds; the deadline of joining and of every later operation.
     device: None or "cpu".
     rank, world_size, init_method ("tcp://host:port" | "file://path"): given together, or taken from torchrun, mpirun,
@@ -52,6 +52,8 @@ def init(
         if _current is not None:
             return _current
         job = _rendezvous.find_job(rank, world_size, init_method)
+        if backend == "auto" and importlib.import_module(JOINERS["mpi"]).suits(job):
+            join = _joiner("mpi")
         _generation += 1
         _current = Communicator(join(job, timeout, _generation))
         _core.set_threads(max(1, len(os.sched_getaffinity(0)) // _current.local_world_size))

@@ -67,6 +67,7 @@ class Joined:
     settings: Settings = field(default_factory=lambda: Settings())
     address: str = ""  # of this rank; "" on one host
     meshes: tuple[_core.Mesh, ...] = ()  # left when the communicator is closed
+    device: str = "cpu"  # where its tensors are
     splitter: Callable[[Movements, Joined, int | None, int, str], Joined | None] | None = None  # None: zcomm's own
 
     def describe(self) -> str:

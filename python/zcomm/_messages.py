@@ -6,7 +6,7 @@ from typing import Literal, overload
 
 from zcomm import _core
 from zcomm._calls import Buckets, Calls, listed
-from zcomm._tensors import check_buffers, core_dtype, spans
+from zcomm._tensors import core_dtype, spans
 from zcomm._work import Work
 
 
@@ -33,7 +33,7 @@ class Messages(Calls):
         Returns: a Work if ``async_op``. Raises: ValueError, CollectiveMismatch, PeerLost, TimeoutError.
         """
         tensors = listed(buckets)
-        dtype = core_dtype(check_buffers("send", tensors))
+        dtype = core_dtype(self._buffers("send", tensors))
         return self._end(self._core.send(spans(tensors), dtype, dst, tag, name, async_op), tensors)
 
     @overload
@@ -64,7 +64,7 @@ class Messages(Calls):
         Returns: the sender's rank, or a Work with ``.source`` if ``async_op``. Raises: as send.
         """
         tensors = listed(buckets)
-        dtype = core_dtype(check_buffers("recv", tensors))
+        dtype = core_dtype(self._buffers("recv", tensors))
         if src is not None and not 0 <= src < self.world_size:
             raise ValueError(f"recv: src={src} is not a rank of a world of size {self.world_size}")
         source = _core.Source()

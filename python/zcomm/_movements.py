@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from zcomm._calls import Buckets, Calls, listed
-from zcomm._tensors import check_buffers, core_dtype, spans
+from zcomm._tensors import core_dtype, spans
 from zcomm._work import Work
 
 
@@ -22,7 +22,7 @@ class Movements(Calls):
         Returns: the bucket(s), or (bucket(s), Work) if ``async_op``. Raises: as all_reduce.
         """
         tensors = listed(shards)
-        dtype = check_buffers("all_gather", tensors)
+        dtype = self._buffers("all_gather", tensors)
         buckets = self._whole(tensors) if out is None else listed(out)
         self._check_same_dtype("all_gather", "out", buckets, dtype)
         self._check_counts("all_gather", buckets, tensors)
@@ -33,7 +33,7 @@ class Movements(Calls):
     def broadcast(self, buckets: Buckets, root: int = 0, async_op: bool = False, name: str = "") -> Work | None:
         """Copy ``root``'s buckets into everybody's. Same counts and dtype on each rank. Raises: as all_reduce."""
         tensors = listed(buckets)
-        dtype = core_dtype(check_buffers("broadcast", tensors))
+        dtype = core_dtype(self._buffers("broadcast", tensors))
         self._check_root("broadcast", root)
         return self._end(self._core.broadcast(spans(tensors), dtype, root, name, async_op), tensors)
 
@@ -47,7 +47,7 @@ class Movements(Calls):
         Returns: the bucket(s) at root and None elsewhere, or (that, Work) if ``async_op``. Raises: as all_reduce.
         """
         tensors = listed(shards)
-        dtype = check_buffers("gather", tensors)
+        dtype = self._buffers("gather", tensors)
         self._check_root("gather", root)
         buckets: list[torch.Tensor] = []
         if self.rank == root:
@@ -70,7 +70,7 @@ class Movements(Calls):
         buckets: at root only. Returns: a Work if ``async_op``. Raises: as all_reduce.
         """
         shards = listed(out)
-        dtype = check_buffers("scatter", shards)
+        dtype = self._buffers("scatter", shards)
         self._check_root("scatter", root)
         tensors: list[torch.Tensor] = []
         if self.rank == root:
@@ -104,7 +104,7 @@ class Movements(Calls):
         """
         inputs = self._parts("all_to_all inp", inp, in_splits)
         outputs = self._parts("all_to_all out", out, out_splits)
-        dtype = check_buffers("all_to_all inp", inputs)
+        dtype = self._buffers("all_to_all inp", inputs)
         self._check_same_dtype("all_to_all", "out", outputs, dtype)
         work = self._core.all_to_all(spans(inputs), spans(outputs), core_dtype(dtype), name, async_op)
         return self._end(work, (inputs, outputs))
@@ -114,7 +114,7 @@ class Movements(Calls):
         return self._end(self._core.barrier(name, async_op), None)
 
     def _whole(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [torch.empty(t.numel() * self.world_size, dtype=t.dtype) for t in shards]
+        return [torch.empty(t.numel() * self.world_size, dtype=t.dtype, device=t.device) for t in shards]
 
     def _parts(self, what: str, buckets: Buckets, splits: Sequence[int] | None) -> list[torch.Tensor]:
         if not isinstance(buckets, torch.Tensor):
@@ -123,7 +123,7 @@ class Movements(Calls):
             if len(buckets) != self.world_size:
                 raise ValueError(f"{what}: {len(buckets)} tensors, expected one for each of {self.world_size} ranks")
             return list(buckets)
-        check_buffers(what, [buckets])
+        self._buffers(what, [buckets])
         count = buckets.numel()
         if splits is None:
             if count % self.world_size:

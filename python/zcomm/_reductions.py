@@ -10,7 +10,7 @@ from typing import Literal, overload
 import torch
 
 from zcomm._calls import Buckets, Calls, listed, reduce_op
-from zcomm._tensors import check_buffers, core_dtype, spans
+from zcomm._tensors import core_dtype, spans
 from zcomm._work import Work
 
 
@@ -31,7 +31,7 @@ class Reductions(Calls):
         Returns: a Work if ``async_op``. Raises: ValueError, CollectiveMismatch, PeerLost, TimeoutError.
         """
         tensors = listed(buckets)
-        dtype = core_dtype(check_buffers("all_reduce", tensors))
+        dtype = core_dtype(self._buffers("all_reduce", tensors))
         return self._end(self._core.all_reduce(spans(tensors), dtype, reduce_op(op), name, async_op), tensors)
 
     def reduce(
@@ -42,7 +42,7 @@ class Reductions(Calls):
         Shapes, ops, errors: as all_reduce. Returns: a Work if ``async_op``.
         """
         tensors = listed(buckets)
-        dtype = core_dtype(check_buffers("reduce", tensors))
+        dtype = core_dtype(self._buffers("reduce", tensors))
         self._check_root("reduce", root)
         return self._end(self._core.reduce(spans(tensors), dtype, reduce_op(op), root, name, async_op), tensors)
 
@@ -65,7 +65,7 @@ class Reductions(Calls):
         Raises: ValueError naming count and world_size when they do not divide (padding is BucketLayout's job).
         """
         tensors = listed(buckets)
-        dtype = check_buffers("reduce_scatter", tensors)
+        dtype = self._buffers("reduce_scatter", tensors)
         for tensor in tensors:
             if tensor.numel() % self.world_size:
                 raise ValueError(
@@ -75,10 +75,10 @@ class Reductions(Calls):
         if out is None:
             if accumulate:
                 raise ValueError("reduce_scatter: accumulate=True needs out")
-            shards = [torch.empty(t.numel() // self.world_size, dtype=dtype) for t in tensors]
+            shards = [torch.empty(t.numel() // self.world_size, dtype=dtype, device=t.device) for t in tensors]
         else:
             shards = listed(out)
-        out_dtype = core_dtype(check_buffers("reduce_scatter out", shards))
+        out_dtype = core_dtype(self._buffers("reduce_scatter out", shards))
         self._check_counts("reduce_scatter", tensors, shards)
         work = self._core.reduce_scatter(
             spans(tensors), spans(shards), core_dtype(dtype), reduce_op(op), out_dtype, accumulate, name, async_op

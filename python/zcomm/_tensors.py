@@ -31,23 +31,28 @@ def core_dtype(dtype: torch.dtype) -> _core.DType:
         raise ValueError(f"dtype {dtype} is not supported; use one of {known}") from None
 
 
-def check_buffers(what: str, tensors: Sequence[torch.Tensor]) -> torch.dtype:
-    """The one dtype of ``tensors``. Raises: ValueError for none, mixed dtypes, other devices or strides."""
+def check_buffers(what: str, tensors: Sequence[torch.Tensor], device: str = "cpu") -> torch.dtype:
+    """The one dtype of ``tensors``.
+
+    Raises: ValueError for none, mixed dtypes or strides, NotImplementedError for tensors that are not on ``device``.
+    """
     if not tensors:
         raise ValueError(f"{what}: the list of tensors is empty")
     dtype = tensors[0].dtype
+    on_cpu = device == "cpu"
     for index, tensor in enumerate(tensors):
         # Small messages take less time than a formatted string: words are found when something is wrong.
-        if not (tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous() and tensor.dtype is dtype):
-            _refuse(what, index, tensor, dtype)
+        here = tensor.is_cpu if on_cpu else str(tensor.device) == device
+        if not (here and tensor.layout is torch.strided and tensor.is_contiguous() and tensor.dtype is dtype):
+            _refuse(what, index, tensor, dtype, device)
     core_dtype(dtype)
     return dtype
 
 
-def _refuse(what: str, index: int, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+def _refuse(what: str, index: int, tensor: torch.Tensor, dtype: torch.dtype, device: str) -> None:
     where = f"{what}: tensor {index} of shape {tuple(tensor.shape)}"
-    if not tensor.is_cpu:
-        raise NotImplementedError(f"{where} is on {tensor.device}; this build moves CPU tensors only")
+    if str(tensor.device) != device:
+        raise NotImplementedError(f"{where} is on {tensor.device}; this communicator moves tensors on {device} only")
     if tensor.layout is not torch.strided:
         raise ValueError(f"{where} has layout {tensor.layout}; pass a dense tensor")
     if tensor.dtype != dtype:

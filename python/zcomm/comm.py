@@ -30,7 +30,7 @@ class Communicator(Reductions, Movements, Messages):
     """The ranks of a job, in a fixed order. Made by ``zcomm.init``; ``duplicate`` and ``split`` make further ones."""
 
     def __init__(self, joined: Joined) -> None:
-        super().__init__(joined.core)
+        super().__init__(joined.core, joined.device)
         self._joined = joined
         self.rank: int = joined.core.rank
         self.world_size: int = joined.core.world_size

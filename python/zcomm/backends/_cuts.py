@@ -1,0 +1,145 @@
+"""Cutting lists of buffers into blocks, and packing blocks that lie in several buffers. Pure index arithmetic.
+
+A list is one flat range of elements; a block is a part of that range. A block inside of one buffer is used where it
+lies; one that crosses buffers is packed into a slot. The cut depends only on the counts and the block size, so both
+sides of a message agree on it whatever their lists look like.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from zcomm._core import DType
+
+ITEMSIZE: dict[DType, int] = {
+    DType.float32: 4,
+    DType.float64: 8,
+    DType.float16: 2,
+    DType.bfloat16: 2,
+    DType.int8: 1,
+    DType.uint8: 1,
+    DType.int32: 4,
+    DType.int64: 8,
+    DType.bool: 1,
+}
+ALIGN = 64  # elements: chunks begin at multiples of it
+
+Spans = Sequence[tuple[int, int]]  # (address, count)
+
+
+class Piece(NamedTuple):
+    """Elements [start, start + length) of buffer ``item``."""
+
+    item: int
+    start: int
+    length: int
+
+
+def blocks(counts: Sequence[int], block: int) -> Iterator[list[Piece]]:
+    """The flat range of all buffers in blocks of ``block`` elements; empty buffers are in none."""
+    pieces: list[Piece] = []
+    room = block
+    for item, count in enumerate(counts):
+        start = 0
+        while start < count:
+            part = min(room, count - start)
+            pieces.append(Piece(item, start, part))
+            start += part
+            room -= part
+            if room == 0:
+                yield pieces
+                pieces, room = [], block
+    if pieces:
+        yield pieces
+
+
+def block_elements(nbytes: int, itemsize: int) -> int:
+    """How many elements a block of about ``nbytes`` has."""
+    return max(ALIGN, nbytes // itemsize // ALIGN * ALIGN)
+
+
+def chunk_bounds(count: int, ranks: int) -> list[int]:
+    """Where the chunks of ``count`` elements begin, and the end: chunk q is [bounds[q], bounds[q + 1])."""
+    chunk = -(-count // ranks)
+    chunk = -(-chunk // ALIGN) * ALIGN
+    return [min(count, q * chunk) for q in range(ranks + 1)]
+
+
+def total(spans: Spans) -> int:
+    return sum(count for _, count in spans)
+
+
+class Place(NamedTuple):
+    """A block in memory: where its bytes lie together, and from where they were or are to be packed."""
+
+    address: int
+    nbytes: int
+    parts: list[tuple[int, int]]  # (address, nbytes) in the user's buffers; empty if the block is used in place
+
+
+def locate(spans: Spans, pieces: list[Piece], itemsize: int, slots: Slots, rank: int = -1) -> Place:
+    """Where ``pieces`` lie in ``spans``; with ``rank``, spans are buckets whose shard of that rank is meant.
+
+    A slot that the result takes is given back by ``slots.give(place)``. Nothing is copied yet.
+    """
+    parts = []
+    for item, start, length in pieces:
+        address, count = spans[item]
+        if rank >= 0:
+            start += rank * (count // slots.ranks)
+        parts.append((address + start * itemsize, length * itemsize))
+    if len(parts) == 1:
+        return Place(*parts[0], [])
+    nbytes = sum(part[1] for part in parts)
+    return Place(slots.take(nbytes), nbytes, parts)
+
+
+def pack(place: Place) -> None:
+    """Copies the block together, if it is not used in place."""
+    at = place.address
+    for address, nbytes in place.parts:
+        ctypes.memmove(at, address, nbytes)
+        at += nbytes
+
+
+def unpack(place: Place) -> None:
+    """Copies the block back to where it came from."""
+    at = place.address
+    for address, nbytes in place.parts:
+        ctypes.memmove(address, at, nbytes)
+        at += nbytes
+
+
+class Slots:
+    """Reusable memory for packed blocks and for what arrives to be reduced."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.nbytes = 0
+        self._free: dict[int, list[int]] = {}  # size -> addresses
+        self._owned: dict[int, tuple[int, np.ndarray]] = {}  # address -> size, memory
+
+    def take(self, nbytes: int) -> int:
+        size = 1 << max(12, (nbytes - 1).bit_length())
+        free = self._free.setdefault(size, [])
+        if free:
+            return free.pop()
+        memory = np.empty(size + 64, dtype=np.uint8)
+        address = -(-memory.ctypes.data // 64) * 64
+        self._owned[address] = (size, memory)
+        self.nbytes += size
+        return address
+
+    def give(self, *places: Place | int) -> None:
+        for place in places:
+            if isinstance(place, int):
+                address = place
+            elif place.parts:
+                address = place.address
+            else:
+                continue
+            self._free[self._owned[address][0]].append(address)

@@ -1,0 +1,89 @@
+"""What ranks tell each other beside the operations: "I am here", "I failed", "I leave", "my deadline is suspended".
+
+MPI itself does not say who is late or why a peer gave up. A notice is one small eager message, looked for by whoever
+waits longer than an instant.
+[Note: attendance] A rank that has waited a while at the entry of operation n tells all that it is there; a rank that
+hears so while it waits for the same n answers once. At the deadline, whoever has said nothing is missing.
+Thread rule: under the lock of its Progress.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from enum import IntEnum
+
+from mpi4py import MPI
+
+_FORMAT = struct.Struct("<BQ")
+_ROOM = 1024
+TAG = 3  # messages have 4 * t, 4 * n + 1 and 4 * n + 2 (_mpi_messages), collectives 7
+
+
+class Notice(IntEnum):
+    HERE = 0
+    FAILED = 1
+    TIMED_OUT = 2
+    MISMATCH = 3
+    LEFT = 4
+    SUSPENDED = 5
+    RESUMED = 6
+
+
+class Notices:
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._comm = comm
+        self._rank = comm.rank
+        self._in_flight: list[tuple[MPI.Request, bytes]] = []
+        self._said_here = 0
+        self.here = [0] * comm.size  # the latest operation that each rank is known to have entered
+        self.suspended: set[int] = set()
+        self.left: dict[int, tuple[int, float]] = {}  # rank -> its last operation, and when we heard that it left
+
+    def send(self, kind: Notice, sequence: int = 0, text: str = "", only: int = -1) -> None:
+        """To all other ranks, or ``only`` one; never blocks."""
+        message = _FORMAT.pack(kind, sequence) + text.encode(errors="replace")[: _ROOM - _FORMAT.size]
+        for peer in range(self._comm.size):
+            if peer != self._rank and only in (-1, peer):
+                self._in_flight.append((self._comm.Isend([message, MPI.BYTE], dest=peer, tag=TAG), message))
+        self.flush()
+
+    def say_here(self, sequence: int) -> None:
+        if sequence > self._said_here:
+            self._said_here = sequence
+            self.send(Notice.HERE, sequence)
+
+    def receive(self, waiting_for: int) -> tuple[Notice, int, str] | None:
+        """Takes in what has arrived; returns the first notice that ends operations: (kind, rank, text).
+
+        waiting_for: the operation at whose entry this rank waits, or 0.
+        """
+        status = MPI.Status()
+        while self._comm.Iprobe(source=MPI.ANY_SOURCE, tag=TAG, status=status):
+            buffer = bytearray(_ROOM)
+            peer = status.Get_source()
+            self._comm.Recv([buffer, MPI.BYTE], source=peer, tag=TAG)
+            kind, sequence = _FORMAT.unpack_from(buffer)
+            if kind == Notice.HERE:
+                self.here[peer] = max(self.here[peer], sequence)
+                if sequence == waiting_for:
+                    self.say_here(sequence)
+            elif kind == Notice.SUSPENDED:
+                self.suspended.add(peer)
+            elif kind == Notice.RESUMED:
+                self.suspended.discard(peer)
+            elif kind == Notice.LEFT:
+                self.left[peer] = (sequence, time.monotonic())
+            else:
+                text = bytes(buffer[_FORMAT.size :]).rstrip(b"\0").decode(errors="replace")
+                return Notice(kind), peer, text
+        return None
+
+    def missing(self, sequence: int) -> list[int]:
+        """Ranks that have not said that they entered operation ``sequence``."""
+        return [r for r in range(self._comm.size) if r != self._rank and self.here[r] < sequence]
+
+    def flush(self) -> bool:
+        """Whether all notices have left."""
+        self._in_flight = [pair for pair in self._in_flight if not pair[0].Test()]
+        return not self._in_flight
