@@ -170,8 +170,7 @@ void bind_comm(py::module_& m) {
        },
        py::arg("mesh"), py::arg("timeout_s") = CommOptions{}.timeout_s,
        py::arg("slot_nbytes") = CommOptions{}.slot_nbytes, py::arg("slot_count") = CommOptions{}.slot_count,
-       py::arg("one_shot_nbytes") = CommOptions{}.one_shot_nbytes,
-       py::call_guard<BlockingCall>())
+       py::arg("one_shot_nbytes") = CommOptions{}.one_shot_nbytes, py::call_guard<BlockingCall>())
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("world_size", &Communicator::world_size)
       .def("allocate",

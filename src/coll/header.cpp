@@ -102,8 +102,7 @@ std::string describe(const Header& header) {
   return out.str();
 }
 
-void require_same(int world_size, const std::function<const Header&(int rank)>& header_of,
-                  std::span<const int> names) {
+void require_same(int world_size, const std::function<const Header&(int rank)>& header_of, std::span<const int> names) {
   bool same = true;
   for (int rank = 1; rank < world_size; ++rank) same &= same_operation(header_of(0), header_of(rank));
   if (same) return;

@@ -84,7 +84,8 @@ bool same_operation(const Header& a, const Header& b);
 /// "all_reduce float32 sum count=1024 'grad.3'".
 std::string describe(const Header& header);
 
-/// Throws CollectiveMismatch, the same on every rank, unless all headers agree. names: what the message calls the ranks.
+/// Throws CollectiveMismatch, the same on every rank, unless all headers agree. names: what the message calls the
+/// ranks.
 void require_same(int world_size, const std::function<const Header&(int rank)>& header_of,
                   std::span<const int> names = {});
 
