@@ -18,7 +18,7 @@ namespace {
 // A look costs a few ns, a pause 10 to 40 ns, giving way 0.3 us and more, a sleep several us.
 constexpr int kLooks = 200;
 constexpr int kPauses = 200;  // together some 5 us: a peer with a CPU of its own, in the interpreter between two calls
-constexpr int kYields = 20;   // a peer that has none: its turn comes when this rank gives way
+constexpr int kYields = 20;   // ranks that take turns on a CPU: each gives way until all have come
 
 // No FUTEX_PRIVATE_FLAG: the waiter may be another process, or another mapping of the same page.
 void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t seen, std::chrono::nanoseconds timeout) noexcept {
@@ -51,14 +51,18 @@ void publish(Signal& signal, std::uint32_t value) noexcept {
 
 void wake(Signal& signal) noexcept { futex_wake(signal.value); }
 
-Patience Patience::of(int ranks, int cpus) { return {ranks <= cpus ? kPauses : 0, kYields}; }
+Patience Patience::of(int ranks, int cpus) {
+  // Two that giving way keeps on one CPU stay there; whoever sleeps is woken where there is room.
+  if (ranks <= cpus) return {kPauses, 0};
+  return {0, kYields};
+}
 
 bool wait_awake(const Signal& signal, std::uint32_t target, Patience patience) noexcept {
   const auto is_reached = [&] { return reached(signal.value.load(std::memory_order_acquire), target); };
   // At first without pauses, which are longer than what is left to wait for when all come at once.
-  if (patience.pauses > 0)
-    for (int i = 0; i < kLooks; ++i)
-      if (is_reached()) return true;
+  const int looks = patience.pauses > 0 ? kLooks : 1;
+  for (int i = 0; i < looks; ++i)
+    if (is_reached()) return true;
   for (int i = 0; i < patience.pauses; ++i) {
     pause_cpu();
     if (is_reached()) return true;
