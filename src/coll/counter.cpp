@@ -15,10 +15,12 @@
 namespace zcomm::coll {
 namespace {
 
-// A look costs a few ns, a pause 10 to 40 ns, giving way 0.3 us and more, a sleep several us.
+// A look costs a few ns, a pause 10 to 40 ns, giving way 0.3 us and more. A sleep costs several us, and 50 us where an
+// idle CPU of a virtual machine must be woken: too much in a pipeline whose steps take 25 us.
 constexpr int kLooks = 200;
-constexpr int kPauses = 200;  // together some 5 us: a peer with a CPU of its own, in the interpreter between two calls
-constexpr int kYields = 20;   // ranks that take turns on a CPU: each gives way until all have come
+constexpr int kPauses = 200;       // some 5 us: a peer with a CPU of its own, in the interpreter between two calls
+constexpr int kYieldsAlone = 200;  // some 100 us more, in which the CPU is anybody's who wants it
+constexpr int kYieldsShared = 20;  // ranks that take turns on a CPU: each gives way until all have come
 
 // No FUTEX_PRIVATE_FLAG: the waiter may be another process, or another mapping of the same page.
 void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t seen, std::chrono::nanoseconds timeout) noexcept {
@@ -52,24 +54,33 @@ void publish(Signal& signal, std::uint32_t value) noexcept {
 void wake(Signal& signal) noexcept { futex_wake(signal.value); }
 
 Patience Patience::of(int ranks, int cpus) {
-  // Two that giving way keeps on one CPU stay there; whoever sleeps is woken where there is room.
-  if (ranks <= cpus) return {kPauses, 0};
-  return {0, kYields};
+  return ranks <= cpus ? Patience{kPauses, kYieldsAlone} : Patience{0, kYieldsShared};
 }
 
-bool wait_awake(const Signal& signal, std::uint32_t target, Patience patience) noexcept {
-  const auto is_reached = [&] { return reached(signal.value.load(std::memory_order_acquire), target); };
+namespace {
+
+bool is_reached(const Signal& signal, std::uint32_t target) {
+  return reached(signal.value.load(std::memory_order_acquire), target);
+}
+
+}  // namespace
+
+bool wait_busy(const Signal& signal, std::uint32_t target, Patience patience) noexcept {
   // At first without pauses, which are longer than what is left to wait for when all come at once.
   const int looks = patience.pauses > 0 ? kLooks : 1;
   for (int i = 0; i < looks; ++i)
-    if (is_reached()) return true;
+    if (is_reached(signal, target)) return true;
   for (int i = 0; i < patience.pauses; ++i) {
     pause_cpu();
-    if (is_reached()) return true;
+    if (is_reached(signal, target)) return true;
   }
+  return false;
+}
+
+bool wait_giving_way(const Signal& signal, std::uint32_t target, Patience patience) noexcept {
   for (int i = 0; i < patience.yields; ++i) {
     sched_yield();
-    if (is_reached()) return true;
+    if (is_reached(signal, target)) return true;
   }
   return false;
 }
