@@ -158,9 +158,13 @@ bool LinkMessenger::agree(Place recv, int peer, const Frame& head) {
 void LinkMessenger::be_refused(int peer, const Frame& head) {
   const Place send = find(true, peer, head.id);
   const std::string theirs = shape(head.dtype, head.count);
-  if (send == pending_.end()) {  // a small one
-    peers_[static_cast<std::size_t>(peer)].complaint =
-        mismatch(post_.rank(), peer, head.tag, "another dtype or count in an earlier call", theirs);
+  if (send == pending_.end()) {  // a small one: a recv that waits for that peer hears of it, or else the next call
+    std::string what = mismatch(post_.rank(), peer, head.tag, "another dtype or count in an earlier call", theirs);
+    const Place waiting = std::find_if(pending_.begin(), pending_.end(), [&](const Pending& pending) {
+      return !pending.is_send && !pending.granted && pending.peer == peer;
+    });
+    if (waiting != pending_.end()) return end_pending(waiting, std::make_exception_ptr(CollectiveMismatch(what)));
+    peers_[static_cast<std::size_t>(peer)].complaint = std::move(what);
     return;
   }
   const std::string ours = shape(static_cast<std::uint32_t>(send->dtype), send->count);

@@ -131,6 +131,14 @@ TEST(link_messages, both_sides_see_a_mismatch) {
       EXPECT_THROW_WITH(recv(*self.comm, 2, 0, 5), CollectiveMismatch, "count=2");
     }
     self.comm->barrier().wait();
+    if (self.rank == 0) {
+      send(*self.comm, {1.0f}, 1, 7);
+      EXPECT_THROW_WITH(recv(*self.comm, 1, 1, 8), CollectiveMismatch, "with tag 7");  // which never comes
+    } else {
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));  // so that the other side usually waits already
+      EXPECT_THROW_WITH(recv(*self.comm, 3, 0, 7), CollectiveMismatch, "count=3");
+    }
+    self.comm->barrier().wait();
   });
 }
 
