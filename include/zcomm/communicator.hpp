@@ -126,7 +126,7 @@ class Communicator {
   virtual Work recv(std::span<const Buffer> buffers, DType dtype, int src, int tag, const Call& call = {},
                     int* source = nullptr) = 0;
 
-  /// Collective: a second communicator over the same ranks with its own order of calls and progress thread.
+  /// Collective: a second communicator over the same ranks with its own order of calls and thread.
   virtual std::unique_ptr<Communicator> duplicate() = 0;
 
   /// While a rank holds at least one suspension, nothing that waits for it (itself included) runs into the deadline;

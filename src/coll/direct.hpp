@@ -4,7 +4,7 @@
 // (reduce: in root's buffer only).
 // Invariants: chosen by headers alone, so all ranks choose alike; peers' memory is touched only between entry (all have
 // arrived) and the exit barrier (all are done), so nobody's buffer changes or is reused under a reader.
-// Thread rule: the progress thread.
+// Thread rule: as Engine::run.
 #pragma once
 
 #include <cstdint>

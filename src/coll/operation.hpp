@@ -1,4 +1,4 @@
-// Operation: one collective call, from the caller's arguments to what the progress thread runs.
+// Operation: one collective call, from the caller's arguments to what an engine runs.
 //
 // Operations live in the ring of the Executor and are refilled: up to kInline buffers take no memory, longer lists
 // borrow a vector from the queue's spares. Checking of arguments happens here, on the calling thread, before anything

@@ -15,17 +15,6 @@ void check_world(int world_size, int rank, std::size_t align) {
   if (align == 0) throw InvalidArgument("align is 0");
 }
 
-/// The ring's P - 1 steps: step s sends chunk first - s and receives the one before it (modulo P).
-std::vector<RingStep> ring(std::size_t count, int world_size, int rank, std::size_t align, int first, bool reduce) {
-  check_world(world_size, rank, align);
-  const auto chunk = [=](int index) {
-    return chunk_of(count, world_size, (index % world_size + world_size) % world_size, align);
-  };
-  std::vector<RingStep> steps;
-  for (int s = 0; s + 1 < world_size; ++s) steps.push_back({chunk(first - s), chunk(first - s - 1), reduce});
-  return steps;
-}
-
 }  // namespace
 
 Range chunk_of(std::size_t count, int world_size, int rank, std::size_t align) {
@@ -37,33 +26,6 @@ Range chunk_of(std::size_t count, int world_size, int rank, std::size_t align) {
   };
   const auto r = static_cast<std::size_t>(rank);
   return {boundary(r), boundary(r + 1)};
-}
-
-std::vector<Range> segments_of(Range range, std::size_t segment) {
-  if (segment == 0) throw InvalidArgument("segment is 0");
-  std::vector<Range> segments;
-  for (std::size_t begin = range.begin; begin < range.end;) {
-    const std::size_t end = begin + std::min(segment, range.end - begin);
-    segments.push_back({begin, end});
-    begin = end;
-  }
-  return segments;
-}
-
-std::vector<RingStep> ring_reduce_scatter(std::size_t count, int world_size, int rank, std::size_t align) {
-  // Starts one chunk behind its own, so that its own is the last to arrive.
-  return ring(count, world_size, rank, align, rank - 1, true);
-}
-
-std::vector<RingStep> ring_all_gather(std::size_t count, int world_size, int rank, std::size_t align) {
-  return ring(count, world_size, rank, align, rank, false);
-}
-
-std::vector<RingStep> ring_all_reduce(std::size_t count, int world_size, int rank, std::size_t align) {
-  std::vector<RingStep> steps = ring_reduce_scatter(count, world_size, rank, align);
-  const std::vector<RingStep> gather = ring_all_gather(count, world_size, rank, align);
-  steps.insert(steps.end(), gather.begin(), gather.end());
-  return steps;
 }
 
 }  // namespace zcomm::coll

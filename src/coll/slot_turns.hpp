@@ -2,7 +2,7 @@
 //
 // Each use of the slots is a step: a rank claims its slot, fills and shows it; peers see it and release the step.
 // Invariants: step g uses slot g % slot_count; all ranks take the same number of steps in each operation; a slot is
-// filled again only after every peer has released its step. Thread rule: the progress thread.
+// filled again only after every peer has released its step. Thread rule: as Engine::run.
 #pragma once
 
 #include <cstdint>

@@ -4,7 +4,7 @@
 // Invariants: slots are filled and freed by turns (SlotTurns). A rank's own part never passes through its slot on the
 // way in. Each element is reduced once, in rank order, by its owner: the bits are those of the direct path. Buffers
 // that are only read stay as they are.
-// Thread rule: the progress thread.
+// Thread rule: as Engine::run.
 #pragma once
 
 #include <cstdint>

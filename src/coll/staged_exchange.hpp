@@ -2,7 +2,7 @@
 //
 // One pipeline for any counts: as many steps as the longest stream of all ranks takes, known from the headers. A
 // receiver finds its part by the table at the stream's begin, and takes what lies in the slot of each step.
-// Invariants: as SlotTurns'; counts have been compared. Thread rule: the progress thread.
+// Invariants: as SlotTurns'; counts have been compared. Thread rule: as Engine::run.
 #pragma once
 
 #include <cstdint>

@@ -2,7 +2,7 @@
 //
 // Invariants: ids count up in call order and are equal on all ranks; an entry lives exactly as long as its
 // SymmetricBuffer, which may outlive the communicator (mapped it stays as long as it is pinned). A host-wide allocation
-// is one segment, rank 0's, mapped by all. Thread rule: make() belongs to the progress thread; find() and dropping
+// is one segment, rank 0's, mapped by all. Thread rule: make() as Engine::run; find() and dropping
 // buffers are free-threaded.
 #pragma once
 

@@ -6,7 +6,7 @@
 // [Note: pinned] Another rank may have dropped its part of the allocation, which it does not need for this call, or may
 // drop it right now. So ranks hold the allocation while they copy, and one that has not got it any more votes no: then
 // all ranks use the slots.
-// Invariants: whether to try is decided by headers alone. Thread rule: the progress thread.
+// Invariants: whether to try is decided by headers alone. Thread rule: as Engine::run.
 #pragma once
 
 #include <cstdint>

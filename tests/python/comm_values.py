@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 import zcomm
@@ -62,3 +64,16 @@ def symmetric_copy(tensor: torch.Tensor) -> torch.Tensor:
     copy = zcomm.empty(tensor.numel(), dtype=tensor.dtype)
     copy.copy_(tensor)
     return copy
+
+
+def failures_of(checks: list[Callable[[], None]]) -> list[str]:
+    """What failed of `checks` on this rank of a new world."""
+    zcomm.init()
+    failed = []
+    for check in checks:
+        try:
+            check()
+        except AssertionError as error:
+            failed.append(f"{check.__name__}: {error}")
+    zcomm.barrier()
+    return failed

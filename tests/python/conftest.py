@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
+import zcomm
 from ranks import World, start_ranks
 
 FOREIGN_SHM = (
@@ -61,6 +62,14 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     _expect_gone(lambda: _shared_memory() - shm, "left in /dev/shm")
     if folder is not None:
         _expect_gone(lambda: set(folder.rglob("*zcomm-swap-*")), "swap directories left behind")
+
+
+@pytest.fixture(scope="module")
+def world_of_one() -> Iterator[None]:
+    """This process, initialized for all tests of a file."""
+    zcomm.init()
+    yield
+    zcomm.shutdown()
 
 
 @pytest.fixture

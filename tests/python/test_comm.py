@@ -5,14 +5,14 @@ One world runs many checks: `_values` is called in worlds of 1 (in this process)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import zcomm
-from comm_values import COUNTS, DTYPES, OPS, check_close, check_equal, counts_of, expected, make
+from comm_values import COUNTS, DTYPES, OPS, check_close, check_equal, counts_of, expected, failures_of, make
 
 
 # ---- values, in every world ----
@@ -221,31 +221,16 @@ VALUES: list[Callable[[], None]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def world_of_one() -> Iterator[None]:
-    zcomm.init()
-    yield
-    zcomm.shutdown()
-
-
 @pytest.mark.parametrize("check", VALUES, ids=lambda check: check.__name__)
 def test_world_1(check: Callable[[], None], world_of_one: None) -> None:
     assert zcomm.world_size() == 1
     check()
 
 
-def run_values() -> list[str]:
-    zcomm.init()
-    failed = []
-    for check in VALUES:
-        try:
-            check()
-        except AssertionError as error:
-            failed.append(f"{check.__name__}: {error}")
-    zcomm.barrier()
-    return failed
+def all_values() -> list[str]:
+    return failures_of(VALUES)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_values(world_size: int, run_ranks: Callable[..., list[Any]]) -> None:
-    assert run_ranks(run_values, world_size, timeout_s=110) == [[]] * world_size
+    assert run_ranks(all_values, world_size, timeout_s=110) == [[]] * world_size

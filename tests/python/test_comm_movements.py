@@ -5,14 +5,14 @@ As in test_comm.py, one world runs many checks: worlds of 1 (in this process), 2
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import zcomm
-from comm_values import DTYPES, OPS, check_equal, counts_of, make, symmetric_copy
+from comm_values import DTYPES, OPS, check_equal, counts_of, failures_of, make, symmetric_copy
 
 
 def reduce_values() -> None:
@@ -153,34 +153,19 @@ def bad_arguments() -> None:
 VALUES: list[Callable[[], None]] = [reduce_values, gather_values, scatter_values, all_to_all_values, bad_arguments]
 
 
-@pytest.fixture(scope="module")
-def world_of_one() -> Iterator[None]:
-    zcomm.init()
-    yield
-    zcomm.shutdown()
-
-
 @pytest.mark.parametrize("check", VALUES, ids=lambda check: check.__name__)
 def test_world_1(check: Callable[[], None], world_of_one: None) -> None:
     assert zcomm.world_size() == 1
     check()
 
 
-def run_values() -> list[str]:
-    zcomm.init()
-    failed = []
-    for check in VALUES:
-        try:
-            check()
-        except AssertionError as error:
-            failed.append(f"{check.__name__}: {error}")
-    zcomm.barrier()
-    return failed
+def all_values() -> list[str]:
+    return failures_of(VALUES)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_values(world_size: int, run_ranks: Callable[..., list[Any]]) -> None:
-    assert run_ranks(run_values, world_size, timeout_s=110) == [[]] * world_size
+    assert run_ranks(all_values, world_size, timeout_s=110) == [[]] * world_size
 
 
 def splits_that_differ() -> str:

@@ -2,7 +2,7 @@
 
 [Note: bucket life] A post-accumulate hook copies a parameter's gradient into its place in the bucket's slot and drops
 it. When a bucket is complete and all buckets before it in the launch order have been launched, its reduce_scatter
-starts on the communicator's progress thread and adds this rank's shard of the average to the accumulator. Slots form a
+starts on the communicator's own thread and adds this rank's shard of the average to the accumulator. Slots form a
 fixed ring: bucket number i of the order uses slot i % slot_count once bucket i - slot_count has been reduced. A
 gradient whose bucket has no slot yet stays where autograd put it until the bucket's turn comes. The launch order (last
 bucket first) is the same on all ranks, whatever order autograd finishes in; parameters that backward did not reach

@@ -52,17 +52,6 @@ inline std::vector<double> reduced(int world, std::size_t count, ReduceOp op, st
   return values;
 }
 
-// Zeros may differ in sign (0 * -1), so compare values: both sides as f64.
-inline bool equal(DType dtype, const std::byte* got, const std::vector<double>& wanted) {
-  const auto expected = encode(dtype, wanted);
-  const std::size_t count = wanted.size();
-  if (!is_floating(dtype)) return std::memcmp(got, expected.data(), count * size_of(dtype)) == 0;
-  std::vector<double> a(count), b(count);
-  device::cast(a.data(), DType::f64, got, dtype, count);
-  device::cast(b.data(), DType::f64, expected.data(), dtype, count);
-  return a == b;
-}
-
 inline std::string label(const char* what, const Rank& self, DType dtype, std::size_t count, Place place) {
   return std::string(what) + " rank " + std::to_string(self.rank) + "/" + std::to_string(self.world) + " " +
          std::string(name_of(dtype)) + " count " + std::to_string(count) + " place " +

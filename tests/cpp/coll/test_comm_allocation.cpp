@@ -25,6 +25,26 @@ void operator delete[](void* p, std::size_t) noexcept { std::free(p); }
 using namespace zcomm;
 using namespace zcomm::test;
 
+/// Two windows of rounds; the first also gives threads that the world has just started time to settle.
+template <class Round>
+static void expect_no_allocation(Rank& self, const Round& round) {
+  for (int window = 0; window < 2; ++window) {
+    self.comm->barrier().wait();
+    if (self.rank == 0) {
+      allocations = 0;
+      counting = true;
+    }
+    self.comm->barrier().wait();
+    for (int i = 0; i < 100; ++i) round();
+    self.comm->barrier().wait();
+    if (self.rank == 0) {
+      counting = false;
+      if (window == 1) EXPECT_EQ(allocations.load(), 0);
+    }
+    self.comm->barrier().wait();
+  }
+}
+
 TEST(comm_allocation, steady_state_allocates_nothing) {
   for (int world = 1; world <= 3; ++world) {
     run_world(world, small_slots(), [](Rank& self) {
@@ -68,22 +88,7 @@ TEST(comm_allocation, steady_state_allocates_nothing) {
       };
       for (int i = 0; i < 3; ++i) round();
       const CommMemory before = self.comm->memory();
-      // Two windows; the first also gives threads that the world has just started time to settle.
-      for (int window = 0; window < 2; ++window) {
-        self.comm->barrier().wait();
-        if (self.rank == 0) {
-          allocations = 0;
-          counting = true;
-        }
-        self.comm->barrier().wait();
-        for (int i = 0; i < 100; ++i) round();
-        self.comm->barrier().wait();
-        if (self.rank == 0) {
-          counting = false;
-          if (window == 1) EXPECT_EQ(allocations.load(), 0);
-        }
-        self.comm->barrier().wait();
-      }
+      expect_no_allocation(self, round);
       EXPECT_EQ(self.comm->memory().allocation_count, before.allocation_count);
     });
   }
@@ -107,20 +112,6 @@ TEST(comm_allocation, messages_allocate_nothing_once_warm) {
       self.comm->barrier(kBlocking);
     };
     for (int i = 0; i < 20; ++i) round();
-    for (int window = 0; window < 2; ++window) {
-      self.comm->barrier().wait();
-      if (self.rank == 0) {
-        allocations = 0;
-        counting = true;
-      }
-      self.comm->barrier().wait();
-      for (int i = 0; i < 100; ++i) round();
-      self.comm->barrier().wait();
-      if (self.rank == 0) {
-        counting = false;
-        if (window == 1) EXPECT_EQ(allocations.load(), 0);
-      }
-      self.comm->barrier().wait();
-    }
+    expect_no_allocation(self, round);
   });
 }

@@ -5,79 +5,18 @@
 #include <mutex>
 #include <random>
 
+#include "error_checks.hpp"
 #include "link_world.hpp"
 
 using namespace zcomm;
 using namespace zcomm::test;
+using namespace zcomm::test::calls;
 
 namespace {
 
-template <class Type, class Statement>
-std::string message_of(const Statement& statement, const char* what) {
-  try {
-    statement();
-    fail(__FILE__, __LINE__, std::string(what) + ": nothing was thrown");
-  } catch (const Type& error) {
-    return error.what();
-  } catch (const std::exception& error) {
-    fail(__FILE__, __LINE__, std::string(what) + ": other type: " + error.what());
-  }
-  return "";
-}
-
-void expect_contains(const std::string& message, std::initializer_list<std::string> parts) {
-  for (const std::string& part : parts)
-    if (message.find(part) == std::string::npos) fail(__FILE__, __LINE__, "message lacks '" + part + "': " + message);
-}
-
-using Call = std::function<void(Communicator&)>;
-
-void expect_mismatch(int odd, const Call& usual, const Call& other, std::initializer_list<std::string> parts) {
-  std::mutex mutex;
-  std::vector<std::string> messages;
-  run_link_world(3, {}, [&](Rank& self) {
-    const std::string message =
-        message_of<CollectiveMismatch>([&] { (self.rank == odd ? other : usual)(*self.comm); }, "mismatch");
-    expect_contains(message, parts);
-    expect_contains(message_of<CollectiveMismatch>([&] { self.comm->barrier().wait(); }, "afterwards"),
-                    {"unusable since", message});
-    const std::lock_guard lock(mutex);
-    messages.push_back(message);
-  });
-  for (const auto& message : messages) EXPECT_EQ(message, messages[0]);
-  EXPECT_EQ(messages.size(), 3u);
-}
-
-float data[65536];  // shared by rank threads, but no byte of it moves in a mismatch
-
-Call all_reduce(std::size_t count, DType dtype = DType::f32, ReduceOp op = ReduceOp::sum, const char* name = "g") {
-  return [=](Communicator& comm) {
-    const Buffer buffer{data, count};
-    comm.all_reduce({&buffer, 1}, dtype, op, name).wait();
-  };
-}
-
-Call all_reduce_list(std::vector<std::size_t> counts) {
-  return [=](Communicator& comm) {
-    std::vector<Buffer> buffers;
-    for (const std::size_t count : counts) buffers.push_back({data, count});
-    comm.all_reduce(buffers, DType::f32, ReduceOp::sum, "list").wait();
-  };
-}
-
-Call reduce_scatter(DType out_dtype, bool accumulate) {
-  return [=](Communicator& comm) {
-    const ConstBuffer in{data, 3 * 16};
-    const Buffer out{data + 1024, 16};
-    comm.reduce_scatter({&in, 1}, {&out, 1}, DType::bf16, ReduceOp::sum, out_dtype, accumulate).wait();
-  };
-}
-
-Call broadcast(int root) {
-  return [=](Communicator& comm) {
-    const Buffer buffer{data, 8};
-    comm.broadcast({&buffer, 1}, DType::f32, root).wait();
-  };
+void expect_mismatch(int odd, const CommCall& usual, const CommCall& other, std::initializer_list<std::string> parts) {
+  const auto run = [](const std::function<void(Rank&)>& body) { run_link_world(3, {}, body); };
+  test::expect_mismatch(run, odd, usual, other, parts);
 }
 
 LinkWorld with_timeout(double timeout_s) {

@@ -3,7 +3,7 @@
 #include <chrono>
 
 #include "base/interrupt.hpp"
-#include "comm_world.hpp"
+#include "error_checks.hpp"
 
 using namespace zcomm;
 using namespace zcomm::test;
@@ -11,24 +11,6 @@ using namespace zcomm::test;
 namespace {
 
 constexpr std::size_t kSmall = 10, kLarge = 40000;  // a small message is sent before it is asked for
-
-template <class Type, class Statement>
-std::string message_of(const Statement& statement, const char* what) {
-  try {
-    statement();
-    fail(__FILE__, __LINE__, std::string(what) + ": nothing was thrown");
-  } catch (const Type& error) {
-    return error.what();
-  } catch (const std::exception& error) {
-    fail(__FILE__, __LINE__, std::string(what) + ": other type: " + error.what());
-  }
-  return "";
-}
-
-void expect_contains(const std::string& message, std::initializer_list<std::string> parts) {
-  for (const std::string& part : parts)
-    if (message.find(part) == std::string::npos) fail(__FILE__, __LINE__, "message lacks '" + part + "': " + message);
-}
 
 struct Floats {
   std::vector<float> values;

@@ -47,17 +47,6 @@ inline std::vector<double> reduced(int world, std::size_t count, DType dtype, Re
   return result;
 }
 
-// Zeros may differ in sign (0 * -1), so compare values: both sides as f64.
-inline bool equal(DType dtype, const std::byte* got, const std::vector<double>& wanted) {
-  const auto expected = encode(dtype, wanted);
-  const std::size_t count = wanted.size();
-  if (!is_floating(dtype)) return std::memcmp(got, expected.data(), count * size_of(dtype)) == 0;
-  std::vector<double> a(count), b(count);
-  device::cast(a.data(), DType::f64, got, dtype, count);
-  device::cast(b.data(), DType::f64, expected.data(), dtype, count);
-  return a == b;
-}
-
 struct Sample {
   DType dtype;
   ReduceOp op;
