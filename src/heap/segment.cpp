@@ -10,6 +10,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <cstdint>
 #include <limits>
 #include <map>
 #include <mutex>
@@ -22,6 +23,7 @@ namespace zcomm::heap {
 namespace {
 
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
+constexpr int kCollapse = 25;  // MADV_COLLAPSE, which older headers lack
 constexpr int kSizeSeals = F_SEAL_SHRINK | F_SEAL_GROW;
 
 using FileId = std::pair<dev_t, ino_t>;
@@ -56,15 +58,33 @@ UniqueFd make_memfd(std::size_t nbytes) {
   return fd;
 }
 
+/// Where `nbytes` of a file may be mapped so that its huge pages are huge here, too: a multiple of their size.
+/// Reserved; to be mapped over. Small files go anywhere.
+void* place_for(std::size_t nbytes) {
+  if (nbytes < kHugePage) return nullptr;
+  void* const reserved = ::mmap(nullptr, nbytes + kHugePage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (reserved == MAP_FAILED) return nullptr;
+  auto* const begin = static_cast<std::byte*>(reserved);
+  const std::size_t head = (kHugePage - reinterpret_cast<std::uintptr_t>(begin) % kHugePage) % kHugePage;
+  if (head > 0) ::munmap(begin, head);
+  ::munmap(begin + head + nbytes, kHugePage - head);
+  return begin + head;
+}
+
 }  // namespace
 
 class Mapping {
  public:
   Mapping(UniqueFd fd, FileId id, std::size_t nbytes) : fd_(std::move(fd)), id_(id), nbytes_(nbytes) {
-    void* const data = ::mmap(nullptr, nbytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
-    if (data == MAP_FAILED) throw_system_error(errno, text("cannot map a segment of ", nbytes_, " bytes"));
+    void* const place = place_for(nbytes_);
+    const int flags = MAP_SHARED | (place != nullptr ? MAP_FIXED : 0);
+    void* const data = ::mmap(place, nbytes_, PROT_READ | PROT_WRITE, flags, fd_.get(), 0);
+    if (data == MAP_FAILED) {
+      const int error = errno;
+      if (place != nullptr) ::munmap(place, nbytes_);
+      throw_system_error(error, text("cannot map a segment of ", nbytes_, " bytes"));
+    }
     data_ = static_cast<std::byte*>(data);
-    if (nbytes_ >= kHugePage) ::madvise(data, nbytes_, MADV_HUGEPAGE);  // a wish: refused on many systems
   }
   Mapping(const Mapping&) = delete;
   Mapping& operator=(const Mapping&) = delete;
@@ -80,6 +100,19 @@ class Mapping {
 
   std::byte* data() const { return data_; }
   int fd() const { return fd_.get(); }
+
+  /// [Note: huge pages of shared memory] Large pages for whole blocks of a new file: a wish, refused without harm.
+  /// Most systems grant shared memory none by themselves; MADV_COLLAPSE (Linux 6.1) asks for them whatever the setting,
+  /// at once, where a block has at least one page. Peers' mappings find them there.
+  void ask_for_huge_pages() {
+    const std::size_t whole = nbytes_ / kHugePage * kHugePage;
+    if (whole == 0) return;
+    ::madvise(data_, whole, MADV_HUGEPAGE);
+    for (std::size_t at = 0; at < whole; at += kHugePage) {
+      *reinterpret_cast<volatile char*>(data_ + at) = 0;
+      if (::madvise(data_ + at, kHugePage, kCollapse) != 0) return;  // no memory in one piece, or no such call
+    }
+  }
 
  private:
   UniqueFd fd_;
@@ -103,7 +136,9 @@ Segment Segment::create(std::size_t nbytes) {
   if (::fcntl(fd.get(), F_ADD_SEALS, kSizeSeals) != 0) {
     throw_system_error(errno, text("cannot seal the size of a segment of ", nbytes, " bytes"));
   }
-  return map(std::move(fd), nbytes);
+  Segment segment = map(std::move(fd), nbytes);
+  segment.mapping_->ask_for_huge_pages();
+  return segment;
 }
 
 Segment Segment::map(UniqueFd fd, std::size_t nbytes) {

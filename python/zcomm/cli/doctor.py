@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import os
 import platform
+import re
 import resource
 import sys
 import tempfile
@@ -139,7 +140,9 @@ def _limits() -> Iterator[Finding]:
     with contextlib.suppress(OSError):
         enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text().split("[")[1].split("]")[0]
         shmem = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text().split("[")[1].split("]")[0]
-        yield Finding("ok", "huge pages", f"private memory: {enabled}, shared memory: {shmem}")
+        collapse = tuple(map(int, re.findall(r"\d+", platform.release())[:2])) >= (6, 1) and shmem != "deny"
+        asked = "symmetric memory: asked for (Linux >= 6.1)" if collapse else f"symmetric memory: {shmem}"
+        yield Finding("ok", "huge pages", f"private memory: {enabled}, {asked}")
 
 
 def _tuning() -> Iterator[Finding]:

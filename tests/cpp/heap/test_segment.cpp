@@ -3,10 +3,12 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 #include <thread>
 #include <vector>
@@ -44,6 +46,27 @@ TEST(Segment, zero_filled_and_writable) {
   }
   EXPECT_FALSE(static_cast<bool>(Segment()));
   EXPECT_TRUE(Segment().data() == nullptr);
+}
+
+TEST(Segment, large_ones_begin_at_huge_pages) {
+  constexpr std::size_t kHuge = std::size_t{2} << 20;
+  for (const std::size_t nbytes : {kHuge, kHuge + 1, 5 * kHuge + 8192}) {
+    const Segment segment = Segment::create(nbytes);
+    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(segment.data()) % kHuge, std::uintptr_t{0});
+    EXPECT_TRUE(std::all_of(segment.data(), segment.data() + nbytes, [](std::byte b) { return b == std::byte{0}; }));
+    struct stat status{};
+    EXPECT_EQ(::fstat(segment.fd(), &status), 0);
+    EXPECT_LE(static_cast<std::size_t>(status.st_blocks) * 512, nbytes + heap::page_nbytes());  // no page too many
+    std::fill_n(segment.data(), nbytes, std::byte{3});
+    if (const pid_t child = ::fork(); child == 0) {
+      const void* again = ::mmap(nullptr, nbytes, PROT_READ, MAP_SHARED, segment.fd(), 0);
+      ::_exit(again != MAP_FAILED && std::memcmp(again, segment.data(), nbytes) == 0 ? 0 : 1);
+    } else {
+      int ended = 0;
+      ::waitpid(child, &ended, 0);
+      EXPECT_EQ(ended, 0);
+    }
+  }
 }
 
 TEST(Segment, one_mapping_per_process) {
