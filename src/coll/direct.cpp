@@ -1,11 +1,18 @@
 // Collectives on symmetric memory (coll/direct.hpp).
 #include "coll/direct.hpp"
 
+#include <algorithm>
+
 #include "coll/plan.hpp"
 #include "coll/staged.hpp"
 #include "device/kernels.hpp"
 
 namespace zcomm::coll {
+namespace {
+
+constexpr std::size_t kPushBlock = 128 << 10;  // fits the second-level cache, beside what is written
+
+}  // namespace
 
 Path choose_path(OpKind kind, int world_size, const std::function<const Entry&(int rank)>& entry_of) {
   const Entry& first = entry_of(0);
@@ -14,7 +21,8 @@ Path choose_path(OpKind kind, int world_size, const std::function<const Entry&(i
     in &= entry_of(rank).place_in == first.place_in;
     out &= entry_of(rank).place_out == first.place_out;
   }
-  if (kind == OpKind::all_gather) return in ? Path::pull : out ? Path::push : Path::staged;
+  // push reads what is gathered once, pull once per rank
+  if (kind == OpKind::all_gather) return out ? Path::push : in ? Path::pull : Path::staged;
   return in ? Path::in_place : Path::staged;  // only inputs are read by peers; all_reduce's are its outputs
 }
 
@@ -107,12 +115,17 @@ void DirectPath::pull(const Header& header, const Item& item) {
   }
 }
 
+/// Block by block, so that what goes to several ranks comes out of memory once.
 void DirectPath::push(const Header& header, const Item& item) {
   const std::size_t nbytes = item.count * size_of(header.dtype);
-  for (int i = 0; i < world_size_; ++i) {
-    const int q = (rank_ + i) % world_size_;
-    std::byte* to = item.out_home->at_peer(q, item.out) + static_cast<std::size_t>(rank_) * nbytes;
-    if (to != item.in) device::copy(to, item.in, nbytes);
+  const device::Stores stores = result_stores(nbytes * static_cast<std::size_t>(world_size_));
+  for (std::size_t begin = 0; begin < nbytes; begin += kPushBlock) {
+    const std::size_t n = std::min(kPushBlock, nbytes - begin);
+    for (int i = 0; i < world_size_; ++i) {
+      const int q = (rank_ + i) % world_size_;  // not all into the same rank's memory
+      std::byte* to = item.out_home->at_peer(q, item.out) + static_cast<std::size_t>(rank_) * nbytes;
+      if (to != item.in) device::copy(to + begin, item.in + begin, n, stores);
+    }
   }
 }
 
