@@ -63,7 +63,7 @@ $(VENV)/.lint: $(VENV)/.zcomm
 demo: setup ## trains a small GPT on real text: 2 ranks, stage 3, NVMe swap (make demo ARGS='--steps 50')
 	$(BIN)/zcomm demo $(ARGS)
 
-bench: setup ## all_reduce beside the memcpy roof and Gloo (make bench ARGS='-b 1M -e 64M')
+bench: setup bench-cpp ## all_reduce beside the memcpy roof and Gloo (make bench ARGS='-b 1M -e 64M')
 	bench/allreduce_bw $(if $(ARGS),$(ARGS),-b 1K -e 64M -f 8 --peer gloo)
 
 bench-cpp: $(VENV)/.build-tools ## the C++ benches (build/bench): zcomm_bench, socket_roof

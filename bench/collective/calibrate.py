@@ -24,7 +24,7 @@ def calibrate(arguments: argparse.Namespace, sockets: roof.SocketRoof | None) ->
     world = zcomm.world_size()
 
     def seconds(nbytes: int) -> float:
-        calls = roof.memory_roof(OPERATIONS["all_reduce"], nbytes, world)
+        calls, _ = roof.memory_roof(OPERATIONS["all_reduce"], nbytes, world, roof.bench_library_or_none())
         return min(t.median for t in interleaved(calls, 7, 1, 2, zcomm.barrier, gather).values())
 
     barrier = interleaved({"barrier": zcomm.barrier}, 7, 100, 20, zcomm.barrier, gather)["barrier"].percentiles[0]

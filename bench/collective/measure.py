@@ -112,11 +112,14 @@ def measure(
     case.clear()
     if sockets:
         roofs: Calls = sockets.calls(roof.ring_nbytes(case.operation, case.nbytes, case.world))
+        beside: Calls = {}
     else:
-        roofs = roof.memory_roof(case.operation, case.nbytes, case.world)
+        roofs, beside = roof.memory_roof(case.operation, case.nbytes, case.world, roof.bench_library_or_none())
     rounds = max(MIN_ROUNDS, min(arguments.iters, 21))
     inner = max(-(-arguments.iters // rounds), min(50, (1 << 20) // case.nbytes))
-    timings = interleaved({**case.calls, **roofs}, rounds, inner, arguments.warmup_iters, zcomm.barrier, gather)
+    timings = interleaved(
+        {**case.calls, **roofs, **beside}, rounds, inner, arguments.warmup_iters, zcomm.barrier, gather
+    )
     row = _row(arguments, case, timings, list(roofs), wrong)
     if ulp:
         row["worst_ulp"] = ulp

@@ -1,7 +1,9 @@
 """The roof: what the machine can do at the same moment with as many bytes as the operation cannot avoid to move.
 
-Memory: all ranks at once copy those bytes (half are read, half are written), or pass over them in place; the faster
-counts. Sockets (backend tcp): all ranks at once send and receive what a ring must, over raw sockets (bench/cpp).
+Memory: all ranks at once copy those bytes (half are read, half are written), with the C library's memcpy and with
+non-temporal stores; the faster counts. A pass in place is timed beside them and is no roof: it writes lines that it has
+just read, which of all operations only an all_reduce on symmetric memory does. Sockets (backend tcp): all ranks at once
+send and receive what a ring must, over raw sockets (bench/cpp).
 """
 
 from __future__ import annotations
@@ -16,18 +18,19 @@ from harness.record import ROOT
 Roofs = dict[str, Callable[[], object]]
 
 
-def memory_roof(operation: Operation, nbytes: int, world: int) -> Roofs:
-    """ "memcpy": n bytes from one buffer to another; "in_place": n bytes read and written where they are (no line is
-    fetched only to be overwritten). Both move 2n bytes, n = half of what the operation must."""
+def memory_roof(operation: Operation, nbytes: int, world: int, library: ctypes.CDLL | None) -> tuple[Roofs, Roofs]:
+    """Roofs, and what is timed beside them. All read n bytes and write n, n = half of what the operation must move;
+    "streaming_copy" needs the library of bench/cpp."""
     import numpy
 
     source = numpy.zeros(max(1, int(nbytes * operation.memory_factor(world) / 2)), dtype=numpy.uint8)
     target = numpy.zeros_like(source)
     words = source[: source.size // 4 * 4].view(numpy.float32)
-    calls: Roofs = {"memcpy": lambda: numpy.copyto(target, source)}
-    if words.size:
-        calls["in_place"] = lambda: numpy.negative(words, out=words)
-    return calls
+    roofs: Roofs = {"memcpy": lambda: numpy.copyto(target, source)}
+    if library:
+        to, start = target.ctypes.data, source.ctypes.data
+        roofs["streaming_copy"] = lambda: library.zcomm_bench_streaming_copy(to, start, source.size)
+    return roofs, {"in_place": lambda: numpy.negative(words, out=words)} if words.size else {}
 
 
 def ring_nbytes(operation: Operation, nbytes: int, world: int) -> int:
@@ -76,6 +79,12 @@ def bench_library() -> ctypes.CDLL | str:
     ]
     library.zcomm_bench_ring_run.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     library.zcomm_bench_ring_close.argtypes = [ctypes.c_void_p]
+    library.zcomm_bench_streaming_copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     library.zcomm_bench_round_trip_s.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
     library.zcomm_bench_round_trip_s.restype = ctypes.c_double
     return library
+
+
+def bench_library_or_none() -> ctypes.CDLL | None:
+    library = bench_library()
+    return library if isinstance(library, ctypes.CDLL) else None

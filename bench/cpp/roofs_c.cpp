@@ -1,7 +1,12 @@
 // C interface of the roofs, for bench/allreduce_bw (ctypes). 0: good; -1: failed, said on stderr.
 #include <cstdio>
+#include <cstring>
 #include <exception>
 #include <span>
+
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
 
 #include "line.hpp"
 #include "socket_ring.hpp"
@@ -47,6 +52,23 @@ int zcomm_bench_ring_run(void* ring, std::size_t nbytes, int threads) {
 }
 
 void zcomm_bench_ring_close(void* ring) { delete static_cast<SocketRing*>(ring); }
+
+/// memcpy with non-temporal stores, line by line: no line of dst is fetched only to be overwritten.
+void zcomm_bench_streaming_copy(void* dst, const void* src, std::size_t nbytes) {
+  auto* to = static_cast<char*>(dst);
+  const auto* from = static_cast<const char*>(src);
+  std::size_t at = 0;
+#if defined(__x86_64__)
+  at = (64 - reinterpret_cast<std::size_t>(to) % 64) % 64;
+  if (at > nbytes) at = nbytes;
+  std::memcpy(to, from, at);
+  for (; at + 64 <= nbytes; at += 64)
+    for (std::size_t k = at; k < at + 64; k += 16)
+      _mm_stream_si128(reinterpret_cast<__m128i*>(to + k), _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + k)));
+  _mm_sfence();
+#endif
+  std::memcpy(to + at, from + at, nbytes - at);
+}
 
 /// Seconds per round trip of the line at `at` (128 bytes of shared memory, zero) between ranks 0 and 1; else 0.
 double zcomm_bench_round_trip_s(void* at, int rank, int laps) {
