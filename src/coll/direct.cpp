@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "coll/plan.hpp"
+#include "coll/slot_writer.hpp"
 #include "coll/staged.hpp"
 #include "device/kernels.hpp"
 

@@ -69,7 +69,7 @@ bool Outbox::announce() {
     Envelope& envelope = channel_.envelope[send.header.id % Channel::kEnvelopes];
     envelope.header = send.header;
     const bool small = is_inline(send.header);
-    if (small) send.copy_to(envelope.payload, send.nbytes);
+    if (small) send.copy_to(envelope.payload, send.nbytes, writer_);
     channel_.envelopes.commit();
     if (small) {
       pool_.finish(send);
@@ -89,7 +89,7 @@ bool Outbox::send_data() {
   if (sending_.empty() || !channel_.slots.claim(memory_.slot_count())) return false;
   Transfer& send = *sending_.front();
   const std::uint32_t position = channel_.slots.written.load(std::memory_order_relaxed);
-  send.copy_to(memory_.slot(channel_, position), std::min(send.left(), memory_.slot_nbytes()));
+  send.copy_to(memory_.slot(channel_, position), std::min(send.left(), memory_.slot_nbytes()), writer_);
   channel_.slots.commit();
   memory_.ring(peer_);
   if (send.left() == 0) {

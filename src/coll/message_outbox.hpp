@@ -53,6 +53,7 @@ class Outbox {
   int peer_;
   Channel& channel_;
   TransferPool& pool_;
+  SlotWriter writer_;
   std::vector<Transfer*> queued_, announced_, sending_;
   std::string late_mismatch_;
   bool broken_ = false, was_used_ = false;

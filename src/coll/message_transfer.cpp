@@ -26,12 +26,14 @@ void Transfer::walk(std::size_t length, const Copy& copy) {
   }
 }
 
-void Transfer::copy_to(std::byte* place, std::size_t length) {
-  walk(length, [&](const std::byte* mine, std::size_t at, std::size_t part) { std::memcpy(place + at, mine, part); });
+void Transfer::copy_to(std::byte* place, std::size_t length, SlotWriter& writer) {
+  walk(length, [&](const std::byte* mine, std::size_t at, std::size_t part) { writer.write(place + at, mine, part); });
 }
 
 void Transfer::copy_from(const std::byte* place, std::size_t length) {
-  walk(length, [&](std::byte* mine, std::size_t at, std::size_t part) { std::memcpy(mine, place + at, part); });
+  const device::Stores stores = result_stores(nbytes);
+  walk(length,
+       [&](std::byte* mine, std::size_t at, std::size_t part) { device::copy(mine, place + at, part, stores); });
 }
 
 std::string describe(const Transfer& transfer) { return describe(transfer.header, transfer.is_send(), transfer.peer); }

@@ -9,11 +9,6 @@
 
 namespace zcomm::coll {
 
-device::Stores result_stores(std::size_t nbytes) {
-  constexpr std::size_t kStreamFrom = 4 << 20;  // more than a core's own caches
-  return nbytes >= kStreamFrom ? device::Stores::streaming : device::Stores::cached;
-}
-
 StagedPath::StagedPath(const HostMemory& memory, Watch& watch, SlotTurns& turns)
     : memory_(memory),
       watch_(watch),
@@ -77,14 +72,14 @@ void StagedPath::bring(const Piece& piece, std::byte* slot) {
     case OpKind::reduce: {  // all but my own chunk, which reduce() reads where it is
       const Range mine = chunk_of(piece.count, world_size_, rank_, kChunkAlign);
       const std::size_t begin = mine.begin * element_nbytes_, end = mine.end * element_nbytes_;
-      std::memcpy(slot, in, begin);
-      std::memcpy(slot + end, in + end, nbytes - end);
+      writer_.write(slot, in, begin);
+      writer_.write(slot + end, in + end, nbytes - end);
       return;
     }
     case OpKind::reduce_scatter:
       for (int q = 0; q < world_size_; ++q) {
         const auto part = static_cast<std::size_t>(q);
-        if (q != rank_) std::memcpy(slot + part * piece.stride, in + part * item.count * element_nbytes_, nbytes);
+        if (q != rank_) writer_.write(slot + part * piece.stride, in + part * item.count * element_nbytes_, nbytes);
       }
       return;
     case OpKind::scatter:
@@ -93,19 +88,19 @@ void StagedPath::bring(const Piece& piece, std::byte* slot) {
         const std::byte* from = in + part * item.count * element_nbytes_;
         std::byte* to = q == rank_ ? item.out + piece.begin * element_nbytes_ : slot + part * piece.stride;
         if (q != rank_)
-          std::memcpy(to, from, nbytes);
+          writer_.write(to, from, nbytes);
         else if (to != from)
           device::copy(to, from, nbytes, out_stores_);
       }
       return;
     case OpKind::all_gather: {
       std::byte* own = item.out + (static_cast<std::size_t>(rank_) * item.count + piece.begin) * element_nbytes_;
-      if (world_size_ > 1) std::memcpy(slot, in, nbytes);
+      if (world_size_ > 1) writer_.write(slot, in, nbytes);
       if (own != in) device::copy(own, in, nbytes, out_stores_);
       return;
     }
     default:
-      if (world_size_ > 1) std::memcpy(slot, in, nbytes);
+      if (world_size_ > 1) writer_.write(slot, in, nbytes);
   }
 }
 
@@ -133,6 +128,8 @@ void StagedPath::reduce_piece(const Piece& piece, std::uint32_t index) {
   void* const targets[] = {item.out + (piece.begin + mine.begin) * out_nbytes_, memory_.slot(rank_, index) + in_slot};
   const bool keeps = header_->kind != OpKind::reduce || is_root();
   const bool gives = header_->kind == OpKind::all_reduce ? world_size_ > 1 : !keeps;
+  if (keeps && gives && writer_.stores() == device::Stores::streaming)
+    return reduce_past_cache(targets[0], targets[1], mine.count());
   device::reduce({.dst = {targets + (keeps ? 0 : 1), keeps && gives ? 2u : 1u},
                   .src = sources_,
                   .count = mine.count(),
@@ -140,7 +137,27 @@ void StagedPath::reduce_piece(const Piece& piece, std::uint32_t index) {
                   .out = header_->out_dtype,
                   .op = header_->op,
                   .accumulate = header_->accumulate,
-                  .stores = gives ? device::Stores::cached : out_stores_});
+                  .stores = gives ? writer_.stores() : out_stores_});
+}
+
+/// The result may be where an input is, which rules non-temporal stores out: block by block, it is copied on from
+/// there.
+void StagedPath::reduce_past_cache(void* result, void* slot, std::size_t count) {
+  constexpr std::size_t kBlock = 4096;
+  for (std::size_t begin = 0; begin < count; begin += kBlock) {
+    const std::size_t n = std::min(kBlock, count - begin);
+    device::reduce({.dst = {&result, 1},
+                    .src = sources_,
+                    .count = n,
+                    .in = header_->dtype,
+                    .out = header_->out_dtype,
+                    .op = header_->op,
+                    .stores = device::Stores::cached});
+    device::copy(slot, result, n * out_nbytes_, device::Stores::streaming);
+    result = static_cast<std::byte*>(result) + n * out_nbytes_;
+    slot = static_cast<std::byte*>(slot) + n * out_nbytes_;
+    for (const void*& source : sources_) source = static_cast<const std::byte*>(source) + n * element_nbytes_;
+  }
 }
 
 void StagedPath::copy_out(const Step& step, std::uint32_t index) {

@@ -11,15 +11,12 @@
 #include <vector>
 
 #include "coll/slot_turns.hpp"
+#include "coll/slot_writer.hpp"
 #include "coll/steps.hpp"
 #include "coll/watch.hpp"
 #include "device/kernels.hpp"
 
 namespace zcomm::coll {
-
-/// How results are written, given the bytes of all ranks' parts. What does not stay in the cache is written past it: a
-/// line that is only written need not be read first.
-device::Stores result_stores(std::size_t nbytes);
 
 class StagedPath {
  public:
@@ -37,12 +34,14 @@ class StagedPath {
   bool takes() const;
   bool is_root() const { return header_->root == rank_; }
   void reduce_piece(const Piece& piece, std::uint32_t index);
+  void reduce_past_cache(void* result, void* slot, std::size_t count);
   void take(const Piece& piece, std::uint32_t index);
 
   const HostMemory& memory_;
   Watch& watch_;
   SlotTurns& turns_;
   const int rank_, world_size_;
+  SlotWriter writer_;
   std::vector<const void*> sources_;
   Step steps_[3];  // in flight
 

@@ -73,8 +73,8 @@ void StagedExchange::copy_in(const SplitStream& stream, std::uint32_t step) {
       if (step == 0) std::memcpy(slot + static_cast<std::size_t>(to) * sizeof(place), &place, sizeof(place));
       const Overlap here(begin, nbytes, at, room);
       if (!here.empty())
-        std::memcpy(slot + (here.begin - at), items_[static_cast<std::size_t>(to)].in + (here.begin - begin),
-                    here.nbytes());
+        writer_.write(slot + (here.begin - at), items_[static_cast<std::size_t>(to)].in + (here.begin - begin),
+                      here.nbytes());
     });
   }
   turns_.show(index);

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "coll/slot_turns.hpp"
+#include "coll/slot_writer.hpp"
 #include "coll/splits.hpp"
 #include "device/kernels.hpp"
 
@@ -29,6 +30,7 @@ class StagedExchange {
   const HostMemory& memory_;
   SlotTurns& turns_;
   const int rank_, world_size_;
+  SlotWriter writer_;
   std::vector<std::uint64_t> begins_;  // by sender: where this rank's part begins in its stream
   std::span<const Item> items_;        // of the running operation
   std::size_t element_nbytes_ = 0, own_nbytes_ = 0;

@@ -1,0 +1,59 @@
+// Choosing between cached and non-temporal stores by their rate (coll/slot_writer.hpp).
+#include "coll/slot_writer.hpp"
+
+#include <chrono>
+#include <cstring>
+
+namespace zcomm::coll {
+namespace {
+
+constexpr std::size_t kTimedFrom = 16 << 10;  // shorter ones say more about the clock
+constexpr double kSlowBps = 4e9;              // no shared cache is slower, few far ones are faster
+constexpr int kSlowInRow = 3;                 // one slow write may be one that was interrupted
+constexpr int kStay = 256;                    // writes until the other way is tried: costs 1 or 2 % of them
+
+}  // namespace
+
+void SlotWriter::write(void* slot, const void* from, std::size_t nbytes) {
+  if (nbytes == 0) return;
+  if (nbytes < kTimedFrom) {
+    std::memcpy(slot, from, nbytes);
+    return;
+  }
+  const auto start = std::chrono::steady_clock::now();
+  if (streams_)
+    device::copy(slot, from, nbytes, device::Stores::streaming);
+  else
+    std::memcpy(slot, from, nbytes);
+  learn(nbytes, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+}
+
+void SlotWriter::learn(std::size_t nbytes, double seconds) {
+  const double bps = static_cast<double>(nbytes) / seconds;
+  if (left_ > 0) --left_;
+  if (streams_) {
+    // Everything may be slow here, not only the way through the cache.
+    slow_ = bps > 2 * cached_bps_ ? 0 : slow_ + 1;
+    if (slow_ == kSlowInRow) {
+      *this = {};
+      left_ = kStay;
+    } else if (left_ == 0) {
+      streams_ = false;
+      slow_ = kSlowInRow - 1;  // one slow write is enough now
+    }
+  } else if (left_ == 0) {
+    slow_ = bps < kSlowBps ? slow_ + 1 : 0;
+    if (slow_ < kSlowInRow) return;
+    streams_ = true;
+    slow_ = 0;
+    cached_bps_ = bps;
+    left_ = kStay;
+  }
+}
+
+device::Stores result_stores(std::size_t nbytes) {
+  constexpr std::size_t kStreamFrom = 4 << 20;  // more than a core's own caches
+  return nbytes >= kStreamFrom ? device::Stores::streaming : device::Stores::cached;
+}
+
+}  // namespace zcomm::coll
