@@ -1,7 +1,7 @@
 """The MPIs that a bench can be started by: Open MPI and MPICH, each with mpi4py in the ranks.
 
 mpi4py's wheels load the MPI that MPI4PY_MPIABI names, so one mpi4py serves both. MPICH is looked for in $ZCOMM_MPICH (a
-prefix), build/mpich (python -m venv build/mpich && build/mpich/bin/pip install mpich) and Debian's mpirun.mpich.
+prefix), build/mpich, the environment of this Python (pip install mpich) and Debian's mpirun.mpich.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -41,7 +42,7 @@ def find(name: str, need_mpi4py: bool = True) -> Mpi | str:
 def _open_mpi() -> Mpi | str:
     for program in ("mpirun.openmpi", "mpirun"):
         path = shutil.which(program)
-        if path and "Open MPI" in _version(path):
+        if path and any(mark in _version(path) for mark in ("Open MPI", "OpenRTE")):  # by the name it is called by
             root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
             return Mpi("openmpi", [path, "--oversubscribe", "--bind-to", "none", *root], {"MPI4PY_MPIABI": "openmpi"})
     return "no mpirun of Open MPI (Debian: openmpi-bin)"
@@ -50,7 +51,7 @@ def _open_mpi() -> Mpi | str:
 def _mpich() -> Mpi | str:
     prefixes = [Path(os.environ["ZCOMM_MPICH"])] if "ZCOMM_MPICH" in os.environ else []
     env = {"MPI4PY_MPIABI": "mpich"}
-    for prefix in [*prefixes, ROOT / "build/mpich"]:
+    for prefix in [*prefixes, ROOT / "build/mpich", Path(sys.prefix)]:
         if (prefix / "bin/mpiexec").exists():
             path = os.pathsep.join(filter(None, (str(prefix / "lib"), os.environ.get("LD_LIBRARY_PATH"))))
             return Mpi("mpich", [str(prefix / "bin/mpiexec"), "-bind-to", "none"], {**env, "LD_LIBRARY_PATH": path})
