@@ -25,7 +25,9 @@ void StagedPath::run(const Operation& operation) {
   const bool parts = header_->kind == OpKind::reduce_scatter || header_->kind == OpKind::scatter;
   StepCursor cursor(items_, element_nbytes_, parts ? static_cast<std::size_t>(world_size_) : 1, memory_.slot_nbytes());
 
-  out_stores_ = result_stores(header_->count * element_nbytes_);
+  // Results that replace what has just been read find its lines in the cache.
+  const bool replaces = header_->kind == OpKind::all_reduce && !items_.empty() && items_[0].in == items_[0].out;
+  out_stores_ = replaces ? device::Stores::cached : result_stores(header_->count * element_nbytes_);
 
   const auto [reduce_lag, out_lag] = Lags(memory_.slot_count());
   const std::uint32_t base = turns_.base();
