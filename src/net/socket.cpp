@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "base/error.hpp"
+#include "base/fault.hpp"
 
 namespace zcomm::net {
 
@@ -103,6 +104,7 @@ Moved recv_some(int socket, std::span<std::byte> bytes, std::vector<UniqueFd>* f
 }
 
 Moved send_pieces(int socket, std::span<const iovec> pieces) {
+  fault_point();
   msghdr message{};
   message.msg_iov = const_cast<iovec*>(pieces.data());
   message.msg_iovlen = std::min(pieces.size(), kMaxPieces);

@@ -7,12 +7,14 @@
 #include <unistd.h>
 
 #include "comm_world.hpp"
+#include "link_world.hpp"
 
 namespace zcomm::test {
 
-/// Runs `body` (true: all right) in `world` processes; returns their exit codes, or -signal.
-inline std::vector<int> run_processes(int world, CommOptions options, const std::function<bool(Rank&)>& body) {
-  Listeners listeners(world);
+/// Runs `body` (true: all right) in `world` processes; returns their exit codes, or -signal. `join` makes a rank of a
+/// child; `forget` drops what the parent need not keep for them.
+inline std::vector<int> run_processes(int world, const std::function<Rank(int)>& join,
+                                      const std::function<void()>& forget, const std::function<bool(Rank&)>& body) {
   std::vector<pid_t> children;
   std::cout << std::flush;
   for (int r = 0; r < world; ++r) {
@@ -20,9 +22,7 @@ inline std::vector<int> run_processes(int world, CommOptions options, const std:
     if (child == 0) {
       int code = 2;
       try {
-        Rank self{r, world, join(listeners, r), nullptr};
-        listeners.all.clear();
-        self.comm = Communicator::create(self.mesh, options);
+        Rank self = join(r);
         code = body(self) ? 0 : 1;
         self.comm->close();
         self.mesh->leave();
@@ -33,7 +33,7 @@ inline std::vector<int> run_processes(int world, CommOptions options, const std:
     }
     children.push_back(child);
   }
-  listeners.all.clear();
+  forget();
   std::vector<int> codes;
   for (const pid_t child : children) {
     int status = 0;
@@ -43,8 +43,32 @@ inline std::vector<int> run_processes(int world, CommOptions options, const std:
   return codes;
 }
 
+/// On one host, over shared memory.
+inline std::vector<int> run_processes(int world, CommOptions options, const std::function<bool(Rank&)>& body) {
+  Listeners listeners(world);
+  const auto make = [&](int r) {
+    Rank self{r, world, join(listeners, r), nullptr};
+    listeners.all.clear();
+    self.comm = Communicator::create(self.mesh, options);
+    return self;
+  };
+  return run_processes(world, make, [&] { listeners.all.clear(); }, body);
+}
+
 inline std::vector<int> run_processes(int world, double timeout_s, const std::function<bool(Rank&)>& body) {
   return run_processes(world, small_slots(timeout_s), body);
+}
+
+/// Joined by sockets alone.
+inline std::vector<int> run_link_processes(int world, LinkWorld with, const std::function<bool(Rank&)>& body) {
+  Cables cables(world, with.sockets, with.wire);
+  const auto make = [&](int r) {
+    Rank self{r, world, cables.adopt(r), nullptr};
+    self.comm = cables.create(self.mesh, with.options);
+    cables = Cables(0, 0);  // or the death of a rank would end no connection
+    return self;
+  };
+  return run_processes(world, make, [&] { cables = Cables(0, 0); }, body);
 }
 
 }  // namespace zcomm::test

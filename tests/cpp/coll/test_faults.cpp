@@ -2,6 +2,8 @@
 //
 // Every step that others can see is a fault point (base/fault.hpp): each operation is run again with the victim killed
 // at its first point, its second, ... until it survives.
+#include <sys/mman.h>
+
 #include <csignal>
 
 #include "base/fault.hpp"
@@ -67,10 +69,19 @@ void all_to_all(Communicator& comm, float* data, std::size_t part) {
   }
   comm.all_to_all(in, out, DType::f32, kBlocking);
 }
+void send_around(Communicator& comm, float* data, std::size_t part) {
+  std::vector<float> received(part);
+  const ConstBuffer out{data, part};
+  const Buffer in{received.data(), part};
+  Work sent = comm.send({&out, 1}, DType::f32, (comm.rank() + 1) % kWorld, 0);
+  comm.recv({&in, 1}, DType::f32, (comm.rank() + kWorld - 1) % kWorld, 0, kBlocking);
+  sent.wait();
+}
 void barrier(Communicator& comm, float*, std::size_t) { comm.barrier(kBlocking); }
 
 std::vector<Operation> operations() {
-  std::vector<Operation> all = {{"barrier", false, 0, barrier}};
+  std::vector<Operation> all = {
+      {"barrier", false, 0, barrier}, {"send", false, 20, send_around}, {"send", false, 9000, send_around}};
   const std::pair<const char*, void (*)(Communicator&, float*, std::size_t)> calls[] = {
       {"all_reduce", all_reduce}, {"reduce", reduce},        {"reduce_scatter", reduce_scatter},
       {"all_gather", all_gather}, {"broadcast", broadcast},  {"gather", gather},
@@ -106,9 +117,11 @@ bool is_noticed(Rank& self, const Operation& test, float* data) {
   return is_lost && is_poisoned && took.count() < kSoon_s;
 }
 
+using RunWorld = std::function<std::vector<int>(const std::function<bool(Rank&)>&)>;
+
 /// Whether the victim died.
-bool kill_at(const Operation& test, int point) {
-  const auto codes = run_processes(kWorld, small_slots(60, 4096), [&](Rank& self) {
+bool kill_at(const RunWorld& run, const Operation& test, int point) {
+  const auto codes = run([&](Rank& self) {
     Memory memory = Memory::make(*self.comm, test.part * kWorld * sizeof(float), test.symmetric);
     auto* data = reinterpret_cast<float*>(memory.data());
     self.comm->barrier(kBlocking);
@@ -129,14 +142,23 @@ bool kill_at(const Operation& test, int point) {
   return codes[kVictim] == -SIGKILL;
 }
 
+void kill_at_each_step(const RunWorld& run, const Operation& test) {
+  int point = 1;
+  while (kill_at(run, test, point)) ++point;
+  if (point == 1) fail(__FILE__, __LINE__, std::string(test.name) + ": has no step");
+}
+
 }  // namespace
 
 TEST(comm_faults, killed_at_each_step_of_each_operation) {
-  for (const Operation& test : operations()) {
-    int point = 1;
-    while (kill_at(test, point)) ++point;
-    EXPECT_TRUE(point > 1);  // at least its entry
-  }
+  const RunWorld run = [](const auto& body) { return run_processes(kWorld, small_slots(60, 4096), body); };
+  for (const Operation& test : operations()) kill_at_each_step(run, test);
+}
+
+TEST(comm_faults, killed_at_each_step_over_sockets) {
+  const RunWorld run = [](const auto& body) { return run_link_processes(kWorld, {{60, 8192}}, body); };
+  for (const Operation& test : operations())
+    if (!test.symmetric) kill_at_each_step(run, test);
 }
 
 TEST(comm_faults, a_stopped_rank_is_named_at_the_deadline) {
@@ -161,5 +183,30 @@ TEST(comm_faults, a_stopped_rank_is_named_at_the_deadline) {
     }
     return is_named || (is_told && self.rank == kVictim);
   });
+  for (const int code : codes) EXPECT_EQ(code, 0);
+}
+
+TEST(comm_faults, a_stopped_rank_is_named_at_the_deadline_over_sockets) {
+  auto* victim =
+      static_cast<pid_t*>(::mmap(nullptr, sizeof(pid_t), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
+  const auto codes = run_link_processes(kWorld, {{0.5, 8192}}, [&](Rank& self) {
+    if (self.rank == kVictim) *victim = ::getpid();
+    self.comm->barrier(kBlocking);
+    if (self.rank == kVictim) arm_fault(1, [] { ::kill(::getpid(), SIGSTOP); });
+    std::string what;
+    try {
+      for (;;) self.comm->barrier({"stopped", false});
+    } catch (const Error& error) {
+      what = error.what();
+    }
+    if (self.rank == 0) {
+      ::usleep(200'000);  // until rank 2 has given up as well
+      ::kill(*victim, SIGCONT);
+    }
+    const bool is_named = what.find("rank 1") != std::string::npos && what.find("stopped?") != std::string::npos;
+    if (!is_named && self.rank != kVictim) std::cerr << "rank " << self.rank << ": " << what << std::endl;
+    return is_named || self.rank == kVictim;
+  });
+  ::munmap(victim, sizeof(pid_t));
   for (const int code : codes) EXPECT_EQ(code, 0);
 }
