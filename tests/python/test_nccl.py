@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import zcomm
-from backend_suite import equal, expected, numbers, raises
+from backend_values import equal, expected, numbers, raises
 from zcomm import _core
 
 DEVICES = torch.cuda.device_count() if _core.cuda_available() else 0
