@@ -69,7 +69,7 @@ def test_torchrun(tmp_path: Path) -> None:
 
 
 def test_mpirun(tmp_path: Path) -> None:
-    mpirun = shutil.which("mpirun")
+    mpirun = shutil.which("mpirun.openmpi") or shutil.which("mpirun")  # a wheel of MPICH brings an mpirun, too
     if mpirun is None:
         pytest.skip("mpirun is not installed (Debian: openmpi-bin)")
     version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=30).stdout
