@@ -26,6 +26,9 @@ def more_cases(precision: str) -> list[Case]:
         Case(3, "nvme", 0.02, True, precision, prefetch=3),
         *(Case(stage, None, 0.02, True, precision, share_parameters=False) for stage in (1, 2, 3)),
         Case(3, "nvme", 0.02, True, precision, share_parameters=False),
+        *(Case(2, "nvme", 0.02, True, precision, fraction=fraction) for fraction in (0.0, 0.3, 0.75)),
+        Case(3, "nvme", 0.02, True, precision, fraction=0.5),
+        Case(1, "cpu", 0.02, True, precision, fraction=0.5),
     ]
 
 

@@ -262,6 +262,7 @@ KEYS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"bf16": {"enabled": True}, "zero_optimization": {"reduce_bucket_size": 2**20}}, {"bucket_mb": 2.0}),
     ({"bf16": {"enabled": True}}, {"precision": "bf16"}),
     ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, {"offload": ("cpu", None), "nvme_path": None}),
+    ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, {"offload": ("cpu", None, 0.5)}),
     (
         {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
         {"stage": 3, "offload": (None, "cpu"), "nvme_path": None},
@@ -295,7 +296,8 @@ def test_keys_reach_the_optimizer(
     config = json.dumps({"train_batch_size": 4, "optimizer": ADAMW, **keys}).replace("DIR", str(tmp_path))
     engine, *_ = zcomm.initialize(model=network(), config=config)
     if seen.get("offload") is not None:
-        seen["offload"] = (seen["offload"].optimizer, seen["offload"].params)
+        where = seen["offload"]
+        seen["offload"] = (where.optimizer, where.params, *([where.fraction] if where.fraction != 1.0 else []))
     if seen.get("nvme_path") is not None:
         seen["nvme_path"] = seen["nvme_path"].replace(str(tmp_path), "DIR")
     assert {name: seen.get(name) for name in wanted} == wanted

@@ -51,6 +51,32 @@ def measure_memory(folder: str) -> list[tuple[Any, dict[str, Any]]]:
     return measured
 
 
+def measure_fractions(folder: str) -> list[tuple[Any, ...]]:
+    comm = zcomm.init(timeout=60)
+    measured = []
+    for tier, fraction in product(("cpu", "nvme"), (0.0, 0.4, 1.0)):
+        model, offload = small_gpt(), zcomm.Offload(optimizer=tier, fraction=fraction)
+        opt = zcomm.ZeroOptimizer(model, stage=2, offload=offload, nvme_path=folder, bucket_mb=0.05)
+        formula = zcomm.zero.memory_formula(opt._live.geometry.count, comm.world_size, 2, "fp32", offload)
+        measured.append(
+            (tier, fraction, opt.memory(), formula, max(c for _, _, c in tiles(opt)) if tier == "nvme" else 1)
+        )
+        opt.close()
+    return measured
+
+
+def tiles(opt: zcomm.ZeroOptimizer) -> list[tuple[int, int, int]]:
+    return opt._live.state._tiles
+
+
+def test_a_fraction_of_the_state_is_offloaded(run_ranks: Run, tmp_path: Path) -> None:
+    for results in run_ranks(measure_fractions, 2, str(tmp_path)):
+        for tier, fraction, memory, formula, tile in results:
+            for where in ("device", "cpu", "nvme"):  # to a tile
+                have, want = memory[where]["optimizer"], formula[where]["optimizer"]
+                assert abs(have - want) <= 8 * tile, f"{tier} {fraction}: {where}: {have}, not {want}"
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_memory_is_the_formula(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
     for measured in run_ranks(measure_memory, world_size, str(tmp_path)):
@@ -204,3 +230,9 @@ def test_lr_scheduler_and_groups() -> None:
     assert not torch.equal(net[0].weight, before)
     opt.close()
     zcomm.shutdown()
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1.5, float("nan")])
+def test_fractions_outside_of_0_to_1_are_named(fraction: float) -> None:
+    with pytest.raises(ValueError, match=f"fraction={fraction}"):
+        zcomm.Offload("nvme", fraction=fraction)

@@ -24,6 +24,17 @@ class Case:
     precision: str = "fp32"
     prefetch: int = 1
     share_parameters: bool = True
+    fraction: float = 1.0  # of the optimizer state that is offloaded
+
+    def arguments(self) -> dict[str, Any]:
+        """Of ZeroOptimizer."""
+        values = asdict(self)
+        import zcomm
+
+        if values.pop("fraction") != 1.0:
+            params = self.offload if self.stage == 3 else None
+            values["offload"] = zcomm.Offload(self.offload, params, self.fraction)
+        return values
 
 
 def small_gpt(seed: int = 3) -> torch.nn.Module:
@@ -67,7 +78,7 @@ def train(case: Case, swap: str, steps: int = STEPS, accum: int = 2) -> dict[str
     comm = zcomm.init(timeout=60)
     model = small_gpt(seed=3 + comm.rank)  # rank 0's weights must win
     adamw = torch.optim.AdamW(groups(model), lr=3e-3)
-    opt = zcomm.ZeroOptimizer(model, adamw, clip_norm=0.5, grad_accum=accum, nvme_path=swap, **asdict(case))
+    opt = zcomm.ZeroOptimizer(model, adamw, clip_norm=0.5, grad_accum=accum, nvme_path=swap, **case.arguments())
     losses, norms = [], []
     for step in range(steps):
         for micro in range(accum):
@@ -130,7 +141,7 @@ def compare_with_torch(folder: str, case: Case) -> dict[str, float]:
     comm = zcomm.init(timeout=60)
     model = small_gpt()
     adamw = torch.optim.AdamW(groups(model), lr=3e-3)
-    opt = zcomm.ZeroOptimizer(model, adamw, clip_norm=0.5, grad_accum=2, nvme_path=folder, **asdict(case))
+    opt = zcomm.ZeroOptimizer(model, adamw, clip_norm=0.5, grad_accum=2, nvme_path=folder, **case.arguments())
     torch.set_num_threads(1)
     for number in range(2 * STEPS):
         loss_of(model, *batch(comm.rank, number)).backward()

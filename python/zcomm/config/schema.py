@@ -122,9 +122,7 @@ class OffloadOptimizer:
     nvme_path: str | None = key(None, "swap directory; needed with device nvme, unused otherwise", check=NOT_EMPTY)
     ratio: float = key(
         1.0,
-        "share of the optimizer state that is offloaded",
-        status=_REFUSED,
-        reason="the optimizer state is offloaded whole or not at all; use 1.0 or device none",
+        "share of the optimizer state that is offloaded; the rest stays on the device (cpu) or in host memory (nvme)",
         check=FRACTION,
     )
     pin_memory: bool = key(True, "page-locked staging", status=_NO_EFFECT, reason=_PINNED)

@@ -19,7 +19,7 @@ from zcomm.zero.norm import GradientNorm
 from zcomm.zero.options import Offload, Precision
 from zcomm.zero.parameters import ParameterStore, PrivateStore, SharedStore
 from zcomm.zero.sources import RamSource, ShardSource, SwapSource
-from zcomm.zero.state import WINDOWS, RamState, ShardState, SwappedState
+from zcomm.zero.state import TILE_COUNT, WINDOWS, RamState, ShardState, SwappedState, swapped_count
 from zcomm.zero.unit_choice import UnitChoice, choose_units
 from zcomm.zero.unit_hooks import UnitHooks
 from zcomm.zero.units import UnitStore
@@ -113,9 +113,9 @@ def build_parts(
     state: ShardState
     if offload.optimizer == "nvme":
         assert swap is not None
-        state = SwappedState(counts, precision.dtype, arena, swap)
+        state = SwappedState(counts, precision.dtype, arena, swap, offload.fraction)
     else:
-        state = RamState(counts, precision.dtype, offload.optimizer or "device", arena)
+        state = RamState(counts, precision.dtype, arena, offload)
     _start(model, ordered, geometry, comm, store, state, precision.dtype)
 
     group_of = [numbers[id(param)] for param in ordered]
@@ -169,7 +169,9 @@ def _swap_nbytes(geometry: Geometry, offload: Offload, precision: Precision, sta
     nbytes = 0
     if offload.optimizer == "nvme":
         count = geometry.count if stage == 0 else geometry.shard_count
-        nbytes += count * precision.state_nbytes + (count // 65536 + len(geometry.buckets) + WINDOWS) * page
+        tiles = count // TILE_COUNT + len(geometry.buckets)
+        nbytes += swapped_count(tiles, offload.fraction) * (TILE_COUNT * precision.state_nbytes + page)
+        nbytes = min(nbytes, count * precision.state_nbytes + (tiles + WINDOWS) * page)
     if offload.params == "nvme":
         nbytes += geometry.shard_count * precision.param_nbytes + len(geometry.buckets) * page
     return nbytes

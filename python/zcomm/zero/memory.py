@@ -40,5 +40,8 @@ def memory_formula(
     memory = empty_memory()
     memory[where.params or "device"]["parameters"] = params * bytes_of.param_nbytes
     memory["device"]["gradients"] = (shard if stage >= 2 else numel) * bytes_of.grad_nbytes
-    memory[where.optimizer or "device"]["optimizer"] = (shard if stage >= 1 else numel) * bytes_of.state_nbytes
+    state_nbytes = (shard if stage >= 1 else numel) * bytes_of.state_nbytes
+    offloaded = round(state_nbytes * where.fraction)
+    memory[where.optimizer or "device"]["optimizer"] += offloaded
+    memory[where.rest]["optimizer"] += state_nbytes - offloaded
     return memory

@@ -188,7 +188,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         memory = empty_memory()
         memory[parts.store.tier]["parameters"] += parts.store.param_nbytes
         memory["device"]["gradients"] += parts.reducer.accumulators.nbytes
-        memory[parts.state.tier]["optimizer"] += parts.state.nbytes
+        for tier, nbytes in parts.state.nbytes_by_tier.items():
+            memory[tier]["optimizer"] += nbytes
         memory["device"]["slots"] += parts.reducer.slot_nbytes + parts.store.slot_nbytes
         memory["cpu"]["slots"] += parts.state.window_nbytes + parts.store.window_nbytes
         return memory

@@ -17,7 +17,8 @@ class Offload:
 
     optimizer: tier of the optimizer state: None (device), "cpu" (pinned host memory) or "nvme" (swap files).
     params: tier of the sharded parameters; stage 3 only.
-    fraction: part of the optimizer state that is offloaded; 1.0 is all of it.
+    fraction: part of the optimizer state that is offloaded; 1.0 is all of it. The rest stays one tier up: on the
+    device beside optimizer="cpu", in host memory beside optimizer="nvme". The bits are the same.
     """
 
     optimizer: Tier | None = None
@@ -28,8 +29,13 @@ class Offload:
         for name, tier in (("optimizer", self.optimizer), ("params", self.params)):
             if tier is not None and tier not in TIERS:
                 raise ValueError(f"Offload: {name}={tier!r}; use None, 'cpu' or 'nvme'")
-        if self.fraction != 1.0:
-            raise NotImplementedError(f"Offload: fraction={self.fraction}; this version offloads all (1.0) or nothing")
+        if not 0.0 <= self.fraction <= 1.0:
+            raise ValueError(f"Offload: fraction={self.fraction} must lie in [0, 1]")
+
+    @property
+    def rest(self) -> str:
+        """Tier of the part of the optimizer state that is not offloaded."""
+        return "cpu" if self.optimizer == "nvme" else "device"
 
     @property
     def uses_nvme(self) -> bool:

@@ -1,12 +1,14 @@
 """Optimizer state of this rank's shards: m, v and, for bf16, the master's remainder, in tiles, in RAM or on NVMe.
 
 One fused pass per tile over (gradient, weight, m, v, remainder). In RAM the tiles of a bucket lie back to back; on NVMe
-each tile is one extent and passes through a ring of windows: READ -> step -> WRITE, reads running ahead.
+each tile is one extent and passes through a ring of windows: READ -> step -> WRITE, reads running ahead. A fraction
+below 1 keeps evenly spread tiles in RAM: the step works on them while the next ones are read.
 Both tiers run the same arithmetic on the same elements, so the bits are equal.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -17,9 +19,16 @@ import torch
 
 from zcomm import _core
 from zcomm._tensors import core_dtype, tensor_of
+from zcomm.zero.options import Offload
 
+Tile = tuple[int, int, int]  # bucket, first element of its shard, count
 TILE_COUNT = 65536  # elements of a tile
 WINDOWS = 6  # tiles in flight of the NVMe tier
+
+
+def swapped_count(tiles: int, fraction: float) -> int:
+    """How many of the first ``tiles`` tiles are on NVMe, where ``fraction`` of all are."""
+    return math.floor(tiles * fraction + 0.5)
 
 
 @dataclass(frozen=True)
@@ -60,13 +69,12 @@ def _store_master(weight: torch.Tensor, state: int, master: torch.Tensor) -> Non
 class ShardState(ABC):
     """State of the shards ``counts`` (elements per bucket) for weights of ``dtype``."""
 
-    tier: str
     waited_s = 0.0
+    nbytes_by_tier: dict[str, int]
 
     def __init__(self, counts: Sequence[int], dtype: torch.dtype) -> None:
         self.counts = list(counts)
         self.dtype = dtype
-        self.nbytes = sum(self.shard_nbytes(count) for count in self.counts)
 
     def shard_nbytes(self, count: int) -> int:
         nbytes: int = _core.adam_state_nbytes(core_dtype(self.dtype), count)
@@ -95,11 +103,13 @@ class ShardState(ABC):
 class RamState(ShardState):
     """State in the pinned arena (tier "cpu") or beside the model (tier "device"; the same memory on the CPU)."""
 
-    def __init__(self, counts: Sequence[int], dtype: torch.dtype, tier: str, arena: _core.PinnedArena) -> None:
+    def __init__(self, counts: Sequence[int], dtype: torch.dtype, arena: _core.PinnedArena, offload: Offload) -> None:
         super().__init__(counts, dtype)
-        self.tier = tier
-        self._lease: _core.Lease | None = arena.allocate(self.nbytes)
-        base = tensor_of(self._lease, torch.uint8).data_ptr() if self.nbytes else 0
+        nbytes = sum(self.shard_nbytes(count) for count in self.counts)
+        offloaded = round(nbytes * offload.fraction) if offload.optimizer else 0
+        self.nbytes_by_tier = {"cpu": offloaded, "device": nbytes - offloaded}
+        self._lease: _core.Lease | None = arena.allocate(nbytes)
+        base = tensor_of(self._lease, torch.uint8).data_ptr() if nbytes else 0
         self._addresses: list[int] = []
         for count in self.counts:
             self._addresses.append(base)
@@ -129,12 +139,15 @@ class RamState(ShardState):
 
 
 class SwappedState(ShardState):
-    """State on NVMe; WINDOWS tiles of it in RAM at a time."""
-
-    tier = "nvme"
+    """``fraction`` of the state on NVMe, WINDOWS tiles of that in RAM at a time; the other tiles always in RAM."""
 
     def __init__(
-        self, counts: Sequence[int], dtype: torch.dtype, arena: _core.PinnedArena, swap: _core.SwapFile
+        self,
+        counts: Sequence[int],
+        dtype: torch.dtype,
+        arena: _core.PinnedArena,
+        swap: _core.SwapFile,
+        fraction: float = 1.0,
     ) -> None:
         super().__init__(counts, dtype)
         self._swap = swap
@@ -142,14 +155,30 @@ class SwappedState(ShardState):
         self._lease: _core.Lease | None = arena.allocate(WINDOWS * self._tile_nbytes)
         flat = tensor_of(self._lease, torch.uint8)
         self._windows = [flat[i * self._tile_nbytes : (i + 1) * self._tile_nbytes] for i in range(WINDOWS)]
-        self._tiles = [
+        self._writes: list[_core.Work | None] = [None] * WINDOWS
+        self._place_tiles(arena, fraction)
+        for bucket, begin, count in self._swapped:
+            swap.reserve(self._key(bucket, begin), self.shard_nbytes(count))
+
+    def _place_tiles(self, arena: _core.PinnedArena, fraction: float) -> None:
+        self._tiles: list[Tile] = [
             (bucket, begin, min(TILE_COUNT, count - begin))
             for bucket, count in enumerate(self.counts)
             for begin in range(0, count, TILE_COUNT)
         ]
-        self._writes: list[_core.Work | None] = [None] * WINDOWS
-        for bucket, begin, count in self._tiles:
-            swap.reserve(self._key(bucket, begin), self.shard_nbytes(count))
+        numbers = range(len(self._tiles))
+        is_swapped = [swapped_count(i + 1, fraction) > swapped_count(i, fraction) for i in numbers]
+        self._swapped = [tile for tile, swapped in zip(self._tiles, is_swapped, strict=True) if swapped]
+        resident = [tile for tile, swapped in zip(self._tiles, is_swapped, strict=True) if not swapped]
+        nbytes = sum(self.shard_nbytes(count) for _, _, count in resident)
+        self._resident_lease: _core.Lease | None = arena.allocate(nbytes)
+        address = tensor_of(self._resident_lease, torch.uint8).data_ptr() if nbytes else 0
+        self._resident: dict[Tile, int] = {}
+        for tile in resident:
+            self._resident[tile] = address
+            address += self.shard_nbytes(tile[2])
+        swapped_nbytes = sum(self.shard_nbytes(count) for _, _, count in self._swapped)
+        self.nbytes_by_tier = {"nvme": swapped_nbytes, "cpu": nbytes}
 
     @property
     def window_nbytes(self) -> int:
@@ -163,38 +192,49 @@ class SwappedState(ShardState):
         window = self._windows[0]
         for begin in range(0, master.numel(), TILE_COUNT):
             part = slice(begin, min(begin + TILE_COUNT, master.numel()))
+            count = part.stop - part.start
+            resident = self._resident.get((bucket, begin, count))
+            if resident is not None:
+                _store_master(weight[part], resident, master[part])
+                continue
             window.zero_()
             _store_master(weight[part], window.data_ptr(), master[part])
-            nbytes = self.shard_nbytes(part.stop - part.start)
-            self._swap.write(self._key(bucket, begin), window.data_ptr(), nbytes).wait()
+            self._swap.write(self._key(bucket, begin), window.data_ptr(), self.shard_nbytes(count)).wait()
 
-    def _read(self, tile: int) -> _core.Work:
-        """Start to read a tile as soon as its window's last write is on disk."""
-        self._wait(self._writes[tile % WINDOWS])
-        bucket, begin, count = self._tiles[tile]
-        window = self._windows[tile % WINDOWS]
+    def _read(self, number: int) -> _core.Work:
+        """Start to read a swapped tile as soon as its window's last write is on disk."""
+        self._wait(self._writes[number % WINDOWS])
+        bucket, begin, count = self._swapped[number]
+        window = self._windows[number % WINDOWS]
         return self._swap.read(self._key(bucket, begin), window.data_ptr(), self.shard_nbytes(count))
 
     def step(self, shards: Iterator[ShardStep]) -> None:
-        """[Note: swapped step] Tile i uses window i % WINDOWS; half of the windows read ahead, the others write back.
+        """[Note: swapped step] Swapped tile i uses window i % WINDOWS; half of them read ahead, the others write back.
 
         The last writes go on while the next forward runs; the window's next read waits for them.
         """
         ahead = WINDOWS // 2
-        reads: deque[_core.Work] = deque(self._read(tile) for tile in range(min(ahead, len(self._tiles))))
+        reads: deque[_core.Work] = deque(self._read(number) for number in range(min(ahead, len(self._swapped))))
         shard = next(shards, None)
-        for tile, (bucket, begin, count) in enumerate(self._tiles):
+        number = 0  # of the next swapped tile
+        for tile in self._tiles:
+            bucket, begin, count = tile
             while shard is not None and shard.bucket != bucket:
                 shard = next(shards, None)
             assert shard is not None, f"no shard for bucket {bucket}"
+            resident = self._resident.get(tile)
+            if resident is not None:
+                self._step_tile(shard, resident, begin, count)
+                continue
             self._wait(reads.popleft())
-            window = self._windows[tile % WINDOWS]
+            window = self._windows[number % WINDOWS]
             self._step_tile(shard, window.data_ptr(), begin, count)
-            self._writes[tile % WINDOWS] = self._swap.write(
+            self._writes[number % WINDOWS] = self._swap.write(
                 self._key(bucket, begin), window.data_ptr(), self.shard_nbytes(count)
             )
-            if tile + ahead < len(self._tiles):
-                reads.append(self._read(tile + ahead))
+            if number + ahead < len(self._swapped):
+                reads.append(self._read(number + ahead))
+            number += 1
         for _ in shards:  # lets the source of shards finish its last one
             pass
 
@@ -220,13 +260,16 @@ class SwappedState(ShardState):
         for begin in range(0, master.numel(), TILE_COUNT):
             part = slice(begin, min(begin + TILE_COUNT, master.numel()))
             count = part.stop - part.start
-            window = self._windows[0]
-            self._swap.read(self._key(bucket, begin), window.data_ptr(), self.shard_nbytes(count)).wait()
-            shard = _core_shard(weight[part], master[part], window.data_ptr(), count, 0, count)
+            state = self._resident.get((bucket, begin, count))
+            if state is None:
+                state = self._windows[0].data_ptr()
+                self._swap.read(self._key(bucket, begin), state, self.shard_nbytes(count)).wait()
+            shard = _core_shard(weight[part], master[part], state, count, 0, count)
             _core.join_master(shard, master[part].data_ptr())
         return master
 
     def close(self) -> None:
         self._writes.clear()  # dropping a Work waits for it
         self._windows.clear()
-        self._lease = None
+        self._resident.clear()
+        self._lease = self._resident_lease = None
