@@ -1,16 +1,19 @@
-// Binds the fused Adam step and the order-independent sum of squares.
+// Binds the fused optimizer steps and the order-independent sum of squares.
 #include "bindings.hpp"
+#include "zcomm/adagrad.hpp"
 #include "zcomm/adam.hpp"
 #include "zcomm/exact_sum.hpp"
+#include "zcomm/lion.hpp"
+#include "zcomm/sgd.hpp"
 
 namespace py = pybind11;
 
 namespace zcomm::bindings {
 namespace {
 
-AdamShard shard_of(std::uintptr_t weight, DType weight_dtype, std::uintptr_t grad, DType grad_dtype,
-                   std::uintptr_t state, std::size_t count, std::size_t tile_count, std::size_t begin,
-                   std::size_t end) {
+OptimShard shard_of(std::uintptr_t weight, DType weight_dtype, std::uintptr_t grad, DType grad_dtype,
+                    std::uintptr_t state, std::size_t count, std::size_t tile_count, std::size_t begin,
+                    std::size_t end) {
   return {reinterpret_cast<void*>(weight),
           weight_dtype,
           reinterpret_cast<const void*>(grad),
@@ -22,9 +25,13 @@ AdamShard shard_of(std::uintptr_t weight, DType weight_dtype, std::uintptr_t gra
           end};
 }
 
-}  // namespace
+template <class Params>
+void bind_step(py::module_& m, const char* name, void (*step)(const OptimShard&, const Params&, int)) {
+  m.def(name, step, py::arg("shard"), py::arg("params"), py::arg("threads") = 0,
+        py::call_guard<py::gil_scoped_release>());
+}
 
-void bind_optim(py::module_& m) {
+void bind_params(py::module_& m) {
   py::class_<AdamParams>(m, "AdamParams")
       .def(py::init<>())
       .def_readwrite("lr", &AdamParams::lr)
@@ -36,23 +43,64 @@ void bind_optim(py::module_& m) {
       .def_readwrite("maximize", &AdamParams::maximize)
       .def_readwrite("step", &AdamParams::step)
       .def_readwrite("grad_scale", &AdamParams::grad_scale);
-  py::class_<AdamShard>(m, "AdamShard")
+  py::class_<SgdParams>(m, "SgdParams")
+      .def(py::init<>())
+      .def_readwrite("lr", &SgdParams::lr)
+      .def_readwrite("momentum", &SgdParams::momentum)
+      .def_readwrite("dampening", &SgdParams::dampening)
+      .def_readwrite("weight_decay", &SgdParams::weight_decay)
+      .def_readwrite("nesterov", &SgdParams::nesterov)
+      .def_readwrite("maximize", &SgdParams::maximize)
+      .def_readwrite("buffer", &SgdParams::buffer)
+      .def_readwrite("first", &SgdParams::first)
+      .def_readwrite("grad_scale", &SgdParams::grad_scale);
+  py::class_<LionParams>(m, "LionParams")
+      .def(py::init<>())
+      .def_readwrite("lr", &LionParams::lr)
+      .def_readwrite("beta1", &LionParams::beta1)
+      .def_readwrite("beta2", &LionParams::beta2)
+      .def_readwrite("weight_decay", &LionParams::weight_decay)
+      .def_readwrite("maximize", &LionParams::maximize)
+      .def_readwrite("grad_scale", &LionParams::grad_scale);
+  py::class_<AdagradParams>(m, "AdagradParams")
+      .def(py::init<>())
+      .def_readwrite("lr", &AdagradParams::lr)
+      .def_readwrite("lr_decay", &AdagradParams::lr_decay)
+      .def_readwrite("weight_decay", &AdagradParams::weight_decay)
+      .def_readwrite("eps", &AdagradParams::eps)
+      .def_readwrite("maximize", &AdagradParams::maximize)
+      .def_readwrite("step", &AdagradParams::step)
+      .def_readwrite("grad_scale", &AdagradParams::grad_scale);
+}
+
+void bind_steps(py::module_& m) {
+  py::class_<OptimShard>(m, "OptimShard")
       .def(py::init(&shard_of), py::arg("weight"), py::arg("weight_dtype"), py::arg("grad"), py::arg("grad_dtype"),
            py::arg("state"), py::arg("count"), py::arg("tile_count"), py::arg("begin"), py::arg("end"));
+  m.attr("AdamShard") = m.attr("OptimShard");
   m.def("adam_state_nbytes", &adam_state_nbytes, py::arg("weight"), py::arg("count"));
-  m.def("adam_step", &adam_step, py::arg("shard"), py::arg("params"), py::arg("threads") = 0,
-        py::call_guard<py::gil_scoped_release>());
+  m.def("sgd_state_nbytes", &sgd_state_nbytes, py::arg("weight"), py::arg("buffer"), py::arg("count"));
+  m.def("lion_state_nbytes", &lion_state_nbytes, py::arg("weight"), py::arg("count"));
+  m.def("adagrad_state_nbytes", &adagrad_state_nbytes, py::arg("weight"), py::arg("count"));
+  bind_step(m, "adam_step", &adam_step);
+  bind_step(m, "sgd_step", &sgd_step);
+  bind_step(m, "lion_step", &lion_step);
+  bind_step(m, "adagrad_step", &adagrad_step);
   m.def(
       "split_master",
-      [](const AdamShard& shard, std::uintptr_t master) {
-        split_master(shard, reinterpret_cast<const float*>(master));
+      [](const OptimShard& shard, std::uintptr_t master, int arrays) {
+        split_master(shard, reinterpret_cast<const float*>(master), arrays);
       },
-      py::call_guard<py::gil_scoped_release>());
+      py::arg("shard"), py::arg("master"), py::arg("arrays") = 2, py::call_guard<py::gil_scoped_release>());
   m.def(
       "join_master",
-      [](const AdamShard& shard, std::uintptr_t master) { join_master(shard, reinterpret_cast<float*>(master)); },
-      py::call_guard<py::gil_scoped_release>());
+      [](const OptimShard& shard, std::uintptr_t master, int arrays) {
+        join_master(shard, reinterpret_cast<float*>(master), arrays);
+      },
+      py::arg("shard"), py::arg("master"), py::arg("arrays") = 2, py::call_guard<py::gil_scoped_release>());
+}
 
+void bind_exact_sum(py::module_& m) {
   py::class_<ExactSum>(m, "ExactSum", py::buffer_protocol())
       .def(py::init<>())
       .def("clear", &ExactSum::clear)
@@ -70,6 +118,14 @@ void bind_optim(py::module_& m) {
       .def_buffer([](ExactSum& self) {
         return py::buffer_info(self.words().data(), static_cast<py::ssize_t>(self.words().size()));
       });
+}
+
+}  // namespace
+
+void bind_optim(py::module_& m) {
+  bind_params(m);
+  bind_steps(m);
+  bind_exact_sum(m);
 }
 
 }  // namespace zcomm::bindings

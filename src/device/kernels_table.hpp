@@ -1,6 +1,6 @@
 // KernelTable: the element kernels of one instruction set, behind plain function pointers.
 //
-// [Note: one definition] kernels_<isa>.cpp and adam_<isa>.cpp are built with flags that not every CPU understands. An
+// [Note: one definition] kernels_<isa>.cpp and optim_<isa>.cpp are built with flags that not every CPU understands. An
 // inline function or template with external linkage that such a file emits (std::span, std::max, size_of) could be the
 // copy that the linker keeps for the whole program, and then crash a CPU without that instruction set. So these files
 // keep everything in unnamed namespaces, use no library templates, and take raw pointers: hence the structs below.

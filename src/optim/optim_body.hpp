@@ -1,11 +1,12 @@
-// Adam, split master and block squares, written once as loops that the compiler vectorises; see [Note: one definition].
+// Optimizer steps, split master and block squares, written once as loops that the compiler vectorises; see
+// [Note: one definition].
 //
-// 16-bit gradients are widened into a block in L1 first, so one loop serves all gradient types. Source of the order of
-// operations: torch.optim.AdamW, single tensor.
+// 16-bit gradients are widened into a block in L1 first, so one loop serves all gradient types.
 #pragma once
 
 #include "device/convert_body.hpp"
 #include "optim/optim_table.hpp"
+#include "optim/update_rules.hpp"
 
 namespace zcomm::optim::ZC_ISA {
 namespace {
@@ -46,39 +47,28 @@ void join(float* master, const u16* weight, const int16_t* lo, size_t count) {
   for (size_t i = 0; i < count; ++i) master[i] = join_one(weight[i], lo[i]);
 }
 
-// -- Adam
+// -- Steps
 
-template <bool adamw>
-ZC_INLINE float adam_one(float w, float& m_out, float& v_out, float g, const AdamFactors& f) {
-  g = g * f.grad_scale;
-  if constexpr (adamw) {
-    w = w * f.decay;
-  } else {
-    g = g + f.l2 * w;
-  }
-  const float m = m_out + f.one_minus_beta1 * (g - m_out);
-  const float v = v_out * f.beta2 + f.one_minus_beta2 * g * g;
-  m_out = m;
-  v_out = v;
-  const float denominator = __builtin_sqrtf(v) / f.root_bias2 + f.eps;
-  return w - f.step_size * m / denominator;
-}
-
-template <bool adamw>
-void adam_f32(float* w, float* m, float* v, const float* g, size_t n, const AdamFactors& factors) {
-  const AdamFactors f = factors;
-#pragma GCC ivdep
-  for (size_t i = 0; i < n; ++i) w[i] = adam_one<adamw>(w[i], m[i], v[i], g[i], f);
-}
-
-template <bool adamw>
-void adam_bf16(u16* w, int16_t* lo, float* m, float* v, const float* g, size_t n, const AdamFactors& factors) {
-  const AdamFactors f = factors;
+template <class Rule, bool split>
+void update_block(void* weight, int16_t* lo, float* first, float* second, const float* g, size_t n,
+                  const typename Rule::Factors& factors) {
+  const typename Rule::Factors f = factors;
+  auto* w32 = static_cast<float*>(weight);
+  auto* w16 = static_cast<u16*>(weight);
 #pragma GCC ivdep
   for (size_t i = 0; i < n; ++i) {
-    const u32 bits = bits_of(adam_one<adamw>(join_one(w[i], lo[i]), m[i], v[i], g[i], f));
-    w[i] = high_half(bits);
-    lo[i] = low_half(bits);
+    float a = 0.0f, b = 0.0f;
+    if constexpr (Rule::arrays > 0) a = first[i];
+    if constexpr (Rule::arrays > 1) b = second[i];
+    if constexpr (split) {
+      const u32 bits = bits_of(Rule::update(join_one(w16[i], lo[i]), g[i], a, b, f));
+      w16[i] = high_half(bits);
+      lo[i] = low_half(bits);
+    } else {
+      w32[i] = Rule::update(w32[i], g[i], a, b, f);
+    }
+    if constexpr (Rule::arrays > 0) first[i] = a;
+    if constexpr (Rule::arrays > 1) second[i] = b;
   }
 }
 
@@ -90,22 +80,29 @@ const float* widened(float* local, const void* grad, DType dtype, size_t begin, 
   return local;
 }
 
-template <bool adamw>
-void adam_blocks(const AdamPiece& p, const AdamFactors& f) {
+template <class Rule>
+void update(const OptimPiece& p, const typename Rule::Factors& f) {
   alignas(64) float local[kBlock];
   for (size_t i = 0; i < p.count; i += kBlock) {
     const size_t n = p.count - i < kBlock ? p.count - i : kBlock;
     const float* g = widened(local, p.grad, p.grad_dtype, i, n);
+    float* first = Rule::arrays > 0 ? p.state[0] + i : nullptr;
+    float* second = Rule::arrays > 1 ? p.state[1] + i : nullptr;
     if (p.lo == nullptr) {
-      adam_f32<adamw>(static_cast<float*>(p.weight) + i, p.m + i, p.v + i, g, n, f);
+      update_block<Rule, false>(static_cast<float*>(p.weight) + i, nullptr, first, second, g, n, f);
     } else {
-      adam_bf16<adamw>(static_cast<u16*>(p.weight) + i, p.lo + i, p.m + i, p.v + i, g, n, f);
+      update_block<Rule, true>(static_cast<u16*>(p.weight) + i, p.lo + i, first, second, g, n, f);
     }
   }
 }
 
-void adam(const AdamPiece& piece, const AdamFactors& factors) {
-  factors.adamw ? adam_blocks<true>(piece, factors) : adam_blocks<false>(piece, factors);
+void adam(const OptimPiece& piece, const AdamFactors& f) {
+  f.adamw ? update<Adam<true>>(piece, f) : update<Adam<false>>(piece, f);
+}
+
+void sgd(const OptimPiece& piece, const SgdFactors& f) {
+  if (!f.momentum) return update<PlainSgd>(piece, f);
+  f.nesterov ? update<MomentumSgd<true>>(piece, f) : update<MomentumSgd<false>>(piece, f);
 }
 
 // -- squares of blocks of 64
@@ -133,6 +130,6 @@ void squares(double* sums, const void* grad, DType dtype, size_t blocks) {
 }  // namespace
 
 extern const OptimTable kOptim;
-const OptimTable kOptim = {adam, split, join, squares};
+const OptimTable kOptim = {adam, sgd, update<Lion>, update<Adagrad>, split, join, squares};
 
 }  // namespace zcomm::optim::ZC_ISA

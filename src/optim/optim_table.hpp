@@ -1,5 +1,5 @@
 // OptimTable: the optimizer kernels of one instruction set; raw pointers only, see [Note: one definition] in
-// device/kernels_table.hpp. Arguments are checked by the dispatchers (adam.cpp, exact_sum.cpp).
+// device/kernels_table.hpp. Arguments are checked by the host sides (shard.cpp, adam.cpp, sgd.cpp, ..., exact_sum.cpp).
 #pragma once
 
 #include <cstddef>
@@ -10,11 +10,12 @@
 
 namespace zcomm::optim {
 
-/// Factors of one step, computed in f64 and rounded to f32 once.
+// Factors of one step, computed in f64 and rounded to f32 once. grad_scale: negative to maximize.
+
 struct AdamFactors {
-  float grad_scale;  ///< negative to maximize
-  float decay;       ///< adamw: weight is multiplied by 1 - lr * weight_decay
-  float l2;          ///< not adamw: weight_decay, times weight is added to the gradient
+  float grad_scale;
+  float decay;  ///< adamw: weight is multiplied by 1 - lr * weight_decay
+  float l2;     ///< not adamw: weight_decay, times weight is added to the gradient
   float one_minus_beta1, beta2, one_minus_beta2;
   float root_bias2;  ///< sqrt(1 - beta2^step)
   float eps;
@@ -22,19 +23,44 @@ struct AdamFactors {
   bool adamw;
 };
 
-/// `count` elements inside one tile. lo: null for an f32 weight.
-struct AdamPiece {
+struct SgdFactors {
+  float grad_scale;
+  float l2;          ///< weight_decay, times weight is added to the gradient
+  float keep, gain;  ///< buffer = keep * buffer + gain * gradient
+  float look_ahead;  ///< nesterov: look_ahead * buffer is added to the gradient
+  float lr;
+  bool momentum, nesterov;
+};
+
+struct LionFactors {
+  float grad_scale;
+  float decay;  ///< weight is multiplied by 1 - lr * weight_decay
+  float beta1, one_minus_beta1, beta2, one_minus_beta2;
+  float lr;
+};
+
+struct AdagradFactors {
+  float grad_scale;
+  float l2;  ///< weight_decay, times weight is added to the gradient
+  float eps;
+  float rate;  ///< lr / (1 + (step - 1) * lr_decay)
+};
+
+/// `count` elements inside one tile. lo: null for an f32 weight. state: the optimizer's arrays (Adam: m, v).
+struct OptimPiece {
   void* weight;
   std::int16_t* lo;
-  float* m;
-  float* v;
+  float* state[2];
   const void* grad;
   DType grad_dtype;
   std::size_t count;
 };
 
 struct OptimTable {
-  void (*adam)(const AdamPiece& piece, const AdamFactors& factors);
+  void (*adam)(const OptimPiece& piece, const AdamFactors& factors);
+  void (*sgd)(const OptimPiece& piece, const SgdFactors& factors);
+  void (*lion)(const OptimPiece& piece, const LionFactors& factors);
+  void (*adagrad)(const OptimPiece& piece, const AdagradFactors& factors);
   void (*split)(std::uint16_t* weight, std::int16_t* lo, const float* master, std::size_t count);
   void (*join)(float* master, const std::uint16_t* weight, const std::int16_t* lo, std::size_t count);
   /// sums[b] = squares of block b of 64 elements, as described at add_squares; full blocks only.

@@ -1,16 +1,20 @@
-"""CPUAdam as a drop-in: torch's numbers, torch's interface, exact masters for bf16."""
+"""The fused CPU optimizers as drop-ins: torch's numbers, torch's interface, exact masters for bf16."""
 
 from __future__ import annotations
 
 import copy
+import io
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import zcomm
+from zcomm.optim import CPUSGD, CPUAdagrad, CPUAdam, CPULion
 
 SHAPES = [(3,), (17, 5), (64, 64), (1,), (0,), (130,)]
+Maker = Callable[..., torch.optim.Optimizer]
 
 
 def params(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.nn.Parameter]:
@@ -26,74 +30,274 @@ def steps(opt: torch.optim.Optimizer, tensors: list[torch.nn.Parameter], count: 
         opt.step()
 
 
-@pytest.mark.parametrize("adamw", [True, False])
-@pytest.mark.parametrize("maximize", [True, False])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_equals_torch(adamw: bool, maximize: bool, weight_decay: float) -> None:
-    ours, theirs = params(), params()
-    torch_class = torch.optim.AdamW if adamw else torch.optim.Adam
-    options: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.95), "weight_decay": weight_decay, "maximize": maximize}
-    steps(zcomm.optim.CPUAdam(ours, adamw=adamw, **options), ours, 20)
-    steps(torch_class(theirs, **options), theirs, 20)
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-7)
+class TorchLion(torch.optim.Optimizer):
+    """The paper's code: torch has no Lion."""
+
+    def __init__(self, tensors: Any, **options: Any) -> None:
+        super().__init__(tensors, {"betas": (0.9, 0.99), "weight_decay": 0.0, "maximize": False, **options})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for param in group["params"]:
+                grad = -param.grad if group["maximize"] else param.grad
+                avg = self.state[param].setdefault("exp_avg", torch.zeros_like(param))
+                param.mul_(1 - group["lr"] * group["weight_decay"])
+                param.add_((avg * beta1 + grad * (1 - beta1)).sign_(), alpha=-group["lr"])
+                avg.mul_(beta2).add_(grad, alpha=1 - beta2)
 
 
-def test_bf16_keeps_an_exact_master() -> None:
-    """Tiny updates, each below the last bit of a bf16 weight, add up as they do in fp32."""
-    weight16 = torch.nn.Parameter(torch.ones(256, dtype=torch.bfloat16))
-    weight32 = torch.nn.Parameter(torch.ones(256))
-    opt16, opt32 = (zcomm.optim.CPUAdam([w], lr=1e-4, adamw=True) for w in (weight16, weight32))
-    for _ in range(200):
-        weight16.grad = torch.ones_like(weight16)
-        weight32.grad = torch.ones_like(weight32)
+def adam(tensors: Any, **options: Any) -> CPUAdam:
+    return CPUAdam(tensors, adamw=False, **options)
+
+
+PAIRS: list[tuple[Maker, Maker, list[dict[str, Any]]]] = [
+    (CPUAdam, torch.optim.AdamW, [{"betas": (0.8, 0.95), "weight_decay": 0.0}, {"eps": 1e-3, "weight_decay": 0.1}]),
+    (adam, torch.optim.Adam, [{"betas": (0.8, 0.95)}, {"weight_decay": 0.1}]),
+    (
+        CPUSGD,
+        torch.optim.SGD,
+        [
+            {},
+            {"weight_decay": 0.1},
+            {"momentum": 0.9},
+            {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1},
+            {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+        ],
+    ),
+    (
+        CPUAdagrad,
+        torch.optim.Adagrad,
+        [{}, {"lr_decay": 0.1, "weight_decay": 0.1}, {"initial_accumulator_value": 0.5, "eps": 1e-3}],
+    ),
+    (CPULion, TorchLion, [{}, {"betas": (0.8, 0.95), "weight_decay": 0.1}]),
+]
+CASES = [pytest.param(ours, theirs, options) for ours, theirs, choices in PAIRS for options in choices]
+MAKERS = [pytest.param(ours, theirs, choices[-1], id=ours.__name__) for ours, theirs, choices in PAIRS]
+TORCHS = [pytest.param(ours, theirs, choices[-1]) for ours, theirs, choices in PAIRS if theirs is not TorchLion]
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize(("ours", "theirs", "options"), CASES)
+def test_equals_torch_in_both_precisions(ours: Maker, theirs: Maker, options: dict[str, Any], maximize: bool) -> None:
+    fused, single, double = params(), params(), [torch.nn.Parameter(p.detach().double()) for p in params()]
+    for opt, tensors in ((ours, fused), (theirs, single), (theirs, double)):
+        steps(opt(tensors, lr=1e-2, maximize=maximize, **options), tensors, 20)
+    for a, b, c, start in zip(fused, single, double, params(), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=5e-7)
+        torch.testing.assert_close(a.double(), c, rtol=3e-6, atol=2e-6)
+        assert a.numel() < 100 or not torch.allclose(a, start, atol=1e-3)
+
+
+@pytest.mark.parametrize(("ours", "theirs", "options"), MAKERS)
+def test_bf16_parameters_train_as_the_fp32_master(ours: Maker, theirs: Maker, options: dict[str, Any]) -> None:
+    """To the bit, and with updates far below the last bit of a bf16 weight."""
+    weight16 = torch.nn.Parameter(torch.linspace(0.5, 2, 301).bfloat16())
+    weight32 = torch.nn.Parameter(weight16.detach().float())
+    opt16, opt32 = (ours([w], lr=1e-5, **options) for w in (weight16, weight32))
+    start = weight32.detach().clone()
+    for step in range(100):
+        grad = torch.randn(301, generator=torch.Generator().manual_seed(step)).add_(0.5).bfloat16()
+        weight16.grad, weight32.grad = grad.clone(), grad.float()
         opt16.step()
         opt32.step()
     remainder = opt16.state[weight16]["remainder"].to(torch.int32)
     high = weight16.detach().view(torch.int16).to(torch.int32) << 16
-    master = (high + remainder).view(torch.float32)
-    assert torch.equal(master, weight32.detach())
-    assert weight32[0] < 0.99, "the updates must have added up"
+    assert torch.equal((high + remainder).view(torch.float32), weight32.detach())
+    assert (weight32 - start).abs().max() > 1e-5, "the updates must have added up"
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch ties a gradient's dtype to its weight")
+@pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("ours", "theirs", "options"), MAKERS)
+def test_gradients_of_any_dtype(
+    ours: Maker, theirs: Maker, options: dict[str, Any], weight: torch.dtype, grad: torch.dtype
+) -> None:
+    mixed, same = (torch.nn.Parameter(torch.linspace(-1, 1, 77).to(weight)) for _ in range(2))
+    mixed.grad_dtype = None
+    same.grad_dtype = None
+    values = torch.linspace(-0.5, 0.5, 77).to(grad)
+    mixed.grad, same.grad = values, values.float()  # widening is exact
+    for param in (mixed, same):
+        ours([param], lr=1e-2, **options).step()
+    assert torch.equal(mixed, same)
+
+
+@pytest.mark.parametrize("how", ["state_dict", "torch.save", "deepcopy"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_state_dict_resumes_to_the_bit(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("ours", "theirs", "options"), MAKERS)
+def test_resumes_to_the_bit(ours: Maker, theirs: Maker, options: dict[str, Any], dtype: torch.dtype, how: str) -> None:
     straight, resumed = params(dtype), params(dtype)
-    steps(zcomm.optim.CPUAdam(straight, lr=1e-2), straight, 10)
-    first = zcomm.optim.CPUAdam(resumed, lr=1e-2)
+    steps(ours(straight, lr=1e-2, **options), straight, 10)
+    first = ours(resumed, lr=1e-2, **options)
     steps(first, resumed, 5)
-    second = zcomm.optim.CPUAdam(resumed, lr=1e-2)
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    if how == "deepcopy":
+        resumed, second = copy.deepcopy((resumed, first))
+    else:
+        state = first.state_dict()
+        if how == "torch.save":
+            file = io.BytesIO()
+            torch.save(state, file)
+            file.seek(0)
+            state = torch.load(file)
+        second = ours(resumed, lr=1e-2, **options)
+        second.load_state_dict(state)
     steps(second, resumed, 5, first=5)
     for a, b in zip(straight, resumed, strict=True):
         assert torch.equal(a, b)
 
 
-def test_loads_from_and_into_torch() -> None:
-    ours, theirs = params(), params()
-    torch_opt = torch.optim.AdamW(theirs, lr=1e-2)
-    steps(torch_opt, theirs, 5)
-    for a, b in zip(ours, theirs, strict=True):
+@pytest.mark.parametrize(("ours", "theirs", "options"), TORCHS)
+def test_state_goes_from_torch_and_back(ours: Maker, theirs: Maker, options: dict[str, Any]) -> None:
+    """torch alone for 15 steps, and torch, ours, torch for 5 each."""
+    expected, tensors = params(), params()
+    steps(theirs(expected, lr=1e-2, **options), expected, 15)
+    opts = [make(tensors, lr=0.5) for make in (theirs, ours, theirs)]  # options travel with the state
+    opts[0] = theirs(tensors, lr=1e-2, **options)
+    for turn, opt in enumerate(opts):
+        if turn > 0:
+            opt.load_state_dict(copy.deepcopy(opts[turn - 1].state_dict()))
+        steps(opt, tensors, 5, first=5 * turn)
+    for a, b in zip(tensors, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=5e-7)
+
+
+@pytest.mark.parametrize(("ours", "theirs", "options"), TORCHS)
+def test_loading_copies(ours: Maker, theirs: Maker, options: dict[str, Any]) -> None:
+    first, second = params(), params()
+    a, b = theirs(first, lr=1e-2, **options), ours(second, lr=1e-2, **options)
+    steps(a, first, 3)
+    before = copy.deepcopy(a.state_dict()["state"])
+    b.load_state_dict(a.state_dict())
+    steps(b, second, 2)
+    for number, state in a.state_dict()["state"].items():
+        for name, value in state.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(before[number][name]))
+
+
+@pytest.mark.parametrize("adamw", [False, True])
+def test_decoupled_decay_travels_with_adams_state(adamw: bool) -> None:
+    source = params()
+    opt = (torch.optim.AdamW if adamw else torch.optim.Adam)(source, weight_decay=0.1)
+    if "decoupled_weight_decay" not in opt.defaults:
+        pytest.skip("this torch does not say which of the two a state is of")
+    steps(opt, source, 1)
+    ours = CPUAdam(params(), adamw=not adamw)
+    ours.load_state_dict(opt.state_dict())
+    assert ours.param_groups[0]["decoupled_weight_decay"] is adamw
+    assert CPUAdam([{"params": params(), "adamw": adamw}]).param_groups[0]["decoupled_weight_decay"] is adamw
+
+
+@pytest.mark.parametrize("step", [3, 3.0, torch.tensor(3.0), torch.tensor(3), torch.tensor([3.0])[0]])
+def test_step_may_be_a_number_or_a_tensor(step: Any) -> None:
+    tensors, others = params(), params()
+    opt = CPUAdam(tensors)
+    steps(opt, tensors, 3)
+    state = copy.deepcopy(opt.state_dict())
+    for one in state["state"].values():
+        one["step"] = step
+    for a, b in zip(others, tensors, strict=True):
         a.data.copy_(b.data)
-    opt = zcomm.optim.CPUAdam(ours, lr=1e-2)
-    opt.load_state_dict(copy.deepcopy(torch_opt.state_dict()))
-    steps(opt, ours, 5, first=5)
-    back = torch.optim.AdamW(params(), lr=1e-2)
-    back.load_state_dict(copy.deepcopy(opt.state_dict()))
-    steps(torch_opt, theirs, 5, first=5)
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-7)
+    loaded = CPUAdam(others)
+    loaded.load_state_dict(state)
+    steps(opt, tensors, 1, first=3)
+    steps(loaded, others, 1, first=3)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, others, strict=True))
+    now = loaded.state[others[0]]["step"]
+    assert isinstance(now, torch.Tensor)
+    assert now.dtype == torch.float32
+    assert now.item() == 4
 
 
-@pytest.mark.parametrize("options", [{"lr": -1.0}, {"eps": -1e-8}, {"weight_decay": -0.1}, {"betas": (0.9, 1.0)}])
-def test_bad_arguments_are_named(options: dict[str, Any]) -> None:
+def test_groups_closure_and_missing_gradients() -> None:
+    fast, slow, idle = (torch.nn.Parameter(torch.ones(5)) for _ in range(3))
+    opt = CPUSGD([{"params": [fast], "lr": 0.5}, {"params": [slow, idle]}], lr=0.25)
+
+    def closure() -> float:
+        opt.zero_grad()
+        loss = fast.sum() + slow.sum()
+        loss.backward()
+        return float(loss.detach())
+
+    assert opt.step(closure) == 10.0
+    assert torch.equal(fast, torch.full((5,), 0.5))
+    assert torch.equal(slow, torch.full((5,), 0.75))
+    assert torch.equal(idle, torch.ones(5))
+    torch.optim.lr_scheduler.StepLR(opt, 1, gamma=0.5)
+    opt.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))], "momentum": 0.9})
+    assert len(opt.param_groups) == 3
+
+
+def test_momentum_may_come_and_go() -> None:
+    ours, theirs = params(), params()
+    a, b = CPUSGD(ours, lr=1e-2), torch.optim.SGD(theirs, lr=1e-2)
+    for turn, momentum in enumerate((0.0, 0.9, 0.9, 0.0, 0.5)):
+        for opt, tensors in ((a, ours), (b, theirs)):
+            opt.param_groups[0]["momentum"] = momentum
+            steps(opt, tensors, 1, first=turn)
+    for x, y in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(x, y, rtol=2e-6, atol=5e-7)
+
+
+def test_state_replaced_by_hand_is_adopted() -> None:
+    weight = torch.nn.Parameter(torch.zeros(4))
+    opt = CPUSGD([weight], lr=1.0, momentum=0.5)
+    weight.grad = torch.zeros(4)
+    opt.step()
+    opt.state[weight]["momentum_buffer"] = torch.full((4,), 2.0)
+    opt.step()
+    assert torch.equal(weight, torch.full((4,), -1.0))
+    opt.state[weight]["momentum_buffer"] = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"momentum_buffer has shape \(3,\)"):
+        opt.step()
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (CPUAdam, {"lr": -1.0}),
+        (CPUAdam, {"eps": -1e-8}),
+        (CPUAdam, {"weight_decay": -0.1}),
+        (CPUAdam, {"betas": (0.9, 1.0)}),
+        (CPULion, {"betas": (-0.1, 0.9)}),
+        (CPUSGD, {"momentum": -0.5}),
+        (CPUSGD, {"nesterov": True}),
+        (CPUSGD, {"nesterov": True, "momentum": 0.9, "dampening": 0.1}),
+        (CPUAdagrad, {"lr_decay": float("nan")}),
+        (CPUAdagrad, {"initial_accumulator_value": -1.0}),
+    ],
+)
+def test_bad_arguments_are_named(make: Maker, options: dict[str, Any]) -> None:
     name = next(iter(options))
     with pytest.raises(ValueError, match=name):
-        zcomm.optim.CPUAdam(params(), **options)
+        make(params(), **options)
+    with pytest.raises(ValueError, match=name):
+        make([{"params": params(), **options}])
 
 
-def test_other_dtypes_are_refused() -> None:
-    weight = torch.nn.Parameter(torch.ones(4, dtype=torch.float64))
-    weight.grad = torch.ones_like(weight)
+@pytest.mark.parametrize(("ours", "theirs", "options"), MAKERS)
+def test_what_is_not_had_is_refused(ours: Maker, theirs: Maker, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="float64"):
-        zcomm.optim.CPUAdam([weight]).step()
+        weight = torch.nn.Parameter(torch.ones(4, dtype=torch.float64))
+        weight.grad = torch.ones_like(weight)
+        ours([weight]).step()
+    table = torch.nn.Embedding(5, 3, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(NotImplementedError, match=r"\(5, 3\).*sparse"):
+        ours(table.parameters()).step()
+
+
+def test_amsgrad_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="amsgrad"):
+        CPUAdam(params(), amsgrad=True)
+    tensors = params()
+    opt = torch.optim.Adam(tensors, amsgrad=True)
+    steps(opt, tensors, 1)
+    with pytest.raises(NotImplementedError, match="amsgrad"):
+        CPUAdam(params()).load_state_dict(opt.state_dict())
+
+
+def test_the_package_has_them() -> None:
+    assert zcomm.optim.CPUAdam is CPUAdam

@@ -8,70 +8,13 @@
 #include "base/thread_pool.hpp"
 #include "device/kernels.hpp"
 #include "optim/optim_table.hpp"
+#include "shard_state.hpp"
 #include "test.hpp"
 #include "zcomm/adam.hpp"
 #include "zcomm/error.hpp"
 
 namespace zcomm {
 namespace {
-
-struct State {
-  DType weight_dtype;
-  std::size_t count, tile_count;
-  std::vector<float> weight;            // f32 weight, or unused
-  std::vector<std::uint16_t> weight16;  // bf16 weight, or unused
-  std::vector<float> storage;           // state bytes, aligned
-  bool operator==(const State& other) const {
-    const auto same = [](const auto& a, const auto& b) {
-      return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(a[0])) == 0);
-    };
-    return same(weight, other.weight) && same(weight16, other.weight16) && same(storage, other.storage);
-  }
-
-  AdamShard shard(const void* grad, DType grad_dtype) {
-    void* data = weight_dtype == DType::f32 ? static_cast<void*>(weight.data()) : weight16.data();
-    return {data,  weight_dtype, grad, grad_dtype, reinterpret_cast<std::byte*>(storage.data()),
-            count, tile_count,   0,    count};
-  }
-};
-
-State make_state(DType dtype, std::size_t tile_count, const std::vector<float>& master) {
-  State s{
-      dtype, master.size(), tile_count, {}, {}, std::vector<float>(adam_state_nbytes(dtype, master.size()) / 4 + 1)};
-  if (dtype == DType::f32) {
-    s.weight = master;
-  } else {
-    s.weight16.resize(master.size());
-    split_master(s.shard(nullptr, DType::f32), master.data());
-  }
-  return s;
-}
-
-std::vector<float> master_of(State& s) {
-  if (s.weight_dtype == DType::f32) return s.weight;
-  std::vector<float> master(s.count);
-  join_master(s.shard(nullptr, DType::f32), master.data());
-  return master;
-}
-
-std::vector<float> random_floats(std::size_t count, unsigned seed, float scale = 1.0f) {
-  std::mt19937 random(seed);
-  std::normal_distribution<float> normal(0.0f, scale);
-  std::vector<float> out(count);
-  for (float& x : out) x = normal(random);
-  return out;
-}
-
-/// A gradient in the asked dtype, as bytes.
-std::vector<std::byte> gradient(std::size_t count, DType dtype, unsigned seed) {
-  const auto wide = random_floats(count, seed, 0.1f);
-  std::vector<std::byte> out(count * size_of(dtype) + 1);
-  device::cast(out.data(), dtype, wide.data(), DType::f32, count);
-  return out;
-}
-
-const DType kGrads[] = {DType::f32, DType::bf16, DType::f16};
-const DType kWeights[] = {DType::f32, DType::bf16};
 
 AdamParams params_of(bool adamw, bool maximize, std::int64_t step) {
   return {.lr = 3e-3,
@@ -217,7 +160,7 @@ TEST(adam, bf16_weight_has_the_master_of_the_f32_weight) {
 
 TEST(adam, every_isa_gives_equal_bits) {
   const auto& plain = optim::optim_table(Isa::plain);
-  for (const Isa isa : {Isa::plain, Isa::avx2, Isa::avx512, Isa::avx512_bf16}) {
+  for (const Isa isa : kIsas) {
     if (isa > best_isa()) continue;
     const auto& table = optim::optim_table(isa);
     for (const DType weight : kWeights)
@@ -232,8 +175,8 @@ TEST(adam, every_isa_gives_equal_bits) {
               auto* m = state->storage.data();
               for (std::size_t i = 0; i < count; ++i) m[i] = start[i] * 0.01f, m[count + i] = start[i] * start[i];
               auto* lo = weight == DType::bf16 ? reinterpret_cast<std::int16_t*>(m + 2 * count) : nullptr;
-              const optim::AdamPiece piece{
-                  state->shard(nullptr, grad_dtype).weight, lo, m, m + count, grad.data(), grad_dtype, count};
+              const optim::OptimPiece piece{
+                  state->shard(nullptr, grad_dtype).weight, lo, {m, m + count}, grad.data(), grad_dtype, count};
               (state == &s ? table : plain).adam(piece, f);
             }
             if (!(s == expected))
@@ -251,7 +194,7 @@ TEST(split_master, is_exact_for_any_bits) {
     for (const std::uint32_t low : {0u, 1u, 0x7fffu, 0x8000u, 0x8001u, 0xffffu})
       master[next++] = std::bit_cast<float>(high << 16 | low);
   const std::size_t count = master.size();
-  for (const Isa isa : {Isa::plain, Isa::avx2, Isa::avx512, Isa::avx512_bf16}) {
+  for (const Isa isa : kIsas) {
     if (isa > best_isa()) continue;
     std::vector<std::uint16_t> weight(count);
     std::vector<std::int16_t> lo(count);

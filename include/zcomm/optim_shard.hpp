@@ -1,0 +1,48 @@
+// OptimShard: weight, gradient and state of one shard, as every fused optimizer takes them (decision D8).
+//
+// [Note: split master] With a bf16 weight the fp32 master is kept in two halves: the weight itself, which is the master
+// rounded to nearest, and a 16-bit remainder lo = bits(master) - (bits(weight) << 16). Together they are the master
+// exactly, and the weight is at once what the model reads: 2 + 2 bytes instead of 2 + 4. Exact ties go away from zero,
+// not to even: a weight with an even last bit would otherwise stand for 65537 masters, one more than lo can tell apart.
+// (Against master.to(bfloat16) that is one element in 131072, in the last bit.) A master that rounds to infinity is
+// still kept exactly; a NaN stays a NaN, its payload cut to the weight's.
+//
+// [Note: state tiles] State of a shard lies in tiles of `tile_count` elements, back to back: the optimizer's arrays
+// (f32; Adam: m, v) and, with a split master, lo (i16), each of the tile's own count: tile t begins at byte
+// t * tile_count * bytes per element, and the last tile's arrays have count - t * tile_count elements. A tile is one
+// stream for the prefetcher and one extent on NVMe.
+//
+// [Note: optimizer bits] The same elementwise operations in the same order for every instruction set and for vector
+// body and tail, no fused multiply-add: the bits do not depend on how a shard is cut, nor on the CPU. (What is NaN is
+// NaN everywhere; its payload is not promised.)
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "zcomm/dtype.hpp"
+
+namespace zcomm {
+
+/// Elements [begin, end) of a shard; pointers are to the shard's element 0 (weight, grad) and tile 0 (state).
+/// weight: f32 or bf16. grad: f32, bf16 or f16. `count` is the shard's length, which fixes the last tile's layout.
+/// A step throws InvalidArgument for other dtypes, begin > end > count, tile_count 0, or odd with more than one tile of
+/// a bf16 weight (f32 state would not lie on 4-byte boundaries).
+struct OptimShard {
+  void* weight;
+  DType weight_dtype;
+  const void* grad;
+  DType grad_dtype;
+  std::byte* state;
+  std::size_t count;
+  std::size_t tile_count;
+  std::size_t begin, end;
+};
+
+/// Sets lo of a bf16 shard from an f32 master and writes the rounded weight; the `arrays` before lo are left alone
+/// (Adam 2; Lion, Adagrad and SGD with momentum 1; plain SGD 0).
+void split_master(const OptimShard& shard, const float* master, int arrays = 2);
+/// The exact f32 master of a bf16 shard.
+void join_master(const OptimShard& shard, float* master, int arrays = 2);
+
+}  // namespace zcomm

@@ -1,0 +1,10 @@
+"""Fused CPU optimizers as drop-ins for torch.optim, usable with no other part of zcomm (docs/optimizers.md)."""
+
+from __future__ import annotations
+
+from zcomm.optim.adagrad import CPUAdagrad
+from zcomm.optim.adam import CPUAdam
+from zcomm.optim.lion import CPULion
+from zcomm.optim.sgd import CPUSGD
+
+__all__ = ["CPUSGD", "CPUAdagrad", "CPUAdam", "CPULion"]

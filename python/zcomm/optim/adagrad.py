@@ -1,0 +1,74 @@
+"""CPUAdagrad: the fused CPU Adagrad."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from zcomm import _core
+from zcomm.optim.fused import FusedOptimizer, check_at_least_0, refuse
+
+
+class CPUAdagrad(FusedOptimizer[_core.AdagradParams]):
+    """torch.optim.Adagrad on CPU tensors: one fused, multi-threaded pass per parameter over gradient, state and weight.
+
+    params: fp32 or bf16 CPU parameters (or groups); bf16 as in CPUAdam.
+    State per parameter: ``step``, ``sum`` (fp32) and, for bf16, ``remainder`` (int16), made with the optimizer as
+    torch's. Loads from and into torch.optim.Adagrad.
+
+    Raises: ValueError naming a hyperparameter out of range, or a parameter of another dtype or device;
+    NotImplementedError for a sparse gradient.
+    Source: Duchi, Hazan, Singer 2011; order of operations of torch.optim.Adagrad.
+    """
+
+    ARRAYS = ("sum",)
+    COUNTS = True
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-2,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "lr_decay": lr_decay,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "initial_accumulator_value": initial_accumulator_value,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for param in group["params"]:
+            self._buffer(param, group, self.ARRAYS)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        check_at_least_0(group, "lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps")
+        refuse(group, "differentiable")
+
+    def _initial(self, group: dict[str, Any]) -> float:
+        return float(group["initial_accumulator_value"])
+
+    def _hyper(self, group: dict[str, Any]) -> _core.AdagradParams:
+        hyper = _core.AdagradParams()
+        hyper.lr = float(group["lr"])
+        hyper.lr_decay = float(group["lr_decay"])
+        hyper.weight_decay = float(group["weight_decay"])
+        hyper.eps = float(group["eps"])
+        hyper.maximize = bool(group["maximize"])
+        return hyper
+
+    def _update(self, hyper: _core.AdagradParams, shard: _core.OptimShard, state: dict[str, Any], fresh: bool) -> None:
+        hyper.step = int(state["step"])
+        _core.adagrad_step(shard, hyper)

@@ -1,0 +1,233 @@
+"""FusedOptimizer: torch.optim's interface over the core's fused steps; each optimizer adds its numbers and its kernel.
+
+[Note: state buffer] A parameter's state lies in one buffer in the kernel's order (include/zcomm/optim_shard.hpp): fp32
+arrays, then a bf16 parameter's ``remainder`` (int16). ``opt.state[param]`` holds views of it under torch's names. State
+that is not such views (loaded, copied, replaced by the user) is adopted at the next step: copied into a new buffer.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+
+from zcomm import _core
+from zcomm._tensors import core_dtype
+
+Hyper = TypeVar("Hyper")
+
+
+@dataclass(frozen=True)
+class _Held:
+    buffer: torch.Tensor
+    views: dict[str, torch.Tensor]
+
+    def is_state_of(self, param: torch.Tensor, names: tuple[str, ...], state: dict[str, Any]) -> bool:
+        return (
+            self.buffer.numel() == _nbytes(param, names)
+            and all(name in self.views for name in names)
+            and all(state.get(name) is view for name, view in self.views.items())
+        )
+
+
+class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
+    """Base: one fused, multi-threaded pass per parameter over gradient, state and weight."""
+
+    ARRAYS: ClassVar[tuple[str, ...]]  # torch's names of the fp32 state, in the kernel's order
+    COUNTS: ClassVar[bool]  # state has ``step``
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        self._held: dict[torch.Tensor, _Held] = {}
+        super().__init__(params, defaults)
+
+    @abc.abstractmethod
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Raises: ValueError naming a hyperparameter out of its range, NotImplementedError for one that is not had."""
+
+    @abc.abstractmethod
+    def _hyper(self, group: dict[str, Any]) -> Hyper:
+        """A group as the kernel takes it."""
+
+    @abc.abstractmethod
+    def _update(self, hyper: Hyper, shard: _core.OptimShard, state: dict[str, Any], fresh: bool) -> None:
+        """Runs the kernel. state: ``step`` is this step's. fresh: the arrays hold their initial value."""
+
+    def _names(self, group: dict[str, Any], state: dict[str, Any]) -> tuple[str, ...]:
+        return self.ARRAYS
+
+    def _initial(self, group: dict[str, Any]) -> float:
+        return 0.0
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        self._check_group(self.param_groups[-1])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update all parameters that have a gradient. closure: as in torch.optim.
+
+        Raises: ValueError for a parameter or gradient of another dtype, device or layout, NotImplementedError for a
+        sparse gradient.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            hyper = self._hyper(group)
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._step_param(param, group, hyper)
+        return loss
+
+    def _step_param(self, param: torch.Tensor, group: dict[str, Any], hyper: Hyper) -> None:
+        grad = self._grad(param)
+        state = self.state[param]
+        names = self._names(group, state)
+        fresh = any(state.get(name) is None for name in names)
+        buffer = self._buffer(param, group, names)
+        if self.COUNTS:
+            state["step"] += 1
+        count = param.numel()
+        if count == 0:
+            return
+        shard = _core.OptimShard(
+            weight=param.data_ptr(),
+            weight_dtype=core_dtype(param.dtype),
+            grad=grad.data_ptr(),
+            grad_dtype=core_dtype(grad.dtype),
+            state=buffer.data_ptr(),
+            count=count,
+            tile_count=count,
+            begin=0,
+            end=count,
+        )
+        self._update(hyper, shard, state, fresh)
+
+    def _grad(self, param: torch.Tensor) -> torch.Tensor:
+        grad = param.grad
+        assert grad is not None
+        if grad.layout is not torch.strided:
+            raise NotImplementedError(
+                f"{type(self).__name__}: the gradient of a parameter of shape {tuple(param.shape)} is "
+                f"{str(grad.layout).removeprefix('torch.')}; sparse gradients are not supported, pass a dense one "
+                "(nn.Embedding(sparse=False))"
+            )
+        return grad.contiguous()
+
+    def _buffer(self, param: torch.Tensor, group: dict[str, Any], names: tuple[str, ...]) -> torch.Tensor:
+        """The buffer behind the parameter's state; made or adopted where there is none (see [Note: state buffer])."""
+        self._check_param(param)
+        state = self.state[param]
+        held = self._held.get(param)
+        if held is not None and held.is_state_of(param, names, state):
+            return held.buffer
+        buffer, views = _allocate(param, names)
+        for name, view in views.items():
+            value = state.get(name)
+            if value is None:
+                view.fill_(0 if name == "remainder" else self._initial(group))
+            elif value.shape != param.shape:
+                raise ValueError(
+                    f"{type(self).__name__}: state {name} has shape {tuple(value.shape)}, its parameter has "
+                    f"{tuple(param.shape)}"
+                )
+            else:
+                view.copy_(value)
+            state[name] = view
+        if self.COUNTS:  # a tensor as torch has it; fp32 whatever the default dtype is
+            state["step"] = torch.tensor(float(state.get("step", 0.0)), dtype=torch.float32)
+        self._held[param] = _Held(buffer, views)
+        return buffer
+
+    def _check_param(self, param: torch.Tensor) -> None:
+        fine = param.device.type == "cpu" and param.dtype in (torch.float32, torch.bfloat16) and param.is_contiguous()
+        if not fine:
+            raise ValueError(
+                f"{type(self).__name__}: a parameter of shape {tuple(param.shape)} is {param.dtype} on {param.device}; "
+                "it must be a contiguous fp32 or bf16 CPU tensor"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's. ``remainder`` is a copy: torch.save refuses tensors of two dtypes in one storage."""
+        result: dict[str, Any] = super().state_dict()
+        result["state"] = {
+            number: {name: _apart(name, value) for name, value in state.items()} if isinstance(state, dict) else state
+            for number, state in result["state"].items()
+        }
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load this optimizer's state, or that of torch.optim's of the same formula. The caller's tensors are copied.
+
+        With bf16 parameters load the model's weights, too: weight and ``remainder`` are one number.
+        """
+        super().load_state_dict(state_dict)
+        # torch casts all state to the parameter's dtype; what belongs to a bf16 parameter is not bf16.
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for number, param in zip(numbers, params, strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                if not isinstance(value, torch.Tensor):
+                    continue
+                dtype = {"remainder": torch.int16}.get(name, torch.float32 if name in self.ARRAYS else value.dtype)
+                self.state[param][name] = value.to("cpu", dtype, copy=True)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of load_state_dict, pickle and copy: groups may come from another torch or another optimizer class."""
+        super().__setstate__(state)
+        self._held = {}
+        for group in self.param_groups:
+            self._adapt_group(group)
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+            self._check_group(group)
+
+    def _adapt_group(self, group: dict[str, Any]) -> None:
+        """Turns a loaded group's older names into today's."""
+
+
+def _allocate(param: torch.Tensor, names: tuple[str, ...]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    count = param.numel()
+    buffer = torch.empty(_nbytes(param, names), dtype=torch.uint8)
+    ends = [4 * count * (k + 1) for k in range(len(names))]
+    views = {
+        name: buffer[end - 4 * count : end].view(torch.float32).view(param.shape)
+        for name, end in zip(names, ends, strict=True)
+    }
+    if param.dtype == torch.bfloat16:
+        low = 4 * count * len(names)
+        views["remainder"] = buffer[low : low + 2 * count].view(torch.int16).view(param.shape)
+    return buffer, views
+
+
+def _nbytes(param: torch.Tensor, names: tuple[str, ...]) -> int:
+    used = param.numel() * (4 * len(names) + (2 if param.dtype == torch.bfloat16 else 0))
+    return (used + 3) // 4 * 4  # torch.load wants whole fp32 numbers
+
+
+def _apart(name: str, value: Any) -> Any:
+    return value.clone() if name == "remainder" and isinstance(value, torch.Tensor) else value
+
+
+def check_at_least_0(group: dict[str, Any], *names: str) -> None:
+    """Raises: ValueError naming a negative (or NaN) hyperparameter."""
+    for name in names:
+        if not group[name] >= 0:
+            raise ValueError(f"{name}={group[name]} must be at least 0")
+
+
+def check_betas(group: dict[str, Any]) -> None:
+    """Raises: ValueError unless both lie in [0, 1)."""
+    if not all(0 <= beta < 1 for beta in group["betas"]):
+        raise ValueError(f"betas={group['betas']} must lie in [0, 1)")
+
+
+def refuse(group: dict[str, Any], *names: str) -> None:
+    """Raises: NotImplementedError for an option of torch's that is on and that is not had here."""
+    for name in names:
+        if group.get(name, False):
+            raise NotImplementedError(f"{name}={group[name]} is not available in the fused CPU optimizers")

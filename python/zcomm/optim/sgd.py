@@ -1,0 +1,76 @@
+"""CPUSGD: the fused CPU SGD with momentum and Nesterov's look-ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from zcomm import _core
+from zcomm.optim.fused import FusedOptimizer, check_at_least_0, refuse
+
+
+class CPUSGD(FusedOptimizer[_core.SgdParams]):
+    """torch.optim.SGD on CPU tensors: one fused, multi-threaded pass per parameter over gradient, state and weight.
+
+    params: fp32 or bf16 CPU parameters (or groups); bf16 as in CPUAdam.
+    State per parameter: ``momentum_buffer`` (fp32) once momentum is not 0 and, for bf16, ``remainder`` (int16). The
+    first buffer is the gradient, not dampened, as torch's. Loads from and into torch.optim.SGD.
+
+    Raises: ValueError naming a hyperparameter out of range, or a parameter of another dtype or device;
+    NotImplementedError for a sparse gradient.
+    Source: Sutskever et al. 2013; order of operations of torch.optim.SGD.
+    """
+
+    ARRAYS = ("momentum_buffer",)
+    COUNTS = False
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        check_at_least_0(group, "lr", "momentum", "weight_decay")
+        if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
+            raise ValueError(
+                f"nesterov=True needs momentum > 0 and dampening 0; they are {group['momentum']} and "
+                f"{group['dampening']}"
+            )
+        refuse(group, "differentiable")
+
+    def _names(self, group: dict[str, Any], state: dict[str, Any]) -> tuple[str, ...]:
+        buffer = group["momentum"] != 0 or state.get("momentum_buffer") is not None
+        return self.ARRAYS if buffer else ()
+
+    def _hyper(self, group: dict[str, Any]) -> _core.SgdParams:
+        hyper = _core.SgdParams()
+        hyper.lr = float(group["lr"])
+        hyper.momentum = float(group["momentum"])
+        hyper.dampening = float(group["dampening"])
+        hyper.weight_decay = float(group["weight_decay"])
+        hyper.nesterov = bool(group["nesterov"])
+        hyper.maximize = bool(group["maximize"])
+        return hyper
+
+    def _update(self, hyper: _core.SgdParams, shard: _core.OptimShard, state: dict[str, Any], fresh: bool) -> None:
+        hyper.buffer = state.get("momentum_buffer") is not None
+        hyper.first = fresh
+        _core.sgd_step(shard, hyper)

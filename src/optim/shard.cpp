@@ -1,0 +1,123 @@
+// Checks of a shard, cutting it at tiles, sharing the pieces among threads; split_master and join_master.
+//
+// Every element is computed alone, so cuts, tiles and threads do not change the bits. Thread rule: calls on disjoint
+// ranges may run at once (the pool serialises them).
+#include "optim/shard.hpp"
+
+#include <algorithm>
+
+#include "base/error.hpp"
+#include "base/thread_pool.hpp"
+
+namespace zcomm::optim {
+namespace {
+
+constexpr std::size_t kGrain = 16384;  // elements: enough work to be worth waking a thread
+
+std::size_t bytes_per_element(DType weight, int arrays) {
+  return static_cast<std::size_t>(arrays) * sizeof(float) + (weight == DType::bf16 ? sizeof(std::int16_t) : 0);
+}
+
+OptimPiece piece_of(const OptimShard& shard, int arrays, std::size_t begin, std::size_t end) {
+  const std::size_t tile_begin = begin / shard.tile_count * shard.tile_count, offset = begin - tile_begin;
+  const std::size_t tile = std::min(shard.tile_count, shard.count - tile_begin);
+  OptimPiece piece{.weight = static_cast<std::byte*>(shard.weight) + begin * size_of(shard.weight_dtype),
+                   .lo = nullptr,
+                   .state = {nullptr, nullptr},
+                   .grad = nullptr,
+                   .grad_dtype = shard.grad_dtype,
+                   .count = std::min(end, tile_begin + tile) - begin};
+  if (shard.grad != nullptr) piece.grad = static_cast<const std::byte*>(shard.grad) + begin * size_of(shard.grad_dtype);
+  if (shard.state == nullptr) return piece;  // plain SGD in f32
+  std::byte* state = shard.state + tile_begin * bytes_per_element(shard.weight_dtype, arrays);
+  for (int k = 0; k < arrays; ++k, state += tile * sizeof(float))
+    piece.state[k] = reinterpret_cast<float*>(state) + offset;
+  if (shard.weight_dtype == DType::bf16) piece.lo = reinterpret_cast<std::int16_t*>(state) + offset;
+  return piece;
+}
+
+void check_master(const char* who, const OptimShard& shard, const float* master, int arrays) {
+  if (arrays < 0 || arrays > 2) throw InvalidArgument(text(who, ": arrays ", arrays, " is not 0, 1 or 2"));
+  check_shard(who, shard, arrays);
+  if (shard.weight_dtype != DType::bf16)
+    throw InvalidArgument(text(who, ": weight is ", name_of(shard.weight_dtype), "; only bfloat16 weights are split"));
+  if (master == nullptr && shard.begin != shard.end) throw InvalidArgument(text(who, ": master is null"));
+}
+
+}  // namespace
+
+std::size_t state_bytes_per_element(const char* who, DType weight, int arrays) {
+  if (weight != DType::f32 && weight != DType::bf16)
+    throw InvalidArgument(text(who, ": weight is ", name_of(weight), "; it must be float32 or bfloat16"));
+  return bytes_per_element(weight, arrays);
+}
+
+void check_shard(const char* who, const OptimShard& shard, int arrays) {
+  const std::size_t per_element = state_bytes_per_element(who, shard.weight_dtype, arrays);
+  if (shard.begin > shard.end || shard.end > shard.count)
+    throw InvalidArgument(text(who, ": range [", shard.begin, ", ", shard.end, ") does not lie in a shard of ",
+                               shard.count, " elements"));
+  if (shard.tile_count == 0) throw InvalidArgument(text(who, ": tile_count is 0; it must be at least 1"));
+  if (shard.weight_dtype == DType::bf16 && shard.count > shard.tile_count && shard.tile_count % 2 != 0)
+    throw InvalidArgument(
+        text(who, ": tile_count ", shard.tile_count, " is odd; tiles of a bfloat16 weight hold an even number"));
+  if (shard.begin == shard.end) return;
+  if (shard.weight == nullptr) throw InvalidArgument(text(who, ": weight is null, count ", shard.count));
+  if (shard.state == nullptr && per_element > 0)
+    throw InvalidArgument(text(who, ": state is null, count ", shard.count));
+  if (reinterpret_cast<std::uintptr_t>(shard.state) % alignof(float) != 0)
+    throw InvalidArgument(
+        text(who, ": state at ", static_cast<const void*>(shard.state), " is not aligned to 4 bytes"));
+}
+
+void check_step(const char* who, const OptimShard& shard, int arrays) {
+  check_shard(who, shard, arrays);
+  if (shard.grad_dtype != DType::f32 && shard.grad_dtype != DType::bf16 && shard.grad_dtype != DType::f16)
+    throw InvalidArgument(
+        text(who, ": grad is ", name_of(shard.grad_dtype), "; it must be float32, bfloat16 or float16"));
+  if (shard.grad == nullptr && shard.begin != shard.end)
+    throw InvalidArgument(text(who, ": grad is null, count ", shard.count));
+}
+
+void check_beta(const char* who, double beta) {
+  if (!(beta >= 0.0 && beta < 1.0)) throw InvalidArgument(text(who, ": beta ", beta, " is not in [0, 1)"));
+}
+
+void for_each_piece(const OptimShard& shard, int arrays, int threads, const PieceBody& body) {
+  struct Job {  // one reference in the lambda: std::function then allocates nothing
+    const OptimShard& shard;
+    int arrays;
+    const PieceBody& body;
+  } const job{shard, arrays, body};
+  ThreadPool::shared().parallel_for(shard.end - shard.begin, kGrain, threads,
+                                    [&job](std::size_t begin, std::size_t end) {
+                                      const std::size_t stop = job.shard.begin + end;
+                                      for (begin += job.shard.begin; begin < stop;) {
+                                        const OptimPiece piece = piece_of(job.shard, job.arrays, begin, stop);
+                                        job.body(piece, begin);
+                                        begin += piece.count;
+                                      }
+                                    });
+}
+
+}  // namespace zcomm::optim
+
+namespace zcomm {
+
+void split_master(const OptimShard& shard, const float* master, int arrays) {
+  optim::check_master("split_master", shard, master, arrays);
+  const auto split = optim::current_optim_table().split;
+  optim::for_each_piece(shard, arrays, 0, [split, master](const optim::OptimPiece& piece, std::size_t begin) {
+    split(static_cast<std::uint16_t*>(piece.weight), piece.lo, master + begin, piece.count);
+  });
+}
+
+void join_master(const OptimShard& shard, float* master, int arrays) {
+  optim::check_master("join_master", shard, master, arrays);
+  const auto join = optim::current_optim_table().join;
+  optim::for_each_piece(shard, arrays, 0, [join, master](const optim::OptimPiece& piece, std::size_t begin) {
+    join(master + begin, static_cast<const std::uint16_t*>(piece.weight), piece.lo, piece.count);
+  });
+}
+
+}  // namespace zcomm

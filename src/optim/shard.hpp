@@ -1,0 +1,37 @@
+// What the optimizers' host sides share: checks of a shard, and its cut into pieces that lie in one tile each.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+
+#include "optim/optim_table.hpp"
+#include "zcomm/optim_shard.hpp"
+
+namespace zcomm::optim {
+
+/// Bytes of state per element: `arrays` of f32 and a split master's remainder.
+/// Throws InvalidArgument that begins with `who` for a weight that is neither f32 nor bf16.
+std::size_t state_bytes_per_element(const char* who, DType weight, int arrays);
+
+/// Throws InvalidArgument that begins with `who`, as documented at OptimShard. check_step also checks the gradient.
+void check_shard(const char* who, const OptimShard& shard, int arrays);
+void check_step(const char* who, const OptimShard& shard, int arrays);
+void check_beta(const char* who, double beta);
+
+/// Calls body(piece, first element) for parts of [begin, end) that lie in one tile, on at most `threads` threads (0:
+/// all of the core's pool). The shard must have been checked.
+using PieceBody = std::function<void(const OptimPiece& piece, std::size_t begin)>;
+void for_each_piece(const OptimShard& shard, int arrays, int threads, const PieceBody& body);
+
+/// The whole step: `kernel` of this CPU's table over the shard.
+template <class Factors>
+void run_step(const OptimShard& shard, int arrays, int threads, void (*kernel)(const OptimPiece&, const Factors&),
+              const Factors& factors) {
+  for_each_piece(shard, arrays, threads,
+                 [kernel, &factors](const OptimPiece& piece, std::size_t) { kernel(piece, factors); });
+}
+
+/// The gradient's factor: negative to maximize.
+inline float signed_scale(float grad_scale, bool maximize) { return maximize ? -grad_scale : grad_scale; }
+
+}  // namespace zcomm::optim
