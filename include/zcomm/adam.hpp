@@ -21,8 +21,8 @@ struct AdamParams {
   float grad_scale = 1.0f;  ///< gradients are multiplied by it first (unscale x clip x 1/accumulation)
 };
 
-/// Bytes of state per element: 8 (f32 weight) or 10 (bf16 weight, split master).
-std::size_t adam_state_nbytes(DType weight, std::size_t count);
+/// Bytes of state per element: 8 (f32 weight) or 10 (bf16 weight, split master); with bf16 state 4 or 6.
+std::size_t adam_state_nbytes(DType weight, std::size_t count, DType state = DType::f32);
 
 /// One step. Throws InvalidArgument (see OptimShard; beta out of [0,1), step < 1). `threads`: workers to use at most;
 /// 0 = all of the core's pool.

@@ -8,13 +8,18 @@
 // still kept exactly; a NaN stays a NaN, its payload cut to the weight's.
 //
 // [Note: state tiles] State of a shard lies in tiles of `tile_count` elements, back to back: the optimizer's arrays
-// (f32; Adam: m, v) and, with a split master, lo (i16), each of the tile's own count: tile t begins at byte
+// (f32 or bf16; Adam: m, v) and, with a split master, lo (i16), each of the tile's own count: tile t begins at byte
 // t * tile_count * bytes per element, and the last tile's arrays have count - t * tile_count elements. A tile is one
 // stream for the prefetcher and one extent on NVMe.
 //
 // [Note: optimizer bits] The same elementwise operations in the same order for every instruction set and for vector
 // body and tail, no fused multiply-add: the bits do not depend on how a shard is cut, nor on the CPU. (What is NaN is
 // NaN everywhere; its payload is not promised.)
+//
+// [Note: stochastic rounding] bf16 state is computed in f32 and rounded up or down by chance, so that its mean is the
+// f32 value: an average that moves by less than half a last bit per step would else stand still. Chance is a counter's
+// hash: 16 bits for each array from (step, first_index + element), so a run can be repeated, cut and resumed to the
+// bit. An element's own step uses its state before rounding. Infinity and NaN stay what they are.
 #pragma once
 
 #include <cstddef>
@@ -27,7 +32,7 @@ namespace zcomm {
 /// Elements [begin, end) of a shard; pointers are to the shard's element 0 (weight, grad) and tile 0 (state).
 /// weight: f32 or bf16. grad: f32, bf16 or f16. `count` is the shard's length, which fixes the last tile's layout.
 /// A step throws InvalidArgument for other dtypes, begin > end > count, tile_count 0, or odd with more than one tile of
-/// a bf16 weight (f32 state would not lie on 4-byte boundaries).
+/// a bf16 weight (f32 state would not lie on 4-byte boundaries); bf16 state of another optimizer than Adam.
 struct OptimShard {
   void* weight;
   DType weight_dtype;
@@ -37,6 +42,8 @@ struct OptimShard {
   std::size_t count;
   std::size_t tile_count;
   std::size_t begin, end;
+  DType state_dtype = DType::f32;  ///< of the arrays: f32, or bf16 with stochastic rounding
+  std::uint64_t first_index = 0;   ///< stochastic rounding: number of the shard's element 0 in the whole
 };
 
 /// Sets lo of a bf16 shard from an f32 master and writes the rounded weight; the `arrays` before lo are left alone

@@ -12,8 +12,8 @@ namespace zcomm::bindings {
 namespace {
 
 OptimShard shard_of(std::uintptr_t weight, DType weight_dtype, std::uintptr_t grad, DType grad_dtype,
-                    std::uintptr_t state, std::size_t count, std::size_t tile_count, std::size_t begin,
-                    std::size_t end) {
+                    std::uintptr_t state, std::size_t count, std::size_t tile_count, std::size_t begin, std::size_t end,
+                    DType state_dtype, std::uint64_t first_index) {
   return {reinterpret_cast<void*>(weight),
           weight_dtype,
           reinterpret_cast<const void*>(grad),
@@ -22,7 +22,9 @@ OptimShard shard_of(std::uintptr_t weight, DType weight_dtype, std::uintptr_t gr
           count,
           tile_count,
           begin,
-          end};
+          end,
+          state_dtype,
+          first_index};
 }
 
 template <class Params>
@@ -76,9 +78,10 @@ void bind_params(py::module_& m) {
 void bind_steps(py::module_& m) {
   py::class_<OptimShard>(m, "OptimShard")
       .def(py::init(&shard_of), py::arg("weight"), py::arg("weight_dtype"), py::arg("grad"), py::arg("grad_dtype"),
-           py::arg("state"), py::arg("count"), py::arg("tile_count"), py::arg("begin"), py::arg("end"));
+           py::arg("state"), py::arg("count"), py::arg("tile_count"), py::arg("begin"), py::arg("end"),
+           py::arg("state_dtype") = DType::f32, py::arg("first_index") = 0);
   m.attr("AdamShard") = m.attr("OptimShard");
-  m.def("adam_state_nbytes", &adam_state_nbytes, py::arg("weight"), py::arg("count"));
+  m.def("adam_state_nbytes", &adam_state_nbytes, py::arg("weight"), py::arg("count"), py::arg("state") = DType::f32);
   m.def("sgd_state_nbytes", &sgd_state_nbytes, py::arg("weight"), py::arg("buffer"), py::arg("count"));
   m.def("lion_state_nbytes", &lion_state_nbytes, py::arg("weight"), py::arg("count"));
   m.def("adagrad_state_nbytes", &adagrad_state_nbytes, py::arg("weight"), py::arg("count"));

@@ -23,17 +23,18 @@ optim::AdamFactors factors_of(const AdamParams& p) {
           .root_bias2 = static_cast<float>(std::sqrt(bias2)),
           .eps = static_cast<float>(p.eps),
           .step_size = static_cast<float>(p.lr / bias1),
-          .adamw = p.adamw};
+          .adamw = p.adamw,
+          .step = static_cast<std::uint64_t>(p.step)};
 }
 
 }  // namespace
 
-std::size_t adam_state_nbytes(DType weight, std::size_t count) {
-  return count * optim::state_bytes_per_element("adam", weight, kArrays);
+std::size_t adam_state_nbytes(DType weight, std::size_t count, DType state) {
+  return count * optim::state_bytes_per_element("adam", weight, kArrays, state);
 }
 
 void adam_step(const AdamShard& shard, const AdamParams& params, int threads) {
-  optim::check_step("adam", shard, kArrays);
+  optim::check_step("adam", shard, kArrays, true);
   optim::check_beta("adam", params.beta1);
   optim::check_beta("adam", params.beta2);
   if (params.step < 1) throw InvalidArgument(text("adam: step ", params.step, " is less than 1; steps count from 1"));

@@ -4,14 +4,13 @@
 // 16-bit gradients are widened into a block in L1 first, so one loop serves all gradient types.
 #pragma once
 
-#include "device/convert_body.hpp"
 #include "optim/optim_table.hpp"
+#include "optim/rounding_body.hpp"
 #include "optim/update_rules.hpp"
 
 namespace zcomm::optim::ZC_ISA {
 namespace {
 
-using namespace device::ZC_ISA;
 using std::int16_t;
 
 constexpr size_t kBlock = 1024;
@@ -49,17 +48,44 @@ void join(float* master, const u16* weight, const int16_t* lo, size_t count) {
 
 // -- Steps
 
-template <class Rule, bool split>
-void update_block(void* weight, int16_t* lo, float* first, float* second, const float* g, size_t n,
+/// Arrays of one block's state and how their elements are read and written.
+struct ExactState {
+  float *first, *second;
+
+  ZC_INLINE float get(const float* from, size_t i) const { return from[i]; }
+  template <class Rule>
+  ZC_INLINE void put(size_t i, float a, float b) const {
+    if constexpr (Rule::arrays > 0) first[i] = a;
+    if constexpr (Rule::arrays > 1) second[i] = b;
+  }
+};
+
+struct RoundedState {
+  u16 *first, *second;
+  u32 index;
+  RoundingKey key;
+
+  ZC_INLINE float get(const u16* from, size_t i) const { return from_bf16(from[i]); }
+  template <class Rule>
+  ZC_INLINE void put(size_t i, float a, float b) const {
+    const u32 random = random_bits(index + static_cast<u32>(i), key);
+    if constexpr (Rule::arrays > 0) first[i] = stochastic_bf16(a, random & 0xffffu);
+    if constexpr (Rule::arrays > 1) second[i] = stochastic_bf16(b, random >> 16);
+  }
+};
+
+template <class Rule, bool split, class State>
+void update_block(void* weight, int16_t* lo, const State& arrays, const float* g, size_t n,
                   const typename Rule::Factors& factors) {
   const typename Rule::Factors f = factors;
+  const State state = arrays;
   auto* w32 = static_cast<float*>(weight);
   auto* w16 = static_cast<u16*>(weight);
 #pragma GCC ivdep
   for (size_t i = 0; i < n; ++i) {
     float a = 0.0f, b = 0.0f;
-    if constexpr (Rule::arrays > 0) a = first[i];
-    if constexpr (Rule::arrays > 1) b = second[i];
+    if constexpr (Rule::arrays > 0) a = state.get(state.first, i);
+    if constexpr (Rule::arrays > 1) b = state.get(state.second, i);
     if constexpr (split) {
       const u32 bits = bits_of(Rule::update(join_one(w16[i], lo[i]), g[i], a, b, f));
       w16[i] = high_half(bits);
@@ -67,8 +93,7 @@ void update_block(void* weight, int16_t* lo, float* first, float* second, const 
     } else {
       w32[i] = Rule::update(w32[i], g[i], a, b, f);
     }
-    if constexpr (Rule::arrays > 0) first[i] = a;
-    if constexpr (Rule::arrays > 1) second[i] = b;
+    state.template put<Rule>(i, a, b);
   }
 }
 
@@ -80,24 +105,47 @@ const float* widened(float* local, const void* grad, DType dtype, size_t begin, 
   return local;
 }
 
+template <class Rule, class State>
+void update_split_or_not(const OptimPiece& p, size_t i, size_t n, const State& state, const float* g,
+                         const typename Rule::Factors& f) {
+  if (p.lo == nullptr) {
+    update_block<Rule, false>(static_cast<float*>(p.weight) + i, nullptr, state, g, n, f);
+  } else {
+    update_block<Rule, true>(static_cast<u16*>(p.weight) + i, p.lo + i, state, g, n, f);
+  }
+}
+
+template <class T, class Rule>
+T* array_at(const OptimPiece& p, int which, size_t i) {
+  return which < Rule::arrays ? static_cast<T*>(p.state[which]) + i : nullptr;
+}
+
 template <class Rule>
 void update(const OptimPiece& p, const typename Rule::Factors& f) {
   alignas(64) float local[kBlock];
   for (size_t i = 0; i < p.count; i += kBlock) {
     const size_t n = p.count - i < kBlock ? p.count - i : kBlock;
-    const float* g = widened(local, p.grad, p.grad_dtype, i, n);
-    float* first = Rule::arrays > 0 ? p.state[0] + i : nullptr;
-    float* second = Rule::arrays > 1 ? p.state[1] + i : nullptr;
-    if (p.lo == nullptr) {
-      update_block<Rule, false>(static_cast<float*>(p.weight) + i, nullptr, first, second, g, n, f);
-    } else {
-      update_block<Rule, true>(static_cast<u16*>(p.weight) + i, p.lo + i, first, second, g, n, f);
-    }
+    const ExactState state{array_at<float, Rule>(p, 0, i), array_at<float, Rule>(p, 1, i)};
+    update_split_or_not<Rule>(p, i, n, state, widened(local, p.grad, p.grad_dtype, i, n), f);
+  }
+}
+
+template <class Rule>
+void update_rounded(const OptimPiece& p, const typename Rule::Factors& f) {
+  alignas(64) float local[kBlock];
+  for (size_t i = 0, n = 0; i < p.count; i += n) {
+    const u64 index = p.index + i, to_next_key = (u64{1} << 32) - static_cast<u32>(index);
+    n = p.count - i < kBlock ? p.count - i : kBlock;
+    if (n > to_next_key) n = to_next_key;
+    const RoundedState state{array_at<u16, Rule>(p, 0, i), array_at<u16, Rule>(p, 1, i), static_cast<u32>(index),
+                             rounding_key(f.step, index >> 32)};
+    update_split_or_not<Rule>(p, i, n, state, widened(local, p.grad, p.grad_dtype, i, n), f);
   }
 }
 
 void adam(const OptimPiece& piece, const AdamFactors& f) {
-  f.adamw ? update<Adam<true>>(piece, f) : update<Adam<false>>(piece, f);
+  if (piece.state_dtype == DType::f32) return f.adamw ? update<Adam<true>>(piece, f) : update<Adam<false>>(piece, f);
+  f.adamw ? update_rounded<Adam<true>>(piece, f) : update_rounded<Adam<false>>(piece, f);
 }
 
 void sgd(const OptimPiece& piece, const SgdFactors& f) {

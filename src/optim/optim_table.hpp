@@ -21,6 +21,7 @@ struct AdamFactors {
   float eps;
   float step_size;  ///< lr / (1 - beta1^step)
   bool adamw;
+  std::uint64_t step = 0;  ///< bf16 state: the counter of [Note: stochastic rounding]
 };
 
 struct SgdFactors {
@@ -47,13 +48,16 @@ struct AdagradFactors {
 };
 
 /// `count` elements inside one tile. lo: null for an f32 weight. state: the optimizer's arrays (Adam: m, v).
+/// index: the first element's, for stochastic rounding.
 struct OptimPiece {
   void* weight;
   std::int16_t* lo;
-  float* state[2];
+  void* state[2];
   const void* grad;
   DType grad_dtype;
   std::size_t count;
+  DType state_dtype = DType::f32;
+  std::uint64_t index = 0;
 };
 
 struct OptimTable {

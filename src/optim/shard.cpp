@@ -14,8 +14,8 @@ namespace {
 
 constexpr std::size_t kGrain = 16384;  // elements: enough work to be worth waking a thread
 
-std::size_t bytes_per_element(DType weight, int arrays) {
-  return static_cast<std::size_t>(arrays) * sizeof(float) + (weight == DType::bf16 ? sizeof(std::int16_t) : 0);
+std::size_t bytes_per_element(DType weight, int arrays, DType state) {
+  return static_cast<std::size_t>(arrays) * size_of(state) + (weight == DType::bf16 ? sizeof(std::int16_t) : 0);
 }
 
 OptimPiece piece_of(const OptimShard& shard, int arrays, std::size_t begin, std::size_t end) {
@@ -26,12 +26,14 @@ OptimPiece piece_of(const OptimShard& shard, int arrays, std::size_t begin, std:
                    .state = {nullptr, nullptr},
                    .grad = nullptr,
                    .grad_dtype = shard.grad_dtype,
-                   .count = std::min(end, tile_begin + tile) - begin};
+                   .count = std::min(end, tile_begin + tile) - begin,
+                   .state_dtype = shard.state_dtype,
+                   .index = shard.first_index + begin};
   if (shard.grad != nullptr) piece.grad = static_cast<const std::byte*>(shard.grad) + begin * size_of(shard.grad_dtype);
   if (shard.state == nullptr) return piece;  // plain SGD in f32
-  std::byte* state = shard.state + tile_begin * bytes_per_element(shard.weight_dtype, arrays);
-  for (int k = 0; k < arrays; ++k, state += tile * sizeof(float))
-    piece.state[k] = reinterpret_cast<float*>(state) + offset;
+  std::byte* state = shard.state + tile_begin * bytes_per_element(shard.weight_dtype, arrays, shard.state_dtype);
+  const std::size_t item = size_of(shard.state_dtype);
+  for (int k = 0; k < arrays; ++k, state += tile * item) piece.state[k] = state + offset * item;
   if (shard.weight_dtype == DType::bf16) piece.lo = reinterpret_cast<std::int16_t*>(state) + offset;
   return piece;
 }
@@ -46,19 +48,22 @@ void check_master(const char* who, const OptimShard& shard, const float* master,
 
 }  // namespace
 
-std::size_t state_bytes_per_element(const char* who, DType weight, int arrays) {
+std::size_t state_bytes_per_element(const char* who, DType weight, int arrays, DType state) {
   if (weight != DType::f32 && weight != DType::bf16)
     throw InvalidArgument(text(who, ": weight is ", name_of(weight), "; it must be float32 or bfloat16"));
-  return bytes_per_element(weight, arrays);
+  if (state != DType::f32 && state != DType::bf16)
+    throw InvalidArgument(text(who, ": state is ", name_of(state), "; it must be float32 or bfloat16"));
+  return bytes_per_element(weight, arrays, state);
 }
 
 void check_shard(const char* who, const OptimShard& shard, int arrays) {
-  const std::size_t per_element = state_bytes_per_element(who, shard.weight_dtype, arrays);
+  const std::size_t per_element = state_bytes_per_element(who, shard.weight_dtype, arrays, shard.state_dtype);
   if (shard.begin > shard.end || shard.end > shard.count)
     throw InvalidArgument(text(who, ": range [", shard.begin, ", ", shard.end, ") does not lie in a shard of ",
                                shard.count, " elements"));
   if (shard.tile_count == 0) throw InvalidArgument(text(who, ": tile_count is 0; it must be at least 1"));
-  if (shard.weight_dtype == DType::bf16 && shard.count > shard.tile_count && shard.tile_count % 2 != 0)
+  if (shard.weight_dtype == DType::bf16 && shard.state_dtype == DType::f32 && shard.count > shard.tile_count &&
+      shard.tile_count % 2 != 0)
     throw InvalidArgument(
         text(who, ": tile_count ", shard.tile_count, " is odd; tiles of a bfloat16 weight hold an even number"));
   if (shard.begin == shard.end) return;
@@ -70,8 +75,10 @@ void check_shard(const char* who, const OptimShard& shard, int arrays) {
         text(who, ": state at ", static_cast<const void*>(shard.state), " is not aligned to 4 bytes"));
 }
 
-void check_step(const char* who, const OptimShard& shard, int arrays) {
+void check_step(const char* who, const OptimShard& shard, int arrays, bool rounds_state) {
   check_shard(who, shard, arrays);
+  if (shard.state_dtype != DType::f32 && !rounds_state)
+    throw InvalidArgument(text(who, ": state is ", name_of(shard.state_dtype), "; it must be float32"));
   if (shard.grad_dtype != DType::f32 && shard.grad_dtype != DType::bf16 && shard.grad_dtype != DType::f16)
     throw InvalidArgument(
         text(who, ": grad is ", name_of(shard.grad_dtype), "; it must be float32, bfloat16 or float16"));

@@ -9,13 +9,14 @@
 
 namespace zcomm::optim {
 
-/// Bytes of state per element: `arrays` of f32 and a split master's remainder.
-/// Throws InvalidArgument that begins with `who` for a weight that is neither f32 nor bf16.
-std::size_t state_bytes_per_element(const char* who, DType weight, int arrays);
+/// Bytes of state per element: `arrays` of `state` and a split master's remainder.
+/// Throws InvalidArgument that begins with `who` for a weight or state that is neither f32 nor bf16.
+std::size_t state_bytes_per_element(const char* who, DType weight, int arrays, DType state = DType::f32);
 
-/// Throws InvalidArgument that begins with `who`, as documented at OptimShard. check_step also checks the gradient.
+/// Throws InvalidArgument that begins with `who`, as documented at OptimShard. check_step also checks the gradient;
+/// rounds_state: the kernel knows bf16 state.
 void check_shard(const char* who, const OptimShard& shard, int arrays);
-void check_step(const char* who, const OptimShard& shard, int arrays);
+void check_step(const char* who, const OptimShard& shard, int arrays, bool rounds_state = false);
 void check_beta(const char* who, double beta);
 
 /// Calls body(piece, first element) for parts of [begin, end) that lie in one tile, on at most `threads` threads (0:

@@ -4,6 +4,9 @@
 // returns the new weight. Factors come rounded to f32 once; the order of operations is torch.optim's, single tensor.
 #pragma once
 
+#include "device/convert_body.hpp"
+#include "optim/optim_table.hpp"
+
 namespace zcomm::optim::ZC_ISA {
 namespace {
 

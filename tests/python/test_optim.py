@@ -74,7 +74,14 @@ PAIRS: list[tuple[Maker, Maker, list[dict[str, Any]]]] = [
     (CPULion, TorchLion, [{}, {"betas": (0.8, 0.95), "weight_decay": 0.1}]),
 ]
 CASES = [pytest.param(ours, theirs, options) for ours, theirs, choices in PAIRS for options in choices]
+
+
+def rounded(tensors: Any, **options: Any) -> CPUAdam:
+    return CPUAdam(tensors, state_dtype=torch.bfloat16, **options)
+
+
 MAKERS = [pytest.param(ours, theirs, choices[-1], id=ours.__name__) for ours, theirs, choices in PAIRS]
+MAKERS.append(pytest.param(rounded, torch.optim.AdamW, {"weight_decay": 0.1}, id="rounded"))
 TORCHS = [pytest.param(ours, theirs, choices[-1]) for ours, theirs, choices in PAIRS if theirs is not TorchLion]
 
 
@@ -261,6 +268,7 @@ def test_state_replaced_by_hand_is_adopted() -> None:
         (CPUAdam, {"eps": -1e-8}),
         (CPUAdam, {"weight_decay": -0.1}),
         (CPUAdam, {"betas": (0.9, 1.0)}),
+        (CPUAdam, {"state_dtype": torch.float16}),
         (CPULion, {"betas": (-0.1, 0.9)}),
         (CPUSGD, {"momentum": -0.5}),
         (CPUSGD, {"nesterov": True}),
@@ -287,6 +295,48 @@ def test_what_is_not_had_is_refused(ours: Maker, theirs: Maker, options: dict[st
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(NotImplementedError, match=r"\(5, 3\).*sparse"):
         ours(table.parameters()).step()
+
+
+def test_bf16_state_trains_as_fp32_state() -> None:
+    """A noisy quadratic ends where it does with fp32 state."""
+    target = torch.linspace(-1, 1, 4096)
+    ends = []
+    for state_dtype in (torch.float32, torch.bfloat16):
+        weight = torch.nn.Parameter(torch.zeros(4096))
+        opt = CPUAdam([weight], lr=3e-3, state_dtype=state_dtype)
+        for step in range(300):
+            noise = torch.randn(4096, generator=torch.Generator().manual_seed(step))
+            weight.grad = (weight.detach() - target) * (0.99**step) + 0.1 * noise
+            opt.step()
+        ends.append((weight.detach() - target).square().mean().item())
+        assert opt.state[weight]["exp_avg_sq"].dtype is state_dtype
+    assert ends[1] == pytest.approx(ends[0], rel=0.02)
+
+
+def test_bf16_state_is_of_the_place_among_all_parameters() -> None:
+    whole = torch.nn.Parameter(torch.zeros(300))
+    parts = [torch.nn.Parameter(torch.zeros(n)) for n in (100, 1, 199)]
+    a, b = rounded([whole], lr=1e-2), rounded(parts, lr=1e-2)
+    for step in range(5):
+        whole.grad = torch.randn(300, generator=torch.Generator().manual_seed(step))
+        for param, grad in zip(parts, whole.grad.split([100, 1, 199]), strict=True):
+            param.grad = grad.clone()
+        a.step()
+        b.step()
+    assert torch.equal(torch.cat([p.detach() for p in parts]), whole.detach())
+
+
+def test_bf16_state_goes_to_torch_and_back() -> None:
+    tensors = params()
+    opt = rounded(tensors, lr=1e-2)
+    steps(opt, tensors, 3)
+    theirs = torch.optim.AdamW(tensors)
+    theirs.load_state_dict(opt.state_dict())
+    steps(theirs, tensors, 1)
+    back = rounded(tensors, lr=1e-2)
+    back.load_state_dict(theirs.state_dict())
+    steps(back, tensors, 1)
+    assert back.state[tensors[0]]["exp_avg"].dtype == torch.bfloat16
 
 
 def test_amsgrad_is_refused() -> None:

@@ -18,7 +18,9 @@ class CPUAdam(FusedOptimizer[_core.AdamParams]):
     and a 16-bit remainder in the state (include/zcomm/optim_shard.hpp).
     adamw: decoupled weight decay; False adds the L2 term to the gradient, as torch.optim.Adam does. In a group it is
     torch's ``decoupled_weight_decay``.
-    State per parameter: ``step``, ``exp_avg`` and ``exp_avg_sq`` (fp32, views of one buffer) and, for bf16,
+    state_dtype: torch.bfloat16 halves the state; it is rounded by chance so that its mean is right, reproducibly from
+    the step and the element's place among all parameters. It travels with a state_dict, as all of a group's options do.
+    State per parameter: ``step``, ``exp_avg`` and ``exp_avg_sq`` (state_dtype, views of one buffer) and, for bf16,
     ``remainder`` (int16). Loads from and into torch.optim.Adam and AdamW.
 
     Raises: ValueError naming a hyperparameter out of range, or a parameter of another dtype or device;
@@ -40,6 +42,7 @@ class CPUAdam(FusedOptimizer[_core.AdamParams]):
         maximize: bool = False,
         *,
         amsgrad: bool = False,
+        state_dtype: torch.dtype = torch.float32,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -49,6 +52,7 @@ class CPUAdam(FusedOptimizer[_core.AdamParams]):
             "amsgrad": amsgrad,
             "maximize": maximize,
             "decoupled_weight_decay": adamw,
+            "state_dtype": state_dtype,
         }
         super().__init__(params, defaults)
 
@@ -64,6 +68,12 @@ class CPUAdam(FusedOptimizer[_core.AdamParams]):
         check_at_least_0(group, "lr", "eps", "weight_decay")
         check_betas(group)
         refuse(group, "amsgrad", "differentiable")
+        if group["state_dtype"] not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"state_dtype={group['state_dtype']} must be torch.float32 or torch.bfloat16")
+
+    def _state_dtype(self, group: dict[str, Any]) -> torch.dtype:
+        dtype: torch.dtype = group["state_dtype"]
+        return dtype
 
     def _hyper(self, group: dict[str, Any]) -> _core.AdamParams:
         hyper = _core.AdamParams()

@@ -1,6 +1,6 @@
 """FusedOptimizer: torch.optim's interface over the core's fused steps; each optimizer adds its numbers and its kernel.
 
-[Note: state buffer] A parameter's state lies in one buffer in the kernel's order (include/zcomm/optim_shard.hpp): fp32
+[Note: state buffer] A parameter's state lies in one buffer in the kernel's order (include/zcomm/optim_shard.hpp): the
 arrays, then a bf16 parameter's ``remainder`` (int16). ``opt.state[param]`` holds views of it under torch's names. State
 that is not such views (loaded, copied, replaced by the user) is adopted at the next step: copied into a new buffer.
 """
@@ -25,9 +25,11 @@ class _Held:
     buffer: torch.Tensor
     views: dict[str, torch.Tensor]
 
-    def is_state_of(self, param: torch.Tensor, names: tuple[str, ...], state: dict[str, Any]) -> bool:
+    def is_state_of(
+        self, param: torch.Tensor, names: tuple[str, ...], dtype: torch.dtype, state: dict[str, Any]
+    ) -> bool:
         return (
-            self.buffer.numel() == _nbytes(param, names)
+            self.buffer.numel() == _nbytes(param, names, dtype)
             and all(name in self.views for name in names)
             and all(state.get(name) is view for name, view in self.views.items())
         )
@@ -36,7 +38,7 @@ class _Held:
 class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
     """Base: one fused, multi-threaded pass per parameter over gradient, state and weight."""
 
-    ARRAYS: ClassVar[tuple[str, ...]]  # torch's names of the fp32 state, in the kernel's order
+    ARRAYS: ClassVar[tuple[str, ...]]  # torch's names of the state, in the kernel's order
     COUNTS: ClassVar[bool]  # state has ``step``
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
@@ -58,6 +60,9 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
     def _names(self, group: dict[str, Any], state: dict[str, Any]) -> tuple[str, ...]:
         return self.ARRAYS
 
+    def _state_dtype(self, group: dict[str, Any]) -> torch.dtype:
+        return torch.float32
+
     def _initial(self, group: dict[str, Any]) -> float:
         return 0.0
 
@@ -76,14 +81,16 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        first_index = 0  # elements of all parameters, in their order, count through
         for group in self.param_groups:
             hyper = self._hyper(group)
             for param in group["params"]:
                 if param.grad is not None:
-                    self._step_param(param, group, hyper)
+                    self._step_param(param, group, hyper, first_index)
+                first_index += param.numel()
         return loss
 
-    def _step_param(self, param: torch.Tensor, group: dict[str, Any], hyper: Hyper) -> None:
+    def _step_param(self, param: torch.Tensor, group: dict[str, Any], hyper: Hyper, first_index: int) -> None:
         grad = self._grad(param)
         state = self.state[param]
         names = self._names(group, state)
@@ -104,6 +111,8 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
             tile_count=count,
             begin=0,
             end=count,
+            state_dtype=core_dtype(self._state_dtype(group)),
+            first_index=first_index,
         )
         self._update(hyper, shard, state, fresh)
 
@@ -121,11 +130,11 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
     def _buffer(self, param: torch.Tensor, group: dict[str, Any], names: tuple[str, ...]) -> torch.Tensor:
         """The buffer behind the parameter's state; made or adopted where there is none (see [Note: state buffer])."""
         self._check_param(param)
-        state = self.state[param]
+        state, dtype = self.state[param], self._state_dtype(group)
         held = self._held.get(param)
-        if held is not None and held.is_state_of(param, names, state):
+        if held is not None and held.is_state_of(param, names, dtype, state):
             return held.buffer
-        buffer, views = _allocate(param, names)
+        buffer, views = _allocate(param, names, dtype)
         for name, view in views.items():
             value = state.get(name)
             if value is None:
@@ -190,22 +199,20 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
         """Turns a loaded group's older names into today's."""
 
 
-def _allocate(param: torch.Tensor, names: tuple[str, ...]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    count = param.numel()
-    buffer = torch.empty(_nbytes(param, names), dtype=torch.uint8)
-    ends = [4 * count * (k + 1) for k in range(len(names))]
-    views = {
-        name: buffer[end - 4 * count : end].view(torch.float32).view(param.shape)
-        for name, end in zip(names, ends, strict=True)
-    }
+def _allocate(
+    param: torch.Tensor, names: tuple[str, ...], dtype: torch.dtype
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    count, nbytes = param.numel(), param.numel() * dtype.itemsize
+    buffer = torch.empty(_nbytes(param, names, dtype), dtype=torch.uint8)
+    views = {name: buffer[k * nbytes : (k + 1) * nbytes].view(dtype).view(param.shape) for k, name in enumerate(names)}
     if param.dtype == torch.bfloat16:
-        low = 4 * count * len(names)
+        low = nbytes * len(names)
         views["remainder"] = buffer[low : low + 2 * count].view(torch.int16).view(param.shape)
     return buffer, views
 
 
-def _nbytes(param: torch.Tensor, names: tuple[str, ...]) -> int:
-    used = param.numel() * (4 * len(names) + (2 if param.dtype == torch.bfloat16 else 0))
+def _nbytes(param: torch.Tensor, names: tuple[str, ...], dtype: torch.dtype) -> int:
+    used = param.numel() * (dtype.itemsize * len(names) + (2 if param.dtype == torch.bfloat16 else 0))
     return (used + 3) // 4 * 4  # torch.load wants whole fp32 numbers
 
 

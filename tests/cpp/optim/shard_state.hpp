@@ -15,6 +15,7 @@ struct State {
   DType weight_dtype;
   std::size_t count, tile_count;
   int arrays;
+  DType state_dtype;
   std::vector<float> weight;            // f32 weight, or unused
   std::vector<std::uint16_t> weight16;  // bf16 weight, or unused
   std::vector<float> storage;           // state bytes, aligned
@@ -28,13 +29,14 @@ struct State {
   OptimShard shard(const void* grad, DType grad_dtype) {
     void* data = weight_dtype == DType::f32 ? static_cast<void*>(weight.data()) : weight16.data();
     return {data,  weight_dtype, grad, grad_dtype, reinterpret_cast<std::byte*>(storage.data()),
-            count, tile_count,   0,    count};
+            count, tile_count,   0,    count,      state_dtype};
   }
 };
 
-inline State make_state(DType dtype, std::size_t tile_count, const std::vector<float>& master, int arrays = 2) {
-  const std::size_t bytes = static_cast<std::size_t>(arrays) * 4 + (dtype == DType::bf16 ? 2 : 0);
-  State s{dtype, master.size(), tile_count, arrays, {}, {}, std::vector<float>(bytes * master.size() / 4 + 1)};
+inline State make_state(DType dtype, std::size_t tile_count, const std::vector<float>& master, int arrays = 2,
+                        DType state = DType::f32) {
+  const std::size_t bytes = static_cast<std::size_t>(arrays) * size_of(state) + (dtype == DType::bf16 ? 2 : 0);
+  State s{dtype, master.size(), tile_count, arrays, state, {}, {}, std::vector<float>(bytes * master.size() / 4 + 1)};
   if (dtype == DType::f32) {
     s.weight = master;
   } else {
