@@ -174,6 +174,10 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
 
         With bf16 parameters load the model's weights, too: weight and ``remainder`` are one number.
         """
+        for group in state_dict["param_groups"]:  # before anything changes
+            adapted = dict(group)
+            self._adapt_group(adapted)
+            self._check_group({**self.defaults, **adapted})
         super().load_state_dict(state_dict)
         # torch casts all state to the parameter's dtype; what belongs to a bf16 parameter is not bf16.
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
@@ -193,7 +197,6 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
             self._adapt_group(group)
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
-            self._check_group(group)
 
     def _adapt_group(self, group: dict[str, Any]) -> None:
         """Turns a loaded group's older names into today's."""
