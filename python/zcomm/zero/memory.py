@@ -4,7 +4,7 @@ With p bytes of parameter, g of gradient accumulator and s of optimizer state, P
 stage 0: (p + g + s) P; stage 1: (p + g) P + s P/N; stage 2: p P + (g + s) P/N; stage 3: (p + g + s) P/N.
 fp32: p, g, s = 4, 4, 8. bf16: 2, 4, 10 (fp32 accumulator; m, v and the remainder of the split master).
 CPU ranks of a host that share parameters (stages 1 to 3) hold p P/N each: the one copy, counted once.
-Source: ZeRO (arXiv:1910.02054) section 5; the split master is described in include/zcomm/adam.hpp.
+Source: ZeRO (arXiv:1910.02054) section 5; the split master is described in include/zcomm/optim_shard.hpp.
 """
 
 from __future__ import annotations
