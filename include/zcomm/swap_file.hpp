@@ -1,6 +1,9 @@
 // SwapFile: tensors by key on NVMe, asynchronous, checked (decision D7).
 //
-// A SwapFile lives in its own subdirectory of `directory` (mode 0700: manifest with the owner's pid, lock, data file).
+// A SwapFile lives in its own subdirectory of `directory` (mode 0700: manifest with the owner's pid, lock, data file);
+// with several directories, one per drive, in one of each, and its blocks go round them.
+// Reads go before writes that were queued earlier (of other keys): somebody waits for a read, nobody for a write-back.
+// Every kReadsPerWrite-th block is a write all the same while one waits.
 // Space is preallocated: ENOSPC comes at reserve(), not in step 900. Every completion is examined (error, short,
 // EAGAIN) and each tile's crc32c is compared when it is read back. The directory is removed by close(); what a killed
 // run left is recognised (its lock is free) and removed by the next start in the same `directory`.
@@ -11,6 +14,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "zcomm/work.hpp"
 
@@ -20,12 +24,17 @@ class SwapFile {
  public:
   enum class Engine { automatic, io_uring, threads };
   struct Options {
-    std::size_t nbytes = 0;              ///< preallocated at once; 0: grows by reserve()
+    std::size_t nbytes = 0;              ///< preallocated at once, over all directories; 0: grows by reserve()
     Engine engine = Engine::automatic;   ///< io_uring where it works, threads otherwise
     std::size_t block_nbytes = 1 << 20;  ///< size of one I/O request
-    int depth = 16;                      ///< requests in flight
+    int depth = 16;                      ///< requests in flight per directory
     bool direct = true;                  ///< O_DIRECT where the file system has it (said in stats().direct)
     bool checksum = true;
+  };
+  /// Of single requests, retries included. Percentiles are exact to 1/8 upwards.
+  struct Latency {
+    std::uint64_t count;
+    double p50_s, p90_s, p99_s, max_s;
   };
   struct Stats {
     std::uint64_t read_nbytes, written_nbytes;
@@ -35,12 +44,18 @@ class SwapFile {
     std::uint64_t error_count, retry_count;
     bool direct;
     std::string engine;           ///< "io_uring" or "threads"
-    std::string path;             ///< of the data file
+    std::string path;             ///< of the (first) data file
     std::uint64_t bounce_nbytes;  ///< memory held for unaligned heads and tails
+    Latency read_latency, write_latency;
+    std::vector<std::string> paths;  ///< of the data files, one per directory
+    std::vector<std::string> notes;  ///< what was wanted and is not there: io_uring, O_DIRECT; with the reason
   };
+  static constexpr int kReadsPerWrite = 8;
 
   /// Throws SystemError (ENOSPC with path, bytes needed and bytes free; EACCES; ENOENT).
   static std::unique_ptr<SwapFile> open(const std::string& directory, Options options);
+  /// Striped: a block on each drive in turn. What fails on one drive names that drive's path; nothing stays behind.
+  static std::unique_ptr<SwapFile> open(const std::vector<std::string>& directories, Options options);
   virtual ~SwapFile() = default;
 
   /// Gives `key` an extent of nbytes (preallocated); no-op if it has one of that size. One of another size is replaced

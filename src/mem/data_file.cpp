@@ -54,21 +54,26 @@ bool direct_write_works(int fd) {
 DataFile::DataFile(int directory, const char* name, std::string path, bool want_direct) : path_(std::move(path)) {
   buffered_.reset(::openat(directory, name, O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
   if (!buffered_) throw_system_error(errno, text("SwapFile: cannot create '", path_, "'"), path_);
-  if (want_direct) try_direct(directory, name);
+  if (want_direct) why_buffered_ = try_direct(directory, name);
 }
 
-void DataFile::try_direct(int directory, const char* name) {
+/// Empty on success, or why not.
+std::string DataFile::try_direct(int directory, const char* name) {
   struct statfs info{};
-  if (::fstatfs(buffered_.get(), &info) != 0 || static_cast<unsigned>(info.f_type) == kTmpfs) return;  // memory itself
+  if (::fstatfs(buffered_.get(), &info) != 0) return std::strerror(errno);
+  if (static_cast<unsigned>(info.f_type) == kTmpfs) return "tmpfs is memory itself";
 #ifdef STATX_DIOALIGN
   struct statx about{};
   if (::statx(buffered_.get(), "", AT_EMPTY_PATH, STATX_DIOALIGN, &about) == 0 && (about.stx_mask & STATX_DIOALIGN)) {
-    if (about.stx_dio_offset_align == 0 || about.stx_dio_offset_align > kExtentAlign) return;
+    if (about.stx_dio_offset_align == 0 || about.stx_dio_offset_align > kExtentAlign) return "the file system has none";
     memory_alignment_ = std::max<std::size_t>(about.stx_dio_mem_align, 1);
   }
 #endif
   UniqueFd fd(::openat(directory, name, O_RDWR | O_NOFOLLOW | O_CLOEXEC | O_DIRECT));
-  if (fd && direct_write_works(fd.get())) direct_ = std::move(fd);
+  if (!fd) return std::strerror(errno);
+  if (!direct_write_works(fd.get())) return "the file system refuses such writes";
+  direct_ = std::move(fd);
+  return {};
 }
 
 /// Allocates [nbytes_, to); an error leaves the file as it was. Returns 0 or an errno.

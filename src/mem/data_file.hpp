@@ -27,13 +27,15 @@ class DataFile {
   std::size_t memory_alignment() const { return direct() ? memory_alignment_ : 1; }
   std::uint64_t nbytes() const { return nbytes_; }
   const std::string& path() const { return path_; }
+  /// Why direct I/O was wanted and is not there; empty otherwise.
+  const std::string& why_buffered() const { return why_buffered_; }
 
  private:
-  void try_direct(int directory, const char* name);
+  std::string try_direct(int directory, const char* name);
   int allocate(std::uint64_t to);
   [[noreturn]] void throw_full(int code, std::uint64_t needed, const std::string& why) const;
 
-  std::string path_;
+  std::string path_, why_buffered_;
   UniqueFd buffered_, direct_;
   std::size_t memory_alignment_ = 4096;
   std::uint64_t nbytes_ = 0;

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 
 namespace zcomm::mem {
 
@@ -41,8 +42,8 @@ class IoEngine {
   virtual void wake() noexcept = 0;
 };
 
-/// nullptr where io_uring is not built in or the kernel refuses it.
-std::unique_ptr<IoEngine> make_io_uring_engine(int depth);
+/// nullptr where io_uring is not built in or the kernel refuses it; `why` then says so.
+std::unique_ptr<IoEngine> make_io_uring_engine(int depth, std::string* why = nullptr);
 std::unique_ptr<IoEngine> make_thread_engine(int depth);
 
 }  // namespace zcomm::mem

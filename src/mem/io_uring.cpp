@@ -12,7 +12,10 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <cstring>
+#include <string>
 #include <thread>
+#include <utility>
 
 #include "base/error.hpp"
 #include "base/unique_fd.hpp"
@@ -33,9 +36,12 @@ constexpr int kSubmitRetries = 1000;
 
 class IoUringEngine final : public IoEngine {
  public:
-  static std::unique_ptr<IoEngine> make(int depth) {
+  static std::unique_ptr<IoEngine> make(int depth, std::string* why) {
     std::unique_ptr<IoUringEngine> engine(new IoUringEngine(depth));
-    return engine->set_up() ? std::move(engine) : nullptr;
+    std::string refusal = engine->set_up();
+    if (refusal.empty()) return engine;
+    if (why != nullptr) *why = std::move(refusal);
+    return nullptr;
   }
 
   ~IoUringEngine() override {
@@ -97,23 +103,47 @@ class IoUringEngine final : public IoEngine {
  private:
   explicit IoUringEngine(int depth) : depth_(depth) {}
 
-  bool set_up() {
+  /// Empty on success, or why not.
+  std::string set_up() {
     wake_.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-    if (!wake_) return false;
+    if (!wake_) return text("eventfd: ", std::strerror(errno));
+    if (const int code = try_once(); code < 0) return refusal(-code);
     const auto entries = static_cast<unsigned>(depth_ + 1);
     const unsigned modes[] = {IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN | IORING_SETUP_R_DISABLED, 0u};
+    int code = 0;
     for (const unsigned flags : modes) {
-      if (::io_uring_queue_init(entries, &ring_, flags) != 0) continue;
+      code = ::io_uring_queue_init(entries, &ring_, flags);
+      if (code != 0) continue;
       ring_made_ = true;
       enabled_ = flags == 0;
       break;
     }
-    if (!ring_made_) return false;
+    if (!ring_made_) return refusal(-code);
     io_uring_probe* probe = ::io_uring_get_probe_ring(&ring_);
     const bool able = probe != nullptr && ::io_uring_opcode_supported(probe, IORING_OP_READ) != 0 &&
                       ::io_uring_opcode_supported(probe, IORING_OP_WRITE) != 0;
     if (probe != nullptr) ::io_uring_free_probe(probe);
-    return able;
+    return able ? std::string() : "the kernel's io_uring has no plain reads and writes (5.6), or does not tell";
+  }
+
+  /// A request that does nothing, on a ring of its own: a filter may allow the ring and refuse its use.
+  static int try_once() {
+    io_uring ring{};
+    int code = ::io_uring_queue_init(1, &ring, 0);
+    if (code < 0) return code;
+    ::io_uring_prep_nop(::io_uring_get_sqe(&ring));
+    do code = ::io_uring_submit_and_wait(&ring, 1);
+    while (code == -EINTR);
+    ::io_uring_queue_exit(&ring);
+    return code;
+  }
+
+  static std::string refusal(int code) {
+    const char* hint = "";
+    if (code == EPERM || code == EACCES) hint = " (a container's seccomp filter, or sysctl kernel.io_uring_disabled)";
+    if (code == ENOSYS) hint = " (a kernel or a seccomp filter without it)";
+    if (code == ENOMEM) hint = " (RLIMIT_MEMLOCK, ulimit -l, before Linux 5.12)";
+    return text("the kernel refuses it: ", std::strerror(code), hint);
   }
 
   void enable() {
@@ -165,6 +195,6 @@ class IoUringEngine final : public IoEngine {
 
 }  // namespace
 
-std::unique_ptr<IoEngine> make_io_uring_engine(int depth) { return IoUringEngine::make(depth); }
+std::unique_ptr<IoEngine> make_io_uring_engine(int depth, std::string* why) { return IoUringEngine::make(depth, why); }
 
 }  // namespace zcomm::mem

@@ -3,6 +3,9 @@
 
 namespace zcomm::mem {
 
-std::unique_ptr<IoEngine> make_io_uring_engine(int) { return nullptr; }
+std::unique_ptr<IoEngine> make_io_uring_engine(int, std::string* why) {
+  if (why != nullptr) *why = "built without liburing";
+  return nullptr;
+}
 
 }  // namespace zcomm::mem

@@ -73,14 +73,15 @@ std::string start_ticks() {
   return field;
 }
 
-std::string manifest() {
+std::string manifest(std::size_t drive, std::size_t drives) {
   const time_t now = ::time(nullptr);
   tm utc{};
   ::gmtime_r(&now, &utc);
   std::array<char, 32> created{};
   ::strftime(created.data(), created.size(), "%Y-%m-%dT%H:%M:%SZ", &utc);
   return text("{\"format\": \"zcomm-swap 1\", \"pid\": ", ::getpid(), ", \"start_ticks\": ", start_ticks(), ", ",
-              host_field(), ", \"uid\": ", ::getuid(), ", \"created\": \"", created.data(), "\"}\n");
+              host_field(), ", \"uid\": ", ::getuid(), ", \"created\": \"", created.data(), "\", \"drive\": ", drive,
+              ", \"drives\": ", drives, "}\n");
 }
 
 bool on_network(int fd) {
@@ -169,7 +170,7 @@ std::string random_name() {
 
 }  // namespace
 
-SwapDirectory SwapDirectory::create(const std::string& parent) {
+SwapDirectory SwapDirectory::create(const std::string& parent, std::size_t drive, std::size_t drives) {
   SwapDirectory made;
   made.parent_ = open_parent(parent);
   const int at = made.parent_.get();
@@ -191,7 +192,7 @@ SwapDirectory SwapDirectory::create(const std::string& parent) {
   check(static_cast<bool>(made.lock_), "create the lock of");
   check(::flock(made.lock_.get(), LOCK_EX | LOCK_NB) == 0, "lock (a file system with flock is needed)");
   const UniqueFd file(::openat(made.fd_.get(), kManifestName, kCreate, 0600));
-  const std::string content = manifest();
+  const std::string content = manifest(drive, drives);
   check(file && ::write(file.get(), content.data(), content.size()) == static_cast<ssize_t>(content.size()),
         "write the manifest of");
   check(::renameat(at, preparing.c_str(), at, final_name.c_str()) == 0, "rename");

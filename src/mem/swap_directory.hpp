@@ -8,6 +8,7 @@
 // Thread rule: one thread at a time.
 #pragma once
 
+#include <cstddef>
 #include <string>
 
 #include "base/unique_fd.hpp"
@@ -18,7 +19,8 @@ class SwapDirectory {
  public:
   /// Creates `parent` if only its last part is missing, removes what dead runs left there, makes our directory.
   /// Throws SystemError (ENOENT, ENOTDIR, EACCES, ENOSPC, ENOLCK) naming the path.
-  static SwapDirectory create(const std::string& parent);
+  /// `drive` of `drives`: what the manifest says of a striped swap file.
+  static SwapDirectory create(const std::string& parent, std::size_t drive = 0, std::size_t drives = 1);
 
   SwapDirectory(SwapDirectory&&) noexcept = default;
   SwapDirectory& operator=(SwapDirectory&&) = delete;

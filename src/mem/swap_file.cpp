@@ -4,15 +4,18 @@
 // A forked child owns nothing of it: its calls fail, and its destructor removes nothing.
 #include <unistd.h>
 
+#include <algorithm>
 #include <mutex>
+#include <string>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "base/env.hpp"
 #include "base/error.hpp"
-#include "mem/data_file.hpp"
 #include "mem/extents.hpp"
-#include "mem/swap_directory.hpp"
+#include "mem/stripes.hpp"
+#include "mem/swap_drives.hpp"
 #include "mem/swap_file_impl.hpp"
 #include "mem/swap_runner.hpp"
 
@@ -23,6 +26,7 @@ namespace {
 constexpr std::size_t kQueueLimit = 4096;  // operations pending; write() and read() block beyond it
 constexpr std::size_t kMaxBlock = std::size_t{1} << 30;
 constexpr int kMaxDepth = 4096;
+constexpr std::size_t kMaxDrives = 256;
 
 class Permit {
  public:
@@ -40,18 +44,25 @@ class Permit {
 
 class SwapFileImpl final : public SwapFile {
  public:
-  SwapFileImpl(const std::string& directory, const Options& options, std::unique_ptr<IoEngine> engine)
+  SwapFileImpl(const std::vector<std::string>& directories, const Options& options, std::unique_ptr<IoEngine> engine,
+               std::vector<std::string> notes)
       : options_(options),
         owner_(::getpid()),
-        directory_(std::make_unique<SwapDirectory>(SwapDirectory::create(directory))) {
-    file_ =
-        std::make_unique<DataFile>(directory_->fd(), kDataName, directory_->path() + "/" + kDataName, options.direct);
-    file_->grow(options.nbytes);
-    runner_ = std::make_unique<SwapRunner>(
-        std::move(engine),
-        SwapRunner::Target{file_->fd(), file_->path(), file_->alignment(), file_->memory_alignment(),
-                           options.block_nbytes, options.checksum},
-        kQueueLimit);
+        notes_(std::move(notes)),
+        drives_(directories, options.direct),
+        stripes_(drives_.count(), options.block_nbytes) {
+    SwapRunner::Target target{
+        {}, drives_.alignment(), drives_.memory_alignment(), options.block_nbytes, options.checksum};
+    const std::uint64_t each = preallocation();
+    for (std::size_t drive = 0; drive < drives_.count(); ++drive) {
+      drives_.grow(drive, each);
+      const DataFile& file = drives_.file(drive);
+      target.drives.push_back({file.fd(), file.path()});
+      if (!file.why_buffered().empty())
+        notes_.push_back(text("O_DIRECT is not there for '", directories[drive], "' (", file.why_buffered(),
+                              "): swapping goes through the page cache"));
+    }
+    runner_ = std::make_unique<SwapRunner>(std::move(engine), std::move(target), kQueueLimit);
   }
 
   ~SwapFileImpl() override {
@@ -73,7 +84,7 @@ class SwapFileImpl final : public SwapFile {
     const auto found = entries_.find(key);
     if (found == entries_.end()) throw InvalidArgument(text("SwapFile.release: unknown key '", key, "'"));
     check_idle(*found->second, "release");
-    extents_.give_back(found->second->offset, found->second->nbytes);
+    stripes_.give_back(found->second->place, found->second->nbytes);
     entries_.erase(found);
   }
 
@@ -113,9 +124,24 @@ class SwapFileImpl final : public SwapFile {
     check_owner();
     const std::lock_guard lock(mutex_);
     const SwapRunner::Counters counters = runner_->counters();
-    return {counters.moved_nbytes[0], counters.moved_nbytes[1], counters.busy_s[0],   counters.busy_s[1],
-            extents_.used_nbytes(),   file_->nbytes(),          counters.error_count, counters.retry_count,
-            file_->direct(),          runner_->engine_name(),   file_->path(),        counters.bounce_nbytes};
+    Stats stats{};
+    stats.read_nbytes = counters.moved_nbytes[0];
+    stats.written_nbytes = counters.moved_nbytes[1];
+    stats.read_s = counters.busy_s[0];
+    stats.write_s = counters.busy_s[1];
+    stats.reserved_nbytes = stripes_.used_nbytes();
+    stats.file_nbytes = drives_.nbytes();
+    stats.error_count = counters.error_count;
+    stats.retry_count = counters.retry_count;
+    stats.direct = drives_.direct();
+    stats.engine = runner_->engine_name();
+    stats.bounce_nbytes = counters.bounce_nbytes;
+    stats.read_latency = counters.latency[0];
+    stats.write_latency = counters.latency[1];
+    stats.paths = drives_.paths();
+    stats.path = stats.paths.front();
+    stats.notes = notes_;
+    return stats;
   }
 
   void close() override {
@@ -126,13 +152,19 @@ class SwapFileImpl final : public SwapFile {
     const std::lock_guard lock(mutex_);
     if (std::exchange(closed_, true)) return;
     runner_->stop();
-    directory_->remove();
+    drives_.remove();
   }
 
  private:
   void check_owner() const {
     if (::getpid() != owner_)
       throw Error(text("SwapFile: opened by process ", owner_, "; a forked child has to open its own"));
+  }
+
+  /// Per drive: its part, and a block more where keys may not divide evenly.
+  std::uint64_t preallocation() const {
+    if (drives_.count() == 1 || options_.nbytes == 0) return options_.nbytes;
+    return round_up((options_.nbytes + drives_.count() - 1) / drives_.count(), kExtentAlign) + options_.block_nbytes;
   }
 
   SwapQueue& queue() {
@@ -142,7 +174,7 @@ class SwapFileImpl final : public SwapFile {
 
   void check_open() const {
     check_owner();
-    if (closed_) throw InvalidArgument(text("SwapFile: ", file_->path(), " is closed"));
+    if (closed_) throw InvalidArgument(text("SwapFile: ", drives_.file(0).path(), " is closed"));
   }
 
   static void check_data(const void* data, std::size_t nbytes, const char* what, const std::string& key) {
@@ -172,16 +204,16 @@ class SwapFileImpl final : public SwapFile {
     auto entry = std::make_unique<SwapEntry>();
     entry->key = key;
     entry->nbytes = nbytes;
-    if (options_.checksum) entry->checksums.resize(block_count(nbytes, options_.block_nbytes, file_->alignment()));
-    entry->offset = extents_.take(nbytes);
+    if (options_.checksum) entry->checksums.resize(block_count(nbytes, options_.block_nbytes, drives_.alignment()));
+    entry->place = stripes_.take(nbytes);
     try {
-      file_->grow(extents_.end());
-      auto& place = entries_[key];
-      if (place) extents_.give_back(place->offset, place->nbytes);
-      place = std::move(entry);
-      return *place;
+      for (std::size_t drive = 0; drive < drives_.count(); ++drive) drives_.grow(drive, stripes_.end(drive));
+      auto& known = entries_[key];
+      if (known) stripes_.give_back(known->place, known->nbytes);
+      known = std::move(entry);
+      return *known;
     } catch (...) {
-      extents_.give_back(entry->offset, nbytes);
+      stripes_.give_back(entry->place, nbytes);
       throw;
     }
   }
@@ -190,18 +222,17 @@ class SwapFileImpl final : public SwapFile {
   void abandon() noexcept {
     if (std::exchange(closed_, true)) return;
     [[maybe_unused]] auto* runner = runner_.release();
-    [[maybe_unused]] auto* file = file_.release();
-    directory_->disown();
+    drives_.disown();
   }
 
   const Options options_;
   const pid_t owner_;
   mutable std::mutex mutex_;
   bool closed_ = false;
-  std::unique_ptr<SwapDirectory> directory_;
-  std::unique_ptr<DataFile> file_;
+  std::vector<std::string> notes_;
+  SwapDrives drives_;
   std::unique_ptr<SwapRunner> runner_;
-  Extents extents_;
+  Stripes stripes_;
   std::unordered_map<std::string, std::unique_ptr<SwapEntry>> entries_;
 };
 
@@ -213,33 +244,43 @@ void check_options(const SwapFile::Options& options) {
     throw InvalidArgument(text("SwapFile: depth ", options.depth, " is not in 1..", kMaxDepth));
 }
 
-std::unique_ptr<IoEngine> make_engine(const SwapFile::Options& options) {
-  auto choice = options.engine;
-  if (choice == SwapFile::Engine::automatic) {
-    if (const auto asked = read_env().io)
-      choice = *asked == "threads" ? SwapFile::Engine::threads : SwapFile::Engine::io_uring;
+/// An engine with `depth` requests; `note` says what was wanted and is not there.
+std::unique_ptr<IoEngine> make_engine(SwapFile::Engine choice, int depth, std::string& note) {
+  bool asked = choice != SwapFile::Engine::automatic;
+  if (const auto wish = read_env().io; wish && !asked) {
+    asked = true;
+    choice = *wish == "threads" ? SwapFile::Engine::threads : SwapFile::Engine::io_uring;
   }
-  if (choice == SwapFile::Engine::threads) return make_thread_engine(options.depth);
-  if (auto engine = make_io_uring_engine(options.depth)) return engine;
-  if (choice == SwapFile::Engine::automatic) return make_thread_engine(options.depth);
-  throw Unsupported(
-      "SwapFile: io_uring is not built in or refused by the kernel (containers often do); use engine "
-      "'threads' or 'auto'");
+  if (choice == SwapFile::Engine::threads) return make_thread_engine(depth);
+  std::string why;
+  if (auto engine = make_io_uring_engine(depth, &why)) return engine;
+  if (asked) throw Unsupported(text("SwapFile: no io_uring, ", why, "; use engine 'threads' or 'auto'"));
+  note = text("no io_uring, ", why, ": a pool of threads swaps instead");
+  return make_thread_engine(depth);
 }
 
 }  // namespace
 
-std::unique_ptr<SwapFile> open_swap_file(const std::string& directory, const SwapFile::Options& options,
-                                         std::unique_ptr<IoEngine> engine) {
+std::unique_ptr<SwapFile> open_swap_file(const std::vector<std::string>& directories, const SwapFile::Options& options,
+                                         std::unique_ptr<IoEngine> engine, std::vector<std::string> notes) {
   check_options(options);
-  return std::make_unique<SwapFileImpl>(directory, options, std::move(engine));
+  return std::make_unique<SwapFileImpl>(directories, options, std::move(engine), std::move(notes));
 }
 
 }  // namespace mem
 
 std::unique_ptr<SwapFile> SwapFile::open(const std::string& directory, Options options) {
+  return open(std::vector<std::string>{directory}, options);
+}
+
+std::unique_ptr<SwapFile> SwapFile::open(const std::vector<std::string>& directories, Options options) {
   mem::check_options(options);
-  return mem::open_swap_file(directory, options, mem::make_engine(options));
+  const auto drives = static_cast<int>(std::clamp<std::size_t>(directories.size(), 1, mem::kMaxDrives));
+  std::string note;
+  auto engine = mem::make_engine(options.engine, std::min(options.depth * drives, mem::kMaxDepth), note);
+  std::vector<std::string> notes;
+  if (!note.empty()) notes.push_back(std::move(note));
+  return mem::open_swap_file(directories, options, std::move(engine), std::move(notes));
 }
 
 }  // namespace zcomm

@@ -53,8 +53,9 @@ Work SwapQueue::push(SwapEntry& entry, bool write, std::byte* data) {
 }
 
 void SwapQueue::make_ready(SwapOperation& operation) {
-  (ready_last_ != nullptr ? ready_last_->next_ready : ready_first_) = &operation;
-  ready_last_ = &operation;
+  ReadyList& ready = ready_[operation.write ? 1 : 0];
+  (ready.last != nullptr ? ready.last->next_ready : ready.first) = &operation;
+  ready.last = &operation;
   if (sleeping_) {
     sleeping_ = false;
     engine_.wake();
@@ -88,19 +89,20 @@ void SwapQueue::stop() {
   if (std::exchange(sleeping_, false)) engine_.wake();
 }
 
-SwapOperation* SwapQueue::try_pop() {
+SwapOperation* SwapQueue::try_pop(bool write) {
   const std::lock_guard lock(mutex_);
-  SwapOperation* operation = ready_first_;
+  ReadyList& ready = ready_[write ? 1 : 0];
+  SwapOperation* operation = ready.first;
   if (operation != nullptr) {
-    ready_first_ = operation->next_ready;
-    if (ready_first_ == nullptr) ready_last_ = nullptr;
+    ready.first = operation->next_ready;
+    if (ready.first == nullptr) ready.last = nullptr;
   }
   return operation;
 }
 
 bool SwapQueue::sleep() {
   const std::lock_guard lock(mutex_);
-  if (ready_first_ != nullptr || (stopping_ && pending_ == 0)) return false;
+  if (ready_[0].first != nullptr || ready_[1].first != nullptr || (stopping_ && pending_ == 0)) return false;
   sleeping_ = true;
   return true;
 }
@@ -153,7 +155,7 @@ void SwapQueue::refuse(std::exception_ptr error) {
 
 void SwapQueue::fail_all() {
   const std::lock_guard lock(mutex_);
-  ready_first_ = ready_last_ = nullptr;
+  ready_[0] = ready_[1] = {};
   for (auto& operation : operations_) {
     if (!operation->active) continue;
     operation->entry->oldest = operation->entry->newest = nullptr;

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "mem/io_engine.hpp"
+#include "mem/stripes.hpp"
 #include "zcomm/work.hpp"
 
 namespace zcomm::mem {
@@ -25,7 +26,7 @@ struct SwapOperation;
 /// What is known of one key.
 struct SwapEntry {
   std::string key;
-  std::uint64_t offset = 0;  ///< in the data file
+  Place place;  ///< in the data files
   std::size_t nbytes = 0;
   bool written = false;  ///< a write was queued (lock of SwapFile)
 
@@ -66,7 +67,8 @@ class SwapQueue {
   /// The I/O thread ends when all is done.
   void stop();
 
-  SwapOperation* try_pop();
+  /// The ready read (write) that was queued first, or nullptr.
+  SwapOperation* try_pop(bool write);
   /// True: nothing is ready, and the next push wakes the engine. False: look again.
   bool sleep();
   void awake();
@@ -79,6 +81,9 @@ class SwapQueue {
   void fail_all();
 
  private:
+  struct ReadyList {
+    SwapOperation *first = nullptr, *last = nullptr;
+  };
   void make_ready(SwapOperation& operation);
   void finish(SwapOperation& operation, std::exception_ptr error);
   void keep_failure(std::shared_ptr<Completion> completion);
@@ -91,7 +96,7 @@ class SwapQueue {
   std::size_t pending_ = 0;
   bool sleeping_ = false, stopping_ = false;
   std::exception_ptr refusal_;
-  SwapOperation *ready_first_ = nullptr, *ready_last_ = nullptr;
+  ReadyList ready_[2];  // reads, writes
   std::vector<std::unique_ptr<SwapOperation>> operations_;
   std::vector<SwapOperation*> spare_;
   std::vector<std::shared_ptr<Completion>> failures_;

@@ -54,6 +54,7 @@ SwapRunner::Counters SwapRunner::counters() const {
   Counters counters{};
   for (std::size_t kind = 0; kind < 2; ++kind) {
     counters.moved_nbytes[kind] = meters_[kind].moved_nbytes.load(std::memory_order_relaxed);
+    counters.latency[kind] = meters_[kind].latency.summary();
     counters.busy_s[kind] = static_cast<double>(meters_[kind].busy_ns.load(std::memory_order_relaxed)) * 1e-9;
   }
   counters.error_count = error_count_.load(std::memory_order_relaxed);
@@ -87,6 +88,7 @@ bool SwapRunner::step() {
 }
 
 void SwapRunner::fill() {
+  if (backoff_ > Clock::duration::zero()) std::this_thread::sleep_for(std::exchange(backoff_, Clock::duration::zero()));
   for (Slot* slot : again_) {
     batch_.push_back(request_of(*slot));
     batch_nbytes_ += batch_.back().nbytes;
@@ -108,17 +110,27 @@ void SwapRunner::submit_batch() {
 
 SwapRunner::Slot* SwapRunner::next_slot() {
   if (free_.empty()) return nullptr;
-  while (current_ == nullptr) {
-    SwapOperation* operation = queue_.try_pop();
-    if (operation == nullptr) return nullptr;
-    if (begin(*operation)) current_ = operation;
-  }
+  SwapOperation *read = current(false), *write = current(true);
+  if (read == nullptr && write == nullptr) return nullptr;
+  const bool writes = read == nullptr || (write != nullptr && overtaken_ + 1 >= SwapFile::kReadsPerWrite);
+  overtaken_ = writes || write == nullptr ? 0 : overtaken_ + 1;
+  SwapOperation& operation = writes ? *write : *read;
   Slot* slot = free_.back();
   free_.pop_back();
-  SwapOperation& operation = *current_;
   prepare(*slot, operation);
-  if (operation.next_block == operation.block_count) current_ = nullptr;
+  if (operation.next_block == operation.block_count) current_[writes ? 1 : 0] = nullptr;
   return slot;
+}
+
+/// The operation whose blocks come next, of one kind; nullptr: none is ready.
+SwapOperation* SwapRunner::current(bool write) {
+  SwapOperation*& current = current_[write ? 1 : 0];
+  while (current == nullptr) {
+    SwapOperation* operation = queue_.try_pop(write);
+    if (operation == nullptr) return nullptr;
+    if (begin(*operation)) current = operation;
+  }
+  return current;
 }
 
 /// False when the operation ended at once.
@@ -129,9 +141,9 @@ bool SwapRunner::begin(SwapOperation& operation) {
     entry.valid = false;  // until all of it is on disk
   } else if (!entry.valid) {
     operation.block_count = 0;
-    fail(operation,
-         std::make_exception_ptr(DataCorrupt(
-             EIO, text("SwapFile: key '", entry.key, "' holds no data, its last write failed"), target_.path)));
+    fail(operation, std::make_exception_ptr(
+                        DataCorrupt(EIO, text("SwapFile: key '", entry.key, "' holds no data, its last write failed"),
+                                    target_.drives[entry.place.first].path)));
   }
   if (operation.block_count > 0) return true;
   end_if_done(operation);
@@ -157,8 +169,9 @@ void SwapRunner::prepare(Slot& slot, SwapOperation& operation) {
     }
   }
   ++operation.in_flight;
+  slot.since = Clock::now();
   Meter& meter = meters_[operation.write ? 1 : 0];
-  if (meter.in_flight++ == 0) meter.since = Clock::now();
+  if (meter.in_flight++ == 0) meter.since = slot.since;
 }
 
 void SwapRunner::provide_bounce(Slot& slot) {
@@ -175,67 +188,81 @@ std::byte* SwapRunner::buffer_of(const Slot& slot) const {
   return slot.bounced ? slot.bounce.get() : slot.operation->data + slot.block.begin;
 }
 
+/// A block lies on one drive: block and tile have the same size.
+Location SwapRunner::location(const Slot& slot) const {
+  Location location = Stripes::locate(slot.operation->entry->place, slot.block.begin, target_.block_nbytes);
+  location.offset += slot.moved;
+  return location;
+}
+
 IoRequest SwapRunner::request_of(Slot& slot) const {
+  const Location to = location(slot);
   return {slot.operation->write,
-          target_.fd,
+          target_.drives[to.drive].fd,
           buffer_of(slot) + slot.moved,
           slot.io_nbytes - slot.moved,
-          slot.operation->entry->offset + slot.block.begin + slot.moved,
+          to.offset,
           &slot};
 }
 
 std::string SwapRunner::where(const Slot& slot) const {
   return text(slot.operation->write ? "write" : "read", " of key '", slot.operation->entry->key, "' at offset ",
-              slot.operation->entry->offset + slot.block.begin + slot.moved, " of ", target_.path, " (",
-              slot.io_nbytes - slot.moved, " bytes)");
+              location(slot).offset, " of ", path_of(slot), " (", slot.io_nbytes - slot.moved, " bytes)");
 }
 
 bool SwapRunner::retry(Slot& slot) {
   retry_count_.fetch_add(1, std::memory_order_relaxed);
   if (++slot.retries > kMaxRetries) return false;
-  if (slot.retries > 3) std::this_thread::sleep_for(kBackoff * slot.retries);  // give the system time to recover
+  // Time for the system to recover, spent once for all that is tried again.
+  if (slot.retries > 3) backoff_ = std::max<Clock::duration>(backoff_, kBackoff * slot.retries);
   again_.push_back(&slot);
   return true;
 }
 
 void SwapRunner::complete(Slot& slot, std::int64_t result) {
+  if (std::exception_ptr error; advance(slot, result, error)) {
+    if (error) {
+      fail(*slot.operation, std::move(error));
+    } else {
+      finish_block(slot);
+    }
+    release(slot);
+  }
+}
+
+/// Takes in one result. False: the rest of the block goes out again. True: it is whole, or `error` says what is wrong.
+bool SwapRunner::advance(Slot& slot, std::int64_t result, std::exception_ptr& error) {
+  const bool write = slot.operation->write;
   const std::size_t remaining = slot.io_nbytes - slot.moved;
-  std::exception_ptr error;
-  if (result == -EAGAIN || result == -EINTR || (result == 0 && slot.operation->write)) {
-    if (retry(slot)) return;
-    error = std::make_exception_ptr(SystemError(
-        result == 0 ? EIO : static_cast<int>(-result),
-        text("SwapFile: ", where(slot), ": no progress in ", kMaxRetries, " tries, the last returned ", result),
-        target_.path));
-  } else if (result < 0) {
+  const auto failure = [&](int code, const auto&... why) {
+    error = std::make_exception_ptr(SystemError(code, text("SwapFile: ", where(slot), ": ", why...), path_of(slot)));
+    return true;
+  };
+  const auto damage = [&](const auto&... why) {
+    error = std::make_exception_ptr(DataCorrupt(EIO, text("SwapFile: ", where(slot), ": ", why...), path_of(slot)));
+    return true;
+  };
+  if (result < 0 && result != -EAGAIN && result != -EINTR) {
     const int code = static_cast<int>(-result);
-    error = std::make_exception_ptr(
-        SystemError(code, text("SwapFile: ", where(slot), ": ", std::strerror(code)), target_.path));
-  } else if (result == 0) {
-    error = std::make_exception_ptr(
-        DataCorrupt(EIO, text("SwapFile: ", where(slot), ": unexpected end of file"), target_.path));
-  } else if (static_cast<std::uint64_t>(result) > remaining) {
-    error = std::make_exception_ptr(
-        SystemError(EIO, text("SwapFile: ", where(slot), ": ", result, " bytes reported"), target_.path));
-  } else if (static_cast<std::size_t>(result) < remaining) {
+    return failure(code, std::strerror(code), " (errno ", code, ")");
+  }
+  if (result > 0 && static_cast<std::uint64_t>(result) > remaining) return failure(EIO, result, " bytes reported");
+  if (result == static_cast<std::int64_t>(remaining)) return true;
+  if (result == 0 && !write) return damage("unexpected end of file");
+  if (result > 0) {
     const std::size_t aligned = static_cast<std::size_t>(result) / target_.alignment * target_.alignment;
     slot.moved += aligned;
     if (aligned > 0) slot.retries = 0;
-    if (retry(slot)) return;
-    error = std::make_exception_ptr(SystemError(
-        EIO, text("SwapFile: ", where(slot), ": no progress in ", kMaxRetries, " tries, ", result, " bytes each"),
-        target_.path));
   }
-  if (error) {
-    fail(*slot.operation, std::move(error));
-  } else {
-    finish_block(slot);
-  }
-  release(slot);
+  if (retry(slot)) return false;
+  if (result > 0 && !write) return damage("the file ends ", result, " bytes further on");
+  const int code = result < 0 ? static_cast<int>(-result) : EIO;
+  return failure(code, "no progress in ", kMaxRetries, " tries, the last returned ", result, " (errno ", code, ")");
 }
 
 void SwapRunner::finish_block(Slot& slot) {
   SwapOperation& operation = *slot.operation;
+  meters_[operation.write ? 1 : 0].latency.record(Clock::now() - slot.since);
   if (!operation.write) {
     std::byte* data = operation.data + slot.block.begin;
     if (slot.bounced) std::memcpy(data, slot.bounce.get(), slot.block.nbytes);
@@ -246,7 +273,7 @@ void SwapRunner::finish_block(Slot& slot) {
                             EIO,
                             text("SwapFile: ", where(slot), ": data read back is not what was written, crc32c 0x",
                                  std::hex, is, " instead of 0x", was),
-                            target_.path)));
+                            path_of(slot))));
         return;
       }
     }
@@ -274,7 +301,8 @@ void SwapRunner::fail(SwapOperation& operation, std::exception_ptr error) {
     error_count_.fetch_add(1, std::memory_order_relaxed);
   }
   operation.block_count = operation.next_block;
-  if (current_ == &operation) current_ = nullptr;
+  for (SwapOperation*& current : current_)
+    if (current == &operation) current = nullptr;
 }
 
 void SwapRunner::end_if_done(SwapOperation& operation) {

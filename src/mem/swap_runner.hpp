@@ -5,7 +5,9 @@
 // caller's memory. Others, and the tail beyond the last 4 KiB of an extent (which is padded to 4 KiB), go through the
 // slot's own bounce buffer. A second, buffered descriptor would leave dirty pages beside direct I/O; this does not.
 // Short results are resumed at the last aligned byte: re-writing a few bytes is harmless.
-// Thread rule: start(), stop() and counters() from outside; everything else runs on the I/O thread.
+// [Note: reads first] Blocks of reads go before blocks of writes, down to the single block; every kReadsPerWrite-th is
+// a write while one waits, so that write-back goes on under any load of reads. Thread rule: start(), stop() and
+// counters() from outside; everything else runs on the I/O thread.
 #pragma once
 
 #include <array>
@@ -20,15 +22,21 @@
 
 #include "mem/extents.hpp"
 #include "mem/io_engine.hpp"
+#include "mem/latency.hpp"
+#include "mem/stripes.hpp"
 #include "mem/swap_queue.hpp"
+#include "zcomm/swap_file.hpp"
 
 namespace zcomm::mem {
 
 class SwapRunner {
  public:
-  struct Target {
+  struct Drive {
     int fd;
     std::string path;
+  };
+  struct Target {
+    std::vector<Drive> drives;
     std::size_t alignment;         ///< of offsets and lengths; 1 when buffered
     std::size_t memory_alignment;  ///< 1 when buffered
     std::size_t block_nbytes;
@@ -37,6 +45,7 @@ class SwapRunner {
   struct Counters {
     std::uint64_t moved_nbytes[2];  ///< read, written
     double busy_s[2];               ///< with at least one read (write) in flight
+    SwapFile::Latency latency[2];
     std::uint64_t error_count, retry_count, bounce_nbytes;
   };
 
@@ -62,6 +71,7 @@ class SwapRunner {
     std::size_t io_nbytes = 0, moved = 0;  // block.nbytes padded to the alignment; done so far
     bool bounced = false;
     int retries = 0;
+    Clock::time_point since{};  // submitted
     std::unique_ptr<std::byte[], FreeDeleter> bounce;
     std::size_t bounce_nbytes = 0;
   };
@@ -71,6 +81,7 @@ class SwapRunner {
     Clock::time_point since{};
     std::atomic<std::uint64_t> moved_nbytes{0};
     std::atomic<std::int64_t> busy_ns{0};
+    LatencyHistogram latency;
   };
 
   void run();
@@ -78,17 +89,21 @@ class SwapRunner {
   void fill();
   void submit_batch();
   Slot* next_slot();
+  SwapOperation* current(bool write);
   bool begin(SwapOperation& operation);
   void prepare(Slot& slot, SwapOperation& operation);
   IoRequest request_of(Slot& slot) const;
   std::byte* buffer_of(const Slot& slot) const;
   void provide_bounce(Slot& slot);
   void complete(Slot& slot, std::int64_t result);
+  bool advance(Slot& slot, std::int64_t result, std::exception_ptr& error);
   bool retry(Slot& slot);
   void finish_block(Slot& slot);
   void release(Slot& slot);
   void fail(SwapOperation& operation, std::exception_ptr error);
   void end_if_done(SwapOperation& operation);
+  Location location(const Slot& slot) const;
+  const std::string& path_of(const Slot& slot) const { return target_.drives[location(slot).drive].path; }
   std::string where(const Slot& slot) const;
   void die(std::exception_ptr error) noexcept;
 
@@ -101,8 +116,10 @@ class SwapRunner {
   std::vector<IoRequest> batch_;
   std::size_t batch_nbytes_ = 0;
   std::vector<IoResult> results_;
-  SwapOperation* current_ = nullptr;
-  std::array<Meter, 2> meters_;  // read, write
+  std::array<SwapOperation*, 2> current_{};  // the read and the write that blocks are cut off
+  int overtaken_ = 0;                        // reads begun since a write began to wait
+  Clock::duration backoff_{};                // before what is tried again goes out
+  std::array<Meter, 2> meters_;              // read, write
   std::atomic<std::uint64_t> error_count_{0}, retry_count_{0}, bounce_nbytes_{0};
   std::thread thread_;
 };

@@ -1,13 +1,13 @@
-// A drive that misbehaves: an engine between SwapFile and the real one changes requests and results on purpose.
+// SwapFile over an engine that fails on purpose: every fault on both engines, direct and buffered.
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <functional>
 #include <random>
+#include <string>
 #include <thread>
 
-#include "mem/io_engine.hpp"
-#include "mem/swap_file_impl.hpp"
-#include "mem_test.hpp"
+#include "faulty_engine.hpp"
 #include "zcomm/error.hpp"
 
 using namespace zcomm;
@@ -15,60 +15,35 @@ using namespace zcomm::test;
 
 namespace {
 
-/// Shows each request to `on_request` (which may shorten it) and each result to `on_result` (which may change it).
-class FaultyEngine final : public mem::IoEngine {
- public:
-  std::function<void(mem::IoRequest&)> on_request = [](mem::IoRequest&) {};
-  std::function<void(const mem::IoRequest&, std::int64_t&)> on_result = [](const mem::IoRequest&, std::int64_t&) {};
-
-  const char* name() const override { return "faulty"; }
-  int depth() const override { return inner_->depth(); }
-  void wake() noexcept override { inner_->wake(); }
-
-  void submit(std::span<const mem::IoRequest> requests) override {
-    for (mem::IoRequest request : requests) {
-      on_request(request);
-      auto* kept = new mem::IoRequest(request);
-      request.user = kept;
-      inner_->submit({&request, 1});
-    }
-  }
-
-  int reap(std::span<mem::IoResult> results) override {
-    const int count = inner_->reap(results);
-    for (int i = 0; i < count; ++i) {
-      mem::IoResult& result = results[static_cast<std::size_t>(i)];
-      const std::unique_ptr<mem::IoRequest> request(static_cast<mem::IoRequest*>(result.user));
-      result.user = request->user;
-      on_result(*request, result.result);
-    }
-    return count;
-  }
-
- private:
-  std::unique_ptr<mem::IoEngine> inner_ = mem::make_thread_engine(4);
-};
-
-struct Setup {
-  explicit Setup(bool direct = true, const std::function<void(FaultyEngine&)>& prepare = [](FaultyEngine&) {}) {
-    auto made = std::make_unique<FaultyEngine>();
-    prepare(*made);
-    SwapFile::Options options;
-    options.block_nbytes = 64 << 10;
-    options.direct = direct;
-    file = mem::open_swap_file(temp.path(), options, std::move(made));
-  }
-  TempDirectory temp;
-  std::unique_ptr<SwapFile> file;
-};
-
 constexpr std::size_t kNbytes = 500003;
+
+bool round_trips(SwapFile& file, const std::string& key, std::uint64_t seed) {
+  Pattern out(kNbytes, seed), in(kNbytes, seed + 1, 3);
+  file.write(key, out.data(), kNbytes).wait();
+  file.read(key, in.data(), kNbytes).wait();
+  return in == out;
+}
+
+/// Waits for the error of `work` and holds it against what it has to name.
+template <class Error = SystemError>
+void expect_error(Work work, int code, const std::string& path, const std::vector<std::string>& parts) {
+  try {
+    work.wait();
+    EXPECT_TRUE(!"an error was expected");
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code, code);
+    EXPECT_EQ(error.path, path);
+    for (const std::string& part : parts)
+      if (std::string(error.what()).find(part) == std::string::npos)
+        test::fail(__FILE__, __LINE__, "no '" + part + "' in " + error.what());
+  }
+}
 
 }  // namespace
 
 TEST(SwapFaults, short_counts_are_resumed) {
-  for (const bool direct : {true, false}) {
-    Setup setup(direct, [random = std::make_shared<std::mt19937>(1)](FaultyEngine& engine) {
+  on_each_rig([](const Rig& rig) {
+    const Setup setup(rig, [random = std::make_shared<std::mt19937>(1)](FaultyEngine& engine) {
       engine.on_request = [random](mem::IoRequest& request) {
         const std::size_t half = request.nbytes / 2 / 4096 * 4096;
         if (half > 0 && (*random)() % 2 == 0) request.nbytes = half;
@@ -78,150 +53,289 @@ TEST(SwapFaults, short_counts_are_resumed) {
         if (result > 8192 && (*random)() % 2 == 0) result -= 777;
       };
     });
-    Pattern out(kNbytes, 1), in(kNbytes, 2, 3);
-    for (int round = 0; round < 5; ++round) {
-      out.fill(static_cast<std::uint64_t>(round));
-      setup.file->write("k", out.data(), kNbytes).wait();
-      setup.file->read("k", in.data(), kNbytes).wait();
-      EXPECT_TRUE(in == out);
-    }
+    for (std::uint64_t round = 0; round < 5; ++round) EXPECT_TRUE(round_trips(*setup.file, "k", round));
     EXPECT_GT(setup.file->stats().retry_count, 0u);
     EXPECT_EQ(setup.file->stats().error_count, 0u);
-  }
+  });
 }
 
 TEST(SwapFaults, eagain_and_eintr_are_retried) {
-  std::atomic<int> left{40};
-  Setup setup(true, [&left](FaultyEngine& engine) {
-    engine.on_result = [&left](const mem::IoRequest&, std::int64_t& result) {
-      const int now = left.fetch_sub(1);
-      if (now > 0) result = now % 2 == 0 ? -EAGAIN : -EINTR;
-    };
+  on_each_rig([](const Rig& rig) {
+    std::atomic<int> left{40};
+    const Setup setup(rig, [&left](FaultyEngine& engine) {
+      engine.on_result = [&left](const mem::IoRequest&, std::int64_t& result) {
+        const int now = left.fetch_sub(1);
+        if (now > 0) result = now % 2 == 0 ? -EAGAIN : -EINTR;
+      };
+    });
+    EXPECT_TRUE(round_trips(*setup.file, "k", 1));
+    EXPECT_EQ(setup.file->stats().retry_count, 40u);
   });
-  Pattern out(kNbytes, 1), in(kNbytes, 2);
-  setup.file->write("k", out.data(), kNbytes).wait();
-  setup.file->read("k", in.data(), kNbytes).wait();
-  EXPECT_TRUE(in == out);
-  EXPECT_EQ(setup.file->stats().retry_count, 40u);
 }
 
-TEST(SwapFaults, endless_eagain_ends_in_an_error) {
-  Setup setup(true, [](FaultyEngine& engine) {
-    engine.on_result = [](const mem::IoRequest&, std::int64_t& result) { result = -EAGAIN; };
+TEST(SwapFaults, endless_eagain_ends_in_an_error_and_the_file_stays_usable) {
+  on_each_rig([](const Rig& rig) {
+    std::atomic<bool> broken{true};
+    const Setup setup(rig, [&broken](FaultyEngine& engine) {
+      engine.on_result = [&broken](const mem::IoRequest&, std::int64_t& result) {
+        if (broken) result = -EAGAIN;
+      };
+    });
+    Pattern out(kNbytes, 1);
+    expect_error(setup.file->write("k", out.data(), kNbytes), EAGAIN, setup.file->stats().path,
+                 {"write of key 'k' at offset ", "no progress in 100 tries", "errno 11"});
+    broken = false;
+    EXPECT_TRUE(round_trips(*setup.file, "k", 2));
   });
-  Pattern out(100, 1);
-  EXPECT_THROW_WITH(setup.file->write("k", out.data(), 100).wait(), SystemError, "no progress in 100 tries");
 }
 
 TEST(SwapFaults, an_error_is_of_its_operation_alone) {
-  std::atomic<bool> broken{true};
-  Setup setup(true, [&broken](FaultyEngine& engine) {
-    engine.on_result = [&broken](const mem::IoRequest& request, std::int64_t& result) {
-      if (broken && request.write && request.offset >= 503808 && request.offset < 569344) result = -EIO;
-    };
+  on_each_rig([](const Rig& rig) {
+    for (const int code : {EIO, ENOSPC}) {
+      std::atomic<bool> broken{true};
+      const Setup setup(rig, [&broken, code](FaultyEngine& engine) {
+        engine.on_result = [&broken, code](const mem::IoRequest& request, std::int64_t& result) {
+          if (broken && request.write && request.offset >= 503808 && request.offset < 569344) result = -code;
+        };
+      });
+      const std::string path = setup.file->stats().path;
+      Pattern first(kNbytes, 1), second(kNbytes, 2), back(kNbytes, 3);
+      Work good = setup.file->write("first", first.data(), kNbytes);
+      Work bad = setup.file->write("second", second.data(), kNbytes);
+      good.wait();
+      expect_error(
+          std::move(bad), code, path,
+          {"write of key 'second'", "offset 503808 of " + path, "65536 bytes", "errno " + std::to_string(code)});
+      setup.file->wait();  // the Work has reported it
+      EXPECT_THROW_WITH(setup.file->read("second", back.data(), kNbytes).wait(), DataCorrupt, "its last write failed");
+      setup.file->read("first", back.data(), kNbytes).wait();
+      EXPECT_TRUE(back == first);
+      broken = false;
+      EXPECT_TRUE(round_trips(*setup.file, "second", 4));
+      EXPECT_EQ(setup.file->stats().error_count, 2u);
+    }
   });
-  Pattern first(kNbytes, 1), second(kNbytes, 2), back(kNbytes, 3);
-  Work good = setup.file->write("first", first.data(), kNbytes);
-  Work bad = setup.file->write("second", second.data(), kNbytes);
-  good.wait();
-  try {
-    bad.wait();
-    EXPECT_TRUE(false);
-  } catch (const SystemError& error) {
-    EXPECT_EQ(error.code, EIO);
-    EXPECT_EQ(error.path, setup.file->stats().path);
-    for (const char* part : {"'second'", "offset 503808", "65536 bytes", "/data"})
-      EXPECT_TRUE(std::string(error.what()).find(part) != std::string::npos);
-  }
-  setup.file->wait();  // the Work has reported it
-  EXPECT_THROW_WITH(setup.file->read("second", back.data(), kNbytes).wait(), DataCorrupt, "its last write failed");
-  setup.file->read("first", back.data(), kNbytes).wait();
-  EXPECT_TRUE(back == first);
-  broken = false;
-  setup.file->write("second", second.data(), kNbytes).wait();
-  setup.file->read("second", back.data(), kNbytes).wait();
-  EXPECT_TRUE(back == second);
-  EXPECT_EQ(setup.file->stats().error_count, 2u);
+}
+
+TEST(SwapFaults, a_failed_read_leaves_the_data_on_disk) {
+  on_each_rig([](const Rig& rig) {
+    std::atomic<bool> broken{false};
+    const Setup setup(rig, [&broken](FaultyEngine& engine) {
+      engine.on_result = [&broken](const mem::IoRequest& request, std::int64_t& result) {
+        if (broken && !request.write && request.offset == 131072) result = -EIO;
+      };
+    });
+    const std::string path = setup.file->stats().path;
+    Pattern out(kNbytes, 1), in(kNbytes, 2);
+    setup.file->write("k", out.data(), kNbytes).wait();
+    broken = true;
+    expect_error(setup.file->read("k", in.data(), kNbytes), EIO, path,
+                 {"read of key 'k' at offset 131072 of " + path, "errno 5"});
+    broken = false;
+    setup.file->read("k", in.data(), kNbytes).wait();
+    EXPECT_TRUE(in == out);
+  });
 }
 
 TEST(SwapFaults, wait_throws_what_no_work_reported) {
-  std::atomic<bool> broken{true};
-  Setup setup(true, [&broken](FaultyEngine& engine) {
-    engine.on_result = [&broken](const mem::IoRequest&, std::int64_t& result) {
-      if (broken) result = -EIO;
-    };
+  on_each_rig([](const Rig& rig) {
+    std::atomic<bool> broken{true};
+    const Setup setup(rig, [&broken](FaultyEngine& engine) {
+      engine.on_result = [&broken](const mem::IoRequest&, std::int64_t& result) {
+        if (broken) result = -EIO;
+      };
+    });
+    Pattern out(kNbytes, 1);
+    setup.file->write("dropped", out.data(), kNbytes);
+    EXPECT_THROW_WITH(setup.file->wait(), SystemError, "'dropped'");
+    setup.file->wait();  // said once
+    broken = false;
+    setup.file->write("dropped", out.data(), kNbytes);
+    setup.file->wait();
   });
-  Pattern out(kNbytes, 1);
-  setup.file->write("dropped", out.data(), kNbytes);
-  EXPECT_THROW_WITH(setup.file->wait(), SystemError, "'dropped'");
-  setup.file->wait();  // said once
-  broken = false;
-  setup.file->write("dropped", out.data(), kNbytes);
-  setup.file->wait();
 }
 
 TEST(SwapFaults, silent_bit_flips_are_found) {
-  for (const bool direct : {true, false}) {
+  on_each_rig([](const Rig& rig) {
     std::atomic<bool> flipping{true};
-    Setup setup(direct, [&flipping](FaultyEngine& engine) {
+    const Setup setup(rig, [&flipping](FaultyEngine& engine) {
       engine.on_result = [&flipping](const mem::IoRequest& request, std::int64_t& result) {
         if (flipping && !request.write && request.offset == 131072 && result > 0) request.data[17] ^= std::byte{16};
       };
     });
     Pattern out(kNbytes, 1), in(kNbytes, 2);
     setup.file->write("m", out.data(), kNbytes).wait();
-    Work read = setup.file->read("m", in.data(), kNbytes);
-    try {
-      read.wait();
-      EXPECT_TRUE(false);
-    } catch (const DataCorrupt& error) {
-      EXPECT_EQ(error.code, EIO);
-      EXPECT_TRUE(std::string(error.what()).find("'m' at offset 131072") != std::string::npos);
-    }
+    expect_error<DataCorrupt>(setup.file->read("m", in.data(), kNbytes), EIO, setup.file->stats().path,
+                              {"key 'm' at offset 131072", "crc32c"});
     flipping = false;
     setup.file->read("m", in.data(), kNbytes).wait();
     EXPECT_TRUE(in == out);
-  }
+  });
+}
+
+TEST(SwapFaults, a_write_that_hits_another_place_is_found) {
+  on_each_rig([](const Rig& rig) {  // misdirected writes: the drive says done, and the data are elsewhere
+    std::atomic<bool> astray{true};
+    const Setup setup(rig, [&astray](FaultyEngine& engine) {
+      engine.on_request = [&astray](mem::IoRequest& request) {
+        if (astray && request.write && request.offset == 65536) request.offset = 0;
+      };
+    });
+    Pattern out(kNbytes, 1), in(kNbytes, 2);
+    setup.file->write("k", out.data(), kNbytes).wait();
+    EXPECT_THROW_WITH(setup.file->read("k", in.data(), kNbytes).wait(), DataCorrupt, "'k' at offset ");
+    astray = false;
+    EXPECT_TRUE(round_trips(*setup.file, "k", 3));
+  });
 }
 
 TEST(SwapFaults, lying_engine_and_zero_counts) {
-  std::atomic<std::int64_t> lie{1 << 30};
-  Setup setup(true, [&lie](FaultyEngine& engine) {
-    engine.on_result = [&lie](const mem::IoRequest&, std::int64_t& result) { result = lie; };
+  on_each_rig([](const Rig& rig) {
+    std::atomic<std::int64_t> lie{1 << 30};
+    const Setup setup(rig, [&lie](FaultyEngine& engine) {
+      engine.on_result = [&lie](const mem::IoRequest& request, std::int64_t& result) {
+        result = lie < 0 ? static_cast<std::int64_t>(request.nbytes) : lie.load();
+      };
+    });
+    Pattern data(100, 1);
+    EXPECT_THROW_WITH(setup.file->write("k", data.data(), 100).wait(), SystemError, "bytes reported");
+    lie = 0;
+    EXPECT_THROW_WITH(setup.file->write("k", data.data(), 100).wait(), SystemError, "the last returned 0");
+    lie = -1;
+    setup.file->write("k", data.data(), 100).wait();
+    lie = 0;
+    EXPECT_THROW_WITH(setup.file->read("k", data.data(), 100).wait(), DataCorrupt, "end of file");
   });
-  Pattern data(100, 1);
-  EXPECT_THROW_WITH(setup.file->write("k", data.data(), 100).wait(), SystemError, "bytes reported");
-  lie = 0;
-  EXPECT_THROW_WITH(setup.file->write("k", data.data(), 100).wait(), SystemError, "the last returned 0");
-  lie = 4096;
-  setup.file->write("k", data.data(), 100).wait();
-  lie = 0;
-  EXPECT_THROW_WITH(setup.file->read("k", data.data(), 100).wait(), DataCorrupt, "end of file");
+}
+
+TEST(SwapFaults, results_out_of_order_and_late) {
+  on_each_rig([](const Rig& rig) {
+    const Setup setup(rig, [random = std::make_shared<std::mt19937>(5)](FaultyEngine& engine) {
+      engine.reorder = true;
+      engine.on_result = [random](const mem::IoRequest&, std::int64_t&) {
+        if ((*random)() % 16 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      };
+    });
+    std::vector<Pattern> out, in;
+    for (std::size_t i = 0; i < 12; ++i) {
+      out.emplace_back(i * 70001 % kNbytes, i);
+      in.emplace_back(out[i].nbytes(), 99);
+    }
+    for (int round = 0; round < 3; ++round) {
+      std::vector<Work> works;
+      for (std::size_t i = 0; i < out.size(); ++i) {
+        out[i].fill(i * 10 + static_cast<std::size_t>(round));
+        works.push_back(setup.file->write("k" + std::to_string(i), out[i].data(), out[i].nbytes()));
+        works.push_back(setup.file->read("k" + std::to_string(i), in[i].data(), in[i].nbytes()));
+      }
+      setup.file->wait();
+      for (std::size_t i = 0; i < out.size(); ++i) EXPECT_TRUE(in[i] == out[i]);
+    }
+  });
+}
+
+TEST(SwapFaults, all_faults_at_once_are_errors_or_right_numbers) {
+  on_each_rig([](const Rig& rig) {
+    std::atomic<bool> broken{true};
+    const Setup setup(rig, [&broken, random = std::make_shared<std::mt19937>(9)](FaultyEngine& engine) {
+      engine.reorder = true;
+      engine.on_request = [&broken, random](mem::IoRequest& request) {
+        if (broken && request.nbytes > 8192 && (*random)() % 8 == 0) request.nbytes = 8192;
+      };
+      engine.on_result = [&broken, random](const mem::IoRequest& request, std::int64_t& result) {
+        if (!broken) return;
+        const auto dice = (*random)() % 64;
+        if (dice < 4) result = -EAGAIN;
+        if (dice == 4) result = -EIO;
+        if (dice == 5 && request.write) result = -ENOSPC;
+        if (dice == 6 && !request.write && result > 0) request.data[(*random)() % 4096] ^= std::byte{1};
+      };
+    });
+    constexpr std::size_t kKeys = 10;
+    std::vector<Pattern> out, in;
+    for (std::size_t i = 0; i < kKeys; ++i) {
+      out.emplace_back(100000 + i * 30011, i);
+      in.emplace_back(out[i].nbytes(), 99);
+    }
+    int errors = 0;
+    for (int round = 0; round < 20; ++round) {
+      if (round == 15) broken = false;
+      std::vector<Work> writes, reads;
+      for (std::size_t i = 0; i < kKeys; ++i) {
+        out[i].fill(i + 100 * static_cast<std::size_t>(round));
+        in[i].fill(1);
+        writes.push_back(setup.file->write("k" + std::to_string(i), out[i].data(), out[i].nbytes()));
+        reads.push_back(setup.file->read("k" + std::to_string(i), in[i].data(), in[i].nbytes()));
+      }
+      for (std::size_t i = 0; i < kKeys; ++i) {
+        try {
+          reads[i].wait();
+          EXPECT_TRUE(in[i] == out[i]);
+        } catch (const SystemError& error) {
+          ++errors;
+          EXPECT_TRUE(broken && std::string(error.what()).find("'k" + std::to_string(i) + "'") != std::string::npos);
+        }
+        try {
+          writes[i].wait();
+        } catch (const SystemError&) {
+          EXPECT_TRUE(broken);
+        }
+      }
+    }
+    EXPECT_GT(errors, 0);
+    setup.file->wait();
+  });
 }
 
 TEST(SwapFaults, a_broken_engine_ends_everything_with_its_error) {
-  std::atomic<bool> broken{false};
-  Setup setup(true, [&broken](FaultyEngine& engine) {
-    engine.on_request = [&broken](mem::IoRequest&) {
-      if (broken) throw SystemError(EBADF, "the engine is gone");
-    };
+  on_each_rig([](const Rig& rig) {
+    std::atomic<bool> broken{false};
+    const Setup setup(rig, [&broken](FaultyEngine& engine) {
+      engine.on_request = [&broken](mem::IoRequest& request) {
+        if (broken && request.offset >= 196608) throw SystemError(EBADF, "the engine is gone");
+      };
+    });
+    Pattern data(kNbytes, 1);
+    setup.file->write("k", data.data(), kNbytes).wait();
+    broken = true;
+    std::vector<Work> works;  // some in flight, some queued
+    try {
+      for (int i = 0; i < 8; ++i) works.push_back(setup.file->write("k", data.data(), kNbytes));
+    } catch (const SystemError&) {  // refused already
+    }
+    for (Work& work : works) EXPECT_THROW_WITH(work.wait(), SystemError, "the engine is gone");
+    EXPECT_THROW_WITH(setup.file->write("k", data.data(), kNbytes).wait(), SystemError, "the engine is gone");
+    EXPECT_THROW_WITH(setup.file->read("k", data.data(), kNbytes).wait(), SystemError, "the engine is gone");
+    setup.file->wait();
+    setup.file->close();
+    EXPECT_TRUE(std::filesystem::is_empty(setup.directories[0]));
   });
-  Pattern data(kNbytes, 1);
-  setup.file->write("k", data.data(), kNbytes).wait();
-  broken = true;
-  Work first = setup.file->write("k", data.data(), kNbytes);
-  EXPECT_THROW_WITH(first.wait(), SystemError, "the engine is gone");
-  EXPECT_THROW_WITH(setup.file->write("k", data.data(), kNbytes).wait(), SystemError, "the engine is gone");
-  setup.file->close();
-  EXPECT_TRUE(setup.temp.names().empty());
+}
+
+TEST(SwapFaults, close_ends_while_everything_fails) {
+  on_each_rig([](const Rig& rig) {
+    Pattern data(kNbytes, 1);
+    const Setup setup(rig, [](FaultyEngine& engine) {
+      engine.on_result = [](const mem::IoRequest& request, std::int64_t& result) {
+        result = request.offset % 131072 == 0 ? -EIO : -ENOSPC;
+      };
+    });
+    std::vector<Work> works;
+    for (int i = 0; i < 20; ++i) works.push_back(setup.file->write("k" + std::to_string(i % 7), data.data(), kNbytes));
+    setup.file->close();
+    EXPECT_TRUE(std::filesystem::is_empty(setup.directories[0]));
+    for (Work& work : works) EXPECT_THROW(work.wait(), SystemError);
+  });
 }
 
 TEST(SwapFaults, more_operations_than_the_queue_takes) {
-  Setup setup;
-  Pattern data(64, 1);
-  std::vector<Work> works;
-  for (int i = 0; i < 10000; ++i) works.push_back(setup.file->write("k" + std::to_string(i % 50), data.data(), 64));
-  setup.file->wait();
-  for (Work& work : works) EXPECT_TRUE(work.done());
-  EXPECT_EQ(setup.file->stats().written_nbytes, 640000u);
+  for (const std::string& engine : engine_names()) {
+    const Setup setup({engine, true});
+    Pattern data(64, 1);
+    std::vector<Work> works;
+    for (int i = 0; i < 10000; ++i) works.push_back(setup.file->write("k" + std::to_string(i % 50), data.data(), 64));
+    setup.file->wait();
+    for (Work& work : works) EXPECT_TRUE(work.done());
+    EXPECT_EQ(setup.file->stats().written_nbytes, 640000u);
+  }
 }

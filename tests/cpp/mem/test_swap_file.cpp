@@ -20,11 +20,6 @@ std::string key_of(std::size_t i) { return "key." + std::to_string(i); }
 
 }  // namespace
 
-TEST(IoEngine, both_are_there_or_said_to_be_absent) {
-  EXPECT_TRUE(mem::make_thread_engine(4) != nullptr);
-  if (mem::make_io_uring_engine(4) == nullptr) std::cout << "     io_uring is refused here: its tests run nothing\n";
-}
-
 /// Runs `body(options)` for each configuration that this system has.
 template <class Body>
 void on_all(Body body) {

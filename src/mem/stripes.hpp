@@ -1,0 +1,50 @@
+// Stripes: where the tiles of a key lie on several drives. Pure arithmetic, no I/O.
+//
+// A key is cut into tiles of `tile_nbytes`. Tile t lies on drive (first + t) % drives, and the tiles of one drive lie
+// together in one extent there. The next key begins on the drive after the last one's, so that keys of a single tile
+// spread too. With one drive a key is one extent.
+// Thread rule: the owner's lock; locate() is pure.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "mem/extents.hpp"
+
+namespace zcomm::mem {
+
+/// The extents of one key.
+struct Place {
+  std::size_t first = 0;               ///< drive of its first tile
+  std::vector<std::uint64_t> offsets;  ///< per drive; of no meaning where the key has no tile
+};
+
+struct Location {
+  std::size_t drive;
+  std::uint64_t offset;  ///< in that drive's data file
+};
+
+class Stripes {
+ public:
+  Stripes(std::size_t drives, std::size_t tile_nbytes) : tile_nbytes_(tile_nbytes), extents_(drives) {}
+
+  Place take(std::size_t nbytes);
+  /// Gives back what take(nbytes) returned.
+  void give_back(const Place& place, std::size_t nbytes);
+
+  std::uint64_t end(std::size_t drive) const { return extents_[drive].end(); }  ///< bytes of its file that are needed
+  std::uint64_t used_nbytes() const;
+
+  /// Where byte `begin` of a key lies; what follows lies behind it up to the next multiple of `tile_nbytes`.
+  static Location locate(const Place& place, std::uint64_t begin, std::size_t tile_nbytes);
+
+ private:
+  std::uint64_t share(const Place& place, std::size_t drive, std::size_t nbytes) const;
+
+  const std::size_t tile_nbytes_;
+  std::size_t next_ = 0;
+  std::vector<Extents> extents_;
+};
+
+}  // namespace zcomm::mem

@@ -1,0 +1,281 @@
+// What the system does to a swap file: damage on disk, directories removed, io_uring forbidden, locked memory used up,
+// several runs in one place. On both engines.
+#include <fcntl.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstddef>
+#include <cstring>
+#include <fstream>
+#include <thread>
+
+#include "base/unique_fd.hpp"
+#include "faulty_engine.hpp"
+#include "zcomm/error.hpp"
+
+using namespace zcomm;
+using namespace zcomm::test;
+namespace fs = std::filesystem;
+
+namespace {
+
+constexpr std::size_t kNbytes = 300003;
+
+SwapFile::Options options_of(const Rig& rig) {
+  SwapFile::Options options;
+  options.engine = rig.engine == "threads" ? SwapFile::Engine::threads : SwapFile::Engine::io_uring;
+  options.direct = rig.direct;
+  options.block_nbytes = 64 << 10;
+  options.depth = 4;
+  return options;
+}
+
+bool round_trips(SwapFile& file, const std::string& key = "k") {
+  Pattern out(kNbytes, 7), in(kNbytes, 8);
+  file.write(key, out.data(), kNbytes).wait();
+  file.read(key, in.data(), kNbytes).wait();
+  return in == out;
+}
+
+/// Changes one byte on disk; what direct I/O reads next is the changed one.
+void flip(const std::string& path, off_t offset) {
+  const UniqueFd fd(::open(path.c_str(), O_RDWR | O_CLOEXEC));
+  unsigned char byte = 0;
+  EXPECT_EQ(::pread(fd.get(), &byte, 1, offset), 1);
+  byte ^= 1;
+  EXPECT_EQ(::pwrite(fd.get(), &byte, 1, offset), 1);
+  EXPECT_EQ(::fsync(fd.get()), 0);
+}
+
+void expect_damage(Work work, const std::string& path, const std::string& where, const std::string& what) {
+  try {
+    work.wait();
+    EXPECT_TRUE(!"damage was expected");
+  } catch (const DataCorrupt& error) {
+    EXPECT_EQ(error.code, EIO);
+    EXPECT_EQ(error.path, path);
+    for (const std::string& part : {where, path, what})
+      if (std::string(error.what()).find(part) == std::string::npos)
+        test::fail(__FILE__, __LINE__, "no '" + part + "' in " + error.what());
+  }
+}
+
+/// From here on the system call `number` fails with `code` in this process. False where filters are forbidden.
+bool forbid(long number, int code) {
+  sock_filter program[] = {
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, static_cast<unsigned>(number), 0, 1),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | static_cast<unsigned>(code)),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+  };
+  const sock_fprog filter{static_cast<unsigned short>(std::size(program)), program};
+  return ::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 && ::prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter) == 0;
+}
+
+constexpr int kSkipped = 77;
+
+/// In a child where `number` fails with `code`: threads serve, and say why; io_uring asked for is refused.
+int without_io_uring(const std::string& place, long number, int code) {
+  if (!forbid(number, code)) return kSkipped;
+  const auto file = SwapFile::open(place, {});
+  const auto stats = file->stats();
+  if (stats.engine != "threads") return 1;
+  if (stats.notes.empty() || stats.notes[0].find("no io_uring") == std::string::npos) return 2;
+  if (!round_trips(*file)) return 4;
+  try {
+    SwapFile::Options options;
+    options.engine = SwapFile::Engine::io_uring;
+    SwapFile::open(place, options);
+    return 5;
+  } catch (const Unsupported& error) {
+    const char* reason = number == __NR_io_uring_register ? "tell" : std::strerror(code);
+    if (stats.notes[0].find(reason) == std::string::npos) return 3;
+    return std::string(error.what()).find(reason) == std::string::npos ? 6 : 0;
+  }
+}
+
+}  // namespace
+
+TEST(SwapEnvironment, a_flipped_byte_on_disk_is_named) {
+  on_each_rig([](const Rig& rig) {
+    const TempDirectory temp;
+    const auto file = SwapFile::open(temp.path(), options_of(rig));
+    Pattern data(kNbytes, 5), back(kNbytes, 6);
+    file->write("first", data.data(), kNbytes).wait();
+    file->write("layer.3", data.data(), kNbytes).wait();
+    const std::string path = file->stats().path;
+    // The second key's extent begins at 303104; its tail is a block of its own where I/O is direct.
+    for (const auto& [offset, block] : {std::pair{303104 + 70000, 303104 + 65536}, {303104, 303104}}) {
+      flip(path, offset);
+      expect_damage(file->read("layer.3", back.data(), kNbytes), path, "'layer.3' at offset " + std::to_string(block),
+                    "not what was written");
+      flip(path, offset);
+      file->read("layer.3", back.data(), kNbytes).wait();
+      EXPECT_TRUE(back == data);
+    }
+    flip(path, 303104 + static_cast<off_t>(kNbytes) - 1);
+    expect_damage(file->read("layer.3", back.data(), kNbytes), path, "'layer.3' at offset ", "not what was written");
+    file->read("first", back.data(), kNbytes).wait();
+    EXPECT_TRUE(back == data);
+    EXPECT_EQ(file->stats().error_count, 3u);
+  });
+}
+
+TEST(SwapEnvironment, a_truncated_file_is_named_and_written_again) {
+  on_each_rig([](const Rig& rig) {
+    for (const std::size_t left : {std::size_t{0}, std::size_t{131072}, std::size_t{150000}, kNbytes - 1}) {
+      const TempDirectory temp;
+      const auto file = SwapFile::open(temp.path(), options_of(rig));
+      Pattern data(kNbytes, 5), back(kNbytes, 6);
+      file->write("layer.3", data.data(), kNbytes).wait();
+      const std::string path = file->stats().path;
+      fs::resize_file(path, left);
+      expect_damage(file->read("layer.3", back.data(), kNbytes), path, "'layer.3' at offset ", "");
+      EXPECT_TRUE(round_trips(*file, "layer.3"));
+    }
+  });
+}
+
+TEST(SwapEnvironment, a_directory_removed_underneath_still_serves) {
+  on_each_rig([](const Rig& rig) {
+    const TempDirectory temp;
+    const std::string parent = temp.path() + "/parent";
+    const auto file = SwapFile::open(parent, options_of(rig));
+    Pattern out(kNbytes, 1), in(kNbytes, 2);
+    file->write("old", out.data(), kNbytes).wait();
+    fs::remove_all(parent);
+    file->read("old", in.data(), kNbytes).wait();
+    EXPECT_TRUE(in == out);
+    file->reserve("new", 80 << 20);
+    EXPECT_TRUE(round_trips(*file, "other"));
+    // Somebody else's directory of the same name is left alone.
+    const fs::path own = fs::path(file->stats().path).parent_path();
+    fs::create_directories(own);
+    std::ofstream(own / "data") << "somebody's";
+    file->close();
+    EXPECT_TRUE(fs::exists(own / "data"));
+    EXPECT_TRUE(round_trips(*SwapFile::open(parent, options_of(rig))));
+  });
+}
+
+TEST(SwapEnvironment, io_uring_forbidden_is_a_fallback_that_is_said) {
+  const TempDirectory temp;
+  // EPERM: a container's filter, and sysctl kernel.io_uring_disabled. ENOSYS: an old kernel, or a filter.
+  // ENOMEM: what io_uring_setup answers when RLIMIT_MEMLOCK is used up (before Linux 5.12).
+  for (const long number : {__NR_io_uring_setup, __NR_io_uring_enter, __NR_io_uring_register}) {
+    for (const int code : {EPERM, ENOSYS, ENOMEM}) {
+      const int status = in_child([&] { return without_io_uring(temp.path(), number, code); });
+      if (status == kSkipped) {
+        std::cout << "     no seccomp filters here: skipped\n";
+        return;
+      }
+      if (status != 0) std::cerr << "call " << number << " with errno " << code << "\n";
+      EXPECT_EQ(status, 0);
+    }
+  }
+  EXPECT_TRUE(temp.names().empty());
+}
+
+TEST(SwapEnvironment, io_uring_lost_on_the_way_ends_in_its_error) {
+  const TempDirectory temp;
+  const int status = in_child([&] {
+    SwapFile::Options options;
+    options.engine = SwapFile::Engine::automatic;
+    const auto file = SwapFile::open(temp.path(), options);
+    if (file->stats().engine != "io_uring") return kSkipped;
+    if (!round_trips(*file)) return 1;
+    // A filter on all threads, as a supervisor may install it late.
+    sock_filter program[] = {
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, __NR_io_uring_enter, 0, 1),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+    };
+    const sock_fprog filter{static_cast<unsigned short>(std::size(program)), program};
+    if (::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0 ||
+        ::syscall(__NR_seccomp, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_TSYNC, &filter) != 0)
+      return kSkipped;
+    try {
+      // The call that waits for work may have passed the filter already: the second operation cannot have.
+      round_trips(*file);
+      round_trips(*file);
+      return 2;
+    } catch (const SystemError& error) {
+      if (error.code != EPERM || std::string(error.what()).find("io_uring") == std::string::npos) return 3;
+    }
+    try {
+      round_trips(*file);
+      return 4;
+    } catch (const SystemError&) {
+    }
+    file->close();
+    return 0;
+  });
+  if (status == kSkipped) {
+    std::cout << "     no io_uring or no seccomp filters here: skipped\n";
+    return;
+  }
+  EXPECT_EQ(status, 0);
+  EXPECT_TRUE(temp.names().empty());
+}
+
+TEST(SwapEnvironment, locked_memory_used_up) {
+  const TempDirectory temp;
+  ::chmod(temp.path().c_str(), 0777);
+  for (const bool direct : {true, false}) {
+    const int status = in_child([&] {
+      const rlimit none{0, 0};
+      ::setrlimit(RLIMIT_MEMLOCK, &none);
+      if (::geteuid() == 0 && ::setresuid(65534, 65534, 65534) != 0) return kSkipped;  // root's is not counted
+      SwapFile::Options options;
+      options.direct = direct;
+      const auto file = SwapFile::open(temp.path(), options);
+      return round_trips(*file) ? 0 : 1;
+    });
+    if (status != kSkipped) EXPECT_EQ(status, 0);
+  }
+  EXPECT_TRUE(temp.names().empty());
+}
+
+TEST(SwapEnvironment, several_runs_in_one_directory) {
+  on_each_rig([](const Rig& rig) {
+    const TempDirectory temp;
+    std::vector<pid_t> runs;
+    for (int run = 0; run < 4; ++run) {
+      const pid_t child = ::fork();
+      if (child == 0) {
+        int code = 99;
+        try {
+          code = 0;
+          for (int i = 0; i < 6 && code == 0; ++i) {
+            const auto file = SwapFile::open(temp.path(), options_of(rig));
+            if (!round_trips(*file, "run " + std::to_string(run))) code = 1;
+            if (run == 3 && i == 3) ::kill(::getpid(), SIGKILL);  // one of them dies in the middle
+          }
+        } catch (...) {
+          code = 98;
+        }
+        ::_exit(code);
+      }
+      runs.push_back(child);
+    }
+    for (std::size_t run = 0; run < runs.size(); ++run) {
+      int status = 0;
+      ::waitpid(runs[run], &status, 0);
+      if (run == 3) {
+        EXPECT_TRUE(WIFSIGNALED(status));
+      } else {
+        EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+      }
+    }
+    SwapFile::open(temp.path(), options_of(rig))->close();
+    EXPECT_TRUE(temp.names().empty());
+  });
+}
