@@ -1,6 +1,8 @@
 // Binds the memory tiers: pinned host memory and the swap file.
 #include <optional>
 #include <string>
+#include <variant>
+#include <vector>
 
 #include "bindings.hpp"
 #include "zcomm/error.hpp"
@@ -23,8 +25,9 @@ SwapFile::Engine engine_of(const std::string& name) {
   throw zcomm::InvalidArgument("SwapFile: engine '" + name + "' is not one of auto, io_uring, threads");
 }
 
-std::unique_ptr<SwapFile> open_swap_file(const std::string& directory, std::size_t nbytes, const std::string& engine,
-                                         std::size_t block_nbytes, int depth, bool direct, bool checksum) {
+std::unique_ptr<SwapFile> open_swap_file(const std::vector<std::string>& directories, std::size_t nbytes,
+                                         const std::string& engine, std::size_t block_nbytes, int depth, bool direct,
+                                         bool checksum) {
   SwapFile::Options options;
   options.nbytes = nbytes;
   options.engine = engine_of(engine);
@@ -32,7 +35,7 @@ std::unique_ptr<SwapFile> open_swap_file(const std::string& directory, std::size
   options.depth = depth;
   options.direct = direct;
   options.checksum = checksum;
-  return SwapFile::open(directory, options);
+  return SwapFile::open(directories, options);
 }
 
 py::dict as_dict(const PinnedArena::Stats& stats) {
@@ -57,7 +60,18 @@ py::dict as_dict(const SwapFile::Stats& stats) {
   dict["direct"] = stats.direct;
   dict["engine"] = stats.engine;
   dict["path"] = stats.path;
+  dict["paths"] = stats.paths;
+  dict["notes"] = stats.notes;
   dict["bounce_nbytes"] = stats.bounce_nbytes;
+  const auto add = [&dict](const std::string& kind, const SwapFile::Latency& latency) {
+    dict[py::str(kind + "_count")] = latency.count;
+    dict[py::str(kind + "_p50_s")] = latency.p50_s;
+    dict[py::str(kind + "_p90_s")] = latency.p90_s;
+    dict[py::str(kind + "_p99_s")] = latency.p99_s;
+    dict[py::str(kind + "_max_s")] = latency.max_s;
+  };
+  add("read", stats.read_latency);
+  add("write", stats.write_latency);
   return dict;
 }
 
@@ -92,11 +106,14 @@ void bind_mem(py::module_& m) {
   bind_arena(m);
   const SwapFile::Options defaults;
   py::class_<SwapFile, std::unique_ptr<SwapFile, CloseWithoutGil>>(m, "SwapFile")
-      .def(py::init([](const std::string& directory, std::size_t nbytes, const std::string& engine,
-                       std::size_t block_nbytes, int depth, bool direct, bool checksum) {
+      .def(py::init([](const std::variant<std::string, std::vector<std::string>>& directory, std::size_t nbytes,
+                       const std::string& engine, std::size_t block_nbytes, int depth, bool direct, bool checksum) {
              const NoGil release;
+             const auto* one = std::get_if<std::string>(&directory);
              return std::unique_ptr<SwapFile, CloseWithoutGil>(
-                 open_swap_file(directory, nbytes, engine, block_nbytes, depth, direct, checksum).release());
+                 open_swap_file(one != nullptr ? std::vector{*one} : std::get<1>(directory), nbytes, engine,
+                                block_nbytes, depth, direct, checksum)
+                     .release());
            }),
            py::arg("directory"), py::arg("nbytes") = 0, py::arg("engine") = "auto",
            py::arg("block_nbytes") = defaults.block_nbytes, py::arg("depth") = defaults.depth,

@@ -168,7 +168,7 @@ class PinnedArena:
 class SwapFile:
     def __init__(
         self,
-        directory: str,
+        directory: str | list[str],
         nbytes: int = 0,
         engine: str = "auto",
         block_nbytes: int = ...,

@@ -11,18 +11,21 @@ from __future__ import annotations
 import atexit
 import collections
 import functools
+import logging
 import math
 import os
 import threading
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from zcomm import _core
 from zcomm._work import Work
+
+StrPath = str | os.PathLike[str]
 
 
 @functools.cache
@@ -57,20 +60,40 @@ def _check(what: str, key: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{where} is not contiguous; pass tensor.contiguous()")
 
 
+def as_paths(directory: StrPath | Sequence[StrPath]) -> list[str]:
+    """One directory, or several: as the core takes them."""
+    if isinstance(directory, (str, os.PathLike)):
+        return [os.fspath(directory)]
+    return [os.fspath(each) for each in directory]
+
+
+@functools.cache
+def _say_once(note: str) -> None:
+    logging.getLogger("zcomm").warning("%s", note)
+
+
+def say_fallbacks(swap: _core.SwapFile) -> None:
+    """Warn of what only costs speed, once per process and reason (for users of ``_core.SwapFile``)."""
+    for note in swap.stats()["notes"]:
+        _say_once(f"SwapFile: {note}")
+
+
 class SwapFile:
     """Tensors by key on NVMe: asynchronous, preallocated, checksummed.
 
-    directory: where the swap file makes a subdirectory of its own; created if only its last part is missing.
+    directory: where the swap file makes a subdirectory of its own; created if only its last part is missing. A list,
+    one directory per drive: blocks go round the drives, each of which needs its part of the space.
     nbytes: disk space to preallocate at once; None grows with each new key. engine: "auto", "io_uring", "threads".
-    block_nbytes: size of one I/O request. depth: requests in flight. direct: bypass the page cache where the file
-    system can (``stats()["direct"]`` tells). checksum: crc32c of each block, compared when it is read back.
+    block_nbytes: size of one I/O request. depth: requests in flight per drive. direct: bypass the page cache where the
+    file system can (``stats()["direct"]`` tells). checksum: crc32c of each block, compared when it is read back.
     Raises: OSError with errno ENOSPC (bytes needed and free), EACCES, ENOENT, ENOTDIR; NotImplementedError for
-    engine="io_uring" where the kernel refuses it; ValueError.
+    engine="io_uring" where the kernel refuses it; ValueError. What is missing and only costs speed (io_uring, O_DIRECT)
+    is said once per process, as a warning of the logger "zcomm", and listed in ``stats()["notes"]``.
     """
 
     def __init__(
         self,
-        directory: str | os.PathLike[str],
+        directory: StrPath | Sequence[StrPath],
         nbytes: int | None = None,
         *,
         engine: str = "auto",
@@ -82,7 +105,7 @@ class SwapFile:
         if nbytes is not None and nbytes < 0:
             raise ValueError(f"SwapFile: nbytes {nbytes} is negative")
         self._core = _core.SwapFile(
-            os.fspath(directory),
+            as_paths(directory),
             nbytes=nbytes or 0,
             engine=engine,
             block_nbytes=block_nbytes,
@@ -90,6 +113,7 @@ class SwapFile:
             direct=direct,
             checksum=checksum,
         )
+        say_fallbacks(self._core)
         self._lock = threading.Lock()
         self._forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         # Keeps each tensor until its I/O ended, whether or not the caller keeps the Work: dropping one does not block.
@@ -147,14 +171,16 @@ class SwapFile:
         with self._lock:
             self._forget_done()
 
-    def stats(self) -> dict[str, int | float | bool | str]:
+    def stats(self) -> dict[str, Any]:
         """Counters since the start.
 
         read_nbytes, written_nbytes; read_s, write_s (time with at least one request in flight); read_gbps, write_gbps
-        (1e9 bytes per second of that time); reserved_nbytes, file_nbytes, bounce_nbytes; error_count, retry_count;
-        direct, engine, path.
+        (1e9 bytes per second of that time); read_count, read_p50_s, read_p90_s, read_p99_s, read_max_s and the same of
+        write: latency of single requests of up to block_nbytes, retries included; reserved_nbytes, file_nbytes,
+        bounce_nbytes; error_count, retry_count; direct, engine, path (of the first drive), paths; notes: what was
+        wanted and is not there, with the reason.
         """
-        stats: dict[str, int | float | bool | str] = self._core.stats()
+        stats = self._core.stats()
         for nbytes, seconds, gbps in (
             ("read_nbytes", "read_s", "read_gbps"),
             ("written_nbytes", "write_s", "write_gbps"),

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 from pathlib import Path
@@ -240,6 +241,80 @@ def test_close_is_final_and_idempotent(tmp_path: Path) -> None:
     del forgotten
     gc.collect()
     assert list((tmp_path / "new").iterdir()) == []
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_several_drives(tmp_path: Path, engine: str) -> None:
+    directories = [tmp_path / name for name in "abc"]
+    try:
+        swap = SwapFile(directories, engine=engine, block_nbytes=1 << 16, depth=2)
+    except NotImplementedError:
+        pytest.skip("io_uring is refused here")
+    with swap:
+        values = {f"k{i}": torch.randn(i * 30_001) for i in range(6)}
+        for key, value in values.items():
+            swap.write(key, value)
+        outs = {key: torch.empty_like(value) for key, value in values.items()}
+        works = [swap.read(key, out) for key, out in outs.items()]
+        swap.wait()
+        assert all(work.done() for work in works)
+        for key, value in values.items():
+            assert torch.equal(outs[key], value)
+        stats = swap.stats()
+        assert stats["path"] == stats["paths"][0]
+        for number, (path, directory) in enumerate(zip(map(Path, stats["paths"]), directories, strict=True)):
+            assert path.parent.parent == directory
+            assert path.stat().st_size > 400_000
+            manifest = json.loads((path.parent / "manifest.json").read_text())
+            assert (manifest["drive"], manifest["drives"]) == (number, 3)
+        swap.write("k", torch.randn(100_000)).wait()
+        for path in map(Path, stats["paths"]):
+            os.truncate(path, 0)
+        with pytest.raises(OSError, match="'k' at offset") as damage:
+            swap.read("k", torch.empty(100_000)).wait()
+        assert damage.value.filename in stats["paths"]
+    assert all(not list(directory.iterdir()) for directory in directories)
+
+
+def test_several_drives_that_cannot_serve(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(NotADirectoryError, match="/file"):
+        SwapFile([tmp_path / "a", tmp_path / "file"])
+    with pytest.raises(ValueError, match="directories 0 and 1 are the same"):
+        SwapFile([tmp_path / "a", tmp_path / "a"])
+    with pytest.raises(ValueError, match="empty"):
+        SwapFile([])
+    assert not list((tmp_path / "a").iterdir())
+
+
+def test_latencies_in_the_statistics(swap: SwapFile) -> None:
+    assert swap.stats()["read_p99_s"] == 0
+    value = torch.randn(250_000)
+    swap.write("k", value).wait()
+    swap.read("k", value).wait()
+    stats = swap.stats()
+    for kind in ("read", "write"):
+        assert stats[f"{kind}_count"] >= 1_000_000 // (1 << 16)
+        assert 0 < stats[f"{kind}_p50_s"] <= stats[f"{kind}_p90_s"] <= stats[f"{kind}_p99_s"] <= stats[f"{kind}_max_s"]
+
+
+def test_a_fallback_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    shm = Path("/dev/shm")
+    if not os.access(shm, os.W_OK):
+        pytest.skip("no tmpfs at /dev/shm")
+    directory = Path(tempfile.mkdtemp(prefix="zcomm-test-", dir=shm))
+    try:
+        for _ in range(2):
+            with SwapFile(directory) as swap:
+                assert not swap.stats()["direct"]
+                assert any("O_DIRECT" in note for note in swap.stats()["notes"])
+        said = [record for record in caplog.records if str(directory) in record.getMessage()]
+        assert len(said) == 1
+        assert said[0].levelname == "WARNING"
+        with SwapFile(directory, direct=False) as swap:
+            assert not any("O_DIRECT" in note for note in swap.stats()["notes"])
+    finally:
+        directory.rmdir()
 
 
 def run_python(code: str, *args: str) -> subprocess.Popen[str]:

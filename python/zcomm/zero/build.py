@@ -12,7 +12,7 @@ from torch import nn
 
 from zcomm import _core
 from zcomm.comm import Communicator
-from zcomm.offload import close_at_exit
+from zcomm.offload import StrPath, as_paths, close_at_exit, say_fallbacks
 from zcomm.zero.geometry import Geometry
 from zcomm.zero.gradients import GradientReducer
 from zcomm.zero.norm import GradientNorm
@@ -65,7 +65,7 @@ def build_parts(
     stage: int,
     offload: Offload,
     precision: Precision,
-    nvme_path: str | None,
+    nvme_path: StrPath | Sequence[StrPath] | None,
     bucket_nbytes: int,
     prefetch: int,
     overlap: bool,
@@ -88,7 +88,8 @@ def build_parts(
     swap = None
     if offload.uses_nvme:  # before all other memory: a full disk is said first
         assert nvme_path is not None
-        swap = _core.SwapFile(nvme_path, nbytes=_swap_nbytes(geometry, offload, precision, stage))
+        swap = _core.SwapFile(as_paths(nvme_path), nbytes=_swap_nbytes(geometry, offload, precision, stage))
+        say_fallbacks(swap)
         close_at_exit(swap)  # also when what follows is interrupted
     comm = job.duplicate()  # gradients and parameters keep an order of their own beside the caller's collectives
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import atexit
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import nn
 from zcomm import _core
 from zcomm._job import init
 from zcomm.comm import Communicator
+from zcomm.offload import StrPath
 from zcomm.zero.build import Parts, build_parts
 from zcomm.zero.hyper import adam_params, named_optimizer, torch_groups
 from zcomm.zero.memory import Memory, empty_memory
@@ -38,7 +39,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     model: a module, or its parameters or param groups (stages 0 to 2).
     optimizer: "adamw", "adam", or a ``torch.optim.Adam`` / ``AdamW`` class or instance (whose groups are taken over).
     stage: 0 replicated, 1 sharded optimizer state, 2 and gradients, 3 and parameters.
-    offload: None, "cpu", "nvme" or ``zcomm.Offload``. nvme_path: directory on the drive, needed by "nvme".
+    offload: None, "cpu", "nvme" or ``zcomm.Offload``. nvme_path: directory on the drive, needed by "nvme"; a list
+    stripes the state over several drives, one directory on each.
     precision: "fp32", or "bf16" (parameters and gradients in bf16, exact fp32 master, fp32 accumulation).
     clip_norm: clip the global gradient norm to this. grad_accum: micro-steps per step.
     bucket_mb: MiB of gradients that travel together. prefetch: units gathered ahead (stage 3 by units).
@@ -61,7 +63,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         *,
         stage: int = 2,
         offload: str | Offload | None = None,
-        nvme_path: str | None = None,
+        nvme_path: StrPath | Sequence[StrPath] | None = None,
         precision: str = "fp32",
         clip_norm: float | None = None,
         grad_accum: int = 1,
