@@ -32,7 +32,8 @@
 namespace zcomm::mem {
 namespace {
 
-constexpr int kSubmitRetries = 1000;
+constexpr int kSubmitRetries = 1000;  // one second in all
+constexpr auto kSubmitBackoff = std::chrono::microseconds(100);
 
 class IoUringEngine final : public IoEngine {
  public:
@@ -71,7 +72,12 @@ class IoUringEngine final : public IoEngine {
       ::io_uring_sqe_set_data(sqe, request.user);
     }
     in_flight_ += static_cast<int>(requests.size());
-    flush();
+    try {
+      flush();
+    } catch (...) {  // what did not go out never comes back: the destructor must not wait for it
+      in_flight_ -= static_cast<int>(::io_uring_sq_ready(&ring_));
+      throw;
+    }
   }
 
   int reap(std::span<IoResult> results) override {
@@ -166,7 +172,7 @@ class IoUringEngine final : public IoEngine {
       if (code >= 0) continue;
       const bool passing = code == -EINTR || code == -EAGAIN || code == -EBUSY;  // short of memory for a moment
       if (!passing || attempt >= kSubmitRetries) throw_system_error(-code, "io_uring: submitting requests");
-      std::this_thread::sleep_for(std::chrono::microseconds(100));
+      std::this_thread::sleep_for(kSubmitBackoff * std::min(attempt, 10));
     }
   }
 

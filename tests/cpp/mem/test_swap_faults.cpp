@@ -251,15 +251,15 @@ TEST(SwapFaults, all_faults_at_once_are_errors_or_right_numbers) {
         if (dice == 6 && !request.write && result > 0) request.data[(*random)() % 4096] ^= std::byte{1};
       };
     });
-    constexpr std::size_t kKeys = 10;
+    constexpr std::size_t kKeys = 6;
     std::vector<Pattern> out, in;
     for (std::size_t i = 0; i < kKeys; ++i) {
-      out.emplace_back(100000 + i * 30011, i);
+      out.emplace_back(70000 + i * 20011, i);
       in.emplace_back(out[i].nbytes(), 99);
     }
     int errors = 0;
-    for (int round = 0; round < 20; ++round) {
-      if (round == 15) broken = false;
+    for (int round = 0; round < 12; ++round) {
+      if (round == 9) broken = false;
       std::vector<Work> writes, reads;
       for (std::size_t i = 0; i < kKeys; ++i) {
         out[i].fill(i + 100 * static_cast<std::size_t>(round));
