@@ -31,12 +31,12 @@ class Tied(nn.Module):
 
 
 def train(
-    stage: int, offload: str | None, folder: Path, prefetch: int = 1
+    stage: int, offload: str | None, folder: Path | list[Path], prefetch: int = 1
 ) -> tuple[list[str], dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     model = Tied()
     opt = zcomm.ZeroOptimizer(
-        model, stage=stage, offload=offload, nvme_path=str(folder), lr=0.01, prefetch=prefetch, clip_norm=1.0
+        model, stage=stage, offload=offload, nvme_path=folder, lr=0.01, prefetch=prefetch, clip_norm=1.0
     )
     losses = []
     for step in range(8):
@@ -65,6 +65,16 @@ def test_awkward_model_has_the_same_bits(tmp_path: Path, prefetch: int) -> None:
     assert weights.keys() == swapped_weights.keys()
     for name, value in weights.items():
         assert torch.equal(value, swapped_weights[name]), name
+
+
+def test_several_drives_have_the_same_bits(tmp_path: Path) -> None:
+    drives = [tmp_path / name for name in "abc"]
+    losses, weights = train(0, None, tmp_path)
+    swapped_losses, swapped_weights = train(3, "nvme", drives)
+    assert swapped_losses == losses
+    for name, value in weights.items():
+        assert torch.equal(value, swapped_weights[name]), name
+    assert all(drive.is_dir() and not list(drive.iterdir()) for drive in drives)
 
 
 def test_choice_of_units() -> None:
