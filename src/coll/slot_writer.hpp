@@ -16,7 +16,7 @@ namespace zcomm::coll {
 
 class SlotWriter {
  public:
-  /// memcpy into a slot; blocks of 16 KiB and more are timed and decide on the stores of the next ones.
+  /// memcpy into a slot; blocks of 32 KiB and more are timed and decide on the stores of the next ones.
   void write(void* slot, const void* from, std::size_t nbytes);
   device::Stores stores() const { return streams_ ? device::Stores::streaming : device::Stores::cached; }
 
