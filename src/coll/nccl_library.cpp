@@ -3,6 +3,9 @@
 
 #include <dlfcn.h>
 
+#include <memory>
+#include <mutex>
+
 #include "base/env.hpp"
 #include "base/error.hpp"
 
@@ -44,8 +47,13 @@ NcclLibrary::NcclLibrary(const std::string& path) {
 }
 
 const NcclLibrary& NcclLibrary::load(const std::string& path) {
-  static const NcclLibrary library(read_env().nccl_lib.value_or(path.empty() ? "libnccl.so.2" : path));
-  return library;
+  // Not a static that throws: a thread that waits for one while another leaves it by an exception may never wake under
+  // the thread sanitizer.
+  static std::mutex mutex;
+  static std::unique_ptr<const NcclLibrary> library;
+  const std::lock_guard lock(mutex);
+  if (!library) library.reset(new NcclLibrary(read_env().nccl_lib.value_or(path.empty() ? "libnccl.so.2" : path)));
+  return *library;
 }
 
 std::string NcclLibrary::version() const {
