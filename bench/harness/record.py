@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,6 +41,11 @@ def machine() -> dict[str, Any]:
         "revision": revision or "unknown",
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+
+
+def command_line() -> str:
+    """This program as it was called, with the names of its files alone: where they lie is nobody's business."""
+    return " ".join(Path(word).name if os.path.isabs(word) else word for word in sys.argv)
 
 
 class JsonLines:

@@ -3,7 +3,7 @@
 // Invariants: values only grow (modulo 2^32); a Counter has a cache-line pair to itself. Publishing and going to
 // sleep are Dekker's two sides: writer stores value then reads sleepers, waiter adds to sleepers then reads value, all
 // sequentially consistent, so a wake-up is never lost and nobody makes a system call while no one sleeps.
-// Waiting is spinning for a while where each rank has a CPU of its own, else giving way to whoever is ready; then
+// Waiting is spinning for a while where each rank has a CPU of its own, then giving way to whoever is ready, then
 // sleep. Thread rule: one writer per signal; any number of waiters in any process that maps it (shared futex).
 #pragma once
 

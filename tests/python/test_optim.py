@@ -353,3 +353,15 @@ def test_amsgrad_is_refused() -> None:
 
 def test_the_package_has_them() -> None:
     assert zcomm.optim.CPUAdam is CPUAdam
+
+
+def test_a_refused_group_is_not_added() -> None:
+    for optimizer, bad in ((CPUAdam, {"lr": -1.0}), (CPUSGD, {"momentum": -1.0}), (CPUAdagrad, {"eps": -1.0})):
+        opt = optimizer([torch.nn.Parameter(torch.ones(3))])
+        with pytest.raises(ValueError, match=r"-1\.0"):
+            opt.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))], **bad})
+        assert len(opt.param_groups) == 1
+    opt = CPUAdagrad([torch.nn.Parameter(torch.ones(3))])
+    with pytest.raises(ValueError, match="float64"):
+        opt.add_param_group({"params": [torch.nn.Parameter(torch.ones(2, dtype=torch.float64))]})
+    assert len(opt.param_groups) == 1

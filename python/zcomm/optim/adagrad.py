@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from zcomm import _core
-from zcomm.optim.fused import FusedOptimizer, check_at_least_0, refuse
+from zcomm.optim.fused import FusedOptimizer, as_params, check_at_least_0, refuse
 
 
 class CPUAdagrad(FusedOptimizer[_core.AdagradParams]):
@@ -50,8 +50,12 @@ class CPUAdagrad(FusedOptimizer[_core.AdagradParams]):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        for param in group["params"]:
-            self._buffer(param, group, self.ARRAYS)
+        try:
+            for param in group["params"]:
+                self._buffer(param, group, self.ARRAYS)
+        except ValueError:
+            del self.param_groups[-1]
+            raise
 
     def _check_group(self, group: dict[str, Any]) -> None:
         check_at_least_0(group, "lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps")
@@ -61,13 +65,7 @@ class CPUAdagrad(FusedOptimizer[_core.AdagradParams]):
         return float(group["initial_accumulator_value"])
 
     def _hyper(self, group: dict[str, Any]) -> _core.AdagradParams:
-        hyper = _core.AdagradParams()
-        hyper.lr = float(group["lr"])
-        hyper.lr_decay = float(group["lr_decay"])
-        hyper.weight_decay = float(group["weight_decay"])
-        hyper.eps = float(group["eps"])
-        hyper.maximize = bool(group["maximize"])
-        return hyper
+        return as_params(_core.AdagradParams(), group, numbers="lr lr_decay weight_decay eps", flags="maximize")
 
     def _update(self, hyper: _core.AdagradParams, shard: _core.OptimShard, state: dict[str, Any], fresh: bool) -> None:
         hyper.step = int(state["step"])

@@ -8,7 +8,15 @@ from typing import Any
 import torch
 
 from zcomm import _core
-from zcomm.optim.fused import FusedOptimizer, check_at_least_0, check_betas, refuse
+from zcomm.optim.fused import FusedOptimizer, as_params, check_at_least_0, check_betas, refuse
+
+
+def adam_params(group: dict[str, Any], adamw: bool) -> _core.AdamParams:
+    """A param group as the kernel takes it; its step is still to be set."""
+    params = as_params(_core.AdamParams(), group, numbers="lr eps weight_decay", flags="maximize")
+    params.beta1, params.beta2 = (float(beta) for beta in group["betas"])
+    params.adamw = adamw
+    return params
 
 
 class CPUAdam(FusedOptimizer[_core.AdamParams]):
@@ -76,14 +84,7 @@ class CPUAdam(FusedOptimizer[_core.AdamParams]):
         return dtype
 
     def _hyper(self, group: dict[str, Any]) -> _core.AdamParams:
-        hyper = _core.AdamParams()
-        hyper.lr = float(group["lr"])
-        hyper.beta1, hyper.beta2 = (float(beta) for beta in group["betas"])
-        hyper.eps = float(group["eps"])
-        hyper.weight_decay = float(group["weight_decay"])
-        hyper.adamw = bool(group["decoupled_weight_decay"])
-        hyper.maximize = bool(group["maximize"])
-        return hyper
+        return adam_params(group, bool(group["decoupled_weight_decay"]))
 
     def _update(self, hyper: _core.AdamParams, shard: _core.OptimShard, state: dict[str, Any], fresh: bool) -> None:
         hyper.step = int(state["step"])

@@ -47,7 +47,7 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
 
     @abc.abstractmethod
     def _check_group(self, group: dict[str, Any]) -> None:
-        """Raises: ValueError naming a hyperparameter out of its range, NotImplementedError for one that is not had."""
+        """Raises: ValueError naming a hyperparameter out of its range, NotImplementedError for a missing option."""
 
     @abc.abstractmethod
     def _hyper(self, group: dict[str, Any]) -> Hyper:
@@ -68,7 +68,11 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        self._check_group(self.param_groups[-1])
+        try:
+            self._check_group(self.param_groups[-1])
+        except (ValueError, NotImplementedError):
+            del self.param_groups[-1]  # as if it had not been offered
+            raise
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -223,6 +227,15 @@ def _apart(name: str, value: Any) -> Any:
     return value.clone() if name == "remainder" and isinstance(value, torch.Tensor) else value
 
 
+def as_params(params: Hyper, group: dict[str, Any], *, numbers: str, flags: str = "") -> Hyper:
+    """``params`` with a group's values; numbers, flags: names, the same in the group and in the kernel's structure."""
+    for name in numbers.split():
+        setattr(params, name, float(group[name]))
+    for name in flags.split():
+        setattr(params, name, bool(group[name]))
+    return params
+
+
 def check_at_least_0(group: dict[str, Any], *names: str) -> None:
     """Raises: ValueError naming a negative (or NaN) hyperparameter."""
     for name in names:
@@ -237,7 +250,7 @@ def check_betas(group: dict[str, Any]) -> None:
 
 
 def refuse(group: dict[str, Any], *names: str) -> None:
-    """Raises: NotImplementedError for an option of torch's that is on and that is not had here."""
+    """Raises: NotImplementedError for an option of torch's that is on, but not available here."""
     for name in names:
         if group.get(name, False):
             raise NotImplementedError(f"{name}={group[name]} is not available in the fused CPU optimizers")

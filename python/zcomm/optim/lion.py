@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from zcomm import _core
-from zcomm.optim.fused import FusedOptimizer, check_at_least_0, check_betas, refuse
+from zcomm.optim.fused import FusedOptimizer, as_params, check_at_least_0, check_betas, refuse
 
 
 class CPULion(FusedOptimizer[_core.LionParams]):
@@ -43,11 +43,8 @@ class CPULion(FusedOptimizer[_core.LionParams]):
         refuse(group, "differentiable")
 
     def _hyper(self, group: dict[str, Any]) -> _core.LionParams:
-        hyper = _core.LionParams()
-        hyper.lr = float(group["lr"])
+        hyper = as_params(_core.LionParams(), group, numbers="lr weight_decay", flags="maximize")
         hyper.beta1, hyper.beta2 = (float(beta) for beta in group["betas"])
-        hyper.weight_decay = float(group["weight_decay"])
-        hyper.maximize = bool(group["maximize"])
         return hyper
 
     def _update(self, hyper: _core.LionParams, shard: _core.OptimShard, state: dict[str, Any], fresh: bool) -> None:

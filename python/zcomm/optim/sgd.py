@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from zcomm import _core
-from zcomm.optim.fused import FusedOptimizer, check_at_least_0, refuse
+from zcomm.optim.fused import FusedOptimizer, as_params, check_at_least_0, refuse
 
 
 class CPUSGD(FusedOptimizer[_core.SgdParams]):
@@ -61,14 +61,8 @@ class CPUSGD(FusedOptimizer[_core.SgdParams]):
         return self.ARRAYS if buffer else ()
 
     def _hyper(self, group: dict[str, Any]) -> _core.SgdParams:
-        hyper = _core.SgdParams()
-        hyper.lr = float(group["lr"])
-        hyper.momentum = float(group["momentum"])
-        hyper.dampening = float(group["dampening"])
-        hyper.weight_decay = float(group["weight_decay"])
-        hyper.nesterov = bool(group["nesterov"])
-        hyper.maximize = bool(group["maximize"])
-        return hyper
+        numbers = "lr momentum dampening weight_decay"
+        return as_params(_core.SgdParams(), group, numbers=numbers, flags="nesterov maximize")
 
     def _update(self, hyper: _core.SgdParams, shard: _core.OptimShard, state: dict[str, Any], fresh: bool) -> None:
         hyper.buffer = state.get("momentum_buffer") is not None

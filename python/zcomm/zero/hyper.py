@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from zcomm import _core
+from zcomm.optim.adam import adam_params
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "adamw": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "maximize": False},
@@ -78,15 +79,9 @@ def torch_groups(
     return trainable
 
 
-def adam_params(group: dict[str, Any], adamw: bool, grad_scale: float) -> _core.AdamParams:
+def step_params(group: dict[str, Any], adamw: bool, grad_scale: float) -> _core.AdamParams:
     """A param group of this step for the fused kernel."""
-    params = _core.AdamParams()
-    params.lr = float(group["lr"])
-    params.beta1, params.beta2 = (float(beta) for beta in group["betas"])
-    params.eps = float(group["eps"])
-    params.weight_decay = float(group["weight_decay"])
-    params.maximize = bool(group["maximize"])
-    params.adamw = adamw
+    params = adam_params(group, adamw)
     params.step = group["step"]
     params.grad_scale = grad_scale
     return params

@@ -23,7 +23,7 @@ from zcomm._job import init
 from zcomm.comm import Communicator
 from zcomm.offload import StrPath
 from zcomm.zero.build import Parts, build_parts
-from zcomm.zero.hyper import adam_params, named_optimizer, torch_groups
+from zcomm.zero.hyper import named_optimizer, step_params, torch_groups
 from zcomm.zero.memory import Memory, empty_memory
 from zcomm.zero.options import Offload, as_offload, as_precision, check_stage
 from zcomm.zero.state import ShardStep
@@ -155,7 +155,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         hyper = []
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
-            hyper.append(adam_params(group, self._adamw, scale))
+            hyper.append(step_params(group, self._adamw, scale))
         parts.state.step(self._shard_steps(parts, hyper))
         start = time.perf_counter()
         parts.store.publish()

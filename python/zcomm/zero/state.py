@@ -152,11 +152,11 @@ class SwappedState(ShardState):
         super().__init__(counts, dtype)
         self._swap = swap
         self._tile_nbytes = self.shard_nbytes(TILE_COUNT)
-        self._lease: _core.Lease | None = arena.allocate(WINDOWS * self._tile_nbytes)
-        flat = tensor_of(self._lease, torch.uint8)
-        self._windows = [flat[i * self._tile_nbytes : (i + 1) * self._tile_nbytes] for i in range(WINDOWS)]
         self._writes: list[_core.Work | None] = [None] * WINDOWS
         self._place_tiles(arena, fraction)
+        windows = min(WINDOWS, len(self._swapped))
+        self._lease: _core.Lease | None = arena.allocate(windows * self._tile_nbytes)
+        self._windows = list(tensor_of(self._lease, torch.uint8).split(self._tile_nbytes)) if windows else []
         for bucket, begin, count in self._swapped:
             swap.reserve(self._key(bucket, begin), self.shard_nbytes(count))
 
@@ -189,7 +189,6 @@ class SwappedState(ShardState):
         return f"state.{bucket}.{begin}"
 
     def start(self, bucket: int, weight: torch.Tensor, master: torch.Tensor) -> None:
-        window = self._windows[0]
         for begin in range(0, master.numel(), TILE_COUNT):
             part = slice(begin, min(begin + TILE_COUNT, master.numel()))
             count = part.stop - part.start
@@ -197,6 +196,7 @@ class SwappedState(ShardState):
             if resident is not None:
                 _store_master(weight[part], resident, master[part])
                 continue
+            window = self._windows[0]
             window.zero_()
             _store_master(weight[part], window.data_ptr(), master[part])
             self._swap.write(self._key(bucket, begin), window.data_ptr(), self.shard_nbytes(count)).wait()
