@@ -155,6 +155,13 @@ void LinkNet::give_up_late() {
   post_.fate().throw_if_set(during());
 }
 
+/// Its goodbye to the mesh may overtake what it said here before: why it leaves, say.
+bool LinkNet::has_left(int name) const {
+  if (post_.said_bye(name)) return true;
+  const auto loss = mesh_->lost(name);
+  return loss && loss->said_goodbye && post_.has_heard_all(name);
+}
+
 void LinkNet::throw_lost(int peer) {
   // The stream ended; whether its rank died or left is told by others, at about the same time.
   const net::Deadline certainty(kCertainty_s);
@@ -162,8 +169,7 @@ void LinkNet::throw_lost(int peer) {
   while (!certainty.passed()) {
     if (closing_) throw Error(text("communicator was closed while ", during(), " was running"));
     post_.fate().throw_if_set(during());
-    const auto loss = mesh_->lost(name(peer));
-    if (post_.said_bye(name(peer)) || (loss && loss->said_goodbye)) break;
+    if (has_left(name(peer))) break;
     net::wait_for(fate, certainty, 5);
   }
   fail({Verdict::Cause::left, name(peer), {}});

@@ -78,6 +78,7 @@ class LinkNet {
   void restart_clock();
   void look_around();
   void give_up_late();
+  bool has_left(int name) const;
 
   std::shared_ptr<net::Mesh> mesh_;
   const std::vector<int> members_;

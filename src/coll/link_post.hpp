@@ -100,6 +100,11 @@ class LinkPost {
   void fail(Verdict verdict) noexcept;
   void suspend_deadline(bool suspended);
   bool any_suspended() const { return suspended_.load(std::memory_order_acquire) > 0; }
+  /// Nothing more can come from `peer`.
+  bool has_heard_all(int peer) {
+    const std::lock_guard lock(mutex_);
+    return is_gone(peer);
+  }
   bool said_bye(int peer) const { return peers_[static_cast<std::size_t>(peer)].bye.load(std::memory_order_acquire); }
   void note_entered(const Header& header);
   /// The header that each rank entered last; none of those who do not answer in time.
