@@ -40,7 +40,6 @@ struct ControlBlock {
   Header headers[2];
   Counter counters[kStageCount];  ///< [arrived] is not used
   alignas(128) std::atomic<std::uint32_t> closed{0};
-  std::atomic<std::int32_t> cpu{-1};        ///< where it was last seen (placement.hpp)
   std::atomic<std::uint32_t> suspended{0};  ///< its deadline: see Communicator::suspend_deadline
   alignas(128) std::atomic<std::uint32_t> poison{0};
   char failure[1024] = {};  ///< this rank's message if `poison` names it as the one that noticed

@@ -65,7 +65,7 @@ bool is_reached(const Signal& signal, std::uint32_t target) {
 
 }  // namespace
 
-bool wait_busy(const Signal& signal, std::uint32_t target, Patience patience) noexcept {
+bool wait_awake(const Signal& signal, std::uint32_t target, Patience patience) noexcept {
   // At first without pauses, which are longer than what is left to wait for when all come at once.
   const int looks = patience.pauses > 0 ? kLooks : 1;
   for (int i = 0; i < looks; ++i)
@@ -74,10 +74,6 @@ bool wait_busy(const Signal& signal, std::uint32_t target, Patience patience) no
     pause_cpu();
     if (is_reached(signal, target)) return true;
   }
-  return false;
-}
-
-bool wait_giving_way(const Signal& signal, std::uint32_t target, Patience patience) noexcept {
   for (int i = 0; i < patience.yields; ++i) {
     sched_yield();
     if (is_reached(signal, target)) return true;

@@ -44,14 +44,8 @@ struct Patience {
   static Patience of(int ranks, int cpus);
 };
 
-/// Each waits without sleeping; true if `target` is reached. At first busily, ...
-bool wait_busy(const Signal& signal, std::uint32_t target, Patience patience) noexcept;
-/// ... then giving way.
-bool wait_giving_way(const Signal& signal, std::uint32_t target, Patience patience) noexcept;
-/// One after the other.
-inline bool wait_awake(const Signal& signal, std::uint32_t target, Patience patience) noexcept {
-  return wait_busy(signal, target, patience) || wait_giving_way(signal, target, patience);
-}
+/// Waits without sleeping, at first busily, then giving way; true if `target` is reached.
+bool wait_awake(const Signal& signal, std::uint32_t target, Patience patience) noexcept;
 
 /// Sleeps until `target` is reached or `until` has passed, or returns early for no reason; true if reached.
 bool wait_asleep(Signal& signal, std::uint32_t target, Clock::time_point until) noexcept;

@@ -33,8 +33,7 @@ Watch::Watch(std::shared_ptr<net::Mesh> mesh, const HostMemory& memory, double t
     : mesh_(std::move(mesh)),
       memory_(memory),
       timeout_s_(timeout_s),
-      patience_(Patience::of(memory.world_size(), memory.cpu_count())),
-      placement_(memory) {
+      patience_(Patience::of(memory.world_size(), memory.cpu_count())) {
   if (static_cast<std::uint32_t>(memory.world_size()) > kRankLimit)
     throw InvalidArgument(text("world_size=", memory.world_size(), ": at most ", kRankLimit, " ranks on one host"));
   callback_ = mesh_->on_loss([this](net::Loss loss) {
@@ -50,7 +49,6 @@ Watch::~Watch() { mesh_->forget(callback_); }
 void Watch::begin(const Header& header) {
   current_ = &header;
   has_deadline_ = false;
-  placement_.show();
   if (closing_) throw Error(text("communicator was closed before ", describe(header), " ran"));
   throw_if_poisoned();
 }
@@ -68,9 +66,7 @@ void Watch::suspend_deadline(bool suspended) noexcept {
 
 void Watch::wait(Stage stage, int peer, std::uint32_t target) {
   Signal& signal = memory_.block(peer).signal(stage, target);
-  if (wait_busy(signal, target, patience_)) return;
-  placement_.make_room(peer);
-  if (wait_giving_way(signal, target, patience_)) return;
+  if (wait_awake(signal, target, patience_)) return;
   if (!has_deadline_) restart_clock();
   while (!wait_asleep(signal, target, std::min(deadline_, Clock::now() + kSlice))) look_around(stage, peer, target);
 }

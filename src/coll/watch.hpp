@@ -13,7 +13,6 @@
 #include <string>
 
 #include "coll/control_block.hpp"
-#include "coll/placement.hpp"
 
 namespace zcomm::coll {
 
@@ -59,7 +58,6 @@ class Watch {
   const HostMemory& memory_;
   double timeout_s_;
   Patience patience_;
-  Placement placement_;
   const Header* current_ = nullptr;
   Clock::time_point deadline_;
   bool has_deadline_ = false;  // the clock is read when waiting begins to take long
