@@ -131,9 +131,9 @@ def row(share: float, nbytes: int = 64 << 20, **more: Any) -> dict[str, Any]:
         "world_size": 2,
         "backend": "auto",
         "nbytes": nbytes,
-        "time_us": dict.fromkeys(names, 1.0),
+        "time_us": {**dict.fromkeys(names, 1.0), "memcpy": share},
         "percentiles_us": {name: {"p50": 1.0, "p95": 1.0, "p99": 1.0} for name in names},
-        "share_of_roof": dict.fromkeys(names, share),
+        "share_of_roof": dict.fromkeys(names, 0.7 * share),
         "factor_over_peer": {"gloo": dict.fromkeys(names, 11.0)},
         "wrong": dict.fromkeys(names, 0),
         **more,
@@ -146,12 +146,15 @@ def test_verdicts() -> None:
     def verdicts(records: list[dict[str, Any]]) -> dict[str, bool | None]:
         return {v.what.partition(": ")[2]: v.good for v in goals.judge(records) if "all_reduce fp32" in v.what}
 
-    assert verdicts([row(0.91), row(0.93, 256 << 20)])["symmetric, share of the roof"] is True
+    assert verdicts([row(0.91), row(0.93, 256 << 20)])["symmetric, share of the concurrent memcpy"] is True
     both = verdicts([row(0.91), row(0.85, 256 << 20)])
-    assert both["symmetric, share of the roof"] is False and both["private, share of the roof"] is True
+    assert (
+        both["symmetric, share of the concurrent memcpy"] is False
+        and both["private, share of the concurrent memcpy"] is True
+    )
     assert both["symmetric over gloo"] is True and both["symmetric over openmpi"] is None
     assert set(verdicts([row(0.1, 1024)]).values()) == {None}  # another size says nothing
     guard = [{"kind": "guard", "part": "guard", "how": "whole", "ns": 51.0}]
     assert next(v for v in goals.judge(guard) if v.measured.startswith("51")).good is False
     page = page_of([row(0.91), {"kind": "failed", "part": "tcp", "step": "ring", "reason": "exit code 1"}])
-    assert "| 0.91 | holds |" in page and "Failed: tcp, ring (exit code 1)." in page
+    assert "| 0.91 (of the fastest copy: 0.64) | holds |" in page and "Failed: tcp, ring (exit code 1)." in page
