@@ -2,8 +2,28 @@
 
 from __future__ import annotations
 
+from zcomm.zero.loss_scale import LossScale
 from zcomm.zero.memory import memory_formula
 from zcomm.zero.optimizer import ZeroOptimizer
 from zcomm.zero.options import Offload
+from zcomm.zero.whole import (
+    full_grad,
+    full_optim_state,
+    full_param,
+    set_full_grad,
+    set_full_optim_state,
+    set_full_param,
+)
 
-__all__ = ["Offload", "ZeroOptimizer", "memory_formula"]
+__all__ = [
+    "LossScale",
+    "Offload",
+    "ZeroOptimizer",
+    "full_grad",
+    "full_optim_state",
+    "full_param",
+    "memory_formula",
+    "set_full_grad",
+    "set_full_optim_state",
+    "set_full_param",
+]

@@ -18,8 +18,11 @@ from zcomm.zero.gradients import GradientReducer
 from zcomm.zero.norm import GradientNorm
 from zcomm.zero.options import Offload, Precision
 from zcomm.zero.parameters import ParameterStore, PrivateStore, SharedStore
+from zcomm.zero.rules import Rule
 from zcomm.zero.sources import RamSource, ShardSource, SwapSource
-from zcomm.zero.state import TILE_COUNT, WINDOWS, RamState, ShardState, SwappedState, swapped_count
+from zcomm.zero.state import RamState, Run, ShardState
+from zcomm.zero.swapped import WINDOWS, SwappedState, swapped_count
+from zcomm.zero.tile import TILE_COUNT, TileForm
 from zcomm.zero.unit_choice import UnitChoice, choose_units
 from zcomm.zero.unit_hooks import UnitHooks
 from zcomm.zero.units import UnitStore
@@ -27,9 +30,13 @@ from zcomm.zero.units import UnitStore
 
 @dataclass
 class Parts:
-    """What one ZeroOptimizer owns. ``runs``: per bucket, (begin, end, group) of this rank's part."""
+    """What one ZeroOptimizer owns. Parameters are numbered in the order of ``names``; ``index_of`` is by id(),
+    ``group_of`` by number. ``runs``: per bucket, (begin, end, group) of this rank's part."""
 
+    model: nn.Module | None
     names: list[str]
+    index_of: dict[int, int]
+    group_of: list[int]
     geometry: Geometry
     comm: Communicator
     arena: _core.PinnedArena
@@ -61,6 +68,7 @@ def build_parts(
     model: nn.Module | None,
     groups: Sequence[dict[str, Any]],
     job: Communicator,
+    rule: Rule,
     *,
     stage: int,
     offload: Offload,
@@ -85,10 +93,12 @@ def build_parts(
     geometry = Geometry(shapes, job.world_size, bucket_nbytes, precision.param_nbytes)
     numbers = {id(param): number for number, group in enumerate(groups) for param in group["params"]}
 
+    form = TileForm(rule.arrays, precision.dtype)
+    swaps_state = offload.optimizer == "nvme" and form.element_nbytes > 0
     swap = None
-    if offload.uses_nvme:  # before all other memory: a full disk is said first
+    if swaps_state or offload.params == "nvme":  # before all other memory: a full disk is said first
         assert nvme_path is not None
-        swap = _core.SwapFile(as_paths(nvme_path), nbytes=_swap_nbytes(geometry, offload, precision, stage))
+        swap = _core.SwapFile(as_paths(nvme_path), nbytes=_swap_nbytes(geometry, offload, form, stage))
         say_fallbacks(swap)
         close_at_exit(swap)  # also when what follows is interrupted
     comm = job.duplicate()  # gradients and parameters keep an order of their own beside the caller's collectives
@@ -112,22 +122,40 @@ def build_parts(
 
     counts = [part.stop - part.start for part in map(store.part, geometry.buckets)]
     state: ShardState
-    if offload.optimizer == "nvme":
+    if swaps_state:
         assert swap is not None
-        state = SwappedState(counts, precision.dtype, arena, swap, offload.fraction)
+        state = SwappedState(counts, precision.dtype, rule, arena, swap, offload.fraction)
     else:
-        state = RamState(counts, precision.dtype, arena, offload)
-    _start(model, ordered, geometry, comm, store, state, precision.dtype)
-
+        state = RamState(counts, precision.dtype, rule, arena, offload)
     group_of = [numbers[id(param)] for param in ordered]
     runs = [geometry.runs(bucket, store.part(bucket), group_of) for bucket in geometry.buckets]
+    values = [rule.initial({**rule.defaults, **group}) for group in groups]
+    initial = [[(begin, end, values[group]) for begin, end, group in of_bucket] for of_bucket in runs]
+    _start(model, ordered, geometry, comm, store, state, initial, precision.dtype)
+
     reducer = GradientReducer(ordered, geometry, comm, precision.dtype, replicated=stage <= 1, overlap=overlap)
     hooks = None
     if isinstance(store, UnitStore):
         assert model is not None
         hooks = UnitHooks(model, choices, store)
     labels = _names(model, ordered)
-    return Parts(labels, geometry, comm, arena, store, state, reducer, GradientNorm(comm), runs, swap, hooks)
+    index_of = {id(param): index for index, param in enumerate(ordered)}
+    return Parts(
+        model,
+        labels,
+        index_of,
+        group_of,
+        geometry,
+        comm,
+        arena,
+        store,
+        state,
+        reducer,
+        GradientNorm(comm),
+        runs,
+        swap,
+        hooks,
+    )
 
 
 def _check_params(params: Sequence[torch.Tensor]) -> None:
@@ -164,17 +192,17 @@ def _names(model: nn.Module | None, params: Sequence[nn.Parameter]) -> list[str]
     return [names.get(id(param), f"parameter.{index}") for index, param in enumerate(params)]
 
 
-def _swap_nbytes(geometry: Geometry, offload: Offload, precision: Precision, stage: int) -> int:
+def _swap_nbytes(geometry: Geometry, offload: Offload, form: TileForm, stage: int) -> int:
     """What the swap file will hold; extents begin at pages."""
     page = _core.page_nbytes()
     nbytes = 0
     if offload.optimizer == "nvme":
         count = geometry.count if stage == 0 else geometry.shard_count
         tiles = count // TILE_COUNT + len(geometry.buckets)
-        nbytes += swapped_count(tiles, offload.fraction) * (TILE_COUNT * precision.state_nbytes + page)
-        nbytes = min(nbytes, count * precision.state_nbytes + (tiles + WINDOWS) * page)
+        nbytes += swapped_count(tiles, offload.fraction) * (form.nbytes(TILE_COUNT) + page)
+        nbytes = min(nbytes, form.nbytes(count) + (tiles + WINDOWS) * page)
     if offload.params == "nvme":
-        nbytes += geometry.shard_count * precision.param_nbytes + len(geometry.buckets) * page
+        nbytes += geometry.shard_count * form.dtype.itemsize + len(geometry.buckets) * page
     return nbytes
 
 
@@ -185,6 +213,7 @@ def _start(
     comm: Communicator,
     store: ParameterStore,
     state: ShardState,
+    initial: Sequence[Sequence[Run]],
     dtype: torch.dtype,
 ) -> None:
     """Rank 0's weights become everybody's, bucket by bucket, so that the model never exists a second time."""
@@ -195,7 +224,7 @@ def _start(
                 geometry.view(master, index).copy_(params[index])
             comm.broadcast(master, root=0, name=f"weights of bucket {bucket.index}")
             weight = store.begin(bucket)
-            state.start(bucket.index, weight, master[store.part(bucket)])
+            state.start(bucket.index, weight, master[store.part(bucket)], initial[bucket.index])
             store.commit(bucket, weight)
         if model is not None:
             _start_rest(model, {id(param) for param in params}, comm, dtype)

@@ -200,6 +200,11 @@ class GradientReducer:
         self._comm.all_gather(shards, out=buckets, name="gradients")
         self.waited_s += time.perf_counter() - start
 
+    @property
+    def has_local(self) -> bool:
+        """Whether gradients of passes without sync are waiting for one with it."""
+        return any(param.grad is not None for param in self._params)
+
     def zero(self) -> None:
         """Forget the accumulated gradients; the next pass overwrites them."""
         self._fresh = True

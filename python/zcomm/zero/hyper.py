@@ -1,4 +1,4 @@
-"""Hyperparameters: which fused optimizer is meant, and a param group as the core's kernel takes it."""
+"""Which optimizer is meant: a name, a class or an instance becomes a Rule and the param groups that it updates."""
 
 from __future__ import annotations
 
@@ -8,67 +8,64 @@ from typing import Any
 import torch
 from torch import nn
 
-from zcomm import _core
-from zcomm.optim.adam import adam_params
+from zcomm.optim import CPUSGD, CPUAdagrad, CPUAdam, CPULion
+from zcomm.zero.rules import KINDS, SWITCHES, FusedRule, Rule
+from zcomm.zero.torch_rule import ELEMENTWISE, TorchRule
 
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "adamw": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "maximize": False},
-    "adam": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "maximize": False},
+OptimizerLike = str | type[torch.optim.Optimizer] | torch.optim.Optimizer
+
+_TWINS: dict[type, str] = {
+    torch.optim.AdamW: "adamw",
+    torch.optim.Adam: "adam",
+    torch.optim.SGD: "sgd",
+    torch.optim.Adagrad: "adagrad",
+    CPUAdam: "adamw",
+    CPULion: "lion",
+    CPUSGD: "sgd",
+    CPUAdagrad: "adagrad",
 }
-_TORCH = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam"}
-_HARMLESS = {"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"}
 
 
-def named_optimizer(
-    optimizer: str | type[torch.optim.Optimizer] | torch.optim.Optimizer, args: dict[str, Any]
-) -> tuple[bool, dict[str, Any]]:
-    """(decoupled weight decay?, defaults of a param group) for ``optimizer`` with the caller's ``args``.
+def choose_rule(optimizer: OptimizerLike, args: dict[str, Any], groups: list[Any]) -> tuple[Rule, list[dict[str, Any]]]:
+    """The rule for ``optimizer`` with the caller's ``args``, and ``groups`` (or plain parameters) as its param groups.
 
-    Raises: ValueError for another optimizer, an unknown or impossible argument.
+    Raises: ValueError for an optimizer that is not elementwise or not known, an unknown or impossible argument;
+    NotImplementedError for an option that has no kernel (amsgrad).
     """
     kind = optimizer if isinstance(optimizer, (type, str)) else type(optimizer)
-    name = kind.lower() if isinstance(kind, str) else _TORCH.get(kind, getattr(kind, "__name__", str(kind)))
-    if name not in _DEFAULTS:
-        raise ValueError(f"optimizer={name!r} is not available; use 'adamw', 'adam' or torch.optim's Adam or AdamW")
-    given = {} if isinstance(optimizer, str | type) else _own_defaults(optimizer)
-    for key, value in args.items():
-        if key not in _DEFAULTS[name]:
-            raise ValueError(f"{key}={value!r}: {name} has no such argument; it has {', '.join(_DEFAULTS[name])}")
-    adamw = name == "adamw" or bool(getattr(optimizer, "defaults", {}).get("decoupled_weight_decay", False))
-    defaults = {**_DEFAULTS[name], **given, **args}
-    check_group(defaults)
-    return adamw, defaults
+    given = {} if isinstance(optimizer, (str, type)) else _options_of(optimizer)
+    as_groups = groups if groups and isinstance(groups[0], dict) else [{"params": groups}]
+    name = kind.lower() if isinstance(kind, str) else _TWINS.get(kind)
+    torch_class = ELEMENTWISE.get(name or "") if isinstance(kind, str) else kind
+    rule: FusedRule | TorchRule
+    if name in KINDS:
+        decoupled = given.pop("decoupled_weight_decay", None)
+        if decoupled is not None:
+            name = "adamw" if decoupled else "adam"
+        rule = FusedRule(str(name), {**given, **args})
+    elif torch_class in ELEMENTWISE.values():
+        assert torch_class is not None
+        rule = TorchRule(torch_class, {**given, **args})
+    else:
+        shown = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
+        raise ValueError(
+            f"optimizer={shown!r} is not available: it is not known to update each element by itself, so shards cannot "
+            f"be updated apart. Use a name or torch.optim class of {', '.join((*KINDS, *ELEMENTWISE))}"
+        )
+    return rule, rule.adopt(as_groups)
 
 
-def _own_defaults(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    defaults = dict(optimizer.defaults)
-    if defaults.pop("amsgrad", False):
-        raise ValueError("amsgrad=True is not available")
-    if optimizer.state:
-        raise ValueError("optimizer: it has taken steps already; pass it before its first step")
-    return {key: value for key, value in defaults.items() if key not in _HARMLESS}
+def _options_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    for state in optimizer.state.values():
+        if state and float(state.get("step", 1)) > 0:
+            raise ValueError("optimizer: it has taken steps already; pass it before its first step")
+    return {key: value for key, value in optimizer.defaults.items() if key not in SWITCHES}
 
 
-def check_group(group: dict[str, Any]) -> None:
-    """Raises: ValueError naming a hyperparameter out of its range."""
-    beta1, beta2 = group["betas"]
-    for key, value, fine in (
-        ("lr", group["lr"], group["lr"] >= 0),
-        ("betas", group["betas"], 0 <= beta1 < 1 and 0 <= beta2 < 1),
-        ("eps", group["eps"], group["eps"] >= 0),
-        ("weight_decay", group["weight_decay"], group["weight_decay"] >= 0),
-    ):
-        if not fine:
-            raise ValueError(f"{key}={value!r} is out of range")
-
-
-def torch_groups(
-    model: nn.Module | Iterable[Any], optimizer: str | type[torch.optim.Optimizer] | torch.optim.Optimizer
-) -> list[Any]:
+def torch_groups(model: nn.Module | Iterable[Any], optimizer: OptimizerLike) -> list[Any]:
     """Trainable parameters, or the param groups that the caller gave."""
     if isinstance(optimizer, torch.optim.Optimizer):
-        keep = {"params", *_DEFAULTS["adamw"]}
-        return [{k: v for k, v in group.items() if k in keep} for group in optimizer.param_groups]
+        return [dict(group) for group in optimizer.param_groups]
     source: Iterable[Any] = model.parameters() if isinstance(model, nn.Module) else model
     params = list(source)
     if params and isinstance(params[0], dict):
@@ -77,11 +74,3 @@ def torch_groups(
     if not trainable:
         raise ValueError("no parameter requires a gradient")
     return trainable
-
-
-def step_params(group: dict[str, Any], adamw: bool, grad_scale: float) -> _core.AdamParams:
-    """A param group of this step for the fused kernel."""
-    params = adam_params(group, adamw)
-    params.step = group["step"]
-    params.grad_scale = grad_scale
-    return params

@@ -2,7 +2,8 @@
 
 With p bytes of parameter, g of gradient accumulator and s of optimizer state, P parameters and N ranks, a rank holds
 stage 0: (p + g + s) P; stage 1: (p + g) P + s P/N; stage 2: p P + (g + s) P/N; stage 3: (p + g + s) P/N.
-fp32: p, g, s = 4, 4, 8. bf16: 2, 4, 10 (fp32 accumulator; m, v and the remainder of the split master).
+p, g: fp32 4, 4; bf16 and fp16 2, 4 (fp32 accumulator). s = 4 per fp32 array of the optimizer (Adam 2; Lion, Adagrad
+and SGD with momentum 1; plain SGD 0) and the master beside the weight (bf16 2, the remainder of the split; fp16 4).
 CPU ranks of a host that share parameters (stages 1 to 3) hold p P/N each: the one copy, counted once.
 Source: ZeRO (arXiv:1910.02054) section 5; the split master is described in include/zcomm/optim_shard.hpp.
 """
@@ -26,10 +27,12 @@ def memory_formula(
     precision: str = "fp32",
     offload: str | Offload | None = None,
     share_parameters: bool = True,
+    state_arrays: int = 2,
 ) -> Memory:
     """Bytes of one rank by tier and purpose for ``numel`` parameters; padding and slots come on top.
 
-    share_parameters: the ranks share one host's copy, as CPU ranks do by default.
+    share_parameters: the ranks share one host's copy, as CPU ranks do by default. state_arrays: fp32 arrays that the
+    optimizer keeps per parameter.
     Raises: ValueError for an unknown stage, precision or offload.
     """
     check_stage(stage)
@@ -40,7 +43,7 @@ def memory_formula(
     memory = empty_memory()
     memory[where.params or "device"]["parameters"] = params * bytes_of.param_nbytes
     memory["device"]["gradients"] = (shard if stage >= 2 else numel) * bytes_of.grad_nbytes
-    state_nbytes = (shard if stage >= 1 else numel) * bytes_of.state_nbytes
+    state_nbytes = (shard if stage >= 1 else numel) * (4 * state_arrays + bytes_of.master_nbytes)
     offloaded = round(state_nbytes * where.fraction)
     memory[where.optimizer or "device"]["optimizer"] += offloaded
     memory[where.rest]["optimizer"] += state_nbytes - offloaded

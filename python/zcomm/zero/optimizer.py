@@ -9,6 +9,8 @@ Source: ZeRO (arXiv:1910.02054), ZeRO-Offload (2101.06840), ZeRO-Infinity (2104.
 from __future__ import annotations
 
 import atexit
+import logging
+import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,13 +20,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from zcomm import _core
 from zcomm._job import init
 from zcomm.comm import Communicator
 from zcomm.offload import StrPath
+from zcomm.zero import state_dict as torch_state
 from zcomm.zero.build import Parts, build_parts
-from zcomm.zero.hyper import named_optimizer, step_params, torch_groups
+from zcomm.zero.hyper import OptimizerLike, choose_rule, torch_groups
+from zcomm.zero.loss_scale import LossScale, LossScaler
 from zcomm.zero.memory import Memory, empty_memory
+from zcomm.zero.nonfinite import NonFinite, find
 from zcomm.zero.options import Offload, as_offload, as_precision, check_stage
 from zcomm.zero.state import ShardStep
 
@@ -34,24 +38,28 @@ ParamsOrModel = nn.Module | Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
-    """Adam / AdamW with ZeRO stage 0 to 3 and offload.
+    """An optimizer with ZeRO stage 0 to 3 and offload.
 
     model: a module, or its parameters or param groups (stages 0 to 2).
-    optimizer: "adamw", "adam", or a ``torch.optim.Adam`` / ``AdamW`` class or instance (whose groups are taken over).
+    optimizer: "adamw", "adam", "lion", "sgd", "adagrad" (fused), or a class of ``torch.optim`` or an instance, whose
+    groups and options are taken over. Adam, AdamW, SGD and Adagrad become the fused ones; others run as they are on
+    fp32 shards where they are elementwise (RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop).
     stage: 0 replicated, 1 sharded optimizer state, 2 and gradients, 3 and parameters.
     offload: None, "cpu", "nvme" or ``zcomm.Offload``. nvme_path: directory on the drive, needed by "nvme"; a list
     stripes the state over several drives, one directory on each.
-    precision: "fp32", or "bf16" (parameters and gradients in bf16, exact fp32 master, fp32 accumulation).
+    precision: "fp32"; "bf16" or "fp16" (parameters and gradients in it, exact fp32 master, fp32 accumulation). fp16
+    needs ``opt.backward(loss)``, which scales the loss. loss_scale: a ``LossScale`` (dynamic), or a number.
     clip_norm: clip the global gradient norm to this. grad_accum: micro-steps per step.
     bucket_mb: MiB of gradients that travel together. prefetch: units gathered ahead (stage 3 by units).
     overlap: reduce while backward runs. share_parameters: one copy of the parameters for the CPU ranks of a host,
     where all are on one host (backend "shm"); otherwise a copy on each rank.
-    optimizer_args: lr, betas, eps, weight_decay, maximize.
+    optimizer_args: options of a named optimizer or class, as torch's (lr, betas, momentum, ...).
 
     Gradients are averaged over the ranks and over the ``grad_accum`` micro-steps; nobody else divides. Call ``step()``
     and ``zero_grad()`` after every micro-step: they act on every ``grad_accum``-th (``boundary`` overrides the count).
-    Rank 0's weights are everybody's first weights. After ``backward()`` the gradients are in the optimizer's own
-    accumulators, and ``param.grad`` is None.
+    A step whose fp16 gradients are not finite is skipped and counted in ``skipped_steps``, and the scale shrinks; in
+    every precision ``nonfinite`` names the first such gradient. Rank 0's weights are everybody's first weights. After
+    ``backward()`` the gradients are in the optimizer's own accumulators, and ``param.grad`` is None.
 
     Raises: ValueError naming the argument; OSError (ENOSPC, EACCES) from the swap directory, at construction.
     """
@@ -59,7 +67,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         model: ParamsOrModel,
-        optimizer: str | type[torch.optim.Optimizer] | torch.optim.Optimizer = "adamw",
+        optimizer: OptimizerLike = "adamw",
         *,
         stage: int = 2,
         offload: str | Offload | None = None,
@@ -72,6 +80,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         overlap: bool = True,
         share_parameters: bool = True,
         comm: Communicator | None = None,
+        loss_scale: LossScale | float | None = None,
         **optimizer_args: Any,
     ) -> None:
         self._parts: Parts | None = None
@@ -88,16 +97,24 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.boundary: bool | None = None
         self.grad_norm: float | None = None
         self.skipped_steps = 0
-        self._adamw, defaults = named_optimizer(optimizer, optimizer_args)
-        super().__init__(torch_groups(model, optimizer), defaults)
+        self.step_count = 0  # optimizer steps, skipped ones included
+        self.nonfinite: NonFinite | None = None
+        if loss_scale is not None and precision != "fp16":
+            raise ValueError(f"loss_scale={loss_scale} needs precision='fp16', but precision={precision!r}")
+        self._scaler = LossScaler(loss_scale or LossScale()) if precision == "fp16" else None
+        self._scaled_passes = 0
+        self.rule, groups = choose_rule(optimizer, optimizer_args, torch_groups(model, optimizer))
+        super().__init__(groups, self.rule.defaults)
         self._micro_step = 0
         self._stepped = True
+        self._reverse = True  # construction wrote the swapped tiles first to last
         self._step_s = 0.0
         self._extra_wait_s = 0.0
         self._parts = build_parts(
             model if isinstance(model, nn.Module) else None,
             self.param_groups,
             comm or init(),
+            self.rule,
             stage=stage,
             offload=self.offload,
             precision=self.precision,
@@ -110,10 +127,28 @@ class ZeroOptimizer(torch.optim.Optimizer):
         _open.add(self)
 
     @property
+    def loss_scale(self) -> float:
+        """What ``backward()`` multiplies the loss by; 1 unless precision is fp16."""
+        return self._scaler.scale if self._scaler is not None else 1.0
+
+    @property
+    def gradient_factor(self) -> float:
+        """What the accumulated gradients are of their mean: micro-steps times loss scale."""
+        return self.grad_accum * self.loss_scale
+
+    @property
     def _live(self) -> Parts:
         if self._parts is None:
             raise RuntimeError("this ZeroOptimizer is closed")
         return self._parts
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only at construction: afterwards every parameter has its place in the shards."""
+        if self._parts is not None:
+            raise NotImplementedError(
+                "add_param_group() after construction is not available; give all groups to ZeroOptimizer at once"
+            )
+        super().add_param_group(param_group)
 
     # --- training ---------------------------------------------------------------------------------------------
 
@@ -137,32 +172,58 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._step_s += time.perf_counter() - start
         return loss
 
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
+        """``loss.backward()``, with the loss scaled where precision is fp16."""
+        self._scaled_passes += 1
+        (loss if self._scaler is None else loss.float() * self._scaler.scale).backward(retain_graph=retain_graph)
+
     def _update(self) -> None:
         parts = self._live
         if parts.reducer.reached == 0:
+            if parts.reducer.has_local:
+                raise RuntimeError("step(): all gradients are from no_sync(); the last backward pass must be outside")
             return  # no gradients: as in torch, nothing to do
+        if self._scaler is not None and parts.reducer.reached > self._scaled_passes:
+            raise RuntimeError("precision='fp16' needs opt.backward(loss) instead of loss.backward()")
         parts.reducer.finish()
         start = time.perf_counter()
         # Also the point after which nobody reads the old weights any more.
-        norm = parts.norm(parts.reducer.shard_view(bucket) for bucket in parts.geometry.buckets) / self.grad_accum
+        total = parts.norm(parts.reducer.shard_view(bucket) for bucket in parts.geometry.buckets)
         self._extra_wait_s += time.perf_counter() - start
-        self.grad_norm = norm
+        self.step_count += 1
+        scale = 1.0 / self.gradient_factor
+        self.grad_norm = norm = total / self.gradient_factor
+        finite = math.isfinite(total)
+        if not finite:
+            self._report_nonfinite(parts)
+        if self._scaler is not None:
+            self._scaler.update(overflow=not finite)
+            if not finite:
+                self.skipped_steps += 1
+                return
         if parts.reducer.replicated and self.stage == 0:
             parts.reducer.gather()
-        scale = 1.0 / self.grad_accum
         if self.clip_norm is not None:
             scale *= min(1.0, self.clip_norm / (norm + 1e-6))
-        hyper = []
-        for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-            hyper.append(step_params(group, self._adamw, scale))
-        parts.state.step(self._shard_steps(parts, hyper))
+        hyper = [self.rule.prepare(number, group, scale) for number, group in enumerate(self.param_groups)]
+        parts.state.step(self._shard_steps(parts, hyper), self._reverse)
+        self._reverse = not self._reverse
         start = time.perf_counter()
         parts.store.publish()
         self._extra_wait_s += time.perf_counter() - start
 
-    def _shard_steps(self, parts: Parts, hyper: list[_core.AdamParams]) -> Iterator[ShardStep]:
-        for bucket, weight in parts.store.sweep():
+    def _report_nonfinite(self, parts: Parts) -> None:
+        """Find the parameter; say so in fp16, where the step is skipped, each time, elsewhere once."""
+        first_time = self.nonfinite is None
+        self.nonfinite = find(parts, self.step_count)
+        if parts.comm.rank == 0 and (first_time or self._scaler is not None):
+            what = "" if self._scaler is None else f"; loss scale {self.loss_scale:g}, step skipped"
+            logging.getLogger("zcomm").warning(
+                "step %d: the gradient of %s is not finite%s", self.nonfinite.step, self.nonfinite.parameter, what
+            )
+
+    def _shard_steps(self, parts: Parts, hyper: list[Any]) -> Iterator[ShardStep]:
+        for bucket, weight in parts.store.sweep(self._reverse):
             grad = parts.reducer.bucket_view(bucket) if self.stage == 0 else parts.reducer.shard_view(bucket)
             runs = [(begin, end, hyper[group]) for begin, end, group in parts.runs[bucket.index]]
             yield ShardStep(bucket.index, weight, grad, runs)
@@ -170,11 +231,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; does nothing between the micro-steps of one accumulation."""
         if self._stepped or self._micro_step == 0:
+            self._scaled_passes = 0
             self._live.reducer.zero()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside leave their gradients in ``param.grad`` (local sums); the next one outside reduces."""
+        """Backward passes inside leave their gradients in ``param.grad`` (local sums, in the parameters' dtype); the
+        next one outside reduces the sum. Fewer bytes move, but the bits are those of another order of summing."""
         reducer = self._live.reducer
         reducer.sync = False
         try:
@@ -220,14 +283,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return {name: parts.store.full(index) for index, name in enumerate(parts.names)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Not available yet: torch's own would leave out the sharded state without a word."""
-        raise NotImplementedError(
-            "ZeroOptimizer.state_dict() is not available yet; full_state_dict() gives the whole parameters by name"
-        )
+        """As torch's, with whole tensors on every rank (``save`` keeps no more than one in memory). Collective.
+
+        With 16-bit weights ``master``, fp32, lies beside the optimizer's own arrays.
+        """
+        return torch_state.state_dict(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Not available yet, as ``state_dict``."""
-        raise NotImplementedError("ZeroOptimizer.load_state_dict() is not available yet")
+        """What ``state_dict`` gave, at any world size, stage, tier and precision, or torch's class of the same formula.
+
+        Collective. Without ``master`` in it the weights are the model's: load those first. Raises: ValueError.
+        """
+        torch_state.load_state_dict(self, state_dict)
 
     # --- life -------------------------------------------------------------------------------------------------
 
@@ -255,6 +322,11 @@ def _check_numbers(clip_norm: float | None, grad_accum: int, bucket_mb: float, p
         raise ValueError(f"bucket_mb={bucket_mb} must be more than 0 MiB")
     if prefetch < 0:
         raise ValueError(f"prefetch={prefetch} must be at least 0")
+
+
+def open_optimizers() -> list[ZeroOptimizer]:
+    """Those of this process that are not closed."""
+    return [optimizer for optimizer in _open if optimizer._parts is not None]
 
 
 @atexit.register

@@ -59,26 +59,25 @@ def as_offload(offload: str | Offload | None, stage: int) -> Offload:
 
 @dataclass(frozen=True)
 class Precision:
-    """``dtype`` of parameters and gradients; bytes per parameter: parameters, fp32 accumulator, state."""
+    """``dtype`` of parameters and gradients; bytes per parameter: parameters, master beside them, fp32 accumulator."""
 
     name: str
     dtype: torch.dtype
     param_nbytes: int
-    state_nbytes: int
+    master_nbytes: int
     grad_nbytes: int = 4
 
 
 _PRECISIONS = {
-    "fp32": Precision("fp32", torch.float32, 4, 8),
-    "bf16": Precision("bf16", torch.bfloat16, 2, 10),
+    "fp32": Precision("fp32", torch.float32, 4, 0),
+    "bf16": Precision("bf16", torch.bfloat16, 2, 2),
+    "fp16": Precision("fp16", torch.float16, 2, 4),
 }
 
 
 def as_precision(precision: str) -> Precision:
-    if precision == "fp16":
-        raise NotImplementedError("precision='fp16' (dynamic loss scale) is not available yet; use 'bf16' or 'fp32'")
     if precision not in _PRECISIONS:
-        raise ValueError(f"precision={precision!r}; use 'fp32' or 'bf16'")
+        raise ValueError(f"precision={precision!r}; use 'fp32', 'bf16' or 'fp16'")
     return _PRECISIONS[precision]
 
 

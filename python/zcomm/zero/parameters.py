@@ -40,8 +40,16 @@ class ParameterStore(ABC):
         """``weight`` (from begin) is filled: keep it, and point the model's parameters at the store."""
 
     @abstractmethod
-    def sweep(self) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
-        """Each bucket with the weights of this rank's part; what the caller changes is kept."""
+    def sweep(self, reverse: bool = False) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
+        """Each bucket with the weights of this rank's part; what the caller changes is kept. reverse: last first."""
+
+    @abstractmethod
+    def load(self, bucket: FlatBucket) -> torch.Tensor:
+        """The weights of this rank's part of one bucket; ``save`` keeps what the caller changes."""
+
+    @abstractmethod
+    def save(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
+        """Keep ``weight``, which came from ``load``. ``publish`` then shows it to every rank."""
 
     @abstractmethod
     def publish(self) -> None:
@@ -92,9 +100,16 @@ class ResidentStore(ParameterStore):
         for index in bucket.params:
             self._params[index].data = self._geometry.view(flat, index)
 
-    def sweep(self) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
-        for bucket in self._geometry.buckets:
-            yield bucket, self._bucket(bucket)[self.part(bucket)]
+    def sweep(self, reverse: bool = False) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
+        buckets = self._geometry.buckets
+        for bucket in reversed(buckets) if reverse else buckets:
+            yield bucket, self.load(bucket)
+
+    def load(self, bucket: FlatBucket) -> torch.Tensor:
+        return self._bucket(bucket)[self.part(bucket)]
+
+    def save(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
+        pass  # load() gave the memory itself
 
     def full(self, param: int) -> torch.Tensor:
         return self._params[param].detach().clone()

@@ -29,7 +29,11 @@ class ShardSource(ABC):
         """Start to copy the shard to ``out``; None when it is there already."""
 
     @abstractmethod
-    def sweep(self) -> Iterator[tuple[FlatBucket, torch.Tensor]]: ...
+    def sweep(self, reverse: bool) -> Iterator[tuple[FlatBucket, torch.Tensor]]: ...
+
+    @abstractmethod
+    def load(self, bucket: FlatBucket) -> torch.Tensor:
+        """The shard as it is now; ``commit`` keeps what was changed."""
 
     @property
     def window_nbytes(self) -> int:
@@ -57,9 +61,12 @@ class RamSource(ShardSource):
     def fetch(self, bucket: FlatBucket, out: torch.Tensor) -> None:
         out.copy_(self.begin(bucket))
 
-    def sweep(self) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
-        for bucket in self._buckets:
+    def sweep(self, reverse: bool) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
+        for bucket in reversed(self._buckets) if reverse else self._buckets:
             yield bucket, self.begin(bucket)
+
+    def load(self, bucket: FlatBucket) -> torch.Tensor:
+        return self.begin(bucket)
 
     def close(self) -> None:
         self._flat = torch.empty(0)
@@ -82,6 +89,7 @@ class SwapSource(ShardSource):
         flat = tensor_of(arena.allocate(self._lease_nbytes), dtype)
         self._windows = [flat[i * stride : i * stride + largest] for i in range(WINDOWS)]
         self._writes: list[_core.Work | None] = [None] * WINDOWS
+        self._holds = [-1] * WINDOWS  # bucket whose shard, as last written, is in the window
         for bucket in geometry.buckets:
             swap.reserve(self._key(bucket), bucket.shard_count * dtype.itemsize)
 
@@ -100,28 +108,44 @@ class SwapSource(ShardSource):
         if write is not None:
             write.wait()
             self._writes[number] = None
+        self._holds[number] = -1
         return self._windows[number][: bucket.shard_count]
 
     def begin(self, bucket: FlatBucket) -> torch.Tensor:
         return self._window(bucket)
 
     def commit(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
-        self._writes[bucket.index % WINDOWS] = self._swap.write(self._key(bucket), weight.data_ptr(), weight.nbytes)
+        number = bucket.index % WINDOWS
+        self._writes[number] = self._swap.write(self._key(bucket), weight.data_ptr(), weight.nbytes)
+        self._holds[number] = bucket.index
 
     def fetch(self, bucket: FlatBucket, out: torch.Tensor) -> _core.Work:
         return self._swap.read(self._key(bucket), out.data_ptr(), out.nbytes)
 
-    def sweep(self) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
-        ahead = [self.fetch(bucket, self._window(bucket)) for bucket in self._buckets[:1]]
-        for position, bucket in enumerate(self._buckets):
+    def _fetch_window(self, bucket: FlatBucket) -> _core.Work | None:
+        """Start to read the shard into its window; None where the last sweep left it there."""
+        held = self._holds[bucket.index % WINDOWS] == bucket.index
+        window = self._window(bucket)
+        return None if held else self.fetch(bucket, window)
+
+    def sweep(self, reverse: bool) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
+        order = self._buckets[::-1] if reverse else self._buckets
+        ahead = [self._fetch_window(bucket) for bucket in order[:1]]
+        for position, bucket in enumerate(order):
             work = ahead.pop()
-            if position + 1 < len(self._buckets):
-                upcoming = self._buckets[position + 1]
-                ahead.append(self.fetch(upcoming, self._window(upcoming)))
-            work.wait()
+            if position + 1 < len(order):
+                ahead.append(self._fetch_window(order[position + 1]))
+            if work is not None:
+                work.wait()
             weight = self._windows[bucket.index % WINDOWS][: bucket.shard_count]
             yield bucket, weight
             self.commit(bucket, weight)
+
+    def load(self, bucket: FlatBucket) -> torch.Tensor:
+        work = self._fetch_window(bucket)
+        if work is not None:
+            work.wait()
+        return self._windows[bucket.index % WINDOWS][: bucket.shard_count]
 
     def close(self) -> None:
         self._writes.clear()

@@ -272,12 +272,18 @@ class UnitStore(ParameterStore):
         for index in bucket.params:
             self._params[index].data = self._empty
 
-    def sweep(self) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
+    def sweep(self, reverse: bool = False) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
         self.invalidate()
-        return self._source.sweep()
+        return self._source.sweep(reverse)
+
+    def load(self, bucket: FlatBucket) -> torch.Tensor:
+        return self._source.load(bucket)
+
+    def save(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
+        self._source.commit(bucket, weight)
 
     def publish(self) -> None:
-        pass  # the next gather brings the new shards
+        self.invalidate()  # the next gather brings the new shards
 
     def full(self, param: int) -> torch.Tensor:
         self.ensure(self.units[self._geometry.buckets[self._geometry.places[param].bucket].unit])

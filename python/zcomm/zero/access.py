@@ -1,0 +1,144 @@
+"""Whole tensors of what is sharded: master weights, gradients and optimizer state of one parameter, read and set.
+
+Collective: every rank calls the same function for the same parameter, between ``backward()`` and the next forward.
+A rank puts its elements into a tensor of zeros; the sum of all ranks' bit patterns is the whole tensor, exactly.
+Source: what DeepSpeed calls safe_get_full_fp32_param, safe_get_full_grad and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from zcomm.zero.geometry import FlatBucket
+from zcomm.zero.tile import cut
+
+if TYPE_CHECKING:
+    from zcomm.zero.build import Parts
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements of a parameter that this rank keeps: ``inside`` the tile ``tile`` of a bucket's shard are the
+    parameter's elements ``flat``."""
+
+    bucket: FlatBucket
+    tile: slice
+    inside: slice
+    flat: slice
+
+
+def pieces(parts: Parts, index: int) -> Iterator[Piece]:
+    """What this rank keeps of parameter ``index``, tile by tile."""
+    place = parts.geometry.places[index]
+    bucket = parts.geometry.buckets[place.bucket]
+    part = parts.store.part(bucket)
+    begin, end = place.offset - part.start, place.offset + place.count - part.start  # relative to the shard
+    for tile in cut(part.stop - part.start):
+        low, high = max(begin, tile.start), min(end, tile.stop)
+        if low < high:
+            inside = slice(low - tile.start, high - tile.start)
+            yield Piece(bucket, tile, inside, slice(low - begin, high - begin))
+
+
+def _whole(parts: Parts, index: int, local: torch.Tensor, replicated: bool, root: int | None) -> torch.Tensor | None:
+    """``local`` (fp32, zeros where other ranks keep the elements) of all ranks together, in the parameter's shape."""
+    if not replicated:
+        bits = local.view(torch.int32)
+        name = f"whole {parts.names[index]}"
+        if root is None:
+            parts.comm.all_reduce(bits, name=name)
+        else:
+            parts.comm.reduce(bits, root=root, name=name)
+    if root is not None and root != parts.comm.rank:
+        return None
+    return local.view(parts.geometry.places[index].shape)
+
+
+def _replicated(parts: Parts, index: int) -> bool:
+    bucket = parts.geometry.buckets[parts.geometry.places[index].bucket]
+    part = parts.store.part(bucket)
+    return bool(part.stop - part.start == bucket.count)
+
+
+def master(parts: Parts, index: int, root: int | None = None) -> torch.Tensor | None:
+    """The exact fp32 master of a parameter, a copy. root: only that rank gets it, the others None."""
+    form = parts.state.form
+    local = torch.zeros(parts.geometry.places[index].count)
+    for piece in pieces(parts, index):
+        weight = parts.store.load(piece.bucket)[piece.tile]
+        if form.dtype == torch.float32:
+            local[piece.flat] = weight[piece.inside]
+            continue
+        with parts.state.tile(piece.bucket.index, piece.tile) as state:
+            local[piece.flat] = form.master(weight, state)[piece.inside]
+    return _whole(parts, index, local, _replicated(parts, index), root)
+
+
+def array(parts: Parts, index: int, key: str, root: int | None = None) -> torch.Tensor | None:
+    """An array of a parameter's optimizer state, a copy."""
+    form = parts.state.form
+    local = torch.zeros(parts.geometry.places[index].count)
+    for piece in pieces(parts, index):
+        with parts.state.tile(piece.bucket.index, piece.tile) as state:
+            local[piece.flat] = form.array(state, piece.tile.stop - piece.tile.start, key)[piece.inside]
+    return _whole(parts, index, local, _replicated(parts, index), root)
+
+
+def set_master(parts: Parts, index: int, read: Callable[[slice], torch.Tensor]) -> None:
+    """Make ``read(elements)``, fp32, this rank's part of the master and, rounded, of the weight. Then ``publish``."""
+    form = parts.state.form
+    for piece in pieces(parts, index):
+        whole = parts.store.load(piece.bucket)
+        weight = whole[piece.tile]
+        if form.dtype == torch.float32:
+            weight[piece.inside] = read(piece.flat)
+        else:
+            with parts.state.tile(piece.bucket.index, piece.tile, store=True) as state:
+                exact = form.master(weight, state).clone()
+                exact[piece.inside] = read(piece.flat)
+                form.set_master(weight, state, exact)
+        parts.store.save(piece.bucket, whole)
+
+
+def set_array(parts: Parts, index: int, key: str, read: Callable[[slice], torch.Tensor]) -> None:
+    """Make ``read(elements)``, fp32, this rank's part of a state array."""
+    form = parts.state.form
+    for piece in pieces(parts, index):
+        with parts.state.tile(piece.bucket.index, piece.tile, store=True) as state:
+            form.array(state, piece.tile.stop - piece.tile.start, key)[piece.inside] = read(piece.flat)
+
+
+def _shard_of_gradient(parts: Parts, index: int) -> Iterator[tuple[torch.Tensor, slice]]:
+    """This rank's elements in its gradient shard, and which of the parameter they are; whatever the stage."""
+    place = parts.geometry.places[index]
+    bucket = parts.geometry.buckets[place.bucket]
+    shard = bucket.shard(parts.comm.rank)
+    low, high = max(place.offset, shard.start), min(place.offset + place.count, shard.stop)
+    if low < high:
+        view = parts.reducer.shard_view(bucket)[low - shard.start : high - shard.start]
+        yield view, slice(low - place.offset, high - place.offset)
+
+
+def gradient(parts: Parts, index: int, scale: float) -> torch.Tensor | None:
+    """The averaged gradient times ``scale``, a copy; None before any backward pass of this step."""
+    if parts.reducer.reached == 0:
+        return None
+    parts.reducer.finish()
+    local = torch.zeros(parts.geometry.places[index].count)
+    for view, flat in _shard_of_gradient(parts, index):
+        torch.mul(view, scale, out=local[flat])
+    return _whole(parts, index, local, False, None)
+
+
+def set_gradient(parts: Parts, index: int, value: torch.Tensor) -> None:
+    """Replace this rank's part of the accumulated gradient by that of ``value`` (as the accumulators count it)."""
+    if parts.reducer.reached == 0:
+        raise RuntimeError(f"{parts.names[index]} has no gradient to set: call backward() first")
+    parts.reducer.finish()
+    flat_value = value.reshape(-1)
+    for view, flat in _shard_of_gradient(parts, index):
+        view.copy_(flat_value[flat])

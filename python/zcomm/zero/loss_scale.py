@@ -1,0 +1,66 @@
+"""Loss scale of fp16 training: static, or dynamic with DeepSpeed's rule.
+
+A scale that overflows is halved once hysteresis is used up, never below the minimum (training goes on there: nothing is
+raised); after ``window`` good steps since the last overflow it is doubled and hysteresis is whole again.
+Source: Micikevicius et al. (arXiv:1710.03740) section 3.2; numbers of DeepSpeed's "fp16" section.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """Dynamic: the first scale is 2**initial_power; window: good steps before it grows; hysteresis: overflows before it
+    shrinks; minimum: lowest scale."""
+
+    initial_power: int = 16
+    window: int = 1000
+    hysteresis: int = 2
+    minimum: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, low in (("initial_power", 0), ("window", 1), ("hysteresis", 1), ("minimum", 0)):
+            if not getattr(self, name) >= low:
+                raise ValueError(f"LossScale: {name}={getattr(self, name)} must be at least {low}")
+
+
+class LossScaler:
+    """The scale of one optimizer. rule: a LossScale, or a number that never changes."""
+
+    def __init__(self, rule: LossScale | float) -> None:
+        self._rule = rule if isinstance(rule, LossScale) else None
+        if not isinstance(rule, LossScale) and not rule > 0:
+            raise ValueError(f"loss_scale={rule} must be more than 0")
+        self.scale = 2.0**rule.initial_power if isinstance(rule, LossScale) else float(rule)
+        self._left = self._rule.hysteresis if self._rule else 1
+        self._good = 0  # steps since the last overflow
+
+    def update(self, overflow: bool) -> None:
+        """After each step, applied or skipped."""
+        rule = self._rule
+        if rule is None:
+            return
+        if overflow:
+            self._good = 0
+            if self._left > 1:
+                self._left -= 1
+            else:
+                self.scale = max(self.scale / 2.0, rule.minimum)
+            return
+        self._good += 1
+        if self._good % rule.window == 0:
+            self._left = rule.hysteresis
+            self.scale *= 2.0
+
+    def state(self) -> dict[str, Any]:
+        """Plain numbers, for a checkpoint."""
+        return {"scale": self.scale, "hysteresis_left": self._left, "good_steps": self._good}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """The inverse of ``state``; a static scale stays what it is."""
+        if self._rule is not None:
+            self.scale = float(state["scale"])
+            self._left, self._good = int(state["hysteresis_left"]), int(state["good_steps"])

@@ -1,0 +1,41 @@
+"""Which gradient is not finite: the first parameter, in the model's order, among all ranks' shards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from zcomm.zero.build import Parts
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """step: optimizer step, from 1, skipped ones included. parameter: its name."""
+
+    step: int
+    parameter: str
+
+
+def find(parts: Parts, step: int) -> NonFinite:
+    """Collective; some rank's shard must hold an infinity or NaN."""
+    first = torch.tensor([min(_bad(parts), default=len(parts.names))])
+    parts.comm.all_reduce(first, op="min", name="first non-finite gradient")
+    number = int(first)
+    return NonFinite(step, parts.names[number] if number < len(parts.names) else "none that is left")
+
+
+def _bad(parts: Parts) -> list[int]:
+    found = []
+    for bucket in parts.geometry.buckets:
+        shard, own = parts.reducer.shard_view(bucket), bucket.shard(parts.comm.rank)
+        if bool(torch.isfinite(shard).all()):
+            continue
+        for index in bucket.params:
+            place = parts.geometry.places[index]
+            low, high = max(place.offset, own.start), min(place.offset + place.count, own.stop)
+            if low < high and not bool(torch.isfinite(shard[low - own.start : high - own.start]).all()):
+                found.append(index)
+    return found

@@ -1,0 +1,168 @@
+"""Rules: one optimizer's arithmetic on the tiles of a shard. FusedRule runs the core's kernels; torch's classes that
+have none run through TorchRule (torch_rule.py).
+
+A rule is elementwise, so where a shard is cut changes no bits. It counts steps per param group (``group["step"]``).
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zcomm import _core
+from zcomm.optim import CPUSGD, CPUAdagrad, CPUAdam, CPULion
+from zcomm.optim.fused import FusedOptimizer
+from zcomm.zero.tile import TileForm, core_shard
+
+SWITCHES = {"foreach", "fused", "capturable", "differentiable"}  # of torch's classes: how they compute, not what
+
+
+class Rule(ABC):
+    """name: as in messages and checkpoints. arrays: the fp32 state of a tile. defaults: of a param group."""
+
+    name: str
+    arrays: tuple[str, ...]
+    defaults: dict[str, Any]
+    spans_tiles = False  # whether one step() may cover several tiles of a shard
+
+    @abstractmethod
+    def check(self, group: dict[str, Any]) -> None:
+        """Raises: ValueError naming a hyperparameter out of range, NotImplementedError for an option not available."""
+
+    @abstractmethod
+    def prepare(self, number: int, group: dict[str, Any], grad_scale: float) -> Any:
+        """What ``step`` needs of group ``number`` in this step; counts the step."""
+
+    @abstractmethod
+    def step(
+        self,
+        form: TileForm,
+        weight: torch.Tensor,
+        grad: torch.Tensor,
+        state: torch.Tensor,
+        begin: int,
+        end: int,
+        hyper: Any,
+    ) -> None:
+        """Update elements [begin, end) of a tile: ``weight`` and fp32 ``grad`` of its count, ``state`` flat uint8."""
+
+    def initial(self, group: dict[str, Any]) -> float:
+        """What the arrays hold before the first step."""
+        return 0.0
+
+    def progress(self) -> list[dict[str, Any]] | None:
+        """What a checkpoint keeps of the rule beside arrays and ``group["step"]``, per group; plain numbers."""
+        return None
+
+    def set_progress(self, progress: list[dict[str, Any]] | None) -> None:
+        """The inverse of ``progress``."""
+        assert not progress, f"{self.name} keeps nothing else"
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A name of a fused optimizer: its class, what the name fixes, and the kernel."""
+
+    twin: type[FusedOptimizer[Any]]
+    kernel: Callable[[_core.OptimShard, Any], None]
+    fixed: dict[str, Any]
+    defaults: dict[str, Any]
+
+
+KINDS = {
+    "adamw": _Kind(CPUAdam, _core.adam_step, {"adamw": True}, {"weight_decay": 1e-2}),  # torch.optim.AdamW's default
+    "adam": _Kind(CPUAdam, _core.adam_step, {"adamw": False}, {}),
+    "lion": _Kind(CPULion, _core.lion_step, {}, {}),
+    "sgd": _Kind(CPUSGD, _core.sgd_step, {}, {}),
+    "adagrad": _Kind(CPUAdagrad, _core.adagrad_step, {}, {}),
+}
+
+
+class FusedRule(Rule):
+    """One of the core's fused kernels; the class of zcomm.optim beside it says what its options mean.
+
+    args: options of all groups. Raises: ValueError for an unknown or impossible one, NotImplementedError.
+    """
+
+    def __init__(self, name: str, args: dict[str, Any]) -> None:
+        kind = KINDS[name]
+        known = [p for p in inspect.signature(kind.twin).parameters if p not in ("params", *kind.fixed)]
+        for key, value in args.items():
+            if key not in known:
+                raise ValueError(f"{key}={value!r}: {name} has no such argument; it has {', '.join(known)}")
+        self._twin = kind.twin([torch.zeros(1)], **{**kind.defaults, **args}, **kind.fixed)
+        self._kernel = kind.kernel
+        self.name = name
+        self.defaults = dict(self._twin.defaults)
+        self.check(self.defaults)
+        self.arrays = self._twin.ARRAYS if name != "sgd" or self.defaults["momentum"] != 0 else ()
+
+    def adopt(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The caller's groups without torch's switches; SGD keeps a buffer where one of them has momentum."""
+        adopted = []
+        for group in groups:
+            options = {key: value for key, value in group.items() if key not in SWITCHES}
+            self.check({**self.defaults, **options})
+            adopted.append(options)
+        if self.name == "sgd" and any(group.get("momentum", 0) != 0 for group in groups):
+            self.arrays = self._twin.ARRAYS
+        return adopted
+
+    @property
+    def spans_tiles(self) -> bool:  # type: ignore[override]
+        return True
+
+    def check(self, group: dict[str, Any]) -> None:
+        self._twin._check_group(group)
+        if group.get("state_dtype", torch.float32) != torch.float32:
+            raise NotImplementedError(
+                f"state_dtype={group['state_dtype']} is not available in ZeroOptimizer; leave it out (fp32)"
+            )
+
+    def initial(self, group: dict[str, Any]) -> float:
+        return self._twin._initial(group)
+
+    def prepare(self, number: int, group: dict[str, Any], grad_scale: float) -> Any:
+        group["step"] = group.get("step", 0) + 1
+        hyper = self._twin._hyper(group)
+        hyper.grad_scale = grad_scale
+        if self._twin.COUNTS:
+            hyper.step = group["step"]
+        if self.name == "sgd":
+            self._prepare_buffer(group, hyper)
+        return hyper
+
+    def _prepare_buffer(self, group: dict[str, Any], hyper: _core.SgdParams) -> None:
+        """torch's buffer begins as the gradient of the first step that has momentum."""
+        hyper.buffer = bool(self.arrays)
+        if hyper.momentum == 0:
+            return
+        if not self.arrays:
+            raise ValueError(
+                f"momentum={hyper.momentum}: it was 0 in all groups at construction, so there is no momentum buffer; "
+                "give a momentum above 0 there"
+            )
+        hyper.first = not group.get("buffered", False)
+        group["buffered"] = True
+
+    def step(
+        self,
+        form: TileForm,
+        weight: torch.Tensor,
+        grad: torch.Tensor,
+        state: torch.Tensor,
+        begin: int,
+        end: int,
+        hyper: Any,
+    ) -> None:
+        if form.dtype != torch.float16:
+            self._kernel(core_shard(weight, grad, state, begin, end), hyper)
+            return
+        master = form.master(weight, state)
+        self._kernel(core_shard(master, grad, state, begin, end), hyper)
+        weight[begin:end].copy_(master[begin:end])

@@ -1,0 +1,116 @@
+"""ZeroOptimizer's state as torch.optim has it: whole tensors, numbered through the param groups. Collective.
+
+``step`` and the optimizer's arrays by torch's names; with 16-bit weights ``master``, fp32, too, which makes the state
+complete without the model's. It loads into torch.optim's class of the same formula, and from it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zcomm.zero import access
+
+if TYPE_CHECKING:
+    from zcomm.zero.optimizer import ZeroOptimizer
+
+OWN = ("buffered",)  # entries of a group that are the rule's own
+
+
+def state_dict(optimizer: ZeroOptimizer) -> dict[str, Any]:
+    """A state dict with tensors of its own; every rank gets all of it."""
+    parts = optimizer._live
+    state: dict[int, dict[str, Any]] = {}
+    groups, number = [], 0
+    progress = optimizer.rule.progress()
+    for position, group in enumerate(optimizer.param_groups):
+        numbers = []
+        for param in group["params"]:
+            index = parts.index_of[id(param)]
+            entry: dict[str, Any] = {}
+            if group.get("step", 0):
+                entry["step"] = torch.tensor(float(group["step"]))
+                entry.update({key: access.array(parts, index, key) for key in parts.state.form.arrays})
+            if parts.state.form.dtype != torch.float32:
+                entry["master"] = access.master(parts, index)
+            if entry:
+                state[number] = entry
+            numbers.append(number)
+            number += 1
+        options = {key: value for key, value in group.items() if key not in ("params", "step")}
+        if progress is not None:
+            options["progress"] = progress[position]
+        groups.append({**options, "params": numbers})
+    return {"state": state, "param_groups": groups}
+
+
+def load_state_dict(optimizer: ZeroOptimizer, saved: dict[str, Any]) -> None:
+    """Take over options, step counts, arrays and masters. Raises: ValueError naming what does not fit, before anything
+    has changed."""
+    parts = optimizer._live
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    _check(optimizer, saved, numbers)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    with torch.no_grad():
+        parts.comm.barrier(name="nobody uses the old state")
+        for number, param in zip(numbers, params, strict=True):
+            _load_param(optimizer, parts.index_of[id(param)], saved["state"].get(number, {}))
+        parts.store.publish()
+    progress = []
+    for group, new in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        options = {key: value for key, value in new.items() if key not in ("params", "progress")}
+        progress.append(new.get("progress", {}))
+        group.update(options)
+        steps = [float(saved["state"].get(number, {}).get("step", 0)) for number in new["params"]]
+        first = saved["state"].get(new["params"][0], {}) if new["params"] else {}
+        group["step"] = int(max(steps, default=0)) or (1 if first.get("momentum_buffer") is not None else 0)
+        if first.get("momentum_buffer") is not None:
+            group["buffered"] = True
+    if optimizer.rule.progress() is not None:
+        optimizer.rule.set_progress(progress)
+
+
+def _load_param(optimizer: ZeroOptimizer, index: int, entry: dict[str, Any]) -> None:
+    parts = optimizer._live
+    for key in parts.state.form.arrays:
+        value = entry.get(key)
+        flat = None if value is None else value.detach().to(torch.float32).reshape(-1)
+        access.set_array(parts, index, key, lambda elements, f=flat: torch.zeros(()) if f is None else f[elements])  # type: ignore[misc]
+    if entry.get("master") is not None:
+        flat = entry["master"].to(torch.float32).reshape(-1)
+    elif entry.get("remainder") is not None:  # of zcomm.optim's classes: bits(master) = bits(weight) + remainder
+        weight = parts.store.full(index).reshape(-1)
+        if weight.dtype != torch.bfloat16:
+            raise ValueError(f"{parts.names[index]}: the state holds the remainder of bf16 weights, they are not bf16")
+        high = weight.view(torch.int16).to(torch.int32) << 16
+        flat = (high + entry["remainder"].reshape(-1).to(torch.int32)).view(torch.float32)
+    else:
+        return
+    access.set_master(parts, index, lambda elements: flat[elements])
+
+
+def _check(optimizer: ZeroOptimizer, saved: dict[str, Any], numbers: list[int]) -> None:
+    parts = optimizer._live
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    theirs = [len(group["params"]) for group in saved["param_groups"]]
+    if sizes != theirs:
+        raise ValueError(f"load_state_dict: it has groups of {theirs} parameters, this optimizer has {sizes}")
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for number, param in zip(numbers, params, strict=True):
+        index = parts.index_of[id(param)]
+        shape = parts.geometry.places[index].shape
+        entry = saved["state"].get(number, {})
+        for key, value in entry.items():
+            if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != shape:
+                raise ValueError(
+                    f"load_state_dict: {key} of {parts.names[index]} has shape {tuple(value.shape)}, not {tuple(shape)}"
+                )
+        missing = [key for key in parts.state.form.arrays if key not in entry]
+        if float(entry.get("step", 0)) > 0 and missing:
+            raise ValueError(
+                f"load_state_dict: {parts.names[index]} lacks {', '.join(missing)} of {optimizer.rule.name}; is it "
+                "the state of another optimizer?"
+            )
+    for group, new in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        optimizer.rule.check({**group, **{key: value for key, value in new.items() if key != "params"}})

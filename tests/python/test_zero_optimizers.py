@@ -1,0 +1,310 @@
+"""ZeroOptimizer with every optimizer: the same bits in every stage and tier, torch.optim's numbers, clear errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zcomm
+from zero_jobs import digest
+
+Run = Callable[..., list[Any]]
+STEPS = 6
+
+# name, options, distance that rounding explains: a sign turns a last bit of the gradient into a whole step
+OPTIMIZERS: dict[str, tuple[str, dict[str, Any], float]] = {
+    "adam": ("adam", {"lr": 1e-2, "weight_decay": 0.1}, 1e-4),
+    "adamw": ("adamw", {"lr": 1e-2, "betas": (0.8, 0.95)}, 1e-4),
+    "lion": ("lion", {"lr": 1e-3, "weight_decay": 0.1}, 1e-2),
+    "sgd": ("sgd", {"lr": 0.1, "weight_decay": 0.01}, 1e-5),
+    "momentum": ("sgd", {"lr": 0.1, "momentum": 0.9, "dampening": 0.3}, 1e-5),
+    "nesterov": ("sgd", {"lr": 0.1, "momentum": 0.9, "nesterov": True}, 1e-5),
+    "adagrad": ("adagrad", {"lr": 0.05, "lr_decay": 0.1, "initial_accumulator_value": 0.1}, 1e-5),
+    "rmsprop": ("rmsprop", {"lr": 1e-3, "momentum": 0.9, "centered": True}, 1e-2),
+    "nadam": ("nadam", {"lr": 1e-2}, 1e-4),
+    "asgd": ("asgd", {"lr": 0.05}, 1e-5),
+    "rprop": ("rprop", {"lr": 1e-3}, 2e-2),
+}
+
+
+class Lion64(torch.optim.Optimizer):
+    """Algorithm 2 of arXiv:2302.06675, which torch has not."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                m = self.state[p].setdefault("m", torch.zeros_like(p))
+                update = (0.9 * m + 0.1 * p.grad).sign() + group["weight_decay"] * p
+                p -= group["lr"] * update
+                m.mul_(0.99).add_(p.grad, alpha=0.01)
+
+
+TORCH: dict[str, Any] = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "lion": Lion64,
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop,
+    "nadam": torch.optim.NAdam,
+    "asgd": torch.optim.ASGD,
+    "rprop": torch.optim.Rprop,
+}
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(24, 50), nn.Tanh(), nn.Linear(50, 70), nn.Tanh(), nn.Linear(70, 5))
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Biases learn half as fast."""
+    params = list(model.parameters())
+    return [{"params": [p for p in params if p.ndim > 1]}, {"params": [p for p in params if p.ndim == 1], "lr": 5e-3}]
+
+
+def data(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(6, 24, generator=generator), torch.randn(6, 5, generator=generator)
+
+
+def small_tiles() -> None:
+    """Enough tiles for the ring of windows to turn."""
+    import zcomm.zero.build
+    import zcomm.zero.tile
+
+    zcomm.zero.tile.TILE_COUNT = zcomm.zero.build.TILE_COUNT = 192  # type: ignore[attr-defined]
+
+
+PLACES: list[tuple[int, Any, float]] = [
+    (0, None, 25.0),
+    (1, ("cpu", None, 0.5), 0.01),
+    (2, ("nvme", None, 0.6), 25.0),
+    (2, "nvme", 0.01),
+    (3, "nvme", 25.0),
+]
+
+
+def train(kind: str, precision: str, place: tuple[int, Any, float], folder: str) -> dict[str, torch.Tensor]:
+    comm = zcomm.init(timeout=60)
+    name, options, _ = OPTIMIZERS[kind]
+    model = network()
+    stage, offload, bucket_mb = place
+    optimizer: Any = name
+    wanted: Any = model
+    if TORCH[name] is not Lion64:
+        optimizer, options = TORCH[name](groups(model), **options), {}
+    offload = zcomm.Offload(*offload) if isinstance(offload, tuple) else offload
+    opt = zcomm.ZeroOptimizer(
+        wanted,
+        optimizer,
+        stage=stage,
+        offload=offload,
+        bucket_mb=bucket_mb,
+        nvme_path=folder,
+        precision=precision,
+        clip_norm=0.5,
+        **options,
+    )
+    for step in range(STEPS):
+        x, y = data(step, comm.rank)
+        opt.backward(nn.functional.mse_loss(model(x.to(opt.precision.dtype)).float(), y))
+        opt.step()
+        opt.zero_grad()
+    weights = opt.full_state_dict()
+    opt.close()
+    return weights
+
+
+def reference(kind: str, world_size: int) -> dict[str, torch.Tensor]:
+    """torch's class in float64 on the whole batch."""
+    name, options, _ = OPTIMIZERS[kind]
+    model = network().double()
+    params = model.parameters() if name == "lion" else groups(model)
+    opt = Lion64(params, options) if name == "lion" else TORCH[name](params, **options)
+    for step in range(STEPS):
+        for rank in range(world_size):
+            x, y = data(step, rank)
+            (nn.functional.mse_loss(model(x.double()), y.double()) / world_size).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        opt.step()
+        opt.zero_grad()
+    return {name: value.detach() for name, value in model.named_parameters()}
+
+
+def run_all(kinds: list[str], folder: str) -> list[tuple[str, float, dict[Any, str]]]:
+    """Per optimizer: distance from torch's in float64; per place: a hash of the weights' bits."""
+    small_tiles()
+    results = []
+    for kind in kinds:
+        weights = train(kind, "fp32", PLACES[0], folder)
+        exact = reference(kind, zcomm.world_size())
+        distance = max(float((weights[n].double() - exact[n]).norm() / exact[n].norm()) for n in exact)
+        hashes = {}
+        for precision in ("fp32", "bf16", "fp16"):
+            for place in PLACES:
+                hashes[precision, place] = digest(train(kind, precision, place, folder))
+        results.append((kind, distance, hashes))
+    return results
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_same_bits_everywhere_and_the_numbers_of_torch(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
+    kinds = list(OPTIMIZERS) if world_size == 2 else ["lion", "nesterov", "adagrad", "nadam"]
+    for results in run_ranks(run_all, world_size, kinds, str(tmp_path)):
+        for kind, distance, hashes in results:
+            assert distance < OPTIMIZERS[kind][2], f"{kind}: {distance} from torch.optim in float64"
+            for (precision, place), value in hashes.items():
+                assert value == hashes[precision, PLACES[0]], f"{kind}, {precision}: weights of {place}"
+        assert len({hashes["fp32", PLACES[0]] for _, _, hashes in results}) == len(results)
+
+
+# --- memory ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "arrays"), [("adamw", 2), ("lion", 1), ("sgd", 0), ("momentum", 1), ("adagrad", 1), ("rmsprop", 3)]
+)
+def test_memory_follows_the_optimizers_arrays(tmp_path: Path, kind: str, arrays: int) -> None:
+    name, options, _ = OPTIMIZERS[kind]
+    for precision, low in (("fp32", 0), ("bf16", 2), ("fp16", 4)):
+        model = network()
+        opt = zcomm.ZeroOptimizer(
+            model, name, stage=2, offload="nvme", nvme_path=str(tmp_path), precision=precision, **options
+        )
+        numel = opt._live.geometry.count
+        formula = zcomm.zero.memory_formula(numel, 1, 2, precision, "nvme", state_arrays=arrays)
+        assert formula["nvme"]["optimizer"] == numel * (4 * arrays + low)
+        assert opt.memory()["nvme"]["optimizer"] == formula["nvme"]["optimizer"]
+        opt.backward(model(torch.ones(1, 24, dtype=opt.precision.dtype)).float().sum())
+        opt.step()
+        opt.close()
+    zcomm.shutdown()
+
+
+# --- which optimizer ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", ["class", "instance", "name"])
+def test_a_class_an_instance_or_a_name(given: str) -> None:
+    model = network()
+    options = {"lr": 0.25, "momentum": 0.5}
+    optimizer: Any = {"class": torch.optim.SGD, "instance": torch.optim.SGD(model.parameters(), **options)}.get(
+        given, "sgd"
+    )
+    opt = zcomm.ZeroOptimizer(model, optimizer, stage=1, **({} if given == "instance" else options))
+    assert opt.param_groups[0]["lr"] == 0.25 and opt.param_groups[0]["momentum"] == 0.5
+    assert opt.defaults["dampening"] == 0
+    opt.close()
+    zcomm.shutdown()
+
+
+def test_fused_classes_are_taken_as_they_are() -> None:
+    model = network()
+    given = zcomm.optim.CPUAdam(model.parameters(), lr=0.5, adamw=False, weight_decay=0.25)
+    opt = zcomm.ZeroOptimizer(model, given, stage=1)
+    group = opt.param_groups[0]
+    assert (group["lr"], group["weight_decay"], group["decoupled_weight_decay"]) == (0.5, 0.25, False)
+    opt.close()
+    zcomm.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "arguments", "kind", "message"),
+    [
+        (torch.optim.LBFGS, {}, ValueError, "torch.optim.lbfgs.LBFGS.* is not available: it is not known to update"),
+        ("muon", {}, ValueError, "optimizer='muon' is not available"),
+        ("sgd", {"betas": (0.9, 0.9)}, ValueError, "sgd has no such argument"),
+        ("rmsprop", {"betas": (0.9, 0.9)}, ValueError, "rmsprop: .*betas"),
+        ("lion", {"betas": (0.9, 1.0)}, ValueError, "betas"),
+        ("sgd", {"nesterov": True}, ValueError, "nesterov=True needs momentum"),
+        ("adam", {"amsgrad": True}, NotImplementedError, "amsgrad"),
+        ("adam", {"state_dtype": torch.bfloat16}, NotImplementedError, "state_dtype"),
+    ],
+)
+def test_what_is_not_available_is_said(
+    optimizer: Any, arguments: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        zcomm.ZeroOptimizer(network(), optimizer, **arguments)
+
+
+def test_groups_of_an_instance_are_checked() -> None:
+    model = network()
+    given = torch.optim.Adam([{"params": model.parameters(), "amsgrad": True}])
+    with pytest.raises(NotImplementedError, match="amsgrad"):
+        zcomm.ZeroOptimizer(model, given)
+
+
+def test_an_optimizer_that_has_taken_steps_is_refused() -> None:
+    model = network()
+    given = torch.optim.Adagrad(model.parameters())  # has state from the start
+    zcomm.ZeroOptimizer(model, given, stage=1).close()
+    model(torch.ones(1, 24)).sum().backward()
+    given.step()
+    with pytest.raises(ValueError, match="has taken steps"):
+        zcomm.ZeroOptimizer(model, given)
+    zcomm.shutdown()
+
+
+def test_momentum_needs_a_buffer_from_the_start() -> None:
+    model = network()
+    opt = zcomm.ZeroOptimizer(model, "sgd", stage=1, lr=0.1)
+    opt.param_groups[0]["momentum"] = 0.9
+    model(torch.ones(1, 24)).sum().backward()
+    with pytest.raises(ValueError, match=r"momentum=0\.9: it was 0"):
+        opt.step()
+    opt.close()
+    zcomm.shutdown()
+
+
+def test_groups_cannot_be_added_later() -> None:
+    opt = zcomm.ZeroOptimizer(network(), stage=1)
+    with pytest.raises(NotImplementedError, match="add_param_group"):
+        opt.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    opt.close()
+    zcomm.shutdown()
+
+
+# --- the direction of sweeps ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_sweeps_alternate_and_begin_with_what_is_still_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fraction: float
+) -> None:
+    small_tiles_of(monkeypatch)
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))
+    opt = zcomm.ZeroOptimizer(model, stage=2, offload=zcomm.Offload("nvme", None, fraction), nvme_path=str(tmp_path))
+    state: Any = opt._live.state
+    seen: list[int] = []
+    step_tile = state._step_tile
+    monkeypatch.setattr(state, "_step_tile", lambda s, w, part: (seen.append(part.start), step_tile(s, w, part)))
+    moved = []
+    for _ in range(4):
+        model(torch.ones(1, 64)).sum().backward()
+        before = opt.stats()["swap_read_nbytes"]
+        opt.step()
+        opt.zero_grad()
+        moved.append(opt.stats()["swap_read_nbytes"] - before)
+    tiles = [begin for _, begin, _ in state._tiles]
+    assert len(tiles) == 22 and seen == 2 * (tiles[::-1] + tiles)
+    swapped = [(bucket, begin, count) for bucket, begin, count in state._swapped]
+    sizes = [8 * count for _, _, count in swapped]
+    assert moved == 2 * [sum(sizes[:-6]), sum(sizes[6:])], "six windows still hold what the last sweep wrote"
+    opt.close()
+    zcomm.shutdown()
+
+
+def small_tiles_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    import zcomm.zero.build
+    import zcomm.zero.tile
+
+    monkeypatch.setattr(zcomm.zero.tile, "TILE_COUNT", 192)
+    monkeypatch.setattr(zcomm.zero.build, "TILE_COUNT", 192)
