@@ -1,8 +1,8 @@
 """Learning-rate schedules with DeepSpeed's numbers, as torch LRSchedulers.
 
 Counting rule: building the schedule sets the first learning rate; each ``step()`` (once per optimizer step) sets the
-next. DeepSpeed counts its first ``step()`` as iteration 0, so the first two optimizer steps run at the minimum.
-Needs torch alone. Source: DeepSpeed's documentation of schedulers (WarmupLR).
+next. DeepSpeed counts its first ``step()`` as iteration 0, so the first two optimizer steps of a warm-up run at the
+minimum. Needs torch alone. Source: DeepSpeed's documentation of schedulers; Smith (arXiv:1803.09820) for the last two.
 """
 
 from __future__ import annotations
@@ -33,10 +33,8 @@ class WarmupLR(LRScheduler):
         warmup_type: str = "log",
         last_epoch: int = -1,
     ) -> None:
-        if warmup_type not in ("log", "linear"):
-            raise ValueError(f'warmup_type must be "log" or "linear", got {warmup_type!r}')
-        if isinstance(warmup_num_steps, bool) or not isinstance(warmup_num_steps, int) or warmup_num_steps < 1:
-            raise ValueError(f"warmup_num_steps must be a whole number >= 1, got {warmup_num_steps!r}")
+        _check_type(warmup_type)
+        _at_least_1("warmup_num_steps", warmup_num_steps)
         if warmup_max_lr is None:
             warmup_max_lr = float(optimizer.param_groups[0]["lr"])
         count = len(optimizer.param_groups)
@@ -54,11 +52,186 @@ class WarmupLR(LRScheduler):
     def _gamma(self, iteration: int) -> float:
         if iteration >= self.warmup_num_steps:
             return 1.0
-        if iteration <= 0:
+        return _warm_up(iteration, self.warmup_num_steps, self.warmup_type)
+
+
+class WarmupDecayLR(WarmupLR):
+    """As WarmupLR, but after the warm-up a line from the maximum down to 0 at iteration ``total_num_steps``.
+
+    Raises: ValueError as WarmupLR, and for a total_num_steps below 1.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_num_steps: int,
+        warmup_min_lr: float | Sequence[float] = 0.0,
+        warmup_max_lr: float | Sequence[float] | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_epoch: int = -1,
+    ) -> None:
+        self.total_num_steps = _at_least_1("total_num_steps", total_num_steps)
+        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_epoch)
+
+    def _gamma(self, iteration: int) -> float:
+        if iteration < self.warmup_num_steps:
+            return super()._gamma(iteration)
+        return max(0.0, (self.total_num_steps - iteration) / max(1.0, self.total_num_steps - self.warmup_num_steps))
+
+
+class WarmupCosineLR(LRScheduler):
+    """Each group's own learning rate times a ratio: a warm-up from ``warmup_min_ratio`` to 1, then half a cosine to
+    ``cos_min_ratio`` at iteration ``total_num_steps`` - 1.
+
+    Raises: ValueError for another warmup_type, or a count below 1.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = "log",
+        last_epoch: int = -1,
+    ) -> None:
+        _check_type(warmup_type)
+        self.total_num_steps = _at_least_1("total_num_steps", total_num_steps)
+        self.warmup_num_steps = max(2, _at_least_1("warmup_num_steps", warmup_num_steps))
+        self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
+        self.warmup_type = warmup_type
+        super().__init__(optimizer, last_epoch)
+
+    def get_lr(self) -> list[float | Tensor]:
+        """The learning rate of each group at the current count of steps."""
+        ratio = self._ratio(self.last_epoch - 1)
+        return [base * ratio for base in self.base_lrs]
+
+    def _ratio(self, iteration: int) -> float:
+        if iteration < 0:
             return 0.0
-        if self.warmup_type == "log":
-            return (1.0 / math.log(self.warmup_num_steps)) * math.log(iteration + 1)
-        return iteration / self.warmup_num_steps
+        if iteration < self.warmup_num_steps:
+            warm = _warm_up(iteration, self.warmup_num_steps, self.warmup_type)
+            return self.warmup_min_ratio + warm * (1.0 - self.warmup_min_ratio)
+        done = (iteration - self.warmup_num_steps + 1) / max(1, self.total_num_steps - self.warmup_num_steps)
+        cosine = (1.0 + math.cos(math.pi * done)) / 2.0
+        return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * cosine)
+
+
+class LRRangeTest(LRScheduler):
+    """After k steps lr = min * (1 + rate * k / size), or with whole stairs of ``size`` steps: to find the largest rate
+    that trains.
+
+    lr_range_test_min_lr: one number, or one per parameter group. Raises: ValueError for a step_size below 1.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        lr_range_test_min_lr: float | Sequence[float] = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_epoch: int = -1,
+    ) -> None:
+        self.min_lrs = _per_group(lr_range_test_min_lr, len(optimizer.param_groups), "lr_range_test_min_lr")
+        self.step_size = _at_least_1("lr_range_test_step_size", lr_range_test_step_size)
+        self.step_rate, self.staircase = lr_range_test_step_rate, lr_range_test_staircase
+        super().__init__(optimizer, last_epoch)
+
+    def get_lr(self) -> list[float | Tensor]:
+        """The learning rate of each group at the current count of steps."""
+        interval = self.last_epoch / self.step_size
+        increase = 1.0 + self.step_rate * (math.floor(interval) if self.staircase else interval)
+        return [low * increase for low in self.min_lrs]
+
+
+class OneCycle(LRScheduler):
+    """One cycle of the learning rate from ``cycle_min_lr`` up to ``cycle_max_lr`` and back, then the
+    minimum / (1 + rate * d / size), d steps later; Adam's first beta goes the other way, and its second is 0.99.
+
+    cycle_first_step_size, cycle_second_step_size: steps up and down (down: as up where None).
+    decay_step_size: steps of one decay interval; 0 = no decay. cycle_momentum: False leaves betas alone, and so does an
+    optimizer without them.
+    Raises: ValueError for a count below 1.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        cycle_min_lr: float,
+        cycle_max_lr: float,
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: int = 2000,
+        cycle_second_step_size: int | None = None,
+        decay_step_size: int = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: float = 0.8,
+        cycle_max_mom: float = 0.9,
+        decay_mom_rate: float = 0.0,
+        last_epoch: int = -1,
+    ) -> None:
+        up = _at_least_1("cycle_first_step_size", cycle_first_step_size)
+        down = up if cycle_second_step_size is None else _at_least_1("cycle_second_step_size", cycle_second_step_size)
+        self.cycle_min_lr, self.cycle_max_lr, self.decay_lr_rate = cycle_min_lr, cycle_max_lr, decay_lr_rate
+        self.total_size, self.step_ratio = up + down, up / (up + down)
+        self.decay_step_size = decay_step_size
+        self.cycle_momentum = cycle_momentum and "betas" in optimizer.defaults
+        self.cycle_min_mom, self.cycle_max_mom, self.decay_mom_rate = cycle_min_mom, cycle_max_mom, decay_mom_rate
+        super().__init__(optimizer, last_epoch)
+
+    def _height(self) -> float:
+        """0 at the ends of the cycle, 1 at its top."""
+        x = self.last_epoch / self.total_size % 1.0
+        return x / self.step_ratio if x <= self.step_ratio else (x - 1.0) / (self.step_ratio - 1.0)
+
+    def _decay(self, rate: float) -> float:
+        intervals = (self.last_epoch - self.total_size) / self.decay_step_size if self.decay_step_size else 0.0
+        return 1.0 + rate * intervals
+
+    def get_lr(self) -> list[float | Tensor]:
+        """The learning rate of each group at the current count of steps."""
+        if self.last_epoch <= self.total_size:
+            rate = self.cycle_min_lr + (self.cycle_max_lr - self.cycle_min_lr) * self._height()
+        else:
+            rate = self.cycle_min_lr / self._decay(self.decay_lr_rate)
+        return [rate] * len(self.optimizer.param_groups)
+
+    def _momentum(self) -> float:
+        if self.last_epoch == 0:
+            return self.cycle_min_mom
+        if self.last_epoch <= self.total_size:
+            return self.cycle_max_mom - (self.cycle_max_mom - self.cycle_min_mom) * self._height()
+        return self.cycle_max_mom * self._decay(self.decay_mom_rate)
+
+    def step(self, epoch: int | None = None) -> None:
+        """Set the next learning rate and betas."""
+        super().step(epoch)
+        if self.cycle_momentum:
+            for group in self.optimizer.param_groups:
+                group["betas"] = (self._momentum(), 0.99)
+
+
+def _warm_up(iteration: int, steps: int, kind: str) -> float:
+    """From 0 towards 1 in ``steps`` (at least 2) iterations."""
+    if iteration <= 0:
+        return 0.0
+    if kind == "log":
+        return (1.0 / math.log(steps)) * math.log(iteration + 1)
+    return iteration / steps
+
+
+def _check_type(warmup_type: str) -> None:
+    if warmup_type not in ("log", "linear"):
+        raise ValueError(f'warmup_type must be "log" or "linear", got {warmup_type!r}')
+
+
+def _at_least_1(name: str, count: int) -> int:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"{name} must be a whole number >= 1, got {count!r}")
+    return count
 
 
 def _per_group(value: float | Sequence[float], count: int, name: str) -> list[float]:

@@ -76,6 +76,8 @@ def _values(described: Key, annotation: Any) -> str:
         return ", ".join(str(choice) for choice in described.choices)
     parts = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
     plain = next(part for part in parts if part is not types.NoneType)
+    if tuple[str, ...] in parts:
+        return "string, or list of strings"
     names = {bool: "true, false", int: "whole number", float: "number", str: "string"}
     kind = names.get(plain, "two numbers")
     if described.check is not None and plain in (int, float):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from zcomm.config.keys import REQUIRED, Key, Status, key_of
-from zcomm.config.schema import HINTS, Config
+from zcomm.config.schema import HINTS, NEEDED, OPTIMIZER_PARAMS, SCHEDULER_PARAMS, Config
 
 Source = Mapping[str, Any] | str | os.PathLike[str]
 
@@ -162,6 +162,12 @@ class _Reader:
 
     def contradictions(self, config: Config) -> None:
         """What no single key can tell."""
+        if config.fp16.enabled and config.bf16.enabled:
+            raise ValueError(f'{self.source}: "fp16.enabled" and "bf16.enabled" are both true; give one of them')
+        if config.optimizer is not None:
+            self._params("optimizer", config.optimizer, OPTIMIZER_PARAMS[config.optimizer.type])
+        if config.scheduler is not None:
+            self._params("scheduler", config.scheduler, SCHEDULER_PARAMS[config.scheduler.type])
         zero = config.zero_optimization
         for name, tier in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
             if tier.device == "nvme" and tier.nvme_path is None:
@@ -176,12 +182,30 @@ class _Reader:
             )
         paths = (zero.offload_optimizer.nvme_path, zero.offload_param.nvme_path)
         both_swap = zero.offload_optimizer.device == zero.offload_param.device == "nvme"
-        if both_swap and Path(str(paths[0])) != Path(str(paths[1])):
+        if both_swap and _places(paths[0]) != _places(paths[1]):
             raise ValueError(
                 f'{self.source}: "zero_optimization.offload_optimizer.nvme_path": "{paths[0]}" and '
                 f'"zero_optimization.offload_param.nvme_path": "{paths[1]}" differ; one rank swaps to one directory'
             )
 
+    def _params(self, name: str, section: Any, known: tuple[str, ...]) -> None:
+        """Params of another optimizer or schedule than the one chosen, and needed ones that are not there."""
+        for field in dataclasses.fields(section.params):
+            value = getattr(section.params, field.name)
+            path = f"{name}.params.{field.name}"
+            if field.name not in known and value != field.default:
+                raise ValueError(
+                    f'{self.source}: "{path}": {section.type} has no such param; it has {", ".join(known)}'
+                )
+            if field.name in known and field.name in NEEDED and value is None:
+                raise ValueError(f'{self.source}: "{name}.type": "{section.type}" needs "{path}"')
+
+
+def _places(paths: str | tuple[str, ...] | None) -> list[Path]:
+    return [Path(path) for path in ([paths] if isinstance(paths, str) else paths or ())]
+
+
+_PATHS = (str, tuple[str, ...])  # one, or several
 
 _TYPE_WORDS: dict[Any, str] = {
     bool: "true or false",
@@ -189,13 +213,14 @@ _TYPE_WORDS: dict[Any, str] = {
     float: "a number",
     str: "a string",
     tuple[float, float]: "a list of two numbers",
+    _PATHS: "a string or a list of strings",
 }
 
 
 def _split_optional(annotation: Any) -> tuple[Any, bool]:
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        (plain,) = (part for part in typing.get_args(annotation) if part is not types.NoneType)
-        return plain, True
+        parts = tuple(part for part in typing.get_args(annotation) if part is not types.NoneType)
+        return parts[0] if len(parts) == 1 else parts, True
     return annotation, False
 
 
@@ -208,7 +233,9 @@ def _as_type(raw: Any, wanted: Any) -> Any:
         return int(raw) if number and raw == raw and abs(raw) != float("inf") and raw == int(raw) else None
     if wanted is float:
         return float(raw) if number else None
-    if wanted is str:
+    if wanted == _PATHS and isinstance(raw, (list, tuple)):
+        return tuple(map(os.fspath, raw)) if all(isinstance(item, (str, os.PathLike)) for item in raw) else None
+    if wanted in (str, _PATHS):
         return os.fspath(raw) if isinstance(raw, (str, os.PathLike)) else None
     pair = isinstance(raw, (list, tuple)) and len(raw) == 2
     numbers = [_as_type(item, float) for item in raw] if pair else [None]

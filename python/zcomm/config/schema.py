@@ -25,7 +25,6 @@ from zcomm.config.keys import (
 
 _NO_EFFECT = Status.NO_EFFECT
 _REFUSED = Status.REFUSED
-_FP16_OFF = "fp16 is refused, so its settings are never used"
 _SWAP_OWN = "the swap file sizes its own buffers and I/O depth"
 _PINNED = "staging slots come from one arena that is page-locked wherever CUDA is there"
 _UNITS = "stage 3 gathers and frees whole units (modules), one unit ahead"
@@ -35,23 +34,12 @@ _UNITS = "stage 3 gathers and frees whole units (modules), one unit ahead"
 class Fp16:
     """Section ``fp16``."""
 
-    enabled: bool = key(
-        False,
-        "train in fp16 with loss scaling",
-        status=_REFUSED,
-        reason='fp16 with loss scaling is not built; use "bf16": {"enabled": true}, or fp32 (leave both out)',
-    )
-    loss_scale: float = key(0.0, "fixed loss scale; 0 = dynamic", status=_NO_EFFECT, reason=_FP16_OFF, check=AT_LEAST_0)
-    initial_scale_power: int = key(
-        16, "first dynamic scale is 2^this", status=_NO_EFFECT, reason=_FP16_OFF, check=AT_LEAST_0
-    )
-    loss_scale_window: int = key(
-        1000, "good steps before the scale grows", status=_NO_EFFECT, reason=_FP16_OFF, check=AT_LEAST_1
-    )
-    hysteresis: int = key(
-        2, "overflows before the scale shrinks", status=_NO_EFFECT, reason=_FP16_OFF, check=AT_LEAST_1
-    )
-    min_loss_scale: float = key(1.0, "lowest dynamic scale", status=_NO_EFFECT, reason=_FP16_OFF, check=AT_LEAST_0)
+    enabled: bool = key(False, "fp16 weights and gradients with an fp32 master and a loss scale")
+    loss_scale: float = key(0.0, "fixed loss scale; 0 = dynamic", check=AT_LEAST_0)
+    initial_scale_power: int = key(16, "first dynamic scale is 2^this", check=AT_LEAST_0)
+    loss_scale_window: int = key(1000, "good steps before the scale grows", check=AT_LEAST_1)
+    hysteresis: int = key(2, "overflows before the scale shrinks", check=AT_LEAST_1)
+    min_loss_scale: float = key(1.0, "lowest dynamic scale; training goes on there", check=AT_LEAST_0)
 
 
 @dataclass(frozen=True)
@@ -65,12 +53,24 @@ class Bf16:
 class OptimizerParams:
     """Section ``optimizer.params``."""
 
-    lr: float = key(1e-3, "learning rate", check=AT_LEAST_0)
-    betas: tuple[float, float] = key((0.9, 0.999), "decay of the two moments", check=BETAS)
-    eps: float = key(1e-8, "added to the root of the second moment", check=AT_LEAST_0)
+    lr: float | None = key(
+        None, "learning rate", check=AT_LEAST_0, shown_default="`0.001`; Lion `0.0001`, Adagrad `0.01`"
+    )
+    betas: tuple[float, float] | None = key(
+        None,
+        "decay of the two moments (Adam, AdamW, Lion)",
+        check=BETAS,
+        shown_default="`[0.9, 0.999]`; Lion `[0.9, 0.99]`",
+    )
+    eps: float | None = key(
+        None,
+        "added to the root (Adam, AdamW, Adagrad)",
+        check=AT_LEAST_0,
+        shown_default="`1e-08`; Adagrad `1e-10`",
+    )
     weight_decay: float | None = key(
         None,
-        "decoupled (AdamW) or L2 (Adam) decay",
+        "decoupled (AdamW, Lion) or L2 (Adam, SGD, Adagrad) decay",
         check=AT_LEAST_0,
         shown_default="`0.0`; with torch_adam what torch's class has (AdamW 0.01)",
     )
@@ -81,19 +81,34 @@ class OptimizerParams:
         False,
         "true = the defaults of torch's own class; the update is the same fused kernel, of the same formula",
     )
+    momentum: float = key(0.0, "of SGD", check=AT_LEAST_0)
+    dampening: float = key(0.0, "of SGD's momentum", check=AT_LEAST_0)
+    nesterov: bool = key(False, "SGD looks ahead")
+    lr_decay: float = key(0.0, "of Adagrad", check=AT_LEAST_0)
+    initial_accumulator_value: float = key(0.0, "of Adagrad's sum of squares", check=AT_LEAST_0)
+
+
+_COMMON = ("lr", "weight_decay")
+OPTIMIZER_PARAMS = {
+    "Adam": (*_COMMON, "betas", "eps", "adam_w_mode", "torch_adam"),
+    "AdamW": (*_COMMON, "betas", "eps", "adam_w_mode", "torch_adam"),
+    "Lion": (*_COMMON, "betas"),
+    "SGD": (*_COMMON, "momentum", "dampening", "nesterov"),
+    "Adagrad": (*_COMMON, "eps", "lr_decay", "initial_accumulator_value"),
+}
 
 
 @dataclass(frozen=True)
 class Optimizer:
     """Section ``optimizer``."""
 
-    type: str = key(REQUIRED, "which optimizer (letter case does not matter)", choices=("Adam", "AdamW"))
+    type: str = key(REQUIRED, "which optimizer (letter case does not matter)", choices=tuple(OPTIMIZER_PARAMS))
     params: OptimizerParams = section(OptimizerParams, "its arguments")
 
 
 @dataclass(frozen=True)
 class SchedulerParams:
-    """Section ``scheduler.params``."""
+    """Section ``scheduler.params``; which of them a schedule has is in SCHEDULER_PARAMS."""
 
     warmup_min_lr: float = key(0.0, "learning rate at the start", check=AT_LEAST_0)
     warmup_max_lr: float | None = key(
@@ -104,13 +119,63 @@ class SchedulerParams:
     )
     warmup_num_steps: int = key(1000, "optimizer steps of warm-up (1 counts as 2)", check=AT_LEAST_1)
     warmup_type: str = key("log", "shape of the warm-up", choices=("log", "linear"))
+    total_num_steps: int | None = key(
+        None,
+        "steps until the rate has decayed",
+        check=AT_LEAST_1,
+        shown_default="(WarmupDecayLR, WarmupCosineLR need it)",
+    )
+    warmup_min_ratio: float = key(0.0, "of the group's lr, at the start", check=AT_LEAST_0)
+    cos_min_ratio: float = key(0.0001, "of the group's lr, at the end", check=AT_LEAST_0)
+    lr_range_test_min_lr: float = key(1e-3, "learning rate at the start", check=AT_LEAST_0)
+    lr_range_test_step_size: int = key(2000, "steps in which the rate grows by step_rate", check=AT_LEAST_1)
+    lr_range_test_step_rate: float = key(1.0, "growth, as a part of the first rate", check=AT_LEAST_0)
+    lr_range_test_staircase: bool = key(False, "grow in stairs")
+    cycle_min_lr: float | None = key(
+        None, "learning rate at the ends of the cycle", check=AT_LEAST_0, shown_default="(OneCycle needs it)"
+    )
+    cycle_max_lr: float | None = key(
+        None, "learning rate at its top", check=AT_LEAST_0, shown_default="(OneCycle needs it)"
+    )
+    decay_lr_rate: float = key(0.0, "after the cycle: lr = min / (1 + this x intervals)", check=AT_LEAST_0)
+    cycle_first_step_size: int = key(2000, "steps up", check=AT_LEAST_1)
+    cycle_second_step_size: int | None = key(
+        None, "steps down", check=AT_LEAST_1, shown_default="cycle_first_step_size"
+    )
+    decay_step_size: int = key(0, "steps of a decay interval; 0 = no decay", check=AT_LEAST_0)
+    cycle_momentum: bool = key(True, "the first beta goes the other way; the second becomes 0.99")
+    cycle_min_mom: float = key(0.8, "first beta at the top", check=AT_LEAST_0)
+    cycle_max_mom: float = key(0.9, "first beta at the ends", check=AT_LEAST_0)
+    decay_mom_rate: float = key(0.0, "after the cycle: beta = max x (1 + this x intervals)", check=AT_LEAST_0)
+
+
+_WARMUP = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type")
+SCHEDULER_PARAMS = {
+    "WarmupLR": _WARMUP,
+    "WarmupDecayLR": ("total_num_steps", *_WARMUP),
+    "WarmupCosineLR": ("total_num_steps", "warmup_min_ratio", "warmup_num_steps", "cos_min_ratio", "warmup_type"),
+    "LRRangeTest": tuple(f"lr_range_test_{name}" for name in ("min_lr", "step_size", "step_rate", "staircase")),
+    "OneCycle": (
+        "cycle_min_lr",
+        "cycle_max_lr",
+        "decay_lr_rate",
+        "cycle_first_step_size",
+        "cycle_second_step_size",
+        "decay_step_size",
+        "cycle_momentum",
+        "cycle_min_mom",
+        "cycle_max_mom",
+        "decay_mom_rate",
+    ),
+}
+NEEDED = ("total_num_steps", "cycle_min_lr", "cycle_max_lr")
 
 
 @dataclass(frozen=True)
 class Scheduler:
     """Section ``scheduler``."""
 
-    type: str = key(REQUIRED, "which schedule", choices=("WarmupLR",))
+    type: str = key(REQUIRED, "which schedule", choices=tuple(SCHEDULER_PARAMS))
     params: SchedulerParams = section(SchedulerParams, "its arguments")
 
 
@@ -119,7 +184,9 @@ class OffloadOptimizer:
     """Section ``zero_optimization.offload_optimizer``."""
 
     device: str = key("none", "where optimizer state lives between steps", choices=("none", "cpu", "nvme"))
-    nvme_path: str | None = key(None, "swap directory; needed with device nvme, unused otherwise", check=NOT_EMPTY)
+    nvme_path: str | tuple[str, ...] | None = key(
+        None, "swap directory, or a list with one per drive; needed with device nvme, unused otherwise", check=NOT_EMPTY
+    )
     ratio: float = key(
         1.0,
         "share of the optimizer state that is offloaded; the rest stays on the device (cpu) or in host memory (nvme)",
@@ -137,7 +204,9 @@ class OffloadParam:
     """Section ``zero_optimization.offload_param``."""
 
     device: str = key("none", "where parameters live while unused (stage 3)", choices=("none", "cpu", "nvme"))
-    nvme_path: str | None = key(None, "swap directory; needed with device nvme, unused otherwise", check=NOT_EMPTY)
+    nvme_path: str | tuple[str, ...] | None = key(
+        None, "swap directory, or a list with one per drive; needed with device nvme, unused otherwise", check=NOT_EMPTY
+    )
     pin_memory: bool = key(True, "page-locked staging", status=_NO_EFFECT, reason=_PINNED)
     buffer_count: int = key(5, "swap buffers", status=_NO_EFFECT, reason=_SWAP_OWN, check=AT_LEAST_1)
     buffer_size: int = key(100_000_000, "elements per swap buffer", status=_NO_EFFECT, reason=_SWAP_OWN, check=POSITIVE)
@@ -258,7 +327,7 @@ class Config:
         False,
         "allow other optimizers",
         status=_NO_EFFECT,
-        reason="Adam and AdamW are accepted, and others are an error, whatever this says",
+        reason="what updates each element by itself is accepted, and others are an error, whatever this says",
     )
     fp16: Fp16 = section(Fp16, "half precision")
     bf16: Bf16 = section(Bf16, "bfloat16")

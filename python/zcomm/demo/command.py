@@ -42,7 +42,12 @@ def add_parser(commands: _SubParsersAction[Any]) -> None:
     job.add_argument("--np", type=int, default=2, metavar="N", help="number of ranks (default 2)")
     job.add_argument("--stage", type=int, default=3, metavar="{0,1,2,3}", help="ZeRO stage (default 3)")
     job.add_argument("--offload", choices=OFFLOADS, default="nvme", help="tier of the state (default nvme)")
-    job.add_argument("--nvme-path", metavar="DIR", help="where to swap (default: runs/swap)")
+    job.add_argument(
+        "--nvme-path",
+        "--swap-dir",
+        metavar="DIR[,DIR...]",
+        help="where to swap (default: runs/swap); several drives: a directory on each",
+    )
     job.add_argument("--precision", choices=PRECISIONS, default="fp32", help="default fp32")
     job.add_argument("--bucket-mb", type=float, default=4.0, metavar="MIB", help="gradients that travel together")
     job.add_argument("--no-overlap", action="store_true", help="reduce after the backward pass, not during it")
@@ -78,13 +83,15 @@ def command(args: argparse.Namespace) -> int:
     made_for_swap: list[Path] = []
     if config.offload == "nvme":
         # Not in the run's folder: the next run must find, and remove, what a killed one left.
-        swap = Path(args.nvme_path or config.directory.parent / "swap").expanduser().absolute()
+        given = args.nvme_path.split(",") if args.nvme_path else [config.directory.parent / "swap"]
+        drives = [Path(drive).expanduser().absolute() for drive in given]
         try:
-            made_for_swap = make_directory(swap, "--nvme-path {}: cannot swap there")
+            for drive in drives:
+                made_for_swap += make_directory(drive, "--nvme-path {}: cannot swap there")
         except UserError:
-            take_back(made, config.directory, with_content=False)
+            take_back([*made_for_swap, *made], config.directory, with_content=False)
             raise
-        config = DemoConfig(**{**vars(config), "nvme_path": str(swap)})
+        config = DemoConfig(**{**vars(config), "nvme_path": [str(drive) for drive in drives]})
     job = Job(
         argv=[sys.executable, "-m", "zcomm.demo.rank", config.to_json()],
         world_size=config.world_size,

@@ -41,7 +41,7 @@ class DemoConfig:
     world_size: int
     stage: int
     offload: str
-    nvme_path: str | None
+    nvme_path: list[str] | None
     precision: str
     size: str
     layers: int

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from zcomm import schedulers
 from zcomm.config import BatchSizes, Config, ConfigWarning, load_with_notes, resolve_batch, warn_of
 from zcomm.config.parse import Source
+from zcomm.config.schema import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
 from zcomm.data import Loader
 from zcomm.engine.engine import Engine
-from zcomm.schedulers import WarmupLR
 
 if TYPE_CHECKING:
     from zcomm.comm import Communicator
@@ -139,7 +140,7 @@ def _base_optimizer(
         name, arguments = _configured_optimizer(settings)
         if parameters is None or _are_all_trainable(model, parameters):
             return name, arguments
-        return _TORCH_CLASSES[name](parameters, **arguments), {}
+        return _torch_class(name)(parameters, **arguments), {}
     if section is not None and warn:
         warnings.warn(
             'the section "optimizer" of the configuration is not used: initialize(optimizer=) was given',
@@ -153,12 +154,7 @@ def _base_optimizer(
     if isinstance(optimizer, str):
         if parameters is None:
             return optimizer, {}
-        if optimizer not in _TORCH_CLASSES:
-            raise ValueError(
-                f"optimizer={optimizer!r} with model_parameters= must be one of {', '.join(_TORCH_CLASSES)}; "
-                "or give a torch.optim instance over these parameters"
-            )
-        return _TORCH_CLASSES[optimizer](parameters), {}
+        return _torch_class(optimizer)(parameters), {}
     if isinstance(optimizer, type) and parameters is None:
         return optimizer, {}
     if not callable(optimizer):
@@ -177,22 +173,46 @@ def _are_all_trainable(model: nn.Module, parameters: list[Any]) -> bool:
     return given == wanted
 
 
-_TORCH_CLASSES: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-}
+def _torch_class(name: str) -> Callable[..., torch.optim.Optimizer]:
+    """The class behind an optimizer's name, for groups of parameters. Raises: ValueError."""
+    from zcomm.optim import CPULion  # here, so that the engine can be imported where the core is not built
+
+    known: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+        "lion": CPULion,
+        "sgd": torch.optim.SGD,
+        "adagrad": torch.optim.Adagrad,
+    }
+    if name not in known:
+        raise ValueError(
+            f"optimizer={name!r} with model_parameters= must be one of {', '.join(known)}; "
+            "or give a torch.optim instance over these parameters"
+        )
+    return known[name]
 
 
 def _configured_optimizer(settings: Config) -> tuple[str, dict[str, Any]]:
     """The name and arguments that the section ``optimizer`` asks for. In DeepSpeed Adam means AdamW unless told so."""
     assert settings.optimizer is not None
-    params = settings.optimizer.params
-    decoupled = settings.optimizer.type == "AdamW" or params.adam_w_mode
-    weight_decay = params.weight_decay
-    if weight_decay is None:
-        weight_decay = 0.01 if params.torch_adam and decoupled else 0.0
-    arguments = {"lr": params.lr, "betas": params.betas, "eps": params.eps, "weight_decay": weight_decay}
+    kind, params = settings.optimizer.type, settings.optimizer.params
+    names = [name for name in OPTIMIZER_PARAMS[kind] if name not in ("adam_w_mode", "torch_adam")]
+    arguments = {name: getattr(params, name) for name in names if getattr(params, name) is not None}
+    if kind not in ("Adam", "AdamW"):
+        return kind.lower(), arguments
+    decoupled = kind == "AdamW" or params.adam_w_mode
+    arguments.setdefault("weight_decay", 0.01 if params.torch_adam and decoupled else 0.0)
     return ("adamw" if decoupled else "adam"), arguments
+
+
+def _loss_scale(settings: Config) -> Any:
+    """A fixed scale, or DeepSpeed's dynamic one."""
+    from zcomm.zero import LossScale
+
+    fp16 = settings.fp16
+    if fp16.loss_scale:
+        return fp16.loss_scale
+    return LossScale(fp16.initial_scale_power, fp16.loss_scale_window, fp16.hysteresis, fp16.min_loss_scale)
 
 
 def _zero_optimizer(
@@ -211,13 +231,15 @@ def _zero_optimizer(
         paths = [tier.nvme_path for tier in (state, params) if tier.device == "nvme"]
         arguments["nvme_path"] = paths[0] if paths else None
     if zero.reduce_bucket_size is not None:
-        gradient_itemsize = 2 if settings.bf16.enabled else 4
+        gradient_itemsize = 2 if settings.bf16.enabled or settings.fp16.enabled else 4
         arguments["bucket_mb"] = zero.reduce_bucket_size * gradient_itemsize / 2**20
+    if settings.fp16.enabled:
+        arguments["loss_scale"] = _loss_scale(settings)
     return ZeroOptimizer(
         model,
         base,
         stage=zero.stage,
-        precision="bf16" if settings.bf16.enabled else "fp32",
+        precision="bf16" if settings.bf16.enabled else "fp16" if settings.fp16.enabled else "fp32",
         clip_norm=settings.gradient_clipping or None,
         grad_accum=batch.accumulation,
         overlap=zero.overlap_comm is not False,
@@ -235,8 +257,9 @@ def _scheduler(given: Any, zero: ZeroOptimizer, base: Any, settings: Config) -> 
     if given is None:
         if settings.scheduler is None:
             return None
-        params = settings.scheduler.params
-        return WarmupLR(zero, params.warmup_min_lr, params.warmup_max_lr, params.warmup_num_steps, params.warmup_type)
+        kind, params = settings.scheduler.type, settings.scheduler.params
+        values = {name: getattr(params, name) for name in SCHEDULER_PARAMS[kind]}
+        return getattr(schedulers, kind)(zero, **values)
     if isinstance(given, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise ValueError(
             "lr_scheduler= is ReduceLROnPlateau, which needs a metric; step it yourself, outside the engine"

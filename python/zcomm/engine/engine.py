@@ -8,13 +8,17 @@ Thread rule: one thread, the same calls in the same order on every rank.
 
 from __future__ import annotations
 
+import os
 import time
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from zcomm.config import BatchSizes, Config
+from zcomm.engine import checkpoints
 from zcomm.engine.timers import PhaseTimers
 
 if TYPE_CHECKING:
@@ -75,7 +79,7 @@ class Engine(nn.Module):
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
         """Compute gradients of ``loss`` and start reducing them.
 
-        loss: a tensor of one element, the mean over this rank's micro batch; it is neither scaled nor changed.
+        loss: a tensor of one element, the mean over this rank's micro batch; fp16 scales a copy of it.
         Returns: ``loss``. Raises: ValueError where it is not a scalar that needs gradients.
         """
         self._check_alive("backward")
@@ -90,7 +94,7 @@ class Engine(nn.Module):
         # Before backward: with overlap the hooks must know whether this micro-step is the last one.
         self.optimizer.boundary = self.is_gradient_accumulation_boundary()
         with self._timers.phase("backward"):
-            loss.backward(retain_graph=retain_graph)
+            self.optimizer.backward(loss, retain_graph=retain_graph)
         self._last_loss = loss.detach()
         return loss
 
@@ -134,6 +138,59 @@ class Engine(nn.Module):
         Gradients are still divided by gradient_accumulation_steps().
         """
         self._boundary = is_boundary
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes inside keep their gradients on this rank; see ZeroOptimizer.no_sync."""
+        return self.optimizer.no_sync()
+
+    # --- checkpoints ------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save folder ``save_dir/tag`` (``global_stepN``), and its name in the file ``latest``. All ranks call it.
+
+        client_state: plain values, given back by load_checkpoint. Raises: as ZeroOptimizer.save.
+        """
+        self._check_alive("save_checkpoint")
+        if exclude_frozen_parameters:
+            raise NotImplementedError("exclude_frozen_parameters=True is not available: checkpoints are whole")
+        return checkpoints.save(self, Path(save_dir), tag, client_state or {}, save_latest)
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load ``load_dir/tag``, or what ``latest`` names; (None, None) where there is none. All ranks call it.
+
+        Returns: the folder and the client state. load_module_only: nothing but weights, no counters.
+        Raises: as ZeroOptimizer.load.
+        """
+        self._check_alive("load_checkpoint")
+        if custom_load_fn is not None:
+            raise NotImplementedError("custom_load_fn= is not available")
+        states = load_optimizer_states and not load_module_only
+        schedule = load_lr_scheduler_states and not load_module_only
+        return checkpoints.load(self, Path(load_dir), tag, load_module_strict, states, schedule, load_module_only)
+
+    def save_16bit_model(self, save_dir: str | os.PathLike[str], save_filename: str = "model.safetensors") -> bool:
+        """Write the whole model as one safetensors file (never a pickle), in the precision that it is trained in.
+
+        All ranks call it; rank 0 writes, and holds the whole model meanwhile.
+        """
+        self._check_alive("save_16bit_model")
+        return checkpoints.save_model(self, Path(save_dir) / save_filename)
 
     # --- what it is and where it stands -----------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch import nn
 from zcomm._job import init
 from zcomm.comm import Communicator
 from zcomm.offload import StrPath
+from zcomm.zero import checkpoint
 from zcomm.zero import state_dict as torch_state
 from zcomm.zero.build import Parts, build_parts
 from zcomm.zero.hyper import OptimizerLike, choose_rule, torch_groups
@@ -101,7 +103,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.nonfinite: NonFinite | None = None
         if loss_scale is not None and precision != "fp16":
             raise ValueError(f"loss_scale={loss_scale} needs precision='fp16', but precision={precision!r}")
-        self._scaler = LossScaler(loss_scale or LossScale()) if precision == "fp16" else None
+        self.scaler = LossScaler(loss_scale or LossScale()) if precision == "fp16" else None
         self._scaled_passes = 0
         self.rule, groups = choose_rule(optimizer, optimizer_args, torch_groups(model, optimizer))
         super().__init__(groups, self.rule.defaults)
@@ -129,7 +131,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @property
     def loss_scale(self) -> float:
         """What ``backward()`` multiplies the loss by; 1 unless precision is fp16."""
-        return self._scaler.scale if self._scaler is not None else 1.0
+        return self.scaler.scale if self.scaler is not None else 1.0
 
     @property
     def gradient_factor(self) -> float:
@@ -175,7 +177,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         """``loss.backward()``, with the loss scaled where precision is fp16."""
         self._scaled_passes += 1
-        (loss if self._scaler is None else loss.float() * self._scaler.scale).backward(retain_graph=retain_graph)
+        (loss if self.scaler is None else loss.float() * self.scaler.scale).backward(retain_graph=retain_graph)
 
     def _update(self) -> None:
         parts = self._live
@@ -183,7 +185,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if parts.reducer.has_local:
                 raise RuntimeError("step(): all gradients are from no_sync(); the last backward pass must be outside")
             return  # no gradients: as in torch, nothing to do
-        if self._scaler is not None and parts.reducer.reached > self._scaled_passes:
+        if self.scaler is not None and parts.reducer.reached > self._scaled_passes:
             raise RuntimeError("precision='fp16' needs opt.backward(loss) instead of loss.backward()")
         parts.reducer.finish()
         start = time.perf_counter()
@@ -196,8 +198,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         finite = math.isfinite(total)
         if not finite:
             self._report_nonfinite(parts)
-        if self._scaler is not None:
-            self._scaler.update(overflow=not finite)
+        if self.scaler is not None:
+            self.scaler.update(overflow=not finite)
             if not finite:
                 self.skipped_steps += 1
                 return
@@ -216,8 +218,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Find the parameter; say so in fp16, where the step is skipped, each time, elsewhere once."""
         first_time = self.nonfinite is None
         self.nonfinite = find(parts, self.step_count)
-        if parts.comm.rank == 0 and (first_time or self._scaler is not None):
-            what = "" if self._scaler is None else f"; loss scale {self.loss_scale:g}, step skipped"
+        if parts.comm.rank == 0 and (first_time or self.scaler is not None):
+            what = "" if self.scaler is None else f"; loss scale {self.loss_scale:g}, step skipped"
             logging.getLogger("zcomm").warning(
                 "step %d: the gradient of %s is not finite%s", self.nonfinite.step, self.nonfinite.parameter, what
             )
@@ -295,6 +297,41 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Collective. Without ``master`` in it the weights are the model's: load those first. Raises: ValueError.
         """
         torch_state.load_state_dict(self, state_dict)
+
+    def save(self, directory: StrPath, *, scheduler: Any = None, client_state: Any = None) -> None:
+        """Save weights, optimizer state, counters, loss scale and random number generators as folder ``directory``.
+
+        The folder appears whole: a run that is killed leaves the last one. One whole tensor at a time is in memory.
+        scheduler: its ``state_dict()`` is saved. client_state: plain values (numbers, strings, lists, tuples, dicts).
+        Call it between optimizer steps. Collective; between hosts all ranks need to see the same folder.
+        Raises: OSError (on every rank, naming the one that failed), ValueError for what is no plain value, RuntimeError
+        amid an accumulation.
+        """
+        if self._micro_step:
+            raise RuntimeError(
+                f"save() after micro-step {self._micro_step} of {self.grad_accum}: gradients are not saved; call it "
+                "after the optimizer step"
+            )
+        checkpoint.save(self, Path(directory).absolute(), scheduler, client_state)
+
+    def load(
+        self,
+        directory: StrPath,
+        *,
+        scheduler: Any = None,
+        optimizer: bool = True,
+        random: bool = True,
+        strict: bool = True,
+    ) -> Any:
+        """Load what ``save`` wrote, at any world size, stage, tier and precision. Returns the client state.
+
+        optimizer: also its state, options and counters, else weights alone. random: also the random number generators,
+        where the world size is the same. strict: the model's tensors are exactly those of the checkpoint; otherwise
+        frozen parameters and buffers may differ. Collective.
+        Raises, before anything has changed: FileNotFoundError; OSError (EIO) naming file and tensor of a checksum that
+        is wrong; ValueError listing names and shapes of another model or optimizer.
+        """
+        return checkpoint.load(self, Path(directory).absolute(), scheduler, optimizer, random, strict)
 
     # --- life -------------------------------------------------------------------------------------------------
 

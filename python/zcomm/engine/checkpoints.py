@@ -1,0 +1,73 @@
+"""The engine's checkpoints in DeepSpeed's terms: tags in a directory, the file ``latest``, client state, counters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zcomm.engine.engine import Engine
+
+_LATEST = "latest"
+_COUNTERS = ("global_steps", "micro_steps", "global_samples")
+
+
+def save(engine: Engine, directory: Path, tag: str | int | None, client_state: dict[str, Any], latest: bool) -> bool:
+    """See Engine.save_checkpoint."""
+    from zcomm.zero.checkpoint import durable  # here, so that the engine can be imported where the core is not built
+
+    name = f"global_step{engine.global_steps}" if tag is None else str(tag)
+    if not name or "/" in name or name in (_LATEST, ".", ".."):
+        raise ValueError(f"save_checkpoint: tag={tag!r} must be a plain folder name")
+    state = {"engine": {key: getattr(engine, key) for key in _COUNTERS}, "client_state": client_state}
+    engine.optimizer.save(directory / name, scheduler=engine.lr_scheduler, client_state=state)
+    if latest and engine.global_rank == 0:
+        durable.replace_file(directory / _LATEST, name.encode())
+    engine.comm.barrier(name="checkpoint is saved")
+    return True
+
+
+def load(
+    engine: Engine, directory: Path, tag: str | int | None, strict: bool, optimizer: bool, schedule: bool, weights: bool
+) -> tuple[str | None, dict[str, Any] | None]:
+    """See Engine.load_checkpoint. weights: nothing else."""
+    if tag is None:
+        pointer = directory / _LATEST
+        if not pointer.is_file():
+            return None, None
+        tag = pointer.read_text(encoding="utf-8").strip()
+    folder = directory / str(tag)
+    scheduler = engine.lr_scheduler if schedule else None
+    state = engine.optimizer.load(folder, scheduler=scheduler, optimizer=optimizer, random=not weights, strict=strict)
+    of_engine = isinstance(state, dict) and "engine" in state  # ZeroOptimizer.save alone has no counters of an engine
+    if of_engine and not weights:
+        for key in _COUNTERS:
+            setattr(engine, key, int(state["engine"][key]))
+    return str(folder), state["client_state"] if of_engine else state
+
+
+def save_model(engine: Engine, path: Path) -> bool:
+    """See Engine.save_16bit_model."""
+    from zcomm.zero.checkpoint import durable
+    from zcomm.zero.checkpoint.exchange import agree
+    from zcomm.zero.checkpoint.save import other_tensors
+    from zcomm.zero.checkpoint.tensor_file import Writer
+
+    whole = engine.optimizer.full_state_dict()
+    error: Exception | None = None
+    if engine.global_rank == 0:
+        whole.update(other_tensors(engine.optimizer._live))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            new = path.with_name(f".{path.name}.saving")
+            new.unlink(missing_ok=True)
+            writer = Writer(new, [(name, tensor.dtype, tensor.shape) for name, tensor in whole.items()])
+            for tensor in whole.values():
+                writer.add(tensor)
+            writer.close()
+            new.replace(path)
+            durable.sync_folder(path.parent)
+        except OSError as caught:
+            error = caught
+    agree(engine.optimizer._live.comm, error, f"saving {path}")
+    return True

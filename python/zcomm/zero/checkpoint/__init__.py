@@ -1,0 +1,9 @@
+"""Checkpoints: one layout, whatever the world size, stage, tier and precision (decision D10, docs/checkpoints.md)."""
+
+from __future__ import annotations
+
+from zcomm.zero.checkpoint.load import load
+from zcomm.zero.checkpoint.manifest import Manifest, read_manifest
+from zcomm.zero.checkpoint.save import save
+
+__all__ = ["Manifest", "load", "read_manifest", "save"]

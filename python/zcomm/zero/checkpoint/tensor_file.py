@@ -1,0 +1,158 @@
+"""safetensors files, written tensor by tensor (the library's own writer wants all in memory), and read in parts.
+
+Format: 8 bytes length of the header, header (JSON: name -> dtype, shape, data_offsets), data.
+Source: https://github.com/huggingface/safetensors#format; tests read the files with that library.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zcomm.zero.checkpoint import durable
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor in a file: ``begin`` is its first byte; crc32 of its bytes."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    nbytes: int
+    crc32: int
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return _DTYPES[self.dtype]
+
+    def as_json(self) -> list[Any]:
+        return [self.file, self.dtype, list(self.shape), self.begin, self.nbytes, self.crc32]
+
+    @staticmethod
+    def from_json(values: list[Any]) -> Entry:
+        file, dtype, shape, begin, nbytes, crc32 = values
+        return Entry(str(file), str(dtype), tuple(int(n) for n in shape), int(begin), int(nbytes), int(crc32))
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The tensor's bytes, without a copy where it is contiguous."""
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    array: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+class Writer:
+    """A file whose tensors are known by name, dtype and shape beforehand and are then given in that order.
+
+    An error is kept until ``close`` (a rank that cannot write must go on with the collectives that feed the others).
+    """
+
+    def __init__(self, path: Path, plan: list[tuple[str, torch.dtype, torch.Size]]) -> None:
+        self.path = path
+        self.entries: dict[str, Entry] = {}
+        self.error: OSError | None = None
+        self._plan = plan
+        self._next = 0
+        self._descriptor = -1
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        at = 0
+        for name, dtype, shape in plan:
+            nbytes = shape.numel() * dtype.itemsize
+            header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + nbytes]}
+            at += nbytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._at = 8 + len(text)
+        self.nbytes = self._at + at
+        self._attempt(lambda: self._open(len(text).to_bytes(8, "little") + text))
+
+    def _open(self, header: bytes) -> None:
+        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        durable.write_all(self._descriptor, memoryview(header), self.path)
+
+    def _attempt(self, action: Any) -> None:
+        if self.error is None:
+            try:
+                action()
+            except OSError as error:
+                self.error = error
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """The next tensor of the plan."""
+        name, dtype, shape = self._plan[self._next]
+        assert tensor.dtype == dtype and tensor.shape == shape, name
+        data = bytes_of(tensor)
+        entry = Entry(self.path.name, _NAMES[dtype], tuple(shape), self._at, data.nbytes, zlib.crc32(data))
+        self.entries[name] = entry
+        self._at += data.nbytes
+        self._next += 1
+        self._attempt(lambda: durable.write_all(self._descriptor, data, self.path))
+
+    def close(self) -> None:
+        """Sync and close. Raises: the first OSError of all calls."""
+        if self._descriptor >= 0:
+            self._attempt(lambda: durable.sync_file(self._descriptor, self.path))
+            os.close(self._descriptor)
+            self._descriptor = -1
+        if self.error is not None:
+            raise self.error
+
+
+def read_part(folder: Path, entry: Entry, begin: int = 0, end: int | None = None) -> torch.Tensor:
+    """Elements [begin, end) of a tensor, flat. Raises: OSError naming the file when it is short or not readable."""
+    dtype = entry.torch_dtype
+    count = entry.nbytes // dtype.itemsize
+    end = count if end is None else end
+    out = torch.empty(end - begin, dtype=dtype)
+    target, at = bytes_of(out), entry.begin + begin * dtype.itemsize
+    path = folder / entry.file
+    with path.open("rb", buffering=0) as file:
+        file.seek(at)
+        done = 0
+        while done < target.nbytes:
+            got = file.readinto(target[done:])
+            if not got:
+                raise OSError(5, f"the file ends after {at + done} bytes, the checkpoint needs more", str(path))
+            done += got
+    return out
+
+
+def check(folder: Path, name: str, entry: Entry) -> str | None:
+    """What is wrong with the stored tensor, or None."""
+    crc, step = 0, 1 << 24
+    try:
+        with (folder / entry.file).open("rb", buffering=0) as file:
+            file.seek(entry.begin)
+            left = entry.nbytes
+            while left > 0:
+                data = file.read(min(step, left))
+                if not data:
+                    return f"{folder / entry.file}: ends {left} bytes before the end of {name}"
+                crc = zlib.crc32(data, crc)
+                left -= len(data)
+    except OSError as error:
+        return f"{folder / entry.file}: {error.strerror}, but it holds {name}"
+    return None if crc == entry.crc32 else f"{folder / entry.file}: the bytes of {name} are not those that were written"

@@ -1,0 +1,356 @@
+"""Checkpoints: resumed bits; any world size, stage, tier and precision; never half a folder; what is wrong is named."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import zcomm
+from zcomm.zero.checkpoint import durable, read_manifest
+from zero_jobs import digest
+
+Run = Callable[..., list[Any]]
+
+
+class Net(nn.Module):
+    """Tied, frozen, buffered, with dropout: what people have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(19, 24)
+        self.blocks = nn.Sequential(nn.Linear(24, 24), nn.BatchNorm1d(24), nn.Dropout(0.2), nn.Linear(24, 24))
+        self.scale = nn.Parameter(torch.full((24,), 0.5), requires_grad=False)
+        self.head = nn.Linear(24, 19, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(self.embed(x)) * self.scale)
+
+
+def build(optimizer: str, stage: int, offload: str | None, precision: str, swap: str) -> tuple[Net, Any, Any]:
+    comm = zcomm.init(timeout=60)
+    torch.manual_seed(7 + comm.rank)
+    model = Net()
+    params = list(model.parameters())
+    groups = [
+        {"params": [p for p in params if p.ndim > 1 and p.requires_grad], "lr": 0.02},
+        {"params": [p for p in params if p.ndim == 1 and p.requires_grad]},
+    ]
+    classes = {"adamw": torch.optim.AdamW, "momentum": torch.optim.SGD, "nadam": torch.optim.NAdam}
+    options = {"momentum": 0.9} if optimizer == "momentum" else {}
+    given = classes[optimizer](groups, lr=0.01, **options)
+    opt = zcomm.ZeroOptimizer(model, given, stage=stage, offload=offload, nvme_path=swap, precision=precision)
+    return model, opt, torch.optim.lr_scheduler.CosineAnnealingLR(opt, 20)
+
+
+def train(model: Net, opt: Any, schedule: Any, steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 * step + zcomm.rank())
+        x = torch.randint(0, 19, (8,), generator=generator)
+        opt.backward(nn.functional.cross_entropy(model(x).float(), x))
+        opt.step()
+        opt.zero_grad()
+        schedule.step()
+
+
+def hash_of(tensors: dict[str, torch.Tensor]) -> str:
+    return digest({name: tensor.reshape(-1) for name, tensor in tensors.items()})
+
+
+def masters(model: Net) -> str:
+    whole = {name: zcomm.zero.full_param(p) for name, p in model.named_parameters() if p.requires_grad}
+    return digest(whole)
+
+
+def everything(model: Net, opt: Any) -> dict[str, Any]:
+    state = opt.state_dict()["state"]
+    arrays = {f"{n}.{k}": v for n, entry in state.items() for k, v in entry.items()}
+    buffers = dict(model.named_buffers())
+    hashes = {"masters": masters(model), "state": hash_of(arrays), "buffers": hash_of(buffers)}
+    return {**hashes, "lr": opt.param_groups[0]["lr"]}
+
+
+def write_and_go_on(optimizer: str, stage: int, offload: str | None, precision: str, folder: str) -> tuple[Any, Any]:
+    model, opt, schedule = build(optimizer, stage, offload, precision, folder)
+    train(model, opt, schedule, range(4))
+    opt.save(f"{folder}/ckpt", scheduler=schedule, client_state={"epoch": 3, "best": (0.5, None)})
+    saved = everything(model, opt)
+    train(model, opt, schedule, range(4, 8))
+    return saved, everything(model, opt)
+
+
+def resume(optimizer: str, places: list[Any], folder: str) -> list[tuple[Any, Any, Any]]:
+    results = []
+    for stage, offload, precision in places:
+        model, opt, schedule = build(optimizer, stage, offload, precision, folder)
+        train(model, opt, schedule, range(90, 91))  # something else is in it before
+        client = opt.load(f"{folder}/ckpt", scheduler=schedule)
+        loaded = everything(model, opt)
+        train(model, opt, schedule, range(4, 8))
+        results.append((client, loaded, everything(model, opt)))
+        opt.close()
+    return results
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "precision"), [("adamw", "fp32"), ("adamw", "bf16"), ("momentum", "fp16"), ("nadam", "bf16")]
+)
+def test_a_resumed_run_has_the_same_bits(run_ranks: Run, tmp_path: Path, optimizer: str, precision: str) -> None:
+    folder = str(tmp_path)
+    saved, ended = run_ranks(write_and_go_on, 2, optimizer, 3, "nvme", precision, folder)[0]
+    places = [(3, "nvme", precision), (1, None, precision), (0, "cpu", precision)]
+    for client, loaded, after in run_ranks(resume, 2, optimizer, places, folder)[0]:
+        assert client == {"epoch": 3, "best": (0.5, None)}
+        assert loaded == saved
+        assert after == ended, "dropout, schedule and state go on as if nothing had happened"
+    for world_size in (1, 3):
+        for _, loaded, _ in run_ranks(resume, world_size, optimizer, places[:2], folder)[0]:
+            assert loaded == saved
+    other = {"fp32": "bf16", "bf16": "fp32", "fp16": "fp32"}[precision]
+    _, loaded, _ = run_ranks(resume, 1, optimizer, [(2, None, other)], folder)[0][0]
+    assert loaded["masters"] == saved["masters"], "the master is exact in every precision"
+
+
+def test_files_are_safetensors_by_parameter_name(run_ranks: Run, tmp_path: Path) -> None:
+    run_ranks(write_and_go_on, 2, "adamw", 2, None, "bf16", str(tmp_path))
+    manifest = read_manifest(tmp_path / "ckpt")
+    weights: dict[str, torch.Tensor] = {}
+    state: dict[str, torch.Tensor] = {}
+    for name in manifest.files:
+        if name.endswith(".safetensors"):
+            (weights if name.startswith("model") else state).update(load_file(tmp_path / "ckpt" / name))
+    names = [name for name, _ in Net().named_parameters()]
+    assert set(names) < set(weights) and weights["embed.weight"].dtype == torch.bfloat16
+    assert manifest.aliases == {"head.weight": "embed.weight"}
+    assert state["exp_avg/blocks.0.weight"].shape == (24, 24)
+    exact = state["master/embed.weight"]
+    assert exact.dtype == torch.float32 and not torch.equal(exact, exact.bfloat16().float())
+    assert (weights["embed.weight"].float() - exact).abs().max() <= exact.abs().max() / 256
+    assert "blocks.1.running_mean" in weights and "scale" in weights
+
+
+# --- never half a checkpoint ----------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing of the program's runs afterwards."""
+
+
+def tiny(folder: Path, seed: int) -> tuple[nn.Module, Any]:
+    torch.manual_seed(seed)
+    model = nn.Linear(5, 3)
+    return model, zcomm.ZeroOptimizer(model, "sgd", stage=1, momentum=0.9)
+
+
+def test_a_kill_at_any_write_leaves_the_last_checkpoint_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = tiny(tmp_path, 1), tiny(tmp_path, 2)
+    want = {"old": old[0].weight.clone(), "new": new[0].weight.clone()}
+    probe, reader = tiny(tmp_path, 3)
+    rmtree = shutil.rmtree
+    points: list[str] = []
+    number = 0
+    seen = set()
+    while number == 0 or number <= len(points):
+        rmtree(tmp_path / "c", ignore_errors=True)
+        old[1].save(tmp_path / "c")
+        points.clear()
+
+        def at_write(what: str, stop: int = number) -> None:
+            points.append(what)
+            if stop == len(points):
+                raise Killed
+
+        with monkeypatch.context() as patch:
+            patch.setattr(durable, "before_write", at_write)
+            if number:
+                patch.setattr(shutil, "rmtree", lambda *_, **__: None)  # a dead process cleans nothing
+                with pytest.raises(Killed):
+                    new[1].save(tmp_path / "c")
+            else:
+                new[1].save(tmp_path / "c")
+        all_points = list(points) if number == 0 else all_points  # noqa: F821
+        reader.load(tmp_path / "c")
+        (which,) = [name for name, weight in want.items() if torch.equal(weight, probe.weight)]
+        seen.add(which)
+        assert which == "new" or number, "the save that was not killed counts"
+        new[1].save(tmp_path / "c")  # and the next one works, and leaves nothing of the dead one
+        assert [path.name for path in tmp_path.iterdir()] == ["c"]
+        number += 1
+        points[:] = all_points
+    assert seen == {"old", "new"} and len(all_points) >= 12
+    for optimizer in (old[1], new[1], reader):
+        optimizer.close()
+    zcomm.shutdown()
+
+
+def killed_for_good(folder: str) -> None:
+    _, opt = tiny(Path(folder), 1)
+    opt.save(f"{folder}/c", client_state="first")
+    count = 0
+
+    def at_write(what: str) -> None:
+        nonlocal count
+        count += 1
+        if count == 4 and zcomm.rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    durable.before_write = at_write
+    opt.save(f"{folder}/c", client_state="second")
+
+
+def test_a_rank_killed_while_saving(run_ranks: Run, tmp_path: Path) -> None:
+    first, second = run_ranks(killed_for_good, 2, str(tmp_path), check=False)
+    assert second.exitcode == -signal.SIGKILL
+    assert first.error is not None and first.error.kind == "PeerLost"
+    assert read_manifest(tmp_path / "c").client_state == "first"
+
+
+def disk_full_on_one(folder: str) -> str:
+    import resource
+
+    model = nn.Linear(300, 300)
+    opt = zcomm.ZeroOptimizer(model, stage=1)
+    opt.save(f"{folder}/c", client_state="first")
+    if zcomm.rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    try:
+        opt.save(f"{folder}/c", client_state="second")
+    except OSError as error:
+        assert error.errno == errno.EFBIG
+        return str(error)
+    return "no error"
+
+
+def test_a_rank_that_cannot_write_fails_all(run_ranks: Run, tmp_path: Path) -> None:
+    first, second = run_ranks(disk_full_on_one, 2, str(tmp_path))
+    assert "File too large" in first + second
+    assert "failed on rank 1" in first or "optimizer-00002" in first
+    assert read_manifest(tmp_path / "c").client_state == "first"
+    assert [path.name for path in tmp_path.iterdir() if "saving" in path.name] == []
+
+
+# --- what is wrong is named -----------------------------------------------------------------------------------
+
+
+def try_to_load(folder: str, keyword: dict[str, Any], optimizer: str = "sgd", shape: tuple[int, int] = (5, 3)) -> str:
+    model = nn.Linear(*shape)
+    opt = zcomm.ZeroOptimizer(model, optimizer, stage=2, **({"momentum": 0.9} if optimizer == "sgd" else {}))
+    before = model.weight.clone()
+    try:
+        opt.load(f"{folder}/c", **keyword)
+        return "loaded"
+    except (OSError, ValueError) as error:
+        assert torch.equal(model.weight, before), "nothing has changed"
+        return f"{type(error).__name__}: {error}"
+    finally:
+        opt.close()
+
+
+def test_damage_is_named_on_every_rank(run_ranks: Run, tmp_path: Path) -> None:
+    _, opt = tiny(tmp_path, 1)
+    opt.save(tmp_path / "c")
+    opt.close()
+    zcomm.shutdown()
+    path = tmp_path / "c" / "optimizer-00001-of-00001.safetensors"
+    whole = path.read_bytes()
+    entry = read_manifest(tmp_path / "c").optimizer["momentum_buffer/weight"]
+    broken = bytearray(whole)
+    broken[entry.begin + 7] ^= 4
+    path.write_bytes(broken)
+    for said in run_ranks(try_to_load, 2, str(tmp_path), {}):
+        assert "OSError" in said and path.name in said and "momentum_buffer/weight" in said
+    path.write_bytes(whole[:-3])
+    for said in run_ranks(try_to_load, 1, str(tmp_path), {}):
+        assert f"{path.name} has {len(whole) - 3} bytes, not {len(whole)}" in said
+    path.unlink()
+    assert "is missing" in try_to_load(str(tmp_path), {})
+    manifest = tmp_path / "c" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"momentum"', '"momentun"'))
+    assert "the manifest is damaged: its checksum is another" in try_to_load(str(tmp_path), {})
+    shutil.rmtree(tmp_path / "c")
+    assert try_to_load(str(tmp_path), {}).startswith("FileNotFoundError")
+    zcomm.shutdown()
+
+
+def test_another_model_or_optimizer_is_listed(tmp_path: Path) -> None:
+    _, opt = tiny(tmp_path, 1)
+    opt.save(tmp_path / "c")
+    opt.close()
+    said = try_to_load(str(tmp_path), {}, shape=(6, 3))
+    assert "the checkpoint is of another model; other shapes: weight: (3, 5) there, (3, 6) here" in said
+    said = try_to_load(str(tmp_path), {}, optimizer="adamw")
+    assert "the checkpoint has the state of sgd, which lacks exp_avg/weight" in said and "optimizer=False" in said
+    assert try_to_load(str(tmp_path), {"optimizer": False}, optimizer="adamw") == "loaded"
+    zcomm.shutdown()
+
+
+def test_client_state_must_be_plain(tmp_path: Path) -> None:
+    _, opt = tiny(tmp_path, 1)
+    with pytest.raises(ValueError, match=r"client_state\.model is Linear"):
+        opt.save(tmp_path / "c", client_state={"model": nn.Linear(1, 1)})
+    assert not (tmp_path / "c").exists()
+    state = {"n": 3, 4: "four", "t": (1, [2.5, None]), "inf": float("inf"), "np": torch.tensor(2.5)}
+    opt.save(tmp_path / "c", client_state=state)
+    assert opt.load(tmp_path / "c") == {**state, "np": 2.5}
+    opt.close()
+    zcomm.shutdown()
+
+
+# --- the engine -----------------------------------------------------------------------------------------------
+
+
+def engine(folder: Path) -> Any:
+    torch.manual_seed(0)
+    config = {
+        "train_batch_size": 4,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
+        "zero_optimization": {"stage": 2},
+    }
+    return zcomm.initialize(model=nn.Linear(4, 2), config=config)[0]
+
+
+def go(one: Any, steps: int) -> None:
+    for step in range(steps):
+        one.backward(one(torch.full((4, 4), float(one.global_steps + 1))).square().mean())
+        one.step()
+        assert step < steps
+
+
+def test_engine_checkpoints_in_deepspeeds_terms(tmp_path: Path) -> None:
+    one = engine(tmp_path)
+    assert one.load_checkpoint(tmp_path / "none") == (None, None)
+    go(one, 3)
+    assert one.save_checkpoint(tmp_path, client_state={"epoch": 1})
+    go(one, 2)
+    one.save_checkpoint(tmp_path, tag="best", save_latest=False)
+    assert (tmp_path / "latest").read_text() == "global_step3"
+    wanted = one.module.weight.clone(), one.get_lr()
+    two = engine(tmp_path)
+    assert two.load_checkpoint(tmp_path) == (str(tmp_path / "global_step3"), {"epoch": 1})
+    assert (two.global_steps, two.micro_steps, two.global_samples) == (3, 3, 12)
+    go(two, 2)
+    assert torch.equal(two.module.weight, wanted[0]) and two.get_lr() == wanted[1]
+    two.load_checkpoint(tmp_path, "global_step3", load_module_only=True)
+    assert two.global_steps == 5
+    assert not torch.equal(two.module.weight, wanted[0])
+    two.save_16bit_model(tmp_path / "export")
+    saved = load_file(tmp_path / "export" / "model.safetensors")
+    assert torch.equal(saved["weight"], two.module.weight)
+    with pytest.raises(ValueError, match="plain folder name"):
+        two.save_checkpoint(tmp_path, tag="a/b")
+    json.dumps({"tag": 1})
+    for each in (one, two):
+        each.destroy()
+    zcomm.shutdown()
