@@ -35,6 +35,9 @@ class StandIn(torch.optim.SGD):
             self.grad_norm += 1.0
             self.skipped_steps += self.skip_next
 
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
+        loss.backward(retain_graph=retain_graph)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.calls.append(("zero_grad", self.boundary))
 

@@ -104,6 +104,11 @@ OPTIMIZERS = [
     ),
     ({"type": "AdamW", "params": {"torch_adam": True}}, torch.optim.AdamW),
     (
+        {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "nesterov": True}},
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    ),
+    ({"type": "Adagrad", "params": {"weight_decay": 0.1}}, lambda p: torch.optim.Adagrad(p, weight_decay=0.1)),
+    (
         {"type": "AdamW", "params": {"lr": 0.1, "betas": [0.5, 0.6], "eps": 0.1}},
         lambda p: torch.optim.AdamW(p, lr=0.1, betas=(0.5, 0.6), eps=0.1, weight_decay=0.0),
     ),
@@ -223,7 +228,6 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"config": {"train_batch_size": 4}}, ValueError, "no optimizer: give"),
     ({"config": {"optimizer": ADAMW}}, ValueError, 'give "train_batch_size"'),
     ({"config": {"train_batchsize": 4}}, ValueError, 'did you mean "train_batch_size"'),
-    ({"config": {"fp16": {"enabled": True}}}, NotImplementedError, 'use "bf16"'),
     ({"mpu": object()}, NotImplementedError, "mpu="),
     ({"mesh_param": (1, 1)}, NotImplementedError, "mesh_param="),
     ({"optimizer": 3}, ValueError, "must be a name, a class, an instance or a callable, got 3"),
@@ -302,6 +306,23 @@ def test_keys_reach_the_optimizer(
         seen["nvme_path"] = seen["nvme_path"].replace(str(tmp_path), "DIR")
     assert {name: seen.get(name) for name in wanted} == wanted
     engine.destroy()
+
+
+def test_fp16_takes_deepspeeds_loss_scale(job: None) -> None:
+    keys = {"initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1, "min_loss_scale": 32}
+    engine = train({"train_batch_size": 8, "fp16": {"enabled": True, **keys}, "optimizer": ADAMW}, dtype=torch.float16)
+    assert {parameter.dtype for parameter in engine.parameters()} == {torch.float16}
+    assert engine.optimizer.loss_scale == 2.0**10 and engine.skipped_steps == 0  # 5 steps, doubled after 2 and 4
+    whole = train({"train_batch_size": 8, "optimizer": ADAMW})
+    torch.testing.assert_close(weights(engine.module), weights(whole.module), rtol=0.05, atol=0.02)
+    fixed = train(
+        {"train_batch_size": 8, "fp16": {"enabled": True, "loss_scale": 128}, "optimizer": ADAMW},
+        1,
+        dtype=torch.float16,
+    )
+    assert fixed.optimizer.loss_scale == 128
+    for each in (engine, whole, fixed):
+        each.destroy()
 
 
 def test_bf16_trains(job: None) -> None:

@@ -1,4 +1,4 @@
-"""WarmupLR against numbers worked out by hand from DeepSpeed's formula."""
+"""The schedules against numbers worked out by hand from DeepSpeed's formulas."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from zcomm.schedulers import WarmupLR
+from zcomm.schedulers import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 
 def optimizer(*rates: float) -> torch.optim.Optimizer:
@@ -17,7 +17,7 @@ def optimizer(*rates: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups)
 
 
-def rates_of(opt: torch.optim.Optimizer, schedule: WarmupLR, steps: int) -> list[float]:
+def rates_of(opt: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LRScheduler, steps: int) -> list[float]:
     """The rate that each of ``steps`` optimizer steps runs at, and the one after them."""
     seen = [opt.param_groups[0]["lr"]]
     for _ in range(steps):
@@ -102,3 +102,54 @@ def test_errors(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as caught:
         WarmupLR(optimizer(1.0), **arguments)
     assert message in str(caught.value)
+
+
+def test_warmup_decay_falls_to_zero() -> None:
+    opt = optimizer(1.0)
+    schedule = WarmupDecayLR(opt, 8, 0.0, 0.4, warmup_num_steps=4, warmup_type="linear")
+    # iterations -, 0, 1, 2, 3, 4 (the top), 5, 6, 7, 8 (zero), 9
+    wanted = [0.0, 0.0, 0.1, 0.2, 0.3, 0.4, 0.3, 0.2, 0.1, 0.0, 0.0]
+    assert rates_of(opt, schedule, 10) == pytest.approx(wanted, rel=1e-12, abs=1e-15)
+
+
+def test_warmup_cosine_is_a_ratio_of_each_groups_rate() -> None:
+    opt = optimizer(2.0, 4.0)
+    schedule = WarmupCosineLR(opt, 6, 0.5, warmup_num_steps=2, cos_min_ratio=0.1, warmup_type="linear")
+    # iterations -, 0, 1: 0.5 + 0.5 * i / 2; then 0.1 + 0.9 * (1 + cos(pi * (i - 1) / 4)) / 2
+    cosine = [0.1 + 0.9 * (1 + math.cos(math.pi * k / 4)) / 2 for k in (1, 2, 3, 4)]
+    wanted = [0.0, 0.5, 0.75, *cosine]
+    assert rates_of(opt, schedule, 6) == pytest.approx([2 * ratio for ratio in wanted], rel=1e-12)
+    assert opt.param_groups[1]["lr"] == pytest.approx(0.4)
+
+
+def test_range_test_grows_in_a_line_or_in_stairs() -> None:
+    for staircase, wanted in ((False, [0.1, 0.15, 0.2, 0.25, 0.3]), (True, [0.1, 0.1, 0.2, 0.2, 0.3])):
+        opt = optimizer(1.0)
+        schedule = LRRangeTest(opt, 0.1, 2, 1.0, staircase)
+        assert rates_of(opt, schedule, 4) == pytest.approx(wanted, rel=1e-12)
+
+
+def test_one_cycle_and_its_decay() -> None:
+    opt = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])
+    schedule = OneCycle(
+        opt, 0.1, 0.5, decay_lr_rate=1.0, cycle_first_step_size=2, cycle_second_step_size=4, decay_step_size=2
+    )
+    betas = [opt.param_groups[0]["betas"][0]]
+    seen = [opt.param_groups[0]["lr"]]
+    for _ in range(8):
+        opt.step()
+        schedule.step()
+        seen.append(opt.param_groups[0]["lr"])
+        betas.append(opt.param_groups[0]["betas"][0])
+    assert seen == pytest.approx([0.1, 0.3, 0.5, 0.4, 0.3, 0.2, 0.1, 0.1 / 1.5, 0.05], rel=1e-9)
+    assert betas == pytest.approx([0.8, 0.85, 0.8, 0.825, 0.85, 0.875, 0.9, 0.9, 0.9], rel=1e-9)
+    assert opt.param_groups[0]["betas"][1] == 0.99
+    sgd = optimizer(1.0)
+    OneCycle(sgd, 0.1, 0.5)
+    assert "betas" not in sgd.param_groups[0]
+
+
+@pytest.mark.parametrize("kind", [WarmupDecayLR, WarmupCosineLR])
+def test_totals_are_counts(kind: Any) -> None:
+    with pytest.raises(ValueError, match="total_num_steps must be a whole number >= 1, got 0"):
+        kind(optimizer(1.0), 0)

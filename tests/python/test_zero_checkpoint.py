@@ -104,7 +104,7 @@ def resume(optimizer: str, places: list[Any], folder: str) -> list[tuple[Any, An
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "precision"), [("adamw", "fp32"), ("adamw", "bf16"), ("momentum", "fp16"), ("nadam", "bf16")]
+    ("optimizer", "precision"), [("adamw", "fp32"), ("adamw", "bf16"), ("momentum", "fp16"), ("nadam", "fp32")]
 )
 def test_a_resumed_run_has_the_same_bits(run_ranks: Run, tmp_path: Path, optimizer: str, precision: str) -> None:
     folder = str(tmp_path)
@@ -114,12 +114,12 @@ def test_a_resumed_run_has_the_same_bits(run_ranks: Run, tmp_path: Path, optimiz
         assert client == {"epoch": 3, "best": (0.5, None)}
         assert loaded == saved
         assert after == ended, "dropout, schedule and state go on as if nothing had happened"
-    for world_size in (1, 3):
-        for _, loaded, _ in run_ranks(resume, world_size, optimizer, places[:2], folder)[0]:
-            assert loaded == saved
+    world_size = 3 if precision == "bf16" else 1
     other = {"fp32": "bf16", "bf16": "fp32", "fp16": "fp32"}[precision]
-    _, loaded, _ = run_ranks(resume, 1, optimizer, [(2, None, other)], folder)[0][0]
-    assert loaded["masters"] == saved["masters"], "the master is exact in every precision"
+    places = [(2, "nvme", precision), (2, None, other)]
+    (_, loaded, _), (_, converted, _) = run_ranks(resume, world_size, optimizer, places, folder)[0]
+    assert loaded == saved
+    assert converted["masters"] == saved["masters"], "the master is exact in every precision"
 
 
 def test_files_are_safetensors_by_parameter_name(run_ranks: Run, tmp_path: Path) -> None:
@@ -219,11 +219,11 @@ def test_a_rank_killed_while_saving(run_ranks: Run, tmp_path: Path) -> None:
 def disk_full_on_one(folder: str) -> str:
     import resource
 
-    model = nn.Linear(300, 300)
+    model = nn.Sequential(nn.Linear(300, 30, bias=False), nn.Linear(30, 300, bias=False))
     opt = zcomm.ZeroOptimizer(model, stage=1)
     opt.save(f"{folder}/c", client_state="first")
     if zcomm.rank() == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
     try:
         opt.save(f"{folder}/c", client_state="second")
     except OSError as error:
@@ -235,7 +235,7 @@ def disk_full_on_one(folder: str) -> str:
 def test_a_rank_that_cannot_write_fails_all(run_ranks: Run, tmp_path: Path) -> None:
     first, second = run_ranks(disk_full_on_one, 2, str(tmp_path))
     assert "File too large" in first + second
-    assert "failed on rank 1" in first or "optimizer-00002" in first
+    assert "failed on rank 1" in first and "model-00002-of-00002.safetensors" in second
     assert read_manifest(tmp_path / "c").client_state == "first"
     assert [path.name for path in tmp_path.iterdir() if "saving" in path.name] == []
 

@@ -123,7 +123,7 @@ class SchedulerParams:
         None,
         "steps until the rate has decayed",
         check=AT_LEAST_1,
-        shown_default="(WarmupDecayLR, WarmupCosineLR need it)",
+        shown_default="(WarmupDecayLR and WarmupCosineLR need it)",
     )
     warmup_min_ratio: float = key(0.0, "of the group's lr, at the start", check=AT_LEAST_0)
     cos_min_ratio: float = key(0.0001, "of the group's lr, at the end", check=AT_LEAST_0)
