@@ -128,7 +128,9 @@ def test_same_seed_same_losses_in_every_stage(tmp_path: Path) -> None:
         lines = (tmp_path / f"runs/{name}/metrics.jsonl").read_text().splitlines()
         return [record["loss"] for record in map(json.loads, lines) if record["kind"] in ("step", "validation")]
 
-    assert losses("a", "--stage", "3", "--offload", "nvme") == losses("b", "--stage", "1", "--offload", "none")
+    drives = ("--swap-dir", "disk/one,disk/two")
+    assert losses("a", "--stage", "3", *drives) == losses("b", "--stage", "1", "--offload", "none")
+    assert not (tmp_path / "disk").exists(), "directories that the demo made go with it"
 
 
 def test_own_text(tmp_path: Path) -> None:
@@ -158,6 +160,7 @@ def test_own_text(tmp_path: Path) -> None:
         (("--data", "/dev/null"), "--data /dev/null: neither a file nor a directory"),
         (("--nvme-path", "empty/below"), "cannot swap there: Not a directory"),
         (("--nvme-path", "/proc"), "--nvme-path /proc: cannot swap there"),
+        (("--swap-dir", "disk,/proc"), "--nvme-path /proc: cannot swap there"),
         (("--bucket", "4"), "--bucket"),
     ],
 )
@@ -167,7 +170,7 @@ def test_wrong_use_before_any_rank(tmp_path: Path, options: tuple[str, ...], wor
     assert process.returncode == 2
     assert len(process.stderr.splitlines()) == 1, process.stderr
     assert words in process.stderr
-    assert not (tmp_path / "runs").exists()
+    assert not (tmp_path / "runs").exists() and not (tmp_path / "disk").exists()
 
 
 def test_errors_at_set_up_are_one_line(tmp_path: Path) -> None:
