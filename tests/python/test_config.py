@@ -36,10 +36,9 @@ def nested(path: str, value: Any) -> dict[str, Any]:
         kind = tree["scheduler"].setdefault(
             "type", next((kind for kind, names in SCHEDULER_PARAMS.items() if name in names), "WarmupLR")
         )
+        known = {each.lower(): names for each, names in SCHEDULER_PARAMS.items()}[kind.lower()]
         params = tree["scheduler"].setdefault("params", {})
-        for needed in NEEDED:
-            if needed in SCHEDULER_PARAMS[kind]:
-                params.setdefault(needed, 1)
+        params.update({needed: 1 for needed in NEEDED if needed in known and needed not in params})
     if "offload_param" in sections:
         tree["zero_optimization"]["stage"] = 3
     if name == "device" and value == "nvme":
