@@ -87,7 +87,7 @@ def command(args: argparse.Namespace) -> int:
         drives = [Path(drive).expanduser().absolute() for drive in given]
         try:
             for drive in drives:
-                made_for_swap += make_directory(drive, "--nvme-path {}: cannot swap there")
+                made_for_swap = make_directory(drive, "--nvme-path {}: cannot swap there") + made_for_swap
         except UserError:
             take_back([*made_for_swap, *made], config.directory, with_content=False)
             raise
