@@ -50,7 +50,7 @@ def save_model(engine: Engine, path: Path) -> bool:
     """See Engine.save_16bit_model."""
     from zcomm.zero.checkpoint import durable
     from zcomm.zero.checkpoint.exchange import agree
-    from zcomm.zero.checkpoint.save import other_tensors
+    from zcomm.zero.checkpoint.share import other_tensors
     from zcomm.zero.checkpoint.tensor_file import Writer
 
     whole = engine.optimizer.full_state_dict()

@@ -47,6 +47,7 @@ class Parts:
     runs: list[list[tuple[int, int, int]]]
     swap: _core.SwapFile | None
     hooks: UnitHooks | None
+    save_comm: Communicator | None = None  # of checkpoints in the background; made by the first
 
     def allocation_count(self) -> int:
         count: int = self.comm.memory()["allocation_count"] + self.arena.stats()["allocation_count"]
@@ -61,6 +62,8 @@ class Parts:
         self.state.close()
         if self.swap is not None:
             self.swap.close()
+        if self.save_comm is not None:
+            self.save_comm.close()
         self.comm.close()
 
 

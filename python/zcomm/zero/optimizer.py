@@ -86,6 +86,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         **optimizer_args: Any,
     ) -> None:
         self._parts: Parts | None = None
+        self._saving: checkpoint.SaveTask | None = None
         self.stage = check_stage(stage)
         self.offload = as_offload(offload, stage)
         self.precision = as_precision(precision)
@@ -298,11 +299,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         torch_state.load_state_dict(self, state_dict)
 
-    def save(self, directory: StrPath, *, scheduler: Any = None, client_state: Any = None) -> None:
+    def save(
+        self, directory: StrPath, *, scheduler: Any = None, client_state: Any = None, wait: bool = True
+    ) -> checkpoint.SaveTask:
         """Save weights, optimizer state, counters, loss scale and random number generators as folder ``directory``.
 
         The folder appears whole: a run that is killed leaves the last one. One whole tensor at a time is in memory.
         scheduler: its ``state_dict()`` is saved. client_state: plain values (numbers, strings, lists, tuples, dicts).
+        wait: False copies this rank's share of everything to memory and writes it while training goes on; the result's
+        ``wait()`` tells how it went. The next save, load and close wait for it.
         Call it between optimizer steps. Collective; between hosts all ranks need to see the same folder.
         Raises: OSError (on every rank, naming the one that failed), ValueError for what is no plain value, RuntimeError
         amid an accumulation.
@@ -312,7 +317,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"save() after micro-step {self._micro_step} of {self.grad_accum}: gradients are not saved; call it "
                 "after the optimizer step"
             )
-        checkpoint.save(self, Path(directory).absolute(), scheduler, client_state)
+        self._end_saving()
+        self._saving = checkpoint.save(self, Path(directory).absolute(), scheduler, client_state, wait)
+        return self._saving
+
+    def _end_saving(self) -> None:
+        """Wait for a save in the background. Raises: what went wrong there, if ``wait()`` has not."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.end()
 
     def load(
         self,
@@ -331,6 +344,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises, before anything has changed: FileNotFoundError; OSError (EIO) naming file and tensor of a checksum that
         is wrong; ValueError listing names and shapes of another model or optimizer.
         """
+        self._end_saving()
         return checkpoint.load(self, Path(directory).absolute(), scheduler, optimizer, random, strict)
 
     # --- life -------------------------------------------------------------------------------------------------
@@ -342,6 +356,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         (take ``full_state_dict()`` first).
         """
         if self._parts is not None:
+            try:
+                self._end_saving()
+            except Exception as error:
+                logging.getLogger("zcomm").warning("a checkpoint could not be finished: %s", error)
             self._parts.close()
             self._parts = None
 

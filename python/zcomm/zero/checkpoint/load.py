@@ -18,7 +18,7 @@ from zcomm.zero.checkpoint import durable, generators
 from zcomm.zero.checkpoint.exchange import agree
 from zcomm.zero.checkpoint.manifest import Manifest, read_manifest
 from zcomm.zero.checkpoint.plain import from_json
-from zcomm.zero.checkpoint.save import other_tensors
+from zcomm.zero.checkpoint.share import other_tensors
 from zcomm.zero.checkpoint.tensor_file import Entry, check, read_part
 
 if TYPE_CHECKING:
@@ -29,6 +29,13 @@ def load(
     optimizer: ZeroOptimizer, final: Path, scheduler: Any, with_optimizer: bool, with_random: bool, strict: bool
 ) -> Any:
     """See ZeroOptimizer.load."""
+    with optimizer._live.comm.no_deadline():
+        return _load(optimizer, final, scheduler, with_optimizer, with_random, strict)
+
+
+def _load(
+    optimizer: ZeroOptimizer, final: Path, scheduler: Any, with_optimizer: bool, with_random: bool, strict: bool
+) -> Any:
     parts = optimizer._live
     folder = durable.find(final)
     error: Exception | None = None

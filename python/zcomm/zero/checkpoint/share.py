@@ -1,0 +1,136 @@
+"""A rank's share of a checkpoint: which tensors it writes, how they come to it, and its files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zcomm.zero import access
+from zcomm.zero.build import Parts
+from zcomm.zero.checkpoint import durable
+from zcomm.zero.checkpoint.tensor_file import Writer
+from zcomm.zero.tile import TileForm
+
+WEIGHTS, STATE = 0, 1  # the two files of a rank
+Plan = list[tuple[str, torch.dtype, torch.Size]]
+
+
+@dataclass(frozen=True)
+class Share:
+    """Names, dtypes and shapes of what this rank writes, by file, in the order in which ``gathered`` gives it."""
+
+    rank: int
+    world_size: int
+    plans: tuple[Plan, Plan]
+    aliases: dict[str, str]
+
+
+def other_tensors(parts: Parts) -> Iterator[tuple[str, torch.Tensor]]:
+    """Frozen parameters and saved buffers of the model, each once."""
+    if parts.model is None:
+        return
+    seen = set(parts.index_of)
+    saved = set(parts.model.state_dict(keep_vars=True))
+    tensors: list[tuple[str, torch.Tensor]] = [*parts.model.named_parameters(), *parts.model.named_buffers()]
+    for name, tensor in tensors:
+        if id(tensor) not in seen and name in saved:
+            seen.add(id(tensor))
+            yield name, tensor
+
+
+def _aliases(parts: Parts) -> dict[str, str]:
+    """Further names of what is saved once (tied weights)."""
+    if parts.model is None:
+        return {}
+    first = {number: parts.names[index] for number, index in parts.index_of.items()}
+    first.update({id(tensor): name for name, tensor in other_tensors(parts)})
+    every = parts.model.state_dict(keep_vars=True)
+    return {
+        name: first[id(tensor)] for name, tensor in every.items() if id(tensor) in first and first[id(tensor)] != name
+    }
+
+
+def _owners(parts: Parts) -> list[int]:
+    """Which rank writes each parameter: the one with the fewest elements so far."""
+    load = [0] * parts.comm.world_size
+    owners = []
+    for place in parts.geometry.places:
+        owners.append(load.index(min(load)))
+        load[owners[-1]] += place.count
+    return owners
+
+
+def _keys(form: TileForm) -> list[str]:
+    return [*(["master"] if form.dtype != torch.float32 else []), *form.arrays]
+
+
+def share_of(parts: Parts) -> Share:
+    """The same on every rank but for the rank: no communication."""
+    rank, form = parts.comm.rank, parts.state.form
+    mine = [index for index, owner in enumerate(_owners(parts)) if owner == rank]
+    shapes = [place.shape for place in parts.geometry.places]
+    weights = [(parts.names[index], form.dtype, shapes[index]) for index in mine]
+    if rank == 0:
+        weights += [(name, tensor.dtype, tensor.shape) for name, tensor in other_tensors(parts)]
+    state = [(f"{key}/{parts.names[index]}", torch.float32, shapes[index]) for index in mine for key in _keys(form)]
+    return Share(rank, parts.comm.world_size, (weights, state), _aliases(parts) if rank == 0 else {})
+
+
+def gathered(parts: Parts) -> Iterator[tuple[int, torch.Tensor, bool]]:
+    """Which file, the tensor, and whether it is the model's own, for what this rank writes. Collective to the end."""
+    form = parts.state.form
+    for index, owner in enumerate(_owners(parts)):
+        exact = access.master(parts, index, root=owner)
+        if exact is not None:
+            yield WEIGHTS, rounded(form, exact), False
+            if form.dtype != torch.float32:
+                yield STATE, exact, False
+        for key in form.arrays:
+            whole = access.array(parts, index, key, root=owner)
+            if whole is not None:
+                yield STATE, whole, False
+    if parts.comm.rank == 0:
+        for _, tensor in other_tensors(parts):
+            yield WEIGHTS, tensor.detach(), True
+
+
+def rounded(form: TileForm, master: torch.Tensor) -> torch.Tensor:
+    """The weights that belong to an fp32 master, as the kernels round."""
+    if form.dtype != torch.bfloat16:
+        return master.to(form.dtype)
+    weight = torch.empty(master.numel(), dtype=torch.bfloat16)
+    low = torch.empty(2 * master.numel(), dtype=torch.uint8)
+    TileForm((), torch.bfloat16).set_master(weight, low, master.reshape(-1))
+    return weight.view(master.shape)
+
+
+def write(
+    share: Share, tensors: Iterable[tuple[int, torch.Tensor, bool]], random: bytes, folder: Path
+) -> dict[str, Any]:
+    """This rank's files; what the manifest says of them. ``tensors`` are taken to the end, whatever fails here.
+
+    Raises: OSError naming the file.
+    """
+    end = f"{share.rank + 1:05d}-of-{share.world_size:05d}.safetensors"
+    writers = [
+        Writer(folder / f"{kind}-{end}", plan) for kind, plan in zip(("model", "optimizer"), share.plans, strict=True)
+    ]
+    with torch.no_grad():
+        for which, tensor, _ in tensors:
+            writers[which].add(tensor)
+    for writer in writers:
+        writer.close()
+    states = folder / f"random-{share.rank:05d}.json"
+    durable.write_file(states, random)
+    weights, state = ({name: entry.as_json() for name, entry in writer.entries.items()} for writer in writers)
+    return {
+        "weights": weights,
+        "optimizer": state,
+        "aliases": share.aliases,
+        "files": {writer.path.name: writer.nbytes for writer in writers} | {states.name: len(random)},
+        "random": states.name,
+    }
