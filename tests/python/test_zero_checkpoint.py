@@ -16,9 +16,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.optim import lr_scheduler
 
 import zcomm
+import zcomm.schedulers
 from zcomm.zero.checkpoint import durable, read_manifest
+from zcomm.zero.checkpoint.plain import from_json, to_json
 from zero_jobs import digest
 
 Run = Callable[..., list[Any]]
@@ -338,6 +341,37 @@ def test_client_state_must_be_plain(tmp_path: Path) -> None:
     assert opt.load(tmp_path / "c") == {**state, "np": 2.5}
     opt.close()
     zcomm.shutdown()
+
+
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    "milestones": lambda o: lr_scheduler.MultiStepLR(o, [2, 2, 5]),
+    "one cycle of torch": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=9),
+    "restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "sequence": lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.ConstantLR(o), lr_scheduler.LinearLR(o)], [2]),
+    "one cycle": lambda o: zcomm.schedulers.OneCycle(o, 0.1, 0.2, cycle_first_step_size=3),
+    "warm-up": lambda o: zcomm.schedulers.WarmupCosineLR(o, 9, warmup_num_steps=3),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_go_through_json(name: str) -> None:
+    seen = []
+    for resumed in (False, True):
+        opt = torch.optim.AdamW([torch.zeros(1)], lr=0.01)
+        schedule = SCHEDULES[name](opt)
+        for step in range(8):
+            opt.step()
+            schedule.step()
+            if resumed and step == 3:
+                saved = json.loads(json.dumps(to_json(schedule.state_dict(), "scheduler")))
+                group = opt.param_groups[0]
+                opt = torch.optim.AdamW([torch.zeros(1)], lr=0.01)
+                schedule = SCHEDULES[name](opt)
+                opt.param_groups[0].update(group)
+                schedule.load_state_dict(from_json(saved))
+            seen.append((opt.param_groups[0]["lr"], opt.param_groups[0]["betas"]))
+    assert seen[:8] == seen[8:]
 
 
 # --- the engine -----------------------------------------------------------------------------------------------

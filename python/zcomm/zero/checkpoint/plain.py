@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-_TUPLE, _ITEMS = "__tuple__", "__items__"
+_TUPLE, _ITEMS, _COUNTS = "__tuple__", "__items__", "__counts__"  # the last: milestones of a schedule
 
 
 def to_json(value: Any, where: str) -> Any:
@@ -17,9 +18,11 @@ def to_json(value: Any, where: str) -> Any:
     if isinstance(value, list):
         return [to_json(item, f"{where}[{i}]") for i, item in enumerate(value)]
     if isinstance(value, Mapping):
-        if all(isinstance(key, str) for key in value) and not {_TUPLE, _ITEMS} & set(value):
+        tagged = isinstance(value, Counter) or bool({_TUPLE, _ITEMS, _COUNTS} & set(value))
+        if not tagged and all(isinstance(key, str) for key in value):
             return {key: to_json(item, f"{where}.{key}") for key, item in value.items()}
-        return {_ITEMS: [[to_json(key, where), to_json(item, f"{where}.{key}")] for key, item in value.items()]}
+        kind = _COUNTS if isinstance(value, Counter) else _ITEMS
+        return {kind: [[to_json(key, where), to_json(item, f"{where}.{key}")] for key, item in value.items()]}
     if getattr(value, "numel", lambda: 0)() == 1 or type(value).__module__ == "numpy":
         return value.item()  # a number of torch's or numpy's
     raise ValueError(
@@ -35,6 +38,8 @@ def from_json(value: Any) -> Any:
     if isinstance(value, dict):
         if _TUPLE in value:
             return tuple(from_json(item) for item in value[_TUPLE])
+        if _COUNTS in value:
+            return Counter(dict(value[_COUNTS]))
         if _ITEMS in value:
             return {from_json(key): from_json(item) for key, item in value[_ITEMS]}
         return {key: from_json(item) for key, item in value.items()}
