@@ -20,6 +20,7 @@ STEPS = 6
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any], float]] = {
     "adam": ("adam", {"lr": 1e-2, "weight_decay": 0.1}, 1e-4),
     "adamw": ("adamw", {"lr": 1e-2, "betas": (0.8, 0.95)}, 1e-4),
+    "bf16 state": ("adam", {"lr": 1e-2, "state_dtype": torch.bfloat16}, 0.1),
     "lion": ("lion", {"lr": 1e-3, "weight_decay": 0.1}, 1e-2),
     "sgd": ("sgd", {"lr": 0.1, "weight_decay": 0.01}, 1e-5),
     "momentum": ("sgd", {"lr": 0.1, "momentum": 0.9, "dampening": 0.3}, 1e-5),
@@ -98,7 +99,9 @@ def train(kind: str, precision: str, place: tuple[int, Any, float], folder: str)
     stage, offload, bucket_mb = place
     optimizer: Any = name
     wanted: Any = model
-    if TORCH[name] is not Lion64:
+    if kind == "bf16 state":
+        optimizer, options = zcomm.optim.CPUAdam(groups(model), adamw=False, **options), {}
+    elif TORCH[name] is not Lion64:
         optimizer, options = TORCH[name](groups(model), **options), {}
     offload = zcomm.Offload(*offload) if isinstance(offload, tuple) else offload
     opt = zcomm.ZeroOptimizer(
@@ -125,6 +128,7 @@ def train(kind: str, precision: str, place: tuple[int, Any, float], folder: str)
 def reference(kind: str, world_size: int) -> dict[str, torch.Tensor]:
     """torch's class in float64 on the whole batch."""
     name, options, _ = OPTIMIZERS[kind]
+    options = {key: value for key, value in options.items() if key != "state_dtype"}
     model = network().double()
     params = model.parameters() if name == "lion" else groups(model)
     opt = Lion64(params, options) if name == "lion" else TORCH[name](params, **options)
@@ -169,7 +173,8 @@ def test_same_bits_everywhere_and_the_numbers_of_torch(run_ranks: Run, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("kind", "arrays"), [("adamw", 2), ("lion", 1), ("sgd", 0), ("momentum", 1), ("adagrad", 1), ("rmsprop", 3)]
+    ("kind", "arrays"),
+    [("adamw", 2), ("bf16 state", 2), ("lion", 1), ("sgd", 0), ("momentum", 1), ("adagrad", 1), ("rmsprop", 3)],
 )
 def test_memory_follows_the_optimizers_arrays(tmp_path: Path, kind: str, arrays: int) -> None:
     name, options, _ = OPTIMIZERS[kind]
@@ -179,8 +184,9 @@ def test_memory_follows_the_optimizers_arrays(tmp_path: Path, kind: str, arrays:
             model, name, stage=2, offload="nvme", nvme_path=str(tmp_path), precision=precision, **options
         )
         numel = opt._live.geometry.count
-        formula = zcomm.zero.memory_formula(numel, 1, 2, precision, "nvme", state_arrays=arrays)
-        assert formula["nvme"]["optimizer"] == numel * (4 * arrays + low)
+        size = 2 if kind == "bf16 state" else 4
+        formula = zcomm.zero.memory_formula(numel, 1, 2, precision, "nvme", state_arrays=arrays, array_nbytes=size)
+        assert formula["nvme"]["optimizer"] == numel * (size * arrays + low)
         assert opt.memory()["nvme"]["optimizer"] == formula["nvme"]["optimizer"]
         opt.backward(model(torch.ones(1, 24, dtype=opt.precision.dtype)).float().sum())
         opt.step()
@@ -219,13 +225,14 @@ def test_fused_classes_are_taken_as_they_are() -> None:
     ("optimizer", "arguments", "kind", "message"),
     [
         (torch.optim.LBFGS, {}, ValueError, "torch.optim.lbfgs.LBFGS.* is not available: it is not known to update"),
+        ("adam", {"state_dtype": torch.float16}, ValueError, "state_dtype=torch.float16"),
         ("muon", {}, ValueError, "optimizer='muon' is not available"),
         ("sgd", {"betas": (0.9, 0.9)}, ValueError, "sgd has no such argument"),
         ("rmsprop", {"betas": (0.9, 0.9)}, ValueError, "rmsprop: .*betas"),
         ("lion", {"betas": (0.9, 1.0)}, ValueError, "betas"),
         ("sgd", {"nesterov": True}, ValueError, "nesterov=True needs momentum"),
         ("adam", {"amsgrad": True}, NotImplementedError, "amsgrad"),
-        ("adam", {"state_dtype": torch.bfloat16}, NotImplementedError, "state_dtype"),
+        ("lion", {"state_dtype": torch.bfloat16}, ValueError, "lion has no such argument"),
     ],
 )
 def test_what_is_not_available_is_said(
@@ -233,6 +240,26 @@ def test_what_is_not_available_is_said(
 ) -> None:
     with pytest.raises(kind, match=message):
         zcomm.ZeroOptimizer(network(), optimizer, **arguments)
+
+
+def test_bf16_state_has_the_bits_of_the_optimizer_alone() -> None:
+    """Chance follows from the step and the element's place in the param groups, as in CPUAdam."""
+    plain, sharded = network(), network()
+    alone = zcomm.optim.CPUAdam(groups(plain), lr=0.1, state_dtype=torch.bfloat16)
+    opt = zcomm.ZeroOptimizer(
+        sharded, zcomm.optim.CPUAdam(groups(sharded), lr=0.1, state_dtype=torch.bfloat16), stage=2, bucket_mb=0.005
+    )
+    for step in range(4):
+        x, y = data(step, 0)
+        for model, optimizer in ((plain, alone), (sharded, opt)):
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for a, b in zip(plain.parameters(), sharded.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(alone.state[a]["exp_avg"].float(), zcomm.zero.full_optim_state(b, "exp_avg"))
+    opt.close()
+    zcomm.shutdown()
 
 
 def test_groups_of_an_instance_are_checked() -> None:

@@ -31,7 +31,9 @@ from zcomm.zero.units import UnitStore
 @dataclass
 class Parts:
     """What one ZeroOptimizer owns. Parameters are numbered in the order of ``names``; ``index_of`` is by id(),
-    ``group_of`` by number. ``runs``: per bucket, (begin, end, group) of this rank's part."""
+    ``group_of`` by number. ``runs``: per bucket, (begin, end, group) of this rank's part;
+    ``param_runs``: with the parameter instead, where the rule is indexed. ``first_index``: by number, elements before
+    it in the param groups."""
 
     model: nn.Module | None
     names: list[str]
@@ -45,6 +47,8 @@ class Parts:
     reducer: GradientReducer
     norm: GradientNorm
     runs: list[list[tuple[int, int, int]]]
+    param_runs: list[list[tuple[int, int, int]]] | None
+    first_index: list[int]
     swap: _core.SwapFile | None
     hooks: UnitHooks | None
     save_comm: Communicator | None = None  # of checkpoints in the background; made by the first
@@ -96,7 +100,7 @@ def build_parts(
     geometry = Geometry(shapes, job.world_size, bucket_nbytes, precision.param_nbytes)
     numbers = {id(param): number for number, group in enumerate(groups) for param in group["params"]}
 
-    form = TileForm(rule.arrays, precision.dtype)
+    form = TileForm(rule.arrays, precision.dtype, rule.state_dtype)
     swaps_state = offload.optimizer == "nvme" and form.element_nbytes > 0
     swap = None
     if swaps_state or offload.params == "nvme":  # before all other memory: a full disk is said first
@@ -106,21 +110,17 @@ def build_parts(
         close_at_exit(swap)  # also when what follows is interrupted
     comm = job.duplicate()  # gradients and parameters keep an order of their own beside the caller's collectives
 
+    tier = offload.params or "device"
     store: ParameterStore
     if by_unit:
-        source: ShardSource
-        if offload.params == "nvme":
-            assert swap is not None
-            source = SwapSource(geometry, precision.dtype, arena, swap)
-        else:
-            source = RamSource(geometry, precision.dtype, offload.params or "device", arena)
+        source = _source(geometry, precision.dtype, arena, swap, tier)
         names = [choice.name for choice in choices]
         store = UnitStore(ordered, geometry, comm, precision.dtype, names, source, share_parameters, prefetch)
     elif stage >= 1 and share_parameters:
         store = SharedStore(ordered, geometry, comm, precision.dtype)
     else:
         store = PrivateStore(ordered, geometry, comm, precision.dtype, replicated=stage == 0)
-    if stage == 3 and offload.params == "cpu":
+    if stage == 3 and tier == "cpu":
         store.tier = "cpu"
 
     counts = [part.stop - part.start for part in map(store.part, geometry.buckets)]
@@ -132,6 +132,10 @@ def build_parts(
         state = RamState(counts, precision.dtype, rule, arena, offload)
     group_of = [numbers[id(param)] for param in ordered]
     runs = [geometry.runs(bucket, store.part(bucket), group_of) for bucket in geometry.buckets]
+    param_runs = None
+    if rule.indexed:
+        each = range(len(ordered))
+        param_runs = [geometry.runs(bucket, store.part(bucket), each) for bucket in geometry.buckets]
     values = [rule.initial({**rule.defaults, **group}) for group in groups]
     initial = [[(begin, end, values[group]) for begin, end, group in of_bucket] for of_bucket in runs]
     _start(model, ordered, geometry, comm, store, state, initial, precision.dtype)
@@ -141,24 +145,44 @@ def build_parts(
     if isinstance(store, UnitStore):
         assert model is not None
         hooks = UnitHooks(model, choices, store)
-    labels = _names(model, ordered)
-    index_of = {id(param): index for index, param in enumerate(ordered)}
     return Parts(
-        model,
-        labels,
-        index_of,
-        group_of,
-        geometry,
-        comm,
-        arena,
-        store,
-        state,
-        reducer,
-        GradientNorm(comm),
-        runs,
-        swap,
-        hooks,
+        model=model,
+        names=_names(model, ordered),
+        index_of={id(param): index for index, param in enumerate(ordered)},
+        group_of=group_of,
+        geometry=geometry,
+        comm=comm,
+        arena=arena,
+        store=store,
+        state=state,
+        reducer=reducer,
+        norm=GradientNorm(comm),
+        runs=runs,
+        param_runs=param_runs,
+        first_index=_first_indices(ordered, params, geometry),
+        swap=swap,
+        hooks=hooks,
     )
+
+
+def _source(
+    geometry: Geometry, dtype: torch.dtype, arena: _core.PinnedArena, swap: _core.SwapFile | None, tier: str
+) -> ShardSource:
+    if tier != "nvme":
+        return RamSource(geometry, dtype, tier, arena)
+    assert swap is not None
+    return SwapSource(geometry, dtype, arena, swap)
+
+
+def _first_indices(ordered: Sequence[nn.Parameter], grouped: Sequence[torch.Tensor], geometry: Geometry) -> list[int]:
+    """Elements before each parameter in the order of the param groups, which does not depend on the stage."""
+    counts = {id(param): place.count for param, place in zip(ordered, geometry.places, strict=True)}
+    first: dict[int, int] = {}
+    at = 0
+    for param in grouped:
+        first[id(param)] = at
+        at += counts[id(param)]
+    return [first[id(param)] for param in ordered]
 
 
 def _check_params(params: Sequence[torch.Tensor]) -> None:

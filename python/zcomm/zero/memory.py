@@ -28,11 +28,12 @@ def memory_formula(
     offload: str | Offload | None = None,
     share_parameters: bool = True,
     state_arrays: int = 2,
+    array_nbytes: int = 4,
 ) -> Memory:
     """Bytes of one rank by tier and purpose for ``numel`` parameters; padding and slots come on top.
 
-    share_parameters: the ranks share one host's copy, as CPU ranks do by default. state_arrays: fp32 arrays that the
-    optimizer keeps per parameter.
+    share_parameters: the ranks share one host's copy, as CPU ranks do by default. state_arrays: arrays that the
+    optimizer keeps per parameter; array_nbytes: 4, or 2 with state_dtype=torch.bfloat16.
     Raises: ValueError for an unknown stage, precision or offload.
     """
     check_stage(stage)
@@ -43,7 +44,7 @@ def memory_formula(
     memory = empty_memory()
     memory[where.params or "device"]["parameters"] = params * bytes_of.param_nbytes
     memory["device"]["gradients"] = (shard if stage >= 2 else numel) * bytes_of.grad_nbytes
-    state_nbytes = (shard if stage >= 1 else numel) * (4 * state_arrays + bytes_of.master_nbytes)
+    state_nbytes = (shard if stage >= 1 else numel) * (array_nbytes * state_arrays + bytes_of.master_nbytes)
     offloaded = round(state_nbytes * where.fraction)
     memory[where.optimizer or "device"]["optimizer"] += offloaded
     memory[where.rest]["optimizer"] += state_nbytes - offloaded

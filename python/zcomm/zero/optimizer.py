@@ -27,12 +27,14 @@ from zcomm.offload import StrPath
 from zcomm.zero import checkpoint
 from zcomm.zero import state_dict as torch_state
 from zcomm.zero.build import Parts, build_parts
+from zcomm.zero.geometry import FlatBucket
 from zcomm.zero.hyper import OptimizerLike, choose_rule, torch_groups
 from zcomm.zero.loss_scale import LossScale, LossScaler
 from zcomm.zero.memory import Memory, empty_memory
 from zcomm.zero.nonfinite import NonFinite, find
 from zcomm.zero.options import Offload, as_offload, as_precision, check_stage
-from zcomm.zero.state import ShardStep
+from zcomm.zero.rules import Indexed
+from zcomm.zero.state import Run, ShardStep
 
 _open: weakref.WeakSet[ZeroOptimizer] = weakref.WeakSet()
 
@@ -228,8 +230,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _shard_steps(self, parts: Parts, hyper: list[Any]) -> Iterator[ShardStep]:
         for bucket, weight in parts.store.sweep(self._reverse):
             grad = parts.reducer.bucket_view(bucket) if self.stage == 0 else parts.reducer.shard_view(bucket)
-            runs = [(begin, end, hyper[group]) for begin, end, group in parts.runs[bucket.index]]
-            yield ShardStep(bucket.index, weight, grad, runs)
+            yield ShardStep(bucket.index, weight, grad, self._runs(parts, bucket, hyper))
+
+    def _runs(self, parts: Parts, bucket: FlatBucket, hyper: list[Any]) -> list[Run]:
+        if parts.param_runs is None:
+            return [(begin, end, hyper[group]) for begin, end, group in parts.runs[bucket.index]]
+        start = parts.store.part(bucket).start
+        first = [parts.first_index[n] + start - parts.geometry.places[n].offset for n in bucket.params]
+        indexed = {n: Indexed(hyper[parts.group_of[n]], at) for n, at in zip(bucket.params, first, strict=True)}
+        return [(begin, end, indexed[n]) for begin, end, n in parts.param_runs[bucket.index]]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; does nothing between the micro-steps of one accumulation."""

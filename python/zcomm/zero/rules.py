@@ -22,12 +22,25 @@ from zcomm.zero.tile import TileForm, core_shard
 SWITCHES = {"foreach", "fused", "capturable", "differentiable"}  # of torch's classes: how they compute, not what
 
 
+@dataclass(frozen=True)
+class Indexed:
+    """Hyperparameters, and the index among all parameters of the shard's element 0 (were it of this one)."""
+
+    hyper: Any
+    first: int
+
+
 class Rule(ABC):
-    """name: as in messages and checkpoints. arrays: the fp32 state of a tile. defaults: of a param group."""
+    """name: as in messages and checkpoints. arrays, state_dtype: the state of a tile. defaults: of a param group.
+
+    indexed: hyper is to be an ``Indexed``, for each parameter its own.
+    """
 
     name: str
     arrays: tuple[str, ...]
     defaults: dict[str, Any]
+    state_dtype = torch.float32
+    indexed = False
     spans_tiles = False  # whether one step() may cover several tiles of a shard
 
     @abstractmethod
@@ -48,8 +61,12 @@ class Rule(ABC):
         begin: int,
         end: int,
         hyper: Any,
+        at: int,
     ) -> None:
-        """Update elements [begin, end) of a tile: ``weight`` and fp32 ``grad`` of its count, ``state`` flat uint8."""
+        """Update elements [begin, end) of a tile: ``weight`` and fp32 ``grad`` of its count, ``state`` flat uint8.
+
+        at: where the tile begins in its shard.
+        """
 
     def initial(self, group: dict[str, Any]) -> float:
         """What the arrays hold before the first step."""
@@ -109,6 +126,11 @@ class FusedRule(Rule):
             options = {key: value for key, value in group.items() if key not in SWITCHES}
             self.check({**self.defaults, **options})
             adopted.append(options)
+        dtypes = {group.get("state_dtype", self.defaults.get("state_dtype", torch.float32)) for group in adopted}
+        if len(dtypes) > 1:
+            raise ValueError(f"param groups have several state_dtype ({dtypes}); ZeroOptimizer keeps one for all")
+        self.state_dtype = dtypes.pop() if dtypes else torch.float32
+        self.indexed = self.state_dtype != torch.float32
         if self.name == "sgd" and any(group.get("momentum", 0) != 0 for group in groups):
             self.arrays = self._twin.ARRAYS
         return adopted
@@ -119,10 +141,9 @@ class FusedRule(Rule):
 
     def check(self, group: dict[str, Any]) -> None:
         self._twin._check_group(group)
-        if group.get("state_dtype", torch.float32) != torch.float32:
-            raise NotImplementedError(
-                f"state_dtype={group['state_dtype']} is not available in ZeroOptimizer; leave it out (fp32)"
-            )
+        wanted = group.get("state_dtype", torch.float32)
+        if wanted not in (torch.float32, torch.bfloat16):
+            raise NotImplementedError(f"state_dtype={wanted} is not available in ZeroOptimizer; fp32 and bf16 are")
 
     def initial(self, group: dict[str, Any]) -> float:
         return self._twin._initial(group)
@@ -159,10 +180,14 @@ class FusedRule(Rule):
         begin: int,
         end: int,
         hyper: Any,
+        at: int,
     ) -> None:
+        first = 0
+        if self.indexed:
+            hyper, first = hyper.hyper, hyper.first + at
         if form.dtype != torch.float16:
-            self._kernel(core_shard(weight, grad, state, begin, end), hyper)
+            self._kernel(core_shard(weight, grad, state, begin, end, form.state_dtype, first), hyper)
             return
         master = form.master(weight, state)
-        self._kernel(core_shard(master, grad, state, begin, end), hyper)
+        self._kernel(core_shard(master, grad, state, begin, end, form.state_dtype, first), hyper)
         weight[begin:end].copy_(master[begin:end])

@@ -52,7 +52,7 @@ class ShardState(ABC):
     def __init__(self, counts: Sequence[int], dtype: torch.dtype, rule: Rule) -> None:
         self.counts = list(counts)
         self.rule = rule
-        self.form = TileForm(rule.arrays, dtype)
+        self.form = TileForm(rule.arrays, dtype, rule.state_dtype)
 
     @abstractmethod
     def tile(self, bucket: int, part: slice, *, load: bool = True, store: bool = False) -> Held:
@@ -77,7 +77,7 @@ class ShardState(ABC):
     def _step_tile(self, shard: ShardStep, state: torch.Tensor, tile: slice) -> None:
         weight, grad = shard.weight[tile], shard.grad[tile]
         for begin, end, hyper in runs_in(shard.runs, tile):
-            self.rule.step(self.form, weight, grad, state, begin, end, hyper)
+            self.rule.step(self.form, weight, grad, state, begin, end, hyper, tile.start)
 
     @property
     def window_nbytes(self) -> int:

@@ -59,7 +59,7 @@ def load_state_dict(optimizer: ZeroOptimizer, saved: dict[str, Any]) -> None:
         parts.store.publish()
     progress = []
     for group, new in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        options = {key: value for key, value in new.items() if key not in ("params", "progress")}
+        options = {key: value for key, value in new.items() if key not in ("params", "progress", "state_dtype")}
         progress.append(new.get("progress", {}))
         group.update(options)
         steps = [float(saved["state"].get(number, {}).get("step", 0)) for number in new["params"]]

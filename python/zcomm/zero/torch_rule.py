@@ -102,6 +102,7 @@ class TorchRule(Rule):
         begin: int,
         end: int,
         hyper: Any,
+        at: int,
     ) -> None:
         count = weight.numel()
         master = form.master(weight, state)

@@ -152,7 +152,7 @@ def _manifest(optimizer: ZeroOptimizer, scheduler: Any, client_state: Any) -> Ma
     for number, group in enumerate(optimizer.param_groups):
         names = [parts.names[parts.index_of[id(param)]] for param in group["params"]]
         options = {key: value for key, value in group.items() if key != "params" and not callable(value)}
-        options.pop("state_dtype", None)  # fp32
+        options.pop("state_dtype", None)  # how it is kept, not what; the files have fp32
         groups.append({"params": names, "options": to_json(options, f"param_groups[{number}]")})
     counters: dict[str, Any] = {"step_count": optimizer.step_count, "skipped_steps": optimizer.skipped_steps}
     if optimizer.scaler is not None:
