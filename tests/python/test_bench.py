@@ -110,6 +110,19 @@ def test_bad_flags_are_named(flags: tuple[str, ...], words: str) -> None:
     assert words in run("allreduce_bw", *flags, check=False)
 
 
+def test_zero_step(tmp_path: Path) -> None:
+    file = tmp_path / "zero.jsonl"
+    small = ("--layers", "1", "--width", "16", "--heads", "2", "--context", "16", "--rounds", "7", "--warmup", "1")
+    names = "none,zcomm-1,zcomm-3-nvme,ddp-gloo,fsdp2,deepspeed-1"
+    run("zero_step", *small, "--variants", names, "--nvme-path", str(tmp_path), "--json", str(file))
+    result = lines_of(file)[1]
+    assert set(names.split(",")) - {"deepspeed-1"} <= result["step_ms"].keys()
+    assert not any(result["wrong"].values()) and len(result["wrong"]) >= 4
+    assert result["of_none"]["none"] == 1.0
+    assert list(tmp_path.iterdir()) == [file]  # nothing stays on the drive
+    assert "zcomm-7: stage=7" in run("zero_step", *small, "--variants", "zcomm-7", check=False)
+
+
 def test_ddp_step(tmp_path: Path) -> None:
     file = tmp_path / "ddp.jsonl"
     small = ("--width", "32", "--heads", "2", "--layers", "1", "--context", "16", "--rounds", "7", "--warmup", "1")
