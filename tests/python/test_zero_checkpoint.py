@@ -331,6 +331,23 @@ def test_another_model_or_optimizer_is_listed(tmp_path: Path) -> None:
     zcomm.shutdown()
 
 
+def test_an_accumulation_cannot_be_saved_and_load_ends_it(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3)
+    opt = zcomm.ZeroOptimizer(model, "sgd", stage=2, grad_accum=2, lr=0.1)
+    opt.save(tmp_path / "c")
+    want = model.weight.clone()
+    for _ in range(2):
+        model(torch.ones(1, 5)).sum().backward()
+        opt.step()
+        with pytest.raises(RuntimeError, match="micro-step 1 of 2"):
+            opt.save(tmp_path / "d")
+        opt.load(tmp_path / "c")
+    assert torch.equal(model.weight, want), "two halves of different accumulations make no step"
+    opt.close()
+    zcomm.shutdown()
+
+
 def test_client_state_must_be_plain(tmp_path: Path) -> None:
     _, opt = tiny(tmp_path, 1)
     with pytest.raises(ValueError, match=r"client_state\.model is Linear"):

@@ -354,7 +354,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         is wrong; ValueError listing names and shapes of another model or optimizer.
         """
         self._end_saving()
-        return checkpoint.load(self, Path(directory).absolute(), scheduler, optimizer, random, strict)
+        client_state = checkpoint.load(self, Path(directory).absolute(), scheduler, optimizer, random, strict)
+        self._micro_step = self._scaled_passes = 0  # gradients of an accumulation that had begun are gone
+        return client_state
 
     # --- life -------------------------------------------------------------------------------------------------
 
