@@ -23,6 +23,7 @@ import zcomm
 from ranks import World, start_ranks
 
 FOREIGN_SHM = (
+    "deepspeed_",
     "vader_segment",
     "mpich_shm_",
     "psm_",
