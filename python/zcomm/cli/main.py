@@ -26,7 +26,7 @@ class Parser(argparse.ArgumentParser):
 def build_parser() -> Parser:
     """The parser of all commands; each sets `command` to its function (args -> exit code)."""
     import zcomm
-    from zcomm.cli import doctor, run
+    from zcomm.cli import bench, doctor, run
     from zcomm.demo import command as demo
 
     parser = Parser(prog="zcomm", description="Collectives, memory tiers and ZeRO for PyTorch.", allow_abbrev=False)
@@ -36,6 +36,7 @@ def build_parser() -> Parser:
     run.add_parser(commands)
     demo.add_parser(commands)
     doctor.add_parser(commands)
+    bench.add_parser(commands)
     return parser
 
 

@@ -1,0 +1,1 @@
+"""What bench/swap_bw is made of."""

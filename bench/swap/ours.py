@@ -1,0 +1,63 @@
+"""SwapFile as a variant: fills, times and checks; buffers come from pinned_empty."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+
+import zcomm
+from zcomm.offload import pinned_empty
+
+
+class Buffers:
+    """What is written, and where it is read to; shared by all variants, so that memory is paid once."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.out = pinned_empty(nbytes, torch.uint8)
+        self.into = pinned_empty(nbytes, torch.uint8)
+        generator = torch.Generator().manual_seed(1)
+        self.out.view(torch.int64).random_(generator=generator)
+
+
+class Swap:
+    """One SwapFile with its keys. A tensor's data are those of the buffer at its own position."""
+
+    def __init__(self, folder: Path, buffers: Buffers, **options: object) -> None:
+        self.buffers = buffers
+        self.file = zcomm.SwapFile(folder, **options)  # type: ignore[arg-type]
+
+    def fill(self, nbytes: int, tensor_nbytes: int) -> None:
+        """Writes every key of this size once: what is timed overwrites."""
+        self.seconds("write", nbytes, tensor_nbytes)
+
+    def seconds(self, what: str, nbytes: int, tensor_nbytes: int) -> float:
+        """Time of one go; `mixed`: of each two tensors one is written, the other read."""
+        pieces = [
+            (f"{tensor_nbytes}/{begin}", slice(begin, begin + tensor_nbytes))
+            for begin in range(0, nbytes, tensor_nbytes)
+        ]
+        begin_s = time.perf_counter()
+        for number, (key, piece) in enumerate(pieces):
+            if what == "write" or (what == "mixed" and number % 2):
+                self.file.write(key, self.buffers.out[piece])
+            else:
+                self.file.read(key, self.buffers.into[piece])
+        self.file.wait()
+        return time.perf_counter() - begin_s
+
+    def wrong(self, nbytes: int, tensor_nbytes: int) -> int:
+        """Bytes that come back other than they were written."""
+        self.buffers.into[:nbytes].zero_()
+        self.seconds("read", nbytes, tensor_nbytes)
+        if torch.equal(self.buffers.into[:nbytes], self.buffers.out[:nbytes]):
+            return 0
+        return int((self.buffers.into[:nbytes] != self.buffers.out[:nbytes]).sum())
+
+    def clear(self, nbytes: int, tensor_nbytes: int) -> None:
+        for begin in range(0, nbytes, tensor_nbytes):
+            self.file.release(f"{tensor_nbytes}/{begin}")
+
+    def close(self) -> None:
+        self.file.close()

@@ -1,0 +1,40 @@
+"""`zcomm bench`: starts a bench of the source tree, with its own flags."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import zcomm
+from zcomm.launch.errors import UserError
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+    from zcomm.cli.main import Parser
+
+_PROGRAMS = {"swap": "swap_bw"}
+
+
+def add_parser(commands: _SubParsersAction[Parser]) -> None:
+    """Declare the command's options."""
+    parser = commands.add_parser("bench", help="measure beside a roof and peers: swap", allow_abbrev=False)
+    parser.add_argument("name", choices=_PROGRAMS, help="swap: SwapFile beside the best fio (bench/swap_bw)")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="the bench's own flags; --help lists them")
+    parser.set_defaults(command=command)
+
+
+def command(args: argparse.Namespace) -> int:
+    """Run the bench; returns its exit code."""
+    program = folder() / _PROGRAMS[args.name]
+    if not program.exists():
+        raise UserError(f"the benches are not here: they come with zcomm's source tree, as bench/{program.name}")
+    return subprocess.run([sys.executable, str(program), *args.args], check=False).returncode
+
+
+def folder() -> Path:
+    """Where the benches lie, beside the package's own source tree."""
+    return Path(zcomm.__file__).resolve().parent.parent.parent / "bench"

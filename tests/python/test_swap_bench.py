@@ -1,0 +1,84 @@
+"""bench/swap_bw as a program: rows with checked data, peers that are absent skipped with a line, `zcomm bench`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCH = Path(__file__).resolve().parent.parent.parent / "bench"
+SMALL = ("--size", "4M", "--batch", "256K", "--batch-total", "1M")
+
+
+def run(command: list[str], env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, **(env or {})},
+        check=False,
+    )
+
+
+def records_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_rows_counters_and_absent_peers(tmp_path: Path) -> None:
+    nothing, out = tmp_path / "empty", tmp_path / "result"
+    nothing.mkdir()
+    done = run(
+        [str(BENCH / "swap_bw"), "--dir", str(tmp_path), "--out", str(out), *SMALL],
+        {"PATH": str(nothing), "ZCOMM_DEEPSPEED_PYTHON": "/bin/false"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "# peer fio: skipped, no fio" in done.stdout and "# peer deepspeed: skipped, " in done.stdout
+    machine, *rows = records_of(out.with_suffix(".jsonl"))
+    assert set(machine["skipped"]) == {"fio", "deepspeed"} and str(tmp_path) not in json.dumps(machine)
+    assert [(row["what"], row["tensor_nbytes"]) for row in rows] == [
+        ("write", 4 << 20),
+        ("read", 4 << 20),
+        ("mixed", 2 << 20),
+        ("write", 256 << 10),
+        ("read", 256 << 10),
+    ]
+    for row in rows:
+        assert row["wrong"] == 0
+        assert set(row["gbps"]) == {"zcomm", "zcomm threads", "zcomm no crc"}
+        assert all(len(each) >= 5 and min(each) > 0 for each in row["rounds_gbps"].values())
+    assert "| mixed | zcomm threads |" in out.with_suffix(".md").read_text()
+    assert [each.name for each in tmp_path.iterdir() if each.name.startswith("zcomm-")] == []
+
+
+def test_shares_of_a_peer(tmp_path: Path) -> None:
+    """A fio that claims one second for each run: the share is our rate over its."""
+    fake, out = tmp_path / "fio", tmp_path / "result"
+    fake.write_text('#!/bin/sh\necho \'{"jobs": [{"error": 0, "job_runtime": 1000}]}\'\n')
+    fake.chmod(0o700)
+    done = run(
+        [str(BENCH / "swap_bw"), "--dir", str(tmp_path), "--out", str(out), "--peer", "fio", "--what", "read", *SMALL],
+        {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = records_of(out.with_suffix(".jsonl"))
+    sweep = [record for record in records if record["kind"] == "fio"]
+    assert {record["ioengine"] for record in sweep} == {"io_uring", "libaio"}
+    assert all(4 << 20 <= record["bs"] * record["iodepth"] <= 32 << 20 for record in sweep)
+    row = records[-1]
+    ours, theirs = row["rounds_gbps"]["zcomm"], row["rounds_gbps"]["fio"]
+    ratios = sorted(mine / other for mine, other in zip(ours, theirs, strict=True))
+    assert theirs[0] == pytest.approx((4 << 20) / 1e9)
+    assert row["share_of"]["fio"]["zcomm"] == pytest.approx(ratios[len(ratios) // 2])
+
+
+def test_zcomm_bench_swap() -> None:
+    done = run(["-m", "zcomm.cli", "bench", "swap", "--help"])
+    assert done.returncode == 0 and "--batch-total" in done.stdout
+    done = run(["-m", "zcomm.cli", "bench", "swap", "--what", "sideways"])
+    assert done.returncode == 2 and "--what 'sideways'" in done.stderr
