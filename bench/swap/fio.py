@@ -1,7 +1,8 @@
 """fio as the roof: the best flags of a sweep, then one run each round.
 
 Its memory must be as good as ours, or the roof is too low: malloc is told to ask for huge pages (glibc >= 2.35), and
-where the system has huge pages set aside (vm.nr_hugepages), they are tried too.
+where the system has huge pages set aside (vm.nr_hugepages), they are tried too. It runs on the data file of the
+variant that it stands beside: two files on one drive may differ by 20 %.
 """
 
 from __future__ import annotations
@@ -45,40 +46,36 @@ def _free_huge_nbytes() -> int:
 class Fio:
     name = "fio"
 
-    def __init__(self, folder: Path, nbytes: int, sweep: str) -> None:
+    def __init__(self, nbytes: int, sweep: str) -> None:
         self._program = shutil.which("fio")
         if self._program is None:
             raise FileNotFoundError("no fio (Debian: fio)")
-        self._file = folder / "fio.dat"
         self._sweep = sweep
         self._best: dict[str, dict[str, Any]] = {}
         self._nbytes = nbytes
-        self._run(
-            "write", {"ioengine": "psync", "bs": _MIB, "iodepth": 1, "mem": "malloc"}, nbytes
-        )  # what is timed overwrites
 
-    def tune(self, what: str, keep: Callable[[dict[str, object]], None]) -> dict[str, Any]:
+    def tune(self, what: str, file: str, keep: Callable[[dict[str, object]], None]) -> dict[str, Any]:
         """Each flag set twice, the whole list and then again; the best mean."""
         if what not in self._best:
             choices = flags(self._sweep)
             gbps = [0.0] * len(choices)
             for _ in range(2):
                 for number, choice in enumerate(choices):
-                    gbps[number] += self._nbytes / self._run(what, choice, self._nbytes) / 2e9
+                    gbps[number] += self._nbytes / self._run(what, choice, self._nbytes, file) / 2e9
             for choice, speed in zip(choices, gbps, strict=True):
                 keep({"kind": "fio", "what": what, "gbps": speed, **choice})
             self._best[what] = choices[gbps.index(max(gbps))]
         return self._best[what]
 
-    def seconds(self, what: str, nbytes: int, tensor_nbytes: int) -> float:
+    def seconds(self, what: str, nbytes: int, tensor_nbytes: int, file: str) -> float:
         """With the best flags; a batch's tensors are no matter to fio."""
-        return self._run(what, self._best[what], nbytes)
+        return self._run(what, self._best[what], nbytes, file)
 
     def close(self) -> None:
-        self._file.unlink(missing_ok=True)
+        """Nothing of its own is left."""
 
-    def _run(self, what: str, choice: dict[str, Any], nbytes: int) -> float:
-        command = [str(self._program), "--name=zcomm", f"--filename={self._file}", f"--size={nbytes}", "--direct=1"]
+    def _run(self, what: str, choice: dict[str, Any], nbytes: int, file: str) -> float:
+        command = [str(self._program), "--name=zcomm", f"--filename={file}", f"--size={nbytes}", "--direct=1"]
         command += [f"--rw={_RW[what]}", "--rwmixread=50", "--numjobs=1", "--output-format=json", "--randrepeat=0"]
         thp = choice["mem"] == "thp"
         command += [f"--{name}={'malloc' if value == 'thp' else value}" for name, value in choice.items()]

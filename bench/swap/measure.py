@@ -1,4 +1,4 @@
-"""Rows: each kind of load, its variants in turn, with what the device counted."""
+"""Rows: each kind of load, its variants in turn, each beside the peers, with what the device counted."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,10 @@ def rows(
     swaps = {name: Swap(folder, buffers, **common, **_OPTIONS[name]) for name in arguments.variants}
     try:
         for load in todo:
-            best = {name: peer.tune(load.what, keep) for name, peer in peers.items()}
+            for swap in swaps.values():
+                swap.fill(load.nbytes, load.tensor_nbytes)
+            path = next(iter(swaps.values())).path
+            best = {name: peer.tune(load.what, path, keep) for name, peer in peers.items()}
             yield {**_row(arguments, folder, load, swaps, peers), "best_flags": best}
     finally:
         for swap in swaps.values():
@@ -65,21 +69,29 @@ def rows(
 def _row(
     arguments: argparse.Namespace, folder: Path, load: Load, swaps: dict[str, Swap], peers: dict[str, Peer]
 ) -> dict[str, Any]:
-    variants: dict[str, Swap | Peer] = {**swaps, **peers}
+    gbps: dict[str, list[float]] = {name: [] for name in (*swaps, *peers)}
+    moved = dict.fromkeys(gbps, 0)
+    shares: dict[str, dict[str, list[float]]] = {peer: {name: [] for name in swaps} for peer in peers}
+    size = load.nbytes, load.tensor_nbytes
+
+    def go(name: str, seconds: Callable[[], float]) -> float:
+        before = counters.moved(folder)
+        speed = load.nbytes / seconds() / 1e9
+        after = counters.moved(folder)
+        gbps[name].append(speed)
+        if before and after:
+            moved[name] += sum(after) - sum(before)
+        return speed
+
+    for _ in range(arguments.rounds):
+        for name, swap in swaps.items():
+            swap.fill(*size)  # fio may have overwritten it
+            ours = go(name, partial(swap.seconds, load.what, *size))
+            for other, peer in peers.items():
+                shares[other][name].append(ours / go(other, partial(peer.seconds, load.what, *size, swap.path)))
     for swap in swaps.values():
-        swap.fill(load.nbytes, load.tensor_nbytes)
-    gbps: dict[str, list[float]] = {name: [] for name in variants}
-    moved = dict.fromkeys(variants, 0)
+        swap.fill(*size)
     known = counters.moved(folder) is not None
-    for turn in range(arguments.rounds):
-        names = list(variants)
-        for name in names if turn % 2 == 0 else reversed(names):
-            before = counters.moved(folder)
-            seconds = variants[name].seconds(load.what, load.nbytes, load.tensor_nbytes)
-            after = counters.moved(folder)
-            gbps[name].append(load.nbytes / seconds / 1e9)
-            if before and after:
-                moved[name] += sum(after) - sum(before)
     wrong = sum(swap.wrong(load.nbytes, load.tensor_nbytes) for swap in swaps.values())
     for swap in swaps.values():
         swap.clear(load.nbytes, load.tensor_nbytes)
@@ -92,17 +104,15 @@ def _row(
         "tensor_nbytes": load.tensor_nbytes,
         "gbps": {name: statistics.median(all_of) for name, all_of in gbps.items()},
         "rounds_gbps": gbps,
-        "share_of": {peer: {name: _share(gbps[name], gbps[peer]) for name in swaps} for peer in peers},
+        "share_of": {
+            peer: {name: statistics.median(of) for name, of in by_name.items()} for peer, by_name in shares.items()
+        },
+        "shares": shares,
         "moved_over_asked": {
-            name: moved[name] / load.nbytes / arguments.rounds if known else None for name in variants
+            name: nbytes / load.nbytes / len(gbps[name]) if known else None for name, nbytes in moved.items()
         },
         "wrong": wrong,
     }
-
-
-def _share(ours: list[float], theirs: list[float]) -> float:
-    """Median of the ratios of the rounds: a drive that slows down slows both."""
-    return statistics.median(mine / other for mine, other in zip(ours, theirs, strict=True))
 
 
 def _words(nbytes: int) -> str:

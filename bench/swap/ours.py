@@ -26,7 +26,8 @@ class Swap:
 
     def __init__(self, folder: Path, buffers: Buffers, **options: object) -> None:
         self.buffers = buffers
-        self.file = zcomm.SwapFile(folder, **options)  # type: ignore[arg-type]
+        self.file = zcomm.SwapFile(folder, buffers.out.nbytes, **options)  # type: ignore[arg-type]
+        self.path = str(self.file.stats()["path"])
 
     def fill(self, nbytes: int, tensor_nbytes: int) -> None:
         """Writes every key of this size once: what is timed overwrites."""

@@ -7,22 +7,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from swap.deepspeed import DeepSpeed
+from swap.deepspeed_peer import DeepSpeed
 from swap.fio import Fio
 
 
 class Peer(Protocol):
-    def tune(self, what: str, keep: Callable[[dict[str, object]], None]) -> dict[str, Any]:
+    def tune(self, what: str, file: str, keep: Callable[[dict[str, object]], None]) -> dict[str, Any]:
         """Finds its best flags for write, read or mixed; each trial is kept as a record."""
 
-    def seconds(self, what: str, nbytes: int, tensor_nbytes: int) -> float: ...
+    def seconds(self, what: str, nbytes: int, tensor_nbytes: int, file: str) -> float:
+        """Time of one go; `file` has been written once and may be overwritten."""
 
     def close(self) -> None: ...
 
 
 def open_peers(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, Peer], dict[str, str]]:
     makers: dict[str, Callable[[], Peer]] = {
-        "fio": lambda: Fio(folder, arguments.size, arguments.sweep),
+        "fio": lambda: Fio(arguments.size, arguments.sweep),
         "deepspeed": lambda: DeepSpeed(folder, max(arguments.size, arguments.batch_total), arguments.deepspeed_python),
     }
     opened, skipped = {}, {}

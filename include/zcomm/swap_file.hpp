@@ -27,7 +27,7 @@ class SwapFile {
     std::size_t nbytes = 0;              ///< preallocated at once, over all directories; 0: grows by reserve()
     Engine engine = Engine::automatic;   ///< io_uring where it works, threads otherwise
     std::size_t block_nbytes = 1 << 20;  ///< size of one I/O request
-    int depth = 16;                      ///< requests in flight per directory
+    int depth = 32;                      ///< requests in flight per directory
     bool direct = true;                  ///< O_DIRECT where the file system has it (said in stats().direct)
     bool checksum = true;
   };

@@ -98,7 +98,7 @@ class SwapFile:
         *,
         engine: str = "auto",
         block_nbytes: int = 1 << 20,
-        depth: int = 16,
+        depth: int = 32,
         direct: bool = True,
         checksum: bool = True,
     ) -> None:

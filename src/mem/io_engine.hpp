@@ -38,6 +38,8 @@ class IoEngine {
   virtual void submit(std::span<const IoRequest> requests) = 0;
   /// Blocks until a result is there or wake() was called since the last reap(); returns how many were stored.
   virtual int reap(std::span<IoResult> results) = 0;
+  /// The results that are there already; never blocks.
+  virtual int poll(std::span<IoResult> results) = 0;
   /// Makes the running reap(), or the next one, return early.
   virtual void wake() noexcept = 0;
 };

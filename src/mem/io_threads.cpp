@@ -16,31 +16,12 @@
 
 #include "base/error.hpp"
 #include "mem/io_engine.hpp"
+#include "mem/ring.hpp"
 
 namespace zcomm::mem {
 namespace {
 
 constexpr int kMaxThreads = 32;
-
-/// First in, first out, of fixed capacity: no allocation after the start.
-template <class T>
-class Ring {
- public:
-  explicit Ring(std::size_t capacity) : items_(capacity) {}
-  std::size_t size() const { return size_; }
-  std::size_t capacity() const { return items_.size(); }
-  void push(const T& item) { items_[(first_ + size_++) % items_.size()] = item; }
-  T pop() {
-    const T item = items_[first_];
-    first_ = (first_ + 1) % items_.size();
-    --size_;
-    return item;
-  }
-
- private:
-  std::vector<T> items_;
-  std::size_t first_ = 0, size_ = 0;
-};
 
 class ThreadEngine final : public IoEngine {
  public:
@@ -81,12 +62,12 @@ class ThreadEngine final : public IoEngine {
     std::unique_lock lock(mutex_);
     has_result_.wait(lock, [this] { return results_.size() > 0 || woken_; });
     woken_ = false;
-    int count = 0;
-    while (count < static_cast<int>(results.size()) && results_.size() > 0) {
-      results[static_cast<std::size_t>(count++)] = results_.pop();
-      --in_flight_;
-    }
-    return count;
+    return take(results);
+  }
+
+  int poll(std::span<IoResult> results) override {
+    const std::lock_guard lock(mutex_);
+    return take(results);
   }
 
   void wake() noexcept override {
@@ -96,6 +77,15 @@ class ThreadEngine final : public IoEngine {
   }
 
  private:
+  int take(std::span<IoResult> results) {
+    int count = 0;
+    while (count < static_cast<int>(results.size()) && results_.size() > 0) {
+      results[static_cast<std::size_t>(count++)] = results_.pop();
+      --in_flight_;
+    }
+    return count;
+  }
+
   void serve() {
     ::pthread_setname_np(::pthread_self(), "zcomm-io");
     std::unique_lock lock(mutex_);

@@ -88,6 +88,28 @@ class IoUringEngine final : public IoEngine {
     do code = ::io_uring_wait_cqe(&ring_, &cqe);
     while (code == -EINTR || code == -EAGAIN);
     if (code < 0) throw_system_error(-code, "io_uring: waiting for completions");
+    return take(results);
+  }
+
+  int poll(std::span<IoResult> results) override {
+    enable();
+    // Deferred completions are worked off in the kernel only. The system call itself: see enable().
+    if (deferred_ && ::syscall(__NR_io_uring_enter, ring_.ring_fd, 0, 0, IORING_ENTER_GETEVENTS, nullptr, 0) < 0 &&
+        errno != EINTR && errno != EAGAIN && errno != EBUSY)
+      throw_system_error(errno, "io_uring: looking for completions");
+    return take(results);
+  }
+
+  void wake() noexcept override {
+    const std::uint64_t one = 1;
+    [[maybe_unused]] const auto written = ::write(wake_.get(), &one, sizeof one);  // full counter: awake anyway
+  }
+
+ private:
+  explicit IoUringEngine(int depth) : depth_(depth) {}
+
+  int take(std::span<IoResult> results) {
+    io_uring_cqe* cqe = nullptr;
     int count = 0;
     while (count < static_cast<int>(results.size()) && ::io_uring_peek_cqe(&ring_, &cqe) == 0) {
       if (::io_uring_cqe_get_data(cqe) == this) {
@@ -100,14 +122,6 @@ class IoUringEngine final : public IoEngine {
     }
     return count;
   }
-
-  void wake() noexcept override {
-    const std::uint64_t one = 1;
-    [[maybe_unused]] const auto written = ::write(wake_.get(), &one, sizeof one);  // full counter: awake anyway
-  }
-
- private:
-  explicit IoUringEngine(int depth) : depth_(depth) {}
 
   /// Empty on success, or why not.
   std::string set_up() {
@@ -122,6 +136,7 @@ class IoUringEngine final : public IoEngine {
       if (code != 0) continue;
       ring_made_ = true;
       enabled_ = flags == 0;
+      deferred_ = flags != 0;
       break;
     }
     if (!ring_made_) return refusal(-code);
@@ -195,6 +210,7 @@ class IoUringEngine final : public IoEngine {
   io_uring ring_{};
   bool ring_made_ = false;
   bool enabled_ = false;
+  bool deferred_ = false;
   bool poll_armed_ = false;
   int in_flight_ = 0;
 };

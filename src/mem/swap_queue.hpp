@@ -45,7 +45,7 @@ struct SwapOperation {
   SwapOperation *next_of_key = nullptr, *next_ready = nullptr;
 
   std::size_t next_block = 0, block_count = 0;  // I/O thread
-  int in_flight = 0;
+  int in_flight = 0;                            // blocks, and checksums still to be computed
   std::exception_ptr error;
 };
 

@@ -16,7 +16,8 @@ namespace zcomm::mem {
 namespace {
 
 constexpr int kMaxRetries = 100;               // of one block without progress; then its error is real
-constexpr std::size_t kBatchNbytes = 1 << 20;  // submit while the next blocks' checksums are computed
+constexpr std::size_t kBatchNbytes = 1 << 20;  // submit while the next blocks are prepared
+constexpr std::size_t kChecksPerSlot = 4;      // checksums owed; beyond it no block starts
 constexpr auto kBackoff = std::chrono::microseconds(50);
 
 }  // namespace
@@ -27,7 +28,8 @@ SwapRunner::SwapRunner(std::unique_ptr<IoEngine> engine, Target target, std::siz
       target_(std::move(target)),
       queue_(*engine_, queue_limit),
       slots_(static_cast<std::size_t>(engine_->depth())),
-      results_(slots_.size()) {
+      results_(slots_.size()),
+      checks_(kChecksPerSlot * slots_.size()) {
   free_.reserve(slots_.size());
   again_.reserve(slots_.size());
   batch_.reserve(slots_.size());
@@ -76,10 +78,16 @@ void SwapRunner::run() {
 bool SwapRunner::step() {
   fill();
   if (queue_.finished()) return false;
-  // With no slot free a new operation could not start: only a result is worth waking for.
-  if (!free_.empty() && !queue_.sleep()) return true;
-  const int count = engine_->reap(results_);
-  queue_.awake();
+  int count = 0;
+  if (checks_.size() > 0) {
+    count = engine_->poll(results_);
+    if (count == 0) check_one();
+  } else {
+    // With no slot free a new operation could not start: only a result is worth waking for.
+    if (!free_.empty() && !queue_.sleep()) return true;
+    count = engine_->reap(results_);
+    queue_.awake();
+  }
   for (int i = 0; i < count; ++i) {
     const IoResult& result = results_[static_cast<std::size_t>(i)];
     complete(*static_cast<Slot*>(result.user), result.result);
@@ -109,7 +117,8 @@ void SwapRunner::submit_batch() {
 }
 
 SwapRunner::Slot* SwapRunner::next_slot() {
-  if (free_.empty()) return nullptr;
+  // What is in flight may owe a check each when it comes back.
+  if (free_.empty() || checks_.size() + slots_.size() - free_.size() >= checks_.capacity()) return nullptr;
   SwapOperation *read = current(false), *write = current(true);
   if (read == nullptr && write == nullptr) return nullptr;
   const bool writes = read == nullptr || (write != nullptr && overtaken_ + 1 >= SwapFile::kReadsPerWrite);
@@ -153,7 +162,7 @@ bool SwapRunner::begin(SwapOperation& operation) {
 void SwapRunner::prepare(Slot& slot, SwapOperation& operation) {
   slot.operation = &operation;
   slot.index = operation.next_block++;
-  slot.block = block_at(slot.index, operation.entry->nbytes, target_.block_nbytes, target_.alignment);
+  slot.block = block_of(operation, slot.index);
   slot.io_nbytes = static_cast<std::size_t>(round_up(slot.block.nbytes, target_.alignment));
   slot.moved = 0;
   slot.retries = 0;
@@ -162,7 +171,7 @@ void SwapRunner::prepare(Slot& slot, SwapOperation& operation) {
       slot.io_nbytes != slot.block.nbytes || reinterpret_cast<std::uintptr_t>(data) % target_.memory_alignment != 0;
   if (slot.bounced) provide_bounce(slot);
   if (operation.write) {
-    if (target_.checksum) operation.entry->checksums[slot.index] = crc32c(data, slot.block.nbytes);
+    if (target_.checksum) owe_check(operation, slot.index);
     if (slot.bounced) {
       std::memcpy(slot.bounce.get(), data, slot.block.nbytes);
       std::memset(slot.bounce.get() + slot.block.nbytes, 0, slot.io_nbytes - slot.block.nbytes);
@@ -188,9 +197,17 @@ std::byte* SwapRunner::buffer_of(const Slot& slot) const {
   return slot.bounced ? slot.bounce.get() : slot.operation->data + slot.block.begin;
 }
 
+Block SwapRunner::block_of(const SwapOperation& operation, std::size_t index) const {
+  return block_at(index, operation.entry->nbytes, target_.block_nbytes, target_.alignment);
+}
+
 /// A block lies on one drive: block and tile have the same size.
+Location SwapRunner::location(const SwapOperation& operation, std::size_t begin) const {
+  return Stripes::locate(operation.entry->place, begin, target_.block_nbytes);
+}
+
 Location SwapRunner::location(const Slot& slot) const {
-  Location location = Stripes::locate(slot.operation->entry->place, slot.block.begin, target_.block_nbytes);
+  Location location = this->location(*slot.operation, slot.block.begin);
   location.offset += slot.moved;
   return location;
 }
@@ -205,9 +222,9 @@ IoRequest SwapRunner::request_of(Slot& slot) const {
           &slot};
 }
 
-std::string SwapRunner::where(const Slot& slot) const {
-  return text(slot.operation->write ? "write" : "read", " of key '", slot.operation->entry->key, "' at offset ",
-              location(slot).offset, " of ", path_of(slot), " (", slot.io_nbytes - slot.moved, " bytes)");
+std::string SwapRunner::where(const SwapOperation& operation, const Location& at, std::size_t nbytes) const {
+  return text("SwapFile: ", operation.write ? "write" : "read", " of key '", operation.entry->key, "' at offset ",
+              at.offset, " of ", path_of(at), " (", nbytes, " bytes): ");
 }
 
 bool SwapRunner::retry(Slot& slot) {
@@ -234,12 +251,15 @@ void SwapRunner::complete(Slot& slot, std::int64_t result) {
 bool SwapRunner::advance(Slot& slot, std::int64_t result, std::exception_ptr& error) {
   const bool write = slot.operation->write;
   const std::size_t remaining = slot.io_nbytes - slot.moved;
+  const auto told = [&](const auto&... why) {
+    return text(where(*slot.operation, location(slot), slot.io_nbytes - slot.moved), why...);
+  };
   const auto failure = [&](int code, const auto&... why) {
-    error = std::make_exception_ptr(SystemError(code, text("SwapFile: ", where(slot), ": ", why...), path_of(slot)));
+    error = std::make_exception_ptr(SystemError(code, told(why...), path_of(location(slot))));
     return true;
   };
   const auto damage = [&](const auto&... why) {
-    error = std::make_exception_ptr(DataCorrupt(EIO, text("SwapFile: ", where(slot), ": ", why...), path_of(slot)));
+    error = std::make_exception_ptr(DataCorrupt(EIO, told(why...), path_of(location(slot))));
     return true;
   };
   if (result < 0 && result != -EAGAIN && result != -EINTR) {
@@ -262,23 +282,35 @@ bool SwapRunner::advance(Slot& slot, std::int64_t result, std::exception_ptr& er
 
 void SwapRunner::finish_block(Slot& slot) {
   SwapOperation& operation = *slot.operation;
-  meters_[operation.write ? 1 : 0].latency.record(Clock::now() - slot.since);
-  if (!operation.write) {
-    std::byte* data = operation.data + slot.block.begin;
-    if (slot.bounced) std::memcpy(data, slot.bounce.get(), slot.block.nbytes);
-    if (target_.checksum) {
-      const std::uint32_t is = crc32c(data, slot.block.nbytes), was = operation.entry->checksums[slot.index];
-      if (is != was) {
-        fail(operation, std::make_exception_ptr(DataCorrupt(
-                            EIO,
-                            text("SwapFile: ", where(slot), ": data read back is not what was written, crc32c 0x",
-                                 std::hex, is, " instead of 0x", was),
-                            path_of(slot))));
-        return;
-      }
-    }
+  Meter& meter = meters_[operation.write ? 1 : 0];
+  meter.latency.record(Clock::now() - slot.since);
+  meter.moved_nbytes.fetch_add(slot.block.nbytes, std::memory_order_relaxed);
+  if (operation.write) return;
+  if (slot.bounced) std::memcpy(operation.data + slot.block.begin, slot.bounce.get(), slot.block.nbytes);
+  if (target_.checksum) owe_check(operation, slot.index);
+}
+
+void SwapRunner::owe_check(SwapOperation& operation, std::size_t index) {
+  checks_.push({&operation, index});
+  ++operation.in_flight;
+}
+
+void SwapRunner::check_one() {
+  const auto [operation, index] = checks_.pop();
+  const Block block = block_of(*operation, index);
+  std::uint32_t& known = operation->entry->checksums[index];
+  const std::uint32_t is = operation->error ? known : crc32c(operation->data + block.begin, block.nbytes);
+  if (operation->write) {
+    known = is;
+  } else if (is != known) {
+    const Location at = location(*operation, block.begin);
+    fail(*operation, std::make_exception_ptr(
+                         DataCorrupt(EIO,
+                                     text(where(*operation, at, block.nbytes), "data read back is not what was written",
+                                          std::hex, ", crc32c 0x", is, " instead of 0x", known),
+                                     path_of(at))));
   }
-  meters_[operation.write ? 1 : 0].moved_nbytes.fetch_add(slot.block.nbytes, std::memory_order_relaxed);
+  end_of(*operation);
 }
 
 void SwapRunner::release(Slot& slot) {
@@ -290,6 +322,11 @@ void SwapRunner::release(Slot& slot) {
   }
   slot.operation = nullptr;
   free_.push_back(&slot);
+  end_of(operation);
+}
+
+/// A block or a checksum of it is done with.
+void SwapRunner::end_of(SwapOperation& operation) {
   --operation.in_flight;
   end_if_done(operation);
 }

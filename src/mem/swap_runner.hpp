@@ -5,6 +5,9 @@
 // caller's memory. Others, and the tail beyond the last 4 KiB of an extent (which is padded to 4 KiB), go through the
 // slot's own bounce buffer. A second, buffered descriptor would leave dirty pages beside direct I/O; this does not.
 // Short results are resumed at the last aligned byte: re-writing a few bytes is harmless.
+// [Note: checksums] None stands between a drive and its next request: a write goes out first and is summed while it
+// travels, a block that was read is compared after the next requests went out. An operation ends when all of its
+// blocks have moved and are summed.
 // [Note: reads first] Blocks of reads go before blocks of writes, down to the single block; every kReadsPerWrite-th is
 // a write while one waits, so that write-back goes on under any load of reads. Thread rule: start(), stop() and
 // counters() from outside; everything else runs on the I/O thread.
@@ -23,6 +26,7 @@
 #include "mem/extents.hpp"
 #include "mem/io_engine.hpp"
 #include "mem/latency.hpp"
+#include "mem/ring.hpp"
 #include "mem/stripes.hpp"
 #include "mem/swap_queue.hpp"
 #include "zcomm/swap_file.hpp"
@@ -75,6 +79,11 @@ class SwapRunner {
     std::unique_ptr<std::byte[], FreeDeleter> bounce;
     std::size_t bounce_nbytes = 0;
   };
+  /// A block to be summed; counts as in flight.
+  struct Check {
+    SwapOperation* operation;
+    std::size_t index;  // of the block
+  };
   /// Time with at least one request of a kind in flight; written by the I/O thread.
   struct Meter {
     int in_flight = 0;
@@ -99,12 +108,17 @@ class SwapRunner {
   bool advance(Slot& slot, std::int64_t result, std::exception_ptr& error);
   bool retry(Slot& slot);
   void finish_block(Slot& slot);
+  void owe_check(SwapOperation& operation, std::size_t index);
+  void check_one();
+  void end_of(SwapOperation& operation);
   void release(Slot& slot);
   void fail(SwapOperation& operation, std::exception_ptr error);
   void end_if_done(SwapOperation& operation);
+  Block block_of(const SwapOperation& operation, std::size_t index) const;
+  Location location(const SwapOperation& operation, std::size_t begin) const;
   Location location(const Slot& slot) const;
-  const std::string& path_of(const Slot& slot) const { return target_.drives[location(slot).drive].path; }
-  std::string where(const Slot& slot) const;
+  const std::string& path_of(const Location& at) const { return target_.drives[at.drive].path; }
+  std::string where(const SwapOperation& operation, const Location& at, std::size_t nbytes) const;
   void die(std::exception_ptr error) noexcept;
 
   std::unique_ptr<IoEngine> engine_;
@@ -116,6 +130,7 @@ class SwapRunner {
   std::vector<IoRequest> batch_;
   std::size_t batch_nbytes_ = 0;
   std::vector<IoResult> results_;
+  Ring<Check> checks_;
   std::array<SwapOperation*, 2> current_{};  // the read and the write that blocks are cut off
   int overtaken_ = 0;                        // reads begun since a write began to wait
   Clock::duration backoff_{};                // before what is tried again goes out

@@ -63,7 +63,21 @@ class FaultyEngine final : public mem::IoEngine {
   }
 
   int reap(std::span<mem::IoResult> results) override {
-    if (held_.empty() || (in_flight_ > 0 && random_() % 2 == 0)) take(results.size());
+    if (held_.empty() || (in_flight_ > 0 && random_() % 2 == 0)) take(results.size(), true);
+    return hand_out(results);
+  }
+
+  int poll(std::span<mem::IoResult> results) override {
+    take(results.size(), false);
+    return hand_out(results);
+  }
+
+ private:
+  struct Kept {
+    mem::IoRequest request;
+  };
+
+  int hand_out(std::span<mem::IoResult> results) {
     std::size_t count = std::min(held_.size(), results.size());
     if (reorder) {
       std::shuffle(held_.begin(), held_.end(), random_);
@@ -74,14 +88,9 @@ class FaultyEngine final : public mem::IoEngine {
     return static_cast<int>(count);
   }
 
- private:
-  struct Kept {
-    mem::IoRequest request;
-  };
-
-  void take(std::size_t limit) {
+  void take(std::size_t limit, bool block) {
     std::vector<mem::IoResult> got(limit);
-    const int count = inner_->reap(got);
+    const int count = block ? inner_->reap(got) : inner_->poll(got);
     in_flight_ -= count;
     for (int i = 0; i < count; ++i) {
       mem::IoResult result = got[static_cast<std::size_t>(i)];

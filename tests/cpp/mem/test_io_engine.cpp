@@ -77,6 +77,28 @@ TEST(IoEngine, each_result_comes_once) {
   }
 }
 
+TEST(IoEngine, poll_never_blocks_and_misses_nothing) {
+  const TempDirectory temp;
+  const UniqueFd file(::open((temp.path() + "/file").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
+  Pattern data(64 << 10, 1);
+  for (const std::string& name : engine_names()) {
+    auto engine = make_engine(name, 8);
+    std::array<mem::IoResult, 3> results{};
+    EXPECT_EQ(engine->poll(results), 0);
+    std::vector<mem::IoRequest> batch;
+    for (std::uint64_t i = 0; i < 8; ++i) batch.push_back({true, file.get(), data.data(), 64 << 10, i << 16, &data});
+    engine->submit(batch);
+    int seen = 0;
+    while (seen < 8) {
+      const int count = engine->poll(results);
+      for (int i = 0; i < count; ++i) EXPECT_EQ(results[static_cast<std::size_t>(i)].result, 64 << 10);
+      seen += count;
+      if (count == 0) std::this_thread::yield();
+    }
+    EXPECT_EQ(engine->poll(results), 0);
+  }
+}
+
 TEST(IoEngine, wake_ends_a_reap_and_an_end_with_requests_in_flight_is_clean) {
   const TempDirectory temp;
   const UniqueFd file(::open((temp.path() + "/file").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));

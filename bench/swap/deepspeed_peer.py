@@ -44,7 +44,7 @@ class DeepSpeed:
             self._worker.wait()
             raise RuntimeError(answer["absent"])
 
-    def tune(self, what: str, keep: Callable[[dict[str, object]], None]) -> dict[str, Any]:
+    def tune(self, what: str, file: str, keep: Callable[[dict[str, object]], None]) -> dict[str, Any]:
         if what not in self._best:
             gbps = [0.0] * len(_CHOICES)
             for _ in range(2):
@@ -55,7 +55,8 @@ class DeepSpeed:
             self._best[what] = _CHOICES[gbps.index(max(gbps))]
         return self._best[what]
 
-    def seconds(self, what: str, nbytes: int, tensor_nbytes: int) -> float:
+    def seconds(self, what: str, nbytes: int, tensor_nbytes: int, file: str) -> float:
+        """On a file of its own: it truncates what it opens for writing."""
         return self._ask(what, nbytes, tensor_nbytes, self._best[what])
 
     def close(self) -> None:
