@@ -50,6 +50,22 @@ class SwapFile {
     std::vector<std::string> paths;  ///< of the data files, one per directory
     std::vector<std::string> notes;  ///< what was wanted and is not there: io_uring, O_DIRECT; with the reason
   };
+  /// One key of an Image. Tile t of tile_nbytes lies in file (first + t) % files, at offsets[that file] +
+  /// t / files * tile_nbytes. A checksum for each tile, and one for what lies beyond the last multiple of `alignment`.
+  struct ImageKey {
+    std::string key;
+    std::size_t nbytes;
+    std::size_t first;
+    std::vector<std::uint64_t> offsets;
+    std::vector<std::uint32_t> checksums;  ///< crc32c; empty without Options::checksum
+  };
+  /// What copy_to() put where.
+  struct Image {
+    std::size_t tile_nbytes, alignment;
+    std::vector<std::uint64_t> file_nbytes;
+    std::vector<std::string> methods;  ///< per file: reflink, copy_file_range, read_write
+    std::vector<ImageKey> keys;        ///< in order of their names
+  };
   static constexpr int kReadsPerWrite = 8;
 
   /// Throws SystemError (ENOSPC with path, bytes needed and bytes free; EACCES; ENOENT).
@@ -70,6 +86,10 @@ class SwapFile {
   /// Waits for all queued operations (the file stays usable after an error); throws the first error that no Work
   /// reported yet.
   virtual void wait() = 0;
+  /// wait(), then copies the keys that hold data into new files, one per directory, without taking the data through
+  /// the caller's memory; they are on disk when it returns. Operations of other threads wait meanwhile. Throws what
+  /// wait() throws, DataCorrupt for a key whose last write failed, SystemError (EEXIST, ENOSPC); no file is left then.
+  virtual Image copy_to(const std::vector<std::string>& files) = 0;
   virtual Stats stats() const = 0;
   /// Waits, closes and removes the directory; later calls throw InvalidArgument. Errors that nobody asked for with
   /// wait() are dropped with the data. Idempotent; in a forked child it only lets go. The destructor calls it.

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "bindings.hpp"
+#include "mem/crc32c.hpp"
 #include "zcomm/error.hpp"
 #include "zcomm/pinned_arena.hpp"
 #include "zcomm/swap_file.hpp"
@@ -75,6 +76,26 @@ py::dict as_dict(const SwapFile::Stats& stats) {
   return dict;
 }
 
+py::dict as_dict(const SwapFile::Image& image) {
+  py::list keys;
+  for (const SwapFile::ImageKey& each : image.keys) {
+    py::dict key;
+    key["key"] = each.key;
+    key["nbytes"] = each.nbytes;
+    key["first"] = each.first;
+    key["offsets"] = each.offsets;
+    key["crc32c"] = each.checksums;
+    keys.append(std::move(key));
+  }
+  py::dict dict;
+  dict["tile_nbytes"] = image.tile_nbytes;
+  dict["alignment"] = image.alignment;
+  dict["file_nbytes"] = image.file_nbytes;
+  dict["methods"] = image.methods;
+  dict["keys"] = std::move(keys);
+  return dict;
+}
+
 void bind_arena(py::module_& m) {
   py::class_<PinnedArena::Lease>(m, "Lease", py::buffer_protocol())
       .def_property_readonly("nbytes", &PinnedArena::Lease::nbytes)
@@ -104,6 +125,12 @@ struct CloseWithoutGil {
 
 void bind_mem(py::module_& m) {
   bind_arena(m);
+  m.def(
+      "crc32c",
+      [](std::uintptr_t address, std::size_t nbytes) {
+        return zcomm::mem::crc32c(reinterpret_cast<const std::byte*>(address), nbytes);
+      },
+      py::arg("ptr"), py::arg("nbytes"), py::call_guard<NoGil>());
   const SwapFile::Options defaults;
   py::class_<SwapFile, std::unique_ptr<SwapFile, CloseWithoutGil>>(m, "SwapFile")
       .def(py::init([](const std::variant<std::string, std::vector<std::string>>& directory, std::size_t nbytes,
@@ -133,6 +160,17 @@ void bind_mem(py::module_& m) {
           },
           py::arg("key"), py::arg("ptr"), py::arg("nbytes"), py::call_guard<NoGil>())
       .def("wait", &SwapFile::wait, py::call_guard<NoGil>())
+      .def(
+          "copy_to",
+          [](SwapFile& self, const std::vector<std::string>& files) {
+            SwapFile::Image image;
+            {
+              const NoGil release;
+              image = self.copy_to(files);
+            }
+            return as_dict(image);
+          },
+          py::arg("files"))
       .def("close", &SwapFile::close, py::call_guard<NoGil>())
       .def("stats", [](const SwapFile& self) {
         SwapFile::Stats stats;

@@ -8,12 +8,14 @@ Source: architecture decision D7; ZeRO-Infinity (arXiv:2104.07857) section 5.1.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import collections
 import functools
 import logging
 import math
 import os
+import pathlib
 import threading
 import weakref
 from collections.abc import Sequence
@@ -22,7 +24,7 @@ from typing import Any, Protocol
 
 import torch
 
-from zcomm import _core
+from zcomm import _core, _snapshot
 from zcomm._work import Work
 
 StrPath = str | os.PathLike[str]
@@ -171,6 +173,45 @@ class SwapFile:
         with self._lock:
             self._forget_done()
 
+    def snapshot(self, directory: StrPath) -> dict[str, Any]:
+        """Wait, then copy all keys that hold data into ``directory``, for a checkpoint, past the caller's memory.
+
+        The kernel shares the blocks where the file system can (xfs, btrfs: no time, no space) or copies them; all is
+        on disk when it returns. A snapshot that is there already is replaced as a whole: a kill at any point leaves
+        the one or the other. The directory is made if only its last part is missing. Operations of other threads wait.
+        Returns: nbytes (of the keys), keys (their number), methods (of each drive: reflink, copy_file_range,
+        read_write). Raises: what ``wait()`` raises; OSError ENOSPC; OSError EBUSY while another process works there;
+        OSError EIO for a key whose last write failed.
+        """
+        with self._lock:
+            drives = len(self._core.stats()["paths"])
+            image = _snapshot.write(pathlib.Path(directory), drives, self._core.copy_to, self._forms)
+        nbytes = sum(key["nbytes"] for key in image["keys"])
+        return {"nbytes": nbytes, "keys": len(image["keys"]), "methods": image["methods"]}
+
+    def restore(self, directory: StrPath) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Bring in all keys of a snapshot, each compared with its checksums; returns their shapes and dtypes.
+
+        Works whatever the block size and the number of drives were. A key that is here already is replaced. Memory:
+        the largest two keys. After an error the keys before it are in place, the others as they were.
+        Raises: FileNotFoundError (no snapshot); OSError EIO naming key, path and offset of damaged or missing data;
+        OSError ENOSPC; ValueError (unknown format, or a key with operations in flight).
+        """
+        work: Work | None = None
+        with _snapshot.Snapshot(pathlib.Path(directory)) as found:
+            for key in found.keys:
+                data = found.load(key)
+                if work is not None:
+                    work.wait()
+                with self._lock:
+                    self._core.reserve(key.name, key.nbytes)
+                    core = self._core.write(key.name, data.data_ptr(), key.nbytes)
+                    self._forms[key.name] = key.form
+                    work = self._track(core, data)
+        if work is not None:
+            work.wait()
+        return {key.name: key.form for key in found.keys}
+
     def stats(self) -> dict[str, Any]:
         """Counters since the start.
 
@@ -218,6 +259,18 @@ class SwapFile:
     def _forget_done(self) -> None:
         while self._pending and self._pending[0].done():
             self._pending.popleft()
+
+
+async def finished(work: Work, timeout: float | None = None) -> None:
+    """``await`` an operation: ``Work.wait`` on a thread of the event loop's, so that the loop goes on meanwhile.
+
+    A cancelled await leaves the operation running; its error then shows in ``SwapFile.wait()``. For whole calls that
+    block, such as ``snapshot``: ``await asyncio.to_thread(swap.snapshot, directory)``; they hold no interpreter lock.
+    Raises: what ``Work.wait`` raises.
+    """
+    if not work.done():
+        await asyncio.to_thread(work.wait, timeout)
+    work.wait(timeout)
 
 
 class _Closable(Protocol):

@@ -21,6 +21,7 @@ class DataFile {
   /// Makes at least `needed` bytes exist. Throws SystemError ENOSPC (EDQUOT) naming path, bytes needed, bytes free.
   void grow(std::uint64_t needed);
 
+  int buffered_fd() const { return buffered_.get(); }
   int fd() const { return direct_ ? direct_.get() : buffered_.get(); }
   bool direct() const { return static_cast<bool>(direct_); }
   std::size_t alignment() const { return direct() ? 4096 : 1; }  ///< of offsets and lengths

@@ -28,7 +28,6 @@ Location Stripes::locate(const Place& place, std::uint64_t begin, std::size_t ti
   return {drive, place.offsets[drive] + tile / drives * tile_nbytes + begin % tile_nbytes};
 }
 
-/// Bytes of the key that lie on `drive`.
 std::uint64_t Stripes::share(const Place& place, std::size_t drive, std::size_t nbytes) const {
   const std::size_t drives = extents_.size();
   const std::size_t turn = (drive + drives - place.first) % drives;

@@ -36,12 +36,12 @@ class Stripes {
   std::uint64_t end(std::size_t drive) const { return extents_[drive].end(); }  ///< bytes of its file that are needed
   std::uint64_t used_nbytes() const;
 
+  /// Bytes of a key of `nbytes` that lie on `drive`.
+  std::uint64_t share(const Place& place, std::size_t drive, std::size_t nbytes) const;
   /// Where byte `begin` of a key lies; what follows lies behind it up to the next multiple of `tile_nbytes`.
   static Location locate(const Place& place, std::uint64_t begin, std::size_t tile_nbytes);
 
  private:
-  std::uint64_t share(const Place& place, std::size_t drive, std::size_t nbytes) const;
-
   const std::size_t tile_nbytes_;
   std::size_t next_ = 0;
   std::vector<Extents> extents_;

@@ -14,6 +14,7 @@
 #include "base/env.hpp"
 #include "base/error.hpp"
 #include "mem/extents.hpp"
+#include "mem/file_copy.hpp"
 #include "mem/stripes.hpp"
 #include "mem/swap_drives.hpp"
 #include "mem/swap_file_impl.hpp"
@@ -120,6 +121,29 @@ class SwapFileImpl final : public SwapFile {
     pending.rethrow_unreported();
   }
 
+  Image copy_to(const std::vector<std::string>& files) override {
+    if (files.size() != drives_.count())
+      throw InvalidArgument(text("SwapFile.snapshot: ", files.size(), " files for ", drives_.count(), " drives"));
+    const std::lock_guard lock(mutex_);  // nothing new is queued until the copy is whole
+    check_open();
+    queue().drain();
+    queue().rethrow_unreported();
+    Image image{options_.block_nbytes, drives_.alignment(), {}, {}, written_keys()};
+    try {
+      for (std::size_t drive = 0; drive < drives_.count(); ++drive) {
+        const DataFile& from = drives_.file(drive);
+        const std::uint64_t end = stripes_.end(drive);
+        image.methods.emplace_back(
+            name_of(copy_file(from.buffered_fd(), from.path(), files[drive], written_ranges(image, drive), end)));
+        image.file_nbytes.push_back(end);
+      }
+    } catch (...) {
+      for (std::size_t drive = 0; drive < image.file_nbytes.size(); ++drive) ::unlink(files[drive].c_str());
+      throw;
+    }
+    return image;
+  }
+
   Stats stats() const override {
     check_owner();
     const std::lock_guard lock(mutex_);
@@ -156,6 +180,39 @@ class SwapFileImpl final : public SwapFile {
   }
 
  private:
+  std::vector<ImageKey> written_keys() const {
+    std::vector<ImageKey> keys;
+    for (const auto& [key, entry] : entries_) {
+      if (!entry->written) continue;
+      if (!entry->valid)
+        throw DataCorrupt(EIO, text("SwapFile.snapshot: key '", key, "' holds no data, its last write failed"),
+                          drives_.file(entry->place.first).path());
+      keys.push_back({key, entry->nbytes, entry->place.first, entry->place.offsets, entry->checksums});
+    }
+    std::sort(keys.begin(), keys.end(), [](const ImageKey& a, const ImageKey& b) { return a.key < b.key; });
+    return keys;
+  }
+
+  /// In the order of the file, neighbours joined.
+  std::vector<Range> written_ranges(const Image& image, std::size_t drive) const {
+    std::vector<Range> ranges;
+    for (const ImageKey& key : image.keys) {
+      const std::uint64_t nbytes = stripes_.share({key.first, key.offsets}, drive, key.nbytes);
+      if (nbytes > 0) ranges.push_back({key.offsets[drive], round_up(nbytes, kExtentAlign)});
+    }
+    std::sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) { return a.offset < b.offset; });
+    std::size_t last = 0;
+    for (std::size_t i = 1; i < ranges.size(); ++i) {
+      if (ranges[last].offset + ranges[last].nbytes == ranges[i].offset) {
+        ranges[last].nbytes += ranges[i].nbytes;
+      } else {
+        ranges[++last] = ranges[i];
+      }
+    }
+    if (!ranges.empty()) ranges.resize(last + 1);
+    return ranges;
+  }
+
   void check_owner() const {
     if (::getpid() != owner_)
       throw Error(text("SwapFile: opened by process ", owner_, "; a forked child has to open its own"));

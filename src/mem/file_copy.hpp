@@ -1,0 +1,28 @@
+// FileCopy: ranges of a file into a new one, by the kernel where it can: shared blocks (reflink), copy_file_range, or
+// reads and writes of a small buffer.
+//
+// Invariant: what lies outside of the ranges is a hole, or (reflink) whatever the source has there; the new file is
+// on disk (fsync) when the call returns, and gone when it throws.
+// Thread rule: one thread; nobody writes to the source meanwhile.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace zcomm::mem {
+
+struct Range {
+  std::uint64_t offset, nbytes;
+};
+
+/// How the bytes came into the copy.
+enum class CopyMethod { reflink, copy_file_range, read_write };
+const char* name_of(CopyMethod method);
+
+/// Creates `path` (mode 0600; must not exist) with the ranges of `source` at the same offsets, `nbytes` long.
+/// `best`: where to begin, for tests. Throws SystemError naming the path of the side that failed.
+CopyMethod copy_file(int source, const std::string& source_path, const std::string& path,
+                     const std::vector<Range>& ranges, std::uint64_t nbytes, CopyMethod best = CopyMethod::reflink);
+
+}  // namespace zcomm::mem

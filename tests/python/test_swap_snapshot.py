@@ -1,0 +1,236 @@
+"""Snapshots of swap files: whole or not there, verified when they are restored, replaced atomically."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import zcomm
+from zcomm.offload import finished
+
+SIZES = (1, 1000, 4096, 65536, 65536 + 12, 300001)
+
+
+def tensors(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {f"k{n}": torch.randint(0, 256, (n,), dtype=torch.uint8, generator=generator) for n in SIZES}
+
+
+def fill(swap: zcomm.SwapFile, seed: int) -> None:
+    data = tensors(seed)
+    data["w"] = torch.arange(33, dtype=torch.float32).view(3, 11) + seed
+    for key, tensor in data.items():
+        swap.write(key, tensor)
+    swap.wait()
+
+
+def check(swap: zcomm.SwapFile, seed: int) -> None:
+    data = tensors(seed)
+    data["w"] = torch.arange(33, dtype=torch.float32).view(3, 11) + seed
+    for key, tensor in data.items():
+        out = torch.zeros_like(tensor)
+        swap.read(key, out).wait()
+        assert torch.equal(out, tensor), key
+
+
+@pytest.mark.parametrize("engine", ["threads", "auto"])
+@pytest.mark.parametrize("drives", [1, 3])
+@pytest.mark.parametrize("direct", [True, False])
+def test_comes_back_elsewhere(tmp_path: Path, engine: str, drives: int, direct: bool) -> None:
+    """Into another block size, another number of drives, and a file that has its keys already."""
+    folders = [tmp_path / f"drive{i}" for i in range(drives)]
+    with zcomm.SwapFile(folders, engine=engine, block_nbytes=64 << 10, direct=direct) as swap:
+        swap.write("gone", torch.zeros(70000)).wait()
+        fill(swap, 1)
+        swap.release("gone")  # leaves a hole
+        swap.reserve("empty", 10, torch.float32)  # holds nothing
+        said = swap.snapshot(tmp_path / "snap")
+        assert said["keys"] == len(SIZES) + 1 and said["nbytes"] == sum(SIZES) + 33 * 4
+        assert set(said["methods"]) <= {"reflink", "copy_file_range", "read_write"} and len(said["methods"]) == drives
+        fill(swap, 2)  # the snapshot is none of it
+    for options in ({"block_nbytes": 4096}, {"block_nbytes": 1 << 20, "direct": not direct}, {"checksum": False}):
+        with zcomm.SwapFile(tmp_path / "other", engine=engine, **options) as other:
+            other.write("w", torch.zeros(7)).wait()
+            forms = other.restore(tmp_path / "snap")
+            assert forms["w"] == ((3, 11), torch.float32) and len(forms) == len(SIZES) + 1
+            check(other, 1)
+            with pytest.raises(ValueError, match="unknown key"):
+                other.read("empty", torch.zeros(10))
+
+
+def test_replaced_as_a_whole_and_nothing_left(tmp_path: Path) -> None:
+    with zcomm.SwapFile(tmp_path / "swap", block_nbytes=64 << 10) as swap:
+        for seed in range(3):
+            fill(swap, seed)
+            swap.snapshot(tmp_path / "snap")
+            assert len(list((tmp_path / "snap").iterdir())) == 2
+        (tmp_path / "snap" / f"data-{'0' * 16}-0").write_bytes(b"of a killed snapshot")
+        swap.snapshot(tmp_path / "snap")
+        assert len(list((tmp_path / "snap").iterdir())) == 2
+        swap.restore(tmp_path / "snap")
+        check(swap, 2)
+    assert (tmp_path / "snap").stat().st_mode & 0o777 == 0o700
+    assert all(each.stat().st_mode & 0o777 == 0o600 for each in (tmp_path / "snap").iterdir())
+
+
+def test_without_keys(tmp_path: Path) -> None:
+    with zcomm.SwapFile(tmp_path / "swap") as swap:
+        assert swap.snapshot(tmp_path / "snap")["keys"] == 0
+        assert swap.restore(tmp_path / "snap") == {}
+        with pytest.raises(FileNotFoundError):
+            swap.restore(tmp_path / "nothing")
+        (tmp_path / "bare").mkdir()
+        with pytest.raises(FileNotFoundError):
+            swap.restore(tmp_path / "bare")
+
+
+@pytest.fixture
+def snap(tmp_path: Path) -> Path:
+    with zcomm.SwapFile(tmp_path / "swap", block_nbytes=64 << 10) as swap:
+        fill(swap, 1)
+        swap.snapshot(tmp_path / "snap")
+    return tmp_path / "snap"
+
+
+def data_of(snap: Path) -> Path:
+    return next(each for each in snap.iterdir() if each.name.startswith("data-"))
+
+
+def test_a_flipped_byte_is_found_wherever_it_is(snap: Path, tmp_path: Path) -> None:
+    """Of each key a byte in each tile; the error names key, path and the tile's offset."""
+    keys = json.loads((snap / "manifest.json").read_text())["body"]["keys"]
+    path = data_of(snap)
+    with zcomm.SwapFile(tmp_path / "other") as swap:
+        for key in keys:
+            for place in {0, key["nbytes"] // 2, key["nbytes"] - 1}:
+                offset = key["offsets"][0] + place
+                with path.open("r+b") as file:
+                    file.seek(offset)
+                    byte = file.read(1)[0]
+                    file.seek(offset)
+                    file.write(bytes([byte ^ 1]))
+                with pytest.raises(OSError, match=rf"key '{key['key']}' at offset \d+ .*crc32c") as caught:
+                    swap.restore(snap)
+                assert caught.value.errno == errno.EIO and caught.value.filename == str(path)
+                with path.open("r+b") as file:
+                    file.seek(offset)
+                    file.write(bytes([byte]))
+        swap.restore(snap)
+        check(swap, 1)
+
+
+def test_truncated_missing_and_foreign(snap: Path, tmp_path: Path) -> None:
+    with zcomm.SwapFile(tmp_path / "other") as swap:
+        path, manifest = data_of(snap), snap / "manifest.json"
+        text = manifest.read_text()
+        for damaged in (text[:-20], text.replace('"nbytes": 1000', '"nbytes": 1001'), ""):
+            manifest.write_text(damaged)
+            with pytest.raises(OSError) as caught:
+                swap.restore(snap)
+            assert caught.value.errno == errno.EIO and caught.value.filename == str(manifest)
+        manifest.write_text(text.replace("zcomm-swap-snapshot 1", "zcomm-swap-snapshot 9"))
+        with pytest.raises(ValueError, match="format 'zcomm-swap-snapshot 9'"):
+            swap.restore(snap)
+        manifest.write_text(text)
+        os.truncate(path, 4096)
+        with pytest.raises(OSError, match=r"key '.*' at offset \d+: unexpected end of file") as caught:
+            swap.restore(snap)
+        assert caught.value.filename == str(path)
+        path.unlink()
+        with pytest.raises(FileNotFoundError):
+            swap.restore(snap)
+
+
+def test_two_at_once_and_errors_leave_the_last_one(snap: Path, tmp_path: Path) -> None:
+    import fcntl
+
+    with zcomm.SwapFile(tmp_path / "other") as swap:
+        fill(swap, 5)
+        folder = os.open(snap, os.O_RDONLY)
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        for call in (swap.snapshot, swap.restore):
+            with pytest.raises(OSError) as caught:
+                call(snap)
+            assert caught.value.errno == errno.EBUSY
+        os.close(folder)
+        os.truncate(swap.stats()["path"], 4096)  # the copy meets the end of the file
+        before = sorted(snap.iterdir())
+        with pytest.raises(OSError, match="unexpected end of file"):
+            swap.snapshot(snap)
+        assert sorted(snap.iterdir()) == before
+    with zcomm.SwapFile(tmp_path / "third") as swap:
+        swap.restore(snap)
+        check(swap, 1)
+
+
+_VICTIM = """
+import sys, torch, zcomm
+swap = zcomm.SwapFile(sys.argv[1], block_nbytes=64 << 10)
+for turn in range(1, 100000):
+    for key in range(8):
+        swap.write(str(key), torch.full((50000,), turn))
+    swap.snapshot(sys.argv[2])
+    print(turn, flush=True)
+"""
+
+
+def test_a_kill_at_any_point_leaves_a_whole_snapshot(tmp_path: Path) -> None:
+    """All keys of one turn, which is the last that was reported or the one after."""
+    generator = random.Random(1)
+    for trial in range(6):
+        victim = subprocess.Popen(
+            [sys.executable, "-c", _VICTIM, str(tmp_path / "swap"), str(tmp_path / "snap")], stdout=subprocess.PIPE
+        )
+        assert victim.stdout is not None
+        assert victim.stdout.readline() == b"1\n"
+        time.sleep(generator.random() * 0.05)
+        victim.send_signal(signal.SIGKILL)
+        turns = [1, *map(int, victim.stdout.read().split())]
+        victim.wait()
+        with zcomm.SwapFile(tmp_path / "swap") as swap:
+            assert len(swap.restore(tmp_path / "snap")) == 8
+            out = torch.zeros(50000, dtype=torch.int64)
+            for key in range(8):
+                swap.read(str(key), out).wait()
+                found = int(out[0])
+                assert found in (turns[-1], turns[-1] + 1) and bool((out == found).all()), trial
+                turns[-1] = max(turns[-1], found)
+
+
+def test_await(tmp_path: Path) -> None:
+    """The event loop goes on while operations and a snapshot run; errors arrive."""
+
+    async def job() -> int:
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                ticks += 1
+                await asyncio.sleep(0)
+
+        ticking = asyncio.create_task(tick())
+        with zcomm.SwapFile(tmp_path / "swap") as swap:
+            data, out = torch.arange(1 << 20), torch.zeros(1 << 20, dtype=torch.int64)
+            await finished(swap.write("a", data))
+            await asyncio.to_thread(swap.snapshot, tmp_path / "snap")
+            await finished(swap.read("a", out))
+            assert torch.equal(out, data)
+            os.truncate(swap.stats()["path"], 4096)
+            with pytest.raises(OSError, match="unexpected end of file"):
+                await finished(swap.read("a", out))
+        ticking.cancel()
+        return ticks
+
+    assert asyncio.run(job()) > 1
