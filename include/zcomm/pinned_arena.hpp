@@ -1,8 +1,8 @@
 // PinnedArena: exact-size host memory for staging and offloaded state.
 //
-// Page aligned, huge pages where the kernel grants them, page-locked where CUDA is there; a budget that is an error
-// and not a crash; every byte is counted. A Lease returns its memory when dropped and may outlive the arena's handle.
-// Thread rule: free-threaded.
+// Page aligned, huge pages where the kernel grants them, page-locked where CUDA is there (or on request); budgets of
+// the arena and of the process that are errors and not crashes; every byte is counted. A Lease returns its memory when
+// dropped and may outlive the arena's handle. Thread rule: free-threaded.
 #pragma once
 
 #include <cstddef>
@@ -14,13 +14,15 @@ namespace zcomm {
 class PinnedArena {
  public:
   struct Options {
-    std::optional<std::size_t> budget_nbytes;  ///< none: no limit of ours
+    std::optional<std::size_t> budget_nbytes;  ///< of this arena; none: only the process's (ZCOMM_PINNED_BUDGET)
     bool page_lock = true;                     ///< only where CUDA is available
+    bool keep_resident = false;                ///< never paged out: mlock where CUDA does not lock; an error if refused
   };
   struct Stats {
     std::size_t used_nbytes;
     std::size_t peak_nbytes;
-    std::size_t locked_nbytes;
+    std::size_t locked_nbytes;     ///< by CUDA or mlock
+    std::size_t process_nbytes;    ///< used by all arenas of the process
     std::size_t allocation_count;  ///< ever made; constant in the steady state
   };
   /// Memory that returns to the system when destroyed; move-only.
@@ -40,16 +42,17 @@ class PinnedArena {
     std::byte* data_ = nullptr;
     std::size_t nbytes_ = 0;
     std::size_t mapped_nbytes_ = 0;
-    bool locked_ = false;
+    enum class Lock { none, cuda, memory } lock_ = Lock::none;
   };
 
   PinnedArena();
   explicit PinnedArena(Options options);
-  /// Zero-filled. Throws SystemError ENOMEM naming the request, what is used and the budget.
+  /// Zero-filled. Throws SystemError ENOMEM naming the request, what is used, both budgets and RLIMIT_MEMLOCK.
   Lease allocate(std::size_t nbytes);
   Stats stats() const;
 
  private:
+  static int lock_pages(Lease& lease);
   std::shared_ptr<Lease::Shared> shared_;
 };
 

@@ -44,6 +44,7 @@ py::dict as_dict(const PinnedArena::Stats& stats) {
   dict["used_nbytes"] = stats.used_nbytes;
   dict["peak_nbytes"] = stats.peak_nbytes;
   dict["locked_nbytes"] = stats.locked_nbytes;
+  dict["process_nbytes"] = stats.process_nbytes;
   dict["allocation_count"] = stats.allocation_count;
   return dict;
 }
@@ -105,10 +106,10 @@ void bind_arena(py::module_& m) {
         return py::buffer_info(reinterpret_cast<std::uint8_t*>(self.data()), static_cast<py::ssize_t>(self.nbytes()));
       });
   py::class_<PinnedArena>(m, "PinnedArena")
-      .def(py::init([](std::optional<std::size_t> budget_nbytes, bool page_lock) {
-             return PinnedArena({budget_nbytes, page_lock});
+      .def(py::init([](std::optional<std::size_t> budget_nbytes, bool page_lock, bool keep_resident) {
+             return PinnedArena({budget_nbytes, page_lock, keep_resident});
            }),
-           py::arg("budget_nbytes") = std::nullopt, py::arg("page_lock") = true)
+           py::arg("budget_nbytes") = std::nullopt, py::arg("page_lock") = true, py::arg("keep_resident") = false)
       .def("allocate", &PinnedArena::allocate, py::arg("nbytes"), py::call_guard<NoGil>())
       .def("stats", [](const PinnedArena& self) { return as_dict(self.stats()); });
 }

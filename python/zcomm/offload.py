@@ -25,31 +25,11 @@ from typing import Any, Protocol
 import torch
 
 from zcomm import _core, _snapshot
+from zcomm._arena import PinnedArena as PinnedArena
+from zcomm._arena import pinned_empty as pinned_empty
 from zcomm._work import Work
 
 StrPath = str | os.PathLike[str]
-
-
-@functools.cache
-def _arena() -> _core.PinnedArena:
-    return _core.PinnedArena()
-
-
-def pinned_empty(shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A CPU tensor of exactly the size asked for: page-locked where CUDA is there, on huge pages where granted.
-
-    shape: of the result. Memory: product(shape) * itemsize bytes, rounded up to pages of 4 KiB (torch's own pinned
-    memory rounds up to a power of two); returned to the system when the last tensor over it is gone. Zero-filled.
-    Raises: ValueError (negative size); OSError with errno ENOMEM naming the request.
-    """
-    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-    if any(size < 0 for size in sizes):
-        raise ValueError(f"pinned_empty: shape {sizes} has a negative size")
-    count = math.prod(sizes)
-    if count == 0:
-        return torch.empty(sizes, dtype=dtype)
-    lease = _arena().allocate(count * dtype.itemsize)  # kept alive by the tensor
-    return torch.frombuffer(lease, dtype=dtype, count=count).view(sizes)
 
 
 def _check(what: str, key: str, tensor: torch.Tensor) -> None:

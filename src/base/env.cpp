@@ -26,12 +26,27 @@ std::optional<std::string> get_one_of(const char* name, std::initializer_list<co
   throw InvalidArgument(text(name, "=", *value, ": expected one of ", list));
 }
 
+/// Bytes, or with a suffix K, M or G (powers of 1024).
+std::optional<std::size_t> get_nbytes(const char* name) {
+  const auto value = get(name);
+  if (!value) return std::nullopt;
+  std::size_t nbytes = 0;
+  const char* last = value->data() + value->size();
+  const auto [end, error] = std::from_chars(value->data(), last, nbytes);
+  const std::string unit(end, last);
+  const int shift = unit.empty() ? 0 : unit == "K" ? 10 : unit == "M" ? 20 : unit == "G" ? 30 : -1;
+  if (error != std::errc() || shift < 0 || nbytes > (std::size_t{1} << 62 >> shift))
+    throw InvalidArgument(text(name, "=", *value, ": expected bytes, or a number with K, M or G"));
+  return nbytes << shift;
+}
+
 }  // namespace
 
 Env read_env() {
   Env env;
   env.isa = get_one_of("ZCOMM_ISA", {"plain", "avx2", "avx512", "avx512_bf16"});
   env.io = get_one_of("ZCOMM_IO", {"io_uring", "threads"});
+  env.pinned_budget = get_nbytes("ZCOMM_PINNED_BUDGET");
   env.link_algo = get_one_of("ZCOMM_LINK_ALGO", {"ring", "halving"});
   env.nccl_lib = get("ZCOMM_NCCL_LIB");
   if (const auto value = get("ZCOMM_THREADS")) {
@@ -49,6 +64,8 @@ const std::vector<EnvVariable>& env_variables() {
       {"ZCOMM_ISA", "instruction set of the CPU kernels at most: plain, avx2, avx512, avx512_bf16"},
       {"ZCOMM_THREADS", "size of the core's thread pool (default: usable CPUs / local ranks)"},
       {"ZCOMM_IO", "engine of the swap files: io_uring, threads (default: io_uring where it works)"},
+      {"ZCOMM_PINNED_BUDGET",
+       "bytes of pinned memory that this process may use: a number, or with K, M, G (default: all)"},
       {"ZCOMM_LINK_ALGO", "algorithm of collectives over sockets: ring, halving (default: by size and world)"},
       {"ZCOMM_NCCL_LIB", "path of libnccl.so.2 for backend nccl (default: that of the nvidia-nccl wheel)"},
   };

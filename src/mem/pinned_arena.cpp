@@ -2,44 +2,79 @@
 #include "zcomm/pinned_arena.hpp"
 
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cerrno>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <mutex>
 #include <string>
 #include <utility>
 
+#include "base/env.hpp"
 #include "base/error.hpp"
 #include "device/cuda.hpp"
 
 namespace zcomm {
 
+namespace {
+
+/// Of all arenas; never destroyed, as leases may outlive everything.
+std::atomic<std::size_t>& process_used() {
+  static auto* used = new std::atomic<std::size_t>(0);
+  return *used;
+}
+
+std::string words(std::optional<std::size_t> budget) { return budget ? text(*budget, " bytes") : std::string("none"); }
+
+std::string memlock_limit() {
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_MEMLOCK, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return "unlimited";
+  return text(limit.rlim_cur, " bytes");
+}
+
+}  // namespace
+
 struct PinnedArena::Lease::Shared {
   Options options;
+  std::optional<std::size_t> process_budget;
   mutable std::mutex mutex;
   Stats stats{};
 
   /// Counts `mapped` bytes, or throws while nothing has been mapped yet.
   void charge(std::size_t nbytes, std::size_t mapped) {
     const std::lock_guard lock(mutex);
-    const std::size_t budget = options.budget_nbytes.value_or(std::numeric_limits<std::size_t>::max());
-    if (stats.used_nbytes > budget || mapped > budget - stats.used_nbytes) refuse(nbytes, mapped, "budget exceeded");
+    if (!fits(stats.used_nbytes, mapped, options.budget_nbytes)) refuse(nbytes, mapped, "budget exceeded");
+    std::atomic<std::size_t>& used = process_used();
+    std::size_t before = used.load();
+    do {
+      if (!fits(before, mapped, process_budget)) refuse(nbytes, mapped, "the process's budget is exceeded");
+    } while (!used.compare_exchange_weak(before, before + mapped));
     stats.used_nbytes += mapped;
     stats.peak_nbytes = std::max(stats.peak_nbytes, stats.used_nbytes);
   }
 
   void discharge(std::size_t mapped, bool locked) noexcept {
     const std::lock_guard lock(mutex);
+    process_used() -= mapped;
     stats.used_nbytes -= mapped;
     if (locked) stats.locked_nbytes -= mapped;
   }
 
+  static bool fits(std::size_t used, std::size_t more, std::optional<std::size_t> budget) {
+    const std::size_t most = budget.value_or(std::numeric_limits<std::size_t>::max());
+    return used <= most && more <= most - used;
+  }
+
   [[noreturn]] void refuse(std::size_t nbytes, std::size_t mapped, const char* why) const {
-    const std::string budget = options.budget_nbytes ? text(*options.budget_nbytes, " bytes") : std::string("none");
     throw SystemError(ENOMEM, text("PinnedArena.allocate: ", nbytes, " bytes asked (", mapped, " in whole pages), ",
-                                   stats.used_nbytes, " bytes used, budget ", budget, ": ", why));
+                                   stats.used_nbytes, " bytes used, budget ", words(options.budget_nbytes),
+                                   "; all arenas ", process_used().load(), " bytes, ZCOMM_PINNED_BUDGET ",
+                                   words(process_budget), "; RLIMIT_MEMLOCK (ulimit -l) ", memlock_limit(), ": ", why));
   }
 };
 
@@ -69,7 +104,7 @@ PinnedArena::Lease::Lease(Lease&& other) noexcept
       data_(std::exchange(other.data_, nullptr)),
       nbytes_(std::exchange(other.nbytes_, 0)),
       mapped_nbytes_(std::exchange(other.mapped_nbytes_, 0)),
-      locked_(std::exchange(other.locked_, false)) {}
+      lock_(std::exchange(other.lock_, Lock::none)) {}
 
 PinnedArena::Lease& PinnedArena::Lease::operator=(Lease&& other) noexcept {
   if (this == &other) return *this;
@@ -77,20 +112,30 @@ PinnedArena::Lease& PinnedArena::Lease::operator=(Lease&& other) noexcept {
   std::swap(data_, other.data_);
   std::swap(nbytes_, other.nbytes_);
   std::swap(mapped_nbytes_, other.mapped_nbytes_);
-  std::swap(locked_, other.locked_);
+  std::swap(lock_, other.lock_);
   Lease gone(std::move(other));  // what this one held ends here, not whenever `other` does
   return *this;
 }
 
 PinnedArena::Lease::~Lease() {
   if (data_ == nullptr) return;
-  if (locked_) device::cuda::page_unlock(data_);
-  ::munmap(data_, mapped_nbytes_);
-  shared_->discharge(mapped_nbytes_, locked_);
+  if (lock_ == Lock::cuda) device::cuda::page_unlock(data_);
+  ::munmap(data_, mapped_nbytes_);  // ends an mlock, too
+  shared_->discharge(mapped_nbytes_, lock_ != Lock::none);
 }
 
 PinnedArena::PinnedArena() : PinnedArena(Options{}) {}
-PinnedArena::PinnedArena(Options options) : shared_(std::make_shared<Lease::Shared>()) { shared_->options = options; }
+PinnedArena::PinnedArena(Options options) : shared_(std::make_shared<Lease::Shared>()) {
+  shared_->options = options;
+  shared_->process_budget = read_env().pinned_budget;
+}
+
+/// 0, or why mlock refused.
+int PinnedArena::lock_pages(Lease& lease) {
+  if (::mlock(lease.data_, lease.mapped_nbytes_) != 0) return errno;
+  lease.lock_ = Lease::Lock::memory;
+  return 0;
+}
 
 PinnedArena::Lease PinnedArena::allocate(std::size_t nbytes) {
   const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
@@ -108,17 +153,24 @@ PinnedArena::Lease PinnedArena::allocate(std::size_t nbytes) {
     }
     lease.nbytes_ = nbytes;
     lease.mapped_nbytes_ = mapped;
-    if (shared_->options.page_lock) lease.locked_ = device::cuda::page_lock(lease.data_, mapped);
+    if (shared_->options.page_lock && device::cuda::page_lock(lease.data_, mapped)) lease.lock_ = Lease::Lock::cuda;
+    const int code = lease.lock_ == Lease::Lock::none && shared_->options.keep_resident ? lock_pages(lease) : 0;
+    if (code != 0) {
+      const std::lock_guard lock(shared_->mutex);
+      shared_->refuse(nbytes, mapped, text("mlock: ", std::strerror(code)).c_str());
+    }
   }
   const std::lock_guard lock(shared_->mutex);
   shared_->stats.allocation_count += 1;
-  if (lease.locked_) shared_->stats.locked_nbytes += mapped;
+  if (lease.lock_ != Lease::Lock::none) shared_->stats.locked_nbytes += mapped;
   return lease;
 }
 
 PinnedArena::Stats PinnedArena::stats() const {
   const std::lock_guard lock(shared_->mutex);
-  return shared_->stats;
+  Stats stats = shared_->stats;
+  stats.process_nbytes = process_used().load();
+  return stats;
 }
 
 }  // namespace zcomm

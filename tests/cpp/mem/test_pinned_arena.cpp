@@ -1,4 +1,7 @@
+#include <sys/resource.h>
+
 #include <cerrno>
+#include <cstdlib>
 #include <limits>
 #include <optional>
 #include <thread>
@@ -9,6 +12,7 @@
 #include "zcomm/pinned_arena.hpp"
 
 using namespace zcomm;
+using namespace zcomm::test;
 
 TEST(PinnedArena, exact_pages_zeroed_and_counted) {
   PinnedArena arena;
@@ -38,7 +42,7 @@ TEST(PinnedArena, empty_lease) {
 }
 
 TEST(PinnedArena, budget_is_an_error_that_names_it) {
-  PinnedArena arena({std::size_t{10000}, true});
+  PinnedArena arena({std::size_t{10000}, true, false});
   const auto first = arena.allocate(4096);
   try {
     arena.allocate(5000);
@@ -46,7 +50,7 @@ TEST(PinnedArena, budget_is_an_error_that_names_it) {
   } catch (const SystemError& error) {
     EXPECT_EQ(error.code, ENOMEM);
     const std::string what = error.what();
-    for (const char* part : {"5000 bytes asked", "4096 bytes used", "budget 10000"})
+    for (const char* part : {"5000 bytes asked", "4096 bytes used", "budget 10000", "RLIMIT_MEMLOCK (ulimit -l) "})
       EXPECT_TRUE(what.find(part) != std::string::npos);
   }
   EXPECT_EQ(arena.stats().used_nbytes, 4096u);
@@ -83,4 +87,62 @@ TEST(PinnedArena, many_threads) {
   for (auto& thread : threads) thread.join();
   EXPECT_EQ(arena.stats().used_nbytes, 0u);
   EXPECT_EQ(arena.stats().allocation_count, 4 * 49u);
+}
+
+TEST(PinnedArena, the_process_has_a_budget_over_all_arenas) {
+  const int status = in_child([] {
+    ::setenv("ZCOMM_PINNED_BUDGET", "20K", 1);
+    PinnedArena one, other;
+    auto first = one.allocate(12288);
+    const auto second = other.allocate(8192);
+    try {
+      other.allocate(1);
+      return 1;
+    } catch (const SystemError& error) {
+      const std::string what = error.what();
+      if (error.code != ENOMEM || what.find("all arenas 20480 bytes, ZCOMM_PINNED_BUDGET 20480") == std::string::npos)
+        return 2;
+    }
+    if (other.stats().used_nbytes != 8192 || other.stats().process_nbytes != 20480) return 3;
+    first = {};
+    other.allocate(12288);  // what one gave back is the other's
+    for (const char* wrong : {"x", "1T", "-1", "5 G", "99999999999G"}) {
+      ::setenv("ZCOMM_PINNED_BUDGET", wrong, 1);
+      try {
+        PinnedArena never;
+        return 4;
+      } catch (const InvalidArgument& error) {
+        if (std::string(error.what()).find(wrong) == std::string::npos) return 5;
+      }
+    }
+    return 0;
+  });
+  EXPECT_EQ(status, 0);
+}
+
+TEST(PinnedArena, resident_memory_is_locked_until_memlock_ends) {
+  const int status = in_child([] {
+    const rlimit limit{1 << 20, 1 << 20};
+    if (::setrlimit(RLIMIT_MEMLOCK, &limit) != 0) return 0;                   // a lower hard limit already
+    if (::geteuid() == 0 && ::setresuid(65534, 65534, 65534) != 0) return 1;  // root may lock all it likes
+    PinnedArena arena({std::nullopt, true, true}), free_one;
+    auto held = arena.allocate(512 << 10);
+    if (arena.stats().locked_nbytes != 512 << 10) return 2;
+    for (int round = 0; round < 100; ++round) {  // a refusal keeps nothing
+      try {
+        arena.allocate(768 << 10);
+        return 3;
+      } catch (const SystemError& error) {
+        const std::string what = error.what();
+        for (const char* part : {"786432 bytes asked", "budget none", "RLIMIT_MEMLOCK (ulimit -l) 1048576", "mlock: "})
+          if (what.find(part) == std::string::npos) return 4;
+      }
+    }
+    if (arena.stats().used_nbytes != 512 << 10 || arena.stats().locked_nbytes != 512 << 10) return 5;
+    free_one.allocate(64 << 20);  // who does not ask for it is not limited
+    held = {};
+    if (arena.stats().locked_nbytes != 0) return 6;
+    return arena.allocate(768 << 10).nbytes() == 768 << 10 ? 0 : 7;
+  });
+  EXPECT_EQ(status, 0);
 }

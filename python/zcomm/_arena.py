@@ -1,0 +1,66 @@
+"""Pinned host memory: exact sizes, budgets that are errors, every byte counted.
+
+Invariant: an arena's memory returns to the system when the last tensor over it is gone; a tensor outlives its arena.
+Thread rule: free-threaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import torch
+
+from zcomm import _core
+
+
+class PinnedArena:
+    """Host memory for staging and offloaded state.
+
+    budget_nbytes: of this arena, in whole pages; None: only the process's budget, ``ZCOMM_PINNED_BUDGET``, which counts
+    all arenas (those of ZeroOptimizer, too). keep_resident: memory that is never paged out (mlock where CUDA does not
+    lock it), or an error. Without it, memory is page-locked where CUDA is there, and on huge pages where granted.
+    """
+
+    def __init__(self, budget_nbytes: int | None = None, *, keep_resident: bool = False) -> None:
+        if budget_nbytes is not None and budget_nbytes < 0:
+            raise ValueError(f"PinnedArena: budget_nbytes {budget_nbytes} is negative")
+        self._core = _core.PinnedArena(budget_nbytes, keep_resident=keep_resident)
+
+    def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """A zero-filled CPU tensor of exactly the size asked for, in whole pages of 4 KiB.
+
+        Raises: ValueError (negative size); OSError with errno ENOMEM naming the request, what is used, both budgets and
+        RLIMIT_MEMLOCK.
+        """
+        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+        if any(size < 0 for size in sizes):
+            raise ValueError(f"pinned_empty: shape {sizes} has a negative size")
+        count = math.prod(sizes)
+        if count == 0:
+            return torch.empty(sizes, dtype=dtype)
+        lease = self._core.allocate(count * dtype.itemsize)  # kept alive by the tensor
+        return torch.frombuffer(lease, dtype=dtype, count=count).view(sizes)
+
+    def stats(self) -> dict[str, int]:
+        """used_nbytes, peak_nbytes (the high-water mark), locked_nbytes (by CUDA or mlock), allocation_count;
+        process_nbytes: used by all arenas of the process.
+        """
+        return self._core.stats()
+
+
+@functools.cache
+def default_arena() -> PinnedArena:
+    """That of ``pinned_empty``."""
+    return PinnedArena()
+
+
+def pinned_empty(shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A CPU tensor of exactly the size asked for: page-locked where CUDA is there, on huge pages where granted.
+
+    shape: of the result. Memory: product(shape) * itemsize bytes, rounded up to pages of 4 KiB (torch's own pinned
+    memory rounds up to a power of two); returned to the system when the last tensor over it is gone. Zero-filled.
+    Raises: ValueError (negative size); OSError with errno ENOMEM naming the request and ``ZCOMM_PINNED_BUDGET``.
+    """
+    return default_arena().empty(shape, dtype)
