@@ -31,6 +31,7 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     add("--sweep", choices=("short", "full"), default="short", help="fio's: some flags, or all of them (short)")
     add("--deepspeed-python", metavar="FILE", help="an interpreter that imports deepspeed (ZCOMM_DEEPSPEED_PYTHON)")
     add("--out", metavar="STEM", type=Path, help="write STEM.jsonl and STEM.md")
+    add("--append", action="store_true", help="keep the rows that STEM has")
     arguments = parser.parse_args()
     arguments.what = listed(parser, "--what", arguments.what, WHAT)
     arguments.variants = listed(parser, "--variants", arguments.variants, VARIANTS)

@@ -20,7 +20,8 @@ def row_lines(row: Mapping[str, Any]) -> Iterator[str]:
 
 
 def page_of(records: Sequence[Mapping[str, Any]]) -> str:
-    about = records[0]
+    machines = [record for record in records if record["kind"] == "machine"]
+    about = machines[-1]
     found = [record for record in records if record["kind"] == "row"]
     rounds = min((len(each) for row in found for each in row["rounds_gbps"].values()), default=0)
     lines = [
@@ -30,7 +31,7 @@ def page_of(records: Sequence[Mapping[str, Any]]) -> str:
         f"{about['drive']}. Written by `bench/swap_bw`. GB/s: median of {rounds} interleaved rounds; share: median "
         "of the rounds' ratios. moved/asked: what the block device counted over what was asked for.",
         "",
-        *(f"Skipped: {name}, {why}.\n" for name, why in about["skipped"].items()),
+        *(f"Skipped: {name}, {why}.\n" for each in machines for name, why in each["skipped"].items()),
         "| load | variant | GB/s | lowest to highest | moved/asked | share of fio | over DeepSpeed | #wrong |",
         "|---|---|---|---|---|---|---|---|",
     ]

@@ -17,6 +17,7 @@ import math
 import os
 import pathlib
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
@@ -24,7 +25,7 @@ from typing import Any, Protocol
 
 import torch
 
-from zcomm import _core, _snapshot
+from zcomm import _core, _snapshot, swap_tuning
 from zcomm._arena import PinnedArena as PinnedArena
 from zcomm._arena import pinned_empty as pinned_empty
 from zcomm._work import Work
@@ -66,8 +67,10 @@ class SwapFile:
     directory: where the swap file makes a subdirectory of its own; created if only its last part is missing. A list,
     one directory per drive: blocks go round the drives, each of which needs its part of the space.
     nbytes: disk space to preallocate at once; None grows with each new key. engine: "auto", "io_uring", "threads".
-    block_nbytes: size of one I/O request. depth: requests in flight per drive. direct: bypass the page cache where the
-    file system can (``stats()["direct"]`` tells). checksum: crc32c of each block, compared when it is read back.
+    block_nbytes: size of one I/O request. depth: requests in flight per drive. Where neither is given: what ``zcomm
+    doctor --calibrate`` measured for the (first) drive, or 1 MiB and 32. direct: bypass the page cache where the file
+    system can (``stats()["direct"]`` tells). checksum: crc32c of each block, compared when it is read back.
+    endurance_tbw: terabytes that the drives together are rated to be written with; ``stats()`` tells how long that is.
     Raises: OSError with errno ENOSPC (bytes needed and free), EACCES, ENOENT, ENOTDIR; NotImplementedError for
     engine="io_uring" where the kernel refuses it; ValueError. What is missing and only costs speed (io_uring, O_DIRECT)
     is said once per process, as a warning of the logger "zcomm", and listed in ``stats()["notes"]``.
@@ -79,15 +82,26 @@ class SwapFile:
         nbytes: int | None = None,
         *,
         engine: str = "auto",
-        block_nbytes: int = 1 << 20,
-        depth: int = 32,
+        block_nbytes: int | None = None,
+        depth: int | None = None,
         direct: bool = True,
         checksum: bool = True,
+        endurance_tbw: float | None = None,
     ) -> None:
         if nbytes is not None and nbytes < 0:
             raise ValueError(f"SwapFile: nbytes {nbytes} is negative")
+        if endurance_tbw is not None and not endurance_tbw > 0:
+            raise ValueError(f"SwapFile: endurance_tbw {endurance_tbw} is not positive")
+        paths = as_paths(directory)
+        built_in = swap_tuning.SwapTuning(origin="given")
+        tuned = swap_tuning.load(paths[0]) if paths and block_nbytes is None and depth is None else built_in
+        block_nbytes = tuned.block_nbytes if block_nbytes is None else block_nbytes
+        depth = tuned.depth if depth is None else depth
+        self._about = {"block_nbytes": block_nbytes, "depth": depth, "tuning": tuned.origin}
+        self._endurance_nbytes = None if endurance_tbw is None else endurance_tbw * 1e12
+        self._since = time.monotonic()
         self._core = _core.SwapFile(
-            as_paths(directory),
+            paths,
             nbytes=nbytes or 0,
             engine=engine,
             block_nbytes=block_nbytes,
@@ -198,8 +212,10 @@ class SwapFile:
         read_nbytes, written_nbytes; read_s, write_s (time with at least one request in flight); read_gbps, write_gbps
         (1e9 bytes per second of that time); read_count, read_p50_s, read_p90_s, read_p99_s, read_max_s and the same of
         write: latency of single requests of up to block_nbytes, retries included; reserved_nbytes, file_nbytes,
-        bounce_nbytes; error_count, retry_count; direct, engine, path (of the first drive), paths; notes: what was
-        wanted and is not there, with the reason.
+        bounce_nbytes; block_nbytes, depth, tuning (where those two come from); endurance_days: how long the rated
+        endurance lasts at the rate of writing since the start (None: not known, or nothing written); error_count,
+        retry_count; direct, engine, path (of the first drive), paths; notes: what was wanted and is not there, with the
+        reason.
         """
         stats = self._core.stats()
         for nbytes, seconds, gbps in (
@@ -208,6 +224,10 @@ class SwapFile:
         ):
             elapsed = float(stats[seconds])
             stats[gbps] = float(stats[nbytes]) / elapsed / 1e9 if elapsed > 0 else 0.0
+        stats.update(self._about, endurance_days=None)
+        if self._endurance_nbytes is not None and stats["written_nbytes"] > 0:
+            a_day = stats["written_nbytes"] / (time.monotonic() - self._since) * 86400
+            stats["endurance_days"] = self._endurance_nbytes / a_day
         return stats
 
     def close(self) -> None:

@@ -47,7 +47,11 @@ def add_parser(commands: _SubParsersAction[Parser]) -> None:
         "doctor", help="check this machine and say how to mend each finding", allow_abbrev=False
     )
     parser.add_argument("--dir", type=Path, default=Path("."), help="directory to check for swapping (default: here)")
-    parser.add_argument("--calibrate", action="store_true", help="measure the tuning table of this machine first")
+    parser.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="measure the tuning table of this machine, and the drive of --dir, first",
+    )
     parser.set_defaults(command=command)
 
 
@@ -58,6 +62,13 @@ def command(args: argparse.Namespace) -> int:
 
         print("measuring the tuning table (some seconds) ...", flush=True)
         calibrate()
+        from zcomm.cli.calibrate_swap import calibrate as calibrate_swap
+
+        print(f"measuring the drive of {args.dir} (some seconds) ...", flush=True)
+        try:
+            calibrate_swap(args.dir)
+        except OSError as error:
+            print(f"the drive was not measured: {error}", flush=True)
     findings = list(examine(args.dir))
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
@@ -185,8 +196,19 @@ def _swap(directory: Path) -> Iterator[Finding]:
                 f"refused in {where}",
                 "swap goes through the page cache; use a local ext4 or xfs drive",
             )
+    yield _swap_tuning(directory)
     free = os.statvfs(directory)
     yield Finding("ok", "disk", f"{free.f_bavail * free.f_frsize / 2**30:.1f} GiB free in {where}")
+
+
+def _swap_tuning(directory: Path) -> Finding:
+    from zcomm import swap_tuning
+
+    tuned = swap_tuning.load(directory)
+    value = f"blocks of {tuned.block_nbytes >> 10} KiB, {tuned.depth} in flight: {tuned.origin}"
+    if tuned.origin.startswith("measured") or swap_tuning.drive(directory) is None:
+        return Finding("ok", "swap tuning", value)
+    return Finding("note", "swap tuning", value, "zcomm doctor --calibrate --dir DIR measures the drive of DIR")
 
 
 def _variables() -> Iterator[Finding]:

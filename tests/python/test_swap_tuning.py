@@ -1,0 +1,95 @@
+"""A drive's block size and depth: measured, kept by drive with mode 0600, taken by SwapFile, never in the way."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import zcomm
+from zcomm import swap_tuning
+from zcomm.swap_tuning import SwapTuning
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, and a drive of its own for the test's directory."""
+    file = tmp_path / "cache" / "swap.json"
+    monkeypatch.setenv("ZCOMM_SWAP_TUNING", str(file))
+    monkeypatch.setattr(swap_tuning, "drive", lambda directory: "drive of " + str(directory))
+    return file
+
+
+def test_kept_by_drive_and_taken_where_nothing_is_given(tmp_path: Path, cache: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    swap_tuning.save(one, SwapTuning(1 << 16, 7), {"write_gbps": 1.0})
+    swap_tuning.save(two, SwapTuning(1 << 17, 9), {})
+    assert cache.stat().st_mode & 0o777 == 0o600 and len(list(cache.parent.iterdir())) == 1
+    for folder, block, depth in ((one, 1 << 16, 7), (two, 1 << 17, 9)):
+        with zcomm.SwapFile(folder) as swap:
+            stats = swap.stats()
+            assert (stats["block_nbytes"], stats["depth"]) == (block, depth)
+            assert stats["tuning"].startswith("measured 2")
+            data, out = torch.arange(100001), torch.zeros(100001, dtype=torch.int64)
+            swap.write("a", data)
+            swap.read("a", out).wait()
+            assert torch.equal(data, out)
+            assert swap.stats()["write_count"] == -(-(data.nbytes // 4096 * 4096) // block) + 1
+    with zcomm.SwapFile(one, depth=3) as swap:  # one argument given: the other is the built-in one
+        assert (swap.stats()["block_nbytes"], swap.stats()["depth"]) == (1 << 20, 3)
+    with zcomm.SwapFile(tmp_path / "three") as swap:
+        assert swap.stats()["tuning"] == "built in"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", '{"drives": []}', '{"drives": {"KEY": {}}}', '{"drives": {"KEY": 3}}']
+    + [
+        json.dumps({"drives": {"KEY": {"block_nbytes": block, "depth": depth, "time": "x"}}})
+        for block, depth in ((1000, 4), (0, 4), (4096, 0), (4096, 1 << 20), ("4096", 4), (4096, None), (1 << 40, 4))
+    ],
+)
+def test_a_damaged_cache_is_no_obstacle(tmp_path: Path, cache: Path, text: str) -> None:
+    cache.parent.mkdir()
+    cache.write_text(text.replace("KEY", f"drive of {tmp_path}"))
+    found = swap_tuning.load(tmp_path)
+    assert (found.block_nbytes, found.depth) == (1 << 20, 32) and found.origin.startswith("built in (")
+    swap_tuning.save(tmp_path, SwapTuning(4096, 1), {})
+    assert swap_tuning.load(tmp_path).block_nbytes == 4096
+
+
+def test_calibration(tmp_path: Path, cache: Path) -> None:
+    """One of the candidates is kept, with the speeds; the directory is as it was."""
+    from zcomm.cli.calibrate_swap import _CANDIDATES, calibrate
+
+    before = set(tmp_path.iterdir())
+    found = calibrate(tmp_path, nbytes=1 << 20)
+    assert (found.block_nbytes, found.depth) in [(each.block_nbytes, each.depth) for each in _CANDIDATES]
+    assert set(tmp_path.iterdir()) - before == {cache.parent}
+    (row,) = json.loads(cache.read_text())["drives"].values()
+    assert row["write_gbps"] > 0 and row["read_gbps"] > 0
+    kept = swap_tuning.load(tmp_path)
+    assert (kept.block_nbytes, kept.depth) == (found.block_nbytes, found.depth)
+    with pytest.raises(OSError):
+        calibrate(tmp_path / "nowhere")
+
+
+def test_the_drive_has_a_name_that_does_not_depend_on_the_directory(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    assert swap_tuning.drive(tmp_path / "a") == swap_tuning.drive(tmp_path) == swap_tuning.drive(tmp_path / "not there")
+    assert swap_tuning.drive("/proc") is None
+
+
+def test_endurance(tmp_path: Path) -> None:
+    with zcomm.SwapFile(tmp_path, endurance_tbw=600) as swap:
+        assert swap.stats()["endurance_days"] is None
+        swap.write("a", torch.zeros(1 << 20)).wait()
+        swap._since -= 1e6  # 4 MiB in 1e6 seconds
+        assert swap.stats()["endurance_days"] == pytest.approx(600e12 / ((4 << 20) / 1e6) / 86400, rel=1e-3)
+    with zcomm.SwapFile(tmp_path) as swap:
+        swap.write("a", torch.zeros(10)).wait()
+        assert swap.stats()["endurance_days"] is None
+    with pytest.raises(ValueError, match="endurance_tbw 0 is not positive"):
+        zcomm.SwapFile(tmp_path, endurance_tbw=0)
