@@ -21,13 +21,13 @@ _CHOICES = [
 class DeepSpeed:
     name = "deepspeed"
 
-    def __init__(self, folder: Path, nbytes: int, python: str | None) -> None:
+    def __init__(self, nbytes: int, python: str | None) -> None:
         python = python or os.environ.get("ZCOMM_DEEPSPEED_PYTHON") or sys.executable
         self._nbytes = nbytes
         self._best: dict[str, dict[str, Any]] = {}
         path = os.pathsep.join((str(Path(python).parent), os.environ.get("PATH", "")))  # its ninja builds the operation
         self._worker = subprocess.Popen(
-            [python, str(Path(__file__).with_name("deepspeed_worker.py")), str(folder / "deepspeed.dat"), str(nbytes)],
+            [python, str(Path(__file__).with_name("deepspeed_worker.py")), str(nbytes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -49,23 +49,22 @@ class DeepSpeed:
             gbps = [0.0] * len(_CHOICES)
             for _ in range(2):
                 for number, choice in enumerate(_CHOICES):
-                    gbps[number] += self._nbytes / self._ask(what, self._nbytes, self._nbytes // 16, choice) / 2e9
+                    gbps[number] += self._nbytes / self._ask(what, self._nbytes, self._nbytes // 16, choice, file) / 2e9
             for choice, speed in zip(_CHOICES, gbps, strict=True):
                 keep({"kind": "deepspeed", "what": what, "gbps": speed, **choice})
             self._best[what] = _CHOICES[gbps.index(max(gbps))]
         return self._best[what]
 
     def seconds(self, what: str, nbytes: int, tensor_nbytes: int, file: str) -> float:
-        """On a file of its own: it truncates what it opens for writing."""
-        return self._ask(what, nbytes, tensor_nbytes, self._best[what])
+        return self._ask(what, nbytes, tensor_nbytes, self._best[what], file)
 
     def close(self) -> None:
         if self._worker.stdin:
             self._worker.stdin.close()
         self._worker.wait()
 
-    def _ask(self, what: str, nbytes: int, tensor_nbytes: int, choice: dict[str, Any]) -> float:
-        question = {"what": what, "nbytes": nbytes, "tensor_nbytes": tensor_nbytes, **choice}
+    def _ask(self, what: str, nbytes: int, tensor_nbytes: int, choice: dict[str, Any], file: str) -> float:
+        question = {"what": what, "nbytes": nbytes, "tensor_nbytes": tensor_nbytes, "file": file, **choice}
         assert self._worker.stdin is not None
         self._worker.stdin.write(json.dumps(question) + "\n")
         self._worker.stdin.flush()

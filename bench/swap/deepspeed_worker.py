@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from typing import Any
@@ -13,7 +12,7 @@ def say(answer: dict[str, Any]) -> None:
     print("zcomm-bench " + json.dumps(answer), flush=True)
 
 
-def main(path: str, nbytes: int) -> None:
+def main(nbytes: int) -> None:
     try:
         import torch
         from deepspeed.ops.op_builder import AsyncIOBuilder
@@ -22,9 +21,6 @@ def main(path: str, nbytes: int) -> None:
     except Exception as error:
         say({"absent": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"})
         return
-    file = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
-    os.posix_fallocate(file, 0, nbytes)
-    os.close(file)
     handles: dict[tuple[int, int, int], Any] = {}
 
     def handle_of(question: dict[str, Any]) -> Any:
@@ -36,12 +32,11 @@ def main(path: str, nbytes: int) -> None:
     first = library.aio_handle(1 << 20, 16, False, True, 1)
     buffer = first.new_cpu_locked_tensor(nbytes, torch.empty(0, dtype=torch.uint8))
     buffer.view(torch.int64).random_()
-    first.sync_pwrite(buffer, path, 0)  # what is timed overwrites
     say({})
     for line in sys.stdin:
         question = json.loads(line)
         handle = handle_of(question)
-        step = question["tensor_nbytes"]
+        step, path = question["tensor_nbytes"], question["file"]
         begin_s = time.perf_counter()
         for number, begin in enumerate(range(0, question["nbytes"], step)):
             writes = question["what"] == "write" or (question["what"] == "mixed" and number % 2)
@@ -51,4 +46,4 @@ def main(path: str, nbytes: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(int(sys.argv[1]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Protocol
 
 from swap.deepspeed_peer import DeepSpeed
@@ -21,10 +20,10 @@ class Peer(Protocol):
     def close(self) -> None: ...
 
 
-def open_peers(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, Peer], dict[str, str]]:
+def open_peers(arguments: argparse.Namespace) -> tuple[dict[str, Peer], dict[str, str]]:
     makers: dict[str, Callable[[], Peer]] = {
         "fio": lambda: Fio(arguments.size, arguments.sweep),
-        "deepspeed": lambda: DeepSpeed(folder, max(arguments.size, arguments.batch_total), arguments.deepspeed_python),
+        "deepspeed": lambda: DeepSpeed(max(arguments.size, arguments.batch_total), arguments.deepspeed_python),
     }
     opened, skipped = {}, {}
     for name in arguments.peers:
