@@ -10,6 +10,7 @@
 
 #include "line.hpp"
 #include "socket_ring.hpp"
+#include "stream_roof.hpp"
 
 using zcomm::bench::SocketRing;
 
@@ -73,6 +74,12 @@ void zcomm_bench_streaming_copy(void* dst, const void* src, std::size_t nbytes) 
 /// Seconds per round trip of the line at `at` (128 bytes of shared memory, zero) between ranks 0 and 1; else 0.
 double zcomm_bench_round_trip_s(void* at, int rank, int laps) {
   return zcomm::bench::line_round_trip_s(*static_cast<zcomm::bench::Word*>(at), rank, laps);
+}
+
+/// Seconds to read p, g, m, v and write p, m, v; see stream_roof.hpp.
+double zcomm_bench_adam_stream_s(float* p, const float* g, float* m, float* v, std::size_t count, int threads,
+                                 int variant) {
+  return zcomm::bench::adam_stream_s(p, g, m, v, count, threads, variant);
 }
 
 }  // extern "C"

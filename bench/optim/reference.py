@@ -1,0 +1,50 @@
+"""What AdamW must give, in float64: the oracle of #wrong.
+
+Gradients of the checked steps are multiples of one tensor g, so m and v are multiples of g and g * g by numbers that
+are known ahead: the reference keeps no state and reads a piece at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+PIECE = 1 << 20
+GRADS = (1.0, -0.5, 0.25)  # the gradient of checked step i is GRADS[i] * g: powers of two, so exact in bf16
+
+
+@dataclass(frozen=True)
+class AdamW:
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+
+    def after(self, weight: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+        """``weight`` (f64) after the checked steps."""
+        m = v = 0.0
+        for step, factor in enumerate(GRADS, 1):
+            m = self.beta1 * m + (1 - self.beta1) * factor
+            v = self.beta2 * v + (1 - self.beta2) * factor * factor
+            root = math.sqrt(v / (1 - self.beta2**step))
+            rate = self.lr * m / (1 - self.beta1**step)
+            weight = weight * (1 - self.lr * self.weight_decay) - rate * g / (root * g.abs() + self.eps)
+        return weight
+
+
+def count_wrong(result: torch.Tensor, start: torch.Tensor, g: torch.Tensor, adam: AdamW, slack: float) -> int:
+    """Elements of ``result`` that are further from the reference than rounding explains.
+
+    slack: what the state's format may lose, as a share of the checked steps' length (3 lr); 0 for fp32 state.
+    """
+    wrong = 0
+    allowed = len(GRADS) * adam.lr * (slack + 4e-6)
+    for begin in range(0, result.numel(), PIECE):
+        part = slice(begin, begin + PIECE)
+        first = start[part].double()
+        error = (result[part].double() - adam.after(first, g[part].double())).abs()
+        wrong += int((~(error <= allowed + first.abs() * 2.0**-21)).sum())
+    return wrong
