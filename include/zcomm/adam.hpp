@@ -21,11 +21,17 @@ struct AdamParams {
   float grad_scale = 1.0f;  ///< gradients are multiplied by it first (unscale x clip x 1/accumulation)
 };
 
-/// Bytes of state per element: 8 (f32 weight) or 10 (bf16 weight, split master); with bf16 state 4 or 6.
+/// Bytes of state: per element 8 (f32 weight) or 10 (bf16 weight, split master); with bf16 state 4 or 6; with 8-bit
+/// state 2 or 4, and 8 per block.
 std::size_t adam_state_nbytes(DType weight, std::size_t count, DType state = DType::f32);
 
 /// One step. Throws InvalidArgument (see OptimShard; beta out of [0,1), step < 1). `threads`: workers to use at most;
 /// 0 = all of the core's pool.
 void adam_step(const AdamShard& shard, const AdamParams& params, int threads = 0);
+
+/// 8-bit state from f32 m and v (to nearest), and f32 m and v of 8-bit state; m, v: of the shard's element 0.
+/// Throws InvalidArgument (see OptimShard; state_dtype not u8).
+void adam_encode_state(const AdamShard& shard, const float* m, const float* v);
+void adam_decode_state(const AdamShard& shard, float* m, float* v);
 
 }  // namespace zcomm

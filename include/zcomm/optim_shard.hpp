@@ -20,6 +20,14 @@
 // f32 value: an average that moves by less than half a last bit per step would else stand still. Chance is a counter's
 // hash: 16 bits for each array from (step, first_index + element), so a run can be repeated, cut and resumed to the
 // bit. An element's own step uses its state before rounding. Infinity and NaN stay what they are.
+//
+// [Note: 8-bit state] Each array has one byte per element and an f32 scale per block of 256. Codes are relative to the
+// block's largest, finer near it (src/optim/state_codes.hpp): for magnitudes in [1/16, 1) of it they are 1/32 to 1/16
+// apart, relatively, and twice, four times ... as far in each further 16th; m ends at 2^-28 of it, v has the range of
+// m squared and is never rounded to zero. Rounding is by chance, as above, to 8 bits of chance. The tile begins with
+// the scales (m's and v's of each block), then m, v and lo. Tiles and ranges are whole blocks. Something that is not
+// finite in m or v makes both NaN from the next step on, for that element alone. A block whose largest is below 2^-120
+// is zero.
 #pragma once
 
 #include <cstddef>
@@ -32,7 +40,8 @@ namespace zcomm {
 /// Elements [begin, end) of a shard; pointers are to the shard's element 0 (weight, grad) and tile 0 (state).
 /// weight: f32 or bf16. grad: f32, bf16 or f16. `count` is the shard's length, which fixes the last tile's layout.
 /// A step throws InvalidArgument for other dtypes, begin > end > count, tile_count 0, or odd with more than one tile of
-/// a bf16 weight (f32 state would not lie on 4-byte boundaries); bf16 state of another optimizer than Adam.
+/// a bf16 weight (f32 state would not lie on 4-byte boundaries); bf16 or 8-bit state of another optimizer than Adam;
+/// 8-bit state whose blocks are cut.
 struct OptimShard {
   void* weight;
   DType weight_dtype;
@@ -42,7 +51,7 @@ struct OptimShard {
   std::size_t count;
   std::size_t tile_count;
   std::size_t begin, end;
-  DType state_dtype = DType::f32;  ///< of the arrays: f32, or bf16 with stochastic rounding
+  DType state_dtype = DType::f32;  ///< of the arrays: f32, bf16 with stochastic rounding, or u8: 8-bit state
   std::uint64_t first_index = 0;   ///< stochastic rounding: number of the shard's element 0 in the whole
 };
 

@@ -86,6 +86,18 @@ void bind_steps(py::module_& m) {
   m.def("lion_state_nbytes", &lion_state_nbytes, py::arg("weight"), py::arg("count"));
   m.def("adagrad_state_nbytes", &adagrad_state_nbytes, py::arg("weight"), py::arg("count"));
   bind_step(m, "adam_step", &adam_step);
+  m.def(
+      "adam_encode_state",
+      [](const OptimShard& shard, std::uintptr_t first, std::uintptr_t second) {
+        adam_encode_state(shard, reinterpret_cast<const float*>(first), reinterpret_cast<const float*>(second));
+      },
+      py::arg("shard"), py::arg("m"), py::arg("v"), py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "adam_decode_state",
+      [](const OptimShard& shard, std::uintptr_t first, std::uintptr_t second) {
+        adam_decode_state(shard, reinterpret_cast<float*>(first), reinterpret_cast<float*>(second));
+      },
+      py::arg("shard"), py::arg("m"), py::arg("v"), py::call_guard<py::gil_scoped_release>());
   bind_step(m, "sgd_step", &sgd_step);
   bind_step(m, "lion_step", &lion_step);
   bind_step(m, "adagrad_step", &adagrad_step);

@@ -20,17 +20,24 @@ optim::AdamFactors factors_of(const AdamParams& p) {
           .one_minus_beta1 = static_cast<float>(1.0 - p.beta1),
           .beta2 = static_cast<float>(p.beta2),
           .one_minus_beta2 = static_cast<float>(1.0 - p.beta2),
-          .root_bias2 = static_cast<float>(std::sqrt(bias2)),
+          .inverse_root_bias2 = static_cast<float>(1.0 / std::sqrt(bias2)),
           .eps = static_cast<float>(p.eps),
           .step_size = static_cast<float>(p.lr / bias1),
           .adamw = p.adamw,
           .step = static_cast<std::uint64_t>(p.step)};
 }
 
+void check_coded(const char* who, const AdamShard& shard, const float* m, const float* v) {
+  optim::check_shard(who, shard, kArrays);
+  if (shard.state_dtype != DType::u8)
+    throw InvalidArgument(text(who, ": state is ", name_of(shard.state_dtype), "; it must be uint8"));
+  if ((m == nullptr || v == nullptr) && shard.begin != shard.end) throw InvalidArgument(text(who, ": m or v is null"));
+}
+
 }  // namespace
 
 std::size_t adam_state_nbytes(DType weight, std::size_t count, DType state) {
-  return count * optim::state_bytes_per_element("adam", weight, kArrays, state);
+  return optim::state_nbytes("adam", weight, kArrays, count, state);
 }
 
 void adam_step(const AdamShard& shard, const AdamParams& params, int threads) {
@@ -39,6 +46,22 @@ void adam_step(const AdamShard& shard, const AdamParams& params, int threads) {
   optim::check_beta("adam", params.beta2);
   if (params.step < 1) throw InvalidArgument(text("adam: step ", params.step, " is less than 1; steps count from 1"));
   optim::run_step(shard, kArrays, threads, optim::current_optim_table().adam, factors_of(params));
+}
+
+void adam_encode_state(const AdamShard& shard, const float* m, const float* v) {
+  check_coded("adam_encode_state", shard, m, v);
+  const auto encode = optim::current_optim_table().encode_state;
+  optim::for_each_piece(shard, kArrays, 0, [=](const optim::OptimPiece& piece, std::size_t begin) {
+    encode(piece, m + begin, v + begin);
+  });
+}
+
+void adam_decode_state(const AdamShard& shard, float* m, float* v) {
+  check_coded("adam_decode_state", shard, m, v);
+  const auto decode = optim::current_optim_table().decode_state;
+  optim::for_each_piece(shard, kArrays, 0, [=](const optim::OptimPiece& piece, std::size_t begin) {
+    decode(m + begin, v + begin, piece);
+  });
 }
 
 }  // namespace zcomm

@@ -1,50 +1,23 @@
 // Optimizer steps, split master and block squares, written once as loops that the compiler vectorises; see
 // [Note: one definition].
 //
-// 16-bit gradients are widened into a block in L1 first, so one loop serves all gradient types.
+// 16-bit gradients are widened into a block in L1 first, so one loop serves all gradient types. Adam in AVX-512 is
+// adam_wide.hpp, which leaves the rest of a block to these loops.
 #pragma once
 
 #include "optim/optim_table.hpp"
 #include "optim/rounding_body.hpp"
+#include "optim/split_body.hpp"
+#include "optim/state_codes.hpp"
 #include "optim/update_rules.hpp"
+#if ZC_ISA_LEVEL >= 2
+#include "optim/adam_wide.hpp"
+#endif
 
 namespace zcomm::optim::ZC_ISA {
 namespace {
 
-using std::int16_t;
-
 constexpr size_t kBlock = 1024;
-
-// -- [Note: split master]
-
-ZC_INLINE float join_one(u16 weight, int16_t lo) {
-  return float_of((static_cast<u32>(weight) << 16) + static_cast<u32>(static_cast<std::int32_t>(lo)));
-}
-
-ZC_INLINE u16 high_half(u32 bits) {
-  const u32 quiet = (bits >> 16) | 0x40u;
-  return static_cast<u16>((bits & 0x7fffffffu) > 0x7f800000u ? quiet : (bits + 0x8000u) >> 16);
-}
-
-/// bits(master) - (weight << 16) is the low half, read as a signed number.
-ZC_INLINE int16_t low_half(u32 bits) {
-  const u32 low = (bits & 0x7fffffffu) > 0x7f800000u ? 0u : bits;
-  return static_cast<int16_t>(static_cast<u16>(low));
-}
-
-void split(u16* weight, int16_t* lo, const float* master, size_t count) {
-#pragma GCC ivdep
-  for (size_t i = 0; i < count; ++i) {
-    const u32 bits = bits_of(master[i]);
-    weight[i] = high_half(bits);
-    lo[i] = low_half(bits);
-  }
-}
-
-void join(float* master, const u16* weight, const int16_t* lo, size_t count) {
-#pragma GCC ivdep
-  for (size_t i = 0; i < count; ++i) master[i] = join_one(weight[i], lo[i]);
-}
 
 // -- Steps
 
@@ -120,10 +93,25 @@ T* array_at(const OptimPiece& p, int which, size_t i) {
   return which < Rule::arrays ? static_cast<T*>(p.state[which]) + i : nullptr;
 }
 
+#if ZC_ISA_LEVEL >= 2
+template <class Rule>
+constexpr bool kIsAdam = false;
+template <bool adamw>
+constexpr bool kIsAdam<Adam<adamw>> = true;
+#endif
+
 template <class Rule>
 void update(const OptimPiece& p, const typename Rule::Factors& f) {
   alignas(64) float local[kBlock];
-  for (size_t i = 0; i < p.count; i += kBlock) {
+  size_t i = 0;
+#if ZC_ISA_LEVEL >= 2
+  if constexpr (kIsAdam<Rule>) {
+    WideExact wide{{array_at<float, Rule>(p, 0, 0)}, {array_at<float, Rule>(p, 1, 0)}};
+    i = p.count / kPair * kPair;
+    adam_wide_part<Rule::decoupled>(p, 0, i, wide, f);
+  }
+#endif
+  for (; i < p.count; i += kBlock) {
     const size_t n = p.count - i < kBlock ? p.count - i : kBlock;
     const ExactState state{array_at<float, Rule>(p, 0, i), array_at<float, Rule>(p, 1, i)};
     update_split_or_not<Rule>(p, i, n, state, widened(local, p.grad, p.grad_dtype, i, n), f);
@@ -135,17 +123,93 @@ void update_rounded(const OptimPiece& p, const typename Rule::Factors& f) {
   alignas(64) float local[kBlock];
   for (size_t i = 0, n = 0; i < p.count; i += n) {
     const u64 index = p.index + i, to_next_key = (u64{1} << 32) - static_cast<u32>(index);
-    n = p.count - i < kBlock ? p.count - i : kBlock;
+    n = p.count - i;
     if (n > to_next_key) n = to_next_key;
-    const RoundedState state{array_at<u16, Rule>(p, 0, i), array_at<u16, Rule>(p, 1, i), static_cast<u32>(index),
-                             rounding_key(f.step, index >> 32)};
+    const RoundingKey key = rounding_key(f.step, index >> 32);
+#if ZC_ISA_LEVEL >= 2
+    if (n >= kPair) {
+      n = n / kPair * kPair;
+      WideRounded wide{{array_at<u16, Rule>(p, 0, i)}, {array_at<u16, Rule>(p, 1, i)}, static_cast<u32>(index), key};
+      adam_wide_part<Rule::decoupled>(p, i, n, wide, f);
+      continue;
+    }
+#endif
+    if (n > kBlock) n = kBlock;
+    const RoundedState state{array_at<u16, Rule>(p, 0, i), array_at<u16, Rule>(p, 1, i), static_cast<u32>(index), key};
     update_split_or_not<Rule>(p, i, n, state, widened(local, p.grad, p.grad_dtype, i, n), f);
   }
 }
 
+CodedBlock block_at(const OptimPiece& p, size_t i) {
+  return {static_cast<std::uint8_t*>(p.state[0]) + i, static_cast<std::uint8_t*>(p.state[1]) + i,
+          p.scales + i / kCodeBlock * 2, p.count - i < kCodeBlock ? p.count - i : kCodeBlock};
+}
+
+/// 8-bit state: the piece begins at a block's begin; see state_codes.hpp.
+template <class Rule>
+void update_coded(const OptimPiece& p, size_t i, const typename Rule::Factors& f) {
+  alignas(64) float m[kCodeBlock], v[kCodeBlock], local[kCodeBlock];
+  const CodedBlock block = block_at(p, i);
+  decode_block(m, v, block);
+  update_split_or_not<Rule>(p, i, block.count, ExactState{m, v}, widened(local, p.grad, p.grad_dtype, i, block.count),
+                            f);
+  encode_block(block, m, v, largest_of(m, v, block.count), code_key(f.step, p.index + i));
+}
+
+template <class Rule>
+void update_coded(const OptimPiece& p, const typename Rule::Factors& f) {
+#if ZC_ISA_LEVEL >= 2
+  alignas(64) float m[2][kCodeBlock], v[2][kCodeBlock];
+  Encoding before;
+  bool pending = false;
+  int turn = 0;
+  for (size_t i = 0; i < p.count; i += kCodeBlock) {
+    const CodedBlock block = block_at(p, i);
+    if (block.count < kCodeBlock || __builtin_signbit(block.scales[0])) {
+      update_coded<Rule>(p, i, f);
+      continue;
+    }
+    turn ^= 1;
+    WideCoded wide{block, m[turn], v[turn], pending ? &before : nullptr};
+    adam_wide_part<Rule::decoupled>(p, i, kCodeBlock, wide, f);
+    const Largest largest = wide.largest();
+    const CodeKey key = code_key(f.step, p.index + i);
+    pending = largest.first < 0x7f800000u && largest.second < 0x7f800000u;
+    if (!pending) {
+      encode_lost_block(block, m[turn], v[turn], key);
+      continue;
+    }
+    before = {block, m[turn], v[turn], scales_of(largest), key};
+    block.scales[0] = before.scales.first;
+    block.scales[1] = before.scales.second;
+  }
+  if (pending) before.all_of_it();
+#else
+  for (size_t i = 0; i < p.count; i += kCodeBlock) update_coded<Rule>(p, i, f);
+#endif
+}
+
+void decode_state(float* m, float* v, const OptimPiece& p) {
+  for (size_t i = 0; i < p.count; i += kCodeBlock) decode_block(m + i, v + i, block_at(p, i));
+}
+
+void encode_state(const OptimPiece& p, const float* m, const float* v) {
+  float first[kCodeBlock], second[kCodeBlock];
+  for (size_t i = 0; i < p.count; i += kCodeBlock) {
+    const CodedBlock block = block_at(p, i);
+    for (size_t k = 0; k < block.count; ++k) first[k] = m[i + k], second[k] = v[i + k];
+    encode_block(block, first, second, largest_of(first, second, block.count), Nearest{});
+  }
+}
+
+template <bool adamw>
+void adam_by_state(const OptimPiece& piece, const AdamFactors& f) {
+  if (piece.state_dtype == DType::f32) return update<Adam<adamw>>(piece, f);
+  piece.state_dtype == DType::u8 ? update_coded<Adam<adamw>>(piece, f) : update_rounded<Adam<adamw>>(piece, f);
+}
+
 void adam(const OptimPiece& piece, const AdamFactors& f) {
-  if (piece.state_dtype == DType::f32) return f.adamw ? update<Adam<true>>(piece, f) : update<Adam<false>>(piece, f);
-  f.adamw ? update_rounded<Adam<true>>(piece, f) : update_rounded<Adam<false>>(piece, f);
+  f.adamw ? adam_by_state<true>(piece, f) : adam_by_state<false>(piece, f);
 }
 
 void sgd(const OptimPiece& piece, const SgdFactors& f) {
@@ -178,6 +242,6 @@ void squares(double* sums, const void* grad, DType dtype, size_t blocks) {
 }  // namespace
 
 extern const OptimTable kOptim;
-const OptimTable kOptim = {adam, sgd, update<Lion>, update<Adagrad>, split, join, squares};
+const OptimTable kOptim = {adam, sgd, update<Lion>, update<Adagrad>, split, join, squares, encode_state, decode_state};
 
 }  // namespace zcomm::optim::ZC_ISA

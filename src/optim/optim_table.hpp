@@ -10,6 +10,8 @@
 
 namespace zcomm::optim {
 
+inline constexpr std::size_t kStateBlock = 256;  ///< elements that share a scale of 8-bit state
+
 // Factors of one step, computed in f64 and rounded to f32 once. grad_scale: negative to maximize.
 
 struct AdamFactors {
@@ -17,7 +19,7 @@ struct AdamFactors {
   float decay;  ///< adamw: weight is multiplied by 1 - lr * weight_decay
   float l2;     ///< not adamw: weight_decay, times weight is added to the gradient
   float one_minus_beta1, beta2, one_minus_beta2;
-  float root_bias2;  ///< sqrt(1 - beta2^step)
+  float inverse_root_bias2;  ///< 1 / sqrt(1 - beta2^step): the divider is what a step in cache waits for
   float eps;
   float step_size;  ///< lr / (1 - beta1^step)
   bool adamw;
@@ -58,6 +60,7 @@ struct OptimPiece {
   std::size_t count;
   DType state_dtype = DType::f32;
   std::uint64_t index = 0;
+  float* scales = nullptr;  ///< 8-bit state: of m and v, block by block; the piece begins at a block's begin
 };
 
 struct OptimTable {
@@ -69,6 +72,9 @@ struct OptimTable {
   void (*join)(float* master, const std::uint16_t* weight, const std::int16_t* lo, std::size_t count);
   /// sums[b] = squares of block b of 64 elements, as described at add_squares; full blocks only.
   void (*squares)(double* sums, const void* grad, DType dtype, std::size_t blocks);
+  /// 8-bit state of `piece` from and to f32; to nearest.
+  void (*encode_state)(const OptimPiece& piece, const float* m, const float* v);
+  void (*decode_state)(float* m, float* v, const OptimPiece& piece);
 };
 
 /// Throws Unsupported when the CPU lacks it. Results of all tables are equal to the bit.

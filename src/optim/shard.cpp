@@ -18,6 +18,11 @@ std::size_t bytes_per_element(DType weight, int arrays, DType state) {
   return static_cast<std::size_t>(arrays) * size_of(state) + (weight == DType::bf16 ? sizeof(std::int16_t) : 0);
 }
 
+std::size_t scales_nbytes(DType state, std::size_t count, int arrays) {
+  return state == DType::u8 ? (count + kStateBlock - 1) / kStateBlock * static_cast<std::size_t>(arrays) * sizeof(float)
+                            : 0;
+}
+
 OptimPiece piece_of(const OptimShard& shard, int arrays, std::size_t begin, std::size_t end) {
   const std::size_t tile_begin = begin / shard.tile_count * shard.tile_count, offset = begin - tile_begin;
   const std::size_t tile = std::min(shard.tile_count, shard.count - tile_begin);
@@ -31,11 +36,27 @@ OptimPiece piece_of(const OptimShard& shard, int arrays, std::size_t begin, std:
                    .index = shard.first_index + begin};
   if (shard.grad != nullptr) piece.grad = static_cast<const std::byte*>(shard.grad) + begin * size_of(shard.grad_dtype);
   if (shard.state == nullptr) return piece;  // plain SGD in f32
-  std::byte* state = shard.state + tile_begin * bytes_per_element(shard.weight_dtype, arrays, shard.state_dtype);
+  std::byte* state = shard.state + tile_begin * bytes_per_element(shard.weight_dtype, arrays, shard.state_dtype) +
+                     scales_nbytes(shard.state_dtype, tile_begin, arrays);
+  if (shard.state_dtype == DType::u8) {
+    piece.scales = reinterpret_cast<float*>(state) + offset / kStateBlock * static_cast<std::size_t>(arrays);
+    state += scales_nbytes(shard.state_dtype, tile, arrays);
+  }
   const std::size_t item = size_of(shard.state_dtype);
   for (int k = 0; k < arrays; ++k, state += tile * item) piece.state[k] = state + offset * item;
   if (shard.weight_dtype == DType::bf16) piece.lo = reinterpret_cast<std::int16_t*>(state) + offset;
   return piece;
+}
+
+/// 8-bit state: ranges and tiles are whole blocks, since a block's elements share their scale.
+void check_blocks(const char* who, const OptimShard& shard) {
+  const auto whole = [&](std::size_t at) { return at % kStateBlock == 0 || at == shard.count; };
+  if (!whole(shard.begin) || !whole(shard.end))
+    throw InvalidArgument(text(who, ": range [", shard.begin, ", ", shard.end, ") cuts a block of ", kStateBlock,
+                               " elements of uint8 state"));
+  if (shard.count > shard.tile_count && shard.tile_count % kStateBlock != 0)
+    throw InvalidArgument(text(who, ": tile_count ", shard.tile_count, " is not a multiple of ", kStateBlock,
+                               ", the block of uint8 state"));
 }
 
 void check_master(const char* who, const OptimShard& shard, const float* master, int arrays) {
@@ -51,9 +72,13 @@ void check_master(const char* who, const OptimShard& shard, const float* master,
 std::size_t state_bytes_per_element(const char* who, DType weight, int arrays, DType state) {
   if (weight != DType::f32 && weight != DType::bf16)
     throw InvalidArgument(text(who, ": weight is ", name_of(weight), "; it must be float32 or bfloat16"));
-  if (state != DType::f32 && state != DType::bf16)
-    throw InvalidArgument(text(who, ": state is ", name_of(state), "; it must be float32 or bfloat16"));
+  if (state != DType::f32 && state != DType::bf16 && state != DType::u8)
+    throw InvalidArgument(text(who, ": state is ", name_of(state), "; it must be float32, bfloat16 or uint8"));
   return bytes_per_element(weight, arrays, state);
+}
+
+std::size_t state_nbytes(const char* who, DType weight, int arrays, std::size_t count, DType state) {
+  return count * state_bytes_per_element(who, weight, arrays, state) + scales_nbytes(state, count, arrays);
 }
 
 void check_shard(const char* who, const OptimShard& shard, int arrays) {
@@ -66,6 +91,7 @@ void check_shard(const char* who, const OptimShard& shard, int arrays) {
       shard.tile_count % 2 != 0)
     throw InvalidArgument(
         text(who, ": tile_count ", shard.tile_count, " is odd; tiles of a bfloat16 weight hold an even number"));
+  if (shard.state_dtype == DType::u8) check_blocks(who, shard);
   if (shard.begin == shard.end) return;
   if (shard.weight == nullptr) throw InvalidArgument(text(who, ": weight is null, count ", shard.count));
   if (shard.state == nullptr && per_element > 0)

@@ -14,6 +14,7 @@ template <bool adamw>
 struct Adam {
   using Factors = AdamFactors;
   static constexpr int arrays = 2;
+  static constexpr bool decoupled = adamw;
   static ZC_INLINE float update(float w, float g, float& m_out, float& v_out, const Factors& f) {
     g = g * f.grad_scale;
     if constexpr (adamw) {
@@ -25,7 +26,7 @@ struct Adam {
     const float v = v_out * f.beta2 + f.one_minus_beta2 * g * g;
     m_out = m;
     v_out = v;
-    const float denominator = __builtin_sqrtf(v) / f.root_bias2 + f.eps;
+    const float denominator = __builtin_sqrtf(v) * f.inverse_root_bias2 + f.eps;
     return w - f.step_size * m / denominator;
   }
 };

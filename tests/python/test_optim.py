@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -365,3 +366,77 @@ def test_a_refused_group_is_not_added() -> None:
     with pytest.raises(ValueError, match="float64"):
         opt.add_param_group({"params": [torch.nn.Parameter(torch.ones(2, dtype=torch.float64))]})
     assert len(opt.param_groups) == 1
+
+
+def test_coded_state_saves_and_resumes_to_the_bit(tmp_path: Path) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        params = [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in ((7, 100), (256,), (1,), (0,))]
+        opt = CPUAdam(params, lr=1e-2, state_dtype="8bit")
+        for _ in range(3):
+            for param in params:
+                param.grad = torch.randn_like(param)
+            opt.step()
+        assert opt.state[params[0]]["exp_avg"].dtype == torch.uint8
+        assert opt.state[params[0]]["scales"].shape == (3, 2)
+        torch.save(opt.state_dict(), tmp_path / "state.pt")
+        copies = [torch.nn.Parameter(param.detach().clone()) for param in params]
+        again = CPUAdam(copies, lr=1e-2)  # state_dtype comes with the state
+        again.load_state_dict(torch.load(tmp_path / "state.pt"))
+        for param, copied in zip(params, copies, strict=True):
+            param.grad = torch.randn_like(param)
+            copied.grad = param.grad.clone()
+        opt.step()
+        again.step()
+        for param, copied in zip(params, copies, strict=True):
+            assert torch.equal(param, copied)
+
+
+def test_coded_state_from_and_to_floats() -> None:
+    """State of torch is encoded when it is loaded into 8 bits, and decoded when the group asks for floats again."""
+    start = torch.randn(1000)
+    theirs, ours = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    reference = torch.optim.AdamW([theirs], lr=1e-3)
+    for _ in range(5):
+        theirs.grad = torch.randn(1000)
+        reference.step()
+    opt = CPUAdam([ours], lr=1e-3)
+    opt.load_state_dict(reference.state_dict())
+    opt.param_groups[0]["state_dtype"] = torch.uint8
+    ours.grad = torch.zeros(1000)
+    opt.step()
+    m, v = opt.wide_state(ours)
+    expected = reference.state[theirs]
+    assert (m - 0.9 * expected["exp_avg"]).abs().max() < 0.1 * expected["exp_avg"].abs().max()
+    assert ((v / expected["exp_avg_sq"]).log().abs() < 0.2).all()
+    opt.param_groups[0]["state_dtype"] = torch.float32
+    opt.step()
+    assert opt.state[ours]["exp_avg"].dtype == torch.float32
+    torch.testing.assert_close(opt.state[ours]["exp_avg"], 0.9 * m)
+
+
+def test_coded_state_trains_as_well() -> None:
+    """A small regression ends where fp32 state ends, within what other seeds do."""
+
+    def last_loss(state_dtype: torch.dtype | str, seed: int) -> float:
+        torch.manual_seed(0)
+        x = torch.randn(256, 20)
+        y = torch.tanh(x @ torch.randn(20, 5)) + 0.1 * torch.randn(256, 5)
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.Tanh(), torch.nn.Linear(64, 5))
+        opt = CPUAdam(model.parameters(), lr=3e-3, weight_decay=1e-3, state_dtype=state_dtype)
+        for _ in range(200):
+            opt.zero_grad()
+            loss = torch.nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            opt.step()
+        return float(loss.detach())
+
+    exact = [last_loss(torch.float32, seed) for seed in range(4)]
+    spread = max(exact) - min(exact)
+    for state_dtype in (torch.bfloat16, "8bit"):
+        assert abs(last_loss(state_dtype, 0) - exact[0]) < 2 * spread + 0.02 * exact[0]
+
+
+def test_state_dtype_is_checked() -> None:
+    with pytest.raises(ValueError, match=r"state_dtype=torch.float16 must be torch.float32, torch.bfloat16 or torch"):
+        CPUAdam([torch.nn.Parameter(torch.randn(2))], state_dtype=torch.float16)

@@ -29,6 +29,7 @@ def test_reference_tells_a_wrong_step() -> None:
     sys.path.insert(0, str(BENCH))
     try:
         import torch
+
         from optim.reference import AdamW, count_wrong
     finally:
         sys.path.remove(str(BENCH))

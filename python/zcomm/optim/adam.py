@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from zcomm import _core
-from zcomm.optim.fused import FusedOptimizer, as_params, check_at_least_0, check_betas, refuse
+from zcomm._tensors import core_dtype
+from zcomm.optim.fused import FusedOptimizer, allocate, as_params, check_at_least_0, check_betas, refuse
 
 
 def adam_params(group: dict[str, Any], adamw: bool) -> _core.AdamParams:
@@ -26,10 +27,12 @@ class CPUAdam(FusedOptimizer[_core.AdamParams]):
     and a 16-bit remainder in the state (include/zcomm/optim_shard.hpp).
     adamw: decoupled weight decay; False adds the L2 term to the gradient, as torch.optim.Adam does. In a group it is
     torch's ``decoupled_weight_decay``.
-    state_dtype: torch.bfloat16 halves the state; it is rounded by chance so that its mean is right, reproducibly from
-    the step and the element's place among all parameters. It travels with a state_dict, as all of a group's options do.
-    State per parameter: ``step``, ``exp_avg`` and ``exp_avg_sq`` (state_dtype, views of one buffer) and, for bf16,
-    ``remainder`` (int16). Loads from and into torch.optim.Adam and AdamW.
+    state_dtype: torch.bfloat16 halves the state; torch.uint8 (or "8bit") quarters it, as codes with a scale per block
+    of 256. Both are rounded by chance so that their mean is right, reproducibly from the step and the element's place
+    among all parameters. It travels with a state_dict, as all of a group's options do.
+    State per parameter: ``step``, ``exp_avg`` and ``exp_avg_sq`` (state_dtype, views of one buffer), for 8-bit state
+    ``scales`` (fp32, [blocks, 2]), and for bf16 parameters ``remainder`` (int16). Loads from torch.optim.Adam and
+    AdamW, and, but for 8-bit state, into them; ``wide_state`` reads 8-bit state.
 
     Raises: ValueError naming a hyperparameter out of range, or a parameter of another dtype or device;
     NotImplementedError for amsgrad=True or a sparse gradient.
@@ -50,7 +53,7 @@ class CPUAdam(FusedOptimizer[_core.AdamParams]):
         maximize: bool = False,
         *,
         amsgrad: bool = False,
-        state_dtype: torch.dtype = torch.float32,
+        state_dtype: torch.dtype | str = torch.float32,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -60,7 +63,7 @@ class CPUAdam(FusedOptimizer[_core.AdamParams]):
             "amsgrad": amsgrad,
             "maximize": maximize,
             "decoupled_weight_decay": adamw,
-            "state_dtype": state_dtype,
+            "state_dtype": torch.uint8 if state_dtype == "8bit" else state_dtype,
         }
         super().__init__(params, defaults)
 
@@ -69,6 +72,8 @@ class CPUAdam(FusedOptimizer[_core.AdamParams]):
         super().add_param_group(param_group)
 
     def _adapt_group(self, group: dict[str, Any]) -> None:
+        if group.get("state_dtype") == "8bit":
+            group["state_dtype"] = torch.uint8
         if "adamw" in group:
             group["decoupled_weight_decay"] = bool(group.pop("adamw"))
 
@@ -76,8 +81,8 @@ class CPUAdam(FusedOptimizer[_core.AdamParams]):
         check_at_least_0(group, "lr", "eps", "weight_decay")
         check_betas(group)
         refuse(group, "amsgrad", "differentiable")
-        if group["state_dtype"] not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"state_dtype={group['state_dtype']} must be torch.float32 or torch.bfloat16")
+        if group["state_dtype"] not in (torch.float32, torch.bfloat16, torch.uint8):
+            raise ValueError(f"state_dtype={group['state_dtype']} must be torch.float32, torch.bfloat16 or torch.uint8")
 
     def _state_dtype(self, group: dict[str, Any]) -> torch.dtype:
         dtype: torch.dtype = group["state_dtype"]
@@ -89,3 +94,48 @@ class CPUAdam(FusedOptimizer[_core.AdamParams]):
     def _update(self, hyper: _core.AdamParams, shard: _core.OptimShard, state: dict[str, Any], fresh: bool) -> None:
         hyper.step = int(state["step"])
         _core.adam_step(shard, hyper)
+
+    def wide_state(self, param: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``exp_avg`` and ``exp_avg_sq`` of a parameter as new fp32 tensors, whatever state_dtype is.
+
+        Raises: KeyError for a parameter that has no state yet.
+        """
+        state = self.state[param]
+        if state["exp_avg"].dtype == torch.uint8:
+            return _decoded(state)
+        return state["exp_avg"].float().clone(), state["exp_avg_sq"].float().clone()
+
+    def _adopted(self, param: torch.Tensor, group: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+        first, second = (state.get(name) for name in self.ARRAYS)
+        if first is None or second is None or first.dtype == group["state_dtype"]:
+            return state
+        if first.dtype == torch.uint8:
+            first, second = _decoded(state)
+            return {**state, "exp_avg": first, "exp_avg_sq": second}
+        if group["state_dtype"] == torch.uint8 and first.shape == second.shape == param.shape:
+            return {**state, **_encoded(first.float().contiguous(), second.float().contiguous())}
+        return state
+
+
+def _coded_shard(like: torch.Tensor) -> tuple[_core.OptimShard, dict[str, torch.Tensor]]:
+    """8-bit state of a tensor in memory of its own."""
+    buffer, views = allocate(torch.empty(like.shape, device="meta"), CPUAdam.ARRAYS, torch.uint8)
+    views["buffer"] = buffer
+    count, f32 = like.numel(), core_dtype(torch.float32)
+    address = buffer.data_ptr()  # stands for weight and gradient, too: they are not read
+    return _core.OptimShard(address, f32, address, f32, address, count, count, 0, count, core_dtype(torch.uint8)), views
+
+
+def _decoded(state: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    shard, views = _coded_shard(state["exp_avg"])
+    for name in ("scales", *CPUAdam.ARRAYS):
+        views[name].copy_(state[name])
+    first, second = torch.empty(state["exp_avg"].shape), torch.empty(state["exp_avg"].shape)
+    _core.adam_decode_state(shard, first.data_ptr(), second.data_ptr())
+    return first, second
+
+
+def _encoded(first: torch.Tensor, second: torch.Tensor) -> dict[str, torch.Tensor]:
+    shard, views = _coded_shard(first)
+    _core.adam_encode_state(shard, first.data_ptr(), second.data_ptr())
+    return views

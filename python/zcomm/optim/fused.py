@@ -1,8 +1,9 @@
 """FusedOptimizer: torch.optim's interface over the core's fused steps; each optimizer adds its numbers and its kernel.
 
 [Note: state buffer] A parameter's state lies in one buffer in the kernel's order (include/zcomm/optim_shard.hpp): the
-arrays, then a bf16 parameter's ``remainder`` (int16). ``opt.state[param]`` holds views of it under torch's names. State
-that is not such views (loaded, copied, replaced by the user) is adopted at the next step: copied into a new buffer.
+arrays, then a bf16 parameter's ``remainder`` (int16); 8-bit arrays have their ``scales`` before them.
+``opt.state[param]`` holds views of it under torch's names. State that is not such views (loaded, copied, replaced by
+the user) is adopted at the next step: copied into a new buffer.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from zcomm import _core
 from zcomm._tensors import core_dtype
 
 Hyper = TypeVar("Hyper")
+STATE_BLOCK = 256  # elements of 8-bit state that share a scale: the core's
 
 
 @dataclass(frozen=True)
@@ -138,23 +140,28 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
         held = self._held.get(param)
         if held is not None and held.is_state_of(param, names, dtype, state):
             return held.buffer
-        buffer, views = _allocate(param, names, dtype)
+        buffer, views = allocate(param, names, dtype)
+        source = self._adopted(param, group, state)
         for name, view in views.items():
-            value = state.get(name)
+            value = source.get(name)
             if value is None:
-                view.fill_(0 if name == "remainder" else self._initial(group))
-            elif value.shape != param.shape:
+                view.fill_(self._initial(group) if name in names else 0)
+            elif value.shape != view.shape:
                 raise ValueError(
                     f"{type(self).__name__}: state {name} has shape {tuple(value.shape)}, its parameter has "
                     f"{tuple(param.shape)}"
                 )
             else:
                 view.copy_(value)
-            state[name] = view
+        state.update(views)
         if self.COUNTS:  # a tensor as torch has it; fp32 whatever the default dtype is
             state["step"] = torch.tensor(float(state.get("step", 0.0)), dtype=torch.float32)
         self._held[param] = _Held(buffer, views)
         return buffer
+
+    def _adopted(self, param: torch.Tensor, group: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+        """State that is not ours yet, in the form that the group's state_dtype wants."""
+        return state
 
     def _check_param(self, param: torch.Tensor) -> None:
         fine = param.device.type == "cpu" and param.dtype in (torch.float32, torch.bfloat16) and param.is_contiguous()
@@ -165,7 +172,7 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's. ``remainder`` is a copy: torch.save refuses tensors of two dtypes in one storage."""
+        """As torch's. ``remainder``, ``scales`` are copies: torch.save refuses tensors of two dtypes in one storage."""
         result: dict[str, Any] = super().state_dict()
         result["state"] = {
             number: {name: _apart(name, value) for name, value in state.items()} if isinstance(state, dict) else state
@@ -190,7 +197,8 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
             for name, value in state_dict["state"].get(number, {}).items():
                 if not isinstance(value, torch.Tensor):
                     continue
-                dtype = {"remainder": torch.int16}.get(name, torch.float32 if name in self.ARRAYS else value.dtype)
+                wide = name in self.ARRAYS and value.is_floating_point()  # else as it was saved
+                dtype = torch.int16 if name == "remainder" else torch.float32 if wide else value.dtype
                 self.state[param][name] = value.to("cpu", dtype, copy=True)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -206,25 +214,36 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
         """Turns a loaded group's older names into today's."""
 
 
-def _allocate(
+def allocate(
     param: torch.Tensor, names: tuple[str, ...], dtype: torch.dtype
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A buffer for a parameter's state, and the views of it by name; see [Note: state buffer]."""
     count, nbytes = param.numel(), param.numel() * dtype.itemsize
     buffer = torch.empty(_nbytes(param, names, dtype), dtype=torch.uint8)
-    views = {name: buffer[k * nbytes : (k + 1) * nbytes].view(dtype).view(param.shape) for k, name in enumerate(names)}
+    arrays, views = buffer, {}
+    if dtype == torch.uint8:
+        begin = _scales_nbytes(param, names, dtype)
+        scales, arrays = buffer[:begin], buffer[begin:]
+        views["scales"] = scales.view(torch.float32).view(-1, len(names))
+    for k, name in enumerate(names):
+        views[name] = arrays[k * nbytes : (k + 1) * nbytes].view(dtype).view(param.shape)
     if param.dtype == torch.bfloat16:
         low = nbytes * len(names)
-        views["remainder"] = buffer[low : low + 2 * count].view(torch.int16).view(param.shape)
+        views["remainder"] = arrays[low : low + 2 * count].view(torch.int16).view(param.shape)
     return buffer, views
+
+
+def _scales_nbytes(param: torch.Tensor, names: tuple[str, ...], dtype: torch.dtype) -> int:
+    return -(-param.numel() // STATE_BLOCK) * len(names) * 4 if dtype == torch.uint8 else 0
 
 
 def _nbytes(param: torch.Tensor, names: tuple[str, ...], dtype: torch.dtype) -> int:
     used = param.numel() * (dtype.itemsize * len(names) + (2 if param.dtype == torch.bfloat16 else 0))
-    return (used + 3) // 4 * 4  # torch.load wants whole fp32 numbers
+    return (_scales_nbytes(param, names, dtype) + used + 3) // 4 * 4  # torch.load wants whole fp32 numbers
 
 
 def _apart(name: str, value: Any) -> Any:
-    return value.clone() if name == "remainder" and isinstance(value, torch.Tensor) else value
+    return value.clone() if name in ("remainder", "scales") and isinstance(value, torch.Tensor) else value
 
 
 def as_params(params: Hyper, group: dict[str, Any], *, numbers: str, flags: str = "") -> Hyper:

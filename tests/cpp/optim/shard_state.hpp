@@ -36,7 +36,9 @@ struct State {
 inline State make_state(DType dtype, std::size_t tile_count, const std::vector<float>& master, int arrays = 2,
                         DType state = DType::f32) {
   const std::size_t bytes = static_cast<std::size_t>(arrays) * size_of(state) + (dtype == DType::bf16 ? 2 : 0);
-  State s{dtype, master.size(), tile_count, arrays, state, {}, {}, std::vector<float>(bytes * master.size() / 4 + 1)};
+  const std::size_t scales = state == DType::u8 ? (master.size() / optim::kStateBlock + 1) * 2 : 0;
+  State s{dtype, master.size(), tile_count, arrays, state, {}, {}, {}};
+  s.storage.resize(bytes * master.size() / 4 + 1 + scales);
   if (dtype == DType::f32) {
     s.weight = master;
   } else {
