@@ -58,8 +58,8 @@ def page_of(about: Row, rows: Sequence[Row], skipped: Mapping[str, str]) -> str:
         "",
         f"{about['cpu']}, {about['cores']} cores, kernel {about['kernel']}, torch {about['torch']}, zcomm "
         f"{about['revision']}; {about['threads']} threads, pages: {about['pages']}. Written by `bench/adam`: medians "
-        f"of {about['rounds']} interleaved rounds. The stream roof reads p, g, m, v and writes p, m, v; GB/s counts the "
-        "bytes that a step cannot avoid.",
+        f"of {about['rounds']} interleaved rounds. The stream roof reads p, g, m, v and writes p, m, v; GB/s counts "
+        "the bytes that a step cannot avoid.",
         "",
         *table(("what", "goal", "measured", ""), verdicts(rows)),
         "",
