@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "zcomm/dtype.hpp"
+#include "zcomm/exact_sum.hpp"
 #include "zcomm/optim_shard.hpp"
 
 namespace zcomm {
@@ -22,6 +23,6 @@ struct AdagradParams {
 std::size_t adagrad_state_nbytes(DType weight, std::size_t count);
 
 /// One step. Throws InvalidArgument (see OptimShard; step < 1). `threads`: as in adam_step.
-void adagrad_step(const OptimShard& shard, const AdagradParams& params, int threads = 0);
+void adagrad_step(const OptimShard& shard, const AdagradParams& params, int threads = 0, ExactSum* squares = nullptr);
 
 }  // namespace zcomm

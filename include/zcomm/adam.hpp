@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "zcomm/dtype.hpp"
+#include "zcomm/exact_sum.hpp"
 #include "zcomm/optim_shard.hpp"
 
 namespace zcomm {
@@ -21,13 +22,14 @@ struct AdamParams {
   float grad_scale = 1.0f;  ///< gradients are multiplied by it first (unscale x clip x 1/accumulation)
 };
 
-/// Bytes of state: per element 8 (f32 weight) or 10 (bf16 weight, split master); with bf16 state 4 or 6; with 8-bit
-/// state 2 or 4, and 8 per block.
+/// Bytes of state: per element 8 (f32 weight), 10 (bf16 weight, split master) or 12 (f16 weight and f32 master); with
+/// bf16 state 4 less; with 8-bit state 6 less, and 8 per block.
 std::size_t adam_state_nbytes(DType weight, std::size_t count, DType state = DType::f32);
 
 /// One step. Throws InvalidArgument (see OptimShard; beta out of [0,1), step < 1). `threads`: workers to use at most;
-/// 0 = all of the core's pool.
-void adam_step(const AdamShard& shard, const AdamParams& params, int threads = 0);
+/// 0 = all of the core's pool. squares: the squares of the gradient as it is given (before grad_scale) are added in the
+/// same pass, as by add_squares from each tile's begin; NaN if one is not finite.
+void adam_step(const AdamShard& shard, const AdamParams& params, int threads = 0, ExactSum* squares = nullptr);
 
 /// 8-bit state from f32 m and v (to nearest), and f32 m and v of 8-bit state; m, v: of the shard's element 0.
 /// Throws InvalidArgument (see OptimShard; state_dtype not u8).

@@ -25,8 +25,9 @@ class ExactSum {
 
   void clear();
   void add(double term);  ///< of either sign; non-finite terms are counted, not added
-  double value() const;   ///< rounded once, to nearest; NaN if a non-finite term was added
-  void normalize();       ///< carries: call before words() travel, so that 2^20 of them can be added
+  void add(ExactSum other);
+  double value() const;  ///< rounded once, to nearest; NaN if a non-finite term was added
+  void normalize();      ///< carries: call before words() travel, so that 2^20 of them can be added
   std::span<std::int64_t> words() { return words_; }
 
  private:

@@ -7,6 +7,7 @@
 #include <cstddef>
 
 #include "zcomm/dtype.hpp"
+#include "zcomm/exact_sum.hpp"
 #include "zcomm/optim_shard.hpp"
 
 namespace zcomm {
@@ -21,6 +22,6 @@ struct LionParams {
 std::size_t lion_state_nbytes(DType weight, std::size_t count);
 
 /// One step. Throws InvalidArgument (see OptimShard; beta out of [0,1)). `threads`: as in adam_step.
-void lion_step(const OptimShard& shard, const LionParams& params, int threads = 0);
+void lion_step(const OptimShard& shard, const LionParams& params, int threads = 0, ExactSum* squares = nullptr);
 
 }  // namespace zcomm

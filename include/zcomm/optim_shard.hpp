@@ -38,10 +38,10 @@
 namespace zcomm {
 
 /// Elements [begin, end) of a shard; pointers are to the shard's element 0 (weight, grad) and tile 0 (state).
-/// weight: f32 or bf16. grad: f32, bf16 or f16. `count` is the shard's length, which fixes the last tile's layout.
-/// A step throws InvalidArgument for other dtypes, begin > end > count, tile_count 0, or odd with more than one tile of
-/// a bf16 weight (f32 state would not lie on 4-byte boundaries); bf16 or 8-bit state of another optimizer than Adam;
-/// 8-bit state whose blocks are cut.
+/// weight: f32, bf16 or f16 (an f32 master then lies before the arrays in each tile; it alone counts). grad: f32, bf16
+/// or f16. `count` is the shard's length, which fixes the last tile's layout. A step throws InvalidArgument for other
+/// dtypes, begin > end > count, tile_count 0, or odd with more than one tile of a bf16 weight (f32 state would not lie
+/// on 4-byte boundaries); bf16 or 8-bit state of another optimizer than Adam; 8-bit state whose blocks are cut.
 struct OptimShard {
   void* weight;
   DType weight_dtype;
@@ -55,10 +55,10 @@ struct OptimShard {
   std::uint64_t first_index = 0;   ///< stochastic rounding: number of the shard's element 0 in the whole
 };
 
-/// Sets lo of a bf16 shard from an f32 master and writes the rounded weight; the `arrays` before lo are left alone
-/// (Adam 2; Lion, Adagrad and SGD with momentum 1; plain SGD 0).
+/// Sets lo of a bf16 shard, or the master of an f16 shard, from an f32 master and writes the rounded weight; the
+/// `arrays` before lo are left alone (Adam 2; Lion, Adagrad and SGD with momentum 1; plain SGD 0).
 void split_master(const OptimShard& shard, const float* master, int arrays = 2);
-/// The exact f32 master of a bf16 shard.
+/// The exact f32 master of a bf16 or f16 shard.
 void join_master(const OptimShard& shard, float* master, int arrays = 2);
 
 }  // namespace zcomm

@@ -7,6 +7,7 @@
 #include <cstddef>
 
 #include "zcomm/dtype.hpp"
+#include "zcomm/exact_sum.hpp"
 #include "zcomm/optim_shard.hpp"
 
 namespace zcomm {
@@ -23,6 +24,6 @@ struct SgdParams {
 std::size_t sgd_state_nbytes(DType weight, bool buffer, std::size_t count);
 
 /// One step. Throws InvalidArgument (see OptimShard; momentum without buffer). `threads`: as in adam_step.
-void sgd_step(const OptimShard& shard, const SgdParams& params, int threads = 0);
+void sgd_step(const OptimShard& shard, const SgdParams& params, int threads = 0, ExactSum* squares = nullptr);
 
 }  // namespace zcomm

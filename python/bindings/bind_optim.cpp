@@ -28,8 +28,8 @@ OptimShard shard_of(std::uintptr_t weight, DType weight_dtype, std::uintptr_t gr
 }
 
 template <class Params>
-void bind_step(py::module_& m, const char* name, void (*step)(const OptimShard&, const Params&, int)) {
-  m.def(name, step, py::arg("shard"), py::arg("params"), py::arg("threads") = 0,
+void bind_step(py::module_& m, const char* name, void (*step)(const OptimShard&, const Params&, int, ExactSum*)) {
+  m.def(name, step, py::arg("shard"), py::arg("params"), py::arg("threads") = 0, py::arg("squares") = nullptr,
         py::call_guard<py::gil_scoped_release>());
 }
 
@@ -119,7 +119,7 @@ void bind_exact_sum(py::module_& m) {
   py::class_<ExactSum>(m, "ExactSum", py::buffer_protocol())
       .def(py::init<>())
       .def("clear", &ExactSum::clear)
-      .def("add", &ExactSum::add, py::arg("term"))
+      .def("add", py::overload_cast<double>(&ExactSum::add), py::arg("term"))
       .def("value", &ExactSum::value)
       .def("normalize", &ExactSum::normalize)
       .def(

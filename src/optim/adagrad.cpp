@@ -22,11 +22,11 @@ std::size_t adagrad_state_nbytes(DType weight, std::size_t count) {
   return count * optim::state_bytes_per_element("adagrad", weight, kArrays);
 }
 
-void adagrad_step(const OptimShard& shard, const AdagradParams& params, int threads) {
+void adagrad_step(const OptimShard& shard, const AdagradParams& params, int threads, ExactSum* squares) {
   optim::check_step("adagrad", shard, kArrays);
   if (params.step < 1)
     throw InvalidArgument(text("adagrad: step ", params.step, " is less than 1; steps count from 1"));
-  optim::run_step(shard, kArrays, threads, optim::current_optim_table().adagrad, factors_of(params));
+  optim::run_step(shard, kArrays, threads, optim::current_optim_table().adagrad, factors_of(params), squares);
 }
 
 }  // namespace zcomm

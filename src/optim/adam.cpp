@@ -40,12 +40,12 @@ std::size_t adam_state_nbytes(DType weight, std::size_t count, DType state) {
   return optim::state_nbytes("adam", weight, kArrays, count, state);
 }
 
-void adam_step(const AdamShard& shard, const AdamParams& params, int threads) {
+void adam_step(const AdamShard& shard, const AdamParams& params, int threads, ExactSum* squares) {
   optim::check_step("adam", shard, kArrays, true);
   optim::check_beta("adam", params.beta1);
   optim::check_beta("adam", params.beta2);
   if (params.step < 1) throw InvalidArgument(text("adam: step ", params.step, " is less than 1; steps count from 1"));
-  optim::run_step(shard, kArrays, threads, optim::current_optim_table().adam, factors_of(params));
+  optim::run_step(shard, kArrays, threads, optim::current_optim_table().adam, factors_of(params), squares);
 }
 
 void adam_encode_state(const AdamShard& shard, const float* m, const float* v) {

@@ -77,6 +77,13 @@ void ExactSum::normalize() {
   pending_ = 0;
 }
 
+void ExactSum::add(ExactSum other) {
+  normalize();
+  other.normalize();
+  for (std::size_t i = 0; i < kWords; ++i) words_[i] += other.words_[i];
+  normalize();
+}
+
 double ExactSum::value() const {
   if (words_[kDigits] != 0) return std::numeric_limits<double>::quiet_NaN();
   std::int64_t words[kWords];

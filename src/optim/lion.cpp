@@ -24,11 +24,11 @@ std::size_t lion_state_nbytes(DType weight, std::size_t count) {
   return count * optim::state_bytes_per_element("lion", weight, kArrays);
 }
 
-void lion_step(const OptimShard& shard, const LionParams& params, int threads) {
+void lion_step(const OptimShard& shard, const LionParams& params, int threads, ExactSum* squares) {
   optim::check_step("lion", shard, kArrays);
   optim::check_beta("lion", params.beta1);
   optim::check_beta("lion", params.beta2);
-  optim::run_step(shard, kArrays, threads, optim::current_optim_table().lion, factors_of(params));
+  optim::run_step(shard, kArrays, threads, optim::current_optim_table().lion, factors_of(params), squares);
 }
 
 }  // namespace zcomm

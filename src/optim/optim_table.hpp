@@ -60,7 +60,8 @@ struct OptimPiece {
   std::size_t count;
   DType state_dtype = DType::f32;
   std::uint64_t index = 0;
-  float* scales = nullptr;  ///< 8-bit state: of m and v, block by block; the piece begins at a block's begin
+  float* scales = nullptr;     ///< 8-bit state: of m and v, block by block; the piece begins at a block's begin
+  void* f16_weight = nullptr;  ///< not for kernels: `weight` is its f32 master, from which it is written
 };
 
 struct OptimTable {

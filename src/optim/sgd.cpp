@@ -25,12 +25,12 @@ std::size_t sgd_state_nbytes(DType weight, bool buffer, std::size_t count) {
   return count * optim::state_bytes_per_element("sgd", weight, buffer ? 1 : 0);
 }
 
-void sgd_step(const OptimShard& shard, const SgdParams& params, int threads) {
+void sgd_step(const OptimShard& shard, const SgdParams& params, int threads, ExactSum* squares) {
   const int arrays = params.buffer ? 1 : 0;
   optim::check_step("sgd", shard, arrays);
   if (params.momentum != 0.0 && !params.buffer)
     throw InvalidArgument(text("sgd: momentum ", params.momentum, " needs a state with a momentum buffer"));
-  optim::run_step(shard, arrays, threads, optim::current_optim_table().sgd, factors_of(params));
+  optim::run_step(shard, arrays, threads, optim::current_optim_table().sgd, factors_of(params), squares);
 }
 
 }  // namespace zcomm

@@ -8,6 +8,7 @@
 
 #include "base/error.hpp"
 #include "base/thread_pool.hpp"
+#include "device/kernels.hpp"
 
 namespace zcomm::optim {
 namespace {
@@ -15,7 +16,8 @@ namespace {
 constexpr std::size_t kGrain = 16384;  // elements: enough work to be worth waking a thread
 
 std::size_t bytes_per_element(DType weight, int arrays, DType state) {
-  return static_cast<std::size_t>(arrays) * size_of(state) + (weight == DType::bf16 ? sizeof(std::int16_t) : 0);
+  const std::size_t master = weight == DType::bf16 ? sizeof(std::int16_t) : weight == DType::f16 ? sizeof(float) : 0;
+  return static_cast<std::size_t>(arrays) * size_of(state) + master;
 }
 
 std::size_t scales_nbytes(DType state, std::size_t count, int arrays) {
@@ -38,6 +40,11 @@ OptimPiece piece_of(const OptimShard& shard, int arrays, std::size_t begin, std:
   if (shard.state == nullptr) return piece;  // plain SGD in f32
   std::byte* state = shard.state + tile_begin * bytes_per_element(shard.weight_dtype, arrays, shard.state_dtype) +
                      scales_nbytes(shard.state_dtype, tile_begin, arrays);
+  if (shard.weight_dtype == DType::f16) {
+    piece.f16_weight = piece.weight;
+    piece.weight = reinterpret_cast<float*>(state) + offset;
+    state += tile * sizeof(float);
+  }
   if (shard.state_dtype == DType::u8) {
     piece.scales = reinterpret_cast<float*>(state) + offset / kStateBlock * static_cast<std::size_t>(arrays);
     state += scales_nbytes(shard.state_dtype, tile, arrays);
@@ -62,16 +69,16 @@ void check_blocks(const char* who, const OptimShard& shard) {
 void check_master(const char* who, const OptimShard& shard, const float* master, int arrays) {
   if (arrays < 0 || arrays > 2) throw InvalidArgument(text(who, ": arrays ", arrays, " is not 0, 1 or 2"));
   check_shard(who, shard, arrays);
-  if (shard.weight_dtype != DType::bf16)
-    throw InvalidArgument(text(who, ": weight is ", name_of(shard.weight_dtype), "; only bfloat16 weights are split"));
+  if (shard.weight_dtype == DType::f32)
+    throw InvalidArgument(text(who, ": weight is float32; only bfloat16 and float16 weights have a master"));
   if (master == nullptr && shard.begin != shard.end) throw InvalidArgument(text(who, ": master is null"));
 }
 
 }  // namespace
 
 std::size_t state_bytes_per_element(const char* who, DType weight, int arrays, DType state) {
-  if (weight != DType::f32 && weight != DType::bf16)
-    throw InvalidArgument(text(who, ": weight is ", name_of(weight), "; it must be float32 or bfloat16"));
+  if (weight != DType::f32 && weight != DType::bf16 && weight != DType::f16)
+    throw InvalidArgument(text(who, ": weight is ", name_of(weight), "; it must be float32, bfloat16 or float16"));
   if (state != DType::f32 && state != DType::bf16 && state != DType::u8)
     throw InvalidArgument(text(who, ": state is ", name_of(state), "; it must be float32, bfloat16 or uint8"));
   return bytes_per_element(weight, arrays, state);
@@ -133,6 +140,32 @@ void for_each_piece(const OptimShard& shard, int arrays, int threads, const Piec
                                     });
 }
 
+OptimPiece part_of(const OptimPiece& piece, int arrays, std::size_t begin, std::size_t count) {
+  OptimPiece part = piece;
+  const auto at = [](void* array, std::size_t nbytes) {
+    return array == nullptr ? nullptr : static_cast<std::byte*>(array) + nbytes;
+  };
+  part.weight = at(piece.weight, begin * (piece.lo == nullptr ? sizeof(float) : sizeof(std::uint16_t)));
+  if (piece.lo != nullptr) part.lo = piece.lo + begin;
+  for (int k = 0; k < arrays; ++k) part.state[k] = at(piece.state[k], begin * size_of(piece.state_dtype));
+  part.grad = static_cast<const std::byte*>(piece.grad) + begin * size_of(piece.grad_dtype);
+  part.count = count;
+  part.index = piece.index + begin;
+  if (piece.scales != nullptr) part.scales = piece.scales + begin / kStateBlock * static_cast<std::size_t>(arrays);
+  part.f16_weight = at(piece.f16_weight, begin * sizeof(std::uint16_t));
+  return part;
+}
+
+void step_in_parts(const OptimPiece& piece, int arrays, ExactSum* squares, const StepBody& step) {
+  constexpr std::size_t at_once = 4096;  // elements: what one reader leaves in L2 serves the next
+  for (std::size_t begin = 0; begin < piece.count; begin += at_once) {
+    const OptimPiece part = part_of(piece, arrays, begin, std::min(at_once, piece.count - begin));
+    if (squares != nullptr) add_squares(*squares, part.grad, part.grad_dtype, part.count);
+    step(part);
+    if (part.f16_weight != nullptr) device::cast(part.f16_weight, DType::f16, part.weight, DType::f32, part.count);
+  }
+}
+
 }  // namespace zcomm::optim
 
 namespace zcomm {
@@ -141,6 +174,10 @@ void split_master(const OptimShard& shard, const float* master, int arrays) {
   optim::check_master("split_master", shard, master, arrays);
   const auto split = optim::current_optim_table().split;
   optim::for_each_piece(shard, arrays, 0, [split, master](const optim::OptimPiece& piece, std::size_t begin) {
+    if (piece.f16_weight != nullptr) {
+      std::copy_n(master + begin, piece.count, static_cast<float*>(piece.weight));
+      return device::cast(piece.f16_weight, DType::f16, master + begin, DType::f32, piece.count);
+    }
     split(static_cast<std::uint16_t*>(piece.weight), piece.lo, master + begin, piece.count);
   });
 }
@@ -149,6 +186,10 @@ void join_master(const OptimShard& shard, float* master, int arrays) {
   optim::check_master("join_master", shard, master, arrays);
   const auto join = optim::current_optim_table().join;
   optim::for_each_piece(shard, arrays, 0, [join, master](const optim::OptimPiece& piece, std::size_t begin) {
+    if (piece.f16_weight != nullptr) {
+      std::copy_n(static_cast<const float*>(piece.weight), piece.count, master + begin);
+      return;
+    }
     join(master + begin, static_cast<const std::uint16_t*>(piece.weight), piece.lo, piece.count);
   });
 }

@@ -3,8 +3,10 @@
 
 #include <cstddef>
 #include <functional>
+#include <mutex>
 
 #include "optim/optim_table.hpp"
+#include "zcomm/exact_sum.hpp"
 #include "zcomm/optim_shard.hpp"
 
 namespace zcomm::optim {
@@ -26,12 +28,31 @@ void check_beta(const char* who, double beta);
 using PieceBody = std::function<void(const OptimPiece& piece, std::size_t begin)>;
 void for_each_piece(const OptimShard& shard, int arrays, int threads, const PieceBody& body);
 
-/// The whole step: `kernel` of this CPU's table over the shard.
+/// Calls step(part) for parts of a piece that fit a cache, between the sum of their gradients' squares (null: not
+/// wanted) and the output of an f16 weight.
+using StepBody = std::function<void(const OptimPiece& part)>;
+void step_in_parts(const OptimPiece& piece, int arrays, ExactSum* squares, const StepBody& step);
+
+/// The whole step: `kernel` of this CPU's table over the shard. squares: see adam_step.
 template <class Factors>
 void run_step(const OptimShard& shard, int arrays, int threads, void (*kernel)(const OptimPiece&, const Factors&),
-              const Factors& factors) {
-  for_each_piece(shard, arrays, threads,
-                 [kernel, &factors](const OptimPiece& piece, std::size_t) { kernel(piece, factors); });
+              const Factors& factors, ExactSum* squares) {
+  struct Job {  // one reference in the lambdas: std::function then allocates nothing
+    int arrays;
+    void (*kernel)(const OptimPiece&, const Factors&);
+    const Factors& factors;
+    ExactSum* squares;
+    std::mutex mutex;
+  } job{arrays, kernel, factors, squares, {}};
+  for_each_piece(shard, arrays, threads, [&job](const OptimPiece& piece, std::size_t) {
+    if (job.squares == nullptr && piece.f16_weight == nullptr) return job.kernel(piece, job.factors);
+    ExactSum mine;
+    step_in_parts(piece, job.arrays, job.squares == nullptr ? nullptr : &mine,
+                  [&job](const OptimPiece& part) { job.kernel(part, job.factors); });
+    if (job.squares == nullptr) return;
+    const std::lock_guard lock(job.mutex);
+    job.squares->add(mine);
+  });
 }
 
 /// The gradient's factor: negative to maximize.

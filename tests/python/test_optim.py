@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -440,3 +441,57 @@ def test_coded_state_trains_as_well() -> None:
 def test_state_dtype_is_checked() -> None:
     with pytest.raises(ValueError, match=r"state_dtype=torch.float16 must be torch.float32, torch.bfloat16 or torch"):
         CPUAdam([torch.nn.Parameter(torch.randn(2))], state_dtype=torch.float16)
+
+
+@pytest.mark.parametrize("make", [CPUAdam, CPUSGD, CPULion, CPUAdagrad])
+def test_scaled_clipped_skipped(make: Any) -> None:
+    """grad_scale divides, clip multiplies, found_inf skips without counting; grad_norm is of the unscaled gradients."""
+    start, grad = torch.randn(5000), torch.randn(5000)
+    plain, scaled = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    one, other = make([plain], lr=1e-2), make([scaled], lr=1e-2)
+    other.threads = 1
+    for _ in range(3):
+        plain.grad, scaled.grad = grad * 0.5, grad * 1024
+        one.step()
+        other.step(found_inf=torch.ones(1))
+        other.step(grad_scale=torch.tensor(1024.0), found_inf=torch.zeros(1), clip=0.5, norm=True)
+        assert torch.equal(plain, scaled)
+        assert other.grad_norm == pytest.approx(float(grad.double().norm()), rel=1e-6)
+    scaled.grad[7] = torch.inf
+    other.step(norm=True)
+    assert math.isnan(other.grad_norm)
+
+
+def test_grad_scaler_of_torch() -> None:
+    """torch.amp.GradScaler hands its scale and what it found to the one pass."""
+    param = torch.nn.Parameter(torch.randn(100))
+    start, opt = param.detach().clone(), CPUAdam([param], lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(param.square().sum() * torch.inf).backward()
+    scaler.step(opt)
+    scaler.update()
+    assert torch.equal(param, start) and scaler.get_scale() == 512.0
+    opt.zero_grad()
+    scaler.scale(param.square().sum()).backward()
+    scaler.step(opt)
+    expected = torch.nn.Parameter(start.clone())
+    expected.grad = 2 * start
+    CPUAdam([expected], lr=1e-2).step()
+    assert torch.equal(param, expected)
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_fp16_parameter_trains_as_fp32(state_dtype: torch.dtype, tmp_path: Path) -> None:
+    start = torch.randn(3, 333).half()
+    half, full = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.float())
+    opt, reference = (CPUAdam([param], lr=1e-3, state_dtype=state_dtype) for param in (half, full))
+    for turn in range(4):
+        half.grad = torch.randn(3, 333).half()
+        full.grad = half.grad.float()
+        opt.step()
+        reference.step()
+        assert torch.equal(opt.state[half]["master"], full) and torch.equal(half, full.half())
+        if turn == 1:
+            torch.save(opt.state_dict(), tmp_path / "state.pt")
+            opt = CPUAdam([half])
+            opt.load_state_dict(torch.load(tmp_path / "state.pt"))

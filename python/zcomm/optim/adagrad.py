@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from zcomm import _core
-from zcomm.optim.fused import FusedOptimizer, as_params, check_at_least_0, refuse
+from zcomm.optim.fused import FusedOptimizer, Step, as_params, check_at_least_0, refuse
 
 
 class CPUAdagrad(FusedOptimizer[_core.AdagradParams]):
     """torch.optim.Adagrad on CPU tensors: one fused, multi-threaded pass per parameter over gradient, state and weight.
 
-    params: fp32 or bf16 CPU parameters (or groups); bf16 as in CPUAdam.
+    params: fp32, bf16 or fp16 CPU parameters (or groups); bf16 as in CPUAdam.
     State per parameter: ``step``, ``sum`` (fp32) and, for bf16, ``remainder`` (int16), made with the optimizer as
     torch's. Loads from and into torch.optim.Adagrad.
 
@@ -67,6 +67,6 @@ class CPUAdagrad(FusedOptimizer[_core.AdagradParams]):
     def _hyper(self, group: dict[str, Any]) -> _core.AdagradParams:
         return as_params(_core.AdagradParams(), group, numbers="lr lr_decay weight_decay eps", flags="maximize")
 
-    def _update(self, hyper: _core.AdagradParams, shard: _core.OptimShard, state: dict[str, Any], fresh: bool) -> None:
+    def _update(self, hyper: _core.AdagradParams, step: Step, state: dict[str, Any], fresh: bool) -> None:
         hyper.step = int(state["step"])
-        _core.adagrad_step(shard, hyper)
+        _core.adagrad_step(step.shard, hyper, step.threads, step.squares)

@@ -9,7 +9,7 @@ import torch
 
 from zcomm import _core
 from zcomm._tensors import core_dtype
-from zcomm.optim.fused import FusedOptimizer, allocate, as_params, check_at_least_0, check_betas, refuse
+from zcomm.optim.fused import FusedOptimizer, Step, allocate, as_params, check_at_least_0, check_betas, refuse
 
 
 def adam_params(group: dict[str, Any], adamw: bool) -> _core.AdamParams:
@@ -23,8 +23,9 @@ def adam_params(group: dict[str, Any], adamw: bool) -> _core.AdamParams:
 class CPUAdam(FusedOptimizer[_core.AdamParams]):
     """Adam or AdamW on CPU tensors: one fused, multi-threaded pass per parameter over gradient, state and weight.
 
-    params: fp32 or bf16 CPU parameters (or groups). A bf16 parameter keeps an exact fp32 master, split in the weight
-    and a 16-bit remainder in the state (include/zcomm/optim_shard.hpp).
+    params: fp32, bf16 or fp16 CPU parameters (or groups). A bf16 parameter keeps an exact fp32 master, split in the
+    weight and a 16-bit remainder in the state (include/zcomm/optim_shard.hpp); an fp16 parameter has it whole in the
+    state (``master``).
     adamw: decoupled weight decay; False adds the L2 term to the gradient, as torch.optim.Adam does. In a group it is
     torch's ``decoupled_weight_decay``.
     state_dtype: torch.bfloat16 halves the state; torch.uint8 (or "8bit") quarters it, as codes with a scale per block
@@ -91,9 +92,9 @@ class CPUAdam(FusedOptimizer[_core.AdamParams]):
     def _hyper(self, group: dict[str, Any]) -> _core.AdamParams:
         return adam_params(group, bool(group["decoupled_weight_decay"]))
 
-    def _update(self, hyper: _core.AdamParams, shard: _core.OptimShard, state: dict[str, Any], fresh: bool) -> None:
+    def _update(self, hyper: _core.AdamParams, step: Step, state: dict[str, Any], fresh: bool) -> None:
         hyper.step = int(state["step"])
-        _core.adam_step(shard, hyper)
+        _core.adam_step(step.shard, hyper, step.threads, step.squares)
 
     def wide_state(self, param: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``exp_avg`` and ``exp_avg_sq`` of a parameter as new fp32 tensors, whatever state_dtype is.

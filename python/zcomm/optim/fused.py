@@ -1,7 +1,8 @@
 """FusedOptimizer: torch.optim's interface over the core's fused steps; each optimizer adds its numbers and its kernel.
 
 [Note: state buffer] A parameter's state lies in one buffer in the kernel's order (include/zcomm/optim_shard.hpp): the
-arrays, then a bf16 parameter's ``remainder`` (int16); 8-bit arrays have their ``scales`` before them.
+arrays, then a bf16 parameter's ``remainder`` (int16). An fp16 parameter's ``master`` (fp32) and the ``scales`` of 8-bit
+arrays lie before them.
 ``opt.state[param]`` holds views of it under torch's names. State that is not such views (loaded, copied, replaced by
 the user) is adopted at the next step: copied into a new buffer.
 """
@@ -9,9 +10,10 @@ the user) is adopted at the next step: copied into a new buffer.
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -19,6 +21,7 @@ from zcomm import _core
 from zcomm._tensors import core_dtype
 
 Hyper = TypeVar("Hyper")
+MASTER_NBYTES = {torch.float32: 0, torch.bfloat16: 2, torch.float16: 4}  # by the dtypes that a parameter may have
 STATE_BLOCK = 256  # elements of 8-bit state that share a scale: the core's
 
 
@@ -37,8 +40,22 @@ class _Held:
         )
 
 
+class Step(NamedTuple):
+    """What a kernel takes beside its numbers, in its order."""
+
+    shard: _core.OptimShard
+    threads: int
+    squares: _core.ExactSum | None
+
+
 class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
     """Base: one fused, multi-threaded pass per parameter over gradient, state and weight."""
+
+    threads: int = 0
+    """Threads of a step at most; 0: all of the core's pool."""
+    grad_norm: float | None = None
+    """Of the last step(norm=True): the norm of all gradients, unscaled but not clipped; NaN if one is not finite."""
+    _step_supports_amp_scaling = True  # torch.amp.GradScaler sets grad_scale and found_inf, and step() looks at them
 
     ARRAYS: ClassVar[tuple[str, ...]]  # torch's names of the state, in the kernel's order
     COUNTS: ClassVar[bool]  # state has ``step``
@@ -56,7 +73,7 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
         """A group as the kernel takes it."""
 
     @abc.abstractmethod
-    def _update(self, hyper: Hyper, shard: _core.OptimShard, state: dict[str, Any], fresh: bool) -> None:
+    def _update(self, hyper: Hyper, step: Step, state: dict[str, Any], fresh: bool) -> None:
         """Runs the kernel. state: ``step`` is this step's. fresh: the arrays hold their initial value."""
 
     def _names(self, group: dict[str, Any], state: dict[str, Any]) -> tuple[str, ...]:
@@ -77,8 +94,21 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
             raise
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self,
+        closure: Callable[[], float] | None = None,
+        *,
+        grad_scale: float | torch.Tensor | None = None,
+        found_inf: bool | torch.Tensor | None = None,
+        clip: float = 1.0,
+        norm: bool = False,
+    ) -> float | None:
         """Update all parameters that have a gradient. closure: as in torch.optim.
+
+        grad_scale: the gradients are divided by it, as torch's fused optimizers do; .grad itself stays as it is.
+        found_inf: not 0: nothing is updated, and no step is counted. Both default to the attributes that
+        torch.amp.GradScaler sets. clip: the gradients are multiplied by it. norm: sets ``grad_norm``. All of it is in
+        the one pass over the memory.
 
         Raises: ValueError for a parameter or gradient of another dtype, device or layout, NotImplementedError for a
         sparse gradient.
@@ -87,16 +117,27 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        found_inf = getattr(self, "found_inf", None) if found_inf is None else found_inf
+        if found_inf is not None and bool(found_inf):
+            return loss
+        grad_scale = getattr(self, "grad_scale", None) if grad_scale is None else grad_scale
+        divisor = 1.0 if grad_scale is None else float(grad_scale)
+        squares = _core.ExactSum() if norm else None
         first_index = 0  # elements of all parameters, in their order, count through
         for group in self.param_groups:
             hyper = self._hyper(group)
+            hyper.grad_scale = clip / divisor  # type: ignore[attr-defined]
             for param in group["params"]:
                 if param.grad is not None:
-                    self._step_param(param, group, hyper, first_index)
+                    self._step_param(param, group, hyper, first_index, squares)
                 first_index += param.numel()
+        if squares is not None:
+            self.grad_norm = math.sqrt(squares.value()) / divisor
         return loss
 
-    def _step_param(self, param: torch.Tensor, group: dict[str, Any], hyper: Hyper, first_index: int) -> None:
+    def _step_param(
+        self, param: torch.Tensor, group: dict[str, Any], hyper: Hyper, first_index: int, squares: _core.ExactSum | None
+    ) -> None:
         grad = self._grad(param)
         state = self.state[param]
         names = self._names(group, state)
@@ -120,7 +161,7 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
             state_dtype=core_dtype(self._state_dtype(group)),
             first_index=first_index,
         )
-        self._update(hyper, shard, state, fresh)
+        self._update(hyper, Step(shard, self.threads, squares), state, fresh)
 
     def _grad(self, param: torch.Tensor) -> torch.Tensor:
         grad = param.grad
@@ -144,7 +185,9 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
         source = self._adopted(param, group, state)
         for name, view in views.items():
             value = source.get(name)
-            if value is None:
+            if value is None and name == "master":
+                view.copy_(param)
+            elif value is None:
                 view.fill_(self._initial(group) if name in names else 0)
             elif value.shape != view.shape:
                 raise ValueError(
@@ -164,15 +207,15 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
         return state
 
     def _check_param(self, param: torch.Tensor) -> None:
-        fine = param.device.type == "cpu" and param.dtype in (torch.float32, torch.bfloat16) and param.is_contiguous()
+        fine = param.device.type == "cpu" and param.dtype in MASTER_NBYTES and param.is_contiguous()
         if not fine:
             raise ValueError(
                 f"{type(self).__name__}: a parameter of shape {tuple(param.shape)} is {param.dtype} on {param.device}; "
-                "it must be a contiguous fp32 or bf16 CPU tensor"
+                "it must be a contiguous fp32, bf16 or fp16 CPU tensor"
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's. ``remainder``, ``scales`` are copies: torch.save refuses tensors of two dtypes in one storage."""
+        """As torch's. What has another dtype than the arrays is a copy: torch.save refuses two dtypes in one storage."""
         result: dict[str, Any] = super().state_dict()
         result["state"] = {
             number: {name: _apart(name, value) for name, value in state.items()} if isinstance(state, dict) else state
@@ -197,7 +240,7 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
             for name, value in state_dict["state"].get(number, {}).items():
                 if not isinstance(value, torch.Tensor):
                     continue
-                wide = name in self.ARRAYS and value.is_floating_point()  # else as it was saved
+                wide = name in (*self.ARRAYS, "master") and value.is_floating_point()  # else as it was saved
                 dtype = torch.int16 if name == "remainder" else torch.float32 if wide else value.dtype
                 self.state[param][name] = value.to("cpu", dtype, copy=True)
 
@@ -221,9 +264,11 @@ def allocate(
     count, nbytes = param.numel(), param.numel() * dtype.itemsize
     buffer = torch.empty(_nbytes(param, names, dtype), dtype=torch.uint8)
     arrays, views = buffer, {}
+    if param.dtype == torch.float16:
+        views["master"], arrays = arrays[: 4 * count].view(torch.float32).view(param.shape), arrays[4 * count :]
     if dtype == torch.uint8:
         begin = _scales_nbytes(param, names, dtype)
-        scales, arrays = buffer[:begin], buffer[begin:]
+        scales, arrays = arrays[:begin], arrays[begin:]
         views["scales"] = scales.view(torch.float32).view(-1, len(names))
     for k, name in enumerate(names):
         views[name] = arrays[k * nbytes : (k + 1) * nbytes].view(dtype).view(param.shape)
@@ -238,12 +283,12 @@ def _scales_nbytes(param: torch.Tensor, names: tuple[str, ...], dtype: torch.dty
 
 
 def _nbytes(param: torch.Tensor, names: tuple[str, ...], dtype: torch.dtype) -> int:
-    used = param.numel() * (dtype.itemsize * len(names) + (2 if param.dtype == torch.bfloat16 else 0))
+    used = param.numel() * (dtype.itemsize * len(names) + MASTER_NBYTES[param.dtype])
     return (_scales_nbytes(param, names, dtype) + used + 3) // 4 * 4  # torch.load wants whole fp32 numbers
 
 
 def _apart(name: str, value: Any) -> Any:
-    return value.clone() if name in ("remainder", "scales") and isinstance(value, torch.Tensor) else value
+    return value.clone() if name in ("remainder", "scales", "master") and isinstance(value, torch.Tensor) else value
 
 
 def as_params(params: Hyper, group: dict[str, Any], *, numbers: str, flags: str = "") -> Hyper:

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from zcomm import _core
-from zcomm.optim.fused import FusedOptimizer, as_params, check_at_least_0, check_betas, refuse
+from zcomm.optim.fused import FusedOptimizer, Step, as_params, check_at_least_0, check_betas, refuse
 
 
 class CPULion(FusedOptimizer[_core.LionParams]):
     """Lion on CPU tensors: one fused, multi-threaded pass per parameter over gradient, state and weight.
 
-    params: fp32 or bf16 CPU parameters (or groups); bf16 as in CPUAdam. weight_decay is decoupled.
+    params: fp32, bf16 or fp16 CPU parameters (or groups); bf16 as in CPUAdam. weight_decay is decoupled.
     State per parameter: ``exp_avg`` (fp32; the name of the paper's code) and, for bf16, ``remainder`` (int16). A NaN
     in the gradient makes its weight NaN.
 
@@ -47,5 +47,5 @@ class CPULion(FusedOptimizer[_core.LionParams]):
         hyper.beta1, hyper.beta2 = (float(beta) for beta in group["betas"])
         return hyper
 
-    def _update(self, hyper: _core.LionParams, shard: _core.OptimShard, state: dict[str, Any], fresh: bool) -> None:
-        _core.lion_step(shard, hyper)
+    def _update(self, hyper: _core.LionParams, step: Step, state: dict[str, Any], fresh: bool) -> None:
+        _core.lion_step(step.shard, hyper, step.threads, step.squares)

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from zcomm import _core
-from zcomm.optim.fused import FusedOptimizer, as_params, check_at_least_0, refuse
+from zcomm.optim.fused import FusedOptimizer, Step, as_params, check_at_least_0, refuse
 
 
 class CPUSGD(FusedOptimizer[_core.SgdParams]):
     """torch.optim.SGD on CPU tensors: one fused, multi-threaded pass per parameter over gradient, state and weight.
 
-    params: fp32 or bf16 CPU parameters (or groups); bf16 as in CPUAdam.
+    params: fp32, bf16 or fp16 CPU parameters (or groups); bf16 as in CPUAdam.
     State per parameter: ``momentum_buffer`` (fp32) once momentum is not 0 and, for bf16, ``remainder`` (int16). The
     first buffer is the gradient, not dampened, as torch's. Loads from and into torch.optim.SGD.
 
@@ -64,7 +64,7 @@ class CPUSGD(FusedOptimizer[_core.SgdParams]):
         numbers = "lr momentum dampening weight_decay"
         return as_params(_core.SgdParams(), group, numbers=numbers, flags="nesterov maximize")
 
-    def _update(self, hyper: _core.SgdParams, shard: _core.OptimShard, state: dict[str, Any], fresh: bool) -> None:
+    def _update(self, hyper: _core.SgdParams, step: Step, state: dict[str, Any], fresh: bool) -> None:
         hyper.buffer = state.get("momentum_buffer") is not None
         hyper.first = fresh
-        _core.sgd_step(shard, hyper)
+        _core.sgd_step(step.shard, hyper, step.threads, step.squares)

@@ -231,7 +231,7 @@ TEST(adam, refuses_what_it_cannot_do) {
   };
   using S = AdamShard;
   using P = AdamParams;
-  EXPECT_THROW_WITH(with([](S& s, P&) { s.weight_dtype = DType::f16; }), InvalidArgument, "weight is float16");
+  EXPECT_THROW_WITH(with([](S& s, P&) { s.weight_dtype = DType::f64; }), InvalidArgument, "weight is float64");
   EXPECT_THROW_WITH(with([](S& s, P&) { s.grad_dtype = DType::i32; }), InvalidArgument, "grad is int32");
   EXPECT_THROW_WITH(with([](S& s, P&) { s.end = 5; }), InvalidArgument, "[0, 5)");
   EXPECT_THROW_WITH(with([](S& s, P&) { s.begin = 3, s.end = 2; }), InvalidArgument, "[3, 2)");
@@ -245,9 +245,50 @@ TEST(adam, refuses_what_it_cannot_do) {
   EXPECT_THROW_WITH(with([](S&, P& p) { p.beta2 = -0.5; }), InvalidArgument, "beta -0.5");
   EXPECT_THROW_WITH(with([](S&, P& p) { p.step = 0; }), InvalidArgument, "step 0");
   EXPECT_THROW_WITH(adam_state_nbytes(DType::i8, 1), InvalidArgument, "weight is int8");
-  EXPECT_THROW_WITH(split_master(good, weight), InvalidArgument, "only bfloat16");
+  EXPECT_THROW_WITH(split_master(good, weight), InvalidArgument, "only bfloat16 and float16");
   EXPECT_EQ(adam_state_nbytes(DType::f32, 10), 80u);
   EXPECT_EQ(adam_state_nbytes(DType::bf16, 10), 100u);
+}
+
+TEST(adam, f16_weight_has_the_master_of_the_f32_weight) {
+  const auto start = random_floats(20001, 11);
+  for (const DType state : {DType::f32, DType::bf16, DType::u8}) {
+    State full = make_state(DType::f32, 5120, start, 2, state);
+    std::vector<std::uint16_t> weight(start.size());
+    std::vector<float> storage((12 * start.size() + 1024) / 4);
+    OptimShard half{weight.data(), DType::f16, nullptr, DType::f16,   reinterpret_cast<std::byte*>(storage.data()),
+                    start.size(),  5120,       0,       start.size(), state};
+    split_master(half, start.data());
+    for (int t = 1; t <= 3; ++t) {
+      const auto grad = gradient(start.size(), DType::f16, static_cast<unsigned>(t));
+      half.grad = grad.data();
+      adam_step(half, {.lr = 1e-2, .step = t});
+      adam_step(full.shard(grad.data(), DType::f16), {.lr = 1e-2, .step = t}, 1);
+    }
+    std::vector<float> master(start.size());
+    join_master(half, master.data());
+    EXPECT_TRUE(master == full.weight);
+    std::vector<std::uint16_t> rounded(start.size());
+    device::cast(rounded.data(), DType::f16, master.data(), DType::f32, master.size());
+    EXPECT_TRUE(weight == rounded);
+  }
+}
+
+TEST(adam, squares_are_those_of_the_gradient) {
+  const std::size_t count = 300000;
+  for (const DType dtype : kGrads) {
+    State with = make_state(DType::f32, count, random_floats(count, 1)), without = with;
+    auto grad = gradient(count, dtype, 3);
+    ExactSum sum, expected;
+    adam_step(with.shard(grad.data(), dtype), {.grad_scale = 0.5f}, 0, &sum);
+    adam_step(without.shard(grad.data(), dtype), {.grad_scale = 0.5f});
+    add_squares(expected, grad.data(), dtype, count);
+    EXPECT_EQ(sum.value(), expected.value());
+    EXPECT_TRUE(with == without);
+    std::memset(grad.data() + 777 * size_of(dtype), 0xff, size_of(dtype));  // NaN
+    adam_step(with.shard(grad.data(), dtype), {}, 0, &sum);
+    EXPECT_TRUE(std::isnan(sum.value()));
+  }
 }
 
 }  // namespace
