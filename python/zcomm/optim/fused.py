@@ -215,7 +215,7 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's. What has another dtype than the arrays is a copy: torch.save refuses two dtypes in one storage."""
+        """As torch's. What is not in the arrays' dtype is a copy: torch.save refuses two in one storage."""
         result: dict[str, Any] = super().state_dict()
         result["state"] = {
             number: {name: _apart(name, value) for name, value in state.items()} if isinstance(state, dict) else state
