@@ -68,5 +68,5 @@ class CPUAdagrad(FusedOptimizer[_core.AdagradParams]):
         return as_params(_core.AdagradParams(), group, numbers="lr lr_decay weight_decay eps", flags="maximize")
 
     def _update(self, hyper: _core.AdagradParams, step: Step, state: dict[str, Any], fresh: bool) -> None:
-        hyper.step = int(state["step"])
+        hyper.step = step.number
         _core.adagrad_step(step.shard, hyper, step.threads, step.squares)

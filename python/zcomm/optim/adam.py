@@ -93,7 +93,7 @@ class CPUAdam(FusedOptimizer[_core.AdamParams]):
         return adam_params(group, bool(group["decoupled_weight_decay"]))
 
     def _update(self, hyper: _core.AdamParams, step: Step, state: dict[str, Any], fresh: bool) -> None:
-        hyper.step = int(state["step"])
+        hyper.step = step.number
         _core.adam_step(step.shard, hyper, step.threads, step.squares)
 
     def wide_state(self, param: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import abc
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
@@ -25,27 +26,76 @@ MASTER_NBYTES = {torch.float32: 0, torch.bfloat16: 2, torch.float16: 4}  # by th
 STATE_BLOCK = 256  # elements of 8-bit state that share a scale: the core's
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Held:
+    """A parameter's buffer, and what a step needs of it again and again: a small tensor's step is the Python in it."""
+
     buffer: torch.Tensor
-    views: dict[str, torch.Tensor]
+    names: tuple[str, ...]  # of the arrays
+    kind: tuple[torch.dtype, torch.dtype, int]  # of parameter and state, and elements
+    keys: tuple[str, ...]
+    views: tuple[torch.Tensor, ...]
+    shard: _core.OptimShard | None = None
+    key: tuple[object, ...] = ()  # what the shard was made of
+    step: torch.Tensor | None = None
+    version: int = -1  # of ``step`` when it held ``number``
+    number: int = 0
 
     def is_state_of(
         self, param: torch.Tensor, names: tuple[str, ...], dtype: torch.dtype, state: dict[str, Any]
     ) -> bool:
         return (
-            self.buffer.numel() == _nbytes(param, names, dtype)
-            and all(name in self.views for name in names)
-            and all(state.get(name) is view for name, view in self.views.items())
+            self.names == names
+            and self.kind == (param.dtype, dtype, param.numel())
+            and all(map(operator.is_, map(state.get, self.keys), self.views))
         )
+
+    def shard_for(self, param: torch.Tensor, grad: torch.Tensor, first_index: int) -> _core.OptimShard:
+        key = (param.data_ptr(), grad.data_ptr(), grad.dtype, first_index)
+        if self.shard is None or self.key != key:
+            param_dtype, state_dtype, count = self.kind
+            self.key = key
+            self.shard = _core.OptimShard(
+                weight=param.data_ptr(),
+                weight_dtype=core_dtype(param_dtype),
+                grad=grad.data_ptr(),
+                grad_dtype=core_dtype(grad.dtype),
+                state=self.buffer.data_ptr(),
+                count=count,
+                tile_count=count,
+                begin=0,
+                end=count,
+                state_dtype=core_dtype(state_dtype),
+                first_index=first_index,
+            )
+        return self.shard
+
+    def next_number(self, state: dict[str, Any]) -> int:
+        """The number of the step that begins; ``step`` itself is counted up by FusedOptimizer.step."""
+        step = state["step"]
+        if not isinstance(step, torch.Tensor):
+            step = state["step"] = torch.tensor(float(step), dtype=torch.float32)
+        if step is not self.step or step._version != self.version:
+            self.step, self.number = step, int(step)
+        self.number += 1
+        return self.number
+
+
+def _count_up(held: list[_Held]) -> None:
+    steps = [each.step for each in held if each.step is not None]
+    if steps:
+        torch._foreach_add_(steps, 1.0)
+    for each in held:
+        each.version = -1 if each.step is None else each.step._version
 
 
 class Step(NamedTuple):
-    """What a kernel takes beside its numbers, in its order."""
+    """What a kernel takes beside its numbers: the first three in its order. number: of the step, from 1."""
 
     shard: _core.OptimShard
     threads: int
     squares: _core.ExactSum | None
+    number: int
 
 
 class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
@@ -74,7 +124,7 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
 
     @abc.abstractmethod
     def _update(self, hyper: Hyper, step: Step, state: dict[str, Any], fresh: bool) -> None:
-        """Runs the kernel. state: ``step`` is this step's. fresh: the arrays hold their initial value."""
+        """Runs the kernel. fresh: the arrays hold their initial value."""
 
     def _names(self, group: dict[str, Any], state: dict[str, Any]) -> tuple[str, ...]:
         return self.ARRAYS
@@ -123,45 +173,35 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
         grad_scale = getattr(self, "grad_scale", None) if grad_scale is None else grad_scale
         divisor = 1.0 if grad_scale is None else float(grad_scale)
         squares = _core.ExactSum() if norm else None
-        first_index = 0  # elements of all parameters, in their order, count through
-        for group in self.param_groups:
-            hyper = self._hyper(group)
-            hyper.grad_scale = clip / divisor  # type: ignore[attr-defined]
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._step_param(param, group, hyper, first_index, squares)
-                first_index += param.numel()
+        counted: list[_Held] = []
+        try:
+            self._step_all(clip / divisor, squares, counted)
+        finally:
+            _count_up(counted)
         if squares is not None:
             self.grad_norm = math.sqrt(squares.value()) / divisor
         return loss
 
-    def _step_param(
-        self, param: torch.Tensor, group: dict[str, Any], hyper: Hyper, first_index: int, squares: _core.ExactSum | None
-    ) -> None:
-        grad = self._grad(param)
-        state = self.state[param]
-        names = self._names(group, state)
-        fresh = any(state.get(name) is None for name in names)
-        buffer = self._buffer(param, group, names)
-        if self.COUNTS:
-            state["step"] += 1
-        count = param.numel()
-        if count == 0:
-            return
-        shard = _core.OptimShard(
-            weight=param.data_ptr(),
-            weight_dtype=core_dtype(param.dtype),
-            grad=grad.data_ptr(),
-            grad_dtype=core_dtype(grad.dtype),
-            state=buffer.data_ptr(),
-            count=count,
-            tile_count=count,
-            begin=0,
-            end=count,
-            state_dtype=core_dtype(self._state_dtype(group)),
-            first_index=first_index,
-        )
-        self._update(hyper, Step(shard, self.threads, squares), state, fresh)
+    def _step_all(self, factor: float, squares: _core.ExactSum | None, counted: list[_Held]) -> None:
+        first_index = 0  # elements of all parameters, in their order, count through
+        for group in self.param_groups:
+            hyper = self._hyper(group)
+            hyper.grad_scale = factor  # type: ignore[attr-defined]
+            for param in group["params"]:
+                count = param.numel()
+                if param.grad is not None:
+                    grad, state = self._grad(param), self.state[param]
+                    names = self._names(group, state)
+                    fresh = any(state.get(name) is None for name in names)
+                    held = self._buffer(param, group, names)
+                    number = 0
+                    if self.COUNTS:
+                        number = held.next_number(state)
+                        counted.append(held)
+                    if count:
+                        shard = held.shard_for(param, grad, first_index)
+                        self._update(hyper, Step(shard, self.threads, squares, number), state, fresh)
+                first_index += count
 
     def _grad(self, param: torch.Tensor) -> torch.Tensor:
         grad = param.grad
@@ -174,13 +214,13 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
             )
         return grad.contiguous()
 
-    def _buffer(self, param: torch.Tensor, group: dict[str, Any], names: tuple[str, ...]) -> torch.Tensor:
+    def _buffer(self, param: torch.Tensor, group: dict[str, Any], names: tuple[str, ...]) -> _Held:
         """The buffer behind the parameter's state; made or adopted where there is none (see [Note: state buffer])."""
         self._check_param(param)
         state, dtype = self.state[param], self._state_dtype(group)
         held = self._held.get(param)
         if held is not None and held.is_state_of(param, names, dtype, state):
-            return held.buffer
+            return held
         buffer, views = allocate(param, names, dtype)
         source = self._adopted(param, group, state)
         for name, view in views.items():
@@ -199,8 +239,9 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
         state.update(views)
         if self.COUNTS:  # a tensor as torch has it; fp32 whatever the default dtype is
             state["step"] = torch.tensor(float(state.get("step", 0.0)), dtype=torch.float32)
-        self._held[param] = _Held(buffer, views)
-        return buffer
+        kind = (param.dtype, dtype, param.numel())
+        held = self._held[param] = _Held(buffer, names, kind, tuple(views), tuple(views.values()))
+        return held
 
     def _adopted(self, param: torch.Tensor, group: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
         """State that is not ours yet, in the form that the group's state_dtype wants."""
