@@ -69,6 +69,8 @@ def bench_library() -> ctypes.CDLL | str:
     if not path.exists():
         return f"no {path.relative_to(ROOT)} (make bench-cpp builds it)"
     library = ctypes.CDLL(str(path))
+    if not hasattr(library, "zcomm_bench_adam_stream_s"):  # the newest of its functions
+        return f"{path.relative_to(ROOT)} is older than this bench (make bench-cpp builds it)"
     library.zcomm_bench_ring_listen.restype = ctypes.c_void_p
     library.zcomm_bench_ring_connect.argtypes = [
         ctypes.c_void_p,
