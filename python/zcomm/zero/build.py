@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zcomm import _core
+from zcomm import _core, swap_tuning
 from zcomm.comm import Communicator
 from zcomm.offload import StrPath, as_paths, close_at_exit, say_fallbacks
 from zcomm.zero.geometry import Geometry
@@ -105,7 +105,10 @@ def build_parts(
     swap = None
     if swaps_state or offload.params == "nvme":  # before all other memory: a full disk is said first
         assert nvme_path is not None
-        swap = _core.SwapFile(as_paths(nvme_path), nbytes=_swap_nbytes(geometry, offload, form, stage))
+        paths = as_paths(nvme_path)
+        tuned = swap_tuning.load(paths[0]) if paths else swap_tuning.SwapTuning()
+        nbytes = _swap_nbytes(geometry, offload, form, stage)
+        swap = _core.SwapFile(paths, nbytes=nbytes, block_nbytes=tuned.block_nbytes, depth=tuned.depth)
         say_fallbacks(swap)
         close_at_exit(swap)  # also when what follows is interrupted
     comm = job.duplicate()  # gradients and parameters keep an order of their own beside the caller's collectives
