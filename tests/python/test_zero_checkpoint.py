@@ -145,6 +145,22 @@ def test_files_are_safetensors_by_parameter_name(run_ranks: Run, tmp_path: Path)
 # --- never half a checkpoint ----------------------------------------------------------------------------------
 
 
+def test_nobody_else_can_read_a_checkpoint(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        _, opt = tiny(tmp_path, 1)
+        opt.save(tmp_path / "runs" / "deep" / "c")
+        durable.replace_file(tmp_path / "runs" / "latest", b"c")
+        opt.close()
+    finally:
+        os.umask(before)
+    made = list((tmp_path / "runs").rglob("*"))
+    assert len(made) >= 6
+    for path in (tmp_path / "runs", *made):
+        assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
+    zcomm.shutdown()
+
+
 class Killed(BaseException):
     """Stands for SIGKILL: nothing of the program's runs afterwards."""
 

@@ -58,7 +58,7 @@ def save_model(engine: Engine, path: Path) -> bool:
     if engine.global_rank == 0:
         whole.update(other_tensors(engine.optimizer._live))
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            durable.make_folders(path.parent)
             new = path.with_name(f".{path.name}.saving")
             new.unlink(missing_ok=True)
             writer = Writer(new, [(name, tensor.dtype, tensor.shape) for name, tensor in whole.items()])

@@ -2,6 +2,7 @@
 
 A folder that is already there is exchanged in one step (renameat2 of Linux); where the file system cannot, it is first
 set aside as ``.NAME.previous``, which ``find`` knows. What a killed save left is removed by the next one.
+Files and folders are made for their owner alone (0600, 0700).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def sync_file(descriptor: int, path: Path) -> None:
 
 def write_file(path: Path, data: bytes) -> None:
     """A new file, synced."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
         write_all(descriptor, memoryview(data), path)
         sync_file(descriptor, path)
@@ -56,13 +57,23 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
+def make_folders(path: Path) -> None:
+    """``path`` and what lacks above it; new folders are their owner's alone (mkdir's ``parents`` would open them)."""
+    missing = []
+    while not path.exists():
+        missing.append(path)
+        path = path.parent
+    for folder in reversed(missing):
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
 def temporary(final: Path) -> Path:
     """Make the folder that will become ``final``; what earlier saves left is removed."""
-    final.parent.mkdir(parents=True, exist_ok=True)
+    make_folders(final.parent)
     for left in final.parent.glob(f".{final.name}.saving-*"):
         shutil.rmtree(left, ignore_errors=True)
     folder = final.parent / f".{final.name}.saving-{os.getpid()}"
-    folder.mkdir()
+    folder.mkdir(mode=0o700)
     return folder
 
 

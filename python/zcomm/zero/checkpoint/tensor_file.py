@@ -90,7 +90,7 @@ class Writer:
         self._attempt(lambda: self._open(len(text).to_bytes(8, "little") + text))
 
     def _open(self, header: bytes) -> None:
-        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         durable.write_all(self._descriptor, memoryview(header), self.path)
 
     def _attempt(self, action: Any) -> None:
