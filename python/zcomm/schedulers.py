@@ -1,4 +1,4 @@
-"""Learning-rate schedules with DeepSpeed's numbers, as torch LRSchedulers.
+"""Learning-rate schedules with the numbers of DeepSpeed 0.19.8, as torch LRSchedulers.
 
 Counting rule: building the schedule sets the first learning rate; each ``step()`` (once per optimizer step) sets the
 next. DeepSpeed counts its first ``step()`` as iteration 0, so the first two optimizer steps of a warm-up run at the
@@ -20,7 +20,7 @@ class WarmupLR(LRScheduler):
 
     In iteration i < warmup_num_steps (n, at least 2) lr = min + (max - min) * gamma, where gamma is
     log(i + 1) / log(n) for ``warmup_type`` "log" and i / n for "linear"; later lr = max.
-    warmup_min_lr, warmup_max_lr: one number, or one per parameter group; max None = the first group's lr.
+    warmup_min_lr, warmup_max_lr: one number, or one per parameter group; max None = each group's own lr.
     Raises: ValueError for another warmup_type, a count below 1, or a list of the wrong length.
     """
 
@@ -36,7 +36,7 @@ class WarmupLR(LRScheduler):
         _check_type(warmup_type)
         _at_least_1("warmup_num_steps", warmup_num_steps)
         if warmup_max_lr is None:
-            warmup_max_lr = float(optimizer.param_groups[0]["lr"])
+            warmup_max_lr = [float(group["lr"]) for group in optimizer.param_groups]
         count = len(optimizer.param_groups)
         self.min_lrs = _per_group(warmup_min_lr, count, "warmup_min_lr")
         self.max_lrs = _per_group(warmup_max_lr, count, "warmup_max_lr")
@@ -58,6 +58,7 @@ class WarmupLR(LRScheduler):
 class WarmupDecayLR(WarmupLR):
     """As WarmupLR, but after the warm-up a line from the maximum down to 0 at iteration ``total_num_steps``.
 
+    warmup_max_lr: DeepSpeed's default is 0.001 here; None = each group's own lr, as in WarmupLR.
     Raises: ValueError as WarmupLR, and for a total_num_steps below 1.
     """
 
@@ -66,7 +67,7 @@ class WarmupDecayLR(WarmupLR):
         optimizer: Optimizer,
         total_num_steps: int,
         warmup_min_lr: float | Sequence[float] = 0.0,
-        warmup_max_lr: float | Sequence[float] | None = None,
+        warmup_max_lr: float | Sequence[float] | None = 0.001,
         warmup_num_steps: int = 1000,
         warmup_type: str = "log",
         last_epoch: int = -1,
@@ -82,7 +83,7 @@ class WarmupDecayLR(WarmupLR):
 
 class WarmupCosineLR(LRScheduler):
     """Each group's own learning rate times a ratio: a warm-up from ``warmup_min_ratio`` to 1, then half a cosine to
-    ``cos_min_ratio`` at iteration ``total_num_steps`` - 1.
+    ``cos_min_ratio`` at iteration ``total_num_steps`` - 1, where it stays.
 
     Raises: ValueError for another warmup_type, or a count below 1.
     """
@@ -115,7 +116,7 @@ class WarmupCosineLR(LRScheduler):
         if iteration < self.warmup_num_steps:
             warm = _warm_up(iteration, self.warmup_num_steps, self.warmup_type)
             return self.warmup_min_ratio + warm * (1.0 - self.warmup_min_ratio)
-        done = (iteration - self.warmup_num_steps + 1) / max(1, self.total_num_steps - self.warmup_num_steps)
+        done = min(1.0, (iteration - self.warmup_num_steps + 1) / max(1, self.total_num_steps - self.warmup_num_steps))
         cosine = (1.0 + math.cos(math.pi * done)) / 2.0
         return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * cosine)
 
@@ -152,40 +153,58 @@ class OneCycle(LRScheduler):
     """One cycle of the learning rate from ``cycle_min_lr`` up to ``cycle_max_lr`` and back, then the
     minimum / (1 + rate * d / size), d steps later; Adam's first beta goes the other way, and its second is 0.99.
 
+    cycle_min_lr, cycle_max_lr, cycle_min_mom, cycle_max_mom: one number, or one per parameter group.
     cycle_first_step_size, cycle_second_step_size: steps up and down (down: as up where None).
-    decay_step_size: steps of one decay interval; 0 = no decay. cycle_momentum: False leaves betas alone, and so does an
-    optimizer without them.
-    Raises: ValueError for a count below 1.
+    cycle_first_stair_count, cycle_second_stair_count: climb and descend in so many stairs; 0 = a line (second: as first
+    where None). decay_step_size: steps of one decay interval; 0 = no decay. cycle_momentum: False leaves betas alone,
+    and so does an optimizer without them.
+    Raises: ValueError for a count below 1 (stairs, steps down and decay: below 0), or a list of the wrong length.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        cycle_min_lr: float,
-        cycle_max_lr: float,
+        cycle_min_lr: float | Sequence[float],
+        cycle_max_lr: float | Sequence[float],
         decay_lr_rate: float = 0.0,
         cycle_first_step_size: int = 2000,
         cycle_second_step_size: int | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
         decay_step_size: int = 0,
         cycle_momentum: bool = True,
-        cycle_min_mom: float = 0.8,
-        cycle_max_mom: float = 0.9,
+        cycle_min_mom: float | Sequence[float] = 0.8,
+        cycle_max_mom: float | Sequence[float] = 0.9,
         decay_mom_rate: float = 0.0,
         last_epoch: int = -1,
     ) -> None:
-        up = _at_least_1("cycle_first_step_size", cycle_first_step_size)
-        down = up if cycle_second_step_size is None else _at_least_1("cycle_second_step_size", cycle_second_step_size)
-        self.cycle_min_lr, self.cycle_max_lr, self.decay_lr_rate = cycle_min_lr, cycle_max_lr, decay_lr_rate
-        self.total_size, self.step_ratio = up + down, up / (up + down)
-        self.decay_step_size = decay_step_size
+        self.up = _whole("cycle_first_step_size", cycle_first_step_size, 1)
+        self.down = _whole("cycle_second_step_size", _or(cycle_second_step_size, self.up), 0)
+        self.stairs_up = _whole("cycle_first_stair_count", cycle_first_stair_count, 0)
+        self.stairs_down = _whole("cycle_second_stair_count", _or(cycle_second_stair_count, self.stairs_up), 0)
+        self.total_size = self.up + self.down
+        self.step_ratio = self.up / self.total_size
+        self.decay_step_size = _whole("decay_step_size", decay_step_size, 0)
+        self.decay_lr_rate, self.decay_mom_rate = decay_lr_rate, decay_mom_rate
         self.cycle_momentum = cycle_momentum and "betas" in optimizer.defaults
-        self.cycle_min_mom, self.cycle_max_mom, self.decay_mom_rate = cycle_min_mom, cycle_max_mom, decay_mom_rate
+        count = len(optimizer.param_groups)
+        self.min_lrs = _per_group(cycle_min_lr, count, "cycle_min_lr")
+        self.max_lrs = _per_group(cycle_max_lr, count, "cycle_max_lr")
+        self.min_moms = _per_group(cycle_min_mom, count, "cycle_min_mom")
+        self.max_moms = _per_group(cycle_max_mom, count, "cycle_max_mom")
         super().__init__(optimizer, last_epoch)
 
     def _height(self) -> float:
         """0 at the ends of the cycle, 1 at its top."""
-        x = self.last_epoch / self.total_size % 1.0
-        return x / self.step_ratio if x <= self.step_ratio else (x - 1.0) / (self.step_ratio - 1.0)
+        k = self.last_epoch
+        x = 1.0 + k / self.total_size - math.floor(1 + k / self.total_size)
+        rising = x <= self.step_ratio
+        stairs = self.stairs_up if rising else self.stairs_down
+        if not stairs:
+            return x / self.step_ratio if rising else (x - 1.0) / (self.step_ratio - 1.0)
+        at = k % self.total_size  # stairs from whole numbers: x may fall just short of one
+        climbed = at * stairs / self.up if at <= self.up else (self.total_size - at) * stairs / self.down
+        return math.floor(climbed) / stairs
 
     def _decay(self, rate: float) -> float:
         intervals = (self.last_epoch - self.total_size) / self.decay_step_size if self.decay_step_size else 0.0
@@ -193,25 +212,25 @@ class OneCycle(LRScheduler):
 
     def get_lr(self) -> list[float | Tensor]:
         """The learning rate of each group at the current count of steps."""
-        if self.last_epoch <= self.total_size:
-            rate = self.cycle_min_lr + (self.cycle_max_lr - self.cycle_min_lr) * self._height()
-        else:
-            rate = self.cycle_min_lr / self._decay(self.decay_lr_rate)
-        return [rate] * len(self.optimizer.param_groups)
+        if self.last_epoch > self.total_size:
+            return [low / self._decay(self.decay_lr_rate) for low in self.min_lrs]
+        height = self._height()
+        return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
-    def _momentum(self) -> float:
+    def _momenta(self) -> list[float]:
         if self.last_epoch == 0:
-            return self.cycle_min_mom
-        if self.last_epoch <= self.total_size:
-            return self.cycle_max_mom - (self.cycle_max_mom - self.cycle_min_mom) * self._height()
-        return self.cycle_max_mom * self._decay(self.decay_mom_rate)
+            return self.min_moms
+        if self.last_epoch > self.total_size:
+            return [high * self._decay(self.decay_mom_rate) for high in self.max_moms]
+        height = self._height()
+        return [high - (high - low) * height for low, high in zip(self.min_moms, self.max_moms, strict=True)]
 
     def step(self, epoch: int | None = None) -> None:
         """Set the next learning rate and betas."""
         super().step(epoch)
         if self.cycle_momentum:
-            for group in self.optimizer.param_groups:
-                group["betas"] = (self._momentum(), 0.99)
+            for group, momentum in zip(self.optimizer.param_groups, self._momenta(), strict=True):
+                group["betas"] = (momentum, 0.99)
 
 
 def _warm_up(iteration: int, steps: int, kind: str) -> float:
@@ -229,9 +248,17 @@ def _check_type(warmup_type: str) -> None:
 
 
 def _at_least_1(name: str, count: int) -> int:
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(f"{name} must be a whole number >= 1, got {count!r}")
+    return _whole(name, count, 1)
+
+
+def _whole(name: str, count: int, least: int) -> int:
+    if isinstance(count, bool) or not isinstance(count, int) or count < least:
+        raise ValueError(f"{name} must be a whole number >= {least}, got {count!r}")
     return count
+
+
+def _or(count: int | None, default: int) -> int:
+    return default if count is None else count
 
 
 def _per_group(value: float | Sequence[float], count: int, name: str) -> list[float]:

@@ -104,6 +104,8 @@ HONOURED = [
             "decay_lr_rate": 0.5,
             "cycle_first_step_size": 7,
             "cycle_second_step_size": 8,
+            "cycle_first_stair_count": 2,
+            "cycle_second_stair_count": 3,
             "decay_step_size": 3,
             "cycle_momentum": False,
             "cycle_min_mom": 0.7,

@@ -115,7 +115,7 @@ class SchedulerParams:
         None,
         "learning rate after the warm-up",
         check=AT_LEAST_0,
-        shown_default="the first parameter group's lr",
+        shown_default="each parameter group's own lr; WarmupDecayLR `0.001`",
     )
     warmup_num_steps: int = key(1000, "optimizer steps of warm-up (1 counts as 2)", check=AT_LEAST_1)
     warmup_type: str = key("log", "shape of the warm-up", choices=("log", "linear"))
@@ -140,7 +140,11 @@ class SchedulerParams:
     decay_lr_rate: float = key(0.0, "after the cycle: lr = min / (1 + this x intervals)", check=AT_LEAST_0)
     cycle_first_step_size: int = key(2000, "steps up", check=AT_LEAST_1)
     cycle_second_step_size: int | None = key(
-        None, "steps down", check=AT_LEAST_1, shown_default="cycle_first_step_size"
+        None, "steps down", check=AT_LEAST_0, shown_default="cycle_first_step_size"
+    )
+    cycle_first_stair_count: int = key(0, "climb in so many stairs; 0 = a line", check=AT_LEAST_0)
+    cycle_second_stair_count: int | None = key(
+        None, "descend in so many stairs", check=AT_LEAST_0, shown_default="cycle_first_stair_count"
     )
     decay_step_size: int = key(0, "steps of a decay interval; 0 = no decay", check=AT_LEAST_0)
     cycle_momentum: bool = key(True, "the first beta goes the other way; the second becomes 0.99")
@@ -161,6 +165,8 @@ SCHEDULER_PARAMS = {
         "decay_lr_rate",
         "cycle_first_step_size",
         "cycle_second_step_size",
+        "cycle_first_stair_count",
+        "cycle_second_stair_count",
         "decay_step_size",
         "cycle_momentum",
         "cycle_min_mom",

@@ -259,7 +259,8 @@ def _scheduler(given: Any, zero: ZeroOptimizer, base: Any, settings: Config) -> 
             return None
         kind, params = settings.scheduler.type, settings.scheduler.params
         values = {name: getattr(params, name) for name in SCHEDULER_PARAMS[kind]}
-        return getattr(schedulers, kind)(zero, **values)
+        given_values = {name: value for name, value in values.items() if value is not None}
+        return getattr(schedulers, kind)(zero, **given_values)
     if isinstance(given, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise ValueError(
             "lr_scheduler= is ReduceLROnPlateau, which needs a metric; step it yourself, outside the engine"
