@@ -126,6 +126,15 @@ HONOURED = [
 ]
 
 NO_EFFECT = [
+    ("bf16.immediate_grad_update", True),
+    ("disable_allgather", True),
+    ("dump_state", True),
+    ("memory_breakdown", True),
+    ("zero_force_ds_cpu_optimizer", False),
+    ("zero_optimization.elastic_checkpoint", True),
+    ("zero_optimization.load_from_fp32_weights", False),
+    ("zero_optimization.ignore_unused_parameters", False),
+    ("zero_optimization.stage3_gather_16bit_weights_on_model_save", True),
     ("zero_allow_untested_optimizer", True),
     ("zero_optimization.allgather_partitions", False),
     ("zero_optimization.allgather_bucket_size", 5e7),
@@ -156,6 +165,19 @@ NO_EFFECT = [
 
 REFUSED = [
     ("prescale_gradients", True, r'"prescale_gradients": true is refused'),
+    ("gradient_predivide_factor", 2, "summed in fp32 and divided once"),
+    ("communication_data_type", "fp16", "travel in the precision of training"),
+    ("sparse_gradients", True, "reduced dense"),
+    ("fp16.auto_cast", True, "cast them"),
+    ("fp16.consecutive_hysteresis", True, "refilled when the scale grows"),
+    ("fp16.fp16_master_weights_and_grads", True, "always exact fp32"),
+    ("bf16.check_grad_overflow", True, "bf16 steps are not skipped"),
+    ("bf16.bf16_master_weights_and_grads", True, "always exact fp32"),
+    ("zero_optimization.cpu_offload", True, r'use "zero_optimization.offload_optimizer": {"device": "cpu"}'),
+    ("zero_optimization.cpu_offload_param", True, r'use "zero_optimization.offload_param": {"device": "cpu"}'),
+    ("zero_optimization.zero_hpz_partition_size", 2, "sharded over all ranks"),
+    ("zero_optimization.zero_quantized_weights", True, "as they are"),
+    ("zero_optimization.zero_quantized_gradients", True, "as they are"),
 ]
 
 
@@ -219,8 +241,9 @@ ERRORS = [
         {"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}},
         'unknown key "optimizer.params.max_grad_norm"; use "gradient_clipping"',
     ),
-    ({"zero_optimization": {"cpu_offload": True}}, 'use "zero_optimization.offload_optimizer": {"device": "cpu"}'),
-    ({"bf16": {"xyz": 1}}, 'unknown key "bf16.xyz"; known here: enabled'),
+    ({"torch_autocast": {"enabled": True}}, "zcomm does not cast inside of the model"),
+    ({"data_types": {"grad_accum_dtype": "bf16"}}, "are always fp32; leave it out"),
+    ({"bf16": {"xyz": 1}}, 'unknown key "bf16.xyz"; known here: enabled, immediate_grad_update'),
     ({"bf16": True}, '"bf16" must be an object {...}, got true'),
     ({"zero_optimization": [2]}, '"zero_optimization" must be an object {...}, got [2]'),
     ({"train_batch_size": "8"}, '"train_batch_size" must be a whole number, got "8"'),

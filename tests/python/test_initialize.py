@@ -360,7 +360,11 @@ def test_deepspeeds_names(job: None) -> None:
     assert comm.world_size == 1 and zcomm.is_initialized()
     assert deepspeed.initialize is zcomm.initialize and deepspeed.DeepSpeedEngine is zcomm.Engine
     assert deepspeed.zero is zcomm.zero
-    zcomm.shutdown()
+    assert torch.distributed.get_backend() == "zcomm" and deepspeed.comm.get_rank() == 0
+    assert deepspeed.comm.get_local_rank() == 0
+    deepspeed.init_distributed()  # a second time changes nothing
+    deepspeed.comm.destroy_process_group()
+    assert not zcomm.is_initialized() and not torch.distributed.is_initialized()
     with pytest.raises(NotImplementedError, match="nccl"):
         deepspeed.init_distributed("nccl")
     with pytest.raises(ValueError, match="has not been called"):

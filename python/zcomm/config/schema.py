@@ -27,6 +27,8 @@ _NO_EFFECT = Status.NO_EFFECT
 _REFUSED = Status.REFUSED
 _SWAP_OWN = "the swap file sizes its own buffers and I/O depth"
 _PINNED = "staging slots come from one arena that is page-locked wherever CUDA is there"
+_FP32_MASTER = "the master and the accumulated gradients are always exact fp32"
+_FP32_SUMS = "gradients are summed in fp32 and divided once"
 _UNITS = "stage 3 gathers and frees whole units (modules), one unit ahead"
 
 
@@ -40,6 +42,18 @@ class Fp16:
     loss_scale_window: int = key(1000, "good steps before the scale grows", check=AT_LEAST_1)
     hysteresis: int = key(2, "overflows before the scale shrinks", check=AT_LEAST_1)
     min_loss_scale: float = key(1.0, "lowest dynamic scale; training goes on there", check=AT_LEAST_0)
+    auto_cast: bool = key(
+        False, "cast inputs to fp16", status=_REFUSED, reason="inputs are the program's; cast them, as for the others"
+    )
+    consecutive_hysteresis: bool = key(
+        False,
+        "refill the hysteresis at every good step",
+        status=_REFUSED,
+        reason="the hysteresis is refilled when the scale grows",
+    )
+    fp16_master_weights_and_grads: bool = key(
+        False, "fp16 master weights and gradients", status=_REFUSED, reason=_FP32_MASTER
+    )
 
 
 @dataclass(frozen=True)
@@ -47,6 +61,18 @@ class Bf16:
     """Section ``bf16``."""
 
     enabled: bool = key(False, "bf16 weights and gradients with an exact fp32 master; false = fp32")
+    immediate_grad_update: bool = key(
+        False, "add up gradients as they come", status=_NO_EFFECT, reason="they are, in every precision"
+    )
+    check_grad_overflow: bool = key(
+        False,
+        "skip a step whose gradients are not finite",
+        status=_REFUSED,
+        reason="bf16 steps are not skipped; the first gradient that is not finite is named",
+    )
+    bf16_master_weights_and_grads: bool = key(
+        False, "bf16 master weights and gradients", status=_REFUSED, reason=_FP32_MASTER
+    )
 
 
 @dataclass(frozen=True)
@@ -281,6 +307,52 @@ class ZeroOptimization:
         reason="the fused optimizer works tile by tile",
         check=POSITIVE,
     )
+    cpu_offload: bool = key(
+        False,
+        "the old word for offload_optimizer",
+        status=_REFUSED,
+        reason='use "zero_optimization.offload_optimizer": {"device": "cpu"}',
+    )
+    cpu_offload_param: bool = key(
+        False,
+        "the old word for offload_param",
+        status=_REFUSED,
+        reason='use "zero_optimization.offload_param": {"device": "cpu"}',
+    )
+    elastic_checkpoint: bool = key(
+        False,
+        "checkpoints for other world sizes",
+        status=_NO_EFFECT,
+        reason="every checkpoint loads at any world size",
+    )
+    load_from_fp32_weights: bool = key(
+        True, "load the exact master", status=_NO_EFFECT, reason="it always is, where the checkpoint has it"
+    )
+    ignore_unused_parameters: bool = key(
+        True,
+        "parameters without gradients are no error",
+        status=_NO_EFFECT,
+        reason="they never are; they count as zero",
+    )
+    stage3_gather_16bit_weights_on_model_save: bool = key(
+        False,
+        "save whole weights in stage 3",
+        status=_NO_EFFECT,
+        reason="save_16bit_model and checkpoints always hold whole weights",
+    )
+    zero_hpz_partition_size: int = key(
+        1,
+        "ranks of a second set of parameter shards",
+        status=_REFUSED,
+        reason="parameters are sharded over all ranks, and shared by a host's CPU ranks",
+        check=AT_LEAST_1,
+    )
+    zero_quantized_weights: bool = key(
+        False, "gather weights in 8 bits", status=_REFUSED, reason="weights travel as they are"
+    )
+    zero_quantized_gradients: bool = key(
+        False, "reduce gradients in 4 bits", status=_REFUSED, reason="gradients travel as they are"
+    )
     round_robin_gradients: bool = key(
         False, "spread gradient copies", status=_NO_EFFECT, reason="each rank copies only its own shard"
     )
@@ -329,6 +401,31 @@ class Config:
         status=_REFUSED,
         reason="gradients are summed in fp32 and divided once, so there is nothing to prescale",
     )
+    gradient_predivide_factor: float = key(
+        1.0, "divide by this before the sum, and multiply after it", status=_REFUSED, reason=_FP32_SUMS, check=POSITIVE
+    )
+    communication_data_type: str | None = key(
+        None,
+        "dtype of gradients on their way",
+        status=_REFUSED,
+        reason="they travel in the precision of training, with fp32 sums",
+        shown_default="that of training",
+    )
+    sparse_gradients: bool = key(
+        False, "reduce embeddings' gradients as rows", status=_REFUSED, reason="gradients are reduced dense"
+    )
+    disable_allgather: bool = key(
+        False, "gather by broadcasts", status=_NO_EFFECT, reason="parameters are gathered as the host allows"
+    )
+    dump_state: bool = key(
+        False, "print the engine's state", status=_NO_EFFECT, reason="opt.memory() and opt.stats() tell it"
+    )
+    memory_breakdown: bool = key(
+        False, "print memory use", status=_NO_EFFECT, reason="opt.memory() and zcomm plan tell it"
+    )
+    zero_force_ds_cpu_optimizer: bool = key(
+        True, "insist on DeepSpeed's CPU Adam", status=_NO_EFFECT, reason="the CPU optimizers are always zcomm's own"
+    )
     zero_allow_untested_optimizer: bool = key(
         False,
         "allow other optimizers",
@@ -347,7 +444,7 @@ class Config:
 HINTS = {
     "optimizer.params.max_grad_norm": 'use "gradient_clipping"',
     "optimizer.params.adamw_mode": 'did you mean "optimizer.params.adam_w_mode"?',
-    "zero_optimization.cpu_offload": 'use "zero_optimization.offload_optimizer": {"device": "cpu"}',
-    "zero_optimization.cpu_offload_param": 'use "zero_optimization.offload_param": {"device": "cpu"}',
+    "torch_autocast": 'zcomm does not cast inside of the model; use "bf16": {"enabled": true}, or torch.autocast',
+    "data_types": "the master and the accumulated gradients are always fp32; leave it out",
     "amp": 'zcomm has no apex; use "bf16": {"enabled": true}',
 }

@@ -206,6 +206,18 @@ class Engine(nn.Module):
         """Micro-steps per optimizer step."""
         return self._batch.accumulation
 
+    def fp16_enabled(self) -> bool:
+        """Whether weights and gradients are fp16."""
+        return self.config.fp16.enabled
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether weights and gradients are bf16."""
+        return self.config.bf16.enabled
+
+    def zero_optimization_stage(self) -> int:
+        """0 to 3."""
+        return self.config.zero_optimization.stage
+
     def get_lr(self) -> list[float]:
         """The learning rate of each parameter group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]

@@ -1,7 +1,8 @@
 """``import zcomm.compat.deepspeed as deepspeed``: the names that a DeepSpeed training script uses.
 
 Only names that zcomm serves are here; another one is an AttributeError that says so. Importing loads nothing heavy:
-the engine and ``zero`` come when they are first used.
+the engine, ``zero``, ``comm``, ``moe`` (which refuses) and ``accelerator`` come when they are first used.
+A script that is not to be touched at all runs by ``python -m zcomm.compat.deepspeed script.py``.
 """
 
 from __future__ import annotations
@@ -13,12 +14,26 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zcomm import schedulers as lr_schedules
     from zcomm import zero
     from zcomm.comm import Communicator
+    from zcomm.compat.deepspeed import accelerator, comm, moe
     from zcomm.engine import Engine as DeepSpeedEngine
     from zcomm.engine import initialize
 
-__all__ = ["DeepSpeedEngine", "add_config_arguments", "init_distributed", "initialize", "zero"]
+__all__ = [
+    "DeepSpeedEngine",
+    "accelerator",
+    "add_config_arguments",
+    "comm",
+    "get_accelerator",
+    "init_distributed",
+    "initialize",
+    "lr_schedules",
+    "moe",
+    "zero",
+]
+__version__ = "0.19.8"  # the version of DeepSpeed whose names and numbers these are
 
 # Backends whose work zcomm's own transports do; others are passed on by name, and refused where they are not built.
 _OWN_TRANSPORT = {None: "auto", "gloo": "auto", "ccl": "auto"}
@@ -36,7 +51,7 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> Communicator:
-    """Join the job (``zcomm.init``).
+    """Join the job (``zcomm.init``), and make torch.distributed's default group on backend "zcomm" where there is none.
 
     dist_backend: None, "gloo" or "ccl" take zcomm's own choice for this machine; another name asks for that backend.
     distributed_port: used where MASTER_ADDR is set and MASTER_PORT is not. timeout: a timedelta, or seconds.
@@ -52,12 +67,38 @@ def init_distributed(
         os.environ.setdefault("MASTER_PORT", str(distributed_port))
     seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else float(timeout)
     backend = _OWN_TRANSPORT.get(dist_backend) or str(dist_backend)
-    return _job.init(
-        backend,
-        seconds,
-        rank=rank if rank >= 0 else None,
-        world_size=world_size if world_size > 0 else None,
-        init_method=init_method,
+    given = (rank if rank >= 0 else None, world_size if world_size > 0 else None)
+    comm = _job.init(backend, seconds, rank=given[0], world_size=given[1], init_method=init_method)
+    _serve_torch_distributed(*given, init_method, seconds)
+    return comm
+
+
+def _serve_torch_distributed(rank: int | None, world_size: int | None, init_method: str | None, seconds: float) -> None:
+    """What scripts ask after init_distributed: torch.distributed's default group, unless they have made one."""
+    import dataclasses
+    import time
+
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        return
+    import zcomm.torch_backend  # noqa: F401  (registers "zcomm")
+    from zcomm import _rendezvous
+
+    job = _rendezvous.find_job(rank, world_size, init_method)
+    store: dist.Store = dist.HashStore()
+    if job.world_size > 1:
+        if (job.init_method or "").startswith("file://"):  # a file belongs to one meeting
+            job = dataclasses.replace(job, init_method=f"{job.init_method}-torch")
+        opened = _rendezvous.open_store(job, time.monotonic() + seconds, seconds)
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"zcomm-torch/{restart}", opened)
+    dist.init_process_group(
+        "zcomm",
+        store=store,
+        rank=job.rank,
+        world_size=job.world_size,
+        timeout=datetime.timedelta(seconds=seconds),
     )
 
 
@@ -74,6 +115,10 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("zcomm.engine").initialize
     if name == "DeepSpeedEngine":
         return importlib.import_module("zcomm.engine").Engine
-    if name == "zero":
-        return importlib.import_module("zcomm.zero")
+    if name == "get_accelerator":
+        return importlib.import_module("zcomm.compat.deepspeed.accelerator").get_accelerator
+    if name in ("accelerator", "comm", "moe"):
+        return importlib.import_module(f"zcomm.compat.deepspeed.{name}")
+    if name in ("zero", "lr_schedules"):
+        return importlib.import_module("zcomm.zero" if name == "zero" else "zcomm.schedulers")
     raise AttributeError(f"zcomm.compat.deepspeed has no {name!r}; it serves: {', '.join(__all__)}")

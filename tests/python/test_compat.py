@@ -1,0 +1,106 @@
+"""An unmodified DeepSpeed script runs on zcomm: same losses as DDP with torch.optim; what is not there says so."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler
+
+import zcomm.schedulers
+from torch_world import world
+
+SCRIPT = Path(__file__).with_name("deepspeed_script.py")
+
+
+def run_script(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "zcomm.cli.main", "run", "-n", str(ranks), "--no-prefix", "-m"]
+    command = [*launcher, "zcomm.compat.deepspeed", str(SCRIPT), *arguments]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
+
+
+def results(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+    assert done.returncode == 0, done.stderr
+    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("RESULT"))
+    return [json.loads(line.partition(" ")[2]) for line in lines]
+
+
+def by_ddp(epochs: int) -> list[float]:
+    """The script's losses on this rank, by torch alone."""
+    from zcomm.compat.deepspeed.__main__ import install
+
+    install()
+    script = importlib.import_module("deepspeed_script")
+    with world() as (rank, size):
+        torch.manual_seed(5)
+        model = torch.nn.parallel.DistributedDataParallel(script.Net())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.8, 0.999), weight_decay=3e-7)
+        schedule = zcomm.schedulers.WarmupLR(optimizer, 0.0, 0.01, 10)
+        data = script.pictures()
+        sampler: DistributedSampler[Any] = DistributedSampler(data, num_replicas=size, rank=rank)
+        losses = []
+        for epoch in range(epochs):
+            sampler.set_epoch(epoch)
+            for inputs, labels in DataLoader(data, batch_size=16 // size, sampler=sampler):
+                loss = F.cross_entropy(model(inputs), labels)
+                optimizer.zero_grad()
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                schedule.step()
+                losses.append(loss.item())
+        return losses
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_unmodified_script_trains_as_ddp(run_ranks: Callable[..., list[Any]], stage: int) -> None:
+    ours = results(run_script(2, "--deepspeed", "--stage", str(stage), "--epochs", "8"))
+    theirs = run_ranks(by_ddp, 2, 8)
+    for mine, wanted in zip(ours, theirs, strict=True):
+        assert mine["world"] == 2
+        assert mine["losses"] == pytest.approx(wanted, rel=1e-5)
+        assert sum(wanted[-6:]) < 0.5 * sum(wanted[:6]), "it learns"
+    assert ours[0]["sum"] == ours[1]["sum"] == pytest.approx(sum(mine["losses"][-1] for mine in ours))
+
+
+def test_deepspeed_config_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"train_batch_size": 16, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}))
+    (result,) = results(run_script(1, "--deepspeed", "--deepspeed_config", str(path), "--epochs", "1"))
+    assert len(result["losses"]) == 6
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_16_bit_options_train(dtype: str) -> None:
+    (result,) = results(run_script(1, "--dtype", dtype, "--epochs", "6"))
+    assert sum(result["losses"][-6:]) < 0.8 * sum(result["losses"][:6])
+
+
+@pytest.mark.parametrize(("option", "name"), [("--moe", "MoE"), ("--moe-param-group", "split_params_into_different")])
+def test_experts_are_refused(option: str, name: str) -> None:
+    done = run_script(1, option)
+    assert done.returncode != 0
+    assert f"deepspeed.moe: {name}" in done.stderr and "no mixture of experts" in done.stderr
+
+
+def test_names() -> None:
+    import zcomm
+    import zcomm.compat.deepspeed as deepspeed
+
+    assert deepspeed.get_accelerator() is deepspeed.accelerator.get_accelerator()
+    assert torch.zeros(1).to(deepspeed.get_accelerator().current_device_name()).device.type == "cpu"
+    assert deepspeed.lr_schedules.WarmupLR is zcomm.schedulers.WarmupLR
+    with pytest.raises(AttributeError, match=r"has no 'PipelineModule'; it serves: .*initialize"):
+        _ = deepspeed.PipelineModule
+    with pytest.raises(AttributeError, match="has no 'no_such'"):
+        _ = deepspeed.comm.no_such
