@@ -26,7 +26,7 @@ class Parser(argparse.ArgumentParser):
 def build_parser() -> Parser:
     """The parser of all commands; each sets `command` to its function (args -> exit code)."""
     import zcomm
-    from zcomm.cli import bench, doctor, run
+    from zcomm.cli import bench, ckpt, doctor, run
     from zcomm.demo import command as demo
 
     parser = Parser(prog="zcomm", description="Collectives, memory tiers and ZeRO for PyTorch.", allow_abbrev=False)
@@ -37,6 +37,7 @@ def build_parser() -> Parser:
     demo.add_parser(commands)
     doctor.add_parser(commands)
     bench.add_parser(commands)
+    ckpt.add_parser(commands)
     return parser
 
 

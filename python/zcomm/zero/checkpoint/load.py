@@ -57,7 +57,7 @@ def _load(
         _set_progress(optimizer, manifest)
     if scheduler is not None and manifest.scheduler is not None:
         scheduler.load_state_dict(from_json(manifest.scheduler))
-    if with_random and manifest.world_size == parts.comm.world_size:
+    if with_random and len(manifest.rank_files) == parts.comm.world_size:  # converted ones have none
         generators.unpack((folder / manifest.rank_files[parts.comm.rank]).read_bytes())
     return from_json(manifest.client_state)
 

@@ -6,6 +6,7 @@ Source: https://github.com/huggingface/safetensors#format; tests read the files 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import zlib
@@ -70,14 +71,16 @@ class Writer:
     An error is kept until ``close`` (a rank that cannot write must go on with the collectives that feed the others).
     """
 
-    def __init__(self, path: Path, plan: list[tuple[str, torch.dtype, torch.Size]]) -> None:
+    def __init__(
+        self, path: Path, plan: list[tuple[str, torch.dtype, torch.Size]], metadata: dict[str, str] | None = None
+    ) -> None:
         self.path = path
         self.entries: dict[str, Entry] = {}
         self.error: OSError | None = None
         self._plan = plan
         self._next = 0
         self._descriptor = -1
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
         at = 0
         for name, dtype, shape in plan:
             nbytes = shape.numel() * dtype.itemsize
@@ -140,6 +143,18 @@ def read_part(folder: Path, entry: Entry, begin: int = 0, end: int | None = None
     return out
 
 
+def read_whole(folder: Path, name: str, entry: Entry) -> torch.Tensor:
+    """The tensor, compared with its checksum. Raises: OSError naming file and tensor."""
+    tensor = read_part(folder, entry).view(entry.shape)
+    if zlib.crc32(bytes_of(tensor)) != entry.crc32:
+        raise OSError(errno.EIO, _differs(folder, name, entry))
+    return tensor
+
+
+def _differs(folder: Path, name: str, entry: Entry) -> str:
+    return f"{folder / entry.file}: the bytes of {name} are not those that were written"
+
+
 def check(folder: Path, name: str, entry: Entry) -> str | None:
     """What is wrong with the stored tensor, or None."""
     crc, step = 0, 1 << 24
@@ -155,4 +170,4 @@ def check(folder: Path, name: str, entry: Entry) -> str | None:
                 left -= len(data)
     except OSError as error:
         return f"{folder / entry.file}: {error.strerror}, but it holds {name}"
-    return None if crc == entry.crc32 else f"{folder / entry.file}: the bytes of {name} are not those that were written"
+    return None if crc == entry.crc32 else _differs(folder, name, entry)

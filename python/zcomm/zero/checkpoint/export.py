@@ -1,0 +1,120 @@
+"""Export: a checkpoint's weights as safetensors, one file or Hugging Face's shards with their index.
+
+Each tensor is read, compared with its checksum, converted and written before the next: one tensor is in memory.
+Tied weights are written once, under the first name, with the others in the file's metadata (as safetensors' save_model
+does); transformers and ``safetensors.torch.load_model`` tie them again. No model, no ranks.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from zcomm.zero.checkpoint import durable
+from zcomm.zero.checkpoint.manifest import Manifest, read_manifest
+from zcomm.zero.checkpoint.tensor_file import Entry, Writer, read_whole
+
+
+@dataclass(frozen=True)
+class _Item:
+    """A tensor to write: where it is read from, and in which dtype it is written."""
+
+    name: str
+    source: str
+    entry: Entry
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.entry.shape).numel() * self.dtype.itemsize
+
+
+def export(
+    checkpoint: Path, out: Path, dtype: torch.dtype | None = None, shard_nbytes: int | None = None, untie: bool = False
+) -> list[Path]:
+    """Write the weights of folder ``checkpoint`` and return the files written.
+
+    out: a name that ends in .safetensors (one file), or a new folder (model.safetensors, or shards and their index).
+    dtype: of floating weights; None: as trained, fp32 takes the exact master. shard_nbytes: most bytes per shard (a
+    larger tensor has a shard of its own). untie: write tied weights under each of their names.
+    Raises: FileNotFoundError, FileExistsError, OSError (EIO) naming file and tensor of a wrong checksum.
+    """
+    folder = durable.find(checkpoint)
+    manifest = read_manifest(folder)
+    items = _items(manifest, dtype, untie)
+    tied = {} if untie else dict(manifest.aliases)
+    if out.exists():
+        raise FileExistsError(errno.EEXIST, "there is something already", str(out))
+    if out.suffix == ".safetensors":
+        if shard_nbytes is not None:
+            raise ValueError(f"shards need a folder, but {out} is one file")
+        durable.make_folders(out.parent)
+        new = out.with_name(f".{out.name}.saving")
+        new.unlink(missing_ok=True)
+        _write(folder, items, new, tied)
+        os.replace(new, out)
+        durable.sync_folder(out.parent)
+        return [out]
+    new = durable.temporary(out)
+    names = _write_folder(folder, items, new, tied, shard_nbytes)
+    durable.put(new, out)
+    return [out / name for name in names]
+
+
+def _items(manifest: Manifest, dtype: torch.dtype | None, untie: bool) -> list[_Item]:
+    def item(name: str, saved: str) -> _Item:
+        entry, source = manifest.weights[saved], saved
+        floating = entry.torch_dtype.is_floating_point
+        wanted = dtype if dtype is not None and floating else entry.torch_dtype
+        if wanted == torch.float32 and f"master/{saved}" in manifest.optimizer:
+            source = f"master/{saved}"
+            entry = manifest.optimizer[source]
+        return _Item(name, source, entry, wanted)
+
+    items = [item(name, name) for name in sorted(manifest.weights)]
+    return items + [item(alias, saved) for alias, saved in sorted(manifest.aliases.items()) if untie]
+
+
+def _write(folder: Path, items: list[_Item], path: Path, metadata: dict[str, str]) -> None:
+    writer = Writer(path, [(item.name, item.dtype, torch.Size(item.entry.shape)) for item in items], metadata)
+    try:
+        for item in items:
+            writer.add(read_whole(folder, item.source, item.entry).to(item.dtype))
+            if writer.error is not None:
+                break
+    finally:
+        writer.close()
+
+
+def _write_folder(
+    folder: Path, items: list[_Item], new: Path, tied: dict[str, str], shard_nbytes: int | None
+) -> list[str]:
+    shards = _shards(items, shard_nbytes)
+    if len(shards) == 1:
+        _write(folder, items, new / "model.safetensors", tied)
+        return ["model.safetensors"]
+    names = [f"model-{k + 1:05d}-of-{len(shards):05d}.safetensors" for k in range(len(shards))]
+    for name, shard in zip(names, shards, strict=True):
+        here = {item.name for item in shard}
+        _write(folder, shard, new / name, {alias: first for alias, first in tied.items() if first in here})
+    weight_map = {item.name: name for name, shard in zip(names, shards, strict=True) for item in shard}
+    index = {"metadata": {"total_size": sum(item.nbytes for item in items)}, "weight_map": weight_map}
+    durable.write_file(new / "model.safetensors.index.json", (json.dumps(index, indent=2) + "\n").encode())
+    return [*names, "model.safetensors.index.json"]
+
+
+def _shards(items: list[_Item], limit: int | None) -> list[list[_Item]]:
+    shards: list[list[_Item]] = [[]]
+    filled = 0
+    for item in items:
+        if limit is not None and shards[-1] and filled + item.nbytes > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(item)
+        filled += item.nbytes
+    return shards

@@ -1,0 +1,313 @@
+"""A checkpoint of DeepSpeed's ZeRO (stages 1 to 3) becomes one of zcomm: weights, exact masters, optimizer state.
+
+DeepSpeed's files are pickles. They are opened by torch.load(weights_only=True) alone, mapped, with an allowlist of the
+three of DeepSpeed's classes that its files name, each an empty stand-in here: nothing of the file's choice runs.
+Layout (DeepSpeed 0.19.8, as its utils/zero_to_fp32.py reads it): stages 1, 2 cut each param group's flat vector into
+equal parts; stage 3 cuts each parameter, and lays a rank's parts one behind the other.
+Memory: one whole tensor; the files are mapped.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zcomm.zero.checkpoint import durable
+from zcomm.zero.checkpoint.manifest import Manifest
+from zcomm.zero.checkpoint.plain import to_json
+from zcomm.zero.checkpoint.share import rounded
+from zcomm.zero.checkpoint.tensor_file import Writer
+from zcomm.zero.tile import TileForm
+
+_OPTIONS = (  # of a param group, by torch's names; DeepSpeed's own switches stay behind
+    "lr",
+    "initial_lr",
+    "betas",
+    "eps",
+    "weight_decay",
+    "maximize",
+    "momentum",
+    "dampening",
+    "nesterov",
+    "lr_decay",
+)
+_OF_DEEPSPEED = {  # what it writes beside the caller's client state
+    *"module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments".split(),
+    *"lr_scheduler data_sampler random_ltd sparse_tensor_module_names skipped_steps global_steps".split(),
+    *"global_samples dp_world_size mp_world_size checkpoint_parallel_dimensions ds_config ds_version".split(),
+}
+Read = Callable[[], torch.Tensor]
+
+
+def _stand_in(module: str, name: str, base: type = object) -> type:
+    """An empty class under DeepSpeed's name: the unpickler makes one and sets its attributes."""
+    return type(name, (base,), {"__module__": module})
+
+
+_ALLOWED: list[Any] = [
+    _stand_in("deepspeed.runtime.zero.config", "ZeroStageEnum", int),
+    _stand_in("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
+    _stand_in("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
+    _stand_in("deepspeed.utils.tensor_fragment", "fragment_address"),
+]
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """A parameter: its shape and param group, and how its master and each array are read."""
+
+    name: str
+    shape: torch.Size
+    group: int
+    arrays: dict[str, Read]
+    master: Read
+
+
+def convert(source: Path, out: Path) -> list[str]:
+    """Write folder ``out`` from DeepSpeed's folder of one tag (or the one above, with its file ``latest``).
+
+    Returns: what was converted, and what was not, in words.
+    Raises: FileNotFoundError, FileExistsError, ValueError (no ZeRO checkpoint, a class that is not in the allowlist),
+    NotImplementedError (model parallelism).
+    """
+    if out.exists():
+        raise FileExistsError(17, "there is something already", str(out))
+    pointer = source / "latest"
+    folder = source / pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else source
+    models, optims = _load_all(folder)
+    model, state = models[0], [optim["optimizer_state_dict"] for optim in optims]
+    stage = int(state[0]["zero_stage"])
+    world_size = _most(state[0]["partition_count"])
+    if world_size != len(optims):
+        raise ValueError(f"{folder}: {world_size} ranks wrote it, but {len(optims)} *_optim_states.pt are there")
+    if int(model.get("mp_world_size", 1)) != 1:
+        raise NotImplementedError(f"{folder}: tensor parallelism (mp_world_size {model['mp_world_size']}) is not read")
+    trained = _stage_3(model, state) if stage == 3 else _stages_1_2(model, state)
+    dtype = _precision(model, trained)
+    inner = _inner(state[0])
+    manifest = Manifest(
+        world_size=world_size,
+        stage=stage,
+        precision={torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype],
+        optimizer_name=_optimizer_name(inner, trained),
+        parameters=[one.name for one in trained],
+        groups=_groups(inner, trained),
+        progress=None,
+        counters={"step_count": int(model["global_steps"]), "skipped_steps": int(model["skipped_steps"])},
+        aliases={str(alias): str(first) for alias, first in model["shared_params"].items()},
+        client_state=_client_state(model),
+    )
+    new = durable.temporary(out)
+    _write(new, manifest, trained, list(_others(models, trained, stage)), dtype)
+    durable.put(new, out)
+    lines = [f"stage {stage}, world {world_size}, step {manifest.counters['step_count']}: {len(trained)} parameters"]
+    lines += ["not converted: lr_scheduler (its count of steps is another's)"] if model.get("lr_scheduler") else []
+    return [*lines, f"not in DeepSpeed's files: random number generators. Written: {out}"]
+
+
+# --- reading ------------------------------------------------------------------------------------------------------
+
+
+def _load_all(folder: Path) -> tuple[list[Any], list[Any]]:
+    by_number: Callable[[Path], Any] = lambda path: [int(n) for n in re.findall(r"\d+", path.name)]  # noqa: E731
+    files = [sorted(folder.glob(f"*_{kind}_states.pt"), key=by_number) for kind in ("model", "optim")]
+    if not all(files):
+        raise ValueError(f"{folder}: no ZeRO checkpoint of DeepSpeed (*_model_states.pt and *_optim_states.pt)")
+    models, optims = ([_load(path) for path in kind] for kind in files)
+    return models, optims
+
+
+def _load(path: Path) -> Any:
+    try:
+        with torch.serialization.safe_globals(_ALLOWED):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        what = f"names {found[1]}, which is not in the allowlist" if found else str(error).splitlines()[0]
+        raise ValueError(f"{path}: not read, as it is a pickle that {what}") from None
+
+
+def _most(count: Any) -> int:
+    return max(count) if isinstance(count, list) else int(count)
+
+
+def _inner(state: dict[str, Any]) -> dict[str, Any]:
+    """The optimizer's own state_dict."""
+    found: dict[str, Any] = state.get("base_optimizer_state") or state["optimizer_state_dict"]
+    return found
+
+
+def _arrays(entry: dict[str, Any]) -> list[str]:
+    return [key for key, value in entry.items() if isinstance(value, torch.Tensor) and value.dim() == 1]
+
+
+def _stages_1_2(model: Any, state: list[Any]) -> list[_Trained]:
+    trained = []
+    paddings = state[0].get("param_alignment_paddings")
+    for group, shapes in enumerate(model["param_shapes"]):
+        masters = [one["single_partition_of_fp32_groups"][group] for one in state]
+        entries = [_inner(one)["state"].get(group, {}) for one in state]
+        at = 0
+        for number, (name, shape) in enumerate(shapes.items()):
+            shape = torch.Size(shape)
+
+            def read(parts: list[torch.Tensor], at: int = at, shape: torch.Size = shape) -> torch.Tensor:
+                return _cut(parts, at, at + shape.numel()).view(shape)
+
+            arrays = {key: _bind(read, [entry[key] for entry in entries]) for key in _arrays(entries[0])}
+            trained.append(_Trained(str(name), shape, group, arrays, _bind(read, masters)))
+            at += shape.numel() + (paddings[group][number] if paddings is not None else 0)
+    return trained
+
+
+def _stage_3(model: Any, state: list[Any]) -> list[_Trained]:
+    """The sub groups of a rank, one behind the other, hold its parts of all parameters in order."""
+    world_size = len(state)
+    entries = [[_inner(one)["state"].get(k, {}) for k in range(len(one["fp32_flat_groups"]))] for one in state]
+    keys = _arrays(entries[0][0]) if entries[0] else []
+    trained, at = [], 0
+    for group, shapes in enumerate(model["param_shapes"]):
+        for name, shape in shapes.items():
+            shape = torch.Size(shape)
+            part = -(-shape.numel() // world_size)
+
+            def read(
+                ranks: list[list[torch.Tensor]], at: int = at, part: int = part, shape: torch.Size = shape
+            ) -> torch.Tensor:
+                whole = torch.cat([_cut(pieces, at, at + part, equal=False) for pieces in ranks])
+                return whole[: shape.numel()].view(shape)
+
+            arrays = {key: _bind(read, [[entry[key] for entry in rank] for rank in entries]) for key in keys}
+            master = _bind(read, [one["fp32_flat_groups"] for one in state])
+            trained.append(_Trained(str(name), shape, group, arrays, master))
+            at += part
+    return trained
+
+
+def _bind(read: Callable[[Any], torch.Tensor], source: Any) -> Read:
+    return lambda: read(source)
+
+
+def _cut(parts: list[torch.Tensor], begin: int, end: int, equal: bool = True) -> torch.Tensor:
+    """Elements [begin, end) of the parts one behind the other. equal: each begins at a multiple of the first's size
+    (the last one may have lost its padding)."""
+    found, start = [], 0
+    for number, part in enumerate(parts):
+        start = number * parts[0].numel() if equal else start
+        low, high = max(begin, start), min(end, start + part.numel())
+        if low < high:
+            found.append(part[low - start : high - start])
+        start += part.numel()
+    whole = torch.cat(found) if found else torch.empty(0)
+    if whole.numel() != end - begin:
+        raise ValueError(f"elements {begin} to {end} are not in the files: {whole.numel()} of them are")
+    return whole.float()
+
+
+# --- what else it says --------------------------------------------------------------------------------------------
+
+
+def _others(models: list[Any], trained: list[_Trained], stage: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Frozen parameters and buffers, each once."""
+    model = models[0]
+    known = {one.name for one in trained} | set(model["shared_params"])
+    frozen = model.get("frozen_param_shapes") or {}
+    for name, tensor in model["module"].items():
+        if name in known:
+            continue
+        if stage == 3 and name in frozen:
+            shape = torch.Size(frozen[name])
+            whole = torch.cat([one["frozen_param_fragments"][name] for one in models])
+            yield str(name), whole[: shape.numel()].view(shape)
+        else:
+            yield str(name), tensor
+
+
+def _precision(model: Any, trained: list[_Trained]) -> torch.dtype:
+    dtypes = {model["module"][one.name].dtype for one in trained if one.name in model["module"]}
+    if len(dtypes) != 1 or not dtypes <= {torch.float32, torch.bfloat16, torch.float16}:
+        raise ValueError(f"the trained parameters have dtypes {dtypes or 'unknown'}; one of fp32, bf16, fp16 is read")
+    dtype: torch.dtype = dtypes.pop()
+    return dtype
+
+
+def _optimizer_name(inner: dict[str, Any], trained: list[_Trained]) -> str:
+    keys = set(trained[0].arrays)
+    if keys == {"exp_avg", "exp_avg_sq"}:
+        return "adam" if inner["param_groups"][0].get("decoupled_weight_decay") is False else "adamw"
+    names = {"exp_avg": "lion", "momentum_buffer": "sgd", "sum": "adagrad"}
+    return names.get("".join(sorted(keys)), "an optimizer with " + (", ".join(sorted(keys)) or "no state"))
+
+
+def _groups(inner: dict[str, Any], trained: list[_Trained]) -> list[dict[str, Any]]:
+    groups = []
+    for number, group in enumerate(inner["param_groups"]):
+        options = {key: group[key] for key in _OPTIONS if key in group}
+        step = inner["state"].get(number, inner["state"].get(0, {})).get("step", group.get("step"))
+        if step is not None:
+            options["step"] = int(step)
+        if options.get("momentum"):
+            options["buffered"] = True
+        names = [one.name for one in trained if one.group == number]
+        groups.append({"params": names, "options": to_json(options, f"param_groups[{number}]")})
+    return groups
+
+
+def _client_state(model: Any) -> Any:
+    """As the engine keeps it. What is no plain value stays behind."""
+    client = {}
+    for key, value in model.items():
+        if key not in _OF_DEEPSPEED:
+            try:
+                client[str(key)] = to_json(value, str(key))
+            except ValueError:
+                continue
+    config = model.get("ds_config")
+    accumulation = config.get("gradient_accumulation_steps", 0) if isinstance(config, dict) else 0
+    steps = int(model["global_steps"])
+    micro = steps * accumulation if isinstance(accumulation, int) else 0  # 0: at the beginning of an accumulation
+    counters = {"global_steps": steps, "micro_steps": micro, "global_samples": int(model.get("global_samples", 0))}
+    return {"engine": counters, "client_state": client}
+
+
+# --- writing ------------------------------------------------------------------------------------------------------
+
+
+def _write(
+    new: Path,
+    manifest: Manifest,
+    trained: list[_Trained],
+    others: list[tuple[str, torch.Tensor]],
+    dtype: torch.dtype,
+) -> None:
+    exact = [] if dtype == torch.float32 else ["master"]
+    weights = Writer(
+        new / "model-00001-of-00001.safetensors",
+        [(one.name, dtype, one.shape) for one in trained] + [(name, t.dtype, t.shape) for name, t in others],
+    )
+    keys = [f"{key}/{one.name}" for one in trained for key in [*exact, *one.arrays]]
+    shapes = {one.name: one.shape for one in trained}
+    state = Writer(
+        new / "optimizer-00001-of-00001.safetensors",
+        [(key, torch.float32, shapes[key.partition("/")[2]]) for key in keys],
+    )
+    try:
+        for one in trained:
+            master = one.master()
+            weights.add(rounded(TileForm((), dtype), master))
+            for read in [*([lambda master=master: master] if exact else []), *one.arrays.values()]:
+                state.add(read())
+        for _, tensor in others:
+            weights.add(tensor.contiguous())
+    finally:
+        weights.close()
+        state.close()
+    manifest.weights, manifest.optimizer = dict(weights.entries), dict(state.entries)
+    manifest.files = {writer.path.name: writer.nbytes for writer in (weights, state)}
+    manifest.write(new)
