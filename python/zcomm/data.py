@@ -2,15 +2,18 @@
 
 Map-style data sets are shuffled with one seed on all ranks and dealt out, padded so that every rank has as many
 samples. An iterable data set is only cut into micro batches: which rank reads what is up to the data set.
+Position rule: it is counted in samples of all ranks, so that it holds at another world size and batch size.
 Needs torch alone. Thread rule: one thread at a time.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
 
 class Loader:
@@ -40,7 +43,10 @@ class Loader:
         self.dataset = dataset
         self.batch_size = micro_batch
         self.sampler: DistributedSampler[Any] | None = None
-        self._epoch = 0
+        self._world_size = world_size
+        self._epoch = 0  # of the next iteration
+        self._skip = 0  # samples of all ranks that the next iteration leaves out
+        self._now = (0, 0)  # epoch, and samples of all ranks that were given of it
         map_style = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
         if map_style and not isinstance(dataset, IterableDataset):
             if len(dataset) == 0:
@@ -52,23 +58,66 @@ class Loader:
             if not hasattr(dataset, "__iter__"):
                 raise ValueError(f"training_data is neither a data set nor iterable: {type(dataset).__name__}")
             dataset = _Wrapped(dataset)
+        self._rest = None if self.sampler is None else _Rest(self.sampler)
         self._loader: DataLoader[Any] = DataLoader(
-            dataset, batch_size=micro_batch, sampler=self.sampler, collate_fn=collate_fn, drop_last=drop_last
+            dataset,
+            batch_size=micro_batch,
+            sampler=self._rest,
+            collate_fn=collate_fn,
+            drop_last=drop_last,
+            generator=torch.Generator().manual_seed(seed),  # not torch's own: a resumed run's dropout would be another
         )
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration epoch ``epoch`` (its shuffle follows from seed and epoch)."""
-        self._epoch = epoch
+        self._epoch, self._skip = epoch, 0
+        self._now = (epoch, 0)
+
+    def state_dict(self) -> dict[str, int]:
+        """Where it stands: the epoch, and the samples of all ranks that were given of it."""
+        return {"epoch": self._now[0], "samples": self._now[1]}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """The next iteration goes on from there (a map-style data set is not asked for what came before)."""
+        self._epoch, self._skip = int(state["epoch"]), int(state["samples"])
+        self._now = (self._epoch, self._skip)
 
     def __iter__(self) -> Iterator[Any]:
         if self.sampler is not None:
             self.sampler.set_epoch(self._epoch)
-        self._epoch += 1
-        return iter(self._loader)
+        epoch, skip = self._epoch, self._skip
+        self._epoch, self._skip = epoch + 1, 0
+        self._now = (epoch, skip)
+        if self._rest is not None:
+            self._rest.skip = skip // self._world_size
+            return self._counted(iter(self._loader), epoch, skip)
+        batches = iter(self._loader)
+        return self._counted(itertools.islice(batches, skip // (self.batch_size * self._world_size), None), epoch, skip)
+
+    def _counted(self, batches: Iterator[Any], epoch: int, given: int) -> Iterator[Any]:
+        for batch in batches:
+            given += self.batch_size * self._world_size
+            self._now = (epoch, given)
+            yield batch
+        self._now = (epoch + 1, 0)
 
     def __len__(self) -> int:
         """Micro batches of this rank per epoch. Raises: TypeError where the data set has no length."""
         return len(self._loader)
+
+
+class _Rest(Sampler[int]):
+    """A sampler without its first ``skip`` samples."""
+
+    def __init__(self, whole: DistributedSampler[Any]) -> None:
+        self.whole = whole
+        self.skip = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.islice(iter(self.whole), self.skip, None)
+
+    def __len__(self) -> int:
+        return len(self.whole)
 
 
 class _Wrapped(IterableDataset[Any]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -76,3 +77,55 @@ def test_errors(arguments: tuple[Any, int], message: str) -> None:
         Loader(*arguments)
     with pytest.raises(ValueError, match="got rank 2 of 2"):
         Loader([1], 1, rank=2, world_size=2)
+
+
+@pytest.mark.parametrize(("worlds", "micros"), [((1, 1), (2, 2)), ((2, 1), (2, 2)), ((1, 2), (4, 2)), ((2, 3), (3, 2))])
+def test_a_position_holds_at_another_world_and_batch_size(worlds: tuple[int, int], micros: tuple[int, int]) -> None:
+    data = list(range(48))
+    whole = samples(Loader(data, 1))
+    seen: list[int] = []
+    state = {}
+    for rank in range(worlds[0]):
+        loader = Loader(data, micros[0], rank=rank, world_size=worlds[0])
+        taken = list(itertools.islice(iter(loader), 12 // (worlds[0] * micros[0])))
+        seen += [int(value) for batch in taken for value in batch]
+        state = loader.state_dict()
+    assert state == {"epoch": 0, "samples": 12} and sorted(seen) == sorted(whole[:12])
+    rest, following = [], []
+    for rank in range(worlds[1]):
+        loader = Loader(data, micros[1], rank=rank, world_size=worlds[1])
+        loader.load_state_dict(state)
+        assert loader.state_dict() == state
+        rest += samples(loader)
+        assert loader.state_dict() == {"epoch": 1, "samples": 0}
+        following += samples(loader)
+    assert sorted(rest) == sorted(whole[12:]), "no sample twice, none left out"
+    assert sorted(following) == data
+
+
+def test_the_position_is_that_of_what_was_given() -> None:
+    asked: list[int] = []
+
+    class Asked(list[int]):
+        def __getitem__(self, index: Any) -> Any:
+            asked.append(index)
+            return super().__getitem__(index)
+
+    data = Asked(range(10))
+    first = Loader(data, 3)
+    batches = list(first)
+    assert [len(batch) for batch in batches] == [3, 3, 3, 1]
+    again = Loader(data, 3)
+    again.load_state_dict({"epoch": 0, "samples": 6})
+    asked.clear()
+    assert [batch.tolist() for batch in again] == [batch.tolist() for batch in batches[2:]]
+    assert len(asked) == 4, "what came before is not read"
+    stream = Loader((value for value in range(10)), 2, rank=1, world_size=2)
+    stream.load_state_dict({"epoch": 0, "samples": 8})
+    assert samples(stream) == [4, 5, 6, 7, 8, 9]
+
+
+def test_iterating_leaves_torchs_random_numbers_alone() -> None:
+    before = torch.get_rng_state()
+    samples(Loader(list(range(8)), 2))
+    assert torch.equal(torch.get_rng_state(), before), "a resumed run has one iteration more"

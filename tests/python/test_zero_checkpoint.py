@@ -428,6 +428,38 @@ def go(one: Any, steps: int) -> None:
         assert step < steps
 
 
+def test_an_engine_goes_on_amid_its_data(tmp_path: Path) -> None:
+    def make() -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        data = torch.utils.data.TensorDataset(torch.arange(96.0).view(24, 4) / 100)
+        config = {"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": 0.01}}}
+        return zcomm.initialize(model=model, config=config, training_data=data)
+
+    def run(one: Any, loader: Any, steps: int) -> None:
+        while steps:
+            for (x,) in loader:
+                one.backward(one(x).square().mean())
+                one.step()
+                steps -= 1
+                if one.global_steps == 8:
+                    one.save_checkpoint(tmp_path)
+                if not steps:
+                    break
+
+    whole, _, loader, _ = make()
+    run(whole, loader, 15)  # 6 steps are an epoch
+    resumed, _, loader, _ = make()
+    resumed.load_checkpoint(tmp_path)
+    assert resumed.global_steps == 8 and loader.state_dict() == {"epoch": 1, "samples": 8}
+    run(resumed, loader, 7)
+    for mine, wanted in zip(resumed.module.parameters(), whole.module.parameters(), strict=True):
+        assert torch.equal(mine, wanted)
+    for each in (whole, resumed):
+        each.destroy()
+    zcomm.shutdown()
+
+
 def test_engine_checkpoints_in_deepspeeds_terms(tmp_path: Path) -> None:
     one = engine(tmp_path)
     assert one.load_checkpoint(tmp_path / "none") == (None, None)

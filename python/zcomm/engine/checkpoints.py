@@ -19,7 +19,9 @@ def save(engine: Engine, directory: Path, tag: str | int | None, client_state: d
     name = f"global_step{engine.global_steps}" if tag is None else str(tag)
     if not name or "/" in name or name in (_LATEST, ".", ".."):
         raise ValueError(f"save_checkpoint: tag={tag!r} must be a plain folder name")
-    state = {"engine": {key: getattr(engine, key) for key in _COUNTERS}, "client_state": client_state}
+    state: dict[str, Any] = {"engine": {key: getattr(engine, key) for key in _COUNTERS}, "client_state": client_state}
+    if engine.training_dataloader is not None:
+        state["data"] = engine.training_dataloader.state_dict()
     engine.optimizer.save(directory / name, scheduler=engine.lr_scheduler, client_state=state)
     if latest and engine.global_rank == 0:
         durable.replace_file(directory / _LATEST, name.encode())
@@ -43,6 +45,8 @@ def load(
     if of_engine and not weights:
         for key in _COUNTERS:
             setattr(engine, key, int(state["engine"][key]))
+        if engine.training_dataloader is not None and "data" in state:
+            engine.training_dataloader.load_state_dict(state["data"])
     return str(folder), state["client_state"] if of_engine else state
 
 
