@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from zcomm.engine import Engine, initialize
     from zcomm.layout import BucketLayout
     from zcomm.offload import SwapFile, pinned_empty
+    from zcomm.profiling import profile
     from zcomm.zero import Offload, ZeroOptimizer
 
 # name -> module that defines it; None: the name is a module itself
@@ -68,6 +69,7 @@ _HOME: dict[str, str | None] = {
     "BucketLayout": "zcomm.layout",
     **dict.fromkeys(("SwapFile", "pinned_empty"), "zcomm.offload"),
     **dict.fromkeys(("Offload", "ZeroOptimizer"), "zcomm.zero"),
+    "profile": "zcomm.profiling",
     "optim": None,
     "zero": None,
 }
@@ -106,6 +108,7 @@ __all__ = [
     "ZeroOptimizer",
     "Engine",
     "initialize",
+    "profile",
 ]  # the keys of _HOME, spelled out for type checkers
 
 

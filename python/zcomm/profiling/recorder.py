@@ -1,0 +1,82 @@
+"""profile: a context manager that taps all open optimizers, and writes one file for all ranks.
+
+Collective on entry and on exit (the ranks' clocks are set equal by a barrier; rank 0 gathers and writes). A block that
+raises is not collective on exit: each rank writes a file of its own, PATH with ``.rankN`` in it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zcomm.profiling.taps import Taps
+from zcomm.profiling.trace import Trace
+
+if TYPE_CHECKING:
+    from zcomm.zero.optimizer import ZeroOptimizer
+
+
+class Profile:
+    """What ``profile`` gives. ``steps``: optimizer steps that were seen; ``wall_s``: seconds in the block."""
+
+    def __init__(self, path: Path, trace: Trace) -> None:
+        self.path = path
+        self.steps = 0
+        self.wall_s = 0.0
+        self._trace = trace
+
+    def seconds(self) -> dict[str, float]:
+        """This rank's seconds: compute, waiting, gathering, communication, swap; hidden: of the last three, those in
+        which the main thread was not waiting."""
+        return self._trace.seconds()
+
+
+@contextmanager
+def profile(path: str | os.PathLike[str], optimizers: Sequence[ZeroOptimizer] | None = None) -> Iterator[Profile]:
+    """Write a timeline of what runs inside to ``path`` (JSON, for https://ui.perfetto.dev). All ranks call it.
+
+    optimizers: which to look at; None: all that are open in this process.
+    Raises: ValueError where there is none; OSError on rank 0 where the file cannot be written.
+    """
+    from zcomm.zero.checkpoint import durable
+    from zcomm.zero.checkpoint.exchange import all_values
+    from zcomm.zero.optimizer import open_optimizers
+
+    tapped = list(open_optimizers() if optimizers is None else optimizers)
+    if not tapped:
+        raise ValueError("profile(): no ZeroOptimizer is open; make it before the profile")
+    comm = tapped[0]._live.comm
+    before = sum(optimizer.step_count for optimizer in tapped)
+    comm.barrier(name="a profile begins")
+    trace = Trace()
+    result = Profile(Path(path), trace)
+    whole = False
+    try:
+        with Taps(trace) as taps:
+            taps.backward()
+            for optimizer in tapped:
+                taps.optimizer(optimizer)
+            trace.origin = time.perf_counter_ns()
+            yield result
+            result.wall_s = (time.perf_counter_ns() - trace.origin) / 1e9
+        whole = True
+    finally:
+        result.steps = sum(optimizer.step_count for optimizer in tapped) - before
+        events = trace.events(comm.rank)
+        if not whole:
+            alone = result.path.with_suffix(f".rank{comm.rank}{result.path.suffix}")
+            _write(durable, alone, events)
+    every = all_values(comm, events, "the profile of each rank")
+    if comm.rank == 0:
+        _write(durable, result.path, [event for of_rank in every for event in of_rank])
+
+
+def _write(durable: Any, path: Path, events: list[dict[str, Any]]) -> None:
+    durable.make_folders(path.absolute().parent)
+    text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+    durable.write_file(path.absolute(), text.encode())

@@ -1,0 +1,213 @@
+"""Taps: what a profile puts around the parts of an optimizer while it is open, and takes away again.
+
+Nothing is in the way of a program without a profile: methods are replaced on the objects, the core's communicators and
+swap files stand behind a proxy, and hooks are registered, all on entry.
+Thread rule: taps are installed and removed on the main thread. One watching thread per proxy waits for the operations
+in their order and notes when each ended (a core Work is one thread's: only the watcher touches it).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zcomm.profiling.trace import Trace
+
+if TYPE_CHECKING:
+    from zcomm.zero.optimizer import ZeroOptimizer
+
+_COLLECTIVES = {
+    *"all_reduce reduce reduce_scatter all_gather broadcast gather scatter all_to_all barrier".split(),
+}
+_SWAPS = {"read", "write"}
+
+
+class WatchedWork:
+    """An operation that the watcher waits for; the program waits for the watcher."""
+
+    def __init__(self, work: Any, lane: str, name: str, args: dict[str, Any]) -> None:
+        self.work, self.lane, self.name, self.args = work, lane, name, args
+        self.begin = time.perf_counter_ns()
+        self.ended = threading.Event()
+        self.error: BaseException | None = None
+
+    def wait(self, timeout: float | None = None) -> None:
+        """As the core's Work."""
+        if not self.ended.wait(timeout):
+            raise TimeoutError(f"Work.wait: not done after {timeout} s; the operation goes on")
+        if self.error is not None:
+            raise self.error
+
+    def done(self) -> bool:
+        """As the core's Work."""
+        return self.ended.is_set()
+
+
+class Proxy:
+    """Stands for a core object; times the calls in ``timed``. ``serial``: its operations run one after the other."""
+
+    def __init__(self, inner: Any, lane: str, timed: set[str], trace: Trace, serial: bool) -> None:
+        self._inner, self._lane, self._timed, self._trace, self._serial = inner, lane, timed, trace, serial
+        self._queue: queue.SimpleQueue[WatchedWork | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._watch, name="zcomm-profile", daemon=True)
+        self._thread.start()
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._inner, name)
+        return self._wrap(name, value) if name in self._timed else value
+
+    def _wrap(self, operation: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            words = [value for value in (*args, *kwargs.values()) if isinstance(value, str) and value]
+            name = " ".join([operation, *words[:1]])
+            begin = time.perf_counter_ns()
+            work = call(*args, **kwargs)
+            known = _size(operation, args)
+            if work is None:
+                self._trace.add(self._lane, name, begin, time.perf_counter_ns(), **known)
+                return None
+            watched = WatchedWork(work, self._lane, name, known)
+            watched.begin = begin
+            self._queue.put(watched)
+            return watched
+
+        return timed
+
+    def _watch(self) -> None:
+        last = 0
+        while (watched := self._queue.get()) is not None:
+            try:
+                watched.work.wait()
+            except BaseException as error:
+                watched.error = error
+            end = time.perf_counter_ns()
+            begin = max(watched.begin, last) if self._serial else watched.begin
+            self._trace.add(watched.lane, watched.name, begin, end, **watched.args)
+            last = end
+            watched.work = None
+            watched.ended.set()
+
+    def close(self) -> None:
+        """All operations have ended afterwards."""
+        self._queue.put(None)
+        self._thread.join()
+
+
+def _size(operation: str, args: tuple[Any, ...]) -> dict[str, Any]:
+    if operation in _SWAPS:
+        return {"nbytes": args[2]} if len(args) > 2 else {}
+    spans = args[0] if args and isinstance(args[0], list) else []
+    return {"elements": sum(span[1] for span in spans)} if spans and isinstance(spans[0], tuple) else {}
+
+
+class Taps(ExitStack):
+    """All that one profile has installed; closing removes it, last first."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self.trace = trace
+
+    def optimizer(self, optimizer: ZeroOptimizer) -> None:
+        """Tap an optimizer and its model."""
+        parts = optimizer._live
+        store: Any = parts.store
+        self._proxy(parts.comm, "_core", "communication", _COLLECTIVES, serial=True)
+        if hasattr(store, "_gather_comm"):
+            self._proxy(store._gather_comm, "_core", "communication", _COLLECTIVES, serial=True)
+            self._time(store, "_gather", "gathering", lambda unit: f"gather {unit.name}")
+            whole = type(store.units[0].state).GATHERED
+            self._time(
+                store, "ensure", "waiting", lambda unit: f"wait for {unit.name}", lambda unit: unit.state is not whole
+            )
+        for holder in (parts.state, getattr(store, "_source", None)):
+            if hasattr(holder, "_swap"):
+                self._proxy(holder, "_swap", "swap", _SWAPS, serial=False)
+        self._time(
+            parts.reducer, "_wait", "waiting", lambda n: "wait for gradients", lambda n: bool(parts.reducer._works[n])
+        )
+        if hasattr(parts.state, "_wait"):
+            self._time(parts.state, "_wait", "waiting", lambda _: "wait for swap", lambda work: work is not None)
+        self._time(store, "publish", "waiting", lambda: "wait for weights")
+        self._time(parts.state, "_step_tile", "compute", lambda *_: "update")
+        self._time(optimizer, "step", "compute", lambda *_: f"optimizer step {optimizer.step_count + 1}")
+        if parts.model is not None:
+            self._forward(parts.model)
+
+    def backward(self) -> None:
+        """Tap autograd's entry, which Tensor.backward calls."""
+        self._time(torch.autograd, "backward", "compute", lambda *_, **__: "backward")
+
+    # --- tools ------------------------------------------------------------------------------------------------
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """``owner.name`` is ``value`` until the taps close."""
+        own = vars(owner).get(name, self)  # self: it is the class's
+
+        def back() -> None:
+            if own is self:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)
+
+        setattr(owner, name, value)
+        self.callback(back)
+
+    def _proxy(self, owner: Any, name: str, lane: str, timed: set[str], serial: bool) -> None:
+        proxy = Proxy(getattr(owner, name), lane, timed, self.trace, serial)
+        self.callback(proxy.close)  # after the original is back
+        self.replace(owner, name, proxy)
+
+    def _time(
+        self,
+        owner: Any,
+        name: str,
+        lane: str,
+        label: Callable[..., str],
+        counts: Callable[..., bool] = lambda *_, **__: True,
+    ) -> None:
+        """Note each call of ``owner.name`` for which ``counts``."""
+        original = getattr(owner, name)
+        trace = self.trace
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if not counts(*args, **kwargs):
+                return original(*args, **kwargs)
+            words, begin = label(*args, **kwargs), time.perf_counter_ns()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                trace.add(lane, words, begin, time.perf_counter_ns())
+
+        self.replace(owner, name, timed)
+
+    def _forward(self, model: nn.Module) -> None:
+        """The model, its children, and the members of its lists."""
+        begins: dict[int, list[int]] = {}
+        for name, module in _shown_modules(model):
+            words = f"forward {name or type(model).__name__}"
+
+            def enter(module: nn.Module, args: Any) -> None:
+                begins.setdefault(id(module), []).append(time.perf_counter_ns())
+
+            def leave(module: nn.Module, args: Any, output: Any, words: str = words) -> None:
+                if begins.get(id(module)):
+                    self.trace.add("compute", words, begins[id(module)].pop(), time.perf_counter_ns())
+
+            self.callback(module.register_forward_pre_hook(enter).remove)
+            self.callback(module.register_forward_hook(leave, always_call=True).remove)
+
+
+def _shown_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    shown = [("", model)]
+    for name, child in model.named_children():
+        shown.append((name, child))
+        if isinstance(child, (nn.ModuleList, nn.Sequential)):
+            shown += [(f"{name}.{number}", member) for number, member in enumerate(child)]
+    return shown

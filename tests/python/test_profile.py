@@ -1,0 +1,121 @@
+"""zcomm.profile: the file, what is in it, and that it changes nothing."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zcomm
+from zcomm.profiling.trace import Trace, common, length, united
+from zero_jobs import digest
+
+Run = Callable[..., list[Any]]
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(1)
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(40, 40), nn.Tanh()) for _ in range(4)))
+    return nn.Sequential(nn.Linear(8, 40), blocks, nn.Linear(40, 3))
+
+
+def train(stage: int, offload: str | None, folder: str, profiled: bool) -> Any:
+    zcomm.init(timeout=60)
+    model = net()
+    opt = zcomm.ZeroOptimizer(
+        model, "adamw", stage=stage, offload=offload, nvme_path=folder, lr=0.01, bucket_mb=0.005, clip_norm=1.0
+    )
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            x = torch.full((4, 8), 0.1 * opt.step_count + zcomm.rank())
+            model(x).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+
+    steps(2)
+    seconds = None
+    threads = threading.active_count()
+    if profiled:
+        with zcomm.profile(f"{folder}/trace.json") as seen:
+            steps(3)
+        seconds = {**seen.seconds(), "steps": seen.steps, "wall": seen.wall_s}
+        assert threading.active_count() == threads, "no watcher is left"
+        assert "step" not in vars(opt) and torch.autograd.backward.__module__ == "torch.autograd"
+    else:
+        steps(3)
+    steps(2)
+    weights = digest({name: zcomm.zero.full_param(p) for name, p in model.named_parameters()})
+    opt.close()
+    return weights, seconds
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(0, None), (1, None), (2, "nvme"), (3, "nvme")])
+def test_a_trace_of_all_ranks_and_the_same_bits(run_ranks: Run, tmp_path: Path, stage: int, offload: str) -> None:
+    plain = run_ranks(train, 2, stage, offload, str(tmp_path), False)
+    seen = run_ranks(train, 2, stage, offload, str(tmp_path), True)
+    assert [weights for weights, _ in seen] == [weights for weights, _ in plain]
+    path = tmp_path / "trace.json"
+    assert path.stat().st_mode & 0o777 == 0o600
+    events = json.loads(path.read_text())["traceEvents"]
+    for rank, (_, seconds) in enumerate(seen):
+        mine = [event for event in events if event["pid"] == rank]
+        named = {event["args"]["name"] for event in mine if event["ph"] == "M"}
+        assert {f"rank {rank}", "compute", "communication", "swap", "waiting"} <= named
+        names = [event["name"] for event in mine if event["ph"] in "Xb"]
+        assert [name for name in names if name.startswith("optimizer step")] == [
+            f"optimizer step {n}" for n in (3, 4, 5)
+        ]
+        assert names.count("forward Sequential") == names.count("backward") == 3
+        assert names.count("forward 1.2") == 3
+        assert sum("reduce_scatter gradients of bucket 0" in name for name in names) == 3
+        assert any(name.startswith("all_reduce gradient norm") for name in names)
+        assert any(name.startswith("read state.") for name in names) == (offload == "nvme")
+        assert any(name.startswith("gather ") for name in names) == (stage == 3)
+        starts = sorted(event["id"] for event in mine if event["ph"] == "b")
+        assert starts == sorted(event["id"] for event in mine if event["ph"] == "e") and len(set(starts)) == len(starts)
+        assert all(event["ts"] >= 0 for event in mine if "ts" in event)
+        assert all(event["dur"] >= 0 for event in mine if event["ph"] == "X")
+        assert seconds["steps"] == 3
+        for lane in ("compute", "communication"):
+            assert 0 < seconds[lane] <= seconds["wall"]
+        assert (seconds["swap"] > 0) == (offload == "nvme")
+
+
+def fail_inside(folder: str) -> str:
+    opt = zcomm.ZeroOptimizer(net(), "sgd", stage=1)
+    with pytest.raises(KeyError), zcomm.profile(f"{folder}/trace.json"):
+        if zcomm.rank() == 1:
+            raise KeyError("only here")
+        raise KeyError("and there")
+    opt.close()
+    return "done"
+
+
+def test_an_error_leaves_a_file_of_each_rank(run_ranks: Run, tmp_path: Path) -> None:
+    assert run_ranks(fail_inside, 2, str(tmp_path)) == ["done", "done"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.rank0.json", "trace.rank1.json"]
+    assert json.loads((tmp_path / "trace.rank1.json").read_text())["traceEvents"]
+
+
+def test_without_an_optimizer(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no ZeroOptimizer is open"), zcomm.profile(tmp_path / "x.json"):
+        pass
+
+
+def test_intervals() -> None:
+    assert united([(5, 7), (0, 2), (1, 3), (7, 8)]) == [(0, 3), (5, 8)]
+    assert common([(0, 3), (5, 8)], [(2, 6), (7, 9)]) == [(2, 3), (5, 6), (7, 8)]
+    assert length([(0, 3), (5, 8)]) == 6
+    trace = Trace()
+    for lane, begin, end in (("compute", 0, 10), ("waiting", 4, 6), ("communication", 2, 5), ("swap", 5, 7)):
+        trace.add(lane, "x", begin * 10**9, end * 10**9)
+    assert trace.seconds() == {
+        "compute": 8, "waiting": 2, "gathering": 0, "communication": 3, "swap": 2, "hidden": 3,
+    }  # fmt: skip
