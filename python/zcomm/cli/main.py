@@ -26,7 +26,7 @@ class Parser(argparse.ArgumentParser):
 def build_parser() -> Parser:
     """The parser of all commands; each sets `command` to its function (args -> exit code)."""
     import zcomm
-    from zcomm.cli import bench, ckpt, doctor, run
+    from zcomm.cli import bench, ckpt, doctor, plan, run
     from zcomm.demo import command as demo
 
     parser = Parser(prog="zcomm", description="Collectives, memory tiers and ZeRO for PyTorch.", allow_abbrev=False)
@@ -38,6 +38,7 @@ def build_parser() -> Parser:
     doctor.add_parser(commands)
     bench.add_parser(commands)
     ckpt.add_parser(commands)
+    plan.add_parser(commands)
     return parser
 
 

@@ -1,0 +1,230 @@
+"""`zcomm plan`: stage x offload x world for a model, with what fits here; `--compare` with a run that was made."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zcomm.cli.ckpt import nbytes, shown
+from zcomm.launch.errors import UserError
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+    from zcomm.cli.main import Parser
+    from zcomm.planning import Estimate
+
+_OFFLOADS = ("none", "cpu", "nvme")
+
+
+def add_parser(commands: _SubParsersAction[Parser]) -> None:
+    """Declare the command's options."""
+    parser = commands.add_parser(
+        "plan", help="bytes by tier for stage x offload x world; what fits", allow_abbrev=False
+    )
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--params", type=_count, metavar="N", help="trained parameters, for example 7e9: ZeRO's formula")
+    model.add_argument(
+        "--model",
+        metavar="MODULE:FUNCTION",
+        help="a function that makes the model, or (model, inputs of a micro-batch); it runs on the meta device",
+    )
+    parser.add_argument("--stage", type=_list(int, (0, 1, 2, 3)), default=[0, 1, 2, 3], help="default 0,1,2,3")
+    parser.add_argument("--offload", type=_list(str, _OFFLOADS), default=list(_OFFLOADS), help="default none,cpu,nvme")
+    parser.add_argument("--world", type=_list(int), default=[1, 2], help="ranks, all on this host; default 1,2")
+    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32")
+    parser.add_argument(
+        "--optimizer", choices=("adamw", "adam", "lion", "adagrad", "sgd", "sgd-momentum"), default="adamw"
+    )
+    parser.add_argument("--bucket-mb", type=float, default=25.0)
+    parser.add_argument("--accum", type=int, default=1, help="micro-steps per step")
+    parser.add_argument("--activations", type=nbytes, metavar="SIZE", help="of a rank's micro-batch, if not traced")
+    parser.add_argument("--memory", type=nbytes, metavar="SIZE", help="of the host (default: this machine's)")
+    parser.add_argument("--nvme-path", type=Path, default=Path("."), help="whose free space and measured speed count")
+    parser.add_argument("--compare", type=Path, metavar="METRICS", help="metrics.jsonl of a demo run")
+    parser.set_defaults(command=command)
+
+
+def command(args: argparse.Namespace) -> int:
+    """Print the table, or the comparison."""
+    if args.compare is not None:
+        return _compare(args.compare)
+    if args.params is None and args.model is None:
+        raise UserError("--params, --model or --compare is needed")
+    from zcomm.planning import estimate
+
+    model, activations = (args.params, None) if args.model is None else _made(args.model, args.precision)
+    activations = args.activations if args.activations is not None else activations
+    memory = args.memory or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = _free(args.nvme_path)
+    speeds = _speeds(args.nvme_path)
+    rows = []
+    for world, stage, offload in itertools.product(args.world, args.stage, args.offload):
+        found = estimate(
+            model,
+            stage,
+            offload,
+            world,
+            args.precision,
+            args.optimizer,
+            bucket_mb=args.bucket_mb,
+            accumulation=args.accum,
+            activations_nbytes=activations or 0,
+        )
+        rows.append(_row(found, memory, free, speeds))
+    count = model if isinstance(model, int) else sum(p.numel() for p in model.parameters() if p.requires_grad)
+    print(f"{count} trained parameters, {args.precision}, {args.optimizer}; bytes are of one rank")
+    _print(rows)
+    _notes(isinstance(model, int), activations, memory, free, speeds, args.nvme_path)
+    return 0
+
+
+def _row(found: Estimate, memory: int, free: int, speeds: tuple[float, float] | None) -> dict[str, str]:
+    world = found.world_size
+    lacks = [
+        *(["memory"] if found.host_nbytes * world > memory else []),
+        *(["drive"] if found.tier("nvme") * world > free else []),
+    ]
+    moved = found.swap_read_nbytes + found.swap_written_nbytes
+    seconds = "-"
+    if speeds is not None and moved:  # all ranks share the drive
+        seconds = f"{world * (found.swap_read_nbytes / speeds[0] + found.swap_written_nbytes / speeds[1]):.3g} s"
+    return {
+        "world": str(world),
+        "stage": str(found.stage),
+        "offload": str(found.offload),
+        "device": shown(found.tier("device")),
+        "cpu": shown(found.tier("cpu")),
+        "nvme": shown(found.tier("nvme")),
+        "swap per 1000 steps": shown(1000 * moved) if moved else "-",
+        "swap per step": seconds,
+        "fits": f"no: {', '.join(lacks)}" if lacks else "yes",
+    }
+
+
+def _print(rows: list[dict[str, str]]) -> None:
+    width = {key: max(len(key), *(len(row[key]) for row in rows)) for key in rows[0]}
+    print("  ".join(f"{key:>{width[key]}}" for key in width))
+    for row in rows:
+        print("  ".join(f"{row[key]:>{width[key]}}" for key in width))
+
+
+def _notes(
+    formula: bool, activations: int | None, memory: int, free: int, speeds: tuple[float, float] | None, where: Path
+) -> None:
+    if formula:
+        print("ZeRO's formula: without padding, slots and windows (--model counts them)")
+    if activations is None:
+        print("without activations (--activations, or --model with the inputs of a micro-batch)")
+    else:
+        print(f"device includes {shown(activations)} of activations of one micro-batch")
+    print(f"fits: all ranks in {shown(memory)} of memory and {shown(free)} free in {where}")
+    if speeds is None:
+        print("time of the swap is not known here: zcomm doctor --calibrate --dir DIR measures the drive")
+    else:
+        print(
+            f"time of the swap at {speeds[0] / 1e9:.2f} GB/s read, {speeds[1] / 1e9:.2f} written, if nothing hides it"
+        )
+
+
+def _made(name: str, precision: str) -> tuple[Any, int | None]:
+    """The model on the meta device, and its activations where the function gave inputs."""
+    import torch
+    from torch import nn
+
+    from zcomm.planning import saved_nbytes
+    from zcomm.zero.options import as_precision
+
+    module, colon, function = name.partition(":")
+    if not colon:
+        raise UserError(f"--model {name!r} is not MODULE:FUNCTION")
+    sys.path.insert(0, os.getcwd())
+    try:
+        make = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"--model {name}: {error}") from error
+    with torch.device("meta"):
+        made = make()
+    model, inputs = made if isinstance(made, tuple) else (made, None)
+    if not isinstance(model, nn.Module):
+        raise UserError(f"--model {name}: it gave {type(model).__name__}, not a module or (module, inputs)")
+    model.to(as_precision(precision).dtype)
+    if inputs is None:
+        return model, None
+    return model, saved_nbytes(model, **inputs) if isinstance(inputs, dict) else saved_nbytes(model, *_several(inputs))
+
+
+def _several(inputs: Any) -> tuple[Any, ...]:
+    return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+
+
+def _free(place: Path) -> int:
+    while not place.exists():
+        place = place.absolute().parent
+    status = os.statvfs(place)
+    return status.f_bavail * status.f_frsize
+
+
+def _speeds(place: Path) -> tuple[float, float] | None:
+    """Bytes per second that the drive was measured to read and write, or None."""
+    from zcomm import swap_tuning
+
+    try:
+        row = json.loads(swap_tuning.path().read_text())["drives"][swap_tuning.drive(place)]
+        return float(row["read_gbps"]) * 1e9, float(row["write_gbps"]) * 1e9
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _compare(path: Path) -> int:
+    """A run's memory beside what was planned for it."""
+    try:
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        (summary,) = [record for record in records if record.get("kind") == "summary"]
+    except (OSError, ValueError) as error:
+        raise UserError(f"--compare {path}: not the metrics.jsonl of a run that ended ({error})") from error
+    rows = []
+    for tier, purposes in summary["memory"].items():
+        for purpose, measured in purposes.items():
+            planned = summary["formula"].get(tier, {}).get(purpose, 0)
+            if measured or planned:
+                off = f"{100 * (measured - planned) / planned:+.1f} %" if planned else "-"
+                rows.append(
+                    {"tier": tier, "what": purpose, "planned": shown(planned), "measured": shown(measured), "off": off}
+                )
+    _print(rows)
+    stats = summary["stats"]
+    for what in ("read", "written"):
+        if stats.get(f"swap_{what}_nbytes"):
+            print(f"swap {what}: {shown(stats[f'swap_{what}_nbytes'])} in {summary['train_s']:.1f} s of training")
+    return 0
+
+
+def _count(text: str) -> int:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0
+    if not value >= 1 or value != int(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of parameters, such as 7e9")
+    return int(value)
+
+
+def _list(kind: type, choices: tuple[Any, ...] | None = None) -> Any:
+    def parse(text: str) -> list[Any]:
+        try:
+            values = [kind(word) for word in text.split(",")]
+        except ValueError:
+            values = []
+        if not values or any(value not in choices if choices else value < 1 for value in values):
+            known = f"one or more of {', '.join(map(str, choices))}" if choices else "whole numbers above 0"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {known}, with commas between")
+        return values
+
+    return parse

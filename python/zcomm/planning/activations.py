@@ -1,0 +1,39 @@
+"""What autograd keeps between forward and backward of one micro-batch, found by tracing it.
+
+On the meta device nothing is computed and nothing allocated. Counted is each storage once, without the model's own
+parameters and buffers; the working space inside of operators is not in it. Source: torch.autograd.graph's
+saved_tensors_hooks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def saved_nbytes(model: nn.Module, *args: Any, **kwargs: Any) -> int:
+    """Bytes that backward would need of ``model(*args, **kwargs)``, on the device of model and arguments.
+
+    A checkpointed block counts with its inputs alone, as it should. Raises: what the model raises.
+    """
+    own = {_storage(tensor) for tensor in [*model.parameters(), *model.buffers()]}
+    sizes: dict[int, int] = {}
+    held = []  # a storage that is freed could lend its identity to another
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        key = _storage(tensor)
+        if key not in own:
+            held.append(tensor)
+            sizes[key] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = model(*args, **kwargs)
+    del output
+    return sum(sizes.values())
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

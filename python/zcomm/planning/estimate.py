@@ -1,0 +1,170 @@
+"""Bytes of one rank by tier and purpose, and of swap per step, for one case of stage, tier, world and precision.
+
+From shapes (a model on the meta device will do) everything is laid out as ZeroOptimizer lays it out, padding, slots and
+windows included, so that the numbers are those of ``opt.memory()``. From a count of parameters alone it is ZeRO's
+formula (memory.py), without slots. Pure arithmetic: no ranks, no memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from zcomm import _core
+from zcomm.zero.geometry import Geometry
+from zcomm.zero.gradients import SLOTS
+from zcomm.zero.memory import Memory, empty_memory, memory_formula
+from zcomm.zero.options import Offload, as_offload, as_precision, check_stage
+from zcomm.zero.sources import WINDOWS as PARAM_WINDOWS
+from zcomm.zero.swapped import WINDOWS as STATE_WINDOWS
+from zcomm.zero.swapped import swapped_count
+from zcomm.zero.tile import TileForm, cut
+from zcomm.zero.unit_choice import choose_units
+
+ARRAYS = {"adamw": 2, "adam": 2, "lion": 1, "adagrad": 1, "sgd": 0, "sgd-momentum": 1}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """memory: of one rank. swap_read_nbytes, swap_written_nbytes: of one rank and optimizer step (reads: at most)."""
+
+    stage: int
+    offload: str | Offload | None
+    world_size: int
+    memory: Memory
+    swap_read_nbytes: int = 0
+    swap_written_nbytes: int = 0
+    activations_nbytes: int = 0
+    exact: bool = field(default=True)
+
+    def tier(self, name: str) -> int:
+        """Bytes of a tier; activations are on the device."""
+        return sum(self.memory[name].values()) + (self.activations_nbytes if name == "device" else 0)
+
+    @property
+    def host_nbytes(self) -> int:
+        """What a rank needs in RAM where the device is the CPU."""
+        return self.tier("device") + self.tier("cpu")
+
+
+def estimate(
+    model: nn.Module | int,
+    stage: int,
+    offload: str | Offload | None = None,
+    world_size: int = 1,
+    precision: str = "fp32",
+    optimizer: str = "adamw",
+    *,
+    bucket_mb: float = 25.0,
+    prefetch: int = 1,
+    accumulation: int = 1,
+    activations_nbytes: int = 0,
+) -> Estimate:
+    """What ``ZeroOptimizer`` of these options needs on CPU ranks of one host.
+
+    model: a module (on any device, meta too), or the number of trained parameters.
+    Raises: ValueError for an unknown stage, offload, precision or optimizer.
+    """
+    check_stage(stage)
+    where, kind = as_offload(offload, stage), as_precision(precision)
+    if optimizer not in ARRAYS:
+        raise ValueError(f"optimizer={optimizer!r}; known here: {', '.join(ARRAYS)}")
+    arrays = tuple(str(k) for k in range(ARRAYS[optimizer]))
+    form = TileForm(arrays, kind.dtype)
+    if isinstance(model, int):
+        memory = memory_formula(model, world_size, stage, precision, where, state_arrays=len(arrays))
+        state, params = memory["nvme"]["optimizer"], memory["nvme"]["parameters"]
+        exact = False
+    else:
+        layout = _Layout(model, stage, where, world_size, kind.dtype, form, bucket_mb, prefetch)
+        memory, exact = layout.memory(), True
+        state, params = memory["nvme"]["optimizer"], memory["nvme"]["parameters"]
+    gathers = 2 * accumulation  # forward and backward of each micro-step
+    return Estimate(
+        stage=stage,
+        offload=offload,
+        world_size=world_size,
+        memory=memory,
+        swap_read_nbytes=state + params * (1 + gathers),
+        swap_written_nbytes=state + params,
+        activations_nbytes=activations_nbytes,
+        exact=exact,
+    )
+
+
+class _Layout:
+    """The places of everything, as build_parts lays them out."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stage: int,
+        where: Offload,
+        world_size: int,
+        dtype: torch.dtype,
+        form: TileForm,
+        bucket_mb: float,
+        prefetch: int,
+    ) -> None:
+        trained = [param for param in model.parameters() if param.requires_grad]
+        self.by_unit = stage == 3 and where.params == "nvme"
+        shapes = [[param.shape for param in trained]]
+        if self.by_unit:
+            shapes = [[param.shape for param in choice.params] for choice in choose_units(model, trained)]
+        self.geometry = Geometry(shapes, world_size, int(bucket_mb * 2**20), dtype.itemsize)
+        self.stage, self.where, self.world_size, self.dtype = stage, where, world_size, dtype
+        self.form, self.prefetch = form, prefetch
+
+    def memory(self) -> Memory:
+        found = empty_memory()
+        geometry, item = self.geometry, self.dtype.itemsize
+        largest = max((bucket.count for bucket in geometry.buckets), default=0)
+        found["device"]["slots"] = min(SLOTS, len(geometry.buckets)) * largest * item
+        found["device"]["gradients"] = 4 * (geometry.count if self.stage <= 1 else geometry.shard_count)
+        tier = self.where.params or "device"
+        if self.by_unit:
+            found[tier]["parameters"] = geometry.shard_count * item
+            found["device"]["slots"] += self._unit_slots()
+            shard = max((bucket.shard_count for bucket in geometry.buckets), default=0) * item
+            found["cpu"]["slots"] += PARAM_WINDOWS * _pages(shard)
+        else:
+            whole = geometry.count * item
+            found[tier]["parameters"] = whole if self.stage == 0 else whole // self.world_size
+        self._state(found)
+        return found
+
+    def _unit_slots(self) -> int:
+        """The slots are one copy for the ranks of a host."""
+        units = [sum(self.geometry.buckets[b].count for b in buckets) for buckets in self.geometry.unit_buckets]
+        nbytes = [_pages(count * self.dtype.itemsize) for count in units]
+        blocks = nbytes[1:]
+        slots = min(self.prefetch + 2, len(blocks)) * max(blocks, default=0)
+        return (slots + nbytes[0]) // self.world_size
+
+    def _state(self, found: Memory) -> None:
+        geometry, where, form = self.geometry, self.where, self.form
+        counts = [bucket.count if self.stage == 0 else bucket.shard_count for bucket in geometry.buckets]
+        total = form.nbytes(sum(counts))
+        if where.optimizer != "nvme" or not form.element_nbytes:
+            offloaded = round(total * where.fraction) if where.optimizer else 0
+            found["cpu"]["optimizer"] += offloaded
+            found["device"]["optimizer"] += total - offloaded
+            return
+        tiles = [part.stop - part.start for count in counts for part in cut(count)]
+        swapped = [
+            count
+            for number, count in enumerate(tiles)
+            if swapped_count(number + 1, where.fraction) > swapped_count(number, where.fraction)
+        ]
+        on_drive = form.nbytes(sum(swapped))
+        found["nvme"]["optimizer"] += on_drive
+        found["cpu"]["optimizer"] += total - on_drive
+        windows = min(STATE_WINDOWS, len(swapped))
+        found["cpu"]["slots"] += windows * _pages(form.nbytes(max(swapped, default=0)))
+
+
+def _pages(nbytes: int) -> int:
+    page = _core.page_nbytes()
+    return -(-nbytes // page) * page

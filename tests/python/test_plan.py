@@ -1,0 +1,179 @@
+"""`zcomm plan`: its bytes are those of opt.memory() and of the swap file; what it traces, prints and refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zcomm
+from zcomm.cli.main import main
+from zcomm.planning import estimate, saved_nbytes
+from zcomm.zero.memory import memory_formula
+
+Run = Callable[..., list[Any]]
+STEPS = 3
+
+
+class Net(nn.Module):
+    """Blocks, a tied and a frozen parameter, sizes that nothing divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(301, 130)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(130, 517), nn.GELU(), nn.Linear(517, 130)) for _ in range(4)
+        )
+        self.frozen = nn.Parameter(torch.ones(130), requires_grad=False)
+        self.head = nn.Linear(130, 301, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embed(x) * self.frozen
+        for block in self.blocks:
+            h = h + block(h)
+        return self.head(h)
+
+
+def made() -> tuple[nn.Module, torch.Tensor]:
+    """For --model."""
+    return Net(), torch.zeros(2, 8, dtype=torch.int64)
+
+
+CASES = [
+    *((stage, offload, "fp32", "adamw") for stage, offload in product((0, 1, 2, 3), ("none", "cpu", "nvme"))),
+    (3, "nvme", "bf16", "lion"),
+    (2, "nvme", "fp16", "adamw"),
+    (1, "none", "bf16", "sgd"),
+]
+
+
+def measure(folder: str) -> list[Any]:
+    zcomm.init(timeout=60)
+    found = []
+    for stage, offload, precision, name in CASES:
+        model = Net()
+        opt = zcomm.ZeroOptimizer(
+            model, name, stage=stage, offload=offload, nvme_path=folder, precision=precision, bucket_mb=0.3, lr=1e-3
+        )
+        before: dict[str, float] = {}
+        for number in range(STEPS + 1):
+            if number == 1:
+                before = opt.stats()
+            x = torch.arange(16).view(2, 8) + zcomm.rank() + number
+            opt.backward(nn.functional.cross_entropy(model(x).float().flatten(0, 1), x.flatten()))
+            opt.step()
+            opt.zero_grad()
+        after = opt.stats()
+        memory = opt.memory()
+        opt.close()
+        moved = {key: after[key] - before[key] for key in ("swap_read_nbytes", "swap_written_nbytes")}
+        found.append((memory, moved))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_byte_is_planned(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
+    with torch.device("meta"):
+        model = Net()
+    for results in run_ranks(measure, world_size, str(tmp_path)):
+        for case, (memory, moved) in zip(CASES, results, strict=True):
+            stage, offload, precision, name = case
+            planned = estimate(model, stage, offload, world_size, precision, name, bucket_mb=0.3)
+            assert planned.exact and planned.memory == memory, case
+            assert abs(moved["swap_written_nbytes"] - STEPS * planned.swap_written_nbytes) <= STEPS * 4096 * 200, case
+            assert moved["swap_read_nbytes"] <= STEPS * (planned.swap_read_nbytes + 4096 * 200), case
+            assert (planned.swap_read_nbytes > 0) == (offload == "nvme" and moved["swap_written_nbytes"] > 0), case
+
+
+def test_a_count_is_the_formula() -> None:
+    planned = estimate(10**9, 3, "nvme", 4, "bf16", "lion", accumulation=3)
+    assert planned.memory == memory_formula(10**9, 4, 3, "bf16", "nvme", state_arrays=1) and not planned.exact
+    state, params = 10**9 // 4 * 6, 10**9 // 4 * 2
+    assert planned.swap_written_nbytes == state + params
+    assert planned.swap_read_nbytes == state + 7 * params, "the sweep, forward and backward of three micro-steps"
+    with pytest.raises(ValueError, match="'adamax'"):
+        estimate(10, 0, optimizer="adamax")
+
+
+def test_activations_are_what_autograd_keeps() -> None:
+    model = nn.Sequential(nn.Linear(7, 11), nn.Tanh(), nn.Linear(11, 3))
+    x = torch.zeros(5, 7)
+    # inputs of both Linears; Tanh keeps its output, which is the input of the second
+    assert saved_nbytes(model, x) == 4 * (5 * 7 + 5 * 11)
+    with torch.device("meta"):
+        on_meta = nn.Sequential(nn.Linear(7, 11), nn.Tanh(), nn.Linear(11, 3))
+        assert saved_nbytes(on_meta, torch.zeros(5, 7)) == saved_nbytes(model, x)
+
+
+def test_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("ZCOMM_SWAP_TUNING", str(tmp_path / "none.json"))
+    command = ["plan", "--params", "7e9", "--precision", "bf16", "--world", "4", "--memory", "64GiB"]
+    assert main([*command, "--nvme-path", str(tmp_path), "--activations", "1GiB"]) == 0
+    said = capsys.readouterr().out
+    rows = {tuple(line.split()[:3]): line for line in said.splitlines() if line.split()[:1] == ["4"]}
+    assert len(rows) == 12 and "7000000000 trained parameters, bf16, adamw" in said
+    assert "no: memory" in rows["4", "0", "none"]
+    assert rows["4", "3", "nvme"].split()[-1] in ("yes", "drive")
+    state, params = 7e9 / 4 * 10, 7e9 / 4 * 2
+    assert f"{1000 * (2 * state + 4 * params) / 2**30:.1f} GiB" in rows["4", "3", "nvme"]
+    assert "ZeRO's formula" in said and "1.0 GiB of activations" in said and "--calibrate" in said
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    assert main(["plan", "--model", "test_plan:made", "--stage", "2", "--offload", "none", "--world", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "ZeRO's formula" not in said and "of activations of one micro-batch" in said
+
+
+def test_measured_drives_give_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from zcomm import swap_tuning
+
+    monkeypatch.setattr(swap_tuning, "drive", lambda place: "a drive")
+    monkeypatch.setenv("ZCOMM_SWAP_TUNING", str(tmp_path / "swap.json"))
+    row = {"block_nbytes": 1 << 20, "depth": 8, "read_gbps": 2.0, "write_gbps": 1.0, "time": "today"}
+    (tmp_path / "swap.json").write_text(json.dumps({"format": 1, "drives": {"a drive": row}}))
+    command = ["plan", "--params", "1e9", "--stage", "2", "--offload", "nvme", "--world", "2"]
+    assert main([*command, "--nvme-path", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "12 s" in said and "2.00 GB/s read, 1.00 written" in said  # 8 GB at 2 GB/s, and at 1 GB/s
+
+
+def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    memory = {"device": {"parameters": 4096, "slots": 100}, "nvme": {"optimizer": 9 << 20}}
+    formula = {"device": {"parameters": 4000, "slots": 0}, "nvme": {"optimizer": 8 << 20}}
+    stats = {"swap_read_nbytes": 5 << 30, "swap_written_nbytes": 0}
+    summary = {"kind": "summary", "memory": memory, "formula": formula, "stats": stats, "train_s": 12.5}
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps({"kind": "step"}) + "\n" + json.dumps(summary) + "\n")
+    assert main(["plan", "--compare", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "+2.4 %" in said and "+12.5 %" in said and "swap read: 5.0 GiB in 12.5 s" in said
+    path.write_text("{}\n")
+    assert main(["plan", "--compare", str(path)]) == 2
+    assert "not the metrics.jsonl of a run that ended" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--params", "many"], "not a whole number of parameters"),
+        (["--params", "1e9", "--stage", "4"], "not one or more of 0, 1, 2, 3"),
+        (["--params", "1e9", "--world", "0"], "whole numbers above 0"),
+        (["--model", "nothing"], "is not MODULE:FUNCTION"),
+        (["--model", "no_such_module:f"], "No module named 'no_such_module'"),
+        ([], "--params, --model or --compare is needed"),
+    ],
+)
+def test_errors(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main(["plan", *arguments])
+    except SystemExit as error:
+        code = int(str(error.code))
+    assert code == 2 and message in capsys.readouterr().err
