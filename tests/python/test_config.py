@@ -164,6 +164,19 @@ NO_EFFECT = [
 ]
 
 REFUSED = [
+    ("tensorboard", {"enabled": True}, "rank 0 prints, and the program logs as it likes"),
+    ("wandb", {"enabled": True}, "rank 0 prints, and the program logs as it likes"),
+    ("csv_monitor", {"enabled": True}, "rank 0 prints, and the program logs as it likes"),
+    ("comms_logger", {"enabled": True}, "zcomm.profile shows them"),
+    ("flops_profiler", {"enabled": True}, "zcomm.profile shows where time goes"),
+    ("autotuning", {"enabled": True}, "zcomm plan says what fits"),
+    ("elasticity", {"enabled": True}, "a checkpoint loads at any world size"),
+    ("compression_training", {"enabled": True}, "there is none"),
+    ("data_efficiency", {"enabled": True}, "there is none"),
+    ("curriculum_learning", {"enabled": True}, "there is none"),
+    ("progressive_layer_drop", {"enabled": True}, "there is none"),
+    ("eigenvalue", {"enabled": True}, "there is none"),
+    ("hybrid_engine", {"enabled": True}, "there is none"),
     ("prescale_gradients", True, r'"prescale_gradients": true is refused'),
     ("gradient_predivide_factor", 2, "summed in fp32 and divided once"),
     ("communication_data_type", "fp16", "travel in the precision of training"),
@@ -440,3 +453,14 @@ def test_a_key_without_effect_needs_a_reason() -> None:
 def test_reading_a_config_needs_neither_torch_nor_the_core() -> None:
     code = "import sys, zcomm.config; assert not {'torch', 'zcomm._core'} & set(sys.modules), sorted(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_section_that_is_switched_off_is_silent() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = load(
+            {"tensorboard": {"enabled": False, "output_path": "x"}, "wandb": {"group": "y"}, "elasticity": None}
+        )
+    assert config == load({})
+    with pytest.raises(ValueError, match='"wandb" must be an object'):
+        load({"wandb": True})

@@ -78,6 +78,8 @@ def _values(described: Key, annotation: Any) -> str:
     plain = next(part for part in parts if part is not types.NoneType)
     if tuple[str, ...] in parts:
         return "string, or list of strings"
+    if dict[str, Any] in parts:
+        return 'section; `"enabled": false` is silent'
     names = {bool: "true, false", int: "whole number", float: "number", str: "string"}
     kind = names.get(plain, "two numbers")
     if described.check is not None and plain in (int, float):

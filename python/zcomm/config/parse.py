@@ -119,6 +119,8 @@ class _Reader:
             return self.section(nested, raw, path)
         described = key_of(field)
         value = self._convert(raw, annotation, described, path)
+        if isinstance(value, dict) and value.get("enabled", False) is False:
+            return field.default  # a section of another program, switched off: whatever else is in it
         if described.check is not None and value is not None and not described.check.passes(value):
             raise ValueError(f'{self.source}: "{path}" must be {described.check.words}, got {_shown(raw)}')
         if value != field.default and field.default is not REQUIRED:
@@ -214,6 +216,7 @@ _TYPE_WORDS: dict[Any, str] = {
     str: "a string",
     tuple[float, float]: "a list of two numbers",
     _PATHS: "a string or a list of strings",
+    dict[str, Any]: "an object {...}",
 }
 
 
@@ -227,6 +230,8 @@ def _split_optional(annotation: Any) -> tuple[Any, bool]:
 def _as_type(raw: Any, wanted: Any) -> Any:
     """``raw`` as ``wanted``, or None where it is something else. JSON writes 5e8 for a whole number; true is none."""
     number = isinstance(raw, (int, float)) and not isinstance(raw, bool)
+    if wanted == dict[str, Any]:
+        return dict(raw) if isinstance(raw, Mapping) else None
     if wanted is bool:
         return raw if isinstance(raw, bool) else None
     if wanted is int:

@@ -9,6 +9,7 @@ docs/config.md is written from this file (``python -m zcomm.config --write docs/
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from zcomm.config.keys import (
     AT_LEAST_0,
@@ -431,6 +432,61 @@ class Config:
         "allow other optimizers",
         status=_NO_EFFECT,
         reason="what updates each element by itself is accepted, and others are an error, whatever this says",
+    )
+    tensorboard: dict[str, Any] | None = key(
+        None,
+        "write its event files",
+        status=_REFUSED,
+        reason="rank 0 prints, and the program logs as it likes",
+        shown_default="off",
+    )
+    wandb: dict[str, Any] | None = key(
+        None,
+        "log there",
+        status=_REFUSED,
+        reason="rank 0 prints, and the program logs as it likes",
+        shown_default="off",
+    )
+    csv_monitor: dict[str, Any] | None = key(
+        None,
+        "write metrics as CSV",
+        status=_REFUSED,
+        reason="rank 0 prints, and the program logs as it likes",
+        shown_default="off",
+    )
+    comms_logger: dict[str, Any] | None = key(
+        None, "log collectives", status=_REFUSED, reason="zcomm.profile shows them", shown_default="off"
+    )
+    flops_profiler: dict[str, Any] | None = key(
+        None, "count operations", status=_REFUSED, reason="zcomm.profile shows where time goes", shown_default="off"
+    )
+    autotuning: dict[str, Any] | None = key(
+        None, "try configurations", status=_REFUSED, reason="zcomm plan says what fits", shown_default="off"
+    )
+    elasticity: dict[str, Any] | None = key(
+        None,
+        "change the world size while training",
+        status=_REFUSED,
+        reason="a checkpoint loads at any world size",
+        shown_default="off",
+    )
+    compression_training: dict[str, Any] | None = key(
+        None, "prune and quantise", status=_REFUSED, reason="there is none", shown_default="off"
+    )
+    data_efficiency: dict[str, Any] | None = key(
+        None, "curricula and random dropping of tokens", status=_REFUSED, reason="there is none", shown_default="off"
+    )
+    curriculum_learning: dict[str, Any] | None = key(
+        None, "lengthen sequences", status=_REFUSED, reason="there is none", shown_default="off"
+    )
+    progressive_layer_drop: dict[str, Any] | None = key(
+        None, "drop layers", status=_REFUSED, reason="there is none", shown_default="off"
+    )
+    eigenvalue: dict[str, Any] | None = key(
+        None, "estimate curvature", status=_REFUSED, reason="there is none", shown_default="off"
+    )
+    hybrid_engine: dict[str, Any] | None = key(
+        None, "train and generate by turns", status=_REFUSED, reason="there is none", shown_default="off"
     )
     fp16: Fp16 = section(Fp16, "half precision")
     bf16: Bf16 = section(Bf16, "bfloat16")
