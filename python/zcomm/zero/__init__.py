@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from zcomm.zero.gathered import GatheredParameters
+from zcomm.zero.init_context import Init
 from zcomm.zero.loss_scale import LossScale
 from zcomm.zero.memory import memory_formula
 from zcomm.zero.optimizer import ZeroOptimizer
 from zcomm.zero.options import Offload
+from zcomm.zero.weights import load_weights
 from zcomm.zero.whole import (
     full_grad,
     full_optim_state,
@@ -16,12 +19,15 @@ from zcomm.zero.whole import (
 )
 
 __all__ = [
+    "GatheredParameters",
+    "Init",
     "LossScale",
     "Offload",
     "ZeroOptimizer",
     "full_grad",
     "full_optim_state",
     "full_param",
+    "load_weights",
     "memory_formula",
     "set_full_grad",
     "set_full_optim_state",

@@ -104,6 +104,24 @@ def set_master(parts: Parts, index: int, read: Callable[[slice], torch.Tensor]) 
         parts.store.save(piece.bucket, whole)
 
 
+def change(parts: Parts, index: int, value: torch.Tensor) -> None:
+    """Where ``value`` (flat, in the weights' dtype) differs from the weight in any bit, make it weight and master.
+    Elsewhere the exact master stays. Then ``publish``."""
+    form = parts.state.form
+    for piece in pieces(parts, index):
+        whole = parts.store.load(piece.bucket)
+        weight = whole[piece.tile]
+        new = value[piece.flat]
+        if form.dtype == torch.float32:
+            weight[piece.inside] = new
+        elif bool((changed := weight[piece.inside].view(torch.int16) != new.view(torch.int16)).any()):
+            with parts.state.tile(piece.bucket.index, piece.tile, store=True) as state:
+                exact = form.master(weight, state).clone()
+                exact[piece.inside] = torch.where(changed, new.float(), exact[piece.inside])
+                form.set_master(weight, state, exact)
+        parts.store.save(piece.bucket, whole)
+
+
 def set_array(parts: Parts, index: int, key: str, read: Callable[[slice], torch.Tensor]) -> None:
     """Make ``read(elements)``, fp32, this rank's part of a state array."""
     form = parts.state.form

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,8 @@ from torch import nn
 from zcomm import _core, swap_tuning
 from zcomm.comm import Communicator
 from zcomm.offload import StrPath, as_paths, close_at_exit, say_fallbacks
-from zcomm.zero.geometry import Geometry
+from zcomm.zero import deferred
+from zcomm.zero.geometry import FlatBucket, Geometry
 from zcomm.zero.gradients import GradientReducer
 from zcomm.zero.norm import GradientNorm
 from zcomm.zero.options import Offload, Precision
@@ -23,7 +24,7 @@ from zcomm.zero.sources import RamSource, ShardSource, SwapSource
 from zcomm.zero.state import RamState, Run, ShardState
 from zcomm.zero.swapped import WINDOWS, SwappedState, swapped_count
 from zcomm.zero.tile import TILE_COUNT, TileForm
-from zcomm.zero.unit_choice import UnitChoice, choose_units
+from zcomm.zero.unit_choice import UnitChoice, choose_units, tensors_in
 from zcomm.zero.unit_hooks import UnitHooks
 from zcomm.zero.units import UnitStore
 
@@ -51,6 +52,7 @@ class Parts:
     first_index: list[int]
     swap: _core.SwapFile | None
     hooks: UnitHooks | None
+    output_hook: Any
     save_comm: Communicator | None = None  # of checkpoints in the background; made by the first
 
     def allocation_count(self) -> int:
@@ -61,6 +63,8 @@ class Parts:
         """After failures too: no part waits for another rank."""
         if self.hooks is not None:
             self.hooks.close()
+        if self.output_hook is not None:
+            self.output_hook.remove()
         self.reducer.close()
         self.store.close()
         self.state.close()
@@ -92,7 +96,7 @@ def build_parts(
     )  # others have ranks that cannot see each other's memory
     arena = _core.PinnedArena()
     params = [param for group in groups for param in group["params"]]
-    _check_params(params)
+    _check_params(params, _names(model, params))
     by_unit = stage == 3 and (offload.params == "nvme" or not share_parameters)
     choices = _choose(model, params) if by_unit else [UnitChoice("all", [], _registered(model, params))]
     ordered = [param for choice in choices for param in choice.params]
@@ -117,8 +121,8 @@ def build_parts(
     store: ParameterStore
     if by_unit:
         source = _source(geometry, precision.dtype, arena, swap, tier)
-        names = [choice.name for choice in choices]
-        store = UnitStore(ordered, geometry, comm, precision.dtype, names, source, share_parameters, prefetch)
+        units = [choice.name for choice in choices]
+        store = UnitStore(ordered, geometry, comm, precision.dtype, units, source, share_parameters, prefetch)
     elif stage >= 1 and share_parameters:
         store = SharedStore(ordered, geometry, comm, precision.dtype)
     else:
@@ -143,14 +147,15 @@ def build_parts(
     initial = [[(begin, end, values[group]) for begin, end, group in of_bucket] for of_bucket in runs]
     _start(model, ordered, geometry, comm, store, state, initial, precision.dtype)
 
-    reducer = GradientReducer(ordered, geometry, comm, precision.dtype, replicated=stage <= 1, overlap=overlap)
+    names = _names(model, ordered)
+    reducer = GradientReducer(ordered, geometry, comm, precision.dtype, stage <= 1, overlap, names)
     hooks = None
     if isinstance(store, UnitStore):
         assert model is not None
         hooks = UnitHooks(model, choices, store)
     return Parts(
         model=model,
-        names=_names(model, ordered),
+        names=names,
         index_of={id(param): index for index, param in enumerate(ordered)},
         group_of=group_of,
         geometry=geometry,
@@ -165,7 +170,19 @@ def build_parts(
         first_index=_first_indices(ordered, params, geometry),
         swap=swap,
         hooks=hooks,
+        output_hook=None if model is None else model.register_forward_hook(_announcer(reducer)),
     )
+
+
+def _announcer(reducer: GradientReducer) -> Callable[..., None]:
+    """A forward hook of the model: the first tensor of its backward tells the reducer that a pass has begun."""
+
+    def announce(module: nn.Module, args: Any, output: Any) -> None:
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(lambda grad: reducer.arm())
+
+    return announce
 
 
 def _source(
@@ -188,14 +205,16 @@ def _first_indices(ordered: Sequence[nn.Parameter], grouped: Sequence[torch.Tens
     return [first[id(param)] for param in ordered]
 
 
-def _check_params(params: Sequence[torch.Tensor]) -> None:
+def _check_params(params: Sequence[torch.Tensor], names: Sequence[str]) -> None:
     seen: set[int] = set()
-    for number, param in enumerate(params):
+    for number, (param, name) in enumerate(zip(params, names, strict=True)):
         where = f"parameter {number} of shape {tuple(param.shape)}"
         if id(param) in seen:
             raise ValueError(f"{where} is in the param groups twice")
         seen.add(id(param))
-        if param.device.type != "cpu":
+        if param.device.type == "meta":
+            deferred.check(param, name)
+        elif param.device.type != "cpu":
             raise NotImplementedError(f"{where} is on {param.device}; this version trains on the CPU")
         if not param.dtype.is_floating_point:
             raise ValueError(f"{where} is {param.dtype}; only floating-point parameters can be trained")
@@ -247,14 +266,16 @@ def _start(
     dtype: torch.dtype,
 ) -> None:
     """Rank 0's weights become everybody's, bucket by bucket, so that the model never exists a second time."""
+    names = _names(model, params)
+    memory = torch.zeros(max((bucket.count for bucket in geometry.buckets), default=0))
     with torch.no_grad():
         for bucket in geometry.buckets:
-            master = torch.zeros(bucket.count)
-            for index in bucket.params:
-                geometry.view(master, index).copy_(params[index])
-            comm.broadcast(master, root=0, name=f"weights of bucket {bucket.index}")
+            master = memory[: bucket.count].zero_()
+            _first_values(master, params, names, geometry, bucket, comm, store.part(bucket))
             weight = store.begin(bucket)
             state.start(bucket.index, weight, master[store.part(bucket)], initial[bucket.index])
+            for index in bucket.params:
+                deferred.land(params[index], torch.empty(0, dtype=dtype))
             store.commit(bucket, weight)
         if model is not None:
             _start_rest(model, {id(param) for param in params}, comm, dtype)
@@ -262,8 +283,42 @@ def _start(
     comm.barrier(name="weights are there")
 
 
+def _first_values(
+    master: torch.Tensor,
+    params: Sequence[nn.Parameter],
+    names: Sequence[str],
+    geometry: Geometry,
+    bucket: FlatBucket,
+    comm: Communicator,
+    part: slice,
+) -> None:
+    """Fill ``master`` (zeros), at least ``part`` of it, with rank 0's weights; each rank reads itself what comes from a
+    file."""
+    reads = {}
+    for index in bucket.params:
+        waiting = deferred.check(params[index], names[index]) if params[index].device.type == "meta" else None
+        if waiting is not None and waiting.read is not None:
+            reads[index] = waiting.read
+        elif waiting is None or comm.rank == 0:
+            geometry.view(master, index).copy_(deferred.value_of(params[index], names[index]))
+    if len(reads) < len(bucket.params):
+        comm.broadcast(master, root=0, name=f"weights of bucket {bucket.index}")
+    for index, read in reads.items():
+        place = geometry.places[index]
+        low, high = max(place.offset, part.start), min(place.offset + place.count, part.stop)
+        if low < high:
+            master[low:high] = read(low - place.offset, high - place.offset)
+
+
 def _start_rest(model: nn.Module, done: set[int], comm: Communicator, dtype: torch.dtype) -> None:
     """Buffers and frozen parameters: rank 0's, floating ones in the training dtype."""
+    for name, param in model.named_parameters():
+        if param.device.type == "meta" and id(param) not in done:
+            waiting = deferred.check(param, name)
+            mine = comm.rank == 0 or waiting.read is not None
+            deferred.land(
+                param, deferred.value_of(param, name) if mine else torch.empty(param.shape, dtype=param.dtype)
+            )
     frozen = (param for param in model.parameters() if id(param) not in done)
     for tensor in itertools.chain(frozen, model.buffers()):
         if tensor.is_floating_point():

@@ -15,6 +15,7 @@ Thread rule: hooks and methods run on the thread that runs backward and step.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -46,8 +47,12 @@ class GradientReducer:
         dtype: torch.dtype,
         replicated: bool,
         overlap: bool,
+        names: Sequence[str],
     ) -> None:
         self._params = params
+        self._names = names
+        self._seen: set[int] = set()  # parameters that some pass of this step reached
+        self._said: set[str] = set()
         self._geometry = geometry
         self._comm = comm
         self._dtype = dtype
@@ -91,6 +96,7 @@ class GradientReducer:
 
     def _begin_pass(self) -> None:
         self._armed = False
+        self._touched = False
         self._launched = 0
         self._missing = [set(bucket.params) for bucket in self._geometry.buckets]
 
@@ -100,9 +106,9 @@ class GradientReducer:
         def on_grad(param: torch.Tensor) -> None:
             if not self.sync:
                 return
-            if not self._armed:
-                self._armed = True
-                torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
+            self.arm()
+            self._touched = True
+            self._seen.add(index)
             self._missing[place.bucket].discard(index)
             if self._has_slot(place.bucket):
                 self._collect(index)
@@ -110,6 +116,13 @@ class GradientReducer:
                 self._launch_complete()
 
         return on_grad
+
+    def arm(self) -> None:
+        """A backward pass runs now: all that is reached until it ends is one pass, also what backward passes inside of
+        it reach (activation checkpointing runs them). Known from its first tensor, if that says so."""
+        if self.sync and not self._armed:
+            self._armed = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
 
     def _has_slot(self, bucket: int) -> bool:
         return self._position[bucket] < self._launched + self._slot_count
@@ -135,6 +148,9 @@ class GradientReducer:
         if param.grad is None:
             view.zero_()
         else:
+            if param.grad.layout is not torch.strided:
+                self._say("sparse", f"the gradient of {self._names[index]} is sparse; it is made dense here")
+                param.grad = param.grad.to_dense()
             view.copy_(param.grad)
             param.grad = None
 
@@ -174,7 +190,11 @@ class GradientReducer:
             self._wait(number)
 
     def _end_pass(self) -> None:
-        """Backward has ended: what it did not reach is zero."""
+        """Backward has ended: what it did not reach is zero. One that reached no parameter (``autograd.grad``) is none.
+        """
+        if not self._touched:
+            self._armed = False
+            return
         for bucket in self._order[self._launched :]:
             missing = self._missing[bucket.index]
             for index in bucket.params:
@@ -186,6 +206,24 @@ class GradientReducer:
         self._begin_pass()
 
     # --- between passes ---------------------------------------------------------------------------------------
+
+    def _say(self, key: str, text: str) -> None:
+        """Once, as a warning on rank 0."""
+        if key not in self._said:
+            self._said.add(key)
+            level = logging.WARNING if self._comm.rank == 0 else logging.INFO
+            logging.getLogger("zcomm").log(level, "%s", text)
+
+    def say_unused(self) -> None:
+        """Name the parameters that no pass of this step has reached, once."""
+        if len(self._seen) < len(self._params) and "unused" not in self._said:
+            unused = [name for index, name in enumerate(self._names) if index not in self._seen]
+            more = f" and {len(unused) - 8} more" if len(unused) > 8 else ""
+            self._say(
+                "unused",
+                f"no gradient has reached {', '.join(unused[:8])}{more} in this step: it counts as zero (weight decay "
+                "and momentum go on); exclude what is never used by requires_grad_(False)",
+            )
 
     def finish(self) -> None:
         """Wait until all gradients are in the accumulators."""
@@ -209,6 +247,7 @@ class GradientReducer:
         """Forget the accumulated gradients; the next pass overwrites them."""
         self._fresh = True
         self.reached = 0
+        self._seen.clear()
         for param in self._params:
             param.grad = None
 

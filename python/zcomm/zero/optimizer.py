@@ -180,7 +180,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         """``loss.backward()``, with the loss scaled where precision is fp16."""
         self._scaled_passes += 1
-        (loss if self.scaler is None else loss.float() * self.scaler.scale).backward(retain_graph=retain_graph)
+        if self.scaler is not None:
+            loss = loss.float() * self.scaler.scale
+        reducer = self._live.reducer
+        if loss.grad_fn is not None:
+            loss.register_hook(lambda grad: reducer.arm())
+        loss.backward(retain_graph=retain_graph)
 
     def _update(self) -> None:
         parts = self._live
@@ -190,6 +195,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return  # no gradients: as in torch, nothing to do
         if self.scaler is not None and parts.reducer.reached > self._scaled_passes:
             raise RuntimeError("precision='fp16' needs opt.backward(loss) instead of loss.backward()")
+        parts.reducer.say_unused()
         parts.reducer.finish()
         start = time.perf_counter()
         # Also the point after which nobody reads the old weights any more.

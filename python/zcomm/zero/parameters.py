@@ -59,6 +59,17 @@ class ParameterStore(ABC):
     def full(self, param: int) -> torch.Tensor:
         """A copy of a whole parameter. Collective where parameters are sharded."""
 
+    def parameter(self, param: int) -> torch.nn.Parameter:
+        return self._params[param]
+
+    def hold(self, param: int) -> None:
+        """Give a parameter a whole copy of its own until ``release``. Collective where parameters are sharded."""
+        self._params[param].data = self.full(param)
+
+    @abstractmethod
+    def release(self, param: int) -> None:
+        """Drop the copy: the parameter is the store's again."""
+
     @property
     @abstractmethod
     def param_nbytes(self) -> int:
@@ -113,6 +124,10 @@ class ResidentStore(ParameterStore):
 
     def full(self, param: int) -> torch.Tensor:
         return self._params[param].detach().clone()
+
+    def release(self, param: int) -> None:
+        bucket = self._geometry.buckets[self._geometry.places[param].bucket]
+        self._params[param].data = self._geometry.view(self._bucket(bucket), param)
 
     @property
     def param_nbytes(self) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zcomm.zero.outside import Watch
 from zcomm.zero.unit_choice import UnitChoice, tensors_in
 from zcomm.zero.units import Unit, UnitStore
 
@@ -23,6 +24,7 @@ class UnitHooks:
         self._store = store
         self._armed = False
         self._waiting: dict[int, set[int]] = {}
+        self._watch = Watch(model, store)
         self._handles: list[Any] = [model.register_forward_pre_hook(lambda *_: store.begin_pass())]
         for unit, choice in zip(store.units, choices, strict=True):
             for module in choice.modules:
@@ -56,13 +58,14 @@ class UnitHooks:
 
         return leave
 
-    def _reached(self, unit: Unit) -> Callable[[torch.Tensor], None]:
-        def reached(param: torch.Tensor) -> None:
+    def _reached(self, unit: Unit) -> Callable[[nn.Parameter], None]:
+        def reached(param: nn.Parameter) -> None:
             waiting = self._waiting.get(unit.index)
             if waiting is not None:
                 waiting.discard(id(param))
                 if not waiting:
                     unit.in_backward = False
+            self._store.reached(unit, param)
 
         return reached
 
@@ -81,3 +84,4 @@ class UnitHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._watch.close()

@@ -94,9 +94,11 @@ class UnitStore(ParameterStore):
         self.units = self._lay_out(names)
         self._make_slots()
         self._clock = 0
+        self._held: set[int] = set()  # by id(): parameters that are whole copies now
         self._trace: list[int] = []
         self._expected: dict[bool, list[int]] = {}
         self._grad_mode = True
+        self._in_pass = False  # between the first forward of a step and the step itself
 
     # --- memory -----------------------------------------------------------------------------------------------
 
@@ -159,7 +161,7 @@ class UnitStore(ParameterStore):
         """Make ``unit`` whole. Collective, unless it is whole already."""
         self._clock += 1
         unit.last_use = self._clock
-        if unit.state is UnitState.GATHERED:
+        if unit.state is UnitState.GATHERED or self._is_held(unit):
             return
         if unit.state is UnitState.SHARDED and not self._start(unit):
             busy = ", ".join(u.name for u in self.units[1:] if u.slot >= 0)
@@ -176,8 +178,13 @@ class UnitStore(ParameterStore):
             unit.gathering = None
         self._range.alias(unit.offset, self._memory, self._slot_offset(unit), unit.nbytes)
         for param, view in unit.views:
-            param.data = view
+            if id(param) not in self._held:
+                param.data = view
         unit.state = UnitState.GATHERED
+
+    def _is_held(self, unit: Unit) -> bool:
+        """Whether all its parameters are whole copies: nothing to gather."""
+        return bool(self._held) and all(id(param) in self._held for param, _ in unit.views)
 
     def _start(self, unit: Unit) -> bool:
         if unit.index > 0:
@@ -202,7 +209,8 @@ class UnitStore(ParameterStore):
     def _drop(self, unit: Unit) -> None:
         """GATHERED -> SHARDED: the unit's slot goes back to the ring."""
         for param, _ in unit.views:
-            param.data = self._empty
+            if id(param) not in self._held:
+                param.data = self._empty
         self._range.unmap(unit.offset, unit.nbytes)
         unit.state = UnitState.SHARDED
         if unit.index > 0:
@@ -236,13 +244,24 @@ class UnitStore(ParameterStore):
             self._expected[self._grad_mode] = self._trace
         self._trace = []
         self._grad_mode = torch.is_grad_enabled()
+        self._in_pass = True
         self.ensure(self.units[0])
+
+    def needs_gather(self, unit: Unit, param: nn.Parameter) -> bool:
+        """Whether who reads ``param`` now, while ``unit`` is idle, must gather it."""
+        return self._in_pass and id(param) not in self._held
+
+    def reached(self, unit: Unit, param: nn.Parameter) -> None:
+        """The gradient of ``param`` is there; it may have had a shape without memory for it."""
+        if unit.state is not UnitState.GATHERED and id(param) not in self._held:
+            param.data = self._empty
 
     def use(self, unit: Unit) -> None:
         """A module of ``unit`` is about to run, forward or backward."""
+        self._in_pass = True
         self.ensure(unit)
-        if unit.index == 0:
-            return
+        if unit.index == 0 or self._held:
+            return  # while parameters are open, forwards say nothing of the training's order
         self._trace.append(unit.index)
         expected = self._expected.get(self._grad_mode, [])
         here = len(self._trace) - 1
@@ -255,6 +274,7 @@ class UnitStore(ParameterStore):
 
     def invalidate(self) -> None:
         """The weights have changed: every unit is SHARDED again."""
+        self._in_pass = False
         for unit in self.units:
             if unit.state is UnitState.GATHERING:
                 self.ensure(unit)
@@ -285,9 +305,23 @@ class UnitStore(ParameterStore):
     def publish(self) -> None:
         self.invalidate()  # the next gather brings the new shards
 
+    def unit_of(self, param: int) -> Unit:
+        return self.units[self._geometry.buckets[self._geometry.places[param].bucket].unit]
+
     def full(self, param: int) -> torch.Tensor:
-        self.ensure(self.units[self._geometry.buckets[self._geometry.places[param].bucket].unit])
+        self.ensure(self.unit_of(param))
         return self._params[param].detach().clone()
+
+    def hold(self, param: int) -> None:
+        super().hold(param)
+        self._held.add(id(self._params[param]))
+
+    def release(self, param: int) -> None:
+        self._held.discard(id(self._params[param]))
+        unit, data = self.unit_of(param), self._empty
+        if unit.state is UnitState.GATHERED:
+            data = next(view for other, view in unit.views if other is self._params[param])
+        self._params[param].data = data
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)

@@ -155,6 +155,37 @@ def _differs(folder: Path, name: str, entry: Entry) -> str:
     return f"{folder / entry.file}: the bytes of {name} are not those that were written"
 
 
+def read_entries(path: Path) -> dict[str, Entry]:
+    """The tensors of any safetensors file by name (without checksums). Raises: OSError, ValueError naming the file."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length < 2 or 8 + length > size:
+            raise ValueError(f"{path} is no safetensors file: its header would have {length} of {size} bytes")
+        try:
+            header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            entries = {
+                name: Entry(
+                    path.name,
+                    tensor["dtype"],
+                    tuple(tensor["shape"]),
+                    8 + length + tensor["data_offsets"][0],
+                    tensor["data_offsets"][1] - tensor["data_offsets"][0],
+                    0,
+                )
+                for name, tensor in header.items()
+            }
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise ValueError(f"{path} is no safetensors file: {error!r} in its header") from error
+    for name, entry in entries.items():
+        if entry.dtype not in _DTYPES:
+            raise ValueError(f"{path}: {name} is {entry.dtype}; known are {', '.join(_DTYPES)}")
+        if entry.begin + entry.nbytes > size:
+            raise OSError(5, f"the file has {size} bytes, {name} ends at {entry.begin + entry.nbytes}", str(path))
+    return entries
+
+
 def check(folder: Path, name: str, entry: Entry) -> str | None:
     """What is wrong with the stored tensor, or None."""
     crc, step = 0, 1 << 24

@@ -1,0 +1,322 @@
+"""Deferred tensors: parameters on the meta device that know how to become real, one at a time.
+
+[Note: recipes] Inside of ``Recorder`` a large floating-point tensor that a constructor makes gets no memory, but a
+recipe: the operations that were done to its storage. A random operation is recorded with the generator's state, and is
+also carried out once on memory that is dropped at once, so that the generator goes on as in an ordinary construction.
+``value_of`` repeats the operations: the same bits, whenever and wherever. What an operation overwrites whole is
+forgotten. An operation that reads a deferred tensor and makes another one gets its value and gives an ordinary tensor.
+Recipes belong to storages (views, ``.data`` and ``detach()`` share them), and move to the parameters in ``settle``.
+Source: the idea is torchdistX's deferred_init.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+_aten = torch.ops.aten
+_ATTRIBUTE = "_zcomm_deferred"
+
+# Factory -> what it does to new memory (given the call's arguments after the size).
+_FACTORIES: dict[Any, Callable[..., tuple[Any, tuple[Any, ...]] | None]] = {
+    _aten.empty.memory_format: lambda: None,
+    _aten.zeros.default: lambda: None,  # new memory is zero
+    _aten.ones.default: lambda: (_aten.fill_.Scalar, (1,)),
+    _aten.full.default: lambda value: (_aten.fill_.Scalar, (value,)),
+    _aten.rand.default: lambda: (_aten.uniform_.default, (0.0, 1.0)),
+    _aten.rand.generator: lambda: (_aten.uniform_.default, (0.0, 1.0)),
+    _aten.randn.default: lambda: (_aten.normal_.default, (0.0, 1.0)),
+    _aten.randn.generator: lambda: (_aten.normal_.default, (0.0, 1.0)),
+}
+_OVERWRITES = {
+    _aten.zero_.default,
+    _aten.fill_.Scalar,
+    _aten.fill_.Tensor,
+    _aten.uniform_.default,
+    _aten.normal_.default,
+    _aten.copy_.default,
+}
+_COPIES = {_aten.clone.default, _aten._to_copy.default}
+
+
+def _pages(nbytes: int) -> torch.UntypedStorage:
+    """Zeros that go back to the system with the storage; malloc would keep holes between what stays."""
+    return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8).untyped_storage()
+
+
+@dataclass
+class Recipe:
+    """What the ``nbytes`` of one storage will be. ``ops`` in order; a fresh storage is zero."""
+
+    nbytes: int
+    ops: list[Op] = field(default_factory=list)
+
+    def cook(self) -> torch.UntypedStorage:
+        """A new storage with the value. Generators are left as they were."""
+        memory = _pages(self.nbytes)
+        for op in self.ops:
+            op.run(memory)
+        return memory
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A strided view of a storage: of the one being cooked, or of another one as it was then."""
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    other: Recipe | None = None
+
+    @staticmethod
+    def to(tensor: torch.Tensor, other: Recipe | None = None) -> Ref:
+        snapshot = None if other is None else Recipe(other.nbytes, list(other.ops))
+        return Ref(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()), snapshot)
+
+    def on(self, memory: torch.UntypedStorage) -> torch.Tensor:
+        if self.other is not None:
+            memory = self.other.cook()
+        return torch.empty(0, dtype=self.dtype).set_(memory, self.offset, self.size, self.stride)
+
+    def covers(self, nbytes: int) -> bool:
+        return self.size.numel() * self.dtype.itemsize == nbytes and 0 not in self.stride
+
+
+@dataclass(frozen=True)
+class Op:
+    """One recorded operation; ``state`` is that of ``generator`` before it, where it is random."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    generator: torch.Generator | None = None
+    state: torch.Tensor | None = None
+
+    def run(self, memory: torch.UntypedStorage) -> None:
+        args, kwargs = tree_map(
+            lambda leaf: leaf.on(memory) if isinstance(leaf, Ref) else leaf, (self.args, self.kwargs)
+        )
+        if self.generator is None:
+            self.func(*args, **kwargs)
+            return
+        now = self.generator.get_state()
+        self.generator.set_state(self.state)  # type: ignore[arg-type]
+        try:
+            self.func(*args, **kwargs)
+        finally:
+            self.generator.set_state(now)
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """What a parameter on the meta device will be. ``read(begin, end)``: flat elements from a file instead."""
+
+    recipe: Recipe
+    ref: Ref
+    version: int
+    read: Callable[[int, int], torch.Tensor] | None = None
+
+
+class Recorder(TorchDispatchMode):
+    """Makes tensors of at least ``min_count`` elements deferred. Not for several threads at once."""
+
+    def __init__(self, min_count: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._min_count = min_count
+        self._recipes: dict[int, tuple[torch.UntypedStorage, Recipe]] = {}  # a storage that lives keeps its number
+
+    def adopt(self, tensor: torch.Tensor) -> None:
+        """``tensor``, on the meta device already, becomes deferred; what it is comes from what is done to it now."""
+        storage = tensor.untyped_storage()
+        self._recipes.setdefault(storage._cdata, (storage, Recipe(storage.nbytes())))
+
+    def recipe(self, tensor: torch.Tensor) -> Recipe | None:
+        with torch._C.DisableTorchFunction():  # LooksReal must not answer here
+            if tensor.device.type != "meta":
+                return None
+            return self._recipes.get(tensor.untyped_storage()._cdata, (None, None))[1]
+
+    def settle(self, params: Iterable[nn.Parameter]) -> None:
+        """Give the recipes to the parameters that they belong to."""
+        for param in params:
+            recipe = self.recipe(param)
+            if recipe is not None:
+                setattr(param, _ATTRIBUTE, Deferred(recipe, Ref.to(param), param._version))
+        self._recipes.clear()
+
+    def value(self, tensor: torch.Tensor) -> torch.Tensor:
+        recipe = self.recipe(tensor)
+        return tensor if recipe is None else Ref.to(tensor).on(recipe.cook())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunction():
+            return self._dispatch(func, args, kwargs or {})
+
+    def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if not any(self.recipe(tensor) is not None for tensor in tensors):
+            return self._birth(args, kwargs, func) if self._wanted(func, args, kwargs) else func(*args, **kwargs)
+        schema = func._schema
+        written = [
+            args[i] if i < len(args) else kwargs[arg.name]
+            for i, arg in enumerate(schema.arguments)
+            if arg.alias_info is not None and arg.alias_info.is_write and (i < len(args) or arg.name in kwargs)
+        ]
+        if len(written) == 1 and self.recipe(written[0]) is not None:
+            self.record(func, args, kwargs, written[0])
+            return written[0]
+        if not written and any(value.alias_info is not None for value in schema.returns):
+            return func(*args, **kwargs)  # a view
+        if func in _COPIES and kwargs.get("device") in (None, torch.device("cpu")):
+            return self._copy(args[0], kwargs)
+        args, kwargs = tree_map(
+            lambda leaf: self.value(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
+        )
+        if isinstance(kwargs.get("device"), torch.device) and kwargs["device"].type == "meta":
+            kwargs["device"] = torch.device("cpu")  # new_empty() and its like ask for the tensor's own device
+        return func(*args, **kwargs)
+
+    def _wanted(self, func: Any, args: Any, kwargs: Any) -> bool:
+        if func not in _FACTORIES or (kwargs.get("device") or torch.get_default_device()).type != "cpu":
+            return False
+        dtype = kwargs.get("dtype") or torch.get_default_dtype()
+        return bool(dtype.is_floating_point and torch.Size(args[0]).numel() >= self._min_count)
+
+    def _birth(self, args: Any, kwargs: Any, func: Any) -> torch.Tensor:
+        tensor = torch.empty(args[0], dtype=kwargs.get("dtype"), device="meta")
+        self.adopt(tensor)
+        generated = func in (_aten.rand.generator, _aten.randn.generator)
+        first = _FACTORIES[func](*(args[1:] if not generated else ()))
+        if first is not None:
+            generator = {"generator": kwargs.get("generator", args[1] if len(args) > 1 else None)} if generated else {}
+            self.record(first[0], (tensor, *first[1]), generator, tensor)
+        return tensor
+
+    def _copy(self, source: torch.Tensor, kwargs: Any) -> torch.Tensor:
+        tensor = torch.empty_like(source, dtype=kwargs.get("dtype"))
+        self.adopt(tensor)
+        self.record(_aten.copy_.default, (tensor, source), {}, tensor)
+        return tensor
+
+    def record(self, func: Any, args: Any, kwargs: Any, written: torch.Tensor, macro: bool = False) -> None:
+        """``func`` writes to a deferred tensor. macro: it is not one of torch's operations, but a random start that
+        overwrites all of it."""
+        recipe = self.recipe(written)
+        assert recipe is not None
+        mine = written.untyped_storage()._cdata
+        reads_itself = False
+
+        def note(leaf: Any) -> Any:
+            nonlocal reads_itself
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            own = leaf.device.type == "meta" and leaf.untyped_storage()._cdata == mine
+            reads_itself = reads_itself or (own and leaf is not written)
+            if own:
+                return Ref.to(leaf)
+            other = self.recipe(leaf)
+            return leaf.detach().clone() if other is None else Ref.to(leaf, other)
+
+        args, kwargs = tree_map(note, (args, kwargs))
+        generator = None
+        if macro or torch.Tag.nondeterministic_seeded in func.tags:
+            generator = kwargs.get("generator") or torch.default_generator
+        op = Op(func, args, kwargs, generator, generator.get_state() if generator is not None else None)
+        if (macro or func in _OVERWRITES) and not reads_itself and Ref.to(written).covers(recipe.nbytes):
+            recipe.ops.clear()
+        recipe.ops.append(op)
+        if generator is not None:  # the generator goes on as if the tensor were there
+            memory = _pages(recipe.nbytes)
+            spent = tree_map(lambda leaf: leaf.on(memory) if isinstance(leaf, Ref) else leaf, (args, kwargs))
+            with _disable_current_modes():
+                func(*spent[0], **spent[1])
+
+
+class LooksReal(TorchFunctionMode):
+    """Inside of Init deferred tensors say that they are on the CPU: init functions leave the meta device alone."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+        tensor: Any = torch.Tensor
+        self._answers = {
+            tensor.is_meta.__get__: False,
+            tensor.is_cpu.__get__: True,
+            tensor.device.__get__: torch.device("cpu"),
+        }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self._answers and self._recorder.recipe(args[0]) is not None:
+            return self._answers[func]
+        return func(*args, **(kwargs or {}))
+
+
+# --- parameters that wait -----------------------------------------------------------------------------------------
+
+
+def deferred_of(param: torch.Tensor) -> Deferred | None:
+    """How ``param`` becomes real; None for one that is, or that is on the meta device without ``zero.Init``."""
+    found: Deferred | None = getattr(param, _ATTRIBUTE, None) if param.device.type == "meta" else None
+    return found
+
+
+def read_from(param: torch.Tensor, read: Callable[[int, int], torch.Tensor]) -> None:
+    """``param``, which is on the meta device, will be what ``read(begin, end)`` gives of its flat elements."""
+    setattr(param, _ATTRIBUTE, Deferred(Recipe(0), Ref.to(param), param._version, read))
+
+
+def value_of(param: torch.Tensor, name: str) -> torch.Tensor:
+    """The whole value of a deferred parameter, in its shape; ``param`` itself where it is real.
+
+    Raises: ValueError for one that was changed after ``zero.Init`` had ended (there was no memory to change).
+    """
+    if param.device.type != "meta":
+        return param
+    deferred = check(param, name)
+    with torch.no_grad():
+        if deferred.read is not None:
+            return deferred.read(0, param.numel()).view(param.shape)
+        return deferred.ref.on(deferred.recipe.cook()).to(param.dtype)  # a model.to(dtype) since then
+
+
+def check(param: torch.Tensor, name: str) -> Deferred:
+    """Raises: ValueError where a parameter on the meta device has no value to come."""
+    deferred = deferred_of(param)
+    if deferred is None:
+        raise ValueError(
+            f"{name} is on the meta device and has no value to come: build the model inside of zcomm.zero.Init() (and "
+            "copy it there), or call zcomm.zero.Init(model) or zcomm.zero.load_weights(model, path)"
+        )
+    if param._version != deferred.version or param.shape != deferred.ref.size:
+        raise ValueError(
+            f"{name} was changed after zcomm.zero.Init() had ended, where it has no memory: initialise it inside, or "
+            "inside of zcomm.zero.GatheredParameters"
+        )
+    return deferred
+
+
+def land(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Make a parameter on the meta device an ordinary one with the data ``value``; it stays the same object."""
+    if param.device.type != "meta":
+        param.data = value
+        return
+    if hasattr(param, _ATTRIBUTE):
+        delattr(param, _ATTRIBUTE)
+    torch.utils.swap_tensors(param, nn.Parameter(value, requires_grad=param.requires_grad))
+
+
+def wait_again(param: nn.Parameter, before: torch.Tensor) -> None:
+    """Undo ``land``: ``before`` is a tensor on the meta device with the attributes that ``param`` had."""
+    kept: Deferred = getattr(before, _ATTRIBUTE)
+    waiting = nn.Parameter(before, requires_grad=param.requires_grad)
+    torch.utils.swap_tensors(param, waiting)
+    setattr(param, _ATTRIBUTE, Deferred(kept.recipe, kept.ref, param._version, kept.read))

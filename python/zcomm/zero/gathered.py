@@ -1,0 +1,165 @@
+"""GatheredParameters: whole parameters for a while, to look at, to change, or to run the model with.
+
+Inside of the context each parameter is a whole copy of this rank's own, in every stage and tier. What one rank changes
+then reaches the others, the shards and the masters; elements that it left alone keep their exact masters.
+Source: DeepSpeed's zero.GatheredParameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from zcomm._job import init
+from zcomm.zero import access, deferred
+from zcomm.zero.build import Parts
+from zcomm.zero.optimizer import open_optimizers
+
+
+class GatheredParameters:
+    """``with zcomm.zero.GatheredParameters(params, modifier_rank=None): ...`` opens parameters. Collective.
+
+    params: a parameter, several, or a module. modifier_rank: None: what is changed inside is forgotten at the end; a
+    rank: what that rank changed inside, in place or by ``param.data = ``, becomes everybody's weights and masters (what
+    others changed is forgotten). All ranks enter and leave, with the same parameters, outside of forward and backward.
+    While all parameters of a unit are open, its forward needs no gather: ranks may run the model differently often
+    (``generate()``).
+
+    Parameters of ``zero.Init`` that no ZeroOptimizer has yet become real inside, and stay so where ``modifier_rank`` is
+    given. Frozen parameters of a model are whole anyway; with ``modifier_rank`` they are made equal, too. Parameters
+    that nothing shards are left alone. fwd_module: DeepSpeed's; says nothing here. enabled: False does nothing.
+
+    Raises: ValueError for a modifier_rank that is no rank, and for a changed shape; PeerLost, TimeoutError,
+    CollectiveMismatch; OSError from swap files. Memory: a copy of each parameter. If the block raises, nothing is kept.
+    """
+
+    def __init__(
+        self,
+        params: torch.Tensor | nn.Module | Iterable[torch.Tensor],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        given = params.parameters() if isinstance(params, nn.Module) else params
+        every = [given] if isinstance(given, torch.Tensor) else list(given)
+        self._params = list({id(param): param for param in every}.values()) if enabled else []
+        self._modifier = modifier_rank
+        self._open: list[tuple[Parts, int]] = []
+        self._frozen: list[tuple[Parts, torch.Tensor]] = []
+        self._waiting: list[tuple[nn.Parameter, torch.Tensor]] = []
+
+    def __enter__(self) -> GatheredParameters:
+        self._open, self._frozen, self._waiting = [], [], []
+        for param in self._params:
+            owner = _owner(param)
+            if owner is None:
+                if param.device.type == "meta":
+                    self._make_real(param)
+                continue
+            parts, index = owner
+            self._check_rank(parts.comm.world_size)
+            if index is None:
+                self._frozen.append((parts, param))
+            else:
+                self._open.append((parts, index))
+        held = []
+        try:
+            for parts, index in self._open:
+                parts.store.hold(index)
+                held.append((parts, index))
+        except BaseException:
+            for parts, index in held:
+                parts.store.release(index)
+            raise
+        for parts in self._owners():
+            parts.comm.barrier(name="parameters are open")
+        return self
+
+    def _check_rank(self, world_size: int) -> None:
+        if self._modifier is not None and not 0 <= self._modifier < world_size:
+            raise ValueError(f"modifier_rank={self._modifier} is no rank of {world_size}")
+
+    def _make_real(self, param: Any) -> None:
+        value = deferred.value_of(param, f"a parameter of shape {tuple(param.shape)}")
+        before = torch.empty_like(param)
+        for name, kept in vars(param).items():
+            setattr(before, name, kept)
+        self._waiting.append((param, before))
+        deferred.land(param, value)
+
+    def _owners(self) -> Iterator[Parts]:
+        seen: set[int] = set()
+        for parts in (*(p for p, _ in self._open), *(p for p, _ in self._frozen)):
+            if id(parts) not in seen:
+                seen.add(id(parts))
+                yield parts
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        with torch.no_grad():
+            try:
+                if kind is None and self._modifier is not None:
+                    self._spread(self._modifier)
+            finally:
+                for parts, index in self._open:
+                    parts.store.release(index)
+                if kind is not None or self._modifier is None:
+                    for param, before in self._waiting:
+                        deferred.wait_again(param, before)
+                self._open, self._frozen, self._waiting = [], [], []
+
+    def _spread(self, root: int) -> None:
+        """Collective: rank ``root``'s values into every rank's shards."""
+        for parts in self._owners():
+            wrong = ""
+            for other, index in self._open:
+                shape, value = parts.geometry.places[index].shape if other is parts else None, _data(other, index)
+                if shape is not None and value.shape != shape:
+                    wrong = f"{parts.names[index]} has shape {tuple(value.shape)} now, not {tuple(shape)}"
+            bad = torch.tensor([int(bool(wrong) and parts.comm.rank == root)])
+            parts.comm.broadcast(bad, root=root, name="changed shapes")
+            if wrong and (parts.comm.rank == root or int(bad)):
+                raise ValueError(f"GatheredParameters: {wrong}")
+            if int(bad):
+                raise ValueError(f"GatheredParameters: rank {root} has changed the shape of a parameter")
+            parts.comm.barrier(name="nobody uses the old weights")
+        for parts, index in self._open:
+            dtype = parts.state.form.dtype
+            value = torch.empty(parts.geometry.places[index].shape, dtype=dtype)
+            if parts.comm.rank == root:
+                value.copy_(_data(parts, index))
+            parts.comm.broadcast(value, root=root, name=f"changed {parts.names[index]}")
+            access.change(parts, index, value.reshape(-1))
+        for parts, param in self._frozen:
+            parts.comm.broadcast(param.data, root=root, name="a changed frozen parameter")
+        for parts in self._owners():
+            parts.store.publish()
+        if self._waiting:
+            self._keep_root(root)
+
+    def _keep_root(self, root: int) -> None:
+        """Rank 0's values become everybody's when ZeroOptimizer is built; ``root``'s must get there."""
+        comm = init()
+        self._check_rank(comm.world_size)
+        for param, _ in self._waiting:
+            param.data = param.data.contiguous()
+            comm.broadcast(param.data, root=root, name="a changed parameter")
+
+
+def _data(parts: Parts, index: int) -> torch.Tensor:
+    return parts.store.parameter(index).data
+
+
+def _owner(param: torch.Tensor) -> tuple[Parts, int | None] | None:
+    """The optimizer's parts and the parameter's number, None for a frozen one of its model."""
+    frozen = None
+    for optimizer in open_optimizers():
+        parts = optimizer._live
+        index = parts.index_of.get(id(param))
+        if index is not None:
+            return parts, index
+        if frozen is None and parts.model is not None and any(param is other for other in parts.model.parameters()):
+            frozen = parts
+    return None if frozen is None else (frozen, None)
