@@ -21,6 +21,7 @@ import enum
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import nn
@@ -68,7 +69,8 @@ class UnitStore(ParameterStore):
 
     units: names, in the numbering of ``geometry.unit_buckets``; unit 0 is the root.
     shared: the ranks share the slots (CPU ranks of a host): a gather moves this rank's shard only.
-    prefetch: units gathered ahead. Slots: prefetch + 2 of the largest unit, and one for the root.
+    prefetch: units gathered ahead. Slots: prefetch + 2 of the largest unit, one for the root, and in the first steps one
+    more each time when more units than that are in use at once.
     """
 
     def __init__(
@@ -117,14 +119,13 @@ class UnitStore(ParameterStore):
 
     def _make_slots(self) -> None:
         root, blocks = self.units[0], self.units[1:]
-        self._slot_stride = max((unit.nbytes for unit in blocks), default=0)
+        self._slot_nbytes = max((unit.nbytes for unit in blocks), default=0)
         count = min(self._prefetch + 2, len(blocks))
+        memory = self._allocate(count * self._slot_nbytes + root.nbytes)
+        self._memories = [memory]
+        self._slots = [(memory, number * self._slot_nbytes) for number in range(count)]
+        self._root_slot = (memory, count * self._slot_nbytes)
         self._free = list(range(count))
-        self._root_offset = count * self._slot_stride
-        nbytes = self._root_offset + root.nbytes
-        core = self._gather_comm._core
-        self._memory = core.allocate_shared(nbytes) if self._shared else core.allocate(nbytes)
-        self._bytes = tensor_of(self._memory, torch.uint8)
         for unit in self.units:
             flat = tensor_of(self._range.memory(unit.offset, unit.nbytes), self._dtype)
             for bucket, begin in self._bucket_begins(unit):
@@ -139,8 +140,20 @@ class UnitStore(ParameterStore):
             yield bucket, begin
             begin += bucket.count
 
-    def _slot_offset(self, unit: Unit) -> int:
-        return self._root_offset if unit.index == 0 else unit.slot * self._slot_stride
+    def _allocate(self, nbytes: int) -> Any:
+        core = self._gather_comm._core
+        return core.allocate_shared(nbytes) if self._shared else core.allocate(nbytes)
+
+    def _slot(self, unit: Unit) -> tuple[Any, int]:
+        """Memory, and where in it the unit's slot begins."""
+        return self._root_slot if unit.index == 0 else self._slots[unit.slot]
+
+    def _add_slot(self) -> None:
+        """For models that use more units at the same time than slots: as all ranks do, in the order of the gathers."""
+        memory = self._thread.submit(self._allocate, self._slot_nbytes).result()
+        self._memories.append(memory)
+        self._free.append(len(self._slots))
+        self._slots.append((memory, 0))
 
     @property
     def param_nbytes(self) -> int:
@@ -148,7 +161,7 @@ class UnitStore(ParameterStore):
 
     @property
     def slot_nbytes(self) -> int:
-        ring = self._memory.nbytes
+        ring: int = sum(memory.nbytes for memory in self._memories)
         return ring // self._comm.local_world_size if self._shared else ring
 
     @property
@@ -164,11 +177,8 @@ class UnitStore(ParameterStore):
         if unit.state is UnitState.GATHERED or self._is_held(unit):
             return
         if unit.state is UnitState.SHARDED and not self._start(unit):
-            busy = ", ".join(u.name for u in self.units[1:] if u.slot >= 0)
-            raise RuntimeError(
-                f"unit {unit.name!r} finds no slot: all are used at the same time by {busy}; "
-                f"raise prefetch (now {self._prefetch})"
-            )
+            self._add_slot()
+            self._start(unit)
         assert unit.gathering is not None
         start = time.perf_counter()
         try:
@@ -176,7 +186,8 @@ class UnitStore(ParameterStore):
         finally:
             self.waited_s += time.perf_counter() - start
             unit.gathering = None
-        self._range.alias(unit.offset, self._memory, self._slot_offset(unit), unit.nbytes)
+        memory, begin = self._slot(unit)
+        self._range.alias(unit.offset, memory, begin, unit.nbytes)
         for param, view in unit.views:
             if id(param) not in self._held:
                 param.data = view
@@ -224,8 +235,8 @@ class UnitStore(ParameterStore):
         if self._shared:
             # Nobody may still use what was in the slot.
             self._gather_comm.barrier(name=f"slot for unit {unit.name}")
-        begin = self._slot_offset(unit)
-        flat = self._bytes[begin : begin + unit.nbytes].view(self._dtype)
+        memory, begin = self._slot(unit)
+        flat = tensor_of(memory, torch.uint8)[begin : begin + unit.nbytes].view(self._dtype)
         whole = [flat[at : at + bucket.count] for bucket, at in self._bucket_begins(unit)]
         shards = [w[bucket.shard(self._comm.rank)] for bucket, w in zip(unit.buckets, whole, strict=True)]
         for work in [self._source.fetch(b, shard) for b, shard in zip(unit.buckets, shards, strict=True)]:
@@ -331,5 +342,6 @@ class UnitStore(ParameterStore):
                 self._drop(unit)
         self._source.close()
         self._gather_comm.close()
-        self._bytes = self._empty
-        self._memory = None  # type: ignore[assignment]  # nothing gathers after close()
+        self._memories.clear()  # nothing gathers after close()
+        self._slots.clear()
+        self._root_slot = (None, 0)
