@@ -107,7 +107,7 @@ def backward(net: nn.Module, rank: int, number: int, way: str, run: Callable[...
     if way == "passes":  # three passes, one of them through a part of the net
         run(loss)
         run(0.5 * loss_of(net, rank, number + 50))
-        run(net.embed(tokens_of(rank, number)).square().mean())
+        run(net.block(0, net.embed(tokens_of(rank, number))).square().mean())
     elif way == "retain":
         run(loss, retain_graph=True)
         run(0.25 * loss)
@@ -178,6 +178,8 @@ def test_in_bf16(run_ranks: Run, tmp_path: Path, precision: str) -> None:
 @pytest.mark.parametrize("way", ["one", "passes", "penalty"])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "unused"])
 def test_torch_has_the_same_numbers(tmp_path: Path, kind: str, way: str) -> None:
+    if way == "penalty" and kind in ("reentrant", "inner"):
+        pytest.skip("torch: reentrant checkpoints know no autograd.grad()")
     ends = []
     for ours in (False, True):
         torch.manual_seed(0)
@@ -190,10 +192,7 @@ def test_torch_has_the_same_numbers(tmp_path: Path, kind: str, way: str) -> None
             case = replace(PRIVATE, prefetch=1)
             opt = zcomm.ZeroOptimizer(net, opt, nvme_path=str(tmp_path), **case.arguments())
         for step in range(4):
-            if way == "passes" and kind in ("frozen", "lora"):  # the embedding has no gradient
-                loss_of(net, 0, step).backward()
-            else:
-                backward(net, 0, step, way, lambda loss, **more: loss.backward(**more))
+            backward(net, 0, step, way, lambda loss, **more: loss.backward(**more))
             opt.step()
             opt.zero_grad()
         names = {id(p): name for name, p in net.named_parameters()}
@@ -309,6 +308,33 @@ def test_generation_of_different_lengths(run_ranks: Run, tmp_path: Path) -> None
     for result in run_ranks(generate, 2, str(tmp_path), PRIVATE, check=False):
         assert result.error is not None, "unit by unit the ranks must keep step"
         assert "unit " in result.error.message or result.error.kind == "PeerLost", result.describe()
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_compiled_units_have_the_same_bits(tmp_path: Path, before: bool) -> None:
+    """torch.compile of each block, before or after ZeroOptimizer; aot_eager, as inductor builds for half a minute."""
+    ends = []
+    for case in (Case(2), PRIVATE, Case(3, "nvme", 0.02)):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        net = Net("plain")
+        for late in (False, True):
+            if late is not before:
+                for block in net.blocks:
+                    block.compile(backend="aot_eager")
+            if not late:
+                opt = zcomm.ZeroOptimizer(net, nvme_path=str(tmp_path), **case.arguments())
+        losses = []
+        for step in range(3):
+            loss = loss_of(net, 0, step)
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            losses.append(loss.item())
+        ends.append((losses, digest(opt.full_state_dict())))
+        opt.close()
+    assert ends[1] == ends[0] and ends[2] == ends[0]
+    zcomm.shutdown()
 
 
 # --- life -----------------------------------------------------------------------------------------------------------

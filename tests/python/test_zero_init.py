@@ -309,6 +309,21 @@ def test_names_can_be_changed_and_a_cut_file_is_an_error(tmp_path: Path) -> None
     zcomm.shutdown()
 
 
+def test_weights_of_a_checkpoint(tmp_path: Path) -> None:
+    model = small_gpt(seed=8)
+    opt = zcomm.ZeroOptimizer(model, stage=1)
+    opt.save(tmp_path / "saved")
+    want = digest(weights_of(opt))
+    opt.close()
+    with zcomm.zero.Init():
+        model = small_gpt()
+    zcomm.zero.load_weights(model, tmp_path / "saved")
+    opt = zcomm.ZeroOptimizer(model, stage=3)
+    assert digest(weights_of(opt)) == want
+    opt.close()
+    zcomm.shutdown()
+
+
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
