@@ -255,6 +255,46 @@ def test_parameters_between_passes_are_not_called_unused(caplog: pytest.LogCaptu
     zcomm.shutdown()
 
 
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise KeyError("on purpose")
+
+
+def fail_and_go_on(folder: str) -> list[str]:
+    comm = zcomm.init(timeout=20)
+    ends = []
+    for case in (Case(2, None, 0.02), PRIVATE):
+        for fails in (False, True):
+            torch.manual_seed(0)
+            net = Net("plain")
+            opt = zcomm.ZeroOptimizer(net, nvme_path=folder, **case.arguments())
+            for step in range(3):
+                if fails and step == 1:
+                    handle = net.blocks[2].register_forward_hook(lambda module, args, out: Fails.apply(out))
+                    with pytest.raises(KeyError, match="on purpose"):
+                        loss_of(net, comm.rank, step).backward()
+                    handle.remove()
+                    with pytest.raises(RuntimeError, match="the last backward pass ended with an error"):
+                        opt.step()
+                    opt.zero_grad()
+                loss_of(net, comm.rank, step).backward()
+                opt.step()
+                opt.zero_grad()
+            ends.append(digest(opt.full_state_dict()))
+            opt.close()
+    return ends
+
+
+def test_a_backward_pass_that_fails_can_be_run_again(run_ranks: Run, tmp_path: Path) -> None:
+    for ends in run_ranks(fail_and_go_on, 2, str(tmp_path)):
+        assert len(set(ends)) == 1
+
+
 # --- read outside of a step, and by ranks that differ ---------------------------------------------------------------
 
 

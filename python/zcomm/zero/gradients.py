@@ -190,8 +190,7 @@ class GradientReducer:
             self._wait(number)
 
     def _end_pass(self) -> None:
-        """Backward has ended: what it did not reach is zero. One that reached no parameter (``autograd.grad``) is none.
-        """
+        """Backward has ended: what it did not reach is zero. One that reached no parameter (``autograd.grad``) is none."""
         if not self._touched:
             self._armed = False
             return
@@ -206,6 +205,11 @@ class GradientReducer:
         self._begin_pass()
 
     # --- between passes ---------------------------------------------------------------------------------------
+
+    @property
+    def broken(self) -> bool:
+        """Whether the last backward pass began, but ended with an exception: its callback at the end never came."""
+        return self._armed and torch._C._current_graph_task_id() < 0
 
     def _say(self, key: str, text: str) -> None:
         """Once, as a warning on rank 0."""
@@ -245,6 +249,9 @@ class GradientReducer:
 
     def zero(self) -> None:
         """Forget the accumulated gradients; the next pass overwrites them."""
+        if self.broken:
+            self.finish()
+            self._begin_pass()
         self._fresh = True
         self.reached = 0
         self._seen.clear()

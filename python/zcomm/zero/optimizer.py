@@ -189,6 +189,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _update(self) -> None:
         parts = self._live
+        if parts.reducer.broken:
+            raise RuntimeError("step(): the last backward pass ended with an error; call zero_grad() and run it again")
         if parts.reducer.reached == 0:
             if parts.reducer.has_local:
                 raise RuntimeError("step(): all gradients are from no_sync(); the last backward pass must be outside")
@@ -248,9 +250,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; does nothing between the micro-steps of one accumulation."""
+        reducer = self._live.reducer
+        if reducer.broken:
+            self._micro_step = 0  # its gradients are lost: the accumulation begins again
         if self._stepped or self._micro_step == 0:
             self._scaled_passes = 0
-            self._live.reducer.zero()
+            reducer.zero()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -25,7 +25,7 @@ class UnitHooks:
         self._armed = False
         self._waiting: dict[int, set[int]] = {}
         self._watch = Watch(model, store)
-        self._handles: list[Any] = [model.register_forward_pre_hook(lambda *_: store.begin_pass())]
+        self._handles: list[Any] = [model.register_forward_pre_hook(self._begin)]
         for unit, choice in zip(store.units, choices, strict=True):
             for module in choice.modules:
                 self._handles.append(module.register_forward_pre_hook(self._enter(unit)))
@@ -33,6 +33,11 @@ class UnitHooks:
                     self._handles.append(module.register_forward_hook(self._leave(unit), always_call=True))
             for param in choice.params:
                 self._handles.append(param.register_post_accumulate_grad_hook(self._reached(unit)))
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        if self._armed and torch._C._current_graph_task_id() < 0:
+            self._end_backward()  # a backward pass that ended with an exception
+        self._store.begin_pass()
 
     def _enter(self, unit: Unit) -> Callable[..., None]:
         def enter(module: nn.Module, args: Any) -> None:
