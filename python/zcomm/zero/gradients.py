@@ -190,7 +190,7 @@ class GradientReducer:
             self._wait(number)
 
     def _end_pass(self) -> None:
-        """Backward has ended: what it did not reach is zero. One that reached no parameter (``autograd.grad``) is none."""
+        """Backward has ended: what it did not reach is zero. One that reached nothing (``autograd.grad``) is none."""
         if not self._touched:
             self._armed = False
             return

@@ -69,8 +69,8 @@ class UnitStore(ParameterStore):
 
     units: names, in the numbering of ``geometry.unit_buckets``; unit 0 is the root.
     shared: the ranks share the slots (CPU ranks of a host): a gather moves this rank's shard only.
-    prefetch: units gathered ahead. Slots: prefetch + 2 of the largest unit, one for the root, and in the first steps one
-    more each time when more units than that are in use at once.
+    prefetch: units gathered ahead. Slots: prefetch + 2 of the largest unit, one for the root, and another one each time
+    that more units are in use at once than there are slots.
     """
 
     def __init__(
