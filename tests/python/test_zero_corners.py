@@ -386,8 +386,8 @@ def resident() -> int:
 
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    with open("/proc/self/smaps_rollup") as rollup:
-        return next(int(line.split()[1]) * 1024 for line in rollup if line.startswith("Pss:"))
+    with open("/proc/self/status") as status:
+        return sum(int(line.split()[1]) * 1024 for line in status if line.startswith(("RssAnon:", "RssShmem:")))
 
 
 def open_and_close(folder: str, case: Case) -> tuple[list[int], list[Any]]:
@@ -411,7 +411,9 @@ def open_and_close(folder: str, case: Case) -> tuple[list[int], list[Any]]:
         del opt
         comm.barrier()
         sizes.append(resident())
-        counts.append((len(os.listdir("/proc/self/fd")), threading.active_count(), comm.memory()["nbytes"]))
+        counts.append(
+            (len(os.listdir("/proc/self/fd")), threading.active_count(), tuple(sorted(comm.memory().items())))
+        )
         comm.barrier()
     return sizes, counts
 
@@ -420,5 +422,6 @@ def open_and_close(folder: str, case: Case) -> tuple[list[int], list[Any]]:
 def test_twenty_optimizers_leave_nothing(run_ranks: Run, tmp_path: Path, case: Case) -> None:
     case = replace(case, bucket_mb=1.0)
     for sizes, counts in run_ranks(open_and_close, 2, str(tmp_path), case):
-        assert sizes[-1] - sizes[4] < 3 * 2**20, [size // 2**10 for size in sizes]  # one of them is 20 MiB and more
+        grown = min(sizes[14:]) - min(sizes[2:8])  # in about 12 of them, each 20 MiB and more
+        assert grown < 3 * 2**20, [size // 2**10 for size in sizes]
         assert len(set(counts[2:])) == 1, counts
