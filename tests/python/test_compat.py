@@ -64,11 +64,11 @@ def by_ddp(epochs: int) -> list[float]:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_an_unmodified_script_trains_as_ddp(run_ranks: Callable[..., list[Any]], stage: int) -> None:
-    ours = results(run_script(2, "--deepspeed", "--stage", str(stage), "--epochs", "8"))
-    theirs = run_ranks(by_ddp, 2, 8)
+    ours = results(run_script(2, "--deepspeed", "--stage", str(stage), "--epochs", "6"))
+    theirs = run_ranks(by_ddp, 2, 6)
     for mine, wanted in zip(ours, theirs, strict=True):
         assert mine["world"] == 2
-        assert mine["losses"] == pytest.approx(wanted, rel=1e-5)
+        assert mine["losses"] == pytest.approx(wanted, rel=1e-5, abs=1e-6)  # they fall from 2.3 to almost nothing
         assert sum(wanted[-6:]) < 0.5 * sum(wanted[:6]), "it learns"
     assert ours[0]["sum"] == ours[1]["sum"] == pytest.approx(sum(mine["losses"][-1] for mine in ours))
 
