@@ -146,6 +146,24 @@ def test_parameters_of_init_before_the_optimizer(run_ranks: Run, tmp_path: Path)
         assert got == want
 
 
+def nested(folder: str) -> None:
+    comm = zcomm.init(timeout=60)
+    for case in (Case(1), Case(3, None, share_parameters=False), Case(3, "nvme")):
+        model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
+        opt = zcomm.ZeroOptimizer(model, nvme_path=folder, **case.arguments())
+        with GatheredParameters(model), torch.no_grad():
+            with GatheredParameters(model[0].weight, modifier_rank=1):
+                model[0].weight.fill_(float(comm.rank))
+            assert model[0].weight.shape == (40, 40) and bool((model[0].weight == 1.0).all()), case
+            model[0].weight.fill_(7.0)  # forgotten
+        assert bool((opt.full_state_dict()["0.weight"] == 1.0).all()), case
+        opt.close()
+
+
+def test_contexts_may_be_nested(run_ranks: Run, tmp_path: Path) -> None:
+    run_ranks(nested, 2, str(tmp_path))
+
+
 def test_what_is_wrong_is_said() -> None:
     model = nn.Sequential(nn.Linear(8, 8))
     opt = zcomm.ZeroOptimizer(model, stage=3)

@@ -30,7 +30,8 @@ class GatheredParameters:
 
     Parameters of ``zero.Init`` that no ZeroOptimizer has yet become real inside, and stay so where ``modifier_rank`` is
     given. Frozen parameters of a model are whole anyway; with ``modifier_rank`` they are made equal, too. Parameters
-    that nothing shards are left alone. fwd_module: DeepSpeed's; says nothing here. enabled: False does nothing.
+    that nothing shards are left alone. Contexts may be nested. fwd_module: DeepSpeed's; says nothing here. enabled:
+    False does nothing.
 
     Raises: ValueError for a modifier_rank that is no rank, and for a changed shape; PeerLost, TimeoutError,
     CollectiveMismatch; OSError from swap files. Memory: a copy of each parameter. If the block raises, nothing is kept.
@@ -132,6 +133,7 @@ class GatheredParameters:
                 value.copy_(_data(parts, index))
             parts.comm.broadcast(value, root=root, name=f"changed {parts.names[index]}")
             access.change(parts, index, value.reshape(-1))
+            _data(parts, index).copy_(value)  # for a context around this one
         for parts, param in self._frozen:
             parts.comm.broadcast(param.data, root=root, name="a changed frozen parameter")
         for parts in self._owners():

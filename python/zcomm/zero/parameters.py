@@ -26,6 +26,7 @@ class ParameterStore(ABC):
         self._params = params
         self._geometry = geometry
         self._comm = comm
+        self._holds: dict[int, int] = {}  # parameters with a copy of their own now: how often they are held
 
     def part(self, bucket: FlatBucket) -> slice:
         """The part of a bucket whose state this rank keeps and updates, relative to the bucket."""
@@ -64,11 +65,21 @@ class ParameterStore(ABC):
 
     def hold(self, param: int) -> None:
         """Give a parameter a whole copy of its own until ``release``. Collective where parameters are sharded."""
-        self._params[param].data = self.full(param)
+        if param not in self._holds:
+            self._params[param].data = self.full(param)
+        self._holds[param] = self._holds.get(param, 0) + 1
+
+    def release(self, param: int) -> None:
+        """The last release drops the copy: the parameter is the store's again."""
+        held = self._holds.pop(param) - 1
+        if held:
+            self._holds[param] = held
+        else:
+            self._params[param].data = self._own(param)
 
     @abstractmethod
-    def release(self, param: int) -> None:
-        """Drop the copy: the parameter is the store's again."""
+    def _own(self, param: int) -> torch.Tensor:
+        """What the parameter's data is where nobody holds it."""
 
     @property
     @abstractmethod
@@ -125,9 +136,9 @@ class ResidentStore(ParameterStore):
     def full(self, param: int) -> torch.Tensor:
         return self._params[param].detach().clone()
 
-    def release(self, param: int) -> None:
+    def _own(self, param: int) -> torch.Tensor:
         bucket = self._geometry.buckets[self._geometry.places[param].bucket]
-        self._params[param].data = self._geometry.view(self._bucket(bucket), param)
+        return self._geometry.view(self._bucket(bucket), param)
 
     @property
     def param_nbytes(self) -> int:

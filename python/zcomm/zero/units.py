@@ -327,12 +327,12 @@ class UnitStore(ParameterStore):
         super().hold(param)
         self._held.add(id(self._params[param]))
 
-    def release(self, param: int) -> None:
+    def _own(self, param: int) -> torch.Tensor:
         self._held.discard(id(self._params[param]))
-        unit, data = self.unit_of(param), self._empty
-        if unit.state is UnitState.GATHERED:
-            data = next(view for other, view in unit.views if other is self._params[param])
-        self._params[param].data = data
+        unit = self.unit_of(param)
+        if unit.state is not UnitState.GATHERED:
+            return self._empty
+        return next(view for other, view in unit.views if other is self._params[param])
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
