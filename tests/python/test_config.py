@@ -15,7 +15,7 @@ import pytest
 from zcomm.config import BatchSizes, Config, ConfigWarning, load, resolve_batch
 from zcomm.config.docs import markdown_table, rows, write_table
 from zcomm.config.keys import Status, key
-from zcomm.config.schema import NEEDED, OPTIMIZER_PARAMS, SCHEDULER_PARAMS
+from zcomm.config.optimizer_keys import NEEDED, OPTIMIZER_PARAMS, SCHEDULER_PARAMS
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 NVME = {"device": "nvme", "nvme_path": "/mnt/swap"}

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from zcomm.config.keys import REQUIRED, Key, Status, key_of
-from zcomm.config.schema import HINTS, NEEDED, OPTIMIZER_PARAMS, SCHEDULER_PARAMS, Config
+from zcomm.config.optimizer_keys import NEEDED, OPTIMIZER_PARAMS, SCHEDULER_PARAMS
+from zcomm.config.schema import HINTS, Config
 
 Source = Mapping[str, Any] | str | os.PathLike[str]
 

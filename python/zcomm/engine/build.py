@@ -15,8 +15,8 @@ from torch import nn
 
 from zcomm import schedulers
 from zcomm.config import BatchSizes, Config, ConfigWarning, load_with_notes, resolve_batch, warn_of
+from zcomm.config.optimizer_keys import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
 from zcomm.config.parse import Source
-from zcomm.config.schema import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
 from zcomm.data import Loader
 from zcomm.engine.engine import Engine
 

@@ -1,0 +1,151 @@
+"""Sections ``optimizer`` and ``scheduler`` of the configuration: see schema.py."""
+# ruff: noqa: RUF009  (key() and section() are field specifiers, as dataclasses.field is)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zcomm.config.keys import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    BETAS,
+    REQUIRED,
+    key,
+    section,
+)
+
+
+@dataclass(frozen=True)
+class OptimizerParams:
+    """Section ``optimizer.params``."""
+
+    lr: float | None = key(
+        None, "learning rate", check=AT_LEAST_0, shown_default="`0.001`; Lion `0.0001`, Adagrad `0.01`"
+    )
+    betas: tuple[float, float] | None = key(
+        None,
+        "decay of the two moments (Adam, AdamW, Lion)",
+        check=BETAS,
+        shown_default="`[0.9, 0.999]`; Lion `[0.9, 0.99]`",
+    )
+    eps: float | None = key(
+        None,
+        "added to the root (Adam, AdamW, Adagrad)",
+        check=AT_LEAST_0,
+        shown_default="`1e-08`; Adagrad `1e-10`",
+    )
+    weight_decay: float | None = key(
+        None,
+        "decoupled (AdamW, Lion) or L2 (Adam, SGD, Adagrad) decay",
+        check=AT_LEAST_0,
+        shown_default="`0.0`; with torch_adam what torch's class has (AdamW 0.01)",
+    )
+    adam_w_mode: bool = key(
+        True, "with type Adam: true = AdamW's decoupled decay (DeepSpeed's default), false = L2; type AdamW is AdamW"
+    )
+    torch_adam: bool = key(
+        False,
+        "true = the defaults of torch's own class; the update is the same fused kernel, of the same formula",
+    )
+    momentum: float = key(0.0, "of SGD", check=AT_LEAST_0)
+    dampening: float = key(0.0, "of SGD's momentum", check=AT_LEAST_0)
+    nesterov: bool = key(False, "SGD looks ahead")
+    lr_decay: float = key(0.0, "of Adagrad", check=AT_LEAST_0)
+    initial_accumulator_value: float = key(0.0, "of Adagrad's sum of squares", check=AT_LEAST_0)
+
+
+_COMMON = ("lr", "weight_decay")
+OPTIMIZER_PARAMS = {
+    "Adam": (*_COMMON, "betas", "eps", "adam_w_mode", "torch_adam"),
+    "AdamW": (*_COMMON, "betas", "eps", "adam_w_mode", "torch_adam"),
+    "Lion": (*_COMMON, "betas"),
+    "SGD": (*_COMMON, "momentum", "dampening", "nesterov"),
+    "Adagrad": (*_COMMON, "eps", "lr_decay", "initial_accumulator_value"),
+}
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """Section ``optimizer``."""
+
+    type: str = key(REQUIRED, "which optimizer (letter case does not matter)", choices=tuple(OPTIMIZER_PARAMS))
+    params: OptimizerParams = section(OptimizerParams, "its arguments")
+
+
+@dataclass(frozen=True)
+class SchedulerParams:
+    """Section ``scheduler.params``; which of them a schedule has is in SCHEDULER_PARAMS."""
+
+    warmup_min_lr: float = key(0.0, "learning rate at the start", check=AT_LEAST_0)
+    warmup_max_lr: float | None = key(
+        None,
+        "learning rate after the warm-up",
+        check=AT_LEAST_0,
+        shown_default="each parameter group's own lr; WarmupDecayLR `0.001`",
+    )
+    warmup_num_steps: int = key(1000, "optimizer steps of warm-up (1 counts as 2)", check=AT_LEAST_1)
+    warmup_type: str = key("log", "shape of the warm-up", choices=("log", "linear"))
+    total_num_steps: int | None = key(
+        None,
+        "steps until the rate has decayed",
+        check=AT_LEAST_1,
+        shown_default="(WarmupDecayLR and WarmupCosineLR need it)",
+    )
+    warmup_min_ratio: float = key(0.0, "of the group's lr, at the start", check=AT_LEAST_0)
+    cos_min_ratio: float = key(0.0001, "of the group's lr, at the end", check=AT_LEAST_0)
+    lr_range_test_min_lr: float = key(1e-3, "learning rate at the start", check=AT_LEAST_0)
+    lr_range_test_step_size: int = key(2000, "steps in which the rate grows by step_rate", check=AT_LEAST_1)
+    lr_range_test_step_rate: float = key(1.0, "growth, as a part of the first rate", check=AT_LEAST_0)
+    lr_range_test_staircase: bool = key(False, "grow in stairs")
+    cycle_min_lr: float | None = key(
+        None, "learning rate at the ends of the cycle", check=AT_LEAST_0, shown_default="(OneCycle needs it)"
+    )
+    cycle_max_lr: float | None = key(
+        None, "learning rate at its top", check=AT_LEAST_0, shown_default="(OneCycle needs it)"
+    )
+    decay_lr_rate: float = key(0.0, "after the cycle: lr = min / (1 + this x intervals)", check=AT_LEAST_0)
+    cycle_first_step_size: int = key(2000, "steps up", check=AT_LEAST_1)
+    cycle_second_step_size: int | None = key(
+        None, "steps down", check=AT_LEAST_0, shown_default="cycle_first_step_size"
+    )
+    cycle_first_stair_count: int = key(0, "climb in so many stairs; 0 = a line", check=AT_LEAST_0)
+    cycle_second_stair_count: int | None = key(
+        None, "descend in so many stairs", check=AT_LEAST_0, shown_default="cycle_first_stair_count"
+    )
+    decay_step_size: int = key(0, "steps of a decay interval; 0 = no decay", check=AT_LEAST_0)
+    cycle_momentum: bool = key(True, "the first beta goes the other way; the second becomes 0.99")
+    cycle_min_mom: float = key(0.8, "first beta at the top", check=AT_LEAST_0)
+    cycle_max_mom: float = key(0.9, "first beta at the ends", check=AT_LEAST_0)
+    decay_mom_rate: float = key(0.0, "after the cycle: beta = max x (1 + this x intervals)", check=AT_LEAST_0)
+
+
+_WARMUP = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type")
+SCHEDULER_PARAMS = {
+    "WarmupLR": _WARMUP,
+    "WarmupDecayLR": ("total_num_steps", *_WARMUP),
+    "WarmupCosineLR": ("total_num_steps", "warmup_min_ratio", "warmup_num_steps", "cos_min_ratio", "warmup_type"),
+    "LRRangeTest": tuple(f"lr_range_test_{name}" for name in ("min_lr", "step_size", "step_rate", "staircase")),
+    "OneCycle": (
+        "cycle_min_lr",
+        "cycle_max_lr",
+        "decay_lr_rate",
+        "cycle_first_step_size",
+        "cycle_second_step_size",
+        "cycle_first_stair_count",
+        "cycle_second_stair_count",
+        "decay_step_size",
+        "cycle_momentum",
+        "cycle_min_mom",
+        "cycle_max_mom",
+        "decay_mom_rate",
+    ),
+}
+NEEDED = ("total_num_steps", "cycle_min_lr", "cycle_max_lr")
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """Section ``scheduler``."""
+
+    type: str = key(REQUIRED, "which schedule", choices=tuple(SCHEDULER_PARAMS))
+    params: SchedulerParams = section(SchedulerParams, "its arguments")
