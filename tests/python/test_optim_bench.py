@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCH = Path(__file__).resolve().parent.parent.parent / "bench"
 
 
@@ -40,3 +42,16 @@ def test_reference_tells_a_wrong_step() -> None:
     bad[7] += 1e-5
     bad[8] = float("nan")
     assert count_wrong(bad, start, grad, adam, 0.0) == 2
+
+
+def test_reference_allows_8_bits_by_magnitude() -> None:
+    sys.path.insert(0, str(BENCH))
+    try:
+        import torch
+
+        from optim.reference import coded_slack
+    finally:
+        sys.path.remove(str(BENCH))
+    slack = coded_slack(torch.tensor([1.0, -0.1, 2.0**-5, 2.0**-13, 0.0]).double())
+    assert slack.tolist() == pytest.approx([0.04, 0.04, 0.08, 0.32, 1.0])
+    assert coded_slack(torch.zeros(3).double()).tolist() == pytest.approx([0.04] * 3)
