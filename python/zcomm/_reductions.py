@@ -30,6 +30,10 @@ class Reductions(Calls):
         Cost: 2N bytes of memory traffic per rank on symmetric tensors.
         Returns: a Work if ``async_op``. Raises: ValueError, CollectiveMismatch, PeerLost, TimeoutError.
         """
+        if self._all_reduce_tensor is not None:
+            work = self._all_reduce_tensor(buckets, reduce_op(op), name, async_op)
+            if work is not NotImplemented:
+                return self._end(work, buckets)
         tensors = listed(buckets)
         dtype = core_dtype(self._buffers("all_reduce", tensors))
         return self._end(self._core.all_reduce(spans(tensors), dtype, reduce_op(op), name, async_op), tensors)

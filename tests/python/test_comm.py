@@ -64,6 +64,25 @@ def list_is_one_operation() -> None:
         check_equal(tensor.reshape(-1), expected([inputs[r][i] for r in range(world)], "sum"), f"list item {i}")
 
 
+def one_tensor_in_many_guises() -> None:
+    """A plain tensor is read by a shorter path than its guises; the ranks may mix them in one operation."""
+    rank, world = zcomm.rank(), zcomm.world_size()
+    whole = torch.zeros(20)
+    guises: list[tuple[torch.Tensor, Any]] = [(t := torch.zeros(7), t), (t := torch.zeros(7), [t])]
+    guises += [(t := torch.nn.Parameter(torch.zeros(7)), t), (whole[3:10], whole[3:10]), (t := torch.zeros(7, 1), t)]
+    for turn in range(len(guises)):
+        tensor, passed = guises[(turn + rank) % len(guises)]
+        tensor.data.fill_(rank + 1)
+        zcomm.all_reduce(passed, async_op=True).wait() if turn % 2 else zcomm.all_reduce(passed)
+        assert tensor.flatten().tolist() == [world * (world + 1) / 2] * 7, (turn, rank)
+    assert whole[:3].tolist() + whole[10:].tolist() == [0.0] * 13
+    for bad in (torch.zeros(4, 4).t(), torch.zeros(4).to_sparse(), torch.zeros(4, dtype=torch.int16)):
+        with pytest.raises(ValueError, match=r"not contiguous|layout|int16"):
+            zcomm.all_reduce(bad)
+    with pytest.raises(NotImplementedError, match="meta"):
+        zcomm.all_reduce(torch.zeros(4, device="meta"))
+
+
 def reduce_scatter_values() -> None:
     rank, world = zcomm.rank(), zcomm.world_size()
     for dtype in DTYPES:
@@ -212,6 +231,7 @@ VALUES: list[Callable[[], None]] = [
     all_reduce_values,
     all_reduce_rank_order,
     list_is_one_operation,
+    one_tensor_in_many_guises,
     reduce_scatter_values,
     all_gather_values,
     broadcast_values,

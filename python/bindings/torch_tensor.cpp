@@ -1,0 +1,74 @@
+// Reading torch tensors (torch_tensor.hpp). Attributes by interned name; nothing of torch is linked.
+#include "torch_tensor.hpp"
+
+#include <array>
+#include <cstdint>
+#include <utility>
+
+namespace py = pybind11;
+
+namespace zcomm::bindings {
+namespace {
+
+/// Names and singletons, looked up once and kept for the life of the process.
+struct Torch {
+  PyObject* is_cpu = PyUnicode_InternFromString("is_cpu");
+  PyObject* layout = PyUnicode_InternFromString("layout");
+  PyObject* is_contiguous = PyUnicode_InternFromString("is_contiguous");
+  PyObject* dtype = PyUnicode_InternFromString("dtype");
+  PyObject* data_ptr = PyUnicode_InternFromString("data_ptr");
+  PyObject* numel = PyUnicode_InternFromString("numel");
+  py::module_ torch = py::module_::import("torch");
+  PyObject* tensor = kept("Tensor");
+  PyObject* strided = kept("strided");
+  std::array<std::pair<PyObject*, DType>, 9> dtypes{{{kept("float32"), DType::f32},
+                                                     {kept("float64"), DType::f64},
+                                                     {kept("float16"), DType::f16},
+                                                     {kept("bfloat16"), DType::bf16},
+                                                     {kept("int8"), DType::i8},
+                                                     {kept("uint8"), DType::u8},
+                                                     {kept("int32"), DType::i32},
+                                                     {kept("int64"), DType::i64},
+                                                     {kept("bool"), DType::b8}}};
+
+  PyObject* kept(const char* name) const { return torch.attr(name).cast<py::object>().release().ptr(); }
+};
+
+const Torch& torch() {
+  static const auto* names = new Torch;  // never destroyed: the interpreter may be gone by then
+  return *names;
+}
+
+/// A new reference; throws what Python raised.
+py::object attribute(PyObject* object, PyObject* name) {
+  PyObject* value = PyObject_GetAttr(object, name);
+  if (value == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(value);
+}
+
+py::object called(PyObject* object, PyObject* method) {
+  PyObject* value = PyObject_CallMethodNoArgs(object, method);
+  if (value == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(value);
+}
+
+}  // namespace
+
+std::optional<TorchTensor> read_torch_tensor(py::handle object) {
+  const Torch& names = torch();
+  PyObject* tensor = object.ptr();
+  if (reinterpret_cast<PyObject*>(Py_TYPE(tensor)) != names.tensor) return std::nullopt;  // a subclass may be anything
+  if (attribute(tensor, names.is_cpu).ptr() != Py_True) return std::nullopt;
+  if (attribute(tensor, names.layout).ptr() != names.strided) return std::nullopt;
+  if (called(tensor, names.is_contiguous).ptr() != Py_True) return std::nullopt;
+  const py::object dtype = attribute(tensor, names.dtype);
+  for (const auto& [known, core] : names.dtypes) {
+    if (dtype.ptr() != known) continue;
+    const auto address = PyLong_AsUnsignedLongLong(called(tensor, names.data_ptr).ptr());
+    const auto count = PyLong_AsSize_t(called(tensor, names.numel).ptr());
+    return TorchTensor{{reinterpret_cast<void*>(static_cast<std::uintptr_t>(address)), count}, core};
+  }
+  return std::nullopt;
+}
+
+}  // namespace zcomm::bindings
