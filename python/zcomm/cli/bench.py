@@ -14,7 +14,7 @@ from zcomm.launch.errors import UserError
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from zcomm.cli.main import Parser
+    from zcomm.cli.parser import Parser
 
 _PROGRAMS = {"swap": "swap_bw"}
 

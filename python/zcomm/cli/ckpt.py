@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zcomm.cli.parser import Parser
+from zcomm.cli.sizes import nbytes, shown
 from zcomm.launch.errors import UserError
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from zcomm.cli.main import Parser
     from zcomm.zero.checkpoint import Manifest
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -21,8 +21,6 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 def add_parser(commands: _SubParsersAction[Parser]) -> None:
     """Declare the command's options."""
-    from zcomm.cli.main import Parser
-
     parser = commands.add_parser("ckpt", help="list, verify, export and convert checkpoints", allow_abbrev=False)
     actions = parser.add_subparsers(
         title="actions", dest="action", metavar="ACTION", required=True, parser_class=Parser
@@ -49,27 +47,6 @@ def add_parser(commands: _SubParsersAction[Parser]) -> None:
     convert.add_argument("folder", type=Path, help="DeepSpeed's folder of one tag, or the one above with 'latest'")
     convert.add_argument("out", type=Path, help="a new folder")
     convert.set_defaults(command=_wrapped(_convert))
-
-
-def nbytes(text: str) -> int:
-    """5GB, 512MiB, 1000000: decimal units and binary ones, for argparse."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
-    size = 0.0
-    if found:
-        power = " KMGT".index(found[2].upper() or " ")
-        size = float(found[1]) * (1024 if found[3] else 1000) ** power
-    if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB or 512MiB")
-    return int(size)
-
-
-def shown(size: float) -> str:
-    """Bytes in words."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            break
-        size /= 1024
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
 
 
 def _wrapped(action: Any) -> Any:

@@ -25,7 +25,7 @@ from zcomm.launch.environment import core_count
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from zcomm.cli.main import Parser
+    from zcomm.cli.parser import Parser
 
 _LAUNCHER_VARIABLES = ("ZCOMM_INIT_METHOD", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _LOW_MEMLOCK_NBYTES = 64 << 20

@@ -11,13 +11,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zcomm.cli.ckpt import nbytes, shown
+from zcomm.cli.sizes import nbytes, shown
 from zcomm.launch.errors import UserError
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from zcomm.cli.main import Parser
+    from zcomm.cli.parser import Parser
     from zcomm.planning import Estimate
 
 _OFFLOADS = ("none", "cpu", "nvme")

@@ -13,7 +13,7 @@ from zcomm.launch.errors import UserError
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from zcomm.cli.main import Parser
+    from zcomm.cli.parser import Parser
 
 _DESCRIPTION = """\
 Start N ranks of a Python script on this host and answer for their end: one failed rank ends all, and the first failure

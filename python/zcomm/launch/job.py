@@ -1,28 +1,9 @@
-"""What to start (`Job`) and the call that starts it (`launch`).
-
-Two processes answer for the ranks. The *front* is the caller: it only waits and forwards signals. The *supervisor* is
-its fork: it starts the ranks, carries their output, and judges their end. Each outlives a SIGKILL of the other long
-enough to leave no process behind: the kernel tells the supervisor when the front dies, and both are subreapers, so a
-rank's orphans come to them and not to init.
-Thread rule: call `launch` from the main thread of a process without other threads (it forks).
-"""
+"""What to start: a job of ranks of one program on this host."""
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
-import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from zcomm.launch import processes
-
-if TYPE_CHECKING:
-    from zcomm.launch.supervisor import Supervisor
-
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -45,68 +26,3 @@ class Job:
     announce: str = "zcomm run"
     settle_s: float = 2.0  # time to end by themselves after the first failure
     grace_s: float = 5.0  # time between SIGTERM (or Ctrl-C) and SIGKILL
-
-
-def launch(job: Job) -> int:
-    """Run the job to its end and return the exit code: 0, that of the first failure, or 128 + signal.
-
-    Raises: OSError if no process can be started.
-    """
-    from zcomm.launch.supervisor import Supervisor
-
-    sys.stdout.flush()
-    sys.stderr.flush()
-    processes.become_subreaper()
-    # Blocked over the fork: a signal in between would find the child without handlers, or the front with its old ones.
-    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
-    try:
-        front = os.getpid()
-        child = os.fork()
-    except BaseException:
-        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
-        raise
-    if child == 0:
-        _supervise(Supervisor(job), job, front, old_mask)
-    return _wait(child, job, old_mask)
-
-
-def _supervise(supervisor: Supervisor, job: Job, front: int, old_mask: set[int | signal.Signals]) -> None:
-    """The child's whole life: never returns."""
-    code = 70
-    try:
-        os.setpgid(0, 0)  # a signal for the front's group (Ctrl-C, kill) reaches us once, through the front
-        signal.signal(
-            signal.SIGTTOU, signal.SIG_IGN
-        )  # so we are a background group, and write to the terminal all the same
-        processes.become_subreaper()
-        processes.die_with_parent(front, signal.SIGTERM)
-        code = supervisor.run(old_mask)
-    except OSError as error:  # no such program, no room for another process, no temporary directory
-        code = 126
-        print(f"{job.announce}: error: {error}", file=sys.stderr, flush=True)
-    except BaseException:  # a fault of the launcher itself: show it, and let the sweep below do its work
-        traceback.print_exc()
-    finally:
-        processes.end_descendants()
-        os._exit(code)
-
-
-def _wait(child: int, job: Job, old_mask: set[int | signal.Signals]) -> int:
-    """Forward signals to the supervisor until it ends; clear up after it if it was killed."""
-
-    def forward(signum: int, _frame: object) -> None:
-        processes.send(child, signum)
-
-    old_handlers = {s: signal.signal(s, forward) for s in _FORWARDED}
-    signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
-    try:
-        _, status = os.waitpid(child, 0)
-    finally:
-        for signum, handler in old_handlers.items():
-            signal.signal(signum, handler)
-    code = os.waitstatus_to_exitcode(status)
-    if code < 0:
-        processes.end_descendants()
-        print(f"{job.announce}: the launcher was killed by {processes.signal_name(-code)}", file=sys.stderr)
-        return 128 - code
-    return code
