@@ -13,8 +13,9 @@ namespace {
 
 class LinkEngine final : public Engine {
  public:
-  LinkEngine(std::shared_ptr<net::Mesh> mesh, std::vector<LinkSockets> links, const LinkOptions& options)
-      : group_(mesh, all_ranks(mesh->world_size()), std::move(links), options) {}
+  LinkEngine(std::shared_ptr<net::Mesh> mesh, std::vector<LinkSockets> links, const LinkOptions& options,
+             SymmetricMemory& memory)
+      : memory_(memory), group_(mesh, all_ranks(mesh->world_size()), std::move(links), options) {}
 
   int rank() const override { return group_.rank(); }
   int world_size() const override { return group_.world_size(); }
@@ -30,7 +31,7 @@ class LinkEngine final : public Engine {
       operation.allocate->refused = std::make_exception_ptr(
           Unsupported("allocate_shared: ranks that are joined by sockets alone share no memory"));
     else if (kind == OpKind::allocate || kind == OpKind::allocate_shared)
-      operation.allocate->buffer = make_private_buffer(operation.header.count, rank());
+      operation.allocate->buffer = make_private_buffer(operation.header.count, rank(), memory_);
   }
 
  private:
@@ -40,6 +41,7 @@ class LinkEngine final : public Engine {
     return ranks;
   }
 
+  SymmetricMemory& memory_;
   LinkGroup group_;
 };
 
@@ -52,8 +54,8 @@ std::unique_ptr<Communicator> create_linked(std::shared_ptr<net::Mesh> mesh, std
   wanted[static_cast<std::size_t>(mesh->rank())] = false;
   check_links(links, wanted, mesh->rank(), false);
   const auto shared = std::make_shared<std::vector<LinkSockets>>(std::move(links));  // a factory must be copyable
-  return make_communicator(once([mesh = std::move(mesh), shared, options](SymmetricMemory&) {
-    return std::make_unique<LinkEngine>(mesh, std::move(*shared), options);
+  return make_communicator(once([mesh = std::move(mesh), shared, options](SymmetricMemory& memory) {
+    return std::make_unique<LinkEngine>(mesh, std::move(*shared), options, memory);
   }));
 }
 

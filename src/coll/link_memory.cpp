@@ -13,7 +13,8 @@ namespace {
 
 class PrivateBuffer final : public SymmetricBuffer {
  public:
-  PrivateBuffer(std::size_t nbytes, int rank) : nbytes_(nbytes), rank_(rank) {
+  PrivateBuffer(std::size_t nbytes, int rank, SymmetricMemory& memory)
+      : nbytes_(nbytes), rank_(rank), accounted_(memory.account(nbytes)) {
     // Shared, though nobody else maps it: AddressRange::alias makes second mappings of it.
     void* const at = ::mmap(nullptr, mapped(), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (at == MAP_FAILED) throw_system_error(errno, text("cannot allocate ", nbytes, " bytes"));
@@ -34,13 +35,14 @@ class PrivateBuffer final : public SymmetricBuffer {
 
   const std::size_t nbytes_;
   const int rank_;
+  const std::shared_ptr<void> accounted_;
   std::byte* data_ = nullptr;
 };
 
 }  // namespace
 
-std::shared_ptr<SymmetricBuffer> make_private_buffer(std::size_t nbytes, int rank) {
-  return std::make_shared<PrivateBuffer>(nbytes, rank);
+std::shared_ptr<SymmetricBuffer> make_private_buffer(std::size_t nbytes, int rank, SymmetricMemory& memory) {
+  return std::make_shared<PrivateBuffer>(nbytes, rank, memory);
 }
 
 void check_links(const std::vector<LinkSockets>& links, const std::vector<bool>& wanted, int rank, bool allow_one) {

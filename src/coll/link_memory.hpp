@@ -6,11 +6,13 @@
 
 #include "coll/engine.hpp"
 #include "coll/link_engine.hpp"
+#include "coll/symmetric_memory.hpp"
 
 namespace zcomm::coll {
 
-/// Zeroed, page aligned; peer(other) throws Unsupported. Throws SystemError when memory is refused.
-std::shared_ptr<SymmetricBuffer> make_private_buffer(std::size_t nbytes, int rank);
+/// Zeroed, page aligned, accounted for in `memory`; peer(other) throws Unsupported. Throws SystemError when memory is
+/// refused.
+std::shared_ptr<SymmetricBuffer> make_private_buffer(std::size_t nbytes, int rank, SymmetricMemory& memory);
 
 /// Throws InvalidArgument unless each wanted rank has two links or more, and each other one none, or one if
 /// `allow_one`.

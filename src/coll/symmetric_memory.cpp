@@ -154,6 +154,16 @@ std::shared_ptr<const Allocation> SymmetricMemory::pin(std::uint64_t id) const {
   return nullptr;
 }
 
+std::shared_ptr<void> SymmetricMemory::account(std::size_t nbytes) {
+  const std::lock_guard lock(registry_->mutex);
+  registry_->own_nbytes += nbytes;
+  ++registry_->made;
+  return {registry_.get(), [registry = registry_, nbytes](void*) {
+            const std::lock_guard end(registry->mutex);
+            registry->own_nbytes -= nbytes;
+          }};
+}
+
 CommMemory SymmetricMemory::memory() const {
   const std::lock_guard lock(registry_->mutex);
   return {registry_->own_nbytes, registry_->shared_nbytes, 0, registry_->made};

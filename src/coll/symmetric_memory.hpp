@@ -52,6 +52,8 @@ class SymmetricMemory {
   /// The allocation of that id, which stays mapped as long as the result lives; null if this rank has dropped it.
   std::shared_ptr<const Allocation> pin(std::uint64_t id) const;
   CommMemory memory() const;
+  /// For memory that an engine makes by itself: memory() counts `nbytes` as own until the result is gone.
+  std::shared_ptr<void> account(std::size_t nbytes);
 
  private:
   struct Registry;

@@ -155,6 +155,10 @@ TEST(link_values, many_asynchronous_operations) {
 TEST(link_values, memory_is_private) {
   run_link_world(2, {}, [](Rank& self) {
     const auto buffer = self.comm->allocate(100);
+    EXPECT_EQ(self.comm->memory().symmetric_nbytes, std::size_t{100});
+    EXPECT_EQ(self.comm->memory().allocation_count, std::size_t{2});  // and the slots
+    self.comm->allocate(50).reset();
+    EXPECT_EQ(self.comm->memory().symmetric_nbytes, std::size_t{100});
     for (std::size_t i = 0; i < 100; ++i) EXPECT_EQ(static_cast<int>(buffer->data()[i]), 0);
     EXPECT_TRUE(buffer->peer(self.rank) == buffer->data());
     EXPECT_THROW_WITH(buffer->peer(1 - self.rank), Unsupported, "peer(");
