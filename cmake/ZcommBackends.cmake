@@ -5,11 +5,20 @@ if(NOT ZCOMM_CUDA STREQUAL "OFF")
   include(CheckLanguage)
   check_language(CUDA)
   if(CMAKE_CUDA_COMPILER)
-    if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
-      set(CMAKE_CUDA_ARCHITECTURES 80-virtual 90)  # 90 native; everything else from 80 up by the driver's compiler
-    endif()
     set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
+    # Ours below unless the user has said (CMAKE_CUDA_ARCHITECTURES=native: for the GPU of this machine only).
+    if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES AND NOT DEFINED ENV{CUDAARCHS})
+      set(default_architectures ON)
+      set(CMAKE_CUDA_ARCHITECTURES 80)
+    endif()
     enable_language(CUDA)
+    if(default_architectures)  # machine code of each generation; the last one's PTX serves those to come
+      if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.8)
+        set(CMAKE_CUDA_ARCHITECTURES 80-real 90-real 100)
+      else()
+        set(CMAKE_CUDA_ARCHITECTURES 80-real 90)
+      endif()
+    endif()
     if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12)
       set(CMAKE_CUDA_STANDARD 20)
       if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)  # CMake before 3.26 knows nvcc's C++17 at most

@@ -9,7 +9,8 @@ target_compile_options(zcomm_flags INTERFACE
   $<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off;-fno-math-errno;-fno-trapping-math>
   $<$<COMPILE_LANGUAGE:CUDA>:--fmad=false>)
 if(ZCOMM_WERROR)
-  target_compile_options(zcomm_flags INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Werror>)
+  target_compile_options(zcomm_flags INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Werror>
+                                               $<$<COMPILE_LANGUAGE:CUDA>:-Werror=all-warnings>)
 endif()
 if(ZCOMM_SANITIZE)
   target_compile_options(zcomm_flags INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${ZCOMM_SANITIZE};-fno-omit-frame-pointer;-g>)
