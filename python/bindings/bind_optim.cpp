@@ -4,6 +4,7 @@
 #include "zcomm/adam.hpp"
 #include "zcomm/exact_sum.hpp"
 #include "zcomm/lion.hpp"
+#include "zcomm/optim_batch.hpp"
 #include "zcomm/sgd.hpp"
 
 namespace py = pybind11;
@@ -31,6 +32,32 @@ template <class Params>
 void bind_step(py::module_& m, const char* name, void (*step)(const OptimShard&, const Params&, int, ExactSum*)) {
   m.def(name, step, py::arg("shard"), py::arg("params"), py::arg("threads") = 0, py::arg("squares") = nullptr,
         py::call_guard<py::gil_scoped_release>());
+}
+
+template <class Params>
+void bind_batch(py::module_& m, const char* name) {
+  using Batch = OptimBatch<Params>;
+  py::class_<Batch>(m, name)
+      .def(py::init<>())
+      .def("__len__", &Batch::size)
+      .def(
+          "add",
+          [](Batch& self, const OptimShard& shard, std::size_t group, std::uintptr_t counter, bool buffer, bool first) {
+            self.add({shard, group, reinterpret_cast<float*>(counter), buffer, first});
+          },
+          py::arg("shard"), py::arg("group"), py::arg("counter") = 0, py::arg("buffer") = false,
+          py::arg("first") = false)
+      .def(
+          "step",
+          [](Batch& self, const std::vector<Params>& groups, const std::vector<std::uintptr_t>& grads, int threads,
+             ExactSum* squares) {
+            std::vector<const void*> pointers;
+            pointers.reserve(grads.size());
+            for (const std::uintptr_t grad : grads) pointers.push_back(reinterpret_cast<const void*>(grad));
+            self.step(groups, pointers, threads, squares);
+          },
+          py::arg("groups"), py::arg("grads"), py::arg("threads") = 0, py::arg("squares") = nullptr,
+          py::call_guard<py::gil_scoped_release>());
 }
 
 void bind_params(py::module_& m) {
@@ -101,6 +128,10 @@ void bind_steps(py::module_& m) {
   bind_step(m, "sgd_step", &sgd_step);
   bind_step(m, "lion_step", &lion_step);
   bind_step(m, "adagrad_step", &adagrad_step);
+  bind_batch<AdamParams>(m, "AdamBatch");
+  bind_batch<SgdParams>(m, "SgdBatch");
+  bind_batch<LionParams>(m, "LionBatch");
+  bind_batch<AdagradParams>(m, "AdagradBatch");
   m.def(
       "split_master",
       [](const OptimShard& shard, std::uintptr_t master, int arrays) {

@@ -1,5 +1,6 @@
 """Types of the extension (python/bindings)."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from typing_extensions import Buffer
@@ -246,6 +247,42 @@ class OptimShard:
     ) -> None: ...
 
 AdamShard = OptimShard
+
+class AdamBatch:
+    def __len__(self) -> int: ...
+    def add(
+        self, shard: OptimShard, group: int, counter: int = 0, buffer: bool = False, first: bool = False
+    ) -> None: ...
+    def step(
+        self, groups: Sequence[AdamParams], grads: Sequence[int], threads: int = 0, squares: ExactSum | None = None
+    ) -> None: ...
+
+class SgdBatch:
+    def __len__(self) -> int: ...
+    def add(
+        self, shard: OptimShard, group: int, counter: int = 0, buffer: bool = False, first: bool = False
+    ) -> None: ...
+    def step(
+        self, groups: Sequence[SgdParams], grads: Sequence[int], threads: int = 0, squares: ExactSum | None = None
+    ) -> None: ...
+
+class LionBatch:
+    def __len__(self) -> int: ...
+    def add(
+        self, shard: OptimShard, group: int, counter: int = 0, buffer: bool = False, first: bool = False
+    ) -> None: ...
+    def step(
+        self, groups: Sequence[LionParams], grads: Sequence[int], threads: int = 0, squares: ExactSum | None = None
+    ) -> None: ...
+
+class AdagradBatch:
+    def __len__(self) -> int: ...
+    def add(
+        self, shard: OptimShard, group: int, counter: int = 0, buffer: bool = False, first: bool = False
+    ) -> None: ...
+    def step(
+        self, groups: Sequence[AdagradParams], grads: Sequence[int], threads: int = 0, squares: ExactSum | None = None
+    ) -> None: ...
 
 class ExactSum(Buffer):
     def clear(self) -> None: ...

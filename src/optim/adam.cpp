@@ -4,17 +4,34 @@
 #include <cmath>
 
 #include "base/error.hpp"
-#include "optim/shard.hpp"
+#include "optim/kinds.hpp"
 
 namespace zcomm {
 namespace {
 
 constexpr int kArrays = 2;  // m, v
 
-optim::AdamFactors factors_of(const AdamParams& p) {
+void check_coded(const char* who, const AdamShard& shard, const float* m, const float* v) {
+  optim::check_shard(who, shard, kArrays);
+  if (shard.state_dtype != DType::u8)
+    throw InvalidArgument(text(who, ": state is ", name_of(shard.state_dtype), "; it must be uint8"));
+  if ((m == nullptr || v == nullptr) && shard.begin != shard.end) throw InvalidArgument(text(who, ": m or v is null"));
+}
+
+}  // namespace
+
+namespace optim {
+
+void Kind<AdamParams>::check(const AdamParams& p) {
+  check_beta(kName, p.beta1);
+  check_beta(kName, p.beta2);
+  if (p.step < 1) throw InvalidArgument(text("adam: step ", p.step, " is less than 1; steps count from 1"));
+}
+
+AdamFactors Kind<AdamParams>::factors(const AdamParams& p) {
   const auto step = static_cast<double>(p.step);
   const double bias1 = 1.0 - std::pow(p.beta1, step), bias2 = 1.0 - std::pow(p.beta2, step);
-  return {.grad_scale = optim::signed_scale(p.grad_scale, p.maximize),
+  return {.grad_scale = signed_scale(p.grad_scale, p.maximize),
           .decay = static_cast<float>(1.0 - p.lr * p.weight_decay),
           .l2 = static_cast<float>(p.weight_decay),
           .one_minus_beta1 = static_cast<float>(1.0 - p.beta1),
@@ -27,31 +44,20 @@ optim::AdamFactors factors_of(const AdamParams& p) {
           .step = static_cast<std::uint64_t>(p.step)};
 }
 
-void check_coded(const char* who, const AdamShard& shard, const float* m, const float* v) {
-  optim::check_shard(who, shard, kArrays);
-  if (shard.state_dtype != DType::u8)
-    throw InvalidArgument(text(who, ": state is ", name_of(shard.state_dtype), "; it must be uint8"));
-  if ((m == nullptr || v == nullptr) && shard.begin != shard.end) throw InvalidArgument(text(who, ": m or v is null"));
-}
-
-}  // namespace
+}  // namespace optim
 
 std::size_t adam_state_nbytes(DType weight, std::size_t count, DType state) {
   return optim::state_nbytes("adam", weight, kArrays, count, state);
 }
 
 void adam_step(const AdamShard& shard, const AdamParams& params, int threads, ExactSum* squares) {
-  optim::check_step("adam", shard, kArrays, true);
-  optim::check_beta("adam", params.beta1);
-  optim::check_beta("adam", params.beta2);
-  if (params.step < 1) throw InvalidArgument(text("adam: step ", params.step, " is less than 1; steps count from 1"));
-  optim::run_step(shard, kArrays, threads, optim::current_optim_table().adam, factors_of(params), squares);
+  optim::step_shard(shard, params, threads, squares);
 }
 
 void adam_encode_state(const AdamShard& shard, const float* m, const float* v) {
   check_coded("adam_encode_state", shard, m, v);
   const auto encode = optim::current_optim_table().encode_state;
-  optim::for_each_piece(shard, kArrays, 0, [=](const optim::OptimPiece& piece, std::size_t begin) {
+  optim::for_each_piece(shard, kArrays, 0, [=](const optim::OptimPiece& piece, auto, std::size_t begin) {
     encode(piece, m + begin, v + begin);
   });
 }
@@ -59,7 +65,7 @@ void adam_encode_state(const AdamShard& shard, const float* m, const float* v) {
 void adam_decode_state(const AdamShard& shard, float* m, float* v) {
   check_coded("adam_decode_state", shard, m, v);
   const auto decode = optim::current_optim_table().decode_state;
-  optim::for_each_piece(shard, kArrays, 0, [=](const optim::OptimPiece& piece, std::size_t begin) {
+  optim::for_each_piece(shard, kArrays, 0, [=](const optim::OptimPiece& piece, auto, std::size_t begin) {
     decode(m + begin, v + begin, piece);
   });
 }

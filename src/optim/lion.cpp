@@ -1,15 +1,18 @@
 // lion_step: checks its parameters and computes a step's factors once, in f64.
 #include "zcomm/lion.hpp"
 
-#include "optim/shard.hpp"
+#include "optim/kinds.hpp"
 
 namespace zcomm {
-namespace {
+namespace optim {
 
-constexpr int kArrays = 1;  // m
+void Kind<LionParams>::check(const LionParams& p) {
+  check_beta(kName, p.beta1);
+  check_beta(kName, p.beta2);
+}
 
-optim::LionFactors factors_of(const LionParams& p) {
-  return {.grad_scale = optim::signed_scale(p.grad_scale, p.maximize),
+LionFactors Kind<LionParams>::factors(const LionParams& p) {
+  return {.grad_scale = signed_scale(p.grad_scale, p.maximize),
           .decay = static_cast<float>(1.0 - p.lr * p.weight_decay),
           .beta1 = static_cast<float>(p.beta1),
           .one_minus_beta1 = static_cast<float>(1.0 - p.beta1),
@@ -18,17 +21,14 @@ optim::LionFactors factors_of(const LionParams& p) {
           .lr = static_cast<float>(p.lr)};
 }
 
-}  // namespace
+}  // namespace optim
 
 std::size_t lion_state_nbytes(DType weight, std::size_t count) {
-  return count * optim::state_bytes_per_element("lion", weight, kArrays);
+  return count * optim::state_bytes_per_element("lion", weight, 1);
 }
 
 void lion_step(const OptimShard& shard, const LionParams& params, int threads, ExactSum* squares) {
-  optim::check_step("lion", shard, kArrays);
-  optim::check_beta("lion", params.beta1);
-  optim::check_beta("lion", params.beta2);
-  optim::run_step(shard, kArrays, threads, optim::current_optim_table().lion, factors_of(params), squares);
+  optim::step_shard(shard, params, threads, squares);
 }
 
 }  // namespace zcomm

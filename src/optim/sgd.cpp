@@ -2,14 +2,19 @@
 #include "zcomm/sgd.hpp"
 
 #include "base/error.hpp"
-#include "optim/shard.hpp"
+#include "optim/kinds.hpp"
 
 namespace zcomm {
-namespace {
+namespace optim {
 
-optim::SgdFactors factors_of(const SgdParams& p) {
+void Kind<SgdParams>::check(const SgdParams& p) {
+  if (p.momentum != 0.0 && !p.buffer)
+    throw InvalidArgument(text("sgd: momentum ", p.momentum, " needs a state with a momentum buffer"));
+}
+
+SgdFactors Kind<SgdParams>::factors(const SgdParams& p) {
   // The first step is 0 * zero buffer + 1 * gradient; Nesterov looks ahead by the true momentum even then.
-  return {.grad_scale = optim::signed_scale(p.grad_scale, p.maximize),
+  return {.grad_scale = signed_scale(p.grad_scale, p.maximize),
           .l2 = static_cast<float>(p.weight_decay),
           .keep = p.first ? 0.0f : static_cast<float>(p.momentum),
           .gain = p.first ? 1.0f : static_cast<float>(1.0 - p.dampening),
@@ -19,18 +24,14 @@ optim::SgdFactors factors_of(const SgdParams& p) {
           .nesterov = p.nesterov};
 }
 
-}  // namespace
+}  // namespace optim
 
 std::size_t sgd_state_nbytes(DType weight, bool buffer, std::size_t count) {
   return count * optim::state_bytes_per_element("sgd", weight, buffer ? 1 : 0);
 }
 
 void sgd_step(const OptimShard& shard, const SgdParams& params, int threads, ExactSum* squares) {
-  const int arrays = params.buffer ? 1 : 0;
-  optim::check_step("sgd", shard, arrays);
-  if (params.momentum != 0.0 && !params.buffer)
-    throw InvalidArgument(text("sgd: momentum ", params.momentum, " needs a state with a momentum buffer"));
-  optim::run_step(shard, arrays, threads, optim::current_optim_table().sgd, factors_of(params), squares);
+  optim::step_shard(shard, params, threads, squares);
 }
 
 }  // namespace zcomm

@@ -13,7 +13,8 @@
 namespace zcomm::optim {
 namespace {
 
-constexpr std::size_t kGrain = 16384;  // elements: enough work to be worth waking a thread
+constexpr std::size_t kGrain = 16384;  // elements: enough work to be worth waking a thread; whole blocks
+static_assert(kGrain % kStateBlock == 0);
 
 std::size_t bytes_per_element(DType weight, int arrays, DType state) {
   const std::size_t master = weight == DType::bf16 ? sizeof(std::int16_t) : weight == DType::f16 ? sizeof(float) : 0;
@@ -123,21 +124,33 @@ void check_beta(const char* who, double beta) {
   if (!(beta >= 0.0 && beta < 1.0)) throw InvalidArgument(text(who, ": beta ", beta, " is not in [0, 1)"));
 }
 
+void share_out(std::span<const Place> places, int threads, const PartBody& body) {
+  if (!places.empty()) ThreadPool::shared().parallel_for(places.back().end(), kGrain, threads, body);
+}
+
+void for_each_piece(std::span<const Place> places, std::size_t begin, std::size_t end, const PieceBody& body) {
+  const auto after = [](std::size_t at, const Place& place) { return at < place.end(); };
+  auto which = static_cast<std::size_t>(std::upper_bound(places.begin(), places.end(), begin, after) - places.begin());
+  for (; which < places.size() && places[which].at < end; ++which) {
+    const OptimShard& shard = places[which].shard;
+    const std::size_t at = places[which].at, stop = std::min(shard.end, shard.begin + (end - at));
+    for (std::size_t i = shard.begin + (std::max(begin, at) - at); i < stop;) {
+      const OptimPiece piece = piece_of(shard, places[which].arrays, i, stop);
+      body(piece, which, i);
+      i += piece.count;
+    }
+  }
+}
+
 void for_each_piece(const OptimShard& shard, int arrays, int threads, const PieceBody& body) {
-  struct Job {  // one reference in the lambda: std::function then allocates nothing
-    const OptimShard& shard;
-    int arrays;
+  struct Job {
+    Place place;
     const PieceBody& body;
-  } const job{shard, arrays, body};
-  ThreadPool::shared().parallel_for(shard.end - shard.begin, kGrain, threads,
-                                    [&job](std::size_t begin, std::size_t end) {
-                                      const std::size_t stop = job.shard.begin + end;
-                                      for (begin += job.shard.begin; begin < stop;) {
-                                        const OptimPiece piece = piece_of(job.shard, job.arrays, begin, stop);
-                                        job.body(piece, begin);
-                                        begin += piece.count;
-                                      }
-                                    });
+  } const job{{shard, arrays}, body};
+  const std::span places(&job.place, 1);
+  share_out(places, threads, [&job](std::size_t begin, std::size_t end) {
+    for_each_piece(std::span(&job.place, 1), begin, end, job.body);
+  });
 }
 
 OptimPiece part_of(const OptimPiece& piece, int arrays, std::size_t begin, std::size_t count) {
@@ -173,7 +186,7 @@ namespace zcomm {
 void split_master(const OptimShard& shard, const float* master, int arrays) {
   optim::check_master("split_master", shard, master, arrays);
   const auto split = optim::current_optim_table().split;
-  optim::for_each_piece(shard, arrays, 0, [split, master](const optim::OptimPiece& piece, std::size_t begin) {
+  optim::for_each_piece(shard, arrays, 0, [split, master](const optim::OptimPiece& piece, auto, std::size_t begin) {
     if (piece.f16_weight != nullptr) {
       std::copy_n(master + begin, piece.count, static_cast<float*>(piece.weight));
       return device::cast(piece.f16_weight, DType::f16, master + begin, DType::f32, piece.count);
@@ -185,7 +198,7 @@ void split_master(const OptimShard& shard, const float* master, int arrays) {
 void join_master(const OptimShard& shard, float* master, int arrays) {
   optim::check_master("join_master", shard, master, arrays);
   const auto join = optim::current_optim_table().join;
-  optim::for_each_piece(shard, arrays, 0, [join, master](const optim::OptimPiece& piece, std::size_t begin) {
+  optim::for_each_piece(shard, arrays, 0, [join, master](const optim::OptimPiece& piece, auto, std::size_t begin) {
     if (piece.f16_weight != nullptr) {
       std::copy_n(static_cast<const float*>(piece.weight), piece.count, master + begin);
       return;

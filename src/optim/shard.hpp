@@ -1,9 +1,11 @@
-// What the optimizers' host sides share: checks of a shard, and its cut into pieces that lie in one tile each.
+// What the optimizers' host sides share: checks of a shard, and the cut of one or many into pieces that lie in one tile
+// each.
 #pragma once
 
 #include <cstddef>
 #include <functional>
 #include <mutex>
+#include <span>
 
 #include "optim/optim_table.hpp"
 #include "zcomm/exact_sum.hpp"
@@ -23,9 +25,24 @@ void check_shard(const char* who, const OptimShard& shard, int arrays);
 void check_step(const char* who, const OptimShard& shard, int arrays, bool rounds_state = false);
 void check_beta(const char* who, double beta);
 
-/// Calls body(piece, first element) for parts of [begin, end) that lie in one tile, on at most `threads` threads (0:
-/// all of the core's pool). The shard must have been checked.
-using PieceBody = std::function<void(const OptimPiece& piece, std::size_t begin)>;
+/// A checked shard among those that are worked on together. at: where it begins in their count; each takes whole blocks
+/// of kStateBlock there, so that no cut falls into a block.
+struct Place {
+  OptimShard shard;
+  int arrays;
+  std::size_t at = 0;
+  std::size_t end() const { return at + (shard.end - shard.begin + kStateBlock - 1) / kStateBlock * kStateBlock; }
+};
+
+/// Calls body(begin, end) for parts of [0, places.back().end()), on at most `threads` threads (0: all of the core's
+/// pool).
+using PartBody = std::function<void(std::size_t begin, std::size_t end)>;
+void share_out(std::span<const Place> places, int threads, const PartBody& body);
+
+/// Calls body(piece, which place, first element) for what lies in a part, cut where tiles end.
+using PieceBody = std::function<void(const OptimPiece& piece, std::size_t which, std::size_t begin)>;
+void for_each_piece(std::span<const Place> places, std::size_t begin, std::size_t end, const PieceBody& body);
+/// The whole of one shard.
 void for_each_piece(const OptimShard& shard, int arrays, int threads, const PieceBody& body);
 
 /// Calls step(part) for parts of a piece that fit a cache, between the sum of their gradients' squares (null: not
@@ -33,22 +50,26 @@ void for_each_piece(const OptimShard& shard, int arrays, int threads, const Piec
 using StepBody = std::function<void(const OptimPiece& part)>;
 void step_in_parts(const OptimPiece& piece, int arrays, ExactSum* squares, const StepBody& step);
 
-/// The whole step: `kernel` of this CPU's table over the shard. squares: see adam_step.
+/// The whole step: `kernel` of this CPU's table over all places, factors[i] those of places[i]. squares: see adam_step.
 template <class Factors>
-void run_step(const OptimShard& shard, int arrays, int threads, void (*kernel)(const OptimPiece&, const Factors&),
-              const Factors& factors, ExactSum* squares) {
+void run_step(std::span<const Place> places, const Factors* factors, int threads,
+              void (*kernel)(const OptimPiece&, const Factors&), ExactSum* squares) {
   struct Job {  // one reference in the lambdas: std::function then allocates nothing
-    int arrays;
+    std::span<const Place> places;
+    const Factors* factors;
     void (*kernel)(const OptimPiece&, const Factors&);
-    const Factors& factors;
     ExactSum* squares;
     std::mutex mutex;
-  } job{arrays, kernel, factors, squares, {}};
-  for_each_piece(shard, arrays, threads, [&job](const OptimPiece& piece, std::size_t) {
-    if (job.squares == nullptr && piece.f16_weight == nullptr) return job.kernel(piece, job.factors);
+  } job{places, factors, kernel, squares, {}};
+  share_out(places, threads, [&job](std::size_t part_begin, std::size_t part_end) {
     ExactSum mine;
-    step_in_parts(piece, job.arrays, job.squares == nullptr ? nullptr : &mine,
-                  [&job](const OptimPiece& part) { job.kernel(part, job.factors); });
+    for_each_piece(job.places, part_begin, part_end,
+                   [&job, &mine](const OptimPiece& piece, std::size_t which, std::size_t) {
+                     const Factors& f = job.factors[which];
+                     if (job.squares == nullptr && piece.f16_weight == nullptr) return job.kernel(piece, f);
+                     step_in_parts(piece, job.places[which].arrays, job.squares == nullptr ? nullptr : &mine,
+                                   [&job, &f](const OptimPiece& part) { job.kernel(part, f); });
+                   });
     if (job.squares == nullptr) return;
     const std::lock_guard lock(job.mutex);
     job.squares->add(mine);

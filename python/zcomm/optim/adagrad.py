@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from zcomm import _core
-from zcomm.optim.fused import FusedOptimizer, Step, as_params, check_at_least_0, refuse
+from zcomm.optim.fused import FusedOptimizer, as_params, check_at_least_0, refuse
 
 
 class CPUAdagrad(FusedOptimizer[_core.AdagradParams]):
@@ -67,6 +67,5 @@ class CPUAdagrad(FusedOptimizer[_core.AdagradParams]):
     def _hyper(self, group: dict[str, Any]) -> _core.AdagradParams:
         return as_params(_core.AdagradParams(), group, numbers="lr lr_decay weight_decay eps", flags="maximize")
 
-    def _update(self, hyper: _core.AdagradParams, step: Step, state: dict[str, Any], fresh: bool) -> None:
-        hyper.step = step.number
-        _core.adagrad_step(step.shard, hyper, step.threads, step.squares)
+    def _batch(self) -> _core.AdagradBatch:
+        return _core.AdagradBatch()

@@ -9,7 +9,7 @@ import torch
 
 from zcomm import _core
 from zcomm._tensors import core_dtype
-from zcomm.optim.fused import FusedOptimizer, Step, allocate, as_params, check_at_least_0, check_betas, refuse
+from zcomm.optim.fused import FusedOptimizer, allocate, as_params, check_at_least_0, check_betas, refuse
 
 
 def adam_params(group: dict[str, Any], adamw: bool) -> _core.AdamParams:
@@ -92,9 +92,8 @@ class CPUAdam(FusedOptimizer[_core.AdamParams]):
     def _hyper(self, group: dict[str, Any]) -> _core.AdamParams:
         return adam_params(group, bool(group["decoupled_weight_decay"]))
 
-    def _update(self, hyper: _core.AdamParams, step: Step, state: dict[str, Any], fresh: bool) -> None:
-        hyper.step = step.number
-        _core.adam_step(step.shard, hyper, step.threads, step.squares)
+    def _batch(self) -> _core.AdamBatch:
+        return _core.AdamBatch()
 
     def wide_state(self, param: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``exp_avg`` and ``exp_avg_sq`` of a parameter as new fp32 tensors, whatever state_dtype is.

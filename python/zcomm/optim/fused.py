@@ -12,34 +12,29 @@ from __future__ import annotations
 import abc
 import math
 import operator
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 
 from zcomm import _core
 from zcomm._tensors import core_dtype
+from zcomm.optim.plan import Batch, Plan, gather
 
 Hyper = TypeVar("Hyper")
 MASTER_NBYTES = {torch.float32: 0, torch.bfloat16: 2, torch.float16: 4}  # by the dtypes that a parameter may have
 STATE_BLOCK = 256  # elements of 8-bit state that share a scale: the core's
 
 
-@dataclass
-class _Held:
-    """A parameter's buffer, and what a step needs of it again and again: a small tensor's step is the Python in it."""
+class _Held(NamedTuple):
+    """A parameter's buffer, and how to tell whether its state still is views of it."""
 
     buffer: torch.Tensor
     names: tuple[str, ...]  # of the arrays
     kind: tuple[torch.dtype, torch.dtype, int]  # of parameter and state, and elements
     keys: tuple[str, ...]
     views: tuple[torch.Tensor, ...]
-    shard: _core.OptimShard | None = None
-    key: tuple[object, ...] = ()  # what the shard was made of
-    step: torch.Tensor | None = None
-    version: int = -1  # of ``step`` when it held ``number``
-    number: int = 0
+    offsets: tuple[int, ...]  # of the views in the buffer: their own storage may be replaced
 
     def is_state_of(
         self, param: torch.Tensor, names: tuple[str, ...], dtype: torch.dtype, state: dict[str, Any]
@@ -48,54 +43,38 @@ class _Held:
             self.names == names
             and self.kind == (param.dtype, dtype, param.numel())
             and all(map(operator.is_, map(state.get, self.keys), self.views))
+            and _offsets(self.buffer, self.views) == self.offsets
         )
 
-    def shard_for(self, param: torch.Tensor, grad: torch.Tensor, first_index: int) -> _core.OptimShard:
-        key = (param.data_ptr(), grad.data_ptr(), grad.dtype, first_index)
-        if self.shard is None or self.key != key:
-            param_dtype, state_dtype, count = self.kind
-            self.key = key
-            self.shard = _core.OptimShard(
-                weight=param.data_ptr(),
-                weight_dtype=core_dtype(param_dtype),
-                grad=grad.data_ptr(),
-                grad_dtype=core_dtype(grad.dtype),
-                state=self.buffer.data_ptr(),
-                count=count,
-                tile_count=count,
-                begin=0,
-                end=count,
-                state_dtype=core_dtype(state_dtype),
-                first_index=first_index,
-            )
-        return self.shard
-
-    def next_number(self, state: dict[str, Any]) -> int:
-        """The number of the step that begins; ``step`` itself is counted up by FusedOptimizer.step."""
-        step = state["step"]
-        if not isinstance(step, torch.Tensor):
-            step = state["step"] = torch.tensor(float(step), dtype=torch.float32)
-        if step is not self.step or step._version != self.version:
-            self.step, self.number = step, int(step)
-        self.number += 1
-        return self.number
+    def shard_of(self, param: torch.Tensor, grad: torch.Tensor, first_index: int) -> _core.OptimShard:
+        param_dtype, state_dtype, count = self.kind
+        return _core.OptimShard(
+            weight=param.data_ptr(),
+            weight_dtype=core_dtype(param_dtype),
+            grad=0,  # given at each step
+            grad_dtype=core_dtype(grad.dtype),
+            state=self.buffer.data_ptr(),
+            count=count,
+            tile_count=count or 1,
+            begin=0,
+            end=count,
+            state_dtype=core_dtype(state_dtype),
+            first_index=first_index,
+        )
 
 
-def _count_up(held: list[_Held]) -> None:
-    steps = [each.step for each in held if each.step is not None]
-    if steps:
-        torch._foreach_add_(steps, 1.0)
-    for each in held:
-        each.version = -1 if each.step is None else each.step._version
+def _offsets(buffer: torch.Tensor, views: Iterable[torch.Tensor]) -> tuple[int, ...]:
+    return tuple(view.data_ptr() - buffer.data_ptr() for view in views)
 
 
-class Step(NamedTuple):
-    """What a kernel takes beside its numbers: the first three in its order. number: of the step, from 1."""
-
-    shard: _core.OptimShard
-    threads: int
-    squares: _core.ExactSum | None
-    number: int
+def _counter(state: dict[str, Any]) -> torch.Tensor:
+    """``step`` as the core counts it up: one fp32 number; made so where it is another."""
+    step = state["step"]
+    fine = isinstance(step, torch.Tensor) and step.dtype == torch.float32 and step.device.type == "cpu"
+    if not fine or step.numel() != 1:
+        step = state["step"] = torch.tensor(float(step), dtype=torch.float32)
+    result: torch.Tensor = step
+    return result
 
 
 class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
@@ -112,6 +91,7 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._held: dict[torch.Tensor, _Held] = {}
+        self._plan: Plan[Hyper] | None = None
         super().__init__(params, defaults)
 
     @abc.abstractmethod
@@ -123,14 +103,18 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
         """A group as the kernel takes it."""
 
     @abc.abstractmethod
-    def _update(self, hyper: Hyper, step: Step, state: dict[str, Any], fresh: bool) -> None:
-        """Runs the kernel. fresh: the arrays hold their initial value."""
+    def _batch(self) -> Batch[Hyper]:
+        """A new one of the core's."""
 
     def _names(self, group: dict[str, Any], state: dict[str, Any]) -> tuple[str, ...]:
         return self.ARRAYS
 
     def _state_dtype(self, group: dict[str, Any]) -> torch.dtype:
         return torch.float32
+
+    def _form(self, group: dict[str, Any]) -> Hashable:
+        """What of a group's options its state's form depends on."""
+        return self._state_dtype(group)
 
     def _initial(self, group: dict[str, Any]) -> float:
         return 0.0
@@ -173,46 +157,67 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
         grad_scale = getattr(self, "grad_scale", None) if grad_scale is None else grad_scale
         divisor = 1.0 if grad_scale is None else float(grad_scale)
         squares = _core.ExactSum() if norm else None
-        counted: list[_Held] = []
-        try:
-            self._step_all(clip / divisor, squares, counted)
-        finally:
-            _count_up(counted)
+        self._step_all(clip / divisor, squares)
         if squares is not None:
             self.grad_norm = math.sqrt(squares.value()) / divisor
         return loss
 
-    def _step_all(self, factor: float, squares: _core.ExactSum | None, counted: list[_Held]) -> None:
-        first_index = 0  # elements of all parameters, in their order, count through
-        for group in self.param_groups:
-            hyper = self._hyper(group)
+    def _step_all(self, factor: float, squares: _core.ExactSum | None) -> None:
+        """See [Note: plan] in plan.py. What is refused is refused before anything is updated."""
+        hypers = [self._hyper(group) for group in self.param_groups]
+        for hyper in hypers:
             hyper.grad_scale = factor  # type: ignore[attr-defined]
+        plan = self._plan
+        if plan is not None:
+            facts, grads = gather(self.param_groups, self.state, self._forms(), plan.memory)
+            if plan.holds(facts):
+                return plan.step(hypers, grads, self.threads, squares)
+        self._plan = None
+        plan, grads, fresh = self._prepared()
+        plan.step(hypers, grads, self.threads, squares)
+        self._plan = None if fresh else plan  # an array's first step is another than the next
+        return None
+
+    def _forms(self) -> list[Hashable]:
+        return [self._form(group) for group in self.param_groups]
+
+    def _prepared(self) -> tuple[Plan[Hyper], list[torch.Tensor], bool]:
+        """A plan of all that has a gradient now, the gradients, and whether an array of state is fresh."""
+        batch, any_fresh = self._batch(), False
+        memory: list[torch.Tensor] = []
+        first_index = 0  # elements of all parameters, in their order, count through
+        for number, group in enumerate(self.param_groups):
             for param in group["params"]:
-                count = param.numel()
                 if param.grad is not None:
-                    grad, state = self._grad(param), self.state[param]
+                    self._check_grad(param, param.grad)
+                    state = self.state[param]
                     names = self._names(group, state)
                     fresh = any(state.get(name) is None for name in names)
                     held = self._buffer(param, group, names)
-                    number = 0
+                    any_fresh = any_fresh or fresh
+                    memory += held.views
+                    counter = 0
                     if self.COUNTS:
-                        number = held.next_number(state)
-                        counted.append(held)
-                    if count:
-                        shard = held.shard_for(param, grad, first_index)
-                        self._update(hyper, Step(shard, self.threads, squares, number), state, fresh)
-                first_index += count
+                        memory.append(_counter(state))
+                        counter = memory[-1].data_ptr()
+                    shard = held.shard_of(param, param.grad, first_index)
+                    batch.add(shard, number, counter, buffer=bool(names), first=fresh)
+                first_index += param.numel()
+        facts, grads = gather(self.param_groups, self.state, self._forms(), memory)
+        return Plan(batch, memory, facts), grads, any_fresh
 
-    def _grad(self, param: torch.Tensor) -> torch.Tensor:
-        grad = param.grad
-        assert grad is not None
+    def _check_grad(self, param: torch.Tensor, grad: torch.Tensor) -> None:
         if grad.layout is not torch.strided:
             raise NotImplementedError(
                 f"{type(self).__name__}: the gradient of a parameter of shape {tuple(param.shape)} is "
                 f"{str(grad.layout).removeprefix('torch.')}; sparse gradients are not supported, pass a dense one "
                 "(nn.Embedding(sparse=False))"
             )
-        return grad.contiguous()
+        if grad.numel() != param.numel() or grad.device.type != "cpu":
+            raise ValueError(
+                f"{type(self).__name__}: the gradient of a parameter of shape {tuple(param.shape)} has shape "
+                f"{tuple(grad.shape)} and is on {grad.device}; it must be a CPU tensor of the parameter's shape"
+            )
 
     def _buffer(self, param: torch.Tensor, group: dict[str, Any], names: tuple[str, ...]) -> _Held:
         """The buffer behind the parameter's state; made or adopted where there is none (see [Note: state buffer])."""
@@ -240,7 +245,8 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
         if self.COUNTS:  # a tensor as torch has it; fp32 whatever the default dtype is
             state["step"] = torch.tensor(float(state.get("step", 0.0)), dtype=torch.float32)
         kind = (param.dtype, dtype, param.numel())
-        held = self._held[param] = _Held(buffer, names, kind, tuple(views), tuple(views.values()))
+        tensors = tuple(views.values())
+        held = self._held[param] = _Held(buffer, names, kind, tuple(views), tensors, _offsets(buffer, tensors))
         return held
 
     def _adopted(self, param: torch.Tensor, group: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
@@ -288,7 +294,7 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of load_state_dict, pickle and copy: groups may come from another torch or another optimizer class."""
         super().__setstate__(state)
-        self._held = {}
+        self._held, self._plan = {}, None
         for group in self.param_groups:
             self._adapt_group(group)
             for name, value in self.defaults.items():

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from zcomm import _core
-from zcomm.optim.fused import FusedOptimizer, Step, as_params, check_at_least_0, check_betas, refuse
+from zcomm.optim.fused import FusedOptimizer, as_params, check_at_least_0, check_betas, refuse
 
 
 class CPULion(FusedOptimizer[_core.LionParams]):
@@ -47,5 +47,5 @@ class CPULion(FusedOptimizer[_core.LionParams]):
         hyper.beta1, hyper.beta2 = (float(beta) for beta in group["betas"])
         return hyper
 
-    def _update(self, hyper: _core.LionParams, step: Step, state: dict[str, Any], fresh: bool) -> None:
-        _core.lion_step(step.shard, hyper, step.threads, step.squares)
+    def _batch(self) -> _core.LionBatch:
+        return _core.LionBatch()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from zcomm import _core
-from zcomm.optim.fused import FusedOptimizer, Step, as_params, check_at_least_0, refuse
+from zcomm.optim.fused import FusedOptimizer, as_params, check_at_least_0, refuse
 
 
 class CPUSGD(FusedOptimizer[_core.SgdParams]):
@@ -64,7 +64,8 @@ class CPUSGD(FusedOptimizer[_core.SgdParams]):
         numbers = "lr momentum dampening weight_decay"
         return as_params(_core.SgdParams(), group, numbers=numbers, flags="nesterov maximize")
 
-    def _update(self, hyper: _core.SgdParams, step: Step, state: dict[str, Any], fresh: bool) -> None:
-        hyper.buffer = state.get("momentum_buffer") is not None
-        hyper.first = fresh
-        _core.sgd_step(step.shard, hyper, step.threads, step.squares)
+    def _form(self, group: dict[str, Any]) -> bool:
+        return bool(group["momentum"] != 0)
+
+    def _batch(self) -> _core.SgdBatch:
+        return _core.SgdBatch()

@@ -1,0 +1,52 @@
+// OptimBatch: the steps of many parameters as one call, shared out among the threads as if they were one array.
+//
+// A small parameter's step is shorter than waking a thread, or than a call from Python with its arguments: a batch
+// pays for both once. It is prepared once (add) and stepped as long as weights, states and counters stay where they
+// are; gradients may move from step to step. Bits are those of a step per shard, however many there are.
+// Thread rule: one call at a time per batch.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <span>
+
+#include "zcomm/exact_sum.hpp"
+#include "zcomm/optim_shard.hpp"
+
+namespace zcomm {
+
+/// shard: its grad is given at each step. group: whose parameters a step takes. counter: the steps that were taken, as
+/// f32 (torch's `step`), read and counted up by each step; null for optimizers that do not count. buffer, first: those
+/// of SgdParams.
+struct OptimBatchItem {
+  OptimShard shard;
+  std::size_t group = 0;
+  float* counter = nullptr;
+  bool buffer = false, first = false;
+};
+
+/// Params: AdamParams, SgdParams, LionParams or AdagradParams.
+template <class Params>
+class OptimBatch {
+ public:
+  OptimBatch();
+  ~OptimBatch();
+  OptimBatch(OptimBatch&&) noexcept;
+  OptimBatch& operator=(OptimBatch&&) noexcept;
+
+  void add(const OptimBatchItem& item);
+  std::size_t size() const;
+
+  /// One step of all items: item i with groups[its group], whose `step`, `buffer` and `first` are replaced by the
+  /// item's own, and grads[i]. squares: as in adam_step, of all gradients.
+  /// Throws InvalidArgument as the optimizer's own step does, and if grads or groups are too few; then nothing has
+  /// changed. Allocates nothing after the first call.
+  void step(std::span<const Params> groups, std::span<const void* const> grads, int threads = 0,
+            ExactSum* squares = nullptr);
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace zcomm

@@ -1,0 +1,90 @@
+"""Plan: one step of all parameters, prepared for the core as a batch; it holds while only the gradients' memory moves.
+
+[Note: plan] A small tensor's step is mostly the Python in it. So what a step depends on is gathered in a few passes
+over lists and compared with what the plan was made of: which parameters have gradients, where weights, states and
+counters lie, types, sizes, and which objects ``opt.state`` holds. Anything else than equal makes a new plan. Gradients
+are not among it but for their types: zero_grad drops them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+
+from zcomm import _core
+
+Hyper = TypeVar("Hyper")
+Contra = TypeVar("Contra", contravariant=True)
+_address, _numel, _contiguous = torch.Tensor.data_ptr, torch.Tensor.numel, torch.Tensor.is_contiguous
+
+
+class Batch(Protocol[Contra]):
+    """The core's OptimBatch."""
+
+    def add(
+        self, shard: _core.OptimShard, group: int, counter: int = 0, buffer: bool = False, first: bool = False
+    ) -> None: ...
+    def step(
+        self, groups: Sequence[Contra], grads: Sequence[int], threads: int = 0, squares: _core.ExactSum | None = None
+    ) -> None: ...
+
+
+class Facts(NamedTuple):
+    """What a plan is made of. objects: compared by identity; values: by value."""
+
+    objects: list[object]
+    values: list[object]
+
+    def holds(self, other: Facts) -> bool:
+        return (
+            self.values == other.values
+            and len(self.objects) == len(other.objects)
+            and all(map(operator.is_, self.objects, other.objects))
+        )
+
+
+def gather(
+    groups: list[dict[str, Any]], state: Mapping[Any, Any], forms: list[Hashable], memory: list[torch.Tensor]
+) -> tuple[Facts, list[torch.Tensor]]:
+    """The facts as they are now, and the gradients. forms: of the groups' state; memory: tensors that are not to move.
+
+    A gradient's address and contiguity are not asked for: a sparse one has neither.
+    """
+    params: list[torch.Tensor] = [param for group in groups for param in group["params"]]
+    every = [param.grad for param in params]
+    grads = [grad for grad in every if grad is not None]
+    active = [param for param, grad in zip(params, every, strict=True) if grad is not None]
+    objects: list[object] = [*params, *active]
+    for each in state.values():
+        objects += each.values() if isinstance(each, dict) else (each,)
+    values: list[object] = [*forms, *map(len, (group["params"] for group in groups)), len(active)]
+    values += map(_numel, params)
+    values += map(_address, active)
+    values += map(_contiguous, active)
+    values += [param.dtype for param in active]
+    values += [grad.dtype for grad in grads]
+    values += [grad.layout for grad in grads]
+    values += map(_numel, grads)
+    values += map(_address, memory)
+    return Facts(objects, values), grads
+
+
+class Plan(Generic[Hyper]):
+    """batch: of the parameters that have a gradient. memory: of their states and counters, in any order."""
+
+    def __init__(self, batch: Batch[Hyper], memory: list[torch.Tensor], facts: Facts) -> None:
+        self._batch, self._facts = batch, facts
+        self.memory = memory
+
+    def holds(self, facts: Facts) -> bool:
+        return self._facts.holds(facts)
+
+    def step(
+        self, hypers: list[Hyper], grads: list[torch.Tensor], threads: int, squares: _core.ExactSum | None
+    ) -> None:
+        """hypers: of the groups. grads: in the order of the batch."""
+        dense = [grad if grad.is_contiguous() else grad.contiguous() for grad in grads]
+        self._batch.step(hypers, list(map(_address, dense)), threads, squares)
