@@ -59,22 +59,22 @@ def measure_fractions(folder: str) -> list[tuple[Any, ...]]:
         opt = zcomm.ZeroOptimizer(model, stage=2, offload=offload, nvme_path=folder, bucket_mb=0.05)
         formula = zcomm.zero.memory_formula(opt._live.geometry.count, comm.world_size, 2, "fp32", offload)
         measured.append(
-            (tier, fraction, opt.memory(), formula, max(c for _, _, c in tiles(opt)) if tier == "nvme" else 1)
+            (tier, fraction, opt.memory(), formula, max(c for _, _, c in spans(opt)) if tier == "nvme" else 1)
         )
         opt.close()
     return measured
 
 
-def tiles(opt: zcomm.ZeroOptimizer) -> list[tuple[int, int, int]]:
-    return opt._live.state._tiles
+def spans(opt: zcomm.ZeroOptimizer) -> list[tuple[int, int, int]]:
+    return opt._live.state._spans
 
 
 def test_a_fraction_of_the_state_is_offloaded(run_ranks: Run, tmp_path: Path) -> None:
     for results in run_ranks(measure_fractions, 2, str(tmp_path)):
-        for tier, fraction, memory, formula, tile in results:
-            for where in ("device", "cpu", "nvme"):  # to a tile
+        for tier, fraction, memory, formula, span in results:
+            for where in ("device", "cpu", "nvme"):  # to a span
                 have, want = memory[where]["optimizer"], formula[where]["optimizer"]
-                assert abs(have - want) <= 8 * tile, f"{tier} {fraction}: {where}: {have}, not {want}"
+                assert abs(have - want) <= 8 * span, f"{tier} {fraction}: {where}: {have}, not {want}"
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -33,10 +33,11 @@ def loss_of(model: nn.Module, step: int, rank: int, dtype: torch.dtype = torch.f
 
 
 def small_tiles() -> None:
-    import zcomm.zero.build
+    import zcomm.zero.swapped
     import zcomm.zero.tile
 
-    zcomm.zero.tile.TILE_COUNT = zcomm.zero.build.TILE_COUNT = 192  # type: ignore[attr-defined]
+    zcomm.zero.tile.TILE_COUNT = 192
+    zcomm.zero.swapped.SPAN_TILES, zcomm.zero.swapped.WINDOWS = 2, 4
 
 
 def look(folder: str, precision: str) -> list[dict[str, Any]]:

@@ -76,11 +76,12 @@ def data(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def small_tiles() -> None:
-    """Enough tiles for the ring of windows to turn."""
-    import zcomm.zero.build
+    """Enough spans for the ring of windows to turn."""
+    import zcomm.zero.swapped
     import zcomm.zero.tile
 
-    zcomm.zero.tile.TILE_COUNT = zcomm.zero.build.TILE_COUNT = 192  # type: ignore[attr-defined]
+    zcomm.zero.tile.TILE_COUNT = 192
+    zcomm.zero.swapped.SPAN_TILES, zcomm.zero.swapped.WINDOWS = 2, 4
 
 
 PLACES: list[tuple[int, Any, float]] = [
@@ -320,18 +321,19 @@ def test_sweeps_alternate_and_begin_with_what_is_still_there(
         opt.step()
         opt.zero_grad()
         moved.append(opt.stats()["swap_read_nbytes"] - before)
-    tiles = [begin for _, begin, _ in state._tiles]
-    assert len(tiles) == 22 and seen == 2 * (tiles[::-1] + tiles)
+    spans = [begin for _, begin, _ in state._spans]
+    assert len(spans) == 11 and seen == 2 * (spans[::-1] + spans)
     swapped = [(bucket, begin, count) for bucket, begin, count in state._swapped]
     sizes = [8 * count for _, _, count in swapped]
-    assert moved == 2 * [sum(sizes[:-6]), sum(sizes[6:])], "six windows still hold what the last sweep wrote"
+    assert moved == 2 * [sum(sizes[:-4]), sum(sizes[4:])], "four windows still hold what the last sweep wrote"
     opt.close()
     zcomm.shutdown()
 
 
 def small_tiles_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    import zcomm.zero.build
+    import zcomm.zero.swapped
     import zcomm.zero.tile
 
     monkeypatch.setattr(zcomm.zero.tile, "TILE_COUNT", 192)
-    monkeypatch.setattr(zcomm.zero.build, "TILE_COUNT", 192)
+    monkeypatch.setattr(zcomm.zero.swapped, "SPAN_TILES", 2)
+    monkeypatch.setattr(zcomm.zero.swapped, "WINDOWS", 4)

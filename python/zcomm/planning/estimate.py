@@ -19,8 +19,8 @@ from zcomm.zero.memory import Memory, empty_memory, memory_formula
 from zcomm.zero.options import Offload, as_offload, as_precision, check_stage
 from zcomm.zero.sources import WINDOWS as PARAM_WINDOWS
 from zcomm.zero.swapped import WINDOWS as STATE_WINDOWS
-from zcomm.zero.swapped import swapped_count
-from zcomm.zero.tile import TileForm, cut
+from zcomm.zero.swapped import place
+from zcomm.zero.tile import TileForm
 from zcomm.zero.unit_choice import choose_units
 
 ARRAYS = {"adamw": 2, "adam": 2, "lion": 1, "adagrad": 1, "sgd": 0, "sgd-momentum": 1}
@@ -152,12 +152,8 @@ class _Layout:
             found["cpu"]["optimizer"] += offloaded
             found["device"]["optimizer"] += total - offloaded
             return
-        tiles = [part.stop - part.start for count in counts for part in cut(count)]
-        swapped = [
-            count
-            for number, count in enumerate(tiles)
-            if swapped_count(number + 1, where.fraction) > swapped_count(number, where.fraction)
-        ]
+        spans, is_swapped = place(counts, where.fraction)
+        swapped = [count for (_, _, count), on_drive in zip(spans, is_swapped, strict=True) if on_drive]
         on_drive = form.nbytes(sum(swapped))
         found["nvme"]["optimizer"] += on_drive
         found["cpu"]["optimizer"] += total - on_drive

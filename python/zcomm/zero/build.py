@@ -22,8 +22,8 @@ from zcomm.zero.parameters import ParameterStore, PrivateStore, SharedStore
 from zcomm.zero.rules import Rule
 from zcomm.zero.sources import RamSource, ShardSource, SwapSource
 from zcomm.zero.state import RamState, Run, ShardState
-from zcomm.zero.swapped import WINDOWS, SwappedState, swapped_count
-from zcomm.zero.tile import TILE_COUNT, TileForm
+from zcomm.zero.swapped import SwappedState, swap_nbytes
+from zcomm.zero.tile import TileForm
 from zcomm.zero.unit_choice import UnitChoice, choose_units, tensors_in
 from zcomm.zero.unit_hooks import UnitHooks
 from zcomm.zero.units import UnitStore
@@ -243,15 +243,12 @@ def _names(model: nn.Module | None, params: Sequence[nn.Parameter]) -> list[str]
 
 def _swap_nbytes(geometry: Geometry, offload: Offload, form: TileForm, stage: int) -> int:
     """What the swap file will hold; extents begin at pages."""
-    page = _core.page_nbytes()
     nbytes = 0
     if offload.optimizer == "nvme":
-        count = geometry.count if stage == 0 else geometry.shard_count
-        tiles = count // TILE_COUNT + len(geometry.buckets)
-        nbytes += swapped_count(tiles, offload.fraction) * (form.nbytes(TILE_COUNT) + page)
-        nbytes = min(nbytes, form.nbytes(count) + (tiles + WINDOWS) * page)
+        counts = [bucket.count if stage == 0 else bucket.shard_count for bucket in geometry.buckets]
+        nbytes += swap_nbytes(counts, offload.fraction, form)
     if offload.params == "nvme":
-        nbytes += geometry.shard_count * form.dtype.itemsize + len(geometry.buckets) * page
+        nbytes += geometry.shard_count * form.dtype.itemsize + len(geometry.buckets) * _core.page_nbytes()
     return nbytes
 
 

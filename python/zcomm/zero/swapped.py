@@ -1,9 +1,11 @@
-"""Optimizer state on NVMe: tiles READ -> step -> WRITE through a ring of windows, reads running ahead.
+"""Optimizer state on NVMe: spans of tiles READ -> step -> WRITE through a ring of windows, reads running ahead.
 
-[Note: swapped step] Swapped tile i uses window i % WINDOWS; half of the windows read ahead, the others write back. The
-last writes go on while the next forward runs; the window's next read waits for them. Sweeps alternate their direction:
-the next one begins with the tiles that the last one left in the windows, so that these need not be read.
-A fraction below 1 keeps evenly spread tiles in RAM: the step works on them while the next ones are read.
+[Note: swapped step] A span is SPAN_TILES tiles of a shard: one key of the swap file, one window, one call of the rule.
+Swapped span i uses window i % WINDOWS; half of the windows read ahead, the others write back, so that 16 MiB of each
+are on their way (fp32 Adam). The last writes go on while the next forward runs; the window's next read waits for them.
+Sweeps alternate their direction: the next one begins with the spans that the last one left in the windows, so that
+these need not be read. A fraction below 1 keeps evenly spread spans in RAM: the step works on them while the next ones
+are read. Outside of a step a span is written after its last tile, or when its window is wanted for another one.
 Source: ZeRO-Infinity (arXiv:2104.07857) section 5.1; decision D8.
 """
 
@@ -19,21 +21,37 @@ import torch
 
 from zcomm import _core
 from zcomm._tensors import tensor_of
+from zcomm.zero import tile as tiles
 from zcomm.zero.rules import Rule
 from zcomm.zero.state import ShardState, ShardStep
-from zcomm.zero.tile import cut
+from zcomm.zero.tile import TileForm, cut
 
-Tile = tuple[int, int, int]  # bucket, first element of its shard, count
-WINDOWS = 6  # tiles in flight
+Span = tuple[int, int, int]  # bucket, first element of its shard, count
+SPAN_TILES = 4  # what Python costs per span is little beside moving 2 MiB
+WINDOWS = 16  # spans in flight
 
 
-def swapped_count(tiles: int, fraction: float) -> int:
-    """How many of the first ``tiles`` tiles are on NVMe, where ``fraction`` of all are."""
-    return math.floor(tiles * fraction + 0.5)
+def place(counts: Sequence[int], fraction: float) -> tuple[list[Span], list[bool]]:
+    """The spans of shards of ``counts`` elements, and which of them are on NVMe: evenly spread."""
+    spans = [
+        (bucket, part.start, part.stop - part.start)
+        for bucket, count in enumerate(counts)
+        for part in cut(count, SPAN_TILES)
+    ]
+    swapped = [math.floor(number * fraction + 0.5) for number in range(len(spans) + 1)]
+    return spans, [swapped[number] < swapped[number + 1] for number in range(len(spans))]
+
+
+def swap_nbytes(counts: Sequence[int], fraction: float, form: TileForm) -> int:
+    """Of a swap file that holds the swapped ones; extents begin at pages."""
+    spans, swapped = place(counts, fraction)
+    page = _core.page_nbytes()
+    sizes = [form.nbytes(count) for (_, _, count), on_drive in zip(spans, swapped, strict=True) if on_drive]
+    return sum(-(-size // page) * page for size in sizes)
 
 
 class SwappedState(ShardState):
-    """``fraction`` of the state on NVMe, WINDOWS tiles of that in RAM at a time; the other tiles always in RAM."""
+    """``fraction`` of the state on NVMe, WINDOWS spans of that in RAM at a time; the other spans always in RAM."""
 
     def __init__(
         self,
@@ -46,117 +64,134 @@ class SwappedState(ShardState):
     ) -> None:
         super().__init__(counts, dtype, rule)
         self._swap = swap
-        self._place_tiles(arena, fraction)
+        self._place_spans(arena, fraction)
         largest = max((count for _, _, count in self._swapped), default=0)
-        self._tile_nbytes = -(-self.form.nbytes(largest) // _core.page_nbytes()) * _core.page_nbytes()
+        self._span_nbytes = -(-self.form.nbytes(largest) // _core.page_nbytes()) * _core.page_nbytes()
         windows = min(WINDOWS, len(self._swapped))
-        memory = tensor_of(arena.allocate(windows * self._tile_nbytes), torch.uint8) if windows else torch.empty(0)
-        self._windows = list(memory.split(self._tile_nbytes)) if windows else []
-        self._holds = [-1] * windows  # swapped tile whose state, as last written, is in the window
+        memory = tensor_of(arena.allocate(windows * self._span_nbytes), torch.uint8) if windows else torch.empty(0)
+        self._windows = list(memory.split(self._span_nbytes)) if windows else []
+        self._holds = [-1] * windows  # swapped span whose state is in the window
+        self._changed = [False] * windows  # and it is not what is on the drive
         self._writes: list[_core.Work | None] = [None] * windows
-        for bucket, begin, count in self._swapped:
-            swap.reserve(self._key(bucket, begin), self.form.nbytes(count))
+        self._on_drive = [False] * len(self._swapped)
+        self._keys = [f"state.{bucket}.{begin}" for bucket, begin, _ in self._swapped]
+        for key, (_, _, count) in zip(self._keys, self._swapped, strict=True):
+            swap.reserve(key, self.form.nbytes(count))
 
-    def _place_tiles(self, arena: _core.PinnedArena, fraction: float) -> None:
-        self._tiles: list[Tile] = [
-            (bucket, part.start, part.stop - part.start)
-            for bucket, count in enumerate(self.counts)
-            for part in cut(count)
-        ]
-        is_swapped = [swapped_count(i + 1, fraction) > swapped_count(i, fraction) for i in range(len(self._tiles))]
-        self._swapped = [tile for tile, swapped in zip(self._tiles, is_swapped, strict=True) if swapped]
-        self._numbers = {tile: number for number, tile in enumerate(self._swapped)}
-        resident = [tile for tile in self._tiles if tile not in self._numbers]
+    def _place_spans(self, arena: _core.PinnedArena, fraction: float) -> None:
+        self._spans, is_swapped = place(self.counts, fraction)
+        self._swapped = [span for span, swapped in zip(self._spans, is_swapped, strict=True) if swapped]
+        self._numbers = {span: number for number, span in enumerate(self._swapped)}
+        resident = [span for span in self._spans if span not in self._numbers]
         sizes = [self.form.nbytes(count) for _, _, count in resident]
         memory = tensor_of(arena.allocate(sum(sizes)), torch.uint8) if sum(sizes) else torch.empty(0)
         self._resident = dict(zip(resident, memory.split(sizes) if resident else (), strict=True))
         swapped_nbytes = sum(self.form.nbytes(count) for _, _, count in self._swapped)
         self.nbytes_by_tier = {"nvme": swapped_nbytes, "cpu": sum(sizes)}
+        # A kernel takes all tiles of a span in one call, where it can.
+        self._whole = self.rule.spans_tiles and self.form.dtype != torch.float16
 
     @property
     def window_nbytes(self) -> int:
-        return len(self._windows) * self._tile_nbytes
+        return len(self._windows) * self._span_nbytes
 
-    @staticmethod
-    def _key(bucket: int, begin: int) -> str:
-        return f"state.{bucket}.{begin}"
+    # --- one span ---------------------------------------------------------------------------------------------
 
-    # --- one tile ---------------------------------------------------------------------------------------------
+    def _slot(self, number: int) -> int:
+        return number % len(self._windows)
 
     def _window(self, number: int) -> torch.Tensor:
-        count = self._swapped[number][2]
-        window: torch.Tensor = self._windows[number % len(self._windows)]
-        return window[: self.form.nbytes(count)]
+        window: torch.Tensor = self._windows[self._slot(number)]
+        return window[: self.form.nbytes(self._swapped[number][2])]
+
+    def _settle(self, slot: int) -> None:
+        """The window is free to be changed: no write of it is on its way."""
+        write, self._writes[slot] = self._writes[slot], None
+        self._wait(write)
+
+    def _take(self, number: int) -> None:
+        """The span's window is its own, with whatever is in it."""
+        slot = self._slot(number)
+        if self._holds[slot] == number:
+            return
+        if self._changed[slot]:
+            self._write(self._holds[slot])
+        self._settle(slot)
+        self._holds[slot] = number
 
     def _read(self, number: int) -> _core.Work | None:
-        """Start to read a swapped tile once its window's last write is on disk; None: the window still holds it."""
-        slot = number % len(self._windows)
-        if self._holds[slot] == number:
+        """Start to read a swapped span once its window's last write is on disk; None: the window still holds it."""
+        if self._holds[self._slot(number)] == number:
             return None
-        self._wait(self._writes[slot])
-        self._writes[slot] = None
-        self._holds[slot] = number
-        bucket, begin, _ = self._swapped[number]
+        self._take(number)
         window = self._window(number)
-        return self._swap.read(self._key(bucket, begin), window.data_ptr(), window.nbytes)
+        return self._swap.read(self._keys[number], window.data_ptr(), window.nbytes)
 
     def _write(self, number: int) -> None:
-        bucket, begin, _ = self._swapped[number]
-        window = self._window(number)
-        self._writes[number % len(self._windows)] = self._swap.write(
-            self._key(bucket, begin), window.data_ptr(), window.nbytes
-        )
-
-    def _claim(self, number: int) -> torch.Tensor:
-        """The tile's window, free to be changed: no write of it is on its way."""
-        slot = number % len(self._windows)
-        self._wait(self._writes[slot])
-        self._writes[slot] = None
-        self._holds[slot] = number
-        return self._window(number)
+        slot, window = self._slot(number), self._window(number)
+        self._writes[slot] = self._swap.write(self._keys[number], window.data_ptr(), window.nbytes)
+        self._changed[slot] = False
+        self._on_drive[number] = True
 
     @contextmanager
     def tile(self, bucket: int, part: slice, *, load: bool = True, store: bool = False) -> Iterator[torch.Tensor]:
-        tile = (bucket, part.start, part.stop - part.start)
-        resident = self._resident.get(tile)
+        step = SPAN_TILES * tiles.TILE_COUNT
+        first = part.start // step * step
+        key = (bucket, first, min(step, self.counts[bucket] - first))
+        begin, end = self.form.nbytes(part.start - first), self.form.nbytes(part.stop - first)
+        resident = self._resident.get(key)
         if resident is not None:
-            yield resident
+            yield resident[begin:end]
             return
-        number = self._numbers[tile]
-        if load:
+        number = self._numbers[key]
+        if self._on_drive[number] and (load or part.stop - part.start < key[2]):
             self._wait(self._read(number))
-        window = self._claim(number) if store else self._window(number)
-        yield window
+        else:
+            self._take(number)
         if store:
-            self._write(number)
+            self._settle(self._slot(number))
+        yield self._window(number)[begin:end]
+        if store:
+            self._changed[self._slot(number)] = True
+            if end == self.form.nbytes(key[2]):  # tiles are changed in their order: this was the last one
+                self._write(number)
 
     # --- the sweep --------------------------------------------------------------------------------------------
 
     def step(self, shards: Iterator[ShardStep], reverse: bool = False) -> None:
         order = range(len(self._swapped))
-        numbers = deque(reversed(order) if reverse else order)  # swapped tiles still to be read
+        numbers = deque(reversed(order) if reverse else order)  # swapped spans still to be read
         reads: deque[_core.Work | None] = deque()
         for _ in range(min(WINDOWS // 2, len(numbers))):
             reads.append(self._read(numbers.popleft()))
         shard = next(shards, None)
-        for tile in reversed(self._tiles) if reverse else self._tiles:
-            bucket, begin, count = tile
+        for span in reversed(self._spans) if reverse else self._spans:
+            bucket, begin, count = span
             while shard is not None and shard.bucket != bucket:
                 shard = next(shards, None)
             assert shard is not None, f"no shard for bucket {bucket}"
             part = slice(begin, begin + count)
-            resident = self._resident.get(tile)
+            resident = self._resident.get(span)
             if resident is not None:
-                self._step_tile(shard, resident, part)
+                self._step_span(shard, resident, part)
                 continue
             self._wait(reads.popleft())
-            number = self._numbers[tile]
-            self._step_tile(shard, self._claim(number), part)
+            number = self._numbers[span]
+            self._settle(self._slot(number))
+            self._step_span(shard, self._window(number), part)
             self._write(number)
             if numbers:
                 reads.append(self._read(numbers.popleft()))
         for _ in shards:  # lets the source of shards finish its last one
             pass
+
+    def _step_span(self, shard: ShardStep, state: torch.Tensor, span: slice) -> None:
+        if self._whole:
+            self._step_tile(shard, state, span)
+            return
+        for part in cut(span.stop - span.start):
+            own = state[self.form.nbytes(part.start) : self.form.nbytes(part.stop)]
+            self._step_tile(shard, own, slice(span.start + part.start, span.start + part.stop))
 
     def _wait(self, work: _core.Work | None) -> None:
         if work is not None:
@@ -164,7 +199,10 @@ class SwappedState(ShardState):
             try:
                 work.wait()
             except BaseException:
-                self._holds = [-1] * len(self._holds)  # nobody knows what is in the windows
+                # Nobody knows what is in the windows, but for those that are changed from outside of a step.
+                self._holds = [
+                    number if changed else -1 for number, changed in zip(self._holds, self._changed, strict=True)
+                ]
                 raise
             self.waited_s += time.perf_counter() - start
 

@@ -18,10 +18,11 @@ from zcomm._tensors import core_dtype
 TILE_COUNT = 65536  # elements of a tile
 
 
-def cut(count: int) -> Iterator[slice]:
-    """A shard of ``count`` elements, tile by tile."""
-    for begin in range(0, count, TILE_COUNT):
-        yield slice(begin, min(begin + TILE_COUNT, count))
+def cut(count: int, tiles: int = 1) -> Iterator[slice]:
+    """A shard of ``count`` elements, ``tiles`` tiles at a time."""
+    step = tiles * TILE_COUNT
+    for begin in range(0, count, step):
+        yield slice(begin, min(begin + step, count))
 
 
 def core_shard(
