@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 _GOALS = {False: 0.97, True: 0.90}
+_OVER, _CHECKSUM_COST, _STEP = 1.05, 0.02, 0.92
 
 
 def row_lines(row: Mapping[str, Any]) -> Iterator[str]:
@@ -19,6 +21,26 @@ def row_lines(row: Mapping[str, Any]) -> Iterator[str]:
     yield f"  #wrong {row['wrong']}"
 
 
+def step_lines(row: Mapping[str, Any]) -> Iterator[str]:
+    state, ram = row["state_nbytes"], row["ram_nbytes"]
+    yield (
+        f"# step, {row['precision']}, {row['numel'] / 1e6:.0f}M parameters: {state >> 20} MiB of state, {ram >> 20} "
+        f"MiB of it in RAM ({state / ram:.2f}x), {row['windows']} windows; "
+        f"best flags {row['best_flags'] or 'of no peer'}"
+    )
+    known = row["moved_over_asked"]
+    counted = "" if known is None else f", moved/asked {known:.3f}"
+    yield (
+        f"  swapped {1e3 * row['step_s']:.1f} ms (step() returned after {1e3 * row['returned_s']:.1f}, waited "
+        f"{1e3 * row['waited_s']:.1f}), in RAM {1e3 * row['ram_s']:.1f} ms; {row['moved_nbytes'] / 1e9:.3f} GB moved, "
+        f"{row['moved_nbytes'] / row['step_s'] / 1e9:.2f} GB/s{counted}"
+    )
+    if row["share"] is not None:
+        low, high = min(row["shares"]), max(row["shares"])
+        yield f"  I/O at fio's rate {1e3 * row['io_s']:.1f} ms; share {row['share']:.3f} ({low:.3f} to {high:.3f})"
+    yield f"  #wrong {row['wrong']}"
+
+
 def page_of(records: Sequence[Mapping[str, Any]]) -> str:
     machines = [record for record in records if record["kind"] == "machine"]
     about = machines[-1]
@@ -28,8 +50,9 @@ def page_of(records: Sequence[Mapping[str, Any]]) -> str:
         f"# Swap, {about['time'][:10]}",
         "",
         f"{about['cpu']}, {about['cores']} cores, kernel {about['kernel']}, zcomm {about['revision']}. Drive: "
-        f"{about['drive']}. Written by `bench/swap_bw`. GB/s: median of {rounds} interleaved rounds; share: median "
-        "of the rounds' ratios. moved/asked: what the block device counted over what was asked for.",
+        f"{about['drive']}. Written by `bench/swap_bw` and `bench/swapped_step`. GB/s: median of {rounds} interleaved "
+        "rounds; share: median of the rounds' ratios. moved/asked: what the block device counted over what was asked "
+        "for.",
         "",
         *(f"Skipped: {name}, {why}.\n" for each in machines for name, why in each["skipped"].items()),
         "| load | variant | GB/s | lowest to highest | moved/asked | share of fio | over DeepSpeed | #wrong |",
@@ -37,17 +60,61 @@ def page_of(records: Sequence[Mapping[str, Any]]) -> str:
     ]
     for row in found:
         lines.extend(_cells(row))
-    lines += ["", "| load | goal: share of fio | measured (zcomm) | |", "|---|---|---|---|"]
+    lines += ["", "| load | goal | measured | |", "|---|---|---|---|"]
     for row in found:
-        share = row["share_of"].get("fio", {}).get("zcomm")
-        if share is not None:
-            goal = _GOALS[row["batch"]]
-            lines.append(
-                f"| {row['title']} | >= {goal:.2f} | {share:.3f} | {'holds' if share >= goal else '**misses**'} |"
-            )
+        lines.extend(_verdicts(row))
+    lines += _steps([record for record in records if record["kind"] == "step"])
     lines += ["", "Best flags of the sweeps:", ""]
     lines += [f"* {row['title']}: {row['best_flags']}" for row in found if row["best_flags"]]
     return "\n".join(lines) + "\n"
+
+
+def _verdicts(row: Mapping[str, Any]) -> Iterator[str]:
+    for peer, words, goal in (("fio", "share of fio", _GOALS[row["batch"]]), ("deepspeed", "over DeepSpeed", _OVER)):
+        share = row["share_of"].get(peer, {}).get("zcomm")
+        if share is not None:
+            yield f"| {row['title']} | {words} >= {goal:.2f} | {_judged(share, share >= goal)}"
+    cost = checksum_cost(row)
+    if cost is not None:
+        yield f"| {row['title']} | checksum < {100 * _CHECKSUM_COST:.0f} % | {_judged(cost, cost < _CHECKSUM_COST)}"
+
+
+def _judged(value: float, holds: bool) -> str:
+    return f"{value:.3f} | {'holds' if holds else '**misses**'} |"
+
+
+def checksum_cost(row: Mapping[str, Any]) -> float | None:
+    """The part of the rate that checksums cost: of each round, then the median."""
+    rounds = row["rounds_gbps"]
+    if not {"zcomm", "zcomm no crc"} <= set(rounds):
+        return None
+    pairs = zip(rounds["zcomm"], rounds["zcomm no crc"], strict=True)
+    return 1.0 - statistics.median(with_it / without for with_it, without in pairs)
+
+
+def _steps(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not rows:
+        return []
+    lines = [
+        "",
+        "AdamW step with its state on the drive: share = max(I/O at fio's mixed rate, step in RAM) / step, where the "
+        "step ends when the last write is on the drive; `step()` itself returns earlier.",
+        "",
+        "| precision | parameters | state MiB | in RAM MiB | moved GB | in RAM ms | I/O ms | step ms | returned ms | "
+        f"share, goal >= {_STEP} | lowest to highest | | #wrong |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        io, share = ("-", "- | - | -") if row["share"] is None else (f"{1e3 * row['io_s']:.1f}", "")
+        if row["share"] is not None:
+            share = f"{row['share']:.3f} | {min(row['shares']):.3f} to {max(row['shares']):.3f} | "
+            share += "holds" if row["share"] >= _STEP else "**misses**"
+        lines.append(
+            f"| {row['precision']} | {row['numel'] / 1e6:.0f}M | {row['state_nbytes'] >> 20} | "
+            f"{row['ram_nbytes'] >> 20} | {row['moved_nbytes'] / 1e9:.3f} | {1e3 * row['ram_s']:.1f} | {io} | "
+            f"{1e3 * row['step_s']:.1f} | {1e3 * row['returned_s']:.1f} | {share} | {row['wrong']} |"
+        )
+    return lines
 
 
 def _cells(row: Mapping[str, Any]) -> Iterator[str]:

@@ -3,19 +3,18 @@
 // Same rules as the ring: bounded, every result handed back once. A thread waits in the kernel for one request, so
 // there are as many threads as requests may be in flight, up to kMaxThreads.
 // Thread rule: see io_engine.hpp.
-#include <pthread.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <condition_variable>
-#include <csignal>
 #include <mutex>
 #include <thread>
 #include <vector>
 
 #include "base/error.hpp"
 #include "mem/io_engine.hpp"
+#include "mem/io_thread.hpp"
 #include "mem/ring.hpp"
 
 namespace zcomm::mem {
@@ -27,17 +26,14 @@ class ThreadEngine final : public IoEngine {
  public:
   explicit ThreadEngine(int depth)
       : depth_(depth), requests_(static_cast<std::size_t>(depth)), results_(static_cast<std::size_t>(depth)) {
-    sigset_t all, before;  // signals of the program are not for these threads
-    ::sigfillset(&all);
-    ::pthread_sigmask(SIG_SETMASK, &all, &before);
+    threads_.reserve(kMaxThreads);
     try {
-      for (int i = 0; i < std::min(depth, kMaxThreads); ++i) threads_.emplace_back([this] { serve(); });
+      for (int i = 0; i < std::min(depth, kMaxThreads); ++i)
+        threads_.push_back(start_io_thread("zcomm-io", [this] { serve(); }));
     } catch (...) {
-      ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
       stop();
       throw;
     }
-    ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
 
   ~ThreadEngine() override { stop(); }
@@ -87,7 +83,6 @@ class ThreadEngine final : public IoEngine {
   }
 
   void serve() {
-    ::pthread_setname_np(::pthread_self(), "zcomm-io");
     std::unique_lock lock(mutex_);
     while (true) {
       has_request_.wait(lock, [this] { return stopping_ || requests_.size() > 0; });

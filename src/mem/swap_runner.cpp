@@ -1,16 +1,14 @@
 #include "mem/swap_runner.hpp"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <cerrno>
-#include <csignal>
 #include <cstdlib>
 #include <cstring>
 #include <utility>
 
 #include "base/error.hpp"
 #include "mem/crc32c.hpp"
+#include "mem/io_thread.hpp"
 
 namespace zcomm::mem {
 namespace {
@@ -34,16 +32,7 @@ SwapRunner::SwapRunner(std::unique_ptr<IoEngine> engine, Target target, std::siz
   again_.reserve(slots_.size());
   batch_.reserve(slots_.size());
   for (Slot& slot : slots_) free_.push_back(&slot);
-  sigset_t all, before;  // signals of the program, SIGXFSZ included, are not for this thread
-  ::sigfillset(&all);
-  ::pthread_sigmask(SIG_SETMASK, &all, &before);
-  try {
-    thread_ = std::thread([this] { run(); });
-  } catch (...) {
-    ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    throw;
-  }
-  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  thread_ = start_io_thread("zcomm-swap", [this] { run(); });
 }
 
 void SwapRunner::stop() {
@@ -66,7 +55,6 @@ SwapRunner::Counters SwapRunner::counters() const {
 }
 
 void SwapRunner::run() {
-  ::pthread_setname_np(::pthread_self(), "zcomm-swap");
   try {
     while (step()) {
     }

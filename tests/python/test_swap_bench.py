@@ -77,7 +77,29 @@ def test_shares_of_a_peer(tmp_path: Path) -> None:
     assert row["share_of"]["fio"]["zcomm"] == pytest.approx(ratios[len(ratios) // 2])
 
 
+def test_the_swapped_step(tmp_path: Path) -> None:
+    """Beside a fio that claims one second for each run."""
+    fake, out = tmp_path / "fio", tmp_path / "result"
+    fake.write_text('#!/bin/sh\necho \'{"jobs": [{"error": 0, "job_runtime": 1000}]}\'\n')
+    fake.chmod(0o700)
+    program = [str(BENCH / "swapped_step"), "--dir", str(tmp_path), "--state", "12M", "--out", str(out)]
+    done = run(program, {"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [record for record in records_of(out.with_suffix(".jsonl")) if record["kind"] == "step"]
+    assert [row["precision"] for row in rows] == ["fp32", "bf16"]
+    for row in rows:
+        assert row["wrong"] == 0 and len(row["rounds"]) == 14
+        for each, share in zip(row["rounds"], row["shares"], strict=True):
+            assert each["io_s"] == pytest.approx(each["moved_nbytes"] / row["nvme_nbytes"])
+            assert share == pytest.approx(max(each["io_s"], each["ram_s"]) / each["step_s"])
+            assert each["moved_nbytes"] <= 2 * row["nvme_nbytes"] and each["returned_s"] <= each["step_s"]
+    assert "| bf16 |" in out.with_suffix(".md").read_text()
+    assert [each.name for each in tmp_path.iterdir() if each.name.startswith("zcomm-")] == []
+
+
 def test_zcomm_bench_swap() -> None:
+    done = run(["-m", "zcomm.cli", "bench", "swapped-step", "--help"])
+    assert done.returncode == 0 and "--ratio" in done.stdout
     done = run(["-m", "zcomm.cli", "bench", "swap", "--help"])
     assert done.returncode == 0 and "--batch-total" in done.stdout
     done = run(["-m", "zcomm.cli", "bench", "swap", "--what", "sideways"])

@@ -10,7 +10,7 @@
 #include <functional>
 #include <iterator>
 
-#include "mem_test.hpp"
+#include "faulty_engine.hpp"
 #include "zcomm/error.hpp"
 
 using namespace zcomm;
@@ -37,12 +37,12 @@ unsigned mode_of(const fs::path& path) {
 }
 
 /// A child that opens a SwapFile in `parent`, says so, and then waits to be killed.
-pid_t start_owner(const std::string& parent) {
+pid_t start_owner(const std::string& parent, const SwapFile::Options& options) {
   int ends[2];
   if (::pipe(ends) != 0) return -1;
   const pid_t child = ::fork();
   if (child == 0) {
-    const auto file = SwapFile::open(parent, {});
+    const auto file = SwapFile::open(parent, options);
     file->reserve("k", 100000);
     [[maybe_unused]] const auto said = ::write(ends[1], "x", 1);
     while (true) ::pause();
@@ -52,6 +52,14 @@ pid_t start_owner(const std::string& parent) {
   ::close(ends[0]);
   ::close(ends[1]);
   return child;
+}
+
+void on_each_engine(const std::function<void(const SwapFile::Options&)>& body) {
+  for (const std::string& name : engine_names()) {
+    SwapFile::Options options;
+    options.engine = name == "threads" ? SwapFile::Engine::threads : SwapFile::Engine::io_uring;
+    body(options);
+  }
 }
 
 void kill_and_reap(pid_t child) {
@@ -115,71 +123,77 @@ TEST(SwapDirectory, read_only_file_system_is_eacces_for_root_too) {
 }
 
 TEST(SwapDirectory, full_disk_is_enospc_at_reserve) {
-  const TempDirectory temp;
-  if (::mount("tmpfs", temp.path().c_str(), "tmpfs", 0, "size=8m") != 0) {
-    std::cout << "     no right to mount: skipped\n";
-    return;
-  }
-  {
-    const auto file = SwapFile::open(temp.path(), {});
-    EXPECT_FALSE(file->stats().direct);  // memory has no direct I/O, and says so
-    file->reserve("a", 4 << 20);
-    std::string what;
-    EXPECT_EQ(error_of([&] { file->reserve("b", 5 << 20); }, &what), ENOSPC);
-    for (const char* part : {"5242880 bytes more needed", "bytes free", "/data"})
-      EXPECT_TRUE(what.find(part) != std::string::npos);
-    EXPECT_EQ(file->stats().reserved_nbytes, 4u << 20);
-    Pattern out(3 << 20, 1), in(3 << 20, 2);  // what fits still works
-    file->write("c", out.data(), out.nbytes()).wait();
-    file->read("c", in.data(), in.nbytes()).wait();
-    EXPECT_TRUE(in == out);
-    SwapFile::Options options;
-    options.nbytes = 100 << 20;
-    EXPECT_EQ(error_of([&] { SwapFile::open(temp.path(), options); }), ENOSPC);
-    EXPECT_EQ(temp.names().size(), 1u);  // the refused one left nothing
-  }
-  EXPECT_TRUE(temp.names().empty());
-  ::umount(temp.path().c_str());
+  on_each_engine([](const SwapFile::Options& options) {
+    const TempDirectory temp;
+    if (::mount("tmpfs", temp.path().c_str(), "tmpfs", 0, "size=8m") != 0) {
+      std::cout << "     no right to mount: skipped\n";
+      return;
+    }
+    {
+      const auto file = SwapFile::open(temp.path(), options);
+      EXPECT_FALSE(file->stats().direct);  // memory has no direct I/O, and says so
+      file->reserve("a", 4 << 20);
+      std::string what;
+      EXPECT_EQ(error_of([&] { file->reserve("b", 5 << 20); }, &what), ENOSPC);
+      for (const char* part : {"5242880 bytes more needed", "bytes free", "/data"})
+        EXPECT_TRUE(what.find(part) != std::string::npos);
+      EXPECT_EQ(file->stats().reserved_nbytes, 4u << 20);
+      Pattern out(3 << 20, 1), in(3 << 20, 2);  // what fits still works
+      file->write("c", out.data(), out.nbytes()).wait();
+      file->read("c", in.data(), in.nbytes()).wait();
+      EXPECT_TRUE(in == out);
+      SwapFile::Options large = options;
+      large.nbytes = 100 << 20;
+      EXPECT_EQ(error_of([&] { SwapFile::open(temp.path(), large); }), ENOSPC);
+      EXPECT_EQ(temp.names().size(), 1u);  // the refused one left nothing
+    }
+    EXPECT_TRUE(temp.names().empty());
+    ::umount(temp.path().c_str());
+  });
 }
 
 TEST(SwapDirectory, file_size_limit_is_enospc_and_no_signal) {
-  const TempDirectory temp;
-  for (const rlim_t limit : {rlim_t{1} << 20, rlim_t{1000}}) {
-    const int code = in_child([&] {
-      const rlimit bound{limit, limit};
-      ::setrlimit(RLIMIT_FSIZE, &bound);
-      const auto file = SwapFile::open(temp.path(), {});
-      if (limit > 300000) {
-        Pattern out(300000, 1), in(300000, 2);
-        file->write("a", out.data(), out.nbytes()).wait();
-        file->read("a", in.data(), in.nbytes()).wait();
-        if (!(in == out)) return 1;
-      }
-      std::string what;
-      if (error_of([&] { file->reserve("b", 2 << 20); }, &what) != ENOSPC) return 2;
-      return what.find("RLIMIT_FSIZE, ulimit -f) is " + std::to_string(limit)) == std::string::npos ? 3 : 0;
-    });
-    EXPECT_EQ(code, 0);
-    EXPECT_TRUE(temp.names().empty());
-  }
+  on_each_engine([](const SwapFile::Options& options) {
+    const TempDirectory temp;
+    for (const rlim_t limit : {rlim_t{1} << 20, rlim_t{1000}}) {
+      const int code = in_child([&] {
+        const rlimit bound{limit, limit};
+        ::setrlimit(RLIMIT_FSIZE, &bound);
+        const auto file = SwapFile::open(temp.path(), options);
+        if (limit > 300000) {
+          Pattern out(300000, 1), in(300000, 2);
+          file->write("a", out.data(), out.nbytes()).wait();
+          file->read("a", in.data(), in.nbytes()).wait();
+          if (!(in == out)) return 1;
+        }
+        std::string what;
+        if (error_of([&] { file->reserve("b", 2 << 20); }, &what) != ENOSPC) return 2;
+        return what.find("RLIMIT_FSIZE, ulimit -f) is " + std::to_string(limit)) == std::string::npos ? 3 : 0;
+      });
+      EXPECT_EQ(code, 0);
+      EXPECT_TRUE(temp.names().empty());
+    }
+  });
 }
 
 TEST(SwapDirectory, the_dead_are_removed_and_the_living_stay) {
-  const TempDirectory temp;
-  const pid_t dead = start_owner(temp.path());
-  const pid_t living = start_owner(temp.path());
-  kill_and_reap(dead);
-  EXPECT_EQ(temp.names().size(), 2u);
-  {
-    const auto file = SwapFile::open(temp.path(), {});
-    const auto names = temp.names();
-    EXPECT_EQ(names.size(), 2u);
-    for (const std::string& name : names) EXPECT_FALSE(name.starts_with("zcomm-swap-" + std::to_string(dead) + "-"));
-  }
-  EXPECT_EQ(temp.names().size(), 1u);
-  kill_and_reap(living);
-  SwapFile::open(temp.path(), {})->close();
-  EXPECT_TRUE(temp.names().empty());
+  on_each_engine([](const SwapFile::Options& options) {
+    const TempDirectory temp;
+    const pid_t dead = start_owner(temp.path(), options);
+    const pid_t living = start_owner(temp.path(), options);
+    kill_and_reap(dead);
+    EXPECT_EQ(temp.names().size(), 2u);
+    {
+      const auto file = SwapFile::open(temp.path(), options);
+      const auto names = temp.names();
+      EXPECT_EQ(names.size(), 2u);
+      for (const std::string& name : names) EXPECT_FALSE(name.starts_with("zcomm-swap-" + std::to_string(dead) + "-"));
+    }
+    EXPECT_EQ(temp.names().size(), 1u);
+    kill_and_reap(living);
+    SwapFile::open(temp.path(), options)->close();
+    EXPECT_TRUE(temp.names().empty());
+  });
 }
 
 TEST(SwapDirectory, nothing_else_is_touched) {

@@ -248,21 +248,43 @@ TEST(SwapEnvironment, io_uring_without_memory_for_requests_ends_in_its_error) {
 }
 
 TEST(SwapEnvironment, locked_memory_used_up) {
-  const TempDirectory temp;
-  ::chmod(temp.path().c_str(), 0777);
-  for (const bool direct : {true, false}) {
+  on_each_rig([](const Rig& rig) {
+    const TempDirectory temp;
+    ::chmod(temp.path().c_str(), 0777);
     const int status = in_child([&] {
       const rlimit none{0, 0};
       ::setrlimit(RLIMIT_MEMLOCK, &none);
       if (::geteuid() == 0 && ::setresuid(65534, 65534, 65534) != 0) return kSkipped;  // root's is not counted
-      SwapFile::Options options;
-      options.direct = direct;
+      SwapFile::Options options = options_of(rig);
+      options.engine = SwapFile::Engine::automatic;  // before Linux 5.12 io_uring is refused: threads serve
+      if (rig.engine == "threads") options.engine = SwapFile::Engine::threads;
       const auto file = SwapFile::open(temp.path(), options);
       return round_trips(*file) ? 0 : 1;
     });
     if (status != kSkipped) EXPECT_EQ(status, 0);
-  }
-  EXPECT_TRUE(temp.names().empty());
+    EXPECT_TRUE(temp.names().empty());
+  });
+}
+
+TEST(SwapEnvironment, no_more_threads) {
+  on_each_rig([](const Rig& rig) {
+    const TempDirectory temp;
+    for (const long number : {__NR_clone3, __NR_clone}) {
+      const int status = in_child([&] {
+        // glibc tries clone3, and clone where that is not known.
+        if (!forbid(__NR_clone, EAGAIN) || !forbid(__NR_clone3, number == __NR_clone3 ? EAGAIN : ENOSYS))
+          return kSkipped;
+        try {
+          SwapFile::open(temp.path(), options_of(rig));
+          return 1;
+        } catch (const SystemError& error) {
+          return error.code == EAGAIN && std::string(error.what()).find("RLIMIT_NPROC") != std::string::npos ? 0 : 2;
+        }
+      });
+      if (status != kSkipped) EXPECT_EQ(status, 0);
+    }
+    EXPECT_TRUE(temp.names().empty());
+  });
 }
 
 TEST(SwapEnvironment, several_runs_in_one_directory) {
