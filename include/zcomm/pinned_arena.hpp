@@ -2,12 +2,16 @@
 //
 // Page aligned, huge pages where the kernel grants them, page-locked where CUDA is there (or on request); budgets of
 // the arena and of the process that are errors and not crashes; every byte is counted. A Lease returns its memory when
-// dropped and may outlive the arena's handle. Thread rule: free-threaded.
+// dropped and may outlive the arena's handle. Pages lie near the thread that touches them first (the kernel's default,
+// or the policy of numactl), so a rank that is bound to a node has its memory there.
+// Thread rule: free-threaded.
 #pragma once
 
 #include <cstddef>
 #include <memory>
 #include <optional>
+#include <span>
+#include <type_traits>
 
 namespace zcomm {
 
@@ -21,8 +25,9 @@ class PinnedArena {
   struct Stats {
     std::size_t used_nbytes;
     std::size_t peak_nbytes;
-    std::size_t locked_nbytes;     ///< by CUDA or mlock
-    std::size_t process_nbytes;    ///< used by all arenas of the process
+    std::size_t locked_nbytes;   ///< by CUDA or mlock
+    std::size_t process_nbytes;  ///< used by all arenas of the process
+    std::size_t process_peak_nbytes;
     std::size_t allocation_count;  ///< ever made; constant in the steady state
   };
   /// Memory that returns to the system when destroyed; move-only.
@@ -34,8 +39,17 @@ class PinnedArena {
     ~Lease();
     std::byte* data() const { return data_; }
     std::size_t nbytes() const { return nbytes_; }
+    /// All of it as elements; throws InvalidArgument where nbytes() is no multiple of their size.
+    template <class T>
+    std::span<T> as() const {
+      static_assert(std::is_trivially_copyable_v<T> && alignof(T) <= 4096);
+      check_whole(sizeof(T));
+      return {reinterpret_cast<T*>(data_), nbytes_ / sizeof(T)};
+    }
 
    private:
+    void check_whole(std::size_t element_nbytes) const;
+
     friend class PinnedArena;
     struct Shared;
     std::shared_ptr<Shared> shared_;

@@ -45,6 +45,7 @@ py::dict as_dict(const PinnedArena::Stats& stats) {
   dict["peak_nbytes"] = stats.peak_nbytes;
   dict["locked_nbytes"] = stats.locked_nbytes;
   dict["process_nbytes"] = stats.process_nbytes;
+  dict["process_peak_nbytes"] = stats.process_peak_nbytes;
   dict["allocation_count"] = stats.allocation_count;
   return dict;
 }

@@ -45,7 +45,7 @@ class PinnedArena:
 
     def stats(self) -> dict[str, int]:
         """used_nbytes, peak_nbytes (the high-water mark), locked_nbytes (by CUDA or mlock), allocation_count;
-        process_nbytes: used by all arenas of the process.
+        process_nbytes, process_peak_nbytes: of all arenas of the process.
         """
         return self._core.stats()
 

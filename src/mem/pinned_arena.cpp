@@ -29,6 +29,11 @@ std::atomic<std::size_t>& process_used() {
   return *used;
 }
 
+std::atomic<std::size_t>& process_peak() {
+  static auto* peak = new std::atomic<std::size_t>(0);
+  return *peak;
+}
+
 std::string words(std::optional<std::size_t> budget) { return budget ? text(*budget, " bytes") : std::string("none"); }
 
 std::string memlock_limit() {
@@ -54,6 +59,9 @@ struct PinnedArena::Lease::Shared {
     do {
       if (!fits(before, mapped, process_budget)) refuse(nbytes, mapped, "the process's budget is exceeded");
     } while (!used.compare_exchange_weak(before, before + mapped));
+    std::size_t peak = process_peak().load();
+    while (peak < before + mapped && !process_peak().compare_exchange_weak(peak, before + mapped)) {
+    }
     stats.used_nbytes += mapped;
     stats.peak_nbytes = std::max(stats.peak_nbytes, stats.used_nbytes);
   }
@@ -117,6 +125,12 @@ PinnedArena::Lease& PinnedArena::Lease::operator=(Lease&& other) noexcept {
   return *this;
 }
 
+void PinnedArena::Lease::check_whole(std::size_t element_nbytes) const {
+  if (nbytes_ % element_nbytes != 0)
+    throw InvalidArgument(text("PinnedArena: a lease of ", nbytes_, " bytes has no whole number of elements of ",
+                               element_nbytes, " bytes"));
+}
+
 PinnedArena::Lease::~Lease() {
   if (data_ == nullptr) return;
   if (lock_ == Lock::cuda) device::cuda::page_unlock(data_);
@@ -170,6 +184,7 @@ PinnedArena::Stats PinnedArena::stats() const {
   const std::lock_guard lock(shared_->mutex);
   Stats stats = shared_->stats;
   stats.process_nbytes = process_used().load();
+  stats.process_peak_nbytes = process_peak().load();
   return stats;
 }
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +22,7 @@ from torch.optim import lr_scheduler
 
 import zcomm
 import zcomm.schedulers
-from zcomm.zero.checkpoint import durable, read_manifest
+from zcomm.zero.checkpoint import SaveTask, durable, read_manifest
 from zcomm.zero.checkpoint.plain import from_json, to_json
 from zero_jobs import digest
 
@@ -290,6 +292,93 @@ def test_training_goes_on_while_a_slow_drive_saves(run_ranks: Run, tmp_path: Pat
         for values in (loaded, at_save):
             del values["buffers"]  # those of rank 0 are saved
         assert loaded == at_save
+
+
+def engine_saves_while_training(folder: str) -> list[bool]:
+    torch.manual_seed(1)
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
+    one, _, _, _ = zcomm.initialize(model=nn.Linear(5, 3), config={**config, "zero_optimization": {"stage": 2}})
+    drive = threading.Event()
+
+    def slow(what: str) -> None:
+        if not what.startswith("sync folder"):
+            assert drive.wait(60)
+
+    def step() -> None:
+        one.backward(one(torch.ones(2, 5)).square().mean())
+        one.step()
+
+    step()
+    seen = [one.module.weight.detach().clone()]
+    durable.before_write = slow
+    tasks = []
+    for save in (
+        lambda: one.save_checkpoint(folder, wait=False),
+        lambda: one.save_16bit_model(f"{folder}/export", wait=False),
+    ):
+        drive.clear()
+        task = save()
+        assert isinstance(task, SaveTask)
+        step()
+        step()
+        seen.append(one.module.weight.detach().clone())
+        tasks.append(task.done())  # the drive has not moved: training did
+        drive.set()
+        task.wait()
+    assert not torch.equal(seen[0], seen[1])
+    assert (Path(folder) / "latest").read_text() == "global_step1"
+    exported = load_file(f"{folder}/export/model.safetensors")
+    assert torch.equal(exported["weight"], seen[1]), "as it was when save_16bit_model was called"
+    one.load_checkpoint(folder)
+    assert torch.equal(one.module.weight, seen[0]) and one.global_steps == 1
+
+    def full(what: str) -> None:
+        if zcomm.rank() == 0:
+            raise OSError(errno.ENOSPC, "the drive is full")
+
+    durable.before_write = full
+    failing = one.save_16bit_model(f"{folder}/export2", wait=False)
+    step()
+    assert isinstance(failing, SaveTask)
+    with pytest.raises(OSError, match="the drive is full") as told:
+        failing.wait()
+    assert told.value.errno == errno.ENOSPC and not os.path.exists(f"{folder}/export2/model.safetensors")
+    durable.before_write = lambda what: None
+    one.destroy()
+    return tasks
+
+
+def test_an_engine_trains_while_it_saves_and_exports(run_ranks: Run, tmp_path: Path) -> None:
+    assert run_ranks(engine_saves_while_training, 2, str(tmp_path)) == [[False, False], [False, False]]
+
+
+def test_a_save_can_be_awaited(tmp_path: Path) -> None:
+    """The event loop goes on while the drive is busy."""
+    _, opt = tiny(tmp_path, 1)
+    drive = threading.Event()
+
+    async def main() -> list[str]:
+        durable.before_write = lambda what: drive.wait(60)
+        task = opt.save(tmp_path / "c", wait=False)
+        seen = []
+
+        async def other() -> None:
+            seen.append("other")
+            drive.set()
+
+        beside = asyncio.create_task(other())
+        await task
+        seen.append("saved")
+        await beside
+        return seen
+
+    try:
+        assert asyncio.run(main()) == ["other", "saved"]
+    finally:
+        durable.before_write = lambda what: None
+    assert read_manifest(tmp_path / "c")
+    opt.close()
+    zcomm.shutdown()
 
 
 # --- what is wrong is named -----------------------------------------------------------------------------------

@@ -6,13 +6,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
+
+    from zcomm.comm import Communicator
     from zcomm.engine.engine import Engine
+    from zcomm.zero.checkpoint import SaveTask
 
 _LATEST = "latest"
 _COUNTERS = ("global_steps", "micro_steps", "global_samples")
 
 
-def save(engine: Engine, directory: Path, tag: str | int | None, client_state: dict[str, Any], latest: bool) -> bool:
+def save(
+    engine: Engine, directory: Path, tag: str | int | None, client_state: dict[str, Any], latest: bool, wait: bool
+) -> bool | SaveTask:
     """See Engine.save_checkpoint."""
     from zcomm.zero.checkpoint import durable  # here, so that the engine can be imported where the core is not built
 
@@ -22,11 +28,13 @@ def save(engine: Engine, directory: Path, tag: str | int | None, client_state: d
     state: dict[str, Any] = {"engine": {key: getattr(engine, key) for key in _COUNTERS}, "client_state": client_state}
     if engine.training_dataloader is not None:
         state["data"] = engine.training_dataloader.state_dict()
-    engine.optimizer.save(directory / name, scheduler=engine.lr_scheduler, client_state=state)
-    if latest and engine.global_rank == 0:
-        durable.replace_file(directory / _LATEST, name.encode())
-    engine.comm.barrier(name="checkpoint is saved")
-    return True
+
+    def point() -> None:
+        if latest:
+            durable.replace_file(directory / _LATEST, name.encode())
+
+    task = engine.optimizer._save(directory / name, engine.lr_scheduler, state, wait, then=point)
+    return True if wait else task
 
 
 def load(
@@ -50,28 +58,45 @@ def load(
     return str(folder), state["client_state"] if of_engine else state
 
 
-def save_model(engine: Engine, path: Path) -> bool:
+def save_model(engine: Engine, path: Path, wait: bool) -> bool | SaveTask:
     """See Engine.save_16bit_model."""
-    from zcomm.zero.checkpoint import durable
     from zcomm.zero.checkpoint.exchange import agree
+    from zcomm.zero.checkpoint.save import start
     from zcomm.zero.checkpoint.share import other_tensors
+
+    optimizer = engine.optimizer
+    optimizer._end_saving()
+    parts = optimizer._live
+    whole = optimizer.full_state_dict()
+    if engine.global_rank == 0:
+        rest = dict(other_tensors(parts))
+        whole.update(rest if wait else {name: tensor.detach().clone() for name, tensor in rest.items()})
+    else:
+        whole.clear()
+
+    def write(comm: Communicator) -> None:
+        error: Exception | None = None
+        if comm.rank == 0:
+            try:
+                _write_model(path, whole)
+            except OSError as caught:
+                error = caught
+        agree(comm, error, f"saving {path}")
+
+    optimizer._saving = task = start(parts, write, wait)
+    return True if wait else task
+
+
+def _write_model(path: Path, whole: dict[str, torch.Tensor]) -> None:
+    from zcomm.zero.checkpoint import durable
     from zcomm.zero.checkpoint.tensor_file import Writer
 
-    whole = engine.optimizer.full_state_dict()
-    error: Exception | None = None
-    if engine.global_rank == 0:
-        whole.update(other_tensors(engine.optimizer._live))
-        try:
-            durable.make_folders(path.parent)
-            new = path.with_name(f".{path.name}.saving")
-            new.unlink(missing_ok=True)
-            writer = Writer(new, [(name, tensor.dtype, tensor.shape) for name, tensor in whole.items()])
-            for tensor in whole.values():
-                writer.add(tensor)
-            writer.close()
-            new.replace(path)
-            durable.sync_folder(path.parent)
-        except OSError as caught:
-            error = caught
-    agree(engine.optimizer._live.comm, error, f"saving {path}")
-    return True
+    durable.make_folders(path.parent)
+    new = path.with_name(f".{path.name}.saving")
+    new.unlink(missing_ok=True)
+    writer = Writer(new, [(name, tensor.dtype, tensor.shape) for name, tensor in whole.items()])
+    for tensor in whole.values():
+        writer.add(tensor)
+    writer.close()
+    new.replace(path)
+    durable.sync_folder(path.parent)

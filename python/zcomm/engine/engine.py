@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from zcomm.comm import Communicator
     from zcomm.data import Loader
     from zcomm.zero import ZeroOptimizer
+    from zcomm.zero.checkpoint import SaveTask
 
 
 class Engine(nn.Module):
@@ -152,15 +153,19 @@ class Engine(nn.Module):
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
-    ) -> bool:
+        *,
+        wait: bool = True,
+    ) -> bool | SaveTask:
         """Save folder ``save_dir/tag`` (``global_stepN``), and its name in the file ``latest``. All ranks call it.
 
-        client_state: plain values, given back by load_checkpoint. Raises: as ZeroOptimizer.save.
+        client_state: plain values, given back by load_checkpoint. wait: False writes while training goes on, as
+        ZeroOptimizer.save does; the result's ``wait()`` tells how it went, and ``latest`` is written last. Returns:
+        True, or the task. Raises: as ZeroOptimizer.save.
         """
         self._check_alive("save_checkpoint")
         if exclude_frozen_parameters:
             raise NotImplementedError("exclude_frozen_parameters=True is not available: checkpoints are whole")
-        return checkpoints.save(self, Path(save_dir), tag, client_state or {}, save_latest)
+        return checkpoints.save(self, Path(save_dir), tag, client_state or {}, save_latest, wait)
 
     def load_checkpoint(
         self,
@@ -184,13 +189,16 @@ class Engine(nn.Module):
         schedule = load_lr_scheduler_states and not load_module_only
         return checkpoints.load(self, Path(load_dir), tag, load_module_strict, states, schedule, load_module_only)
 
-    def save_16bit_model(self, save_dir: str | os.PathLike[str], save_filename: str = "model.safetensors") -> bool:
+    def save_16bit_model(
+        self, save_dir: str | os.PathLike[str], save_filename: str = "model.safetensors", *, wait: bool = True
+    ) -> bool | SaveTask:
         """Write the whole model as one safetensors file (never a pickle), in the precision that it is trained in.
 
-        All ranks call it; rank 0 writes, and holds the whole model meanwhile.
+        All ranks call it; rank 0 writes, and holds the whole model meanwhile. wait: False writes while training goes
+        on, and returns the task; the next save, load and destroy() wait for it. Raises: OSError, on every rank.
         """
         self._check_alive("save_16bit_model")
-        return checkpoints.save_model(self, Path(save_dir) / save_filename)
+        return checkpoints.save_model(self, Path(save_dir) / save_filename, wait)
 
     # --- what it is and where it stands -----------------------------------------------------------------------
 

@@ -332,13 +332,24 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises: OSError (on every rank, naming the one that failed), ValueError for what is no plain value, RuntimeError
         amid an accumulation.
         """
+        return self._save(directory, scheduler, client_state, wait)
+
+    def _save(
+        self,
+        directory: StrPath,
+        scheduler: Any,
+        client_state: Any,
+        wait: bool,
+        then: Callable[[], None] = lambda: None,
+    ) -> checkpoint.SaveTask:
+        """then: what rank 0 does once the folder is in its place."""
         if self._micro_step:
             raise RuntimeError(
                 f"save() after micro-step {self._micro_step} of {self.grad_accum}: gradients are not saved; call it "
                 "after the optimizer step"
             )
         self._end_saving()
-        self._saving = checkpoint.save(self, Path(directory).absolute(), scheduler, client_state, wait)
+        self._saving = checkpoint.save(self, Path(directory).absolute(), scheduler, client_state, wait, then)
         return self._saving
 
     def _end_saving(self) -> None:

@@ -77,6 +77,30 @@ TEST(PinnedArena, a_lease_moves_and_outlives_its_arena) {
   other.data()[4999] = std::byte{7};
 }
 
+TEST(PinnedArena, a_lease_as_elements) {
+  PinnedArena arena;
+  const auto lease = arena.allocate(40);
+  const std::span<double> values = lease.as<double>();
+  EXPECT_EQ(values.size(), 5u);
+  values[4] = 2.5;
+  EXPECT_TRUE(reinterpret_cast<std::byte*>(&values[5]) == lease.data() + lease.nbytes());
+  struct Three {
+    char bytes[3];
+  };
+  EXPECT_THROW_WITH(lease.as<Three>(), InvalidArgument, "40 bytes");
+  EXPECT_TRUE(arena.allocate(0).as<float>().empty());
+}
+
+TEST(PinnedArena, the_process_has_a_high_water_mark) {
+  PinnedArena one, other;
+  const auto held = one.allocate(4096);
+  const auto before = one.stats();
+  other.allocate(before.process_peak_nbytes);  // given back at once
+  EXPECT_EQ(one.stats().process_nbytes, before.process_nbytes);
+  EXPECT_EQ(one.stats().process_peak_nbytes, before.process_nbytes + before.process_peak_nbytes);
+  EXPECT_EQ(one.stats().peak_nbytes, 4096u);
+}
+
 TEST(PinnedArena, many_threads) {
   PinnedArena arena;
   std::vector<std::thread> threads;
@@ -106,6 +130,8 @@ TEST(PinnedArena, the_process_has_a_budget_over_all_arenas) {
     if (other.stats().used_nbytes != 8192 || other.stats().process_nbytes != 20480) return 3;
     first = {};
     other.allocate(12288);  // what one gave back is the other's
+    if (one.stats().process_nbytes != 8192 || one.stats().process_peak_nbytes < 20480) return 6;
+    if (one.stats().peak_nbytes != 12288 || other.stats().peak_nbytes != 20480) return 7;
     for (const char* wrong : {"x", "1T", "-1", "5 G", "99999999999G"}) {
       ::setenv("ZCOMM_PINNED_BUDGET", wrong, 1);
       try {

@@ -7,9 +7,10 @@ checkpoint stays. While saving, nobody runs into the deadline for a slow drive; 
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class SaveTask:
-    """A checkpoint that is being written while training goes on."""
+    """What is being written while training goes on. ``await task`` works, too."""
 
     def __init__(self, future: Future[None]) -> None:
         self._future = future
@@ -52,33 +53,57 @@ class SaveTask:
         if not self._told:
             self.wait()
 
+    def __await__(self) -> Generator[Any, None, None]:
+        try:
+            yield from asyncio.shield(asyncio.wrap_future(self._future)).__await__()
+        finally:
+            self._told = self._future.done()
 
-def save(optimizer: ZeroOptimizer, final: Path, scheduler: Any, client_state: Any, wait: bool) -> SaveTask:
-    """See ZeroOptimizer.save."""
-    parts = optimizer._live
-    with parts.comm.no_deadline():
-        manifest = _describe(optimizer, final, scheduler, client_state)
-        folder = _make_folder(parts, final)
-        share, random = share_of(parts), generators.pack()
-        if wait:
-            _write(parts.comm, share, gathered(parts), random, manifest, folder, final)
-            done: Future[None] = Future()
-            done.set_result(None)
-            return SaveTask(done)
-        if parts.save_comm is None:
-            parts.save_comm = parts.comm.duplicate()
-        held = [(which, tensor.clone() if keep else tensor) for which, tensor, keep in gathered(parts)]
+
+def start(parts: Parts, write: Callable[[Communicator], None], wait: bool) -> SaveTask:
+    """Run ``write`` here, or on a thread and a communicator of its own. Collective."""
+    if wait:
+        with parts.comm.no_deadline():
+            write(parts.comm)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return SaveTask(done)
+    if parts.save_comm is None:
+        parts.save_comm = parts.comm.duplicate()
     comm = parts.save_comm
     background = ThreadPoolExecutor(1, thread_name_prefix="zcomm-save")
 
     def run() -> None:
         with comm.no_deadline():
-            tensors = ((which, tensor, False) for which, tensor in held)
-            _write(comm, share, tensors, random, manifest, folder, final)
+            write(comm)
 
     task = SaveTask(background.submit(run))
     background.shutdown(wait=False)  # the thread ends with its one task
     return task
+
+
+def save(
+    optimizer: ZeroOptimizer,
+    final: Path,
+    scheduler: Any,
+    client_state: Any,
+    wait: bool,
+    then: Callable[[], None] = lambda: None,
+) -> SaveTask:
+    """See ZeroOptimizer.save. then: what rank 0 does once the folder is in its place."""
+    parts = optimizer._live
+    with parts.comm.no_deadline():
+        manifest = _describe(optimizer, final, scheduler, client_state)
+        folder = _make_folder(parts, final)
+        share, random = share_of(parts), generators.pack()
+        tensors: Iterable[tuple[int, torch.Tensor, bool]] = gathered(parts)
+        if not wait:
+            tensors = [(which, tensor.clone() if keep else tensor, False) for which, tensor, keep in tensors]
+
+    def write(comm: Communicator) -> None:
+        _write(comm, share, tensors, random, manifest, folder, final, then)
+
+    return start(parts, write, wait)
 
 
 def _write(
@@ -89,6 +114,7 @@ def _write(
     manifest: Manifest,
     folder: Path,
     final: Path,
+    then: Callable[[], None],
 ) -> None:
     """Write this rank's files, agree, and let rank 0 put the folder in its place."""
     error: Exception | None = None
@@ -101,7 +127,7 @@ def _write(
         for of_rank in all_values(comm, mine, "what was written"):
             _merge(manifest, of_rank)
         if comm.rank == 0:
-            error = _finish(manifest, folder, final)
+            error = _finish(manifest, folder, final, then)
         agree(comm, error, f"saving {final}")
     except BaseException:
         if comm.rank == 0:
@@ -122,7 +148,7 @@ def _make_folder(parts: Parts, final: Path) -> Path:
     return final.parent / str(name)
 
 
-def _finish(manifest: Manifest, folder: Path, final: Path) -> Exception | None:
+def _finish(manifest: Manifest, folder: Path, final: Path, then: Callable[[], None]) -> Exception | None:
     """Rank 0 has the last word."""
     try:
         unseen = manifest.missing_files(folder)
@@ -130,6 +156,7 @@ def _finish(manifest: Manifest, folder: Path, final: Path) -> Exception | None:
             return OSError(errno.ENOENT, f"rank 0 does not see what others wrote ({unseen[0]}); all need one folder")
         manifest.write(folder)
         durable.put(folder, final)
+        then()
     except OSError as error:
         return error
     return None
