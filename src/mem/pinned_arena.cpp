@@ -59,11 +59,19 @@ struct PinnedArena::Lease::Shared {
     do {
       if (!fits(before, mapped, process_budget)) refuse(nbytes, mapped, "the process's budget is exceeded");
     } while (!used.compare_exchange_weak(before, before + mapped));
-    std::size_t peak = process_peak().load();
-    while (peak < before + mapped && !process_peak().compare_exchange_weak(peak, before + mapped)) {
-    }
     stats.used_nbytes += mapped;
+  }
+
+  /// What was charged is there; only now it counts for the high-water marks.
+  void granted(std::size_t locked) {
+    const std::lock_guard lock(mutex);
+    stats.allocation_count += 1;
+    stats.locked_nbytes += locked;
     stats.peak_nbytes = std::max(stats.peak_nbytes, stats.used_nbytes);
+    const std::size_t used = process_used().load();
+    std::size_t peak = process_peak().load();
+    while (peak < used && !process_peak().compare_exchange_weak(peak, used)) {
+    }
   }
 
   void discharge(std::size_t mapped, bool locked) noexcept {
@@ -174,9 +182,7 @@ PinnedArena::Lease PinnedArena::allocate(std::size_t nbytes) {
       shared_->refuse(nbytes, mapped, text("mlock: ", std::strerror(code)).c_str());
     }
   }
-  const std::lock_guard lock(shared_->mutex);
-  shared_->stats.allocation_count += 1;
-  if (lease.lock_ != Lease::Lock::none) shared_->stats.locked_nbytes += mapped;
+  shared_->granted(lease.lock_ != Lease::Lock::none ? mapped : 0);
   return lease;
 }
 

@@ -63,6 +63,7 @@ TEST(PinnedArena, more_than_any_machine_has) {
   EXPECT_THROW_WITH(arena.allocate(std::numeric_limits<std::size_t>::max()), SystemError, "budget none");
   EXPECT_THROW(arena.allocate(std::size_t{1} << 60), SystemError);
   EXPECT_EQ(arena.stats().used_nbytes, 0u);
+  EXPECT_EQ(arena.stats().peak_nbytes, 0u);  // what was refused was never used
 }
 
 TEST(PinnedArena, a_lease_moves_and_outlives_its_arena) {
