@@ -1,0 +1,165 @@
+"""Training with its state on a drive that misbehaves: typed errors that name key, path and offset, or the same bits.
+
+On both engines of the swap file.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zcomm
+from zcomm import _core
+
+WIDTH = 64
+
+
+@pytest.fixture(params=["io_uring", "threads"], autouse=True)
+def engine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "io_uring":
+        try:
+            _core.SwapFile([str(tmp_path)], engine="io_uring").close()
+        except NotImplementedError:
+            pytest.skip("io_uring is refused here")
+    monkeypatch.setenv("ZCOMM_IO", request.param)
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def small_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ring turns: 11 spans through 4 windows."""
+    import zcomm.zero.swapped
+    import zcomm.zero.tile
+
+    monkeypatch.setattr(zcomm.zero.tile, "TILE_COUNT", 192)
+    monkeypatch.setattr(zcomm.zero.swapped, "SPAN_TILES", 2)
+    monkeypatch.setattr(zcomm.zero.swapped, "WINDOWS", 4)
+
+
+def build(folder: Path | None) -> tuple[nn.Module, Any]:
+    torch.manual_seed(3)
+    model = nn.Linear(WIDTH, WIDTH, bias=False)
+    offload = None if folder is None else zcomm.Offload("nvme")
+    return model, zcomm.ZeroOptimizer(model, lr=0.01, stage=2, offload=offload, nvme_path=folder)
+
+
+def step(model: nn.Module, opt: Any) -> None:
+    generator = torch.Generator().manual_seed(opt.step_count)
+    model(torch.randn(4, WIDTH, generator=generator)).square().mean().backward()
+    opt.step()
+    opt.zero_grad()
+
+
+def data_file(opt: Any, engine: str) -> Path:
+    stats = opt._live.swap.stats()
+    assert stats["engine"] == engine
+    opt._live.swap.wait()
+    return Path(str(stats["path"]))
+
+
+@pytest.mark.parametrize("how", ["flipped", "truncated"])
+def test_damage_ends_the_step_and_is_named(tmp_path: Path, engine: str, how: str) -> None:
+    model, opt = build(tmp_path / "drive")
+    for _ in range(3):  # the next sweep goes forward: span 0 comes last into a window
+        step(model, opt)
+    path = data_file(opt, engine)
+    if how == "truncated":
+        os.truncate(path, 5 * 4096)
+    else:
+        with path.open("r+b", buffering=0) as file:
+            for span in range(11):
+                file.seek(span * 4096 + 17)
+                byte = file.read(1)
+                file.seek(span * 4096 + 17)
+                file.write(bytes([byte[0] ^ 4]))
+            os.fsync(file.fileno())
+    before = model.weight.detach().clone()
+    with pytest.raises(OSError, match=r"read of key 'state\.0\.[0-9]+' at offset [0-9]+ of ") as told:
+        step(model, opt)
+    assert told.value.errno == errno.EIO and told.value.filename == str(path)
+    key = re.search(r"'state\.0\.([0-9]+)' at offset ([0-9]+)", str(told.value))
+    assert key is not None and int(key[2]) // 4096 == int(key[1]) // 384, "the extent of that key"
+    assert "not what was written" in str(told.value) or how == "truncated"
+    with pytest.raises(OSError, match="state"):  # and goes on to say so: nothing is made up
+        model(torch.ones(1, WIDTH)).sum().backward()
+        opt.step()
+    assert torch.isfinite(model.weight).all() and before.shape == model.weight.shape
+    opt.close()
+    assert list((tmp_path / "drive").iterdir()) == []
+    zcomm.shutdown()
+
+
+def test_a_directory_removed_underneath_changes_no_bit(tmp_path: Path, engine: str) -> None:
+    model, opt = build(tmp_path / "drive")
+    twin, in_ram = build(None)
+    for number in range(4):
+        if number == 2:
+            data_file(opt, engine)
+            shutil.rmtree(tmp_path / "drive")
+        step(model, opt)
+        step(twin, in_ram)
+    assert torch.equal(model.weight, twin.weight)
+    opt.close()
+    in_ram.close()
+    zcomm.shutdown()
+
+
+def test_two_runs_on_one_directory_and_the_dead_ones_is_reclaimed(tmp_path: Path, engine: str) -> None:
+    drive = tmp_path / "drive"
+    model, opt = build(drive)
+    twin, in_ram = build(None)
+    other = textwrap.dedent(
+        f"""
+        import os, signal, torch, zcomm
+        model = torch.nn.Linear(700, 700)
+        opt = zcomm.ZeroOptimizer(model, offload="nvme", nvme_path={str(drive)!r})
+        for _ in range(2):
+            model(torch.ones(1, 700)).sum().backward()
+            opt.step()
+        os.kill(os.getpid(), signal.SIGKILL)
+        """
+    )
+    env = {**os.environ, "ZCOMM_IO": engine}
+    for _ in range(2):
+        step(model, opt)
+        step(twin, in_ram)
+        done = subprocess.run([sys.executable, "-c", other], env=env, check=False)
+        assert done.returncode == -signal.SIGKILL
+        assert len(list(drive.iterdir())) == 2, "ours, and that of the last one killed: it removed the one before"
+    step(model, opt)
+    step(twin, in_ram)
+    assert torch.equal(model.weight, twin.weight)
+    _, third = build(drive)
+    assert len(list(drive.iterdir())) == 2, "both live"
+    for each in (opt, third, in_ram):
+        each.close()
+    assert list(drive.iterdir()) == []
+    zcomm.shutdown()
+
+
+def test_a_drive_that_fills_up_is_said_before_training(tmp_path: Path, engine: str) -> None:
+    import resource
+
+    zcomm.init()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        with pytest.raises(OSError, match="RLIMIT_FSIZE") as told:
+            build(tmp_path / "drive")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert told.value.errno == errno.ENOSPC
+    assert list((tmp_path / "drive").iterdir()) == []
+    zcomm.shutdown()
