@@ -87,9 +87,11 @@ class SwapFile {
   /// reported yet.
   virtual void wait() = 0;
   /// wait(), then copies the keys that hold data into new files, one per directory, without taking the data through
-  /// the caller's memory; they are on disk when it returns. Operations of other threads wait meanwhile. Throws what
-  /// wait() throws, DataCorrupt for a key whose last write failed, SystemError (EEXIST, ENOSPC); no file is left then.
-  virtual Image copy_to(const std::vector<std::string>& files) = 0;
+  /// the caller's memory; if `durable`, they are on disk when it returns. Operations of other threads wait meanwhile.
+  /// Throws what wait() throws, DataCorrupt for a key whose last write failed, SystemError (EEXIST, ENOSPC); no file is
+  /// left then. A file kCopyName beside the data file is removed with the directory, by the next start too.
+  virtual Image copy_to(const std::vector<std::string>& files, bool durable = true) = 0;
+  static constexpr char kCopyName[] = "copy";
   virtual Stats stats() const = 0;
   /// Waits, closes and removes the directory; later calls throw InvalidArgument. Errors that nobody asked for with
   /// wait() are dropped with the data. Idempotent; in a forked child it only lets go. The destructor calls it.

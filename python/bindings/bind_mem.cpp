@@ -134,7 +134,9 @@ void bind_mem(py::module_& m) {
       },
       py::arg("ptr"), py::arg("nbytes"), py::call_guard<NoGil>());
   const SwapFile::Options defaults;
-  py::class_<SwapFile, std::unique_ptr<SwapFile, CloseWithoutGil>>(m, "SwapFile")
+  py::class_<SwapFile, std::unique_ptr<SwapFile, CloseWithoutGil>> swap_file(m, "SwapFile");
+  swap_file.attr("COPY_NAME") = SwapFile::kCopyName;
+  swap_file
       .def(py::init([](const std::variant<std::string, std::vector<std::string>>& directory, std::size_t nbytes,
                        const std::string& engine, std::size_t block_nbytes, int depth, bool direct, bool checksum) {
              const NoGil release;
@@ -164,15 +166,15 @@ void bind_mem(py::module_& m) {
       .def("wait", &SwapFile::wait, py::call_guard<NoGil>())
       .def(
           "copy_to",
-          [](SwapFile& self, const std::vector<std::string>& files) {
+          [](SwapFile& self, const std::vector<std::string>& files, bool durable) {
             SwapFile::Image image;
             {
               const NoGil release;
-              image = self.copy_to(files);
+              image = self.copy_to(files, durable);
             }
             return as_dict(image);
           },
-          py::arg("files"))
+          py::arg("files"), py::arg("durable") = true)
       .def("close", &SwapFile::close, py::call_guard<NoGil>())
       .def("stats", [](const SwapFile& self) {
         SwapFile::Stats stats;

@@ -104,20 +104,60 @@ class Snapshot:
 
     def load(self, key: Key) -> torch.Tensor:
         """The key's data, each tile compared with its checksum. Raises: OSError EIO naming key, path and offset."""
-        out = torch.empty(key.nbytes, dtype=torch.uint8)
-        memory = out.numpy().data
-        for number, (begin, end) in enumerate(_tiles(key.nbytes, self._tile, self._alignment)):
-            tile = begin // self._tile
-            drive = (key.first + tile) % len(self._files)
-            file, path = self._files[drive]
-            offset = key.offsets[drive] + tile // len(self._files) * self._tile + begin % self._tile
-            _read_whole(file, memory[begin:end], offset, key.name, path)
-            if key.checksums:
-                found = _core.crc32c(out.data_ptr() + begin, end - begin)
-                if found != key.checksums[number]:
-                    what = f"crc32c {found:#010x} instead of {key.checksums[number]:#010x}"
-                    raise _damaged(path, f"key {key.name!r} at offset {offset} is not what was written, {what}")
-        return out
+        return _load(self._files, self._tile, self._alignment, key)
+
+
+class Copy:
+    """What a swap file holds now, in files without a name on its own drives: gone when closed, or with the process.
+
+    Blocks are shared where the file system can; otherwise as many bytes again are needed there. Raises: what
+    ``SwapFile.snapshot`` raises.
+    """
+
+    def __init__(self, swap: _core.SwapFile) -> None:
+        paths = [Path(path).with_name(_core.SwapFile.COPY_NAME) for path in swap.stats()["paths"]]
+        image = swap.copy_to([str(path) for path in paths], durable=False)
+        self._files: list[tuple[int, Path]] = []
+        try:
+            for path in paths:
+                self._files.append((os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), path))
+                os.unlink(path)
+        except BaseException:
+            self.close()
+            raise
+        self._tile, self._alignment = int(image["tile_nbytes"]), int(image["alignment"])
+        whole = torch.uint8
+        self._keys = {
+            each["key"]: Key(
+                each["key"], each["nbytes"], ((each["nbytes"],), whole), each["first"], each["offsets"], each["crc32c"]
+            )
+            for each in image["keys"]
+        }
+
+    def load(self, name: str) -> torch.Tensor:
+        """As flat uint8, each tile compared with its checksum. Raises: OSError EIO naming key, path and offset."""
+        return _load(self._files, self._tile, self._alignment, self._keys[name])
+
+    def close(self) -> None:
+        while self._files:
+            os.close(self._files.pop()[0])
+
+
+def _load(files: list[tuple[int, Path]], tile_nbytes: int, alignment: int, key: Key) -> torch.Tensor:
+    out = torch.empty(key.nbytes, dtype=torch.uint8)
+    memory = out.numpy().data
+    for number, (begin, end) in enumerate(_tiles(key.nbytes, tile_nbytes, alignment)):
+        tile = begin // tile_nbytes
+        drive = (key.first + tile) % len(files)
+        file, path = files[drive]
+        offset = key.offsets[drive] + tile // len(files) * tile_nbytes + begin % tile_nbytes
+        _read_whole(file, memory[begin:end], offset, key.name, path)
+        if key.checksums:
+            found = _core.crc32c(out.data_ptr() + begin, end - begin)
+            if found != key.checksums[number]:
+                what = f"crc32c {found:#010x} instead of {key.checksums[number]:#010x}"
+                raise _damaged(path, f"key {key.name!r} at offset {offset} is not what was written, {what}")
+    return out
 
 
 def _tiles(nbytes: int, tile_nbytes: int, alignment: int) -> Iterator[tuple[int, int]]:

@@ -99,7 +99,7 @@ const char* name_of(CopyMethod method) {
 }
 
 CopyMethod copy_file(int source, const std::string& source_path, const std::string& path,
-                     const std::vector<Range>& ranges, std::uint64_t nbytes, CopyMethod best) {
+                     const std::vector<Range>& ranges, std::uint64_t nbytes, bool durable, CopyMethod best) {
   UniqueFd made(::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
   if (!made) throw_failed("create", path);
   const Sides sides{source, made.get(), source_path, path};
@@ -109,7 +109,7 @@ CopyMethod copy_file(int source, const std::string& source_path, const std::stri
       method = CopyMethod::copy_file_range;
     if (method != CopyMethod::reflink) method = copy_ranges(sides, ranges, method);
     if (::ftruncate(made.get(), static_cast<off_t>(nbytes)) != 0) throw_failed("set the size of", path);
-    if (::fsync(made.get()) != 0) throw_failed("sync", path);
+    if (durable && ::fsync(made.get()) != 0) throw_failed("sync", path);
     ::posix_fadvise(made.get(), 0, 0, POSIX_FADV_DONTNEED);
     return method;
   } catch (...) {

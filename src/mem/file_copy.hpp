@@ -2,7 +2,7 @@
 // reads and writes of a small buffer.
 //
 // Invariant: what lies outside of the ranges is a hole, or (reflink) whatever the source has there; the new file is
-// on disk (fsync) when the call returns, and gone when it throws.
+// on disk (fsync) when the call returns, if it is to be `durable`, and gone when it throws.
 // Thread rule: one thread; nobody writes to the source meanwhile.
 #pragma once
 
@@ -23,6 +23,7 @@ const char* name_of(CopyMethod method);
 /// Creates `path` (mode 0600; must not exist) with the ranges of `source` at the same offsets, `nbytes` long.
 /// `best`: where to begin, for tests. Throws SystemError naming the path of the side that failed.
 CopyMethod copy_file(int source, const std::string& source_path, const std::string& path,
-                     const std::vector<Range>& ranges, std::uint64_t nbytes, CopyMethod best = CopyMethod::reflink);
+                     const std::vector<Range>& ranges, std::uint64_t nbytes, bool durable = true,
+                     CopyMethod best = CopyMethod::reflink);
 
 }  // namespace zcomm::mem

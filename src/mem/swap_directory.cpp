@@ -19,6 +19,7 @@
 #include <string_view>
 
 #include "base/error.hpp"
+#include "zcomm/swap_file.hpp"
 
 namespace zcomm::mem {
 namespace {
@@ -109,7 +110,7 @@ bool is_regular(int fd) {
 
 /// Removes our files, then the directory if nothing else is in it.
 void remove_known(int parent, const char* name, int directory) noexcept {
-  for (const char* file : {kDataName, kManifestName, kLockName}) ::unlinkat(directory, file, 0);
+  for (const char* file : {kDataName, SwapFile::kCopyName, kManifestName, kLockName}) ::unlinkat(directory, file, 0);
   ::unlinkat(parent, name, AT_REMOVEDIR);
 }
 

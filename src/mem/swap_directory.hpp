@@ -1,11 +1,10 @@
 // SwapDirectory: a run's private directory: made, locked, recognised when its owner is dead, removed (decision D7).
 //
-// `<parent>/zcomm-swap-<pid>-<random>` (mode 0700) holds data (0600), manifest.json and lock. The lock is held with
-// flock from before the directory has its name until it is gone, so a free lock means a dead owner. The directory is
-// prepared under another name (leading dot, trailing .new) and renamed.
-// Safety: everything goes through descriptors (openat, O_NOFOLLOW), only names that we make are removed, only of our
-// own user, and on network file systems only those made on this host.
-// Thread rule: one thread at a time.
+// `<parent>/zcomm-swap-<pid>-<random>` (mode 0700) holds data (0600), manifest.json, lock and, for moments, a copy of
+// the data. The lock is held with flock from before the directory has its name until it is gone, so a free lock means a
+// dead owner. The directory is prepared under another name (leading dot, trailing .new) and renamed. Safety: everything
+// goes through descriptors (openat, O_NOFOLLOW), only names that we make are removed, only of our own user, and on
+// network file systems only those made on this host. Thread rule: one thread at a time.
 #pragma once
 
 #include <cstddef>

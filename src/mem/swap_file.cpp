@@ -121,7 +121,7 @@ class SwapFileImpl final : public SwapFile {
     pending.rethrow_unreported();
   }
 
-  Image copy_to(const std::vector<std::string>& files) override {
+  Image copy_to(const std::vector<std::string>& files, bool durable) override {
     if (files.size() != drives_.count())
       throw InvalidArgument(text("SwapFile.snapshot: ", files.size(), " files for ", drives_.count(), " drives"));
     const std::lock_guard lock(mutex_);  // nothing new is queued until the copy is whole
@@ -133,8 +133,8 @@ class SwapFileImpl final : public SwapFile {
       for (std::size_t drive = 0; drive < drives_.count(); ++drive) {
         const DataFile& from = drives_.file(drive);
         const std::uint64_t end = stripes_.end(drive);
-        image.methods.emplace_back(
-            name_of(copy_file(from.buffered_fd(), from.path(), files[drive], written_ranges(image, drive), end)));
+        image.methods.emplace_back(name_of(
+            copy_file(from.buffered_fd(), from.path(), files[drive], written_ranges(image, drive), end, durable)));
         image.file_nbytes.push_back(end);
       }
     } catch (...) {

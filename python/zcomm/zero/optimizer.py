@@ -326,8 +326,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         The folder appears whole: a run that is killed leaves the last one. One whole tensor at a time is in memory.
         scheduler: its ``state_dict()`` is saved. client_state: plain values (numbers, strings, lists, tuples, dicts).
-        wait: False copies this rank's share of everything to memory and writes it while training goes on; the result's
-        ``wait()`` tells how it went. The next save, load and close wait for it.
+        wait: False copies this rank's shards, those in RAM to RAM and those on a drive on that drive, and puts together
+        and writes the tensors while training goes on; the result's ``wait()`` tells how it went. The next save, load
+        and close wait for it.
         Call it between optimizer steps. Collective; between hosts all ranks need to see the same folder.
         Raises: OSError (on every rank, naming the one that failed), ValueError for what is no plain value, RuntimeError
         amid an accumulation.

@@ -10,12 +10,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy as shallow_copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from zcomm import _core
+from zcomm._snapshot import Copy
 from zcomm._tensors import tensor_of
 from zcomm.zero.options import Offload
 from zcomm.zero.rules import Rule
@@ -43,6 +45,14 @@ def runs_in(runs: Sequence[Run], tile: slice) -> Iterator[Run]:
             yield low, high, value
 
 
+class FrozenState(Protocol):
+    """A state as it was."""
+
+    form: TileForm
+
+    def tile(self, bucket: int, part: slice, *, load: bool = True, store: bool = False) -> Held: ...
+
+
 class ShardState(ABC):
     """State of the shards ``counts`` (elements per bucket) for weights of ``dtype``, updated by ``rule``."""
 
@@ -58,6 +68,14 @@ class ShardState(ABC):
     def tile(self, bucket: int, part: slice, *, load: bool = True, store: bool = False) -> Held:
         """The state of one tile as flat uint8 while inside; ``store`` keeps what was changed. load False: all of it
         will be written."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """What belongs on a drive is there, or on its way."""
+
+    @abstractmethod
+    def frozen(self, copy: Copy | None) -> FrozenState:
+        """As it is now, for reading on another thread. copy: of the swap file, after ``flush``."""
 
     @abstractmethod
     def step(self, shards: Iterator[ShardStep], reverse: bool = False) -> None:
@@ -110,6 +128,14 @@ class RamState(ShardState):
 
     def tile(self, bucket: int, part: slice, *, load: bool = True, store: bool = False) -> Held:
         return nullcontext(self._part(bucket, part))
+
+    def flush(self) -> None:
+        pass  # nothing does
+
+    def frozen(self, copy: Copy | None) -> FrozenState:
+        twin = shallow_copy(self)
+        twin._states = [state.clone() for state in self._states]
+        return twin
 
     def step(self, shards: Iterator[ShardStep], reverse: bool = False) -> None:
         for shard in shards:

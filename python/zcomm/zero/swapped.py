@@ -14,16 +14,17 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 
 from zcomm import _core
+from zcomm._snapshot import Copy
 from zcomm._tensors import tensor_of
 from zcomm.zero import tile as tiles
 from zcomm.zero.rules import Rule
-from zcomm.zero.state import ShardState, ShardStep
+from zcomm.zero.state import Held, ShardState, ShardStep
 from zcomm.zero.tile import TileForm, cut
 
 Span = tuple[int, int, int]  # bucket, first element of its shard, count
@@ -48,6 +49,32 @@ def swap_nbytes(counts: Sequence[int], fraction: float, form: TileForm) -> int:
     page = _core.page_nbytes()
     sizes = [form.nbytes(count) for (_, _, count), on_drive in zip(spans, swapped, strict=True) if on_drive]
     return sum(-(-size // page) * page for size in sizes)
+
+
+class FrozenSpans:
+    """A swapped state as it was: for reading, on one thread, one span at a time in RAM."""
+
+    def __init__(
+        self,
+        form: TileForm,
+        locate: Callable[[int, slice], tuple[Span, slice]],
+        resident: dict[Span, torch.Tensor],
+        key_of: Callable[[Span], str],
+        copy: Copy,
+    ) -> None:
+        self.form = form
+        self._locate, self._resident, self._key_of, self._copy = locate, resident, key_of, copy
+        self._last: tuple[Span, torch.Tensor] | None = None
+
+    def tile(self, bucket: int, part: slice, *, load: bool = True, store: bool = False) -> Held:
+        assert not store
+        span, inside = self._locate(bucket, part)
+        resident = self._resident.get(span)
+        if resident is not None:
+            return nullcontext(resident[inside])
+        if self._last is None or self._last[0] != span:
+            self._last = span, self._copy.load(self._key_of(span))
+        return nullcontext(self._last[1][inside])
 
 
 class SwappedState(ShardState):
@@ -133,28 +160,45 @@ class SwappedState(ShardState):
         self._changed[slot] = False
         self._on_drive[number] = True
 
-    @contextmanager
-    def tile(self, bucket: int, part: slice, *, load: bool = True, store: bool = False) -> Iterator[torch.Tensor]:
+    def _locate(self, bucket: int, part: slice) -> tuple[Span, slice]:
+        """The span that a tile is in, and the tile's bytes there."""
         step = SPAN_TILES * tiles.TILE_COUNT
         first = part.start // step * step
-        key = (bucket, first, min(step, self.counts[bucket] - first))
-        begin, end = self.form.nbytes(part.start - first), self.form.nbytes(part.stop - first)
-        resident = self._resident.get(key)
+        span = (bucket, first, min(step, self.counts[bucket] - first))
+        return span, slice(self.form.nbytes(part.start - first), self.form.nbytes(part.stop - first))
+
+    @contextmanager
+    def tile(self, bucket: int, part: slice, *, load: bool = True, store: bool = False) -> Iterator[torch.Tensor]:
+        span, inside = self._locate(bucket, part)
+        resident = self._resident.get(span)
         if resident is not None:
-            yield resident[begin:end]
+            yield resident[inside]
             return
-        number = self._numbers[key]
-        if self._on_drive[number] and (load or part.stop - part.start < key[2]):
+        number = self._numbers[span]
+        if self._on_drive[number] and (load or part.stop - part.start < span[2]):
             self._wait(self._read(number))
         else:
             self._take(number)
         if store:
             self._settle(self._slot(number))
-        yield self._window(number)[begin:end]
+        yield self._window(number)[inside]
         if store:
             self._changed[self._slot(number)] = True
-            if end == self.form.nbytes(key[2]):  # tiles are changed in their order: this was the last one
+            if inside.stop == self.form.nbytes(span[2]):  # tiles are changed in their order: this was the last one
                 self._write(number)
+
+    def flush(self) -> None:
+        for slot, changed in enumerate(self._changed):
+            if changed:
+                self._write(self._holds[slot])
+
+    def frozen(self, copy: Copy | None) -> FrozenSpans:
+        assert copy is not None
+        resident = {span: memory.clone() for span, memory in self._resident.items()}
+        return FrozenSpans(self.form, self._locate, resident, self._span_key, copy)
+
+    def _span_key(self, span: Span) -> str:
+        return self._keys[self._numbers[span]]
 
     # --- the sweep --------------------------------------------------------------------------------------------
 

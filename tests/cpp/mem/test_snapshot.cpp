@@ -45,13 +45,13 @@ TEST(FileCopy, ranges_at_their_places_by_every_method) {
   const std::vector<mem::Range> ranges{{4096, 8192}, {1 << 20, 1 << 20}, {kNbytes - 4096, 4096}};
   for (const auto best : kMethods) {
     const std::string path = temp.path() + "/" + mem::name_of(best);
-    const auto used = mem::copy_file(source.get(), "source", path, ranges, kNbytes, best);
+    const auto used = mem::copy_file(source.get(), "source", path, ranges, kNbytes, true, best);
     EXPECT_GE(static_cast<int>(used), static_cast<int>(best));
     const std::string copy = content(path);
     EXPECT_EQ(copy.size(), kNbytes);
     for (const mem::Range& range : ranges)
       EXPECT_EQ(std::memcmp(copy.data() + range.offset, data.data() + range.offset, range.nbytes), 0);
-    EXPECT_THROW_WITH(mem::copy_file(source.get(), "source", path, ranges, kNbytes, best), SystemError, "create");
+    EXPECT_THROW_WITH(mem::copy_file(source.get(), "source", path, ranges, kNbytes, true, best), SystemError, "create");
     EXPECT_TRUE(content(path) == copy);  // what was there is not touched
   }
 }
@@ -62,8 +62,9 @@ TEST(FileCopy, a_source_that_ends_early_leaves_no_file) {
   const UniqueFd source = make_source(temp.path() + "/source", data);
   EXPECT_EQ(::ftruncate(source.get(), 100000), 0);
   for (const auto best : {mem::CopyMethod::copy_file_range, mem::CopyMethod::read_write}) {
-    EXPECT_THROW_WITH(mem::copy_file(source.get(), "the source", temp.path() + "/copy", {{0, kNbytes}}, kNbytes, best),
-                      DataCorrupt, "offset 100000 of the source");
+    EXPECT_THROW_WITH(
+        mem::copy_file(source.get(), "the source", temp.path() + "/copy", {{0, kNbytes}}, kNbytes, true, best),
+        DataCorrupt, "offset 100000 of the source");
     EXPECT_FALSE(fs::exists(temp.path() + "/copy"));
   }
 }
@@ -77,7 +78,7 @@ TEST(FileCopy, a_full_disk_leaves_no_file) {
   if (::mount("none", full.c_str(), "tmpfs", 0, "size=1m") != 0) return;  // not root
   for (const auto best : kMethods) {
     try {
-      mem::copy_file(source.get(), "source", full + "/copy", {{0, kNbytes}}, kNbytes, best);
+      mem::copy_file(source.get(), "source", full + "/copy", {{0, kNbytes}}, kNbytes, true, best);
       EXPECT_TRUE(!"an error was expected");
     } catch (const SystemError& error) {
       EXPECT_EQ(error.code, ENOSPC);

@@ -1,14 +1,15 @@
 """Saving: each parameter is put together on one rank, which writes it; then the folder is put in its place.
 
-Memory: this rank's shards and one whole fp32 tensor; in the background all that this rank writes. Every rank must see
-the same folder (a shared file system between hosts). Collective; a rank that cannot write makes all raise, and the last
-checkpoint stays. While saving, nobody runs into the deadline for a slow drive; a dead rank is noticed.
+Memory: this rank's shards and one whole fp32 tensor; in the background a copy of its shards (frozen.py). Every rank
+must see the same folder (a shared file system between hosts). Collective; a rank that cannot write makes all raise, and
+the last checkpoint stays. While saving, nobody runs into the deadline for a slow drive; a dead rank is noticed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import shutil
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,9 +22,10 @@ from zcomm.comm import Communicator
 from zcomm.zero.build import Parts
 from zcomm.zero.checkpoint import durable, generators
 from zcomm.zero.checkpoint.exchange import agree, all_values
+from zcomm.zero.checkpoint.frozen import Frozen
 from zcomm.zero.checkpoint.manifest import Manifest
 from zcomm.zero.checkpoint.plain import to_json
-from zcomm.zero.checkpoint.share import Share, gathered, share_of, write
+from zcomm.zero.checkpoint.share import Share, gathered, others, share_of, write
 from zcomm.zero.checkpoint.tensor_file import Entry
 
 if TYPE_CHECKING:
@@ -95,21 +97,46 @@ def save(
     with parts.comm.no_deadline():
         manifest = _describe(optimizer, final, scheduler, client_state)
         folder = _make_folder(parts, final)
-        share, random = share_of(parts), generators.pack()
-        tensors: Iterable[tuple[int, torch.Tensor, bool]] = gathered(parts)
-        if not wait:
-            tensors = [(which, tensor.clone() if keep else tensor, False) for which, tensor, keep in tensors]
+        share, random, rest = share_of(parts), generators.pack(), others(parts)
+        frozen = None if wait else _freeze(parts, folder, final)
+        if frozen is not None:
+            rest = [(which, tensor.clone()) for which, tensor in rest]
 
     def write(comm: Communicator) -> None:
-        _write(comm, share, tensors, random, manifest, folder, final, then)
+        try:
+            now = parts if frozen is None else frozen.parts(comm)
+            _write(comm, share, itertools.chain(gathered(now), rest), random, manifest, folder, final, then)
+        finally:
+            if frozen is not None:
+                frozen.close()
 
     return start(parts, write, wait)
+
+
+def _freeze(parts: Parts, folder: Path, final: Path) -> Frozen:
+    """Collective: a rank that cannot makes all raise."""
+    error: Exception | None = None
+    frozen = None
+    try:
+        frozen = Frozen(parts)
+    except OSError as caught:
+        error = caught
+    try:
+        agree(parts.comm, error, f"saving {final}")
+    except BaseException:
+        if frozen is not None:
+            frozen.close()
+        if parts.comm.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    assert frozen is not None
+    return frozen
 
 
 def _write(
     comm: Communicator,
     share: Share,
-    tensors: Iterable[tuple[int, torch.Tensor, bool]],
+    tensors: Iterable[tuple[int, torch.Tensor]],
     random: bytes,
     manifest: Manifest,
     folder: Path,

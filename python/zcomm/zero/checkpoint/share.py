@@ -21,7 +21,7 @@ Plan = list[tuple[str, torch.dtype, torch.Size]]
 
 @dataclass(frozen=True)
 class Share:
-    """Names, dtypes and shapes of what this rank writes, by file, in the order in which ``gathered`` gives it."""
+    """Names, dtypes and shapes of what this rank writes, by file, in the order of ``gathered`` and then ``others``."""
 
     rank: int
     world_size: int
@@ -80,22 +80,24 @@ def share_of(parts: Parts) -> Share:
     return Share(rank, parts.comm.world_size, (weights, state), _aliases(parts) if rank == 0 else {})
 
 
-def gathered(parts: Parts) -> Iterator[tuple[int, torch.Tensor, bool]]:
-    """Which file, the tensor, and whether it is the model's own, for what this rank writes. Collective to the end."""
+def gathered(parts: Parts) -> Iterator[tuple[int, torch.Tensor]]:
+    """Which file, and the tensor, for what this rank writes of the trained parameters. Collective to the end."""
     form = parts.state.form
     for index, owner in enumerate(_owners(parts)):
         exact = access.master(parts, index, root=owner)
         if exact is not None:
-            yield WEIGHTS, rounded(form, exact), False
+            yield WEIGHTS, rounded(form, exact)
             if form.dtype != torch.float32:
-                yield STATE, exact, False
+                yield STATE, exact
         for key in form.arrays:
             whole = access.array(parts, index, key, root=owner)
             if whole is not None:
-                yield STATE, whole, False
-    if parts.comm.rank == 0:
-        for _, tensor in other_tensors(parts):
-            yield WEIGHTS, tensor.detach(), True
+                yield STATE, whole
+
+
+def others(parts: Parts) -> list[tuple[int, torch.Tensor]]:
+    """The rest of it: the model's own memory."""
+    return [(WEIGHTS, tensor.detach()) for _, tensor in other_tensors(parts)] if parts.comm.rank == 0 else []
 
 
 def rounded(form: TileForm, master: torch.Tensor) -> torch.Tensor:
@@ -108,9 +110,7 @@ def rounded(form: TileForm, master: torch.Tensor) -> torch.Tensor:
     return weight.view(master.shape)
 
 
-def write(
-    share: Share, tensors: Iterable[tuple[int, torch.Tensor, bool]], random: bytes, folder: Path
-) -> dict[str, Any]:
+def write(share: Share, tensors: Iterable[tuple[int, torch.Tensor]], random: bytes, folder: Path) -> dict[str, Any]:
     """This rank's files; what the manifest says of them. ``tensors`` are taken to the end, whatever fails here.
 
     Raises: OSError naming the file.
@@ -120,7 +120,7 @@ def write(
         Writer(folder / f"{kind}-{end}", plan) for kind, plan in zip(("model", "optimizer"), share.plans, strict=True)
     ]
     with torch.no_grad():
-        for which, tensor, _ in tensors:
+        for which, tensor in tensors:
             writers[which].add(tensor)
     for writer in writers:
         writer.close()

@@ -1,0 +1,58 @@
+"""What is saved while training goes on: this rank's shards as they were when the save began.
+
+What is on a drive is copied there (blocks are shared where the file system can), never to RAM; what is in RAM is
+cloned. Whole tensors are put together from it in the background, by the functions of access.py, which need of
+ParameterStore and ShardState no more than is here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from zcomm._snapshot import Copy
+from zcomm.comm import Communicator
+from zcomm.zero.build import Parts
+from zcomm.zero.geometry import FlatBucket
+from zcomm.zero.sources import SwapSource
+
+
+class Frozen:
+    """Raises: OSError of the copy (ENOSPC; EIO for a key whose last write failed)."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._copy = None
+        if parts.swap is not None:
+            parts.state.flush()
+            self._copy = Copy(parts.swap)
+        store: Any = _Weights(parts, self._copy)
+        state: Any = parts.state.frozen(self._copy)
+        self._parts = dataclasses.replace(parts, store=store, state=state)
+
+    def parts(self, comm: Communicator) -> Parts:
+        """For access.py, on one thread and a communicator of its own."""
+        return dataclasses.replace(self._parts, comm=comm)
+
+    def close(self) -> None:
+        if self._copy is not None:
+            self._copy.close()
+
+
+class _Weights:
+    """Of a ParameterStore: one shard at a time in RAM where they are on a drive."""
+
+    def __init__(self, parts: Parts, copy: Copy | None) -> None:
+        self.part = parts.store.part
+        self._dtype = parts.state.form.dtype
+        self._copy = copy if parts.store.tier == "nvme" else None
+        self._held: dict[int, torch.Tensor] = {}
+        if self._copy is None:
+            self._held = {bucket.index: parts.store.load(bucket).clone() for bucket in parts.geometry.buckets}
+
+    def load(self, bucket: FlatBucket) -> torch.Tensor:
+        if bucket.index not in self._held:
+            assert self._copy is not None
+            self._held = {bucket.index: self._copy.load(SwapSource._key(bucket)).view(self._dtype)}
+        return self._held[bucket.index]

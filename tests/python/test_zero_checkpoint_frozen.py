@@ -1,0 +1,142 @@
+"""Saving while training goes on: the same bytes as a save that waits, no state of the drive in RAM, errors on all."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+import zcomm
+import zcomm.zero.swapped
+import zcomm.zero.tile
+from zcomm.zero.checkpoint import durable, frozen
+
+Run = Callable[..., list[Any]]
+
+PLACES: list[tuple[int, Any, str]] = [
+    (0, "nvme", "fp32"),
+    (1, "cpu", "fp16"),
+    (2, ("nvme", None, 0.5), "bf16"),
+    (2, None, "bf16"),
+    (3, "nvme", "bf16"),
+    (3, ("cpu", "nvme", 1.0), "fp32"),
+    (3, ("nvme", "cpu", 0.7), "fp32"),
+]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Linear(30, 50), nn.BatchNorm1d(50), nn.Linear(50, 30))
+        self.frozen = nn.Parameter(torch.ones(30), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x) * self.frozen
+
+
+def step(model: nn.Module, opt: Any, number: int) -> None:
+    x = torch.randn(4, 30, generator=torch.Generator().manual_seed(number)).to(opt.precision.dtype)
+    opt.backward(model(x).float().square().mean())
+    opt.step()
+    opt.zero_grad()
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix == ".safetensors"}
+
+
+def save_both_ways(folder: str) -> None:
+    zcomm.init(timeout=60)
+    zcomm.zero.tile.TILE_COUNT, zcomm.zero.swapped.SPAN_TILES, zcomm.zero.swapped.WINDOWS = 192, 2, 3
+    here = Path(folder)
+    for number, (stage, offload, precision) in enumerate(PLACES):
+        torch.manual_seed(5)
+        model = Net()
+        where = zcomm.Offload(*offload) if isinstance(offload, tuple) else offload
+        opt = zcomm.ZeroOptimizer(model, stage=stage, offload=where, nvme_path=here / "drive", precision=precision)
+        for each in range(3):
+            step(model, opt, each)
+        waited, beside = here / f"waited{number}", here / f"beside{number}"
+        opt.save(waited)
+        drive = threading.Event()
+        durable.before_write = lambda what, drive=drive: drive.wait(60)  # type: ignore[misc]
+        task = opt.save(beside, wait=False)
+        for each in range(3, 6):
+            step(model, opt, each)  # all shards change, in RAM and on the drive
+        assert not task.done()
+        drive.set()
+        task.wait()
+        durable.before_write = lambda what: None
+        assert files_of(waited) and files_of(waited) == files_of(beside), (stage, offload, precision)
+        opt.close()
+    zcomm.barrier()
+    assert not (here / "drive").exists() or not list((here / "drive").rglob("*"))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_same_bytes_as_a_save_that_waits(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
+    run_ranks(save_both_ways, world_size, str(tmp_path))
+
+
+def test_state_on_a_drive_does_not_come_into_ram(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(16)))
+    opt = zcomm.ZeroOptimizer(model, stage=2, offload="nvme", nvme_path=tmp_path / "drive")
+    model(torch.ones(1, 1024)).sum().backward()
+    opt.step()
+    opt.zero_grad()
+    drive = threading.Event()
+    durable.before_write = lambda what: drive.wait(60)
+    gc.collect()
+    try:
+        before = psutil.Process().memory_info().rss
+        task = opt.save(tmp_path / "c", wait=False)
+        grown = psutil.Process().memory_info().rss - before
+        (own,) = (tmp_path / "drive").iterdir()
+        assert sorted(path.name for path in own.iterdir()) == ["data", "lock", "manifest.json"], "the copy has no name"
+    finally:
+        drive.set()
+        durable.before_write = lambda what: None
+    task.wait()
+    weights = 4 * 16 * 1024 * 1024
+    state = opt.memory()["nvme"]["optimizer"]
+    assert state == 2 * weights
+    assert grown < weights + state // 4, "the weights are cloned, the state is not"
+    opt.close()
+    assert list((tmp_path / "drive").iterdir()) == []
+    zcomm.shutdown()
+
+
+def full_drive_on_one(folder: str) -> str:
+    comm = zcomm.init(timeout=60)
+    model = Net()
+    opt = zcomm.ZeroOptimizer(model, stage=2, offload="nvme", nvme_path=f"{folder}/drive")
+    opt.save(f"{folder}/c", client_state="first")
+    copy = frozen.Copy
+
+    def full(swap: Any) -> Any:
+        if comm.rank == 1:
+            raise OSError(errno.ENOSPC, "no space for a copy", "the drive")
+        return copy(swap)
+
+    frozen.Copy = full  # type: ignore[assignment, misc]
+    with pytest.raises(OSError, match="no space for a copy") as told:
+        opt.save(f"{folder}/c", client_state="second", wait=False)
+    assert told.value.errno == errno.ENOSPC
+    frozen.Copy = copy  # type: ignore[misc]
+    step(model, opt, 1)
+    state = opt.load(f"{folder}/c")
+    opt.close()
+    return str(state)
+
+
+def test_a_drive_without_space_for_the_copy_fails_all(run_ranks: Run, tmp_path: Path) -> None:
+    assert run_ranks(full_drive_on_one, 2, str(tmp_path)) == ["first", "first"]
+    assert [path.name for path in tmp_path.iterdir() if "saving" in path.name] == []
