@@ -78,25 +78,20 @@ def temporary(final: Path) -> Path:
 
 
 def put(folder: Path, final: Path) -> None:
-    """``folder`` becomes ``final``; one that was there is removed afterwards."""
+    """``folder`` becomes ``final``; one that was there is removed afterwards, and what a killed save had set aside."""
     sync_folder(folder)
     before_write("rename")
+    previous = _previous(final)
     if not final.exists():
         os.rename(folder, final)
-    elif _exchange(folder, final):
-        sync_folder(final.parent)
-        shutil.rmtree(folder, ignore_errors=True)
-        return
-    else:
-        previous = _previous(final)
+    elif not _exchange(folder, final):
         shutil.rmtree(previous, ignore_errors=True)
         os.rename(final, previous)
         before_write("rename the new one")
         os.rename(folder, final)
-        sync_folder(final.parent)
-        shutil.rmtree(previous, ignore_errors=True)
-        return
     sync_folder(final.parent)
+    for old in (folder, previous):
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def find(final: Path) -> Path:
