@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from zcomm.optim import CPUSGD, CPUAdagrad, CPUAdam, CPULion
+from zcomm.zero.checks import params_of
 from zcomm.zero.rules import KINDS, SWITCHES, FusedRule, Rule
 from zcomm.zero.torch_rule import ELEMENTWISE, TorchRule
 
@@ -32,6 +33,8 @@ def choose_rule(optimizer: OptimizerLike, args: dict[str, Any], groups: list[Any
     Raises: ValueError for an optimizer that is not elementwise or not known, an unknown or impossible argument;
     NotImplementedError for an option that has no kernel (amsgrad).
     """
+    if not isinstance(optimizer, (str, type, torch.optim.Optimizer)):
+        raise ValueError(f"optimizer={optimizer!r} must be a name, a class of torch.optim, or an instance of one")
     kind = optimizer if isinstance(optimizer, (type, str)) else type(optimizer)
     given = {} if isinstance(optimizer, (str, type)) else _options_of(optimizer)
     as_groups = groups if groups and isinstance(groups[0], dict) else [{"params": groups}]
@@ -63,11 +66,10 @@ def _options_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def torch_groups(model: nn.Module | Iterable[Any], optimizer: OptimizerLike) -> list[Any]:
-    """Trainable parameters, or the param groups that the caller gave."""
+    """Trainable parameters, or the param groups that the caller gave. Raises: ValueError."""
     if isinstance(optimizer, torch.optim.Optimizer):
         return [dict(group) for group in optimizer.param_groups]
-    source: Iterable[Any] = model.parameters() if isinstance(model, nn.Module) else model
-    params = list(source)
+    params = params_of(model)
     if params and isinstance(params[0], dict):
         return [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in params]
     trainable = [p for p in params if p.requires_grad]

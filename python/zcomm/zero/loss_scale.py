@@ -32,8 +32,8 @@ class LossScaler:
 
     def __init__(self, rule: LossScale | float) -> None:
         self._rule = rule if isinstance(rule, LossScale) else None
-        if not isinstance(rule, LossScale) and not rule > 0:
-            raise ValueError(f"loss_scale={rule} must be more than 0")
+        if not isinstance(rule, LossScale) and not (isinstance(rule, (int, float)) and rule > 0):
+            raise ValueError(f"loss_scale={rule!r} must be a number more than 0, or a LossScale (dynamic)")
         self.scale = 2.0**rule.initial_power if isinstance(rule, LossScale) else float(rule)
         self._left = self._rule.hysteresis if self._rule else 1
         self._good = 0  # steps since the last overflow

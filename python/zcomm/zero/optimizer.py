@@ -24,9 +24,10 @@ from torch import nn
 from zcomm._job import init
 from zcomm.comm import Communicator
 from zcomm.offload import StrPath
-from zcomm.zero import checkpoint
+from zcomm.zero import alike, checkpoint
 from zcomm.zero import state_dict as torch_state
 from zcomm.zero.build import Parts, build_parts
+from zcomm.zero.checks import check_free, check_kinds, check_numbers
 from zcomm.zero.geometry import FlatBucket
 from zcomm.zero.hyper import OptimizerLike, choose_rule, torch_groups
 from zcomm.zero.loss_scale import LossScale, LossScaler
@@ -92,7 +93,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.stage = check_stage(stage)
         self.offload = as_offload(offload, stage)
         self.precision = as_precision(precision)
-        _check_numbers(clip_norm, grad_accum, bucket_mb, prefetch)
+        check_numbers(clip_norm, grad_accum, bucket_mb, prefetch)
+        check_kinds(comm, overlap, share_parameters, nvme_path)
         if self.offload.uses_nvme and nvme_path is None:
             raise ValueError("offload='nvme' needs nvme_path, a directory on the drive to swap to")
         if stage == 3 and not isinstance(model, nn.Module):
@@ -115,10 +117,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._reverse = True  # construction wrote the swapped tiles first to last
         self._step_s = 0.0
         self._extra_wait_s = 0.0
+        job, module = comm or init(), model if isinstance(model, nn.Module) else None
+        check_free(self.param_groups, {index for other in open_optimizers() for index in other._live.index_of})
+        alike.check(self, job, module, bucket_mb=bucket_mb, prefetch=prefetch, share_parameters=share_parameters)
         self._parts = build_parts(
-            model if isinstance(model, nn.Module) else None,
+            module,
             self.param_groups,
-            comm or init(),
+            job,
             self.rule,
             stage=stage,
             offload=self.offload,
@@ -400,17 +405,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def __del__(self) -> None:
         if getattr(self, "_parts", None) is not None:
             self.close()
-
-
-def _check_numbers(clip_norm: float | None, grad_accum: int, bucket_mb: float, prefetch: int) -> None:
-    if clip_norm is not None and not clip_norm > 0:
-        raise ValueError(f"clip_norm={clip_norm} must be more than 0 (None: no clipping)")
-    if grad_accum < 1:
-        raise ValueError(f"grad_accum={grad_accum} must be at least 1")
-    if not bucket_mb > 0:
-        raise ValueError(f"bucket_mb={bucket_mb} must be more than 0 MiB")
-    if prefetch < 0:
-        raise ValueError(f"prefetch={prefetch} must be at least 0")
 
 
 def open_optimizers() -> list[ZeroOptimizer]:

@@ -29,8 +29,8 @@ class Offload:
         for name, tier in (("optimizer", self.optimizer), ("params", self.params)):
             if tier is not None and tier not in TIERS:
                 raise ValueError(f"Offload: {name}={tier!r}; use None, 'cpu' or 'nvme'")
-        if not 0.0 <= self.fraction <= 1.0:
-            raise ValueError(f"Offload: fraction={self.fraction} must lie in [0, 1]")
+        if not isinstance(self.fraction, (int, float)) or not 0.0 <= self.fraction <= 1.0:
+            raise ValueError(f"Offload: fraction={self.fraction!r} must be a number in [0, 1]")
 
     @property
     def rest(self) -> str:
@@ -82,6 +82,6 @@ def as_precision(precision: str) -> Precision:
 
 
 def check_stage(stage: int) -> int:
-    if stage not in (0, 1, 2, 3):
+    if not isinstance(stage, int) or isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         raise ValueError(f"stage={stage!r}; use 0 (replicated), 1, 2 or 3")
-    return int(stage)
+    return stage

@@ -100,6 +100,21 @@ KINDS = {
 }
 
 
+def _check_kind(name: str, key: str, value: Any, default: Any) -> None:
+    """Where the default is a number, or several, the value must be, too. Raises: ValueError."""
+    if isinstance(default, tuple):
+        good = isinstance(value, (tuple, list)) and len(value) == len(default) and all(map(_is_number, value))
+        wanted = f"{len(default)} numbers"
+    else:
+        good, wanted = not isinstance(default, float) or _is_number(value), "a number"
+    if not good:
+        raise ValueError(f"{key}={value!r}: {name} needs {wanted} there")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+
+
 class FusedRule(Rule):
     """One of the core's fused kernels; the class of zcomm.optim beside it says what its options mean.
 
@@ -112,6 +127,7 @@ class FusedRule(Rule):
         for key, value in args.items():
             if key not in known:
                 raise ValueError(f"{key}={value!r}: {name} has no such argument; it has {', '.join(known)}")
+            _check_kind(name, key, value, inspect.signature(kind.twin).parameters[key].default)
         self._twin = kind.twin([torch.zeros(1)], **{**kind.defaults, **args}, **kind.fixed)
         self._kernel = kind.kernel
         self.name = name
@@ -140,6 +156,9 @@ class FusedRule(Rule):
         return True
 
     def check(self, group: dict[str, Any]) -> None:
+        for key, parameter in inspect.signature(type(self._twin)).parameters.items():
+            if key in group:
+                _check_kind(self.name, key, group[key], parameter.default)
         self._twin._check_group(group)
         wanted = group.get("state_dtype", torch.float32)
         if wanted not in (torch.float32, torch.bfloat16):

@@ -49,6 +49,9 @@ def load_state_dict(optimizer: ZeroOptimizer, saved: dict[str, Any]) -> None:
     """Take over options, step counts, arrays and masters. Raises: ValueError naming what does not fit, before anything
     has changed."""
     parts = optimizer._live
+    if not isinstance(saved, dict) or not {"state", "param_groups"} <= saved.keys():
+        has = ", ".join(map(str, saved)) if isinstance(saved, dict) else f"it is a {type(saved).__name__}"
+        raise ValueError(f"load_state_dict: no state of an optimizer, which has state and param_groups: {has[:200]}")
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     _check(optimizer, saved, numbers)
     params = [param for group in optimizer.param_groups for param in group["params"]]

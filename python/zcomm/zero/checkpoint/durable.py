@@ -68,13 +68,29 @@ def make_folders(path: Path) -> None:
 
 
 def temporary(final: Path) -> Path:
-    """Make the folder that will become ``final``; what earlier saves left is removed."""
+    """Make the folder that will become ``final``; what earlier saves left is removed.
+
+    Raises: FileExistsError where ``final`` is neither a checkpoint nor an empty folder: it would be replaced.
+    """
     make_folders(final.parent)
+    if final.exists() and not _may_go(final):
+        raise FileExistsError(
+            errno.EEXIST, "this is no checkpoint, it will not be replaced; save elsewhere", str(final)
+        )
     for left in final.parent.glob(f".{final.name}.saving-*"):
         shutil.rmtree(left, ignore_errors=True)
     folder = final.parent / f".{final.name}.saving-{os.getpid()}"
     folder.mkdir(mode=0o700)
     return folder
+
+
+def _may_go(final: Path) -> bool:
+    """Whether it is an empty folder, or its manifest.json begins as that of a checkpoint, whatever is in it."""
+    try:
+        with (final / "manifest.json").open("rb") as file:
+            return b"zcomm checkpoint" in file.read(64)
+    except OSError:
+        return final.is_dir() and not any(final.iterdir())
 
 
 def put(folder: Path, final: Path) -> None:
