@@ -35,6 +35,12 @@ AllocateHello read_hello(const net::Parcel& parcel, const AllocateHello& mine, i
   return hello;
 }
 
+/// Of no other registry, now or later.
+std::uint64_t new_edition() {
+  static std::atomic<std::uint64_t> last{0};
+  return ++last;
+}
+
 }  // namespace
 
 struct SymmetricMemory::Registry {
@@ -43,6 +49,7 @@ struct SymmetricMemory::Registry {
   // All own addresses that ever lay here: most pointers are known by them not to, without the lock.
   std::atomic<const std::byte*> lowest{reinterpret_cast<const std::byte*>(UINTPTR_MAX)};
   std::atomic<const std::byte*> highest{nullptr};
+  std::atomic<std::uint64_t> edition{new_edition()};  // changes with `live`
   std::size_t made = 0, own_nbytes = 0, shared_nbytes = 0;
 
   void add(const std::shared_ptr<const Allocation>& allocation) {
@@ -50,6 +57,7 @@ struct SymmetricMemory::Registry {
     live.insert(std::upper_bound(live.begin(), live.end(), allocation,
                                  [](const auto& a, const auto& b) { return a->own() < b->own(); }),
                 allocation);
+    edition = new_edition();
     if (allocation->own() < lowest) lowest = allocation->own();
     if (allocation->own() + allocation->nbytes > highest) highest = allocation->own() + allocation->nbytes;
     ++made;
@@ -58,6 +66,7 @@ struct SymmetricMemory::Registry {
   void remove(const std::shared_ptr<const Allocation>& allocation) noexcept {
     const std::lock_guard lock(mutex);
     live.erase(std::find(live.begin(), live.end(), allocation));
+    edition = new_edition();
     count(*allocation) -= allocation->nbytes;
   }
   std::size_t& count(const Allocation& allocation) { return allocation.shared ? shared_nbytes : own_nbytes; }
@@ -137,14 +146,28 @@ std::shared_ptr<SymmetricBuffer> SymmetricMemory::make(net::Mesh& mesh, std::siz
 const Allocation* SymmetricMemory::find(const void* p, std::size_t nbytes) const {
   const auto* begin = static_cast<const std::byte*>(p);
   if (begin < registry_->lowest || begin > registry_->highest) return nullptr;
+  // A program works on the same tensors again and again: what this thread found last spares lock and search.
+  struct Last {
+    std::uint64_t edition = 0;
+    const std::byte* begin = nullptr;
+    const Allocation* found = nullptr;
+  };
+  thread_local Last last;
+  const auto holds = [=](const Allocation& one, const std::byte* base) {
+    const auto offset = static_cast<std::uint64_t>(begin - base);  // huge if it lies before
+    return offset <= one.nbytes && nbytes <= one.nbytes - offset;
+  };
+  if (last.edition == registry_->edition.load(std::memory_order_acquire) && holds(*last.found, last.begin))
+    return last.found;
   const std::lock_guard lock(registry_->mutex);
   const auto& live = registry_->live;
   auto after = std::upper_bound(live.begin(), live.end(), begin,
                                 [](const std::byte* address, const auto& a) { return address < a->own(); });
   if (after == live.begin()) return nullptr;
   const Allocation* candidate = (--after)->get();
-  const std::uint64_t offset = candidate->offset_of(begin);
-  return offset <= candidate->nbytes && nbytes <= candidate->nbytes - offset ? candidate : nullptr;
+  if (!holds(*candidate, candidate->own())) return nullptr;
+  last = {registry_->edition.load(std::memory_order_relaxed), candidate->own(), candidate};
+  return candidate;
 }
 
 std::shared_ptr<const Allocation> SymmetricMemory::pin(std::uint64_t id) const {

@@ -192,3 +192,28 @@ TEST(comm, symmetric_memory_shows_peers) {
     EXPECT_EQ(self.comm->allocate(0)->nbytes(), 0u);
   });
 }
+
+// What lay at an address before must not be taken for what lies there now: two allocations take turns, each anew.
+TEST(comm, symmetric_memory_comes_and_goes) {
+  run_worlds(2, 3, [](Rank& self) {
+    constexpr std::size_t kCount = 20000;  // more than goes in one shot
+    std::shared_ptr<SymmetricBuffer> kept, next;
+    for (int turn = 0; turn < 30; ++turn) {
+      const std::size_t count = kCount + static_cast<std::size_t>(turn % 4) * 4096;
+      next = self.comm->allocate(count * 4);
+      if (turn % 3 == 0) kept.reset();
+      for (const auto& buffer : {next, kept}) {
+        if (!buffer) continue;
+        const std::size_t all = buffer->nbytes() / 4;
+        auto* values = reinterpret_cast<float*>(buffer->data());
+        std::fill_n(values, all, static_cast<float>(self.rank + turn));
+        const Buffer whole{values, all};
+        self.comm->all_reduce({&whole, 1}, DType::f32, ReduceOp::sum).wait();
+        const int sum = self.world * (self.world - 1) / 2 + turn * self.world;
+        EXPECT_EQ(std::count(values, values + all, static_cast<float>(sum)), static_cast<std::ptrdiff_t>(all));
+        self.comm->barrier().wait();
+      }
+      kept = next;
+    }
+  });
+}
