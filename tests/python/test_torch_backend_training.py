@@ -172,4 +172,6 @@ def _zero() -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("job", [_ddp, _ddp_unused, _sharded, _dtensor, _zero], ids=lambda job: job.__name__[1:])
 def test_training(run_ranks: Callable[..., list[Any]], job: Callable[[], None], world_size: int) -> None:
+    if job is _sharded and torch.__version__ < "2.7":
+        pytest.skip("FSDP2 of torch 2.6 asks the CPU's streams for events, which they have not")
     run_ranks(job, world_size)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from queue import SimpleQueue
@@ -22,6 +24,10 @@ from zcomm import _core
 
 _FOREVER = timedelta(0)  # torch's kNoTimeout
 _SLICE_S = 0.005
+# Before torch 2.7 the C++ half of a work did not hold its Python half, and waited forever without it (torch's pull
+# request 146376): then ended works are kept as long as anybody is likely to wait for them, though not their tensors.
+_TORCH_FORGETS = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 7)
+_KEPT = 4096
 
 
 class CoreWork(Protocol):
@@ -58,6 +64,16 @@ class Together:
 
     def done(self) -> bool:
         return all(work.poll() for work in self._works)
+
+
+class _Weak:
+    """Tensors as long as somebody else has them."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._tensors = [weakref.ref(tensor) for tensor in tensors]
+
+    def alive(self) -> list[torch.Tensor]:
+        return [tensor for ref in self._tensors if (tensor := ref()) is not None]
 
 
 class _Failure:
@@ -139,7 +155,7 @@ class Pending(_TorchWork):
     ) -> None:
         super().__init__()
         self._core: CoreWork | None = core
-        self._outputs = outputs
+        self._outputs: list[torch.Tensor] | _Weak = outputs
         self._lane = lane
         self._flight = flight
         self._finish = finish
@@ -207,9 +223,9 @@ class Pending(_TorchWork):
             self._error = error
             self._core = self._finish = self._keep = self._give_up = None
             future = self._future
-        self._flight.discard(self)
         if future is not None:
-            future.set_result(self._outputs if error is None else _Failure(error))
+            future.set_result(self.result() if error is None else _Failure(error))
+        self._flight.discard(self)
 
     def get_future(self) -> Any:
         """A torch Future of the output tensors. An error reaches its waiters as RuntimeError with the text."""
@@ -223,7 +239,7 @@ class Pending(_TorchWork):
         if pending:
             self._lane.add(self)
         elif self._error is None:
-            future.set_result(self._outputs)
+            future.set_result(self.result())
             return future
         else:
             future.set_result(_Failure(self._error))
@@ -242,7 +258,14 @@ class Pending(_TorchWork):
         return self._error
 
     def result(self) -> list[torch.Tensor]:
+        if isinstance(self._outputs, _Weak):
+            return self._outputs.alive()
         return self._outputs
+
+    def let_go(self) -> None:
+        """Keep the tensors no longer than others do."""
+        self._outputs = _Weak(self.result())
+        self._future = None
 
     def source_rank(self) -> int:
         return -1 if self._source is None else self._source.rank
@@ -314,6 +337,7 @@ class Flight:
     def __init__(self) -> None:
         self._works: dict[Pending, None] = {}
         self._limit = 16
+        self._ended: deque[Pending] | None = deque(maxlen=_KEPT) if _TORCH_FORGETS else None
 
     def add(self, work: Pending) -> None:
         for oldest in list(self._works)[:1]:
@@ -326,6 +350,9 @@ class Flight:
 
     def discard(self, work: Pending) -> None:
         self._works.pop(work, None)
+        if self._ended is not None:
+            work.let_go()
+            self._ended.append(work)
 
     def close(self) -> None:
         """After the communicator was closed: every work ends now."""
