@@ -19,7 +19,7 @@ endif()
 
 set(ZCOMM_ISA_avx2 -mavx2 -mf16c)
 set(ZCOMM_ISA_avx512 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mf16c -mprefer-vector-width=512)
-set(ZCOMM_ISA_avx512_bf16 ${ZCOMM_ISA_avx512} -mavx512bf16)
+set(ZCOMM_ISA_avx512_bf16 ${ZCOMM_ISA_avx512} -mavx512bf16 -mavx512vbmi)
 
 # Sets per-file flags on x86 and drops the files elsewhere.
 function(zcomm_apply_isa sources_var)

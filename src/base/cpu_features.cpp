@@ -11,7 +11,7 @@ Isa best_isa() {
   if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
       !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq"))
     return Isa::avx2;
-  return __builtin_cpu_supports("avx512bf16") ? Isa::avx512_bf16 : Isa::avx512;
+  return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") ? Isa::avx512_bf16 : Isa::avx512;
 #else
   return Isa::plain;
 #endif

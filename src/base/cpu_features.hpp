@@ -5,7 +5,9 @@
 
 namespace zcomm {
 
-enum class Isa { plain, avx2, avx512, avx512_bf16 };  // plain: baseline C++ of the target (SSE2, NEON)
+// plain: baseline C++ of the target (SSE2, NEON); avx512: F, BW, VL, DQ; avx512_bf16: and BF16, VBMI (Zen 4, Sapphire
+// Rapids and later).
+enum class Isa { plain, avx2, avx512, avx512_bf16 };
 
 Isa best_isa();     ///< what CPU and operating system can do
 Isa current_isa();  ///< best_isa(), or what ZCOMM_ISA asks for if that is lower

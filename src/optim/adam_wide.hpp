@@ -6,8 +6,8 @@
 // plain code.
 #pragma once
 
+#include "optim/rounding_body.hpp"
 #include "optim/split_body.hpp"
-#include "optim/state_codes.hpp"
 #include "optim/update_rules.hpp"
 
 namespace zcomm::optim::ZC_ISA {
@@ -27,14 +27,8 @@ struct Pair {
 ZC_INLINE __m512i wide_u16(const void* from) {
   return _mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256(static_cast<const __m256i*>(from)));
 }
-ZC_INLINE __m512i wide_u8(const void* from) {
-  return _mm512_maskz_cvtepu8_epi32(0xffff, _mm_loadu_si128(static_cast<const __m128i*>(from)));
-}
 ZC_INLINE void store_u16(void* to, __m512i x) {
   _mm256_storeu_si256(static_cast<__m256i*>(to), _mm512_maskz_cvtepi32_epi16(0xffff, x));
-}
-ZC_INLINE void store_u8(void* to, __m512i x) {
-  _mm_storeu_si128(static_cast<__m128i*>(to), _mm512_maskz_cvtepi32_epi8(0xffff, x));
 }
 ZC_INLINE __m512i shift_left(__m512i x, unsigned by) { return _mm512_maskz_slli_epi32(0xffff, x, by); }
 ZC_INLINE __m512i shift_right(__m512i x, unsigned by) { return _mm512_maskz_srli_epi32(0xffff, x, by); }
@@ -230,128 +224,52 @@ struct WideRounded {
   }
 };
 
-ZC_INLINE __m512i wide_rounded_code(__m512i bits, u32 shift, u32 to, __m512i chance) {  // rounded_code
-  const __m512 y = as_float(_mm512_add_epi32(shift_right(bits, shift), all(to)));
-  return shift_right(_mm512_add_epi32(as_bits(_mm512_add_ps(y, _mm512_set1_ps(kFixed))), chance), 8);
-}
-
-/// encode_block for a full, finite block, 32 elements at a time.
-struct Encoding {
-  CodedBlock block;
-  const float *m, *v;
-  Scales scales;
-  CodeKey key;
-
-  ZC_INLINE void pair(size_t i) const {
-    const __m512i position =
-        _mm512_add_epi32(_mm512_mullo_epi32(iota(), all(0x9e3779b9u)), all(static_cast<u32>(i / 2) * 0x9e3779b9u));
-    __m512i x = _mm512_mullo_epi32(_mm512_xor_si512(position, all(key.bits)), all(0x7feb352du));
-    x = _mm512_xor_si512(x, shift_right(x, 16));
-    half(i, x);
-    half(i + kLanes, shift_right(x, 16));
-  }
-  ZC_INLINE void half(size_t i, __m512i random) const {
-    const __m512i low = all(0xffu);
-    const __m512i first = as_bits(_mm512_mul_ps(_mm512_loadu_ps(m + i), _mm512_set1_ps(scales.first_inverse)));
-    const __m512i second = as_bits(_mm512_mul_ps(_mm512_loadu_ps(v + i), _mm512_set1_ps(scales.second_inverse)));
-    const __m512i magnitude = _mm512_and_si512(first, all(0x7fffffffu));
-    const __m512i code = wide_rounded_code(magnitude, kFirstShift, kFirstTo, _mm512_and_si512(random, low));
-    // code's bits 0-6, the sign's bit 7
-    const __m512i with_sign = _mm512_ternarylogic_epi32(all(127u), code, shift_right(first, 24), 0xca);
-    store_u8(block.first + i, with_sign);
-    const __m512i chance = _mm512_and_si512(shift_right(random, 8), low);
-    const __m512i other = _mm512_and_si512(wide_rounded_code(second, kSecondShift, kSecondTo, chance), low);
-    store_u8(block.second + i, _mm512_maskz_max_epu32(_mm512_test_epi32_mask(second, second), other, all(1u)));
-  }
-  void all_of_it() const {
-    for (size_t i = 0; i < kCodeBlock; i += kPair) pair(i);
-  }
-};
-
-/// One block of 8-bit state: m and v pass through memory in L1, since scales follow from all of them. The block before
-/// is encoded meanwhile, so that the divider, the shuffles and the memory are busy at once.
-struct WideCoded {
-  const CodedBlock& block;
-  float *m, *v;  ///< kCodeBlock each
-  const Encoding* before;
-  __m512i most_first = _mm512_setzero_si512(), most_second = _mm512_setzero_si512();
-  __m512 first_scale = _mm512_set1_ps(block.scales[0]), second_scale = _mm512_set1_ps(block.scales[1]);
-
-  template <Order>
-  ZC_INLINE Pair first(size_t i) const {
-    return {first_at(i), first_at(i + kLanes)};
-  }
-  template <Order>
-  ZC_INLINE Pair second(size_t i) const {
-    return {second_at(i), second_at(i + kLanes)};
-  }
-
-  ZC_INLINE __m512 first_at(size_t i) const {  // first_of
-    const __m512i code = wide_u8(block.first + i), magnitude = _mm512_and_si512(code, all(127));
-    const __m512i y = as_bits(_mm512_maskz_cvtepi32_ps(0xffff, magnitude));
-    const __m512i bits = _mm512_maskz_add_epi32(_mm512_test_epi32_mask(magnitude, magnitude),
-                                                shift_left(y, kFirstShift), all(kFirstFrom));
-    const __m512i sign = _mm512_and_si512(shift_left(code, 24), all(0x80000000u));
-    return _mm512_mul_ps(as_float(_mm512_or_si512(bits, sign)), first_scale);
-  }
-  ZC_INLINE __m512 second_at(size_t i) const {  // second_of
-    const __m512i code = wide_u8(block.second + i);
-    const __m512i y = as_bits(_mm512_maskz_cvtepi32_ps(0xffff, code));
-    const __m512i bits =
-        _mm512_maskz_add_epi32(_mm512_test_epi32_mask(code, code), shift_left(y, kSecondShift), all(kSecondFrom));
-    return _mm512_mul_ps(as_float(bits), second_scale);
-  }
-  template <Order order>
-  ZC_INLINE void put(size_t i, Pair a, Pair b) {
-    static_assert(order == Order::natural);
-    if (before != nullptr) before->pair(i);
-    WideF32{m}.put<order>(i, a);
-    WideF32{v}.put<order>(i, b);
-    const __m512i magnitude = all(0x7fffffffu);
-    for (const __m512 x : {a.a, a.b}) most_first = max_bits(most_first, _mm512_and_si512(as_bits(x), magnitude));
-    for (const __m512 x : {b.a, b.b}) most_second = max_bits(most_second, _mm512_and_si512(as_bits(x), magnitude));
-  }
-  static ZC_INLINE __m512i max_bits(__m512i a, __m512i b) { return _mm512_maskz_max_epu32(0xffff, a, b); }
-  Largest largest() const {
-    alignas(64) u32 a[kLanes], b[kLanes];
-    _mm512_store_si512(a, most_first);
-    _mm512_store_si512(b, most_second);
-    Largest result{0, 0};
-    for (size_t k = 0; k < kLanes; ++k) {
-      result.first = a[k] > result.first ? a[k] : result.first;
-      result.second = b[k] > result.second ? b[k] : result.second;
-    }
-    return result;
-  }
-};
-
 // -- The step
+
+/// Adam::update of 16 elements.
+template <bool adamw>
+struct WideAdam {
+  static constexpr bool needs_weight = !adamw;  // for the averages
+  __m512 scale, decay, l2, one_minus_beta1, beta2, one_minus_beta2, eps, inverse_root, step_size;
+
+  ZC_INLINE explicit WideAdam(const AdamFactors& f)
+      : scale(_mm512_set1_ps(f.grad_scale)),
+        decay(_mm512_set1_ps(f.decay)),
+        l2(_mm512_set1_ps(f.l2)),
+        one_minus_beta1(_mm512_set1_ps(f.one_minus_beta1)),
+        beta2(_mm512_set1_ps(f.beta2)),
+        one_minus_beta2(_mm512_set1_ps(f.one_minus_beta2)),
+        eps(_mm512_set1_ps(f.eps)),
+        inverse_root(_mm512_set1_ps(f.inverse_root_bias2)),
+        step_size(_mm512_set1_ps(f.step_size)) {}
+
+  ZC_INLINE void update(__m512& w, __m512 g, __m512& m, __m512& v) const {
+    averages(w, g, m, v);
+    w = stepped(w, m, v);
+  }
+  ZC_INLINE void averages(__m512 w, __m512 g, __m512& m, __m512& v) const {
+    g = _mm512_mul_ps(g, scale);
+    if constexpr (!adamw) g = _mm512_add_ps(g, _mm512_mul_ps(l2, w));
+    m = _mm512_add_ps(m, _mm512_mul_ps(one_minus_beta1, _mm512_sub_ps(g, m)));
+    v = _mm512_add_ps(_mm512_mul_ps(v, beta2), _mm512_mul_ps(_mm512_mul_ps(one_minus_beta2, g), g));
+  }
+  ZC_INLINE __m512 stepped(__m512 w, __m512 m, __m512 v) const {
+    if constexpr (adamw) w = _mm512_mul_ps(w, decay);
+    const __m512 root = _mm512_maskz_sqrt_ps(0xffff, v);
+    const __m512 denominator = _mm512_add_ps(_mm512_mul_ps(root, inverse_root), eps);
+    return _mm512_sub_ps(w, _mm512_div_ps(_mm512_mul_ps(step_size, m), denominator));
+  }
+};
 
 /// Elements [0, n), n a multiple of kPair.
 template <bool adamw, Order order, class Weight, class State, class Grad>
 ZC_INLINE void adam_wide(const Weight& weight, State& state, const Grad& grad, size_t n, const AdamFactors& f) {
-  const __m512 scale = _mm512_set1_ps(f.grad_scale), decay = _mm512_set1_ps(f.decay), l2 = _mm512_set1_ps(f.l2);
-  const __m512 one_minus_beta1 = _mm512_set1_ps(f.one_minus_beta1), beta2 = _mm512_set1_ps(f.beta2);
-  const __m512 one_minus_beta2 = _mm512_set1_ps(f.one_minus_beta2), eps = _mm512_set1_ps(f.eps);
-  const __m512 inverse_root = _mm512_set1_ps(f.inverse_root_bias2), step_size = _mm512_set1_ps(f.step_size);
-  const auto update = [&](__m512& w, __m512 g, __m512& m, __m512& v) __attribute__((always_inline)) {
-    g = _mm512_mul_ps(g, scale);
-    if constexpr (adamw) {
-      w = _mm512_mul_ps(w, decay);
-    } else {
-      g = _mm512_add_ps(g, _mm512_mul_ps(l2, w));
-    }
-    m = _mm512_add_ps(m, _mm512_mul_ps(one_minus_beta1, _mm512_sub_ps(g, m)));
-    v = _mm512_add_ps(_mm512_mul_ps(v, beta2), _mm512_mul_ps(_mm512_mul_ps(one_minus_beta2, g), g));
-    const __m512 root = _mm512_maskz_sqrt_ps(0xffff, v);
-    const __m512 denominator = _mm512_add_ps(_mm512_mul_ps(root, inverse_root), eps);
-    w = _mm512_sub_ps(w, _mm512_div_ps(_mm512_mul_ps(step_size, m), denominator));
-  };
+  const WideAdam<adamw> adam(f);
   for (size_t i = 0; i < n; i += kPair) {
     Pair w = weight.template get<order>(i), m = state.template first<order>(i), v = state.template second<order>(i);
     const Pair g = grad.template get<order>(i);
-    update(w.a, g.a, m.a, v.a);
-    update(w.b, g.b, m.b, v.b);
+    adam.update(w.a, g.a, m.a, v.a);
+    adam.update(w.b, g.b, m.b, v.b);
     state.template put<order>(i, m, v);
     weight.template put<order>(i, w);
   }
@@ -369,10 +287,7 @@ template <class State>
 constexpr Order kOrder = Order::natural;  // of an f32 weight
 template <>
 constexpr Order kOrder<WideRounded> = Order::even_odd;
-template <class State>
 constexpr Order kSplitOrder = Order::even_odd;
-template <>
-constexpr Order kSplitOrder<WideCoded> = Order::natural;
 
 /// Elements [begin, begin + n) with `state`, whose element 0 is `begin`; n a multiple of kPair.
 template <bool adamw, class State>
@@ -381,8 +296,7 @@ void adam_wide_part(const OptimPiece& p, size_t begin, size_t n, State& state, c
     if (p.lo == nullptr) {
       adam_wide<adamw, kOrder<State>>(WideF32{static_cast<float*>(p.weight) + begin}, state, grad, n, f);
     } else {
-      adam_wide<adamw, kSplitOrder<State>>(WideSplit{static_cast<u16*>(p.weight) + begin, p.lo + begin}, state, grad, n,
-                                           f);
+      adam_wide<adamw, kSplitOrder>(WideSplit{static_cast<u16*>(p.weight) + begin, p.lo + begin}, state, grad, n, f);
     }
   });
 }

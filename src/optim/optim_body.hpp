@@ -2,7 +2,7 @@
 // [Note: one definition].
 //
 // 16-bit gradients are widened into a block in L1 first, so one loop serves all gradient types. Adam in AVX-512 is
-// adam_wide.hpp, which leaves the rest of a block to these loops.
+// adam_wide.hpp and adam_coded.hpp, which leave the rest of a block to these loops.
 #pragma once
 
 #include "optim/optim_table.hpp"
@@ -11,6 +11,7 @@
 #include "optim/state_codes.hpp"
 #include "optim/update_rules.hpp"
 #if ZC_ISA_LEVEL >= 2
+#include "optim/adam_coded.hpp"
 #include "optim/adam_wide.hpp"
 #endif
 
@@ -140,11 +141,6 @@ void update_rounded(const OptimPiece& p, const typename Rule::Factors& f) {
   }
 }
 
-CodedBlock block_at(const OptimPiece& p, size_t i) {
-  return {static_cast<std::uint8_t*>(p.state[0]) + i, static_cast<std::uint8_t*>(p.state[1]) + i,
-          p.scales + i / kCodeBlock * 2, p.count - i < kCodeBlock ? p.count - i : kCodeBlock};
-}
-
 /// 8-bit state: the piece begins at a block's begin; see state_codes.hpp.
 template <class Rule>
 void update_coded(const OptimPiece& p, size_t i, const typename Rule::Factors& f) {
@@ -158,35 +154,12 @@ void update_coded(const OptimPiece& p, size_t i, const typename Rule::Factors& f
 
 template <class Rule>
 void update_coded(const OptimPiece& p, const typename Rule::Factors& f) {
+  size_t i = 0;
 #if ZC_ISA_LEVEL >= 2
-  alignas(64) float m[2][kCodeBlock], v[2][kCodeBlock];
-  Encoding before;
-  bool pending = false;
-  int turn = 0;
-  for (size_t i = 0; i < p.count; i += kCodeBlock) {
-    const CodedBlock block = block_at(p, i);
-    if (block.count < kCodeBlock || __builtin_signbit(block.scales[0])) {
-      update_coded<Rule>(p, i, f);
-      continue;
-    }
-    turn ^= 1;
-    WideCoded wide{block, m[turn], v[turn], pending ? &before : nullptr};
-    adam_wide_part<Rule::decoupled>(p, i, kCodeBlock, wide, f);
-    const Largest largest = wide.largest();
-    const CodeKey key = code_key(f.step, p.index + i);
-    pending = largest.first < 0x7f800000u && largest.second < 0x7f800000u;
-    if (!pending) {
-      encode_lost_block(block, m[turn], v[turn], key);
-      continue;
-    }
-    before = {block, m[turn], v[turn], scales_of(largest), key};
-    block.scales[0] = before.scales.first;
-    block.scales[1] = before.scales.second;
-  }
-  if (pending) before.all_of_it();
-#else
-  for (size_t i = 0; i < p.count; i += kCodeBlock) update_coded<Rule>(p, i, f);
+  i = p.count / kCodeBlock * kCodeBlock;
+  step_coded_blocks<Rule::decoupled>(p, i, f, [&](size_t begin) { update_coded<Rule>(p, begin, f); });
 #endif
+  for (; i < p.count; i += kCodeBlock) update_coded<Rule>(p, i, f);
 }
 
 void decode_state(float* m, float* v, const OptimPiece& p) {

@@ -15,20 +15,25 @@ namespace {
 
 constexpr size_t kCodeBlock = kStateBlock;
 
-// bits(value) = (bits(y) << shift) + kFrom (modulo 2^32); bits(y) = (bits(value) >> shift) + kTo. y = 128 (m) or 256
-// (v) is the value 1, so the highest code stands for 31/32; a scale is the block's largest times a little over 32/31.
-constexpr u32 kFirstShift = 2, kFirstFrom = 0x33800000u, kFirstTo = 0x33200000u;
-constexpr u32 kSecondShift = 3, kSecondFrom = 0x23800000u, kSecondTo = 0x3b900000u;
+// bits(value) = (bits(y) << shift) + kFrom (modulo 2^32). y = 128 (m) or 256 (v) is the value 1, so the highest code
+// stands for 31/32; a scale is the block's largest times a little over 32/31. The other way, y is twice the value with
+// its bits shifted right, times kUp: twice, since the exponent of 2 is a multiple of 2^shift.
+constexpr u32 kFirstShift = 2, kFirstFrom = 0x33800000u;
+constexpr u32 kSecondShift = 3, kSecondFrom = 0x23800000u;
+constexpr float kFirstUp = 0x1p+102f, kSecondUp = 0x1p+119f;
 constexpr float kOverTop = 0x1.08422p+0f;  // 32/31, and 2^-20 more: y of the largest must not pass the highest code
-constexpr float kLeast = 0x1p-120f;        // a block whose largest is less is zero: 1 / scale must be finite
-constexpr float kMost = 0x1.fffffep+127f;
-constexpr float kFixed = 32768.0f;  // y + 2^15 has y in its low bits, in units of 2^-8, to nearest
-constexpr u32 kLost = 0x80u;        // m's code for what is not finite; its block's scale of m is negative
+constexpr float kLeast = 0x1p-120f;        // a block whose largest is less is zero: 2 / scale must be finite
+constexpr u32 kMost = 0x7f700000u;         // 30/32 of 2^128: what is not below has no finite scale, and is not finite
+constexpr float kFixed = 32768.0f;         // y + 2^15 has y in its low bits, in units of 2^-8, to nearest
+constexpr u32 kLost = 0x80u;               // m's code for what is not finite; its block's scale of m is negative
 
-/// Random numbers of a block: 4 chances of 8 bits in each, for elements k and k + 16 of 32.
+/// Random numbers of a block: 4 chances of 8 bits in each, for elements k, k + 16, k + 32 and k + 48 of 64. m and v of
+/// an element share theirs: each has the right mean, and where one is rounded up, so is the other more often than not,
+/// which leaves their ratio, by which a step goes, nearer.
 struct CodeKey {
   u32 bits;
 };
+constexpr u32 kGolden = 0x9e3779b9u, kChanceFactor = 0x7feb352du;
 
 ZC_INLINE CodeKey code_key(u64 step, u64 index) {
   const RoundingKey key = rounding_key(step, index >> 32);
@@ -36,17 +41,22 @@ ZC_INLINE CodeKey code_key(u64 step, u64 index) {
 }
 
 ZC_INLINE u32 code_random(u32 position, CodeKey key) {
-  u32 x = (position * 0x9e3779b9u) ^ key.bits;
-  x *= 0x7feb352du;
+  u32 x = (position * kGolden) ^ key.bits;
+  x *= kChanceFactor;
   return x ^ (x >> 16);
 }
 
-/// Chances of element k of a block: m's in bits 0-7, v's in bits 8-15.
-ZC_INLINE u32 code_chances(u32 k, CodeKey key) { return code_random((k >> 5 << 4) | (k & 15u), key) >> (k & 16u); }
+/// Byte of a random number that is the chance of the quarter `r` of 64 elements.
+constexpr u32 chance_byte(u32 r) { return r % 2 * 2 + r / 2; }
+
+/// Chance of element k of a block.
+ZC_INLINE u32 code_chance(u32 k, CodeKey key) {
+  return code_random((k >> 6 << 4) | (k & 15u), key) >> (8 * chance_byte(k >> 4 & 3u)) & 0xffu;
+}
 
 /// Instead of a CodeKey: to nearest.
 struct Nearest {};
-ZC_INLINE u32 code_chances(u32, Nearest) { return 0x8080u; }
+ZC_INLINE u32 code_chance(u32, Nearest) { return 0x80u; }
 
 ZC_INLINE float first_of(u32 code, float scale) {
   const u32 magnitude = code & 127u;
@@ -59,21 +69,21 @@ ZC_INLINE float second_of(u32 code, float scale) {
   return float_of(code == 0 ? 0u : bits) * scale;
 }
 
-ZC_INLINE u32 rounded_code(u32 bits, u32 shift, u32 to, u32 chance) {
-  return (bits_of(float_of((bits >> shift) + to) + kFixed) + chance) >> 8 & 0xffu;
+/// y in units of 2^-8. bits: of twice the value.
+ZC_INLINE u32 fixed_code(u32 bits, u32 shift, float up) {
+  return bits_of(float_of(bits >> shift) * up + kFixed) & 0xffffu;
 }
 
-/// inverse: 1 / scale. chance: 8 bits.
+/// inverse: 2 / scale. chance: 8 bits.
 ZC_INLINE u32 code_of_first(float m, float inverse, u32 chance) {
-  const u32 bits = bits_of(m * inverse);
-  return rounded_code(bits & 0x7fffffffu, kFirstShift, kFirstTo, chance) | (bits >> 24 & 128u);
+  const u32 magnitude = bits_of(float_of(bits_of(m) & 0x7fffffffu) * inverse);
+  return (fixed_code(magnitude, kFirstShift, kFirstUp) + chance) >> 8 | (bits_of(m) >> 24 & 128u);
 }
 
 /// Never 0 for a v that is not: a step divides by its root.
 ZC_INLINE u32 code_of_second(float v, float inverse, u32 chance) {
-  const u32 bits = bits_of(v * inverse);
-  const u32 code = rounded_code(bits, kSecondShift, kSecondTo, chance), least = code == 0 ? 1u : code;
-  return bits == 0 ? 0u : least;
+  const u32 bits = bits_of(v * inverse), y = fixed_code(bits, kSecondShift, kSecondUp), least = y < 256u ? 256u : y;
+  return bits == 0 ? 0u : (least + chance) >> 8;
 }
 
 // -- One block of at most kCodeBlock elements
@@ -84,8 +94,13 @@ struct CodedBlock {
   size_t count;
 };
 
+CodedBlock block_at(const OptimPiece& p, size_t i) {
+  return {static_cast<std::uint8_t*>(p.state[0]) + i, static_cast<std::uint8_t*>(p.state[1]) + i,
+          p.scales + i / kCodeBlock * 2, p.count - i < kCodeBlock ? p.count - i : kCodeBlock};
+}
+
 struct Largest {
-  u32 first, second;  ///< bits of the largest magnitudes; not below those of infinity: something is not finite
+  u32 first, second;  ///< bits of the largest magnitudes
 };
 
 void decode_block(float* m, float* v, const CodedBlock& b) {
@@ -110,21 +125,22 @@ Largest largest_of(const float* m, const float* v, size_t n) {
   return largest;
 }
 
-ZC_INLINE bool finite(float x) { return (bits_of(x) & 0x7fffffffu) < 0x7f800000u; }
+ZC_INLINE bool finite(float x) { return (bits_of(x) & 0x7fffffffu) < kMost; }
+ZC_INLINE bool finite(Largest x) { return x.first < kMost && x.second < kMost; }
 
-/// Scales of a block whose elements are finite, and their inverses: 0 where the block is zero.
+/// Scales of a block whose elements are finite, and 2 / scale: 0 where the block is zero.
 struct Scales {
   float first, second, first_inverse, second_inverse;
 };
 
 ZC_INLINE float scale_of(u32 largest) {
   const float most = float_of(largest), scale = most * kOverTop;
-  return most < kLeast ? 0.0f : scale > kMost ? kMost : scale;
+  return most < kLeast ? 0.0f : scale;
 }
 
 ZC_INLINE Scales scales_of(Largest largest) {
   const float first = scale_of(largest.first), second = scale_of(largest.second);
-  return {first, second, first == 0.0f ? 0.0f : 1.0f / first, second == 0.0f ? 0.0f : 1.0f / second};
+  return {first, second, first == 0.0f ? 0.0f : 2.0f / first, second == 0.0f ? 0.0f : 2.0f / second};
 }
 
 /// m, v -> codes of a block in which something is not finite; what is finite keeps its precision.
@@ -139,26 +155,26 @@ void encode_lost_block(const CodedBlock& b, float* m, float* v, Key key) {
   b.scales[0] = -s.first;
   b.scales[1] = s.second;
   for (size_t k = 0; k < b.count; ++k) {
-    const u32 chances = code_chances(static_cast<u32>(k), key);
-    const u32 first = code_of_first(m[k], s.first_inverse, chances & 0xffu);
+    const u32 chance = code_chance(static_cast<u32>(k), key);
+    const u32 first = code_of_first(m[k], s.first_inverse, chance);
     b.first[k] = static_cast<std::uint8_t>(lost[k] ? kLost : (first & 127u) == 0 ? 0u : first);
-    b.second[k] = static_cast<std::uint8_t>(code_of_second(v[k], s.second_inverse, chances >> 8 & 0xffu));
+    b.second[k] = static_cast<std::uint8_t>(code_of_second(v[k], s.second_inverse, chance));
   }
 }
 
 /// m, v: overwritten where they are not finite.
 template <class Key>
 void encode_block(const CodedBlock& b, float* m, float* v, Largest largest, Key key) {
-  if (largest.first >= 0x7f800000u || largest.second >= 0x7f800000u) return encode_lost_block(b, m, v, key);
+  if (!finite(largest)) return encode_lost_block(b, m, v, key);
   const Scales s = scales_of(largest);
   b.scales[0] = s.first;
   b.scales[1] = s.second;
   const size_t n = b.count;
 #pragma GCC ivdep
   for (size_t k = 0; k < n; ++k) {
-    const u32 chances = code_chances(static_cast<u32>(k), key);
-    b.first[k] = static_cast<std::uint8_t>(code_of_first(m[k], s.first_inverse, chances & 0xffu));
-    b.second[k] = static_cast<std::uint8_t>(code_of_second(v[k], s.second_inverse, chances >> 8 & 0xffu));
+    const u32 chance = code_chance(static_cast<u32>(k), key);
+    b.first[k] = static_cast<std::uint8_t>(code_of_first(m[k], s.first_inverse, chance));
+    b.second[k] = static_cast<std::uint8_t>(code_of_second(v[k], s.second_inverse, chance));
   }
 }
 

@@ -187,6 +187,7 @@ def test_a_plan_serves_while_gradients_come_and_go(make: Any) -> None:
         assert pair.old._plan is plan
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch ties a gradient's dtype to its weight")
 def test_gradients_of_another_type() -> None:
     pair = Pair(CPUAdam, torch.float32)
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float32, torch.bfloat16):
@@ -194,7 +195,7 @@ def test_gradients_of_another_type() -> None:
         for params in pair.params:
             for param in params:
                 grad, param.grad = param.grad, None
-                param.grad_dtype = None  # torch >= 2.10 checks it
+                param.grad_dtype = None
                 param.grad = grad.to(dtype)
         pair.step()
         pair.step()
