@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <cstdlib>
 #include <exception>
 #include <mutex>
 #include <thread>
@@ -22,6 +23,16 @@ int usable_cpus() {
   if (sched_getaffinity(0, sizeof(set), &set) == 0) return std::max(1, CPU_COUNT(&set));
   return std::max(1u, std::thread::hardware_concurrency());
 }
+
+/// Ranks on this host, as torchrun, `zcomm run` and mpirun say; 1 where nobody does.
+int local_ranks() {
+  for (const char* name : {"LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"})
+    if (const char* value = std::getenv(name))
+      if (const int ranks = std::atoi(value); ranks > 0) return ranks;
+  return 1;
+}
+
+int default_size() { return read_env().threads.value_or(std::max(1, usable_cpus() / local_ranks())); }
 
 }  // namespace
 
@@ -44,7 +55,7 @@ struct ThreadPool::Impl {
   void run_parts() {
     try {
       for (std::size_t i = next_part.fetch_add(1); i < parts; i = next_part.fetch_add(1))
-        (*body)(i* part, std::min(count, (i + 1) * part));
+        (*body)(i * part, std::min(count, (i + 1) * part));
     } catch (...) {
       const std::lock_guard lock(mutex);
       if (!error) error = std::current_exception();
@@ -127,7 +138,7 @@ std::unique_ptr<ThreadPool> shared_pool;
 
 ThreadPool& ThreadPool::shared() {
   const std::lock_guard lock(shared_mutex);
-  if (!shared_pool) shared_pool = std::make_unique<ThreadPool>(read_env().threads.value_or(usable_cpus()));
+  if (!shared_pool) shared_pool = std::make_unique<ThreadPool>(default_size());
   return *shared_pool;
 }
 

@@ -20,7 +20,8 @@ class ThreadPool {
   void parallel_for(std::size_t count, std::size_t grain, int limit,
                     const std::function<void(std::size_t, std::size_t)>& body);
 
-  /// The core's own pool; sized at first use by set_default_size() or the CPUs in the affinity mask.
+  /// The core's own pool; sized at first use by set_default_size(), or the CPUs in the affinity mask over the ranks on
+  /// this host, as the launcher's variables have them.
   static ThreadPool& shared();
   /// Takes effect before the first use of shared(), or resizes it.
   static void set_default_size(int size);

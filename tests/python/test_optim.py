@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import io
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -119,7 +122,7 @@ def test_bf16_parameters_train_as_the_fp32_master(ours: Maker, theirs: Maker, op
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch ties a gradient's dtype to its weight")
 @pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("ours", "theirs", "options"), MAKERS)
 def test_gradients_of_any_dtype(
     ours: Maker, theirs: Maker, options: dict[str, Any], weight: torch.dtype, grad: torch.dtype
@@ -495,3 +498,22 @@ def test_fp16_parameter_trains_as_fp32(state_dtype: torch.dtype, tmp_path: Path)
             torch.save(opt.state_dict(), tmp_path / "state.pt")
             opt = CPUAdam([half])
             opt.load_state_dict(torch.load(tmp_path / "state.pt"))
+
+
+@pytest.mark.parametrize(
+    ("launcher", "size"),
+    [
+        ({}, lambda cpus: cpus),
+        ({"LOCAL_WORLD_SIZE": "2"}, lambda cpus: max(1, cpus // 2)),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "1000"}, lambda cpus: 1),
+        ({"LOCAL_WORLD_SIZE": "2", "ZCOMM_THREADS": "3"}, lambda cpus: 3),
+    ],
+)
+def test_threads_are_of_the_cores_and_the_ranks(launcher: dict[str, str], size: Callable[[int], int]) -> None:
+    """Without zcomm.init; torchrun sets OMP_NUM_THREADS to 1, which must not count."""
+    sizes = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "ZCOMM_THREADS")
+    kept = {name: value for name, value in os.environ.items() if name not in sizes}
+    code = "from zcomm import _core; import zcomm.optim; print(_core.threads())"
+    environment = {**kept, "OMP_NUM_THREADS": "1", **launcher}
+    out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert int(out.stdout) == size(len(os.sched_getaffinity(0)))

@@ -220,6 +220,19 @@ TEST(coded_state, what_is_not_finite_stays_alone) {
     }
 }
 
+TEST(coded_state, what_has_no_finite_scale_is_not_finite) {
+  const float most = std::numeric_limits<float>::max();
+  const std::size_t count = kBlock;
+  State s = coded_state(DType::f32, count, std::vector<float>(count));
+  std::vector<float> m(count, 1.0f), v(count, 1.0f);
+  m[1] = -0.93f * most, m[2] = -most, v[3] = most;
+  adam_encode_state(s.shard(nullptr, DType::f32), m.data(), v.data());
+  const Averages out = averages_of(s);
+  EXPECT_NEAR(out.m[1], m[1], 0.04f * most);
+  EXPECT_TRUE(std::isnan(out.m[2]) && std::isnan(out.v[2]) && std::isnan(out.m[3]) && std::isnan(out.v[3]));
+  EXPECT_TRUE(out.m[0] == 0.0f && out.v[0] > 0.9f && out.v[0] < 1.1f);
+}
+
 TEST(coded_state, zeros_stay_zero) {
   const std::size_t count = 2 * kBlock;
   State s = coded_state(DType::f32, count, std::vector<float>(count, 1.0f));
@@ -231,10 +244,14 @@ TEST(coded_state, zeros_stay_zero) {
     if (grad[i] == 0) EXPECT_TRUE(out.m[i] == 0 && out.v[i] == 0 && s.weight[i] == 1.0f);
 }
 
+enum class Gradients { ordinary, wide, odd };  // wide: with zeros; odd: and not finite ones
+
 /// What two steps of `isa` make of weight, codes and scales; NaN as one number.
-std::vector<std::uint32_t> after_steps(Isa isa, DType weight, bool adamw, std::size_t count, bool odd) {
+std::vector<std::uint32_t> after_steps(Isa isa, DType weight, bool adamw, std::size_t count, Gradients kind) {
   const float strange[] = {kInfinity, kNan, 1e-40f, 0.0f, std::numeric_limits<float>::max()};
-  auto start = random_floats(count, 1), grad = wide_range(count, 2, 5.0f);
+  auto start = random_floats(count, 1);
+  auto grad = kind == Gradients::ordinary ? random_floats(count, 2) : wide_range(count, 2, 5.0f);
+  const bool odd = kind == Gradients::odd;
   std::vector<std::uint8_t> m(count), v(count);
   std::vector<float> scales((count / kBlock + 1) * 2);
   std::vector<std::uint16_t> w16(count);
@@ -265,9 +282,9 @@ TEST(coded_state, every_isa_gives_equal_bits) {
     if (isa > best_isa()) continue;
     for (const DType weight : kWeights)
       for (const bool adamw : {true, false})
-        for (const bool odd : {false, true})
+        for (const Gradients kind : {Gradients::ordinary, Gradients::wide, Gradients::odd})
           for (std::size_t count = 0; count <= 1100; count += count < 40 || (count > 500 && count < 530) ? 1 : 29)
-            if (after_steps(isa, weight, adamw, count, odd) != after_steps(Isa::plain, weight, adamw, count, odd))
+            if (after_steps(isa, weight, adamw, count, kind) != after_steps(Isa::plain, weight, adamw, count, kind))
               return test::fail(__FILE__, __LINE__, std::string(name_of(isa)) + " differs from plain");
   }
 }
