@@ -163,6 +163,29 @@ def test_a_model_converted_afterwards() -> None:
     zcomm.shutdown()
 
 
+def test_changes_of_data_after_init_are_errors() -> None:
+    """torch counts no changes through .data."""
+    for change in (
+        lambda weight: weight.data.normal_(),
+        lambda weight: weight.data.mul_(2.0),
+        lambda weight: weight.data[3].zero_(),
+        lambda weight: setattr(weight, "data", weight.data * 2.0),
+    ):
+        with zcomm.zero.Init(min_count=64):
+            model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
+        assert isinstance(model[1].weight, nn.Parameter) and model[1].weight.data.shape == (40, 40)
+        with pytest.raises(ValueError, match=r"after zcomm\.zero\.Init\(\) had ended, where it has no memory"):
+            change(model[1].weight)
+            zcomm.ZeroOptimizer(model)
+    with zcomm.zero.Init(min_count=64):
+        model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
+    kept = [param.data for param in model.parameters()]  # looking is no change
+    opt = zcomm.ZeroOptimizer(model)
+    assert all(type(param) is nn.Parameter for param in model.parameters()) and len(kept) == 4
+    opt.close()
+    zcomm.shutdown()
+
+
 def test_changes_after_init_are_errors() -> None:
     with zcomm.zero.Init(min_count=64):
         model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))

@@ -24,6 +24,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 _aten = torch.ops.aten
 _ATTRIBUTE = "_zcomm_deferred"
+_data: Any = torch.Tensor.data
+_GET_DATA, _SET_DATA = _data.__get__, _data.__set__
 
 # Factory -> what it does to new memory (given the call's arguments after the size).
 _FACTORIES: dict[Any, Callable[..., tuple[Any, tuple[Any, ...]] | None]] = {
@@ -150,7 +152,7 @@ class Recorder(TorchDispatchMode):
         for param in params:
             recipe = self.recipe(param)
             if recipe is not None:
-                setattr(param, _ATTRIBUTE, Deferred(recipe, Ref.to(param), param._version))
+                _make_wait(param, Deferred(recipe, Ref.to(param), param._version))
         self._recipes.clear()
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -263,6 +265,29 @@ class LooksReal(TorchFunctionMode):
 # --- parameters that wait -----------------------------------------------------------------------------------------
 
 
+class Waiting(nn.Parameter):
+    """A parameter on the meta device. What is done to its ``.data`` counts as done to it: torch would not tell, and it
+    would be lost."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func == _GET_DATA:
+                return args[0].detach()  # as .data, but with the parameter's version counter
+            if func == _SET_DATA and args[1] is not args[0] and args[1].dtype == args[0].dtype:  # model.to() may
+                raise ValueError(
+                    f"a parameter of shape {tuple(args[0].shape)} is given other .data after zcomm.zero.Init() had "
+                    "ended, where it has no memory: initialise it inside, or inside of zcomm.zero.GatheredParameters"
+                )
+            return func(*args, **(kwargs or {}))
+
+
+def _make_wait(param: torch.Tensor, deferred: Deferred) -> None:
+    setattr(param, _ATTRIBUTE, deferred)
+    if type(param) is nn.Parameter:
+        param.__class__ = Waiting
+
+
 def deferred_of(param: torch.Tensor) -> Deferred | None:
     """How ``param`` becomes real; None for one that is, or that is on the meta device without ``zero.Init``."""
     found: Deferred | None = getattr(param, _ATTRIBUTE, None) if param.device.type == "meta" else None
@@ -271,7 +296,7 @@ def deferred_of(param: torch.Tensor) -> Deferred | None:
 
 def read_from(param: torch.Tensor, read: Callable[[int, int], torch.Tensor]) -> None:
     """``param``, which is on the meta device, will be what ``read(begin, end)`` gives of its flat elements."""
-    setattr(param, _ATTRIBUTE, Deferred(Recipe(0), Ref.to(param), param._version, read))
+    _make_wait(param, Deferred(Recipe(0), Ref.to(param), param._version, read))
 
 
 def value_of(param: torch.Tensor, name: str) -> torch.Tensor:
@@ -319,4 +344,4 @@ def wait_again(param: nn.Parameter, before: torch.Tensor) -> None:
     kept: Deferred = getattr(before, _ATTRIBUTE)
     waiting = nn.Parameter(before, requires_grad=param.requires_grad)
     torch.utils.swap_tensors(param, waiting)
-    setattr(param, _ATTRIBUTE, Deferred(kept.recipe, kept.ref, param._version, kept.read))
+    _make_wait(param, Deferred(kept.recipe, kept.ref, param._version, kept.read))
