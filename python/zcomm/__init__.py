@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from zcomm._job import init, is_initialized, shutdown
     from zcomm._work import Work
+    from zcomm.activations import offload_activations
     from zcomm.comm import Communicator
     from zcomm.engine import Engine, initialize
     from zcomm.layout import BucketLayout
@@ -64,6 +65,7 @@ _HOME: dict[str, str | None] = {
     ),
     **dict.fromkeys(("init", "is_initialized", "shutdown"), "zcomm._job"),
     "Work": "zcomm._work",
+    "offload_activations": "zcomm.activations",
     "Communicator": "zcomm.comm",
     **dict.fromkeys(("Engine", "initialize"), "zcomm.engine"),
     "BucketLayout": "zcomm.layout",
@@ -102,6 +104,7 @@ __all__ = [
     "CudaError",
     "pinned_empty",
     "SwapFile",
+    "offload_activations",
     "optim",
     "zero",
     "Offload",

@@ -67,6 +67,7 @@ HONOURED = [
     ("fp16.hysteresis", 4, 4),
     ("fp16.min_loss_scale", 2, 2.0),
     ("bf16.enabled", True, True),
+    ("activation_checkpointing.cpu_checkpointing", True, True),
     ("optimizer.type", "adam", "Adam"),
     ("optimizer.type", "AdamW", "AdamW"),
     ("optimizer.type", "lion", "Lion"),
@@ -161,6 +162,11 @@ NO_EFFECT = [
     ("aio.intra_op_parallelism", 4),
     ("aio.single_submit", True),
     ("aio.overlap_events", False),
+    ("activation_checkpointing.partition_activations", True),
+    ("activation_checkpointing.contiguous_memory_optimization", True),
+    ("activation_checkpointing.number_checkpoints", 4),
+    ("activation_checkpointing.synchronize_checkpoint_boundary", True),
+    ("activation_checkpointing.profile", True),
 ]
 
 REFUSED = [
@@ -264,7 +270,12 @@ ERRORS = [
     ({"train_batch_size": True}, '"train_batch_size" must be a whole number, got true'),
     ({"train_batch_size": float("nan")}, '"train_batch_size" must be a whole number, got NaN'),
     ({"train_batch_size": 0}, '"train_batch_size" must be >= 1, got 0'),
-    ({"train_batch_size": "auto"}, '"train_batch_size" is "auto", which only Hugging Face'),
+    ({"zero_optimization": {"stage": "auto"}}, '"zero_optimization.stage": "auto" says nothing here; give a value'),
+    ({"optimizer": {"type": "auto"}}, '"optimizer.type": "auto" says nothing here'),
+    (
+        {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}},
+        '"scheduler.type": "WarmupDecayLR" needs "scheduler.params.total_num_steps"',
+    ),
     ({"train_micro_batch_size_per_gpu": -1}, '"train_micro_batch_size_per_gpu" must be >= 1, got -1'),
     ({"gradient_accumulation_steps": 0}, '"gradient_accumulation_steps" must be >= 1, got 0'),
     ({"gradient_clipping": -1}, '"gradient_clipping" must be >= 0, got -1'),

@@ -6,6 +6,8 @@ Needs neither torch nor the core. The keys, their defaults and what becomes of t
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
+from typing import Any
 
 from zcomm.config.batch import BatchSizes, resolve_batch
 from zcomm.config.parse import Source, parse, read_source
@@ -18,23 +20,24 @@ class ConfigWarning(UserWarning):
     """A key was accepted that changes nothing here; the message says why."""
 
 
-def load(source: Source | Config) -> Config:
+def load(source: Source | Config, auto: Mapping[str, Any] | None = None) -> Config:
     """The checked configuration of ``source`` (a dict, a path of a JSON file, or JSON text; a Config passes through).
 
+    auto: by dotted key ("optimizer.params.lr"), what "auto" stands for; otherwise it means the key's default.
     Issues one ConfigWarning for each key set to a value that has no effect.
     Raises: ValueError naming the dotted key, the value and what to do (unknown key: the nearest known one);
     NotImplementedError for a value that zcomm refuses; OSError where the file cannot be read.
     """
-    config, notes = load_with_notes(source)
+    config, notes = load_with_notes(source, auto)
     warn_of(notes)
     return config
 
 
-def load_with_notes(source: Source | Config) -> tuple[Config, list[str]]:
+def load_with_notes(source: Source | Config, auto: Mapping[str, Any] | None = None) -> tuple[Config, list[str]]:
     """As ``load``, but what has no effect is returned, so that one rank can say it for all."""
     if isinstance(source, Config):
         return source, []
-    return parse(*read_source(source))
+    return parse(*read_source(source), auto)
 
 
 def warn_of(notes: list[str]) -> None:

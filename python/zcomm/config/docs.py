@@ -68,6 +68,8 @@ def _row(path: str, field: dataclasses.Field[Any], annotation: Any) -> Row:
     if described.reason:
         word = "No effect" if described.status is Status.NO_EFFECT else "Refused"
         meaning += f". {word}: {described.reason}"
+    if described.auto:
+        meaning += f'. `"auto"`: {described.auto}'
     return Row(path, _values(described, annotation), default, described.status.value, meaning)
 
 

@@ -3,6 +3,7 @@
 Invariant: the schema's dataclasses are the only list of keys; reading, checking and documenting all walk them.
 Status rule: HONOURED keys do what they say; a NO_EFFECT key set to another value than its default warns once; a
 REFUSED key set to another value than its default is a NotImplementedError.
+Auto rule: "auto" means what the key's ``auto`` says, and the default where the key has no effect; other keys refuse it.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class Key:
     check: Check | None = None
     choices: tuple[Any, ...] = ()
     shown_default: str | None = None  # words for the documentation where the value alone would not tell
+    auto: str = ""  # what "auto" means
 
 
 def key(
@@ -67,6 +69,7 @@ def key(
     check: Check | None = None,
     choices: tuple[Any, ...] = (),
     shown_default: str | None = None,
+    auto: str = "",
 ) -> Any:
     """A dataclass field that is a configuration key. ``default`` REQUIRED: the section must give it.
 
@@ -74,7 +77,7 @@ def key(
     """
     if status is not Status.HONOURED and not reason:
         raise ValueError(f"a key that is {status.value} needs a reason (meaning: {meaning})")
-    described = Key(meaning, status, reason, check, choices, shown_default)
+    described = Key(meaning, status, reason, check, choices, shown_default, auto)
     if default is REQUIRED:
         return dataclasses.field(metadata={"key": described})
     return dataclasses.field(default=default, metadata={"key": described})

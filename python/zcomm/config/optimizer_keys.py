@@ -20,25 +20,32 @@ class OptimizerParams:
     """Section ``optimizer.params``."""
 
     lr: float | None = key(
-        None, "learning rate", check=AT_LEAST_0, shown_default="`0.001`; Lion `0.0001`, Adagrad `0.01`"
+        None,
+        "learning rate",
+        check=AT_LEAST_0,
+        shown_default="`0.001`; Lion `0.0001`, Adagrad `0.01`",
+        auto="args.learning_rate or args.lr, or the default",
     )
     betas: tuple[float, float] | None = key(
         None,
         "decay of the two moments (Adam, AdamW, Lion)",
         check=BETAS,
         shown_default="`[0.9, 0.999]`; Lion `[0.9, 0.99]`",
+        auto="args.adam_beta1 and adam_beta2, or the default",
     )
     eps: float | None = key(
         None,
         "added to the root (Adam, AdamW, Adagrad)",
         check=AT_LEAST_0,
         shown_default="`1e-08`; Adagrad `1e-10`",
+        auto="args.adam_epsilon, or the default",
     )
     weight_decay: float | None = key(
         None,
         "decoupled (AdamW, Lion) or L2 (Adam, SGD, Adagrad) decay",
         check=AT_LEAST_0,
         shown_default="`0.0`; with torch_adam what torch's class has (AdamW 0.01)",
+        auto="args.weight_decay, or the default",
     )
     adam_w_mode: bool = key(
         True, "with type Adam: true = AdamW's decoupled decay (DeepSpeed's default), false = L2; type AdamW is AdamW"
@@ -76,20 +83,27 @@ class Optimizer:
 class SchedulerParams:
     """Section ``scheduler.params``; which of them a schedule has is in SCHEDULER_PARAMS."""
 
-    warmup_min_lr: float = key(0.0, "learning rate at the start", check=AT_LEAST_0)
+    warmup_min_lr: float = key(0.0, "learning rate at the start", check=AT_LEAST_0, auto="the default")
     warmup_max_lr: float | None = key(
         None,
         "learning rate after the warm-up",
         check=AT_LEAST_0,
         shown_default="each parameter group's own lr; WarmupDecayLR `0.001`",
+        auto="the optimizer's learning rate",
     )
-    warmup_num_steps: int = key(1000, "optimizer steps of warm-up (1 counts as 2)", check=AT_LEAST_1)
+    warmup_num_steps: int = key(
+        1000,
+        "optimizer steps of warm-up (1 counts as 2)",
+        check=AT_LEAST_1,
+        auto="args.warmup_steps, or args.warmup_ratio of args.max_steps, at least 1; or the default",
+    )
     warmup_type: str = key("log", "shape of the warm-up", choices=("log", "linear"))
     total_num_steps: int | None = key(
         None,
         "steps until the rate has decayed",
         check=AT_LEAST_1,
         shown_default="(WarmupDecayLR and WarmupCosineLR need it)",
+        auto="args.max_steps, which must be there",
     )
     warmup_min_ratio: float = key(0.0, "of the group's lr, at the start", check=AT_LEAST_0)
     cos_min_ratio: float = key(0.0001, "of the group's lr, at the end", check=AT_LEAST_0)

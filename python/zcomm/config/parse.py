@@ -59,12 +59,15 @@ def read_source(source: Source) -> tuple[Mapping[str, Any], str]:
     return data, name
 
 
-def parse(data: Mapping[str, Any], source: str = "config") -> tuple[Config, list[str]]:
+def parse(
+    data: Mapping[str, Any], source: str = "config", auto: Mapping[str, Any] | None = None
+) -> tuple[Config, list[str]]:
     """The checked configuration and one note for each key that is accepted without effect.
 
+    auto: by dotted key, what "auto" stands for; the default of one that is not there.
     Raises: ValueError (unknown key, type, range, contradiction), NotImplementedError (refused key).
     """
-    reader = _Reader(source)
+    reader = _Reader(source, auto or {})
     config = reader.section(Config, data, "")
     reader.contradictions(config)
     return config, reader.notes
@@ -90,8 +93,9 @@ def section_type(annotation: Any) -> type | None:
 class _Reader:
     """Carries the name of the source and collects notes while the schema is walked."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, auto: Mapping[str, Any]) -> None:
         self.source = source
+        self.auto = auto
         self.notes: list[str] = []
 
     def section(self, schema: Any, data: Any, path: str) -> Any:
@@ -119,6 +123,12 @@ class _Reader:
                 return field.default if field.default is not dataclasses.MISSING else nested()
             return self.section(nested, raw, path)
         described = key_of(field)
+        if raw == "auto" and not (described.choices and "auto" in described.choices):
+            if not described.auto and described.status is not Status.NO_EFFECT:
+                raise ValueError(f'{self.source}: "{path}": "auto" says nothing here; give a value, or leave it out')
+            raw = self.auto.get(path)
+            if raw is None:
+                return field.default
         value = self._convert(raw, annotation, described, path)
         if isinstance(value, dict) and value.get("enabled", False) is False:
             return field.default  # a section of another program, switched off: whatever else is in it
@@ -135,10 +145,6 @@ class _Reader:
         plain, optional = _split_optional(annotation)
         if raw is None and optional:
             return None
-        if raw == "auto":
-            raise ValueError(
-                f'{self.source}: "{path}" is "auto", which only Hugging Face\'s Trainer fills in; give a value'
-            )
         value = _as_type(raw, plain)
         if value is None:
             raise ValueError(f'{self.source}: "{path}" must be {_TYPE_WORDS[plain]}, got {_shown(raw)}')

@@ -32,7 +32,11 @@ _FP32_SUMS = "gradients are summed in fp32 and divided once"
 class Fp16:
     """Section ``fp16``."""
 
-    enabled: bool = key(False, "fp16 weights and gradients with an fp32 master and a loss scale")
+    enabled: bool = key(
+        False,
+        "fp16 weights and gradients with an fp32 master and a loss scale",
+        auto="args.fp16, or whether the model's parameters are fp16",
+    )
     loss_scale: float = key(0.0, "fixed loss scale; 0 = dynamic", check=AT_LEAST_0)
     initial_scale_power: int = key(16, "first dynamic scale is 2^this", check=AT_LEAST_0)
     loss_scale_window: int = key(1000, "good steps before the scale grows", check=AT_LEAST_1)
@@ -56,7 +60,11 @@ class Fp16:
 class Bf16:
     """Section ``bf16``."""
 
-    enabled: bool = key(False, "bf16 weights and gradients with an exact fp32 master; false = fp32")
+    enabled: bool = key(
+        False,
+        "bf16 weights and gradients with an exact fp32 master; false = fp32",
+        auto="args.bf16, or whether the model's parameters are bf16",
+    )
     immediate_grad_update: bool = key(
         False, "add up gradients as they come", status=_NO_EFFECT, reason="they are, in every precision"
     )
@@ -72,22 +80,64 @@ class Bf16:
 
 
 @dataclass(frozen=True)
+class ActivationCheckpointing:
+    """Section ``activation_checkpointing``: of what is recomputed, which the model says (torch.utils.checkpoint)."""
+
+    partition_activations: bool = key(
+        False, "split saved activations among model-parallel ranks", status=_NO_EFFECT, reason="there is one such rank"
+    )
+    contiguous_memory_optimization: bool = key(
+        False, "copy them into one buffer", status=_NO_EFFECT, reason="what is offloaded has buffers of its own"
+    )
+    cpu_checkpointing: bool = key(
+        False,
+        "what the engine's forward saves for backward (inputs of recomputed blocks, too), from 1 MiB on, waits in "
+        "pinned host memory; see zcomm.offload_activations",
+    )
+    number_checkpoints: int | None = key(
+        None,
+        "how many blocks are recomputed",
+        status=_NO_EFFECT,
+        reason="buffers come as they are needed",
+        check=AT_LEAST_1,
+        shown_default="not said",
+    )
+    synchronize_checkpoint_boundary: bool = key(
+        False, "synchronize the device at blocks", status=_NO_EFFECT, reason="nothing needs it"
+    )
+    profile: bool = key(False, "time the blocks", status=_NO_EFFECT, reason="zcomm.profile shows where time goes")
+
+
+@dataclass(frozen=True)
 class Config:
     """The whole configuration. train_batch_size = micro batch x accumulation x world_size; see ``resolve_batch``."""
 
     train_batch_size: int | None = key(
-        None, "samples per optimizer step, all ranks", check=AT_LEAST_1, shown_default="derived"
+        None,
+        "samples per optimizer step, all ranks",
+        check=AT_LEAST_1,
+        shown_default="derived",
+        auto="derived from the others",
     )
     train_micro_batch_size_per_gpu: int | None = key(
-        None, "samples per rank and micro-step", check=AT_LEAST_1, shown_default="derived"
+        None,
+        "samples per rank and micro-step",
+        check=AT_LEAST_1,
+        shown_default="derived",
+        auto="args.per_device_train_batch_size, or derived",
     )
     gradient_accumulation_steps: int | None = key(
-        None, "micro-steps per optimizer step", check=AT_LEAST_1, shown_default="derived, or 1"
+        None,
+        "micro-steps per optimizer step",
+        check=AT_LEAST_1,
+        shown_default="derived, or 1",
+        auto="args.gradient_accumulation_steps, or derived",
     )
     gradient_clipping: float = key(
         1.0,
         "largest global L2 norm of the gradient; 0 = no clipping (DeepSpeed's default before 0.19.3)",
         check=AT_LEAST_0,
+        auto="args.max_grad_norm, or the default",
     )
     steps_per_print: int | None = key(
         None, "optimizer steps between progress lines of rank 0", check=AT_LEAST_1, shown_default="no lines"
@@ -194,6 +244,7 @@ class Config:
     scheduler: Scheduler | None = section(None, "the schedule, unless initialize(lr_scheduler=) brings one")
     zero_optimization: ZeroOptimization = section(ZeroOptimization, "sharding and offload")
     aio: Aio = section(Aio, "NVMe requests")
+    activation_checkpointing: ActivationCheckpointing = section(ActivationCheckpointing, "saved activations")
 
 
 # Keys that people bring along, and what to write instead.

@@ -67,13 +67,17 @@ class ZeroOptimization:
     offload_optimizer: OffloadOptimizer = section(OffloadOptimizer, "tier of the optimizer state")
     offload_param: OffloadParam = section(OffloadParam, "tier of the parameters")
     overlap_comm: bool | None = key(
-        None, "reduce gradients while backward runs (same bits either way)", shown_default="true (any stage)"
+        None,
+        "reduce gradients while backward runs (same bits either way)",
+        shown_default="true (any stage)",
+        auto="the default",
     )
     reduce_bucket_size: int | None = key(
         None,
         "elements per gradient bucket",
         check=POSITIVE,
         shown_default="as many as 25 MiB hold (DeepSpeed: 5e8)",
+        auto="the default (Hugging Face: hidden_size squared)",
     )
     allgather_partitions: bool = key(
         True,

@@ -18,6 +18,7 @@ from zcomm.config import BatchSizes, Config, ConfigWarning, load_with_notes, res
 from zcomm.config.optimizer_keys import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
 from zcomm.config.parse import Source
 from zcomm.data import Loader
+from zcomm.engine.auto import auto_values
 from zcomm.engine.engine import Engine
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ def initialize(
 ) -> tuple[Engine, ZeroOptimizer, Loader | None, Any]:
     """Join the job and wrap ``model`` for sharded training; the names and their order are DeepSpeed's.
 
-    args: a namespace whose ``deepspeed_config`` may name the configuration instead of ``config``.
+    args: a namespace whose ``deepspeed_config`` may name the configuration instead of ``config``, and whose attributes
+    (those of Hugging Face's TrainingArguments) fill in what is "auto" there; see docs/config.md.
     optimizer: None (the configuration's), a torch.optim instance or class, a callable of the parameters, or a name.
     model_parameters: the parameters, or groups of them, to train; None: all of the model that need gradients.
     training_data: a data set, for which a Loader of micro batches is made; batches stay on the CPU.
@@ -65,7 +67,8 @@ def initialize(
         if value is not None:
             raise NotImplementedError(f"initialize({name}=) is not supported: ranks form one data-parallel group")
     # Before joining: a typing error should not wait for other ranks.
-    settings, notes = load_with_notes(_config_source(args, config, config_params))
+    source = _config_source(args, config, config_params)
+    settings, notes = load_with_notes(source, auto_values(args, model, optimizer, source))
     comm = _join(distributed_port, dist_init_required)
     if comm.rank == 0:
         warn_of(notes)

@@ -22,6 +22,7 @@ from zcomm.engine import checkpoints
 from zcomm.engine.timers import PhaseTimers
 
 if TYPE_CHECKING:
+    from zcomm.activations import offload_activations
     from zcomm.comm import Communicator
     from zcomm.data import Loader
     from zcomm.zero import ZeroOptimizer
@@ -66,6 +67,7 @@ class Engine(nn.Module):
         self._boundary: bool | None = None
         self._last_loss: torch.Tensor | None = None
         self._destroyed = False
+        self._offload: offload_activations | None = None  # of activations; made by the first forward that needs it
         self._timers = PhaseTimers(config.wall_clock_breakdown, device)
         self._report_start = (time.perf_counter(), 0)  # when, and at how many samples, the last report was
 
@@ -75,7 +77,14 @@ class Engine(nn.Module):
         """Run the model."""
         self._check_alive("forward")
         with self._timers.phase("forward"):
-            return self.module(*args, **kwargs)
+            if not (self.config.activation_checkpointing.cpu_checkpointing and torch.is_grad_enabled()):
+                return self.module(*args, **kwargs)
+            if self._offload is None:
+                from zcomm.activations import offload_activations
+
+                self._offload = offload_activations()
+            with self._offload:
+                return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
         """Compute gradients of ``loss`` and start reducing them.
@@ -244,6 +253,8 @@ class Engine(nn.Module):
         if not self._destroyed:
             self._destroyed = True
             self.optimizer.close()
+            if self._offload is not None:
+                self._offload.close()
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -1,8 +1,8 @@
 """``import zcomm.compat.deepspeed as deepspeed``: the names that a DeepSpeed training script uses.
 
-Only names that zcomm serves are here; another one is an AttributeError that says so. Importing loads nothing heavy:
-the engine, ``zero``, ``comm``, ``moe`` (which refuses) and ``accelerator`` come when they are first used.
-A script that is not to be touched at all runs by ``python -m zcomm.compat.deepspeed script.py``.
+Only names that zcomm serves are here; another one is an AttributeError that says so. Importing loads nothing heavy: the
+engine, ``zero``, ``comm``, ``checkpointing``, ``moe`` (which refuses) and ``accelerator`` come when they are first
+used. A script that is not to be touched at all runs by ``python -m zcomm.compat.deepspeed script.py``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from zcomm import schedulers as lr_schedules
     from zcomm import zero
     from zcomm.comm import Communicator
-    from zcomm.compat.deepspeed import accelerator, comm, moe
+    from zcomm.compat.deepspeed import accelerator, checkpointing, comm, moe
     from zcomm.engine import Engine as DeepSpeedEngine
     from zcomm.engine import initialize
 
@@ -25,6 +25,7 @@ __all__ = [
     "DeepSpeedEngine",
     "accelerator",
     "add_config_arguments",
+    "checkpointing",
     "comm",
     "get_accelerator",
     "init_distributed",
@@ -117,7 +118,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("zcomm.engine").Engine
     if name == "get_accelerator":
         return importlib.import_module("zcomm.compat.deepspeed.accelerator").get_accelerator
-    if name in ("accelerator", "comm", "moe"):
+    if name in ("accelerator", "checkpointing", "comm", "moe"):
         return importlib.import_module(f"zcomm.compat.deepspeed.{name}")
     if name in ("zero", "lr_schedules"):
         return importlib.import_module("zcomm.zero" if name == "zero" else "zcomm.schedulers")

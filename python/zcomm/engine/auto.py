@@ -1,0 +1,78 @@
+"""What "auto" in a configuration stands for when ``initialize()`` is called directly: derived from its arguments.
+
+Hugging Face's Trainer writes its TrainingArguments over every "auto" before DeepSpeed reads the file. Here ``args`` may
+be such an object, or any namespace with some of its attributes; learning rates also come from the optimizer and the
+configuration, and precision from the model. What nothing tells is the key's default (config/parse.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from zcomm.config import Config
+from zcomm.config.parse import read_source
+
+
+def auto_values(args: Any, model: nn.Module, optimizer: Any, source: Any) -> dict[str, Any]:
+    """By dotted key the value of "auto"; None where nothing tells."""
+    rate = _first(args, "learning_rate", "lr")
+    betas = (_first(args, "adam_beta1"), _first(args, "adam_beta2"))
+    return {
+        "train_micro_batch_size_per_gpu": _first(args, "per_device_train_batch_size"),
+        "gradient_accumulation_steps": _first(args, "gradient_accumulation_steps"),
+        "gradient_clipping": _first(args, "max_grad_norm"),
+        "fp16.enabled": _precision(args, model, "fp16", torch.float16),
+        "bf16.enabled": _precision(args, model, "bf16", torch.bfloat16),
+        "optimizer.params.lr": rate,
+        "optimizer.params.betas": None if None in betas else betas,
+        "optimizer.params.eps": _first(args, "adam_epsilon"),
+        "optimizer.params.weight_decay": _first(args, "weight_decay"),
+        "scheduler.params.warmup_max_lr": _first_rate(optimizer, source) if rate is None else rate,
+        "scheduler.params.warmup_num_steps": _warmup(args),
+        "scheduler.params.total_num_steps": _positive(_first(args, "max_steps")),
+    }
+
+
+def _first(args: Any, *names: str) -> Any:
+    found = (args.get(name) if isinstance(args, Mapping) else getattr(args, name, None) for name in names)
+    return next((value for value in found if value is not None), None)
+
+
+def _positive(value: Any) -> Any:
+    """TrainingArguments has -1 and 0 for what is not said."""
+    return value if value is not None and value > 0 else None
+
+
+def _precision(args: Any, model: nn.Module, name: str, dtype: torch.dtype) -> bool:
+    said = _first(args, name)
+    if said is not None:
+        return bool(said)
+    if _first(args, "fp16", "bf16") is not None:
+        return False
+    return any(param.dtype == dtype for param in model.parameters())
+
+
+def _first_rate(optimizer: Any, source: Any) -> Any:
+    """Of the optimizer that was given, or of the configuration's own."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer.param_groups[0]["lr"]
+    if isinstance(source, Config):
+        return None
+    data: Any = read_source(source)[0]
+    for name in ("optimizer", "params", "lr"):
+        data = data.get(name) if isinstance(data, Mapping) else None
+    return None if data == "auto" else data
+
+
+def _warmup(args: Any) -> int | None:
+    steps, ratio, all_steps = (_first(args, name) for name in ("warmup_steps", "warmup_ratio", "max_steps"))
+    if steps is None and ratio is None:
+        return None
+    if not steps and ratio and _positive(all_steps):
+        steps = math.ceil(all_steps * ratio)
+    return max(1, int(steps or 0))

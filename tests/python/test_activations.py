@@ -1,0 +1,214 @@
+"""offload_activations: the same gradients, what it keeps where, and buffers that are used again."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zcomm
+
+WIDTH, ROWS = 48, 40
+ACTIVATION = 4 * WIDTH * ROWS
+
+
+class Net(nn.Module):
+    """Slices of one projection, a transposed view, an output that is saved, dropout, recomputed blocks."""
+
+    def __init__(self, recompute: str = "no") -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.inner = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(4))
+        self.register_buffer("mask", torch.tril(torch.ones(ROWS, ROWS)))
+
+    def block(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = layer(x).chunk(3, dim=-1)
+        weights = torch.softmax((q @ k.t()) * self.mask, dim=-1)
+        return x + F.dropout(torch.exp(-(weights @ v).square()), 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.inner:
+            if self.recompute == "no":
+                x = self.block(layer, x)
+            else:
+                x = checkpoint(self.block, layer, x, use_reentrant=self.recompute == "reentrant")
+        return x.square().mean()
+
+
+def made(recompute: str = "no") -> tuple[Net, torch.Tensor]:
+    torch.manual_seed(0)
+    return Net(recompute), torch.randn(ROWS, WIDTH, requires_grad=True)
+
+
+def gradients(net: Net, x: torch.Tensor, offload: Any = None, passes: int = 1) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    if offload is None:
+        loss = net(x)
+    else:
+        with offload:
+            loss = net(x)
+    for number in range(passes):
+        loss.backward(retain_graph=number + 1 < passes)
+    found = [param.grad for param in (*net.parameters(), x)]
+    for param in (*net.parameters(), x):
+        param.grad = None
+    assert all(grad is not None for grad in found)
+    return [grad for grad in found if grad is not None]
+
+
+@pytest.fixture(params=["cpu", "nvme"])
+def offload(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
+    made = zcomm.offload_activations(request.param, min_nbytes=1024, nvme_path=tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("recompute", ["no", "reentrant", "checkpoint"])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_gradients_have_the_same_bits(offload: Any, recompute: str, passes: int) -> None:
+    if recompute == "reentrant" and passes == 2:
+        pytest.skip("a reentrant checkpoint frees what it saved")
+    net, x = made(recompute)
+    plain = gradients(net, x, passes=passes)
+    for _ in range(3):
+        for a, b in zip(plain, gradients(net, x, offload, passes), strict=True):
+            assert torch.equal(a, b)
+    assert offload.stats()["offloaded_count"] >= 3 * 4
+    assert offload.stats()["offloaded_nbytes"] == 0, "backward has dropped all of it"
+
+
+def test_steps_after_the_first_allocate_nothing(offload: Any) -> None:
+    net, x = made()
+    seen = []
+    for _ in range(4):
+        gradients(net, x, offload)
+        stats = offload.stats()
+        seen.append((stats["buffer_nbytes"], stats["swap_nbytes"], stats["peak_nbytes"]))
+    assert len(set(seen[1:])) == 1 and seen[-1][2] >= 4 * ACTIVATION
+
+
+def test_every_byte_is_counted() -> None:
+    """What is saved of two layers: their inputs and tanh's output, which is the second one's input; each once."""
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    x = torch.randn(ROWS, WIDTH)
+    offload = zcomm.offload_activations(min_nbytes=0)
+    with offload:
+        loss = net(x).sum() + net[2](x).sum()
+    assert offload.stats()["offloaded_count"] == 2
+    assert offload.stats()["offloaded_nbytes"] == offload.stats()["peak_nbytes"] == 2 * ACTIVATION
+    assert offload.stats()["buffer_nbytes"] == 2 * -(-ACTIVATION // 4096) * 4096
+    loss.backward()
+    assert offload.stats()["offloaded_nbytes"] == 0
+    offload.close()
+    assert offload.stats()["buffer_nbytes"] == 0
+
+
+def test_what_stays() -> None:
+    net, x = made()
+    saved: list[Any] = []
+    offload = zcomm.offload_activations(min_nbytes=ACTIVATION + 1, keep=[net.mask])
+    pack = offload._pack
+
+    def spy(tensor: torch.Tensor) -> Any:
+        packed = pack(tensor)
+        saved.append((tensor.untyped_storage().nbytes(), tensor._base, tensor, packed is not tensor))
+        return packed
+
+    offload._pack = spy  # type: ignore[method-assign]
+    gradients(net, x, offload)
+    for nbytes, base, tensor, taken in saved:
+        stays = nbytes <= ACTIVATION or isinstance(base, nn.Parameter) or tensor.data_ptr() == net.mask.data_ptr()
+        assert taken != stays, f"{tuple(tensor.shape)} of {nbytes} bytes"
+    assert {taken for *_, taken in saved} == {True, False}
+    offload.close()
+
+
+def test_a_changed_tensor_is_another_one(offload: Any) -> None:
+    """Autograd refuses an activation that was changed in place; in the tier it is still what it was."""
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    with offload:
+        y = x * 2
+        first = y.square().sum()
+        with torch.no_grad():
+            y.mul_(3)
+        second = y.square().sum()
+    (first + second).backward()
+    # The saved values count: 2 * y each, with the y of its time.
+    assert torch.equal(x.grad, 2 * (2 * (x.detach() * 2)) + 2 * (2 * (x.detach() * 2 * 3)))
+
+
+def test_graphs_that_are_dropped_give_back(offload: Any) -> None:
+    net, x = made()
+    with offload:
+        loss = net(x)
+    assert offload.stats()["offloaded_nbytes"] > 0
+    del loss
+    gc.collect()
+    assert offload.stats()["offloaded_nbytes"] == 0
+    with offload, torch.no_grad():
+        net(x)
+    assert offload.stats()["offloaded_nbytes"] == 0
+
+
+def test_an_error_inside_leaves_the_hooks_alone(offload: Any) -> None:
+    net, x = made()
+    with pytest.raises(ZeroDivisionError), offload:
+        net(x)
+        raise ZeroDivisionError
+    net(x).backward()
+    assert offload.stats()["offloaded_nbytes"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"tier": "disk"}, "tier='disk'"),
+        ({"min_nbytes": -1}, "min_nbytes=-1"),
+        ({"tier": "nvme"}, "nvme_path"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        zcomm.offload_activations(**arguments)
+
+
+def test_closed_ones_say_so(tmp_path: Path) -> None:
+    offload = zcomm.offload_activations("nvme", nvme_path=tmp_path)
+    offload.close()
+    offload.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        offload.__enter__()
+
+
+@pytest.mark.parametrize("recompute", ["no", "reentrant", "checkpoint"])
+def test_in_stage_3_by_units(tmp_path: Path, recompute: str) -> None:
+    ends = []
+    for tier in (None, "cpu", "nvme"):
+        net, x = made(recompute)
+        opt = zcomm.ZeroOptimizer(net, stage=3, offload="nvme", nvme_path=tmp_path, lr=1e-2)
+        offload = None if tier is None else zcomm.offload_activations(tier, min_nbytes=1024, nvme_path=tmp_path)
+        for step in range(3):
+            torch.manual_seed(step)
+            if offload is None:
+                loss = net(x)
+            else:
+                with offload:
+                    loss = net(x)
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+        ends.append(opt.full_state_dict())
+        opt.close()
+        if offload is not None:
+            assert offload.stats()["offloaded_count"] >= 3 * 4
+            offload.close()
+    for other in ends[1:]:
+        assert all(torch.equal(value, ends[0][name]) for name, value in other.items())
+    zcomm.shutdown()
