@@ -51,6 +51,7 @@ CASES = [
     (3, "nvme", "bf16", "lion"),
     (2, "nvme", "fp16", "adamw"),
     (1, "none", "bf16", "sgd"),
+    (2, "nvme", "bf16", "adamw-8bit"),
 ]
 
 
@@ -66,8 +67,17 @@ def measure(folder: str) -> list[Any]:
     found = []
     for stage, offload, precision, name in CASES:
         model = Net()
+        kind, _, narrow = name.partition("-")
         opt = zcomm.ZeroOptimizer(
-            model, name, stage=stage, offload=offload, nvme_path=folder, precision=precision, bucket_mb=0.3, lr=1e-3
+            model,
+            kind,
+            stage=stage,
+            offload=offload,
+            nvme_path=folder,
+            precision=precision,
+            bucket_mb=0.3,
+            lr=1e-3,
+            **({"state_dtype": narrow} if narrow else {}),
         )
         before: dict[str, float] = {}
         for number in range(STEPS + 1):

@@ -135,7 +135,7 @@ def train(case: Case, folder: str, kind: str, way: str = "one", steps: int = 4) 
         opt.step()
         opt.zero_grad()
     weights = opt.full_state_dict()
-    frozen = {n: p.detach() for n, p in net.named_parameters() if not p.requires_grad}
+    frozen = {n: weights[n] for n, p in net.named_parameters() if not p.requires_grad}
     result = {"losses": losses, "weights": digest(weights), "frozen": digest(frozen), "passes": passes}
     opt.close()
     return result
@@ -195,8 +195,7 @@ def test_torch_has_the_same_numbers(tmp_path: Path, kind: str, way: str) -> None
             backward(net, 0, step, way, lambda loss, **more: loss.backward(**more))
             opt.step()
             opt.zero_grad()
-        names = {id(p): name for name, p in net.named_parameters()}
-        whole = opt.full_state_dict() if ours else {names[id(p)]: p.detach().clone() for p in trained}
+        whole = opt.full_state_dict() if ours else {name: p.detach().clone() for name, p in net.named_parameters()}
         ends.append(whole)
         if ours:
             opt.close()

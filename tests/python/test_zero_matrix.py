@@ -104,9 +104,8 @@ def train(row: Row, folder: str) -> dict[str, Any]:
         if (number + 1) % accum == 0:
             norms.append(float(opt.grad_norm).hex())
     arrays = {f"{n}.{k}": v.reshape(-1) for n, e in opt.state_dict()["state"].items() for k, v in e.items()}
-    frozen = {n: p.detach().reshape(-1) for n, p in net.named_parameters() if not p.requires_grad}
     skipped = opt.skipped_steps
-    result = {"losses": losses, "norms": norms, "bits": digest({**opt.full_state_dict(), **arrays, **frozen})}
+    result = {"losses": losses, "norms": norms, "bits": digest({**opt.full_state_dict(), **arrays})}
     opt.close()
     return {**result, "skipped": skipped}
 

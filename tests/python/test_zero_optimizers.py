@@ -21,6 +21,7 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any], float]] = {
     "adam": ("adam", {"lr": 1e-2, "weight_decay": 0.1}, 1e-4),
     "adamw": ("adamw", {"lr": 1e-2, "betas": (0.8, 0.95)}, 1e-4),
     "bf16 state": ("adam", {"lr": 1e-2, "state_dtype": torch.bfloat16}, 0.1),
+    "8-bit state": ("adam", {"lr": 1e-2, "state_dtype": "8bit"}, 0.3),
     "lion": ("lion", {"lr": 1e-3, "weight_decay": 0.1}, 1e-2),
     "sgd": ("sgd", {"lr": 0.1, "weight_decay": 0.01}, 1e-5),
     "momentum": ("sgd", {"lr": 0.1, "momentum": 0.9, "dampening": 0.3}, 1e-5),
@@ -75,12 +76,12 @@ def data(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(6, 24, generator=generator), torch.randn(6, 5, generator=generator)
 
 
-def small_tiles() -> None:
-    """Enough spans for the ring of windows to turn."""
+def small_tiles(kind: str) -> None:
+    """Enough spans for the ring of windows to turn; 8-bit state has blocks of 256."""
     import zcomm.zero.swapped
     import zcomm.zero.tile
 
-    zcomm.zero.tile.TILE_COUNT = 192
+    zcomm.zero.tile.TILE_COUNT = 256 if kind == "8-bit state" else 192
     zcomm.zero.swapped.SPAN_TILES, zcomm.zero.swapped.WINDOWS = 2, 4
 
 
@@ -100,7 +101,7 @@ def train(kind: str, precision: str, place: tuple[int, Any, float], folder: str)
     stage, offload, bucket_mb = place
     optimizer: Any = name
     wanted: Any = model
-    if kind == "bf16 state":
+    if "state_dtype" in options:
         optimizer, options = zcomm.optim.CPUAdam(groups(model), adamw=False, **options), {}
     elif TORCH[name] is not Lion64:
         optimizer, options = TORCH[name](groups(model), **options), {}
@@ -145,9 +146,9 @@ def reference(kind: str, world_size: int) -> dict[str, torch.Tensor]:
 
 def run_all(kinds: list[str], folder: str) -> list[tuple[str, float, dict[Any, str]]]:
     """Per optimizer: distance from torch's in float64; per place: a hash of the weights' bits."""
-    small_tiles()
     results = []
     for kind in kinds:
+        small_tiles(kind)
         weights = train(kind, "fp32", PLACES[0], folder)
         exact = reference(kind, zcomm.world_size())
         distance = max(float((weights[n].double() - exact[n]).norm() / exact[n].norm()) for n in exact)
@@ -175,7 +176,16 @@ def test_same_bits_everywhere_and_the_numbers_of_torch(run_ranks: Run, tmp_path:
 
 @pytest.mark.parametrize(
     ("kind", "arrays"),
-    [("adamw", 2), ("bf16 state", 2), ("lion", 1), ("sgd", 0), ("momentum", 1), ("adagrad", 1), ("rmsprop", 3)],
+    [
+        ("adamw", 2),
+        ("bf16 state", 2),
+        ("8-bit state", 2),
+        ("lion", 1),
+        ("sgd", 0),
+        ("momentum", 1),
+        ("adagrad", 1),
+        ("rmsprop", 3),
+    ],
 )
 def test_memory_follows_the_optimizers_arrays(tmp_path: Path, kind: str, arrays: int) -> None:
     name, options, _ = OPTIMIZERS[kind]
@@ -185,9 +195,10 @@ def test_memory_follows_the_optimizers_arrays(tmp_path: Path, kind: str, arrays:
             model, name, stage=2, offload="nvme", nvme_path=str(tmp_path), precision=precision, **options
         )
         numel = opt._live.geometry.count
-        size = 2 if kind == "bf16 state" else 4
+        size = {"bf16 state": 2, "8-bit state": 1}.get(kind, 4)
         formula = zcomm.zero.memory_formula(numel, 1, 2, precision, "nvme", state_arrays=arrays, array_nbytes=size)
-        assert formula["nvme"]["optimizer"] == numel * (size * arrays + low)
+        scales = 2 * 4 * numel // 256 if size == 1 else 0
+        assert formula["nvme"]["optimizer"] == numel * (size * arrays + low) + scales
         assert opt.memory()["nvme"]["optimizer"] == formula["nvme"]["optimizer"]
         opt.backward(model(torch.ones(1, 24, dtype=opt.precision.dtype)).float().sum())
         opt.step()
@@ -243,12 +254,13 @@ def test_what_is_not_available_is_said(
         zcomm.ZeroOptimizer(network(), optimizer, **arguments)
 
 
-def test_bf16_state_has_the_bits_of_the_optimizer_alone() -> None:
+@pytest.mark.parametrize("kind", [torch.bfloat16, "8bit"])
+def test_narrow_state_has_the_bits_of_the_optimizer_alone(kind: Any) -> None:
     """Chance follows from the step and the element's place in the param groups, as in CPUAdam."""
     plain, sharded = network(), network()
-    alone = zcomm.optim.CPUAdam(groups(plain), lr=0.1, state_dtype=torch.bfloat16)
+    alone = zcomm.optim.CPUAdam(groups(plain), lr=0.1, state_dtype=kind)
     opt = zcomm.ZeroOptimizer(
-        sharded, zcomm.optim.CPUAdam(groups(sharded), lr=0.1, state_dtype=torch.bfloat16), stage=2, bucket_mb=0.005
+        sharded, zcomm.optim.CPUAdam(groups(sharded), lr=0.1, state_dtype=kind), stage=2, bucket_mb=0.005
     )
     for step in range(4):
         x, y = data(step, 0)
@@ -258,7 +270,11 @@ def test_bf16_state_has_the_bits_of_the_optimizer_alone() -> None:
             optimizer.zero_grad()
     for a, b in zip(plain.parameters(), sharded.parameters(), strict=True):
         assert torch.equal(a, b)
-        assert torch.equal(alone.state[a]["exp_avg"].float(), zcomm.zero.full_optim_state(b, "exp_avg"))
+        assert torch.equal(alone.wide_state(a)[0], zcomm.zero.full_optim_state(b, "exp_avg"))
+    again = zcomm.optim.CPUAdam(groups(network()), lr=0.1, state_dtype=kind)
+    again.load_state_dict(opt.state_dict())
+    for a, b in zip(alone.state.values(), again.state.values(), strict=True):
+        assert all(torch.equal(a[key].float(), b[key].float()) for key in ("exp_avg", "exp_avg_sq")), "into the class"
     opt.close()
     zcomm.shutdown()
 

@@ -40,7 +40,9 @@ def add_parser(commands: _SubParsersAction[Parser]) -> None:
     parser.add_argument("--world", type=_list(int), default=[1, 2], help="ranks, all on this host; default 1,2")
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32")
     parser.add_argument(
-        "--optimizer", choices=("adamw", "adam", "lion", "adagrad", "sgd", "sgd-momentum"), default="adamw"
+        "--optimizer",
+        choices=("adamw", "adam", "adamw-8bit", "lion", "adagrad", "sgd", "sgd-momentum"),
+        default="adamw",
     )
     parser.add_argument("--bucket-mb", type=float, default=25.0)
     parser.add_argument("--accum", type=int, default=1, help="micro-steps per step")

@@ -13,17 +13,18 @@ import torch
 from torch import nn
 
 from zcomm import _core
-from zcomm.zero.geometry import Geometry
+from zcomm.layout import ALIGN
+from zcomm.optim.fused import STATE_BLOCK
 from zcomm.zero.gradients import SLOTS
 from zcomm.zero.memory import Memory, empty_memory, memory_formula
 from zcomm.zero.options import Offload, as_offload, as_precision, check_stage
+from zcomm.zero.sections import Sections, frozen_of
 from zcomm.zero.sources import WINDOWS as PARAM_WINDOWS
 from zcomm.zero.swapped import WINDOWS as STATE_WINDOWS
 from zcomm.zero.swapped import place
 from zcomm.zero.tile import TileForm
-from zcomm.zero.unit_choice import choose_units
 
-ARRAYS = {"adamw": 2, "adam": 2, "lion": 1, "adagrad": 1, "sgd": 0, "sgd-momentum": 1}
+ARRAYS = {"adamw": 2, "adam": 2, "adamw-8bit": 2, "lion": 1, "adagrad": 1, "sgd": 0, "sgd-momentum": 1}
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,10 @@ def estimate(
     if optimizer not in ARRAYS:
         raise ValueError(f"optimizer={optimizer!r}; known here: {', '.join(ARRAYS)}")
     arrays = tuple(str(k) for k in range(ARRAYS[optimizer]))
-    form = TileForm(arrays, kind.dtype)
+    form = TileForm(arrays, kind.dtype, torch.uint8 if optimizer.endswith("-8bit") else torch.float32)
     if isinstance(model, int):
-        memory = memory_formula(model, world_size, stage, precision, where, state_arrays=len(arrays))
+        size = form.state_dtype.itemsize
+        memory = memory_formula(model, world_size, stage, precision, where, state_arrays=len(arrays), array_nbytes=size)
         state, params = memory["nvme"]["optimizer"], memory["nvme"]["parameters"]
         exact = False
     else:
@@ -109,35 +111,38 @@ class _Layout:
         prefetch: int,
     ) -> None:
         trained = [param for param in model.parameters() if param.requires_grad]
-        self.by_unit = stage == 3 and where.params == "nvme"
-        shapes = [[param.shape for param in trained]]
-        if self.by_unit:
-            shapes = [[param.shape for param in choice.params] for choice in choose_units(model, trained)]
-        self.geometry = Geometry(shapes, world_size, int(bucket_mb * 2**20), dtype.itemsize)
+        frozen = frozen_of(model, trained)
+        self.whole_frozen = 0 if stage == 3 else sum(param.numel() for param in frozen)
+        self.sections = Sections(model, trained, frozen if stage == 3 else [], stage, where, shared=True)
+        self.geometry = self.sections.geometry(
+            world_size, int(bucket_mb * 2**20), dtype.itemsize, STATE_BLOCK if form.coded else ALIGN
+        )
         self.stage, self.where, self.world_size, self.dtype = stage, where, world_size, dtype
         self.form, self.prefetch = form, prefetch
 
     def memory(self) -> Memory:
         found = empty_memory()
-        geometry, item = self.geometry, self.dtype.itemsize
+        geometry, item, by_unit = self.geometry, self.dtype.itemsize, self.sections.by_unit
         largest = max((bucket.count for bucket in geometry.buckets), default=0)
         found["device"]["slots"] = min(SLOTS, len(geometry.buckets)) * largest * item
         found["device"]["gradients"] = 4 * (geometry.count if self.stage <= 1 else geometry.shard_count)
-        tier = self.where.params or "device"
-        if self.by_unit:
-            found[tier]["parameters"] = geometry.shard_count * item
+        tiers = [self.sections.list[bucket.section].weights for bucket in geometry.every]
+        for tier in set(tiers):
+            mine = [bucket for bucket, other in zip(geometry.every, tiers, strict=True) if other == tier]
+            sharers = 1 if by_unit or self.stage == 0 else self.world_size
+            kept = sum(bucket.shard_count if by_unit else bucket.count for bucket in mine)
+            found[tier]["parameters"] += kept * item // sharers
+        found["device"]["parameters"] += self.whole_frozen * item
+        if by_unit:
             found["device"]["slots"] += self._unit_slots()
-            shard = max((bucket.shard_count for bucket in geometry.buckets), default=0) * item
-            found["cpu"]["slots"] += PARAM_WINDOWS * _pages(shard)
-        else:
-            whole = geometry.count * item
-            found[tier]["parameters"] = whole if self.stage == 0 else whole // self.world_size
+            on_drive = [b.shard_count for b, tier in zip(geometry.every, tiers, strict=True) if tier == "nvme"]
+            found["cpu"]["slots"] += PARAM_WINDOWS * _pages(max(on_drive, default=0) * item)
         self._state(found)
         return found
 
     def _unit_slots(self) -> int:
         """The slots are one copy for the ranks of a host."""
-        units = [sum(self.geometry.buckets[b].count for b in buckets) for buckets in self.geometry.unit_buckets]
+        units = [sum(self.geometry.every[b].count for b in buckets) for buckets in self.geometry.unit_buckets]
         nbytes = [_pages(count * self.dtype.itemsize) for count in units]
         blocks = nbytes[1:]
         slots = min(self.prefetch + 2, len(blocks)) * max(blocks, default=0)
@@ -146,17 +151,20 @@ class _Layout:
     def _state(self, found: Memory) -> None:
         geometry, where, form = self.geometry, self.where, self.form
         counts = [bucket.count if self.stage == 0 else bucket.shard_count for bucket in geometry.buckets]
-        total = form.nbytes(sum(counts))
-        if where.optimizer != "nvme" or not form.element_nbytes:
-            offloaded = round(total * where.fraction) if where.optimizer else 0
-            found["cpu"]["optimizer"] += offloaded
-            found["device"]["optimizer"] += total - offloaded
+        tiers = [self.sections.list[bucket.section].state for bucket in geometry.buckets]
+        on_device = form.nbytes(sum(count for count, tier in zip(counts, tiers, strict=True) if tier == "device"))
+        offloaded = form.nbytes(sum(counts)) - on_device
+        if "nvme" not in tiers or not form.element_nbytes:
+            kept = round(offloaded * where.fraction)
+            found["cpu"]["optimizer"] += kept
+            found["device"]["optimizer"] += on_device + offloaded - kept
             return
-        spans, is_swapped = place(counts, where.fraction)
+        spans, is_swapped = place(counts, tiers, where.fraction)
         swapped = [count for (_, _, count), on_drive in zip(spans, is_swapped, strict=True) if on_drive]
         on_drive = form.nbytes(sum(swapped))
         found["nvme"]["optimizer"] += on_drive
-        found["cpu"]["optimizer"] += total - on_drive
+        found["cpu"]["optimizer"] += offloaded - on_drive
+        found["device"]["optimizer"] += on_device
         windows = min(STATE_WINDOWS, len(swapped))
         found["cpu"]["slots"] += windows * _pages(form.nbytes(max(swapped, default=0)))
 

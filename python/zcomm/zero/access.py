@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from zcomm.optim.fused import STATE_BLOCK
 from zcomm.zero.geometry import FlatBucket
-from zcomm.zero.tile import cut
+from zcomm.zero.tile import Coded, cut, decoded, encoded
 
 if TYPE_CHECKING:
     from zcomm.zero.build import Parts
@@ -30,11 +31,16 @@ class Piece:
     inside: slice
     flat: slice
 
+    @property
+    def count(self) -> int:
+        """Elements of the tile."""
+        return int(self.tile.stop) - int(self.tile.start)
+
 
 def pieces(parts: Parts, index: int) -> Iterator[Piece]:
     """What this rank keeps of parameter ``index``, tile by tile."""
     place = parts.geometry.places[index]
-    bucket = parts.geometry.buckets[place.bucket]
+    bucket = parts.geometry.bucket_of(index)
     part = parts.store.part(bucket)
     begin, end = place.offset - part.start, place.offset + place.count - part.start  # relative to the shard
     for tile in cut(part.stop - part.start):
@@ -59,18 +65,19 @@ def _whole(parts: Parts, index: int, local: torch.Tensor, replicated: bool, root
 
 
 def _replicated(parts: Parts, index: int) -> bool:
-    bucket = parts.geometry.buckets[parts.geometry.places[index].bucket]
+    bucket = parts.geometry.bucket_of(index)
     part = parts.store.part(bucket)
     return bool(part.stop - part.start == bucket.count)
 
 
 def master(parts: Parts, index: int, root: int | None = None) -> torch.Tensor | None:
-    """The exact fp32 master of a parameter, a copy. root: only that rank gets it, the others None."""
+    """The exact fp32 master of a parameter (the weight itself of a frozen one), a copy. root: only that rank gets it,
+    the others None."""
     form = parts.state.form
     local = torch.zeros(parts.geometry.places[index].count)
     for piece in pieces(parts, index):
         weight = parts.store.load(piece.bucket)[piece.tile]
-        if form.dtype == torch.float32:
+        if form.dtype == torch.float32 or parts.geometry.is_frozen(index):
             local[piece.flat] = weight[piece.inside]
             continue
         with parts.state.tile(piece.bucket.index, piece.tile) as state:
@@ -79,12 +86,15 @@ def master(parts: Parts, index: int, root: int | None = None) -> torch.Tensor | 
 
 
 def array(parts: Parts, index: int, key: str, root: int | None = None) -> torch.Tensor | None:
-    """An array of a parameter's optimizer state, a copy."""
+    """An array of a parameter's optimizer state, an fp32 copy."""
     form = parts.state.form
     local = torch.zeros(parts.geometry.places[index].count)
     for piece in pieces(parts, index):
         with parts.state.tile(piece.bucket.index, piece.tile) as state:
-            local[piece.flat] = form.array(state, piece.tile.stop - piece.tile.start, key)[piece.inside]
+            if form.coded:
+                local[piece.flat] = decoded(form.codes(state, piece.count, piece.inside))[key]
+            else:
+                local[piece.flat] = form.array(state, piece.count, key)[piece.inside]
     return _whole(parts, index, local, _replicated(parts, index), root)
 
 
@@ -94,7 +104,7 @@ def set_master(parts: Parts, index: int, read: Callable[[slice], torch.Tensor]) 
     for piece in pieces(parts, index):
         whole = parts.store.load(piece.bucket)
         weight = whole[piece.tile]
-        if form.dtype == torch.float32:
+        if form.dtype == torch.float32 or parts.geometry.is_frozen(index):
             weight[piece.inside] = read(piece.flat)
         else:
             with parts.state.tile(piece.bucket.index, piece.tile, store=True) as state:
@@ -112,7 +122,7 @@ def change(parts: Parts, index: int, value: torch.Tensor) -> None:
         whole = parts.store.load(piece.bucket)
         weight = whole[piece.tile]
         new = value[piece.flat]
-        if form.dtype == torch.float32:
+        if form.dtype == torch.float32 or parts.geometry.is_frozen(index):
             weight[piece.inside] = new
         elif bool((changed := weight[piece.inside].view(torch.int16) != new.view(torch.int16)).any()):
             with parts.state.tile(piece.bucket.index, piece.tile, store=True) as state:
@@ -122,18 +132,66 @@ def change(parts: Parts, index: int, value: torch.Tensor) -> None:
         parts.store.save(piece.bucket, whole)
 
 
-def set_array(parts: Parts, index: int, key: str, read: Callable[[slice], torch.Tensor]) -> None:
-    """Make ``read(elements)``, fp32, this rank's part of a state array."""
+def codes(parts: Parts, index: int, root: int | None = None) -> Coded | None:
+    """8-bit optimizer state of a parameter as it is, a copy."""
+    form, count = parts.state.form, parts.geometry.places[index].count
+    local: Coded = {"scales": torch.zeros(-(-count // STATE_BLOCK), len(form.arrays))}
+    local |= {key: torch.zeros(count, dtype=torch.uint8) for key in form.arrays}
+    for piece in pieces(parts, index):
+        with parts.state.tile(piece.bucket.index, piece.tile) as state:
+            for key, value in form.codes(state, piece.count, piece.inside).items():
+                local[key][_of_key(key, piece.flat)] = value
+    if not _replicated(parts, index):
+        for key, value in local.items():  # zeros where other ranks keep the elements
+            bits = value.view(torch.int32) if key == "scales" else value
+            name = f"whole {key} of {parts.names[index]}"
+            if root is None:
+                parts.comm.all_reduce(bits, name=name)
+            else:
+                parts.comm.reduce(bits, root=root, name=name)
+    if root is not None and root != parts.comm.rank:
+        return None
+    shape = parts.geometry.places[index].shape
+    return {key: value if key == "scales" else value.view(shape) for key, value in local.items()}
+
+
+def _of_key(key: str, elements: slice) -> slice:
+    """The blocks of ``elements`` where ``key`` has one entry for each."""
+    if key != "scales":
+        return elements
+    return slice(elements.start // STATE_BLOCK, -(-elements.stop // STATE_BLOCK))
+
+
+def set_codes(parts: Parts, index: int, read: Callable[[str, slice], torch.Tensor]) -> None:
+    """Make ``read(key, elements)`` this rank's part of 8-bit state; for "scales" it gives those of their blocks."""
     form = parts.state.form
     for piece in pieces(parts, index):
         with parts.state.tile(piece.bucket.index, piece.tile, store=True) as state:
-            form.array(state, piece.tile.stop - piece.tile.start, key)[piece.inside] = read(piece.flat)
+            for key, value in form.codes(state, piece.count, piece.inside).items():
+                value.copy_(read(key, _of_key(key, piece.flat)).view(value.shape))
+
+
+def set_arrays(parts: Parts, index: int, reads: dict[str, Callable[[slice], torch.Tensor]]) -> None:
+    """Make ``reads[key](elements)``, fp32, this rank's part of state arrays."""
+    form = parts.state.form
+    for piece in pieces(parts, index):
+        with parts.state.tile(piece.bucket.index, piece.tile, store=True) as state:
+            if form.coded:
+                now = form.codes(state, piece.count, piece.inside)
+                wide = decoded(now)
+                for key, read in reads.items():
+                    wide[key].copy_(read(piece.flat))
+                for key, value in encoded(wide).items():
+                    now[key].copy_(value)
+                continue
+            for key, read in reads.items():
+                form.array(state, piece.count, key)[piece.inside] = read(piece.flat)
 
 
 def _shard_of_gradient(parts: Parts, index: int) -> Iterator[tuple[torch.Tensor, slice]]:
     """This rank's elements in its gradient shard, and which of the parameter they are; whatever the stage."""
     place = parts.geometry.places[index]
-    bucket = parts.geometry.buckets[place.bucket]
+    bucket = parts.geometry.bucket_of(index)
     shard = bucket.shard(parts.comm.rank)
     low, high = max(place.offset, shard.start), min(place.offset + place.count, shard.stop)
     if low < high:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from zcomm.comm import Communicator
+from zcomm.zero.sections import frozen_of, names_of
 
 if TYPE_CHECKING:
     from zcomm.zero.optimizer import ZeroOptimizer
@@ -25,16 +26,20 @@ _SHOWN = 6
 
 def check(optimizer: ZeroOptimizer, comm: Communicator, model: nn.Module | None, **options: Any) -> None:
     """Collective. Raises: ValueError on every rank, with what differs from rank 0 and where."""
+    offload = optimizer.offload
     options |= {
         "optimizer": optimizer.rule.name,
         "stage": optimizer.stage,
         "precision": optimizer.precision.name,
-        "tier of parameters": optimizer.offload.params,  # it decides the units; that of the state is each rank's own
+        # It decides the units; that of the state is each rank's own, but where it goes by parameter.
+        "tier of parameters": None if callable(offload.params) else offload.params,
         "clip_norm": optimizer.clip_norm,
         "grad_accum": optimizer.grad_accum,
         "loss_scale": optimizer.loss_scale,
     }
     lines = [*((name, str(value)) for name, value in options.items()), *_describe(model, optimizer.param_groups)]
+    if callable(offload.optimizer) or callable(offload.params):
+        lines += _tiers(optimizer, model)
     text = json.dumps(lines).encode()
     digest = torch.tensor(list(hashlib.sha256(text).digest()), dtype=torch.uint8)
     rows = _rows(comm, digest, "model and options: digest")
@@ -74,6 +79,19 @@ def _describe(model: nn.Module | None, groups: Sequence[Mapping[str, Any]]) -> l
         kind = "" if buffer.is_floating_point() else f", {buffer.dtype}"
         lines.append((f"buffer {name}", f"{list(buffer.shape)}{kind}"))
     return lines
+
+
+def _tiers(optimizer: ZeroOptimizer, model: nn.Module | None) -> list[tuple[str, str]]:
+    """They decide what lies together."""
+    trained = [param for group in optimizer.param_groups for param in group["params"]]
+    names, offload = names_of(model, trained), optimizer.offload
+    every = [*trained, *frozen_of(model, trained)]
+    state = {id(param): offload.state_tier(names[id(param)], param) for param in trained}
+    weights = {id(param): offload.param_tier(names[id(param)], param) for param in every}
+    return [
+        (f"tier of {names[key]}", f"{weights[key]}" + (f" (state: {state[key]})" if key in state else ""))
+        for key in weights
+    ]
 
 
 def _rows(comm: Communicator, mine: torch.Tensor, name: str) -> torch.Tensor:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,27 +13,29 @@ from zcomm import _core, swap_tuning
 from zcomm.comm import Communicator
 from zcomm.offload import StrPath, as_paths, close_at_exit, say_fallbacks
 from zcomm.zero import deferred
-from zcomm.zero.geometry import FlatBucket, Geometry
+from zcomm.zero.geometry import Geometry
 from zcomm.zero.gradients import GradientReducer
 from zcomm.zero.norm import GradientNorm
 from zcomm.zero.options import Offload, Precision
 from zcomm.zero.parameters import ParameterStore, PrivateStore, SharedStore
 from zcomm.zero.rules import Rule
-from zcomm.zero.sources import RamSource, ShardSource, SwapSource
-from zcomm.zero.state import RamState, Run, ShardState
+from zcomm.zero.sections import Sections, frozen_of, names_of
+from zcomm.zero.sources import make_source
+from zcomm.zero.start import start
+from zcomm.zero.state import RamState, ShardState
 from zcomm.zero.swapped import SwappedState, swap_nbytes
 from zcomm.zero.tile import TileForm
-from zcomm.zero.unit_choice import UnitChoice, choose_units, tensors_in
+from zcomm.zero.unit_choice import tensors_in
 from zcomm.zero.unit_hooks import UnitHooks
 from zcomm.zero.units import UnitStore
 
 
 @dataclass
 class Parts:
-    """What one ZeroOptimizer owns. Parameters are numbered in the order of ``names``; ``index_of`` is by id(),
-    ``group_of`` by number. ``runs``: per bucket, (begin, end, group) of this rank's part;
-    ``param_runs``: with the parameter instead, where the rule is indexed. ``first_index``: by number, elements before
-    it in the param groups."""
+    """What one ZeroOptimizer owns. Parameters are numbered in the order of ``names``, frozen ones that the store has
+    last; ``index_of`` is by id(), ``group_of`` by number. ``runs``: per bucket, (begin, end, group) of this rank's
+    part; ``param_runs``: with the parameter instead, where the rule is indexed. ``first_index``: by number, elements
+    before it in the param groups."""
 
     model: nn.Module | None
     names: list[str]
@@ -58,6 +59,12 @@ class Parts:
     def allocation_count(self) -> int:
         count: int = self.comm.memory()["allocation_count"] + self.arena.stats()["allocation_count"]
         return count
+
+    def whole_frozen(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Floating parameters of the model that are neither trained nor in the store, by name."""
+        for name, param in self.model.named_parameters() if self.model is not None else ():
+            if id(param) not in self.index_of and param.is_floating_point():
+                yield name, param
 
     def close(self) -> None:
         """After failures too: no part waits for another rank."""
@@ -89,74 +96,50 @@ def build_parts(
     prefetch: int,
     overlap: bool,
     share_parameters: bool,
+    taken: set[int],
 ) -> Parts:
-    """Collective. Parameters are numbered unit by unit, in order of registration."""
-    share_parameters = (
-        share_parameters and job.backend == "shm"
-    )  # others have ranks that cannot see each other's memory
+    """Collective. Parameters are numbered section by section, in order of registration. taken: by id(), what other
+    optimizers have."""
+    shared = share_parameters and job.backend == "shm"  # others have ranks that cannot see each other's memory
     arena = _core.PinnedArena()
     params = [param for group in groups for param in group["params"]]
-    _check_params(params, _names(model, params))
-    by_unit = stage == 3 and (offload.params == "nvme" or not share_parameters)
-    choices = _choose(model, params) if by_unit else [UnitChoice("all", [], _registered(model, params))]
-    ordered = [param for choice in choices for param in choice.params]
-    shapes = [[param.shape for param in choice.params] for choice in choices]
-    geometry = Geometry(shapes, job.world_size, bucket_nbytes, precision.param_nbytes)
-    numbers = {id(param): number for number, group in enumerate(groups) for param in group["params"]}
-
+    frozen = frozen_of(model, params, taken) if stage == 3 else []
+    _check_params(model, params, frozen)
+    sections = Sections(model, params, frozen, stage, offload, shared)
+    geometry = sections.geometry(job.world_size, bucket_nbytes, precision.param_nbytes, rule.align)
     form = TileForm(rule.arrays, precision.dtype, rule.state_dtype)
-    swaps_state = offload.optimizer == "nvme" and form.element_nbytes > 0
-    swap = None
-    if swaps_state or offload.params == "nvme":  # before all other memory: a full disk is said first
-        assert nvme_path is not None
-        paths = as_paths(nvme_path)
-        tuned = swap_tuning.load(paths[0]) if paths else swap_tuning.SwapTuning()
-        nbytes = _swap_nbytes(geometry, offload, form, stage)
-        swap = _core.SwapFile(paths, nbytes=nbytes, block_nbytes=tuned.block_nbytes, depth=tuned.depth)
-        say_fallbacks(swap)
-        close_at_exit(swap)  # also when what follows is interrupted
+    swap = _open_swap(geometry, sections, offload, form, stage, nvme_path)
     comm = job.duplicate()  # gradients and parameters keep an order of their own beside the caller's collectives
-
-    tier = offload.params or "device"
-    store: ParameterStore
-    if by_unit:
-        source = _source(geometry, precision.dtype, arena, swap, tier)
-        units = [choice.name for choice in choices]
-        store = UnitStore(ordered, geometry, comm, precision.dtype, units, source, share_parameters, prefetch)
-    elif stage >= 1 and share_parameters:
-        store = SharedStore(ordered, geometry, comm, precision.dtype)
-    else:
-        store = PrivateStore(ordered, geometry, comm, precision.dtype, replicated=stage == 0)
-    if stage == 3 and tier == "cpu":
-        store.tier = "cpu"
-
+    store = _make_store(sections, geometry, comm, precision.dtype, arena, swap, stage, shared, prefetch)
     counts = [part.stop - part.start for part in map(store.part, geometry.buckets)]
+    tiers = [sections.list[bucket.section].state for bucket in geometry.buckets]
     state: ShardState
-    if swaps_state:
-        assert swap is not None
-        state = SwappedState(counts, precision.dtype, rule, arena, swap, offload.fraction)
+    if swap is not None and "nvme" in tiers and form.element_nbytes:
+        state = SwappedState(counts, tiers, precision.dtype, rule, arena, swap, offload.fraction)
     else:
-        state = RamState(counts, precision.dtype, rule, arena, offload)
-    group_of = [numbers[id(param)] for param in ordered]
+        state = RamState(counts, tiers, precision.dtype, rule, arena, offload.fraction)
+    numbers = {id(param): number for number, group in enumerate(groups) for param in group["params"]}
+    trained = sections.params[: geometry.trained_count]
+    group_of = [numbers[id(param)] for param in trained]
     runs = [geometry.runs(bucket, store.part(bucket), group_of) for bucket in geometry.buckets]
     param_runs = None
     if rule.indexed:
-        each = range(len(ordered))
+        each = range(len(trained))
         param_runs = [geometry.runs(bucket, store.part(bucket), each) for bucket in geometry.buckets]
     values = [rule.initial({**rule.defaults, **group}) for group in groups]
     initial = [[(begin, end, values[group]) for begin, end, group in of_bucket] for of_bucket in runs]
-    _start(model, ordered, geometry, comm, store, state, initial, precision.dtype)
+    start(model, sections.params, sections.names, geometry, comm, store, state, initial, precision.dtype)
 
-    names = _names(model, ordered)
-    reducer = GradientReducer(ordered, geometry, comm, precision.dtype, stage <= 1, overlap, names)
+    names = sections.names[: len(trained)]
+    reducer = GradientReducer(trained, geometry, comm, precision.dtype, stage <= 1, overlap, names)
     hooks = None
     if isinstance(store, UnitStore):
         assert model is not None
-        hooks = UnitHooks(model, choices, store)
+        hooks = UnitHooks(model, sections.choices, store)
     return Parts(
         model=model,
-        names=names,
-        index_of={id(param): index for index, param in enumerate(ordered)},
+        names=sections.names,
+        index_of={id(param): index for index, param in enumerate(sections.params)},
         group_of=group_of,
         geometry=geometry,
         comm=comm,
@@ -167,11 +150,61 @@ def build_parts(
         norm=GradientNorm(comm),
         runs=runs,
         param_runs=param_runs,
-        first_index=_first_indices(ordered, params, geometry),
+        first_index=_first_indices(trained, params, geometry),
         swap=swap,
         hooks=hooks,
         output_hook=None if model is None else model.register_forward_hook(_announcer(reducer)),
     )
+
+
+def _open_swap(
+    geometry: Geometry,
+    sections: Sections,
+    offload: Offload,
+    form: TileForm,
+    stage: int,
+    nvme_path: StrPath | Sequence[StrPath] | None,
+) -> _core.SwapFile | None:
+    """Before all other memory: a full disk is said first. None where nothing is swapped."""
+    if not sections.uses_nvme:
+        return None
+    if nvme_path is None:
+        raise ValueError("offload to 'nvme' needs nvme_path, a directory on the drive to swap to")
+    page = _core.page_nbytes()  # at which extents begin
+    shards = [b.shard_count for b in geometry.every if sections.list[b.section].weights == "nvme"]
+    nbytes = sum(count * form.dtype.itemsize + page for count in shards)
+    counts = [bucket.count if stage == 0 else bucket.shard_count for bucket in geometry.buckets]
+    tiers = [sections.list[bucket.section].state for bucket in geometry.buckets]
+    nbytes += swap_nbytes(counts, tiers, offload.fraction, form)
+    if not shards and not form.element_nbytes:
+        return None  # a rule without state
+    paths = as_paths(nvme_path)
+    tuned = swap_tuning.load(paths[0]) if paths else swap_tuning.SwapTuning()
+    swap = _core.SwapFile(paths, nbytes=nbytes, block_nbytes=tuned.block_nbytes, depth=tuned.depth)
+    say_fallbacks(swap)
+    close_at_exit(swap)  # also when what follows is interrupted
+    return swap
+
+
+def _make_store(
+    sections: Sections,
+    geometry: Geometry,
+    comm: Communicator,
+    dtype: torch.dtype,
+    arena: _core.PinnedArena,
+    swap: _core.SwapFile | None,
+    stage: int,
+    shared: bool,
+    prefetch: int,
+) -> ParameterStore:
+    tiers = [sections.list[bucket.section].weights for bucket in geometry.every]
+    if sections.by_unit:
+        source = make_source(geometry.every, geometry.buckets, tiers, dtype, arena, swap)
+        units = [choice.name for choice in sections.choices]
+        return UnitStore(sections.params, geometry, comm, dtype, tiers, units, source, shared, prefetch)
+    if stage >= 1 and shared:
+        return SharedStore(sections.params, geometry, comm, dtype, tiers)
+    return PrivateStore(sections.params, geometry, comm, dtype, tiers, replicated=stage == 0)
 
 
 def _announcer(reducer: GradientReducer) -> Callable[..., None]:
@@ -185,18 +218,9 @@ def _announcer(reducer: GradientReducer) -> Callable[..., None]:
     return announce
 
 
-def _source(
-    geometry: Geometry, dtype: torch.dtype, arena: _core.PinnedArena, swap: _core.SwapFile | None, tier: str
-) -> ShardSource:
-    if tier != "nvme":
-        return RamSource(geometry, dtype, tier, arena)
-    assert swap is not None
-    return SwapSource(geometry, dtype, arena, swap)
-
-
 def _first_indices(ordered: Sequence[nn.Parameter], grouped: Sequence[torch.Tensor], geometry: Geometry) -> list[int]:
     """Elements before each parameter in the order of the param groups, which does not depend on the stage."""
-    counts = {id(param): place.count for param, place in zip(ordered, geometry.places, strict=True)}
+    counts = {id(param): place.count for param, place in zip(ordered, geometry.places, strict=False)}
     first: dict[int, int] = {}
     at = 0
     for param in grouped:
@@ -205,9 +229,11 @@ def _first_indices(ordered: Sequence[nn.Parameter], grouped: Sequence[torch.Tens
     return [first[id(param)] for param in ordered]
 
 
-def _check_params(params: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+def _check_params(model: nn.Module | None, params: Sequence[nn.Parameter], frozen: Sequence[nn.Parameter]) -> None:
     seen: set[int] = set()
-    for number, (param, name) in enumerate(zip(params, names, strict=True)):
+    names = names_of(model, params)
+    for number, param in enumerate((*params, *frozen)):
+        name = names[id(param)]
         where = f"parameter {number} of shape {tuple(param.shape)}"
         if id(param) in seen:
             raise ValueError(f"{where} is in the param groups twice")
@@ -218,107 +244,3 @@ def _check_params(params: Sequence[torch.Tensor], names: Sequence[str]) -> None:
             raise NotImplementedError(f"{where} is on {param.device}; this version trains on the CPU")
         if not param.dtype.is_floating_point:
             raise ValueError(f"{where} is {param.dtype}; only floating-point parameters can be trained")
-
-
-def _registered(model: nn.Module | None, params: list[nn.Parameter]) -> list[nn.Parameter]:
-    """``params`` in the order of the model, so that the flat index does not depend on the param groups."""
-    if model is None:
-        return params
-    wanted = {id(param) for param in params}
-    ordered = [param for param in model.parameters() if id(param) in wanted]
-    if len(ordered) != len(params):
-        raise ValueError(f"{len(params) - len(ordered)} parameter(s) of the param groups are not the model's")
-    return ordered
-
-
-def _choose(model: nn.Module | None, params: list[nn.Parameter]) -> list[UnitChoice]:
-    assert model is not None
-    return choose_units(model, _registered(model, params))
-
-
-def _names(model: nn.Module | None, params: Sequence[nn.Parameter]) -> list[str]:
-    names = {id(p): name for name, p in model.named_parameters()} if model is not None else {}
-    return [names.get(id(param), f"parameter.{index}") for index, param in enumerate(params)]
-
-
-def _swap_nbytes(geometry: Geometry, offload: Offload, form: TileForm, stage: int) -> int:
-    """What the swap file will hold; extents begin at pages."""
-    nbytes = 0
-    if offload.optimizer == "nvme":
-        counts = [bucket.count if stage == 0 else bucket.shard_count for bucket in geometry.buckets]
-        nbytes += swap_nbytes(counts, offload.fraction, form)
-    if offload.params == "nvme":
-        nbytes += geometry.shard_count * form.dtype.itemsize + len(geometry.buckets) * _core.page_nbytes()
-    return nbytes
-
-
-def _start(
-    model: nn.Module | None,
-    params: Sequence[nn.Parameter],
-    geometry: Geometry,
-    comm: Communicator,
-    store: ParameterStore,
-    state: ShardState,
-    initial: Sequence[Sequence[Run]],
-    dtype: torch.dtype,
-) -> None:
-    """Rank 0's weights become everybody's, bucket by bucket, so that the model never exists a second time."""
-    names = _names(model, params)
-    memory = torch.zeros(max((bucket.count for bucket in geometry.buckets), default=0))
-    with torch.no_grad():
-        for bucket in geometry.buckets:
-            master = memory[: bucket.count].zero_()
-            _first_values(master, params, names, geometry, bucket, comm, store.part(bucket))
-            weight = store.begin(bucket)
-            state.start(bucket.index, weight, master[store.part(bucket)], initial[bucket.index])
-            for index in bucket.params:
-                deferred.land(params[index], torch.empty(0, dtype=dtype))
-            store.commit(bucket, weight)
-        if model is not None:
-            _start_rest(model, {id(param) for param in params}, comm, dtype)
-        store.publish()
-    comm.barrier(name="weights are there")
-
-
-def _first_values(
-    master: torch.Tensor,
-    params: Sequence[nn.Parameter],
-    names: Sequence[str],
-    geometry: Geometry,
-    bucket: FlatBucket,
-    comm: Communicator,
-    part: slice,
-) -> None:
-    """Fill ``master`` (zeros), at least ``part`` of it, with rank 0's weights; each rank reads itself what comes from a
-    file."""
-    reads = {}
-    for index in bucket.params:
-        waiting = deferred.check(params[index], names[index]) if params[index].device.type == "meta" else None
-        if waiting is not None and waiting.read is not None:
-            reads[index] = waiting.read
-        elif waiting is None or comm.rank == 0:
-            geometry.view(master, index).copy_(deferred.value_of(params[index], names[index]))
-    if len(reads) < len(bucket.params):
-        comm.broadcast(master, root=0, name=f"weights of bucket {bucket.index}")
-    for index, read in reads.items():
-        place = geometry.places[index]
-        low, high = max(place.offset, part.start), min(place.offset + place.count, part.stop)
-        if low < high:
-            master[low:high] = read(low - place.offset, high - place.offset)
-
-
-def _start_rest(model: nn.Module, done: set[int], comm: Communicator, dtype: torch.dtype) -> None:
-    """Buffers and frozen parameters: rank 0's, floating ones in the training dtype."""
-    for name, param in model.named_parameters():
-        if param.device.type == "meta" and id(param) not in done:
-            waiting = deferred.check(param, name)
-            mine = comm.rank == 0 or waiting.read is not None
-            deferred.land(
-                param, deferred.value_of(param, name) if mine else torch.empty(param.shape, dtype=param.dtype)
-            )
-    frozen = (param for param in model.parameters() if id(param) not in done)
-    for tensor in itertools.chain(frozen, model.buffers()):
-        if tensor.is_floating_point():
-            tensor.data = tensor.data.to(dtype)
-        tensor.data = tensor.data.contiguous()
-        comm.broadcast(tensor.data, root=0, name="buffers")

@@ -16,7 +16,7 @@ from torch import nn
 from zcomm._job import init
 from zcomm.zero import access, deferred
 from zcomm.zero.build import Parts
-from zcomm.zero.optimizer import open_optimizers
+from zcomm.zero.owner import owner_of
 
 
 class GatheredParameters:
@@ -29,7 +29,8 @@ class GatheredParameters:
     (``generate()``).
 
     Parameters of ``zero.Init`` that no ZeroOptimizer has yet become real inside, and stay so where ``modifier_rank`` is
-    given. Frozen parameters of a model are whole anyway; with ``modifier_rank`` they are made equal, too. Parameters
+    given. Frozen parameters that are whole on each rank (not in stage 3) stay as they are; with ``modifier_rank`` they
+    are made equal, too. Parameters
     that nothing shards are left alone. Contexts may be nested. fwd_module: DeepSpeed's; says nothing here. enabled:
     False does nothing.
 
@@ -55,12 +56,12 @@ class GatheredParameters:
     def __enter__(self) -> GatheredParameters:
         self._open, self._frozen, self._waiting = [], [], []
         for param in self._params:
-            owner = _owner(param)
+            owner = owner_of(param)
             if owner is None:
                 if param.device.type == "meta":
                     self._make_real(param)
                 continue
-            parts, index = owner
+            _, parts, index = owner
             self._check_rank(parts.comm.world_size)
             if index is None:
                 self._frozen.append((parts, param))
@@ -152,16 +153,3 @@ class GatheredParameters:
 
 def _data(parts: Parts, index: int) -> torch.Tensor:
     return parts.store.parameter(index).data
-
-
-def _owner(param: torch.Tensor) -> tuple[Parts, int | None] | None:
-    """The optimizer's parts and the parameter's number, None for a frozen one of its model."""
-    frozen = None
-    for optimizer in open_optimizers():
-        parts = optimizer._live
-        index = parts.index_of.get(id(param))
-        if index is not None:
-            return parts, index
-        if frozen is None and parts.model is not None and any(param is other for other in parts.model.parameters()):
-            frozen = parts
-    return None if frozen is None else (frozen, None)

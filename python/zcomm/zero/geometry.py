@@ -1,9 +1,9 @@
 """Geometry: where each parameter lies in the flat index space of a ZeRO optimizer, and what this rank owns.
 
-[Note: flat index] Parameters are dealt to units (stage 3: modules gathered together; otherwise one unit), a unit to
-buckets, a bucket to ranks: rank r owns the r-th of world_size equal shards. Buckets lie one after another in the flat
-index; the shards of one rank lie one after another in its shard index. Everything else (gradients, optimizer state,
-files) is addressed by these two. Pure arithmetic.
+[Note: flat index] Parameters are dealt to sections (sections.py: trained or frozen, of one unit, of one tier), a
+section to buckets, a bucket to ranks: rank r owns the r-th of world_size equal shards. Buckets lie one after another in
+the flat index, trained ones first; the shards of one rank lie one after another in its shard index. Everything else
+(gradients, optimizer state, files) is addressed by these two. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zcomm.layout import BucketLayout
+from zcomm.layout import ALIGN, BucketLayout
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class FlatBucket:
     """``count`` elements from ``begin`` of the flat index; each rank's shard of it is ``shard_count`` elements."""
 
     index: int
+    section: int
     unit: int
     begin: int
     count: int
@@ -44,34 +45,58 @@ class FlatBucket:
 
 
 class Geometry:
-    """Places of the parameters of all units.
+    """Places of the parameters of all sections.
 
-    units: for each unit the shapes of its parameters, in the order of their global numbering.
+    sections: for each the shapes of its parameters, in the order of their global numbering. trained: so many of the
+    sections, the first ones, are trained, and the others frozen (None: all are trained). units: the unit of each (None:
+    its own number), of ``unit_count``. ``buckets``, ``count`` and ``shard_count`` are those of what is trained;
+    ``every``, ``every_count`` and ``every_shard_count`` have the frozen ones, too. align: elements; see BucketLayout.
     """
 
     def __init__(
-        self, units: Sequence[Sequence[torch.Size]], world_size: int, bucket_nbytes: int, itemsize: int
+        self,
+        sections: Sequence[Sequence[torch.Size]],
+        world_size: int,
+        bucket_nbytes: int,
+        itemsize: int,
+        *,
+        trained: int | None = None,
+        units: Sequence[int] | None = None,
+        unit_count: int | None = None,
+        align: int = ALIGN,
     ) -> None:
         self.world_size = world_size
         self.places: list[Place] = []
-        self.buckets: list[FlatBucket] = []
-        self.unit_buckets: list[range] = []
-        begin = shard_begin = 0
-        for unit, shapes in enumerate(units):
-            layout = BucketLayout(shapes, world_size, bucket_nbytes, itemsize=itemsize)
-            first_bucket, first_param = len(self.buckets), len(self.places)
-            for slot in layout.slots:
-                self.places.append(Place(first_bucket + slot.bucket, slot.offset, slot.count, slot.shape))
-            for bucket in layout.buckets:
-                shard_count = layout.shard_count(bucket.index)
-                params = tuple(first_param + t for t in bucket.tensors)
-                index = first_bucket + bucket.index
-                self.buckets.append(FlatBucket(index, unit, begin, bucket.count, shard_begin, shard_count, params))
-                begin += bucket.count
-                shard_begin += shard_count
-            self.unit_buckets.append(range(first_bucket, len(self.buckets)))
-        self.count = begin
-        self.shard_count = shard_begin
+        self.every: list[FlatBucket] = []
+        unit_of = range(len(sections)) if units is None else units
+        self.unit_buckets: list[list[int]] = [[] for _ in range(len(sections) if unit_count is None else unit_count)]
+        self.every_count = self.every_shard_count = 0
+        for section, shapes in enumerate(sections):
+            self._add(section, unit_of[section], BucketLayout(shapes, world_size, bucket_nbytes, align, itemsize))
+        first_frozen = len(sections) if trained is None else trained
+        self.buckets = [bucket for bucket in self.every if bucket.section < first_frozen]
+        self.count = sum(bucket.count for bucket in self.buckets)
+        self.shard_count = sum(bucket.shard_count for bucket in self.buckets)
+        self.trained_count = sum(len(bucket.params) for bucket in self.buckets)  # parameters
+
+    def _add(self, section: int, unit: int, layout: BucketLayout) -> None:
+        first_bucket, first_param = len(self.every), len(self.places)
+        for slot in layout.slots:
+            self.places.append(Place(first_bucket + slot.bucket, slot.offset, slot.count, slot.shape))
+        for bucket in layout.buckets:
+            shard_count = layout.shard_count(bucket.index)
+            params = tuple(first_param + t for t in bucket.tensors)
+            index, begins = first_bucket + bucket.index, (self.every_count, self.every_shard_count)
+            self.unit_buckets[unit].append(index)
+            self.every.append(FlatBucket(index, section, unit, begins[0], bucket.count, begins[1], shard_count, params))
+            self.every_count += bucket.count
+            self.every_shard_count += shard_count
+
+    def bucket_of(self, param: int) -> FlatBucket:
+        return self.every[self.places[param].bucket]
+
+    def is_frozen(self, param: int) -> bool:
+        return param >= self.trained_count
 
     def view(self, bucket: torch.Tensor, param: int) -> torch.Tensor:
         """Parameter ``param`` in its bucket's flat tensor, in its own shape."""

@@ -26,6 +26,7 @@ from zcomm._tensors import core_dtype
 from zcomm._work import Work
 from zcomm.comm import Communicator
 from zcomm.zero.geometry import FlatBucket, Geometry
+from zcomm.zero.listed import listed
 
 SLOTS = 3
 
@@ -222,10 +223,9 @@ class GradientReducer:
         """Name the parameters that no pass of this step has reached, once."""
         if len(self._seen) < len(self._params) and "unused" not in self._said:
             unused = [name for index, name in enumerate(self._names) if index not in self._seen]
-            more = f" and {len(unused) - 8} more" if len(unused) > 8 else ""
             self._say(
                 "unused",
-                f"no gradient has reached {', '.join(unused[:8])}{more} in this step: it counts as zero (weight decay "
+                f"no gradient has reached {listed(unused)} in this step: it counts as zero (weight decay "
                 "and momentum go on); exclude what is never used by requires_grad_(False)",
             )
 

@@ -66,12 +66,14 @@ def _options_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def torch_groups(model: nn.Module | Iterable[Any], optimizer: OptimizerLike) -> list[Any]:
-    """Trainable parameters, or the param groups that the caller gave. Raises: ValueError."""
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return [dict(group) for group in optimizer.param_groups]
-    params = params_of(model)
+    """Trainable parameters, or the param groups that the caller gave without those that need no gradient. Raises:
+    ValueError."""
+    params: list[Any] = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else params_of(model)
     if params and isinstance(params[0], dict):
-        return [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in params]
+        groups = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in params]
+        if not any(group["params"] for group in groups):
+            raise ValueError("no parameter of the param groups requires a gradient")
+        return groups
     trainable = [p for p in params if p.requires_grad]
     if not trainable:
         raise ValueError("no parameter requires a gradient")

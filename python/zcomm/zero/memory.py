@@ -2,6 +2,7 @@
 
 With p bytes of parameter, g of gradient accumulator and s of optimizer state, P parameters and N ranks, a rank holds
 stage 0: (p + g + s) P; stage 1: (p + g) P + s P/N; stage 2: p P + (g + s) P/N; stage 3: (p + g + s) P/N.
+F frozen parameters add p F, in stage 3 p F/N.
 p, g: fp32 4, 4; bf16 and fp16 2, 4 (fp32 accumulator). s = 4 per fp32 array of the optimizer (Adam 2; Lion, Adagrad
 and SGD with momentum 1; plain SGD 0) and the master beside the weight (bf16 2, the remainder of the split; fp16 4).
 CPU ranks of a host that share parameters (stages 1 to 3) hold p P/N each: the one copy, counted once.
@@ -10,6 +11,7 @@ Source: ZeRO (arXiv:1910.02054) section 5; the split master is described in incl
 
 from __future__ import annotations
 
+from zcomm.optim.fused import STATE_BLOCK
 from zcomm.zero.options import Offload, as_offload, as_precision, check_stage
 
 Memory = dict[str, dict[str, int]]
@@ -29,22 +31,30 @@ def memory_formula(
     share_parameters: bool = True,
     state_arrays: int = 2,
     array_nbytes: int = 4,
+    frozen: int = 0,
 ) -> Memory:
     """Bytes of one rank by tier and purpose for ``numel`` parameters; padding and slots come on top.
 
     share_parameters: the ranks share one host's copy, as CPU ranks do by default. state_arrays: arrays that the
-    optimizer keeps per parameter; array_nbytes: 4, or 2 with state_dtype=torch.bfloat16.
-    Raises: ValueError for an unknown stage, precision or offload.
+    optimizer keeps per parameter; array_nbytes: 4, 2 with state_dtype=torch.bfloat16, 1 with "8bit" (and its scales).
+    frozen: parameters that are not trained.
+    Raises: ValueError for an unknown stage, precision or offload, and for one that goes parameter by parameter.
     """
     check_stage(stage)
     where = as_offload(offload, stage)
     bytes_of = as_precision(precision)
+    if callable(where.optimizer) or callable(where.params):
+        raise ValueError("the formula has no parameters to ask where they are; zcomm plan --model lays out a model")
     shard = -(-numel // world_size)
     params = shard if stage == 3 or (share_parameters and stage > 0) else numel
+    params += -(-frozen // world_size) if stage == 3 else frozen
     memory = empty_memory()
     memory[where.params or "device"]["parameters"] = params * bytes_of.param_nbytes
     memory["device"]["gradients"] = (shard if stage >= 2 else numel) * bytes_of.grad_nbytes
-    state_nbytes = (shard if stage >= 1 else numel) * (array_nbytes * state_arrays + bytes_of.master_nbytes)
+    kept = shard if stage >= 1 else numel
+    state_nbytes = kept * (array_nbytes * state_arrays + bytes_of.master_nbytes)
+    if array_nbytes == 1:
+        state_nbytes += 4 * state_arrays * -(-kept // STATE_BLOCK)
     offloaded = round(state_nbytes * where.fraction)
     memory[where.optimizer or "device"]["optimizer"] += offloaded
     memory[where.rest]["optimizer"] += state_nbytes - offloaded

@@ -21,10 +21,10 @@ class NonFinite:
 
 def find(parts: Parts, step: int) -> NonFinite:
     """Collective; some rank's shard must hold an infinity or NaN."""
-    first = torch.tensor([min(_bad(parts), default=len(parts.names))])
+    first = torch.tensor([min(_bad(parts), default=parts.geometry.trained_count)])
     parts.comm.all_reduce(first, op="min", name="first non-finite gradient")
     number = int(first)
-    return NonFinite(step, parts.names[number] if number < len(parts.names) else "none that is left")
+    return NonFinite(step, parts.names[number] if number < parts.geometry.trained_count else "none that is left")
 
 
 def _bad(parts: Parts) -> list[int]:

@@ -1,8 +1,8 @@
 """ZeroOptimizer: a torch optimizer whose state, gradients and parameters are sharded over ranks and tiers.
 
 It only composes: Geometry (where things lie), GradientReducer (backward), ParameterStore (weights), ShardState (m, v,
-remainder), GradientNorm (clipping). The stage decides which of them is replicated and which is sharded; no stage has
-arithmetic of its own, which is what makes their bits equal (decision D3).
+remainder), GradientNorm (clipping), Sweep (a step). The stage decides which of them is replicated and which is sharded;
+no stage has arithmetic of its own, which is what makes their bits equal (decision D3).
 Source: ZeRO (arXiv:1910.02054), ZeRO-Offload (2101.06840), ZeRO-Infinity (2104.07857).
 """
 
@@ -28,14 +28,12 @@ from zcomm.zero import alike, checkpoint
 from zcomm.zero import state_dict as torch_state
 from zcomm.zero.build import Parts, build_parts
 from zcomm.zero.checks import check_free, check_kinds, check_numbers
-from zcomm.zero.geometry import FlatBucket
 from zcomm.zero.hyper import OptimizerLike, choose_rule, torch_groups
 from zcomm.zero.loss_scale import LossScale, LossScaler
 from zcomm.zero.memory import Memory, empty_memory
 from zcomm.zero.nonfinite import NonFinite, find
 from zcomm.zero.options import Offload, as_offload, as_precision, check_stage
-from zcomm.zero.rules import Indexed
-from zcomm.zero.state import Run, ShardStep
+from zcomm.zero.sweep import Sweep
 
 _open: weakref.WeakSet[ZeroOptimizer] = weakref.WeakSet()
 
@@ -95,8 +93,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.precision = as_precision(precision)
         check_numbers(clip_norm, grad_accum, bucket_mb, prefetch)
         check_kinds(comm, overlap, share_parameters, nvme_path)
-        if self.offload.uses_nvme and nvme_path is None:
-            raise ValueError("offload='nvme' needs nvme_path, a directory on the drive to swap to")
         if stage == 3 and not isinstance(model, nn.Module):
             raise ValueError("stage=3 needs the model itself (it hooks its modules), not a list of parameters")
         self.clip_norm = clip_norm
@@ -114,11 +110,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().__init__(groups, self.rule.defaults)
         self._micro_step = 0
         self._stepped = True
-        self._reverse = True  # construction wrote the swapped tiles first to last
         self._step_s = 0.0
-        self._extra_wait_s = 0.0
         job, module = comm or init(), model if isinstance(model, nn.Module) else None
-        check_free(self.param_groups, {index for other in open_optimizers() for index in other._live.index_of})
+        taken = {index for other in open_optimizers() for index in other._live.index_of}
+        check_free(self.param_groups, taken)
         alike.check(self, job, module, bucket_mb=bucket_mb, prefetch=prefetch, share_parameters=share_parameters)
         self._parts = build_parts(
             module,
@@ -133,7 +128,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             prefetch=prefetch,
             overlap=overlap,
             share_parameters=share_parameters,
+            taken=taken,
         )
+        self._sweep = Sweep(self._parts, self.rule, whole=stage == 0)
         _open.add(self)
 
     @property
@@ -204,10 +201,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise RuntimeError("precision='fp16' needs opt.backward(loss) instead of loss.backward()")
         parts.reducer.say_unused()
         parts.reducer.finish()
-        start = time.perf_counter()
-        # Also the point after which nobody reads the old weights any more.
-        total = parts.norm(parts.reducer.shard_view(bucket) for bucket in parts.geometry.buckets)
-        self._extra_wait_s += time.perf_counter() - start
+        total = self._sweep.norm()
         self.step_count += 1
         scale = 1.0 / self.gradient_factor
         self.grad_norm = norm = total / self.gradient_factor
@@ -219,16 +213,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if not finite:
                 self.skipped_steps += 1
                 return
-        if parts.reducer.replicated and self.stage == 0:
-            parts.reducer.gather()
         if self.clip_norm is not None:
             scale *= min(1.0, self.clip_norm / (norm + 1e-6))
-        hyper = [self.rule.prepare(number, group, scale) for number, group in enumerate(self.param_groups)]
-        parts.state.step(self._shard_steps(parts, hyper), self._reverse)
-        self._reverse = not self._reverse
-        start = time.perf_counter()
-        parts.store.publish()
-        self._extra_wait_s += time.perf_counter() - start
+        self._sweep.run(self.param_groups, scale)
 
     def _report_nonfinite(self, parts: Parts) -> None:
         """Find the parameter; say so in fp16, where the step is skipped, each time, elsewhere once."""
@@ -239,19 +226,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             logging.getLogger("zcomm").warning(
                 "step %d: the gradient of %s is not finite%s", self.nonfinite.step, self.nonfinite.parameter, what
             )
-
-    def _shard_steps(self, parts: Parts, hyper: list[Any]) -> Iterator[ShardStep]:
-        for bucket, weight in parts.store.sweep(self._reverse):
-            grad = parts.reducer.bucket_view(bucket) if self.stage == 0 else parts.reducer.shard_view(bucket)
-            yield ShardStep(bucket.index, weight, grad, self._runs(parts, bucket, hyper))
-
-    def _runs(self, parts: Parts, bucket: FlatBucket, hyper: list[Any]) -> list[Run]:
-        if parts.param_runs is None:
-            return [(begin, end, hyper[group]) for begin, end, group in parts.runs[bucket.index]]
-        start = parts.store.part(bucket).start
-        first = [parts.first_index[n] + start - parts.geometry.places[n].offset for n in bucket.params]
-        indexed = {n: Indexed(hyper[parts.group_of[n]], at) for n, at in zip(bucket.params, first, strict=True)}
-        return [(begin, end, indexed[n]) for begin, end, n in parts.param_runs[bucket.index]]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; does nothing between the micro-steps of one accumulation."""
@@ -279,7 +253,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Bytes of this rank by tier and purpose; what ranks of a host share counts as nbytes / local_world_size."""
         parts = self._live
         memory = empty_memory()
-        memory[parts.store.tier]["parameters"] += parts.store.param_nbytes
+        for tier, nbytes in parts.store.nbytes_by_tier.items():
+            memory[tier]["parameters"] += nbytes
+        memory["device"]["parameters"] += sum(param.nbytes for _, param in parts.whole_frozen())
         memory["device"]["gradients"] += parts.reducer.accumulators.nbytes
         for tier, nbytes in parts.state.nbytes_by_tier.items():
             memory[tier]["optimizer"] += nbytes
@@ -292,7 +268,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         parts = self._live
         swap = parts.swap.stats() if parts.swap is not None else {}
         return {
-            "comm_s": parts.reducer.waited_s + self._extra_wait_s,
+            "comm_s": parts.reducer.waited_s + self._sweep.waited_s,
             "swap_s": parts.state.waited_s + parts.store.waited_s,
             "step_s": self._step_s,
             "swap_read_nbytes": swap.get("read_nbytes", 0),
@@ -306,9 +282,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._live.allocation_count()
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """The whole parameters by name, as copies. Collective in stage 3."""
+        """The whole parameters by name, frozen ones included, as copies. Collective in stage 3."""
         parts = self._live
-        return {name: parts.store.full(index) for index, name in enumerate(parts.names)}
+        whole = {name: parts.store.full(index) for index, name in enumerate(parts.names)}
+        return whole | {name: param.detach().clone() for name, param in parts.whole_frozen()}
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with whole tensors on every rank (``save`` keeps no more than one in memory). Collective.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,6 +10,8 @@ import torch
 
 Tier = Literal["cpu", "nvme"]
 TIERS = ("cpu", "nvme")
+PLACES = (None, "device", *TIERS)
+Placement = Callable[[str, torch.nn.Parameter], str | None]
 
 
 @dataclass(frozen=True)
@@ -16,30 +19,45 @@ class Offload:
     """Where state lives between its uses.
 
     optimizer: tier of the optimizer state: None (device), "cpu" (pinned host memory) or "nvme" (swap files).
-    params: tier of the sharded parameters; stage 3 only.
+    params: tier of the sharded parameters, frozen ones included; stage 3 only.
+    Either may be a function of a parameter's name and the parameter, which gives the tier of that one: "device" (or
+    None), "cpu" or "nvme"; it must say the same on every rank. (Names are the model's; "parameter.N" without a model.)
     fraction: part of the optimizer state that is offloaded; 1.0 is all of it. The rest stays one tier up: on the
     device beside optimizer="cpu", in host memory beside optimizer="nvme". The bits are the same.
     """
 
-    optimizer: Tier | None = None
-    params: Tier | None = None
+    optimizer: Tier | Placement | None = None
+    params: Tier | Placement | None = None
     fraction: float = 1.0
 
     def __post_init__(self) -> None:
         for name, tier in (("optimizer", self.optimizer), ("params", self.params)):
-            if tier is not None and tier not in TIERS:
-                raise ValueError(f"Offload: {name}={tier!r}; use None, 'cpu' or 'nvme'")
+            if not callable(tier) and tier is not None and tier not in TIERS:
+                raise ValueError(f"Offload: {name}={tier!r}; use None, 'cpu' or 'nvme', or a function (see its help)")
         if not isinstance(self.fraction, (int, float)) or not 0.0 <= self.fraction <= 1.0:
             raise ValueError(f"Offload: fraction={self.fraction!r} must be a number in [0, 1]")
+        if self.fraction != 1.0 and callable(self.optimizer):
+            raise ValueError(f"Offload: fraction={self.fraction}, but optimizer= says it parameter by parameter")
 
     @property
     def rest(self) -> str:
         """Tier of the part of the optimizer state that is not offloaded."""
         return "cpu" if self.optimizer == "nvme" else "device"
 
-    @property
-    def uses_nvme(self) -> bool:
-        return "nvme" in (self.optimizer, self.params)
+    def state_tier(self, name: str, param: torch.nn.Parameter) -> str:
+        """Of a parameter's optimizer state. Raises: ValueError for what is no tier."""
+        return _placed("optimizer", self.optimizer, name, param)
+
+    def param_tier(self, name: str, param: torch.nn.Parameter) -> str:
+        """Of a sharded parameter itself. Raises: ValueError for what is no tier."""
+        return _placed("params", self.params, name, param)
+
+
+def _placed(what: str, place: str | Placement | None, name: str, param: torch.nn.Parameter) -> str:
+    tier = place(name, param) if callable(place) else place
+    if tier not in PLACES:
+        raise ValueError(f"Offload: {what}= gives {tier!r} for {name}; it must be 'device', 'cpu' or 'nvme'")
+    return tier or "device"
 
 
 def as_offload(offload: str | Offload | None, stage: int) -> Offload:

@@ -20,12 +20,20 @@ class ParameterStore(ABC):
     """Holds the parameters of ``geometry``; after ``commit`` the model's parameters are views of it."""
 
     waited_s = 0.0
-    tier = "device"
 
-    def __init__(self, params: Sequence[torch.nn.Parameter], geometry: Geometry, comm: Communicator) -> None:
+    def __init__(
+        self,
+        params: Sequence[torch.nn.Parameter],
+        geometry: Geometry,
+        comm: Communicator,
+        dtype: torch.dtype,
+        tiers: Sequence[str],
+    ) -> None:
         self._params = params
         self._geometry = geometry
         self._comm = comm
+        self._dtype = dtype
+        self._tiers = tiers  # of each bucket
         self._holds: dict[int, int] = {}  # parameters with a copy of their own now: how often they are held
 
     def part(self, bucket: FlatBucket) -> slice:
@@ -42,7 +50,8 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def sweep(self, reverse: bool = False) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
-        """Each bucket with the weights of this rank's part; what the caller changes is kept. reverse: last first."""
+        """Each trained bucket with the weights of this rank's part; what the caller changes is kept. reverse: last
+        first."""
 
     @abstractmethod
     def load(self, bucket: FlatBucket) -> torch.Tensor:
@@ -82,9 +91,24 @@ class ParameterStore(ABC):
         """What the parameter's data is where nobody holds it."""
 
     @property
-    @abstractmethod
-    def param_nbytes(self) -> int:
+    def nbytes_by_tier(self) -> dict[str, int]:
         """Bytes of parameters that count for this rank (a shared copy counts once per host)."""
+        counts: dict[str, int] = {}
+        for bucket, tier in zip(self._geometry.every, self._tiers, strict=True):
+            counts[tier] = counts.get(tier, 0) + self._kept(bucket)
+        return {tier: count * self._dtype.itemsize // self._sharers for tier, count in counts.items()}
+
+    def tier_of(self, bucket: FlatBucket) -> str:
+        return self._tiers[bucket.index]
+
+    def _kept(self, bucket: FlatBucket) -> int:
+        """Elements of a bucket that are in memory."""
+        return bucket.count
+
+    @property
+    def _sharers(self) -> int:
+        """Ranks that have them together."""
+        return 1
 
     @property
     def slot_nbytes(self) -> int:
@@ -106,9 +130,14 @@ class ResidentStore(ParameterStore):
     """All parameters in one flat tensor of this process's memory, whose addresses never change."""
 
     def __init__(
-        self, params: Sequence[torch.nn.Parameter], geometry: Geometry, comm: Communicator, flat: torch.Tensor
+        self,
+        params: Sequence[torch.nn.Parameter],
+        geometry: Geometry,
+        comm: Communicator,
+        flat: torch.Tensor,
+        tiers: Sequence[str],
     ) -> None:
-        super().__init__(params, geometry, comm)
+        super().__init__(params, geometry, comm, flat.dtype, tiers)
         self._flat = flat
 
     def _bucket(self, bucket: FlatBucket) -> torch.Tensor:
@@ -137,28 +166,28 @@ class ResidentStore(ParameterStore):
         return self._params[param].detach().clone()
 
     def _own(self, param: int) -> torch.Tensor:
-        bucket = self._geometry.buckets[self._geometry.places[param].bucket]
-        return self._geometry.view(self._bucket(bucket), param)
-
-    @property
-    def param_nbytes(self) -> int:
-        return self._flat.nbytes
+        return self._geometry.view(self._bucket(self._geometry.bucket_of(param)), param)
 
 
 class SharedStore(ResidentStore):
     """One copy for the host."""
 
     def __init__(
-        self, params: Sequence[torch.nn.Parameter], geometry: Geometry, comm: Communicator, dtype: torch.dtype
+        self,
+        params: Sequence[torch.nn.Parameter],
+        geometry: Geometry,
+        comm: Communicator,
+        dtype: torch.dtype,
+        tiers: Sequence[str],
     ) -> None:
-        super().__init__(params, geometry, comm, comm.shared_empty(geometry.count, dtype))
+        super().__init__(params, geometry, comm, comm.shared_empty(geometry.every_count, dtype), tiers)
 
     def publish(self) -> None:
         self._comm.barrier(name="parameters")
 
     @property
-    def param_nbytes(self) -> int:
-        return self._flat.nbytes // self._comm.local_world_size
+    def _sharers(self) -> int:
+        return self._comm.local_world_size
 
 
 class PrivateStore(ResidentStore):
@@ -170,10 +199,11 @@ class PrivateStore(ResidentStore):
         geometry: Geometry,
         comm: Communicator,
         dtype: torch.dtype,
+        tiers: Sequence[str],
         replicated: bool,
     ) -> None:
         self._replicated = replicated
-        super().__init__(params, geometry, comm, comm.empty(geometry.count, dtype))
+        super().__init__(params, geometry, comm, comm.empty(geometry.every_count, dtype), tiers)
 
     def part(self, bucket: FlatBucket) -> slice:
         return slice(0, bucket.count) if self._replicated else super().part(bucket)

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from zcomm import _core
+from zcomm.layout import ALIGN
 from zcomm.optim import CPUSGD, CPUAdagrad, CPUAdam, CPULion
-from zcomm.optim.fused import FusedOptimizer
-from zcomm.zero.tile import TileForm, core_shard
+from zcomm.optim.fused import STATE_BLOCK, FusedOptimizer
+from zcomm.zero.tile import TileForm, TilePart, core_shard
 
 SWITCHES = {"foreach", "fused", "capturable", "differentiable"}  # of torch's classes: how they compute, not what
 
@@ -33,13 +34,15 @@ class Indexed:
 class Rule(ABC):
     """name: as in messages and checkpoints. arrays, state_dtype: the state of a tile. defaults: of a param group.
 
-    indexed: hyper is to be an ``Indexed``, for each parameter its own.
+    indexed: hyper is to be an ``Indexed``, for each parameter its own. align: elements at whose multiples parameters
+    and shards must begin.
     """
 
     name: str
     arrays: tuple[str, ...]
     defaults: dict[str, Any]
     state_dtype = torch.float32
+    align = ALIGN
     indexed = False
     spans_tiles = False  # whether one step() may cover several tiles of a shard
 
@@ -52,21 +55,8 @@ class Rule(ABC):
         """What ``step`` needs of group ``number`` in this step; counts the step."""
 
     @abstractmethod
-    def step(
-        self,
-        form: TileForm,
-        weight: torch.Tensor,
-        grad: torch.Tensor,
-        state: torch.Tensor,
-        begin: int,
-        end: int,
-        hyper: Any,
-        at: int,
-    ) -> None:
-        """Update elements [begin, end) of a tile: ``weight`` and fp32 ``grad`` of its count, ``state`` flat uint8.
-
-        at: where the tile begins in its shard.
-        """
+    def step(self, form: TileForm, part: TilePart, hyper: Any) -> None:
+        """Update ``part`` in place. hyper: from ``prepare``."""
 
     def initial(self, group: dict[str, Any]) -> float:
         """What the arrays hold before the first step."""
@@ -140,6 +130,7 @@ class FusedRule(Rule):
         adopted = []
         for group in groups:
             options = {key: value for key, value in group.items() if key not in SWITCHES}
+            self._twin._adapt_group(options)
             self.check({**self.defaults, **options})
             adopted.append(options)
         dtypes = {group.get("state_dtype", self.defaults.get("state_dtype", torch.float32)) for group in adopted}
@@ -147,6 +138,7 @@ class FusedRule(Rule):
             raise ValueError(f"param groups have several state_dtype ({dtypes}); ZeroOptimizer keeps one for all")
         self.state_dtype = dtypes.pop() if dtypes else torch.float32
         self.indexed = self.state_dtype != torch.float32
+        self.align = STATE_BLOCK if self.state_dtype == torch.uint8 else ALIGN  # nobody cuts a block that has a scale
         if self.name == "sgd" and any(group.get("momentum", 0) != 0 for group in groups):
             self.arrays = self._twin.ARRAYS
         return adopted
@@ -160,9 +152,6 @@ class FusedRule(Rule):
             if key in group:
                 _check_kind(self.name, key, group[key], parameter.default)
         self._twin._check_group(group)
-        wanted = group.get("state_dtype", torch.float32)
-        if wanted not in (torch.float32, torch.bfloat16):
-            raise NotImplementedError(f"state_dtype={wanted} is not available in ZeroOptimizer; fp32 and bf16 are")
 
     def initial(self, group: dict[str, Any]) -> float:
         return self._twin._initial(group)
@@ -190,23 +179,13 @@ class FusedRule(Rule):
         hyper.first = not group.get("buffered", False)
         group["buffered"] = True
 
-    def step(
-        self,
-        form: TileForm,
-        weight: torch.Tensor,
-        grad: torch.Tensor,
-        state: torch.Tensor,
-        begin: int,
-        end: int,
-        hyper: Any,
-        at: int,
-    ) -> None:
+    def step(self, form: TileForm, part: TilePart, hyper: Any) -> None:
         first = 0
         if self.indexed:
-            hyper, first = hyper.hyper, hyper.first + at
-        if form.dtype != torch.float16:
-            self._kernel(core_shard(weight, grad, state, begin, end, form.state_dtype, first), hyper)
-            return
-        master = form.master(weight, state)
-        self._kernel(core_shard(master, grad, state, begin, end, form.state_dtype, first), hyper)
-        weight[begin:end].copy_(master[begin:end])
+            hyper, first = hyper.hyper, hyper.first + part.at
+        fp16 = form.dtype == torch.float16
+        master = form.master(part.weight, part.state) if fp16 else part.weight
+        shard = core_shard(master, part.grad, part.state, part.begin, part.end, form.state_dtype, first)
+        self._kernel(shard, hyper)
+        if fp16:
+            part.weight[part.begin : part.end].copy_(master[part.begin : part.end])

@@ -1,24 +1,21 @@
-"""Sources: where stage 3 keeps this rank's parameter shards between gathers: in RAM or in a swap file."""
+"""Sources: where stage 3 keeps this rank's parameter shards between gathers: in RAM, in a swap file, or in both."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from zcomm import _core
 from zcomm._tensors import tensor_of
-from zcomm.zero.geometry import FlatBucket, Geometry
+from zcomm.zero.geometry import FlatBucket
 
 WINDOWS = 3  # shards in flight of a swapped step
 
 
 class ShardSource(ABC):
-    """This rank's shards of all buckets. ``fetch`` runs on the gathering thread, the rest on the main thread."""
-
-    tier: str
-    nbytes: int
+    """This rank's shards of buckets. ``fetch`` runs on the gathering thread, the rest on the main thread."""
 
     @abstractmethod
     def begin(self, bucket: FlatBucket) -> torch.Tensor: ...
@@ -29,7 +26,8 @@ class ShardSource(ABC):
         """Start to copy the shard to ``out``; None when it is there already."""
 
     @abstractmethod
-    def sweep(self, reverse: bool) -> Iterator[tuple[FlatBucket, torch.Tensor]]: ...
+    def sweep(self, reverse: bool) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
+        """The trained ones."""
 
     @abstractmethod
     def load(self, bucket: FlatBucket) -> torch.Tensor:
@@ -44,16 +42,24 @@ class ShardSource(ABC):
 
 
 class RamSource(ShardSource):
-    """Shards in the pinned arena."""
+    """The shards of ``every`` bucket in the pinned arena; ``trained`` are swept."""
 
-    def __init__(self, geometry: Geometry, dtype: torch.dtype, tier: str, arena: _core.PinnedArena) -> None:
-        self.tier = tier
-        self.nbytes = geometry.shard_count * dtype.itemsize
-        self._buckets = geometry.buckets
-        self._flat = tensor_of(arena.allocate(self.nbytes), dtype, geometry.shard_count)
+    def __init__(
+        self,
+        every: Sequence[FlatBucket],
+        trained: Sequence[FlatBucket],
+        dtype: torch.dtype,
+        arena: _core.PinnedArena,
+    ) -> None:
+        self._buckets = trained
+        sizes = [bucket.shard_count for bucket in every]
+        flat = tensor_of(arena.allocate(sum(sizes) * dtype.itemsize), dtype, sum(sizes))
+        self._shards: dict[int, torch.Tensor] = dict(
+            zip((bucket.index for bucket in every), flat.split(sizes), strict=True)
+        )
 
     def begin(self, bucket: FlatBucket) -> torch.Tensor:
-        return self._flat[bucket.shard_begin : bucket.shard_begin + bucket.shard_count]
+        return self._shards[bucket.index]
 
     def commit(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
         pass  # begin() gave the memory itself
@@ -69,20 +75,25 @@ class RamSource(ShardSource):
         return self.begin(bucket)
 
     def close(self) -> None:
-        self._flat = torch.empty(0)
+        self._shards.clear()
 
 
 class SwapSource(ShardSource):
-    """Shards in a swap file, one extent per bucket. Operations on one key run in call order, so a fetch after a
-    sweep reads what the sweep wrote."""
+    """The shards of ``every`` bucket in a swap file, one extent each; ``trained`` are swept. Operations on one key run
+    in call order, so a fetch after a sweep reads what the sweep wrote."""
 
-    tier = "nvme"
-
-    def __init__(self, geometry: Geometry, dtype: torch.dtype, arena: _core.PinnedArena, swap: _core.SwapFile) -> None:
-        self.nbytes = geometry.shard_count * dtype.itemsize
-        self._buckets = geometry.buckets
+    def __init__(
+        self,
+        every: Sequence[FlatBucket],
+        trained: Sequence[FlatBucket],
+        dtype: torch.dtype,
+        arena: _core.PinnedArena,
+        swap: _core.SwapFile,
+    ) -> None:
+        self._buckets = trained
+        self._number = {bucket.index: number % WINDOWS for number, bucket in enumerate(every)}  # of its window
         self._swap = swap
-        largest = max((bucket.shard_count for bucket in geometry.buckets), default=0)
+        largest = max((bucket.shard_count for bucket in every), default=0)
         page = _core.page_nbytes()
         stride = -(-largest * dtype.itemsize // page) * page // dtype.itemsize
         self._lease_nbytes = WINDOWS * stride * dtype.itemsize
@@ -90,7 +101,7 @@ class SwapSource(ShardSource):
         self._windows = [flat[i * stride : i * stride + largest] for i in range(WINDOWS)]
         self._writes: list[_core.Work | None] = [None] * WINDOWS
         self._holds = [-1] * WINDOWS  # bucket whose shard, as last written, is in the window
-        for bucket in geometry.buckets:
+        for bucket in every:
             swap.reserve(self._key(bucket), bucket.shard_count * dtype.itemsize)
 
     @property
@@ -103,7 +114,7 @@ class SwapSource(ShardSource):
 
     def _window(self, bucket: FlatBucket) -> torch.Tensor:
         """The bucket's window, once its last write is on disk."""
-        number = bucket.index % WINDOWS
+        number = self._number[bucket.index]
         write = self._writes[number]
         if write is not None:
             write.wait()
@@ -115,7 +126,7 @@ class SwapSource(ShardSource):
         return self._window(bucket)
 
     def commit(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
-        number = bucket.index % WINDOWS
+        number = self._number[bucket.index]
         self._writes[number] = self._swap.write(self._key(bucket), weight.data_ptr(), weight.nbytes)
         self._holds[number] = bucket.index
 
@@ -124,7 +135,7 @@ class SwapSource(ShardSource):
 
     def _fetch_window(self, bucket: FlatBucket) -> _core.Work | None:
         """Start to read the shard into its window; None where the last sweep left it there."""
-        held = self._holds[bucket.index % WINDOWS] == bucket.index
+        held = self._holds[self._number[bucket.index]] == bucket.index
         window = self._window(bucket)
         return None if held else self.fetch(bucket, window)
 
@@ -137,7 +148,7 @@ class SwapSource(ShardSource):
                 ahead.append(self._fetch_window(order[position + 1]))
             if work is not None:
                 work.wait()
-            weight = self._windows[bucket.index % WINDOWS][: bucket.shard_count]
+            weight = self._windows[self._number[bucket.index]][: bucket.shard_count]
             yield bucket, weight
             self.commit(bucket, weight)
 
@@ -145,8 +156,69 @@ class SwapSource(ShardSource):
         work = self._fetch_window(bucket)
         if work is not None:
             work.wait()
-        return self._windows[bucket.index % WINDOWS][: bucket.shard_count]
+        return self._windows[self._number[bucket.index]][: bucket.shard_count]
 
     def close(self) -> None:
         self._writes.clear()
         self._windows.clear()
+
+
+class MixedSource(ShardSource):
+    """Each bucket in its own one of two sources: ``swapped`` says which are in ``swap``. ``trained`` are swept."""
+
+    def __init__(self, ram: RamSource, swap: SwapSource, swapped: set[int], trained: Sequence[FlatBucket]) -> None:
+        self._ram, self._swap, self._swapped, self._buckets = ram, swap, swapped, trained
+
+    def _of(self, bucket: FlatBucket) -> ShardSource:
+        return self._swap if bucket.index in self._swapped else self._ram
+
+    def begin(self, bucket: FlatBucket) -> torch.Tensor:
+        return self._of(bucket).begin(bucket)
+
+    def commit(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
+        self._of(bucket).commit(bucket, weight)
+
+    def fetch(self, bucket: FlatBucket, out: torch.Tensor) -> _core.Work | None:
+        return self._of(bucket).fetch(bucket, out)
+
+    def sweep(self, reverse: bool) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
+        swapped = self._swap.sweep(reverse)
+        for bucket in reversed(self._buckets) if reverse else self._buckets:
+            yield next(swapped) if bucket.index in self._swapped else (bucket, self._ram.begin(bucket))
+        for _ in swapped:  # keeps the last one
+            pass
+
+    def load(self, bucket: FlatBucket) -> torch.Tensor:
+        return self._of(bucket).load(bucket)
+
+    @property
+    def window_nbytes(self) -> int:
+        return self._swap.window_nbytes
+
+    def close(self) -> None:
+        self._ram.close()
+        self._swap.close()
+
+
+def make_source(
+    every: Sequence[FlatBucket],
+    trained: Sequence[FlatBucket],
+    tiers: Sequence[str],
+    dtype: torch.dtype,
+    arena: _core.PinnedArena,
+    swap: _core.SwapFile | None,
+) -> ShardSource:
+    """tiers: of each bucket of ``every``. swap: needed where one is "nvme"."""
+    swapped = {bucket.index for bucket, tier in zip(every, tiers, strict=True) if tier == "nvme"}
+
+    def cut(inside: bool) -> tuple[list[FlatBucket], list[FlatBucket]]:
+        parts = ([b for b in buckets if (b.index in swapped) == inside] for buckets in (every, trained))
+        return next(parts), next(parts)
+
+    if not swapped:
+        return RamSource(every, trained, dtype, arena)
+    assert swap is not None
+    disk = SwapSource(*cut(True), dtype, arena, swap)
+    if len(swapped) == len(every):
+        return disk
+    return MixedSource(RamSource(*cut(False), dtype, arena), disk, swapped, trained)

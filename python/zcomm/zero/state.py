@@ -19,9 +19,8 @@ import torch
 from zcomm import _core
 from zcomm._snapshot import Copy
 from zcomm._tensors import tensor_of
-from zcomm.zero.options import Offload
 from zcomm.zero.rules import Rule
-from zcomm.zero.tile import TileForm, cut
+from zcomm.zero.tile import TileForm, TilePart, cut
 
 Held = AbstractContextManager[torch.Tensor]
 Run = tuple[int, int, Any]  # begin and end in a shard, and what belongs to its param group
@@ -95,7 +94,7 @@ class ShardState(ABC):
     def _step_tile(self, shard: ShardStep, state: torch.Tensor, tile: slice) -> None:
         weight, grad = shard.weight[tile], shard.grad[tile]
         for begin, end, hyper in runs_in(shard.runs, tile):
-            self.rule.step(self.form, weight, grad, state, begin, end, hyper, tile.start)
+            self.rule.step(self.form, TilePart(weight, grad, state, begin, end, tile.start), hyper)
 
     @property
     def window_nbytes(self) -> int:
@@ -106,15 +105,24 @@ class ShardState(ABC):
 
 
 class RamState(ShardState):
-    """State in the pinned arena (tier "cpu") or beside the model (tier "device"; the same memory on the CPU)."""
+    """State in the pinned arena (tier "cpu") or beside the model (tier "device"; the same memory on the CPU).
+
+    tiers: of each bucket. fraction: of what is in "cpu"; the rest counts as "device".
+    """
 
     def __init__(
-        self, counts: Sequence[int], dtype: torch.dtype, rule: Rule, arena: _core.PinnedArena, offload: Offload
+        self,
+        counts: Sequence[int],
+        tiers: Sequence[str],
+        dtype: torch.dtype,
+        rule: Rule,
+        arena: _core.PinnedArena,
+        fraction: float,
     ) -> None:
         super().__init__(counts, dtype, rule)
         sizes = [self.form.nbytes(count) for count in self.counts]
         nbytes = sum(sizes)
-        offloaded = round(nbytes * offload.fraction) if offload.optimizer else 0
+        offloaded = round(fraction * sum(size for size, tier in zip(sizes, tiers, strict=True) if tier == "cpu"))
         self.nbytes_by_tier = {"cpu": offloaded, "device": nbytes - offloaded}
         memory = tensor_of(arena.allocate(nbytes), torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
         self._states = list(memory.split(sizes))
@@ -122,9 +130,8 @@ class RamState(ShardState):
         self._whole = rule.spans_tiles and dtype != torch.float16
 
     def _part(self, bucket: int, part: slice) -> torch.Tensor:
-        size = self.form.element_nbytes
         state: torch.Tensor = self._states[bucket]
-        return state[part.start * size : part.stop * size]
+        return state[self.form.nbytes(part.start) : self.form.nbytes(part.stop)]
 
     def tile(self, bucket: int, part: slice, *, load: bool = True, store: bool = False) -> Held:
         return nullcontext(self._part(bucket, part))

@@ -1,16 +1,20 @@
 """ZeroOptimizer's state as torch.optim has it: whole tensors, numbered through the param groups. Collective.
 
 ``step`` and the optimizer's arrays by torch's names; with 16-bit weights ``master``, fp32, too, which makes the state
-complete without the model's. It loads into torch.optim's class of the same formula, and from it.
+complete without the model's. It loads into torch.optim's class of the same formula, and from it. 8-bit state is codes
+and ``scales``, as CPUAdam's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zcomm.optim.fused import STATE_BLOCK
 from zcomm.zero import access
+from zcomm.zero.tile import decoded
 
 if TYPE_CHECKING:
     from zcomm.zero.optimizer import ZeroOptimizer
@@ -31,7 +35,10 @@ def state_dict(optimizer: ZeroOptimizer) -> dict[str, Any]:
             entry: dict[str, Any] = {}
             if group.get("step", 0):
                 entry["step"] = torch.tensor(float(group["step"]))
-                entry.update({key: access.array(parts, index, key) for key in parts.state.form.arrays})
+                if parts.state.form.coded:
+                    entry.update(access.codes(parts, index) or {})
+                else:
+                    entry.update({key: access.array(parts, index, key) for key in parts.state.form.arrays})
             if parts.state.form.dtype != torch.float32:
                 entry["master"] = access.master(parts, index)
             if entry:
@@ -76,10 +83,14 @@ def load_state_dict(optimizer: ZeroOptimizer, saved: dict[str, Any]) -> None:
 
 def _load_param(optimizer: ZeroOptimizer, index: int, entry: dict[str, Any]) -> None:
     parts = optimizer._live
-    for key in parts.state.form.arrays:
-        value = entry.get(key)
-        flat = None if value is None else value.detach().to(torch.float32).reshape(-1)
-        access.set_array(parts, index, key, lambda elements, f=flat: torch.zeros(()) if f is None else f[elements])  # type: ignore[misc]
+    form = parts.state.form
+    if "scales" in entry and form.coded:
+        access.set_codes(
+            parts, index, lambda key, part: entry[key][part] if key == "scales" else entry[key].reshape(-1)[part]
+        )
+    else:
+        arrays = decoded(entry) if "scales" in entry else entry
+        access.set_arrays(parts, index, {key: _reader(arrays.get(key)) for key in form.arrays})
     if entry.get("master") is not None:
         flat = entry["master"].to(torch.float32).reshape(-1)
     elif entry.get("remainder") is not None:  # of zcomm.optim's classes: bits(master) = bits(weight) + remainder
@@ -91,6 +102,11 @@ def _load_param(optimizer: ZeroOptimizer, index: int, entry: dict[str, Any]) -> 
     else:
         return
     access.set_master(parts, index, lambda elements: flat[elements])
+
+
+def _reader(value: torch.Tensor | None) -> Callable[[slice], torch.Tensor]:
+    flat = None if value is None else value.detach().to(torch.float32).reshape(-1)
+    return lambda elements: torch.zeros(()) if flat is None else flat[elements]
 
 
 def _check(optimizer: ZeroOptimizer, saved: dict[str, Any], numbers: list[int]) -> None:
@@ -105,10 +121,10 @@ def _check(optimizer: ZeroOptimizer, saved: dict[str, Any], numbers: list[int]) 
         shape = parts.geometry.places[index].shape
         entry = saved["state"].get(number, {})
         for key, value in entry.items():
-            if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != shape:
-                raise ValueError(
-                    f"load_state_dict: {key} of {parts.names[index]} has shape {tuple(value.shape)}, not {tuple(shape)}"
-                )
+            wanted = (-(-shape.numel() // STATE_BLOCK), len(parts.state.form.arrays)) if key == "scales" else shape
+            if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != wanted:
+                what = f"{key} of {parts.names[index]}"
+                raise ValueError(f"load_state_dict: {what} has shape {tuple(value.shape)}, not {tuple(wanted)}")
         missing = [key for key in parts.state.form.arrays if key not in entry]
         if float(entry.get("step", 0)) > 0 and missing:
             raise ValueError(

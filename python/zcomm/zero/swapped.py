@@ -32,20 +32,24 @@ SPAN_TILES = 4  # what Python costs per span is little beside moving 2 MiB
 WINDOWS = 16  # spans in flight
 
 
-def place(counts: Sequence[int], fraction: float) -> tuple[list[Span], list[bool]]:
-    """The spans of shards of ``counts`` elements, and which of them are on NVMe: evenly spread."""
+def place(counts: Sequence[int], tiers: Sequence[str], fraction: float) -> tuple[list[Span], list[bool]]:
+    """The spans of shards of ``counts`` elements, and which are on NVMe: evenly spread over the shards of that tier."""
     spans = [
         (bucket, part.start, part.stop - part.start)
         for bucket, count in enumerate(counts)
         for part in cut(count, SPAN_TILES)
     ]
-    swapped = [math.floor(number * fraction + 0.5) for number in range(len(spans) + 1)]
-    return spans, [swapped[number] < swapped[number + 1] for number in range(len(spans))]
+    number, is_swapped = 0, []  # of those that could be there
+    for bucket, _, _ in spans:
+        could = tiers[bucket] == "nvme"
+        is_swapped.append(could and math.floor(number * fraction + 0.5) < math.floor((number + 1) * fraction + 0.5))
+        number += could
+    return spans, is_swapped
 
 
-def swap_nbytes(counts: Sequence[int], fraction: float, form: TileForm) -> int:
+def swap_nbytes(counts: Sequence[int], tiers: Sequence[str], fraction: float, form: TileForm) -> int:
     """Of a swap file that holds the swapped ones; extents begin at pages."""
-    spans, swapped = place(counts, fraction)
+    spans, swapped = place(counts, tiers, fraction)
     page = _core.page_nbytes()
     sizes = [form.nbytes(count) for (_, _, count), on_drive in zip(spans, swapped, strict=True) if on_drive]
     return sum(-(-size // page) * page for size in sizes)
@@ -78,11 +82,13 @@ class FrozenSpans:
 
 
 class SwappedState(ShardState):
-    """``fraction`` of the state on NVMe, WINDOWS spans of that in RAM at a time; the other spans always in RAM."""
+    """State on NVMe: ``fraction`` of the buckets whose tier that is, WINDOWS spans of it in RAM at a time. The other
+    spans are always in RAM."""
 
     def __init__(
         self,
         counts: Sequence[int],
+        tiers: Sequence[str],
         dtype: torch.dtype,
         rule: Rule,
         arena: _core.PinnedArena,
@@ -91,7 +97,7 @@ class SwappedState(ShardState):
     ) -> None:
         super().__init__(counts, dtype, rule)
         self._swap = swap
-        self._place_spans(arena, fraction)
+        self._place_spans(arena, tiers, fraction)
         largest = max((count for _, _, count in self._swapped), default=0)
         self._span_nbytes = -(-self.form.nbytes(largest) // _core.page_nbytes()) * _core.page_nbytes()
         windows = min(WINDOWS, len(self._swapped))
@@ -105,16 +111,18 @@ class SwappedState(ShardState):
         for key, (_, _, count) in zip(self._keys, self._swapped, strict=True):
             swap.reserve(key, self.form.nbytes(count))
 
-    def _place_spans(self, arena: _core.PinnedArena, fraction: float) -> None:
-        self._spans, is_swapped = place(self.counts, fraction)
+    def _place_spans(self, arena: _core.PinnedArena, tiers: Sequence[str], fraction: float) -> None:
+        self._spans, is_swapped = place(self.counts, tiers, fraction)
         self._swapped = [span for span, swapped in zip(self._spans, is_swapped, strict=True) if swapped]
         self._numbers = {span: number for number, span in enumerate(self._swapped)}
         resident = [span for span in self._spans if span not in self._numbers]
         sizes = [self.form.nbytes(count) for _, _, count in resident]
         memory = tensor_of(arena.allocate(sum(sizes)), torch.uint8) if sum(sizes) else torch.empty(0)
         self._resident = dict(zip(resident, memory.split(sizes) if resident else (), strict=True))
-        swapped_nbytes = sum(self.form.nbytes(count) for _, _, count in self._swapped)
-        self.nbytes_by_tier = {"nvme": swapped_nbytes, "cpu": sum(sizes)}
+        self.nbytes_by_tier = {"nvme": sum(self.form.nbytes(count) for _, _, count in self._swapped)}
+        for (bucket, _, _), size in zip(resident, sizes, strict=True):
+            tier = "device" if tiers[bucket] == "device" else "cpu"
+            self.nbytes_by_tier[tier] = self.nbytes_by_tier.get(tier, 0) + size
         # A kernel takes all tiles of a span in one call, where it can.
         self._whole = self.rule.spans_tiles and self.form.dtype != torch.float16
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from zcomm.zero.rules import SWITCHES, Rule
-from zcomm.zero.tile import TileForm
+from zcomm.zero.tile import TileForm, TilePart
 
 # Each element's update depends on that element alone. Not so: LBFGS, SparseAdam, Adafactor, Muon.
 ELEMENTWISE: dict[str, type[torch.optim.Optimizer]] = {
@@ -93,29 +93,19 @@ class TorchRule(Rule):
         self._torch.state.clear()
         return after
 
-    def step(
-        self,
-        form: TileForm,
-        weight: torch.Tensor,
-        grad: torch.Tensor,
-        state: torch.Tensor,
-        begin: int,
-        end: int,
-        hyper: Any,
-        at: int,
-    ) -> None:
-        count = weight.numel()
-        master = form.master(weight, state)
-        views = {name: form.array(state, count, name)[begin:end] for name in hyper.arrays}
+    def step(self, form: TileForm, part: TilePart, hyper: Any) -> None:
+        weight, inside = part.weight, slice(part.begin, part.end)
+        master = form.master(weight, part.state)
+        views = {name: form.array(part.state, weight.numel(), name)[inside] for name in hyper.arrays}
         before = {} if hyper.scalars is None else {**_cloned(hyper.scalars), **views}
-        after = self._one_step(hyper.options, hyper.scale, master[begin:end], grad[begin:end], before)
+        after = self._one_step(hyper.options, hyper.scale, master[inside], part.grad[inside], before)
         for name, view in views.items():
             if after[name].data_ptr() != view.data_ptr():
                 view.copy_(after[name])
         if form.dtype == torch.bfloat16:
-            form.set_master(weight, state, master)
+            form.set_master(weight, part.state, master)
         elif form.dtype == torch.float16:
-            weight[begin:end].copy_(master[begin:end])
+            weight[inside].copy_(master[inside])
 
     def progress(self) -> list[dict[str, Any]] | None:
         return [{name: float(value) for name, value in (scalars or {}).items()} for scalars in self._scalars]

@@ -2,6 +2,9 @@
 
 Forward: a module's pre-hook gathers its unit. Backward: a hook on the gradient of the module's outputs gathers it
 again; it is released when the last of its parameters has its gradient, at the latest when backward ends.
+A frozen parameter has no gradient that would say so: a unit with frozen ones is released when backward comes to the
+next unit. Autograd runs what was made last first, so nothing of the one unit is left to do then, unless the next one's
+forward ran inside of it.
 """
 
 from __future__ import annotations
@@ -26,13 +29,19 @@ class UnitHooks:
         self._waiting: dict[int, set[int]] = {}
         self._watch = Watch(model, store)
         self._handles: list[Any] = [model.register_forward_pre_hook(self._begin)]
+        self._frozen: set[int] = set()  # units with frozen parameters
+        self._now: Unit | None = None  # the one of them that backward is in
+        self._inside: list[Unit] = []  # whose forward runs, outermost first
         for unit, choice in zip(store.units, choices, strict=True):
             for module in choice.modules:
                 self._handles.append(module.register_forward_pre_hook(self._enter(unit)))
                 if unit.index > 0:
                     self._handles.append(module.register_forward_hook(self._leave(unit), always_call=True))
             for param in choice.params:
-                self._handles.append(param.register_post_accumulate_grad_hook(self._reached(unit)))
+                if param.requires_grad:
+                    self._handles.append(param.register_post_accumulate_grad_hook(self._reached(unit)))
+                else:
+                    self._frozen.add(unit.index)
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         if self._armed and torch._C._current_graph_task_id() < 0:
@@ -42,7 +51,11 @@ class UnitHooks:
     def _enter(self, unit: Unit) -> Callable[..., None]:
         def enter(module: nn.Module, args: Any) -> None:
             self._store.use(unit)
-            unit.in_forward += unit.index > 0
+            if unit.index > 0:
+                if self._inside and self._inside[-1] is not unit:
+                    self._inside[-1].surrounds = True
+                self._inside.append(unit)
+                unit.in_forward += 1
 
         return enter
 
@@ -51,12 +64,17 @@ class UnitHooks:
             if unit.in_backward:
                 return
             self._arm()
+            if self._now is not None and not self._now.surrounds:
+                self._now.in_backward = False
+            self._now = unit if unit.index in self._frozen else None
             self._store.use(unit)
             unit.in_backward = True
             self._waiting[unit.index] = {id(param) for param, _ in unit.views}
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             unit.in_forward = max(0, unit.in_forward - 1)
+            if unit in self._inside:
+                self._inside.remove(unit)
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(before_backward)
@@ -68,7 +86,7 @@ class UnitHooks:
             waiting = self._waiting.get(unit.index)
             if waiting is not None:
                 waiting.discard(id(param))
-                if not waiting:
+                if not waiting and unit.index not in self._frozen:
                     unit.in_backward = False
             self._store.reached(unit, param)
 
@@ -81,6 +99,7 @@ class UnitHooks:
 
     def _end_backward(self) -> None:
         self._armed = False
+        self._now = None
         self._waiting.clear()
         for unit in self._store.units:
             unit.in_backward = False

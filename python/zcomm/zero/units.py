@@ -56,6 +56,7 @@ class Unit:
         self.last_use = 0
         self.in_forward = 0
         self.in_backward = False
+        self.surrounds = False  # another unit ran inside of its forward
         self.gathering: Future[None] | None = None
         self.views: list[tuple[nn.Parameter, torch.Tensor]] = []
 
@@ -79,17 +80,16 @@ class UnitStore(ParameterStore):
         geometry: Geometry,
         comm: Communicator,
         dtype: torch.dtype,
+        tiers: Sequence[str],
         names: Sequence[str],
         source: ShardSource,
         shared: bool,
         prefetch: int,
     ) -> None:
-        super().__init__(params, geometry, comm)
-        self.tier = source.tier
+        super().__init__(params, geometry, comm, dtype, tiers)
         self._source = source
         self._shared = shared
         self._prefetch = prefetch
-        self._dtype = dtype
         self._gather_comm = comm.duplicate()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="zcomm-gather")
         self._empty = torch.empty(0, dtype=dtype)
@@ -109,7 +109,7 @@ class UnitStore(ParameterStore):
         units: list[Unit] = []
         offset = 0
         for index, name in enumerate(names):
-            buckets = [self._geometry.buckets[b] for b in self._geometry.unit_buckets[index]]
+            buckets = [self._geometry.every[b] for b in self._geometry.unit_buckets[index]]
             nbytes = sum(bucket.count for bucket in buckets) * self._dtype.itemsize
             nbytes = -(-nbytes // page) * page
             units.append(Unit(index, name, buckets, offset, nbytes))
@@ -155,9 +155,8 @@ class UnitStore(ParameterStore):
         self._free.append(len(self._slots))
         self._slots.append((memory, 0))
 
-    @property
-    def param_nbytes(self) -> int:
-        return self._source.nbytes
+    def _kept(self, bucket: FlatBucket) -> int:
+        return bucket.shard_count
 
     @property
     def slot_nbytes(self) -> int:
@@ -289,7 +288,7 @@ class UnitStore(ParameterStore):
         for unit in self.units:
             if unit.state is UnitState.GATHERING:
                 self.ensure(unit)
-            unit.in_forward, unit.in_backward = 0, False
+            unit.in_forward, unit.in_backward, unit.surrounds = 0, False, False
             if unit.state is UnitState.GATHERED:
                 self._drop(unit)
 
@@ -317,7 +316,7 @@ class UnitStore(ParameterStore):
         self.invalidate()  # the next gather brings the new shards
 
     def unit_of(self, param: int) -> Unit:
-        return self.units[self._geometry.buckets[self._geometry.places[param].bucket].unit]
+        return self.units[self._geometry.bucket_of(param).unit]
 
     def full(self, param: int) -> torch.Tensor:
         self.ensure(self.unit_of(param))

@@ -18,6 +18,7 @@ from zcomm.offload import StrPath
 from zcomm.zero import access, deferred
 from zcomm.zero.checkpoint.exchange import agree
 from zcomm.zero.checkpoint.tensor_file import Entry, read_entries, read_part
+from zcomm.zero.listed import listed
 from zcomm.zero.optimizer import ZeroOptimizer
 
 Entries = Mapping[str, Entry]
@@ -122,19 +123,14 @@ def match(
         found[name] = entries[name]
     unexpected = [name for name in entries if name not in tensors]
     lines = [
-        *([f"not in the file: {_some(missing)}"] if missing and strict else []),
-        *([f"not in the model: {_some(unexpected)}"] if unexpected and strict else []),
-        *([f"other shapes: {_some(other)}"] if other else []),
+        *([f"not in the file: {listed(missing)}"] if missing and strict else []),
+        *([f"not in the model: {listed(unexpected)}"] if unexpected and strict else []),
+        *([f"other shapes: {listed(other)}"] if other else []),
         *(["no name is the same"] if not found and not strict else []),
     ]
     if lines:
         raise ValueError(f"{where} has the weights of another model; {'; '.join(lines)}")
     return found
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return ", ".join(names[:8]) + more
 
 
 def _reader(folder: Path, entry: Entry) -> Callable[[int, int], torch.Tensor]:

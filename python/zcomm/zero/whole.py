@@ -1,6 +1,7 @@
 """full_param, full_grad, full_optim_state and their setters: whole tensors by parameter, whichever optimizer has it.
 
-Collective: every rank calls the same function for the same parameter, outside of forward and backward.
+Collective: every rank calls the same function for the same parameter, outside of forward and backward. A frozen
+parameter has a value alone.
 """
 
 from __future__ import annotations
@@ -9,16 +10,29 @@ import torch
 
 from zcomm.zero import access
 from zcomm.zero.build import Parts
-from zcomm.zero.optimizer import ZeroOptimizer, open_optimizers
+from zcomm.zero.optimizer import ZeroOptimizer
+from zcomm.zero.owner import owner_of
 
 
-def _owner(param: torch.Tensor) -> tuple[ZeroOptimizer, Parts, int]:
-    for optimizer in open_optimizers():
-        parts = optimizer._live
-        index = parts.index_of.get(id(param))
-        if index is not None:
-            return optimizer, parts, index
+def _number(param: torch.Tensor) -> tuple[ZeroOptimizer, Parts, int]:
+    """Of a parameter that the store has, trained or frozen."""
+    found = owner_of(param)
+    if found is not None and found[2] is not None:
+        return found[0], found[1], found[2]
     raise ValueError(f"a tensor of shape {tuple(param.shape)} is no parameter that an open ZeroOptimizer trains")
+
+
+def _trained(param: torch.Tensor) -> tuple[ZeroOptimizer, Parts, int]:
+    found = owner_of(param)
+    if found is not None and (found[2] is None or found[1].geometry.is_frozen(found[2])):
+        raise ValueError(f"a parameter of shape {tuple(param.shape)} is not trained: it has neither gradient nor state")
+    return _number(param)
+
+
+def _is_whole(param: torch.Tensor) -> bool:
+    """Whether it is a frozen parameter of a model, whole on each rank."""
+    found = owner_of(param)
+    return found is not None and found[2] is None and not param.requires_grad
 
 
 def _value(parts: Parts, index: int, value: torch.Tensor) -> torch.Tensor:
@@ -36,12 +50,14 @@ def _key(parts: Parts, index: int, key: str) -> str:
 
 
 def full_param(param: torch.Tensor) -> torch.Tensor:
-    """The fp32 master of ``param``, whole, as a copy, in every stage and tier. Collective.
+    """The fp32 master of ``param`` (the weight of a frozen one), whole, as a copy, in every stage and tier. Collective.
 
     Raises: ValueError for a parameter that no open ZeroOptimizer trains; OSError from swap files; PeerLost and
     TimeoutError. So do the other functions here.
     """
-    _, parts, index = _owner(param)
+    if _is_whole(param):
+        return param.detach().to(torch.float32, copy=True)
+    _, parts, index = _number(param)
     whole = access.master(parts, index)
     assert whole is not None
     return whole
@@ -49,7 +65,13 @@ def full_param(param: torch.Tensor) -> torch.Tensor:
 
 def set_full_param(param: torch.Tensor, value: torch.Tensor) -> None:
     """Replace the master and the weight (its rounded value). value: the same on each rank. Collective."""
-    _, parts, index = _owner(param)
+    if _is_whole(param):
+        if value.shape != param.shape:
+            raise ValueError(f"the value has shape {tuple(value.shape)}, the parameter {tuple(param.shape)}")
+        with torch.no_grad():
+            param.copy_(value)
+        return
+    _, parts, index = _number(param)
     flat = _value(parts, index, value)
     parts.comm.barrier(name="nobody uses the old weights")
     with torch.no_grad():
@@ -60,13 +82,13 @@ def set_full_param(param: torch.Tensor, value: torch.Tensor) -> None:
 def full_grad(param: torch.Tensor) -> torch.Tensor | None:
     """The gradient that ``step()`` would use, before clipping: fp32, averaged over ranks and micro-steps, without the
     loss scale. None before a backward pass, and after ``zero_grad()``. Collective."""
-    optimizer, parts, index = _owner(param)
+    optimizer, parts, index = _trained(param)
     return access.gradient(parts, index, 1.0 / optimizer.gradient_factor)
 
 
 def set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     """Replace the gradient that ``full_grad`` gives. Raises: RuntimeError before a backward pass."""
-    optimizer, parts, index = _owner(param)
+    optimizer, parts, index = _trained(param)
     access.set_gradient(parts, index, _value(parts, index, value) * optimizer.gradient_factor)
 
 
@@ -75,7 +97,7 @@ def full_optim_state(param: torch.Tensor, key: str) -> torch.Tensor:
 
     Raises: ValueError naming the keys that there are.
     """
-    optimizer, parts, index = _owner(param)
+    optimizer, parts, index = _trained(param)
     if key == "step":
         return torch.tensor(float(optimizer.param_groups[parts.group_of[index]].get("step", 0)))
     whole = access.array(parts, index, _key(parts, index, key))
@@ -85,6 +107,6 @@ def full_optim_state(param: torch.Tensor, key: str) -> torch.Tensor:
 
 def set_full_optim_state(param: torch.Tensor, value: torch.Tensor, key: str) -> None:
     """Replace state array ``key``. value: the same on each rank. Collective."""
-    _, parts, index = _owner(param)
+    _, parts, index = _trained(param)
     flat = _value(parts, index, value)
-    access.set_array(parts, index, _key(parts, index, key), lambda elements: flat[elements])
+    access.set_arrays(parts, index, {_key(parts, index, key): lambda elements: flat[elements]})

@@ -41,18 +41,21 @@ class Frozen:
 
 
 class _Weights:
-    """Of a ParameterStore: one shard at a time in RAM where they are on a drive."""
+    """Of a ParameterStore: one shard at a time in RAM of those that are on a drive."""
 
     def __init__(self, parts: Parts, copy: Copy | None) -> None:
         self.part = parts.store.part
         self._dtype = parts.state.form.dtype
-        self._copy = copy if parts.store.tier == "nvme" else None
-        self._held: dict[int, torch.Tensor] = {}
-        if self._copy is None:
-            self._held = {bucket.index: parts.store.load(bucket).clone() for bucket in parts.geometry.buckets}
+        self._copy = copy
+        in_ram = [bucket for bucket in parts.geometry.every if parts.store.tier_of(bucket) != "nvme"]
+        self._held = {bucket.index: parts.store.load(bucket).clone() for bucket in in_ram}
+        self._last: tuple[int, torch.Tensor] | None = None
 
     def load(self, bucket: FlatBucket) -> torch.Tensor:
-        if bucket.index not in self._held:
+        held = self._held.get(bucket.index)
+        if held is not None:
+            return held
+        if self._last is None or self._last[0] != bucket.index:
             assert self._copy is not None
-            self._held = {bucket.index: self._copy.load(SwapSource._key(bucket)).view(self._dtype)}
-        return self._held[bucket.index]
+            self._last = bucket.index, self._copy.load(SwapSource._key(bucket)).view(self._dtype)
+        return self._last[1]

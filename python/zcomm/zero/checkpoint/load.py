@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zcomm.optim.fused import STATE_BLOCK
 from zcomm.zero import access
 from zcomm.zero.build import Parts
 from zcomm.zero.checkpoint import durable, generators
@@ -20,6 +21,8 @@ from zcomm.zero.checkpoint.manifest import Manifest, read_manifest
 from zcomm.zero.checkpoint.plain import from_json
 from zcomm.zero.checkpoint.share import other_tensors
 from zcomm.zero.checkpoint.tensor_file import Entry, check, read_part
+from zcomm.zero.listed import listed
+from zcomm.zero.tile import decoded
 
 if TYPE_CHECKING:
     from zcomm.zero.optimizer import ZeroOptimizer
@@ -75,17 +78,18 @@ def _verify(parts: Parts, folder: Path, manifest: Manifest) -> None:
 
 def _check(optimizer: ZeroOptimizer, manifest: Manifest, with_optimizer: bool, strict: bool) -> None:
     parts = optimizer._live
-    wanted = {name: tuple(parts.geometry.places[index].shape) for index, name in enumerate(parts.names)}
+    wanted = {name: tuple(place.shape) for name, place in zip(parts.names, parts.geometry.places, strict=True)}
     wanted.update({name: tuple(tensor.shape) for name, tensor in other_tensors(parts)} if strict else {})
     known = {**manifest.weights, **{a: manifest.weights[n] for a, n in manifest.aliases.items()}}
-    missing = [name for name in wanted if name not in known]
+    needed = wanted if strict else parts.names[: parts.geometry.trained_count]
+    missing = [name for name in needed if name not in known]
     shapes = [f"{n}: {known[n].shape} there, {s} here" for n, s in wanted.items() if n in known and known[n].shape != s]
     here = set(parts.model.state_dict(keep_vars=True)) if parts.model is not None else set(wanted)
     unexpected = [name for name in known if name not in here | set(wanted)] if strict else []
     lines = [
-        *([f"not in the checkpoint: {_some(missing)}"] if missing else []),
-        *([f"not in the model: {_some(unexpected)}"] if unexpected else []),
-        *([f"other shapes: {_some(shapes)}"] if shapes else []),
+        *([f"not in the checkpoint: {listed(missing)}"] if missing else []),
+        *([f"not in the model: {listed(unexpected)}"] if unexpected else []),
+        *([f"other shapes: {listed(shapes)}"] if shapes else []),
     ]
     if lines:
         raise ValueError(f"the checkpoint is of another model; {'; '.join(lines)}")
@@ -97,13 +101,13 @@ def _check_optimizer(optimizer: ZeroOptimizer, manifest: Manifest) -> None:
     parts = optimizer._live
     lacking = [
         f"{key}/{name}"
-        for name in parts.names
+        for name in parts.names[: parts.geometry.trained_count]
         for key in parts.state.form.arrays
         if f"{key}/{manifest.aliases.get(name, name)}" not in manifest.optimizer
     ]
     if lacking:
         raise ValueError(
-            f"the checkpoint has the state of {manifest.optimizer_name}, which lacks {_some(lacking)} of "
+            f"the checkpoint has the state of {manifest.optimizer_name}, which lacks {listed(lacking)} of "
             f"{optimizer.rule.name}; load the weights alone with optimizer=False"
         )
     ours = [{parts.names[parts.index_of[id(p)]] for p in group["params"]} for group in optimizer.param_groups]
@@ -115,18 +119,19 @@ def _check_optimizer(optimizer: ZeroOptimizer, manifest: Manifest) -> None:
         )
 
 
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return ", ".join(names[:8]) + more
-
-
 def _read_tensors(parts: Parts, folder: Path, manifest: Manifest, with_optimizer: bool) -> None:
     for index, name in enumerate(parts.names):
         saved = manifest.aliases.get(name, name)
+        if parts.geometry.is_frozen(index):
+            entry = manifest.weights.get(saved)
+            if entry is not None:
+                access.set_master(parts, index, _reader(folder, entry))
+            continue
         exact = manifest.optimizer.get(f"master/{saved}", manifest.weights[saved])
         access.set_master(parts, index, _reader(folder, exact))
-        for key in parts.state.form.arrays if with_optimizer else ():
-            access.set_array(parts, index, key, _reader(folder, manifest.optimizer[f"{key}/{saved}"]))
+        if with_optimizer:
+            of_param = {key: manifest.optimizer.get(f"{key}/{saved}") for key in ("scales", *parts.state.form.arrays)}
+            _read_state(parts, index, folder, {key: entry for key, entry in of_param.items() if entry is not None})
     for name, tensor in other_tensors(parts):
         entry = manifest.weights.get(manifest.aliases.get(name, name))
         if entry is not None:
@@ -135,6 +140,35 @@ def _read_tensors(parts: Parts, folder: Path, manifest: Manifest, with_optimizer
 
 def _reader(folder: Path, entry: Entry) -> Any:
     return lambda part: read_part(folder, entry, part.start, part.stop).to(torch.float32)
+
+
+def _read_state(parts: Parts, index: int, folder: Path, entries: dict[str, Entry]) -> None:
+    """entries: by array; with "scales", where it is 8-bit state."""
+    if "scales" not in entries:
+        access.set_arrays(parts, index, {key: _reader(folder, entry) for key, entry in entries.items()})
+    elif parts.state.form.coded:
+        access.set_codes(parts, index, lambda key, part: _read_codes(folder, key, entries[key], part))
+    else:
+        access.set_arrays(parts, index, {key: _decoder(folder, entries, key) for key in parts.state.form.arrays})
+
+
+def _read_codes(folder: Path, key: str, entry: Entry, part: slice) -> torch.Tensor:
+    width = entry.shape[1] if key == "scales" else 1
+    return read_part(folder, entry, part.start * width, part.stop * width)
+
+
+def _decoder(folder: Path, entries: dict[str, Entry], name: str) -> Any:
+    """8-bit state as fp32."""
+
+    def read(part: slice) -> torch.Tensor:
+        count = torch.Size(entries[name].shape).numel()
+        blocks = slice(part.start // STATE_BLOCK, -(-part.stop // STATE_BLOCK))
+        begin, end = blocks.start * STATE_BLOCK, min(blocks.stop * STATE_BLOCK, count)
+        parts = {key: blocks if key == "scales" else slice(begin, end) for key in entries}
+        coded = {key: _read_codes(folder, key, entries[key], where) for key, where in parts.items()}
+        return decoded(coded)[name][part.start - begin : part.stop - begin]
+
+    return read
 
 
 def _set_progress(optimizer: ZeroOptimizer, manifest: Manifest) -> None:

@@ -217,7 +217,7 @@ def _manifest(optimizer: ZeroOptimizer, scheduler: Any, client_state: Any) -> Ma
         stage=optimizer.stage,
         precision=optimizer.precision.name,
         optimizer_name=optimizer.rule.name,
-        parameters=list(parts.names),
+        parameters=parts.names[: parts.geometry.trained_count],
         groups=groups,
         progress=optimizer.rule.progress(),
         counters=counters,

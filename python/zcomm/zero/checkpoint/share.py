@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from zcomm.optim.fused import STATE_BLOCK
 from zcomm.zero import access
 from zcomm.zero.build import Parts
 from zcomm.zero.checkpoint import durable
@@ -30,7 +31,7 @@ class Share:
 
 
 def other_tensors(parts: Parts) -> Iterator[tuple[str, torch.Tensor]]:
-    """Frozen parameters and saved buffers of the model, each once."""
+    """Frozen parameters that are not in the store and saved buffers of the model, each once."""
     if parts.model is None:
         return
     seen = set(parts.index_of)
@@ -64,8 +65,14 @@ def _owners(parts: Parts) -> list[int]:
     return owners
 
 
-def _keys(form: TileForm) -> list[str]:
-    return [*(["master"] if form.dtype != torch.float32 else []), *form.arrays]
+def _state_of(form: TileForm, name: str, shape: torch.Size) -> Plan:
+    """What is kept of a parameter beside its weight."""
+    master = [("master", torch.float32, shape)] if form.dtype != torch.float32 else []
+    kind = torch.uint8 if form.coded else torch.float32
+    blocks = torch.Size((-(-shape.numel() // STATE_BLOCK), len(form.arrays)))
+    scales = [("scales", torch.float32, blocks)] if form.coded else []
+    every = [*master, *scales, *((key, kind, shape) for key in form.arrays)]
+    return [(f"{key}/{name}", dtype, size) for key, dtype, size in every]
 
 
 def share_of(parts: Parts) -> Share:
@@ -73,10 +80,11 @@ def share_of(parts: Parts) -> Share:
     rank, form = parts.comm.rank, parts.state.form
     mine = [index for index, owner in enumerate(_owners(parts)) if owner == rank]
     shapes = [place.shape for place in parts.geometry.places]
+    trained = [index for index in mine if not parts.geometry.is_frozen(index)]
     weights = [(parts.names[index], form.dtype, shapes[index]) for index in mine]
     if rank == 0:
         weights += [(name, tensor.dtype, tensor.shape) for name, tensor in other_tensors(parts)]
-    state = [(f"{key}/{parts.names[index]}", torch.float32, shapes[index]) for index in mine for key in _keys(form)]
+    state = [item for index in trained for item in _state_of(form, parts.names[index], shapes[index])]
     return Share(rank, parts.comm.world_size, (weights, state), _aliases(parts) if rank == 0 else {})
 
 
@@ -85,10 +93,18 @@ def gathered(parts: Parts) -> Iterator[tuple[int, torch.Tensor]]:
     form = parts.state.form
     for index, owner in enumerate(_owners(parts)):
         exact = access.master(parts, index, root=owner)
+        if parts.geometry.is_frozen(index):
+            if exact is not None:
+                yield WEIGHTS, exact.to(form.dtype)
+            continue
         if exact is not None:
             yield WEIGHTS, rounded(form, exact)
             if form.dtype != torch.float32:
                 yield STATE, exact
+        if form.coded:
+            coded = access.codes(parts, index, root=owner) or {}
+            yield from ((STATE, coded[key]) for key in ("scales", *form.arrays) if coded)
+            continue
         for key in form.arrays:
             whole = access.array(parts, index, key, root=owner)
             if whole is not None:
