@@ -33,7 +33,8 @@ def step_lines(row: Mapping[str, Any]) -> Iterator[str]:
     yield (
         f"  swapped {1e3 * row['step_s']:.1f} ms (step() returned after {1e3 * row['returned_s']:.1f}, waited "
         f"{1e3 * row['waited_s']:.1f}), in RAM {1e3 * row['ram_s']:.1f} ms; {row['moved_nbytes'] / 1e9:.3f} GB moved, "
-        f"{row['moved_nbytes'] / row['step_s'] / 1e9:.2f} GB/s{counted}"
+        f"{row['moved_nbytes'] / row['step_s'] / 1e9:.2f} GB/s{counted}; checksums cost "
+        f"{100 * row['checksum_cost']:.1f} %"
     )
     if row["share"] is not None:
         low, high = min(row["shares"]), max(row["shares"])
@@ -101,8 +102,8 @@ def _steps(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         "step ends when the last write is on the drive; `step()` itself returns earlier.",
         "",
         "| precision | parameters | state MiB | in RAM MiB | moved GB | in RAM ms | I/O ms | step ms | returned ms | "
-        f"share, goal >= {_STEP} | lowest to highest | | #wrong |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        f"share, goal >= {_STEP} | lowest to highest | | checksums cost | #wrong |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         io, share = ("-", "- | - | -") if row["share"] is None else (f"{1e3 * row['io_s']:.1f}", "")
@@ -112,7 +113,8 @@ def _steps(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         lines.append(
             f"| {row['precision']} | {row['numel'] / 1e6:.0f}M | {row['state_nbytes'] >> 20} | "
             f"{row['ram_nbytes'] >> 20} | {row['moved_nbytes'] / 1e9:.3f} | {1e3 * row['ram_s']:.1f} | {io} | "
-            f"{1e3 * row['step_s']:.1f} | {1e3 * row['returned_s']:.1f} | {share} | {row['wrong']} |"
+            f"{1e3 * row['step_s']:.1f} | {1e3 * row['returned_s']:.1f} | {share} | "
+            f"{100 * row['checksum_cost']:.1f} % | {row['wrong']} |"
         )
     return lines
 

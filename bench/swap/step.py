@@ -1,15 +1,18 @@
-"""A row of bench/swapped_step: the step with state on NVMe, its twin in RAM, and fio on the file of the state.
+"""A row of bench/swapped_step: the step with state on NVMe, the same without checksums, its twin in RAM, and fio on the
+file of the state.
 
-Both optimizers have the same weights and gradients, so their bits must be equal. fio overwrites the file: afterwards
-the state is written again from the twin's.
+All three optimizers have the same weights and gradients, so their bits must be equal. fio overwrites the file:
+afterwards the state is written again from the twin's.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ import torch
 import zcomm
 from swap import counters
 from swap.fio import Fio
+from zcomm import _core
 from zcomm.zero.swapped import WINDOWS, place
 from zcomm.zero.tile import cut
 
@@ -65,6 +69,7 @@ def measure(
         **{name: _median([each[name] for each in rounds]) for name in rounds[0]},
         "share": _median(shares),
         "shares": shares,
+        "checksum_cost": 1.0 - statistics.median(each["no_crc_s"] / each["step_s"] for each in rounds),
         "wrong": wrong,
     }
 
@@ -94,7 +99,10 @@ class Pair:
             lr=1e-3,
         )
         self._ram = self._make(None)
-        self._swap = self._make(zcomm.Offload("nvme", None, self._fraction(arguments.ratio)))
+        offload = zcomm.Offload("nvme", None, self._fraction(arguments.ratio))
+        self._swap = self._make(offload)
+        with _without_checksums():
+            self._plain = self._make(offload)
         memory = self._swap.memory()
         self.nvme_nbytes, self.resident_nbytes = memory["nvme"]["optimizer"], memory["cpu"]["optimizer"]
         self.window_nbytes = memory["cpu"]["slots"]
@@ -114,32 +122,36 @@ class Pair:
         return [self._step() for _ in range(_DIRECTIONS)]
 
     def _step(self) -> dict[str, Any]:
-        for optimizer in (self._ram, self._swap):
+        for optimizer in (self._ram, self._swap, self._plain):
             optimizer.zero_grad()
             params = optimizer.param_groups[0]["params"]
             sum((p * slope).sum() for p, slope in zip(params, self._slopes, strict=True)).backward()
-        self._core.wait()  # what the last step still wrote
+            if optimizer is not self._ram:
+                optimizer._live.swap.wait()  # what the last step still wrote
         begin_s = time.perf_counter()
         self._ram.step()
         ram_s = time.perf_counter() - begin_s
-        before, counted = self._core.stats(), counters.moved(self._folder)
-        waited_s = self._swap.stats()["swap_s"]
+        timed = self._timed(self._swap)
+        return {"ram_s": ram_s, **timed, "no_crc_s": self._timed(self._plain)["step_s"], "io_s": None}
+
+    def _timed(self, optimizer: zcomm.ZeroOptimizer) -> dict[str, Any]:
+        core: Any = optimizer._live.swap
+        before, counted = core.stats(), counters.moved(self._folder)
+        waited_s = optimizer.stats()["swap_s"]
         begin_s = time.perf_counter()
-        self._swap.step()
+        optimizer.step()
         returned_s = time.perf_counter() - begin_s
-        self._core.wait()
+        core.wait()
         step_s = time.perf_counter() - begin_s
-        after, counted_then = self._core.stats(), counters.moved(self._folder)
+        after, counted_then = core.stats(), counters.moved(self._folder)
         moved = sum(after[key] - before[key] for key in ("read_nbytes", "written_nbytes"))
         device = sum(counted_then) - sum(counted) if counted and counted_then else None
         return {
-            "ram_s": ram_s,
             "step_s": step_s,
             "returned_s": returned_s,  # the last writes go on behind it
-            "waited_s": self._swap.stats()["swap_s"] - waited_s,
+            "waited_s": optimizer.stats()["swap_s"] - waited_s,
             "moved_nbytes": moved,
             "moved_over_asked": device / moved if device is not None else None,
-            "io_s": None,
         }
 
     def write_again(self) -> None:
@@ -152,11 +164,14 @@ class Pair:
         self._core.wait()
 
     def wrong(self) -> int:
-        """Elements of the weights and bytes of the state that differ."""
+        """Elements of the weights and bytes of the state that differ from the twin's."""
+        return sum(self._differences(optimizer) for optimizer in (self._swap, self._plain))
+
+    def _differences(self, optimizer: zcomm.ZeroOptimizer) -> int:
         wrong = 0
-        for mine, other in zip(self._swap.param_groups[0]["params"], self._ram.param_groups[0]["params"], strict=True):
+        for mine, other in zip(optimizer.param_groups[0]["params"], self._ram.param_groups[0]["params"], strict=True):
             wrong += 0 if torch.equal(mine, other) else int((mine != other).sum())
-        ours, theirs = self._swap._live.state, self._ram._live.state
+        ours, theirs = optimizer._live.state, self._ram._live.state
         for bucket, count in enumerate(ours.counts):
             for part in cut(count):
                 with ours.tile(bucket, part) as one, theirs.tile(bucket, part) as other_one:
@@ -164,6 +179,17 @@ class Pair:
         return wrong
 
     def close(self) -> None:
-        self._swap.close()
-        self._ram.close()
+        for optimizer in (self._swap, self._plain, self._ram):
+            optimizer.close()
         zcomm.shutdown()
+
+
+@contextmanager
+def _without_checksums() -> Iterator[None]:
+    """ZeroOptimizer has no such option: its state is always checked."""
+    original = _core.SwapFile
+    _core.SwapFile = functools.partial(original, checksum=False)  # type: ignore[assignment, misc]
+    try:
+        yield
+    finally:
+        _core.SwapFile = original  # type: ignore[misc]
