@@ -75,6 +75,11 @@ def test_shares_of_a_peer(tmp_path: Path) -> None:
     ratios = sorted(ours / theirs for ours in row["rounds_gbps"]["zcomm"])
     assert row["gbps"]["fio"] == pytest.approx(theirs)
     assert row["share_of"]["fio"]["zcomm"] == pytest.approx(ratios[len(ratios) // 2])
+    costs = [
+        1 - a / b for a, b in zip(row["shares"]["fio"]["zcomm"], row["shares"]["fio"]["zcomm no crc"], strict=True)
+    ]
+    said = next(line for line in out.with_suffix(".md").read_text().splitlines() if "checksum < 2 %" in line)
+    assert f"| {sorted(costs)[len(costs) // 2]:.3f} |" in said and ("holds" in said) != ("**misses**" in said)
 
 
 def test_the_swapped_step(tmp_path: Path) -> None:
@@ -92,6 +97,7 @@ def test_the_swapped_step(tmp_path: Path) -> None:
         for each, share in zip(row["rounds"], row["shares"], strict=True):
             assert each["io_s"] == pytest.approx(each["moved_nbytes"] / row["nvme_nbytes"])
             assert share == pytest.approx(max(each["io_s"], each["ram_s"]) / each["step_s"])
+            assert each["no_crc_s"] > 0
             assert each["moved_nbytes"] <= 2 * row["nvme_nbytes"] and each["returned_s"] <= each["step_s"]
     assert "| bf16 |" in out.with_suffix(".md").read_text()
     assert [each.name for each in tmp_path.iterdir() if each.name.startswith("zcomm-")] == []
