@@ -22,7 +22,7 @@ import zcomm
 from swap import counters
 from swap.fio import Fio
 from zcomm import _core
-from zcomm.zero.swapped import WINDOWS, place
+from zcomm.zero.swapped import SPAN_TILES, WINDOWS
 from zcomm.zero.tile import cut
 
 _STATE_NBYTES = {"fp32": 8, "bf16": 10}  # m and v; and the other half of the master
@@ -114,8 +114,8 @@ class Pair:
     def _fraction(self, ratio: float) -> float:
         """The largest part on the drive with which spans in RAM and windows are 1/ratio of the state."""
         state = self._ram._live.state
-        spans, _ = place(state.counts, 1.0)
-        window = min(WINDOWS, len(spans)) * max(state.form.nbytes(count) for _, _, count in spans)
+        spans = [part.stop - part.start for count in state.counts for part in cut(count, SPAN_TILES)]
+        window = min(WINDOWS, len(spans)) * max(map(state.form.nbytes, spans))
         total = state.form.nbytes(self.numel)
         return 1.0 - max(0.0, total / ratio - window) / total
 
