@@ -55,7 +55,7 @@ struct ThreadPool::Impl {
   void run_parts() {
     try {
       for (std::size_t i = next_part.fetch_add(1); i < parts; i = next_part.fetch_add(1))
-        (*body)(i * part, std::min(count, (i + 1) * part));
+        (*body)(i* part, std::min(count, (i + 1) * part));
     } catch (...) {
       const std::lock_guard lock(mutex);
       if (!error) error = std::current_exception();
