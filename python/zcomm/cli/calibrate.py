@@ -39,6 +39,11 @@ def calibrate(timeout_s: float = 120.0) -> Table:
 
 
 def _run(world_size: int, timeout_s: float) -> Tuning:
+    return Tuning(**json.loads(run_ranks("zcomm.cli.calibrate", world_size, 1, timeout_s)))
+
+
+def run_ranks(module: str, world_size: int, threads: int, timeout_s: float) -> str:
+    """Start ``python -m module FILE`` as ranks on this host; what rank 0 wrote into FILE. Raises: RuntimeError."""
     with tempfile.TemporaryDirectory(prefix="zcomm-calibrate-") as folder:
         answer = Path(folder) / "answer"
         ranks = []
@@ -49,9 +54,9 @@ def _run(world_size: int, timeout_s: float) -> Tuning:
                 "WORLD_SIZE": str(world_size),
                 "LOCAL_RANK": str(rank),
                 "ZCOMM_INIT_METHOD": f"file://{folder}/store",
-                "OMP_NUM_THREADS": "1",
+                "OMP_NUM_THREADS": str(threads),
             }
-            command = [sys.executable, "-m", "zcomm.cli.calibrate", str(answer)]
+            command = [sys.executable, "-m", module, str(answer)]
             ranks.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
         deadline = time.monotonic() + timeout_s
         try:
@@ -65,7 +70,7 @@ def _run(world_size: int, timeout_s: float) -> Tuning:
             for process in ranks:
                 process.kill()
                 process.wait()
-        return Tuning(**json.loads(answer.read_text()))
+        return answer.read_text()
 
 
 class _Candidates:

@@ -50,7 +50,7 @@ def add_parser(commands: _SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "--calibrate",
         action="store_true",
-        help="measure the tuning table of this machine, and the drive of --dir, first",
+        help="measure the tuning table and the speeds of this machine, and the drive of --dir, first",
     )
     parser.set_defaults(command=command)
 
@@ -62,6 +62,10 @@ def command(args: argparse.Namespace) -> int:
 
         print("measuring the tuning table (some seconds) ...", flush=True)
         calibrate()
+        from zcomm.cli.calibrate_speeds import calibrate as calibrate_speeds
+
+        print("measuring the speeds for `zcomm plan` (some seconds) ...", flush=True)
+        calibrate_speeds()
         from zcomm.cli.calibrate_swap import calibrate as calibrate_swap
 
         print(f"measuring the drive of {args.dir} (some seconds) ...", flush=True)

@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zcomm.cli.plan_compare import compare
+from zcomm.cli.plan_table import print_table, seconds
 from zcomm.cli.sizes import nbytes, shown
 from zcomm.launch.errors import UserError
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
     from zcomm.cli.parser import Parser
-    from zcomm.planning import Estimate
+    from zcomm.planning import Estimate, StepTime, Work
 
 _OFFLOADS = ("none", "cpu", "nvme")
 
@@ -56,17 +58,18 @@ def add_parser(commands: _SubParsersAction[Parser]) -> None:
 def command(args: argparse.Namespace) -> int:
     """Print the table, or the comparison."""
     if args.compare is not None:
-        return _compare(args.compare)
+        return compare(args.compare)
     if args.params is None and args.model is None:
         raise UserError("--params, --model or --compare is needed")
-    from zcomm.planning import estimate
+    from zcomm import speeds
+    from zcomm.planning import estimate, step_time
 
-    model, activations = (args.params, None) if args.model is None else _made(args.model, args.precision)
+    model, activations, work = (args.params, None, None) if args.model is None else _made(args.model, args.precision)
     activations = args.activations if args.activations is not None else activations
     memory = args.memory or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     free = _free(args.nvme_path)
-    speeds = _speeds(args.nvme_path)
-    rows = []
+    drive = drive_bps(args.nvme_path)
+    rows, timed = [], False
     for world, stage, offload in itertools.product(args.world, args.stage, args.offload):
         found = estimate(
             model,
@@ -79,24 +82,30 @@ def command(args: argparse.Namespace) -> int:
             accumulation=args.accum,
             activations_nbytes=activations or 0,
         )
-        rows.append(_row(found, memory, free, speeds))
+        known = speeds.load(world)
+        time = None if known is None else step_time(found, known, work, args.precision, args.accum, drive)
+        timed = timed or known is not None
+        rows.append(_row(found, memory, free, drive, time))
     count = model if isinstance(model, int) else sum(p.numel() for p in model.parameters() if p.requires_grad)
     print(f"{count} trained parameters, {args.precision}, {args.optimizer}; bytes are of one rank")
-    _print(rows)
-    _notes(isinstance(model, int), activations, memory, free, speeds, args.nvme_path)
+    print_table(rows)
+    _notes(isinstance(model, int), activations, memory, free, drive, args.nvme_path)
+    _time_notes(timed, work is not None)
     return 0
 
 
-def _row(found: Estimate, memory: int, free: int, speeds: tuple[float, float] | None) -> dict[str, str]:
+def _row(
+    found: Estimate, memory: int, free: int, drive: tuple[float, float] | None, time: StepTime | None
+) -> dict[str, str]:
     world = found.world_size
     lacks = [
         *(["memory"] if found.host_nbytes * world > memory else []),
         *(["drive"] if found.tier("nvme") * world > free else []),
     ]
     moved = found.swap_read_nbytes + found.swap_written_nbytes
-    seconds = "-"
-    if speeds is not None and moved:  # all ranks share the drive
-        seconds = f"{world * (found.swap_read_nbytes / speeds[0] + found.swap_written_nbytes / speeds[1]):.3g} s"
+    swap_s = "-"
+    if drive is not None and moved:  # all ranks share the drive
+        swap_s = f"{world * (found.swap_read_nbytes / drive[0] + found.swap_written_nbytes / drive[1]):.3g} s"
     return {
         "world": str(world),
         "stage": str(found.stage),
@@ -105,20 +114,17 @@ def _row(found: Estimate, memory: int, free: int, speeds: tuple[float, float] | 
         "cpu": shown(found.tier("cpu")),
         "nvme": shown(found.tier("nvme")),
         "swap per 1000 steps": shown(1000 * moved) if moved else "-",
-        "swap per step": seconds,
+        "swap per step": swap_s,
+        "compute": seconds(time.compute_s if time else None),
+        "comm": seconds(time.communication_s if time else None),
+        "update": seconds(time.update_s if time else None),
+        "step": seconds(time.step_s if time else None),
         "fits": f"no: {', '.join(lacks)}" if lacks else "yes",
     }
 
 
-def _print(rows: list[dict[str, str]]) -> None:
-    width = {key: max(len(key), *(len(row[key]) for row in rows)) for key in rows[0]}
-    print("  ".join(f"{key:>{width[key]}}" for key in width))
-    for row in rows:
-        print("  ".join(f"{row[key]:>{width[key]}}" for key in width))
-
-
 def _notes(
-    formula: bool, activations: int | None, memory: int, free: int, speeds: tuple[float, float] | None, where: Path
+    formula: bool, activations: int | None, memory: int, free: int, drive: tuple[float, float] | None, where: Path
 ) -> None:
     if formula:
         print("ZeRO's formula: without padding, slots and windows (--model counts them)")
@@ -127,20 +133,31 @@ def _notes(
     else:
         print(f"device includes {shown(activations)} of activations of one micro-batch")
     print(f"fits: all ranks in {shown(memory)} of memory and {shown(free)} free in {where}")
-    if speeds is None:
+    if drive is None:
         print("time of the swap is not known here: zcomm doctor --calibrate --dir DIR measures the drive")
     else:
+        print(f"time of the swap at {drive[0] / 1e9:.2f} GB/s read, {drive[1] / 1e9:.2f} written, if nothing hides it")
+
+
+def _time_notes(calibrated: bool, traced: bool) -> None:
+    if not calibrated:
+        print("time per step is not known here: zcomm doctor --calibrate measures this machine")
+        return
+    print("comm: gradients through reduce_scatter; update: the optimizer's pass; at this machine's measured speeds")
+    if not traced:
+        print("compute and step need --model with the inputs of a micro-batch")
+    else:
         print(
-            f"time of the swap at {speeds[0] / 1e9:.2f} GB/s read, {speeds[1] / 1e9:.2f} written, if nothing hides it"
+            "step: compute + comm, or the swap of parameters; then update, or the swap of the state (docs/profile.md)"
         )
 
 
-def _made(name: str, precision: str) -> tuple[Any, int | None]:
-    """The model on the meta device, and its activations where the function gave inputs."""
+def _made(name: str, precision: str) -> tuple[Any, int | None, Work | None]:
+    """The model on the meta device; its activations and its work where the function gave inputs."""
     import torch
     from torch import nn
 
-    from zcomm.planning import saved_nbytes
+    from zcomm.planning import saved_nbytes, work_of
     from zcomm.zero.options import as_precision
 
     module, colon, function = name.partition(":")
@@ -158,8 +175,10 @@ def _made(name: str, precision: str) -> tuple[Any, int | None]:
         raise UserError(f"--model {name}: it gave {type(model).__name__}, not a module or (module, inputs)")
     model.to(as_precision(precision).dtype)
     if inputs is None:
-        return model, None
-    return model, saved_nbytes(model, **inputs) if isinstance(inputs, dict) else saved_nbytes(model, *_several(inputs))
+        return model, None, None
+    if isinstance(inputs, dict):
+        return model, saved_nbytes(model, **inputs), work_of(model, **inputs)
+    return model, saved_nbytes(model, *_several(inputs)), work_of(model, *_several(inputs))
 
 
 def _several(inputs: Any) -> tuple[Any, ...]:
@@ -173,7 +192,7 @@ def _free(place: Path) -> int:
     return status.f_bavail * status.f_frsize
 
 
-def _speeds(place: Path) -> tuple[float, float] | None:
+def drive_bps(place: Path) -> tuple[float, float] | None:
     """Bytes per second that the drive was measured to read and write, or None."""
     from zcomm import swap_tuning
 
@@ -182,30 +201,6 @@ def _speeds(place: Path) -> tuple[float, float] | None:
         return float(row["read_gbps"]) * 1e9, float(row["write_gbps"]) * 1e9
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _compare(path: Path) -> int:
-    """A run's memory beside what was planned for it."""
-    try:
-        records = [json.loads(line) for line in path.read_text().splitlines()]
-        (summary,) = [record for record in records if record.get("kind") == "summary"]
-    except (OSError, ValueError) as error:
-        raise UserError(f"--compare {path}: not the metrics.jsonl of a run that ended ({error})") from error
-    rows = []
-    for tier, purposes in summary["memory"].items():
-        for purpose, measured in purposes.items():
-            planned = summary["formula"].get(tier, {}).get(purpose, 0)
-            if measured or planned:
-                off = f"{100 * (measured - planned) / planned:+.1f} %" if planned else "-"
-                rows.append(
-                    {"tier": tier, "what": purpose, "planned": shown(planned), "measured": shown(measured), "off": off}
-                )
-    _print(rows)
-    stats = summary["stats"]
-    for what in ("read", "written"):
-        if stats.get(f"swap_{what}_nbytes"):
-            print(f"swap {what}: {shown(stats[f'swap_{what}_nbytes'])} in {summary['train_s']:.1f} s of training")
-    return 0
 
 
 def _count(text: str) -> int:

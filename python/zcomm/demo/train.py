@@ -121,6 +121,7 @@ class Training:
         config = self.config
         entropy = unigram_entropy(self.text.train, self.text.validation)
         progress = make_progress(config, self.text, self.numel, entropy, active=self.rank == 0)
+        self.log("config", dataclasses.asdict(config))
         started = time.perf_counter()
         every = max(1, config.steps // _INTERIM_EVALUATIONS)
         with progress:

@@ -29,7 +29,10 @@ ARRAYS = {"adamw": 2, "adam": 2, "adamw-8bit": 2, "lion": 1, "adagrad": 1, "sgd"
 
 @dataclass(frozen=True)
 class Estimate:
-    """memory: of one rank. swap_read_nbytes, swap_written_nbytes: of one rank and optimizer step (reads: at most)."""
+    """memory: of one rank. swap_read_nbytes, swap_written_nbytes: of one rank and optimizer step (reads: at most), and
+    what of them are parameters. count: elements of all buckets. update_nbytes: that the optimizer's pass reads and
+    writes.
+    """
 
     stage: int
     offload: str | Offload | None
@@ -39,6 +42,10 @@ class Estimate:
     swap_written_nbytes: int = 0
     activations_nbytes: int = 0
     exact: bool = field(default=True)
+    swap_param_nbytes: tuple[int, int] = (0, 0)
+    count: int = 0
+    bucket_nbytes: int = 0
+    update_nbytes: int = 0
 
     def tier(self, name: str) -> int:
         """Bytes of a tier; activations are on the device."""
@@ -77,12 +84,11 @@ def estimate(
     if isinstance(model, int):
         size = form.state_dtype.itemsize
         memory = memory_formula(model, world_size, stage, precision, where, state_arrays=len(arrays), array_nbytes=size)
-        state, params = memory["nvme"]["optimizer"], memory["nvme"]["parameters"]
-        exact = False
+        count, exact = model, False
     else:
         layout = _Layout(model, stage, where, world_size, kind.dtype, form, bucket_mb, prefetch)
-        memory, exact = layout.memory(), True
-        state, params = memory["nvme"]["optimizer"], memory["nvme"]["parameters"]
+        memory, count, exact = layout.memory(), layout.geometry.count, True
+    state, params = memory["nvme"]["optimizer"], memory["nvme"]["parameters"]
     gathers = 2 * accumulation  # forward and backward of each micro-step
     return Estimate(
         stage=stage,
@@ -93,7 +99,16 @@ def estimate(
         swap_written_nbytes=state + params,
         activations_nbytes=activations_nbytes,
         exact=exact,
+        swap_param_nbytes=(params * (1 + gathers), params),
+        count=count,
+        bucket_nbytes=count * kind.dtype.itemsize,
+        update_nbytes=_update_nbytes(count if stage == 0 else -(-count // world_size), form),
     )
+
+
+def _update_nbytes(count: int, form: TileForm) -> int:
+    """The norm's pass over the gradients, and one over gradients, weights and state, which are written back."""
+    return count * (4 + 4 + 2 * form.dtype.itemsize) + 2 * form.nbytes(count)
 
 
 class _Layout:

@@ -1,0 +1,109 @@
+"""`zcomm plan --compare`: what a demo run measured beside what is planned for it, bytes and seconds."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from zcomm.cli.plan_table import print_table, seconds
+from zcomm.cli.sizes import shown
+from zcomm.launch.errors import UserError
+
+_FIRST = 3  # steps in which slots, order of units and caches come to rest
+
+
+def compare(path: Path) -> int:
+    """Print both tables."""
+    try:
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        (summary,) = [record for record in records if record.get("kind") == "summary"]
+    except (OSError, ValueError) as error:
+        raise UserError(f"--compare {path}: not the metrics.jsonl of a run that ended ({error})") from error
+    print_table(_memory(summary))
+    stats = summary["stats"]
+    for what in ("read", "written"):
+        if stats.get(f"swap_{what}_nbytes"):
+            print(f"swap {what}: {shown(stats[f'swap_{what}_nbytes'])} in {summary['train_s']:.1f} s of training")
+    configs = [record for record in records if record.get("kind") == "config"]
+    steps = [record for record in records if record.get("kind") == "step"][_FIRST:]
+    if configs and steps:
+        _times(configs[0], steps)
+    return 0
+
+
+def _memory(summary: dict[str, Any]) -> list[dict[str, str]]:
+    rows = []
+    for tier, purposes in summary["memory"].items():
+        for purpose, measured in purposes.items():
+            planned = summary["formula"].get(tier, {}).get(purpose, 0)
+            if measured or planned:
+                off = _off(planned, measured)
+                rows.append(
+                    {"tier": tier, "what": purpose, "planned": shown(planned), "measured": shown(measured), "off": off}
+                )
+    return rows
+
+
+def _times(config: dict[str, Any], steps: list[dict[str, Any]]) -> None:
+    """Medians of the steps; compute of a run is all but waiting, the update included."""
+    import torch
+
+    from zcomm import speeds
+    from zcomm.cli.plan import drive_bps
+    from zcomm.demo.model import GPT, ModelConfig
+    from zcomm.planning import estimate, step_time, work_of
+    from zcomm.zero.options import as_precision
+
+    known = speeds.load(config["world_size"])
+    if known is None:
+        print("time per step is not planned here: zcomm doctor --calibrate measures this machine")
+        return
+    with torch.device("meta"):
+        model = GPT(ModelConfig(config["layers"], config["heads"], config["width"], config["context"]))
+        model.to(as_precision(config["precision"]).dtype)
+        batch = torch.zeros(config["batch"], config["context"], dtype=torch.int64)
+        work = work_of(model, batch, batch)
+    accum, bucket_mb = config["accum"], config["bucket_mb"]
+    found = estimate(
+        model,
+        config["stage"],
+        config["offload"],
+        config["world_size"],
+        config["precision"],
+        bucket_mb=bucket_mb,
+        accumulation=accum,
+    )
+    drive = drive_bps(Path((config["nvme_path"] or ["."])[0]))
+    time = step_time(found, known, work, config["precision"], accum, drive)
+    if time is None or time.compute_s is None:
+        print("time per step is not planned here: zcomm doctor --calibrate --dir DIR measures the drive")
+        return
+    measured = {
+        name: statistics.median(step[name] for step in steps) for name in ("compute_s", "comm_s", "swap_s", "step_s")
+    }
+    planned = {
+        "compute_s": ("compute and update", time.compute_s + time.update_s),
+        "comm_s": ("communication", time.communication_s),
+        "swap_s": ("swap", time.swap_s),
+        "step_s": ("step", time.step_s),
+    }
+    print()
+    print_table(
+        [
+            {
+                "per step": words,
+                "planned": seconds(value),
+                "measured": seconds(measured[name]),
+                "off": _off(value, measured[name]),
+            }
+            for name, (words, value) in planned.items()
+            if value
+        ]
+    )
+    print("measured: medians of rank 0; its communication and swap are the waiting, what was hidden is not in them")
+
+
+def _off(planned: float | None, measured: float) -> str:
+    return f"{100 * (measured - planned) / planned:+.1f} %" if planned else "-"

@@ -1,0 +1,57 @@
+"""Seconds of a training step on this machine: computing, communication, update and swap, from measured speeds.
+
+[Note: step time] Forward and backward by the roofline of each operation. Communication: each gradient is copied into
+its slot and the buckets go through reduce_scatter, per micro-step; ranks of a host share their parameters, so these are
+there after a barrier. Update: the bytes of one pass over gradients, weights and state. Swapping the state runs beside
+the update, swapping parameters beside computing. Nothing else is taken to be hidden: where ranks leave no CPU idle,
+communication takes its turn. It is a model: expect tens of percent, and the right order of the rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zcomm.planning.estimate import Estimate
+from zcomm.planning.work import Work
+from zcomm.speeds import Speeds
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds per optimizer step; swap as if nothing hid it. compute: None without a traced micro-batch."""
+
+    compute_s: float | None
+    communication_s: float
+    update_s: float
+    swap_s: float
+    step_s: float | None
+
+
+def step_time(
+    found: Estimate,
+    speeds: Speeds,
+    work: Work | None,
+    precision: str,
+    accumulation: int = 1,
+    drive_bps: tuple[float, float] | None = None,
+) -> StepTime | None:
+    """drive_bps: bytes per second read and written, which the ranks share; None where it was not measured.
+
+    Returns: None where the case swaps and the drive was not measured.
+    """
+    moved = found.swap_read_nbytes + found.swap_written_nbytes
+    if moved and drive_bps is None:
+        return None
+    compute = None if work is None else accumulation * work.seconds(speeds, precision)
+    reduced = found.bucket_nbytes / speeds.reduce_bps + 2 * found.bucket_nbytes / speeds.far_bps
+    gathered = 4 * found.count / speeds.reduce_bps if found.stage == 0 and found.world_size > 1 else 0.0
+    communication = accumulation * reduced + gathered
+    update = found.update_nbytes / speeds.far_bps
+    of_params = of_state = 0.0
+    if drive_bps is not None:
+        read, written = found.swap_param_nbytes
+        of_params = found.world_size * (read / drive_bps[0] + written / drive_bps[1])
+        read, written = found.swap_read_nbytes - read, found.swap_written_nbytes - written
+        of_state = found.world_size * (read / drive_bps[0] + written / drive_bps[1])
+    step = None if compute is None else max(compute + communication, of_params) + max(update, of_state)
+    return StepTime(compute, communication, update, of_params + of_state, step)

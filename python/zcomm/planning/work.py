@@ -1,0 +1,103 @@
+"""What forward and backward of one micro-batch do: each operation's arithmetic and the bytes that it reads and writes.
+
+Traced on the meta device, so nothing is computed. Views cost nothing. Source: torch.utils.flop_counter's formulas; the
+roofline model (Williams, Waterman, Patterson: CACM 52(4), 2009) then makes seconds of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from zcomm.speeds import Speeds
+
+_NEAR_NBYTES = 4 << 20  # an operation that touches less finds much of it in a cache
+_ROWS = {"embedding", "index_select", "gather", "index"}  # read what they give, not all of their input
+_FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh"}
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operator call."""
+
+    name: str
+    flops: int
+    nbytes: int
+
+
+class Work(list[Operation]):
+    """The operations of a micro-batch."""
+
+    @property
+    def flops(self) -> int:
+        return sum(operation.flops for operation in self)
+
+    def seconds(self, speeds: Speeds, precision: str) -> float:
+        """Each takes as long as its arithmetic or its bytes need, whichever is more, and its start."""
+        rate = speeds.flops[precision]
+        total = 0.0
+        for operation in self:
+            bps = speeds.near_bps if operation.nbytes < _NEAR_NBYTES else speeds.far_bps
+            total += speeds.start_s + max(operation.flops / rate, operation.nbytes / bps)
+        return total * speeds.slowdown
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, work: Work) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._work = work
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        packet = func._overloadpacket
+        name = str(packet).rpartition(".")[2]
+        given, made = list(_tensors([args, kwargs])), list(_tensors(out))
+        is_view = not func._schema.is_mutable and {_storage(t) for t in made} <= {_storage(t) for t in given}
+        if name in _FREE or (is_view and given):
+            return out
+        formula = flop_registry.get(packet)
+        flops = int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
+        written = sum(map(_nbytes, made))
+        read = written if name in _ROWS else sum(map(_nbytes, given))
+        self._work.append(Operation(name, flops, read + written))
+        return out
+
+
+def work_of(model: nn.Module, *args: Any, **kwargs: Any) -> Work:
+    """Forward of ``model(*args, **kwargs)``, backward from the sum of its floating outputs. Raises: what it raises."""
+    work = Work()
+    with torch.enable_grad(), _Recorder(work):
+        output = model(*args, **kwargs)
+        sums = [t.float().sum() for t in _tensors(output) if t.is_floating_point() and t.requires_grad]
+        if sums:
+            torch.stack(sums).sum().backward()
+    for param in model.parameters():
+        param.grad = None
+    return work
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    """An expanded tensor is read from its few bytes."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
