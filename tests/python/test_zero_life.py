@@ -1,0 +1,155 @@
+"""Memory over a life: what the kernel counts is the formula plus slots, steps add nothing, the end gives all back."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zcomm
+from zero_jobs import Case
+
+Run = Callable[..., list[Any]]
+MIB = 2**20
+
+
+def settle() -> None:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what is free but kept by malloc is not ours
+
+
+def pss() -> int:
+    """This process's memory; of what it shares with others its part."""
+    settle()
+    with open("/proc/self/smaps_rollup") as rollup:
+        return next(int(line.split()[1]) * 1024 for line in rollup if line.startswith("Pss:"))
+
+
+def resident() -> int:
+    settle()
+    with open("/proc/self/status") as status:
+        return sum(int(line.split()[1]) * 1024 for line in status if line.startswith(("RssAnon:", "RssShmem:")))
+
+
+def held() -> tuple[int, int, int]:
+    """Descriptors, memfd mappings, threads."""
+    with open("/proc/self/maps") as maps:
+        mapped = sum("memfd:" in line for line in maps)
+    return len(os.listdir("/proc/self/fd")), mapped, threading.active_count()
+
+
+def grow(folder: str, case: Case, width: int) -> tuple[int, int, int, int]:
+    """Growth of PSS by an optimizer, the formula plus slots in RAM, by 36 more steps, and by the last of them."""
+    comm = zcomm.init(timeout=60)
+    zcomm.ZeroOptimizer(nn.Linear(8, 8), stage=case.stage).close()  # what torch imports on first use is there, too
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(8))).to(
+        torch.bfloat16 if case.precision == "bf16" else torch.float32
+    )
+    x = torch.randn(1, width, dtype=model[0].weight.dtype)
+    model(x).sum().backward()  # torch's own buffers are there before we measure
+    model.zero_grad()
+    comm.barrier()
+    before = pss() - sum(p.nbytes for p in model.parameters())
+    opt = zcomm.ZeroOptimizer(model, nvme_path=folder, **case.arguments())
+
+    def step() -> None:
+        model(x).sum().backward()
+        opt.step()
+        opt.zero_grad()
+
+    step()
+    step()
+    comm.barrier()
+    after = pss()
+    comm.barrier()
+    sizes = []
+    for _ in range(3):
+        for _ in range(12):
+            step()
+        comm.barrier()
+        sizes.append(pss())
+        comm.barrier()
+    formula = zcomm.zero.memory_formula(8 * width * width, comm.world_size, case.stage, case.precision, case.offload)
+    memory = opt.memory()
+    wanted = sum(formula["device"].values()) + sum(formula["cpu"].values())
+    wanted += memory["device"]["slots"] + memory["cpu"]["slots"]
+    parts: Any = opt._live
+    comms = [parts.comm, *([parts.store._gather_comm] if hasattr(parts.store, "_gather_comm") else [])]
+    wanted += sum(each.memory()["slot_nbytes"] for each in comms)  # staging of private tensors
+    opt.close()
+    return after - before, wanted, max(sizes) - after, min(sizes[1:]) - sizes[0]
+
+
+CASES = [Case(0), Case(1, "nvme"), Case(2, precision="bf16"), Case(3, "cpu"), Case(3, None, share_parameters=False)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_kernel_counts_the_formula_and_slots(run_ranks: Run, tmp_path: Path, case: Case) -> None:
+    case = Case(**{**vars(case), "bucket_mb": 4.0})
+    results = run_ranks(grow, 2, str(tmp_path), case, 1536)
+    grown, wanted, later, last = (sum(values) for values in zip(*results, strict=True))
+    print(case, grown / MIB, wanted / MIB, later / MIB, last / MIB)
+    assert abs(grown - wanted) < 0.02 * wanted + 2 * MIB, f"{grown / MIB:.1f} MiB, {wanted / MIB:.1f} planned"
+    assert later < 0.02 * wanted and last < MIB, f"steps took {later / MIB:.1f} MiB more, {last / MIB:.1f} at the end"
+
+
+def live(folder: str, case: dict[str, Any]) -> tuple[list[int], list[Any]]:
+    """Engines one after the other: trained, saved in the background, saved, destroyed."""
+    comm = zcomm.init(timeout=60)
+    sizes, counts = [], []
+    for number in range(20):
+        torch.manual_seed(0)
+        net = nn.Sequential(*(nn.Linear(384, 384, bias=False) for _ in range(6)))  # 3.4 MiB
+        config = {"train_batch_size": 2, "optimizer": {"type": "Adam", "params": {}}, "zero_optimization": case}
+        engine = zcomm.initialize(model=net, config=config)[0]
+        for _ in range(2):
+            engine.backward(engine(torch.ones(1, 384)).square().mean())
+            engine.step()
+        if number % 4 == 0:
+            engine.optimizer.save(f"{folder}/c", wait=False)
+        engine.save_checkpoint(folder, tag="t")
+        engine.destroy()
+        del engine, net
+        comm.barrier()
+        sizes.append(resident())
+        counts.append((*held(), tuple(sorted(comm.memory().items()))))
+        comm.barrier()
+    return sizes, counts
+
+
+def test_twenty_engines_leave_nothing(run_ranks: Run, tmp_path: Path) -> None:
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    for case in ({"stage": 1}, {"stage": 3, "offload_optimizer": nvme, "offload_param": nvme}):
+        for sizes, counts in run_ranks(live, 2, str(tmp_path), case):
+            grown = min(sizes[14:]) - min(sizes[2:8])
+            assert grown < 2 * MIB, [size // 1024 for size in sizes]  # each engine is 20 MiB and more
+            assert len(set(counts[4:])) == 1, counts
+
+
+def come_and_go(folder: str) -> tuple[list[int], list[Any]]:
+    """Jobs one after the other: joined, trained, left."""
+    sizes, counts = [], []
+    for number in range(20):
+        os.environ["ZCOMM_INIT_METHOD"] = f"file://{folder}/store-{number}"
+        zcomm.init(timeout=60)
+        opt = zcomm.ZeroOptimizer(nn.Linear(512, 512), stage=3, share_parameters=False)
+        opt.close()
+        del opt
+        zcomm.shutdown()
+        sizes.append(resident())
+        counts.append(held())
+    return sizes, counts
+
+
+def test_twenty_jobs_leave_nothing(run_ranks: Run, tmp_path: Path) -> None:
+    for sizes, counts in run_ranks(come_and_go, 2, str(tmp_path)):
+        assert min(sizes[14:]) - min(sizes[2:8]) < MIB, [size // 1024 for size in sizes]
+        assert len(set(counts[2:])) == 1 and counts[-1][1] == 0, counts
