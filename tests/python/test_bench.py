@@ -123,6 +123,21 @@ def test_zero_step(tmp_path: Path) -> None:
     assert "zcomm-7: stage=7" in run("zero_step", *small, "--variants", "zcomm-7", check=False)
 
 
+def test_overlap_and_profile_cost(tmp_path: Path) -> None:
+    small = ("--layers", "1", "--width", "16", "--heads", "2", "--context", "16")
+    file = tmp_path / "overlap.jsonl"
+    if len(os.sched_getaffinity(0)) > 1:
+        run("overlap", *small, "--rounds", "7", "--warmup", "1", "--bucket-mb", "1,0.01", "--json", str(file))
+        whole, cut = lines_of(file)[1:]
+        assert whole["tail"] == 1.0 and cut["tail"] < 1.0 and whole["nbytes"] <= cut["nbytes"]
+        assert all(
+            row[f"{name}_ms"] > 0 for row in (whole, cut) for name in ("compute", "communicate", "both", "limit")
+        )
+    run("profile_cost", *small, "--rounds", "2", "--json", str(file))
+    rows = lines_of(file)[1:]
+    assert [row["stage"] for row in rows] == [2, 3] and all(row["spans_per_step"] > 5 for row in rows)
+
+
 def test_ddp_step(tmp_path: Path) -> None:
     file = tmp_path / "ddp.jsonl"
     small = ("--width", "32", "--heads", "2", "--layers", "1", "--context", "16", "--rounds", "7", "--warmup", "1")
