@@ -69,9 +69,10 @@ def lag(opt: Any) -> None:
     if clock is None:
         return
     parts = opt._live
-    parts.comm._core = Late(parts.comm._core, clock)
-    if hasattr(parts.store, "_gather_comm"):
-        parts.store._gather_comm._core = Late(parts.store._gather_comm._core, clock)
+    for comm in (parts.comm, getattr(parts.store, "_gather_comm", None)):
+        if comm is not None:
+            comm._core = Late(comm._core, clock)
+            comm._all_reduce_tensor = None  # the short way past _core
     if parts.swap is not None:
         parts.swap = LateSwap(parts.swap, clock)
         for holder in (parts.state, getattr(parts.store, "_source", None)):

@@ -21,6 +21,7 @@ from torch import nn
 from zcomm.profiling.trace import Trace
 
 if TYPE_CHECKING:
+    from zcomm.comm import Communicator
     from zcomm.zero.optimizer import ZeroOptimizer
 
 _COLLECTIVES = {
@@ -118,9 +119,9 @@ class Taps(ExitStack):
         """Tap an optimizer and its model."""
         parts = optimizer._live
         store: Any = parts.store
-        self._proxy(parts.comm, "_core", "communication", _COLLECTIVES, serial=True)
+        self._communicator(parts.comm)
         if hasattr(store, "_gather_comm"):
-            self._proxy(store._gather_comm, "_core", "communication", _COLLECTIVES, serial=True)
+            self._communicator(store._gather_comm)
             self._time(store, "_gather", "gathering", lambda unit: f"gather {unit.name}")
             whole = type(store.units[0].state).GATHERED
             self._time(
@@ -158,6 +159,10 @@ class Taps(ExitStack):
 
         setattr(owner, name, value)
         self.callback(back)
+
+    def _communicator(self, comm: Communicator) -> None:
+        self._proxy(comm, "_core", "communication", _COLLECTIVES, serial=True)
+        self.replace(comm, "_all_reduce_tensor", None)  # the short way past _core
 
     def _proxy(self, owner: Any, name: str, lane: str, timed: set[str], serial: bool) -> None:
         proxy = Proxy(getattr(owner, name), lane, timed, self.trace, serial)
