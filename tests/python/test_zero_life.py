@@ -99,7 +99,9 @@ def test_the_kernel_counts_the_formula_and_slots(run_ranks: Run, tmp_path: Path,
     grown, wanted, later, last = (sum(values) for values in zip(*results, strict=True))
     print(case, grown / MIB, wanted / MIB, later / MIB, last / MIB)
     assert abs(grown - wanted) < 0.02 * wanted + 4 * MIB, f"{grown / MIB:.1f} MiB, {wanted / MIB:.1f} planned"
-    assert later < 0.02 * wanted and last < 3 * MIB, f"steps took {later / MIB:.1f} MiB more, {last / MIB:.1f} at the end"
+    assert later < 0.02 * wanted and last < 3 * MIB, (
+        f"steps took {later / MIB:.1f} MiB more, {last / MIB:.1f} at the end"
+    )
 
 
 def live(folder: str, case: dict[str, Any]) -> tuple[list[int], list[Any]]:
