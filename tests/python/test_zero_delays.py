@@ -39,6 +39,8 @@ class Net(nn.Module):
 
 def train(case: Case, folder: str, steps: int) -> str:
     comm = zcomm.init(timeout=60)
+    zcomm.zero.tile.TILE_COUNT = 192
+    zcomm.zero.swapped.SPAN_TILES, zcomm.zero.swapped.WINDOWS = 2, 4  # more spans than windows
     accum = 2 if case.stage == 1 else 1
     torch.manual_seed(5)
     net = Net()
@@ -94,7 +96,7 @@ def lag_hooks() -> None:
     sleepy(UnitStore, ["ensure", "use", "_gather", "_drop", "publish", "begin_pass", "reached"], clock)
     sleepy(UnitHooks, ["_begin", "_end_backward"], clock)
     sleepy(ResidentStore, ["load"], clock)
-    sleepy(SwappedState, ["_read", "_write", "_claim"], clock)
+    sleepy(SwappedState, ["_read", "_write", "_settle", "_take"], clock)
     sleepy(ShardState, ["_step_tile"], clock)
 
 
