@@ -157,12 +157,12 @@ class Pair:
         }
 
     def write_again(self) -> None:
-        """The state on the drive, from the twin's."""
+        """The state on the drive, from the twin's; by whole spans, as fio has been over what a part would read first."""
         theirs = self._ram._live.state
         for optimizer in (self._swap, self._plain):
             ours = optimizer._live.state
             for bucket, count in enumerate(ours.counts):
-                for part in cut(count):
+                for part in cut(count, SPAN_TILES):
                     with ours.tile(bucket, part, load=False, store=True) as to, theirs.tile(bucket, part) as of:
                         to.copy_(of)
             optimizer._live.swap.wait()
