@@ -157,7 +157,7 @@ class Pair:
         }
 
     def write_again(self) -> None:
-        """The state on the drive, from the twin's; by whole spans, as fio has been over what a part would read first."""
+        """The state on the drive, from the twin's; by whole spans: fio has been over what a part would read first."""
         theirs = self._ram._live.state
         for optimizer in (self._swap, self._plain):
             ours = optimizer._live.state
