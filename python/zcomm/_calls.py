@@ -40,8 +40,7 @@ class Calls:
     def __init__(self, core: _core.Communicator, device: str = "cpu") -> None:
         self._core = core  # _core.Communicator, or what speaks like it (backend "mpi")
         self._device = device  # where its tensors must be
-        # reads one CPU tensor by itself, quickly; NotImplemented for what it does not know
-        self._all_reduce_tensor = getattr(core, "all_reduce_tensor", None) if device == "cpu" else None
+        self._reads_tensors = device == "cpu" and hasattr(core, "all_reduce_tensor")
 
     def _buffers(self, what: str, tensors: Sequence[torch.Tensor]) -> torch.dtype:
         """The one dtype of ``tensors``, which the core may read when this returns. Raises: as check_buffers."""

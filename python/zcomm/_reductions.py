@@ -30,8 +30,8 @@ class Reductions(Calls):
         Cost: 2N bytes of memory traffic per rank on symmetric tensors.
         Returns: a Work if ``async_op``. Raises: ValueError, CollectiveMismatch, PeerLost, TimeoutError.
         """
-        if self._all_reduce_tensor is not None:
-            work = self._all_reduce_tensor(buckets, reduce_op(op), name, async_op)
+        if self._reads_tensors:  # the core checks a plain CPU tensor faster than the lines below
+            work = self._core.all_reduce_tensor(buckets, reduce_op(op), name, async_op)
             if work is not NotImplemented:
                 return self._end(work, buckets)
         tensors = listed(buckets)

@@ -81,6 +81,10 @@ class Late(_Stand):
     def __init__(self, inner: Any, clock: Clock) -> None:
         super().__init__(inner, clock, 1)
 
+    def all_reduce_tensor(self, *_args: Any) -> Any:
+        """Sends the caller the longer way, by ``all_reduce``, which is late."""
+        return NotImplemented
+
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._inner, name)
         if name not in COLLECTIVES:

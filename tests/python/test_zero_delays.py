@@ -74,7 +74,6 @@ def lag(opt: Any) -> None:
     for comm in (parts.comm, getattr(parts.store, "_gather_comm", None)):
         if comm is not None:
             comm._core = Late(comm._core, clock)
-            comm._all_reduce_tensor = None  # the short way past _core
     if parts.swap is not None:
         parts.swap = LateSwap(parts.swap, clock)
         for holder in (parts.state, getattr(parts.store, "_source", None)):

@@ -9,15 +9,12 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from zcomm.cli.calibration_ranks import answer, run_ranks
 from zcomm.tuning import KINDS, Table, Tuning, save
 
 if TYPE_CHECKING:
@@ -40,37 +37,6 @@ def calibrate(timeout_s: float = 120.0) -> Table:
 
 def _run(world_size: int, timeout_s: float) -> Tuning:
     return Tuning(**json.loads(run_ranks("zcomm.cli.calibrate", world_size, 1, timeout_s)))
-
-
-def run_ranks(module: str, world_size: int, threads: int, timeout_s: float) -> str:
-    """Start ``python -m module FILE`` as ranks on this host; what rank 0 wrote into FILE. Raises: RuntimeError."""
-    with tempfile.TemporaryDirectory(prefix="zcomm-calibrate-") as folder:
-        answer = Path(folder) / "answer"
-        ranks = []
-        for rank in range(world_size):
-            env = {
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": str(world_size),
-                "LOCAL_RANK": str(rank),
-                "ZCOMM_INIT_METHOD": f"file://{folder}/store",
-                "OMP_NUM_THREADS": str(threads),
-            }
-            command = [sys.executable, "-m", module, str(answer)]
-            ranks.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
-        deadline = time.monotonic() + timeout_s
-        try:
-            for process in ranks:
-                _, words = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
-                if process.returncode != 0:
-                    raise RuntimeError(f"calibration with {world_size} ranks failed: {words.strip()[-500:]}")
-        except subprocess.TimeoutExpired:
-            raise RuntimeError(f"calibration with {world_size} ranks took more than {timeout_s:g} s") from None
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
-        return answer.read_text()
 
 
 class _Candidates:
@@ -133,16 +99,5 @@ def _measure(job: Communicator) -> Tuning:
     return Tuning(one_shot, *_SLOTS[best])
 
 
-def _rank(answer: Path) -> None:
-    import zcomm
-
-    job = zcomm.init()
-    row = _measure(job)
-    if job.rank == 0:
-        answer.write_text(json.dumps(asdict(row)))
-    job.barrier()
-    zcomm.shutdown()
-
-
 if __name__ == "__main__":
-    _rank(Path(sys.argv[1]))
+    answer(_measure)

@@ -7,17 +7,15 @@ rank per CPU, two. The median of the slowest rank counts.
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zcomm import speeds
-from zcomm.cli.calibrate import run_ranks
+from zcomm.cli.calibration_ranks import answer, run_ranks
 from zcomm.launch.environment import core_count
 from zcomm.speeds import Speeds
 
@@ -36,8 +34,7 @@ def calibrate(timeout_s: float = 120.0) -> Path:
     rows = []
     for world_size in worlds:
         threads = max(1, cpus // world_size)
-        answer = run_ranks("zcomm.cli.calibrate_speeds", world_size, threads, timeout_s)
-        rows.append(Speeds(**json.loads(answer)))
+        rows.append(Speeds(**json.loads(run_ranks("zcomm.cli.calibrate_speeds", world_size, threads, timeout_s))))
     return speeds.save(rows)
 
 
@@ -113,19 +110,5 @@ def _slowdown(found: Speeds, seconds: Callable[[Callable[[], object]], float]) -
     return max(1.0, seconds(lambda: model(x).sum().backward()) / planned)
 
 
-def _rank(answer: Path) -> None:
-    import torch
-
-    import zcomm
-
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    job = zcomm.init()
-    row = _measure(job)
-    if job.rank == 0:
-        answer.write_text(json.dumps(asdict(row)))
-    job.barrier()
-    zcomm.shutdown()
-
-
 if __name__ == "__main__":
-    _rank(Path(sys.argv[1]))
+    answer(_measure)

@@ -53,15 +53,18 @@ def pieces(parts: Parts, index: int) -> Iterator[Piece]:
 def _whole(parts: Parts, index: int, local: torch.Tensor, replicated: bool, root: int | None) -> torch.Tensor | None:
     """``local`` (fp32, zeros where other ranks keep the elements) of all ranks together, in the parameter's shape."""
     if not replicated:
-        bits = local.view(torch.int32)
-        name = f"whole {parts.names[index]}"
-        if root is None:
-            parts.comm.all_reduce(bits, name=name)
-        else:
-            parts.comm.reduce(bits, root=root, name=name)
+        _add_up(parts, local.view(torch.int32), root, f"whole {parts.names[index]}")
     if root is not None and root != parts.comm.rank:
         return None
     return local.view(parts.geometry.places[index].shape)
+
+
+def _add_up(parts: Parts, bits: torch.Tensor, root: int | None, name: str) -> None:
+    """Zeros where other ranks keep the elements, so that sums of integers are the elements' bits."""
+    if root is None:
+        parts.comm.all_reduce(bits, name=name)
+    else:
+        parts.comm.reduce(bits, root=root, name=name)
 
 
 def _replicated(parts: Parts, index: int) -> bool:
@@ -142,13 +145,9 @@ def codes(parts: Parts, index: int, root: int | None = None) -> Coded | None:
             for key, value in form.codes(state, piece.count, piece.inside).items():
                 local[key][_of_key(key, piece.flat)] = value
     if not _replicated(parts, index):
-        for key, value in local.items():  # zeros where other ranks keep the elements
+        for key, value in local.items():
             bits = value.view(torch.int32) if key == "scales" else value
-            name = f"whole {key} of {parts.names[index]}"
-            if root is None:
-                parts.comm.all_reduce(bits, name=name)
-            else:
-                parts.comm.reduce(bits, root=root, name=name)
+            _add_up(parts, bits, root, f"whole {key} of {parts.names[index]}")
     if root is not None and root != parts.comm.rank:
         return None
     shape = parts.geometry.places[index].shape
