@@ -1,0 +1,85 @@
+// Device: an accelerator as the rest of the core sees it: memory, streams and events.
+//
+// Behind it stands CUDA (cuda.cu; no_cuda.cpp where that is missing), a simulated device whose streams are threads of
+// this process and whose memory is the host's (simulated.cpp), or a recorder round either of them that writes down who
+// touched what in which order (recorded.cpp, trace.hpp): the logic above is the same for all, and is tested without a
+// GPU. Invariants: what is put on a stream runs in that order; streams run beside each other and beside the host,
+// ordered by events alone (decision D6); no call waits for the device unless its name says so (synchronize). Errors:
+// CudaError from the call itself, or from a later one on the same device for work that failed on it. Thread rule: a
+// Stream is used by one thread at a time; everything else is free-threaded.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "device/stream_kernels.hpp"
+
+namespace zcomm::device {
+
+/// Names memory or an event of a device to the job's other processes on this host; plain bytes, to be sent as they are.
+struct SharedHandle {
+  std::array<std::byte, 64> bytes{};
+  std::uint64_t offset = 0;  ///< of memory within what the handle opens
+};
+
+/// A point in a stream. One that was never recorded is done.
+class Event {
+ public:
+  virtual ~Event() = default;
+  virtual bool done() = 0;
+  virtual void synchronize() = 0;  ///< blocks (no spinning) until the point has been passed
+  /// For Device::open_event; only of events made with `shared`.
+  virtual SharedHandle handle() = 0;
+};
+
+class Stream {
+ public:
+  virtual ~Stream() = default;
+  virtual void record(
+      Event& event) = 0;                ///< the event's point is from now on the end of what the stream has been given
+  virtual void wait(Event& event) = 0;  ///< what comes next runs after the point that was recorded last, as of now
+  virtual void copy(void* dst, const void* src, std::size_t nbytes) = 0;  ///< in any direction; no overlap
+  virtual void fill(void* dst, std::uint8_t value, std::size_t nbytes) = 0;
+  virtual StreamKernels& kernels() = 0;
+  virtual bool done() = 0;
+  virtual void synchronize() = 0;
+  virtual std::uintptr_t native() const = 0;  ///< cudaStream_t; 0 where there is none
+};
+
+/// Device memory that is freed when the last owner drops it; 256-byte aligned.
+using Memory = std::shared_ptr<void>;
+
+class Device {
+ public:
+  virtual ~Device() = default;
+  virtual const std::string& name() const = 0;  ///< "cuda:0", "simulated"
+
+  /// `urgent`: where the device knows priorities, before other streams.
+  virtual std::unique_ptr<Stream> make_stream(bool urgent = false) = 0;
+  /// The caller's own stream (torch's current one) by its native handle; it must outlive the result. On the simulated
+  /// device, 0 is the host itself: what it is given has run when the call returns, and wait blocks.
+  virtual std::unique_ptr<Stream> adopt_stream(std::uintptr_t native) = 0;
+  virtual std::unique_ptr<Event> make_event(bool shared = false) = 0;
+
+  virtual Memory allocate(std::size_t nbytes) = 0;  ///< throws CudaError that names what is free
+  /// Memory from allocate(), or within it.
+  virtual SharedHandle share(const void* data) = 0;
+  /// Another process's memory (or another rank's of this process, on the simulated device); closed by the last owner.
+  virtual Memory open_memory(const SharedHandle& handle) = 0;
+  virtual std::unique_ptr<Event> open_event(const SharedHandle& handle) = 0;
+};
+
+/// CUDA device `index`. Throws CudaError ("no CUDA device ...") without driver or device, InvalidArgument for an index
+/// that is not there, Unsupported in a build without CUDA.
+std::shared_ptr<Device> make_cuda_device(int index);
+
+struct SimulatedOptions {
+  std::uint64_t seed = 0;
+  double max_delay_s = 0.0;  ///< each operation of a stream waits for up to this long before it runs (by seed)
+};
+std::shared_ptr<Device> make_simulated_device(const SimulatedOptions& options = {});
+
+}  // namespace zcomm::device
