@@ -22,6 +22,9 @@ namespace zcomm {
 namespace net {
 class Mesh;
 }
+namespace device {
+class Event;
+}
 
 /// `count` elements at `data`.
 struct Buffer {
@@ -117,6 +120,12 @@ class Communicator {
                           const Call& call = {}) = 0;
 
   virtual Work barrier(const Call& call = {}) = 0;
+
+  /// Local: operations called later start after what has been recorded in `event` is done (a copy from a device has
+  /// landed, say). Not collective; ranks need not agree on it. It has the deadline of an operation; CudaError and
+  /// Timeout poison the communicator, and the other ranks get PeerLost. Until it is done, record nothing new in
+  /// `event`.
+  virtual Work after(std::shared_ptr<device::Event> event, const Call& call = {}) = 0;
 
   // Messages between two ranks, matched by tag (>= 0), the list as a whole. Both sides give the same dtype and total
   // count, or both get CollectiveMismatch. A small message is sent before it is asked for.

@@ -4,6 +4,7 @@
 
 #include "bindings.hpp"
 #include "call_site.hpp"
+#include "device/device.hpp"
 #include "net/mesh.hpp"
 #include "torch_tensor.hpp"
 #include "zcomm/communicator.hpp"
@@ -140,10 +141,18 @@ void bind_movements(py::class_<Communicator>& c) {
              const auto to = buffers(out);
              return start(call, [&] { return self.all_to_all(from, to, dtype, call); });
            })
-      .def("barrier", [](Communicator& self, Name name, bool async) {
-        const Call call = call_of(name, async);
-        return start(call, [&] { return self.barrier(call); });
-      });
+      .def("barrier",
+           [](Communicator& self, Name name, bool async) {
+             const Call call = call_of(name, async);
+             return start(call, [&] { return self.barrier(call); });
+           })
+      .def(
+          "after",
+          [](Communicator& self, std::shared_ptr<device::Event> event, bool async) {
+            const Call call = call_of("", async);
+            return start(call, [&] { return self.after(std::move(event), call); });
+          },
+          py::arg("event"), py::arg("async_op") = true);
 }
 
 /// Where recv says whom it came from.

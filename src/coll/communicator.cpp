@@ -7,16 +7,19 @@
 #include "zcomm/communicator.hpp"
 
 #include <atomic>
+#include <chrono>
 #include <mutex>
 #include <shared_mutex>
 #include <utility>
 
 #include "base/error.hpp"
 #include "base/fork.hpp"
+#include "base/interrupt.hpp"
 #include "coll/engine.hpp"
 #include "coll/executor.hpp"
 #include "coll/failure.hpp"
 #include "coll/host_engine.hpp"
+#include "device/device.hpp"
 
 namespace zcomm {
 namespace coll {
@@ -90,6 +93,17 @@ class EngineCommunicator final : public Communicator {
     return move(OpKind::all_to_all, in, out, dtype, -1, call);
   }
   Work barrier(const Call& call) override { return move(OpKind::barrier, {}, {}, DType::u8, -1, call); }
+
+  Work after(std::shared_ptr<device::Event> event, const Call& call) override {
+    require_usable("after");
+    if (!event) throw InvalidArgument("after: no event");
+    return executor_->submit(
+        [&](Operation& operation, SpareItems&) {
+          operation.items.clear();
+          operation.after = std::move(event);
+        },
+        call.async);
+  }
 
   Work send(std::span<const ConstBuffer> buffers, DType dtype, int dst, int tag, const Call& call) override {
     const std::shared_lock alive(engine_mutex_);
@@ -176,20 +190,39 @@ class EngineCommunicator final : public Communicator {
   }
 
   void run(Operation& operation) {
+    const auto event = std::exchange(operation.after, nullptr);
     failure_.throw_if_set();
     try {
-      engine_->run(operation);
+      if (event)
+        wait_for(*event);
+      else
+        engine_->run(operation);
     } catch (...) {
       failure_.set(std::current_exception());
+      if (event) engine_->close();  // which tells the other ranks, as a failed operation does by itself
       throw;
+    }
+  }
+
+  /// Of `after`. A rank that is lost meanwhile is noticed by the operation that needs it.
+  void wait_for(device::Event& event) {
+    using Clock = std::chrono::steady_clock;
+    constexpr double kSlice_s = 0.05;
+    const std::chrono::duration<double> timeout(engine_->timeout_s());
+    for (auto start = Clock::now(); !event.wait_for(kSlice_s);) {
+      if (closed_) throw Error("after: the communicator was closed before the event was done");
+      check_interrupt();
+      if (suspensions_.load() > 0) start = Clock::now();
+      if (Clock::now() - start >= timeout)
+        throw Timeout(text("after: rank ", rank_, " waited ", timeout.count(),
+                           " s for an event of its device; the work before it is slow, or the device hangs"));
     }
   }
 
   void suspend(int by) {
     require_usable("no_deadline");
     const std::lock_guard lock(suspend_mutex_);
-    suspensions_ += by;
-    engine_->suspend_deadline(suspensions_ > 0);
+    engine_->suspend_deadline(suspensions_.fetch_add(by) + by > 0);
   }
 
   bool is_forked() const { return fork_generation() != generation_; }
@@ -210,7 +243,7 @@ class EngineCommunicator final : public Communicator {
   mutable std::mutex close_mutex_;
   std::shared_mutex engine_mutex_;  // shared by callers of the messenger
   std::mutex suspend_mutex_;
-  int suspensions_ = 0;
+  std::atomic<int> suspensions_{0};
   std::unique_ptr<Executor> executor_;
 };
 

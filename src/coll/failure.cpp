@@ -30,6 +30,8 @@ std::exception_ptr Failure::repeated() const {
     return std::make_exception_ptr(Timeout(since(error)));
   } catch (const CollectiveMismatch& error) {
     return std::make_exception_ptr(CollectiveMismatch(since(error)));
+  } catch (const CudaError& error) {
+    return std::make_exception_ptr(CudaError(since(error)));
   } catch (const SystemError& error) {
     return std::make_exception_ptr(SystemError(error.code, since(error), error.path));
   } catch (const std::exception& error) {

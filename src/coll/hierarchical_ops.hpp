@@ -38,6 +38,7 @@ class HierarchicalEngine final : public Engine {
   int world_size() const override { return two_.map().world_size(); }
   Messenger& messenger() override { return two_.group().messenger(); }
   void close() noexcept override { two_.close(); }
+  double timeout_s() const override { return two_.timeout_s(); }
   void suspend_deadline(bool suspended) override {
     two_.host_engine().suspend_deadline(suspended);
     two_.group().suspend_deadline(suspended);

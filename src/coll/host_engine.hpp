@@ -31,6 +31,7 @@ class HostEngine final : public Engine {
   Messenger& messenger() override { return messenger_; }
   void close() noexcept override;
   void suspend_deadline(bool suspended) override { watch_.suspend_deadline(suspended); }
+  double timeout_s() const override { return watch_.timeout_s(); }
   std::size_t nbytes() const override { return memory_.nbytes() + messenger_.nbytes(); }
 
  private:

@@ -15,13 +15,16 @@ class LinkEngine final : public Engine {
  public:
   LinkEngine(std::shared_ptr<net::Mesh> mesh, std::vector<LinkSockets> links, const LinkOptions& options,
              SymmetricMemory& memory)
-      : memory_(memory), group_(mesh, all_ranks(mesh->world_size()), std::move(links), options) {}
+      : memory_(memory),
+        timeout_s_(options.timeout_s),
+        group_(mesh, all_ranks(mesh->world_size()), std::move(links), options) {}
 
   int rank() const override { return group_.rank(); }
   int world_size() const override { return group_.world_size(); }
   Messenger& messenger() override { return group_.messenger(); }
   void close() noexcept override { group_.close(); }
   void suspend_deadline(bool suspended) override { group_.suspend_deadline(suspended); }
+  double timeout_s() const override { return timeout_s_; }
   std::size_t nbytes() const override { return group_.nbytes(); }
 
   void run(Operation& operation) override {
@@ -42,6 +45,7 @@ class LinkEngine final : public Engine {
   }
 
   SymmetricMemory& memory_;
+  const double timeout_s_;
   LinkGroup group_;
 };
 

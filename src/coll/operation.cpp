@@ -144,6 +144,7 @@ void fill(Operation& operation, SpareItems& spares, const Request& request, int 
   const std::size_t ranks = static_cast<std::size_t>(world_size);
   operation.items.clear();
   operation.allocate = request.allocate;
+  operation.after = nullptr;
   Header& header = operation.header;
   header = Header{};
   header.kind = request.kind;

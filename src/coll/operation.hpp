@@ -14,6 +14,7 @@
 
 #include "coll/header.hpp"
 #include "coll/symmetric_memory.hpp"
+#include "device/device.hpp"
 #include "zcomm/communicator.hpp"
 #include "zcomm/work.hpp"
 
@@ -62,6 +63,7 @@ struct Operation {
   Header header;
   ItemList items;
   AllocateResult* allocate = nullptr;
+  std::shared_ptr<device::Event> after;  ///< not null: only wait for this (local, no header)
   std::shared_ptr<Completion> completion;
 };
 

@@ -31,6 +31,8 @@ class Event {
   virtual ~Event() = default;
   virtual bool done() = 0;
   virtual void synchronize() = 0;  ///< blocks (no spinning) until the point has been passed
+  /// Blocks until then, or for about `patience_s`; returns whether it has been passed. For waits with a deadline.
+  virtual bool wait_for(double patience_s) = 0;
   /// For Device::open_event; only of events made with `shared`.
   virtual SharedHandle handle() = 0;
 };
@@ -47,6 +49,12 @@ class Stream {
   virtual bool done() = 0;
   virtual void synchronize() = 0;
   virtual std::uintptr_t native() const = 0;  ///< cudaStream_t; 0 where there is none
+  /// What it is given has run when the call returns: it is the calling thread, not a queue.
+  virtual bool is_host() const { return false; }
+};
+
+struct MemoryInfo {
+  std::size_t free_nbytes, total_nbytes;
 };
 
 /// Device memory that is freed when the last owner drops it; 256-byte aligned.
@@ -65,11 +73,17 @@ class Device {
   virtual std::unique_ptr<Event> make_event(bool shared = false) = 0;
 
   virtual Memory allocate(std::size_t nbytes) = 0;  ///< throws CudaError that names what is free
+  virtual MemoryInfo memory() = 0;
   /// Memory from allocate(), or within it.
   virtual SharedHandle share(const void* data) = 0;
   /// Another process's memory (or another rank's of this process, on the simulated device); closed by the last owner.
   virtual Memory open_memory(const SharedHandle& handle) = 0;
   virtual std::unique_ptr<Event> open_event(const SharedHandle& handle) = 0;
+
+  /// Tests only: the `n`-th operation from now (n >= 1) that is put on a stream finds the device lost, as after an Xid
+  /// error: it and each later call throw CudaError, and what had not run by then never does. 0: no fault, and a CUDA
+  /// device is as before (a simulated one stays lost). Of CUDA: for all Device objects of this GPU in the process.
+  virtual void lose_after(std::uint64_t n) = 0;
 };
 
 /// CUDA device `index`. Throws CudaError ("no CUDA device ...") without driver or device, InvalidArgument for an index
@@ -78,8 +92,12 @@ std::shared_ptr<Device> make_cuda_device(int index);
 
 struct SimulatedOptions {
   std::uint64_t seed = 0;
-  double max_delay_s = 0.0;  ///< each operation of a stream waits for up to this long before it runs (by seed)
+  double max_delay_s = 0.0;       ///< each operation of a stream waits for up to this long before it runs (by seed)
+  std::size_t memory_nbytes = 0;  ///< what allocate() may hand out at a time; 0: what the host has
+  std::string name = "simulated";
 };
+/// Handles reach as far as this process: ranks that are threads share memory and events, processes do not.
+/// Memory holds 0xff bytes (NaN) at first, so that what was never written shows.
 std::shared_ptr<Device> make_simulated_device(const SimulatedOptions& options = {});
 
 }  // namespace zcomm::device

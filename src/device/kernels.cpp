@@ -8,6 +8,7 @@
 #include "base/error.hpp"
 #include "device/kernels_check.hpp"
 #include "device/kernels_table.hpp"
+#include "device/stream_kernels.hpp"
 
 namespace zcomm::device {
 
@@ -87,6 +88,13 @@ void check_reduce(const Reduce& args) {
     if (args.dst[d] == nullptr) throw InvalidArgument(text("reduce: dst[", d, "] is null, count ", args.count));
   for (std::size_t s = 0; s < args.src.size(); ++s)
     if (args.src[s] == nullptr) throw InvalidArgument(text("reduce: src[", s, "] is null, count ", args.count));
+}
+
+void check_device_reduce(const Reduce& args) {
+  check_reduce(args);
+  if (args.dst.size() > kMaxKernelBuffers || args.src.size() > kMaxKernelBuffers)
+    throw InvalidArgument(text("reduce on a device: ", args.dst.size(), " dst and ", args.src.size(),
+                               " src; expected at most ", kMaxKernelBuffers, " of each"));
 }
 
 void check_cast(const void* dst, DType dst_dtype, const void* src, DType src_dtype, std::size_t count) {

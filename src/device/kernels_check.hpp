@@ -6,6 +6,8 @@
 namespace zcomm::device {
 
 void check_reduce(const Reduce& args);
+/// With the limit of stream_kernels.hpp on the number of buffers.
+void check_device_reduce(const Reduce& args);
 void check_cast(const void* dst, DType dst_dtype, const void* src, DType src_dtype, std::size_t count);
 
 }  // namespace zcomm::device

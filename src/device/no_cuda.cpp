@@ -1,6 +1,7 @@
 // The accelerator of a build without CUDA: nothing is available, and using it says so.
 #include "base/error.hpp"
 #include "device/cuda.hpp"
+#include "device/device.hpp"
 
 namespace zcomm::device::cuda {
 namespace {
@@ -37,3 +38,9 @@ void Event::wait(Stream&) { unsupported("cuda::Event::wait"); }
 bool Event::done() const { unsupported("cuda::Event::done"); }
 
 }  // namespace zcomm::device::cuda
+
+namespace zcomm::device {
+
+std::shared_ptr<Device> make_cuda_device(int) { cuda::unsupported("make_cuda_device"); }
+
+}  // namespace zcomm::device

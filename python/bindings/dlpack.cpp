@@ -1,0 +1,59 @@
+// DLPack capsules (dlpack.hpp).
+#include "dlpack.hpp"
+
+#include <cstdint>
+#include <string>
+
+namespace py = pybind11;
+
+namespace zcomm::bindings {
+namespace {
+
+// The layout is DLPack's ABI; names are ours.
+struct Tensor {
+  void* data;
+  std::int32_t device_type, device_index;
+  std::int32_t dimensions;
+  std::uint8_t type_code, type_bits;
+  std::uint16_t type_lanes;
+  std::int64_t* shape;
+  std::int64_t* strides;
+  std::uint64_t byte_offset;
+};
+struct ManagedTensor {
+  Tensor tensor;
+  void* context;
+  void (*deleter)(ManagedTensor* self);
+};
+enum { kHost = 1, kCuda = 2, kUnsignedInteger = 1 };
+
+struct Held {
+  ManagedTensor managed;
+  std::int64_t shape, stride;
+  DeviceMemory memory;
+};
+
+void delete_capsule(PyObject* capsule) {
+  if (PyCapsule_IsValid(capsule, "dltensor") == 0) return;  // a consumer renames it and deletes by itself
+  auto* const managed = static_cast<ManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor"));
+  managed->deleter(managed);
+}
+
+}  // namespace
+
+std::pair<int, int> dlpack_device(const DeviceMemory& memory) {
+  const std::string& name = memory.device->name();
+  if (name.rfind("cuda:", 0) != 0) return {kHost, 0};
+  return {kCuda, std::stoi(name.substr(5))};
+}
+
+py::capsule dlpack_capsule(const DeviceMemory& memory) {
+  const auto [type, index] = dlpack_device(memory);
+  auto* const held = new Held{{}, static_cast<std::int64_t>(memory.nbytes), 1, memory};
+  held->managed = {{memory.data.get(), type, index, 1, kUnsignedInteger, 8, 1, &held->shape, &held->stride, 0},
+                   held,
+                   [](ManagedTensor* self) { delete static_cast<Held*>(self->context); }};
+  return py::capsule(&held->managed, "dltensor", &delete_capsule);
+}
+
+}  // namespace zcomm::bindings

@@ -1,0 +1,15 @@
+// What a device says when it cannot go on: the same words from CUDA and from the simulated device.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+namespace zcomm::device {
+
+/// "cuda:0: out of memory: asked for 2.00 GiB, 1.00 GiB of 80.00 GiB are free; ..." and what to do.
+std::string out_of_memory_text(const std::string& device, std::size_t asked_nbytes, std::size_t free_nbytes,
+                               std::size_t total_nbytes);
+/// The GPU, or this process's context on it, is gone. `what`: the call that found out, and what it was told.
+std::string lost_text(const std::string& device, const std::string& what);
+
+}  // namespace zcomm::device
