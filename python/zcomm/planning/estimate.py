@@ -17,12 +17,13 @@ from zcomm.layout import ALIGN
 from zcomm.optim.fused import STATE_BLOCK
 from zcomm.zero.gradients import SLOTS
 from zcomm.zero.memory import Memory, empty_memory, memory_formula
-from zcomm.zero.options import Offload, as_offload, as_precision, check_stage
+from zcomm.zero.options import Offload, Precision, as_offload, as_precision, check_stage
 from zcomm.zero.sections import Sections, frozen_of
 from zcomm.zero.sources import WINDOWS as PARAM_WINDOWS
 from zcomm.zero.swapped import WINDOWS as STATE_WINDOWS
 from zcomm.zero.swapped import place
 from zcomm.zero.tile import TileForm
+from zcomm.zero.unit_options import Units, slot_count
 
 ARRAYS = {"adamw": 2, "adam": 2, "adamw-8bit": 2, "lion": 1, "adagrad": 1, "sgd": 0, "sgd-momentum": 1}
 
@@ -69,6 +70,8 @@ def estimate(
     prefetch: int = 1,
     accumulation: int = 1,
     activations_nbytes: int = 0,
+    communication_dtype: str | None = None,
+    units: Units | None = None,
 ) -> Estimate:
     """What ``ZeroOptimizer`` of these options needs on CPU ranks of one host.
 
@@ -76,7 +79,7 @@ def estimate(
     Raises: ValueError for an unknown stage, offload, precision or optimizer.
     """
     check_stage(stage)
-    where, kind = as_offload(offload, stage), as_precision(precision)
+    where, kind = as_offload(offload, stage), as_precision(precision, communication_dtype)
     if optimizer not in ARRAYS:
         raise ValueError(f"optimizer={optimizer!r}; known here: {', '.join(ARRAYS)}")
     arrays = tuple(str(k) for k in range(ARRAYS[optimizer]))
@@ -86,7 +89,7 @@ def estimate(
         memory = memory_formula(model, world_size, stage, precision, where, state_arrays=len(arrays), array_nbytes=size)
         count, exact = model, False
     else:
-        layout = _Layout(model, stage, where, world_size, kind.dtype, form, bucket_mb, prefetch)
+        layout = _Layout(model, stage, where, world_size, kind, form, bucket_mb, prefetch, units or Units())
         memory, count, exact = layout.memory(), layout.geometry.count, True
     state, params = memory["nvme"]["optimizer"], memory["nvme"]["parameters"]
     gathers = 2 * accumulation  # forward and backward of each micro-step
@@ -101,7 +104,7 @@ def estimate(
         exact=exact,
         swap_param_nbytes=(params * (1 + gathers), params),
         count=count,
-        bucket_nbytes=count * kind.dtype.itemsize,
+        bucket_nbytes=count * kind.travels.itemsize,
         update_nbytes=_update_nbytes(count if stage == 0 else -(-count // world_size), form),
     )
 
@@ -120,26 +123,27 @@ class _Layout:
         stage: int,
         where: Offload,
         world_size: int,
-        dtype: torch.dtype,
+        kind: Precision,
         form: TileForm,
         bucket_mb: float,
         prefetch: int,
+        units: Units,
     ) -> None:
         trained = [param for param in model.parameters() if param.requires_grad]
         frozen = frozen_of(model, trained)
         self.whole_frozen = 0 if stage == 3 else sum(param.numel() for param in frozen)
-        self.sections = Sections(model, trained, frozen if stage == 3 else [], stage, where, shared=True)
+        self.sections = Sections(model, trained, frozen if stage == 3 else [], stage, where, True, units)
         self.geometry = self.sections.geometry(
-            world_size, int(bucket_mb * 2**20), dtype.itemsize, STATE_BLOCK if form.coded else ALIGN
+            world_size, int(bucket_mb * 2**20), kind.param_nbytes, STATE_BLOCK if form.coded else ALIGN
         )
-        self.stage, self.where, self.world_size, self.dtype = stage, where, world_size, dtype
-        self.form, self.prefetch = form, prefetch
+        self.stage, self.where, self.world_size, self.kind = stage, where, world_size, kind
+        self.form, self.ahead = form, (prefetch, units.prefetch_nbytes)
 
     def memory(self) -> Memory:
         found = empty_memory()
-        geometry, item, by_unit = self.geometry, self.dtype.itemsize, self.sections.by_unit
+        geometry, item, by_unit = self.geometry, self.kind.param_nbytes, self.sections.by_unit
         largest = max((bucket.count for bucket in geometry.buckets), default=0)
-        found["device"]["slots"] = min(SLOTS, len(geometry.buckets)) * largest * item
+        found["device"]["slots"] = min(SLOTS, len(geometry.buckets)) * largest * self.kind.travels.itemsize
         found["device"]["gradients"] = 4 * (geometry.count if self.stage <= 1 else geometry.shard_count)
         tiers = [self.sections.list[bucket.section].weights for bucket in geometry.every]
         for tier in set(tiers):
@@ -158,10 +162,11 @@ class _Layout:
     def _unit_slots(self) -> int:
         """The slots are one copy for the ranks of a host."""
         units = [sum(self.geometry.every[b].count for b in buckets) for buckets in self.geometry.unit_buckets]
-        nbytes = [_pages(count * self.dtype.itemsize) for count in units]
-        blocks = nbytes[1:]
-        slots = min(self.prefetch + 2, len(blocks)) * max(blocks, default=0)
-        return (slots + nbytes[0]) // self.world_size
+        nbytes = [_pages(count * self.kind.param_nbytes) for count in units]
+        keeps = [number == 0 or choice.keep for number, choice in enumerate(self.sections.choices)]
+        blocks = [size for size, keep in zip(nbytes, keeps, strict=True) if not keep]
+        kept = sum(size for size, keep in zip(nbytes, keeps, strict=True) if keep)
+        return (slot_count(blocks, *self.ahead) * max(blocks, default=0) + kept) // self.world_size
 
     def _state(self, found: Memory) -> None:
         geometry, where, form = self.geometry, self.where, self.form

@@ -8,6 +8,7 @@ from zcomm.zero.loss_scale import LossScale
 from zcomm.zero.memory import memory_formula
 from zcomm.zero.optimizer import ZeroOptimizer
 from zcomm.zero.options import Offload
+from zcomm.zero.unit_options import Units
 from zcomm.zero.weights import load_weights
 from zcomm.zero.whole import (
     full_grad,
@@ -23,6 +24,7 @@ __all__ = [
     "Init",
     "LossScale",
     "Offload",
+    "Units",
     "ZeroOptimizer",
     "full_grad",
     "full_optim_state",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from torch import nn
 
 from zcomm.comm import Communicator
 from zcomm.zero.sections import frozen_of, names_of
+from zcomm.zero.unit_choice import choose_units
+from zcomm.zero.unit_options import Units
 
 if TYPE_CHECKING:
     from zcomm.zero.optimizer import ZeroOptimizer
@@ -24,20 +27,25 @@ _SAID_NBYTES = 2000  # of a rank's differences
 _SHOWN = 6
 
 
-def check(optimizer: ZeroOptimizer, comm: Communicator, model: nn.Module | None, **options: Any) -> None:
+def check(optimizer: ZeroOptimizer, comm: Communicator, model: nn.Module | None, units: Units, **options: Any) -> None:
     """Collective. Raises: ValueError on every rank, with what differs from rank 0 and where."""
     offload = optimizer.offload
     options |= {
         "optimizer": optimizer.rule.name,
         "stage": optimizer.stage,
         "precision": optimizer.precision.name,
+        "communication_dtype": optimizer.precision.travels,
+        "skip_nonfinite": optimizer.skip_nonfinite,
         # It decides the units; that of the state is each rank's own, but where it goes by parameter.
         "tier of parameters": None if callable(offload.params) else offload.params,
         "clip_norm": optimizer.clip_norm,
         "grad_accum": optimizer.grad_accum,
         "loss_scale": optimizer.loss_scale,
     }
-    lines = [*((name, str(value)) for name, value in options.items()), *_describe(model, optimizer.param_groups)]
+    lines = [(name, plain(value)) for name, value in options.items()]
+    lines += _describe(model, optimizer.param_groups)
+    if units != Units() and model is not None and optimizer.stage == 3:
+        lines += _units(model, units)
     if callable(offload.optimizer) or callable(offload.params):
         lines += _tiers(optimizer, model)
     text = json.dumps(lines).encode()
@@ -66,7 +74,7 @@ def _describe(model: nn.Module | None, groups: Sequence[Mapping[str, Any]]) -> l
     group_of: dict[int, int] = {}
     for number, group in enumerate(groups):
         group_of.update({id(param): number for param in group["params"]})
-        lines += [(f"{key} of group {number}", str(value)) for key, value in group.items() if key != "params"]
+        lines += [(f"{key} of group {number}", plain(value)) for key, value in group.items() if key != "params"]
     if model is None:
         params = [param for group in groups for param in group["params"]]
         named = [(f"parameter {number}", param) for number, param in enumerate(params)]
@@ -79,6 +87,21 @@ def _describe(model: nn.Module | None, groups: Sequence[Mapping[str, Any]]) -> l
         kind = "" if buffer.is_floating_point() else f", {buffer.dtype}"
         lines.append((f"buffer {name}", f"{list(buffer.shape)}{kind}"))
     return lines
+
+
+def plain(value: Any) -> str:
+    """As text that ranks share which made the same value: without addresses, and sets in order (strings hash apart)."""
+    if isinstance(value, (set, frozenset)):
+        return "{" + ", ".join(sorted(map(plain, value))) + "}"
+    return re.sub(r"(?: object)? at 0x[0-9a-fA-F]+", "", str(value))
+
+
+def _units(model: nn.Module, units: Units) -> list[tuple[str, str]]:
+    choices = choose_units(model, list(model.parameters()), units)
+    return [
+        ("units", ", ".join(f"{choice.name}{' (kept)' if choice.keep else ''}" for choice in choices)),
+        ("units: prefetch_mb", str(units.prefetch_mb)),
+    ]
 
 
 def _tiers(optimizer: ZeroOptimizer, model: nn.Module | None) -> list[tuple[str, str]]:

@@ -27,6 +27,7 @@ from zcomm.zero.swapped import SwappedState, swap_nbytes
 from zcomm.zero.tile import TileForm
 from zcomm.zero.unit_choice import tensors_in
 from zcomm.zero.unit_hooks import UnitHooks
+from zcomm.zero.unit_options import Units
 from zcomm.zero.units import UnitStore
 
 
@@ -97,6 +98,7 @@ def build_parts(
     overlap: bool,
     share_parameters: bool,
     taken: set[int],
+    units: Units,
 ) -> Parts:
     """Collective. Parameters are numbered section by section, in order of registration. taken: by id(), what other
     optimizers have."""
@@ -105,12 +107,12 @@ def build_parts(
     params = [param for group in groups for param in group["params"]]
     frozen = frozen_of(model, params, taken) if stage == 3 else []
     _check_params(model, params, frozen)
-    sections = Sections(model, params, frozen, stage, offload, shared)
+    sections = Sections(model, params, frozen, stage, offload, shared, units)
     geometry = sections.geometry(job.world_size, bucket_nbytes, precision.param_nbytes, rule.align)
     form = TileForm(rule.arrays, precision.dtype, rule.state_dtype)
     swap = _open_swap(geometry, sections, offload, form, stage, nvme_path)
     comm = job.duplicate()  # gradients and parameters keep an order of their own beside the caller's collectives
-    store = _make_store(sections, geometry, comm, precision.dtype, arena, swap, stage, shared, prefetch)
+    store = _make_store(sections, geometry, comm, precision.dtype, arena, swap, stage, shared, prefetch, units)
     counts = [part.stop - part.start for part in map(store.part, geometry.buckets)]
     tiers = [sections.list[bucket.section].state for bucket in geometry.buckets]
     state: ShardState
@@ -131,7 +133,7 @@ def build_parts(
     start(model, sections.params, sections.names, geometry, comm, store, state, initial, precision.dtype)
 
     names = sections.names[: len(trained)]
-    reducer = GradientReducer(trained, geometry, comm, precision.dtype, stage <= 1, overlap, names)
+    reducer = GradientReducer(trained, geometry, comm, precision.travels, stage <= 1, overlap, names)
     hooks = None
     if isinstance(store, UnitStore):
         assert model is not None
@@ -196,12 +198,13 @@ def _make_store(
     stage: int,
     shared: bool,
     prefetch: int,
+    units: Units,
 ) -> ParameterStore:
     tiers = [sections.list[bucket.section].weights for bucket in geometry.every]
     if sections.by_unit:
         source = make_source(geometry.every, geometry.buckets, tiers, dtype, arena, swap)
-        units = [choice.name for choice in sections.choices]
-        return UnitStore(sections.params, geometry, comm, dtype, tiers, units, source, shared, prefetch)
+        ahead = (prefetch, units.prefetch_nbytes)
+        return UnitStore(sections.params, geometry, comm, dtype, tiers, sections.choices, source, shared, *ahead)
     if stage >= 1 and shared:
         return SharedStore(sections.params, geometry, comm, dtype, tiers)
     return PrivateStore(sections.params, geometry, comm, dtype, tiers, replicated=stage == 0)

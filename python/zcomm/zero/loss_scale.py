@@ -14,12 +14,13 @@ from typing import Any
 @dataclass(frozen=True)
 class LossScale:
     """Dynamic: the first scale is 2**initial_power; window: good steps before it grows; hysteresis: overflows before it
-    shrinks; minimum: lowest scale."""
+    shrinks, counted anew when it grows, or (consecutive) after every good step; minimum: lowest scale."""
 
     initial_power: int = 16
     window: int = 1000
     hysteresis: int = 2
     minimum: float = 1.0
+    consecutive: bool = False
 
     def __post_init__(self) -> None:
         for name, low in (("initial_power", 0), ("window", 1), ("hysteresis", 1), ("minimum", 0)):
@@ -51,6 +52,8 @@ class LossScaler:
                 self.scale = max(self.scale / 2.0, rule.minimum)
             return
         self._good += 1
+        if rule.consecutive:
+            self._left = rule.hysteresis
         if self._good % rule.window == 0:
             self._left = rule.hysteresis
             self.scale *= 2.0

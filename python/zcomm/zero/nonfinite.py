@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,11 @@ def find(parts: Parts, step: int) -> NonFinite:
     parts.comm.all_reduce(first, op="min", name="first non-finite gradient")
     number = int(first)
     return NonFinite(step, parts.names[number] if number < parts.geometry.trained_count else "none that is left")
+
+
+def say(found: NonFinite, what: str) -> None:
+    """what: is done about it."""
+    logging.getLogger("zcomm").warning("step %d: the gradient of %s is not finite%s", found.step, found.parameter, what)
 
 
 def _bad(parts: Parts) -> list[int]:

@@ -27,13 +27,14 @@ from zcomm.offload import StrPath
 from zcomm.zero import alike, checkpoint
 from zcomm.zero import state_dict as torch_state
 from zcomm.zero.build import Parts, build_parts
-from zcomm.zero.checks import check_free, check_kinds, check_numbers
+from zcomm.zero.checks import check_free, check_kinds, check_numbers, check_skip
 from zcomm.zero.hyper import OptimizerLike, choose_rule, torch_groups
 from zcomm.zero.loss_scale import LossScale, LossScaler
 from zcomm.zero.memory import Memory, empty_memory
-from zcomm.zero.nonfinite import NonFinite, find
+from zcomm.zero.nonfinite import NonFinite, find, say
 from zcomm.zero.options import Offload, as_offload, as_precision, check_stage
 from zcomm.zero.sweep import Sweep
+from zcomm.zero.unit_options import UnitLike, Units, as_units
 
 _open: weakref.WeakSet[ZeroOptimizer] = weakref.WeakSet()
 
@@ -56,13 +57,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
     bucket_mb: MiB of gradients that travel together. prefetch: units gathered ahead (stage 3 by units).
     overlap: reduce while backward runs. share_parameters: one copy of the parameters for the CPU ranks of a host,
     where all are on one host (backend "shm"); otherwise a copy on each rank.
+    communication_dtype: "fp32", "bf16" or "fp16": of gradients on their way; None: that of training. Sums are fp32.
+    skip_nonfinite: skip steps whose gradients are not finite; None: in fp16 only, which always does.
+    units: stage 3 by units: a list of its units, or ``zero.Units`` (which also keeps, joins, prefetches by bytes).
     optimizer_args: options of a named optimizer or class, as torch's (lr, betas, momentum, ...).
 
     Gradients are averaged over the ranks and over the ``grad_accum`` micro-steps; nobody else divides. Call ``step()``
     and ``zero_grad()`` after every micro-step: they act on every ``grad_accum``-th (``boundary`` overrides the count).
-    A step whose fp16 gradients are not finite is skipped and counted in ``skipped_steps``, and the scale shrinks; in
-    every precision ``nonfinite`` names the first such gradient. Rank 0's weights are everybody's first weights. After
-    ``backward()`` the gradients are in the optimizer's own accumulators, and ``param.grad`` is None.
+    A step whose gradients are not finite is skipped and counted in ``skipped_steps`` in fp16 (where the scale shrinks)
+    and with ``skip_nonfinite``; in every precision ``nonfinite`` names the first such gradient. Rank 0's weights are
+    everybody's first weights. After ``backward()`` the gradients are in the optimizer's own accumulators, and
+    ``param.grad`` is None.
 
     Raises: ValueError naming the argument; OSError (ENOSPC, EACCES) from the swap directory, at construction.
     """
@@ -84,15 +89,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
         share_parameters: bool = True,
         comm: Communicator | None = None,
         loss_scale: LossScale | float | None = None,
+        communication_dtype: str | None = None,
+        skip_nonfinite: bool | None = None,
+        units: Units | Sequence[UnitLike] | None = None,
         **optimizer_args: Any,
     ) -> None:
         self._parts: Parts | None = None
         self._saving: checkpoint.SaveTask | None = None
         self.stage = check_stage(stage)
         self.offload = as_offload(offload, stage)
-        self.precision = as_precision(precision)
+        self.precision = as_precision(precision, communication_dtype)
+        self.skip_nonfinite = check_skip(skip_nonfinite, precision)
         check_numbers(clip_norm, grad_accum, bucket_mb, prefetch)
         check_kinds(comm, overlap, share_parameters, nvme_path)
+        units = as_units(units)
         if stage == 3 and not isinstance(model, nn.Module):
             raise ValueError("stage=3 needs the model itself (it hooks its modules), not a list of parameters")
         self.clip_norm = clip_norm
@@ -114,7 +124,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         job, module = comm or init(), model if isinstance(model, nn.Module) else None
         taken = {index for other in open_optimizers() for index in other._live.index_of}
         check_free(self.param_groups, taken)
-        alike.check(self, job, module, bucket_mb=bucket_mb, prefetch=prefetch, share_parameters=share_parameters)
+        alike.check(self, job, module, units, bucket_mb=bucket_mb, prefetch=prefetch, share_parameters=share_parameters)
         self._parts = build_parts(
             module,
             self.param_groups,
@@ -129,6 +139,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             overlap=overlap,
             share_parameters=share_parameters,
             taken=taken,
+            units=units,
         )
         self._sweep = Sweep(self._parts, self.rule, whole=stage == 0)
         _open.add(self)
@@ -210,22 +221,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._report_nonfinite(parts)
         if self.scaler is not None:
             self.scaler.update(overflow=not finite)
-            if not finite:
-                self.skipped_steps += 1
-                return
+        if self.skip_nonfinite and not finite:
+            self.skipped_steps += 1
+            return
         if self.clip_norm is not None:
             scale *= min(1.0, self.clip_norm / (norm + 1e-6))
         self._sweep.run(self.param_groups, scale)
 
     def _report_nonfinite(self, parts: Parts) -> None:
-        """Find the parameter; say so in fp16, where the step is skipped, each time, elsewhere once."""
+        """Find the parameter; say so each time where the step is skipped, elsewhere once."""
         first_time = self.nonfinite is None
         self.nonfinite = find(parts, self.step_count)
-        if parts.comm.rank == 0 and (first_time or self.scaler is not None):
-            what = "" if self.scaler is None else f"; loss scale {self.loss_scale:g}, step skipped"
-            logging.getLogger("zcomm").warning(
-                "step %d: the gradient of %s is not finite%s", self.nonfinite.step, self.nonfinite.parameter, what
-            )
+        if parts.comm.rank == 0 and (first_time or self.skip_nonfinite):
+            scale = f"; loss scale {self.loss_scale:g}, step skipped"
+            say(self.nonfinite, scale if self.scaler else "; step skipped" if self.skip_nonfinite else "")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; does nothing between the micro-steps of one accumulation."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -77,26 +77,38 @@ def as_offload(offload: str | Offload | None, stage: int) -> Offload:
 
 @dataclass(frozen=True)
 class Precision:
-    """``dtype`` of parameters and gradients; bytes per parameter: parameters, master beside them, fp32 accumulator."""
+    """``dtype`` of parameters and gradients; bytes per parameter: parameters, master beside them, fp32 accumulator.
+
+    travels: dtype of gradients on their way to the accumulators.
+    """
 
     name: str
     dtype: torch.dtype
     param_nbytes: int
     master_nbytes: int
+    travels: torch.dtype
     grad_nbytes: int = 4
 
 
 _PRECISIONS = {
-    "fp32": Precision("fp32", torch.float32, 4, 0),
-    "bf16": Precision("bf16", torch.bfloat16, 2, 2),
-    "fp16": Precision("fp16", torch.float16, 2, 4),
+    "fp32": Precision("fp32", torch.float32, 4, 0, torch.float32),
+    "bf16": Precision("bf16", torch.bfloat16, 2, 2, torch.bfloat16),
+    "fp16": Precision("fp16", torch.float16, 2, 4, torch.float16),
 }
 
 
-def as_precision(precision: str) -> Precision:
+def as_precision(precision: str, communication_dtype: str | None = None) -> Precision:
+    """communication_dtype: of gradients on their way; None: that of training."""
     if precision not in _PRECISIONS:
         raise ValueError(f"precision={precision!r}; use 'fp32', 'bf16' or 'fp16'")
-    return _PRECISIONS[precision]
+    found = _PRECISIONS[precision]
+    if communication_dtype is None:
+        return found
+    if communication_dtype not in _PRECISIONS:
+        raise ValueError(
+            f"communication_dtype={communication_dtype!r}; use None (that of training), 'fp32', 'bf16' or 'fp16'"
+        )
+    return replace(found, travels=_PRECISIONS[communication_dtype].dtype)
 
 
 def check_stage(stage: int) -> int:

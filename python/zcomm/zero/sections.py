@@ -18,6 +18,7 @@ from zcomm.layout import ALIGN
 from zcomm.zero.geometry import Geometry
 from zcomm.zero.options import Offload
 from zcomm.zero.unit_choice import UnitChoice, choose_units
+from zcomm.zero.unit_options import Units
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Sections:
         stage: int,
         offload: Offload,
         shared: bool,
+        units: Units | None = None,
     ) -> None:
         names = names_of(model, trained)
         state = {id(param): offload.state_tier(names[id(param)], param) for param in trained}
@@ -58,7 +60,7 @@ class Sections:
         self.choices = [UnitChoice("all", [], [*ordered, *frozen])]
         if self.by_unit:
             assert model is not None
-            self.choices = choose_units(model, _registered(model, [*trained, *frozen]))
+            self.choices = choose_units(model, _registered(model, [*trained, *frozen]), units)
         self.list: list[Section] = []
         ids = {id(param) for param in trained}
         for kind in (True, False):

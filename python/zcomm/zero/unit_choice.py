@@ -1,25 +1,31 @@
 """Choice of units: which modules are gathered together in stage 3.
 
-The outermost repeated blocks (children of ModuleList and Sequential) become a unit each; what lies outside of them, and
-every parameter that several of them use (tied weights), belongs to the root unit, which stays gathered during a step.
+The outermost repeated blocks (children of ModuleList and Sequential), or those that the caller names, become a unit
+each, small neighbours one together; what lies outside of them, and every parameter that several of them use (tied
+weights), belongs to the root unit, which stays gathered during a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
+from zcomm.zero.unit_options import UnitLike, Units
+
+_Named = tuple[str, nn.Module]
+
 
 @dataclass
 class UnitChoice:
-    """``modules`` are those whose forward needs the unit; ``params`` in order of registration."""
+    """``modules`` are those whose forward needs the unit; ``params`` in order of registration. keep: see Units."""
 
     name: str
     modules: list[nn.Module]
     params: list[nn.Parameter] = field(default_factory=list)
+    keep: bool = False
 
 
 def _blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -31,27 +37,87 @@ def _blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modul
             yield from _blocks(child, path + ".")
 
 
-def choose_units(model: nn.Module, wanted: list[nn.Parameter]) -> list[UnitChoice]:
-    """The root unit, then one unit per block, holding the parameters ``wanted`` (each exactly once)."""
-    blocks = list(_blocks(model)) or [(name, child) for name, child in model.named_children()]
+def choose_units(model: nn.Module, wanted: Sequence[nn.Parameter], options: Units | None = None) -> list[UnitChoice]:
+    """The root unit, then one unit per block or joined blocks, holding the parameters ``wanted`` (each exactly once).
+
+    Raises: ValueError for what names no module of the model.
+    """
+    options = options or Units()
+    if options.blocks is None:
+        blocks = list(_blocks(model)) or list(model.named_children())
+    else:
+        blocks = list(_named(model, _members(model, options.blocks, "blocks")))
+    kept = {id(block) for _, block in blocks} if options.keep is True else set()
+    if not isinstance(options.keep, bool):
+        kept = _members(model, options.keep, "keep")
+        if not kept <= {id(block) for _, block in blocks}:
+            names = ", ".join(name for name, _ in blocks) or "none"
+            raise ValueError(f"Units: keep={options.keep!r} names modules that are no units; the units are {names}")
+    units = _joined(blocks, options.min_mb * 2**20, kept)
     users: dict[int, set[int]] = {}
-    for number, (_, block) in enumerate(blocks):
-        for param in block.parameters():
-            users.setdefault(id(param), set()).add(number)
-    in_blocks = {id(param) for _, block in blocks for param in block.parameters()}
+    for number, unit in enumerate(units):
+        for block in unit.modules:
+            for param in block.parameters():
+                users.setdefault(id(param), set()).add(number)
+    in_blocks = set(users)
     for module in _outside(model, {id(block) for _, block in blocks}):
         for param in module.parameters(recurse=False):
             if id(param) in in_blocks:
                 users[id(param)].add(-1)  # also used outside of the blocks
 
     root = UnitChoice("root", [])
-    units = [UnitChoice(name, [block]) for name, block in blocks]
     for param in wanted:
         owners = users.get(id(param), set())
         (units[next(iter(owners))] if len(owners) == 1 and -1 not in owners else root).params.append(param)
     rooted = {id(param) for param in root.params}
     root.modules = [m for m in model.modules() if any(id(p) in rooted for p in m.parameters(recurse=False))]
     return [root, *(unit for unit in units if unit.params)]
+
+
+def _members(model: nn.Module, wanted: Sequence[UnitLike], option: str) -> set[int]:
+    """By id(): modules of ``model`` below it that are, or are of, one of ``wanted``."""
+    found: set[int] = set()
+    for each in wanted:
+        mine = {id(module) for name, module in model.named_modules() if name and _is(each, name, module)}
+        if not mine:
+            shown = type(each).__name__ if isinstance(each, nn.Module) else getattr(each, "__name__", repr(each))
+            raise ValueError(
+                f"Units: {option}: {shown} is no module inside of the model; give modules, classes of modules, or "
+                "names as in model.named_modules()"
+            )
+        found |= mine
+    return found
+
+
+def _is(wanted: UnitLike, name: str, module: nn.Module) -> bool:
+    if isinstance(wanted, str):
+        return wanted in (name, type(module).__name__)
+    return isinstance(module, wanted) if isinstance(wanted, type) else module is wanted
+
+
+def _named(module: nn.Module, members: set[int], prefix: str = "") -> Iterator[_Named]:
+    """The outermost of ``members``."""
+    for name, child in module.named_children():
+        if id(child) in members:
+            yield f"{prefix}{name}", child
+        else:
+            yield from _named(child, members, f"{prefix}{name}.")
+
+
+def _joined(blocks: Sequence[_Named], nbytes: float, kept: set[int]) -> list[UnitChoice]:
+    """Neighbours of one list, all kept or none, until each unit has ``nbytes``."""
+    units: list[UnitChoice] = []
+    last, filled = "", nbytes
+    for name, block in blocks:
+        place, keep = name.rpartition(".")[0], id(block) in kept
+        if filled < nbytes and place == last and units[-1].keep == keep:
+            units[-1].modules.append(block)
+            units[-1].name = f"{units[-1].name.split(' ')[0]} to {name}"
+        else:
+            units.append(UnitChoice(name, [block], keep=keep))
+            last, filled = place, 0
+        filled += sum(param.nbytes for param in block.parameters())
+    return units
 
 
 def _outside(model: nn.Module, blocks: set[int]) -> Iterator[nn.Module]:

@@ -6,7 +6,8 @@ behind the unit's addresses, and the parameters become views of them. A unit tha
 another needs it; then its parameters become empty. Views that autograd saved in forward point to the unit's own
 addresses, so they are right again in backward, where the unit has been gathered anew.
 
-SHARDED -> GATHERING (on the gathering thread) -> GATHERED -> SHARDED. The root unit has a slot of its own.
+SHARDED -> GATHERING (on the gathering thread) -> GATHERED -> SHARDED. The root unit, and those that are kept, have
+slots of their own and stay GATHERED until the step.
 After a step every unit is SHARDED again, because its weights have changed.
 
 All ranks must use their units in the same order; the gathers' names are compared, so that ranks which run different
@@ -18,9 +19,11 @@ Source: ZeRO stage 3 (arXiv:1910.02054), prefetch of ZeRO-Infinity (arXiv:2104.0
 from __future__ import annotations
 
 import enum
+import math
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -32,6 +35,8 @@ from zcomm.comm import Communicator
 from zcomm.zero.geometry import FlatBucket, Geometry
 from zcomm.zero.parameters import ParameterStore
 from zcomm.zero.sources import ShardSource
+from zcomm.zero.unit_choice import UnitChoice
+from zcomm.zero.unit_options import ahead_of, slot_count
 
 
 class UnitState(enum.Enum):
@@ -45,14 +50,16 @@ class UnitState(enum.Enum):
 class Unit:
     """One unit: its buckets, its addresses, its state and who uses it now."""
 
-    def __init__(self, index: int, name: str, buckets: Sequence[FlatBucket], offset: int, nbytes: int) -> None:
+    def __init__(self, index: int, choice: UnitChoice, buckets: Sequence[FlatBucket], offset: int, nbytes: int) -> None:
         self.index = index
-        self.name = name
+        self.name = choice.name
+        self.keep = choice.keep or index == 0
         self.buckets = buckets
         self.offset = offset
         self.nbytes = nbytes
         self.state = UnitState.SHARDED
         self.slot = -1
+        self.own: tuple[Any, int] | None = None  # where it is kept: memory, and where in it its slot begins
         self.last_use = 0
         self.in_forward = 0
         self.in_backward = False
@@ -68,10 +75,10 @@ class Unit:
 class UnitStore(ParameterStore):
     """Sharded parameters, gathered unit by unit.
 
-    units: names, in the numbering of ``geometry.unit_buckets``; unit 0 is the root.
+    choices: of the units, in the numbering of ``geometry.unit_buckets``; unit 0 is the root.
     shared: the ranks share the slots (CPU ranks of a host): a gather moves this rank's shard only.
-    prefetch: units gathered ahead. Slots: prefetch + 2 of the largest unit, one for the root, and another one each time
-    that more units are in use at once than there are slots.
+    prefetch: units gathered ahead, or prefetch_nbytes: their bytes. Slots: so many + 2 of the largest unit, one for
+    each unit that is kept, and another one each time that more units are in use at once than there are slots.
     """
 
     def __init__(
@@ -81,50 +88,55 @@ class UnitStore(ParameterStore):
         comm: Communicator,
         dtype: torch.dtype,
         tiers: Sequence[str],
-        names: Sequence[str],
+        choices: Sequence[UnitChoice],
         source: ShardSource,
         shared: bool,
         prefetch: int,
+        prefetch_nbytes: int | None = None,
     ) -> None:
         super().__init__(params, geometry, comm, dtype, tiers)
         self._source = source
         self._shared = shared
-        self._prefetch = prefetch
+        self._prefetch = (prefetch, prefetch_nbytes)
         self._gather_comm = comm.duplicate()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="zcomm-gather")
         self._empty = torch.empty(0, dtype=dtype)
-        self.units = self._lay_out(names)
+        self.units = self._lay_out(choices)
+        self._sizes = [unit.nbytes for unit in self.units]
         self._make_slots()
         self._clock = 0
         self._held: set[int] = set()  # by id(): parameters that are whole copies now
         self._trace: list[int] = []
         self._expected: dict[bool, list[int]] = {}
+        self._coming: Sequence[int] = ()  # units that this pass will use, if it goes on as the last one
         self._grad_mode = True
         self._in_pass = False  # between the first forward of a step and the step itself
 
     # --- memory -----------------------------------------------------------------------------------------------
 
-    def _lay_out(self, names: Sequence[str]) -> list[Unit]:
+    def _lay_out(self, choices: Sequence[UnitChoice]) -> list[Unit]:
         page = _core.page_nbytes()
         units: list[Unit] = []
         offset = 0
-        for index, name in enumerate(names):
+        for index, choice in enumerate(choices):
             buckets = [self._geometry.every[b] for b in self._geometry.unit_buckets[index]]
             nbytes = sum(bucket.count for bucket in buckets) * self._dtype.itemsize
             nbytes = -(-nbytes // page) * page
-            units.append(Unit(index, name, buckets, offset, nbytes))
+            units.append(Unit(index, choice, buckets, offset, nbytes))
             offset += nbytes
         self._range = _core.AddressRange(max(offset, page))
         return units
 
     def _make_slots(self) -> None:
-        root, blocks = self.units[0], self.units[1:]
-        self._slot_nbytes = max((unit.nbytes for unit in blocks), default=0)
-        count = min(self._prefetch + 2, len(blocks))
-        memory = self._allocate(count * self._slot_nbytes + root.nbytes)
+        kept, blocks = [u for u in self.units if u.keep], [u.nbytes for u in self.units if not u.keep]
+        self._slot_nbytes = max(blocks, default=0)
+        count = slot_count(blocks, *self._prefetch)
+        begins = list(accumulate((unit.nbytes for unit in kept), initial=count * self._slot_nbytes))
+        memory = self._allocate(begins[-1])
         self._memories = [memory]
         self._slots = [(memory, number * self._slot_nbytes) for number in range(count)]
-        self._root_slot = (memory, count * self._slot_nbytes)
+        for unit, begin in zip(kept, begins, strict=False):
+            unit.own = (memory, begin)
         self._free = list(range(count))
         for unit in self.units:
             flat = tensor_of(self._range.memory(unit.offset, unit.nbytes), self._dtype)
@@ -146,7 +158,7 @@ class UnitStore(ParameterStore):
 
     def _slot(self, unit: Unit) -> tuple[Any, int]:
         """Memory, and where in it the unit's slot begins."""
-        return self._root_slot if unit.index == 0 else self._slots[unit.slot]
+        return unit.own or self._slots[unit.slot]
 
     def _add_slot(self) -> None:
         """For models that use more units at the same time than slots: as all ranks do, in the order of the gathers."""
@@ -197,7 +209,7 @@ class UnitStore(ParameterStore):
         return bool(self._held) and all(id(param) in self._held for param, _ in unit.views)
 
     def _start(self, unit: Unit) -> bool:
-        if unit.index > 0:
+        if not unit.keep:
             slot = self._take_slot()
             if slot < 0:
                 return False
@@ -209,11 +221,12 @@ class UnitStore(ParameterStore):
     def _take_slot(self) -> int:
         if self._free:
             return self._free.pop()
-        idle = [u for u in self.units[1:] if u.state is UnitState.GATHERED and u.idle]
+        idle = [u for u in self.units if u.state is UnitState.GATHERED and u.idle and not u.keep]
         if not idle:
             return -1
-        oldest = min(idle, key=lambda u: u.last_use)
-        self._drop(oldest)
+        until = {index: -place for place, index in reversed(list(enumerate(self._coming)))}
+        # What is needed last, as far as that is known; the oldest among others.
+        self._drop(min(idle, key=lambda u: (until.get(u.index, -math.inf), u.last_use)))
         return self._free.pop()
 
     def _drop(self, unit: Unit) -> None:
@@ -223,7 +236,7 @@ class UnitStore(ParameterStore):
                 param.data = self._empty
         self._range.unmap(unit.offset, unit.nbytes)
         unit.state = UnitState.SHARDED
-        if unit.index > 0:
+        if not unit.keep:
             self._free.append(unit.slot)
             unit.slot = -1
 
@@ -252,7 +265,7 @@ class UnitStore(ParameterStore):
         """The model's forward begins: remember the order of the last pass, start a new one."""
         if self._trace:
             self._expected[self._grad_mode] = self._trace
-        self._trace = []
+        self._trace, self._coming = [], ()
         self._grad_mode = torch.is_grad_enabled()
         self._in_pass = True
         self.ensure(self.units[0])
@@ -275,9 +288,11 @@ class UnitStore(ParameterStore):
         self._trace.append(unit.index)
         expected = self._expected.get(self._grad_mode, [])
         here = len(self._trace) - 1
+        self._coming = ()
         if here < len(expected) and expected[here] == unit.index:
+            self._coming = expected[here + 1 :]
             unit.in_forward += 1  # prefetch must not take its slot
-            for index in expected[here + 1 : here + 1 + self._prefetch]:
+            for index in ahead_of(self._coming, self._sizes, *self._prefetch):
                 if self.units[index].state is UnitState.SHARDED:
                     self._start(self.units[index])
             unit.in_forward -= 1
@@ -339,8 +354,8 @@ class UnitStore(ParameterStore):
             unit.gathering = None
             if unit.state is UnitState.GATHERED:
                 self._drop(unit)
+            unit.own = None
         self._source.close()
         self._gather_comm.close()
         self._memories.clear()  # nothing gathers after close()
         self._slots.clear()
-        self._root_slot = (None, 0)
