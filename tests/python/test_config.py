@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import warnings
@@ -16,8 +17,10 @@ from zcomm.config import BatchSizes, Config, ConfigWarning, load, resolve_batch
 from zcomm.config.docs import markdown_table, rows, write_table
 from zcomm.config.keys import Status, key
 from zcomm.config.optimizer_keys import NEEDED, OPTIMIZER_PARAMS, SCHEDULER_PARAMS
+from zcomm.config.parse import leaf_paths
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
+DEEPSPEED = os.environ.get("ZCOMM_TEST_DEEPSPEED")
 NVME = {"device": "nvme", "nvme_path": "/mnt/swap"}
 
 
@@ -58,6 +61,7 @@ HONOURED = [
     ("gradient_accumulation_steps", 2.0, 2),
     ("gradient_clipping", 0, 0.0),
     ("steps_per_print", 10, 10),
+    ("steps_per_print", float("inf"), None),
     ("wall_clock_breakdown", True, True),
     ("dataloader_drop_last", True, True),
     ("fp16.enabled", True, True),
@@ -66,7 +70,11 @@ HONOURED = [
     ("fp16.initial_scale_power", 32, 32),
     ("fp16.hysteresis", 4, 4),
     ("fp16.min_loss_scale", 2, 2.0),
+    ("fp16.consecutive_hysteresis", True, True),
     ("bf16.enabled", True, True),
+    ("bf16.check_grad_overflow", False, False),
+    ("communication_data_type", "bf16", "bf16"),
+    ("data_types.grad_accum_dtype", "fp32", "fp32"),
     ("activation_checkpointing.cpu_checkpointing", True, True),
     ("optimizer.type", "adam", "Adam"),
     ("optimizer.type", "AdamW", "AdamW"),
@@ -117,6 +125,7 @@ HONOURED = [
     ("zero_optimization.stage", 3, 3),
     ("zero_optimization.overlap_comm", False, False),
     ("zero_optimization.reduce_bucket_size", 5e7, 50_000_000),
+    ("zero_optimization.stage3_prefetch_bucket_size", 1e6, 1_000_000),
     ("zero_optimization.offload_optimizer.device", "cpu", "cpu"),
     ("zero_optimization.offload_optimizer.device", "nvme", "nvme"),
     ("zero_optimization.offload_optimizer.nvme_path", "/mnt/x", "/mnt/x"),
@@ -128,6 +137,72 @@ HONOURED = [
 
 NO_EFFECT = [
     ("bf16.immediate_grad_update", True),
+    ("seq_parallel_communication_data_type", "bf16"),
+    ("disable_python_gc", True),
+    ("log_level", "info"),
+    ("vocabulary_size", 50304),
+    ("use_data_before_expert_parallelism", True),
+    ("timers", {"throughput": {"enabled": False}}),
+    ("pipeline", {"stages": 2}),
+    ("checkpoint.tag_validation", "Fail"),
+    ("checkpoint.parallel_write", {"pipeline_stage": True}),
+    ("checkpoint.checkpoint_serialization", False),
+    ("checkpoint.writer", {"type": "fast"}),
+    ("data_types.keep_in_fp32_modules", ["rotary"]),
+    ("optimizer.legacy_fusion", True),
+    ("optimizer.params.set_grad_none", False),
+    ("optimizer.params.foreach", True),
+    ("optimizer.params.fused", False),
+    ("optimizer.params.capturable", True),
+    ("aio.use_gds", True),
+    ("zero_optimization.offload_optimizer.super_offload", True),
+    ("zero_optimization.offload_optimizer.cpuadam_cores_perc", 0.5),
+    ("zero_optimization.mics_hierarchical_params_gather", True),
+    ("zero_optimization.leaf_module", {"classes": ["Block"]}),
+    ("zero_optimization.cpu_offload_use_pin_memory", True),
+    ("zero_optimization.stage3_model_persistence_threshold", 0),
+    ("zero_optimization.stage3_module_granularity_threshold", 5),
+    *(
+        (f"compile.{name}", value)
+        for name, value in {
+            "free_activation": True,
+            "free_activation_threshold": 1,
+            "offload_activation_pin_memory": False,
+            "double_buffer": False,
+            "symmetric_memory": True,
+            "debug_log": True,
+            "sync_before_reduce": True,
+            "sync_after_reduce": True,
+            "sync_before_allgather": True,
+            "sync_after_allgather": True,
+            "keep_int_input_tensors": False,
+            "keep_all_input_tensors": True,
+            "passes": ["prefetch"],
+        }.items()
+    ),
+    *(
+        (f"zero_optimization.{name}", False)
+        for name in (
+            "use_multi_rank_bucket_allreduce",
+            "compute_grad_norm",
+            "memory_efficient_linear",
+            "override_module_apply",
+        )
+    ),
+    *(
+        (f"zero_optimization.{name}", True)
+        for name in (
+            "stage3_use_all_reduce_for_fetch_params",
+            "stage3_allgather_sequential",
+            "stage3_gather_fp16_weights_on_model_save",
+            "legacy_stage1",
+            "parameter_alignment",
+            "pipeline_loading_checkpoint",
+            "log_trace_cache_warnings",
+            "enable_sanity_checks",
+            "save_muon_momentum_buffer_in_memory",
+        )
+    ),
     ("disable_allgather", True),
     ("dump_state", True),
     ("memory_breakdown", True),
@@ -143,7 +218,6 @@ NO_EFFECT = [
     ("zero_optimization.contiguous_gradients", False),
     ("zero_optimization.round_robin_gradients", True),
     ("zero_optimization.sub_group_size", 1e8),
-    ("zero_optimization.stage3_prefetch_bucket_size", 1e6),
     ("zero_optimization.stage3_param_persistence_threshold", 0),
     ("zero_optimization.stage3_max_live_parameters", 1e6),
     ("zero_optimization.stage3_max_reuse_distance", 1e6),
@@ -183,14 +257,42 @@ REFUSED = [
     ("progressive_layer_drop", {"enabled": True}, "there is none"),
     ("eigenvalue", {"enabled": True}, "there is none"),
     ("hybrid_engine", {"enabled": True}, "there is none"),
+    ("comet", {"enabled": True}, "rank 0 prints, and the program logs as it likes"),
+    ("tensor_parallel", {"autotp_size": 2}, "one data-parallel group"),
+    ("expert_parallel", {"enabled": True}, "there are no experts"),
+    ("weight_quantization", {"quantized_initialization": {}}, "there is none"),
+    ("datastates_ckpt", {}, r"save_checkpoint\(wait=False\)"),
+    ("nebula", {"enabled": True}, r"save_checkpoint\(wait=False\)"),
+    ("torch_autocast", {"enabled": True}, "or torch.autocast"),
+    ("amp", {"enabled": True}, 'no apex; use "bf16"'),
+    ("bfloat16", {"enabled": True}, 'use "bf16": {"enabled": true}'),
+    ("sparse_attention", {"mode": "fixed"}, "DeepSpeed has removed it"),
+    ("quantize_training", {"enabled": True}, "DeepSpeed has removed it"),
+    ("graph_harvesting", True, "DeepSpeed has removed it"),
+    ("gradient_allreduce_op", "sum", "multiply the loss by the number of ranks"),
+    ("managed_gradient_accumulation", False, "set_gradient_accumulation_boundary"),
+    ("bf16.bf16_optimizer_states", True, "state_dtype=torch.bfloat16"),
+    ("checkpoint.load_universal", True, "zcomm ckpt convert"),
+    ("checkpoint.use_node_local_storage", True, "one folder that all ranks see"),
+    ("data_types.param_dtype", "fp32", "leave it out"),
+    ("data_types.buffer_dtype", "fp32", "as the model has them"),
+    ("compile.deepcompile", True, "compile the model's blocks yourself"),
+    ("compile.autoep_non_moe", True, "no experts"),
+    ("compile.offload_activation", True, "cpu_checkpointing"),
+    ("compile.offload_opt_states", True, "offload_optimizer"),
+    ("compile.offload_parameters", True, "offload_param"),
+    ("optimizer.params.bias_correction", False, "corrects them"),
+    ("optimizer.params.amsgrad", True, "no kernel"),
+    ("optimizer.params.fp32_optimizer_states", False, "state_dtype=torch.bfloat16"),
+    ("scheduler.params.last_batch_iteration", 5, "load_checkpoint restores"),
+    ("zero_optimization.zero_quantized_nontrainable_weights", True, "as they are"),
+    ("zero_optimization.zenflow", {"topk_ratio": 0.1}, "every step updates everything"),
+    ("zero_optimization.mics_shard_size", 2, "sharded over all ranks"),
     ("prescale_gradients", True, r'"prescale_gradients": true is refused'),
     ("gradient_predivide_factor", 2, "summed in fp32 and divided once"),
-    ("communication_data_type", "fp16", "travel in the precision of training"),
     ("sparse_gradients", True, "reduced dense"),
     ("fp16.auto_cast", True, "cast them"),
-    ("fp16.consecutive_hysteresis", True, "refilled when the scale grows"),
     ("fp16.fp16_master_weights_and_grads", True, "always exact fp32"),
-    ("bf16.check_grad_overflow", True, "bf16 steps are not skipped"),
     ("bf16.bf16_master_weights_and_grads", True, "always exact fp32"),
     ("zero_optimization.cpu_offload", True, r'use "zero_optimization.offload_optimizer": {"device": "cpu"}'),
     ("zero_optimization.cpu_offload_param", True, r'use "zero_optimization.offload_param": {"device": "cpu"}'),
@@ -231,6 +333,42 @@ def test_these_tables_hold_every_key_of_the_schema() -> None:
         assert known <= {case[0] for case in cases}, status
 
 
+def of_deepspeed() -> dict[str, Any]:
+    """Every key that DeepSpeed 0.19.8 reads, with its default (as ``deepspeed_keys.py`` found them)."""
+    found: dict[str, Any] = json.loads((Path(__file__).parent / "deepspeed_keys.json").read_text())
+    return found
+
+
+OWN_DEFAULTS = {  # as docs/config.md says
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.stage3_prefetch_bucket_size",
+}
+
+
+def test_every_key_of_deepspeed_is_known() -> None:
+    missing = set(of_deepspeed()) - set(leaf_paths())
+    assert not missing, f"not in the table: {missing}"
+
+
+def test_defaults_are_deepspeeds() -> None:
+    for path, value in of_deepspeed().items():
+        ours: Any = Config()
+        for name in path.split("."):
+            ours = None if ours is None else getattr(ours, name)
+        if dataclasses.is_dataclass(ours) or path in OWN_DEFAULTS:
+            continue
+        same = ours.lower() == value.lower() if isinstance(ours, str) else ours == value
+        assert same or (not ours and not value), f"{path}: {ours!r}, DeepSpeed {value!r}"
+
+
+@pytest.mark.skipif(DEEPSPEED is None, reason="ZCOMM_TEST_DEEPSPEED=PYTHON names a Python that has DeepSpeed")
+def test_the_list_is_deepspeeds() -> None:
+    script = Path(__file__).parent / "deepspeed_keys.py"
+    done = subprocess.run([str(DEEPSPEED), script], capture_output=True, text=True, check=True)
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("KEYS ")]
+    assert json.loads(line.removeprefix("KEYS ")) == of_deepspeed()
+
+
 def test_defaults_are_silent_and_equal_an_empty_config() -> None:
     def plain(value: Any) -> Any:
         if dataclasses.is_dataclass(value):
@@ -260,8 +398,8 @@ ERRORS = [
         {"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}},
         'unknown key "optimizer.params.max_grad_norm"; use "gradient_clipping"',
     ),
-    ({"torch_autocast": {"enabled": True}}, "zcomm does not cast inside of the model"),
-    ({"data_types": {"grad_accum_dtype": "bf16"}}, "are always fp32; leave it out"),
+    ({"data_types": {"grad_accum_dtype": "bf16"}}, '"data_types.grad_accum_dtype" must be one of fp32, got "bf16"'),
+    ({"communication_data_type": "bfp16"}, '"communication_data_type" must be one of fp32, bf16, fp16, got "bfp16"'),
     ({"bf16": {"xyz": 1}}, 'unknown key "bf16.xyz"; known here: enabled, immediate_grad_update'),
     ({"bf16": True}, '"bf16" must be an object {...}, got true'),
     ({"zero_optimization": [2]}, '"zero_optimization" must be an object {...}, got [2]'),

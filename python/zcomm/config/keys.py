@@ -58,6 +58,10 @@ class Key:
     choices: tuple[Any, ...] = ()
     shown_default: str | None = None  # words for the documentation where the value alone would not tell
     auto: str = ""  # what "auto" means
+    switch: tuple[str, Any] | None = (
+        "enabled",
+        False,
+    )  # of a foreign section: its key, and the value if it is not there
 
 
 def key(
@@ -70,6 +74,7 @@ def key(
     choices: tuple[Any, ...] = (),
     shown_default: str | None = None,
     auto: str = "",
+    switch: tuple[str, Any] | None = ("enabled", False),
 ) -> Any:
     """A dataclass field that is a configuration key. ``default`` REQUIRED: the section must give it.
 
@@ -77,7 +82,7 @@ def key(
     """
     if status is not Status.HONOURED and not reason:
         raise ValueError(f"a key that is {status.value} needs a reason (meaning: {meaning})")
-    described = Key(meaning, status, reason, check, choices, shown_default, auto)
+    described = Key(meaning, status, reason, check, choices, shown_default, auto, switch)
     if default is REQUIRED:
         return dataclasses.field(metadata={"key": described})
     return dataclasses.field(default=default, metadata={"key": described})

@@ -10,9 +10,14 @@ from zcomm.config.keys import (
     AT_LEAST_1,
     BETAS,
     REQUIRED,
+    Status,
     key,
     section,
 )
+
+_NO_EFFECT = Status.NO_EFFECT
+_REFUSED = Status.REFUSED
+_FUSED = "the update is always one fused kernel"
 
 
 @dataclass(frozen=True)
@@ -59,12 +64,35 @@ class OptimizerParams:
     nesterov: bool = key(False, "SGD looks ahead")
     lr_decay: float = key(0.0, "of Adagrad", check=AT_LEAST_0)
     initial_accumulator_value: float = key(0.0, "of Adagrad's sum of squares", check=AT_LEAST_0)
+    bias_correction: bool = key(
+        True, "of Adam's moments", status=_REFUSED, reason="the kernel corrects them, as torch does"
+    )
+    amsgrad: bool = key(False, "Adam keeps the largest second moment", status=_REFUSED, reason="there is no kernel")
+    fp32_optimizer_states: bool = key(
+        True,
+        "of DeepSpeed's CPU Adam",
+        status=_REFUSED,
+        reason="initialize(optimizer=zcomm.optim.CPUAdam(..., state_dtype=torch.bfloat16)) has smaller state",
+    )
+    set_grad_none: bool = key(
+        True, "how gradients are cleared", status=_NO_EFFECT, reason="they are never kept in param.grad"
+    )
+    foreach: bool | None = key(
+        None, "how torch computes", status=_NO_EFFECT, reason=_FUSED, shown_default="torch's choice"
+    )
+    fused: bool | None = key(
+        None, "how torch computes", status=_NO_EFFECT, reason=_FUSED, shown_default="torch's choice"
+    )
+    capturable: bool = key(False, "how torch computes", status=_NO_EFFECT, reason=_FUSED)
 
 
 _COMMON = ("lr", "weight_decay")
+WITHOUT_EFFECT = ("set_grad_none", "foreach", "fused", "capturable")
+ADAM_SWITCHES = ("adam_w_mode", "torch_adam", "bias_correction", "amsgrad", "fp32_optimizer_states", *WITHOUT_EFFECT)
+_ADAM = (*_COMMON, "betas", "eps", *ADAM_SWITCHES)
 OPTIMIZER_PARAMS = {
-    "Adam": (*_COMMON, "betas", "eps", "adam_w_mode", "torch_adam"),
-    "AdamW": (*_COMMON, "betas", "eps", "adam_w_mode", "torch_adam"),
+    "Adam": _ADAM,
+    "AdamW": _ADAM,
     "Lion": (*_COMMON, "betas"),
     "SGD": (*_COMMON, "momentum", "dampening", "nesterov"),
     "Adagrad": (*_COMMON, "eps", "lr_decay", "initial_accumulator_value"),
@@ -76,6 +104,9 @@ class Optimizer:
     """Section ``optimizer``."""
 
     type: str = key(REQUIRED, "which optimizer (letter case does not matter)", choices=tuple(OPTIMIZER_PARAMS))
+    legacy_fusion: bool = key(
+        False, "the fused wrapper of fp16", status=_NO_EFFECT, reason="the update is always one fused kernel"
+    )
     params: OptimizerParams = section(OptimizerParams, "its arguments")
 
 
@@ -130,15 +161,28 @@ class SchedulerParams:
     cycle_momentum: bool = key(True, "the first beta goes the other way; the second becomes 0.99")
     cycle_min_mom: float = key(0.8, "first beta at the top", check=AT_LEAST_0)
     cycle_max_mom: float = key(0.9, "first beta at the ends", check=AT_LEAST_0)
+    last_batch_iteration: int = key(
+        -1, "steps made before", status=_REFUSED, reason="load_checkpoint restores the schedule's place"
+    )
     decay_mom_rate: float = key(0.0, "after the cycle: beta = max x (1 + this x intervals)", check=AT_LEAST_0)
 
 
-_WARMUP = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type")
+_WARMUP = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "last_batch_iteration")
 SCHEDULER_PARAMS = {
     "WarmupLR": _WARMUP,
     "WarmupDecayLR": ("total_num_steps", *_WARMUP),
-    "WarmupCosineLR": ("total_num_steps", "warmup_min_ratio", "warmup_num_steps", "cos_min_ratio", "warmup_type"),
-    "LRRangeTest": tuple(f"lr_range_test_{name}" for name in ("min_lr", "step_size", "step_rate", "staircase")),
+    "WarmupCosineLR": (
+        "total_num_steps",
+        "warmup_min_ratio",
+        "warmup_num_steps",
+        "cos_min_ratio",
+        "warmup_type",
+        "last_batch_iteration",
+    ),
+    "LRRangeTest": (
+        *(f"lr_range_test_{name}" for name in ("min_lr", "step_size", "step_rate", "staircase")),
+        "last_batch_iteration",
+    ),
     "OneCycle": (
         "cycle_min_lr",
         "cycle_max_lr",
@@ -152,6 +196,7 @@ SCHEDULER_PARAMS = {
         "cycle_min_mom",
         "cycle_max_mom",
         "decay_mom_rate",
+        "last_batch_iteration",
     ),
 }
 NEEDED = ("total_num_steps", "cycle_min_lr", "cycle_max_lr")

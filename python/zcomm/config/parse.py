@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import os
 import types
 import typing
@@ -130,7 +131,7 @@ class _Reader:
             if raw is None:
                 return field.default
         value = self._convert(raw, annotation, described, path)
-        if isinstance(value, dict) and value.get("enabled", False) is False:
+        if isinstance(value, dict) and described.switch and not value.get(*described.switch):
             return field.default  # a section of another program, switched off: whatever else is in it
         if described.check is not None and value is not None and not described.check.passes(value):
             raise ValueError(f'{self.source}: "{path}" must be {described.check.words}, got {_shown(raw)}')
@@ -143,7 +144,9 @@ class _Reader:
 
     def _convert(self, raw: Any, annotation: Any, described: Key, path: str) -> Any:
         plain, optional = _split_optional(annotation)
-        if raw is None and optional:
+        if raw is None and (optional or plain is Any):
+            return None
+        if raw == math.inf and path == "steps_per_print":  # Accelerate's word for never
             return None
         value = _as_type(raw, plain)
         if value is None:
@@ -237,6 +240,8 @@ def _split_optional(annotation: Any) -> tuple[Any, bool]:
 def _as_type(raw: Any, wanted: Any) -> Any:
     """``raw`` as ``wanted``, or None where it is something else. JSON writes 5e8 for a whole number; true is none."""
     number = isinstance(raw, (int, float)) and not isinstance(raw, bool)
+    if wanted is Any:
+        return raw
     if wanted == dict[str, Any]:
         return dict(raw) if isinstance(raw, Mapping) else None
     if wanted is bool:

@@ -20,11 +20,13 @@ from zcomm.config.keys import (
     section,
 )
 from zcomm.config.optimizer_keys import Optimizer, Scheduler
+from zcomm.config.other_keys import Checkpoint, Compile, DataTypes
 from zcomm.config.zero_keys import Aio, ZeroOptimization
 
 _NO_EFFECT = Status.NO_EFFECT
 _REFUSED = Status.REFUSED
 _FP32_MASTER = "the master and the accumulated gradients are always exact fp32"
+_GONE = "there is none (DeepSpeed has removed it)"
 _FP32_SUMS = "gradients are summed in fp32 and divided once"
 
 
@@ -39,7 +41,7 @@ class Fp16:
     )
     loss_scale: float = key(0.0, "fixed loss scale; 0 = dynamic", check=AT_LEAST_0)
     initial_scale_power: int = key(16, "first dynamic scale is 2^this", check=AT_LEAST_0)
-    loss_scale_window: int = key(1000, "good steps before the scale grows", check=AT_LEAST_1)
+    loss_scale_window: int = key(1000, "good steps, after the first, before the scale grows", check=AT_LEAST_1)
     hysteresis: int = key(2, "overflows before the scale shrinks", check=AT_LEAST_1)
     min_loss_scale: float = key(1.0, "lowest dynamic scale; training goes on there", check=AT_LEAST_0)
     auto_cast: bool = key(
@@ -47,9 +49,7 @@ class Fp16:
     )
     consecutive_hysteresis: bool = key(
         False,
-        "refill the hysteresis at every good step",
-        status=_REFUSED,
-        reason="the hysteresis is refilled when the scale grows",
+        "refill the hysteresis at every good step, instead of when the scale grows",
     )
     fp16_master_weights_and_grads: bool = key(
         False, "fp16 master weights and gradients", status=_REFUSED, reason=_FP32_MASTER
@@ -69,13 +69,16 @@ class Bf16:
         False, "add up gradients as they come", status=_NO_EFFECT, reason="they are, in every precision"
     )
     check_grad_overflow: bool = key(
-        False,
-        "skip a step whose gradients are not finite",
-        status=_REFUSED,
-        reason="bf16 steps are not skipped; the first gradient that is not finite is named",
+        True, "skip a step whose gradients are not finite; the first of them is named either way"
     )
     bf16_master_weights_and_grads: bool = key(
         False, "bf16 master weights and gradients", status=_REFUSED, reason=_FP32_MASTER
+    )
+    bf16_optimizer_states: bool = key(
+        False,
+        "optimizer state in bf16",
+        status=_REFUSED,
+        reason="initialize(optimizer=zcomm.optim.CPUAdam(..., state_dtype=torch.bfloat16)) has it",
     )
 
 
@@ -157,13 +160,44 @@ class Config:
     )
     communication_data_type: str | None = key(
         None,
-        "dtype of gradients on their way",
-        status=_REFUSED,
-        reason="they travel in the precision of training, with fp32 sums",
+        "dtype of gradients on their way; sums are fp32",
+        choices=("fp32", "bf16", "fp16"),
         shown_default="that of training",
     )
     sparse_gradients: bool = key(
         False, "reduce embeddings' gradients as rows", status=_REFUSED, reason="gradients are reduced dense"
+    )
+    gradient_allreduce_op: str = key(
+        "mean",
+        "what becomes of the ranks' gradients",
+        choices=("mean", "sum"),
+        status=_REFUSED,
+        reason="gradients are averaged; multiply the loss by the number of ranks to have their sum",
+    )
+    seq_parallel_communication_data_type: str = key(
+        "fp32", "of sequence parallelism", status=_NO_EFFECT, reason="there is none"
+    )
+    managed_gradient_accumulation: bool = key(
+        True,
+        "count micro-steps",
+        status=_REFUSED,
+        reason="use engine.set_gradient_accumulation_boundary()",
+    )
+    disable_python_gc: bool = key(
+        False, "no garbage collection", status=_NO_EFFECT, reason="that is the program's: gc.disable()"
+    )
+    log_level: str | None = key(
+        None,
+        "of DeepSpeed's logger",
+        status=_NO_EFFECT,
+        reason='set it by logging.getLogger("zcomm").setLevel()',
+        shown_default="its own",
+    )
+    vocabulary_size: int | None = key(
+        None, "for a warning about its alignment", status=_NO_EFFECT, reason="there is none", shown_default="not said"
+    )
+    use_data_before_expert_parallelism: bool = key(
+        False, "order of ranks among experts", status=_NO_EFFECT, reason="there are no experts"
     )
     disable_allgather: bool = key(
         False, "gather by broadcasts", status=_NO_EFFECT, reason="parameters are gathered as the host allows"
@@ -204,6 +238,80 @@ class Config:
         reason="rank 0 prints, and the program logs as it likes",
         shown_default="off",
     )
+    comet: dict[str, Any] | None = key(
+        None,
+        "log there",
+        status=_REFUSED,
+        reason="rank 0 prints, and the program logs as it likes",
+        shown_default="off",
+    )
+    timers: dict[str, Any] | None = key(
+        None,
+        "of throughput",
+        status=_NO_EFFECT,
+        reason="steps_per_print has samples per second",
+        shown_default="off",
+        switch=None,
+    )
+    pipeline: dict[str, Any] | None = key(
+        None,
+        "stages of a PipelineModule",
+        status=_NO_EFFECT,
+        reason="there are no pipelines",
+        shown_default="off",
+        switch=None,
+    )
+    tensor_parallel: dict[str, Any] | None = key(
+        None,
+        "split layers among ranks",
+        status=_REFUSED,
+        reason="ranks form one data-parallel group",
+        shown_default="off",
+        switch=("autotp_size", 0),
+    )
+    expert_parallel: dict[str, Any] | None = key(
+        None, "split experts among ranks", status=_REFUSED, reason="there are no experts", shown_default="off"
+    )
+    weight_quantization: dict[str, Any] | None = key(
+        None,
+        "quantise weights for inference",
+        status=_REFUSED,
+        reason="there is none",
+        shown_default="off",
+        switch=("enabled", True),
+    )
+    datastates_ckpt: dict[str, Any] | None = key(
+        None,
+        "save by DataStates",
+        status=_REFUSED,
+        reason="save_checkpoint(wait=False) writes while training goes on",
+        shown_default="off",
+        switch=None,
+    )
+    nebula: dict[str, Any] | None = key(
+        None,
+        "save by Nebula",
+        status=_REFUSED,
+        reason="save_checkpoint(wait=False) writes while training goes on",
+        shown_default="off",
+    )
+    torch_autocast: dict[str, Any] | None = key(
+        None,
+        "cast inside of the model",
+        status=_REFUSED,
+        reason='zcomm does not; use "bf16": {"enabled": true}, or torch.autocast',
+        shown_default="off",
+    )
+    amp: dict[str, Any] | None = key(
+        None,
+        "mixed precision of apex",
+        status=_REFUSED,
+        reason='zcomm has no apex; use "bf16": {"enabled": true}',
+        shown_default="off",
+    )
+    bfloat16: dict[str, Any] | None = key(
+        None, "the old word for bf16", status=_REFUSED, reason='use "bf16": {"enabled": true}', shown_default="off"
+    )
     comms_logger: dict[str, Any] | None = key(
         None, "log collectives", status=_REFUSED, reason="zcomm.profile shows them", shown_default="off"
     )
@@ -235,6 +343,13 @@ class Config:
     eigenvalue: dict[str, Any] | None = key(
         None, "estimate curvature", status=_REFUSED, reason="there is none", shown_default="off"
     )
+    sparse_attention: dict[str, Any] | None = key(
+        None, "attend in blocks", status=_REFUSED, reason=_GONE, shown_default="off", switch=None
+    )
+    quantize_training: dict[str, Any] | None = key(
+        None, "quantise while training", status=_REFUSED, reason=_GONE, shown_default="off"
+    )
+    graph_harvesting: bool = key(False, "CUDA graphs of the update", status=_REFUSED, reason=_GONE)
     hybrid_engine: dict[str, Any] | None = key(
         None, "train and generate by turns", status=_REFUSED, reason="there is none", shown_default="off"
     )
@@ -244,6 +359,9 @@ class Config:
     scheduler: Scheduler | None = section(None, "the schedule, unless initialize(lr_scheduler=) brings one")
     zero_optimization: ZeroOptimization = section(ZeroOptimization, "sharding and offload")
     aio: Aio = section(Aio, "NVMe requests")
+    checkpoint: Checkpoint = section(Checkpoint, "how checkpoints are written")
+    data_types: DataTypes = section(DataTypes, "dtypes beside that of training")
+    compile: Compile = section(Compile, "DeepSpeed's compiler")
     activation_checkpointing: ActivationCheckpointing = section(ActivationCheckpointing, "saved activations")
 
 
@@ -251,7 +369,4 @@ class Config:
 HINTS = {
     "optimizer.params.max_grad_norm": 'use "gradient_clipping"',
     "optimizer.params.adamw_mode": 'did you mean "optimizer.params.adam_w_mode"?',
-    "torch_autocast": 'zcomm does not cast inside of the model; use "bf16": {"enabled": true}, or torch.autocast',
-    "data_types": "the master and the accumulated gradients are always fp32; leave it out",
-    "amp": 'zcomm has no apex; use "bf16": {"enabled": true}',
 }

@@ -15,7 +15,7 @@ from torch import nn
 
 from zcomm import schedulers
 from zcomm.config import BatchSizes, Config, ConfigWarning, load_with_notes, resolve_batch, warn_of
-from zcomm.config.optimizer_keys import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
+from zcomm.config.optimizer_keys import ADAM_SWITCHES, OPTIMIZER_PARAMS, SCHEDULER_PARAMS
 from zcomm.config.parse import Source
 from zcomm.data import Loader
 from zcomm.engine.auto import auto_values
@@ -199,7 +199,7 @@ def _configured_optimizer(settings: Config) -> tuple[str, dict[str, Any]]:
     """The name and arguments that the section ``optimizer`` asks for. In DeepSpeed Adam means AdamW unless told so."""
     assert settings.optimizer is not None
     kind, params = settings.optimizer.type, settings.optimizer.params
-    names = [name for name in OPTIMIZER_PARAMS[kind] if name not in ("adam_w_mode", "torch_adam")]
+    names = [name for name in OPTIMIZER_PARAMS[kind] if name not in ADAM_SWITCHES]
     arguments = {name: getattr(params, name) for name in names if getattr(params, name) is not None}
     if kind not in ("Adam", "AdamW"):
         return kind.lower(), arguments
@@ -215,13 +215,19 @@ def _loss_scale(settings: Config) -> Any:
     fp16 = settings.fp16
     if fp16.loss_scale:
         return fp16.loss_scale
-    return LossScale(fp16.initial_scale_power, fp16.loss_scale_window, fp16.hysteresis, fp16.min_loss_scale)
+    return LossScale(
+        fp16.initial_scale_power,
+        fp16.loss_scale_window,
+        fp16.hysteresis,
+        fp16.min_loss_scale,
+        fp16.consecutive_hysteresis,
+    )
 
 
 def _zero_optimizer(
     model: nn.Module, base: Any, arguments: dict[str, Any], settings: Config, batch: BatchSizes, comm: Communicator
 ) -> ZeroOptimizer:
-    from zcomm.zero import Offload, ZeroOptimizer
+    from zcomm.zero import Offload, Units, ZeroOptimizer
 
     zero = settings.zero_optimization
     state, params = zero.offload_optimizer, zero.offload_param
@@ -233,9 +239,13 @@ def _zero_optimizer(
         )
         paths = [tier.nvme_path for tier in (state, params) if tier.device == "nvme"]
         arguments["nvme_path"] = paths[0] if paths else None
+    itemsize = 2 if settings.bf16.enabled or settings.fp16.enabled else 4
     if zero.reduce_bucket_size is not None:
-        gradient_itemsize = 2 if settings.bf16.enabled or settings.fp16.enabled else 4
-        arguments["bucket_mb"] = zero.reduce_bucket_size * gradient_itemsize / 2**20
+        arguments["bucket_mb"] = zero.reduce_bucket_size * itemsize / 2**20
+    if zero.stage3_prefetch_bucket_size is not None:
+        arguments["units"] = Units(prefetch_mb=zero.stage3_prefetch_bucket_size * itemsize / 2**20)
+    if settings.bf16.enabled:
+        arguments["skip_nonfinite"] = settings.bf16.check_grad_overflow
     if settings.fp16.enabled:
         arguments["loss_scale"] = _loss_scale(settings)
     return ZeroOptimizer(
@@ -246,6 +256,7 @@ def _zero_optimizer(
         clip_norm=settings.gradient_clipping or None,
         grad_accum=batch.accumulation,
         overlap=zero.overlap_comm is not False,
+        communication_dtype=settings.communication_data_type,
         comm=comm,
         **arguments,
     )
@@ -261,7 +272,7 @@ def _scheduler(given: Any, zero: ZeroOptimizer, base: Any, settings: Config) -> 
         if settings.scheduler is None:
             return None
         kind, params = settings.scheduler.type, settings.scheduler.params
-        values = {name: getattr(params, name) for name in SCHEDULER_PARAMS[kind]}
+        values = {name: getattr(params, name) for name in SCHEDULER_PARAMS[kind] if name != "last_batch_iteration"}
         given_values = {name: value for name, value in values.items() if value is not None}
         return getattr(schedulers, kind)(zero, **given_values)
     if isinstance(given, torch.optim.lr_scheduler.ReduceLROnPlateau):

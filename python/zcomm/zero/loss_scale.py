@@ -1,7 +1,7 @@
 """Loss scale of fp16 training: static, or dynamic with DeepSpeed's rule.
 
 A scale that overflows is halved once hysteresis is used up, never below the minimum (training goes on there: nothing is
-raised); after ``window`` good steps since the last overflow it is doubled and hysteresis is whole again.
+raised); after the first good step since the last overflow and ``window`` more it is doubled and hysteresis is whole.
 Source: Micikevicius et al. (arXiv:1710.03740) section 3.2; numbers of DeepSpeed's "fp16" section.
 """
 
@@ -13,8 +13,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LossScale:
-    """Dynamic: the first scale is 2**initial_power; window: good steps before it grows; hysteresis: overflows before it
-    shrinks, counted anew when it grows, or (consecutive) after every good step; minimum: lowest scale."""
+    """Dynamic: the first scale is 2**initial_power; window: good steps, after the first, before it grows; hysteresis:
+    overflows before it shrinks, counted anew when it grows, or (consecutive) after every good step; minimum: lowest
+    scale."""
 
     initial_power: int = 16
     window: int = 1000
@@ -54,7 +55,7 @@ class LossScaler:
         self._good += 1
         if rule.consecutive:
             self._left = rule.hysteresis
-        if self._good % rule.window == 0:
+        if self._good > 1 and (self._good - 1) % rule.window == 0:  # DeepSpeed counts from the second one
             self._left = rule.hysteresis
             self.scale *= 2.0
 
