@@ -96,6 +96,31 @@ def test_arguments_fill_in_a_whole_file() -> None:
     engine.destroy()
 
 
+@pytest.mark.parametrize("epochs", [3, 2.5])
+def test_epochs_become_steps(epochs: float) -> None:
+    args = Namespace(**{**vars(ARGS), "max_steps": -1, "num_train_epochs": epochs})
+    data = [(torch.ones(8, dtype=torch.bfloat16), 0) for _ in range(41)]  # 21 micro batches, 3 for a step
+    engine, optimizer, loader, _ = zcomm.initialize(args=args, model=net(), config=HUGGING_FACE, training_data=data)
+    params = engine.config.scheduler.params
+    assert loader is not None and len(loader) == 21
+    assert params.total_num_steps == {3: 21, 2.5: 17}[epochs]
+    assert params.warmup_num_steps == {3: 3, 2.5: 2}[epochs], "a tenth, rounded up"
+    for _ in range(3):
+        for x, _ in loader:
+            engine.backward(engine(x).float().sum())
+            engine.step()
+    assert engine.global_steps == 21 and optimizer.param_groups[0]["lr"] <= 5e-3 / 18, "it ends with the training"
+    engine.destroy()
+    with pytest.raises(
+        ValueError, match=r'needs "scheduler.params.total_num_steps"; "auto" is args.max_steps, or the st'
+    ):
+        zcomm.initialize(args=args, model=net(), config=HUGGING_FACE)  # nobody says how long an epoch is
+    said = Namespace(**{**vars(args), "max_steps": 9})
+    engine, *_ = zcomm.initialize(args=said, model=net(), config=HUGGING_FACE, training_data=data)
+    assert engine.config.scheduler.params.total_num_steps == 9, "max_steps goes first"
+    engine.destroy()
+
+
 @pytest.mark.parametrize(
     ("dtype", "fp16", "bf16"),
     [(torch.float32, False, False), (torch.bfloat16, False, True), (torch.float16, True, False)],

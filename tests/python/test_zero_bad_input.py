@@ -56,6 +56,12 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": None}, "optimizer=None must be a name"),
     ({"optimizer": 3}, "optimizer=3 must be a name"),
     ({"optimizer": torch.optim.LBFGS}, "LBFGS' is not available: |Use a name or torch.optim class of adamw"),
+    (
+        {"communication_dtype": "fp8"},
+        "communication_dtype='fp8'; use None (that of training), 'fp32', 'bf16' or 'fp16'",
+    ),
+    ({"skip_nonfinite": "yes"}, "skip_nonfinite='yes' must be True, False or None"),
+    ({"skip_nonfinite": False, "precision": "fp16"}, "skip_nonfinite=False: precision='fp16' skips such steps"),
     ({"loss_scale": 3.0, "precision": "bf16"}, "loss_scale=3.0 needs precision='fp16', but precision='bf16'"),
     (
         {"loss_scale": "dynamic", "precision": "fp16"},

@@ -1,7 +1,8 @@
 """The bitwise contract over everything at once: a sample in which every pair of values of two factors occurs.
 
-World, kind of model, accumulation, precision and optimizer decide the bits; stage, offload, fraction, bucket size,
-overlap, prefetch and shared parameters must not: each row is compared with a run of stage 0 without any of these.
+World, kind of model, accumulation, precision, optimizer and the type in which gradients travel decide the bits; stage,
+offload, fraction, bucket size, overlap, prefetch, shared parameters and units must not: each row is compared with a
+run of stage 0 without any of these.
 Source: greedy covering arrays (Cohen, Dalal, Fredman, Patton: the AETG system, 1997).
 """
 
@@ -15,9 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import zcomm
 from test_zero_corners import KINDS, Net, loss_of
+from zcomm.zero import Units
 from zero_jobs import Case, digest
 
 Run = Callable[..., list[Any]]
@@ -28,6 +31,7 @@ FACTORS: dict[str, list[Any]] = {
     "accum": [1, 2, 3],
     "precision": ["fp32", "bf16", "fp16"],
     "optimizer": ["adamw", "momentum", "lion", "nadam"],
+    "communication_dtype": [None, "fp32", "bf16"],
     "stage": [0, 1, 2, 3],
     "offload": [None, "cpu", "nvme"],
     "fraction": [1.0, 0.4],
@@ -35,8 +39,9 @@ FACTORS: dict[str, list[Any]] = {
     "overlap": [True, False],
     "prefetch": [0, 1, 3],
     "share_parameters": [True, False],
+    "units": [None, Units(min_mb=0.015, keep=("blocks.2",)), Units((nn.Linear,), prefetch_mb=0.01)],
 }
-DECIDES = 5  # so many of the factors decide the bits
+DECIDES = 6  # so many of the factors decide the bits
 STEPS = 3
 
 
@@ -77,8 +82,8 @@ def rows() -> list[Row]:
 
 
 def train(row: Row, folder: str) -> dict[str, Any]:
-    _, kind, accum, precision, optimizer, stage, offload, fraction, *rest = row
-    bucket_mb, overlap, prefetch, share_parameters = rest
+    _, kind, accum, precision, optimizer, travel, stage, offload, fraction, *rest = row
+    bucket_mb, overlap, prefetch, share_parameters, units = rest
     case = Case(stage, offload, bucket_mb, overlap, precision, prefetch, share_parameters, fraction if offload else 1.0)
     comm = zcomm.init(timeout=60)
     zcomm.zero.tile.TILE_COUNT = 192
@@ -94,7 +99,15 @@ def train(row: Row, folder: str) -> dict[str, Any]:
     }[optimizer]()
     scale = {"loss_scale": zcomm.zero.LossScale(initial_power=10)} if precision == "fp16" else {}
     opt = zcomm.ZeroOptimizer(
-        net, chosen, clip_norm=1.0, grad_accum=accum, nvme_path=folder, **scale, **case.arguments()
+        net,
+        chosen,
+        clip_norm=1.0,
+        grad_accum=accum,
+        nvme_path=folder,
+        communication_dtype=travel,
+        units=units,
+        **scale,
+        **case.arguments(),
     )
     losses, norms = [], []
     for number in range(STEPS * accum):
@@ -119,7 +132,7 @@ def train_rows(chosen: list[Row], folder: str) -> list[tuple[dict[str, Any], dic
     for row in chosen:
         key = row[:DECIDES]
         if key not in references:
-            references[key] = train((*key, 0, None, 1.0, 25.0, False, 1, True), folder)
+            references[key] = train((*key, 0, None, 1.0, 25.0, False, 1, True, None), folder)
         found.append((references[key], train(row, folder)))
     return found
 

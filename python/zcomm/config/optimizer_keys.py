@@ -126,7 +126,7 @@ class SchedulerParams:
         1000,
         "optimizer steps of warm-up (1 counts as 2)",
         check=AT_LEAST_1,
-        auto="args.warmup_steps, or args.warmup_ratio of args.max_steps, at least 1; or the default",
+        auto="args.warmup_steps, or args.warmup_ratio of all steps, at least 1; or the default",
     )
     warmup_type: str = key("log", "shape of the warm-up", choices=("log", "linear"))
     total_num_steps: int | None = key(
@@ -134,7 +134,7 @@ class SchedulerParams:
         "steps until the rate has decayed",
         check=AT_LEAST_1,
         shown_default="(WarmupDecayLR and WarmupCosineLR need it)",
-        auto="args.max_steps, which must be there",
+        auto="args.max_steps, or the steps of args.num_train_epochs through training_data; one of them must be there",
     )
     warmup_min_ratio: float = key(0.0, "of the group's lr, at the start", check=AT_LEAST_0)
     cos_min_ratio: float = key(0.0001, "of the group's lr, at the end", check=AT_LEAST_0)

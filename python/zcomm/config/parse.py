@@ -98,6 +98,7 @@ class _Reader:
         self.source = source
         self.auto = auto
         self.notes: list[str] = []
+        self.unfilled: dict[str, str] = {}  # keys that are "auto" with nothing that tells, and what would have
 
     def section(self, schema: Any, data: Any, path: str) -> Any:
         """An instance of dataclass ``schema`` from the mapping ``data`` at dotted ``path``."""
@@ -129,6 +130,7 @@ class _Reader:
                 raise ValueError(f'{self.source}: "{path}": "auto" says nothing here; give a value, or leave it out')
             raw = self.auto.get(path)
             if raw is None:
+                self.unfilled[path] = described.auto
                 return field.default
         value = self._convert(raw, annotation, described, path)
         if isinstance(value, dict) and described.switch and not value.get(*described.switch):
@@ -210,7 +212,8 @@ class _Reader:
                     f'{self.source}: "{path}": {section.type} has no such param; it has {", ".join(known)}'
                 )
             if field.name in known and field.name in NEEDED and value is None:
-                raise ValueError(f'{self.source}: "{name}.type": "{section.type}" needs "{path}"')
+                why = f'; "auto" is {self.unfilled[path]}' if path in self.unfilled else ""
+                raise ValueError(f'{self.source}: "{name}.type": "{section.type}" needs "{path}"{why}')
 
 
 def _places(paths: str | tuple[str, ...] | None) -> list[Path]:

@@ -2,7 +2,8 @@
 
 Hugging Face's Trainer writes its TrainingArguments over every "auto" before DeepSpeed reads the file. Here ``args`` may
 be such an object, or any namespace with some of its attributes; learning rates also come from the optimizer and the
-configuration, and precision from the model. What nothing tells is the key's default (config/parse.py).
+configuration, and precision from the model. Epochs become steps once the ranks and the data are known (``with_steps``).
+What nothing tells is the key's default (config/parse.py).
 """
 
 from __future__ import annotations
@@ -38,6 +39,21 @@ def auto_values(args: Any, model: nn.Module, optimizer: Any, source: Any) -> dic
     }
 
 
+def epochs_of(args: Any) -> float | None:
+    """``num_train_epochs`` where ``max_steps`` does not go before it."""
+    epochs = _positive(_first(args, "num_train_epochs"))
+    return None if epochs is None or _positive(_first(args, "max_steps")) is not None else float(epochs)
+
+
+def with_steps(values: dict[str, Any], args: Any, epochs: float, micro_steps: int, accumulation: int) -> dict[str, Any]:
+    """``values`` with what follows from the optimizer steps that ``epochs`` have. micro_steps: of an epoch and rank."""
+    steps = max(1, int(epochs * micro_steps) // accumulation)
+    return values | {
+        "scheduler.params.warmup_num_steps": _warmup(args, steps),
+        "scheduler.params.total_num_steps": steps,
+    }
+
+
 def _first(args: Any, *names: str) -> Any:
     found = (args.get(name) if isinstance(args, Mapping) else getattr(args, name, None) for name in names)
     return next((value for value in found if value is not None), None)
@@ -69,10 +85,11 @@ def _first_rate(optimizer: Any, source: Any) -> Any:
     return None if data == "auto" else data
 
 
-def _warmup(args: Any) -> int | None:
-    steps, ratio, all_steps = (_first(args, name) for name in ("warmup_steps", "warmup_ratio", "max_steps"))
+def _warmup(args: Any, all_steps: int | None = None) -> int | None:
+    steps, ratio = _first(args, "warmup_steps"), _first(args, "warmup_ratio")
+    all_steps = all_steps or _positive(_first(args, "max_steps"))
     if steps is None and ratio is None:
         return None
-    if not steps and ratio and _positive(all_steps):
+    if not steps and ratio and all_steps:
         steps = math.ceil(all_steps * ratio)
     return max(1, int(steps or 0))

@@ -18,7 +18,7 @@ from zcomm.config import BatchSizes, Config, ConfigWarning, load_with_notes, res
 from zcomm.config.optimizer_keys import ADAM_SWITCHES, OPTIMIZER_PARAMS, SCHEDULER_PARAMS
 from zcomm.config.parse import Source
 from zcomm.data import Loader
-from zcomm.engine.auto import auto_values
+from zcomm.engine.auto import auto_values, epochs_of, with_steps
 from zcomm.engine.engine import Engine
 
 if TYPE_CHECKING:
@@ -68,7 +68,10 @@ def initialize(
             raise NotImplementedError(f"initialize({name}=) is not supported: ranks form one data-parallel group")
     # Before joining: a typing error should not wait for other ranks.
     source = _config_source(args, config, config_params)
-    settings, notes = load_with_notes(source, auto_values(args, model, optimizer, source))
+    values, epochs = auto_values(args, model, optimizer, source), epochs_of(args)
+    if epochs is not None and hasattr(training_data, "__len__"):  # checked now, counted when the ranks are known
+        values |= {"scheduler.params.total_num_steps": 1}
+    settings, notes = load_with_notes(source, values)
     comm = _join(distributed_port, dist_init_required)
     if comm.rank == 0:
         warn_of(notes)
@@ -85,6 +88,9 @@ def initialize(
             drop_last=settings.dataloader_drop_last,
             collate_fn=collate_fn,
         )
+        if epochs is not None and hasattr(training_data, "__len__"):
+            values = with_steps(values, args, epochs, len(loader), batch.accumulation)
+            settings, _ = load_with_notes(source, values)
     zero = _zero_optimizer(model, base, arguments, settings, batch, comm)
     try:
         scheduler = _scheduler(lr_scheduler, zero, base, settings)

@@ -16,6 +16,7 @@ from zcomm import _core
 from zcomm.layout import ALIGN
 from zcomm.optim.fused import STATE_BLOCK
 from zcomm.zero.gradients import SLOTS
+from zcomm.zero.integers import nbytes_of
 from zcomm.zero.memory import Memory, empty_memory, memory_formula
 from zcomm.zero.options import Offload, Precision, as_offload, as_precision, check_stage
 from zcomm.zero.sections import Sections, frozen_of
@@ -132,6 +133,7 @@ class _Layout:
         trained = [param for param in model.parameters() if param.requires_grad]
         frozen = frozen_of(model, trained)
         self.whole_frozen = 0 if stage == 3 else sum(param.numel() for param in frozen)
+        self.integer_nbytes = nbytes_of(model)
         self.sections = Sections(model, trained, frozen if stage == 3 else [], stage, where, True, units)
         self.geometry = self.sections.geometry(
             world_size, int(bucket_mb * 2**20), kind.param_nbytes, STATE_BLOCK if form.coded else ALIGN
@@ -151,7 +153,7 @@ class _Layout:
             sharers = 1 if by_unit or self.stage == 0 else self.world_size
             kept = sum(bucket.shard_count if by_unit else bucket.count for bucket in mine)
             found[tier]["parameters"] += kept * item // sharers
-        found["device"]["parameters"] += self.whole_frozen * item
+        found["device"]["parameters"] += self.whole_frozen * item + self.integer_nbytes
         if by_unit:
             found["device"]["slots"] += self._unit_slots()
             on_drive = [b.shard_count for b, tier in zip(geometry.every, tiers, strict=True) if tier == "nvme"]

@@ -24,7 +24,7 @@ from torch import nn
 from zcomm._job import init
 from zcomm.comm import Communicator
 from zcomm.offload import StrPath
-from zcomm.zero import alike, checkpoint
+from zcomm.zero import alike, checkpoint, integers
 from zcomm.zero import state_dict as torch_state
 from zcomm.zero.build import Parts, build_parts
 from zcomm.zero.checks import check_free, check_kinds, check_numbers, check_skip
@@ -141,6 +141,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             taken=taken,
             units=units,
         )
+        integers.say(module, stage, job.rank)
         self._sweep = Sweep(self._parts, self.rule, whole=stage == 0)
         _open.add(self)
 
@@ -265,6 +266,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for tier, nbytes in parts.store.nbytes_by_tier.items():
             memory[tier]["parameters"] += nbytes
         memory["device"]["parameters"] += sum(param.nbytes for _, param in parts.whole_frozen())
+        memory["device"]["parameters"] += integers.nbytes_of(parts.model)
         memory["device"]["gradients"] += parts.reducer.accumulators.nbytes
         for tier, nbytes in parts.state.nbytes_by_tier.items():
             memory[tier]["optimizer"] += nbytes
@@ -291,10 +293,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._live.allocation_count()
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """The whole parameters by name, frozen ones included, as copies. Collective in stage 3."""
+        """The whole parameters by name, frozen and integer ones included, as copies. Collective in stage 3."""
         parts = self._live
         whole = {name: parts.store.full(index) for index, name in enumerate(parts.names)}
-        return whole | {name: param.detach().clone() for name, param in parts.whole_frozen()}
+        kept = {**dict(parts.whole_frozen()), **integers.integers_of(parts.model)}
+        return whole | {name: param.detach().clone() for name, param in kept.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with whole tensors on every rank (``save`` keeps no more than one in memory). Collective.
