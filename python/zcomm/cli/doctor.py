@@ -14,12 +14,12 @@ import resource
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import zcomm
+from zcomm.cli.finding import Finding
 from zcomm.launch.environment import core_count
 
 if TYPE_CHECKING:
@@ -29,16 +29,6 @@ if TYPE_CHECKING:
 
 _LAUNCHER_VARIABLES = ("ZCOMM_INIT_METHOD", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _LOW_MEMLOCK_NBYTES = 64 << 20
-
-
-@dataclass(frozen=True)
-class Finding:
-    """state: ok, note (works, but slower or unusual), fail. mend: what to do about it."""
-
-    state: str
-    name: str
-    value: str
-    mend: str = ""
 
 
 def add_parser(commands: _SubParsersAction[Parser]) -> None:
@@ -88,6 +78,7 @@ def examine(directory: Path) -> Iterator[Finding]:
         _versions,
         _machine,
         _core,
+        _gpus,
         _limits,
         _tuning,
         lambda: _swap(directory),
@@ -110,6 +101,7 @@ def _versions() -> Iterator[Finding]:
         ("safetensors", "fail", "pip install safetensors"),
         ("psutil", "fail", "pip install psutil"),
         ("rich", "fail", "pip install rich"),
+        ("nvidia-ml-py", "note", "pip install nvidia-ml-py, to see GPUs"),
         ("matplotlib", "note", "pip install matplotlib, for the demo's loss.png"),
     ):
         try:
@@ -136,6 +128,14 @@ def _core() -> Iterator[Finding]:
     )
     yield Finding("ok", "core threads", str(core.threads()))
     yield Finding("ok", "cuda", core.cuda_info())
+
+
+def _gpus() -> Iterator[Finding]:
+    from zcomm import _core as core
+    from zcomm import gpus
+    from zcomm.cli.doctor_gpu import findings
+
+    yield from findings(gpus.read(), core.cuda_info())
 
 
 def _limits() -> Iterator[Finding]:

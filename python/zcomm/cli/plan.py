@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zcomm.cli import plan_gpu
 from zcomm.cli.plan_compare import compare
 from zcomm.cli.plan_table import print_table, seconds
 from zcomm.cli.sizes import nbytes, shown
@@ -52,6 +53,7 @@ def add_parser(commands: _SubParsersAction[Parser]) -> None:
     parser.add_argument("--memory", type=nbytes, metavar="SIZE", help="of the host (default: this machine's)")
     parser.add_argument("--nvme-path", type=Path, default=Path("."), help="whose free space and measured speed count")
     parser.add_argument("--compare", type=Path, metavar="METRICS", help="metrics.jsonl of a demo run")
+    plan_gpu.add_arguments(parser)
     parser.set_defaults(command=command)
 
 
@@ -91,6 +93,7 @@ def command(args: argparse.Namespace) -> int:
     print_table(rows)
     _notes(isinstance(model, int), activations, memory, free, drive, args.nvme_path)
     _time_notes(timed, work is not None)
+    plan_gpu.show(args, count, activations, memory, free, drive)
     return 0
 
 

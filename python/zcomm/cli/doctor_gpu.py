@@ -1,0 +1,210 @@
+"""The GPUs in `zcomm doctor`: findings and their mends, from what gpus.read() found. Pure but for what is passed in."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import psutil
+
+from zcomm.cli.finding import Finding
+from zcomm.cli.sizes import shown
+from zcomm.gpu_speeds import pcie_bps
+from zcomm.gpus import Gpu, Machine
+from zcomm.topology import ring_order
+
+Version = tuple[int, int]
+# The driver that came with each CUDA generation's first release; later minors of it run on that one, too.
+_FIRST_DRIVERS = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
+_VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
+
+
+def findings(
+    machine: Machine,
+    build: str,
+    torch_cuda: Version | None = None,
+    env: Mapping[str, str] = os.environ,
+    own_cpus: frozenset[int] | None = None,
+) -> Iterator[Finding]:
+    """build: the core's ``cuda_info()``. torch_cuda: torch's own (default: of the torch that is installed). own_cpus:
+    those that this process may run on."""
+    if machine.absent:
+        yield Finding("ok", "gpus", machine.absent)
+        return
+    yield from _versions(machine, build, torch_cuda or cuda_of_torch())
+    cpus = frozenset(os.sched_getaffinity(0)) if own_cpus is None else own_cpus
+    for gpu in machine.gpus:
+        yield from _gpu(gpu, cpus)
+    yield from _between(machine)
+    yield Finding(
+        "ok",
+        "pinned memory",
+        f"{shown(psutil.virtual_memory().available)} of host memory are free to lock; memlock does not bound CUDA's "
+        "page locking (it bounds mlock and RDMA)",
+    )
+    for name in _VARIABLES:
+        if name in env:
+            yield Finding("ok", name, env[name])
+
+
+def cuda_of_torch() -> Version | None:
+    """The CUDA that torch was built with, without the seconds that importing it takes; None: without CUDA."""
+    found = importlib.util.find_spec("torch")
+    if found is None or not found.submodule_search_locations:
+        return None
+    text = ""
+    for folder in found.submodule_search_locations:
+        file = Path(folder) / "version.py"
+        text += file.read_text() if file.exists() else ""
+    return _version(next(iter(re.findall(r"^cuda\b[^=]*=\s*['\"]([\d.]+)", text, re.M)), ""))
+
+
+def _version(text: str) -> Version | None:
+    found = re.search(r"(\d+)\.(\d+)", text)
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
+def _versions(machine: Machine, build: str, torch_cuda: Version | None) -> Iterator[Finding]:
+    served = "unknown" if machine.cuda is None else "{}.{}".format(*machine.cuda)
+    yield Finding("ok", "driver", f"{machine.driver or 'unknown'}, serves CUDA up to {served}")
+    built = _version(build)
+    if built is None:
+        yield Finding("note", "cuda of zcomm", build, "install zcomm where nvcc is: pip install --no-build-isolation .")
+    if torch_cuda is None:
+        yield Finding("note", "cuda of torch", "torch is without CUDA", "pip install torch (not its CPU wheels)")
+    for who, needs in (("zcomm", built), ("torch", torch_cuda)):
+        if needs is not None and machine.cuda is not None:
+            yield _suits(who, needs, machine.cuda)
+    if built and torch_cuda and built[0] != torch_cuda[0]:
+        yield Finding(
+            "ok",
+            "cuda versions",
+            f"zcomm is built with CUDA {built[0]}, torch with {torch_cuda[0]}: the core has its runtime in itself",
+        )
+
+
+def _suits(who: str, needs: Version, served: Version) -> Finding:
+    name, text = f"cuda of {who}", "{}.{}".format(*needs)
+    if needs[0] > served[0]:
+        first = _FIRST_DRIVERS.get(needs[0], f"one of CUDA {needs[0]}")
+        value = f"{text}, but the driver serves CUDA {served[0]}.{served[1]} at most: it is too old"
+        return Finding("fail", name, value, f"install driver {first} or newer, or a {who} of CUDA {served[0]}")
+    if needs > served:
+        value = f"{text}, newer than the driver's {served[0]}.{served[1]} of the same generation: runs, but not its PTX"
+        return Finding("note", name, value, "GPUs newer than the build need a newer driver")
+    return Finding("ok", name, text)
+
+
+def _gpu(gpu: Gpu, own_cpus: frozenset[int]) -> Iterator[Finding]:
+    name = f"gpu {gpu.index}"
+    if gpu.lost:
+        yield Finding("fail", name, gpu.lost, "look for Xid in dmesg; reset the GPU or reboot")
+        return
+    memory = "memory unknown"
+    if gpu.memory_nbytes is not None:
+        memory = f"{shown(gpu.memory_nbytes)}, {shown(gpu.free_nbytes or 0)} free"
+    near = "" if gpu.numa_node is None else f", NUMA node {gpu.numa_node}"
+    near += f", CPUs {ranges(gpu.cpus)}" if gpu.cpus else ""
+    architecture = "" if gpu.capability is None else ", sm_{}{}".format(*gpu.capability)
+    yield Finding("ok", name, f"{gpu.name}{architecture}: {memory}{near}")
+    if gpu.cpus and own_cpus and not own_cpus & set(gpu.cpus):
+        value = f"this process may run on CPUs {ranges(tuple(sorted(own_cpus)))}, none of them near the GPU"
+        yield Finding("note", f"{name} cpus", value, f"taskset -c {ranges(gpu.cpus)}, or numactl --cpunodebind")
+    yield from _pcie(gpu, name)
+    yield from _modes(gpu, name)
+    yield from _health(gpu, name)
+
+
+def _pcie(gpu: Gpu, name: str) -> Iterator[Finding]:
+    link = gpu.pcie
+    if link.width is None or link.generation is None:
+        yield Finding("ok", f"{name} PCIe", "not told (usual in virtual machines); bench/pinned_copy measures it")
+        return
+    lanes = max(filter(None, (link.max_width, link.card_width)), default=link.width)
+    best = link.max_generation or link.generation
+    rate = pcie_bps(best, link.width)
+    speed = "" if rate is None else f", {rate / 1e9:.1f} GB/s each way on the line"
+    idle = f" (now {link.generation}: it rises under load)" if link.generation < best else ""
+    value = f"generation {best}{idle}, x{link.width}{speed}"
+    card = link.card_generation or best
+    if link.width < lanes:
+        mend = "reseat the card, or use a slot with all lanes (the mainboard's manual; lspci -vv: LnkSta, LnkCap)"
+        factor = f"{lanes / link.width:.3g}"
+        yield Finding("note", f"{name} PCIe", f"{value}, of x{lanes}: copies take {factor} times as long", mend)
+    elif best < card:
+        value += f"; the card could do generation {card}"
+        yield Finding("note", f"{name} PCIe", value, "a slot or a firmware setting of that generation")
+    else:
+        yield Finding("ok", f"{name} PCIe", value)
+
+
+def _modes(gpu: Gpu, name: str) -> Iterator[Finding]:
+    mode, mend = gpu.compute_mode, f"nvidia-smi -i {gpu.index} -c DEFAULT (as root)"
+    if mode == "prohibited":
+        yield Finding("fail", f"{name} mode", "compute is prohibited", mend)
+    elif mode not in (None, "default"):
+        yield Finding("note", f"{name} mode", f"{mode}: a second rank on this GPU fails", mend)
+    if gpu.mig:
+        value = "MIG is on: a process gets one instance, with its part of the memory and no peer access"
+        yield Finding("note", f"{name} mode", value, f"nvidia-smi -i {gpu.index} -mig 0 (as root), for all of the GPU")
+    if gpu.persistence is False:
+        value = "persistence mode is off: the first use after a pause takes seconds"
+        yield Finding("note", f"{name} mode", value, "nvidia-persistenced, or nvidia-smi -pm 1 (as root)")
+
+
+def _health(gpu: Gpu, name: str) -> Iterator[Finding]:
+    health = gpu.health
+    if health.failed_remapping:
+        yield Finding("fail", f"{name} memory", "bad rows could not be replaced", "have the GPU replaced")
+    if health.pending_retirement:
+        value = "bad memory waits to be taken out of use"
+        yield Finding("note", f"{name} memory", value, "reset the GPU (nvidia-smi -r) or reboot when it is idle")
+    if health.uncorrected_errors:
+        value = f"{health.uncorrected_errors} uncorrected ECC errors since the driver was loaded"
+        yield Finding(
+            "note", f"{name} memory", value, "look for Xid 48, 63, 64, 94, 95 in dmesg; if they recur: replace"
+        )
+    if health.ecc is False:
+        yield Finding("ok", f"{name} memory", "ECC is off")
+
+
+def _between(machine: Machine) -> Iterator[Finding]:
+    pairs = machine.links
+    if not pairs:
+        return
+    words = {pair: link.describe() for pair, link in pairs.items()}
+    if len(set(words.values())) == 1:
+        yield Finding("ok", "gpu links", f"all pairs: {next(iter(words.values()))}")
+    else:
+        for kind in sorted(set(words.values()), key=lambda each: -_best(machine, words, each)):
+            listed = ", ".join(f"{a}-{b}" for (a, b), word in words.items() if word == kind)
+            yield Finding("ok", "gpu links", f"{kind}: {listed}")
+    order = [machine.gpus[place].index for place in ring_order(machine.ranks())]
+    text = ",".join(map(str, order))
+    if order == [gpu.index for gpu in machine.gpus]:
+        yield Finding("ok", "gpu ring", f"{text}: ranks in this order have the best links to their neighbours")
+    else:
+        yield Finding(
+            "note",
+            "gpu ring",
+            f"{text} has better links between neighbours than the order of the GPUs",
+            f"export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={text}",
+        )
+
+
+def _best(machine: Machine, words: Mapping[tuple[int, int], str], kind: str) -> int:
+    return max(machine.links[pair].rank for pair, word in words.items() if word == kind)
+
+
+def ranges(numbers: tuple[int, ...] | None) -> str:
+    """(0, 1, 2, 5) -> "0-2,5"."""
+    parts: list[list[int]] = []
+    for number in numbers or ():
+        if parts and parts[-1][1] == number - 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in parts)

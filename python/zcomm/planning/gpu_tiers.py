@@ -1,0 +1,153 @@
+"""What a case of stage and offload needs of a machine with GPUs, and what hides what: bytes by tier, seconds per step.
+
+[Note: tiers with a GPU] Each rank has a device copy of what stage shards do not take (D4 shares memory on CPUs only).
+Where the optimizer's state is offloaded, the fp32 sums of gradients are host memory, too: they leave the GPU by
+buckets during backward. Bytes are ZeRO's formula: slots, staging and padding come on top, some hundred MiB. Seconds
+are of all ranks, which share the host's memory, the PCIe link of their GPU and the drive. Pure arithmetic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zcomm.gpu_speeds import PAYLOAD
+from zcomm.planning.estimate import ARRAYS
+from zcomm.zero.memory import memory_formula
+from zcomm.zero.options import as_offload, as_precision
+
+CONTEXT_NBYTES = 640 << 20  # of a process on a GPU: driver, torch's kernels and workspaces
+MFU = 0.4  # of the peak, to plan with
+
+
+@dataclass(frozen=True)
+class GpuHost:
+    """Capacities in bytes; rates in bytes (flops: operations) per second, None where they are not known.
+
+    count: GPUs, all alike. flops: the peak of one. pcie_bps: the line of one GPU, one direction. memory_bps: host
+    memory, reads and writes together. drive_bps: read, written.
+    """
+
+    count: int
+    gpu_nbytes: int
+    host_nbytes: int
+    drive_nbytes: int
+    flops: float | None = None
+    pcie_bps: float | None = None
+    memory_bps: float | None = None
+    drive_bps: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class GpuCase:
+    """gpu_nbytes: of the fullest GPU; host and drive: of all ranks. Seconds per optimizer step as if nothing hid them;
+    None where a rate is not known. hiding_tokens: per step and over all ranks, from which on the GPUs compute longer
+    than the longest of them, at MFU of the peak."""
+
+    stage: int
+    offload: str
+    world_size: int
+    gpu_nbytes: int
+    host_nbytes: int
+    drive_nbytes: int
+    pcie_s: float | None
+    update_s: float | None
+    swap_s: float | None
+    hiding_tokens: float | None
+    lacks: tuple[str, ...]
+
+
+def gpu_case(
+    numel: int,
+    stage: int,
+    offload: str,
+    world_size: int,
+    host: GpuHost,
+    *,
+    precision: str = "bf16",
+    optimizer: str = "adamw",
+    accumulation: int = 1,
+    activations_nbytes: int = 0,
+) -> GpuCase:
+    """One case. activations_nbytes: of a rank's micro-batch. Raises: ValueError for an unknown option."""
+    if optimizer not in ARRAYS:
+        raise ValueError(f"optimizer={optimizer!r}; known here: {', '.join(ARRAYS)}")
+    where, form = as_offload(offload, stage), as_precision(precision)
+    array_nbytes = 1 if optimizer.endswith("-8bit") else 4
+    memory = memory_formula(
+        numel, world_size, stage, precision, where, False, state_arrays=ARRAYS[optimizer], array_nbytes=array_nbytes
+    )
+    if where.optimizer is not None:
+        memory["cpu"]["gradients"] += memory["device"]["gradients"]
+        memory["device"]["gradients"] = 0
+    tiers = {tier: sum(found.values()) for tier, found in memory.items()}
+    beside = -(-world_size // host.count)
+    on_gpu = beside * (tiers["device"] + activations_nbytes + CONTEXT_NBYTES)
+    on_host, on_drive = world_size * tiers["cpu"], world_size * tiers["nvme"]
+    lacks = tuple(
+        name
+        for name, needs, has in (
+            ("GPU", on_gpu, host.gpu_nbytes),
+            ("host", on_host, host.host_nbytes),
+            ("drive", on_drive, host.drive_nbytes),
+        )
+        if needs > has
+    )
+    rates = _Seconds(numel, world_size, host, where.optimizer is not None, where.params is not None)
+    pcie = rates.pcie(form.dtype.itemsize, accumulation, beside)
+    state_nbytes = ARRAYS[optimizer] * array_nbytes + form.master_nbytes
+    update = rates.update(2 * state_nbytes + 3 * form.dtype.itemsize)  # weight read and written, gradient read
+    swap = rates.swap(memory["nvme"]["optimizer"], memory["nvme"]["parameters"], accumulation)
+    return GpuCase(
+        stage,
+        offload,
+        world_size,
+        on_gpu,
+        on_host,
+        on_drive,
+        pcie,
+        update,
+        swap,
+        rates.tokens(pcie, update, swap),
+        lacks,
+    )
+
+
+@dataclass(frozen=True)
+class _Seconds:
+    numel: int
+    world_size: int
+    host: GpuHost
+    offloaded: bool
+    params_offloaded: bool
+
+    def pcie(self, itemsize: int, accumulation: int, beside: int) -> float | None:
+        """Gradients down each micro-step, weights up each step; offloaded parameters go up for forward and backward of
+        each micro-step. Both directions at once."""
+        if not (self.offloaded or self.params_offloaded):
+            return 0.0
+        if self.host.pcie_bps is None:
+            return None
+        down = accumulation if self.offloaded else 0
+        up = 2 * accumulation if self.params_offloaded else 1
+        return beside * max(down, up) * self.numel * itemsize / self.world_size / (PAYLOAD * self.host.pcie_bps)
+
+    def update(self, per_param: int) -> float | None:
+        if not self.offloaded:
+            return 0.0
+        return None if self.host.memory_bps is None else per_param * self.numel / self.host.memory_bps
+
+    def swap(self, state: int, params: int, accumulation: int) -> float | None:
+        """State and parameters once each way, and offloaded parameters for each gather."""
+        if not state + params:
+            return 0.0
+        if self.host.drive_bps is None:
+            return None
+        read, written = state + params * (1 + 2 * accumulation), state + params
+        return self.world_size * (read / self.host.drive_bps[0] + written / self.host.drive_bps[1])
+
+    def tokens(self, *seconds: float | None) -> float | None:
+        """6 FLOP per parameter and token: see gpu_speeds.hiding_tokens, of which this is the general form."""
+        known = [each for each in seconds if each is not None]
+        if self.host.flops is None or len(known) < len(seconds):
+            return None
+        return max(known) * MFU * self.host.flops * min(self.world_size, self.host.count) / (6.0 * self.numel)

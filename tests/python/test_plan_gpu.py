@@ -1,0 +1,94 @@
+"""`zcomm plan` for machines with GPUs: bytes by tier, what hides what, what fits; on machines that are described."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fake_nvml import FakeGpu, FakeNvml, bus, one_narrow
+from zcomm import gpus, speeds
+from zcomm.cli import plan_gpu
+from zcomm.cli.main import main
+from zcomm.gpu_speeds import hiding_tokens
+from zcomm.planning.gpu_tiers import CONTEXT_NBYTES, MFU, GpuHost, gpu_case
+
+GIB = 1 << 30
+H100 = GpuHost(1, 80 * GIB, 128 * GIB, 1000 * GIB, 989.4e12, 63e9, 200e9, (6e9, 5e9))
+P = 7 * 10**9
+
+
+def test_bytes_by_tier() -> None:
+    whole = gpu_case(P, 2, "none", 1, H100)
+    assert whole.gpu_nbytes == 16 * P + CONTEXT_NBYTES and whole.host_nbytes == whole.drive_nbytes == 0
+    assert whole.lacks == ("GPU",) and whole.hiding_tokens == 0
+    cpu = gpu_case(P, 2, "cpu", 1, H100, activations_nbytes=5 * GIB)
+    assert cpu.gpu_nbytes == 2 * P + CONTEXT_NBYTES + 5 * GIB
+    assert cpu.host_nbytes == (10 + 4) * P, "remainder, m, v, and the sums of gradients"
+    assert not cpu.lacks
+    drive = gpu_case(P, 3, "nvme", 1, H100)
+    assert (drive.host_nbytes, drive.drive_nbytes) == (4 * P, 12 * P)
+    assert gpu_case(P, 3, "nvme", 1, replace(H100, drive_nbytes=70 * GIB)).lacks == ("drive",)
+    assert gpu_case(P, 2, "cpu", 1, replace(H100, host_nbytes=64 * GIB)).lacks == ("host",)
+
+
+def test_ranks_share_gpus_and_host() -> None:
+    alone = gpu_case(P, 1, "cpu", 1, H100)
+    two_on_one = gpu_case(P, 1, "cpu", 2, H100)
+    assert two_on_one.gpu_nbytes == 2 * (2 * P + CONTEXT_NBYTES), "each rank has its copy of the weights"
+    two_on_two = gpu_case(P, 1, "cpu", 2, replace(H100, count=2))
+    assert two_on_two.gpu_nbytes == alone.gpu_nbytes
+    assert two_on_one.update_s == alone.update_s, "one pass over the state, whoever makes it"
+
+
+def test_seconds_and_the_hiding_rule() -> None:
+    case = gpu_case(P, 2, "cpu", 1, H100)
+    assert case.update_s == pytest.approx(26 * P / 200e9), "the floor of bf16 with an exact master"
+    assert case.pcie_s == pytest.approx(2 * P / (0.85 * 63e9))
+    assert case.hiding_tokens == pytest.approx(hiding_tokens(26, MFU * 989.4e12, 200e9)), "the rule, CPU-bound"
+    swapped = gpu_case(P, 2, "nvme", 1, H100)
+    assert swapped.swap_s == pytest.approx(10 * P * (1 / 6e9 + 1 / 5e9))
+    assert swapped.hiding_tokens == pytest.approx(swapped.swap_s * MFU * 989.4e12 / (6 * P)), "drive-bound"
+    assert gpu_case(P, 2, "cpu", 1, H100, precision="fp32").update_s == pytest.approx(28 * P / 200e9)
+    for missing in ("flops", "memory_bps", "pcie_bps"):
+        assert gpu_case(P, 2, "cpu", 1, replace(H100, **{missing: None})).hiding_tokens is None
+    third = gpu_case(P, 3, "cpu", 1, H100, accumulation=2)
+    assert third.pcie_s == pytest.approx(4 * 2 * P / (0.85 * 63e9)), "gathers of two micro-steps, forward and backward"
+    with pytest.raises(ValueError, match="adamax"):
+        gpu_case(P, 0, "none", 1, H100, optimizer="adamax")
+
+
+def options(**values: Any) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    plan_gpu.add_arguments(parser)
+    given = {"precision": "bf16", "optimizer": "adamw", "accum": 1, "world": [1], "stage": [2], "offload": ["cpu"]}
+    return argparse.Namespace(**{**vars(parser.parse_args([])), **given, **values})
+
+
+def test_what_was_found_counts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(speeds, "load", lambda world: speeds.Speeds(world, {"bf16": 1e12}, 4e11, 1e11, 1e-5, 1e10))
+    machine = gpus.read(one_narrow(), Path("/nowhere"))
+    host = plan_gpu.host_of(options(), machine, 64 * GIB, 100 * GIB, None)
+    assert host is not None and host.gpu_nbytes == 80 * GIB and host.memory_bps == 1e11
+    assert host.flops == 154.8e12 and host.pcie_bps == pytest.approx(8 * 1.969e9), "lanes as they are, best generation"
+    mixed = FakeNvml([FakeGpu(bus_id=bus(0)), FakeGpu(bus_id=bus(1), total=40 * GIB), FakeGpu(lost=True)])
+    host = plan_gpu.host_of(options(), gpus.read(mixed, Path("/nowhere")), 1, 1, None)
+    assert host is not None and (host.count, host.gpu_nbytes) == (2, 40 * GIB)
+    plan_gpu.show(options(), P, None, 64 * GIB, 100 * GIB, None, machine)
+    said = capsys.readouterr().out
+    assert "on 1 x NVIDIA RTX A6000, 80.0 GiB each" in said and "no: host" in said and "26 B" not in said
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "read", lambda: gpus.Machine(absent="no NVIDIA driver here"))
+    plan = ["plan", "--params", "7e9", "--precision", "bf16", "--world", "1", "--memory", "128GiB"]
+    assert main(plan) == 0
+    assert "hidden from" not in capsys.readouterr().out, "no GPU, no table"
+    assert main([*plan, "--gpu-memory", "80GiB", "--gpu-name", "H100", "--gpus", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "on 2 x H100, 80.0 GiB each" in said and "no: GPU" in said and "989 TFLOP/s" in said
+    assert main([*plan, "--gpu-memory", "80GiB", "--gpu-name", "Voodoo"]) == 0
+    assert "the peak of Voodoo is not in the table" in capsys.readouterr().out
