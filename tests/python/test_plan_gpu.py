@@ -27,7 +27,7 @@ def test_bytes_by_tier() -> None:
     assert whole.lacks == ("GPU",) and whole.hiding_tokens == 0
     cpu = gpu_case(P, 2, "cpu", 1, H100, activations_nbytes=5 * GIB)
     assert cpu.gpu_nbytes == 2 * P + CONTEXT_NBYTES + 5 * GIB
-    assert cpu.host_nbytes == (10 + 4) * P, "remainder, m, v, and the sums of gradients"
+    assert cpu.host_nbytes == (2 + 10 + 4) * P, "weights, remainder, m, v, and the sums of gradients"
     assert not cpu.lacks
     drive = gpu_case(P, 3, "nvme", 1, H100)
     assert (drive.host_nbytes, drive.drive_nbytes) == (4 * P, 12 * P)
@@ -41,6 +41,7 @@ def test_ranks_share_gpus_and_host() -> None:
     assert two_on_one.gpu_nbytes == 2 * (2 * P + CONTEXT_NBYTES), "each rank has its copy of the weights"
     two_on_two = gpu_case(P, 1, "cpu", 2, replace(H100, count=2))
     assert two_on_two.gpu_nbytes == alone.gpu_nbytes
+    assert two_on_two.host_nbytes == alone.host_nbytes + 4 * P, "stage 1: each rank has all gradients"
     assert two_on_one.update_s == alone.update_s, "one pass over the state, whoever makes it"
 
 

@@ -1,8 +1,8 @@
 """What a case of stage and offload needs of a machine with GPUs, and what hides what: bytes by tier, seconds per step.
 
 [Note: tiers with a GPU] Each rank has a device copy of what stage shards do not take (D4 shares memory on CPUs only).
-Where the optimizer's state is offloaded, the fp32 sums of gradients are host memory, too: they leave the GPU by
-buckets during backward. Bytes are ZeRO's formula: slots, staging and padding come on top, some hundred MiB. Seconds
+Where the optimizer's state is offloaded, the weights and the fp32 sums of gradients are in host memory, too: the CPU
+steps there, gradients leave the GPU by buckets during backward, weights return. Bytes are ZeRO's formula: slots, staging and padding come on top, some hundred MiB. Seconds
 are of all ranks, which share the host's memory, the PCIe link of their GPU and the drive. Pure arithmetic.
 """
 
@@ -79,6 +79,8 @@ def gpu_case(
     if where.optimizer is not None:
         memory["cpu"]["gradients"] += memory["device"]["gradients"]
         memory["device"]["gradients"] = 0
+        if where.params is None:
+            memory["cpu"]["parameters"] += (-(-numel // world_size) if stage else numel) * form.param_nbytes
     tiers = {tier: sum(found.values()) for tier, found in memory.items()}
     beside = -(-world_size // host.count)
     on_gpu = beside * (tiers["device"] + activations_nbytes + CONTEXT_NBYTES)

@@ -1,0 +1,105 @@
+"""The figures of finetune_llama.py (and of bench/offload): pure arithmetic, and two short measurements of the host.
+
+[Note: figures] Seconds are of a step. *practicality* = step without offload / step with it. *overlap* = (Tc + Tm - T) /
+min(Tc, Tm): Tc forward and backward alone, Tm the longest of what offload adds (the CPU's pass over the state, copies,
+swap), each at its own rate alone, T the step. *MFU* = FLOP of the model per second / peak. *hiding rule*: from so many
+tokens per step on, forward and backward take longer than the CPU's pass: bytes per parameter x FLOP/s / (6 x bytes/s).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+import zcomm
+
+BF16_STEP_NBYTES = 26  # per parameter: gradient 2, weight 2 + 2, remainder 2 + 2, m and v 8 + 8
+_LEAST = 0.05  # of a step: what takes less is lost in the noise
+_SAMPLE = 48 << 20
+_COPY_NBYTES = 128 << 20
+
+
+@dataclass(frozen=True)
+class Host:
+    """Rates of this rank, while the others measure theirs: bytes per second of the CPU's AdamW; of copies to and from
+    the GPU, one direction (None without one)."""
+
+    step_bps: float
+    copy_bps: float | None
+
+
+def measure_host(device: torch.device, numel: int) -> Host:
+    """A second or two; needs up to 0.7 GB."""
+    return Host(_step_bps(min(numel, _SAMPLE)), _copy_bps(device) if device.type == "cuda" else None)
+
+
+def _step_bps(numel: int) -> float:
+    weight = torch.zeros(numel, dtype=torch.bfloat16, requires_grad=True)
+    weight.grad = torch.full_like(weight, 1e-3)
+    optimizer = zcomm.optim.CPUAdam([weight], lr=1e-4)
+    taken = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        optimizer.step()
+        taken.append(time.perf_counter() - begin)
+    return BF16_STEP_NBYTES * numel / min(taken[1:])
+
+
+def _copy_bps(device: torch.device) -> float:
+    """The slower of the two directions."""
+    host, there = (
+        zcomm.pinned_empty(_COPY_NBYTES, torch.uint8),
+        torch.empty(_COPY_NBYTES, dtype=torch.uint8, device=device),
+    )
+    slowest = 0.0
+    for target, source in ((host, there), (there, host)):
+        taken = []
+        for _ in range(4):
+            torch.cuda.synchronize(device)
+            begin = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            torch.cuda.synchronize(device)
+            taken.append(time.perf_counter() - begin)
+        slowest = max(slowest, min(taken))
+    return _COPY_NBYTES / slowest
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a step of one rank. compute: forward and backward alone; none: the step without offload; each None
+    where it was not measured."""
+
+    step: float
+    compute: float | None
+    none: float | None
+    swap: float = 0.0
+
+
+def mfu(flops_per_token: float, tokens_per_s: float, peak: float | None) -> float | None:
+    """Of one GPU. tokens_per_s: its own."""
+    return None if peak is None else flops_per_token * tokens_per_s / peak
+
+
+def offloaded_s(host: Host, numel: int, itemsize: int, swap: float) -> float:
+    """The longest of what offload adds to a step, each alone. numel: of this rank's share."""
+    copies = 0.0 if host.copy_bps is None else numel * itemsize / host.copy_bps
+    return max(numel * BF16_STEP_NBYTES / host.step_bps, copies, swap)
+
+
+def overlap(times: Times, added: float) -> float | None:
+    """See [Note: figures]; None where nothing is there to hide."""
+    if times.compute is None or added < _LEAST * times.step:
+        return None
+    return (times.compute + added - times.step) / min(times.compute, added)
+
+
+def hiding(numel: int, tokens: int, compute: float | None, host: Host) -> float | None:
+    """Tokens per step and rank, at the FLOP/s that forward and backward of ``tokens`` reached here. numel: this rank's
+    share."""
+    return None if compute is None else numel * BF16_STEP_NBYTES / host.step_bps / compute * tokens
+
+
+def shown(nbytes: float) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**29 else f"{nbytes / 2**20:.1f} MiB"

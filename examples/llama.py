@@ -1,0 +1,192 @@
+"""A decoder of Llama's architecture in plain torch; names and shapes of its weights are Hugging Face's.
+
+RMSNorm before each part, rotary positions (halves turned, as in Hugging Face's files), grouped queries, SwiGLU.
+Sources: Touvron et al. 2302.13971; Su et al. 2104.09864; Ainslie et al. 2305.13245; Shazeer 2002.05202.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Hugging Face's names, so that a config.json can be read as it is."""
+
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 32
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    tie_word_embeddings: bool = False
+
+    @staticmethod
+    def load(folder: Path) -> LlamaConfig:
+        """From config.json. Raises: ValueError for what this file does not compute."""
+        text = json.loads((folder / "config.json").read_text())
+        if text.get("model_type") != "llama":
+            raise ValueError(f"{folder}/config.json: model_type is {text.get('model_type')!r}, not 'llama'")
+        scaling = text.get("rope_scaling") or {}
+        if scaling.get("rope_type", scaling.get("type", "default")) != "default" or text.get("attention_bias"):
+            raise ValueError(f"{folder}/config.json: scaled positions and biases need --code transformers")
+        theta = (text.get("rope_parameters") or {}).get("rope_theta")  # transformers 5 keeps it there
+        known = {field.name: text[field.name] for field in fields(LlamaConfig) if field.name in text}
+        if text.get("num_key_value_heads") is None:
+            known["num_key_value_heads"] = text["num_attention_heads"]
+        return LlamaConfig(**known | ({"rope_theta": theta} if theta else {}))
+
+    def numel(self) -> int:
+        """Parameters."""
+        with torch.device("meta"):
+            return sum(parameter.numel() for parameter in Llama(self).parameters())
+
+    def flops_per_token(self, context: int) -> float:
+        """Of forward and backward, nothing recomputed: 6 per weight that multiplies, and 12 x layers x width x context
+        for attention (PaLM, arXiv:2204.02311, appendix B)."""
+        lookup = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
+        return 6.0 * (self.numel() - lookup) + 12.0 * self.num_hidden_layers * self.hidden_size * context
+
+
+PRESETS = {
+    # bytes are its words
+    "tiny": LlamaConfig(256, 64, 172, 2, 4, 2),
+    "1b": LlamaConfig(32000, 2048, 5632, 22, 32, 4),  # TinyLlama: 1.10 billion
+    "3b": LlamaConfig(32000, 3200, 8640, 26, 32, 32),  # OpenLLaMA: 3.43
+    "7b": LlamaConfig(),  # Llama 2: 6.74
+}
+
+
+class Norm(nn.Module):
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    def __init__(self, c: LlamaConfig) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = c.num_attention_heads, c.num_key_value_heads
+        width, self.head_width = c.hidden_size, c.hidden_size // c.num_attention_heads
+        self.q_proj = nn.Linear(width, width, bias=False)
+        self.k_proj = nn.Linear(width, self.kv_heads * self.head_width, bias=False)
+        self.v_proj = nn.Linear(width, self.kv_heads * self.head_width, bias=False)
+        self.o_proj = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, time, _ = x.shape
+        q = self.q_proj(x).view(batch, time, self.heads, self.head_width).transpose(1, 2)
+        k = self.k_proj(x).view(batch, time, self.kv_heads, self.head_width).transpose(1, 2)
+        v = self.v_proj(x).view(batch, time, self.kv_heads, self.head_width).transpose(1, 2)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if self.kv_heads != self.heads:
+            k, v = (t.repeat_interleave(self.heads // self.kv_heads, dim=1) for t in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o_proj(y.transpose(1, 2).reshape(batch, time, -1))
+
+
+class Mlp(nn.Module):
+    def __init__(self, c: LlamaConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self, c: LlamaConfig) -> None:
+        super().__init__()
+        self.input_layernorm = Norm(c.hidden_size, c.rms_norm_eps)
+        self.self_attn = Attention(c)
+        self.post_attention_layernorm = Norm(c.hidden_size, c.rms_norm_eps)
+        self.mlp = Mlp(c)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    def __init__(self, c: LlamaConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.layers = nn.ModuleList(Block(c) for _ in range(c.num_hidden_layers))
+        self.norm = Norm(c.hidden_size, c.rms_norm_eps)
+
+
+class Llama(nn.Module):
+    """Tokens [batch, time] int64 -> logits [batch, time, vocab]. ``recompute``: forget activations inside of blocks."""
+
+    def __init__(self, config: LlamaConfig, recompute: bool = False) -> None:
+        super().__init__()
+        self.config, self.recompute = config, recompute
+        self.model = Decoder(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.apply(_start)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.model.embed_tokens(input_ids)
+        c = self.config
+        cos, sin = positions(x.shape[1], c.hidden_size // c.num_attention_heads, c.rope_theta, x)
+        for block in self.model.layers:
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(block, x, cos, sin, use_reentrant=False)
+            else:
+                x = block(x, cos, sin)
+        return self.lm_head(self.model.norm(x))
+
+
+def _start(module: nn.Module) -> None:
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        nn.init.normal_(module.weight, std=0.02)
+
+
+def positions(time: int, width: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [time, width] of position x frequency, each frequency twice."""
+    frequency = theta ** (-torch.arange(0, width, 2, device=like.device, dtype=torch.float32) / width)
+    angle = torch.arange(time, device=like.device, dtype=torch.float32)[:, None] * frequency
+    angle = torch.cat((angle, angle), dim=-1)
+    return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (i, i + width / 2)."""
+    a, b = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-b, a), dim=-1) * sin
+
+
+def transformers_llama(config: LlamaConfig, recompute: bool) -> nn.Module:
+    """LlamaForCausalLM of Hugging Face's transformers with the same weights. Raises: ImportError."""
+    from transformers import LlamaConfig as TheirConfig
+    from transformers import LlamaForCausalLM
+
+    their: dict[str, Any] = {field.name: getattr(config, field.name) for field in fields(LlamaConfig)}
+    model = LlamaForCausalLM(TheirConfig(**their, use_cache=False))
+    if recompute:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Mean cross entropy in nats per token; tokens: [batch, time + 1]."""
+    found = model(tokens[:, :-1])
+    logits = found if isinstance(found, Tensor) else found.logits
+    return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
