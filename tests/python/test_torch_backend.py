@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from torch_world import make, world
+from zcomm.torch_backend._work import Completer, Flight, Pending
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 NATIVE = [*FLOATS, torch.int8, torch.uint8, torch.int32, torch.int64]
@@ -386,3 +387,31 @@ def _descriptors() -> None:
 
 def test_a_destroyed_group_leaves_nothing(run_ranks: Callable[..., list[Any]]) -> None:
     run_ranks(_descriptors, 2)
+
+
+class _EndsAsWaitingStops:
+    """A core's work that ends between a wait that ran out of time and the look at whether it is done."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self._error = error
+        self._ended = False
+
+    def wait(self, timeout: float | None = None) -> None:
+        if not self._ended:
+            self._ended = True
+            raise TimeoutError("not done yet")
+        if self._error is not None:
+            raise self._error
+
+    def done(self) -> bool:
+        return self._ended
+
+
+@pytest.mark.parametrize("error", [None, TimeoutError("its own deadline"), ValueError("its own")])
+def test_one_that_ends_as_waiting_stops_has_its_own_outcome(error: Exception | None) -> None:
+    work = Pending(_EndsAsWaitingStops(error), [torch.zeros(1)], Completer(any_order=True), Flight())
+    if error is None:
+        assert work.wait(timedelta(milliseconds=1))
+    else:
+        with pytest.raises(type(error), match=str(error)):
+            work.wait(timedelta(milliseconds=1))

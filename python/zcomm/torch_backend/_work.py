@@ -190,19 +190,15 @@ class Pending(_TorchWork):
             return
         left = None if self._late_at is None else max(0.0, self._late_at - time.monotonic())
         is_ours = left is not None and (seconds is None or left <= seconds)
-        try:
-            core.wait(left if is_ours else seconds)
-        except TimeoutError as error:
-            if core.done():
-                self._complete(error)
+        error = _outcome(core, left if is_ours else seconds)
+        if isinstance(error, TimeoutError):
+            if core.done():  # with a deadline of its own, or since we stopped waiting
+                error = _outcome(core, None)
             elif is_ours and self._give_up is not None:
-                self._complete(self._give_up())
+                error = self._give_up()
             else:
-                raise
-        except Exception as error:
-            self._complete(error)
-        else:
-            self._complete(None)
+                raise error
+        self._complete(error)
 
     def poll(self) -> bool:
         """Whether it ended; finishes it if so."""
@@ -329,6 +325,14 @@ def _go_round(queue: SimpleQueue[Pending | None]) -> None:
             except TimeoutError:
                 continue
         works = [work for work in works if not work.poll()]
+
+
+def _outcome(core: CoreWork, seconds: float | None) -> Exception | None:
+    try:
+        core.wait(seconds)
+    except Exception as error:
+        return error
+    return None
 
 
 class Flight:
