@@ -1,13 +1,11 @@
-// reduce and cast on the device, to the bits of kernels_body.hpp: the same operations in the same order, and no fused
+// reduce on the device, to the bits of kernels_body.hpp: the same operations in the same order, and no fused
 // multiply-add (--fmad=false). Each thread takes 16 bytes of input at a time where all pointers allow it.
 #include "device/cuda_convert.cuh"
 #include "device/cuda_kernels.hpp"
+#include "device/cuda_launch.cuh"
 
 namespace zcomm::device::cuda {
 namespace {
-
-constexpr int kThreads = 256;
-constexpr std::size_t kMaxBlocks = 1024;
 
 template <class V>
 struct Real {
@@ -71,18 +69,13 @@ __device__ typename T::Acc apply(ReduceOp op, typename T::Acc a, typename T::Acc
   }
 }
 
-template <class V, int width>
-struct alignas(sizeof(V) * width) Pack {
-  V at[width];
-};
-
 /// In: element type read; Out: element type written (In, or Real<float> for a 16-bit In).
 template <class In, class Out, int width>
 __global__ void reduce_kernel(const ReduceLaunch args) {
   using InPack = Pack<typename In::Stored, width>;
   using OutPack = Pack<typename Out::Stored, width>;
-  const std::size_t packs = args.count / width, stride = static_cast<std::size_t>(gridDim.x) * blockDim.x;
-  for (std::size_t i = static_cast<std::size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < packs; i += stride) {
+  const std::size_t packs = args.count / width;
+  for (std::size_t i = first_item(); i < packs; i += item_stride()) {
     typename In::Acc acc[width];
     const InPack first = static_cast<const InPack*>(args.src[0])[i];
     for (int k = 0; k < width; ++k) acc[k] = In::load(first.at[k]);
@@ -108,16 +101,11 @@ __global__ void reduce_kernel(const ReduceLaunch args) {
   }
 }
 
-unsigned blocks_for(std::size_t items) {
-  const std::size_t blocks = (items + kThreads - 1) / kThreads;
-  return static_cast<unsigned>(blocks < kMaxBlocks ? blocks : kMaxBlocks);
-}
-
 bool aligned(const ReduceLaunch& args, std::size_t in_nbytes, std::size_t out_nbytes) {
   for (int s = 0; s < args.src_count; ++s)
-    if (reinterpret_cast<std::uintptr_t>(args.src[s]) % in_nbytes != 0) return false;
+    if (!aligned_to(args.src[s], in_nbytes)) return false;
   for (int d = 0; d < args.dst_count; ++d)
-    if (reinterpret_cast<std::uintptr_t>(args.dst[d]) % out_nbytes != 0) return false;
+    if (!aligned_to(args.dst[d], out_nbytes)) return false;
   return true;
 }
 
@@ -128,62 +116,16 @@ void reduce_as(ReduceLaunch args, cudaStream_t stream) {
   constexpr std::size_t in_nbytes = width * sizeof(typename In::Stored),
                         out_nbytes = width * sizeof(typename Out::Stored);
   if (!aligned(args, in_nbytes, out_nbytes)) {
-    reduce_kernel<In, Out, 1><<<blocks_for(args.count), kThreads, 0, stream>>>(args);
+    launch(reduce_kernel<In, Out, 1>, blocks_for(args.count), stream, args);
     return;
   }
   const std::size_t packs = args.count / width, rest = args.count % width;
-  if (packs > 0) reduce_kernel<In, Out, width><<<blocks_for(packs), kThreads, 0, stream>>>(args);
+  if (packs > 0) launch(reduce_kernel<In, Out, width>, blocks_for(packs), stream, args);
   if (rest == 0) return;
   for (int s = 0; s < args.src_count; ++s) args.src[s] = static_cast<const char*>(args.src[s]) + packs * in_nbytes;
   for (int d = 0; d < args.dst_count; ++d) args.dst[d] = static_cast<char*>(args.dst[d]) + packs * out_nbytes;
   args.count = rest;
-  reduce_kernel<In, Out, 1><<<1, kThreads, 0, stream>>>(args);
-}
-
-template <DType dtype>
-struct Load;
-template <>
-struct Load<DType::f64> {
-  using Stored = double;
-  static __device__ double wide(double x) { return x; }
-};
-template <>
-struct Load<DType::f32> {
-  using Stored = float;
-  static __device__ float wide(float x) { return x; }
-};
-template <>
-struct Load<DType::bf16> {
-  using Stored = u16;
-  static __device__ float wide(u16 x) { return from_bf16(x); }
-};
-template <>
-struct Load<DType::f16> {
-  using Stored = u16;
-  static __device__ float wide(u16 x) { return from_f16(x); }
-};
-
-__device__ void store(double* dst, float x) { *dst = f32_to_f64(x); }
-__device__ void store(float* dst, double x) { *dst = f64_to_f32(x); }
-__device__ void store(float* dst, float x) { *dst = x; }
-__device__ float for_rounding(double x) { return to_odd_f32(x); }
-__device__ float for_rounding(float x) { return x; }
-
-template <DType from>
-__global__ void cast_kernel(void* dst, DType to, const void* src, std::size_t count) {
-  const std::size_t stride = static_cast<std::size_t>(gridDim.x) * blockDim.x;
-  for (std::size_t i = static_cast<std::size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += stride) {
-    const auto x = Load<from>::wide(static_cast<const typename Load<from>::Stored*>(src)[i]);
-    if (to == DType::bf16) {
-      static_cast<u16*>(dst)[i] = to_bf16(for_rounding(x));
-    } else if (to == DType::f16) {
-      static_cast<u16*>(dst)[i] = to_f16(for_rounding(x));
-    } else if (to == DType::f32) {
-      store(static_cast<float*>(dst) + i, x);
-    } else {
-      if constexpr (from != DType::f64) store(static_cast<double*>(dst) + i, x);
-    }
-  }
+  launch(reduce_kernel<In, Out, 1>, 1, stream, args);
 }
 
 }  // namespace
@@ -209,24 +151,6 @@ void launch_reduce(const ReduceLaunch& args, cudaStream_t stream) {
       return reduce_as<Whole<std::int64_t, u64>, Whole<std::int64_t, u64>>(args, stream);
     case DType::b8:
       return reduce_as<Bool, Bool>(args, stream);
-  }
-}
-
-void launch_cast(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::size_t count, cudaStream_t stream) {
-  const unsigned blocks = blocks_for(count);
-  switch (src_dtype) {
-    case DType::f64:
-      cast_kernel<DType::f64><<<blocks, kThreads, 0, stream>>>(dst, dst_dtype, src, count);
-      return;
-    case DType::f32:
-      cast_kernel<DType::f32><<<blocks, kThreads, 0, stream>>>(dst, dst_dtype, src, count);
-      return;
-    case DType::f16:
-      cast_kernel<DType::f16><<<blocks, kThreads, 0, stream>>>(dst, dst_dtype, src, count);
-      return;
-    default:
-      cast_kernel<DType::bf16><<<blocks, kThreads, 0, stream>>>(dst, dst_dtype, src, count);
-      return;
   }
 }
 

@@ -1,12 +1,16 @@
 // StreamKernels: the element kernels of a device, put on a stream. The bits are those of the CPU's (decision D3).
 //
 // Pointers are to memory that the device reads and writes; arguments are checked and copied before a call returns.
+// Nothing is allocated on the device and nothing waits for it, so a CUDA graph can capture each.
 // Thread rule: as the Stream's. Errors: InvalidArgument at once; CudaError as in device.hpp.
 #pragma once
 
 #include <cstddef>
 
+#include "device/copy_list.hpp"
+#include "device/kernel_task.hpp"
 #include "device/kernels.hpp"
+#include "device/scale.hpp"
 
 namespace zcomm::device {
 
@@ -17,6 +21,10 @@ class StreamKernels {
   virtual ~StreamKernels() = default;
   virtual void reduce(const Reduce& args) = 0;  ///< as device::reduce
   virtual void cast(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::size_t count) = 0;
+  virtual void run(const KernelTask& task) = 0;
+
+  void scale(const Scale& args);          ///< as device::scale; `more` and `nonfinite` are device memory
+  void copy_list(const CopyList& list);  ///< pack and unpack
 };
 
 }  // namespace zcomm::device

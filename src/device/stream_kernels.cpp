@@ -1,0 +1,70 @@
+// The kernels that every device runs as tasks.
+#include "device/stream_kernels.hpp"
+
+#include "device/cuda_tasks.hpp"
+
+namespace zcomm::device {
+namespace {
+
+class ScaleTask final : public KernelTask {
+ public:
+  explicit ScaleTask(const Scale& args) : args_(args) {}
+  const char* name() const override { return "scale"; }
+  void touch(const std::function<void(const Touched&)>& each) const override {
+    each({args_.src, args_.count * size_of(args_.src_dtype), false});
+    each({args_.dst, args_.count * size_of(args_.dst_dtype), true});
+    if (args_.more != nullptr) each({args_.more, sizeof(*args_.more), false});
+    if (args_.nonfinite != nullptr) each({args_.nonfinite, sizeof(*args_.nonfinite), true});
+  }
+  void on_host() const override { device::scale(args_); }
+  void on_cuda(std::uintptr_t stream) const override { cuda::launch_scale(args_, stream); }
+  std::shared_ptr<const KernelTask> copy() const override { return std::make_shared<ScaleTask>(*this); }
+
+ private:
+  Scale args_;
+};
+
+class CopyListTask final : public KernelTask {
+ public:
+  explicit CopyListTask(const CopyList& list)
+      : list_(list), count_(list.items.size()), chunks_(list.items.back().first_chunk + last_chunks(list)) {}
+  const char* name() const override { return "copy_list"; }
+  void touch(const std::function<void(const Touched&)>& each) const override {
+    each({list_.on_device, count_ * sizeof(CopyItem), false});
+    for (const CopyItem& item : list_.items) {
+      each({item.src, item.count * size_of(list_.src_dtype), false});
+      each({item.dst, item.count * size_of(list_.dst_dtype), true});
+    }
+  }
+  void on_host() const override { device::copy_list(list_.on_device, count_, list_.dst_dtype, list_.src_dtype); }
+  void on_cuda(std::uintptr_t stream) const override {
+    cuda::launch_copy_list({list_.on_device, count_, chunks_, list_.dst_dtype, list_.src_dtype}, stream);
+  }
+  std::shared_ptr<const KernelTask> copy() const override {
+    auto own = std::make_shared<CopyListTask>(*this);
+    own->list_.items = {};  // the caller's
+    return own;
+  }
+
+ private:
+  static std::uint64_t last_chunks(const CopyList& list) {
+    return (list.items.back().count + kCopyChunk - 1) / kCopyChunk;
+  }
+  CopyList list_;
+  std::size_t count_;
+  std::uint64_t chunks_;
+};
+
+}  // namespace
+
+void StreamKernels::scale(const Scale& args) {
+  check_scale(args);
+  if (args.count > 0) run(ScaleTask(args));
+}
+
+void StreamKernels::copy_list(const CopyList& list) {
+  check_copy_list(list);
+  if (!list.items.empty()) run(CopyListTask(list));
+}
+
+}  // namespace zcomm::device

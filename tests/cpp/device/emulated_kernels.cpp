@@ -1,0 +1,29 @@
+#include "device/emulated_kernels.hpp"
+
+#define cuda emulated
+#include "device/cuda_cast.cu"
+#include "device/cuda_copy_list.cu"
+#include "device/cuda_kernels.cu"
+#undef cuda
+
+namespace zcomm::device::emulated {
+
+void reduce(const Reduce& args) {
+  ReduceLaunch launch{};
+  for (std::size_t d = 0; d < args.dst.size(); ++d) launch.dst[d] = args.dst[d];
+  for (std::size_t s = 0; s < args.src.size(); ++s) launch.src[s] = args.src[s];
+  launch.dst_count = static_cast<int>(args.dst.size());
+  launch.src_count = static_cast<int>(args.src.size());
+  launch.count = args.count;
+  launch.in = args.in;
+  launch.out = args.out;
+  launch.op = args.op;
+  launch.accumulate = args.accumulate;
+  launch_reduce(launch, nullptr);
+}
+
+void cast(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::size_t count) {
+  launch_cast(dst, dst_dtype, src, src_dtype, count, nullptr);
+}
+
+}  // namespace zcomm::device::emulated
