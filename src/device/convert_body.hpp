@@ -13,7 +13,9 @@
 #endif
 
 // (The maskz forms below with a full mask avoid a false warning of GCC 12 about the plain ones.)
+#ifndef ZC_INLINE  // CUDA sources have their own
 #define ZC_INLINE inline __attribute__((always_inline))
+#endif
 
 namespace zcomm::device::ZC_ISA {
 namespace {

@@ -1,9 +1,8 @@
 // adam_step: checks its parameters and computes a step's factors once, in f64.
 #include "zcomm/adam.hpp"
 
-#include <cmath>
-
 #include "base/error.hpp"
+#include "optim/adam_factors.hpp"
 #include "optim/kinds.hpp"
 
 namespace zcomm {
@@ -29,19 +28,7 @@ void Kind<AdamParams>::check(const AdamParams& p) {
 }
 
 AdamFactors Kind<AdamParams>::factors(const AdamParams& p) {
-  const auto step = static_cast<double>(p.step);
-  const double bias1 = 1.0 - std::pow(p.beta1, step), bias2 = 1.0 - std::pow(p.beta2, step);
-  return {.grad_scale = signed_scale(p.grad_scale, p.maximize),
-          .decay = static_cast<float>(1.0 - p.lr * p.weight_decay),
-          .l2 = static_cast<float>(p.weight_decay),
-          .one_minus_beta1 = static_cast<float>(1.0 - p.beta1),
-          .beta2 = static_cast<float>(p.beta2),
-          .one_minus_beta2 = static_cast<float>(1.0 - p.beta2),
-          .inverse_root_bias2 = static_cast<float>(1.0 / std::sqrt(bias2)),
-          .eps = static_cast<float>(p.eps),
-          .step_size = static_cast<float>(p.lr / bias1),
-          .adamw = p.adamw,
-          .step = static_cast<std::uint64_t>(p.step)};
+  return adam_factors(p, p.lr, signed_scale(p.grad_scale, p.maximize), static_cast<std::uint64_t>(p.step));
 }
 
 }  // namespace optim

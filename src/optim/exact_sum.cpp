@@ -11,7 +11,8 @@
 
 #include "base/error.hpp"
 #include "device/kernels.hpp"
-#include "optim/optim_table.hpp"
+#include "optim/shard.hpp"
+#include "optim/stream_optim.hpp"
 
 namespace zcomm {
 namespace {
@@ -95,26 +96,41 @@ double ExactSum::value() const {
   return -round_digits(words);
 }
 
-void add_squares(ExactSum& sum, const void* grad, DType dtype, std::size_t count) {
+namespace optim {
+
+void check_squares(const void* grad, DType dtype, std::size_t count) {
   if (dtype != DType::f32 && dtype != DType::bf16 && dtype != DType::f16)
     throw InvalidArgument(text("add_squares: ", name_of(dtype), " is not float32, bfloat16 or float16"));
   if (grad == nullptr && count > 0) throw InvalidArgument(text("add_squares: grad is null, count ", count));
-  constexpr std::size_t at_once = 64;  // blocks whose sums are kept on the stack
-  double sums[at_once];
-  const auto& table = optim::current_optim_table();
-  const auto* bytes = static_cast<const std::byte*>(grad);
-  const std::size_t blocks = count / kNormBlock, block_nbytes = kNormBlock * size_of(dtype);
-  for (std::size_t b = 0; b < blocks; b += at_once) {
-    const std::size_t n = std::min(at_once, blocks - b);
-    table.squares(sums, bytes + b * block_nbytes, dtype, n);
-    for (std::size_t k = 0; k < n; ++k) sum.add(sums[k]);
-  }
-  const std::size_t rest = count % kNormBlock;
+}
+
+void block_squares(double* sums, const void* grad, DType dtype, std::size_t count) {
+  const auto& table = current_optim_table();
+  const std::size_t blocks = count / kNormBlock, rest = count % kNormBlock;
+  table.squares(sums, grad, dtype, blocks);
   if (rest == 0) return;
   float padded[kNormBlock] = {};  // zeros add nothing
-  device::cast(padded, DType::f32, bytes + blocks * block_nbytes, dtype, rest);
-  table.squares(sums, padded, DType::f32, 1);
-  sum.add(sums[0]);
+  const auto* last = static_cast<const std::byte*>(grad) + blocks * kNormBlock * size_of(dtype);
+  device::cast(padded, DType::f32, last, dtype, rest);
+  table.squares(sums + blocks, padded, DType::f32, 1);
+}
+
+void add_block_sums(ExactSum& sum, std::span<const double> sums) {
+  for (const double term : sums) sum.add(term);
+}
+
+}  // namespace optim
+
+void add_squares(ExactSum& sum, const void* grad, DType dtype, std::size_t count) {
+  optim::check_squares(grad, dtype, count);
+  constexpr std::size_t at_once = 64 * kNormBlock;  // whose sums are kept on the stack
+  double sums[at_once / kNormBlock];
+  const auto* bytes = static_cast<const std::byte*>(grad);
+  for (std::size_t i = 0; i < count; i += at_once) {
+    const std::size_t n = std::min(at_once, count - i);
+    optim::block_squares(sums, bytes + i * size_of(dtype), dtype, n);
+    optim::add_block_sums(sum, std::span(sums, (n + kNormBlock - 1) / kNormBlock));
+  }
 }
 
 }  // namespace zcomm

@@ -17,7 +17,7 @@ struct RoundingKey {
 };
 
 /// The key of a step's elements [high * 2^32, (high + 1) * 2^32).
-inline RoundingKey rounding_key(u64 step, u64 high) {
+ZC_INLINE RoundingKey rounding_key(u64 step, u64 high) {
   u64 x = step * 0x9e3779b97f4a7c15u + high * 0xd1b54a32d192ed03u;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;

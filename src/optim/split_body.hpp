@@ -26,7 +26,7 @@ ZC_INLINE int16_t low_half(u32 bits) {
   return static_cast<int16_t>(static_cast<u16>(low));
 }
 
-void split(u16* weight, int16_t* lo, const float* master, size_t count) {
+inline void split(u16* weight, int16_t* lo, const float* master, size_t count) {
 #pragma GCC ivdep
   for (size_t i = 0; i < count; ++i) {
     const u32 bits = bits_of(master[i]);
@@ -35,7 +35,7 @@ void split(u16* weight, int16_t* lo, const float* master, size_t count) {
   }
 }
 
-void join(float* master, const u16* weight, const int16_t* lo, size_t count) {
+inline void join(float* master, const u16* weight, const int16_t* lo, size_t count) {
 #pragma GCC ivdep
   for (size_t i = 0; i < count; ++i) master[i] = join_one(weight[i], lo[i]);
 }

@@ -47,7 +47,7 @@ ZC_INLINE u32 code_random(u32 position, CodeKey key) {
 }
 
 /// Byte of a random number that is the chance of the quarter `r` of 64 elements.
-constexpr u32 chance_byte(u32 r) { return r % 2 * 2 + r / 2; }
+ZC_INLINE constexpr u32 chance_byte(u32 r) { return r % 2 * 2 + r / 2; }
 
 /// Chance of element k of a block.
 ZC_INLINE u32 code_chance(u32 k, CodeKey key) {
@@ -94,7 +94,7 @@ struct CodedBlock {
   size_t count;
 };
 
-CodedBlock block_at(const OptimPiece& p, size_t i) {
+inline CodedBlock block_at(const OptimPiece& p, size_t i) {
   return {static_cast<std::uint8_t*>(p.state[0]) + i, static_cast<std::uint8_t*>(p.state[1]) + i,
           p.scales + i / kCodeBlock * 2, p.count - i < kCodeBlock ? p.count - i : kCodeBlock};
 }
@@ -103,7 +103,7 @@ struct Largest {
   u32 first, second;  ///< bits of the largest magnitudes
 };
 
-void decode_block(float* m, float* v, const CodedBlock& b) {
+inline void decode_block(float* m, float* v, const CodedBlock& b) {
   const float first = __builtin_fabsf(b.scales[0]), second = b.scales[1];
   const size_t n = b.count;
 #pragma GCC ivdep
@@ -115,7 +115,7 @@ void decode_block(float* m, float* v, const CodedBlock& b) {
     if (b.first[k] == kLost) m[k] = v[k] = __builtin_nanf("");
 }
 
-Largest largest_of(const float* m, const float* v, size_t n) {
+inline Largest largest_of(const float* m, const float* v, size_t n) {
   Largest largest{0, 0};
   for (size_t k = 0; k < n; ++k) {
     const u32 a = bits_of(m[k]) & 0x7fffffffu, b = bits_of(v[k]) & 0x7fffffffu;

@@ -9,7 +9,7 @@
 #include <vector>
 
 #if defined(__SANITIZE_ADDRESS__)
-#include <sanitizer/common_interface_defs.h>
+#include <sanitizer/asan_interface.h>
 #endif
 #if defined(__SANITIZE_THREAD__)
 #include <sanitizer/tsan_interface.h>
@@ -18,7 +18,7 @@
 namespace zcomm::emulation {
 namespace {
 
-constexpr std::size_t kStackNbytes = 256 << 10;
+constexpr std::size_t kStackNbytes = 128 << 10;
 constexpr unsigned kWarp = 32;
 
 /// Where threads wait for each other. Nobody can come back before all have left: each must first arrive again.
@@ -27,10 +27,37 @@ struct Meeting {
   std::uint64_t given[kWarp] = {}, result[kWarp] = {};
 };
 
-/// A stack of its own; the sanitizers are told of each switch.
+using Stack = std::unique_ptr<std::byte[]>;
+
+/// Kept from block to block.
+class Stacks {
+ public:
+  Stack take() {
+    if (spare_.empty()) return std::make_unique<std::byte[]>(kStackNbytes);
+    Stack stack = std::move(spare_.back());
+    spare_.pop_back();
+#if defined(__SANITIZE_ADDRESS__)
+    __asan_unpoison_memory_region(stack.get(), kStackNbytes);  // frames that were left, not returned from
+#endif
+    return stack;
+  }
+  void give(Stack stack) { spare_.push_back(std::move(stack)); }
+
+ private:
+  std::vector<Stack> spare_;
+};
+
+Stacks& stacks() {
+  static thread_local Stacks mine;
+  return mine;
+}
+
+/// Threads on a stack of their own; the sanitizers are told of each switch.
 struct Fiber {
+  Fiber() : stack(stacks().take()) {}
+  ~Fiber() { stacks().give(std::move(stack)); }
   ucontext_t context{};
-  std::unique_ptr<std::byte[]> stack;
+  Stack stack;
   const Meeting* waits_for = nullptr;
   unsigned generation = 0;  // of the meeting, when it began to wait
   unsigned thread = 0;
@@ -87,7 +114,6 @@ class Block {
  private:
   void start() {
     Fiber& fiber = *fibers_.emplace_back(std::make_unique<Fiber>());
-    fiber.stack = std::make_unique<std::byte[]>(kStackNbytes);
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.get();
     fiber.context.uc_stack.ss_size = kStackNbytes;

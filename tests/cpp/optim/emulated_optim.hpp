@@ -1,0 +1,10 @@
+// A StreamKernels whose tasks run the CUDA kernels of src/optim/*.cu over cuda_emulation, on host memory, at once.
+#pragma once
+
+#include <span>
+
+#include "optim/stream_optim.hpp"
+
+#define cuda emulated
+#include "optim/cuda_optim.hpp"
+#undef cuda
