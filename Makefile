@@ -96,7 +96,7 @@ tsan: $(VENV)/.build-tools ## C++ tests under the thread sanitizer
 
 cuda: $(VENV)/.build-tools ## compiles the CUDA code (needs nvcc, no GPU)
 	cmake --preset cuda --log-level=WARNING
-	cmake --build --preset cuda --target zcomm_device
+	cmake --build --preset cuda --target zcomm_device zcomm_optim
 
 gpu-check: setup ## tests that need a GPU; says so and succeeds where there is none
 	@if ! nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then echo "gpu-check: no GPU on this machine; nothing was checked"; exit 0; fi; \
