@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <span>
 #include <string>
@@ -41,6 +42,9 @@ struct Call {
   const char* name = "";  ///< appears in errors, and must be equal on all ranks
   const char* site = "";  ///< where the program calls from ("train.py:42"), for errors; may differ between ranks
   bool async = true;      ///< false: done when the call returns (on the calling thread if nothing is queued)
+  /// Of buffers on a device: the native handle of the stream on which they become ready, and which may use them again
+  /// after wait() (or after a call that is not async). Ignored elsewhere.
+  std::uintptr_t stream = 0;
 
   Call() = default;
   Call(const char* of_name, bool is_async = true, const char* from = "") : name(of_name), site(from), async(is_async) {}

@@ -2,11 +2,14 @@
 //
 // A Work is a move-only reference to a Completion that the runner of the operation finishes exactly once.
 // wait() rethrows the operation's error, done() polls, dropping an unfinished Work waits for it.
+// An operation on a device ends twice: on the host, when all of it is on a stream, and on the device. wait() blocks for
+// the first end only, and makes the stream that the call named wait for the second.
 // Thread rule: any thread may wait; a Work object itself is used by one thread at a time.
 // Completions come from a pool, so that a steady state allocates nothing.
 #pragma once
 
 #include <condition_variable>
+#include <cstdint>
 #include <exception>
 #include <memory>
 #include <mutex>
@@ -17,11 +20,24 @@ namespace zcomm {
 
 class CompletionPool;
 
+/// What an operation on a device has still to do when it has ended on the host. Thread rule: free-threaded.
+class DeviceTail {
+ public:
+  virtual ~DeviceTail() = default;
+  /// What `stream` (its native handle; none: the stream that the call named) is given from now on runs after it. Does
+  /// not wait for the device, unless that stream is the host itself. Throws what is known to have gone wrong.
+  virtual void order(std::optional<std::uintptr_t> stream) = 0;
+  /// Nobody ordered anything after it, and now nobody will: does it for the call's stream.
+  virtual void drop() noexcept = 0;
+  /// Whether it has been passed, or never will be.
+  virtual bool done() noexcept = 0;
+};
+
 /// Shared state of one operation: finished once, waited for by any number of threads.
 class Completion {
  public:
   /// Marks the operation done; `error` is rethrown by every wait(). Call exactly once.
-  void finish(std::exception_ptr error = nullptr) noexcept;
+  void finish(std::exception_ptr error = nullptr, std::shared_ptr<DeviceTail> tail = nullptr) noexcept;
   /// Blocks until finished. Throws Timeout after `timeout_s` (the operation goes on), or the operation's error.
   void wait(std::optional<double> timeout_s);
   /// Blocks until finished; never throws.
@@ -31,6 +47,9 @@ class Completion {
   bool done() const;
   /// Whether some wait() has thrown the operation's error.
   bool error_reported() const;
+  /// Of a finished operation; null if there is none.
+  std::shared_ptr<DeviceTail> tail() const;
+  void drop_tail() noexcept;
 
  private:
   friend class CompletionPool;
@@ -39,6 +58,7 @@ class Completion {
   bool done_ = false;
   bool reported_ = false;
   std::exception_ptr error_;
+  std::shared_ptr<DeviceTail> tail_;
 };
 
 class Work {
@@ -49,14 +69,17 @@ class Work {
   Work& operator=(Work&& other) noexcept;
   ~Work();
 
-  /// Blocks until the operation ended. Throws its error, or Timeout when `timeout_s` passes first.
-  /// Waiting again after success is a no-op.
+  /// Blocks until the operation ended (on a device: see above). Throws its error, or Timeout when `timeout_s` passes
+  /// first. Waiting again after success is a no-op.
   void wait(std::optional<double> timeout_s = std::nullopt);
+  /// The same, but what waits for the device is the stream with this native handle.
+  void wait_on(std::uintptr_t stream, std::optional<double> timeout_s = std::nullopt);
   bool done() const;
   /// Blocks for `patience_s` at most; returns whether the operation ended. Its error waits for wait().
   bool wait_for(double patience_s) noexcept;
 
  private:
+  void end() noexcept;
   std::shared_ptr<Completion> completion_;
 };
 

@@ -7,10 +7,11 @@
 
 namespace zcomm {
 
-void Completion::finish(std::exception_ptr error) noexcept {
+void Completion::finish(std::exception_ptr error, std::shared_ptr<DeviceTail> tail) noexcept {
   // Notify under the lock: a waiter may give the completion back to the pool as soon as it sees done_.
   const std::lock_guard lock(mutex_);
   error_ = std::move(error);
+  tail_ = std::move(tail);
   done_ = true;
   changed_.notify_all();
 }
@@ -47,23 +48,54 @@ bool Completion::error_reported() const {
   return reported_;
 }
 
+std::shared_ptr<DeviceTail> Completion::tail() const {
+  const std::lock_guard lock(mutex_);
+  return tail_;
+}
+
+void Completion::drop_tail() noexcept {
+  std::shared_ptr<DeviceTail> tail;
+  {
+    const std::lock_guard lock(mutex_);
+    tail = std::move(tail_);
+  }
+  if (tail) tail->drop();
+}
+
 Work& Work::operator=(Work&& other) noexcept {
   if (this != &other) {
-    if (completion_) completion_->wait_quietly();
+    end();
     completion_ = std::move(other.completion_);
   }
   return *this;
 }
 
-Work::~Work() {
-  if (completion_) completion_->wait_quietly();
+Work::~Work() { end(); }
+
+void Work::end() noexcept {
+  if (!completion_) return;
+  completion_->wait_quietly();
+  completion_->drop_tail();
 }
 
 void Work::wait(std::optional<double> timeout_s) {
-  if (completion_) completion_->wait(timeout_s);
+  if (!completion_) return;
+  completion_->wait(timeout_s);
+  if (const auto tail = completion_->tail()) tail->order(std::nullopt);
 }
 
-bool Work::done() const { return !completion_ || completion_->done(); }
+void Work::wait_on(std::uintptr_t stream, std::optional<double> timeout_s) {
+  if (!completion_) return;
+  completion_->wait(timeout_s);
+  if (const auto tail = completion_->tail()) tail->order(stream);
+}
+
+bool Work::done() const {
+  if (!completion_) return true;
+  if (!completion_->done()) return false;
+  const auto tail = completion_->tail();
+  return !tail || tail->done();
+}
 
 bool Work::wait_for(double patience_s) noexcept { return !completion_ || completion_->wait_for(patience_s); }
 
@@ -89,6 +121,7 @@ std::shared_ptr<Completion> CompletionPool::acquire() {
     candidate->done_ = false;
     candidate->reported_ = false;
     candidate->error_ = nullptr;
+    candidate->tail_ = nullptr;
     return candidate;
   }
   all.push_back(std::make_shared<Completion>());

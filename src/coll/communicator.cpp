@@ -153,6 +153,8 @@ class EngineCommunicator final : public Communicator {
     return executor_->submit(
         [&](Operation& operation, SpareItems& spares) {
           fill(operation, spares, request, rank_, world_size_, symmetric_);
+          operation.async = request.call.async;
+          engine_->prepare(operation, request.call);
         },
         request.call.async);
   }

@@ -22,6 +22,9 @@ class Engine {
   virtual int rank() const = 0;
   virtual int world_size() const = 0;
 
+  /// On the caller's thread, when an operation has been called, before run(): for engines whose buffers become ready on
+  /// a stream. What goes wrong is kept for run().
+  virtual void prepare(Operation&, const Call&) noexcept {}
   /// Compares the operation with that of the other ranks, and carries it out. Throws what went wrong.
   virtual void run(Operation& operation) = 0;
   /// send and recv.

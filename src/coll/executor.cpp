@@ -42,6 +42,7 @@ void Executor::run_here() {
     error = std::current_exception();
   }
   here_.items.give_back(here_spares_);
+  here_.tail.reset();
   leave();
   if (error) std::rethrow_exception(error);
 }
@@ -76,13 +77,15 @@ void Executor::loop() noexcept {
       error = std::current_exception();
     }
     const std::shared_ptr<Completion> completion = std::move(operation.completion);
+    std::shared_ptr<DeviceTail> tail = std::move(operation.tail);
+    if (error) tail.reset();
     lock.lock();
     operation.items.give_back(spares_);
     head_ = (head_ + 1) % kDepth;
     state_.fetch_sub(kBusy + 1);
     freed_.notify_all();
     lock.unlock();
-    completion->finish(std::move(error));
+    completion->finish(std::move(error), std::move(tail));
     lock.lock();
   }
 }

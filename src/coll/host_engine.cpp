@@ -14,6 +14,7 @@ HostEngine::HostEngine(std::shared_ptr<net::Mesh> mesh, const CommOptions& optio
       symmetric_(symmetric),
       memory_(*mesh_, options),
       watch_(mesh_, memory_, options.timeout_s),
+      entrance_(memory_, watch_),
       turns_(memory_, watch_),
       staged_(memory_, watch_, turns_),
       staged_exchange_(memory_, turns_),
@@ -30,13 +31,15 @@ void HostEngine::close() noexcept {
 void HostEngine::run(Operation& operation) {
   try {
     const bool small = one_shot_.takes(operation);
-    enter(operation, small);
+    entrance_.enter(operation.header, [&](std::uint32_t number) {
+      if (small) one_shot_.bring(operation, number);
+    });
     if (small)
       one_shot_.finish(operation);
     else
       work(operation);
     // Takes the next entry's cache line back from those who read it, while nobody waits for it.
-    fetch_for_writing(&memory_.own().entries[(sequence_ + 1) & 1]);
+    fetch_for_writing(&memory_.own().entries[(entrance_.number() + 1) & 1]);
   } catch (const CollectiveMismatch&) {
     throw;  // the other ranks see it by themselves
   } catch (const Interrupted&) {
@@ -46,29 +49,6 @@ void HostEngine::run(Operation& operation) {
     watch_.fail(text(describe(operation.header), ": ", error.what()));  // no effect if a failure is known already
     throw;
   }
-}
-
-void HostEngine::enter(Operation& operation, bool with_data) {
-  Header& header = operation.header;
-  header.sequence = sequence_ + 1;
-  watch_.begin(header);
-  ++sequence_;
-  ControlBlock& own = memory_.own();
-  Entry& entry = own.entries[sequence_ & 1];
-  if (guard_enabled) copy_header(own.headers[sequence_ & 1], header);
-  entry.identity = header.identity;
-  entry.place_in = header.place_in;
-  entry.place_out = header.place_out;
-  if (with_data) one_shot_.bring(operation, sequence_);
-  publish(entry, sequence_);
-  watch_.wait_for_peers(Stage::arrived, sequence_);
-  if (!guard_enabled) return;
-  bool same = true;
-  for (int rank = 0; rank < memory_.world_size(); ++rank)
-    same &= memory_.block(rank).entries[sequence_ & 1].identity == header.identity;
-  if (!same)
-    require_same(memory_.world_size(),
-                 [this](int rank) -> const Header& { return memory_.block(rank).headers[sequence_ & 1]; });
 }
 
 void HostEngine::work(Operation& operation) {
@@ -93,9 +73,8 @@ void HostEngine::work(Operation& operation) {
     default:
       break;
   }
-  const Path path = choose_path(operation.header.kind, memory_.world_size(), [this](int rank) -> const Entry& {
-    return memory_.block(rank).entries[sequence_ & 1];
-  });
+  const Path path = choose_path(operation.header.kind, memory_.world_size(),
+                                [this](int rank) -> const Entry& { return entrance_.entry(rank); });
   if (path == Path::staged)
     staged_.run(operation);
   else
@@ -103,7 +82,7 @@ void HostEngine::work(Operation& operation) {
 }
 
 void HostEngine::work_told(const Operation& operation) {
-  const HeaderOf header_of = [this](int rank) -> const Header& { return memory_.block(rank).headers[sequence_ & 1]; };
+  const HeaderOf header_of = [this](int rank) -> const Header& { return entrance_.header(rank); };
   const bool uneven = operation.header.kind == OpKind::all_to_all;
   if (uneven) staged_exchange_.compare(operation, header_of);
   const Path path = choose_told_path(operation.header, world_size(), memory_.slot_nbytes(), header_of);

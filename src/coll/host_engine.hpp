@@ -1,9 +1,5 @@
 // HostEngine: the ranks of one host, over symmetric memory: enter, compare headers, choose a path, run it.
-//
-// [Note: entry] A rank writes its header and its Entry, publishes the operation's number in it, and goes on once all
-// have arrived: then inputs are ready to be read, outputs may be written, and small operations have all data. Ranks
-// compare the identities in the entries; only if they differ do they read headers. Every rank sees the same, so a
-// mismatch is the same error everywhere without another word. Thread rule: as Engine's.
+// Thread rule: as Engine's. Source: [Note: entry] in coll/entrance.hpp.
 #pragma once
 
 #include <cstdint>
@@ -11,6 +7,7 @@
 
 #include "coll/direct.hpp"
 #include "coll/engine.hpp"
+#include "coll/entrance.hpp"
 #include "coll/host_messenger.hpp"
 #include "coll/one_shot.hpp"
 #include "coll/staged.hpp"
@@ -35,7 +32,6 @@ class HostEngine final : public Engine {
   std::size_t nbytes() const override { return memory_.nbytes() + messenger_.nbytes(); }
 
  private:
-  void enter(Operation& operation, bool with_data);
   void work(Operation& operation);
   void work_told(const Operation& operation);
 
@@ -43,6 +39,7 @@ class HostEngine final : public Engine {
   SymmetricMemory& symmetric_;
   HostMemory memory_;
   Watch watch_;
+  Entrance entrance_;
   SlotTurns turns_;
   StagedPath staged_;
   StagedExchange staged_exchange_;
@@ -50,7 +47,6 @@ class HostEngine final : public Engine {
   OneShotPath one_shot_;
   ToldPath told_;
   HostMessenger messenger_;
-  std::uint32_t sequence_ = 0;
 };
 
 }  // namespace zcomm::coll

@@ -65,6 +65,8 @@ struct Operation {
   AllocateResult* allocate = nullptr;
   std::shared_ptr<device::Event> after;  ///< not null: only wait for this (local, no header)
   std::shared_ptr<Completion> completion;
+  bool async = true;
+  std::shared_ptr<DeviceTail> tail;  ///< of engines that end on a device (Engine::prepare)
 };
 
 /// A caller's arguments. `in` of in-place operations is `out`.

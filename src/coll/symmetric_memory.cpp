@@ -89,7 +89,7 @@ class SymmetricMemory::BufferImpl final : public SymmetricBuffer {
   std::size_t nbytes() const override { return allocation_->nbytes; }
 
  private:
-  std::size_t world_size() const { return allocation_->segments.size(); }
+  std::size_t world_size() const { return allocation_->bases.size(); }
   std::shared_ptr<Registry> registry_;
   std::shared_ptr<const Allocation> allocation_;
 };
@@ -132,15 +132,22 @@ std::shared_ptr<SymmetricBuffer> SymmetricMemory::make(net::Mesh& mesh, std::siz
     throw AllocationRefused(static_cast<int>(hello.refused),
                             text("allocating ", nbytes, " bytes was refused on ", refused_by));
 
-  Allocation allocation{hello.id, nbytes, rank, shared, {}};
-  allocation.segments.resize(static_cast<std::size_t>(mesh.world_size()));
-  for (std::size_t r = 0; r < (shared ? 1 : allocation.segments.size()); ++r) {
-    if (static_cast<int>(r) == rank)
-      allocation.segments[r] = std::move(mine);
-    else
-      allocation.segments[r] = heap::Segment::map(std::move(parcels[r].fd), mapped);
+  Allocation allocation{hello.id, nbytes, rank, shared, {}, {}};
+  const auto ranks = static_cast<std::size_t>(mesh.world_size());
+  for (std::size_t r = 0; r < (shared ? 1 : ranks); ++r) {
+    auto segment = std::make_shared<heap::Segment>(
+        static_cast<int>(r) == rank ? std::move(mine) : heap::Segment::map(std::move(parcels[r].fd), mapped));
+    allocation.bases.push_back(segment->data());
+    allocation.owners.push_back(std::move(segment));
   }
+  allocation.bases.resize(ranks, allocation.bases[0]);
   return std::make_shared<BufferImpl>(registry_, std::move(allocation));
+}
+
+std::shared_ptr<SymmetricBuffer> SymmetricMemory::keep(std::size_t nbytes, int rank, std::vector<std::byte*> bases,
+                                                       std::vector<std::shared_ptr<void>> owners) {
+  return std::make_shared<BufferImpl>(
+      registry_, Allocation{next_id_++, nbytes, rank, false, std::move(bases), std::move(owners)});
 }
 
 const Allocation* SymmetricMemory::find(const void* p, std::size_t nbytes) const {

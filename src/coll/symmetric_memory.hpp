@@ -24,9 +24,10 @@ struct Allocation {
   std::size_t nbytes = 0;
   int rank = 0;
   bool shared = false;
-  std::vector<heap::Segment> segments;  ///< by rank; with `shared` only the first
+  std::vector<std::byte*> bases;              ///< by rank, as this rank sees them; with `shared` all the same
+  std::vector<std::shared_ptr<void>> owners;  ///< what keeps them there
 
-  std::byte* base(int of_rank) const { return segments[shared ? 0 : static_cast<std::size_t>(of_rank)].data(); }
+  std::byte* base(int of_rank) const { return bases[static_cast<std::size_t>(of_rank)]; }
   std::byte* own() const { return base(rank); }
   std::uint64_t offset_of(const void* p) const {
     return static_cast<std::uint64_t>(static_cast<const std::byte*>(p) - own());
@@ -46,6 +47,12 @@ class SymmetricMemory {
 
   /// Collective. If memory is refused on any rank, every rank throws AllocationRefused and nothing is left behind.
   std::shared_ptr<SymmetricBuffer> make(net::Mesh& mesh, std::size_t nbytes, bool shared, double timeout_s);
+
+  /// Of memory that an engine has made by itself, on all ranks alike; `bases` and `owners` as in Allocation.
+  std::shared_ptr<SymmetricBuffer> keep(std::size_t nbytes, int rank, std::vector<std::byte*> bases,
+                                        std::vector<std::shared_ptr<void>> owners);
+  /// The id of what is made next.
+  std::uint64_t next_id() const { return next_id_; }
 
   /// The allocation that holds all of [p, p + nbytes), or null.
   const Allocation* find(const void* p, std::size_t nbytes) const;

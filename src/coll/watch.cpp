@@ -149,8 +149,14 @@ void Watch::close() noexcept {
 }
 
 void Watch::throw_if_poisoned() const {
-  const std::uint32_t word = memory_.block(0).poison.load();
-  if (word == 0) return;
+  if (const std::uint32_t word = memory_.block(0).poison.load(); word != 0) throw_poison(word, during());
+}
+
+void Watch::throw_if_failed(const Header& during) const {
+  if (const std::uint32_t word = memory_.block(0).poison.load(); word != 0) throw_poison(word, describe(during));
+}
+
+void Watch::throw_poison(std::uint32_t word, const std::string& during) const {
   const int noticed_by = static_cast<int>(word >> 12 & (kRankLimit - 1));
   const int culprit = static_cast<int>(word & (kRankLimit - 1));
   const auto story = [&] {
@@ -158,16 +164,14 @@ void Watch::throw_if_poisoned() const {
     return std::string(failure, strnlen(failure, sizeof(ControlBlock::failure)));
   };
   switch (static_cast<Cause>(word >> 24)) {
-    case Cause::none:
-      return;
     case Cause::died:
-      throw PeerLost(culprit, text("rank ", culprit, " died; ", during(), " cannot finish"));
+      throw PeerLost(culprit, text("rank ", culprit, " died; ", during, " cannot finish"));
     case Cause::left:
       throw PeerLost(culprit, text("rank ", culprit, " left (closed its communicator or said goodbye) while others ",
-                                   "needed it; ", during(), " cannot finish"));
+                                   "needed it; ", during, " cannot finish"));
     case Cause::late:
       throw Timeout(story());
-    case Cause::failed:
+    default:
       throw Error(text("rank ", culprit, " failed: ", story()));
   }
 }

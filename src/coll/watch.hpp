@@ -30,6 +30,9 @@ class Watch {
   /// wait() for each rank but this one.
   void wait_for_peers(Stage stage, std::uint32_t target);
 
+  /// The failure that all ranks report, if there has been one, as that of `during`. From any thread.
+  void throw_if_failed(const Header& during) const;
+
   /// Tells the other ranks that this one cannot go on. The first failure of all wins.
   void fail(const std::string& what) noexcept;
   /// Tells the other ranks that this one's program does not go on: they get PeerLost. The first failure of all wins.
@@ -45,6 +48,7 @@ class Watch {
  private:
   enum class Cause : std::uint8_t { none, died, left, late, failed };
   void throw_if_poisoned() const;
+  [[noreturn]] void throw_poison(std::uint32_t word, const std::string& during) const;
   void poison(Cause cause, int culprit) const noexcept;
   void look_around(Stage stage, int peer, std::uint32_t target);
   void give_up_late(Stage stage, int waited_for, std::uint32_t target);

@@ -9,7 +9,7 @@
 
 namespace zcomm::device::cuda {
 
-inline constexpr std::size_t kMaxBuffers = 8;
+inline constexpr std::size_t kMaxBuffers = 32;
 
 /// Reduce by value, as a kernel argument: see kernels.hpp.
 struct ReduceLaunch {

@@ -14,7 +14,7 @@
 
 namespace zcomm::device {
 
-inline constexpr std::size_t kMaxKernelBuffers = 8;  ///< dst and src each, of one reduce
+inline constexpr std::size_t kMaxKernelBuffers = 32;  ///< dst and src each, of one reduce
 
 class StreamKernels {
  public:

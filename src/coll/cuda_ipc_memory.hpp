@@ -1,0 +1,48 @@
+// DeviceHeap: symmetric memory on devices: each rank's own, opened by all others (decision D1).
+//
+// [Note: whose memory it is] A rank may free memory only when no other has it open. A tensor that is dropped closes
+// what this rank had opened of the peers; its own part is kept until all ranks have said that they dropped theirs,
+// which they tell each other when they allocate next, or until the engine ends.
+// Thread rule: make() as Engine::run; dropping buffers is free-threaded.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "coll/cuda_ipc_rounds.hpp"
+#include "coll/cuda_ipc_ticket.hpp"
+#include "coll/operation.hpp"
+#include "coll/symmetric_memory.hpp"
+
+namespace zcomm::coll {
+
+class DeviceHeap {
+ public:
+  DeviceHeap(std::shared_ptr<DeviceWatch> waits, const HostMemory& memory, DeviceRounds& rounds,
+             SymmetricMemory& symmetric);
+  ~DeviceHeap();
+
+  /// Collective. Memory that a rank was refused is every rank's CudaError in `operation.allocate`, and breaks nothing.
+  void make(const Operation& operation);
+  /// Memory that other ranks may still have open is left to the process (see CudaIpcEngine's end).
+  void abandon() noexcept;
+
+ private:
+  struct Dropped;
+  void tell_drops();
+  void forget(const std::vector<std::uint64_t>& ids);
+  device::Memory zeroed(std::size_t nbytes, const Header& during);
+
+  const std::shared_ptr<DeviceWatch> waits_;
+  const HostMemory& memory_;
+  DeviceRounds& rounds_;
+  SymmetricMemory& symmetric_;
+  std::unique_ptr<device::Event> zeroed_;
+  std::shared_ptr<Dropped> dropped_;
+  std::map<std::uint64_t, int> drops_;  // how many ranks have dropped it
+};
+
+}  // namespace zcomm::coll
