@@ -15,6 +15,7 @@ class SimulatedKernels final : public StreamKernels {
 
   void reduce(const Reduce& args) override;
   void cast(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::size_t count) override;
+  void run(const KernelTask& task) override;
 
  private:
   std::function<void(std::function<void()>)> put_;

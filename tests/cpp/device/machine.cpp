@@ -2,12 +2,14 @@
 
 #include <new>
 
+#include "device/cuda.hpp"
+#include "device/device.hpp"
 #include "device/emulated_kernels.hpp"
 
 namespace zcomm::test {
 namespace {
 
-/// Anew for each length: the sanitizer sees the end.
+/// Page-locked where a GPU is, which then addresses it as the host does.
 class HostMemory {
  public:
   ~HostMemory() { release(); }
@@ -16,15 +18,18 @@ class HostMemory {
       release();
       data_ = static_cast<std::byte*>(::operator new(nbytes, kAlign));
       nbytes_ = nbytes;
+      locked_ = device::cuda::page_lock(data_, nbytes_);
     }
     return data_;
   }
 
  private:
-  static constexpr std::align_val_t kAlign{256};
+  static constexpr std::align_val_t kAlign{4096};
   void release() {
+    if (locked_) device::cuda::page_unlock(data_);
     if (data_ != nullptr) ::operator delete(data_, kAlign);
   }
+  bool locked_ = false;
   std::byte* data_ = nullptr;
   std::size_t nbytes_ = 0;
 };
@@ -50,11 +55,34 @@ class Emulation final : public Machine {
   HostMemory memory_;
 };
 
+/// A device's kernels on a stream of it.
+class OnStream final : public Machine {
+ public:
+  explicit OnStream(std::shared_ptr<device::Device> device)
+      : device_(std::move(device)), stream_(device_->make_stream()) {}
+  std::string name() const override { return device_->name(); }
+  std::byte* memory(std::size_t nbytes) override { return memory_.at_least(nbytes); }
+  void reduce(const device::Reduce& args) override { stream_->kernels().reduce(args); }
+  void cast(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::size_t count) override {
+    stream_->kernels().cast(dst, dst_dtype, src, src_dtype, count);
+  }
+  void scale(const device::Scale& args) override { stream_->kernels().scale(args); }
+  void copy_list(const device::CopyList& list) override { stream_->kernels().copy_list(list); }
+  void synchronize() override { stream_->synchronize(); }
+
+ private:
+  HostMemory memory_;
+  std::shared_ptr<device::Device> device_;
+  std::unique_ptr<device::Stream> stream_;
+};
+
 }  // namespace
 
 std::vector<std::unique_ptr<Machine>> machines() {
   std::vector<std::unique_ptr<Machine>> all;
   all.push_back(std::make_unique<Emulation>());
+  all.push_back(std::make_unique<OnStream>(device::make_simulated_device()));
+  if (device::cuda::available()) all.push_back(std::make_unique<OnStream>(device::make_cuda_device(0)));
   return all;
 }
 

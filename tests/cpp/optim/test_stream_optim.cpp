@@ -1,10 +1,10 @@
-// Optimizer steps and block squares on streams against the CPU's, to the bit: CUDA's kernels under the emulation, and
-// the tasks' host side, over types, counts, tiles, cuts, alignments and numbers that are not finite.
+// Optimizer steps and block squares on streams against the CPU's, to the bit, over types, counts, tiles, cuts,
+// alignments and numbers that are not finite: CUDA's kernels under the emulation, a simulated device, a GPU where one is.
 #include <cmath>
 #include <cstring>
 #include <limits>
 
-#include "emulated_optim.hpp"
+#include "runners.hpp"
 #include "shard_state.hpp"
 #include "test.hpp"
 #include "zcomm/error.hpp"
@@ -16,28 +16,14 @@ using optim::OnDevice;
 using optim::StreamAdam;
 using optim::StreamAdamItem;
 
-/// Runs a copy of each task on the host, as a simulated device does.
-class HostKernels final : public device::StreamKernels {
- public:
-  void reduce(const device::Reduce& args) override { device::reduce(args); }
-  void cast(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::size_t count) override {
-    device::cast(dst, dst_dtype, src, src_dtype, count);
-  }
-  void run(const device::KernelTask& task) override {
-    std::size_t touched = 0;
-    task.touch([&touched](const device::Touched& memory) { touched += memory.data != nullptr; });
-    EXPECT_TRUE(touched > 0);
-    task.copy()->on_host();
-  }
-};
-
 constexpr DType kStates[] = {DType::f32, DType::bf16, DType::u8};
 constexpr DType kAllWeights[] = {DType::f32, DType::bf16, DType::f16};
 
 /// A shard in memory of its own: guards behind each array, `shift` elements in front of weight and gradient.
 struct Owned {
+  using Bytes = test::LockedBytes;
   OptimShard shard{};
-  std::vector<std::byte> weight, grad, state;
+  Bytes weight, grad, state;
 
   Owned(DType weight_dtype, DType grad_dtype, DType state_dtype, int arrays, std::size_t count, std::size_t tile_count,
         std::size_t shift, unsigned seed)
@@ -77,7 +63,7 @@ struct Owned {
   /// With the same bits, elsewhere.
   Owned copy() const {
     Owned other(*this);
-    const auto moved = [&](const void* data, const std::vector<std::byte>& from, std::vector<std::byte>& to) {
+    const auto moved = [&](const void* data, const Bytes& from, Bytes& to) {
       return to.data() + (static_cast<const std::byte*>(data) - from.data());
     };
     other.shard.weight = moved(shard.weight, weight, other.weight);
@@ -127,8 +113,8 @@ AdamParams adam_params(int step, bool adamw) {
 }
 
 /// Three steps of each; the third by factors in device memory.
-void compare_adam(Owned first, bool adamw, bool finite) {
-  Owned second = first.copy();
+void compare_adam(test::Runner& runner, const Owned& start, bool adamw, bool finite) {
+  Owned first = start.copy(), second = start.copy();
   for (int step = 1; step <= 3; ++step) {
     for (Owned* each : {&first, &second}) {
       each->fill_grad(static_cast<unsigned>(step) + 50);
@@ -138,11 +124,16 @@ void compare_adam(Owned first, bool adamw, bool finite) {
     }
     const AdamParams params = adam_params(step, adamw);
     adam_step(first.shard, params, 1);
-    const auto told = optim::factors_of(params);
-    optim::emulated::launch_step(second.shard, told.factors, step == 3 ? &told : nullptr, 0);
+    const test::Locked told(optim::factors_of(params));
+    step == 3 ? runner.step(second.shard, told.get()) : runner.step(second.shard, params);
+    runner.synchronize();
     if (same(first, second, finite)) continue;
-    return test::fail(__FILE__, __LINE__, describe(first.shard) + ", step " + std::to_string(step));
+    return test::fail(__FILE__, __LINE__, runner.name() + ": " + describe(first.shard) + ", step " + std::to_string(step));
   }
+}
+
+void compare_on_all(const Owned& start, bool adamw, bool finite) {
+  for (const auto& runner : test::runners()) compare_adam(*runner, start, adamw, finite);
 }
 
 std::vector<std::size_t> counts() {
@@ -159,7 +150,7 @@ TEST(stream_optim, adam_has_the_cpus_bits) {
       for (const DType state : kStates)
         for (const std::size_t count : counts())
           for (const std::size_t shift : {0u, 1u})
-             ++seed, compare_adam(Owned(weight, grad, state, 2, count, count, shift, seed), seed % 2 == 0, true);
+             ++seed, compare_on_all(Owned(weight, grad, state, 2, count, count, shift, seed), seed % 2 == 0, true);
 }
 
 TEST(stream_optim, adam_takes_tiles_and_ranges) {
@@ -172,13 +163,13 @@ TEST(stream_optim, adam_takes_tiles_and_ranges) {
           Owned shard(weight, DType::bf16, state, 2, 9000, tile, 0, ++seed);
           shard.shard.begin = begin;
           shard.shard.end = end;
-          compare_adam(std::move(shard), true, true);
+          compare_on_all(shard, true, true);
         }
   for (const std::size_t begin : {1u, 5u, 99u}) {
     Owned shard(DType::bf16, DType::f32, DType::bf16, 2, 5000, 1000, 0, ++seed);
     shard.shard.begin = begin;
     shard.shard.end = 4321 + begin;
-    compare_adam(std::move(shard), true, true);
+    compare_on_all(shard, true, true);
   }
 }
 
@@ -188,127 +179,131 @@ TEST(stream_optim, adam_with_numbers_that_are_not_finite) {
     for (const DType grad : kGrads)
       for (const DType state : kStates)
         for (const std::size_t count : {4u, 100u, 700u, 3000u})
-          compare_adam(Owned(weight, grad, state, 2, count, count, 0, ++seed), true, false);
+          compare_on_all(Owned(weight, grad, state, 2, count, count, 0, ++seed), true, false);
+}
+
+void compare_lion(test::Runner& runner, DType weight, DType grad, std::size_t count, unsigned seed) {
+  Owned first(weight, grad, DType::f32, 1, count, count < 1000 ? count : 1000, seed % 2, seed);
+  Owned second = first.copy();
+  for (int step = 1; step <= 3; ++step) {
+    for (Owned* each : {&first, &second}) each->fill_grad(static_cast<unsigned>(step));
+    const LionParams params{.lr = 1e-2, .weight_decay = 0.1, .grad_scale = 0.5f};
+    lion_step(first.shard, params, 1);
+    const test::Locked told(optim::factors_of(params));
+    step == 2 ? runner.step(second.shard, told.get()) : runner.step(second.shard, params);
+    runner.synchronize();
+  }
+  if (!same(first, second, true)) test::fail(__FILE__, __LINE__, runner.name() + ": lion, " + describe(first.shard));
 }
 
 TEST(stream_optim, lion_has_the_cpus_bits) {
   unsigned seed = 0;
-  for (const DType weight : kAllWeights)
-    for (const DType grad : kGrads)
-      for (const std::size_t count : counts()) {
-        Owned first(weight, grad, DType::f32, 1, count, count < 1000 ? count : 1000, seed % 2, seed + 1);
-        Owned second = first.copy();
-        ++seed;
-        for (int step = 1; step <= 3; ++step) {
-          for (Owned* each : {&first, &second}) each->fill_grad(static_cast<unsigned>(step));
-          const LionParams params{.lr = 1e-2, .weight_decay = 0.1, .grad_scale = 0.5f};
-          lion_step(first.shard, params, 1);
-          const auto told = optim::factors_of(params);
-          optim::emulated::launch_step(second.shard, told.factors, step == 2 ? &told : nullptr, 0);
-        }
-        if (!same(first, second, true)) test::fail(__FILE__, __LINE__, "lion, " + describe(first.shard));
-      }
+  for (const auto& runner : test::runners())
+    for (const DType weight : kAllWeights)
+      for (const DType grad : kGrads)
+        for (const std::size_t count : counts()) compare_lion(*runner, weight, grad, count, ++seed);
 }
 
 TEST(stream_optim, skip_changes_nothing) {
-  Owned first(DType::f32, DType::f32, DType::f32, 2, 3000, 3000, 0, 1), second = first.copy();
-  auto told = optim::factors_of(AdamParams{});
-  told.skip = 1;
-  optim::emulated::launch_step(second.shard, {}, &told, 0);
-  HostKernels host;
-  optim::stream_step(host, second.shard, &told);
-  EXPECT_TRUE(same(first, second, true));
+  for (const auto& runner : test::runners()) {
+    Owned first(DType::f32, DType::f32, DType::f32, 2, 3000, 3000, 0, 1), second = first.copy();
+    auto told = optim::factors_of(AdamParams{});
+    told.skip = 1;
+    const test::Locked locked(told);
+    runner->step(second.shard, locked.get());
+    runner->synchronize();
+    EXPECT_TRUE(same(first, second, true));
+  }
 }
 
-/// 100 parameters of all types: CPU steps one by one; two launches on the device; the task's host side.
-TEST(stream_optim, many_parameters_at_once) {
-  std::vector<Owned> expected, emulated, hosted;
-  std::vector<float> emulated_counters, hosted_counters;
+/// 100 parameters of all types: the CPU's steps one by one, and all together on a stream. Turn 2 has found infinity.
+void compare_many(test::Runner& runner) {
+  std::vector<Owned> expected, stepped;
+  std::vector<float> start(100);
   for (unsigned i = 0; i < 100; ++i) {
     const std::size_t count = i % 9 == 0 ? 0 : (i * 577) % 5000 + 1;
     expected.emplace_back(kAllWeights[i / 20 % 3], kGrads[i % 3], kStates[i / 30 % 3], 2, count, count + 1, i % 2, i);
-    emulated.push_back(expected.back().copy());
-    hosted.push_back(expected.back().copy());
-    emulated_counters.push_back(static_cast<float>(i % 4));
+    stepped.push_back(expected.back().copy());
+    start[i] = static_cast<float>(i % 4);
   }
-  hosted_counters = emulated_counters;
-  const float scale = 8.0f, lr = 3e-3f, fine = 0.0f, found = 1.0f;
-  std::vector<OnDevice<optim::AdamFactors>> factors(100);
-  HostKernels host;
+  const test::LockedFloats numbers{8.0f, 3e-3f, 1.0f, 0.0f};
+  test::LockedFloats counters(start.begin(), start.end());
+  test::LockedVector<OnDevice<optim::AdamFactors>> factors(100);
+  std::vector<StreamAdamItem> items;
+  for (std::size_t i = 0; i < 100; ++i)
+    items.push_back({stepped[i].shard, &counters[i]});
   for (int turn = 0; turn < 4; ++turn) {
     StreamAdam options{.params = adam_params(1, true), .clip = 0.9};
-    options.params.maximize = false;
-    if (turn > 0) options.grad_scale = &scale, options.lr = &lr;
-    options.found_inf = turn == 2 ? &found : turn == 3 ? &fine : nullptr;
-    const auto items = [](std::vector<Owned>& all, std::vector<float>& counters) {
-      std::vector<StreamAdamItem> list;
-      for (std::size_t i = 0; i < all.size(); ++i) list.push_back({all[i].shard, &counters[i]});
-      return list;
-    };
+    if (turn > 0) options.grad_scale = &numbers[0], options.lr = &numbers[1];
+    options.found_inf = turn == 2 ? &numbers[2] : turn == 3 ? &numbers[3] : nullptr;
     for (std::size_t i = 0; turn != 2 && i < expected.size(); ++i) {
       AdamParams params = options.params;
-      params.step = static_cast<std::int64_t>(hosted_counters[i]) + 1;
+      params.step = static_cast<std::int64_t>(counters[i]) + 1;
       params.grad_scale = static_cast<float>(turn > 0 ? 0.9 / 8.0 : 0.9);
-      if (turn > 0) params.lr = static_cast<double>(lr);
+      if (turn > 0) params.lr = static_cast<double>(numbers[1]);
       adam_step(expected[i].shard, params, 1);
     }
-    const auto on_emulation = items(emulated, emulated_counters), on_host = items(hosted, hosted_counters);
-    optim::emulated::launch_advance(on_emulation, options, factors.data(), 0);
-    optim::emulated::launch_adam(on_emulation, factors.data(), 0);
-    optim::stream_adam(host, on_host, options, factors.data());
+    runner.adam(items, options, factors.data());
+    runner.synchronize();
     for (std::size_t i = 0; i < expected.size(); ++i) {
-      const float counted = static_cast<float>(i % 4) + static_cast<float>(turn < 2 ? turn + 1 : turn);
-      EXPECT_EQ(emulated_counters[i], counted);
-      EXPECT_EQ(hosted_counters[i], counted);
-      if (!same(expected[i], emulated[i], true))
-        test::fail(__FILE__, __LINE__, "emulated, item " + std::to_string(i) + ": " + describe(expected[i].shard));
-      if (!same(expected[i], hosted[i], true))
-        test::fail(__FILE__, __LINE__, "host, item " + std::to_string(i) + ": " + describe(expected[i].shard));
+      EXPECT_EQ(counters[i], start[i] + static_cast<float>(turn < 2 ? turn + 1 : turn));
+      if (!same(expected[i], stepped[i], true))
+        test::fail(__FILE__, __LINE__,
+                   runner.name() + ": item " + std::to_string(i) + ": " + describe(expected[i].shard));
     }
   }
+}
+
+TEST(stream_optim, many_parameters_at_once) {
+  for (const auto& runner : test::runners()) compare_many(*runner);
 }
 
 TEST(stream_optim, block_squares_sum_to_the_norm) {
-  HostKernels host;
-  for (const DType dtype : kGrads)
-    for (std::size_t count = 0; count <= 9000; count += count < 200 ? 1 : 391) {
-      auto grad = gradient(count, dtype, static_cast<unsigned>(count));
-      if (count % 10 == 7) std::memset(grad.data(), 0xff, size_of(dtype));  // NaN
-      const std::size_t blocks = (count + 63) / 64;
-      std::vector<double> sums(blocks + 1, -1.0), here(blocks + 1, -1.0);
-      optim::emulated::launch_squares(sums.data(), grad.data(), dtype, count, 0);
-      optim::stream_squares(host, here.data(), grad.data(), dtype, count);
-      ExactSum sum, expected;
-      optim::add_block_sums(sum, {sums.data(), blocks});
-      add_squares(expected, grad.data(), dtype, count);
-      EXPECT_EQ(sums[blocks], -1.0);
-      EXPECT_TRUE(count % 10 == 7 || sums == here);
-      const double a = sum.value(), b = expected.value();
-      EXPECT_TRUE(a == b || (std::isnan(a) && std::isnan(b)));
-    }
+  for (const auto& runner : test::runners())
+    for (const DType dtype : kGrads)
+      for (std::size_t count = 0; count <= 9000; count += count < 200 ? 1 : 391) {
+        const auto bytes = gradient(count, dtype, static_cast<unsigned>(count));
+        test::LockedBytes grad(bytes.begin(), bytes.end());
+        if (count % 10 == 7) std::memset(grad.data(), 0xff, size_of(dtype));  // NaN
+        const std::size_t blocks = (count + 63) / 64;
+        test::LockedVector<double> sums(blocks + 1, -1.0);
+        runner->squares(sums.data(), grad.data(), dtype, count);
+        runner->synchronize();
+        ExactSum sum, expected;
+        optim::add_block_sums(sum, {sums.data(), blocks});
+        add_squares(expected, grad.data(), dtype, count);
+        EXPECT_EQ(sums[blocks], -1.0);
+        std::vector<double> here(blocks);
+        optim::block_squares(here.data(), grad.data(), dtype, count);
+        EXPECT_TRUE(count % 10 == 7 || std::memcmp(here.data(), sums.data(), blocks * sizeof(double)) == 0);
+        const double a = sum.value(), b = expected.value();
+        EXPECT_TRUE(a == b || (std::isnan(a) && std::isnan(b)));
+      }
 }
 
 TEST(stream_optim, arguments_are_checked) {
-  HostKernels host;
+  const auto device = device::make_simulated_device();
+  const auto stream = device->make_stream();
+  device::StreamKernels& kernels = stream->kernels();
   Owned owned(DType::f32, DType::f32, DType::f32, 2, 10, 10, 0, 1);
   float counter = 0;
   double sum = 0;
   const StreamAdamItem item{owned.shard, &counter}, uncounted{owned.shard, nullptr};
   OnDevice<optim::AdamFactors> factors{};
   const auto adam = [&](const StreamAdamItem& it, const StreamAdam& options, auto* out) {
-    optim::stream_adam(host, {&it, 1}, options, out);
+    optim::stream_adam(kernels, {&it, 1}, options, out);
   };
   EXPECT_THROW_WITH(adam(uncounted, {}, &factors), InvalidArgument, "counter of item 0");
   EXPECT_THROW_WITH(adam(item, {}, static_cast<OnDevice<optim::AdamFactors>*>(nullptr)), InvalidArgument, "factors");
   StreamAdam bad;
   bad.params.beta1 = 1.5;
   EXPECT_THROW_WITH(adam(item, bad, &factors), InvalidArgument, "beta 1.5");
-  EXPECT_THROW_WITH(optim::stream_step(host, owned.shard, static_cast<OnDevice<optim::AdamFactors>*>(nullptr)),
+  EXPECT_THROW_WITH(optim::stream_step(kernels, owned.shard, static_cast<OnDevice<optim::AdamFactors>*>(nullptr)),
                     InvalidArgument, "on_device is null");
   owned.shard.grad_dtype = DType::i32;
-  EXPECT_THROW_WITH(optim::stream_step(host, owned.shard, AdamParams{}), InvalidArgument, "int32");
-  EXPECT_THROW_WITH(optim::stream_squares(host, &sum, &sum, DType::f64, 1), InvalidArgument, "float64");
-  EXPECT_THROW_WITH(optim::stream_squares(host, nullptr, &sum, DType::f32, 1), InvalidArgument, "sums is null");
+  EXPECT_THROW_WITH(optim::stream_step(kernels, owned.shard, AdamParams{}), InvalidArgument, "int32");
+  EXPECT_THROW_WITH(optim::stream_squares(kernels, &sum, &sum, DType::f64, 1), InvalidArgument, "float64");
+  EXPECT_THROW_WITH(optim::stream_squares(kernels, nullptr, &sum, DType::f32, 1), InvalidArgument, "sums is null");
   EXPECT_EQ(counter, 0.0f);
 }
 
