@@ -56,7 +56,7 @@ def worst_ulp(inp: Tensor, call: Callable[[], object], rank: int, world: int) ->
     info = torch.finfo(inp.dtype)
     _, exponent = torch.frexp(total)
     ulp = torch.ldexp(torch.full_like(total, info.eps), exponent - 1).clamp(min=info.tiny * info.eps)
-    return float(((inp[:n].to(torch.float64) - total).abs() / ulp).max()) if n else 0.0
+    return float(((inp[:n].cpu().to(torch.float64) - total).abs() / ulp).max()) if n else 0.0
 
 
 def value(operation: Operation, rank: Any, index: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ def _windows(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
     import torch
 
     for begin in range(0, tensor.numel(), WINDOW):
-        yield begin, torch.arange(begin, min(begin + WINDOW, tensor.numel()))
+        yield begin, torch.arange(begin, min(begin + WINDOW, tensor.numel()), device=tensor.device)
 
 
 def _reduced(inputs: list[Tensor], redop: str, dtype: torch.dtype) -> Tensor:

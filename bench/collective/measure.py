@@ -21,7 +21,7 @@ Gather = Callable[[list[float]], list[list[float]]]
 
 def gather(values: list[float]) -> list[list[float]]:
     """Everybody's lists, by rank."""
-    together = zcomm.all_gather(torch.tensor(values, dtype=torch.float64))
+    together = zcomm.all_gather(torch.tensor(values, dtype=torch.float64, device=zcomm.init().device))
     assert isinstance(together, torch.Tensor)
     return together.reshape(zcomm.world_size(), len(values)).tolist()
 
@@ -40,7 +40,7 @@ class Case:
         self.buffers: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         if "symmetric" in arguments.variants:
             self.buffers["symmetric"] = self._pair(lambda n: zcomm.empty(n, dtype=self.dtype))
-        private = self._pair(lambda n: torch.zeros(n, dtype=self.dtype))
+        private = self._pair(lambda n: torch.zeros(n, dtype=self.dtype, device=zcomm.init().device))
         if "private" in arguments.variants:
             self.buffers["private"] = private
         self.calls: dict[str, Callable[[], object]] = {
@@ -98,7 +98,9 @@ def memory_needed(arguments: argparse.Namespace, nbytes: int) -> float:
 
 
 def fits(arguments: argparse.Namespace, nbytes: int) -> bool:
-    available = min(of_rank[0] for of_rank in gather([float(psutil.virtual_memory().available)]))
+    device = zcomm.init().device
+    mine = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    available = min(of_rank[0] for of_rank in gather([float(mine)]))
     return memory_needed(arguments, nbytes) < 0.9 * available
 
 
@@ -113,12 +115,15 @@ def measure(
     if sockets:
         roofs: Calls = sockets.calls(roof.ring_nbytes(case.operation, case.nbytes, case.world))
         beside: Calls = {}
+    elif zcomm.init().device.type == "cuda":
+        roofs, beside = roof.device_roof(case.operation, case.nbytes, case.world, zcomm.init().device), {}
     else:
         roofs, beside = roof.memory_roof(case.operation, case.nbytes, case.world, roof.bench_library_or_none())
+    settle = torch.cuda.synchronize if zcomm.init().device.type == "cuda" else None
     rounds = max(MIN_ROUNDS, min(arguments.iters, 21))
     inner = max(-(-arguments.iters // rounds), min(50, (1 << 20) // case.nbytes))
     timings = interleaved(
-        {**case.calls, **roofs, **beside}, rounds, inner, arguments.warmup_iters, zcomm.barrier, gather
+        {**case.calls, **roofs, **beside}, rounds, inner, arguments.warmup_iters, zcomm.barrier, gather, settle
     )
     row = _row(arguments, case, timings, list(roofs), wrong)
     if ulp:

@@ -2,7 +2,8 @@
 
 Memory: all ranks at once copy those bytes (half are read, half are written), with the C library's memcpy and with
 non-temporal stores; the faster counts. A pass in place is timed beside them and is no roof: it writes lines that it has
-just read, which of all operations only an all_reduce on symmetric memory does. Sockets (backend tcp): all ranks at once
+just read, which of all operations only an all_reduce on symmetric memory does. Device (CUDA tensors): the same copy on each
+rank's device, all at once: 2N bytes of device memory per rank for an all_reduce. Sockets (backend tcp): all ranks at once
 send and receive what a ring must, over raw sockets (bench/cpp).
 """
 
@@ -10,10 +11,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from collective.operations import Operation
 from harness.record import ROOT
+
+if TYPE_CHECKING:
+    import torch
 
 Roofs = dict[str, Callable[[], object]]
 
@@ -31,6 +35,14 @@ def memory_roof(operation: Operation, nbytes: int, world: int, library: ctypes.C
         to, start = target.ctypes.data, source.ctypes.data
         roofs["streaming_copy"] = lambda: library.zcomm_bench_streaming_copy(to, start, source.size)
     return roofs, {"in_place": lambda: numpy.negative(words, out=words)} if words.size else {}
+
+
+def device_roof(operation: Operation, nbytes: int, world: int, device: torch.device) -> Roofs:
+    import torch
+
+    source = torch.zeros(max(1, int(nbytes * operation.memory_factor(world) / 2)), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return {"device_copy": lambda: target.copy_(source)}
 
 
 def ring_nbytes(operation: Operation, nbytes: int, world: int) -> int:

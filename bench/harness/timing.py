@@ -39,8 +39,12 @@ def interleaved(
     warmup: int,
     barrier: Callable[[], object],
     gather: Callable[[list[float]], list[list[float]]],
+    settle: Callable[[], object] | None = None,
 ) -> dict[str, Timing]:
-    """Times each variant. `inner` calls make one round; `gather` gives everybody the lists of all ranks."""
+    """Times each variant. `inner` calls make one round; `gather` gives everybody the lists of all ranks.
+
+    settle: waits for a device; its time belongs to the round, and to its last call.
+    """
     rounds = max(MIN_ROUNDS, rounds)
     clock = time.perf_counter
     rounds_of: dict[str, list[float]] = {name: [] for name in variants}
@@ -48,6 +52,8 @@ def interleaved(
     for call in variants.values():
         for _ in range(warmup):
             call()
+    if settle is not None:
+        settle()
     for _ in range(rounds):
         for name, call in variants.items():
             stamps = [0.0] * (inner + 1)
@@ -56,6 +62,9 @@ def interleaved(
             for i in range(1, inner + 1):
                 call()
                 stamps[i] = clock()
+            if settle is not None:
+                settle()
+                stamps[-1] = clock()
             rounds_of[name].append((stamps[-1] - stamps[0]) / inner)
             calls_of[name].extend(end - begin for begin, end in itertools.pairwise(stamps))
     result = {}

@@ -84,13 +84,14 @@ void check_signals() {
 }
 
 /// Ctrl-C must reach a program that waits for another rank.
-void wait_interruptibly(Work& work, std::optional<double> timeout_s) {
+template <class End>
+void wait_interruptibly(Work& work, std::optional<double> timeout_s, const End& end) {
   constexpr double kSlice_s = 0.1;
   for (double left_s = timeout_s.value_or(0.0);;) {
     const double slice_s = timeout_s ? std::min(kSlice_s, left_s) : kSlice_s;
     {
       const py::gil_scoped_release release;
-      if (work.wait_for(slice_s)) return work.wait();
+      if (work.wait_for(slice_s)) return end();
     }
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
     if (timeout_s && (left_s -= slice_s) <= 0.0)
@@ -122,7 +123,16 @@ void bind_base(py::module_& m) {
       .value("prod", ReduceOp::prod);
 
   py::class_<Work, WorkHolder>(m, "Work")
-      .def("wait", &wait_interruptibly, py::arg("timeout") = std::nullopt)
+      .def(
+          "wait",
+          [](Work& self, std::optional<double> timeout_s) { wait_interruptibly(self, timeout_s, [&] { self.wait(); }); },
+          py::arg("timeout") = std::nullopt)
+      .def(
+          "wait_on",
+          [](Work& self, std::uintptr_t stream, std::optional<double> timeout_s) {
+            wait_interruptibly(self, timeout_s, [&] { self.wait_on(stream); });
+          },
+          py::arg("stream"), py::arg("timeout") = std::nullopt)
       .def("done", &Work::done);
 
   py::class_<Memory>(m, "Memory", py::buffer_protocol())

@@ -34,8 +34,15 @@ std::vector<ConstBuffer> const_buffers(const Spans& spans) {
   return all;
 }
 
+/// The stream of this thread's next calls (Call::stream): set before each call on device tensors, ignored by others.
+thread_local std::uintptr_t call_stream = 0;
+
 /// Strings are interned, so that an operation may outlive them.
-Call call_of(const std::string& name, bool async) { return {name.empty() ? "" : intern(name), async, call_site()}; }
+Call call_of(const std::string& name, bool async) {
+  Call call(name.empty() ? "" : intern(name), async, call_site());
+  call.stream = call_stream;
+  return call;
+}
 
 /// None for a blocking call: it is done.
 template <class Start>
@@ -180,6 +187,7 @@ void bind_messages(py::module_& m, py::class_<Communicator>& c) {
 
 void bind_comm(py::module_& m) {
   bind_mesh(m);
+  m.def("set_call_stream", [](std::uintptr_t stream) { call_stream = stream; }, py::arg("stream"));
   py::class_<Communicator> c(m, "Communicator");
   c.def_static(
        "create",

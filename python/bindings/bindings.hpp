@@ -52,6 +52,7 @@ void bind_base(pybind11::module_& m);
 void bind_comm(pybind11::module_& m);
 void bind_device(pybind11::module_& m);
 void bind_nccl(pybind11::module_& m);
+void bind_cuda_ipc(pybind11::module_& m);
 void bind_links(pybind11::module_& m);
 void bind_heap(pybind11::module_& m);
 void bind_optim(pybind11::module_& m);

@@ -8,6 +8,7 @@ PYBIND11_MODULE(_core, m) {
   zcomm::bindings::bind_comm(m);
   zcomm::bindings::bind_device(m);
   zcomm::bindings::bind_nccl(m);
+  zcomm::bindings::bind_cuda_ipc(m);
   zcomm::bindings::bind_links(m);
   zcomm::bindings::bind_heap(m);
   zcomm::bindings::bind_optim(m);

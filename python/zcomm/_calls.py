@@ -9,7 +9,7 @@ import torch
 
 from zcomm import _core
 from zcomm._tensors import check_buffers, core_dtype
-from zcomm._work import Work
+from zcomm._work import DeviceWork, Work, current_stream
 
 Buckets = torch.Tensor | Sequence[torch.Tensor]
 Result = TypeVar("Result")
@@ -43,11 +43,15 @@ class Calls:
         self._reads_tensors = device == "cpu" and hasattr(core, "all_reduce_tensor")
 
     def _buffers(self, what: str, tensors: Sequence[torch.Tensor]) -> torch.dtype:
-        """The one dtype of ``tensors``, which the core may read when this returns. Raises: as check_buffers."""
+        """The one dtype of ``tensors``, which the core reads after what is on their stream. Raises: as check_buffers."""
         dtype = check_buffers(what, tensors, self._device)
-        if self._device != "cpu":  # the core's stream does not wait for torch's
-            torch.cuda.current_stream(self._device).synchronize()
+        if self._device != "cpu":
+            self._name_stream()
         return dtype
+
+    def _name_stream(self) -> None:
+        """The core's next call comes after what torch's current stream has been given by now (decision D6)."""
+        _core.set_call_stream(current_stream(self._device))
 
     def _check_root(self, what: str, root: int) -> None:
         if not 0 <= root < self.world_size:
@@ -64,16 +68,19 @@ class Calls:
                 )
 
     def _check_same_dtype(self, what: str, side: str, tensors: list[torch.Tensor], dtype: torch.dtype) -> None:
-        other = self._buffers(f"{what} {side}", tensors)
+        other = check_buffers(f"{what} {side}", tensors, self._device, is_second=True)
         if other != dtype:
             raise ValueError(f"{what}: tensors are {dtype}, {side} is {other}")
         core_dtype(dtype)
 
-    @staticmethod
-    def _end(core_work: _core.Work | None, keep_alive: object) -> Work | None:
+    def _end(self, core_work: _core.Work | None, keep_alive: object) -> Work | None:
         """``core_work`` is None when the call was blocking."""
-        return None if core_work is None else Work(core_work, keep_alive)
+        if core_work is None:
+            return None
+        return Work(core_work, keep_alive) if self._device == "cpu" else DeviceWork(core_work, keep_alive, self._device)
 
-    @staticmethod
-    def _end_with(result: Result, core_work: _core.Work | None, keep_alive: object) -> Result | tuple[Result, Work]:
-        return result if core_work is None else (result, Work(core_work, keep_alive))
+    def _end_with(
+        self, result: Result, core_work: _core.Work | None, keep_alive: object
+    ) -> Result | tuple[Result, Work]:
+        work = self._end(core_work, keep_alive)
+        return result if work is None else (result, work)

@@ -35,6 +35,8 @@ class PeerLost(ConnectionError):
 
 class Work:
     def wait(self, timeout: float | None = None) -> None: ...
+    def wait_on(self, stream: int, timeout: float | None = None) -> None:
+        """wait(), but what waits for the device is the stream of this native handle, not that of the call."""
     def done(self) -> bool: ...
 
 class Memory(Buffer):
@@ -212,6 +214,15 @@ def nccl_version(library: str = "") -> str: ...
 def make_nccl_communicator(
     control: Communicator, watched: Mesh, device: int, library: str, timeout_s: float
 ) -> Communicator: ...
+
+def set_call_stream(stream: int) -> None:
+    """The stream, by its native handle, of this thread's next calls on device tensors."""
+
+def make_cuda_ipc_communicator(
+    mesh: Mesh, device: Device, timeout_s: float, slot_nbytes: int = 4194304
+) -> Communicator: ...
+def allocate_on(communicator: Communicator, device: Device, nbytes: int) -> DeviceMemory:
+    """Symmetric memory of a communicator over devices; ``device`` is this rank's."""
 
 class AddressRange:
     def __init__(self, nbytes: int) -> None: ...

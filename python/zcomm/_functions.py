@@ -90,6 +90,6 @@ def barrier(async_op: bool = False) -> Work | None:
     return current().barrier(async_op=async_op)
 
 
-def empty(n: int, dtype: torch.dtype = torch.float32, device: str | None = "cpu") -> torch.Tensor:
+def empty(n: int, dtype: torch.dtype = torch.float32, device: str | None = None) -> torch.Tensor:
     """A flat symmetric tensor of ``n`` elements; see ``Communicator.empty``."""
     return current().empty(n, dtype, device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import importlib
 import logging
 import os
@@ -12,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from zcomm import _core, _rendezvous
-from zcomm._join import JOINERS, OWN_BACKENDS, Joined
+from zcomm._join import AUTO_ON_CUDA, CUDA_BACKENDS, JOINERS, OWN_BACKENDS, Joined
 from zcomm.comm import Communicator, close_all
 
 _lock = threading.Lock()
@@ -32,10 +33,12 @@ def init(
     """Join the job and return its communicator; a second call returns the same one.
 
     backend: "auto" (shared memory on one host, hierarchical between hosts that have equally many ranks, else tcp; under
-    an mpirun of several hosts mpi, if mpi4py is installed), "shm", "tcp", "hierarchical", "mpi", "nccl" (CUDA tensors).
-    What was chosen is in ``Communicator.backend``, and rank 0 logs it once (logger "zcomm", INFO).
+    an mpirun of several hosts mpi, if mpi4py is installed), "shm", "tcp", "hierarchical", "mpi"; for CUDA tensors
+    "cuda_ipc" (the ranks of one host) and "nccl". "auto" with device="cuda" takes cuda_ipc on one host whose devices
+    reach each other (or where all ranks have one device), else nccl. What was chosen is in ``Communicator.backend``, and rank 0 logs it once (logger "zcomm", INFO).
     timeout: seconds; the deadline of joining and of every later operation.
-    device: None or "cpu".
+    device: where tensors will be: "cpu", "cuda" (ranks of a host take its devices in turns) or "cuda:1". None: the CPU,
+    with a CUDA backend "cuda".
     rank, world_size, init_method ("tcp://host:port" | "file://path"): given together, or taken from torchrun, mpirun,
     Slurm or ``zcomm run``; with none of them, a world of one.
 
@@ -43,17 +46,15 @@ def init(
     (a backend or device that is not there), TimeoutError naming the ranks that did not come, PeerLost, OSError.
     """
     global _current, _generation
-    join = _joiner(backend)
-    if device is not None and torch.device(device).type != "cpu":
-        raise NotImplementedError(f"init: device={device!r}; this version's collectives run on the CPU")
+    join = _joiner(backend, None if device is None else torch.device(device))
     if not timeout > 0:
         raise ValueError(f"init: timeout={timeout} must be more than 0 seconds")
     with _lock:
         if _current is not None:
             return _current
         job = _rendezvous.find_job(rank, world_size, init_method)
-        if backend == "auto" and importlib.import_module(JOINERS["mpi"]).suits(job):
-            join = _joiner("mpi")
+        if backend == "auto" and not _is_cuda(device) and importlib.import_module(JOINERS["mpi"]).suits(job):
+            join = _joiner("mpi", None)
         _generation += 1
         _current = Communicator(join(job, timeout, _generation))
         _core.set_threads(max(1, len(os.sched_getaffinity(0)) // _current.local_world_size))
@@ -62,18 +63,31 @@ def init(
         return _current
 
 
-def _joiner(backend: str) -> Callable[[_rendezvous.Job, float, int], Joined]:
+def _is_cuda(device: str | torch.device | None) -> bool:
+    return device is not None and torch.device(device).type == "cuda"
+
+
+def _joiner(backend: str, device: torch.device | None) -> Callable[[_rendezvous.Job, float, int], Joined]:
     """What joins a job by ``backend``. Raises: ValueError, NotImplementedError."""
-    if backend in OWN_BACKENDS:
-        return lambda job, timeout, generation: _rendezvous.join(job, backend, timeout, generation)
-    if backend not in (*JOINERS, "cuda_ipc"):
+    if backend not in (*OWN_BACKENDS, *JOINERS):
         raise ValueError(f"init: backend={backend!r} is not one of {', '.join((*OWN_BACKENDS, *JOINERS))}")
+    if device is not None and device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"init: device='{device}'; collectives run on cpu and cuda")
+    on_cuda = _is_cuda(device)
+    if on_cuda and backend not in ("auto", *CUDA_BACKENDS):
+        raise ValueError(f"init: backend={backend!r} moves CPU tensors; device='{device}' needs {' or '.join(CUDA_BACKENDS)}")
+    if device is not None and not on_cuda and backend in CUDA_BACKENDS:
+        raise ValueError(f"init: backend={backend!r} moves CUDA tensors, not those of device='{device}'")
+    if backend in OWN_BACKENDS and not on_cuda:
+        return lambda job, timeout, generation: _rendezvous.join(job, backend, timeout, generation)
     try:
-        join: Callable[[_rendezvous.Job, float, int], Joined] = importlib.import_module(JOINERS[backend]).join
-    except (KeyError, ModuleNotFoundError) as error:
-        missing = f"no module {error.name}" if isinstance(error, ModuleNotFoundError) else "not in this version"
-        raise NotImplementedError(f"init: backend={backend!r} is not available ({missing}); use 'auto'") from None
-    return join
+        module = importlib.import_module(AUTO_ON_CUDA if backend == "auto" else JOINERS[backend])
+    except ModuleNotFoundError as error:
+        raise NotImplementedError(
+            f"init: backend={backend!r} is not available (no module {error.name}); use 'auto'"
+        ) from None
+    join: Callable[..., Joined] = module.join
+    return functools.partial(join, device=device) if on_cuda else join
 
 
 def shutdown() -> None:

@@ -25,8 +25,14 @@ from zcomm.tuning import Table, Tuning, load
 if TYPE_CHECKING:
     from zcomm._movements import Movements
 
-# backend -> module with `join(job, timeout, generation) -> Joined`; "auto" never takes these by itself.
-JOINERS: dict[str, str] = {"mpi": "zcomm.backends.mpi", "nccl": "zcomm.backends.nccl"}
+# backend -> module with `join(job, timeout, generation) -> Joined`; those of CUDA_BACKENDS take a device, too.
+JOINERS: dict[str, str] = {
+    "mpi": "zcomm.backends.mpi",
+    "nccl": "zcomm.backends.nccl",
+    "cuda_ipc": "zcomm.backends.cuda_ipc",
+}
+CUDA_BACKENDS = ("nccl", "cuda_ipc")
+AUTO_ON_CUDA = "zcomm.backends._devices"  # backend "auto" with a CUDA device
 _MOST_REASON = 300  # characters: what a rank tells the others of its failure
 OWN_BACKENDS = ("auto", "shm", "tcp", "hierarchical")
 
@@ -68,6 +74,7 @@ class Joined:
     address: str = ""  # of this rank; "" on one host
     meshes: tuple[_core.Mesh, ...] = ()  # left when the communicator is closed
     device: str = "cpu"  # where its tensors are
+    core_device: _core.Device | None = None  # what makes symmetric memory there, if the core does
     splitter: Callable[[Movements, Joined, int | None, int, str], Joined | None] | None = None  # None: zcomm's own
 
     def describe(self) -> str:

@@ -111,6 +111,8 @@ class Movements(Calls):
 
     def barrier(self, name: str = "", async_op: bool = False) -> Work | None:
         """Wait until every rank has called it."""
+        if self._device != "cpu":
+            self._name_stream()
         return self._end(self._core.barrier(name, async_op), None)
 
     def _whole(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:

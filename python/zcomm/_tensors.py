@@ -31,10 +31,13 @@ def core_dtype(dtype: torch.dtype) -> _core.DType:
         raise ValueError(f"dtype {dtype} is not supported; use one of {known}") from None
 
 
-def check_buffers(what: str, tensors: Sequence[torch.Tensor], device: str = "cpu") -> torch.dtype:
+def check_buffers(
+    what: str, tensors: Sequence[torch.Tensor], device: str = "cpu", is_second: bool = False
+) -> torch.dtype:
     """The one dtype of ``tensors``.
 
-    Raises: ValueError for none, mixed dtypes or strides, NotImplementedError for tensors that are not on ``device``.
+    is_second: other tensors of the same call have been found on ``device``.
+    Raises: ValueError for none, mixed devices, dtypes or strides, NotImplementedError for tensors on another device.
     """
     if not tensors:
         raise ValueError(f"{what}: the list of tensors is empty")
@@ -44,13 +47,18 @@ def check_buffers(what: str, tensors: Sequence[torch.Tensor], device: str = "cpu
         # Small messages take less time than a formatted string: words are found when something is wrong.
         here = tensor.is_cpu if on_cpu else str(tensor.device) == device
         if not (here and tensor.layout is torch.strided and tensor.is_contiguous() and tensor.dtype is dtype):
-            _refuse(what, index, tensor, dtype, device)
+            _refuse(what, index, tensors, device, is_second)
     core_dtype(dtype)
     return dtype
 
 
-def _refuse(what: str, index: int, tensor: torch.Tensor, dtype: torch.dtype, device: str) -> None:
+def _refuse(what: str, index: int, tensors: Sequence[torch.Tensor], device: str, is_second: bool) -> None:
+    tensor, dtype = tensors[index], tensors[0].dtype
     where = f"{what}: tensor {index} of shape {tuple(tensor.shape)}"
+    others = [device] if is_second else [str(other.device) for other in tensors]
+    if len({str(tensor.device), *others}) > 1:
+        other = next(name for name in others if name != str(tensor.device))
+        raise ValueError(f"{where} is on {tensor.device}, others are on {other}; one operation has one device")
     if str(tensor.device) != device:
         raise NotImplementedError(f"{where} is on {tensor.device}; this communicator moves tensors on {device} only")
     if tensor.layout is not torch.strided:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch
+
 
 class _CoreWork(Protocol):
     def wait(self, timeout: float | None = None) -> None: ...
@@ -34,3 +36,36 @@ class Work:
     def done(self) -> bool:
         """Whether the operation ended (well or not); never blocks."""
         return self._core.done()
+
+
+class DeviceWork(Work):
+    """An operation on a CUDA device: it ends on a stream.
+
+    ``wait()`` blocks the host until all ranks have called and the operation is on its way, and makes the current stream
+    wait for its end. Dropped without it, the stream of the call waits.
+    """
+
+    __slots__ = ("_device",)
+
+    def __init__(self, core: Any, keep_alive: Any, device: str) -> None:
+        super().__init__(core, keep_alive)
+        self._device = device
+
+    def wait(self, timeout: float | None = None) -> None:
+        """As Work.wait; what the current stream is given next comes after the operation."""
+        wait_on_current_stream(self._core, self._device, timeout)
+        self._keep_alive = None
+
+
+def current_stream(device: str) -> int:
+    """The native handle of torch's current stream of ``device``; 0 for the CPU."""
+    return 0 if device == "cpu" else torch.cuda.current_stream(device).cuda_stream
+
+
+def wait_on_current_stream(core: Any, device: str, timeout: float | None) -> None:
+    """``core``: the core's Work, or what stands for it and has ended when its wait() returns (a profile's)."""
+    wait_on = getattr(core, "wait_on", None)
+    if wait_on is None:
+        core.wait(timeout)
+    else:
+        wait_on(current_stream(device), timeout)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 
 import torch
 
+from zcomm import _core
 from zcomm._calls import Buckets
 from zcomm._join import Joined
 from zcomm._messages import Messages
@@ -39,14 +40,24 @@ class Communicator(Reductions, Movements, Messages):
         self.backend: str = joined.backend
         _open.add(self)
 
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+        return torch.device(self._device)
+
     def describe(self) -> str:
         """One line: this rank, how many there are, on which hosts, and how they reach each other."""
         return f"rank {self.rank} of {self._joined.describe()}"
 
     # --- memory -----------------------------------------------------------------------------------------------
 
-    def empty(self, n: int, dtype: torch.dtype = torch.float32, device: str | None = "cpu") -> torch.Tensor:
-        """A flat symmetric tensor of ``n`` elements, zero-filled. Collective: same n on each rank."""
+    def empty(self, n: int, dtype: torch.dtype = torch.float32, device: str | None = None) -> torch.Tensor:
+        """A flat symmetric tensor of ``n`` elements, zero-filled. Collective: same n on each rank.
+
+        device: where this communicator's tensors are ("cpu"; with backend "cuda_ipc" "cuda" or this rank's "cuda:1");
+        None: there. Raises: ValueError, NotImplementedError (symmetric memory elsewhere), OSError; CudaError naming the
+        rank whose device has no room, on all ranks (then the communicator stays usable).
+        """
         return self._allocated(n, dtype, device, shared=False)
 
     def shared_empty(self, n: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -56,9 +67,23 @@ class Communicator(Reductions, Movements, Messages):
     def _allocated(self, n: int, dtype: torch.dtype, device: str | None, shared: bool) -> torch.Tensor:
         if n < 0:
             raise ValueError(f"empty: n={n} is negative")
-        if torch.device(device or "cpu").type != "cpu":
-            raise NotImplementedError(f"empty: device={device!r}; this build has symmetric memory on the CPU only")
         core_dtype(dtype)
+        own = self._joined.core_device
+        asked = torch.device(device or self._device)
+        if asked.type != torch.device(self._device).type or asked.index not in (None, torch.device(self._device).index):
+            raise NotImplementedError(
+                f"empty: device={device!r}: this communicator (backend {self.backend}) has symmetric memory on "
+                f"{self._device} only"
+            )
+        if own is not None:
+            if shared:
+                raise NotImplementedError(f"shared_empty: ranks do not share memory of a device ({own.name}); use empty")
+            memory = _core.allocate_on(self._core, own, n * dtype.itemsize)
+            return torch.from_dlpack(memory).view(dtype) if n else torch.empty(0, dtype=dtype, device=self._device)
+        if self._device != "cpu":
+            raise NotImplementedError(
+                f"empty: backend {self.backend} has no symmetric memory; use torch.empty(..., device={self._device!r})"
+            )
         allocate = self._core.allocate_shared if shared else self._core.allocate
         return tensor_of(allocate(n * dtype.itemsize), dtype, n)
 

@@ -42,7 +42,7 @@ CudaIpcEngine::CudaIpcEngine(std::shared_ptr<net::Mesh> mesh, std::shared_ptr<de
       memory_(*mesh_, host_options(options)),
       watch_(mesh_, memory_, options.timeout_s),
       entrance_(memory_, watch_),
-      device_watch_(std::make_shared<DeviceWatch>(std::move(device), watch_, memory_.rank())),
+      device_watch_(std::make_shared<DeviceWatch>(std::move(device), &watch_, memory_.rank(), options.timeout_s)),
       tickets_(device_watch_) {
   try {
     set_up(options.slot_nbytes, symmetric);
@@ -84,28 +84,18 @@ void CudaIpcEngine::set_up(std::size_t slot_nbytes, SymmetricMemory& symmetric) 
   }
 }
 
-void CudaIpcEngine::prepare(Operation& operation, const Call& call) noexcept {
-  operation.tail = nullptr;
-  if (!moves_data(operation.header.kind) && operation.header.kind != OpKind::barrier) return;
-  try {
-    auto ticket = tickets_.take();
-    ticket->called(call.stream);
-    operation.tail = std::move(ticket);
-  } catch (...) {  // a new ticket's events: run() finds none, and says so
-  }
-}
+void CudaIpcEngine::prepare(Operation& operation, const Call& call) noexcept { tickets_.prepare(operation, call); }
 
 void CudaIpcEngine::run(Operation& operation) {
   try {
-    if (const auto ticket = std::static_pointer_cast<Ticket>(operation.tail)) {
+    if (moves_data(operation.header.kind) || operation.header.kind == OpKind::barrier) {
+      const auto ticket = tickets_.of(operation);
       start(operation, *ticket);
       work(operation);
       rounds_->stream().record(ticket->end());
       in_flight_[next_] = ticket;
       next_ = (next_ + 1) % kInFlight;
       if (!operation.async) ticket->order(std::nullopt);
-    } else if (moves_data(operation.header.kind) || operation.header.kind == OpKind::barrier) {
-      throw CudaError(text(describe(operation.header), ": ", device_watch_->device().name(), " gave no event for it"));
     } else {
       entrance_.enter(operation.header);
       if (operation.header.kind != OpKind::duplicate) heap_->make(operation);

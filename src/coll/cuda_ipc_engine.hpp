@@ -57,6 +57,7 @@ class CudaIpcEngine final : public Engine {
   Messenger& messenger() override;
   void close() noexcept override;
   void suspend_deadline(bool suspended) override;
+  double timeout_s() const override { return watch_.timeout_s(); }
   std::size_t nbytes() const override { return memory_.nbytes() + (slots_ ? slots_->nbytes() : 0); }
 
  private:

@@ -118,6 +118,24 @@ bool Ticket::done() noexcept {
   }
 }
 
+void TicketPool::prepare(Operation& operation, const Call& call) noexcept {
+  operation.tail = nullptr;
+  if (!moves_data(operation.header.kind) && operation.header.kind != OpKind::barrier) return;
+  try {
+    auto ticket = take();
+    ticket->called(call.stream);
+    operation.tail = std::move(ticket);
+  } catch (...) {  // the device gives no new events: of() says so
+  }
+}
+
+std::shared_ptr<Ticket> TicketPool::of(const Operation& operation) const {
+  if (operation.tail) return std::static_pointer_cast<Ticket>(operation.tail);
+  const std::string& name = watch_->device().name();
+  static_cast<void>(watch_->device().make_event());  // throws what was thrown then
+  throw CudaError(text(describe(operation.header), ": ", name, " gave no event for it"));
+}
+
 std::shared_ptr<Ticket> TicketPool::take() {
   const std::lock_guard lock(mutex_);
   for (std::size_t tried = 0; tried < all_.size(); ++tried) {

@@ -1,4 +1,4 @@
-// Ticket: one operation of CudaIpcEngine between its caller's stream and the engine's; DeviceWatch: the host's eye.
+// Ticket: one operation between its caller's stream and the engine's (cuda_ipc, nccl); DeviceWatch: the host's eye.
 //
 // A ticket holds two points: `ready`, in the stream that the call named, which the operation comes after; and `end`, in
 // the engine's stream, which whoever uses the results comes after (Work::wait). Both outlive the engine.
@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "coll/header.hpp"
+#include "coll/operation.hpp"
 #include "coll/watch.hpp"
 #include "device/device.hpp"
 #include "zcomm/work.hpp"
@@ -25,9 +25,9 @@ namespace zcomm::coll {
 /// Waits for a device on the host, and gives work to the callers' streams.
 class DeviceWatch {
  public:
-  /// `watch` until detach().
-  DeviceWatch(std::shared_ptr<device::Device> device, const Watch& watch, int rank)
-      : device_(std::move(device)), watch_(&watch), rank_(rank), timeout_s_(watch.timeout_s()) {}
+  /// `watch`, if any, tells of other ranks' failures, until detach().
+  DeviceWatch(std::shared_ptr<device::Device> device, const Watch* watch, int rank, double timeout_s)
+      : device_(std::move(device)), watch_(watch), rank_(rank), timeout_s_(timeout_s) {}
 
   device::Device& device() const { return *device_; }
   /// Puts `event` on the stream of that native handle.
@@ -85,9 +85,14 @@ class Ticket final : public DeviceTail {
 class TicketPool {
  public:
   explicit TicketPool(std::shared_ptr<DeviceWatch> watch) : watch_(std::move(watch)) {}
-  std::shared_ptr<Ticket> take();
+  /// Engine::prepare: gives the operation a ticket as its tail.
+  void prepare(Operation& operation, const Call& call) noexcept;
+  /// The one that it has got. Throws CudaError if it could not.
+  std::shared_ptr<Ticket> of(const Operation& operation) const;
 
  private:
+  std::shared_ptr<Ticket> take();
+
   const std::shared_ptr<DeviceWatch> watch_;
   std::mutex mutex_;
   std::vector<std::shared_ptr<Ticket>> all_;

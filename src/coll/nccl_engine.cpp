@@ -31,8 +31,9 @@ NcclEngine::NcclEngine(Communicator& control, std::shared_ptr<net::Mesh> watched
       nccl_(NcclLibrary::load(library)),
       device_(device),
       timeout_s_(timeout_s),
-      stream_(device),
-      done_(device) {
+      cuda_(device::make_cuda_device(device)),
+      tickets_(std::make_shared<DeviceWatch>(cuda_, nullptr, control.rank(), timeout_s)),
+      stream_(cuda_->make_stream()) {
   try {
     connect();
   } catch (...) {
@@ -95,9 +96,11 @@ void NcclEngine::run(Operation& operation) {
   if (!moves_data(operation.header.kind)) return;
   try {
     restart_clock();
+    const auto ticket = tickets_.of(operation);
+    stream_->wait(ticket->ready());
     launch(operation);
-    done_.record(stream_);
-    for (int turn = 0; !done_.done(); ++turn) {
+    stream_->record(ticket->end());
+    for (int turn = 0; !ticket->end().done(); ++turn) {
       look_around("waiting for its kernels");
       if (turn > kSpins) std::this_thread::sleep_for(kNap);
     }
@@ -143,7 +146,7 @@ void NcclEngine::launch(const Operation& operation) {
 
 void NcclEngine::launch_item(const Header& header, const Item& item, int peer) {
   const int dtype = nccl_dtype(header.dtype), op = nccl_op(header.op, header.dtype), root = header.root;
-  void* const stream = reinterpret_cast<void*>(stream_.handle());
+  void* const stream = reinterpret_cast<void*>(stream_->native());
   if (header.kind == OpKind::all_to_all) {
     if (item.count != 0) check(nccl_.send(item.in, item.count, dtype, peer, comm_, stream), "ncclSend");
     if (item.out_count != 0) check(nccl_.recv(item.out, item.out_count, dtype, peer, comm_, stream), "ncclRecv");
@@ -174,7 +177,7 @@ void NcclEngine::deal(const Header& header, const Item& item) {
   const int dtype = nccl_dtype(header.dtype);
   const std::size_t part = item.count * size_of(header.dtype);
   const bool gathers = header.kind == OpKind::gather, is_root = rank() == header.root;
-  void* const stream = reinterpret_cast<void*>(stream_.handle());
+  void* const stream = reinterpret_cast<void*>(stream_->native());
   const std::byte* own_place = nullptr;
   if (is_root) own_place = (gathers ? item.out : item.in) + part * static_cast<std::size_t>(rank());
   const bool in_place = is_root && (gathers ? item.in : item.out) == own_place;

@@ -2,9 +2,8 @@
 //
 // Each operation first passes a barrier of `control` whose name describes it: so mismatches, late ranks and dead ranks
 // are found and worded as everywhere else, before a kernel starts that could hang. Then NCCL runs on a stream of the
-// engine's own, and the host waits for its end with an eye on the deadline, lost ranks and NCCL's asynchronous errors;
-// a failure aborts NCCL's communicator.
-// Invariant: inputs are ready when run() is called (the caller has synchronised their stream).
+// engine's own, which first waits for what the call's stream had been given (Ticket), and the host waits for its end
+// with an eye on the deadline, lost ranks and NCCL's asynchronous errors; a failure aborts NCCL's communicator.
 // NCCL sums in an order of its own: results are equal on all ranks, but do not have the bits of the rank-order sum.
 // Thread rule: as Engine's. Source: NCCL user guide, "Fault tolerance" (non-blocking communicators).
 #pragma once
@@ -14,6 +13,7 @@
 #include <memory>
 #include <string>
 
+#include "coll/cuda_ipc_ticket.hpp"
 #include "coll/engine.hpp"
 #include "coll/nccl_library.hpp"
 #include "device/cuda.hpp"
@@ -31,6 +31,7 @@ class NcclEngine final : public Engine {
 
   int rank() const override { return control_.rank(); }
   int world_size() const override { return control_.world_size(); }
+  void prepare(Operation& operation, const Call& call) noexcept override { tickets_.prepare(operation, call); }
   void run(Operation& operation) override;
   Messenger& messenger() override;
   void close() noexcept override;
@@ -55,8 +56,9 @@ class NcclEngine final : public Engine {
   const NcclLibrary& nccl_;
   const int device_;
   const double timeout_s_;
-  device::cuda::Stream stream_;
-  device::cuda::Event done_;
+  const std::shared_ptr<device::Device> cuda_;
+  TicketPool tickets_;
+  std::unique_ptr<device::Stream> stream_;
   NcclLibrary::Comm comm_ = nullptr;
   std::chrono::steady_clock::time_point deadline_;
   std::string during_;

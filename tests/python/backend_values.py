@@ -16,7 +16,7 @@ import zcomm
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 INTEGERS = [torch.int8, torch.uint8, torch.int32, torch.int64]
 COUNTS = [0, 1, 65, 1001, 70_003]
-RANK_ORDER = ("shm", "mpi")  # backends whose sums have the bits of the bitwise contract
+RANK_ORDER = ("shm", "mpi", "cuda_ipc")  # backends whose sums have the bits of the bitwise contract
 
 
 def numbers(count: int, dtype: torch.dtype, rank: int, seed: int = 0) -> torch.Tensor:

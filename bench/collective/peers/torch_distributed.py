@@ -1,4 +1,4 @@
-"""torch.distributed: Gloo, or zcomm's own backend."""
+"""torch.distributed: Gloo, NCCL, or zcomm's own backend."""
 
 from __future__ import annotations
 
@@ -34,6 +34,16 @@ def require_backend(backend: str) -> None:
             import zcomm.torch_backend  # noqa: F401
         except ImportError as error:
             raise Absent(str(error)) from None
+    if backend == "nccl":
+        import torch
+
+        import zcomm
+
+        if not dist.is_nccl_available() or not torch.cuda.is_available():
+            raise Absent("this torch has no NCCL, or no CUDA device")
+        if zcomm.init().device.type != "cuda":
+            raise Absent("it moves CUDA tensors: --backend cuda_ipc or nccl")
+        os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")  # NCCL 2.30 and newer: several ranks on one device
 
 
 class TorchPeer:

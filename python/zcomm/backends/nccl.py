@@ -1,23 +1,21 @@
 """backend="nccl": CUDA tensors by NCCL, which is loaded at run time from the wheel that torch brings.
 
 The ranks join on the host first (shared memory, TCP or both, as "auto" has it): that communicator carries NCCL's unique
-id, and each operation passes its guard before NCCL starts. NCCL sums in its own order; a call waits for its end on
-the host, so that a failure is found. Tensors must be on this rank's device.
+id, and each operation passes its guard before NCCL starts. An operation comes after what torch's current stream has been
+given; NCCL sums in its own order; a call waits for its end on the host, so that a failure is found. Tensors must be on this rank's device.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from zcomm import _core, _rendezvous
 from zcomm._join import Joined
-from zcomm._movements import Movements
 from zcomm._rendezvous import Job
-from zcomm._split import split
+from zcomm.backends._devices import index_of, joined_over, require
 from zcomm.comm import Communicator
 
 
@@ -33,24 +31,28 @@ def library_path() -> str:
     return ""
 
 
-def join(job: Job, timeout: float, generation: int) -> Joined:
-    """The ranks of the job, each with the CUDA device of its local rank. Collective.
+def is_there() -> bool:
+    """Whether libnccl can be loaded."""
+    try:
+        return bool(_core.nccl_version(library_path()))
+    except NotImplementedError:
+        return False
 
-    Raises: NotImplementedError without libnccl, a build with CUDA or a device; CudaError for what NCCL says.
+
+def join(job: Job, timeout: float, generation: int, device: torch.device | None = None) -> Joined:
+    """The ranks of the job, each with ``device`` or the one of its local rank. Collective.
+
+    Raises: NotImplementedError without libnccl or a build with CUDA; CudaError without a device, and for what NCCL says.
     """
     version = _core.nccl_version(library_path())
-    if not _core.cuda_available() or not torch.cuda.is_available():
-        raise NotImplementedError(
-            f"init: backend='nccl' needs a CUDA device, a torch and a zcomm with CUDA: NCCL {version} is there, "
-            f"zcomm is {_core.cuda_info()}, torch sees {torch.cuda.device_count()} devices; use 'auto' for CPU tensors"
-        )
-    return _over(_rendezvous.join(job, "auto", timeout, generation))
+    require("nccl", f"NCCL {version} is there, ")
+    control = _rendezvous.join(job, "auto", timeout, generation)
+    return over(control, index_of(device, control.hosts.local_rank(control.core.rank)))
 
 
-def _over(control: Joined) -> Joined:
-    """NCCL over the ranks of ``control``, which from now on serves it alone."""
+def over(control: Joined, device: int) -> Joined:
+    """NCCL over the ranks of ``control``, which from now on serves it alone. Collective."""
     host = Communicator(control)
-    device = control.hosts.local_rank(host.rank) % torch.cuda.device_count()
     try:
         core = _core.make_nccl_communicator(
             control.core, control.meshes[-1], device, library_path(), timeout_s=control.timeout_s
@@ -58,9 +60,4 @@ def _over(control: Joined) -> Joined:
     except BaseException:
         host.close()
         raise
-
-    def splitter(_: Movements, joined: Joined, color: int | None, key: int, name: str) -> Joined | None:
-        part = split(host, control, color, key, name)
-        return None if part is None else _over(part)
-
-    return replace(control, core=core, backend="nccl", requested="nccl", device=f"cuda:{device}", splitter=splitter)
+    return joined_over(control, core, "nccl", f"cuda:{device}", lambda part: over(part, device))

@@ -1,0 +1,55 @@
+"""backend="cuda_ipc": CUDA tensors between the ranks of one host, by copies and kernels of zcomm's own.
+
+Ranks have a device each, or share one. Results have the bits of the CPU backends (sums in rank order). Everything is
+ordered by streams: a call comes after what torch's current stream has been given, ``wait()`` makes the current stream
+wait for the end, and no call waits for a device on the host. Source: docs/algorithms.md, src/coll/cuda_ipc_engine.hpp.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from zcomm import _core, _rendezvous
+from zcomm._join import Joined
+from zcomm._rendezvous import Job
+from zcomm.backends._devices import index_of, joined_over, require
+
+
+def join(job: Job, timeout: float, generation: int, device: torch.device | None = None) -> Joined:
+    """The ranks of the job, each with ``device`` or the one of its local rank. Collective.
+
+    Raises: CudaError without a driver or device, NotImplementedError in a build without CUDA, ValueError for ranks on
+    several hosts.
+    """
+    require("cuda_ipc")
+    control = _rendezvous.join(job, "auto", timeout, generation)
+    try:
+        if control.hosts.count > 1:
+            raise ValueError(
+                f"init: backend='cuda_ipc' reaches the ranks of one host, but these are {control.hosts.describe()}; "
+                "use 'nccl', or 'auto' with device='cuda'"
+            )
+        index = index_of(device, control.hosts.local_rank(control.core.rank))
+        return over(control, _core.cuda_device(index), f"cuda:{index}")
+    except BaseException:
+        close(control)
+        raise
+
+
+def over(control: Joined, core_device: _core.Device, device: str) -> Joined:
+    """cuda_ipc over the ranks of ``control``, which from now on serves it alone. Collective.
+
+    device: torch's name of ``core_device``; with a simulated one (tests) "cpu", whose stream is the host.
+    """
+    core = _core.make_cuda_ipc_communicator(control.meshes[-1], core_device, control.timeout_s)
+    joined = joined_over(control, core, "cuda_ipc", device, lambda part: over(part, core_device, device))
+    return replace(joined, core_device=core_device)
+
+
+def close(control: Joined) -> None:
+    """Gives up a control whose ranks could not become a communicator."""
+    control.core.close()
+    for mesh in control.meshes:
+        mesh.leave()
