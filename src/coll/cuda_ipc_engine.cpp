@@ -16,6 +16,7 @@ namespace zcomm::coll {
 namespace {
 
 constexpr std::size_t kHostSlotNbytes = 4096;
+constexpr std::uint32_t kGone = 1, kStuck = 2;        // farewells, in Stage::copied_out: drained, or it never will be
 constexpr double kDrain_s = 2.0;                      // for what is on the stream when the communicator ends
 constexpr std::chrono::milliseconds kFarewell{1000};  // for the others to let go of this rank's memory
 
@@ -177,7 +178,8 @@ CudaIpcEngine::~CudaIpcEngine() {
     slots_->close_peers();
     rounds_->close_peers();
   }
-  const bool alone = drained && farewell();
+  publish(memory_.own()[Stage::copied_out], drained ? kGone : kStuck);
+  const bool alone = drained && hear_farewells();
   if (alone || (drained && !failed_)) return;
   // [Note: the end]: kept, and reachable, until the process ends.
   struct Left {
@@ -204,18 +206,18 @@ bool CudaIpcEngine::drain() noexcept {
 }
 
 /// Whether no other rank has this one's memory open any more, or will use it.
-bool CudaIpcEngine::farewell() noexcept {
-  publish(memory_.own()[Stage::copied_out], 1);
+bool CudaIpcEngine::hear_farewells() noexcept {
   const auto until = Clock::now() + kFarewell;
   for (int peer = 0; peer < world_size(); ++peer) {
     if (peer == rank()) continue;
     Counter& counter = memory_.block(peer)[Stage::copied_out];
-    while (!wait_asleep(counter, 1, std::min(until, Clock::now() + std::chrono::milliseconds(20)))) {
+    while (!wait_asleep(counter, kGone, std::min(until, Clock::now() + std::chrono::milliseconds(20)))) {
       if (const auto loss = mesh_->lost(peer)) {
-        if (!loss->said_goodbye || reached(counter.value.load(), 1)) break;
+        if (!loss->said_goodbye || reached(counter.value.load(), kGone)) break;
       }
       if (Clock::now() >= until) return false;
     }
+    if (counter.value.load() == kStuck) return false;
   }
   return true;
 }

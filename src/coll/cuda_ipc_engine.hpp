@@ -68,7 +68,7 @@ class CudaIpcEngine final : public Engine {
   void work(const Operation& operation);
   void compare_splits(const Operation& operation, const HeaderOf& header_of);
   bool drain() noexcept;
-  bool farewell() noexcept;
+  bool hear_farewells() noexcept;
 
   const std::shared_ptr<net::Mesh> mesh_;
   HostMemory memory_;  // for words between the hosts' sides only

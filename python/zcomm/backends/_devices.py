@@ -59,10 +59,14 @@ def join(job: Job, timeout: float, generation: int, device: torch.device | None 
 
     Raises: as the backends' own join.
     """
+    require("auto")
+    return choose(_rendezvous.join(job, "auto", timeout, generation), device)
+
+
+def choose(control: Joined, device: torch.device | None) -> Joined:
+    """The backend for CUDA tensors of the ranks of ``control``, which from now on serves it alone. Collective."""
     from zcomm.backends import cuda_ipc, nccl
 
-    require("auto")
-    control = _rendezvous.join(job, "auto", timeout, generation)
     host = Communicator(control)
     try:
         index = index_of(device, host.local_rank)

@@ -61,18 +61,18 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
         if not _alive:
             _core.set_threads(max(1, len(os.sched_getaffinity(0)) // joined.hosts.local_world_size(rank)))
         self._open(joined.core, seconds)
-        self._forget(meeting)
+        self._forget(meeting, self._core)
         self._monitor = Monitor(store, self._meshes, rank, size)
         _alive.add(self)
 
-    def _forget(self, meeting: dist.Store) -> None:
+    def _forget(self, meeting: dist.Store, core: _core.Communicator) -> None:
         """A later group may use the same store and name: nobody goes on before all keys are gone."""
         if self._size > 1:
-            self._core.barrier("", False)  # all have read them
+            core.barrier("", False)  # all have read them
             if self._rank == 0:
                 for key in store_keys(self._size):
                     meeting.delete_key(key)
-            self._core.barrier("", False)
+            core.barrier("", False)
 
     # --- who it is --------------------------------------------------------------------------------------------
 
@@ -169,7 +169,7 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
         name = fields.get("group_name") or f"{self._name}:split:{'-'.join(map(str, ranks))}"
         store = dist.PrefixStore(f"split/{name}", self._store)
         seconds = timeout if timeout is not None else timedelta(seconds=self._timeout_s)
-        group = ProcessGroup(store, ranks.index(self._rank), len(ranks), seconds)
+        group = type(self)(store, ranks.index(self._rank), len(ranks), seconds)
         group.setGroupName(name)
         group.setGroupDesc(fields.get("group_desc") or "")
         return group

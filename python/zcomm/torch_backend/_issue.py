@@ -77,7 +77,7 @@ class Issue:
             if finish is not None:
                 finish()
             return Done(list(outputs))
-        work = Pending(self._started(starts), list(outputs), self._collectives, self._flight, finish, keep)
+        work = self._pending(self._started(starts), list(outputs), finish, keep)
         if timeout is not None:
             work.limit(timeout, lambda: self._give_up(what, timeout))
         self._flight.add(work)
@@ -86,6 +86,11 @@ class Issue:
         elif self._coalesced is not None:
             self._coalesced.append(work)
         return work
+
+    def _pending(
+        self, work: CoreWork, outputs: list[torch.Tensor], finish: Callable[[], None] | None, keep: Any
+    ) -> Pending:
+        return Pending(work, outputs, self._collectives, self._flight, finish, keep)
 
     def _is_simple(self, opts: Any) -> bool:
         """Whether the call is blocking and has nobody's timeout but the core's."""

@@ -7,14 +7,17 @@ import warnings
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from zcomm.torch_backend._device import DeviceProcessGroup
 from zcomm.torch_backend._group import NAME, ProcessGroup
 
 
 def _create(options: Any, backend_options: Any) -> ProcessGroup:
-    return ProcessGroup(options.store, options.group_rank, options.group_size, options.timeout)
+    kind = DeviceProcessGroup if torch.cuda.is_available() else ProcessGroup
+    return kind(options.store, options.group_rank, options.group_size, options.timeout)
 
 
 def _serve_monitored_barrier() -> None:
@@ -43,5 +46,5 @@ def register() -> None:
     """Once per process."""
     if hasattr(dist.Backend, NAME.upper()):
         return
-    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
     _serve_monitored_barrier()

@@ -1,6 +1,6 @@
 """Tensors of a torch.distributed call as the core takes them: dense memory, one address and count each.
 
-A dense CPU tensor is passed as it is. Others (strided, expanded, conjugated views) go through scratch: copied before
+A dense tensor is passed as it is. Others (strided, expanded, conjugated views) go through scratch: copied before
 the operation where it reads them, copied back after it where it writes them.
 """
 
@@ -21,7 +21,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
     """Whether the core can work on its memory."""
     return (
         type(tensor) in _PLAIN
-        and tensor.is_cpu
+        and (tensor.is_cpu or tensor.is_cuda)
         and tensor.layout is torch.strided
         and tensor.is_contiguous()
         and not tensor.is_neg()
@@ -30,13 +30,11 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def checked(what: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A dense CPU tensor, of whatever strides. Raises: NotImplementedError naming device or layout."""
+    """A dense tensor, of whatever strides. Raises: NotImplementedError naming device or layout."""
     if hasattr(tensor, "trigger_wait"):  # AsyncCollectiveTensor: the result of a functional collective in flight
         tensor = tensor.trigger_wait()
-    if not tensor.is_cpu:
-        raise NotImplementedError(
-            f'{what}: a tensor is on {tensor.device}; backend "zcomm" of this build moves CPU tensors only'
-        )
+    if not (tensor.is_cpu or tensor.is_cuda):
+        raise NotImplementedError(f'{what}: a tensor is on {tensor.device}; backend "zcomm" moves CPU and CUDA tensors')
     if tensor.layout is not torch.strided:
         raise NotImplementedError(f"{what}: a tensor has layout {tensor.layout}; only dense ones are moved")
     return tensor
@@ -107,7 +105,7 @@ class Staging:
         return dense
 
     def scratch_for(self, tensor: torch.Tensor) -> torch.Tensor:
-        scratch = torch.empty(tensor.shape, dtype=tensor.dtype)
+        scratch = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         self._back.append((tensor, scratch))
         return scratch
 
@@ -122,7 +120,9 @@ class Staging:
         if adjacent(tensors):
             return _joined(tensors)
         targets = [checked(self.what, tensor).detach() for tensor in tensors]
-        flat = torch.empty(sum(tensor.numel() for tensor in targets), dtype=targets[0].dtype)
+        flat = torch.empty(
+            sum(tensor.numel() for tensor in targets), dtype=targets[0].dtype, device=targets[0].device
+        )
         pieces = flat.split([tensor.numel() for tensor in targets])
         self._back.extend((target, piece.view(target.shape)) for target, piece in zip(targets, pieces, strict=True))
         return flat

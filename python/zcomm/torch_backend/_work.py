@@ -223,9 +223,16 @@ class Pending(_TorchWork):
             future.set_result(self.result() if error is None else _Failure(error))
         self._flight.discard(self)
 
+    def settle_in_background(self, seconds: float | None = None) -> None:
+        """settle(), on the completer's thread."""
+        self.settle(seconds)
+
+    def _new_future(self) -> Any:
+        return torch.futures.Future()
+
     def get_future(self) -> Any:
         """A torch Future of the output tensors. An error reaches its waiters as RuntimeError with the text."""
-        future: Any = torch.futures.Future()
+        future = self._new_future()
         with self._complete_lock:
             pending = self._core is not None
             if pending and self._future is not None:
@@ -305,7 +312,7 @@ class Completer:
 
 def _in_order(queue: SimpleQueue[Pending | None]) -> None:
     while (work := queue.get()) is not None:
-        work.settle()
+        work.settle_in_background()
         del work  # while the thread waits for the next one, this one's tensors can go
 
 
@@ -321,7 +328,7 @@ def _go_round(queue: SimpleQueue[Pending | None]) -> None:
             works.append(work)
         for work in works:
             try:
-                work.settle(_SLICE_S)
+                work.settle_in_background(_SLICE_S)
             except TimeoutError:
                 continue
         works = [work for work in works if not work.poll()]

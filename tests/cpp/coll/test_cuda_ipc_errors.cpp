@@ -116,7 +116,7 @@ TEST(cuda_ipc_errors, a_rank_that_leaves_or_dies_is_lost) {
 }
 
 TEST(cuda_ipc_errors, a_lost_device_is_everybodys_error) {
-  for (std::uint64_t n = 1; n <= 40; n += 3)
+  for (std::uint64_t n = 1; n <= 40; n += 6)
     run_device_world(3, {.timeout_s = 5}, [n](DeviceRank& self) {
       std::vector<float> values(3000, 1);
       sum(*self.comm, values).wait();
@@ -143,7 +143,10 @@ TEST(cuda_ipc_errors, closing_ends_what_is_under_way) {
     std::vector<Work> works;
     Call call;
     call.stream = handle_of(*stream);
-    for (auto& one : values) works.push_back(sum(*self.comm, one, call));
+    try {
+      for (auto& one : values) works.push_back(sum(*self.comm, one, call));
+    } catch (const PeerLost&) {  // the other one has closed first
+    }
     self.comm->close();
     for (Work& work : works) {
       try {
