@@ -36,7 +36,11 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     add("-c", "--check", type=int, choices=(0, 1), default=1, help="1: verify every element (1)")
     add("-np", dest="world_size", type=int, default=2, help="ranks (2)")
     add("--op", default="all_reduce", help=f"by commas: {', '.join(OPERATIONS)}; or a reduction, as nccl-tests' --op")
-    add("--backend", default="auto", help="zcomm's transport; tcp: the roof is raw sockets; cuda_ipc, nccl: CUDA tensors")
+    add(
+        "--backend",
+        default="auto",
+        help="zcomm's transport; tcp: the roof is raw sockets; cuda_ipc, nccl: CUDA tensors",
+    )
     sockets = int(os.environ.get("ZCOMM_TCP_SOCKETS", "4"))
     add("--sockets", type=int, default=sockets, help=f"raw sockets per neighbour in the roof of tcp ({sockets})")
     add("--variants", default=",".join(VARIANTS), help="zcomm's memory: symmetric (in place), private")

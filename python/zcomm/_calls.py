@@ -43,7 +43,7 @@ class Calls:
         self._reads_tensors = device == "cpu" and hasattr(core, "all_reduce_tensor")
 
     def _buffers(self, what: str, tensors: Sequence[torch.Tensor]) -> torch.dtype:
-        """The one dtype of ``tensors``, which the core reads after what is on their stream. Raises: as check_buffers."""
+        """The one dtype of ``tensors``, read after what is on their stream. Raises: as check_buffers."""
         dtype = check_buffers(what, tensors, self._device)
         if self._device != "cpu":
             self._name_stream()

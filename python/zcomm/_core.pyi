@@ -214,7 +214,6 @@ def nccl_version(library: str = "") -> str: ...
 def make_nccl_communicator(
     control: Communicator, watched: Mesh, device: int, library: str, timeout_s: float
 ) -> Communicator: ...
-
 def set_call_stream(stream: int) -> None:
     """The stream, by its native handle, of this thread's next calls on device tensors."""
 

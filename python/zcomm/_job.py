@@ -35,7 +35,8 @@ def init(
     backend: "auto" (shared memory on one host, hierarchical between hosts that have equally many ranks, else tcp; under
     an mpirun of several hosts mpi, if mpi4py is installed), "shm", "tcp", "hierarchical", "mpi"; for CUDA tensors
     "cuda_ipc" (the ranks of one host) and "nccl". "auto" with device="cuda" takes cuda_ipc on one host whose devices
-    reach each other (or where all ranks have one device), else nccl. What was chosen is in ``Communicator.backend``, and rank 0 logs it once (logger "zcomm", INFO).
+    reach each other (or where all ranks have one device), else nccl. What was chosen is in ``Communicator.backend``,
+    and rank 0 logs it once (logger "zcomm", INFO).
     timeout: seconds; the deadline of joining and of every later operation.
     device: where tensors will be: "cpu", "cuda" (ranks of a host take its devices in turns) or "cuda:1". None: the CPU,
     with a CUDA backend "cuda".
@@ -75,7 +76,9 @@ def _joiner(backend: str, device: torch.device | None) -> Callable[[_rendezvous.
         raise NotImplementedError(f"init: device='{device}'; collectives run on cpu and cuda")
     on_cuda = _is_cuda(device)
     if on_cuda and backend not in ("auto", *CUDA_BACKENDS):
-        raise ValueError(f"init: backend={backend!r} moves CPU tensors; device='{device}' needs {' or '.join(CUDA_BACKENDS)}")
+        raise ValueError(
+            f"init: backend={backend!r} moves CPU tensors; device='{device}' needs {' or '.join(CUDA_BACKENDS)}"
+        )
     if device is not None and not on_cuda and backend in CUDA_BACKENDS:
         raise ValueError(f"init: backend={backend!r} moves CUDA tensors, not those of device='{device}'")
     if backend in OWN_BACKENDS and not on_cuda:

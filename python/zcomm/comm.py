@@ -77,7 +77,9 @@ class Communicator(Reductions, Movements, Messages):
             )
         if own is not None:
             if shared:
-                raise NotImplementedError(f"shared_empty: ranks do not share memory of a device ({own.name}); use empty")
+                raise NotImplementedError(
+                    f"shared_empty: ranks do not share memory of a device ({own.name}); use empty"
+                )
             memory = _core.allocate_on(self._core, own, n * dtype.itemsize)
             return torch.from_dlpack(memory).view(dtype) if n else torch.empty(0, dtype=dtype, device=self._device)
         if self._device != "cpu":

@@ -155,7 +155,8 @@ def test_mixed_devices_are_named(world_of_one: None) -> None:
 def test_without_a_device_it_says_so() -> None:
     built = not _core.cuda_info().startswith("built without")
     for arguments in (("cuda_ipc",), ("auto", 60.0, "cuda"), ("cuda_ipc", 60.0, "cuda:1")):
-        with pytest.raises(zcomm.CudaError if built else NotImplementedError, match=r"no CUDA device|needs a CUDA device"):
+        kind = zcomm.CudaError if built else NotImplementedError
+        with pytest.raises(kind, match=r"no CUDA device|needs a CUDA device"):
             zcomm.init(*arguments)
     with pytest.raises(ValueError, match="'shm' moves CPU tensors"):
         zcomm.init("shm", device="cuda")

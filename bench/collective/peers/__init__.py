@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from collective.operations import Operation
 
 NAMES = ("gloo", "openmpi", "mpich", "deepspeed-shm", "torch", "nccl")
-"""nccl: torch.distributed's, on CUDA tensors (--backend cuda_ipc or nccl). torch: not a peer but torch.distributed's call with backend "zcomm", that is, what a PyTorch program pays."""
+"""nccl: torch.distributed's, on CUDA tensors (--backend cuda_ipc or nccl).
+torch: not a peer but torch.distributed's call with backend "zcomm", that is, what a PyTorch program pays."""
 
 
 class Absent(Exception):

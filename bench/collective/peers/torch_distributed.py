@@ -31,7 +31,7 @@ def require_backend(backend: str) -> None:
     """Raises: Absent."""
     if backend == "zcomm":
         try:
-            import zcomm.torch_backend  # noqa: F401
+            import zcomm.torch_backend
         except ImportError as error:
             raise Absent(str(error)) from None
     if backend == "nccl":

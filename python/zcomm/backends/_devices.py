@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -40,7 +41,9 @@ def index_of(device: torch.device | None, local_rank: int) -> int:
     return device.index
 
 
-def joined_over(control: Joined, core: _core.Communicator, backend: str, device: str, over: object) -> Joined:
+def joined_over(
+    control: Joined, core: _core.Communicator, backend: str, device: str, over: Callable[[Joined], Joined]
+) -> Joined:
     """``core`` over the ranks of ``control``, which from now on serves it alone: it splits them, too.
 
     over: makes the same of a part's control.
@@ -49,7 +52,7 @@ def joined_over(control: Joined, core: _core.Communicator, backend: str, device:
 
     def splitter(_: Movements, __: Joined, color: int | None, key: int, name: str) -> Joined | None:
         part = split(host, control, color, key, name)
-        return None if part is None else over(part)  # type: ignore[operator, no-any-return]
+        return None if part is None else over(part)
 
     return replace(control, core=core, backend=backend, requested=backend, device=device, splitter=splitter)
 

@@ -1,8 +1,9 @@
 """backend="nccl": CUDA tensors by NCCL, which is loaded at run time from the wheel that torch brings.
 
 The ranks join on the host first (shared memory, TCP or both, as "auto" has it): that communicator carries NCCL's unique
-id, and each operation passes its guard before NCCL starts. An operation comes after what torch's current stream has been
-given; NCCL sums in its own order; a call waits for its end on the host, so that a failure is found. Tensors must be on this rank's device.
+id, and each operation passes its guard before NCCL starts. An operation comes after what torch's current stream has
+been given; NCCL sums in its own order; a call waits for its end on the host, so that a failure is found. Tensors must
+be on this rank's device.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def is_there() -> bool:
 def join(job: Job, timeout: float, generation: int, device: torch.device | None = None) -> Joined:
     """The ranks of the job, each with ``device`` or the one of its local rank. Collective.
 
-    Raises: NotImplementedError without libnccl or a build with CUDA; CudaError without a device, and for what NCCL says.
+    Raises: NotImplementedError without libnccl or a build with CUDA; CudaError without a device, or of NCCL.
     """
     version = _core.nccl_version(library_path())
     require("nccl", f"NCCL {version} is there, ")

@@ -24,7 +24,7 @@ from zcomm.torch_backend._group import ProcessGroup
 from zcomm.torch_backend._messages import Messages
 from zcomm.torch_backend._movements import Movements
 from zcomm.torch_backend._reductions import Reductions
-from zcomm.torch_backend._work import CoreWork, Done, Pending
+from zcomm.torch_backend._work import Completer, CoreWork, Done, Flight, Pending
 
 
 class Streams:
@@ -67,7 +67,16 @@ class DevicePending(Pending):
 
     __slots__ = ("_end", "_streams")
 
-    def __init__(self, streams: Streams, *arguments: Any, finish: Callable[[], None] | None, keep: Any) -> None:
+    def __init__(
+        self,
+        streams: Streams,
+        core: CoreWork,
+        outputs: list[torch.Tensor],
+        lane: Completer,
+        flight: Flight,
+        finish: Callable[[], None] | None = None,
+        keep: Any = None,
+    ) -> None:
         self._streams = streams
         self._end: Any = None
 
@@ -76,7 +85,7 @@ class DevicePending(Pending):
                 finish()
             self._end = streams.record()
 
-        super().__init__(*arguments, finish=finish_on_stream, keep=keep)
+        super().__init__(core, outputs, lane, flight, finish_on_stream, keep)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         super().wait(timeout)
@@ -128,7 +137,7 @@ class DeviceHalf(Reductions, Movements, Messages):
     ) -> Pending:
         lane, flight = self._collectives, self._flight
         on_stream = OnStream(work, self._torch_device)
-        return DevicePending(self.streams, on_stream, outputs, lane, flight, finish=finish, keep=keep)
+        return DevicePending(self.streams, on_stream, outputs, lane, flight, finish, keep)
 
     def close(self) -> None:
         self._close()
@@ -246,8 +255,10 @@ def _dispatched(name: str) -> Callable[..., Any]:
 
     def call(self: DeviceProcessGroup, *arguments: Any, **options: Any) -> Any:
         device = device_of(arguments) or device_of(options.values())
-        return on_cpu(self, *arguments, **options) if device is None else on_device(
-            self._half_for(device), *arguments, **options
+        return (
+            on_cpu(self, *arguments, **options)
+            if device is None
+            else on_device(self._half_for(device), *arguments, **options)
         )
 
     call.__name__ = name

@@ -120,9 +120,7 @@ class Staging:
         if adjacent(tensors):
             return _joined(tensors)
         targets = [checked(self.what, tensor).detach() for tensor in tensors]
-        flat = torch.empty(
-            sum(tensor.numel() for tensor in targets), dtype=targets[0].dtype, device=targets[0].device
-        )
+        flat = torch.empty(sum(tensor.numel() for tensor in targets), dtype=targets[0].dtype, device=targets[0].device)
         pieces = flat.split([tensor.numel() for tensor in targets])
         self._back.extend((target, piece.view(target.shape)) for target, piece in zip(targets, pieces, strict=True))
         return flat
