@@ -1,6 +1,6 @@
 """The c10d backend "zcomm": ``import zcomm.torch_backend``, then ``torch.distributed.init_process_group("zcomm")``.
 
-It serves the CPU tensors of every torch.distributed call: DDP, FSDP2, DTensor, functional and object collectives,
+It serves the tensors of every torch.distributed call: DDP, FSDP2, DTensor, functional and object collectives,
 sub-groups, messages. What it takes and how it differs from Gloo: docs/torch_backend.md.
 """
 
