@@ -124,7 +124,7 @@ class Communicator:
     def all_to_all(self, spans: Spans, out: Spans, dtype: DType, name: str, async_op: bool, /) -> Work | None: ...
     def barrier(self, name: str, async_op: bool, /) -> Work | None: ...
     def after(self, event: Event, async_op: bool = True) -> Work | None:
-        """What is called later starts when `event` is done: a copy from a device has landed, say. Local to this rank."""
+        """What is called later starts when `event` is done (a copy from a device, say). Local to this rank."""
     def send(self, spans: Spans, dtype: DType, dst: int, tag: int, name: str, async_op: bool, /) -> Work | None: ...
     def recv(
         self, spans: Spans, dtype: DType, src: int, tag: int, name: str, async_op: bool, source: Source, /
@@ -210,6 +210,42 @@ def cuda_device(index: int) -> Device: ...
 def simulated_device(
     seed: int = 0, max_delay_s: float = 0.0, memory_nbytes: int = 0, name: str = "simulated"
 ) -> Device: ...
+
+class RaceSide:
+    actor: str
+    label: str
+    operation: int
+    is_write: bool
+    range: tuple[int, int]
+
+class Race:
+    """Two accesses that nothing orders; str() tells the story and the remedy."""
+
+    first: RaceSide
+    second: RaceSide
+    overlap: tuple[int, int]
+    remedy: str
+
+class Trace:
+    """What recorded devices were asked for, and its races (device/trace.hpp).
+
+    `who`: None, the calling thread; a name, a queue that runs beside it ("comm"); a stream of a recorded device.
+    """
+
+    def __init__(self) -> None: ...
+    def touch(self, who: Stream | str | None, address: int, nbytes: int, access: str, label: str) -> None:
+        """An access made elsewhere; access: "r", "w" or "rw"."""
+    def set_subject(self, subject: str) -> None: ...
+    def rename(self, who: Stream | str | None, name: str) -> None: ...
+    def order(self, before: Event | Stream | str | None, after: Stream | str | None) -> None:
+        """What `after` is given next runs after the event has passed, or after all that `before` has been given."""
+    def races(self) -> list[Race]: ...
+    @property
+    def operations(self) -> int: ...
+    @property
+    def race_count(self) -> int: ...
+
+def record_device(device: Device, trace: Trace) -> Device: ...
 def nccl_version(library: str = "") -> str: ...
 def make_nccl_communicator(
     control: Communicator, watched: Mesh, device: int, library: str, timeout_s: float

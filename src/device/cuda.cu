@@ -1,159 +1,127 @@
-// The accelerator by the CUDA runtime: streams, events, copies, page locking.
+// The CUDA device: its memory, and making streams and events (device/device.hpp).
 //
-// Thread rule: as the CUDA runtime; the calling thread's current device is left as it was.
+// Memory is cudaMalloc's, which legacy IPC handles can name. Freeing it waits for the whole GPU: allocate once, not in
+// the steady state. Thread rule: as the CUDA runtime; the calling thread's current device is left as it was.
 #include <cuda_runtime_api.h>
 
+#include <cstring>
 #include <utility>
 
 #include "base/error.hpp"
-#include "device/cuda.hpp"
-#include "device/cuda_kernels.hpp"
-#include "device/kernels_check.hpp"
+#include "device/cuda_stream.hpp"
 
-namespace zcomm::device::cuda {
+namespace zcomm::device {
+namespace cuda {
 namespace {
 
-void check(cudaError_t result, const char* what) {
-  if (result == cudaSuccess) return;
-  cudaGetLastError();  // a plain error must not surface again in a later call
-  throw CudaError(text(what, ": ", cudaGetErrorName(result), ": ", cudaGetErrorString(result)));
+/// Driver functions are looked up at run time: the library must load where there is no driver.
+template <class Function>
+Function driver_function(Gpu& gpu, const char* name) {
+  void* found = nullptr;
+#if CUDART_VERSION >= 12050
+  gpu.check(cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault), name);
+#else
+  gpu.check(cudaGetDriverEntryPoint(name, &found, cudaEnableDefault), name);
+#endif
+  if (found == nullptr) throw CudaError(text(gpu.name(), ": the driver has no ", name, ": update it"));
+  return reinterpret_cast<Function>(found);
 }
 
-cudaStream_t stream_of(std::uintptr_t handle) { return reinterpret_cast<cudaStream_t>(handle); }
-cudaEvent_t event_of(std::uintptr_t handle) { return reinterpret_cast<cudaEvent_t>(handle); }
+/// Where the allocation begins that holds `data`.
+const std::byte* base_of(Gpu& gpu, const void* data) {
+  using GetRange = int (*)(unsigned long long* base, std::size_t* nbytes, unsigned long long address);
+  static const auto get_range = driver_function<GetRange>(gpu, "cuMemGetAddressRange");
+  unsigned long long base = 0;
+  std::size_t nbytes = 0;
+  const int result = get_range(&base, &nbytes, reinterpret_cast<unsigned long long>(data));
+  if (result != 0)
+    throw InvalidArgument(text(gpu.name(), ": share: ", data, " is not device memory (CUresult ", result, ")"));
+  return reinterpret_cast<const std::byte*>(base);
+}
 
-struct Found {
-  int count = 0;
-  cudaError_t error = cudaSuccess;
-};
+class CudaDevice final : public Device {
+ public:
+  explicit CudaDevice(Gpu& gpu) : gpu_(gpu) {
+    const DeviceScope scope(gpu_.index());
+    gpu_.check(cudaFree(nullptr), "start of CUDA");  // makes the context, if torch has not
+  }
 
-/// Asked once: without a driver the answer does not change while the process lives.
-const Found& found() {
-  static const Found result = [] {
-    Found f;
-    f.error = cudaGetDeviceCount(&f.count);
-    if (f.error != cudaSuccess) {
-      f.count = 0;
+  const std::string& name() const override { return gpu_.name(); }
+  std::unique_ptr<Stream> make_stream(bool urgent) override { return std::make_unique<CudaStream>(gpu_, urgent); }
+  std::unique_ptr<Stream> adopt_stream(std::uintptr_t native) override {
+    gpu_.enter("adopt_stream");
+    return std::make_unique<CudaStream>(gpu_, reinterpret_cast<cudaStream_t>(native));
+  }
+  std::unique_ptr<Event> make_event(bool shared) override { return std::make_unique<CudaEvent>(gpu_, shared); }
+
+  Memory allocate(std::size_t nbytes) override {
+    gpu_.enter("allocate");
+    const DeviceScope scope(gpu_.index());
+    const BesideCapture beside;
+    void* data = nullptr;
+    gpu_.check_allocation(cudaMalloc(&data, nbytes), "cudaMalloc", nbytes);
+    return {data, [&gpu = gpu_](void* memory) noexcept { release(gpu, memory, &cudaFree); }};
+  }
+  MemoryInfo memory() override {
+    gpu_.enter("memory");
+    const DeviceScope scope(gpu_.index());
+    MemoryInfo info{};
+    gpu_.check(cudaMemGetInfo(&info.free_nbytes, &info.total_nbytes), "cudaMemGetInfo");
+    return info;
+  }
+
+  SharedHandle share(const void* data) override {
+    gpu_.enter("share");
+    const DeviceScope scope(gpu_.index());
+    const std::byte* const base = base_of(gpu_, data);
+    cudaIpcMemHandle_t native;
+    const cudaError_t result = cudaIpcGetMemHandle(&native, const_cast<std::byte*>(base));
+    if (result == cudaErrorInvalidValue || result == cudaErrorNotSupported) {
+      cudaGetLastError();
+      throw Unsupported(text(gpu_.name(), ": share: ", describe("cudaIpcGetMemHandle", result),
+                             "; memory of other allocators than cudaMalloc has no such handle (of torch: set "
+                             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False)"));
+    }
+    gpu_.check(result, "cudaIpcGetMemHandle");
+    SharedHandle handle;
+    static_assert(sizeof(native) == sizeof(handle.bytes));
+    std::memcpy(handle.bytes.data(), &native, sizeof(native));
+    handle.offset = static_cast<std::uint64_t>(static_cast<const std::byte*>(data) - base);
+    return handle;
+  }
+  Memory open_memory(const SharedHandle& handle) override {
+    gpu_.enter("open_memory");
+    const DeviceScope scope(gpu_.index());
+    cudaIpcMemHandle_t native;
+    std::memcpy(&native, handle.bytes.data(), sizeof(native));
+    void* base = nullptr;
+    gpu_.check(cudaIpcOpenMemHandle(&base, native, cudaIpcMemLazyEnablePeerAccess), "cudaIpcOpenMemHandle");
+    const Memory all(base, [&gpu = gpu_](void* memory) noexcept { release(gpu, memory, &cudaIpcCloseMemHandle); });
+    return {all, static_cast<std::byte*>(base) + handle.offset};
+  }
+  std::unique_ptr<Event> open_event(const SharedHandle& handle) override {
+    return std::make_unique<CudaEvent>(gpu_, handle);
+  }
+  void lose_after(std::uint64_t n) override { gpu_.lose_after(n); }
+
+ private:
+  /// When the process ends, the context may be gone before the memory's owner.
+  static void release(Gpu& gpu, void* memory, cudaError_t (*how)(void*)) noexcept {
+    try {
+      const DeviceScope scope(gpu.index());
+      const BesideCapture beside;
+      if (how(memory) != cudaSuccess) cudaGetLastError();
+    } catch (const Error&) {
       cudaGetLastError();
     }
-    return f;
-  }();
-  return result;
-}
+  }
 
-void check_device(int device, const char* what) {
-  if (!available())
-    throw Unsupported(text(what, ": no CUDA device (", cudaGetErrorString(found().error), "); use device=\"cpu\""));
-  if (device < 0 || device >= device_count())
-    throw InvalidArgument(text(what, ": device ", device, " is not one of ", device_count()));
-}
+  Gpu& gpu_;
+};
 
 }  // namespace
+}  // namespace cuda
 
-bool available() { return found().count > 0; }
-int device_count() { return found().count; }
-std::string build_info() { return text("CUDA ", CUDART_VERSION / 1000, ".", CUDART_VERSION % 1000 / 10); }
+std::shared_ptr<Device> make_cuda_device(int index) { return std::make_shared<cuda::CudaDevice>(cuda::Gpu::at(index)); }
 
-bool page_lock(void* data, std::size_t nbytes) {
-  if (!available() || nbytes == 0) return false;
-  check(cudaHostRegister(data, nbytes, cudaHostRegisterPortable), "cudaHostRegister");
-  return true;
-}
-
-void page_unlock(void* data) noexcept {
-  if (!available()) return;
-  if (cudaHostUnregister(data) != cudaSuccess) cudaGetLastError();
-}
-
-DeviceScope::DeviceScope(int device) {
-  check(cudaGetDevice(&before_), "cudaGetDevice");
-  check(cudaSetDevice(device), "cudaSetDevice");
-}
-
-DeviceScope::~DeviceScope() { cudaSetDevice(before_); }
-
-Stream::Stream(int device) : device_(device) {
-  check_device(device, "cuda::Stream");
-  const DeviceScope scope(device);
-  cudaStream_t stream = nullptr;
-  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
-  handle_ = reinterpret_cast<std::uintptr_t>(stream);
-}
-
-Stream::Stream(Stream&& other) noexcept : device_(other.device_), handle_(std::exchange(other.handle_, 0)) {}
-
-Stream::~Stream() {
-  if (handle_ != 0) cudaStreamDestroy(stream_of(handle_));
-}
-
-void Stream::synchronize() { check(cudaStreamSynchronize(stream_of(handle_)), "cudaStreamSynchronize"); }
-
-void Stream::copy(void* dst, const void* src, std::size_t nbytes) {
-  if (nbytes == 0) return;
-  const DeviceScope scope(device_);
-  check(cudaMemcpyAsync(dst, src, nbytes, cudaMemcpyDefault, stream_of(handle_)), "cudaMemcpyAsync");
-}
-
-void Stream::reduce(const Reduce& args) {
-  check_reduce(args);
-  if (args.dst.size() > kMaxBuffers || args.src.size() > kMaxBuffers)
-    throw InvalidArgument(text("cuda::Stream::reduce: ", args.dst.size(), " dst and ", args.src.size(),
-                               " src; at most ", kMaxBuffers, " of each"));
-  if (args.count == 0) return;
-  ReduceLaunch launch{};
-  for (std::size_t d = 0; d < args.dst.size(); ++d) launch.dst[d] = args.dst[d];
-  for (std::size_t s = 0; s < args.src.size(); ++s) launch.src[s] = args.src[s];
-  launch.dst_count = static_cast<int>(args.dst.size());
-  launch.src_count = static_cast<int>(args.src.size());
-  launch.count = args.count;
-  launch.in = args.in;
-  launch.out = args.out;
-  launch.op = args.op;
-  launch.accumulate = args.accumulate;
-  const DeviceScope scope(device_);
-  launch_reduce(launch, stream_of(handle_));
-  check(cudaGetLastError(), "cuda::Stream::reduce");
-}
-
-void Stream::cast(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::size_t count) {
-  check_cast(dst, dst_dtype, src, src_dtype, count);
-  if (count == 0) return;
-  if (dst_dtype == src_dtype) return copy(dst, src, count * size_of(dst_dtype));
-  const DeviceScope scope(device_);
-  launch_cast(dst, dst_dtype, src, src_dtype, count, stream_of(handle_));
-  check(cudaGetLastError(), "cuda::Stream::cast");
-}
-
-Event::Event(int device) {
-  check_device(device, "cuda::Event");
-  const DeviceScope scope(device);
-  cudaEvent_t event = nullptr;
-  check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
-  handle_ = reinterpret_cast<std::uintptr_t>(event);
-}
-
-Event::Event(Event&& other) noexcept : handle_(std::exchange(other.handle_, 0)) {}
-
-Event::~Event() {
-  if (handle_ != 0) cudaEventDestroy(event_of(handle_));
-}
-
-void Event::record(Stream& stream) {
-  check(cudaEventRecord(event_of(handle_), stream_of(stream.handle())), "cudaEventRecord");
-}
-
-void Event::wait(Stream& stream) {
-  check(cudaStreamWaitEvent(stream_of(stream.handle()), event_of(handle_), 0), "cudaStreamWaitEvent");
-}
-
-bool Event::done() const {
-  const cudaError_t result = cudaEventQuery(event_of(handle_));
-  if (result == cudaErrorNotReady) {
-    cudaGetLastError();
-    return false;
-  }
-  check(result, "cudaEventQuery");
-  return true;
-}
-
-}  // namespace zcomm::device::cuda
+}  // namespace zcomm::device

@@ -7,6 +7,12 @@
 // ordered by events alone (decision D6); no call waits for the device unless its name says so (synchronize). Errors:
 // CudaError from the call itself, or from a later one on the same device for work that failed on it. Thread rule: a
 // Stream is used by one thread at a time; everything else is free-threaded.
+//
+// [Note: capture] A CUDA graph can capture what is put on a stream: record, wait, copy (of device or page-locked
+// memory), fill and kernels() neither wait nor allocate (run each once before: kernels are loaded then). An event that
+// a captured stream waits for must have been recorded in the same capture. Not while it is captured: done and
+// synchronize of that stream or of such an event. make_*, allocate, share and open_* belong before the capture;
+// queries, waits and allocations of other threads do not spoil it.
 #pragma once
 
 #include <array>

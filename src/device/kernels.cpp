@@ -97,6 +97,11 @@ void check_device_reduce(const Reduce& args) {
                                " src; expected at most ", kMaxKernelBuffers, " of each"));
 }
 
+void check_pointers(const char* what, const void* dst, const void* src, std::size_t nbytes) {
+  if (nbytes != 0 && (dst == nullptr || src == nullptr))
+    throw InvalidArgument(text(what, ": ", dst == nullptr ? "dst" : "src", " is null, nbytes ", nbytes));
+}
+
 void check_cast(const void* dst, DType dst_dtype, const void* src, DType src_dtype, std::size_t count) {
   if (!is_floating(dst_dtype) || !is_floating(src_dtype))
     throw InvalidArgument(text("cast: from ", name_of(src_dtype), " to ", name_of(dst_dtype),

@@ -17,6 +17,7 @@
 
 #include "base/error.hpp"
 #include "device/device.hpp"
+#include "device/kernels_check.hpp"
 #include "device/simulated_kernels.hpp"
 #include "device/simulated_state.hpp"
 
@@ -153,10 +154,6 @@ class SimulatedStream : public Stream {
   static SimulatedEvent& as_simulated(Event& event) {
     if (auto* const simulated = dynamic_cast<SimulatedEvent*>(&event)) return *simulated;
     throw InvalidArgument("simulated device: the event is of another kind of device");
-  }
-  static void check_pointers(const char* what, const void* dst, const void* src, std::size_t nbytes) {
-    if (nbytes != 0 && (dst == nullptr || src == nullptr))
-      throw InvalidArgument(text(what, ": ", dst == nullptr ? "dst" : "src", " is null, nbytes ", nbytes));
   }
   void delay() {
     if (state_->options().max_delay_s <= 0) return;

@@ -57,8 +57,8 @@ def test_streams_and_events() -> None:
     assert host.is_host and not first.is_host and host.native == 0
     host.fill(c.data_ptr(), 0, 400)
     assert c.abs().max() == 0
-    with pytest.raises(ValueError, match="9 src"):
-        first.reduce([c.data_ptr()], [a.data_ptr()] * 9, 100, f32, f32, _core.ReduceOp.sum)
+    with pytest.raises(ValueError, match=" src; expected at most"):
+        first.reduce([c.data_ptr()], [a.data_ptr()] * 100, 100, f32, f32, _core.ReduceOp.sum)
 
 
 def test_waiting_lets_other_threads_run() -> None:
@@ -106,7 +106,7 @@ def test_errors_say_what_to_do() -> None:
         device.allocate(2 << 20)
     stream = device.make_stream()
     device.lose_after(1)
-    with pytest.raises(zcomm.CudaError, match="the GPU is lost.*restart the process"):
+    with pytest.raises(zcomm.CudaError, match=r"the GPU is lost.*restart the process"):
         stream.record(device.make_event())
     with pytest.raises(zcomm.CudaError, match="the GPU is lost"):
         device.allocate(1)

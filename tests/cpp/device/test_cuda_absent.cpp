@@ -2,6 +2,7 @@
 #include <array>
 
 #include "device/cuda.hpp"
+#include "device/device.hpp"
 #include "test.hpp"
 #include "zcomm/error.hpp"
 
@@ -18,8 +19,20 @@ TEST(cuda, without_a_device_nothing_crashes) {
   std::array<char, 64> memory{};
   EXPECT_FALSE(page_lock(memory.data(), memory.size()));
   page_unlock(memory.data());
-  EXPECT_THROW(Stream stream(0), Unsupported);
-  EXPECT_THROW(Event event(0), Unsupported);
+  if (build_info() == "built without CUDA") {
+    EXPECT_THROW_WITH(make_cuda_device(0), Unsupported, "device=\"cpu\"");
+    EXPECT_THROW(DeviceScope(0), Unsupported);
+  } else {
+    EXPECT_THROW_WITH(make_cuda_device(0), CudaError, "no CUDA device (");
+    EXPECT_THROW_WITH(make_cuda_device(0), CudaError, "device=\"cpu\"");
+    EXPECT_THROW(DeviceScope(0), CudaError);
+  }
+}
+
+TEST(cuda, an_index_that_is_not_there) {
+  if (!available()) return;
+  EXPECT_THROW_WITH(make_cuda_device(device_count()), InvalidArgument, "expected one of cuda:0 to");
+  EXPECT_THROW(make_cuda_device(-1), InvalidArgument);
 }
 
 }  // namespace

@@ -1,0 +1,169 @@
+// Finding GPUs, and wording what they say (device/cuda_gpu.hpp).
+#include <deque>
+#include <mutex>
+
+#include "base/error.hpp"
+#include "device/cuda_gpu.hpp"
+#include "device/device_errors.hpp"
+
+namespace zcomm::device::cuda {
+namespace {
+
+struct Found {
+  int count = 0;
+  cudaError_t error = cudaSuccess;
+};
+
+/// Asked once: without a driver the answer does not change while the process lives.
+const Found& found() {
+  static const Found result = [] {
+    Found f;
+    f.error = cudaGetDeviceCount(&f.count);
+    if (f.error != cudaSuccess) {
+      f.count = 0;
+      cudaGetLastError();
+    }
+    return f;
+  }();
+  return result;
+}
+
+std::string version_text(int version) { return text(version / 1000, ".", version % 1000 / 10); }
+
+/// Why there is none, and what to do.
+std::string absence() {
+  int driver = 0;
+  cudaDriverGetVersion(&driver);
+  cudaGetLastError();
+  std::string advice = "nvidia-smi shows which GPUs and driver this machine has; device=\"cpu\" needs none";
+  if (driver == 0)
+    advice = "no NVIDIA driver is loaded: install one, or use device=\"cpu\"";
+  else if (found().error == cudaErrorInsufficientDriver)
+    advice = text("the driver is too old: it serves CUDA ", version_text(driver), ", and this build needs CUDA ",
+                  CUDART_VERSION / 1000, ": update the driver, or install a build for an older CUDA");
+  else if (found().error == cudaSuccess || found().error == cudaErrorNoDevice)
+    advice = "the driver shows no GPU to this process: see CUDA_VISIBLE_DEVICES and nvidia-smi, or use device=\"cpu\"";
+  return text("no CUDA device (", cudaGetErrorString(found().error), "): ", advice);
+}
+
+const char* advice(cudaError_t error) {
+  switch (error) {
+    case cudaErrorDevicesUnavailable:
+      return "; another process may hold it (compute mode exclusive), or it is off the bus: see nvidia-smi and "
+             "`dmesg | grep -i xid`";
+    case cudaErrorNoKernelImageForDevice:
+      return "; this build has no code for this GPU: build zcomm with -DCMAKE_CUDA_ARCHITECTURES=native";
+    case cudaErrorStreamCaptureUnsupported:
+    case cudaErrorStreamCaptureInvalidated:
+    case cudaErrorStreamCaptureImplicit:
+      return "; a CUDA graph is being captured: device.hpp says which calls it can take";
+    default:
+      return "";
+  }
+}
+
+}  // namespace
+
+bool available() { return found().count > 0; }
+int device_count() { return found().count; }
+std::string build_info() { return text("CUDA ", version_text(CUDART_VERSION)); }
+
+bool ends_the_context(cudaError_t error) {
+  switch (error) {
+    case cudaErrorIllegalAddress:
+    case cudaErrorIllegalInstruction:
+    case cudaErrorMisalignedAddress:
+    case cudaErrorInvalidAddressSpace:
+    case cudaErrorInvalidPc:
+    case cudaErrorHardwareStackError:
+    case cudaErrorLaunchFailure:
+    case cudaErrorLaunchTimeout:
+    case cudaErrorAssert:
+    case cudaErrorECCUncorrectable:
+    case cudaErrorNvlinkUncorrectable:
+    case cudaErrorContextIsDestroyed:
+    case cudaErrorDeviceUninitialized:
+    case cudaErrorMpsClientTerminated:
+    case cudaErrorUnknown:
+      return true;
+    default:  // cudaErrorContained, cudaErrorExternalDevice: older toolkits lack the names
+      return static_cast<int>(error) == 226 || static_cast<int>(error) == 911;
+  }
+}
+
+std::string describe(const char* what, cudaError_t error) {
+  return text(what, ": ", cudaGetErrorName(error), ": ", cudaGetErrorString(error));
+}
+
+Gpu& Gpu::at(int index) {
+  if (!available()) throw CudaError(absence());
+  if (index < 0 || index >= device_count())
+    throw InvalidArgument(text("cuda:", index, " is not there: expected one of cuda:0 to cuda:", device_count() - 1));
+  static std::mutex mutex;
+  static std::deque<Gpu>& all = *new std::deque<Gpu>;  // never destroyed: streams may go late
+  const std::lock_guard lock(mutex);
+  while (static_cast<int>(all.size()) <= index) all.emplace_back(static_cast<int>(all.size()));
+  return all[static_cast<std::size_t>(index)];
+}
+
+Gpu::Gpu(int index) : index_(index), name_(text("cuda:", index)) {}
+
+void Gpu::check(cudaError_t result, const char* what) {
+  if (result == cudaSuccess) return;
+  cudaGetLastError();  // a plain error must not surface again in a later call
+  if (ends_the_context(result)) throw CudaError(lost_text(name_, describe(what, result)));
+  if (result == cudaErrorMemoryAllocation) check_allocation(result, what, 0);
+  throw CudaError(text(name_, ": ", describe(what, result), advice(result)));
+}
+
+void Gpu::check_allocation(cudaError_t result, const char* what, std::size_t nbytes) {
+  if (result != cudaErrorMemoryAllocation) return check(result, what);
+  cudaGetLastError();
+  std::size_t free_nbytes = 0, total_nbytes = 0;
+  const DeviceScope scope(index_);
+  if (cudaMemGetInfo(&free_nbytes, &total_nbytes) != cudaSuccess) cudaGetLastError();
+  if (nbytes == 0) throw CudaError(text(name_, ": ", describe(what, result), ": ", free_nbytes, " bytes are free"));
+  throw CudaError(out_of_memory_text(name_, nbytes, free_nbytes, total_nbytes));
+}
+
+void Gpu::enter(const char* what) {
+  if (lost_.load(std::memory_order_relaxed)) throw CudaError(lost_text(name_, text(what, ": simulated loss")));
+}
+
+void Gpu::begin_operation(const char* what) {
+  if (left_.load(std::memory_order_relaxed) != 0 && left_.fetch_sub(1) == 1) lost_ = true;
+  enter(what);
+}
+
+void Gpu::lose_after(std::uint64_t n) {
+  left_ = n;
+  lost_ = false;
+}
+
+bool page_lock(void* data, std::size_t nbytes) {
+  if (!available() || nbytes == 0) return false;
+  const cudaError_t result = cudaHostRegister(data, nbytes, cudaHostRegisterPortable);
+  if (result == cudaSuccess) return true;
+  cudaGetLastError();
+  if (ends_the_context(result)) throw CudaError(lost_text("cuda", describe("cudaHostRegister", result)));
+  throw CudaError(text("page locking ", nbytes, " bytes: ", describe("cudaHostRegister", result),
+                       "; see `ulimit -l`, the container's memory limit, and the budget of pinned memory"));
+}
+
+void page_unlock(void* data) noexcept {
+  if (!available()) return;
+  if (cudaHostUnregister(data) != cudaSuccess) cudaGetLastError();
+}
+
+DeviceScope::DeviceScope(int device) {
+  Gpu& gpu = Gpu::at(device);
+  gpu.check(cudaGetDevice(&before_), "cudaGetDevice");
+  if (before_ != device) gpu.check(cudaSetDevice(device), "cudaSetDevice");
+}
+
+DeviceScope::~DeviceScope() {
+  int now = before_;
+  if (cudaGetDevice(&now) == cudaSuccess && now != before_) cudaSetDevice(before_);
+}
+
+}  // namespace zcomm::device::cuda

@@ -1,0 +1,64 @@
+// Gpu: what all Device objects of one GPU share in this process: its name, whether it is lost, how its errors are
+// worded.
+//
+// [Note: CUDA's errors] An error that ends the context (a bad address, ECC, the device gone from the bus) comes back
+// from every later call: the process must be restarted, and the message says so. The others are those of one call.
+// Only the *.cu include this. Thread rule: free-threaded.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "device/cuda.hpp"
+
+namespace zcomm::device::cuda {
+
+/// Whether the context is gone with this error.
+bool ends_the_context(cudaError_t error);
+/// "cudaMemcpyAsync: cudaErrorInvalidValue: invalid argument"
+std::string describe(const char* what, cudaError_t error);
+
+/// While it lives, the calling thread may make calls that another thread's capture of a CUDA graph forbids (queries,
+/// allocations) without spoiling that capture.
+class BesideCapture {
+ public:
+  BesideCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~BesideCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  BesideCapture(const BesideCapture&) = delete;
+  BesideCapture& operator=(const BesideCapture&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+class Gpu {
+ public:
+  /// The only one of its index. Throws CudaError without driver or device, InvalidArgument for other indices.
+  static Gpu& at(int index);
+  explicit Gpu(int index);
+
+  int index() const { return index_; }
+  const std::string& name() const { return name_; }
+
+  /// Throws CudaError for what is not success.
+  void check(cudaError_t result, const char* what);
+  /// check() of an allocation of so many bytes.
+  void check_allocation(cudaError_t result, const char* what, std::size_t nbytes);
+  /// Throws CudaError while the test hook says that the GPU is lost.
+  void enter(const char* what);
+  /// enter() for what is put on a stream; counts towards lose_after.
+  void begin_operation(const char* what);
+  void lose_after(std::uint64_t n);
+
+ private:
+  const int index_;
+  const std::string name_;
+  std::atomic<std::uint64_t> left_{0};
+  std::atomic<bool> lost_{false};
+};
+
+}  // namespace zcomm::device::cuda
