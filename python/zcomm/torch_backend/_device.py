@@ -9,7 +9,7 @@ Thread rule: as the group's.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -47,6 +47,10 @@ class Streams:
     def wait(self, event: Any) -> None:
         """The current stream waits for it."""
         torch.cuda.current_stream(self.device).wait_event(event)
+
+    def future(self) -> Any:
+        """A Future that carries the current streams of whoever completes it."""
+        return torch.futures.Future(devices=[self.device])
 
 
 class OnStream:
@@ -105,7 +109,7 @@ class DevicePending(Pending):
             self.settle(seconds)
 
     def _new_future(self) -> Any:
-        return torch.futures.Future(devices=[self._streams.device])
+        return self._streams.future()
 
 
 class DeviceHalf(Reductions, Movements, Messages):
@@ -126,7 +130,7 @@ class DeviceHalf(Reductions, Movements, Messages):
         return super()._is_simple(opts)
 
     def _issue(self, what: str, opts: Any, outputs: Sequence[torch.Tensor], *rest: Any, **more: Any) -> Done | Pending:
-        for tensor in outputs:
+        for tensor in tensors_in((outputs, rest, more.get("keep"))):
             if tensor.device != self.device:
                 raise ValueError(f"{what}: a tensor is on {tensor.device}, others are on {self.device}")
         self._name_stream()
@@ -238,6 +242,15 @@ class _AllOf(Done):
 
 def _with_index(device: torch.device) -> torch.device:
     return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+
+
+def tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """All in nested lists."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value)
 
 
 def device_of(values: Any) -> torch.device | None:

@@ -16,7 +16,7 @@ from zcomm.torch_backend._work import Done
 def sparse_all_reduce(group: Any, tensor: torch.Tensor, opts: Any) -> Done:
     """Sum in place. Raises: ValueError for another reduction or for tensors of different shapes."""
     if tensor.is_cuda:
-        raise NotImplementedError(f"all_reduce: a sparse tensor on {tensor.device}; sparse ones are summed on the CPU only")
+        raise NotImplementedError(f"all_reduce: a sparse tensor is on {tensor.device}; they are summed on the CPU only")
     if opts.reduceOp.op != Kind.SUM:
         raise ValueError(f"all_reduce: {opts.reduceOp.op.name} of a sparse tensor; only SUM is supported")
     mine = tensor.detach().coalesce()

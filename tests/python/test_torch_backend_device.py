@@ -1,0 +1,130 @@
+"""torch_backend's operations on device tensors, over simulated devices: ranks are threads, tensors are the CPU's.
+
+torch's own streams cannot be simulated: what is checked is that each way to the end of a work comes after its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zcomm
+from test_cuda_ipc import simulated_world
+from zcomm.torch_backend._device import DeviceHalf, DeviceProcessGroup, Streams, device_of
+from zcomm.torch_backend._group import ProcessGroup
+from zcomm.torch_backend._options import AllreduceOptions, BarrierOptions, ReduceScatterOptions, made
+
+
+class HostStreams(Streams):
+    """The host is every stream; remembers who waited for which event."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.waits: list[tuple[str, Any]] = []
+
+    def side(self) -> Any:
+        return contextlib.nullcontext()
+
+    def record(self) -> Any:
+        return object()
+
+    def wait(self, event: Any) -> None:
+        self.waits.append((threading.current_thread().name, event))
+
+    def future(self) -> Any:
+        return torch.futures.Future()
+
+
+def in_halves(world: int, folder: Path, body: Callable[[DeviceHalf], None]) -> None:
+    def run(comm: zcomm.Communicator) -> None:
+        half = DeviceHalf(comm._joined, 30.0, HostStreams())
+        try:
+            body(half)
+        finally:
+            half.close()
+
+    simulated_world(world, folder, run, max_delay_s=1e-4)
+
+
+def asynchronous(opts: Any) -> Any:
+    if hasattr(opts, "asyncOp"):
+        opts.asyncOp = True
+    return opts
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_operations(world: int, tmp_path: Path) -> None:
+    def body(half: DeviceHalf) -> None:
+        rank = half._rank
+        for is_async in (False, True):
+            ready = asynchronous if is_async else (lambda opts: opts)
+            tensor = torch.full((70_003,), float(rank + 1))
+            strided = torch.full((40, 30), float(rank + 1)).t()
+            half.allreduce([tensor], ready(AllreduceOptions())).wait()
+            half.allreduce([strided], ready(AllreduceOptions())).wait()
+            total = world * (world + 1) / 2
+            assert tensor.eq(total).all() and strided.eq(total).all()
+            out = torch.empty(5)
+            half.reduce_scatter_single(out, torch.arange(5.0 * world), ready(ReduceScatterOptions())).wait()
+            assert torch.equal(out, world * torch.arange(5.0 * world)[5 * rank : 5 * rank + 5])
+            outs = [torch.empty(7) for _ in range(world)]
+            half.allgather([outs], [torch.full((7,), float(rank))]).wait()
+            assert [int(one[3]) for one in outs] == list(range(world))
+            whole = torch.full((9,), float(rank))
+            half.broadcast([whole], root=world - 1).wait()
+            assert whole.eq(world - 1).all()
+            half.barrier(ready(BarrierOptions())).wait()
+
+    in_halves(world, tmp_path, body)
+
+
+def test_every_way_to_the_end_comes_after_it(tmp_path: Path) -> None:
+    def body(half: DeviceHalf) -> None:
+        streams = half.streams
+        assert isinstance(streams, HostStreams)
+        for way in ("wait", "future", "future, then wait", "poll, then wait"):
+            tensor = torch.ones(50_000)
+            work = half.allreduce([tensor], asynchronous(made(AllreduceOptions, None)))
+            if "future" in way:
+                assert work.get_future().wait()[0].eq(2).all()
+            while "poll" in way and not work.is_completed():
+                pass
+            if "wait" in way:
+                before = len(streams.waits)
+                work.wait()
+                me = threading.current_thread().name
+                assert [name for name, _ in streams.waits[before:]] == [me], way  # also when another thread finished it
+            assert tensor.eq(2).all(), way
+
+    in_halves(2, tmp_path, body)
+
+
+def test_errors_keep_their_types(tmp_path: Path) -> None:
+    def body(half: DeviceHalf) -> None:
+        with pytest.raises(NotImplementedError, match="meta"):
+            half.allreduce([torch.ones(3), torch.ones(3, device="meta")])
+        with pytest.raises(NotImplementedError, match="send"):
+            half.send([torch.ones(3)], 1 - half._rank)
+        work = half.allreduce([torch.ones(3 + half._rank)], asynchronous(AllreduceOptions()))
+        with pytest.raises(zcomm.CollectiveMismatch, match="count=3"):
+            work.wait()
+
+    in_halves(2, tmp_path, body)
+
+
+def test_operations_go_where_their_tensors_are() -> None:
+    cpu = torch.ones(2)
+    assert device_of(([cpu], cpu)) is None and device_of(()) is None and device_of(([[]], None, 3)) is None
+    missing = [
+        name
+        for name in vars(DeviceHalf.__mro__[1]) | vars(DeviceHalf.__mro__[2]) | vars(DeviceHalf.__mro__[3])
+        if not name.startswith("_") and name != "barrier" and name not in vars(DeviceProcessGroup)
+    ]
+    assert not missing, f"{missing} would run on the CPU's communicator"
+    assert issubclass(DeviceProcessGroup, ProcessGroup)
