@@ -82,6 +82,7 @@ void DeviceWatch::detach() noexcept {
 }
 
 void Ticket::called(std::uintptr_t stream) noexcept {
+  const std::lock_guard lock(lives_);
   stream_ = stream;
   ordered_ = false;
   failed_ = nullptr;
@@ -98,6 +99,7 @@ device::Event& Ticket::ready() {
 }
 
 void Ticket::order(std::optional<std::uintptr_t> stream) {
+  const Use use{lives_};
   ordered_ = true;
   watch_->order(stream.value_or(stream_), *end_, header);
 }
@@ -111,6 +113,7 @@ void Ticket::drop() noexcept {
 }
 
 bool Ticket::done() noexcept {
+  const Use use{lives_};
   try {
     return end_->done();
   } catch (...) {

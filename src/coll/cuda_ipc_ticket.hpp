@@ -75,11 +75,17 @@ class Ticket final : public DeviceTail {
   Header header;  ///< for messages
 
  private:
+  /// One use by a Work: over before called() of the ticket's next life, which sees only that nobody holds it.
+  struct Use {
+    std::mutex& mutex;
+    ~Use() { const std::lock_guard lock(mutex); }
+  };
   const std::shared_ptr<DeviceWatch> watch_;
   const std::unique_ptr<device::Event> ready_, end_;
   std::uintptr_t stream_ = 0;
   std::exception_ptr failed_;
   std::atomic<bool> ordered_{false};
+  std::mutex lives_;
 };
 
 class TicketPool {
