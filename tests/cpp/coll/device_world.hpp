@@ -11,6 +11,7 @@
 #include "coll/cuda_ipc_engine.hpp"
 #include "comm_world.hpp"
 #include "device/device.hpp"
+#include "device/trace.hpp"
 
 namespace zcomm::test {
 
@@ -60,8 +61,9 @@ struct DeviceOptions {
   double timeout_s = 30;
   std::size_t slot_nbytes = 4096;  ///< small, so that modest buffers take many steps
   double max_delay_s = 0;
-  bool one_device = false;        ///< all ranks have the same
-  std::size_t memory_nbytes = 0;  ///< of each device
+  bool one_device = false;                         ///< all ranks have the same
+  std::size_t memory_nbytes = 0;                   ///< of each device
+  std::shared_ptr<device::Trace> trace = nullptr;  ///< writes down what the devices do
 };
 
 struct DeviceRank : Rank {
@@ -74,10 +76,12 @@ inline std::uintptr_t handle_of(device::Stream& stream) { return reinterpret_cas
 inline void run_device_world(int world, const DeviceOptions& options, const std::function<void(DeviceRank&)>& body) {
   Listeners listeners(world);
   const auto make = [&](int r) {
-    return std::make_shared<LendingDevice>(device::make_simulated_device({.seed = static_cast<std::uint64_t>(r) + 1,
-                                                                          .max_delay_s = options.max_delay_s,
-                                                                          .memory_nbytes = options.memory_nbytes,
-                                                                          .name = "simulated:" + std::to_string(r)}));
+    auto device = device::make_simulated_device({.seed = static_cast<std::uint64_t>(r) + 1,
+                                                 .max_delay_s = options.max_delay_s,
+                                                 .memory_nbytes = options.memory_nbytes,
+                                                 .name = "simulated:" + std::to_string(r)});
+    if (options.trace) device = device::record_device(std::move(device), options.trace);
+    return std::make_shared<LendingDevice>(std::move(device));
   };
   const std::shared_ptr<device::Device> common = make(0);
   std::vector<std::thread> threads;
