@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Machine:
-    """How each number is measured is in docs/algorithms.md, section 6.
+    """How each number is measured is in docs/algorithms.md, section 7.
 
     call_s: a call that moves nothing (barrier, median). signal_s: from one rank's store until another rank has seen it.
     memory_bps, cache_bps: bytes per second, reads and writes together, of one rank while all of them copy: buffers far

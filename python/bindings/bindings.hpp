@@ -57,6 +57,7 @@ void bind_cuda_ipc(pybind11::module_& m);
 void bind_links(pybind11::module_& m);
 void bind_heap(pybind11::module_& m);
 void bind_optim(pybind11::module_& m);
+void bind_stream_kernels(pybind11::module_& m);
 
 }  // namespace zcomm::bindings
 

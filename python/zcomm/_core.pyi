@@ -417,6 +417,50 @@ def adagrad_step(
 ) -> None: ...
 def split_master(shard: OptimShard, master: int, arrays: int = 2) -> None: ...
 def join_master(shard: OptimShard, master: int, arrays: int = 2) -> None: ...
+
+ADAM_FACTORS_NBYTES: int
+
+class StreamAdamBatch:
+    """Parameters that a step on a device takes together; counter: of an fp32 number there, the steps so far."""
+
+    def __len__(self) -> int: ...
+    def add(self, shard: OptimShard, counter: int) -> None: ...
+    def step(
+        self,
+        stream: Stream,
+        params: AdamParams,
+        grads: Sequence[int],
+        factors: int,
+        clip: float = 1.0,
+        lr: int = 0,
+        grad_scale: int = 0,
+        found_inf: int = 0,
+    ) -> None:
+        """factors: ADAM_FACTORS_NBYTES for each item. lr, grad_scale, found_inf: of fp32 numbers on the device, or 0."""
+
+def stream_adam_step(stream: Stream, shard: OptimShard, params: AdamParams) -> None: ...
+def stream_lion_step(stream: Stream, shard: OptimShard, params: LionParams) -> None: ...
+def stream_squares(stream: Stream, sums: int, grad: int, dtype: DType, count: int) -> None:
+    """Squares of blocks of 64 elements, for add_block_sums."""
+
+def add_block_sums(sum: ExactSum, sums: int, count: int) -> None: ...
+def stream_scale(
+    stream: Stream,
+    dst: int,
+    dst_dtype: DType,
+    src: int,
+    src_dtype: DType,
+    count: int,
+    factor: float,
+    more: int = 0,
+    nonfinite: int = 0,
+) -> None:
+    """more: of an fp32 factor on the device; nonfinite: of an int64 there, to which the count is added."""
+
+def copy_items(dst: Sequence[int], src: Sequence[int], counts: Sequence[int]) -> bytes: ...
+def stream_copy_list(stream: Stream, items: bytes, on_device: int, dst_dtype: DType, src_dtype: DType) -> None:
+    """items: of copy_items; on_device: where they have been copied to."""
+
 def page_nbytes() -> int: ...
 def isa() -> str: ...
 def best_isa() -> str: ...

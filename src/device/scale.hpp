@@ -1,4 +1,5 @@
-// scale: dst = src * factor with a count of what is not finite: unscaling, averaging and the overflow check in one pass.
+// scale: dst = src * factor with a count of what is not finite: unscaling, averaging and the overflow check in one
+// pass.
 #pragma once
 
 #include <cstddef>

@@ -23,7 +23,7 @@ class StreamKernels {
   virtual void cast(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::size_t count) = 0;
   virtual void run(const KernelTask& task) = 0;
 
-  void scale(const Scale& args);          ///< as device::scale; `more` and `nonfinite` are device memory
+  void scale(const Scale& args);         ///< as device::scale; `more` and `nonfinite` are device memory
   void copy_list(const CopyList& list);  ///< pack and unpack
 };
 

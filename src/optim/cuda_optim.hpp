@@ -1,7 +1,7 @@
 // Launchers of the CUDA optimizer kernels; no CUDA types, so that a build without CUDA has a twin (no_cuda_optim.cpp).
 //
-// Arguments are checked by the caller (stream_optim.cpp) and travel by value; nothing is allocated and nothing waits, so
-// a graph can capture every launch. Asynchronous on `stream`, a cudaStream_t of the current device.
+// Arguments are checked by the caller (stream_optim.cpp) and travel by value; nothing is allocated and nothing waits,
+// so a graph can capture every launch. Asynchronous on `stream`, a cudaStream_t of the current device.
 #pragma once
 
 #include <cstddef>

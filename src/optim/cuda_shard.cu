@@ -27,8 +27,7 @@ __global__ void __launch_bounds__(kThreads)
 template <class Rule, DType weight, DType state>
 void launch_as(const ShardLaunch<typename Rule::Factors>& args, cudaStream_t stream) {
   const std::size_t most = device::cuda::kMaxBlocks, blocks = args.chunks.count < most ? args.chunks.count : most;
-  if (blocks > 0)
-    device::cuda::launch(shard_kernel<Rule, weight, state>, static_cast<unsigned>(blocks), stream, args);
+  if (blocks > 0) device::cuda::launch(shard_kernel<Rule, weight, state>, static_cast<unsigned>(blocks), stream, args);
 }
 
 template <class Rule, DType state>

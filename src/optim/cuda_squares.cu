@@ -1,5 +1,5 @@
-// Sums of squares of blocks of 64 on the device, in the order of add_squares: 16 lanes take a block, lane j its elements
-// j, j + 16, j + 32, j + 48; then lanes are added by shuffles, 8, 4, 2 and 1 apart.
+// Sums of squares of blocks of 64 on the device, in the order of add_squares: 16 lanes take a block, lane j its
+// elements j, j + 16, j + 32, j + 48; then lanes are added by shuffles, 8, 4, 2 and 1 apart.
 //
 // 2 or 4 bytes read per element, 1/8 byte written. A warp's load is two runs of 16 elements (32 or 64 bytes, whole
 // sectors), four of them in flight a lane. f64 multiplies and adds, 2 an element, keep up with memory where f64 runs

@@ -58,7 +58,7 @@ inline Chunks chunks_of(const OptimShard& shard) {
 
 /// What a block of threads works on: `count` elements.
 struct Piece {
-  void* weight;     ///< f32; bf16, with `lo`; f16, of which `master` is the one that counts
+  void* weight;  ///< f32; bf16, with `lo`; f16, of which `master` is the one that counts
   float* master;
   std::int16_t* lo;
   void* state[2];
@@ -70,8 +70,11 @@ struct Piece {
 
 template <DType weight, DType state, int arrays>
 __device__ Piece piece_of(const OptimShard& s, const Chunks& chunks, std::size_t chunk) {
-  constexpr std::size_t item = state == DType::f32 ? 4 : state == DType::bf16 ? 2 : 1, low = weight == DType::bf16 ? 2 : 0,
-                        whole = weight == DType::f16 ? 4 : 0, scale = state == DType::u8 ? arrays * sizeof(float) : 0;
+  constexpr std::size_t item = state == DType::f32    ? 4
+                               : state == DType::bf16 ? 2
+                                                      : 1,
+                        low = weight == DType::bf16 ? 2 : 0, whole = weight == DType::f16 ? 4 : 0,
+                        scale = state == DType::u8 ? arrays * sizeof(float) : 0;
   const std::size_t tile_begin = (chunks.first_tile + chunk / chunks.per_tile) * s.tile_count;
   const std::size_t rest = s.count - tile_begin, tile = s.tile_count < rest ? s.tile_count : rest;
   std::size_t begin = tile_begin + chunk % chunks.per_tile * kChunk, end = begin + kChunk;
@@ -81,8 +84,8 @@ __device__ Piece piece_of(const OptimShard& s, const Chunks& chunks, std::size_t
   Piece p{};
   if (begin >= end) return p;
   const std::size_t at = begin - tile_begin;
-  std::byte* data = s.state + tile_begin * (arrays * item + low + whole) +
-                    (tile_begin + kStateBlock - 1) / kStateBlock * scale;
+  std::byte* data =
+      s.state + tile_begin * (arrays * item + low + whole) + (tile_begin + kStateBlock - 1) / kStateBlock * scale;
   p.weight = static_cast<std::byte*>(s.weight) + begin * (weight == DType::f32 ? 4 : 2);
   if constexpr (weight == DType::f16) {
     p.master = reinterpret_cast<float*>(data) + at;
@@ -165,7 +168,8 @@ struct Keys {
 };
 template <class Factors>
 __device__ Keys keys_of(const Factors& f, u64 index) {
-  if constexpr (requires { f.step; }) return {index >> 32, rules::rounding_key(f.step, index >> 32), rules::rounding_key(f.step, (index >> 32) + 1)};
+  if constexpr (requires { f.step; })
+    return {index >> 32, rules::rounding_key(f.step, index >> 32), rules::rounding_key(f.step, (index >> 32) + 1)};
   return {};
 }
 

@@ -37,8 +37,8 @@ struct StreamAdamItem {
 };
 
 /// What a step's items share. params.step and params.grad_scale are not read. The others are single numbers in device
-/// memory, or null: lr instead of params.lr; grad_scale: gradients are divided by it; found_inf: if it is not 0, no item
-/// is changed and no step counted.
+/// memory, or null: lr instead of params.lr; grad_scale: gradients are divided by it; found_inf: if it is not 0, no
+/// item is changed and no step counted.
 struct StreamAdam {
   AdamParams params;
   double clip = 1.0;  ///< gradients are multiplied by it

@@ -1,10 +1,11 @@
-"""Fused CPU optimizers as drop-ins for torch.optim, usable with no other part of zcomm (docs/optimizers.md)."""
+"""Fused optimizers as drop-ins for torch.optim, usable with no other part of zcomm (docs/optimizers.md)."""
 
 from __future__ import annotations
 
 from zcomm.optim.adagrad import CPUAdagrad
 from zcomm.optim.adam import CPUAdam
+from zcomm.optim.fused_adam import FusedAdam
 from zcomm.optim.lion import CPULion
 from zcomm.optim.sgd import CPUSGD
 
-__all__ = ["CPUSGD", "CPUAdagrad", "CPUAdam", "CPULion"]
+__all__ = ["CPUSGD", "CPUAdagrad", "CPUAdam", "CPULion", "FusedAdam"]

@@ -20,25 +20,8 @@ def adam_params(group: dict[str, Any], adamw: bool) -> _core.AdamParams:
     return params
 
 
-class CPUAdam(FusedOptimizer[_core.AdamParams]):
-    """Adam or AdamW on CPU tensors: one fused, multi-threaded pass per parameter over gradient, state and weight.
-
-    params: fp32, bf16 or fp16 CPU parameters (or groups). A bf16 parameter keeps an exact fp32 master, split in the
-    weight and a 16-bit remainder in the state (include/zcomm/optim_shard.hpp); an fp16 parameter has it whole in the
-    state (``master``).
-    adamw: decoupled weight decay; False adds the L2 term to the gradient, as torch.optim.Adam does. In a group it is
-    torch's ``decoupled_weight_decay``.
-    state_dtype: torch.bfloat16 halves the state; torch.uint8 (or "8bit") quarters it, as codes with a scale per block
-    of 256. Both are rounded by chance so that their mean is right, reproducibly from the step and the element's place
-    among all parameters. It travels with a state_dict, as all of a group's options do.
-    State per parameter: ``step``, ``exp_avg`` and ``exp_avg_sq`` (state_dtype, views of one buffer), for 8-bit state
-    ``scales`` (fp32, [blocks, 2]), and for bf16 parameters ``remainder`` (int16). Loads from torch.optim.Adam and
-    AdamW, and, but for 8-bit state, into them; ``wide_state`` reads 8-bit state.
-
-    Raises: ValueError naming a hyperparameter out of range, or a parameter of another dtype or device;
-    NotImplementedError for amsgrad=True or a sparse gradient.
-    Source: Kingma & Ba (arXiv:1412.6980), Loshchilov & Hutter (arXiv:1711.05101).
-    """
+class FusedAdamBase(FusedOptimizer[_core.AdamParams]):
+    """What CPUAdam and FusedAdam share: options, checks, the forms of state."""
 
     ARRAYS = ("exp_avg", "exp_avg_sq")
     COUNTS = True
@@ -46,7 +29,7 @@ class CPUAdam(FusedOptimizer[_core.AdamParams]):
     def __init__(
         self,
         params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
-        lr: float = 1e-3,
+        lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
@@ -92,9 +75,6 @@ class CPUAdam(FusedOptimizer[_core.AdamParams]):
     def _hyper(self, group: dict[str, Any]) -> _core.AdamParams:
         return adam_params(group, bool(group["decoupled_weight_decay"]))
 
-    def _batch(self) -> _core.AdamBatch:
-        return _core.AdamBatch()
-
     def wide_state(self, param: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``exp_avg`` and ``exp_avg_sq`` of a parameter as new fp32 tensors, whatever state_dtype is.
 
@@ -113,13 +93,38 @@ class CPUAdam(FusedOptimizer[_core.AdamParams]):
             first, second = _decoded(state)
             return {**state, "exp_avg": first, "exp_avg_sq": second}
         if group["state_dtype"] == torch.uint8 and first.shape == second.shape == param.shape:
-            return {**state, **_encoded(first.float().contiguous(), second.float().contiguous())}
+            return {**state, **_encoded(*(x.to("cpu", torch.float32).contiguous() for x in (first, second)))}
         return state
+
+
+class CPUAdam(FusedAdamBase):
+    """Adam or AdamW on CPU tensors: one fused, multi-threaded pass per parameter over gradient, state and weight.
+
+    params: fp32, bf16 or fp16 CPU parameters (or groups). A bf16 parameter keeps an exact fp32 master, split in the
+    weight and a 16-bit remainder in the state (include/zcomm/optim_shard.hpp); an fp16 parameter has it whole in the
+    state (``master``).
+    adamw: decoupled weight decay; False adds the L2 term to the gradient, as torch.optim.Adam does. In a group it is
+    torch's ``decoupled_weight_decay``.
+    state_dtype: torch.bfloat16 halves the state; torch.uint8 (or "8bit") quarters it, as codes with a scale per block
+    of 256. Both are rounded by chance so that their mean is right, reproducibly from the step and the element's place
+    among all parameters. It travels with a state_dict, as all of a group's options do.
+    State per parameter: ``step``, ``exp_avg`` and ``exp_avg_sq`` (state_dtype, views of one buffer), for 8-bit state
+    ``scales`` (fp32, [blocks, 2]), and for bf16 parameters ``remainder`` (int16). Loads from torch.optim.Adam and
+    AdamW, and, but for 8-bit state, into them; ``wide_state`` reads 8-bit state.
+
+    Raises: ValueError naming a hyperparameter out of range, or a parameter of another dtype or device;
+    NotImplementedError for amsgrad=True or a sparse gradient.
+    Source: Kingma & Ba (arXiv:1412.6980), Loshchilov & Hutter (arXiv:1711.05101).
+    """
+
+    def _batch(self) -> _core.AdamBatch:
+        return _core.AdamBatch()
 
 
 def _coded_shard(like: torch.Tensor) -> tuple[_core.OptimShard, dict[str, torch.Tensor]]:
     """8-bit state of a tensor in memory of its own."""
-    buffer, views = allocate(torch.empty(like.shape, device="meta"), CPUAdam.ARRAYS, torch.uint8)
+    meta = torch.empty(like.shape, device="meta")
+    buffer, views = allocate(meta, FusedAdamBase.ARRAYS, torch.uint8, like.numel(), "cpu")
     views["buffer"] = buffer
     count, f32 = like.numel(), core_dtype(torch.float32)
     address = buffer.data_ptr()  # stands for weight and gradient, too: they are not read
@@ -128,7 +133,7 @@ def _coded_shard(like: torch.Tensor) -> tuple[_core.OptimShard, dict[str, torch.
 
 def _decoded(state: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     shard, views = _coded_shard(state["exp_avg"])
-    for name in ("scales", *CPUAdam.ARRAYS):
+    for name in ("scales", *FusedAdamBase.ARRAYS):
         views[name].copy_(state[name])
     first, second = torch.empty(state["exp_avg"].shape), torch.empty(state["exp_avg"].shape)
     _core.adam_decode_state(shard, first.data_ptr(), second.data_ptr())

@@ -32,6 +32,7 @@ class _Held(NamedTuple):
     buffer: torch.Tensor
     names: tuple[str, ...]  # of the arrays
     kind: tuple[torch.dtype, torch.dtype, int]  # of parameter and state, and elements
+    room: int  # elements that the buffer is laid out for
     keys: tuple[str, ...]
     views: tuple[torch.Tensor, ...]
     offsets: tuple[int, ...]  # of the views in the buffer: their own storage may be replaced
@@ -54,8 +55,8 @@ class _Held(NamedTuple):
             grad=0,  # given at each step
             grad_dtype=core_dtype(grad.dtype),
             state=self.buffer.data_ptr(),
-            count=count,
-            tile_count=count or 1,
+            count=self.room,
+            tile_count=self.room or 1,
             begin=0,
             end=count,
             state_dtype=core_dtype(state_dtype),
@@ -67,12 +68,12 @@ def _offsets(buffer: torch.Tensor, views: Iterable[torch.Tensor]) -> tuple[int, 
     return tuple(view.data_ptr() - buffer.data_ptr() for view in views)
 
 
-def _counter(state: dict[str, Any]) -> torch.Tensor:
-    """``step`` as the core counts it up: one fp32 number; made so where it is another."""
+def _counter(state: dict[str, Any], device: torch.device) -> torch.Tensor:
+    """``step`` as the core counts it up: one fp32 number beside the parameter; made so where it is another."""
     step = state["step"]
-    fine = isinstance(step, torch.Tensor) and step.dtype == torch.float32 and step.device.type == "cpu"
+    fine = isinstance(step, torch.Tensor) and step.dtype == torch.float32 and step.device == device
     if not fine or step.numel() != 1:
-        step = state["step"] = torch.tensor(float(step), dtype=torch.float32)
+        step = state["step"] = torch.tensor(float(step), dtype=torch.float32, device=device)
     result: torch.Tensor = step
     return result
 
@@ -86,6 +87,7 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
     """Of the last step(norm=True): the norm of all gradients, unscaled but not clipped; NaN if one is not finite."""
     _step_supports_amp_scaling = True  # torch.amp.GradScaler sets grad_scale and found_inf, and step() looks at them
 
+    DEVICE: ClassVar[str] = "cpu"  # type of the device that parameters and state are on
     ARRAYS: ClassVar[tuple[str, ...]]  # torch's names of the state, in the kernel's order
     COUNTS: ClassVar[bool]  # state has ``step``
 
@@ -115,6 +117,10 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
     def _form(self, group: dict[str, Any]) -> Hashable:
         """What of a group's options its state's form depends on."""
         return self._state_dtype(group)
+
+    def _room(self, count: int, dtype: torch.dtype) -> int:
+        """Elements that the state of ``count`` is laid out for."""
+        return count
 
     def _initial(self, group: dict[str, Any]) -> float:
         return 0.0
@@ -198,7 +204,7 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
                     memory += held.views
                     counter = 0
                     if self.COUNTS:
-                        memory.append(_counter(state))
+                        memory.append(_counter(state, param.device))
                         counter = memory[-1].data_ptr()
                     shard = held.shard_of(param, param.grad, first_index)
                     batch.add(shard, number, counter, buffer=bool(names), first=fresh)
@@ -213,10 +219,10 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
                 f"{str(grad.layout).removeprefix('torch.')}; sparse gradients are not supported, pass a dense one "
                 "(nn.Embedding(sparse=False))"
             )
-        if grad.numel() != param.numel() or grad.device.type != "cpu":
+        if grad.numel() != param.numel() or grad.device != param.device:
             raise ValueError(
                 f"{type(self).__name__}: the gradient of a parameter of shape {tuple(param.shape)} has shape "
-                f"{tuple(grad.shape)} and is on {grad.device}; it must be a CPU tensor of the parameter's shape"
+                f"{tuple(grad.shape)} and is on {grad.device}; it must be of the parameter's shape, on {param.device}"
             )
 
     def _buffer(self, param: torch.Tensor, group: dict[str, Any], names: tuple[str, ...]) -> _Held:
@@ -226,7 +232,8 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
         held = self._held.get(param)
         if held is not None and held.is_state_of(param, names, dtype, state):
             return held
-        buffer, views = allocate(param, names, dtype)
+        room = self._room(param.numel(), dtype)
+        buffer, views = allocate(param, names, dtype, room, param.device)
         source = self._adopted(param, group, state)
         for name, view in views.items():
             value = source.get(name)
@@ -243,10 +250,10 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
                 view.copy_(value)
         state.update(views)
         if self.COUNTS:  # a tensor as torch has it; fp32 whatever the default dtype is
-            state["step"] = torch.tensor(float(state.get("step", 0.0)), dtype=torch.float32)
+            state["step"] = torch.tensor(float(state.get("step", 0.0)), dtype=torch.float32, device=param.device)
         kind = (param.dtype, dtype, param.numel())
         tensors = tuple(views.values())
-        held = self._held[param] = _Held(buffer, names, kind, tuple(views), tensors, _offsets(buffer, tensors))
+        held = self._held[param] = _Held(buffer, names, kind, room, tuple(views), tensors, _offsets(buffer, tensors))
         return held
 
     def _adopted(self, param: torch.Tensor, group: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
@@ -254,11 +261,11 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
         return state
 
     def _check_param(self, param: torch.Tensor) -> None:
-        fine = param.device.type == "cpu" and param.dtype in MASTER_NBYTES and param.is_contiguous()
+        fine = param.device.type == self.DEVICE and param.dtype in MASTER_NBYTES and param.is_contiguous()
         if not fine:
             raise ValueError(
                 f"{type(self).__name__}: a parameter of shape {tuple(param.shape)} is {param.dtype} on {param.device}; "
-                "it must be a contiguous fp32, bf16 or fp16 CPU tensor"
+                f"it must be a contiguous fp32, bf16 or fp16 {self.DEVICE.upper()} tensor"
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -289,7 +296,7 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
                     continue
                 wide = name in (*self.ARRAYS, "master") and value.is_floating_point()  # else as it was saved
                 dtype = torch.int16 if name == "remainder" else torch.float32 if wide else value.dtype
-                self.state[param][name] = value.to("cpu", dtype, copy=True)
+                self.state[param][name] = value.to(param.device, dtype, copy=True)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of load_state_dict, pickle and copy: groups may come from another torch or another optimizer class."""
@@ -305,33 +312,35 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
 
 
 def allocate(
-    param: torch.Tensor, names: tuple[str, ...], dtype: torch.dtype
+    param: torch.Tensor, names: tuple[str, ...], dtype: torch.dtype, room: int, device: torch.device | str
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """A buffer for a parameter's state, and the views of it by name; see [Note: state buffer]."""
-    count, nbytes = param.numel(), param.numel() * dtype.itemsize
-    buffer = torch.empty(_nbytes(param, names, dtype), dtype=torch.uint8)
+    """A buffer for a parameter's state, and the views of it by name; see [Note: state buffer]. room: elements that each
+    array has space for, at least the parameter's."""
+    count, nbytes = param.numel(), room * dtype.itemsize
+    buffer = torch.empty(_nbytes(param.dtype, names, dtype, room), dtype=torch.uint8, device=device)
     arrays, views = buffer, {}
     if param.dtype == torch.float16:
-        views["master"], arrays = arrays[: 4 * count].view(torch.float32).view(param.shape), arrays[4 * count :]
+        views["master"], arrays = arrays[: 4 * count].view(torch.float32).view(param.shape), arrays[4 * room :]
     if dtype == torch.uint8:
-        begin = _scales_nbytes(param, names, dtype)
+        begin = _scales_nbytes(names, dtype, room)
         scales, arrays = arrays[:begin], arrays[begin:]
         views["scales"] = scales.view(torch.float32).view(-1, len(names))
     for k, name in enumerate(names):
-        views[name] = arrays[k * nbytes : (k + 1) * nbytes].view(dtype).view(param.shape)
+        view = arrays[k * nbytes : k * nbytes + count * dtype.itemsize]
+        views[name] = view.view(dtype).view(param.shape)
     if param.dtype == torch.bfloat16:
         low = nbytes * len(names)
         views["remainder"] = arrays[low : low + 2 * count].view(torch.int16).view(param.shape)
     return buffer, views
 
 
-def _scales_nbytes(param: torch.Tensor, names: tuple[str, ...], dtype: torch.dtype) -> int:
-    return -(-param.numel() // STATE_BLOCK) * len(names) * 4 if dtype == torch.uint8 else 0
+def _scales_nbytes(names: tuple[str, ...], dtype: torch.dtype, room: int) -> int:
+    return -(-room // STATE_BLOCK) * len(names) * 4 if dtype == torch.uint8 else 0
 
 
-def _nbytes(param: torch.Tensor, names: tuple[str, ...], dtype: torch.dtype) -> int:
-    used = param.numel() * (dtype.itemsize * len(names) + MASTER_NBYTES[param.dtype])
-    return (_scales_nbytes(param, names, dtype) + used + 3) // 4 * 4  # torch.load wants whole fp32 numbers
+def _nbytes(param_dtype: torch.dtype, names: tuple[str, ...], dtype: torch.dtype, room: int) -> int:
+    used = room * (dtype.itemsize * len(names) + MASTER_NBYTES[param_dtype])
+    return (_scales_nbytes(names, dtype, room) + used + 3) // 4 * 4  # torch.load wants whole fp32 numbers
 
 
 def _apart(name: str, value: Any) -> Any:
@@ -364,4 +373,4 @@ def refuse(group: dict[str, Any], *names: str) -> None:
     """Raises: NotImplementedError for an option of torch's that is on, but not available here."""
     for name in names:
         if group.get(name, False):
-            raise NotImplementedError(f"{name}={group[name]} is not available in the fused CPU optimizers")
+            raise NotImplementedError(f"{name}={group[name]} is not available in the fused optimizers")

@@ -82,9 +82,7 @@ inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
   for (int lane = 0; lane < 32; ++lane) most = all[lane] > most ? all[lane] : most;  // not in the mask: 0
   return static_cast<unsigned>(most);
 }
-inline int __any_sync(unsigned mask, int predicate) {
-  return __reduce_max_sync(mask, predicate != 0 ? 1u : 0u) != 0;
-}
+inline int __any_sync(unsigned mask, int predicate) { return __reduce_max_sync(mask, predicate != 0 ? 1u : 0u) != 0; }
 inline void __syncwarp(unsigned mask = 0xffffffffu) { ::zcomm::emulation::exchange(mask, 0); }
 inline void __syncthreads() { ::zcomm::emulation::meet_block(); }
 

@@ -55,8 +55,8 @@ void compare_reduce(Machine& machine, DType in, DType out, ReduceOp op, std::siz
   for (std::byte* result : results) std::memcpy(result, expected.data(), expected.size());
   void* const host_dst[] = {expected.data()};
   device::reduce({host_dst, src, count, in, out, op, accumulate});
-  machine.reduce({std::span<void* const>(reinterpret_cast<void* const*>(results), 2), src, count, in, out, op,
-                  accumulate});
+  machine.reduce(
+      {std::span<void* const>(reinterpret_cast<void* const*>(results), 2), src, count, in, out, op, accumulate});
   machine.synchronize();
   for (const std::byte* result : results)
     expect_same(machine, out, result, expected.data(), count,
@@ -228,7 +228,8 @@ TEST(machines, copy_list_packs_and_casts) {
 TEST(machines, arguments_are_checked) {
   float x = 0;
   EXPECT_THROW_WITH(device::check_scale({&x, DType::f64, &x, DType::f32, 1, 1.0f}), InvalidArgument, "to float64");
-  EXPECT_THROW_WITH(device::check_scale({nullptr, DType::f32, &x, DType::f32, 1, 1.0f}), InvalidArgument, "dst is null");
+  EXPECT_THROW_WITH(device::check_scale({nullptr, DType::f32, &x, DType::f32, 1, 1.0f}), InvalidArgument,
+                    "dst is null");
   device::CopyItem items[] = {{&x, &x, 5000}, {&x, nullptr, 1}};
   EXPECT_EQ(device::number_chunks(items), 3u);
   EXPECT_THROW_WITH(device::check_copy_list({items, items, DType::f32, DType::f32}), InvalidArgument, "src of item 1");

@@ -1,5 +1,6 @@
 // Optimizer steps and block squares on streams against the CPU's, to the bit, over types, counts, tiles, cuts,
-// alignments and numbers that are not finite: CUDA's kernels under the emulation, a simulated device, a GPU where one is.
+// alignments and numbers that are not finite: CUDA's kernels under the emulation, a simulated device, a GPU where one
+// is.
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -91,9 +92,9 @@ bool same(const Owned& a, const Owned& b, bool finite) {
   if (a.shard.tile_count < n || a.shard.state_dtype == DType::u8)
     return a.shard.state_dtype != DType::u8 || a.state == b.state;
   const std::size_t master = a.shard.weight_dtype == DType::f16 ? n : 0;  // as one f32 array with the state's
-  return a.shard.state_dtype == DType::f32 ? same_floats(a.state.data(), b.state.data(), DType::f32, master + n)
-                                           : same_floats(a.state.data() + master * 4, b.state.data() + master * 4,
-                                                         DType::bf16, n);
+  return a.shard.state_dtype == DType::f32
+             ? same_floats(a.state.data(), b.state.data(), DType::f32, master + n)
+             : same_floats(a.state.data() + master * 4, b.state.data() + master * 4, DType::bf16, n);
 }
 
 std::string describe(const OptimShard& s) {
@@ -128,7 +129,8 @@ void compare_adam(test::Runner& runner, const Owned& start, bool adamw, bool fin
     step == 3 ? runner.step(second.shard, told.get()) : runner.step(second.shard, params);
     runner.synchronize();
     if (same(first, second, finite)) continue;
-    return test::fail(__FILE__, __LINE__, runner.name() + ": " + describe(first.shard) + ", step " + std::to_string(step));
+    return test::fail(__FILE__, __LINE__,
+                      runner.name() + ": " + describe(first.shard) + ", step " + std::to_string(step));
   }
 }
 
@@ -150,7 +152,7 @@ TEST(stream_optim, adam_has_the_cpus_bits) {
       for (const DType state : kStates)
         for (const std::size_t count : counts())
           for (const std::size_t shift : {0u, 1u})
-             ++seed, compare_on_all(Owned(weight, grad, state, 2, count, count, shift, seed), seed % 2 == 0, true);
+            ++seed, compare_on_all(Owned(weight, grad, state, 2, count, count, shift, seed), seed % 2 == 0, true);
 }
 
 TEST(stream_optim, adam_takes_tiles_and_ranges) {
@@ -230,8 +232,7 @@ void compare_many(test::Runner& runner) {
   test::LockedFloats counters(start.begin(), start.end());
   test::LockedVector<OnDevice<optim::AdamFactors>> factors(100);
   std::vector<StreamAdamItem> items;
-  for (std::size_t i = 0; i < 100; ++i)
-    items.push_back({stepped[i].shard, &counters[i]});
+  for (std::size_t i = 0; i < 100; ++i) items.push_back({stepped[i].shard, &counters[i]});
   for (int turn = 0; turn < 4; ++turn) {
     StreamAdam options{.params = adam_params(1, true), .clip = 0.9};
     if (turn > 0) options.grad_scale = &numbers[0], options.lr = &numbers[1];
