@@ -48,14 +48,10 @@ def params(dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[torc
     return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype)) for shape in SHAPES]
 
 
-def fill(tensors: list[torch.nn.Parameter], step: int, dtype: torch.dtype | None = None) -> None:
+def fill(tensors: list[torch.nn.Parameter], step: int) -> None:
     generator = torch.Generator().manual_seed(100 + step)
     for param in tensors:
-        grad = torch.randn(param.shape, generator=generator).to(param.device, dtype or param.dtype)
-        param.grad = None
-        if dtype is not None:
-            param.grad_dtype = dtype  # type: ignore[attr-defined]
-        param.grad = grad
+        param.grad = torch.randn(param.shape, generator=generator).to(param.device, param.dtype)
 
 
 def grouped(tensors: list[torch.nn.Parameter]) -> list[dict[str, Any]]:

@@ -82,7 +82,8 @@ class FusedAdamBase(FusedOptimizer[_core.AdamParams]):
         """
         state = self.state[param]
         if state["exp_avg"].dtype == torch.uint8:
-            return _decoded(state)
+            first, second = _decoded(state)
+            return first.to(param.device), second.to(param.device)
         return state["exp_avg"].float().clone(), state["exp_avg_sq"].float().clone()
 
     def _adopted(self, param: torch.Tensor, group: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:

@@ -131,9 +131,12 @@ class FusedAdam(FusedAdamBase):
         device: torch.device = next(param.device for group in self.param_groups for param in group["params"])
         return device
 
+    def _adapt_group(self, group: dict[str, Any]) -> None:
+        super()._adapt_group(group)
+        group["capturable"] = True  # for torch: ``step`` is on the device
+
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        group["capturable"] = True  # for torch: ``step`` is on the device
         devices = {param.device for each in (*self.param_groups, group) for param in each["params"] if _is_param(param)}
         for device in devices:
             if device.type != self.DEVICE:

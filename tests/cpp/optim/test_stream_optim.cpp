@@ -218,21 +218,23 @@ TEST(stream_optim, skip_changes_nothing) {
   }
 }
 
-/// 100 parameters of all types: the CPU's steps one by one, and all together on a stream. Turn 2 has found infinity.
+constexpr unsigned kMany = 400;  // more than two launches of either kind take
+
+/// Parameters of all types: the CPU's steps one by one, and all together on a stream. Turn 2 has found infinity.
 void compare_many(test::Runner& runner) {
   std::vector<Owned> expected, stepped;
-  std::vector<float> start(100);
-  for (unsigned i = 0; i < 100; ++i) {
-    const std::size_t count = i % 9 == 0 ? 0 : (i * 577) % 5000 + 1;
+  std::vector<float> start(kMany);
+  for (unsigned i = 0; i < kMany; ++i) {
+    const std::size_t count = i % 9 == 0 ? 0 : i % 50 == 3 ? 5000 + i : (i * 577) % 500 + 1;
     expected.emplace_back(kAllWeights[i / 20 % 3], kGrads[i % 3], kStates[i / 30 % 3], 2, count, count + 1, i % 2, i);
     stepped.push_back(expected.back().copy());
     start[i] = static_cast<float>(i % 4);
   }
   const test::LockedFloats numbers{8.0f, 3e-3f, 1.0f, 0.0f};
   test::LockedFloats counters(start.begin(), start.end());
-  test::LockedVector<OnDevice<optim::AdamFactors>> factors(100);
+  test::LockedVector<OnDevice<optim::AdamFactors>> factors(kMany);
   std::vector<StreamAdamItem> items;
-  for (std::size_t i = 0; i < 100; ++i) items.push_back({stepped[i].shard, &counters[i]});
+  for (std::size_t i = 0; i < kMany; ++i) items.push_back({stepped[i].shard, &counters[i]});
   for (int turn = 0; turn < 4; ++turn) {
     StreamAdam options{.params = adam_params(1, true), .clip = 0.9};
     if (turn > 0) options.grad_scale = &numbers[0], options.lr = &numbers[1];
