@@ -318,6 +318,35 @@ def test_reading_outside_of_a_unit(tmp_path: Path) -> None:
     zcomm.shutdown()
 
 
+def test_a_parameter_that_was_read_outside_is_still_known(tmp_path: Path) -> None:
+    """``net.layer.weight`` in a step is a copy; what takes parameters takes it for the parameter."""
+    net = Net("plain")
+    opt = zcomm.ZeroOptimizer(net, stage=3, offload="nvme", nvme_path=tmp_path)
+    parameter = dict(net.named_parameters())["blocks.1.up.weight"]
+    loss_of(net, 0, 0).backward()
+    read = net.blocks[1].up.weight
+    assert read is not parameter
+    assert torch.equal(zcomm.zero.full_grad(read), zcomm.zero.full_grad(parameter))
+    with torch.no_grad():
+        read = net.blocks[1].up.weight
+    ones = torch.ones_like(read)
+    zcomm.zero.set_full_param(read, ones)
+    zcomm.zero.set_full_grad(net.blocks[1].up.weight, 2 * ones)
+    zcomm.zero.set_full_optim_state(net.blocks[1].up.weight, 3 * ones, "exp_avg")
+    assert torch.equal(zcomm.zero.full_param(parameter), ones)
+    assert torch.equal(zcomm.zero.full_grad(parameter), 2 * ones)
+    assert torch.equal(zcomm.zero.full_optim_state(parameter, "exp_avg"), 3 * ones)
+    with zcomm.zero.GatheredParameters([net.blocks[1].up.weight], modifier_rank=0):
+        net.blocks[1].up.weight.data[0] = 7.0
+    assert zcomm.zero.full_param(parameter)[0, 0] == 7.0
+    with pytest.raises(ValueError, match=r"blocks.1.up.weight: the value is a str, not a tensor"):
+        zcomm.zero.set_full_optim_state(parameter, "exp_avg", ones)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="is no parameter that an open ZeroOptimizer"):
+        zcomm.zero.full_param(ones)
+    opt.close()
+    zcomm.shutdown()
+
+
 def generate(folder: str, case: Case) -> list[int]:
     """Rank r makes 2 + 3 r passes more than it needs, in evaluation; then all train on."""
     comm = zcomm.init(timeout=8)

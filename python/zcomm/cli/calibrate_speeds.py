@@ -20,11 +20,16 @@ from zcomm.launch.environment import core_count
 from zcomm.speeds import Speeds
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
     from zcomm import Communicator
 
 _ROUNDS = 7
 _NEAR, _FAR = 1 << 18, 16 << 20  # elements of 4 bytes
 _BUCKET_NBYTES = 16 << 20
+_STARTS = 500  # forward and backward of products in a row
+Work = Callable[[], object]
 
 
 def calibrate(timeout_s: float = 120.0) -> Path:
@@ -39,75 +44,85 @@ def calibrate(timeout_s: float = 120.0) -> Path:
 
 
 def _measure(job: Communicator) -> Speeds:
+    """All kinds in turn, round by round: what a machine's speed does meanwhile then falls on all of them."""
     import torch
 
-    def seconds(work: Callable[[], object], rounds: int = _ROUNDS) -> float:
-        work()
-        taken = []
-        for _ in range(rounds):
-            job.barrier()
-            begin = time.perf_counter()
-            work()
-            taken.append(time.perf_counter() - begin)
-        slowest = torch.tensor([statistics.median(taken)], dtype=torch.float64)
-        job.all_reduce(slowest, "max")
-        return float(slowest)
+    from zcomm.planning import work_of
 
-    def flops(dtype: torch.dtype, n: int) -> float:
+    def flops(dtype: torch.dtype, n: int) -> Work:
         one = torch.randn(n, n).to(dtype)
-        return 2 * n**3 / seconds(lambda: one @ one)
+        return lambda: one @ one
 
-    def bytes_per_s(count: int, times: int) -> float:
+    def adding(count: int, times: int) -> Work:
         one, other, out = torch.ones(count), torch.ones(count), torch.empty(count)
 
         def work() -> None:
             for _ in range(times):
                 torch.add(one, other, out=out)
 
-        return 3 * one.nbytes * times / seconds(work)
+        return work
 
     few = torch.ones(16, requires_grad=True)
-    starts = 500  # forward and backward of products in a row
 
     def start() -> None:
         out = few
-        for _ in range(starts // 2):
+        for _ in range(_STARTS // 2):
             out = out * 0.5
         out.sum().backward()
 
     bucket = job.empty(_BUCKET_NBYTES // 4 // job.world_size * job.world_size)
     shard = torch.empty(bucket.numel() // job.world_size)
-    found = Speeds(
-        world_size=job.world_size,
-        flops={
+    model, x = _blocks()
+    taken = _seconds(
+        job,
+        {
             "fp32": flops(torch.float32, 768),
             "bf16": flops(torch.bfloat16, 768),
             "fp16": flops(torch.float16, 256),  # slow on many CPUs
+            "near": adding(_NEAR // 4, 20),
+            "far": adding(_FAR, 1),
+            "start": start,
+            "reduce": lambda: job.reduce_scatter(bucket, out=shard),
+            "blocks": lambda: model(x).sum().backward(),
         },
-        near_bps=bytes_per_s(_NEAR // 4, 20),
-        far_bps=bytes_per_s(_FAR, 1),
-        start_s=seconds(start) / starts,
-        reduce_bps=bucket.nbytes / seconds(lambda: job.reduce_scatter(bucket, out=shard)),
     )
-    return replace(found, slowdown=_slowdown(found, seconds))
+    found = Speeds(
+        world_size=job.world_size,
+        flops={name: 2 * n**3 / taken[name] for name, n in (("fp32", 768), ("bf16", 768), ("fp16", 256))},
+        near_bps=3 * _NEAR * 20 / taken["near"],
+        far_bps=3 * 4 * _FAR / taken["far"],
+        start_s=taken["start"] / _STARTS,
+        reduce_bps=bucket.nbytes / taken["reduce"],
+    )
+    with torch.device("meta"):
+        planned = work_of(*_blocks()).seconds(found, "fp32")
+    return replace(found, slowdown=max(1.0, taken["blocks"] / planned))
 
 
-def _slowdown(found: Speeds, seconds: Callable[[Callable[[], object]], float]) -> float:
-    """Two blocks of a transformer, forward and backward: measured, of what the other speeds say."""
+def _seconds(job: Communicator, works: dict[str, Work]) -> dict[str, float]:
+    """Of each, the median of the rounds, of the slowest rank."""
+    import torch
+
+    taken: dict[str, list[float]] = {name: [] for name in works}
+    for number in range(_ROUNDS + 1):
+        for name, work in works.items():
+            job.barrier()
+            begin = time.perf_counter()
+            work()
+            if number:
+                taken[name].append(time.perf_counter() - begin)
+    slowest = torch.tensor([statistics.median(each) for each in taken.values()], dtype=torch.float64)
+    job.all_reduce(slowest, "max")
+    return dict(zip(works, slowest.tolist(), strict=True))
+
+
+def _blocks() -> tuple[nn.Module, torch.Tensor]:
+    """Two blocks of a transformer: what they take beyond what the speeds say is the slowdown."""
     import torch
     from torch import nn
 
-    from zcomm.planning import work_of
-
-    def make() -> tuple[nn.Module, torch.Tensor]:
-        blocks = [nn.TransformerEncoderLayer(256, 4, 1024, 0.0, "gelu", batch_first=True) for _ in range(2)]
-        return nn.Sequential(*blocks), torch.ones(4, 128, 256)
-
-    with torch.device("meta"):
-        model, x = make()
-        planned = work_of(model, x).seconds(found, "fp32")
-    model, x = make()
-    return max(1.0, seconds(lambda: model(x).sum().backward()) / planned)
+    blocks = [nn.TransformerEncoderLayer(256, 4, 1024, 0.0, "gelu", batch_first=True) for _ in range(2)]
+    return nn.Sequential(*blocks), torch.ones(4, 128, 256)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from zcomm.zero.units import Unit, UnitState, UnitStore
+
+_copied = WeakIdKeyDictionary()  # copies that somebody has, and of what
+
+
+def original(tensor: torch.Tensor) -> torch.Tensor:
+    """The parameter that ``tensor``, read outside of its unit, is a copy of; else ``tensor`` itself."""
+    found: torch.Tensor = _copied.get(tensor, tensor)
+    return found
 
 
 class _Copy(torch.autograd.Function):
@@ -50,8 +59,11 @@ class WatchedParameters(dict[str, Any]):
             return param
         self._store.use(unit)
         if torch.is_grad_enabled() and param.requires_grad:
-            return _Copy.apply(param, unit)  # type: ignore[no-untyped-call]
-        return param.detach().clone()
+            copy = _Copy.apply(param, unit)  # type: ignore[no-untyped-call]
+        else:
+            copy = param.detach().clone()
+        _copied[copy] = param
+        return copy
 
     def __reduce__(self) -> Any:  # copies of the model are ordinary
         return dict, (dict(self),)

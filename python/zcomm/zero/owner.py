@@ -6,12 +6,13 @@ import torch
 
 from zcomm.zero.build import Parts
 from zcomm.zero.optimizer import ZeroOptimizer, open_optimizers
+from zcomm.zero.outside import original
 
 
 def owner_of(param: torch.Tensor) -> tuple[ZeroOptimizer, Parts, int | None] | None:
     """The optimizer, its parts and the parameter's number there; no number for one of its model that the store does not
     have: whole on each rank. None: no open optimizer knows it."""
-    whole = None
+    whole, param = None, original(param)
     for optimizer in open_optimizers():
         parts = optimizer._live
         index = parts.index_of.get(id(param))

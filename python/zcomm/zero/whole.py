@@ -37,6 +37,8 @@ def _is_whole(param: torch.Tensor) -> bool:
 
 def _value(parts: Parts, index: int, value: torch.Tensor) -> torch.Tensor:
     shape = parts.geometry.places[index].shape
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"{parts.names[index]}: the value is a {type(value).__name__}, not a tensor")
     if value.shape != shape:
         raise ValueError(f"{parts.names[index]}: the value has shape {tuple(value.shape)}, not {tuple(shape)}")
     return value.detach().to(torch.float32).reshape(-1)
