@@ -120,6 +120,15 @@ def test_export_one_file(saved: dict[str, torch.Tensor], tmp_path: Path, capsys:
     assert exact.stat().st_mode & 0o777 == 0o600 and out.parent.stat().st_mode & 0o777 == 0o700
 
 
+def test_an_engines_folder(saved: dict[str, torch.Tensor], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, out = str(tmp_path / "runs"), tmp_path / "net.safetensors"
+    assert main(["ckpt", "export", folder, str(out)]) == 2
+    assert "there is no checkpoint (the folder holds a: name one of them)" in capsys.readouterr().err
+    (tmp_path / "runs" / "latest").write_text("a\n")
+    assert main(["ckpt", "export", folder, str(out)]) == 0
+    assert load_file(out).keys() >= saved.keys()
+
+
 def test_export_shards_as_hugging_face_reads_them(saved: dict[str, torch.Tensor], tmp_path: Path) -> None:
     out = tmp_path / "hf"
     command = ["ckpt", "export", str(tmp_path / "runs" / "a"), str(out), "--dtype", "fp32", "--shard-size", "2KB"]

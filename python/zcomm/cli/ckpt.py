@@ -134,13 +134,19 @@ def _verify(args: argparse.Namespace) -> int:
     return 1 if bad else 0
 
 
+def _latest(folder: Path) -> Path:
+    """The checkpoint, or in an engine's folder the one that its file ``latest`` names."""
+    pointer = folder / "latest"
+    return folder / pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else folder
+
+
 def _export(args: argparse.Namespace) -> int:
     import torch
 
     from zcomm.zero.checkpoint.export import export
 
     dtype = getattr(torch, _DTYPES[args.dtype]) if args.dtype else None
-    for path in export(args.folder.absolute(), args.out.absolute(), dtype, args.shard_size, args.untie):
+    for path in export(_latest(args.folder.absolute()), args.out.absolute(), dtype, args.shard_size, args.untie):
         print(f"{path}  {shown(path.stat().st_size)}")
     return 0
 

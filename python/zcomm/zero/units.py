@@ -38,6 +38,11 @@ from zcomm.zero.sources import ShardSource
 from zcomm.zero.unit_choice import UnitChoice
 from zcomm.zero.unit_options import ahead_of, slot_count
 
+_IN_STEP = (
+    "stage 3 by units: all ranks must run the same modules in the same order; what differs between ranks (generate(), "
+    "evaluation) goes inside of zcomm.zero.GatheredParameters(model)"
+)
+
 
 class UnitState(enum.Enum):
     """What memory a unit has."""
@@ -194,6 +199,9 @@ class UnitStore(ParameterStore):
         start = time.perf_counter()
         try:
             unit.gathering.result()
+        except (_core.CollectiveMismatch, TimeoutError) as error:
+            error.args = (f"{error}; {_IN_STEP}",)
+            raise
         finally:
             self.waited_s += time.perf_counter() - start
             unit.gathering = None

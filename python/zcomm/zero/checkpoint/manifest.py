@@ -12,6 +12,7 @@ from typing import Any
 
 from zcomm.zero.checkpoint import durable
 from zcomm.zero.checkpoint.tensor_file import Entry
+from zcomm.zero.listed import listed
 
 NAME = "manifest.json"
 FORMAT = "zcomm checkpoint 1"
@@ -65,7 +66,9 @@ def read_manifest(folder: Path) -> Manifest:
     """Raises: FileNotFoundError where there is no checkpoint, OSError (EIO) where the manifest is damaged."""
     path = folder / NAME
     if not path.is_file():
-        raise FileNotFoundError(errno.ENOENT, "there is no checkpoint: no such file", str(path))
+        inside = [each.name for each in folder.iterdir() if (each / NAME).is_file()] if folder.is_dir() else []
+        which = f" (the folder holds {listed(sorted(inside))}: name one of them)" if inside else ""
+        raise FileNotFoundError(errno.ENOENT, f"there is no checkpoint{which}: no such file", str(path))
     try:
         first, _, body = path.read_text(encoding="utf-8").partition("\n")
         head = json.loads(first)
