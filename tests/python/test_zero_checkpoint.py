@@ -433,6 +433,20 @@ def test_another_model_or_optimizer_is_listed(tmp_path: Path) -> None:
     said = try_to_load(str(tmp_path), {}, optimizer="adamw")
     assert "the checkpoint has the state of sgd, which lacks exp_avg/weight" in said and "optimizer=False" in said
     assert try_to_load(str(tmp_path), {"optimizer": False}, optimizer="adamw") == "loaded"
+    adamw = zcomm.ZeroOptimizer(nn.Linear(5, 3), "adamw", stage=1)
+    adamw.save(tmp_path / "adamw")
+    adamw.close()
+    for other, said in (
+        ("lion", "state of adamw, this optimizer is lion"),
+        ("sgd", "this optimizer is sgd"),
+        ("adam", ""),
+    ):
+        opt = zcomm.ZeroOptimizer(nn.Linear(5, 3), other, stage=1)
+        if said:
+            with pytest.raises(ValueError, match=f"{said}; load the weights alone with optimizer=False"):
+                opt.load(tmp_path / "adamw")
+        opt.load(tmp_path / "adamw", optimizer=not said)
+        opt.close()
     zcomm.shutdown()
 
 

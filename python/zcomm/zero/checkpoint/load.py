@@ -110,6 +110,12 @@ def _check_optimizer(optimizer: ZeroOptimizer, manifest: Manifest) -> None:
             f"the checkpoint has the state of {manifest.optimizer_name}, which lacks {listed(lacking)} of "
             f"{optimizer.rule.name}; load the weights alone with optimizer=False"
         )
+    theirs_and_ours = {name.replace("adamw", "adam") for name in (manifest.optimizer_name, optimizer.rule.name)}
+    if len(theirs_and_ours) > 1 and " " not in manifest.optimizer_name:  # a converted one may have no name
+        raise ValueError(  # it has all arrays by chance, or needs none; options such as lr would come along
+            f"the checkpoint has the state of {manifest.optimizer_name}, this optimizer is {optimizer.rule.name}; load "
+            "the weights alone with optimizer=False"
+        )
     ours = [{parts.names[parts.index_of[id(p)]] for p in group["params"]} for group in optimizer.param_groups]
     theirs = [set(group["params"]) for group in manifest.groups]
     if len(ours) != len(theirs) or [s ^ t for s, t in zip(ours, theirs, strict=True) if s != t]:
