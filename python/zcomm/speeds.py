@@ -14,7 +14,7 @@ from pathlib import Path
 
 from zcomm import tuning
 
-FORMAT = 1
+FORMAT = 2  # 2: the slowdown counts the start of views, too
 
 
 @dataclass(frozen=True)

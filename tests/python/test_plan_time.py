@@ -42,7 +42,9 @@ def test_work_is_counted_exactly() -> None:
     forward = products[0]
     assert forward == Operation("addmm", 2 * 32 * 64 * 128, 4 * (128 + 32 * 64 + 64 * 128 + 32 * 128))
     assert {"tanh", "tanh_backward"} <= {operation.name for operation in work}
-    assert not {"view", "t", "detach", "expand"} & {operation.name for operation in work}, "views cost nothing"
+    views = [operation for operation in work if operation.name in ("view", "t", "expand")]
+    assert len(views) > 3 and all(one.flops == one.nbytes == 0 for one in views), "views cost their start alone"
+    assert "detach" not in {operation.name for operation in work}
     assert all(param.grad is None for param in model.parameters())
 
 
@@ -104,6 +106,15 @@ def test_seconds_of_a_step(stage: int, offload: str | None) -> None:
     assert time.step_s == pytest.approx(wanted)
     assert step_time(found, ROW, None, "fp32", 3, (4e9, 2e9)).step_s is None  # type: ignore[union-attr]
     assert (step_time(found, ROW, work, "fp32", 3) is None) == (offload == "nvme"), "an unknown drive has no time"
+
+
+def test_each_gradient_has_a_hook() -> None:
+    with torch.device("meta"):
+        one, many = nn.Linear(600, 600, bias=False), nn.ParameterList(torch.empty(600) for _ in range(600))
+    times = [step_time(estimate(model, 1, None, 2), ROW, None, "fp32", 2) for model in (one, many)]
+    assert times[0] is not None and times[1] is not None
+    more = times[1].communication_s - times[0].communication_s
+    assert more >= 0.99 * 2 * 3 * 599 * ROW.start_s
 
 
 def test_the_table_has_seconds(

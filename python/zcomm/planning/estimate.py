@@ -33,7 +33,7 @@ ARRAYS = {"adamw": 2, "adam": 2, "adamw-8bit": 2, "lion": 1, "adagrad": 1, "sgd"
 class Estimate:
     """memory: of one rank. swap_read_nbytes, swap_written_nbytes: of one rank and optimizer step (reads: at most), and
     what of them are parameters. count: elements of all buckets. update_nbytes: that the optimizer's pass reads and
-    writes.
+    writes. tensors: trained parameters, where there is a model.
     """
 
     stage: int
@@ -48,6 +48,7 @@ class Estimate:
     count: int = 0
     bucket_nbytes: int = 0
     update_nbytes: int = 0
+    tensors: int = 0
 
     def tier(self, name: str) -> int:
         """Bytes of a tier; activations are on the device."""
@@ -105,6 +106,7 @@ def estimate(
         exact=exact,
         swap_param_nbytes=(params * (1 + gathers), params),
         count=count,
+        tensors=0 if isinstance(model, int) else sum(param.requires_grad for param in model.parameters()),
         bucket_nbytes=count * kind.travels.itemsize,
         update_nbytes=_update_nbytes(count if stage == 0 else -(-count // world_size), form),
     )

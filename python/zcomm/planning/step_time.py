@@ -1,8 +1,8 @@
 """Seconds of a training step on this machine: computing, communication, update and swap, from measured speeds.
 
 [Note: step time] Forward and backward by the roofline of each operation. Communication: each gradient is copied into
-its slot and the buckets go through reduce_scatter, per micro-step; ranks of a host share their parameters, so these are
-there after a barrier. Update: the bytes of one pass over gradients, weights and state. Swapping the state runs beside
+its slot by its hook and the buckets go through reduce_scatter, per micro-step; ranks of a host share their
+parameters, so these are there after a barrier. Update: the bytes of one pass over gradients, weights and state. Swapping the state runs beside
 the update, swapping parameters beside computing. Nothing else is taken to be hidden: where ranks leave no CPU idle,
 communication takes its turn. It is a model: expect tens of percent, and the right order of the rows.
 """
@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from zcomm.planning.estimate import Estimate
 from zcomm.planning.work import Work
 from zcomm.speeds import Speeds
+
+_HOOK_STARTS = 3  # a gradient's hook takes as long as starting so many operations, as measured
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ def step_time(
     compute = None if work is None else accumulation * work.seconds(speeds, precision)
     reduced = found.bucket_nbytes / speeds.reduce_bps + 2 * found.bucket_nbytes / speeds.far_bps
     gathered = 4 * found.count / speeds.reduce_bps if found.stage == 0 and found.world_size > 1 else 0.0
-    communication = accumulation * reduced + gathered
+    communication = accumulation * (reduced + _HOOK_STARTS * found.tensors * speeds.start_s) + gathered
     update = found.update_nbytes / speeds.far_bps
     of_params = of_state = 0.0
     if drive_bps is not None:

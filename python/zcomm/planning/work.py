@@ -1,7 +1,7 @@
 """What forward and backward of one micro-batch do: each operation's arithmetic and the bytes that it reads and writes.
 
-Traced on the meta device, so nothing is computed. Views cost nothing. Source: torch.utils.flop_counter's formulas; the
-roofline model (Williams, Waterman, Patterson: CACM 52(4), 2009) then makes seconds of them.
+Traced on the meta device, so nothing is computed. Views cost their start. Source: torch.utils.flop_counter's formulas;
+the roofline model (Williams, Waterman, Patterson: CACM 52(4), 2009) then makes seconds of them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,10 @@ class _Recorder(TorchDispatchMode):
         name = str(packet).rpartition(".")[2]
         given, made = list(_tensors([args, kwargs])), list(_tensors(out))
         is_view = not func._schema.is_mutable and {_storage(t) for t in made} <= {_storage(t) for t in given}
-        if name in _FREE or (is_view and given):
+        if name in _FREE:
+            return out
+        if is_view and given:
+            self._work.append(Operation(name, 0, 0))
             return out
         formula = flop_registry.get(packet)
         flops = int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
