@@ -1,10 +1,10 @@
 """Seconds of a training step on this machine: computing, communication, update and swap, from measured speeds.
 
 [Note: step time] Forward and backward by the roofline of each operation. Communication: each gradient is copied into
-its slot by its hook and the buckets go through reduce_scatter, per micro-step; ranks of a host share their
-parameters, so these are there after a barrier. Update: the bytes of one pass over gradients, weights and state. Swapping the state runs beside
-the update, swapping parameters beside computing. Nothing else is taken to be hidden: where ranks leave no CPU idle,
-communication takes its turn. It is a model: expect tens of percent, and the right order of the rows.
+its slot by its hook and the buckets go through reduce_scatter, per micro-step; ranks of a host share their parameters,
+so these are there after a barrier. Update: the bytes of one pass over gradients, weights and state. Swapping the state
+runs beside the update, swapping parameters beside computing. Nothing else is taken to be hidden: where ranks leave no
+CPU idle, communication takes its turn. It is a model: expect tens of percent, and the right order of the rows.
 """
 
 from __future__ import annotations
