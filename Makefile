@@ -98,11 +98,8 @@ cuda: $(VENV)/.build-tools ## compiles the CUDA code (needs nvcc, no GPU)
 	cmake --preset cuda --log-level=WARNING
 	cmake --build --preset cuda --target zcomm_device zcomm_optim
 
-gpu-check: setup ## tests that need a GPU; says so and succeeds where there is none
-	@if ! nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then echo "gpu-check: no GPU on this machine; nothing was checked"; exit 0; fi; \
-	nvidia-smi -L; \
-	cmake --preset cuda --log-level=WARNING; cmake --build --preset cuda; ctest --preset cuda; \
-	$(BIN)/python -m pytest tests/python -m gpu $(ARGS) || { code=$$?; [ $$code = 5 ] && echo "gpu-check: no Python test is marked gpu" || exit $$code; }
+gpu-check: ## on a GPU machine: builds with CUDA beside its own torch, tests, benches with peers (nine minutes; ARGS='--resume')
+	@$(PYTHON) tools/gpu_check.py $(ARGS)
 
 lint: $(VENV)/.lint ## ruff, mypy --strict, the floors of the house, clang-format
 	$(BIN)/ruff check .

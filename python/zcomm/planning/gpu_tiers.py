@@ -2,8 +2,9 @@
 
 [Note: tiers with a GPU] Each rank has a device copy of what stage shards do not take (D4 shares memory on CPUs only).
 Where the optimizer's state is offloaded, the weights and the fp32 sums of gradients are in host memory, too: the CPU
-steps there, gradients leave the GPU by buckets during backward, weights return. Bytes are ZeRO's formula: slots, staging and padding come on top, some hundred MiB. Seconds
-are of all ranks, which share the host's memory, the PCIe link of their GPU and the drive. Pure arithmetic.
+steps there, gradients leave the GPU by buckets during backward, weights return. Bytes are ZeRO's formula: slots,
+staging and padding come on top, some hundred MiB. Seconds are of all ranks, which share the host's memory, the PCIe
+link of their GPU and the drive. Pure arithmetic.
 """
 
 from __future__ import annotations

@@ -1,0 +1,84 @@
+"""The largest model that trains: planned by bytes, then shown by two steps in a process of its own.
+
+Models are the 7b's shape with more or fewer layers. What does not train is tried with 15 % less, at most three times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from gpu.common import Rows
+from harness.record import ROOT
+
+sys.path.insert(0, str(ROOT / "examples"))
+
+KEPT, STATE = 6, 10  # bytes per parameter: weights and sums of gradients on the host; state, which may be on the drive
+_GPU, _HOST, _DRIVE = 0.80, 0.85, 0.85  # parts that may be planned with
+_WORK_NBYTES = 12 << 30  # on the GPU: activations and logits of the micro-batch, slots, workspaces
+
+
+def available_nbytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def plan(gpu: int, host: int, drive: int, numel_of: Any, most: int = 200) -> tuple[int, float]:
+    """Most layers that fit, and the part of the state that the drive takes then. (0, 0.0) if one layer does not."""
+    for layers in range(most, 0, -1):
+        numel = numel_of(layers)
+        on_drive = min(STATE * numel, int(_DRIVE * drive))
+        if 2 * numel + _WORK_NBYTES <= _GPU * gpu and (KEPT + STATE) * numel - on_drive <= _HOST * host:
+            return layers, on_drive / (STATE * numel)
+    return 0, 0.0
+
+
+def search(arguments: argparse.Namespace, gpu_nbytes: int, program: Path) -> int:
+    from llama import PRESETS
+
+    def numel_of(layers: int) -> int:
+        return replace(PRESETS["7b"], num_hidden_layers=layers).numel()
+
+    host = int(arguments.host_gib * 2**30) if arguments.host_gib else available_nbytes()
+    drive = shutil.disk_usage(arguments.nvme_path).free
+    layers, fraction = plan(gpu_nbytes, host, drive, numel_of)
+    print(f"# planned: {layers} layers, {numel_of(max(layers, 1)) / 1e9:.1f}e9 parameters, {fraction:.2f} of the state "
+          f"on the drive ({host >> 30} GiB of host memory, {drive >> 30} GiB on the drive)")  # fmt: skip
+    found: dict[str, int] = {}
+    for variant in ("zcomm-nvme", "deepspeed-nvme"):
+        tried = layers
+        for _ in range(3):
+            if not tried:
+                break
+            if attempt(arguments, program, variant, tried, fraction):
+                found[variant] = tried
+                break
+            tried = int(tried * 0.85)
+    rows = Rows(arguments.json, "The largest model that trains")
+    for variant, best in found.items():
+        rows.add(
+            variant=variant, layers=best, params=numel_of(best), **{"host GiB": host >> 30, "drive GiB": drive >> 30}
+        )
+    return 0 if "zcomm-nvme" in found else 1
+
+
+def attempt(arguments: argparse.Namespace, program: Path, variant: str, layers: int, fraction: float) -> bool:
+    """Two steps; its row is written by the attempt itself."""
+    words = ["--model", "7b", "--layers", str(layers), "--variants", variant, "--fraction", f"{fraction:.4f}"]
+    words += ["--nvme-path", arguments.nvme_path, "--rounds", "1", "--accum", "1", "--batch", "4", "--attempt"]
+    words += ["--json", arguments.json] if arguments.json else []
+    done = subprocess.run([sys.executable, str(program), *words], text=True, capture_output=True, check=False)
+    print(done.stdout[-2000:], end="", flush=True)
+    trained = done.returncode == 0 and f"variant {variant}" in done.stdout
+    if not trained:
+        lines = done.stderr.strip().splitlines() or [f"ended with {done.returncode}"]
+        print(f"# {variant}, {layers} layers: {lines[-1][:300]}", flush=True)
+    return trained

@@ -1,0 +1,87 @@
+"""What a GPU machine is asked, in order of weight: the first nine minutes hold what matters most; --resume goes on."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpucheck.runner import ROWS, Part
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Place:
+    """site: where zcomm is installed for the check, away from the machine's Python. cmake: its build folder, that of
+    the preset "cuda". scratch: a folder on the drive."""
+
+    site: Path = ROOT / "build/gpu-check/site"
+    cmake: Path = ROOT / "build/cuda"
+    scratch: Path = ROOT / "build/gpu-check/scratch"
+
+
+def all_parts(place: Place) -> list[Part]:
+    """Every part; all but the first need the build."""
+    env = {"PYTHONPATH": str(place.site), "PYTHONUNBUFFERED": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+    def work(name: str, title: str, budget_s: float, *words: str, least_s: float = 15.0) -> Part:
+        command = [sys.executable, str(ROOT / "tools/gpu_check.py"), "--do", name, *words]
+        return Part(name, title, budget_s, command, least_s, ("build",), None, env)
+
+    def bench(name: str, title: str, budget_s: float, program: str, *words: str, least_s: float = 20.0) -> Part:
+        # the rows' file is known only when the part runs
+        line = f'exec "$0" "$@" --json "${ROWS}"'
+        command = ["bash", "-c", line, sys.executable, str(ROOT / "bench" / program), *words]
+        return Part(name, title, budget_s, command, least_s, ("build",), None, env)
+
+    swap = ("--nvme-path", str(place.scratch))
+    build = work("build", "zcomm and its C++ tests, with CUDA for this GPU", 200, least_s=60)
+    return [
+        Part(build.name, build.title, build.budget_s, build.command, 60, (), place.site / "zcomm", {}),
+        work("import", "zcomm and torch see the GPU; what doctor says", 40),
+        work("cpp-tests", "C++ tests of the device, and those named cuda of all floors", 60),
+        work("python-tests", "Python tests marked gpu", 80),
+        work("memcheck", "compute-sanitizer memcheck on the kernels' tests", 50),
+        work("racecheck", "compute-sanitizer racecheck on the kernels' tests", 60),
+        bench("pinned-copy", "pinned copies, alone and while the CPU's Adam runs", 45, "pinned_copy"),
+        bench("ranks-2", "2 ranks on one GPU beside the device copy and NCCL", 50, "one_gpu_ranks", "-np", "2"),
+        bench("offload-1b", "offloaded training of 1B beside FSDP2 and DeepSpeed", 100, "offload", "--model", "1b"),
+        bench("ranks-4", "4 ranks on one GPU", 50, "one_gpu_ranks", "-np", "4"),
+        bench(
+            "offload-7b",
+            "offloaded training of 7B",
+            150,
+            *("offload", "--model", "7b", "--variants", "zcomm-cpu", "--rounds", "3"),
+            least_s=80,
+        ),
+        bench(
+            "offload-7b-peers",
+            "the same by FSDP2 and DeepSpeed",
+            240,
+            *("offload", "--model", "7b", "--variants", "fsdp2,deepspeed-cpu", "--rounds", "3"),
+            least_s=100,
+        ),
+        bench(
+            "offload-nvme",
+            "1B with its state on the drive beside DeepSpeed",
+            120,
+            *("offload", "--model", "1b", "--variants", "zcomm-nvme,deepspeed-nvme", "--rounds", "3", *swap),
+            least_s=60,
+        ),
+        bench("largest", "the largest model that trains", 300, "offload", "--largest", *swap, least_s=120),
+        work("cpp-all", "all C++ tests of the CUDA build", 120, least_s=60),
+    ]
+
+
+def chosen(parts: Sequence[Part], names: str | None) -> list[Part]:
+    """Those named, by commas, with what they need. Raises: ValueError."""
+    if names is None:
+        return list(parts)
+    known = {part.name: part for part in parts}
+    wanted = [name for name in names.split(",") if name]
+    if unknown := [name for name in wanted if name not in known]:
+        raise ValueError(f"--part {', '.join(unknown)}: there are {', '.join(known)}")
+    needed = {need for name in wanted for need in known[name].needs}
+    return [part for part in parts if part.name in needed or part.name in wanted]

@@ -1,0 +1,202 @@
+"""Runs parts one after the other, each in a process of its own with a time limit, and keeps what came of them.
+
+Invariants: after every part the result file is whole (written beside it, then renamed); no process of a part outlives
+it; a part that fails, hangs or writes nonsense does not stop the others. A part's program prints what it likes, appends
+JSON lines to the file in $GPU_CHECK_ROWS, and ends with 0 (passed), 77 (skipped; its last line says why), else failed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SKIPPED = 77
+ROWS = "GPU_CHECK_ROWS"
+TAIL = 3000  # characters of a failed part's output that are kept
+_GRACE_S = 3.0
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """budget_s: its time limit. least_s: with less time left it is not started. needs: parts that must have passed.
+    made: what it leaves for others; where that is gone, the part counts as not done."""
+
+    name: str
+    title: str
+    budget_s: float
+    command: Sequence[str]
+    least_s: float = 10.0
+    needs: tuple[str, ...] = ()
+    made: Path | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+class Result:
+    """The result file: {"about": {...}, "parts": {name: record}}."""
+
+    def __init__(self, file: Path, about: Record) -> None:
+        self.file, self.about = file, about
+        self.parts: dict[str, Record] = {}
+
+    def adopt(self, earlier: Path, same: Sequence[str], say: Callable[[str], None]) -> None:
+        """Take over finished parts of a run of the same ``same`` (keys of about). What cannot be read is left aside."""
+        try:
+            text = json.loads(earlier.read_text(encoding="utf-8"))
+            about, parts = dict(text["about"]), {str(k): dict(v) for k, v in text["parts"].items()}
+            finished = {name: part for name, part in parts.items() if part["state"] in ("passed", "skipped")}
+        except OSError as error:
+            say(f"nothing to resume: {error}")
+            return
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            kept = earlier.with_name(f"{earlier.name}.broken")
+            with suppress(OSError):
+                earlier.replace(kept)
+            say(f"{earlier} is no result of gpu-check ({type(error).__name__}: {error}); moved to {kept.name}")
+            return
+        other = [key for key in same if about.get(key) != self.about.get(key)]
+        if other:
+            say(f"{earlier} is of another {', '.join(other)}: everything is done again")
+            return
+        self.parts = finished
+        self.about["first_time"] = about.get("first_time") or about.get("time")
+
+    def write(self) -> None:
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        new = self.file.with_name(f"{self.file.name}.new")
+        new.write_text(json.dumps({"about": self.about, "parts": self.parts}, indent=1) + "\n", encoding="utf-8")
+        new.replace(self.file)
+
+
+def run_parts(
+    parts: Sequence[Part],
+    result: Result,
+    log: Path,
+    deadline: float,
+    say: Callable[[str], None],
+    clock: Callable[[], float] = time.monotonic,
+) -> int:
+    """All that are not finished, in order, until ``deadline`` (of the clock). Returns: 0; 1 if one failed or took too
+    long; 3 if none did, but some were not started."""
+    for part in parts:
+        earlier = result.parts.get(part.name)
+        if earlier and (part.made is None or part.made.exists()):
+            say(f"== {part.name}: {earlier['state']} before")
+            continue
+        left = deadline - clock()
+        missing = [name for name in part.needs if result.parts.get(name, {}).get("state") != "passed"]
+        if missing:
+            record: Record = {"state": "not started", "reason": f"{', '.join(missing)} did not pass"}
+        elif left < min(part.least_s, part.budget_s):
+            record = {"state": "not started", "reason": f"{max(left, 0):.0f} s left; --resume goes on here"}
+        else:
+            say(f"== {part.name}: {part.title} (at most {min(part.budget_s, left):.0f} s)")
+            record = run_part(part, min(part.budget_s, left), log)
+        record = {"title": part.title, "budget_s": part.budget_s, "time": time.strftime("%Y-%m-%dT%H:%M:%S"), **record}
+        result.parts[part.name] = record
+        result.write()
+        say(f"   {_verdict(record)}")
+    return exit_status([result.parts[part.name] for part in parts])
+
+
+def exit_status(records: Sequence[Record]) -> int:
+    states = {record["state"] for record in records}
+    if states & {"failed", "timeout"}:
+        return 1
+    return 3 if "not started" in states else 0
+
+
+def _verdict(record: Record) -> str:
+    reason = f": {record['reason']}" if record.get("reason") else ""
+    took = f" in {record['seconds']:.1f} s" if "seconds" in record else ""
+    tail = f"\n{record['tail']}" if record.get("tail") else ""
+    return f"{record['state']}{took}{reason}{tail}"
+
+
+def run_part(part: Part, limit_s: float, log: Path) -> Record:
+    """Its record. What it wrote of rows counts, also when it failed."""
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
+        rows, output = Path(folder) / "rows.jsonl", Path(folder) / "output"
+        code: int | None
+        with output.open("wb") as stream:
+            try:
+                code = _run(part, limit_s, stream, {**os.environ, **part.env, ROWS: str(rows)})
+            except OSError as error:
+                code = 127
+                stream.write(f"{part.command[0]}: {error}\n".encode())
+        text = output.read_text(encoding="utf-8", errors="replace")
+        found, broken = read_rows(rows)
+    with log.open("a", encoding="utf-8") as stream:
+        stream.write(f"\n==== {part.name}: {' '.join(part.command)} ====\n{text}")
+    record: Record = {"state": _state(code), "seconds": round(time.monotonic() - begin, 1), "rows": found}
+    lines = text.strip().splitlines() or [""]
+    if code is None:
+        record["reason"] = f"still ran after {limit_s:.0f} s"
+    elif code == SKIPPED:
+        record["reason"] = lines[-1][:300]
+    elif code:
+        record["reason"] = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
+    if broken and record["state"] == "passed":
+        record["state"], record["reason"] = "failed", f"{broken} of its rows are no JSON"
+    if record["state"] in ("failed", "timeout"):
+        record["tail"] = text.strip()[-TAIL:]
+    return record
+
+
+def _state(code: int | None) -> str:
+    return "timeout" if code is None else {0: "passed", SKIPPED: "skipped"}.get(code, "failed")
+
+
+def read_rows(file: Path) -> tuple[list[Any], int]:
+    """Rows, and how many lines could not be read (a part that is killed may leave half a line)."""
+    found, broken = [], 0
+    text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+    for line in text.splitlines():
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError("not an object")
+            found.append(row)
+        except ValueError:
+            broken += 1
+    return found, broken
+
+
+def _run(part: Part, limit_s: float, output: Any, env: Mapping[str, str]) -> int | None:
+    """Exit code; None: time was over. The part's session is killed whole in any case."""
+    process = subprocess.Popen(
+        list(part.command),
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        env=dict(env),
+        start_new_session=True,
+    )
+    # If memory runs out, it is the part that must go, and not this program.
+    with suppress(OSError):
+        Path(f"/proc/{process.pid}/oom_score_adj").write_text("900")
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        _signal_all(process, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_S)
+        return None
+    finally:
+        _signal_all(process, signal.SIGKILL)
+        process.wait()
+
+
+def _signal_all(process: subprocess.Popen[bytes], number: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)

@@ -1,0 +1,225 @@
+"""What the parts do that are no benches: build, import, tests, sanitizers. Each runs in the part's own process."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from gpucheck.parts import ROOT, Place
+from gpucheck.runner import ROWS, SKIPPED
+
+_BUILD_TOOLS = {"scikit_build_core": "scikit-build-core>=0.11", "pybind11": "pybind11>=2.13"}
+_PROGRAMS = {"cmake": "cmake>=3.24", "ninja": "ninja"}
+_NEEDED = {"numpy": "numpy", "safetensors": "safetensors", "psutil": "psutil", "rich": "rich", "pynvml": "nvidia-ml-py"}
+
+
+def row(**columns: Any) -> None:
+    """One row of the result."""
+    if ROWS in os.environ:
+        with open(os.environ[ROWS], "a", encoding="utf-8") as stream:
+            stream.write(json.dumps(columns) + "\n")
+
+
+def skip(why: str) -> NoReturn:
+    print(why)
+    sys.exit(SKIPPED)
+
+
+def call(command: Sequence[str], env: Mapping[str, str] | None = None) -> tuple[int, str]:
+    """Runs it, shows its output, returns exit code and output."""
+    print("$", " ".join(command), flush=True)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=env,
+        text=True,
+        errors="replace",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+    )
+    print(done.stdout, flush=True)
+    return done.returncode, done.stdout
+
+
+def cuda_program(name: str) -> str | None:
+    """Of the toolkit: on the PATH, of CUDA_HOME, or where it is usually installed."""
+    if found := shutil.which(name):
+        return found
+    homes = [os.environ[key] for key in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(key)]
+    for home in [*map(Path, homes), Path("/usr/local/cuda"), *sorted(Path("/usr/local").glob("cuda-*"), reverse=True)]:
+        if (program := home / "bin" / name).exists():
+            return str(program)
+    return None
+
+
+def build(place: Place) -> int:
+    """pip install of this tree into ``site``; the same build folder also has the C++ tests."""
+    nvcc = cuda_program("nvcc")
+    if nvcc is None:
+        print("no nvcc: neither on the PATH, nor in CUDA_HOME, nor in /usr/local/cuda")
+        return 1
+    place.site.mkdir(parents=True, exist_ok=True)
+    tools = place.site.parent / "tools"
+    missing = [package for module, package in _BUILD_TOOLS.items() if importlib.util.find_spec(module) is None]
+    missing += [package for program, package in _PROGRAMS.items() if shutil.which(program) is None]
+    needed = [package for module, package in _NEEDED.items() if importlib.util.find_spec(module) is None]
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q"]
+    for packages, target in ((missing, tools), (needed, place.site)):
+        if packages and call([*pip, "--target", str(target), *packages])[0]:
+            print(f"not here, and pip could not install them: {', '.join(packages)}")
+            return 1
+    path = os.pathsep.join([str(tools / "bin"), str(Path(nvcc).parent), os.environ.get("PATH", "")])
+    jobs = os.environ.get("JOBS") or str(len(os.sched_getaffinity(0)))
+    architectures = os.environ.get("CUDAARCHS", "native")
+    env = {
+        **os.environ,
+        "PATH": path,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(tools), os.environ.get("PYTHONPATH", "")])),
+        "CUDACXX": nvcc,
+        "CMAKE_BUILD_PARALLEL_LEVEL": jobs,
+        "CMAKE_ARGS": f"-DZCOMM_CUDA={os.environ.get('ZCOMM_CUDA', 'ON')} -DZCOMM_TESTS=ON "
+        f"-DCMAKE_CUDA_ARCHITECTURES={architectures}",
+    }
+    where = ["--no-build-isolation", "--no-deps", "--upgrade", "--target", str(place.site)]
+    code, _ = call([*pip, "-v", *where, "-C", f"build-dir={place.cmake}", "."], env)
+    return code
+
+
+def see(place: Place) -> int:
+    """zcomm and torch both see a device; the doctor's words."""
+    place.scratch.mkdir(parents=True, exist_ok=True)
+    program = (
+        "import json, torch, zcomm; from zcomm import _core as c; print(json.dumps([zcomm.__file__, c.cuda_info(), "
+        "c.cuda_available(), torch.__version__, torch.version.cuda, torch.cuda.is_available(), "
+        "torch.cuda.get_device_name(0) if torch.cuda.is_available() else '']))"
+    )
+    code, said = call([sys.executable, "-c", program])
+    if code:
+        return code
+    _, info, ours, torch, torch_cuda, theirs, name = json.loads(said.strip().splitlines()[-1])
+    row(table="Versions", zcomm=info, **{"zcomm sees it": ours}, torch=torch, **{"torch's CUDA": torch_cuda}, gpu=name)
+    call([sys.executable, "-m", "zcomm.cli", "doctor", "--dir", str(place.scratch)])
+    if not (ours and theirs):
+        print(f"zcomm ({info}) sees a device: {ours}; torch ({torch}) sees one: {theirs}")
+        return 1
+    return 0
+
+
+def programs(place: Place) -> list[Path]:
+    return sorted(path for path in (place.cmake / "tests/cpp").glob("test_*") if os.access(path, os.X_OK))
+
+
+def cpp_tests(place: Place) -> int:
+    """All of the device floor; of the others what is named cuda."""
+    if not (found := programs(place)):
+        print(f"no test programs in {place.cmake}/tests/cpp")
+        return 1
+    worst = 0
+    for program in found:
+        chosen = [] if program.name == "test_device" else ["cuda"]
+        code, said = call([str(program), *chosen])
+        counts = re.search(r"(\d+) passed, (\d+) failed", said)
+        if counts is not None and code == 2 and counts[1] == counts[2] == "0":
+            continue  # this floor has no such test
+        passed, failed = counts.groups() if counts else ("?", f"ended with {code}")
+        row(table="C++ tests", program=program.name, passed=passed, failed=failed)
+        worst = max(worst, 1 if code else 0)
+    return worst
+
+
+def python_tests(place: Place) -> int:
+    if importlib.util.find_spec("pytest") is None:
+        skip("pytest is not installed")
+    code, said = call([sys.executable, "-m", "pytest", "tests/python", "-m", "gpu", "-q", "-p", "no:cacheprovider"])
+    lines = [line for line in said.splitlines() if line.strip()]
+    row(table="Python tests", summary=lines[-1] if lines else "")
+    if code == 5:
+        skip("no Python test is marked gpu")
+    return code
+
+
+def sanitize(place: Place, tool: str) -> int:
+    program = cuda_program("compute-sanitizer")
+    if program is None:
+        skip("no compute-sanitizer (it is in the CUDA toolkit)")
+    test = place.cmake / "tests/cpp/test_device"
+    code, said = call([program, "--tool", tool, "--error-exitcode", "86", str(test), "cuda"])
+    if "Device not supported" in said or "not supported on this" in said.lower():
+        skip("compute-sanitizer does not support the device here (seen under gVisor)")
+    summary = re.findall(r"(?:ERROR|RACECHECK|LEAK) SUMMARY: (.*)", said)
+    row(table="compute-sanitizer", tool=tool, program=test.name, summary="; ".join(summary) or f"ended with {code}")
+    return 0 if code == 0 and summary else 1
+
+
+def cpp_all(place: Place) -> int:
+    ctest = shutil.which("ctest") or str(place.site.parent / "tools/bin/ctest")
+    code, said = call([ctest, "--preset", "cuda", "-j", "4"])
+    summary = re.findall(r"\d+% tests passed.*", said)
+    row(table="C++ tests", program="ctest --preset cuda", passed=summary[-1] if summary else "?", failed="")
+    return code
+
+
+WORK = {
+    "build": build,
+    "import": see,
+    "cpp-tests": cpp_tests,
+    "python-tests": python_tests,
+    "memcheck": lambda place: sanitize(place, "memcheck"),
+    "racecheck": lambda place: sanitize(place, "racecheck"),
+    "cpp-all": cpp_all,
+}
+
+
+def about() -> dict[str, Any]:
+    """The machine, without importing torch or zcomm."""
+    import platform
+    import time
+    from importlib import metadata
+
+    asked = "name,driver_version,memory.total"
+    line = _output(["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"]).splitlines()
+    name, driver, memory = [*line[0].split(", "), "", "", ""][:3] if line else ("", "", "")
+    cpu = [
+        text.partition(":")[2].strip() for text in _read("/proc/cpuinfo").splitlines() if text.startswith("model name")
+    ]
+    nvcc = cuda_program("nvcc")
+    versions = {each.metadata["Name"]: each.version for each in metadata.distributions() if each.metadata["Name"]}
+    nccl = [version for package, version in versions.items() if package.startswith("nvidia-nccl")]
+    return {
+        "gpu": f"{len(line)} x {name}, {memory}" if line else "",
+        "driver": driver,
+        "cpu": cpu[0] if cpu else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.0f} GiB",
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": versions.get("torch", ""),
+        "deepspeed": versions.get("deepspeed", ""),
+        "nccl": nccl[0] if nccl else "",
+        "cuda": next(iter(re.findall(r"release ([\d.]+)", _output([nvcc, "--version"]))), "") if nvcc else "",
+        "revision": _output(["git", "-C", str(ROOT), "describe", "--always", "--dirty"]).strip() or "unknown",
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def _output(command: Sequence[str]) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
