@@ -48,8 +48,10 @@ class LlamaConfig:
 
     def numel(self) -> int:
         """Parameters."""
-        with torch.device("meta"):
-            return sum(parameter.numel() for parameter in Llama(self).parameters())
+        width, kv_width = self.hidden_size, self.hidden_size // self.num_attention_heads * self.num_key_value_heads
+        block = 2 * width * (width + kv_width) + 3 * width * self.intermediate_size + 2 * width
+        words = self.vocab_size * width * (1 if self.tie_word_embeddings else 2)
+        return words + self.num_hidden_layers * block + width
 
     def flops_per_token(self, context: int) -> float:
         """Of forward and backward, nothing recomputed: 6 per weight that multiplies, and 12 x layers x width x context

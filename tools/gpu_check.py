@@ -43,11 +43,11 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def has_gpu() -> bool:
-    """nvidia-smi lists one."""
+    """nvidia-smi lists one; without nvidia-smi: the driver has made a device."""
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
-        return False
+        return Path("/dev/nvidia0").exists()
     return any(line.startswith("GPU") for line in listed.splitlines())
 
 
@@ -58,6 +58,8 @@ def terminated(number: int, _frame: FrameType | None) -> None:
 
 def main() -> int:
     arguments = parse_arguments()
+    # programs of this Python's environment (cmake, ninja, pytest), also where it was not activated
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.prefix) / "bin"), os.environ.get("PATH", os.defpath)])
     place = Place()
     if arguments.do:
         return work.WORK[arguments.do](place)

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,9 @@ def test_presets_have_the_sizes_that_they_say() -> None:
     sizes = {name: config.numel() for name, config in PRESETS.items()}
     assert sizes["1b"] == 1_100_048_384 and sizes["7b"] == 6_738_415_616, "TinyLlama's and Llama 2's"
     assert 3.4e9 < sizes["3b"] < 3.5e9
+    for config in (*PRESETS.values(), replace(PRESETS["tiny"], tie_word_embeddings=True)):
+        with torch.device("meta"):
+            assert sum(parameter.numel() for parameter in Llama(config).parameters()) == config.numel()
     per_token = PRESETS["7b"].flops_per_token(2048)
     assert per_token == pytest.approx(6 * (sizes["7b"] - 32000 * 4096) + 12 * 32 * 4096 * 2048)
 

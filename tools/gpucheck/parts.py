@@ -41,9 +41,9 @@ def all_parts(place: Place) -> list[Part]:
     return [
         Part(build.name, build.title, build.budget_s, build.command, 60, (), place.site / "zcomm", {}),
         work("import", "zcomm and torch see the GPU; what doctor says", 40),
-        work("cpp-tests", "C++ tests of the device, and those named cuda of all floors", 60),
+        work("cpp-tests", "C++ tests of the device, and of all floors what uses it", 60),
         work("python-tests", "Python tests marked gpu", 80),
-        work("memcheck", "compute-sanitizer memcheck on the kernels' tests", 50),
+        work("memcheck", "compute-sanitizer memcheck on the kernels' tests", 60),
         work("racecheck", "compute-sanitizer racecheck on the kernels' tests", 60),
         bench("pinned-copy", "pinned copies, alone and while the CPU's Adam runs", 45, "pinned_copy"),
         bench("ranks-2", "2 ranks on one GPU beside the device copy and NCCL", 50, "one_gpu_ranks", "-np", "2"),

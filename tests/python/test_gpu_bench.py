@@ -1,0 +1,135 @@
+"""The benches of a GPU where the CPU plays it: what they do and write, not how fast; and what they say without one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+BENCH = Path(__file__).parents[2] / "bench"
+sys.path.insert(0, str(BENCH))
+from gpu.largest import KEPT, STATE, plan, search  # noqa: E402
+from gpu.training import deepspeed_config  # noqa: E402
+
+GIB = 1 << 30
+
+
+def run(program: str, *words: str, device: str = "cpu") -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "ZCOMM_BENCH_DEVICE": device, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(BENCH / program), *words]
+    return subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+
+
+def rows_of(path: Path) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for line in path.read_text().splitlines():
+        found.setdefault(json.loads(line)["table"], []).append(json.loads(line))
+    return found
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
+@pytest.mark.parametrize("program", ["pinned_copy", "one_gpu_ranks", "offload"])
+def test_without_a_gpu_there_is_a_line(program: str) -> None:
+    done = run(program, device="cuda")
+    assert done.returncode == 77, done.stderr
+    assert done.stdout.startswith("skipped: torch") and len(done.stdout.splitlines()) == 1
+
+
+def test_pinned_copies(tmp_path: Path) -> None:
+    done = run("pinned_copy", "--size", "1M", "--params", "100000", "--json", str(tmp_path / "rows"))
+    assert done.returncode == 0, done.stderr
+    found = rows_of(tmp_path / "rows")
+    copies = found["Pinned copies"]
+    kinds = {(row["direction"], row["while Adam"], row["variant"]) for row in copies}
+    assert len(kinds) == len(copies) == 3 * 2 * 4 and all(row["#wrong"] == 0 for row in copies)
+    goals = {(row["direction"], row["while Adam"]): row["goal"] for row in copies if row["variant"] == "pieces"}
+    assert goals["down", False] == 0.98 and goals["both", False] == 0.95 and set(goals.values()) == {0.98, 0.95, 0.85}
+    assert all(row["share"] == 1.0 for row in copies if row["variant"] == "peak" and not row["while Adam"])
+    assert found["CPU Adam beside copies"][0]["alone GB/s"] > 0
+
+
+def test_ranks_that_share_a_device(tmp_path: Path) -> None:
+    done = run("one_gpu_ranks", "-np", "3", "--sizes", "100K", "--json", str(tmp_path / "rows"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = rows_of(tmp_path / "rows")
+    ours = found["Ranks that share a GPU (3)"]
+    assert [row["op"] for row in ours] == ["all_reduce", "reduce_scatter", "all_gather"]
+    assert all(row["variant"] == "zcomm" and row["#wrong"] == 0 and row["goal"] == 0.85 for row in ours)
+    assert all(row["share"] == pytest.approx(row["copy us"] / row["us"]) for row in ours)
+    (gone,) = found["Peers that did not run"]
+    assert gone["peer"] == "nccl" and gone["why"], "a peer that is not here is a row, and no failure"
+
+
+@pytest.mark.timeout_s(200)
+def test_offloaded_training(tmp_path: Path) -> None:
+    words = [
+        "--model",
+        "tiny",
+        "--variants",
+        "zcomm-cpu,zcomm-nvme,fsdp2,deepspeed-cpu",
+        "--accum",
+        "2",
+        "--rounds",
+        "2",
+    ]
+    done = run("offload", *words, "--nvme-path", str(tmp_path / "drive"), "--json", str(tmp_path / "rows"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = rows_of(tmp_path / "rows")
+    rows = {row["variant"]: row for row in found["Offloaded training on one GPU"]}
+    assert {"zcomm-cpu", "zcomm-nvme", "fsdp2"} <= set(rows) and all(row["#wrong"] == 0 for row in rows.values())
+    ours = rows["zcomm-cpu"]
+    assert ours["loss"] == rows["zcomm-nvme"]["loss"] and abs(rows["fsdp2"]["loss"] - ours["loss"]) < 0.05
+    assert ours["tokens/step"] == 2 * 2 * 32 and ours["goal"] == 0.9 and "goal" not in rows["fsdp2"]
+    assert ours["share"] == pytest.approx(ours["roof s"] / ours["s/step"])
+    assert ours["practicality"] == pytest.approx(ours["none s"] / ours["s/step"])
+    if "deepspeed-cpu" not in rows:
+        (gone,) = found["Peers that did not run"]
+        assert gone["peer"] == "deepspeed-cpu"
+
+
+def test_the_largest_is_planned_by_bytes() -> None:
+    def numel_of(layers: int) -> int:
+        return layers * 10**9
+
+    # the host bounds: 16 bytes a parameter, of which the drive takes what it has
+    assert plan(1000 * GIB, 100 * GIB, 0, numel_of) == (5, 0.0)
+    layers, fraction = plan(1000 * GIB, 100 * GIB, 60 * GIB, numel_of)
+    on_drive = fraction * STATE * layers * 10**9
+    assert layers == 9 and on_drive <= 0.85 * 60 * GIB
+    assert (KEPT + STATE) * layers * 10**9 - on_drive <= 0.85 * 100 * GIB
+    assert plan(40 * GIB, 1000 * GIB, 1000 * GIB, numel_of) == (10, 1.0), "the GPU bounds, and all state may go"
+    assert plan(8 * GIB, 1 * GIB, 0, numel_of) == (0, 0.0)
+
+
+@pytest.mark.parametrize(("limit", "status"), [(100, 0), (26, 0), (0, 1)])
+def test_the_search_goes_down(tmp_path: Path, limit: int, status: int, capsys: pytest.CaptureFixture[str]) -> None:
+    program = tmp_path / "attempt.py"
+    program.write_text(
+        "import sys\n"
+        "words = sys.argv[1:]\n"
+        "layers, variant = int(words[words.index('--layers') + 1]), words[words.index('--variants') + 1]\n"
+        f"ok = variant.startswith('zcomm') and layers <= {limit}\n"
+        "print(f'  variant {variant}  ' if ok else 'no'); sys.exit(0 if ok else 'out of memory')\n"
+    )
+    options = argparse.Namespace(host_gib=128.0, nvme_path=str(tmp_path), json=str(tmp_path / "rows"))
+    assert search(options, 30 * GIB, program) == status
+    said = capsys.readouterr().out
+    if limit:
+        (best,) = rows_of(tmp_path / "rows")["The largest model that trains"]
+        assert best["variant"] == "zcomm-nvme" and best["layers"] <= limit
+    assert "out of memory" in said and "deepspeed-nvme" in said
+
+
+def test_deepspeed_is_set_to_the_same_work() -> None:
+    options = argparse.Namespace(batch=4, nvme_path="/mnt")
+    cpu, nvme = (deepspeed_config(options, 2, where) for where in ("cpu", "nvme"))
+    assert cpu["gradient_clipping"] == 0.0 and cpu["gradient_accumulation_steps"] == 2
+    assert cpu["zero_optimization"]["stage"] == 2 and nvme["zero_optimization"]["stage"] == 3
+    assert nvme["zero_optimization"]["offload_optimizer"]["nvme_path"] == "/mnt"
