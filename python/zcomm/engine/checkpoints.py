@@ -87,6 +87,20 @@ def save_model(engine: Engine, path: Path, wait: bool) -> bool | SaveTask:
     return True if wait else task
 
 
+def whole_model(engine: Engine) -> dict[str, torch.Tensor] | None:
+    """Weights and buffers under all names of the model's state_dict, on rank 0. Collective."""
+    from zcomm.zero.checkpoint.share import other_tensors
+
+    found = engine.optimizer.full_state_dict()
+    if engine.global_rank != 0:
+        return None
+    found.update({name: tensor.detach().clone() for name, tensor in other_tensors(engine.optimizer._live)})
+    for name, param in engine.module.named_parameters(remove_duplicate=False):
+        if name not in found:  # tied
+            found[name] = found[next(n for n, p in engine.module.named_parameters() if p is param)]
+    return found
+
+
 def _write_model(path: Path, whole: dict[str, torch.Tensor]) -> None:
     from zcomm.zero.checkpoint import durable
     from zcomm.zero.checkpoint.tensor_file import Writer

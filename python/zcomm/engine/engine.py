@@ -209,6 +209,20 @@ class Engine(nn.Module):
         self._check_alive("save_16bit_model")
         return checkpoints.save_model(self, Path(save_dir) / save_filename, wait)
 
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Whether whole weights can be had in stage 3: always. (Accelerate asks.)"""
+        return True
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """The whole model's state dict on rank 0, None elsewhere. All ranks call it. (Accelerate's name for it.)"""
+        self._check_alive("_zero3_consolidated_16bit_state_dict")
+        whole = checkpoints.whole_model(self)
+        if exclude_frozen_parameters and whole is not None:
+            for name, param in self.module.named_parameters():
+                if not param.requires_grad:
+                    whole.pop(name, None)
+        return whole
+
     # --- what it is and where it stands -----------------------------------------------------------------------
 
     def train_batch_size(self) -> int:
