@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import argparse
 import gc
+import inspect
 import os
-import resource
 import statistics
 import sys
 import time
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import finetune_figures as figures
+from finetune_report import report
 from llama import PRESETS, Llama, LlamaConfig, loss_of, transformers_llama
 
 import zcomm
@@ -34,7 +35,9 @@ from zcomm.demo.text import load_text
 from zcomm.gpu_speeds import peak_flops
 
 _REST = 0.9  # of the GPU's memory that training without offload may take to be tried
+_WHOLE = 0.6  # of the GPU's memory: larger weights are never whole there
 _WARMUP, _REFERENCE_STEPS = 2, 5
+_TAKES_DEVICE = "device" in inspect.signature(zcomm.ZeroOptimizer).parameters
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -112,14 +115,21 @@ class Job:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def deferred(self) -> bool:
+        """Whether the model is built without memory: ZeroOptimizer then makes it, shard by shard."""
+        if self.device.type == "cpu":
+            return self.arguments.weights is not None
+        memory = torch.cuda.get_device_properties(self.device).total_memory
+        return self.arguments.stage == 3 and 2 * self.numel > _WHOLE * memory and _TAKES_DEVICE
+
     def make_model(self) -> nn.Module:
-        """The same weights on every rank, in bf16, on the device; on the CPU in stage 3 never whole."""
+        """The same weights on every rank, in bf16, on the device unless deferred()."""
         make: Callable[[LlamaConfig, bool], nn.Module] = Llama if self.code == "own" else transformers_llama
         torch.manual_seed(self.arguments.seed)
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.bfloat16)
         try:
-            if self.arguments.weights and self.device.type == "cpu":
+            if self.deferred():
                 with zcomm.zero.Init():
                     model = make(self.config, self.arguments.recompute)
             else:
@@ -201,18 +211,29 @@ def without_offload(job: Job) -> tuple[float | None, str]:
     try:
         model, name = job.make_model(), "ZeroOptimizer"
         try:
-            optimizer = make_optimizer(job, model, None)
+            optimizer = on_the_device(make_optimizer(job, model, None))
         except (NotImplementedError, ValueError) as error:
             if job.comm.world_size > 1:
                 return None, f"ZeroOptimizer: {error}"
+            del model
+            release(job)
+            model = job.make_model()
             optimizer = torch.optim.AdamW(model.parameters(), lr=job.arguments.lr, fused=True)
-            name = f"torch's fused AdamW in bf16, as ZeroOptimizer says: {error}"
+            name = f"torch's fused AdamW in bf16; ZeroOptimizer: {error}"
         return time_steps(job, training_step(job, model, optimizer), _REFERENCE_STEPS), name
     except torch.cuda.OutOfMemoryError:
         return None, "does not fit: out of device memory"
     finally:
         if isinstance(optimizer, zcomm.ZeroOptimizer):
             optimizer.close()
+
+
+def on_the_device(optimizer: zcomm.ZeroOptimizer) -> zcomm.ZeroOptimizer:
+    """What was asked to be without offload, if it is. Raises: NotImplementedError."""
+    if not optimizer.memory()["device"]["optimizer"]:
+        optimizer.close()
+        raise NotImplementedError("the state of a model on a GPU stays in host memory")
+    return optimizer
 
 
 def make_optimizer(job: Job, model: nn.Module, offload: str | None) -> zcomm.ZeroOptimizer:
@@ -230,6 +251,7 @@ def make_optimizer(job: Job, model: nn.Module, offload: str | None) -> zcomm.Zer
         clip_norm=a.clip or None,
         grad_accum=a.accum,
         bucket_mb=a.bucket_mb,
+        **({"device": job.device} if job.deferred() and job.device.type == "cuda" else {}),
     )
 
 
@@ -276,62 +298,6 @@ def train(job: Job, model: nn.Module, optimizer: zcomm.ZeroOptimizer) -> tuple[l
     moved -= before["swap_read_nbytes"] + before["swap_written_nbytes"]
     swap_s = sum(after[key] - before[key] for key in ("swap_read_s", "swap_write_s"))
     return taken, swap_s / a.steps, moved / a.steps
-
-
-def report(
-    job: Job, optimizer: zcomm.ZeroOptimizer, times: figures.Times, name: str, host: figures.Host, moved: float
-) -> None:
-    """What the run cost."""
-    say, rate = job.say, job.tokens / times.step
-    alone, none = _seconds(times.compute), _seconds(times.none)
-    say(f"\nstep {times.step:.3f} s; forward and backward alone {alone}; without offload {none} ({name})")
-    used = figures.mfu(job.flops_per_token, rate, job.peak)
-    formula = f"{job.flops_per_token / 1e9:.2f} GFLOP/token (6 per weight, 12 x layers x width x context)"
-    if used is None or job.peak is None:
-        say(f"MFU: the bf16 peak of {job.name!r} is not known here (--peak-tflops); {formula}")
-    else:
-        say(f"MFU {100 * used:.1f} %: {formula} x {rate:.0f} tokens/s / {job.peak / 1e12:.0f} TFLOP/s of {job.name}")
-    if job.arguments.offload != "none":
-        report_offload(job, times, host)
-    for tier, purposes in optimizer.memory().items():
-        if any(purposes.values()):
-            listed = ", ".join(f"{what} {figures.shown(n)}" for what, n in purposes.items() if n)
-            say(f"memory, {tier}: {figures.shown(sum(purposes.values()))} ({listed})")
-    if job.device.type == "cuda":
-        say(f"memory of torch on the GPU at most: {figures.shown(torch.cuda.max_memory_allocated(job.device))}")
-    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    say(f"memory of the process at most: {figures.shown(peak)}")
-    if moved:
-        say(f"NVMe: {figures.shown(moved)} read and written per step and rank")
-
-
-def report_offload(job: Job, times: figures.Times, host: figures.Host) -> None:
-    """What it took and what was hidden."""
-    say = job.say
-    share = job.numel // (job.comm.world_size if job.arguments.stage else 1)
-    if times.none is not None:
-        say(f"practicality {times.none / times.step:.3f}: step without offload / with")
-    elif times.compute is not None:
-        part = times.compute / times.step
-        say(f"practicality: not measured, as no step without offload was; forward and backward / step {part:.3f}")
-    added = figures.offloaded_s(host, share, 2, times.swap)
-    hidden = figures.overlap(times, added)
-    parts = [f"CPU step at {host.step_bps / 1e9:.1f} GB/s"]
-    parts += [] if host.copy_bps is None else [f"copies at {host.copy_bps / 1e9:.1f} GB/s"]
-    parts += [f"swap {times.swap:.3f} s"] if times.swap else []
-    say(f"overlap {_ratio(hidden)}: offload alone takes {added:.4f} s ({', '.join(parts)})")
-    needed = figures.hiding(share, job.tokens, times.compute, host)
-    if needed is not None:
-        side = "past" if job.tokens >= needed else "below"
-        say(f"hiding rule: {needed:.0f} tokens per step and rank hide the CPU step; {job.tokens} here: {side} it")
-
-
-def _ratio(value: float | None) -> str:
-    return "not measured" if value is None else f"{value:.3f}"
-
-
-def _seconds(value: float | None) -> str:
-    return "not measured" if value is None else f"{value:.3f} s"
 
 
 def main() -> int:

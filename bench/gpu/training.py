@@ -138,6 +138,9 @@ def _zcomm(job: Job, rest: str) -> Variant:
         precision="bf16",
         grad_accum=job.accum,
     )
+    if rest == "none" and not optimizer.memory()["device"]["optimizer"]:
+        optimizer.close()
+        raise NotImplementedError("ZeroOptimizer keeps the state of a model on a GPU in host memory")
 
     def micro(loss: Any) -> None:
         loss.backward()
@@ -152,9 +155,9 @@ def _none(job: Job, _rest: str) -> Variant:
     try:
         return replace(_zcomm(job, "none"), note="zcomm")
     except (NotImplementedError, ValueError) as error:
-        release()
-        found = _torch_none(job)
-        return replace(found, note=f"torch's fused AdamW on a fp32 master ({error})"[:200])
+        why = str(error)
+    release()
+    return replace(_torch_none(job), note=f"torch's fused AdamW on a fp32 master ({why})"[:200])
 
 
 def _torch_none(job: Job) -> Variant:

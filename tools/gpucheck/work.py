@@ -109,7 +109,12 @@ def see(place: Place) -> int:
     code, said = call([sys.executable, "-c", program])
     if code:
         return code
-    _, info, ours, torch, torch_cuda, theirs, name = json.loads(said.strip().splitlines()[-1])
+    where, info, ours, torch, torch_cuda, theirs, name = json.loads(said.strip().splitlines()[-1])
+    if not Path(where).is_relative_to(place.site):
+        print(
+            f"{where} is imported, and not what was built here: another zcomm is installed (editable?) in this Python"
+        )
+        return 1
     row(table="Versions", zcomm=info, **{"zcomm sees it": ours}, torch=torch, **{"torch's CUDA": torch_cuda}, gpu=name)
     call([sys.executable, "-m", "zcomm.cli", "doctor", "--dir", str(place.scratch)])
     if not (ours and theirs):
