@@ -81,8 +81,8 @@ __device__ Piece piece_of(const OptimShard& s, const Chunks& chunks, std::size_t
   if (end > tile_begin + tile) end = tile_begin + tile;
   if (begin < s.begin) begin = s.begin;
   if (end > s.end) end = s.end;
-  Piece p{};
-  if (begin >= end) return p;
+  Piece p{};  // no early return of nulls: the compiler then knows all pointers as global memory's
+  p.count = begin < end ? end - begin : 0;
   const std::size_t at = begin - tile_begin;
   std::byte* data =
       s.state + tile_begin * (arrays * item + low + whole) + (tile_begin + kStateBlock - 1) / kStateBlock * scale;
@@ -98,7 +98,6 @@ __device__ Piece piece_of(const OptimShard& s, const Chunks& chunks, std::size_t
   for (int k = 0; k < arrays; ++k, data += tile * item) p.state[k] = data + at * item;
   if constexpr (weight == DType::bf16) p.lo = reinterpret_cast<std::int16_t*>(data) + at;
   p.grad = static_cast<const std::byte*>(s.grad) + begin * (s.grad_dtype == DType::f32 ? 4 : 2);
-  p.count = end - begin;
   p.index = s.first_index + begin;
   return p;
 }
