@@ -33,9 +33,10 @@ class Simulated(FusedAdam):
         return self.delayed or self.device.adopt_stream(0)
 
 
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 CLASSES = [
     pytest.param(Simulated, id="simulated"),
-    pytest.param(FusedAdam, id="cuda", marks=pytest.mark.gpu),
+    pytest.param(FusedAdam, id="cuda", marks=ON_GPU),
 ]
 
 
@@ -294,6 +295,7 @@ def test_grad_scaler_of_torch() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_graph_counts_on_as_it_is_replayed() -> None:
     ours, theirs = params(device="cuda"), params()
     lr = torch.tensor(1e-2, device="cuda")
