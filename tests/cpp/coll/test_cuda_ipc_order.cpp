@@ -9,7 +9,7 @@ using namespace zcomm::test;
 
 namespace {
 
-constexpr DeviceOptions kDelayed{.max_delay_s = 300e-6};
+const DeviceOptions kDelayed{.max_delay_s = 300e-6};
 
 Call on(device::Stream& stream, bool async) {
   Call call("", async);
