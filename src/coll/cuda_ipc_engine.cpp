@@ -17,6 +17,7 @@ namespace {
 
 constexpr std::size_t kHostSlotNbytes = 4096;
 constexpr std::uint32_t kGone = 1, kStuck = 2;        // farewells, in Stage::copied_out: drained, or it never will be
+constexpr double kQuiet_s = 0.5;                      // after a failure, so that the caller may drop its buffers
 constexpr double kDrain_s = 2.0;                      // for what is on the stream when the communicator ends
 constexpr std::chrono::milliseconds kFarewell{1000};  // for the others to let go of this rank's memory
 
@@ -107,10 +108,12 @@ void CudaIpcEngine::run(Operation& operation) {
   } catch (const Interrupted&) {
     failed_ = true;
     watch_.leave();
+    drain(kQuiet_s);
     throw;
   } catch (const std::exception& error) {
     failed_ = true;
     watch_.fail(text(describe(operation.header), ": ", error.what()));
+    drain(kQuiet_s);
     throw;
   }
 }
@@ -173,7 +176,7 @@ void CudaIpcEngine::suspend_deadline(bool suspended) {
 
 CudaIpcEngine::~CudaIpcEngine() {
   device_watch_->detach();
-  const bool drained = drain();
+  const bool drained = drain(kDrain_s);
   if (drained) {
     slots_->close_peers();
     rounds_->close_peers();
@@ -195,11 +198,11 @@ CudaIpcEngine::~CudaIpcEngine() {
 }
 
 /// Whether the device has done what this rank gave it.
-bool CudaIpcEngine::drain() noexcept {
+bool CudaIpcEngine::drain(double patience_s) noexcept {
   try {
     const auto end = device_watch_->device().make_event();
     rounds_->stream().record(*end);
-    return end->wait_for(kDrain_s);
+    return end->wait_for(patience_s);
   } catch (...) {
     return false;  // the device is lost
   }

@@ -67,7 +67,7 @@ class CudaIpcEngine final : public Engine {
   void start(Operation& operation, Ticket& ticket);
   void work(const Operation& operation);
   void compare_splits(const Operation& operation, const HeaderOf& header_of);
-  bool drain() noexcept;
+  bool drain(double patience_s) noexcept;
   bool hear_farewells() noexcept;
 
   const std::shared_ptr<net::Mesh> mesh_;

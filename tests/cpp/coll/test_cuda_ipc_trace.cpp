@@ -14,7 +14,7 @@ namespace {
 std::vector<device::Race> races_of(int world, const std::function<void(DeviceRank&)>& body) {
   auto trace = std::make_shared<device::Trace>();
   run_device_world(world, {.max_delay_s = 50e-6, .trace = trace}, body);
-  EXPECT_GT(trace->operations(), 20u);
+  EXPECT_GT(trace->operations(), 5u);
   return trace->races();
 }
 
@@ -95,6 +95,7 @@ TEST(cuda_ipc_trace, nothing_races) {
       expect_none(races_of(world, [symmetric](DeviceRank& self) { all_operations(self, symmetric); }));
 }
 
+#ifndef __SANITIZE_THREAD__  // which would find it, too
 TEST(cuda_ipc_trace, an_input_overwritten_too_early_is_found) {
   const auto races = races_of(2, [](DeviceRank& self) {
     auto buffer = self.comm->allocate(4000);
@@ -107,3 +108,4 @@ TEST(cuda_ipc_trace, an_input_overwritten_too_early_is_found) {
   });
   EXPECT_FALSE(races.empty());
 }
+#endif
