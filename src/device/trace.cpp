@@ -2,6 +2,7 @@
 #include "device/trace.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <sstream>
 #include <utility>
 
@@ -47,7 +48,9 @@ Trace::Actor Trace::add(std::string name, bool is_host) {
 }
 
 Trace::Host& Trace::this_host() {
-  Host& host = hosts_[std::this_thread::get_id()];
+  static std::atomic<std::uint64_t> threads{0};
+  thread_local const std::uint64_t number = threads.fetch_add(1);
+  Host& host = hosts_[number];
   if (host.actor < 0) host.actor = add(hosts_.size() == 1 ? "the host" : text("host thread ", hosts_.size()), true);
   return host;
 }

@@ -14,7 +14,6 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "device/device.hpp"
@@ -103,7 +102,7 @@ class Trace {
     std::string subject;
   };
   Host& this_host();
-  std::map<std::thread::id, Host> hosts_;
+  std::map<std::uint64_t, Host> hosts_;  // by a number of the thread that is never used again
   std::map<std::string, Actor> queues_;
   std::vector<Operation> operations_;
   std::vector<Access> accesses_;
