@@ -1,4 +1,5 @@
-// crc32c: eight tables ("slicing by 8"), or three interleaved streams of the SSE4.2 instruction.
+// crc32c: eight tables ("slicing by 8"), or three interleaved streams of the SSE4.2 instruction; crc32c_fold.cpp has
+// the faster ways, where there is a carry-less multiplier for more than 128 bits. (One of 128 bits is no faster.)
 //
 // The instruction has a latency of 3 cycles and a throughput of 1, so three independent streams keep it busy; their
 // states are joined by shifting them over kLane zero bytes, which is linear over GF(2) and thus a table look-up.
@@ -8,6 +9,9 @@
 #include <array>
 #include <cstring>
 
+#include "base/cpu_features.hpp"
+#include "mem/crc32c_kernels.hpp"
+
 #if defined(__x86_64__)
 #include <nmmintrin.h>
 #endif
@@ -15,14 +19,13 @@
 namespace zcomm::mem {
 namespace {
 
-constexpr std::uint32_t kPolynomial = 0x82F63B78u;  // reflected
 using Tables = std::array<std::array<std::uint32_t, 256>, 8>;
 
 constexpr Tables make_tables() {
   Tables tables{};
   for (std::uint32_t value = 0; value < 256; ++value) {
     std::uint32_t crc = value;
-    for (int bit = 0; bit < 8; ++bit) crc = (crc >> 1) ^ ((crc & 1u) ? kPolynomial : 0u);
+    for (int bit = 0; bit < 8; ++bit) crc = (crc >> 1) ^ ((crc & 1u) ? kCrc32cPolynomial : 0u);
     tables[0][value] = crc;
   }
   for (std::size_t k = 1; k < 8; ++k)
@@ -35,25 +38,6 @@ constexpr Tables kTables = make_tables();
 
 constexpr std::uint32_t step(std::uint32_t crc, std::uint32_t byte) {
   return (crc >> 8) ^ kTables[0][(crc ^ byte) & 0xFFu];
-}
-
-std::uint32_t update_plain(std::uint32_t crc, const std::byte* data, std::size_t nbytes) {
-  for (; nbytes >= 8; nbytes -= 8, data += 8) {
-    std::uint32_t word[2];
-    std::memcpy(word, data, 8);
-    if constexpr (__BYTE_ORDER__ == __ORDER_BIG_ENDIAN__) {
-      word[0] = __builtin_bswap32(word[0]);
-      word[1] = __builtin_bswap32(word[1]);
-    }
-    word[0] ^= crc;
-    crc = 0;
-    for (std::size_t k = 0; k < 4; ++k) {
-      crc ^= kTables[7 - k][(word[0] >> (8 * k)) & 0xFFu];
-      crc ^= kTables[3 - k][(word[1] >> (8 * k)) & 0xFFu];
-    }
-  }
-  for (; nbytes > 0; --nbytes, ++data) crc = step(crc, static_cast<std::uint32_t>(*data));
-  return crc;
 }
 
 #if defined(__x86_64__)
@@ -96,8 +80,32 @@ std::uint64_t load(const std::byte* data) {
   return word;
 }
 
-__attribute__((target("sse4.2"))) std::uint32_t update_sse42(std::uint32_t crc, const std::byte* data,
-                                                             std::size_t nbytes) {
+#endif
+
+}  // namespace
+
+std::uint32_t crc32c_tables(std::uint32_t crc, const std::byte* data, std::size_t nbytes) {
+  for (; nbytes >= 8; nbytes -= 8, data += 8) {
+    std::uint32_t word[2];
+    std::memcpy(word, data, 8);
+    if constexpr (__BYTE_ORDER__ == __ORDER_BIG_ENDIAN__) {
+      word[0] = __builtin_bswap32(word[0]);
+      word[1] = __builtin_bswap32(word[1]);
+    }
+    word[0] ^= crc;
+    crc = 0;
+    for (std::size_t k = 0; k < 4; ++k) {
+      crc ^= kTables[7 - k][(word[0] >> (8 * k)) & 0xFFu];
+      crc ^= kTables[3 - k][(word[1] >> (8 * k)) & 0xFFu];
+    }
+  }
+  for (; nbytes > 0; --nbytes, ++data) crc = step(crc, static_cast<std::uint32_t>(*data));
+  return crc;
+}
+
+#if defined(__x86_64__)
+__attribute__((target("sse4.2"))) std::uint32_t crc32c_instruction(std::uint32_t crc, const std::byte* data,
+                                                                   std::size_t nbytes) {
   std::uint64_t a = crc;
   for (; nbytes >= 3 * kLane; nbytes -= 3 * kLane, data += 3 * kLane) {
     std::uint64_t b = 0, c = 0;
@@ -115,15 +123,31 @@ __attribute__((target("sse4.2"))) std::uint32_t update_sse42(std::uint32_t crc, 
 }
 #endif
 
-}  // namespace
+const Crc32cKernels& crc32c_kernels() {
+#if defined(__x86_64__)
+  static const bool instruction = __builtin_cpu_supports("sse4.2");
+  static const bool fold = instruction && current_isa() >= Isa::avx2 && __builtin_cpu_supports("pclmul") &&
+                           __builtin_cpu_supports("vpclmulqdq");
+  static const Crc32cKernels kernels{{{"tables", crc32c_tables, true},
+                                      {"instruction", crc32c_instruction, instruction},
+                                      {"fold_256", crc32c_fold_256, fold},
+                                      {"fold_512", crc32c_fold_512, fold && current_isa() >= Isa::avx512}}};
+#else
+  static constexpr Crc32cKernels kernels{{{"tables", crc32c_tables, true}, {}, {}, {}}};
+#endif
+  return kernels;
+}
 
-std::uint32_t crc32c_plain(const std::byte* data, std::size_t nbytes) { return ~update_plain(~0u, data, nbytes); }
+std::uint32_t crc32c_plain(const std::byte* data, std::size_t nbytes) { return ~crc32c_tables(~0u, data, nbytes); }
 
 std::uint32_t crc32c(const std::byte* data, std::size_t nbytes) {
-#if defined(__x86_64__)
-  if (__builtin_cpu_supports("sse4.2")) return ~update_sse42(~0u, data, nbytes);
-#endif
-  return crc32c_plain(data, nbytes);
+  static const Crc32cKernel fastest = [] {
+    Crc32cKernel last = crc32c_tables;
+    for (const NamedCrc32c& each : crc32c_kernels().at)
+      if (each.here) last = each.kernel;
+    return last;
+  }();
+  return ~fastest(~0u, data, nbytes);
 }
 
 }  // namespace zcomm::mem

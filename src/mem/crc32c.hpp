@@ -1,6 +1,7 @@
 // crc32c (Castagnoli): the checksum of swapped blocks.
 //
-// The CPU's instruction where there is one (chosen at run time), tables otherwise; both give the same value.
+// Carry-less multiplication or the CPU's instruction where there is one (chosen at run time), tables otherwise; all
+// give the same value.
 // Thread rule: pure functions. Source: RFC 3720 appendix B.4 (polynomial 0x1EDC6F41, reflected).
 #pragma once
 

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "mem/crc32c.hpp"
+#include "mem/crc32c_kernels.hpp"
 #include "mem/extents.hpp"
 #include "mem_test.hpp"
 
@@ -18,12 +19,25 @@ TEST(Crc32c, known_values) {
   EXPECT_EQ(of(std::string(32, '\xff')), 0x62A8AB43u);
 }
 
-TEST(Crc32c, instruction_and_tables_agree) {
+TEST(Crc32c, every_kernel_agrees_with_the_tables) {
   Pattern data(100000, 3);
-  for (const std::size_t nbytes : {0, 1, 7, 8, 9, 4095, 12287, 12288, 12289, 24576, 99991}) {
-    for (const std::size_t shift : {0, 1, 5})
-      EXPECT_EQ(crc32c(data.data() + shift, nbytes), crc32c_plain(data.data() + shift, nbytes));
+  const auto check = [&](const NamedCrc32c& kernel, std::size_t shift, std::size_t nbytes) {
+    for (const std::uint32_t state : {~0u, 0u, 0x12345678u})
+      if (kernel.kernel(state, data.data() + shift, nbytes) != crc32c_tables(state, data.data() + shift, nbytes))
+        return test::fail(__FILE__, __LINE__,
+                          std::string(kernel.name) + " differs at " + std::to_string(nbytes) + " bytes from " +
+                              std::to_string(shift));
+  };
+  for (const NamedCrc32c& kernel : crc32c_kernels().at) {
+    if (!kernel.here) continue;
+    for (std::size_t nbytes = 0; nbytes <= 2000; ++nbytes) check(kernel, nbytes % 67, nbytes);
+    for (const std::size_t nbytes : {4095, 12287, 12288, 12289, 24576, 65536, 99900})
+      for (const std::size_t shift : {0, 1, 5, 63}) check(kernel, shift, nbytes);
   }
+}
+
+TEST(Crc32c, a_flipped_bit_shows) {
+  Pattern data(100000, 3);
   const auto before = crc32c(data.data(), 100000);
   data.data()[54321] ^= std::byte{4};
   EXPECT_NE(before, crc32c(data.data(), 100000));
