@@ -14,7 +14,9 @@
 //
 // [Note: optimizer bits] The same elementwise operations in the same order for every instruction set and for vector
 // body and tail, no fused multiply-add: the bits do not depend on how a shard is cut, nor on the CPU. (What is NaN is
-// NaN everywhere; its payload is not promised.)
+// NaN everywhere; its payload is not promised.) On f32 state the order is torch.optim's; on bf16 and 8-bit state, whose
+// rounding is many thousand times coarser, factors are drawn together so that fewer operations do
+// (src/optim/update_rules.hpp, SmallAdam).
 //
 // [Note: stochastic rounding] bf16 state is computed in f32 and rounded up or down by chance, so that its mean is the
 // f32 value: an average that moves by less than half a last bit per step would else stand still. Chance is a counter's

@@ -1,9 +1,9 @@
 // Adam's step on 8-bit state in AVX-512: included by optim_body.hpp where ZC_ISA_LEVEL >= 2.
 //
-// The arithmetic is that of state_codes.hpp and of Adam::update, operation by operation. The step of a block has two
-// halves, since its scales follow from all of its elements: averages, which pass through memory in L1, then weights and
-// codes. The second half of a block goes along with the first of the next, so that the divider, the shuffles and the
-// memory are busy at once and chains of dependent instructions are short: what the processor can look ahead is less
+// The arithmetic is that of state_codes.hpp and of SmallAdam::update, operation by operation. The step of a block has
+// two halves, since its scales follow from all of its elements: averages, which pass through memory in L1, then weights
+// and codes. The second half of a block goes along with the first of the next, so that the divider, the shuffles and
+// the memory are busy at once and chains of dependent instructions are short: what the processor can look ahead is less
 // than 64 elements.
 #pragma once
 
@@ -12,32 +12,24 @@
 namespace zcomm::optim::ZC_ISA {
 namespace {
 
-struct Range {
-  Largest largest;
-  u32 least_second;
-};
-
 /// Magnitudes so far, as bits.
 struct WideRange {
-  __m512i first = _mm512_setzero_si512(), second = _mm512_setzero_si512(), least = all(0xffffffffu);
+  __m512i first = _mm512_setzero_si512(), second = _mm512_setzero_si512();
 
   ZC_INLINE void add(__m512 m, __m512 v) {
     first = _mm512_maskz_max_epu32(0xffff, first, _mm512_and_si512(as_bits(m), all(0x7fffffffu)));
     second = _mm512_maskz_max_epu32(0xffff, second, as_bits(v));  // its sign is set only where it is NaN
-    least = _mm512_maskz_min_epu32(0xffff, least, as_bits(v));
   }
   static ZC_INLINE __m128i folded(__m512i x) {
     const __m256i half =
         _mm256_max_epu32(_mm512_maskz_extracti32x8_epi32(0xff, x, 0), _mm512_maskz_extracti32x8_epi32(0xff, x, 1));
     return _mm_max_epu32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
   }
-  ZC_INLINE Range whole() const {  // the least is the largest of complements
-    const __m128i a = folded(first), b = folded(second), c = folded(_mm512_xor_si512(least, all(0xffffffffu)));
+  ZC_INLINE Largest whole() const {
+    const __m128i a = folded(first), b = folded(second);
     const __m128i pairs = _mm_max_epu32(_mm_unpacklo_epi32(a, b), _mm_unpackhi_epi32(a, b));
-    const __m128i thirds = _mm_max_epu32(c, _mm_srli_si128(c, 8));
     const auto bits = static_cast<u64>(_mm_cvtsi128_si64(_mm_max_epu32(pairs, _mm_srli_si128(pairs, 8))));
-    const auto third = static_cast<u64>(_mm_cvtsi128_si64(_mm_max_epu32(thirds, _mm_srli_si128(thirds, 4))));
-    return {{static_cast<u32>(bits), static_cast<u32>(bits >> 32)}, ~static_cast<u32>(third)};
+    return {static_cast<u32>(bits), static_cast<u32>(bits >> 32)};
   }
 };
 
@@ -55,35 +47,49 @@ struct HalfStepped {
 #pragma GCC unroll 2
     for (size_t k = 0; k < 2; ++k) {
       const size_t at = i + k * kPair;
+      const __m512i chance = k == 0 ? chances.r01 : chances.r23;
       const __m512 ma = _mm512_load_ps(m + at), mb = _mm512_load_ps(m + at + kLanes);
       const __m512 va = _mm512_load_ps(v + at), vb = _mm512_load_ps(v + at + kLanes);
       const Pair w = weight.template get<order>(begin + at);
       weight.template put<order>(begin + at, {adam.stepped(w.a, ma, va), adam.stepped(w.b, mb, vb)});
-      first[k] = encoding.first_codes(ma, mb, k == 0 ? chances.r01 : chances.r23);
-      second[k] = encoding.second_codes(va, vb, k == 0 ? chances.r01 : chances.r23);
+      first[k] = encoding.first_codes(ma, mb, chance);
+      second[k] = encoding.second_codes<false>(va, vb, chance);
     }
-    store_codes<order>(encoding.block.first + i, first[0], first[1]);
-    store_codes<order>(encoding.block.second + i, second[0], second[1]);
+    const __m512i codes = packed<order>(second[0], second[1]);
+    _mm512_storeu_si512(encoding.block.first + i, packed<order>(first[0], first[1]));
+    _mm512_storeu_si512(encoding.block.second + i, codes);
+    if (__builtin_expect(_mm512_testn_epi8_mask(codes, codes) != 0, 0)) finish_zeros<order>(chances, i);
+  }
+  /// Codes of v where some of them would be 0.
+  template <Order order>
+  __attribute__((noinline)) void finish_zeros(const Encoding::Chances& chances, size_t i) const {
+    __m512i second[2];
+    for (size_t k = 0; k < 2; ++k) {
+      const float* from = v + i + k * kPair;
+      second[k] = encoding.second_codes<true>(_mm512_load_ps(from), _mm512_load_ps(from + kLanes),
+                                              k == 0 ? chances.r01 : chances.r23);
+    }
+    _mm512_storeu_si512(encoding.block.second + i, packed<order>(second[0], second[1]));
   }
 };
 
 /// The first half of a full block's step: its new averages go to m and v, in the order's registers. before: another
 /// block that is finished meanwhile, if not null.
 template <Order order, class Weight, class Grad, class Adam>
-ZC_INLINE Range start_block(const Weight& weight, const Grad& grad, const CodedBlock& block, size_t begin, float* m,
-                            float* v, const HalfStepped* before, const Adam& adam) {
-  const __m512 first_scale = _mm512_set1_ps(block.scales[0]), second_scale = _mm512_set1_ps(block.scales[1]);
+ZC_INLINE Largest start_block(const Weight& weight, const Grad& grad, const CodedBlock& block, size_t begin, float* m,
+                              float* v, const HalfStepped* before, const Adam& adam) {
+  const __m512 first_keep = _mm512_mul_ps(_mm512_set1_ps(block.scales[0]), adam.first_keep);
+  const __m512 second_keep = _mm512_mul_ps(_mm512_set1_ps(block.scales[1]), adam.second_keep);
   WideRange range;
   for (size_t i = 0; i < kCodeBlock; i += kGroup) {
-    Quad first = first_values<order>(block.first + i, first_scale);
-    Quad second = second_values<order>(block.second + i, second_scale);
+    Quad first = first_values<order>(block.first + i), second = second_values<order>(block.second + i);
 #pragma GCC unroll 2
     for (size_t r = 0; r < 4; r += 2) {
       const size_t at = i + r * kLanes;
       const Pair w = adam.needs_weight ? weight.template get<order>(begin + at) : Pair{};
       const Pair g = grad.template get<order>(at);
-      adam.averages(w.a, g.a, first.r[r], second.r[r]);
-      adam.averages(w.b, g.b, first.r[r + 1], second.r[r + 1]);
+      adam.averages(w.a, g.a, first.r[r], second.r[r], first_keep, second_keep);
+      adam.averages(w.b, g.b, first.r[r + 1], second.r[r + 1], first_keep, second_keep);
 #pragma GCC unroll 2
       for (size_t k = r; k < r + 2; ++k) {
         _mm512_store_ps(m + i + k * kLanes, first.r[k]);
@@ -124,7 +130,7 @@ template <bool adamw, Order order, class Weight, class Plain>
 void step_coded_blocks(const OptimPiece& p, const Weight& weight, size_t end, const AdamFactors& f,
                        const Plain& plain) {
   alignas(64) float m[2][kCodeBlock], v[2][kCodeBlock];
-  const WideAdam<adamw> adam(f);
+  const WideSmallAdam<adamw> adam(f);
   HalfStepped before;
   bool pending = false;
   int turn = 0;
@@ -135,19 +141,18 @@ void step_coded_blocks(const OptimPiece& p, const Weight& weight, size_t end, co
       continue;
     }
     turn ^= 1;
-    Range range;
+    Largest largest;
     with_grad(p, i, [&](const auto& grad) {
-      range = start_block<order>(weight, grad, block, i, m[turn], v[turn], pending ? &before : nullptr, adam);
+      largest = start_block<order>(weight, grad, block, i, m[turn], v[turn], pending ? &before : nullptr, adam);
     });
     const CodeKey key = code_key(f.step, p.index + i);
-    pending = finite(range.largest);
+    pending = finite(largest);
     if (!pending) {
       finish_lost_block<order>(weight, block, i, m[turn], v[turn], adam, key);
       continue;
     }
-    const Scales scales = scales_of(range.largest);
-    const bool zeros = float_of(range.least_second) * scales.second_inverse < kSmall;
-    before = {i, m[turn], v[turn], {block, scales, key, zeros}};
+    const Scales scales = scales_of(largest);
+    before = {i, m[turn], v[turn], {block, scales, key}};
     block.scales[0] = scales.first;
     block.scales[1] = scales.second;
   }

@@ -24,9 +24,6 @@ struct Pair {
 };
 
 // The maskz forms avoid a false warning of GCC 12 (see convert_body.hpp).
-ZC_INLINE __m512i wide_u16(const void* from) {
-  return _mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256(static_cast<const __m256i*>(from)));
-}
 ZC_INLINE void store_u16(void* to, __m512i x) {
   _mm256_storeu_si256(static_cast<__m256i*>(to), _mm512_maskz_cvtepi32_epi16(0xffff, x));
 }
@@ -81,22 +78,41 @@ ZC_INLINE __m512i merged(__m512i a_in_low, __m512i b_in_high) {
   return _mm512_ternarylogic_epi32(all(0xffffu), a_in_low, b_in_high, 0xca);  // mask ? a : b
 }
 
+struct Words {
+  alignas(64) u16 at[32];
+};
+/// Word k of 16 -> the high word of dword k: of the first 16 words, or of the others.
+constexpr Words words_to_high(u16 first) {
+  Words w{};
+  for (u16 k = 0; k < 32; ++k) w.at[k] = static_cast<u16>(first + k / 2);
+  return w;
+}
+/// High words of two registers' dwords, one register after the other.
+constexpr Words high_words() {
+  Words w{};
+  for (u16 k = 0; k < 32; ++k) w.at[k] = static_cast<u16>(k * 2 + 1);
+  return w;
+}
+constexpr Words kFirstToHigh = words_to_high(0), kOthersToHigh = words_to_high(16), kHighWordsInOrder = high_words();
+
 struct WideBf16 {
   u16* at;
 
   template <Order order>
   ZC_INLINE Pair get(size_t i) const {
-    if constexpr (order == Order::natural)
-      return {as_float(shift_left(wide_u16(at + i), 16)), as_float(shift_left(wide_u16(at + i + kLanes), 16))};
     const __m512i x = _mm512_loadu_si512(at + i);
+    if constexpr (order == Order::natural) {
+      constexpr __mmask32 high = 0xaaaaaaaau;
+      return {as_float(_mm512_maskz_permutexvar_epi16(high, _mm512_load_si512(kFirstToHigh.at), x)),
+              as_float(_mm512_maskz_permutexvar_epi16(high, _mm512_load_si512(kOthersToHigh.at), x))};
+    }
     return {as_float(shift_left(x, 16)), as_float(_mm512_and_si512(x, all(0xffff0000u)))};
   }
   /// The high halves.
   template <Order order>
   ZC_INLINE void put_high(size_t i, __m512i a, __m512i b) const {
     if constexpr (order == Order::natural) {
-      store_u16(at + i, shift_right(a, 16));
-      store_u16(at + i + kLanes, shift_right(b, 16));
+      _mm512_storeu_si512(at + i, _mm512_permutex2var_epi16(a, _mm512_load_si512(kHighWordsInOrder.at), b));
     } else {
       _mm512_storeu_si512(at + i, merged(shift_right(a, 16), b));
     }
@@ -261,10 +277,45 @@ struct WideAdam {
   }
 };
 
+/// SmallAdam::update of 16 elements.
+template <bool adamw>
+struct WideSmallAdam {
+  static constexpr bool needs_weight = !adamw;  // for the averages
+  __m512 scale, l2, decay, first_keep, first_gain, second_keep, second_gain, slope, eps;
+
+  ZC_INLINE explicit WideSmallAdam(const AdamFactors& factors) {
+    const SmallAdamFactors f = SmallAdam<adamw>::factors(factors);
+    scale = _mm512_set1_ps(f.grad_scale);
+    l2 = _mm512_set1_ps(f.l2);
+    decay = _mm512_set1_ps(f.decay);
+    first_keep = _mm512_set1_ps(f.first_keep);
+    first_gain = _mm512_set1_ps(f.first_gain);
+    second_keep = _mm512_set1_ps(f.second_keep);
+    second_gain = _mm512_set1_ps(f.second_gain);
+    slope = _mm512_set1_ps(f.slope);
+    eps = _mm512_set1_ps(f.eps);
+  }
+  ZC_INLINE void update(__m512& w, __m512 g, __m512& m, __m512& v) const {
+    averages(w, g, m, v, first_keep, second_keep);
+    w = stepped(w, m, v);
+  }
+  ZC_INLINE void averages(__m512 w, __m512 g, __m512& m, __m512& v, __m512 keep, __m512 second) const {
+    if constexpr (!adamw) g = _mm512_add_ps(_mm512_mul_ps(g, scale), _mm512_mul_ps(l2, w));
+    const __m512 root = _mm512_mul_ps(g, second_gain);
+    m = _mm512_add_ps(_mm512_mul_ps(m, keep), _mm512_mul_ps(g, first_gain));
+    v = _mm512_add_ps(_mm512_mul_ps(v, second), _mm512_mul_ps(root, root));
+  }
+  ZC_INLINE __m512 stepped(__m512 w, __m512 m, __m512 v) const {
+    if constexpr (adamw) w = _mm512_mul_ps(w, decay);
+    const __m512 denominator = _mm512_add_ps(_mm512_mul_ps(_mm512_maskz_sqrt_ps(0xffff, v), slope), eps);
+    return _mm512_sub_ps(w, _mm512_div_ps(m, denominator));
+  }
+};
+
 /// Elements [0, n), n a multiple of kPair.
-template <bool adamw, Order order, class Weight, class State, class Grad>
-ZC_INLINE void adam_wide(const Weight& weight, State& state, const Grad& grad, size_t n, const AdamFactors& f) {
-  const WideAdam<adamw> adam(f);
+template <Order order, class Weight, class State, class Grad, class Adam>
+ZC_INLINE void adam_wide(const Weight& weight, State& state, const Grad& grad, size_t n, const Adam& step) {
+  const Adam adam = step;
   for (size_t i = 0; i < n; i += kPair) {
     Pair w = weight.template get<order>(i), m = state.template first<order>(i), v = state.template second<order>(i);
     const Pair g = grad.template get<order>(i);
@@ -283,20 +334,17 @@ ZC_INLINE void with_grad(const OptimPiece& p, size_t begin, const Body& body) {
   p.grad_dtype == DType::bf16 ? body(WideBf16{half}) : body(WideF16{half});
 }
 
-template <class State>
 constexpr Order kOrder = Order::natural;  // of an f32 weight
-template <>
-constexpr Order kOrder<WideRounded> = Order::even_odd;
 constexpr Order kSplitOrder = Order::even_odd;
 
 /// Elements [begin, begin + n) with `state`, whose element 0 is `begin`; n a multiple of kPair.
-template <bool adamw, class State>
-void adam_wide_part(const OptimPiece& p, size_t begin, size_t n, State& state, const AdamFactors& f) {
+template <class State, class Adam>
+void adam_wide_part(const OptimPiece& p, size_t begin, size_t n, State& state, const Adam& adam) {
   with_grad(p, begin, [&](const auto& grad) {
     if (p.lo == nullptr) {
-      adam_wide<adamw, kOrder<State>>(WideF32{static_cast<float*>(p.weight) + begin}, state, grad, n, f);
+      adam_wide<kOrder>(WideF32{static_cast<float*>(p.weight) + begin}, state, grad, n, adam);
     } else {
-      adam_wide<adamw, kSplitOrder>(WideSplit{static_cast<u16*>(p.weight) + begin, p.lo + begin}, state, grad, n, f);
+      adam_wide<kSplitOrder>(WideSplit{static_cast<u16*>(p.weight) + begin, p.lo + begin}, state, grad, n, adam);
     }
   });
 }

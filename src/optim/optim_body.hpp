@@ -109,7 +109,7 @@ void update(const OptimPiece& p, const typename Rule::Factors& f) {
   if constexpr (kIsAdam<Rule>) {
     WideExact wide{{array_at<float, Rule>(p, 0, 0)}, {array_at<float, Rule>(p, 1, 0)}};
     i = p.count / kPair * kPair;
-    adam_wide_part<Rule::decoupled>(p, 0, i, wide, f);
+    adam_wide_part(p, 0, i, wide, WideAdam<Rule::decoupled>(f));
   }
 #endif
   for (; i < p.count; i += kBlock) {
@@ -120,7 +120,7 @@ void update(const OptimPiece& p, const typename Rule::Factors& f) {
 }
 
 template <class Rule>
-void update_rounded(const OptimPiece& p, const typename Rule::Factors& f) {
+void update_rounded(const OptimPiece& p, const AdamFactors& f) {
   alignas(64) float local[kBlock];
   for (size_t i = 0, n = 0; i < p.count; i += n) {
     const u64 index = p.index + i, to_next_key = (u64{1} << 32) - static_cast<u32>(index);
@@ -131,29 +131,32 @@ void update_rounded(const OptimPiece& p, const typename Rule::Factors& f) {
     if (n >= kPair) {
       n = n / kPair * kPair;
       WideRounded wide{{array_at<u16, Rule>(p, 0, i)}, {array_at<u16, Rule>(p, 1, i)}, static_cast<u32>(index), key};
-      adam_wide_part<Rule::decoupled>(p, i, n, wide, f);
+      adam_wide_part(p, i, n, wide, WideSmallAdam<Rule::decoupled>(f));
       continue;
     }
 #endif
     if (n > kBlock) n = kBlock;
     const RoundedState state{array_at<u16, Rule>(p, 0, i), array_at<u16, Rule>(p, 1, i), static_cast<u32>(index), key};
-    update_split_or_not<Rule>(p, i, n, state, widened(local, p.grad, p.grad_dtype, i, n), f);
+    update_split_or_not<Rule>(p, i, n, state, widened(local, p.grad, p.grad_dtype, i, n), Rule::factors(f));
   }
 }
 
 /// 8-bit state: the piece begins at a block's begin; see state_codes.hpp.
 template <class Rule>
-void update_coded(const OptimPiece& p, size_t i, const typename Rule::Factors& f) {
+void update_coded(const OptimPiece& p, size_t i, const AdamFactors& f) {
   alignas(64) float m[kCodeBlock], v[kCodeBlock], local[kCodeBlock];
   const CodedBlock block = block_at(p, i);
-  decode_block(m, v, block);
-  update_split_or_not<Rule>(p, i, block.count, ExactState{m, v}, widened(local, p.grad, p.grad_dtype, i, block.count),
-                            f);
+  decode_block(m, v, block, 1.0f, 1.0f);
+  auto factors = Rule::factors(f);  // a scale is a factor of what is kept
+  factors.first_keep *= __builtin_fabsf(block.scales[0]);
+  factors.second_keep *= block.scales[1];
+  const float* g = widened(local, p.grad, p.grad_dtype, i, block.count);
+  update_split_or_not<Rule>(p, i, block.count, ExactState{m, v}, g, factors);
   encode_block(block, m, v, largest_of(m, v, block.count), code_key(f.step, p.index + i));
 }
 
 template <class Rule>
-void update_coded(const OptimPiece& p, const typename Rule::Factors& f) {
+void update_coded(const OptimPiece& p, const AdamFactors& f) {
   size_t i = 0;
 #if ZC_ISA_LEVEL >= 2
   i = p.count / kCodeBlock * kCodeBlock;
@@ -163,7 +166,10 @@ void update_coded(const OptimPiece& p, const typename Rule::Factors& f) {
 }
 
 void decode_state(float* m, float* v, const OptimPiece& p) {
-  for (size_t i = 0; i < p.count; i += kCodeBlock) decode_block(m + i, v + i, block_at(p, i));
+  for (size_t i = 0; i < p.count; i += kCodeBlock) {
+    const CodedBlock block = block_at(p, i);
+    decode_block(m + i, v + i, block, __builtin_fabsf(block.scales[0]), block.scales[1]);
+  }
 }
 
 void encode_state(const OptimPiece& p, const float* m, const float* v) {
@@ -178,7 +184,8 @@ void encode_state(const OptimPiece& p, const float* m, const float* v) {
 template <bool adamw>
 void adam_by_state(const OptimPiece& piece, const AdamFactors& f) {
   if (piece.state_dtype == DType::f32) return update<Adam<adamw>>(piece, f);
-  piece.state_dtype == DType::u8 ? update_coded<Adam<adamw>>(piece, f) : update_rounded<Adam<adamw>>(piece, f);
+  piece.state_dtype == DType::u8 ? update_coded<SmallAdam<adamw>>(piece, f)
+                                 : update_rounded<SmallAdam<adamw>>(piece, f);
 }
 
 void adam(const OptimPiece& piece, const AdamFactors& f) {

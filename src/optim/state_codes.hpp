@@ -58,15 +58,16 @@ ZC_INLINE u32 code_chance(u32 k, CodeKey key) {
 struct Nearest {};
 ZC_INLINE u32 code_chance(u32, Nearest) { return 0x80u; }
 
-ZC_INLINE float first_of(u32 code, float scale) {
+/// Over its scale.
+ZC_INLINE float first_of(u32 code) {
   const u32 magnitude = code & 127u;
   const u32 bits = (bits_of(static_cast<float>(static_cast<std::int32_t>(magnitude))) << kFirstShift) + kFirstFrom;
-  return float_of((magnitude == 0 ? 0u : bits) | (code & 128u) << 24) * scale;
+  return float_of((magnitude == 0 ? 0u : bits) | (code & 128u) << 24);
 }
 
-ZC_INLINE float second_of(u32 code, float scale) {
+ZC_INLINE float second_of(u32 code) {
   const u32 bits = (bits_of(static_cast<float>(static_cast<std::int32_t>(code))) << kSecondShift) + kSecondFrom;
-  return float_of(code == 0 ? 0u : bits) * scale;
+  return float_of(code == 0 ? 0u : bits);
 }
 
 /// y in units of 2^-8. bits: of twice the value.
@@ -103,13 +104,13 @@ struct Largest {
   u32 first, second;  ///< bits of the largest magnitudes
 };
 
-inline void decode_block(float* m, float* v, const CodedBlock& b) {
-  const float first = __builtin_fabsf(b.scales[0]), second = b.scales[1];
+/// Values times factors.
+inline void decode_block(float* m, float* v, const CodedBlock& b, float first, float second) {
   const size_t n = b.count;
 #pragma GCC ivdep
-  for (size_t k = 0; k < n; ++k) m[k] = first_of(b.first[k], first);
+  for (size_t k = 0; k < n; ++k) m[k] = first_of(b.first[k]) * first;
 #pragma GCC ivdep
-  for (size_t k = 0; k < n; ++k) v[k] = second_of(b.second[k], second);
+  for (size_t k = 0; k < n; ++k) v[k] = second_of(b.second[k]) * second;
   if (!__builtin_signbit(b.scales[0])) return;
   for (size_t k = 0; k < n; ++k)
     if (b.first[k] == kLost) m[k] = v[k] = __builtin_nanf("");

@@ -105,31 +105,30 @@ ZC_INLINE __m512i looked_up_in_256(const u8* table, __m512i codes) {
 }
 
 template <Order order, size_t r>
-ZC_INLINE __m512 scaled(__m512i high, __m512i low, __m512 scale) {
+ZC_INLINE __m512 widened(__m512i high, __m512i low) {
   constexpr __mmask64 high_two = 0xccccccccccccccccu;
-  const __m512i bits = _mm512_maskz_permutex2var_epi8(high_two, high, load(kWidening<order, r>.at), low);
-  return _mm512_mul_ps(as_float(bits), scale);
+  return as_float(_mm512_maskz_permutex2var_epi8(high_two, high, load(kWidening<order, r>.at), low));
 }
 
-/// From the two high bytes of values over their scale, in the order of memory.
+/// From the two high bytes of values, in the order of memory.
 template <Order order>
-ZC_INLINE Quad all_scaled(__m512i high, __m512i low, __m512 scale) {
-  return {scaled<order, 0>(high, low, scale), scaled<order, 1>(high, low, scale), scaled<order, 2>(high, low, scale),
-          scaled<order, 3>(high, low, scale)};
+ZC_INLINE Quad all_widened(__m512i high, __m512i low) {
+  return {widened<order, 0>(high, low), widened<order, 1>(high, low), widened<order, 2>(high, low),
+          widened<order, 3>(high, low)};
 }
 
 template <Order order>
-ZC_INLINE Quad first_values(const u8* codes, __m512 scale) {  // first_of
+ZC_INLINE Quad first_values(const u8* codes) {  // first_of
   const __m512i c = load(codes), sign = all(0x80808080u);
   const __m512i high = _mm512_ternarylogic_epi32(looked_up(kTables.first_high, c), c, sign, 0xf8);  // a | b & c
-  return all_scaled<order>(high, looked_up(kTables.first_low, c), scale);
+  return all_widened<order>(high, looked_up(kTables.first_low, c));
 }
 
 template <Order order>
-ZC_INLINE Quad second_values(const u8* codes, __m512 scale) {  // second_of
+ZC_INLINE Quad second_values(const u8* codes) {  // second_of
   const __m512i c = load(codes);
   const __m512i high = looked_up_in_256(kTables.second_high, c), low = looked_up_in_256(kTables.second_low, c);
-  return all_scaled<order>(high, low, scale);
+  return all_widened<order>(high, low);
 }
 
 template <Order order>
@@ -137,10 +136,10 @@ ZC_INLINE __m512i chances_of(__m512i drawn) {
   return order == Order::natural ? drawn : permuted(drawn, kChancesIn<order>);
 }
 
-/// Codes in the high bytes of words -> memory.
+/// Codes in the high bytes of words -> as in memory.
 template <Order order>
-ZC_INLINE void store_codes(u8* to, __m512i words_01, __m512i words_23) {
-  _mm512_storeu_si512(to, _mm512_permutex2var_epi8(words_01, load(kPacking<order>.at), words_23));
+ZC_INLINE __m512i packed(__m512i words_01, __m512i words_23) {
+  return _mm512_permutex2var_epi8(words_01, load(kPacking<order>.at), words_23);
 }
 
 #else  // in natural order: codes are widened one register at a time
@@ -150,7 +149,7 @@ ZC_INLINE __m512i wide_u8(const void* from) {
 }
 
 template <Order order>
-ZC_INLINE Quad first_values(const u8* codes, __m512 scale) {  // first_of
+ZC_INLINE Quad first_values(const u8* codes) {  // first_of
   static_assert(order == Order::natural);
   Quad result;
 #pragma GCC unroll 4
@@ -160,13 +159,13 @@ ZC_INLINE Quad first_values(const u8* codes, __m512 scale) {  // first_of
     const __m512i bits = _mm512_maskz_add_epi32(_mm512_test_epi32_mask(magnitude, magnitude),
                                                 shift_left(y, kFirstShift), all(kFirstFrom));
     const __m512i sign = _mm512_and_si512(shift_left(code, 24), all(0x80000000u));
-    result.r[r] = _mm512_mul_ps(as_float(_mm512_or_si512(bits, sign)), scale);
+    result.r[r] = as_float(_mm512_or_si512(bits, sign));
   }
   return result;
 }
 
 template <Order order>
-ZC_INLINE Quad second_values(const u8* codes, __m512 scale) {  // second_of
+ZC_INLINE Quad second_values(const u8* codes) {  // second_of
   static_assert(order == Order::natural);
   Quad result;
 #pragma GCC unroll 4
@@ -175,7 +174,7 @@ ZC_INLINE Quad second_values(const u8* codes, __m512 scale) {  // second_of
     const __m512i y = as_bits(_mm512_maskz_cvtepi32_ps(0xffff, code));
     const __m512i bits =
         _mm512_maskz_add_epi32(_mm512_test_epi32_mask(code, code), shift_left(y, kSecondShift), all(kSecondFrom));
-    result.r[r] = _mm512_mul_ps(as_float(bits), scale);
+    result.r[r] = as_float(bits);
   }
   return result;
 }
@@ -186,21 +185,19 @@ ZC_INLINE __m512i chances_of(__m512i drawn) {
 }
 
 template <Order order>
-ZC_INLINE void store_codes(u8* to, __m512i words_01, __m512i words_23) {
+ZC_INLINE __m512i packed(__m512i words_01, __m512i words_23) {
   const __m512i low = _mm512_maskz_srli_epi16(~__mmask32{0}, words_01, 8);
   const __m512i bytes = _mm512_ternarylogic_epi32(all(0x00ff00ffu), low, words_23, 0xca);  // r: 0, 2, 1, 3 in a lane
   const __m512i by_register =
       _mm512_maskz_broadcast_i32x4(0xffff, _mm_set_epi8(15, 11, 7, 3, 13, 9, 5, 1, 14, 10, 6, 2, 12, 8, 4, 0));
   const __m512i quarters = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
   const __m512i sorted = _mm512_maskz_shuffle_epi8(~__mmask64{0}, bytes, by_register);
-  _mm512_storeu_si512(to, _mm512_maskz_permutexvar_epi32(0xffff, quarters, sorted));
+  return _mm512_maskz_permutexvar_epi32(0xffff, quarters, sorted);
 }
 
 #endif
 
 // -- Encoding
-
-constexpr float kSmall = 0x1p-60f;  // twice the share of a v: not below it codes are at least 1 by themselves
 
 struct Positions {
   alignas(64) u32 at[kCodeBlock / 4];
@@ -213,9 +210,6 @@ constexpr Positions positions() {
 constexpr Positions kPositions = positions();
 
 /// Words of two registers, by turns: the low or the high ones of their dwords.
-struct Words {
-  alignas(64) u16 at[32];
-};
 constexpr Words words_from(u16 first) {
   Words w{};
   for (u16 k = 0; k < 32; ++k) w.at[k] = static_cast<u16>(first + k / 2 * 2 + k % 2 * 32);
@@ -231,7 +225,6 @@ struct Encoding {
   CodedBlock block;
   Scales scales;
   CodeKey key;
-  bool zeros;  ///< a v may be 0, or so small that its code would be
 
   /// Chances of 64 elements, for registers 0 and 1, and for 2 and 3.
   struct Chances {
@@ -255,15 +248,18 @@ struct Encoding {
     const __m512i bits = as_bits(_mm512_mul_ps(magnitude, _mm512_set1_ps(scales.first_inverse)));
     return fixed(bits, kFirstShift, kFirstUp);
   }
+  /// code_of_second; without its least, which changes nothing but codes that are 0 without it.
+  template <bool least>
   ZC_INLINE __m512i second_codes(__m512 a, __m512 b, __m512i chance) const {
-    return _mm512_maskz_add_epi16(~__mmask32{0}, words(second_fixed(a), kLowWords, second_fixed(b)), chance);
+    const __m512i fixed = words(second_fixed<least>(a), kLowWords, second_fixed<least>(b));
+    return _mm512_maskz_add_epi16(~__mmask32{0}, fixed, chance);
   }
+  template <bool least>
   ZC_INLINE __m512i second_fixed(__m512 x) const {
     const __m512i bits = as_bits(_mm512_mul_ps(x, _mm512_set1_ps(scales.second_inverse)));
     const __m512i y = fixed(bits, kSecondShift, kSecondUp);
-    if (__builtin_expect(!zeros, 1)) return y;
-    const __m512i least = as_bits(_mm512_set1_ps(kFixed + 1.0f));
-    return _mm512_maskz_max_epu32(_mm512_test_epi32_mask(bits, bits), y, least);
+    if constexpr (!least) return y;
+    return _mm512_maskz_max_epu32(_mm512_test_epi32_mask(bits, bits), y, as_bits(_mm512_set1_ps(kFixed + 1.0f)));
   }
   /// The product is exact, so that it is rounded once, as where it is a product and a sum.
   static ZC_INLINE __m512i fixed(__m512i bits, u32 shift, float up) {
