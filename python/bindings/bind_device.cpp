@@ -4,6 +4,7 @@
 
 #include "base/error.hpp"
 #include "bindings.hpp"
+#include "device/cuda.hpp"
 #include "device/device.hpp"
 #include "device/kernels.hpp"
 #include "dlpack.hpp"
@@ -164,6 +165,13 @@ void bind_device(py::module_& m) {
          bool accumulate) { device::reduce(Reduction(dst, src).args(count, dtype, out_dtype, op, accumulate)); },
       py::arg("dst"), py::arg("src"), py::arg("count"), py::arg("dtype"), py::arg("out_dtype"), py::arg("op"),
       py::arg("accumulate") = false, NoGil());
+  m.def(
+      "page_lock",
+      [](std::uintptr_t address, std::size_t nbytes) { return device::cuda::page_lock(pointer(address), nbytes); },
+      py::arg("address"), py::arg("nbytes"), NoGil());
+  m.def(
+      "page_unlock", [](std::uintptr_t address) { device::cuda::page_unlock(pointer(address)); }, py::arg("address"),
+      NoGil());
   bind_stream(m);
   bind_devices(m);
 }

@@ -206,6 +206,10 @@ class Device:
     def lose_after(self, n: int) -> None:
         """Tests only: the n-th operation from now finds the device lost; 0 ends that."""
 
+def page_lock(address: int, nbytes: int) -> bool:
+    """Lock host memory for copies of CUDA; False where that is not."""
+
+def page_unlock(address: int) -> None: ...
 def cuda_device(index: int) -> Device: ...
 def simulated_device(
     seed: int = 0, max_delay_s: float = 0.0, memory_nbytes: int = 0, name: str = "simulated"

@@ -4,8 +4,12 @@
 is saved takes all of it along (a queue of slices is one copy), and backward makes the storage again, once for all who
 need it, with the same strides and offsets: the same bits. Parameters, their views and small storages stay where they
 are. Buffers go back to a pool as backward drops what it has used, so a training loop allocates in its first steps
-alone. On CUDA the copies are ordinary ones of the current stream, and wait. To NVMe, writes run behind the forward, at
-most WRITES at a time, and reads ahead of the backward: the storages that were saved before the one that is needed.
+alone. To NVMe, writes run behind the forward, at most WRITES at a time, and reads ahead of the backward: the storages
+that were saved before the one that is needed.
+[Note: activations of a device] Copies run on streams of their own ([Note: lane]). One that leaves keeps its storage
+until it has landed; when LEAVING are on their way, torch's stream waits for the oldest, and its storage goes. In
+backward the READS storages that will be needed next are on their way back already. A buffer that is used again waits,
+on the device, for the copy from it. The host waits for the drive alone: tier "nvme" writes what has landed.
 Thread rule: autograd may unpack on threads of its own; a lock covers the pool. Source:
 torch.autograd.graph.saved_tensors_hooks; activation offload as in ZeRO-Infinity (arXiv:2104.07857) section 5.2.2.
 """
@@ -15,7 +19,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -23,25 +27,31 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from zcomm import _core, _lane
 from zcomm._arena import PinnedArena
+from zcomm._lane import DeviceLane
 from zcomm._work import Work
 from zcomm.offload import StrPath, SwapFile
 
 WRITES = 4  # storages on their way to the drive
 READS = 2  # storages read ahead
+LEAVING = 4  # storages on their way from a device
 KNOWN = 4096  # storages that are remembered before those that are gone are forgotten
 
 
 class _Held:
     """One storage that is elsewhere: in ``buffer``, in the swap file under ``key``, or in both for a while."""
 
-    def __init__(self, owner: offload_activations, nbytes: int, device: torch.device) -> None:
-        self.owner, self.nbytes, self.device = owner, nbytes, device
+    def __init__(self, owner: offload_activations, number: int, nbytes: int, device: torch.device) -> None:
+        self.owner, self.number, self.nbytes, self.device = owner, number, nbytes, device
         self.buffer: torch.Tensor | None = None
         self.key = ""
         self.write: Work | None = None
         self.read: tuple[torch.Tensor, Work] | None = None
         self.before: weakref.ref[_Held] | None = None
+        self.kept: torch.Tensor | None = None  # the storage, while it leaves a device
+        self.left: _core.Event | None = None
+        self.back: tuple[torch.Tensor, _core.Event] | None = None  # on its way to the device, or there
         self._made: StorageWeakRef | None = None
 
     def storage(self) -> torch.UntypedStorage:
@@ -103,7 +113,11 @@ class offload_activations:
         kept = [*keep.parameters(), *keep.buffers()] if isinstance(keep, nn.Module) else list(keep)
         self._keep = {tensor.untyped_storage()._cdata: tensor for tensor in kept}
         self._lock = threading.RLock()
-        self._free: dict[int, list[torch.Tensor]] = {}  # buffers by size
+        self._free: dict[
+            int, list[tuple[torch.Tensor, _core.Event | None]]
+        ] = {}  # by size; the event of their last copy
+        self._lanes: dict[torch.device, DeviceLane | None] = {}
+        self._leaving: deque[weakref.ref[_Held]] = deque()
         self._free_keys: dict[int, list[str]] = {}
         self._known: dict[int, tuple[StorageWeakRef, int, weakref.ref[_Held]]] = {}
         self._writing: deque[weakref.ref[_Held]] = deque()
@@ -141,6 +155,10 @@ class offload_activations:
         """Give buffers and swap file back. Graphs that still need theirs keep those in host memory; one whose storages
         are on the drive cannot run backward any more. Idempotent."""
         with self._lock:
+            self._leaving.clear()
+            for lane in self._lanes.values():
+                if lane is not None:
+                    lane.close()
             self._free.clear()
             self._writing.clear()
             self._arena = None
@@ -173,35 +191,70 @@ class offload_activations:
             held = known[2]()
             if held is not None:
                 return held
-        held = _Held(self, storage.nbytes(), tensor.device)
         self._count += 1
+        held = _Held(self, self._count, storage.nbytes(), tensor.device)
         self._nbytes += held.nbytes
         self._peak = max(self._peak, self._nbytes)
-        buffer = held.buffer = self._take(held.nbytes)
-        buffer.copy_(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
-        if self._swap is not None:
-            self._send(held, buffer)
+        buffer, busy = self._take(held.nbytes)
+        held.buffer = buffer
+        flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        lane = self._lane(tensor.device)
+        if lane is not None:
+            self._leave(held, flat, busy, lane)
+        else:
+            buffer.copy_(flat)
+            if self._swap is not None:
+                self._send(held, buffer)
         if len(self._known) >= KNOWN:  # of a block that is never left
             self._known = {key: entry for key, entry in self._known.items() if entry[2]() is not None}
         self._known[storage._cdata] = (StorageWeakRef(storage), version, weakref.ref(held))
         held.before, self._last = self._last, weakref.ref(held)
         return held
 
-    def _take(self, nbytes: int) -> torch.Tensor:
+    def _lane(self, device: torch.device) -> DeviceLane | None:
+        if device not in self._lanes:
+            self._lanes[device] = _lane.open_lane(device)
+        return self._lanes[device]
+
+    def _leave(self, held: _Held, flat: torch.Tensor, busy: _core.Event | None, lane: DeviceLane) -> None:
+        held.kept, held.left = flat, lane.event()
+        assert held.buffer is not None
+        after = [lane.passed(lane.event()), *([] if busy is None else [busy])]
+        lane.out.carry([(held.buffer, flat)], after, held.left)
+        self._leaving.append(weakref.ref(held))
+        while self._leaving:
+            oldest = self._leaving[0]()
+            if oldest is not None and oldest.left is not None:
+                if not oldest.left.done() and len(self._leaving) <= LEAVING:
+                    break
+                self._landed(oldest, lane)
+            self._leaving.popleft()
+
+    def _landed(self, held: _Held, lane: DeviceLane) -> None:
+        """What torch's stream is given next may have the storage."""
+        assert held.left is not None
+        lane.current().wait(held.left)
+        held.kept = None
+        if self._swap is not None and held.buffer is not None and not held.key:
+            held.left.synchronize()
+            self._send(held, held.buffer)
+
+    def _take(self, nbytes: int) -> tuple[torch.Tensor, _core.Event | None]:
+        """A buffer, and the event after which it may be written."""
         free = self._free.get(nbytes)
         if free:
             return free.pop()
         assert self._arena is not None
-        return self._arena.empty(nbytes, torch.uint8)
+        return self._arena.empty(nbytes, torch.uint8), None
 
-    def _give(self, buffer: torch.Tensor) -> None:
+    def _give(self, buffer: torch.Tensor, busy: _core.Event | None = None) -> None:
         if self._arena is not None:
-            self._free.setdefault(buffer.numel(), []).append(buffer)
+            self._free.setdefault(buffer.numel(), []).append((buffer, busy))
 
     def _send(self, held: _Held, buffer: torch.Tensor) -> None:
         assert self._swap is not None
         keys = self._free_keys.setdefault(held.nbytes, [])
-        held.key = keys.pop() if keys else f"activation.{self._count}"
+        held.key = keys.pop() if keys else f"activation.{held.number}"
         held.write = self._swap.write(held.key, buffer)
         self._writing.append(weakref.ref(held))
         while len(self._writing) > WRITES:
@@ -215,7 +268,7 @@ class offload_activations:
             held.write.wait()
             held.write = None
         if held.buffer is not None:
-            self._give(held.buffer)
+            self._give(held.buffer, held.left if held.back is None else held.back[1])
             held.buffer = None
 
     # --- backward ---------------------------------------------------------------------------------------------
@@ -229,6 +282,9 @@ class offload_activations:
             return empty.set_(storage, packed.offset, packed.size, packed.stride)
 
     def _bring(self, held: _Held) -> torch.Tensor:
+        lane = self._lane(held.device)
+        if lane is not None:
+            return self._bring_back(held, lane)
         if held.buffer is not None:
             out = torch.empty(held.nbytes, dtype=torch.uint8, device=held.device)
             out.copy_(held.buffer)
@@ -237,19 +293,65 @@ class offload_activations:
             held.read = None
             reading[1].wait()
             out = reading[0].to(held.device)
+        for earlier in self._earlier(held):
+            if earlier.buffer is None and earlier.read is None and earlier._made is None:
+                earlier.read = self._fetch(earlier)
+        return out
+
+    @staticmethod
+    def _earlier(held: _Held) -> Iterator[_Held]:
+        """The READS storages that were saved before it."""
         before = held.before
         for _ in range(READS):
             earlier = before() if before is not None else None
             if earlier is None:
-                break
-            if earlier.buffer is None and earlier.read is None and earlier._made is None:
-                earlier.read = self._fetch(earlier)
+                return
+            yield earlier
             before = earlier.before
+
+    def _bring_back(self, held: _Held, lane: DeviceLane) -> torch.Tensor:
+        """To a device; torch's stream waits for the copy."""
+        self._send_back(held, lane)
+        assert held.back is not None
+        out, came = held.back
+        lane.current().wait(came)
+        held.back = None
+        if held.buffer is not None:  # it is read again if the storage is needed again; then for others
+            held.left = came
+        for earlier in self._earlier(held):
+            if earlier.back is None and earlier._made is None:
+                if earlier.buffer is None and earlier.read is None:
+                    earlier.read = self._fetch(earlier, lane)
+                elif earlier.buffer is not None or (earlier.read is not None and earlier.read[1].done()):
+                    self._send_back(earlier, lane)
         return out
 
-    def _fetch(self, held: _Held) -> tuple[torch.Tensor, Work]:
+    def _send_back(self, held: _Held, lane: DeviceLane) -> None:
+        """Start the copy to the device, unless it has begun."""
+        if held.back is not None:
+            return
+        came, source = lane.event(), held.buffer
+        if source is None:
+            reading = held.read or self._fetch(held, lane)
+            held.read = None
+            reading[1].wait()
+            source = reading[0]
+        out = lane.empty(held.nbytes, torch.uint8, "activations")
+        after = [lane.passed(lane.event()), *([] if held.left is None else [held.left])]
+        lane.back.carry([(out, source)], after, came)
+        held.back = out, came
+        if held.buffer is None:
+            self._give(source, came)
+
+    def _fetch(self, held: _Held, lane: DeviceLane | None = None) -> tuple[torch.Tensor, Work]:
+        """Start to read it from the drive; for a device into a pinned buffer."""
         assert self._swap is not None
-        out = torch.empty(held.nbytes, dtype=torch.uint8)
+        if lane is None:
+            out = torch.empty(held.nbytes, dtype=torch.uint8)
+        else:
+            out, busy = self._take(held.nbytes)
+            if busy is not None:
+                busy.synchronize()
         return out, self._swap.read(held.key, out)
 
     def _drop(self, held: _Held) -> None:
@@ -258,8 +360,15 @@ class offload_activations:
             self._nbytes -= held.nbytes
             if self._arena is None:
                 return
+            lane = self._lanes.get(held.device)
+            if lane is not None:  # torch may give the memory to others when its stream has waited
+                for event in (held.left if held.kept is not None else None, held.back and held.back[1]):
+                    if event is not None:
+                        lane.current().wait(event)
             self._sent(held)
             if held.read is not None:
                 held.read[1].wait()
+                if lane is not None:
+                    self._give(held.read[0])
             if held.key:
                 self._free_keys[held.nbytes].append(held.key)
