@@ -38,6 +38,7 @@ def check(optimizer: ZeroOptimizer, comm: Communicator, model: nn.Module | None,
         "skip_nonfinite": optimizer.skip_nonfinite,
         # It decides the units; that of the state is each rank's own, but where it goes by parameter.
         "tier of parameters": None if callable(offload.params) else offload.params,
+        "step_behind_forward": offload.step_behind_forward,
         "clip_norm": optimizer.clip_norm,
         "grad_accum": optimizer.grad_accum,
         "loss_scale": optimizer.loss_scale,

@@ -9,20 +9,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from zcomm import _core, swap_tuning
+from zcomm import _core, _lane, swap_tuning
+from zcomm._lane import DeviceLane
 from zcomm.comm import Communicator
 from zcomm.offload import StrPath, as_paths, close_at_exit, say_fallbacks
 from zcomm.zero import deferred
+from zcomm.zero.behind import StepBehind
+from zcomm.zero.device_gradients import DeviceReducer
+from zcomm.zero.device_weights import DeviceStore
 from zcomm.zero.geometry import Geometry
 from zcomm.zero.gradients import GradientReducer
 from zcomm.zero.norm import GradientNorm
+from zcomm.zero.on_host import check_host, check_tiers
 from zcomm.zero.options import Offload, Precision
-from zcomm.zero.parameters import ParameterStore, PrivateStore, SharedStore
+from zcomm.zero.parameters import ParameterStore
 from zcomm.zero.rules import Rule
 from zcomm.zero.sections import Sections, frozen_of, names_of
-from zcomm.zero.sources import make_source
 from zcomm.zero.start import start
 from zcomm.zero.state import RamState, ShardState
+from zcomm.zero.stores import make_store
 from zcomm.zero.swapped import SwappedState, swap_nbytes
 from zcomm.zero.tile import TileForm
 from zcomm.zero.unit_choice import tensors_in
@@ -55,6 +60,8 @@ class Parts:
     swap: _core.SwapFile | None
     hooks: UnitHooks | None
     output_hook: Any
+    lane: DeviceLane | None = None  # None: the model is on the CPU
+    behind: StepBehind | None = None
     save_comm: Communicator | None = None  # of checkpoints in the background; made by the first
 
     def allocation_count(self) -> int:
@@ -69,10 +76,14 @@ class Parts:
 
     def close(self) -> None:
         """After failures too: no part waits for another rank."""
+        if self.behind is not None:
+            self.behind.close()
         if self.hooks is not None:
             self.hooks.close()
         if self.output_hook is not None:
             self.output_hook.remove()
+        if self.lane is not None:
+            self.lane.drain()
         self.reducer.close()
         self.store.close()
         self.state.close()
@@ -80,6 +91,8 @@ class Parts:
             self.swap.close()
         if self.save_comm is not None:
             self.save_comm.close()
+        if self.lane is not None:
+            self.lane.close()
         self.comm.close()
 
 
@@ -99,20 +112,25 @@ def build_parts(
     share_parameters: bool,
     taken: set[int],
     units: Units,
+    device: torch.device | str | None = None,
 ) -> Parts:
     """Collective. Parameters are numbered section by section, in order of registration. taken: by id(), what other
-    optimizers have."""
+    optimizers have. device: None: where the parameters are."""
     shared = share_parameters and job.backend == "shm"  # others have ranks that cannot see each other's memory
     arena = _core.PinnedArena()
     params = [param for group in groups for param in group["params"]]
     frozen = frozen_of(model, params, taken) if stage == 3 else []
-    _check_params(model, params, frozen)
-    sections = Sections(model, params, frozen, stage, offload, shared, units)
+    lane = _check_params(model, params, frozen, device)
+    if lane is not None:
+        check_host(job)
+    sections = Sections(model, params, frozen, stage, offload, shared, units, lane is not None)
+    if lane is not None:
+        check_tiers(sections, offload, lane, stage)
     geometry = sections.geometry(job.world_size, bucket_nbytes, precision.param_nbytes, rule.align)
     form = TileForm(rule.arrays, precision.dtype, rule.state_dtype)
     swap = _open_swap(geometry, sections, offload, form, stage, nvme_path)
     comm = job.duplicate()  # gradients and parameters keep an order of their own beside the caller's collectives
-    store = _make_store(sections, geometry, comm, precision.dtype, arena, swap, stage, shared, prefetch, units)
+    store = make_store(sections, geometry, comm, precision.dtype, arena, swap, stage, shared, prefetch, units, lane)
     counts = [part.stop - part.start for part in map(store.part, geometry.buckets)]
     tiers = [sections.list[bucket.section].state for bucket in geometry.buckets]
     state: ShardState
@@ -130,10 +148,12 @@ def build_parts(
         param_runs = [geometry.runs(bucket, store.part(bucket), each) for bucket in geometry.buckets]
     values = [rule.initial({**rule.defaults, **group}) for group in groups]
     initial = [[(begin, end, values[group]) for begin, end, group in of_bucket] for of_bucket in runs]
-    start(model, sections.params, sections.names, geometry, comm, store, state, initial, precision.dtype)
+    where = torch.device("cpu") if lane is None else lane.device
+    start(model, sections.params, sections.names, geometry, comm, store, state, initial, precision.dtype, where)
 
     names = sections.names[: len(trained)]
-    reducer = GradientReducer(trained, geometry, comm, precision.travels, stage <= 1, overlap, names)
+    how = (trained, geometry, comm, precision.travels, stage <= 1, overlap, names)
+    reducer = GradientReducer(*how) if lane is None else DeviceReducer(*how, lane, _came(store, lane))
     hooks = None
     if isinstance(store, UnitStore):
         assert model is not None
@@ -156,7 +176,35 @@ def build_parts(
         swap=swap,
         hooks=hooks,
         output_hook=None if model is None else model.register_forward_hook(_announcer(reducer)),
+        lane=lane,
+        behind=_behind(model, offload, store, reducer, trained, geometry),
     )
+
+
+def _behind(
+    model: nn.Module | None,
+    offload: Offload,
+    store: ParameterStore,
+    reducer: GradientReducer,
+    trained: Sequence[nn.Parameter],
+    geometry: Geometry,
+) -> StepBehind | None:
+    """Where it was asked for. Raises: ValueError where it cannot be."""
+    if not offload.step_behind_forward:
+        return None
+    if model is None or not isinstance(store, DeviceStore) or not isinstance(reducer, DeviceReducer):
+        raise ValueError(
+            "Offload: step_behind_forward=True needs the model itself, on a device, and stage 0, 1 or 2: leave it out"
+        )
+    bucket_of = {id(param): place.bucket for param, place in zip(trained, geometry.places, strict=False)}
+    behind = StepBehind(model, store, bucket_of, len(geometry.buckets))
+    reducer.before_reduce = behind.join
+    return behind
+
+
+def _came(store: ParameterStore, lane: DeviceLane) -> Any:
+    """The event after which no old weights are on their way to the device; units say so by ``settle`` alone."""
+    return store.all_came if isinstance(store, DeviceStore) else lane.event()
 
 
 def _open_swap(
@@ -188,28 +236,6 @@ def _open_swap(
     return swap
 
 
-def _make_store(
-    sections: Sections,
-    geometry: Geometry,
-    comm: Communicator,
-    dtype: torch.dtype,
-    arena: _core.PinnedArena,
-    swap: _core.SwapFile | None,
-    stage: int,
-    shared: bool,
-    prefetch: int,
-    units: Units,
-) -> ParameterStore:
-    tiers = [sections.list[bucket.section].weights for bucket in geometry.every]
-    if sections.by_unit:
-        source = make_source(geometry.every, geometry.buckets, tiers, dtype, arena, swap)
-        ahead = (prefetch, units.prefetch_nbytes)
-        return UnitStore(sections.params, geometry, comm, dtype, tiers, sections.choices, source, shared, *ahead)
-    if stage >= 1 and shared:
-        return SharedStore(sections.params, geometry, comm, dtype, tiers)
-    return PrivateStore(sections.params, geometry, comm, dtype, tiers, replicated=stage == 0)
-
-
 def _announcer(reducer: GradientReducer) -> Callable[..., None]:
     """A forward hook of the model: the first tensor of its backward tells the reducer that a pass has begun."""
 
@@ -232,7 +258,13 @@ def _first_indices(ordered: Sequence[nn.Parameter], grouped: Sequence[torch.Tens
     return [first[id(param)] for param in ordered]
 
 
-def _check_params(model: nn.Module | None, params: Sequence[nn.Parameter], frozen: Sequence[nn.Parameter]) -> None:
+def _check_params(
+    model: nn.Module | None,
+    params: Sequence[nn.Parameter],
+    frozen: Sequence[nn.Parameter],
+    device: torch.device | str | None,
+) -> DeviceLane | None:
+    """The lane of the device that all of them are on; None: the CPU."""
     seen: set[int] = set()
     names = names_of(model, params)
     for number, param in enumerate((*params, *frozen)):
@@ -243,7 +275,6 @@ def _check_params(model: nn.Module | None, params: Sequence[nn.Parameter], froze
         seen.add(id(param))
         if param.device.type == "meta":
             deferred.check(param, name)
-        elif param.device.type != "cpu":
-            raise NotImplementedError(f"{where} is on {param.device}; this version trains on the CPU")
         if not param.dtype.is_floating_point:
             raise ValueError(f"{where} is {param.dtype}; only floating-point parameters can be trained")
+    return _lane.for_params(((names[id(param)], param) for param in (*params, *frozen)), device)

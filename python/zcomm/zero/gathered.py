@@ -16,6 +16,7 @@ from torch import nn
 from zcomm._job import init
 from zcomm.zero import access, deferred
 from zcomm.zero.build import Parts
+from zcomm.zero.on_host import broadcast
 from zcomm.zero.owner import owner_of
 
 
@@ -126,6 +127,7 @@ class GatheredParameters:
                 raise ValueError(f"GatheredParameters: {wrong}")
             if int(bad):
                 raise ValueError(f"GatheredParameters: rank {root} has changed the shape of a parameter")
+            parts.store.settle()
             parts.comm.barrier(name="nobody uses the old weights")
         for parts, index in self._open:
             dtype = parts.state.form.dtype
@@ -136,7 +138,7 @@ class GatheredParameters:
             access.change(parts, index, value.reshape(-1))
             _data(parts, index).copy_(value)  # for a context around this one
         for parts, param in self._frozen:
-            parts.comm.broadcast(param.data, root=root, name="a changed frozen parameter")
+            broadcast(parts.comm, param.data, root, "a changed frozen parameter")
         for parts in self._owners():
             parts.store.publish()
         if self._waiting:
@@ -148,7 +150,7 @@ class GatheredParameters:
         self._check_rank(comm.world_size)
         for param, _ in self._waiting:
             param.data = param.data.contiguous()
-            comm.broadcast(param.data, root=root, name="a changed parameter")
+            broadcast(comm, param.data, root, "a changed parameter")
 
 
 def _data(parts: Parts, index: int) -> torch.Tensor:

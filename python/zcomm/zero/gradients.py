@@ -63,19 +63,21 @@ class GradientReducer:
         self.sync = True
         self.reached = 0  # backward passes whose gradients are in the accumulators or on their way
         buckets = geometry.buckets
-        largest = max((bucket.count for bucket in buckets), default=0)
         self._slot_count = min(SLOTS, len(buckets))
-        self._slots = [comm.empty(largest, dtype) for _ in range(self._slot_count)]
+        self._works: list[Work | None] = [None] * self._slot_count
+        self._slots = self._make_slots(max((bucket.count for bucket in buckets), default=0))
         count = geometry.count if replicated else geometry.shard_count
         self.accumulators = comm.empty(count, torch.float32) if replicated else torch.zeros(count)
         self._order = list(reversed(buckets))
         self._position = {bucket.index: i for i, bucket in enumerate(self._order)}
-        self._works: list[Work | None] = [None] * self._slot_count
         self._fresh = True
         self._begin_pass()
         self._handles = [
             param.register_post_accumulate_grad_hook(self._hook(index)) for index, param in enumerate(params)
         ]
+
+    def _make_slots(self, largest: int) -> list[torch.Tensor]:
+        return [self._comm.empty(largest, self._dtype) for _ in range(self._slot_count)]
 
     # --- where things lie -------------------------------------------------------------------------------------
 
@@ -90,8 +92,10 @@ class GradientReducer:
         return self.accumulators[bucket.shard_begin : bucket.shard_begin + bucket.shard_count]
 
     @property
-    def slot_nbytes(self) -> int:
-        return sum(slot.nbytes for slot in self._slots)
+    def nbytes_by_tier(self) -> dict[str, dict[str, int]]:
+        """By tier and purpose. On the CPU the device is host memory."""
+        slots = sum(slot.nbytes for slot in self._slots)
+        return {"device": {"gradients": self.accumulators.nbytes, "slots": slots}}
 
     # --- one backward pass ------------------------------------------------------------------------------------
 
@@ -128,9 +132,13 @@ class GradientReducer:
     def _has_slot(self, bucket: int) -> bool:
         return self._position[bucket] < self._launched + self._slot_count
 
+    def _number(self, bucket: int) -> int:
+        """Of the slot that the bucket is reduced from."""
+        return self._position[bucket] % len(self._works)
+
     def _slot(self, bucket: int) -> torch.Tensor:
         """The bucket's slot, free for writing: the previous bucket in it has been reduced."""
-        number = self._position[bucket] % self._slot_count
+        number = self._number(bucket)
         self._wait(number)
         return self._slots[number][: self._geometry.buckets[bucket].count]
 
@@ -172,6 +180,13 @@ class GradientReducer:
         slot = self._slot(bucket.index)
         for gap in self._geometry.gaps(bucket):
             slot[gap].zero_()
+        self._reduce(bucket, slot)
+        self._launched += 1
+        if not self._overlap:
+            self._wait(self._number(bucket.index))
+
+    def _reduce(self, bucket: FlatBucket, slot: torch.Tensor) -> None:
+        """Start to add the bucket in ``slot`` (symmetric memory) to the accumulators."""
         shard = self.shard_view(bucket)
         core = self._comm._core.reduce_scatter(
             [(slot.data_ptr(), slot.numel())],
@@ -184,11 +199,7 @@ class GradientReducer:
             True,
         )
         assert core is not None  # it was asynchronous
-        number = self._position[bucket.index] % self._slot_count
-        self._works[number] = Work(core, (slot, shard))
-        self._launched += 1
-        if not self._overlap:
-            self._wait(number)
+        self._works[self._number(bucket.index)] = Work(core, (slot, shard))
 
     def _end_pass(self) -> None:
         """Backward has ended: what it did not reach is zero. One that reached nothing (``autograd.grad``) is none."""
@@ -229,10 +240,18 @@ class GradientReducer:
                 "and momentum go on); exclude what is never used by requires_grad_(False)",
             )
 
-    def finish(self) -> None:
-        """Wait until all gradients are in the accumulators."""
-        for number in range(self._slot_count):
+    def finish(self, bucket: FlatBucket | None = None) -> None:
+        """Wait until all gradients, or those of one bucket, are in the accumulators."""
+        if bucket is not None:
+            self._finish_one(bucket)
+            return
+        for number in range(len(self._works)):
             self._wait(number)
+
+    def _finish_one(self, bucket: FlatBucket) -> None:
+        """Slots are used in the launch order: only the last buckets, one for each, can be on their way."""
+        if self._position[bucket.index] >= len(self._order) - len(self._works):
+            self._wait(self._number(bucket.index))
 
     def gather(self) -> None:
         """Give every rank the whole averaged gradients (replicated only). Collective."""
@@ -262,6 +281,6 @@ class GradientReducer:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._works = [None] * self._slot_count
+        self._works = [None] * len(self._works)
         self._slots.clear()
         self.accumulators = torch.empty(0)

@@ -11,8 +11,14 @@ Source: ZeRO (arXiv:1910.02054) section 5; the split master is described in incl
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from zcomm.optim.fused import STATE_BLOCK
+from zcomm.zero import integers
 from zcomm.zero.options import Offload, as_offload, as_precision, check_stage
+
+if TYPE_CHECKING:
+    from zcomm.zero.build import Parts
 
 Memory = dict[str, dict[str, int]]
 PURPOSES = ("parameters", "gradients", "optimizer", "slots")
@@ -20,6 +26,23 @@ PURPOSES = ("parameters", "gradients", "optimizer", "slots")
 
 def empty_memory() -> Memory:
     return {tier: dict.fromkeys(PURPOSES, 0) for tier in ("device", "cpu", "nvme")}
+
+
+def memory_of(parts: Parts) -> Memory:
+    """What the parts of an optimizer hold. Of a model on the CPU what is in tier "device" is in host memory."""
+    memory = empty_memory()
+    for tier, nbytes in parts.store.nbytes_by_tier.items():
+        memory[tier]["parameters"] += nbytes
+    memory["device"]["parameters"] += sum(param.nbytes for _, param in parts.whole_frozen())
+    memory["device"]["parameters"] += integers.nbytes_of(parts.model)
+    for tier, purposes in parts.reducer.nbytes_by_tier.items():
+        for purpose, nbytes in purposes.items():
+            memory[tier][purpose] += nbytes
+    for tier, nbytes in parts.state.nbytes_by_tier.items():
+        memory[tier]["optimizer"] += nbytes
+    memory["device"]["slots"] += parts.store.slot_nbytes
+    memory["cpu"]["slots"] += parts.state.window_nbytes + parts.store.window_nbytes
+    return memory
 
 
 def memory_formula(

@@ -10,6 +10,7 @@ import torch
 
 if TYPE_CHECKING:
     from zcomm.zero.build import Parts
+    from zcomm.zero.optimizer import ZeroOptimizer
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,14 @@ def find(parts: Parts, step: int) -> NonFinite:
     return NonFinite(step, parts.names[number] if number < parts.geometry.trained_count else "none that is left")
 
 
-def say(found: NonFinite, what: str) -> None:
-    """what: is done about it."""
+def report(optimizer: ZeroOptimizer, parts: Parts) -> None:
+    """Find the parameter; say so each time where the step is skipped, elsewhere once. Collective."""
+    first_time = optimizer.nonfinite is None
+    found = optimizer.nonfinite = find(parts, optimizer.step_count)
+    if parts.comm.rank != 0 or not (first_time or optimizer.skip_nonfinite):
+        return
+    scale = f"; loss scale {optimizer.loss_scale:g}, step skipped"
+    what = scale if optimizer.scaler else "; step skipped" if optimizer.skip_nonfinite else ""
     logging.getLogger("zcomm").warning("step %d: the gradient of %s is not finite%s", found.step, found.parameter, what)
 
 

@@ -23,9 +23,21 @@ class GradientNorm:
 
     def __call__(self, shards: Iterable[torch.Tensor]) -> float:
         """L2 norm over ``shards`` (flat, each starting at a multiple of 64 elements) of all ranks. Collective."""
-        self._sum.clear()
+        self.begin()
         for shard in shards:
-            self._sum.add_squares(shard.data_ptr(), core_dtype(shard.dtype), shard.numel())
+            self.add(shard)
+        return self.end()
+
+    def begin(self) -> None:
+        """Nothing is added yet."""
+        self._sum.clear()
+
+    def add(self, shard: torch.Tensor) -> None:
+        """One more shard; in any order."""
+        self._sum.add_squares(shard.data_ptr(), core_dtype(shard.dtype), shard.numel())
+
+    def end(self) -> float:
+        """The norm of what was added on all ranks. Collective."""
         self._sum.normalize()
         self._comm.all_reduce(self._words, name="gradient norm")
         return math.sqrt(self._sum.value())

@@ -30,8 +30,8 @@ from zcomm.zero.build import Parts, build_parts
 from zcomm.zero.checks import check_free, check_kinds, check_numbers, check_skip
 from zcomm.zero.hyper import OptimizerLike, choose_rule, torch_groups
 from zcomm.zero.loss_scale import LossScale, LossScaler
-from zcomm.zero.memory import Memory, empty_memory
-from zcomm.zero.nonfinite import NonFinite, find, say
+from zcomm.zero.memory import Memory, memory_of
+from zcomm.zero.nonfinite import NonFinite, report
 from zcomm.zero.options import Offload, as_offload, as_precision, check_stage
 from zcomm.zero.sweep import Sweep
 from zcomm.zero.unit_options import UnitLike, Units, as_units
@@ -60,6 +60,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     communication_dtype: "fp32", "bf16" or "fp16": of gradients on their way; None: that of training. Sums are fp32.
     skip_nonfinite: skip steps whose gradients are not finite; None: in fp16 only, which always does.
     units: stage 3 by units: a list of its units, or ``zero.Units`` (which also keeps, joins, prefetches by bytes).
+    device: where the model trains: a CUDA device, to which parameters on the CPU or without memory (``zero.Init``) come
+    unit by unit, or whole where the stage keeps them whole; None: where the parameters are. Needs offload there.
     optimizer_args: options of a named optimizer or class, as torch's (lr, betas, momentum, ...).
 
     Gradients are averaged over the ranks and over the ``grad_accum`` micro-steps; nobody else divides. Call ``step()``
@@ -92,6 +94,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         communication_dtype: str | None = None,
         skip_nonfinite: bool | None = None,
         units: Units | Sequence[UnitLike] | None = None,
+        device: torch.device | str | None = None,
         **optimizer_args: Any,
     ) -> None:
         self._parts: Parts | None = None
@@ -140,6 +143,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             share_parameters=share_parameters,
             taken=taken,
             units=units,
+            device=device,
         )
         integers.say(module, stage, job.rank)
         self._sweep = Sweep(self._parts, self.rule, whole=stage == 0)
@@ -157,9 +161,21 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def _live(self) -> Parts:
+        """The parts, none of which a step behind the forward uses any more."""
+        parts = self._open_parts
+        if parts.behind is not None:
+            parts.behind.join()
+        return parts
+
+    @property
+    def _open_parts(self) -> Parts:
         if self._parts is None:
             raise RuntimeError("this ZeroOptimizer is closed")
         return self._parts
+
+    def join(self) -> None:
+        """Wait for a step that runs behind the forward (``Offload(step_behind_forward=True)``). Raises: its error."""
+        _ = self._live
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only at construction: afterwards every parameter has its place in the shards."""
@@ -196,7 +212,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._scaled_passes += 1
         if self.scaler is not None:
             loss = loss.float() * self.scaler.scale
-        reducer = self._live.reducer
+        reducer = self._open_parts.reducer
         if loss.grad_fn is not None:
             loss.register_hook(lambda grad: reducer.arm())
         loss.backward(retain_graph=retain_graph)
@@ -212,14 +228,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.scaler is not None and parts.reducer.reached > self._scaled_passes:
             raise RuntimeError("precision='fp16' needs opt.backward(loss) instead of loss.backward()")
         parts.reducer.say_unused()
-        parts.reducer.finish()
-        total = self._sweep.norm()
-        self.step_count += 1
         scale = 1.0 / self.gradient_factor
+        landing = not (self.skip_nonfinite or self.clip_norm or parts.behind) and self._sweep.can_land
+        if landing:
+            total = self._sweep.run_landing(self.param_groups, scale)
+        else:
+            parts.reducer.finish()
+            total = self._sweep.norm()
+        self.step_count += 1
         self.grad_norm = norm = total / self.gradient_factor
         finite = math.isfinite(total)
         if not finite:
-            self._report_nonfinite(parts)
+            report(self, parts)
         if self.scaler is not None:
             self.scaler.update(overflow=not finite)
         if self.skip_nonfinite and not finite:
@@ -227,19 +247,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return
         if self.clip_norm is not None:
             scale *= min(1.0, self.clip_norm / (norm + 1e-6))
-        self._sweep.run(self.param_groups, scale)
-
-    def _report_nonfinite(self, parts: Parts) -> None:
-        """Find the parameter; say so each time where the step is skipped, elsewhere once."""
-        first_time = self.nonfinite is None
-        self.nonfinite = find(parts, self.step_count)
-        if parts.comm.rank == 0 and (first_time or self.skip_nonfinite):
-            scale = f"; loss scale {self.loss_scale:g}, step skipped"
-            say(self.nonfinite, scale if self.scaler else "; step skipped" if self.skip_nonfinite else "")
+        if parts.behind is not None:
+            parts.behind.start(self._sweep.prepared(self.param_groups, scale))
+            return
+        if not landing:
+            self._sweep.run(self.param_groups, scale)
+        parts.store.arrive()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; does nothing between the micro-steps of one accumulation."""
-        reducer = self._live.reducer
+        reducer = self._open_parts.reducer
         if reducer.broken:
             self._micro_step = 0  # its gradients are lost: the accumulation begins again
         if self._stepped or self._micro_step == 0:
@@ -250,7 +267,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside leave their gradients in ``param.grad`` (local sums, in the parameters' dtype); the
         next one outside reduces the sum. Fewer bytes move, but the bits are those of another order of summing."""
-        reducer = self._live.reducer
+        reducer = self._open_parts.reducer
         reducer.sync = False
         try:
             yield
@@ -261,18 +278,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def memory(self) -> Memory:
         """Bytes of this rank by tier and purpose; what ranks of a host share counts as nbytes / local_world_size."""
-        parts = self._live
-        memory = empty_memory()
-        for tier, nbytes in parts.store.nbytes_by_tier.items():
-            memory[tier]["parameters"] += nbytes
-        memory["device"]["parameters"] += sum(param.nbytes for _, param in parts.whole_frozen())
-        memory["device"]["parameters"] += integers.nbytes_of(parts.model)
-        memory["device"]["gradients"] += parts.reducer.accumulators.nbytes
-        for tier, nbytes in parts.state.nbytes_by_tier.items():
-            memory[tier]["optimizer"] += nbytes
-        memory["device"]["slots"] += parts.reducer.slot_nbytes + parts.store.slot_nbytes
-        memory["cpu"]["slots"] += parts.state.window_nbytes + parts.store.window_nbytes
-        return memory
+        return memory_of(self._live)
 
     def stats(self) -> dict[str, float]:
         """Cumulative seconds that the main thread waited, and what the swap file moved."""
@@ -293,11 +299,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._live.allocation_count()
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """The whole parameters by name, frozen and integer ones included, as copies. Collective in stage 3."""
+        """The whole parameters by name, frozen and integer ones included, copied to the CPU. Collective in stage 3."""
         parts = self._live
-        whole = {name: parts.store.full(index) for index, name in enumerate(parts.names)}
+        whole = {name: parts.store.full(index).cpu() for index, name in enumerate(parts.names)}
         kept = {**dict(parts.whole_frozen()), **integers.integers_of(parts.model)}
-        return whole | {name: param.detach().clone() for name, param in kept.items()}
+        return whole | {name: param.detach().to("cpu", copy=True) for name, param in kept.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with whole tensors on every rank (``save`` keeps no more than one in memory). Collective.

@@ -24,11 +24,15 @@ class Offload:
     None), "cpu" or "nvme"; it must say the same on every rank. (Names are the model's; "parameter.N" without a model.)
     fraction: part of the optimizer state that is offloaded; 1.0 is all of it. The rest stays one tier up: on the
     device beside optimizer="cpu", in host memory beside optimizer="nvme". The bits are the same.
+    step_behind_forward: ``step()`` returns before the step is done; modules wait for their new weights in the next
+    forward. The bits are the same. For a model on a device in stages 0 to 2. Parameters that are read otherwise than as
+    a module's attribute must not be read before that forward has ended, or after ``opt.join()``.
     """
 
     optimizer: Tier | Placement | None = None
     params: Tier | Placement | None = None
     fraction: float = 1.0
+    step_behind_forward: bool = False
 
     def __post_init__(self) -> None:
         for name, tier in (("optimizer", self.optimizer), ("params", self.params)):
@@ -36,6 +40,8 @@ class Offload:
                 raise ValueError(f"Offload: {name}={tier!r}; use None, 'cpu' or 'nvme', or a function (see its help)")
         if not isinstance(self.fraction, (int, float)) or not 0.0 <= self.fraction <= 1.0:
             raise ValueError(f"Offload: fraction={self.fraction!r} must be a number in [0, 1]")
+        if not isinstance(self.step_behind_forward, bool):
+            raise ValueError(f"Offload: step_behind_forward={self.step_behind_forward!r} must be True or False")
         if self.fraction != 1.0 and callable(self.optimizer):
             raise ValueError(f"Offload: fraction={self.fraction}, but optimizer= says it parameter by parameter")
 

@@ -65,6 +65,17 @@ class ParameterStore(ABC):
     def publish(self) -> None:
         """All parts are updated: let every rank see them. Collective."""
 
+    # What a store on a device must be told; on the CPU nothing is on its way.
+
+    def used(self) -> None:  # noqa: B027
+        """What the current stream has been given so far uses the weights as they are; a sweep follows."""
+
+    def settle(self) -> None:  # noqa: B027
+        """Wait until nothing of this rank's reads the weights that a step changes; a barrier then says so to others."""
+
+    def arrive(self) -> None:  # noqa: B027
+        """What the current stream is given next uses the weights that were published last."""
+
     @abstractmethod
     def full(self, param: int) -> torch.Tensor:
         """A copy of a whole parameter. Collective where parameters are sharded."""

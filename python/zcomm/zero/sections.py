@@ -35,6 +35,7 @@ class Section:
 class Sections:
     """What build_parts lays out.
 
+    shared: the ranks share host memory. on_device: the model runs on a device that does not.
     by_unit: stage 3 with gathers; otherwise all is one unit. names: by id(). Parameters are numbered in the order of
     ``params``.
     """
@@ -48,6 +49,7 @@ class Sections:
         offload: Offload,
         shared: bool,
         units: Units | None = None,
+        on_device: bool = False,
     ) -> None:
         names = names_of(model, trained)
         state = {id(param): offload.state_tier(names[id(param)], param) for param in trained}
@@ -55,7 +57,7 @@ class Sections:
             id(param): offload.param_tier(names[id(param)], param) if stage == 3 else "device"
             for param in (*trained, *frozen)
         }
-        self.by_unit = stage == 3 and ("nvme" in weights.values() or not shared)
+        self.by_unit = stage == 3 and ("nvme" in weights.values() or not shared or on_device)
         ordered = _registered(model, trained)
         self.choices = [UnitChoice("all", [], [*ordered, *frozen])]
         if self.by_unit:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -32,6 +32,10 @@ class ShardSource(ABC):
     @abstractmethod
     def load(self, bucket: FlatBucket) -> torch.Tensor:
         """The shard as it is now; ``commit`` keeps what was changed."""
+
+    def whole(self, bucket: FlatBucket) -> torch.Tensor | None:
+        """The bucket with all ranks' shards, as it is in this host's memory; None where it is not there."""
+        return None
 
     @property
     def window_nbytes(self) -> int:
@@ -74,8 +78,31 @@ class RamSource(ShardSource):
     def load(self, bucket: FlatBucket) -> torch.Tensor:
         return self.begin(bucket)
 
+    def whole(self, bucket: FlatBucket) -> torch.Tensor | None:
+        return self._shards[bucket.index] if bucket.shard_count == bucket.count else None
+
     def close(self) -> None:
         self._shards.clear()
+
+
+class SharedSource(RamSource):
+    """The shards in one memory of all ranks of the host (decision D4). ``flat``: of all elements of ``every``."""
+
+    def __init__(
+        self, every: Sequence[FlatBucket], trained: Sequence[FlatBucket], flat: torch.Tensor, rank: int
+    ) -> None:
+        self._buckets = trained
+        counts = [bucket.count for bucket in every]
+        wholes = zip(every, flat.split(counts), strict=True)
+        self._whole: dict[int, torch.Tensor] = {bucket.index: whole for bucket, whole in wholes}
+        self._shards = {bucket.index: self._whole[bucket.index][bucket.shard(rank)] for bucket in every}
+
+    def whole(self, bucket: FlatBucket) -> torch.Tensor | None:
+        return self._whole[bucket.index]
+
+    def close(self) -> None:
+        super().close()
+        self._whole.clear()
 
 
 class SwapSource(ShardSource):
@@ -191,6 +218,9 @@ class MixedSource(ShardSource):
     def load(self, bucket: FlatBucket) -> torch.Tensor:
         return self._of(bucket).load(bucket)
 
+    def whole(self, bucket: FlatBucket) -> torch.Tensor | None:
+        return self._of(bucket).whole(bucket)
+
     @property
     def window_nbytes(self) -> int:
         return self._swap.window_nbytes
@@ -207,18 +237,27 @@ def make_source(
     dtype: torch.dtype,
     arena: _core.PinnedArena,
     swap: _core.SwapFile | None,
+    share: Callable[[int], torch.Tensor] | None = None,
+    rank: int = 0,
 ) -> ShardSource:
-    """tiers: of each bucket of ``every``. swap: needed where one is "nvme"."""
+    """tiers: of each bucket of ``every``. swap: needed where one is "nvme". share: gives memory of so many elements
+    that all ranks of the host have, for what is in RAM; None: each rank has its own shards. Collective then."""
     swapped = {bucket.index for bucket, tier in zip(every, tiers, strict=True) if tier == "nvme"}
 
     def cut(inside: bool) -> tuple[list[FlatBucket], list[FlatBucket]]:
         parts = ([b for b in buckets if (b.index in swapped) == inside] for buckets in (every, trained))
         return next(parts), next(parts)
 
+    def in_ram() -> RamSource:
+        inside = cut(False)
+        if share is None:
+            return RamSource(*inside, dtype, arena)
+        return SharedSource(*inside, share(sum(bucket.count for bucket in inside[0])), rank)
+
     if not swapped:
-        return RamSource(every, trained, dtype, arena)
+        return in_ram()
     assert swap is not None
     disk = SwapSource(*cut(True), dtype, arena, swap)
     if len(swapped) == len(every):
         return disk
-    return MixedSource(RamSource(*cut(False), dtype, arena), disk, swapped, trained)
+    return MixedSource(in_ram(), disk, swapped, trained)

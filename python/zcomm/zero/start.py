@@ -11,6 +11,7 @@ from torch import nn
 from zcomm.comm import Communicator
 from zcomm.zero import deferred
 from zcomm.zero.geometry import FlatBucket, Geometry
+from zcomm.zero.on_host import broadcast
 from zcomm.zero.parameters import ParameterStore
 from zcomm.zero.state import Run, ShardState
 
@@ -25,11 +26,12 @@ def start(
     state: ShardState,
     initial: Sequence[Sequence[Run]],
     dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
     """Fill ``store`` and ``state``. Collective.
 
     params, names: in the numbering of ``geometry``. initial: per trained bucket, what the arrays of this rank's part
-    begin as.
+    begin as. device: where the model is afterwards.
     """
     memory = torch.zeros(max((bucket.count for bucket in geometry.every), default=0))
     with torch.no_grad():
@@ -45,7 +47,7 @@ def start(
                 deferred.land(params[index], torch.empty(0, dtype=dtype))
             store.commit(bucket, weight)
         if model is not None:
-            _start_rest(model, {id(param) for param in params}, comm, dtype)
+            _start_rest(model, {id(param) for param in params}, comm, dtype, device)
         store.publish()
     comm.barrier(name="weights are there")
 
@@ -77,7 +79,7 @@ def _first_values(
             master[low:high] = read(low - place.offset, high - place.offset)
 
 
-def _start_rest(model: nn.Module, done: set[int], comm: Communicator, dtype: torch.dtype) -> None:
+def _start_rest(model: nn.Module, done: set[int], comm: Communicator, dtype: torch.dtype, device: torch.device) -> None:
     """Buffers and parameters that the store does not have: rank 0's, floating ones in the training dtype."""
     for name, param in model.named_parameters():
         if param.device.type == "meta" and id(param) not in done:
@@ -90,5 +92,5 @@ def _start_rest(model: nn.Module, done: set[int], comm: Communicator, dtype: tor
     for tensor in itertools.chain(others, model.buffers()):
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)
-        tensor.data = tensor.data.contiguous()
-        comm.broadcast(tensor.data, root=0, name="buffers")
+        tensor.data = tensor.data.contiguous() if device.type == "cpu" else tensor.data.to(device).contiguous()
+        broadcast(comm, tensor.data, 0, "buffers")

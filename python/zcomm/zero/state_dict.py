@@ -63,6 +63,7 @@ def load_state_dict(optimizer: ZeroOptimizer, saved: dict[str, Any]) -> None:
     _check(optimizer, saved, numbers)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     with torch.no_grad():
+        parts.store.settle()
         parts.comm.barrier(name="nobody uses the old state")
         for number, param in zip(numbers, params, strict=True):
             _load_param(optimizer, parts.index_of[id(param)], saved["state"].get(number, {}))
@@ -94,7 +95,7 @@ def _load_param(optimizer: ZeroOptimizer, index: int, entry: dict[str, Any]) -> 
     if entry.get("master") is not None:
         flat = entry["master"].to(torch.float32).reshape(-1)
     elif entry.get("remainder") is not None:  # of zcomm.optim's classes: bits(master) = bits(weight) + remainder
-        weight = parts.store.full(index).reshape(-1)
+        weight = parts.store.full(index).cpu().reshape(-1)
         if weight.dtype != torch.bfloat16:
             raise ValueError(f"{parts.names[index]}: the state holds the remainder of bf16 weights, they are not bf16")
         high = weight.view(torch.int16).to(torch.int32) << 16

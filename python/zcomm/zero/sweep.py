@@ -6,15 +6,19 @@ Sweeps alternate their direction ([Note: swapped step]); construction, which wro
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from zcomm.zero.device_weights import DeviceStore
 from zcomm.zero.geometry import FlatBucket
 from zcomm.zero.rules import Indexed, Rule
-from zcomm.zero.state import Run, ShardStep
+from zcomm.zero.state import RamState, Run, ShardStep
 
 if TYPE_CHECKING:
     from zcomm.zero.build import Parts
+
+
+Step = Callable[[], None]
 
 
 class Sweep:
@@ -29,27 +33,72 @@ class Sweep:
         """Of all accumulated gradients. Collective: afterwards nobody reads the old weights any more."""
         start = time.perf_counter()
         parts = self._parts
+        parts.store.settle()
         total = parts.norm(parts.reducer.shard_view(bucket) for bucket in parts.geometry.buckets)
         self.waited_s += time.perf_counter() - start
         return total
 
+    @property
+    def can_land(self) -> bool:
+        """Whether a sweep may begin while gradients are still on their way from the device.
+
+        Who has a bucket's sum knows then that nobody reads its old weights ([Note: gradients from a device]); units do
+        not say so.
+        """
+        parts = self._parts
+        return isinstance(parts.store, DeviceStore) and (not self._whole or parts.comm.world_size == 1)
+
     def run(self, groups: Sequence[dict[str, Any]], scale: float) -> None:
         """A step with the accumulated gradients times ``scale``. Collective: every rank sees the new weights."""
+        self.prepared(groups, scale, self._reverse)()
+
+    def prepared(self, groups: Sequence[dict[str, Any]], scale: float, reverse: bool | None = None) -> Step:
+        """``run`` for another thread, with the hyperparameters as they are now. reverse: None: first bucket first,
+        where nothing is gained by turning round."""
+        if reverse is None:
+            reverse = self._reverse and not isinstance(self._parts.state, RamState)
+        hyper = self._begin(groups, scale)
+
+        def step() -> None:
+            if self._whole:
+                self._parts.reducer.gather()
+            self._step(self._shards(hyper, reverse), reverse)
+
+        return step
+
+    def run_landing(self, groups: Sequence[dict[str, Any]], scale: float) -> float:
+        """As ``norm`` and ``run`` where the norm decides nothing: each bucket is updated as soon as its gradient has
+        landed, last buckets first."""
         parts = self._parts
-        if self._whole:
-            parts.reducer.gather()
-        hyper = [self._rule.prepare(number, group, scale) for number, group in enumerate(groups)]
-        parts.state.step(self._shards(hyper), self._reverse)
+        parts.norm.begin()
+        reverse = self._reverse or isinstance(parts.state, RamState)
+        self._step(self._landing(self._begin(groups, scale), reverse), reverse)
+        return parts.norm.end()
+
+    def _begin(self, groups: Sequence[dict[str, Any]], scale: float) -> list[Any]:
+        """What the rule needs of each group."""
+        self._parts.store.used()
+        return [self._rule.prepare(number, group, scale) for number, group in enumerate(groups)]
+
+    def _step(self, shards: Iterator[ShardStep], reverse: bool) -> None:
+        self._parts.state.step(shards, reverse)
         self._reverse = not self._reverse
         start = time.perf_counter()
-        parts.store.publish()
+        self._parts.store.publish()
         self.waited_s += time.perf_counter() - start
 
-    def _shards(self, hyper: list[Any]) -> Iterator[ShardStep]:
+    def _shards(self, hyper: list[Any], reverse: bool) -> Iterator[ShardStep]:
         parts = self._parts
-        for bucket, weight in parts.store.sweep(self._reverse):
+        for bucket, weight in parts.store.sweep(reverse):
             grad = parts.reducer.bucket_view(bucket) if self._whole else parts.reducer.shard_view(bucket)
             yield ShardStep(bucket.index, weight, grad, self._runs(bucket, hyper))
+
+    def _landing(self, hyper: list[Any], reverse: bool) -> Iterator[ShardStep]:
+        parts = self._parts
+        for shard in self._shards(hyper, reverse):
+            parts.reducer.finish(parts.geometry.buckets[shard.bucket])
+            parts.norm.add(shard.grad)
+            yield shard
 
     def _runs(self, bucket: FlatBucket, hyper: list[Any]) -> list[Run]:
         parts = self._parts

@@ -10,6 +10,7 @@ forward ran inside of it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,13 +61,14 @@ class UnitHooks:
         return enter
 
     def _leave(self, unit: Unit) -> Callable[..., None]:
-        def before_backward(grad: torch.Tensor) -> None:
-            if unit.in_backward:
+        def before_backward(place: object, grad: torch.Tensor) -> None:
+            if unit.in_backward and self._store.place_of(unit) is place:
                 return
             self._arm()
             if self._now is not None and not self._now.surrounds:
                 self._now.in_backward = False
             self._now = unit if unit.index in self._frozen else None
+            self._store.return_to(unit, place)
             self._store.use(unit)
             unit.in_backward = True
             self._waiting[unit.index] = {id(param) for param, _ in unit.views}
@@ -75,9 +77,10 @@ class UnitHooks:
             unit.in_forward = max(0, unit.in_forward - 1)
             if unit in self._inside:
                 self._inside.remove(unit)
+            place = self._store.place_of(unit)
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(before_backward)
+                    tensor.register_hook(partial(before_backward, place))
 
         return leave
 

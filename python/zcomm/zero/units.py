@@ -105,7 +105,7 @@ class UnitStore(ParameterStore):
         self._prefetch = (prefetch, prefetch_nbytes)
         self._gather_comm = comm.duplicate()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="zcomm-gather")
-        self._empty = torch.empty(0, dtype=dtype)
+        self._empty = self._nothing()
         self.units = self._lay_out(choices)
         self._sizes = [unit.nbytes for unit in self.units]
         self._make_slots()
@@ -118,6 +118,10 @@ class UnitStore(ParameterStore):
         self._in_pass = False  # between the first forward of a step and the step itself
 
     # --- memory -----------------------------------------------------------------------------------------------
+
+    def _nothing(self) -> torch.Tensor:
+        """What a parameter is while its unit is not whole."""
+        return torch.empty(0, dtype=self._dtype)
 
     def _lay_out(self, choices: Sequence[UnitChoice]) -> list[Unit]:
         page = _core.page_nbytes()
@@ -252,12 +256,15 @@ class UnitStore(ParameterStore):
         """On the gathering thread: fill the unit's slot."""
         if not unit.buckets:
             return
+        memory, begin = self._slot(unit)
+        flat = tensor_of(memory, torch.uint8)[begin : begin + unit.nbytes].view(self._dtype)
+        self._fill(unit, [flat[at : at + bucket.count] for bucket, at in self._bucket_begins(unit)])
+
+    def _fill(self, unit: Unit, whole: list[torch.Tensor]) -> None:
+        """Bring the unit's buckets into ``whole``, memory of a slot. Collective."""
         if self._shared:
             # Nobody may still use what was in the slot.
             self._gather_comm.barrier(name=f"slot for unit {unit.name}")
-        memory, begin = self._slot(unit)
-        flat = tensor_of(memory, torch.uint8)[begin : begin + unit.nbytes].view(self._dtype)
-        whole = [flat[at : at + bucket.count] for bucket, at in self._bucket_begins(unit)]
         shards = [w[bucket.shard(self._comm.rank)] for bucket, w in zip(unit.buckets, whole, strict=True)]
         for work in [self._source.fetch(b, shard) for b, shard in zip(unit.buckets, shards, strict=True)]:
             if work is not None:
@@ -304,6 +311,13 @@ class UnitStore(ParameterStore):
                 if self.units[index].state is UnitState.SHARDED:
                     self._start(self.units[index])
             unit.in_forward -= 1
+
+    def place_of(self, unit: Unit) -> object:
+        """Where views that autograd saves now will look for the unit's parameters; None: it always is the same."""
+        return None
+
+    def return_to(self, unit: Unit, place: object) -> None:
+        """Backward is about to use such views: ``use`` shall gather the unit there. place: from ``place_of``."""
 
     def invalidate(self) -> None:
         """The weights have changed: every unit is SHARDED again."""

@@ -149,6 +149,7 @@ def _load_model(model: nn.Module, folder: Path, found: Entries) -> None:
 def _load_shards(optimizer: ZeroOptimizer, model: nn.Module, folder: Path, found: Entries) -> None:
     parts = optimizer._live
     tensors = dict(_tensors(model))
+    parts.store.settle()
     parts.comm.barrier(name="nobody uses the old weights")
     for name, entry in found.items():
         index = parts.index_of.get(id(tensors[name]))

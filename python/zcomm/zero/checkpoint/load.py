@@ -40,6 +40,7 @@ def _load(
     optimizer: ZeroOptimizer, final: Path, scheduler: Any, with_optimizer: bool, with_random: bool, strict: bool
 ) -> Any:
     parts = optimizer._live
+    parts.store.settle()  # before all agree to go on
     folder = durable.find(final)
     error: Exception | None = None
     manifest: Manifest | None = None

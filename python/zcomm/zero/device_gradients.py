@@ -1,0 +1,114 @@
+"""Gradients of a model on a device: through slots there and pinned slots on the host into host accumulators.
+
+[Note: gradients from a device] The hooks copy gradients into a device slot on torch's stream. A complete bucket is
+copied, on the lane's ``out`` stream and once all streams that wrote into the slot have come there, into a pinned host
+slot of the communicator's memory; its reduce_scatter begins when the copy has landed. Device slots form a ring: who
+writes into one first makes its stream wait for the copy that left it, so backward is put on the device without
+waiting. Host slots form a longer ring (HOST_SLOTS_NBYTES): only where all of them are full the host waits, for the
+oldest reduce_scatter. What is added, and in which order, is as on the CPU: the same gradients give the same bits.
+A copy of a bucket also comes after all copies of weights to the device that were begun before it: whoever has seen the
+sum of a bucket knows that no rank reads the weights of the last step any more.
+Thread rule: as GradientReducer; autograd calls the hooks of a device on a thread of its own, one at a time.
+Source: ZeRO-Offload (arXiv:2101.06840).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from zcomm._lane import DeviceLane
+from zcomm.comm import Communicator
+from zcomm.zero.geometry import FlatBucket, Geometry
+from zcomm.zero.gradients import SLOTS, GradientReducer
+
+HOST_SLOTS_NBYTES = 1 << 30  # so far may backward run ahead of the host; at least SLOTS slots, at most all buckets
+
+
+def host_slots(buckets: int, slot_nbytes: int) -> int:
+    """How many there are."""
+    return min(buckets, max(SLOTS, HOST_SLOTS_NBYTES // max(slot_nbytes, 1)))
+
+
+class DeviceReducer(GradientReducer):
+    """weights_came: the event after which no copy of older weights to the device is on its way.
+
+    before_reduce: called before the accumulators of a step are written (who still reads those of the last one ends).
+    Memory: device: min(SLOTS, buckets) slots; host: host_slots() slots, and the accumulators.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[torch.nn.Parameter],
+        geometry: Geometry,
+        comm: Communicator,
+        dtype: torch.dtype,
+        replicated: bool,
+        overlap: bool,
+        names: Sequence[str],
+        lane: DeviceLane,
+        weights_came: Any,
+    ) -> None:
+        self._lane = lane
+        self._weights_came = weights_came
+        self.before_reduce: Callable[[], None] = lambda: None
+        super().__init__(params, geometry, comm, dtype, replicated, overlap, names)
+
+    def _make_slots(self, largest: int) -> list[torch.Tensor]:
+        count, lane = self._slot_count, self._lane
+        self._host_slots = [
+            lane.lock(self._comm.empty(largest, self._dtype))
+            for _ in range(host_slots(len(self._geometry.buckets), largest * self._dtype.itemsize))
+        ]
+        self._works = [None] * len(self._host_slots)
+        self._left = [lane.event() for _ in range(count)]  # the copy that left the device slot is over
+        self._writers: list[dict[int, Any]] = [{} for _ in range(count)]  # streams, by native handle
+        self._filled = [lane.event() for _ in range(count)]
+        self._landed = [lane.event() for _ in self._host_slots]
+        self._afters: list[Any] = [None] * len(self._host_slots)
+        return [lane.empty(largest, self._dtype, "gradients in flight") for _ in range(count)]
+
+    @property
+    def nbytes_by_tier(self) -> dict[str, dict[str, int]]:
+        slots = sum(slot.nbytes for slot in self._slots)
+        host = sum(slot.nbytes for slot in self._host_slots)
+        return {"device": {"slots": slots}, "cpu": {"gradients": self.accumulators.nbytes, "slots": host}}
+
+    def _slot(self, bucket: int) -> torch.Tensor:
+        """The bucket's slot on the device, which torch's current stream may write into."""
+        number = self._position[bucket] % self._slot_count
+        stream, writers = self._lane.current(), self._writers[number]
+        if id(stream) not in writers:
+            stream.wait(self._left[number])
+            writers[id(stream)] = stream
+        return self._slots[number][: self._geometry.buckets[bucket].count]
+
+    def _reduce(self, bucket: FlatBucket, slot: torch.Tensor) -> None:
+        self.before_reduce()
+        place, number = self._position[bucket.index] % self._slot_count, self._number(bucket.index)
+        self._wait(number)  # the bucket that was there before has been added
+        host = self._host_slots[number][: bucket.count]
+        after = [self._weights_came, *self._written(place)]
+        self._lane.out.carry([(host, slot)], after, self._landed[number], self._left[place])
+        self._after(number)
+        super()._reduce(bucket, host)
+
+    def _after(self, number: int) -> None:
+        """What the communicator is given next begins when the host slot is filled."""
+        self._afters[number] = self._comm._core.after(self._landed[number], True)  # dropping it would wait
+
+    def _written(self, place: int) -> list[Any]:
+        """Events on the streams that have written into a device slot; what comes next into it waits anew."""
+        events: list[Any] = []
+        for stream in self._writers[place].values():
+            event = self._filled[place] if not events else self._lane.event()
+            stream.record(event)
+            events.append(event)
+        self._writers[place].clear()
+        return events
+
+    def close(self) -> None:
+        super().close()
+        self._host_slots.clear()

@@ -1,0 +1,290 @@
+"""Stage 3 on a device: units are whole in a ring of places there, and come from host memory or a swap file.
+
+[Note: places on a device] Views that autograd saved in forward must be right again in backward, so a unit always comes
+to the same place: unit number i to place i % (prefetch + 1), the root and those that are kept to places of their own.
+In forward and backward order the next ``prefetch`` units are then in other places than the one in use. A unit whose
+place is in use by another one (modules that use each other's parameters) gets a place of its own, and keeps it from the
+next step on; what it did in its old one before is undone there in backward (``place_of``, ``return_to``).
+A place has two events: ``came`` on the lane's ``back`` stream, for which torch's stream waits before it uses the unit,
+and ``left`` on torch's stream, where the unit was dropped, for which the next copy into the place waits. Dropping and
+gathering make the host wait for nothing.
+Where a unit comes from: host memory that has it whole (world of one, or the one copy of the host's ranks: no gather at
+all, ranks may use their units in any order); else each rank brings its shard, from memory or the swap file, into a slot
+of host memory on the gathering thread, as on the CPU, and the slot is copied.
+Thread rule: as UnitStore.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from zcomm._lane import DeviceLane
+from zcomm._tensors import tensor_of
+from zcomm.comm import Communicator
+from zcomm.zero.geometry import Geometry
+from zcomm.zero.sources import ShardSource
+from zcomm.zero.unit_choice import UnitChoice
+from zcomm.zero.unit_options import slot_count
+from zcomm.zero.units import Unit, UnitState, UnitStore
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() >= 0)
+
+
+HOST_SLOTS = 2  # units on their way from a swap file or from other ranks' memory
+
+
+class Place:
+    """Device memory for one unit at a time."""
+
+    def __init__(self, flat: torch.Tensor, lane: DeviceLane) -> None:
+        self.flat = flat
+        self.came = lane.event()
+        self.left = lane.event()
+        self.holder: Unit | None = None
+
+
+class DeviceUnitStore(UnitStore):
+    """See [Note: places on a device]. Memory: prefetch + 1 places of the largest unit and one for each that is kept, on
+    the device; host slots of the largest unit, if units are gathered."""
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        geometry: Geometry,
+        comm: Communicator,
+        dtype: torch.dtype,
+        tiers: Sequence[str],
+        choices: Sequence[UnitChoice],
+        source: ShardSource,
+        shared: bool,
+        prefetch: int,
+        prefetch_nbytes: int | None = None,
+        *,
+        lane: DeviceLane,
+    ) -> None:
+        self._lane = lane
+        self._used: set[int] = set()  # units that were whole since the last step
+        self._annexes: dict[int, Place] = {}  # by number of the unit: places made by _move
+        super().__init__(params, geometry, comm, dtype, tiers, choices, source, shared, prefetch, prefetch_nbytes)
+        self._whole_here = all(source.whole(bucket) is not None for bucket in geometry.every)
+
+    # --- memory -----------------------------------------------------------------------------------------------
+
+    def _nothing(self) -> torch.Tensor:
+        return torch.empty(0, dtype=self._dtype, device=self._lane.device)
+
+    def _lay_out(self, choices: Sequence[UnitChoice]) -> list[Unit]:
+        units = []
+        for index, choice in enumerate(choices):
+            buckets = [self._geometry.every[b] for b in self._geometry.unit_buckets[index]]
+            units.append(Unit(index, choice, buckets, 0, sum(b.count for b in buckets) * self._dtype.itemsize))
+        return units
+
+    def _make_slots(self) -> None:
+        blocks = [unit for unit in self.units if not unit.keep]
+        sizes = [unit.nbytes for unit in blocks]
+        count = max(min(slot_count(sizes, *self._prefetch) - 1, len(blocks)), min(1, len(blocks)))
+        ring = [self._add_place(max(sizes)) for _ in range(count)]
+        self._places = {unit.index: ring[number % count] for number, unit in enumerate(blocks)}
+        self._places |= {unit.index: self._add_place(unit.nbytes) for unit in self.units if unit.keep}
+        self._all_places = list({id(place): place for place in self._places.values()}.values())
+        for unit in self.units:
+            self._point(unit)
+        self._memories, self._host_slots = [], []
+        if any(self._source.whole(bucket) is None for bucket in self._geometry.every):
+            nbytes = max(unit.nbytes for unit in self.units)
+            self._memories = [self._allocate(nbytes) for _ in range(HOST_SLOTS)]
+            flats = [tensor_of(memory, self._dtype) for memory in self._memories]
+            self._host_slots = [(self._lane.lock(flat), self._lane.event()) for flat in flats]
+        self._gathers = 0
+
+    def _add_place(self, nbytes: int) -> Place:
+        count = nbytes // self._dtype.itemsize
+        return Place(self._lane.empty(count, self._dtype, "a unit's parameters"), self._lane)
+
+    def _point(self, unit: Unit) -> None:
+        """The unit's views are those of its place."""
+        flat = self._places[unit.index].flat
+        unit.views = [
+            (self._params[param], self._geometry.view(flat[begin : begin + bucket.count], param))
+            for bucket, begin in self._bucket_begins(unit)
+            for param in bucket.params
+        ]
+
+    @property
+    def slot_nbytes(self) -> int:
+        return sum(place.flat.nbytes for place in self._all_places)
+
+    @property
+    def window_nbytes(self) -> int:
+        host = sum(flat.nbytes for flat, _ in self._host_slots)
+        return self._source.window_nbytes + (host // self._comm.local_world_size if self._shared else host)
+
+    @property
+    def nbytes_by_tier(self) -> dict[str, int]:
+        """Shards that are not swapped are in host memory."""
+        tiers = super().nbytes_by_tier
+        resident = tiers.pop("device", 0)
+        return {**tiers, "cpu": tiers.get("cpu", 0) + resident}
+
+    # --- gathering --------------------------------------------------------------------------------------------
+
+    def ensure(self, unit: Unit) -> None:
+        self._clock += 1
+        unit.last_use = self._clock
+        if unit.state is UnitState.GATHERED or self._is_held(unit):
+            return
+        if unit.state is UnitState.SHARDED and not self._start(unit, must=True):
+            self._move(unit)
+            self._start(unit, must=True)
+        self._await(unit)
+        for param, view in unit.views:
+            if id(param) not in self._held:
+                param.data = view
+        unit.state = UnitState.GATHERED
+        self._used.add(unit.index)
+
+    def _await(self, unit: Unit) -> None:
+        """The host waits for other ranks and the drive only, torch's stream for the copies."""
+        if unit.gathering is not None:
+            start = time.perf_counter()
+            try:
+                unit.gathering.result()
+            finally:
+                self.waited_s += time.perf_counter() - start
+                unit.gathering = None
+        self._lane.current().wait(self._places[unit.index].came)
+
+    def _start(self, unit: Unit, must: bool = False) -> bool:
+        """must: a prefetched unit, not yet used, gives way."""
+        place = self._places[unit.index]
+        if not self._vacate(place, unit, must):
+            return False
+        place.holder = unit
+        unit.state = UnitState.GATHERING
+        if self._whole_here:
+            self._copy(unit, list(self._wholes(unit)), place)
+        else:
+            unit.gathering = self._thread.submit(self._gather_to, unit, place)
+        return True
+
+    def _vacate(self, place: Place, unit: Unit, must: bool) -> bool:
+        """Make sure that nobody but ``unit`` is in the place; False: another one is in use there."""
+        other = place.holder
+        if other is None or other is unit:
+            return True
+        if not other.idle and not (must and self._passed(other)):
+            return False
+        if other.state is UnitState.GATHERING:
+            if not must:
+                return False
+            self._await(other)
+        other.in_backward = False  # its hook gathers it again, should backward come back to it
+        self._drop(other)
+        return True
+
+    @staticmethod
+    def _passed(unit: Unit) -> bool:
+        """Whether backward has come from the unit to another one: some of its gradients are not there, but nothing of
+        its own is left to do, as nothing ran inside of its forward (see unit_hooks.py)."""
+        return not unit.in_forward and not unit.surrounds and _in_backward()
+
+    def _move(self, unit: Unit) -> None:
+        """Give the unit a place of its own, because another is in use in the one it has."""
+        place = self._places[unit.index]
+        if unit.index in self._used and _in_backward():  # views of this place are needed now
+            raise RuntimeError(
+                f"units {unit.name} and {place.holder.name if place.holder is not None else ''} are needed at the same "
+                "time in backward, in the same place on the device; another prefetch keeps them apart"
+            )
+        if unit.index not in self._annexes:
+            self._annexes[unit.index] = self._add_place(unit.nbytes)
+            self._all_places.append(self._annexes[unit.index])
+        self._put(unit, self._annexes[unit.index])
+
+    def _put(self, unit: Unit, place: Place) -> None:
+        self._places[unit.index] = place
+        self._point(unit)
+
+    def place_of(self, unit: Unit) -> object:
+        return self._places[unit.index]
+
+    def return_to(self, unit: Unit, place: object) -> None:
+        assert isinstance(place, Place)
+        if place is self._places[unit.index]:
+            return
+        if unit.state is UnitState.GATHERING:
+            self._await(unit)
+        if unit.state is not UnitState.SHARDED:
+            self._drop(unit)
+        self._put(unit, place)
+
+    def _drop(self, unit: Unit) -> None:
+        """Its place is free for others once torch's stream has come here."""
+        for param, _ in unit.views:
+            if id(param) not in self._held:
+                param.data = self._empty
+        place = self._places[unit.index]
+        self._lane.passed(place.left)
+        place.holder = None
+        unit.state = UnitState.SHARDED
+
+    def _wholes(self, unit: Unit) -> Iterator[torch.Tensor]:
+        for bucket in unit.buckets:
+            whole = self._source.whole(bucket)
+            assert whole is not None
+            yield whole
+
+    def _copy(self, unit: Unit, wholes: Sequence[torch.Tensor], place: Place, *done: Any) -> None:
+        """Host to device, once the place is free."""
+        begins = [begin for _, begin in self._bucket_begins(unit)]
+        copies = [(place.flat[at : at + w.numel()], w) for at, w in zip(begins, wholes, strict=True)]
+        self._lane.back.carry(copies, [place.left], place.came, *done)
+
+    def _gather_to(self, unit: Unit, place: Place) -> None:
+        """On the gathering thread: fill a host slot, as all ranks do, and copy it."""
+        number = self._gathers % HOST_SLOTS
+        self._gathers += 1
+        flat, copied = self._host_slots[number]
+        copied.synchronize()  # before the barrier that says so to others
+        wholes = [flat[begin : begin + bucket.count] for bucket, begin in self._bucket_begins(unit)]
+        if unit.buckets:
+            self._fill(unit, wholes)
+        self._copy(unit, wholes, place, copied)
+
+    # --- ParameterStore ---------------------------------------------------------------------------------------
+
+    def invalidate(self) -> None:
+        super().invalidate()
+        self._used.clear()  # no graph is alive that has views of them
+        for index, place in self._annexes.items():
+            self._put(self.units[index], place)
+
+    def publish(self) -> None:
+        super().publish()
+        if self._whole_here and self._comm.world_size > 1:
+            self._comm.barrier(name="parameters")
+
+    def settle(self) -> None:
+        self.invalidate()
+        self._lane.back.synchronize()
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True)
+        for unit in self.units:
+            unit.gathering = None
+            if unit.state is not UnitState.SHARDED:
+                self._drop(unit)
+        self._source.close()
+        self._gather_comm.close()
+        self._memories.clear()
+        self._host_slots.clear()
+        self._places.clear()
+        self._all_places.clear()

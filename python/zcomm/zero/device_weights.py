@@ -1,0 +1,152 @@
+"""Weights of a model on a device, stages 0 to 2: whole there, and on the host, where steps update them.
+
+[Note: weights to a device] The parameters are views of one flat tensor on the device. The weights that steps change
+are the host's (``host``: one copy for its ranks, or a copy each). In a sweep a bucket's own part goes to the device, on
+the lane's ``back`` stream, as soon as it is updated, while the next bucket is; the parts of other ranks follow when
+these have theirs: a barrier (or all_gather) for each bucket, which runs beside the sweep. The device's weights are
+overwritten only after what torch's stream had been given when the sweep began; ``arrive`` makes that stream wait for
+the new ones. The host waits for nothing but other ranks.
+Thread rule: one thread at a time; a sweep and the ``publish`` after it may run on another thread than ``arrive``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from zcomm._lane import DeviceLane
+from zcomm._work import Work
+from zcomm.comm import Communicator
+from zcomm.zero.geometry import FlatBucket, Geometry
+from zcomm.zero.parameters import ParameterStore, ResidentStore, SharedStore
+
+
+class DeviceStore(ParameterStore):
+    """host: what holds the weights on the host; no parameter points at it."""
+
+    def __init__(
+        self,
+        params: Sequence[torch.nn.Parameter],
+        geometry: Geometry,
+        comm: Communicator,
+        tiers: Sequence[str],
+        host: ResidentStore,
+        lane: DeviceLane,
+    ) -> None:
+        super().__init__(params, geometry, comm, host._dtype, tiers)
+        self._host, self._lane = host, lane
+        lane.lock(host._flat)
+        self._flat = lane.empty(geometry.every_count, host._dtype, "parameters")
+        self._used = lane.event()  # torch's stream has used the old weights
+        self._came = [lane.event() for _ in geometry.every]  # the bucket's new weights are on the device
+        self.all_came = lane.event()
+        self._others: deque[tuple[FlatBucket, Work]] = deque()  # whose other parts are still to be sent
+        self._swept = False
+        self.on_sent: Callable[[int], None] = lambda bucket: None  # all its new weights are on their way, or there
+
+    def part(self, bucket: FlatBucket) -> slice:
+        return self._host.part(bucket)
+
+    def begin(self, bucket: FlatBucket) -> torch.Tensor:
+        return self._host.begin(bucket)
+
+    def commit(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
+        for index in bucket.params:
+            self._params[index].data = self._own(index)
+
+    def load(self, bucket: FlatBucket) -> torch.Tensor:
+        return self._host.load(bucket)
+
+    def save(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
+        self._host.save(bucket, weight)
+
+    # --- a step -----------------------------------------------------------------------------------------------
+
+    def used(self) -> None:
+        """What torch's stream has been given so far uses the old weights: a sweep may follow, on any thread."""
+        self._lane.passed(self._used)
+
+    def sweep(self, reverse: bool = False) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
+        for bucket, weight in self._host.sweep(reverse):
+            yield bucket, weight
+            self._updated(bucket)
+        self._swept = True
+
+    def _updated(self, bucket: FlatBucket) -> None:
+        """This rank's part of the bucket is new."""
+        mine = self.part(bucket)
+        self._send(bucket, mine)
+        if mine.stop - mine.start < bucket.count:
+            self._others.append((bucket, self._spread(bucket)))
+        else:
+            self.on_sent(bucket.index)
+        while self._others and self._others[0][1].done():
+            self._send_others(*self._others.popleft())
+
+    def _spread(self, bucket: FlatBucket) -> Work:
+        """Start to let every rank of the host see all parts of a bucket."""
+        name = f"parameters of bucket {bucket.index}"
+        work: Work | None
+        if isinstance(self._host, SharedStore):
+            work = self._comm.barrier(name=name, async_op=True)
+        else:
+            whole = self._host._bucket(bucket)
+            shards = [whole[self.part(bucket)]]
+            work = self._comm.all_gather(shards, out=[whole], async_op=True, name=name)[1]  # type: ignore[assignment]
+        assert isinstance(work, Work)
+        return work
+
+    def _send_others(self, bucket: FlatBucket, spread: Work) -> None:
+        spread.wait()
+        mine = self.part(bucket)
+        self._send(bucket, slice(0, mine.start), slice(mine.stop, bucket.count))
+        self.on_sent(bucket.index)
+
+    def _send(self, bucket: FlatBucket, *parts: slice) -> None:
+        """Host to device, behind what used the old weights."""
+        host, there = self._host._bucket(bucket), self._bucket(bucket)
+        copies = [(there[part], host[part]) for part in parts]
+        self._lane.back.carry(copies, [self._used], self._came[bucket.index], self.all_came)
+
+    def publish(self) -> None:
+        swept, self._swept = self._swept, False
+        if swept:
+            while self._others:
+                self._send_others(*self._others.popleft())
+            return
+        self._host.publish()
+        self.used()
+        for bucket in self._geometry.every:
+            self._send(bucket, slice(0, bucket.count))
+        self.arrive()
+
+    def settle(self) -> None:
+        self._lane.back.synchronize()
+
+    def arrive(self) -> None:
+        self._lane.current().wait(self.all_came)
+
+    def arrive_bucket(self, bucket: int) -> None:
+        """As ``arrive``, of one bucket: for a sweep on another thread that has come there."""
+        self._lane.current().wait(self._came[bucket])
+
+    # --- whole parameters -------------------------------------------------------------------------------------
+
+    def _bucket(self, bucket: FlatBucket) -> torch.Tensor:
+        return self._flat[bucket.begin : bucket.begin + bucket.count]
+
+    def full(self, param: int) -> torch.Tensor:
+        return self._params[param].detach().clone()
+
+    def _own(self, param: int) -> torch.Tensor:
+        return self._geometry.view(self._bucket(self._geometry.bucket_of(param)), param)
+
+    @property
+    def nbytes_by_tier(self) -> dict[str, int]:
+        return {"device": self._flat.nbytes, "cpu": sum(self._host.nbytes_by_tier.values())}
+
+    def close(self) -> None:
+        """The parameters stay views of the memory on the device, which is theirs alone now."""
+        self._others.clear()  # dropping a Work waits for it

@@ -1,0 +1,69 @@
+"""Which store keeps the parameters: by stage, by who shares memory, by device."""
+
+from __future__ import annotations
+
+import torch
+
+from zcomm import _core
+from zcomm._lane import DeviceLane
+from zcomm.comm import Communicator
+from zcomm.zero.device_units import DeviceUnitStore
+from zcomm.zero.device_weights import DeviceStore
+from zcomm.zero.geometry import Geometry
+from zcomm.zero.parameters import ParameterStore, PrivateStore, ResidentStore, SharedStore
+from zcomm.zero.sections import Sections
+from zcomm.zero.sources import make_source
+from zcomm.zero.unit_options import Units
+from zcomm.zero.units import UnitStore
+
+
+def make_store(
+    sections: Sections,
+    geometry: Geometry,
+    comm: Communicator,
+    dtype: torch.dtype,
+    arena: _core.PinnedArena,
+    swap: _core.SwapFile | None,
+    stage: int,
+    shared: bool,
+    prefetch: int,
+    options: Units,
+    lane: DeviceLane | None,
+) -> ParameterStore:
+    """Collective. lane: of the model's device; None: it is on the CPU."""
+    tiers = [sections.list[bucket.section].weights for bucket in geometry.every]
+    if sections.by_unit:
+        return _by_unit(sections, geometry, comm, dtype, tiers, arena, swap, shared, prefetch, options, lane)
+    host: ResidentStore
+    if stage >= 1 and shared:
+        host = SharedStore(sections.params, geometry, comm, dtype, tiers)
+    else:
+        host = PrivateStore(sections.params, geometry, comm, dtype, tiers, replicated=stage == 0)
+    return host if lane is None else DeviceStore(sections.params, geometry, comm, tiers, host, lane)
+
+
+def _by_unit(
+    sections: Sections,
+    geometry: Geometry,
+    comm: Communicator,
+    dtype: torch.dtype,
+    tiers: list[str],
+    arena: _core.PinnedArena,
+    swap: _core.SwapFile | None,
+    shared: bool,
+    prefetch: int,
+    options: Units,
+    lane: DeviceLane | None,
+) -> UnitStore:
+    ahead = (prefetch, options.prefetch_nbytes)
+    if lane is None:
+        source = make_source(geometry.every, geometry.buckets, tiers, dtype, arena, swap)
+        return UnitStore(sections.params, geometry, comm, dtype, tiers, sections.choices, source, shared, *ahead)
+
+    def share(count: int) -> torch.Tensor:
+        return lane.lock(comm.shared_empty(count, dtype))
+
+    one_copy = share if shared and comm.world_size > 1 else None
+    source = make_source(geometry.every, geometry.buckets, tiers, dtype, arena, swap, one_copy, comm.rank)
+    how = (tiers, sections.choices, source, shared, *ahead)
+    return DeviceUnitStore(sections.params, geometry, comm, dtype, *how, lane=lane)

@@ -1,0 +1,88 @@
+"""What ranks run in the tests of training on a (simulated) device: the same training on the CPU and there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import simulated
+import zcomm
+from test_zero_corners import Net, loss_of
+from zero_jobs import digest
+
+
+@dataclass(frozen=True)
+class Job:
+    """What decides the bits: kind, precision, accum, clip, optimizer. The rest must not."""
+
+    stage: int
+    offload: str | None = "cpu"
+    kind: str = "plain"
+    precision: str = "fp32"
+    accum: int = 1
+    clip: float | None = None
+    optimizer: str = "adamw"
+    bucket_mb: float = 0.004
+    overlap: bool = True
+    prefetch: int = 1
+    share_parameters: bool = True
+    fraction: float = 1.0
+    behind: bool = False
+
+    def build(self, net: torch.nn.Module, folder: str) -> Any:
+        """The optimizer. ``behind`` on a device alone."""
+        params = self.offload if self.stage == 3 else None
+        place: Any = self.offload
+        if self.fraction != 1.0 or self.behind:
+            place = zcomm.Offload(self.offload, params, self.fraction, self.behind and simulated.playing())
+        trained = [p for p in net.parameters() if p.requires_grad]
+        chosen: Any = {
+            "adamw": lambda: torch.optim.AdamW(trained, lr=1e-2),
+            "momentum": lambda: torch.optim.SGD(trained, lr=0.1, momentum=0.9),
+            "nadam": lambda: torch.optim.NAdam(trained, lr=1e-2),
+        }[self.optimizer]()
+        scale = {"loss_scale": zcomm.zero.LossScale(initial_power=10)} if self.precision == "fp16" else {}
+        return zcomm.ZeroOptimizer(
+            net, chosen, stage=self.stage, offload=place, nvme_path=folder, precision=self.precision,
+            clip_norm=self.clip, grad_accum=self.accum, bucket_mb=self.bucket_mb, overlap=self.overlap,
+            prefetch=self.prefetch, share_parameters=self.share_parameters, **scale,
+        )  # fmt: skip
+
+
+def train(job: Job, folder: str, steps: int = 4) -> dict[str, Any]:
+    """Losses, norms and the bits of weights and state after ``steps``."""
+    comm = zcomm.init(timeout=60)
+    zcomm.zero.tile.TILE_COUNT = 192
+    zcomm.zero.swapped.SPAN_TILES, zcomm.zero.swapped.WINDOWS = 2, 4  # more spans than windows
+    torch.manual_seed(comm.rank)
+    net = Net(job.kind)
+    opt = job.build(net, folder)
+    schedule = torch.optim.lr_scheduler.StepLR(opt, 2, 0.7)
+    losses, norms = [], []
+    for number in range(steps * job.accum):
+        loss = loss_of(net, comm.rank, number)
+        opt.backward(loss)
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.item().hex())
+        if (number + 1) % job.accum == 0:
+            norms.append(float(opt.grad_norm).hex())
+            schedule.step()
+    arrays = {f"{n}.{k}": v.reshape(-1) for n, e in opt.state_dict()["state"].items() for k, v in e.items()}
+    result = {"losses": losses, "norms": norms, "bits": digest({**opt.full_state_dict(), **arrays})}
+    opt.close()
+    return result
+
+
+def pairs(jobs: list[Job], folder: str, delay_s: float, steps: int = 4) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Each job on the CPU, and on a device whose streams are late."""
+    found = []
+    for number, job in enumerate(jobs):
+        simulated.stop()
+        plain = train(job, folder, steps)
+        simulated.play(delay_s, seed=10 * number + zcomm.rank())
+        found.append((plain, train(job, folder, steps)))
+    simulated.stop()
+    return found

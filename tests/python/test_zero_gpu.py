@@ -1,0 +1,115 @@
+"""Training on a GPU: every stage, tier and way of stepping gives the same bits there, and torch's numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import zcomm
+from device_jobs import Job
+from test_zero_corners import KINDS, Net, tokens_of
+from zero_jobs import digest
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available() or not zcomm._core.cuda_available(), reason="no CUDA device here"),
+]
+STEPS = 6
+
+JOBS = [
+    Job(0), Job(1, "nvme"), Job(2), Job(2, share_parameters=False), Job(2, "nvme", fraction=0.5),
+    Job(3), Job(3, prefetch=0), Job(3, "nvme", prefetch=3), Job(3, share_parameters=False), Job(2, bucket_mb=25.0),
+]  # fmt: skip
+
+
+def loss_of(net: torch.nn.Module, number: int) -> torch.Tensor:
+    tokens = tokens_of(0, number).cuda()
+    return F.cross_entropy(net(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def train(job: Job, folder: str, behind: bool = False, late: bool = False) -> dict[str, Any]:
+    """late: the model is on the CPU until ZeroOptimizer takes it to the device."""
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    net = Net(job.kind) if late else Net(job.kind).cuda()
+    trained = [p for p in net.parameters() if p.requires_grad]
+    params = job.offload if job.stage == 3 else None
+    opt = zcomm.ZeroOptimizer(
+        net, torch.optim.AdamW(trained, lr=1e-2), stage=job.stage, precision=job.precision, clip_norm=job.clip,
+        offload=zcomm.Offload(job.offload, params, job.fraction, behind), nvme_path=folder, bucket_mb=job.bucket_mb,
+        prefetch=job.prefetch, share_parameters=job.share_parameters, grad_accum=job.accum, device="cuda",
+    )  # fmt: skip
+    losses = []
+    for number in range(STEPS * job.accum):
+        loss = loss_of(net, number)
+        opt.backward(loss)
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.item().hex())
+    result = {"losses": losses, "bits": digest(opt.full_state_dict())}
+    opt.close()
+    return result
+
+
+@pytest.mark.timeout_s(300)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_the_same_bits(tmp_path: Path, precision: str, clip: float | None) -> None:
+    jobs = [replace(job, precision=precision, clip=clip) for job in JOBS]
+    reference = train(jobs[0], str(tmp_path))
+    for job in jobs[1:]:
+        assert train(job, str(tmp_path)) == reference, f"{job}"
+    for job in jobs[:3]:
+        assert train(job, str(tmp_path), behind=True) == reference, f"{job} behind"
+    assert train(Job(3, precision=precision, clip=clip), str(tmp_path), late=True) == reference
+    zcomm.shutdown()
+
+
+@pytest.mark.timeout_s(300)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "plain"])
+def test_models_off_the_straight_road(tmp_path: Path, kind: str) -> None:
+    reference = train(Job(0, kind=kind, accum=2), str(tmp_path))
+    for job in (Job(2, kind=kind, accum=2), Job(3, kind=kind, accum=2), Job(3, "nvme", kind=kind, accum=2, prefetch=2)):
+        assert train(job, str(tmp_path)) == reference, f"{job}"
+    zcomm.shutdown()
+
+
+def test_torch_has_the_same_numbers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = Net("plain").cuda()
+    twin = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    for number in range(STEPS):
+        loss_of(net, number).backward()
+        twin.step()
+        twin.zero_grad()
+    torch.manual_seed(0)
+    ours = Net("plain").cuda()
+    opt = Job(2).build(ours, str(tmp_path))
+    for number in range(STEPS):
+        opt.backward(loss_of(ours, number))
+        opt.step()
+        opt.zero_grad()
+    for mine, theirs in zip(ours.parameters(), net.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    opt.close()
+    zcomm.shutdown()
+
+
+def test_nothing_is_allocated_on_the_device_after_the_second_step(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = Net("plain").cuda()
+    opt = Job(3).build(net, str(tmp_path))
+    counts = []
+    for number in range(8):
+        opt.backward(loss_of(net, number))
+        opt.step()
+        opt.zero_grad()
+        counts.append((torch.cuda.memory_stats()["num_device_alloc"], opt.allocation_count()))
+    assert len(set(counts[2:])) == 1
+    opt.close()
+    zcomm.shutdown()
