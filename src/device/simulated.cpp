@@ -149,6 +149,7 @@ class SimulatedStream : public Stream {
  private:
   void put(Step step) {
     state_->begin_operation();
+    if (state_->options().dry_run) step.run = nullptr;
     carry_out(std::move(step));
   }
   static SimulatedEvent& as_simulated(Event& event) {

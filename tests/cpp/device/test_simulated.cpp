@@ -160,6 +160,14 @@ TEST(simulated, two_streams_from_two_threads) {
   for (auto& thread : threads) thread.join();
 }
 
+TEST(simulated, a_dry_run_touches_nothing) {
+  const auto device = make_simulated_device({.dry_run = true});
+  const auto stream = device->make_stream();
+  stream->fill(reinterpret_cast<void*>(4096), 1, 64);
+  stream->synchronize();
+  EXPECT_TRUE(stream->done());
+}
+
 TEST(simulated, options_are_checked) {
   EXPECT_THROW_WITH(make_simulated_device({.max_delay_s = -1}), InvalidArgument, "max_delay_s=-1");
 }
