@@ -1,9 +1,9 @@
 // Adam's step, 16 elements at a time in AVX-512: included by optim_body.hpp where ZC_ISA_LEVEL >= 2.
 //
-// The arithmetic is Adam::update of update_rules.hpp, operation by operation. It is written out because compilers
-// shuffle whole registers to widen and narrow 8- and 16-bit arrays: a bf16 weight with bf16 state took 50 cycles per 16
-// elements that way, against 17 of the divider, which any Adam waits for. What is rare (NaN, infinity) goes to the
-// plain code.
+// The arithmetic is Adam::update and SmallAdam::update of update_rules.hpp, operation by operation. It is written out
+// because compilers shuffle whole registers to widen and narrow 8- and 16-bit arrays: a bf16 weight with bf16 state
+// took 50 cycles per 16 elements that way, against 17 of the divider, which any Adam waits for. What is rare (NaN,
+// infinity) goes to the plain code.
 #pragma once
 
 #include "optim/rounding_body.hpp"
@@ -78,6 +78,7 @@ ZC_INLINE __m512i merged(__m512i a_in_low, __m512i b_in_high) {
   return _mm512_ternarylogic_epi32(all(0xffffu), a_in_low, b_in_high, 0xca);  // mask ? a : b
 }
 
+/// Places of words, for a permutation.
 struct Words {
   alignas(64) u16 at[32];
 };
