@@ -19,6 +19,23 @@ ZC_INLINE double power(double base, std::uint64_t exponent) {
   return result;
 }
 
+ZC_INLINE SmallAdamFactors small_adam_factors(const AdamFactors& f) {
+  const double one_minus_beta1 = static_cast<double>(f.one_minus_beta1), scale = static_cast<double>(f.grad_scale);
+  const double gain = __builtin_sqrt(static_cast<double>(f.one_minus_beta2)), step = static_cast<double>(f.step_size);
+  const bool still = step < 1e-30;  // m / infinity, where the slope would be: 0 * infinity is none
+  SmallAdamFactors small{};
+  small.grad_scale = f.grad_scale;
+  small.l2 = f.l2;
+  small.decay = f.decay;
+  small.first_keep = static_cast<float>(1.0 - one_minus_beta1);
+  small.first_gain = static_cast<float>(f.adamw ? one_minus_beta1 * scale : one_minus_beta1);
+  small.second_keep = f.beta2;
+  small.second_gain = static_cast<float>(f.adamw ? gain * scale : gain);
+  small.slope = still ? 0.0f : static_cast<float>(static_cast<double>(f.inverse_root_bias2) / step);
+  small.eps = still ? __builtin_inff() : static_cast<float>(static_cast<double>(f.eps) / step);
+  return small;
+}
+
 /// signed_scale: grad_scale, negative to maximize; of p it is not read, nor is the step.
 ZC_INLINE AdamFactors adam_factors(const AdamParams& p, double lr, float signed_scale, std::uint64_t step) {
   const double bias1 = 1.0 - power(p.beta1, step), bias2 = 1.0 - power(p.beta2, step);
@@ -34,6 +51,7 @@ ZC_INLINE AdamFactors adam_factors(const AdamParams& p, double lr, float signed_
   f.step_size = static_cast<float>(lr / bias1);
   f.adamw = p.adamw;
   f.step = step;
+  f.small = small_adam_factors(f);
   return f;
 }
 

@@ -285,7 +285,7 @@ struct WideSmallAdam {
   __m512 scale, l2, decay, first_keep, first_gain, second_keep, second_gain, slope, eps;
 
   ZC_INLINE explicit WideSmallAdam(const AdamFactors& factors) {
-    const SmallAdamFactors f = SmallAdam<adamw>::factors(factors);
+    const SmallAdamFactors& f = factors.small;
     scale = _mm512_set1_ps(f.grad_scale);
     l2 = _mm512_set1_ps(f.l2);
     decay = _mm512_set1_ps(f.decay);

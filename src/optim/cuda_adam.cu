@@ -4,6 +4,8 @@
 // infinity nor a scale nor a learning rate that the device has computed brings the host to wait, and a graph that has
 // captured the launches counts on as it is replayed. Items travel as the second's arguments: no table that would have
 // to be kept and copied.
+#include <type_traits>
+
 #include "optim/cuda_codes.cuh"
 
 namespace zcomm::optim::cuda {
@@ -60,7 +62,8 @@ __global__ void __launch_bounds__(kThreads) adam_kernel(const __grid_constant__ 
     if (args.factors[low].skip != 0) continue;
     const AdamFactors f = args.factors[low].factors;
     const Piece piece = piece_of<weight, state, 2>(item.shard, item.chunks, chunk - item.first_chunk);
-    step_any_piece<Adam, weight, state>(piece, item.shard.grad_dtype, f);
+    using Rule = std::conditional_t<state == DType::f32, Adam, SmallAdam>;
+    step_any_piece<Rule, weight, state>(piece, item.shard.grad_dtype, f);
   }
 }
 

@@ -35,18 +35,21 @@ __device__ __forceinline__ void step_coded_block(const Piece& p, std::size_t beg
   float* scales = p.scales + begin / kStateBlock * 2;
   const float first_scale = scales[0], second_scale = scales[1];
   const bool may_be_lost = __builtin_signbit(first_scale);
+  SmallAdamFactors small = f.small;  // a scale is a factor of what is kept
+  small.first_keep *= __builtin_fabsf(first_scale);
+  small.second_keep *= second_scale;
   float m[kPerLane], v[kPerLane];
   for (int r = 0; r < kPerLane; ++r) {
     const std::size_t k = lane + static_cast<u32>(r) * kWarp;
     m[r] = v[r] = 0.0f;
     if (k >= n) continue;
-    m[r] = rules::first_of(first[k], __builtin_fabsf(first_scale));
-    v[r] = rules::second_of(second[k], second_scale);
+    m[r] = rules::first_of(first[k]);
+    v[r] = rules::second_of(second[k]);
     if (may_be_lost && first[k] == rules::kLost) m[r] = v[r] = __builtin_nanf("");
     float g, w;
     get_grad<1>(&g, p.grad, grad_dtype, begin + k);
     get_weight<weight, 1>(&w, p, begin + k);
-    w = Adam::update(w, g, m[r], v[r], f);
+    w = SmallAdam::update(w, g, m[r], v[r], f.adamw, small);
     put_weight<weight, 1>(p, begin + k, &w);
   }
   rules::Largest largest = largest_of(m, v);

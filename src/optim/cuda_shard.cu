@@ -50,9 +50,9 @@ void launch_step(const OptimShard& shard, const AdamFactors& factors, const OnDe
   const ShardLaunch<AdamFactors> args{shard, chunks_of(shard), factors, on_device};
   switch (shard.state_dtype) {
     case DType::bf16:
-      return launch_state<Adam, DType::bf16>(args, stream);
+      return launch_state<SmallAdam, DType::bf16>(args, stream);
     case DType::u8:
-      return launch_state<Adam, DType::u8>(args, stream);
+      return launch_state<SmallAdam, DType::u8>(args, stream);
     default:
       return launch_state<Adam, DType::f32>(args, stream);
   }

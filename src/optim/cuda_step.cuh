@@ -44,6 +44,19 @@ struct Adam {
   }
 };
 
+/// On bf16 state.
+struct SmallAdam {
+  using Factors = AdamFactors;
+  static constexpr int arrays = 2;
+  static __device__ __forceinline__ float update(float w, float g, float& m, float& v, const Factors& f) {
+    return update(w, g, m, v, f.adamw, f.small);
+  }
+  static __device__ __forceinline__ float update(float w, float g, float& m, float& v, bool adamw,
+                                                 const SmallAdamFactors& f) {
+    return adamw ? rules::SmallAdam<true>::update(w, g, m, v, f) : rules::SmallAdam<false>::update(w, g, m, v, f);
+  }
+};
+
 /// A shard's elements in chunks that lie in one tile each.
 struct Chunks {
   std::size_t per_tile, first_tile, count;

@@ -137,7 +137,7 @@ void update_rounded(const OptimPiece& p, const AdamFactors& f) {
 #endif
     if (n > kBlock) n = kBlock;
     const RoundedState state{array_at<u16, Rule>(p, 0, i), array_at<u16, Rule>(p, 1, i), static_cast<u32>(index), key};
-    update_split_or_not<Rule>(p, i, n, state, widened(local, p.grad, p.grad_dtype, i, n), Rule::factors(f));
+    update_split_or_not<Rule>(p, i, n, state, widened(local, p.grad, p.grad_dtype, i, n), f.small);
   }
 }
 
@@ -147,7 +147,7 @@ void update_coded(const OptimPiece& p, size_t i, const AdamFactors& f) {
   alignas(64) float m[kCodeBlock], v[kCodeBlock], local[kCodeBlock];
   const CodedBlock block = block_at(p, i);
   decode_block(m, v, block, 1.0f, 1.0f);
-  auto factors = Rule::factors(f);  // a scale is a factor of what is kept
+  SmallAdamFactors factors = f.small;  // a scale is a factor of what is kept
   factors.first_keep *= __builtin_fabsf(block.scales[0]);
   factors.second_keep *= block.scales[1];
   const float* g = widened(local, p.grad, p.grad_dtype, i, block.count);

@@ -14,6 +14,15 @@ inline constexpr std::size_t kStateBlock = 256;  ///< elements that share a scal
 
 // Factors of one step, computed in f64 and rounded to f32 once. grad_scale: negative to maximize.
 
+/// Adam's for small state, by which fewer operations do: SmallAdam of update_rules.hpp.
+struct SmallAdamFactors {
+  float grad_scale, l2;  ///< not adamw
+  float decay;
+  float first_keep, first_gain;    ///< m = m * keep + g * gain
+  float second_keep, second_gain;  ///< v = v * keep + (g * gain)^2
+  float slope, eps;                ///< weight -= m / (root * slope + eps)
+};
+
 struct AdamFactors {
   float grad_scale;
   float decay;  ///< adamw: weight is multiplied by 1 - lr * weight_decay
@@ -24,6 +33,7 @@ struct AdamFactors {
   float step_size;  ///< lr / (1 - beta1^step)
   bool adamw;
   std::uint64_t step = 0;  ///< bf16 state: the counter of [Note: stochastic rounding]
+  SmallAdamFactors small{};
 };
 
 struct SgdFactors {

@@ -32,15 +32,6 @@ struct Adam {
   }
 };
 
-/// Adam's factors for small state, by which fewer operations do: see SmallAdam.
-struct SmallAdamFactors {
-  float grad_scale, l2;  ///< not adamw
-  float decay;
-  float first_keep, first_gain;    ///< m = m * keep + g * gain
-  float second_keep, second_gain;  ///< v = v * keep + (g * gain)^2
-  float slope, eps;                ///< weight -= m / (root * slope + eps)
-};
-
 /// Adam on state that is rounded by far more than what the order of operations changes: bias corrections and step size
 /// are in the denominator, gradient scale and betas in one factor each.
 template <bool adamw>
@@ -49,20 +40,6 @@ struct SmallAdam {
   static constexpr int arrays = 2;
   static constexpr bool decoupled = adamw;
 
-  static Factors factors(const AdamFactors& f) {
-    const double one_minus_beta1 = static_cast<double>(f.one_minus_beta1), scale = static_cast<double>(f.grad_scale);
-    const double gain = __builtin_sqrt(static_cast<double>(f.one_minus_beta2)), step = static_cast<double>(f.step_size);
-    const bool still = f.step_size == 0.0f;  // 0 / infinity instead of 0 * m
-    return {.grad_scale = f.grad_scale,
-            .l2 = f.l2,
-            .decay = f.decay,
-            .first_keep = static_cast<float>(1.0 - one_minus_beta1),
-            .first_gain = static_cast<float>(adamw ? one_minus_beta1 * scale : one_minus_beta1),
-            .second_keep = f.beta2,
-            .second_gain = static_cast<float>(adamw ? gain * scale : gain),
-            .slope = still ? 0.0f : static_cast<float>(static_cast<double>(f.inverse_root_bias2) / step),
-            .eps = still ? __builtin_inff() : static_cast<float>(static_cast<double>(f.eps) / step)};
-  }
   static ZC_INLINE float update(float w, float g, float& m_out, float& v_out, const Factors& f) {
     if constexpr (adamw) {
       w = w * f.decay;

@@ -2,6 +2,7 @@
 #include <bit>
 #include <cmath>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "optim/optim_table.hpp"
@@ -244,14 +245,15 @@ TEST(coded_state, zeros_stay_zero) {
     if (grad[i] == 0) EXPECT_TRUE(out.m[i] == 0 && out.v[i] == 0 && s.weight[i] == 1.0f);
 }
 
-TEST(coded_state, a_learning_rate_of_zero_leaves_weights_and_averages_go_on) {
+TEST(coded_state, a_learning_rate_of_nearly_zero_leaves_weights_and_averages_go_on) {
   const std::size_t count = kBlock + 3;
-  for (const DType state : {DType::bf16, DType::u8}) {
+  for (const auto& [state, lr] :
+       {std::pair{DType::bf16, 0.0}, {DType::u8, 0.0}, {DType::bf16, 1e-38}, {DType::u8, 1e-38}}) {
     State s = make_state(DType::f32, count, std::vector<float>(count, 1.5f), 2, state);
     std::vector<float> grad(count, 0.25f);
     for (std::size_t i = 0; i < count; i += 3) grad[i] = 0.0f;  // m = v = 0
     for (int t = 1; t <= 3; ++t)
-      adam_step(s.shard(grad.data(), DType::f32), {.lr = 0.0, .beta1 = 0.5, .beta2 = 0.5, .step = t});
+      adam_step(s.shard(grad.data(), DType::f32), {.lr = lr, .beta1 = 0.5, .beta2 = 0.5, .step = t});
     EXPECT_TRUE(s.weight == std::vector<float>(count, 1.5f));
     if (state != DType::u8) continue;
     const Averages out = averages_of(s);

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <vector>
 
+#include "optim/adam_factors.hpp"
 #include "optim/optim_table.hpp"
 #include "shard_state.hpp"
 #include "test.hpp"
@@ -55,7 +56,9 @@ std::uint64_t hash_of_steps(Isa isa, DType state, bool split, const Step& step) 
 
 TEST(same_on_every_cpu, steps) {
   const auto adam = [](const optim::OptimTable& table, const optim::OptimPiece& piece, std::uint32_t t) {
-    table.adam(piece, {0.75f, 0.9997f, 0.1f, 0.1f, 0.95f, 0.05f, 4.47f, 1e-8f, 3e-2f, t != 2, t});
+    optim::AdamFactors f{0.75f, 0.9997f, 0.1f, 0.1f, 0.95f, 0.05f, 4.47f, 1e-8f, 3e-2f, t != 2, t};
+    f.small = optim::small_adam_factors(f);
+    table.adam(piece, f);
   };
   const auto sgd = [](const optim::OptimTable& table, const optim::OptimPiece& piece, std::uint32_t t) {
     table.sgd(piece, {0.75f, 0.1f, 0.9f, 0.7f, 0.9f, 3e-2f, true, t != 2});
