@@ -125,7 +125,9 @@ void bind_base(py::module_& m) {
   py::class_<Work, WorkHolder>(m, "Work")
       .def(
           "wait",
-          [](Work& self, std::optional<double> timeout_s) { wait_interruptibly(self, timeout_s, [&] { self.wait(); }); },
+          [](Work& self, std::optional<double> timeout_s) {
+            wait_interruptibly(self, timeout_s, [&] { self.wait(); });
+          },
           py::arg("timeout") = std::nullopt)
       .def(
           "wait_on",

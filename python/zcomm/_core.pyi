@@ -440,7 +440,7 @@ class StreamAdamBatch:
         grad_scale: int = 0,
         found_inf: int = 0,
     ) -> None:
-        """factors: ADAM_FACTORS_NBYTES for each item. lr, grad_scale, found_inf: of fp32 numbers on the device, or 0."""
+        """factors: ADAM_FACTORS_NBYTES per item. lr, grad_scale, found_inf: of fp32 numbers on the device, or 0."""
 
 def stream_adam_step(stream: Stream, shard: OptimShard, params: AdamParams) -> None: ...
 def stream_lion_step(stream: Stream, shard: OptimShard, params: LionParams) -> None: ...

@@ -24,8 +24,8 @@ namespace zcomm::coll {
 class NcclEngine final : public Engine {
  public:
   /// Collective over `control`, which must outlive the engine and be used by nobody else; `watched` connects the same
-  /// ranks. Throws Unsupported without libnccl or in a build without CUDA; CudaError without a device, and for what NCCL
-  /// says.
+  /// ranks. Throws Unsupported without libnccl or in a build without CUDA; CudaError without a device, and for what
+  /// NCCL says.
   NcclEngine(Communicator& control, std::shared_ptr<net::Mesh> watched, int device, const std::string& library,
              double timeout_s);
   ~NcclEngine() override;

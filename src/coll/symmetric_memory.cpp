@@ -146,8 +146,8 @@ std::shared_ptr<SymmetricBuffer> SymmetricMemory::make(net::Mesh& mesh, std::siz
 
 std::shared_ptr<SymmetricBuffer> SymmetricMemory::keep(std::size_t nbytes, int rank, std::vector<std::byte*> bases,
                                                        std::vector<std::shared_ptr<void>> owners) {
-  return std::make_shared<BufferImpl>(
-      registry_, Allocation{next_id_++, nbytes, rank, false, std::move(bases), std::move(owners)});
+  return std::make_shared<BufferImpl>(registry_,
+                                      Allocation{next_id_++, nbytes, rank, false, std::move(bases), std::move(owners)});
 }
 
 const Allocation* SymmetricMemory::find(const void* p, std::size_t nbytes) const {

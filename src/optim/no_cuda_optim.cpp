@@ -18,9 +18,7 @@ void launch_step(const OptimShard&, const LionFactors&, const OnDevice<LionFacto
 void launch_advance(std::span<const StreamAdamItem>, const StreamAdam&, OnDevice<AdamFactors>*, std::uintptr_t) {
   unsupported("adam");
 }
-void launch_adam(std::span<const StreamAdamItem>, const OnDevice<AdamFactors>*, std::uintptr_t) {
-  unsupported("adam");
-}
+void launch_adam(std::span<const StreamAdamItem>, const OnDevice<AdamFactors>*, std::uintptr_t) { unsupported("adam"); }
 void launch_squares(double*, const void*, DType, std::size_t, std::uintptr_t) { unsupported("squares"); }
 
 }  // namespace zcomm::optim::cuda

@@ -52,27 +52,13 @@ void all_operations(DeviceRank& self, bool symmetric) {
   for (std::size_t q = 0; q < world; ++q) from.push_back({x + q * part, part}), to.push_back({y + q * part, part});
   const DType f32 = DType::f32;
   const std::function<Work()> calls[] = {
-      [&] {
-        return self.comm->all_reduce({&x_all, 1}, f32, ReduceOp::sum, on(*stream));
-      },
-      [&] {
-        return self.comm->reduce({&x_all, 1}, f32, ReduceOp::max, 0, on(*stream));
-      },
-      [&] {
-        return self.comm->reduce_scatter({&x_in, 1}, {&y_part, 1}, f32, ReduceOp::sum, f32, true, on(*stream));
-      },
-      [&] {
-        return self.comm->all_gather({&x_part, 1}, {&y_all, 1}, f32, on(*stream));
-      },
-      [&] {
-        return self.comm->broadcast({&x_all, 1}, f32, 0, on(*stream));
-      },
-      [&] {
-        return self.comm->gather({&x_part, 1}, {&y_all, is_root ? 1u : 0u}, f32, 0, on(*stream));
-      },
-      [&] {
-        return self.comm->scatter({&y_in, is_root ? 1u : 0u}, {&x_part_out, 1}, f32, 0, on(*stream));
-      },
+      [&] { return self.comm->all_reduce({&x_all, 1}, f32, ReduceOp::sum, on(*stream)); },
+      [&] { return self.comm->reduce({&x_all, 1}, f32, ReduceOp::max, 0, on(*stream)); },
+      [&] { return self.comm->reduce_scatter({&x_in, 1}, {&y_part, 1}, f32, ReduceOp::sum, f32, true, on(*stream)); },
+      [&] { return self.comm->all_gather({&x_part, 1}, {&y_all, 1}, f32, on(*stream)); },
+      [&] { return self.comm->broadcast({&x_all, 1}, f32, 0, on(*stream)); },
+      [&] { return self.comm->gather({&x_part, 1}, {&y_all, is_root ? 1u : 0u}, f32, 0, on(*stream)); },
+      [&] { return self.comm->scatter({&y_in, is_root ? 1u : 0u}, {&x_part_out, 1}, f32, 0, on(*stream)); },
       [&] { return self.comm->all_to_all(from, to, f32, on(*stream)); },
       [&] { return self.comm->barrier(on(*stream)); },
   };
