@@ -193,7 +193,8 @@ TEST(trace, kernels_touch_what_they_touch) {
                                 .factor = 2});
     s.copy->fill(gradient + 215, 0, 8);  // a task of no name to the recorder
     EXPECT_EQ(s.trace->race_count(), 6u);
-    EXPECT_EQ(s.trace->races().back().first.label, "scale");
+    const Race last = s.trace->races().back();
+    EXPECT_EQ(last.first.label, "scale");
   });
 }
 
