@@ -177,6 +177,7 @@ void CudaIpcEngine::suspend_deadline(bool suspended) {
 CudaIpcEngine::~CudaIpcEngine() {
   device_watch_->detach();
   const bool drained = drain(kDrain_s);
+  rounds_->drop_stream();
   if (drained) {
     slots_->close_peers();
     rounds_->close_peers();

@@ -51,6 +51,8 @@ class DeviceRounds {
 
   /// Forgets the peers' events.
   void close_peers() noexcept { peers_.clear(); }
+  /// Whatever is on it yet, the device goes on with; nothing can be given to it any more.
+  void drop_stream() noexcept { stream_.reset(); }
 
  private:
   using Points = std::array<std::unique_ptr<device::Event>, 2>;

@@ -1,24 +1,49 @@
 // Runs all tests, or those whose name contains an argument. Closing line: "N passed, M failed".
+// A test that leaves a thread behind fails: later tests fork, and a library that goes away must be gone.
 #include <chrono>
 #include <cstring>
 #include <exception>
+#include <filesystem>
+#include <iterator>
+#include <thread>
 
 #include "test.hpp"
+
+namespace {
+
+long threads() {
+  std::error_code unread;
+  return std::distance(std::filesystem::directory_iterator("/proc/self/task", unread), {});
+}
+
+/// A joined thread may be listed for a moment yet.
+long threads_left(long before) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(2);
+  while (threads() > before && std::chrono::steady_clock::now() < end)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  return threads() - before;
+}
+
+}  // namespace
 
 int main(int argc, char** argv) {
   using namespace zcomm::test;
   int passed = 0, failed = 0;
+  std::thread([] {}).join();  // the thread sanitizer starts one of its own beside the first
   for (const Case& test : cases()) {
     bool chosen = argc < 2;
     for (int i = 1; i < argc; ++i) chosen |= test.name.find(argv[i]) != std::string::npos;
     if (!chosen) continue;
     const int before = failures();
+    const long threads_before = threads();
     const auto start = std::chrono::steady_clock::now();
     try {
       test.body();
     } catch (const std::exception& error) {
       fail(test.name.c_str(), 0, std::string("uncaught: ") + error.what());
     }
+    if (const long left = threads_may_stay() ? 0 : threads_left(threads_before); left > 0)
+      fail(test.name.c_str(), 0, "leaves " + std::to_string(left) + " threads behind");
     const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     const bool good = failures() == before;
     (good ? passed : failed) += 1;

@@ -2,7 +2,7 @@
 //
 // TEST(suite, name) { ... }   EXPECT_TRUE EXPECT_EQ EXPECT_NE EXPECT_LT EXPECT_LE EXPECT_NEAR EXPECT_THROW
 // EXPECT_THROW(statement, Type) also takes EXPECT_THROW_WITH(statement, Type, "part of the message").
-// Checks may run on any thread; a failed check marks the running test and goes on.
+// Checks may run on any thread; a failed check marks the running test and goes on. So does a thread left behind.
 #pragma once
 
 #include <atomic>
@@ -29,6 +29,12 @@ inline std::vector<Case>& cases() {
 inline std::atomic<int>& failures() {
   static std::atomic<int> count{0};
   return count;
+}
+
+/// Whether this binary's tests share threads until it ends.
+inline bool& threads_may_stay() {
+  static bool may = false;
+  return may;
 }
 
 struct Register {

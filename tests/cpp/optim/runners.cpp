@@ -1,9 +1,12 @@
 #include "runners.hpp"
 
 #include "emulated_optim.hpp"
+#include "test.hpp"
 
 namespace zcomm::test {
 namespace {
+
+[[maybe_unused]] const bool shares_threads = (threads_may_stay() = true);  // the core's pool, the runners' devices
 
 using optim::AdamFactors;
 using optim::LionFactors;
