@@ -12,6 +12,7 @@ import pytest
 from zero_jobs import Case, train_all
 
 Run = Callable[..., list[Any]]
+STEPS = 8
 
 
 def cases(precision: str) -> list[Case]:
@@ -36,11 +37,14 @@ def more_cases(precision: str) -> list[Case]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_contract(run_ranks: Run, tmp_path: Path, world_size: int, precision: str) -> None:
-    all_cases = cases(precision) + more_cases(precision)
-    per_rank = run_ranks(train_all, world_size, all_cases, str(tmp_path), timeout_s=560)
+    """World 2 in fp32 runs all cases, the others a third each: each case also runs in bf16 and at another size."""
+    first, *others = cases(precision) + more_cases(precision)
+    third = world_size + 2 * (precision == "bf16")
+    all_cases = [first, *(others if (world_size, precision) == (2, "fp32") else others[third % 3 :: 3])]
+    per_rank = run_ranks(train_all, world_size, all_cases, str(tmp_path), STEPS, timeout_s=560)
     for rank, results in enumerate(per_rank):
         reference = results[0]
-        assert len(set(reference["losses"])) > 30, "the model must learn something different in each step"
+        assert len(set(reference["losses"])) >= 2 * STEPS - 2, "the model must learn something different in each step"
         for case, result in zip(all_cases, results, strict=True):
             assert result["sizes"] == reference["sizes"]
             assert result["losses"] == reference["losses"], f"rank {rank}: losses of {case}"

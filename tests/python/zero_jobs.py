@@ -94,8 +94,8 @@ def train(case: Case, swap: str, steps: int = STEPS, accum: int = 2) -> dict[str
     return result
 
 
-def train_all(cases: list[Case], swap: str) -> list[dict[str, Any]]:
-    return [train(case, swap) for case in cases]
+def train_all(cases: list[Case], swap: str, steps: int = STEPS) -> list[dict[str, Any]]:
+    return [train(case, swap, steps) for case in cases]
 
 
 def train_ddp(store: str, rank: int, world_size: int, steps: int = STEPS, accum: int = 2) -> dict[str, torch.Tensor]:

@@ -15,11 +15,7 @@ namespace {
 
 constexpr int kWorld = 3;
 // A sanitizer's own records grow with what it has seen.
-#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-constexpr std::size_t kGrowthNbytes = std::size_t{1} << 30;
-#else
-constexpr std::size_t kGrowthNbytes = 2 << 20;
-#endif
+constexpr std::size_t kGrowthNbytes = kSanitized ? std::size_t{1} << 30 : 2 << 20;
 constexpr std::size_t kMaxPart = 20000;  // elements of one rank's part
 
 long operation_count() {

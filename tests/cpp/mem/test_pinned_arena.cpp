@@ -148,9 +148,7 @@ TEST(PinnedArena, the_process_has_a_budget_over_all_arenas) {
 }
 
 TEST(PinnedArena, resident_memory_is_locked_until_memlock_ends) {
-#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-  return;  // sanitizers make mlock do nothing
-#endif
+  if (kSanitized) return;  // sanitizers make mlock do nothing
   const int status = in_child([] {
     const rlimit limit{1 << 20, 1 << 20};
     if (::setrlimit(RLIMIT_MEMLOCK, &limit) != 0) return 0;                   // a lower hard limit already

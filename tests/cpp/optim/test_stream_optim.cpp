@@ -140,6 +140,7 @@ void compare_on_all(const Owned& start, bool adamw, bool finite) {
 }
 
 std::vector<std::size_t> counts() {
+  if (test::kSanitized) return {1, 38, 257, 2049};
   std::vector<std::size_t> all;
   for (std::size_t n = 1; n <= 40; n += 3) all.push_back(n);
   for (std::size_t n : {64u, 255u, 256u, 257u, 300u, 511u, 512u, 1000u, 2047u, 2048u, 2049u, 5000u}) all.push_back(n);
@@ -160,7 +161,8 @@ TEST(stream_optim, adam_takes_tiles_and_ranges) {
   unsigned seed = 0;
   for (const DType weight : kAllWeights)
     for (const DType state : kStates)
-      for (const std::size_t tile : {256u, 2304u, 4096u})
+      for (const std::size_t tile : {256u, 2304u, 4096u}) {
+        if (test::kSanitized && tile != 2304) continue;
         for (const auto& [begin, end] : std::vector<std::pair<std::size_t, std::size_t>>{
                  {0, 9000}, {256, 9000}, {2304, 4608}, {512, 768}, {4096, 8192}, {0, 0}}) {
           Owned shard(weight, DType::bf16, state, 2, 9000, tile, 0, ++seed);
@@ -168,6 +170,7 @@ TEST(stream_optim, adam_takes_tiles_and_ranges) {
           shard.shard.end = end;
           compare_on_all(shard, true, true);
         }
+      }
   for (const std::size_t begin : {1u, 5u, 99u}) {
     Owned shard(DType::bf16, DType::f32, DType::bf16, 2, 5000, 1000, 0, ++seed);
     shard.shard.begin = begin;
