@@ -104,7 +104,7 @@ def run_mpi(kind: str, world_size: int, job: str, folder: Path) -> list[list[str
     return results
 
 
-@pytest.mark.parametrize(("kind", "world_size"), [("openmpi", 2), ("openmpi", 3), ("openmpi", 4), ("mpich", 3)])
+@pytest.mark.parametrize(("kind", "world_size"), [("openmpi", 3), ("openmpi", 4), ("mpich", 3)])
 def test_suite_mpi(kind: str, world_size: int, tmp_path: Path) -> None:
     check_all(run_mpi(kind, world_size, "suite", tmp_path), world_size)
 

@@ -150,7 +150,7 @@ def train_all(folder: str, kinds: list[str], cases: list[Case]) -> dict[str, lis
 def test_the_same_bits_in_every_stage_and_tier(
     run_ranks: Run, tmp_path: Path, world_size: int, kinds: list[str], precision: str
 ) -> None:
-    cases = [replace(case, precision=precision) for case in CASES]
+    cases = [replace(case, precision=precision) for case in (CASES if world_size > 1 else CASES[::3])]
     for of_rank in run_ranks(train_all, world_size, str(tmp_path), kinds, cases, timeout_s=280):
         for kind, results in of_rank.items():
             assert len(set(results[0]["losses"])) == 3, f"{kind}: it learns"
