@@ -45,7 +45,7 @@ def profile(path: str | os.PathLike[str], optimizers: Sequence[ZeroOptimizer] | 
     """
     from zcomm.zero.checkpoint import durable
     from zcomm.zero.checkpoint.exchange import all_values
-    from zcomm.zero.optimizer import open_optimizers
+    from zcomm.zero.opened import open_optimizers
 
     tapped = list(open_optimizers() if optimizers is None else optimizers)
     if not tapped:

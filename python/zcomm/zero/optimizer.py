@@ -8,11 +8,9 @@ Source: ZeRO (arXiv:1910.02054), ZeRO-Offload (2101.06840), ZeRO-Infinity (2104.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import math
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,11 +30,10 @@ from zcomm.zero.hyper import OptimizerLike, choose_rule, torch_groups
 from zcomm.zero.loss_scale import LossScale, LossScaler
 from zcomm.zero.memory import Memory, memory_of
 from zcomm.zero.nonfinite import NonFinite, report
+from zcomm.zero.opened import open_optimizers, opened
 from zcomm.zero.options import Offload, as_offload, as_precision, check_stage
 from zcomm.zero.sweep import Sweep
 from zcomm.zero.unit_options import UnitLike, Units, as_units
-
-_open: weakref.WeakSet[ZeroOptimizer] = weakref.WeakSet()
 
 ParamsOrModel = nn.Module | Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
@@ -147,7 +144,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
         integers.say(module, stage, job.rank)
         self._sweep = Sweep(self._parts, self.rule, whole=stage == 0)
-        _open.add(self)
+        opened(self)
 
     @property
     def loss_scale(self) -> float:
@@ -400,15 +397,3 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def __del__(self) -> None:
         if getattr(self, "_parts", None) is not None:
             self.close()
-
-
-def open_optimizers() -> list[ZeroOptimizer]:
-    """Those of this process that are not closed."""
-    return [optimizer for optimizer in _open if optimizer._parts is not None]
-
-
-@atexit.register
-def _close_all() -> None:
-    """A program that ends, or fails, without close() leaves no swap file."""
-    for optimizer in list(_open):
-        optimizer.close()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from zcomm.zero.build import Parts
-from zcomm.zero.optimizer import ZeroOptimizer, open_optimizers
+from zcomm.zero.opened import open_optimizers
+from zcomm.zero.optimizer import ZeroOptimizer
 from zcomm.zero.outside import original
 
 
