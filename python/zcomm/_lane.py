@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -24,7 +24,7 @@ PIECE_NBYTES = 8 << 20
 
 
 class CopyStream:
-    """A stream of the core, for copies of whole flat tensors."""
+    """A stream of the core, for copies of whole flat tensors and what is done with them."""
 
     def __init__(self, core: _core.Stream) -> None:
         self._core = core
@@ -40,6 +40,13 @@ class CopyStream:
                 self._core.wait(event)
             for to, source in copies:
                 self._copy(to.data_ptr(), source.data_ptr(), to.nbytes)
+            for event in done:
+                self._core.record(event)
+
+    def run(self, work: Callable[[_core.Stream], None], *done: _core.Event) -> None:
+        """Put ``work`` (kernels) on the stream, and then record ``done``."""
+        with self._lock:
+            work(self._core)
             for event in done:
                 self._core.record(event)
 

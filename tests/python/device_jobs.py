@@ -12,6 +12,16 @@ import zcomm
 from test_zero_corners import Net, loss_of
 from zero_jobs import digest
 
+NAMED: dict[str, tuple[str, dict[str, Any]]] = {
+    "lion": ("lion", {"lr": 1e-3}),
+    "8bit": ("adamw", {"lr": 1e-2, "state_dtype": "8bit"}),
+    "small": ("adam", {"lr": 1e-2, "state_dtype": torch.bfloat16}),
+}
+
+
+def _mixed(name: str, param: torch.nn.Parameter) -> str:
+    return "nvme" if "embed" in name else "cpu" if "down" in name else "device"
+
 
 @dataclass(frozen=True)
 class Job:
@@ -32,29 +42,31 @@ class Job:
     behind: bool = False
 
     def build(self, net: torch.nn.Module, folder: str) -> Any:
-        """The optimizer. ``behind`` on a device alone."""
-        params = self.offload if self.stage == 3 else None
-        place: Any = self.offload
-        if self.fraction != 1.0 or self.behind:
-            place = zcomm.Offload(self.offload, params, self.fraction, self.behind and simulated.playing())
+        """The optimizer. ``behind`` on a device alone. offload "mixed": all three tiers. Stage 3 has its parameters in
+        host memory where it says no other tier."""
+        params: Any = (self.offload if self.offload in ("cpu", "nvme") else "cpu") if self.stage == 3 else None
+        tier: Any = _mixed if self.offload == "mixed" else self.offload
+        place = zcomm.Offload(tier, params, self.fraction, self.behind and simulated.playing())
         trained = [p for p in net.parameters() if p.requires_grad]
         chosen: Any = {
             "adamw": lambda: torch.optim.AdamW(trained, lr=1e-2),
             "momentum": lambda: torch.optim.SGD(trained, lr=0.1, momentum=0.9),
             "nadam": lambda: torch.optim.NAdam(trained, lr=1e-2),
-        }[self.optimizer]()
+            "asgd": lambda: torch.optim.ASGD(trained, lr=1e-1),
+        }.get(self.optimizer, lambda: NAMED[self.optimizer][0])()
+        args = NAMED.get(self.optimizer, ("", {}))[1]
         scale = {"loss_scale": zcomm.zero.LossScale(initial_power=10)} if self.precision == "fp16" else {}
         return zcomm.ZeroOptimizer(
             net, chosen, stage=self.stage, offload=place, nvme_path=folder, precision=self.precision,
             clip_norm=self.clip, grad_accum=self.accum, bucket_mb=self.bucket_mb, overlap=self.overlap,
-            prefetch=self.prefetch, share_parameters=self.share_parameters, **scale,
+            prefetch=self.prefetch, share_parameters=self.share_parameters, **scale, **args,
         )  # fmt: skip
 
 
 def train(job: Job, folder: str, steps: int = 4) -> dict[str, Any]:
     """Losses, norms and the bits of weights and state after ``steps``."""
     comm = zcomm.init(timeout=60)
-    zcomm.zero.tile.TILE_COUNT = 192
+    zcomm.zero.tile.TILE_COUNT = 256 if job.optimizer == "8bit" else 192
     zcomm.zero.swapped.SPAN_TILES, zcomm.zero.swapped.WINDOWS = 2, 4  # more spans than windows
     torch.manual_seed(comm.rank)
     net = Net(job.kind)

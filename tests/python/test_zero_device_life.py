@@ -239,21 +239,6 @@ def test_what_a_device_is_needed_for() -> None:
         zcomm.Offload("cpu", step_behind_forward=1)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("stage", "offload", "what"),
-    [
-        (2, None, "the optimizer state of weight"),
-        (2, zcomm.Offload("cpu", fraction=0.5), "fraction=0.5 of the optimizer state"),
-        (2, zcomm.Offload(lambda name, param: "device" if name == "bias" else "cpu"), "the optimizer state of bias"),
-        (3, zcomm.Offload("cpu"), "the shards of weight"),
-    ],
-)
-def test_what_cannot_stay_on_the_device_yet(stage: int, offload: Any, what: str) -> None:
-    simulated.play()
-    with pytest.raises(NotImplementedError, match=f"{what} would stay on simulated, .* use offload='cpu' or 'nvme'"):
-        zcomm.ZeroOptimizer(nn.Linear(4, 4), stage=stage, offload=offload)
-
-
 def test_after_an_exception_in_backward(tmp_path: Path) -> None:
     ends = []
     for there in (False, True):

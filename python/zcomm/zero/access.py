@@ -78,8 +78,10 @@ def master(parts: Parts, index: int, root: int | None = None) -> torch.Tensor | 
     the others None."""
     form = parts.state.form
     local = torch.zeros(parts.geometry.places[index].count)
-    for piece in pieces(parts, index):
-        weight = parts.store.load(piece.bucket)[piece.tile]
+    mine = list(pieces(parts, index))
+    whole = parts.store.load(mine[0].bucket) if mine else local
+    for piece in mine:
+        weight = whole[piece.tile]
         if form.dtype == torch.float32 or parts.geometry.is_frozen(index):
             local[piece.flat] = weight[piece.inside]
             continue
@@ -103,9 +105,11 @@ def array(parts: Parts, index: int, key: str, root: int | None = None) -> torch.
 
 def set_master(parts: Parts, index: int, read: Callable[[slice], torch.Tensor]) -> None:
     """Make ``read(elements)``, fp32, this rank's part of the master and, rounded, of the weight. Then ``publish``."""
-    form = parts.state.form
-    for piece in pieces(parts, index):
-        whole = parts.store.load(piece.bucket)
+    form, mine = parts.state.form, list(pieces(parts, index))
+    if not mine:
+        return
+    whole = parts.store.load(mine[0].bucket)
+    for piece in mine:
         weight = whole[piece.tile]
         if form.dtype == torch.float32 or parts.geometry.is_frozen(index):
             weight[piece.inside] = read(piece.flat)
@@ -114,15 +118,17 @@ def set_master(parts: Parts, index: int, read: Callable[[slice], torch.Tensor]) 
                 exact = form.master(weight, state).clone()
                 exact[piece.inside] = read(piece.flat)
                 form.set_master(weight, state, exact)
-        parts.store.save(piece.bucket, whole)
+    parts.store.save(mine[0].bucket, whole)
 
 
 def change(parts: Parts, index: int, value: torch.Tensor) -> None:
     """Where ``value`` (flat, in the weights' dtype) differs from the weight in any bit, make it weight and master.
     Elsewhere the exact master stays. Then ``publish``."""
-    form = parts.state.form
-    for piece in pieces(parts, index):
-        whole = parts.store.load(piece.bucket)
+    form, mine = parts.state.form, list(pieces(parts, index))
+    if not mine:
+        return
+    whole = parts.store.load(mine[0].bucket)
+    for piece in mine:
         weight = whole[piece.tile]
         new = value[piece.flat]
         if form.dtype == torch.float32 or parts.geometry.is_frozen(index):
@@ -132,7 +138,7 @@ def change(parts: Parts, index: int, value: torch.Tensor) -> None:
                 exact = form.master(weight, state).clone()
                 exact[piece.inside] = torch.where(changed, new.float(), exact[piece.inside])
                 form.set_master(weight, state, exact)
-        parts.store.save(piece.bucket, whole)
+    parts.store.save(mine[0].bucket, whole)
 
 
 def codes(parts: Parts, index: int, root: int | None = None) -> Coded | None:
@@ -205,7 +211,7 @@ def gradient(parts: Parts, index: int, scale: float) -> torch.Tensor | None:
     parts.reducer.finish()
     local = torch.zeros(parts.geometry.places[index].count)
     for view, flat in _shard_of_gradient(parts, index):
-        torch.mul(view, scale, out=local[flat])
+        local[flat].copy_(torch.mul(view, scale))
     return _whole(parts, index, local, False, None)
 
 

@@ -16,24 +16,31 @@ from zcomm.offload import StrPath, as_paths, close_at_exit, say_fallbacks
 from zcomm.zero import deferred
 from zcomm.zero.behind import StepBehind
 from zcomm.zero.device_gradients import DeviceReducer
+from zcomm.zero.device_norm import DeviceSquares
 from zcomm.zero.device_weights import DeviceStore
 from zcomm.zero.geometry import Geometry
 from zcomm.zero.gradients import GradientReducer
 from zcomm.zero.norm import GradientNorm
-from zcomm.zero.on_host import check_host, check_tiers
+from zcomm.zero.on_host import check_host, check_rule, check_shards, state_tiers
 from zcomm.zero.options import Offload, Precision
 from zcomm.zero.parameters import ParameterStore
+from zcomm.zero.resident import Resident
+from zcomm.zero.resident_gradients import ResidentReducer
 from zcomm.zero.rules import Rule
 from zcomm.zero.sections import Sections, frozen_of, names_of
 from zcomm.zero.start import start
-from zcomm.zero.state import RamState, ShardState
+from zcomm.zero.state import ShardState
+from zcomm.zero.states import make_state
 from zcomm.zero.stores import make_store
-from zcomm.zero.swapped import SwappedState, swap_nbytes
+from zcomm.zero.swapped import swap_nbytes
+from zcomm.zero.tiered_state import TieredState
 from zcomm.zero.tile import TileForm
 from zcomm.zero.unit_choice import tensors_in
 from zcomm.zero.unit_hooks import UnitHooks
 from zcomm.zero.unit_options import Units
 from zcomm.zero.units import UnitStore
+
+Gradients = tuple[list[nn.Parameter], Geometry, Communicator, torch.dtype, bool, bool, list[str]]  # as a reducer's
 
 
 @dataclass
@@ -62,6 +69,7 @@ class Parts:
     output_hook: Any
     lane: DeviceLane | None = None  # None: the model is on the CPU
     behind: StepBehind | None = None
+    resident: Resident | None = None  # None: no bucket stays on a device
     save_comm: Communicator | None = None  # of checkpoints in the background; made by the first
 
     def allocation_count(self) -> int:
@@ -84,6 +92,8 @@ class Parts:
             self.output_hook.remove()
         if self.lane is not None:
             self.lane.drain()
+        if self.resident is not None:
+            self.resident.close()
         self.reducer.close()
         self.store.close()
         self.state.close()
@@ -124,20 +134,20 @@ def build_parts(
     if lane is not None:
         check_host(job)
     sections = Sections(model, params, frozen, stage, offload, shared, units, lane is not None)
-    if lane is not None:
-        check_tiers(sections, offload, lane, stage)
     geometry = sections.geometry(job.world_size, bucket_nbytes, precision.param_nbytes, rule.align)
     form = TileForm(rule.arrays, precision.dtype, rule.state_dtype)
+    tiers = state_tiers(sections, geometry, offload, lane is not None)
+    if lane is not None:
+        check_shards(sections, lane, stage)
+        check_rule(tiers, rule, lane)
     swap = _open_swap(geometry, sections, offload, form, stage, nvme_path)
     comm = job.duplicate()  # gradients and parameters keep an order of their own beside the caller's collectives
-    store = make_store(sections, geometry, comm, precision.dtype, arena, swap, stage, shared, prefetch, units, lane)
+    stays = lane is not None and comm.world_size == 1 and stage < 3  # [Note: resident buckets]
+    resident = [number for number, tier in enumerate(tiers) if stays and tier == "device"]
+    how = (stage, shared, prefetch, units, lane, resident)
+    store = make_store(sections, geometry, comm, precision.dtype, arena, swap, *how)
     counts = [part.stop - part.start for part in map(store.part, geometry.buckets)]
-    tiers = [sections.list[bucket.section].state for bucket in geometry.buckets]
-    state: ShardState
-    if swap is not None and "nvme" in tiers and form.element_nbytes:
-        state = SwappedState(counts, tiers, precision.dtype, rule, arena, swap, offload.fraction)
-    else:
-        state = RamState(counts, tiers, precision.dtype, rule, arena, offload.fraction)
+    state = make_state(counts, tiers, precision.dtype, rule, arena, swap, offload.fraction, lane, bool(resident))
     numbers = {id(param): number for number, group in enumerate(groups) for param in group["params"]}
     trained = sections.params[: geometry.trained_count]
     group_of = [numbers[id(param)] for param in trained]
@@ -152,8 +162,7 @@ def build_parts(
     start(model, sections.params, sections.names, geometry, comm, store, state, initial, precision.dtype, where)
 
     names = sections.names[: len(trained)]
-    how = (trained, geometry, comm, precision.travels, stage <= 1, overlap, names)
-    reducer = GradientReducer(*how) if lane is None else DeviceReducer(*how, lane, _came(store, lane))
+    reducer = _reducer((trained, geometry, comm, precision.travels, stage <= 1, overlap, names), store, state, lane)
     hooks = None
     if isinstance(store, UnitStore):
         assert model is not None
@@ -178,7 +187,35 @@ def build_parts(
         output_hook=None if model is None else model.register_forward_hook(_announcer(reducer)),
         lane=lane,
         behind=_behind(model, offload, store, reducer, trained, geometry),
+        resident=_resident(store, state, reducer, geometry, lane, arena),
     )
+
+
+def _reducer(how: Gradients, store: ParameterStore, state: ShardState, lane: DeviceLane | None) -> GradientReducer:
+    if lane is None:
+        return GradientReducer(*how)
+    if isinstance(store, DeviceStore) and store.resident:
+        return ResidentReducer(*how, lane=lane, weights_came=store.all_came, resident=store.resident)
+    reducer = DeviceReducer(*how, lane=lane, weights_came=_came(store, lane))
+    if isinstance(state, TieredState):
+        lane.lock(reducer.accumulators)  # from where a step takes its gradients
+    return reducer
+
+
+def _resident(
+    store: ParameterStore,
+    state: ShardState,
+    reducer: GradientReducer,
+    geometry: Geometry,
+    lane: DeviceLane | None,
+    arena: _core.PinnedArena,
+) -> Resident | None:
+    if not isinstance(reducer, ResidentReducer):
+        return None
+    assert isinstance(store, DeviceStore) and isinstance(state, TieredState) and lane is not None
+    buckets = [bucket for bucket in geometry.buckets if bucket.index in store.resident]
+    squares = DeviceSquares(max(bucket.count for bucket in buckets), lane, arena)
+    return Resident(buckets, state.device, store, reducer, squares)
 
 
 def _behind(

@@ -14,7 +14,7 @@ Source: ZeRO-Offload (arXiv:2101.06840).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,8 @@ def host_slots(buckets: int, slot_nbytes: int) -> int:
 
 
 class DeviceReducer(GradientReducer):
-    """weights_came: the event after which no copy of older weights to the device is on its way.
+    """resident: buckets that do not leave the device (resident_gradients.py).
+    weights_came: the event after which no copy of older weights to the device is on its way.
 
     before_reduce: called before the accumulators of a step are written (who still reads those of the last one ends).
     Memory: device: min(SLOTS, buckets) slots; host: host_slots() slots, and the accumulators.
@@ -50,17 +51,21 @@ class DeviceReducer(GradientReducer):
         names: Sequence[str],
         lane: DeviceLane,
         weights_came: Any,
+        resident: Collection[int] = (),
     ) -> None:
         self._lane = lane
         self._weights_came = weights_came
+        self._leaving = [bucket for bucket in reversed(geometry.buckets) if bucket.index not in resident]
+        self._turns = {bucket.index: turn for turn, bucket in enumerate(self._leaving)}
         self.before_reduce: Callable[[], None] = lambda: None
         super().__init__(params, geometry, comm, dtype, replicated, overlap, names)
 
     def _make_slots(self, largest: int) -> list[torch.Tensor]:
         count, lane = self._slot_count, self._lane
+        leaves = max((bucket.count for bucket in self._leaving), default=0)
         self._host_slots = [
-            lane.lock(self._comm.empty(largest, self._dtype))
-            for _ in range(host_slots(len(self._geometry.buckets), largest * self._dtype.itemsize))
+            lane.lock(self._comm.empty(leaves, self._dtype))
+            for _ in range(host_slots(len(self._leaving), leaves * self._dtype.itemsize))
         ]
         self._works = [None] * len(self._host_slots)
         self._left = [lane.event() for _ in range(count)]  # the copy that left the device slot is over
@@ -75,6 +80,13 @@ class DeviceReducer(GradientReducer):
         slots = sum(slot.nbytes for slot in self._slots)
         host = sum(slot.nbytes for slot in self._host_slots)
         return {"device": {"slots": slots}, "cpu": {"gradients": self.accumulators.nbytes, "slots": host}}
+
+    def _number(self, bucket: int) -> int:
+        return self._turns[bucket] % len(self._works)
+
+    def _finish_one(self, bucket: FlatBucket) -> None:
+        if self._turns[bucket.index] >= len(self._turns) - len(self._works):
+            self._wait(self._number(bucket.index))
 
     def _slot(self, bucket: int) -> torch.Tensor:
         """The bucket's slot on the device, which torch's current stream may write into."""

@@ -5,14 +5,15 @@ are the host's (``host``: one copy for its ranks, or a copy each). In a sweep a 
 the lane's ``back`` stream, as soon as it is updated, while the next bucket is; the parts of other ranks follow when
 these have theirs: a barrier (or all_gather) for each bucket, which runs beside the sweep. The device's weights are
 overwritten only after what torch's stream had been given when the sweep began; ``arrive`` makes that stream wait for
-the new ones. The host waits for nothing but other ranks.
+the new ones. The host waits for nothing but other ranks. Resident buckets (a world of one; resident.py) have no weights
+on the host, and no part in sweeps.
 Thread rule: one thread at a time; a sweep and the ``publish`` after it may run on another thread than ``arrive``.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 
@@ -24,7 +25,8 @@ from zcomm.zero.parameters import ParameterStore, ResidentStore, SharedStore
 
 
 class DeviceStore(ParameterStore):
-    """host: what holds the weights on the host; no parameter points at it."""
+    """host: what holds the weights on the host; no parameter points at it. resident: numbers of buckets that ``host``
+    has not."""
 
     def __init__(
         self,
@@ -34,8 +36,10 @@ class DeviceStore(ParameterStore):
         tiers: Sequence[str],
         host: ResidentStore,
         lane: DeviceLane,
+        resident: Collection[int] = (),
     ) -> None:
         super().__init__(params, geometry, comm, host._dtype, tiers)
+        self.resident = frozenset(resident)
         self._host, self._lane = host, lane
         lane.lock(host._flat)
         self._flat = lane.empty(geometry.every_count, host._dtype, "parameters")
@@ -50,17 +54,29 @@ class DeviceStore(ParameterStore):
         return self._host.part(bucket)
 
     def begin(self, bucket: FlatBucket) -> torch.Tensor:
+        if bucket.index in self.resident:
+            return torch.empty(bucket.count, dtype=self._dtype)
         return self._host.begin(bucket)
 
     def commit(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
+        self.save(bucket, weight)
         for index in bucket.params:
             self._params[index].data = self._own(index)
 
     def load(self, bucket: FlatBucket) -> torch.Tensor:
+        if bucket.index in self.resident:
+            return self._bucket(bucket).to("cpu", copy=True)
         return self._host.load(bucket)
 
     def save(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
-        self._host.save(bucket, weight)
+        if bucket.index in self.resident:
+            self._bucket(bucket).copy_(weight)
+        else:
+            self._host.save(bucket, weight)
+
+    def there(self, bucket: FlatBucket) -> torch.Tensor:
+        """The weights of a resident bucket, which torch's stream may change."""
+        return self._bucket(bucket)
 
     # --- a step -----------------------------------------------------------------------------------------------
 
@@ -119,7 +135,8 @@ class DeviceStore(ParameterStore):
         self._host.publish()
         self.used()
         for bucket in self._geometry.every:
-            self._send(bucket, slice(0, bucket.count))
+            if bucket.index not in self.resident:
+                self._send(bucket, slice(0, bucket.count))
         self.arrive()
 
     def settle(self) -> None:

@@ -66,8 +66,7 @@ class GradientReducer:
         self._slot_count = min(SLOTS, len(buckets))
         self._works: list[Work | None] = [None] * self._slot_count
         self._slots = self._make_slots(max((bucket.count for bucket in buckets), default=0))
-        count = geometry.count if replicated else geometry.shard_count
-        self.accumulators = comm.empty(count, torch.float32) if replicated else torch.zeros(count)
+        self.accumulators = self._make_accumulators()
         self._order = list(reversed(buckets))
         self._position = {bucket.index: i for i, bucket in enumerate(self._order)}
         self._fresh = True
@@ -78,6 +77,11 @@ class GradientReducer:
 
     def _make_slots(self, largest: int) -> list[torch.Tensor]:
         return [self._comm.empty(largest, self._dtype) for _ in range(self._slot_count)]
+
+    def _make_accumulators(self) -> torch.Tensor:
+        if self.replicated:
+            return self._comm.empty(self._geometry.count, torch.float32)
+        return torch.zeros(self._geometry.shard_count)
 
     # --- where things lie -------------------------------------------------------------------------------------
 
@@ -150,6 +154,10 @@ class GradientReducer:
             self.waited_s += time.perf_counter() - start
             self._works[number] = None
 
+    def _wait_for(self, bucket: FlatBucket) -> None:
+        """That was launched last."""
+        self._wait(self._number(bucket.index))
+
     def _collect(self, index: int) -> None:
         """Copy the gradient of parameter ``index`` into its slot and drop it; a missing one counts as zero."""
         param = self._params[index]
@@ -183,7 +191,7 @@ class GradientReducer:
         self._reduce(bucket, slot)
         self._launched += 1
         if not self._overlap:
-            self._wait(self._number(bucket.index))
+            self._wait_for(bucket)
 
     def _reduce(self, bucket: FlatBucket, slot: torch.Tensor) -> None:
         """Start to add the bucket in ``slot`` (symmetric memory) to the accumulators."""

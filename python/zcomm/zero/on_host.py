@@ -1,12 +1,16 @@
-"""What of a model on a device is in host memory in this version, or goes by way of it; what cannot be yet says so."""
+"""What of a model on a device is in host memory, or goes by way of it, and what stays there; what cannot says so."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
 from zcomm._lane import DeviceLane
 from zcomm.comm import Communicator
+from zcomm.zero.geometry import Geometry
 from zcomm.zero.options import Offload
+from zcomm.zero.rules import Rule
 from zcomm.zero.sections import Sections
 
 
@@ -19,22 +23,38 @@ def check_host(job: Communicator) -> None:
         )
 
 
-def check_tiers(sections: Sections, offload: Offload, lane: DeviceLane, stage: int) -> None:
-    """Raises: NotImplementedError for state, or sharded parameters, that are to stay on the device."""
-    what = ""
-    if offload.optimizer == "cpu" and offload.fraction < 1.0:
-        what = f"fraction={offload.fraction} of the optimizer state"
+def check_shards(sections: Sections, lane: DeviceLane, stage: int) -> None:
+    """Raises: NotImplementedError for sharded parameters that are to stay on the device."""
     names = dict(zip(map(id, sections.params), sections.names, strict=True))
     for section in sections.list:
-        first = names[id(section.params[0])]
-        if section.trained and section.state == "device":
-            what = what or f"the optimizer state of {first}"
         if stage == 3 and section.weights == "device":
-            what = what or f"the shards of {first}"
-    if what:
+            raise NotImplementedError(
+                f"the shards of {names[id(section.params[0])]} would stay on {lane.core.name}, where this version has "
+                "none; use stage 0, 1 or 2, or zcomm.Offload(params='cpu') or 'nvme' (offload='cpu' is both tiers)"
+            )
+
+
+def state_tiers(sections: Sections, geometry: Geometry, offload: Offload, on_device: bool) -> list[str]:
+    """Of each trained bucket. With a device ``fraction`` of tier "cpu" goes by bucket: as many of the first ones as fit
+    into the rest stay on the device. Their gradients are the last that come, and their weights are wanted first."""
+    tiers = [sections.list[bucket.section].state for bucket in geometry.buckets]
+    if not on_device or offload.optimizer != "cpu":
+        return tiers
+    rest = (1.0 - offload.fraction) * sum(bucket.count for bucket in geometry.buckets)
+    for bucket in geometry.buckets:
+        rest -= bucket.count
+        if rest < 0:
+            break
+        tiers[bucket.index] = "device"
+    return tiers
+
+
+def check_rule(tiers: Sequence[str], rule: Rule, lane: DeviceLane) -> None:
+    """Raises: NotImplementedError for state on the device that no kernel steps there."""
+    if "device" in tiers and rule.on_device is None:
         raise NotImplementedError(
-            f"{what} would stay on {lane.core.name}, where this version keeps neither optimizer state nor shards; use "
-            "offload='cpu' or 'nvme' (zcomm.Offload(optimizer=, and in stage 3 params=) without fraction)"
+            f"optimizer {rule.name!r} has no kernel for state on {lane.core.name}; use offload='cpu' (or 'nvme', "
+            "without fraction), or one that has: adamw, adam, lion"
         )
 
 

@@ -8,7 +8,7 @@ The store of sharded parameters that are gathered unit by unit (stage 3) is in u
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
@@ -138,7 +138,10 @@ class ParameterStore(ABC):
 
 
 class ResidentStore(ParameterStore):
-    """All parameters in one flat tensor of this process's memory, whose addresses never change."""
+    """All parameters in one flat tensor of this process's memory, whose addresses never change.
+
+    begins: where each bucket is in it; None: as in the flat index. Buckets that are not in it are elsewhere.
+    """
 
     def __init__(
         self,
@@ -147,12 +150,18 @@ class ResidentStore(ParameterStore):
         comm: Communicator,
         flat: torch.Tensor,
         tiers: Sequence[str],
+        begins: dict[int, int] | None = None,
     ) -> None:
         super().__init__(params, geometry, comm, flat.dtype, tiers)
         self._flat = flat
+        self._begins = {bucket.index: bucket.begin for bucket in geometry.every} if begins is None else begins
 
     def _bucket(self, bucket: FlatBucket) -> torch.Tensor:
-        return self._flat[bucket.begin : bucket.begin + bucket.count]
+        begin = self._begins[bucket.index]
+        return self._flat[begin : begin + bucket.count]
+
+    def _kept(self, bucket: FlatBucket) -> int:
+        return bucket.count if bucket.index in self._begins else 0
 
     def begin(self, bucket: FlatBucket) -> torch.Tensor:
         return self._bucket(bucket)[self.part(bucket)]
@@ -163,7 +172,7 @@ class ResidentStore(ParameterStore):
             self._params[index].data = self._geometry.view(flat, index)
 
     def sweep(self, reverse: bool = False) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
-        buckets = self._geometry.buckets
+        buckets = [bucket for bucket in self._geometry.buckets if bucket.index in self._begins]
         for bucket in reversed(buckets) if reverse else buckets:
             yield bucket, self.load(bucket)
 
@@ -202,7 +211,8 @@ class SharedStore(ResidentStore):
 
 
 class PrivateStore(ResidentStore):
-    """A copy for each rank. ``replicated``: every rank updates all of it (stage 0); otherwise parts are gathered."""
+    """A copy for each rank. ``replicated``: every rank updates all of it (stage 0, a world of one); otherwise parts
+    are gathered. without: buckets that it does not have (a world of one)."""
 
     def __init__(
         self,
@@ -212,9 +222,15 @@ class PrivateStore(ResidentStore):
         dtype: torch.dtype,
         tiers: Sequence[str],
         replicated: bool,
+        without: Collection[int] = (),
     ) -> None:
         self._replicated = replicated
-        super().__init__(params, geometry, comm, comm.empty(geometry.every_count, dtype), tiers)
+        begins, count = {}, 0
+        for bucket in geometry.every:
+            if bucket.index not in without:
+                begins[bucket.index] = count
+                count += bucket.count
+        super().__init__(params, geometry, comm, comm.empty(count, dtype), tiers, begins)
 
     def part(self, bucket: FlatBucket) -> slice:
         return slice(0, bucket.count) if self._replicated else super().part(bucket)

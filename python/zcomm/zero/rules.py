@@ -45,6 +45,8 @@ class Rule(ABC):
     align = ALIGN
     indexed = False
     spans_tiles = False  # whether one step() may cover several tiles of a shard
+    on_device: str | None = None  # how it steps there: "stream": kernels, "torch": torch's stream, None: not at all
+    master_first = False  # whether ``step_on`` takes fp16's master as the first of a tile
 
     @abstractmethod
     def check(self, group: dict[str, Any]) -> None:
@@ -57,6 +59,10 @@ class Rule(ABC):
     @abstractmethod
     def step(self, form: TileForm, part: TilePart, hyper: Any) -> None:
         """Update ``part`` in place. hyper: from ``prepare``."""
+
+    def step_on(self, stream: _core.Stream, form: TileForm, part: TilePart, hyper: Any) -> None:
+        """As ``step``, of a part in a device's memory: put on ``stream`` (on torch's, where ``on_device`` says so)."""
+        raise NotImplementedError(f"{self.name} has no kernel on a device")
 
     def initial(self, group: dict[str, Any]) -> float:
         """What the arrays hold before the first step."""
@@ -73,18 +79,20 @@ class Rule(ABC):
 
 @dataclass(frozen=True)
 class _Kind:
-    """A name of a fused optimizer: its class, what the name fixes, and the kernel."""
+    """A name of a fused optimizer: its class, what the name fixes, and the kernels."""
 
     twin: type[FusedOptimizer[Any]]
     kernel: Callable[[_core.OptimShard, Any], None]
     fixed: dict[str, Any]
     defaults: dict[str, Any]
+    stream_kernel: Callable[[_core.Stream, _core.OptimShard, Any], None] | None = None  # None: not on a device
 
 
 KINDS = {
-    "adamw": _Kind(CPUAdam, _core.adam_step, {"adamw": True}, {"weight_decay": 1e-2}),  # torch.optim.AdamW's default
-    "adam": _Kind(CPUAdam, _core.adam_step, {"adamw": False}, {}),
-    "lion": _Kind(CPULion, _core.lion_step, {}, {}),
+    # AdamW's weight decay is torch.optim.AdamW's.
+    "adamw": _Kind(CPUAdam, _core.adam_step, {"adamw": True}, {"weight_decay": 1e-2}, _core.stream_adam_step),
+    "adam": _Kind(CPUAdam, _core.adam_step, {"adamw": False}, {}, _core.stream_adam_step),
+    "lion": _Kind(CPULion, _core.lion_step, {}, {}, _core.stream_lion_step),
     "sgd": _Kind(CPUSGD, _core.sgd_step, {}, {}),
     "adagrad": _Kind(CPUAdagrad, _core.adagrad_step, {}, {}),
 }
@@ -119,7 +127,9 @@ class FusedRule(Rule):
                 raise ValueError(f"{key}={value!r}: {name} has no such argument; it has {', '.join(known)}")
             _check_kind(name, key, value, inspect.signature(kind.twin).parameters[key].default)
         self._twin = kind.twin([torch.zeros(1)], **{**kind.defaults, **args}, **kind.fixed)
-        self._kernel = kind.kernel
+        self._kernel, self._stream_kernel = kind.kernel, kind.stream_kernel
+        self.on_device = None if kind.stream_kernel is None else "stream"
+        self.master_first = True
         self.name = name
         self.defaults = dict(self._twin.defaults)
         self.check(self.defaults)
@@ -189,3 +199,11 @@ class FusedRule(Rule):
         self._kernel(shard, hyper)
         if fp16:
             part.weight[part.begin : part.end].copy_(master[part.begin : part.end])
+
+    def step_on(self, stream: _core.Stream, form: TileForm, part: TilePart, hyper: Any) -> None:
+        first = 0
+        if self.indexed:
+            hyper, first = hyper.hyper, hyper.first + part.at
+        assert self._stream_kernel is not None
+        shard = core_shard(part.weight, part.grad, part.state, part.begin, part.end, form.state_dtype, first)
+        self._stream_kernel(stream, shard, hyper)

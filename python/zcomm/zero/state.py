@@ -53,9 +53,13 @@ class FrozenState(Protocol):
 
 
 class ShardState(ABC):
-    """State of the shards ``counts`` (elements per bucket) for weights of ``dtype``, updated by ``rule``."""
+    """State of the shards ``counts`` (elements per bucket) for weights of ``dtype``, updated by ``rule``.
+
+    turns: whether a step gains by going the other way than the last one.
+    """
 
     waited_s = 0.0
+    turns = False
     nbytes_by_tier: dict[str, int]
 
     def __init__(self, counts: Sequence[int], dtype: torch.dtype, rule: Rule) -> None:
@@ -98,6 +102,11 @@ class ShardState(ABC):
 
     @property
     def window_nbytes(self) -> int:
+        return 0
+
+    @property
+    def slot_nbytes(self) -> int:
+        """On the device, beside the state."""
         return 0
 
     @abstractmethod

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from zcomm import _core
@@ -29,17 +31,20 @@ def make_store(
     prefetch: int,
     options: Units,
     lane: DeviceLane | None,
+    resident: Collection[int] = (),
 ) -> ParameterStore:
-    """Collective. lane: of the model's device; None: it is on the CPU."""
+    """Collective. lane: of the model's device; None: it is on the CPU. resident: buckets that are there alone."""
     tiers = [sections.list[bucket.section].weights for bucket in geometry.every]
     if sections.by_unit:
         return _by_unit(sections, geometry, comm, dtype, tiers, arena, swap, shared, prefetch, options, lane)
     host: ResidentStore
-    if stage >= 1 and shared:
+    if resident:
+        host = PrivateStore(sections.params, geometry, comm, dtype, tiers, True, resident)
+    elif stage >= 1 and shared:
         host = SharedStore(sections.params, geometry, comm, dtype, tiers)
     else:
         host = PrivateStore(sections.params, geometry, comm, dtype, tiers, replicated=stage == 0)
-    return host if lane is None else DeviceStore(sections.params, geometry, comm, tiers, host, lane)
+    return host if lane is None else DeviceStore(sections.params, geometry, comm, tiers, host, lane, resident)
 
 
 def _by_unit(

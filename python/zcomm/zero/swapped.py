@@ -85,6 +85,8 @@ class SwappedState(ShardState):
     """State on NVMe: ``fraction`` of the buckets whose tier that is, WINDOWS spans of it in RAM at a time. The other
     spans are always in RAM."""
 
+    turns = True
+
     def __init__(
         self,
         counts: Sequence[int],

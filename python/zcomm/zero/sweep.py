@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from zcomm.zero.device_weights import DeviceStore
 from zcomm.zero.geometry import FlatBucket
 from zcomm.zero.rules import Indexed, Rule
-from zcomm.zero.state import RamState, Run, ShardStep
+from zcomm.zero.state import Run, ShardStep
 
 if TYPE_CHECKING:
     from zcomm.zero.build import Parts
@@ -26,6 +26,8 @@ class Sweep:
 
     def __init__(self, parts: Parts, rule: Rule, whole: bool) -> None:
         self._parts, self._rule, self._whole = parts, rule, whole
+        there = parts.resident.numbers if parts.resident is not None else ()
+        self._on_host = [bucket for bucket in parts.geometry.buckets if bucket.index not in there]
         self._reverse = True
         self.waited_s = 0.0
 
@@ -34,9 +36,17 @@ class Sweep:
         start = time.perf_counter()
         parts = self._parts
         parts.store.settle()
-        total = parts.norm(parts.reducer.shard_view(bucket) for bucket in parts.geometry.buckets)
+        parts.norm.begin()
+        for bucket in self._on_host:
+            parts.norm.add(parts.reducer.shard_view(bucket))
+        total = self._end_norm()
         self.waited_s += time.perf_counter() - start
         return total
+
+    def _end_norm(self) -> float:
+        if self._parts.resident is not None:
+            self._parts.resident.add_squares(self._parts.norm)
+        return self._parts.norm.end()
 
     @property
     def can_land(self) -> bool:
@@ -54,9 +64,9 @@ class Sweep:
 
     def prepared(self, groups: Sequence[dict[str, Any]], scale: float, reverse: bool | None = None) -> Step:
         """``run`` for another thread, with the hyperparameters as they are now. reverse: None: first bucket first,
-        where nothing is gained by turning round."""
+        where nothing is gained by turning round. The resident buckets are stepped now."""
         if reverse is None:
-            reverse = self._reverse and not isinstance(self._parts.state, RamState)
+            reverse = self._reverse and self._parts.state.turns
         hyper = self._begin(groups, scale)
 
         def step() -> None:
@@ -71,14 +81,17 @@ class Sweep:
         landed, last buckets first."""
         parts = self._parts
         parts.norm.begin()
-        reverse = self._reverse or isinstance(parts.state, RamState)
+        reverse = self._reverse or not parts.state.turns
         self._step(self._landing(self._begin(groups, scale), reverse), reverse)
-        return parts.norm.end()
+        return self._end_norm()
 
     def _begin(self, groups: Sequence[dict[str, Any]], scale: float) -> list[Any]:
-        """What the rule needs of each group."""
+        """What the rule needs of each group. Resident buckets are stepped: the device does so beside what follows."""
         self._parts.store.used()
-        return [self._rule.prepare(number, group, scale) for number, group in enumerate(groups)]
+        hyper = [self._rule.prepare(number, group, scale) for number, group in enumerate(groups)]
+        if self._parts.resident is not None:
+            self._parts.resident.step(lambda bucket: self._runs(bucket, hyper))
+        return hyper
 
     def _step(self, shards: Iterator[ShardStep], reverse: bool) -> None:
         self._parts.state.step(shards, reverse)

@@ -116,24 +116,49 @@ class TileForm:
             return weight
         if self.dtype == torch.float16:
             return self.array(state, weight.numel(), "master")
+        if not weight.is_cpu:
+            return joined(weight, self._low(state, weight.numel()).view(torch.int16))
         master = torch.empty(weight.numel())
         _core.join_master(self._split(weight, state, master), master.data_ptr(), 0)
         return master
 
     def _split(self, weight: torch.Tensor, state: torch.Tensor, master: torch.Tensor) -> _core.OptimShard:
         """A bf16 weight and its remainder alone, however many arrays lie before it."""
-        count = weight.numel()
-        low = state[self._scales_nbytes(count) + self.state_dtype.itemsize * len(self.arrays) * count :]
-        return core_shard(weight, master, low, 0, weight.numel())
+        return core_shard(weight, master, self._low(state, weight.numel()), 0, weight.numel())
+
+    def _low(self, state: torch.Tensor, count: int) -> torch.Tensor:
+        return state[self._scales_nbytes(count) + self.state_dtype.itemsize * len(self.arrays) * count :]
+
+    def swapped(self, state: torch.Tensor, count: int, master_first: bool) -> torch.Tensor:
+        """A tile of fp16 weights, a copy, with its master first, as the core has it, or last."""
+        middle = self.nbytes(count) - 4 * count if master_first else 4 * count
+        return torch.cat((state[middle:], state[:middle]))
 
     def set_master(self, weight: torch.Tensor, state: torch.Tensor, master: torch.Tensor) -> None:
         """Keep ``master`` (fp32, contiguous) exactly, and its rounded value as the weight of one tile."""
+        if self.dtype == torch.bfloat16 and not weight.is_cpu:
+            high, low = split(master)
+            weight.copy_(high)
+            self._low(state, weight.numel()).view(torch.int16).copy_(low)
+            return
         if self.dtype == torch.bfloat16:
             _core.split_master(self._split(weight, state, master), master.data_ptr(), 0)
             return
         weight.copy_(master)
         if self.dtype == torch.float16:
             self.array(state, weight.numel(), "master").copy_(master)
+
+
+def joined(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """The core's join_master on a device's memory."""
+    return ((weight.view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)).view(torch.float32)
+
+
+def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The core's split_master on a device's memory: bf16 weight and int16 remainder."""
+    bits, nan = master.view(torch.int32), torch.isnan(master)
+    high = torch.where(nan, (bits >> 16) | 0x40, (bits + 0x8000) >> 16)
+    return high.to(torch.int16).view(torch.bfloat16), torch.where(nan, 0, bits).to(torch.int16)
 
 
 def _alone(count: int) -> tuple[torch.Tensor, Coded, torch.Tensor, torch.Tensor, _core.OptimShard]:

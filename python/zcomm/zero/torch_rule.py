@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from zcomm import _core
 from zcomm.zero.rules import SWITCHES, Rule
 from zcomm.zero.tile import TileForm, TilePart
 
@@ -41,6 +42,8 @@ class _Hyper:
 
 class TorchRule(Rule):
     """``kind`` is one of ELEMENTWISE. Raises: ValueError, as the class itself, for its arguments."""
+
+    on_device = "torch"
 
     def __init__(self, kind: type[torch.optim.Optimizer], args: dict[str, Any]) -> None:
         self.name = kind.__name__.lower()
@@ -84,7 +87,8 @@ class TorchRule(Rule):
         """torch's step on one flat parameter, in place; its state afterwards."""
         param = master.detach()
         param.grad = grad if scale == 1.0 else grad * scale
-        self._torch.param_groups = [{**self.defaults, **options, "params": [param]}]
+        # One tensor at a time: on a device, too, the scalars are the host's.
+        self._torch.param_groups = [{**self.defaults, **options, "foreach": False, "params": [param]}]
         self._torch.state.clear()
         if state:
             self._torch.state[param] = state
@@ -106,6 +110,9 @@ class TorchRule(Rule):
             form.set_master(weight, part.state, master)
         elif form.dtype == torch.float16:
             weight[inside].copy_(master[inside])
+
+    def step_on(self, stream: _core.Stream, form: TileForm, part: TilePart, hyper: Any) -> None:
+        self.step(form, part, hyper)
 
     def progress(self) -> list[dict[str, Any]] | None:
         return [{name: float(value) for name, value in (scalars or {}).items()} for scalars in self._scalars]

@@ -1,0 +1,46 @@
+"""Which state keeps an optimizer's arrays: by tier of each bucket, by device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from zcomm import _core
+from zcomm._lane import DeviceLane
+from zcomm.zero.device_state import DeviceState
+from zcomm.zero.rules import Rule
+from zcomm.zero.staged_state import StagedState
+from zcomm.zero.state import RamState, ShardState
+from zcomm.zero.swapped import SwappedState
+from zcomm.zero.tiered_state import TieredState
+from zcomm.zero.tile import TileForm
+
+
+def make_state(
+    counts: Sequence[int],
+    tiers: Sequence[str],
+    dtype: torch.dtype,
+    rule: Rule,
+    arena: _core.PinnedArena,
+    swap: _core.SwapFile | None,
+    fraction: float,
+    lane: DeviceLane | None,
+    resident: bool,
+) -> ShardState:
+    """counts, tiers: of each trained bucket's shard. lane: of the model's device; None: it is on the CPU, whose memory
+    is both "device" and "cpu". resident: weights and gradients of tier "device" are on the device, too."""
+    there = [lane is not None and tier == "device" for tier in tiers]
+    here = [0 if at else count for count, at in zip(counts, there, strict=True)]
+    if lane is not None and "nvme" not in tiers:
+        fraction = 1.0  # ``tiers`` says it
+    host: ShardState
+    if swap is not None and "nvme" in tiers and TileForm(rule.arrays, dtype, rule.state_dtype).element_nbytes:
+        host = SwappedState(here, tiers, dtype, rule, arena, swap, fraction)
+    else:
+        host = RamState(here, tiers, dtype, rule, arena, fraction)
+    if lane is None or not any(there):
+        return host
+    own = [count if at else 0 for count, at in zip(counts, there, strict=True)]
+    device = (DeviceState if resident else StagedState)(own, dtype, rule, lane)
+    return TieredState(host, device, there)

@@ -1,0 +1,246 @@
+"""Optimizer state that stays on a (simulated) device: the bits of the CPU, memory, checkpoints, what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import simulated
+import zcomm
+from device_jobs import Job, pairs
+from test_zero_corners import Net, loss_of
+from test_zero_device import same
+from test_zero_device_life import both, step
+from zcomm.zero import staged_state
+from zcomm.zero.tile import TileForm, joined, split
+
+Run = Callable[..., list[Any]]
+DELAY_S = 0.0005
+
+# Of a world of one, whose buckets are resident, and of two, whose gradients and weights go by host memory.
+JOBS = [
+    Job(0, None), Job(1, None, precision="bf16", clip=0.5), Job(2, None, precision="fp16", accum=2),
+    Job(2, None, clip=1.0, accum=3, overlap=False), Job(2, None, share_parameters=False, bucket_mb=25.0),
+    Job(2, fraction=0.5), Job(0, fraction=0.4, precision="bf16", clip=1.0, accum=2),
+    Job(2, fraction=0.3, precision="fp16", clip=0.5), Job(1, fraction=0.5, overlap=False),
+    Job(1, "mixed", precision="bf16"), Job(2, "mixed", clip=1.0, accum=2),
+    Job(2, None, optimizer="lion", precision="bf16"), Job(0, fraction=0.5, optimizer="lion", clip=0.5),
+    Job(2, None, optimizer="8bit", precision="bf16"), Job(1, fraction=0.5, optimizer="8bit", precision="fp16"),
+    Job(1, None, optimizer="small"), Job(2, None, optimizer="nadam"),
+    Job(2, fraction=0.5, optimizer="asgd", precision="bf16"), Job(1, None, optimizer="nadam", precision="fp16"),
+    Job(2, fraction=0.5, behind=True), Job(1, None, behind=True, clip=0.5, precision="bf16"),
+    Job(2, "mixed", behind=True, accum=2, optimizer="nadam"),
+    Job(3, None, precision="bf16"), Job(3, fraction=0.5, clip=0.5), Job(3, "mixed", optimizer="8bit", accum=2),
+]  # fmt: skip
+
+
+def small_pieces(jobs: list[Job], folder: str) -> list[Any]:
+    staged_state.PIECE_TILES = 1  # more pieces than slots
+    return pairs(jobs, folder, DELAY_S, 3)
+
+
+@pytest.fixture(autouse=True)
+def ordinary() -> Iterator[None]:
+    yield
+    simulated.stop()
+    zcomm.shutdown()
+
+
+@pytest.mark.timeout_s(300)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_bits_of_the_cpu(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
+    same(JOBS, run_ranks(small_pieces, world_size, JOBS, str(tmp_path), timeout_s=280))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "job"),
+    [
+        (1, Job(2, None, precision="fp16")),
+        (1, Job(0, fraction=0.5, precision="bf16", behind=True)),
+        (1, Job(1, "mixed")),
+        (2, Job(2, None, precision="bf16")),
+        (2, Job(3, fraction=0.5, precision="fp16")),
+    ],
+    ids=str,
+)
+def test_whole_tensors_and_checkpoints(run_ranks: Run, tmp_path: Path, world_size: int, job: Job) -> None:
+    for found in run_ranks(both, world_size, job, str(tmp_path)):
+        for plain, there in found:
+            assert torch.equal(plain, there)
+
+
+def test_a_save_in_the_background_is_of_its_moment(tmp_path: Path) -> None:
+    ends = []
+    for there in (False, True):
+        if there:
+            simulated.play(DELAY_S)
+        torch.manual_seed(0)
+        net = Net("plain")
+        opt = Job(2, fraction=0.5, precision="fp16").build(net, str(tmp_path))
+        step(net, opt, 0)
+        saving = opt.save(tmp_path / f"{there}", wait=False)
+        step(net, opt, 1)
+        saving.wait()
+        opt.load(tmp_path / f"{there}")
+        ends.append({**opt.full_state_dict(), **opt.state_dict()["state"][0]})
+        opt.close()
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def test_gradients_that_are_not_finite_skip_the_step(tmp_path: Path) -> None:
+    simulated.play()
+    net = Net("plain")
+    opt = zcomm.ZeroOptimizer(net, precision="bf16", skip_nonfinite=True, bucket_mb=0.004)
+    step(net, opt, 0)
+    before = opt.full_state_dict()
+    loss = loss_of(net, 0, 1)
+    handle = net.blocks[2].up.weight.register_hook(lambda grad: grad * float("inf"))
+    opt.backward(loss)
+    handle.remove()
+    opt.step()
+    opt.zero_grad()
+    assert opt.skipped_steps == 1 and opt.nonfinite.parameter == "blocks.2.up.weight"
+    assert all(torch.equal(before[name], value) for name, value in opt.full_state_dict().items())
+    opt.close()
+
+
+# --- memory -------------------------------------------------------------------------------------------------------
+
+COUNT = 6 * 64 * 64  # of six buckets
+
+
+def wide(offload: Any, precision: str = "fp32", stage: int = 2) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
+    size = 64 * 64 * (4 if precision == "fp32" else 2) / 2**20
+    return net, zcomm.ZeroOptimizer(net, stage=stage, offload=offload, precision=precision, bucket_mb=size)
+
+
+@pytest.mark.parametrize(("precision", "item", "state"), [("fp32", 4, 8), ("bf16", 2, 10), ("fp16", 2, 12)])
+@pytest.mark.parametrize(("fraction", "kept"), [(0.0, 6), (0.5, 3), (0.9, 0), (1.0, 0)])
+def test_memory_is_counted_where_it_is(fraction: float, kept: int, precision: str, item: int, state: int) -> None:
+    """At most 1 - fraction of the state stays, by whole buckets."""
+    simulated.play()
+    _, opt = wide(zcomm.Offload("cpu", fraction=fraction), precision)
+    memory, sums = opt.memory(), 3 * 64 * 8 if kept else 0
+    slot, there, here = 64 * 64 * item, COUNT * kept // 6, COUNT * (6 - kept) // 6
+    assert memory["device"] == {
+        "parameters": COUNT * item,
+        "gradients": 4 * there,
+        "optimizer": state * there,
+        "slots": 3 * slot + sums,
+    }
+    assert memory["cpu"] == {
+        "parameters": item * here,
+        "gradients": 4 * here,
+        "optimizer": state * here,
+        "slots": (6 - kept) * slot + sums,
+    }
+    opt.close()
+
+
+def test_none_is_all_of_it_and_a_world_of_one_crosses_no_bus(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated.play()
+    carried: list[int] = []
+    carry = zcomm._lane.CopyStream.carry
+    net, opt = wide(None)
+    assert opt.memory()["cpu"]["optimizer"] == opt.memory()["cpu"]["parameters"] == 0
+
+    def count(self: Any, copies: Any, *rest: Any) -> None:
+        copies = list(copies)
+        carried.extend(to.nbytes for to, _ in copies)
+        carry(self, copies, *rest)
+
+    monkeypatch.setattr(zcomm._lane.CopyStream, "carry", count)
+    for number in range(3):
+        net(torch.full((2, 64), 1.0 + number)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    assert sum(carried) == 3 * COUNT // 64 * 8, "sums of squares alone"
+    opt.close()
+
+
+@pytest.mark.parametrize("job", [Job(0, None), Job(2, "mixed", clip=1.0), Job(3, None)], ids=str)
+def test_nothing_is_allocated_after_the_second_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: Job) -> None:
+    simulated.play()
+    asked: list[str] = []
+    empty = simulated.SimulatedLane.empty
+    monkeypatch.setattr(
+        simulated.SimulatedLane, "empty", lambda self, n, dtype, what: asked.append(what) or empty(self, n, dtype, what)
+    )
+    net = Net("plain")
+    opt = job.build(net, str(tmp_path))
+    for number in range(2):
+        step(net, opt, number)
+    assert "optimizer state" in asked
+    before = len(asked), opt.allocation_count()
+    for number in range(4):
+        step(net, opt, number)
+    assert (len(asked), opt.allocation_count()) == before
+    state = opt._parts.state
+    opt.close()
+    opt.close()
+    assert not state.device._states and opt._parts is None
+    with torch.no_grad():
+        net.head.weight.add_(1)  # in stages 0 to 2 the model's own now
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+@pytest.mark.parametrize("offload", [None, zcomm.Offload("cpu", fraction=0.0)])
+def test_an_optimizer_without_kernels_there_says_so(optimizer: str, offload: Any) -> None:
+    simulated.play()
+    with pytest.raises(NotImplementedError, match=f"'{optimizer}' has no kernel for state on simulated; use offload="):
+        zcomm.ZeroOptimizer(nn.Linear(4, 4), optimizer, lr=0.1, offload=offload)
+
+
+def test_shards_do_not_stay_there_yet() -> None:
+    simulated.play()
+    with pytest.raises(NotImplementedError, match=r"the shards of weight would stay on simulated, .* use stage 0, 1"):
+        zcomm.ZeroOptimizer(nn.Linear(4, 4), stage=3, offload=zcomm.Offload("cpu"))
+
+
+def test_out_of_memory_names_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated.play()
+    empty = simulated.SimulatedLane._empty
+
+    def full(self: Any, count: int, dtype: torch.dtype) -> torch.Tensor:
+        if dtype == torch.uint8:
+            raise torch.OutOfMemoryError("no more")
+        return empty(self, count, dtype)
+
+    monkeypatch.setattr(simulated.SimulatedLane, "_empty", full)
+    with pytest.raises(zcomm.CudaError, match=r"out of memory on .*: \d+ bytes for optimizer state .*zcomm.Offload"):
+        zcomm.ZeroOptimizer(nn.Linear(8, 8))
+
+
+# --- the parts that only a device's memory takes ------------------------------------------------------------------
+
+
+def test_masters_are_split_by_torch_as_by_the_core() -> None:
+    bits = torch.randint(-(2**31), 2**31 - 1, (1 << 14,), dtype=torch.int64).to(torch.int32)
+    edges = [0, -(2**31), 0x7F800000, 0x7F7FFFFF, 0x3F808000, 0x3F818000, 0x3F807FFF, 0x7F8FFFFF, 0x7FC00001, 1]
+    master = torch.cat((bits, torch.tensor(edges, dtype=torch.int32))).view(torch.float32)
+    form, count = TileForm((), torch.bfloat16), master.numel()
+    weight, state = torch.empty(count, dtype=torch.bfloat16), torch.empty(2 * count, dtype=torch.uint8)
+    form.set_master(weight, state, master)
+    high, low = split(master)
+    assert torch.equal(high.view(torch.int16), weight.view(torch.int16))
+    assert torch.equal(low, state.view(torch.int16))
+    assert torch.equal(joined(weight, low).view(torch.int32), form.master(weight, state).view(torch.int32))
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_the_order_of_a_tile_of_fp16(state_dtype: torch.dtype) -> None:
+    form, count = TileForm(("exp_avg", "exp_avg_sq"), torch.float16, state_dtype), 512
+    state = torch.randint(256, (form.nbytes(count),), dtype=torch.uint8)
+    core = form.swapped(state, count, True)
+    assert torch.equal(form.swapped(core, count, False), state) and not torch.equal(core, state)
+    assert torch.equal(core[: 4 * count].view(torch.int32), form.array(state, count, "master").view(torch.int32))
