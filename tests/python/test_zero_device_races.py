@@ -25,8 +25,11 @@ from zcomm import _core, _lane
 from zcomm._lane import CopyStream
 from zcomm.zero.behind import StepBehind
 from zcomm.zero.device_gradients import DeviceReducer
+from zcomm.zero.device_norm import DeviceSquares
 from zcomm.zero.device_units import DeviceUnitStore
 from zcomm.zero.device_weights import DeviceStore
+from zcomm.zero.norm import GradientNorm
+from zcomm.zero.staged_state import StagedState
 from zcomm.zero.state import ShardState
 
 pytestmark = pytest.mark.skipif(not hasattr(_core, "Trace"), reason="the race checker is not in this build")
@@ -42,6 +45,10 @@ class Lane(simulated.SimulatedLane):
 
     def current(self) -> Any:
         return self.stream
+
+    def drain(self) -> None:
+        super().drain()
+        self.stream.synchronize()  # torch gives memory to others in the order of its stream; the host does so at once
 
 
 class Watched:
@@ -118,7 +125,12 @@ class Watched:
             if ran:
                 self.trace.order("end of the step", None)
 
+        def add_blocks(original: Any, this: Any, sums: torch.Tensor) -> None:
+            self.touch(None, sums, "r", "norm of a bucket")
+            original(this, sums)
+
         self.around(ShardState, "_step_tile", tile)
+        self.around(GradientNorm, "add_blocks", add_blocks)
         self.around(StepBehind, "start", begin)
         self.around(StepBehind, "join", join)
 
@@ -179,6 +191,7 @@ JOBS = [
     Job(0), Job(2), Job(2, clip=1.0, accum=2), Job(2, behind=True), Job(1, "nvme", behind=True, accum=2),
     Job(3), Job(3, prefetch=3), Job(3, "nvme", prefetch=0), Job(3, kind="twice"), Job(3, kind="checkpoint"),
     Job(2, kind="unused", behind=True), Job(3, kind="unused", prefetch=3),
+    Job(0, None, accum=2), Job(2, "mixed", clip=1.0), Job(2, fraction=0.5, behind=True, precision="bf16"), Job(3, None),
 ]  # fmt: skip
 
 
@@ -197,9 +210,13 @@ def _without(place: str) -> Callable[[pytest.MonkeyPatch], None]:
     """``CopyStream.carry`` that forgets the events of one kind. place: a method of whose copies."""
 
     def change(patch: pytest.MonkeyPatch) -> None:
-        owner, method = {"reduce": (DeviceReducer, "_reduce"), "send": (DeviceStore, "_send")}.get(
-            place, (DeviceUnitStore, "_copy")
-        )
+        owner, method = {
+            "reduce": (DeviceReducer, "_reduce"),
+            "send": (DeviceStore, "_send"),
+            "copy": (DeviceUnitStore, "_copy"),
+            "sums": (DeviceSquares, "_start"),
+            "piece": (StagedState, "_step_piece"),
+        }[place]
         original, carry = getattr(owner, method), CopyStream.carry
         forgets = [False]
 
@@ -275,6 +292,10 @@ WAITS: dict[str, tuple[Job, Callable[[pytest.MonkeyPatch], None]]] = {
         Job(3, kind="unused", prefetch=3),
         _drop_wait(DeviceUnitStore, "settle"),
     ),
+    "sums of squares come before they are there": (Job(2, None), _without("sums")),
+    "sums of squares are added before they have come": (Job(2, None), _drop_wait(DeviceSquares, "_wait")),
+    "weights go home before they are stepped": (Job(3, None), _without("piece")),
+    "weights are used before they are home": (Job(3, None), _drop_wait(StagedState, "_wait")),
     "gradients are written while the step reads them": (
         Job(2, kind="unused", behind=True),
         _no_join,

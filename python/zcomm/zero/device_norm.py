@@ -58,8 +58,11 @@ class DeviceSquares:
         return here
 
     def _land(self, norm: GradientNorm, sums: torch.Tensor, slot: int) -> None:
-        self._came[slot].synchronize()
+        self._wait(slot)
         norm.add_blocks(sums)
+
+    def _wait(self, slot: int) -> None:
+        self._came[slot].synchronize()
 
     def close(self) -> None:
         self._there.clear()

@@ -10,6 +10,7 @@ Thread rule: as ShardState.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,8 +58,13 @@ class StagedState(DeviceState):
             self._next += 1
             self._step_piece(shard, part, slot)
             used.append(slot.left)
-        for left in used[-SLOTS:]:
-            left.synchronize()
+        self._wait(used[-SLOTS:])
+
+    def _wait(self, events: Sequence[Any]) -> None:
+        start = time.perf_counter()
+        for event in events:
+            event.synchronize()
+        self.waited_s += time.perf_counter() - start
 
     def _step_piece(self, shard: ShardStep, part: slice, slot: _Slot) -> None:
         count = part.stop - part.start
