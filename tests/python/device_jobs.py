@@ -41,12 +41,15 @@ class Job:
     fraction: float = 1.0
     behind: bool = False
 
-    def build(self, net: torch.nn.Module, folder: str) -> Any:
-        """The optimizer. ``behind`` on a device alone. offload "mixed": all three tiers. Stage 3 has its parameters in
-        host memory where it says no other tier."""
+    def place(self, behind: bool) -> zcomm.Offload:
+        """offload "mixed": all three tiers. Stage 3 has its parameters in host memory where it says no other tier."""
         params: Any = (self.offload if self.offload in ("cpu", "nvme") else "cpu") if self.stage == 3 else None
         tier: Any = _mixed if self.offload == "mixed" else self.offload
-        place = zcomm.Offload(tier, params, self.fraction, self.behind and simulated.playing())
+        return zcomm.Offload(tier, params, self.fraction, behind)
+
+    def build(self, net: torch.nn.Module, folder: str) -> Any:
+        """The optimizer. ``behind`` on a device alone."""
+        place = self.place(self.behind and simulated.playing())
         trained = [p for p in net.parameters() if p.requires_grad]
         chosen: Any = {
             "adamw": lambda: torch.optim.AdamW(trained, lr=1e-2),

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import zcomm
-from device_jobs import Job
+from device_jobs import NAMED, Job
 from test_zero_corners import KINDS, Net, tokens_of
 from zero_jobs import digest
 
@@ -24,6 +24,7 @@ STEPS = 6
 JOBS = [
     Job(0), Job(1, "nvme"), Job(2), Job(2, share_parameters=False), Job(2, "nvme", fraction=0.5),
     Job(3), Job(3, prefetch=0), Job(3, "nvme", prefetch=3), Job(3, share_parameters=False), Job(2, bucket_mb=25.0),
+    Job(0, None), Job(2, None, bucket_mb=25.0), Job(2, fraction=0.5), Job(1, "mixed"), Job(3, None),
 ]  # fmt: skip
 
 
@@ -32,17 +33,21 @@ def loss_of(net: torch.nn.Module, number: int) -> torch.Tensor:
     return F.cross_entropy(net(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
+def chosen_of(job: Job, trained: list[Any]) -> Any:
+    return NAMED[job.optimizer][0] if job.optimizer in NAMED else torch.optim.AdamW(trained, lr=1e-2)
+
+
 def train(job: Job, folder: str, behind: bool = False, late: bool = False) -> dict[str, Any]:
     """late: the model is on the CPU until ZeroOptimizer takes it to the device."""
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True, warn_only=True)
     net = Net(job.kind) if late else Net(job.kind).cuda()
     trained = [p for p in net.parameters() if p.requires_grad]
-    params = job.offload if job.stage == 3 else None
     opt = zcomm.ZeroOptimizer(
-        net, torch.optim.AdamW(trained, lr=1e-2), stage=job.stage, precision=job.precision, clip_norm=job.clip,
-        offload=zcomm.Offload(job.offload, params, job.fraction, behind), nvme_path=folder, bucket_mb=job.bucket_mb,
+        net, chosen_of(job, trained), stage=job.stage, precision=job.precision, clip_norm=job.clip,
+        offload=job.place(behind), nvme_path=folder, bucket_mb=job.bucket_mb,
         prefetch=job.prefetch, share_parameters=job.share_parameters, grad_accum=job.accum, device="cuda",
+        **NAMED.get(job.optimizer, ("", {}))[1],
     )  # fmt: skip
     losses = []
     for number in range(STEPS * job.accum):
@@ -64,7 +69,7 @@ def test_the_same_bits(tmp_path: Path, precision: str, clip: float | None) -> No
     reference = train(jobs[0], str(tmp_path))
     for job in jobs[1:]:
         assert train(job, str(tmp_path)) == reference, f"{job}"
-    for job in jobs[:3]:
+    for job in (*jobs[:3], *jobs[-5:-1]):
         assert train(job, str(tmp_path), behind=True) == reference, f"{job} behind"
     assert train(Job(3, precision=precision, clip=clip), str(tmp_path), late=True) == reference
     zcomm.shutdown()
@@ -79,6 +84,61 @@ def test_models_off_the_straight_road(tmp_path: Path, kind: str) -> None:
     zcomm.shutdown()
 
 
+@pytest.mark.parametrize("optimizer", NAMED)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_state_on_the_device_has_the_bits_of_the_host(tmp_path: Path, optimizer: str, precision: str) -> None:
+    on_host = train(Job(2, optimizer=optimizer, precision=precision, accum=2), str(tmp_path))
+    for job in (Job(2, None, accum=2), Job(0, fraction=0.5, accum=2), Job(3, None, accum=2)):
+        assert train(replace(job, optimizer=optimizer, precision=precision), str(tmp_path)) == on_host, f"{job}"
+    zcomm.shutdown()
+
+
+@pytest.mark.parametrize("optimizer", ["nadam", "asgd"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_torchs_optimizers_run_on_the_device(tmp_path: Path, optimizer: str, precision: str) -> None:
+    """Their arithmetic is torch's there: close to that of the host."""
+    ends = []
+    for offload in ("cpu", None):
+        torch.manual_seed(0)
+        net = Net("plain").cuda()
+        opt = Job(2, offload, optimizer=optimizer, precision=precision).build(net, str(tmp_path))
+        for number in range(STEPS):
+            opt.backward(loss_of(net, number))
+            opt.step()
+            opt.zero_grad()
+        ends.append(opt.full_state_dict())
+        opt.close()
+    for name, value in ends[0].items():
+        torch.testing.assert_close(ends[1][name].float(), value.float(), rtol=2e-2, atol=2e-3)
+    zcomm.shutdown()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_state_on_the_device_is_saved_and_loaded(tmp_path: Path, precision: str) -> None:
+    torch.manual_seed(0)
+    net = Net("plain").cuda()
+    opt = Job(2, fraction=0.5, precision=precision).build(net, str(tmp_path))
+    ends: list[dict[str, torch.Tensor]] = []
+    assert opt.memory()["device"]["optimizer"] > 0 and opt.memory()["cpu"]["optimizer"] > 0
+    for number in (0, 1, 2, 1, 2, 1, 2):
+        if number == 1 and not ends:
+            saving = opt.save(tmp_path / "saved", wait=False)
+            state = opt.state_dict()
+        elif number == 1:
+            opt.load(tmp_path / "saved")
+            if len(ends) == 2:
+                opt.load_state_dict(state)
+        opt.backward(loss_of(net, number))
+        opt.step()
+        opt.zero_grad()
+        if number == 2:
+            saving.wait()
+            ends.append(opt.full_state_dict())
+    assert all(torch.equal(ends[0][name], end[name]) for end in ends[1:] for name in end)
+    opt.close()
+    zcomm.shutdown()
+
+
 def test_torch_has_the_same_numbers(tmp_path: Path) -> None:
     torch.manual_seed(0)
     net = Net("plain").cuda()
@@ -89,7 +149,7 @@ def test_torch_has_the_same_numbers(tmp_path: Path) -> None:
         twin.zero_grad()
     torch.manual_seed(0)
     ours = Net("plain").cuda()
-    opt = Job(2).build(ours, str(tmp_path))
+    opt = Job(2, None).build(ours, str(tmp_path))
     for number in range(STEPS):
         opt.backward(loss_of(ours, number))
         opt.step()
