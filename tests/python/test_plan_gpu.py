@@ -33,6 +33,15 @@ def test_bytes_by_tier() -> None:
     assert (drive.host_nbytes, drive.drive_nbytes) == (4 * P, 12 * P)
     assert gpu_case(P, 3, "nvme", 1, replace(H100, drive_nbytes=70 * GIB)).lacks == ("drive",)
     assert gpu_case(P, 2, "cpu", 1, replace(H100, host_nbytes=64 * GIB)).lacks == ("host",)
+    assert gpu_case(P, 3, "none", 1, H100).lacks == ("GPU", "offload"), "shards do not stay on the GPU"
+
+
+def test_state_that_stays_on_the_gpus() -> None:
+    alone, two = (gpu_case(P, 2, "none", n, replace(H100, count=2)) for n in (1, 2))
+    assert alone.pcie_s == alone.update_s == 0.0
+    assert two.gpu_nbytes == 2 * P + 10 * P // 2 + CONTEXT_NBYTES, "weights and a half of the state"
+    assert two.host_nbytes == 2 * (2 * P // 2 + 4 * P // 2), "one copy of the weights, and of the sums of gradients"
+    assert two.update_s == 0.0 and two.pcie_s == pytest.approx((2 + 4 + 2) * P / 2 / (0.85 * 63e9))
 
 
 def test_ranks_share_gpus_and_host() -> None:

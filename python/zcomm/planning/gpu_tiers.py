@@ -2,7 +2,9 @@
 
 [Note: tiers with a GPU] Each rank has a device copy of what stage shards do not take (D4 shares memory on CPUs only).
 Where the optimizer's state is offloaded, the weights and the fp32 sums of gradients are in host memory, too: the CPU
-steps there, gradients leave the GPU by buckets during backward, weights return. Bytes are ZeRO's formula: slots,
+steps there, gradients leave the GPU by buckets during backward, weights return. So they are where ranks reduce: state
+that stays on the GPU is stepped there on sums and weights that come from the host. One rank alone without offload needs
+nothing of the host. Stage 3's shards do not stay on the GPU. Bytes are ZeRO's formula: slots,
 staging and padding come on top, some hundred MiB. Seconds are of all ranks, which share the host's memory, the PCIe
 link of their GPU and the drive. Pure arithmetic.
 """
@@ -42,7 +44,7 @@ class GpuHost:
 class GpuCase:
     """gpu_nbytes: of the fullest GPU; host and drive: of all ranks. Seconds per optimizer step as if nothing hid them;
     None where a rate is not known. hiding_tokens: per step and over all ranks, from which on the GPUs compute longer
-    than the longest of them, at MFU of the peak."""
+    than the longest of them, at MFU of the peak. lacks: what is too small; "offload": there is no such case without."""
 
     stage: int
     offload: str
@@ -77,7 +79,8 @@ def gpu_case(
     memory = memory_formula(
         numel, world_size, stage, precision, where, False, state_arrays=ARRAYS[optimizer], array_nbytes=array_nbytes
     )
-    if where.optimizer is not None:
+    by_host = where.optimizer is not None or where.params is not None or world_size > 1
+    if by_host:
         memory["cpu"]["gradients"] += memory["device"]["gradients"]
         memory["device"]["gradients"] = 0
         if where.params is None:
@@ -92,10 +95,11 @@ def gpu_case(
             ("GPU", on_gpu, host.gpu_nbytes),
             ("host", on_host, host.host_nbytes),
             ("drive", on_drive, host.drive_nbytes),
+            ("offload", stage == 3 and where.params is None, False),
         )
         if needs > has
     )
-    rates = _Seconds(numel, world_size, host, where.optimizer is not None, where.params is not None)
+    rates = _Seconds(numel, world_size, host, by_host, where.optimizer is not None, where.params is not None)
     pcie = rates.pcie(form.dtype.itemsize, accumulation, beside)
     state_nbytes = ARRAYS[optimizer] * array_nbytes + form.master_nbytes
     update = rates.update(2 * state_nbytes + 3 * form.dtype.itemsize)  # weight read and written, gradient read
@@ -120,19 +124,22 @@ class _Seconds:
     numel: int
     world_size: int
     host: GpuHost
+    by_host: bool
     offloaded: bool
     params_offloaded: bool
 
     def pcie(self, itemsize: int, accumulation: int, beside: int) -> float | None:
         """Gradients down each micro-step, weights up each step; offloaded parameters go up for forward and backward of
-        each micro-step. Both directions at once."""
-        if not (self.offloaded or self.params_offloaded):
+        each micro-step. For a step on the GPU sums and weights go up, too, and weights down. Both directions at once.
+        """
+        if not self.by_host:
             return 0.0
         if self.host.pcie_bps is None:
             return None
-        down = accumulation if self.offloaded else 0
-        up = 2 * accumulation if self.params_offloaded else 1
-        return beside * max(down, up) * self.numel * itemsize / self.world_size / (PAYLOAD * self.host.pcie_bps)
+        staged = not self.offloaded
+        down = (accumulation + staged) * itemsize
+        up = (2 * accumulation if self.params_offloaded else 1) * itemsize + staged * (4 + itemsize)
+        return beside * max(down, up) * self.numel / self.world_size / (PAYLOAD * self.host.pcie_bps)
 
     def update(self, per_param: int) -> float | None:
         if not self.offloaded:
