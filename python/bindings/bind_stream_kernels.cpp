@@ -106,6 +106,20 @@ void bind_stream_kernels(py::module_& m) {
         optim::stream_squares(stream.kernels(), pointer<double>(sums), pointer<const void>(grad), dtype, count);
       },
       py::arg("stream"), py::arg("sums"), py::arg("grad"), py::arg("dtype"), py::arg("count"), NoGil());
+  m.attr("EXACT_SUM_WORDS") = ExactSum::kWords;
+  m.def(
+      "stream_norm",
+      [](device::Stream& stream, std::uintptr_t words, std::uintptr_t grad, DType dtype, std::size_t count) {
+        optim::stream_norm(stream.kernels(), pointer<std::int64_t>(words), pointer<const void>(grad), dtype, count);
+      },
+      py::arg("stream"), py::arg("words"), py::arg("grad"), py::arg("dtype"), py::arg("count"), NoGil());
+  m.def(
+      "add_words",
+      [](ExactSum& sum, std::uintptr_t words) {
+        optim::add_words(
+            sum, std::span<const std::int64_t, ExactSum::kWords>(pointer<const std::int64_t>(words), ExactSum::kWords));
+      },
+      py::arg("sum"), py::arg("words"), NoGil());
   m.def(
       "add_block_sums",
       [](ExactSum& sum, std::uintptr_t sums, std::size_t count) {

@@ -447,6 +447,12 @@ def stream_lion_step(stream: Stream, shard: OptimShard, params: LionParams) -> N
 def stream_squares(stream: Stream, sums: int, grad: int, dtype: DType, count: int) -> None:
     """Squares of blocks of 64 elements, for add_block_sums."""
 
+EXACT_SUM_WORDS: int
+
+def stream_norm(stream: Stream, words: int, grad: int, dtype: DType, count: int) -> None:
+    """words: EXACT_SUM_WORDS int64 on the device, += the squares; for add_words."""
+
+def add_words(sum: ExactSum, words: int) -> None: ...
 def add_block_sums(sum: ExactSum, sums: int, count: int) -> None: ...
 def stream_scale(
     stream: Stream,

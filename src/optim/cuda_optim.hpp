@@ -25,5 +25,6 @@ void launch_advance(std::span<const StreamAdamItem> items, const StreamAdam& opt
 void launch_adam(std::span<const StreamAdamItem> items, const OnDevice<AdamFactors>* factors, std::uintptr_t stream);
 
 void launch_squares(double* sums, const void* grad, DType dtype, std::size_t count, std::uintptr_t stream);
+void launch_norm(std::int64_t* words, const void* grad, DType dtype, std::size_t count, std::uintptr_t stream);
 
 }  // namespace zcomm::optim::cuda

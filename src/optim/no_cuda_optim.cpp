@@ -20,5 +20,6 @@ void launch_advance(std::span<const StreamAdamItem>, const StreamAdam&, OnDevice
 }
 void launch_adam(std::span<const StreamAdamItem>, const OnDevice<AdamFactors>*, std::uintptr_t) { unsupported("adam"); }
 void launch_squares(double*, const void*, DType, std::size_t, std::uintptr_t) { unsupported("squares"); }
+void launch_norm(std::int64_t*, const void*, DType, std::size_t, std::uintptr_t) { unsupported("norm"); }
 
 }  // namespace zcomm::optim::cuda

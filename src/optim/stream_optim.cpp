@@ -1,6 +1,7 @@
 // Tasks for device streams: on the host the CPU's own steps, on CUDA those of cuda_*.cu.
 #include "optim/stream_optim.hpp"
 
+#include <algorithm>
 #include <vector>
 
 #include "base/error.hpp"
@@ -141,6 +142,31 @@ class SquaresTask final : public KernelTask {
   std::size_t count_;
 };
 
+class NormTask final : public KernelTask {
+ public:
+  NormTask(std::int64_t* words, const void* grad, DType dtype, std::size_t count)
+      : words_(words), grad_(grad), dtype_(dtype), count_(count) {}
+
+  const char* name() const override { return "norm"; }
+  void touch(const Each& each) const override {
+    each({grad_, count_ * size_of(dtype_), false});
+    each({words_, ExactSum::kWords * sizeof(*words_), true});
+  }
+  void on_host() const override {
+    ExactSum sum;
+    add_squares(sum, grad_, dtype_, count_);
+    for (std::size_t i = 0; i < ExactSum::kWords; ++i) words_[i] += sum.words()[i];
+  }
+  void on_cuda(std::uintptr_t stream) const override { cuda::launch_norm(words_, grad_, dtype_, count_, stream); }
+  std::shared_ptr<const KernelTask> copy() const override { return std::make_shared<NormTask>(*this); }
+
+ private:
+  std::int64_t* words_;
+  const void* grad_;
+  DType dtype_;
+  std::size_t count_;
+};
+
 }  // namespace
 
 OnDevice<AdamFactors> factors_of(const AdamParams& params) {
@@ -183,6 +209,19 @@ void stream_squares(device::StreamKernels& kernels, double* sums, const void* gr
   check_squares(grad, dtype, count);
   if (count > 0 && sums == nullptr) throw InvalidArgument(text("squares: sums is null, count ", count));
   if (count > 0) kernels.run(SquaresTask(sums, grad, dtype, count));
+}
+
+void stream_norm(device::StreamKernels& kernels, std::int64_t* words, const void* grad, DType dtype,
+                 std::size_t count) {
+  check_squares(grad, dtype, count);
+  if (words == nullptr) throw InvalidArgument(text("norm: words is null, count ", count));
+  if (count > 0) kernels.run(NormTask(words, grad, dtype, count));
+}
+
+void add_words(ExactSum& sum, std::span<const std::int64_t, ExactSum::kWords> words) {
+  ExactSum other;
+  std::copy(words.begin(), words.end(), other.words().begin());
+  sum.add(other);
 }
 
 }  // namespace zcomm::optim

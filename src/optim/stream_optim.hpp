@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <span>
 
 #include "device/stream_kernels.hpp"
@@ -54,6 +55,11 @@ void stream_adam(device::StreamKernels& kernels, std::span<const StreamAdamItem>
 
 /// sums[b] = the squares of grad[64 b, 64 b + 64), as add_squares adds them, for (count + 63) / 64 blocks.
 void stream_squares(device::StreamKernels& kernels, double* sums, const void* grad, DType dtype, std::size_t count);
+/// words: those of an ExactSum in device memory; += the squares of grad, as add_squares adds them. They are not
+/// carried: so many as 2^29 blocks may be added to words of zeros before they are given to add_words.
+void stream_norm(device::StreamKernels& kernels, std::int64_t* words, const void* grad, DType dtype, std::size_t count);
+void add_words(ExactSum& sum, std::span<const std::int64_t, ExactSum::kWords> words);
+
 /// On host memory: the same, and their sum (add_squares is both).
 void block_squares(double* sums, const void* grad, DType dtype, std::size_t count);
 void add_block_sums(ExactSum& sum, std::span<const double> sums);

@@ -125,12 +125,12 @@ class Watched:
             if ran:
                 self.trace.order("end of the step", None)
 
-        def add_blocks(original: Any, this: Any, sums: torch.Tensor) -> None:
-            self.touch(None, sums, "r", "norm of a bucket")
-            original(this, sums)
+        def add_words(original: Any, this: Any, words: torch.Tensor) -> None:
+            self.touch(None, words, "r", "norm")
+            original(this, words)
 
         self.around(ShardState, "_step_tile", tile)
-        self.around(GradientNorm, "add_blocks", add_blocks)
+        self.around(GradientNorm, "add_words", add_words)
         self.around(StepBehind, "start", begin)
         self.around(StepBehind, "join", join)
 
@@ -214,7 +214,7 @@ def _without(place: str) -> Callable[[pytest.MonkeyPatch], None]:
             "reduce": (DeviceReducer, "_reduce"),
             "send": (DeviceStore, "_send"),
             "copy": (DeviceUnitStore, "_copy"),
-            "sums": (DeviceSquares, "_start"),
+            "sums": (DeviceSquares, "start"),
             "piece": (StagedState, "_step_piece"),
         }[place]
         original, carry = getattr(owner, method), CopyStream.carry
@@ -295,7 +295,7 @@ WAITS: dict[str, tuple[Job, Callable[[pytest.MonkeyPatch], None]]] = {
     "sums of squares come before they are there": (Job(2, None), _without("sums")),
     "sums of squares are added before they have come": (Job(2, None), _drop_wait(DeviceSquares, "_wait")),
     "weights go home before they are stepped": (Job(3, None), _without("piece")),
-    "weights are used before they are home": (Job(3, None), _drop_wait(StagedState, "_wait")),
+    "weights are used before they are home": (Job(3, None), _drop_wait(StagedState, "_await")),
     "gradients are written while the step reads them": (
         Job(2, kind="unused", behind=True),
         _no_join,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -131,16 +131,19 @@ class Taps(ExitStack):
             self._time(
                 store, "ensure", "waiting", lambda unit: f"wait for {unit.name}", lambda unit: unit.state is not whole
             )
-        for holder in (parts.state, getattr(store, "_source", None)):
+        states: Sequence[Any] = parts.state.each()
+        for holder in (*states, getattr(store, "_source", None)):
             if hasattr(holder, "_swap"):
                 self._proxy(holder, "_swap", "swap", _SWAPS, serial=False)
         self._time(
             parts.reducer, "_wait", "waiting", lambda n: "wait for gradients", lambda n: bool(parts.reducer._works[n])
         )
-        if hasattr(parts.state, "_wait"):
-            self._time(parts.state, "_wait", "waiting", lambda _: "wait for swap", lambda work: work is not None)
+        for state in states:
+            if hasattr(state, "_wait"):
+                self._time(state, "_wait", "waiting", lambda _: "wait for swap", lambda work: work is not None)
+            step = "_put" if hasattr(state, "_put") else "_step_tile"  # on a device: what giving it away takes
+            self._time(state, step, "compute", lambda *_: "update")
         self._time(store, "publish", "waiting", lambda: "wait for weights")
-        self._time(parts.state, "_step_tile", "compute", lambda *_: "update")
         self._time(optimizer, "step", "compute", lambda *_: f"optimizer step {optimizer.step_count + 1}")
         if parts.model is not None:
             self._forward(parts.model)

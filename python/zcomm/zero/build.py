@@ -92,8 +92,6 @@ class Parts:
             self.output_hook.remove()
         if self.lane is not None:
             self.lane.drain()
-        if self.resident is not None:
-            self.resident.close()
         self.reducer.close()
         self.store.close()
         self.state.close()
@@ -214,8 +212,7 @@ def _resident(
         return None
     assert isinstance(store, DeviceStore) and isinstance(state, TieredState) and lane is not None
     buckets = [bucket for bucket in geometry.buckets if bucket.index in store.resident]
-    squares = DeviceSquares(max(bucket.count for bucket in buckets), lane, arena)
-    return Resident(buckets, state.device, store, reducer, squares)
+    return Resident(buckets, state.device, store, reducer, DeviceSquares(lane, arena))
 
 
 def _behind(

@@ -41,9 +41,6 @@ def memory_of(parts: Parts) -> Memory:
     for tier, nbytes in parts.state.nbytes_by_tier.items():
         memory[tier]["optimizer"] += nbytes
     memory["device"]["slots"] += parts.store.slot_nbytes + parts.state.slot_nbytes
-    if parts.resident is not None:
-        for tier in ("device", "cpu"):
-            memory[tier]["slots"] += parts.resident.slot_nbytes
     memory["cpu"]["slots"] += parts.state.window_nbytes + parts.store.window_nbytes
     return memory
 

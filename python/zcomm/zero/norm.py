@@ -12,8 +12,6 @@ from zcomm import _core
 from zcomm._tensors import core_dtype
 from zcomm.comm import Communicator
 
-BLOCK = 64  # elements whose squares are one number: the core's
-
 
 class GradientNorm:
     """Exact sum of squares of all ranks' shards; one small integer all_reduce, which is also a barrier."""
@@ -38,9 +36,9 @@ class GradientNorm:
         """One more shard; in any order."""
         self._sum.add_squares(shard.data_ptr(), core_dtype(shard.dtype), shard.numel())
 
-    def add_blocks(self, sums: torch.Tensor) -> None:
-        """Squares of BLOCK elements each, as they are added here, fp64 on the host."""
-        _core.add_block_sums(self._sum, sums.data_ptr(), sums.numel())
+    def add_words(self, words: torch.Tensor) -> None:
+        """The words of another sum, on the host, int64."""
+        _core.add_words(self._sum, words.data_ptr())
 
     def end(self) -> float:
         """The norm of what was added on all ranks. Collective."""

@@ -40,7 +40,7 @@ def state_tiers(sections: Sections, geometry: Geometry, offload: Offload, on_dev
     tiers = [sections.list[bucket.section].state for bucket in geometry.buckets]
     if not on_device or offload.optimizer != "cpu":
         return tiers
-    rest = (1.0 - offload.fraction) * sum(bucket.count for bucket in geometry.buckets)
+    rest = round((1.0 - offload.fraction) * sum(bucket.count for bucket in geometry.buckets))
     for bucket in geometry.buckets:
         rest -= bucket.count
         if rest < 0:

@@ -3,7 +3,7 @@
 [Note: resident buckets] In stages 0 to 2 a world of one has nobody to reduce with or to give weights to, so what need
 not be offloaded crosses no bus: gradients add up on the device, the step is kernels on torch's stream behind them, the
 weights are changed in place, and what is given to that stream next sees them. The host waits for none of it, and steps
-the other buckets meanwhile. For the norm the sums of blocks come to the host.
+the other buckets meanwhile. Of the norm the words of an exact sum come to the host.
 Thread rule: the main thread: torch's stream is that of whoever calls.
 """
 
@@ -42,14 +42,10 @@ class Resident:
             grad, weight = self._reducer.shard_view(bucket), self._store.there(bucket)
             self._state.step_shard(ShardStep(bucket.index, weight, grad, runs(bucket)))
 
-    def add_squares(self, norm: GradientNorm) -> None:
-        """Of their gradients, to ``norm``, whether they have been stepped or not. Waits for the device."""
-        self._squares.add(norm, (self._reducer.shard_view(bucket) for bucket in self._buckets))
+    def start_norm(self) -> None:
+        """Put the squares of their gradients, stepped or not, on torch's stream."""
+        self._squares.start(self._reducer.shard_view(bucket) for bucket in self._buckets)
 
-    @property
-    def slot_nbytes(self) -> int:
-        """On the device, and as many on the host."""
-        return self._squares.slot_nbytes
-
-    def close(self) -> None:
-        self._squares.close()
+    def end_norm(self, norm: GradientNorm) -> None:
+        """Add them to ``norm``. Waits for the device."""
+        self._squares.end(norm)

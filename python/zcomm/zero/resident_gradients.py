@@ -69,7 +69,7 @@ class ResidentReducer(DeviceReducer):
             return
         self.before_reduce()
         place, stream = self._position[bucket.index] % self._slot_count, self._lane.current()
-        for event in self._written(place):
+        for event in (self._added[bucket.index], *self._written(place)):
             stream.wait(event)
         stream.reduce(
             [self._views[bucket.index].data_ptr()],

@@ -58,9 +58,9 @@ class StagedState(DeviceState):
             self._next += 1
             self._step_piece(shard, part, slot)
             used.append(slot.left)
-        self._wait(used[-SLOTS:])
+        self._await(used[-SLOTS:])
 
-    def _wait(self, events: Sequence[Any]) -> None:
+    def _await(self, events: Sequence[Any]) -> None:
         start = time.perf_counter()
         for event in events:
             event.synchronize()

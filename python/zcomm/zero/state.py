@@ -100,6 +100,10 @@ class ShardState(ABC):
         for begin, end, hyper in runs_in(shard.runs, tile):
             self.rule.step(self.form, TilePart(weight, grad, state, begin, end, tile.start), hyper)
 
+    def each(self) -> Sequence[ShardState]:
+        """The states that it consists of."""
+        return (self,)
+
     @property
     def window_nbytes(self) -> int:
         return 0

@@ -36,16 +36,21 @@ class Sweep:
         start = time.perf_counter()
         parts = self._parts
         parts.store.settle()
-        parts.norm.begin()
+        self._begin_norm()
         for bucket in self._on_host:
             parts.norm.add(parts.reducer.shard_view(bucket))
         total = self._end_norm()
         self.waited_s += time.perf_counter() - start
         return total
 
+    def _begin_norm(self) -> None:
+        self._parts.norm.begin()
+        if self._parts.resident is not None:
+            self._parts.resident.start_norm()
+
     def _end_norm(self) -> float:
         if self._parts.resident is not None:
-            self._parts.resident.add_squares(self._parts.norm)
+            self._parts.resident.end_norm(self._parts.norm)
         return self._parts.norm.end()
 
     @property
@@ -79,10 +84,10 @@ class Sweep:
     def run_landing(self, groups: Sequence[dict[str, Any]], scale: float) -> float:
         """As ``norm`` and ``run`` where the norm decides nothing: each bucket is updated as soon as its gradient has
         landed, last buckets first."""
-        parts = self._parts
-        parts.norm.begin()
-        reverse = self._reverse or not parts.state.turns
-        self._step(self._landing(self._begin(groups, scale), reverse), reverse)
+        reverse = self._reverse or not self._parts.state.turns
+        hyper = self._begin(groups, scale)
+        self._begin_norm()
+        self._step(self._landing(hyper, reverse), reverse)
         return self._end_norm()
 
     def _begin(self, groups: Sequence[dict[str, Any]], scale: float) -> list[Any]:

@@ -44,6 +44,9 @@ class TieredState(ShardState):
     def tile(self, bucket: int, part: slice, *, load: bool = True, store: bool = False) -> Held:
         return (self.device if self._there[bucket] else self.host).tile(bucket, part, load=load, store=store)
 
+    def each(self) -> Sequence[ShardState]:
+        return (self.host, self.device)
+
     def flush(self) -> None:
         self.host.flush()
 

@@ -15,6 +15,7 @@
 
 #define __host__
 #define __device__
+#define __shared__ static thread_local  // blocks of a thread run one after another
 #define __global__
 #define __grid_constant__
 #define __forceinline__ inline __attribute__((always_inline))

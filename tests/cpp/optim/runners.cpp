@@ -35,6 +35,9 @@ class Emulation final : public Runner {
   void squares(double* sums, const void* grad, DType dtype, std::size_t count) override {
     optim::emulated::launch_squares(sums, grad, dtype, count, 0);
   }
+  void norm(std::int64_t* words, const void* grad, DType dtype, std::size_t count) override {
+    optim::emulated::launch_norm(words, grad, dtype, count, 0);
+  }
 };
 
 class OnStream final : public Runner {
@@ -52,6 +55,9 @@ class OnStream final : public Runner {
   }
   void squares(double* sums, const void* grad, DType dtype, std::size_t count) override {
     optim::stream_squares(stream_->kernels(), sums, grad, dtype, count);
+  }
+  void norm(std::int64_t* words, const void* grad, DType dtype, std::size_t count) override {
+    optim::stream_norm(stream_->kernels(), words, grad, dtype, count);
   }
   void synchronize() override { stream_->synchronize(); }
 

@@ -62,6 +62,7 @@ class Runner {
   virtual void adam(std::span<const optim::StreamAdamItem> items, const optim::StreamAdam& options,
                     optim::OnDevice<optim::AdamFactors>* factors) = 0;
   virtual void squares(double* sums, const void* grad, DType dtype, std::size_t count) = 0;
+  virtual void norm(std::int64_t* words, const void* grad, DType dtype, std::size_t count) = 0;
   virtual void synchronize() {}
 };
 

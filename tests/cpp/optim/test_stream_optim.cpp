@@ -289,6 +289,34 @@ TEST(stream_optim, block_squares_sum_to_the_norm) {
       }
 }
 
+TEST(stream_optim, a_norm_is_added_where_the_gradients_are) {
+  for (const auto& runner : test::runners())
+    for (const DType dtype : kGrads) {
+      test::LockedVector<std::int64_t> words(ExactSum::kWords, 0);
+      ExactSum expected;
+      for (const std::size_t count : {0u, 1u, 64u, 4095u, 70000u}) {
+        const auto bytes = gradient(count, dtype, static_cast<unsigned>(count));
+        const test::LockedBytes grad(bytes.begin(), bytes.end());
+        runner->norm(words.data(), grad.data(), dtype, count);
+        runner->synchronize();
+        add_squares(expected, grad.data(), dtype, count);
+        ExactSum sum;
+        sum.add(1.0);
+        optim::add_words(sum, std::span<const std::int64_t, ExactSum::kWords>(words.data(), ExactSum::kWords));
+        sum.add(-1.0);
+        EXPECT_EQ(sum.value(), expected.value());
+      }
+      const float infinite = std::numeric_limits<float>::infinity();
+      test::LockedBytes bad(64 * sizeof(float));
+      std::memcpy(bad.data(), &infinite, sizeof(infinite));
+      runner->norm(words.data(), bad.data(), DType::f32, 64);
+      runner->synchronize();
+      ExactSum sum;
+      optim::add_words(sum, std::span<const std::int64_t, ExactSum::kWords>(words.data(), ExactSum::kWords));
+      EXPECT_TRUE(std::isnan(sum.value()));
+    }
+}
+
 TEST(stream_optim, arguments_are_checked) {
   const auto device = device::make_simulated_device();
   const auto stream = device->make_stream();
@@ -312,6 +340,7 @@ TEST(stream_optim, arguments_are_checked) {
   EXPECT_THROW_WITH(optim::stream_step(kernels, owned.shard, AdamParams{}), InvalidArgument, "int32");
   EXPECT_THROW_WITH(optim::stream_squares(kernels, &sum, &sum, DType::f64, 1), InvalidArgument, "float64");
   EXPECT_THROW_WITH(optim::stream_squares(kernels, nullptr, &sum, DType::f32, 1), InvalidArgument, "sums is null");
+  EXPECT_THROW_WITH(optim::stream_norm(kernels, nullptr, &sum, DType::f32, 1), InvalidArgument, "words is null");
   EXPECT_EQ(counter, 0.0f);
 }
 
