@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from zcomm.comm import Communicator
     from zcomm.engine.engine import Engine
     from zcomm.zero.checkpoint import SaveTask
 
@@ -60,30 +59,11 @@ def load(
 
 def save_model(engine: Engine, path: Path, wait: bool) -> bool | SaveTask:
     """See Engine.save_16bit_model."""
-    from zcomm.zero.checkpoint.exchange import agree
-    from zcomm.zero.checkpoint.save import start
-    from zcomm.zero.checkpoint.share import other_tensors
+    from zcomm.zero.checkpoint import whole_model
 
     optimizer = engine.optimizer
     optimizer._end_saving()
-    parts = optimizer._live
-    whole = optimizer.full_state_dict()
-    if engine.global_rank == 0:
-        rest = dict(other_tensors(parts))
-        whole.update(rest if wait else {name: tensor.detach().clone() for name, tensor in rest.items()})
-    else:
-        whole.clear()
-
-    def write(comm: Communicator) -> None:
-        error: Exception | None = None
-        if comm.rank == 0:
-            try:
-                _write_model(path, whole)
-            except OSError as caught:
-                error = caught
-        agree(comm, error, f"saving {path}")
-
-    optimizer._saving = task = start(parts, write, wait)
+    optimizer._saving = task = whole_model.save_model(optimizer._live, path, wait)
     return True if wait else task
 
 
@@ -99,18 +79,3 @@ def whole_model(engine: Engine) -> dict[str, torch.Tensor] | None:
         if name not in found:  # tied
             found[name] = found[next(n for n, p in engine.module.named_parameters() if p is param)]
     return found
-
-
-def _write_model(path: Path, whole: dict[str, torch.Tensor]) -> None:
-    from zcomm.zero.checkpoint import durable
-    from zcomm.zero.checkpoint.tensor_file import Writer
-
-    durable.make_folders(path.parent)
-    new = path.with_name(f".{path.name}.saving")
-    new.unlink(missing_ok=True)
-    writer = Writer(new, [(name, tensor.dtype, tensor.shape) for name, tensor in whole.items()])
-    for tensor in whole.values():
-        writer.add(tensor)
-    writer.close()
-    new.replace(path)
-    durable.sync_folder(path.parent)

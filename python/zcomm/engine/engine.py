@@ -203,8 +203,9 @@ class Engine(nn.Module):
     ) -> bool | SaveTask:
         """Write the whole model as one safetensors file (never a pickle), in the precision that it is trained in.
 
-        All ranks call it; rank 0 writes, and holds the whole model meanwhile. wait: False writes while training goes
-        on, and returns the task; the next save, load and destroy() wait for it. Raises: OSError, on every rank.
+        All ranks call it; rank 0 writes, one tensor at a time. wait: False copies a rank's shards of the weights,
+        writes while training goes on, and returns the task; the next save, load and destroy() wait for it.
+        Raises: OSError, on every rank.
         """
         self._check_alive("save_16bit_model")
         return checkpoints.save_model(self, Path(save_dir) / save_filename, wait)

@@ -67,10 +67,29 @@ def _add_up(parts: Parts, bits: torch.Tensor, root: int | None, name: str) -> No
         parts.comm.reduce(bits, root=root, name=name)
 
 
-def _replicated(parts: Parts, index: int) -> bool:
-    bucket = parts.geometry.bucket_of(index)
+def replicated(parts: Parts, bucket: FlatBucket) -> bool:
+    """Whether this rank, and so each, keeps all of the bucket's weights."""
     part = parts.store.part(bucket)
     return bool(part.stop - part.start == bucket.count)
+
+
+def _replicated(parts: Parts, index: int) -> bool:
+    return replicated(parts, parts.geometry.bucket_of(index))
+
+
+def weight(parts: Parts, index: int, root: int) -> torch.Tensor | None:
+    """A whole weight, trained or frozen, in the precision of training; a copy on the CPU of rank ``root``."""
+    whole_here = _replicated(parts, index)
+    if whole_here and parts.comm.rank != root:
+        return None
+    place, dtype = parts.geometry.places[index], parts.state.form.dtype
+    words = torch.zeros(-(-place.count * dtype.itemsize // 4), dtype=torch.int32)
+    local = words.view(dtype)[: place.count]
+    for piece in pieces(parts, index):
+        local[piece.flat] = parts.store.load(piece.bucket)[piece.tile][piece.inside]
+    if not whole_here:
+        _add_up(parts, words, root, f"whole {parts.names[index]}")
+    return local.view(place.shape) if parts.comm.rank == root else None
 
 
 def master(parts: Parts, index: int, root: int | None = None) -> torch.Tensor | None:

@@ -8,27 +8,41 @@ ParameterStore and ShardState no more than is here.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from zcomm._snapshot import Copy
 from zcomm.comm import Communicator
+from zcomm.zero import access
 from zcomm.zero.build import Parts
+from zcomm.zero.checkpoint.exchange import agree
 from zcomm.zero.geometry import FlatBucket
 from zcomm.zero.sources import SwapSource
 
 
 class Frozen:
-    """Raises: OSError of the copy (ENOSPC; EIO for a key whose last write failed)."""
+    """weights_for: nothing but what gives that rank all weights (``access.weight``).
 
-    def __init__(self, parts: Parts) -> None:
+    Raises: OSError of the copy (ENOSPC; EIO for a key whose last write failed).
+    """
+
+    def __init__(self, parts: Parts, weights_for: int | None = None) -> None:
+        whole = weights_for is None
+        needed = [
+            bucket
+            for bucket in parts.geometry.every
+            if whole or parts.comm.rank == weights_for or not access.replicated(parts, bucket)
+        ]
         self._copy = None
-        if parts.swap is not None:
+        on_drive = any(parts.store.tier_of(bucket) == "nvme" for bucket in needed)
+        if parts.swap is not None and (whole or on_drive):
             parts.state.flush()
             self._copy = Copy(parts.swap)
-        store: Any = _Weights(parts, self._copy)
-        state: Any = parts.state.frozen(self._copy)
+        store: Any = _Weights(parts, self._copy, needed)
+        state: Any = parts.state.frozen(self._copy) if whole else parts.state
         self._parts = dataclasses.replace(parts, store=store, state=state)
 
     def parts(self, comm: Communicator) -> Parts:
@@ -43,11 +57,11 @@ class Frozen:
 class _Weights:
     """Of a ParameterStore: one shard at a time in RAM of those that are on a drive."""
 
-    def __init__(self, parts: Parts, copy: Copy | None) -> None:
+    def __init__(self, parts: Parts, copy: Copy | None, buckets: Sequence[FlatBucket]) -> None:
         self.part = parts.store.part
         self._dtype = parts.state.form.dtype
         self._copy = copy
-        in_ram = [bucket for bucket in parts.geometry.every if parts.store.tier_of(bucket) != "nvme"]
+        in_ram = [bucket for bucket in buckets if parts.store.tier_of(bucket) != "nvme"]
         self._held = {bucket.index: parts.store.load(bucket).clone() for bucket in in_ram}
         self._last: tuple[int, torch.Tensor] | None = None
 
@@ -59,3 +73,21 @@ class _Weights:
             assert self._copy is not None
             self._last = bucket.index, self._copy.load(SwapSource._key(bucket)).view(self._dtype)
         return self._last[1]
+
+
+def freeze(parts: Parts, final: Path, weights_for: int | None = None) -> Frozen:
+    """Collective: a rank that cannot makes all raise. final: what is being saved."""
+    error: Exception | None = None
+    frozen = None
+    try:
+        frozen = Frozen(parts, weights_for)
+    except OSError as caught:
+        error = caught
+    try:
+        agree(parts.comm, error, f"saving {final}")
+    except BaseException:
+        if frozen is not None:
+            frozen.close()
+        raise
+    assert frozen is not None
+    return frozen

@@ -22,7 +22,7 @@ from zcomm.comm import Communicator
 from zcomm.zero.build import Parts
 from zcomm.zero.checkpoint import durable, generators
 from zcomm.zero.checkpoint.exchange import agree, all_values
-from zcomm.zero.checkpoint.frozen import Frozen
+from zcomm.zero.checkpoint.frozen import Frozen, freeze
 from zcomm.zero.checkpoint.manifest import Manifest
 from zcomm.zero.checkpoint.plain import to_json
 from zcomm.zero.checkpoint.share import Share, gathered, others, share_of, write
@@ -114,23 +114,12 @@ def save(
 
 
 def _freeze(parts: Parts, folder: Path, final: Path) -> Frozen:
-    """Collective: a rank that cannot makes all raise."""
-    error: Exception | None = None
-    frozen = None
     try:
-        frozen = Frozen(parts)
-    except OSError as caught:
-        error = caught
-    try:
-        agree(parts.comm, error, f"saving {final}")
+        return freeze(parts, final)
     except BaseException:
-        if frozen is not None:
-            frozen.close()
         if parts.comm.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-    assert frozen is not None
-    return frozen
 
 
 def _write(

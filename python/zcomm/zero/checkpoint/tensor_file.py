@@ -58,10 +58,10 @@ class Entry:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The tensor's bytes, without a copy where it is contiguous."""
+    """The tensor's bytes, without a copy where it is contiguous and on the CPU."""
     if tensor.numel() == 0:
         return memoryview(b"")
-    array: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    array: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
 
 
