@@ -95,9 +95,15 @@ def test_without_keys(tmp_path: Path) -> None:
             swap.restore(tmp_path / "bare")
 
 
-@pytest.fixture
-def snap(tmp_path: Path) -> Path:
-    with zcomm.SwapFile(tmp_path / "swap", block_nbytes=64 << 10) as swap:
+@pytest.fixture(params=["io_uring", "threads"])
+def snap(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A snapshot; each swap file of the test uses one engine."""
+    monkeypatch.setenv("ZCOMM_IO", request.param)
+    try:
+        opened = zcomm.SwapFile(tmp_path / "swap", block_nbytes=64 << 10)
+    except NotImplementedError:
+        pytest.skip("io_uring is refused here")
+    with opened as swap:
         fill(swap, 1)
         swap.snapshot(tmp_path / "snap")
     return tmp_path / "snap"

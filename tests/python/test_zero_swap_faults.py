@@ -149,6 +149,31 @@ def test_two_runs_on_one_directory_and_the_dead_ones_is_reclaimed(tmp_path: Path
     zcomm.shutdown()
 
 
+def test_a_write_back_that_fails_ends_training(tmp_path: Path, engine: str) -> None:
+    """The kernel writes part of a span, then refuses: no step goes on with what is half old."""
+    import resource
+
+    model, opt = build(tmp_path / "drive")
+    for _ in range(2):
+        step(model, opt)
+    path = data_file(opt, engine)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5 * 4096 + 512, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"write of key 'state\.0\.[0-9]+' at offset [0-9]+ of ") as told:
+            for _ in range(3):  # write-back of the last spans is waited for by the next step
+                step(model, opt)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert told.value.errno == errno.EFBIG and told.value.filename == str(path)
+    with pytest.raises(OSError, match="state"):  # the drive is well again, the state is not
+        for _ in range(2):
+            step(model, opt)
+    opt.close()
+    assert list((tmp_path / "drive").iterdir()) == []
+    zcomm.shutdown()
+
+
 def test_a_drive_that_fills_up_is_said_before_training(tmp_path: Path, engine: str) -> None:
     import resource
 

@@ -88,38 +88,44 @@ TEST(SwapDirectory, private_while_open_and_gone_afterwards) {
 }
 
 TEST(SwapDirectory, bad_places_are_named) {
-  const TempDirectory temp;
-  std::ofstream(temp.path() + "/file") << "x";
-  std::string what;
-  EXPECT_EQ(error_of([&] { SwapFile::open(temp.path() + "/no/such", {}); }, &what), ENOENT);
-  EXPECT_TRUE(what.find("/no/such") != std::string::npos);
-  EXPECT_EQ(error_of([&] { SwapFile::open(temp.path() + "/file", {}); }), ENOTDIR);
-  EXPECT_EQ(error_of([&] { SwapFile::open(temp.path() + "/file/below", {}); }), ENOTDIR);
-  EXPECT_EQ(error_of([] { SwapFile::open("", {}); }), -1);
+  on_each_engine([](const SwapFile::Options& options) {
+    const TempDirectory temp;
+    std::ofstream(temp.path() + "/file") << "x";
+    std::string what;
+    EXPECT_EQ(error_of([&] { SwapFile::open(temp.path() + "/no/such", options); }, &what), ENOENT);
+    EXPECT_TRUE(what.find("/no/such") != std::string::npos);
+    EXPECT_EQ(error_of([&] { SwapFile::open(temp.path() + "/file", options); }), ENOTDIR);
+    EXPECT_EQ(error_of([&] { SwapFile::open(temp.path() + "/file/below", options); }), ENOTDIR);
+    EXPECT_EQ(error_of([&] { SwapFile::open("", options); }), -1);
+  });
 }
 
 TEST(SwapDirectory, no_permission_is_eacces) {
-  const TempDirectory temp;
-  fs::create_directory(temp.path() + "/locked");
-  ::chmod(temp.path().c_str(), 0755);
-  ::chmod((temp.path() + "/locked").c_str(), 0555);
-  const int code = in_child([&] {
-    if (::geteuid() == 0 && ::seteuid(65534) != 0) return 1;
-    return error_of([&] { SwapFile::open(temp.path() + "/locked", {}); });
+  on_each_engine([](const SwapFile::Options& options) {
+    const TempDirectory temp;
+    fs::create_directory(temp.path() + "/locked");
+    ::chmod(temp.path().c_str(), 0755);
+    ::chmod((temp.path() + "/locked").c_str(), 0555);
+    const int code = in_child([&] {
+      if (::geteuid() == 0 && ::seteuid(65534) != 0) return 1;
+      return error_of([&] { SwapFile::open(temp.path() + "/locked", options); });
+    });
+    EXPECT_EQ(code, EACCES);
   });
-  EXPECT_EQ(code, EACCES);
 }
 
 TEST(SwapDirectory, read_only_file_system_is_eacces_for_root_too) {
-  const TempDirectory temp;
-  if (::mount("tmpfs", temp.path().c_str(), "tmpfs", MS_RDONLY, "size=1m") != 0) {
-    std::cout << "     no right to mount: skipped\n";
-    return;
-  }
-  std::string what;
-  EXPECT_EQ(error_of([&] { SwapFile::open(temp.path(), {}); }, &what), EACCES);
-  EXPECT_TRUE(what.find("read-only") != std::string::npos);
-  ::umount(temp.path().c_str());
+  on_each_engine([](const SwapFile::Options& options) {
+    const TempDirectory temp;
+    if (::mount("tmpfs", temp.path().c_str(), "tmpfs", MS_RDONLY, "size=1m") != 0) {
+      std::cout << "     no right to mount: skipped\n";
+      return;
+    }
+    std::string what;
+    EXPECT_EQ(error_of([&] { SwapFile::open(temp.path(), options); }, &what), EACCES);
+    EXPECT_TRUE(what.find("read-only") != std::string::npos);
+    ::umount(temp.path().c_str());
+  });
 }
 
 TEST(SwapDirectory, full_disk_is_enospc_at_reserve) {
@@ -222,23 +228,25 @@ TEST(SwapDirectory, nothing_else_is_touched) {
 }
 
 TEST(SwapDirectory, a_forked_child_owns_nothing) {
-  const TempDirectory temp;
-  auto file = SwapFile::open(temp.path(), {});
-  Pattern out(100000, 1), in(100000, 2);
-  file->write("k", out.data(), out.nbytes()).wait();
-  const int code = in_child([&] {
-    try {
-      file->read("k", in.data(), in.nbytes());
-      return 1;
-    } catch (const Error& error) {
-      if (std::string(error.what()).find("forked child") == std::string::npos) return 2;
-    }
-    file->close();
-    file.reset();
-    return 0;
+  on_each_engine([](const SwapFile::Options& options) {
+    const TempDirectory temp;
+    auto file = SwapFile::open(temp.path(), options);
+    Pattern out(100000, 1), in(100000, 2);
+    file->write("k", out.data(), out.nbytes()).wait();
+    const int code = in_child([&] {
+      try {
+        file->read("k", in.data(), in.nbytes());
+        return 1;
+      } catch (const Error& error) {
+        if (std::string(error.what()).find("forked child") == std::string::npos) return 2;
+      }
+      file->close();
+      file.reset();
+      return 0;
+    });
+    EXPECT_EQ(code, 0);
+    EXPECT_EQ(temp.names().size(), 1u);
+    file->read("k", in.data(), in.nbytes()).wait();
+    EXPECT_TRUE(in == out);
   });
-  EXPECT_EQ(code, 0);
-  EXPECT_EQ(temp.names().size(), 1u);
-  file->read("k", in.data(), in.nbytes()).wait();
-  EXPECT_TRUE(in == out);
 }

@@ -37,6 +37,41 @@ std::string content(const fs::path& path) {
   return std::string((std::istreambuf_iterator<char>(file)), {});
 }
 
+void fill_one_of_three(const std::string& engine) {
+  const TempDirectory temp;
+  const auto directories = three(temp);
+  fs::create_directory(directories[1]);
+  if (::mount("tmpfs", directories[1].c_str(), "tmpfs", 0, "size=2m") != 0) {
+    std::cout << "     no right to mount: skipped\n";
+    return;
+  }
+  {
+    SwapFile::Options options;
+    options.engine = engine == "threads" ? SwapFile::Engine::threads : SwapFile::Engine::io_uring;
+    options.block_nbytes = 64 << 10;
+    const auto file = SwapFile::open(directories, options);
+    EXPECT_FALSE(file->stats().direct);  // one of three has none: said, and the others keep theirs
+    const auto notes = file->stats().notes;
+    EXPECT_TRUE(std::any_of(notes.begin(), notes.end(), [&](const std::string& note) {
+      return note.find("O_DIRECT is not there for '" + directories[1]) != std::string::npos;
+    }));
+    EXPECT_TRUE(round_trips(*file, "first"));
+    const auto reserved = file->stats().reserved_nbytes;
+    const std::string full = file->stats().paths[1];
+    try {
+      file->reserve("big", 12 << 20);
+      EXPECT_TRUE(!"ENOSPC was expected");
+    } catch (const SystemError& error) {
+      EXPECT_EQ(error.code, ENOSPC);
+      EXPECT_EQ(error.path, full);
+    }
+    EXPECT_EQ(file->stats().reserved_nbytes, reserved);
+    EXPECT_TRUE(round_trips(*file, "second"));
+  }
+  EXPECT_TRUE(fs::is_empty(directories[1]));
+  ::umount(directories[1].c_str());
+}
+
 }  // namespace
 
 TEST(Stripes, tiles_go_round_and_share_no_byte) {
@@ -222,37 +257,7 @@ TEST(SwapDrives, what_fails_while_opening_leaves_nothing) {
 }
 
 TEST(SwapDrives, one_full_drive_is_enospc_with_its_path) {
-  const TempDirectory temp;
-  const auto directories = three(temp);
-  fs::create_directory(directories[1]);
-  if (::mount("tmpfs", directories[1].c_str(), "tmpfs", 0, "size=2m") != 0) {
-    std::cout << "     no right to mount: skipped\n";
-    return;
-  }
-  {
-    SwapFile::Options options;
-    options.block_nbytes = 64 << 10;
-    const auto file = SwapFile::open(directories, options);
-    EXPECT_FALSE(file->stats().direct);  // one of three has none: said, and the others keep theirs
-    const auto notes = file->stats().notes;
-    EXPECT_TRUE(std::any_of(notes.begin(), notes.end(), [&](const std::string& note) {
-      return note.find("O_DIRECT is not there for '" + directories[1]) != std::string::npos;
-    }));
-    EXPECT_TRUE(round_trips(*file, "first"));
-    const auto reserved = file->stats().reserved_nbytes;
-    const std::string full = file->stats().paths[1];
-    try {
-      file->reserve("big", 12 << 20);
-      EXPECT_TRUE(!"ENOSPC was expected");
-    } catch (const SystemError& error) {
-      EXPECT_EQ(error.code, ENOSPC);
-      EXPECT_EQ(error.path, full);
-    }
-    EXPECT_EQ(file->stats().reserved_nbytes, reserved);
-    EXPECT_TRUE(round_trips(*file, "second"));
-  }
-  EXPECT_TRUE(fs::is_empty(directories[1]));
-  ::umount(directories[1].c_str());
+  for (const std::string& engine : engine_names()) fill_one_of_three(engine);
 }
 
 TEST(SwapDrives, a_killed_run_is_removed_on_each) {

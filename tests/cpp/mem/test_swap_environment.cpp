@@ -99,6 +99,13 @@ int without_io_uring(const std::string& place, long number, int code) {
   if (stats.notes.empty() || stats.notes[0].find("no io_uring") == std::string::npos) return 2;
   if (!round_trips(*file)) return 4;
   try {
+    ::setenv("ZCOMM_IO", "io_uring", 1);
+    SwapFile::open(place, {});
+    return 7;
+  } catch (const Unsupported&) {
+    ::unsetenv("ZCOMM_IO");
+  }
+  try {
     SwapFile::Options options;
     options.engine = SwapFile::Engine::io_uring;
     SwapFile::open(place, options);
