@@ -158,12 +158,9 @@ void SwapRunner::prepare(Slot& slot, SwapOperation& operation) {
   slot.bounced =
       slot.io_nbytes != slot.block.nbytes || reinterpret_cast<std::uintptr_t>(data) % target_.memory_alignment != 0;
   if (slot.bounced) provide_bounce(slot);
-  if (operation.write) {
-    if (target_.checksum) owe_check(operation, slot.index);
-    if (slot.bounced) {
-      std::memcpy(slot.bounce.get(), data, slot.block.nbytes);
-      std::memset(slot.bounce.get() + slot.block.nbytes, 0, slot.io_nbytes - slot.block.nbytes);
-    }
+  if (operation.write && slot.bounced) {
+    std::memcpy(slot.bounce.get(), data, slot.block.nbytes);
+    std::memset(slot.bounce.get() + slot.block.nbytes, 0, slot.io_nbytes - slot.block.nbytes);
   }
   ++operation.in_flight;
   slot.since = Clock::now();
@@ -273,8 +270,8 @@ void SwapRunner::finish_block(Slot& slot) {
   Meter& meter = meters_[operation.write ? 1 : 0];
   meter.latency.record(Clock::now() - slot.since);
   meter.moved_nbytes.fetch_add(slot.block.nbytes, std::memory_order_relaxed);
-  if (operation.write) return;
-  if (slot.bounced) std::memcpy(operation.data + slot.block.begin, slot.bounce.get(), slot.block.nbytes);
+  if (!operation.write && slot.bounced)
+    std::memcpy(operation.data + slot.block.begin, slot.bounce.get(), slot.block.nbytes);
   if (target_.checksum) owe_check(operation, slot.index);
 }
 

@@ -5,9 +5,10 @@
 // caller's memory. Others, and the tail beyond the last 4 KiB of an extent (which is padded to 4 KiB), go through the
 // slot's own bounce buffer. A second, buffered descriptor would leave dirty pages beside direct I/O; this does not.
 // Short results are resumed at the last aligned byte: re-writing a few bytes is harmless.
-// [Note: checksums] None stands between a drive and its next request: a write goes out first and is summed while it
-// travels, a block that was read is compared after the next requests went out. An operation ends when all of its
-// blocks have moved and are summed.
+// [Note: checksums] None stands between a drive and its next request: a block is summed once it has moved, after the
+// next requests went out. A write, too: then its data are in the last-level cache where a host has just copied them for
+// a virtual drive; on its way out (with more in flight than caches hold) the sum would be one more read of all of it
+// from memory, beside the drive's own. An operation ends when all of its blocks have moved and are summed.
 // [Note: reads first] Blocks of reads go before blocks of writes, down to the single block; every kReadsPerWrite-th is
 // a write while one waits, so that write-back goes on under any load of reads. Thread rule: start(), stop() and
 // counters() from outside; everything else runs on the I/O thread.
