@@ -16,6 +16,7 @@ namespace {
 constexpr int kMaxRetries = 100;               // of one block without progress; then its error is real
 constexpr std::size_t kBatchNbytes = 1 << 20;  // submit while the next blocks are prepared
 constexpr std::size_t kChecksPerSlot = 4;      // checksums owed; beyond it no block starts
+constexpr std::size_t kFewInFlight = 4;        // requests, this one among them: nobody minds one more read of memory
 constexpr auto kBackoff = std::chrono::microseconds(50);
 
 }  // namespace
@@ -158,6 +159,8 @@ void SwapRunner::prepare(Slot& slot, SwapOperation& operation) {
   slot.bounced =
       slot.io_nbytes != slot.block.nbytes || reinterpret_cast<std::uintptr_t>(data) % target_.memory_alignment != 0;
   if (slot.bounced) provide_bounce(slot);
+  slot.summed = operation.write && target_.checksum && slots_.size() - free_.size() <= kFewInFlight;
+  if (slot.summed) owe_check(operation, slot.index);
   if (operation.write && slot.bounced) {
     std::memcpy(slot.bounce.get(), data, slot.block.nbytes);
     std::memset(slot.bounce.get() + slot.block.nbytes, 0, slot.io_nbytes - slot.block.nbytes);
@@ -272,7 +275,7 @@ void SwapRunner::finish_block(Slot& slot) {
   meter.moved_nbytes.fetch_add(slot.block.nbytes, std::memory_order_relaxed);
   if (!operation.write && slot.bounced)
     std::memcpy(operation.data + slot.block.begin, slot.bounce.get(), slot.block.nbytes);
-  if (target_.checksum) owe_check(operation, slot.index);
+  if (target_.checksum && !slot.summed) owe_check(operation, slot.index);
 }
 
 void SwapRunner::owe_check(SwapOperation& operation, std::size_t index) {

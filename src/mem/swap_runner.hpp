@@ -6,9 +6,9 @@
 // slot's own bounce buffer. A second, buffered descriptor would leave dirty pages beside direct I/O; this does not.
 // Short results are resumed at the last aligned byte: re-writing a few bytes is harmless.
 // [Note: checksums] None stands between a drive and its next request: a block is summed once it has moved, after the
-// next requests went out. A write, too: then its data are in the last-level cache where a host has just copied them for
-// a virtual drive; on its way out (with more in flight than caches hold) the sum would be one more read of all of it
-// from memory, beside the drive's own. An operation ends when all of its blocks have moved and are summed.
+// next requests went out. A sum on a write's way out reads memory beside the drive that is about to read it, which cost
+// a virtual drive more (docs/tuning.md); only where few requests are in flight it is made there, so that a write that is
+// alone does not wait for it. An operation ends when all of its blocks have moved and are summed.
 // [Note: reads first] Blocks of reads go before blocks of writes, down to the single block; every kReadsPerWrite-th is
 // a write while one waits, so that write-back goes on under any load of reads. Thread rule: start(), stop() and
 // counters() from outside; everything else runs on the I/O thread.
@@ -74,7 +74,7 @@ class SwapRunner {
     std::size_t index = 0;  // of the block
     Block block{};
     std::size_t io_nbytes = 0, moved = 0;  // block.nbytes padded to the alignment; done so far
-    bool bounced = false;
+    bool bounced = false, summed = false;
     int retries = 0;
     Clock::time_point since{};  // submitted
     std::unique_ptr<std::byte[], FreeDeleter> bounce;
