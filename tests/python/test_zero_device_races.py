@@ -8,7 +8,7 @@ in this run. Then waits are taken away one by one, and each must be missed.
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -268,15 +268,22 @@ def _no_wait_in(owner: type, method: str) -> Callable[[pytest.MonkeyPatch], None
 
 
 def _no_join(patch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for a step whose last bucket takes its time."""
-    step = ShardState._step_tile
+    """Nobody waits for a step whose last bucket takes until the next backward pass has reduced something."""
+    step, reduce = ShardState._step_tile, DeviceReducer._reduce
+    reduced = threading.Event()
 
     def slow(this: Any, shard: Any, *args: Any) -> None:
         if shard.bucket == len(this.counts) - 1:
-            time.sleep(0.3)
+            reduced.clear()
+            reduced.wait(3.0)  # after the last step nothing is
         step(this, shard, *args)
 
+    def note(this: Any, *args: Any) -> None:
+        reduce(this, *args)
+        reduced.set()
+
     patch.setattr(ShardState, "_step_tile", slow)
+    patch.setattr(DeviceReducer, "_reduce", note)
     patch.setattr(StepBehind, "join", lambda this: None)
 
 
