@@ -242,6 +242,6 @@ def test_masters_are_split_by_torch_as_by_the_core() -> None:
 def test_the_order_of_a_tile_of_fp16(state_dtype: torch.dtype) -> None:
     form, count = TileForm(("exp_avg", "exp_avg_sq"), torch.float16, state_dtype), 512
     state = torch.randint(256, (form.nbytes(count),), dtype=torch.uint8)
-    core = form.swapped(state, count, True)
-    assert torch.equal(form.swapped(core, count, False), state) and not torch.equal(core, state)
+    core = form.reordered(state, count, True)
+    assert torch.equal(form.reordered(core, count, False), state) and not torch.equal(core, state)
     assert torch.equal(core[: 4 * count].view(torch.int32), form.array(state, count, "master").view(torch.int32))

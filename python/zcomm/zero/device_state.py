@@ -48,10 +48,10 @@ class DeviceState(ShardState):
         there, count = self._part(bucket, part), part.stop - part.start
         host = there.to("cpu", copy=True) if load else torch.empty(there.numel(), dtype=torch.uint8)
         if load and self._master_first:
-            host = self.form.swapped(host, count, False)
+            host = self.form.reordered(host, count, False)
         yield host
         if store:
-            there.copy_(self.form.swapped(host, count, True) if self._master_first else host)
+            there.copy_(self.form.reordered(host, count, True) if self._master_first else host)
 
     def flush(self) -> None:
         pass  # nothing does

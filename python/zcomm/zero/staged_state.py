@@ -10,7 +10,6 @@ Thread rule: as ShardState.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,10 +60,8 @@ class StagedState(DeviceState):
         self._await(used[-SLOTS:])
 
     def _await(self, events: Sequence[Any]) -> None:
-        start = time.perf_counter()
         for event in events:
             event.synchronize()
-        self.waited_s += time.perf_counter() - start
 
     def _step_piece(self, shard: ShardStep, part: slice, slot: _Slot) -> None:
         count = part.stop - part.start

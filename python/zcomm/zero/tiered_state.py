@@ -39,7 +39,7 @@ class TieredState(ShardState):
 
     @property
     def waited_s(self) -> float:  # type: ignore[override]
-        return self.host.waited_s + self.device.waited_s
+        return self.host.waited_s
 
     def tile(self, bucket: int, part: slice, *, load: bool = True, store: bool = False) -> Held:
         return (self.device if self._there[bucket] else self.host).tile(bucket, part, load=load, store=store)

@@ -129,7 +129,7 @@ class TileForm:
     def _low(self, state: torch.Tensor, count: int) -> torch.Tensor:
         return state[self._scales_nbytes(count) + self.state_dtype.itemsize * len(self.arrays) * count :]
 
-    def swapped(self, state: torch.Tensor, count: int, master_first: bool) -> torch.Tensor:
+    def reordered(self, state: torch.Tensor, count: int, master_first: bool) -> torch.Tensor:
         """A tile of fp16 weights, a copy, with its master first, as the core has it, or last."""
         middle = self.nbytes(count) - 4 * count if master_first else 4 * count
         return torch.cat((state[middle:], state[:middle]))
