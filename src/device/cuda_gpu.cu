@@ -28,22 +28,16 @@ const Found& found() {
   return result;
 }
 
-std::string version_text(int version) { return text(version / 1000, ".", version % 1000 / 10); }
-
-/// Why there is none, and what to do.
 std::string absence() {
   int driver = 0;
   cudaDriverGetVersion(&driver);
   cudaGetLastError();
-  std::string advice = "nvidia-smi shows which GPUs and driver this machine has; device=\"cpu\" needs none";
-  if (driver == 0)
-    advice = "no NVIDIA driver is loaded: install one, or use device=\"cpu\"";
-  else if (found().error == cudaErrorInsufficientDriver)
-    advice = text("the driver is too old: it serves CUDA ", version_text(driver), ", and this build needs CUDA ",
-                  CUDART_VERSION / 1000, ": update the driver, or install a build for an older CUDA");
-  else if (found().error == cudaSuccess || found().error == cudaErrorNoDevice)
-    advice = "the driver shows no GPU to this process: see CUDA_VISIBLE_DEVICES and nvidia-smi, or use device=\"cpu\"";
-  return text("no CUDA device (", cudaGetErrorString(found().error), "): ", advice);
+  const cudaError_t error = found().error;
+  const Absence why = driver == 0                                          ? Absence::no_driver
+                      : error == cudaErrorInsufficientDriver               ? Absence::old_driver
+                      : error == cudaSuccess || error == cudaErrorNoDevice ? Absence::none_shown
+                                                                           : Absence::other;
+  return no_device_text(why, driver, CUDART_VERSION, cudaGetErrorString(error));
 }
 
 const char* advice(cudaError_t error) {
@@ -66,7 +60,7 @@ const char* advice(cudaError_t error) {
 
 bool available() { return found().count > 0; }
 int device_count() { return found().count; }
-std::string build_info() { return text("CUDA ", version_text(CUDART_VERSION)); }
+std::string build_info() { return text("CUDA ", CUDART_VERSION / 1000, ".", CUDART_VERSION % 1000 / 10); }
 
 bool ends_the_context(cudaError_t error) {
   switch (error) {

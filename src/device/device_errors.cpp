@@ -19,7 +19,28 @@ std::string size_text(std::size_t nbytes) {
   return out.str();
 }
 
+std::string cuda_text(int version) { return text("CUDA ", version / 1000, ".", version % 1000 / 10); }
+
+std::string advice_on(Absence why, int cuda_driver, int cuda_build) {
+  switch (why) {
+    case Absence::no_driver:
+      return "no NVIDIA driver is loaded: install one, or use device=\"cpu\"";
+    case Absence::old_driver:
+      return text("the driver is too old: it serves ", cuda_text(cuda_driver), ", and this build needs ",
+                  cuda_text(cuda_build), ": update the driver, or install a build for an older CUDA");
+    case Absence::none_shown:
+      return "the driver shows no GPU to this process: see CUDA_VISIBLE_DEVICES and nvidia-smi, or use device=\"cpu\"";
+    case Absence::other:
+      break;
+  }
+  return "nvidia-smi shows which GPUs and driver this machine has; device=\"cpu\" needs none";
+}
+
 }  // namespace
+
+std::string no_device_text(Absence why, int cuda_driver, int cuda_build, const std::string& said) {
+  return text("no CUDA device (", said, "): ", advice_on(why, cuda_driver, cuda_build));
+}
 
 std::string out_of_memory_text(const std::string& device, std::size_t asked_nbytes, std::size_t free_nbytes,
                                std::size_t total_nbytes) {

@@ -1,8 +1,11 @@
 // The accelerator where there is none: says so, and nothing crashes.
 #include <array>
+#include <string>
+#include <utility>
 
 #include "device/cuda.hpp"
 #include "device/device.hpp"
+#include "device/device_errors.hpp"
 #include "test.hpp"
 #include "zcomm/error.hpp"
 
@@ -26,6 +29,20 @@ TEST(cuda, without_a_device_nothing_crashes) {
     EXPECT_THROW_WITH(make_cuda_device(0), CudaError, "no CUDA device (");
     EXPECT_THROW_WITH(make_cuda_device(0), CudaError, "device=\"cpu\"");
     EXPECT_THROW(DeviceScope(0), CudaError);
+  }
+}
+
+TEST(cuda, says_why_there_is_none) {
+  const std::string old = no_device_text(Absence::old_driver, 12040, 13000, "driver version is insufficient");
+  EXPECT_EQ(old,
+            "no CUDA device (driver version is insufficient): the driver is too old: it serves CUDA 12.4, and this "
+            "build needs CUDA 13.0: update the driver, or install a build for an older CUDA");
+  for (const auto& [why, advice] : {std::pair{Absence::no_driver, "no NVIDIA driver is loaded: install one"},
+                                    {Absence::none_shown, "see CUDA_VISIBLE_DEVICES"},
+                                    {Absence::other, "nvidia-smi shows which GPUs"}}) {
+    const std::string said = no_device_text(why, 13000, 13000, "words");
+    EXPECT_TRUE(said.find("no CUDA device (words): ") == 0 && said.find(advice) != std::string::npos);
+    EXPECT_TRUE(said.find("too old") == std::string::npos && said.find("device=\"cpu\"") != std::string::npos);
   }
 }
 
