@@ -41,7 +41,9 @@ def test_state_that_stays_on_the_gpus() -> None:
     assert alone.pcie_s == alone.update_s == 0.0
     assert two.gpu_nbytes == 2 * P + 10 * P // 2 + CONTEXT_NBYTES, "weights and a half of the state"
     assert two.host_nbytes == 2 * (2 * P // 2 + 4 * P // 2), "one copy of the weights, and of the sums of gradients"
-    assert two.update_s == 0.0 and two.pcie_s == pytest.approx((2 + 4 + 2) * P / 2 / (0.85 * 63e9))
+    assert two.update_s == 0.0 and two.pcie_s == pytest.approx((2 + (4 + 2) / 2) * P / (0.85 * 63e9)), (
+        "up: all weights, and a half of sums and weights to be stepped"
+    )
 
 
 def test_ranks_share_gpus_and_host() -> None:
@@ -52,6 +54,9 @@ def test_ranks_share_gpus_and_host() -> None:
     assert two_on_two.gpu_nbytes == alone.gpu_nbytes
     assert two_on_two.host_nbytes == alone.host_nbytes + 4 * P, "stage 1: each rank has all gradients"
     assert two_on_one.update_s == alone.update_s, "one pass over the state, whoever makes it"
+    assert gpu_case(P, 0, "cpu", 2, H100).update_s == 2 * alone.update_s, "stage 0: each rank makes it"
+    assert two_on_two.pcie_s == alone.pcie_s, "each GPU has a line of its own, and all gradients and weights on it"
+    assert two_on_one.pcie_s == 2 * alone.pcie_s
 
 
 def test_seconds_and_the_hiding_rule() -> None:

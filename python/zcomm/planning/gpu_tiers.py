@@ -102,7 +102,9 @@ def gpu_case(
     rates = _Seconds(numel, world_size, host, by_host, where.optimizer is not None, where.params is not None)
     pcie = rates.pcie(form.dtype.itemsize, accumulation, beside)
     state_nbytes = ARRAYS[optimizer] * array_nbytes + form.master_nbytes
-    update = rates.update(2 * state_nbytes + 3 * form.dtype.itemsize)  # weight read and written, gradient read
+    steppers = 1 if stage else world_size  # stage 0: each rank steps everything
+    per_param = 2 * state_nbytes + 3 * form.dtype.itemsize  # the weight read and written, the gradient read
+    update = rates.update(steppers * per_param)
     swap = rates.swap(memory["nvme"]["optimizer"], memory["nvme"]["parameters"], accumulation)
     return GpuCase(
         stage,
@@ -130,16 +132,17 @@ class _Seconds:
 
     def pcie(self, itemsize: int, accumulation: int, beside: int) -> float | None:
         """Gradients down each micro-step, weights up each step; offloaded parameters go up for forward and backward of
-        each micro-step. For a step on the GPU sums and weights go up, too, and weights down. Both directions at once.
+        each micro-step: of the whole model, on each rank. For a step on the GPU the rank's share of sums and weights
+        goes up, too, and of weights down. Both directions at once.
         """
         if not self.by_host:
             return 0.0
         if self.host.pcie_bps is None:
             return None
-        staged = not self.offloaded
-        down = (accumulation + staged) * itemsize
-        up = (2 * accumulation if self.params_offloaded else 1) * itemsize + staged * (4 + itemsize)
-        return beside * max(down, up) * self.numel / self.world_size / (PAYLOAD * self.host.pcie_bps)
+        share = 0.0 if self.offloaded else 1 / self.world_size
+        down = (accumulation + share) * itemsize
+        up = (2 * accumulation if self.params_offloaded else 1) * itemsize + share * (4 + itemsize)
+        return beside * max(down, up) * self.numel / (PAYLOAD * self.host.pcie_bps)
 
     def update(self, per_param: int) -> float | None:
         if not self.offloaded:
