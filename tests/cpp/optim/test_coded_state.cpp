@@ -5,6 +5,8 @@
 #include <utility>
 #include <vector>
 
+#include "device/kernels.hpp"
+#include "optim/adam_factors.hpp"
 #include "optim/optim_table.hpp"
 #include "shard_state.hpp"
 #include "test.hpp"
@@ -264,26 +266,34 @@ TEST(coded_state, a_learning_rate_of_nearly_zero_leaves_weights_and_averages_go_
 enum class Gradients { ordinary, wide, odd };  // wide: with zeros; odd: and not finite ones
 
 /// What two steps of `isa` make of weight, codes and scales; NaN as one number.
-std::vector<std::uint32_t> after_steps(Isa isa, DType weight, bool adamw, std::size_t count, Gradients kind) {
+std::vector<std::uint32_t> after_steps(Isa isa, DType weight, DType grad_dtype, bool adamw, std::size_t count,
+                                       Gradients kind) {
   const float strange[] = {kInfinity, kNan, 1e-40f, 0.0f, std::numeric_limits<float>::max()};
   auto start = random_floats(count, 1);
   auto grad = kind == Gradients::ordinary ? random_floats(count, 2) : wide_range(count, 2, 5.0f);
   const bool odd = kind == Gradients::odd;
   std::vector<std::uint8_t> m(count), v(count);
   std::vector<float> scales((count / kBlock + 1) * 2);
-  std::vector<std::uint16_t> w16(count);
+  std::vector<std::uint16_t> w16(count), g16(count);
   std::vector<std::int16_t> lo(count);
+  const float first = count > 0 ? start[0] : 0.0f;
   const auto& table = optim::optim_table(isa);
   if (weight == DType::bf16) table.split(w16.data(), lo.data(), start.data(), count);
-  optim::OptimPiece piece{start.data(), nullptr, {m.data(), v.data()}, grad.data(), DType::f32, count, DType::u8, 77};
+  const bool wide = grad_dtype == DType::f32;
+  const void* given = wide ? static_cast<const void*>(grad.data()) : g16.data();
+  optim::OptimPiece piece{start.data(), nullptr, {m.data(), v.data()}, given, grad_dtype, count, DType::u8, 77};
   piece.scales = scales.data();
   if (weight == DType::bf16) piece.weight = w16.data(), piece.lo = lo.data();
   for (const std::uint64_t step : {1u, 2u, 3u}) {
     if (odd && step == 2)
       for (std::size_t i = 3; i < count; i += 97) grad[i] = strange[i / 97 % 5];
-    table.adam(piece, {0.75f, 0.9997f, 0.1f, 0.1f, 0.95f, 0.05f, 4.47f, 1e-8f, 3e-2f, adamw, step});
+    if (!wide) device::cast(g16.data(), grad_dtype, grad.data(), DType::f32, count);
+    optim::AdamFactors f{0.75f, 0.9997f, 0.1f, 0.1f, 0.95f, 0.05f, 4.47f, 1e-8f, 3e-2f, adamw, step};
+    f.small = optim::small_adam_factors(f);
+    table.adam(piece, f);
   }
   if (weight == DType::bf16) table.join(start.data(), w16.data(), lo.data(), count);
+  if (count > 0) EXPECT_TRUE(std::isfinite(start[0]) && start[0] != first && v[0] != 0);
   std::vector<float> wide_m(count), wide_v(count);
   table.decode_state(wide_m.data(), wide_v.data(), piece);
   std::vector<std::uint32_t> out;
@@ -299,10 +309,12 @@ TEST(coded_state, every_isa_gives_equal_bits) {
     if (isa > best_isa()) continue;
     for (const DType weight : kWeights)
       for (const bool adamw : {true, false})
-        for (const Gradients kind : {Gradients::ordinary, Gradients::wide, Gradients::odd})
-          for (std::size_t count = 0; count <= 1100; count += count < 40 || (count > 500 && count < 530) ? 1 : 29)
-            if (after_steps(isa, weight, adamw, count, kind) != after_steps(Isa::plain, weight, adamw, count, kind))
-              return test::fail(__FILE__, __LINE__, std::string(name_of(isa)) + " differs from plain");
+        for (const DType grad : {DType::f32, DType::bf16, DType::f16})
+          for (const Gradients kind : {Gradients::ordinary, Gradients::wide, Gradients::odd})
+            for (std::size_t count = 0; count <= 1100; count += count < 40 || (count > 500 && count < 530) ? 1 : 29)
+              if (after_steps(isa, weight, grad, adamw, count, kind) !=
+                  after_steps(Isa::plain, weight, grad, adamw, count, kind))
+                return test::fail(__FILE__, __LINE__, std::string(name_of(isa)) + " differs from plain");
   }
 }
 

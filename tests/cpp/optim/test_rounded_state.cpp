@@ -6,6 +6,8 @@
 #include <limits>
 #include <vector>
 
+#include "device/kernels.hpp"
+#include "optim/adam_factors.hpp"
 #include "optim/optim_table.hpp"
 #include "shard_state.hpp"
 #include "test.hpp"
@@ -144,11 +146,12 @@ TEST(rounded_state, bf16_weight_has_the_master_of_the_f32_weight) {
 }
 
 /// What a step of `isa` makes of weight and state; NaN as one number.
-std::vector<std::uint32_t> after_step(Isa isa, DType weight, bool adamw, std::size_t count, std::uint64_t index) {
+std::vector<std::uint32_t> after_step(Isa isa, DType weight, DType grad_dtype, bool adamw, std::size_t count,
+                                      std::uint64_t index) {
   const float odd[] = {std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN(), 1e-40f, 0.0f,
                        std::numeric_limits<float>::max()};
   auto start = random_floats(count, 1), grad = random_floats(count, 2);
-  std::vector<std::uint16_t> m(count), v(count), w16(count);
+  std::vector<std::uint16_t> m(count), v(count), w16(count), g16(count);
   std::vector<std::int16_t> lo(count);
   for (std::size_t i = 0; i < count; ++i) {
     if (i % 7 == 3) grad[i] = odd[i / 7 % 5];
@@ -157,12 +160,17 @@ std::vector<std::uint32_t> after_step(Isa isa, DType weight, bool adamw, std::si
   }
   const auto& table = optim::optim_table(isa);
   if (weight == DType::bf16) table.split(w16.data(), lo.data(), start.data(), count);
-  const optim::AdamFactors f{0.75f, 0.9997f, 0.1f, 0.1f, 0.95f, 0.05f, 0.223606f, 1e-8f, 3e-2f, adamw, 12345};
-  optim::OptimPiece piece{start.data(), nullptr, {m.data(), v.data()}, grad.data(),
-                          DType::f32,   count,   DType::bf16,          index};
+  optim::AdamFactors f{0.75f, 0.9997f, 0.1f, 0.1f, 0.95f, 0.05f, 0.223606f, 1e-8f, 3e-2f, adamw, 12345};
+  f.small = optim::small_adam_factors(f);
+  const void* given = grad.data();
+  if (grad_dtype != DType::f32)
+    device::cast(g16.data(), grad_dtype, grad.data(), DType::f32, count), given = g16.data();
+  optim::OptimPiece piece{start.data(), nullptr, {m.data(), v.data()}, given, grad_dtype, count, DType::bf16, index};
+  const float first = count > 0 ? start[0] : 0.0f;
   if (weight == DType::bf16) piece.weight = w16.data(), piece.lo = lo.data();
   table.adam(piece, f);
   if (weight == DType::bf16) table.join(start.data(), w16.data(), lo.data(), count);
+  if (count > 0) EXPECT_TRUE(std::isfinite(start[0]) && start[0] != first);
   std::vector<std::uint32_t> out;
   const auto add = [&out](float x) { out.push_back(std::isnan(x) ? 0x7fc00000u : std::bit_cast<std::uint32_t>(x)); };
   for (std::size_t i = 0; i < count; ++i) add(start[i]), add(widen(m[i])), add(widen(v[i]));
@@ -174,10 +182,12 @@ TEST(rounded_state, every_isa_gives_equal_bits) {
     if (isa > best_isa()) continue;
     for (const DType weight : kWeights)
       for (const bool adamw : {true, false})
-        for (const std::uint64_t index : {std::uint64_t{5}, (std::uint64_t{1} << 32) - 30})
-          for (std::size_t count = 0; count <= 1100; count += count < 70 ? 1 : 103)
-            if (after_step(isa, weight, adamw, count, index) != after_step(Isa::plain, weight, adamw, count, index))
-              return test::fail(__FILE__, __LINE__, std::string(name_of(isa)) + " differs from plain");
+        for (const DType grad : {DType::f32, DType::bf16, DType::f16})
+          for (const std::uint64_t index : {std::uint64_t{5}, (std::uint64_t{1} << 32) - 30})
+            for (std::size_t count = 0; count <= 1100; count += count < 70 ? 1 : 103)
+              if (after_step(isa, weight, grad, adamw, count, index) !=
+                  after_step(Isa::plain, weight, grad, adamw, count, index))
+                return test::fail(__FILE__, __LINE__, std::string(name_of(isa)) + " differs from plain");
   }
 }
 
