@@ -64,7 +64,7 @@ class Completion {
 class Work {
  public:
   Work() = default;  ///< already done
-  explicit Work(std::shared_ptr<Completion> completion) : completion_(std::move(completion)) {}
+  explicit Work(std::shared_ptr<Completion> completion);
   Work(Work&&) noexcept = default;
   Work& operator=(Work&& other) noexcept;
   ~Work();
@@ -75,12 +75,16 @@ class Work {
   /// The same, but what waits for the device is the stream with this native handle.
   void wait_on(std::uintptr_t stream, std::optional<double> timeout_s = std::nullopt);
   bool done() const;
-  /// Blocks for `patience_s` at most; returns whether the operation ended. Its error waits for wait().
+  /// Blocks for `patience_s` at most; returns whether the operation ended. Its error waits for wait(). In a forked
+  /// child true at once: there is nothing to wait for, and wait() throws.
   bool wait_for(double patience_s) noexcept;
 
  private:
   void end() noexcept;
+  bool is_foreign() const noexcept;
+  void check_own() const;
   std::shared_ptr<Completion> completion_;
+  int forks_ = 0;  // fork_generation() at the start
 };
 
 /// Reuses Completions: acquire() allocates only when more are in flight than ever before.

@@ -14,6 +14,8 @@
 
 #include "base/env.hpp"
 #include "base/error.hpp"
+#include "base/float_mode.hpp"
+#include "base/fork.hpp"
 
 namespace zcomm {
 namespace {
@@ -38,6 +40,7 @@ int default_size() { return read_env().threads.value_or(std::max(1, usable_cpus(
 
 struct ThreadPool::Impl {
   int size = 1;
+  const int forks = fork_generation();
   std::mutex calls;  // one parallel_for at a time
   std::mutex mutex;
   std::condition_variable wake, idle;
@@ -52,7 +55,11 @@ struct ThreadPool::Impl {
   int joined = 0, limit = 0, running = 0;
   std::exception_ptr error;
 
+  /// The workers did not come along, and the locks are as they were at that moment.
+  bool is_forked() const { return forks != fork_generation(); }
+
   void run_parts() {
+    const DefaultFloatMode mode;
     try {
       for (std::size_t i = next_part.fetch_add(1); i < parts; i = next_part.fetch_add(1))
         (*body)(i* part, std::min(count, (i + 1) * part));
@@ -88,6 +95,10 @@ ThreadPool::ThreadPool(int size) : impl_(std::make_unique<Impl>()) {
 }
 
 ThreadPool::~ThreadPool() {
+  if (impl_->is_forked()) {
+    static_cast<void>(impl_.release());  // to join or wake nobody would wait for ever
+    return;
+  }
   {
     const std::lock_guard lock(impl_->mutex);
     impl_->stopping = true;
@@ -104,9 +115,11 @@ void ThreadPool::parallel_for(std::size_t count, std::size_t grain, int limit,
   grain = std::max<std::size_t>(1, grain);
   const std::size_t grains = (count + grain - 1) / grain;
   const int threads = static_cast<int>(std::min<std::size_t>(limit > 0 ? std::min(limit, size()) : size(), grains));
-  if (threads <= 1) return body(0, count);
-
   Impl& pool = *impl_;
+  if (threads <= 1 || pool.is_forked()) {
+    const DefaultFloatMode mode;
+    return body(0, count);
+  }
   const std::lock_guard call(pool.calls);
   {
     const std::lock_guard lock(pool.mutex);

@@ -1,7 +1,8 @@
 // ThreadPool: a fixed set of workers for elementwise passes.
 //
 // Size comes from the CPUs this process may use divided by the local ranks (not from OMP_NUM_THREADS, which torchrun
-// sets to 1). Workers sleep when idle. Thread rule: parallel_for may be called from any thread; calls are serialised.
+// sets to 1). Workers sleep when idle. In a forked child, which has no workers, the caller does it all.
+// Thread rule: parallel_for may be called from any thread; calls are serialised.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +16,8 @@ class ThreadPool {
   explicit ThreadPool(int size);
   ~ThreadPool();
   int size() const;
-  /// Calls body(begin, end) on parts of [0, count) that begin at multiples of `grain`; the caller works too.
+  /// Calls body(begin, end) on parts of [0, count) that begin at multiples of `grain`; the caller works too. On all of
+  /// them floating point is as DefaultFloatMode says.
   /// At most `limit` threads (0: all). An exception of body is rethrown.
   void parallel_for(std::size_t count, std::size_t grain, int limit,
                     const std::function<void(std::size_t, std::size_t)>& body);

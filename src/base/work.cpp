@@ -4,6 +4,7 @@
 #include <chrono>
 
 #include "base/error.hpp"
+#include "base/fork.hpp"
 
 namespace zcomm {
 
@@ -66,6 +67,7 @@ Work& Work::operator=(Work&& other) noexcept {
   if (this != &other) {
     end();
     completion_ = std::move(other.completion_);
+    forks_ = other.forks_;
   }
   return *this;
 }
@@ -74,30 +76,48 @@ Work::~Work() { end(); }
 
 void Work::end() noexcept {
   if (!completion_) return;
+  if (is_foreign()) {  // its locks are as they were when the process forked: not even to be destroyed
+    new std::shared_ptr<Completion>(std::move(completion_));
+    return;
+  }
   completion_->wait_quietly();
   completion_->drop_tail();
 }
 
+bool Work::is_foreign() const noexcept { return completion_ && forks_ != fork_generation(); }
+
+void Work::check_own() const {
+  if (is_foreign())
+    throw Error("Work: the operation was started before this process was forked; only the parent can wait for it");
+}
+
 void Work::wait(std::optional<double> timeout_s) {
   if (!completion_) return;
+  check_own();
   completion_->wait(timeout_s);
   if (const auto tail = completion_->tail()) tail->order(std::nullopt);
 }
 
 void Work::wait_on(std::uintptr_t stream, std::optional<double> timeout_s) {
   if (!completion_) return;
+  check_own();
   completion_->wait(timeout_s);
   if (const auto tail = completion_->tail()) tail->order(stream);
 }
 
 bool Work::done() const {
   if (!completion_) return true;
+  check_own();
   if (!completion_->done()) return false;
   const auto tail = completion_->tail();
   return !tail || tail->done();
 }
 
-bool Work::wait_for(double patience_s) noexcept { return !completion_ || completion_->wait_for(patience_s); }
+bool Work::wait_for(double patience_s) noexcept {
+  return !completion_ || is_foreign() || completion_->wait_for(patience_s);
+}
+
+Work::Work(std::shared_ptr<Completion> completion) : completion_(std::move(completion)), forks_(fork_generation()) {}
 
 // shared_ptr's control block cannot be pooled, so the pool keeps its own reference and reuses a completion once it
 // is the only one left.

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "base/error.hpp"
+#include "base/float_mode.hpp"
 #include "device/kernels_check.hpp"
 #include "device/kernels_table.hpp"
 #include "device/stream_kernels.hpp"
@@ -115,6 +116,7 @@ void reduce(const Reduce& args) {
   if (args.count == 0) return;
   const bool streaming =
       !args.accumulate && wants_streaming(args.stores, args.count * size_of(args.out)) && !in_place(args);
+  const DefaultFloatMode mode;
   current_table().reduce({args.dst.data(), args.dst.size(), args.src.data(), args.src.size(), args.count, args.in,
                           args.out, args.op, args.accumulate, streaming});
 }
@@ -123,6 +125,7 @@ void cast(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::siz
   check_cast(dst, dst_dtype, src, src_dtype, count);
   if (count == 0) return;
   if (dst_dtype == src_dtype) return copy(dst, src, count * size_of(dst_dtype));
+  const DefaultFloatMode mode;
   current_table().cast(dst, dst_dtype, src, src_dtype, count);
 }
 

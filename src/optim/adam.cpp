@@ -2,6 +2,7 @@
 #include "zcomm/adam.hpp"
 
 #include "base/error.hpp"
+#include "base/float_mode.hpp"
 #include "optim/adam_factors.hpp"
 #include "optim/kinds.hpp"
 
@@ -43,6 +44,7 @@ void adam_step(const AdamShard& shard, const AdamParams& params, int threads, Ex
 
 void adam_encode_state(const AdamShard& shard, const float* m, const float* v) {
   check_coded("adam_encode_state", shard, m, v);
+  const DefaultFloatMode mode;
   const auto encode = optim::current_optim_table().encode_state;
   optim::for_each_piece(shard, kArrays, 0, [=](const optim::OptimPiece& piece, auto, std::size_t begin) {
     encode(piece, m + begin, v + begin);
@@ -51,6 +53,7 @@ void adam_encode_state(const AdamShard& shard, const float* m, const float* v) {
 
 void adam_decode_state(const AdamShard& shard, float* m, float* v) {
   check_coded("adam_decode_state", shard, m, v);
+  const DefaultFloatMode mode;
   const auto decode = optim::current_optim_table().decode_state;
   optim::for_each_piece(shard, kArrays, 0, [=](const optim::OptimPiece& piece, auto, std::size_t begin) {
     decode(m + begin, v + begin, piece);

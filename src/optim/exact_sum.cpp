@@ -10,6 +10,7 @@
 #include <limits>
 
 #include "base/error.hpp"
+#include "base/float_mode.hpp"
 #include "device/kernels.hpp"
 #include "optim/shard.hpp"
 #include "optim/stream_optim.hpp"
@@ -105,6 +106,7 @@ void check_squares(const void* grad, DType dtype, std::size_t count) {
 }
 
 void block_squares(double* sums, const void* grad, DType dtype, std::size_t count) {
+  const DefaultFloatMode mode;
   const auto& table = current_optim_table();
   const std::size_t blocks = count / kNormBlock, rest = count % kNormBlock;
   table.squares(sums, grad, dtype, blocks);

@@ -1,8 +1,12 @@
 #include <atomic>
+#include <memory>
+#include <optional>
 #include <thread>
 
 #include "base/error.hpp"
 #include "base/thread_pool.hpp"
+#include "child.hpp"
+#include "flush.hpp"
 #include "test.hpp"
 #include "zcomm/work.hpp"
 
@@ -42,6 +46,26 @@ TEST(Work, dropping_waits) {
   runner.join();
 }
 
+TEST(Work, a_forked_child_has_nothing_to_wait_for) {
+  CompletionPool pool;
+  auto completion = pool.acquire();
+  Work work(completion);
+  const int code = test::in_child([&] {
+    if (!work.wait_for(10.0)) return 1;
+    try {
+      work.wait();
+      return 2;
+    } catch (const Error&) {
+    }
+    work = Work();  // would wait for ever
+    return 0;
+  });
+  EXPECT_EQ(code, 0);
+  EXPECT_FALSE(work.done());
+  completion->finish();
+  work.wait();
+}
+
 TEST(CompletionPool, reuses_what_was_dropped) {
   CompletionPool pool;
   const Completion* first = nullptr;
@@ -78,6 +102,41 @@ TEST(ThreadPool, rethrows) {
   int calls = 0;
   pool.parallel_for(1, 1, 0, [&](std::size_t, std::size_t) { ++calls; });
   EXPECT_EQ(calls, 1);
+}
+
+TEST(ThreadPool, in_a_forked_child_the_caller_does_it_all) {
+  auto pool = std::make_unique<ThreadPool>(3);
+  const auto sum = [&pool] {
+    std::atomic<std::size_t> all{0};
+    pool->parallel_for(1000, 1, 0, [&](std::size_t begin, std::size_t end) { all += end - begin; });
+    return all.load();
+  };
+  EXPECT_EQ(sum(), 1000u);
+  const int code = test::in_child([&] {
+    if (sum() != 1000) return 1;
+    pool.reset();  // would join threads that are not there
+    return 0;
+  });
+  EXPECT_EQ(code, 0);
+  EXPECT_EQ(sum(), 1000u);
+}
+
+TEST(ThreadPool, floating_point_is_the_same_on_each_thread) {
+  for (const bool before : {true, false}) {  // workers inherit the mode of who starts them
+    std::optional<test::FlushSubnormals> flush;
+    if (before) flush.emplace();
+    ThreadPool pool(3);
+    if (!before) flush.emplace();
+    for (const std::size_t count : {1u, 300u}) {
+      std::atomic<int> kept{0};
+      pool.parallel_for(count, 1, 0, [&](std::size_t begin, std::size_t end) {
+        if (test::half_of_the_smallest() > 0) kept += static_cast<int>(end - begin);
+      });
+      EXPECT_EQ(kept.load(), static_cast<int>(count));
+    }
+    flush.reset();
+    EXPECT_TRUE(test::half_of_the_smallest() > 0);
+  }
 }
 
 TEST(Work, wait_for_tells_and_does_not_throw) {

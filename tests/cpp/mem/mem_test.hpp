@@ -1,7 +1,6 @@
-// What the tests of this floor share: a private directory, patterns, forked children.
+// What the tests of this floor share: a private directory, patterns.
 #pragma once
 
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstddef>
@@ -12,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "child.hpp"
 #include "test.hpp"
 #include "zcomm/swap_file.hpp"
 
@@ -68,23 +68,6 @@ class Pattern {
   std::unique_ptr<std::byte, decltype(&std::free)> memory_;
   std::size_t shift_, nbytes_;
 };
-
-/// Runs `body` in a forked child and returns its exit status (128 + signal when killed by one).
-template <class Body>
-int in_child(Body body) {
-  const pid_t child = ::fork();
-  if (child == 0) {
-    int code = 99;
-    try {
-      code = body();
-    } catch (...) {
-    }
-    ::_exit(code);
-  }
-  int status = 0;
-  ::waitpid(child, &status, 0);
-  return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-}
 
 /// The configurations every behaviour is tested on.
 inline std::vector<SwapFile::Options> all_options() {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "device/kernels.hpp"
+#include "flush.hpp"
 #include "optim/optim_table.hpp"
 #include "test.hpp"
 #include "zcomm/error.hpp"
@@ -178,6 +179,16 @@ TEST(add_squares, shards_at_block_bounds_give_equal_bits) {
     }
     EXPECT_TRUE(same_bits(total.value(), whole.value()));
   }
+}
+
+TEST(add_squares, subnormals_count_whatever_the_caller_does_with_them) {
+  const std::vector<float> tiny(130, 1e-40f);
+  ExactSum kept, sum;
+  add_squares(kept, tiny.data(), DType::f32, tiny.size());
+  EXPECT_TRUE(kept.value() > 0);
+  const test::FlushSubnormals flush;
+  add_squares(sum, tiny.data(), DType::f32, tiny.size());
+  EXPECT_EQ(sum.value(), kept.value());
 }
 
 TEST(add_squares, edges) {

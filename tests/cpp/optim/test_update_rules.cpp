@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "flush.hpp"
 #include "optim/optim_table.hpp"
 #include "shard_state.hpp"
 #include "test.hpp"
@@ -300,6 +301,20 @@ TEST(update_rules, nan_and_inf_stay_in_their_element) {
         if (i != 7 && i != 20) EXPECT_EQ(master[i], expected[i]);
       }
       EXPECT_TRUE(std::isnan(master[7]));
+      EXPECT_EQ(std::isfinite(master[20]), rule.name.starts_with("lion"));  // which takes the sign alone
+    }
+}
+
+TEST(update_rules, subnormals_are_kept_whatever_the_caller_does_with_them) {
+  constexpr std::size_t count = 100000;  // parts for several threads
+  const auto tiny = random_floats(count, 3, 1e-39f), start = random_floats(count, 4, 1e-38f);
+  for (const Rule& rule : rules())
+    for (const DType weight : kWeights) {
+      State kept = make_state(weight, count, start, rule.arrays), s = kept;
+      for (int t = 1; t <= 2; ++t) rule.step(kept.shard(tiny.data(), DType::f32), t, 0);
+      const test::FlushSubnormals flush;
+      for (int t = 1; t <= 2; ++t) rule.step(s.shard(tiny.data(), DType::f32), t, 0);
+      EXPECT_TRUE(s == kept);
     }
 }
 
