@@ -47,12 +47,31 @@ SwapRunner::Counters SwapRunner::counters() const {
   for (std::size_t kind = 0; kind < 2; ++kind) {
     counters.moved_nbytes[kind] = meters_[kind].moved_nbytes.load(std::memory_order_relaxed);
     counters.latency[kind] = meters_[kind].latency.summary();
-    counters.busy_s[kind] = static_cast<double>(meters_[kind].busy_ns.load(std::memory_order_relaxed)) * 1e-9;
+    counters.busy_s[kind] = std::chrono::duration<double>(meters_[kind].busy()).count();
   }
   counters.error_count = error_count_.load(std::memory_order_relaxed);
   counters.retry_count = retry_count_.load(std::memory_order_relaxed);
   counters.bounce_nbytes = bounce_nbytes_.load(std::memory_order_relaxed);
   return counters;
+}
+
+void SwapRunner::Meter::begin(Clock::time_point now) {
+  if (in_flight++ > 0) return;
+  const std::lock_guard lock(mutex);
+  since = now;
+  open = true;
+}
+
+void SwapRunner::Meter::end(Clock::time_point now) {
+  if (--in_flight > 0) return;
+  const std::lock_guard lock(mutex);
+  before += now - since;
+  open = false;
+}
+
+SwapRunner::Clock::duration SwapRunner::Meter::busy() const {
+  const std::lock_guard lock(mutex);
+  return open ? before + (Clock::now() - since) : before;
 }
 
 void SwapRunner::run() {
@@ -167,8 +186,7 @@ void SwapRunner::prepare(Slot& slot, SwapOperation& operation) {
   }
   ++operation.in_flight;
   slot.since = Clock::now();
-  Meter& meter = meters_[operation.write ? 1 : 0];
-  if (meter.in_flight++ == 0) meter.since = slot.since;
+  meters_[operation.write ? 1 : 0].begin(slot.since);
 }
 
 void SwapRunner::provide_bounce(Slot& slot) {
@@ -303,11 +321,7 @@ void SwapRunner::check_one() {
 
 void SwapRunner::release(Slot& slot) {
   SwapOperation& operation = *slot.operation;
-  Meter& meter = meters_[operation.write ? 1 : 0];
-  if (--meter.in_flight == 0) {
-    const auto busy = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - meter.since);
-    meter.busy_ns.fetch_add(busy.count(), std::memory_order_relaxed);
-  }
+  meters_[operation.write ? 1 : 0].end(Clock::now());
   slot.operation = nullptr;
   free_.push_back(&slot);
   end_of(operation);

@@ -20,6 +20,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -85,13 +86,22 @@ class SwapRunner {
     SwapOperation* operation;
     std::size_t index;  // of the block
   };
-  /// Time with at least one request of a kind in flight; written by the I/O thread.
+  /// What one kind of request has moved, and the time with at least one of them in flight; written by the I/O thread.
   struct Meter {
-    int in_flight = 0;
-    Clock::time_point since{};
+    void begin(Clock::time_point now);
+    void end(Clock::time_point now);
+    /// The time that is not over yet included.
+    Clock::duration busy() const;
+
     std::atomic<std::uint64_t> moved_nbytes{0};
-    std::atomic<std::int64_t> busy_ns{0};
     LatencyHistogram latency;
+
+   private:
+    int in_flight = 0;
+    mutable std::mutex mutex;  // taken where there begins or ends to be one
+    Clock::time_point since{};
+    Clock::duration before{};
+    bool open = false;
   };
 
   void run();

@@ -89,6 +89,26 @@ TEST(SwapOrder, reads_overtake_queued_writes) {
   }
 }
 
+TEST(SwapOrder, the_time_of_what_is_under_way_counts) {
+  for (const std::string& engine : engine_names()) {
+    Gate gate;
+    const Setup setup({engine, true}, [&gate](FaultyEngine& each) { gate.attach(each); }, 1, 1);
+    Pattern data(kBlock, 1);
+    gate.close();
+    const Work work = setup.file->write("k", data.data(), kBlock);
+    gate.wait_until_held();
+    const double before = setup.file->stats().write_s;
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    EXPECT_GE(setup.file->stats().write_s, before + 0.002);
+    EXPECT_EQ(setup.file->stats().read_s, 0.0);
+    gate.open();
+    setup.file->wait();
+    const double after = setup.file->stats().write_s;
+    EXPECT_GE(after, before + 0.002);
+    EXPECT_EQ(setup.file->stats().write_s, after);
+  }
+}
+
 TEST(SwapOrder, writes_go_on_under_any_number_of_reads) {
   for (const std::string& engine : engine_names()) {
     const std::string order = order_of(engine, 3, 1, 40);
