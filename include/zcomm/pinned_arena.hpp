@@ -11,6 +11,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <string>
 #include <type_traits>
 
 namespace zcomm {
@@ -66,7 +67,7 @@ class PinnedArena {
   Stats stats() const;
 
  private:
-  static int lock_pages(Lease& lease);
+  std::string lock_pages(Lease& lease);
   std::shared_ptr<Lease::Shared> shared_;
 };
 

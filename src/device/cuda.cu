@@ -44,6 +44,7 @@ class CudaDevice final : public Device {
   explicit CudaDevice(Gpu& gpu) : gpu_(gpu) {
     const DeviceScope scope(gpu_.index());
     gpu_.check(cudaFree(nullptr), "start of CUDA");  // makes the context, if torch has not
+    home_device() = gpu_.index();
   }
 
   const std::string& name() const override { return gpu_.name(); }

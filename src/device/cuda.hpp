@@ -7,13 +7,20 @@
 #include <cstddef>
 #include <string>
 
+#include "zcomm/error.hpp"
+
 namespace zcomm::device::cuda {
 
 bool available();          ///< built in, and a driver and a device are there
 int device_count();        ///< 0 when not available
 std::string build_info();  ///< "CUDA 13.0" or "built without CUDA"
 
-/// Page-locks host memory for DMA; no-op with false when not available. Throws CudaError.
+struct PageLockRefused : CudaError {
+  using CudaError::CudaError;
+};
+
+/// Page-locks host memory for DMA; no-op with false when not available. Throws PageLockRefused, or CudaError where the
+/// device is lost.
 bool page_lock(void* data, std::size_t nbytes);
 void page_unlock(void* data) noexcept;
 

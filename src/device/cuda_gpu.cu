@@ -1,8 +1,10 @@
 // Finding GPUs, and wording what they say (device/cuda_gpu.hpp).
 #include <deque>
 #include <mutex>
+#include <optional>
 
 #include "base/error.hpp"
+#include "base/fork.hpp"
 #include "device/cuda_gpu.hpp"
 #include "device/device_errors.hpp"
 
@@ -14,8 +16,10 @@ struct Found {
   cudaError_t error = cudaSuccess;
 };
 
-/// Asked once: without a driver the answer does not change while the process lives.
+/// Asked once: without a driver the answer does not change while the process lives. A forked child cannot use what CUDA
+/// its parent has started: none is there.
 const Found& found() {
+  static const int asker = fork_generation();
   static const Found result = [] {
     Found f;
     f.error = cudaGetDeviceCount(&f.count);
@@ -25,7 +29,8 @@ const Found& found() {
     }
     return f;
   }();
-  return result;
+  static const Found in_a_child{0, cudaErrorInitializationError};
+  return asker == fork_generation() ? result : in_a_child;
 }
 
 std::string absence() {
@@ -35,6 +40,7 @@ std::string absence() {
   const cudaError_t error = found().error;
   const Absence why = driver == 0                                          ? Absence::no_driver
                       : error == cudaErrorInsufficientDriver               ? Absence::old_driver
+                      : error == cudaErrorInitializationError              ? Absence::forked
                       : error == cudaSuccess || error == cudaErrorNoDevice ? Absence::none_shown
                                                                            : Absence::other;
   return no_device_text(why, driver, CUDART_VERSION, cudaGetErrorString(error));
@@ -136,17 +142,24 @@ void Gpu::lose_after(std::uint64_t n) {
 
 bool page_lock(void* data, std::size_t nbytes) {
   if (!available() || nbytes == 0) return false;
+  std::optional<DeviceScope> scope;
+  if (const int device = home_device(); device >= 0) scope.emplace(device);
   const cudaError_t result = cudaHostRegister(data, nbytes, cudaHostRegisterPortable);
   if (result == cudaSuccess) return true;
   cudaGetLastError();
   if (ends_the_context(result)) throw CudaError(lost_text("cuda", describe("cudaHostRegister", result)));
-  throw CudaError(text("page locking ", nbytes, " bytes: ", describe("cudaHostRegister", result),
-                       "; see `ulimit -l`, the container's memory limit, and the budget of pinned memory"));
+  throw PageLockRefused(text("page locking ", nbytes, " bytes: ", describe("cudaHostRegister", result),
+                             "; see `ulimit -l`, the container's memory limit, and the budget of pinned memory"));
 }
 
 void page_unlock(void* data) noexcept {
   if (!available()) return;
   if (cudaHostUnregister(data) != cudaSuccess) cudaGetLastError();
+}
+
+std::atomic<int>& home_device() {
+  static std::atomic<int> device{-1};
+  return device;
 }
 
 DeviceScope::DeviceScope(int device) {

@@ -35,6 +35,10 @@ class BesideCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
+/// The device that this process has opened last, or -1: host memory is locked there, as a call on another would make a
+/// context of some hundred MB on that one.
+std::atomic<int>& home_device();
+
 class Gpu {
  public:
   /// The only one of its index. Throws CudaError without driver or device, InvalidArgument for other indices.

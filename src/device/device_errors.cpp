@@ -30,6 +30,8 @@ std::string advice_on(Absence why, int cuda_driver, int cuda_build) {
                   cuda_text(cuda_build), ": update the driver, or install a build for an older CUDA");
     case Absence::none_shown:
       return "the driver shows no GPU to this process: see CUDA_VISIBLE_DEVICES and nvidia-smi, or use device=\"cpu\"";
+    case Absence::forked:
+      return "this process was forked from one that uses CUDA: start it by spawn, or use device=\"cpu\"";
     case Absence::other:
       break;
   }

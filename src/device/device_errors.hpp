@@ -9,7 +9,7 @@ namespace zcomm::device {
 /// "cuda:0: out of memory: asked for 2.00 GiB, 1.00 GiB of 80.00 GiB are free; ..." and what to do.
 std::string out_of_memory_text(const std::string& device, std::size_t asked_nbytes, std::size_t free_nbytes,
                                std::size_t total_nbytes);
-enum class Absence { no_driver, old_driver, none_shown, other };
+enum class Absence { no_driver, old_driver, none_shown, forked, other };
 /// Why no GPU was found, and what to do. cuda_driver, cuda_build: the CUDA that the driver serves, and the build's, as
 /// 1000 major + 10 minor. said: the runtime's words.
 std::string no_device_text(Absence why, int cuda_driver, int cuda_build, const std::string& said);

@@ -152,11 +152,18 @@ PinnedArena::PinnedArena(Options options) : shared_(std::make_shared<Lease::Shar
   shared_->process_budget = read_env().pinned_budget;
 }
 
-/// 0, or why mlock refused.
-int PinnedArena::lock_pages(Lease& lease) {
-  if (::mlock(lease.data_, lease.mapped_nbytes_) != 0) return errno;
+/// As the options have it. Returns why it was refused, or nothing.
+std::string PinnedArena::lock_pages(Lease& lease) {
+  try {
+    if (shared_->options.page_lock && device::cuda::page_lock(lease.data_, lease.mapped_nbytes_))
+      lease.lock_ = Lease::Lock::cuda;
+  } catch (const device::cuda::PageLockRefused& error) {
+    return error.what();
+  }
+  if (lease.lock_ != Lease::Lock::none || !shared_->options.keep_resident) return {};
+  if (::mlock(lease.data_, lease.mapped_nbytes_) != 0) return text("mlock: ", std::strerror(errno));
   lease.lock_ = Lease::Lock::memory;
-  return 0;
+  return {};
 }
 
 PinnedArena::Lease PinnedArena::allocate(std::size_t nbytes) {
@@ -175,11 +182,9 @@ PinnedArena::Lease PinnedArena::allocate(std::size_t nbytes) {
     }
     lease.nbytes_ = nbytes;
     lease.mapped_nbytes_ = mapped;
-    if (shared_->options.page_lock && device::cuda::page_lock(lease.data_, mapped)) lease.lock_ = Lease::Lock::cuda;
-    const int code = lease.lock_ == Lease::Lock::none && shared_->options.keep_resident ? lock_pages(lease) : 0;
-    if (code != 0) {
+    if (const std::string refusal = lock_pages(lease); !refusal.empty()) {
       const std::lock_guard lock(shared_->mutex);
-      shared_->refuse(nbytes, mapped, text("mlock: ", std::strerror(code)).c_str());
+      shared_->refuse(nbytes, mapped, refusal.c_str());
     }
   }
   shared_->granted(lease.lock_ != Lease::Lock::none ? mapped : 0);

@@ -39,6 +39,7 @@ TEST(cuda, says_why_there_is_none) {
             "build needs CUDA 13.0: update the driver, or install a build for an older CUDA");
   for (const auto& [why, advice] : {std::pair{Absence::no_driver, "no NVIDIA driver is loaded: install one"},
                                     {Absence::none_shown, "see CUDA_VISIBLE_DEVICES"},
+                                    {Absence::forked, "start it by spawn"},
                                     {Absence::other, "nvidia-smi shows which GPUs"}}) {
     const std::string said = no_device_text(why, 13000, 13000, "words");
     EXPECT_TRUE(said.find("no CUDA device (words): ") == 0 && said.find(advice) != std::string::npos);
