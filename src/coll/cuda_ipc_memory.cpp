@@ -12,6 +12,11 @@ namespace zcomm::coll {
 namespace {
 
 constexpr std::size_t kToldDrops = 64;  // at a time
+/// The driver packs smaller allocations into one block, and a handle names the block: with a block of its own nothing
+/// else of this process is shared, and no block is opened twice.
+constexpr std::size_t kBlockNbytes = std::size_t{2} << 20;
+
+std::size_t in_blocks(std::size_t nbytes) { return (nbytes + kBlockNbytes - 1) / kBlockNbytes * kBlockNbytes; }
 
 struct Drops {
   std::uint64_t count = 0;
@@ -25,18 +30,24 @@ struct Vote {
 
 }  // namespace
 
+/// Own memory that others may have open, and what of theirs is open here, which goes first.
+struct DeviceHeap::Buffer {
+  device::Memory own;
+  std::vector<std::shared_ptr<void>> peers;
+};
+
 /// What this rank has dropped. Outlives the engine as long as a buffer lives.
 struct DeviceHeap::Dropped {
   std::mutex mutex;
-  bool open = true;                              ///< the engine is there to ask the others
-  std::vector<std::uint64_t> untold;             ///< closed here, and not yet said so
-  std::map<std::uint64_t, device::Memory> kept;  ///< own memory that others may have open
+  bool open = true;                   ///< the engine is there to ask the others
+  std::vector<std::uint64_t> untold;  ///< not yet said so
+  std::map<std::uint64_t, Buffer> kept;
 
-  void add(std::uint64_t id, device::Memory memory) {
+  void add(std::uint64_t id, Buffer buffer) {
     const std::lock_guard lock(mutex);
     if (!open) return;
     untold.push_back(id);
-    kept.emplace(id, std::move(memory));
+    kept.emplace(id, std::move(buffer));
   }
 };
 
@@ -46,7 +57,7 @@ DeviceHeap::DeviceHeap(std::shared_ptr<DeviceWatch> waits, const HostMemory& mem
       memory_(memory),
       rounds_(rounds),
       symmetric_(symmetric),
-      zeroed_(waits_->device().make_event()),
+      passed_(waits_->device().make_event()),
       dropped_(std::make_shared<Dropped>()) {}
 
 DeviceHeap::~DeviceHeap() {
@@ -57,12 +68,12 @@ DeviceHeap::~DeviceHeap() {
 
 void DeviceHeap::abandon() noexcept {
   static std::mutex mutex;
-  static auto* const left = new std::vector<std::map<std::uint64_t, device::Memory>>;
+  static auto* const left = new std::vector<std::map<std::uint64_t, Buffer>>;
   const std::lock_guard lock(mutex), own(dropped_->mutex);
   left->push_back(std::move(dropped_->kept));
 }
 
-void DeviceHeap::tell_drops() {
+void DeviceHeap::tell_drops(const Header& during) {
   Drops mine;
   {
     const std::lock_guard lock(dropped_->mutex);
@@ -70,6 +81,12 @@ void DeviceHeap::tell_drops() {
     std::copy_n(dropped_->untold.begin(), mine.count, mine.ids);
     dropped_->untold.erase(dropped_->untold.begin(),
                            dropped_->untold.begin() + static_cast<std::ptrdiff_t>(mine.count));
+  }
+  if (mine.count > 0) {
+    rounds_.stream().record(*passed_);
+    waits_->wait(*passed_, during);  // the last that read the peers' memory
+    const std::lock_guard lock(dropped_->mutex);
+    for (std::size_t i = 0; i < mine.count; ++i) dropped_->kept.at(mine.ids[i]).peers.clear();
   }
   rounds_.tell(&mine, sizeof(mine));
   std::vector<std::uint64_t> free;
@@ -92,10 +109,10 @@ void DeviceHeap::forget(const std::vector<std::uint64_t>& ids) {
 }
 
 device::Memory DeviceHeap::zeroed(std::size_t nbytes, const Header& during) {
-  device::Memory memory = waits_->device().allocate(nbytes);
+  device::Memory memory = waits_->device().allocate(memory_.world_size() > 1 ? in_blocks(nbytes) : nbytes);
   rounds_.stream().fill(memory.get(), 0, nbytes);
-  rounds_.stream().record(*zeroed_);
-  waits_->wait(*zeroed_, during);  // its owner may use it on any stream
+  rounds_.stream().record(*passed_);
+  waits_->wait(*passed_, during);  // its owner may use it on any stream
   return memory;
 }
 
@@ -106,7 +123,7 @@ void DeviceHeap::make(const Operation& operation) {
         Unsupported("shared_empty: ranks on devices have memory of their own each; use empty(..., device=\"cuda\")"));
     return;
   }
-  tell_drops();
+  tell_drops(header);
   const std::size_t ranks = static_cast<std::size_t>(memory_.world_size()),
                     nbytes = std::max<std::size_t>(header.count, 1);
   Vote mine;
@@ -153,8 +170,7 @@ void DeviceHeap::make(const Operation& operation) {
   std::vector<std::shared_ptr<void>> owner{own};
   if (ranks > 1)
     owner[0] = {own.get(), [dropped = dropped_, id = symmetric_.next_id(), mine = own, peers = owners](void*) mutable {
-                  peers.clear();
-                  dropped->add(id, std::move(mine));
+                  dropped->add(id, {std::move(mine), std::move(peers)});
                 }};
   operation.allocate->buffer = symmetric_.keep(header.count, memory_.rank(), std::move(bases), std::move(owner));
 }

@@ -1,9 +1,10 @@
 // DeviceHeap: symmetric memory on devices: each rank's own, opened by all others (decision D1).
 //
-// [Note: whose memory it is] A rank may free memory only when no other has it open. A tensor that is dropped closes
-// what this rank had opened of the peers; its own part is kept until all ranks have said that they dropped theirs,
-// which they tell each other when they allocate next, or until the engine ends.
-// Thread rule: make() as Engine::run; dropping buffers is free-threaded.
+// [Note: whose memory it is] A rank may free memory only when no other has it open, and close a peer's only when its
+// own stream has passed the last operation that read it. So a tensor that is dropped is kept until the ranks allocate
+// next: then each closes what it had opened of the peers, says so, and frees its own part once all ranks have said so
+// of it. The engine's end does the same for what is left. Thread rule: make() as Engine::run; dropping buffers is
+// free-threaded.
 #pragma once
 
 #include <cstdint>
@@ -31,8 +32,9 @@ class DeviceHeap {
   void abandon() noexcept;
 
  private:
+  struct Buffer;
   struct Dropped;
-  void tell_drops();
+  void tell_drops(const Header& during);
   void forget(const std::vector<std::uint64_t>& ids);
   device::Memory zeroed(std::size_t nbytes, const Header& during);
 
@@ -40,7 +42,7 @@ class DeviceHeap {
   const HostMemory& memory_;
   DeviceRounds& rounds_;
   SymmetricMemory& symmetric_;
-  std::unique_ptr<device::Event> zeroed_;
+  std::unique_ptr<device::Event> passed_;  // by the engine's stream
   std::shared_ptr<Dropped> dropped_;
   std::map<std::uint64_t, int> drops_;  // how many ranks have dropped it
 };

@@ -66,10 +66,10 @@ TEST(cuda_ipc_errors, arguments_leave_it_usable) {
 }
 
 TEST(cuda_ipc_errors, memory_that_one_rank_has_not_is_refused_on_all) {
-  run_device_world(3, {.memory_nbytes = 1 << 20}, [](DeviceRank& self) {
-    auto kept = self.comm->allocate(1000);
+  run_device_world(3, {.memory_nbytes = 7 << 20}, [](DeviceRank& self) {
+    auto kept = self.comm->allocate(1000);  // in a block of 2 MiB
     device::Memory hog;
-    if (self.rank == 1) hog = self.device->allocate(900 << 10);
+    if (self.rank == 1) hog = self.device->allocate(3500 << 10);
     expect_contains(message_of<CudaError>([&] { self.comm->allocate(200 << 10); }, "refused"),
                     {"allocating 204800 bytes was refused on rank 1", "simulated:1: out of memory"});
     std::vector<float> values(100, 1);
