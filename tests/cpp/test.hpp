@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <cmath>
+#include <cstdlib>
 #include <functional>
 #include <iostream>
 #include <mutex>
@@ -22,6 +23,12 @@ inline constexpr bool kSanitized = true;
 #else
 inline constexpr bool kSanitized = false;
 #endif
+
+/// The same where compute-sanitizer runs the program, which nothing in it was compiled for.
+inline bool few_values() {
+  static const bool few = kSanitized || std::getenv("ZCOMM_TEST_FEW") != nullptr;
+  return few;
+}
 
 struct Case {
   std::string name;

@@ -6,7 +6,7 @@
 namespace zcomm::test {
 namespace {
 
-[[maybe_unused]] const bool shares_threads = (threads_may_stay() = true);  // the core's pool, the runners' devices
+[[maybe_unused]] const bool shares_threads = (threads_may_stay() |= true);  // the core's pool, the runners' devices
 
 using optim::AdamFactors;
 using optim::LionFactors;

@@ -3,7 +3,9 @@
 
 #include <cstddef>
 #include <initializer_list>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <span>
 #include <string>
@@ -15,7 +17,40 @@
 
 namespace zcomm::test {
 
-/// Whole pages, page-locked where a GPU is.
+/// Page-locked blocks by size, kept until the program ends: to lock one costs more than a small step.
+class LockedBlocks {
+ public:
+  static void* take(std::size_t nbytes) {
+    {
+      const std::lock_guard lock(mutex());
+      auto& free = free_by_nbytes()[nbytes];
+      if (!free.empty()) {
+        void* data = free.back();
+        free.pop_back();
+        return data;
+      }
+    }
+    void* data = ::operator new(nbytes, std::align_val_t{4096});
+    device::cuda::page_lock(data, nbytes);
+    return data;
+  }
+  static void give(void* data, std::size_t nbytes) {
+    const std::lock_guard lock(mutex());
+    free_by_nbytes()[nbytes].push_back(data);
+  }
+
+ private:
+  static std::mutex& mutex() {
+    static std::mutex& one = *new std::mutex;
+    return one;
+  }
+  static std::map<std::size_t, std::vector<void*>>& free_by_nbytes() {
+    static auto& all = *new std::map<std::size_t, std::vector<void*>>;
+    return all;
+  }
+};
+
+/// Whole page-locked pages where a GPU is; elsewhere no byte more than asked, so that an overrun is found.
 template <class T>
 struct LockedAllocator {
   using value_type = T;
@@ -26,13 +61,15 @@ struct LockedAllocator {
   static constexpr std::align_val_t kPage{4096};
   static std::size_t pages(std::size_t n) { return (n * sizeof(T) / 4096 + 1) * 4096; }
   T* allocate(std::size_t n) {
-    void* data = ::operator new(device::cuda::available() ? pages(n) : n * sizeof(T), kPage);
-    device::cuda::page_lock(data, pages(n));
+    void* data = device::cuda::available() ? LockedBlocks::take(pages(n)) : ::operator new(n * sizeof(T), kPage);
     return static_cast<T*>(data);
   }
-  void deallocate(T* data, std::size_t) {
-    device::cuda::page_unlock(data);
-    ::operator delete(data, kPage);
+  void deallocate(T* data, std::size_t n) {
+    if (device::cuda::available()) {
+      LockedBlocks::give(data, pages(n));
+    } else {
+      ::operator delete(data, kPage);
+    }
   }
   bool operator==(const LockedAllocator&) const { return true; }
 };

@@ -140,7 +140,7 @@ void compare_on_all(const Owned& start, bool adamw, bool finite) {
 }
 
 std::vector<std::size_t> counts() {
-  if (test::kSanitized) return {1, 38, 257, 2049};
+  if (test::few_values()) return {1, 38, 257, 2049};
   std::vector<std::size_t> all;
   for (std::size_t n = 1; n <= 40; n += 3) all.push_back(n);
   for (std::size_t n : {64u, 255u, 256u, 257u, 300u, 511u, 512u, 1000u, 2047u, 2048u, 2049u, 5000u}) all.push_back(n);
@@ -162,7 +162,7 @@ TEST(stream_optim, adam_takes_tiles_and_ranges) {
   for (const DType weight : kAllWeights)
     for (const DType state : kStates)
       for (const std::size_t tile : {256u, 2304u, 4096u}) {
-        if (test::kSanitized && tile != 2304) continue;
+        if (test::few_values() && tile != 2304) continue;
         for (const auto& [begin, end] : std::vector<std::pair<std::size_t, std::size_t>>{
                  {0, 9000}, {256, 9000}, {2304, 4608}, {512, 768}, {4096, 8192}, {0, 0}}) {
           Owned shard(weight, DType::bf16, state, 2, 9000, tile, 0, ++seed);
@@ -268,7 +268,7 @@ TEST(stream_optim, many_parameters_at_once) {
 TEST(stream_optim, block_squares_sum_to_the_norm) {
   for (const auto& runner : test::runners())
     for (const DType dtype : kGrads)
-      for (std::size_t count = 0; count <= 9000; count += count < (test::kSanitized ? 9u : 200u) ? 1 : 391) {
+      for (std::size_t count = 0; count <= 9000; count += count < (test::few_values() ? 9u : 200u) ? 1 : 391) {
         const auto bytes = gradient(count, dtype, static_cast<unsigned>(count));
         test::LockedBytes grad(bytes.begin(), bytes.end());
         if (count % 10 == 7) std::memset(grad.data(), 0xff, size_of(dtype));  // NaN
