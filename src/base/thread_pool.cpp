@@ -34,6 +34,14 @@ int local_ranks() {
   return 1;
 }
 
+using Body = ThreadPool::Body;
+
+void alone(std::size_t count, const Body& body) {
+  if (count == 0) return;
+  const DefaultFloatMode mode;
+  body(0, count);
+}
+
 int default_size() { return read_env().threads.value_or(std::max(1, usable_cpus() / local_ranks())); }
 
 }  // namespace
@@ -49,7 +57,7 @@ struct ThreadPool::Impl {
   unsigned generation = 0;
 
   // The current loop; parts are claimed by index.
-  const std::function<void(std::size_t, std::size_t)>* body = nullptr;
+  const Body* body = nullptr;
   std::size_t count = 0, part = 0, parts = 0;
   std::atomic<std::size_t> next_part{0};
   int joined = 0, limit = 0, running = 0;
@@ -68,6 +76,38 @@ struct ThreadPool::Impl {
       if (!error) error = std::current_exception();
       next_part = parts;
     }
+  }
+
+  int threads_for(std::size_t total, std::size_t grain, int most) const {
+    if (is_forked()) return 1;
+    const std::size_t grains = (total + std::max<std::size_t>(1, grain) - 1) / std::max<std::size_t>(1, grain);
+    return static_cast<int>(std::min<std::size_t>(most > 0 ? std::min(most, size) : size, grains));
+  }
+
+  /// Under `calls`.
+  void share_out(std::size_t total, std::size_t grain, int threads, const Body& whole) {
+    {
+      const std::lock_guard lock(mutex);
+      // Four parts a thread even out a neighbour that takes the core away for a while.
+      const std::size_t wanted = static_cast<std::size_t>(threads) * 4;
+      grain = std::max<std::size_t>(1, grain);
+      part = ((total + grain - 1) / grain + wanted - 1) / wanted * grain;
+      parts = (total + part - 1) / part;
+      count = total;
+      body = &whole;
+      next_part = 0;
+      joined = 0;
+      limit = threads - 1;
+      error = nullptr;
+      ++generation;
+    }
+    wake.notify_all();
+    run_parts();
+    std::unique_lock lock(mutex);
+    limit = 0;  // latecomers find nothing to join
+    idle.wait(lock, [&] { return running == 0; });
+    body = nullptr;
+    if (error) std::rethrow_exception(std::exchange(error, nullptr));
   }
 
   void work() {
@@ -109,39 +149,19 @@ ThreadPool::~ThreadPool() {
 
 int ThreadPool::size() const { return impl_->size; }
 
-void ThreadPool::parallel_for(std::size_t count, std::size_t grain, int limit,
-                              const std::function<void(std::size_t, std::size_t)>& body) {
-  if (count == 0) return;
-  grain = std::max<std::size_t>(1, grain);
-  const std::size_t grains = (count + grain - 1) / grain;
-  const int threads = static_cast<int>(std::min<std::size_t>(limit > 0 ? std::min(limit, size()) : size(), grains));
-  Impl& pool = *impl_;
-  if (threads <= 1 || pool.is_forked()) {
-    const DefaultFloatMode mode;
-    return body(0, count);
-  }
-  const std::lock_guard call(pool.calls);
-  {
-    const std::lock_guard lock(pool.mutex);
-    // Four parts a thread even out a neighbour that takes the core away for a while.
-    const std::size_t wanted = static_cast<std::size_t>(threads) * 4;
-    pool.part = (grains + wanted - 1) / wanted * grain;
-    pool.parts = (count + pool.part - 1) / pool.part;
-    pool.count = count;
-    pool.body = &body;
-    pool.next_part = 0;
-    pool.joined = 0;
-    pool.limit = threads - 1;
-    pool.error = nullptr;
-    ++pool.generation;
-  }
-  pool.wake.notify_all();
-  pool.run_parts();
-  std::unique_lock lock(pool.mutex);
-  pool.limit = 0;  // latecomers find nothing to join
-  pool.idle.wait(lock, [&] { return pool.running == 0; });
-  pool.body = nullptr;
-  if (pool.error) std::rethrow_exception(std::exchange(pool.error, nullptr));
+void ThreadPool::parallel_for(std::size_t count, std::size_t grain, int limit, const Body& body) {
+  const int threads = impl_->threads_for(count, grain, limit);
+  if (threads <= 1) return alone(count, body);
+  const std::lock_guard call(impl_->calls);
+  impl_->share_out(count, grain, threads, body);
+}
+
+void ThreadPool::parallel_for_if_idle(std::size_t count, std::size_t grain, int limit, const Body& body) {
+  const int threads = impl_->threads_for(count, grain, limit);
+  if (threads <= 1) return alone(count, body);
+  const std::unique_lock call(impl_->calls, std::try_to_lock);
+  if (!call) return alone(count, body);
+  impl_->share_out(count, grain, threads, body);
 }
 
 namespace {

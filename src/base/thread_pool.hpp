@@ -13,14 +13,16 @@ namespace zcomm {
 
 class ThreadPool {
  public:
+  using Body = std::function<void(std::size_t, std::size_t)>;
   explicit ThreadPool(int size);
   ~ThreadPool();
   int size() const;
   /// Calls body(begin, end) on parts of [0, count) that begin at multiples of `grain`; the caller works too. On all of
   /// them floating point is as DefaultFloatMode says.
   /// At most `limit` threads (0: all). An exception of body is rethrown.
-  void parallel_for(std::size_t count, std::size_t grain, int limit,
-                    const std::function<void(std::size_t, std::size_t)>& body);
+  void parallel_for(std::size_t count, std::size_t grain, int limit, const Body& body);
+  /// The same, but where another loop is under way the caller does it alone instead of waiting for its end.
+  void parallel_for_if_idle(std::size_t count, std::size_t grain, int limit, const Body& body);
 
   /// The core's own pool; sized at first use by set_default_size(), or the CPUs in the affinity mask over the ranks on
   /// this host, as the launcher's variables have them.

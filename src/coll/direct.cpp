@@ -69,12 +69,12 @@ void DirectPath::all_reduce(const Header& header, const Item& item) {
     targets_[i] = item.in_home->at_peer(q, item.in) + begin;
     sources_[i] = targets_[i];
   }
-  device::reduce({.dst = targets_,
-                  .src = sources_,
-                  .count = chunk.count(),
-                  .in = header.dtype,
-                  .out = header.dtype,
-                  .op = header.op});
+  device::reduce_in_parts({.dst = targets_,
+                           .src = sources_,
+                           .count = chunk.count(),
+                           .in = header.dtype,
+                           .out = header.dtype,
+                           .op = header.op});
 }
 
 void DirectPath::reduce(const Header& header, const Item& item) {
@@ -84,12 +84,12 @@ void DirectPath::reduce(const Header& header, const Item& item) {
   for (int q = 0; q < world_size_; ++q)
     sources_[static_cast<std::size_t>(q)] = item.in_home->at_peer(q, item.in) + begin;
   void* const target = item.in_home->at_peer(header.root, item.in) + begin;
-  device::reduce({.dst = {&target, 1},
-                  .src = sources_,
-                  .count = chunk.count(),
-                  .in = header.dtype,
-                  .out = header.dtype,
-                  .op = header.op});
+  device::reduce_in_parts({.dst = {&target, 1},
+                           .src = sources_,
+                           .count = chunk.count(),
+                           .in = header.dtype,
+                           .out = header.dtype,
+                           .op = header.op});
 }
 
 void DirectPath::reduce_scatter(const Header& header, const Item& item) {
@@ -97,13 +97,13 @@ void DirectPath::reduce_scatter(const Header& header, const Item& item) {
   for (int q = 0; q < world_size_; ++q)
     sources_[static_cast<std::size_t>(q)] = item.in_home->at_peer(q, item.in) + begin;
   void* const target = item.out;
-  device::reduce({.dst = {&target, 1},
-                  .src = sources_,
-                  .count = item.count,
-                  .in = header.dtype,
-                  .out = header.out_dtype,
-                  .op = header.op,
-                  .accumulate = header.accumulate});
+  device::reduce_in_parts({.dst = {&target, 1},
+                           .src = sources_,
+                           .count = item.count,
+                           .in = header.dtype,
+                           .out = header.out_dtype,
+                           .op = header.op,
+                           .accumulate = header.accumulate});
 }
 
 void DirectPath::pull(const Header& header, const Item& item) {

@@ -3,10 +3,13 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "base/error.hpp"
 #include "base/float_mode.hpp"
+#include "base/thread_pool.hpp"
 #include "device/kernels_check.hpp"
 #include "device/kernels_table.hpp"
 #include "device/stream_kernels.hpp"
@@ -46,6 +49,10 @@ const KernelTable& kernel_table(Isa isa) {
 }
 
 namespace {
+
+constexpr std::size_t kPartNbytes = 8 << 20;  // read and written: below it the wake-ups cost more
+constexpr std::size_t kPartAlign = 4096;      // elements: whole pages each
+constexpr int kMostThreads = 8;               // fill the memory of one socket
 
 const KernelTable& current_table() {
   static const KernelTable& table = kernel_table(current_isa());
@@ -119,6 +126,26 @@ void reduce(const Reduce& args) {
   const DefaultFloatMode mode;
   current_table().reduce({args.dst.data(), args.dst.size(), args.src.data(), args.src.size(), args.count, args.in,
                           args.out, args.op, args.accumulate, streaming});
+}
+
+void reduce_in_parts(const Reduce& args) {
+  const std::size_t element_nbytes = size_of(args.in) * args.src.size() + size_of(args.out) * args.dst.size();
+  if (args.count < kPartNbytes / std::max<std::size_t>(1, element_nbytes)) return reduce(args);
+  check_reduce(args);
+  Reduce whole = args;
+  whole.stores = wants_streaming(args.stores, args.count * size_of(args.out)) ? Stores::streaming : Stores::cached;
+  ThreadPool::shared().parallel_for_if_idle(args.count, kPartAlign, kMostThreads,
+                                            [&whole](std::size_t begin, std::size_t end) {
+                                              std::vector<void*> dst(whole.dst.begin(), whole.dst.end());
+                                              std::vector<const void*> src(whole.src.begin(), whole.src.end());
+                                              for (void*& each : dst)
+                                                each = static_cast<std::byte*>(each) + begin * size_of(whole.out);
+                                              for (const void*& each : src)
+                                                each = static_cast<const std::byte*>(each) + begin * size_of(whole.in);
+                                              Reduce part = whole;
+                                              part.dst = dst, part.src = src, part.count = end - begin;
+                                              reduce(part);
+                                            });
 }
 
 void cast(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::size_t count) {

@@ -2,7 +2,7 @@
 //
 // The same arithmetic in the same order in vector body and tail, on AVX-512, AVX2, NEON and plain C++ (no fused
 // multiply-add, no reassociation): results are equal to the bit everywhere (decision D3).
-// Thread rule: pure functions; callers split work among threads.
+// Thread rule: pure functions; callers split work among threads (reduce_in_parts does it itself).
 #pragma once
 
 #include <cstddef>
@@ -36,6 +36,9 @@ struct Reduce {
   Stores stores = Stores::automatic;
 };
 void reduce(const Reduce& args);
+/// The same, a large one by several threads of the core's pool, while nobody else uses it: one thread does not fill the
+/// memory of a machine with many cores. Not from inside of a loop of the pool.
+void reduce_in_parts(const Reduce& args);
 
 /// dst[i] = convert(src[i]); any pair of f32, f64, f16, bf16. Rounds to nearest even; NaN stays NaN (quiet).
 void cast(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::size_t count);

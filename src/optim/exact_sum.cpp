@@ -8,9 +8,11 @@
 #include <bit>
 #include <cmath>
 #include <limits>
+#include <mutex>
 
 #include "base/error.hpp"
 #include "base/float_mode.hpp"
+#include "base/thread_pool.hpp"
 #include "device/kernels.hpp"
 #include "optim/shard.hpp"
 #include "optim/stream_optim.hpp"
@@ -18,7 +20,8 @@
 namespace zcomm {
 namespace {
 
-constexpr std::size_t kDigits = ExactSum::kWords - 1;  // the last word counts non-finite terms
+constexpr std::size_t kPartCount = 64 * 64 * kNormBlock;  // elements that are worth a thread
+constexpr std::size_t kDigits = ExactSum::kWords - 1;     // the last word counts non-finite terms
 constexpr std::uint32_t kPendingLimit = 1u << 29;
 constexpr std::int64_t kDigitMask = 0xffffffff;
 
@@ -121,18 +124,29 @@ void add_block_sums(ExactSum& sum, std::span<const double> sums) {
   for (const double term : sums) sum.add(term);
 }
 
-}  // namespace optim
-
-void add_squares(ExactSum& sum, const void* grad, DType dtype, std::size_t count) {
-  optim::check_squares(grad, dtype, count);
+void add_squares_alone(ExactSum& sum, const void* grad, DType dtype, std::size_t count) {
   constexpr std::size_t at_once = 64 * kNormBlock;  // whose sums are kept on the stack
   double sums[at_once / kNormBlock];
   const auto* bytes = static_cast<const std::byte*>(grad);
   for (std::size_t i = 0; i < count; i += at_once) {
     const std::size_t n = std::min(at_once, count - i);
-    optim::block_squares(sums, bytes + i * size_of(dtype), dtype, n);
-    optim::add_block_sums(sum, std::span(sums, (n + kNormBlock - 1) / kNormBlock));
+    block_squares(sums, bytes + i * size_of(dtype), dtype, n);
+    add_block_sums(sum, std::span(sums, (n + kNormBlock - 1) / kNormBlock));
   }
+}
+
+}  // namespace optim
+
+void add_squares(ExactSum& sum, const void* grad, DType dtype, std::size_t count) {
+  optim::check_squares(grad, dtype, count);
+  if (count <= kPartCount) return optim::add_squares_alone(sum, grad, dtype, count);
+  std::mutex mutex;
+  ThreadPool::shared().parallel_for(count, kPartCount, 0, [&](std::size_t begin, std::size_t end) {
+    ExactSum mine;
+    optim::add_squares_alone(mine, static_cast<const std::byte*>(grad) + begin * size_of(dtype), dtype, end - begin);
+    const std::lock_guard lock(mutex);
+    sum.add(mine);
+  });
 }
 
 }  // namespace zcomm

@@ -173,7 +173,7 @@ void step_in_parts(const OptimPiece& piece, int arrays, ExactSum* squares, const
   constexpr std::size_t at_once = 4096;  // elements: what one reader leaves in L2 serves the next
   for (std::size_t begin = 0; begin < piece.count; begin += at_once) {
     const OptimPiece part = part_of(piece, arrays, begin, std::min(at_once, piece.count - begin));
-    if (squares != nullptr) add_squares(*squares, part.grad, part.grad_dtype, part.count);
+    if (squares != nullptr) add_squares_alone(*squares, part.grad, part.grad_dtype, part.count);
     step(part);
     if (part.f16_weight != nullptr) device::cast(part.f16_weight, DType::f16, part.weight, DType::f32, part.count);
   }

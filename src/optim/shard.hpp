@@ -25,6 +25,8 @@ void check_shard(const char* who, const OptimShard& shard, int arrays);
 void check_step(const char* who, const OptimShard& shard, int arrays, bool rounds_state = false);
 void check_beta(const char* who, double beta);
 void check_squares(const void* grad, DType dtype, std::size_t count);
+/// add_squares, checked already, on this thread.
+void add_squares_alone(ExactSum& sum, const void* grad, DType dtype, std::size_t count);
 
 /// A checked shard among those that are worked on together. at: where it begins in their count; each takes whole blocks
 /// of kStateBlock there, so that no cut falls into a block.

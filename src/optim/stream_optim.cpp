@@ -154,7 +154,7 @@ class NormTask final : public KernelTask {
   }
   void on_host() const override {
     ExactSum sum;
-    add_squares(sum, grad_, dtype_, count_);
+    add_squares_alone(sum, grad_, dtype_, count_);
     for (std::size_t i = 0; i < ExactSum::kWords; ++i) words_[i] += sum.words()[i];
   }
   void on_cuda(std::uintptr_t stream) const override { cuda::launch_norm(words_, grad_, dtype_, count_, stream); }

@@ -104,6 +104,30 @@ TEST(ThreadPool, rethrows) {
   EXPECT_EQ(calls, 1);
 }
 
+TEST(ThreadPool, whoever_finds_it_busy_may_do_it_alone) {
+  ThreadPool pool(2);
+  std::thread::id caller = std::this_thread::get_id();
+  pool.parallel_for(2, 1, 0, [&](std::size_t, std::size_t) {
+    std::thread([&pool] {
+      int calls = 0;
+      const auto here = std::this_thread::get_id();
+      pool.parallel_for_if_idle(100, 1, 0, [&](std::size_t begin, std::size_t end) {
+        EXPECT_TRUE(std::this_thread::get_id() == here && begin == 0 && end == 100);
+        ++calls;
+      });
+      EXPECT_EQ(calls, 1);
+    }).join();
+  });
+  std::atomic<std::size_t> all{0}, elsewhere{0};
+  pool.parallel_for_if_idle(1000, 1, 0, [&](std::size_t begin, std::size_t end) {
+    all += end - begin;
+    if (std::this_thread::get_id() != caller) elsewhere += 1;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  });
+  EXPECT_EQ(all.load(), 1000u);
+  EXPECT_TRUE(elsewhere.load() > 0);
+}
+
 TEST(ThreadPool, in_a_forked_child_the_caller_does_it_all) {
   auto pool = std::make_unique<ThreadPool>(3);
   const auto sum = [&pool] {

@@ -1,7 +1,9 @@
 // reduce: every dtype, op, source count and awkward length against a scalar reference, to the bit, on every ISA.
+#include <cstring>
 #include <string>
 
 #include "base/error.hpp"
+#include "base/thread_pool.hpp"
 #include "device/kernels.hpp"
 #include "device/kernels_table.hpp"
 #include "device/reference.hpp"
@@ -220,6 +222,30 @@ TEST(reduce, subnormals_are_kept_whatever_the_caller_does_with_them) {
   EXPECT_EQ(sum, std::vector<float>(100, doubled));
   EXPECT_EQ(wide, std::vector<float>(100, 0x1p-24f));
   EXPECT_EQ(half, std::vector<std::uint16_t>(100, 1));
+}
+
+TEST(reduce, in_parts_gives_the_same) {
+  constexpr std::size_t count = 3'000'017;
+  ThreadPool::set_default_size(3);
+  std::vector<std::uint16_t> a(count), b(count);
+  for (std::size_t i = 0; i < count; ++i)
+    a[i] = static_cast<std::uint16_t>(0x3f00 + i % 300), b[i] = static_cast<std::uint16_t>(i % 7);
+  for (const bool accumulate : {false, true})
+    for (const std::size_t n : {std::size_t{5}, count}) {
+      std::vector<float> whole(count, 3.0f), parts(count, 3.0f);
+      void* const to_whole[] = {whole.data()};
+      void* const to_parts[] = {parts.data()};
+      const void* const src[] = {a.data(), b.data()};
+      device::reduce({to_whole, src, n, DType::bf16, DType::f32, ReduceOp::sum, accumulate});
+      device::reduce_in_parts({to_parts, src, n, DType::bf16, DType::f32, ReduceOp::sum, accumulate});
+      EXPECT_TRUE(std::memcmp(whole.data(), parts.data(), count * sizeof(float)) == 0);
+      EXPECT_TRUE(whole[n - 1] != 3.0f);
+    }
+  void* const to[] = {a.data()};
+  const void* const none[] = {nullptr};
+  EXPECT_THROW_WITH(device::reduce_in_parts({to, none, count, DType::bf16, DType::bf16, ReduceOp::sum}),
+                    InvalidArgument, "src[0] is null");
+  ThreadPool::set_default_size(1);
 }
 
 TEST(reduce, refuses_what_it_cannot_do) {

@@ -181,6 +181,17 @@ TEST(add_squares, shards_at_block_bounds_give_equal_bits) {
   }
 }
 
+TEST(add_squares, threads_change_nothing) {
+  const auto grad = random_floats((1 << 20) + 37, 5);
+  ExactSum alone, together;
+  constexpr std::size_t part = 64 * kNormBlock;
+  for (std::size_t i = 0; i < grad.size(); i += part)
+    add_squares(alone, grad.data() + i, DType::f32, std::min(part, grad.size() - i));
+  add_squares(together, grad.data(), DType::f32, grad.size());
+  alone.normalize(), together.normalize();
+  EXPECT_TRUE(std::ranges::equal(alone.words(), together.words()));
+}
+
 TEST(add_squares, subnormals_count_whatever_the_caller_does_with_them) {
   const std::vector<float> tiny(130, 1e-40f);
   ExactSum kept, sum;
