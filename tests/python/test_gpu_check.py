@@ -257,6 +257,15 @@ def test_sanitizer_and_tests_are_read(tmp_path: Path, monkeypatch: pytest.Monkey
     assert ended.value.code == 77
 
 
+def test_what_a_program_said_until_its_limit_is_kept(tmp_path: Path) -> None:
+    hangs = "import time; print('the test that hangs', end='', flush=True); time.sleep(60)"
+    program = f"from gpucheck import work; import sys; work.call([sys.executable, '-c', {hangs!r}])"
+    part = fake("hangs", program, env={"PYTHONPATH": str(ROOT / "tools")})
+    record = run_part(part, 3.0, tmp_path / "log")
+    assert record["state"] == "timeout" and "\nthe test that hangs" in record["tail"]
+    assert work.call([sys.executable, "-c", "print('a\\nb'); raise SystemExit(3)"]) == (3, "a\nb\n")
+
+
 def test_make_needs_no_venv() -> None:
     makefile = (ROOT / "Makefile").read_text()
     target = makefile[makefile.index("gpu-check:") :].split("\n\n")[0]

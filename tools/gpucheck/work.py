@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import os
 import re
@@ -37,20 +38,17 @@ def skip(why: str) -> NoReturn:
 
 
 def call(command: Sequence[str], env: Mapping[str, str] | None = None) -> tuple[int, str]:
-    """Runs it, shows its output, returns exit code and output."""
+    """Runs it, shows what it says as it comes, also half a line (who is killed at the limit has said what it did);
+    returns exit code and output."""
     print("$", " ".join(command), flush=True)
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=env,
-        text=True,
-        errors="replace",
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        check=False,
-    )
-    print(done.stdout, flush=True)
-    return done.returncode, done.stdout
+    said = []
+    with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        assert isinstance(process.stdout, io.BufferedReader)
+        while chunk := process.stdout.read1():
+            sys.stdout.buffer.write(chunk)
+            sys.stdout.buffer.flush()
+            said.append(chunk)
+    return process.returncode, b"".join(said).decode(errors="replace")
 
 
 def cuda_program(name: str) -> str | None:
@@ -148,7 +146,9 @@ def cpp_tests(place: Place) -> int:
 def python_tests(place: Place) -> int:
     if importlib.util.find_spec("pytest") is None:
         skip("pytest is not installed")
-    code, said = call([sys.executable, "-m", "pytest", "tests/python", "-m", "gpu", "-q", "-p", "no:cacheprovider"])
+    # A hook of autograd that hangs never comes back to pytest's alarm, but all threads' stacks are shown.
+    words = ["-v", "--durations=15", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=40"]
+    code, said = call([sys.executable, "-m", "pytest", "tests/python", "-m", "gpu", *words])
     lines = [line for line in said.splitlines() if line.strip()]
     row(table="Python tests", summary=lines[-1] if lines else "")
     if code == 5:
