@@ -59,8 +59,9 @@ def values() -> None:
     part = comm.split(0, key=-rank)
     assert part.all_gather(torch.tensor([rank], device=device)).tolist() == list(range(world))[::-1]
     raises(NotImplementedError, "cpu", lambda: comm.all_reduce(torch.ones(3)))
-    twin = comm.duplicate()
-    raises(zcomm.CollectiveMismatch, "count=", lambda: twin.all_reduce(torch.ones(3 + rank, device=device)))
+    if world > 1:
+        twin = comm.duplicate()
+        raises(zcomm.CollectiveMismatch, "count=", lambda: twin.all_reduce(torch.ones(3 + rank, device=device)))
     comm.all_reduce(bucket)
 
 
