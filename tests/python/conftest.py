@@ -53,13 +53,13 @@ def time_limit(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """After each test: no process, no thread, nothing in /dev/shm, and no swap directory under tmp_path."""
-    processes, threads, shm = _descendants(), set(threading.enumerate()), _shared_memory()
+    processes, threads, shm = _descendants(), _threads(), _shared_memory()
     folder: Path | None = None
     if "tmp_path" in request.fixturenames and request.node.get_closest_marker("leaves_swap") is None:
         folder = request.getfixturevalue("tmp_path")
     yield
     _expect_gone(lambda: _descendants() - processes, "processes left behind")
-    _expect_gone(lambda: set(threading.enumerate()) - threads, "threads left behind")
+    _expect_gone(lambda: _threads() - threads, "threads left behind")
     _expect_gone(lambda: _shared_memory() - shm, "left in /dev/shm")
     if folder is not None:
         _expect_gone(lambda: set(folder.rglob("*zcomm-swap-*")), "swap directories left behind")
@@ -122,6 +122,11 @@ def _descendants() -> set[psutil.Process]:
         if not (server and process.ppid() == os.getpid()):  # a rank has the server's command line, but another parent
             found.add(process)
     return found
+
+
+def _threads() -> set[threading.Thread]:
+    """Without those that Python did not start (autograd's for a device): their entries stay for good."""
+    return {thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
 
 
 def _shared_memory() -> set[str]:

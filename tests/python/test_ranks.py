@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -54,3 +56,11 @@ def test_a_killed_rank_is_seen(run_ranks: Callable[..., list[Any]]) -> None:
 def test_a_stuck_rank_is_killed_and_shows_its_stack(run_ranks: Callable[..., list[Any]]) -> None:
     with pytest.raises(AssertionError, match=r"ranks \[1\] still ran(?s:.*)rank_1_is_stuck_here"):
         run_ranks(rank_1_is_stuck_here, 2, timeout_s=3.0)
+
+
+def test_a_thread_that_is_not_pythons_may_stay() -> None:
+    """As those of autograd for a device: who asks there for the current thread (logging does) leaves an entry."""
+    seen = threading.Event()
+    _thread.start_new_thread(lambda: (threading.current_thread(), seen.set()), ())
+    assert seen.wait(10)
+    assert any(isinstance(thread, threading._DummyThread) for thread in threading.enumerate())
