@@ -266,6 +266,19 @@ def test_what_a_program_said_until_its_limit_is_kept(tmp_path: Path) -> None:
     assert work.call([sys.executable, "-c", "print('a\\nb'); raise SystemExit(3)"]) == (3, "a\nb\n")
 
 
+@pytest.mark.parametrize(("version", "without"), [("9.2.0", False), ("8.4.2", True)])
+def test_python_tests_are_in_two_parts(monkeypatch: pytest.MonkeyPatch, version: str, without: bool) -> None:
+    called: list[list[str]] = []
+    monkeypatch.setattr(work, "call", lambda command: (called.append(list(command)), (0, "== 3 passed =="))[1])
+    monkeypatch.setattr(work.metadata, "version", lambda package: version)
+    for name in ("python-training", "python-tests"):
+        assert work.WORK[name](Place()) == 0
+    training, others = ({word.rpartition("/")[2] for word in words if "/test_" in word} for words in called)
+    assert training == {work.TRAINING} and not training & others
+    assert {"test_cuda_ipc.py", "test_device_gpu.py", "test_fused_adam.py", "test_nccl.py"} <= others
+    assert "test_zero.py" not in others and all(("-c" in words) == without for words in called)
+
+
 def test_make_needs_no_venv() -> None:
     makefile = (ROOT / "Makefile").read_text()
     target = makefile[makefile.index("gpu-check:") :].split("\n\n")[0]

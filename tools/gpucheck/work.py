@@ -10,7 +10,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +21,7 @@ from gpucheck.runner import ROWS, SKIPPED
 # Tests that use a GPU where one is, by parts of their names. All of the device floor does.
 _NAMES = ["cuda", "device", "stream_"]
 _KERNELS = {"test_device": ["cuda", "machines"], "test_optim": ["cuda", "stream_"]}
+TRAINING = "test_zero_gpu.py"  # of tests/python: longer than all others together
 _BUILD_TOOLS = {"scikit_build_core": "scikit-build-core>=0.11", "pybind11": "pybind11>=2.13"}
 _PROGRAMS = {"cmake": "cmake>=3.24", "ninja": "ninja"}
 _NEEDED = {"numpy": "numpy", "safetensors": "safetensors", "psutil": "psutil", "rich": "rich", "pynvml": "nvidia-ml-py"}
@@ -143,17 +145,34 @@ def cpp_tests(place: Place) -> int:
     return worst
 
 
-def python_tests(place: Place) -> int:
+def marked() -> list[str]:
+    """Files of tests/python that have tests marked gpu: the others are not imported, which takes time."""
+    files = sorted((ROOT / "tests/python").glob("test_*.py"))
+    return [file.name for file in files if "pytest.mark.gpu" in file.read_text(encoding="utf-8")]
+
+
+def python_tests(place: Place, files: Sequence[str]) -> int:
+    """Those marked gpu in ``files`` of tests/python."""
     if importlib.util.find_spec("pytest") is None:
         skip("pytest is not installed")
+    wanted = [f"tests/python/{name}" for name in files]
     # A hook of autograd that hangs never comes back to pytest's alarm, but all threads' stacks are shown.
     words = ["-v", "--durations=15", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=40"]
-    code, said = call([sys.executable, "-m", "pytest", "tests/python", "-m", "gpu", *words])
+    code, said = call([sys.executable, "-m", "pytest", *wanted, "-m", "gpu", *words, *_without_settings()])
     lines = [line for line in said.splitlines() if line.strip()]
     row(table="Python tests", summary=lines[-1] if lines else "")
     if code == 5:
         skip("no Python test is marked gpu")
     return code
+
+
+def _without_settings() -> list[str]:
+    """pyproject's are pytest 9's; an older one would refuse them, and does without."""
+    version = metadata.version("pytest")
+    if int(version.split(".")[0]) >= 9:
+        return []
+    print(f"pytest {version} does not know the project's settings: it runs without them")
+    return ["-c", os.devnull, "--rootdir", "tests/python", "-W", "ignore::pytest.PytestUnknownMarkWarning"]
 
 
 def sanitize(place: Place, tool: str) -> int:
@@ -183,11 +202,12 @@ def cpp_all(place: Place) -> int:
     return code
 
 
-WORK = {
+WORK: dict[str, Callable[[Place], int]] = {
     "build": build,
     "import": see,
     "cpp-tests": cpp_tests,
-    "python-tests": python_tests,
+    "python-training": lambda place: python_tests(place, [TRAINING]),
+    "python-tests": lambda place: python_tests(place, [name for name in marked() if name != TRAINING]),
     "memcheck": lambda place: sanitize(place, "memcheck"),
     "racecheck": lambda place: sanitize(place, "racecheck"),
     "cpp-all": cpp_all,
@@ -198,7 +218,6 @@ def about() -> dict[str, Any]:
     """The machine, without importing torch or zcomm."""
     import platform
     import time
-    from importlib import metadata
 
     asked = "name,driver_version,memory.total"
     line = _output(["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"]).splitlines()
