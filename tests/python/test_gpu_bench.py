@@ -53,6 +53,25 @@ def test_pinned_copies(tmp_path: Path) -> None:
     assert goals["down", False] == 0.98 and goals["both", False] == 0.95 and set(goals.values()) == {0.98, 0.95, 0.85}
     assert all(row["share"] == 1.0 for row in copies if row["variant"] == "peak" and not row["while Adam"])
     assert found["CPU Adam beside copies"][0]["alone GB/s"] > 0
+    assert [row["while Adam"] for row in copies] == 12 * [False] + 12 * [True]
+
+
+def test_pinned_copies_that_end_early_keep_what_they_had(tmp_path: Path) -> None:
+    program = tmp_path / "breaks.py"
+    program.write_text(
+        "import importlib.machinery, sys\n"
+        f"bench = importlib.machinery.SourceFileLoader('bench', {str(BENCH / 'pinned_copy')!r}).load_module()\n"
+        "rounds_of, calls = bench.rounds_of, []\n"
+        "def second_fails(*args):\n"
+        "    calls.append(args)\n"
+        "    return rounds_of(*args) if len(calls) == 1 else sys.exit('ended early')\n"
+        "bench.rounds_of = second_fails\n"
+        "bench.main()\n"
+    )
+    done = run(str(program), "--size", "1M", "--params", "100000", "--json", str(tmp_path / "rows"))
+    assert done.returncode == 1 and "ended early" in done.stderr, done.stderr
+    copies = rows_of(tmp_path / "rows")["Pinned copies"]
+    assert len(copies) == 12 and not any(row["while Adam"] for row in copies)
 
 
 def test_ranks_that_share_a_device(tmp_path: Path) -> None:
