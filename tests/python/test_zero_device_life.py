@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,9 +17,10 @@ import simulated
 import zcomm
 from device_jobs import Job
 from test_zero_corners import Net, loss_of
-from zcomm import _lane
+from zcomm import _core, _lane
 
 Run = Callable[..., list[Any]]
+_PinnedArena = _core.PinnedArena
 
 
 @pytest.fixture(autouse=True)
@@ -260,3 +262,37 @@ def test_after_an_exception_in_backward(tmp_path: Path) -> None:
         ends.append(opt.full_state_dict())
         opt.close()
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+@pytest.mark.parametrize("job", [Job(2), Job(3, precision="bf16"), Job(2, "nvme", fraction=0.5)], ids=str)
+def test_only_what_crosses_to_the_device_is_page_locked(
+    tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Optimizer state never does: locking it would take a minute and most of a machine's memory for nothing."""
+    made: list[tuple[bool, Any]] = []
+
+    def arena(budget: int | None = None, page_lock: bool = True, keep_resident: bool = False) -> Any:
+        made.append((page_lock, _PinnedArena(budget, page_lock, keep_resident)))
+        return made[-1][1]
+
+    monkeypatch.setattr(_core, "PinnedArena", arena)
+    for on_device in (False, True):
+        made.clear()
+        simulated.stop()
+        if on_device:
+            simulated.play()
+        zcomm.init()
+        net = Net("plain")
+        opt = job.build(net, str(tmp_path))
+        used = {lock: sum(one.stats()["used_nbytes"] for at, one in made if at == lock) for lock in (False, True)}
+        memory = opt.memory()["cpu"]
+        state = memory["optimizer"] + opt.memory()["device"]["optimizer"]
+        assert used[False] >= state > 0 and used[True] < state
+        assert (used[True] > 0) == (on_device and job.stage == 3), "shards of the weights"
+        step(net, opt, 0)
+        count = sum(one.stats()["allocation_count"] for _, one in made)
+        assert opt.allocation_count() == count + opt._parts.comm.memory()["allocation_count"]
+        opt.close()
+        del opt
+        gc.collect()
+        assert not any(one.stats()["used_nbytes"] for _, one in made), "all is given back"

@@ -21,7 +21,7 @@ from zcomm.config.keys import (
 _NO_EFFECT = Status.NO_EFFECT
 _REFUSED = Status.REFUSED
 _SWAP_OWN = "the swap file sizes its own buffers and I/O depth"
-_PINNED = "staging slots come from one arena that is page-locked wherever CUDA is there"
+_PINNED = "what crosses to a CUDA device is page-locked always, and nothing else"
 _UNITS = "stage 3 gathers and frees whole units (modules)"
 _GATHERED = "parameters are gathered by all_gather, or shared in memory by a host's CPU ranks"
 

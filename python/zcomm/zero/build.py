@@ -56,7 +56,7 @@ class Parts:
     group_of: list[int]
     geometry: Geometry
     comm: Communicator
-    arena: _core.PinnedArena
+    arenas: tuple[_core.PinnedArena, ...]
     store: ParameterStore
     state: ShardState
     reducer: GradientReducer
@@ -73,8 +73,8 @@ class Parts:
     save_comm: Communicator | None = None  # of checkpoints in the background; made by the first
 
     def allocation_count(self) -> int:
-        count: int = self.comm.memory()["allocation_count"] + self.arena.stats()["allocation_count"]
-        return count
+        count: int = self.comm.memory()["allocation_count"]
+        return count + sum(arena.stats()["allocation_count"] for arena in self.arenas)
 
     def whole_frozen(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Floating parameters of the model that are neither trained nor in the store, by name."""
@@ -125,12 +125,13 @@ def build_parts(
     """Collective. Parameters are numbered section by section, in order of registration. taken: by id(), what other
     optimizers have. device: None: where the parameters are."""
     shared = share_parameters and job.backend == "shm"  # others have ranks that cannot see each other's memory
-    arena = _core.PinnedArena()
     params = [param for group in groups for param in group["params"]]
     frozen = frozen_of(model, params, taken) if stage == 3 else []
     lane = _check_params(model, params, frozen, device)
     if lane is not None:
         check_host(job)
+    arena = _core.PinnedArena(page_lock=lane is not None)  # what a device's copies come from and go to
+    state_arena = _core.PinnedArena(page_lock=False)  # optimizer state does not cross: most of all memory
     sections = Sections(model, params, frozen, stage, offload, shared, units, lane is not None)
     geometry = sections.geometry(job.world_size, bucket_nbytes, precision.param_nbytes, rule.align)
     form = TileForm(rule.arrays, precision.dtype, rule.state_dtype)
@@ -145,7 +146,7 @@ def build_parts(
     how = (stage, shared, prefetch, units, lane, resident)
     store = make_store(sections, geometry, comm, precision.dtype, arena, swap, *how)
     counts = [part.stop - part.start for part in map(store.part, geometry.buckets)]
-    state = make_state(counts, tiers, precision.dtype, rule, arena, swap, offload.fraction, lane, bool(resident))
+    state = make_state(counts, tiers, precision.dtype, rule, state_arena, swap, offload.fraction, lane, bool(resident))
     numbers = {id(param): number for number, group in enumerate(groups) for param in group["params"]}
     trained = sections.params[: geometry.trained_count]
     group_of = [numbers[id(param)] for param in trained]
@@ -172,7 +173,7 @@ def build_parts(
         group_of=group_of,
         geometry=geometry,
         comm=comm,
-        arena=arena,
+        arenas=(arena, state_arena),
         store=store,
         state=state,
         reducer=reducer,

@@ -18,7 +18,7 @@ Placement = Callable[[str, torch.nn.Parameter], str | None]
 class Offload:
     """Where state lives between its uses.
 
-    optimizer: tier of the optimizer state: None (device), "cpu" (pinned host memory) or "nvme" (swap files).
+    optimizer: tier of the optimizer state: None (device), "cpu" (host memory) or "nvme" (swap files).
     params: tier of the sharded parameters, frozen ones included; stage 3 only.
     Either may be a function of a parameter's name and the parameter, which gives the tier of that one: "device" (or
     None), "cpu" or "nvme"; it must say the same on every rank. (Names are the model's; "parameter.N" without a model.)

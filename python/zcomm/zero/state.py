@@ -118,7 +118,7 @@ class ShardState(ABC):
 
 
 class RamState(ShardState):
-    """State in the pinned arena (tier "cpu") or beside the model (tier "device"; the same memory on the CPU).
+    """State in host memory (tier "cpu") or beside the model (tier "device"; the same memory on the CPU).
 
     tiers: of each bucket. fraction: of what is in "cpu"; the rest counts as "device".
     """
