@@ -99,17 +99,52 @@ def seconds_of(call: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
+def available_nbytes() -> int:
+    """Host memory that this process can still have: what the system has, within its control group's limit."""
+    found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable"):
+            found = int(line.split()[1]) * 1024
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):  # no such group, or no limit ("max")
+        limit = int((group / "memory.max").read_text())
+        found = min(found, max(0, limit - int((group / "memory.current").read_text())))
+    return found
+
+
 class Rows:
     """Prints each row, and appends it to ``path`` as JSON."""
 
     def __init__(self, path: str | None, table: str) -> None:
         self._path, self._table = path, table
+        self._before: bytes | None = None  # what the file had when ``keep`` was first called
         self.wrong = 0
 
+    def keep(self, rows: list[dict[str, Any]]) -> None:
+        """Rows as they are so far, in the place of those of the last call; not shown. The file is whole at any time."""
+        if not self._path:
+            return
+        path = Path(self._path)
+        if self._before is None:
+            self._before = path.read_bytes() if path.exists() else b""
+        lines = "".join(json.dumps({"table": self._table, **columns}) + "\n" for columns in rows)
+        new = path.with_name(f"{path.name}.new")
+        new.write_bytes(self._before + lines.encode())
+        new.replace(path)
+
+    def show(self, rows: list[dict[str, Any]]) -> None:
+        """``keep``, and print them: they are final."""
+        self.keep(rows)
+        for columns in rows:
+            self._print(columns)
+
     def add(self, **columns: Any) -> None:
-        shown = (f"{value:.4g}" if isinstance(value, float) else str(value) for value in columns.values())
-        print("  " + "  ".join(f"{name} {value}" for name, value in zip(columns, shown, strict=True)), flush=True)
-        self.wrong += int(columns.get("#wrong") or 0)
+        self._print(columns)
         if self._path:
             with Path(self._path).open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps({"table": self._table, **columns}) + "\n")
+
+    def _print(self, columns: dict[str, Any]) -> None:
+        shown = (f"{value:.4g}" if isinstance(value, float) else str(value) for value in columns.values())
+        print("  " + "  ".join(f"{name} {value}" for name, value in zip(columns, shown, strict=True)), flush=True)
+        self.wrong += int(columns.get("#wrong") or 0)

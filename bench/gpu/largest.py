@@ -6,7 +6,6 @@ Models are the 7b's shape with more or fewer layers. What does not train is trie
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpu.common import Rows
+from gpu.common import Rows, available_nbytes
 from harness.record import ROOT
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -22,13 +21,6 @@ sys.path.insert(0, str(ROOT / "examples"))
 KEPT, STATE = 6, 10  # bytes per parameter: weights and sums of gradients on the host; state, which may be on the drive
 _GPU, _HOST, _DRIVE = 0.80, 0.85, 0.85  # parts that may be planned with
 _WORK_NBYTES = 12 << 30  # on the GPU: activations and logits of the micro-batch, slots, workspaces
-
-
-def available_nbytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def plan(gpu: int, host: int, drive: int, numel_of: Any, most: int = 200) -> tuple[int, float]:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,12 @@ import torch
 
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
+from gpu.host_memory import RESERVE_NBYTES, fitting_layers, needed_nbytes  # noqa: E402
 from gpu.largest import KEPT, STATE, plan, search  # noqa: E402
 from gpu.training import deepspeed_config  # noqa: E402
+
+sys.path.insert(0, str(BENCH.parent / "examples"))
+from llama import PRESETS  # noqa: E402
 
 GIB = 1 << 30
 
@@ -111,6 +116,59 @@ def test_offloaded_training(tmp_path: Path) -> None:
     if "deepspeed-cpu" not in rows:
         (gone,) = found["Peers that did not run"]
         assert gone["peer"] == "deepspeed-cpu"
+
+
+def test_rounds_that_were_made_are_kept(tmp_path: Path) -> None:
+    """The file has them while the program runs; --seconds ends it after a round."""
+    program = tmp_path / "breaks.py"
+    program.write_text(
+        "import importlib.machinery, sys\n"
+        f"bench = importlib.machinery.SourceFileLoader('bench', {str(BENCH / 'offload')!r}).load_module()\n"
+        "timed, calls = bench.timed, []\n"
+        "def third_fails(variant, number, inner):\n"
+        "    calls.append(number)\n"
+        "    return timed(variant, number, inner) if calls.count(4) < 2 else sys.exit('ended early')\n"
+        "bench.timed = third_fails\n"
+        "bench.main()\n"
+    )
+    rows = tmp_path / "rows"
+    rows.write_text('{"table": "Before", "x": 1}\n')
+    words = ["--model", "tiny", "--variants", "zcomm-cpu,zcomm-none", "--accum", "1", "--json", str(rows)]
+    done = run(str(program), *words)
+    assert done.returncode == 1 and "ended early" in done.stderr, done.stdout + done.stderr
+    found = rows_of(rows)
+    assert found["Before"] == [{"table": "Before", "x": 1}]
+    kept = found["Offloaded training on one GPU"]
+    assert [(row["variant"], row["rounds"]) for row in kept] == [("zcomm-cpu", 2), ("zcomm-none", 2)]
+    assert kept[0]["loss"] == kept[1]["loss"] and not (tmp_path / "rows.new").exists()
+    done = run("offload", *words, "--seconds", "0")
+    assert done.returncode == 0 and "stopped after 1 rounds" in done.stdout, done.stdout + done.stderr
+
+
+def test_what_does_not_fit_the_host_is_not_started(tmp_path: Path) -> None:
+    def numel_of(layers: int) -> int:
+        return layers * 10**9
+
+    assert needed_nbytes("zcomm-cpu", 10**9, 1.0) == 16 * 10**9 + RESERVE_NBYTES
+    assert needed_nbytes("zcomm-nvme", 10**9, 0.5) == 11 * 10**9 + RESERVE_NBYTES
+    assert needed_nbytes("fsdp2", 10**9, 1.0) > needed_nbytes("zcomm-cpu", 10**9, 1.0)
+    host = 100 * GIB + RESERVE_NBYTES
+    assert fitting_layers(32, numel_of, "zcomm-cpu", 1.0, host) == 6
+    assert fitting_layers(4, numel_of, "zcomm-cpu", 1.0, host) == 4
+    assert fitting_layers(4, numel_of, "zcomm-cpu", 1.0, RESERVE_NBYTES) == 0
+    tiny = PRESETS["tiny"]
+    host_nbytes = needed_nbytes("zcomm-cpu", replace(tiny, num_hidden_layers=1).numel(), 1.0) - RESERVE_NBYTES + GIB
+    words = ["--model", "tiny", "--accum", "1", "--rounds", "1", "--json", str(tmp_path / "rows")]
+    done = run("offload", *words, "--variants", "zcomm-cpu,fsdp2", "--host-gib", str((host_nbytes + 1000) / GIB))
+    assert done.returncode == 0 and "1 layers instead of 2" in done.stdout, done.stdout + done.stderr
+    found = rows_of(tmp_path / "rows")
+    (ours,), (gone,) = found["Offloaded training on one GPU"], found["Peers that did not run"]
+    assert ours["layers"] == 1 and ours["variant"] == "zcomm-cpu"
+    assert gone["peer"] == "fsdp2" and "GiB of host memory" in gone["why"]
+    done = run("offload", *words, "--variants", "zcomm-cpu", "--host-gib", "1")
+    assert done.returncode == 77 and "of one layer needs" in done.stdout
+    done = run("offload", *words, "--variants", "zcomm-cpu", "--host-gib", "1", "--layers", "2")
+    assert done.returncode == 1 and "GiB of host memory" in done.stderr, "a given size stays"
 
 
 def test_the_largest_is_planned_by_bytes() -> None:
