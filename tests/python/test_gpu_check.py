@@ -281,6 +281,29 @@ def test_python_tests_are_in_two_parts(monkeypatch: pytest.MonkeyPatch, version:
     assert "test_zero.py" not in others and all(("-c" in words) == without for words in called)
 
 
+def test_another_tree_without_git_is_another_revision(tmp_path: Path) -> None:
+    for tree in ("one", "two"):
+        (tmp_path / tree / "src/net").mkdir(parents=True)
+        (tmp_path / tree / "python").mkdir()
+        (tmp_path / tree / "src/net/a.cpp").write_text("int a;")
+        (tmp_path / tree / "CMakeLists.txt").write_text("project(a)")
+    one, two = (tmp_path / tree for tree in ("one", "two"))
+    assert work.revision(one) == work.revision(two)
+    (two / "python/_core.so").write_text("what is built, and results, are no sources")
+    (two / "bench/results").mkdir(parents=True)
+    (two / "bench/results/gpu-check.json").write_text("{}")
+    (two / "build").mkdir()
+    (two / "build/a.cpp").write_text("int b;")
+    assert work.revision(one) == work.revision(two)
+    for path in ("src/net/a.cpp", "CMakeLists.txt"):
+        before = work.revision(two)
+        (two / path).write_text("changed")
+        assert work.revision(two) not in (before, work.revision(one))
+    before = work.revision(two)
+    (two / "src/net/a.cpp").rename(two / "src/net/b.cpp")
+    assert work.revision(two) != before
+
+
 def test_make_needs_no_venv() -> None:
     makefile = (ROOT / "Makefile").read_text()
     target = makefile[makefile.index("gpu-check:") :].split("\n\n")[0]
