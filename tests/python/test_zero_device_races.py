@@ -39,9 +39,17 @@ Wrap = Callable[[type, str, Callable[..., Any]], None]
 class Lane(simulated.SimulatedLane):
     """Torch's current stream is not the host."""
 
-    def __init__(self, device: torch.device, core: Any) -> None:
+    def __init__(self, device: torch.device, core: Any, trace: Any) -> None:
         super().__init__(device, core)
         self.stream = core.make_stream()
+        self.trace = trace
+
+    def empty(self, count: int, dtype: torch.dtype, what: str) -> torch.Tensor:
+        """torch gives memory in the order of its stream: what its last owner was to do there may still be to come."""
+        memory = super().empty(count, dtype, what)
+        if memory.nbytes:
+            self.trace.touch(self.stream, memory.data_ptr(), memory.nbytes, "w", f"the last owner of {what}")
+        return memory
 
     def current(self) -> Any:
         return self.stream
@@ -65,7 +73,7 @@ class Watched:
 
     def _open(self, where: torch.device) -> Lane:
         device = _core.record_device(_core.simulated_device(seed=3, max_delay_s=0.0002), self.trace)
-        self.lane = Lane(torch.device("cpu"), device)
+        self.lane = Lane(torch.device("cpu"), device, self.trace)
         return self.lane
 
     def touch(self, who: Any, tensor: torch.Tensor, access: str, label: str) -> None:

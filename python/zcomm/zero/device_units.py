@@ -46,7 +46,7 @@ class Place:
     def __init__(self, flat: torch.Tensor, lane: DeviceLane) -> None:
         self.flat = flat
         self.came = lane.event()
-        self.left = lane.event()
+        self.left = lane.passed(lane.event())  # the memory's last owner, in the order of torch's stream
         self.holder: Unit | None = None
 
 

@@ -34,6 +34,7 @@ class _Slot:
         self.grad = lane.empty(count, torch.float32, "gradients of a step")
         self.weight = lane.empty(count, dtype, "weights of a step")
         self.came, self.stepped, self.left = (lane.event() for _ in range(3))
+        lane.passed(self.left)  # the memory's last owner, in the order of torch's stream
 
 
 class StagedState(DeviceState):
