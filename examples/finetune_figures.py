@@ -3,7 +3,8 @@
 [Note: figures] Seconds are of a step. *practicality* = step without offload / step with it. *overlap* = (Tc + Tm - T) /
 min(Tc, Tm): Tc forward and backward alone, Tm the longest of what offload adds (the CPU's pass over the state, copies,
 swap), each at its own rate alone, T the step. *MFU* = FLOP of the model per second / peak. *hiding rule*: from so many
-tokens per step on, forward and backward take longer than the CPU's pass: bytes per parameter x FLOP/s / (6 x bytes/s).
+tokens per step on, forward and backward take longer than the host's work (its pass over the state, and the sums of
+gradients of each micro-step): bytes per parameter x FLOP/s / (6 x bytes/s).
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import torch
 
 import zcomm
 
-BF16_STEP_NBYTES = 26  # per parameter: gradient 2, weight 2 + 2, remainder 2 + 2, m and v 8 + 8
+MEASURED_NBYTES = 26  # per parameter, of CPUAdam: bf16 gradient 2, weight 2 + 2, remainder 2 + 2, m and v 8 + 8
+STEP_NBYTES = 32  # of ZeroOptimizer: the same with the fp32 sum of gradients, 4, which the norm reads, too
 _LEAST = 0.05  # of a step: what takes less is lost in the noise
 _SAMPLE = 48 << 20
 _COPY_NBYTES = 128 << 20
@@ -44,7 +46,7 @@ def _step_bps(numel: int) -> float:
         begin = time.perf_counter()
         optimizer.step()
         taken.append(time.perf_counter() - begin)
-    return BF16_STEP_NBYTES * numel / min(taken[1:])
+    return MEASURED_NBYTES * numel / min(taken[1:])
 
 
 def _copy_bps(device: torch.device) -> float:
@@ -82,10 +84,17 @@ def mfu(flops_per_token: float, tokens_per_s: float, peak: float | None) -> floa
     return None if peak is None else flops_per_token * tokens_per_s / peak
 
 
-def offloaded_s(host: Host, numel: int, itemsize: int, swap: float) -> float:
-    """The longest of what offload adds to a step, each alone. numel: of this rank's share."""
-    copies = 0.0 if host.copy_bps is None else numel * itemsize / host.copy_bps
-    return max(numel * BF16_STEP_NBYTES / host.step_bps, copies, swap)
+def host_nbytes(accum: int, world: int = 1) -> int:
+    """Of host memory, read and written in a step, per parameter of a rank's share: the CPU's pass, and of each
+    micro-step the bf16 gradients of all ranks (slots written, and read) and the fp32 sum (the first only writes)."""
+    return STEP_NBYTES + accum * (4 * world + 8) - 4
+
+
+def offloaded_s(host: Host, numel: int, itemsize: int, swap: float, accum: int = 1, world: int = 1) -> float:
+    """The longest of what offload adds to a step, each alone. numel: of this rank's share. world: ranks with a share
+    each, all of whose gradients each of them copies (stage 0: 1)."""
+    copies = 0.0 if host.copy_bps is None else accum * world * numel * itemsize / host.copy_bps
+    return max(numel * host_nbytes(accum, world) / host.step_bps, copies, swap)
 
 
 def overlap(times: Times, added: float) -> float | None:
@@ -95,10 +104,10 @@ def overlap(times: Times, added: float) -> float | None:
     return (times.compute + added - times.step) / min(times.compute, added)
 
 
-def hiding(numel: int, tokens: int, compute: float | None, host: Host) -> float | None:
+def hiding(numel: int, tokens: int, compute: float | None, host: Host, accum: int = 1, world: int = 1) -> float | None:
     """Tokens per step and rank, at the FLOP/s that forward and backward of ``tokens`` reached here. numel: this rank's
     share."""
-    return None if compute is None else numel * BF16_STEP_NBYTES / host.step_bps / compute * tokens
+    return None if compute is None else numel * host_nbytes(accum, world) / host.step_bps / compute * tokens
 
 
 def shown(nbytes: float) -> str:

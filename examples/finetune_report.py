@@ -41,22 +41,23 @@ def report(
 def report_offload(job: Any, times: figures.Times, host: figures.Host) -> None:
     """What it took and what was hidden."""
     say = job.say
-    share = job.numel // (job.comm.world_size if job.arguments.stage else 1)
+    accum, world = job.arguments.accum, job.comm.world_size if job.arguments.stage else 1
+    share = job.numel // world
     if times.none is not None:
         say(f"practicality {times.none / times.step:.3f}: step without offload / with")
     elif times.compute is not None:
         part = times.compute / times.step
         say(f"practicality: not measured, as no step without offload was; forward and backward / step {part:.3f}")
-    added = figures.offloaded_s(host, share, 2, times.swap)
+    added = figures.offloaded_s(host, share, 2, times.swap, accum, world)
     hidden = figures.overlap(times, added)
-    parts = [f"CPU step at {host.step_bps / 1e9:.1f} GB/s"]
+    parts = [f"sums and CPU step at {host.step_bps / 1e9:.1f} GB/s"]
     parts += [] if host.copy_bps is None else [f"copies at {host.copy_bps / 1e9:.1f} GB/s"]
     parts += [f"swap {times.swap:.3f} s"] if times.swap else []
     say(f"overlap {_ratio(hidden)}: offload alone takes {added:.4f} s ({', '.join(parts)})")
-    needed = figures.hiding(share, job.tokens, times.compute, host)
+    needed = figures.hiding(share, job.tokens, times.compute, host, accum, world)
     if needed is not None:
         side = "past" if job.tokens >= needed else "below"
-        say(f"hiding rule: {needed:.0f} tokens per step and rank hide the CPU step; {job.tokens} here: {side} it")
+        say(f"hiding rule: {needed:.0f} tokens per step and rank hide the host's work; {job.tokens} here: {side} it")
 
 
 def _ratio(value: float | None) -> str:

@@ -61,13 +61,20 @@ def test_ranks_share_gpus_and_host() -> None:
 
 def test_seconds_and_the_hiding_rule() -> None:
     case = gpu_case(P, 2, "cpu", 1, H100)
-    assert case.update_s == pytest.approx(26 * P / 200e9), "the floor of bf16 with an exact master"
+    assert case.update_s == pytest.approx((2 * (2 + 2 + 8) + 4 + 4) * P / 200e9), "weight, state, fp32 sum, norm"
+    assert case.sums_s == pytest.approx((2 + 2 + 4) * P / 200e9), "a slot written and read, the sum written"
     assert case.pcie_s == pytest.approx(2 * P / (0.85 * 63e9))
-    assert case.hiding_tokens == pytest.approx(hiding_tokens(26, MFU * 989.4e12, 200e9)), "the rule, CPU-bound"
+    assert case.hiding_tokens == pytest.approx(hiding_tokens(32 + 8, MFU * 989.4e12, 200e9)), "the rule, CPU-bound"
     swapped = gpu_case(P, 2, "nvme", 1, H100)
     assert swapped.swap_s == pytest.approx(10 * P * (1 / 6e9 + 1 / 5e9))
     assert swapped.hiding_tokens == pytest.approx(swapped.swap_s * MFU * 989.4e12 / (6 * P)), "drive-bound"
-    assert gpu_case(P, 2, "cpu", 1, H100, precision="fp32").update_s == pytest.approx(28 * P / 200e9)
+    assert gpu_case(P, 2, "cpu", 1, H100, precision="fp32").update_s == pytest.approx(32 * P / 200e9)
+    more = gpu_case(P, 2, "cpu", 2, H100, accumulation=3)
+    assert more.sums_s == pytest.approx((3 * (2 * 4 + 8) - 4) * P / 200e9), "slots of two ranks, three micro-steps"
+    assert gpu_case(P, 2, "none", 1, H100).sums_s == 0.0, "nothing of it is on the host"
+    whole = gpu_case(P, 0, "none", 2, replace(H100, count=2))
+    assert whole.pcie_s == pytest.approx((2 + 4 + 2) * P / (0.85 * 63e9)), "stage 0: each rank steps everything"
+    assert whole.sums_s == pytest.approx((2 * 4 + 8 - 4 + 8) * P / 200e9), "and takes over the other one's sums"
     for missing in ("flops", "memory_bps", "pcie_bps"):
         assert gpu_case(P, 2, "cpu", 1, replace(H100, **{missing: None})).hiding_tokens is None
     third = gpu_case(P, 3, "cpu", 1, H100, accumulation=2)

@@ -94,6 +94,7 @@ def _row(case: GpuCase) -> dict[str, str]:
         "drive": shown(case.drive_nbytes),
         "PCIe": seconds(case.pcie_s) if case.pcie_s != 0 else "-",
         "CPU step": seconds(case.update_s) if case.update_s != 0 else "-",
+        "sums": seconds(case.sums_s) if case.sums_s != 0 else "-",
         "swap": seconds(case.swap_s) if case.swap_s != 0 else "-",
         "hidden from tokens": tokens if case.hiding_tokens != 0 else "-",
         "fits": f"no: {', '.join(case.lacks)}" if case.lacks else "yes",
@@ -112,8 +113,8 @@ def _notes(host: GpuHost, name: str, activations: int | None) -> None:
         )
     else:
         print(
-            f"hidden from: tokens per step (all ranks) that take as long as PCIe, CPU step or swap, at {MFU:.0%} of "
-            f"{host.flops / 1e12:.0f} TFLOP/s: bytes per parameter x FLOP/s / (6 x bytes/s)"
+            f"hidden from: tokens per step (all ranks) that take as long as PCIe, CPU step and sums, or swap, at "
+            f"{MFU:.0%} of {host.flops / 1e12:.0f} TFLOP/s: bytes per parameter x FLOP/s / (6 x bytes/s)"
         )
     if host.pcie_bps is None:
         print("the PCIe link is not told here (usual in virtual machines): bench/pinned_copy measures it")

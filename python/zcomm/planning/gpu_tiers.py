@@ -54,6 +54,7 @@ class GpuCase:
     drive_nbytes: int
     pcie_s: float | None
     update_s: float | None
+    sums_s: float | None
     swap_s: float | None
     hiding_tokens: float | None
     lacks: tuple[str, ...]
@@ -99,12 +100,13 @@ def gpu_case(
         )
         if needs > has
     )
-    rates = _Seconds(numel, world_size, host, by_host, where.optimizer is not None, where.params is not None)
+    rates = _Seconds(numel, world_size, stage, host, by_host, where.optimizer is not None, where.params is not None)
     pcie = rates.pcie(form.dtype.itemsize, accumulation, beside)
     state_nbytes = ARRAYS[optimizer] * array_nbytes + form.master_nbytes
     steppers = 1 if stage else world_size  # stage 0: each rank steps everything
-    per_param = 2 * state_nbytes + 3 * form.dtype.itemsize  # the weight read and written, the gradient read
+    per_param = 2 * state_nbytes + 2 * form.dtype.itemsize + 8  # weight; the fp32 sum, which the norm reads, too
     update = rates.update(steppers * per_param)
+    sums = rates.sums(form.dtype.itemsize, accumulation)
     swap = rates.swap(memory["nvme"]["optimizer"], memory["nvme"]["parameters"], accumulation)
     return GpuCase(
         stage,
@@ -115,8 +117,9 @@ def gpu_case(
         on_drive,
         pcie,
         update,
+        sums,
         swap,
-        rates.tokens(pcie, update, swap),
+        rates.tokens(pcie, None if update is None or sums is None else update + sums, swap),
         lacks,
     )
 
@@ -125,6 +128,7 @@ def gpu_case(
 class _Seconds:
     numel: int
     world_size: int
+    stage: int
     host: GpuHost
     by_host: bool
     offloaded: bool
@@ -139,7 +143,7 @@ class _Seconds:
             return 0.0
         if self.host.pcie_bps is None:
             return None
-        share = 0.0 if self.offloaded else 1 / self.world_size
+        share = 0.0 if self.offloaded else 1 / (self.world_size if self.stage else 1)  # stage 0: each steps everything
         down = (accumulation + share) * itemsize
         up = (2 * accumulation if self.params_offloaded else 1) * itemsize + share * (4 + itemsize)
         return beside * max(down, up) * self.numel / (PAYLOAD * self.host.pcie_bps)
@@ -148,6 +152,17 @@ class _Seconds:
         if not self.offloaded:
             return 0.0
         return None if self.host.memory_bps is None else per_param * self.numel / self.host.memory_bps
+
+    def sums(self, itemsize: int, accumulation: int) -> float | None:
+        """Gradients of each micro-step into host slots, out of them, and into the fp32 sum, which the first only
+        writes; in stage 0 each rank reads and writes the other ranks' parts of it."""
+        if not self.by_host:
+            return 0.0
+        if self.host.memory_bps is None:
+            return None
+        per_param = accumulation * (2 * itemsize * self.world_size + 8) - 4
+        per_param += 0 if self.stage else 8 * (self.world_size - 1)
+        return per_param * self.numel / self.host.memory_bps
 
     def swap(self, state: int, params: int, accumulation: int) -> float | None:
         """State and parameters once each way, and offloaded parameters for each gather."""
