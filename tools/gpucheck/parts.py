@@ -51,7 +51,7 @@ def all_parts(place: Place) -> list[Part]:
         work("import", "zcomm and torch see the GPU; what doctor says", 40),
         work("cpp-tests", "C++ tests of the device, and of all floors what uses it", 60),
         work("python-training", "Python tests of training on the GPU", 150),
-        work("python-tests", "all other Python tests marked gpu", 100),
+        work("python-tests", "all other Python tests marked gpu", 120),
         bench("pinned-copy", "pinned copies, alone and while the CPU's Adam runs", 75, "pinned_copy"),
         bench("ranks-2", "2 ranks on one GPU beside the device copy and NCCL", 50, "one_gpu_ranks", "-np", "2"),
         bench(
