@@ -164,6 +164,9 @@ def python_tests(place: Place, files: Sequence[str]) -> int:
     row(table="Python tests", summary=lines[-1] if lines else "")
     if code == 5:
         skip("no Python test is marked gpu")
+    if code == 0 and not re.search(r"\d+ passed", said):
+        print("not one test ran: see why they were skipped")
+        return 1
     return code
 
 
