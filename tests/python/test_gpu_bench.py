@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import importlib.machinery
+import importlib.util
 import json
 import os
 import subprocess
@@ -21,6 +23,7 @@ from gpu.largest import KEPT, STATE, plan, search  # noqa: E402
 from gpu.training import deepspeed_config  # noqa: E402
 
 sys.path.insert(0, str(BENCH.parent / "examples"))
+from finetune_figures import Host  # noqa: E402
 from llama import PRESETS  # noqa: E402
 
 GIB = 1 << 30
@@ -169,6 +172,17 @@ def test_what_does_not_fit_the_host_is_not_started(tmp_path: Path) -> None:
     assert done.returncode == 77 and "of one layer needs" in done.stdout
     done = run("offload", *words, "--variants", "zcomm-cpu", "--host-gib", "1", "--layers", "2")
     assert done.returncode == 1 and "GiB of host memory" in done.stderr, "a given size stays"
+
+
+def test_micro_batches_are_as_many_as_hide_the_host() -> None:
+    loader = importlib.machinery.SourceFileLoader("offload", str(BENCH / "offload"))
+    bench = importlib.util.module_from_spec(importlib.util.spec_from_loader("offload", loader))  # type: ignore[arg-type]
+    loader.exec_module(bench)
+    host = Host(step_bps=28e9, copy_bps=None)  # a billion parameters: 1 s, and 12 / 28 s for each micro-batch
+    for compute, wanted in ((10.0, 1), (1.2, 3), (0.9, 6), (0.1, 8)):
+        assert bench.accumulation(10**9, 1000, compute, host) == wanted
+        enough = [n for n in range(1, 8) if n * compute >= 1.5 * (28 + 12 * n) / 28]
+        assert (enough or [8])[0] == wanted
 
 
 def test_the_largest_is_planned_by_bytes() -> None:
