@@ -9,6 +9,7 @@ import torch
 
 from zcomm import _core
 from zcomm._tensors import tensor_of
+from zcomm.zero.drained import drain
 from zcomm.zero.geometry import FlatBucket
 
 WINDOWS = 3  # shards in flight of a swapped step
@@ -125,8 +126,8 @@ class SwapSource(ShardSource):
         stride = -(-largest * dtype.itemsize // page) * page // dtype.itemsize
         self._lease_nbytes = WINDOWS * stride * dtype.itemsize
         flat = tensor_of(arena.allocate(self._lease_nbytes), dtype)
+        self._writes: list[_core.Work | None] = [None] * WINDOWS  # first: dropped, waited for, before its memory is
         self._windows = [flat[i * stride : i * stride + largest] for i in range(WINDOWS)]
-        self._writes: list[_core.Work | None] = [None] * WINDOWS
         self._holds = [-1] * WINDOWS  # bucket whose shard, as last written, is in the window
         for bucket in every:
             swap.reserve(self._key(bucket), bucket.shard_count * dtype.itemsize)
@@ -187,6 +188,7 @@ class SwapSource(ShardSource):
 
     def close(self) -> None:
         self._writes.clear()
+        drain(self._swap)  # a sweep that failed may be kept by its error, with the read that it was ahead
         self._windows.clear()
 
 

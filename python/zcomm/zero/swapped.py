@@ -23,6 +23,7 @@ from zcomm import _core
 from zcomm._snapshot import Copy
 from zcomm._tensors import tensor_of
 from zcomm.zero import tile as tiles
+from zcomm.zero.drained import drain
 from zcomm.zero.rules import Rule
 from zcomm.zero.state import Held, ShardState, ShardStep
 from zcomm.zero.tile import TileForm, cut
@@ -104,10 +105,10 @@ class SwappedState(ShardState):
         self._span_nbytes = -(-self.form.nbytes(largest) // _core.page_nbytes()) * _core.page_nbytes()
         windows = min(WINDOWS, len(self._swapped))
         memory = tensor_of(arena.allocate(windows * self._span_nbytes), torch.uint8) if windows else torch.empty(0)
+        self._writes: list[_core.Work | None] = [None] * windows  # first: dropped, waited for, before its memory is
         self._windows = list(memory.split(self._span_nbytes)) if windows else []
         self._holds = [-1] * windows  # swapped span whose state is in the window
         self._changed = [False] * windows  # and it is not what is on the drive
-        self._writes: list[_core.Work | None] = [None] * windows
         self._on_drive = [False] * len(self._swapped)
         self._keys = [f"state.{bucket}.{begin}" for bucket, begin, _ in self._swapped]
         for key, (_, _, count) in zip(self._keys, self._swapped, strict=True):
@@ -261,6 +262,7 @@ class SwappedState(ShardState):
             self.waited_s += time.perf_counter() - start
 
     def close(self) -> None:
-        self._writes.clear()  # dropping a Work waits for it
+        self._writes.clear()
+        drain(self._swap)  # the frames of a step that failed may keep its reads, which nobody has waited for
         self._windows.clear()
         self._resident.clear()

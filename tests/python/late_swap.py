@@ -1,0 +1,92 @@
+"""A swap file that reads and writes as late as its contract allows: when somebody waits for it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from zcomm import _core
+
+
+class _Operation:
+    def __init__(self, reads: bool, address: int, begin: Callable[[], _core.Work]) -> None:
+        self.reads, self.address, self._begin = reads, address, begin
+        self.work: _core.Work | None = None
+        self.pending = True
+
+    def run(self) -> None:
+        if self.pending:
+            self.pending = False
+            self.work = self._begin()
+
+
+class LateWork:
+    """Dropping it waits; here that only counts as having ended, so that a test whose memory is gone does not crash."""
+
+    def __init__(self, swap: LateSwap, operation: _Operation) -> None:
+        self._swap, self._operation = swap, operation
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._swap.run_until(self._operation)
+        if self._operation.work is not None:
+            self._operation.work.wait(timeout)
+
+    def done(self) -> bool:
+        return self._operation.work is not None and self._operation.work.done()
+
+    def __del__(self) -> None:
+        self._operation.pending = False
+
+
+class LateSwap(_core.SwapFile):
+    """In the place of ``_core.SwapFile``: all operations in the order of their calls. close() begins none."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._operations: list[_Operation] = []
+
+    def read(self, key: str, ptr: int, nbytes: int) -> Any:
+        return self._later(True, ptr, lambda: super(LateSwap, self).read(key, ptr, nbytes))
+
+    def write(self, key: str, ptr: int, nbytes: int) -> Any:
+        return self._later(False, ptr, lambda: super(LateSwap, self).write(key, ptr, nbytes))
+
+    def _later(self, reads: bool, address: int, begin: Callable[[], _core.Work]) -> LateWork:
+        self._operations.append(_Operation(reads, address, begin))
+        return LateWork(self, self._operations[-1])
+
+    def run_until(self, last: _Operation | None = None) -> None:
+        for operation in self._operations:
+            operation.run()
+            if operation is last:
+                return
+
+    def wait(self) -> None:
+        self.run_until()
+        super().wait()
+
+    def pending_in(self, begin: int, nbytes: int) -> int:
+        """Operations on this memory that have not begun."""
+        return sum(each.pending and begin <= each.address < begin + nbytes for each in self._operations)
+
+    @property
+    def pending_reads(self) -> int:
+        return sum(each.pending and each.reads for each in self._operations)
+
+
+def watch_leases(monkeypatch: pytest.MonkeyPatch, swaps: list[LateSwap]) -> list[int]:
+    """What was pending on each lease of an arena when it was given back, from now on."""
+    found: list[int] = []
+    allocate = _core.PinnedArena.allocate
+
+    def watched(self: _core.PinnedArena, nbytes: int) -> _core.Lease:
+        lease = allocate(self, nbytes)
+        where = lease.address, nbytes
+        weakref.finalize(lease, lambda: found.append(sum(swap.pending_in(*where) for swap in swaps)))
+        return lease
+
+    monkeypatch.setattr(_core.PinnedArena, "allocate", watched)
+    return found

@@ -1,0 +1,124 @@
+"""Memory of a swapped optimizer outlives what the swap file still does with it, whatever went wrong before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zcomm
+import zcomm.zero.build
+import zcomm.zero.state
+import zcomm.zero.swapped
+import zcomm.zero.tile
+from late_swap import LateSwap, watch_leases
+from zcomm import _core
+
+WIDTH = 64
+
+
+@pytest.fixture(autouse=True)
+def small_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """11 spans, of which a step reads 4 ahead."""
+    monkeypatch.setattr(zcomm.zero.tile, "TILE_COUNT", 192)
+    monkeypatch.setattr(zcomm.zero.swapped, "SPAN_TILES", 2)
+    monkeypatch.setattr(zcomm.zero.swapped, "WINDOWS", 8)
+
+
+@pytest.fixture
+def swaps(monkeypatch: pytest.MonkeyPatch) -> list[LateSwap]:
+    made: list[LateSwap] = []
+
+    class Kept(LateSwap):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+    monkeypatch.setattr(_core, "SwapFile", Kept)
+    return made
+
+
+def build(folder: Path, **options: Any) -> tuple[nn.Module, Any]:
+    torch.manual_seed(3)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(5)))
+    return model, zcomm.ZeroOptimizer(model, lr=0.01, nvme_path=folder, **options)
+
+
+def step(model: nn.Module, opt: Any) -> None:
+    model(torch.ones(4, WIDTH)).square().mean().backward()
+    opt.step()
+    opt.zero_grad()
+
+
+@pytest.mark.parametrize("error", [OSError(5, "a drive's error"), KeyboardInterrupt()], ids=["error", "interrupt"])
+def test_close_after_a_step_that_failed_waits_for_its_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swaps: list[LateSwap], error: BaseException
+) -> None:
+    """The exception's frames keep the reads, and nobody else does; the windows must not go before they end."""
+    at_release = watch_leases(monkeypatch, swaps)
+    model, opt = build(tmp_path / "drive", stage=2, offload=zcomm.Offload("nvme"))
+    step(model, opt)
+    wait = zcomm.zero.swapped.SwappedState._wait
+
+    def fail(self: Any, work: Any) -> None:
+        if swaps[0].pending_reads > 1:
+            raise error
+        wait(self, work)
+
+    monkeypatch.setattr(zcomm.zero.swapped.SwappedState, "_wait", fail)
+    pending = 0
+    with pytest.raises(type(error)):
+        try:
+            step(model, opt)
+        except BaseException:
+            pending = swaps[0].pending_reads
+            opt.close()
+            assert at_release, "the windows are gone"
+            raise
+    assert pending > 1, "reads were on their way"
+    assert not any(at_release)
+    assert list((tmp_path / "drive").iterdir()) == []
+    zcomm.shutdown()
+
+
+def test_close_after_a_sweep_that_failed_waits_for_the_shards_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swaps: list[LateSwap]
+) -> None:
+    """Parameters on NVMe: the next shard's read lives in the sweep alone."""
+    model, opt = build(tmp_path / "drive", stage=3, offload=zcomm.Offload(optimizer="cpu", params="nvme"))
+    step(model, opt)
+
+    def interrupt(*args: Any) -> None:
+        if swaps[0].pending_reads:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(zcomm.zero.state.RamState, "_step_tile", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        try:
+            step(model, opt)
+        except BaseException:
+            assert swaps[0].pending_reads > 0
+            opt.close()
+            assert swaps[0].pending_reads == 0
+            raise
+    zcomm.shutdown()
+
+
+def test_an_optimizer_that_could_not_be_made_keeps_its_windows_for_its_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swaps: list[LateSwap]
+) -> None:
+    """Nobody closes it."""
+    at_release = watch_leases(monkeypatch, swaps)
+
+    def refuse(*args: Any) -> None:
+        raise RuntimeError("after the first weights and state were written")
+
+    monkeypatch.setattr(zcomm.zero.build, "_reducer", refuse)
+    with pytest.raises(RuntimeError, match="after the first"):
+        build(tmp_path / "drive", stage=3, offload="nvme")
+    swaps[0].close()
+    assert at_release and not any(at_release)
+    zcomm.shutdown()
