@@ -136,8 +136,46 @@ def test_an_error_of_the_step_reaches_whoever_waits(tmp_path: Path) -> None:
         loss_of(net, 0, 1)
     with pytest.raises(OSError, match="the drive is gone"):
         opt.step()
+    with pytest.raises(RuntimeError, match="half way"):
+        opt.step()
     opt.close()
     assert type(net.head._parameters) is dict, "nothing is left in the model"
+
+
+def test_a_checkpoint_mends_a_step_that_failed(tmp_path: Path) -> None:
+    """Also where nobody has been told of the error yet."""
+    net, twin_net = Net("plain"), Net("plain")
+    twin_net.load_state_dict(net.state_dict())
+    opt, twin = (Job(2, behind=True).build(each, str(tmp_path)) for each in (net, twin_net))
+    for number in range(2):
+        for each, of_each in ((net, opt), (twin_net, twin)):
+            backward(each, of_each, number)
+            of_each.step()
+            of_each.zero_grad()
+    opt.save(tmp_path / "good")
+    step, steps = opt._parts.state.step, 0
+
+    def fail(shards: Any, reverse: bool) -> None:
+        nonlocal steps
+        steps += 1
+        step((next(shards) for _ in range(1)), reverse)
+        raise OSError(5, "once")
+
+    opt._parts.state.step = fail
+    backward(net, opt, 2)
+    opt.step()
+    opt.load(tmp_path / "good")
+    assert steps == 1
+    del opt._parts.state.step
+    for number in range(2, 5):
+        for each, of_each in ((net, opt), (twin_net, twin)):
+            backward(each, of_each, number)
+            of_each.step()
+            of_each.zero_grad()
+    ours, theirs = opt.full_state_dict(), twin.full_state_dict()
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+    opt.close()
+    twin.close()
 
 
 def test_evaluation_and_accumulation_between_steps(tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ def save_model(engine: Engine, path: Path, wait: bool) -> bool | SaveTask:
     from zcomm.zero.checkpoint import whole_model
 
     optimizer = engine.optimizer
+    optimizer._breakage.check("save_16bit_model()")
     optimizer._end_saving()
     optimizer._saving = task = whole_model.save_model(optimizer._live, path, wait)
     return True if wait else task

@@ -88,6 +88,13 @@ class StepBehind:
             self._waiting.clear()
             self._store.arrive()
 
+    def forget(self) -> None:
+        """The end of a step that failed: all weights are to be loaded."""
+        if self._running is not None:
+            self._running.exception()
+            self._running = None
+            self._waiting.clear()
+
     def close(self) -> None:
         """After failures too."""
         self._thread.shutdown(wait=True)

@@ -142,6 +142,10 @@ class DeviceStore(ParameterStore):
     def settle(self) -> None:
         self._lane.back.synchronize()
 
+    def renew(self) -> None:
+        self._others.clear()
+        self._swept = False
+
     def arrive(self) -> None:
         self._lane.current().wait(self.all_came)
 

@@ -45,6 +45,20 @@ def memory_of(parts: Parts) -> Memory:
     return memory
 
 
+def stats_of(parts: Parts, waited_s: float, step_s: float) -> dict[str, float]:
+    """See ZeroOptimizer.stats. waited_s: for other ranks, in steps."""
+    swap = parts.swap.stats() if parts.swap is not None else {}
+    return {
+        "comm_s": parts.reducer.waited_s + waited_s,
+        "swap_s": parts.state.waited_s + parts.store.waited_s,
+        "step_s": step_s,
+        "swap_read_nbytes": swap.get("read_nbytes", 0),
+        "swap_written_nbytes": swap.get("written_nbytes", 0),
+        "swap_read_s": swap.get("read_s", 0.0),
+        "swap_write_s": swap.get("write_s", 0.0),
+    }
+
+
 def memory_formula(
     numel: int,
     world_size: int,

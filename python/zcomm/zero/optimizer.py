@@ -24,11 +24,12 @@ from zcomm.comm import Communicator
 from zcomm.offload import StrPath
 from zcomm.zero import alike, checkpoint, integers
 from zcomm.zero import state_dict as torch_state
+from zcomm.zero.breakage import Breakage
 from zcomm.zero.build import Parts, build_parts
 from zcomm.zero.checks import check_free, check_kinds, check_numbers, check_skip
 from zcomm.zero.hyper import OptimizerLike, choose_rule, torch_groups
 from zcomm.zero.loss_scale import LossScale, LossScaler
-from zcomm.zero.memory import Memory, memory_of
+from zcomm.zero.memory import Memory, memory_of, stats_of
 from zcomm.zero.nonfinite import NonFinite, report
 from zcomm.zero.opened import open_optimizers, opened
 from zcomm.zero.options import Offload, as_offload, as_precision, check_stage
@@ -96,6 +97,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._parts: Parts | None = None
         self._saving: checkpoint.SaveTask | None = None
+        self._breakage = Breakage()
         self.stage = check_stage(stage)
         self.offload = as_offload(offload, stage)
         self.precision = as_precision(precision, communication_dtype)
@@ -161,7 +163,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """The parts, none of which a step behind the forward uses any more."""
         parts = self._open_parts
         if parts.behind is not None:
-            parts.behind.join()
+            with self._breakage.watch():
+                parts.behind.join()
         return parts
 
     @property
@@ -177,9 +180,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only at construction: afterwards every parameter has its place in the shards."""
         if self._parts is not None:
-            raise NotImplementedError(
-                "add_param_group() after construction is not available; give all groups to ZeroOptimizer at once"
-            )
+            raise NotImplementedError("add_param_group() after construction: give all groups to ZeroOptimizer at once")
         super().add_param_group(param_group)
 
     # --- training ---------------------------------------------------------------------------------------------
@@ -188,8 +189,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Update the parameters, on every ``grad_accum``-th call. Collective then.
 
         closure: re-evaluates the model and returns the loss (with gradients), as in torch.
-        Raises: PeerLost, TimeoutError, CollectiveMismatch from gradients in flight; OSError from swap files.
+        Raises: PeerLost, TimeoutError, CollectiveMismatch from gradients in flight; OSError from swap files, on all
+        ranks. An error or an interrupt amid the update: RuntimeError in this, save and state_dict until ``load``.
         """
+        self._breakage.check("step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -228,7 +231,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         scale = 1.0 / self.gradient_factor
         landing = not (self.skip_nonfinite or self.clip_norm or parts.behind) and self._sweep.can_land
         if landing:
-            total = self._sweep.run_landing(self.param_groups, scale)
+            with self._breakage.watch():
+                total = self._sweep.run_landing(self.param_groups, scale)
         else:
             parts.reducer.finish()
             total = self._sweep.norm()
@@ -244,12 +248,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return
         if self.clip_norm is not None:
             scale *= min(1.0, self.clip_norm / (norm + 1e-6))
-        if parts.behind is not None:
-            parts.behind.start(self._sweep.prepared(self.param_groups, scale))
-            return
-        if not landing:
-            self._sweep.run(self.param_groups, scale)
-        parts.store.arrive()
+        with self._breakage.watch():
+            if parts.behind is not None:
+                parts.behind.start(self._sweep.prepared(self.param_groups, scale))
+                return
+            if not landing:
+                self._sweep.run(self.param_groups, scale)
+            parts.store.arrive()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; does nothing between the micro-steps of one accumulation."""
@@ -279,17 +284,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def stats(self) -> dict[str, float]:
         """Cumulative seconds that the main thread waited, and what the swap file moved."""
-        parts = self._live
-        swap = parts.swap.stats() if parts.swap is not None else {}
-        return {
-            "comm_s": parts.reducer.waited_s + self._sweep.waited_s,
-            "swap_s": parts.state.waited_s + parts.store.waited_s,
-            "step_s": self._step_s,
-            "swap_read_nbytes": swap.get("read_nbytes", 0),
-            "swap_written_nbytes": swap.get("written_nbytes", 0),
-            "swap_read_s": swap.get("read_s", 0.0),
-            "swap_write_s": swap.get("write_s", 0.0),
-        }
+        return stats_of(self._live, self._sweep.waited_s, self._step_s)
 
     def allocation_count(self) -> int:
         """Allocations that the core ever made for this optimizer; constant after the second step."""
@@ -307,6 +302,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         With 16-bit weights ``master``, fp32, lies beside the optimizer's own arrays.
         """
+        self._breakage.check("state_dict()")
         return torch_state.state_dict(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -314,6 +310,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Collective. Without ``master`` in it the weights are the model's: load those first. Raises: ValueError.
         """
+        self._breakage.check("load_state_dict()")  # the weights may be the model's, of two steps
         torch_state.load_state_dict(self, state_dict)
 
     def save(
@@ -341,6 +338,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         then: Callable[[], None] = lambda: None,
     ) -> checkpoint.SaveTask:
         """then: what rank 0 does once the folder is in its place."""
+        self._breakage.check("save()")
         if self._micro_step:
             raise RuntimeError(
                 f"save() after micro-step {self._micro_step} of {self.grad_accum}: gradients are not saved; call it "
@@ -374,6 +372,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         is wrong; ValueError listing names and shapes of another model or optimizer.
         """
         self._end_saving()
+        if not optimizer:
+            self._breakage.check("load(optimizer=False)")
         client_state = checkpoint.load(self, Path(directory).absolute(), scheduler, optimizer, random, strict)
         self._micro_step = self._scaled_passes = 0  # gradients of an accumulation that had begun are gone
         return client_state
@@ -393,6 +393,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 logging.getLogger("zcomm").warning("a checkpoint could not be finished: %s", error)
             self._parts.close()
             self._parts = None
+            self._breakage.mended()  # lets go of the error's frames
 
     def __del__(self) -> None:
         if getattr(self, "_parts", None) is not None:

@@ -76,6 +76,9 @@ class ParameterStore(ABC):
     def arrive(self) -> None:  # noqa: B027
         """What the current stream is given next uses the weights that were published last."""
 
+    def renew(self) -> None:  # noqa: B027
+        """After a failure, before all trained ones are loaded: nothing is in flight, and no weight is lost to it."""
+
     @abstractmethod
     def full(self, param: int) -> torch.Tensor:
         """A copy of a whole parameter. Collective where parameters are sharded."""

@@ -38,6 +38,9 @@ class ShardSource(ABC):
         """The bucket with all ranks' shards, as it is in this host's memory; None where it is not there."""
         return None
 
+    def renew(self) -> None:  # noqa: B027
+        """After a failure, before all trained ones are loaded: nothing is in flight, and no shard is lost to it."""
+
     @property
     def window_nbytes(self) -> int:
         return 0
@@ -186,9 +189,20 @@ class SwapSource(ShardSource):
             work.wait()
         return self._windows[self._number[bucket.index]][: bucket.shard_count]
 
-    def close(self) -> None:
-        self._writes.clear()
+    def renew(self) -> None:
+        """The trained ones are zeros: after a failed write there is nothing to read."""
+        self._forget()
+        for bucket in self._buckets:
+            self.commit(bucket, self.begin(bucket).zero_())
+
+    def _forget(self) -> None:
+        """Nothing is on its way, and the windows hold nothing."""
+        self._writes = [None] * WINDOWS
         drain(self._swap)  # a sweep that failed may be kept by its error, with the read that it was ahead
+        self._holds = [-1] * WINDOWS
+
+    def close(self) -> None:
+        self._forget()
         self._windows.clear()
 
 
@@ -222,6 +236,9 @@ class MixedSource(ShardSource):
 
     def whole(self, bucket: FlatBucket) -> torch.Tensor | None:
         return self._of(bucket).whole(bucket)
+
+    def renew(self) -> None:
+        self._swap.renew()
 
     @property
     def window_nbytes(self) -> int:

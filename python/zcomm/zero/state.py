@@ -84,6 +84,9 @@ class ShardState(ABC):
     def step(self, shards: Iterator[ShardStep], reverse: bool = False) -> None:
         """One optimizer step over all shards. reverse: they come last bucket first, and so go the tiles."""
 
+    def renew(self) -> None:  # noqa: B027
+        """After a failure, before all of it is loaded: nothing is in flight, and no element is lost to it."""
+
     def start(self, bucket: int, weight: torch.Tensor, master: torch.Tensor, initial: Sequence[Run]) -> None:
         """Begin a shard: weight and master from the fp32 ``master``, arrays from the runs ``initial`` of numbers."""
         for part in cut(self.counts[bucket]):

@@ -62,7 +62,7 @@ def load_state_dict(optimizer: ZeroOptimizer, saved: dict[str, Any]) -> None:
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     _check(optimizer, saved, numbers)
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    with torch.no_grad():
+    with torch.no_grad(), optimizer._breakage.watch():
         parts.store.settle()
         parts.comm.barrier(name="nobody uses the old state")
         for number, param in zip(numbers, params, strict=True):

@@ -203,6 +203,21 @@ class SwappedState(ShardState):
             if changed:
                 self._write(self._holds[slot])
 
+    def renew(self) -> None:
+        """Spans are zeros, as at the start: after a failed write there is nothing to read."""
+        self._forget()
+        for number in range(len(self._swapped)):
+            self._take(number)
+            self._window(number).zero_()
+            self._write(number)
+
+    def _forget(self) -> None:
+        """Nothing is on its way, and the windows hold nothing."""
+        self._writes = [None] * len(self._windows)
+        drain(self._swap)  # the frames of a step that failed may keep its reads, which nobody has waited for
+        self._holds = [-1] * len(self._windows)
+        self._changed = [False] * len(self._windows)
+
     def frozen(self, copy: Copy | None) -> FrozenSpans:
         assert copy is not None
         resident = {span: memory.clone() for span, memory in self._resident.items()}
@@ -262,7 +277,6 @@ class SwappedState(ShardState):
             self.waited_s += time.perf_counter() - start
 
     def close(self) -> None:
-        self._writes.clear()
-        drain(self._swap)  # the frames of a step that failed may keep its reads, which nobody has waited for
+        self._forget()
         self._windows.clear()
         self._resident.clear()

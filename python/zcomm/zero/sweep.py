@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from zcomm.zero.breakage import hear, tell
 from zcomm.zero.device_weights import DeviceStore
 from zcomm.zero.geometry import FlatBucket
 from zcomm.zero.rules import Indexed, Rule
@@ -99,9 +100,15 @@ class Sweep:
         return hyper
 
     def _step(self, shards: Iterator[ShardStep], reverse: bool) -> None:
-        self._parts.state.step(shards, reverse)
-        self._reverse = not self._reverse
+        """Where it fails on one rank all ranks raise."""
+        try:
+            self._parts.state.step(shards, reverse)
+        except BaseException as error:
+            tell(self._parts.comm, error)
+            raise
         start = time.perf_counter()
+        hear(self._parts.comm)
+        self._reverse = not self._reverse
         self._parts.store.publish()
         self.waited_s += time.perf_counter() - start
 

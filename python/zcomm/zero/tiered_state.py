@@ -50,6 +50,9 @@ class TieredState(ShardState):
     def flush(self) -> None:
         self.host.flush()
 
+    def renew(self) -> None:
+        self.host.renew()
+
     def frozen(self, copy: Copy | None) -> FrozenState:
         return FrozenTiers(self.form, self._there, self.host.frozen(copy), self.device.frozen(None))
 

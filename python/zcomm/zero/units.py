@@ -349,6 +349,10 @@ class UnitStore(ParameterStore):
     def save(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
         self._source.commit(bucket, weight)
 
+    def renew(self) -> None:
+        self.invalidate()
+        self._source.renew()
+
     def publish(self) -> None:
         self.invalidate()  # the next gather brings the new shards
 

@@ -32,14 +32,14 @@ def load(
     optimizer: ZeroOptimizer, final: Path, scheduler: Any, with_optimizer: bool, with_random: bool, strict: bool
 ) -> Any:
     """See ZeroOptimizer.load."""
-    with optimizer._live.comm.no_deadline():
+    with optimizer._open_parts.comm.no_deadline():
         return _load(optimizer, final, scheduler, with_optimizer, with_random, strict)
 
 
 def _load(
     optimizer: ZeroOptimizer, final: Path, scheduler: Any, with_optimizer: bool, with_random: bool, strict: bool
 ) -> Any:
-    parts = optimizer._live
+    parts = _quiet(optimizer)
     parts.store.settle()  # before all agree to go on
     folder = durable.find(final)
     error: Exception | None = None
@@ -52,18 +52,43 @@ def _load(
         error = caught
     agree(parts.comm, error, f"loading {final}")
     assert manifest is not None
-    with torch.no_grad():
-        _read_tensors(parts, folder, manifest, with_optimizer)
-        parts.store.publish()
-    parts.comm.barrier(name="checkpoint is loaded")
+    with torch.no_grad(), optimizer._breakage.watch():
+        _change(optimizer, folder, manifest, with_optimizer)
     parts.reducer.zero()
     if with_optimizer:
         _set_progress(optimizer, manifest)
+        optimizer._breakage.mended()
     if scheduler is not None and manifest.scheduler is not None:
         scheduler.load_state_dict(from_json(manifest.scheduler))
     if with_random and len(manifest.rank_files) == parts.comm.world_size:  # converted ones have none
         generators.unpack((folder / manifest.rank_files[parts.comm.rank]).read_bytes())
     return from_json(manifest.client_state)
+
+
+def _quiet(optimizer: ZeroOptimizer) -> Parts:
+    """Its parts, none of which a step uses any more: also after one that failed."""
+    parts = optimizer._open_parts
+    if parts.behind is not None:
+        try:
+            optimizer.join()
+        except Exception:
+            parts.behind.forget()
+    return parts
+
+
+def _change(optimizer: ZeroOptimizer, folder: Path, manifest: Manifest, with_optimizer: bool) -> None:
+    """Weights and state become those of the checkpoint, on all ranks."""
+    parts, error = optimizer._live, None
+    try:
+        if optimizer._breakage.error is not None:
+            parts.store.renew()
+            parts.state.renew()
+        _read_tensors(parts, folder, manifest, with_optimizer)
+    except OSError as caught:
+        error = caught
+    agree(parts.comm, error, f"loading {folder}")
+    parts.store.publish()
+    parts.comm.barrier(name="checkpoint is loaded")
 
 
 def _verify(parts: Parts, folder: Path, manifest: Manifest) -> None:
