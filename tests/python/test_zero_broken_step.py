@@ -1,5 +1,5 @@
-"""A step that ends half way: no step, save or state_dict afterwards, on any rank, until a checkpoint is loaded; then the
-bits of a run in which nothing went wrong."""
+"""A step that ends half way: no step, save or state_dict afterwards, on any rank, until a checkpoint is loaded; then
+the bits of a run in which nothing went wrong."""
 
 from __future__ import annotations
 
