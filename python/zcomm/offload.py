@@ -262,15 +262,20 @@ class SwapFile:
 
 
 async def finished(work: Work, timeout: float | None = None) -> None:
-    """``await`` an operation: ``Work.wait`` on a thread of the event loop's, so that the loop goes on meanwhile.
+    """``await`` an operation, while the event loop goes on: it looks again after pauses of 0.1 to 5 ms.
 
     A cancelled await leaves the operation running; its error then shows in ``SwapFile.wait()``. For whole calls that
     block, such as ``snapshot``: ``await asyncio.to_thread(swap.snapshot, directory)``; they hold no interpreter lock.
     Raises: what ``Work.wait`` raises.
     """
-    if not work.done():
-        await asyncio.to_thread(work.wait, timeout)
-    work.wait(timeout)
+    deadline, pause_s = math.inf if timeout is None else time.monotonic() + timeout, 1e-4
+    while not work.done():  # a thread in Work.wait would be told the error after the await was cancelled, for nobody
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError(f"finished: not done after {timeout} s; the operation goes on")
+        await asyncio.sleep(min(pause_s, left_s))
+        pause_s = min(2 * pause_s, 5e-3)
+    work.wait()
 
 
 class _Closable(Protocol):
