@@ -26,7 +26,9 @@ import torch
 from zcomm import _core
 
 FORMAT = "zcomm-swap-snapshot 1"
+_OURS = b'"format": "zcomm-swap-snapshot '  # of any version, damaged or not
 _MANIFEST = "manifest.json"
+_NEW = f"{_MANIFEST}.new"
 _DATA = re.compile(r"data-[0-9a-f]{16}-[0-9]+")
 
 Form = tuple[tuple[int, ...], torch.dtype]
@@ -35,13 +37,15 @@ Form = tuple[tuple[int, ...], torch.dtype]
 def write(
     directory: Path, drives: int, copy_to: Callable[[list[str]], dict[str, Any]], forms: dict[str, Form]
 ) -> dict[str, Any]:
-    """Take a snapshot; returns the core's description of it. Raises: OSError."""
+    """Take a snapshot; returns the core's description of it. Raises: OSError; FileExistsError where the manifest is of
+    something else."""
     if not directory.exists():
         directory.mkdir(mode=0o700)
         _sync(directory.parent)
     with _locked(directory) as folder:
         old = _names(directory)
-        _remove(directory, keep=old)
+        if old is not None:
+            _remove(directory, keep=old)
         generation = secrets.token_hex(8)
         names = [f"data-{generation}-{drive}" for drive in range(drives)]
         image = copy_to([str(directory / name) for name in names])
@@ -51,7 +55,8 @@ def write(
                 key["shape"], key["dtype"] = list(shape), str(dtype).removeprefix("torch.")
             _write_manifest(directory, {**image, "files": names})
         except BaseException:
-            _remove(directory, keep=old)
+            if _names(directory) != names:  # else an interrupt came when it was in place
+                _unlink(directory, [*names, _NEW])
             raise
         os.fsync(folder)
         _remove(directory, keep=names)
@@ -116,7 +121,13 @@ class Copy:
 
     def __init__(self, swap: _core.SwapFile) -> None:
         paths = [Path(path).with_name(_core.SwapFile.COPY_NAME) for path in swap.stats()["paths"]]
-        image = swap.copy_to([str(path) for path in paths], durable=False)
+        try:
+            image = swap.copy_to([str(path) for path in paths], durable=False)
+        except FileNotFoundError as error:
+            gone = (
+                "the swap file's directory was removed, so there is no place for a copy on its drive; save(wait=True)"
+            )
+            raise FileNotFoundError(errno.ENOENT, f"{gone} reads the state instead", error.filename) from error
         self._files: list[tuple[int, Path]] = []
         try:
             for path in paths:
@@ -124,6 +135,8 @@ class Copy:
                 os.unlink(path)
         except BaseException:
             self.close()
+            for path in paths:  # what stays would be in the way of the next copy
+                path.unlink(missing_ok=True)
             raise
         self._tile, self._alignment = int(image["tile_nbytes"]), int(image["alignment"])
         whole = torch.uint8
@@ -189,7 +202,7 @@ def _key(each: dict[str, Any]) -> Key:
 
 def _write_manifest(directory: Path, body: dict[str, Any]) -> None:
     text = json.dumps(body, sort_keys=True)
-    new = directory / f"{_MANIFEST}.new"
+    new = directory / _NEW
     file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with open(file, "w", encoding="utf-8") as stream:
         stream.write(json.dumps({"format": FORMAT, "crc32c": _crc_of(text), "body": body}, sort_keys=True))
@@ -219,20 +232,30 @@ def _crc_of(text: str) -> int:
     return _core.crc32c(torch.frombuffer(raw, dtype=torch.uint8).data_ptr(), len(raw))
 
 
-def _names(directory: Path) -> list[str]:
-    """The data files that the manifest names; none where there is no manifest that can be read."""
+def _names(directory: Path) -> list[str] | None:
+    """The data files that the manifest names; none where there is no manifest; None: of a snapshot that is damaged, or
+    in another format. Raises: FileExistsError for what is no snapshot's."""
+    path = directory / _MANIFEST
     try:
         return [str(name) for name in _read_manifest(directory)["files"]]
-    except (OSError, ValueError, KeyError):
+    except FileNotFoundError:
         return []
+    except (OSError, ValueError, KeyError):
+        if _OURS not in path.read_bytes():
+            what = "it is no swap file's snapshot; nothing was changed, take another directory"
+            raise FileExistsError(errno.EEXIST, what, str(path)) from None
+        return None
 
 
 def _remove(directory: Path, keep: list[str]) -> None:
     """What killed or failed snapshots left, and the generation before."""
-    for name in os.listdir(directory):
-        if name not in keep and (_DATA.fullmatch(name) or name == f"{_MANIFEST}.new"):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(directory / name)
+    _unlink(directory, [n for n in os.listdir(directory) if n not in keep and (_DATA.fullmatch(n) or n == _NEW)])
+
+
+def _unlink(directory: Path, names: list[str]) -> None:
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(directory / name)
 
 
 @contextlib.contextmanager

@@ -7,16 +7,21 @@ import errno
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import zcomm
+from zcomm import _snapshot
 from zcomm.offload import finished
 
 SIZES = (1, 1000, 4096, 65536, 65536 + 12, 300001)
@@ -180,6 +185,101 @@ def test_two_at_once_and_errors_leave_the_last_one(snap: Path, tmp_path: Path) -
         check(swap, 1)
 
 
+def test_a_foreign_manifest_is_never_replaced(tmp_path: Path) -> None:
+    """Another program's, a checkpoint's, or what is no JSON: nothing there changes."""
+    with zcomm.SwapFile(tmp_path / "swap") as swap:
+        fill(swap, 1)
+        for number, text in enumerate(('{"format": "zcomm checkpoint 1"}', "", "no JSON", "[]", '{"format": 3}')):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            (folder / "manifest.json").write_text(text)
+            (folder / f"data-{'0' * 16}-0").write_bytes(b"whose is it?")
+            with pytest.raises(FileExistsError, match="no swap file's snapshot") as caught:
+                swap.snapshot(folder)
+            assert caught.value.filename == str(folder / "manifest.json")
+            assert (folder / "manifest.json").read_text() == text
+            assert len(list(folder.iterdir())) == 2
+
+
+@pytest.mark.parametrize("how", ["newer", "damaged"])
+def test_a_snapshot_that_cannot_be_read_stays_until_the_new_one_is_there(
+    snap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    manifest, data = snap / "manifest.json", data_of(snap)
+    text = manifest.read_text()
+    old = text.replace("snapshot 1", "snapshot 2") if how == "newer" else text.replace('"nbytes": 1000', '"nbytes": 7')
+    assert old != text
+    manifest.write_text(old)
+    with zcomm.SwapFile(tmp_path / "other") as swap:
+        fill(swap, 2)
+        before = sorted(snap.iterdir())
+        with monkeypatch.context() as patch:
+            patch.setattr(_snapshot, "_write_manifest", raising(OSError(errno.ENOSPC, "full")))
+            with pytest.raises(OSError, match="full"):
+                swap.snapshot(snap)
+        assert sorted(snap.iterdir()) == before and manifest.read_text() == old and data.stat().st_size > 0
+        swap.snapshot(snap)
+        assert len(list(snap.iterdir())) == 2 and not data.exists()
+        swap.restore(snap)
+        check(swap, 2)
+
+
+def raising(error: BaseException) -> Callable[..., None]:
+    def call(*args: object) -> None:
+        raise error
+
+    return call
+
+
+def test_an_interrupt_when_the_new_manifest_is_in_place(
+    snap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace = os.replace
+
+    def late(*args: Any) -> None:
+        replace(*args)
+        raise KeyboardInterrupt
+
+    with zcomm.SwapFile(tmp_path / "other") as swap:
+        fill(swap, 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", late)
+            with pytest.raises(KeyboardInterrupt):
+                swap.snapshot(snap)
+        fill(swap, 3)
+        swap.restore(snap)  # the new one, whole
+        check(swap, 2)
+        swap.snapshot(snap)
+        assert len(list(snap.iterdir())) == 2
+
+
+def test_a_copy_that_could_not_be_opened_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next background save makes its own."""
+    with zcomm.SwapFile([tmp_path / "one", tmp_path / "two"]) as swap:
+        fill(swap, 1)
+        opened = os.open
+
+        def refuse(path: Any, *args: Any, **kwargs: Any) -> int:
+            if Path(path).name == "copy":
+                raise OSError(errno.EMFILE, "too many open files", str(path))
+            return opened(path, *args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", refuse)
+            with pytest.raises(OSError, match="too many open files"):
+                _snapshot.Copy(swap._core)
+        assert list(tmp_path.rglob("copy")) == []
+        _snapshot.Copy(swap._core).close()
+
+
+def test_a_copy_without_its_directory_says_what_to_do(tmp_path: Path) -> None:
+    with zcomm.SwapFile(tmp_path / "swap") as swap:
+        fill(swap, 1)
+        shutil.rmtree(tmp_path / "swap")
+        with pytest.raises(FileNotFoundError, match=r"removed.*save\(wait=True\)"):
+            _snapshot.Copy(swap._core)
+
+
 _VICTIM = """
 import sys, torch, zcomm
 swap = zcomm.SwapFile(sys.argv[1], block_nbytes=64 << 10)
@@ -214,29 +314,64 @@ def test_a_kill_at_any_point_leaves_a_whole_snapshot(tmp_path: Path) -> None:
                 turns[-1] = max(turns[-1], found)
 
 
+class HeldWork:
+    """An operation that ends once ``go`` is set."""
+
+    def __init__(self, work: zcomm.Work) -> None:
+        self._work, self.go = work, threading.Event()
+
+    def done(self) -> bool:
+        return self.go.is_set() and self._work.done()
+
+    def wait(self, timeout: float | None = None) -> None:
+        assert self.go.wait(20 if timeout is None else timeout), "the event loop stood still"
+        self._work.wait()
+
+
 def test_await(tmp_path: Path) -> None:
     """The event loop goes on while operations and a snapshot run; errors arrive."""
 
-    async def job() -> int:
-        ticks = 0
-
-        async def tick() -> None:
-            nonlocal ticks
-            while True:
-                ticks += 1
-                await asyncio.sleep(0)
-
-        ticking = asyncio.create_task(tick())
+    async def job() -> None:
         with zcomm.SwapFile(tmp_path / "swap") as swap:
             data, out = torch.arange(1 << 20), torch.zeros(1 << 20, dtype=torch.int64)
-            await finished(swap.write("a", data))
+            held = HeldWork(swap.write("a", data))
+
+            async def let_go() -> None:
+                for _ in range(100):
+                    await asyncio.sleep(0)
+                held.go.set()
+
+            letting = asyncio.create_task(let_go())
+            await finished(held)  # what ends it is done by the event loop
+            await letting
             await asyncio.to_thread(swap.snapshot, tmp_path / "snap")
             await finished(swap.read("a", out))
             assert torch.equal(out, data)
             os.truncate(swap.stats()["path"], 4096)
             with pytest.raises(OSError, match="unexpected end of file"):
                 await finished(swap.read("a", out))
-        ticking.cancel()
-        return ticks
+            with pytest.raises(TimeoutError, match=r"0\.01 s"):
+                await finished(HeldWork(swap.write("a", data)), timeout=0.01)
 
-    assert asyncio.run(job()) > 1
+    asyncio.run(job())
+
+
+def test_a_cancelled_await_leaves_the_error_to_the_swap_file(tmp_path: Path) -> None:
+    swap = zcomm.SwapFile(tmp_path / "swap")
+    out = torch.zeros(1 << 16, dtype=torch.int64)
+    swap.write("a", torch.arange(1 << 16)).wait()
+    os.truncate(swap.stats()["path"], 4096)
+
+    async def job() -> None:
+        held = HeldWork(swap.read("a", out))
+        awaiting = asyncio.create_task(finished(held))
+        await asyncio.sleep(0.01)
+        awaiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await awaiting
+        held.go.set()
+
+    asyncio.run(job())  # at its end no thread of the loop's is left
+    with pytest.raises(OSError, match="unexpected end of file"):
+        swap.wait()
+    swap.close()
