@@ -51,11 +51,13 @@ class CPUAdagrad(FusedOptimizer[_core.AdagradParams]):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            for param in group["params"]:
-                self._buffer(param, group, self.ARRAYS)
+            for param in group["params"]:  # all of them before any has state
+                self._check_param(param)
         except ValueError:
             del self.param_groups[-1]
             raise
+        for param in group["params"]:
+            self._buffer(param, group, self.ARRAYS)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         check_at_least_0(group, "lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps")
