@@ -369,7 +369,13 @@ def test_a_refused_group_is_not_added() -> None:
     opt = CPUAdagrad([torch.nn.Parameter(torch.ones(3))])
     with pytest.raises(ValueError, match="float64"):
         opt.add_param_group({"params": [torch.nn.Parameter(torch.ones(2, dtype=torch.float64))]})
-    assert len(opt.param_groups) == 1
+    good = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(ValueError, match="float64"):
+        opt.add_param_group({"params": [good, torch.nn.Parameter(torch.ones(2, dtype=torch.float64))]})
+    assert len(opt.param_groups) == 1 and good not in opt.state
+    assert list(opt.state_dict()["state"]) == [0]
+    opt.add_param_group({"params": [good]})
+    assert list(opt.state_dict()["state"]) == [0, 1]
 
 
 def test_coded_state_saves_and_resumes_to_the_bit(tmp_path: Path) -> None:
@@ -460,6 +466,10 @@ def test_scaled_clipped_skipped(make: Any) -> None:
         other.step(grad_scale=torch.tensor(1024.0), found_inf=torch.zeros(1), clip=0.5, norm=True)
         assert torch.equal(plain, scaled)
         assert other.grad_norm == pytest.approx(float(grad.double().norm()), rel=1e-6)
+    other.step(found_inf=True)
+    assert other.grad_norm is not None, "it was not asked for"
+    other.step(found_inf=True, norm=True)
+    assert other.grad_norm is None, "not that of an earlier step"
     scaled.grad[7] = torch.inf
     other.step(norm=True)
     assert math.isnan(other.grad_norm)

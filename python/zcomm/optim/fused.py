@@ -84,7 +84,8 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
     threads: int = 0
     """Threads of a step at most; 0: all of the core's pool."""
     grad_norm: float | None = None
-    """Of the last step(norm=True): the norm of all gradients, unscaled but not clipped; NaN if one is not finite."""
+    """Of the last step(norm=True): the norm of all gradients, unscaled but not clipped; NaN if one is not finite, None
+    if the step was skipped (``found_inf`` on the host)."""
     _step_supports_amp_scaling = True  # torch.amp.GradScaler sets grad_scale and found_inf, and step() looks at them
 
     DEVICE: ClassVar[str] = "cpu"  # type of the device that parameters and state are on
@@ -159,6 +160,7 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
                 loss = closure()
         found_inf = getattr(self, "found_inf", None) if found_inf is None else found_inf
         if found_inf is not None and bool(found_inf):
+            self.grad_norm = None if norm else self.grad_norm
             return loss
         grad_scale = getattr(self, "grad_scale", None) if grad_scale is None else grad_scale
         divisor = 1.0 if grad_scale is None else float(grad_scale)

@@ -188,6 +188,7 @@ class FusedAdam(FusedAdamBase):
         call = self._call
         call.found_inf, call.grad_scale, call.clip = self._number(found_inf), self._number(grad_scale), clip
         if found_inf is not None and call.found_inf is None and bool(found_inf):
+            self.grad_norm = None if norm else self.grad_norm
             return loss
         if grad_scale is not None and call.grad_scale is None:
             call.clip = clip / float(grad_scale)
