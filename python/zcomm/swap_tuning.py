@@ -17,6 +17,7 @@ from typing import Any
 from zcomm import tuning
 
 FORMAT = 1
+_DEVICES = Path("/sys/dev/block")
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def drive(directory: str | os.PathLike[str]) -> str | None:
         place = place.parent  # SwapFile makes the last part
     try:
         number = os.stat(place).st_dev
-        disk = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve(strict=True)
+        disk = (_DEVICES / f"{os.major(number)}:{os.minor(number)}").resolve(strict=True)
     except OSError:
         return None
     disk = disk if (disk / "queue").exists() else disk.parent  # a partition's disk
@@ -74,7 +75,10 @@ def _line(file: Path) -> str:
 
 def load(directory: str | os.PathLike[str]) -> SwapTuning:
     """What was measured for the drive of this directory, or the built-in values; never raises."""
-    file = path()
+    try:
+        file = path()
+    except RuntimeError as error:  # no home directory
+        return SwapTuning(origin=f"built in (no cache: {error})")
     try:
         key = drive(directory)
         if key is None:

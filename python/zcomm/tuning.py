@@ -66,7 +66,10 @@ def path() -> Path:
 
 def load() -> Table:
     """The table of this machine, or the built-in values; never raises."""
-    file = path()
+    try:
+        file = path()
+    except RuntimeError as error:  # no home directory
+        return Table({}, f"built in (no cache: {error})")
     try:
         text = json.loads(file.read_text())
         if text["machine"] != machine():

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import pwd
 from pathlib import Path
 
 import pytest
 import torch
 
 import zcomm
-from zcomm import swap_tuning
+from zcomm import swap_tuning, tuning
 from zcomm.swap_tuning import SwapTuning
 
 
@@ -76,10 +78,40 @@ def test_calibration(tmp_path: Path, cache: Path) -> None:
         calibrate(tmp_path / "nowhere")
 
 
-def test_the_drive_has_a_name_that_does_not_depend_on_the_directory(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    assert swap_tuning.drive(tmp_path / "a") == swap_tuning.drive(tmp_path) == swap_tuning.drive(tmp_path / "not there")
+def test_the_drive_has_a_name_that_does_not_depend_on_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a /sys that has the file system of the test's directory on the first partition of a disk."""
+    disk, devices = tmp_path / "sys" / "sda", tmp_path / "sys" / "block"
+    for folder in (disk / "sda1", disk / "queue", disk / "device", devices, tmp_path / "a"):
+        folder.mkdir(parents=True)
+    number = tmp_path.stat().st_dev
+    (devices / f"{os.major(number)}:{os.minor(number)}").symlink_to(disk / "sda1")
+    for file, text in (("size", "2048\n"), ("device/model", "Fast  Disk \n"), ("device/serial", "A1\n")):
+        (disk / file).write_text(text)
+    monkeypatch.setattr(swap_tuning, "_DEVICES", devices)
+    name = "2048 sectors, model Fast Disk, id A1"
+    assert [swap_tuning.drive(tmp_path / each) for each in (".", "a", "not there")] == [name] * 3
+    (disk / "device" / "serial").write_text("B2\n")
+    assert swap_tuning.drive(tmp_path) == name.replace("A1", "B2"), "another disk of that model"
     assert swap_tuning.drive("/proc") is None
+
+
+def test_without_a_home_there_are_built_in_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(number: int) -> None:
+        raise KeyError(number)
+
+    for name in ("HOME", "XDG_CACHE_HOME", "ZCOMM_SWAP_TUNING", "ZCOMM_TUNING"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    with pytest.raises(RuntimeError):
+        swap_tuning.path()
+    found = swap_tuning.load(tmp_path)
+    assert (found.block_nbytes, found.depth) == (1 << 20, 32) and found.origin.startswith("built in (no cache: ")
+    with zcomm.SwapFile(tmp_path) as swap:
+        assert swap.stats()["tuning"] == found.origin
+    table = tuning.load()
+    assert table.rows == {} and table.origin.startswith("built in (no cache: ")
 
 
 def test_endurance(tmp_path: Path) -> None:
