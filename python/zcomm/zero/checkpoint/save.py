@@ -12,6 +12,7 @@ import errno
 import itertools
 import shutil
 from collections.abc import Callable, Generator, Iterable
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,10 @@ class SaveTask:
         """Until the folder is in its place. Raises: what save() raises; TimeoutError (it goes on then)."""
         try:
             self._future.result(timeout)
+        except futures.TimeoutError:  # before Python 3.11 not the built-in one
+            if self._future.done():  # the save's own
+                raise
+            raise TimeoutError(f"the save is not done after {timeout} s; it goes on") from None
         finally:
             self._told = self._future.done()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from zcomm.optim.fused import STATE_BLOCK
 from zcomm.zero import access
 from zcomm.zero.build import Parts
 from zcomm.zero.checkpoint import durable
+from zcomm.zero.checkpoint.readable import Readable
 from zcomm.zero.checkpoint.tensor_file import Writer
 from zcomm.zero.tile import TileForm
 
@@ -89,8 +91,10 @@ def share_of(parts: Parts) -> Share:
 
 
 def gathered(parts: Parts) -> Iterator[tuple[int, torch.Tensor]]:
-    """Which file, and the tensor, for what this rank writes of the trained parameters. Collective to the end."""
-    form = parts.state.form
+    """Which file, and the tensor, for what this rank writes of the trained parameters. Collective to the end, where it
+    raises an OSError of what could not be read."""
+    readable, form = Readable(parts), parts.state.form
+    parts = readable.parts
     for index, owner in enumerate(_owners(parts)):
         exact = access.master(parts, index, root=owner)
         if parts.geometry.is_frozen(index):
@@ -109,6 +113,7 @@ def gathered(parts: Parts) -> Iterator[tuple[int, torch.Tensor]]:
             whole = access.array(parts, index, key, root=owner)
             if whole is not None:
                 yield STATE, whole
+    readable.check()
 
 
 def others(parts: Parts) -> list[tuple[int, torch.Tensor]]:
@@ -129,15 +134,21 @@ def rounded(form: TileForm, master: torch.Tensor) -> torch.Tensor:
 def write(share: Share, tensors: Iterable[tuple[int, torch.Tensor]], random: bytes, folder: Path) -> dict[str, Any]:
     """This rank's files; what the manifest says of them. ``tensors`` are taken to the end, whatever fails here.
 
-    Raises: OSError naming the file.
+    Raises: OSError naming the file, or what could not be read.
     """
     end = f"{share.rank + 1:05d}-of-{share.world_size:05d}.safetensors"
     writers = [
         Writer(folder / f"{kind}-{end}", plan) for kind, plan in zip(("model", "optimizer"), share.plans, strict=True)
     ]
-    with torch.no_grad():
-        for which, tensor in tensors:
-            writers[which].add(tensor)
+    try:
+        with torch.no_grad():
+            for which, tensor in tensors:
+                writers[which].add(tensor)
+    except OSError:
+        for writer in writers:
+            with contextlib.suppress(OSError):
+                writer.close()
+        raise
     for writer in writers:
         writer.close()
     states = folder / f"random-{share.rank:05d}.json"

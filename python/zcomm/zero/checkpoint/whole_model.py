@@ -17,6 +17,7 @@ from zcomm.zero.build import Parts
 from zcomm.zero.checkpoint import durable
 from zcomm.zero.checkpoint.exchange import agree
 from zcomm.zero.checkpoint.frozen import freeze
+from zcomm.zero.checkpoint.readable import Readable
 from zcomm.zero.checkpoint.save import SaveTask, start
 from zcomm.zero.checkpoint.share import other_tensors
 from zcomm.zero.checkpoint.tensor_file import Writer
@@ -57,10 +58,12 @@ def _write(comm: Communicator, parts: Parts, rest: Named, path: Path) -> None:
             except OSError as caught:
                 error = caught
         agree(comm, error, f"saving {path}")
+        readable = Readable(parts)
         for index in range(len(parts.names)):
-            whole = access.weight(parts, index, root=0)
+            whole = access.weight(readable.parts, index, root=0)
             if writer is not None and whole is not None:
                 writer.add(whole)
+        agree(comm, readable.error, f"saving {path}")
         if writer is not None:
             error = _finish(writer, rest, path)
         agree(comm, error, f"saving {path}")

@@ -1,0 +1,52 @@
+"""Reading weights and state for others: a rank that cannot read goes on with the collectives that feed them.
+
+What cannot be read is zeros, and the first error is kept for whoever writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from zcomm.zero.build import Parts
+from zcomm.zero.geometry import FlatBucket
+
+
+class Readable:
+    """Of ``parts`` what access.py needs to read. error: of the first read that failed."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.error: OSError | None = None
+        self.form = parts.state.form
+        self.part = parts.store.part
+        self._store, self._state = parts.store, parts.state
+        me: Any = self
+        self.parts = dataclasses.replace(parts, store=me, state=me)
+
+    def load(self, bucket: FlatBucket) -> torch.Tensor:
+        try:
+            return self._store.load(bucket)
+        except OSError as error:
+            self.error = self.error or error
+            part = self.part(bucket)
+            return torch.zeros(part.stop - part.start, dtype=self.form.dtype)
+
+    @contextlib.contextmanager
+    def tile(self, bucket: int, part: slice, *, load: bool = True, store: bool = False) -> Iterator[torch.Tensor]:
+        assert load and not store
+        with contextlib.ExitStack() as stack:
+            try:
+                state = stack.enter_context(self._state.tile(bucket, part))
+            except OSError as error:
+                self.error = self.error or error
+                state = torch.zeros(self.form.nbytes(part.stop - part.start), dtype=torch.uint8)
+            yield state
+
+    def check(self) -> None:
+        """Raises: that error."""
+        if self.error is not None:
+            raise self.error
