@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+import zcomm
+
 BENCH = Path(__file__).resolve().parent.parent.parent / "bench"
 SMALL = ("--size", "4M", "--batch", "256K", "--batch-total", "1M")
 
@@ -39,6 +41,10 @@ def test_rows_counters_and_absent_peers(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "# peer fio: skipped, no fio" in done.stdout and "# peer deepspeed: skipped, " in done.stdout
+    number = os.stat(tmp_path).st_dev
+    counted = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}/stat").exists()
+    with zcomm.SwapFile(tmp_path) as swap:
+        direct = bool(swap.stats()["direct"])
     machine, *rows = records_of(out.with_suffix(".jsonl"))
     assert set(machine["skipped"]) == {"fio", "deepspeed"} and str(tmp_path) not in json.dumps(machine)
     assert [(row["what"], row["tensor_nbytes"]) for row in rows] == [
@@ -52,8 +58,27 @@ def test_rows_counters_and_absent_peers(tmp_path: Path) -> None:
         assert row["wrong"] == 0
         assert set(row["gbps"]) == {"zcomm", "zcomm threads", "zcomm no crc"}
         assert all(len(each) >= 5 and min(each) > 0 for each in row["rounds_gbps"].values())
+        moved = row["moved_over_asked"]
+        assert set(moved) == set(row["gbps"])
+        if counted and direct:  # by the device itself; other programs of that drive may add to it
+            assert min(moved.values()) >= 0.99
+        elif not counted:
+            assert set(moved.values()) == {None}
     assert "| mixed | zcomm threads |" in out.with_suffix(".md").read_text()
     assert [each.name for each in tmp_path.iterdir() if each.name.startswith("zcomm-")] == []
+
+
+def test_what_the_device_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sectors of /sys/dev/block/*/stat as bytes; nothing where there is no such device."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    from swap import counters
+
+    stat = tmp_path / "stat"
+    stat.write_text("  10 0 64 5 20 0 4096 9 0 0 0\n")
+    monkeypatch.setattr(counters, "_device", lambda folder: tmp_path)
+    assert counters.moved(tmp_path) == (64 * 512, 4096 * 512)
+    monkeypatch.setattr(counters, "_device", lambda folder: None)
+    assert counters.moved(tmp_path) is None and "not known" in counters.describe(tmp_path)
 
 
 def test_shares_of_a_peer(tmp_path: Path) -> None:
