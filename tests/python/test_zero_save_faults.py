@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import zcomm
-from test_zero_broken_step import FaultySwap, Faults, build, step
+from test_zero_broken_step import Faults, FaultySwap, build, step
 from zcomm import _snapshot
 from zcomm.zero.checkpoint import SaveTask
 from zcomm.zero.checkpoint.whole_model import save_model
