@@ -124,10 +124,7 @@ class Copy:
         try:
             image = swap.copy_to([str(path) for path in paths], durable=False)
         except FileNotFoundError as error:
-            gone = (
-                "the swap file's directory was removed, so there is no place for a copy on its drive; save(wait=True)"
-            )
-            raise FileNotFoundError(errno.ENOENT, f"{gone} reads the state instead", error.filename) from error
+            raise self.no_place(error) from error
         self._files: list[tuple[int, Path]] = []
         try:
             for path in paths:
@@ -146,6 +143,15 @@ class Copy:
             )
             for each in image["keys"]
         }
+
+    @staticmethod
+    def no_place(error: FileNotFoundError) -> FileNotFoundError:
+        """``error``, and what to do."""
+        gone = "the swap file's directory was removed, so a copy has no place on its drive"
+        return FileNotFoundError(errno.ENOENT, f"{gone}; save(wait=True) reads the state instead", error.filename)
+
+    def finish(self) -> None:
+        """It is whole."""
 
     def load(self, name: str) -> torch.Tensor:
         """As flat uint8, each tile compared with its checksum. Raises: OSError EIO naming key, path and offset."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from zcomm import _core
+from zcomm.zero.swap import Swap
 
 
 class _Operation:
@@ -41,8 +42,8 @@ class LateWork:
         self._operation.pending = False
 
 
-class LateSwap(_core.SwapFile):
-    """In the place of ``_core.SwapFile``: all operations in the order of their calls. close() begins none."""
+class LateSwap(Swap):
+    """In the place of ``Swap``: all operations in the order of their calls. close() begins none."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 import zcomm
+import zcomm.zero.build
 import zcomm.zero.state
 import zcomm.zero.swapped
 import zcomm.zero.tile
-from zcomm import _core
+from zcomm.zero.swap import Swap
 
 WIDTH = 64
 Run = Callable[..., list[Any]]
@@ -32,7 +33,7 @@ class FailedWork:
         return True
 
 
-class FaultySwap(_core.SwapFile):
+class FaultySwap(Swap):
     """The read after ``good_reads`` more ones fails; once."""
 
     good_reads: int | None = None
@@ -53,7 +54,7 @@ class Faults:
         patch.setattr(zcomm.zero.tile, "TILE_COUNT", 192)
         patch.setattr(zcomm.zero.swapped, "SPAN_TILES", 2)
         patch.setattr(zcomm.zero.swapped, "WINDOWS", 4)
-        patch.setattr(_core, "SwapFile", FaultySwap)
+        patch.setattr(zcomm.zero.build, "Swap", FaultySwap)
         self._step_tile = zcomm.zero.state.ShardState._step_tile
         patch.setattr(zcomm.zero.state.ShardState, "_step_tile", lambda *args: self._tile(*args))
         self._tiles: tuple[int, BaseException] | None = None

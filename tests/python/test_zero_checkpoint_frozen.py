@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import gc
+import os
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +19,8 @@ from torch import nn
 import zcomm
 import zcomm.zero.swapped
 import zcomm.zero.tile
-from zcomm.zero.checkpoint import durable, frozen
+from zcomm.zero import swap
+from zcomm.zero.checkpoint import durable
 
 Run = Callable[..., list[Any]]
 
@@ -53,8 +56,12 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix == ".safetensors"}
 
 
-def save_both_ways(folder: str) -> None:
+def save_both_ways(folder: str, copies: str) -> None:
+    """copies: who makes the copy of what is on the drive: the core at once, or gradually the saving thread, or the
+    steps that come meanwhile."""
     zcomm.init(timeout=60)
+    swap.shares_blocks = lambda folder: copies == "core"
+    finish = swap.GradualCopy.finish
     zcomm.zero.tile.TILE_COUNT, zcomm.zero.swapped.SPAN_TILES, zcomm.zero.swapped.WINDOWS = 192, 2, 3
     here = Path(folder)
     for number, (stage, offload, precision) in enumerate(PLACES):
@@ -66,9 +73,19 @@ def save_both_ways(folder: str) -> None:
             step(model, opt, each)
         waited, beside = here / f"waited{number}", here / f"beside{number}"
         opt.save(waited)
-        drive = threading.Event()
+        drive, made = threading.Event(), threading.Event()
         durable.before_write = lambda what, drive=drive: drive.wait(60)  # type: ignore[misc]
+
+        def gated(self: Any, drive: threading.Event = drive, made: threading.Event = made) -> None:
+            if copies == "steps":
+                drive.wait(60)
+            finish(self)
+            made.set()
+
+        swap.GradualCopy.finish = gated  # type: ignore[method-assign]
         task = opt.save(beside, wait=False)
+        if copies == "thread" and "nvme" in str(offload):
+            assert made.wait(60)
         for each in range(3, 6):
             step(model, opt, each)  # all shards change, in RAM and on the drive
         assert not task.done()
@@ -81,9 +98,68 @@ def save_both_ways(folder: str) -> None:
     assert not (here / "drive").exists() or not list((here / "drive").rglob("*"))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_the_same_bytes_as_a_save_that_waits(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
-    run_ranks(save_both_ways, world_size, str(tmp_path))
+@pytest.mark.parametrize(("world_size", "copies"), [(1, "core"), (1, "thread"), (1, "steps"), (2, "steps")])
+def test_the_same_bytes_as_a_save_that_waits(run_ranks: Run, tmp_path: Path, world_size: int, copies: str) -> None:
+    run_ranks(save_both_ways, world_size, str(tmp_path), copies)
+
+
+def one(folder: Path) -> tuple[nn.Module, Any]:
+    model = Net()
+    return model, zcomm.ZeroOptimizer(model, stage=2, offload="nvme", nvme_path=[folder / "a", folder / "b"])
+
+
+def test_a_copy_that_fails_ends_the_save_and_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drive is full when a step is about to replace what has not been copied."""
+    monkeypatch.setattr(swap, "shares_blocks", lambda folder: False)
+    model, opt = one(tmp_path)
+    step(model, opt, 0)
+    opt.save(tmp_path / "c")
+    before = files_of(tmp_path / "c")
+    gate, finish = threading.Event(), swap.GradualCopy.finish
+
+    def late(self: Any) -> None:
+        gate.wait(60)
+        finish(self)
+
+    def full(self: Any, key: str) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(swap.GradualCopy, "finish", late)
+    with monkeypatch.context() as patch:
+        patch.setattr(swap.GradualCopy, "_copy", full)
+        task = opt.save(tmp_path / "c", wait=False)
+        step(model, opt, 1)
+        gate.set()
+        with pytest.raises(OSError, match="no space"):
+            task.wait()
+    assert files_of(tmp_path / "c") == before
+    opt.save(tmp_path / "c", wait=False).wait()
+    assert files_of(tmp_path / "c") != before
+    opt.close()
+    zcomm.shutdown()
+
+
+@pytest.mark.parametrize("why", ["space", "directory"])
+def test_no_room_for_a_copy_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    monkeypatch.setattr(swap, "shares_blocks", lambda folder: False)
+    model, opt = one(tmp_path)
+    step(model, opt, 0)
+
+    def full(file: int, offset: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if why == "space":
+        monkeypatch.setattr(os, "posix_fallocate", full)
+    else:
+        shutil.rmtree(tmp_path / "b")
+    said = {"space": r"no space for a copy of the state, \d+ bytes", "directory": "was removed.*save.wait=True"}[why]
+    with pytest.raises(OSError, match=said):
+        opt.save(tmp_path / "c", wait=False)
+    assert [path.name for path in tmp_path.rglob("*") if path.name == "copy" or "saving" in path.name] == []
+    opt.save(tmp_path / "c")
+    step(model, opt, 1)
+    opt.close()
+    zcomm.shutdown()
 
 
 def test_state_on_a_drive_does_not_come_into_ram(tmp_path: Path) -> None:
@@ -119,18 +195,18 @@ def full_drive_on_one(folder: str) -> str:
     model = Net()
     opt = zcomm.ZeroOptimizer(model, stage=2, offload="nvme", nvme_path=f"{folder}/drive")
     opt.save(f"{folder}/c", client_state="first")
-    copy = frozen.Copy
+    copied = swap.Swap.copied
 
-    def full(swap: Any) -> Any:
+    def full(self: Any) -> Any:
         if comm.rank == 1:
             raise OSError(errno.ENOSPC, "no space for a copy", "the drive")
-        return copy(swap)
+        return copied(self)
 
-    frozen.Copy = full  # type: ignore[assignment, misc]
+    swap.Swap.copied = full  # type: ignore[method-assign]
     with pytest.raises(OSError, match="no space for a copy") as told:
         opt.save(f"{folder}/c", client_state="second", wait=False)
     assert told.value.errno == errno.ENOSPC
-    frozen.Copy = copy  # type: ignore[misc]
+    swap.Swap.copied = copied  # type: ignore[method-assign]
     step(model, opt, 1)
     state = opt.load(f"{folder}/c")
     opt.close()

@@ -15,7 +15,6 @@ import zcomm.zero.state
 import zcomm.zero.swapped
 import zcomm.zero.tile
 from late_swap import LateSwap, watch_leases
-from zcomm import _core
 
 WIDTH = 64
 
@@ -37,7 +36,7 @@ def swaps(monkeypatch: pytest.MonkeyPatch) -> list[LateSwap]:
             super().__init__(*args, **kwargs)
             made.append(self)
 
-    monkeypatch.setattr(_core, "SwapFile", Kept)
+    monkeypatch.setattr(zcomm.zero.build, "Swap", Kept)
     return made
 
 

@@ -32,6 +32,7 @@ from zcomm.zero.start import start
 from zcomm.zero.state import ShardState
 from zcomm.zero.states import make_state
 from zcomm.zero.stores import make_store
+from zcomm.zero.swap import Swap
 from zcomm.zero.swapped import swap_nbytes
 from zcomm.zero.tiered_state import TieredState
 from zcomm.zero.tile import TileForm
@@ -64,7 +65,7 @@ class Parts:
     runs: list[list[tuple[int, int, int]]]
     param_runs: list[list[tuple[int, int, int]]] | None
     first_index: list[int]
-    swap: _core.SwapFile | None
+    swap: Swap | None
     hooks: UnitHooks | None
     output_hook: Any
     lane: DeviceLane | None = None  # None: the model is on the CPU
@@ -249,7 +250,7 @@ def _open_swap(
     form: TileForm,
     stage: int,
     nvme_path: StrPath | Sequence[StrPath] | None,
-) -> _core.SwapFile | None:
+) -> Swap | None:
     """Before all other memory: a full disk is said first. None where nothing is swapped."""
     if not sections.uses_nvme:
         return None
@@ -265,7 +266,7 @@ def _open_swap(
         return None  # a rule without state
     paths = as_paths(nvme_path)
     tuned = swap_tuning.load(paths[0]) if paths else swap_tuning.SwapTuning()
-    swap = _core.SwapFile(paths, nbytes=nbytes, block_nbytes=tuned.block_nbytes, depth=tuned.depth)
+    swap = Swap(paths, nbytes=nbytes, block_nbytes=tuned.block_nbytes, depth=tuned.depth)
     say_fallbacks(swap)
     close_at_exit(swap)  # also when what follows is interrupted
     return swap

@@ -18,9 +18,9 @@ import torch
 
 from zcomm import _core
 from zcomm._lane import DeviceLane
-from zcomm._snapshot import Copy
 from zcomm.zero.rules import Rule
 from zcomm.zero.state import FrozenState, ShardState, ShardStep, runs_in
+from zcomm.zero.swap import AnyCopy
 from zcomm.zero.tile import TilePart, cut
 
 PLACE_NBYTES = 256  # at whose multiples the state of a bucket begins
@@ -56,7 +56,7 @@ class DeviceState(ShardState):
     def flush(self) -> None:
         pass  # nothing does
 
-    def frozen(self, copy: Copy | None) -> FrozenState:
+    def frozen(self, copy: AnyCopy | None) -> FrozenState:
         twin = shallow_copy(self)
         twin._states = [state.to("cpu", copy=True) for state in self._states]
         return twin

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import torch
 
 from zcomm import _core
-from zcomm._snapshot import Copy
 from zcomm._tensors import tensor_of
 from zcomm.zero.rules import Rule
+from zcomm.zero.swap import AnyCopy
 from zcomm.zero.tile import TileForm, TilePart, cut
 
 Held = AbstractContextManager[torch.Tensor]
@@ -77,7 +77,7 @@ class ShardState(ABC):
         """What belongs on a drive is there, or on its way."""
 
     @abstractmethod
-    def frozen(self, copy: Copy | None) -> FrozenState:
+    def frozen(self, copy: AnyCopy | None) -> FrozenState:
         """As it is now, for reading on another thread. copy: of the swap file, after ``flush``."""
 
     @abstractmethod
@@ -155,7 +155,7 @@ class RamState(ShardState):
     def flush(self) -> None:
         pass  # nothing does
 
-    def frozen(self, copy: Copy | None) -> FrozenState:
+    def frozen(self, copy: AnyCopy | None) -> FrozenState:
         twin = shallow_copy(self)
         twin._states = [state.clone() for state in self._states]
         return twin

@@ -20,12 +20,12 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from zcomm import _core
-from zcomm._snapshot import Copy
 from zcomm._tensors import tensor_of
 from zcomm.zero import tile as tiles
 from zcomm.zero.drained import drain
 from zcomm.zero.rules import Rule
 from zcomm.zero.state import Held, ShardState, ShardStep
+from zcomm.zero.swap import AnyCopy
 from zcomm.zero.tile import TileForm, cut
 
 Span = tuple[int, int, int]  # bucket, first element of its shard, count
@@ -65,7 +65,7 @@ class FrozenSpans:
         locate: Callable[[int, slice], tuple[Span, slice]],
         resident: dict[Span, torch.Tensor],
         key_of: Callable[[Span], str],
-        copy: Copy,
+        copy: AnyCopy,
     ) -> None:
         self.form = form
         self._locate, self._resident, self._key_of, self._copy = locate, resident, key_of, copy
@@ -218,7 +218,7 @@ class SwappedState(ShardState):
         self._holds = [-1] * len(self._windows)
         self._changed = [False] * len(self._windows)
 
-    def frozen(self, copy: Copy | None) -> FrozenSpans:
+    def frozen(self, copy: AnyCopy | None) -> FrozenSpans:
         assert copy is not None
         resident = {span: memory.clone() for span, memory in self._resident.items()}
         return FrozenSpans(self.form, self._locate, resident, self._span_key, copy)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from zcomm._snapshot import Copy
 from zcomm.zero.device_state import DeviceState
 from zcomm.zero.state import FrozenState, Held, ShardState, ShardStep
+from zcomm.zero.swap import AnyCopy
 from zcomm.zero.tile import TileForm
 
 
@@ -53,7 +53,7 @@ class TieredState(ShardState):
     def renew(self) -> None:
         self.host.renew()
 
-    def frozen(self, copy: Copy | None) -> FrozenState:
+    def frozen(self, copy: AnyCopy | None) -> FrozenState:
         return FrozenTiers(self.form, self._there, self.host.frozen(copy), self.device.frozen(None))
 
     def step(self, shards: Iterator[ShardStep], reverse: bool = False) -> None:

@@ -1,8 +1,8 @@
 """What is saved while training goes on: this rank's shards as they were when the save began.
 
-What is on a drive is copied there (blocks are shared where the file system can), never to RAM; what is in RAM is
-cloned. Whole tensors are put together from it in the background, by the functions of access.py, which need of
-ParameterStore and ShardState no more than is here.
+What is on a drive is copied there ([Note: gradual copy] in swap.py), never to RAM; what is in RAM is cloned. Whole
+tensors are put together from it in the background, by the functions of access.py, which need of ParameterStore and
+ShardState no more than is here.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from zcomm._snapshot import Copy
 from zcomm.comm import Communicator
 from zcomm.zero import access
 from zcomm.zero.build import Parts
 from zcomm.zero.checkpoint.exchange import agree
 from zcomm.zero.geometry import FlatBucket
 from zcomm.zero.sources import SwapSource
+from zcomm.zero.swap import AnyCopy
 
 
 class Frozen:
@@ -36,17 +36,19 @@ class Frozen:
             for bucket in parts.geometry.every
             if whole or parts.comm.rank == weights_for or not access.replicated(parts, bucket)
         ]
-        self._copy = None
+        self._copy: AnyCopy | None = None
         on_drive = any(parts.store.tier_of(bucket) == "nvme" for bucket in needed)
         if parts.swap is not None and (whole or on_drive):
             parts.state.flush()
-            self._copy = Copy(parts.swap)
+            self._copy = parts.swap.copied()
         store: Any = _Weights(parts, self._copy, needed)
         state: Any = parts.state.frozen(self._copy) if whole else parts.state
         self._parts = dataclasses.replace(parts, store=store, state=state)
 
     def parts(self, comm: Communicator) -> Parts:
         """For access.py, on one thread and a communicator of its own."""
+        if self._copy is not None:
+            self._copy.finish()
         return dataclasses.replace(self._parts, comm=comm)
 
     def close(self) -> None:
@@ -57,7 +59,7 @@ class Frozen:
 class _Weights:
     """Of a ParameterStore: one shard at a time in RAM of those that are on a drive."""
 
-    def __init__(self, parts: Parts, copy: Copy | None, buckets: Sequence[FlatBucket]) -> None:
+    def __init__(self, parts: Parts, copy: AnyCopy | None, buckets: Sequence[FlatBucket]) -> None:
         self.part = parts.store.part
         self._dtype = parts.state.form.dtype
         self._copy = copy
