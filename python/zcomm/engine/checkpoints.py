@@ -77,6 +77,7 @@ def whole_model(engine: Engine) -> dict[str, torch.Tensor] | None:
         return None
     found.update({name: tensor.detach().clone() for name, tensor in other_tensors(engine.optimizer._live)})
     for name, param in engine.module.named_parameters(remove_duplicate=False):
-        if name not in found:  # tied
-            found[name] = found[next(n for n, p in engine.module.named_parameters() if p is param)]
+        first = next(n for n, p in engine.module.named_parameters() if p is param)
+        if first in found:  # else another optimizer has it
+            found[name] = found[first]  # tied, where the names differ
     return found

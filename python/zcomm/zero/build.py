@@ -22,6 +22,7 @@ from zcomm.zero.geometry import Geometry
 from zcomm.zero.gradients import GradientReducer
 from zcomm.zero.norm import GradientNorm
 from zcomm.zero.on_host import check_host, check_rule, check_shards, state_tiers
+from zcomm.zero.opened import taken_params
 from zcomm.zero.options import Offload, Precision
 from zcomm.zero.parameters import ParameterStore
 from zcomm.zero.resident import Resident
@@ -78,9 +79,10 @@ class Parts:
         return count + sum(arena.stats()["allocation_count"] for arena in self.arenas)
 
     def whole_frozen(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Floating parameters of the model that are neither trained nor in the store, by name."""
+        """Floating parameters of the model that no optimizer's store has, by name."""
+        kept = taken_params() | set(self.index_of)
         for name, param in self.model.named_parameters() if self.model is not None else ():
-            if id(param) not in self.index_of and param.is_floating_point():
+            if id(param) not in kept and param.is_floating_point():
                 yield name, param
 
     def close(self) -> None:
@@ -159,7 +161,7 @@ def build_parts(
     values = [rule.initial({**rule.defaults, **group}) for group in groups]
     initial = [[(begin, end, values[group]) for begin, end, group in of_bucket] for of_bucket in runs]
     where = torch.device("cpu") if lane is None else lane.device
-    start(model, sections.params, sections.names, geometry, comm, store, state, initial, precision.dtype, where)
+    start(model, sections.params, sections.names, geometry, comm, store, state, initial, precision.dtype, where, taken)
 
     names = sections.names[: len(trained)]
     reducer = _reducer((trained, geometry, comm, precision.travels, stage <= 1, overlap, names), store, state, lane)

@@ -22,6 +22,11 @@ def open_optimizers() -> list[ZeroOptimizer]:
     return [optimizer for optimizer in _open if optimizer._parts is not None]
 
 
+def taken_params() -> set[int]:
+    """By id(), the parameters that any of them has."""
+    return {key for optimizer in _open if optimizer._parts is not None for key in optimizer._parts.index_of}
+
+
 @atexit.register
 def _close_all() -> None:
     """A program that ends, or fails, without close() leaves no swap file."""

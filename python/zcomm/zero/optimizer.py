@@ -31,7 +31,7 @@ from zcomm.zero.hyper import OptimizerLike, choose_rule, torch_groups
 from zcomm.zero.loss_scale import LossScale, LossScaler
 from zcomm.zero.memory import Memory, memory_of, stats_of
 from zcomm.zero.nonfinite import NonFinite, report
-from zcomm.zero.opened import open_optimizers, opened
+from zcomm.zero.opened import opened, taken_params
 from zcomm.zero.options import Offload, as_offload, as_precision, check_stage
 from zcomm.zero.sweep import Sweep
 from zcomm.zero.unit_options import UnitLike, Units, as_units
@@ -124,7 +124,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._stepped = True
         self._step_s = 0.0
         job, module = comm or init(), model if isinstance(model, nn.Module) else None
-        taken = {index for other in open_optimizers() for index in other._live.index_of}
+        taken = taken_params()
         check_free(self.param_groups, taken)
         alike.check(self, job, module, units, bucket_mb=bucket_mb, prefetch=prefetch, share_parameters=share_parameters)
         self._parts = build_parts(

@@ -27,11 +27,12 @@ def start(
     initial: Sequence[Sequence[Run]],
     dtype: torch.dtype,
     device: torch.device,
+    taken: set[int],
 ) -> None:
     """Fill ``store`` and ``state``. Collective.
 
     params, names: in the numbering of ``geometry``. initial: per trained bucket, what the arrays of this rank's part
-    begin as. device: where the model is afterwards.
+    begin as. device: where the model is afterwards. taken: by id(), what other optimizers have: left alone.
     """
     memory = torch.zeros(max((bucket.count for bucket in geometry.every), default=0))
     with torch.no_grad():
@@ -47,7 +48,7 @@ def start(
                 deferred.land(params[index], torch.empty(0, dtype=dtype))
             store.commit(bucket, weight)
         if model is not None:
-            _start_rest(model, {id(param) for param in params}, comm, dtype, device)
+            _start_rest(model, taken | {id(param) for param in params}, comm, dtype, device)
         store.publish()
     comm.barrier(name="weights are there")
 

@@ -16,6 +16,7 @@ from zcomm.zero.build import Parts
 from zcomm.zero.checkpoint import durable
 from zcomm.zero.checkpoint.readable import Readable
 from zcomm.zero.checkpoint.tensor_file import Writer
+from zcomm.zero.opened import taken_params
 from zcomm.zero.tile import TileForm
 
 WEIGHTS, STATE = 0, 1  # the two files of a rank
@@ -33,10 +34,10 @@ class Share:
 
 
 def other_tensors(parts: Parts) -> Iterator[tuple[str, torch.Tensor]]:
-    """Frozen parameters that are not in the store and saved buffers of the model, each once."""
+    """Parameters that no optimizer's store has and saved buffers of the model, each once."""
     if parts.model is None:
         return
-    seen = set(parts.index_of)
+    seen = taken_params() | set(parts.index_of)
     saved = set(parts.model.state_dict(keep_vars=True))
     tensors: list[tuple[str, torch.Tensor]] = [*parts.model.named_parameters(), *parts.model.named_buffers()]
     for name, tensor in tensors:
