@@ -367,7 +367,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         optimizer: also its state, options and counters, else weights alone. random: also the random number generators,
         where the world size is the same. strict: the model's tensors are exactly those of the checkpoint; otherwise
-        frozen parameters and buffers may differ. Collective.
+        frozen parameters and buffers may be there on one side alone. Collective.
         Raises, before anything has changed: FileNotFoundError; OSError (EIO) naming file and tensor of a checksum that
         is wrong; ValueError listing names and shapes of another model or optimizer.
         """

@@ -105,7 +105,7 @@ def _verify(parts: Parts, folder: Path, manifest: Manifest) -> None:
 def _check(optimizer: ZeroOptimizer, manifest: Manifest, with_optimizer: bool, strict: bool) -> None:
     parts = optimizer._live
     wanted = {name: tuple(place.shape) for name, place in zip(parts.names, parts.geometry.places, strict=True)}
-    wanted.update({name: tuple(tensor.shape) for name, tensor in other_tensors(parts)} if strict else {})
+    wanted.update({name: tuple(tensor.shape) for name, tensor in other_tensors(parts)})
     known = {**manifest.weights, **{a: manifest.weights[n] for a, n in manifest.aliases.items()}}
     needed = wanted if strict else parts.names[: parts.geometry.trained_count]
     missing = [name for name in needed if name not in known]
