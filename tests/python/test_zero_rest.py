@@ -1,4 +1,4 @@
-"""The rest of a model: buffers and whole frozen parameters, which nobody shards. Their dtypes, checkpoints and errors."""
+"""What of a model nobody shards: buffers and whole frozen parameters. Their dtypes, checkpoints and errors."""
 
 from __future__ import annotations
 
