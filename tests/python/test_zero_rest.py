@@ -48,3 +48,107 @@ def test_shapes_are_compared_before_anything_changes(run_ranks: Run, tmp_path: A
     for said in run_ranks(load_other_shapes, world_size, str(tmp_path)):
         assert said[0].startswith("table: (1,) there, (7,) here"), "one element is no value for all"
         assert said[1].startswith("gain: (4,) there, (5,) here") and said[2].startswith("gain: (4,) there, (5,) here")
+
+
+class Many(nn.Module):
+    """A buffer of each kind that people register, used as they use it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.plain_norm = nn.BatchNorm1d(8, affine=False)
+        self.gain = nn.Parameter(torch.ones(8), requires_grad=False)
+        angles = torch.outer(torch.arange(6.0), 10000.0 ** -(torch.arange(4.0) / 4))
+        self.register_buffer("table", angles + 1e-4)
+        self.register_buffer("rotary", torch.polar(torch.ones(6, 4), angles))
+        self.register_buffer("wide", torch.full((2,), 1 / 3, dtype=torch.complex128))
+        self.register_buffer("mask", torch.full((6,), torch.finfo(torch.float32).min))
+        self.register_buffer("codes", torch.arange(-3, 3, dtype=torch.int16))
+        self.register_buffer("ids", torch.arange(6).to(torch.uint16))
+        self.register_buffer("exact", torch.tensor(1 / 3, dtype=torch.float64))
+        self.register_buffer("small", torch.ones(3).to(torch.float8_e4m3fn))
+        self.register_buffer("none", torch.empty(0, dtype=torch.complex64), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.plain_norm(self.norm(self.layer(x))) * self.gain
+        turned = torch.view_as_real(torch.view_as_complex(x.float().view(-1, 4, 2)) * self.rotary).flatten(1)
+        return self.layer(turned.to(x.dtype))
+
+
+STAYS = ("table", "rotary", "wide", "mask", "codes", "ids", "exact", "small", "none", "norm.num_batches_tracked")
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def dtypes_of(precision: str, buffer_dtype: str | None) -> list[Any]:
+    comm = zcomm.init(timeout=60)
+    training = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    found = []
+    for stage in (1, 3):
+        torch.manual_seed(comm.rank)
+        model, same = Many(), Many()
+        if comm.rank == 1:
+            with torch.no_grad():
+                for buffer in model.buffers():
+                    buffer.zero_()
+        opt = zcomm.ZeroOptimizer(model, "sgd", stage=stage, precision=precision, buffer_dtype=buffer_dtype)
+        buffers, before = dict(model.named_buffers()), dict(same.named_buffers())
+        for name in STAYS:
+            floating = before[name].is_floating_point() and name != "small"  # 8 bits are codes
+            if buffer_dtype is None or not floating:
+                assert buffers[name].dtype is before[name].dtype, name
+                assert torch.equal(bits(buffers[name]), bits(before[name])), f"{name}: rank 0's"
+            else:
+                assert buffers[name].dtype is training[buffer_dtype], name
+                assert buffers[name].float().isfinite().all(), f"{name}: what is finite stays so"
+        assert model.gain.dtype is training[precision] or stage == 3
+        opt.backward(model(torch.randn(6, 8).to(training[precision])).float().square().mean())
+        opt.step()
+        found.append([model.norm.running_mean.dtype, model.plain_norm.running_mean.dtype])
+        opt.close()
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_buffers_keep_their_dtype(run_ranks: Run, precision: str) -> None:
+    training = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    for of_rank in run_ranks(dtypes_of, 2, precision, None):
+        for norm, plain in of_rank:
+            assert norm is training, "torch takes statistics in the dtype of the norm's weights alone"
+            assert plain is torch.float32
+
+
+def test_buffers_are_cast_where_that_is_wanted(run_ranks: Run) -> None:
+    assert run_ranks(dtypes_of, 1, "fp16", "fp16") == [[[torch.float16] * 2] * 2]
+
+
+class Positions(nn.Module):
+    """Adds its table without a cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("table", torch.full((4,), 1 / 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x + self.table)
+
+
+def test_a_table_that_is_added_uncast() -> None:
+    config = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}}
+    x = torch.ones(2, 4).bfloat16()
+    for section, dtype in (({}, torch.float32), ({"data_types": {"buffer_dtype": "bf16"}}, torch.bfloat16)):
+        engine, *_ = zcomm.initialize(model=Positions(), config=config | section)
+        assert engine.module.table.dtype is dtype
+        if not section:
+            with pytest.raises(RuntimeError, match="same dtype"):
+                engine(x)
+        else:
+            assert engine(x).dtype is torch.bfloat16
+        engine.destroy()
+    with pytest.raises(ValueError, match="buffer_dtype='int8'; use None"):
+        zcomm.ZeroOptimizer(Positions(), "sgd", buffer_dtype="int8")
+    zcomm.shutdown()

@@ -67,16 +67,15 @@ class DataTypes:
     )
     buffer_dtype: str | None = key(
         None,
-        "dtype of buffers",
-        status=_REFUSED,
-        reason="buffers stay as the model has them",
+        "dtype of floating buffers; running statistics of norms with weights have that of these where it is not given",
+        choices=("fp32", "bf16", "fp16"),
         shown_default="as they are",
     )
     keep_in_fp32_modules: Any = key(
         "auto",
         "names of modules whose buffers stay fp32",
         status=_NO_EFFECT,
-        reason="all buffers stay as the model has them",
+        reason="buffers stay as the model has them, or have buffer_dtype",
     )
 
 

@@ -263,6 +263,7 @@ def _zero_optimizer(
         grad_accum=batch.accumulation,
         overlap=zero.overlap_comm is not False,
         communication_dtype=settings.communication_data_type,
+        buffer_dtype=settings.data_types.buffer_dtype,
         comm=comm,
         **arguments,
     )

@@ -35,6 +35,7 @@ def check(optimizer: ZeroOptimizer, comm: Communicator, model: nn.Module | None,
         "stage": optimizer.stage,
         "precision": optimizer.precision.name,
         "communication_dtype": optimizer.precision.travels,
+        "buffer_dtype": optimizer.precision.buffers,
         "skip_nonfinite": optimizer.skip_nonfinite,
         # It decides the units; that of the state is each rank's own, but where it goes by parameter.
         "tier of parameters": None if callable(offload.params) else offload.params,
@@ -44,7 +45,7 @@ def check(optimizer: ZeroOptimizer, comm: Communicator, model: nn.Module | None,
         "loss_scale": optimizer.loss_scale,
     }
     lines = [(name, plain(value)) for name, value in options.items()]
-    lines += _describe(model, optimizer.param_groups)
+    lines += _describe(model, optimizer.param_groups, optimizer.precision.buffers)
     if units != Units() and model is not None and optimizer.stage == 3:
         lines += _units(model, units)
     if callable(offload.optimizer) or callable(offload.params):
@@ -69,8 +70,10 @@ def check(optimizer: ZeroOptimizer, comm: Communicator, model: nn.Module | None,
     )
 
 
-def _describe(model: nn.Module | None, groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """What must be the same, line by line and in order: param groups, parameters, buffers."""
+def _describe(
+    model: nn.Module | None, groups: Sequence[Mapping[str, Any]], buffers: torch.dtype | None
+) -> list[tuple[str, str]]:
+    """What must be the same, line by line and in order: param groups, parameters, buffers (which become ``buffers``)."""
     lines: list[tuple[str, str]] = []
     group_of: dict[int, int] = {}
     for number, group in enumerate(groups):
@@ -85,7 +88,7 @@ def _describe(model: nn.Module | None, groups: Sequence[Mapping[str, Any]]) -> l
         place = f"group {group_of[id(param)]}" if id(param) in group_of else "frozen"
         lines.append((name, f"{list(param.shape)}, {place}"))
     for name, buffer in model.named_buffers() if model is not None else ():
-        kind = "" if buffer.is_floating_point() else f", {buffer.dtype}"
+        kind = "" if buffers is not None and buffer.is_floating_point() else f", {buffer.dtype}"
         lines.append((f"buffer {name}", f"{list(buffer.shape)}{kind}"))
     return lines
 

@@ -161,7 +161,7 @@ def build_parts(
     values = [rule.initial({**rule.defaults, **group}) for group in groups]
     initial = [[(begin, end, values[group]) for begin, end, group in of_bucket] for of_bucket in runs]
     where = torch.device("cpu") if lane is None else lane.device
-    start(model, sections.params, sections.names, geometry, comm, store, state, initial, precision.dtype, where, taken)
+    start(model, sections.params, sections.names, geometry, comm, store, state, initial, precision, where, taken)
 
     names = sections.names[: len(trained)]
     reducer = _reducer((trained, geometry, comm, precision.travels, stage <= 1, overlap, names), store, state, lane)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from zcomm._lane import DeviceLane
+from zcomm._tensors import DTYPES
 from zcomm.comm import Communicator
 from zcomm.zero.geometry import Geometry
 from zcomm.zero.options import Offload
@@ -59,7 +60,9 @@ def check_rule(tiers: Sequence[str], rule: Rule, lane: DeviceLane) -> None:
 
 
 def broadcast(comm: Communicator, tensor: torch.Tensor, root: int, name: str) -> None:
-    """Broadcast a contiguous tensor of any device. Collective."""
+    """Broadcast a contiguous tensor of any device and dtype. Collective."""
+    if tensor.dtype not in DTYPES:  # the core need not know it to move it
+        tensor = tensor.reshape(-1).view(torch.uint8)
     if tensor.is_cpu:
         comm.broadcast(tensor, root=root, name=name)
         return

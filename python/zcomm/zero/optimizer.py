@@ -56,6 +56,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     overlap: reduce while backward runs. share_parameters: one copy of the parameters for the CPU ranks of a host,
     where all are on one host (backend "shm"); otherwise a copy on each rank.
     communication_dtype: "fp32", "bf16" or "fp16": of gradients on their way; None: that of training. Sums are fp32.
+    buffer_dtype: the same, of floating buffers; None: as they are (statistics of norms with weights: as the weights).
     skip_nonfinite: skip steps whose gradients are not finite; None: in fp16 only, which always does.
     units: stage 3 by units: a list of its units, or ``zero.Units`` (which also keeps, joins, prefetches by bytes).
     device: where the model trains: a CUDA device, to which parameters on the CPU or without memory (``zero.Init``) come
@@ -66,8 +67,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     and ``zero_grad()`` after every micro-step: they act on every ``grad_accum``-th (``boundary`` overrides the count).
     A step whose gradients are not finite is skipped and counted in ``skipped_steps`` in fp16 (where the scale shrinks)
     and with ``skip_nonfinite``; in every precision ``nonfinite`` names the first such gradient. Rank 0's weights are
-    everybody's first weights. After ``backward()`` the gradients are in the optimizer's own accumulators, and
-    ``param.grad`` is None.
+    everybody's first weights. After ``backward()`` ``param.grad`` is None: the optimizer's accumulators have it.
 
     Raises: ValueError naming the argument; OSError (ENOSPC, EACCES) from the swap directory, at construction.
     """
@@ -90,6 +90,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         comm: Communicator | None = None,
         loss_scale: LossScale | float | None = None,
         communication_dtype: str | None = None,
+        buffer_dtype: str | None = None,
         skip_nonfinite: bool | None = None,
         units: Units | Sequence[UnitLike] | None = None,
         device: torch.device | str | None = None,
@@ -100,7 +101,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._breakage = Breakage()
         self.stage = check_stage(stage)
         self.offload = as_offload(offload, stage)
-        self.precision = as_precision(precision, communication_dtype)
+        self.precision = as_precision(precision, communication_dtype, buffer_dtype)
         self.skip_nonfinite = check_skip(skip_nonfinite, precision)
         check_numbers(clip_norm, grad_accum, bucket_mb, prefetch)
         check_kinds(comm, overlap, share_parameters, nvme_path)
@@ -193,10 +194,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         ranks. An error or an interrupt amid the update: RuntimeError in this, save and state_dict until ``load``.
         """
         self._breakage.check("step()")
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
         self._micro_step += 1
         self._stepped = self.boundary if self.boundary is not None else self._micro_step >= self.grad_accum
         if self._stepped:

@@ -87,7 +87,7 @@ def as_offload(offload: str | Offload | None, stage: int) -> Offload:
 class Precision:
     """``dtype`` of parameters and gradients; bytes per parameter: parameters, master beside them, fp32 accumulator.
 
-    travels: dtype of gradients on their way to the accumulators.
+    travels: dtype of gradients on their way to the accumulators. buffers: dtype of floating buffers; None: as they are.
     """
 
     name: str
@@ -96,6 +96,7 @@ class Precision:
     master_nbytes: int
     travels: torch.dtype
     grad_nbytes: int = 4
+    buffers: torch.dtype | None = None
 
 
 _PRECISIONS = {
@@ -105,11 +106,15 @@ _PRECISIONS = {
 }
 
 
-def as_precision(precision: str, communication_dtype: str | None = None) -> Precision:
-    """communication_dtype: of gradients on their way; None: that of training."""
+def as_precision(precision: str, communication_dtype: str | None = None, buffer_dtype: str | None = None) -> Precision:
+    """communication_dtype: of gradients on their way; None: that of training. buffer_dtype: None: as they are."""
     if precision not in _PRECISIONS:
         raise ValueError(f"precision={precision!r}; use 'fp32', 'bf16' or 'fp16'")
     found = _PRECISIONS[precision]
+    if buffer_dtype is not None:
+        if buffer_dtype not in _PRECISIONS:
+            raise ValueError(f"buffer_dtype={buffer_dtype!r}; use None (as they are), 'fp32', 'bf16' or 'fp16'")
+        found = replace(found, buffers=_PRECISIONS[buffer_dtype].dtype)
     if communication_dtype is None:
         return found
     if communication_dtype not in _PRECISIONS:

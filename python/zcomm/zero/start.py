@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from zcomm.comm import Communicator
 from zcomm.zero import deferred
 from zcomm.zero.geometry import FlatBucket, Geometry
 from zcomm.zero.on_host import broadcast
+from zcomm.zero.options import Precision
 from zcomm.zero.parameters import ParameterStore
 from zcomm.zero.state import Run, ShardState
 
@@ -25,7 +26,7 @@ def start(
     store: ParameterStore,
     state: ShardState,
     initial: Sequence[Sequence[Run]],
-    dtype: torch.dtype,
+    precision: Precision,
     device: torch.device,
     taken: set[int],
 ) -> None:
@@ -45,10 +46,10 @@ def start(
             else:
                 weight.copy_(master[store.part(bucket)])
             for index in bucket.params:
-                deferred.land(params[index], torch.empty(0, dtype=dtype))
+                deferred.land(params[index], torch.empty(0, dtype=precision.dtype))
             store.commit(bucket, weight)
         if model is not None:
-            _start_rest(model, taken | {id(param) for param in params}, comm, dtype, device)
+            _start_rest(model, taken | {id(param) for param in params}, comm, precision, device)
         store.publish()
     comm.barrier(name="weights are there")
 
@@ -80,18 +81,46 @@ def _first_values(
             master[low:high] = read(low - place.offset, high - place.offset)
 
 
-def _start_rest(model: nn.Module, done: set[int], comm: Communicator, dtype: torch.dtype, device: torch.device) -> None:
-    """Buffers and parameters that the store does not have: rank 0's, floating ones in the training dtype."""
+def _start_rest(
+    model: nn.Module, done: set[int], comm: Communicator, precision: Precision, device: torch.device
+) -> None:
+    """What no store has becomes rank 0's: floating parameters in the training dtype, buffers in theirs."""
     for name, param in model.named_parameters():
-        if param.device.type == "meta" and id(param) not in done:
+        if id(param) in done:
+            continue
+        if param.device.type == "meta":
             waiting = deferred.check(param, name)
             mine = comm.rank == 0 or waiting.read is not None
             deferred.land(
                 param, deferred.value_of(param, name) if mine else torch.empty(param.shape, dtype=param.dtype)
             )
-    others = (param for param in model.parameters() if id(param) not in done)
-    for tensor in itertools.chain(others, model.buffers()):
-        if tensor.is_floating_point():
-            tensor.data = tensor.data.to(dtype)
-        tensor.data = tensor.data.contiguous() if device.type == "cpu" else tensor.data.to(device).contiguous()
-        broadcast(comm, tensor.data, 0, "buffers")
+        if param.is_floating_point():
+            param.data = param.data.to(precision.dtype)
+        _spread(comm, name, param, device)
+    for name, buffer in model.named_buffers():
+        dtype = _buffer_dtype(model.get_submodule(name.rpartition(".")[0]), precision)
+        if dtype is not None and buffer.is_floating_point() and buffer.itemsize > 1:  # 8 bits are codes
+            buffer.data = _finite_in(buffer.data, dtype)
+        _spread(comm, name, buffer, device)
+
+
+def _buffer_dtype(module: nn.Module, precision: Precision) -> torch.dtype | None:
+    """What floating buffers of ``module`` become; None: they stay. torch takes the running statistics of a norm with
+    weights in the dtype of these alone."""
+    if precision.buffers is None and isinstance(module, _NormBase) and module.weight is not None:
+        return module.weight.dtype
+    return precision.buffers
+
+
+def _spread(comm: Communicator, name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    data = tensor.data.resolve_conj().resolve_neg()
+    tensor.data = data.contiguous() if device.type == "cpu" else data.to(device).contiguous()
+    broadcast(comm, tensor.data, 0, f"first value of {name}")
+
+
+def _finite_in(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``value`` in ``dtype``; what is finite stays so (a mask of the least fp32 would be -inf in 16 bits)."""
+    if value.dtype == dtype:
+        return value
+    limits, cast = torch.finfo(dtype), value.to(dtype)
+    return torch.where(value.isfinite(), cast.clamp(limits.min, limits.max), cast)
