@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import zcomm
+from zcomm.zero.checkpoint.export import export
 
 Run = Callable[..., list[Any]]
 
@@ -151,4 +153,33 @@ def test_a_table_that_is_added_uncast() -> None:
         engine.destroy()
     with pytest.raises(ValueError, match="buffer_dtype='int8'; use None"):
         zcomm.ZeroOptimizer(Positions(), "sgd", buffer_dtype="int8")
+    zcomm.shutdown()
+
+
+def test_every_kind_of_buffer_is_saved_and_loaded(tmp_path: Any) -> None:
+    model, other = Many(), Many()
+    opt = zcomm.ZeroOptimizer(model, "sgd", stage=2, precision="bf16")
+    with pytest.raises(ValueError, match=r"wide is torch\.complex128, .* persistent=False"):
+        opt.save(tmp_path / "c")
+    assert not list(tmp_path.iterdir()), "said before anything is written"
+    opt.close()
+    for each in (model, other):
+        each._non_persistent_buffers_set.add("wide")
+    with torch.no_grad():
+        for buffer in other.buffers():
+            buffer.zero_()
+    opt = zcomm.ZeroOptimizer(model, "sgd", stage=2, precision="bf16")
+    opt.save(tmp_path / "c")
+    opt.close()
+    want = {name: value.clone() for name, value in model.state_dict().items()}
+    opt = zcomm.ZeroOptimizer(other, "sgd", stage=2, precision="bf16")
+    opt.load(tmp_path / "c")
+    for name, value in other.state_dict().items():
+        assert value.dtype is want[name].dtype and torch.equal(bits(value), bits(want[name])), name
+    opt.close()
+    out = tmp_path / "out.safetensors"
+    export(tmp_path / "c", out, torch.float32)
+    exported = load_file(out)
+    assert exported["rotary"].dtype is torch.complex64 and torch.equal(exported["rotary"], want["rotary"])
+    assert torch.equal(exported["codes"], want["codes"]) and torch.equal(exported["ids"], want["ids"])
     zcomm.shutdown()

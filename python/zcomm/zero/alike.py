@@ -73,7 +73,7 @@ def check(optimizer: ZeroOptimizer, comm: Communicator, model: nn.Module | None,
 def _describe(
     model: nn.Module | None, groups: Sequence[Mapping[str, Any]], buffers: torch.dtype | None
 ) -> list[tuple[str, str]]:
-    """What must be the same, line by line and in order: param groups, parameters, buffers (which become ``buffers``)."""
+    """What must be the same, line by line and in order: param groups, parameters, buffers (in ``buffers``)."""
     lines: list[tuple[str, str]] = []
     group_of: dict[int, int] = {}
     for number, group in enumerate(groups):

@@ -26,8 +26,8 @@ from zcomm.zero.checkpoint.exchange import agree, all_values
 from zcomm.zero.checkpoint.frozen import Frozen, freeze
 from zcomm.zero.checkpoint.manifest import Manifest
 from zcomm.zero.checkpoint.plain import to_json
-from zcomm.zero.checkpoint.share import Share, gathered, others, share_of, write
-from zcomm.zero.checkpoint.tensor_file import Entry
+from zcomm.zero.checkpoint.share import Share, gathered, other_tensors, others, share_of, write
+from zcomm.zero.checkpoint.tensor_file import Entry, check_dtypes
 
 if TYPE_CHECKING:
     from zcomm.zero.optimizer import ZeroOptimizer
@@ -196,6 +196,7 @@ def _describe(optimizer: ZeroOptimizer, final: Path, scheduler: Any, client_stat
 
 def _manifest(optimizer: ZeroOptimizer, scheduler: Any, client_state: Any) -> Manifest:
     parts = optimizer._live
+    check_dtypes(other_tensors(parts))
     groups = []
     for number, group in enumerate(optimizer.param_groups):
         names = [parts.names[parts.index_of[id(param)]] for param in group["params"]]

@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,24 @@ _NAMES = {
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+def check_dtypes(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raises: ValueError naming a tensor that safetensors has no word for."""
+    for name, tensor in tensors:
+        if tensor.dtype not in _NAMES:
+            raise ValueError(
+                f"{name} is {tensor.dtype}, which a safetensors file cannot hold; register it with persistent=False, "
+                "or keep it as torch.view_as_real gives it"
+            )
 
 
 @dataclass(frozen=True)

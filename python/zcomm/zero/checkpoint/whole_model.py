@@ -20,7 +20,7 @@ from zcomm.zero.checkpoint.frozen import freeze
 from zcomm.zero.checkpoint.readable import Readable
 from zcomm.zero.checkpoint.save import SaveTask, start
 from zcomm.zero.checkpoint.share import other_tensors
-from zcomm.zero.checkpoint.tensor_file import Writer
+from zcomm.zero.checkpoint.tensor_file import Writer, check_dtypes
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -28,8 +28,9 @@ Named = list[tuple[str, torch.Tensor]]
 def save_model(parts: Parts, path: Path, wait: bool) -> SaveTask:
     """Write the weights, frozen ones included, and the saved buffers to ``path``, in the precision of training.
 
-    wait: False writes while training goes on. Raises: OSError, on every rank.
+    wait: False writes while training goes on. Raises: OSError, ValueError (a dtype), on every rank.
     """
+    check_dtypes(other_tensors(parts))
     rest = [(name, tensor.detach()) for name, tensor in other_tensors(parts)] if parts.comm.rank == 0 else []
     frozen = None
     if not wait:
