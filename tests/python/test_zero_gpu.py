@@ -28,6 +28,19 @@ JOBS = [
 ]  # fmt: skip
 
 
+def test_a_resumed_run_draws_the_same_dropout(tmp_path: Path) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Dropout(0.5)).cuda()
+    opt = zcomm.ZeroOptimizer(net, "sgd", stage=2, offload="cpu")
+    x = torch.ones(4, 64, device="cuda")
+    net(x)
+    opt.save(tmp_path / "c")
+    drawn = [net(x).detach() for _ in range(3)]
+    assert not torch.equal(drawn[0], drawn[1])
+    opt.load(tmp_path / "c")
+    assert all(torch.equal(net(x), before) for before in drawn)
+    opt.close()
+
+
 def loss_of(net: torch.nn.Module, number: int) -> torch.Tensor:
     tokens = tokens_of(0, number).cuda()
     return F.cross_entropy(net(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())

@@ -74,6 +74,11 @@ class Parts:
     resident: Resident | None = None  # None: no bucket stays on a device
     save_comm: Communicator | None = None  # of checkpoints in the background; made by the first
 
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return torch.device("cpu") if self.lane is None else self.lane.device
+
     def allocation_count(self) -> int:
         count: int = self.comm.memory()["allocation_count"]
         return count + sum(arena.stats()["allocation_count"] for arena in self.arenas)

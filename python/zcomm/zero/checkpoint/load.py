@@ -61,7 +61,7 @@ def _load(
     if scheduler is not None and manifest.scheduler is not None:
         scheduler.load_state_dict(from_json(manifest.scheduler))
     if with_random and len(manifest.rank_files) == parts.comm.world_size:  # converted ones have none
-        generators.unpack((folder / manifest.rank_files[parts.comm.rank]).read_bytes())
+        generators.unpack((folder / manifest.rank_files[parts.comm.rank]).read_bytes(), parts.device)
     return from_json(manifest.client_state)
 
 

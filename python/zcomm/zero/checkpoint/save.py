@@ -102,7 +102,7 @@ def save(
     with parts.comm.no_deadline():
         manifest = _describe(optimizer, final, scheduler, client_state)
         folder = _make_folder(parts, final)
-        share, random, rest = share_of(parts), generators.pack(), others(parts)
+        share, random, rest = share_of(parts), generators.pack(parts.device), others(parts)
         frozen = None if wait else _freeze(parts, folder, final)
         if frozen is not None:
             rest = [(which, tensor.clone()) for which, tensor in rest]

@@ -1,0 +1,83 @@
+"""Random number generators in checkpoints: those of the host, and that of the device the model is on."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import simulated
+import zcomm
+from zcomm.zero.checkpoint import generators
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
+
+
+class Cuda:
+    """Stands for torch's generators of CUDA devices, which count here."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.counts: dict[torch.device, int] = {CUDA: 7}
+        patch.setattr(torch.cuda, "get_rng_state", self.get)
+        patch.setattr(torch.cuda, "set_rng_state", self.set)
+
+    def get(self, device: torch.device) -> torch.Tensor:
+        return torch.tensor([self.counts[device], 0, 255], dtype=torch.uint8)
+
+    def set(self, state: torch.Tensor, device: torch.device) -> None:
+        self.counts[device] = int(state[0])
+
+
+def draw() -> tuple[float, float, float]:
+    return torch.rand(()).item(), random.random(), float(numpy.random.rand())
+
+
+def test_those_of_the_host_come_back() -> None:
+    data = generators.pack(CPU)
+    first = draw()
+    assert draw() != first
+    generators.unpack(data, CPU)
+    assert draw() == first
+
+
+def test_that_of_the_models_device_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(monkeypatch)
+    data = generators.pack(CUDA)
+    cuda.counts[CUDA] = 9
+    generators.unpack(data, CUDA)
+    assert cuda.counts == {CUDA: 7}
+
+
+@pytest.mark.parametrize(("written", "read"), [(CPU, CUDA), (CUDA, CPU)])
+def test_other_devices_load_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, written: torch.device, read: torch.device
+) -> None:
+    cuda = Cuda(monkeypatch)
+    data = generators.pack(written)
+    first, cuda.counts[CUDA] = draw(), 9
+    generators.unpack(data, read)
+    assert draw() == first and cuda.counts == {CUDA: 9}
+
+
+def test_save_and_load_ask_the_models_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    pack, unpack = generators.pack, generators.unpack
+    monkeypatch.setattr(generators, "pack", lambda device: [asked.append(device), pack(device)][1])
+    monkeypatch.setattr(generators, "unpack", lambda data, device: [asked.append(device), unpack(data, device)][1])
+    simulated.play()
+    try:
+        opt = zcomm.ZeroOptimizer(nn.Linear(4, 4), "adamw", offload="cpu")
+        lane = opt._parts.lane
+        where = lane.device = torch.device("cpu", 0)  # another object than any default
+        opt.save(tmp_path / "c")
+        opt.load(tmp_path / "c")
+        assert [device is where for device in asked] == [True, True]
+        opt.close()
+    finally:
+        simulated.stop()
+        zcomm.shutdown()
