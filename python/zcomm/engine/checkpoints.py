@@ -16,9 +16,15 @@ _COUNTERS = ("global_steps", "micro_steps", "global_samples")
 
 
 def save(
-    engine: Engine, directory: Path, tag: str | int | None, client_state: dict[str, Any], latest: bool, wait: bool
+    engine: Engine,
+    directory: Path,
+    tag: str | int | None,
+    client_state: dict[str, Any],
+    latest: bool,
+    wait: bool,
+    lean: bool,
 ) -> bool | SaveTask:
-    """See Engine.save_checkpoint."""
+    """See Engine.save_checkpoint. lean: without frozen parameters."""
     from zcomm.zero.checkpoint import durable  # here, so that the engine can be imported where the core is not built
 
     name = f"global_step{engine.global_steps}" if tag is None else str(tag)
@@ -32,7 +38,7 @@ def save(
         if latest:
             durable.replace_file(directory / _LATEST, name.encode())
 
-    task = engine.optimizer._save(directory / name, engine.lr_scheduler, state, wait, then=point)
+    task = engine.optimizer._save(directory / name, engine.lr_scheduler, state, wait, point, lean)
     return True if wait else task
 
 

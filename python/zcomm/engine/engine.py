@@ -168,13 +168,13 @@ class Engine(nn.Module):
         """Save folder ``save_dir/tag`` (``global_stepN``), and its name in the file ``latest``. All ranks call it.
 
         client_state: plain values, given back by load_checkpoint. wait: False writes while training goes on, as
-        ZeroOptimizer.save does; the result's ``wait()`` tells how it went, and ``latest`` is written last. Returns:
-        True, or the task. Raises: as ZeroOptimizer.save.
+        ZeroOptimizer.save does; the result's ``wait()`` tells how it went, and ``latest`` is written last.
+        exclude_frozen_parameters: leave out what needs no gradient; load it with ``load_module_strict=False``.
+        Returns: True, or the task. Raises: as ZeroOptimizer.save.
         """
         self._check_alive("save_checkpoint")
-        if exclude_frozen_parameters:
-            raise NotImplementedError("exclude_frozen_parameters=True is not available: checkpoints are whole")
-        return checkpoints.save(self, Path(save_dir), tag, client_state or {}, save_latest, wait)
+        lean = exclude_frozen_parameters
+        return checkpoints.save(self, Path(save_dir), tag, client_state or {}, save_latest, wait, lean)
 
     def load_checkpoint(
         self,

@@ -335,8 +335,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         client_state: Any,
         wait: bool,
         then: Callable[[], None] = lambda: None,
+        lean: bool = False,
     ) -> checkpoint.SaveTask:
-        """then: what rank 0 does once the folder is in its place."""
+        """then: what rank 0 does once the folder is in its place. lean: without frozen parameters."""
         self._breakage.check("save()")
         if self._micro_step:
             raise RuntimeError(
@@ -344,7 +345,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "after the optimizer step"
             )
         self._end_saving()
-        self._saving = checkpoint.save(self, Path(directory).absolute(), scheduler, client_state, wait, then)
+        self._saving = checkpoint.save(self, Path(directory).absolute(), scheduler, client_state, wait, then, lean)
         return self._saving
 
     def _end_saving(self) -> None:

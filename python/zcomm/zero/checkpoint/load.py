@@ -112,8 +112,11 @@ def _check(optimizer: ZeroOptimizer, manifest: Manifest, with_optimizer: bool, s
     shapes = [f"{n}: {known[n].shape} there, {s} here" for n, s in wanted.items() if n in known and known[n].shape != s]
     here = set(parts.model.state_dict(keep_vars=True)) if parts.model is not None else set(wanted)
     unexpected = [name for name in known if name not in here | set(wanted)] if strict else []
+    every = dict(parts.model.named_parameters()) if parts.model is not None else {}
+    lean = bool(missing) and all(name in every and not every[name].requires_grad for name in missing)
+    advice = " (all of them frozen: strict=False, load_module_strict=False of an engine, leaves them as they are)"
     lines = [
-        *([f"not in the checkpoint: {listed(missing)}"] if missing else []),
+        *([f"not in the checkpoint: {listed(missing)}{advice if lean else ''}"] if missing else []),
         *([f"not in the model: {listed(unexpected)}"] if unexpected else []),
         *([f"other shapes: {listed(shapes)}"] if shapes else []),
     ]

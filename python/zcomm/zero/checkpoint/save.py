@@ -96,13 +96,14 @@ def save(
     client_state: Any,
     wait: bool,
     then: Callable[[], None] = lambda: None,
+    lean: bool = False,
 ) -> SaveTask:
-    """See ZeroOptimizer.save. then: what rank 0 does once the folder is in its place."""
+    """See ZeroOptimizer.save. then: what rank 0 does once the folder is in its place. lean: without frozen ones."""
     parts = optimizer._live
     with parts.comm.no_deadline():
-        manifest = _describe(optimizer, final, scheduler, client_state)
+        manifest = _describe(optimizer, final, scheduler, client_state, lean)
         folder = _make_folder(parts, final)
-        share, random, rest = share_of(parts), generators.pack(parts.device), others(parts)
+        share, random, rest = share_of(parts, lean), generators.pack(parts.device), others(parts, lean)
         frozen = None if wait else _freeze(parts, folder, final)
         if frozen is not None:
             rest = [(which, tensor.clone()) for which, tensor in rest]
@@ -110,7 +111,7 @@ def save(
     def write(comm: Communicator) -> None:
         try:
             now = parts if frozen is None else frozen.parts(comm)
-            _write(comm, share, itertools.chain(gathered(now), rest), random, manifest, folder, final, then)
+            _write(comm, share, itertools.chain(gathered(now, lean), rest), random, manifest, folder, final, then)
         finally:
             if frozen is not None:
                 frozen.close()
@@ -183,10 +184,11 @@ def _finish(manifest: Manifest, folder: Path, final: Path, then: Callable[[], No
     return None
 
 
-def _describe(optimizer: ZeroOptimizer, final: Path, scheduler: Any, client_state: Any) -> Manifest:
+def _describe(optimizer: ZeroOptimizer, final: Path, scheduler: Any, client_state: Any, lean: bool) -> Manifest:
     """All but the tensors. Collective: what cannot be kept is an error on every rank, before anything is written."""
     error: Exception | None = None
     try:
+        check_dtypes(other_tensors(optimizer._live, lean))
         manifest = _manifest(optimizer, scheduler, client_state)
     except ValueError as caught:
         error = caught
@@ -196,7 +198,6 @@ def _describe(optimizer: ZeroOptimizer, final: Path, scheduler: Any, client_stat
 
 def _manifest(optimizer: ZeroOptimizer, scheduler: Any, client_state: Any) -> Manifest:
     parts = optimizer._live
-    check_dtypes(other_tensors(parts))
     groups = []
     for number, group in enumerate(optimizer.param_groups):
         names = [parts.names[parts.index_of[id(param)]] for param in group["params"]]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from zcomm.optim.fused import STATE_BLOCK
 from zcomm.zero import access
@@ -33,25 +34,30 @@ class Share:
     aliases: dict[str, str]
 
 
-def other_tensors(parts: Parts) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters that no optimizer's store has and saved buffers of the model, each once."""
+def other_tensors(parts: Parts, lean: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters that no optimizer has in its store and saved buffers of the model, each once. lean: no frozen ones."""
     if parts.model is None:
         return
     seen = taken_params() | set(parts.index_of)
     saved = set(parts.model.state_dict(keep_vars=True))
     tensors: list[tuple[str, torch.Tensor]] = [*parts.model.named_parameters(), *parts.model.named_buffers()]
     for name, tensor in tensors:
-        if id(tensor) not in seen and name in saved:
+        frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        if id(tensor) not in seen and name in saved and not (lean and frozen):
             seen.add(id(tensor))
             yield name, tensor
 
 
-def _aliases(parts: Parts) -> dict[str, str]:
+def _aliases(parts: Parts, lean: bool) -> dict[str, str]:
     """Further names of what is saved once (tied weights)."""
     if parts.model is None:
         return {}
-    first = {number: parts.names[index] for number, index in parts.index_of.items()}
-    first.update({id(tensor): name for name, tensor in other_tensors(parts)})
+    first = {
+        number: parts.names[index]
+        for number, index in parts.index_of.items()
+        if not (lean and parts.geometry.is_frozen(index))
+    }
+    first.update({id(tensor): name for name, tensor in other_tensors(parts, lean)})
     every = parts.model.state_dict(keep_vars=True)
     return {
         name: first[id(tensor)] for name, tensor in every.items() if id(tensor) in first and first[id(tensor)] != name
@@ -78,25 +84,27 @@ def _state_of(form: TileForm, name: str, shape: torch.Size) -> Plan:
     return [(f"{key}/{name}", dtype, size) for key, dtype, size in every]
 
 
-def share_of(parts: Parts) -> Share:
-    """The same on every rank but for the rank: no communication."""
+def share_of(parts: Parts, lean: bool = False) -> Share:
+    """The same on every rank but for the rank: no communication. lean: without frozen parameters."""
     rank, form = parts.comm.rank, parts.state.form
     mine = [index for index, owner in enumerate(_owners(parts)) if owner == rank]
     shapes = [place.shape for place in parts.geometry.places]
     trained = [index for index in mine if not parts.geometry.is_frozen(index)]
-    weights = [(parts.names[index], form.dtype, shapes[index]) for index in mine]
+    weights = [(parts.names[index], form.dtype, shapes[index]) for index in (trained if lean else mine)]
     if rank == 0:
-        weights += [(name, tensor.dtype, tensor.shape) for name, tensor in other_tensors(parts)]
+        weights += [(name, tensor.dtype, tensor.shape) for name, tensor in other_tensors(parts, lean)]
     state = [item for index in trained for item in _state_of(form, parts.names[index], shapes[index])]
-    return Share(rank, parts.comm.world_size, (weights, state), _aliases(parts) if rank == 0 else {})
+    return Share(rank, parts.comm.world_size, (weights, state), _aliases(parts, lean) if rank == 0 else {})
 
 
-def gathered(parts: Parts) -> Iterator[tuple[int, torch.Tensor]]:
-    """Which file, and the tensor, for what this rank writes of the trained parameters. Collective to the end, where it
-    raises an OSError of what could not be read."""
+def gathered(parts: Parts, lean: bool = False) -> Iterator[tuple[int, torch.Tensor]]:
+    """Which file, and the tensor, for what this rank writes of the parameters. Collective to the end, where it raises an
+    OSError of what could not be read."""
     readable, form = Readable(parts), parts.state.form
     parts = readable.parts
     for index, owner in enumerate(_owners(parts)):
+        if lean and parts.geometry.is_frozen(index):
+            continue
         exact = access.master(parts, index, root=owner)
         if parts.geometry.is_frozen(index):
             if exact is not None:
@@ -117,9 +125,9 @@ def gathered(parts: Parts) -> Iterator[tuple[int, torch.Tensor]]:
     readable.check()
 
 
-def others(parts: Parts) -> list[tuple[int, torch.Tensor]]:
+def others(parts: Parts, lean: bool = False) -> list[tuple[int, torch.Tensor]]:
     """The rest of it: the model's own memory."""
-    return [(WEIGHTS, tensor.detach()) for _, tensor in other_tensors(parts)] if parts.comm.rank == 0 else []
+    return [(WEIGHTS, tensor.detach()) for _, tensor in other_tensors(parts, lean)] if parts.comm.rank == 0 else []
 
 
 def rounded(form: TileForm, master: torch.Tensor) -> torch.Tensor:
