@@ -202,3 +202,17 @@ def test_importing_the_deepspeed_names_starts_nothing() -> None:
         "else:\n    raise SystemExit('no error')\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_loss_that_is_divided_already_is_not_divided_again() -> None:
+    engine = make(gradient_accumulation_steps=2)
+    x = torch.ones(2, 3)
+    engine.backward(engine(x).mean(), scale_wrt_gas=False)
+    assert engine.optimizer.averages is False
+    with pytest.raises(ValueError, match="scale_wrt_gas=True after scale_wrt_gas=False in one accumulation"):
+        engine.backward(engine(x).mean())
+    engine.step()
+    engine.backward(engine(x).mean(), scale_wrt_gas=False)
+    engine.step()
+    micro_step(engine)
+    assert engine.optimizer.averages is True, "each accumulation says it anew"

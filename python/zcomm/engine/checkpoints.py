@@ -54,6 +54,7 @@ def load(
     folder = directory / str(tag)
     scheduler = engine.lr_scheduler if schedule else None
     state = engine.optimizer.load(folder, scheduler=scheduler, optimizer=optimizer, random=not weights, strict=strict)
+    engine._averages = None  # an accumulation that had begun is gone
     of_engine = isinstance(state, dict) and "engine" in state  # ZeroOptimizer.save alone has no counters of an engine
     if of_engine and not weights:
         for key in _COUNTERS:

@@ -2,7 +2,8 @@
 
 Words: a micro-step is one forward, backward and step() call; every gradient_accumulation_steps-th one is a boundary,
 where the optimizer really steps. Invariants: the engine counts micro-steps and tells the optimizer which one is the
-boundary; the optimizer alone divides gradients (by ranks and by micro-steps), so the loss is never scaled here.
+boundary; the optimizer alone divides gradients (by ranks, and by micro-steps where the caller has not), so the loss is
+never scaled here.
 Thread rule: one thread, the same calls in the same order on every rank.
 """
 
@@ -65,6 +66,7 @@ class Engine(nn.Module):
         self.global_samples = 0
         self._batch = batch
         self._boundary: bool | None = None
+        self._averages: bool | None = None  # what this accumulation has said so far
         self._last_loss: torch.Tensor | None = None
         self._destroyed = False
         self._offload: offload_activations | None = None  # of activations; made by the first forward that needs it
@@ -86,11 +88,12 @@ class Engine(nn.Module):
             with self._offload:
                 return self.module(*args, **kwargs)
 
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Compute gradients of ``loss`` and start reducing them.
 
         loss: a tensor of one element, the mean over this rank's micro batch; fp16 scales a copy of it.
-        Returns: ``loss``. Raises: ValueError where it is not a scalar that needs gradients.
+        scale_wrt_gas: False: ``loss`` is divided by the micro-steps already, so the optimizer does not; the same in all
+        micro-steps of one step. Returns: ``loss``. Raises: ValueError where it is not a scalar that needs gradients.
         """
         self._check_alive("backward")
         if not isinstance(loss, torch.Tensor):
@@ -101,6 +104,11 @@ class Engine(nn.Module):
             )
         if not loss.requires_grad:
             raise ValueError("backward() needs a loss that depends on trainable parameters (requires_grad is False)")
+        if self._averages not in (None, scale_wrt_gas):
+            raise ValueError(
+                f"backward(): scale_wrt_gas={scale_wrt_gas} after scale_wrt_gas={self._averages} in one accumulation"
+            )
+        self._averages = self.optimizer.averages = scale_wrt_gas
         # Before backward: with overlap the hooks must know whether this micro-step is the last one.
         self.optimizer.boundary = self.is_gradient_accumulation_boundary()
         with self._timers.phase("backward"):
@@ -124,6 +132,7 @@ class Engine(nn.Module):
         self.global_samples += self._batch.micro * self.world_size
         if not boundary:
             return
+        self._averages = None
         self.global_steps += 1
         # The schedule counts real updates only: a step skipped for non-finite gradients must not use up warm-up.
         if self.lr_scheduler is not None and self.skipped_steps == skipped_before:

@@ -111,6 +111,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.clip_norm = clip_norm
         self.grad_accum = grad_accum
         self.boundary: bool | None = None
+        self.averages = True  # over micro-steps; False: their losses are divided already
         self.grad_norm: float | None = None
         self.skipped_steps = 0
         self.step_count = 0  # optimizer steps, skipped ones included
@@ -156,8 +157,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def gradient_factor(self) -> float:
-        """What the accumulated gradients are of their mean: micro-steps times loss scale."""
-        return self.grad_accum * self.loss_scale
+        """What the accumulated gradients are of their mean: micro-steps (where nobody has divided) times loss scale."""
+        return (self.grad_accum if self.averages else 1) * self.loss_scale
 
     @property
     def _live(self) -> Parts:
