@@ -22,9 +22,9 @@ from torch_world import world
 SCRIPT = Path(__file__).with_name("deepspeed_script.py")
 
 
-def run_script(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_script(ranks: int, *arguments: str, script: Path = SCRIPT) -> subprocess.CompletedProcess[str]:
     launcher = [sys.executable, "-m", "zcomm.cli.main", "run", "-n", str(ranks), "--no-prefix", "-m"]
-    command = [*launcher, "zcomm.compat.deepspeed", str(SCRIPT), *arguments]
+    command = [*launcher, "zcomm.compat.deepspeed", str(script), *arguments]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
 
@@ -104,3 +104,42 @@ def test_names() -> None:
         _ = deepspeed.PipelineModule
     with pytest.raises(AttributeError, match="has no 'no_such'"):
         _ = deepspeed.comm.no_such
+
+
+def test_a_script_finds_optimizers_and_whole_tensors() -> None:
+    (result,) = results(run_script(2, script=SCRIPT.with_name("deepspeed_names.py")))
+    assert result.pop("loggers") == "zcomm"
+    for name, of_one in result.items():
+        assert all(of_one["true"]), name
+    weights = {name: torch.tensor(of_one["weight"]) for name, of_one in result.items()}
+    for name, make in (
+        ("cpu adam", lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.5)),
+        ("adamw", lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.5)),
+        ("adagrad", lambda p: torch.optim.Adagrad(p, lr=0.1)),
+    ):
+        torch.manual_seed(1)
+        net = torch.nn.Linear(4, 2)
+        optimizer = make(net.parameters())
+        for _ in range(2):
+            net(torch.ones(2, 4)).square().mean().backward()
+            net.weight.grad *= 2
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(weights[name], net.weight.detach(), rtol=1e-5, atol=1e-6)
+    assert torch.equal(weights["fused adam"], weights["cpu adam"]) and torch.equal(
+        weights["lion"], weights["fused lion"]
+    )
+
+
+def test_options_without_a_kernel_are_refused() -> None:
+    from zcomm.compat.deepspeed import ops
+
+    params = [torch.nn.Parameter(torch.zeros(2))]
+    for make, option, value in (
+        (ops.adam.DeepSpeedCPUAdam, "amsgrad", True),
+        (ops.adam.DeepSpeedCPUAdam, "fp32_optimizer_states", False),
+        (ops.adam.FusedAdam, "bias_correction", False),
+        (ops.adagrad.DeepSpeedCPUAdagrad, "amsgrad", True),
+    ):
+        with pytest.raises(NotImplementedError, match=rf"{make.__name__}\({option}={value}\) is not available"):
+            make(params, **{option: value})

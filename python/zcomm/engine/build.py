@@ -157,7 +157,9 @@ def _base_optimizer(
             stacklevel=4,
         )
     if isinstance(optimizer, torch.optim.Optimizer):
-        if hasattr(optimizer, "grad_norm"):
+        from zcomm.zero import ZeroOptimizer  # here, so that the engine can be imported where the core is not built
+
+        if isinstance(optimizer, ZeroOptimizer):
             raise ValueError("initialize(optimizer=) takes the plain optimizer; it makes the ZeroOptimizer itself")
         return optimizer, {}
     if isinstance(optimizer, str):

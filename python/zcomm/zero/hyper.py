@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zcomm.optim import CPUSGD, CPUAdagrad, CPUAdam, CPULion
+from zcomm.optim import CPUSGD, CPUAdagrad, CPUAdam, CPULion, FusedAdam
 from zcomm.zero.checks import params_of
 from zcomm.zero.rules import KINDS, SWITCHES, FusedRule, Rule
 from zcomm.zero.torch_rule import ELEMENTWISE, TorchRule
@@ -21,6 +21,7 @@ _TWINS: dict[type, str] = {
     torch.optim.SGD: "sgd",
     torch.optim.Adagrad: "adagrad",
     CPUAdam: "adamw",
+    FusedAdam: "adamw",
     CPULion: "lion",
     CPUSGD: "sgd",
     CPUAdagrad: "adagrad",

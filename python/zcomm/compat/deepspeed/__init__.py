@@ -1,8 +1,8 @@
 """``import zcomm.compat.deepspeed as deepspeed``: the names that a DeepSpeed training script uses.
 
 Only names that zcomm serves are here; another one is an AttributeError that says so. Importing loads nothing heavy: the
-engine, ``zero``, ``comm``, ``checkpointing``, ``moe`` (which refuses) and ``accelerator`` come when they are first
-used. A script that is not to be touched at all runs by ``python -m zcomm.compat.deepspeed script.py``.
+engine, ``zero``, ``comm``, ``checkpointing``, ``moe`` (which refuses), ``ops``, ``utils`` and ``accelerator`` come when
+they are first used. A script that is not to be touched at all runs by ``python -m zcomm.compat.deepspeed script.py``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from zcomm import schedulers as lr_schedules
     from zcomm import zero
     from zcomm.comm import Communicator
-    from zcomm.compat.deepspeed import accelerator, checkpointing, comm, moe
+    from zcomm.compat.deepspeed import accelerator, checkpointing, comm, moe, ops, utils
     from zcomm.engine import Engine as DeepSpeedEngine
     from zcomm.engine import initialize
 
@@ -32,6 +32,8 @@ __all__ = [
     "initialize",
     "lr_schedules",
     "moe",
+    "ops",
+    "utils",
     "zero",
 ]
 __version__ = "0.19.8"  # the version of DeepSpeed whose names and numbers these are
@@ -118,7 +120,10 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("zcomm.engine").Engine
     if name == "get_accelerator":
         return importlib.import_module("zcomm.compat.deepspeed.accelerator").get_accelerator
-    if name in ("accelerator", "checkpointing", "comm", "moe"):
+    if name == "ops":  # with what is in it, as there
+        importlib.import_module("zcomm.compat.deepspeed.ops.adagrad")
+        importlib.import_module("zcomm.compat.deepspeed.ops.lion")
+    if name in ("accelerator", "checkpointing", "comm", "moe", "ops", "utils"):
         return importlib.import_module(f"zcomm.compat.deepspeed.{name}")
     if name in ("zero", "lr_schedules"):
         return importlib.import_module("zcomm.zero" if name == "zero" else "zcomm.schedulers")

@@ -10,13 +10,17 @@ import runpy
 import sys
 from pathlib import Path
 
-_SERVED = ("", ".comm", ".accelerator", ".moe", ".moe.layer", ".moe.utils")
+_OWN = (
+    *("", ".accelerator", ".checkpointing", ".comm", ".moe", ".moe.layer", ".moe.utils"),
+    *(".ops", ".ops.adagrad", ".ops.adam", ".ops.lion", ".utils"),
+)
+_SERVED = {name: f"zcomm.compat.deepspeed{name}" for name in _OWN} | {".zero": "zcomm.zero"}
 
 
 def install() -> None:
     """Make ``import deepspeed``, and what is served of its modules, find these."""
-    for name in _SERVED:
-        sys.modules[f"deepspeed{name}"] = importlib.import_module(f"zcomm.compat.deepspeed{name}")
+    for name, module in _SERVED.items():
+        sys.modules[f"deepspeed{name}"] = importlib.import_module(module)
 
 
 def main() -> None:

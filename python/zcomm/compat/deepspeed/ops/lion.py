@@ -1,0 +1,24 @@
+"""``deepspeed.ops.lion``: what comes is ``zcomm.optim.CPULion``."""
+
+from __future__ import annotations
+
+from zcomm import optim
+from zcomm.compat.deepspeed.ops.adam import Betas, Params
+
+
+def DeepSpeedCPULion(
+    model_params: Params, lr: float = 1e-3, betas: Betas = (0.9, 0.99), weight_decay: float = 0.0
+) -> optim.CPULion:
+    """For ``initialize(optimizer=)``, or by itself on the CPU."""
+    return optim.CPULion(model_params, lr, betas, weight_decay)
+
+
+def FusedLion(
+    params: Params,
+    lr: float = 1e-3,
+    betas: Betas = (0.9, 0.99),
+    weight_decay: float = 0.0,
+    set_grad_none: bool = True,
+) -> optim.CPULion:
+    """The same; on a device for ``initialize(optimizer=)`` alone, which steps it where its state is."""
+    return optim.CPULion(params, lr, betas, weight_decay)
