@@ -25,7 +25,7 @@ SCRIPT = Path(__file__).with_name("deepspeed_script.py")
 def run_script(ranks: int, *arguments: str, script: Path = SCRIPT) -> subprocess.CompletedProcess[str]:
     launcher = [sys.executable, "-m", "zcomm.cli.main", "run", "-n", str(ranks), "--no-prefix", "-m"]
     command = [*launcher, "zcomm.compat.deepspeed", str(script), *arguments]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     return subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
 
 
@@ -98,7 +98,8 @@ def test_names() -> None:
     import zcomm.compat.deepspeed as deepspeed
 
     assert deepspeed.get_accelerator() is deepspeed.accelerator.get_accelerator()
-    assert torch.zeros(1).to(deepspeed.get_accelerator().current_device_name()).device.type == "cpu"
+    name = deepspeed.get_accelerator().current_device_name()
+    assert str(torch.zeros(1).to(name).device) == name
     assert deepspeed.lr_schedules.WarmupLR is zcomm.schedulers.WarmupLR
     with pytest.raises(AttributeError, match=r"has no 'PipelineModule'; it serves: .*initialize"):
         _ = deepspeed.PipelineModule
@@ -143,3 +144,69 @@ def test_options_without_a_kernel_are_refused() -> None:
     ):
         with pytest.raises(NotImplementedError, match=rf"{make.__name__}\({option}={value}\) is not available"):
             make(params, **{option: value})
+
+
+@pytest.fixture
+def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """`choose(torch=, core=, asked=)`: the accelerator of a machine where torch and the core see these many devices."""
+    from zcomm.compat.deepspeed import accelerator
+
+    def chosen(*, torch_sees: int, core_sees: int, asked: str | None = None) -> Any:
+        monkeypatch.setattr(accelerator, "_accelerator", None)
+        monkeypatch.setattr(accelerator, "_torch_has_cuda", lambda: torch_sees > 0)
+        monkeypatch.setattr(accelerator, "_core_has_cuda", lambda: core_sees > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: torch_sees)
+        if asked is None:
+            monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+        else:
+            monkeypatch.setenv("DS_ACCELERATOR", asked)
+        return accelerator.get_accelerator()
+
+    return chosen
+
+
+def test_the_accelerator_is_cuda_where_both_have_it(choose: Callable[..., Any]) -> None:
+    for sees in ((0, 0), (2, 0), (0, 2)):
+        assert choose(torch_sees=sees[0], core_sees=sees[1]).device_name(1) == "cpu"
+    found = choose(torch_sees=2, core_sees=2)
+    assert (found.device_name(), found.device_name(1), found.device(1)) == ("cuda", "cuda:1", torch.device("cuda", 1))
+    assert choose(torch_sees=2, core_sees=2, asked="cpu").device_name(1) == "cpu"
+    assert choose(torch_sees=2, core_sees=2, asked="cuda").device_name(1) == "cuda:1"
+    with pytest.raises(RuntimeError, match="DS_ACCELERATOR='cuda', but zcomm's core found no CUDA device"):
+        choose(torch_sees=2, core_sees=0, asked="cuda")
+    with pytest.raises(ValueError, match="DS_ACCELERATOR='xpu' is not available; use 'cpu' or 'cuda'"):
+        choose(torch_sees=2, core_sees=2, asked="xpu")
+
+
+def test_initialize_takes_the_model_to_the_ranks_device(
+    choose: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import zcomm.compat.deepspeed as deepspeed
+    from zcomm import zero
+
+    asked, current = [], []
+
+    class Stop(Exception):
+        pass
+
+    def stand_in(*args: Any, device: Any, **kwargs: Any) -> Any:
+        asked.append(device)
+        raise Stop
+
+    def initialize(**more: Any) -> None:
+        config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}}
+        with pytest.raises(Stop):
+            deepspeed.initialize(model=torch.nn.Linear(2, 2), config=config, **more)
+
+    monkeypatch.setattr(zero, "ZeroOptimizer", stand_in)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    choose(torch_sees=2, core_sees=2)
+    for local_rank in ("0", "1", "3"):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        initialize()
+    initialize(device="cpu")
+    choose(torch_sees=2, core_sees=0)
+    initialize()
+    assert asked == [torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cuda", 1), "cpu", None]
+    assert current == [0, 1, 1], "the current device is it, too"
+    zcomm.shutdown()

@@ -44,6 +44,8 @@ def initialize(
     config: Source | Config | None = None,
     mesh_param: Any = None,
     config_params: Source | Config | None = None,
+    *,
+    device: torch.device | str | None = None,
 ) -> tuple[Engine, ZeroOptimizer, Loader | None, Any]:
     """Join the job and wrap ``model`` for sharded training; the names and their order are DeepSpeed's.
 
@@ -56,6 +58,7 @@ def initialize(
     config, config_params: a dict, a path of a JSON file, JSON text, or a Config.
     distributed_port: the rendezvous port where MASTER_ADDR is set and MASTER_PORT is not.
     dist_init_required: False means that ``zcomm.init()`` must have run.
+    device: where the model trains, as ZeroOptimizer's; None: where its parameters are.
     Returns: (engine, optimizer, loader or None, scheduler or None).
     Raises: ValueError (arguments, configuration), NotImplementedError (mpu, mesh_param, refused keys).
     """
@@ -91,20 +94,19 @@ def initialize(
         if epochs is not None and hasattr(training_data, "__len__"):
             values = with_steps(values, args, epochs, len(loader), batch.accumulation)
             settings, _ = load_with_notes(source, values)
-    zero = _zero_optimizer(model, base, arguments, settings, batch, comm)
+    zero = _zero_optimizer(model, base, arguments, settings, batch, comm, device)
     try:
         scheduler = _scheduler(lr_scheduler, zero, base, settings)
     except BaseException:
         zero.close()  # its hooks and swap files would outlive the error
         raise
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     engine = Engine(
         model,
         zero,
         comm=comm,
         config=settings,
         batch=batch,
-        device=device,
+        device=zero._live.device,
         lr_scheduler=scheduler,
         training_dataloader=loader,
     )
@@ -233,7 +235,13 @@ def _loss_scale(settings: Config) -> Any:
 
 
 def _zero_optimizer(
-    model: nn.Module, base: Any, arguments: dict[str, Any], settings: Config, batch: BatchSizes, comm: Communicator
+    model: nn.Module,
+    base: Any,
+    arguments: dict[str, Any],
+    settings: Config,
+    batch: BatchSizes,
+    comm: Communicator,
+    device: torch.device | str | None,
 ) -> ZeroOptimizer:
     from zcomm.zero import Offload, Units, ZeroOptimizer
 
@@ -267,6 +275,7 @@ def _zero_optimizer(
         communication_dtype=settings.communication_data_type,
         buffer_dtype=settings.data_types.buffer_dtype,
         comm=comm,
+        device=device,
         **arguments,
     )
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from zcomm.comm import Communicator
     from zcomm.compat.deepspeed import accelerator, checkpointing, comm, moe, ops, utils
     from zcomm.engine import Engine as DeepSpeedEngine
-    from zcomm.engine import initialize
 
 __all__ = [
     "DeepSpeedEngine",
@@ -105,6 +104,20 @@ def _serve_torch_distributed(rank: int | None, world_size: int | None, init_meth
     )
 
 
+def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, zero.ZeroOptimizer, Any, Any]:
+    """``zcomm.initialize``, with its arguments. As DeepSpeed's it takes the model to the accelerator's device (the
+    rank's own among CUDA devices); ``device=`` says another one.
+
+    Raises: as ``zcomm.initialize`` and ``get_accelerator``.
+    """
+    from zcomm.compat.deepspeed.accelerator import training_device
+    from zcomm.engine import build
+
+    if kwargs.get("device") is None:
+        kwargs["device"] = training_device()
+    return build.initialize(*args, **kwargs)
+
+
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add ``--deepspeed`` (a flag for the script itself) and ``--deepspeed_config FILE`` to ``parser``."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed's arguments, served by zcomm")
@@ -114,8 +127,6 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def __getattr__(name: str) -> Any:
-    if name == "initialize":
-        return importlib.import_module("zcomm.engine").initialize
     if name == "DeepSpeedEngine":
         return importlib.import_module("zcomm.engine").Engine
     if name == "get_accelerator":
