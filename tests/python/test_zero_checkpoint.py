@@ -525,10 +525,13 @@ def engine(folder: Path) -> Any:
 
 
 def go(one: Any, steps: int) -> None:
-    for step in range(steps):
-        one.backward(one(torch.full((4, 4), float(one.global_steps + 1))).square().mean())
+    for number in range(one.global_steps + 1, one.global_steps + 1 + steps):
+        before, rates = one.module.weight.detach().clone(), one.get_lr()
+        one.backward(one(torch.full((4, 4), float(number))).square().mean())
         one.step()
-        assert step < steps
+        assert one.global_steps == number
+        assert torch.equal(one.module.weight, before) == (rates == [0.0]), "warm-up begins at 0"
+    assert one.get_lr() > [0.0]
 
 
 def test_an_engine_goes_on_amid_its_data(tmp_path: Path) -> None:
@@ -585,7 +588,11 @@ def test_engine_checkpoints_in_deepspeeds_terms(tmp_path: Path) -> None:
     assert torch.equal(saved["weight"], two.module.weight)
     with pytest.raises(ValueError, match="plain folder name"):
         two.save_checkpoint(tmp_path, tag="a/b")
-    json.dumps({"tag": 1})
+    for name in ("latest", "..", ""):
+        with pytest.raises(ValueError, match="plain folder name"):
+            two.save_checkpoint(tmp_path, tag=name)
+    assert two.save_checkpoint(tmp_path, tag=7) and (tmp_path / "latest").read_text() == "7"
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["7", "best", "export", "global_step3"]
     for each in (one, two):
         each.destroy()
     zcomm.shutdown()
