@@ -387,8 +387,10 @@ def test_deepspeeds_names(job: None) -> None:
     deepspeed.init_distributed()  # a second time changes nothing
     deepspeed.comm.destroy_process_group()
     assert not zcomm.is_initialized() and not torch.distributed.is_initialized()
-    with pytest.raises(NotImplementedError, match="nccl"):
-        deepspeed.init_distributed("nccl")
+    assert deepspeed.init_distributed("nccl").backend == comm.backend  # what GPU scripts say
+    deepspeed.comm.destroy_process_group()
+    with pytest.raises(ValueError, match="hccl"):
+        deepspeed.init_distributed("hccl")
     with pytest.raises(ValueError, match="has not been called"):
         deepspeed.init_distributed(dist_init_required=False)
 

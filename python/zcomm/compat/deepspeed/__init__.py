@@ -38,7 +38,8 @@ __all__ = [
 __version__ = "0.19.8"  # the version of DeepSpeed whose names and numbers these are
 
 # Backends whose work zcomm's own transports do; others are passed on by name, and refused where they are not built.
-_OWN_TRANSPORT = {None: "auto", "gloo": "auto", "ccl": "auto"}
+# ZeRO's collectives are in host memory, of a model on a GPU, too: scripts that name "nccl" mean the usual one.
+_OWN_TRANSPORT = {None: "auto", "gloo": "auto", "ccl": "auto", "nccl": "auto"}
 
 
 def init_distributed(
@@ -55,7 +56,8 @@ def init_distributed(
 ) -> Communicator:
     """Join the job (``zcomm.init``), and make torch.distributed's default group on backend "zcomm" where there is none.
 
-    dist_backend: None, "gloo" or "ccl" take zcomm's own choice for this machine; another name asks for that backend.
+    dist_backend: None, "gloo", "ccl" or "nccl" take zcomm's own choice for this machine (collectives on CUDA tensors of
+    the program's own: ``zcomm.init("cuda_ipc")`` or "nccl" beside it); another name asks for that backend.
     distributed_port: used where MASTER_ADDR is set and MASTER_PORT is not. timeout: a timedelta, or seconds.
     rank, world_size: -1 = from the environment. dist_init_required False: do not join, it must have happened.
     auto_mpi_discovery, verbose, config have no effect: MPI's variables are always read, and nothing is printed.
