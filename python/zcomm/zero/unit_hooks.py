@@ -2,9 +2,9 @@
 
 Forward: a module's pre-hook gathers its unit. Backward: a hook on the gradient of the module's outputs gathers it
 again; it is released when the last of its parameters has its gradient, at the latest when backward ends.
-A frozen parameter has no gradient that would say so: a unit with frozen ones is released when backward comes to the
-next unit. Autograd runs what was made last first, so nothing of the one unit is left to do then, unless the next one's
-forward ran inside of it.
+Frozen and unused parameters (an expert without tokens) have no gradient that would say so: every unit is released when
+backward comes to the next one. Autograd runs what was made last first, so nothing of the one unit is left to do then,
+unless the next one's forward ran inside of it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class UnitHooks:
         self._watch = Watch(model, store)
         self._handles: list[Any] = [model.register_forward_pre_hook(self._begin)]
         self._frozen: set[int] = set()  # units with frozen parameters
-        self._now: Unit | None = None  # the one of them that backward is in
+        self._now: Unit | None = None  # the one that backward is in
         self._inside: list[Unit] = []  # whose forward runs, outermost first
         for unit, choice in zip(store.units, choices, strict=True):
             for module in choice.modules:
@@ -67,7 +67,7 @@ class UnitHooks:
             self._arm()
             if self._now is not None and not self._now.surrounds:
                 self._now.in_backward = False
-            self._now = unit if unit.index in self._frozen else None
+            self._now = unit
             self._store.return_to(unit, place)
             self._store.use(unit)
             unit.in_backward = True
