@@ -112,11 +112,16 @@ class DeviceUnitStore(UnitStore):
     def _point(self, unit: Unit) -> None:
         """The unit's views are those of its place."""
         flat = self._places[unit.index].flat
+        unit.span = (flat.data_ptr(), flat.data_ptr() + unit.nbytes)
         unit.views = [
             (self._params[param], self._geometry.view(flat[begin : begin + bucket.count], param))
             for bucket, begin in self._bucket_begins(unit)
             for param in bucket.params
         ]
+
+    @property
+    def gives_way(self) -> bool:
+        return len(self._all_places) < len(self.units)
 
     @property
     def slot_nbytes(self) -> int:

@@ -71,6 +71,7 @@ class Unit:
         self.surrounds = False  # another unit ran inside of its forward
         self.gathering: Future[None] | None = None
         self.views: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self.span = (0, 0)  # the addresses of its views
 
     @property
     def idle(self) -> bool:
@@ -149,6 +150,7 @@ class UnitStore(ParameterStore):
         self._free = list(range(count))
         for unit in self.units:
             flat = tensor_of(self._range.memory(unit.offset, unit.nbytes), self._dtype)
+            unit.span = (flat.data_ptr(), flat.data_ptr() + unit.nbytes)
             for bucket, begin in self._bucket_begins(unit):
                 for param in bucket.params:
                     view = self._geometry.view(flat[begin : begin + bucket.count], param)
@@ -178,6 +180,11 @@ class UnitStore(ParameterStore):
 
     def _kept(self, bucket: FlatBucket) -> int:
         return bucket.shard_count
+
+    @property
+    def gives_way(self) -> bool:
+        """Whether a unit may lose its memory to another one within a step."""
+        return len(self._slots) < sum(not unit.keep for unit in self.units)
 
     @property
     def slot_nbytes(self) -> int:
@@ -288,6 +295,13 @@ class UnitStore(ParameterStore):
     def needs_gather(self, unit: Unit, param: nn.Parameter) -> bool:
         """Whether who reads ``param`` now, while ``unit`` is idle, must gather it."""
         return self._in_pass and id(param) not in self._held
+
+    def awaits(self, unit: Unit, param: nn.Parameter) -> bool:
+        """A gradient is about to reach ``param``: it needs a shape; True: it got one without memory."""
+        missing = unit.state is not UnitState.GATHERED and id(param) not in self._held
+        if missing:
+            param.data = next(view for other, view in unit.views if other is param)
+        return missing
 
     def reached(self, unit: Unit, param: nn.Parameter) -> None:
         """The gradient of ``param`` is there; it may have had a shape without memory for it."""

@@ -1,0 +1,93 @@
+"""What autograd saves of a unit's memory is wrapped, so that backward finds the unit whole from wherever it comes.
+
+[Note: guarded views] A unit is gathered for backward when a gradient comes to its module's outputs. Backward may come
+otherwise: by an activation that a hook or an attribute took out of the module, by outputs that nobody here can look
+into, or by the graph of a backward pass (create_graph=True). A view that is used then would read addresses without
+memory, or, on a device, another unit's weights. So hooks on saved tensors surround a unit's forward: of views of its
+memory they keep where they lie, and gather the unit when the view is needed. With create_graph the nodes of backward
+save such views, too: autograd resets the thread's hooks after each node, so those set when a node asks for a view last
+until that node is done.
+Hooks of others around the unit (checkpoints, offload_activations) get all that is not of the unit. Other tensors keep
+their version, as autograd does without hooks.
+Where no unit ever gives way to another there is nothing to guard. Cost: 1 to 4 us for each saved tensor.
+Thread rule: on the thread that runs forward, or the node of backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_Need = Callable[[object], None]
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+_autograd: Any = torch._C._autograd
+_top: Callable[[bool], Hooks | None] | None = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
+
+
+def possible() -> bool:
+    """From torch 2.8 on; before, hooks of others around a unit cannot be found."""
+    return _top is not None
+
+
+class _View:
+    """A saved view of a unit's memory, addresses ``span`` at ``place``. need(place): it is about to be used."""
+
+    __slots__ = ("need", "place", "span", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, span: tuple[int, int], place: object, need: _Need) -> None:
+        self.tensor, self.span, self.place, self.need = tensor, span, place, need
+
+
+def push(span: tuple[int, int], place: object, need: _Need) -> Hooks | None:
+    """Guard what is saved from now on of the addresses ``span``, [begin, end), of the unit at ``place``.
+
+    Returns what ``pop`` takes; None where hooks are switched off (torch.func), and nothing is guarded.
+    """
+    if _top is None or not _autograd._saved_tensors_hooks_is_enabled():
+        return None
+    outer, (begin, end) = _top(True), span
+
+    def pack(tensor: torch.Tensor) -> Any:
+        try:
+            at = tensor.data_ptr()
+        except RuntimeError:  # of a kind that has no address
+            at = 0
+        if begin <= at < end:
+            return _View(tensor, span, place, need)
+        return (tensor, tensor._version) if outer is None else outer[0](tensor)
+
+    def unpack(saved: Any) -> torch.Tensor:
+        if type(saved) is _View:  # of this unit, or of one around it
+            return _needed(saved)
+        return _unchanged(*saved) if outer is None else outer[1](saved)
+
+    hooks = (pack, unpack)
+    _autograd._push_saved_tensors_default_hooks(*hooks)
+    return hooks
+
+
+def _needed(view: _View) -> torch.Tensor:
+    view.need(view.place)
+    if torch.is_grad_enabled() and torch._C._current_graph_task_id() >= 0:
+        push(view.span, view.place, view.need)  # create_graph: until this node of backward is done
+    return view.tensor
+
+
+def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+            f"of shape {list(tensor.shape)} is at version {tensor._version}; expected version {version}"
+        )
+    return tensor
+
+
+def pop(hooks: Hooks | None) -> None:
+    """End what ``push`` began, unless an error has left other hooks above it."""
+    if hooks is not None and _top is not None:
+        top = _top(True)
+        if top is not None and top[0] is hooks[0]:
+            _autograd._pop_saved_tensors_default_hooks()
