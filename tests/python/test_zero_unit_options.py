@@ -118,7 +118,15 @@ class Turns(nn.Module):
         return x
 
 
-def counted(model: Turns, opt: zcomm.ZeroOptimizer, orders: list[list[int]]) -> list[tuple[int, int]]:
+def train_step(model: Turns, opt: zcomm.ZeroOptimizer) -> None:
+    model(torch.ones(1, 64)).sum().backward()
+    opt.step()
+    opt.zero_grad()
+
+
+def counted(
+    model: Turns, opt: zcomm.ZeroOptimizer, orders: list[list[int]], step: Callable[..., None] = train_step
+) -> list[tuple[int, int]]:
     """Per step: gathers, and those of them that the main thread waited for from their start."""
     store: Any = opt._live.store
     gathers: list[str] = []
@@ -140,9 +148,7 @@ def counted(model: Turns, opt: zcomm.ZeroOptimizer, orders: list[list[int]]) -> 
         model.order = order
         gathers.clear()
         late.clear()
-        model(torch.ones(1, 64)).sum().backward()
-        opt.step()
-        opt.zero_grad()
+        step(model, opt)
         found.append((len([name for name in gathers if name != "root"]), len(late)))
     return found
 
@@ -160,6 +166,32 @@ def test_the_order_is_learned_and_learned_again(units: Any, tmp_path: Path) -> N
     assert late[3] > 4, "not so in another order"
     assert late[4] == late[5] == 1, "which is then learned"
     assert late[6] > 4 and late[7] == 1
+    opt.close()
+    zcomm.shutdown()
+
+
+def parts_alone(model: Turns, opt: zcomm.ZeroOptimizer) -> None:
+    """The model itself is never called."""
+    model.forward(torch.ones(1, 64)).sum().backward()
+    opt.step()
+    opt.zero_grad()
+
+
+def parts_without_gradients(model: Turns, opt: zcomm.ZeroOptimizer) -> None:
+    with torch.no_grad():
+        model.forward(torch.ones(1, 64))
+
+
+def test_the_order_is_learned_where_only_submodules_are_called() -> None:
+    model = Turns()
+    opt = zcomm.ZeroOptimizer(model, stage=3, share_parameters=False)
+    late = [late for _, late in counted(model, opt, [ORDER] * 4, parts_alone)]
+    assert late[0] >= 8 and late[1:] == [1, 1, 1]
+    late = [late for _, late in counted(model, opt, [ORDER] * 8, parts_without_gradients)]
+    assert late[0] >= 6 and max(late[1:]) <= 1
+    assert len(opt._live.store._order.trace) == 6, "not all that there was since the last step"
+    late = [late for _, late in counted(model, opt, [ORDER] * 2, parts_alone)]
+    assert max(late) <= 1, "the order with gradients is still known"
     opt.close()
     zcomm.shutdown()
 

@@ -35,7 +35,10 @@ class UnitHooks:
         self._waiting: dict[int, set[int]] = {}
         self._awaiting: list[tuple[Unit, nn.Parameter]] = []  # that have got a shape without memory
         self._watch = Watch(model, store)
-        self._handles: list[Any] = [model.register_forward_pre_hook(self._begin)]
+        self._handles: list[Any] = [
+            model.register_forward_pre_hook(self._begin),
+            model.register_forward_hook(lambda *_: store.end_forward(), always_call=True),
+        ]
         self._now: Unit | None = None  # the one that backward is in
         self._inside: list[tuple[Unit, unit_guard.Hooks | None]] = []  # whose forward runs, outermost first
         self._guards = store.gives_way and unit_guard.possible()

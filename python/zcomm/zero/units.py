@@ -37,6 +37,7 @@ from zcomm.zero.parameters import ParameterStore
 from zcomm.zero.sources import ShardSource
 from zcomm.zero.unit_choice import UnitChoice
 from zcomm.zero.unit_options import ahead_of, slot_count
+from zcomm.zero.unit_order import UseOrder
 
 _IN_STEP = (
     "stage 3 by units: all ranks must run the same modules in the same order; what differs between ranks (generate(), "
@@ -112,10 +113,7 @@ class UnitStore(ParameterStore):
         self._make_slots()
         self._clock = 0
         self._held: set[int] = set()  # by id(): parameters that are whole copies now
-        self._trace: list[int] = []
-        self._expected: dict[bool, list[int]] = {}
-        self._coming: Sequence[int] = ()  # units that this pass will use, if it goes on as the last one
-        self._grad_mode = True
+        self._order = UseOrder()
         self._in_pass = False  # between the first forward of a step and the step itself
 
     # --- memory -----------------------------------------------------------------------------------------------
@@ -243,7 +241,7 @@ class UnitStore(ParameterStore):
         idle = [u for u in self.units if u.state is UnitState.GATHERED and u.idle and not u.keep]
         if not idle:
             return -1
-        until = {index: -place for place, index in reversed(list(enumerate(self._coming)))}
+        until = {index: -place for place, index in reversed(list(enumerate(self._order.coming)))}
         # What is needed last, as far as that is known; the oldest among others.
         self._drop(min(idle, key=lambda u: (until.get(u.index, -math.inf), u.last_use)))
         return self._free.pop()
@@ -285,12 +283,13 @@ class UnitStore(ParameterStore):
 
     def begin_pass(self) -> None:
         """The model's forward begins: remember the order of the last pass, start a new one."""
-        if self._trace:
-            self._expected[self._grad_mode] = self._trace
-        self._trace, self._coming = [], ()
-        self._grad_mode = torch.is_grad_enabled()
+        self._order.begin(in_model=True)
         self._in_pass = True
         self.ensure(self.units[0])
+
+    def end_forward(self) -> None:
+        """The model's forward has ended."""
+        self._order.leave_model()
 
     def needs_gather(self, unit: Unit, param: nn.Parameter) -> bool:
         """Whether who reads ``param`` now, while ``unit`` is idle, must gather it."""
@@ -314,17 +313,12 @@ class UnitStore(ParameterStore):
         self.ensure(unit)
         if unit.index == 0 or self._held:
             return  # while parameters are open, forwards say nothing of the training's order
-        self._trace.append(unit.index)
-        expected = self._expected.get(self._grad_mode, [])
-        here = len(self._trace) - 1
-        self._coming = ()
-        if here < len(expected) and expected[here] == unit.index:
-            self._coming = expected[here + 1 :]
-            unit.in_forward += 1  # prefetch must not take its slot
-            for index in ahead_of(self._coming, self._sizes, *self._prefetch):
-                if self.units[index].state is UnitState.SHARDED:
-                    self._start(self.units[index])
-            unit.in_forward -= 1
+        self._order.use(unit.index)
+        unit.in_forward += 1  # prefetch must not take its slot
+        for index in ahead_of(self._order.coming, self._sizes, *self._prefetch):
+            if self.units[index].state is UnitState.SHARDED:
+                self._start(self.units[index])
+        unit.in_forward -= 1
 
     def place_of(self, unit: Unit) -> object:
         """Where views that autograd saves now will look for the unit's parameters; None: it always is the same."""
@@ -336,6 +330,7 @@ class UnitStore(ParameterStore):
     def invalidate(self) -> None:
         """The weights have changed: every unit is SHARDED again."""
         self._in_pass = False
+        self._order.end()
         for unit in self.units:
             if unit.state is UnitState.GATHERING:
                 self.ensure(unit)
