@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import zcomm
-from test_zero_corners import KINDS, Block, Net, loss_of
+from test_zero_corners import KINDS, WIDTH, Block, Net, loss_of
 from zcomm.planning import estimate
 from zcomm.zero.unit_choice import choose_units
 from zcomm.zero.unit_options import Units, ahead_of, slot_count
@@ -47,6 +49,100 @@ def test_which_units() -> None:
     assert units_of(net, Units(keep=True))[1:] == [f"blocks.{i}!" for i in range(5)]
     tied = choose_units(Net("tied"), list(Net("tied").parameters()), Units(["embed", "head"]))
     assert [unit.name for unit in tied] == ["root"], "what two units use is the root's"
+
+
+class Backbone(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, WIDTH)
+        self.layers = nn.ModuleList(Block(False) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Attributes(nn.Module):
+    """Large blocks beside one small list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(False), Block(False)
+        self.head = nn.Sequential(nn.Linear(WIDTH, 4), nn.Linear(4, 8))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = F.one_hot(tokens, WIDTH).float()
+        return self.head(self.second(self.first(x)))
+
+
+def test_lists_of_different_things_are_looked_into() -> None:
+    net = nn.Sequential(Backbone(3), nn.Linear(WIDTH, 8))
+    assert units_of(net, Units()) == ["root", "0.layers.0", "0.layers.1", "0.layers.2", "1"]
+    stages = nn.ModuleList(nn.Sequential(*(nn.Linear(n, n) for _ in range(2))) for n in (2, 3))
+    assert units_of(stages, Units()) == ["root", "0.0", "0.1", "1.0", "1.1"]
+    same = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))
+    assert units_of(same, Units()) == ["root", "0", "1"], "the outermost that are repeated"
+    mixed = nn.ModuleList([Block(False), Backbone(2), Backbone(2)])
+    assert units_of(mixed, Units()) == ["root", "0", "1", "2"]
+    plain = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
+    assert units_of(plain, Units()) == ["root", "0", "2"], "nothing is repeated"
+
+
+def train_apart(folder: str) -> list[tuple[list[str], str]]:
+    """Stage 2, by automatic units, by units that are given."""
+    comm = zcomm.init(timeout=60)
+    found = []
+    given: dict[str, list[str]] = {"Sequential": ["0", "1"], "Attributes": ["Block", "head"]}
+    for make in (lambda: nn.Sequential(Backbone(5), nn.Linear(WIDTH, 8)), Attributes):
+        for stage, offload, way in ((2, None, None), (3, None, None), (3, "nvme", None), (3, None, "given")):
+            torch.manual_seed(3)
+            net: Any = make()
+            opt = zcomm.ZeroOptimizer(
+                net, stage=stage, offload=offload, nvme_path=folder, share_parameters=False, lr=1e-2, prefetch=0,
+                units=given[type(net).__name__] if way else None,
+            )  # fmt: skip
+            losses = []
+            for step in range(3):
+                tokens = torch.randint(0, 8, (3, 5), generator=torch.Generator().manual_seed(10 * step + comm.rank))
+                loss = F.cross_entropy(net(tokens).flatten(0, 1), tokens.flatten())
+                loss.backward()
+                opt.step()
+                opt.zero_grad()
+                losses.append(loss.item().hex())
+            found.append((losses, digest(opt.full_state_dict())))
+            opt.close()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_no_bit_depends_on_what_is_looked_into(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
+    for found in run_ranks(train_apart, world_size, str(tmp_path)):
+        for of_model in (found[:4], found[4:]):
+            assert of_model == of_model[:1] * 4 and len(set(of_model[0][0])) == 3
+
+
+def test_large_units_are_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("zcomm.zero.unit_choice.LARGE_NBYTES", 2**12)
+
+    def said(net: nn.Module, units: Any = None, **options: Any) -> list[str]:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "zcomm"):
+            opt = zcomm.ZeroOptimizer(net, stage=3, units=units, **{"share_parameters": False, **options})
+        opt.close()
+        return [record.getMessage() for record in caplog.records]
+
+    (text,) = said(Attributes())
+    assert text.startswith("stage 3: unit root has 0 MiB of the model's 0; a unit is whole") and "units=" in text
+    assert not said(Attributes(), [Block]), "the caller has chosen"
+    assert not said(Attributes(), share_parameters=True), "nothing is gathered"
+    (text,) = said(nn.Sequential(Block(False), nn.Linear(WIDTH, 2)))
+    assert "unit 0 has" in text
+    assert not said(nn.Sequential(Backbone(5), nn.Linear(WIDTH, 8))), "each is a small part"
+    monkeypatch.undo()
+    assert not said(Attributes()), "a tiny model"
+    zcomm.shutdown()
 
 
 def test_how_far_ahead() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,10 +38,12 @@ from zcomm.zero.swap import Swap
 from zcomm.zero.swapped import swap_nbytes
 from zcomm.zero.tiered_state import TieredState
 from zcomm.zero.tile import TileForm
-from zcomm.zero.unit_choice import tensors_in
+from zcomm.zero.unit_choice import large_units, tensors_in
 from zcomm.zero.unit_hooks import UnitHooks
 from zcomm.zero.unit_options import Units
 from zcomm.zero.units import UnitStore
+
+logger = logging.getLogger("zcomm")
 
 Gradients = tuple[list[nn.Parameter], Geometry, Communicator, torch.dtype, bool, bool, list[str]]  # as a reducer's
 
@@ -141,6 +144,7 @@ def build_parts(
     arena = _core.PinnedArena(page_lock=lane is not None)  # what a device's copies come from and go to
     state_arena = _core.PinnedArena(page_lock=False)  # optimizer state does not cross: most of all memory
     sections = Sections(model, params, frozen, stage, offload, shared, units, lane is not None)
+    _say_large(sections, units, job)
     geometry = sections.geometry(job.world_size, bucket_nbytes, precision.param_nbytes, rule.align)
     form = TileForm(rule.arrays, precision.dtype, rule.state_dtype)
     tiers = state_tiers(sections, geometry, offload, lane is not None)
@@ -196,6 +200,12 @@ def build_parts(
         behind=_behind(model, offload, store, reducer, trained, geometry),
         resident=_resident(store, state, reducer, geometry, lane, arena),
     )
+
+
+def _say_large(sections: Sections, units: Units, job: Communicator) -> None:
+    text = large_units(sections.choices) if sections.by_unit and units.blocks is None else ""
+    if text and job.rank == 0:
+        logger.warning(text)
 
 
 def _reducer(how: Gradients, store: ParameterStore, state: ShardState, lane: DeviceLane | None) -> GradientReducer:

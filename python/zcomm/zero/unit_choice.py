@@ -1,8 +1,9 @@
 """Choice of units: which modules are gathered together in stage 3.
 
 The outermost repeated blocks (children of ModuleList and Sequential), or those that the caller names, become a unit
-each, small neighbours one together; what lies outside of them, and every parameter that several of them use (tied
-weights), belongs to the root unit, which stays gathered during a step.
+each, small neighbours one together. A list without repetition, as Sequential(backbone, head), is looked into: a child
+that has repeated blocks inside is no unit itself, they are. What lies outside of units, and every parameter that
+several of them use (tied weights), belongs to the root unit, which stays gathered during a step.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import nn
 from zcomm.zero.unit_options import UnitLike, Units
 
 _Named = tuple[str, nn.Module]
+LARGE_NBYTES, LARGE_SHARE = 64 * 2**20, 1 / 3  # units with more than both are said
 
 
 @dataclass
@@ -28,13 +30,42 @@ class UnitChoice:
     keep: bool = False
 
 
-def _blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def _blocks(module: nn.Module, prefix: str = "") -> Iterator[_Named]:
+    """Children of lists; of a list of different things, what is repeated inside of them."""
+    is_list = isinstance(module, nn.ModuleList | nn.Sequential)
+    whole = is_list and _repeats(module)
     for name, child in module.named_children():
         path = f"{prefix}{name}"
-        if isinstance(module, nn.ModuleList | nn.Sequential):
+        if is_list and (whole or not any(map(_repeats, child.modules()))):
             yield path, child
         else:
             yield from _blocks(child, path + ".")
+
+
+def _repeats(module: nn.Module) -> bool:
+    """Whether it is a list in which a class comes again with parameters of the same shapes."""
+    if not isinstance(module, nn.ModuleList | nn.Sequential):
+        return False
+    shapes = [(type(child), [(n, p.shape) for n, p in child.named_parameters()]) for child in module.children()]
+    kinds = [(kind, tuple(params)) for kind, params in shapes if params]
+    return len(set(kinds)) < len(kinds)
+
+
+def large_units(choices: Sequence[UnitChoice]) -> str:
+    """What to say of units that are much of the model; "" where none is."""
+    sizes = [sum(param.nbytes for param in choice.params) for choice in choices]
+    limit = max(LARGE_NBYTES, LARGE_SHARE * sum(sizes))
+    parts = [
+        f"unit {choice.name} has {nbytes / 2**20:.0f} MiB of the model's {sum(sizes) / 2**20:.0f}"
+        for choice, nbytes in zip(choices, sizes, strict=True)
+        if nbytes > limit
+    ]
+    if not parts:
+        return ""
+    return (
+        f"stage 3: {' and '.join(parts)}; a unit is whole while it is used, the root (what is in no other) during the "
+        "whole step: units= takes modules, their classes or names that divide it"
+    )
 
 
 def choose_units(model: nn.Module, wanted: Sequence[nn.Parameter], options: Units | None = None) -> list[UnitChoice]:
