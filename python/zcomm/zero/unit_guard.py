@@ -23,8 +23,11 @@ import torch
 _Need = Callable[[object], None]
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
-_autograd: Any = torch._C._autograd
-_top: Callable[[bool], Hooks | None] | None = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
+_top: Callable[[bool], Hooks | None] | None = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+# Names of their own: torch.compile would look into functions that name modules of torch.
+_push = torch._C._autograd._push_saved_tensors_default_hooks
+_pop = torch._C._autograd._pop_saved_tensors_default_hooks
+_enabled = torch._C._autograd._saved_tensors_hooks_is_enabled
 
 
 def possible() -> bool:
@@ -46,7 +49,7 @@ def push(span: tuple[int, int], place: object, need: _Need) -> Hooks | None:
 
     Returns what ``pop`` takes; None where hooks are switched off (torch.func), and nothing is guarded.
     """
-    if _top is None or not _autograd._saved_tensors_hooks_is_enabled():
+    if _top is None or not _enabled():
         return None
     outer, (begin, end) = _top(True), span
 
@@ -65,7 +68,7 @@ def push(span: tuple[int, int], place: object, need: _Need) -> Hooks | None:
         return _unchanged(*saved) if outer is None else outer[1](saved)
 
     hooks = (pack, unpack)
-    _autograd._push_saved_tensors_default_hooks(*hooks)
+    _push(*hooks)
     return hooks
 
 
@@ -90,4 +93,8 @@ def pop(hooks: Hooks | None) -> None:
     if hooks is not None and _top is not None:
         top = _top(True)
         if top is not None and top[0] is hooks[0]:
-            _autograd._pop_saved_tensors_default_hooks()
+            _pop()
+
+
+for _function in (push, pop):  # runs as it is beside compiled code; torch.compiler.disable would import all of dynamo
+    _function._torchdynamo_disable = True  # type: ignore[attr-defined]
