@@ -23,11 +23,12 @@ import torch
 _Need = Callable[[object], None]
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
-_top: Callable[[bool], Hooks | None] | None = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+_autograd: Any = torch._C._autograd
+_top: Callable[[bool], Hooks | None] | None = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
 # Names of their own: torch.compile would look into functions that name modules of torch.
-_push = torch._C._autograd._push_saved_tensors_default_hooks
-_pop = torch._C._autograd._pop_saved_tensors_default_hooks
-_enabled = torch._C._autograd._saved_tensors_hooks_is_enabled
+_push = _autograd._push_saved_tensors_default_hooks
+_pop = _autograd._pop_saved_tensors_default_hooks
+_enabled = _autograd._saved_tensors_hooks_is_enabled
 
 
 def possible() -> bool:
