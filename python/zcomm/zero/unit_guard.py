@@ -98,4 +98,4 @@ def pop(hooks: Hooks | None) -> None:
 
 
 for _function in (push, pop):  # runs as it is beside compiled code; torch.compiler.disable would import all of dynamo
-    _function._torchdynamo_disable = True
+    _function._torchdynamo_disable = True  # type: ignore[union-attr]
