@@ -46,15 +46,15 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A stack of blocks; what is special is in ``kind``."""
+    """A stack of blocks; what is special is in ``kind``, joined by "+"."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.kind = kind
+        self.kinds = kind.split("+")
         self.embed = nn.Embedding(32, WIDTH, sparse=kind == "sparse")
         self.blocks = nn.ModuleList(Block(kind == "inner") for _ in range(5))
         self.head = nn.Linear(WIDTH, 32, bias=False)
-        if kind == "tied":
+        if "tied" in self.kinds:
             self.head.weight = self.embed.weight
             self.blocks[3].up.weight = self.blocks[1].up.weight
         if kind == "frozen":
@@ -65,31 +65,36 @@ class Net(nn.Module):
             self.requires_grad_(False)
             self.extra = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(5))
 
+    def inside(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[index](x)
+        if "outside" in self.kinds:  # weights of other units, before and after their own forward
+            x = x + F.linear(x, self.blocks[(index + 2) % 5].up.weight)[..., :WIDTH] * 0.1
+        return x
+
     def block(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        block, kind = self.blocks[index], self.kind
-        if kind == "reentrant":
-            return checkpoint(block, x, use_reentrant=True)
-        if kind == "checkpoint":
-            return checkpoint(block, x, use_reentrant=False)
-        if kind == "lora":
-            return block(x) + self.extra[index](x)
-        return block(x)
+        if "reentrant" in self.kinds:
+            return checkpoint(self.inside, index, x, use_reentrant=True)
+        if "checkpoint" in self.kinds:
+            return checkpoint(self.inside, index, x, use_reentrant=False)
+        if "lora" in self.kinds:
+            return self.inside(index, x) + self.extra[index](x)
+        return self.inside(index, x)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
-        early = self.blocks[3].down.weight if self.kind == "outside" else None
-        for index in (0, 1, 2, 2, 3, 4) if self.kind == "twice" else range(5):
-            if self.kind == "unused" and index == 2:
+        early = self.blocks[3].down.weight if "outside" in self.kinds else None
+        for index in (0, 1, 2, 2, 3, 4) if "twice" in self.kinds else range(5):
+            if "unused" in self.kinds and index == 2:
                 continue
             x = self.block(index, x)
-            if self.kind == "outside":  # weights of other units, before and after their own forward
-                x = x + F.linear(x, self.blocks[(index + 2) % 5].up.weight)[..., :WIDTH] * 0.1
         if early is not None:
             x = x + F.linear(F.linear(x, early.t()), early)
         return self.head(x)
 
 
+AGAIN = ["tied+reentrant", "twice+reentrant", "outside+reentrant"]  # what a pass reaches twice
 KINDS = ["plain", "tied", "frozen", "lora", "unused", "twice", "outside", "sparse", "checkpoint", "reentrant", "inner"]
+KINDS += AGAIN
 
 
 def tokens_of(rank: int, number: int) -> torch.Tensor:
@@ -179,7 +184,7 @@ def test_in_bf16(run_ranks: Run, tmp_path: Path, precision: str) -> None:
 @pytest.mark.parametrize("way", ["one", "passes", "penalty"])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "unused"])
 def test_torch_has_the_same_numbers(tmp_path: Path, kind: str, way: str) -> None:
-    if way == "penalty" and kind in ("reentrant", "inner"):
+    if way == "penalty" and ("reentrant" in kind or "inner" in kind):
         pytest.skip("torch: reentrant checkpoints know no autograd.grad()")
     ends = []
     for ours in (False, True):
@@ -206,7 +211,7 @@ def test_torch_has_the_same_numbers(tmp_path: Path, kind: str, way: str) -> None
     zcomm.shutdown()
 
 
-@pytest.mark.parametrize("kind", ["reentrant", "inner"])
+@pytest.mark.parametrize("kind", ["reentrant", "inner", "twice+reentrant"])
 def test_fp16_counts_recomputed_passes_as_one(kind: str) -> None:
     net = Net(kind)
     opt = zcomm.ZeroOptimizer(net, stage=3, precision="fp16", lr=1e-3)

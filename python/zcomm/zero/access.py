@@ -227,7 +227,7 @@ def gradient(parts: Parts, index: int, scale: float) -> torch.Tensor | None:
     """The averaged gradient times ``scale``, a copy; None before any backward pass of this step."""
     if parts.reducer.reached == 0:
         return None
-    parts.reducer.finish()
+    parts.reducer.reduce_rest()
     local = torch.zeros(parts.geometry.places[index].count)
     for view, flat in _shard_of_gradient(parts, index):
         local[flat].copy_(torch.mul(view, scale))
@@ -238,7 +238,7 @@ def set_gradient(parts: Parts, index: int, value: torch.Tensor) -> None:
     """Replace this rank's part of the accumulated gradient by that of ``value`` (as the accumulators count it)."""
     if parts.reducer.reached == 0:
         raise RuntimeError(f"{parts.names[index]} has no gradient to set: call backward() first")
-    parts.reducer.finish()
+    parts.reducer.reduce_rest()
     flat_value = value.reshape(-1)
     for view, flat in _shard_of_gradient(parts, index):
         view.copy_(flat_value[flat])

@@ -8,6 +8,11 @@ gradient whose bucket has no slot yet stays where autograd put it until the buck
 bucket first) is the same on all ranks, whatever order autograd finishes in; parameters that backward did not reach
 count as zero.
 
+[Note: arrivals] One pass can reach a parameter several times, where backward passes run inside of it (reentrant
+checkpoints with a weight in common). A bucket takes the first arrival. Later ones stay in ``param.grad``, where
+autograd adds them up, and go with the next pass, or at the step by themselves (``reduce_rest``). Arrival alone decides,
+whatever slot was free when: the bits do not depend on it.
+
 The average is taken over ranks per micro-step and summed over micro-steps in fp32, in every stage: this is what makes
 the bits independent of stage, bucket size and overlap (decision D3).
 Thread rule: hooks and methods run on the thread that runs backward and step.
@@ -108,17 +113,23 @@ class GradientReducer:
         self._touched = False
         self._launched = 0
         self._missing = [set(bucket.params) for bucket in self._geometry.buckets]
+        self._early: dict[int, torch.Tensor] = {}  # first arrivals that wait for a slot
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         place = self._geometry.places[index]
 
         def on_grad(param: torch.Tensor) -> None:
+            self._seen.add(index)
             if not self.sync:
                 return
             self.arm()
             self._touched = True
-            self._seen.add(index)
-            self._missing[place.bucket].discard(index)
+            missing = self._missing[place.bucket]
+            if index not in missing:
+                return  # [Note: arrivals]
+            missing.discard(index)
+            if param.grad is not None:
+                self._early[index], param.grad = param.grad, None
             if self._has_slot(place.bucket):
                 self._collect(index)
             if self._overlap:
@@ -162,14 +173,16 @@ class GradientReducer:
         """Copy the gradient of parameter ``index`` into its slot and drop it; a missing one counts as zero."""
         param = self._params[index]
         view = self._geometry.view(self._slot(self._geometry.places[index].bucket), index)
-        if param.grad is None:
+        grad = self._early.pop(index, None)
+        if grad is None:
+            grad, param.grad = param.grad, None
+        if grad is None:
             view.zero_()
-        else:
-            if param.grad.layout is not torch.strided:
-                self._say("sparse", f"the gradient of {self._names[index]} is sparse; it is made dense here")
-                param.grad = param.grad.to_dense()
-            view.copy_(param.grad)
-            param.grad = None
+            return
+        if grad.layout is not torch.strided:
+            self._say("sparse", f"the gradient of {self._names[index]} is sparse; it is made dense here")
+            grad = grad.to_dense()
+        view.copy_(grad)
 
     def _launch_complete(self) -> None:
         while self._launched < len(self._order) and not self._missing[self._order[self._launched].index]:
@@ -181,17 +194,21 @@ class GradientReducer:
     def _collect_early(self, bucket: FlatBucket) -> None:
         """``bucket`` has just got its slot: take in what autograd had finished before."""
         for index in bucket.params:
-            if index not in self._missing[bucket.index] and self._params[index].grad is not None:
+            if index in self._early:
                 self._collect(index)
 
     def _launch(self, bucket: FlatBucket) -> None:
+        self._send(bucket)
+        self._launched += 1
+        if not self._overlap:
+            self._wait_for(bucket)
+
+    def _send(self, bucket: FlatBucket) -> None:
+        """Reduce what is in the bucket's slot."""
         slot = self._slot(bucket.index)
         for gap in self._geometry.gaps(bucket):
             slot[gap].zero_()
         self._reduce(bucket, slot)
-        self._launched += 1
-        if not self._overlap:
-            self._wait_for(bucket)
 
     def _reduce(self, bucket: FlatBucket, slot: torch.Tensor) -> None:
         """Start to add the bucket in ``slot`` (symmetric memory) to the accumulators."""
@@ -217,7 +234,7 @@ class GradientReducer:
         for bucket in self._order[self._launched :]:
             missing = self._missing[bucket.index]
             for index in bucket.params:
-                if index in missing or self._params[index].grad is not None:
+                if index in missing or index in self._early:
                     self._collect(index)
             self._launch(bucket)
         self._fresh = False
@@ -270,9 +287,21 @@ class GradientReducer:
         self.waited_s += time.perf_counter() - start
 
     @property
-    def has_local(self) -> bool:
-        """Whether gradients of passes without sync are waiting for one with it."""
+    def has_rest(self) -> bool:
+        """Whether gradients wait in ``param.grad``: of passes without sync, and later arrivals of passes with it."""
         return any(param.grad is not None for param in self._params)
+
+    def reduce_rest(self) -> None:
+        """Add what waits in ``param.grad`` on any rank, and wait for all gradients. It is no pass. Collective."""
+        has = [any(self._params[index].grad is not None for index in bucket.params) for bucket in self._order]
+        wanted = torch.tensor(has, dtype=torch.int32)
+        self._comm.all_reduce(wanted, op="max", name="buckets whose gradients came again")
+        for bucket, some in zip(self._order, wanted.tolist(), strict=True):
+            if some:
+                for index in bucket.params:
+                    self._collect(index)
+                self._send(bucket)
+        self.finish()
 
     def zero(self) -> None:
         """Forget the accumulated gradients; the next pass overwrites them."""

@@ -18,8 +18,10 @@ class GradientNorm:
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
+        self.noted = False
         self._sum = _core.ExactSum()
         self._words = torch.from_numpy(np.asarray(self._sum))
+        self._message = torch.zeros(self._words.numel() + 1, dtype=torch.int64)
 
     def __call__(self, shards: Iterable[torch.Tensor]) -> float:
         """L2 norm over ``shards`` (flat, each starting at a multiple of 64 elements) of all ranks. Collective."""
@@ -40,8 +42,12 @@ class GradientNorm:
         """The words of another sum, on the host, int64."""
         _core.add_words(self._sum, words.data_ptr())
 
-    def end(self) -> float:
-        """The norm of what was added on all ranks. Collective."""
+    def end(self, note: bool = False) -> float:
+        """The norm of what was added on all ranks; ``noted`` then says whether any of them gave a note. Collective."""
         self._sum.normalize()
-        self._comm.all_reduce(self._words, name="gradient norm")
+        self._message[:-1].copy_(self._words)
+        self._message[-1] = int(note)
+        self._comm.all_reduce(self._message, name="gradient norm")
+        self._words.copy_(self._message[:-1])
+        self.noted = bool(self._message[-1])
         return math.sqrt(self._sum.value())

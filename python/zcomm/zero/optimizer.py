@@ -222,7 +222,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if parts.reducer.broken:
             raise RuntimeError("step(): the last backward pass ended with an error; call zero_grad() and run it again")
         if parts.reducer.reached == 0:
-            if parts.reducer.has_local:
+            if parts.reducer.has_rest:
                 raise RuntimeError("step(): all gradients are from no_sync(); the last backward pass must be outside")
             return  # no gradients: as in torch, nothing to do
         if self.scaler is not None and parts.reducer.reached > self._scaled_passes:
@@ -234,7 +234,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             with self._breakage.watch():
                 total = self._sweep.run_landing(self.param_groups, scale)
         else:
-            parts.reducer.finish()
             total = self._sweep.norm()
         self.step_count += 1
         self.grad_norm = norm = total / self.gradient_factor

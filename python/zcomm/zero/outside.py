@@ -60,6 +60,7 @@ class WatchedParameters(dict[str, Any]):
         self._store.use(unit)
         if torch.is_grad_enabled() and param.requires_grad:
             copy = _Copy.apply(param, unit)  # type: ignore[no-untyped-call]
+            copy.grad_fn._set_sequence_nr(2**64 - 1)  # as a parameter's own: backward takes it as soon as it can
         else:
             copy = param.detach().clone()
         _copied[copy] = param

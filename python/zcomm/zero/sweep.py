@@ -21,28 +21,48 @@ if TYPE_CHECKING:
 
 Step = Callable[[], None]
 
+_LATE = (
+    "step(): a backward pass has reached a parameter twice on some rank, in no step before: weights were updated "
+    "without its second gradient, so go on from a checkpoint. Reentrant checkpoints with a weight in common do so: use "
+    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+)
+
 
 class Sweep:
-    """whole: every rank updates everything (stage 0). waited_s: seconds of waiting for other ranks."""
+    """whole: every rank updates everything (stage 0). waited_s: seconds of waiting for other ranks.
+
+    Gradients that a pass did not take ([Note: arrivals]) are known to their rank alone; the norm's message carries them
+    to all, who then reduce them and take the norm again.
+    """
 
     def __init__(self, parts: Parts, rule: Rule, whole: bool) -> None:
         self._parts, self._rule, self._whole = parts, rule, whole
         there = parts.resident.numbers if parts.resident is not None else ()
         self._on_host = [bucket for bucket in parts.geometry.buckets if bucket.index not in there]
         self._reverse = True
+        self._rests: bool | None = None  # whether any rank ever had a rest of gradients; None: no step has told
         self.waited_s = 0.0
 
     def norm(self) -> float:
         """Of all accumulated gradients. Collective: afterwards nobody reads the old weights any more."""
-        start = time.perf_counter()
         parts = self._parts
+        parts.reducer.finish()
+        start = time.perf_counter()
         parts.store.settle()
-        self._begin_norm()
-        for bucket in self._on_host:
-            parts.norm.add(parts.reducer.shard_view(bucket))
-        total = self._end_norm()
+        total = self._norm_now()
+        if parts.norm.noted:
+            self._rests = True
+            parts.reducer.reduce_rest()
+            total = self._norm_now()
+        self._rests = self._rests or False
         self.waited_s += time.perf_counter() - start
         return total
+
+    def _norm_now(self) -> float:
+        self._begin_norm()
+        for bucket in self._on_host:
+            self._parts.norm.add(self._parts.reducer.shard_view(bucket))
+        return self._end_norm()
 
     def _begin_norm(self) -> None:
         self._parts.norm.begin()
@@ -52,17 +72,21 @@ class Sweep:
     def _end_norm(self) -> float:
         if self._parts.resident is not None:
             self._parts.resident.end_norm(self._parts.norm)
-        return self._parts.norm.end()
+        return self._parts.norm.end(note=self._parts.reducer.has_rest)
 
     @property
     def can_land(self) -> bool:
         """Whether a sweep may begin while gradients are still on their way from the device.
 
         Who has a bucket's sum knows then that nobody reads its old weights ([Note: gradients from a device]); units do
-        not say so.
+        not say so. A rest of gradients would come too late: a rank alone knows whether it has one, ranks from their
+        first step.
         """
         parts = self._parts
-        return isinstance(parts.store, DeviceStore) and (not self._whole or parts.comm.world_size == 1)
+        alone = parts.comm.world_size == 1
+        if not isinstance(parts.store, DeviceStore) or (self._whole and not alone):
+            return False
+        return not parts.reducer.has_rest if alone else self._rests is False
 
     def run(self, groups: Sequence[dict[str, Any]], scale: float) -> None:
         """A step with the accumulated gradients times ``scale``. Collective: every rank sees the new weights."""
@@ -89,7 +113,10 @@ class Sweep:
         hyper = self._begin(groups, scale)
         self._begin_norm()
         self._step(self._landing(hyper, reverse), reverse)
-        return self._end_norm()
+        total = self._end_norm()
+        if self._parts.norm.noted:
+            raise RuntimeError(_LATE)
+        return total
 
     def _begin(self, groups: Sequence[dict[str, Any]], scale: float) -> list[Any]:
         """What the rule needs of each group. Resident buckets are stepped: the device does so beside what follows."""
