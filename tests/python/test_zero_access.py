@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -243,12 +244,20 @@ def accumulate_locally(folder: str) -> list[str]:
     for stage, offload in PLACES:
         model = network()
         opt = zcomm.ZeroOptimizer(model, "sgd", stage=stage, offload=offload, nvme_path=folder, lr=0.1)
+        reducer, sent = opt._live.reducer, []
+
+        def count(*given: Any, plain: Any = reducer._reduce, sent: list[int] = sent) -> None:
+            sent.append(given[0].index)
+            plain(*given)
+
+        reducer._reduce = count  # type: ignore[method-assign]
         for step in range(3):
-            sent = comm.memory()
+            sent.clear()
             with opt.no_sync():
                 loss_of(model, 2 * step, comm.rank).backward()
-            assert comm.memory() == sent and opt._live.reducer.reached == 0
+            assert not sent and reducer.reached == 0
             loss_of(model, 2 * step + 1, comm.rank).backward()
+            assert len(sent) == len(opt._live.geometry.buckets) and reducer.reached == 1, "both passes went as one"
             opt.step()
             opt.zero_grad()
         hashes.append(digest({n: zcomm.zero.full_param(p) for n, p in model.named_parameters()}))
@@ -269,6 +278,23 @@ def accumulate_locally(folder: str) -> list[str]:
 def test_no_sync_sums_locally_and_reduces_once(run_ranks: Run, tmp_path: Path) -> None:
     for hashes in run_ranks(accumulate_locally, 2, str(tmp_path)):
         assert len(set(hashes)) == 1
+
+
+def test_no_sync_inside_of_no_sync(caplog: pytest.LogCaptureFixture) -> None:
+    model = network()
+    opt = zcomm.ZeroOptimizer(model, stage=2)
+    with opt.no_sync():
+        with opt.no_sync():
+            loss_of(model, 0, 0).backward()
+        loss_of(model, 1, 0).backward()
+        assert opt._live.reducer.reached == 0 and model[0].weight.grad is not None, "the outer block goes on"
+    with caplog.at_level(logging.WARNING, "zcomm"):
+        model[:2](torch.ones(1, model[0].in_features)).sum().backward()
+        assert opt._live.reducer.reached == 1
+        opt.step()
+    assert not caplog.records, "what only a pass in no_sync() has reached is used"
+    opt.close()
+    zcomm.shutdown()
 
 
 def test_a_step_without_a_reducing_pass_says_so() -> None:

@@ -267,13 +267,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside leave their gradients in ``param.grad`` (local sums, in the parameters' dtype); the
-        next one outside reduces the sum. Fewer bytes move, but the bits are those of another order of summing."""
+        next one outside reduces the sum. Fewer bytes move, but the bits are those of another order of summing. Blocks
+        may lie in each other."""
         reducer = self._open_parts.reducer
-        reducer.sync = False
+        before, reducer.sync = reducer.sync, False
         try:
             yield
         finally:
-            reducer.sync = True
+            reducer.sync = before
 
     # --- looking ----------------------------------------------------------------------------------------------
 
