@@ -216,18 +216,57 @@ def test_weights_stay_after_close() -> None:
         opt.step()
 
 
-def test_lr_scheduler_and_groups() -> None:
-    net = model()
-    opt = zcomm.ZeroOptimizer(net, torch.optim.AdamW(net.parameters(), lr=0.5), stage=1)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 0.5**step)
-    before = net[0].weight.detach().clone()
-    for _ in range(2):
+def train_by(net: torch.nn.Module, opt: Any, scheduler: Any) -> list[list[float]]:
+    """The rates of three steps."""
+    rates = []
+    for _ in range(3):
         net(torch.ones(1, 8)).sum().backward()
+        rates.append([group["lr"] for group in opt.param_groups])
         opt.step()
         opt.zero_grad()
         scheduler.step()
-    assert opt.param_groups[0]["lr"] == 0.125
-    assert not torch.equal(net[0].weight, before)
+    return rates
+
+
+def clip_nothing_finite(folder: str, bad: float) -> list[dict[str, torch.Tensor]]:
+    comm = zcomm.init(timeout=60)
+    ends = []
+    for stage, share in ((0, True), (1, True), (2, True), (3, True), (3, False)):
+        torch.manual_seed(0)
+        net = model()
+        name = "adamw" if stage == 2 else "sgd"
+        opt = zcomm.ZeroOptimizer(net, name, stage=stage, lr=0.5, clip_norm=1.0, share_parameters=share)
+        loss = net(torch.ones(1, 8)).sum()
+        if comm.rank == 1:
+            loss = loss + net[0].bias[1] * bad
+        loss.backward()
+        opt.step()
+        ends.append(opt.full_state_dict())
+        opt.close()
+    return ends
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_clipping_by_a_norm_that_is_not_finite_makes_all_of_it_nan(run_ranks: Run, tmp_path: Path, bad: float) -> None:
+    """As torch's clip_grad_norm_ does for a NaN; a step that goes on unclipped would be seen much later."""
+    for ends in run_ranks(clip_nothing_finite, 2, str(tmp_path), bad):
+        assert [all(value.isnan().all() for value in weights.values()) for weights in ends] == [True] * 5
+
+
+def test_lr_scheduler_and_groups() -> None:
+    net, other, rates = model(), model(), [lambda step: 0.5**step, lambda step: 0.5**step]
+    other.load_state_dict(net.state_dict())
+
+    def groups(of: torch.nn.Module) -> list[dict[str, Any]]:
+        weights, biases = ([p for p in of.parameters() if (p.ndim < 2) is small] for small in (False, True))
+        return [{"params": weights, "lr": 0.5}, {"params": biases, "lr": 0.05, "weight_decay": 0.3}]
+
+    opt, plain = zcomm.ZeroOptimizer(net, torch.optim.AdamW(groups(net)), stage=1), torch.optim.AdamW(groups(other))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(opt, rates)
+    steps = [train_by(net, opt, scheduler), train_by(other, plain, torch.optim.lr_scheduler.LambdaLR(plain, rates))]
+    assert steps[0] == steps[1] == [[0.5, 0.05], [0.25, 0.025], [0.125, 0.0125]]
+    for ours, theirs in zip(net.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     opt.close()
     zcomm.shutdown()
 

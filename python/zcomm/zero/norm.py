@@ -13,6 +13,12 @@ from zcomm._tensors import core_dtype
 from zcomm.comm import Communicator
 
 
+def clip_factor(norm: float, limit: float) -> float:
+    """What gradients of this norm are multiplied by, as torch's clip_grad_norm_ does it: a NaN stays one."""
+    factor = limit / (norm + 1e-6)
+    return factor if not factor >= 1.0 else 1.0
+
+
 class GradientNorm:
     """Exact sum of squares of all ranks' shards; one small integer all_reduce, which is also a barrier."""
 

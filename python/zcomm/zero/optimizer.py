@@ -31,6 +31,7 @@ from zcomm.zero.hyper import OptimizerLike, choose_rule, torch_groups
 from zcomm.zero.loss_scale import LossScale, LossScaler
 from zcomm.zero.memory import Memory, memory_of, stats_of
 from zcomm.zero.nonfinite import NonFinite, report
+from zcomm.zero.norm import clip_factor
 from zcomm.zero.opened import opened, taken_params
 from zcomm.zero.options import Offload, as_offload, as_precision, check_stage
 from zcomm.zero.sweep import Sweep
@@ -51,7 +52,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     stripes the state over several drives, one directory on each.
     precision: "fp32"; "bf16" or "fp16" (parameters and gradients in it, exact fp32 master, fp32 accumulation). fp16
     needs ``opt.backward(loss)``, which scales the loss. loss_scale: a ``LossScale`` (dynamic), or a number.
-    clip_norm: clip the global gradient norm to this. grad_accum: micro-steps per step.
+    clip_norm: clip the global gradient norm to this; one that is not finite makes all weights NaN, unless skipped.
+    grad_accum: micro-steps per step.
     bucket_mb: MiB of gradients that travel together. prefetch: units gathered ahead (stage 3 by units).
     overlap: reduce while backward runs. share_parameters: one copy of the parameters for the CPU ranks of a host,
     where all are on one host (backend "shm"); otherwise a copy on each rank.
@@ -246,7 +248,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.skipped_steps += 1
             return
         if self.clip_norm is not None:
-            scale *= min(1.0, self.clip_norm / (norm + 1e-6))
+            scale *= clip_factor(norm, self.clip_norm)
         with self._breakage.watch():
             if parts.behind is not None:
                 parts.behind.start(self._sweep.prepared(self.param_groups, scale))
