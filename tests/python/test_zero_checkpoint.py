@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import json
 import os
@@ -463,6 +464,28 @@ def test_an_accumulation_cannot_be_saved_and_load_ends_it(tmp_path: Path) -> Non
             opt.save(tmp_path / "d")
         opt.load(tmp_path / "c")
     assert torch.equal(model.weight, want), "two halves of different accumulations make no step"
+    opt.close()
+    zcomm.shutdown()
+
+
+def test_passes_that_no_step_has_used_cannot_be_saved(tmp_path: Path) -> None:
+    """Also where ``step()`` is called at the boundary alone, as Accelerate does, and in ``no_sync()``."""
+    model = nn.Linear(5, 3)
+    opt = zcomm.ZeroOptimizer(model, "sgd", stage=2, lr=0.1)
+    for number in range(2):
+        with opt.no_sync() if number else contextlib.nullcontext():
+            model(torch.ones(1, 5)).sum().backward()
+        with pytest.raises(RuntimeError, match=r"no step\(\) has used.*: gradients are not saved"):
+            opt.save(tmp_path / "c")
+        if not number:
+            model(torch.ones(1, 5)).sum().backward()
+            opt.step()
+            opt.save(tmp_path / "c")  # before zero_grad(), too
+        opt.zero_grad()
+        opt.save(tmp_path / "c")
+    model(torch.ones(1, 5)).sum().backward()
+    opt.load(tmp_path / "c")
+    opt.save(tmp_path / "c")
     opt.close()
     zcomm.shutdown()
 

@@ -78,6 +78,17 @@ def check_free(groups: Iterable[dict[str, Any]], taken: set[int]) -> None:
             raise ValueError(f"parameters of group {number} are another open ZeroOptimizer's: close() that first")
 
 
+def check_saving(waiting: int, micro_step: int, grad_accum: int) -> None:
+    """waiting: backward passes that no step has used. Raises: RuntimeError: their gradients would be lost."""
+    if micro_step:
+        when = f"micro-step {micro_step} of {grad_accum}"
+    elif waiting:
+        when = "a backward pass that no step() has used"
+    else:
+        return
+    raise RuntimeError(f"save() after {when}: gradients are not saved; call it after the optimizer step or zero_grad()")
+
+
 def _listed(params: Any, where: str) -> list[torch.Tensor]:
     if isinstance(params, torch.Tensor):
         return [params]

@@ -67,6 +67,7 @@ class GradientReducer:
         self.waited_s = 0.0
         self.sync = True
         self.reached = 0  # backward passes whose gradients are in the accumulators or on their way
+        self._used = 0  # of these
         buckets = geometry.buckets
         self._slot_count = min(SLOTS, len(buckets))
         self._works: list[Work | None] = [None] * self._slot_count
@@ -287,6 +288,14 @@ class GradientReducer:
         self.waited_s += time.perf_counter() - start
 
     @property
+    def waiting_passes(self) -> int:
+        """How many passes no step has used; those without sync count as one."""
+        return self.reached - self._used + self.has_rest
+
+    def step_has_used(self) -> None:
+        self._used = self.reached
+
+    @property
     def has_rest(self) -> bool:
         """Whether gradients wait in ``param.grad``: of passes without sync, and later arrivals of passes with it."""
         return any(param.grad is not None for param in self._params)
@@ -309,7 +318,7 @@ class GradientReducer:
             self.finish()
             self._begin_pass()
         self._fresh = True
-        self.reached = 0
+        self.reached = self._used = 0
         self._seen.clear()
         for param in self._params:
             param.grad = None

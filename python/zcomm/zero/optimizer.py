@@ -26,7 +26,7 @@ from zcomm.zero import alike, checkpoint, integers
 from zcomm.zero import state_dict as torch_state
 from zcomm.zero.breakage import Breakage
 from zcomm.zero.build import Parts, build_parts
-from zcomm.zero.checks import check_free, check_kinds, check_numbers, check_skip
+from zcomm.zero.checks import check_free, check_kinds, check_numbers, check_saving, check_skip
 from zcomm.zero.hyper import OptimizerLike, choose_rule, torch_groups
 from zcomm.zero.loss_scale import LossScale, LossScaler
 from zcomm.zero.memory import Memory, memory_of, stats_of
@@ -206,6 +206,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             start = time.perf_counter()
             with torch.no_grad():
                 self._update()
+            self._open_parts.reducer.step_has_used()
             self._step_s += time.perf_counter() - start
         return loss
 
@@ -342,11 +343,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     ) -> checkpoint.SaveTask:
         """then: what rank 0 does once the folder is in its place. lean: without frozen parameters."""
         self._breakage.check("save()")
-        if self._micro_step:
-            raise RuntimeError(
-                f"save() after micro-step {self._micro_step} of {self.grad_accum}: gradients are not saved; call it "
-                "after the optimizer step"
-            )
+        check_saving(self._open_parts.reducer.waiting_passes, self._micro_step, self.grad_accum)
         self._end_saving()
         self._saving = checkpoint.save(self, Path(directory).absolute(), scheduler, client_state, wait, then, lean)
         return self._saving
