@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, load_model
 from torch import nn
 
 import zcomm
@@ -73,7 +73,10 @@ def export_everywhere(folder: str) -> None:
         for each in range(2):
             step(model, opt, each)
         wanted = opt.full_state_dict()
-        wanted |= {f"norm.{name}": buffer.detach().clone() for name, buffer in model.norm.named_buffers()}
+        fresh = Net().to(opt.precision.dtype)
+        fresh.load_state_dict(wanted)
+        assert list(wanted) == list(fresh.state_dict()) and fresh.norm.num_batches_tracked == 2
+        assert wanted.pop("again.weight").data_ptr() == wanted["first.weight"].data_ptr(), "tied: one tensor"
         waited, beside = Path(folder, f"waited{number}.safetensors"), Path(folder, f"beside{number}.safetensors")
         save_model(opt._live, waited, wait=True).wait()
         drive = threading.Event()
@@ -89,6 +92,9 @@ def export_everywhere(folder: str) -> None:
             if comm.rank == 0:
                 found = load_file(path)
                 assert found.keys() == wanted.keys(), (stage, offload, precision)
+                read = Net().to(opt.precision.dtype)
+                assert load_model(read, path) == (set(), []), "safetensors finds the tied name in the metadata"
+                assert torch.equal(read.again.weight, wanted["first.weight"])
                 for name, tensor in wanted.items():
                     same = found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
                     assert same, (name, stage, offload, precision, path.name)

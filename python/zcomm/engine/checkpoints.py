@@ -77,14 +77,5 @@ def save_model(engine: Engine, path: Path, wait: bool) -> bool | SaveTask:
 
 def whole_model(engine: Engine) -> dict[str, torch.Tensor] | None:
     """Weights and buffers under all names of the model's state_dict, on rank 0. Collective."""
-    from zcomm.zero.checkpoint.share import other_tensors
-
     found = engine.optimizer.full_state_dict()
-    if engine.global_rank != 0:
-        return None
-    found.update({name: tensor.detach().clone() for name, tensor in other_tensors(engine.optimizer._live)})
-    for name, param in engine.module.named_parameters(remove_duplicate=False):
-        first = next(n for n, p in engine.module.named_parameters() if p is param)
-        if first in found:  # else another optimizer has it
-            found[name] = found[first]  # tied, where the names differ
-    return found
+    return found if engine.global_rank == 0 else None

@@ -228,7 +228,7 @@ class Engine(nn.Module):
         self._check_alive("_zero3_consolidated_16bit_state_dict")
         whole = checkpoints.whole_model(self)
         if exclude_frozen_parameters and whole is not None:
-            for name, param in self.module.named_parameters():
+            for name, param in self.module.named_parameters(remove_duplicate=False):
                 if not param.requires_grad:
                     whole.pop(name, None)
         return whole

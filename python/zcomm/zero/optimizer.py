@@ -294,11 +294,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._live.allocation_count()
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """The whole parameters by name, frozen and integer ones included, copied to the CPU. Collective in stage 3."""
-        parts = self._live
-        whole = {name: parts.store.full(index).cpu() for index, name in enumerate(parts.names)}
-        kept = {**dict(parts.whole_frozen()), **integers.integers_of(parts.model)}
-        return whole | {name: param.detach().to("cpu", copy=True) for name, param in kept.items()}
+        """What ``model.state_dict()`` would be if all were whole here: parameters under each of their names (tied ones
+        share memory), frozen ones, this rank's buffers. Copied to the CPU. Collective in stage 3."""
+        return torch_state.full_state_dict(self._live)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with whole tensors on every rank (``save`` keeps no more than one in memory). Collective.

@@ -11,9 +11,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from zcomm.optim.fused import STATE_BLOCK
 from zcomm.zero import access
+from zcomm.zero.build import Parts
+from zcomm.zero.checkpoint.share import aliases_of, other_tensors
 from zcomm.zero.tile import decoded
 
 if TYPE_CHECKING:
@@ -50,6 +53,16 @@ def state_dict(optimizer: ZeroOptimizer) -> dict[str, Any]:
             options["progress"] = progress[position]
         groups.append({**options, "params": numbers})
     return {"state": state, "param_groups": groups}
+
+
+def full_state_dict(parts: Parts) -> dict[str, torch.Tensor]:
+    """See ZeroOptimizer.full_state_dict. In the order of the model's own, with what its modules add (extra state)."""
+    found = {name: parts.store.full(index).cpu() for index, name in enumerate(parts.names)}
+    found |= {name: tensor.detach().to("cpu", copy=True) for name, tensor in other_tensors(parts)}
+    found |= {alias: found[name] for alias, name in aliases_of(parts).items()}
+    order = parts.model.state_dict(keep_vars=True) if parts.model is not None else {}
+    extra = {name: value for name, value in order.items() if name.endswith(_EXTRA_STATE_KEY_SUFFIX)}
+    return {name: (extra | found)[name] for name in order if name in found or name in extra} | found
 
 
 def load_state_dict(optimizer: ZeroOptimizer, saved: dict[str, Any]) -> None:

@@ -48,7 +48,7 @@ def other_tensors(parts: Parts, lean: bool = False) -> Iterator[tuple[str, torch
             yield name, tensor
 
 
-def _aliases(parts: Parts, lean: bool) -> dict[str, str]:
+def aliases_of(parts: Parts, lean: bool = False) -> dict[str, str]:
     """Further names of what is saved once (tied weights)."""
     if parts.model is None:
         return {}
@@ -94,7 +94,7 @@ def share_of(parts: Parts, lean: bool = False) -> Share:
     if rank == 0:
         weights += [(name, tensor.dtype, tensor.shape) for name, tensor in other_tensors(parts, lean)]
     state = [item for index in trained for item in _state_of(form, parts.names[index], shapes[index])]
-    return Share(rank, parts.comm.world_size, (weights, state), _aliases(parts, lean) if rank == 0 else {})
+    return Share(rank, parts.comm.world_size, (weights, state), aliases_of(parts, lean) if rank == 0 else {})
 
 
 def gathered(parts: Parts, lean: bool = False) -> Iterator[tuple[int, torch.Tensor]]:
