@@ -27,10 +27,11 @@ def settle() -> None:
 
 
 def pss() -> int:
-    """This process's memory; of what it shares with others its part."""
+    """This process's memory; of what it shares with others its part. Without pages of files: code that runs for the
+    first time (1 MiB of torch and the core) is nobody's data."""
     settle()
     with open("/proc/self/smaps_rollup") as rollup:
-        return next(int(line.split()[1]) * 1024 for line in rollup if line.startswith("Pss:"))
+        return sum(int(line.split()[1]) * 1024 for line in rollup if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
 
 
 def resident() -> int:
@@ -98,10 +99,8 @@ def test_the_kernel_counts_the_formula_and_slots(run_ranks: Run, tmp_path: Path,
     results = run_ranks(grow, 2, str(tmp_path), case, 1536)
     grown, wanted, later, last = (sum(values) for values in zip(*results, strict=True))
     print(case, grown / MIB, wanted / MIB, later / MIB, last / MIB)
-    assert abs(grown - wanted) < 0.02 * wanted + 4 * MIB, f"{grown / MIB:.1f} MiB, {wanted / MIB:.1f} planned"
-    assert later < 0.02 * wanted and last < 3 * MIB, (
-        f"steps took {later / MIB:.1f} MiB more, {last / MIB:.1f} at the end"
-    )
+    assert abs(grown - wanted) < 0.02 * wanted, f"{grown / MIB:.1f} MiB, {wanted / MIB:.1f} planned"
+    assert later < MIB and last < MIB, f"steps took {later / MIB:.1f} MiB more, {last / MIB:.1f} at the end"
 
 
 def live(folder: str, case: dict[str, Any]) -> tuple[list[int], list[Any]]:
