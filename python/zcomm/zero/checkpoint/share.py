@@ -98,8 +98,8 @@ def share_of(parts: Parts, lean: bool = False) -> Share:
 
 
 def gathered(parts: Parts, lean: bool = False) -> Iterator[tuple[int, torch.Tensor]]:
-    """Which file, and the tensor, for what this rank writes of the parameters. Collective to the end, where it raises an
-    OSError of what could not be read."""
+    """Which file, and the tensor, for what this rank writes of the parameters. Collective to the end, where what could
+    not be read is an OSError."""
     readable, form = Readable(parts), parts.state.form
     parts = readable.parts
     for index, owner in enumerate(_owners(parts)):
