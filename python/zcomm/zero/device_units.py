@@ -16,7 +16,6 @@ Thread rule: as UnitStore.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -28,9 +27,10 @@ from zcomm._tensors import tensor_of
 from zcomm.comm import Communicator
 from zcomm.zero.geometry import Geometry
 from zcomm.zero.sources import ShardSource
+from zcomm.zero.unit import Unit, UnitState
 from zcomm.zero.unit_choice import UnitChoice
 from zcomm.zero.unit_options import slot_count
-from zcomm.zero.units import Unit, UnitState, UnitStore
+from zcomm.zero.units import UnitStore
 
 
 def _in_backward() -> bool:
@@ -159,12 +159,7 @@ class DeviceUnitStore(UnitStore):
     def _await(self, unit: Unit) -> None:
         """The host waits for other ranks and the drive only, torch's stream for the copies."""
         if unit.gathering is not None:
-            start = time.perf_counter()
-            try:
-                unit.gathering.result()
-            finally:
-                self.waited_s += time.perf_counter() - start
-                unit.gathering = None
+            self._join(unit)
         self._lane.current().wait(self._places[unit.index].came)
 
     def _start(self, unit: Unit, must: bool = False) -> bool:
@@ -232,10 +227,13 @@ class DeviceUnitStore(UnitStore):
         self._put(unit, place)
 
     def _drop(self, unit: Unit) -> None:
-        """Its place is free for others once torch's stream has come here."""
         for param, _ in unit.views:
             if id(param) not in self._held:
                 param.data = self._empty
+        self._give_back(unit)
+
+    def _give_back(self, unit: Unit) -> None:
+        """Its place is free for others once torch's stream has come here."""
         place = self._places[unit.index]
         self._lane.passed(place.left)
         place.holder = None

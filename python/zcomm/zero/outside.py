@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zcomm.zero.units import Unit, UnitState, UnitStore
+from zcomm.zero.unit import Unit, UnitState
+from zcomm.zero.units import UnitStore
 
 _copied = WeakIdKeyDictionary()  # copies that somebody has, and of what
 

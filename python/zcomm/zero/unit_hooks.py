@@ -20,8 +20,9 @@ from torch import nn
 
 from zcomm.zero import unit_guard
 from zcomm.zero.outside import Watch
+from zcomm.zero.unit import Unit
 from zcomm.zero.unit_choice import UnitChoice, tensors_in
-from zcomm.zero.units import Unit, UnitStore
+from zcomm.zero.units import UnitStore
 
 logger = logging.getLogger("zcomm")
 

@@ -18,11 +18,10 @@ Source: ZeRO stage 3 (arXiv:1910.02054), prefetch of ZeRO-Infinity (arXiv:2104.0
 
 from __future__ import annotations
 
-import enum
 import math
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from typing import Any
 
@@ -35,6 +34,7 @@ from zcomm.comm import Communicator
 from zcomm.zero.geometry import FlatBucket, Geometry
 from zcomm.zero.parameters import ParameterStore
 from zcomm.zero.sources import ShardSource
+from zcomm.zero.unit import Unit, UnitState
 from zcomm.zero.unit_choice import UnitChoice
 from zcomm.zero.unit_options import ahead_of, slot_count
 from zcomm.zero.unit_order import UseOrder
@@ -43,40 +43,6 @@ _IN_STEP = (
     "stage 3 by units: all ranks must run the same modules in the same order; what differs between ranks (generate(), "
     "evaluation) goes inside of zcomm.zero.GatheredParameters(model)"
 )
-
-
-class UnitState(enum.Enum):
-    """What memory a unit has."""
-
-    SHARDED = "this rank's shard in the source; parameters are empty"
-    GATHERING = "a slot that is being filled; parameters are empty"
-    GATHERED = "a slot behind the unit's addresses; parameters are whole"
-
-
-class Unit:
-    """One unit: its buckets, its addresses, its state and who uses it now."""
-
-    def __init__(self, index: int, choice: UnitChoice, buckets: Sequence[FlatBucket], offset: int, nbytes: int) -> None:
-        self.index = index
-        self.name = choice.name
-        self.keep = choice.keep or index == 0
-        self.buckets = buckets
-        self.offset = offset
-        self.nbytes = nbytes
-        self.state = UnitState.SHARDED
-        self.slot = -1
-        self.own: tuple[Any, int] | None = None  # where it is kept: memory, and where in it its slot begins
-        self.last_use = 0
-        self.in_forward = 0
-        self.in_backward = False
-        self.surrounds = False  # another unit ran inside of its forward
-        self.gathering: Future[None] | None = None
-        self.views: list[tuple[nn.Parameter, torch.Tensor]] = []
-        self.span = (0, 0)  # the addresses of its views
-
-    @property
-    def idle(self) -> bool:
-        return not self.in_forward and not self.in_backward
 
 
 class UnitStore(ParameterStore):
@@ -204,22 +170,31 @@ class UnitStore(ParameterStore):
         if unit.state is UnitState.SHARDED and not self._start(unit):
             self._add_slot()
             self._start(unit)
-        assert unit.gathering is not None
-        start = time.perf_counter()
         try:
-            unit.gathering.result()
+            self._join(unit)
         except (_core.CollectiveMismatch, TimeoutError) as error:
             error.args = (f"{error}; {_IN_STEP}",)
             raise
-        finally:
-            self.waited_s += time.perf_counter() - start
-            unit.gathering = None
         memory, begin = self._slot(unit)
         self._range.alias(unit.offset, memory, begin, unit.nbytes)
         for param, view in unit.views:
             if id(param) not in self._held:
                 param.data = view
         unit.state = UnitState.GATHERED
+
+    def _join(self, unit: Unit) -> None:
+        """Wait for the gathering of the unit. One that failed leaves it as if it had not begun."""
+        gathering = unit.gathering
+        assert gathering is not None
+        start = time.perf_counter()
+        try:
+            gathering.result()
+        finally:
+            self.waited_s += time.perf_counter() - start
+            if gathering.done():  # else this thread was interrupted, and the gathering goes on
+                unit.gathering = None
+                if gathering.exception() is not None:
+                    self._give_back(unit)
 
     def _is_held(self, unit: Unit) -> bool:
         """Whether all its parameters are whole copies: nothing to gather."""
@@ -252,6 +227,10 @@ class UnitStore(ParameterStore):
             if id(param) not in self._held:
                 param.data = self._empty
         self._range.unmap(unit.offset, unit.nbytes)
+        self._give_back(unit)
+
+    def _give_back(self, unit: Unit) -> None:
+        """The unit is in no slot any more, or what came into it is not whole."""
         unit.state = UnitState.SHARDED
         if not unit.keep:
             self._free.append(unit.slot)

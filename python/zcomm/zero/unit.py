@@ -1,0 +1,51 @@
+"""A unit of stage 3, and what memory it has; see [Note: unit life] in units.py.
+
+Thread rule: fields are the main thread's; ``gathering`` is the future of what the gathering thread does.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import nn
+
+from zcomm.zero.geometry import FlatBucket
+from zcomm.zero.unit_choice import UnitChoice
+
+
+class UnitState(enum.Enum):
+    """What memory a unit has."""
+
+    SHARDED = "this rank's shard in the source; parameters are empty"
+    GATHERING = "a slot that is being filled; parameters are empty"
+    GATHERED = "a slot behind the unit's addresses; parameters are whole"
+
+
+class Unit:
+    """One unit: its buckets, its addresses, its state and who uses it now."""
+
+    def __init__(self, index: int, choice: UnitChoice, buckets: Sequence[FlatBucket], offset: int, nbytes: int) -> None:
+        self.index = index
+        self.name = choice.name
+        self.keep = choice.keep or index == 0
+        self.buckets = buckets
+        self.offset = offset
+        self.nbytes = nbytes
+        self.state = UnitState.SHARDED
+        self.slot = -1
+        self.own: tuple[Any, int] | None = None  # where it is kept: memory, and where in it its slot begins
+        self.last_use = 0
+        self.in_forward = 0
+        self.in_backward = False
+        self.surrounds = False  # another unit ran inside of its forward
+        self.gathering: Future[None] | None = None
+        self.views: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self.span = (0, 0)  # the addresses of its views
+
+    @property
+    def idle(self) -> bool:
+        return not self.in_forward and not self.in_backward
