@@ -74,8 +74,10 @@ def test_the_same_bits_as_an_ordinary_construction(name: str) -> None:
     for key, value in plain.named_buffers():
         assert torch.equal(dict(model.named_buffers())[key], value), key
     opt = zcomm.ZeroOptimizer(model, stage=3)
-    for key, value in weights_of(opt).items():
-        assert torch.equal(value, dict(plain.named_parameters())[key]), key
+    found, wanted = weights_of(opt), plain.state_dict()
+    assert list(found) == list(wanted)
+    for key, value in wanted.items():
+        assert torch.equal(value, found[key]), key
     opt.close()
     zcomm.shutdown()
 
