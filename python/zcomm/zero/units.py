@@ -195,6 +195,7 @@ class UnitStore(ParameterStore):
                 unit.gathering = None
                 if gathering.exception() is not None:
                     self._give_back(unit)
+            del gathering  # its error has this frame: together they would keep everything alive
 
     def _is_held(self, unit: Unit) -> bool:
         """Whether all its parameters are whole copies: nothing to gather."""
