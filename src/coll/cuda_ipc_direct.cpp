@@ -6,10 +6,11 @@
 
 namespace zcomm::coll {
 
-DeviceDirect::DeviceDirect(const HostMemory& memory, DeviceRounds& rounds)
+DeviceDirect::DeviceDirect(const HostMemory& memory, DeviceRounds& rounds, int remote)
     : stream_(rounds.stream()),
       rank_(memory.rank()),
       world_size_(memory.world_size()),
+      remote_(remote),
       sources_(static_cast<std::size_t>(memory.world_size())) {}
 
 void DeviceDirect::run(const Operation& operation, Path path) {
@@ -46,7 +47,8 @@ void DeviceDirect::reduce(const Header& header, const Item& item) {
                             .in = header.dtype,
                             .out = header.out_dtype,
                             .op = header.op,
-                            .accumulate = header.accumulate});
+                            .accumulate = header.accumulate,
+                            .remote = remote_});
 }
 
 void DeviceDirect::pull(const Header& header, const Item& item) {

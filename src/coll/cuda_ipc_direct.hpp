@@ -15,7 +15,8 @@ namespace zcomm::coll {
 
 class DeviceDirect {
  public:
-  DeviceDirect(const HostMemory& memory, DeviceRounds& rounds);
+  /// remote: so many ranks have another device.
+  DeviceDirect(const HostMemory& memory, DeviceRounds& rounds, int remote);
   /// Puts this rank's part on the stream.
   void run(const Operation& operation, Path path);
 
@@ -25,7 +26,7 @@ class DeviceDirect {
   void push(const Header& header, const Item& item);
 
   device::Stream& stream_;
-  const int rank_, world_size_;
+  const int rank_, world_size_, remote_;
   std::vector<const void*> sources_;
   std::vector<void*> targets_;
 };

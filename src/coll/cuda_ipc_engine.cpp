@@ -34,6 +34,7 @@ struct Hello {
   std::uint64_t slot_nbytes = 0;
   std::array<device::SharedHandle, 2> points{};
   device::SharedHandle slots;
+  std::array<char, 64> hardware{};
 };
 
 }  // namespace
@@ -65,11 +66,11 @@ void CudaIpcEngine::set_up(std::size_t slot_nbytes, SymmetricMemory& symmetric) 
   rounds_ = std::make_unique<DeviceRounds>(device, memory_, watch_);
   slots_ = std::make_unique<DeviceSlots>(device, memory_, slot_nbytes);
   heap_ = std::make_unique<DeviceHeap>(device_watch_, memory_, *rounds_, symmetric);
-  direct_ = std::make_unique<DeviceDirect>(memory_, *rounds_);
-  staged_ = std::make_unique<DeviceStaged>(memory_, *rounds_, *slots_);
   entrance_.enter(header);
+  int remote = 0;
   if (world_size() > 1) {
-    const Hello mine{slots_->slot_nbytes(), rounds_->handles(), slots_->handle()};
+    Hello mine{slots_->slot_nbytes(), rounds_->handles(), slots_->handle()};
+    device.hardware().copy(mine.hardware.data(), mine.hardware.size());
     static_assert(sizeof(mine) <= kHostSlotNbytes);
     rounds_->tell(&mine, sizeof(mine));
     for (int r = 0; r < world_size(); ++r) {
@@ -79,11 +80,14 @@ void CudaIpcEngine::set_up(std::size_t slot_nbytes, SymmetricMemory& symmetric) 
         throw CollectiveMismatch(text("communicator options differ: rank ", rank(), ": device slots of ",
                                       mine.slot_nbytes, " bytes; rank ", r, ": ", theirs.slot_nbytes));
       if (r == rank()) continue;
+      remote += theirs.hardware != mine.hardware;
       rounds_->open(r, theirs.points);
       slots_->open(r, theirs.slots);
     }
     rounds_->meet_on_host();
   }
+  direct_ = std::make_unique<DeviceDirect>(memory_, *rounds_, remote);
+  staged_ = std::make_unique<DeviceStaged>(memory_, *rounds_, *slots_, remote);
 }
 
 void CudaIpcEngine::prepare(Operation& operation, const Call& call) noexcept { tickets_.prepare(operation, call); }

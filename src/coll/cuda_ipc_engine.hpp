@@ -9,8 +9,8 @@
 // 4. A last round, then the ticket's `end`: after it no other rank touches this one's memory for this operation.
 // 5. The caller's stream waits for `end`: at once in a blocking call, in Work::wait() otherwise. The host waits for
 //    other ranks' hosts (they must have called, too), never for a device, but for the operation kInFlight before.
-// Ranks may have a device each or share one; nothing here asks. Streams only wait for points that have been recorded,
-// so the rank that is behind holds up nobody's host but by coming late to an entry.
+// Ranks may have a device each or share one: that sizes the reduction's grid, and nothing else. Streams only wait for
+// points that have been recorded, so the rank that is behind holds up nobody's host but by coming late to an entry.
 //
 // [Note: a rank that dies] Sockets tell at once (Watch), and everybody's next call is PeerLost. What a stream waits for
 // may then never happen: CUDA's documents do not say what becomes of an event whose process ends before the device got

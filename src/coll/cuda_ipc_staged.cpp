@@ -22,12 +22,13 @@ void DeviceSlots::close_peers() noexcept {
     if (r != rank_) memory_[r].reset();
 }
 
-DeviceStaged::DeviceStaged(const HostMemory& memory, DeviceRounds& rounds, const DeviceSlots& slots)
+DeviceStaged::DeviceStaged(const HostMemory& memory, DeviceRounds& rounds, const DeviceSlots& slots, int remote)
     : memory_(memory),
       rounds_(rounds),
       slots_(slots),
       rank_(memory.rank()),
       world_size_(memory.world_size()),
+      remote_(remote),
       sources_(static_cast<std::size_t>(memory.world_size())),
       begins_(static_cast<std::size_t>(memory.world_size())) {}
 
@@ -134,7 +135,8 @@ void DeviceStaged::reduce(const Piece& piece, std::uint32_t step) {
                                      .in = header_->dtype,
                                      .out = header_->out_dtype,
                                      .op = header_->op,
-                                     .accumulate = header_->accumulate});
+                                     .accumulate = header_->accumulate,
+                                     .remote = remote_});
 }
 
 /// Whether this rank needs anything of the others, beyond what it has reduced.

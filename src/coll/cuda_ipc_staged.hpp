@@ -47,7 +47,8 @@ class DeviceSlots {
 
 class DeviceStaged {
  public:
-  DeviceStaged(const HostMemory& memory, DeviceRounds& rounds, const DeviceSlots& slots);
+  /// remote: so many ranks have another device.
+  DeviceStaged(const HostMemory& memory, DeviceRounds& rounds, const DeviceSlots& slots, int remote);
   /// All but all_to_all. Ends with a round.
   void run(const Operation& operation);
   /// all_to_all, whose counts have been compared.
@@ -66,7 +67,7 @@ class DeviceStaged {
   const HostMemory& memory_;
   DeviceRounds& rounds_;
   const DeviceSlots& slots_;
-  const int rank_, world_size_;
+  const int rank_, world_size_, remote_;
   std::vector<const void*> sources_;
   std::array<Step, 3> steps_;  // in flight
   std::vector<std::uint64_t> table_, begins_;

@@ -108,6 +108,15 @@ Gpu& Gpu::at(int index) {
 
 Gpu::Gpu(int index) : index_(index), name_(text("cuda:", index)) {}
 
+std::string Gpu::uuid() {
+  cudaDeviceProp properties{};
+  check(cudaGetDeviceProperties(&properties, index_), "cudaGetDeviceProperties");
+  std::string hex;
+  for (const char byte : properties.uuid.bytes)
+    for (const int shift : {4, 0}) hex += "0123456789abcdef"[(static_cast<unsigned char>(byte) >> shift) & 15];
+  return hex;
+}
+
 void Gpu::check(cudaError_t result, const char* what) {
   if (result == cudaSuccess) return;
   cudaGetLastError();  // a plain error must not surface again in a later call

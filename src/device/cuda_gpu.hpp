@@ -47,6 +47,7 @@ class Gpu {
 
   int index() const { return index_; }
   const std::string& name() const { return name_; }
+  std::string uuid();  ///< in hex
 
   /// Throws CudaError for what is not success.
   void check(cudaError_t result, const char* what);

@@ -164,6 +164,7 @@ void CudaStream::reduce(const Reduce& args) {
   launch.out = args.out;
   launch.op = args.op;
   launch.accumulate = args.accumulate;
+  launch.remote = args.remote;
   gpu_.begin_operation("reduce");
   const DeviceScope scope(gpu_.index());
   launch_reduce(launch, stream_);

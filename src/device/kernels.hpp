@@ -24,7 +24,8 @@ enum class Stores { automatic, cached, streaming };
 /// `out` is `in`, or f32 when `in` is f16/bf16. accumulate adds the result, as it would have been stored, to what dst
 /// holds, whatever the op (one more rounding; bool: or).
 /// dst[d] may equal any src[s]; partial overlap is not allowed. min/max propagate NaN like torch.
-/// `stores` is a hint: ignored with accumulate and when a dst is a src. Throws InvalidArgument.
+/// `stores` is a hint: ignored with accumulate and when a dst is a src. So is `remote`: how many sources lie on other
+/// devices, whose link few blocks keep busy, so that the rest of the device computes on. Throws InvalidArgument.
 struct Reduce {
   std::span<void* const> dst;
   std::span<const void* const> src;
@@ -34,6 +35,7 @@ struct Reduce {
   ReduceOp op;
   bool accumulate = false;
   Stores stores = Stores::automatic;
+  int remote = 0;
 };
 void reduce(const Reduce& args);
 /// The same, a large one by several threads of the core's pool, while nobody else uses it: one thread does not fill the

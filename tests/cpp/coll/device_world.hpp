@@ -16,7 +16,7 @@
 namespace zcomm::test {
 
 /// A stream that somebody else owns, as torch owns its own.
-class BorrowedStream final : public device::Stream {
+class BorrowedStream : public device::Stream {
  public:
   explicit BorrowedStream(device::Stream& inner) : inner_(inner) {}
   void record(device::Event& event) override { inner_.record(event); }
@@ -34,10 +34,11 @@ class BorrowedStream final : public device::Stream {
 };
 
 /// A device on which the address of a Stream is its native handle.
-class LendingDevice final : public device::Device {
+class LendingDevice : public device::Device {
  public:
   explicit LendingDevice(std::shared_ptr<device::Device> inner) : inner_(std::move(inner)) {}
   const std::string& name() const override { return inner_->name(); }
+  std::string hardware() const override { return inner_->hardware(); }
   std::unique_ptr<device::Stream> make_stream(bool urgent) override { return inner_->make_stream(urgent); }
   std::unique_ptr<device::Stream> adopt_stream(std::uintptr_t native) override {
     if (native == 0) return inner_->adopt_stream(0);
@@ -64,6 +65,8 @@ struct DeviceOptions {
   bool one_device = false;                         ///< all ranks have the same
   std::size_t memory_nbytes = 0;                   ///< of each device
   std::shared_ptr<device::Trace> trace = nullptr;  ///< writes down what the devices do
+  /// Stands round each rank's device.
+  std::function<std::shared_ptr<device::Device>(std::shared_ptr<device::Device>)> round = nullptr;
 };
 
 struct DeviceRank : Rank {
@@ -81,6 +84,7 @@ inline void run_device_world(int world, const DeviceOptions& options, const std:
                                                  .memory_nbytes = options.memory_nbytes,
                                                  .name = "simulated:" + std::to_string(r)});
     if (options.trace) device = device::record_device(std::move(device), options.trace);
+    if (options.round) device = options.round(std::move(device));
     return std::make_shared<LendingDevice>(std::move(device));
   };
   const std::shared_ptr<device::Device> common = make(0);

@@ -1,5 +1,7 @@
 // Backend cuda_ipc on simulated devices: what it computes, to the bit, on private and symmetric memory.
 #include <cstring>
+#include <mutex>
+#include <set>
 
 #include "device_world.hpp"
 #include "value_checks.hpp"
@@ -60,7 +62,57 @@ void expect_host_bits(Rank& self, Communicator& host, DType dtype, ReduceOp op, 
                std::to_string(self.world) + (symmetric ? " symmetric" : " private"));
 }
 
+/// Writes down how many sources of each reduction are said to be remote.
+class RemoteSources final : public LendingDevice {
+ public:
+  RemoteSources(std::shared_ptr<device::Device> inner, std::set<int>& seen)
+      : LendingDevice(std::move(inner)), seen_(seen) {}
+  std::unique_ptr<device::Stream> make_stream(bool urgent) override {
+    return std::make_unique<Spied>(LendingDevice::make_stream(urgent), *this);
+  }
+
+ private:
+  class Spied final : public BorrowedStream, device::StreamKernels {
+   public:
+    Spied(std::unique_ptr<device::Stream> inner, RemoteSources& spy)
+        : BorrowedStream(*inner), stream_(std::move(inner)), spy_(spy) {}
+    device::StreamKernels& kernels() override { return *this; }
+    void reduce(const device::Reduce& args) override {
+      {
+        const std::lock_guard lock(mutex);
+        spy_.seen_.insert(args.remote);
+      }
+      stream_->kernels().reduce(args);
+    }
+    void cast(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::size_t count) override {
+      stream_->kernels().cast(dst, dst_dtype, src, src_dtype, count);
+    }
+    void run(const device::KernelTask& task) override { stream_->kernels().run(task); }
+
+   private:
+    static inline std::mutex mutex;
+    const std::unique_ptr<device::Stream> stream_;
+    RemoteSources& spy_;
+  };
+  std::set<int>& seen_;
+};
+
 }  // namespace
+
+TEST(cuda_ipc, reductions_know_how_many_ranks_have_another_device) {
+  for (const bool one_device : {true, false}) {
+    std::set<int> seen;
+    const auto round = [&](auto device) { return std::make_shared<RemoteSources>(std::move(device), seen); };
+    run_device_world(3, {.one_device = one_device, .round = round}, [](DeviceRank& self) {
+      auto symmetric = self.comm->allocate(4000);
+      std::vector<float> mine(1000, 1);
+      const Buffer direct{symmetric->data(), 1000}, staged{mine.data(), 1000};
+      self.comm->all_reduce({&direct, 1}, DType::f32, ReduceOp::sum).wait();
+      self.comm->all_reduce({&staged, 1}, DType::f32, ReduceOp::sum).wait();
+    });
+    EXPECT_TRUE(seen == std::set<int>{one_device ? 0 : 2});
+  }
+}
 
 TEST(cuda_ipc, values_on_private_memory) {
   for (const int world : {1, 2, 3, 4, 9})

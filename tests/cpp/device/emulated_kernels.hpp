@@ -16,6 +16,8 @@
 namespace zcomm::device::emulated {
 
 void reduce(const Reduce& args);
+/// Blocks of this thread's last launch.
+unsigned last_grid();
 void cast(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::size_t count);
 
 }  // namespace zcomm::device::emulated

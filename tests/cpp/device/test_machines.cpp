@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "base/error.hpp"
+#include "device/emulated_kernels.hpp"
 #include "device/machine.hpp"
 #include "device/reference.hpp"
 #include "test.hpp"
@@ -37,7 +38,7 @@ void expect_same(const Machine& machine, DType dtype, const std::byte* got, cons
 }
 
 void compare_reduce(Machine& machine, DType in, DType out, ReduceOp op, std::size_t sources, std::size_t count,
-                    std::size_t shift, bool accumulate) {
+                    std::size_t shift, bool accumulate, int remote = 0) {
   std::mt19937_64 random(count + sources);
   const std::size_t room = (count + shift) * 8 + 256;
   const std::size_t stride = room / 256 * 256 + 256;
@@ -55,8 +56,14 @@ void compare_reduce(Machine& machine, DType in, DType out, ReduceOp op, std::siz
   for (std::byte* result : results) std::memcpy(result, expected.data(), expected.size());
   void* const host_dst[] = {expected.data()};
   device::reduce({host_dst, src, count, in, out, op, accumulate});
-  machine.reduce(
-      {std::span<void* const>(reinterpret_cast<void* const*>(results), 2), src, count, in, out, op, accumulate});
+  machine.reduce({.dst = std::span<void* const>(reinterpret_cast<void* const*>(results), 2),
+                  .src = src,
+                  .count = count,
+                  .in = in,
+                  .out = out,
+                  .op = op,
+                  .accumulate = accumulate,
+                  .remote = remote});
   machine.synchronize();
   for (const std::byte* result : results)
     expect_same(machine, out, result, expected.data(), count,
@@ -82,6 +89,20 @@ TEST(machines, reduce_equals_the_host) {
               compare_reduce(*machine, in, out, op, sources, 263, shift, sources == 3);
         }
       }
+}
+
+TEST(machines, a_reduction_over_a_link_takes_few_blocks_and_has_the_same_bits) {
+  for (const auto& machine : test::machines())
+    for (const int remote : {0, 1, 3, 7}) {
+      const auto sources = static_cast<std::size_t>(remote) + 1;
+      const std::size_t count = 4 * 256 * 300 + 3;  // for 300 blocks
+      compare_reduce(*machine, DType::f32, DType::f32, ReduceOp::sum, sources, count, 1, false, remote);
+      const unsigned single = device::emulated::last_grid();
+      compare_reduce(*machine, DType::bf16, DType::bf16, ReduceOp::avg, sources, 2 * count, 0, true, remote);
+      if (machine->name() != "emulation") continue;
+      const unsigned expected = remote == 0 ? 1024 : remote == 1 ? 256 : remote == 3 ? 85 : 64;  // 1 MiB of loads
+      EXPECT_EQ(single, expected);
+    }
 }
 
 /// All 16-bit values; else bits of every kind.
