@@ -4,7 +4,8 @@
 // two halves, since its scales follow from all of its elements: averages, which pass through memory in L1, then weights
 // and codes. The second half of a block goes along with the first of the next, so that the divider, the shuffles and
 // the memory are busy at once and chains of dependent instructions are short: what the processor can look ahead is less
-// than 64 elements.
+// than 64 elements. So the next block is prefetched, too; loops with less to compute, which wait for the memory anyhow,
+// gain nothing by that.
 #pragma once
 
 #include "optim/wide_codes.hpp"
@@ -82,12 +83,16 @@ ZC_INLINE Largest start_block(const Weight& weight, const Grad& grad, const Code
   const __m512 second_keep = _mm512_mul_ps(_mm512_set1_ps(block.scales[1]), adam.second_keep);
   WideRange range;
   for (size_t i = 0; i < kCodeBlock; i += kGroup) {
+    prefetch<kGroup>(block.first + i + kCodeBlock);
+    prefetch<kGroup>(block.second + i + kCodeBlock);
     Quad first = first_values<order>(block.first + i), second = second_values<order>(block.second + i);
 #pragma GCC unroll 2
     for (size_t r = 0; r < 4; r += 2) {
       const size_t at = i + r * kLanes;
       const Pair w = adam.needs_weight ? weight.template get<order>(begin + at) : Pair{};
       const Pair g = grad.template get<order>(at);
+      weight.fetch(begin + at + kCodeBlock);
+      grad.fetch(at + kCodeBlock);
       adam.averages(w.a, g.a, first.r[r], second.r[r], first_keep, second_keep);
       adam.averages(w.b, g.b, first.r[r + 1], second.r[r + 1], first_keep, second_keep);
 #pragma GCC unroll 2

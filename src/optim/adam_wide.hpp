@@ -48,11 +48,19 @@ ZC_INLINE __m512i wide_random_bits(__m512i index, RoundingKey key) {  // random_
   return _mm512_xor_si512(x, shift_right(x, 16));
 }
 
-// -- Arrays of a type: get and put 32 elements
+/// Brings `count` elements into the nearest cache; beyond an array's end it does nothing.
+template <size_t count, class T>
+ZC_INLINE void prefetch(const T* from) {
+  for (size_t nbytes = 0; nbytes < count * sizeof(T); nbytes += 64)
+    _mm_prefetch(reinterpret_cast<const char*>(from) + nbytes, _MM_HINT_T0);
+}
+
+// -- Arrays of a type: fetch, get and put 32 elements
 
 struct WideF32 {
   float* at;
 
+  ZC_INLINE void fetch(size_t i) const { prefetch<kPair>(at + i); }
   template <Order order>
   ZC_INLINE Pair get(size_t i) const {
     const __m512 low = _mm512_loadu_ps(at + i), high = _mm512_loadu_ps(at + i + kLanes);
@@ -99,6 +107,7 @@ constexpr Words kFirstToHigh = words_to_high(0), kOthersToHigh = words_to_high(1
 struct WideBf16 {
   u16* at;
 
+  ZC_INLINE void fetch(size_t i) const { prefetch<kPair>(at + i); }
   template <Order order>
   ZC_INLINE Pair get(size_t i) const {
     const __m512i x = _mm512_loadu_si512(at + i);
@@ -123,6 +132,7 @@ struct WideBf16 {
 struct WideF16 {
   const u16* at;
 
+  ZC_INLINE void fetch(size_t i) const { prefetch<kPair>(at + i); }
   template <Order order>
   ZC_INLINE Pair get(size_t i) const {
     const auto* from = reinterpret_cast<const __m256i*>(at + i);
@@ -139,6 +149,10 @@ struct WideSplit {
   u16* w;
   int16_t* lo;
 
+  ZC_INLINE void fetch(size_t i) const {
+    prefetch<kPair>(w + i);
+    prefetch<kPair>(lo + i);
+  }
   template <Order order>
   ZC_INLINE Pair get(size_t i) const {
     const Pair high = WideBf16{w}.get<order>(i);
