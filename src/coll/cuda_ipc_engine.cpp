@@ -34,7 +34,7 @@ struct Hello {
   std::uint64_t slot_nbytes = 0;
   std::array<device::SharedHandle, 2> points{};
   device::SharedHandle slots;
-  std::array<char, 64> hardware{};
+  std::array<char, 64> uuid{};
 };
 
 }  // namespace
@@ -70,7 +70,7 @@ void CudaIpcEngine::set_up(std::size_t slot_nbytes, SymmetricMemory& symmetric) 
   int remote = 0;
   if (world_size() > 1) {
     Hello mine{slots_->slot_nbytes(), rounds_->handles(), slots_->handle()};
-    device.hardware().copy(mine.hardware.data(), mine.hardware.size());
+    device.uuid().copy(mine.uuid.data(), mine.uuid.size());
     static_assert(sizeof(mine) <= kHostSlotNbytes);
     rounds_->tell(&mine, sizeof(mine));
     for (int r = 0; r < world_size(); ++r) {
@@ -80,7 +80,7 @@ void CudaIpcEngine::set_up(std::size_t slot_nbytes, SymmetricMemory& symmetric) 
         throw CollectiveMismatch(text("communicator options differ: rank ", rank(), ": device slots of ",
                                       mine.slot_nbytes, " bytes; rank ", r, ": ", theirs.slot_nbytes));
       if (r == rank()) continue;
-      remote += theirs.hardware != mine.hardware;
+      remote += theirs.uuid != mine.uuid;
       rounds_->open(r, theirs.points);
       slots_->open(r, theirs.slots);
     }

@@ -48,7 +48,7 @@ class CudaDevice final : public Device {
   }
 
   const std::string& name() const override { return gpu_.name(); }
-  std::string hardware() const override { return gpu_.uuid(); }
+  std::string uuid() const override { return gpu_.uuid(); }
   std::unique_ptr<Stream> make_stream(bool urgent) override { return std::make_unique<CudaStream>(gpu_, urgent); }
   std::unique_ptr<Stream> adopt_stream(std::uintptr_t native) override {
     gpu_.enter("adopt_stream");

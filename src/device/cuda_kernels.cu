@@ -121,11 +121,13 @@ bool aligned(const ReduceLaunch& args, std::size_t in_nbytes, std::size_t out_nb
 
 // What NVLink moves in the time of a load (0.45 to 0.9 TB/s, about a microsecond), and PCIe far more than that.
 constexpr std::size_t kLinkNbytes = 1 << 20;
-constexpr std::size_t kLoadNbytes = 16;
 
-unsigned blocks_of(const ReduceLaunch& args, std::size_t items) {
+/// For `items` loads of so many bytes from each source; over a link, as many blocks as have kLinkNbytes on the way.
+unsigned reduce_blocks(const ReduceLaunch& args, std::size_t items, std::size_t load_nbytes) {
   const unsigned all = blocks_for(items);
-  return args.remote > 0 ? std::min(all, blocks_for_link(args.remote)) : all;
+  if (args.remote == 0) return all;
+  const auto loads = static_cast<std::size_t>(std::min(args.remote, kAhead));
+  return static_cast<unsigned>(std::min<std::size_t>(all, kLinkNbytes / (kThreads * load_nbytes * loads)));
 }
 
 template <class In, class Out>
@@ -135,11 +137,11 @@ void reduce_as(ReduceLaunch args, cudaStream_t stream) {
   constexpr std::size_t in_nbytes = width * sizeof(typename In::Stored),
                         out_nbytes = width * sizeof(typename Out::Stored);
   if (!aligned(args, in_nbytes, out_nbytes)) {
-    launch(reduce_kernel<In, Out, 1>, blocks_of(args, args.count), stream, args);
+    launch(reduce_kernel<In, Out, 1>, reduce_blocks(args, args.count, sizeof(typename In::Stored)), stream, args);
     return;
   }
   const std::size_t packs = args.count / width, rest = args.count % width;
-  if (packs > 0) launch(reduce_kernel<In, Out, width>, blocks_of(args, packs), stream, args);
+  if (packs > 0) launch(reduce_kernel<In, Out, width>, reduce_blocks(args, packs, in_nbytes), stream, args);
   if (rest == 0) return;
   for (int s = 0; s < args.src_count; ++s) args.src[s] = static_cast<const char*>(args.src[s]) + packs * in_nbytes;
   for (int d = 0; d < args.dst_count; ++d) args.dst[d] = static_cast<char*>(args.dst[d]) + packs * out_nbytes;
@@ -148,11 +150,6 @@ void reduce_as(ReduceLaunch args, cudaStream_t stream) {
 }
 
 }  // namespace
-
-unsigned blocks_for_link(int remote) {
-  const auto loads = static_cast<std::size_t>(std::clamp(remote, 1, kAhead));
-  return static_cast<unsigned>(kLinkNbytes / (kThreads * kLoadNbytes * loads));
-}
 
 void launch_reduce(const ReduceLaunch& args, cudaStream_t stream) {
   const bool widen = args.out != args.in;  // 16-bit in, f32 out

@@ -22,8 +22,6 @@ struct ReduceLaunch {
   bool accumulate;
   int remote;
 };
-/// Blocks of a launch whose sources come over a link: as many as have kLinkNbytes of loads on the way.
-unsigned blocks_for_link(int remote);
 
 void launch_reduce(const ReduceLaunch& args, cudaStream_t stream);
 void launch_cast(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::size_t count, cudaStream_t stream);

@@ -70,9 +70,8 @@ class Device {
  public:
   virtual ~Device() = default;
   virtual const std::string& name() const = 0;  ///< "cuda:0", "simulated"
-  /// Which piece of hardware it is, alike for all processes of this host: a GPU's (or MIG part's) UUID in hex; the
-  /// simulated device's name.
-  virtual std::string hardware() const = 0;
+  /// Of the GPU or MIG instance, in hex, alike in all processes of this host; the simulated device's name.
+  virtual std::string uuid() const = 0;
 
   /// `urgent`: where the device knows priorities, before other streams.
   virtual std::unique_ptr<Stream> make_stream(bool urgent = false) = 0;

@@ -144,7 +144,7 @@ class RecordedDevice final : public Device {
       : inner_(std::move(inner)), trace_(std::move(trace)) {}
 
   const std::string& name() const override { return inner_->name(); }
-  std::string hardware() const override { return inner_->hardware(); }
+  std::string uuid() const override { return inner_->uuid(); }
   std::unique_ptr<Stream> make_stream(bool urgent) override {
     auto stream = inner_->make_stream(urgent);
     const std::lock_guard lock(mutex_);

@@ -254,7 +254,7 @@ class SimulatedDevice final : public Device {
   explicit SimulatedDevice(const SimulatedOptions& options) : state_(std::make_shared<State>(options)) {}
 
   const std::string& name() const override { return state_->options().name; }
-  std::string hardware() const override { return name(); }
+  std::string uuid() const override { return name(); }
   std::unique_ptr<Stream> make_stream(bool) override {
     state_->check();
     return std::make_unique<QueuedStream>(state_);

@@ -38,7 +38,7 @@ class LendingDevice : public device::Device {
  public:
   explicit LendingDevice(std::shared_ptr<device::Device> inner) : inner_(std::move(inner)) {}
   const std::string& name() const override { return inner_->name(); }
-  std::string hardware() const override { return inner_->hardware(); }
+  std::string uuid() const override { return inner_->uuid(); }
   std::unique_ptr<device::Stream> make_stream(bool urgent) override { return inner_->make_stream(urgent); }
   std::unique_ptr<device::Stream> adopt_stream(std::uintptr_t native) override {
     if (native == 0) return inner_->adopt_stream(0);
@@ -65,8 +65,7 @@ struct DeviceOptions {
   bool one_device = false;                         ///< all ranks have the same
   std::size_t memory_nbytes = 0;                   ///< of each device
   std::shared_ptr<device::Trace> trace = nullptr;  ///< writes down what the devices do
-  /// Stands round each rank's device.
-  std::function<std::shared_ptr<device::Device>(std::shared_ptr<device::Device>)> round = nullptr;
+  std::function<std::shared_ptr<device::Device>(std::shared_ptr<device::Device>)> wrap = nullptr;  ///< each device
 };
 
 struct DeviceRank : Rank {
@@ -84,7 +83,7 @@ inline void run_device_world(int world, const DeviceOptions& options, const std:
                                                  .memory_nbytes = options.memory_nbytes,
                                                  .name = "simulated:" + std::to_string(r)});
     if (options.trace) device = device::record_device(std::move(device), options.trace);
-    if (options.round) device = options.round(std::move(device));
+    if (options.wrap) device = options.wrap(std::move(device));
     return std::make_shared<LendingDevice>(std::move(device));
   };
   const std::shared_ptr<device::Device> common = make(0);

@@ -102,8 +102,8 @@ class RemoteSources final : public LendingDevice {
 TEST(cuda_ipc, reductions_know_how_many_ranks_have_another_device) {
   for (const bool one_device : {true, false}) {
     std::set<int> seen;
-    const auto round = [&](auto device) { return std::make_shared<RemoteSources>(std::move(device), seen); };
-    run_device_world(3, {.one_device = one_device, .round = round}, [](DeviceRank& self) {
+    const auto wrap = [&](auto device) { return std::make_shared<RemoteSources>(std::move(device), seen); };
+    run_device_world(3, {.one_device = one_device, .wrap = wrap}, [](DeviceRank& self) {
       auto symmetric = self.comm->allocate(4000);
       std::vector<float> mine(1000, 1);
       const Buffer direct{symmetric->data(), 1000}, staged{mine.data(), 1000};

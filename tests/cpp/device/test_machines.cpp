@@ -92,16 +92,20 @@ TEST(machines, reduce_equals_the_host) {
 }
 
 TEST(machines, a_reduction_over_a_link_takes_few_blocks_and_has_the_same_bits) {
+  struct Case {
+    int remote;
+    unsigned of_words, of_packs;  // blocks that have 1 MiB on the way in loads of 4 and of 16 bytes
+  };
   for (const auto& machine : test::machines())
-    for (const int remote : {0, 1, 3, 7}) {
-      const auto sources = static_cast<std::size_t>(remote) + 1;
-      const std::size_t count = 4 * 256 * 300 + 3;  // for 300 blocks
-      compare_reduce(*machine, DType::f32, DType::f32, ReduceOp::sum, sources, count, 1, false, remote);
-      const unsigned single = device::emulated::last_grid();
-      compare_reduce(*machine, DType::bf16, DType::bf16, ReduceOp::avg, sources, 2 * count, 0, true, remote);
+    for (const Case c : {Case{0, 1024, 300}, Case{1, 1024, 256}, Case{3, 341, 85}, Case{7, 256, 64}}) {
+      const auto sources = static_cast<std::size_t>(c.remote) + 1;
+      const std::size_t packs = 256 * 300;
+      compare_reduce(*machine, DType::f32, DType::f32, ReduceOp::sum, sources, 4 * packs + 3, 1, false, c.remote);
+      const unsigned of_words = device::emulated::last_grid();
+      compare_reduce(*machine, DType::bf16, DType::bf16, ReduceOp::avg, sources, 8 * packs, 0, true, c.remote);
       if (machine->name() != "emulation") continue;
-      const unsigned expected = remote == 0 ? 1024 : remote == 1 ? 256 : remote == 3 ? 85 : 64;  // 1 MiB of loads
-      EXPECT_EQ(single, expected);
+      EXPECT_EQ(of_words, c.of_words);
+      EXPECT_EQ(device::emulated::last_grid(), c.of_packs);
     }
 }
 
