@@ -17,7 +17,7 @@ import torch
 import zcomm
 
 MEASURED_NBYTES = 26  # per parameter, of CPUAdam: bf16 gradient 2, weight 2 + 2, remainder 2 + 2, m and v 8 + 8
-STEP_NBYTES = 32  # of ZeroOptimizer: the same with the fp32 sum of gradients, 4, which the norm reads, too
+STEP_NBYTES = 28  # of ZeroOptimizer: the same with the fp32 sum of gradients, 4
 _LEAST = 0.05  # of a step: what takes less is lost in the noise
 _SAMPLE = 48 << 20
 _COPY_NBYTES = 128 << 20
@@ -86,8 +86,10 @@ def mfu(flops_per_token: float, tokens_per_s: float, peak: float | None) -> floa
 
 def host_nbytes(accum: int, world: int = 1) -> int:
     """Of host memory, read and written in a step, per parameter of a rank's share: the CPU's pass, and of each
-    micro-step the bf16 gradients of all ranks (slots written, and read) and the fp32 sum (the first only writes)."""
-    return STEP_NBYTES + accum * (4 * world + 8) - 4
+    micro-step the bf16 gradients of all ranks (slots written, and read) and the fp32 sum (the first only writes). The
+    norm reads the sum once more, but of one rank's single pass, which the device has squared."""
+    norm = 4 if accum > 1 or world > 1 else 0
+    return STEP_NBYTES + norm + accum * (4 * world + 8) - 4
 
 
 def offloaded_s(host: Host, numel: int, itemsize: int, swap: float, accum: int = 1, world: int = 1) -> float:

@@ -132,13 +132,13 @@ def test_presets_have_the_sizes_that_they_say() -> None:
 
 
 def test_figures() -> None:
-    assert figures.host_nbytes(1) == 4 + 4 + 2 * (2 + 2 + 8) + 2 + 2 + 4, "norm, sum, weight and state; slot, sum"
-    assert figures.host_nbytes(3) == figures.host_nbytes(1) + 2 * 12, "a micro-step more: slot, sum read and written"
-    assert figures.host_nbytes(1, 2) == figures.host_nbytes(1) + 4
-    host = figures.Host(step_bps=40e9, copy_bps=2e9)
+    assert figures.host_nbytes(1) == 4 + 2 * (2 + 2 + 8) + 2 + 2 + 4, "sum, weight and state; slot, sum"
+    assert figures.host_nbytes(3) == figures.host_nbytes(1) + 4 + 2 * 12, "norm; slots, sum read and written"
+    assert figures.host_nbytes(1, 2) == figures.host_nbytes(1) + 4 + 4, "norm; another slot"
+    host = figures.Host(step_bps=36e9, copy_bps=2e9)
     assert figures.offloaded_s(host, 10**9, 2, 0.25) == pytest.approx(1.0)
     assert figures.offloaded_s(host, 10**9, 2, 3.0) == 3.0
-    assert figures.offloaded_s(figures.Host(40e9, 1e9), 10**9, 2, 0.0) == pytest.approx(2.0), "copies are the longest"
+    assert figures.offloaded_s(figures.Host(36e9, 1e9), 10**9, 2, 0.0) == pytest.approx(2.0), "copies are the longest"
     assert figures.offloaded_s(host, 10**9, 2, 0.0, 3) == pytest.approx(3.0), "three micro-steps' gradients"
     times = figures.Times(step=4.25, compute=4.0, none=4.1)
     assert figures.overlap(times, 1.0) == pytest.approx(0.75)

@@ -288,7 +288,9 @@ def test_only_what_crosses_to_the_device_is_page_locked(
         memory = opt.memory()["cpu"]
         state = memory["optimizer"] + opt.memory()["device"]["optimizer"]
         assert used[False] >= state > 0 and used[True] < state
-        assert (used[True] > 0) == (on_device and job.stage == 3), "shards of the weights"
+        norm = _core.page_nbytes() if on_device else 0  # a sum of squares
+        assert (used[True] > norm) == (on_device and job.stage == 3), "shards of the weights"
+        assert used[True] >= norm
         step(net, opt, 0)
         count = sum(one.stats()["allocation_count"] for _, one in made)
         assert opt.allocation_count() == count + opt._parts.comm.memory()["allocation_count"]

@@ -104,7 +104,8 @@ def gpu_case(
     pcie = rates.pcie(form.dtype.itemsize, accumulation, beside)
     state_nbytes = ARRAYS[optimizer] * array_nbytes + form.master_nbytes
     steppers = 1 if stage else world_size  # stage 0: each rank steps everything
-    per_param = 2 * state_nbytes + 2 * form.dtype.itemsize + 8  # weight; the fp32 sum, which the norm reads, too
+    normed = world_size > 1 or accumulation > 1  # else the GPU squares what leaves it
+    per_param = 2 * state_nbytes + 2 * form.dtype.itemsize + 4 + 4 * normed  # state, weight, sum, norm
     update = rates.update(steppers * per_param)
     sums = rates.sums(form.dtype.itemsize, accumulation)
     swap = rates.swap(memory["nvme"]["optimizer"], memory["nvme"]["parameters"], accumulation)

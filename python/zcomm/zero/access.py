@@ -239,6 +239,7 @@ def set_gradient(parts: Parts, index: int, value: torch.Tensor) -> None:
     if parts.reducer.reached == 0:
         raise RuntimeError(f"{parts.names[index]} has no gradient to set: call backward() first")
     parts.reducer.reduce_rest()
+    parts.reducer.changed()
     flat_value = value.reshape(-1)
     for view, flat in _shard_of_gradient(parts, index):
         view.copy_(flat_value[flat])

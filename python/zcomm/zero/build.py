@@ -173,7 +173,8 @@ def build_parts(
     start(model, sections.params, sections.names, geometry, comm, store, state, initial, precision, where, taken)
 
     names = sections.names[: len(trained)]
-    reducer = _reducer((trained, geometry, comm, precision.travels, stage <= 1, overlap, names), store, state, lane)
+    how_reduced = (trained, geometry, comm, precision.travels, stage <= 1, overlap, names)
+    reducer = _reducer(how_reduced, store, state, lane, arena)
     hooks = None
     if isinstance(store, UnitStore):
         assert model is not None
@@ -208,12 +209,16 @@ def _say_large(sections: Sections, units: Units, job: Communicator) -> None:
         logger.warning(text)
 
 
-def _reducer(how: Gradients, store: ParameterStore, state: ShardState, lane: DeviceLane | None) -> GradientReducer:
+def _reducer(
+    how: Gradients, store: ParameterStore, state: ShardState, lane: DeviceLane | None, arena: _core.PinnedArena
+) -> GradientReducer:
     if lane is None:
         return GradientReducer(*how)
+    alone = how[2].world_size == 1
+    squares = DeviceSquares(lane, arena) if alone else None
     if isinstance(store, DeviceStore) and store.resident:
-        return ResidentReducer(*how, lane=lane, weights_came=store.all_came, resident=store.resident)
-    reducer = DeviceReducer(*how, lane=lane, weights_came=_came(store, lane))
+        return ResidentReducer(*how, lane, store.all_came, store.resident, squares)
+    reducer = DeviceReducer(*how, lane, _came(store, lane), squares=squares)
     if isinstance(state, TieredState):
         lane.lock(reducer.accumulators)  # from where a step takes its gradients
     return reducer

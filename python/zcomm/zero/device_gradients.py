@@ -8,21 +8,28 @@ waiting. Host slots form a longer ring (HOST_SLOTS_NBYTES): only where all of th
 oldest reduce_scatter. What is added, and in which order, is as on the CPU: the same gradients give the same bits.
 A copy of a bucket also comes after all copies of weights to the device that were begun before it: whoever has seen the
 sum of a bucket knows that no rank reads the weights of the last step any more.
+
+[Note: squares before the gradients] What a world of one adds up in a single pass is what is in the device slots, so its
+squares are summed there, before each bucket's copy: the norm is known when backward ends on the device, while
+gradients are still on their way, and the host does not read them twice. A second pass, or a gradient that was set from
+outside, makes sums that only the host has; their squares are summed there.
 Thread rule: as GradientReducer; autograd calls the hooks of a device on a thread of its own, one at a time.
 Source: ZeRO-Offload (arXiv:2101.06840).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from zcomm._lane import DeviceLane
 from zcomm.comm import Communicator
+from zcomm.zero.device_norm import DeviceSquares
 from zcomm.zero.geometry import FlatBucket, Geometry
 from zcomm.zero.gradients import SLOTS, GradientReducer
+from zcomm.zero.norm import GradientNorm
 
 HOST_SLOTS_NBYTES = 1 << 30  # so far may backward run ahead of the host; at least SLOTS slots, at most all buckets
 
@@ -36,6 +43,7 @@ class DeviceReducer(GradientReducer):
     """resident: buckets that do not leave the device (resident_gradients.py).
     weights_came: the event after which no copy of older weights to the device is on its way.
 
+    squares: of what leaves (None: more than one rank).
     before_reduce: called before the accumulators of a step are written (who still reads those of the last one ends).
     Memory: device: min(SLOTS, buckets) slots; host: host_slots() slots, and the accumulators.
     """
@@ -52,8 +60,11 @@ class DeviceReducer(GradientReducer):
         lane: DeviceLane,
         weights_came: Any,
         resident: Collection[int] = (),
+        squares: DeviceSquares | None = None,
     ) -> None:
         self._lane = lane
+        self._squares = squares
+        self._squared = False  # all that has left since zero()
         self._weights_came = weights_came
         self._leaving = [bucket for bucket in reversed(geometry.buckets) if bucket.index not in resident]
         self._turns = {bucket.index: turn for turn, bucket in enumerate(self._leaving)}
@@ -102,10 +113,44 @@ class DeviceReducer(GradientReducer):
         place, number = self._position[bucket.index] % self._slot_count, self._number(bucket.index)
         self._wait(number)  # the bucket that was there before has been added
         host = self._host_slots[number][: bucket.count]
-        after = [self._weights_came, *self._written(place)]
+        after = [self._weights_came, *self._square(bucket, slot, self._written(place))]
         self._lane.out.carry([(host, slot)], after, self._landed[number], self._left[place])
         self._after(number)
         super()._reduce(bucket, host)
+
+    def _square(self, bucket: FlatBucket, slot: torch.Tensor, filled: list[Any]) -> list[Any]:
+        """Behind the events ``filled``; returns what the slot's copy waits for."""
+        self._squared = False
+        if self._squares is None or not self._fresh:
+            return filled
+        if self._turns[bucket.index] == 0:
+            self._squares.begin()
+        return [self._squares.add(slot, filled)]
+
+    def _end_pass(self) -> None:
+        first = self._touched and self._fresh
+        super()._end_pass()
+        if first and self._leaving and self._squares is not None:
+            self._squares.send()
+            self._squared = True
+
+    @property
+    def knows_squares(self) -> bool:
+        return self._squared
+
+    def add_squares(self, norm: GradientNorm, buckets: Iterable[FlatBucket]) -> None:
+        if self._squared:
+            assert self._squares is not None
+            self._squares.end(norm)
+        else:
+            super().add_squares(norm, buckets)
+
+    def changed(self) -> None:
+        self._squared = False
+
+    def zero(self) -> None:
+        self._squared = False
+        super().zero()
 
     def _after(self, number: int) -> None:
         """What the communicator is given next begins when the host slot is filled."""

@@ -1,13 +1,14 @@
 """Squares of gradients on a device: they are added up there, and 560 bytes come to the host.
 
 Kernels on torch's stream add the squares of every shard to the words of an exact sum ([Note: gradient norm]), which the
-lane's ``out`` brings; exact, so the norm's bits are the CPU's.
-Thread rule: one thread at a time; what is squared has been put on torch's current stream.
+lane's ``back`` brings, past the gradients that are on their way to the host; exact, so the norm's bits are the CPU's.
+Thread rule: one thread at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ from zcomm.zero.norm import GradientNorm
 
 
 class DeviceSquares:
-    """``start`` and ``end`` take turns."""
+    """A round: ``begin``, ``add`` as often as you like, ``send``, and then ``end``, as often as you like."""
 
     def __init__(self, lane: DeviceLane, arena: _core.PinnedArena) -> None:
         words = _core.EXACT_SUM_WORDS
@@ -28,14 +29,27 @@ class DeviceSquares:
         self._summed = lane.event()
         self._came = lane.event()
 
-    def start(self, shards: Iterable[torch.Tensor]) -> None:
-        """Square flat gradients on the device; nobody waits."""
-        stream, words = self._lane.current(), self._there
-        stream.fill(words.data_ptr(), 0, words.nbytes)
-        for shard in shards:
-            _core.stream_norm(stream, words.data_ptr(), shard.data_ptr(), core_dtype(shard.dtype), shard.numel())
+    def begin(self) -> None:
+        """The sum is zero; nobody waits."""
+        stream = self._lane.current()
+        for event in (self._summed, self._came):
+            stream.wait(event)
+        stream.fill(self._there.data_ptr(), 0, self._there.nbytes)
         stream.record(self._summed)
-        self._lane.out.carry([(self._here, words)], [self._summed], self._came)
+
+    def add(self, shard: torch.Tensor, after: Iterable[Any] = ()) -> Any:
+        """Square a flat gradient, once the events ``after`` have passed; nobody waits. Returns the event behind it."""
+        stream = self._lane.current()
+        for event in (self._summed, *after):
+            stream.wait(event)
+        words = self._there.data_ptr()
+        _core.stream_norm(stream, words, shard.data_ptr(), core_dtype(shard.dtype), shard.numel())
+        stream.record(self._summed)
+        return self._summed
+
+    def send(self) -> None:
+        """That was all; nobody waits."""
+        self._lane.back.carry([(self._here, self._there)], [self._summed], self._came)
 
     def end(self, norm: GradientNorm) -> None:
         """Add them to ``norm``, when they have come."""

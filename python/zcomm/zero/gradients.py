@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -32,6 +32,7 @@ from zcomm._work import Work
 from zcomm.comm import Communicator
 from zcomm.zero.geometry import FlatBucket, Geometry
 from zcomm.zero.listed import listed
+from zcomm.zero.norm import GradientNorm
 
 SLOTS = 3
 
@@ -278,6 +279,19 @@ class GradientReducer:
         """Slots are used in the launch order: only the last buckets, one for each, can be on their way."""
         if self._position[bucket.index] >= len(self._order) - len(self._works):
             self._wait(self._number(bucket.index))
+
+    @property
+    def knows_squares(self) -> bool:
+        """Whether ``add_squares`` need not look at the accumulators, nor wait for them."""
+        return False
+
+    def add_squares(self, norm: GradientNorm, buckets: Iterable[FlatBucket]) -> None:
+        """Add this rank's shards of ``buckets``, all that are on the host, to ``norm``."""
+        for bucket in buckets:
+            norm.add(self.shard_view(bucket))
+
+    def changed(self) -> None:
+        """Accumulators have been written from outside."""
 
     def gather(self) -> None:
         """Give every rank the whole averaged gradients (replicated only). Collective."""

@@ -23,6 +23,7 @@ class NonFinite:
 
 def find(parts: Parts, step: int) -> NonFinite:
     """Collective; some rank's shard must hold an infinity or NaN."""
+    parts.reducer.finish()
     first = torch.tensor([min(_bad(parts), default=parts.geometry.trained_count)])
     parts.comm.all_reduce(first, op="min", name="first non-finite gradient")
     number = int(first)

@@ -44,7 +44,10 @@ class Resident:
 
     def start_norm(self) -> None:
         """Put the squares of their gradients, stepped or not, on torch's stream."""
-        self._squares.start(self._reducer.shard_view(bucket) for bucket in self._buckets)
+        self._squares.begin()
+        for bucket in self._buckets:
+            self._squares.add(self._reducer.shard_view(bucket))
+        self._squares.send()
 
     def end_norm(self, norm: GradientNorm) -> None:
         """Add them to ``norm``. Waits for the device."""

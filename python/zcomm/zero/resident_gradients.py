@@ -17,6 +17,7 @@ from zcomm._lane import DeviceLane
 from zcomm._tensors import core_dtype
 from zcomm.comm import Communicator
 from zcomm.zero.device_gradients import DeviceReducer
+from zcomm.zero.device_norm import DeviceSquares
 from zcomm.zero.geometry import FlatBucket, Geometry
 
 
@@ -35,10 +36,12 @@ class ResidentReducer(DeviceReducer):
         lane: DeviceLane,
         weights_came: Any,
         resident: Collection[int],
+        squares: DeviceSquares | None,
     ) -> None:
         assert comm.world_size == 1
         self._added = {index: lane.event() for index in resident}  # the bucket's last gradients have been
-        super().__init__(params, geometry, comm, dtype, replicated, overlap, names, lane, weights_came, resident)
+        how = (params, geometry, comm, dtype, replicated, overlap, names)
+        super().__init__(*how, lane, weights_came, resident, squares)
 
     def _make_accumulators(self) -> torch.Tensor:
         counts = [bucket.count for bucket in self._geometry.buckets]

@@ -44,9 +44,11 @@ class Sweep:
         self.waited_s = 0.0
 
     def norm(self) -> float:
-        """Of all accumulated gradients. Collective: afterwards nobody reads the old weights any more."""
+        """Of all accumulated gradients. Collective: afterwards nobody reads the old weights any more. Gradients may
+        still be on their way ([Note: squares before the gradients])."""
         parts = self._parts
-        parts.reducer.finish()
+        if not parts.reducer.knows_squares:
+            parts.reducer.finish()
         start = time.perf_counter()
         parts.store.settle()
         total = self._norm_now()
@@ -60,8 +62,7 @@ class Sweep:
 
     def _norm_now(self) -> float:
         self._begin_norm()
-        for bucket in self._on_host:
-            self._parts.norm.add(self._parts.reducer.shard_view(bucket))
+        self._parts.reducer.add_squares(self._parts.norm, self._on_host)
         return self._end_norm()
 
     def _begin_norm(self) -> None:
@@ -90,7 +91,8 @@ class Sweep:
 
     def run(self, groups: Sequence[dict[str, Any]], scale: float) -> None:
         """A step with the accumulated gradients times ``scale``. Collective: every rank sees the new weights."""
-        self.prepared(groups, scale, self._reverse)()
+        late = self._parts.reducer.knows_squares and not self._parts.state.turns  # the last buckets land first
+        self.prepared(groups, scale, self._reverse or late)()
 
     def prepared(self, groups: Sequence[dict[str, Any]], scale: float, reverse: bool | None = None) -> Step:
         """``run`` for another thread, with the hyperparameters as they are now. reverse: None: first bucket first,
@@ -100,7 +102,7 @@ class Sweep:
         hyper = self._begin(groups, scale)
 
         def step() -> None:
-            if self._whole:
+            if self._whole and self._parts.comm.world_size > 1:
                 self._parts.reducer.gather()
             self._step(self._shards(hyper, reverse), reverse)
 
@@ -113,6 +115,8 @@ class Sweep:
         hyper = self._begin(groups, scale)
         self._begin_norm()
         self._step(self._landing(hyper, reverse), reverse)
+        if self._parts.reducer.knows_squares:
+            self._parts.reducer.add_squares(self._parts.norm, self._on_host)
         total = self._end_norm()
         if self._parts.norm.noted:
             raise RuntimeError(_LATE)
@@ -142,14 +146,15 @@ class Sweep:
     def _shards(self, hyper: list[Any], reverse: bool) -> Iterator[ShardStep]:
         parts = self._parts
         for bucket, weight in parts.store.sweep(reverse):
+            parts.reducer.finish(bucket)
             grad = parts.reducer.bucket_view(bucket) if self._whole else parts.reducer.shard_view(bucket)
             yield ShardStep(bucket.index, weight, grad, self._runs(bucket, hyper))
 
     def _landing(self, hyper: list[Any], reverse: bool) -> Iterator[ShardStep]:
-        parts = self._parts
+        norm, known = self._parts.norm, self._parts.reducer.knows_squares
         for shard in self._shards(hyper, reverse):
-            parts.reducer.finish(parts.geometry.buckets[shard.bucket])
-            parts.norm.add(shard.grad)
+            if not known:
+                norm.add(shard.grad)
             yield shard
 
     def _runs(self, bucket: FlatBucket, hyper: list[Any]) -> list[Run]:
