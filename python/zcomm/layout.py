@@ -46,8 +46,10 @@ class BucketLayout:
     world_size: ranks that share each bucket; rank r owns elements [r * n, (r + 1) * n), n = count / world_size.
     bucket_nbytes: a bucket is closed before it grows past this; a larger tensor gets a bucket of its own.
     align: elements; see the module's head.
+    first_nbytes: the same for the first bucket, and 4 times as much for each next one, until it is bucket_nbytes (None:
+    for all of them). Gradients come last bucket first, and behind the first one there is no backward left to hide in.
 
-    Raises: ValueError naming a world_size, bucket_nbytes or align below 1.
+    Raises: ValueError naming a world_size, bucket_nbytes, align or first_nbytes below 1.
     Source: gradient bucketing of PyTorch DDP (Li et al., VLDB 2020); flat shards of ZeRO (arXiv:1910.02054).
     """
 
@@ -58,8 +60,11 @@ class BucketLayout:
         bucket_nbytes: int = 25 * 2**20,
         align: int = ALIGN,
         itemsize: int = 4,
+        first_nbytes: int | None = None,
     ) -> None:
-        for name, value in (("world_size", world_size), ("bucket_nbytes", bucket_nbytes), ("align", align)):
+        limit = bucket_nbytes if first_nbytes is None else min(first_nbytes, bucket_nbytes)
+        sizes_of = {"world_size": world_size, "bucket_nbytes": bucket_nbytes, "align": align, "first_nbytes": limit}
+        for name, value in sizes_of.items():
             if value < 1:
                 raise ValueError(f"BucketLayout: {name}={value} must be at least 1")
         self.world_size = world_size
@@ -72,9 +77,9 @@ class BucketLayout:
         used = 0
         for index, (shape, size) in enumerate(zip(shapes, sizes, strict=True)):
             room = _round_up(shape.numel(), align)
-            if members and (used + room) * size > bucket_nbytes:
+            if members and (used + room) * size > limit:
                 self._close(members, used)
-                members, used = [], 0
+                members, used, limit = [], 0, min(4 * limit, bucket_nbytes)
             self.slots.append(Slot(len(self.buckets), used, shape.numel(), shape))
             members.append(index)
             used += room

@@ -15,8 +15,9 @@ SHAPES = [(3,), (64,), (65, 2), (1,), (0,), (7, 9, 2), (640,), (5,)]
 
 @pytest.mark.parametrize("world_size", range(1, 10))
 @pytest.mark.parametrize("bucket_nbytes", [1, 512, 4096, 10**6])
-def test_layout_covers_every_element_once(world_size: int, bucket_nbytes: int) -> None:
-    layout = BucketLayout(SHAPES, world_size, bucket_nbytes)
+@pytest.mark.parametrize("first_nbytes", [None, 256])
+def test_layout_covers_every_element_once(world_size: int, bucket_nbytes: int, first_nbytes: int | None) -> None:
+    layout = BucketLayout(SHAPES, world_size, bucket_nbytes, first_nbytes=first_nbytes)
     owned = [torch.zeros(torch.Size(shape).numel(), dtype=torch.int32) for shape in SHAPES]
     for bucket in layout.buckets:
         assert bucket.count % (world_size * ALIGN) == 0
@@ -39,6 +40,23 @@ def test_bad_values_are_named() -> None:
         BucketLayout(SHAPES, 0)
     with pytest.raises(ValueError, match="bucket_nbytes=-1"):
         BucketLayout(SHAPES, 1, bucket_nbytes=-1)
+    with pytest.raises(ValueError, match="first_nbytes=0"):
+        BucketLayout(SHAPES, 1, first_nbytes=0)
+
+
+def test_buckets_grow_from_a_small_first_one() -> None:
+    layout = BucketLayout([(64,)] * 40, 1, bucket_nbytes=256 * 16, first_nbytes=256 * 2)
+    assert [len(bucket.tensors) for bucket in layout.buckets] == [2, 8, 16, 14]
+    whole = BucketLayout([(64,)] * 40, 1, bucket_nbytes=256 * 16)
+    assert [len(bucket.tensors) for bucket in whole.buckets] == [16, 16, 8]
+    small = BucketLayout([(64,)] * 40, 1, bucket_nbytes=256 * 4, first_nbytes=256 * 100)
+    assert [len(bucket.tensors) for bucket in small.buckets] == [4] * 10
+
+
+def test_what_is_reduced_after_backward_is_small() -> None:
+    mib = [torch.Size([2**18])]
+    geometry = Geometry([mib * 30, mib * 30], 2, 25 * 2**20, itemsize=4)
+    assert [len(bucket.params) for bucket in geometry.buckets] == [1, 4, 16, 9, 25, 5]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])

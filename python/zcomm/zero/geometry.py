@@ -15,6 +15,8 @@ import torch
 
 from zcomm.layout import ALIGN, BucketLayout
 
+FIRST_NBYTES = 1 << 20
+
 
 @dataclass(frozen=True)
 class Place:
@@ -72,7 +74,9 @@ class Geometry:
         self.unit_buckets: list[list[int]] = [[] for _ in range(len(sections) if unit_count is None else unit_count)]
         self.every_count = self.every_shard_count = 0
         for section, shapes in enumerate(sections):
-            self._add(section, unit_of[section], BucketLayout(shapes, world_size, bucket_nbytes, align, itemsize))
+            first = FIRST_NBYTES if section == 0 else None  # the bucket that is reduced when backward has ended
+            layout = BucketLayout(shapes, world_size, bucket_nbytes, align, itemsize, first)
+            self._add(section, unit_of[section], layout)
         first_frozen = len(sections) if trained is None else trained
         self.buckets = [bucket for bucket in self.every if bucket.section < first_frozen]
         self.count = sum(bucket.count for bucket in self.buckets)
