@@ -33,7 +33,8 @@ def test_bytes_by_tier() -> None:
     assert (drive.host_nbytes, drive.drive_nbytes) == (4 * P, 12 * P)
     assert gpu_case(P, 3, "nvme", 1, replace(H100, drive_nbytes=70 * GIB)).lacks == ("drive",)
     assert gpu_case(P, 2, "cpu", 1, replace(H100, host_nbytes=64 * GIB)).lacks == ("host",)
-    assert gpu_case(P, 3, "none", 1, H100).lacks == ("GPU", "offload"), "shards do not stay on the GPU"
+    assert gpu_case(P, 3, "none", 2, H100).lacks == ("offload",), "shards do not stay on the GPU"
+    assert gpu_case(P, 3, "none", 1, H100) == replace(whole, stage=3), "but there are none"
 
 
 def test_state_that_stays_on_the_gpus() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -202,10 +203,40 @@ def test_an_optimizer_without_kernels_there_says_so(optimizer: str, offload: Any
         zcomm.ZeroOptimizer(nn.Linear(4, 4), optimizer, lr=0.1, offload=offload)
 
 
-def test_shards_do_not_stay_there_yet() -> None:
+def ask_for_shards_there() -> str:
     simulated.play()
-    with pytest.raises(NotImplementedError, match=r"the shards of weight would stay on simulated, .* use stage 0, 1"):
+    with pytest.raises(NotImplementedError) as error:
         zcomm.ZeroOptimizer(nn.Linear(4, 4), stage=3, offload=zcomm.Offload("cpu"))
+    simulated.stop()
+    zcomm.shutdown()
+    return str(error.value)
+
+
+def test_shards_do_not_stay_there_yet(run_ranks: Run) -> None:
+    for said in run_ranks(ask_for_shards_there, 2):
+        assert "the shards of weight would stay on simulated" in said and "use stage 0, 1" in said
+
+
+@pytest.mark.parametrize("offload", [None, zcomm.Offload("cpu", fraction=0.5)], ids=["none", "cpu"])
+def test_one_rank_has_no_shards(tmp_path: Path, offload: Any) -> None:
+    """Stage 3 whose weights stay on the device: the bits, memory and checkpoints of stage 2, frozen weights too."""
+    ends = []
+    for stage in (2, 3):
+        simulated.play(DELAY_S)
+        torch.manual_seed(0)
+        with zcomm.zero.Init() if stage == 3 else nullcontext():
+            net = Net("frozen")
+        opt = zcomm.ZeroOptimizer(net, lr=1e-2, stage=stage, offload=offload, device="cpu", bucket_mb=0.004)
+        for number in range(3):
+            step(net, opt, number)
+        opt.save(tmp_path / f"{stage}")
+        step(net, opt, 3)
+        opt.load(tmp_path / f"{stage}")
+        ends.append((opt.full_state_dict(), opt.memory()))
+        opt.close()
+        assert all(param.numel() > 0 for param in net.parameters())
+    assert ends[0][1] == ends[1][1]
+    assert all(torch.equal(ends[0][0][name], ends[1][0][name]) for name in ends[0][0])
 
 
 def test_out_of_memory_names_the_state(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,7 @@ def gpu_case(
             ("GPU", on_gpu, host.gpu_nbytes),
             ("host", on_host, host.host_nbytes),
             ("drive", on_drive, host.drive_nbytes),
-            ("offload", stage == 3 and where.params is None, False),
+            ("offload", stage == 3 and where.params is None and world_size > 1, False),
         )
         if needs > has
     )
