@@ -387,40 +387,6 @@ def test_generation_of_different_lengths(run_ranks: Run, tmp_path: Path) -> None
     assert any(told), "what to do"
 
 
-def train_compiled(folder: str, before: bool) -> list[Any]:
-    comm = zcomm.init(timeout=60)
-    ends = []
-    for case in (Case(2), PRIVATE, Case(3, "nvme", 0.02)):
-        torch.manual_seed(0)
-        torch._dynamo.reset()
-        net = Net("plain")
-        for late in (False, True):
-            if late is not before:
-                for block in net.blocks:
-                    block.compile(backend="aot_eager")
-            if not late:
-                opt = zcomm.ZeroOptimizer(net, nvme_path=folder, **case.arguments())
-        losses = []
-        for step in range(3):
-            loss = loss_of(net, comm.rank, step)
-            loss.backward()
-            opt.step()
-            opt.zero_grad()
-            losses.append(loss.item())
-        ends.append((losses, digest(opt.full_state_dict())))
-        opt.close()
-    return ends
-
-
-@pytest.mark.timeout_s(300)
-@pytest.mark.parametrize(("world_size", "before"), [(1, True), (1, False), (2, True)])
-def test_compiled_units_have_the_same_bits(run_ranks: Run, tmp_path: Path, world_size: int, before: bool) -> None:
-    """torch.compile of each block, before or after ZeroOptimizer; aot_eager, as inductor builds for half a minute."""
-    for ends in run_ranks(train_compiled, world_size, str(tmp_path), before, timeout_s=280):
-        assert len(set(ends[0][0])) == 3, "it learns"
-        assert ends[1] == ends[0] and ends[2] == ends[0]
-
-
 # --- life -----------------------------------------------------------------------------------------------------------
 
 
