@@ -142,10 +142,7 @@ def build_parts(
     if lane is not None:
         check_host(job)
         if stage == 3 and job.world_size == 1 and offload.params is None:
-            stage, frozen = (
-                2,
-                [],
-            )  # all weights stay on one rank's device: nothing is sharded, and the bits are the same
+            stage, frozen = 2, []  # all weights stay on one rank's device: there is nothing to shard
     arena = _core.PinnedArena(page_lock=lane is not None)  # what a device's copies come from and go to
     state_arena = _core.PinnedArena(page_lock=False)  # optimizer state does not cross: most of all memory
     sections = Sections(model, params, frozen, stage, offload, shared, units, lane is not None)
