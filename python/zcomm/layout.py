@@ -47,7 +47,7 @@ class BucketLayout:
     bucket_nbytes: a bucket is closed before it grows past this; a larger tensor gets a bucket of its own.
     align: elements; see the module's head.
     first_nbytes: the same for the first bucket, and 4 times as much for each next one, until it is bucket_nbytes (None:
-    for all of them). Gradients come last bucket first, and behind the first one there is no backward left to hide in.
+    bucket_nbytes for all). Gradients come last bucket first, and behind the first one no backward is left to hide in.
 
     Raises: ValueError naming a world_size, bucket_nbytes, align or first_nbytes below 1.
     Source: gradient bucketing of PyTorch DDP (Li et al., VLDB 2020); flat shards of ZeRO (arXiv:1910.02054).

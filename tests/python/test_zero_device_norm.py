@@ -13,8 +13,10 @@ import simulated
 import zcomm
 from device_jobs import Job
 from test_zero_corners import Net, loss_of
+from zcomm import _lane
 from zcomm.zero.gradients import GradientReducer
 from zcomm.zero.norm import GradientNorm
+from zcomm.zero.sweep import Sweep
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +30,7 @@ def ordinary() -> Iterator[None]:
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """In order: "host" for a shard that the host squares, "wait" for a gradient that is waited for, "norm"."""
     events: list[str] = []
+    monkeypatch.setattr(_lane, "PIECE_NBYTES", 512)  # copies are slow: a delay for each piece
 
     def tell(owner: type, method: str, what: str, counts: Any = lambda *_values: True) -> None:
         ordinary = getattr(owner, method)
@@ -42,6 +45,15 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     tell(GradientNorm, "add", "host")
     tell(GradientNorm, "end", "norm")
     tell(GradientReducer, "_wait", "wait", lambda reducer, number: reducer._works[number] is not None)
+    norm = Sweep.norm
+
+    def told_norm(self: Sweep) -> float:
+        total = norm(self)
+        works = [work for work in self._parts.reducer._works if work is not None]
+        events.append(f"{sum(not work.done() for work in works)} on their way")
+        return total
+
+    monkeypatch.setattr(Sweep, "norm", told_norm)
     return events
 
 
@@ -57,10 +69,11 @@ JOBS = [
 
 @pytest.mark.parametrize("job", JOBS, ids=str)
 def test_a_single_pass_is_squared_on_the_device(tmp_path: Path, seen: list[str], job: Job) -> None:
-    simulated.play(0.0003)
+    simulated.play(0.003)
     torch.manual_seed(0)
     net = Net("plain")
     opt = job.build(net, str(tmp_path))
+    late = 0
     for number in range(3):
         backward(net, opt, number)
         seen.clear()
@@ -70,7 +83,10 @@ def test_a_single_pass_is_squared_on_the_device(tmp_path: Path, seen: list[str],
         assert "host" not in seen, "the host has read gradients for the norm"
         if job.clip is not None or job.precision == "fp16":
             assert seen[0] == "norm" and "wait" in seen, "the norm has waited for gradients to land"
+            late += seen[1] != "0 on their way"
     opt.close()
+    if job in (Job(2, clip=0.5), Job(3, precision="fp16"), Job(2, clip=0.5, behind=True)):
+        assert late == 3, "gradients were on their way when the norm was known"
 
 
 def test_what_the_host_alone_has_is_squared_there(tmp_path: Path, seen: list[str]) -> None:
@@ -102,6 +118,31 @@ def test_a_gradient_that_was_set_counts(tmp_path: Path) -> None:
     opt.step()
     assert opt.grad_norm == squares**0.5
     opt.close()
+
+
+def test_the_gradient_that_is_not_finite_is_named_when_it_has_landed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The norm says that there is one, while it is on its way; the next pass goes on at once."""
+    monkeypatch.setattr(_lane, "PIECE_NBYTES", 512)
+    ends = []
+    for there in (False, True):
+        if there:
+            simulated.play(0.003)
+        torch.manual_seed(0)
+        net = Net("plain")
+        opt = Job(2, precision="fp16").build(net, str(tmp_path))
+        for number in range(3):
+            handle = net.embed.weight.register_hook(lambda grad, bad=number == 1: grad * (float("inf") if bad else 1))
+            backward(net, opt, number)
+            handle.remove()
+            opt.step()
+            opt.zero_grad()
+        assert opt.skipped_steps == 1 and opt.nonfinite.parameter == "embed.weight"
+        ends.append((opt.grad_norm, opt.full_state_dict()))
+        opt.close()
+    assert ends[0][0] == ends[1][0]
+    assert all(torch.equal(ends[0][1][name], ends[1][1][name]) for name in ends[0][1])
 
 
 def test_a_pass_that_failed_leaves_nothing_in_the_sum(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@
 Where the optimizer's state is offloaded, the weights and the fp32 sums of gradients are in host memory, too: the CPU
 steps there, gradients leave the GPU by buckets during backward, weights return. So they are where ranks reduce: state
 that stays on the GPU is stepped there on sums and weights that come from the host. One rank alone without offload needs
-nothing of the host. Stage 3's shards do not stay on the GPU. Bytes are ZeRO's formula: slots,
+nothing of the host. Shards of several ranks in stage 3 do not stay on the GPU. Bytes are ZeRO's formula: slots,
 staging and padding come on top, some hundred MiB. Seconds are of all ranks, which share the host's memory, the PCIe
 link of their GPU and the drive. Pure arithmetic.
 """

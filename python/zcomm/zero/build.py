@@ -141,7 +141,7 @@ def build_parts(
     lane = _check_params(model, params, frozen, device)
     if lane is not None:
         check_host(job)
-        if stage == 3 and job.world_size == 1 and offload.params is None:
+        if stage == 3 and job.world_size == 1 and _stay(offload, names_of(model, params), (*params, *frozen)):
             stage, frozen = 2, []  # all weights stay on one rank's device: there is nothing to shard
     arena = _core.PinnedArena(page_lock=lane is not None)  # what a device's copies come from and go to
     state_arena = _core.PinnedArena(page_lock=False)  # optimizer state does not cross: most of all memory
@@ -203,6 +203,11 @@ def build_parts(
         behind=_behind(model, offload, store, reducer, trained, geometry),
         resident=_resident(store, state, reducer, geometry, lane, arena),
     )
+
+
+def _stay(offload: Offload, names: dict[int, str], params: Sequence[nn.Parameter]) -> bool:
+    """Whether no weight is offloaded."""
+    return all(offload.param_tier(names[id(param)], param) == "device" for param in params)
 
 
 def _say_large(sections: Sections, units: Units, job: Communicator) -> None:

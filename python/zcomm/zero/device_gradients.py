@@ -121,7 +121,7 @@ class DeviceReducer(GradientReducer):
     def _square(self, bucket: FlatBucket, slot: torch.Tensor, filled: list[Any]) -> list[Any]:
         """Behind the events ``filled``; returns what the slot's copy waits for."""
         self._squared = False
-        if self._squares is None or not self._fresh:
+        if self._squares is None or not self._fresh or self.passes > 1:
             return filled
         if self._turns[bucket.index] == 0:
             self._squares.begin()
@@ -130,13 +130,16 @@ class DeviceReducer(GradientReducer):
     def _end_pass(self) -> None:
         first = self._touched and self._fresh
         super()._end_pass()
-        if first and self._leaving and self._squares is not None:
-            self._squares.send()
-            self._squared = True
+        self._squared = first and self.passes == 1 and bool(self._leaving) and self._squares is not None
 
     @property
     def knows_squares(self) -> bool:
         return self._squared
+
+    def send_squares(self) -> None:
+        if self._squared:
+            assert self._squares is not None
+            self._squares.send()
 
     def add_squares(self, norm: GradientNorm, buckets: Iterable[FlatBucket]) -> None:
         if self._squared:

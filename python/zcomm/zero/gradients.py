@@ -67,6 +67,7 @@ class GradientReducer:
         self.replicated = replicated
         self.waited_s = 0.0
         self.sync = True
+        self.passes = 1  # that a step is expected to have
         self.reached = 0  # backward passes whose gradients are in the accumulators or on their way
         self._used = 0  # of these
         buckets = geometry.buckets
@@ -284,6 +285,9 @@ class GradientReducer:
     def knows_squares(self) -> bool:
         """Whether ``add_squares`` need not look at the accumulators, nor wait for them."""
         return False
+
+    def send_squares(self) -> None:
+        """They are wanted soon, by ``add_squares``; nobody waits."""
 
     def add_squares(self, norm: GradientNorm, buckets: Iterable[FlatBucket]) -> None:
         """Add this rank's shards of ``buckets``, all that are on the host, to ``norm``."""

@@ -49,8 +49,13 @@ class GradientNorm:
         _core.add_words(self._sum, words.data_ptr())
 
     def end(self, note: bool = False) -> float:
-        """The norm of what was added on all ranks; ``noted`` then says whether any of them gave a note. Collective."""
+        """The norm of what was added on all ranks; ``noted`` then says whether any of them gave a note. Collective.
+
+        A rank that is alone asks nobody: the question would queue behind gradients that are still on their way."""
         self._sum.normalize()
+        if self._comm.world_size == 1:
+            self.noted = note
+            return math.sqrt(self._sum.value())
         self._message[:-1].copy_(self._words)
         self._message[-1] = int(note)
         self._comm.all_reduce(self._message, name="gradient norm")

@@ -150,6 +150,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             device=device,
         )
         integers.say(module, stage, job.rank)
+        self._parts.reducer.passes = grad_accum
         self._sweep = Sweep(self._parts, self.rule, whole=stage == 0)
         opened(self)
 
@@ -194,8 +195,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Update the parameters, on every ``grad_accum``-th call. Collective then.
 
         closure: re-evaluates the model and returns the loss (with gradients), as in torch.
-        Raises: PeerLost, TimeoutError, CollectiveMismatch from gradients in flight; OSError from swap files, on all
-        ranks. An error or an interrupt amid the update: RuntimeError in this, save and state_dict until ``load``.
+        Raises: PeerLost, TimeoutError, CollectiveMismatch, CudaError from gradients in flight; OSError from swap files,
+        on all ranks. An error or an interrupt amid the update (on a device it begins while gradients are in flight):
+        RuntimeError in this, save and state_dict until ``load``.
         """
         self._breakage.check("step()")
         with torch.enable_grad():

@@ -105,6 +105,11 @@ class ParameterStore(ABC):
         """What the parameter's data is where nobody holds it."""
 
     @property
+    def turns(self) -> bool:
+        """Whether sweeps that change their direction save reading from a drive."""
+        return "nvme" in self._tiers
+
+    @property
     def nbytes_by_tier(self) -> dict[str, int]:
         """Bytes of parameters that count for this rank (a shared copy counts once per host)."""
         counts: dict[str, int] = {}

@@ -46,6 +46,7 @@ class Resident:
         """Put the squares of their gradients, stepped or not, on torch's stream."""
         self._squares.begin()
         for bucket in self._buckets:
+            self._reducer.finish(bucket)
             self._squares.add(self._reducer.shard_view(bucket))
         self._squares.send()
 

@@ -103,9 +103,6 @@ class ResidentReducer(DeviceReducer):
             for index in self._added:
                 self._lane.current().wait(self._added[index])
 
-    def gather(self) -> None:
-        pass  # a world of one has them all
-
     def close(self) -> None:
         super().close()
         self._views.clear()

@@ -69,6 +69,7 @@ class Sweep:
         self._parts.norm.begin()
         if self._parts.resident is not None:
             self._parts.resident.start_norm()
+        self._parts.reducer.send_squares()
 
     def _end_norm(self) -> float:
         if self._parts.resident is not None:
@@ -91,7 +92,9 @@ class Sweep:
 
     def run(self, groups: Sequence[dict[str, Any]], scale: float) -> None:
         """A step with the accumulated gradients times ``scale``. Collective: every rank sees the new weights."""
-        late = self._parts.reducer.knows_squares and not self._parts.state.turns  # the last buckets land first
+        parts = self._parts
+        turns = parts.state.turns or parts.store.turns
+        late = parts.reducer.knows_squares and not turns  # the last buckets land first
         self.prepared(groups, scale, self._reverse or late)()
 
     def prepared(self, groups: Sequence[dict[str, Any]], scale: float, reverse: bool | None = None) -> Step:
