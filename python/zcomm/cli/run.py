@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from zcomm import gpus
 from zcomm.launch import Job, launch
 from zcomm.launch.errors import UserError
+from zcomm.launch.gpu_ring import VISIBLE, gpu_ring
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -36,6 +39,11 @@ def add_parser(commands: _SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "--env", action="append", default=[], type=assignment, metavar="K=V", help="set a variable in every rank"
     )
+    parser.add_argument(
+        "--gpu-ring",
+        action="store_true",
+        help="number the GPUs so that neighbouring ranks have the best links (CUDA_VISIBLE_DEVICES; see zcomm doctor)",
+    )
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module name, as in python -m")
     parser.add_argument("--no-python", action="store_true", help="the script is any program, not a Python script")
     parser.add_argument("--no-prefix", action="store_true", help="do not start each line with [rank]")
@@ -59,8 +67,12 @@ def command(args: argparse.Namespace) -> int:
         if not Path(args.script).is_file():
             raise UserError(f"{args.script}: no such script")
         argv = [sys.executable, args.script]
+    environment = dict(args.env)
+    if args.gpu_ring:
+        environment |= gpu_ring({**os.environ, **environment}, args.np, gpus.read())
+        print(f"zcomm run: {VISIBLE}={environment[VISIBLE]} in every rank", file=sys.stderr)
     job = Job(
-        argv=argv + args.args, world_size=args.np, environment=dict(args.env), prefix=not args.no_prefix, tee=args.tee
+        argv=argv + args.args, world_size=args.np, environment=environment, prefix=not args.no_prefix, tee=args.tee
     )
     return launch(job)
 
