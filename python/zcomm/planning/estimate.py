@@ -148,7 +148,7 @@ class _Layout:
         geometry, item, by_unit = self.geometry, self.kind.param_nbytes, self.sections.by_unit
         largest = max((bucket.count for bucket in geometry.buckets), default=0)
         found["device"]["slots"] = min(SLOTS, len(geometry.buckets)) * largest * self.kind.travels.itemsize
-        found["device"]["gradients"] = 4 * (geometry.count if self.stage <= 1 else geometry.shard_count)
+        found["device"]["gradients"] = 4 * (geometry.count if self.stage == 0 else geometry.shard_count)
         tiers = [self.sections.list[bucket.section].weights for bucket in geometry.every]
         for tier in set(tiers):
             mine = [bucket for bucket, other in zip(geometry.every, tiers, strict=True) if other == tier]

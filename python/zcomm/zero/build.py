@@ -175,7 +175,7 @@ def build_parts(
     start(model, sections.params, sections.names, geometry, comm, store, state, initial, precision, where, taken)
 
     names = sections.names[: len(trained)]
-    how_reduced = (trained, geometry, comm, precision.travels, stage <= 1, overlap, names)
+    how_reduced = (trained, geometry, comm, precision.travels, stage == 0, overlap, names)
     reducer = _reducer(how_reduced, store, state, lane, arena)
     hooks = None
     if isinstance(store, UnitStore):

@@ -41,7 +41,7 @@ class GradientReducer:
     """Owns the slots and the accumulators of one optimizer.
 
     params: in the numbering of ``geometry``. dtype: of gradients on their way.
-    replicated: keep accumulators of all gradients (stages 0 and 1) or of this rank's shards (stages 2 and 3).
+    replicated: keep accumulators of all gradients (stage 0) or of this rank's shards.
     overlap: reduce while backward runs, or after it.
     Memory: slots: min(SLOTS, buckets) x largest bucket x itemsize; accumulators: 4 bytes per element kept.
     """
