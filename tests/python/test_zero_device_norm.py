@@ -166,7 +166,7 @@ def test_a_pass_that_failed_leaves_nothing_in_the_sum(tmp_path: Path) -> None:
 
 
 def test_norms_that_are_not_used_spoil_no_other(tmp_path: Path) -> None:
-    """A second pass makes a sum of squares that was sent out of date, and the third step begins one anew."""
+    """A second pass makes the sum of the first one out of date, and the next step begins one anew."""
     norms: list[list[float]] = []
     for there in (False, True):
         if there:

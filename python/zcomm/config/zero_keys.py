@@ -76,7 +76,7 @@ class OffloadParam:
 class ZeroOptimization:
     """Section ``zero_optimization``."""
 
-    stage: int = key(0, "0 replicated, 1 optimizer, 2 + gradients, 3 + parameters sharded", choices=(0, 1, 2, 3))
+    stage: int = key(0, "0 replicated, 1 and 2 optimizer and gradients, 3 + parameters sharded", choices=(0, 1, 2, 3))
     offload_optimizer: OffloadOptimizer = section(OffloadOptimizer, "tier of the optimizer state")
     offload_param: OffloadParam = section(OffloadParam, "tier of the parameters")
     overlap_comm: bool | None = key(

@@ -47,7 +47,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     optimizer: "adamw", "adam", "lion", "sgd", "adagrad" (fused), or a class of ``torch.optim`` or an instance, whose
     groups and options are taken over. Adam, AdamW, SGD and Adagrad become the fused ones; others run as they are on
     fp32 shards where they are elementwise (RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop).
-    stage: 0 replicated, 1 sharded optimizer state, 2 and gradients, 3 and parameters.
+    stage: 0 replicated, 1 and 2 sharded optimizer state and gradients, 3 and parameters.
     offload: None, "cpu", "nvme" or ``zcomm.Offload``. nvme_path: directory on the drive, needed by "nvme"; a list
     stripes the state over several drives, one directory on each.
     precision: "fp32"; "bf16" or "fp16" (parameters and gradients in it, exact fp32 master, fp32 accumulation). fp16
@@ -62,8 +62,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     skip_nonfinite: skip steps whose gradients are not finite; None: in fp16 only, which always does.
     units: stage 3 by units: a list of its units, or ``zero.Units`` (which also keeps, joins, prefetches by bytes).
     device: where the model trains: a CUDA device, to which parameters on the CPU or without memory (``zero.Init``) come
-    unit by unit, or whole where the stage keeps them whole; None: where the parameters are. Stage 3 of
-    several ranks needs offload.
+    unit by unit, or whole where the stage keeps them whole; None: where the parameters are. Stage 3 of several
+    ranks needs offload.
     optimizer_args: options of a named optimizer or class, as torch's (lr, betas, momentum, ...).
 
     Gradients are averaged over the ranks and over the ``grad_accum`` micro-steps; nobody else divides. Call ``step()``
