@@ -1,13 +1,16 @@
 """Timing variants in turn.
 
-A figure is the median of >= 7 rounds. In each round every variant runs once, A B C D A B C D ..., each started by a
-barrier, so that a machine that slows down slows all of them. A round's time is that of the slowest rank. Percentiles
-are over all single calls of a rank, and those of the slowest rank are kept.
+A figure is the median of >= 7 rounds. In each round every variant runs once, each started by a barrier, so that a
+machine that slows down slows all of them; their order is drawn anew for each round (alike on all ranks), as what ran
+before leaves caches and heap in a state that the next one feels. A round's time is that of the slowest rank.
+Percentiles are over all single calls of a rank, and those of the slowest rank are kept.
 """
 
 from __future__ import annotations
 
 import itertools
+import random
+import resource
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,10 +24,16 @@ Calls = Mapping[str, Callable[[], object]]
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds. `median`: of rounds, per call; `percentiles`: of single calls, in the order of PERCENTILES."""
+    """Seconds. `median`: of rounds, per call; `percentiles`: of single calls, in the order of PERCENTILES.
+
+    `quiet`: first quartile of rounds, those that nothing else disturbed. `faults`: page faults of a call (median of
+    rounds, of the rank that has most).
+    """
 
     median: float
     percentiles: tuple[float, ...]
+    quiet: float = 0.0
+    faults: float = 0.0
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
@@ -48,16 +57,21 @@ def interleaved(
     rounds = max(MIN_ROUNDS, rounds)
     clock = time.perf_counter
     rounds_of: dict[str, list[float]] = {name: [] for name in variants}
+    faults_of: dict[str, list[float]] = {name: [] for name in variants}
     calls_of: dict[str, list[float]] = {name: [] for name in variants}
     for call in variants.values():
         for _ in range(warmup):
             call()
     if settle is not None:
         settle()
+    order, draw = list(variants), random.Random(1)
     for _ in range(rounds):
-        for name, call in variants.items():
+        draw.shuffle(order)
+        for name in order:
+            call = variants[name]
             stamps = [0.0] * (inner + 1)
             barrier()
+            faults = _faults()
             stamps[0] = clock()
             for i in range(1, inner + 1):
                 call()
@@ -65,12 +79,21 @@ def interleaved(
             if settle is not None:
                 settle()
                 stamps[-1] = clock()
+            faults_of[name].append((_faults() - faults) / inner)
             rounds_of[name].append((stamps[-1] - stamps[0]) / inner)
             calls_of[name].extend(end - begin for begin, end in itertools.pairwise(stamps))
     result = {}
     for name, mine in rounds_of.items():
         ordered = sorted(calls_of[name])
-        everyone = gather(mine + [percentile(ordered, percent) for percent in PERCENTILES])
+        faults = statistics.median(faults_of[name])
+        everyone = gather([*mine, *(percentile(ordered, percent) for percent in PERCENTILES), faults])
         columns = [max(column) for column in zip(*everyone, strict=True)]
-        result[name] = Timing(statistics.median(columns[:rounds]), tuple(columns[rounds:]))
+        quiet, *_ = statistics.quantiles(columns[:rounds], n=4)
+        median = statistics.median(columns[:rounds])
+        result[name] = Timing(median, tuple(columns[rounds:-1]), quiet=quiet, faults=columns[-1])
     return result
+
+
+def _faults() -> int:
+    """Of this process, without a read from a drive."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
