@@ -37,6 +37,12 @@ struct ConstBuffer {
   std::size_t count;
 };
 
+/// Elements [begin, begin + count) of this rank's own chunk of an input: they lie at `data` instead.
+struct OwnPart {
+  std::size_t begin, count;
+  const void* data;
+};
+
 /// How one call is made. Strings must live as long as the operation (pass literals or interned ones).
 struct Call {
   const char* name = "";  ///< appears in errors, and must be equal on all ranks
@@ -101,8 +107,14 @@ class Communicator {
   /// in[i].count == world_size * out[i].count; rank r gets chunk r of the reduction. 2-byte floats accumulate in fp32.
   /// `out_dtype` is `dtype`, or f32 for f16/bf16 input (then nothing is rounded to 16 bits).
   /// `accumulate`: out += result instead of out = result. out may alias in at chunk `rank`.
+  /// `own`: of the only buffer of the list, in order, in the memory of the host; it saves copying them to chunk `rank`
+  /// of `in`, which is done where the path needs it (so that it must be writable).
   virtual Work reduce_scatter(std::span<const ConstBuffer> in, std::span<const Buffer> out, DType dtype, ReduceOp op,
-                              DType out_dtype, bool accumulate, const Call& call = {}) = 0;
+                              DType out_dtype, bool accumulate, const Call& call = {},
+                              std::span<const OwnPart> own = {}) = 0;
+
+  /// Whether `own` of reduce_scatter saves anything here.
+  virtual bool reads_own_parts() const = 0;
 
   /// out[i].count == world_size * in[i].count; in may alias out at chunk `rank`.
   virtual Work all_gather(std::span<const ConstBuffer> in, std::span<const Buffer> out, DType dtype,

@@ -80,7 +80,16 @@ void bind_mesh(py::module_& m) {
 }
 
 using In = const Spans&;
+using OwnSpans = std::vector<std::tuple<std::size_t, std::size_t, std::uintptr_t>>;  // begin, count, address
 using Name = const std::string&;
+
+std::vector<OwnPart> own_parts(const OwnSpans& spans) {
+  std::vector<OwnPart> parts;
+  parts.reserve(spans.size());
+  for (const auto& [begin, count, address] : spans)
+    parts.push_back({begin, count, reinterpret_cast<const void*>(address)});
+  return parts;
+}
 
 /// The commonest small call at a third of its cost: one tensor, read here. NotImplemented for all else.
 py::object all_reduce_tensor(Communicator& self, py::handle tensor, ReduceOp op, Name name, bool async) {
@@ -98,19 +107,25 @@ void bind_reductions(py::class_<Communicator>& c) {
              const auto list = buffers(spans);
              return start(call, [&] { return self.all_reduce(list, dtype, op, call); });
            })
-      .def("reduce",
-           [](Communicator& self, In spans, DType dtype, ReduceOp op, int root, Name name, bool async) {
-             const Call call = call_of(name, async);
-             const auto list = buffers(spans);
-             return start(call, [&] { return self.reduce(list, dtype, op, root, call); });
-           })
-      .def("reduce_scatter", [](Communicator& self, In in, In out, DType dtype, ReduceOp op, DType out_dtype,
-                                bool accumulate, Name name, bool async) {
+      .def("reduce", [](Communicator& self, In spans, DType dtype, ReduceOp op, int root, Name name, bool async) {
         const Call call = call_of(name, async);
-        const auto from = const_buffers(in);
-        const auto to = buffers(out);
-        return start(call, [&] { return self.reduce_scatter(from, to, dtype, op, out_dtype, accumulate, call); });
+        const auto list = buffers(spans);
+        return start(call, [&] { return self.reduce(list, dtype, op, root, call); });
       });
+  const auto scatter = [](Communicator& self, In in, In out, DType dtype, ReduceOp op, DType out_dtype, bool accumulate,
+                          const OwnSpans& own, Name name, bool async) {
+    const Call call = call_of(name, async);
+    const auto from = const_buffers(in);
+    const auto to = buffers(out);
+    const auto parts = own_parts(own);
+    return start(call, [&] { return self.reduce_scatter(from, to, dtype, op, out_dtype, accumulate, call, parts); });
+  };
+  c.def("reduce_scatter", scatter)
+      .def("reduce_scatter",
+           [scatter](Communicator& self, In in, In out, DType dtype, ReduceOp op, DType out_dtype, bool accumulate,
+                     Name name,
+                     bool async) { return scatter(self, in, out, dtype, op, out_dtype, accumulate, {}, name, async); })
+      .def_property_readonly("reads_own_parts", &Communicator::reads_own_parts);
 }
 
 void bind_movements(py::class_<Communicator>& c) {

@@ -1,7 +1,7 @@
 """Types of the extension (python/bindings)."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 from typing_extensions import Buffer
 
@@ -72,6 +72,7 @@ class Source:
 class Communicator:
     rank: int
     world_size: int
+    reads_own_parts: bool
     @staticmethod
     def create(
         mesh: Mesh,
@@ -101,6 +102,7 @@ class Communicator:
     def reduce(
         self, spans: Spans, dtype: DType, op: ReduceOp, root: int, name: str, async_op: bool, /
     ) -> Work | None: ...
+    @overload
     def reduce_scatter(
         self,
         spans: Spans,
@@ -109,6 +111,20 @@ class Communicator:
         op: ReduceOp,
         out_dtype: DType,
         accumulate: bool,
+        name: str,
+        async_op: bool,
+        /,
+    ) -> Work | None: ...
+    @overload
+    def reduce_scatter(
+        self,
+        spans: Spans,
+        out: Spans,
+        dtype: DType,
+        op: ReduceOp,
+        out_dtype: DType,
+        accumulate: bool,
+        own: Sequence[tuple[int, int, int]],  # begin and count in the chunk, address
         name: str,
         async_op: bool,
         /,

@@ -32,6 +32,7 @@ class EngineCommunicator final : public Communicator {
         engine_(factory_(symmetric_)),
         rank_(engine_->rank()),
         world_size_(engine_->world_size()),
+        own_parts_(engine_->own_parts()),
         executor_(std::make_unique<Executor>([this](Operation& operation) { run(operation); })) {}
   ~EngineCommunicator() override { close(); }
 
@@ -63,7 +64,9 @@ class EngineCommunicator final : public Communicator {
                    .call = call});
   }
   Work reduce_scatter(std::span<const ConstBuffer> in, std::span<const Buffer> out, DType dtype, ReduceOp op,
-                      DType out_dtype, bool accumulate, const Call& call) override {
+                      DType out_dtype, bool accumulate, const Call& call, std::span<const OwnPart> own) override {
+    if (!own.empty() && own_parts_ == Engine::OwnParts::refused)
+      throw Unsupported("reduce_scatter: own parts of buffers on a device are not served");
     return submit({.kind = OpKind::reduce_scatter,
                    .in = in,
                    .out = out,
@@ -71,8 +74,10 @@ class EngineCommunicator final : public Communicator {
                    .out_dtype = out_dtype,
                    .op = op,
                    .accumulate = accumulate,
-                   .call = call});
+                   .call = call,
+                   .own = own});
   }
+  bool reads_own_parts() const override { return own_parts_ == Engine::OwnParts::read; }
   Work all_gather(std::span<const ConstBuffer> in, std::span<const Buffer> out, DType dtype,
                   const Call& call) override {
     return move(OpKind::all_gather, in, out, dtype, -1, call);
@@ -198,12 +203,17 @@ class EngineCommunicator final : public Communicator {
       if (event)
         wait_for(*event);
       else
-        engine_->run(operation);
+        run_on_engine(operation);
     } catch (...) {
       failure_.set(std::current_exception());
       if (event) engine_->close();  // which tells the other ranks, as a failed operation does by itself
       throw;
     }
+  }
+
+  void run_on_engine(Operation& operation) {
+    if (own_parts_ == Engine::OwnParts::copied) bring_home(operation, rank_);
+    engine_->run(operation);
   }
 
   /// Of `after`. A rank that is lost meanwhile is noticed by the operation that needs it.
@@ -240,6 +250,7 @@ class EngineCommunicator final : public Communicator {
   EngineFactory factory_;
   std::unique_ptr<Engine> engine_;
   const int rank_, world_size_;
+  const Engine::OwnParts own_parts_;
   Failure failure_;
   std::atomic<bool> closed_{false};
   mutable std::mutex close_mutex_;

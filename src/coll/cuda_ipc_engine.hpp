@@ -50,6 +50,7 @@ class CudaIpcEngine final : public Engine {
                 SymmetricMemory& symmetric);
   ~CudaIpcEngine() override;
 
+  OwnParts own_parts() const override { return OwnParts::refused; }
   int rank() const override { return memory_.rank(); }
   int world_size() const override { return memory_.world_size(); }
   void prepare(Operation& operation, const Call& call) noexcept override;

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 
-#include "coll/plan.hpp"
 #include "coll/slot_writer.hpp"
 #include "coll/staged.hpp"
 #include "device/kernels.hpp"
@@ -47,7 +46,7 @@ void DirectPath::run(const Operation& operation, Path path) {
         reduce(header, item);
         break;
       case OpKind::reduce_scatter:
-        reduce_scatter(header, item);
+        reduce_scatter(operation, item);
         break;
       case OpKind::all_gather:
         path == Path::pull ? pull(header, item) : push(header, item);
@@ -92,18 +91,32 @@ void DirectPath::reduce(const Header& header, const Item& item) {
                            .op = header.op});
 }
 
-void DirectPath::reduce_scatter(const Header& header, const Item& item) {
-  const std::size_t begin = static_cast<std::size_t>(rank_) * item.count * size_of(header.dtype);
+void DirectPath::reduce_scatter(const Operation& operation, const Item& item) {
+  std::size_t done = 0;
+  for (const OwnPart& part : operation.own) {
+    reduce_range(operation.header, item, {done, part.begin}, nullptr);
+    done = part.begin + part.count;
+    reduce_range(operation.header, item, {part.begin, done}, part.data);
+  }
+  reduce_range(operation.header, item, {done, item.count}, nullptr);
+}
+
+/// `range` of this rank's chunk; its own elements are at `own`, or in its buffer.
+void DirectPath::reduce_range(const Header& header, const Item& item, Range range, const void* own) {
+  if (range.count() == 0) return;
+  const std::size_t first = static_cast<std::size_t>(rank_) * item.count + range.begin;
   for (int q = 0; q < world_size_; ++q)
-    sources_[static_cast<std::size_t>(q)] = item.in_home->at_peer(q, item.in) + begin;
-  void* const target = item.out;
+    sources_[static_cast<std::size_t>(q)] = item.in_home->at_peer(q, item.in) + first * size_of(header.dtype);
+  if (own != nullptr) sources_[static_cast<std::size_t>(rank_)] = own;
+  void* const target = item.out + range.begin * size_of(header.out_dtype);
   device::reduce_in_parts({.dst = {&target, 1},
                            .src = sources_,
-                           .count = item.count,
+                           .count = range.count(),
                            .in = header.dtype,
                            .out = header.out_dtype,
                            .op = header.op,
-                           .accumulate = header.accumulate});
+                           .accumulate = header.accumulate,
+                           .stores = result_stores(item.count * size_of(header.out_dtype))});
 }
 
 void DirectPath::pull(const Header& header, const Item& item) {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "coll/operation.hpp"
+#include "coll/plan.hpp"
 #include "coll/watch.hpp"
 
 namespace zcomm::coll {
@@ -33,7 +34,8 @@ class DirectPath {
  private:
   void all_reduce(const Header& header, const Item& item);
   void reduce(const Header& header, const Item& item);
-  void reduce_scatter(const Header& header, const Item& item);
+  void reduce_scatter(const Operation& operation, const Item& item);
+  void reduce_range(const Header& header, const Item& item, Range range, const void* own);
   void pull(const Header& header, const Item& item);
   void push(const Header& header, const Item& item);
   void broadcast(const Header& header, const Item& item);

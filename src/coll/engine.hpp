@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <memory>
 
@@ -18,6 +19,14 @@ namespace zcomm::coll {
 class Engine {
  public:
   virtual ~Engine() = default;
+
+  /// What becomes of Operation::own.
+  enum class OwnParts : std::uint8_t {
+    refused,  ///< buffers are on a device
+    copied,   ///< to where they belong, before run()
+    read,     ///< run() reads them where they are, or copies them
+  };
+  virtual OwnParts own_parts() const { return OwnParts::copied; }
 
   virtual int rank() const = 0;
   virtual int world_size() const = 0;

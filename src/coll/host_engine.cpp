@@ -31,6 +31,7 @@ void HostEngine::close() noexcept {
 void HostEngine::run(Operation& operation) {
   try {
     const bool small = one_shot_.takes(operation);
+    if (small) bring_home(operation, rank());
     entrance_.enter(operation.header, [&](std::uint32_t number) {
       if (small) one_shot_.bring(operation, number);
     });
@@ -75,10 +76,9 @@ void HostEngine::work(Operation& operation) {
   }
   const Path path = choose_path(operation.header.kind, memory_.world_size(),
                                 [this](int rank) -> const Entry& { return entrance_.entry(rank); });
-  if (path == Path::staged)
-    staged_.run(operation);
-  else
-    direct_.run(operation, path);
+  if (path != Path::staged) return direct_.run(operation, path);
+  bring_home(operation, rank());
+  staged_.run(operation);
 }
 
 void HostEngine::work_told(const Operation& operation) {

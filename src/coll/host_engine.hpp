@@ -22,6 +22,7 @@ class HostEngine final : public Engine {
   /// Collective over `mesh`.
   HostEngine(std::shared_ptr<net::Mesh> mesh, const CommOptions& options, SymmetricMemory& symmetric);
 
+  OwnParts own_parts() const override { return OwnParts::read; }
   int rank() const override { return memory_.rank(); }
   int world_size() const override { return memory_.world_size(); }
   void run(Operation& operation) override;

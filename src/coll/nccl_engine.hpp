@@ -30,6 +30,7 @@ class NcclEngine final : public Engine {
              double timeout_s);
   ~NcclEngine() override;
 
+  OwnParts own_parts() const override { return OwnParts::refused; }
   int rank() const override { return control_.rank(); }
   int world_size() const override { return control_.world_size(); }
   void prepare(Operation& operation, const Call& call) noexcept override { tickets_.prepare(operation, call); }

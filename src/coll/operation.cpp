@@ -6,6 +6,7 @@
 
 #include "base/error.hpp"
 #include "coll/splits.hpp"
+#include "device/kernels.hpp"
 
 namespace zcomm::coll {
 namespace {
@@ -121,6 +122,23 @@ std::size_t item_count(OpKind kind, const ConstBuffer& in, const Buffer& out) {
   }
 }
 
+void check_own(const Request& request) {
+  if (request.own.empty()) return;
+  if (request.out.size() != 1)
+    throw InvalidArgument(
+        text(name_of(request.kind), ": own parts of a list of ", request.out.size(), " buffers: expected one buffer"));
+  std::size_t end = 0;
+  for (std::size_t i = 0; i < request.own.size(); ++i) {
+    const OwnPart& part = request.own[i];
+    check_pointer(request, part.data, part.count, i);
+    if (part.begin < end || part.begin > request.out[0].count || part.count > request.out[0].count - part.begin)
+      throw InvalidArgument(text(name_of(request.kind), ": own part ", i, ": elements [", part.begin, ", ",
+                                 part.begin + part.count, "): expected parts of [", end, ", ", request.out[0].count,
+                                 "), in order"));
+    end = part.begin + part.count;
+  }
+}
+
 }  // namespace
 
 void check(const Request& request, int rank, int world_size, const SymmetricMemory& memory) {
@@ -137,12 +155,14 @@ void check(const Request& request, int rank, int world_size, const SymmetricMemo
     check_list(request, request.in.size(), request.out.size(), world_size);
   const std::size_t buffers = std::max(request.in.size(), request.out.size());
   for (std::size_t i = 0; i < buffers; ++i) check_buffer(request, i, rank, world_size, memory);
+  check_own(request);
 }
 
 void fill(Operation& operation, SpareItems& spares, const Request& request, int rank, int world_size,
           const SymmetricMemory& memory) {
   const std::size_t ranks = static_cast<std::size_t>(world_size);
   operation.items.clear();
+  operation.own.assign(request.own.begin(), request.own.end());
   operation.allocate = request.allocate;
   operation.after = nullptr;
   Header& header = operation.header;
@@ -193,6 +213,16 @@ void fill(Operation& operation, SpareItems& spares, const Request& request, int 
   header.place_in = in_symmetric ? in_place_hash | 1 : 0;
   header.place_out = same ? header.place_in : out_symmetric ? out_place_hash | 1 : 0;
   seal(header);
+}
+
+void bring_home(Operation& operation, int rank) {
+  if (operation.own.empty()) return;
+  const Item& item = operation.items.all()[0];
+  const std::size_t element_nbytes = size_of(operation.header.dtype);
+  std::byte* chunk = const_cast<std::byte*>(item.in) + static_cast<std::size_t>(rank) * item.count * element_nbytes;
+  for (const OwnPart& part : operation.own)
+    device::copy(chunk + part.begin * element_nbytes, part.data, part.count * element_nbytes);
+  operation.own.clear();
 }
 
 }  // namespace zcomm::coll

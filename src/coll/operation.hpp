@@ -62,6 +62,7 @@ struct AllocateResult {
 struct Operation {
   Header header;
   ItemList items;
+  std::vector<OwnPart> own;  ///< of reduce_scatter's only item; its capacity stays
   AllocateResult* allocate = nullptr;
   std::shared_ptr<device::Event> after;  ///< not null: only wait for this (local, no header)
   std::shared_ptr<Completion> completion;
@@ -80,6 +81,7 @@ struct Request {
   bool accumulate = false;
   int root = -1;
   Call call{};
+  std::span<const OwnPart> own{};
   std::size_t nbytes = 0;
   AllocateResult* allocate = nullptr;
 };
@@ -90,5 +92,8 @@ void check(const Request& request, int rank, int world_size, const SymmetricMemo
 /// Sets all of `operation` but its completion and sequence number.
 void fill(Operation& operation, SpareItems& spares, const Request& request, int rank, int world_size,
           const SymmetricMemory& memory);
+
+/// Copies the parts of this rank's own chunk that lie elsewhere to where they belong; none do afterwards.
+void bring_home(Operation& operation, int rank);
 
 }  // namespace zcomm::coll

@@ -34,6 +34,8 @@ _SHOWN_COUNTS = 4
 
 
 class MpiCore:
+    reads_own_parts = False
+
     def __init__(self, comm: MPI.Intracomm, timeout: float, block_nbytes: int = 4 << 20) -> None:
         """Collective. ``comm`` is duplicated and stays the caller's."""
         self._comm = comm.Dup()
