@@ -91,7 +91,7 @@ def lag_hooks() -> None:
     from zcomm.zero.units import UnitStore
 
     assert clock is not None
-    sleepy(GradientReducer, ["_collect", "_launch", "_wait", "_end_pass", "_slot"], clock)
+    sleepy(GradientReducer, ["_collect", "_launch", "_wait", "_end_pass", "_enter"], clock)
     sleepy(UnitStore, ["ensure", "use", "_gather", "_drop", "publish", "begin_pass", "reached"], clock)
     sleepy(UnitHooks, ["_begin", "_end_backward"], clock)
     sleepy(ResidentStore, ["load"], clock)

@@ -89,10 +89,9 @@ class Watched:
         self._patch.setattr(owner, name, lambda this, *args: told(original, this, *args))
 
     def _tell_gradients(self) -> None:
-        def slot(original: Any, this: Any, bucket: int) -> torch.Tensor:
-            found: torch.Tensor = original(this, bucket)
-            self.touch(self.lane.stream, found, "w", f"gradients into the slot of bucket {bucket}")
-            return found
+        def enter(original: Any, this: Any, bucket: int) -> None:
+            original(this, bucket)
+            self.touch(self.lane.stream, this._slot(bucket), "w", f"gradients into the slot of bucket {bucket}")
 
         def reduce(original: Any, this: Any, bucket: Any, host: torch.Tensor) -> None:
             number = this._number(bucket.index)
@@ -111,7 +110,7 @@ class Watched:
             if waits:
                 self.trace.order(self._queue_of[number], None)
 
-        self.around(DeviceReducer, "_slot", slot)
+        self.around(DeviceReducer, "_enter", enter)
         self.around(DeviceReducer.__base__, "_reduce", reduce)  # type: ignore[arg-type]
         self.around(DeviceReducer.__base__, "_wait", wait)  # type: ignore[arg-type]
 
@@ -300,7 +299,7 @@ def _no_join(patch: pytest.MonkeyPatch) -> None:
 
 
 WAITS: dict[str, tuple[Job, Callable[[pytest.MonkeyPatch], None]]] = {
-    "a slot is filled before its last copy has left": (Job(2), _no_wait_in(DeviceReducer, "_slot")),
+    "a slot is filled before its last copy has left": (Job(2), _no_wait_in(DeviceReducer, "_enter")),
     "a slot leaves before it is full": (Job(2), _without("reduce")),
     "weights come while the old ones are used": (Job(2), _without("send")),
     "forward begins before the weights have come": (Job(2), _no_wait_in(DeviceStore, "arrive")),

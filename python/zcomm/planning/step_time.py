@@ -1,10 +1,11 @@
 """Seconds of a training step on this machine: computing, communication, update and swap, from measured speeds.
 
-[Note: step time] Forward and backward by the roofline of each operation. Communication: each gradient is copied into
-its slot by its hook and the buckets go through reduce_scatter, per micro-step; ranks of a host share their parameters,
-so these are there after a barrier. Update: the bytes of one pass over gradients, weights and state. Swapping the state
-runs beside the update, swapping parameters beside computing. Nothing else is taken to be hidden: where ranks leave no
-CPU idle, communication takes its turn. It is a model: expect tens of percent, and the right order of the rows.
+[Note: step time] Forward and backward by the roofline of each operation. Communication: what other ranks reduce of a
+gradient is copied into its slot by its hook, and the buckets go through reduce_scatter, per micro-step; ranks of a host
+share their parameters, so these are there after a barrier. Update: the bytes of one pass over gradients, weights and
+state, and of the norm. Swapping the state runs beside the update, swapping parameters beside computing. Nothing else is
+taken to be hidden: where ranks leave no CPU idle, communication takes its turn. It is a model: expect tens of percent,
+and the right order of the rows.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def step_time(
     if moved and drive_bps is None:
         return None
     compute = None if work is None else accumulation * work.seconds(speeds, precision)
-    reduced = found.bucket_nbytes / speeds.reduce_bps + 2 * found.bucket_nbytes / speeds.far_bps
+    copied = found.bucket_nbytes * (1 - 1 / found.world_size)
+    reduced = found.bucket_nbytes / speeds.reduce_bps + 2 * copied / speeds.far_bps
     gathered = 4 * found.count / speeds.reduce_bps if found.stage == 0 and found.world_size > 1 else 0.0
     communication = accumulation * (reduced + _HOOK_STARTS * found.tensors * speeds.start_s) + gathered
     update = found.update_nbytes / speeds.far_bps

@@ -48,6 +48,8 @@ class DeviceReducer(GradientReducer):
     Memory: device: min(SLOTS, buckets) slots; host: host_slots() slots, and the accumulators.
     """
 
+    on_host = False
+
     def __init__(
         self,
         params: Sequence[torch.nn.Parameter],
@@ -99,14 +101,13 @@ class DeviceReducer(GradientReducer):
         if self._turns[bucket.index] >= len(self._turns) - len(self._works):
             self._wait(self._number(bucket.index))
 
-    def _slot(self, bucket: int) -> torch.Tensor:
-        """The bucket's slot on the device, which torch's current stream may write into."""
+    def _enter(self, bucket: int) -> None:
+        """torch's current stream may write into the slot on the device."""
         number = self._position[bucket] % self._slot_count
         stream, writers = self._lane.current(), self._writers[number]
         if id(stream) not in writers:
             stream.wait(self._left[number])
             writers[id(stream)] = stream
-        return self._slots[number][: self._geometry.buckets[bucket].count]
 
     def _reduce(self, bucket: FlatBucket, slot: torch.Tensor) -> None:
         self.before_reduce()

@@ -1,12 +1,12 @@
 """Gradients: from autograd's hands into averaged fp32 accumulators, bucket by bucket, while backward runs.
 
 [Note: bucket life] A post-accumulate hook copies a parameter's gradient into its place in the bucket's slot and drops
-it. When a bucket is complete and all buckets before it in the launch order have been launched, its reduce_scatter
-starts on the communicator's own thread and adds this rank's shard of the average to the accumulator. Slots form a
-fixed ring: bucket number i of the order uses slot i % slot_count once bucket i - slot_count has been reduced. A
-gradient whose bucket has no slot yet stays where autograd put it until the bucket's turn comes. The launch order (last
-bucket first) is the same on all ranks, whatever order autograd finishes in; parameters that backward did not reach
-count as zero.
+it; or keeps it until it is reduced, where no other rank reads it (own_gradients.py). When a bucket is complete and all
+buckets before it in the launch order have been launched, its reduce_scatter starts on the communicator's own thread and
+adds this rank's shard of the average to the accumulator. Slots form a fixed ring: bucket number i of the order uses
+slot i % slot_count once bucket i - slot_count has been reduced. A gradient whose bucket has no slot yet stays where
+autograd put it until the bucket's turn comes. The launch order (last bucket first) is the same on all ranks, whatever
+order autograd finishes in; parameters that backward did not reach count as zero.
 
 [Note: arrivals] One pass can reach a parameter several times, where backward passes run inside of it (reentrant
 checkpoints with a weight in common). A bucket takes the first arrival. Later ones stay in ``param.grad``, where
@@ -33,6 +33,7 @@ from zcomm.comm import Communicator
 from zcomm.zero.geometry import FlatBucket, Geometry
 from zcomm.zero.listed import listed
 from zcomm.zero.norm import GradientNorm
+from zcomm.zero.own_gradients import OwnGradients
 
 SLOTS = 3
 
@@ -43,8 +44,11 @@ class GradientReducer:
     params: in the numbering of ``geometry``. dtype: of gradients on their way.
     replicated: keep accumulators of all gradients (stage 0) or of this rank's shards.
     overlap: reduce while backward runs, or after it.
+    on_host: whether buckets are reduced from the slots that hooks write to, in host memory.
     Memory: slots: min(SLOTS, buckets) x largest bucket x itemsize; accumulators: 4 bytes per element kept.
     """
+
+    on_host = True
 
     def __init__(
         self,
@@ -74,6 +78,9 @@ class GradientReducer:
         self._slot_count = min(SLOTS, len(buckets))
         self._works: list[Work | None] = [None] * self._slot_count
         self._slots = self._make_slots(max((bucket.count for bucket in buckets), default=0))
+        self._views: dict[int, torch.Tensor] = {}  # of parameters, in their slots
+        reads = self.on_host and comm._core.reads_own_parts
+        self._own = OwnGradients(geometry, comm.rank, dtype) if reads else None
         self.accumulators = self._make_accumulators()
         self._order = list(reversed(buckets))
         self._position = {bucket.index: i for i, bucket in enumerate(self._order)}
@@ -155,10 +162,20 @@ class GradientReducer:
         return self._position[bucket] % len(self._works)
 
     def _slot(self, bucket: int) -> torch.Tensor:
-        """The bucket's slot, free for writing: the previous bucket in it has been reduced."""
-        number = self._number(bucket)
-        self._wait(number)
+        number = self._position[bucket] % self._slot_count
         return self._slots[number][: self._geometry.buckets[bucket].count]
+
+    def _enter(self, bucket: int) -> None:
+        """Make the bucket's slot free for writing: the previous bucket in it has been reduced."""
+        self._wait(self._number(bucket))
+
+    def _view(self, index: int) -> torch.Tensor:
+        """The place of parameter ``index`` in its slot."""
+        view = self._views.get(index)
+        if view is None:
+            slot = self._slot(self._geometry.places[index].bucket)
+            view = self._views[index] = self._geometry.view(slot, index)
+        return view
 
     def _wait(self, number: int) -> None:
         work = self._works[number]
@@ -174,10 +191,10 @@ class GradientReducer:
 
     def _collect(self, index: int) -> None:
         """Copy the gradient of parameter ``index`` into its slot and drop it; a missing one counts as zero."""
-        param = self._params[index]
-        view = self._geometry.view(self._slot(self._geometry.places[index].bucket), index)
-        grad = self._early.pop(index, None)
+        self._enter(self._geometry.places[index].bucket)
+        view, grad = self._view(index), self._early.pop(index, None)
         if grad is None:
+            param = self._params[index]
             grad, param.grad = param.grad, None
         if grad is None:
             view.zero_()
@@ -185,7 +202,8 @@ class GradientReducer:
         if grad.layout is not torch.strided:
             self._say("sparse", f"the gradient of {self._names[index]} is sparse; it is made dense here")
             grad = grad.to_dense()
-        view.copy_(grad)
+        if self._own is None or not self._own.keep(index, grad, view):
+            view.copy_(grad)
 
     def _launch_complete(self) -> None:
         while self._launched < len(self._order) and not self._missing[self._order[self._launched].index]:
@@ -208,6 +226,7 @@ class GradientReducer:
 
     def _send(self, bucket: FlatBucket) -> None:
         """Reduce what is in the bucket's slot."""
+        self._enter(bucket.index)
         slot = self._slot(bucket.index)
         for gap in self._geometry.gaps(bucket):
             slot[gap].zero_()
@@ -216,18 +235,14 @@ class GradientReducer:
     def _reduce(self, bucket: FlatBucket, slot: torch.Tensor) -> None:
         """Start to add the bucket in ``slot`` (symmetric memory) to the accumulators."""
         shard = self.shard_view(bucket)
-        core = self._comm._core.reduce_scatter(
-            [(slot.data_ptr(), slot.numel())],
-            [(shard.data_ptr(), shard.numel())],
-            core_dtype(self._dtype),
-            _core.ReduceOp.avg,
-            _core.DType.float32,
-            not self._fresh,
-            f"gradients of bucket {bucket.index}",
-            True,
-        )
-        assert core is not None  # it was asynchronous
-        self._works[self._number(bucket.index)] = Work(core, (slot, shard))
+        spans, kept = self._own.take(bucket.index) if self._own is not None else ([], [])
+        core, fp32 = self._comm._core, _core.DType.float32
+        what = ([(slot.data_ptr(), slot.numel())], [(shard.data_ptr(), shard.numel())], core_dtype(self._dtype))
+        how = (_core.ReduceOp.avg, fp32, not self._fresh)
+        call = (f"gradients of bucket {bucket.index}", True)
+        work = core.reduce_scatter(*what, *how, spans, *call) if spans else core.reduce_scatter(*what, *how, *call)
+        assert work is not None  # it was asynchronous
+        self._works[self._number(bucket.index)] = Work(work, (slot, shard, *kept))
 
     def _end_pass(self) -> None:
         """Backward has ended: what it did not reach is zero. One that reached nothing (``autograd.grad``) is none."""
@@ -335,6 +350,8 @@ class GradientReducer:
         if self.broken:
             self.finish()
             self._begin_pass()
+            if self._own is not None:
+                self._own.forget()
         self._fresh = True
         self.reached = self._used = 0
         self._seen.clear()
@@ -346,5 +363,6 @@ class GradientReducer:
             handle.remove()
         self._handles.clear()
         self._works = [None] * len(self._works)
+        self._views.clear()
         self._slots.clear()
         self.accumulators = torch.empty(0)

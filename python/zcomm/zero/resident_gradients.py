@@ -51,14 +51,14 @@ class ResidentReducer(DeviceReducer):
         host = torch.zeros(sum(here))
         self._resident = self._lane.empty(sum(there), torch.float32, "gradients")
         views = zip(stay, host.split(here), self._resident.split(there), strict=True)
-        self._views: list[torch.Tensor] = [on_device if at else on_host for at, on_host, on_device in views]
+        self._sums: list[torch.Tensor] = [on_device if at else on_host for at, on_host, on_device in views]
         return host
 
     def bucket_view(self, bucket: FlatBucket) -> torch.Tensor:
-        return self._views[bucket.index]
+        return self._sums[bucket.index]
 
     def shard_view(self, bucket: FlatBucket) -> torch.Tensor:
-        return self._views[bucket.index]
+        return self._sums[bucket.index]
 
     @property
     def nbytes_by_tier(self) -> dict[str, dict[str, int]]:
@@ -75,7 +75,7 @@ class ResidentReducer(DeviceReducer):
         for event in (self._added[bucket.index], *self._written(place)):
             stream.wait(event)
         stream.reduce(
-            [self._views[bucket.index].data_ptr()],
+            [self._sums[bucket.index].data_ptr()],
             [slot.data_ptr()],
             bucket.count,
             core_dtype(self._dtype),
@@ -105,5 +105,5 @@ class ResidentReducer(DeviceReducer):
 
     def close(self) -> None:
         super().close()
-        self._views.clear()
+        self._sums.clear()
         self._resident = torch.empty(0)
