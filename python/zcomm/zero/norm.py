@@ -27,6 +27,7 @@ class GradientNorm:
         self.noted = False
         self._sum = _core.ExactSum()
         self._words = torch.from_numpy(np.asarray(self._sum))
+        self._note = torch.zeros(1, dtype=torch.int64)
         self._message = torch.zeros(self._words.numel() + 1, dtype=torch.int64)
 
     def __call__(self, shards: Iterable[torch.Tensor]) -> float:
@@ -44,9 +45,22 @@ class GradientNorm:
         """One more shard; in any order."""
         self._sum.add_squares(shard.data_ptr(), core_dtype(shard.dtype), shard.numel())
 
+    @property
+    def sum(self) -> _core.ExactSum:
+        """For whoever adds squares while he reads the gradients."""
+        return self._sum
+
     def add_words(self, words: torch.Tensor) -> None:
         """The words of another sum, on the host, int64."""
         _core.add_words(self._sum, words.data_ptr())
+
+    def meet(self, note: bool) -> None:
+        """As ``end``, of the note alone. Collective."""
+        self.noted = note
+        if self._comm.world_size > 1:
+            self._note.fill_(int(note))
+            self._comm.all_reduce(self._note, name="gradients of a second arrival")
+            self.noted = bool(self._note.item())
 
     def end(self, note: bool = False) -> float:
         """The norm of what was added on all ranks; ``noted`` then says whether any of them gave a note. Collective.

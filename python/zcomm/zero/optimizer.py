@@ -235,12 +235,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise RuntimeError("precision='fp16' needs opt.backward(loss) instead of loss.backward()")
         parts.reducer.say_unused()
         scale = 1.0 / self.gradient_factor
-        landing = not (self.skip_nonfinite or self.clip_norm or parts.behind) and self._sweep.can_land
-        if landing:
-            with self._breakage.watch():
-                total = self._sweep.run_landing(self.param_groups, scale)
-        else:
-            total = self._sweep.norm()
+        decides = self.skip_nonfinite or self.clip_norm or parts.behind
+        early = None if decides else self._sweep.run_early(self.param_groups, scale, self._breakage.watch)
+        total = self._sweep.norm() if early is None else early
         self.step_count += 1
         self.grad_norm = norm = total / self.gradient_factor
         finite = math.isfinite(total)
@@ -257,7 +254,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if parts.behind is not None:
                 parts.behind.start(self._sweep.prepared(self.param_groups, scale))
                 return
-            if not landing:
+            if early is None:
                 self._sweep.run(self.param_groups, scale)
             parts.store.arrive()
 

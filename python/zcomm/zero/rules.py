@@ -82,7 +82,7 @@ class _Kind:
     """A name of a fused optimizer: its class, what the name fixes, and the kernels."""
 
     twin: type[FusedOptimizer[Any]]
-    kernel: Callable[[_core.OptimShard, Any], None]
+    kernel: Callable[[_core.OptimShard, Any, int, _core.ExactSum | None], None]
     fixed: dict[str, Any]
     defaults: dict[str, Any]
     stream_kernel: Callable[[_core.Stream, _core.OptimShard, Any], None] | None = None  # None: not on a device
@@ -196,7 +196,7 @@ class FusedRule(Rule):
         fp16 = form.dtype == torch.float16
         master = form.master(part.weight, part.state) if fp16 else part.weight
         shard = core_shard(master, part.grad, part.state, part.begin, part.end, form.state_dtype, first)
-        self._kernel(shard, hyper)
+        self._kernel(shard, hyper, 0, part.squares)
         if fp16:
             part.weight[part.begin : part.end].copy_(master[part.begin : part.end])
 

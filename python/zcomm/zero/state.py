@@ -28,12 +28,14 @@ Run = tuple[int, int, Any]  # begin and end in a shard, and what belongs to its 
 
 @dataclass(frozen=True)
 class ShardStep:
-    """What one bucket's shard needs in a step: flat weight and gradient, and (begin, end, hyperparameters) runs."""
+    """What one bucket's shard needs in a step: flat weight and gradient, and (begin, end, hyperparameters) runs.
+    ``squares``: see TilePart; not of shards that are stepped on a device."""
 
     bucket: int
     weight: torch.Tensor
     grad: torch.Tensor
     runs: Sequence[Run]
+    squares: _core.ExactSum | None = None
 
 
 def runs_in(runs: Sequence[Run], tile: slice) -> Iterator[Run]:
@@ -101,7 +103,8 @@ class ShardState(ABC):
     def _step_tile(self, shard: ShardStep, state: torch.Tensor, tile: slice) -> None:
         weight, grad = shard.weight[tile], shard.grad[tile]
         for begin, end, hyper in runs_in(shard.runs, tile):
-            self.rule.step(self.form, TilePart(weight, grad, state, begin, end, tile.start), hyper)
+            part = TilePart(weight, grad, state, begin, end, tile.start, shard.squares)
+            self.rule.step(self.form, part, hyper)
 
     def each(self) -> Sequence[ShardState]:
         """The states that it consists of."""

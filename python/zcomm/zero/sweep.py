@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from zcomm.zero.breakage import hear, tell
@@ -111,9 +113,41 @@ class Sweep:
 
         return step
 
-    def run_landing(self, groups: Sequence[dict[str, Any]], scale: float) -> float:
-        """As ``norm`` and ``run`` where the norm decides nothing: each bucket is updated as soon as its gradient has
-        landed, last buckets first."""
+    def run_early(
+        self, groups: Sequence[dict[str, Any]], scale: float, watch: Callable[[], AbstractContextManager[None]]
+    ) -> float | None:
+        """As ``norm`` and ``run``, where the norm decides nothing and something is gained by it; else None. ``watch``
+        is entered before weights change."""
+        if self.can_land:
+            with watch():
+                return self._run_landing(groups, scale)
+        if self._parts.lane is None and (not self._whole or self._parts.comm.world_size == 1):
+            self._meet()
+            with watch():
+                return self._run_squaring(groups, scale)
+        return None
+
+    def _meet(self) -> None:
+        """All gradients are in the accumulators, and nobody reads the old weights any more. Collective."""
+        parts = self._parts
+        parts.reducer.finish()
+        start = time.perf_counter()
+        parts.store.settle()
+        parts.norm.meet(note=parts.reducer.has_rest)
+        if parts.norm.noted:
+            parts.reducer.reduce_rest()
+        self.waited_s += time.perf_counter() - start
+
+    def _run_squaring(self, groups: Sequence[dict[str, Any]], scale: float) -> float:
+        """One pass over the gradients, for the step and their norm."""
+        hyper = self._begin(groups, scale)
+        norm, reverse = self._parts.norm, self._reverse
+        norm.begin()
+        self._step((replace(shard, squares=norm.sum) for shard in self._shards(hyper, reverse)), reverse)
+        return norm.end()
+
+    def _run_landing(self, groups: Sequence[dict[str, Any]], scale: float) -> float:
+        """Each bucket is updated as soon as its gradient has landed, last buckets first."""
         reverse = self._reverse or not self._parts.state.turns
         hyper = self._begin(groups, scale)
         self._begin_norm()

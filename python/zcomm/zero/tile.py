@@ -59,7 +59,8 @@ def core_shard(
 @dataclass(frozen=True)
 class TilePart:
     """What a rule updates: elements [begin, end) of a tile, or of all tiles of a shard. ``weight`` and fp32 ``grad`` of
-    its count, ``state`` flat uint8; ``at``: where it begins in its shard."""
+    its count, ``state`` flat uint8; ``at``: where it begins in its shard; ``squares``: to which those of the gradient
+    are added in the same pass, if any."""
 
     weight: torch.Tensor
     grad: torch.Tensor
@@ -67,6 +68,7 @@ class TilePart:
     begin: int
     end: int
     at: int
+    squares: _core.ExactSum | None = None
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,8 @@ class TorchRule(Rule):
 
     def step(self, form: TileForm, part: TilePart, hyper: Any) -> None:
         weight, inside = part.weight, slice(part.begin, part.end)
+        if part.squares is not None:
+            part.squares.add_squares(part.grad[inside].data_ptr(), _core.DType.float32, part.end - part.begin)
         master = form.master(weight, part.state)
         views = {name: form.array(part.state, weight.numel(), name)[inside] for name in hyper.arrays}
         before = {} if hyper.scalars is None else {**_cloned(hyper.scalars), **views}
