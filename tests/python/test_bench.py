@@ -121,6 +121,10 @@ def test_zero_step(tmp_path: Path) -> None:
     assert result["of_none"]["none"] == 1.0
     assert list(tmp_path.iterdir()) == [file]  # nothing stays on the drive
     assert "zcomm-7: stage=7" in run("zero_step", *small, "--variants", "zcomm-7", check=False)
+    apart = ("--apart", "1", "--keep-heap", "--variants", "none,zcomm-2,deepspeed-9", "--json", str(file))
+    run("zero_step", *small, *apart)
+    result = lines_of(file)[1]
+    assert result["apart"] == 1 and result["of_none"].keys() == result["faults"].keys() == {"none", "zcomm-2"}
 
 
 def test_overlap_and_profile_cost(tmp_path: Path) -> None:
