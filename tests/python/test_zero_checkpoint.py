@@ -1,16 +1,10 @@
-"""Checkpoints: resumed bits; any world size, stage, tier and precision; never half a folder; what is wrong is named."""
+"""Checkpoints: resumed bits; any world size, stage, tier and precision; what is wrong is named."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import errno
-import json
 import os
 import shutil
-import signal
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,12 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torch.optim import lr_scheduler
 
 import zcomm
 import zcomm.schedulers
-from zcomm.zero.checkpoint import SaveTask, durable, read_manifest
-from zcomm.zero.checkpoint.plain import from_json, to_json
+from zcomm.zero.checkpoint import durable, read_manifest
 from zero_jobs import digest
 
 Run = Callable[..., list[Any]]
@@ -145,9 +137,6 @@ def test_files_are_safetensors_by_parameter_name(run_ranks: Run, tmp_path: Path)
     assert "blocks.1.running_mean" in weights and "scale" in weights
 
 
-# --- never half a checkpoint ----------------------------------------------------------------------------------
-
-
 def test_nobody_else_can_read_a_checkpoint(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
@@ -164,222 +153,10 @@ def test_nobody_else_can_read_a_checkpoint(tmp_path: Path) -> None:
     zcomm.shutdown()
 
 
-class Killed(BaseException):
-    """Stands for SIGKILL: nothing of the program's runs afterwards."""
-
-
 def tiny(folder: Path, seed: int) -> tuple[nn.Module, Any]:
     torch.manual_seed(seed)
     model = nn.Linear(5, 3)
     return model, zcomm.ZeroOptimizer(model, "sgd", stage=1, momentum=0.9)
-
-
-def test_a_kill_at_any_write_leaves_the_last_checkpoint_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    old, new = tiny(tmp_path, 1), tiny(tmp_path, 2)
-    want = {"old": old[0].weight.clone(), "new": new[0].weight.clone()}
-    probe, reader = tiny(tmp_path, 3)
-    rmtree = shutil.rmtree
-    points: list[str] = []
-    number = 0
-    seen = set()
-    while number == 0 or number <= len(points):
-        rmtree(tmp_path / "c", ignore_errors=True)
-        old[1].save(tmp_path / "c")
-        points.clear()
-
-        def at_write(what: str, stop: int = number) -> None:
-            points.append(what)
-            if stop == len(points):
-                raise Killed
-
-        with monkeypatch.context() as patch:
-            patch.setattr(durable, "before_write", at_write)
-            if number:
-                patch.setattr(shutil, "rmtree", lambda *_, **__: None)  # a dead process cleans nothing
-                with pytest.raises(Killed):
-                    new[1].save(tmp_path / "c")
-            else:
-                new[1].save(tmp_path / "c")
-        all_points = list(points) if number == 0 else all_points  # noqa: F821
-        reader.load(tmp_path / "c")
-        (which,) = [name for name, weight in want.items() if torch.equal(weight, probe.weight)]
-        seen.add(which)
-        assert which == "new" or number, "the save that was not killed counts"
-        new[1].save(tmp_path / "c")  # and the next one works, and leaves nothing of the dead one
-        assert [path.name for path in tmp_path.iterdir()] == ["c"]
-        number += 1
-        points[:] = all_points
-    assert seen == {"old", "new"} and len(all_points) >= 12
-    for optimizer in (old[1], new[1], reader):
-        optimizer.close()
-    zcomm.shutdown()
-
-
-def killed_for_good(folder: str) -> None:
-    _, opt = tiny(Path(folder), 1)
-    opt.save(f"{folder}/c", client_state="first")
-    count = 0
-
-    def at_write(what: str) -> None:
-        nonlocal count
-        count += 1
-        if count == 4 and zcomm.rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    durable.before_write = at_write
-    opt.save(f"{folder}/c", client_state="second")
-
-
-def test_a_rank_killed_while_saving(run_ranks: Run, tmp_path: Path) -> None:
-    first, second = run_ranks(killed_for_good, 2, str(tmp_path), check=False)
-    assert second.exitcode == -signal.SIGKILL
-    assert first.error is not None and first.error.kind == "PeerLost"
-    assert read_manifest(tmp_path / "c").client_state == "first"
-
-
-def disk_full_on_one(folder: str) -> str:
-    import resource
-
-    model = nn.Sequential(nn.Linear(300, 30, bias=False), nn.Linear(30, 300, bias=False))
-    opt = zcomm.ZeroOptimizer(model, stage=1)
-    opt.save(f"{folder}/c", client_state="first")
-    if zcomm.rank() == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
-    try:
-        opt.save(f"{folder}/c", client_state="second")
-    except OSError as error:
-        assert error.errno == errno.EFBIG
-        return str(error)
-    return "no error"
-
-
-def test_a_rank_that_cannot_write_fails_all(run_ranks: Run, tmp_path: Path) -> None:
-    first, second = run_ranks(disk_full_on_one, 2, str(tmp_path))
-    assert "File too large" in first + second
-    assert "failed on rank 1" in first and "model-00002-of-00002.safetensors" in second
-    assert read_manifest(tmp_path / "c").client_state == "first"
-    assert [path.name for path in tmp_path.iterdir() if "saving" in path.name] == []
-
-
-def save_while_training(folder: str) -> tuple[Any, Any, Any]:
-    comm = zcomm.init(timeout=2)
-    model, opt, schedule = build("adamw", 2, "nvme", "bf16", folder)
-    train(model, opt, schedule, range(2))
-    at_save = everything(model, opt)
-
-    def slow(what: str) -> None:
-        if comm.rank == 1 and what.startswith("sync model"):
-            time.sleep(3)  # longer than the deadline
-
-    durable.before_write = slow
-    task = opt.save(f"{folder}/ckpt", scheduler=schedule, wait=False)
-    train(model, opt, schedule, range(2, 4))
-    assert not task.done() and not os.path.exists(f"{folder}/ckpt")
-    task.wait()
-    later = everything(model, opt)
-    opt.save(f"{folder}/ckpt2", wait=False)
-    durable.before_write = lambda what: None
-    opt.load(f"{folder}/ckpt", scheduler=schedule)
-    loaded = everything(model, opt)
-    opt.save(f"{folder}/ckpt3", wait=False)
-    opt.close()  # waits
-    assert read_manifest(Path(folder) / "ckpt2") and read_manifest(Path(folder) / "ckpt3")
-    return at_save, later, loaded
-
-
-def test_training_goes_on_while_a_slow_drive_saves(run_ranks: Run, tmp_path: Path) -> None:
-    for at_save, later, loaded in run_ranks(save_while_training, 2, str(tmp_path)):
-        assert later != at_save
-        for values in (loaded, at_save):
-            del values["buffers"]  # those of rank 0 are saved
-        assert loaded == at_save
-
-
-def engine_saves_while_training(folder: str) -> list[bool]:
-    torch.manual_seed(1)
-    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
-    one, _, _, _ = zcomm.initialize(model=nn.Linear(5, 3), config={**config, "zero_optimization": {"stage": 2}})
-    drive = threading.Event()
-
-    def slow(what: str) -> None:
-        if not what.startswith("sync folder"):
-            assert drive.wait(60)
-
-    def step() -> None:
-        one.backward(one(torch.ones(2, 5)).square().mean())
-        one.step()
-
-    step()
-    seen = [one.module.weight.detach().clone()]
-    durable.before_write = slow
-    tasks = []
-    for save in (
-        lambda: one.save_checkpoint(folder, wait=False),
-        lambda: one.save_16bit_model(f"{folder}/export", wait=False),
-    ):
-        drive.clear()
-        task = save()
-        assert isinstance(task, SaveTask)
-        step()
-        step()
-        seen.append(one.module.weight.detach().clone())
-        tasks.append(task.done())  # the drive has not moved: training did
-        drive.set()
-        task.wait()
-    assert not torch.equal(seen[0], seen[1])
-    assert (Path(folder) / "latest").read_text() == "global_step1"
-    exported = load_file(f"{folder}/export/model.safetensors")
-    assert torch.equal(exported["weight"], seen[1]), "as it was when save_16bit_model was called"
-    one.load_checkpoint(folder)
-    assert torch.equal(one.module.weight, seen[0]) and one.global_steps == 1
-
-    def full(what: str) -> None:
-        if zcomm.rank() == 0:
-            raise OSError(errno.ENOSPC, "the drive is full")
-
-    durable.before_write = full
-    failing = one.save_16bit_model(f"{folder}/export2", wait=False)
-    step()
-    assert isinstance(failing, SaveTask)
-    with pytest.raises(OSError, match="the drive is full") as told:
-        failing.wait()
-    assert told.value.errno == errno.ENOSPC and not os.path.exists(f"{folder}/export2/model.safetensors")
-    durable.before_write = lambda what: None
-    one.destroy()
-    return tasks
-
-
-def test_an_engine_trains_while_it_saves_and_exports(run_ranks: Run, tmp_path: Path) -> None:
-    assert run_ranks(engine_saves_while_training, 2, str(tmp_path)) == [[False, False], [False, False]]
-
-
-def test_a_save_can_be_awaited(tmp_path: Path) -> None:
-    """The event loop goes on while the drive is busy."""
-    _, opt = tiny(tmp_path, 1)
-    drive = threading.Event()
-
-    async def main() -> list[str]:
-        durable.before_write = lambda what: drive.wait(60)
-        task = opt.save(tmp_path / "c", wait=False)
-        seen = []
-
-        async def other() -> None:
-            seen.append("other")
-            drive.set()
-
-        beside = asyncio.create_task(other())
-        await task
-        seen.append("saved")
-        await beside
-        return seen
-
-    try:
-        assert asyncio.run(main()) == ["other", "saved"]
-    finally:
-        durable.before_write = lambda what: None
-    assert read_manifest(tmp_path / "c")
-    opt.close()
-    zcomm.shutdown()
 
 
 # --- what is wrong is named -----------------------------------------------------------------------------------
@@ -499,123 +276,4 @@ def test_client_state_must_be_plain(tmp_path: Path) -> None:
     opt.save(tmp_path / "c", client_state=state)
     assert opt.load(tmp_path / "c") == {**state, "np": 2.5}
     opt.close()
-    zcomm.shutdown()
-
-
-SCHEDULES: dict[str, Callable[[Any], Any]] = {
-    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
-    "milestones": lambda o: lr_scheduler.MultiStepLR(o, [2, 2, 5]),
-    "one cycle of torch": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=9),
-    "restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
-    "sequence": lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.ConstantLR(o), lr_scheduler.LinearLR(o)], [2]),
-    "one cycle": lambda o: zcomm.schedulers.OneCycle(o, 0.1, 0.2, cycle_first_step_size=3),
-    "warm-up": lambda o: zcomm.schedulers.WarmupCosineLR(o, 9, warmup_num_steps=3),
-}
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_schedules_go_through_json(name: str) -> None:
-    seen = []
-    for resumed in (False, True):
-        opt = torch.optim.AdamW([torch.zeros(1)], lr=0.01)
-        schedule = SCHEDULES[name](opt)
-        for step in range(8):
-            opt.step()
-            schedule.step()
-            if resumed and step == 3:
-                saved = json.loads(json.dumps(to_json(schedule.state_dict(), "scheduler")))
-                group = opt.param_groups[0]
-                opt = torch.optim.AdamW([torch.zeros(1)], lr=0.01)
-                schedule = SCHEDULES[name](opt)
-                opt.param_groups[0].update(group)
-                schedule.load_state_dict(from_json(saved))
-            seen.append((opt.param_groups[0]["lr"], opt.param_groups[0]["betas"]))
-    assert seen[:8] == seen[8:]
-
-
-# --- the engine -----------------------------------------------------------------------------------------------
-
-
-def engine(folder: Path) -> Any:
-    torch.manual_seed(0)
-    config = {
-        "train_batch_size": 4,
-        "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
-        "zero_optimization": {"stage": 2},
-    }
-    return zcomm.initialize(model=nn.Linear(4, 2), config=config)[0]
-
-
-def go(one: Any, steps: int) -> None:
-    for number in range(one.global_steps + 1, one.global_steps + 1 + steps):
-        before, rates = one.module.weight.detach().clone(), one.get_lr()
-        one.backward(one(torch.full((4, 4), float(number))).square().mean())
-        one.step()
-        assert one.global_steps == number
-        assert torch.equal(one.module.weight, before) == (rates == [0.0]), "warm-up begins at 0"
-    assert one.get_lr() > [0.0]
-
-
-def test_an_engine_goes_on_amid_its_data(tmp_path: Path) -> None:
-    def make() -> Any:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
-        data = torch.utils.data.TensorDataset(torch.arange(96.0).view(24, 4) / 100)
-        config = {"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": 0.01}}}
-        return zcomm.initialize(model=model, config=config, training_data=data)
-
-    def run(one: Any, loader: Any, steps: int) -> None:
-        while steps:
-            for (x,) in loader:
-                one.backward(one(x).square().mean())
-                one.step()
-                steps -= 1
-                if one.global_steps == 8:
-                    one.save_checkpoint(tmp_path)
-                if not steps:
-                    break
-
-    whole, _, loader, _ = make()
-    run(whole, loader, 15)  # 6 steps are an epoch
-    resumed, _, loader, _ = make()
-    resumed.load_checkpoint(tmp_path)
-    assert resumed.global_steps == 8 and loader.state_dict() == {"epoch": 1, "samples": 8}
-    run(resumed, loader, 7)
-    for mine, wanted in zip(resumed.module.parameters(), whole.module.parameters(), strict=True):
-        assert torch.equal(mine, wanted)
-    for each in (whole, resumed):
-        each.destroy()
-    zcomm.shutdown()
-
-
-def test_engine_checkpoints_in_deepspeeds_terms(tmp_path: Path) -> None:
-    one = engine(tmp_path)
-    assert one.load_checkpoint(tmp_path / "none") == (None, None)
-    go(one, 3)
-    assert one.save_checkpoint(tmp_path, client_state={"epoch": 1})
-    go(one, 2)
-    one.save_checkpoint(tmp_path, tag="best", save_latest=False)
-    assert (tmp_path / "latest").read_text() == "global_step3"
-    wanted = one.module.weight.clone(), one.get_lr()
-    two = engine(tmp_path)
-    assert two.load_checkpoint(tmp_path) == (str(tmp_path / "global_step3"), {"epoch": 1})
-    assert (two.global_steps, two.micro_steps, two.global_samples) == (3, 3, 12)
-    go(two, 2)
-    assert torch.equal(two.module.weight, wanted[0]) and two.get_lr() == wanted[1]
-    two.load_checkpoint(tmp_path, "global_step3", load_module_only=True)
-    assert two.global_steps == 5
-    assert not torch.equal(two.module.weight, wanted[0])
-    two.save_16bit_model(tmp_path / "export")
-    saved = load_file(tmp_path / "export" / "model.safetensors")
-    assert torch.equal(saved["weight"], two.module.weight)
-    with pytest.raises(ValueError, match="plain folder name"):
-        two.save_checkpoint(tmp_path, tag="a/b")
-    for name in ("latest", "..", ""):
-        with pytest.raises(ValueError, match="plain folder name"):
-            two.save_checkpoint(tmp_path, tag=name)
-    assert two.save_checkpoint(tmp_path, tag=7) and (tmp_path / "latest").read_text() == "7"
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["7", "best", "export", "global_step3"]
-    for each in (one, two):
-        each.destroy()
     zcomm.shutdown()

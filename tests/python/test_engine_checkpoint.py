@@ -1,0 +1,133 @@
+"""Checkpoints of an engine: schedules, data, DeepSpeed's terms."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.optim import lr_scheduler
+
+import zcomm
+import zcomm.schedulers
+from zcomm.zero.checkpoint.plain import from_json, to_json
+
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    "milestones": lambda o: lr_scheduler.MultiStepLR(o, [2, 2, 5]),
+    "one cycle of torch": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=9),
+    "restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "sequence": lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.ConstantLR(o), lr_scheduler.LinearLR(o)], [2]),
+    "one cycle": lambda o: zcomm.schedulers.OneCycle(o, 0.1, 0.2, cycle_first_step_size=3),
+    "warm-up": lambda o: zcomm.schedulers.WarmupCosineLR(o, 9, warmup_num_steps=3),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_go_through_json(name: str) -> None:
+    seen = []
+    for resumed in (False, True):
+        opt = torch.optim.AdamW([torch.zeros(1)], lr=0.01)
+        schedule = SCHEDULES[name](opt)
+        for step in range(8):
+            opt.step()
+            schedule.step()
+            if resumed and step == 3:
+                saved = json.loads(json.dumps(to_json(schedule.state_dict(), "scheduler")))
+                group = opt.param_groups[0]
+                opt = torch.optim.AdamW([torch.zeros(1)], lr=0.01)
+                schedule = SCHEDULES[name](opt)
+                opt.param_groups[0].update(group)
+                schedule.load_state_dict(from_json(saved))
+            seen.append((opt.param_groups[0]["lr"], opt.param_groups[0]["betas"]))
+    assert seen[:8] == seen[8:]
+
+
+def engine(folder: Path) -> Any:
+    torch.manual_seed(0)
+    config = {
+        "train_batch_size": 4,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
+        "zero_optimization": {"stage": 2},
+    }
+    return zcomm.initialize(model=nn.Linear(4, 2), config=config)[0]
+
+
+def go(one: Any, steps: int) -> None:
+    for number in range(one.global_steps + 1, one.global_steps + 1 + steps):
+        before, rates = one.module.weight.detach().clone(), one.get_lr()
+        one.backward(one(torch.full((4, 4), float(number))).square().mean())
+        one.step()
+        assert one.global_steps == number
+        assert torch.equal(one.module.weight, before) == (rates == [0.0]), "warm-up begins at 0"
+    assert one.get_lr() > [0.0]
+
+
+def test_an_engine_goes_on_amid_its_data(tmp_path: Path) -> None:
+    def make() -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        data = torch.utils.data.TensorDataset(torch.arange(96.0).view(24, 4) / 100)
+        config = {"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": 0.01}}}
+        return zcomm.initialize(model=model, config=config, training_data=data)
+
+    def run(one: Any, loader: Any, steps: int) -> None:
+        while steps:
+            for (x,) in loader:
+                one.backward(one(x).square().mean())
+                one.step()
+                steps -= 1
+                if one.global_steps == 8:
+                    one.save_checkpoint(tmp_path)
+                if not steps:
+                    break
+
+    whole, _, loader, _ = make()
+    run(whole, loader, 15)  # 6 steps are an epoch
+    resumed, _, loader, _ = make()
+    resumed.load_checkpoint(tmp_path)
+    assert resumed.global_steps == 8 and loader.state_dict() == {"epoch": 1, "samples": 8}
+    run(resumed, loader, 7)
+    for mine, wanted in zip(resumed.module.parameters(), whole.module.parameters(), strict=True):
+        assert torch.equal(mine, wanted)
+    for each in (whole, resumed):
+        each.destroy()
+    zcomm.shutdown()
+
+
+def test_engine_checkpoints_in_deepspeeds_terms(tmp_path: Path) -> None:
+    one = engine(tmp_path)
+    assert one.load_checkpoint(tmp_path / "none") == (None, None)
+    go(one, 3)
+    assert one.save_checkpoint(tmp_path, client_state={"epoch": 1})
+    go(one, 2)
+    one.save_checkpoint(tmp_path, tag="best", save_latest=False)
+    assert (tmp_path / "latest").read_text() == "global_step3"
+    wanted = one.module.weight.clone(), one.get_lr()
+    two = engine(tmp_path)
+    assert two.load_checkpoint(tmp_path) == (str(tmp_path / "global_step3"), {"epoch": 1})
+    assert (two.global_steps, two.micro_steps, two.global_samples) == (3, 3, 12)
+    go(two, 2)
+    assert torch.equal(two.module.weight, wanted[0]) and two.get_lr() == wanted[1]
+    two.load_checkpoint(tmp_path, "global_step3", load_module_only=True)
+    assert two.global_steps == 5
+    assert not torch.equal(two.module.weight, wanted[0])
+    two.save_16bit_model(tmp_path / "export")
+    saved = load_file(tmp_path / "export" / "model.safetensors")
+    assert torch.equal(saved["weight"], two.module.weight)
+    with pytest.raises(ValueError, match="plain folder name"):
+        two.save_checkpoint(tmp_path, tag="a/b")
+    for name in ("latest", "..", ""):
+        with pytest.raises(ValueError, match="plain folder name"):
+            two.save_checkpoint(tmp_path, tag=name)
+    assert two.save_checkpoint(tmp_path, tag=7) and (tmp_path / "latest").read_text() == "7"
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["7", "best", "export", "global_step3"]
+    for each in (one, two):
+        each.destroy()
+    zcomm.shutdown()
