@@ -108,7 +108,8 @@ class Communicator {
   /// `out_dtype` is `dtype`, or f32 for f16/bf16 input (then nothing is rounded to 16 bits).
   /// `accumulate`: out += result instead of out = result. out may alias in at chunk `rank`.
   /// `own`: of the only buffer of the list, in order, in the memory of the host; it saves copying them to chunk `rank`
-  /// of `in`, which is done where the path needs it (so that it must be writable).
+  /// of `in`, which is done where the path needs it (so that it must be writable). Then out lies outside of in and
+  /// parts.
   virtual Work reduce_scatter(std::span<const ConstBuffer> in, std::span<const Buffer> out, DType dtype, ReduceOp op,
                               DType out_dtype, bool accumulate, const Call& call = {},
                               std::span<const OwnPart> own = {}) = 0;

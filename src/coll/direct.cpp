@@ -92,17 +92,21 @@ void DirectPath::reduce(const Header& header, const Item& item) {
 }
 
 void DirectPath::reduce_scatter(const Operation& operation, const Item& item) {
+  const Header& header = operation.header;
+  if (operation.own.empty()) return reduce_range(header, item, {0, item.count}, nullptr, device::Stores::automatic);
+  const device::Stores stores = result_stores(item.count * size_of(header.out_dtype));  // ranges tell less than all
   std::size_t done = 0;
   for (const OwnPart& part : operation.own) {
-    reduce_range(operation.header, item, {done, part.begin}, nullptr);
+    reduce_range(header, item, {done, part.begin}, nullptr, stores);
     done = part.begin + part.count;
-    reduce_range(operation.header, item, {part.begin, done}, part.data);
+    reduce_range(header, item, {part.begin, done}, part.data, stores);
   }
-  reduce_range(operation.header, item, {done, item.count}, nullptr);
+  reduce_range(header, item, {done, item.count}, nullptr, stores);
 }
 
 /// `range` of this rank's chunk; its own elements are at `own`, or in its buffer.
-void DirectPath::reduce_range(const Header& header, const Item& item, Range range, const void* own) {
+void DirectPath::reduce_range(const Header& header, const Item& item, Range range, const void* own,
+                              device::Stores stores) {
   if (range.count() == 0) return;
   const std::size_t first = static_cast<std::size_t>(rank_) * item.count + range.begin;
   for (int q = 0; q < world_size_; ++q)
@@ -116,7 +120,7 @@ void DirectPath::reduce_range(const Header& header, const Item& item, Range rang
                            .out = header.out_dtype,
                            .op = header.op,
                            .accumulate = header.accumulate,
-                           .stores = result_stores(item.count * size_of(header.out_dtype))});
+                           .stores = stores});
 }
 
 void DirectPath::pull(const Header& header, const Item& item) {

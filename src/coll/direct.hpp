@@ -13,6 +13,7 @@
 #include "coll/operation.hpp"
 #include "coll/plan.hpp"
 #include "coll/watch.hpp"
+#include "device/kernels.hpp"
 
 namespace zcomm::coll {
 
@@ -35,7 +36,7 @@ class DirectPath {
   void all_reduce(const Header& header, const Item& item);
   void reduce(const Header& header, const Item& item);
   void reduce_scatter(const Operation& operation, const Item& item);
-  void reduce_range(const Header& header, const Item& item, Range range, const void* own);
+  void reduce_range(const Header& header, const Item& item, Range range, const void* own, device::Stores stores);
   void pull(const Header& header, const Item& item);
   void push(const Header& header, const Item& item);
   void broadcast(const Header& header, const Item& item);

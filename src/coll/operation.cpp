@@ -122,18 +122,34 @@ std::size_t item_count(OpKind kind, const ConstBuffer& in, const Buffer& out) {
   }
 }
 
+bool overlap(const void* a, std::size_t a_nbytes, const void* b, std::size_t b_nbytes) {
+  const auto first = reinterpret_cast<std::uintptr_t>(a), second = reinterpret_cast<std::uintptr_t>(b);
+  return first < second + b_nbytes && second < first + a_nbytes;
+}
+
 void check_own(const Request& request) {
   if (request.own.empty()) return;
   if (request.out.size() != 1)
     throw InvalidArgument(
         text(name_of(request.kind), ": own parts of a list of ", request.out.size(), " buffers: expected one buffer"));
+  const ConstBuffer& in = request.in[0];
+  const Buffer& out = request.out[0];
+  const std::size_t in_size = size_of(request.dtype), out_nbytes = out.count * size_of(request.out_dtype);
+  const auto require_apart = [&](const void* data, std::size_t count) {
+    if (overlap(out.data, out_nbytes, data, count * in_size))
+      throw InvalidArgument(text(name_of(request.kind), ": with own parts, out must lie outside of in and of them"));
+  };
+  require_apart(in.data, in.count);
   std::size_t end = 0;
   for (std::size_t i = 0; i < request.own.size(); ++i) {
     const OwnPart& part = request.own[i];
-    check_pointer(request, part.data, part.count, i);
-    if (part.begin < end || part.begin > request.out[0].count || part.count > request.out[0].count - part.begin)
+    if (part.data == nullptr && part.count != 0)
+      throw InvalidArgument(
+          text(name_of(request.kind), ": own part ", i, " has ", part.count, " elements at a null pointer"));
+    require_apart(part.data, part.count);
+    if (part.begin < end || part.begin > out.count || part.count > out.count - part.begin)
       throw InvalidArgument(text(name_of(request.kind), ": own part ", i, ": elements [", part.begin, ", ",
-                                 part.begin + part.count, "): expected parts of [", end, ", ", request.out[0].count,
+                                 part.begin + part.count, "): expected parts of [", end, ", ", out.count,
                                  "), in order"));
     end = part.begin + part.count;
   }

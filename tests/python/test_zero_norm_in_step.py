@@ -12,7 +12,7 @@ import torch
 
 import zcomm
 from zcomm.zero.norm import GradientNorm
-from zero_jobs import batch, digest, loss_of, small_gpt
+from zero_jobs import batch, digest, groups, loss_of, small_gpt
 
 Run = Callable[..., list[Any]]
 SETTINGS: list[dict[str, Any]] = [
@@ -26,6 +26,9 @@ SETTINGS: list[dict[str, Any]] = [
     {"stage": 1, "optimizer": "sgd"},
     {"stage": 2, "optimizer": torch.optim.NAdam},
     {"stage": 2, "state_dtype": torch.uint8},
+    {"stage": 1, "precision": "bf16", "state_dtype": torch.bfloat16},
+    {"stage": 2, "precision": "bf16", "optimizer": torch.optim.RMSprop},
+    {"stage": 2, "groups": True},
 ]
 
 
@@ -34,10 +37,14 @@ def norms(setting: dict[str, Any], folder: str, clip_norm: float | None) -> tupl
     comm = zcomm.init(timeout=60)
     model = small_gpt()
     given = dict(setting)
-    optimizer = given.pop("optimizer", "adamw")
+    optimizer: Any = given.pop("optimizer", "adamw")
+    if given.pop("groups", False):
+        optimizer = torch.optim.AdamW(groups(model), lr=1e-3)
+    else:
+        given["lr"] = 1e-3
     if given.get("offload") == "nvme":
         given["nvme_path"] = folder
-    opt = zcomm.ZeroOptimizer(model, optimizer, lr=1e-3, clip_norm=clip_norm, **given)
+    opt = zcomm.ZeroOptimizer(model, optimizer, clip_norm=clip_norm, **given)
     reads, add = 0, GradientNorm.add
 
     def counted(norm: GradientNorm, shard: torch.Tensor) -> None:

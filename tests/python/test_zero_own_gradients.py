@@ -129,6 +129,46 @@ def test_nothing_is_copied_for_oneself_and_nothing_stays(run_ranks: Run) -> None
     run_ranks(life_of_gradients, 2)
 
 
+def plain_or_not() -> list[bool]:
+    """Which of one-parameter optimizers' gradients are kept, all of which are right."""
+    zcomm.init(timeout=60)
+    expert, one = torch.arange(4096.0), torch.tensor([2.0])
+    buffer = torch.ones(64, 64)
+
+    def written_later(p: torch.Tensor) -> None:
+        p.view(64, 64).backward(buffer)
+        buffer.zero_()  # as one does who receives the next one there
+
+    cases: list[tuple[torch.Tensor, Callable[[torch.Tensor], Any], torch.Tensor]] = [
+        (expert, lambda p: (p * expert).sum().backward(), expert),
+        (expert, written_later, torch.ones(4096)),
+        (expert, lambda p: (torch.stack([p, torch.ones(4096)]) * expert).sum().backward(), expert),
+        (expert, lambda p: p.sum().backward(), torch.ones(4096)),  # one number, spread
+        (expert, lambda p: torch.sgn(p).sum().backward(), torch.zeros(4096)),  # no memory at all
+        # negated when it is read
+        (one, lambda p: (torch.complex(one, p).conj() * (3 + 4j)).real.sum().backward(), torch.tensor([4.0])),
+    ]
+    found = []
+    for value, backward, gradient in cases:
+        param = nn.Parameter(value.clone())
+        opt = zcomm.ZeroOptimizer([param], "sgd", lr=1.0, stage=1)
+        own = opt._live.reducer._own
+        assert own is not None
+        kept: list[bool] = []
+        keep = own.keep
+        own.keep = lambda *given: kept.append(keep(*given)) or kept[-1]  # type: ignore[method-assign,func-returns-value]  # noqa: B023
+        backward(param)
+        assert torch.equal(zcomm.zero.full_grad(param), gradient), (len(found), kept)
+        found.append(kept == [True])
+        opt.close()
+    return found
+
+
+def test_only_plain_gradients_of_their_own_are_kept(run_ranks: Run) -> None:
+    (found,) = run_ranks(plain_or_not, 1)
+    assert found == [True, False, False, True, False, False], found
+
+
 def odd_gradients(dtype: str | None) -> list[bool]:
     """Which of gradients of several forms are kept; all sums are right."""
     comm = zcomm.init(timeout=60)

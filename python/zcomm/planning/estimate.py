@@ -113,7 +113,8 @@ def estimate(
 
 
 def _update_nbytes(count: int, form: TileForm) -> int:
-    """The norm's pass over the gradients, and one over gradients, weights and state, which are written back."""
+    """The norm's pass over the gradients (of a step that clips), and one over gradients, weights and state, which are
+    written back."""
     return count * (4 + 4 + 2 * form.dtype.itemsize) + 2 * form.nbytes(count)
 
 

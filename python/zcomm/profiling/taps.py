@@ -30,25 +30,32 @@ _COLLECTIVES = {
 _SWAPS = {"read", "write"}
 
 
-class WatchedWork:
-    """An operation that the watcher waits for; the program waits for the watcher."""
+class Watched:
+    """An operation that the watcher waits for."""
 
-    def __init__(self, work: Any, lane: str, name: str, args: dict[str, Any]) -> None:
-        self.work, self.lane, self.name, self.args = work, lane, name, args
-        self.begin = time.perf_counter_ns()
+    def __init__(self, work: Any, lane: str, name: str, args: dict[str, Any], begin: int) -> None:
+        self.work, self.lane, self.name, self.args, self.begin = work, lane, name, args, begin
         self.ended = threading.Event()
         self.error: BaseException | None = None
 
+
+class WatchedWork:
+    """As the core's Work: the program waits for the watcher, also when it drops this."""
+
+    def __init__(self, watched: Watched) -> None:
+        self._watched = watched
+
     def wait(self, timeout: float | None = None) -> None:
-        """As the core's Work."""
-        if not self.ended.wait(timeout):
+        if not self._watched.ended.wait(timeout):
             raise TimeoutError(f"Work.wait: not done after {timeout} s; the operation goes on")
-        if self.error is not None:
-            raise self.error
+        if self._watched.error is not None:
+            raise self._watched.error
 
     def done(self) -> bool:
-        """As the core's Work."""
-        return self.ended.is_set()
+        return self._watched.ended.is_set()
+
+    def __del__(self) -> None:
+        self._watched.ended.wait()
 
 
 class Proxy:
@@ -56,7 +63,7 @@ class Proxy:
 
     def __init__(self, inner: Any, lane: str, timed: set[str], trace: Trace, serial: bool) -> None:
         self._inner, self._lane, self._timed, self._trace, self._serial = inner, lane, timed, trace, serial
-        self._queue: queue.SimpleQueue[WatchedWork | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Watched | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._watch, name="zcomm-profile", daemon=True)
         self._thread.start()
 
@@ -78,10 +85,9 @@ class Proxy:
             if work is None:
                 self._trace.add(self._lane, name, begin, time.perf_counter_ns(), **known)
                 return None
-            watched = WatchedWork(work, self._lane, name, known)
-            watched.begin = begin
+            watched = Watched(work, self._lane, name, known, begin)
             self._queue.put(watched)
-            return watched
+            return WatchedWork(watched)
 
         return timed
 

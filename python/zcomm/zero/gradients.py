@@ -348,17 +348,21 @@ class GradientReducer:
     def zero(self) -> None:
         """Forget the accumulated gradients; the next pass overwrites them."""
         if self.broken:
+            self._forget_own()  # it was not launched
             self.finish()
             self._begin_pass()
-            if self._own is not None:
-                self._own.forget()
         self._fresh = True
         self.reached = self._used = 0
         self._seen.clear()
         for param in self._params:
             param.grad = None
 
+    def _forget_own(self) -> None:
+        if self._own is not None:
+            self._own.forget()
+
     def close(self) -> None:
+        self._forget_own()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

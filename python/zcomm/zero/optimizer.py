@@ -235,7 +235,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise RuntimeError("precision='fp16' needs opt.backward(loss) instead of loss.backward()")
         parts.reducer.say_unused()
         scale = 1.0 / self.gradient_factor
-        decides = self.skip_nonfinite or self.clip_norm or parts.behind
+        decides = self.skip_nonfinite or self.clip_norm is not None or parts.behind is not None
         early = None if decides else self._sweep.run_early(self.param_groups, scale, self._breakage.watch)
         total = self._sweep.norm() if early is None else early
         self.step_count += 1

@@ -3,6 +3,8 @@
 A slot is for the other ranks: they read their shards of it, and nobody but its rank reads its own shard. So a gradient
 that lies in this rank's shard, or half of it at least, stays alive until its bucket has been reduced, and only what
 others read of it is copied. The bits are those of copying all (the order of ranks is the same).
+Kept are plain tensors alone, whose memory nobody else has (a view of another tensor's gradient may be written to, or
+keep more alive than itself).
 Memory: of each bucket in flight up to twice the shard, in autograd's own gradients.
 Thread rule: as GradientReducer.
 """
@@ -46,7 +48,7 @@ class OwnGradients:
         """Keep the gradient of parameter ``index``, after copying what is not this rank's to its place ``view``. False:
         it must be copied whole."""
         cut = self._cuts.get(index)
-        if cut is None or grad.dtype != self._dtype or not grad.is_contiguous() or grad.requires_grad:
+        if cut is None or grad.dtype != self._dtype or not _is_plain(grad):
             return False
         if cut.end - cut.begin < grad.numel():
             here, there = grad.view(-1), view.view(-1)
@@ -65,3 +67,17 @@ class OwnGradients:
     def forget(self) -> None:
         """What was kept will not be reduced."""
         self._kept.clear()
+
+
+_storage_users = getattr(torch._C, "_storage_Use_Count", None)
+
+
+def _is_plain(grad: torch.Tensor) -> bool:
+    """Whether its memory holds its elements in order, and is its alone."""
+    if type(grad) is not torch.Tensor or not grad.is_contiguous() or grad.requires_grad:
+        return False
+    if grad.is_neg() or grad._is_zerotensor() or _storage_users is None:
+        return False
+    storage = grad.untyped_storage()
+    users: int = _storage_users(storage._cdata)
+    return storage.nbytes() == grad.nbytes and users <= 2  # the tensor's, and of the object that was asked

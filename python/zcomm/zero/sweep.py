@@ -144,7 +144,10 @@ class Sweep:
         norm, reverse = self._parts.norm, self._reverse
         norm.begin()
         self._step((replace(shard, squares=norm.sum) for shard in self._shards(hyper, reverse)), reverse)
-        return norm.end()
+        start = time.perf_counter()
+        total = norm.end()
+        self.waited_s += time.perf_counter() - start
+        return total
 
     def _run_landing(self, groups: Sequence[dict[str, Any]], scale: float) -> float:
         """Each bucket is updated as soon as its gradient has landed, last buckets first."""

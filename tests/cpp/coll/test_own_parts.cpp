@@ -91,6 +91,14 @@ TEST(own_parts, stay_where_they_are_on_symmetric_memory) {
   });
 }
 
+TEST(own_parts, large_results_are_streamed) {
+  run_world(2, CommOptions{30, 256 << 10}, [](Rank& self) {
+    const std::size_t count = (4 << 20) / 4 + 77;  // each range too small for the pool of threads
+    const Scattered scattered{self, DType::f32, count, false};
+    EXPECT_TRUE(scattered.run(true, {{1, count / 2}, {count / 2 + 3, count - 5}}) == scattered.run(false, {}));
+  });
+}
+
 TEST(own_parts, over_links_and_between_hosts) {
   run_link_world(3, {}, [](Rank& self) {
     EXPECT_TRUE(!self.comm->reads_own_parts());
@@ -114,7 +122,13 @@ TEST(own_parts, errors_name_what_is_wrong) {
     EXPECT_THROW_WITH(call({{0, 4, at}, {3, 2, at}}), InvalidArgument, "own part 1: elements [3, 5)");
     EXPECT_THROW_WITH(call({{9, 0, at}}), InvalidArgument, "own part 0");
     EXPECT_THROW_WITH(call({{1, ~std::size_t{0}, at}}), InvalidArgument, "own part 0");
-    EXPECT_THROW_WITH(call({{0, 4, nullptr}}), InvalidArgument, "null pointer");
+    EXPECT_THROW_WITH(call({{0, 4, nullptr}}), InvalidArgument, "own part 0 has 4 elements at a null pointer");
+    EXPECT_THROW_WITH(call({{0, 4, out.data() + 7}}), InvalidArgument, "out must lie outside of in and of them");
+    const Buffer inside{values.data() + 8, 8};
+    const OwnPart part{0, 4, at};
+    EXPECT_THROW_WITH(self.comm->reduce_scatter({&in, 1}, {&inside, 1}, DType::f32, ReduceOp::sum, DType::f32, false,
+                                                kBlocking, {&part, 1}),
+                      InvalidArgument, "out must lie outside of in and of them");
     EXPECT_THROW_WITH(call({{0, 4, at}}, 2), InvalidArgument, "own parts of a list of 2 buffers");
     self.comm->barrier().wait();  // nothing of it has reached the others
   });
