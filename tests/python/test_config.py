@@ -15,35 +15,9 @@ import pytest
 from zcomm.config import BatchSizes, Config, load, resolve_batch
 from zcomm.config.docs import markdown_table, write_table
 from zcomm.config.keys import Status, key
-from zcomm.config.optimizer_keys import NEEDED, OPTIMIZER_PARAMS, SCHEDULER_PARAMS
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 NVME = {"device": "nvme", "nvme_path": "/mnt/swap"}
-
-
-def nested(path: str, value: Any) -> dict[str, Any]:
-    """{"a": {"b": value}} for "a.b", with what a section needs besides."""
-    tree: dict[str, Any] = {}
-    place = tree
-    *sections, name = path.split(".")
-    for section in sections:
-        place = place.setdefault(section, {})
-    place[name] = value
-    if sections[:1] == ["optimizer"]:
-        kinds = [kind for kind, names in OPTIMIZER_PARAMS.items() if name in names]
-        tree["optimizer"].setdefault("type", "AdamW" if "AdamW" in [*kinds, name] else (kinds or ["AdamW"])[0])
-    if sections[:1] == ["scheduler"]:
-        kind = tree["scheduler"].setdefault(
-            "type", next((kind for kind, names in SCHEDULER_PARAMS.items() if name in names), "WarmupLR")
-        )
-        known = {each.lower(): names for each, names in SCHEDULER_PARAMS.items()}[kind.lower()]
-        params = tree["scheduler"].setdefault("params", {})
-        params.update({needed: 1 for needed in NEEDED if needed in known and needed not in params})
-    if "offload_param" in sections:
-        tree["zero_optimization"]["stage"] = 3
-    if name == "device" and value == "nvme":
-        place["nvme_path"] = "/mnt/swap"
-    return tree
 
 
 ERRORS = [
