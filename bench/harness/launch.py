@@ -10,6 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from harness.link import Link
 from harness.mpi import Mpi
 from harness.record import ROOT
 
@@ -45,8 +46,10 @@ def place() -> tuple[int, int]:
     return next((int(os.environ[rank]), int(os.environ[size])) for rank, size in _LAUNCHERS if rank in os.environ)
 
 
-def start_ranks(world_size: int, timeout_s: float, mpi: Mpi | None = None) -> int:
-    """Runs this script again as `world_size` ranks; 0, or 1 if one failed or time ran out. No rank outlives it."""
+def start_ranks(world_size: int, timeout_s: float, mpi: Mpi | None = None, link: Link | None = None) -> int:
+    """Runs this script again as `world_size` ranks; 0, or 1 if one failed or time ran out. No rank outlives it.
+
+    link: what the ranks, two, are joined by (None: they are on one host)."""
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # so that ranks are ended, too
     with tempfile.TemporaryDirectory(prefix="zcomm-bench-") as folder:
         env = {
@@ -56,13 +59,18 @@ def start_ranks(world_size: int, timeout_s: float, mpi: Mpi | None = None) -> in
             "ZCOMM_INIT_METHOD": f"file://{folder}/store",
             FOLDER: folder,
         }
+        env |= link.env if link else {}
         program = [sys.executable, *sys.argv]
         if mpi:
             env |= {**mpi.env, MPI: mpi.name}
             groups = [subprocess.Popen(mpi.command(world_size, program), env=env, start_new_session=True)]
         else:
             groups = [
-                subprocess.Popen(program, env=env | _variables(rank, world_size), start_new_session=True)
+                subprocess.Popen(
+                    [*(link.command(rank) if link else ()), *program],
+                    env=env | _variables(rank, world_size),
+                    start_new_session=True,
+                )
                 for rank in range(world_size)
             ]
         try:
