@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from zcomm import _core
+from zcomm.comm import Communicator
 
 PIECE_NBYTES = 8 << 20
 
@@ -95,6 +96,15 @@ class DeviceLane:
         """Record ``event`` on torch's current stream, and give it back."""
         self.current().record(event)
         return event
+
+    # --- other ranks ------------------------------------------------------------------------------------------
+
+    def reach(self, job: Communicator) -> Communicator | None:
+        """A communicator of its own between the devices of ``job``'s ranks; None where they do not reach each other.
+        Collective."""
+        from zcomm.backends import cuda_ipc  # which joins ranks, as a lane of one rank need not
+
+        return cuda_ipc.beside(job, self.core, self.device)
 
     # --- memory -----------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,9 @@ NAMED: dict[str, tuple[str, dict[str, Any]]] = {
     "8bit": ("adamw", {"lr": 1e-2, "state_dtype": "8bit"}),
     "small": ("adam", {"lr": 1e-2, "state_dtype": torch.bfloat16}),
 }
+
+
+_seeding = threading.Lock()  # ranks may be threads
 
 
 def _mixed(name: str, param: torch.nn.Parameter) -> str:
@@ -40,14 +44,16 @@ class Job:
     share_parameters: bool = True
     fraction: float = 1.0
     behind: bool = False
+    resident: bool = False  # stage 3: parameters stay on the device
 
     def place(self, behind: bool) -> zcomm.Offload:
         """offload "mixed": all three tiers. Stage 3 has its parameters in host memory where it says no other tier."""
         params: Any = (self.offload if self.offload in ("cpu", "nvme") else "cpu") if self.stage == 3 else None
+        params = None if self.resident else params
         tier: Any = _mixed if self.offload == "mixed" else self.offload
         return zcomm.Offload(tier, params, self.fraction, behind)
 
-    def build(self, net: torch.nn.Module, folder: str) -> Any:
+    def build(self, net: torch.nn.Module, folder: str, comm: zcomm.Communicator | None = None) -> Any:
         """The optimizer. ``behind`` on a device alone."""
         place = self.place(self.behind and simulated.playing())
         trained = [p for p in net.parameters() if p.requires_grad]
@@ -62,18 +68,19 @@ class Job:
         return zcomm.ZeroOptimizer(
             net, chosen, stage=self.stage, offload=place, nvme_path=folder, precision=self.precision,
             clip_norm=self.clip, grad_accum=self.accum, bucket_mb=self.bucket_mb, overlap=self.overlap,
-            prefetch=self.prefetch, share_parameters=self.share_parameters, **scale, **args,
+            prefetch=self.prefetch, share_parameters=self.share_parameters, comm=comm, **scale, **args,
         )  # fmt: skip
 
 
-def train(job: Job, folder: str, steps: int = 4) -> dict[str, Any]:
-    """Losses, norms and the bits of weights and state after ``steps``."""
-    comm = zcomm.init(timeout=60)
+def train(job: Job, folder: str, steps: int = 4, comm: zcomm.Communicator | None = None) -> dict[str, Any]:
+    """Losses, norms and the bits of weights and state after ``steps``. comm: None: of the job."""
+    comm = comm or zcomm.init(timeout=60)
     zcomm.zero.tile.TILE_COUNT = 256 if job.optimizer == "8bit" else 192
     zcomm.zero.swapped.SPAN_TILES, zcomm.zero.swapped.WINDOWS = 2, 4  # more spans than windows
-    torch.manual_seed(comm.rank)
-    net = Net(job.kind)
-    opt = job.build(net, folder)
+    with _seeding:
+        torch.manual_seed(comm.rank)
+        net = Net(job.kind)
+    opt = job.build(net, folder, comm)
     schedule = torch.optim.lr_scheduler.StepLR(opt, 2, 0.7)
     losses, norms = [], []
     for number in range(steps * job.accum):

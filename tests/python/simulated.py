@@ -11,13 +11,25 @@ import torch
 
 from zcomm import _core, _lane
 from zcomm._lane import DeviceLane
+from zcomm.backends import cuda_ipc
+from zcomm.comm import Communicator
 
 
 class SimulatedLane(DeviceLane):
-    """Torch's current stream is the host itself: what it is given has run when the call returns."""
+    """Torch's current stream is the host itself: what it is given has run when the call returns.
+
+    joins: the devices of several ranks reach each other."""
+
+    joins = False
 
     def _native(self) -> int:
         return 0
+
+    def reach(self, job: Communicator) -> Communicator | None:
+        """Where the ranks are threads: processes cannot open each other's simulated memory."""
+        if not self.joins:
+            return None
+        return Communicator(cuda_ipc.over(job.duplicate()._joined, self.core, "cpu"))
 
     def empty(self, count: int, dtype: torch.dtype, what: str) -> torch.Tensor:
         memory = super().empty(count, dtype, what)
@@ -37,12 +49,14 @@ def device(seed: int, max_delay_s: float) -> Any:
     return _core.simulated_device(seed=seed, max_delay_s=max_delay_s)
 
 
-def play(max_delay_s: float = 0.0, seed: int = 1) -> None:
-    """From now on, in this process."""
+def play(max_delay_s: float = 0.0, seed: int = 1, joins: bool = False) -> None:
+    """From now on, in this process, whose threads may be the ranks (``joins``)."""
 
     def open_lane(where: torch.device) -> DeviceLane:
-        lanes.append(SimulatedLane(torch.device("cpu"), device(seed + len(lanes), max_delay_s)))
-        return lanes[-1]
+        lane = SimulatedLane(torch.device("cpu"), device(seed + len(lanes), max_delay_s))
+        lane.joins = joins
+        lanes.append(lane)
+        return lane
 
     _lane.open_lane = open_lane
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,7 +40,9 @@ from backend_values import (
     reduce_scatter,
     rounding,
 )
-from zcomm import _core, _rendezvous
+from thread_world import thread_world
+from zcomm import _core
+from zcomm._join import Joined
 from zcomm.backends import cuda_ipc
 
 DEVICES = torch.cuda.device_count() if _core.cuda_available() else 0
@@ -57,26 +57,17 @@ SUITE: list[Check] = [
 
 def simulated_world(world: int, folder: Path, body: Check, max_delay_s: float = 0.0) -> None:
     """``body`` as each rank of a world of threads with a simulated device each."""
-    failed: list[str] = []
 
-    def run(rank: int) -> None:
+    def run(joined: Joined) -> None:
+        rank = joined.core.rank
+        device = _core.simulated_device(seed=rank, max_delay_s=max_delay_s, name=f"simulated:{rank}")
+        comm = zcomm.Communicator(cuda_ipc.over(joined, device, "cpu"))
         try:
-            job = _rendezvous.Job(rank, world, rank, f"file://{folder}/store" if world > 1 else None, "a test")
-            device = _core.simulated_device(seed=rank, max_delay_s=max_delay_s, name=f"simulated:{rank}")
-            comm = zcomm.Communicator(cuda_ipc.over(_rendezvous.join(job, "shm", 30.0, 1), device, "cpu"))
-            try:
-                body(comm)
-            finally:
-                comm.close()
-        except BaseException:
-            failed.append(f"rank {rank}: {traceback.format_exc()}")
+            body(comm)
+        finally:
+            comm.close()
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed, "\n".join(failed)
+    thread_world(world, folder, run)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

@@ -41,6 +41,13 @@ def index_of(device: torch.device | None, local_rank: int) -> int:
     return device.index
 
 
+def reaches_all(host: Communicator, index: int) -> bool:
+    """Whether this rank's device, number ``index``, reaches those of all ranks of ``host``. Collective."""
+    theirs = torch.empty(host.world_size, dtype=torch.int32)
+    host.all_gather(torch.tensor([index], dtype=torch.int32), out=theirs, name="devices")
+    return all(other == index or torch.cuda.can_device_access_peer(index, other) for other in theirs.tolist())
+
+
 def joined_over(
     control: Joined, core: _core.Communicator, backend: str, device: str, over: Callable[[Joined], Joined]
 ) -> Joined:
@@ -73,10 +80,8 @@ def choose(control: Joined, device: torch.device | None) -> Joined:
     host = Communicator(control)
     try:
         index = index_of(device, host.local_rank)
-        theirs = torch.empty(host.world_size, dtype=torch.int32)
-        host.all_gather(torch.tensor([index], dtype=torch.int32), out=theirs, name="devices")
-        reached = all(other == index or torch.cuda.can_device_access_peer(index, other) for other in theirs.tolist())
-        can = torch.tensor([control.hosts.count == 1 and reached, bool(nccl.is_there())], dtype=torch.int32)
+        one_host = reaches_all(host, index) and control.hosts.count == 1
+        can = torch.tensor([one_host, bool(nccl.is_there())], dtype=torch.int32)
         host.all_reduce(can, "min", name="backends")
         if can[0]:
             return cuda_ipc.over(control, _core.cuda_device(index), f"cuda:{index}")

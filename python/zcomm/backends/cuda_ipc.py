@@ -7,6 +7,7 @@ wait for the end, and no call waits for a device on the host. Source: docs/algor
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import torch
@@ -14,7 +15,8 @@ import torch
 from zcomm import _core, _rendezvous
 from zcomm._join import Joined
 from zcomm._rendezvous import Job
-from zcomm.backends._devices import index_of, joined_over, require
+from zcomm.backends._devices import index_of, joined_over, reaches_all, require
+from zcomm.comm import Communicator
 
 
 def join(job: Job, timeout: float, generation: int, device: torch.device | None = None) -> Joined:
@@ -46,6 +48,29 @@ def over(control: Joined, core_device: _core.Device, device: str) -> Joined:
     core = _core.make_cuda_ipc_communicator(control.meshes[-1], core_device, control.timeout_s)
     joined = joined_over(control, core, "cuda_ipc", device, lambda part: over(part, core_device, device))
     return replace(joined, core_device=core_device)
+
+
+def beside(job: Communicator, core_device: _core.Device, device: torch.device) -> Communicator | None:
+    """cuda_ipc between the ranks of ``job`` (host memory), with order and failures of its own; None on all ranks where
+    they are on several hosts, or a device does not reach another. Collective. Raises: as ``job``'s operations."""
+    if job.backend != "shm":
+        return None
+    able = torch.tensor([reaches_all(job, device.index)], dtype=torch.int32)
+    job.all_reduce(able, "min", name="devices that reach each other")
+    if not able:
+        return None
+    control = job.duplicate()._joined
+    own: Communicator | None = None
+    try:
+        own = Communicator(over(control, core_device, str(device)))
+    except (RuntimeError, OSError, NotImplementedError) as error:  # a driver may refuse what it said it could do
+        logging.getLogger("zcomm").warning("the ranks' devices cannot be joined (%s): by way of the host", error)
+        close(control)
+    able.fill_(own is not None)
+    job.all_reduce(able, "min", name="devices that were joined")
+    if not able and own is not None:
+        own.close()
+    return own if able else None
 
 
 def close(control: Joined) -> None:

@@ -53,7 +53,7 @@ class StepBehind:
         self.join()
         for event in self._sent:
             event.clear()
-        self._waiting = set(range(len(self._sent))) - self._store.resident  # these are torch's stream's own
+        self._waiting = set(range(len(self._sent))).difference(self._store.resident)  # these are torch's stream's own
         self._running = self._thread.submit(self._sweep, sweep)
 
     def _sweep(self, sweep: Callable[[], None]) -> None:

@@ -22,7 +22,7 @@ from zcomm.zero.device_weights import DeviceStore
 from zcomm.zero.geometry import Geometry
 from zcomm.zero.gradients import GradientReducer
 from zcomm.zero.norm import GradientNorm
-from zcomm.zero.on_host import check_host, check_rule, check_shards, state_tiers
+from zcomm.zero.on_host import all_stay, check_host, check_rule, check_shards, no_reach, state_tiers
 from zcomm.zero.opened import taken_params
 from zcomm.zero.options import Offload, Precision
 from zcomm.zero.parameters import ParameterStore
@@ -75,6 +75,7 @@ class Parts:
     lane: DeviceLane | None = None  # None: the model is on the CPU
     behind: StepBehind | None = None
     resident: Resident | None = None  # None: no bucket stays on a device
+    peers: Communicator | None = None  # between the devices of several ranks with resident buckets
     save_comm: Communicator | None = None  # of checkpoints in the background; made by the first
 
     @property
@@ -83,7 +84,8 @@ class Parts:
         return torch.device("cpu") if self.lane is None else self.lane.device
 
     def allocation_count(self) -> int:
-        count: int = self.comm.memory()["allocation_count"]
+        comms = [self.comm] if self.peers is None else [self.comm, self.peers]
+        count = sum(comm.memory()["allocation_count"] for comm in comms)
         return count + sum(arena.stats()["allocation_count"] for arena in self.arenas)
 
     def whole_frozen(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -112,6 +114,8 @@ class Parts:
             self.save_comm.close()
         if self.lane is not None:
             self.lane.close()
+        if self.peers is not None:
+            self.peers.close()
         self.comm.close()
 
 
@@ -155,9 +159,9 @@ def build_parts(
         check_rule(tiers, rule, lane)
     swap = _open_swap(geometry, sections, offload, form, stage, nvme_path)
     comm = job.duplicate()  # gradients and parameters keep an order of their own beside the caller's collectives
-    stays = lane is not None and comm.world_size == 1 and stage < 3  # [Note: resident buckets]
-    resident = [number for number, tier in enumerate(tiers) if stays and tier == "device"]
-    how = (stage, shared, prefetch, units, lane, resident)
+    resident = [number for number, tier in enumerate(tiers) if tier == "device"]
+    resident, peers = _reach(resident if stage < 3 or all_stay(sections) else [], stage, comm, lane)
+    how = (stage, shared, prefetch, units, lane, resident, peers)
     store = make_store(sections, geometry, comm, precision.dtype, arena, swap, *how)
     counts = [part.stop - part.start for part in map(store.part, geometry.buckets)]
     state = make_state(counts, tiers, precision.dtype, rule, state_arena, swap, offload.fraction, lane, bool(resident))
@@ -176,7 +180,7 @@ def build_parts(
 
     names = sections.names[: len(trained)]
     how_reduced = (trained, geometry, comm, precision.travels, stage == 0, overlap, names)
-    reducer = _reducer(how_reduced, store, state, lane, arena)
+    reducer = _reducer(how_reduced, store, state, lane, arena, peers)
     hooks = None
     if isinstance(store, UnitStore):
         assert model is not None
@@ -201,8 +205,22 @@ def build_parts(
         output_hook=None if model is None else model.register_forward_hook(_announcer(reducer)),
         lane=lane,
         behind=_behind(model, offload, store, reducer, trained, geometry),
-        resident=_resident(store, state, reducer, geometry, lane, arena),
+        resident=_resident(store, state, reducer, geometry, lane, arena, stage == 0),
+        peers=peers,
     )
+
+
+def _reach(
+    wanted: list[int], stage: int, comm: Communicator, lane: DeviceLane | None
+) -> tuple[list[int], Communicator | None]:
+    """Which of the ``wanted`` buckets are resident, and by what their devices reach each other. Collective."""
+    if lane is None or not wanted or comm.world_size == 1:
+        return ([] if lane is None else wanted), None
+    peers = lane.reach(comm)
+    if peers is None and stage == 3:
+        comm.close()
+        raise no_reach(lane)
+    return ([] if peers is None else wanted), peers
 
 
 def _stay(offload: Offload, names: dict[int, str], params: Sequence[nn.Parameter]) -> bool:
@@ -217,14 +235,19 @@ def _say_large(sections: Sections, units: Units, job: Communicator) -> None:
 
 
 def _reducer(
-    how: Gradients, store: ParameterStore, state: ShardState, lane: DeviceLane | None, arena: _core.PinnedArena
+    how: Gradients,
+    store: ParameterStore,
+    state: ShardState,
+    lane: DeviceLane | None,
+    arena: _core.PinnedArena,
+    peers: Communicator | None,
 ) -> GradientReducer:
     if lane is None:
         return GradientReducer(*how)
     alone = how[2].world_size == 1
     squares = DeviceSquares(lane, arena) if alone else None
-    if isinstance(store, DeviceStore) and store.resident:
-        return ResidentReducer(*how, lane, store.all_came, store.resident, squares)
+    if store.resident:
+        return ResidentReducer(*how, lane, _came(store, lane), store.resident, squares, peers)
     reducer = DeviceReducer(*how, lane, _came(store, lane), squares=squares)
     if isinstance(state, TieredState):
         lane.lock(reducer.accumulators)  # from where a step takes its gradients
@@ -238,12 +261,13 @@ def _resident(
     geometry: Geometry,
     lane: DeviceLane | None,
     arena: _core.PinnedArena,
+    whole: bool,
 ) -> Resident | None:
     if not isinstance(reducer, ResidentReducer):
         return None
-    assert isinstance(store, DeviceStore) and isinstance(state, TieredState) and lane is not None
+    assert isinstance(state, TieredState) and lane is not None
     buckets = [bucket for bucket in geometry.buckets if bucket.index in store.resident]
-    return Resident(buckets, state.device, store, reducer, DeviceSquares(lane, arena))
+    return Resident(buckets, state.device, store, reducer, DeviceSquares(lane, arena), whole)
 
 
 def _behind(

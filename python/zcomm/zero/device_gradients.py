@@ -86,7 +86,10 @@ class DeviceReducer(GradientReducer):
         self._filled = [lane.event() for _ in range(count)]
         self._landed = [lane.event() for _ in self._host_slots]
         self._afters: list[Any] = [None] * len(self._host_slots)
-        return [lane.empty(largest, self._dtype, "gradients in flight") for _ in range(count)]
+        return self._device_slots(count, largest)
+
+    def _device_slots(self, count: int, largest: int) -> list[torch.Tensor]:
+        return [self._lane.empty(largest, self._dtype, "gradients in flight") for _ in range(count)]
 
     @property
     def nbytes_by_tier(self) -> dict[str, dict[str, int]]:

@@ -54,6 +54,8 @@ class DeviceUnitStore(UnitStore):
     """See [Note: places on a device]. Memory: prefetch + 1 places of the largest unit and one for each that is kept, on
     the device; host slots of the largest unit, if units are gathered."""
 
+    _home = "cpu"  # the tier of shards that are not offloaded
+
     def __init__(
         self,
         params: Sequence[nn.Parameter],
@@ -91,12 +93,16 @@ class DeviceUnitStore(UnitStore):
         blocks = [unit for unit in self.units if not unit.keep]
         sizes = [unit.nbytes for unit in blocks]
         count = max(min(slot_count(sizes, *self._prefetch) - 1, len(blocks)), min(1, len(blocks)))
-        ring = [self._add_place(max(sizes)) for _ in range(count)]
+        ring = [self._ring_place(max(sizes)) for _ in range(count)]
         self._places = {unit.index: ring[number % count] for number, unit in enumerate(blocks)}
-        self._places |= {unit.index: self._add_place(unit.nbytes) for unit in self.units if unit.keep}
+        self._places |= {unit.index: self._ring_place(unit.nbytes) for unit in self.units if unit.keep}
         self._all_places = list({id(place): place for place in self._places.values()}.values())
         for unit in self.units:
             self._point(unit)
+        self._make_host_slots()
+
+    def _make_host_slots(self) -> None:
+        """For units that come by way of host memory that is not theirs."""
         self._memories, self._host_slots = [], []
         if any(self._source.whole(bucket) is None for bucket in self._geometry.every):
             nbytes = max(unit.nbytes for unit in self.units)
@@ -104,6 +110,10 @@ class DeviceUnitStore(UnitStore):
             flats = [tensor_of(memory, self._dtype) for memory in self._memories]
             self._host_slots = [(self._lane.lock(flat), self._lane.event()) for flat in flats]
         self._gathers = 0
+
+    def _ring_place(self, nbytes: int) -> Place:
+        """One that is there from the beginning. Collective where ranks reach each other's."""
+        return self._add_place(nbytes)
 
     def _add_place(self, nbytes: int) -> Place:
         count = nbytes // self._dtype.itemsize
@@ -134,10 +144,9 @@ class DeviceUnitStore(UnitStore):
 
     @property
     def nbytes_by_tier(self) -> dict[str, int]:
-        """Shards that are not swapped are in host memory."""
         tiers = super().nbytes_by_tier
-        resident = tiers.pop("device", 0)
-        return {**tiers, "cpu": tiers.get("cpu", 0) + resident}
+        rest = tiers.pop("device", 0)
+        return {**tiers, self._home: tiers.get(self._home, 0) + rest}
 
     # --- gathering --------------------------------------------------------------------------------------------
 
@@ -169,11 +178,15 @@ class DeviceUnitStore(UnitStore):
             return False
         place.holder = unit
         unit.state = UnitState.GATHERING
+        self._fill_place(unit, place)
+        return True
+
+    def _fill_place(self, unit: Unit, place: Place) -> None:
+        """Start to bring the unit into its place."""
         if self._whole_here:
             self._copy(unit, list(self._wholes(unit)), place)
         else:
             unit.gathering = self._thread.submit(self._gather_to, unit, place)
-        return True
 
     def _vacate(self, place: Place, unit: Unit, must: bool) -> bool:
         """Make sure that nobody but ``unit`` is in the place; False: another one is in use there."""

@@ -1,12 +1,12 @@
 """Weights of a model on a device, stages 0 to 2: whole there, and on the host, where steps update them.
 
-[Note: weights to a device] The parameters are views of one flat tensor on the device. The weights that steps change
-are the host's (``host``: one copy for its ranks, or a copy each). In a sweep a bucket's own part goes to the device, on
-the lane's ``back`` stream, as soon as it is updated, while the next bucket is; the parts of other ranks follow when
-these have theirs: a barrier (or all_gather) for each bucket, which runs beside the sweep. The device's weights are
+[Note: weights to a device] The parameters are views of one flat tensor on the device. The weights that steps change are
+the host's (``host``: one copy for its ranks, or a copy each). In a sweep a bucket's own part goes to the device, on the
+lane's ``back`` stream, as soon as it is updated, while the next bucket is; the parts of other ranks follow when these
+have theirs: a barrier (or all_gather) for each bucket, which runs beside the sweep. The device's weights are
 overwritten only after what torch's stream had been given when the sweep began; ``arrive`` makes that stream wait for
-the new ones. The host waits for nothing but other ranks. Resident buckets (a world of one; resident.py) have no weights
-on the host, and no part in sweeps.
+the new ones. The host waits for nothing but other ranks. Resident buckets (resident.py) have none on the host and no
+part in sweeps: their parts go from device to device.
 Thread rule: one thread at a time; a sweep and the ``publish`` after it may run on another thread than ``arrive``.
 """
 
@@ -26,7 +26,7 @@ from zcomm.zero.parameters import ParameterStore, ResidentStore, SharedStore
 
 class DeviceStore(ParameterStore):
     """host: what holds the weights on the host; no parameter points at it. resident: numbers of buckets that ``host``
-    has not."""
+    has not. peers: between the ranks' devices, where several have resident buckets."""
 
     def __init__(
         self,
@@ -37,12 +37,18 @@ class DeviceStore(ParameterStore):
         host: ResidentStore,
         lane: DeviceLane,
         resident: Collection[int] = (),
+        peers: Communicator | None = None,
     ) -> None:
         super().__init__(params, geometry, comm, host._dtype, tiers)
+        self._peers = peers
+        self._spreading: list[Work] = []  # of resident buckets
         self.resident = frozenset(resident)
         self._host, self._lane = host, lane
         lane.lock(host._flat)
-        self._flat = lane.empty(geometry.every_count, host._dtype, "parameters")
+        if peers is None:
+            self._flat = lane.empty(geometry.every_count, host._dtype, "parameters")
+        else:
+            self._flat = peers.empty(geometry.every_count, host._dtype)
         self._used = lane.event()  # torch's stream has used the old weights
         self._came = [lane.event() for _ in geometry.every]  # the bucket's new weights are on the device
         self.all_came = lane.event()
@@ -55,7 +61,7 @@ class DeviceStore(ParameterStore):
 
     def begin(self, bucket: FlatBucket) -> torch.Tensor:
         if bucket.index in self.resident:
-            return torch.empty(bucket.count, dtype=self._dtype)
+            return torch.empty_like(self.there(bucket), device="cpu")
         return self._host.begin(bucket)
 
     def commit(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
@@ -65,18 +71,30 @@ class DeviceStore(ParameterStore):
 
     def load(self, bucket: FlatBucket) -> torch.Tensor:
         if bucket.index in self.resident:
-            return self._bucket(bucket).to("cpu", copy=True)
+            return self.there(bucket).to("cpu", copy=True)
         return self._host.load(bucket)
 
     def save(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
         if bucket.index in self.resident:
-            self._bucket(bucket).copy_(weight)
+            self.there(bucket).copy_(weight)
         else:
             self._host.save(bucket, weight)
 
     def there(self, bucket: FlatBucket) -> torch.Tensor:
-        """The weights of a resident bucket, which torch's stream may change."""
-        return self._bucket(bucket)
+        return self._bucket(bucket)[self.part(bucket)]
+
+    def spread_resident(self, bucket: FlatBucket) -> None:
+        mine = self.there(bucket)
+        if self._peers is None or mine.numel() == bucket.count:
+            return
+        name = f"parameters of bucket {bucket.index}"
+        _, work = self._peers.all_gather([mine], out=[self._bucket(bucket)], async_op=True, name=name)
+        assert isinstance(work, Work)
+        self._spreading.append(work)
+
+    def arrive_resident(self) -> None:
+        while self._spreading:
+            self._spreading.pop(0).wait()
 
     # --- a step -----------------------------------------------------------------------------------------------
 
@@ -133,6 +151,10 @@ class DeviceStore(ParameterStore):
                 self._send_others(*self._others.popleft())
             return
         self._host.publish()
+        for bucket in self._geometry.every:
+            if bucket.index in self.resident:
+                self.spread_resident(bucket)
+        self.arrive_resident()
         self.used()
         for bucket in self._geometry.every:
             if bucket.index not in self.resident:
@@ -144,6 +166,7 @@ class DeviceStore(ParameterStore):
 
     def renew(self) -> None:
         self._others.clear()
+        self._spreading.clear()
         self._swept = False
 
     def arrive(self) -> None:
@@ -169,5 +192,10 @@ class DeviceStore(ParameterStore):
         return {"device": self._flat.nbytes, "cpu": sum(self._host.nbytes_by_tier.values())}
 
     def close(self) -> None:
-        """The parameters stay views of the memory on the device, which is theirs alone now."""
+        """The parameters stay views of the memory on the device, which is theirs alone now; where other ranks have it
+        open, they get memory of their own."""
         self._others.clear()  # dropping a Work waits for it
+        self._spreading.clear()
+        if self._peers is not None:
+            super().close()
+            self._flat = self._flat.new_empty(0)

@@ -314,10 +314,14 @@ class GradientReducer:
 
     def gather(self) -> None:
         """Give every rank the whole averaged gradients (replicated only). Collective."""
+        self._gather(self._comm, self._geometry.buckets)
+
+    def _gather(self, comm: Communicator, buckets: Sequence[FlatBucket]) -> None:
+        if not buckets:
+            return
         start = time.perf_counter()
-        buckets = [self.bucket_view(bucket) for bucket in self._geometry.buckets]
-        shards = [self.shard_view(bucket) for bucket in self._geometry.buckets]
-        self._comm.all_gather(shards, out=buckets, name="gradients")
+        wholes, shards = [self.bucket_view(b) for b in buckets], [self.shard_view(b) for b in buckets]
+        comm.all_gather(shards, out=wholes, name="gradients")
         self.waited_s += time.perf_counter() - start
 
     @property

@@ -25,14 +25,32 @@ def check_host(job: Communicator) -> None:
 
 
 def check_shards(sections: Sections, lane: DeviceLane, stage: int) -> None:
-    """Raises: NotImplementedError for sharded parameters that are to stay on the device."""
+    """Raises: NotImplementedError for sharded parameters of which only some, or without their state, are to stay on the
+    device."""
     names = dict(zip(map(id, sections.params), sections.names, strict=True))
+    if stage < 3 or all_stay(sections):
+        return
     for section in sections.list:
-        if stage == 3 and section.weights == "device":
+        if section.weights == "device":
             raise NotImplementedError(
-                f"the shards of {names[id(section.params[0])]} would stay on {lane.core.name}, where this version has "
-                "none; use stage 0, 1 or 2, or zcomm.Offload(params='cpu') or 'nvme' (offload='cpu' is both tiers)"
+                f"the shards of {names[id(section.params[0])]} would stay on {lane.core.name} while others, or "
+                "optimizer state, are offloaded; offload nothing, or use stage 0, 1 or 2, or "
+                "zcomm.Offload(params='cpu') or 'nvme' for all parameters (offload='cpu' is both tiers)"
             )
+
+
+def all_stay(sections: Sections) -> bool:
+    """Whether nothing is offloaded."""
+    return all((section.state, section.weights) == ("device", "device") for section in sections.list)
+
+
+def no_reach(lane: DeviceLane) -> NotImplementedError:
+    """Of sharded parameters that are to stay on devices which do not reach each other."""
+    return NotImplementedError(
+        f"stage 3 without offload keeps shards on the devices, but {lane.core.name} and those of the other ranks do "
+        "not reach each other (several hosts, no peer access, or ranks that do not share memory); use stage 0, 1 or "
+        "2, or offload='cpu' or 'nvme'"
+    )
 
 
 def state_tiers(sections: Sections, geometry: Geometry, offload: Offload, on_device: bool) -> list[str]:

@@ -20,6 +20,7 @@ class ParameterStore(ABC):
     """Holds the parameters of ``geometry``; after ``commit`` the model's parameters are views of it."""
 
     waited_s = 0.0
+    resident: Collection[int] = frozenset()  # numbers of the buckets that are on devices alone (resident.py)
 
     def __init__(
         self,
@@ -78,6 +79,18 @@ class ParameterStore(ABC):
 
     def renew(self) -> None:  # noqa: B027
         """After a failure, before all trained ones are loaded: nothing is in flight, and no weight is lost to it."""
+
+    # Of resident buckets.
+
+    def there(self, bucket: FlatBucket) -> torch.Tensor:
+        """The weights of this rank's part, which torch's stream may change."""
+        raise NotImplementedError
+
+    def spread_resident(self, bucket: FlatBucket) -> None:  # noqa: B027
+        """Torch's stream has changed this rank's part: start to bring the other ranks'. Collective."""
+
+    def arrive_resident(self) -> None:  # noqa: B027
+        """What torch's stream is given next sees all parts. The host waits until all ranks have spread theirs."""
 
     @abstractmethod
     def full(self, param: int) -> torch.Tensor:
@@ -197,8 +210,18 @@ class ResidentStore(ParameterStore):
         return self._geometry.view(self._bucket(self._geometry.bucket_of(param)), param)
 
 
+def _begins(geometry: Geometry, without: Collection[int]) -> tuple[dict[int, int], int]:
+    """Where each bucket but those ``without`` begins, one behind the other, and where the last one ends."""
+    begins, count = {}, 0
+    for bucket in geometry.every:
+        if bucket.index not in without:
+            begins[bucket.index] = count
+            count += bucket.count
+    return begins, count
+
+
 class SharedStore(ResidentStore):
-    """One copy for the host."""
+    """One copy for the host. without: buckets that it does not have."""
 
     def __init__(
         self,
@@ -207,8 +230,10 @@ class SharedStore(ResidentStore):
         comm: Communicator,
         dtype: torch.dtype,
         tiers: Sequence[str],
+        without: Collection[int] = (),
     ) -> None:
-        super().__init__(params, geometry, comm, comm.shared_empty(geometry.every_count, dtype), tiers)
+        begins, count = _begins(geometry, without)
+        super().__init__(params, geometry, comm, comm.shared_empty(count, dtype), tiers, begins)
 
     def publish(self) -> None:
         self._comm.barrier(name="parameters")
@@ -220,7 +245,7 @@ class SharedStore(ResidentStore):
 
 class PrivateStore(ResidentStore):
     """A copy for each rank. ``replicated``: every rank updates all of it (stage 0, a world of one); otherwise parts
-    are gathered. without: buckets that it does not have (a world of one)."""
+    are gathered. without: buckets that it does not have."""
 
     def __init__(
         self,
@@ -233,18 +258,15 @@ class PrivateStore(ResidentStore):
         without: Collection[int] = (),
     ) -> None:
         self._replicated = replicated
-        begins, count = {}, 0
-        for bucket in geometry.every:
-            if bucket.index not in without:
-                begins[bucket.index] = count
-                count += bucket.count
+        begins, count = _begins(geometry, without)
         super().__init__(params, geometry, comm, comm.empty(count, dtype), tiers, begins)
 
     def part(self, bucket: FlatBucket) -> slice:
         return slice(0, bucket.count) if self._replicated else super().part(bucket)
 
     def publish(self) -> None:
-        if not self._replicated:
-            buckets = [self._bucket(bucket) for bucket in self._geometry.buckets]
-            shards = [flat[self.part(b)] for b, flat in zip(self._geometry.buckets, buckets, strict=True)]
+        mine = [bucket for bucket in self._geometry.buckets if bucket.index in self._begins]
+        if mine and not self._replicated:
+            buckets = [self._bucket(bucket) for bucket in mine]
+            shards = [flat[self.part(b)] for b, flat in zip(mine, buckets, strict=True)]
             self._comm.all_gather(shards, out=buckets, name="parameters")

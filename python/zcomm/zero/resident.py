@@ -1,9 +1,10 @@
-"""Resident buckets: weights, gradient and optimizer state are on the device alone, where a world of one steps them.
+"""Resident buckets: weights, gradient and optimizer state are on the devices alone, where they are stepped.
 
-[Note: resident buckets] In stages 0 to 2 a world of one has nobody to reduce with or to give weights to, so what need
-not be offloaded crosses no bus: gradients add up on the device, the step is kernels on torch's stream behind them, the
-weights are changed in place, and what is given to that stream next sees them. The host waits for none of it, and steps
-the other buckets meanwhile. Of the norm the words of an exact sum come to the host.
+[Note: resident buckets] What need not be offloaded does not come to the host, where a rank is alone or the ranks'
+devices reach each other (``peers``): gradients add up on the device, the step is kernels on torch's stream behind them,
+the weights are changed in place (each rank's part; the others' parts are gathered then, in stage 3 when a unit is
+used), and what is given to that stream next sees them. The host waits for other ranks' calls alone, and steps the other
+buckets meanwhile. Of the norm the words of an exact sum come to the host.
 Thread rule: the main thread: torch's stream is that of whoever calls.
 """
 
@@ -13,34 +14,41 @@ from collections.abc import Callable, Collection, Sequence
 
 from zcomm.zero.device_norm import DeviceSquares
 from zcomm.zero.device_state import DeviceState
-from zcomm.zero.device_weights import DeviceStore
 from zcomm.zero.geometry import FlatBucket
 from zcomm.zero.norm import GradientNorm
+from zcomm.zero.parameters import ParameterStore
 from zcomm.zero.resident_gradients import ResidentReducer
 from zcomm.zero.state import Run, ShardStep
 
 
 class Resident:
-    """The buckets, and where their parts are."""
+    """The buckets, and where their parts are. whole: several ranks step all of each (stage 0)."""
 
     def __init__(
         self,
         buckets: Sequence[FlatBucket],
         state: DeviceState,
-        store: DeviceStore,
+        store: ParameterStore,
         reducer: ResidentReducer,
         squares: DeviceSquares,
+        whole: bool,
     ) -> None:
         self._buckets = buckets
         self.numbers: Collection[int] = {bucket.index for bucket in buckets}
+        self._whole = whole
         self._state, self._store, self._reducer, self._squares = state, store, reducer, squares
 
     def step(self, runs: Callable[[FlatBucket], list[Run]]) -> None:
         """Put the step of all of them on torch's stream, behind their gradients."""
+        if self._whole:
+            self._reducer.finish()
+            self._reducer.gather_resident()
         for bucket in self._buckets:
             self._reducer.finish(bucket)
-            grad, weight = self._reducer.shard_view(bucket), self._store.there(bucket)
-            self._state.step_shard(ShardStep(bucket.index, weight, grad, runs(bucket)))
+            grad = self._reducer.bucket_view(bucket) if self._whole else self._reducer.shard_view(bucket)
+            self._state.step_shard(ShardStep(bucket.index, self._store.there(bucket), grad, runs(bucket)))
+            self._store.spread_resident(bucket)
+        self._store.arrive_resident()
 
     def start_norm(self) -> None:
         """Put the squares of their gradients, stepped or not, on torch's stream."""

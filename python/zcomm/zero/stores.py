@@ -13,6 +13,7 @@ from zcomm.zero.device_units import DeviceUnitStore
 from zcomm.zero.device_weights import DeviceStore
 from zcomm.zero.geometry import Geometry
 from zcomm.zero.parameters import ParameterStore, PrivateStore, ResidentStore, SharedStore
+from zcomm.zero.resident_units import DeviceSource, ResidentUnitStore
 from zcomm.zero.sections import Sections
 from zcomm.zero.sources import make_source
 from zcomm.zero.unit_options import Units
@@ -32,19 +33,25 @@ def make_store(
     options: Units,
     lane: DeviceLane | None,
     resident: Collection[int] = (),
+    peers: Communicator | None = None,
 ) -> ParameterStore:
-    """Collective. lane: of the model's device; None: it is on the CPU. resident: buckets that are there alone."""
+    """Collective. lane: of the model's device; None: it is on the CPU. resident: buckets that are there alone, on each
+    rank's device, between which ``peers`` moves them (None: one rank)."""
     tiers = [sections.list[bucket.section].weights for bucket in geometry.every]
     if sections.by_unit:
+        if peers is not None:
+            assert lane is not None
+            source = DeviceSource(geometry.every, dtype, peers)
+            ahead = (prefetch, options.prefetch_nbytes)
+            how = (sections.params, geometry, comm, dtype, tiers, sections.choices, source, False, *ahead)
+            return ResidentUnitStore(*how, lane=lane, peers=peers, resident=resident)
         return _by_unit(sections, geometry, comm, dtype, tiers, arena, swap, shared, prefetch, options, lane)
     host: ResidentStore
-    if resident:
-        host = PrivateStore(sections.params, geometry, comm, dtype, tiers, True, resident)
-    elif stage >= 1 and shared:
-        host = SharedStore(sections.params, geometry, comm, dtype, tiers)
+    if stage >= 1 and shared:
+        host = SharedStore(sections.params, geometry, comm, dtype, tiers, resident)
     else:
-        host = PrivateStore(sections.params, geometry, comm, dtype, tiers, replicated=stage == 0)
-    return host if lane is None else DeviceStore(sections.params, geometry, comm, tiers, host, lane, resident)
+        host = PrivateStore(sections.params, geometry, comm, dtype, tiers, stage == 0, resident)
+    return host if lane is None else DeviceStore(sections.params, geometry, comm, tiers, host, lane, resident, peers)
 
 
 def _by_unit(

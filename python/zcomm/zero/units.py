@@ -39,7 +39,7 @@ from zcomm.zero.unit_choice import UnitChoice
 from zcomm.zero.unit_options import ahead_of, slot_count
 from zcomm.zero.unit_order import UseOrder
 
-_IN_STEP = (
+IN_STEP = (
     "stage 3 by units: all ranks must run the same modules in the same order; what differs between ranks (generate(), "
     "evaluation) goes inside of zcomm.zero.GatheredParameters(model)"
 )
@@ -173,7 +173,7 @@ class UnitStore(ParameterStore):
         try:
             self._join(unit)
         except (_core.CollectiveMismatch, TimeoutError) as error:
-            error.args = (f"{error}; {_IN_STEP}",)
+            error.args = (f"{error}; {IN_STEP}",)
             raise
         memory, begin = self._slot(unit)
         self._range.alias(unit.offset, memory, begin, unit.nbytes)

@@ -1,0 +1,36 @@
+"""A world whose ranks are threads of this process: milliseconds to start, and devices that reach each other."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from zcomm import _rendezvous
+from zcomm._join import Joined
+
+Result = TypeVar("Result")
+
+
+def thread_world(world_size: int, folder: Path, body: Callable[[Joined], Result]) -> list[Result]:
+    """What ``body`` returns on each rank. It is given what a Communicator is made of, in host memory, and closes it."""
+    failed: list[str] = []
+    store = f"file://{folder}/store" if world_size > 1 else None
+    results: dict[int, Result] = {}
+
+    def run(rank: int) -> None:
+        try:
+            job = _rendezvous.Job(rank, world_size, rank, store, "a test")
+            results[rank] = body(_rendezvous.join(job, "shm", 30.0, 1))
+        except BaseException:
+            failed.append(f"rank {rank}: {traceback.format_exc()}")
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed, "\n".join(failed)
+    return [results[rank] for rank in range(world_size)]
