@@ -21,6 +21,7 @@ _MODES = {0: "default", 1: "exclusive_thread", 2: "prohibited", 3: "exclusive_pr
 # NVML's common ancestor of two GPUs -> what is between them, the nearest first.
 _ANCESTORS = {0: "board", 10: "switch", 20: "switches", 30: "bridge", 40: "node", 50: "cross"}
 _RANKS = {"unknown": 0, "cross": 1, "node": 2, "bridge": 3, "switches": 4, "switch": 5, "board": 6, "nvlink": 7}
+_P2P_READ, _P2P_OK = 0, 0  # NVML's capability and its best status
 _GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}  # GT/s in sysfs
 
 
@@ -70,10 +71,12 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Link:
-    """The best way between two GPUs. nvlinks: how many, 0 without."""
+    """The best way between two GPUs. nvlinks: how many, 0 without. peer: whether the driver lets each read the other's
+    memory; None where it does not say."""
 
     kind: str = "unknown"
     nvlinks: int = 0
+    peer: bool | None = None
 
     @property
     def rank(self) -> int:
@@ -81,6 +84,9 @@ class Link:
         return 100 * _RANKS[self.kind] + self.nvlinks
 
     def describe(self) -> str:
+        return f"{self._way()}, no peer access" if self.peer is False else self._way()
+
+    def _way(self) -> str:
         if self.kind == "nvlink":
             return f"NVLink x{self.nvlinks}"
         words = {"switch": "one PCIe switch", "switches": "PCIe switches", "bridge": "one host bridge"}
@@ -100,6 +106,11 @@ class Machine:
 
     def link(self, a: int, b: int) -> Link:
         return self.links.get((min(a, b), max(a, b)), Link())
+
+    @property
+    def reach(self) -> bool:
+        """Whether no pair of GPUs is known to lack peer access."""
+        return all(link.peer is not False for link in self.links.values())
 
     def ranks(self) -> list[list[int]]:
         """Link ranks as a matrix, for ``topology.ring_order``."""
@@ -243,7 +254,8 @@ class _Reader:
                 nvlinks = ends[a].count(other) + min(to_switches[a], to_switches[b])
                 level = self.ask("nvmlDeviceGetTopologyCommonAncestor", first, second)
                 kind = "nvlink" if nvlinks else _ANCESTORS.get(-1 if level is None else int(level), "unknown")
-                yield (a, b), Link(kind, nvlinks)
+                status = self.ask("nvmlDeviceGetP2PStatus", first, second, _P2P_READ)
+                yield (a, b), Link(kind, nvlinks, None if status is None else int(status) == _P2P_OK)
 
     def nvlink_ends(self, handle: Any) -> Iterator[str]:
         """The bus id at the other end of each link that is up."""

@@ -33,6 +33,7 @@ class FakeGpu:
     pages: int = 0
     rows: tuple[int, int, int, int] = (0, 0, 0, 0)
     nvlinks: tuple[str, ...] = ()
+    peers: bool = True  # reads the memory of others that do so, too
     lost: bool = False
 
 
@@ -92,6 +93,10 @@ class FakeNvml:
     def _DeviceGetTopologyCommonAncestor(self, a: FakeGpu, b: FakeGpu) -> int:
         pair = sorted((self.gpus.index(a), self.gpus.index(b)))
         return self.levels.get((pair[0], pair[1]), 50)
+
+    def _DeviceGetP2PStatus(self, a: FakeGpu, b: FakeGpu, capability: int) -> int:
+        assert capability == 0, "reading"
+        return 0 if a.peers and b.peers else 1
 
     def _DeviceGetNvLinkState(self, gpu: FakeGpu, link: int) -> int:
         if not gpu.nvlinks:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -149,14 +150,25 @@ def test_builds_without_cuda_are_said() -> None:
 
 def test_links_and_their_order() -> None:
     linked = gpus.read(two_linked(), Path("/nowhere"))
-    assert linked.link(0, 1) == linked.link(1, 0) == gpus.Link("nvlink", 4)
+    assert linked.link(0, 1) == linked.link(1, 0) == gpus.Link("nvlink", 4, True)
     assert "all pairs: NVLink x4" in [finding.value for finding in found(two_linked())]
     switched = gpus.read(eight_on_switches(), Path("/nowhere"))
-    assert set(switched.links.values()) == {gpus.Link("nvlink", 18)} and len(switched.links) == 28
+    assert set(switched.links.values()) == {gpus.Link("nvlink", 18, True)} and len(switched.links) == 28
     kinds = ("nvlink", "board", "switch", "switches", "bridge", "node", "cross", "unknown")
     by_kind = [gpus.Link(kind, int(kind == "nvlink")).rank for kind in kinds]
     assert by_kind == sorted(by_kind, reverse=True) and len(set(by_kind)) == 8
     assert gpus.Link("nvlink", 18).rank > gpus.Link("nvlink", 4).rank
+
+
+def test_gpus_that_do_not_reach_each_other() -> None:
+    assert not of(found(two_linked()), "gpu peer access")
+    consumer = FakeNvml([FakeGpu(bus_id=bus(i), peers=False) for i in range(2)], {(0, 1): 30})
+    assert not gpus.read(consumer, Path("/nowhere")).reach
+    assert "all pairs: one host bridge, no peer access" in [finding.value for finding in found(consumer)]
+    (said,) = of(found(consumer), "gpu peer access")
+    assert said.state == "note" and "by way of the host" in said.value and "nvidia-smi topo" in said.mend
+    silent = replace(consumer, missing=("nvmlDeviceGetP2PStatus",))
+    assert gpus.read(silent, Path("/nowhere")).reach and not of(found(silent), "gpu peer access")
 
 
 def test_the_ring_of_two_nodes_crosses_twice() -> None:

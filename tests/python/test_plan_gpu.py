@@ -33,12 +33,22 @@ def test_bytes_by_tier() -> None:
     assert (drive.host_nbytes, drive.drive_nbytes) == (4 * P, 12 * P)
     assert gpu_case(P, 3, "nvme", 1, replace(H100, drive_nbytes=70 * GIB)).lacks == ("drive",)
     assert gpu_case(P, 2, "cpu", 1, replace(H100, host_nbytes=64 * GIB)).lacks == ("host",)
-    assert gpu_case(P, 3, "none", 2, H100).lacks == ("offload",), "shards do not stay on the GPU"
+    apart = replace(H100, count=2, reach=False)
+    assert gpu_case(P, 3, "none", 2, apart).lacks == ("offload",), "shards stay only where GPUs reach each other"
+    assert not gpu_case(P, 3, "none", 2, replace(apart, reach=True)).lacks
+    assert "offload" not in gpu_case(P, 3, "none", 2, H100).lacks, "on one GPU they do"
     assert gpu_case(P, 3, "none", 1, H100) == replace(whole, stage=3), "but there are none"
 
 
+def test_nothing_of_the_host_between_gpus_that_reach_each_other() -> None:
+    two = gpu_case(P, 2, "none", 2, replace(H100, count=2))
+    assert two.host_nbytes == 0 and two.pcie_s == two.update_s == two.sums_s == 0.0
+    assert two.gpu_nbytes == 2 * P + (10 + 4) * P // 2 + CONTEXT_NBYTES, "weights, a half of the state and the sums"
+    assert gpu_case(P, 3, "none", 2, replace(H100, count=2)).gpu_nbytes == 16 * P // 2 + CONTEXT_NBYTES
+
+
 def test_state_that_stays_on_the_gpus() -> None:
-    alone, two = (gpu_case(P, 2, "none", n, replace(H100, count=2)) for n in (1, 2))
+    alone, two = (gpu_case(P, 2, "none", n, replace(H100, count=2, reach=False)) for n in (1, 2))
     assert alone.pcie_s == alone.update_s == 0.0
     assert two.gpu_nbytes == 2 * P + 10 * P // 2 + CONTEXT_NBYTES, "weights and a half of the state"
     assert two.host_nbytes == 2 * (2 * P // 2 + 4 * P // 2), "one copy of the weights, and of the sums of gradients"
@@ -76,7 +86,7 @@ def test_seconds_and_the_hiding_rule() -> None:
     more = gpu_case(P, 2, "cpu", 2, H100, accumulation=3)
     assert more.sums_s == pytest.approx((3 * (2 * 4 + 8) - 4) * P / 200e9), "slots of two ranks, three micro-steps"
     assert gpu_case(P, 2, "none", 1, H100).sums_s == 0.0, "nothing of it is on the host"
-    whole = gpu_case(P, 0, "none", 2, replace(H100, count=2))
+    whole = gpu_case(P, 0, "none", 2, replace(H100, count=2, reach=False))
     assert whole.pcie_s == pytest.approx((2 + 4 + 2) * P / (0.85 * 63e9)), "stage 0: each rank steps everything"
     assert whole.sums_s == pytest.approx((2 * 4 + 8 - 4 + 8) * P / 200e9), "and takes over the other one's sums"
     for missing in ("flops", "memory_bps", "pcie_bps"):

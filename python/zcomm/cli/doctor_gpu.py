@@ -182,6 +182,10 @@ def _between(machine: Machine) -> Iterator[Finding]:
         for kind in sorted(set(words.values()), key=lambda each: -_best(machine, words, each)):
             listed = ", ".join(f"{a}-{b}" for (a, b), word in words.items() if word == kind)
             yield Finding("ok", "gpu links", f"{kind}: {listed}")
+    if not machine.reach:
+        value = "some GPUs do not read each other's memory: gradients of several ranks go by way of the host"
+        hint = "usual on consumer cards; on others look for ACS or the IOMMU of PCIe (nvidia-smi topo -p2p r)"
+        yield Finding("note", "gpu peer access", value, hint)
     order = [machine.gpus[place].index for place in ring_order(machine.ranks())]
     text = ",".join(map(str, order))
     if order == [gpu.index for gpu in machine.gpus]:

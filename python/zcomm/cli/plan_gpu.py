@@ -80,6 +80,7 @@ def host_of(
         pcie_bps=min((line for line in lines if line is not None), default=None),
         memory_bps=None if measured is None else measured.far_bps * measured.world_size,
         drive_bps=drive,
+        reach=found.reach,
     )
 
 
@@ -105,6 +106,8 @@ def _notes(host: GpuHost, name: str, activations: int | None) -> None:
     from zcomm.planning.gpu_tiers import CONTEXT_NBYTES, MFU
 
     print("ZeRO's formula: slots and staging, some hundred MiB, come on top")
+    if host.count > 1 and host.reach:
+        print("offload none, several ranks: the GPUs are taken to read each other's memory (zcomm doctor: gpu links)")
     print(f"GPU includes {shown(CONTEXT_NBYTES)} of torch and driver per rank", end="")
     print("; without activations" if activations is None else f" and {shown(activations)} of activations")
     if host.flops is None:

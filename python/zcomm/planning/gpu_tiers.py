@@ -2,11 +2,11 @@
 
 [Note: tiers with a GPU] Each rank has a device copy of what stage shards do not take (D4 shares memory on CPUs only).
 Where the optimizer's state is offloaded, the weights and the fp32 sums of gradients are in host memory, too: the CPU
-steps there, gradients leave the GPU by buckets during backward, weights return. So they are where ranks reduce: state
-that stays on the GPU is stepped there on sums and weights that come from the host. One rank alone without offload needs
-nothing of the host. Shards of several ranks in stage 3 do not stay on the GPU. Bytes are ZeRO's formula: slots,
-staging and padding come on top, some hundred MiB. Seconds are of all ranks, which share the host's memory, the PCIe
-link of their GPU and the drive. Pure arithmetic.
+steps there, gradients leave the GPU by buckets during backward, weights return. Without offload nothing is needed of
+the host where a rank is alone or the GPUs reach each other; where they do not, ranks reduce on the host, state that
+stays on the GPU is stepped there on sums and weights that come from the host, and shards in stage 3 need offload. Bytes
+are ZeRO's formula: slots, staging and padding come on top, some hundred MiB. Seconds are of all ranks, which share the
+host's memory, the PCIe link of their GPU and the drive; bytes between GPUs are not in them. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class GpuHost:
     """Capacities in bytes; rates in bytes (flops: operations) per second, None where they are not known.
 
     count: GPUs, all alike. flops: the peak of one. pcie_bps: the line of one GPU, one direction. memory_bps: host
-    memory, reads and writes together. drive_bps: read, written.
+    memory, reads and writes together. drive_bps: read, written. reach: the GPUs read each other's memory.
     """
 
     count: int
@@ -38,6 +38,7 @@ class GpuHost:
     pcie_bps: float | None = None
     memory_bps: float | None = None
     drive_bps: tuple[float, float] | None = None
+    reach: bool = True
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ def gpu_case(
     memory = memory_formula(
         numel, world_size, stage, precision, where, False, state_arrays=ARRAYS[optimizer], array_nbytes=array_nbytes
     )
-    by_host = where.optimizer is not None or where.params is not None or world_size > 1
+    apart = min(world_size, host.count) > 1 and not host.reach
+    by_host = where.optimizer is not None or where.params is not None or apart
     if by_host:
         memory["cpu"]["gradients"] += memory["device"]["gradients"]
         memory["device"]["gradients"] = 0
@@ -96,7 +98,7 @@ def gpu_case(
             ("GPU", on_gpu, host.gpu_nbytes),
             ("host", on_host, host.host_nbytes),
             ("drive", on_drive, host.drive_nbytes),
-            ("offload", stage == 3 and where.params is None and world_size > 1, False),
+            ("offload", stage == 3 and where.params is None and apart, False),
         )
         if needs > has
     )

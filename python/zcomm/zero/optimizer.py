@@ -63,7 +63,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     units: stage 3 by units: a list of its units, or ``zero.Units`` (which also keeps, joins, prefetches by bytes).
     device: where the model trains: a CUDA device, to which parameters on the CPU or without memory (``zero.Init``) come
     unit by unit, or whole where the stage keeps them whole; None: where the parameters are. Stage 3 of several
-    ranks needs offload.
+    ranks needs offload where their devices do not reach each other.
     optimizer_args: options of a named optimizer or class, as torch's (lr, betas, momentum, ...).
 
     Gradients are averaged over the ranks and over the ``grad_accum`` micro-steps; nobody else divides. Call ``step()``
