@@ -63,5 +63,5 @@ def link(gbit: float) -> Iterator[Link]:
         yield Link(names)
     finally:
         for name in names:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
                 _run("ip", "netns", "delete", name)

@@ -22,6 +22,7 @@ from zcomm import _core
 from zcomm.comm import Communicator
 
 PIECE_NBYTES = 8 << 20
+_LOOK_S, _GRACE_S = 0.1, 2.0  # how often to look for ranks that are gone; how long what they left may take
 
 
 class CopyStream:
@@ -69,6 +70,7 @@ class DeviceLane:
         self.core = core
         self.out = CopyStream(core.make_stream())
         self.back = CopyStream(core.make_stream())
+        self.lost: Callable[[], bool] = lambda: False  # whether a rank that streams may wait for is gone
         self._adopted: dict[int, _core.Stream] = {}
         self._locked: list[torch.Tensor] = []
 
@@ -97,6 +99,13 @@ class DeviceLane:
         self.current().record(event)
         return event
 
+    def passes(self, event: _core.Event) -> bool:
+        """The host waits until ``event`` has passed; False: it has not, and a rank that it may wait for is gone."""
+        while not event.wait_for(_LOOK_S):
+            if self.lost():
+                return event.wait_for(_GRACE_S)
+        return True
+
     # --- other ranks ------------------------------------------------------------------------------------------
 
     def reach(self, job: Communicator) -> Communicator | None:
@@ -117,6 +126,17 @@ class DeviceLane:
                 f"out of memory on {self.core.name}: {count * dtype.itemsize} bytes for {what} ({self._free()}); use a "
                 "higher stage or a smaller bucket_mb or prefetch, keep less on the device (zcomm.Offload), or "
                 "recompute or offload activations"
+            ) from error
+
+    def symmetric(self, peers: Communicator, count: int, dtype: torch.dtype, what: str) -> torch.Tensor:
+        """As ``empty``, zeros that the devices of all ranks of ``peers`` reach. Collective."""
+        torch.cuda.empty_cache()  # what torch keeps for itself, it could not have
+        try:
+            return peers.empty(count, dtype)
+        except _core.CudaError as error:
+            raise _core.CudaError(
+                f"{error}: {count * dtype.itemsize} bytes on each rank for {what}; use a smaller bucket_mb or "
+                "prefetch, or keep less on the device (zcomm.Offload)"
             ) from error
 
     def _empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -143,7 +163,10 @@ class DeviceLane:
         """The host waits until no copy is on its way, or the device is lost."""
         for stream in (self.out, self.back):
             try:
-                stream.synchronize()
+                end = self.event()
+                stream.carry((), (), end)
+                if not self.passes(end):
+                    logging.getLogger("zcomm").warning("copies of %s wait for a rank that is gone", self.core.name)
             except _core.CudaError as error:
                 logging.getLogger("zcomm").warning("copies of %s did not end: %s", self.core.name, error)
 

@@ -126,6 +126,10 @@ class Communicator(Reductions, Movements, Messages):
         finally:
             self._core.resume_deadline()
 
+    def _lost(self) -> bool:
+        """Whether a rank is known to be gone; looks, and never waits."""
+        return any(mesh.lost() is not None for mesh in self._joined.meshes)
+
     def close(self) -> None:
         """End pending operations with an error, say goodbye to the peers, free everything. Idempotent; not collective.
 

@@ -5,6 +5,7 @@ Ranks are threads. The oracle is the same training on the CPU, to the bit; what 
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import simulated
 import zcomm
@@ -19,6 +21,8 @@ from device_jobs import Job, train
 from test_zero_corners import KINDS, Net, loss_of
 from thread_world import thread_world
 from zcomm._join import Joined
+from zcomm.backends import cuda_ipc
+from zcomm.zero.device_state import DeviceState
 from zcomm.zero.device_weights import DeviceStore
 from zcomm.zero.resident_units import ResidentUnitStore
 from zero_jobs import digest
@@ -246,3 +250,125 @@ def test_where_devices_do_not_reach_each_other_the_host_helps(tmp_path: Path) ->
         return str(error.value)
 
     assert all("offload='cpu'" in said for said in ranks(2, tmp_path, refused))
+
+
+class Branches(nn.Module):
+    """``extra`` is used by who says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(24, 24) for _ in range(6))
+        self.blocks[1].extra = nn.Parameter(torch.ones(24))
+
+    def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+            x = x * block.extra if use and hasattr(block, "extra") else x
+        return x
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_parameter_that_one_rank_reaches(stage: int, tmp_path: Path) -> None:
+    """Buckets leave at other moments than on the other rank, between other units."""
+
+    def body(comm: zcomm.Communicator) -> tuple[list[str], str]:
+        with seeding:
+            torch.manual_seed(0)
+            net = Branches()
+        opt = Job(stage, None, bucket_mb=25.0, resident=True).build(net, str(tmp_path), comm)
+        losses = []
+        for number in range(4):
+            x = torch.randn(4, 24, generator=torch.Generator().manual_seed(10 * number + comm.rank))
+            loss = net(x, comm.rank == 0).square().mean()
+            opt.backward(loss)
+            opt.step()
+            opt.zero_grad()
+            losses.append(loss.item().hex())
+        found = losses, digest(opt.full_state_dict())
+        opt.close()
+        return found
+
+    plain = ranks(2, tmp_path, body)
+    simulated.play(DELAY_S, joins=True)
+    assert ranks(2, tmp_path, body) == plain
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_an_error_amid_the_step_is_told(stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for the rank that failed; after a load all is as if nothing had happened."""
+    simulated.play(DELAY_S, joins=True)
+    fails: set[int] = set()
+    ordinary_step = DeviceState.step_shard
+
+    def step_shard(self: DeviceState, shard: Any) -> None:
+        if self._lane.core.name in fails and shard.bucket == 2:
+            raise OSError(errno.ENOMEM, "no room for what the rule needs")
+        ordinary_step(self, shard)
+
+    monkeypatch.setattr(DeviceState, "step_shard", step_shard)
+
+    def body(comm: zcomm.Communicator) -> list[str]:
+        with seeding:
+            torch.manual_seed(0)
+            net = Net("plain")
+        opt = Job(stage, None, resident=True).build(net, str(tmp_path), comm)
+        opt._parts.state.device._lane.core = Named(opt._parts.state.device._lane.core, f"rank {comm.rank}")
+        ends = []
+        for number in (0, 1, 2, 1, 2):
+            if number == 1 and not ends:
+                opt.save(tmp_path / "c")
+            backward(net, opt, comm.rank, number)
+            opt.step()
+            opt.zero_grad()
+            if number == 2 and not ends:
+                ends.append(digest(opt.full_state_dict()))
+                if comm.rank == 1:
+                    fails.add("rank 1")
+                backward(net, opt, comm.rank, 3)
+                with pytest.raises(OSError, match="no room" if comm.rank == 1 else "step.. failed on rank 1"):
+                    opt.step()
+                fails.clear()
+                opt.load(tmp_path / "c")
+                opt.zero_grad()
+        ends.append(digest(opt.full_state_dict()))
+        opt.close()
+        return ends
+
+    for first, second in ranks(2, tmp_path, body):
+        assert first == second
+
+
+class Named:
+    """A core device under another name."""
+
+    def __init__(self, core: Any, name: str) -> None:
+        self._core, self.name = core, name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core, name)
+
+
+@pytest.mark.parametrize("refused", [(), (0,), (0, 1)])
+def test_what_a_driver_refuses_on_one_rank_is_left_by_all(
+    refused: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ordinary_over = cuda_ipc.over
+
+    def over(control: Joined, core_device: Any, device: str) -> Joined:
+        if control.core.rank in refused:
+            raise zcomm.CudaError("no peer access after all")
+        return ordinary_over(control, core_device, "cpu")
+
+    monkeypatch.setattr(cuda_ipc, "over", over)
+    monkeypatch.setattr(cuda_ipc, "reaches_all", lambda job, index: True)
+
+    def body(comm: zcomm.Communicator) -> bool:
+        found = cuda_ipc.beside(comm, simulated.device(comm.rank, 0.0), torch.device("cuda:0"))
+        tensor = torch.full((5,), float(comm.rank))
+        (comm if found is None else found).all_reduce(tensor)
+        assert tensor.eq(1.0).all()
+        if found is not None:
+            found.close()
+        return found is None
+
+    assert ranks(2, tmp_path, body) == [bool(refused)] * 2

@@ -45,7 +45,11 @@ def reaches_all(host: Communicator, index: int) -> bool:
     """Whether this rank's device, number ``index``, reaches those of all ranks of ``host``. Collective."""
     theirs = torch.empty(host.world_size, dtype=torch.int32)
     host.all_gather(torch.tensor([index], dtype=torch.int32), out=theirs, name="devices")
-    return all(other == index or torch.cuda.can_device_access_peer(index, other) for other in theirs.tolist())
+    seen = torch.cuda.device_count()  # processes may see different ones
+    return all(
+        other == index or (other < seen and torch.cuda.can_device_access_peer(index, other))
+        for other in theirs.tolist()
+    )
 
 
 def joined_over(

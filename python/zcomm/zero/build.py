@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +87,7 @@ class Parts:
     def allocation_count(self) -> int:
         comms = [self.comm] if self.peers is None else [self.comm, self.peers]
         count = sum(comm.memory()["allocation_count"] for comm in comms)
-        return count + sum(arena.stats()["allocation_count"] for arena in self.arenas)
+        return count + self.store.allocation_count + sum(arena.stats()["allocation_count"] for arena in self.arenas)
 
     def whole_frozen(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Floating parameters of the model that no optimizer's store has, by name."""
@@ -96,27 +97,19 @@ class Parts:
                 yield name, param
 
     def close(self) -> None:
-        """After failures too: no part waits for another rank."""
-        if self.behind is not None:
-            self.behind.close()
-        if self.hooks is not None:
-            self.hooks.close()
-        if self.output_hook is not None:
-            self.output_hook.remove()
-        if self.lane is not None:
-            self.lane.drain()
-        self.reducer.close()
-        self.store.close()
-        self.state.close()
-        if self.swap is not None:
-            self.swap.close()
-        if self.save_comm is not None:
-            self.save_comm.close()
-        if self.lane is not None:
-            self.lane.close()
-        if self.peers is not None:
-            self.peers.close()
-        self.comm.close()
+        """After failures too: no part waits for another rank, and none is left out because another one failed."""
+        with ExitStack() as last_first:
+            for part in (self.comm, self.peers, self.lane, self.save_comm, self.swap, self.store, self.state):
+                if part is not None:
+                    last_first.callback(part.close)
+            last_first.callback(self.reducer.close)
+            if self.lane is not None:
+                last_first.callback(self.lane.drain)
+            if self.output_hook is not None:
+                last_first.callback(self.output_hook.remove)
+            for first in (self.hooks, self.behind):
+                if first is not None:
+                    last_first.callback(first.close)
 
 
 def build_parts(
@@ -147,6 +140,10 @@ def build_parts(
         check_host(job)
         if stage == 3 and job.world_size == 1 and _stay(offload, names_of(model, params), (*params, *frozen)):
             stage, frozen = 2, []  # all weights stay on one rank's device: there is nothing to shard
+    if offload.step_behind_forward and (model is None or lane is None or stage == 3):
+        raise ValueError(
+            "Offload: step_behind_forward=True needs the model itself, on a device, and stage 0, 1 or 2: leave it out"
+        )
     arena = _core.PinnedArena(page_lock=lane is not None)  # what a device's copies come from and go to
     state_arena = _core.PinnedArena(page_lock=False)  # optimizer state does not cross: most of all memory
     sections = Sections(model, params, frozen, stage, offload, shared, units, lane is not None)
@@ -205,7 +202,7 @@ def build_parts(
         output_hook=None if model is None else model.register_forward_hook(_announcer(reducer)),
         lane=lane,
         behind=_behind(model, offload, store, reducer, trained, geometry),
-        resident=_resident(store, state, reducer, geometry, lane, arena, stage == 0),
+        resident=_resident(store, state, reducer, geometry, lane, arena, stage == 0 and peers is not None),
         peers=peers,
     )
 
@@ -220,6 +217,8 @@ def _reach(
     if peers is None and stage == 3:
         comm.close()
         raise no_reach(lane)
+    if peers is not None:
+        lane.lost = peers._lost
     return ([] if peers is None else wanted), peers
 
 
@@ -278,13 +277,10 @@ def _behind(
     trained: Sequence[nn.Parameter],
     geometry: Geometry,
 ) -> StepBehind | None:
-    """Where it was asked for. Raises: ValueError where it cannot be."""
+    """Where it was asked for."""
     if not offload.step_behind_forward:
         return None
-    if model is None or not isinstance(store, DeviceStore) or not isinstance(reducer, DeviceReducer):
-        raise ValueError(
-            "Offload: step_behind_forward=True needs the model itself, on a device, and stage 0, 1 or 2: leave it out"
-        )
+    assert model is not None and isinstance(store, DeviceStore) and isinstance(reducer, DeviceReducer)
     bucket_of = {id(param): place.bucket for param, place in zip(trained, geometry.places, strict=False)}
     behind = StepBehind(model, store, bucket_of, len(geometry.buckets))
     reducer.before_reduce = behind.join

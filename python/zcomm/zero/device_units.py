@@ -304,3 +304,6 @@ class DeviceUnitStore(UnitStore):
         self._host_slots.clear()
         self._places.clear()
         self._all_places.clear()
+        self._annexes.clear()
+        for unit in self.units:
+            unit.views, unit.span = [], (0, 0)  # they are memory of the places

@@ -48,7 +48,7 @@ class DeviceStore(ParameterStore):
         if peers is None:
             self._flat = lane.empty(geometry.every_count, host._dtype, "parameters")
         else:
-            self._flat = peers.empty(geometry.every_count, host._dtype)
+            self._flat = lane.symmetric(peers, geometry.every_count, host._dtype, "parameters")
         self._used = lane.event()  # torch's stream has used the old weights
         self._came = [lane.event() for _ in geometry.every]  # the bucket's new weights are on the device
         self.all_came = lane.event()

@@ -152,6 +152,11 @@ class ParameterStore(ABC):
         """Bytes of staging windows of swapped shards."""
         return 0
 
+    @property
+    def allocation_count(self) -> int:
+        """Allocations ever made by a communicator that is the store's own."""
+        return 0
+
     def close(self) -> None:
         """Give the model parameters of its own again, where that needs no other rank; free the rest."""
         for param in self._params:

@@ -39,16 +39,24 @@ class Resident:
         self._state, self._store, self._reducer, self._squares = state, store, reducer, squares
 
     def step(self, runs: Callable[[FlatBucket], list[Run]]) -> None:
-        """Put the step of all of them on torch's stream, behind their gradients."""
+        """Put the step of all of them on torch's stream, behind their gradients. An error on one rank is raised when no
+        other waits for this one."""
         if self._whole:
             self._reducer.finish()
             self._reducer.gather_resident()
+        failed: BaseException | None = None
         for bucket in self._buckets:
             self._reducer.finish(bucket)
             grad = self._reducer.bucket_view(bucket) if self._whole else self._reducer.shard_view(bucket)
-            self._state.step_shard(ShardStep(bucket.index, self._store.there(bucket), grad, runs(bucket)))
+            try:
+                if failed is None:
+                    self._state.step_shard(ShardStep(bucket.index, self._store.there(bucket), grad, runs(bucket)))
+            except BaseException as error:
+                failed = error
             self._store.spread_resident(bucket)
         self._store.arrive_resident()
+        if failed is not None:
+            raise failed
 
     def start_norm(self) -> None:
         """Put the squares of their gradients, stepped or not, on torch's stream."""

@@ -55,7 +55,8 @@ class ResidentReducer(DeviceReducer):
     def _device_slots(self, count: int, largest: int) -> list[torch.Tensor]:
         if self._peers is None:
             return super()._device_slots(count, largest)
-        return [self._peers.empty(largest, self._dtype) for _ in range(count)]
+        what = "gradients in flight"
+        return [self._lane.symmetric(self._peers, largest, self._dtype, what) for _ in range(count)]
 
     def _make_accumulators(self) -> torch.Tensor:
         buckets = self._geometry.buckets
@@ -65,7 +66,7 @@ class ResidentReducer(DeviceReducer):
         there = [count * at for count, at in zip(counts, stay, strict=True)]
         host = self._comm.empty(sum(here), torch.float32) if self.replicated else torch.zeros(sum(here))
         if self.replicated and self._peers is not None:
-            self._resident = self._peers.empty(sum(there), torch.float32)
+            self._resident = self._lane.symmetric(self._peers, sum(there), torch.float32, "gradients")
         else:
             self._resident = self._lane.empty(sum(there), torch.float32, "gradients")
         views = zip(stay, host.split(here), self._resident.split(there), strict=True)
@@ -122,9 +123,10 @@ class ResidentReducer(DeviceReducer):
         """What was reduced from the slot is what torch's stream comes after, and the events say so to others."""
         if place not in self._sharing:
             return
-        index, work = self._sharing.pop(place)
+        index, work = self._sharing[place]
         start = time.perf_counter()
         work.wait()
+        del self._sharing[place]
         self.waited_s += time.perf_counter() - start
         stream = self._lane.current()
         stream.record(self._left[place])

@@ -1,10 +1,11 @@
 """Stage 3 whose shards stay on the ranks' devices: a unit comes to its place from all of them, and none from the host.
 
 Places, and when a unit is in which, are those of device_units.py; a gather is one all_gather of ``peers``, whose order
-is that of the calls, so all ranks must use their units in the same order, as on the CPU. It comes after what torch's
-stream has been given when it is called, which includes what used the place before. Its end is waited for where the
-unit is wanted: the host until all ranks have called it, torch's stream until the weights are there. Places that a unit
-got for itself alone (``_move``) are torch's memory, which no other rank has open: gathers into it are staged.
+is that of the calls, so all ranks must use their units in the same order, as on the CPU; gradients, whose order beside
+them may differ between ranks, go by another communicator. A gather comes after what torch's stream has been given when
+it is called, which includes what used the place before. Its end is waited for where the unit is wanted: the host until
+all ranks have called it, torch's stream until the weights are there. Places that a unit got for itself alone
+(``_move``) are torch's memory, which no other rank has open.
 Thread rule: hooks and methods on the main thread, or autograd's; nothing runs on the gathering thread.
 """
 
@@ -29,9 +30,9 @@ from zcomm.zero.units import IN_STEP
 class DeviceSource(ShardSource):
     """This rank's shards of ``every`` bucket in symmetric memory of its device. What others see of them is copied."""
 
-    def __init__(self, every: Sequence[FlatBucket], dtype: torch.dtype, peers: Communicator) -> None:
+    def __init__(self, every: Sequence[FlatBucket], dtype: torch.dtype, peers: Communicator, lane: DeviceLane) -> None:
         sizes = [bucket.shard_count for bucket in every]
-        shards = peers.empty(sum(sizes), dtype).split(sizes)
+        shards = lane.symmetric(peers, sum(sizes), dtype, "shards of parameters").split(sizes)
         self._shards: dict[int, torch.Tensor] = {
             bucket.index: shard for bucket, shard in zip(every, shards, strict=True)
         }
@@ -61,7 +62,8 @@ class DeviceSource(ShardSource):
 
 
 class ResidentUnitStore(DeviceUnitStore):
-    """source: a DeviceSource. peers: between the ranks' devices. Memory: as DeviceUnitStore, without host slots."""
+    """source: a DeviceSource of ``peers``, which is between the ranks' devices, and the store's own. Memory: as
+    DeviceUnitStore, without host slots."""
 
     _source: DeviceSource
     _home = "device"
@@ -73,7 +75,8 @@ class ResidentUnitStore(DeviceUnitStore):
         self.resident = frozenset(resident)
 
     def _ring_place(self, nbytes: int) -> Place:
-        return Place(self._peers.empty(nbytes // self._dtype.itemsize, self._dtype), self._lane)
+        count = nbytes // self._dtype.itemsize
+        return Place(self._lane.symmetric(self._peers, count, self._dtype, "a unit's parameters"), self._lane)
 
     def _make_host_slots(self) -> None:
         self._memories, self._host_slots = [], []
@@ -94,20 +97,27 @@ class ResidentUnitStore(DeviceUnitStore):
             self._works[unit.index] = work
 
     def _await(self, unit: Unit) -> None:
-        work = self._works.pop(unit.index, None)
+        work = self._works.get(unit.index)
         if work is None:
             return
         start = time.perf_counter()
         try:
             work.wait()
-        except BaseException as error:
+        except Exception as error:  # after an interrupt the gather goes on, and is waited for again
+            del self._works[unit.index]
             self._give_back(unit)
             if isinstance(error, (_core.CollectiveMismatch, TimeoutError)):
                 error.args = (f"{error}; {IN_STEP}",)
             raise
         finally:
             self.waited_s += time.perf_counter() - start
+        del self._works[unit.index]
+
+    @property
+    def allocation_count(self) -> int:
+        return int(self._peers.memory()["allocation_count"])
 
     def close(self) -> None:
         self._works.clear()
         super().close()
+        self._peers.close()

@@ -41,7 +41,8 @@ def make_store(
     if sections.by_unit:
         if peers is not None:
             assert lane is not None
-            source = DeviceSource(geometry.every, dtype, peers)
+            peers = peers.duplicate()
+            source = DeviceSource(geometry.every, dtype, peers, lane)
             ahead = (prefetch, options.prefetch_nbytes)
             how = (sections.params, geometry, comm, dtype, tiers, sections.choices, source, False, *ahead)
             return ResidentUnitStore(*how, lane=lane, peers=peers, resident=resident)

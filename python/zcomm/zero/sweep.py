@@ -167,7 +167,11 @@ class Sweep:
         self._parts.store.used()
         hyper = [self._rule.prepare(number, group, scale) for number, group in enumerate(groups)]
         if self._parts.resident is not None:
-            self._parts.resident.step(lambda bucket: self._runs(bucket, hyper))
+            try:
+                self._parts.resident.step(lambda bucket: self._runs(bucket, hyper))
+            except BaseException as error:
+                tell(self._parts.comm, error)
+                raise
         return hyper
 
     def _step(self, shards: Iterator[ShardStep], reverse: bool) -> None:
