@@ -22,6 +22,7 @@ from test_zero_corners import KINDS, Net, loss_of
 from thread_world import thread_world
 from zcomm._join import Joined
 from zcomm.backends import cuda_ipc
+from zcomm.zero import swapped, tile
 from zcomm.zero.device_state import DeviceState
 from zcomm.zero.device_weights import DeviceStore
 from zcomm.zero.resident_units import ResidentUnitStore
@@ -33,8 +34,13 @@ seeding = threading.Lock()
 
 @pytest.fixture(autouse=True)
 def ordinary() -> Iterator[None]:
+    """``train`` makes tiles small in its process, which is that of all tests here."""
+    sizes = [(tile, "TILE_COUNT"), (swapped, "SPAN_TILES"), (swapped, "WINDOWS")]
+    before = [getattr(module, name) for module, name in sizes]
     yield
     simulated.stop()
+    for (module, name), value in zip(sizes, before, strict=True):
+        setattr(module, name, value)
 
 
 def ranks(world_size: int, folder: Path, body: Callable[[zcomm.Communicator], Any]) -> list[Any]:
