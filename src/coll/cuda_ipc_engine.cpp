@@ -185,6 +185,7 @@ CudaIpcEngine::~CudaIpcEngine() {
   if (drained) {
     slots_->close_peers();
     rounds_->close_peers();
+    heap_->close_peers();
   }
   publish(memory_.own()[Stage::copied_out], drained ? kGone : kStuck);
   const bool alone = drained && hear_farewells();

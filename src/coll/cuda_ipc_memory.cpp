@@ -49,6 +49,12 @@ struct DeviceHeap::Dropped {
     untold.push_back(id);
     kept.emplace(id, std::move(buffer));
   }
+  /// From here on what is dropped goes at once.
+  void close_peers() {
+    const std::lock_guard lock(mutex);
+    open = false;
+    for (auto& [id, buffer] : kept) buffer.peers.clear();
+  }
 };
 
 DeviceHeap::DeviceHeap(std::shared_ptr<DeviceWatch> waits, const HostMemory& memory, DeviceRounds& rounds,
@@ -65,6 +71,8 @@ DeviceHeap::~DeviceHeap() {
   dropped_->open = false;
   dropped_->kept.clear();
 }
+
+void DeviceHeap::close_peers() noexcept { dropped_->close_peers(); }
 
 void DeviceHeap::abandon() noexcept {
   static std::mutex mutex;

@@ -28,6 +28,8 @@ class DeviceHeap {
 
   /// Collective. Memory that a rank was refused is every rank's CudaError in `operation.allocate`, and breaks nothing.
   void make(const Operation& operation);
+  /// At the end, of what was dropped, once the stream has passed: the others may free what is theirs when they hear so.
+  void close_peers() noexcept;
   /// Memory that other ranks may still have open is left to the process (see CudaIpcEngine's end).
   void abandon() noexcept;
 
