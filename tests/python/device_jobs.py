@@ -23,8 +23,13 @@ NAMED: dict[str, tuple[str, dict[str, Any]]] = {
 _seeding = threading.Lock()  # ranks may be threads
 
 
-def _mixed(name: str, param: torch.nn.Parameter) -> str:
+def mixed_state(name: str, param: torch.nn.Parameter) -> str:
     return "nvme" if "embed" in name else "cpu" if "down" in name else "device"
+
+
+def mixed_weights(name: str, param: torch.nn.Parameter) -> str:
+    """With ``mixed_state`` there is every pair of tiers of state and weights, but (nvme, device) and (nvme, nvme)."""
+    return "cpu" if "embed" in name or "blocks.0" in name else "nvme" if "blocks.2" in name else "device"
 
 
 @dataclass(frozen=True)
@@ -45,12 +50,13 @@ class Job:
     fraction: float = 1.0
     behind: bool = False
     resident: bool = False  # stage 3: parameters stay on the device
+    mixed: bool = False  # stage 3: some of them do
 
     def place(self, behind: bool) -> zcomm.Offload:
         """offload "mixed": all three tiers. Stage 3 has its parameters in host memory where it says no other tier."""
         params: Any = (self.offload if self.offload in ("cpu", "nvme") else "cpu") if self.stage == 3 else None
-        params = None if self.resident else params
-        tier: Any = _mixed if self.offload == "mixed" else self.offload
+        params = mixed_weights if self.mixed else None if self.resident else params
+        tier: Any = mixed_state if self.offload == "mixed" else self.offload
         return zcomm.Offload(tier, params, self.fraction, behind)
 
     def build(self, net: torch.nn.Module, folder: str, comm: zcomm.Communicator | None = None) -> Any:

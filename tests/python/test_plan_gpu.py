@@ -34,9 +34,12 @@ def test_bytes_by_tier() -> None:
     assert gpu_case(P, 3, "nvme", 1, replace(H100, drive_nbytes=70 * GIB)).lacks == ("drive",)
     assert gpu_case(P, 2, "cpu", 1, replace(H100, host_nbytes=64 * GIB)).lacks == ("host",)
     apart = replace(H100, count=2, reach=False)
-    assert gpu_case(P, 3, "none", 2, apart).lacks == ("offload",), "shards stay only where GPUs reach each other"
-    assert not gpu_case(P, 3, "none", 2, replace(apart, reach=True)).lacks
-    assert "offload" not in gpu_case(P, 3, "none", 2, H100).lacks, "on one GPU they do"
+    by_host = gpu_case(P, 3, "none", 2, apart)
+    assert by_host.gpu_nbytes == 10 * P // 2 + CONTEXT_NBYTES, "shards stay only where GPUs reach each other"
+    assert by_host.host_nbytes == (2 + 4) * P and by_host.update_s == 0.0
+    assert by_host.pcie_s == pytest.approx((2 * 2 + (4 + 2) / 2) * P / (0.85 * 63e9)), "gathered twice, and the step"
+    assert gpu_case(P, 3, "none", 2, replace(apart, reach=True)).host_nbytes == 0
+    assert gpu_case(P, 3, "none", 2, H100).host_nbytes == 0, "on one GPU they do"
     assert gpu_case(P, 3, "none", 1, H100) == replace(whole, stage=3), "but there are none"
 
 

@@ -249,14 +249,6 @@ def test_where_devices_do_not_reach_each_other_the_host_helps(tmp_path: Path) ->
     by_host = ranks(2, tmp_path, body)
     assert by_host[0] == by_host[1]
 
-    def refused(comm: zcomm.Communicator) -> str:
-        with pytest.raises(NotImplementedError, match="do not reach each other") as error:
-            Job(3, None, resident=True).build(Net("plain"), str(tmp_path), comm)
-        comm.barrier()
-        return str(error.value)
-
-    assert all("offload='cpu'" in said for said in ranks(2, tmp_path, refused))
-
 
 class Branches(nn.Module):
     """``extra`` is used by who says so."""

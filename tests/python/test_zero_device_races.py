@@ -27,6 +27,7 @@ from zcomm.zero import optimizer as zero_optimizer
 from zcomm.zero.behind import StepBehind
 from zcomm.zero.device_gradients import DeviceReducer
 from zcomm.zero.device_norm import DeviceSquares
+from zcomm.zero.device_sources import DeviceSource
 from zcomm.zero.device_units import DeviceUnitStore
 from zcomm.zero.device_weights import DeviceStore
 from zcomm.zero.norm import GradientNorm
@@ -203,6 +204,8 @@ JOBS = [
     Job(3, kind="twice"), Job(3, kind="checkpoint"),
     Job(2, kind="unused", behind=True), Job(3, kind="unused", prefetch=3),
     Job(0, None, accum=2), Job(2, "mixed", clip=1.0), Job(2, fraction=0.5, behind=True, precision="bf16"), Job(3, None),
+    Job(3, "mixed", mixed=True), Job(3, "cpu", mixed=True, prefetch=0),
+    Job(3, "mixed", kind="unused", mixed=True, prefetch=3),
 ]  # fmt: skip
 
 
@@ -227,6 +230,7 @@ def _without(place: str) -> Callable[[pytest.MonkeyPatch], None]:
             "copy": (DeviceUnitStore, "_copy"),
             "sums": (DeviceSquares, "send"),
             "piece": (StagedState, "_step_piece"),
+            "follow": (DeviceSource, "_follow"),
         }[place]
         original, carry = getattr(owner, method), CopyStream.carry
         forgets = [False]
@@ -316,6 +320,8 @@ WAITS: dict[str, tuple[Job, Callable[[pytest.MonkeyPatch], None]]] = {
     "the step begins before a gradient has landed": (Job(2, clip=1.0), _drop_wait(DeviceReducer, "_finish_one")),
     "weights go home before they are stepped": (Job(3, None), _without("piece")),
     "weights are used before they are home": (Job(3, None), _drop_wait(StagedState, "_await")),
+    "a shard that stays is renewed while a unit takes it": (Job(3, "cpu", mixed=True), _without("follow")),
+    "a unit takes what stays before it is renewed": (Job(3, "cpu", mixed=True), _drop_wait(DeviceSource, "arrive")),
     "gradients are written while the step reads them": (
         Job(2, kind="unused", behind=True),
         _no_join,

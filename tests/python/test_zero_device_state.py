@@ -203,20 +203,6 @@ def test_an_optimizer_without_kernels_there_says_so(optimizer: str, offload: Any
         zcomm.ZeroOptimizer(nn.Linear(4, 4), optimizer, lr=0.1, offload=offload)
 
 
-def ask_for_shards_there() -> str:
-    simulated.play()
-    with pytest.raises(NotImplementedError) as error:
-        zcomm.ZeroOptimizer(nn.Linear(4, 4), stage=3, offload=zcomm.Offload("cpu"))
-    simulated.stop()
-    zcomm.shutdown()
-    return str(error.value)
-
-
-def test_shards_do_not_stay_there_yet(run_ranks: Run) -> None:
-    for said in run_ranks(ask_for_shards_there, 2):
-        assert "the shards of weight would stay on simulated" in said and "use stage 0, 1" in said
-
-
 @pytest.mark.parametrize("offload", [None, zcomm.Offload("cpu", fraction=0.5)], ids=["none", "cpu"])
 def test_one_rank_has_no_shards(tmp_path: Path, offload: Any) -> None:
     """Stage 3 whose weights stay on the device: the bits, memory and checkpoints of stage 2, frozen weights too."""

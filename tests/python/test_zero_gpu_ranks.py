@@ -22,6 +22,7 @@ STEPS = 6
 JOBS = [
     Job(0, None), Job(1, None), Job(2, None, bucket_mb=25.0), Job(2, fraction=0.5), Job(3, None, resident=True),
     Job(3, None, resident=True, prefetch=0), Job(3, None, resident=True, prefetch=3, accum=2), Job(2, None, accum=2),
+    Job(3, "cpu", resident=True), Job(3, "mixed", mixed=True),
 ]  # fmt: skip
 
 

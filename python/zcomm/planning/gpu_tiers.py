@@ -4,14 +4,14 @@
 Where the optimizer's state is offloaded, the weights and the fp32 sums of gradients are in host memory, too: the CPU
 steps there, gradients leave the GPU by buckets during backward, weights return. Without offload nothing is needed of
 the host where a rank is alone or the GPUs reach each other; where they do not, ranks reduce on the host, state that
-stays on the GPU is stepped there on sums and weights that come from the host, and shards in stage 3 need offload. Bytes
+stays on the GPU is stepped there on sums and weights that come from the host, where shards of stage 3 are, too. Bytes
 are ZeRO's formula: slots, staging and padding come on top, some hundred MiB. Seconds are of all ranks, which share the
 host's memory, the PCIe link of their GPU and the drive; bytes between GPUs are not in them. Pure arithmetic.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zcomm.gpu_speeds import PAYLOAD
 from zcomm.planning.estimate import ARRAYS
@@ -45,7 +45,7 @@ class GpuHost:
 class GpuCase:
     """gpu_nbytes: of the fullest GPU; host and drive: of all ranks. Seconds per optimizer step as if nothing hid them;
     None where a rate is not known. hiding_tokens: per step and over all ranks, from which on the GPUs compute longer
-    than the longest of them, at MFU of the peak. lacks: what is too small; "offload": there is no such case without."""
+    than the longest of them, at MFU of the peak. lacks: what is too small."""
 
     stage: int
     offload: str
@@ -77,11 +77,13 @@ def gpu_case(
     if optimizer not in ARRAYS:
         raise ValueError(f"optimizer={optimizer!r}; known here: {', '.join(ARRAYS)}")
     where, form = as_offload(offload, stage), as_precision(precision)
+    apart = min(world_size, host.count) > 1 and not host.reach
+    if stage == 3 and apart:
+        where = replace(where, params=where.params or "cpu")
     array_nbytes = 1 if optimizer.endswith("-8bit") else 4
     memory = memory_formula(
         numel, world_size, stage, precision, where, False, state_arrays=ARRAYS[optimizer], array_nbytes=array_nbytes
     )
-    apart = min(world_size, host.count) > 1 and not host.reach
     by_host = where.optimizer is not None or where.params is not None or apart
     if by_host:
         memory["cpu"]["gradients"] += memory["device"]["gradients"]
@@ -98,7 +100,6 @@ def gpu_case(
             ("GPU", on_gpu, host.gpu_nbytes),
             ("host", on_host, host.host_nbytes),
             ("drive", on_drive, host.drive_nbytes),
-            ("offload", stage == 3 and where.params is None and apart, False),
         )
         if needs > has
     )

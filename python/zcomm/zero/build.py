@@ -23,7 +23,7 @@ from zcomm.zero.device_weights import DeviceStore
 from zcomm.zero.geometry import Geometry
 from zcomm.zero.gradients import GradientReducer
 from zcomm.zero.norm import GradientNorm
-from zcomm.zero.on_host import all_stay, check_host, check_rule, check_shards, no_reach, state_tiers
+from zcomm.zero.on_host import check_host, check_rule, reach, state_tiers
 from zcomm.zero.opened import taken_params
 from zcomm.zero.options import Offload, Precision
 from zcomm.zero.parameters import ParameterStore
@@ -31,6 +31,7 @@ from zcomm.zero.resident import Resident
 from zcomm.zero.resident_gradients import ResidentReducer
 from zcomm.zero.rules import Rule
 from zcomm.zero.sections import Sections, frozen_of, names_of
+from zcomm.zero.staged_state import StagedState
 from zcomm.zero.start import start
 from zcomm.zero.state import ShardState
 from zcomm.zero.states import make_state
@@ -152,16 +153,16 @@ def build_parts(
     form = TileForm(rule.arrays, precision.dtype, rule.state_dtype)
     tiers = state_tiers(sections, geometry, offload, lane is not None)
     if lane is not None:
-        check_shards(sections, lane, stage)
         check_rule(tiers, rule, lane)
     swap = _open_swap(geometry, sections, offload, form, stage, nvme_path)
     comm = job.duplicate()  # gradients and parameters keep an order of their own beside the caller's collectives
-    resident = [number for number, tier in enumerate(tiers) if tier == "device"]
-    resident, peers = _reach(resident if stage < 3 or all_stay(sections) else [], stage, comm, lane)
+    weights = [sections.list[bucket.section].weights for bucket in geometry.every]
+    resident = [bucket for bucket, tier in enumerate(tiers) if tier == weights[bucket] == "device"]
+    resident, peers = reach(resident, stage == 3 and "device" in weights, comm, lane)
     how = (stage, shared, prefetch, units, lane, resident, peers)
     store = make_store(sections, geometry, comm, precision.dtype, arena, swap, *how)
     counts = [part.stop - part.start for part in map(store.part, geometry.buckets)]
-    state = make_state(counts, tiers, precision.dtype, rule, state_arena, swap, offload.fraction, lane, bool(resident))
+    state = make_state(counts, tiers, precision.dtype, rule, state_arena, swap, offload.fraction, lane, resident)
     numbers = {id(param): number for number, group in enumerate(groups) for param in group["params"]}
     trained = sections.params[: geometry.trained_count]
     group_of = [numbers[id(param)] for param in trained]
@@ -207,21 +208,6 @@ def build_parts(
     )
 
 
-def _reach(
-    wanted: list[int], stage: int, comm: Communicator, lane: DeviceLane | None
-) -> tuple[list[int], Communicator | None]:
-    """Which of the ``wanted`` buckets are resident, and by what their devices reach each other. Collective."""
-    if lane is None or not wanted or comm.world_size == 1:
-        return ([] if lane is None else wanted), None
-    peers = lane.reach(comm)
-    if peers is None and stage == 3:
-        comm.close()
-        raise no_reach(lane)
-    if peers is not None:
-        lane.lost = peers._lost
-    return ([] if peers is None else wanted), peers
-
-
 def _stay(offload: Offload, names: dict[int, str], params: Sequence[nn.Parameter]) -> bool:
     """Whether no weight is offloaded."""
     return all(offload.param_tier(names[id(param)], param) == "device" for param in params)
@@ -245,10 +231,12 @@ def _reducer(
         return GradientReducer(*how)
     alone = how[2].world_size == 1
     squares = DeviceSquares(lane, arena) if alone else None
+    reducer: DeviceReducer
     if store.resident:
-        return ResidentReducer(*how, lane, _came(store, lane), store.resident, squares, peers)
-    reducer = DeviceReducer(*how, lane, _came(store, lane), squares=squares)
-    if isinstance(state, TieredState):
+        reducer = ResidentReducer(*how, lane, _came(store, lane), store.resident, squares, peers)
+    else:
+        reducer = DeviceReducer(*how, lane, _came(store, lane), squares=squares)
+    if any(isinstance(part, StagedState) for part in state.each()):
         lane.lock(reducer.accumulators)  # from where a step takes its gradients
     return reducer
 

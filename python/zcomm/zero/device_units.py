@@ -25,7 +25,7 @@ from torch import nn
 from zcomm._lane import DeviceLane
 from zcomm._tensors import tensor_of
 from zcomm.comm import Communicator
-from zcomm.zero.geometry import Geometry
+from zcomm.zero.geometry import FlatBucket, Geometry
 from zcomm.zero.sources import ShardSource
 from zcomm.zero.unit import Unit, UnitState
 from zcomm.zero.unit_choice import UnitChoice
@@ -75,7 +75,8 @@ class DeviceUnitStore(UnitStore):
         self._used: set[int] = set()  # units that were whole since the last step
         self._annexes: dict[int, Place] = {}  # by number of the unit: places made by _move
         super().__init__(params, geometry, comm, dtype, tiers, choices, source, shared, prefetch, prefetch_nbytes)
-        self._whole_here = all(source.whole(bucket) is not None for bucket in geometry.every)
+        here = [bucket for unit in self.units for bucket, _ in self._from_host(unit)]
+        self._whole_here = bool(here) and all(source.whole(bucket) is not None for bucket in here)
 
     # --- memory -----------------------------------------------------------------------------------------------
 
@@ -104,8 +105,9 @@ class DeviceUnitStore(UnitStore):
     def _make_host_slots(self) -> None:
         """For units that come by way of host memory that is not theirs."""
         self._memories, self._host_slots = [], []
-        if any(self._source.whole(bucket) is None for bucket in self._geometry.every):
-            nbytes = max(unit.nbytes for unit in self.units)
+        partly = [u for u in self.units if any(self._source.whole(bucket) is None for bucket, _ in self._from_host(u))]
+        if partly:
+            nbytes = max(unit.nbytes for unit in self.units if self._from_host(unit))
             self._memories = [self._allocate(nbytes) for _ in range(HOST_SLOTS)]
             flats = [tensor_of(memory, self._dtype) for memory in self._memories]
             self._host_slots = [(self._lane.lock(flat), self._lane.event()) for flat in flats]
@@ -128,6 +130,10 @@ class DeviceUnitStore(UnitStore):
             for bucket, begin in self._bucket_begins(unit)
             for param in bucket.params
         ]
+
+    def _from_host(self, unit: Unit) -> list[tuple[FlatBucket, int]]:
+        """The buckets that come to the unit's place from host memory or a swap file, and where they begin there."""
+        return list(self._bucket_begins(unit))
 
     @property
     def gives_way(self) -> bool:
@@ -253,14 +259,14 @@ class DeviceUnitStore(UnitStore):
         unit.state = UnitState.SHARDED
 
     def _wholes(self, unit: Unit) -> Iterator[torch.Tensor]:
-        for bucket in unit.buckets:
+        for bucket, _ in self._from_host(unit):
             whole = self._source.whole(bucket)
             assert whole is not None
             yield whole
 
     def _copy(self, unit: Unit, wholes: Sequence[torch.Tensor], place: Place, *done: Any) -> None:
         """Host to device, once the place is free."""
-        begins = [begin for _, begin in self._bucket_begins(unit)]
+        begins = [begin for _, begin in self._from_host(unit)]
         copies = [(place.flat[at : at + w.numel()], w) for at, w in zip(begins, wholes, strict=True)]
         self._lane.back.carry(copies, [place.left], place.came, *done)
 
@@ -270,9 +276,10 @@ class DeviceUnitStore(UnitStore):
         self._gathers += 1
         flat, copied = self._host_slots[number]
         copied.synchronize()  # before the barrier that says so to others
-        wholes = [flat[begin : begin + bucket.count] for bucket, begin in self._bucket_begins(unit)]
-        if unit.buckets:
-            self._fill(unit, wholes)
+        buckets = [bucket for bucket, _ in self._from_host(unit)]
+        wholes = [flat[begin : begin + bucket.count] for bucket, begin in self._from_host(unit)]
+        if buckets:
+            self._fill(unit, buckets, wholes)
         self._copy(unit, wholes, place, copied)
 
     # --- ParameterStore ---------------------------------------------------------------------------------------

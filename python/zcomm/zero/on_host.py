@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -14,6 +15,8 @@ from zcomm.zero.options import Offload
 from zcomm.zero.rules import Rule
 from zcomm.zero.sections import Sections
 
+logger = logging.getLogger("zcomm")
+
 
 def check_host(job: Communicator) -> None:
     """Raises: NotImplementedError for a communicator that cannot move host memory."""
@@ -24,33 +27,24 @@ def check_host(job: Communicator) -> None:
         )
 
 
-def check_shards(sections: Sections, lane: DeviceLane, stage: int) -> None:
-    """Raises: NotImplementedError for sharded parameters of which only some, or without their state, are to stay on the
-    device."""
-    names = dict(zip(map(id, sections.params), sections.names, strict=True))
-    if stage < 3 or all_stay(sections):
-        return
-    for section in sections.list:
-        if section.weights == "device":
-            raise NotImplementedError(
-                f"the shards of {names[id(section.params[0])]} would stay on {lane.core.name} while others, or "
-                "optimizer state, are offloaded; offload nothing, or use stage 0, 1 or 2, or "
-                "zcomm.Offload(params='cpu') or 'nvme' for all parameters (offload='cpu' is both tiers)"
-            )
-
-
-def all_stay(sections: Sections) -> bool:
-    """Whether nothing is offloaded."""
-    return all((section.state, section.weights) == ("device", "device") for section in sections.list)
-
-
-def no_reach(lane: DeviceLane) -> NotImplementedError:
-    """Of sharded parameters that are to stay on devices which do not reach each other."""
-    return NotImplementedError(
-        f"stage 3 without offload keeps shards on the devices, but {lane.core.name} and those of the other ranks do "
-        "not reach each other (several hosts, no peer access, or ranks that do not share memory); use stage 0, 1 or "
-        "2, or offload='cpu' or 'nvme'"
-    )
+def reach(
+    wanted: list[int], shards: bool, comm: Communicator, lane: DeviceLane | None
+) -> tuple[list[int], Communicator | None]:
+    """Which of the ``wanted`` buckets are resident, and by what their devices reach each other. shards: those of
+    parameters are to stay on devices, too. Collective."""
+    if lane is None or comm.world_size == 1 or not (wanted or shards):
+        return ([] if lane is None else wanted), None
+    peers = lane.reach(comm)
+    if peers is not None:
+        lane.lost = peers._lost
+        return wanted, peers
+    if shards and comm.rank == 0:
+        logger.warning(
+            "stage 3: shards that are not offloaded are in host memory, for %s and the devices of the other ranks do "
+            "not reach each other (several hosts, no peer access, or ranks that do not share memory)",
+            lane.core.name,
+        )
+    return [], None
 
 
 def state_tiers(sections: Sections, geometry: Geometry, offload: Offload, on_device: bool) -> list[str]:

@@ -62,8 +62,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     skip_nonfinite: skip steps whose gradients are not finite; None: in fp16 only, which always does.
     units: stage 3 by units: a list of its units, or ``zero.Units`` (which also keeps, joins, prefetches by bytes).
     device: where the model trains: a CUDA device, to which parameters on the CPU or without memory (``zero.Init``) come
-    unit by unit, or whole where the stage keeps them whole; None: where the parameters are. Stage 3 of several
-    ranks needs offload where their devices do not reach each other.
+    unit by unit, or whole where the stage keeps them whole; None: where the parameters are. Where the devices of
+    several ranks do not reach each other, shards of stage 3 that would stay there are in host memory.
     optimizer_args: options of a named optimizer or class, as torch's (lr, betas, momentum, ...).
 
     Gradients are averaged over the ranks and over the ``grad_accum`` micro-steps; nobody else divides. Call ``step()``

@@ -1,18 +1,20 @@
-"""Stage 3 whose shards stay on the ranks' devices: a unit comes to its place from all of them, and none from the host.
+"""Stage 3 whose shards stay on the ranks' devices, all or some: what stays comes to a unit's place from all of them.
 
-Places, and when a unit is in which, are those of device_units.py; a gather is one all_gather of ``peers``, whose order
-is that of the calls, so all ranks must use their units in the same order, as on the CPU; gradients, whose order beside
-them may differ between ranks, go by another communicator. A gather comes after what torch's stream has been given when
-it is called, which includes what used the place before. Its end is waited for where the unit is wanted: the host until
-all ranks have called it, torch's stream until the weights are there. Places that a unit got for itself alone
-(``_move``) are torch's memory, which no other rank has open.
+Places, and when a unit is in which, are those of device_units.py, and so is how offloaded shards come there. A gather
+of what stays is one all_gather of ``peers``, whose order is that of the calls, so all ranks must use their units in the
+same order, as on the CPU; gradients, whose order beside them may differ between ranks, go by another communicator. A
+gather comes after what torch's stream has been given when it is called, which includes what used the place before. Its
+end is waited for where the unit is wanted: the host until all ranks have called it, torch's stream until the weights
+are there. Places that a unit got for itself alone (``_move``) are torch's memory, which no other rank has open. A rank
+that is alone copies, on torch's stream.
 Thread rule: hooks and methods on the main thread, or autograd's; nothing runs on the gathering thread.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 
 import torch
 
@@ -20,66 +22,34 @@ from zcomm import _core
 from zcomm._lane import DeviceLane
 from zcomm._work import Work
 from zcomm.comm import Communicator
+from zcomm.zero.device_sources import DeviceSource
 from zcomm.zero.device_units import DeviceUnitStore, Place
 from zcomm.zero.geometry import FlatBucket
-from zcomm.zero.sources import ShardSource
 from zcomm.zero.unit import Unit
 from zcomm.zero.units import IN_STEP
 
 
-class DeviceSource(ShardSource):
-    """This rank's shards of ``every`` bucket in symmetric memory of its device. What others see of them is copied."""
-
-    def __init__(self, every: Sequence[FlatBucket], dtype: torch.dtype, peers: Communicator, lane: DeviceLane) -> None:
-        sizes = [bucket.shard_count for bucket in every]
-        shards = lane.symmetric(peers, sum(sizes), dtype, "shards of parameters").split(sizes)
-        self._shards: dict[int, torch.Tensor] = {
-            bucket.index: shard for bucket, shard in zip(every, shards, strict=True)
-        }
-
-    def there(self, bucket: FlatBucket) -> torch.Tensor:
-        """The shard itself."""
-        return self._shards[bucket.index]
-
-    def begin(self, bucket: FlatBucket) -> torch.Tensor:
-        return torch.empty_like(self.there(bucket), device="cpu")
-
-    def commit(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
-        self.there(bucket).copy_(weight)
-
-    def fetch(self, bucket: FlatBucket, out: torch.Tensor) -> None:
-        raise AssertionError("shards on devices are gathered there")
-
-    def sweep(self, reverse: bool) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
-        """The host steps none."""
-        return iter(())
-
-    def load(self, bucket: FlatBucket) -> torch.Tensor:
-        return self.there(bucket).to("cpu", copy=True)
-
-    def close(self) -> None:
-        self._shards.clear()
-
-
 class ResidentUnitStore(DeviceUnitStore):
-    """source: a DeviceSource of ``peers``, which is between the ranks' devices, and the store's own. Memory: as
-    DeviceUnitStore, without host slots."""
+    """source: a DeviceSource of ``peers``, which is between the ranks' devices, and the store's own (None: the rank is
+    alone). resident: numbers of the buckets that the host does not step. Memory: as DeviceUnitStore."""
 
     _source: DeviceSource
     _home = "device"
 
-    def __init__(self, *how: object, lane: DeviceLane, peers: Communicator, resident: Collection[int]) -> None:
+    def __init__(self, *how: object, lane: DeviceLane, peers: Communicator | None, resident: Collection[int]) -> None:
         self._peers = peers
         self._works: dict[int, Work] = {}  # by number of the unit: gathers that nobody has waited for
         super().__init__(*how, lane=lane)  # type: ignore[arg-type]
         self.resident = frozenset(resident)
 
     def _ring_place(self, nbytes: int) -> Place:
+        if self._peers is None:
+            return self._add_place(nbytes)
         count = nbytes // self._dtype.itemsize
         return Place(self._lane.symmetric(self._peers, count, self._dtype, "a unit's parameters"), self._lane)
 
-    def _make_host_slots(self) -> None:
-        self._memories, self._host_slots = [], []
+    def _from_host(self, unit: Unit) -> list[tuple[FlatBucket, int]]:
+        return [(bucket, begin) for bucket, begin in self._bucket_begins(unit) if not self._source.stays(bucket)]
 
     def there(self, bucket: FlatBucket) -> torch.Tensor:
         return self._source.there(bucket)
@@ -87,16 +57,23 @@ class ResidentUnitStore(DeviceUnitStore):
     # --- gathering --------------------------------------------------------------------------------------------
 
     def _fill_place(self, unit: Unit, place: Place) -> None:
-        self._lane.current().wait(place.left)
-        shards = [self._source.there(bucket) for bucket in unit.buckets]
-        begins = self._bucket_begins(unit)
-        wholes = [place.flat[begin : begin + bucket.count] for bucket, begin in begins]
-        if shards:
+        stream = self._lane.current()
+        stream.wait(place.left)
+        if self._from_host(unit):
+            super()._fill_place(unit, place)
+        stay = [(bucket, begin) for bucket, begin in self._bucket_begins(unit) if self._source.stays(bucket)]
+        shards = [self._source.there(bucket) for bucket, _ in stay]
+        wholes = [place.flat[begin : begin + bucket.count] for bucket, begin in stay]
+        if self._peers is None:
+            for whole, shard in zip(wholes, shards, strict=True):
+                stream.copy(whole.data_ptr(), shard.data_ptr(), shard.nbytes)
+        elif shards:
             _, work = self._peers.all_gather(shards, out=wholes, async_op=True, name=f"unit {unit.name}")
             assert isinstance(work, Work)
             self._works[unit.index] = work
 
     def _await(self, unit: Unit) -> None:
+        super()._await(unit)
         work = self._works.get(unit.index)
         if work is None:
             return
@@ -113,11 +90,35 @@ class ResidentUnitStore(DeviceUnitStore):
             self.waited_s += time.perf_counter() - start
         del self._works[unit.index]
 
+    def _give_back(self, unit: Unit) -> None:
+        work = self._works.pop(unit.index, None)
+        if work is not None:  # of a unit whose other buckets did not come
+            with suppress(Exception):
+                work.wait()
+        super()._give_back(unit)
+
+    # --- ParameterStore ---------------------------------------------------------------------------------------
+
+    def sweep(self, reverse: bool = False) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
+        sweep = super().sweep(reverse)
+        self._source.used()
+        return sweep
+
+    def publish(self) -> None:
+        super().publish()
+        self._source.arrive()
+
+    @property
+    def nbytes_by_tier(self) -> dict[str, int]:
+        tiers = super().nbytes_by_tier
+        return {**tiers, "cpu": tiers.get("cpu", 0) + self._source.followed_nbytes}
+
     @property
     def allocation_count(self) -> int:
-        return int(self._peers.memory()["allocation_count"])
+        return 0 if self._peers is None else int(self._peers.memory()["allocation_count"])
 
     def close(self) -> None:
         self._works.clear()
         super().close()
-        self._peers.close()
+        if self._peers is not None:
+            self._peers.close()

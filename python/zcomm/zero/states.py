@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -26,10 +26,10 @@ def make_state(
     swap: _core.SwapFile | None,
     fraction: float,
     lane: DeviceLane | None,
-    resident: bool,
+    resident: Collection[int],
 ) -> ShardState:
     """counts, tiers: of each trained bucket's shard. lane: of the model's device; None: it is on the CPU, whose memory
-    is both "device" and "cpu". resident: weights and gradients of tier "device" are on the device, too."""
+    is both "device" and "cpu". resident: numbers of the buckets whose weights and gradients are on the device, too."""
     there = [lane is not None and tier == "device" for tier in tiers]
     here = [0 if at else count for count, at in zip(counts, there, strict=True)]
     if lane is not None and "nvme" not in tiers:
@@ -41,6 +41,10 @@ def make_state(
         host = RamState(here, tiers, dtype, rule, arena, fraction)
     if lane is None or not any(there):
         return host
-    own = [count if at else 0 for count, at in zip(counts, there, strict=True)]
-    device = (DeviceState if resident else StagedState)(own, dtype, rule, lane)
-    return TieredState(host, device, there)
+    state: ShardState = host
+    for kind, inside in ((StagedState, False), (DeviceState, True)):
+        theirs = [at and (number in resident) == inside for number, at in enumerate(there)]
+        if any(theirs):
+            own = [count if at else 0 for count, at in zip(counts, theirs, strict=True)]
+            state = TieredState(state, kind(own, dtype, rule, lane), theirs)
+    return state

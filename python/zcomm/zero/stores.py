@@ -9,11 +9,12 @@ import torch
 from zcomm import _core
 from zcomm._lane import DeviceLane
 from zcomm.comm import Communicator
+from zcomm.zero.device_sources import DeviceSource
 from zcomm.zero.device_units import DeviceUnitStore
 from zcomm.zero.device_weights import DeviceStore
 from zcomm.zero.geometry import Geometry
 from zcomm.zero.parameters import ParameterStore, PrivateStore, ResidentStore, SharedStore
-from zcomm.zero.resident_units import DeviceSource, ResidentUnitStore
+from zcomm.zero.resident_units import ResidentUnitStore
 from zcomm.zero.sections import Sections
 from zcomm.zero.sources import make_source
 from zcomm.zero.unit_options import Units
@@ -39,14 +40,8 @@ def make_store(
     rank's device, between which ``peers`` moves them (None: one rank)."""
     tiers = [sections.list[bucket.section].weights for bucket in geometry.every]
     if sections.by_unit:
-        if peers is not None:
-            assert lane is not None
-            peers = peers.duplicate()
-            source = DeviceSource(geometry.every, dtype, peers, lane)
-            ahead = (prefetch, options.prefetch_nbytes)
-            how = (sections.params, geometry, comm, dtype, tiers, sections.choices, source, False, *ahead)
-            return ResidentUnitStore(*how, lane=lane, peers=peers, resident=resident)
-        return _by_unit(sections, geometry, comm, dtype, tiers, arena, swap, shared, prefetch, options, lane)
+        how = (sections, geometry, comm, dtype, tiers, arena, swap, shared, prefetch, options)
+        return _by_unit(*how) if lane is None else _by_unit_there(*how, lane, resident, peers)
     host: ResidentStore
     if stage >= 1 and shared:
         host = SharedStore(sections.params, geometry, comm, dtype, tiers, resident)
@@ -66,17 +61,46 @@ def _by_unit(
     shared: bool,
     prefetch: int,
     options: Units,
-    lane: DeviceLane | None,
 ) -> UnitStore:
+    source = make_source(geometry.every, geometry.buckets, tiers, dtype, arena, swap)
     ahead = (prefetch, options.prefetch_nbytes)
-    if lane is None:
-        source = make_source(geometry.every, geometry.buckets, tiers, dtype, arena, swap)
-        return UnitStore(sections.params, geometry, comm, dtype, tiers, sections.choices, source, shared, *ahead)
+    return UnitStore(sections.params, geometry, comm, dtype, tiers, sections.choices, source, shared, *ahead)
+
+
+def _by_unit_there(
+    sections: Sections,
+    geometry: Geometry,
+    comm: Communicator,
+    dtype: torch.dtype,
+    tiers: list[str],
+    arena: _core.PinnedArena,
+    swap: _core.SwapFile | None,
+    shared: bool,
+    prefetch: int,
+    options: Units,
+    lane: DeviceLane,
+    resident: Collection[int],
+    peers: Communicator | None,
+) -> UnitStore:
+    """Shards of tier "device" stay there, if ranks reach each other's; where the host steps them, it has a copy."""
 
     def share(count: int) -> torch.Tensor:
         return lane.lock(comm.shared_empty(count, dtype))
 
     one_copy = share if shared and comm.world_size > 1 else None
-    source = make_source(geometry.every, geometry.buckets, tiers, dtype, arena, swap, one_copy, comm.rank)
+    reached = peers is not None or comm.world_size == 1
+    stay = [bucket for bucket in geometry.every if reached and tiers[bucket.index] == "device"]
+    followed = {b.index for b in stay if b.index < len(geometry.buckets) and b.index not in resident}
+    alone = {b.index for b in stay} - followed  # which the host has not
+    every = [b for b in geometry.every if b.index not in alone]
+    trained = [b for b in geometry.buckets if b.index not in resident]
+    places = ["nvme" if tiers[b.index] == "nvme" else "cpu" for b in every]
+    of_host = (every, trained, places, dtype, arena, swap, one_copy, comm.rank)
+    ahead = (prefetch, options.prefetch_nbytes)
+    if not stay:
+        how = (tiers, sections.choices, make_source(*of_host), shared, *ahead)
+        return DeviceUnitStore(sections.params, geometry, comm, dtype, *how, lane=lane)
+    peers = None if peers is None else peers.duplicate()
+    source = DeviceSource(stay, make_source(*of_host) if every else None, followed, dtype, peers, lane)
     how = (tiers, sections.choices, source, shared, *ahead)
-    return DeviceUnitStore(sections.params, geometry, comm, dtype, *how, lane=lane)
+    return ResidentUnitStore(sections.params, geometry, comm, dtype, *how, lane=lane, peers=peers, resident=resident)

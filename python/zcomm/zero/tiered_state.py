@@ -45,7 +45,7 @@ class TieredState(ShardState):
         return (self.device if self._there[bucket] else self.host).tile(bucket, part, load=load, store=store)
 
     def each(self) -> Sequence[ShardState]:
-        return (self.host, self.device)
+        return (*self.host.each(), self.device)
 
     def flush(self) -> None:
         self.host.flush()
@@ -73,7 +73,7 @@ class TieredState(ShardState):
 
     @property
     def slot_nbytes(self) -> int:
-        return self.device.slot_nbytes
+        return self.host.slot_nbytes + self.device.slot_nbytes
 
     def close(self) -> None:
         self.host.close()

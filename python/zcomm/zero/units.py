@@ -243,15 +243,15 @@ class UnitStore(ParameterStore):
             return
         memory, begin = self._slot(unit)
         flat = tensor_of(memory, torch.uint8)[begin : begin + unit.nbytes].view(self._dtype)
-        self._fill(unit, [flat[at : at + bucket.count] for bucket, at in self._bucket_begins(unit)])
+        self._fill(unit, unit.buckets, [flat[at : at + bucket.count] for bucket, at in self._bucket_begins(unit)])
 
-    def _fill(self, unit: Unit, whole: list[torch.Tensor]) -> None:
-        """Bring the unit's buckets into ``whole``, memory of a slot. Collective."""
+    def _fill(self, unit: Unit, buckets: Sequence[FlatBucket], whole: Sequence[torch.Tensor]) -> None:
+        """Bring ``buckets`` of the unit into ``whole``, memory of a slot. Collective."""
         if self._shared:
             # Nobody may still use what was in the slot.
             self._gather_comm.barrier(name=f"slot for unit {unit.name}")
-        shards = [w[bucket.shard(self._comm.rank)] for bucket, w in zip(unit.buckets, whole, strict=True)]
-        for work in [self._source.fetch(b, shard) for b, shard in zip(unit.buckets, shards, strict=True)]:
+        shards = [w[bucket.shard(self._comm.rank)] for bucket, w in zip(buckets, whole, strict=True)]
+        for work in [self._source.fetch(b, shard) for b, shard in zip(buckets, shards, strict=True)]:
             if work is not None:
                 work.wait()
         if self._shared:
