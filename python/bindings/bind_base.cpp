@@ -148,6 +148,7 @@ void bind_base(py::module_& m) {
   m.def("best_isa", [] { return std::string(name_of(best_isa())); });
   m.def("cuda_info", &device::cuda::build_info);
   m.def("cuda_available", &device::cuda::available);
+  m.def("cuda_uuids", &device::cuda::uuids);
   m.def("set_threads", &ThreadPool::set_default_size, py::arg("count"));
   m.def("threads", [] { return ThreadPool::shared().size(); });
   m.def("env_variables", [] {

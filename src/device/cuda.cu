@@ -8,32 +8,18 @@
 #include <utility>
 
 #include "base/error.hpp"
+#include "device/cuda_driver.hpp"
 #include "device/cuda_stream.hpp"
 
 namespace zcomm::device {
 namespace cuda {
 namespace {
 
-/// Driver functions are looked up at run time: the library must load where there is no driver.
-template <class Function>
-Function driver_function(Gpu& gpu, const char* name) {
-  void* found = nullptr;
-#if CUDART_VERSION >= 12050
-  gpu.check(cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault), name);
-#else
-  gpu.check(cudaGetDriverEntryPoint(name, &found, cudaEnableDefault), name);
-#endif
-  if (found == nullptr) throw CudaError(text(gpu.name(), ": the driver has no ", name, ": update it"));
-  return reinterpret_cast<Function>(found);
-}
-
 /// Where the allocation begins that holds `data`.
 const std::byte* base_of(Gpu& gpu, const void* data) {
-  using GetRange = int (*)(unsigned long long* base, std::size_t* nbytes, unsigned long long address);
-  static const auto get_range = driver_function<GetRange>(gpu, "cuMemGetAddressRange");
   unsigned long long base = 0;
   std::size_t nbytes = 0;
-  const int result = get_range(&base, &nbytes, reinterpret_cast<unsigned long long>(data));
+  const int result = Driver::load().address_range(&base, &nbytes, reinterpret_cast<unsigned long long>(data));
   if (result != 0)
     throw InvalidArgument(text(gpu.name(), ": share: ", data, " is not device memory (CUresult ", result, ")"));
   return reinterpret_cast<const std::byte*>(base);
@@ -97,7 +83,8 @@ class CudaDevice final : public Device {
     cudaIpcMemHandle_t native;
     std::memcpy(&native, handle.bytes.data(), sizeof(native));
     void* base = nullptr;
-    gpu_.check(cudaIpcOpenMemHandle(&base, native, cudaIpcMemLazyEnablePeerAccess), "cudaIpcOpenMemHandle");
+    const cudaError_t result = cudaIpcOpenMemHandle(&base, native, cudaIpcMemLazyEnablePeerAccess);
+    gpu_.check_handle(result, "cudaIpcOpenMemHandle");
     const Memory all(base, [&gpu = gpu_](void* memory) noexcept { release(gpu, memory, &cudaIpcCloseMemHandle); });
     return {all, static_cast<std::byte*>(base) + handle.offset};
   }

@@ -6,13 +6,16 @@
 
 #include <cstddef>
 #include <string>
+#include <vector>
 
 #include "zcomm/error.hpp"
 
 namespace zcomm::device::cuda {
 
-bool available();          ///< built in, and a driver and a device are there
-int device_count();        ///< 0 when not available
+bool available();    ///< built in, and a driver and a device are there
+int device_count();  ///< 0 when not available
+/// In hex, of each device that this process sees; processes may see different ones, under different indices.
+std::vector<std::string> uuids();
 std::string build_info();  ///< "CUDA 13.0" or "built without CUDA"
 
 struct PageLockRefused : CudaError {
@@ -24,16 +27,13 @@ struct PageLockRefused : CudaError {
 bool page_lock(void* data, std::size_t nbytes);
 void page_unlock(void* data) noexcept;
 
-/// Makes `device` the calling thread's for a scope.
+/// Makes `device` the calling thread's for a scope. Throws CudaError, InvalidArgument for one that is not there.
 class DeviceScope {
  public:
   explicit DeviceScope(int device);
   ~DeviceScope();
   DeviceScope(const DeviceScope&) = delete;
   DeviceScope& operator=(const DeviceScope&) = delete;
-
- private:
-  int before_ = 0;
 };
 
 }  // namespace zcomm::device::cuda

@@ -2,9 +2,12 @@
 #include <deque>
 #include <mutex>
 #include <optional>
+#include <string>
+#include <vector>
 
 #include "base/error.hpp"
 #include "base/fork.hpp"
+#include "device/cuda_driver.hpp"
 #include "device/cuda_gpu.hpp"
 #include "device/device_errors.hpp"
 
@@ -52,7 +55,8 @@ const char* advice(cudaError_t error) {
       return "; another process may hold it (compute mode exclusive), or it is off the bus: see nvidia-smi and "
              "`dmesg | grep -i xid`";
     case cudaErrorNoKernelImageForDevice:
-      return "; this build has no code for this GPU: build zcomm with -DCMAKE_CUDA_ARCHITECTURES=native";
+      return "; this build has no code for this GPU: build zcomm with -DCMAKE_CUDA_ARCHITECTURES=native (8.0, Ampere, "
+             "or later)";
     case cudaErrorStreamCaptureUnsupported:
     case cudaErrorStreamCaptureInvalidated:
     case cudaErrorStreamCaptureImplicit:
@@ -66,6 +70,11 @@ const char* advice(cudaError_t error) {
 
 bool available() { return found().count > 0; }
 int device_count() { return found().count; }
+std::vector<std::string> uuids() {
+  std::vector<std::string> all;
+  for (int index = 0; index < device_count(); ++index) all.push_back(Gpu::at(index).uuid());
+  return all;
+}
 std::string build_info() { return text("CUDA ", CUDART_VERSION / 1000, ".", CUDART_VERSION % 1000 / 10); }
 
 bool ends_the_context(cudaError_t error) {
@@ -117,6 +126,23 @@ std::string Gpu::uuid() {
   return hex;
 }
 
+void* Gpu::context() {
+  if (void* const context = context_.load(std::memory_order_acquire)) return context;
+  const std::lock_guard lock(starting_);
+  if (void* const context = context_.load(std::memory_order_relaxed)) return context;
+  const Driver& driver = Driver::load();
+  void* started = nullptr;
+  int device = 0, result = driver.init(0);
+  if (result == 0) result = driver.device_get(&device, index_);
+  if (result == 0) result = driver.retain_primary(&started, device);
+  if (result != 0) {
+    const auto error = static_cast<cudaError_t>(result);
+    throw CudaError(text(name_, ": ", describe("start of CUDA", error), advice(error)));
+  }
+  context_.store(started, std::memory_order_release);
+  return started;
+}
+
 void Gpu::check(cudaError_t result, const char* what) {
   if (result == cudaSuccess) return;
   cudaGetLastError();  // a plain error must not surface again in a later call
@@ -133,6 +159,12 @@ void Gpu::check_allocation(cudaError_t result, const char* what, std::size_t nby
   if (cudaMemGetInfo(&free_nbytes, &total_nbytes) != cudaSuccess) cudaGetLastError();
   if (nbytes == 0) throw CudaError(text(name_, ": ", describe(what, result), ": ", free_nbytes, " bytes are free"));
   throw CudaError(out_of_memory_text(name_, nbytes, free_nbytes, total_nbytes));
+}
+
+void Gpu::check_handle(cudaError_t result, const char* what) {
+  if (result != cudaErrorDeviceUninitialized) return check(result, what);
+  cudaGetLastError();
+  throw InvalidArgument(text(name_, ": ", describe(what, result), ": the handle is of this same process"));
 }
 
 void Gpu::enter(const char* what) {
@@ -163,7 +195,12 @@ bool page_lock(void* data, std::size_t nbytes) {
 
 void page_unlock(void* data) noexcept {
   if (!available()) return;
-  if (cudaHostUnregister(data) != cudaSuccess) cudaGetLastError();
+  try {
+    std::optional<DeviceScope> scope;
+    if (const int device = home_device(); device >= 0) scope.emplace(device);
+    if (cudaHostUnregister(data) != cudaSuccess) cudaGetLastError();
+  } catch (const Error&) {  // the context is gone, and the lock with it
+  }
 }
 
 std::atomic<int>& home_device() {
@@ -173,13 +210,13 @@ std::atomic<int>& home_device() {
 
 DeviceScope::DeviceScope(int device) {
   Gpu& gpu = Gpu::at(device);
-  gpu.check(cudaGetDevice(&before_), "cudaGetDevice");
-  if (before_ != device) gpu.check(cudaSetDevice(device), "cudaSetDevice");
+  void* const context = gpu.context();
+  gpu.check(static_cast<cudaError_t>(Driver::load().push(context)), "cuCtxPushCurrent");
 }
 
 DeviceScope::~DeviceScope() {
-  int now = before_;
-  if (cudaGetDevice(&now) == cudaSuccess && now != before_) cudaSetDevice(before_);
+  void* popped = nullptr;
+  Driver::load().pop(&popped);
 }
 
 }  // namespace zcomm::device::cuda

@@ -1,6 +1,10 @@
 // Gpu: what all Device objects of one GPU share in this process: its name, whether it is lost, how its errors are
 // worded.
 //
+// [Note: contexts] cudaSetDevice starts the device that it names, some 500 MB of it; and a thread that has named none
+// counts as one of device 0, which setting "back" to it starts. So a DeviceScope pushes the primary context of its
+// device (the one that the runtime and torch have) and pops it, which touches no other device; and nothing that needs a
+// context is called outside of one, not even a query of an event.
 // [Note: CUDA's errors] An error that ends the context (a bad address, ECC, the device gone from the bus) comes back
 // from every later call: the process must be restarted, and the message says so. The others are those of one call.
 // Only the *.cu include this. Thread rule: free-threaded.
@@ -11,6 +15,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <mutex>
 #include <string>
 
 #include "device/cuda.hpp"
@@ -48,11 +53,14 @@ class Gpu {
   int index() const { return index_; }
   const std::string& name() const { return name_; }
   std::string uuid();  ///< in hex
+  void* context();     ///< the primary one, started by the first call; throws CudaError
 
   /// Throws CudaError for what is not success.
   void check(cudaError_t result, const char* what);
   /// check() of an allocation of so many bytes.
   void check_allocation(cudaError_t result, const char* what, std::size_t nbytes);
+  /// check() of opening another process's handle; InvalidArgument for one of this process.
+  void check_handle(cudaError_t result, const char* what);
   /// Throws CudaError while the test hook says that the GPU is lost.
   void enter(const char* what);
   /// enter() for what is put on a stream; counts towards lose_after.
@@ -64,6 +72,8 @@ class Gpu {
   const std::string name_;
   std::atomic<std::uint64_t> left_{0};
   std::atomic<bool> lost_{false};
+  std::atomic<void*> context_{nullptr};
+  std::mutex starting_;
 };
 
 }  // namespace zcomm::device::cuda

@@ -24,9 +24,7 @@ static_assert(kMaxBuffers >= kMaxKernelBuffers);
 CudaEvent::CudaEvent(Gpu& gpu, bool shared) : gpu_(gpu), shared_(shared) {
   gpu_.enter("make_event");
   const DeviceScope scope(gpu_.index());
-  // Blocking: who synchronizes sleeps, and leaves its core to the ranks that work.
-  const unsigned flags =
-      cudaEventDisableTiming | cudaEventBlockingSync | (shared ? cudaEventInterprocess : cudaEventDefault);
+  const unsigned flags = cudaEventDisableTiming | (shared ? cudaEventInterprocess : cudaEventDefault);
   gpu_.check(cudaEventCreateWithFlags(&event_, flags), "cudaEventCreateWithFlags");
 }
 
@@ -36,15 +34,20 @@ CudaEvent::CudaEvent(Gpu& gpu, const SharedHandle& handle) : gpu_(gpu), shared_(
   static_assert(sizeof(native) == sizeof(handle.bytes));
   std::memcpy(&native, handle.bytes.data(), sizeof(native));
   const DeviceScope scope(gpu_.index());
-  gpu_.check(cudaIpcOpenEventHandle(&event_, native), "cudaIpcOpenEventHandle");
+  gpu_.check_handle(cudaIpcOpenEventHandle(&event_, native), "cudaIpcOpenEventHandle");
 }
 
 CudaEvent::~CudaEvent() {
-  if (event_ != nullptr && cudaEventDestroy(event_) != cudaSuccess) cudaGetLastError();
+  try {
+    const DeviceScope scope(gpu_.index());
+    if (event_ != nullptr && cudaEventDestroy(event_) != cudaSuccess) cudaGetLastError();
+  } catch (const Error&) {  // the context is gone, and the event with it
+  }
 }
 
 bool CudaEvent::done() {
   gpu_.enter("Event::done");
+  const DeviceScope scope(gpu_.index());
   const BesideCapture beside;
   const cudaError_t result = cudaEventQuery(event_);
   if (result == cudaErrorNotReady) {
@@ -55,10 +58,10 @@ bool CudaEvent::done() {
   return true;
 }
 
+/// cudaEventSynchronize spins, or, of an event made to block, slows down every other use of it.
 void CudaEvent::synchronize() {
-  gpu_.enter("Event::synchronize");
-  const BesideCapture beside;
-  gpu_.check(cudaEventSynchronize(event_), "cudaEventSynchronize");
+  while (!wait_for(1.0)) {
+  }
 }
 
 /// CUDA has no wait with a deadline: naps that grow with what has been waited so far, so that a short wait ends soon
@@ -78,6 +81,7 @@ bool CudaEvent::wait_for(double patience_s) {
 SharedHandle CudaEvent::handle() {
   if (!shared_) throw InvalidArgument("Event::handle: the event was not made with shared");
   gpu_.enter("Event::handle");
+  const DeviceScope scope(gpu_.index());
   cudaIpcEventHandle_t native;
   gpu_.check(cudaIpcGetEventHandle(&native, event_), "cudaIpcGetEventHandle");
   SharedHandle handle;
@@ -95,8 +99,12 @@ CudaStream::CudaStream(Gpu& gpu, bool urgent) : gpu_(gpu), owned_(true) {
 }
 
 CudaStream::~CudaStream() {
-  // What it was given still runs.
-  if (owned_ && cudaStreamDestroy(stream_) != cudaSuccess) cudaGetLastError();
+  if (!owned_) return;
+  try {
+    const DeviceScope scope(gpu_.index());
+    if (cudaStreamDestroy(stream_) != cudaSuccess) cudaGetLastError();  // what it was given still runs
+  } catch (const Error&) {                                              // the context is gone, and the stream with it
+  }
 }
 
 void CudaStream::record(Event& event) {

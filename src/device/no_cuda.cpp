@@ -16,6 +16,7 @@ namespace cuda {
 
 bool available() { return false; }
 int device_count() { return 0; }
+std::vector<std::string> uuids() { return {}; }
 std::string build_info() { return "built without CUDA"; }
 
 bool page_lock(void*, std::size_t) { return false; }

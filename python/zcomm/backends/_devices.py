@@ -42,13 +42,16 @@ def index_of(device: torch.device | None, local_rank: int) -> int:
 
 
 def reaches_all(host: Communicator, index: int) -> bool:
-    """Whether this rank's device, number ``index``, reaches those of all ranks of ``host``. Collective."""
-    theirs = torch.empty(host.world_size, dtype=torch.int32)
-    host.all_gather(torch.tensor([index], dtype=torch.int32), out=theirs, name="devices")
-    seen = torch.cuda.device_count()  # processes may see different ones
+    """Whether this rank's device, number ``index``, reaches those of all ranks of ``host``. Of one that this process
+    does not see (CUDA_VISIBLE_DEVICES) nothing is known: no. Collective."""
+    seen = [bytes.fromhex(uuid) for uuid in _core.cuda_uuids()]  # processes may number them differently
+    own = torch.tensor(list(seen[index]), dtype=torch.uint8)
+    theirs = torch.empty(host.world_size * own.numel(), dtype=torch.uint8)
+    host.all_gather(own, out=theirs, name="devices")
+    others = [bytes(uuid.tolist()) for uuid in theirs.split(own.numel())]
     return all(
-        other == index or (other < seen and torch.cuda.can_device_access_peer(index, other))
-        for other in theirs.tolist()
+        other == seen[index] or (other in seen and torch.cuda.can_device_access_peer(index, seen.index(other)))
+        for other in others
     )
 
 

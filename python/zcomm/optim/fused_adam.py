@@ -119,7 +119,8 @@ class FusedAdam(FusedAdamBase):
 
     def _check_there(self) -> None:
         """Raises: CudaError without a device."""
-        _core.cuda_device(0)
+        if not _core.cuda_available():
+            _core.cuda_device(0)  # says why; where there are devices, it would start one that is not this rank's
 
     def _stream(self, device: torch.device) -> _core.Stream:
         """Where a step goes: torch's current stream."""
