@@ -20,7 +20,7 @@ namespace {
 
 constexpr int kSpins = 1000;
 constexpr std::chrono::microseconds kNap{20};
-constexpr std::chrono::milliseconds kLastWords{500};
+constexpr std::chrono::milliseconds kLastWords{500}, kFarewell{2000};
 
 }  // namespace
 
@@ -43,8 +43,23 @@ NcclEngine::NcclEngine(Communicator& control, std::shared_ptr<net::Mesh> watched
 }
 
 NcclEngine::~NcclEngine() {
-  // Destroying waits for the other ranks, which may be gone; the operations that mattered have ended.
+  if (comm_ != nullptr) finish();
   abort();
+}
+
+/// Lets the other ranks have what this one still forwards or lends for them. They may be gone: not for long.
+void NcclEngine::finish() noexcept {
+  try {
+    const device::cuda::DeviceScope scope(device_);
+    const auto until = Clock::now() + kFarewell;
+    int state = nccl_.comm_finalize(comm_);
+    while (state == NcclLibrary::kInProgress && Clock::now() < until) {
+      std::this_thread::sleep_for(kNap);
+      if (nccl_.comm_get_async_error(comm_, &state) != NcclLibrary::kSuccess) return;
+    }
+    if (state == NcclLibrary::kSuccess) nccl_.comm_destroy(std::exchange(comm_, nullptr));
+  } catch (const Error&) {  // the device is lost
+  }
 }
 
 void NcclEngine::connect() {
@@ -207,13 +222,13 @@ void NcclEngine::check(int result, const char* what) {
 
 /// Waits until NCCL has done on the host what it was asked for.
 void NcclEngine::settle(const char* what) {
-  for (;;) {
+  for (int turn = 0;; ++turn) {
     int state = NcclLibrary::kSuccess;
     check(nccl_.comm_get_async_error(comm_, &state), "ncclCommGetAsyncError");
     check(state, what);
     if (state == NcclLibrary::kSuccess) return;
     look_around(what);
-    std::this_thread::sleep_for(std::chrono::microseconds(50));
+    if (turn > kSpins) std::this_thread::sleep_for(kNap);
   }
 }
 
@@ -240,7 +255,13 @@ void NcclEngine::restart_clock() {
 }
 
 void NcclEngine::abort() noexcept {
-  if (auto* const comm = std::exchange(comm_, nullptr)) nccl_.comm_abort(comm);
+  auto* const comm = std::exchange(comm_, nullptr);
+  if (comm == nullptr) return;
+  try {
+    const device::cuda::DeviceScope scope(device_);  // else this thread would start device 0
+    nccl_.comm_abort(comm);
+  } catch (const Error&) {  // the device is lost, and all that was on it
+  }
 }
 
 void NcclEngine::close() noexcept {

@@ -3,7 +3,8 @@
 // Each operation first passes a barrier of `control` whose name describes it: so mismatches, late ranks and dead ranks
 // are found and worded as everywhere else, before a kernel starts that could hang. Then NCCL runs on a stream of the
 // engine's own, which first waits for what the call's stream had been given (Ticket), and the host waits for its end
-// with an eye on the deadline, lost ranks and NCCL's asynchronous errors; a failure aborts NCCL's communicator.
+// with an eye on the deadline, lost ranks and NCCL's asynchronous errors; a failure aborts NCCL's communicator, and a
+// good end finalizes it.
 // NCCL sums in an order of its own: results are equal on all ranks, but do not have the bits of the rank-order sum.
 // Thread rule: as Engine's. Source: NCCL user guide, "Fault tolerance" (non-blocking communicators).
 #pragma once
@@ -51,6 +52,7 @@ class NcclEngine final : public Engine {
   void settle(const char* what);
   void look_around(const char* what);
   void restart_clock();
+  void finish() noexcept;
   void abort() noexcept;
 
   Communicator& control_;

@@ -31,6 +31,7 @@ NcclLibrary::NcclLibrary(const std::string& path) {
   find(library, get_unique_id, "ncclGetUniqueId", path);
   find(library, comm_init_rank_config, "ncclCommInitRankConfig", path);
   find(library, comm_abort, "ncclCommAbort", path);
+  find(library, comm_finalize, "ncclCommFinalize", path);
   find(library, comm_destroy, "ncclCommDestroy", path);
   find(library, comm_get_async_error, "ncclCommGetAsyncError", path);
   find(library, get_error_string, "ncclGetErrorString", path);

@@ -37,6 +37,7 @@ struct NcclLibrary {
   int (*get_unique_id)(NcclId* id);
   int (*comm_init_rank_config)(Comm* comm, int ranks, NcclId id, int rank, NcclConfig* config);
   int (*comm_abort)(Comm comm);
+  int (*comm_finalize)(Comm comm);
   int (*comm_destroy)(Comm comm);
   int (*comm_get_async_error)(Comm comm, int* error);
   const char* (*get_error_string)(int result);
