@@ -12,11 +12,6 @@ namespace zcomm::coll {
 namespace {
 
 constexpr std::size_t kToldDrops = 64;  // at a time
-/// The driver packs smaller allocations into one block, and a handle names the block: with a block of its own nothing
-/// else of this process is shared, and no block is opened twice.
-constexpr std::size_t kBlockNbytes = std::size_t{2} << 20;
-
-std::size_t in_blocks(std::size_t nbytes) { return (nbytes + kBlockNbytes - 1) / kBlockNbytes * kBlockNbytes; }
 
 struct Drops {
   std::uint64_t count = 0;
@@ -117,7 +112,8 @@ void DeviceHeap::forget(const std::vector<std::uint64_t>& ids) {
 }
 
 device::Memory DeviceHeap::zeroed(std::size_t nbytes, const Header& during) {
-  device::Memory memory = waits_->device().allocate(memory_.world_size() > 1 ? in_blocks(nbytes) : nbytes);
+  device::Memory memory =
+      waits_->device().allocate(memory_.world_size() > 1 ? device::in_shared_blocks(nbytes) : nbytes);
   rounds_.stream().fill(memory.get(), 0, nbytes);
   rounds_.stream().record(*passed_);
   waits_->wait(*passed_, during);  // its owner may use it on any stream

@@ -14,7 +14,7 @@ DeviceSlots::DeviceSlots(device::Device& device, const HostMemory& memory, std::
       // Room for a piece of each rank, on lines of its own.
       slot_nbytes_((std::max(slot_nbytes, static_cast<std::size_t>(memory.world_size()) * 512) + 4095) / 4096 * 4096),
       memory_(static_cast<std::size_t>(memory.world_size())) {
-  if (memory.world_size() > 1) memory_[rank_] = device.allocate(kCount * slot_nbytes_);
+  if (memory.world_size() > 1) memory_[rank_] = device.allocate(device::in_shared_blocks(kCount * slot_nbytes_));
 }
 
 void DeviceSlots::close_peers() noexcept {

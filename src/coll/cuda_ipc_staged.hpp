@@ -35,7 +35,7 @@ class DeviceSlots {
     return static_cast<std::byte*>(memory_[static_cast<std::size_t>(rank)].get()) + step % kCount * slot_nbytes_;
   }
   std::size_t slot_nbytes() const { return slot_nbytes_; }
-  std::size_t nbytes() const { return memory_[rank_] ? kCount * slot_nbytes_ : 0; }
+  std::size_t nbytes() const { return memory_[rank_] ? device::in_shared_blocks(kCount * slot_nbytes_) : 0; }
   void close_peers() noexcept;
   device::Memory own() const { return memory_[rank_]; }
 

@@ -31,6 +31,13 @@ struct SharedHandle {
   std::uint64_t offset = 0;  ///< of memory within what the handle opens
 };
 
+/// A driver packs smaller allocations into one block, and a handle names the block: with blocks of its own nothing else
+/// of the process is shared with it, and no block is opened twice.
+constexpr std::size_t in_shared_blocks(std::size_t nbytes) {
+  constexpr std::size_t kBlock = std::size_t{2} << 20;
+  return (nbytes + kBlock - 1) / kBlock * kBlock;
+}
+
 /// A point in a stream. One that was never recorded is done.
 class Event {
  public:

@@ -66,8 +66,8 @@ TEST(cuda_ipc_errors, arguments_leave_it_usable) {
 }
 
 TEST(cuda_ipc_errors, memory_that_one_rank_has_not_is_refused_on_all) {
-  run_device_world(3, {.memory_nbytes = 7 << 20}, [](DeviceRank& self) {
-    auto kept = self.comm->allocate(1000);  // in a block of 2 MiB
+  run_device_world(3, {.memory_nbytes = 9 << 20}, [](DeviceRank& self) {  // 2 MiB of it are slots
+    auto kept = self.comm->allocate(1000);                                // in a block of 2 MiB
     device::Memory hog;
     if (self.rank == 1) hog = self.device->allocate(3500 << 10);
     expect_contains(message_of<CudaError>([&] { self.comm->allocate(200 << 10); }, "refused"),
