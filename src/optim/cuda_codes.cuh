@@ -7,6 +7,10 @@
 
 #include "optim/cuda_step.cuh"
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#error "zcomm's kernels need compute capability 8.0 (Ampere) or later: see CMAKE_CUDA_ARCHITECTURES"
+#endif
+
 namespace zcomm::optim::cuda {
 namespace {
 
@@ -38,20 +42,21 @@ __device__ __forceinline__ void step_coded_block(const Piece& p, std::size_t beg
   SmallAdamFactors small = f.small;  // a scale is a factor of what is kept
   small.first_keep *= __builtin_fabsf(first_scale);
   small.second_keep *= second_scale;
-  float m[kPerLane], v[kPerLane];
-  for (int r = 0; r < kPerLane; ++r) {
-    const std::size_t k = lane + static_cast<u32>(r) * kWarp;
-    m[r] = v[r] = 0.0f;
-    if (k >= n) continue;
-    m[r] = rules::first_of(first[k]);
-    v[r] = rules::second_of(second[k]);
-    if (may_be_lost && first[k] == rules::kLost) m[r] = v[r] = __builtin_nanf("");
-    float g, w;
-    get_grad<1>(&g, p.grad, grad_dtype, begin + k);
-    get_weight<weight, 1>(&w, p, begin + k);
-    w = SmallAdam::update(w, g, m[r], v[r], f.adamw, small);
-    put_weight<weight, 1>(p, begin + k, &w);
-  }
+  float m[kPerLane] = {}, v[kPerLane] = {}, g[kPerLane] = {}, w[kPerLane] = {};
+  const auto each = [lane, n](const auto& body) {
+    for (int r = 0; r < kPerLane; ++r)
+      if (const std::size_t k = lane + static_cast<u32>(r) * kWarp; k < n) body(r, k);
+  };
+  each([&](int r, std::size_t k) {  // all loads are on their way before the first store, which they might alias
+    const std::uint8_t a = first[k], b = second[k];
+    const bool lost = may_be_lost && a == rules::kLost;
+    m[r] = lost ? __builtin_nanf("") : rules::first_of(a);
+    v[r] = lost ? __builtin_nanf("") : rules::second_of(b);
+    get_grad<1>(&g[r], p.grad, grad_dtype, begin + k);
+    get_weight<weight, 1>(&w[r], p, begin + k);
+  });
+  each([&](int r, std::size_t) { w[r] = SmallAdam::update(w[r], g[r], m[r], v[r], f.adamw, small); });
+  each([&](int r, std::size_t k) { put_weight<weight, 1>(p, begin + k, &w[r]); });
   rules::Largest largest = largest_of(m, v);
   const bool finite = rules::finite(largest);
   bool lost[kPerLane] = {};

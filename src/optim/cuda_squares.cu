@@ -86,14 +86,19 @@ __device__ inline void add_term(unsigned long long* words, double term) {
 
 template <DType dtype>
 __global__ void __launch_bounds__(device::cuda::kThreads) norm_kernel(const NormLaunch args) {
-  __shared__ unsigned long long words[ExactSum::kWords];
-  for (std::size_t i = threadIdx.x; i < ExactSum::kWords; i += device::cuda::kThreads) words[i] = 0;
+  // A row for each warp: there is no instruction that adds 64 bits in shared memory, and who meets there spins.
+  constexpr std::size_t kRows = device::cuda::kThreads / 32, kAll = kRows * ExactSum::kWords;
+  __shared__ unsigned long long words[kAll];
+  for (std::size_t i = threadIdx.x; i < kAll; i += device::cuda::kThreads) words[i] = 0;
   __syncthreads();
-  unsigned long long* ours = words;
+  unsigned long long* ours = words + threadIdx.x / 32 * ExactSum::kWords;
   each_block<dtype>(args.grad, args.count, [ours](std::size_t, double sum) { add_term(ours, sum); });
   __syncthreads();
-  for (std::size_t i = threadIdx.x; i < ExactSum::kWords; i += device::cuda::kThreads)
-    if (words[i] != 0) atomicAdd(args.words + i, words[i]);
+  for (std::size_t i = threadIdx.x; i < ExactSum::kWords; i += device::cuda::kThreads) {
+    unsigned long long sum = 0;  // as args.words: modulo 2^64, in any order
+    for (std::size_t row = 0; row < kRows; ++row) sum += words[row * ExactSum::kWords + i];
+    if (sum != 0) atomicAdd(args.words + i, sum);
+  }
 }
 
 /// The instance for a dtype of a kernel, put on a stream with as many blocks as there are sums for.
