@@ -36,7 +36,11 @@ class SimulatedLane(DeviceLane):
         return memory.fill_(float("nan")) if dtype.is_floating_point else memory  # what was never written shows
 
     def _lock(self, tensor: torch.Tensor) -> None:
-        pass
+        """A driver takes whole pages, and none twice."""
+        page = _core.page_nbytes()
+        assert tensor.data_ptr() % page == 0, "the page has other memory, too"
+        taken = {at for other in self._locked for at in range(other.data_ptr(), other.data_ptr() + other.nbytes, page)}
+        assert not taken & set(range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, page))
 
     def _unlock(self, tensor: torch.Tensor) -> None:
         pass

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from zcomm._lane import DeviceLane
+from zcomm._tensors import own_pages
 from zcomm.comm import Communicator
 from zcomm.zero.device_norm import DeviceSquares
 from zcomm.zero.geometry import FlatBucket, Geometry
@@ -87,6 +88,9 @@ class DeviceReducer(GradientReducer):
         self._landed = [lane.event() for _ in self._host_slots]
         self._afters: list[Any] = [None] * len(self._host_slots)
         return self._device_slots(count, largest)
+
+    def _make_accumulators(self) -> torch.Tensor:
+        return super()._make_accumulators() if self.replicated else own_pages(self._geometry.shard_count)
 
     def _device_slots(self, count: int, largest: int) -> list[torch.Tensor]:
         return [self._lane.empty(largest, self._dtype, "gradients in flight") for _ in range(count)]

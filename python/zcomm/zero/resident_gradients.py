@@ -18,7 +18,7 @@ import torch
 
 from zcomm import _core
 from zcomm._lane import DeviceLane
-from zcomm._tensors import core_dtype
+from zcomm._tensors import core_dtype, own_pages
 from zcomm._work import Work
 from zcomm.comm import Communicator
 from zcomm.zero.device_gradients import DeviceReducer
@@ -64,7 +64,7 @@ class ResidentReducer(DeviceReducer):
         stay = [bucket.index in self._added for bucket in buckets]
         here = [count * (not at) for count, at in zip(counts, stay, strict=True)]
         there = [count * at for count, at in zip(counts, stay, strict=True)]
-        host = self._comm.empty(sum(here), torch.float32) if self.replicated else torch.zeros(sum(here))
+        host = self._comm.empty(sum(here), torch.float32) if self.replicated else own_pages(sum(here))
         if self.replicated and self._peers is not None:
             self._resident = self._lane.symmetric(self._peers, sum(there), torch.float32, "gradients")
         else:
