@@ -221,7 +221,9 @@ def without_offload(job: Job) -> tuple[float | None, str]:
             optimizer = torch.optim.AdamW(model.parameters(), lr=job.arguments.lr, fused=True)
             name = f"torch's fused AdamW in bf16; ZeroOptimizer: {error}"
         return time_steps(job, training_step(job, model, optimizer), _REFERENCE_STEPS), name
-    except torch.cuda.OutOfMemoryError:
+    except (torch.cuda.OutOfMemoryError, zcomm.CudaError) as error:
+        if isinstance(error, zcomm.CudaError) and "out of memory" not in str(error):
+            raise
         return None, "does not fit: out of device memory"
     finally:
         if isinstance(optimizer, zcomm.ZeroOptimizer):

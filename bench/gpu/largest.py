@@ -6,6 +6,7 @@ Models are the 7b's shape with more or fewer layers. What does not train is trie
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 KEPT, STATE = 6, 10  # bytes per parameter: weights and sums of gradients on the host; state, which may be on the drive
 _GPU, _HOST, _DRIVE = 0.80, 0.85, 0.85  # parts that may be planned with
+_DRIVE_NBYTES = 20 << 30  # of it at most: what is there is written, and read and written in each step
 _WORK_NBYTES = 12 << 30  # on the GPU: activations and logits of the micro-batch, slots, workspaces
 
 
@@ -40,25 +42,26 @@ def search(arguments: argparse.Namespace, gpu_nbytes: int, program: Path) -> int
         return replace(PRESETS["7b"], num_hidden_layers=layers).numel()
 
     host = int(arguments.host_gib * 2**30) if arguments.host_gib else available_nbytes()
-    drive = shutil.disk_usage(arguments.nvme_path).free
+    drive = min(shutil.disk_usage(arguments.nvme_path).free, _DRIVE_NBYTES)
     layers, fraction = plan(gpu_nbytes, host, drive, numel_of)
     print(f"# planned: {layers} layers, {numel_of(max(layers, 1)) / 1e9:.1f}e9 parameters, {fraction:.2f} of the state "
           f"on the drive ({host >> 30} GiB of host memory, {drive >> 30} GiB on the drive)")  # fmt: skip
     found: dict[str, int] = {}
+    rows = Rows(arguments.json, "The largest model that trains")
     for variant in ("zcomm-nvme", "deepspeed-nvme"):
+        if variant.startswith("deepspeed") and importlib.util.find_spec("deepspeed") is None:
+            print("# DeepSpeed is not installed")
+            continue
         tried = layers
         for _ in range(3):
             if not tried:
                 break
             if attempt(arguments, program, variant, tried, fraction):
                 found[variant] = tried
+                there = {"host GiB": host >> 30, "drive GiB": drive >> 30}
+                rows.add(variant=variant, layers=tried, params=numel_of(tried), **there)
                 break
             tried = int(tried * 0.85)
-    rows = Rows(arguments.json, "The largest model that trains")
-    for variant, best in found.items():
-        rows.add(
-            variant=variant, layers=best, params=numel_of(best), **{"host GiB": host >> 30, "drive GiB": drive >> 30}
-        )
     return 0 if "zcomm-nvme" in found else 1
 
 

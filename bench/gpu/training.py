@@ -185,6 +185,7 @@ def _process_group() -> None:
     if not dist.is_initialized():
         folder = tempfile.mkdtemp(prefix="zcomm-bench-")
         backend = "gloo" if PLAYED else "cpu:gloo,cuda:nccl"
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else it may ask the network for this host's name
         dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
 
 

@@ -44,7 +44,7 @@ constexpr std::uint32_t step(std::uint32_t crc, std::uint32_t byte) {
 constexpr std::size_t kLane = 4096;  // bytes per stream; a power of two
 using Columns = std::array<std::uint32_t, 32>;
 
-constexpr std::uint32_t apply(const Columns& columns, std::uint32_t value) {
+constexpr std::uint32_t applied(const Columns& columns, std::uint32_t value) {
   std::uint32_t result = 0;
   for (std::size_t bit = 0; bit < 32; ++bit)
     if ((value >> bit) & 1u) result ^= columns[bit];
@@ -58,12 +58,12 @@ constexpr Shift make_shift() {
   for (std::size_t bit = 0; bit < 32; ++bit) columns[bit] = step(1u << bit, 0);
   for (std::size_t length = 1; length < kLane; length *= 2) {
     Columns squared{};
-    for (std::size_t bit = 0; bit < 32; ++bit) squared[bit] = apply(columns, columns[bit]);
+    for (std::size_t bit = 0; bit < 32; ++bit) squared[bit] = applied(columns, columns[bit]);
     columns = squared;
   }
   Shift shift{};
   for (std::size_t k = 0; k < 4; ++k)
-    for (std::uint32_t value = 0; value < 256; ++value) shift[k][value] = apply(columns, value << (8 * k));
+    for (std::uint32_t value = 0; value < 256; ++value) shift[k][value] = applied(columns, value << (8 * k));
   return shift;
 }
 

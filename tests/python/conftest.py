@@ -28,7 +28,9 @@ FOREIGN_SHM = (
     "mpich_shm_",
     "psm_",
     "sem.",
-)  # what MPI libraries and multiprocessing put into /dev/shm
+    "cuda.shm.",
+    "nccl-",
+)  # what MPI libraries, multiprocessing, CUDA's events between processes and NCCL put into /dev/shm
 
 
 @pytest.fixture(autouse=True)

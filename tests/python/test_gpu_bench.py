@@ -83,12 +83,14 @@ def test_pinned_copies_that_end_early_keep_what_they_had(tmp_path: Path) -> None
 
 
 def test_ranks_that_share_a_device(tmp_path: Path) -> None:
-    done = run("one_gpu_ranks", "-np", "3", "--sizes", "100K", "--json", str(tmp_path / "rows"))
+    variants = ("--variants", "zcomm,zcomm-private,nccl")
+    done = run("one_gpu_ranks", "-np", "3", "--sizes", "100K", *variants, "--json", str(tmp_path / "rows"))
     assert done.returncode == 0, done.stdout + done.stderr
     found = rows_of(tmp_path / "rows")
     ours = found["Ranks that share a GPU (3)"]
-    assert [row["op"] for row in ours] == ["all_reduce", "reduce_scatter", "all_gather"]
-    assert all(row["variant"] == "zcomm" and row["#wrong"] == 0 and row["goal"] == 0.85 for row in ours)
+    assert [row["op"] for row in ours] == ["all_reduce", "reduce_scatter", "all_gather"] * 2
+    assert [row["variant"] for row in ours] == ["zcomm"] * 3 + ["zcomm-private"] * 3
+    assert all(row["#wrong"] == 0 for row in ours) and [row.get("goal") for row in ours] == [0.85] * 3 + [None] * 3
     assert all(row["share"] == pytest.approx(row["copy us"] / row["us"]) for row in ours)
     (gone,) = found["Peers that did not run"]
     assert gone["peer"] == "nccl" and gone["why"], "a peer that is not here is a row, and no failure"
@@ -200,7 +202,16 @@ def test_the_largest_is_planned_by_bytes() -> None:
 
 
 @pytest.mark.parametrize(("limit", "status"), [(100, 0), (26, 0), (0, 1)])
-def test_the_search_goes_down(tmp_path: Path, limit: int, status: int, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("deepspeed", [True, False])
+def test_the_search_goes_down(
+    tmp_path: Path,
+    limit: int,
+    status: int,
+    deepspeed: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if deepspeed else None)
     program = tmp_path / "attempt.py"
     program.write_text(
         "import sys\n"
@@ -215,7 +226,8 @@ def test_the_search_goes_down(tmp_path: Path, limit: int, status: int, capsys: p
     if limit:
         (best,) = rows_of(tmp_path / "rows")["The largest model that trains"]
         assert best["variant"] == "zcomm-nvme" and best["layers"] <= limit
-    assert "out of memory" in said and "deepspeed-nvme" in said
+    assert ("deepspeed-nvme, " in said) == deepspeed and ("DeepSpeed is not installed" in said) != deepspeed
+    assert ("out of memory" in said) == (deepspeed or limit < 100)
 
 
 def test_deepspeed_is_set_to_the_same_work() -> None:

@@ -233,6 +233,11 @@ def test_sanitizer_and_tests_are_read(tmp_path: Path, monkeypatch: pytest.Monkey
     tests, binaries = tmp_path / "cmake/tests/cpp", tmp_path / "bin"
     script(tests, "test_device", 'echo "args: $*"; echo "12 passed, 0 failed"\n')
     script(tests, "test_coll", 'test "$1" = cuda && echo "0 passed, 0 failed" && exit 2\n')
+    monkeypatch.setenv("PATH", f"{binaries}:{os.environ['PATH']}")
+    script(binaries, "cmake", 'echo "$*"; exit 1\n')
+    assert work.cpp_tests(place) == 1, "a test program that does not compile"
+    rows.unlink()
+    script(binaries, "cmake", f'test "$*" = "--build {tmp_path}/cmake -- -k 0"\n')
     assert work.cpp_tests(place) == 0
     script(tests, "test_mem", 'echo "3 passed, 1 failed"; exit 1\n')
     script(tests, "test_optim", "kill -11 $$\n")
@@ -243,7 +248,6 @@ def test_sanitizer_and_tests_are_read(tmp_path: Path, monkeypatch: pytest.Monkey
         ("test_mem", "3"),
         ("test_optim", "?"),
     ]
-    monkeypatch.setenv("PATH", f"{binaries}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.delenv("CUDA_PATH", raising=False)
     for text, code in (
@@ -269,17 +273,19 @@ def test_what_a_program_said_until_its_limit_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("version", "without"), [("9.2.0", False), ("8.4.2", True)])
-def test_python_tests_are_in_two_parts(monkeypatch: pytest.MonkeyPatch, version: str, without: bool) -> None:
+def test_python_tests_are_in_three_parts(monkeypatch: pytest.MonkeyPatch, version: str, without: bool) -> None:
     called: list[list[str]] = []
-    monkeypatch.setattr(work, "call", lambda command: (called.append(list(command)), (0, "== 3 passed =="))[1])
+    monkeypatch.setattr(work, "call", lambda command, env: (called.append(list(command)), (0, "== 3 passed =="))[1])
     monkeypatch.setattr(work.metadata, "version", lambda package: version)
-    for name in ("python-training", "python-tests"):
+    for name in ("python-training", "python-ranks", "python-tests"):
         assert work.WORK[name](Place()) == 0
-    training, others = ({word.rpartition("/")[2] for word in words if "/test_" in word} for words in called)
-    assert training == {work.TRAINING} and not training & others
-    assert {"test_cuda_ipc.py", "test_device_gpu.py", "test_fused_adam.py", "test_nccl.py"} <= others
+    training, ranks, others = ([word.rpartition("/")[2] for word in words if "/test_" in word] for words in called)
+    assert (training, ranks) == ([work.TRAINING], [work.RANKS]) and not {*training, *ranks} & {*others}
+    assert others[-1] == "test_cuda_ipc.py", "it kills a rank that shares the GPU"
+    assert {"test_cuda_ipc.py", "test_device_gpu.py", "test_fused_adam.py", "test_nccl.py"} <= {*others}
     assert "test_zero.py" not in others and all(("-c" in words) == without for words in called)
-    monkeypatch.setattr(work, "call", lambda command: (0, "== 35 skipped =="))
+    assert all("faulthandler_exit_on_timeout=false" in words for words in called), "one slow test would end all"
+    monkeypatch.setattr(work, "call", lambda command, env: (0, "== 35 skipped =="))
     assert work.WORK["python-tests"](Place()) == 1, "on a GPU some must run"
 
 

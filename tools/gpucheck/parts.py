@@ -49,9 +49,10 @@ def all_parts(place: Place) -> list[Part]:
     return [
         Part(build.name, build.title, build.budget_s, build.command, 60, (), place.site / "zcomm", {}),
         work("import", "zcomm and torch see the GPU; what doctor says", 40),
-        work("cpp-tests", "C++ tests of the device, and of all floors what uses it", 60),
+        work("cpp-tests", "C++ tests of the device, and of all floors what uses it", 180),
         work("python-training", "Python tests of training on the GPU", 150),
-        work("python-tests", "all other Python tests marked gpu", 120),
+        work("python-tests", "all other Python tests marked gpu", 240),
+        work("python-ranks", "Python tests of training by ranks that share the GPU", 240),
         bench("pinned-copy", "pinned copies, alone and while the CPU's Adam runs", 75, "pinned_copy"),
         bench("ranks-2", "2 ranks on one GPU beside the device copy and NCCL", 50, "one_gpu_ranks", "-np", "2"),
         bench(
@@ -94,6 +95,12 @@ def all_parts(place: Place) -> list[Part]:
             )
             for tier in ("cpu", "nvme")
             if deepspeed
+        ),
+        bench(
+            "ranks-2-private",
+            "2 ranks on one GPU, tensors of torch's own",
+            30,
+            *("one_gpu_ranks", "-np", "2", "--variants", "zcomm-private", "--sizes", "64M,256M"),
         ),
         bench("largest", "the largest model that trains", 300, "offload", "--largest", *swap, least_s=120),
         work("cpp-all", "all C++ tests of the CUDA build", 120, least_s=60),

@@ -22,7 +22,8 @@ from gpucheck.runner import ROWS, SKIPPED
 # Tests that use a GPU where one is, by parts of their names. All of the device floor does.
 _NAMES = ["cuda", "device", "stream_"]
 _KERNELS = {"test_device": ["cuda", "machines"], "test_optim": ["cuda", "stream_"]}
-TRAINING = "test_zero_gpu.py"  # of tests/python: longer than all others together
+TRAINING, RANKS = "test_zero_gpu.py", "test_zero_gpu_ranks.py"  # of tests/python: long ones
+LAST = "test_cuda_ipc.py"  # kills a rank that shares the GPU
 _BUILD_TOOLS = {"scikit_build_core": "scikit-build-core>=0.11", "pybind11": "pybind11>=2.13"}
 _PROGRAMS = {"cmake": "cmake>=3.24", "ninja": "ninja"}
 _NEEDED = {"numpy": "numpy", "safetensors": "safetensors", "psutil": "psutil", "rich": "rich", "pynvml": "nvidia-ml-py"}
@@ -55,22 +56,21 @@ def call(command: Sequence[str], env: Mapping[str, str] | None = None) -> tuple[
 
 
 def cuda_program(name: str) -> str | None:
-    """Of the toolkit: that of CUDA_HOME (or CUDA_PATH) where it is set, else on the PATH or where it usually lies."""
-    given = [Path(os.environ[key]) for key in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(key)]
-    if not given and (found := shutil.which(name)):
-        return found
+    """Of the toolkit: that of CUDA_HOME (or CUDA_PATH) where it has one, else on the PATH; where neither is set, also
+    where it usually lies."""
+    given = [Path(os.environ[key]) / "bin" / name for key in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(key)]
     usual = [Path("/usr/local/cuda"), *sorted(Path("/usr/local").glob("cuda-*"), reverse=True)]
-    for home in given or usual:
-        if (program := home / "bin" / name).exists():
-            return str(program)
-    return None
+    on_path = shutil.which(name)
+    places = [*given, *([Path(on_path)] if on_path else []), *(home / "bin" / name for home in usual if not given)]
+    return next((str(program) for program in places if program.exists()), None)
 
 
 def build(place: Place) -> int:
-    """pip install of this tree into ``site``; the same build folder also has the C++ tests."""
+    """pip install of this tree into ``site``; the same build folder gets the C++ tests (``build_tests``), of which one
+    that does not compile here costs no other."""
     nvcc = cuda_program("nvcc")
     if nvcc is None:
-        print("no nvcc: not in CUDA_HOME (if that is set), nor on the PATH or in /usr/local/cuda")
+        print("no nvcc: not in CUDA_HOME (or CUDA_PATH), nor on the PATH or in /usr/local/cuda")
         return 1
     place.site.mkdir(parents=True, exist_ok=True)
     tools = place.site.parent / "tools"
@@ -82,35 +82,46 @@ def build(place: Place) -> int:
         if packages and call([*pip, "--target", str(target), *packages])[0]:
             print(f"not here, and pip could not install them: {', '.join(packages)}")
             return 1
-    path = os.pathsep.join([str(tools / "bin"), str(Path(nvcc).parent), os.environ.get("PATH", "")])
-    jobs = os.environ.get("JOBS") or str(len(os.sched_getaffinity(0)))
-    architectures = os.environ.get("CUDAARCHS", "native")
-    env = {
+    where = ["--no-build-isolation", "--no-deps", "--upgrade", "--target", str(place.site)]
+    how = ["-C", f"build-dir={place.cmake}", "-C", "build.targets=_core"]
+    code, _ = call([*pip, "-v", *where, *how, "."], _build_env(place, nvcc))
+    return code
+
+
+def _build_env(place: Place, nvcc: str) -> dict[str, str]:
+    tools = place.site.parent / "tools"
+    return {
         **os.environ,
-        "PATH": path,
+        "PATH": os.pathsep.join([str(tools / "bin"), str(Path(nvcc).parent), os.environ.get("PATH", "")]),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(tools), os.environ.get("PYTHONPATH", "")])),
         "CUDACXX": nvcc,
-        "CMAKE_BUILD_PARALLEL_LEVEL": jobs,
+        "CMAKE_BUILD_PARALLEL_LEVEL": os.environ.get("JOBS") or str(len(os.sched_getaffinity(0))),
         "CMAKE_ARGS": f"-DZCOMM_CUDA={os.environ.get('ZCOMM_CUDA', 'ON')} -DZCOMM_TESTS=ON "
-        f"-DCMAKE_CUDA_ARCHITECTURES={architectures}",
+        f"-DCMAKE_CUDA_ARCHITECTURES={os.environ.get('CUDAARCHS', 'native')}",
     }
-    where = ["--no-build-isolation", "--no-deps", "--upgrade", "--target", str(place.site)]
-    code, _ = call([*pip, "-v", *where, "-C", f"build-dir={place.cmake}", "."], env)
-    return code
+
+
+def build_tests(place: Place) -> int:
+    """The C++ tests, as far as they compile: what does not is left out, and 1."""
+    env = _build_env(place, cuda_program("nvcc") or "nvcc")
+    cmake = shutil.which("cmake", path=env["PATH"]) or "cmake"
+    code, _ = call([cmake, "--build", str(place.cmake), "--", "-k", "0"], env)
+    return 1 if code else 0
 
 
 def see(place: Place) -> int:
     """zcomm and torch both see a device; the doctor's words."""
     place.scratch.mkdir(parents=True, exist_ok=True)
     program = (
-        "import json, torch, zcomm; from zcomm import _core as c; print(json.dumps([zcomm.__file__, c.cuda_info(), "
-        "c.cuda_available(), torch.__version__, torch.version.cuda, torch.cuda.is_available(), "
+        "import json, torch, zcomm; from zcomm import _core as c; print('SEEN', json.dumps([zcomm.__file__, "
+        "c.cuda_info(), c.cuda_available(), torch.__version__, torch.version.cuda, torch.cuda.is_available(), "
         "torch.cuda.get_device_name(0) if torch.cuda.is_available() else '']))"
     )
     code, said = call([sys.executable, "-c", program])
     if code:
         return code
-    where, info, ours, torch, torch_cuda, theirs, name = json.loads(said.strip().splitlines()[-1])
+    seen = next(line.removeprefix("SEEN ") for line in said.splitlines() if line.startswith("SEEN "))
+    where, info, ours, torch, torch_cuda, theirs, name = json.loads(seen)
     if not Path(where).is_relative_to(place.site):
         print(
             f"{where} is imported, and not what was built here: another zcomm is installed (editable?) in this Python"
@@ -130,10 +141,10 @@ def programs(place: Place) -> list[Path]:
 
 def cpp_tests(place: Place) -> int:
     """All of the device floor; of the others what uses a GPU."""
+    worst = build_tests(place)
     if not (found := programs(place)):
         print(f"no test programs in {place.cmake}/tests/cpp")
         return 1
-    worst = 0
     for program in found:
         chosen = [] if program.name == "test_device" else _NAMES
         code, said = call([str(program), *chosen])
@@ -152,6 +163,12 @@ def marked() -> list[str]:
     return [file.name for file in files if "pytest.mark.gpu" in file.read_text(encoding="utf-8")]
 
 
+def others() -> list[str]:
+    """Those that are in no part of their own, with the one that must be the last one there."""
+    found = [name for name in marked() if name not in (TRAINING, RANKS)]
+    return sorted(found, key=lambda name: name == LAST)
+
+
 def python_tests(place: Place, files: Sequence[str]) -> int:
     """Those marked gpu in ``files`` of tests/python."""
     if importlib.util.find_spec("pytest") is None:
@@ -159,7 +176,9 @@ def python_tests(place: Place, files: Sequence[str]) -> int:
     wanted = [f"tests/python/{name}" for name in files]
     # A hook of autograd that hangs never comes back to pytest's alarm, but all threads' stacks are shown.
     words = ["-v", "--durations=15", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=40"]
-    code, said = call([sys.executable, "-m", "pytest", *wanted, "-m", "gpu", *words, *_without_settings()])
+    words += ["-o", "faulthandler_exit_on_timeout=false"]  # the project's setting would end all other tests, too
+    env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # the machine's own: none is needed here
+    code, said = call([sys.executable, "-m", "pytest", *wanted, "-m", "gpu", *words, *_without_settings()], env)
     lines = [line for line in said.splitlines() if line.strip()]
     row(table="Python tests", summary=lines[-1] if lines else "")
     if code == 5:
@@ -184,7 +203,7 @@ def sanitize(place: Place, tool: str) -> int:
     program = cuda_program("compute-sanitizer")
     if program is None:
         skip("no compute-sanitizer (it is in the CUDA toolkit)")
-    worst = 0
+    worst = build_tests(place)
     for name, chosen in _KERNELS.items():
         test = place.cmake / "tests/cpp" / name
         few = {**os.environ, "ZCOMM_TEST_FEW": "1"}  # each launch costs 10 to 50 times as much
@@ -200,6 +219,7 @@ def sanitize(place: Place, tool: str) -> int:
 
 
 def cpp_all(place: Place) -> int:
+    build_tests(place)
     ctest = shutil.which("ctest") or str(place.site.parent / "tools/bin/ctest")
     code, said = call([ctest, "--preset", "cuda", "-j", "4"])
     summary = re.findall(r"\d+% tests passed.*", said)
@@ -212,7 +232,8 @@ WORK: dict[str, Callable[[Place], int]] = {
     "import": see,
     "cpp-tests": cpp_tests,
     "python-training": lambda place: python_tests(place, [TRAINING]),
-    "python-tests": lambda place: python_tests(place, [name for name in marked() if name != TRAINING]),
+    "python-ranks": lambda place: python_tests(place, [RANKS]),
+    "python-tests": lambda place: python_tests(place, others()),
     "memcheck": lambda place: sanitize(place, "memcheck"),
     "racecheck": lambda place: sanitize(place, "racecheck"),
     "cpp-all": cpp_all,
