@@ -52,7 +52,6 @@ def all_parts(place: Place) -> list[Part]:
         work("cpp-tests", "C++ tests of the device, and of all floors what uses it", 180),
         work("python-training", "Python tests of training on the GPU", 150),
         work("python-tests", "all other Python tests marked gpu", 240),
-        work("python-ranks", "Python tests of training by ranks that share the GPU", 240),
         bench("pinned-copy", "pinned copies, alone and while the CPU's Adam runs", 75, "pinned_copy"),
         bench("ranks-2", "2 ranks on one GPU beside the device copy and NCCL", 50, "one_gpu_ranks", "-np", "2"),
         bench(
@@ -61,6 +60,7 @@ def all_parts(place: Place) -> list[Part]:
             100,
             *("offload", "--model", "1b", "--variants", beside, "--seconds", "35"),
         ),
+        work("python-ranks", "Python tests of training by ranks that share the GPU", 240),
         work("memcheck", "compute-sanitizer memcheck on the kernels' tests", 60),
         work("racecheck", "compute-sanitizer racecheck on the kernels' tests", 60),
         bench("ranks-4", "4 ranks on one GPU", 50, "one_gpu_ranks", "-np", "4"),
