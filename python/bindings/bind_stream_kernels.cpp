@@ -100,6 +100,8 @@ void bind_stream_kernels(py::module_& m) {
            py::arg("clip") = 1.0, py::arg("lr") = 0, py::arg("grad_scale") = 0, py::arg("found_inf") = 0, NoGil());
   bind_step<AdamParams>(m, "stream_adam_step");
   bind_step<LionParams>(m, "stream_lion_step");
+  bind_step<SgdParams>(m, "stream_sgd_step");
+  bind_step<AdagradParams>(m, "stream_adagrad_step");
   m.def(
       "stream_squares",
       [](device::Stream& stream, std::uintptr_t sums, std::uintptr_t grad, DType dtype, std::size_t count) {

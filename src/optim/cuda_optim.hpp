@@ -12,11 +12,15 @@
 
 namespace zcomm::optim::cuda {
 
-/// on_device: instead of `factors`, if not null.
-void launch_step(const OptimShard& shard, const AdamFactors& factors, const OnDevice<AdamFactors>* on_device,
+/// arrays: of the shard's state. on_device: instead of `factors`, if not null.
+void launch_step(const OptimShard& shard, int arrays, const AdamFactors& factors,
+                 const OnDevice<AdamFactors>* on_device, std::uintptr_t stream);
+void launch_step(const OptimShard& shard, int arrays, const LionFactors& factors,
+                 const OnDevice<LionFactors>* on_device, std::uintptr_t stream);
+void launch_step(const OptimShard& shard, int arrays, const SgdFactors& factors, const OnDevice<SgdFactors>* on_device,
                  std::uintptr_t stream);
-void launch_step(const OptimShard& shard, const LionFactors& factors, const OnDevice<LionFactors>* on_device,
-                 std::uintptr_t stream);
+void launch_step(const OptimShard& shard, int arrays, const AdagradFactors& factors,
+                 const OnDevice<AdagradFactors>* on_device, std::uintptr_t stream);
 
 /// Counts up each item's counter and leaves its factors in factors[i], or nothing but `skip` where found_inf is not 0.
 void launch_advance(std::span<const StreamAdamItem> items, const StreamAdam& options, OnDevice<AdamFactors>* factors,

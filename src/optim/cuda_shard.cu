@@ -4,6 +4,17 @@
 namespace zcomm::optim::cuda {
 namespace {
 
+/// With a momentum buffer, which is left alone while momentum is 0.
+struct BufferedSgd {
+  using Factors = SgdFactors;
+  static constexpr int arrays = 1;
+  static __device__ __forceinline__ float update(float w, float g, float& buffer, float& none, const Factors& f) {
+    if (!f.momentum) return rules::PlainSgd::update(w, g, buffer, none, f);
+    return f.nesterov ? rules::MomentumSgd<true>::update(w, g, buffer, none, f)
+                      : rules::MomentumSgd<false>::update(w, g, buffer, none, f);
+  }
+};
+
 template <class Factors>
 struct ShardLaunch {
   OptimShard shard;
@@ -44,7 +55,7 @@ void launch_state(const ShardLaunch<typename Rule::Factors>& args, cudaStream_t 
 
 }  // namespace
 
-void launch_step(const OptimShard& shard, const AdamFactors& factors, const OnDevice<AdamFactors>* on_device,
+void launch_step(const OptimShard& shard, int, const AdamFactors& factors, const OnDevice<AdamFactors>* on_device,
                  std::uintptr_t native) {
   const auto stream = reinterpret_cast<cudaStream_t>(native);
   const ShardLaunch<AdamFactors> args{shard, chunks_of(shard), factors, on_device};
@@ -58,10 +69,24 @@ void launch_step(const OptimShard& shard, const AdamFactors& factors, const OnDe
   }
 }
 
-void launch_step(const OptimShard& shard, const LionFactors& factors, const OnDevice<LionFactors>* on_device,
+void launch_step(const OptimShard& shard, int, const LionFactors& factors, const OnDevice<LionFactors>* on_device,
                  std::uintptr_t native) {
   launch_state<rules::Lion, DType::f32>({shard, chunks_of(shard), factors, on_device},
                                         reinterpret_cast<cudaStream_t>(native));
+}
+
+void launch_step(const OptimShard& shard, int arrays, const SgdFactors& factors, const OnDevice<SgdFactors>* on_device,
+                 std::uintptr_t native) {
+  const auto stream = reinterpret_cast<cudaStream_t>(native);
+  const ShardLaunch<SgdFactors> args{shard, chunks_of(shard), factors, on_device};
+  return arrays == 0 ? launch_state<rules::PlainSgd, DType::f32>(args, stream)
+                     : launch_state<BufferedSgd, DType::f32>(args, stream);
+}
+
+void launch_step(const OptimShard& shard, int, const AdagradFactors& factors, const OnDevice<AdagradFactors>* on_device,
+                 std::uintptr_t native) {
+  launch_state<rules::Adagrad, DType::f32>({shard, chunks_of(shard), factors, on_device},
+                                           reinterpret_cast<cudaStream_t>(native));
 }
 
 }  // namespace zcomm::optim::cuda

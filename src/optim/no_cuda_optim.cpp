@@ -9,11 +9,17 @@ namespace {
 
 }  // namespace
 
-void launch_step(const OptimShard&, const AdamFactors&, const OnDevice<AdamFactors>*, std::uintptr_t) {
+void launch_step(const OptimShard&, int, const AdamFactors&, const OnDevice<AdamFactors>*, std::uintptr_t) {
   unsupported("adam");
 }
-void launch_step(const OptimShard&, const LionFactors&, const OnDevice<LionFactors>*, std::uintptr_t) {
+void launch_step(const OptimShard&, int, const LionFactors&, const OnDevice<LionFactors>*, std::uintptr_t) {
   unsupported("lion");
+}
+void launch_step(const OptimShard&, int, const SgdFactors&, const OnDevice<SgdFactors>*, std::uintptr_t) {
+  unsupported("sgd");
+}
+void launch_step(const OptimShard&, int, const AdagradFactors&, const OnDevice<AdagradFactors>*, std::uintptr_t) {
+  unsupported("adagrad");
 }
 void launch_advance(std::span<const StreamAdamItem>, const StreamAdam&, OnDevice<AdamFactors>*, std::uintptr_t) {
   unsupported("adam");

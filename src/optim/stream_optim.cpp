@@ -26,7 +26,8 @@ void touch_shard(const char* who, const OptimShard& s, int arrays, const Each& e
   const std::size_t n = s.end - s.begin, weight = size_of(s.weight_dtype), grad = size_of(s.grad_dtype);
   each({static_cast<const std::byte*>(s.grad) + s.begin * grad, n * grad, false});
   each({static_cast<std::byte*>(s.weight) + s.begin * weight, n * weight, true});
-  each({s.state, state_nbytes(who, s.weight_dtype, arrays, s.count, s.state_dtype), true});
+  if (const std::size_t nbytes = state_nbytes(who, s.weight_dtype, arrays, s.count, s.state_dtype))
+    each({s.state, nbytes, true});
 }
 
 template <class Params>
@@ -34,46 +35,49 @@ class StepTask final : public KernelTask {
  public:
   using K = Kind<Params>;
   using Factors = typename K::Factors;
-  StepTask(const OptimShard& shard, const Factors& factors, const OnDevice<Factors>* on_device)
-      : shard_(shard), factors_(factors), on_device_(on_device) {}
+  StepTask(const OptimShard& shard, int arrays, const Factors& factors, const OnDevice<Factors>* on_device)
+      : shard_(shard), arrays_(arrays), factors_(factors), on_device_(on_device) {}
 
   const char* name() const override { return K::kName; }
   void touch(const Each& each) const override {
-    touch_shard(K::kName, shard_, kArrays, each);
+    touch_shard(K::kName, shard_, arrays_, each);
     if (on_device_ != nullptr) each({on_device_, sizeof(*on_device_), false});
   }
   void on_host() const override {
-    if (on_device_ == nullptr) return step_here<Params>(shard_, kArrays, factors_);
-    if (on_device_->skip == 0) step_here<Params>(shard_, kArrays, on_device_->factors);
+    if (on_device_ == nullptr) return step_here<Params>(shard_, arrays_, factors_);
+    if (on_device_->skip == 0) step_here<Params>(shard_, arrays_, on_device_->factors);
   }
-  void on_cuda(std::uintptr_t stream) const override { cuda::launch_step(shard_, factors_, on_device_, stream); }
+  void on_cuda(std::uintptr_t stream) const override {
+    cuda::launch_step(shard_, arrays_, factors_, on_device_, stream);
+  }
   std::shared_ptr<const KernelTask> copy() const override { return std::make_shared<StepTask>(*this); }
 
  private:
-  static inline const int kArrays = K::arrays(Params{});
   OptimShard shard_;
+  int arrays_;
   Factors factors_;
   const OnDevice<Factors>* on_device_;
 };
 
 template <class Params>
-void put_step(device::StreamKernels& kernels, const OptimShard& shard, const typename Kind<Params>::Factors& factors,
+void put_step(device::StreamKernels& kernels, const OptimShard& shard, int arrays,
+              const typename Kind<Params>::Factors& factors,
               const OnDevice<typename Kind<Params>::Factors>* on_device) {
-  check_step(Kind<Params>::kName, shard, Kind<Params>::arrays(Params{}), Kind<Params>::kRoundsState);
-  if (shard.begin != shard.end) kernels.run(StepTask<Params>(shard, factors, on_device));
+  check_step(Kind<Params>::kName, shard, arrays, Kind<Params>::kRoundsState);
+  if (shard.begin != shard.end) kernels.run(StepTask<Params>(shard, arrays, factors, on_device));
 }
 
 template <class Params>
 void put_step(device::StreamKernels& kernels, const OptimShard& shard, const Params& params) {
   Kind<Params>::check(params);
-  put_step<Params>(kernels, shard, Kind<Params>::factors(params), nullptr);
+  put_step<Params>(kernels, shard, Kind<Params>::arrays(params), Kind<Params>::factors(params), nullptr);
 }
 
 template <class Params>
 void put_step(device::StreamKernels& kernels, const OptimShard& shard,
               const OnDevice<typename Kind<Params>::Factors>* on_device) {
   if (on_device == nullptr) throw InvalidArgument(text(Kind<Params>::kName, ": on_device is null"));
-  put_step<Params>(kernels, shard, {}, on_device);
+  put_step<Params>(kernels, shard, Kind<Params>::arrays({}), {}, on_device);
 }
 
 class AdamTask final : public KernelTask {
@@ -182,6 +186,12 @@ void stream_step(device::StreamKernels& kernels, const OptimShard& shard, const 
   put_step(kernels, shard, params);
 }
 void stream_step(device::StreamKernels& kernels, const OptimShard& shard, const LionParams& params) {
+  put_step(kernels, shard, params);
+}
+void stream_step(device::StreamKernels& kernels, const OptimShard& shard, const SgdParams& params) {
+  put_step(kernels, shard, params);
+}
+void stream_step(device::StreamKernels& kernels, const OptimShard& shard, const AdagradParams& params) {
   put_step(kernels, shard, params);
 }
 void stream_step(device::StreamKernels& kernels, const OptimShard& shard, const OnDevice<AdamFactors>* on_device) {

@@ -1,4 +1,4 @@
-// Optimizer steps and block squares put on a device's stream, with the bits of adam_step, lion_step and add_squares.
+// Optimizer steps and block squares put on a device's stream, with the bits of the CPU's steps and add_squares.
 //
 // Memory is the device's; arguments are checked and copied before a call returns. Thread rule and errors: as in
 // device/stream_kernels.hpp; InvalidArgument as the optimizers' own steps.
@@ -10,9 +10,11 @@
 
 #include "device/stream_kernels.hpp"
 #include "optim/optim_table.hpp"
+#include "zcomm/adagrad.hpp"
 #include "zcomm/adam.hpp"
 #include "zcomm/exact_sum.hpp"
 #include "zcomm/lion.hpp"
+#include "zcomm/sgd.hpp"
 
 namespace zcomm::optim {
 
@@ -28,6 +30,8 @@ OnDevice<LionFactors> factors_of(const LionParams& params);
 
 void stream_step(device::StreamKernels& kernels, const OptimShard& shard, const AdamParams& params);
 void stream_step(device::StreamKernels& kernels, const OptimShard& shard, const LionParams& params);
+void stream_step(device::StreamKernels& kernels, const OptimShard& shard, const SgdParams& params);
+void stream_step(device::StreamKernels& kernels, const OptimShard& shard, const AdagradParams& params);
 void stream_step(device::StreamKernels& kernels, const OptimShard& shard, const OnDevice<AdamFactors>* on_device);
 void stream_step(device::StreamKernels& kernels, const OptimShard& shard, const OnDevice<LionFactors>* on_device);
 

@@ -16,6 +16,8 @@ from zero_jobs import digest
 NAMED: dict[str, tuple[str, dict[str, Any]]] = {
     "lion": ("lion", {"lr": 1e-3}),
     "8bit": ("adamw", {"lr": 1e-2, "state_dtype": "8bit"}),
+    "sgd": ("sgd", {"lr": 0.1}),
+    "adagrad": ("adagrad", {"lr": 1e-2, "lr_decay": 0.1, "initial_accumulator_value": 0.1}),
     "small": ("adam", {"lr": 1e-2, "state_dtype": torch.bfloat16}),
 }
 
@@ -66,6 +68,7 @@ class Job:
         chosen: Any = {
             "adamw": lambda: torch.optim.AdamW(trained, lr=1e-2),
             "momentum": lambda: torch.optim.SGD(trained, lr=0.1, momentum=0.9),
+            "nesterov": lambda: torch.optim.SGD(trained, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
             "nadam": lambda: torch.optim.NAdam(trained, lr=1e-2),
             "asgd": lambda: torch.optim.ASGD(trained, lr=1e-1),
         }.get(self.optimizer, lambda: NAMED[self.optimizer][0])()

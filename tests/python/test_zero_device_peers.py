@@ -78,6 +78,7 @@ JOBS = [
     Job(3, None, resident=True), Job(3, None, resident=True, precision="bf16", clip=0.5, prefetch=0),
     Job(3, None, resident=True, accum=3, prefetch=3), Job(3, None, resident=True, precision="fp16", overlap=False),
     Job(2, None, optimizer="8bit"), Job(2, None, optimizer="nadam"), Job(2, None, optimizer="asgd"),
+    Job(2, None, optimizer="momentum", precision="fp16"), Job(3, None, optimizer="adagrad", resident=True),
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Optimizer state that stays on a (simulated) device: the bits of the CPU, memory, checkpoints, what is refused."""
+"""Optimizer state that stays on a (simulated) device: the bits of the CPU, memory, checkpoints."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ ALONE = [
     Job(2, None, optimizer="8bit", precision="bf16"), Job(1, fraction=0.5, optimizer="8bit", precision="fp16"),
     Job(1, None, optimizer="small"), Job(2, fraction=0.5, optimizer="asgd", precision="bf16"),
     Job(2, fraction=0.5, behind=True), Job(2, "mixed", behind=True, accum=2, optimizer="nadam"), Job(3, fraction=0.5),
+    Job(2, None, optimizer="sgd"), Job(1, None, optimizer="sgd", precision="bf16"), Job(2, None, optimizer="momentum"),
+    Job(0, fraction=0.5, optimizer="nesterov", precision="fp16"), Job(2, None, optimizer="adagrad", clip=0.5),
 ]  # fmt: skip
 
 # A world of two, whose gradients and weights go by host memory.
@@ -40,6 +42,7 @@ TOGETHER = [
     Job(2, "mixed", clip=1.0), Job(1, fraction=0.5, optimizer="lion", overlap=False),
     Job(2, None, optimizer="8bit", precision="fp16"), Job(2, None, optimizer="nadam", share_parameters=False),
     Job(2, fraction=0.5, behind=True), Job(3, None, precision="bf16"), Job(3, "mixed", optimizer="small", accum=2),
+    Job(1, None, optimizer="nesterov", precision="bf16"), Job(3, None, optimizer="adagrad"),
 ]  # fmt: skip
 
 
@@ -190,17 +193,6 @@ def test_nothing_is_allocated_after_the_second_step(tmp_path: Path, monkeypatch:
     assert not state.device._states and opt._parts is None
     with torch.no_grad():
         net.head.weight.add_(1)  # in stages 0 to 2 the model's own now
-
-
-# --- what is refused ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
-@pytest.mark.parametrize("offload", [None, zcomm.Offload("cpu", fraction=0.0)])
-def test_an_optimizer_without_kernels_there_says_so(optimizer: str, offload: Any) -> None:
-    simulated.play()
-    with pytest.raises(NotImplementedError, match=f"'{optimizer}' has no kernel for state on simulated; use offload="):
-        zcomm.ZeroOptimizer(nn.Linear(4, 4), optimizer, lr=0.1, offload=offload)
 
 
 @pytest.mark.parametrize("offload", [None, zcomm.Offload("cpu", fraction=0.5)], ids=["none", "cpu"])

@@ -25,6 +25,7 @@ JOBS = [
     Job(0), Job(1, "nvme"), Job(2), Job(2, share_parameters=False), Job(2, "nvme", fraction=0.5),
     Job(3), Job(3, prefetch=0), Job(3, "nvme", prefetch=3), Job(3, share_parameters=False), Job(2, bucket_mb=25.0),
     Job(0, None), Job(2, None, bucket_mb=25.0), Job(2, fraction=0.5), Job(1, "mixed"), Job(3, None),
+    Job(3, "mixed", mixed=True),
 ]  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from zcomm.zero.device_weights import DeviceStore
 from zcomm.zero.geometry import Geometry
 from zcomm.zero.gradients import GradientReducer
 from zcomm.zero.norm import GradientNorm
-from zcomm.zero.on_host import check_host, check_rule, reach, state_tiers
+from zcomm.zero.on_host import check_host, reach, state_tiers
 from zcomm.zero.opened import taken_params
 from zcomm.zero.options import Offload, Precision
 from zcomm.zero.parameters import ParameterStore
@@ -152,8 +152,6 @@ def build_parts(
     geometry = sections.geometry(job.world_size, bucket_nbytes, precision.param_nbytes, rule.align)
     form = TileForm(rule.arrays, precision.dtype, rule.state_dtype)
     tiers = state_tiers(sections, geometry, offload, lane is not None)
-    if lane is not None:
-        check_rule(tiers, rule, lane)
     swap = _open_swap(geometry, sections, offload, form, stage, nvme_path)
     comm = job.duplicate()  # gradients and parameters keep an order of their own beside the caller's collectives
     weights = [sections.list[bucket.section].weights for bucket in geometry.every]

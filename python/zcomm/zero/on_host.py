@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 import torch
 
@@ -12,7 +11,6 @@ from zcomm._tensors import DTYPES
 from zcomm.comm import Communicator
 from zcomm.zero.geometry import Geometry
 from zcomm.zero.options import Offload
-from zcomm.zero.rules import Rule
 from zcomm.zero.sections import Sections
 
 logger = logging.getLogger("zcomm")
@@ -60,15 +58,6 @@ def state_tiers(sections: Sections, geometry: Geometry, offload: Offload, on_dev
             break
         tiers[bucket.index] = "device"
     return tiers
-
-
-def check_rule(tiers: Sequence[str], rule: Rule, lane: DeviceLane) -> None:
-    """Raises: NotImplementedError for state on the device that no kernel steps there."""
-    if "device" in tiers and rule.on_device is None:
-        raise NotImplementedError(
-            f"optimizer {rule.name!r} has no kernel for state on {lane.core.name}; use offload='cpu' (or 'nvme', "
-            "without fraction), or one that has: adamw, adam, lion"
-        )
 
 
 def broadcast(comm: Communicator, tensor: torch.Tensor, root: int, name: str) -> None:

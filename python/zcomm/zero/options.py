@@ -25,7 +25,7 @@ class Offload:
     fraction: part of the optimizer state that is offloaded; 1.0 is all of it. The rest stays one tier up: on the
     device beside optimizer="cpu", in host memory beside optimizer="nvme". The bits are the same. On a device it goes by
     whole buckets: the first ones stay, as many as fit into 1 - fraction of the state (a smaller bucket_mb is finer).
-    State on a device is stepped there: adamw, adam, lion, and torch's own classes (with torch's numbers).
+    State on a device is stepped there: by the CPU's bits, and by torch's own classes with torch's numbers.
     step_behind_forward: ``step()`` returns before the step is done; modules wait for their new weights in the next
     forward. The bits are the same. For a model on a device in stages 0 to 2. Parameters that are read otherwise than as
     a module's attribute must not be read before that forward has ended, or after ``opt.join()``.

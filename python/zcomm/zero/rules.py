@@ -45,7 +45,7 @@ class Rule(ABC):
     align = ALIGN
     indexed = False
     spans_tiles = False  # whether one step() may cover several tiles of a shard
-    on_device: str | None = None  # how it steps there: "stream": kernels, "torch": torch's stream, None: not at all
+    on_device: str  # how it steps there: "stream": kernels, "torch": on torch's stream
     master_first = False  # whether ``step_on`` takes fp16's master as the first of a tile
 
     @abstractmethod
@@ -60,9 +60,9 @@ class Rule(ABC):
     def step(self, form: TileForm, part: TilePart, hyper: Any) -> None:
         """Update ``part`` in place. hyper: from ``prepare``."""
 
+    @abstractmethod
     def step_on(self, stream: _core.Stream, form: TileForm, part: TilePart, hyper: Any) -> None:
         """As ``step``, of a part in a device's memory: put on ``stream`` (on torch's, where ``on_device`` says so)."""
-        raise NotImplementedError(f"{self.name} has no kernel on a device")
 
     def initial(self, group: dict[str, Any]) -> float:
         """What the arrays hold before the first step."""
@@ -85,7 +85,7 @@ class _Kind:
     kernel: Callable[[_core.OptimShard, Any, int, _core.ExactSum | None], None]
     fixed: dict[str, Any]
     defaults: dict[str, Any]
-    stream_kernel: Callable[[_core.Stream, _core.OptimShard, Any], None] | None = None  # None: not on a device
+    stream_kernel: Callable[[_core.Stream, _core.OptimShard, Any], None]  # the same, on a device
 
 
 KINDS = {
@@ -93,8 +93,8 @@ KINDS = {
     "adamw": _Kind(CPUAdam, _core.adam_step, {"adamw": True}, {"weight_decay": 1e-2}, _core.stream_adam_step),
     "adam": _Kind(CPUAdam, _core.adam_step, {"adamw": False}, {}, _core.stream_adam_step),
     "lion": _Kind(CPULion, _core.lion_step, {}, {}, _core.stream_lion_step),
-    "sgd": _Kind(CPUSGD, _core.sgd_step, {}, {}),
-    "adagrad": _Kind(CPUAdagrad, _core.adagrad_step, {}, {}),
+    "sgd": _Kind(CPUSGD, _core.sgd_step, {}, {}, _core.stream_sgd_step),
+    "adagrad": _Kind(CPUAdagrad, _core.adagrad_step, {}, {}, _core.stream_adagrad_step),
 }
 
 
@@ -119,6 +119,9 @@ class FusedRule(Rule):
     args: options of all groups. Raises: ValueError for an unknown or impossible one, NotImplementedError.
     """
 
+    on_device = "stream"
+    master_first = True
+
     def __init__(self, name: str, args: dict[str, Any]) -> None:
         kind = KINDS[name]
         known = [p for p in inspect.signature(kind.twin).parameters if p not in ("params", *kind.fixed)]
@@ -128,8 +131,6 @@ class FusedRule(Rule):
             _check_kind(name, key, value, inspect.signature(kind.twin).parameters[key].default)
         self._twin = kind.twin([torch.zeros(1)], **{**kind.defaults, **args}, **kind.fixed)
         self._kernel, self._stream_kernel = kind.kernel, kind.stream_kernel
-        self.on_device = None if kind.stream_kernel is None else "stream"
-        self.master_first = True
         self.name = name
         self.defaults = dict(self._twin.defaults)
         self.check(self.defaults)
@@ -204,6 +205,5 @@ class FusedRule(Rule):
         first = 0
         if self.indexed:
             hyper, first = hyper.hyper, hyper.first + part.at
-        assert self._stream_kernel is not None
         shard = core_shard(part.weight, part.grad, part.state, part.begin, part.end, form.state_dtype, first)
         self._stream_kernel(stream, shard, hyper)

@@ -1,6 +1,7 @@
 #include "runners.hpp"
 
 #include "emulated_optim.hpp"
+#include "optim/kinds.hpp"
 #include "test.hpp"
 
 namespace zcomm::test {
@@ -15,17 +16,15 @@ using optim::OnDevice;
 class Emulation final : public Runner {
  public:
   std::string name() const override { return "emulation"; }
-  void step(const OptimShard& shard, const AdamParams& params) override {
-    optim::emulated::launch_step(shard, optim::factors_of(params).factors, nullptr, 0);
-  }
-  void step(const OptimShard& shard, const LionParams& params) override {
-    optim::emulated::launch_step(shard, optim::factors_of(params).factors, nullptr, 0);
-  }
+  void step(const OptimShard& shard, const AdamParams& params) override { launch(shard, params); }
+  void step(const OptimShard& shard, const LionParams& params) override { launch(shard, params); }
+  void step(const OptimShard& shard, const SgdParams& params) override { launch(shard, params); }
+  void step(const OptimShard& shard, const AdagradParams& params) override { launch(shard, params); }
   void step(const OptimShard& shard, const OnDevice<AdamFactors>* told) override {
-    optim::emulated::launch_step(shard, AdamFactors{}, told, 0);
+    optim::emulated::launch_step(shard, 2, AdamFactors{}, told, 0);
   }
   void step(const OptimShard& shard, const OnDevice<LionFactors>* told) override {
-    optim::emulated::launch_step(shard, LionFactors{}, told, 0);
+    optim::emulated::launch_step(shard, 1, LionFactors{}, told, 0);
   }
   void adam(std::span<const optim::StreamAdamItem> items, const optim::StreamAdam& options,
             OnDevice<AdamFactors>* factors) override {
@@ -38,6 +37,13 @@ class Emulation final : public Runner {
   void norm(std::int64_t* words, const void* grad, DType dtype, std::size_t count) override {
     optim::emulated::launch_norm(words, grad, dtype, count, 0);
   }
+
+ private:
+  template <class Params>
+  void launch(const OptimShard& shard, const Params& params) {
+    using K = optim::Kind<Params>;
+    optim::emulated::launch_step(shard, K::arrays(params), K::factors(params), nullptr, 0);
+  }
 };
 
 class OnStream final : public Runner {
@@ -47,6 +53,8 @@ class OnStream final : public Runner {
   std::string name() const override { return device_->name(); }
   void step(const OptimShard& shard, const AdamParams& params) override { put(shard, params); }
   void step(const OptimShard& shard, const LionParams& params) override { put(shard, params); }
+  void step(const OptimShard& shard, const SgdParams& params) override { put(shard, params); }
+  void step(const OptimShard& shard, const AdagradParams& params) override { put(shard, params); }
   void step(const OptimShard& shard, const OnDevice<AdamFactors>* told) override { put(shard, told); }
   void step(const OptimShard& shard, const OnDevice<LionFactors>* told) override { put(shard, told); }
   void adam(std::span<const optim::StreamAdamItem> items, const optim::StreamAdam& options,

@@ -94,6 +94,8 @@ class Runner {
   virtual std::string name() const = 0;
   virtual void step(const OptimShard& shard, const AdamParams& params) = 0;
   virtual void step(const OptimShard& shard, const LionParams& params) = 0;
+  virtual void step(const OptimShard& shard, const SgdParams& params) = 0;
+  virtual void step(const OptimShard& shard, const AdagradParams& params) = 0;
   virtual void step(const OptimShard& shard, const optim::OnDevice<optim::AdamFactors>* told) = 0;
   virtual void step(const OptimShard& shard, const optim::OnDevice<optim::LionFactors>* told) = 0;
   virtual void adam(std::span<const optim::StreamAdamItem> items, const optim::StreamAdam& options,

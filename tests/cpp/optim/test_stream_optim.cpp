@@ -1,6 +1,7 @@
 // Optimizer steps and block squares on streams against the CPU's, to the bit, over types, counts, tiles, cuts,
 // alignments and numbers that are not finite: CUDA's kernels under the emulation, a simulated device, a GPU where one
 // is.
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -208,6 +209,51 @@ TEST(stream_optim, lion_has_the_cpus_bits) {
     for (const DType weight : kAllWeights)
       for (const DType grad : kGrads)
         for (const std::size_t count : counts()) compare_lion(*runner, weight, grad, count, ++seed);
+}
+
+void step_here(const OptimShard& shard, const SgdParams& params) { sgd_step(shard, params, 1); }
+void step_here(const OptimShard& shard, const AdagradParams& params) { adagrad_step(shard, params, 1); }
+
+/// Three steps, of `params[i]`, in tiles and ranges.
+template <class Params>
+void compare_steps(const char* what, int arrays, const std::array<Params, 3>& params) {
+  unsigned seed = 0;
+  for (const auto& runner : test::runners())
+    for (const DType weight : kAllWeights)
+      for (const DType grad : kGrads)
+        for (const std::size_t count : counts()) {
+          ++seed;
+          Owned first(weight, grad, DType::f32, arrays, count, count < 1000 ? count : 1000, seed % 2, seed);
+          if (count > 8) first.shard.begin = 4, first.shard.end = count - 3;
+          Owned second = first.copy();
+          for (unsigned step = 0; step < 3; ++step) {
+            for (Owned* each : {&first, &second}) each->fill_grad(step);
+            step_here(first.shard, params[step]);
+            runner->step(second.shard, params[step]);
+            runner->synchronize();
+          }
+          if (!same(first, second, true))
+            test::fail(__FILE__, __LINE__, runner->name() + ": " + what + ", " + describe(first.shard));
+        }
+}
+
+TEST(stream_optim, sgd_has_the_cpus_bits) {
+  const SgdParams plain{.lr = 1e-2, .weight_decay = 0.1, .grad_scale = 0.5f};
+  compare_steps<SgdParams>("sgd", 0, {plain, plain, plain});
+  SgdParams first = plain, more, idle = plain;
+  first.momentum = 0.9, first.dampening = 0.1, first.buffer = first.first = idle.buffer = true;
+  more = first, more.first = false;
+  compare_steps<SgdParams>("sgd with momentum", 1, {first, more, idle});
+  SgdParams nesterov = first, up = more;
+  nesterov.nesterov = up.nesterov = up.maximize = true, nesterov.dampening = up.dampening = 0.0;
+  compare_steps<SgdParams>("sgd, nesterov", 1, {idle, nesterov, up});
+}
+
+TEST(stream_optim, adagrad_has_the_cpus_bits) {
+  const AdagradParams one{.lr = 1e-2, .lr_decay = 0.1, .weight_decay = 0.1, .grad_scale = 0.5f};
+  AdagradParams two = one, three = one;
+  two.step = 2, three.step = 3, three.maximize = true;
+  compare_steps<AdagradParams>("adagrad", 1, {one, two, three});
 }
 
 TEST(stream_optim, skip_changes_nothing) {
