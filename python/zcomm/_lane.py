@@ -56,11 +56,6 @@ class CopyStream:
         for begin in range(0, nbytes, PIECE_NBYTES):
             self._core.copy(to + begin, source + begin, min(PIECE_NBYTES, nbytes - begin))
 
-    def synchronize(self) -> None:
-        """The host waits until all that was given to the stream is done."""
-        with self._lock:
-            self._core.synchronize()
-
 
 class DeviceLane:
     """See [Note: lane]. device: torch's. core: the same device, as the core knows it."""
@@ -105,6 +100,18 @@ class DeviceLane:
             if self.lost():
                 return event.wait_for(_GRACE_S)
         return True
+
+    def wait(self, event: _core.Event) -> None:
+        """As ``passes``. Raises: PeerLost."""
+        if not self.passes(event):
+            raise _core.PeerLost(f"{self.core.name} waits for a rank that is gone")
+
+    def wait_for(self, *streams: CopyStream) -> None:
+        """The host waits until all that was given to them is done. Raises: PeerLost."""
+        for stream in streams:
+            end = self.event()
+            stream.carry((), (), end)
+            self.wait(end)
 
     # --- other ranks ------------------------------------------------------------------------------------------
 

@@ -85,6 +85,21 @@ def test_each_pair_of_tiers(tmp_path: Path) -> None:
     ranks(2, tmp_path, body)
 
 
+def test_host_slots_have_room_for_what_comes_by_them(tmp_path: Path) -> None:
+    simulated.play(joins=True)
+
+    def body(comm: zcomm.Communicator) -> None:
+        offload = zcomm.Offload(None, lambda name, param: "nvme" if name.endswith("bias") else "device")
+        opt = zcomm.ZeroOptimizer(Net("plain"), stage=3, offload=offload, nvme_path=str(tmp_path), comm=comm)
+        store = opt._parts.store
+        host = max(sum(bucket.count for bucket, _ in store._from_host(unit)) for unit in store.units)
+        assert [flat.nbytes for flat, _ in store._host_slots] == [4 * host] * 2
+        assert 8 * host < max(unit.nbytes for unit in store.units)
+        opt.close()
+
+    ranks(2, tmp_path, body)
+
+
 def pairs_of(net: nn.Module, parts: Any) -> dict[int, tuple[str, str]]:
     """Tiers of state and weights by bucket, as the job's functions give them."""
     return {
@@ -118,6 +133,7 @@ def test_offloaded_state_leaves_gathers_between_devices(tmp_path: Path) -> None:
             opt.step()
             opt.zero_grad()
         assert len(units) > 3 and not store.window_nbytes and store._gathers == 0
+        assert opt._parts.peers is None, "one communicator between the devices suffices"
         opt.close()
 
     ranks(2, tmp_path, body)

@@ -31,6 +31,7 @@ from zcomm.zero.device_sources import DeviceSource
 from zcomm.zero.device_units import DeviceUnitStore
 from zcomm.zero.device_weights import DeviceStore
 from zcomm.zero.norm import GradientNorm
+from zcomm.zero.resident_units import ResidentUnitStore
 from zcomm.zero.staged_state import StagedState
 from zcomm.zero.state import ShardState
 
@@ -231,6 +232,7 @@ def _without(place: str) -> Callable[[pytest.MonkeyPatch], None]:
             "sums": (DeviceSquares, "send"),
             "piece": (StagedState, "_step_piece"),
             "follow": (DeviceSource, "_follow"),
+            "stay": (ResidentUnitStore, "_fill_place"),
         }[place]
         original, carry = getattr(owner, method), CopyStream.carry
         forgets = [False]
@@ -321,7 +323,7 @@ WAITS: dict[str, tuple[Job, Callable[[pytest.MonkeyPatch], None]]] = {
     "weights go home before they are stepped": (Job(3, None), _without("piece")),
     "weights are used before they are home": (Job(3, None), _drop_wait(StagedState, "_await")),
     "a shard that stays is renewed while a unit takes it": (Job(3, "cpu", mixed=True), _without("follow")),
-    "a unit takes what stays before it is renewed": (Job(3, "cpu", mixed=True), _drop_wait(DeviceSource, "arrive")),
+    "a unit takes what stays while it is stepped": (Job(3, None, mixed=True), _without("stay")),
     "gradients are written while the step reads them": (
         Job(2, kind="unused", behind=True),
         _no_join,

@@ -155,10 +155,11 @@ def build_parts(
     swap = _open_swap(geometry, sections, offload, form, stage, nvme_path)
     comm = job.duplicate()  # gradients and parameters keep an order of their own beside the caller's collectives
     weights = [sections.list[bucket.section].weights for bucket in geometry.every]
-    resident = [bucket for bucket, tier in enumerate(tiers) if tier == weights[bucket] == "device"]
+    resident = frozenset(bucket for bucket, tier in enumerate(tiers) if tier == weights[bucket] == "device")
     resident, peers = reach(resident, stage == 3 and "device" in weights, comm, lane)
     how = (stage, shared, prefetch, units, lane, resident, peers)
     store = make_store(sections, geometry, comm, precision.dtype, arena, swap, *how)
+    peers = peers if resident else None  # else they are the store's
     counts = [part.stop - part.start for part in map(store.part, geometry.buckets)]
     state = make_state(counts, tiers, precision.dtype, rule, state_arena, swap, offload.fraction, lane, resident)
     numbers = {id(param): number for number, group in enumerate(groups) for param in group["params"]}

@@ -17,6 +17,7 @@ Thread rule: as UnitStore.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -107,7 +108,8 @@ class DeviceUnitStore(UnitStore):
         self._memories, self._host_slots = [], []
         partly = [u for u in self.units if any(self._source.whole(bucket) is None for bucket, _ in self._from_host(u))]
         if partly:
-            nbytes = max(unit.nbytes for unit in self.units if self._from_host(unit))
+            counts = [sum(bucket.count for bucket, _ in self._from_host(unit)) for unit in self.units]
+            nbytes = max(counts) * self._dtype.itemsize
             self._memories = [self._allocate(nbytes) for _ in range(HOST_SLOTS)]
             flats = [tensor_of(memory, self._dtype) for memory in self._memories]
             self._host_slots = [(self._lane.lock(flat), self._lane.event()) for flat in flats]
@@ -173,6 +175,9 @@ class DeviceUnitStore(UnitStore):
 
     def _await(self, unit: Unit) -> None:
         """The host waits for other ranks and the drive only, torch's stream for the copies."""
+        if not unit.asked:  # and not even that came to its end
+            self._abandon(unit)
+            raise RuntimeError(f"gathering unit {unit.name} was interrupted; run the pass again")
         if unit.gathering is not None:
             self._join(unit)
         self._lane.current().wait(self._places[unit.index].came)
@@ -183,9 +188,22 @@ class DeviceUnitStore(UnitStore):
         if not self._vacate(place, unit, must):
             return False
         place.holder = unit
-        unit.state = UnitState.GATHERING
-        self._fill_place(unit, place)
+        unit.state, unit.asked = UnitState.GATHERING, False
+        try:
+            self._fill_place(unit, place)
+            unit.asked = True
+        except BaseException:
+            self._abandon(unit)
+            raise
         return True
+
+    def _abandon(self, unit: Unit) -> None:
+        """Filling its place was broken off: what had begun of it comes to its end, and counts for nothing."""
+        with suppress(Exception):
+            self._thread.submit(int).result()  # and so all that it was given before
+        unit.gathering = None
+        self._lane.current().wait(self._places[unit.index].came)
+        self._give_back(unit)
 
     def _fill_place(self, unit: Unit, place: Place) -> None:
         """Start to bring the unit into its place."""
@@ -275,9 +293,9 @@ class DeviceUnitStore(UnitStore):
         number = self._gathers % HOST_SLOTS
         self._gathers += 1
         flat, copied = self._host_slots[number]
-        copied.synchronize()  # before the barrier that says so to others
+        self._lane.wait(copied)  # before the barrier that says so to others
         buckets = [bucket for bucket, _ in self._from_host(unit)]
-        wholes = [flat[begin : begin + bucket.count] for bucket, begin in self._from_host(unit)]
+        wholes = flat[: sum(bucket.count for bucket in buckets)].split([bucket.count for bucket in buckets])
         if buckets:
             self._fill(unit, buckets, wholes)
         self._copy(unit, wholes, place, copied)
@@ -297,7 +315,7 @@ class DeviceUnitStore(UnitStore):
 
     def settle(self) -> None:
         self.invalidate()
-        self._lane.back.synchronize()
+        self._lane.wait_for(self._lane.back)
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)

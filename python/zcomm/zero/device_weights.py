@@ -162,7 +162,7 @@ class DeviceStore(ParameterStore):
         self.arrive()
 
     def settle(self) -> None:
-        self._lane.back.synchronize()
+        self._lane.wait_for(self._lane.back)
 
     def renew(self) -> None:
         self._others.clear()

@@ -26,12 +26,12 @@ def check_host(job: Communicator) -> None:
 
 
 def reach(
-    wanted: list[int], shards: bool, comm: Communicator, lane: DeviceLane | None
-) -> tuple[list[int], Communicator | None]:
+    wanted: frozenset[int], shards: bool, comm: Communicator, lane: DeviceLane | None
+) -> tuple[frozenset[int], Communicator | None]:
     """Which of the ``wanted`` buckets are resident, and by what their devices reach each other. shards: those of
     parameters are to stay on devices, too. Collective."""
     if lane is None or comm.world_size == 1 or not (wanted or shards):
-        return ([] if lane is None else wanted), None
+        return (frozenset() if lane is None else wanted), None
     peers = lane.reach(comm)
     if peers is not None:
         lane.lost = peers._lost
@@ -42,7 +42,7 @@ def reach(
             "not reach each other (several hosts, no peer access, or ranks that do not share memory)",
             lane.core.name,
         )
-    return [], None
+    return frozenset(), None
 
 
 def state_tiers(sections: Sections, geometry: Geometry, offload: Offload, on_device: bool) -> list[str]:

@@ -6,8 +6,8 @@ same order, as on the CPU; gradients, whose order beside them may differ between
 gather comes after what torch's stream has been given when it is called, which includes what used the place before. Its
 end is waited for where the unit is wanted: the host until all ranks have called it, torch's stream until the weights
 are there. Places that a unit got for itself alone (``_move``) are torch's memory, which no other rank has open. A rank
-that is alone copies, on torch's stream.
-Thread rule: hooks and methods on the main thread, or autograd's; nothing runs on the gathering thread.
+that is alone copies, on the stream by which offloaded ones come.
+Thread rule: as UnitStore; gathers of what stays are called on the main thread, or autograd's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from zcomm.zero.units import IN_STEP
 
 class ResidentUnitStore(DeviceUnitStore):
     """source: a DeviceSource of ``peers``, which is between the ranks' devices, and the store's own (None: the rank is
-    alone). resident: numbers of the buckets that the host does not step. Memory: as DeviceUnitStore."""
+    alone). resident: numbers of the buckets whose weights, gradients and state are there.
+    Memory: as DeviceUnitStore."""
 
     _source: DeviceSource
     _home = "device"
@@ -39,6 +40,7 @@ class ResidentUnitStore(DeviceUnitStore):
     def __init__(self, *how: object, lane: DeviceLane, peers: Communicator | None, resident: Collection[int]) -> None:
         self._peers = peers
         self._works: dict[int, Work] = {}  # by number of the unit: gathers that nobody has waited for
+        self._asked = lane.event()  # the shards as torch's stream has them when a copy of them is asked for
         super().__init__(*how, lane=lane)  # type: ignore[arg-type]
         self.resident = frozenset(resident)
 
@@ -51,23 +53,28 @@ class ResidentUnitStore(DeviceUnitStore):
     def _from_host(self, unit: Unit) -> list[tuple[FlatBucket, int]]:
         return [(bucket, begin) for bucket, begin in self._bucket_begins(unit) if not self._source.stays(bucket)]
 
+    def _stay(self, unit: Unit) -> list[tuple[FlatBucket, int]]:
+        """As ``_from_host``, those that are on devices."""
+        return [(bucket, begin) for bucket, begin in self._bucket_begins(unit) if self._source.stays(bucket)]
+
     def there(self, bucket: FlatBucket) -> torch.Tensor:
         return self._source.there(bucket)
 
     # --- gathering --------------------------------------------------------------------------------------------
 
     def _fill_place(self, unit: Unit, place: Place) -> None:
-        stream = self._lane.current()
-        stream.wait(place.left)
         if self._from_host(unit):
             super()._fill_place(unit, place)
-        stay = [(bucket, begin) for bucket, begin in self._bucket_begins(unit) if self._source.stays(bucket)]
+        stay = self._stay(unit)
         shards = [self._source.there(bucket) for bucket, _ in stay]
         wholes = [place.flat[begin : begin + bucket.count] for bucket, begin in stay]
+        if not stay:
+            return
         if self._peers is None:
-            for whole, shard in zip(wholes, shards, strict=True):
-                stream.copy(whole.data_ptr(), shard.data_ptr(), shard.nbytes)
-        elif shards:
+            after = [place.left, self._lane.passed(self._asked)]
+            self._lane.back.carry(zip(wholes, shards, strict=True), after, place.came)
+        else:
+            self._lane.current().wait(place.left)
             _, work = self._peers.all_gather(shards, out=wholes, async_op=True, name=f"unit {unit.name}")
             assert isinstance(work, Work)
             self._works[unit.index] = work
@@ -91,10 +98,12 @@ class ResidentUnitStore(DeviceUnitStore):
         del self._works[unit.index]
 
     def _give_back(self, unit: Unit) -> None:
-        work = self._works.pop(unit.index, None)
+        unit.asked = False  # should this be interrupted, it is not taken for whole
+        work = self._works.get(unit.index)
         if work is not None:  # of a unit whose other buckets did not come
             with suppress(Exception):
                 work.wait()
+            del self._works[unit.index]
         super()._give_back(unit)
 
     # --- ParameterStore ---------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ class StagedState(DeviceState):
 
     def _await(self, events: Sequence[Any]) -> None:
         for event in events:
-            event.synchronize()
+            self._lane.wait(event)
 
     def _step_piece(self, shard: ShardStep, part: slice, slot: _Slot) -> None:
         count = part.stop - part.start
@@ -81,6 +81,11 @@ class StagedState(DeviceState):
         else:
             self._lane.back.run(step, slot.stepped)
         self._lane.out.carry([(shard.weight[part], weight)], [slot.stepped], slot.left)
+
+    def renew(self) -> None:
+        """No weights of a step that failed are still on their way home."""
+        self._lane.wait(self._lane.passed(self._lane.event()))
+        self._lane.wait_for(self._lane.back, self._lane.out)
 
     def close(self) -> None:
         super().close()

@@ -100,7 +100,7 @@ def _by_unit_there(
     if not stay:
         how = (tiers, sections.choices, make_source(*of_host), shared, *ahead)
         return DeviceUnitStore(sections.params, geometry, comm, dtype, *how, lane=lane)
-    peers = None if peers is None else peers.duplicate()
+    peers = peers.duplicate() if peers is not None and resident else peers  # gradients have an order of their own
     source = DeviceSource(stay, make_source(*of_host) if every else None, followed, dtype, peers, lane)
     how = (tiers, sections.choices, source, shared, *ahead)
     return ResidentUnitStore(sections.params, geometry, comm, dtype, *how, lane=lane, peers=peers, resident=resident)

@@ -52,6 +52,7 @@ class TieredState(ShardState):
 
     def renew(self) -> None:
         self.host.renew()
+        self.device.renew()
 
     def frozen(self, copy: AnyCopy | None) -> FrozenState:
         return FrozenTiers(self.form, self._there, self.host.frozen(copy), self.device.frozen(None))

@@ -43,6 +43,7 @@ class Unit:
         self.in_backward = False
         self.surrounds = False  # another unit ran inside of its forward
         self.gathering: Future[None] | None = None
+        self.asked = False  # whether all of it has been, since it is GATHERING (on a device)
         self.views: list[tuple[nn.Parameter, torch.Tensor]] = []
         self.span = (0, 0)  # the addresses of its views
 

@@ -295,10 +295,12 @@ class UnitStore(ParameterStore):
             return  # while parameters are open, forwards say nothing of the training's order
         self._order.use(unit.index)
         unit.in_forward += 1  # prefetch must not take its slot
-        for index in ahead_of(self._order.coming, self._sizes, *self._prefetch):
-            if self.units[index].state is UnitState.SHARDED:
-                self._start(self.units[index])
-        unit.in_forward -= 1
+        try:
+            for index in ahead_of(self._order.coming, self._sizes, *self._prefetch):
+                if self.units[index].state is UnitState.SHARDED:
+                    self._start(self.units[index])
+        finally:
+            unit.in_forward -= 1
 
     def place_of(self, unit: Unit) -> object:
         """Where views that autograd saves now will look for the unit's parameters; None: it always is the same."""
