@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -12,13 +14,67 @@ from zcomm.comm import Communicator
 from zcomm.zero.device_sources import DeviceSource
 from zcomm.zero.device_units import DeviceUnitStore
 from zcomm.zero.device_weights import DeviceStore
-from zcomm.zero.geometry import Geometry
+from zcomm.zero.geometry import FlatBucket, Geometry
 from zcomm.zero.parameters import ParameterStore, PrivateStore, ResidentStore, SharedStore
 from zcomm.zero.resident_units import ResidentUnitStore
 from zcomm.zero.sections import Sections
-from zcomm.zero.sources import make_source
+from zcomm.zero.sources import ShardSource, make_source
 from zcomm.zero.unit_options import Units
 from zcomm.zero.units import UnitStore
+
+
+@dataclass(frozen=True)
+class _ByUnit:
+    """Stage 3 by units. tiers: of the shards of each bucket."""
+
+    sections: Sections
+    geometry: Geometry
+    comm: Communicator
+    dtype: torch.dtype
+    tiers: list[str]
+    arena: _core.PinnedArena
+    swap: _core.SwapFile | None
+    shared: bool
+    prefetch: int
+    options: Units
+
+    def _how(self, source: ShardSource) -> Any:
+        """A store's arguments."""
+        first = (self.sections.params, self.geometry, self.comm, self.dtype, self.tiers, self.sections.choices)
+        return (*first, source, self.shared, self.prefetch, self.options.prefetch_nbytes)
+
+    def here(self) -> UnitStore:
+        geometry = self.geometry
+        return UnitStore(
+            *self._how(make_source(geometry.every, geometry.buckets, self.tiers, self.dtype, self.arena, self.swap))
+        )
+
+    def there(self, lane: DeviceLane, resident: Collection[int], peers: Communicator | None) -> UnitStore:
+        """Shards of tier "device" stay there, if ranks reach each other's; where the host steps them, it has a copy."""
+        geometry, comm, tiers = self.geometry, self.comm, self.tiers
+        reached = peers is not None or comm.world_size == 1
+        stay = [bucket for bucket in geometry.every if reached and tiers[bucket.index] == "device"]
+        followed = {b.index for b in stay if b.index < len(geometry.buckets) and b.index not in resident}
+        alone = {b.index for b in stay} - followed  # which the host has not
+        every = [b for b in geometry.every if b.index not in alone]
+        trained = [b for b in geometry.buckets if b.index not in resident]
+        host = self._on_host(every, trained, lane) if every else None
+        if host is not None and not stay:
+            return DeviceUnitStore(*self._how(host), lane=lane)
+        if peers is not None and resident:
+            peers = peers.duplicate()  # gradients have an order of their own
+        source = DeviceSource(stay, host, followed, self.dtype, peers, lane)
+        return ResidentUnitStore(*self._how(source), lane=lane, peers=peers, resident=resident)
+
+    def _on_host(self, every: list[FlatBucket], trained: list[FlatBucket], lane: DeviceLane) -> ShardSource:
+        """What ranks of a host share is there once, page-locked. Collective."""
+
+        def share(count: int) -> torch.Tensor:
+            return lane.lock(self.comm.shared_empty(count, self.dtype))
+
+        places = ["nvme" if self.tiers[b.index] == "nvme" else "cpu" for b in every]
+        one_copy = share if self.shared and self.comm.world_size > 1 else None
+        return make_source(every, trained, places, self.dtype, self.arena, self.swap, one_copy, self.comm.rank)
 
 
 def make_store(
@@ -40,67 +96,11 @@ def make_store(
     rank's device, between which ``peers`` moves them (None: one rank)."""
     tiers = [sections.list[bucket.section].weights for bucket in geometry.every]
     if sections.by_unit:
-        how = (sections, geometry, comm, dtype, tiers, arena, swap, shared, prefetch, options)
-        return _by_unit(*how) if lane is None else _by_unit_there(*how, lane, resident, peers)
+        by_unit = _ByUnit(sections, geometry, comm, dtype, tiers, arena, swap, shared, prefetch, options)
+        return by_unit.here() if lane is None else by_unit.there(lane, resident, peers)
     host: ResidentStore
     if stage >= 1 and shared:
         host = SharedStore(sections.params, geometry, comm, dtype, tiers, resident)
     else:
         host = PrivateStore(sections.params, geometry, comm, dtype, tiers, stage == 0, resident)
     return host if lane is None else DeviceStore(sections.params, geometry, comm, tiers, host, lane, resident, peers)
-
-
-def _by_unit(
-    sections: Sections,
-    geometry: Geometry,
-    comm: Communicator,
-    dtype: torch.dtype,
-    tiers: list[str],
-    arena: _core.PinnedArena,
-    swap: _core.SwapFile | None,
-    shared: bool,
-    prefetch: int,
-    options: Units,
-) -> UnitStore:
-    source = make_source(geometry.every, geometry.buckets, tiers, dtype, arena, swap)
-    ahead = (prefetch, options.prefetch_nbytes)
-    return UnitStore(sections.params, geometry, comm, dtype, tiers, sections.choices, source, shared, *ahead)
-
-
-def _by_unit_there(
-    sections: Sections,
-    geometry: Geometry,
-    comm: Communicator,
-    dtype: torch.dtype,
-    tiers: list[str],
-    arena: _core.PinnedArena,
-    swap: _core.SwapFile | None,
-    shared: bool,
-    prefetch: int,
-    options: Units,
-    lane: DeviceLane,
-    resident: Collection[int],
-    peers: Communicator | None,
-) -> UnitStore:
-    """Shards of tier "device" stay there, if ranks reach each other's; where the host steps them, it has a copy."""
-
-    def share(count: int) -> torch.Tensor:
-        return lane.lock(comm.shared_empty(count, dtype))
-
-    one_copy = share if shared and comm.world_size > 1 else None
-    reached = peers is not None or comm.world_size == 1
-    stay = [bucket for bucket in geometry.every if reached and tiers[bucket.index] == "device"]
-    followed = {b.index for b in stay if b.index < len(geometry.buckets) and b.index not in resident}
-    alone = {b.index for b in stay} - followed  # which the host has not
-    every = [b for b in geometry.every if b.index not in alone]
-    trained = [b for b in geometry.buckets if b.index not in resident]
-    places = ["nvme" if tiers[b.index] == "nvme" else "cpu" for b in every]
-    of_host = (every, trained, places, dtype, arena, swap, one_copy, comm.rank)
-    ahead = (prefetch, options.prefetch_nbytes)
-    if not stay:
-        how = (tiers, sections.choices, make_source(*of_host), shared, *ahead)
-        return DeviceUnitStore(sections.params, geometry, comm, dtype, *how, lane=lane)
-    peers = peers.duplicate() if peers is not None and resident else peers  # gradients have an order of their own
-    source = DeviceSource(stay, make_source(*of_host) if every else None, followed, dtype, peers, lane)
-    how = (tiers, sections.choices, source, shared, *ahead)
-    return ResidentUnitStore(sections.params, geometry, comm, dtype, *how, lane=lane, peers=peers, resident=resident)
