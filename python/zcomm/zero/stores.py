@@ -93,7 +93,7 @@ def make_store(
     peers: Communicator | None = None,
 ) -> ParameterStore:
     """Collective. lane: of the model's device; None: it is on the CPU. resident: buckets that are there alone, on each
-    rank's device, between which ``peers`` moves them (None: one rank)."""
+    rank's device. peers: between these (None: one rank, or they do not reach each other)."""
     tiers = [sections.list[bucket.section].weights for bucket in geometry.every]
     if sections.by_unit:
         by_unit = _ByUnit(sections, geometry, comm, dtype, tiers, arena, swap, shared, prefetch, options)
