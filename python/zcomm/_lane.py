@@ -186,6 +186,15 @@ class DeviceLane:
         self._adopted.clear()
 
 
+def own_pages(count: int) -> torch.Tensor:
+    """Zeros, fp32 [count], that begin on a page and share none with other memory: pages are locked as a whole, once."""
+    nbytes = _core.page_nbytes()
+    page = nbytes // torch.float32.itemsize
+    whole = torch.zeros(-(-count // page) * page + page)
+    begin = -whole.data_ptr() % nbytes // torch.float32.itemsize
+    return whole[begin : begin + count]
+
+
 def open_lane(device: torch.device) -> DeviceLane | None:
     """None for the CPU. Raises: NotImplementedError in a build without CUDA, or for another kind of device; CudaError
     without driver."""

@@ -80,12 +80,3 @@ def tensor_of(memory: Any, dtype: torch.dtype, count: int | None = None, offset_
     if count == 0:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset_nbytes)
-
-
-def own_pages(count: int) -> torch.Tensor:
-    """Zeros, fp32 [count], that begin on a page and share none with other memory: pages are locked as a whole, once."""
-    nbytes = _core.page_nbytes()
-    page = nbytes // torch.float32.itemsize
-    whole = torch.zeros(-(-count // page) * page + page)
-    begin = -whole.data_ptr() % nbytes // torch.float32.itemsize
-    return whole[begin : begin + count]

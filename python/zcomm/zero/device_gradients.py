@@ -24,8 +24,7 @@ from typing import Any
 
 import torch
 
-from zcomm._lane import DeviceLane
-from zcomm._tensors import own_pages
+from zcomm._lane import DeviceLane, own_pages
 from zcomm.comm import Communicator
 from zcomm.zero.device_norm import DeviceSquares
 from zcomm.zero.geometry import FlatBucket, Geometry

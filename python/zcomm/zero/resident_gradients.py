@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from zcomm import _core
-from zcomm._lane import DeviceLane
-from zcomm._tensors import core_dtype, own_pages
+from zcomm._lane import DeviceLane, own_pages
+from zcomm._tensors import core_dtype
 from zcomm._work import Work
 from zcomm.comm import Communicator
 from zcomm.zero.device_gradients import DeviceReducer
