@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -198,3 +199,35 @@ def test_gradients_that_do_not_fit_are_copied(run_ranks: Run) -> None:
     assert run_ranks(odd_gradients, 1, None) == [[True, True, True]]
     assert run_ranks(odd_gradients, 1, "bf16") == [[False, False, False]], "slots have another dtype"
     run_ranks(odd_gradients, 3, None)
+
+
+def alive_in_backward() -> list[int]:
+    """How many gradients live when autograd has finished each one, with a bucket for each."""
+    zcomm.init(timeout=60)
+    layers = [nn.Linear(64, 64, bias=False) for _ in range(8)]
+    model = nn.Sequential(*layers)
+    alive: list[weakref.ref[torch.Tensor]] = []
+    counts: list[int] = []
+    for layer in layers:
+        layer.weight.register_post_accumulate_grad_hook(lambda p: alive.append(weakref.ref(p.grad)))
+    opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.1, stage=2, bucket_mb=64 * 64 * 4 / 2**20)
+    reducer = opt._live.reducer
+    assert len(reducer._order) == 8
+
+    def count(_: torch.Tensor) -> None:
+        counts.append(sum(gradient() is not None for gradient in alive))
+        while not all(work is None or work.done() for work in reducer._works):
+            time.sleep(0.001)
+
+    for layer in layers:
+        layer.weight.register_post_accumulate_grad_hook(count)
+    model(torch.ones(4, 64)).sum().backward()
+    opt.close()
+    return counts
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_kept_gradients_live_until_they_are_reduced(run_ranks: Run, world_size: int) -> None:
+    """Not until their slot is needed: autograd's next gradients take their memory."""
+    for counts in run_ranks(alive_in_backward, world_size):
+        assert counts == [1] * 8

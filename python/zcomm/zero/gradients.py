@@ -26,10 +26,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from zcomm import _core
-from zcomm._tensors import core_dtype
 from zcomm._work import Work
 from zcomm.comm import Communicator
+from zcomm.zero.bucket_calls import BucketCalls
 from zcomm.zero.geometry import FlatBucket, Geometry
 from zcomm.zero.listed import listed
 from zcomm.zero.norm import GradientNorm
@@ -79,6 +78,7 @@ class GradientReducer:
         self._works: list[Work | None] = [None] * self._slot_count
         self._slots = self._make_slots(max((bucket.count for bucket in buckets), default=0))
         self._views: dict[int, torch.Tensor] = {}  # of parameters, in their slots
+        self._calls = BucketCalls(geometry, comm, dtype)
         reads = self.on_host and comm._core.reads_own_parts
         self._own = OwnGradients(geometry, comm.rank, dtype) if reads else None
         self.accumulators = self._make_accumulators()
@@ -138,6 +138,8 @@ class GradientReducer:
             if index not in missing:
                 return  # [Note: arrivals]
             missing.discard(index)
+            if self._own is not None:
+                self._release_reduced()
             if param.grad is not None:
                 self._early[index], param.grad = param.grad, None
             if self._has_slot(place.bucket):
@@ -185,6 +187,13 @@ class GradientReducer:
             self.waited_s += time.perf_counter() - start
             self._works[number] = None
 
+    def _release_reduced(self) -> None:
+        """Give back the gradients of buckets that have been reduced: autograd's next ones take their memory, which the
+        caches hold, and which an allocator would otherwise give back to the system."""
+        for number, work in enumerate(self._works):
+            if work is not None and work.done():
+                self._wait(number)
+
     def _wait_for(self, bucket: FlatBucket) -> None:
         """That was launched last."""
         self._wait(self._number(bucket.index))
@@ -228,21 +237,13 @@ class GradientReducer:
         """Reduce what is in the bucket's slot."""
         self._enter(bucket.index)
         slot = self._slot(bucket.index)
-        for gap in self._geometry.gaps(bucket):
-            slot[gap].zero_()
+        self._calls.pad(bucket, slot)
         self._reduce(bucket, slot)
 
     def _reduce(self, bucket: FlatBucket, slot: torch.Tensor) -> None:
         """Start to add the bucket in ``slot`` (symmetric memory) to the accumulators."""
-        shard = self.shard_view(bucket)
-        spans, kept = self._own.take(bucket.index) if self._own is not None else ([], [])
-        core, fp32 = self._comm._core, _core.DType.float32
-        what = ([(slot.data_ptr(), slot.numel())], [(shard.data_ptr(), shard.numel())], core_dtype(self._dtype))
-        how = (_core.ReduceOp.avg, fp32, not self._fresh)
-        call = (f"gradients of bucket {bucket.index}", True)
-        work = core.reduce_scatter(*what, *how, spans, *call) if spans else core.reduce_scatter(*what, *how, *call)
-        assert work is not None  # it was asynchronous
-        self._works[self._number(bucket.index)] = Work(work, (slot, shard, *kept))
+        work = self._calls.start(bucket, slot, self.shard_view, not self._fresh, self._own)
+        self._works[self._number(bucket.index)] = work
 
     def _end_pass(self) -> None:
         """Backward has ended: what it did not reach is zero. One that reached nothing (``autograd.grad``) is none."""
@@ -372,5 +373,6 @@ class GradientReducer:
         self._handles.clear()
         self._works = [None] * len(self._works)
         self._views.clear()
+        self._calls.forget()
         self._slots.clear()
         self.accumulators = torch.empty(0)

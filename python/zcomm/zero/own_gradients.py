@@ -17,7 +17,7 @@ import torch
 
 from zcomm.zero.geometry import Geometry
 
-Spans = list[tuple[int, int, int]]  # begin and count in the shard, address
+_Span = tuple[int, int, int]  # begin and count in the shard, address
 
 
 class _Cut(NamedTuple):
@@ -42,7 +42,7 @@ class OwnGradients:
                 low, high = max(place.offset, shard.start), min(place.offset + place.count, shard.stop)
                 if 2 * (high - low) >= place.count > 0:
                     self._cuts[index] = _Cut(low - place.offset, high - place.offset, low - shard.start)
-        self._kept: dict[int, list[tuple[_Cut, torch.Tensor]]] = {}  # by bucket
+        self._kept: dict[int, list[tuple[_Span, torch.Tensor]]] = {}  # by bucket
 
     def keep(self, index: int, grad: torch.Tensor, view: torch.Tensor) -> bool:
         """Keep the gradient of parameter ``index``, after copying what is not this rank's to its place ``view``. False:
@@ -54,15 +54,14 @@ class OwnGradients:
             here, there = grad.view(-1), view.view(-1)
             there[: cut.begin].copy_(here[: cut.begin])
             there[cut.end :].copy_(here[cut.end :])
-        self._kept.setdefault(self._bucket_of[index], []).append((cut, grad))
+        span = (cut.at, cut.end - cut.begin, grad.data_ptr() + cut.begin * self._dtype.itemsize)
+        self._kept.setdefault(self._bucket_of[index], []).append((span, grad))
         return True
 
-    def take(self, bucket: int) -> tuple[Spans, list[torch.Tensor]]:
+    def take(self, bucket: int) -> tuple[list[_Span], list[torch.Tensor]]:
         """Where the bucket's own elements are that were kept, in order, and what must live until they are reduced."""
-        kept = sorted(self._kept.pop(bucket, ()), key=lambda each: each[0].at)
-        size = self._dtype.itemsize
-        spans = [(cut.at, cut.end - cut.begin, grad.data_ptr() + cut.begin * size) for cut, grad in kept]
-        return spans, [grad for _, grad in kept]
+        kept = self._kept.pop(bucket, [])
+        return sorted(span for span, _ in kept), [grad for _, grad in kept]
 
     def forget(self) -> None:
         """What was kept will not be reduced."""
