@@ -9,6 +9,8 @@ namespace zcomm::bindings {
 
 void bind_heap(py::module_& m) {
   m.def("page_nbytes", &heap::page_nbytes);
+  m.def("table_nbytes", &heap::table_nbytes);
+  m.def("moves_mappings", &heap::moves_mappings);
   py::class_<heap::AddressRange, std::shared_ptr<heap::AddressRange>>(m, "AddressRange")
       .def(py::init([](std::size_t nbytes) {
              return std::make_shared<heap::AddressRange>(heap::AddressRange::reserve(nbytes));
@@ -31,6 +33,8 @@ void bind_heap(py::module_& m) {
             self.alias(offset, shared.data + from, nbytes);
           },
           py::arg("offset"), py::arg("shared"), py::arg("from_offset"), py::arg("nbytes"))
+      .def("take", &heap::AddressRange::take, py::arg("offset"), py::arg("source"), py::arg("from_offset"),
+           py::arg("nbytes"), py::call_guard<py::gil_scoped_release>())
       .def("unmap", &heap::AddressRange::unmap, py::arg("offset"), py::arg("nbytes"),
            py::call_guard<py::gil_scoped_release>());
 }

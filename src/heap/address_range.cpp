@@ -4,6 +4,8 @@
 // allocation can slip into a gap. Thread rule: as the caller orders it; disjoint parts may be changed at once.
 #include <sys/mman.h>
 
+#include <cerrno>
+#include <cstdint>
 #include <utility>
 
 #include "base/error.hpp"
@@ -21,6 +23,19 @@ void check_pages(const char* name, std::size_t value) {
   }
 }
 
+/// Reserves them from a multiple of table_nbytes() on.
+std::byte* reserve_aligned(std::size_t nbytes) {
+  const std::size_t table = table_nbytes();
+  if (nbytes > SIZE_MAX - table) throw_system_error(ENOMEM, text("cannot reserve ", nbytes, " bytes of addresses"));
+  void* const data = ::mmap(nullptr, nbytes + table, PROT_NONE, kEmptyFlags, -1, 0);
+  if (data == MAP_FAILED) throw_system_error(errno, text("cannot reserve ", nbytes, " bytes of addresses"));
+  auto* const begin = static_cast<std::byte*>(data);
+  const std::size_t before = (table - reinterpret_cast<std::uintptr_t>(begin) % table) % table;
+  if (before != 0) ::munmap(begin, before);
+  if (before != table) ::munmap(begin + before + nbytes, table - before);
+  return begin + before;
+}
+
 void check_inside(const char* what, std::size_t offset, std::size_t nbytes, std::size_t limit) {
   if (offset > limit || nbytes > limit - offset) {
     throw InvalidArgument(text("bytes [", offset, ", +", nbytes, ") are outside of ", what, " of ", limit, " bytes"));
@@ -33,9 +48,7 @@ AddressRange AddressRange::reserve(std::size_t nbytes) {
   check_pages("nbytes", nbytes);
   AddressRange range;
   if (nbytes == 0) return range;
-  void* const data = ::mmap(nullptr, nbytes, PROT_NONE, kEmptyFlags, -1, 0);
-  if (data == MAP_FAILED) throw_system_error(errno, text("cannot reserve ", nbytes, " bytes of addresses"));
-  range.data_ = static_cast<std::byte*>(data);
+  range.data_ = reserve_aligned(nbytes);
   range.nbytes_ = nbytes;
   return range;
 }

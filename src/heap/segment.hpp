@@ -37,6 +37,8 @@ class Segment {
 /// Stage 3 with swapped parameters gives every unit fixed addresses and maps a slot of a small ring behind them while
 /// the unit is gathered: views that autograd saved in forward stay valid in backward, and no memory is allocated.
 /// What is not mapped is PROT_NONE. All offsets and sizes are multiples of the page size.
+/// Mapping costs something for each page, moving a mapping (take) next to nothing: the system moves whole page tables
+/// where both places begin at a multiple of table_nbytes(). Ranges do.
 class AddressRange {
  public:
   AddressRange() = default;
@@ -49,6 +51,9 @@ class AddressRange {
   void map(std::size_t offset, const Segment& segment, std::size_t segment_offset, std::size_t nbytes);
   /// As map(), for memory known only by address: `shared` lies in a live mapping of a Segment.
   void alias(std::size_t offset, const std::byte* shared, std::size_t nbytes);
+  /// Takes what one map() or alias() put at [from_offset, +nbytes) of `from`; nothing is left there. Throws Unsupported
+  /// unless moves_mappings().
+  void take(std::size_t offset, AddressRange& from, std::size_t from_offset, std::size_t nbytes);
   /// Takes what is mapped there away again.
   void unmap(std::size_t offset, std::size_t nbytes);
 
@@ -61,5 +66,9 @@ class AddressRange {
 };
 
 std::size_t page_nbytes();
+/// Whether the system moves mappings of shared memory and leaves no gap (Linux 5.13).
+bool moves_mappings();
+/// What one page table maps, of pages of 4 KiB.
+constexpr std::size_t table_nbytes() { return std::size_t{2} << 20; }
 
 }  // namespace zcomm::heap

@@ -88,7 +88,7 @@ class DeviceUnitStore(UnitStore):
         units = []
         for index, choice in enumerate(choices):
             buckets = [self._geometry.every[b] for b in self._geometry.unit_buckets[index]]
-            units.append(Unit(index, choice, buckets, 0, sum(b.count for b in buckets) * self._dtype.itemsize))
+            units.append(Unit(index, choice, buckets, sum(b.count for b in buckets) * self._dtype.itemsize))
         return units
 
     def _make_slots(self) -> None:

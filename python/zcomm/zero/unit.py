@@ -8,13 +8,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
 
 import torch
 from torch import nn
 
 from zcomm.zero.geometry import FlatBucket
 from zcomm.zero.unit_choice import UnitChoice
+from zcomm.zero.unit_slot import Slot
 
 
 class UnitState(enum.Enum):
@@ -28,16 +28,16 @@ class UnitState(enum.Enum):
 class Unit:
     """One unit: its buckets, its addresses, its state and who uses it now."""
 
-    def __init__(self, index: int, choice: UnitChoice, buckets: Sequence[FlatBucket], offset: int, nbytes: int) -> None:
+    def __init__(self, index: int, choice: UnitChoice, buckets: Sequence[FlatBucket], nbytes: int) -> None:
         self.index = index
         self.name = choice.name
         self.keep = choice.keep or index == 0
         self.buckets = buckets
-        self.offset = offset
         self.nbytes = nbytes
+        self.offset = 0  # in the store's addresses
         self.state = UnitState.SHARDED
         self.slot = -1
-        self.own: tuple[Any, int] | None = None  # where it is kept: memory, and where in it its slot begins
+        self.own: Slot | None = None  # where it is kept
         self.last_use = 0
         self.in_forward = 0
         self.in_backward = False

@@ -38,11 +38,16 @@ from zcomm.zero.unit import Unit, UnitState
 from zcomm.zero.unit_choice import UnitChoice
 from zcomm.zero.unit_options import ahead_of, slot_count
 from zcomm.zero.unit_order import UseOrder
+from zcomm.zero.unit_slot import Slot
 
 IN_STEP = (
     "stage 3 by units: all ranks must run the same modules in the same order; what differs between ranks (generate(), "
     "evaluation) goes inside of zcomm.zero.GatheredParameters(model)"
 )
+
+
+def _rounded_up(count: int, step: int) -> int:
+    return -(-count // step) * step
 
 
 class UnitStore(ParameterStore):
@@ -89,28 +94,29 @@ class UnitStore(ParameterStore):
         return torch.empty(0, dtype=self._dtype)
 
     def _lay_out(self, choices: Sequence[UnitChoice]) -> list[Unit]:
-        page = _core.page_nbytes()
         units: list[Unit] = []
-        offset = 0
         for index, choice in enumerate(choices):
             buckets = [self._geometry.every[b] for b in self._geometry.unit_buckets[index]]
             nbytes = sum(bucket.count for bucket in buckets) * self._dtype.itemsize
-            nbytes = -(-nbytes // page) * page
-            units.append(Unit(index, choice, buckets, offset, nbytes))
-            offset += nbytes
-        self._range = _core.AddressRange(max(offset, page))
+            units.append(Unit(index, choice, buckets, _rounded_up(nbytes, _core.page_nbytes())))
+        self._slot_nbytes = max((unit.nbytes for unit in units if not unit.keep), default=0)
+        table = _core.table_nbytes()  # at multiples of it slots are shown and hidden fastest; addresses cost nothing
+        rooms = [_rounded_up(unit.nbytes if unit.keep else self._slot_nbytes, table) for unit in units]
+        *offsets, end = accumulate(rooms, initial=0)
+        for unit, offset in zip(units, offsets, strict=True):
+            unit.offset = offset
+        self._range = _core.AddressRange(max(end, table))
         return units
 
     def _make_slots(self) -> None:
         kept, blocks = [u for u in self.units if u.keep], [u.nbytes for u in self.units if not u.keep]
-        self._slot_nbytes = max(blocks, default=0)
         count = slot_count(blocks, *self._prefetch)
         begins = list(accumulate((unit.nbytes for unit in kept), initial=count * self._slot_nbytes))
         memory = self._allocate(begins[-1])
         self._memories = [memory]
-        self._slots = [(memory, number * self._slot_nbytes) for number in range(count)]
+        self._slots = [Slot(memory, number * self._slot_nbytes, self._slot_nbytes) for number in range(count)]
         for unit, begin in zip(kept, begins, strict=False):
-            unit.own = (memory, begin)
+            unit.own = Slot(memory, begin, unit.nbytes)
         self._free = list(range(count))
         for unit in self.units:
             flat = tensor_of(self._range.memory(unit.offset, unit.nbytes), self._dtype)
@@ -131,16 +137,15 @@ class UnitStore(ParameterStore):
         core = self._gather_comm._core
         return core.allocate_shared(nbytes) if self._shared else core.allocate(nbytes)
 
-    def _slot(self, unit: Unit) -> tuple[Any, int]:
-        """Memory, and where in it the unit's slot begins."""
+    def _slot(self, unit: Unit) -> Slot:
         return unit.own or self._slots[unit.slot]
 
     def _add_slot(self) -> None:
         """For models that use more units at the same time than slots: as all ranks do, in the order of the gathers."""
         memory = self._thread.submit(self._allocate, self._slot_nbytes).result()
         self._memories.append(memory)
-        self._free.append(len(self._slots))
-        self._slots.append((memory, 0))
+        self._slots.append(Slot(memory, 0, self._slot_nbytes))
+        self._free.append(len(self._slots) - 1)
 
     def _kept(self, bucket: FlatBucket) -> int:
         return bucket.shard_count
@@ -175,12 +180,15 @@ class UnitStore(ParameterStore):
         except (_core.CollectiveMismatch, TimeoutError) as error:
             error.args = (f"{error}; {IN_STEP}",)
             raise
-        memory, begin = self._slot(unit)
-        self._range.alias(unit.offset, memory, begin, unit.nbytes)
-        for param, view in unit.views:
-            if id(param) not in self._held:
-                param.data = view
-        unit.state = UnitState.GATHERED
+        try:
+            self._slot(unit).show(self._range, unit.offset)
+            for param, view in unit.views:
+                if id(param) not in self._held:
+                    param.data = view
+            unit.state = UnitState.GATHERED
+        except BaseException:
+            self._drop(unit)
+            raise
 
     def _join(self, unit: Unit) -> None:
         """Wait for the gathering of the unit. One that failed leaves it as if it had not begun."""
@@ -207,8 +215,13 @@ class UnitStore(ParameterStore):
             if slot < 0:
                 return False
             unit.slot = slot
-        unit.state = UnitState.GATHERING
-        unit.gathering = self._thread.submit(self._gather, unit)
+        try:
+            unit.state = UnitState.GATHERING
+            unit.gathering = self._thread.submit(self._gather, unit)
+        except BaseException:
+            if unit.gathering is None:
+                self._give_back(unit)
+            raise
         return True
 
     def _take_slot(self) -> int:
@@ -224,11 +237,13 @@ class UnitStore(ParameterStore):
 
     def _drop(self, unit: Unit) -> None:
         """GATHERED -> SHARDED: the unit's slot goes back to the ring."""
-        for param, _ in unit.views:
-            if id(param) not in self._held:
-                param.data = self._empty
-        self._range.unmap(unit.offset, unit.nbytes)
-        self._give_back(unit)
+        try:
+            for param, _ in unit.views:
+                if id(param) not in self._held:
+                    param.data = self._empty
+            self._slot(unit).hide(self._range, unit.offset)
+        finally:
+            self._give_back(unit)
 
     def _give_back(self, unit: Unit) -> None:
         """The unit is in no slot any more, or what came into it is not whole."""
@@ -241,8 +256,7 @@ class UnitStore(ParameterStore):
         """On the gathering thread: fill the unit's slot."""
         if not unit.buckets:
             return
-        memory, begin = self._slot(unit)
-        flat = tensor_of(memory, torch.uint8)[begin : begin + unit.nbytes].view(self._dtype)
+        flat = self._slot(unit).flat(unit.nbytes, self._dtype)
         self._fill(unit, unit.buckets, [flat[at : at + bucket.count] for bucket, at in self._bucket_begins(unit)])
 
     def _fill(self, unit: Unit, buckets: Sequence[FlatBucket], whole: Sequence[torch.Tensor]) -> None:

@@ -65,6 +65,29 @@ TEST(AddressRange, outlives_the_segment_it_shows) {
   EXPECT_EQ(static_cast<int>(range.data()[5]), 55);
 }
 
+TEST(AddressRange, takes_what_another_one_shows) {
+  if (!heap::moves_mappings()) return;  // Linux before 5.13
+  const std::size_t page = heap::page_nbytes(), nbytes = heap::table_nbytes() + 3 * page;
+  Segment slot = Segment::create(nbytes);
+  AddressRange aside = AddressRange::reserve(nbytes), fixed = AddressRange::reserve(4 * heap::table_nbytes());
+  EXPECT_EQ(reinterpret_cast<std::uintptr_t>(aside.data()) % heap::table_nbytes(), std::uintptr_t{0});
+  aside.alias(0, slot.data(), nbytes);
+  for (const std::size_t offset : {std::size_t{0}, 2 * heap::table_nbytes(), page, 2 * heap::table_nbytes() - page}) {
+    std::memset(slot.data(), static_cast<int>(offset / page) + 1, nbytes);
+    fixed.take(offset, aside, 0, nbytes);
+    EXPECT_EQ(fixed.data()[offset], slot.data()[0]);
+    EXPECT_EQ(fixed.data()[offset + nbytes - 1], slot.data()[nbytes - 1]);
+    EXPECT_TRUE(faults(aside.data()));
+    EXPECT_TRUE(faults(aside.data() + nbytes - 1));
+    fixed.data()[offset + 5] = std::byte{99};
+    EXPECT_EQ(static_cast<int>(slot.data()[5]), 99);
+    aside.take(0, fixed, offset, nbytes);
+    EXPECT_TRUE(faults(fixed.data() + offset));
+    EXPECT_TRUE(faults(fixed.data() + offset + nbytes - 1));
+    EXPECT_EQ(static_cast<int>(aside.data()[5]), 99);
+  }
+}
+
 TEST(AddressRange, moves) {
   const std::size_t page = heap::page_nbytes();
   AddressRange a = AddressRange::reserve(2 * page);
@@ -89,5 +112,9 @@ TEST(AddressRange, names_what_does_not_fit) {
   EXPECT_THROW_WITH(range.map(0, segment, page, 2 * page), InvalidArgument, "segment");
   EXPECT_THROW_WITH(range.map(3 * page, segment, 0, 2 * page), InvalidArgument, "address range");
   EXPECT_THROW_WITH(range.unmap(5 * page, 0), InvalidArgument, "address range");
+  AddressRange other = AddressRange::reserve(page);
+  EXPECT_THROW_WITH(range.take(1, other, 0, page), InvalidArgument, "take: 1 is");
+  EXPECT_THROW_WITH(range.take(4 * page, other, 0, page), InvalidArgument, std::to_string(5 * page));
+  EXPECT_THROW_WITH(range.take(0, other, 0, 2 * page), InvalidArgument, "to take from");
   EXPECT_THROW(AddressRange::reserve(std::size_t{1} << 62), SystemError);
 }
