@@ -10,7 +10,7 @@ from typing import Literal, overload
 import torch
 
 from zcomm._calls import Buckets, Calls, listed, reduce_op
-from zcomm._tensors import core_dtype, spans
+from zcomm._tensors import check_buffers, core_dtype, spans
 from zcomm._work import Work
 
 
@@ -82,7 +82,7 @@ class Reductions(Calls):
             shards = [torch.empty(t.numel() // self.world_size, dtype=dtype, device=t.device) for t in tensors]
         else:
             shards = listed(out)
-        out_dtype = core_dtype(self._buffers("reduce_scatter out", shards))
+        out_dtype = core_dtype(check_buffers("reduce_scatter out", shards, self._device, is_second=True))
         self._check_counts("reduce_scatter", tensors, shards)
         work = self._core.reduce_scatter(
             spans(tensors), spans(shards), core_dtype(dtype), reduce_op(op), out_dtype, accumulate, name, async_op

@@ -45,6 +45,10 @@ def bad_arguments(comm: zcomm.Communicator) -> None:
     raises(ValueError, rf"{2 * world + 1}\b.*\b{world}\b", lambda: comm.reduce_scatter(torch.ones(2 * world + 1)))
     raises(ValueError, "avg", lambda: comm.all_reduce(torch.ones(4, dtype=torch.int32), op="avg"))
     raises(ValueError, "contiguous", lambda: comm.all_reduce(torch.ones(4, 4).t()))
+    meta = torch.ones(2, device="meta")
+    mixed = r"tensor {} of shape \({},\) is on {}, others are on {}; one operation has one device"
+    raises(ValueError, mixed.format(1, 2, "meta", "cpu"), lambda: comm.all_reduce([torch.ones(3), meta]))
+    raises(ValueError, mixed.format(0, 2, "meta", "cpu"), lambda: comm.reduce_scatter(torch.ones(2 * world), out=meta))
     raises(ValueError, str(world + 5), lambda: comm.broadcast(torch.ones(4), root=world + 5))
     raises(ValueError, "dst", lambda: comm.send(torch.ones(4), dst=comm.rank))
     raises(ValueError, "tag=-1", lambda: comm.send(torch.ones(4), dst=(comm.rank + 1) % world, tag=-1))
