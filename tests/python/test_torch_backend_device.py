@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,18 @@ import torch
 
 import zcomm
 from test_cuda_ipc import simulated_world
-from zcomm.torch_backend._device import DeviceHalf, DeviceProcessGroup, Streams, device_of
+from zcomm.torch_backend import _device
+from zcomm.torch_backend._device import DeviceHalf, DevicePending, DeviceProcessGroup, Streams, device_of
+from zcomm.torch_backend._device_messages import Landing
 from zcomm.torch_backend._group import ProcessGroup
 from zcomm.torch_backend._options import AllreduceOptions, BarrierOptions, ReduceScatterOptions, made
+
+
+class HostEvent:
+    synchronized = 0
+
+    def synchronize(self) -> None:
+        self.synchronized += 1
 
 
 class HostStreams(Streams):
@@ -32,7 +43,10 @@ class HostStreams(Streams):
         return contextlib.nullcontext()
 
     def record(self) -> Any:
-        return object()
+        return HostEvent()
+
+    def page_locked(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty(like.shape, dtype=like.dtype)
 
     def wait(self, event: Any) -> None:
         self.waits.append((threading.current_thread().name, event))
@@ -109,8 +123,6 @@ def test_errors_keep_their_types(tmp_path: Path) -> None:
     def body(half: DeviceHalf) -> None:
         with pytest.raises(NotImplementedError, match="meta"):
             half.allreduce([torch.ones(3), torch.ones(3, device="meta")])
-        with pytest.raises(NotImplementedError, match="send"):
-            half.send([torch.ones(3)], 1 - half._rank)
         work = half.allreduce([torch.ones(3 + half._rank)], asynchronous(AllreduceOptions()))
         with pytest.raises(zcomm.CollectiveMismatch, match="count=3"):
             work.wait()
@@ -123,8 +135,83 @@ def test_operations_go_where_their_tensors_are() -> None:
     assert device_of(([cpu], cpu)) is None and device_of(()) is None and device_of(([[]], None, 3)) is None
     missing = [
         name
-        for name in vars(DeviceHalf.__mro__[1]) | vars(DeviceHalf.__mro__[2]) | vars(DeviceHalf.__mro__[3])
+        for name in vars(DeviceHalf.__mro__[1]) | vars(DeviceHalf.__mro__[2])
         if not name.startswith("_") and name != "barrier" and name not in vars(DeviceProcessGroup)
     ]
     assert not missing, f"{missing} would run on the CPU's communicator"
     assert issubclass(DeviceProcessGroup, ProcessGroup)
+
+
+class OneDevice(DeviceProcessGroup):
+    """Whose device is the host."""
+
+    def _streams(self, device: torch.device) -> HostStreams:
+        return HostStreams()
+
+    def _open_half(self, device: torch.device) -> DeviceHalf:
+        raise AssertionError("messages need no communicator between devices")
+
+
+def in_groups(world: int, body: Callable[[OneDevice], None]) -> None:
+    """``body`` as each rank of a group, in threads."""
+    store = torch.distributed.HashStore()
+
+    def run(rank: int) -> None:
+        group = OneDevice(store, rank, world, timedelta(seconds=30))
+        try:
+            body(group)
+        finally:
+            group.shutdown()
+
+    with ThreadPoolExecutor(world) as pool:
+        for ended in [pool.submit(run, rank) for rank in range(world)]:
+            ended.result()
+
+
+def test_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_device, "device_of", lambda values: torch.device("cpu"))
+
+    def body(group: OneDevice) -> None:
+        rank = group.rank()
+        if rank == 2:
+            return  # no message of the others needs it
+        other = 1 - rank
+        for count in (0, 3, 200_000):
+            sent, got = torch.full((count, 2), rank + 1.0), torch.zeros(2, count).t()
+            sending = group.send([sent], other, 5)
+            sent.fill_(99.0)  # it has been read
+            receiving = group.recv([got], other, 5)
+            assert isinstance(receiving, DevicePending)
+            assert receiving.wait() and sending.wait()
+            assert got.eq(other + 1.0).all()
+        got = torch.zeros(4)
+        receiving = group.recv_anysource([got], 7)
+        group.send([torch.full((4,), rank + 1.0)], other, 7).wait()
+        assert receiving.get_future().wait()[0].eq(other + 1.0).all() and receiving._source_rank() == other
+        group._start_coalescing(torch.device("cuda", 0))
+        group.recv([got], other)
+        group.send([torch.full((4,), rank + 5.0)], other)
+        group._end_coalescing(torch.device("cuda", 0)).wait()
+        assert got.eq(other + 5.0).all()
+        with pytest.raises(ValueError, match="send: a tensor is on meta, others are on cpu"):
+            group.send([torch.ones(2), torch.ones(2, device="meta")], other)
+        with pytest.raises(ValueError, match="recv: a tensor is on meta, others are on cpu"):
+            group.recv([torch.ones(2, device="meta")], other)
+
+    in_groups(3, body)
+
+
+def test_a_message_lands_after_the_stream_of_its_call() -> None:
+    class Stream(HostStreams):
+        def record(self) -> Any:
+            events.append(HostEvent())
+            return events[-1]
+
+    events: list[HostEvent] = []
+    target = torch.zeros(3)
+    landing = Landing([target], Stream())
+    assert len(events) == 1
+    landing.host[0].fill_(7.0)
+    assert target.eq(0.0).all() and events[0].synchronized == 0
+    landing.finish()
+    assert target.eq(7.0).all() and events[0].synchronized == 1

@@ -20,8 +20,8 @@ from zcomm import _core
 from zcomm._join import Joined
 from zcomm._rendezvous import join_through_store
 from zcomm._work import current_stream, wait_on_current_stream
+from zcomm.torch_backend._device_messages import Landing, taken_home
 from zcomm.torch_backend._group import ProcessGroup
-from zcomm.torch_backend._messages import Messages
 from zcomm.torch_backend._movements import Movements
 from zcomm.torch_backend._reductions import Reductions
 from zcomm.torch_backend._work import Completer, CoreWork, Done, Flight, Pending
@@ -47,6 +47,10 @@ class Streams:
     def wait(self, event: Any) -> None:
         """The current stream waits for it."""
         torch.cuda.current_stream(self.device).wait_event(event)
+
+    def page_locked(self, like: torch.Tensor) -> torch.Tensor:
+        """Host memory of its shape and dtype."""
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
     def future(self) -> Any:
         """A Future that carries the current streams of whoever completes it."""
@@ -80,6 +84,7 @@ class DevicePending(Pending):
         flight: Flight,
         finish: Callable[[], None] | None = None,
         keep: Any = None,
+        source: _core.Source | None = None,
     ) -> None:
         self._streams = streams
         self._end: Any = None
@@ -89,7 +94,7 @@ class DevicePending(Pending):
                 finish()
             self._end = streams.record()
 
-        super().__init__(core, outputs, lane, flight, finish_on_stream, keep)
+        super().__init__(core, outputs, lane, flight, finish_on_stream, keep, source)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         super().wait(timeout)
@@ -112,8 +117,8 @@ class DevicePending(Pending):
         return self._streams.future()
 
 
-class DeviceHalf(Reductions, Movements, Messages):
-    """The operations of a group on its CUDA tensors."""
+class DeviceHalf(Reductions, Movements):
+    """The collectives of a group on its CUDA tensors."""
 
     def __init__(self, joined: Joined, timeout_s: float, streams: Streams) -> None:
         self._open(joined.core, timeout_s)
@@ -153,6 +158,7 @@ class DeviceProcessGroup(ProcessGroup):
     """A group where CUDA is there."""
 
     _half: DeviceHalf | None = None
+    _is_coalescing = False
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -167,6 +173,7 @@ class DeviceProcessGroup(ProcessGroup):
         """Collective at first: every rank has called an operation on CUDA tensors."""
         if self._half is None:
             self._half = self._open_half(device)
+            self._half._coalesced = [] if self._is_coalescing else None
         if self._half.device != device:
             raise ValueError(
                 f"a tensor is on {device}, but this group's CUDA tensors are on {self._half.device} on this rank; "
@@ -194,19 +201,54 @@ class DeviceProcessGroup(ProcessGroup):
         """Also one of the current streams, once the group has met CUDA tensors."""
         return super().barrier(opts, timeout) if self._half is None else self._half.barrier(opts, timeout)
 
+    # --- messages ---------------------------------------------------------------------------------------------
+
+    def send(self, tensors: Sequence[torch.Tensor], dst: int, tag: int = 0) -> Pending:
+        device = device_of(tensors)
+        return super().send(tensors if device is None else taken_home(tensors, self._streams(device)), dst, tag)
+
+    def recv(self, tensors: Sequence[torch.Tensor], src: int, tag: int = 0) -> Pending:
+        device = device_of(tensors)
+        if device is None:
+            return super().recv(tensors, src, tag)
+        landing = Landing(tensors, self._streams(device))
+        return self._receive(landing.host, src, tag, tensors, landing.finish)
+
+    def _new_message(
+        self,
+        core_work: _core.Work,
+        tensors: list[torch.Tensor],
+        finish: Callable[[], None] | None,
+        keep: Any,
+        source: _core.Source | None,
+    ) -> Pending:
+        device = device_of(tensors)
+        if device is None:
+            return super()._new_message(core_work, tensors, finish, keep, source)
+        lane, flight = self._messages, self._flight
+        return DevicePending(self._streams(device), core_work, tensors, lane, flight, finish, keep, source)
+
+    def _streams(self, device: torch.device) -> Streams:
+        return self._half.streams if self._half is not None and self._half.device == device else Streams(device)
+
+    # --- coalescing: messages are the host's, collectives the devices' ------------------------------------------
+
     def _start_coalescing(self, device: Any = None) -> None:
         super()._start_coalescing(device)
-        if device is not None and torch.device(device).type == "cuda":
-            self._half_for(_with_index(torch.device(device)))._coalesced = []
+        self._is_coalescing = True
+        if self._half is not None:
+            self._half._coalesced = []
 
     def _end_coalescing(self, device: Any = None) -> Done | Pending:
+        self._is_coalescing = False
         half = self._half
-        works, collected = (half._coalesced, half) if half is not None else (None, None)
+        works = [] if half is None else half._coalesced or []
         if half is not None:
             half._coalesced = None
-        if not works or collected is None:
+        if not works:
             return super()._end_coalescing(device)
-        self._coalesced = None
+        messages, self._coalesced = self._coalesced or [], None
+        works = [*works, *messages]
         return works[0] if len(works) == 1 else _AllOf(works)
 
     def shutdown(self) -> None:
@@ -238,10 +280,6 @@ class _AllOf(Done):
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
-
-
-def _with_index(device: torch.device) -> torch.device:
-    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:
@@ -283,6 +321,5 @@ for _name in (
     *("reduce_scatter_single", "_reduce_scatter_base", "all_gather_single", "_allgather_base", "gather", "scatter"),
     *("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "allgather_into_tensor_coalesced"),
     *("all_gather_single_coalesced", "alltoall", "all_to_all_single", "alltoall_base"),
-    *("send", "recv", "recv_anysource"),
 ):
     setattr(DeviceProcessGroup, _name, _dispatched(_name))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -20,36 +21,56 @@ class Messages(Issue):
         dense = [staging.reads(tensor) for tensor in tensors]
         dtype, width = self._wire("send", dense)
         core_work = self._core.send(spans(dense, width), dtype, dst, tag, "", True)
-        return self._message(core_work, tensors, staging, dense, None)
+        return self._message(core_work, tensors, None, dense, None)
 
     def recv(self, tensors: Sequence[torch.Tensor], src: int, tag: int = 0) -> Pending:
-        staging, source = Staging("recv"), _core.Source()
+        staging = Staging("recv")
         dense = [staging.writes(tensor) for tensor in tensors]
-        dtype, width = self._wire("recv", dense)
-        core_work = self._core.recv(spans(dense, width), dtype, src, tag, "", True, source)
-        return self._message(core_work, tensors, staging, dense, source)
+        return self._receive(dense, src, tag, tensors, staging.finish if staging.is_used else None)
 
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> Pending:
         return self.recv(tensors, _ANY, tag)
+
+    def _receive(
+        self,
+        dense: list[torch.Tensor],
+        src: int,
+        tag: int,
+        tensors: Sequence[torch.Tensor],
+        finish: Callable[[], None] | None,
+    ) -> Pending:
+        """A message into ``dense``, which ``finish`` brings to ``tensors``."""
+        source = _core.Source()
+        dtype, width = self._wire("recv", dense)
+        core_work = self._core.recv(spans(dense, width), dtype, src, tag, "", True, source)
+        return self._message(core_work, tensors, finish, dense, source)
 
     def _message(
         self,
         core_work: _core.Work | None,
         tensors: Sequence[torch.Tensor],
-        staging: Staging,
+        finish: Callable[[], None] | None,
         dense: list[torch.Tensor],
         source: _core.Source | None,
     ) -> Pending:
         assert core_work is not None
-        finish = staging.finish if staging.is_used else None
-        keep = (dense, source)
-        work = Pending(core_work, list(tensors), self._messages, self._flight, finish, keep, source)
+        work = self._new_message(core_work, list(tensors), finish, (dense, source), source)
         if self._timeout_s != self._deadline_s:
             work.limit(self._timeout_s, lambda: self._give_up("recv" if source else "send", self._timeout_s))
         self._flight.add(work)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
+
+    def _new_message(
+        self,
+        core_work: _core.Work,
+        tensors: list[torch.Tensor],
+        finish: Callable[[], None] | None,
+        keep: Any,
+        source: _core.Source | None,
+    ) -> Pending:
+        return Pending(core_work, tensors, self._messages, self._flight, finish, keep, source)
 
     @staticmethod
     def _wire(what: str, tensors: Sequence[torch.Tensor]) -> tuple[_core.DType, int]:
