@@ -2,6 +2,7 @@
 //
 // Invariant: every page of the range is always mapped, PROT_NONE where nothing lies behind it, so that no other
 // allocation can slip into a gap. Thread rule: as the caller orders it; disjoint parts may be changed at once.
+// Source: mmap(2), mremap(2).
 #include <sys/mman.h>
 
 #include <cerrno>
@@ -11,11 +12,16 @@
 #include "base/error.hpp"
 #include "heap/segment.hpp"
 
+#ifndef MREMAP_DONTUNMAP
+#define MREMAP_DONTUNMAP 4  // of <linux/mman.h>, which older libraries do not have
+#endif
+
 namespace zcomm::heap {
 
 namespace {
 
 constexpr int kEmptyFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+constexpr int kMove = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP;
 
 void check_pages(const char* name, std::size_t value) {
   if (value % page_nbytes() != 0) {
@@ -23,7 +29,7 @@ void check_pages(const char* name, std::size_t value) {
   }
 }
 
-/// Reserves them from a multiple of table_nbytes() on.
+/// Reserves addresses from a multiple of table_nbytes() on.
 std::byte* reserve_aligned(std::size_t nbytes) {
   const std::size_t table = table_nbytes();
   if (nbytes > SIZE_MAX - table) throw_system_error(ENOMEM, text("cannot reserve ", nbytes, " bytes of addresses"));
@@ -32,7 +38,7 @@ std::byte* reserve_aligned(std::size_t nbytes) {
   auto* const begin = static_cast<std::byte*>(data);
   const std::size_t before = (table - reinterpret_cast<std::uintptr_t>(begin) % table) % table;
   if (before != 0) ::munmap(begin, before);
-  if (before != table) ::munmap(begin + before + nbytes, table - before);
+  ::munmap(begin + before + nbytes, table - before);
   return begin + before;
 }
 
@@ -89,6 +95,49 @@ void AddressRange::unmap(std::size_t offset, std::size_t nbytes) {
   if (::mmap(data_ + offset, nbytes, PROT_NONE, kEmptyFlags | MAP_FIXED, -1, 0) == MAP_FAILED) {
     throw_system_error(errno, text("cannot unmap ", nbytes, " bytes of an address range"));
   }
+}
+
+void AddressRange::alias(std::size_t offset, const std::byte* shared, std::size_t nbytes) {
+  check_pages("offset", offset);
+  check_pages("nbytes", nbytes);
+  check_inside("an address range", offset, nbytes, nbytes_);
+  if (nbytes == 0) return;
+  // An old size of 0 asks for a copy of the mapping; it shares the pages because the original is MAP_SHARED.
+  void* const source = const_cast<std::byte*>(shared);
+  void* const at = ::mremap(source, 0, nbytes, MREMAP_MAYMOVE | MREMAP_FIXED, data_ + offset);
+  if (at == MAP_FAILED) throw_system_error(errno, text("cannot map ", nbytes, " bytes a second time"));
+#ifdef MADV_POPULATE_WRITE
+  ::madvise(at, nbytes, MADV_POPULATE_WRITE);  // one call instead of a fault per page; only a hint
+#endif
+}
+
+void AddressRange::take(std::size_t offset, AddressRange& from, std::size_t from_offset, std::size_t nbytes) {
+  check_pages("offset", offset);
+  check_pages("from_offset", from_offset);
+  check_pages("nbytes", nbytes);
+  check_inside("an address range", offset, nbytes, nbytes_);
+  check_inside("the range to take from", from_offset, nbytes, from.nbytes_);
+  if (nbytes == 0) return;
+  if (!moves_mappings()) throw Unsupported("AddressRange.take: needs Linux 5.13");
+  // Left mapped at first, so that no other allocation can slip into the gap.
+  if (::mremap(from.data_ + from_offset, nbytes, nbytes, kMove, data_ + offset) == MAP_FAILED)
+    throw_system_error(errno, text("cannot move a mapping of ", nbytes, " bytes"));
+  from.unmap(from_offset, nbytes);
+}
+
+bool moves_mappings() {
+  static const bool does = [] {
+    const std::size_t page = page_nbytes();
+    const auto map = [page](int flags) { return ::mmap(nullptr, page, PROT_READ, flags | MAP_ANONYMOUS, -1, 0); };
+    void *const source = map(MAP_SHARED), *const target = map(MAP_PRIVATE);
+    if (source == MAP_FAILED || target == MAP_FAILED) return false;
+    // An old system that refuses has unmapped the target before: it may be another thread's by now.
+    const bool moved = mremap(source, page, page, kMove, target) != MAP_FAILED;
+    ::munmap(source, page);
+    if (moved) ::munmap(target, page);
+    return moved;
+  }();
+  return does;
 }
 
 }  // namespace zcomm::heap

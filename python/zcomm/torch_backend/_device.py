@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -158,7 +159,6 @@ class DeviceProcessGroup(ProcessGroup):
     """A group where CUDA is there."""
 
     _half: DeviceHalf | None = None
-    _is_coalescing = False
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -173,7 +173,7 @@ class DeviceProcessGroup(ProcessGroup):
         """Collective at first: every rank has called an operation on CUDA tensors."""
         if self._half is None:
             self._half = self._open_half(device)
-            self._half._coalesced = [] if self._is_coalescing else None
+            self._half._coalesced = None if self._coalesced is None else []
         if self._half.device != device:
             raise ValueError(
                 f"a tensor is on {device}, but this group's CUDA tensors are on {self._half.device} on this rank; "
@@ -214,19 +214,9 @@ class DeviceProcessGroup(ProcessGroup):
         landing = Landing(tensors, self._streams(device))
         return self._receive(landing.host, src, tag, tensors, landing.finish)
 
-    def _new_message(
-        self,
-        core_work: _core.Work,
-        tensors: list[torch.Tensor],
-        finish: Callable[[], None] | None,
-        keep: Any,
-        source: _core.Source | None,
-    ) -> Pending:
+    def _work_for(self, tensors: Sequence[torch.Tensor]) -> Callable[..., Pending]:
         device = device_of(tensors)
-        if device is None:
-            return super()._new_message(core_work, tensors, finish, keep, source)
-        lane, flight = self._messages, self._flight
-        return DevicePending(self._streams(device), core_work, tensors, lane, flight, finish, keep, source)
+        return Pending if device is None else partial(DevicePending, self._streams(device))
 
     def _streams(self, device: torch.device) -> Streams:
         return self._half.streams if self._half is not None and self._half.device == device else Streams(device)
@@ -235,12 +225,10 @@ class DeviceProcessGroup(ProcessGroup):
 
     def _start_coalescing(self, device: Any = None) -> None:
         super()._start_coalescing(device)
-        self._is_coalescing = True
         if self._half is not None:
             self._half._coalesced = []
 
     def _end_coalescing(self, device: Any = None) -> Done | Pending:
-        self._is_coalescing = False
         half = self._half
         works = [] if half is None else half._coalesced or []
         if half is not None:

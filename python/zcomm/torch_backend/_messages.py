@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -54,7 +53,8 @@ class Messages(Issue):
         source: _core.Source | None,
     ) -> Pending:
         assert core_work is not None
-        work = self._new_message(core_work, list(tensors), finish, (dense, source), source)
+        make, keep = self._work_for(tensors), (dense, source)
+        work = make(core_work, list(tensors), self._messages, self._flight, finish, keep, source)
         if self._timeout_s != self._deadline_s:
             work.limit(self._timeout_s, lambda: self._give_up("recv" if source else "send", self._timeout_s))
         self._flight.add(work)
@@ -62,15 +62,9 @@ class Messages(Issue):
             self._coalesced.append(work)
         return work
 
-    def _new_message(
-        self,
-        core_work: _core.Work,
-        tensors: list[torch.Tensor],
-        finish: Callable[[], None] | None,
-        keep: Any,
-        source: _core.Source | None,
-    ) -> Pending:
-        return Pending(core_work, tensors, self._messages, self._flight, finish, keep, source)
+    def _work_for(self, tensors: Sequence[torch.Tensor]) -> Callable[..., Pending]:
+        """What makes the work of a message in them."""
+        return Pending
 
     @staticmethod
     def _wire(what: str, tensors: Sequence[torch.Tensor]) -> tuple[_core.DType, int]:

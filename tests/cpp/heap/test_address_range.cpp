@@ -113,8 +113,10 @@ TEST(AddressRange, names_what_does_not_fit) {
   EXPECT_THROW_WITH(range.map(3 * page, segment, 0, 2 * page), InvalidArgument, "address range");
   EXPECT_THROW_WITH(range.unmap(5 * page, 0), InvalidArgument, "address range");
   AddressRange other = AddressRange::reserve(page);
-  EXPECT_THROW_WITH(range.take(1, other, 0, page), InvalidArgument, "take: 1 is");
-  EXPECT_THROW_WITH(range.take(4 * page, other, 0, page), InvalidArgument, std::to_string(5 * page));
+  EXPECT_THROW_WITH(range.take(1, other, 0, page), InvalidArgument, "offset 1 is");
+  EXPECT_THROW_WITH(range.take(4 * page, other, 0, page), InvalidArgument, std::to_string(4 * page));
   EXPECT_THROW_WITH(range.take(0, other, 0, 2 * page), InvalidArgument, "to take from");
+  EXPECT_THROW_WITH(range.alias(4 * page, segment.data(), page), InvalidArgument, "address range");
+  EXPECT_THROW_WITH(range.alias(7, segment.data(), page), InvalidArgument, "offset 7");
   EXPECT_THROW(AddressRange::reserve(std::size_t{1} << 62), SystemError);
 }
