@@ -1,4 +1,4 @@
-"""CUDA tensors of a process group: a communicator of their own, made when the first of them comes.
+"""CUDA tensors of a process group: a communicator of their own, made when the first collective on them comes.
 
 It is cuda_ipc or nccl, as "auto" has it (docs/backends.md). Calls and works are ordered by streams, as torch's users
 expect: an operation comes after what is on the current stream, ``work.wait()`` makes the current stream wait for its
@@ -170,7 +170,7 @@ class DeviceProcessGroup(ProcessGroup):
         return self
 
     def _half_for(self, device: torch.device) -> DeviceHalf:
-        """Collective at first: every rank has called an operation on CUDA tensors."""
+        """Collective at first: every rank has called one on CUDA tensors."""
         if self._half is None:
             self._half = self._open_half(device)
             self._half._coalesced = None if self._coalesced is None else []
