@@ -2,8 +2,8 @@
 //
 // Each code object is looked at once and then known by its address, for which it is kept alive; each (code, line) has
 // one text. A program has few of either. Frames of torch are passed over, too: who calls torch.distributed is asked
-// for, and a program that is all torch (a hook under DDP) gets the innermost of them. Source: Python C API, "Frame
-// objects".
+// for, and a program that is all torch (a hook under DDP) gets the innermost of them. So are those of the standard
+// library, which threads and executors begin with. Source: Python C API, "Frame objects".
 #include "call_site.hpp"
 
 #include <pybind11/pybind11.h>
@@ -33,11 +33,19 @@ std::string directory_of(const char* package) {
   return init.substr(0, init.rfind('/') + 1);
 }
 
+/// Of the standard library: a thread of ours ends there.
+bool is_standard(const std::string& path) {
+  static const std::string library =
+      py::cast<std::string>(py::module_::import("sysconfig").attr("get_path")("stdlib")) + "/";
+  return path.starts_with(library) && path.find("-packages/") == std::string::npos;
+}
+
 Code look_at(PyCodeObject* code) {
   const py::object filename = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(code)).attr("co_filename");
   const auto path = py::cast<std::string>(filename);
   static const std::string package = directory_of("zcomm"), torchs = directory_of("torch");
-  const bool is_ours = path.starts_with(package), is_torchs = !torchs.empty() && path.starts_with(torchs);
+  const bool is_ours = path.starts_with(package) || is_standard(path),
+             is_torchs = !torchs.empty() && path.starts_with(torchs);
   const Whose whose = is_ours ? Whose::ours : is_torchs ? Whose::torchs : Whose::programs;
   return {whose, path.substr(path.rfind('/') + 1), {}};
 }

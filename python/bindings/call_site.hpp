@@ -3,7 +3,7 @@
 
 namespace zcomm::bindings {
 
-/// The innermost Python line outside of zcomm's own modules, or "". The text lives as long as the process.
+/// The innermost Python line outside of zcomm and the standard library, or "". The text lives as long as the process.
 /// Thread rule: holds the interpreter lock.
 const char* call_site();
 

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -105,6 +106,19 @@ def mismatch_with_lines() -> str:
 def test_a_mismatch_names_both_lines(run_ranks: Run) -> None:
     for message in run_ranks(mismatch_with_lines, 2):
         assert len(re.findall(r"at test_deadline\.py:\d+", message)) == 2, message
+
+
+def mismatch_of_executors() -> str:
+    comm = zcomm.init(timeout=10.0)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(zcomm.CollectiveMismatch) as caught:
+        call = comm.all_reduce if comm.rank == 0 else comm.broadcast
+        pool.submit(call, torch.ones(4), name="by itself").result()
+    return str(caught.value)
+
+
+def test_an_executor_that_calls_by_itself_is_no_place(run_ranks: Run) -> None:
+    for message in run_ranks(mismatch_of_executors, 2):
+        assert message.count("'by itself'") == 2 and ".py:" not in message, message
 
 
 def suspensions_nest() -> list[str]:
