@@ -24,16 +24,15 @@ constexpr std::chrono::milliseconds kLastWords{500}, kFarewell{2000};
 
 }  // namespace
 
-NcclEngine::NcclEngine(Communicator& control, std::shared_ptr<net::Mesh> watched, int device,
-                       const std::string& library, double timeout_s)
+NcclEngine::NcclEngine(Communicator& control, std::shared_ptr<net::Mesh> watched,
+                       std::shared_ptr<device::Device> device, const NcclLibrary& nccl, double timeout_s)
     : control_(control),
       watched_(std::move(watched)),
-      nccl_(NcclLibrary::load(library)),
-      device_(device),
+      device_(std::move(device)),
+      nccl_(nccl),
       timeout_s_(timeout_s),
-      cuda_(device::make_cuda_device(device)),
-      tickets_(std::make_shared<DeviceWatch>(cuda_, nullptr, control.rank(), timeout_s)),
-      stream_(cuda_->make_stream()) {
+      tickets_(std::make_shared<DeviceWatch>(device_, nullptr, control.rank(), timeout_s)),
+      stream_(device_->make_stream()) {
   try {
     connect();
   } catch (...) {
@@ -50,7 +49,7 @@ NcclEngine::~NcclEngine() {
 /// Lets the other ranks have what this one still forwards or lends for them. They may be gone: not for long.
 void NcclEngine::finish() noexcept {
   try {
-    const device::cuda::DeviceScope scope(device_);
+    const device::CurrentDevice current(*device_);
     const auto until = Clock::now() + kFarewell;
     int state = nccl_.comm_finalize(comm_);
     while (state == NcclLibrary::kInProgress && Clock::now() < until) {
@@ -69,7 +68,7 @@ void NcclEngine::connect() {
   if (rank() == 0) check(nccl_.get_unique_id(&id), "ncclGetUniqueId");
   const Buffer buffer{id.bytes.data(), id.bytes.size()};
   control_.broadcast({&buffer, 1}, DType::u8, 0, Call("NCCL's unique id", false));
-  const device::cuda::DeviceScope scope(device_);
+  const device::CurrentDevice current(*device_);
   NcclConfig config;
   check(nccl_.comm_init_rank_config(&comm_, world_size(), id, rank(), &config), "ncclCommInitRankConfig");
   settle("ncclCommInitRankConfig");
@@ -146,7 +145,7 @@ void NcclEngine::compare_parts(const Operation& operation) {
 }
 
 void NcclEngine::launch(const Operation& operation) {
-  const device::cuda::DeviceScope scope(device_);
+  const device::CurrentDevice current(*device_);
   check(nccl_.group_start(), "ncclGroupStart");
   try {
     int peer = 0;
@@ -258,7 +257,7 @@ void NcclEngine::abort() noexcept {
   auto* const comm = std::exchange(comm_, nullptr);
   if (comm == nullptr) return;
   try {
-    const device::cuda::DeviceScope scope(device_);  // else this thread would start device 0
+    const device::CurrentDevice current(*device_);  // else this thread would start device 0
     nccl_.comm_abort(comm);
   } catch (const Error&) {  // the device is lost, and all that was on it
   }
@@ -278,12 +277,19 @@ void NcclEngine::suspend_deadline(bool suspended) {
 }
 
 std::unique_ptr<Communicator> make_nccl_communicator(Communicator& control, std::shared_ptr<net::Mesh> watched,
-                                                     int device, const std::string& library, double timeout_s) {
-  return make_communicator([&control, watched = std::move(watched), device, library, timeout_s,
+                                                     std::shared_ptr<device::Device> device, const NcclLibrary& nccl,
+                                                     double timeout_s) {
+  return make_communicator([&control, watched = std::move(watched), device = std::move(device), &nccl, timeout_s,
                             made = false](SymmetricMemory&) mutable -> std::unique_ptr<Engine> {
     if (std::exchange(made, true)) throw Unsupported("duplicate: split a communicator of backend nccl instead");
-    return std::make_unique<NcclEngine>(control, watched, device, library, timeout_s);
+    return std::make_unique<NcclEngine>(control, watched, device, nccl, timeout_s);
   });
+}
+
+std::unique_ptr<Communicator> make_nccl_communicator(Communicator& control, std::shared_ptr<net::Mesh> watched,
+                                                     int device, const std::string& library, double timeout_s) {
+  const NcclLibrary& nccl = NcclLibrary::load(library);
+  return make_nccl_communicator(control, std::move(watched), device::make_cuda_device(device), nccl, timeout_s);
 }
 
 }  // namespace zcomm::coll

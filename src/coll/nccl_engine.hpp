@@ -17,7 +17,7 @@
 #include "coll/cuda_ipc_ticket.hpp"
 #include "coll/engine.hpp"
 #include "coll/nccl_library.hpp"
-#include "device/cuda.hpp"
+#include "device/device.hpp"
 #include "net/mesh.hpp"
 
 namespace zcomm::coll {
@@ -25,10 +25,9 @@ namespace zcomm::coll {
 class NcclEngine final : public Engine {
  public:
   /// Collective over `control`, which must outlive the engine and be used by nobody else; `watched` connects the same
-  /// ranks. Throws Unsupported without libnccl or in a build without CUDA; CudaError without a device, and for what
-  /// NCCL says.
-  NcclEngine(Communicator& control, std::shared_ptr<net::Mesh> watched, int device, const std::string& library,
-             double timeout_s);
+  /// ranks; `nccl` outlives it too. Throws CudaError for what NCCL says.
+  NcclEngine(Communicator& control, std::shared_ptr<net::Mesh> watched, std::shared_ptr<device::Device> device,
+             const NcclLibrary& nccl, double timeout_s);
   ~NcclEngine() override;
 
   OwnParts own_parts() const override { return OwnParts::refused; }
@@ -57,10 +56,9 @@ class NcclEngine final : public Engine {
 
   Communicator& control_;
   std::shared_ptr<net::Mesh> watched_;
+  const std::shared_ptr<device::Device> device_;
   const NcclLibrary& nccl_;
-  const int device_;
   const double timeout_s_;
-  const std::shared_ptr<device::Device> cuda_;
   TicketPool tickets_;
   std::unique_ptr<device::Stream> stream_;
   NcclLibrary::Comm comm_ = nullptr;
@@ -72,6 +70,11 @@ class NcclEngine final : public Engine {
 };
 
 /// Collective; see NcclEngine.
+std::unique_ptr<Communicator> make_nccl_communicator(Communicator& control, std::shared_ptr<net::Mesh> watched,
+                                                     std::shared_ptr<device::Device> device, const NcclLibrary& nccl,
+                                                     double timeout_s);
+/// The same on CUDA device `device`, by the libnccl that NcclLibrary::load finds. Throws Unsupported without one or in
+/// a build without CUDA, CudaError without a device.
 std::unique_ptr<Communicator> make_nccl_communicator(Communicator& control, std::shared_ptr<net::Mesh> watched,
                                                      int device, const std::string& library, double timeout_s);
 

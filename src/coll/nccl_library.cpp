@@ -19,33 +19,35 @@ void find(void* library, Function& function, const char* name, const std::string
   function = reinterpret_cast<Function>(symbol);
 }
 
-}  // namespace
-
-NcclLibrary::NcclLibrary(const std::string& path) {
+NcclLibrary open(const std::string& path) {
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr)
     throw Unsupported(
         text("NCCL: ", dlerror(),
              "; install the nvidia-nccl wheel of this CUDA version, or set ZCOMM_NCCL_LIB to libnccl.so.2"));
-  find(library, get_version, "ncclGetVersion", path);
-  find(library, get_unique_id, "ncclGetUniqueId", path);
-  find(library, comm_init_rank_config, "ncclCommInitRankConfig", path);
-  find(library, comm_abort, "ncclCommAbort", path);
-  find(library, comm_finalize, "ncclCommFinalize", path);
-  find(library, comm_destroy, "ncclCommDestroy", path);
-  find(library, comm_get_async_error, "ncclCommGetAsyncError", path);
-  find(library, get_error_string, "ncclGetErrorString", path);
-  find(library, get_last_error, "ncclGetLastError", path);
-  find(library, all_reduce, "ncclAllReduce", path);
-  find(library, reduce, "ncclReduce", path);
-  find(library, reduce_scatter, "ncclReduceScatter", path);
-  find(library, all_gather, "ncclAllGather", path);
-  find(library, broadcast, "ncclBroadcast", path);
-  find(library, send, "ncclSend", path);
-  find(library, recv, "ncclRecv", path);
-  find(library, group_start, "ncclGroupStart", path);
-  find(library, group_end, "ncclGroupEnd", path);
+  NcclLibrary nccl{};
+  find(library, nccl.get_version, "ncclGetVersion", path);
+  find(library, nccl.get_unique_id, "ncclGetUniqueId", path);
+  find(library, nccl.comm_init_rank_config, "ncclCommInitRankConfig", path);
+  find(library, nccl.comm_abort, "ncclCommAbort", path);
+  find(library, nccl.comm_finalize, "ncclCommFinalize", path);
+  find(library, nccl.comm_destroy, "ncclCommDestroy", path);
+  find(library, nccl.comm_get_async_error, "ncclCommGetAsyncError", path);
+  find(library, nccl.get_error_string, "ncclGetErrorString", path);
+  find(library, nccl.get_last_error, "ncclGetLastError", path);
+  find(library, nccl.all_reduce, "ncclAllReduce", path);
+  find(library, nccl.reduce, "ncclReduce", path);
+  find(library, nccl.reduce_scatter, "ncclReduceScatter", path);
+  find(library, nccl.all_gather, "ncclAllGather", path);
+  find(library, nccl.broadcast, "ncclBroadcast", path);
+  find(library, nccl.send, "ncclSend", path);
+  find(library, nccl.recv, "ncclRecv", path);
+  find(library, nccl.group_start, "ncclGroupStart", path);
+  find(library, nccl.group_end, "ncclGroupEnd", path);
+  return nccl;
 }
+
+}  // namespace
 
 const NcclLibrary& NcclLibrary::load(const std::string& path) {
   // Not a static that throws: a thread that waits for one while another leaves it by an exception may never wake under
@@ -53,7 +55,8 @@ const NcclLibrary& NcclLibrary::load(const std::string& path) {
   static std::mutex mutex;
   static std::unique_ptr<const NcclLibrary> library;
   const std::lock_guard lock(mutex);
-  if (!library) library.reset(new NcclLibrary(read_env().nccl_lib.value_or(path.empty() ? "libnccl.so.2" : path)));
+  if (!library)
+    library = std::make_unique<NcclLibrary>(open(read_env().nccl_lib.value_or(path.empty() ? "libnccl.so.2" : path)));
   return *library;
 }
 

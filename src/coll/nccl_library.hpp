@@ -58,9 +58,6 @@ struct NcclLibrary {
 
   /// "2.27.3".
   std::string version() const;
-
- private:
-  explicit NcclLibrary(const std::string& path);
 };
 
 /// ncclDataType_t; bool travels as uint8.

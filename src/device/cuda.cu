@@ -91,6 +91,8 @@ class CudaDevice final : public Device {
   std::unique_ptr<Event> open_event(const SharedHandle& handle) override {
     return std::make_unique<CudaEvent>(gpu_, handle);
   }
+  void push_current() override { gpu_.push(); }
+  void pop_current() noexcept override { Gpu::pop(); }
   void lose_after(std::uint64_t n) override { gpu_.lose_after(n); }
 
  private:

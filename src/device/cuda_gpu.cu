@@ -143,6 +143,16 @@ void* Gpu::context() {
   return started;
 }
 
+void Gpu::push() {
+  void* const started = context();
+  check(static_cast<cudaError_t>(Driver::load().push(started)), "cuCtxPushCurrent");
+}
+
+void Gpu::pop() noexcept {
+  void* popped = nullptr;
+  Driver::load().pop(&popped);
+}
+
 void Gpu::check(cudaError_t result, const char* what) {
   if (result == cudaSuccess) return;
   cudaGetLastError();  // a plain error must not surface again in a later call
@@ -208,15 +218,7 @@ std::atomic<int>& home_device() {
   return device;
 }
 
-DeviceScope::DeviceScope(int device) {
-  Gpu& gpu = Gpu::at(device);
-  void* const context = gpu.context();
-  gpu.check(static_cast<cudaError_t>(Driver::load().push(context)), "cuCtxPushCurrent");
-}
-
-DeviceScope::~DeviceScope() {
-  void* popped = nullptr;
-  Driver::load().pop(&popped);
-}
+DeviceScope::DeviceScope(int device) { Gpu::at(device).push(); }
+DeviceScope::~DeviceScope() { Gpu::pop(); }
 
 }  // namespace zcomm::device::cuda

@@ -54,6 +54,8 @@ class Gpu {
   const std::string& name() const { return name_; }
   std::string uuid();  ///< in hex
   void* context();     ///< the primary one, started by the first call; throws CudaError
+  void push();         ///< makes it the calling thread's, until pop(); throws CudaError
+  static void pop() noexcept;
 
   /// Throws CudaError for what is not success.
   void check(cudaError_t result, const char* what);

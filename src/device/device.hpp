@@ -95,10 +95,26 @@ class Device {
   virtual Memory open_memory(const SharedHandle& handle) = 0;
   virtual std::unique_ptr<Event> open_event(const SharedHandle& handle) = 0;
 
+  /// CurrentDevice's: from push to pop the device is the calling thread's. Calls nest. Throws CudaError.
+  virtual void push_current() = 0;
+  virtual void pop_current() noexcept = 0;
+
   /// Tests only: the `n`-th operation from now (n >= 1) that is put on a stream finds the device lost, as after an Xid
   /// error: it and each later call throw CudaError, and what had not run by then never does. 0: no fault, and a CUDA
   /// device is as before (a simulated one stays lost). Of CUDA: for all Device objects of this GPU in the process.
   virtual void lose_after(std::uint64_t n) = 0;
+};
+
+/// While it lives, `device` is the calling thread's: for libraries that go by that (NCCL). Throws CudaError.
+class CurrentDevice {
+ public:
+  explicit CurrentDevice(Device& device) : device_(device) { device_.push_current(); }
+  ~CurrentDevice() { device_.pop_current(); }
+  CurrentDevice(const CurrentDevice&) = delete;
+  CurrentDevice& operator=(const CurrentDevice&) = delete;
+
+ private:
+  Device& device_;
 };
 
 /// CUDA device `index`. Throws CudaError ("no CUDA device ...") without driver or device, InvalidArgument for an index

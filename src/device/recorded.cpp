@@ -179,6 +179,8 @@ class RecordedDevice final : public Device {
     if (!mark) mark = std::make_shared<Mark>();  // another process's: what it orders is not in this trace
     return std::make_unique<RecordedEvent>(inner_->open_event(handle), trace_, std::move(mark));
   }
+  void push_current() override { inner_->push_current(); }
+  void pop_current() noexcept override { inner_->pop_current(); }
   void lose_after(std::uint64_t n) override { inner_->lose_after(n); }
 
  private:

@@ -289,6 +289,8 @@ class SimulatedDevice final : public Device {
     state_->check();
     return std::make_unique<SimulatedEvent>(state_, simulated::find_event(handle), true);
   }
+  void push_current() override {}
+  void pop_current() noexcept override {}
   void lose_after(std::uint64_t n) override { state_->lose_after(n); }
 
  private:

@@ -52,6 +52,8 @@ class LendingDevice : public device::Device {
   std::unique_ptr<device::Event> open_event(const device::SharedHandle& handle) override {
     return inner_->open_event(handle);
   }
+  void push_current() override { inner_->push_current(); }
+  void pop_current() noexcept override { inner_->pop_current(); }
   void lose_after(std::uint64_t n) override { inner_->lose_after(n); }
 
  private:
