@@ -177,7 +177,8 @@ def test_wall_clock_breakdown_adds_up(capsys: pytest.CaptureFixture[str]) -> Non
     found = re.fullmatch(r"step 2: forward (\S+) s, backward (\S+) s, step (\S+) s \(of (\S+) s, 1 steps\)", lines[1])
     assert found is not None
     *phases, whole = (float(number) for number in found.groups())
-    assert 0 < sum(phases) <= whole + 3e-4  # printed with four digits each
+    assert all(phase > 0 for phase in phases), "a small model's are microseconds"
+    assert sum(phases) <= whole * 1.001  # printed with four digits each
 
 
 def test_destroy_closes_once_and_ends_use() -> None:

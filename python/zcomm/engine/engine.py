@@ -316,5 +316,5 @@ class Engine(nn.Module):
                 flush=True,
             )
         if self.config.wall_clock_breakdown:
-            phases = ", ".join(f"{name} {seconds.get(name, 0.0):.4f} s" for name in ("forward", "backward", "step"))
-            print(f"step {self.global_steps}: {phases} (of {elapsed_s:.4f} s, {every} steps)", flush=True)
+            phases = ", ".join(f"{name} {seconds.get(name, 0.0):.4g} s" for name in ("forward", "backward", "step"))
+            print(f"step {self.global_steps}: {phases} (of {elapsed_s:.4g} s, {every} steps)", flush=True)
