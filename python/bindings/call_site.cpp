@@ -6,11 +6,13 @@
 // library, which threads and executors begin with. Source: Python C API, "Frame objects".
 #include "call_site.hpp"
 
+#include <pybind11/gil_safe_call_once.h>
 #include <pybind11/pybind11.h>
 
 #include <map>
 #include <string>
 #include <unordered_map>
+#include <utility>
 
 namespace py = pybind11;
 
@@ -25,29 +27,40 @@ struct Code {
   std::unordered_map<int, std::string> lines;
 };
 
-/// Of a package that has been imported, with a slash at its end; empty if it has not.
-std::string directory_of(const char* package) {
+/// Where a module lies that has been imported, with a slash at its end; empty if it has not.
+std::string directory_of(const char* module) {
   const py::dict modules = py::module_::import("sys").attr("modules");
-  if (!modules.contains(package)) return "";
-  const auto init = py::cast<std::string>(modules[package].attr("__file__"));
-  return init.substr(0, init.rfind('/') + 1);
+  if (!modules.contains(module)) return "";
+  const auto file = py::cast<std::string>(py::getattr(modules[module], "__file__", py::str()));
+  return file.substr(0, file.rfind('/') + 1);
 }
 
-/// Of the standard library: a thread of ours ends there.
-bool is_standard(const std::string& path) {
-  static const std::string library =
-      py::cast<std::string>(py::module_::import("sysconfig").attr("get_path")("stdlib")) + "/";
-  return path.starts_with(library) && path.find("-packages/") == std::string::npos;
+bool is_in(const std::string& directory, const std::string& path) {
+  return !directory.empty() && path.starts_with(directory);
+}
+
+struct Directories {
+  std::string zcomm = directory_of("zcomm"), torch = directory_of("torch"), standard = directory_of("os");
+};
+
+/// Python may run another thread while they are found: one that waited with the interpreter's lock would wait for ever.
+const Directories& directories() {
+  PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<Directories> once;
+  return once.call_once_and_store_result([] { return Directories{}; }).get_stored();
+}
+
+Whose owner_of(const std::string& path) {
+  const Directories& known = directories();
+  if (is_in(known.zcomm, path)) return Whose::ours;
+  if (is_in(known.torch, path)) return Whose::torchs;
+  const bool is_standard = is_in(known.standard, path) && path.find("-packages/") == std::string::npos;
+  return is_standard ? Whose::ours : Whose::programs;  // a thread of ours ends in the standard library
 }
 
 Code look_at(PyCodeObject* code) {
   const py::object filename = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(code)).attr("co_filename");
   const auto path = py::cast<std::string>(filename);
-  static const std::string package = directory_of("zcomm"), torchs = directory_of("torch");
-  const bool is_ours = path.starts_with(package) || is_standard(path),
-             is_torchs = !torchs.empty() && path.starts_with(torchs);
-  const Whose whose = is_ours ? Whose::ours : is_torchs ? Whose::torchs : Whose::programs;
-  return {whose, path.substr(path.rfind('/') + 1), {}};
+  return {owner_of(path), path.substr(path.rfind('/') + 1), {}};
 }
 
 const char* text_of(Code& code, PyFrameObject* frame) {
@@ -68,8 +81,10 @@ const char* call_site() {
     PyCodeObject* code = PyFrame_GetCode(frame);
     auto place = known.find(code);
     if (place == known.end()) {
-      place = known.emplace(code, look_at(code)).first;
-      Py_INCREF(code);
+      Code looked_at = look_at(code);  // another thread may have looked, too, meanwhile
+      const auto [at, is_new] = known.emplace(code, std::move(looked_at));
+      if (is_new) Py_INCREF(code);
+      place = at;
     }
     Py_DECREF(code);
     const Whose whose = place->second.whose;

@@ -1,6 +1,8 @@
 // Reading torch tensors (torch_tensor.hpp). Attributes by interned name; nothing of torch is linked.
 #include "torch_tensor.hpp"
 
+#include <pybind11/gil_safe_call_once.h>
+
 #include <array>
 #include <cstdint>
 #include <utility>
@@ -35,8 +37,9 @@ struct Torch {
 };
 
 const Torch& torch() {
-  static const auto* names = new Torch;  // never destroyed: the interpreter may be gone by then
-  return *names;
+  PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<const Torch*> once;
+  // Never destroyed: the interpreter may be gone by then.
+  return *once.call_once_and_store_result([] { return static_cast<const Torch*>(new Torch); }).get_stored();
 }
 
 /// A new reference; throws what Python raised.

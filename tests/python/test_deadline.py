@@ -9,12 +9,15 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import zcomm
+from thread_world import thread_world
+from zcomm._join import Joined
 
 Run = Callable[..., list[Any]]
 TIMEOUT_S = 1.0
@@ -119,6 +122,28 @@ def mismatch_of_executors() -> str:
 def test_an_executor_that_calls_by_itself_is_no_place(run_ranks: Run) -> None:
     for message in run_ranks(mismatch_of_executors, 2):
         assert message.count("'by itself'") == 2 and ".py:" not in message, message
+
+
+def first_calls_of_threads(folder: str) -> None:
+    class Slow:
+        """Importing takes a while, in which other threads run."""
+
+        @staticmethod
+        def find_spec(*_: Any) -> None:
+            time.sleep(0.05)
+
+    def run(joined: Joined) -> None:
+        comm = zcomm.Communicator(joined)
+        comm.barrier(name="the first call")
+        comm.close()
+
+    sys.modules.pop("sysconfig", None)  # to be imported again by who asks it for places
+    sys.meta_path.insert(0, Slow)  # type: ignore[arg-type]
+    thread_world(3, Path(folder), run)
+
+
+def test_threads_that_call_at_once_do_not_wait_for_each_other(run_ranks: Run, tmp_path: Path) -> None:
+    run_ranks(first_calls_of_threads, 1, str(tmp_path), timeout_s=60)
 
 
 def suspensions_nest() -> list[str]:
