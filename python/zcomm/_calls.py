@@ -37,8 +37,11 @@ class Calls:
     rank: int
     world_size: int
 
-    def __init__(self, core: _core.Communicator, device: str = "cpu") -> None:
+    def __init__(
+        self, core: _core.Communicator, device: str = "cpu", messenger: _core.Communicator | None = None
+    ) -> None:
         self._core = core  # _core.Communicator, or what speaks like it (backend "mpi")
+        self._messenger = messenger or core  # of send and recv
         self._device = device  # where its tensors must be
         self._reads_tensors = device == "cpu" and hasattr(core, "all_reduce_tensor")
 

@@ -75,6 +75,7 @@ class Joined:
     meshes: tuple[_core.Mesh, ...] = ()  # left when the communicator is closed
     device: str = "cpu"  # where its tensors are
     core_device: _core.Device | None = None  # what makes symmetric memory there, if the core does
+    messenger: _core.Communicator | None = None  # what sends and receives, if not the core
     splitter: Callable[[Movements, Joined, int | None, int, str], Joined | None] | None = None  # None: zcomm's own
 
     def describe(self) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -31,7 +31,7 @@ class Communicator(Reductions, Movements, Messages):
     """The ranks of a job, in a fixed order. Made by ``zcomm.init``; ``duplicate`` and ``split`` make further ones."""
 
     def __init__(self, joined: Joined) -> None:
-        super().__init__(joined.core, joined.device)
+        super().__init__(joined.core, joined.device, joined.messenger)
         self._joined = joined
         self.rank: int = joined.core.rank
         self.world_size: int = joined.core.world_size
@@ -120,11 +120,11 @@ class Communicator(Reductions, Movements, Messages):
 
         A rank that dies is still noticed. Blocks nest. Raises: RuntimeError on a closed or failed communicator.
         """
-        self._core.suspend_deadline()
-        try:
+        with ExitStack() as resumed:
+            for core in (self._core, self._messenger):
+                core.suspend_deadline()
+                resumed.callback(core.resume_deadline)
             yield
-        finally:
-            self._core.resume_deadline()
 
     def _lost(self) -> bool:
         """Whether a rank is known to be gone; looks, and never waits."""
@@ -136,6 +136,7 @@ class Communicator(Reductions, Movements, Messages):
         Parts that were split from it go on.
         """
         self._core.close()
+        self._messenger.close()
         for mesh in self._joined.meshes:
             mesh.leave()
 

@@ -91,6 +91,25 @@ def messages(comm: zcomm.Communicator) -> None:
     assert all(work.source == left for work in receives)
 
 
+def messages_on_device(comm: zcomm.Communicator) -> None:
+    """Wherever its tensors are: a send takes what the stream was given before, what follows a receive comes after."""
+    right, left = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+    for count in (0, 5, 1_000_003):
+        out = numbers(count, torch.float32, comm.rank).to(comm.device) * 3
+        work = comm.send(out, right, async_op=True)
+        out.fill_(-1.0)
+        got = torch.zeros(count, device=comm.device)
+        assert comm.recv(got, left) == left
+        equal((got + 1).cpu(), numbers(count, torch.float32, left) * 3 + 1, f"message of {count}")
+        work.wait()
+        got.fill_(-2.0)
+        receiving = comm.recv(got, left, tag=1, async_op=True)
+        sending = comm.send(numbers(count, torch.float32, comm.rank).to(comm.device), right, tag=1, async_op=True)
+        receiving.wait()
+        sending.wait()
+        equal((got * 2).cpu(), numbers(count, torch.float32, left) * 2, f"asynchronous message of {count}")
+
+
 def any_source(comm: zcomm.Communicator) -> None:
     if comm.rank != 0:
         comm.send(torch.full((10,), float(comm.rank)), 0, tag=5)

@@ -17,9 +17,13 @@ import torch
 import zcomm
 from backend_calls import (
     all_to_all_mismatch,
+    any_source,
     asynchronous,
     bad_arguments,
     duplicates_keep_their_own_order,
+    message_mismatch,
+    messages,
+    messages_on_device,
     mismatches,
     rank_that_leaves,
     split,
@@ -50,9 +54,10 @@ Check = Callable[[zcomm.Communicator], None]
 SUITE: list[Check] = [
     *(all_reduce, rounding, lists, reduce, reduce_scatter),
     *(all_gather, broadcast, gather_and_scatter, all_to_all),
-    *(asynchronous, bad_arguments, split, duplicates_keep_their_own_order, suspended_deadline),
-    *(mismatches, all_to_all_mismatch, rank_that_leaves),
+    *(asynchronous, bad_arguments, messages, any_source, split, duplicates_keep_their_own_order, suspended_deadline),
+    *(mismatches, all_to_all_mismatch, message_mismatch, rank_that_leaves),
 ]
+OF_SEVERAL = (bad_arguments, messages, mismatches, all_to_all_mismatch, message_mismatch, rank_that_leaves)
 
 
 def simulated_world(world: int, folder: Path, body: Check, max_delay_s: float = 0.0) -> None:
@@ -75,7 +80,7 @@ def test_suite_on_simulated_devices(world: int, tmp_path: Path) -> None:
     def body(comm: zcomm.Communicator) -> None:
         assert comm.backend == "cuda_ipc"
         for check in SUITE:
-            if world == 1 and check in (bad_arguments, mismatches, all_to_all_mismatch, rank_that_leaves):
+            if world == 1 and check in OF_SEVERAL:
                 continue
             own = comm.duplicate()
             check(own)
@@ -98,7 +103,6 @@ def test_symmetric_tensors_and_late_streams(tmp_path: Path) -> None:
             equal(tensor, expected(inputs, "sum"), "all_reduce of a symmetric tensor")
         raises(NotImplementedError, "cuda", lambda: comm.empty(4, device="cuda"))
         raises(NotImplementedError, "share", lambda: comm.shared_empty(4))
-        raises(NotImplementedError, "send", lambda: comm.send(torch.ones(3), (comm.rank + 1) % 2))
         before = comm.memory()
         comm.all_reduce(torch.ones(9))
         assert comm.memory() == before and before["slot_nbytes"] >= 4 * (4 << 20)
@@ -184,6 +188,7 @@ def values_on_devices(backend: str) -> None:
     raises(NotImplementedError, "cpu", lambda: comm.all_reduce(torch.ones(3)))
     raises(ValueError, "cuda.*cpu|cpu.*cuda", lambda: comm.all_reduce([torch.ones(3, device=device), torch.ones(3)]))
     if world > 1:
+        messages_on_device(comm)
         twin = comm.duplicate()
         raises(zcomm.CollectiveMismatch, "count=", lambda: twin.all_reduce(torch.ones(3 + rank, device=device)))
 

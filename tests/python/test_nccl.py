@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import zcomm
+from backend_calls import messages_on_device
 from backend_values import equal, expected, numbers, raises
 from zcomm import _core
 
@@ -60,6 +61,7 @@ def values() -> None:
     assert part.all_gather(torch.tensor([rank], device=device)).tolist() == list(range(world))[::-1]
     raises(NotImplementedError, "cpu", lambda: comm.all_reduce(torch.ones(3)))
     if world > 1:
+        messages_on_device(comm)
         twin = comm.duplicate()
         raises(zcomm.CollectiveMismatch, "count=", lambda: twin.all_reduce(torch.ones(3 + rank, device=device)))
     comm.all_reduce(bucket)

@@ -58,7 +58,7 @@ def reaches_all(host: Communicator, index: int) -> bool:
 def joined_over(
     control: Joined, core: _core.Communicator, backend: str, device: str, over: Callable[[Joined], Joined]
 ) -> Joined:
-    """``core`` over the ranks of ``control``, which from now on serves it alone: it splits them, too.
+    """``core`` over the ranks of ``control``, which from now on serves it alone: it splits them and carries messages.
 
     over: makes the same of a part's control.
     """
@@ -68,7 +68,15 @@ def joined_over(
         part = split(host, control, color, key, name)
         return None if part is None else over(part)
 
-    return replace(control, core=core, backend=backend, requested=backend, device=device, splitter=splitter)
+    return replace(
+        control,
+        core=core,
+        backend=backend,
+        requested=backend,
+        device=device,
+        messenger=control.core,
+        splitter=splitter,
+    )
 
 
 def join(job: Job, timeout: float, generation: int, device: torch.device | None = None) -> Joined:

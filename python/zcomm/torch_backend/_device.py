@@ -17,41 +17,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zcomm import _core
+from zcomm import _core, _streams
+from zcomm._device_messages import Landing, taken_home
 from zcomm._join import Joined
 from zcomm._rendezvous import join_through_store
 from zcomm._work import current_stream, wait_on_current_stream
-from zcomm.torch_backend._device_messages import Landing, taken_home
 from zcomm.torch_backend._group import ProcessGroup
 from zcomm.torch_backend._movements import Movements
 from zcomm.torch_backend._reductions import Reductions
+from zcomm.torch_backend._staging import checked
 from zcomm.torch_backend._work import Completer, CoreWork, Done, Flight, Pending
 
 
-class Streams:
-    """torch's streams of one device."""
+class Streams(_streams.Streams):
+    """With a stream of the group's own, and Futures."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        super().__init__(device)
         self._side: torch.cuda.Stream | None = None
 
     def side(self) -> Any:
         """For the completer's thread: waiting there must hold up no stream of the program."""
         if self._side is None:
             self._side = torch.cuda.Stream(self.device)
-        return torch.cuda.stream(self._side)
-
-    def record(self) -> Any:
-        """An event at the end of the current stream."""
-        return torch.cuda.current_stream(self.device).record_event()
-
-    def wait(self, event: Any) -> None:
-        """The current stream waits for it."""
-        torch.cuda.current_stream(self.device).wait_event(event)
-
-    def page_locked(self, like: torch.Tensor) -> torch.Tensor:
-        """Host memory of its shape and dtype."""
-        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+        return self.on(self._side)
 
     def future(self) -> Any:
         """A Future that carries the current streams of whoever completes it."""
@@ -201,17 +190,19 @@ class DeviceProcessGroup(ProcessGroup):
         """Also one of the current streams, once the group has met CUDA tensors."""
         return super().barrier(opts, timeout) if self._half is None else self._half.barrier(opts, timeout)
 
-    # --- messages ---------------------------------------------------------------------------------------------
+    # --- messages, over the group's communicator of the host ----------------------------------------------------
 
     def send(self, tensors: Sequence[torch.Tensor], dst: int, tag: int = 0) -> Pending:
         device = device_of(tensors)
-        return super().send(tensors if device is None else taken_home(tensors, self._streams(device)), dst, tag)
+        if device is None:
+            return super().send(tensors, dst, tag)
+        return super().send(taken_home(on_one_device("send", tensors, device), self._streams(device)), dst, tag)
 
     def recv(self, tensors: Sequence[torch.Tensor], src: int, tag: int = 0) -> Pending:
         device = device_of(tensors)
         if device is None:
             return super().recv(tensors, src, tag)
-        landing = Landing(tensors, self._streams(device))
+        landing = Landing(on_one_device("recv", tensors, device), self._streams(device))
         return self._receive(landing.host, src, tag, tensors, landing.finish)
 
     def _work_for(self, tensors: Sequence[torch.Tensor]) -> Callable[..., Pending]:
@@ -277,6 +268,14 @@ def tensors_in(values: Any) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from tensors_in(value)
+
+
+def on_one_device(what: str, tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Dense tensors, of whatever strides. Raises: ValueError for one elsewhere, NotImplementedError as `checked`."""
+    for tensor in tensors:
+        if tensor.device != device:
+            raise ValueError(f"{what}: a tensor is on {tensor.device}, others are on {device}")
+    return [checked(what, tensor) for tensor in tensors]
 
 
 def device_of(values: Any) -> torch.device | None:

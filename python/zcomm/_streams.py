@@ -1,0 +1,34 @@
+"""Streams: torch's streams of one CUDA device, as far as messages and process groups need them.
+
+Thread rule: "current" is the calling thread's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class Streams:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def current(self) -> Any:
+        return torch.cuda.current_stream(self.device)
+
+    def on(self, stream: Any) -> Any:
+        """A context in which ``stream`` is the current one."""
+        return torch.cuda.stream(stream)
+
+    def record(self) -> Any:
+        """An event at the end of the current stream."""
+        return self.current().record_event()
+
+    def wait(self, event: Any) -> None:
+        """The current stream waits for it."""
+        self.current().wait_event(event)
+
+    def page_locked(self, like: torch.Tensor) -> torch.Tensor:
+        """Host memory of its shape and dtype. What a stream still copies out of it stays when it is dropped."""
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
