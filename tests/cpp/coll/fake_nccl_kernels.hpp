@@ -1,0 +1,76 @@
+// What FakeNccl puts on streams: kernels that wait for those of the other ranks, and then compute what NCCL would.
+//
+// A collective is carried out by the rank that comes last, for all of them; messages by their receivers. Reductions are
+// exact for small integers in any order. Calls that do not belong together fail the test.
+// Thread rule: free-threaded; run() is called by the streams' threads and blocks them.
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+namespace zcomm::test {
+
+enum class FakeKind { all_reduce, reduce, reduce_scatter, all_gather, broadcast, send, recv };
+
+/// One call within a group, as NCCL is given it.
+struct FakeTask {
+  FakeKind kind;
+  const void* in;
+  void* out;
+  std::size_t count;
+  int dtype, op = 0;
+  int other = -1;  ///< root, or the rank that is sent to or received from
+};
+
+/// Where the ranks of one communicator meet.
+class Rendezvous {
+ public:
+  explicit Rendezvous(int ranks) : seats_(static_cast<std::size_t>(ranks)) {}
+
+  /// The kernels of one group; `held`: they wait for an abort.
+  void run(int rank, const std::vector<FakeTask>& tasks, bool held);
+  /// Ends the kernels of `rank`, those that have not begun too, and blocks until none runs.
+  void abort(int rank);
+  /// Blocks until one runs.
+  void wait_for_kernel(int rank);
+  bool is_running(int rank);
+
+ private:
+  struct Seat {
+    bool aborted = false;
+    int running = 0;
+    std::uint64_t meetings = 0;
+  };
+  struct Meeting {
+    std::vector<const FakeTask*> tasks;  // by rank
+    std::size_t arrived = 0;
+    bool done = false;
+  };
+  struct Letter {
+    const FakeTask* task;
+    bool taken = false;
+  };
+  using Lock = std::unique_lock<std::mutex>;
+
+  /// These return false once `rank` is aborted.
+  bool wait(Lock& lock, int rank, const std::function<bool()>& until);
+  bool meet(Lock& lock, int rank, const FakeTask& task);
+  bool exchange(Lock& lock, int rank, const std::vector<FakeTask>& tasks);
+  bool receive(Lock& lock, int rank, const FakeTask& task);
+  Seat& seat(int rank) { return seats_[static_cast<std::size_t>(rank)]; }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<Seat> seats_;
+  std::map<std::uint64_t, Meeting> meetings_;                     // by number
+  std::map<std::pair<int, int>, std::deque<Letter*>> mailboxes_;  // from, to
+};
+
+}  // namespace zcomm::test

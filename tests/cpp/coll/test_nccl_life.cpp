@@ -1,0 +1,77 @@
+// The life of a communicator of backend nccl: begun by all ranks, ended by finalize and destroy, or by one abort.
+#include <chrono>
+#include <future>
+#include <string>
+#include <thread>
+
+#include "error_checks.hpp"
+#include "nccl_world.hpp"
+
+using namespace zcomm;
+using namespace zcomm::test;
+
+namespace {
+
+using Deeds = FakeNccl::Deeds;
+
+const NcclOptions kByHand{.connect = false};
+
+}  // namespace
+
+TEST(nccl_life, a_good_end_finalizes_and_destroys) {
+  for (const int queries : {0, 3}) {
+    FakeNccl fake;
+    fake.be_slow(queries);
+    run_nccl_world(3, {}, [&](NcclRank& self) {
+      std::vector<float> values(10, 1);
+      sum(self, values).wait();
+      sum(self, values);
+      self.comm->close();
+      EXPECT_EQ(values[9], 9.0f);
+      EXPECT_TRUE(fake.deeds(self.rank) == (Deeds{.inits = 1, .groups = 2, .finalized = 1, .destroyed = 1}));
+    });
+  }
+}
+
+TEST(nccl_life, a_beginning_that_fails) {
+  for (const std::string call : {"ncclGetUniqueId", "ncclCommInitRankConfig", "ncclCommGetAsyncError"}) {
+    FakeNccl fake;
+    fake.fail(0, call, FakeNccl::system_error);
+    run_nccl_world(1, kByHand, [&](NcclRank& self) {
+      expect_contains(message_of<CudaError>([&] { self.connect(); }, call.c_str()),
+                      {"init of NCCL", call, "unhandled system error", "last words"});
+      self.connect();  // nothing stands in its way
+    });
+  }
+}
+
+TEST(nccl_life, a_rank_that_does_not_come) {
+  for (const bool dies : {false, true}) {
+    FakeNccl fake;
+    std::promise<void> given_up;
+    run_nccl_world(2, {.timeout_s = 0.15, .connect = false}, [&](NcclRank& self) {
+      if (self.rank == 1) {  // takes part in what happens on the host, and no more
+        coll::NcclId id{};
+        const Buffer buffer{id.bytes.data(), id.bytes.size()};
+        self.control->broadcast({&buffer, 1}, DType::u8, 0, Call("NCCL's unique id", false));
+        if (dies) self.mesh->drop_dead();
+        return given_up.get_future().wait();
+      }
+      if (dies)
+        EXPECT_THROW_WITH(self.connect(), PeerLost, "rank 1 died; init of NCCL");
+      else
+        EXPECT_THROW_WITH(self.connect(), Timeout, "init of NCCL: rank 0 waited 0.15 s");
+      EXPECT_TRUE(fake.deeds(0) == (Deeds{.inits = 1, .aborted = 1}));
+      given_up.set_value();
+    });
+  }
+}
+
+TEST(nccl_life, a_deadline_is_that_of_one_call) {
+  FakeNccl fake;
+  run_nccl_world(1, {.timeout_s = 0.05}, [](NcclRank& self) {
+    std::vector<float> values(10, 1);
+    std::this_thread::sleep_for(std::chrono::milliseconds(60));
+    sum(self, values).wait();
+  });
+}
