@@ -95,19 +95,29 @@ void NcclEngine::run(Operation& operation) {
   if (closing_) throw Error(text("communicator was closed before ", describe(operation.header)));
   require_supported(operation.header);
   during_ = identity(operation.header);
-  switch (operation.header.kind) {
-    case OpKind::all_to_all:
-      compare_parts(operation);
-      break;
-    case OpKind::allocate:
-    case OpKind::allocate_shared:
-      operation.allocate->refused = std::make_exception_ptr(
-          Unsupported("empty: backend nccl has no symmetric memory; use torch.empty(..., device=\"cuda\")"));
-      return;
-    default:
-      control_.barrier(Call(during_.c_str(), false, operation.header.site));
+  if (operation.allocate != nullptr) {
+    operation.allocate->refused = std::make_exception_ptr(
+        Unsupported("empty: backend nccl has no symmetric memory; use torch.empty(..., device=\"cuda\")"));
+    return;
   }
-  if (!moves_data(operation.header.kind)) return;
+  try {
+    meet(operation);
+    if (moves_data(operation.header.kind)) carry_out(operation);
+  } catch (...) {
+    abort();
+    throw;
+  }
+}
+
+/// Throws CollectiveMismatch, and what `control` finds.
+void NcclEngine::meet(const Operation& operation) {
+  if (operation.header.kind == OpKind::all_to_all)
+    compare_parts(operation);
+  else
+    control_.barrier(Call(during_.c_str(), false, operation.header.site));
+}
+
+void NcclEngine::carry_out(const Operation& operation) {
   try {
     restart_clock();
     const auto ticket = tickets_.of(operation);
@@ -119,7 +129,6 @@ void NcclEngine::run(Operation& operation) {
       if (turn > kSpins) std::this_thread::sleep_for(kNap);
     }
   } catch (...) {
-    abort();
     control_.close();  // the others must not wait for this rank any more
     throw;
   }

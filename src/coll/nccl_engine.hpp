@@ -43,6 +43,8 @@ class NcclEngine final : public Engine {
 
  private:
   void connect();
+  void meet(const Operation& operation);
+  void carry_out(const Operation& operation);
   void compare_parts(const Operation& operation);
   void launch(const Operation& operation);
   void launch_item(const Header& header, const Item& item, int peer);

@@ -49,6 +49,22 @@ class Pairs {
 
 }  // namespace
 
+TEST(nccl_losses, a_rank_that_has_died_before) {
+  FakeNccl fake;
+  Survivors survivors(2);
+  run_nccl_world(3, {}, [&](NcclRank& self) {
+    std::vector<float> values(100, 1);
+    sum(self, values).wait();
+    if (self.rank == 1) {
+      self.mesh->drop_dead();
+      return survivors.wait();
+    }
+    expect_lost(1, "died", [&] { sum(self, values).wait(); });
+    expect_aborted(fake, self);
+    survivors.done();
+  });
+}
+
 TEST(nccl_losses, a_rank_that_has_done_its_part_may_die) {
   FakeNccl fake;
   std::promise<void> dead;
@@ -102,6 +118,23 @@ TEST(nccl_losses, a_kernel_that_never_ends) {
   });
 }
 
+TEST(nccl_losses, a_rank_that_is_late_is_named) {
+  FakeNccl fake;
+  Survivors survivors(1);
+  run_nccl_world(2, {.timeout_s = 0.1}, [&](NcclRank& self) {
+    std::vector<float> values(100, 1);
+    if (self.rank == 1) {
+      survivors.wait();
+      EXPECT_THROW(sum(self, values).wait(), Timeout);
+    } else {
+      expect_contains(message_of<Timeout>([&] { sum(self, values, "grads").wait(); }, "late"),
+                      {"all_reduce float32 sum count=100 'grads'", "for rank 1 to enter it"});
+      survivors.done();
+    }
+    expect_aborted(fake, self);
+  });
+}
+
 TEST(nccl_losses, a_network_error_with_nobody_lost) {
   FakeNccl fake;
   fake.hold_kernels(0);
@@ -129,6 +162,22 @@ TEST(nccl_losses, closing_ends_a_wait_for_kernels) {
     EXPECT_THROW(behind.wait(), Error);
     EXPECT_TRUE(fake.deeds(0) == (FakeNccl::Deeds{.inits = 1, .groups = 1, .aborted = 1}));
     EXPECT_THROW_WITH(pairs.exchange(self), Error, "closed");
+  });
+}
+
+TEST(nccl_losses, closing_ends_a_wait_for_another_rank) {
+  FakeNccl fake;
+  Survivors survivors(1);
+  run_nccl_world(2, {}, [&](NcclRank& self) {
+    std::vector<float> values(100, 1);
+    if (self.rank == 1) return survivors.wait();
+    Work work = sum(self, values), behind = sum(self, values);
+    EXPECT_FALSE(work.wait_for(0.01));
+    std::thread([&] { self.comm->close(); }).join();
+    EXPECT_THROW_WITH(work.wait(), Error, "closed while");
+    EXPECT_THROW(behind.wait(), Error);
+    EXPECT_TRUE(fake.deeds(0) == (FakeNccl::Deeds{.inits = 1, .aborted = 1}));
+    survivors.done();
   });
 }
 
