@@ -111,10 +111,22 @@ void NcclEngine::run(Operation& operation) {
 
 /// Throws CollectiveMismatch, and what `control` finds.
 void NcclEngine::meet(const Operation& operation) {
-  if (operation.header.kind == OpKind::all_to_all)
-    compare_parts(operation);
-  else
-    control_.barrier(Call(during_.c_str(), false, operation.header.site));
+  const auto in_full = [&](const Error& error) {  // it has had room for the beginning of the name alone
+    const bool is_cut = during_.size() >= sizeof(Header::name);
+    return text(error.what(), is_cut ? text("; rank ", rank(), " called ", during_) : "");
+  };
+  try {
+    if (operation.header.kind == OpKind::all_to_all)
+      compare_parts(operation);
+    else
+      control_.barrier(Call(during_.c_str(), false, operation.header.site));
+  } catch (const CollectiveMismatch& error) {
+    throw CollectiveMismatch(in_full(error));
+  } catch (const PeerLost& error) {
+    throw PeerLost(error.rank, in_full(error));
+  } catch (const Timeout& error) {
+    throw Timeout(in_full(error));
+  }
 }
 
 void NcclEngine::carry_out(const Operation& operation) {

@@ -42,6 +42,19 @@ TEST(nccl_refusals, mismatches_name_both_sides) {
   expect_mismatch(1, broadcast(0), broadcast(2), {"root=0", "root=2"});
 }
 
+/// What the barrier's name has no room for.
+TEST(nccl_refusals, long_descriptions_are_given_in_full) {
+  FakeNccl fake;
+  run_nccl_world(2, {}, [&](NcclRank& self) {
+    const std::size_t last = self.rank == 0 ? 60 : 50;
+    const std::string message =
+        message_of<CollectiveMismatch>([&] { all_reduce_list({1, 2, 3, last, 110 - last})(*self.comm); }, "layout");
+    expect_contains(message, {"rank 0: ", "rank 1: ", "count=116 in 5 buffers [1, 2, 3, " + std::to_string(last),
+                              "; layout ", "'list'"});
+    expect_aborted(fake, self);
+  });
+}
+
 TEST(nccl_refusals, what_is_exchanged_must_be_what_is_expected) {
   expect_mismatch(1, exchange(5), exchange(7), {"rank 1 sends 7 elements to rank 2, which expects 5"});
   expect_mismatch(1, exchange(5), exchange(5, DType::i64), {"float32", "int64"});
