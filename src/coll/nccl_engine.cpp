@@ -255,7 +255,7 @@ void NcclEngine::settle(const char* what) {
 void NcclEngine::look_around(const char* what) {
   if (closing_) throw Error(text("communicator was closed while ", during_, " was running"));
   check_interrupt();
-  const auto loss = watched_->lost();
+  const auto loss = lost();
   if (loss && !loss->said_goodbye && lost_ < 0) {  // it may have done its part before
     lost_ = loss->rank;
     deadline_ = std::min(deadline_, Clock::now() + kLastWords);
@@ -268,6 +268,15 @@ void NcclEngine::look_around(const char* what) {
   if (lost_ >= 0) throw PeerLost(lost_, text("rank ", lost_, " died; ", during_, " cannot finish"));
   throw Timeout(text(during_, ": rank ", rank(), " waited ", timeout_s_, " s, ", what,
                      "; all ranks have entered it, but one or the link to it may have stopped"));
+}
+
+/// A rank that died, or else one that left, which may have done its part before.
+std::optional<net::Loss> NcclEngine::lost() const {
+  const auto first = watched_->lost();
+  if (!first || !first->said_goodbye) return first;
+  for (int rank = 0; rank < world_size(); ++rank)
+    if (const auto loss = watched_->lost(rank); loss && !loss->said_goodbye) return loss;
+  return first;
 }
 
 void NcclEngine::restart_clock() {

@@ -12,6 +12,7 @@
 #include <atomic>
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "coll/cuda_ipc_ticket.hpp"
@@ -52,6 +53,7 @@ class NcclEngine final : public Engine {
   void check(int result, const char* what);
   void settle(const char* what);
   void look_around(const char* what);
+  std::optional<net::Loss> lost() const;
   void restart_clock();
   void finish() noexcept;
   void abort() noexcept;

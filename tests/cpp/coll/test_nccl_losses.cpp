@@ -65,6 +65,36 @@ TEST(nccl_losses, a_rank_that_has_died_before) {
   });
 }
 
+/// Rank 2 has nothing to do with the others, and leaves in order; then rank 1 dies.
+TEST(nccl_losses, a_rank_that_dies_while_kernels_run) {
+  FakeNccl fake;
+  fake.hold_kernels(1);
+  Survivors survivors(1);
+  std::promise<void> left;
+  run_nccl_world(3, {}, [&](NcclRank& self) {
+    Pairs pairs(self, {{0, 1}, {2, 2}});
+    Work work = pairs.exchange(self);
+    if (self.rank == 2) {
+      work.wait();
+      self.comm->close();
+      self.mesh->leave();
+      return left.set_value();
+    }
+    if (self.rank == 1) {
+      left.get_future().wait();
+      fake.wait_for_kernel(1);
+      self.mesh->drop_dead();
+      survivors.wait();
+      self.comm->close();
+      EXPECT_THROW_WITH(work.wait(), Error, "closed");
+      return;
+    }
+    expect_lost(1, "died", [&] { work.wait(); });
+    expect_aborted(fake, self);
+    survivors.done();
+  });
+}
+
 TEST(nccl_losses, a_rank_that_has_done_its_part_may_die) {
   FakeNccl fake;
   std::promise<void> dead;
