@@ -242,32 +242,33 @@ void NcclEngine::check(int result, const char* what) {
 
 /// Waits until NCCL has done on the host what it was asked for.
 void NcclEngine::settle(const char* what) {
-  for (int turn = 0;; ++turn) {
-    int state = NcclLibrary::kSuccess;
-    check(nccl_.comm_get_async_error(comm_, &state), "ncclCommGetAsyncError");
-    check(state, what);
-    if (state == NcclLibrary::kSuccess) return;
-    look_around(what);
+  for (int turn = 0; look_around(what) != NcclLibrary::kSuccess; ++turn)
     if (turn > kSpins) std::this_thread::sleep_for(kNap);
-  }
 }
 
-void NcclEngine::look_around(const char* what) {
+/// The state of NCCL's communicator, unless it is time to give up.
+int NcclEngine::look_around(const char* what) {
   if (closing_) throw Error(text("communicator was closed while ", during_, " was running"));
   check_interrupt();
-  const auto loss = lost();
-  if (loss && !loss->said_goodbye && lost_ < 0) {  // it may have done its part before
-    lost_ = loss->rank;
-    deadline_ = std::min(deadline_, Clock::now() + kLastWords);
-  }
   int state = NcclLibrary::kSuccess;
   check(nccl_.comm_get_async_error(comm_, &state), "ncclCommGetAsyncError");
+  const bool is_remote = state == NcclLibrary::kRemoteError;
+  if (!is_remote) check(state, what);
+  const auto loss = lost();
+  const bool has_died = loss && !loss->said_goodbye;
+  const bool is_missed = has_died || is_remote;
+  // Who has died may have done its part before; of whom NCCL misses, the sockets will tell who it is.
+  if (is_missed && !std::exchange(has_last_words_, true)) deadline_ = std::min(deadline_, Clock::now() + kLastWords);
+  if (suspended_ && !has_last_words_) restart_clock();
+  const bool is_late = Clock::now() >= deadline_;
+  if (loss && is_missed && (is_late || (has_died && is_remote)))
+    throw PeerLost(loss->rank, text("rank ", loss->rank, has_died ? " died; " : " left; ", during_, " cannot finish"));
+  if (!is_late) return state;
   check(state, what);
-  if (suspended_ && lost_ < 0) restart_clock();
-  if (Clock::now() < deadline_) return;
-  if (lost_ >= 0) throw PeerLost(lost_, text("rank ", lost_, " died; ", during_, " cannot finish"));
   throw Timeout(text(during_, ": rank ", rank(), " waited ", timeout_s_, " s, ", what,
-                     "; all ranks have entered it, but one or the link to it may have stopped"));
+                     "; all ranks have entered it, but one, the link to it, or a stream that it comes after may have "
+                     "stopped",
+                     loss ? text("; rank ", loss->rank, " has left meanwhile") : ""));
 }
 
 /// A rank that died, or else one that left, which may have done its part before.
@@ -280,7 +281,8 @@ std::optional<net::Loss> NcclEngine::lost() const {
 }
 
 void NcclEngine::restart_clock() {
-  deadline_ = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s_));
+  has_last_words_ = false;
+  deadline_ = Clock::now() + std::chrono::duration_cast<Clock::duration>(timeout());
 }
 
 void NcclEngine::abort() noexcept {

@@ -52,8 +52,9 @@ class NcclEngine final : public Engine {
   void deal(const Header& header, const Item& item);
   void check(int result, const char* what);
   void settle(const char* what);
-  void look_around(const char* what);
+  int look_around(const char* what);
   std::optional<net::Loss> lost() const;
+  std::chrono::duration<double> timeout() const { return std::chrono::duration<double>(timeout_s_); }
   void restart_clock();
   void finish() noexcept;
   void abort() noexcept;
@@ -68,7 +69,7 @@ class NcclEngine final : public Engine {
   NcclLibrary::Comm comm_ = nullptr;
   std::chrono::steady_clock::time_point deadline_;
   std::string during_;
-  int lost_ = -1;  ///< a rank that died
+  bool has_last_words_ = false;  ///< the deadline is that of what was under way when a rank went
   std::atomic<bool> closing_{false};
   std::atomic<bool> suspended_{false};
 };

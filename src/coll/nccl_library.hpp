@@ -29,7 +29,7 @@ struct NcclConfig {
 };
 
 struct NcclLibrary {
-  static constexpr int kSuccess = 0, kInProgress = 7;  // ncclResult_t
+  static constexpr int kSuccess = 0, kRemoteError = 6, kInProgress = 7;  // ncclResult_t
   using Comm = NcclCommHandle*;
   using Stream = void*;  // cudaStream_t
 

@@ -45,6 +45,21 @@ TEST(nccl_life, a_beginning_that_fails) {
   }
 }
 
+TEST(nccl_life, a_beginning_that_fails_on_another_rank) {
+  for (const std::string call : {"ncclGetUniqueId", "ncclCommInitRankConfig"}) {
+    FakeNccl fake;
+    fake.fail(0, call, FakeNccl::system_error);
+    run_nccl_world(2, {.timeout_s = 0.15, .connect = false}, [&](NcclRank& self) {
+      if (self.rank == 0)
+        EXPECT_THROW(self.connect(), CudaError);
+      else if (call == "ncclGetUniqueId")
+        expect_lost(0, "left", [&] { self.connect(); });
+      else
+        EXPECT_THROW_WITH(self.connect(), Timeout, "rank 0 has left meanwhile");
+    });
+  }
+}
+
 TEST(nccl_life, a_rank_that_does_not_come) {
   for (const bool dies : {false, true}) {
     FakeNccl fake;

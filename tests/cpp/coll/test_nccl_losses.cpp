@@ -136,6 +136,38 @@ TEST(nccl_losses, a_rank_that_has_failed_is_not_waited_for) {
   });
 }
 
+/// Its kernels say so before its sockets end. That rank 2 has left is not why.
+TEST(nccl_losses, a_rank_whose_death_nccl_notices_first) {
+  FakeNccl fake;
+  fake.hold_kernels(1);
+  Survivors survivors(1);
+  std::promise<void> left;
+  run_nccl_world(3, {}, [&](NcclRank& self) {
+    Pairs pairs(self, {{0, 1}, {2, 2}});
+    Work work = pairs.exchange(self);
+    if (self.rank == 2) {
+      work.wait();
+      self.comm->close();
+      self.mesh->leave();
+      return left.set_value();
+    }
+    if (self.rank == 1) {
+      left.get_future().wait();
+      fake.wait_for_kernel(0);
+      fake.break_down(0, FakeNccl::remote_error);
+      EXPECT_FALSE(work.wait_for(0.02));
+      self.mesh->drop_dead();
+      survivors.wait();
+      self.comm->close();
+      EXPECT_THROW_WITH(work.wait(), Error, "closed");
+      return;
+    }
+    expect_lost(1, "died", [&] { work.wait(); });
+    expect_aborted(fake, self);
+    survivors.done();
+  });
+}
+
 TEST(nccl_losses, a_kernel_that_never_ends) {
   FakeNccl fake;
   fake.hold_kernels(1);
@@ -160,6 +192,38 @@ TEST(nccl_losses, a_rank_that_is_late_is_named) {
       expect_contains(message_of<Timeout>([&] { sum(self, values, "grads").wait(); }, "late"),
                       {"all_reduce float32 sum count=100 'grads'", "for rank 1 to enter it"});
       survivors.done();
+    }
+    expect_aborted(fake, self);
+  });
+}
+
+TEST(nccl_losses, a_rank_that_left_is_named_when_the_deadline_passes) {
+  FakeNccl fake;
+  fake.fail(1, "ncclGroupEnd", FakeNccl::invalid_usage);
+  run_nccl_world(2, {.timeout_s = 0.15}, [&](NcclRank& self) {
+    std::vector<float> values(100, 1);
+    if (self.rank == 1)
+      EXPECT_THROW(sum(self, values).wait(), CudaError);
+    else
+      EXPECT_THROW_WITH(sum(self, values).wait(), Timeout, "rank 1 has left meanwhile");
+    expect_aborted(fake, self);
+  });
+}
+
+/// Over a network NCCL finds that another rank has aborted.
+TEST(nccl_losses, a_rank_that_left_is_named_when_nccl_notices) {
+  FakeNccl fake;
+  fake.hold_kernels(1);
+  run_nccl_world(2, {.timeout_s = 0.15}, [&](NcclRank& self) {
+    std::vector<float> values(100, 1);
+    if (self.rank == 0) {
+      expect_lost(1, "left", [&] { sum(self, values).wait(); });
+    } else {
+      Work work = sum(self, values);
+      fake.wait_for_kernel(0);
+      fake.break_down(1, FakeNccl::system_error);
+      EXPECT_THROW(work.wait(), CudaError);
+      fake.break_down(0, FakeNccl::remote_error);
     }
     expect_aborted(fake, self);
   });
