@@ -63,11 +63,11 @@ void NcclEngine::finish() noexcept {
 
 void NcclEngine::connect() {
   during_ = "init of NCCL";
-  restart_clock();
   NcclId id{};
   if (rank() == 0) check(nccl_.get_unique_id(&id), "ncclGetUniqueId");
   const Buffer buffer{id.bytes.data(), id.bytes.size()};
   control_.broadcast({&buffer, 1}, DType::u8, 0, Call("NCCL's unique id", false));
+  restart_clock();
   const device::CurrentDevice current(*device_);
   NcclConfig config;
   check(nccl_.comm_init_rank_config(&comm_, world_size(), id, rank(), &config), "ncclCommInitRankConfig");

@@ -82,6 +82,15 @@ TEST(nccl_life, a_rank_that_does_not_come) {
   }
 }
 
+TEST(nccl_life, its_clock_starts_when_all_ranks_have_come) {
+  FakeNccl fake;
+  fake.delay_init(1, 0.1);
+  run_nccl_world(2, {.timeout_s = 0.2, .connect = false}, [](NcclRank& self) {
+    if (self.rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(150));
+    self.connect();
+  });
+}
+
 TEST(nccl_life, a_deadline_is_that_of_one_call) {
   FakeNccl fake;
   run_nccl_world(1, {.timeout_s = 0.05}, [](NcclRank& self) {
