@@ -301,7 +301,7 @@ void NcclEngine::close() noexcept {
 }
 
 void NcclEngine::suspend_deadline(bool suspended) {
-  suspended_ = suspended;
+  if (suspended_.exchange(suspended) == suspended) return;  // control counts them
   if (suspended)
     control_.suspend_deadline();
   else

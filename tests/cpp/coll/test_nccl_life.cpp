@@ -99,3 +99,25 @@ TEST(nccl_life, a_deadline_is_that_of_one_call) {
     sum(self, values).wait();
   });
 }
+
+TEST(nccl_life, a_deadline_may_be_suspended) {
+  FakeNccl fake;
+  std::promise<void> seen;
+  run_nccl_world(2, {.timeout_s = 0.1}, [&](NcclRank& self) {
+    std::vector<float> values(10, 1);
+    const auto stream = self.device->make_stream();
+    Call call;
+    call.stream = handle_of(*stream);
+    self.comm->suspend_deadline();
+    self.comm->suspend_deadline();
+    self.comm->resume_deadline();
+    put(*stream, [] { std::this_thread::sleep_for(std::chrono::milliseconds(120)); });
+    sum(self, values, call).wait();
+    stream->synchronize();
+    EXPECT_EQ(values[0], 2.0f);
+    self.comm->resume_deadline();
+    if (self.rank == 1) return seen.get_future().wait();
+    EXPECT_THROW_WITH(sum(self, values).wait(), Timeout, "rank 1");
+    seen.set_value();
+  });
+}
