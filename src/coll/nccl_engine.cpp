@@ -50,7 +50,8 @@ NcclEngine::~NcclEngine() {
 void NcclEngine::finish() noexcept {
   try {
     const device::CurrentDevice current(*device_);
-    const auto until = Clock::now() + kFarewell;
+    const std::chrono::duration<double> patience = std::min<std::chrono::duration<double>>(kFarewell, timeout());
+    const auto until = Clock::now() + patience;
     int state = nccl_.comm_finalize(comm_);
     while (state == NcclLibrary::kInProgress && Clock::now() < until) {
       std::this_thread::sleep_for(kNap);

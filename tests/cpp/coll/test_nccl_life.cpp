@@ -33,6 +33,22 @@ TEST(nccl_life, a_good_end_finalizes_and_destroys) {
   }
 }
 
+TEST(nccl_life, an_end_that_fails_aborts) {
+  for (const int how : {0, 1, 2}) {
+    FakeNccl fake;
+    if (how == 0) fake.fail(0, "ncclCommFinalize", FakeNccl::system_error);
+    if (how == 1) fake.hold_finalize(0);
+    run_nccl_world(1, {.timeout_s = 0.1}, [&](NcclRank& self) {
+      std::vector<float> values(10, 1);
+      sum(self, values).wait();
+      if (how == 2) fake.break_down(0, FakeNccl::remote_error);
+      self.comm->close();
+      EXPECT_TRUE(fake.deeds(0) ==
+                  (Deeds{.inits = 1, .groups = 1, .finalized = how == 0 ? 0 : 1, .destroyed = 0, .aborted = 1}));
+    });
+  }
+}
+
 TEST(nccl_life, a_beginning_that_fails) {
   for (const std::string call : {"ncclGetUniqueId", "ncclCommInitRankConfig", "ncclCommGetAsyncError"}) {
     FakeNccl fake;
