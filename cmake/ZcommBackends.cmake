@@ -1,4 +1,4 @@
-# Optional backends. A missing backend is another file (no_cuda.cpp, no_io_uring.cpp), not an #ifdef.
+# Optional backends. A missing backend is another file (no_cuda.cpp), not an #ifdef.
 
 set(ZCOMM_HAVE_CUDA OFF)
 if(NOT ZCOMM_CUDA STREQUAL "OFF")
@@ -38,17 +38,7 @@ if(NOT ZCOMM_CUDA STREQUAL "OFF")
   endif()
 endif()
 
-set(ZCOMM_HAVE_URING OFF)
-if(NOT ZCOMM_URING STREQUAL "OFF")
-  find_path(URING_INCLUDE liburing.h)
-  find_library(URING_LIBRARY NAMES liburing.a uring)
-  if(URING_INCLUDE AND URING_LIBRARY)
-    set(ZCOMM_HAVE_URING ON)
-  elseif(ZCOMM_URING STREQUAL "ON")
-    message(FATAL_ERROR "ZCOMM_URING=ON, but liburing was not found (Debian: liburing-dev)")
-  endif()
-endif()
-message(STATUS "zcomm: CUDA ${ZCOMM_HAVE_CUDA}, io_uring ${ZCOMM_HAVE_URING}")
+message(STATUS "zcomm: CUDA ${ZCOMM_HAVE_CUDA}")
 
 # Replaces the stub by the backend, or leaves the backend out.
 function(zcomm_choose_backends floor sources_var)
@@ -58,28 +48,11 @@ function(zcomm_choose_backends floor sources_var)
     file(GLOB cuda_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/src/${floor}/*.cu)
     list(APPEND sources ${cuda_sources})
   endif()
-  if(floor STREQUAL "mem")
-    if(ZCOMM_HAVE_URING)
-      list(FILTER sources EXCLUDE REGEX "/no_io_uring\\.cpp$")
-    else()
-      list(FILTER sources EXCLUDE REGEX "mem/io_uring\\.cpp$")
-
-    endif()
-  endif()
   set(${sources_var} ${sources} PARENT_SCOPE)
-endfunction()
-
-function(zcomm_link_backends floor)
-  if(floor STREQUAL "mem" AND ZCOMM_HAVE_URING)
-    target_include_directories(zcomm_mem PRIVATE ${URING_INCLUDE})
-  endif()
 endfunction()
 
 function(zcomm_link_backend_libraries target)
   target_link_libraries(${target} PRIVATE ${CMAKE_DL_LIBS})  # libnccl is loaded at run time
-  if(ZCOMM_HAVE_URING)
-    target_link_libraries(${target} PRIVATE ${URING_LIBRARY})
-  endif()
   if(ZCOMM_HAVE_CUDA)
     target_link_libraries(${target} PRIVATE CUDA::cudart_static)
   endif()

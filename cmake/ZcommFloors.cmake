@@ -17,7 +17,6 @@ function(zcomm_floor name)
   foreach(below IN LISTS ARG_BELOW)
     target_include_directories(zcomm_${name} PUBLIC ${CMAKE_BINARY_DIR}/floors/${below})
   endforeach()
-  zcomm_link_backends(${name})
   set_property(GLOBAL APPEND PROPERTY ZCOMM_FLOORS ${name})
 endfunction()
 

@@ -96,7 +96,8 @@ class Communicator {
   virtual std::shared_ptr<SymmetricBuffer> allocate_shared(std::size_t nbytes) = 0;
 
   // Collectives. A list of buffers is one fused operation. With call.async the Work ends it, and buffers must stay
-  // untouched until then; otherwise the returned Work is done and errors are thrown by the call itself.
+  // untouched until then; otherwise the returned Work is done and errors are thrown by the call itself. Buffers that
+  // share memory are refused (InvalidArgument) unless neither is written to or one "may alias" the other, exactly.
 
   /// Reduces in place.
   virtual Work all_reduce(std::span<const Buffer> buffers, DType dtype, ReduceOp op, const Call& call = {}) = 0;
@@ -106,7 +107,8 @@ class Communicator {
 
   /// in[i].count == world_size * out[i].count; rank r gets chunk r of the reduction. 2-byte floats accumulate in fp32.
   /// `out_dtype` is `dtype`, or f32 for f16/bf16 input (then nothing is rounded to 16 bits).
-  /// `accumulate`: out += result instead of out = result. out may alias in at chunk `rank`.
+  /// `accumulate`: out += result instead of out = result. out may alias in at chunk `rank`, if dtypes are equal and
+  /// without `accumulate`.
   /// `own`: of the only buffer of the list, in order, in the memory of the host; it saves copying them to chunk `rank`
   /// of `in`, which is done where the path needs it (so that it must be writable). Then out lies outside of in and
   /// parts.
@@ -132,7 +134,8 @@ class Communicator {
                        const Call& call = {}) = 0;
 
   /// in[q] goes to rank q, out[q] comes from rank q; world_size buffers each, of any counts as long as what is sent is
-  /// what is expected (CollectiveMismatch otherwise, naming both ranks and counts).
+  /// what is expected (CollectiveMismatch otherwise, naming both ranks and counts). All of in may alias out[rank], if
+  /// in[rank] does.
   virtual Work all_to_all(std::span<const ConstBuffer> in, std::span<const Buffer> out, DType dtype,
                           const Call& call = {}) = 0;
 
@@ -140,8 +143,8 @@ class Communicator {
 
   /// Local: operations called later start after what has been recorded in `event` is done (a copy from a device has
   /// landed, say). Not collective; ranks need not agree on it. It has the deadline of an operation; CudaError and
-  /// Timeout poison the communicator, and the other ranks get PeerLost. Until it is done, record nothing new in
-  /// `event`.
+  /// Timeout poison the communicator, and the other ranks get PeerLost. A later call throws the same, or its Work does
+  /// when it was queued before. Until it is done, record nothing new in `event`.
   virtual Work after(std::shared_ptr<device::Event> event, const Call& call = {}) = 0;
 
   // Messages between two ranks, matched by tag (>= 0), the list as a whole. Both sides give the same dtype and total

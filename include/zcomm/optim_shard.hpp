@@ -6,6 +6,8 @@
 // not to even: a weight with an even last bit would otherwise stand for 65537 masters, one more than lo can tell apart.
 // (Against master.to(bfloat16) that is one element in 131072, in the last bit.) A master that rounds to infinity is
 // still kept exactly; a NaN stays a NaN, its payload cut to the weight's.
+// A program may write another weight. The old lo then moves the master by half a last bit of the weight at most; beside
+// zero and infinity, where the sum would be NaN, it counts as 0.
 //
 // [Note: state tiles] State of a shard lies in tiles of `tile_count` elements, back to back: the optimizer's arrays
 // (f32 or bf16; Adam: m, v) and, with a split master, lo (i16), each of the tile's own count: tile t begins at byte

@@ -1,13 +1,14 @@
 // SwapFile: tensors by key on NVMe, asynchronous, checked (decision D7).
 //
-// A SwapFile lives in its own subdirectory of `directory` (mode 0700: manifest with the owner's pid, lock, data file);
-// with several directories, one per drive, in one of each, and its blocks go round them.
-// Reads go before writes that were queued earlier (of other keys): somebody waits for a read, nobody for a write-back.
-// Every kReadsPerWrite-th block is a write all the same while one waits.
-// Space is preallocated: ENOSPC comes at reserve(), not in step 900. Every completion is examined (error, short,
-// EAGAIN) and each tile's crc32c is compared when it is read back. The directory is removed by close(); what a killed
-// run left is recognised (its lock is free) and removed by the next start in the same `directory`.
-// Thread rule: free-threaded. Operations on one key run in call order; memory must stay valid until the Work is done.
+// A SwapFile has its own subdirectory of `directory` (mode 0700: a lock file that names the owner). The data file has
+// no name there, where the file system allows that: its space is free when the process ends, however it ends. With
+// several directories, one per drive, there is one of each in each of them, and the blocks go round them. Reads go
+// before writes that were queued earlier (of other keys): somebody waits for a read, nobody for a write-back. Every
+// kReadsPerWrite-th block is a write all the same while one waits. Space is preallocated: ENOSPC comes at reserve(),
+// not in step 900. Every completion is examined (error, short, EAGAIN) and each tile's crc32c is compared when it is
+// read back. The directory is removed by close(); one that a killed run left is recognised (its lock is free) and
+// removed by the next start in the same `directory`. Thread rule: free-threaded. Operations on one key run in call
+// order; memory must stay valid until the Work is done.
 #pragma once
 
 #include <cstddef>
@@ -44,11 +45,12 @@ class SwapFile {
     std::uint64_t error_count, retry_count;
     bool direct;
     std::string engine;           ///< "io_uring" or "threads"
-    std::string path;             ///< of the (first) data file
+    std::string path;             ///< that the (first) data file was opened with
     std::uint64_t bounce_nbytes;  ///< memory held for unaligned heads and tails
     Latency read_latency, write_latency;
     std::vector<std::string> paths;  ///< of the data files, one per directory
-    std::vector<std::string> notes;  ///< what was wanted and is not there: io_uring, O_DIRECT; with the reason
+    std::vector<std::string>
+        notes;  ///< what was wanted and is not there: io_uring, O_DIRECT, a file without a name; why
   };
   /// One key of an Image. Tile t of tile_nbytes lies in file (first + t) % files, at offsets[that file] +
   /// t / files * tile_nbytes. A checksum for each tile, and one for what lies beyond the last multiple of `alignment`.
@@ -89,8 +91,13 @@ class SwapFile {
   /// wait(), then copies the keys that hold data into new files, one per directory, without taking the data through
   /// the caller's memory; if `durable`, they are on disk when it returns. Operations of other threads wait meanwhile.
   /// Throws what wait() throws, DataCorrupt for a key whose last write failed, SystemError (EEXIST, ENOSPC); no file is
-  /// left then. A file kCopyName beside the data file is removed with the directory, by the next start too.
+  /// left then.
   virtual Image copy_to(const std::vector<std::string>& files, bool durable = true) = 0;
+  /// The same, not durable, into files without a name on the drives of the data files: they end with their last
+  /// descriptor. Appends a descriptor per directory to `files`, which the caller closes.
+  /// Also throws SystemError (ENOENT) where the directory was removed.
+  virtual Image copy_beside(std::vector<int>& files) = 0;
+  /// The name that such a copy has for a moment, beside the data file's.
   static constexpr char kCopyName[] = "copy";
   virtual Stats stats() const = 0;
   /// Waits, closes and removes the directory; later calls throw InvalidArgument. Errors that nobody asked for with

@@ -11,6 +11,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -18,6 +19,7 @@
 
 namespace zcomm {
 
+class Completion;
 class CompletionPool;
 
 /// What an operation on a device has still to do when it has ended on the host. Thread rule: free-threaded.
@@ -33,9 +35,25 @@ class DeviceTail {
   virtual bool done() noexcept = 0;
 };
 
+/// Ends an operation before its time, for a program that waits for it and is told to stop. Thread rule: free-threaded.
+class GiveUp {
+ public:
+  using Function = std::function<void(const Completion&)>;
+  explicit GiveUp(Function function) : function_(std::move(function)) {}
+  /// Makes the operation of `completion` end soon, with an error. No effect after detach().
+  void operator()(const Completion& completion) noexcept;
+  /// Blocks while a call runs; from then on calls do nothing.
+  void detach() noexcept;
+
+ private:
+  std::mutex mutex_;
+  Function function_;
+};
+
 /// Shared state of one operation: finished once, waited for by any number of threads.
 class Completion {
  public:
+  explicit Completion(std::shared_ptr<GiveUp> give_up = nullptr) : give_up_(std::move(give_up)) {}
   /// Marks the operation done; `error` is rethrown by every wait(). Call exactly once.
   void finish(std::exception_ptr error = nullptr, std::shared_ptr<DeviceTail> tail = nullptr) noexcept;
   /// Blocks until finished. Throws Timeout after `timeout_s` (the operation goes on), or the operation's error.
@@ -50,6 +68,8 @@ class Completion {
   /// Of a finished operation; null if there is none.
   std::shared_ptr<DeviceTail> tail() const;
   void drop_tail() noexcept;
+  /// Makes the operation end soon, if its runner can do that; it is finished in any case.
+  void give_up() noexcept;
 
  private:
   friend class CompletionPool;
@@ -59,6 +79,7 @@ class Completion {
   bool reported_ = false;
   std::exception_ptr error_;
   std::shared_ptr<DeviceTail> tail_;
+  const std::shared_ptr<GiveUp> give_up_;
 };
 
 class Work {
@@ -78,6 +99,9 @@ class Work {
   /// Blocks for `patience_s` at most; returns whether the operation ended. Its error waits for wait(). In a forked
   /// child true at once: there is nothing to wait for, and wait() throws.
   bool wait_for(double patience_s) noexcept;
+  /// Makes an unfinished operation end soon, with an error; with a collective its communicator is given up. What cannot
+  /// be ended (a transfer of a drive) goes on. Then wait() and the destructor do not wait for other ranks.
+  void give_up() noexcept;
 
  private:
   void end() noexcept;
@@ -90,12 +114,14 @@ class Work {
 /// Reuses Completions: acquire() allocates only when more are in flight than ever before.
 class CompletionPool {
  public:
-  CompletionPool();
+  /// give_up: of all its completions; null if operations cannot be ended.
+  explicit CompletionPool(std::shared_ptr<GiveUp> give_up = nullptr);
   std::shared_ptr<Completion> acquire();
 
  private:
   struct FreeList;
   std::shared_ptr<FreeList> free_;
+  std::shared_ptr<GiveUp> give_up_;
 };
 
 }  // namespace zcomm

@@ -47,7 +47,7 @@ int default_size() { return read_env().threads.value_or(std::max(1, usable_cpus(
 }  // namespace
 
 struct ThreadPool::Impl {
-  int size = 1;
+  std::atomic<int> size{1};  // changes under `calls`
   const int forks = fork_generation();
   std::mutex calls;  // one parallel_for at a time
   std::mutex mutex;
@@ -81,7 +81,8 @@ struct ThreadPool::Impl {
   int threads_for(std::size_t total, std::size_t grain, int most) const {
     if (is_forked()) return 1;
     const std::size_t grains = (total + std::max<std::size_t>(1, grain) - 1) / std::max<std::size_t>(1, grain);
-    return static_cast<int>(std::min<std::size_t>(most > 0 ? std::min(most, size) : size, grains));
+    const int all = size;
+    return static_cast<int>(std::min<std::size_t>(most > 0 ? std::min(most, all) : all, grains));
   }
 
   /// Under `calls`.
@@ -110,6 +111,24 @@ struct ThreadPool::Impl {
     if (error) std::rethrow_exception(std::exchange(error, nullptr));
   }
 
+  /// Workers for `wanted` threads, the caller among them. Under `calls`, or before anybody calls.
+  void provide(int wanted) {
+    if (wanted < size) dismiss();
+    size = static_cast<int>(workers.size()) + 1;
+    for (; size < wanted; ++size) workers.emplace_back([this] { work(); });
+  }
+
+  void dismiss() {
+    {
+      const std::lock_guard lock(mutex);
+      stopping = true;
+    }
+    wake.notify_all();
+    for (auto& worker : workers) worker.join();
+    workers.clear();
+    stopping = false;
+  }
+
   void work() {
     unsigned seen = 0;
     std::unique_lock lock(mutex);
@@ -128,10 +147,15 @@ struct ThreadPool::Impl {
   }
 };
 
-ThreadPool::ThreadPool(int size) : impl_(std::make_unique<Impl>()) {
+namespace {
+void check_size(int size) {
   if (size < 1) throw InvalidArgument(text("ThreadPool: size ", size, " is less than 1"));
-  impl_->size = size;
-  for (int i = 1; i < size; ++i) impl_->workers.emplace_back([this] { impl_->work(); });
+}
+}  // namespace
+
+ThreadPool::ThreadPool(int size) : impl_(std::make_unique<Impl>()) {
+  check_size(size);
+  impl_->provide(size);
 }
 
 ThreadPool::~ThreadPool() {
@@ -139,12 +163,13 @@ ThreadPool::~ThreadPool() {
     static_cast<void>(impl_.release());  // to join or wake nobody would wait for ever
     return;
   }
-  {
-    const std::lock_guard lock(impl_->mutex);
-    impl_->stopping = true;
-  }
-  impl_->wake.notify_all();
-  for (auto& worker : impl_->workers) worker.join();
+  impl_->dismiss();
+}
+
+void ThreadPool::resize(int size) {
+  check_size(size);
+  const std::lock_guard call(impl_->calls);
+  impl_->provide(size);
 }
 
 int ThreadPool::size() const { return impl_->size; }
@@ -176,9 +201,15 @@ ThreadPool& ThreadPool::shared() {
 }
 
 void ThreadPool::set_default_size(int size) {
-  const std::lock_guard lock(shared_mutex);
   const int wanted = read_env().threads.value_or(size);
-  if (!shared_pool || shared_pool->size() != wanted) shared_pool = std::make_unique<ThreadPool>(wanted);
+  ThreadPool* pool = nullptr;
+  {
+    const std::lock_guard lock(shared_mutex);
+    if (shared_pool && shared_pool->impl_->is_forked()) static_cast<void>(shared_pool.release());
+    if (!shared_pool) shared_pool = std::make_unique<ThreadPool>(wanted);
+    pool = shared_pool.get();
+  }
+  pool->resize(wanted);  // the lock is free: the loop that this waits for may ask for the pool
 }
 
 }  // namespace zcomm

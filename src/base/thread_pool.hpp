@@ -17,6 +17,8 @@ class ThreadPool {
   explicit ThreadPool(int size);
   ~ThreadPool();
   int size() const;
+  /// Waits for the loop that is under way; not from within one.
+  void resize(int size);
   /// Calls body(begin, end) on parts of [0, count) that begin at multiples of `grain`; the caller works too. On all of
   /// them floating point is as DefaultFloatMode says.
   /// At most `limit` threads (0: all). An exception of body is rethrown.
@@ -27,7 +29,8 @@ class ThreadPool {
   /// The core's own pool; sized at first use by set_default_size(), or the CPUs in the affinity mask over the ranks on
   /// this host, as the launcher's variables have them.
   static ThreadPool& shared();
-  /// Takes effect before the first use of shared(), or resizes it.
+  /// The size that shared() begins with, or has from now on: its threads change, the pool stays, so that other threads
+  /// may go on using it. Waits for the loop that is under way.
   static void set_default_size(int size);
 
  private:

@@ -8,6 +8,16 @@
 
 namespace zcomm {
 
+void GiveUp::operator()(const Completion& completion) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (function_) function_(completion);
+}
+
+void GiveUp::detach() noexcept {
+  const std::lock_guard lock(mutex_);
+  function_ = nullptr;
+}
+
 void Completion::finish(std::exception_ptr error, std::shared_ptr<DeviceTail> tail) noexcept {
   // Notify under the lock: a waiter may give the completion back to the pool as soon as it sees done_.
   const std::lock_guard lock(mutex_);
@@ -61,6 +71,10 @@ void Completion::drop_tail() noexcept {
     tail = std::move(tail_);
   }
   if (tail) tail->drop();
+}
+
+void Completion::give_up() noexcept {
+  if (give_up_ && !done()) (*give_up_)(*this);
 }
 
 Work& Work::operator=(Work&& other) noexcept {
@@ -117,6 +131,10 @@ bool Work::wait_for(double patience_s) noexcept {
   return !completion_ || is_foreign() || completion_->wait_for(patience_s);
 }
 
+void Work::give_up() noexcept {
+  if (completion_ && !is_foreign()) completion_->give_up();
+}
+
 Work::Work(std::shared_ptr<Completion> completion) : completion_(std::move(completion)), forks_(fork_generation()) {}
 
 // shared_ptr's control block cannot be pooled, so the pool keeps its own reference and reuses a completion once it
@@ -127,7 +145,8 @@ struct CompletionPool::FreeList {
   std::size_t next = 0;
 };
 
-CompletionPool::CompletionPool() : free_(std::make_shared<FreeList>()) {}
+CompletionPool::CompletionPool(std::shared_ptr<GiveUp> give_up)
+    : free_(std::make_shared<FreeList>()), give_up_(std::move(give_up)) {}
 
 std::shared_ptr<Completion> CompletionPool::acquire() {
   const std::lock_guard lock(free_->mutex);
@@ -144,7 +163,7 @@ std::shared_ptr<Completion> CompletionPool::acquire() {
     candidate->tail_ = nullptr;
     return candidate;
   }
-  all.push_back(std::make_shared<Completion>());
+  all.push_back(std::make_shared<Completion>(give_up_));
   return all.back();
 }
 

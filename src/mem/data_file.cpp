@@ -37,24 +37,48 @@ std::uint64_t free_nbytes(int fd) {
   return static_cast<std::uint64_t>(::geteuid() == 0 ? info.f_bfree : info.f_bavail) * info.f_frsize;
 }
 
-/// Some file systems take the flag and refuse the requests: one small write tells.
-bool direct_write_works(int fd) {
+/// Writes a page and reads it back; 0 or an errno. A full disk, or a limit, is for grow() to report.
+int try_page(int fd) {
+  if (file_size_limit() < kExtentAlign) return 0;
   struct Free {
     void operator()(void* memory) const { std::free(memory); }
   };
   const std::unique_ptr<void, Free> page(std::aligned_alloc(kExtentAlign, kExtentAlign));
-  if (!page) return false;
+  if (!page) return ENOMEM;
   std::memset(page.get(), 0, kExtentAlign);
-  if (file_size_limit() < kExtentAlign) return true;                         // grow() reports the limit
-  return ::pwrite(fd, page.get(), kExtentAlign, 0) >= 0 || errno != EINVAL;  // full: grow() says so
+  if (::pwrite(fd, page.get(), kExtentAlign, 0) < 0) return errno == ENOSPC || errno == EDQUOT ? 0 : errno;
+  return ::pread(fd, page.get(), kExtentAlign, 0) < 0 ? errno : 0;
 }
 
 }  // namespace
 
 DataFile::DataFile(int directory, const char* name, std::string path, bool want_direct) : path_(std::move(path)) {
+  create(directory, name, want_direct);
+  why_named_ = drop_name(directory, name);
+  if (why_named_.empty() || ::faccessat(directory, name, F_OK, AT_SYMLINK_NOFOLLOW) == 0) return;
+  create(directory, name, want_direct);  // the name went, and the file with it
+}
+
+void DataFile::create(int directory, const char* name, bool want_direct) {
+  close();
+  is_direct_ = false;
   buffered_.reset(::openat(directory, name, O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
   if (!buffered_) throw_system_error(errno, text("SwapFile: cannot create '", path_, "'"), path_);
   if (want_direct) why_buffered_ = try_direct(directory, name);
+}
+
+/// Empty when the name is gone and the file works without it, or why not.
+std::string DataFile::drop_name(int directory, const char* name) const {
+  if (::unlinkat(directory, name, 0) != 0) return std::strerror(errno);
+  struct stat info{};
+  int code = ::fstat(fd(), &info) != 0 ? errno : 0;
+  if (code == 0) code = try_page(fd());
+  return code == 0 ? std::string() : text("the file system keeps no file without a name, ", std::strerror(code));
+}
+
+void DataFile::close() noexcept {
+  direct_.reset();
+  buffered_.reset();
 }
 
 /// Empty on success, or why not.
@@ -71,8 +95,10 @@ std::string DataFile::try_direct(int directory, const char* name) {
 #endif
   UniqueFd fd(::openat(directory, name, O_RDWR | O_NOFOLLOW | O_CLOEXEC | O_DIRECT));
   if (!fd) return std::strerror(errno);
-  if (!direct_write_works(fd.get())) return "the file system refuses such writes";
+  // Some file systems take the flag and refuse the requests.
+  if (try_page(fd.get()) == EINVAL) return "the file system refuses such writes";
   direct_ = std::move(fd);
+  is_direct_ = true;
   return {};
 }
 

@@ -1,5 +1,7 @@
 // DataFile: the file that holds the extents: direct where the file system has it, preallocated, grown by chunks.
 //
+// The file has no name once it is open, where the file system can keep such a file: the space is free when the last
+// descriptor is closed, by close(), the process's end or a kill.
 // Invariant: bytes below nbytes() are allocated on disk. RLIMIT_FSIZE is looked at before the file grows: exceeding
 // it would kill the process (SIGXFSZ).
 // Thread rule: the owner's lock; fd() may be used by the I/O thread at any time.
@@ -15,7 +17,7 @@ namespace zcomm::mem {
 
 class DataFile {
  public:
-  /// Creates `name` (mode 0600) in the directory. Throws SystemError.
+  /// Creates `name` (mode 0600) in the directory, and takes the name away. Throws SystemError.
   DataFile(int directory, const char* name, std::string path, bool want_direct);
 
   /// Makes at least `needed` bytes exist. Throws SystemError ENOSPC (EDQUOT) naming path, bytes needed, bytes free.
@@ -23,21 +25,29 @@ class DataFile {
 
   int buffered_fd() const { return buffered_.get(); }
   int fd() const { return direct_ ? direct_.get() : buffered_.get(); }
-  bool direct() const { return static_cast<bool>(direct_); }
+  bool direct() const { return is_direct_; }
   std::size_t alignment() const { return direct() ? 4096 : 1; }  ///< of offsets and lengths
   std::size_t memory_alignment() const { return direct() ? memory_alignment_ : 1; }
   std::uint64_t nbytes() const { return nbytes_; }
+  /// The name that it was opened with.
   const std::string& path() const { return path_; }
   /// Why direct I/O was wanted and is not there; empty otherwise.
   const std::string& why_buffered() const { return why_buffered_; }
+  /// Why the file still has its name; empty when it has none.
+  const std::string& why_named() const { return why_named_; }
+  /// Closes the descriptors, which frees the space of a file without a name. Idempotent.
+  void close() noexcept;
 
  private:
+  void create(int directory, const char* name, bool want_direct);
+  std::string drop_name(int directory, const char* name) const;
   std::string try_direct(int directory, const char* name);
   int allocate(std::uint64_t to);
   [[noreturn]] void throw_full(int code, std::uint64_t needed, const std::string& why) const;
 
-  std::string path_, why_buffered_;
+  std::string path_, why_buffered_, why_named_;
   UniqueFd buffered_, direct_;
+  bool is_direct_ = false;
   std::size_t memory_alignment_ = 4096;
   std::uint64_t nbytes_ = 0;
 };

@@ -12,7 +12,6 @@
 #include <memory>
 
 #include "base/error.hpp"
-#include "base/unique_fd.hpp"
 
 namespace zcomm::mem {
 namespace {
@@ -51,7 +50,8 @@ void read_write(const Sides& sides, Range range) {
       const ssize_t put = ::pwrite(sides.to, buffer.get() + done, static_cast<std::size_t>(got - done),
                                    static_cast<off_t>(range.offset) + done);
       if (put < 0 && errno == EINTR) continue;
-      if (put < 0) throw_failed("write", sides.to_path);
+      if (put == 0) errno = EIO;  // for ever, perhaps
+      if (put <= 0) throw_failed("write", sides.to_path);
       done += put;
     }
     range.offset += static_cast<std::uint64_t>(got);
@@ -98,24 +98,36 @@ const char* name_of(CopyMethod method) {
   return names[static_cast<std::size_t>(method)];
 }
 
-CopyMethod copy_file(int source, const std::string& source_path, const std::string& path,
-                     const std::vector<Range>& ranges, std::uint64_t nbytes, bool durable, CopyMethod best) {
-  UniqueFd made(::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
+CopyMethod copy_into(int file, const std::string& path, CopySource source, const std::vector<Range>& ranges,
+                     std::uint64_t nbytes, bool durable, CopyMethod best) {
+  const Sides sides{source.fd, file, source.path, path};
+  CopyMethod method = best;
+  if (method == CopyMethod::reflink && (nbytes == 0 || ::ioctl(file, FICLONE, source.fd) != 0))
+    method = CopyMethod::copy_file_range;
+  if (method != CopyMethod::reflink) method = copy_ranges(sides, ranges, method);
+  if (::ftruncate(file, static_cast<off_t>(nbytes)) != 0) throw_failed("set the size of", path);
+  if (durable && ::fsync(file) != 0) throw_failed("sync", path);
+  ::posix_fadvise(file, 0, 0, POSIX_FADV_DONTNEED);
+  return method;
+}
+
+CopyMethod copy_file(CopySource source, const std::string& path, const std::vector<Range>& ranges, std::uint64_t nbytes,
+                     bool durable, CopyMethod best) {
+  const UniqueFd made(::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
   if (!made) throw_failed("create", path);
-  const Sides sides{source, made.get(), source_path, path};
   try {
-    CopyMethod method = best;
-    if (method == CopyMethod::reflink && (nbytes == 0 || ::ioctl(made.get(), FICLONE, source) != 0))
-      method = CopyMethod::copy_file_range;
-    if (method != CopyMethod::reflink) method = copy_ranges(sides, ranges, method);
-    if (::ftruncate(made.get(), static_cast<off_t>(nbytes)) != 0) throw_failed("set the size of", path);
-    if (durable && ::fsync(made.get()) != 0) throw_failed("sync", path);
-    ::posix_fadvise(made.get(), 0, 0, POSIX_FADV_DONTNEED);
-    return method;
+    return copy_into(made.get(), path, source, ranges, nbytes, durable, best);
   } catch (...) {
     ::unlink(path.c_str());
     throw;
   }
+}
+
+UniqueFd make_nameless(int directory, const char* name, const std::string& path) {
+  UniqueFd made(::openat(directory, name, O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
+  if (!made) throw_failed("create", path);
+  if (::unlinkat(directory, name, 0) != 0) throw_failed("take the name of", path);
+  return made;
 }
 
 }  // namespace zcomm::mem

@@ -2,13 +2,15 @@
 // reads and writes of a small buffer.
 //
 // Invariant: what lies outside of the ranges is a hole, or (reflink) whatever the source has there; the new file is
-// on disk (fsync) when the call returns, if it is to be `durable`, and gone when it throws.
+// on disk (fsync) when the call returns, if it is to be `durable`; a file that copy_file() made is gone when it throws.
 // Thread rule: one thread; nobody writes to the source meanwhile.
 #pragma once
 
 #include <cstdint>
 #include <string>
 #include <vector>
+
+#include "base/unique_fd.hpp"
 
 namespace zcomm::mem {
 
@@ -20,10 +22,22 @@ struct Range {
 enum class CopyMethod { reflink, copy_file_range, read_write };
 const char* name_of(CopyMethod method);
 
-/// Creates `path` (mode 0600; must not exist) with the ranges of `source` at the same offsets, `nbytes` long.
+struct CopySource {
+  int fd;
+  const std::string& path;
+};
+
+/// Creates `path` (mode 0600; must not exist) with the ranges of the source at the same offsets, `nbytes` long.
 /// `best`: where to begin, for tests. Throws SystemError naming the path of the side that failed.
-CopyMethod copy_file(int source, const std::string& source_path, const std::string& path,
-                     const std::vector<Range>& ranges, std::uint64_t nbytes, bool durable = true,
-                     CopyMethod best = CopyMethod::reflink);
+CopyMethod copy_file(CopySource source, const std::string& path, const std::vector<Range>& ranges, std::uint64_t nbytes,
+                     bool durable = true, CopyMethod best = CopyMethod::reflink);
+
+/// The same into an empty file that is open; `path` names it in errors.
+CopyMethod copy_into(int file, const std::string& path, CopySource source, const std::vector<Range>& ranges,
+                     std::uint64_t nbytes, bool durable, CopyMethod best = CopyMethod::reflink);
+
+/// A new file (mode 0600) beside another one, whose name `name` in `directory` is gone again; `path` names it in
+/// errors. Throws SystemError (EEXIST, ENOENT).
+UniqueFd make_nameless(int directory, const char* name, const std::string& path);
 
 }  // namespace zcomm::mem

@@ -1,8 +1,9 @@
 // IoEngine: queues block reads and writes of one file and hands back every result.
 //
-// Implemented by io_uring.cpp (no_io_uring.cpp where liburing is missing) and io_threads.cpp (pread/pwrite pool).
-// Invariant: a request is handed back exactly once; until then its memory belongs to the engine. The destructor ends
-// what is in flight without handing it back.
+// Implemented by io_uring.cpp (which speaks to the kernel through kernel_ring.hpp) and io_threads.cpp (pread/pwrite
+// pool, where the kernel refuses io_uring).
+// Invariant: a request is handed back exactly once, also when submit() threw; until then its memory belongs to the
+// engine. The destructor ends what is in flight without handing it back.
 // Thread rule: one thread submits and reaps; wake() may be called from any thread.
 #pragma once
 
@@ -44,7 +45,7 @@ class IoEngine {
   virtual void wake() noexcept = 0;
 };
 
-/// nullptr where io_uring is not built in or the kernel refuses it; `why` then says so.
+/// nullptr where the kernel refuses io_uring; `why` then says so.
 std::unique_ptr<IoEngine> make_io_uring_engine(int depth, std::string* why = nullptr);
 std::unique_ptr<IoEngine> make_thread_engine(int depth);
 

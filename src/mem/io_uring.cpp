@@ -2,14 +2,15 @@
 //
 // SINGLE_ISSUER and DEFER_TASKRUN where the kernel takes them (6.1): completions are then worked off only while we
 // wait. Such a ring belongs to the thread that enables it, so it starts disabled and is enabled at its first use.
-// Thread rule: see io_engine.hpp. Source: io_uring_setup(2), liburing's examples.
-#include <liburing.h>
+// Invariant: a request counts as in flight from submit() until its result is handed out, also when submit() throws:
+// what the kernel did not take then goes out with the next call, or is withdrawn by the destructor.
+// Thread rule: see io_engine.hpp. Source: io_uring_setup(2), io_uring_enter(2).
 #include <poll.h>
 #include <sys/eventfd.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <bit>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
@@ -20,20 +21,38 @@
 #include "base/error.hpp"
 #include "base/unique_fd.hpp"
 #include "mem/io_engine.hpp"
-
-// Older liburing headers lack the names; the numbers are the kernel's ABI.
-#ifndef IORING_SETUP_SINGLE_ISSUER
-#define IORING_SETUP_SINGLE_ISSUER (1U << 12)
-#endif
-#ifndef IORING_SETUP_DEFER_TASKRUN
-#define IORING_SETUP_DEFER_TASKRUN (1U << 13)
-#endif
+#include "mem/kernel_ring.hpp"
 
 namespace zcomm::mem {
 namespace {
 
-constexpr int kSubmitRetries = 1000;  // one second in all
-constexpr auto kSubmitBackoff = std::chrono::microseconds(100);
+using namespace ring_abi;
+
+constexpr int kMaxVainCalls = 1000;  // one second in all
+constexpr auto kBackoff = std::chrono::microseconds(100);
+
+/// Bounds the calls in a row that changed nothing.
+class Patience {
+ public:
+  explicit Patience(const char* what) : what_(what) {}
+
+  /// After a call that returned `code`. Throws SystemError when it is a real error, or the last of too many.
+  void spend(int code) {
+    if (code == -EINTR) return;
+    const bool passing = code >= 0 || code == -EAGAIN || code == -EBUSY;  // short of memory for a moment
+    if (passing && ++vain_ <= kMaxVainCalls) {
+      std::this_thread::sleep_for(kBackoff * std::min(vain_ - 1, 10));
+      return;
+    }
+    if (code < 0) throw_system_error(-code, what_);
+    throw SystemError(EIO, text(what_, ": the kernel did nothing in ", kMaxVainCalls, " calls"));
+  }
+  void renew() { vain_ = 0; }
+
+ private:
+  const char* what_;
+  int vain_ = 0;
+};
 
 class IoUringEngine final : public IoEngine {
  public:
@@ -47,13 +66,15 @@ class IoUringEngine final : public IoEngine {
 
   ~IoUringEngine() override {
     if (!ring_made_) return;
-    // Memory of requests in flight belongs to the kernel: wait for them, the ring's exit does not.
+    while (const Submission* left = ring_.withdraw())
+      if (left->user_data != kWakeTag) --in_flight_;
+    poll_armed_ = true;  // nobody wakes us any more
+    // Memory of requests in flight belongs to the kernel: wait for them, the ring's end does not.
     IoResult dropped[16];
     try {
       while (in_flight_ > 0) reap(dropped);
-    } catch (...) {  // the ring is broken; its exit cancels what it can
+    } catch (...) {  // the ring is broken; its end cancels what it can
     }
-    ::io_uring_queue_exit(&ring_);
   }
 
   const char* name() const override { return "io_uring"; }
@@ -61,42 +82,53 @@ class IoUringEngine final : public IoEngine {
 
   void submit(std::span<const IoRequest> requests) override {
     enable();
+    if (static_cast<std::size_t>(in_flight_) + requests.size() > static_cast<std::size_t>(depth_))
+      throw Error(text("io_uring: more than ", depth_, " requests in flight"));
     for (const IoRequest& request : requests) {
-      io_uring_sqe* sqe = next_sqe();
-      const auto nbytes = static_cast<unsigned>(request.nbytes);
-      if (request.write) {
-        ::io_uring_prep_write(sqe, request.fd, request.data, nbytes, request.offset);
-      } else {
-        ::io_uring_prep_read(sqe, request.fd, request.data, nbytes, request.offset);
-      }
-      ::io_uring_sqe_set_data(sqe, request.user);
+      Submission& entry = add();
+      entry.opcode = request.write ? kWrite : kRead;
+      entry.fd = request.fd;
+      entry.address = reinterpret_cast<std::uintptr_t>(request.data);
+      entry.nbytes = static_cast<std::uint32_t>(request.nbytes);
+      entry.offset = request.offset;
+      entry.user_data = reinterpret_cast<std::uintptr_t>(request.user);
+      ++in_flight_;
     }
-    in_flight_ += static_cast<int>(requests.size());
-    try {
-      flush();
-    } catch (...) {  // what did not go out never comes back: the destructor must not wait for it
-      in_flight_ -= static_cast<int>(::io_uring_sq_ready(&ring_));
-      throw;
+    Patience patience("io_uring: submitting requests");
+    while (const unsigned queued = ring_.queued()) {
+      const int code = ring_.enter(0);
+      if (ring_.queued() < queued) {
+        patience.renew();
+      } else {
+        patience.spend(code);
+      }
     }
   }
 
   int reap(std::span<IoResult> results) override {
     enable();
     if (!poll_armed_) arm_poll();
-    io_uring_cqe* cqe = nullptr;
-    int code = 0;
-    do code = ::io_uring_wait_cqe(&ring_, &cqe);
-    while (code == -EINTR || code == -EAGAIN);
-    if (code < 0) throw_system_error(-code, "io_uring: waiting for completions");
+    Patience patience("io_uring: waiting for completions");
+    while (ring_.peek() == nullptr) {
+      const unsigned queued = ring_.queued();
+      const int code = ring_.enter(1);
+      if (ring_.peek() != nullptr) break;
+      if (ring_.queued() < queued) {
+        patience.renew();
+      } else {
+        patience.spend(code);
+      }
+    }
     return take(results);
   }
 
   int poll(std::span<IoResult> results) override {
     enable();
-    // Deferred completions are worked off in the kernel only. The system call itself: see enable().
-    if (deferred_ && ::syscall(__NR_io_uring_enter, ring_.ring_fd, 0, 0, IORING_ENTER_GETEVENTS, nullptr, 0) < 0 &&
-        errno != EINTR && errno != EAGAIN && errno != EBUSY)
-      throw_system_error(errno, "io_uring: looking for completions");
+    if (deferred_ || ring_.queued() > 0) {
+      const int code = ring_.enter(0, true);
+      if (code < 0 && code != -EINTR && code != -EAGAIN && code != -EBUSY)
+        throw_system_error(-code, "io_uring: looking for completions");
+    }
     return take(results);
   }
 
@@ -106,19 +138,23 @@ class IoUringEngine final : public IoEngine {
   }
 
  private:
+  static constexpr std::uint64_t kWakeTag = ~std::uint64_t{0};  // not an address: of the poll that wake() ends
+
   explicit IoUringEngine(int depth) : depth_(depth) {}
 
   int take(std::span<IoResult> results) {
-    io_uring_cqe* cqe = nullptr;
     int count = 0;
-    while (count < static_cast<int>(results.size()) && ::io_uring_peek_cqe(&ring_, &cqe) == 0) {
-      if (::io_uring_cqe_get_data(cqe) == this) {
-        drain_wakes();
+    while (count < static_cast<int>(results.size())) {
+      const Completion* done = ring_.peek();
+      if (done == nullptr) break;
+      const Completion completion = *done;
+      ring_.pop();
+      if (completion.user_data == kWakeTag) {
+        drain_wakes(completion.result);
       } else {
-        results[static_cast<std::size_t>(count++)] = {::io_uring_cqe_get_data(cqe), cqe->res};
+        results[static_cast<std::size_t>(count++)] = {reinterpret_cast<void*>(completion.user_data), completion.result};
         --in_flight_;
       }
-      ::io_uring_cqe_seen(&ring_, cqe);
     }
     return count;
   }
@@ -127,36 +163,32 @@ class IoUringEngine final : public IoEngine {
   std::string set_up() {
     wake_.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     if (!wake_) return text("eventfd: ", std::strerror(errno));
-    if (const int code = try_once(); code < 0) return refusal(-code);
+    if (std::string why = try_once(); !why.empty()) return why;
     const auto entries = static_cast<unsigned>(depth_ + 1);
-    const unsigned modes[] = {IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN | IORING_SETUP_R_DISABLED, 0u};
     int code = 0;
-    for (const unsigned flags : modes) {
-      code = ::io_uring_queue_init(entries, &ring_, flags);
+    for (const std::uint32_t flags : {kSetupSingleIssuer | kSetupDeferTaskrun | kSetupDisabled, 0u}) {
+      code = ring_.open(entries, flags);
       if (code != 0) continue;
       ring_made_ = true;
       enabled_ = flags == 0;
       deferred_ = flags != 0;
       break;
     }
-    if (!ring_made_) return refusal(-code);
-    io_uring_probe* probe = ::io_uring_get_probe_ring(&ring_);
-    const bool able = probe != nullptr && ::io_uring_opcode_supported(probe, IORING_OP_READ) != 0 &&
-                      ::io_uring_opcode_supported(probe, IORING_OP_WRITE) != 0;
-    if (probe != nullptr) ::io_uring_free_probe(probe);
-    return able ? std::string() : "the kernel's io_uring has no plain reads and writes (5.6), or does not tell";
+    if (!ring_made_) return refusal(code);
+    if (ring_.supports(kRead, kWrite)) return {};
+    return "the kernel's io_uring has no plain reads and writes (5.6), or does not tell";
   }
 
   /// A request that does nothing, on a ring of its own: a filter may allow the ring and refuse its use.
-  static int try_once() {
-    io_uring ring{};
-    int code = ::io_uring_queue_init(1, &ring, 0);
-    if (code < 0) return code;
-    ::io_uring_prep_nop(::io_uring_get_sqe(&ring));
-    do code = ::io_uring_submit_and_wait(&ring, 1);
+  static std::string try_once() {
+    KernelRing ring;
+    if (const int code = ring.open(1, 0); code != 0) return refusal(code);
+    ring.add()->opcode = kNop;
+    int code = 0;
+    do code = ring.enter(1);
     while (code == -EINTR);
-    ::io_uring_queue_exit(&ring);
-    return code;
+    if (code < 0) return refusal(-code);
+    return ring.peek() != nullptr ? std::string() : "the kernel takes requests and does nothing";
   }
 
   static std::string refusal(int code) {
@@ -164,50 +196,42 @@ class IoUringEngine final : public IoEngine {
     if (code == EPERM || code == EACCES) hint = " (a container's seccomp filter, or sysctl kernel.io_uring_disabled)";
     if (code == ENOSYS) hint = " (a kernel or a seccomp filter without it)";
     if (code == ENOMEM) hint = " (RLIMIT_MEMLOCK, ulimit -l, before Linux 5.12)";
+    if (code == EOPNOTSUPP) hint = " (a kernel before Linux 5.6)";
     return text("the kernel refuses it: ", std::strerror(code), hint);
   }
 
   void enable() {
     if (enabled_) return;
-    // The system call itself: the shared liburing of some distributions does not export its wrapper.
-    if (::syscall(__NR_io_uring_register, ring_.ring_fd, IORING_REGISTER_ENABLE_RINGS, nullptr, 0) < 0)
-      throw_system_error(errno, "io_uring: enabling the ring");
+    if (const int code = ring_.enable(); code != 0) throw_system_error(code, "io_uring: enabling the ring");
     enabled_ = true;
   }
 
-  io_uring_sqe* next_sqe() {
-    io_uring_sqe* sqe = ::io_uring_get_sqe(&ring_);
-    if (sqe == nullptr) throw Error(text("io_uring: more than ", depth_, " requests in flight"));
-    return sqe;
+  Submission& add() {
+    Submission* entry = ring_.add();
+    if (entry == nullptr) throw Error(text("io_uring: no room for ", in_flight_, " requests"));
+    return *entry;
   }
 
-  void flush() {
-    for (int attempt = 0; ::io_uring_sq_ready(&ring_) > 0; ++attempt) {
-      const int code = ::io_uring_submit(&ring_);
-      if (code >= 0) continue;
-      const bool passing = code == -EINTR || code == -EAGAIN || code == -EBUSY;  // short of memory for a moment
-      if (!passing || attempt >= kSubmitRetries) throw_system_error(-code, "io_uring: submitting requests");
-      std::this_thread::sleep_for(kSubmitBackoff * std::min(attempt, 10));
-    }
-  }
-
+  /// It goes out with the next call that enters the kernel.
   void arm_poll() {
-    io_uring_sqe* sqe = next_sqe();
-    ::io_uring_prep_poll_add(sqe, wake_.get(), POLLIN);
-    ::io_uring_sqe_set_data(sqe, this);
-    flush();
+    Submission& entry = add();
+    entry.opcode = kPollAdd;
+    entry.fd = wake_.get();
+    entry.operation_flags = std::endian::native == std::endian::big ? std::uint32_t{POLLIN} << 16 : POLLIN;
+    entry.user_data = kWakeTag;
     poll_armed_ = true;
   }
 
-  void drain_wakes() {
+  void drain_wakes(std::int32_t result) {
+    poll_armed_ = false;  // a poll fires once
+    if (result < 0) throw_system_error(-result, "io_uring: polling for wake()");
     std::uint64_t count = 0;
     [[maybe_unused]] const auto got = ::read(wake_.get(), &count, sizeof count);
-    poll_armed_ = false;  // a poll fires once
   }
 
   int depth_;
   UniqueFd wake_;
-  io_uring ring_{};
+  KernelRing ring_;
   bool ring_made_ = false;
   bool enabled_ = false;
   bool deferred_ = false;

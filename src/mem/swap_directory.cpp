@@ -4,7 +4,6 @@
 #include <fcntl.h>
 #include <sys/file.h>
 #include <sys/stat.h>
-#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -12,13 +11,12 @@
 #include <cerrno>
 #include <cstdio>
 #include <ctime>
-#include <fstream>
-#include <iterator>
 #include <memory>
 #include <random>
 #include <string_view>
 
 #include "base/error.hpp"
+#include "mem/swap_owner.hpp"
 #include "zcomm/swap_file.hpp"
 
 namespace zcomm::mem {
@@ -28,8 +26,8 @@ constexpr std::string_view kPrefix = "zcomm-swap-";
 constexpr std::string_view kNewPrefix = ".zcomm-swap-";
 constexpr std::string_view kNewSuffix = ".new";
 constexpr char kLockName[] = "lock";
-constexpr char kManifestName[] = "manifest.json";
-constexpr time_t kUnfinishedAge_s = 60;  // a directory is prepared within milliseconds
+constexpr char kOldRecordName[] = "manifest.json";  // of earlier versions
+constexpr time_t kUnfinishedAge_s = 60;             // a directory is prepared within milliseconds
 
 /// Digits, '-', 16 hex digits: what follows the prefix in a name of ours.
 bool is_pid_and_random(std::string_view rest) {
@@ -52,55 +50,19 @@ bool is_unfinished_name(std::string_view name) {
   return is_pid_and_random(name.substr(kNewPrefix.size()));
 }
 
-std::string host_name() {
-  std::array<char, 256> name{};
-  ::gethostname(name.data(), name.size() - 1);
-  std::string host(name.data());
-  std::erase_if(host, [](char c) { return c < ' ' || c == '"' || c == '\\'; });
-  return host;
-}
-
-std::string host_field() { return text("\"host\": \"", host_name(), "\""); }
-
-/// Clock ticks after boot at which this process began: with the pid it names a process for good.
-std::string start_ticks() {
-  std::ifstream stat("/proc/self/stat");
-  const std::string line((std::istreambuf_iterator<char>(stat)), {});
-  const std::size_t name_end = line.rfind(')');  // the name in front may hold anything
-  if (name_end == std::string::npos) return "0";
-  std::istringstream fields(line.substr(name_end + 1));
-  std::string field = "0";
-  for (int i = 3; i <= 22; ++i) fields >> field;
-  return field;
-}
-
-std::string manifest(std::size_t drive, std::size_t drives) {
-  const time_t now = ::time(nullptr);
-  tm utc{};
-  ::gmtime_r(&now, &utc);
-  std::array<char, 32> created{};
-  ::strftime(created.data(), created.size(), "%Y-%m-%dT%H:%M:%SZ", &utc);
-  return text("{\"format\": \"zcomm-swap 1\", \"pid\": ", ::getpid(), ", \"start_ticks\": ", start_ticks(), ", ",
-              host_field(), ", \"uid\": ", ::getuid(), ", \"created\": \"", created.data(), "\", \"drive\": ", drive,
-              ", \"drives\": ", drives, "}\n");
-}
-
-bool on_network(int fd) {
-  struct statfs info{};
-  if (::fstatfs(fd, &info) != 0) return true;
-  constexpr unsigned kNfs = 0x6969, kCifs = 0xFF534D42, kSmb2 = 0xFE534D42, kLustre = 0x0BD00BD0, kCeph = 0x00C36400,
-                     kGpfs = 0x47504653, kFuse = 0x65735546;
-  const auto type = static_cast<unsigned>(info.f_type);
-  return type == kNfs || type == kCifs || type == kSmb2 || type == kLustre || type == kCeph || type == kGpfs ||
-         type == kFuse;
-}
-
-bool made_on_this_host(int directory) {
-  const UniqueFd file(::openat(directory, kManifestName, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
+/// At most 1 KiB; empty when it cannot be read.
+std::string content_of(int fd) {
   std::array<char, 1024> content{};
-  const ssize_t got = file ? ::read(file.get(), content.data(), content.size()) : -1;
-  return got > 0 &&
-         std::string_view(content.data(), static_cast<std::size_t>(got)).find(host_field()) != std::string_view::npos;
+  const ssize_t got = fd < 0 ? -1 : ::pread(fd, content.data(), content.size(), 0);
+  return got > 0 ? std::string(content.data(), static_cast<std::size_t>(got)) : std::string();
+}
+
+/// Of the owner. Earlier versions kept it in a file of its own.
+std::string record_in(int directory, int lock) {
+  std::string record = content_of(lock);
+  if (!record.empty()) return record;
+  const UniqueFd file(::openat(directory, kOldRecordName, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
+  return content_of(file.get());
 }
 
 bool is_regular(int fd) {
@@ -110,7 +72,7 @@ bool is_regular(int fd) {
 
 /// Removes our files, then the directory if nothing else is in it.
 void remove_known(int parent, const char* name, int directory) noexcept {
-  for (const char* file : {kDataName, SwapFile::kCopyName, kManifestName, kLockName}) ::unlinkat(directory, file, 0);
+  for (const char* file : {kDataName, SwapFile::kCopyName, kOldRecordName, kLockName}) ::unlinkat(directory, file, 0);
   ::unlinkat(parent, name, AT_REMOVEDIR);
 }
 
@@ -119,7 +81,6 @@ void remove_if_stale(int parent, const char* name, bool finished) {
   struct stat info{};
   if (!directory || ::fstat(directory.get(), &info) != 0 || info.st_uid != ::geteuid()) return;
   if (!finished && ::time(nullptr) - info.st_mtime < kUnfinishedAge_s) return;  // perhaps being made right now
-  if (finished && on_network(directory.get()) && !made_on_this_host(directory.get())) return;
   const UniqueFd lock(::openat(directory.get(), kLockName, O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
   if (!lock) {
     // The lock goes last, so an owner that died while removing leaves an empty directory; a full one is not ours.
@@ -127,6 +88,7 @@ void remove_if_stale(int parent, const char* name, bool finished) {
     return;
   }
   if (!is_regular(lock.get()) || ::flock(lock.get(), LOCK_EX | LOCK_NB) != 0) return;
+  if (!locks_are_proof(directory.get()) && !owner_is_gone(record_in(directory.get(), lock.get()))) return;
   remove_known(parent, name, directory.get());
 }
 
@@ -192,10 +154,10 @@ SwapDirectory SwapDirectory::create(const std::string& parent, std::size_t drive
   made.lock_.reset(::openat(made.fd_.get(), kLockName, kCreate, 0600));
   check(static_cast<bool>(made.lock_), "create the lock of");
   check(::flock(made.lock_.get(), LOCK_EX | LOCK_NB) == 0, "lock (a file system with flock is needed)");
-  const UniqueFd file(::openat(made.fd_.get(), kManifestName, kCreate, 0600));
-  const std::string content = manifest(drive, drives);
-  check(file && ::write(file.get(), content.data(), content.size()) == static_cast<ssize_t>(content.size()),
-        "write the manifest of");
+  const std::string record = owner_record(drive, drives);
+  errno = ENOSPC;  // what a short write means
+  check(::write(made.lock_.get(), record.data(), record.size()) == static_cast<ssize_t>(record.size()),
+        "write the lock of");
   check(::renameat(at, preparing.c_str(), at, final_name.c_str()) == 0, "rename");
   made.name_ = final_name;
   made.path_ = path;

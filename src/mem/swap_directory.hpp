@@ -1,10 +1,11 @@
 // SwapDirectory: a run's private directory: made, locked, recognised when its owner is dead, removed (decision D7).
 //
-// `<parent>/zcomm-swap-<pid>-<random>` (mode 0700) holds data (0600), manifest.json, lock and, for moments, a copy of
-// the data. The lock is held with flock from before the directory has its name until it is gone, so a free lock means a
-// dead owner. The directory is prepared under another name (leading dot, trailing .new) and renamed. Safety: everything
-// goes through descriptors (openat, O_NOFOLLOW), only names that we make are removed, only of our own user, and on
-// network file systems only those made on this host. Thread rule: one thread at a time.
+// `<parent>/zcomm-swap-<pid>-<random>` (mode 0700) holds a lock file, which names the owner, and nothing else: the data
+// file loses its name when it has been opened (data_file.hpp), so a process that is killed leaves no data. The lock is
+// held with flock from before the directory has its name until it is gone; when it counts as free, see swap_owner.hpp.
+// The directory is prepared under another name (leading dot, trailing .new) and renamed. Safety: everything goes
+// through descriptors (openat, O_NOFOLLOW), only names that this or an earlier version makes are removed, and only of
+// our own user. Thread rule: one thread at a time.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +19,7 @@ class SwapDirectory {
  public:
   /// Creates `parent` if only its last part is missing, removes what dead runs left there, makes our directory.
   /// Throws SystemError (ENOENT, ENOTDIR, EACCES, ENOSPC, ENOLCK) naming the path.
-  /// `drive` of `drives`: what the manifest says of a striped swap file.
+  /// `drive` of `drives`: what the lock file says of a striped swap file.
   static SwapDirectory create(const std::string& parent, std::size_t drive = 0, std::size_t drives = 1);
 
   SwapDirectory(SwapDirectory&&) noexcept = default;

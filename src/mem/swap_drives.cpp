@@ -53,6 +53,7 @@ std::vector<std::string> SwapDrives::paths() const {
 }
 
 void SwapDrives::remove() noexcept {
+  for (auto& file : files_) file->close();  // first: network file systems keep an open file's name in the directory
   for (SwapDirectory& each : directories_) each.remove();
 }
 

@@ -22,6 +22,7 @@ class SwapDrives {
 
   std::size_t count() const { return files_.size(); }
   const DataFile& file(std::size_t drive) const { return *files_[drive]; }
+  const SwapDirectory& directory(std::size_t drive) const { return directories_[drive]; }
   /// Makes at least `needed` bytes exist on that drive. Throws SystemError (ENOSPC).
   void grow(std::size_t drive, std::uint64_t needed) { files_[drive]->grow(needed); }
 
@@ -30,6 +31,7 @@ class SwapDrives {
   std::size_t memory_alignment() const;  ///< the strictest drive's
   std::uint64_t nbytes() const;          ///< of all files
   std::vector<std::string> paths() const;
+  /// Closes the files, which frees their space, and removes the directories. Idempotent.
   void remove() noexcept;
   /// After fork: leaves directories and files alone.
   void disown() noexcept;

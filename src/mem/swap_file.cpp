@@ -62,6 +62,9 @@ class SwapFileImpl final : public SwapFile {
       if (!file.why_buffered().empty())
         notes_.push_back(text("O_DIRECT is not there for '", directories[drive], "' (", file.why_buffered(),
                               "): swapping goes through the page cache"));
+      if (!file.why_named().empty())
+        notes_.push_back(text("the data file in '", directories[drive], "' keeps its name (", file.why_named(),
+                              "): a killed process leaves its space until the next start there"));
     }
     runner_ = std::make_unique<SwapRunner>(std::move(engine), std::move(target), kQueueLimit);
   }
@@ -124,23 +127,29 @@ class SwapFileImpl final : public SwapFile {
   Image copy_to(const std::vector<std::string>& files, bool durable) override {
     if (files.size() != drives_.count())
       throw InvalidArgument(text("SwapFile.snapshot: ", files.size(), " files for ", drives_.count(), " drives"));
-    const std::lock_guard lock(mutex_);  // nothing new is queued until the copy is whole
-    check_open();
-    queue().drain();
-    queue().rethrow_unreported();
-    Image image{options_.block_nbytes, drives_.alignment(), {}, {}, written_keys()};
+    std::size_t made = 0;
     try {
-      for (std::size_t drive = 0; drive < drives_.count(); ++drive) {
-        const DataFile& from = drives_.file(drive);
-        const std::uint64_t end = stripes_.end(drive);
-        image.methods.emplace_back(name_of(
-            copy_file(from.buffered_fd(), from.path(), files[drive], written_ranges(image, drive), end, durable)));
-        image.file_nbytes.push_back(end);
-      }
+      return copy_each([&](std::size_t drive, CopySource from, const std::vector<Range>& ranges, std::uint64_t end) {
+        const CopyMethod method = copy_file(from, files[drive], ranges, end, durable);
+        ++made;
+        return method;
+      });
     } catch (...) {
-      for (std::size_t drive = 0; drive < image.file_nbytes.size(); ++drive) ::unlink(files[drive].c_str());
+      for (std::size_t drive = 0; drive < made; ++drive) ::unlink(files[drive].c_str());
       throw;
     }
+  }
+
+  Image copy_beside(std::vector<int>& files) override {
+    std::vector<UniqueFd> made;
+    Image image =
+        copy_each([&](std::size_t drive, CopySource from, const std::vector<Range>& ranges, std::uint64_t end) {
+          const std::string path = drives_.directory(drive).path() + "/" + kCopyName;
+          made.push_back(make_nameless(drives_.directory(drive).fd(), kCopyName, path));
+          return copy_into(made.back().get(), path, from, ranges, end, false);
+        });
+    files.reserve(files.size() + made.size());
+    for (UniqueFd& each : made) files.push_back(each.release());
     return image;
   }
 
@@ -180,6 +189,24 @@ class SwapFileImpl final : public SwapFile {
   }
 
  private:
+  /// copy(drive, source, ranges, length) for each drive, while nothing new is queued.
+  template <class Copy>
+  Image copy_each(const Copy& copy) {
+    const std::lock_guard lock(mutex_);
+    check_open();
+    queue().drain();
+    queue().rethrow_unreported();
+    Image image{options_.block_nbytes, drives_.alignment(), {}, {}, written_keys()};
+    for (std::size_t drive = 0; drive < drives_.count(); ++drive) {
+      const DataFile& from = drives_.file(drive);
+      const std::uint64_t end = stripes_.end(drive);
+      image.methods.emplace_back(
+          name_of(copy(drive, CopySource{from.buffered_fd(), from.path()}, written_ranges(image, drive), end)));
+      image.file_nbytes.push_back(end);
+    }
+    return image;
+  }
+
   std::vector<ImageKey> written_keys() const {
     std::vector<ImageKey> keys;
     for (const auto& [key, entry] : entries_) {

@@ -41,6 +41,19 @@ class TempDirectory {
   std::string path_;
 };
 
+/// An open file of this process that was opened as `path` and has no name any more; "" where there is none.
+inline std::string nameless(const std::string& path) {
+  const std::string wanted = std::filesystem::absolute(path).lexically_normal().string() + " (deleted)";
+  for (const auto& each : std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code gone;
+    if (std::filesystem::read_symlink(each.path(), gone) == wanted) return each.path();
+  }
+  return {};
+}
+
+/// The data file of a drive, under a name that opens it.
+inline std::string data_of(const SwapFile& file, std::size_t drive = 0) { return nameless(file.stats().paths[drive]); }
+
 /// Bytes that differ by seed and position; `shift` moves the start off any alignment.
 class Pattern {
  public:

@@ -11,6 +11,7 @@
 
 #include "base/unique_fd.hpp"
 #include "faulty_engine.hpp"
+#include "forbid.hpp"
 #include "mem/crc32c.hpp"
 #include "mem/file_copy.hpp"
 #include "mem/stripes.hpp"
@@ -45,13 +46,14 @@ TEST(FileCopy, ranges_at_their_places_by_every_method) {
   const std::vector<mem::Range> ranges{{4096, 8192}, {1 << 20, 1 << 20}, {kNbytes - 4096, 4096}};
   for (const auto best : kMethods) {
     const std::string path = temp.path() + "/" + mem::name_of(best);
-    const auto used = mem::copy_file(source.get(), "source", path, ranges, kNbytes, true, best);
+    const auto used = mem::copy_file({source.get(), "source"}, path, ranges, kNbytes, true, best);
     EXPECT_GE(static_cast<int>(used), static_cast<int>(best));
     const std::string copy = content(path);
     EXPECT_EQ(copy.size(), kNbytes);
     for (const mem::Range& range : ranges)
       EXPECT_EQ(std::memcmp(copy.data() + range.offset, data.data() + range.offset, range.nbytes), 0);
-    EXPECT_THROW_WITH(mem::copy_file(source.get(), "source", path, ranges, kNbytes, true, best), SystemError, "create");
+    EXPECT_THROW_WITH(mem::copy_file({source.get(), "source"}, path, ranges, kNbytes, true, best), SystemError,
+                      "create");
     EXPECT_TRUE(content(path) == copy);  // what was there is not touched
   }
 }
@@ -63,7 +65,7 @@ TEST(FileCopy, a_source_that_ends_early_leaves_no_file) {
   EXPECT_EQ(::ftruncate(source.get(), 100000), 0);
   for (const auto best : {mem::CopyMethod::copy_file_range, mem::CopyMethod::read_write}) {
     EXPECT_THROW_WITH(
-        mem::copy_file(source.get(), "the source", temp.path() + "/copy", {{0, kNbytes}}, kNbytes, true, best),
+        mem::copy_file({source.get(), "the source"}, temp.path() + "/copy", {{0, kNbytes}}, kNbytes, true, best),
         DataCorrupt, "offset 100000 of the source");
     EXPECT_FALSE(fs::exists(temp.path() + "/copy"));
   }
@@ -78,7 +80,7 @@ TEST(FileCopy, a_full_disk_leaves_no_file) {
   if (::mount("none", full.c_str(), "tmpfs", 0, "size=1m") != 0) return;  // not root
   for (const auto best : kMethods) {
     try {
-      mem::copy_file(source.get(), "source", full + "/copy", {{0, kNbytes}}, kNbytes, true, best);
+      mem::copy_file({source.get(), "source"}, full + "/copy", {{0, kNbytes}}, kNbytes, true, best);
       EXPECT_TRUE(!"an error was expected");
     } catch (const SystemError& error) {
       EXPECT_EQ(error.code, ENOSPC);
@@ -87,6 +89,24 @@ TEST(FileCopy, a_full_disk_leaves_no_file) {
     EXPECT_TRUE(fs::is_empty(full));
   }
   ::umount(full.c_str());
+}
+
+TEST(FileCopy, writes_that_do_nothing_end_in_an_error) {
+  const TempDirectory temp;
+  const int status = in_child([&] {
+    Pattern data(kNbytes, 1);
+    const UniqueFd source = make_source(temp.path() + "/source", data);
+    if (!forbid(__NR_pwrite64, 0)) return kSkipped;
+    try {
+      mem::copy_file({source.get(), "source"}, temp.path() + "/copy", {{0, kNbytes}}, kNbytes, true,
+                     mem::CopyMethod::read_write);
+      return 1;
+    } catch (const SystemError& error) {
+      return error.code == EIO && error.path == temp.path() + "/copy" ? 0 : 2;
+    }
+  });
+  if (status != kSkipped) EXPECT_EQ(status, 0);
+  EXPECT_FALSE(fs::exists(temp.path() + "/copy"));
 }
 
 TEST(SwapSnapshot, holds_the_keys_their_places_and_their_checksums) {
@@ -144,5 +164,35 @@ TEST(SwapSnapshot, failed_writes_and_full_drives_leave_nothing) {
     EXPECT_THROW_WITH(setup.file->copy_to(files), SystemError, "copy1");
     EXPECT_FALSE(fs::exists(files[0]));
     EXPECT_EQ(content(files[1]), "in the way");
+  });
+}
+
+TEST(SwapSnapshot, a_copy_beside_has_no_name_and_ends_with_its_descriptors) {
+  on_each_rig([](const Rig& rig) {
+    const Setup setup(rig, {[](FaultyEngine&) {}}, 2);
+    Pattern old(200000, 1), fresh(200000, 2), back(200000, 3);
+    setup.file->write("a", old.data(), old.nbytes());  // not waited for
+    std::vector<int> files;
+    const auto image = setup.file->copy_beside(files);
+    setup.file->write("a", fresh.data(), fresh.nbytes()).wait();
+    EXPECT_EQ(files.size(), 2u);
+    const auto paths = setup.file->stats().paths;
+    for (std::size_t drive = 0; drive < 2; ++drive) {
+      const fs::path own = fs::path(paths[drive]).parent_path();
+      EXPECT_EQ(std::distance(fs::directory_iterator(own), fs::directory_iterator()), 1);  // the lock
+      EXPECT_EQ(fs::file_size("/proc/self/fd/" + std::to_string(files[drive])), image.file_nbytes[drive]);
+    }
+    const SwapFile::ImageKey& key = image.keys.at(0);
+    for (std::size_t begin = 0, tile = 0; begin < key.nbytes; begin += image.tile_nbytes, ++tile) {
+      const std::size_t drive = (key.first + tile) % 2, nbytes = std::min(image.tile_nbytes, key.nbytes - begin);
+      const auto at = static_cast<off_t>(key.offsets[drive] + tile / 2 * image.tile_nbytes);
+      EXPECT_EQ(::pread(files[drive], back.data() + begin, nbytes, at), static_cast<ssize_t>(nbytes));
+    }
+    EXPECT_TRUE(back == old);
+    for (const int file : files) ::close(file);
+    fs::remove_all(setup.directories[1]);
+    files.clear();
+    EXPECT_THROW_WITH(setup.file->copy_beside(files), SystemError, "cannot create");
+    EXPECT_TRUE(files.empty());
   });
 }

@@ -11,6 +11,7 @@
 #include <iterator>
 
 #include "faulty_engine.hpp"
+#include "forbid.hpp"
 #include "zcomm/error.hpp"
 
 using namespace zcomm;
@@ -73,18 +74,97 @@ TEST(SwapDirectory, private_while_open_and_gone_afterwards) {
   const TempDirectory temp;
   {
     const auto file = SwapFile::open(temp.path() + "/leaf", {});
-    const fs::path data = file->stats().path, own = data.parent_path();
+    const fs::path own = fs::path(file->stats().path).parent_path();
     EXPECT_EQ(mode_of(temp.path() + "/leaf"), 0700u);
     EXPECT_EQ(mode_of(own), 0700u);
-    EXPECT_EQ(mode_of(data), 0600u);
+    EXPECT_EQ(mode_of(own / "lock"), 0600u);
+    EXPECT_EQ(std::distance(fs::directory_iterator(own), fs::directory_iterator()), 1);  // the lock alone
+    struct stat data{};
+    EXPECT_EQ(::stat(data_of(*file).c_str(), &data), 0);
+    EXPECT_EQ(data.st_mode & 07777, 0600u);
+    EXPECT_EQ(data.st_nlink, 0u);
+    EXPECT_TRUE(file->stats().notes.empty() || file->stats().notes[0].find("keeps its name") == std::string::npos);
     EXPECT_TRUE(own.filename().string().starts_with("zcomm-swap-" + std::to_string(::getpid()) + "-"));
-    std::ifstream manifest(own / "manifest.json");
-    const std::string text((std::istreambuf_iterator<char>(manifest)), {});
-    for (const std::string& part : {"\"pid\": " + std::to_string(::getpid()), std::string("\"host\""),
-                                    std::string("\"created\""), std::string("\"uid\""), std::string("\"start_ticks\"")})
+    std::ifstream lock(own / "lock");
+    const std::string text((std::istreambuf_iterator<char>(lock)), {});
+    for (const std::string& part :
+         {"\"pid\": " + std::to_string(::getpid()), std::string("\"host\""), std::string("\"created\""),
+          std::string("\"uid\""), std::string("\"start_ticks\""), std::string("\"boot_id\"")})
       EXPECT_TRUE(text.find(part) != std::string::npos);
   }
   EXPECT_TRUE(fs::is_empty(temp.path() + "/leaf"));
+}
+
+TEST(SwapDirectory, a_killed_owner_leaves_no_data) {
+  on_each_engine([](const SwapFile::Options& options) {
+    for (const int number : {SIGTERM, SIGKILL}) {
+      const TempDirectory temp;
+      const pid_t owner = start_owner(temp.path(), options);
+      const fs::path own = temp.path() + "/" + temp.names().at(0);
+      EXPECT_FALSE(fs::exists(own / "data"));
+      ::kill(owner, number);
+      ::waitpid(owner, nullptr, 0);
+      EXPECT_EQ(std::distance(fs::directory_iterator(own), fs::directory_iterator()), 1);
+      EXPECT_TRUE(fs::exists(own / "lock"));
+      SwapFile::open(temp.path(), options)->close();
+      EXPECT_TRUE(temp.names().empty());
+    }
+  });
+}
+
+TEST(SwapDirectory, space_is_free_when_the_owner_was_killed_or_has_closed) {
+  on_each_engine([](const SwapFile::Options& options) {
+    for (const int number : {SIGTERM, SIGKILL, 0}) {
+      const TempDirectory temp;
+      if (::mount("tmpfs", temp.path().c_str(), "tmpfs", 0, "size=8m") != 0) {
+        std::cout << "     no right to mount: skipped\n";
+        return;
+      }
+      const auto used = [&temp] { return fs::space(temp.path()).capacity - fs::space(temp.path()).free; };
+      if (number != 0) {
+        const pid_t owner = start_owner(temp.path(), options);
+        EXPECT_TRUE(used() >= 100000u);
+        ::kill(owner, number);
+        ::waitpid(owner, nullptr, 0);
+        EXPECT_TRUE(used() <= 16384u);  // the lock's
+      } else {
+        const auto file = SwapFile::open(temp.path(), options);
+        file->reserve("k", 100000);
+        EXPECT_TRUE(used() >= 100000u);
+        file->close();
+        EXPECT_EQ(used(), 0u);  // while the object is still there
+        EXPECT_EQ(file->stats().file_nbytes, 102400u);
+      }
+      SwapFile::open(temp.path(), options)->close();
+      EXPECT_TRUE(temp.names().empty());
+      ::umount(temp.path().c_str());
+    }
+  });
+}
+
+TEST(SwapDirectory, a_file_that_keeps_its_name_works_is_said_and_goes_with_the_next_start) {
+  on_each_engine([](const SwapFile::Options& options) {
+    const TempDirectory temp;
+    const int status = in_child([&] {
+      if (!forbid(__NR_unlinkat, EBUSY)) return kSkipped;  // as on file systems that cannot unlink what is open
+      const auto file = SwapFile::open(temp.path(), options);
+      const auto stats = file->stats();
+      if (!fs::exists(stats.path)) return 1;
+      if (stats.notes.empty() ||
+          stats.notes.back().find("keeps its name (Device or resource busy)") == std::string::npos)
+        return 2;
+      Pattern out(100000, 1), in(100000, 2);
+      file->write("k", out.data(), out.nbytes()).wait();
+      file->read("k", in.data(), in.nbytes()).wait();
+      ::kill(in == out ? ::getpid() : 0, SIGKILL);
+      return 3;
+    });
+    if (status == kSkipped) return;
+    EXPECT_EQ(status, 128 + SIGKILL);
+    EXPECT_EQ(temp.names().size(), 1u);
+    SwapFile::open(temp.path(), options)->close();
+    EXPECT_TRUE(temp.names().empty());
+  });
 }
 
 TEST(SwapDirectory, bad_places_are_named) {
@@ -214,12 +294,13 @@ TEST(SwapDirectory, nothing_else_is_touched) {
   for (const auto& each : {stale, no_lock, link_lock, empty, fresh, other}) fs::create_directory(each);
   for (const auto& each : {stale, other, fresh, elsewhere.path()}) std::ofstream(each + "/lock") << "";
   for (const auto& each : {stale, no_lock, link_lock, other, elsewhere.path()}) std::ofstream(each + "/data") << "x";
+  std::ofstream(stale + "/manifest.json") << "{}";  // of an earlier version
   std::ofstream(stale + "/notes.txt") << "somebody's";
   fs::create_directory_symlink(elsewhere.path(), linked);
   fs::create_symlink(elsewhere.path() + "/lock", link_lock + "/lock");
   SwapFile::open(temp.path(), {})->close();
   EXPECT_TRUE(fs::exists(stale + "/notes.txt"));  // ours in it went, the rest stays
-  EXPECT_FALSE(fs::exists(stale + "/data"));
+  EXPECT_FALSE(fs::exists(stale + "/data") || fs::exists(stale + "/manifest.json"));
   EXPECT_TRUE(fs::exists(elsewhere.path() + "/data"));
   EXPECT_TRUE(fs::exists(elsewhere.path() + "/lock"));
   for (const auto& each : {no_lock, link_lock, other}) EXPECT_TRUE(fs::exists(each + "/data"));

@@ -115,11 +115,11 @@ TEST(SwapDrives, data_on_all_of_them_and_nothing_left) {
     for (std::size_t drive = 0; drive < 3; ++drive) {
       const fs::path data = stats.paths[drive], own = data.parent_path();
       EXPECT_TRUE(own.parent_path() == setup.directories[drive]);
-      EXPECT_TRUE(fs::exists(own / "lock"));
-      const std::string manifest = content(own / "manifest.json");
-      EXPECT_TRUE(manifest.find("\"drive\": " + std::to_string(drive) + ", \"drives\": 3}") != std::string::npos);
-      EXPECT_GE(fs::file_size(data), 4 * kNbytes / 3 - 65536);
-      sum += fs::file_size(data);
+      const std::string owner = content(own / "lock");
+      EXPECT_TRUE(owner.find("\"drive\": " + std::to_string(drive) + ", \"drives\": 3}") != std::string::npos);
+      const std::uint64_t nbytes = fs::file_size(data_of(*setup.file, drive));
+      EXPECT_GE(nbytes, 4 * kNbytes / 3 - 65536);
+      sum += nbytes;
     }
     EXPECT_EQ(sum, stats.file_nbytes);
     EXPECT_EQ(stats.written_nbytes, 4 * kNbytes);
@@ -155,7 +155,8 @@ TEST(SwapDrives, preallocated_reserved_and_reused) {
   options.nbytes = 3 << 20;
   const auto file = SwapFile::open(three(temp), options);
   const auto before = file->stats();
-  for (const std::string& path : before.paths) EXPECT_EQ(fs::file_size(path), (1u << 20) + (64u << 10));
+  for (std::size_t drive = 0; drive < before.paths.size(); ++drive)
+    EXPECT_EQ(fs::file_size(data_of(*file, drive)), (1u << 20) + (64u << 10));
   for (int round = 0; round < 50; ++round) {  // what is given back is used again
     file->reserve("a", 1 << 20);
     file->reserve("b", 700001);
@@ -228,7 +229,7 @@ TEST(SwapDrives, damage_on_one_names_it) {
     Pattern data(kNbytes, 1);
     setup.file->write("k", data.data(), kNbytes).wait();
     const auto paths = setup.file->stats().paths;
-    fs::resize_file(paths[2], 65536);  // tile 2 stays, tile 5 goes
+    fs::resize_file(data_of(*setup.file, 2), 65536);  // tile 2 stays, tile 5 goes
     try {
       setup.file->read("k", data.data(), kNbytes).wait();
       EXPECT_TRUE(!"damage was expected");

@@ -1,13 +1,9 @@
 // What the system does to a swap file: damage on disk, directories removed, io_uring forbidden, locked memory used up,
 // several runs in one place. On both engines.
 #include <fcntl.h>
-#include <linux/filter.h>
-#include <linux/seccomp.h>
 #include <signal.h>
-#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <array>
@@ -20,6 +16,8 @@
 
 #include "base/unique_fd.hpp"
 #include "faulty_engine.hpp"
+#include "forbid.hpp"
+#include "mem/kernel_ring.hpp"
 #include "zcomm/error.hpp"
 
 using namespace zcomm;
@@ -69,29 +67,8 @@ void expect_damage(Work work, const std::string& path, const std::string& where,
   }
 }
 
-/// From here on the system call `number` fails with `code` in all threads of this process; with `submitting_only` just
-/// where its second argument is not 0 (io_uring_enter: requests to submit). False where filters are forbidden.
-bool forbid(long number, int code, bool submitting_only = false) {
-  const auto second = static_cast<unsigned>(offsetof(seccomp_data, args) + sizeof(std::uint64_t));  // its low half
-  const auto call = static_cast<unsigned>(number);
-  const unsigned refuse = SECCOMP_RET_ERRNO | static_cast<unsigned>(code);
-  sock_filter program[] = {
-      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
-      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, call, 0, 3),
-      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, second),
-      BPF_JUMP(BPF_JMP | BPF_JGE | BPF_K, submitting_only ? 1u : 0u, 0, 1),
-      BPF_STMT(BPF_RET | BPF_K, refuse),
-      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
-  };
-  const sock_fprog filter{static_cast<unsigned short>(std::size(program)), program};
-  return ::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 &&
-         ::syscall(__NR_seccomp, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_TSYNC, &filter) == 0;
-}
-
-constexpr int kSkipped = 77;
-
-/// In a child where `number` fails with `code`: threads serve, and say why; io_uring asked for is refused.
-int without_io_uring(const std::string& place, long number, int code) {
+/// In a child where `number` fails with `code`: threads serve, and `reason` is given; io_uring asked for is refused.
+int without_io_uring(const std::string& place, long number, int code, const std::string& reason) {
   if (!forbid(number, code)) return kSkipped;
   const auto file = SwapFile::open(place, {});
   const auto stats = file->stats();
@@ -111,7 +88,6 @@ int without_io_uring(const std::string& place, long number, int code) {
     SwapFile::open(place, options);
     return 5;
   } catch (const Unsupported& error) {
-    const char* reason = number == __NR_io_uring_register ? "tell" : std::strerror(code);
     if (stats.notes[0].find(reason) == std::string::npos) return 3;
     return std::string(error.what()).find(reason) == std::string::npos ? 6 : 0;
   }
@@ -129,14 +105,14 @@ TEST(SwapEnvironment, a_flipped_byte_on_disk_is_named) {
     const std::string path = file->stats().path;
     // The second key's extent begins at 303104; its tail is a block of its own where I/O is direct.
     for (const auto& [offset, block] : {std::pair{303104 + 70000, 303104 + 65536}, {303104, 303104}}) {
-      flip(path, offset);
+      flip(data_of(*file), offset);
       expect_damage(file->read("layer.3", back.data(), kNbytes), path, "'layer.3' at offset " + std::to_string(block),
                     "not what was written");
-      flip(path, offset);
+      flip(data_of(*file), offset);
       file->read("layer.3", back.data(), kNbytes).wait();
       EXPECT_TRUE(back == data);
     }
-    flip(path, 303104 + static_cast<off_t>(kNbytes) - 1);
+    flip(data_of(*file), 303104 + static_cast<off_t>(kNbytes) - 1);
     expect_damage(file->read("layer.3", back.data(), kNbytes), path, "'layer.3' at offset ", "not what was written");
     file->read("first", back.data(), kNbytes).wait();
     EXPECT_TRUE(back == data);
@@ -152,7 +128,7 @@ TEST(SwapEnvironment, a_truncated_file_is_named_and_written_again) {
       Pattern data(kNbytes, 5), back(kNbytes, 6);
       file->write("layer.3", data.data(), kNbytes).wait();
       const std::string path = file->stats().path;
-      fs::resize_file(path, left);
+      fs::resize_file(data_of(*file), left);
       expect_damage(file->read("layer.3", back.data(), kNbytes), path, "'layer.3' at offset ", "");
       EXPECT_TRUE(round_trips(*file, "layer.3"));
     }
@@ -182,12 +158,20 @@ TEST(SwapEnvironment, a_directory_removed_underneath_still_serves) {
 }
 
 TEST(SwapEnvironment, io_uring_forbidden_is_a_fallback_that_is_said) {
+  using namespace mem::ring_abi;
   const TempDirectory temp;
+  std::string why;  // this machine's own reason comes first, where it has one
+  mem::make_io_uring_engine(1, &why);
   // EPERM: a container's filter, and sysctl kernel.io_uring_disabled. ENOSYS: an old kernel, or a filter.
   // ENOMEM: what io_uring_setup answers when RLIMIT_MEMLOCK is used up (before Linux 5.12).
-  for (const long number : {__NR_io_uring_setup, __NR_io_uring_enter, __NR_io_uring_register}) {
-    for (const int code : {EPERM, ENOSYS, ENOMEM}) {
-      const int status = in_child([&] { return without_io_uring(temp.path(), number, code); });
+  // 0: a filter that pretends.
+  for (const long number : {kCallSetup, kCallEnter, kCallRegister}) {
+    for (const int code : {EPERM, ENOSYS, ENOMEM, 0}) {
+      if (code == 0 && number == kCallSetup) continue;  // that would be standard input
+      std::string reason = code == 0 ? "does nothing" : std::strerror(code);
+      if (number == kCallRegister) reason = "tell";
+      if (!why.empty()) reason = "the kernel";
+      const int status = in_child([&] { return without_io_uring(temp.path(), number, code, reason); });
       if (status == kSkipped) {
         std::cout << "     no seccomp filters here: skipped\n";
         return;
@@ -207,7 +191,7 @@ TEST(SwapEnvironment, io_uring_lost_on_the_way_ends_in_its_error) {
     const auto file = SwapFile::open(temp.path(), options);
     if (file->stats().engine != "io_uring") return kSkipped;
     if (!round_trips(*file)) return 1;
-    if (!forbid(__NR_io_uring_enter, EPERM)) return kSkipped;  // a supervisor may install a filter late
+    if (!forbid(mem::ring_abi::kCallEnter, EPERM)) return kSkipped;  // a supervisor may install a filter late
     try {
       // The call that waits for work may have passed the filter already: the second operation cannot have.
       round_trips(*file);
@@ -230,28 +214,6 @@ TEST(SwapEnvironment, io_uring_lost_on_the_way_ends_in_its_error) {
   }
   EXPECT_EQ(status, 0);
   EXPECT_TRUE(temp.names().empty());
-}
-
-TEST(SwapEnvironment, io_uring_without_memory_for_requests_ends_in_its_error) {
-  const TempDirectory temp;
-  const int status = in_child([&] {
-    const auto engine = mem::make_io_uring_engine(8);
-    if (engine == nullptr) return kSkipped;
-    const UniqueFd file(::open((temp.path() + "/file").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
-    Pattern data(4096, 1);
-    const mem::IoRequest request{true, file.get(), data.data(), 4096, 0, &data};
-    std::array<mem::IoResult, 8> results{};
-    engine->submit({&request, 1});
-    if (engine->reap(results) != 1) return 1;
-    if (!forbid(__NR_io_uring_enter, EAGAIN, true)) return kSkipped;
-    try {
-      engine->submit({&request, 1});
-      return 2;
-    } catch (const SystemError& error) {
-      return error.code == EAGAIN ? 0 : 3;  // and the engine's end does not wait for what never went out
-    }
-  });
-  if (status != kSkipped) EXPECT_EQ(status, 0);
 }
 
 TEST(SwapEnvironment, locked_memory_used_up) {

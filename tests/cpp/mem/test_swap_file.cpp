@@ -154,7 +154,7 @@ TEST(SwapFile, reserve_release_and_preallocation) {
   options.nbytes = 1 << 20;
   const auto file = SwapFile::open(temp.path(), options);
   EXPECT_EQ(file->stats().file_nbytes, 1u << 20);
-  EXPECT_EQ(std::filesystem::file_size(file->stats().path), 1u << 20);
+  EXPECT_EQ(std::filesystem::file_size(data_of(*file)), 1u << 20);
   file->reserve("a", 5000);
   file->reserve("a", 5000);
   EXPECT_EQ(file->stats().reserved_nbytes, 8192u);
@@ -198,14 +198,14 @@ TEST(SwapFile, damage_on_disk_is_found) {
     Pattern data(600000, 5);
     file->write("layer.3", data.data(), data.nbytes()).wait();
     {
-      std::fstream raw(file->stats().path, std::ios::in | std::ios::out | std::ios::binary);
+      std::fstream raw(data_of(*file), std::ios::in | std::ios::out | std::ios::binary);
       raw.seekp(300000);
       const char flipped = static_cast<char>(data.data()[300000] ^ std::byte{1});
       raw.write(&flipped, 1);
     }
     Work work = file->read("layer.3", data.data(), data.nbytes());
     EXPECT_THROW_WITH(work.wait(), DataCorrupt, "'layer.3' at offset 262144");
-    std::filesystem::resize_file(file->stats().path, 300000);
+    std::filesystem::resize_file(data_of(*file), 300000);
     EXPECT_THROW_WITH(file->read("layer.3", data.data(), data.nbytes()).wait(), DataCorrupt, "end of file");
     file->write("layer.3", data.data(), data.nbytes()).wait();
     file->read("layer.3", data.data(), data.nbytes()).wait();

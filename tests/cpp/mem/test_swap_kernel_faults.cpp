@@ -110,7 +110,7 @@ TEST(SwapKernelFaults, a_truncated_file_is_found_without_checksums_too) {
       const auto file = SwapFile::open(temp.path(), options_of(rig, false));
       Pattern data(kNbytes, 1), in(kNbytes, 2);
       file->write("k", data.data(), kNbytes).wait();
-      fs::resize_file(file->stats().path, left);
+      fs::resize_file(data_of(*file), left);
       EXPECT_THROW_WITH(file->read("k", in.data(), kNbytes).wait(), DataCorrupt, "read of key 'k' at offset ");
       file->write("k", data.data(), kNbytes).wait();
       EXPECT_TRUE(holds(*file, "k", data));
@@ -153,7 +153,7 @@ TEST(SwapKernelFaults, a_copy_of_a_file_cut_off_or_into_a_full_or_missing_place)
     const auto file = SwapFile::open(temp.path() + "/drive", options_of(rig));
     Pattern data(kNbytes, 1);
     file->write("k", data.data(), kNbytes).wait();
-    fs::resize_file(file->stats().path, 150000);
+    fs::resize_file(data_of(*file), 150000);
     EXPECT_THROW_WITH(file->copy_to({temp.path() + "/copy"}), DataCorrupt, file->stats().path);
     EXPECT_FALSE(fs::exists(temp.path() + "/copy"));
   });
