@@ -2,6 +2,9 @@
 //
 // A facade: each call checks its arguments, then becomes an Operation of the executor; the engine does the rest. Engine
 // and its memory go at close(); symmetric buffers live as long as their owners want.
+// [Note: within] While a blocking call waits, the handlers of signals run on its thread (check_interrupt), and may
+// close the communicator: which would wait for that very call. So close() within a call only makes it end; the end of
+// the call does the rest. Another operation cannot be started there either; a message can, which depends on no order.
 // Invariants: after a failure every call says so; in a forked child every call is refused and nothing is closed.
 // Thread rule: free-threaded; ranks must issue their collectives in the same order.
 #include "zcomm/communicator.hpp"
@@ -19,6 +22,8 @@
 #include "coll/executor.hpp"
 #include "coll/failure.hpp"
 #include "coll/host_engine.hpp"
+#include "coll/overlap.hpp"
+#include "coll/within.hpp"
 #include "device/device.hpp"
 
 namespace zcomm {
@@ -33,7 +38,8 @@ class EngineCommunicator final : public Communicator {
         rank_(engine_->rank()),
         world_size_(engine_->world_size()),
         own_parts_(engine_->own_parts()),
-        executor_(std::make_unique<Executor>([this](Operation& operation) { run(operation); })) {}
+        give_up_(std::make_shared<GiveUp>([this](const Completion&) { give_up(); })),
+        executor_(std::make_unique<Executor>([this](Operation& operation) { run(operation); }, give_up_)) {}
   ~EngineCommunicator() override { close(); }
 
   int rank() const override { return rank_; }
@@ -101,24 +107,36 @@ class EngineCommunicator final : public Communicator {
 
   Work after(std::shared_ptr<device::Event> event, const Call& call) override {
     require_usable("after");
+    require_outside("after");
     if (!event) throw InvalidArgument("after: no event");
-    return executor_->submit(
-        [&](Operation& operation, SpareItems&) {
-          operation.items.clear();
-          operation.after = std::move(event);
-        },
-        call.async);
+    return start(call, [&] {
+      return executor_->submit(
+          [&](Operation& operation, SpareItems&) {
+            operation.items.clear();
+            operation.after = std::move(event);
+          },
+          call.async);
+    });
   }
 
   Work send(std::span<const ConstBuffer> buffers, DType dtype, int dst, int tag, const Call& call) override {
-    const std::shared_lock alive(engine_mutex_);
-    check_message("send", "dst", buffers, dst, 0, tag);
-    return engine_->messenger().send(buffers, dtype, dst, tag, call);
+    return start<true>(call, [&] {
+      check_message("send", "dst", buffers, dst, 0, tag);
+      return engine_->messenger().send(buffers, dtype, dst, tag, call);
+    });
   }
   Work recv(std::span<const Buffer> buffers, DType dtype, int src, int tag, const Call& call, int* source) override {
-    const std::shared_lock alive(engine_mutex_);
-    check_message("recv", "src", buffers, src, -1, tag);
-    return engine_->messenger().recv(buffers, dtype, src, tag, call, source);
+    return start<true>(call, [&] {
+      check_message("recv", "src", buffers, src, -1, tag);
+      check_overlap({.what = "recv",
+                     .kind = OpKind::barrier,
+                     .in = {},
+                     .out = buffers,
+                     .in_size = 0,
+                     .out_size = size_of(dtype),
+                     .rank = rank_});
+      return engine_->messenger().recv(buffers, dtype, src, tag, call, source);
+    });
   }
 
   std::unique_ptr<Communicator> duplicate() override {
@@ -131,7 +149,7 @@ class EngineCommunicator final : public Communicator {
 
   CommMemory memory() const override {
     CommMemory memory = symmetric_.memory();
-    const std::lock_guard lock(close_mutex_);
+    const auto alive = hold_engine();
     if (rank_ != 0) memory.shared_nbytes = 0;
     memory.slot_nbytes = closed_ ? 0 : engine_->nbytes();
     memory.allocation_count += 1;  // control block and slots
@@ -139,29 +157,84 @@ class EngineCommunicator final : public Communicator {
   }
 
   void close() noexcept override {
+    if (Within::is_in(this)) return close_within();
     const std::lock_guard lock(close_mutex_);
     if (closed_.exchange(true)) return;
-    if (is_forked()) {
-      abandon();
-      return;
-    }
-    engine_->close();
-    executor_->stop();
-    const std::unique_lock unused(engine_mutex_);  // messages that were under way have ended by now, but not returned
-    engine_.reset();
+    if (is_forked()) return abandon();
+    close_engine();
+    finish_close();
   }
 
  private:
   Work submit(const Request& request) {
     require_usable(name_of(request.kind));
+    require_outside(name_of(request.kind));
     check(request, rank_, world_size_, symmetric_);
-    return executor_->submit(
-        [&](Operation& operation, SpareItems& spares) {
-          fill(operation, spares, request, rank_, world_size_, symmetric_);
-          operation.async = request.call.async;
-          engine_->prepare(operation, request.call);
-        },
-        request.call.async);
+    return start(request.call, [&] {
+      return executor_->submit(
+          [&](Operation& operation, SpareItems& spares) {
+            fill(operation, spares, request, rank_, world_size_, symmetric_);
+            operation.async = request.call.async;
+            engine_->prepare(operation, request.call);
+          },
+          request.call.async);
+    });
+  }
+
+  /// Makes a call. A blocking one ends what a signal's handler has begun to close within it. `beside` the executor,
+  /// which keeps the engine for others.
+  template <bool beside = false, class Function>
+  Work start(const Call& call, const Function& function) {
+    struct End {
+      EngineCommunicator& self;
+      ~End() {
+        if (self.is_left_open_.load() && !Within::is_in(&self) && self.is_left_open_.exchange(false))
+          self.finish_close();
+      }
+    } const end{*this};
+    const auto alive = beside ? hold_engine() : std::shared_lock<std::shared_mutex>();
+    if (call.async) return function();
+    const Within within(this), holding(alive.owns_lock() ? &engine_mutex_ : nullptr);
+    try {
+      return function();
+    } catch (const Interrupted&) {
+      throw;
+    } catch (const std::exception& error) {
+      if (!closed_within_) throw;
+      throw Error(text(error.what(), "; a signal's handler closed the communicator"));
+    }
+  }
+
+  /// The engine stays while this is held. A thread that holds it must not lock again.
+  std::shared_lock<std::shared_mutex> hold_engine() const {
+    return Within::is_in(&engine_mutex_) ? std::shared_lock<std::shared_mutex>() : std::shared_lock(engine_mutex_);
+  }
+
+  /// See [Note: within].
+  void close_within() noexcept {
+    if (is_forked() || closed_.exchange(true)) return;
+    closed_within_ = is_left_open_ = true;
+    close_engine();
+    executor_->stop_within(std::make_exception_ptr(Error("communicator was closed before the operation ran")));
+  }
+
+  void close_engine() noexcept {
+    const std::lock_guard lock(engine_close_mutex_);
+    engine_->close();
+  }
+
+  void finish_close() noexcept {
+    give_up_->detach();
+    executor_->stop();
+    const std::unique_lock unused(engine_mutex_);  // messages that were under way have ended by now, but not returned
+    engine_.reset();
+  }
+
+  /// The program does not wait any longer for what is under way: ends all of it, and tells the other ranks.
+  void give_up() noexcept {
+    failure_.set(std::make_exception_ptr(Error("an operation was given up (interrupted by a signal)")));
+    given_up_ = true;
+    close_engine();
   }
 
   Work move(OpKind kind, std::span<const ConstBuffer> in, std::span<const Buffer> out, DType dtype, int root,
@@ -196,6 +269,12 @@ class EngineCommunicator final : public Communicator {
     failure_.throw_if_set();
   }
 
+  void require_outside(const char* what) const {
+    if (Within::is_in(this))
+      throw Error(text(what, ": this thread is in the middle of another call on this communicator; a signal's handler ",
+                       "cannot start an operation on it (close it, or set a flag)"));
+  }
+
   void run(Operation& operation) {
     const auto event = std::exchange(operation.after, nullptr);
     failure_.throw_if_set();
@@ -205,8 +284,9 @@ class EngineCommunicator final : public Communicator {
       else
         run_on_engine(operation);
     } catch (...) {
+      if (given_up_) failure_.throw_if_set();
       failure_.set(std::current_exception());
-      if (event) engine_->close();  // which tells the other ranks, as a failed operation does by itself
+      if (event) close_engine();  // which tells the other ranks, as a failed operation does by itself
       throw;
     }
   }
@@ -233,6 +313,8 @@ class EngineCommunicator final : public Communicator {
 
   void suspend(int by) {
     require_usable("no_deadline");
+    const auto alive = hold_engine();
+    require_usable("no_deadline");  // still
     const std::lock_guard lock(suspend_mutex_);
     engine_->suspend_deadline(suspensions_.fetch_add(by) + by > 0);
   }
@@ -253,10 +335,14 @@ class EngineCommunicator final : public Communicator {
   const Engine::OwnParts own_parts_;
   Failure failure_;
   std::atomic<bool> closed_{false};
-  mutable std::mutex close_mutex_;
-  std::shared_mutex engine_mutex_;  // shared by callers of the messenger
+  std::atomic<bool> closed_within_{false};
+  std::atomic<bool> is_left_open_{false};  // closed within a call, which has not ended
+  std::atomic<bool> given_up_{false};
+  std::mutex close_mutex_, engine_close_mutex_;
+  mutable std::shared_mutex engine_mutex_;  // shared by who uses the engine beside the executor
   std::mutex suspend_mutex_;
   std::atomic<int> suspensions_{0};
+  std::shared_ptr<GiveUp> give_up_;
   std::unique_ptr<Executor> executor_;
 };
 

@@ -1,6 +1,7 @@
 // Running on the caller's thread or on a thread of its own (coll/executor.hpp).
 #include "coll/executor.hpp"
 
+#include <chrono>
 #include <exception>
 #include <utility>
 
@@ -8,8 +9,12 @@
 #include "base/interrupt.hpp"
 
 namespace zcomm::coll {
+namespace {
+constexpr std::chrono::milliseconds kSlice{50};  // between looks at signals
+}
 
-Executor::Executor(std::function<void(Operation&)> run) : run_(std::move(run)) {
+Executor::Executor(std::function<void(Operation&)> run, std::shared_ptr<GiveUp> give_up)
+    : run_(std::move(run)), give_up_(std::move(give_up)) {
   spares_.reserve(kDepth);
   // How many are in flight at once is a matter of timing, so the pool is not left to find out in step 1000.
   std::vector<std::shared_ptr<Completion>> warm;
@@ -18,7 +23,11 @@ Executor::Executor(std::function<void(Operation&)> run) : run_(std::move(run)) {
 }
 
 Operation& Executor::claim(std::unique_lock<std::mutex>& lock) {
-  freed_.wait(lock, [this] { return is_stopping() || count() < kDepth; });
+  while (!freed_.wait_for(lock, kSlice, [this] { return is_stopping() || count() < kDepth; })) {
+    lock.unlock();
+    check_interrupt();
+    lock.lock();
+  }
   if (is_stopping()) throw Error("the communicator is closed");
   return ring_[(head_ + count()) % kDepth];
 }
@@ -36,6 +45,7 @@ Work Executor::commit(Operation& operation) {
 
 void Executor::run_here() {
   std::exception_ptr error;
+  runs_here_ = true;
   try {
     run_(here_);
   } catch (...) {
@@ -43,6 +53,7 @@ void Executor::run_here() {
   }
   here_.items.give_back(here_spares_);
   here_.tail.reset();
+  runs_here_ = false;
   leave();
   if (error) std::rethrow_exception(error);
 }
@@ -56,8 +67,12 @@ void Executor::leave() noexcept {
 }
 
 void Executor::wait_patiently(Work& work) {
-  constexpr double kSlice_s = 0.05;
-  while (!work.wait_for(kSlice_s)) check_interrupt();
+  try {
+    while (!work.wait_for(std::chrono::duration<double>(kSlice).count())) check_interrupt();
+  } catch (...) {
+    work.give_up();  // else dropping it would wait for the other ranks
+    throw;
+  }
   work.wait();
 }
 
@@ -88,6 +103,24 @@ void Executor::loop() noexcept {
     completion->finish(std::move(error), std::move(tail));
     lock.lock();
   }
+}
+
+void Executor::stop_within(const std::exception_ptr& error) noexcept {
+  std::vector<std::shared_ptr<Completion>> ended;
+  {
+    const std::lock_guard lock(mutex_);
+    state_.fetch_or(kStopping);
+    // The thread starts nothing while it cannot have the lock, and runs nothing while a caller does.
+    for (; runs_here_ && count() > 0; head_ = (head_ + 1) % kDepth, state_.fetch_sub(1)) {
+      Operation& operation = ring_[head_];
+      ended.push_back(std::move(operation.completion));
+      operation.tail.reset();
+      operation.items.give_back(spares_);
+    }
+    queued_.notify_all();
+    freed_.notify_all();
+  }
+  for (const auto& completion : ended) completion->finish(error);
 }
 
 void Executor::stop() noexcept {

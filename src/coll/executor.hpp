@@ -4,7 +4,8 @@
 // for a thread of the executor's own, which starts when it is first needed. The queue is a fixed ring of Operations
 // that are filled in place, so that nothing is allocated in the steady state; a full ring makes the caller wait.
 // Invariants: at most one operation runs at a time; each queued operation's Work is finished exactly once, also by
-// stop(). Thread rule: free-threaded; `run` is called on the caller's thread or on the executor's.
+// stop(). Thread rule: free-threaded; `run` is called on the caller's thread or on the executor's. Handlers of signals
+// run inside of submit(), with no lock held (check_interrupt).
 #pragma once
 
 #include <atomic>
@@ -25,8 +26,9 @@ class Executor {
   static constexpr std::size_t kDepth = 256;
   static constexpr std::size_t kWarmCompletions = 64;  ///< made at the start; more only if more are in flight
 
-  /// `run` throws what becomes the operation's error.
-  explicit Executor(std::function<void(Operation&)> run);
+  /// `run` throws what becomes the operation's error. `give_up` makes what is queued, and the running one, end soon: it
+  /// is called when a blocking call is interrupted that is queued, and by Work::give_up.
+  Executor(std::function<void(Operation&)> run, std::shared_ptr<GiveUp> give_up);
   ~Executor() { stop(); }
 
   /// Calls `fill(operation, spares)` on a free Operation (after waiting for one), and queues or runs it. With `async`
@@ -44,6 +46,9 @@ class Executor {
     return work;
   }
 
+  /// To be called by a thread inside of submit(), in place of stop(), which would wait for that thread: nothing new
+  /// starts; what cannot run before that thread's operation has ended, ends with `error`. stop() follows.
+  void stop_within(const std::exception_ptr& error) noexcept;
   /// Runs what is queued (the engine ends it at once when the communicator is closing) and joins the thread.
   void stop() noexcept;
 
@@ -64,19 +69,21 @@ class Executor {
   void leave() noexcept;
   bool is_stopping() const { return (state_.load() & kStopping) != 0; }
   std::uint32_t count() const { return state_.load() & kCount; }
-  static void wait_patiently(Work& work);
+  void wait_patiently(Work& work);
   void loop() noexcept;
 
-  std::function<void(Operation&)> run_;
+  const std::function<void(Operation&)> run_;
+  const std::shared_ptr<GiveUp> give_up_;
   std::mutex mutex_;
   std::condition_variable queued_, freed_;
   std::atomic<std::uint32_t> state_{0};
   Operation here_;  // the one of a blocking caller, who has set kBusy
   SpareItems here_spares_;
+  std::atomic<bool> runs_here_{false};  // within kBusy
   std::vector<Operation> ring_{kDepth};
   std::size_t head_ = 0;
   SpareItems spares_;
-  CompletionPool completions_;
+  CompletionPool completions_{give_up_};
   std::mutex join_mutex_;
   std::thread thread_;
 };

@@ -20,7 +20,8 @@ HostMessenger::HostMessenger(std::shared_ptr<net::Mesh> mesh, const HostMemory& 
     : mesh_(mesh),
       office_(std::move(mesh), host, timeout_s),
       doorbell_(office_.memory().doorbell(host.rank())),
-      patience_(Patience::of(host.world_size(), host.cpu_count())) {
+      patience_(Patience::of(host.world_size(), host.cpu_count())),
+      give_up_(std::make_shared<GiveUp>([this](const Completion& completion) { give_up(completion); })) {
   callback_ = mesh_->on_loss([this](net::Loss) { office_.memory().ring(office_.memory().rank()); });
 }
 
@@ -142,7 +143,18 @@ void HostMessenger::loop() noexcept {
   }
 }
 
+void HostMessenger::give_up(const Completion& completion) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (Transfer* const transfer = office_.find(completion)) {
+    const std::string what = text(describe(*transfer), " was given up (interrupted by a signal)");
+    office_.cancel(*transfer, Breach::other, what, std::make_exception_ptr(Error(what)));
+  }
+  wake_others(nullptr);
+  office_.memory().ring(office_.memory().rank());
+}
+
 void HostMessenger::close() noexcept {
+  give_up_->detach();
   {
     const std::lock_guard lock(mutex_);
     if (std::exchange(closing_, true)) return;

@@ -42,6 +42,7 @@ class HostMessenger final : public Messenger {
   void step(const Transfer* mine, Lock& lock);
   void wake_others(const Transfer* mine);
   void loop() noexcept;
+  void give_up(const Completion& completion) noexcept;
 
   std::shared_ptr<net::Mesh> mesh_;
   MessageOffice office_;
@@ -51,7 +52,8 @@ class HostMessenger final : public Messenger {
 
   mutable std::mutex mutex_;
   std::atomic<int> entering_{0};  // callers who want the lock
-  CompletionPool completions_;
+  const std::shared_ptr<GiveUp> give_up_;
+  CompletionPool completions_{give_up_};
   Clock::time_point next_look_{};
   bool closing_ = false;
   std::condition_variable started_;  // something asynchronous is in flight

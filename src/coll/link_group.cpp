@@ -8,6 +8,7 @@
 
 #include "base/env.hpp"
 #include "base/error.hpp"
+#include "base/interrupt.hpp"
 #include "net/tcp.hpp"
 
 namespace zcomm::coll {
@@ -118,8 +119,14 @@ void LinkGroup::run(Operation& operation, const Header* stands_for) {
     if (algorithm != LinkAlgorithm::small) work(operation, algorithm);
   } catch (const CollectiveMismatch&) {
     throw;  // the others see it by themselves, or were told
+  } catch (const Interrupted&) {
+    fail(Verdict::Cause::left, net_.name(rank()), {});
+    throw;
   } catch (const std::exception& error) {
-    fail(Verdict::Cause::failed, net_.name(rank()), text(describe(shown), ": ", error.what()));
+    if (net_.is_closing())
+      fail(Verdict::Cause::left, net_.name(rank()), {});
+    else
+      fail(Verdict::Cause::failed, net_.name(rank()), text(describe(shown), ": ", error.what()));
     throw;
   }
 }

@@ -30,7 +30,10 @@ std::vector<iovec> pieces_of(const Buffers& buffers, std::size_t size) {
 }  // namespace
 
 LinkMessenger::LinkMessenger(LinkPost& post, double timeout_s)
-    : post_(post), timeout_s_(timeout_s), peers_(static_cast<std::size_t>(post.world_size())) {
+    : post_(post),
+      timeout_s_(timeout_s),
+      peers_(static_cast<std::size_t>(post.world_size())),
+      give_up_(std::make_shared<GiveUp>([this](const Completion& completion) { give_up(completion); })) {
   post_.start(*this);
 }
 
@@ -194,7 +197,16 @@ void LinkMessenger::failed() {
   while (!pending_.empty()) end_pending(pending_.begin(), error);
 }
 
+void LinkMessenger::give_up(const Completion& completion) noexcept {
+  const std::lock_guard lock(post_.mutex());
+  const auto place = std::find_if(pending_.begin(), pending_.end(),
+                                  [&](const Pending& pending) { return pending.completion.get() == &completion; });
+  if (place == pending_.end()) return;
+  end_pending(place, std::make_exception_ptr(Error(text(describe(*place), " was given up (interrupted by a signal)"))));
+}
+
 void LinkMessenger::close() noexcept {
+  give_up_->detach();
   post_.close();
   const std::lock_guard lock(post_.mutex());
   closed_ = true;

@@ -87,6 +87,7 @@ class LinkMessenger final : public Messenger, private LinkPost::Handler {
   void take(Place recv, std::list<Unexpected>::iterator message);
   void send_next(Pending& send);
   void end_pending(Place place, std::exception_ptr error = nullptr);
+  void give_up(const Completion& completion) noexcept;
   std::exception_ptr lost(const Pending& pending, int peer) const;
   std::string describe(const Pending& pending) const;
 
@@ -95,7 +96,8 @@ class LinkMessenger final : public Messenger, private LinkPost::Handler {
   std::vector<PeerState> peers_;
   std::list<Pending> pending_;        // in call order
   std::list<Unexpected> unexpected_;  // in order of arrival
-  CompletionPool completions_;
+  const std::shared_ptr<GiveUp> give_up_;
+  CompletionPool completions_{give_up_};
   bool closed_ = false;
 };
 

@@ -69,6 +69,7 @@ class LinkNet {
   /// Makes this and later waits end, and tells all peers why.
   void fail(Verdict verdict) noexcept { post_.fail(std::move(verdict)); }
   void close() noexcept;
+  bool is_closing() const { return closing_; }
   [[noreturn]] void throw_lost(int peer);
   std::string during() const;
   double timeout_s() const { return timeout_s_; }

@@ -169,6 +169,14 @@ void MessageOffice::end_all(const ErrorOf& error_of) {
   end_posted(-1, error_of);
 }
 
+Transfer* MessageOffice::find(const Completion& completion) const {
+  Transfer* found = nullptr;
+  each([&](Transfer& transfer) {
+    if (transfer.completion.get() == &completion) found = &transfer;
+  });
+  return found;
+}
+
 void MessageOffice::expire(Transfer& transfer, Clock::time_point now) {
   bool suspended = is_suspended(rank_);
   for (int peer = 0; peer < world_size_; ++peer)

@@ -35,6 +35,8 @@ class MessageOffice {
   /// Ends one message for a reason of this rank's own.
   void cancel(Transfer& transfer, Breach::Cause cause, const std::string& what, const std::exception_ptr& error);
   void end_all(const ErrorOf& error_of);
+  /// The transfer in flight that `completion` ends; null if it has ended.
+  Transfer* find(const Completion& completion) const;
 
   TransferPool& pool() { return pool_; }
   const MessageMemory& memory() const { return memory_; }

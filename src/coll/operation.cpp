@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/error.hpp"
+#include "coll/overlap.hpp"
 #include "coll/splits.hpp"
 #include "device/kernels.hpp"
 
@@ -172,6 +173,14 @@ void check(const Request& request, int rank, int world_size, const SymmetricMemo
   const std::size_t buffers = std::max(request.in.size(), request.out.size());
   for (std::size_t i = 0; i < buffers; ++i) check_buffer(request, i, rank, world_size, memory);
   check_own(request);
+  check_overlap({.what = name_of(request.kind),
+                 .kind = request.kind,
+                 .in = request.in,
+                 .out = request.out,
+                 .in_size = size_of(request.dtype),
+                 .out_size = size_of(request.out_dtype),
+                 .rank = rank,
+                 .accumulate = request.accumulate});
 }
 
 void fill(Operation& operation, SpareItems& spares, const Request& request, int rank, int world_size,

@@ -121,7 +121,7 @@ void TwoLevels::fail() {
   } catch (const CollectiveMismatch& error) {
     group_.fail(Verdict::Cause::mismatch, rank_, error.what());
   } catch (const Interrupted&) {
-    group_.fail(Verdict::Cause::failed, rank_, text(during, ": interrupted by a signal"));
+    group_.fail(Verdict::Cause::left, rank_, {});
     host_engine_.close();
     throw;
   } catch (const PeerLost& error) {  // either the one that failed first, or one on this host that knows of it
@@ -135,7 +135,10 @@ void TwoLevels::fail() {
         Verdict::Cause::late, rank_,
         text(during, ", among ranks ", net::list_ranks(beside), " of one host, there counted from 0: ", error.what()));
   } catch (const std::exception& error) {
-    group_.fail(Verdict::Cause::failed, rank_, text(during, ": ", error.what()));
+    if (group_.net().is_closing())
+      group_.fail(Verdict::Cause::left, rank_, {});
+    else
+      group_.fail(Verdict::Cause::failed, rank_, text(during, ": ", error.what()));
   }
   host_engine_.close();  // ends the waiting of others on this host
   fate.throw_if_set(during);

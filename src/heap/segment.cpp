@@ -15,6 +15,7 @@
 #include <map>
 #include <mutex>
 #include <utility>
+#include <vector>
 
 #include "base/error.hpp"
 
@@ -99,6 +100,7 @@ class Mapping {
   }
 
   std::byte* data() const { return data_; }
+  std::size_t nbytes() const { return nbytes_; }
   int fd() const { return fd_.get(); }
 
   /// [Note: huge pages of shared memory] Large pages for whole blocks of a new file: a wish, refused without harm.
@@ -166,6 +168,22 @@ Segment Segment::map(UniqueFd fd, std::size_t nbytes) {
     entry = segment.mapping_;
   }
   return segment;
+}
+
+Segment Segment::holding(const std::byte* address, std::size_t nbytes) {
+  std::vector<std::shared_ptr<Mapping>> seen;  // a last owner must let go without the lock, which ~Mapping takes
+  const std::lock_guard lock(registry().mutex);
+  for (const auto& [id, entry] : registry().mappings) {
+    const std::shared_ptr<Mapping>& mapping = seen.emplace_back(entry.lock());
+    if (!mapping || address < mapping->data()) continue;
+    const auto offset = static_cast<std::size_t>(address - mapping->data());
+    if (offset > mapping->nbytes() || nbytes > mapping->nbytes() - offset) continue;
+    Segment segment;
+    segment.nbytes_ = mapping->nbytes();
+    segment.mapping_ = mapping;
+    return segment;
+  }
+  throw InvalidArgument(text("no segment of this process holds ", nbytes, " bytes at ", address));
 }
 
 std::byte* Segment::data() const { return mapping_ ? mapping_->data() : nullptr; }

@@ -21,6 +21,8 @@ class Segment {
   static Segment create(std::size_t nbytes);
   /// Maps a segment made elsewhere; throws SystemError, or InvalidArgument if the file is shorter than nbytes.
   static Segment map(UniqueFd fd, std::size_t nbytes);
+  /// The live segment of this process that holds all of [address, +nbytes); throws InvalidArgument if there is none.
+  static Segment holding(const std::byte* address, std::size_t nbytes);
 
   std::byte* data() const;
   std::size_t nbytes() const { return nbytes_; }

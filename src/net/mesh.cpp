@@ -9,6 +9,7 @@
 
 #include <atomic>
 #include <mutex>
+#include <thread>
 
 #include "base/error.hpp"
 #include "net/exchange.hpp"
@@ -46,6 +47,7 @@ class SocketMesh final : public Mesh {
       throw Unsupported(text("rank ", rank_, " exchanges a descriptor, which cannot travel between hosts"));
     const std::lock_guard lock(exchange_mutex_);
     check_member();
+    const Exchanging exchanging(*this);
     try {
       return exchange_.run(std::move(mine), timeout_s, monitor_);
     } catch (const PeerLost&) {
@@ -63,6 +65,17 @@ class SocketMesh final : public Mesh {
   void drop_dead() noexcept override { end(false); }
 
  private:
+  /// exchange() runs on this thread. Closes at its end what a leave() within it, by a signal's handler, could not; a
+  /// leave() on another thread may still be at the sockets, and closes them itself.
+  struct Exchanging {
+    explicit Exchanging(SocketMesh& of) : self(of) { self.exchanging_ = std::this_thread::get_id(); }
+    ~Exchanging() {
+      self.exchanging_ = std::thread::id();
+      if (self.left_within_) self.exchange_.close();
+    }
+    SocketMesh& self;
+  };
+
   static std::vector<Monitor::Watched> take_watched(std::vector<Channel>& channels) {
     std::vector<Monitor::Watched> watched;
     for (Channel& channel : channels) watched.push_back({std::move(channel.control), std::move(channel.process)});
@@ -89,6 +102,10 @@ class SocketMesh final : public Mesh {
     if (goodbye) monitor_.say_goodbye();
     exchange_.abort();
     monitor_.stop();
+    if (exchanging_ == std::this_thread::get_id()) {
+      left_within_ = true;
+      return;
+    }
     const std::lock_guard lock(exchange_mutex_);
     exchange_.close();
   }
@@ -100,6 +117,8 @@ class SocketMesh final : public Mesh {
   std::atomic<bool> ended_{false};
   Monitor monitor_;
   std::mutex exchange_mutex_;
+  std::atomic<std::thread::id> exchanging_{};
+  bool left_within_ = false;  // of the exchanging thread alone
   Exchange exchange_;
 };
 

@@ -165,7 +165,11 @@ struct WideSplit {
       return {plus(high.a, _mm512_madd_epi16(low, all(1u))), plus(high.b, _mm512_madd_epi16(low, all(0x10000u)))};
     }
   }
-  static ZC_INLINE __m512 plus(__m512 high, __m512i low) { return as_float(_mm512_add_epi32(as_bits(high), low)); }
+  /// As join_one().
+  static ZC_INLINE __m512 plus(__m512 high, __m512i low) {
+    const __m512 sum = as_float(_mm512_add_epi32(as_bits(high), low));
+    return _mm512_mask_mov_ps(sum, _mm512_cmp_ps_mask(sum, sum, _CMP_UNORD_Q), high);
+  }
 
   template <Order order>
   ZC_INLINE void put(size_t i, Pair x) const {

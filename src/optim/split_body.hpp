@@ -11,8 +11,11 @@ namespace {
 using namespace device::ZC_ISA;
 using std::int16_t;
 
+/// A sum that is NaN beside a weight that is a number: the program wrote the weight, and `lo` is of another one.
 ZC_INLINE float join_one(u16 weight, int16_t lo) {
-  return float_of((static_cast<u32>(weight) << 16) + static_cast<u32>(static_cast<std::int32_t>(lo)));
+  const u32 high = static_cast<u32>(weight) << 16;
+  const u32 bits = high + static_cast<u32>(static_cast<std::int32_t>(lo));
+  return float_of((bits & 0x7fffffffu) > 0x7f800000u ? high : bits);
 }
 
 ZC_INLINE u16 high_half(u32 bits) {

@@ -45,7 +45,7 @@ inline CommCall all_reduce(std::size_t count, DType dtype = DType::f32, ReduceOp
 inline CommCall all_reduce_list(std::vector<std::size_t> counts) {
   return [=](Communicator& comm) {
     std::vector<Buffer> buffers;
-    for (const std::size_t count : counts) buffers.push_back({data, count});
+    for (const std::size_t count : counts) buffers.push_back({data + 256 * buffers.size(), count});
     comm.all_reduce(buffers, DType::f32, ReduceOp::sum, "list").wait();
   };
 }
@@ -56,6 +56,13 @@ inline CommCall reduce_scatter(DType out_dtype, bool accumulate) {
     const Buffer out{data + 1024, 16};
     comm.reduce_scatter({&in, 1}, {&out, 1}, DType::bf16, ReduceOp::sum, out_dtype, accumulate).wait();
   };
+}
+
+/// `n` buffers of `count` elements that lie apart.
+inline std::vector<Buffer> buffers_at(float* at, std::size_t n, std::size_t count) {
+  std::vector<Buffer> buffers;
+  for (std::size_t i = 0; i < n; ++i) buffers.push_back({at + 64 * i, count});
+  return buffers;
 }
 
 inline CommCall broadcast(int root) {

@@ -119,11 +119,28 @@ TEST(comm_after, a_lost_device_poisons_and_the_other_ranks_are_told) {
     device->lose_after(2);
     stream->record(*event);
     EXPECT_THROW(stream->record(*event), CudaError);
-    Work work = self.comm->after(event);
+    EXPECT_THROW_WITH(self.comm->after(event).wait(), CudaError, "the GPU is lost");
+    // Poisoned by then: the call itself raises.
+    EXPECT_THROW_WITH(self.comm->barrier(), CudaError, "unusable since");
+    EXPECT_THROW_WITH(self.comm->after(event), CudaError, "unusable since");
+  });
+}
+
+TEST(comm_after, what_was_queued_before_the_device_was_lost_raises_when_it_is_waited_for) {
+  run_world(3, small_slots(600), [](Rank& self) {
+    if (self.rank != 1) {
+      EXPECT_THROW_WITH(self.comm->barrier(kBlocking), PeerLost, "rank 1 left");
+      return;
+    }
+    Never never;
+    Work work = self.comm->after(never.event);
     Work behind = self.comm->barrier();
+    EXPECT_FALSE(work.wait_for(0.02));
+    never.well->lose_after(1);
+    EXPECT_THROW(never.ours->record(*never.well->make_event()), CudaError);
     EXPECT_THROW_WITH(work.wait(), CudaError, "the GPU is lost");
     EXPECT_THROW_WITH(behind.wait(), CudaError, "unusable since");
-    EXPECT_THROW_WITH(self.comm->after(event), CudaError, "unusable since");
+    EXPECT_THROW_WITH(self.comm->barrier(), CudaError, "unusable since");
   });
 }
 

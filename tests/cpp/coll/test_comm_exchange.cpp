@@ -87,7 +87,8 @@ struct Odd {
 std::string mismatch_of(Rank& self, const std::vector<Odd>& odds, std::size_t usual) {
   std::vector<std::byte> memory(4096);
   std::vector<ConstBuffer> in(static_cast<std::size_t>(self.world), {memory.data(), usual});
-  std::vector<Buffer> out(static_cast<std::size_t>(self.world), {memory.data() + 2048, usual});
+  std::vector<Buffer> out;
+  for (int q = 0; q < self.world; ++q) out.push_back({memory.data() + 2048 + 64 * q, usual});
   for (const Odd& odd : odds) {
     if (self.rank == odd.from) in[static_cast<std::size_t>(odd.to)].count = odd.sent;
     if (self.rank == odd.to) out[static_cast<std::size_t>(odd.from)].count = odd.expected;

@@ -45,7 +45,7 @@ TEST(cuda_ipc_errors, mismatches_have_the_hosts_words) {
   const auto exchange = [](std::size_t to_next) {
     return [=](Communicator& comm) {
       std::vector<ConstBuffer> in(3, {data, 5});
-      std::vector<Buffer> out(3, {data + 1000, 5});
+      std::vector<Buffer> out = buffers_at(data + 1000, 3, 5);
       in[static_cast<std::size_t>((comm.rank() + 1) % 3)].count = to_next;
       comm.all_to_all(in, out, DType::f32).wait();
     };

@@ -67,7 +67,7 @@ TEST(link_errors, mismatch_names_both_sides) {
 TEST(link_errors, all_to_all_counts_are_compared) {
   run_link_world(3, {}, [](Rank& self) {
     std::vector<ConstBuffer> in(3, ConstBuffer{data, 4});
-    std::vector<Buffer> out(3, Buffer{data + 4096 + 64 * self.rank, 4});
+    std::vector<Buffer> out = buffers_at(data + 4096 + 256 * self.rank, 3, 4);
     if (self.rank == 2) out[1].count = 5;
     expect_contains(
         message_of<CollectiveMismatch>([&] { self.comm->all_to_all(in, out, DType::f32).wait(); }, "all_to_all"),

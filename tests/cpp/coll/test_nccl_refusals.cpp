@@ -24,7 +24,7 @@ void expect_mismatch(int odd, const CommCall& usual, const CommCall& other, std:
 CommCall exchange(std::size_t to_next, DType dtype = DType::f32) {
   return [=](Communicator& comm) {
     std::vector<ConstBuffer> in(3, {data, 5});
-    std::vector<Buffer> out(3, {data + 1000, 5});
+    std::vector<Buffer> out = buffers_at(data + 1000, 3, 5);
     in[static_cast<std::size_t>((comm.rank() + 1) % 3)].count = to_next;
     comm.all_to_all(in, out, dtype).wait();
   };

@@ -175,12 +175,17 @@ TEST(adam, every_isa_gives_equal_bits) {
               auto* m = state->storage.data();
               for (std::size_t i = 0; i < count; ++i) m[i] = start[i] * 0.01f, m[count + i] = start[i] * start[i];
               auto* lo = weight == DType::bf16 ? reinterpret_cast<std::int16_t*>(m + 2 * count) : nullptr;
+              for (std::size_t i = 0; lo != nullptr && i < count; i += 5) {  // zeros that a program wrote
+                state->weight16[i] = i % 2 == 0 ? 0 : 0x8000;
+                lo[i] = static_cast<std::int16_t>(-1 - static_cast<int>(i));
+              }
               const optim::OptimPiece piece{
                   state->shard(nullptr, grad_dtype).weight, lo, {m, m + count}, grad.data(), grad_dtype, count};
               (state == &s ? table : plain).adam(piece, f);
             }
             if (!(s == expected))
               return test::fail(__FILE__, __LINE__, std::string(name_of(isa)) + " differs from plain");
+            for (const std::uint16_t high : s.weight16) EXPECT_LE(high & 0x7fff, 0x7f80);  // none is NaN
           }
   }
 }
@@ -216,6 +221,29 @@ TEST(split_master, is_exact_for_any_bits) {
     }
     EXPECT_EQ(wrong, 0u);
     EXPECT_GT(away, 0u);
+  }
+}
+
+TEST(split_master, a_weight_that_was_written_counts) {
+  std::mt19937_64 random(4);
+  const std::size_t count = 4096;
+  std::vector<std::uint16_t> weight(count);
+  std::vector<std::int16_t> lo(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::uint16_t written[] = {0, 0x8000, 0x7f80, 0xff80, 0x3f80, 0x0001};
+    weight[i] = written[i % 6];
+    lo[i] = static_cast<std::int16_t>(random());
+  }
+  for (const Isa isa : kIsas) {
+    if (isa > best_isa()) continue;
+    std::vector<float> master(count);
+    optim::optim_table(isa).join(master.data(), weight.data(), lo.data(), count);
+    for (std::size_t i = 0; i < count; ++i) {
+      std::uint16_t rounded;
+      std::int16_t rest;
+      optim::optim_table(isa).split(&rounded, &rest, &master[i], 1);
+      EXPECT_EQ(rounded, weight[i]);
+    }
   }
 }
 
