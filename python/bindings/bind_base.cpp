@@ -1,5 +1,6 @@
 // Binds element types, errors, Work, raw memory and what the machine offers.
 #include <algorithm>
+#include <deque>
 #include <exception>
 #include <optional>
 
@@ -16,6 +17,8 @@ namespace py = pybind11;
 
 namespace zcomm::bindings {
 namespace {
+
+constexpr double kSlice_s = 0.1;  // between looks at signals
 
 // Kept for the life of the interpreter, as exception types are.
 py::object& error_type(int index) {
@@ -81,12 +84,38 @@ void check_signals() {
   if (!BlockingCall::is_running()) return;
   const py::gil_scoped_acquire acquire;
   if (PyErr_CheckSignals() != 0) throw Interrupted();
+  Stop::check();
+}
+
+/// What a signal's handler raised where nothing can be raised, until the interpreter takes it. Guarded by its lock.
+std::deque<py::object>& postponed_errors() {
+  static auto* const errors = new std::deque<py::object>;  // may be needed to the very end
+  return *errors;
+}
+
+int raise_postponed(void*) {
+  auto& errors = postponed_errors();
+  if (errors.empty()) return 0;
+  const py::object error = std::move(errors.front());
+  errors.pop_front();
+  PyErr_SetObject(py::type::handle_of(error).ptr(), error.ptr());
+  return -1;
+}
+
+/// Takes the error that is set, and raises it in the main thread when that goes on.
+void postpone_error() {
+  py::error_already_set error;
+  postponed_errors().push_back(error.value());
+  if (Py_AddPendingCall(&raise_postponed, nullptr) != 0) {
+    postponed_errors().pop_back();
+    error.restore();
+    PyErr_WriteUnraisable(nullptr);
+  }
 }
 
 /// Ctrl-C must reach a program that waits for another rank.
 template <class End>
 void wait_interruptibly(Work& work, std::optional<double> timeout_s, const End& end) {
-  constexpr double kSlice_s = 0.1;
   for (double left_s = timeout_s.value_or(0.0);;) {
     const double slice_s = timeout_s ? std::min(kSlice_s, left_s) : kSlice_s;
     {
@@ -100,6 +129,28 @@ void wait_interruptibly(Work& work, std::optional<double> timeout_s, const End& 
 }
 
 }  // namespace
+
+void Stop::check() {
+  for (const auto& stop : current())
+    if (stop->is_set_) throw Error(stop->why_);
+}
+
+void DropWork::operator()(Work* work) const {
+  const py::error_scope raised;  // an error that is on its way stays
+  for (bool ended = false; !ended;) {
+    {
+      const py::gil_scoped_release release;
+      ended = work->wait_for(kSlice_s);
+    }
+    if (ended || PyErr_CheckSignals() == 0) continue;
+    postpone_error();
+    const py::gil_scoped_release release;
+    work->give_up();
+    break;
+  }
+  const py::gil_scoped_release release;
+  delete work;
+}
 
 void bind_base(py::module_& m) {
   bind_errors(m);
@@ -135,7 +186,7 @@ void bind_base(py::module_& m) {
             wait_interruptibly(self, timeout_s, [&] { self.wait_on(stream); });
           },
           py::arg("stream"), py::arg("timeout") = std::nullopt)
-      .def("done", &Work::done);
+      .def("done", &Work::done, py::call_guard<py::gil_scoped_release>());
 
   py::class_<Memory>(m, "Memory", py::buffer_protocol())
       .def_readonly("nbytes", &Memory::nbytes)
@@ -144,13 +195,25 @@ void bind_base(py::module_& m) {
         return py::buffer_info(reinterpret_cast<std::uint8_t*>(self.data), static_cast<py::ssize_t>(self.nbytes));
       });
 
+  py::class_<Stop, std::shared_ptr<Stop>>(m, "Stop")
+      .def(py::init<std::string>(), py::arg("why"))
+      .def("set", &Stop::set)
+      .def_property_readonly("is_set", &Stop::is_set)
+      .def("__enter__",
+           [](std::shared_ptr<Stop> self) {
+             Stop::enter(self);
+             return self;
+           })
+      .def("__exit__", [](Stop&, const py::args&) { Stop::leave(); });
+  m.def("check_stop", &Stop::check);
+
   m.def("isa", [] { return std::string(name_of(current_isa())); });
   m.def("best_isa", [] { return std::string(name_of(best_isa())); });
   m.def("cuda_info", &device::cuda::build_info);
   m.def("cuda_available", &device::cuda::available);
   m.def("cuda_uuids", &device::cuda::uuids);
-  m.def("set_threads", &ThreadPool::set_default_size, py::arg("count"));
-  m.def("threads", [] { return ThreadPool::shared().size(); });
+  m.def("set_threads", &ThreadPool::set_default_size, py::arg("count"), py::call_guard<py::gil_scoped_release>());
+  m.def("threads", [] { return ThreadPool::shared().size(); }, py::call_guard<py::gil_scoped_release>());
   m.def("env_variables", [] {
     std::vector<std::pair<std::string, std::string>> all;
     for (const auto& variable : env_variables()) all.emplace_back(variable.name, variable.meaning);

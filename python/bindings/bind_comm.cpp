@@ -4,6 +4,7 @@
 
 #include "bindings.hpp"
 #include "call_site.hpp"
+#include "coll/overlap.hpp"
 #include "device/device.hpp"
 #include "net/mesh.hpp"
 #include "torch_tensor.hpp"
@@ -99,7 +100,7 @@ py::object all_reduce_tensor(Communicator& self, py::handle tensor, ReduceOp op,
   return py::cast(start(call, [&] { return self.all_reduce({&read->buffer, 1}, read->dtype, op, call); }));
 }
 
-void bind_reductions(py::class_<Communicator>& c) {
+void bind_reductions(py::class_<Communicator, CommHolder>& c) {
   c.def("all_reduce_tensor", all_reduce_tensor)
       .def("all_reduce",
            [](Communicator& self, In spans, DType dtype, ReduceOp op, Name name, bool async) {
@@ -128,7 +129,7 @@ void bind_reductions(py::class_<Communicator>& c) {
       .def_property_readonly("reads_own_parts", &Communicator::reads_own_parts);
 }
 
-void bind_movements(py::class_<Communicator>& c) {
+void bind_movements(py::class_<Communicator, CommHolder>& c) {
   c.def("all_gather",
         [](Communicator& self, In in, In out, DType dtype, Name name, bool async) {
           const Call call = call_of(name, async);
@@ -182,7 +183,7 @@ struct Source {
   int rank = -1;
 };
 
-void bind_messages(py::module_& m, py::class_<Communicator>& c) {
+void bind_messages(py::module_& m, py::class_<Communicator, CommHolder>& c) {
   py::class_<Source, std::shared_ptr<Source>>(m, "Source").def(py::init<>()).def_readwrite("rank", &Source::rank);
   c.def("send",
         [](Communicator& self, In spans, DType dtype, int dst, int tag, Name name, bool async) {
@@ -198,17 +199,41 @@ void bind_messages(py::module_& m, py::class_<Communicator>& c) {
            });
 }
 
+/// For a communicator that is not the core's. Unknown kinds ("recv"): no buffer may share memory with another.
+void check_overlap_of_spans(const std::string& kind, In in, In out, DType dtype, DType out_dtype, int rank,
+                            bool accumulate) {
+  auto found = coll::OpKind::all_reduce;
+  while (found != coll::OpKind::barrier && kind != coll::name_of(found))
+    found = static_cast<coll::OpKind>(static_cast<int>(found) + 1);
+  const auto from = const_buffers(in);
+  const auto to = buffers(out);
+  coll::check_overlap({.what = kind.c_str(),
+                       .kind = found,
+                       .in = from,
+                       .out = to,
+                       .in_size = size_of(dtype),
+                       .out_size = size_of(out_dtype),
+                       .rank = rank,
+                       .accumulate = accumulate});
+}
+
 }  // namespace
 
 void bind_comm(py::module_& m) {
   bind_mesh(m);
+  m.def("call_site", [] { return std::string(call_site()); });
+  m.def(
+      "set_call_site", [](const std::string& site) { set_call_site(site.empty() ? nullptr : intern(site)); },
+      py::arg("site"));
+  m.def("check_overlap", check_overlap_of_spans, py::arg("kind"), py::arg("spans"), py::arg("out"), py::arg("dtype"),
+        py::arg("out_dtype"), py::arg("rank"), py::arg("accumulate") = false);
   m.def("set_call_stream", [](std::uintptr_t stream) { call_stream = stream; }, py::arg("stream"));
-  py::class_<Communicator> c(m, "Communicator");
+  py::class_<Communicator, CommHolder> c(m, "Communicator");
   c.def_static(
        "create",
        [](std::shared_ptr<net::Mesh> mesh, double timeout_s, std::size_t slot_nbytes, int slot_count,
           std::size_t one_shot_nbytes) {
-         return Communicator::create(std::move(mesh), {timeout_s, slot_nbytes, slot_count, one_shot_nbytes});
+         return hold(Communicator::create(std::move(mesh), {timeout_s, slot_nbytes, slot_count, one_shot_nbytes}));
        },
        py::arg("mesh"), py::arg("timeout_s") = CommOptions{}.timeout_s,
        py::arg("slot_nbytes") = CommOptions{}.slot_nbytes, py::arg("slot_count") = CommOptions{}.slot_count,
@@ -233,12 +258,17 @@ void bind_comm(py::module_& m) {
              }
              return memory_of(std::move(buffer), -1);
            })
-      .def("duplicate", &Communicator::duplicate, py::call_guard<py::gil_scoped_release>())
-      .def("suspend_deadline", &Communicator::suspend_deadline)
-      .def("resume_deadline", &Communicator::resume_deadline)
+      .def(
+          "duplicate", [](Communicator& self) { return hold(self.duplicate()); }, py::call_guard<BlockingCall>())
+      .def("suspend_deadline", &Communicator::suspend_deadline, py::call_guard<py::gil_scoped_release>())
+      .def("resume_deadline", &Communicator::resume_deadline, py::call_guard<py::gil_scoped_release>())
       .def("memory",
            [](const Communicator& self) {
-             const CommMemory memory = self.memory();
+             CommMemory memory{};
+             {
+               const py::gil_scoped_release release;
+               memory = self.memory();
+             }
              py::dict all;
              all["symmetric_nbytes"] = memory.symmetric_nbytes;
              all["shared_nbytes"] = memory.shared_nbytes;

@@ -12,7 +12,7 @@ void bind_cuda_ipc(py::module_& m) {
       "make_cuda_ipc_communicator",
       [](std::shared_ptr<net::Mesh> mesh, std::shared_ptr<device::Device> device, double timeout_s,
          std::size_t slot_nbytes) {
-        return coll::make_cuda_ipc_communicator(std::move(mesh), std::move(device), {timeout_s, slot_nbytes});
+        return hold(coll::make_cuda_ipc_communicator(std::move(mesh), std::move(device), {timeout_s, slot_nbytes}));
       },
       py::arg("mesh"), py::arg("device"), py::arg("timeout_s"),
       py::arg("slot_nbytes") = coll::CudaIpcOptions{}.slot_nbytes, py::call_guard<BlockingCall>());

@@ -71,7 +71,14 @@ void bind_stream(py::module_& m) {
       .def("done", &Event::done, NoGil())
       .def("synchronize", &Event::synchronize, NoGil())
       .def("wait_for", &Event::wait_for, py::arg("patience_s"), NoGil())
-      .def("handle", [](Event& self) { return pack(self.handle()); });
+      .def("handle", [](Event& self) {
+        device::SharedHandle handle;
+        {
+          const py::gil_scoped_release release;
+          handle = self.handle();
+        }
+        return pack(handle);
+      });
   py::class_<Stream, std::shared_ptr<Stream>>(m, "Stream")
       .def("record", &Stream::record, py::arg("event"), NoGil())
       .def("wait", &Stream::wait, py::arg("event"), NoGil())
@@ -107,7 +114,8 @@ void bind_stream(py::module_& m) {
 }
 
 void bind_devices(py::module_& m) {
-  py::class_<DeviceMemory>(m, "DeviceMemory")
+  // Freeing waits for the device, and that may wait for what another thread of the program has to start.
+  py::class_<DeviceMemory, std::unique_ptr<DeviceMemory, DeleteWithoutGil<DeviceMemory>>>(m, "DeviceMemory")
       .def_readonly("nbytes", &DeviceMemory::nbytes)
       .def_property_readonly("address",
                              [](const DeviceMemory& self) { return reinterpret_cast<std::uintptr_t>(self.data.get()); })
@@ -127,7 +135,10 @@ void bind_devices(py::module_& m) {
       .def("allocate", &allocate, py::arg("nbytes"))
       .def("memory",
            [](Device& self) {
-             const auto memory = self.memory();
+             const auto memory = [&] {
+               const py::gil_scoped_release release;
+               return self.memory();
+             }();
              return std::pair(memory.free_nbytes, memory.total_nbytes);
            })
       .def(
@@ -138,13 +149,13 @@ void bind_devices(py::module_& m) {
           [](const std::shared_ptr<Device>& self, const std::string& handle, std::size_t nbytes) {
             return DeviceMemory{self, self->open_memory(unpack(handle)), nbytes};
           },
-          py::arg("handle"), py::arg("nbytes"))
+          py::arg("handle"), py::arg("nbytes"), NoGil())
       .def(
           "open_event",
           [](Device& self, const std::string& handle) {
             return std::shared_ptr<Event>(self.open_event(unpack(handle)));
           },
-          py::arg("handle"))
+          py::arg("handle"), NoGil())
       .def("lose_after", &Device::lose_after, py::arg("n"));
   m.def("cuda_device", &device::make_cuda_device, py::arg("index"), NoGil());
   m.def(

@@ -1,5 +1,7 @@
-// Binds the fixed addresses behind which gathered units appear ([Note: address range] in heap/segment.hpp).
+// Binds the fixed addresses behind which gathered units appear ([Note: address range] in heap/segment.hpp), and
+// copy-on-write views of shared memory.
 #include "bindings.hpp"
+#include "heap/private_view.hpp"
 #include "heap/segment.hpp"
 #include "zcomm/communicator.hpp"
 
@@ -37,6 +39,21 @@ void bind_heap(py::module_& m) {
            py::arg("nbytes"), py::call_guard<py::gil_scoped_release>())
       .def("unmap", &heap::AddressRange::unmap, py::arg("offset"), py::arg("nbytes"),
            py::call_guard<py::gil_scoped_release>());
+  py::class_<heap::PrivateView, std::shared_ptr<heap::PrivateView>>(m, "PrivateView")
+      .def(py::init([](std::uintptr_t address, std::size_t nbytes) {
+             return std::make_shared<heap::PrivateView>(reinterpret_cast<const std::byte*>(address), nbytes);
+           }),
+           py::arg("address"), py::arg("nbytes"))
+      .def("memory",
+           [](std::shared_ptr<heap::PrivateView> self) {
+             std::byte* const data = self->data();
+             const std::size_t nbytes = self->nbytes();
+             return Memory{data, nbytes, std::move(self)};
+           })
+      .def("copied", &heap::PrivateView::copied)
+      .def(
+          "merge", [](heap::PrivateView& self, const std::vector<heap::ByteRange>& own) { return self.merge(own); },
+          py::arg("own"), py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace zcomm::bindings

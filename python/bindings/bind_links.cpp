@@ -51,7 +51,7 @@ void bind_links(py::module_& m) {
   def_static(
       m.attr("Communicator"), "create_linked",
       [](std::shared_ptr<net::Mesh> world, const Numbers& links, double timeout_s, std::size_t segment_nbytes) {
-        return coll::create_linked(std::move(world), own(links), {timeout_s, segment_nbytes});
+        return hold(coll::create_linked(std::move(world), own(links), {timeout_s, segment_nbytes}));
       },
       py::arg("mesh"), py::arg("links"), py::arg("timeout_s") = link.timeout_s,
       py::arg("segment_nbytes") = link.segment_nbytes,
@@ -62,8 +62,8 @@ void bind_links(py::module_& m) {
       m.attr("Communicator"), "create_hierarchical",
       [](std::shared_ptr<net::Mesh> world, std::shared_ptr<net::Mesh> host, std::vector<int> host_of_rank,
          const Numbers& links, double timeout_s, std::size_t segment_nbytes, std::size_t slot_nbytes, int slot_count) {
-        return coll::create_hierarchical(std::move(world), std::move(host), std::move(host_of_rank), own(links),
-                                         {{timeout_s, segment_nbytes}, slot_nbytes, slot_count});
+        return hold(coll::create_hierarchical(std::move(world), std::move(host), std::move(host_of_rank), own(links),
+                                              {{timeout_s, segment_nbytes}, slot_nbytes, slot_count}));
       },
       py::arg("mesh"), py::arg("host_mesh"), py::arg("host_of_rank"), py::arg("links"),
       py::arg("timeout_s") = link.timeout_s, py::arg("segment_nbytes") = link.segment_nbytes,

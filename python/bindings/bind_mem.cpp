@@ -13,11 +13,13 @@
 namespace py = pybind11;
 using zcomm::PinnedArena;
 using zcomm::SwapFile;
+using zcomm::bindings::DeleteWithoutGil;
 using zcomm::bindings::hold;
 
 namespace {
 
 using NoGil = py::gil_scoped_release;
+using SwapHolder = std::unique_ptr<SwapFile, DeleteWithoutGil<SwapFile>>;
 
 SwapFile::Engine engine_of(const std::string& name) {
   if (name == "auto") return SwapFile::Engine::automatic;
@@ -99,7 +101,8 @@ py::dict as_dict(const SwapFile::Image& image) {
 }
 
 void bind_arena(py::module_& m) {
-  py::class_<PinnedArena::Lease>(m, "Lease", py::buffer_protocol())
+  using Lease = PinnedArena::Lease;
+  py::class_<Lease, std::unique_ptr<Lease, DeleteWithoutGil<Lease>>>(m, "Lease", py::buffer_protocol())
       .def_property_readonly("nbytes", &PinnedArena::Lease::nbytes)
       .def_property_readonly(
           "address", [](const PinnedArena::Lease& self) { return reinterpret_cast<std::uintptr_t>(self.data()); })
@@ -112,17 +115,17 @@ void bind_arena(py::module_& m) {
            }),
            py::arg("budget_nbytes") = std::nullopt, py::arg("page_lock") = true, py::arg("keep_resident") = false)
       .def("allocate", &PinnedArena::allocate, py::arg("nbytes"), py::call_guard<NoGil>())
-      .def("stats", [](const PinnedArena& self) { return as_dict(self.stats()); });
+      .def("stats", [](const PinnedArena& self) {
+        PinnedArena::Stats stats;
+        {
+          const NoGil release;  // its lock is held while memory is locked into place
+          stats = self.stats();
+        }
+        return as_dict(stats);
+      });
 }
 
 /// Dropping the last reference waits for I/O: never with the interpreter lock held.
-struct CloseWithoutGil {
-  void operator()(SwapFile* file) const {
-    const NoGil release;
-    delete file;
-  }
-};
-
 }  // namespace
 
 void bind_mem(py::module_& m) {
@@ -134,17 +137,16 @@ void bind_mem(py::module_& m) {
       },
       py::arg("ptr"), py::arg("nbytes"), py::call_guard<NoGil>());
   const SwapFile::Options defaults;
-  py::class_<SwapFile, std::unique_ptr<SwapFile, CloseWithoutGil>> swap_file(m, "SwapFile");
+  py::class_<SwapFile, SwapHolder> swap_file(m, "SwapFile");
   swap_file.attr("COPY_NAME") = SwapFile::kCopyName;
   swap_file
       .def(py::init([](const std::variant<std::string, std::vector<std::string>>& directory, std::size_t nbytes,
                        const std::string& engine, std::size_t block_nbytes, int depth, bool direct, bool checksum) {
              const NoGil release;
              const auto* one = std::get_if<std::string>(&directory);
-             return std::unique_ptr<SwapFile, CloseWithoutGil>(
-                 open_swap_file(one != nullptr ? std::vector{*one} : std::get<1>(directory), nbytes, engine,
-                                block_nbytes, depth, direct, checksum)
-                     .release());
+             return SwapHolder(open_swap_file(one != nullptr ? std::vector{*one} : std::get<1>(directory), nbytes,
+                                              engine, block_nbytes, depth, direct, checksum)
+                                   .release());
            }),
            py::arg("directory"), py::arg("nbytes") = 0, py::arg("engine") = "auto",
            py::arg("block_nbytes") = defaults.block_nbytes, py::arg("depth") = defaults.depth,
@@ -175,6 +177,18 @@ void bind_mem(py::module_& m) {
             return as_dict(image);
           },
           py::arg("files"), py::arg("durable") = true)
+      .def("copy_beside",
+           [](SwapFile& self) {
+             SwapFile::Image image;
+             std::vector<int> files;
+             {
+               const NoGil release;
+               image = self.copy_beside(files);
+             }
+             py::dict dict = as_dict(image);
+             dict["descriptors"] = files;
+             return dict;
+           })
       .def("close", &SwapFile::close, py::call_guard<NoGil>())
       .def("stats", [](const SwapFile& self) {
         SwapFile::Stats stats;

@@ -4,12 +4,15 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
+#include "zcomm/communicator.hpp"
 #include "zcomm/work.hpp"
 
 namespace zcomm::bindings {
@@ -21,28 +24,61 @@ struct Memory {
   std::shared_ptr<void> owner;
 };
 
-/// Dropping a Work may wait: never with the interpreter lock held.
+/// For what waits, or takes a lock that others hold while they wait: never with the interpreter lock held.
+template <class Type>
 struct DeleteWithoutGil {
-  void operator()(Work* work) const {
+  void operator()(Type* object) const {
     const pybind11::gil_scoped_release release;
-    delete work;
+    delete object;
   }
 };
-using WorkHolder = std::unique_ptr<Work, DeleteWithoutGil>;
+
+/// Dropping a Work waits for its operation. Handlers of signals run meanwhile; what one raises ends the wait (the
+/// operation is given up), and is raised as soon as that is possible.
+struct DropWork {
+  void operator()(Work* work) const;
+};
+using WorkHolder = std::unique_ptr<Work, DropWork>;
 inline WorkHolder hold(Work work) { return WorkHolder(new Work(std::move(work))); }
 
-/// Releases the interpreter lock for a call that may block, and lets Ctrl-C end it.
+using CommHolder = std::unique_ptr<Communicator, DeleteWithoutGil<Communicator>>;
+inline CommHolder hold(std::unique_ptr<Communicator> communicator) { return CommHolder(communicator.release()); }
+
+/// Releases the interpreter lock for a call that may block, and lets Ctrl-C end it. They nest: a signal's handler,
+/// which runs within one, may make another.
 class BlockingCall {
  public:
-  BlockingCall() { running_ = true; }
-  ~BlockingCall() { running_ = false; }
+  BlockingCall() : outer_(std::exchange(running_, true)) {}
+  ~BlockingCall() { running_ = outer_; }
   BlockingCall(const BlockingCall&) = delete;
   BlockingCall& operator=(const BlockingCall&) = delete;
   static bool is_running() { return running_; }
 
  private:
   pybind11::gil_scoped_release release_;
+  const bool outer_;
   inline static thread_local bool running_ = false;
+};
+
+/// Ends what one thread waits for, from anywhere: within enter() and leave() of that thread, its blocking calls throw
+/// Error (`why`) once it is set. Thread rule: set() from any thread.
+class Stop {
+ public:
+  explicit Stop(std::string why) : why_(std::move(why)) {}
+  void set() { is_set_ = true; }
+  bool is_set() const { return is_set_; }
+  static void enter(std::shared_ptr<Stop> stop) { current().push_back(std::move(stop)); }
+  static void leave() { current().pop_back(); }
+  /// Throws if one of this thread's is set.
+  static void check();
+
+ private:
+  static std::vector<std::shared_ptr<Stop>>& current() {
+    static thread_local std::vector<std::shared_ptr<Stop>> stops;
+    return stops;
+  }
+  const std::string why_;
+  std::atomic<bool> is_set_{false};
 };
 
 /// (address, count) pairs as Python passes them.

@@ -1,14 +1,16 @@
 // Finding and remembering call sites (call_site.hpp).
 //
 // Each code object is looked at once and then known by its address, for which it is kept alive; each (code, line) has
-// one text. A program has few of either. Frames of torch are passed over, too: who calls torch.distributed is asked
-// for, and a program that is all torch (a hook under DDP) gets the innermost of them. So are those of the standard
-// library, which threads and executors begin with. Source: Python C API, "Frame objects".
+// one text. A program has few of either. Passed over are zcomm, the standard library, decorators (torch wraps its calls
+// in some) and code that torch generates. Frames of torch are passed over, too, but where there is nothing else (a hook
+// of torch's under DDP) the innermost tells at least what it is for; those that every torch.distributed call goes
+// through tell nothing. Source: Python C API, "Frame objects".
 #include "call_site.hpp"
 
 #include <pybind11/gil_safe_call_once.h>
 #include <pybind11/pybind11.h>
 
+#include <initializer_list>
 #include <map>
 #include <string>
 #include <unordered_map>
@@ -19,7 +21,7 @@ namespace py = pybind11;
 namespace zcomm::bindings {
 namespace {
 
-enum class Whose { ours, torchs, programs };
+enum class Whose { nobodys, torchs, programs };
 
 struct Code {
   Whose whose;
@@ -49,12 +51,28 @@ const Directories& directories() {
   return once.call_once_and_store_result([] { return Directories{}; }).get_stored();
 }
 
+bool ends_with_any(const std::string& path, std::initializer_list<const char*> ends) {
+  for (const char* end : ends)
+    if (path.ends_with(end)) return true;
+  return false;
+}
+
 Whose owner_of(const std::string& path) {
   const Directories& known = directories();
-  if (is_in(known.zcomm, path)) return Whose::ours;
-  if (is_in(known.torch, path)) return Whose::torchs;
+  if (is_in(known.zcomm, path)) return Whose::nobodys;
+  if (is_in(known.torch, path)) {
+    const bool is_on_every_way =
+        path.find("/_dynamo/") != std::string::npos ||
+        ends_with_any(path, {"/distributed_c10d.py", "/c10d_logger.py", "/_functional_collectives.py",
+                             "/_contextlib.py", "/futures/__init__.py", "/nn/modules/module.py"});
+    return is_on_every_way ? Whose::nobodys : Whose::torchs;
+  }
+  if (ends_with_any(path, {"/typing_extensions.py", "/decorator.py"}) || path.find("/wrapt/") != std::string::npos)
+    return Whose::nobodys;
+  // Generated code and frozen modules; a program itself may be "<stdin>" or "<string>".
+  if (path.starts_with("<eval_with_key>") || path.starts_with("<frozen ")) return Whose::nobodys;
   const bool is_standard = is_in(known.standard, path) && path.find("-packages/") == std::string::npos;
-  return is_standard ? Whose::ours : Whose::programs;  // a thread of ours ends in the standard library
+  return is_standard ? Whose::nobodys : Whose::programs;  // a thread of ours ends in the standard library
 }
 
 Code look_at(PyCodeObject* code) {
@@ -70,11 +88,16 @@ const char* text_of(Code& code, PyFrameObject* frame) {
   return text.c_str();
 }
 
+thread_local const char* given_site = nullptr;
+
 }  // namespace
 
+void set_call_site(const char* site) { given_site = site; }
+
 const char* call_site() {
+  if (given_site != nullptr) return given_site;
   static std::unordered_map<PyCodeObject*, Code> known;
-  constexpr int kDepth = 12;
+  constexpr int kDepth = 64;  // a module's forward under DDP, compiled, is some 20 deep
   PyFrameObject* frame = PyThreadState_GetFrame(PyThreadState_Get());
   const char* site = "";
   for (int depth = 0; frame != nullptr && depth < kDepth; ++depth) {

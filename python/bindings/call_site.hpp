@@ -3,8 +3,11 @@
 
 namespace zcomm::bindings {
 
-/// The innermost Python line outside of zcomm and the standard library, or "". The text lives as long as the process.
+/// The innermost Python line of the program, or "". The text lives as long as the process.
 /// Thread rule: holds the interpreter lock.
 const char* call_site();
+
+/// Of this thread's calls from now on; nullptr: from where they are made. `site` must live as long as the process.
+void set_call_site(const char* site);
 
 }  // namespace zcomm::bindings

@@ -52,7 +52,12 @@ py::capsule dlpack_capsule(const DeviceMemory& memory) {
   auto* const held = new Held{{}, static_cast<std::int64_t>(memory.nbytes), 1, memory};
   held->managed = {{memory.data.get(), type, index, 1, kUnsignedInteger, 8, 1, &held->shape, &held->stride, 0},
                    held,
-                   [](ManagedTensor* self) { delete static_cast<Held*>(self->context); }};
+                   [](ManagedTensor* self) {
+                     auto* const last = static_cast<Held*>(self->context);
+                     if (PyGILState_Check() == 0) return delete last;
+                     const py::gil_scoped_release release;  // as for DeviceMemory
+                     delete last;
+                   }};
   return py::capsule(&held->managed, "dltensor", &delete_capsule);
 }
 

@@ -17,6 +17,7 @@ import psutil
 
 VARIABLES: tuple[tuple[str, str], ...] = (
     ("ZCOMM_HOST_ID", "name of this host: ranks with the same name share memory (default: boot and network namespace)"),
+    ("ZCOMM_JOB_ID", "name of this job: ranks that come with another one are refused (default: the launcher's)"),
     ("ZCOMM_HOST_ADDRESS", "address on which this rank is reached from other hosts (default: by the route to rank 0)"),
     ("ZCOMM_SOCKET_IFNAME", "network interface whose address is used instead"),
     ("ZCOMM_PORT_RANGE", "LOW-HIGH: ports that this rank may listen on while joining (default: any free one)"),

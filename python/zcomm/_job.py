@@ -6,9 +6,11 @@ import atexit
 import functools
 import importlib
 import logging
+import numbers
 import os
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -16,9 +18,11 @@ from zcomm import _core, _rendezvous
 from zcomm._join import AUTO_ON_CUDA, CUDA_BACKENDS, JOINERS, OWN_BACKENDS, Joined
 from zcomm.comm import Communicator, close_all
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal's handler may call shutdown() within init()
+_joining: _core.Stop | None = None
 _current: Communicator | None = None
 _generation = 0
+MOST_TIMEOUT_S = 1e9  # what the clocks below take
 
 
 def init(
@@ -35,33 +39,51 @@ def init(
     backend: "auto" (shared memory on one host, hierarchical between hosts that have equally many ranks, else tcp; under
     an mpirun of several hosts mpi, if mpi4py is installed), "shm", "tcp", "hierarchical", "mpi"; for CUDA tensors
     "cuda_ipc" (the ranks of one host) and "nccl". "auto" with device="cuda" takes cuda_ipc on one host whose devices
-    reach each other (or where all ranks have one device), else nccl. What was chosen is in ``Communicator.backend``,
-    and rank 0 logs it once (logger "zcomm", INFO).
-    timeout: seconds; the deadline of joining and of every later operation.
+    reach each other (or where all ranks have one device), else nccl. "zcomm", the name among torch.distributed's
+    backends, is "auto". What was chosen is in ``Communicator.backend``, and rank 0 logs it once (logger "zcomm", INFO).
+    timeout: seconds, at most 1e9; the deadline of joining and of every later operation.
     device: where tensors will be: "cpu", "cuda" (ranks of a host take its devices in turns) or "cuda:1". None: the CPU,
     with a CUDA backend "cuda".
     rank, world_size, init_method ("tcp://host:port" | "file://path"): given together, or taken from torchrun, mpirun,
-    Slurm or ``zcomm run``; with none of them, a world of one.
+    Slurm or ``zcomm run``, or from torch.distributed's default group; with none of them, a world of one.
 
     Raises: ValueError (arguments, environment variables, a backend that does not reach all ranks), NotImplementedError
-    (a backend or device that is not there), TimeoutError naming the ranks that did not come, PeerLost, OSError.
+    (a backend or device that is not there), TimeoutError naming the ranks that did not come, PeerLost, OSError;
+    RuntimeError when a rank came twice, or when ``shutdown`` was called meanwhile (by a signal's handler, say).
     """
-    global _current, _generation
+    global _current, _generation, _joining
+    backend = "auto" if backend == "zcomm" else backend
     join = _joiner(backend, None if device is None else torch.device(device))
-    if not timeout > 0:
-        raise ValueError(f"init: timeout={timeout} must be more than 0 seconds")
+    _check_timeout(timeout)
     with _lock:
         if _current is not None:
             return _current
+        if _joining is not None:
+            raise RuntimeError("init: this thread is in the middle of init(); a signal's handler cannot call it again")
         job = _rendezvous.find_job(rank, world_size, init_method)
         if backend == "auto" and not _is_cuda(device) and importlib.import_module(JOINERS["mpi"]).suits(job):
             join = _joiner("mpi", None)
         _generation += 1
-        _current = Communicator(join(job, timeout, _generation))
-        _core.set_threads(max(1, len(os.sched_getaffinity(0)) // _current.local_world_size))
-        if _current.rank == 0:
-            logging.getLogger("zcomm").info("%s", _current.describe())
-        return _current
+        stop = _joining = _core.Stop("init: zcomm.shutdown() was called while this rank was joining the job")
+        try:
+            with stop:
+                joined = join(job, float(timeout), _generation)
+            comm = _current = Communicator(joined)
+        finally:
+            _joining = None
+        if stop.is_set:
+            shutdown()
+            with stop:
+                _core.check_stop()
+        _core.set_threads(max(1, len(os.sched_getaffinity(0)) // comm.local_world_size))
+        if comm.rank == 0:
+            logging.getLogger("zcomm").info("%s", comm.describe())
+        return comm
+
+
+def _check_timeout(timeout: Any) -> None:
+    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real) or not 0 < float(timeout) <= MOST_TIMEOUT_S:
+        raise ValueError(f"init: timeout={timeout!r}: expected seconds, more than 0 and at most {MOST_TIMEOUT_S:g}")
 
 
 def _is_cuda(device: str | torch.device | None) -> bool:
@@ -96,9 +118,12 @@ def _joiner(backend: str, device: torch.device | None) -> Callable[[_rendezvous.
 def shutdown() -> None:
     """Leave the job: end pending operations, say goodbye to the peers, free all memory. Idempotent.
 
-    Closes all communicators that came from it as well.
+    Closes all communicators that came from it as well. A signal's handler may call it: the call that it interrupts
+    (init() included) then ends with RuntimeError.
     """
     global _current
+    if (joining := _joining) is not None:
+        joining.set()
     with _lock:
         if _current is not None:
             close_all()

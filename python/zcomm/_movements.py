@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from zcomm._calls import Buckets, Calls, listed
-from zcomm._tensors import core_dtype, spans
+from zcomm._tensors import core_dtype, integers, spans
 from zcomm._work import Work
 
 
@@ -18,7 +18,7 @@ class Movements(Calls):
         """Put the shards of all ranks together, in rank order.
 
         Shapes: each shard of n elements -> a flat bucket of world_size * n.
-        out: where the buckets go; a shard may be its own place in ``out``.
+        out: where the buckets go; a shard may be its own place in ``out``, and share no other memory with it.
         Returns: the bucket(s), or (bucket(s), Work) if ``async_op``. Raises: as all_reduce.
         """
         tensors = listed(shards)
@@ -98,9 +98,9 @@ class Movements(Calls):
 
         out, inp: lists of world_size tensors of any counts, by rank; or one tensor each, cut into world_size parts of
         ``out_splits`` / ``in_splits`` elements (default: equal parts).
-        What rank a sends to b must be what b expects of a. out and inp must not overlap.
-        Returns: a Work if ``async_op``. Raises: ValueError; CollectiveMismatch naming both ranks and counts; as
-        all_reduce.
+        What rank a sends to b must be what b expects of a. Splits are integers of any kind (numpy's, a tensor's).
+        Returns: a Work if ``async_op``. Raises: ValueError, also where out and inp overlap; CollectiveMismatch naming
+        both ranks and counts; as all_reduce.
         """
         inputs = self._parts("all_to_all inp", inp, in_splits)
         outputs = self._parts("all_to_all out", out, out_splits)
@@ -133,8 +133,7 @@ class Movements(Calls):
                     f"{what}: count {count} does not divide by world_size {self.world_size}; give the splits"
                 )
             splits = [count // self.world_size] * self.world_size
+        splits = integers(f"{what}: splits", splits)
         if len(splits) != self.world_size or sum(splits) != count or min(splits) < 0:
-            raise ValueError(
-                f"{what}: splits {list(splits)} must be {self.world_size} numbers >= 0 whose sum is {count}"
-            )
-        return list(buckets.view(-1).split(list(splits)))
+            raise ValueError(f"{what}: splits {splits} must be {self.world_size} numbers >= 0 whose sum is {count}")
+        return list(buckets.view(-1).split(splits))

@@ -63,7 +63,8 @@ class Reductions(Calls):
         """Reduce, and keep this rank's part.
 
         Shapes: each bucket of world_size * n elements -> a flat shard of n, elements [rank * n, (rank + 1) * n).
-        out: where the shards go; same dtype, or float32 for fp16/bf16 buckets (then nothing is rounded).
+        out: where the shards go; same dtype, or float32 for fp16/bf16 buckets (then nothing is rounded). A shard of the
+            same dtype may be its own place in the bucket, without ``accumulate``.
         accumulate: add to ``out`` instead of replacing it.
         Returns: the shard(s), or (shard(s), Work) if ``async_op``.
         Raises: ValueError naming count and world_size when they do not divide (padding is BucketLayout's job).

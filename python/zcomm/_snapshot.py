@@ -16,6 +16,7 @@ import math
 import os
 import re
 import secrets
+import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +79,8 @@ class Key:
 class Snapshot:
     """A snapshot, open for reading. Use as a context manager.
 
-    Raises: FileNotFoundError (no manifest); OSError EIO naming what is damaged; ValueError for another format.
+    Raises: FileNotFoundError (no manifest); OSError EIO naming what is damaged; ValueError for another format, and
+    naming a field that is not what a snapshot has.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -87,16 +89,14 @@ class Snapshot:
         try:
             self._stack.enter_context(_locked(directory, shared=True))
             body = _read_manifest(directory)
-            self._tile, self._alignment = int(body["tile_nbytes"]), int(body["alignment"])
-            self.keys = [_key(each) for each in body["keys"]]
             self._files: list[tuple[int, Path]] = []
-            for name in body["files"]:
-                if not _DATA.fullmatch(name):
-                    raise _damaged(directory / _MANIFEST, f"{name!r} is not a data file's name")
+            for name in _names_in(body, directory / _MANIFEST):
                 path = directory / name
-                file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                file = _open_file(path)
                 self._stack.callback(os.close, file)
                 self._files.append((file, path))
+            fields = _Fields(body, directory / _MANIFEST, len(self._files))
+            self._tile, self._alignment, self.keys = fields.tile, fields.alignment, fields.keys()
         except BaseException:
             self._stack.close()
             raise
@@ -122,19 +122,10 @@ class Copy:
     def __init__(self, swap: _core.SwapFile) -> None:
         paths = [Path(path).with_name(_core.SwapFile.COPY_NAME) for path in swap.stats()["paths"]]
         try:
-            image = swap.copy_to([str(path) for path in paths], durable=False)
+            image = swap.copy_beside()
         except FileNotFoundError as error:
             raise self.no_place(error) from error
-        self._files: list[tuple[int, Path]] = []
-        try:
-            for path in paths:
-                self._files.append((os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), path))
-                os.unlink(path)
-        except BaseException:
-            self.close()
-            for path in paths:  # what stays would be in the way of the next copy
-                path.unlink(missing_ok=True)
-            raise
+        self._files: list[tuple[int, Path]] = list(zip(image["descriptors"], paths, strict=True))
         self._tile, self._alignment = int(image["tile_nbytes"]), int(image["alignment"])
         whole = torch.uint8
         self._keys = {
@@ -163,6 +154,9 @@ class Copy:
 
 
 def _load(files: list[tuple[int, Path]], tile_nbytes: int, alignment: int, key: Key) -> torch.Tensor:
+    if key.nbytes > sum(os.fstat(file).st_size for file, _ in files):  # before memory for it is asked for
+        at = key.first % len(files)
+        raise _damaged(files[at][1], f"key {key.name!r} at offset {key.offsets[at]}: unexpected end of file")
     out = torch.empty(key.nbytes, dtype=torch.uint8)
     memory = out.numpy().data
     for number, (begin, end) in enumerate(_tiles(key.nbytes, tile_nbytes, alignment)):
@@ -199,11 +193,82 @@ def _read_whole(file: int, memory: memoryview, offset: int, key: str, path: Path
         os.posix_fadvise(file, offset, done, os.POSIX_FADV_DONTNEED)
 
 
-def _key(each: dict[str, Any]) -> Key:
-    form = tuple(int(size) for size in each["shape"]), getattr(torch, each["dtype"])
-    if math.prod(form[0]) * form[1].itemsize != each["nbytes"]:
-        raise ValueError(f"key {each['key']!r}: {each['nbytes']} bytes are not a tensor of {form[0]} {form[1]}")
-    return Key(each["key"], each["nbytes"], form, each["first"], each["offsets"], each["crc32c"])
+class _Fields:
+    """Fields of a manifest, checked: its checksum proves nothing where a stranger wrote it.
+
+    drives: number of the data files. Raises: ValueError naming manifest and field.
+    """
+
+    def __init__(self, body: dict[str, Any], path: Path, drives: int) -> None:
+        self._path, self._drives = path, drives
+        self._body = body
+        self.alignment = self._whole("alignment", body.get("alignment"), 1)
+        self.tile = self._whole("tile_nbytes", body.get("tile_nbytes"), self.alignment)
+        if self.tile % self.alignment:
+            raise self._wrong("tile_nbytes", self.tile, f"a multiple of alignment={self.alignment}")
+
+    def keys(self) -> list[Key]:
+        listed = self._list("keys", self._body.get("keys"))
+        if listed and not self._drives:
+            raise self._wrong("files", [], "the files of the keys' data")
+        return [self._key(f"keys[{number}]", each) for number, each in enumerate(listed)]
+
+    def _key(self, field: str, each: Any) -> Key:
+        if not isinstance(each, dict) or not isinstance(each.get("key"), str):
+            raise self._wrong(field, each, "an object with the name of a key")
+        shape = tuple(self._whole(f"{field}.shape", size) for size in self._list(f"{field}.shape", each.get("shape")))
+        kind = each.get("dtype")
+        dtype = getattr(torch, kind, None) if isinstance(kind, str) else None
+        if not isinstance(dtype, torch.dtype):
+            raise self._wrong(f"{field}.dtype", kind, "a dtype of torch")
+        nbytes = self._whole(f"{field}.nbytes", each.get("nbytes"))
+        if math.prod(shape) * dtype.itemsize != nbytes:
+            raise self._wrong(f"{field}.nbytes", nbytes, f"those of a tensor of {shape} {dtype}")
+        whole = nbytes // self.alignment * self.alignment
+        tiles = -(-whole // self.tile) + (whole < nbytes)  # as _tiles() cuts it
+        offsets = self._numbers(f"{field}.offsets", each.get("offsets"), (self._drives,))
+        checksums = self._numbers(f"{field}.crc32c", each.get("crc32c"), (0, tiles))
+        first = self._whole(f"{field}.first", each.get("first"))
+        return Key(each["key"], nbytes, (shape, dtype), first, offsets, checksums)
+
+    def _numbers(self, field: str, value: Any, lengths: tuple[int, ...]) -> list[int]:
+        numbers = [self._whole(field, each) for each in self._list(field, value)]
+        if len(numbers) not in lengths:
+            raise self._wrong(field, value, f"{' or '.join(map(str, lengths))} numbers")
+        return numbers
+
+    def _list(self, field: str, value: Any) -> list[Any]:
+        if not isinstance(value, list):
+            raise self._wrong(field, value, "a list")
+        return value
+
+    def _whole(self, field: str, value: Any, low: int = 0) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value < 2**62:
+            raise self._wrong(field, value, f"a whole number of at least {low}")
+        return value
+
+    def _wrong(self, field: str, value: Any, expected: str) -> ValueError:
+        return ValueError(f"{self._path}: {field} is {str(value)[:100]!r}; expected {expected}")
+
+
+def _names_in(body: Any, path: Path) -> list[str]:
+    """The data files that a manifest names. Raises: OSError EIO, ValueError."""
+    names = body.get("files") if isinstance(body, dict) else None
+    if not isinstance(names, list):
+        raise ValueError(f"{path}: files is {str(names)[:100]!r}; expected a list of names")
+    for name in names:
+        if not isinstance(name, str) or not _DATA.fullmatch(name):
+            raise _damaged(path, f"{name!r} is not a data file's name")
+    return names
+
+
+def _open_file(path: Path) -> int:
+    """A regular file, for reading: no link, and no pipe, which would wait for its writer. Raises: OSError."""
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return file
 
 
 def _write_manifest(directory: Path, body: dict[str, Any]) -> None:
@@ -219,12 +284,13 @@ def _write_manifest(directory: Path, body: dict[str, Any]) -> None:
 
 def _read_manifest(directory: Path) -> dict[str, Any]:
     path = directory / _MANIFEST
-    raw = path.read_bytes()
+    with open(_open_file(path), "rb") as stream:
+        raw = stream.read()
     try:
         manifest = json.loads(raw)
         body: dict[str, Any] = manifest["body"]
         known = manifest["format"], manifest["crc32c"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _damaged(path, f"not a manifest: {type(error).__name__}: {error}") from None
     if known[0] != FORMAT:
         raise ValueError(f"{path}: format {known[0]!r}, this zcomm reads {FORMAT!r}")
@@ -243,11 +309,11 @@ def _names(directory: Path) -> list[str] | None:
     in another format. Raises: FileExistsError for what is no snapshot's."""
     path = directory / _MANIFEST
     try:
-        return [str(name) for name in _read_manifest(directory)["files"]]
+        return _names_in(_read_manifest(directory), path)
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError):
-        if _OURS not in path.read_bytes():
+        if not path.is_file() or _OURS not in path.read_bytes():
             what = "it is no swap file's snapshot; nothing was changed, take another directory"
             raise FileExistsError(errno.EEXIST, what, str(path)) from None
         return None

@@ -32,6 +32,7 @@ from zcomm._proof import (
 )
 
 _MOST_STRANGERS = 128  # connections that have proved nothing, beside those that are due
+_LOOK_S = 0.25  # between looks at whether to go on
 _RETRY_S = 0.05  # before a call is tried again
 _GRACE_S = 0.5  # after a rank's end: if all give up at about one time, all say TimeoutError
 _WOULD_BLOCK = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EINTR)
@@ -45,25 +46,8 @@ class TcpListener:
     """A listening socket on ``address``, on a port of the kernel's choice or of ``ports``. A context manager."""
 
     def __init__(self, address: str, ports: range | None = None) -> None:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self.socket = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            self.socket.setblocking(False)
-            self._bind(address, ports)
-            self.socket.listen(4096)  # at most net.core.somaxconn
-        except BaseException:
-            self.socket.close()
-            raise
+        self.socket = _listening(address, ports)
         self.endpoint: Endpoint = self.socket.getsockname()[:2]
-
-    def _bind(self, address: str, ports: range | None) -> None:
-        for port in ports or (0,):
-            try:
-                return self.socket.bind((address, port))
-            except OSError as error:
-                if ports is None or error.errno != errno.EADDRINUSE:
-                    raise OSError(error.errno, f"cannot listen on {address}, port {port}: {error.strerror}") from error
-        raise OSError(errno.EADDRINUSE, f"no free port on {address} in {ports} (ZCOMM_PORT_RANGE)")
 
     def close(self) -> None:
         self.socket.close()
@@ -163,6 +147,7 @@ class _Join:
         try:
             self._selector.register(self._listener.socket, selectors.EVENT_READ, self._accept)
             while self._calls or self._due:
+                _core.check_stop()
                 self._dial()
                 self._check_time()
                 for key, _ in self._selector.select(self._patience_s()):
@@ -183,8 +168,9 @@ class _Join:
     # --- time -------------------------------------------------------------------------------------------------
 
     def _patience_s(self) -> float:
+        """Until something may have to be done. A signal's handler that returns does not wake the selector."""
         wake_at = min([self._deadline, self._give_up_at, *(call.next_try for call in self._calls if not call.socket)])
-        return max(0.0, min(wake_at - time.monotonic(), 3600.0))
+        return max(0.0, min(wake_at - time.monotonic(), _LOOK_S))
 
     def _check_time(self) -> None:
         now = time.monotonic()
@@ -345,6 +331,32 @@ class _Join:
                 self._note_end(peer)
 
         self._selector.modify(connected, selectors.EVENT_READ, look)
+
+
+def _listening(address: str, ports: range | None) -> socket.socket:
+    for port in ports or (0,):
+        try:
+            return _listening_on(address, port)
+        except OSError as error:
+            if ports is None or error.errno != errno.EADDRINUSE:
+                raise OSError(error.errno, f"cannot listen on {address}, port {port}: {error.strerror}") from error
+    assert ports is not None
+    raise OSError(errno.EADDRINUSE, f"no free port on {address} in {ports.start}-{ports.stop - 1} (ZCOMM_PORT_RANGE)")
+
+
+def _listening_on(address: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setblocking(False)
+        if port != 0:  # else the last job's connections keep its ports for a minute (TIME_WAIT)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(4096)  # at most net.core.somaxconn; EADDRINUSE of a port that is bound comes only here
+    except BaseException:
+        listener.close()
+        raise
+    return listener
 
 
 def _receive(connected: socket.socket, nbytes: int) -> bytes | None:

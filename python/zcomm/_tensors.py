@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -66,6 +67,17 @@ def _refuse(what: str, index: int, tensors: Sequence[torch.Tensor], device: str,
     if tensor.dtype != dtype:
         raise ValueError(f"{where} is {tensor.dtype}, tensor 0 is {dtype}; one operation has one dtype")
     raise ValueError(f"{where} and strides {tensor.stride()} is not contiguous; pass tensor.contiguous()")
+
+
+def integers(what: str, values: Iterable[Any]) -> list[int]:
+    """Python's integers, of any kind of them: numpy's, a tensor's. Raises: ValueError naming another value."""
+    result = []
+    for value in values:
+        try:
+            result.append(operator.index(value))
+        except TypeError:
+            raise ValueError(f"{what}: {value!r} is not an integer") from None
+    return result
 
 
 def spans(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:

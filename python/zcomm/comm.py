@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -38,6 +40,7 @@ class Communicator(Reductions, Movements, Messages):
         self.local_rank: int = joined.hosts.local_rank(self.rank)
         self.local_world_size: int = joined.hosts.local_world_size(self.rank)
         self.backend: str = joined.backend
+        self._stop = _core.Stop("split: the communicator was closed while its part was being joined")
         _open.add(self)
 
     @property
@@ -105,7 +108,9 @@ class Communicator(Reductions, Movements, Messages):
         TimeoutError when a part cannot be joined, which leaves this communicator as it is.
         """
         splitter = self._joined.splitter or split
-        joined = splitter(self, self._joined, color, key, name)
+        with self._stop:
+            joined = splitter(self, self._joined, color, key, name)
+            _core.check_stop()
         return None if joined is None else Communicator(joined)
 
     def duplicate(self) -> Communicator:
@@ -123,7 +128,7 @@ class Communicator(Reductions, Movements, Messages):
         with ExitStack() as resumed:
             for core in (self._core, self._messenger):
                 core.suspend_deadline()
-                resumed.callback(core.resume_deadline)
+                resumed.push(partial(_resume, core))
             yield
 
     def _lost(self) -> bool:
@@ -133,12 +138,20 @@ class Communicator(Reductions, Movements, Messages):
     def close(self) -> None:
         """End pending operations with an error, say goodbye to the peers, free everything. Idempotent; not collective.
 
-        Parts that were split from it go on.
+        Parts that were split from it go on. A signal's handler may call it: the call that it interrupts ends with
+        RuntimeError.
         """
+        self._stop.set()
         self._core.close()
         self._messenger.close()
         for mesh in self._joined.meshes:
             mesh.leave()
+
+
+def _resume(core: Any, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+    """End ``no_deadline``. An error of the block is not hidden by that of a communicator that has failed by then."""
+    with suppress(Exception) if error is not None else nullcontext():
+        core.resume_deadline()
 
 
 _open: weakref.WeakSet[Communicator] = weakref.WeakSet()

@@ -1,7 +1,7 @@
 """Memory tiers for tensors: page-locked host memory and the swap file on NVMe.
 
 Invariants: a swap file's directory never outlives the process in order (close, garbage collection or exit remove it);
-what a killed run left is removed by the next SwapFile in the same directory.
+a killed run leaves no data, and its directory is removed by the next SwapFile in the same place.
 Thread rule: a SwapFile may be used by several threads; operations on one key run in call order.
 Source: architecture decision D7; ZeRO-Infinity (arXiv:2104.07857) section 5.1.
 """
@@ -73,7 +73,8 @@ class SwapFile:
     endurance_tbw: terabytes that the drives together are rated to be written with; ``stats()`` tells how long that is.
     Raises: OSError with errno ENOSPC (bytes needed and free), EACCES, ENOENT, ENOTDIR; NotImplementedError for
     engine="io_uring" where the kernel refuses it; ValueError. What is missing and only costs speed (io_uring, O_DIRECT)
-    is said once per process, as a warning of the logger "zcomm", and listed in ``stats()["notes"]``.
+    is logged once per process, as a warning of the logger "zcomm", and listed in ``stats()["notes"]``; so is a file
+    system on which the data file keeps its name.
     """
 
     def __init__(
@@ -214,8 +215,8 @@ class SwapFile:
         write: latency of single requests of up to block_nbytes, retries included; reserved_nbytes, file_nbytes,
         bounce_nbytes; block_nbytes, depth, tuning (where those two come from); endurance_days: how long the rated
         endurance lasts at the rate of writing since the start (None: not known, or nothing written); error_count,
-        retry_count; direct, engine, path (of the first drive), paths; notes: what was wanted and is not there, with the
-        reason.
+        retry_count; direct, engine; path (that the data file of the first drive was opened with; it has no name any
+        more), paths; notes: what was wanted and is not there, with the reason.
         """
         stats = self._core.stats()
         for nbytes, seconds, gbps in (

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import mmap
 import os
-import sys
 import weakref
 from collections.abc import Callable
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -27,7 +25,6 @@ from zcomm.backends._mpi_messages import Messages
 from zcomm.backends._mpi_moves import Moves
 from zcomm.backends._mpi_progress import MpiWork, Progress, Steps, Task
 
-_PACKAGE = str(Path(__file__).parent.parent) + os.sep
 _TEXT_NBYTES = 512
 _DIGEST_NBYTES = 16
 _SHOWN_COUNTS = 4
@@ -55,12 +52,14 @@ class MpiCore:
     def all_reduce(
         self, spans: Spans, dtype: _core.DType, op: _core.ReduceOp, name: str, async_op: bool
     ) -> MpiWork | None:
+        self._check_apart("all_reduce", [], spans, dtype)
         call = _Call("all_reduce", spans, dtype, name, op=op)
         return self._start(call, async_op, lambda: self._moves.all_reduce(spans, dtype, op))
 
     def reduce(
         self, spans: Spans, dtype: _core.DType, op: _core.ReduceOp, root: int, name: str, async_op: bool
     ) -> MpiWork | None:
+        self._check_apart("reduce", [], spans, dtype)
         call = _Call("reduce", spans, dtype, name, op=op, root=root)
         return self._start(call, async_op, lambda: self._moves.reduce(spans, dtype, op, root))
 
@@ -77,15 +76,18 @@ class MpiCore:
     ) -> MpiWork | None:
         call = _Call("reduce_scatter", spans, dtype, name, op=op, out_dtype=out_dtype, accumulate=accumulate)
         self._check_dealt(call.kind, spans, out)
+        _core.check_overlap(call.kind, list(spans), list(out), dtype, out_dtype, self.rank, accumulate)
         steps = lambda: self._moves.reduce_scatter(spans, out, dtype, op, out_dtype, accumulate)  # noqa: E731
         return self._start(call, async_op, steps)
 
     def all_gather(self, spans: Spans, out: Spans, dtype: _core.DType, name: str, async_op: bool) -> MpiWork | None:
         self._check_dealt("all_gather", out, spans)
+        self._check_apart("all_gather", spans, out, dtype)
         call = _Call("all_gather", out, dtype, name)
         return self._start(call, async_op, lambda: self._moves.all_gather(spans, out, dtype))
 
     def broadcast(self, spans: Spans, dtype: _core.DType, root: int, name: str, async_op: bool) -> MpiWork | None:
+        self._check_apart("broadcast", [], spans, dtype)
         call = _Call("broadcast", spans, dtype, name, root=root)
         return self._start(call, async_op, lambda: self._moves.broadcast(spans, dtype, root))
 
@@ -94,6 +96,7 @@ class MpiCore:
     ) -> MpiWork | None:
         if self.rank == root:
             self._check_dealt("gather", out, spans)
+            self._check_apart("gather", spans, out, dtype)
         call = _Call("gather", self._whole(spans), dtype, name, root=root)
         return self._start(call, async_op, lambda: self._moves.gather(spans, out, dtype, root))
 
@@ -102,6 +105,7 @@ class MpiCore:
     ) -> MpiWork | None:
         if self.rank == root:
             self._check_dealt("scatter", spans, out)
+            self._check_apart("scatter", spans, out, dtype)
         call = _Call("scatter", self._whole(out), dtype, name, root=root)
         return self._start(call, async_op, lambda: self._moves.scatter(spans, out, dtype, root))
 
@@ -111,6 +115,7 @@ class MpiCore:
                 f"all_to_all: {len(spans)} inputs and {len(out)} outputs: expected one for each of "
                 f"{self.world_size} ranks"
             )
+        self._check_apart("all_to_all", spans, out, dtype)
 
         def steps() -> Steps:
             yield from self._moves.compare_parts(spans, out)
@@ -132,6 +137,7 @@ class MpiCore:
         self, spans: Spans, dtype: _core.DType, src: int, tag: int, name: str, async_op: bool, source: _core.Source
     ) -> MpiWork | None:
         self._check_message("recv", "src", src, -1, tag)
+        self._check_apart("recv", [], spans, dtype)
         call = _Call("recv", spans, dtype, name, peer=f"from {'any rank' if src < 0 else f'rank {src}'} tag={tag}")
         steps: Callable[[Task], Steps] = lambda task: self._messages.recv(task, spans, dtype, src, tag, source)  # noqa: E731
         return self._submit(call, async_op, steps, peer=src)
@@ -243,6 +249,9 @@ class MpiCore:
                     f"{self.world_size} * {one}"
                 )
 
+    def _check_apart(self, what: str, spans: Spans, out: Spans, dtype: _core.DType) -> None:
+        _core.check_overlap(what, list(spans), list(out), dtype, dtype, self.rank)
+
     def _check_message(self, what: str, side: str, peer: int, lowest: int, tag: int) -> None:
         if not lowest <= peer < self.world_size or peer == self.rank:
             raise ValueError(f"{what}: {side}={peer}: expected another rank than {self.rank} in [0, {self.world_size})")
@@ -273,7 +282,7 @@ class _Call:
         self.out_dtype, self.accumulate, self.peer = out_dtype or dtype, accumulate, peer
         self.counts = [count for _, count in spans]
         self.total = total(spans)
-        self._site = _call_site()
+        self._site = _core.call_site()
 
     def identity(self) -> tuple[object, ...]:
         return (
@@ -306,8 +315,8 @@ class _Call:
             words.append(f"in {len(self.counts)} buffers [{shown}{more}]")
         if self.name:
             words.append(f"'{self.name}'")
-        if self._site is not None:
-            words.append(f"at {os.path.basename(self._site[0])}:{self._site[1]}")
+        if self._site:
+            words.append(f"at {self._site}")
         return " ".join(words)
 
 
@@ -331,18 +340,6 @@ def _mismatch(sequence: int, digests: bytes, texts: bytes) -> str:
         text = texts[ranks[0] * _TEXT_NBYTES : (ranks[0] + 1) * _TEXT_NBYTES].rstrip(b"\0").decode(errors="replace")
         stories.append(f"rank {', '.join(map(str, ranks))}: {text}")
     return f"ranks called different operations as number {sequence}: {'; '.join(stories)}"
-
-
-def _call_site() -> tuple[str, int] | None:
-    """The innermost line outside of zcomm."""
-    frame = sys._getframe(2)
-    for _ in range(12):
-        if not frame.f_code.co_filename.startswith(_PACKAGE):
-            return frame.f_code.co_filename, frame.f_lineno
-        if frame.f_back is None:
-            return None
-        frame = frame.f_back
-    return None
 
 
 def _forget(owner: weakref.ref[MpiCore], nbytes: int) -> None:

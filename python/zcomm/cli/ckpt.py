@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +12,6 @@ from zcomm.launch.errors import UserError
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
-
-    from zcomm.zero.checkpoint import Manifest
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -62,23 +59,37 @@ def _wrapped(action: Any) -> Any:
     return command
 
 
-def _found(folder: Path) -> Iterator[tuple[Path, Manifest]]:
-    """The checkpoint, or those in the folder, oldest first."""
+def _found(folder: Path) -> list[Path]:
+    """The checkpoint, or those in the folder, oldest first. Raises: FileNotFoundError where there is none."""
     from zcomm.zero.checkpoint import durable, read_manifest
 
     place = durable.find(folder.absolute())
     if (place / "manifest.json").exists() or not place.is_dir():
-        yield folder, read_manifest(place)
-        return
+        return [folder]
     inside = [path for path in place.iterdir() if (path / "manifest.json").is_file() and path.name[0] != "."]
     if not inside:
-        read_manifest(place)  # says that there is none
-    for path in sorted(inside, key=lambda path: path.stat().st_mtime):
-        yield path, read_manifest(path)
+        read_manifest(place)  # raises, and names the folder
+    return sorted(inside, key=lambda path: path.stat().st_mtime)
+
+
+def _shown(name: str) -> str:
+    """A name out of a file, without what would move the terminal's cursor."""
+    return name if name.isprintable() else repr(name)
 
 
 def _ls(args: argparse.Namespace) -> int:
-    for path, manifest in _found(args.folder):
+    from zcomm.zero.checkpoint import durable, read_manifest
+
+    found, bad = _found(args.folder), 0
+    for path in found:
+        try:
+            manifest = read_manifest(durable.find(path.absolute()))
+        except (OSError, ValueError) as error:
+            if len(found) == 1:
+                raise
+            print(f"{path}\n  wrong: {_shown(str(error))}")
+            bad += 1
+            continue
         weights = sum(entry.nbytes for entry in manifest.weights.values())
         state = sum(entry.nbytes for entry in manifest.optimizer.values())
         trained = [manifest.weights[name] for name in manifest.parameters if name in manifest.weights]
@@ -96,11 +107,11 @@ def _ls(args: argparse.Namespace) -> int:
         if extra:
             print(f"  with {', '.join(extra)}")
         if args.tensors:
-            for name, entry in sorted({**manifest.weights, **manifest.optimizer}.items()):
-                print(f"  {name}  {entry.dtype} {list(entry.shape)}  {entry.file}")
+            for name, entry in sorted(manifest.entries()):
+                print(f"  {_shown(name)}  {entry.dtype} {list(entry.shape)}  {entry.file}")
             for name, first in sorted(manifest.aliases.items()):
-                print(f"  {name}  is {first}")
-    return 0
+                print(f"  {_shown(name)}  is {_shown(first)}")
+    return 1 if bad else 0
 
 
 def _numel(shape: tuple[int, ...]) -> int:
@@ -112,41 +123,40 @@ def _numel(shape: tuple[int, ...]) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     from zcomm.zero.checkpoint import durable
+    from zcomm.zero.checkpoint.manifest_reader import open_checkpoint
     from zcomm.zero.checkpoint.tensor_file import check
 
     bad = 0
-    try:
-        for path, manifest in _found(args.folder):
-            place = durable.find(path.absolute())
-            wrong = manifest.missing_files(place)
-            entries = {**manifest.weights, **manifest.optimizer}
-            complaints = [check(place, name, entry) for name, entry in entries.items()]
-            wrong += [complaint for complaint in complaints if complaint is not None]
-            for line in wrong:
-                print(f"wrong: {line}")
-            print(f"{path}: {f'{len(wrong)} wrong' if wrong else f'{len(entries)} tensors are what was written'}")
-            bad += len(wrong)
-    except FileNotFoundError:
-        raise
-    except OSError as error:  # a damaged manifest
-        print(f"wrong: {error}")
-        bad += 1
+    for path in _found(args.folder):
+        tensors = 0
+        try:
+            folder, manifest = open_checkpoint(durable.find(path.absolute()))
+        except FileNotFoundError:
+            raise
+        except (OSError, ValueError) as error:  # a damaged manifest
+            wrong = [str(error)]
+        else:
+            with folder:
+                tensors = len(manifest.entries())
+                found = [check(folder, name, entry) for name, entry in manifest.entries()]
+                found += [manifest.check_file(folder, name) for name in manifest.checksums]
+                wrong = manifest.missing_files(folder) + [complaint for complaint in found if complaint is not None]
+        for line in wrong:
+            print(f"wrong: {_shown(line)}")
+        print(f"{path}: {f'{len(wrong)} wrong' if wrong else f'{tensors} tensors are what was written'}")
+        bad += len(wrong)
     return 1 if bad else 0
-
-
-def _latest(folder: Path) -> Path:
-    """The checkpoint, or in an engine's folder the one that its file ``latest`` names."""
-    pointer = folder / "latest"
-    return folder / pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else folder
 
 
 def _export(args: argparse.Namespace) -> int:
     import torch
 
+    from zcomm.zero.checkpoint import durable
     from zcomm.zero.checkpoint.export import export
 
+    folder = args.folder.absolute()
     dtype = getattr(torch, _DTYPES[args.dtype]) if args.dtype else None
-    for path in export(_latest(args.folder.absolute()), args.out.absolute(), dtype, args.shard_size, args.untie):
+    for path in export(durable.latest_in(folder) or folder, args.out.absolute(), dtype, args.shard_size, args.untie):
         print(f"{path}  {shown(path.stat().st_size)}")
     return 0
 

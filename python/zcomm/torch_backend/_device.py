@@ -22,11 +22,13 @@ from zcomm._device_messages import Landing, taken_home
 from zcomm._join import Joined
 from zcomm._rendezvous import join_through_store
 from zcomm._work import current_stream, wait_on_current_stream
+from zcomm.torch_backend._completer import Completer
+from zcomm.torch_backend._flight import Flight
 from zcomm.torch_backend._group import ProcessGroup
 from zcomm.torch_backend._movements import Movements
 from zcomm.torch_backend._reductions import Reductions
 from zcomm.torch_backend._staging import checked
-from zcomm.torch_backend._work import Completer, CoreWork, Done, Flight, Pending
+from zcomm.torch_backend._work import CoreWork, Done, Pending
 
 
 class Streams(_streams.Streams):
@@ -99,11 +101,17 @@ class DevicePending(Pending):
         if self._end is not None:
             self._streams.wait(self._end)
 
-    def settle_in_background(self, seconds: float | None = None) -> None:
+    def settle_in_background(self, seconds: float | None, before_future: Callable[[], None]) -> None:
         with self._streams.side():
-            self.settle(seconds)
+            self.settle(seconds, before_future)
 
-    def _new_future(self) -> Any:
+    def open_after_end(self, future: Any, gate: Any) -> None:
+        with self._streams.side():
+            self.settle()
+            self._follow()
+            super().open_after_end(future, gate)
+
+    def new_future(self) -> Any:
         return self._streams.future()
 
 
@@ -124,6 +132,12 @@ class DeviceHalf(Reductions, Movements):
         self._name_stream()
         return super()._is_simple(opts)
 
+    def _started(self, starts: Any) -> CoreWork:
+        return OnStream(super()._started(starts), self._torch_device)
+
+    def _start_elsewhere(self) -> Callable[[], None]:
+        return partial(_core.set_call_stream, current_stream(self._torch_device))
+
     def _issue(self, what: str, opts: Any, outputs: Sequence[torch.Tensor], *rest: Any, **more: Any) -> Done | Pending:
         for tensor in tensors_in((outputs, rest, more.get("keep"))):
             if tensor.device != self.device:
@@ -134,9 +148,7 @@ class DeviceHalf(Reductions, Movements):
     def _pending(
         self, work: CoreWork, outputs: list[torch.Tensor], finish: Callable[[], None] | None, keep: Any
     ) -> Pending:
-        lane, flight = self._collectives, self._flight
-        on_stream = OnStream(work, self._torch_device)
-        return DevicePending(self.streams, on_stream, outputs, lane, flight, finish, keep)
+        return DevicePending(self.streams, work, outputs, self._collectives, self._flight, finish, keep)
 
     def close(self) -> None:
         self._close()
@@ -188,7 +200,13 @@ class DeviceProcessGroup(ProcessGroup):
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Done | Pending:
         """Also one of the current streams, once the group has met CUDA tensors."""
-        return super().barrier(opts, timeout) if self._half is None else self._half.barrier(opts, timeout)
+        if self._half is None:
+            return super().barrier(opts, timeout)
+        number = self._flight.number
+        work = self._half.barrier(opts, timeout)
+        if isinstance(work, Done) and self._flight.has_copies:  # all ranks have called what this one has
+            self._flight.finish_up_to(number)
+        return work
 
     # --- messages, over the group's communicator of the host ----------------------------------------------------
 
@@ -259,6 +277,17 @@ class _AllOf(Done):
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> Any:
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def get_future(self) -> Any:
+        return torch.futures.collect_all([work.get_future() for work in self._works]).then(
+            lambda own: [tensor for future in own.value() for tensor in future.value()]
+        )
 
 
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:

@@ -156,7 +156,9 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
         if not works:
             return Done([])
         outputs = [tensor for work in works for tensor in work.result()]
-        work = Pending(Together(works), outputs, self._messages, self._flight)
+        are_collectives = all(work.lane is self._collectives for work in works)
+        lane = self._collectives if are_collectives else self._messages
+        work = Pending(Together(works), outputs, lane, self._flight)
         self._flight.add(work)
         return work
 

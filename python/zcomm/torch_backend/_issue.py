@@ -13,9 +13,12 @@ from typing import Any
 import torch
 
 from zcomm import _core
+from zcomm.torch_backend._callbacks import Callbacks
+from zcomm.torch_backend._completer import Completer
+from zcomm.torch_backend._flight import Flight
 from zcomm.torch_backend._options import is_async, timeout_of
 from zcomm.torch_backend._staging import Staging
-from zcomm.torch_backend._work import Completer, CoreWork, Done, Flight, Pending, Several
+from zcomm.torch_backend._work import CoreWork, Done, Pending, Several
 
 Core = _core.Communicator
 Start = Callable[[bool], "_core.Work | None"]  # takes async_op
@@ -37,13 +40,15 @@ class Issue:
         self._has_core_deadline = True  # no other one has been set, and none has passed
         self._given_up: Exception | None = None
         self._flight = Flight()
-        self._collectives = Completer(any_order=False)
+        self._callbacks = Callbacks()
+        self._collectives = Completer(any_order=False, callbacks=self._callbacks)
         self._messages = Completer(any_order=True)
         self._coalesced: list[Pending] | None = None
         self._sequence = 0
 
     def _close(self) -> None:
         self._core.close()
+        self._callbacks.close()
         self._flight.close()
         self._collectives.close()
         self._messages.close()
@@ -68,19 +73,25 @@ class Issue:
         if timeout is None and self._timeout_s != self._deadline_s:
             timeout = self._timeout_s
         asynchronous = is_async(opts)
+        is_held_back, number = self._callbacks.hold_back(), self._flight.number
+        if is_held_back and not asynchronous and not self._callbacks.drain(self._deadline_s):
+            raise self._stuck(what)
         if not asynchronous and timeout is None:
             try:
                 for start in starts if isinstance(starts, list) else (starts,):
                     start(False)
             except TimeoutError as error:
                 raise self._explained(error) from None
+            if self._flight.has_copies:
+                self._flight.finish_up_to(number)
             if finish is not None:
                 finish()
             return Done(list(outputs))
-        work = self._pending(self._started(starts), list(outputs), finish, keep)
+        core_work = self._deferred(what, starts) if asynchronous and is_held_back else self._started(starts)
+        work = self._pending(core_work, list(outputs), finish, keep)
         if timeout is not None:
             work.limit(timeout, lambda: self._give_up(what, timeout))
-        self._flight.add(work)
+        self._flight.add(work, copies=finish is not None)
         if not asynchronous:
             work.wait()
         elif self._coalesced is not None:
@@ -93,24 +104,46 @@ class Issue:
         return Pending(work, outputs, self._collectives, self._flight, finish, keep)
 
     def _is_simple(self, opts: Any) -> bool:
-        """Whether the call is blocking and has nobody's timeout but the core's."""
-        return not is_async(opts) and self._has_core_deadline and timeout_of(opts) is None
+        """Whether the call is blocking, nothing is to be done before or after it, and it has the core's timeout."""
+        if self._callbacks.pending or self._flight.has_copies or not self._has_core_deadline:
+            return False
+        return not is_async(opts) and timeout_of(opts) is None
 
     def _explained(self, error: TimeoutError) -> TimeoutError:
         return TimeoutError(f"{error} (the timeout of this process group is {self._timeout_s:g} s)")
 
-    @staticmethod
-    def _started(starts: Start | list[Start]) -> CoreWork:
+    def _started(self, starts: Start | list[Start]) -> CoreWork:
         if not isinstance(starts, list):
             return starts(True)  # type: ignore[return-value]
         works = [start(True) for start in starts]
         return works[0] if len(works) == 1 else Several(works)  # type: ignore[return-value, arg-type]
 
-    def _give_up(self, what: str, timeout: float) -> Exception:
+    def _deferred(self, what: str, starts: Start | list[Start]) -> CoreWork:
+        """Started after the callbacks that the program has registered so far."""
+        prepare, site = self._start_elsewhere(), _core.call_site()
+
+        def start() -> CoreWork:
+            prepare()
+            _core.set_call_site(site)
+            try:
+                return self._started(starts)
+            finally:
+                _core.set_call_site("")
+
+        return self._callbacks.defer(start, self._deadline_s, lambda: self._stuck(what))
+
+    def _start_elsewhere(self) -> Callable[[], None]:
+        """What another thread does before it starts an operation that this one has called."""
+        return lambda: None
+
+    def _give_up(self, what: str, timeout: float, reason: str = "it to end") -> Exception:
         self._has_core_deadline = False
-        self._given_up = TimeoutError(f"{what}: rank {self._rank} of {self._size} waited {timeout:g} s for it to end")
+        self._given_up = TimeoutError(f"{what}: rank {self._rank} of {self._size} waited {timeout:g} s for {reason}")
         self._core.close()
         return self._given_up
+
+    def _stuck(self, what: str) -> Exception:
+        return self._give_up(what, self._deadline_s, "the callbacks of earlier Futures of this group to return")
 
 
 def _one_after_another(first: Callable[[], None] | None, second: Callable[[], None]) -> Callable[[], None]:

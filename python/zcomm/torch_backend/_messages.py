@@ -57,7 +57,7 @@ class Messages(Issue):
         work = make(core_work, list(tensors), self._messages, self._flight, finish, keep, source)
         if self._timeout_s != self._deadline_s:
             work.limit(self._timeout_s, lambda: self._give_up("recv" if source else "send", self._timeout_s))
-        self._flight.add(work)
+        self._flight.add(work, copies=finish is not None)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work

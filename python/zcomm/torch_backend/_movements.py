@@ -6,11 +6,13 @@ Any dtype moves; one that the core does not know moves as bytes. Lists of chunks
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 
+from zcomm._tensors import integers
 from zcomm.torch_backend._issue import Issue, Start
 from zcomm.torch_backend._options import (
     AllgatherOptions,
@@ -20,6 +22,8 @@ from zcomm.torch_backend._options import (
     GatherOptions,
     ScatterOptions,
     made,
+    only_one,
+    root_of,
 )
 from zcomm.torch_backend._staging import Staging, parts, span, spans, wire
 from zcomm.torch_backend._work import Done, Pending
@@ -36,19 +40,20 @@ class Movements(Issue):
         *,
         root: int | None = None,
     ) -> Done | Pending:
-        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         opts = made(BroadcastOptions, opts, timeout, rootRank=root)
-        source, staging = opts.rootRank, Staging("broadcast")
-        is_root = source == self._rank
-        dense = [staging.reads(tensor) if is_root else staging.writes(tensor) for tensor in tensors]
-        starts: list[Start] = []
-        for kind in dict.fromkeys(tensor.dtype for tensor in dense):
-            dtype, width = wire(kind)
-            places = spans([tensor for tensor in dense if tensor.dtype == kind], width)
-            starts.append(
-                lambda a, p=places, d=dtype: self._core.broadcast(p, d, source, "", a)  # type: ignore[misc]
-            )
-        return self._issue("broadcast", opts, tensors, starts, staging, keep=(tensors, dense))
+        source, staging = root_of("broadcast", opts), Staging("broadcast")
+        tensor = only_one("broadcast", tensors, "torch.cat them")
+        dense = staging.reads(tensor) if source == self._rank else staging.writes(tensor)
+        dtype, width = wire(dense.dtype)
+        places = [span(dense, width)]
+        return self._issue(
+            "broadcast",
+            opts,
+            [tensor],
+            lambda a: self._core.broadcast(places, dtype, source, "", a),
+            staging,
+            keep=(tensor, dense),
+        )
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Done | Pending:
         opts = made(BarrierOptions, opts, timeout)
@@ -100,6 +105,7 @@ class Movements(Issue):
         opts = made(AllgatherOptions, opts, timeout)
         if isinstance(inputs, torch.Tensor):
             output_lists, inputs = [output_lists], [inputs]
+        only_one("all_gather", inputs, "all_gather_into_tensor_coalesced for all at once")
         return self._all_gather_lists(output_lists, inputs, opts)
 
     def allgather_coalesced(self, lists_by_rank: list[Tensors], inputs: Tensors, opts: Any = None) -> Done | Pending:
@@ -155,10 +161,10 @@ class Movements(Issue):
         opts = made(GatherOptions, opts, timeout, rootRank=root)
         if isinstance(inputs, torch.Tensor):
             output_lists, inputs = ([output_lists] if output_lists else []), [inputs]
-        root, staging = opts.rootRank, Staging("gather")
+        root, staging = root_of("gather", opts), Staging("gather")
         results: Tensors = []
         to: list[tuple[int, int]] = []
-        (source,) = inputs
+        source = only_one("gather", inputs, "torch.cat them")
         dtype, width = wire(source.dtype)
         dense = staging.reads(source)
         if root == self._rank:
@@ -189,8 +195,8 @@ class Movements(Issue):
         opts = made(ScatterOptions, opts, timeout, rootRank=root)
         if isinstance(outputs, torch.Tensor):
             outputs, input_lists = [outputs], ([input_lists] if input_lists else [])
-        root, staging = opts.rootRank, Staging("scatter")
-        (output,) = outputs
+        root, staging = root_of("scatter", opts), Staging("scatter")
+        output = only_one("scatter", outputs, "torch.cat them")
         dtype, width = wire(output.dtype)
         of: list[tuple[int, int]] = []
         flat = None
@@ -239,8 +245,8 @@ class Movements(Issue):
         self,
         output: torch.Tensor,
         input: torch.Tensor,
-        output_splits: list[int] | None = None,
-        input_splits: list[int] | None = None,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
         opts: Any = None,
         timeout: timedelta | None = None,
     ) -> Done | Pending:
@@ -262,9 +268,10 @@ class Movements(Issue):
 
     alltoall_base = all_to_all_single
 
-    def _counts(self, side: str, tensor: torch.Tensor, splits: list[int] | None) -> list[int]:
+    def _counts(self, side: str, tensor: torch.Tensor, splits: Sequence[int] | None) -> list[int]:
         """Elements for each rank, from splits of dim 0 (none: equal ones)."""
         rows = tensor.shape[0] if tensor.dim() else 1
+        splits = [] if splits is None else integers(f"all_to_all: {side} splits", splits)
         if not splits:
             if rows % self._size:
                 raise ValueError(
@@ -278,7 +285,7 @@ class Movements(Issue):
             )
         if sum(splits) != rows or min(splits) < 0:
             raise ValueError(
-                f"all_to_all: Split sizes doesn't match total dim 0 size: {side} splits {list(splits)}, {rows} rows"
+                f"all_to_all: Split sizes doesn't match total dim 0 size: {side} splits {splits}, {rows} rows"
             )
         row = tensor.numel() // rows if rows else 0
         return [count * row for count in splits]

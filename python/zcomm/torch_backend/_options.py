@@ -92,6 +92,25 @@ def premul_factor(op: dist.ReduceOp) -> Any:
     return state[1]
 
 
+def only_one(what: str, tensors: Any, instead: str) -> Any:
+    """The tensor of a list of one. Raises: ValueError for others, naming the call that takes several."""
+    if isinstance(tensors, torch.Tensor):
+        return tensors
+    if len(tensors) != 1:
+        raise ValueError(
+            f"{what}: a list of {len(tensors)} tensors, which meant one for each device of a process; expected one "
+            f"tensor. Call it for each, or {instead}"
+        )
+    return tensors[0]
+
+
+def root_of(what: str, opts: Any) -> int:
+    """The root's rank. Raises: ValueError for a root tensor out of several (see only_one)."""
+    if getattr(opts, "rootTensor", 0) not in (0, -1):
+        raise ValueError(f"{what}: rootTensor={opts.rootTensor}: expected 0; a call has one tensor")
+    return int(opts.rootRank)
+
+
 def made(kind: Any, opts: Any, timeout: timedelta | None = None, **fields: Any) -> Any:
     """The options of a call that named single values instead: ``allreduce(tensor, op, timeout)``."""
     if opts is not None and hasattr(opts, "asyncOp" if _KNOWS_ASYNC else "timeout"):

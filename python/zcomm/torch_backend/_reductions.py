@@ -20,10 +20,12 @@ from zcomm.torch_backend._options import (
     ReduceScatterOptions,
     made,
     native,
+    only_one,
     premul_factor,
+    root_of,
 )
 from zcomm.torch_backend._sparse import sparse_all_reduce
-from zcomm.torch_backend._staging import Staging, is_plain, parts, span, spans
+from zcomm.torch_backend._staging import Staging, is_plain, parts, span, spans, writing_to
 from zcomm.torch_backend._work import Done, Pending
 
 Tensors = list[torch.Tensor]
@@ -40,27 +42,27 @@ class Reductions(Issue):
             tensors = [tensors]
         if type(opts) is not AllreduceOptions:
             opts = made(AllreduceOptions, opts, timeout, reduceOp=op)
-        if len(tensors) == 1:
-            tensor = tensors[0]
-            how = native(opts.reduceOp.op, tensor.dtype)
-            if how is not None and is_plain(tensor):
-                dtype, core_op, width = how
-                core, place = self._core, [(tensor.data_ptr(), tensor.numel() * width)]
-                if self._is_simple(opts):  # what _issue does, with fewer frames for the core to look through
-                    self._sequence += 1
-                    try:
-                        core.all_reduce(place, dtype, core_op, "", False)
-                    except TimeoutError as error:
-                        raise self._explained(error) from None
-                    return Done(tensors)
-                return self._issue(
-                    "all_reduce", opts, tensors, lambda a: core.all_reduce(place, dtype, core_op, "", a), keep=tensors
-                )
-            if tensor.is_sparse:
-                return sparse_all_reduce(self, tensor, opts)
+        tensor = only_one("all_reduce", tensors, "allreduce_coalesced for all at once")
+        how = native(opts.reduceOp.op, tensor.dtype)
+        if how is not None and is_plain(tensor):
+            dtype, core_op, width = how
+            core, place = self._core, [(tensor.data_ptr(), tensor.numel() * width)]
+            if self._is_simple(opts):  # what _issue does, with fewer frames for the core to look through
+                self._sequence += 1
+                try:
+                    core.all_reduce(place, dtype, core_op, "", False)
+                except TimeoutError as error:
+                    raise self._explained(error) from None
+                return Done(tensors)
+            return self._issue(
+                "all_reduce", opts, tensors, lambda a: core.all_reduce(place, dtype, core_op, "", a), keep=tensors
+            )
+        if tensor.is_sparse:
+            return sparse_all_reduce(self, tensor, opts)
         return self._all_reduce_list(tensors, opts)
 
-    allreduce_coalesced = allreduce
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Done | Pending:
+        return self._all_reduce_list(tensors, made(AllreduceOptions, opts))
 
     def _all_reduce_list(self, tensors: Tensors, opts: Any) -> Done | Pending:
         staging = Staging("all_reduce")
@@ -89,8 +91,8 @@ class Reductions(Issue):
 
     def _premultiply(self, dense: Tensors, opts: Any) -> Any:
         factor = premul_factor(opts.reduceOp)
-        with torch.no_grad():
-            for tensor in dense:
+        for tensor in dense:
+            with writing_to(tensor):
                 tensor.mul_(factor)
         return Kind.SUM
 
@@ -105,13 +107,11 @@ class Reductions(Issue):
         *,
         root: int | None = None,
     ) -> Done | Pending:
-        if isinstance(tensors, torch.Tensor):
-            tensors = [tensors]
         opts = made(ReduceOptions, opts, timeout, reduceOp=op, rootRank=root)
-        return self._reduce(tensors, opts)
+        return self._reduce([only_one("reduce", tensors, "torch.cat them")], opts)
 
     def _reduce(self, tensors: Tensors, opts: Any) -> Done | Pending:
-        staging, kind, root = Staging("reduce"), opts.reduceOp.op, opts.rootRank
+        staging, kind, root = Staging("reduce"), opts.reduceOp.op, root_of("reduce", opts)
         is_root = root == self._rank
         dense = [staging.updates(tensor) if is_root else staging.reads(tensor) for tensor in tensors]
         if kind == Kind.PREMUL_SUM:
@@ -165,6 +165,7 @@ class Reductions(Issue):
         opts = made(ReduceScatterOptions, opts, timeout, reduceOp=op)
         if isinstance(outputs, torch.Tensor):
             outputs, input_lists = [outputs], [input_lists]
+        only_one("reduce_scatter", outputs, "reduce_scatter_tensor_coalesced for all at once")
         staging = Staging("reduce_scatter")
         inputs = []
         for output, chunks in zip(outputs, input_lists, strict=True):
@@ -259,8 +260,8 @@ def _by_dtype(tensors: Tensors) -> dict[torch.dtype, Tensors]:
 
 
 def _copy_each(targets: Tensors, values: Tensors) -> None:
-    with torch.no_grad():
-        for target, value in zip(targets, values, strict=True):
+    for target, value in zip(targets, values, strict=True):
+        with writing_to(target):
             target.copy_(value)
 
 

@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from zcomm.torch_backend import _futures
 from zcomm.torch_backend._device import DeviceProcessGroup
+from zcomm.torch_backend._eager import run_eagerly
 from zcomm.torch_backend._group import NAME, ProcessGroup
 
 
@@ -49,3 +51,5 @@ def register() -> None:
     devices = ["cpu", "cuda"] if torch.backends.cuda.is_built() else ["cpu"]
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=devices)
     _serve_monitored_barrier()
+    _futures.install()
+    run_eagerly()

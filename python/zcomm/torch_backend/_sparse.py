@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from zcomm.torch_backend._options import AllgatherOptions, Kind
+from zcomm.torch_backend._staging import writing_to
 from zcomm.torch_backend._work import Done
 
 
@@ -33,7 +34,7 @@ def sparse_all_reduce(group: Any, tensor: torch.Tensor, opts: Any) -> Done:
     all_indices = _gathered(group, indices, [(indices.shape[0], count) for count in counts])
     all_values = _gathered(group, values, [(count, *values.shape[1:]) for count in counts])
     total = torch.sparse_coo_tensor(torch.cat(all_indices, 1), torch.cat(all_values), tensor.shape).coalesce()
-    with torch.no_grad():
+    with writing_to(tensor):
         tensor.copy_(total)
     return Done([tensor])
 

@@ -1,12 +1,14 @@
 """Tensors of a torch.distributed call as the core takes them: dense memory, one address and count each.
 
 A dense tensor is passed as it is. Others (strided, expanded, conjugated views) go through scratch: copied before
-the operation where it reads them, copied back after it where it writes them.
+the operation where it reads them, copied back after it where it writes them. An expanded one cannot be written to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -38,6 +40,37 @@ def checked(what: str, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout is not torch.strided:
         raise NotImplementedError(f"{what}: a tensor has layout {tensor.layout}; only dense ones are moved")
     return tensor
+
+
+def writing_to(tensor: torch.Tensor) -> Any:
+    """A context in which any thread may write to it, be it a leaf, or made in inference mode."""
+    return torch.inference_mode() if tensor.is_inference() else torch.no_grad()
+
+
+def check_writable(what: str, tensor: torch.Tensor) -> None:
+    """Raises: ValueError for an expanded tensor, as torch does: its elements are not its own."""
+    if tensor.numel() and any(size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ValueError(
+            f"{what}: a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is to be written to, but "
+            "more than one of its elements refers to a single memory location; pass tensor.clone()"
+        )
+
+
+def check_apart(what: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Raises: ValueError naming two of a list of results that lie at one place."""
+    ends: list[tuple[int, int, int]] = []
+    for index, tensor in enumerate(tensors):
+        if tensor.numel():
+            nbytes = tensor.numel() * tensor.element_size() if tensor.is_contiguous() else 1  # strided ones may mesh
+            ends.append((tensor.data_ptr(), tensor.data_ptr() + nbytes, index))
+    ends.sort()
+    for (_, end, one), (begin, _, other) in pairwise(ends):
+        if begin < end:
+            first, second = sorted((one, other))
+            raise ValueError(
+                f"{what}: outputs {first} and {second} lie at one place, at addresses {tensors[first].data_ptr():#x} "
+                f"and {tensors[second].data_ptr():#x}; each must have memory of its own"
+            )
 
 
 def wire(dtype: torch.dtype) -> tuple[_core.DType, int]:
@@ -95,7 +128,10 @@ class Staging:
         if is_plain(tensor):
             return tensor
         tensor = checked(self.what, tensor).detach()
-        return tensor if is_plain(tensor) else self.scratch_for(tensor)
+        if is_plain(tensor):
+            return tensor
+        check_writable(self.what, tensor)
+        return self.scratch_for(tensor)
 
     def updates(self, tensor: torch.Tensor) -> torch.Tensor:
         """Dense memory with its values, which becomes its values."""
@@ -120,6 +156,9 @@ class Staging:
         if adjacent(tensors):
             return _joined(tensors)
         targets = [checked(self.what, tensor).detach() for tensor in tensors]
+        for target in targets:
+            check_writable(self.what, target)
+        check_apart(self.what, targets)
         flat = torch.empty(sum(tensor.numel() for tensor in targets), dtype=targets[0].dtype, device=targets[0].device)
         pieces = flat.split([tensor.numel() for tensor in targets])
         self._back.extend((target, piece.view(target.shape)) for target, piece in zip(targets, pieces, strict=True))
@@ -130,8 +169,8 @@ class Staging:
         return bool(self._back)
 
     def finish(self) -> None:
-        with torch.no_grad():
-            for tensor, scratch in self._back:
+        for tensor, scratch in self._back:
+            with writing_to(tensor):
                 tensor.copy_(scratch)
 
 

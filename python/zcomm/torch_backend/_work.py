@@ -1,7 +1,7 @@
 """Work: what a torch.distributed call returns, over the core's own handles.
 
 ``Done`` is the end of a blocking call. ``Pending`` waits for the core and then finishes once: copies scratch back,
-completes its Future. A Future is completed by whoever comes first: a waiter, or the group's completer thread, which is
+completes its Future. The first to come completes a Future: a waiter, or a thread of the group's Completer, which is
 started when the first Future of an operation in flight is asked for (DDP's reducer waits for nothing else).
 Thread rule: any thread may wait.
 """
@@ -11,23 +11,21 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
-from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
 from torch._C._distributed_c10d import Work as _TorchWork
 
 from zcomm import _core
+from zcomm.torch_backend._callbacks import Deferred
+from zcomm.torch_backend._completer import Completer
+from zcomm.torch_backend._flight import Flight
+from zcomm.torch_backend._futures import order_callbacks
 
 _FOREVER = timedelta(0)  # torch's kNoTimeout
-_SLICE_S = 0.005
-# Before torch 2.7 the C++ half of a work did not hold its Python half, and waited forever without it (torch's pull
-# request 146376): then ended works are kept as long as anybody is likely to wait for them, though not their tensors.
-_TORCH_FORGETS = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 7)
-_KEPT = 4096
 
 
 class CoreWork(Protocol):
@@ -64,6 +62,13 @@ class Together:
 
     def done(self) -> bool:
         return all(work.poll() for work in self._works)
+
+    def has_begun(self) -> bool:
+        return all(work.has_begun() for work in self._works)
+
+    def start_now(self) -> None:
+        for work in self._works:
+            work.start_now()
 
 
 class _Weak:
@@ -137,10 +142,11 @@ class Pending(_TorchWork):
         "_future",
         "_give_up",
         "_keep",
-        "_lane",
         "_late_at",
         "_outputs",
         "_source",
+        "lane",
+        "number",
     )
 
     def __init__(
@@ -156,13 +162,14 @@ class Pending(_TorchWork):
         super().__init__()
         self._core: CoreWork | None = core
         self._outputs: list[torch.Tensor] | _Weak = outputs
-        self._lane = lane
+        self.lane = lane
         self._flight = flight
         self._finish = finish
         self._keep = keep
         self._source = source
         self._error: Exception | None = None
         self._future: Any = None
+        self.number = 0  # set by the Flight
         self._late_at: float | None = None
         self._give_up: Callable[[], Exception] | None = None
         self._complete_lock = threading.Lock()
@@ -183,8 +190,11 @@ class Pending(_TorchWork):
             raise self._error
         return True
 
-    def settle(self, seconds: float | None = None) -> None:
-        """Wait and finish; the operation's own error is kept. Raises: TimeoutError after ``seconds``."""
+    def settle(self, seconds: float | None = None, before_future: Callable[[], None] | None = None) -> None:
+        """Wait and finish; the operation's own error is kept. Raises: TimeoutError after ``seconds``.
+
+        ``before_future`` is called if this completes a Future, before that.
+        """
         core = self._core
         if core is None:
             return
@@ -198,7 +208,9 @@ class Pending(_TorchWork):
                 error = self._give_up()
             else:
                 raise error
-        self._complete(error)
+        if self._flight.has_copies:
+            self._flight.finish_up_to(self.number - 1, self.is_collective)
+        self._complete(error, before_future)
 
     def poll(self) -> bool:
         """Whether it ended; finishes it if so."""
@@ -207,7 +219,12 @@ class Pending(_TorchWork):
             self.settle()
         return self._core is None
 
-    def _complete(self, error: Exception | None) -> None:
+    @property
+    def is_collective(self) -> bool:
+        """Whether it ends after all collectives that were called before it."""
+        return self.lane.callbacks is not None
+
+    def _complete(self, error: Exception | None, before_future: Callable[[], None] | None) -> None:
         with self._complete_lock:
             if self._core is None:
                 return
@@ -219,34 +236,63 @@ class Pending(_TorchWork):
             self._error = error
             self._core = self._finish = self._keep = self._give_up = None
             future = self._future
-        if future is not None:
-            future.set_result(self.result() if error is None else _Failure(error))
         self._flight.discard(self)
+        if future is not None:
+            if before_future is not None:
+                before_future()
+            self._fill(future)
 
-    def settle_in_background(self, seconds: float | None = None) -> None:
-        """settle(), on the completer's thread."""
-        self.settle(seconds)
+    def _fill(self, future: Any) -> None:
+        future.set_result(self.result() if self._error is None else _Failure(self._error))
 
-    def _new_future(self) -> Any:
+    def settle_in_background(self, seconds: float | None, before_future: Callable[[], None]) -> None:
+        """settle(), on a completer's thread."""
+        self.settle(seconds, before_future)
+
+    @property
+    def has_future(self) -> bool:
+        return self._future is not None
+
+    def has_begun(self) -> bool:
+        """Whether the core has it. Callbacks may come before."""
+        core = self._core
+        return not isinstance(core, (Deferred, Together)) or core.has_begun()
+
+    def start_now(self) -> None:
+        """Before this thread waits for its Future."""
+        core = self._core
+        if isinstance(core, (Deferred, Together)):
+            core.start_now()
+
+    def open_after_end(self, future: Any, gate: Any) -> None:
+        """Complete ``gate`` once the operation and its ``future`` have ended, well or not."""
+        self.settle()
+        with suppress(Exception):  # its error is the callbacks' to see
+            future.wait()  # another thread may have settled it, and be about to complete the Future
+        gate.set_result(None)
+
+    def new_future(self) -> Any:
         return torch.futures.Future()
 
     def get_future(self) -> Any:
         """A torch Future of the output tensors. An error reaches its waiters as RuntimeError with the text."""
-        future = self._new_future()
+        future = self.new_future()
         with self._complete_lock:
-            pending = self._core is not None
-            if pending and self._future is not None:
-                return self._future.then(_unwrapped)
-            if pending:
+            is_pending = self._core is not None
+            is_first = self._future is None
+            if is_pending and is_first:
                 self._future = future
-        if pending:
-            self._lane.add(self)
-        elif self._error is None:
-            future.set_result(self.result())
-            return future
-        else:
-            future.set_result(_Failure(self._error))
-        return future.then(_unwrapped)
+            elif is_pending:
+                future = self._future
+        if not is_pending:
+            self._fill(future)
+            return future if self._error is None else future.then(_unwrapped)
+        told = future.then(_unwrapped)
+        if self.lane.callbacks is not None:
+            order_callbacks(told, self, self.lane.callbacks)
+        if is_first:
+            self.lane.add(self)
+        return told
 
     def synchronize(self) -> None:
         self.wait()
@@ -276,96 +322,9 @@ class Pending(_TorchWork):
     _source_rank = source_rank
 
 
-class Completer:
-    """One thread, started at first need, that finishes works whose Futures somebody waits for.
-
-    Collectives end in call order: it waits for the oldest. Messages do not: with ``any_order`` it goes round.
-    """
-
-    def __init__(self, any_order: bool) -> None:
-        self._queue: SimpleQueue[Pending | None] = SimpleQueue()
-        self._any_order = any_order
-        self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
-
-    def add(self, work: Pending) -> None:
-        with self._lock:
-            if self._thread is None:
-                run = _go_round if self._any_order else _in_order
-                self._thread = threading.Thread(target=run, args=(self._queue,), name="zcomm-futures", daemon=True)
-                self._thread.start()
-        self._queue.put(work)
-
-    def close(self) -> None:
-        """The works in it must be about to end: their communicator has been closed."""
-        with self._lock:
-            thread, self._thread = self._thread, None
-        if thread is not None:
-            self._queue.put(None)
-            if thread is not threading.current_thread():
-                thread.join()
-
-    def __del__(self) -> None:
-        if self._thread is not None:  # its group was dropped, not destroyed
-            self._queue.put(None)
-
-
-def _in_order(queue: SimpleQueue[Pending | None]) -> None:
-    while (work := queue.get()) is not None:
-        work.settle_in_background()
-        del work  # while the thread waits for the next one, this one's tensors can go
-
-
-def _go_round(queue: SimpleQueue[Pending | None]) -> None:
-    works: list[Pending] = []
-    is_open = True
-    while is_open or works:
-        while is_open and (not works or not queue.empty()):
-            work = queue.get()
-            if work is None:
-                is_open = False
-                break
-            works.append(work)
-        for work in works:
-            try:
-                work.settle_in_background(_SLICE_S)
-            except TimeoutError:
-                continue
-        works = [work for work in works if not work.poll()]
-
-
 def _outcome(core: CoreWork, seconds: float | None) -> Exception | None:
     try:
         core.wait(seconds)
     except Exception as error:
         return error
     return None
-
-
-class Flight:
-    """Works in flight, so that nobody need hold them: torch lets a program drop a Work, and the operation goes on."""
-
-    def __init__(self) -> None:
-        self._works: dict[Pending, None] = {}
-        self._limit = 16
-        self._ended: deque[Pending] | None = deque(maxlen=_KEPT) if _TORCH_FORGETS else None
-
-    def add(self, work: Pending) -> None:
-        for oldest in list(self._works)[:1]:
-            oldest.poll()  # one that was dropped, and so is not waited for by anybody
-        if len(self._works) >= self._limit:
-            for other in list(self._works):
-                other.poll()
-            self._limit = max(16, 2 * len(self._works))
-        self._works[work] = None
-
-    def discard(self, work: Pending) -> None:
-        self._works.pop(work, None)
-        if self._ended is not None:
-            work.let_go()
-            self._ended.append(work)
-
-    def close(self) -> None:
-        """After the communicator was closed: every work ends now."""
-        for work in list(self._works):
-            work.settle()

@@ -1,0 +1,262 @@
+"""Meeting: the ranks of a job come to a store, see that they are one job, and exchange texts there.
+
+[Note: one job] A store may hold what another job wrote: one that uses the same port or file, or one that has died and
+left its file behind. So each rank claims its place by compare_set, with who it is: its process, its world size, the
+name of its job where a launcher gave it one.
+- A place that another living process has claimed: the rank came twice. A claim of a process that is known to be dead
+  (same kernel and process namespace) counts as none, and is taken over.
+- Claims that cannot be of one job, by world size or name: not one job.
+Either is an error on every rank that is still there: whoever notices it leaves the verdict in the store.
+Rank 0's claim has a fresh number, and the texts that follow are read only if they carry it.
+Thread rule: one meeting per rank at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from zcomm import _core
+
+_LAST_WORDS_S = 2.0
+_ADVICE = (
+    "Two jobs have one meeting point, or a rank was started twice: give each job a MASTER_PORT (or file) of its own"
+)
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process, as another one may have to name it or ask after it."""
+
+    node: str
+    pid: int
+    started: str  # clock ticks after the boot
+    space: str  # kernel and process namespace: where ``pid`` means it
+
+    @staticmethod
+    @cache
+    def _own(pid: int) -> Process:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        space = f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+        return Process(socket.gethostname(), pid, start_of(pid) or "", space)
+
+    @staticmethod
+    def own() -> Process:
+        return Process._own(os.getpid())  # a forked child is another one
+
+    def is_dead(self) -> bool:
+        """Whether it is known to have ended."""
+        return self.space == Process.own().space and start_of(self.pid) != self.started
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.node}"
+
+
+def start_of(pid: int) -> str | None:
+    """When a process started, in clock ticks after the boot; None if there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]
+
+
+class Meeting:
+    """One rank's part in it. Without a store the rank is alone."""
+
+    def __init__(
+        self,
+        store: dist.Store | None,
+        rank: int,
+        world_size: int,
+        deadline: float,
+        place: str,
+        patience_s: float,
+        job: str = "",
+    ) -> None:
+        """deadline: by time.monotonic(). place, patience_s: for errors. job: its name, where there is one."""
+        self._store = store if world_size > 1 else None
+        self._rank = rank
+        self._world_size = world_size
+        self._deadline = deadline
+        self._place = place
+        self._patience_s = patience_s
+        self._job = job
+        self._number = ""
+
+    def arrive(self, mine: dict[str, Any], linger_s: float = 0.0) -> list[dict[str, Any]]:
+        """Claims this rank's place; what every rank brought, by rank.
+
+        linger_s: how long to look for ranks that come twice after all have come.
+        Raises: RuntimeError naming the rank and both processes; TimeoutError naming the missing ranks, PeerLost.
+        """
+        own = {"process": asdict(Process.own()), "world_size": self._world_size, "job": self._job, "mine": mine}
+        if self._rank == 0:
+            own["number"] = secrets.token_hex(16)
+        if self._store is None:
+            return [mine]
+        with self._store_named():
+            self._claim(json.dumps(own))
+            everyone = [json.loads(told) for told in self._gather(_place_of, _is_alive)]
+            self._require_one_job(everyone)
+            self._number = str(everyone[0].get("number"))
+            until = min(time.monotonic() + linger_s, self._deadline)
+            if linger_s > 0:
+                _wait(lambda: self._look_for_verdict() or time.monotonic() > until, self._deadline)
+            self._look_for_verdict()
+            return [each["mine"] for each in everyone]
+
+    def exchange(self, what: str, mine: str) -> list[str]:
+        """Everybody's text, by rank. Raises: as arrive."""
+        if self._store is None:
+            return [mine]
+        with self._store_named():
+            self._store.set(f"{what}{self._rank}", f"{self._number} {mine}")
+            told = self._gather(lambda rank: f"{what}{rank}", lambda text: text.startswith(f"{self._number} "))
+            self._look_for_verdict()
+            return [text.partition(" ")[2] for text in told]
+
+    def end(self) -> None:
+        """Rank 0 may have the store: if it fails now, the others shall have read why."""
+        store = self._store
+        if store is None:
+            return
+        with contextlib.suppress(dist.DistError):
+            store.add("read", 1)
+            if self._rank == 0:
+                _wait(
+                    lambda: store.add("read", 0) >= self._world_size,
+                    min(self._deadline, time.monotonic() + _LAST_WORDS_S),
+                )
+
+    def holder(self, rank: int) -> Process | None:
+        """The living process that has claimed ``rank``'s place, if another one has."""
+        if self._store is None or not self._store.check([_place_of(rank)]):
+            return None
+        process = _process_of(json.loads(self._store.get(_place_of(rank))))
+        return None if process == Process.own() or process.is_dead() else process
+
+    def refuse_twin(self, other: Process) -> None:
+        """Says on every rank that ``other`` and this process are one rank. Raises: RuntimeError."""
+        self._refuse(
+            f"rank {self._rank} of {self._world_size} came twice to {self._place}: {other}, and {Process.own()}. "
+            f"{_ADVICE}"
+        )
+
+    # --- claims -----------------------------------------------------------------------------------------------
+
+    def _claim(self, text: str) -> None:
+        assert self._store is not None
+        name, before = _place_of(self._rank), ""
+        while (there := self._store.compare_set(name, before, text).decode()) != text:
+            process = _process_of(json.loads(there))
+            if process != Process.own() and not process.is_dead():
+                self.refuse_twin(process)
+            if there == before:  # deleted meanwhile
+                self._store.set(name, text)
+                break
+            before = there  # of a dead process, or of an earlier attempt of this one
+
+    def _require_one_job(self, everyone: list[dict[str, Any]]) -> None:
+        for word, told in (("world_size", "WORLD_SIZE"), ("job", "the name of the job")):
+            named = [(rank, each[word]) for rank, each in enumerate(everyone) if each[word]]
+            for rank, value in named[1:]:
+                first, wanted = named[0]
+                if value != wanted:
+                    self._refuse(
+                        f"ranks of different jobs came to {self._place}: {told} is {wanted} for rank {first} "
+                        f"({_process_of(everyone[first])}), and {value} for rank {rank} "
+                        f"({_process_of(everyone[rank])}). {_ADVICE}"
+                    )
+
+    def _refuse(self, verdict: str) -> None:
+        assert self._store is not None
+        self._store.set("verdict", verdict)
+        self._look_for_verdict()
+
+    def _look_for_verdict(self) -> bool:
+        """False. Raises: RuntimeError with the verdict, if there is one."""
+        store = self._store
+        assert store is not None
+        if not store.check(["verdict"]):
+            return False
+        verdict = store.get("verdict").decode()
+        store.add("heard", 1)
+        if self._rank == 0:  # which may have the store: the others, and the one too many, shall have read it
+            until = time.monotonic() + _LAST_WORDS_S
+            while store.add("heard", 0) <= self._world_size and time.monotonic() < until:
+                time.sleep(0.02)
+        raise RuntimeError(f"init: {verdict}")
+
+    # --- waiting ----------------------------------------------------------------------------------------------
+
+    def _gather(self, name_of: Callable[[int], str], counts: Callable[[str], bool]) -> list[str]:
+        """The text of each rank, once all are there and count."""
+        store, names = self._store, [name_of(rank) for rank in range(self._world_size)]
+        assert store is not None
+        texts: list[str] = []
+
+        def all_here() -> bool:
+            nonlocal texts
+            if not store.check(names):
+                return self._look_for_verdict()
+            texts = [told.decode() for told in store.multi_get(names)]
+            return all(counts(text) for text in texts) or self._look_for_verdict()
+
+        if not _wait(all_here, self._deadline):
+            there = [store.check([name]) and counts(store.get(name).decode()) for name in names]
+            missing = ", ".join(str(rank) for rank, here in enumerate(there) if not here)
+            raise TimeoutError(
+                f"init: rank(s) {missing} of {self._world_size} did not come to {self._place} within "
+                f"{self._patience_s:g} s"
+            )
+        return texts
+
+    @contextlib.contextmanager
+    def _store_named(self) -> Any:
+        try:
+            yield
+        except dist.DistError as error:
+            lost = _core.PeerLost(f"init: rank {self._rank} lost the store, which rank 0 has: {error}")
+            lost.rank = 0
+            raise lost from error
+
+
+def _place_of(rank: int) -> str:
+    return f"rank{rank}"
+
+
+def _process_of(claim: dict[str, Any]) -> Process:
+    return Process(**claim["process"])
+
+
+def _is_alive(claim: str) -> bool:
+    return not _process_of(json.loads(claim)).is_dead()
+
+
+def meeting_keys(world_size: int) -> list[str]:
+    """What a meeting leaves in its store, if it exchanged addresses."""
+    return [f"{what}{rank}" for what in ("rank", "address") for rank in range(world_size)] + ["read"]
+
+
+def _wait(happened: Callable[[], bool], deadline: float) -> bool:
+    """Looks for it less and less often; False at the deadline."""
+    pause = 0.001
+    while not happened():
+        _core.check_stop()
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(pause * 2, 0.05)
+    return True
