@@ -2,20 +2,80 @@
 
 Counting rule: building the schedule sets the first learning rate; each ``step()`` (once per optimizer step) sets the
 next. DeepSpeed counts its first ``step()`` as iteration 0, so the first two optimizer steps of a warm-up run at the
-minimum. Needs torch alone. Source: DeepSpeed's documentation of schedulers; Smith (arXiv:1803.09820) for the last two.
+minimum; ``last_batch_iteration`` is that count, one less than torch's ``last_epoch``. ``step(n)`` goes to iteration n,
+and state_dicts are read in both forms.
+Needs torch alone. Source: DeepSpeed's documentation of schedulers; Smith (arXiv:1803.09820) for the last two.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Real
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 
-class WarmupLR(LRScheduler):
+class _Schedule(LRScheduler):
+    """A torch schedule that counts iterations as DeepSpeed does. Subclasses give the rates of ``last_epoch``.
+
+    last_epoch: the iteration to go on after (-1: from the start), DeepSpeed's ``last_batch_iteration``.
+    """
+
+    def __init__(self, optimizer: Optimizer, last_epoch: int, last_batch_iteration: int | None) -> None:
+        if last_batch_iteration is not None:
+            if last_epoch != -1:
+                raise ValueError(
+                    f"last_epoch={last_epoch} and last_batch_iteration={last_batch_iteration} say the same: give one"
+                )
+            last_epoch = last_batch_iteration
+        if last_epoch != -1:  # torch would need an optimizer that a schedule has seen before
+            for group in optimizer.param_groups:
+                group.setdefault("initial_lr", group["lr"])
+        super().__init__(optimizer, last_epoch)
+
+    @property
+    def last_batch_iteration(self) -> int:
+        """The iteration that the rates are of; -1 before the first ``step()``."""
+        return self.last_epoch - 1
+
+    @last_batch_iteration.setter
+    def last_batch_iteration(self, iteration: int) -> None:
+        self.last_epoch = iteration + 1
+
+    def step(self, epoch: int | None = None) -> None:
+        """Set the rates of the next iteration, or of iteration ``epoch`` (0: that of the first ``step()``).
+
+        Raises: ValueError for an ``epoch`` that is not a number of at least -1.
+        """
+        if epoch is not None:
+            self.last_epoch = self._place(epoch)  # from which the step below counts on
+        super().step()
+
+    def _place(self, iteration: object) -> Any:
+        if isinstance(iteration, bool) or not isinstance(iteration, Real) or not float(iteration) >= -1:
+            raise ValueError(f"{type(self).__name__}.step({iteration!r}) needs an iteration, a number >= -1")
+        return iteration
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's, and DeepSpeed's ``last_batch_iteration``."""
+        return {**super().state_dict(), "last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the place in the schedule: what ``state_dict`` gave, here or in DeepSpeed. Rates follow with the
+        next ``step()``. Raises: ValueError where there is none."""
+        rest = {key: value for key, value in state_dict.items() if key != "last_batch_iteration"}
+        if "last_batch_iteration" not in state_dict and "last_epoch" not in state_dict:
+            raise ValueError(f"{type(self).__name__}: neither last_epoch nor last_batch_iteration in the state")
+        super().load_state_dict(rest)
+        if "last_epoch" not in rest:
+            self.last_batch_iteration = state_dict["last_batch_iteration"]
+
+
+class WarmupLR(_Schedule):
     """Raise each group's learning rate from ``warmup_min_lr`` to ``warmup_max_lr``, then hold it.
 
     In iteration i < warmup_num_steps (n, at least 2) lr = min + (max - min) * gamma, where gamma is
@@ -32,6 +92,8 @@ class WarmupLR(LRScheduler):
         warmup_num_steps: int = 1000,
         warmup_type: str = "log",
         last_epoch: int = -1,
+        *,
+        last_batch_iteration: int | None = None,
     ) -> None:
         _check_type(warmup_type)
         _at_least_1("warmup_num_steps", warmup_num_steps)
@@ -42,7 +104,7 @@ class WarmupLR(LRScheduler):
         self.max_lrs = _per_group(warmup_max_lr, count, "warmup_max_lr")
         self.warmup_num_steps = max(2, warmup_num_steps)  # log(1) = 0 cannot divide
         self.warmup_type = warmup_type
-        super().__init__(optimizer, last_epoch)
+        super().__init__(optimizer, last_epoch, last_batch_iteration)
 
     def get_lr(self) -> list[float | Tensor]:
         """The learning rate of each group at the current count of steps."""
@@ -71,9 +133,19 @@ class WarmupDecayLR(WarmupLR):
         warmup_num_steps: int = 1000,
         warmup_type: str = "log",
         last_epoch: int = -1,
+        *,
+        last_batch_iteration: int | None = None,
     ) -> None:
         self.total_num_steps = _at_least_1("total_num_steps", total_num_steps)
-        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_epoch)
+        super().__init__(
+            optimizer,
+            warmup_min_lr,
+            warmup_max_lr,
+            warmup_num_steps,
+            warmup_type,
+            last_epoch,
+            last_batch_iteration=last_batch_iteration,
+        )
 
     def _gamma(self, iteration: int) -> float:
         if iteration < self.warmup_num_steps:
@@ -81,7 +153,7 @@ class WarmupDecayLR(WarmupLR):
         return max(0.0, (self.total_num_steps - iteration) / max(1.0, self.total_num_steps - self.warmup_num_steps))
 
 
-class WarmupCosineLR(LRScheduler):
+class WarmupCosineLR(_Schedule):
     """Each group's own learning rate times a ratio: a warm-up from ``warmup_min_ratio`` to 1, then half a cosine to
     ``cos_min_ratio`` at iteration ``total_num_steps`` - 1, where it stays.
 
@@ -97,13 +169,15 @@ class WarmupCosineLR(LRScheduler):
         cos_min_ratio: float = 0.0001,
         warmup_type: str = "log",
         last_epoch: int = -1,
+        *,
+        last_batch_iteration: int | None = None,
     ) -> None:
         _check_type(warmup_type)
         self.total_num_steps = _at_least_1("total_num_steps", total_num_steps)
         self.warmup_num_steps = max(2, _at_least_1("warmup_num_steps", warmup_num_steps))
         self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
         self.warmup_type = warmup_type
-        super().__init__(optimizer, last_epoch)
+        super().__init__(optimizer, last_epoch, last_batch_iteration)
 
     def get_lr(self) -> list[float | Tensor]:
         """The learning rate of each group at the current count of steps."""
@@ -121,7 +195,7 @@ class WarmupCosineLR(LRScheduler):
         return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * cosine)
 
 
-class LRRangeTest(LRScheduler):
+class LRRangeTest(_Schedule):
     """After k steps lr = min * (1 + rate * k / size), or with whole stairs of ``size`` steps: to find the largest rate
     that trains.
 
@@ -136,11 +210,13 @@ class LRRangeTest(LRScheduler):
         lr_range_test_step_rate: float = 1.0,
         lr_range_test_staircase: bool = False,
         last_epoch: int = -1,
+        *,
+        last_batch_iteration: int | None = None,
     ) -> None:
         self.min_lrs = _per_group(lr_range_test_min_lr, len(optimizer.param_groups), "lr_range_test_min_lr")
         self.step_size = _at_least_1("lr_range_test_step_size", lr_range_test_step_size)
         self.step_rate, self.staircase = lr_range_test_step_rate, lr_range_test_staircase
-        super().__init__(optimizer, last_epoch)
+        super().__init__(optimizer, last_epoch, last_batch_iteration)
 
     def get_lr(self) -> list[float | Tensor]:
         """The learning rate of each group at the current count of steps."""
@@ -149,7 +225,7 @@ class LRRangeTest(LRScheduler):
         return [low * increase for low in self.min_lrs]
 
 
-class OneCycle(LRScheduler):
+class OneCycle(_Schedule):
     """One cycle of the learning rate from ``cycle_min_lr`` up to ``cycle_max_lr`` and back, then the
     minimum / (1 + rate * d / size), d steps later; Adam's first beta goes the other way, and its second is 0.99.
 
@@ -177,6 +253,8 @@ class OneCycle(LRScheduler):
         cycle_max_mom: float | Sequence[float] = 0.9,
         decay_mom_rate: float = 0.0,
         last_epoch: int = -1,
+        *,
+        last_batch_iteration: int | None = None,
     ) -> None:
         self.up = _whole("cycle_first_step_size", cycle_first_step_size, 1)
         self.down = _whole("cycle_second_step_size", _or(cycle_second_step_size, self.up), 0)
@@ -192,7 +270,7 @@ class OneCycle(LRScheduler):
         self.max_lrs = _per_group(cycle_max_lr, count, "cycle_max_lr")
         self.min_moms = _per_group(cycle_min_mom, count, "cycle_min_mom")
         self.max_moms = _per_group(cycle_max_mom, count, "cycle_max_mom")
-        super().__init__(optimizer, last_epoch)
+        super().__init__(optimizer, last_epoch, last_batch_iteration)
 
     def _height(self) -> float:
         """0 at the ends of the cycle, 1 at its top."""
@@ -226,7 +304,7 @@ class OneCycle(LRScheduler):
         return [high - (high - low) * height for low, high in zip(self.min_moms, self.max_moms, strict=True)]
 
     def step(self, epoch: int | None = None) -> None:
-        """Set the next learning rate and betas."""
+        """Set learning rates and betas of the next iteration, or of iteration ``epoch``."""
         super().step(epoch)
         if self.cycle_momentum:
             for group, momentum in zip(self.optimizer.param_groups, self._momenta(), strict=True):

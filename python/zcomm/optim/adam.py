@@ -73,6 +73,7 @@ class FusedAdamBase(FusedOptimizer[_core.AdamParams]):
         return dtype
 
     def _hyper(self, group: dict[str, Any]) -> _core.AdamParams:
+        refuse(group, "amsgrad")  # a program may set it later
         return adam_params(group, bool(group["decoupled_weight_decay"]))
 
     def wide_state(self, param: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,6 +107,8 @@ class CPUAdam(FusedAdamBase):
     state (``master``).
     adamw: decoupled weight decay; False adds the L2 term to the gradient, as torch.optim.Adam does. In a group it is
     torch's ``decoupled_weight_decay``.
+    weight_decay: 0 by default, as in torch.optim.Adam and DeepSpeed's CPUAdam; torch.optim.AdamW's default is 0.01, so
+    give it where this class takes AdamW's place. The other defaults are torch's.
     state_dtype: torch.bfloat16 halves the state; torch.uint8 (or "8bit") quarters it, as codes with a scale per block
     of 256. Both are rounded by chance so that their mean is right, reproducibly from the step and the element's place
     among all parameters. It travels with a state_dict, as all of a group's options do.

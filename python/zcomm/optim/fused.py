@@ -166,6 +166,9 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
         divisor = 1.0 if grad_scale is None else float(grad_scale)
         squares = _core.ExactSum() if norm else None
         self._step_all(clip / divisor, squares)
+        # A graph that has saved the old weights raises in its backward, as after a step of torch's classes.
+        updated = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        torch.autograd.graph.increment_version(updated)
         if squares is not None:
             self.grad_norm = math.sqrt(squares.value()) / divisor
         return loss

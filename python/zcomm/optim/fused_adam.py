@@ -77,10 +77,10 @@ class FusedAdam(FusedAdamBase):
     """Adam or AdamW on CUDA tensors: a few kernels for all parameters, with CPUAdam's bits.
 
     params: fp32, bf16 or fp16 CUDA parameters of one device (or groups); bf16 and fp16 as in CPUAdam. adamw,
-    state_dtype: as in CPUAdam. capturable, fused, foreach: torch.optim.AdamW's, taken and without meaning: nothing
-    waits for the device, and steps are counted there (``step`` is a CUDA tensor), so a CUDA graph can capture
-    ``step()`` once it has run twice. For a learning rate that changes between replays ``lr`` is an fp32 CUDA tensor,
-    as in torch.
+    weight_decay (0 by default; torch.optim.AdamW's is 0.01), state_dtype: as in CPUAdam. capturable, fused, foreach:
+    torch.optim.AdamW's, taken and without meaning: nothing waits for the device, and steps are counted there (``step``
+    is a CUDA tensor), so a CUDA graph can capture ``step()`` once it has run twice. For a learning rate that changes
+    between replays ``lr`` is an fp32 CUDA tensor, as in torch.
     State, and what loads from where: as CPUAdam; torch.optim.AdamW takes it as of ``capturable=True``.
     Work goes to torch's current stream.
 

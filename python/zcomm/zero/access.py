@@ -15,6 +15,7 @@ import torch
 
 from zcomm.optim.fused import STATE_BLOCK
 from zcomm.zero.geometry import FlatBucket
+from zcomm.zero.grad_standin import GradStandIn
 from zcomm.zero.tile import Coded, cut, decoded, encoded
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def weight(parts: Parts, index: int, root: int) -> torch.Tensor | None:
     words = torch.zeros(-(-place.count * dtype.itemsize // 4), dtype=torch.int32)
     local = words.view(dtype)[: place.count]
     for piece in pieces(parts, index):
-        local[piece.flat] = parts.store.load(piece.bucket)[piece.tile][piece.inside]
+        local[piece.flat] = parts.store.read(piece.bucket)[piece.tile][piece.inside]
     if not whole_here:
         _add_up(parts, words, root, f"whole {parts.names[index]}")
     return local.view(place.shape) if parts.comm.rank == root else None
@@ -98,7 +99,7 @@ def master(parts: Parts, index: int, root: int | None = None) -> torch.Tensor | 
     form = parts.state.form
     local = torch.zeros(parts.geometry.places[index].count)
     mine = list(pieces(parts, index))
-    whole = parts.store.load(mine[0].bucket) if mine else local
+    whole = parts.store.read(mine[0].bucket) if mine else local
     for piece in mine:
         weight = whole[piece.tile]
         if form.dtype == torch.float32 or parts.geometry.is_frozen(index):
@@ -160,6 +161,29 @@ def change(parts: Parts, index: int, value: torch.Tensor) -> None:
     parts.store.save(mine[0].bucket, whole)
 
 
+def edit(parts: Parts, index: int, act: Callable[[torch.Tensor, slice], object]) -> None:
+    """``act(piece, elements)`` changes this rank's weights in place, as flat pieces in the weights' dtype. Weights
+    whose bits change become their masters. Not collective; ``publish`` is not called."""
+    form, mine = parts.state.form, list(pieces(parts, index))
+    if not mine:
+        act(torch.empty(0, dtype=form.dtype), slice(0, 0))  # raises what it raises on other ranks
+        return
+    whole = parts.store.load(mine[0].bucket)
+    for piece in mine:
+        weight = whole[piece.tile]
+        if form.dtype == torch.float32 or parts.geometry.is_frozen(index):
+            act(weight[piece.inside], piece.flat)
+            continue
+        new = weight[piece.inside].clone()
+        act(new, piece.flat)
+        if bool((changed := weight[piece.inside].view(torch.int16) != new.view(torch.int16)).any()):
+            with parts.state.tile(piece.bucket.index, piece.tile, store=True) as state:
+                exact = form.master(weight, state).clone()
+                exact[piece.inside] = torch.where(changed, new.float(), exact[piece.inside])
+                form.set_master(weight, state, exact)
+    parts.store.save(mine[0].bucket, whole)
+
+
 def codes(parts: Parts, index: int, root: int | None = None) -> Coded | None:
     """8-bit optimizer state of a parameter as it is, a copy."""
     form, count = parts.state.form, parts.geometry.places[index].count
@@ -212,34 +236,22 @@ def set_arrays(parts: Parts, index: int, reads: dict[str, Callable[[slice], torc
                 form.array(state, piece.count, key)[piece.inside] = read(piece.flat)
 
 
-def _shard_of_gradient(parts: Parts, index: int) -> Iterator[tuple[torch.Tensor, slice]]:
-    """This rank's elements in its gradient shard, and which of the parameter they are; whatever the stage."""
-    place = parts.geometry.places[index]
-    bucket = parts.geometry.bucket_of(index)
-    shard = bucket.shard(parts.comm.rank)
-    low, high = max(place.offset, shard.start), min(place.offset + place.count, shard.stop)
-    if low < high:
-        view = parts.reducer.shard_view(bucket)[low - shard.start : high - shard.start]
-        yield view, slice(low - place.offset, high - place.offset)
-
-
-def gradient(parts: Parts, index: int, scale: float) -> torch.Tensor | None:
-    """The averaged gradient times ``scale``, a copy; None before any backward pass of this step."""
-    if parts.reducer.reached == 0:
+def gradient(parts: Parts, index: int) -> torch.Tensor | None:
+    """The gradient that a step would use, in true units, fp32, a copy on the CPU; None where ``p.grad`` is None."""
+    grad = parts.store.parameter(index).grad
+    if grad is None:
         return None
-    parts.reducer.reduce_rest()
-    local = torch.zeros(parts.geometry.places[index].count)
-    for view, flat in _shard_of_gradient(parts, index):
-        local[flat].copy_(torch.mul(view, scale))
-    return _whole(parts, index, local, False, None)
+    if isinstance(grad, GradStandIn):
+        return parts.reducer.values.whole(index).clone()
+    mean = grad.detach().to("cpu", torch.float32, copy=True).contiguous()
+    parts.comm.all_reduce(mean, "avg", name=f"whole gradient of {parts.names[index]}")
+    return mean
 
 
 def set_gradient(parts: Parts, index: int, value: torch.Tensor) -> None:
-    """Replace this rank's part of the accumulated gradient by that of ``value`` (as the accumulators count it)."""
-    if parts.reducer.reached == 0:
+    """Replace the gradient that a step would use by ``value``, flat, in true units."""
+    grad = parts.store.parameter(index).grad
+    if grad is None:
         raise RuntimeError(f"{parts.names[index]} has no gradient to set: call backward() first")
-    parts.reducer.reduce_rest()
-    parts.reducer.changed()
-    flat_value = value.reshape(-1)
-    for view, flat in _shard_of_gradient(parts, index):
-        view.copy_(flat_value[flat])
+    with torch.no_grad():
+        grad.copy_(value.view(grad.shape))

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from zcomm.zero.device_weights import DeviceStore
+from zcomm.zero.hook import Hook
 
 
 class StepBehind:
@@ -46,7 +47,7 @@ class StepBehind:
         every = tuple(set(needs.values()))
         module._parameters = LateParameters(module._parameters, self, needs)
         self._modules.append(module)
-        self._handles.append(module.register_forward_pre_hook(lambda module, args: self.need(every)))
+        self._handles.append(module.register_forward_pre_hook(Hook(lambda module, args: self.need(every))))
 
     def start(self, sweep: Callable[[], None]) -> None:
         """Run ``sweep`` on the thread. What torch's stream has been given so far uses the old weights."""

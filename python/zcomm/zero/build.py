@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +16,15 @@ from zcomm import _core, _lane, swap_tuning
 from zcomm._lane import DeviceLane
 from zcomm.comm import Communicator
 from zcomm.offload import StrPath, as_paths, close_at_exit, say_fallbacks
-from zcomm.zero import deferred
+from zcomm.zero import access, deferred
+from zcomm.zero.attachment import Attachment
 from zcomm.zero.behind import StepBehind
 from zcomm.zero.device_gradients import DeviceReducer
 from zcomm.zero.device_norm import DeviceSquares
 from zcomm.zero.device_weights import DeviceStore
 from zcomm.zero.geometry import Geometry
 from zcomm.zero.gradients import GradientReducer
+from zcomm.zero.hook import Hook
 from zcomm.zero.norm import GradientNorm
 from zcomm.zero.on_host import check_host, reach, state_tiers
 from zcomm.zero.opened import taken_params
@@ -74,6 +77,7 @@ class Parts:
     swap: Swap | None
     hooks: UnitHooks | None
     output_hook: Any
+    attachment: Attachment
     lane: DeviceLane | None = None  # None: the model is on the CPU
     behind: StepBehind | None = None
     resident: Resident | None = None  # None: no bucket stays on a device
@@ -182,7 +186,7 @@ def build_parts(
     if isinstance(store, UnitStore):
         assert model is not None
         hooks = UnitHooks(model, sections.choices, store)
-    return Parts(
+    parts = Parts(
         model=model,
         names=sections.names,
         index_of={id(param): index for index, param in enumerate(sections.params)},
@@ -199,12 +203,17 @@ def build_parts(
         first_index=_first_indices(trained, params, geometry),
         swap=swap,
         hooks=hooks,
-        output_hook=None if model is None else model.register_forward_hook(_announcer(reducer)),
+        attachment=Attachment(model, sections.params, sections.names, geometry, store, precision.dtype, where),
+        output_hook=None if model is None else model.register_forward_hook(Hook(_announcer(reducer))),
         lane=lane,
         behind=_behind(model, offload, store, reducer, trained, geometry),
         resident=_resident(store, state, reducer, geometry, lane, arena, stage == 0 and peers is not None),
         peers=peers,
     )
+    if isinstance(store, UnitStore):
+        store.weights.open(sections.names, partial(access.edit, parts))
+        store.start_thread()  # last: an optimizer that could not be made leaves no thread
+    return parts
 
 
 def _stay(offload: Offload, names: dict[int, str], params: Sequence[nn.Parameter]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Iterable, Sequence
@@ -11,6 +12,8 @@ import torch
 from torch import nn
 
 from zcomm.comm import Communicator
+
+_unsaved_told = False
 
 
 def check_numbers(clip_norm: Any, grad_accum: Any, bucket_mb: Any, prefetch: Any) -> None:
@@ -78,15 +81,19 @@ def check_free(groups: Iterable[dict[str, Any]], taken: set[int]) -> None:
             raise ValueError(f"parameters of group {number} are another open ZeroOptimizer's: close() that first")
 
 
-def check_saving(waiting: int, micro_step: int, grad_accum: int) -> None:
-    """waiting: backward passes that no step has used. Raises: RuntimeError: their gradients would be lost."""
-    if micro_step:
-        when = f"micro-step {micro_step} of {grad_accum}"
-    elif waiting:
-        when = "a backward pass that no step() has used"
-    else:
+def log_unsaved(waiting: int, micro_step: int, grad_accum: int) -> None:
+    """Log a warning, once in a process, where a save does not hold gradients that no step has used yet.
+
+    waiting: backward passes that no step has used.
+    """
+    global _unsaved_told
+    if _unsaved_told or not (micro_step or waiting):
         return
-    raise RuntimeError(f"save() after {when}: gradients are not saved; call it after the optimizer step or zero_grad()")
+    _unsaved_told = True
+    when = f"micro-step {micro_step} of {grad_accum}" if micro_step else "a backward pass that no step() has used"
+    logging.getLogger("zcomm").warning(
+        "save() after %s: gradients are not saved; a run that loads the checkpoint begins its accumulation again", when
+    )
 
 
 def _listed(params: Any, where: str) -> list[torch.Tensor]:

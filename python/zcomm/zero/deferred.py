@@ -11,7 +11,10 @@ Source: the idea is torchdistX's deferred_init.
 
 from __future__ import annotations
 
+import copyreg
+import functools
 import mmap
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -267,7 +270,10 @@ class LooksReal(TorchFunctionMode):
 
 class Waiting(nn.Parameter):
     """A parameter on the meta device. What is done to its ``.data`` counts as done to it: torch would not tell, and it
-    would be lost."""
+    would be lost. A parameter of a program's own class has a class that derives from both."""
+
+    __slots__ = ()
+    becomes: type[nn.Parameter] = nn.Parameter
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -279,13 +285,25 @@ class Waiting(nn.Parameter):
                     f"a parameter of shape {tuple(args[0].shape)} is given other .data after zcomm.zero.Init() had "
                     "ended, where it has no memory: initialise it inside, or inside of zcomm.zero.GatheredParameters"
                 )
-            return func(*args, **(kwargs or {}))
+            own: Any = super().__torch_function__
+            if own is torch._C._disabled_torch_function_impl:
+                return func(*args, **(kwargs or {}))
+        return own(func, types, args, kwargs or {})
+
+
+@functools.cache
+def _waiting(kind: type[nn.Parameter]) -> type[Waiting]:
+    """``kind``'s class while it waits."""
+    if kind is nn.Parameter:
+        return Waiting
+    return type(f"Waiting{kind.__name__}", (Waiting, kind), {"__slots__": (), "becomes": kind})
 
 
 def _make_wait(param: torch.Tensor, deferred: Deferred) -> None:
     setattr(param, _ATTRIBUTE, deferred)
-    if type(param) is nn.Parameter:
-        param.__class__ = Waiting
+    kind = type(param)
+    if issubclass(kind, nn.Parameter) and not issubclass(kind, Waiting):
+        param.__class__ = _waiting(kind)
 
 
 def deferred_of(param: torch.Tensor) -> Deferred | None:
@@ -330,18 +348,44 @@ def check(param: torch.Tensor, name: str) -> Deferred:
 
 
 def land(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Make a parameter on the meta device an ordinary one with the data ``value``; it stays the same object."""
+    """Make a parameter on the meta device an ordinary one with the data ``value``.
+
+    It stays the same object, with its class, attributes, hooks and need of gradients.
+    Raises: RuntimeError where something else refers to its memory or, weakly, to it: torch cannot swap it then.
+    """
     if param.device.type != "meta":
         param.data = value
         return
     if hasattr(param, _ATTRIBUTE):
         delattr(param, _ATTRIBUTE)
-    torch.utils.swap_tensors(param, nn.Parameter(value, requires_grad=param.requires_grad))
+    kind = type(param)
+    if issubclass(kind, Waiting):
+        kind = param.__class__ = kind.becomes
+    _swap_memory(param, value, kind)
 
 
-def wait_again(param: nn.Parameter, before: torch.Tensor) -> None:
-    """Undo ``land``: ``before`` is a tensor on the meta device with the attributes that ``param`` had."""
-    kept: Deferred = getattr(before, _ATTRIBUTE)
-    waiting = nn.Parameter(before, requires_grad=param.requires_grad)
-    torch.utils.swap_tensors(param, waiting)
+def wait_again(param: nn.Parameter, kept: Deferred, dtype: torch.dtype) -> None:
+    """Undo ``land``: ``param``, in ``dtype``, has no memory again, and ``kept`` says what it will be."""
+    memory = torch.empty(kept.ref.size, dtype=dtype, device="meta")
+    _swap_memory(param, memory, type(param))
     _make_wait(param, Deferred(kept.recipe, kept.ref, param._version, kept.read))
+
+
+def _swap_memory(param: nn.Parameter, value: torch.Tensor, kind: type[nn.Parameter]) -> None:
+    """``param`` gets ``value``'s memory and device. torch swaps all that Python keeps of a tensor, too, but its hooks:
+    so the other tensor has the same beforehand."""
+    other: Any = torch.Tensor._make_subclass(kind, value.detach(), param.requires_grad)
+    vars(other).update(vars(param))
+    for slot in copyreg._slotnames(kind):  # type: ignore[attr-defined]
+        if hasattr(param, slot):
+            setattr(other, slot, getattr(param, slot))
+    if weakref.getweakrefs(param):
+        raise RuntimeError(
+            f"a parameter of shape {tuple(param.shape)} of zcomm.zero.Init() becomes real, and torch cannot swap its "
+            "memory while there are weak references to it: make those after ZeroOptimizer"
+        )
+    torch.utils.swap_tensors(param, other)
+    of_program: Any = param
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(param, hooks):
+            setattr(of_program, hooks, getattr(param, hooks))  # which registers them with the new memory

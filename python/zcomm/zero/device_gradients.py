@@ -19,7 +19,7 @@ Source: ZeRO-Offload (arXiv:2101.06840).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -70,7 +70,6 @@ class DeviceReducer(GradientReducer):
         self._weights_came = weights_came
         self._leaving = [bucket for bucket in reversed(geometry.buckets) if bucket.index not in resident]
         self._turns = {bucket.index: turn for turn, bucket in enumerate(self._leaving)}
-        self.before_reduce: Callable[[], None] = lambda: None
         super().__init__(params, geometry, comm, dtype, replicated, overlap, names)
 
     def _make_slots(self, largest: int) -> list[torch.Tensor]:
@@ -96,7 +95,7 @@ class DeviceReducer(GradientReducer):
 
     @property
     def nbytes_by_tier(self) -> dict[str, dict[str, int]]:
-        slots = sum(slot.nbytes for slot in self._slots)
+        slots = sum(slot.nbytes for slot in self._slots) + self._local_nbytes
         host = sum(slot.nbytes for slot in self._host_slots)
         return {"device": {"slots": slots}, "cpu": {"gradients": self.accumulators.nbytes, "slots": host}}
 
@@ -155,12 +154,12 @@ class DeviceReducer(GradientReducer):
         else:
             super().add_squares(norm, buckets)
 
-    def changed(self) -> None:
+    def edited(self) -> None:
         self._squared = False
 
-    def zero(self) -> None:
+    def zero(self, set_to_none: bool = True) -> None:
         self._squared = False
-        super().zero()
+        super().zero(set_to_none)
 
     def _after(self, number: int) -> None:
         """What the communicator is given next begins when the host slot is filled."""

@@ -70,6 +70,18 @@ class DeviceState(ShardState):
         part = slice(0, self.counts[shard.bucket])
         self._put(self._lane.current(), shard, part, shard.weight, shard.grad)
 
+    def take_edits(self, bucket: int, weight: torch.Tensor) -> None:
+        """Make fp16 weights that the program has changed the master. ``weight`` is on the device, as for a step. The
+        host waits for nothing."""
+        if self.form.dtype != torch.float16:
+            return  # the weight is the master, or its upper half
+        for part in cut(self.counts[bucket]):
+            state, here = self._part(bucket, part), weight[part]
+            size = 4 * here.numel()
+            master = (state[:size] if self._master_first else state[-size:]).view(torch.float32)
+            same = master.to(torch.float16).view(torch.int16) == here.view(torch.int16)
+            torch.where(same, master, here.to(torch.float32), out=master)
+
     def _put(
         self, stream: _core.Stream, shard: ShardStep, part: slice, weight: torch.Tensor, grad: torch.Tensor
     ) -> None:

@@ -74,6 +74,7 @@ class DeviceUnitStore(UnitStore):
     ) -> None:
         self._lane = lane
         self._used: set[int] = set()  # units that were whole since the last step
+        self._editing = False  # the program has changed weights since the last gather
         self._annexes: dict[int, Place] = {}  # by number of the unit: places made by _move
         super().__init__(params, geometry, comm, dtype, tiers, choices, source, shared, prefetch, prefetch_nbytes)
         here = [bucket for unit in self.units for bucket, _ in self._from_host(unit)]
@@ -81,8 +82,9 @@ class DeviceUnitStore(UnitStore):
 
     # --- memory -----------------------------------------------------------------------------------------------
 
-    def _nothing(self) -> torch.Tensor:
-        return torch.empty(0, dtype=self._dtype, device=self._lane.device)
+    @property
+    def _device(self) -> torch.device:
+        return self._lane.device
 
     def _lay_out(self, choices: Sequence[UnitChoice]) -> list[Unit]:
         units = []
@@ -161,17 +163,19 @@ class DeviceUnitStore(UnitStore):
     def ensure(self, unit: Unit) -> None:
         self._clock += 1
         unit.last_use = self._clock
-        if unit.state is UnitState.GATHERED or self._is_held(unit):
+        if self._changing:
+            self._recover()
+        self._end_edits()
+        if self._is_there(unit):
             return
         if unit.state is UnitState.SHARDED and not self._start(unit, must=True):
             self._move(unit)
             self._start(unit, must=True)
         self._await(unit)
-        for param, view in unit.views:
-            if id(param) not in self._held:
-                param.data = view
+        self._changing[unit.index] = unit
         unit.state = UnitState.GATHERED
         self._used.add(unit.index)
+        self._changing.pop(unit.index, None)
 
     def _await(self, unit: Unit) -> None:
         """The host waits for other ranks and the drive only, torch's stream for the copies."""
@@ -187,15 +191,28 @@ class DeviceUnitStore(UnitStore):
         place = self._places[unit.index]
         if not self._vacate(place, unit, must):
             return False
+        self._changing[unit.index] = unit
         place.holder = unit
         unit.state, unit.asked = UnitState.GATHERING, False
-        try:
-            self._fill_place(unit, place)
-            unit.asked = True
-        except BaseException:
-            self._abandon(unit)
-            raise
+        self._fill_place(unit, place)
+        unit.asked = True
+        del self._changing[unit.index]
         return True
+
+    def _reset(self, unit: Unit) -> None:
+        place = self._places[unit.index]
+        self.weights.detach(unit)
+        unit.gathering = None
+        self._lane.current().wait(place.came)
+        if place.holder is unit or place.holder is None:
+            self._give_back(unit)
+        unit.state, unit.stale = UnitState.SHARDED, False
+
+    def _count_free(self) -> None:
+        for place in self._all_places:
+            holder = place.holder
+            if holder is not None and holder.state is UnitState.SHARDED:
+                place.holder = None
 
     def _abandon(self, unit: Unit) -> None:
         """Filling its place was broken off: what had begun of it comes to its end, and counts for nothing."""
@@ -210,6 +227,7 @@ class DeviceUnitStore(UnitStore):
         if self._whole_here:
             self._copy(unit, list(self._wholes(unit)), place)
         else:
+            unit.edits = self.weights.edits
             unit.gathering = self._thread.submit(self._gather_to, unit, place)
 
     def _vacate(self, place: Place, unit: Unit, must: bool) -> bool:
@@ -217,7 +235,7 @@ class DeviceUnitStore(UnitStore):
         other = place.holder
         if other is None or other is unit:
             return True
-        if not other.idle and not (must and self._passed(other)):
+        if other is self._in_use or (not other.idle and not (must and self._passed(other))):
             return False
         if other.state is UnitState.GATHERING:
             if not must:
@@ -264,17 +282,17 @@ class DeviceUnitStore(UnitStore):
         self._put(unit, place)
 
     def _drop(self, unit: Unit) -> None:
-        for param, _ in unit.views:
-            if id(param) not in self._held:
-                param.data = self._empty
+        self._changing[unit.index] = unit
+        self.weights.detach(unit)
         self._give_back(unit)
+        del self._changing[unit.index]
 
     def _give_back(self, unit: Unit) -> None:
         """Its place is free for others once torch's stream has come here."""
         place = self._places[unit.index]
         self._lane.passed(place.left)
         place.holder = None
-        unit.state = UnitState.SHARDED
+        unit.state, unit.stale = UnitState.SHARDED, False
 
     def _wholes(self, unit: Unit) -> Iterator[torch.Tensor]:
         for bucket, _ in self._from_host(unit):
@@ -300,6 +318,22 @@ class DeviceUnitStore(UnitStore):
             self._fill(unit, buckets, wholes)
         self._copy(unit, wholes, place, copied)
 
+    # --- edits between passes: as in a step, other ranks may still read what is here ----------------------------
+
+    def before_edit(self, unit: Unit, name: str) -> None:
+        super().before_edit(unit, name)
+        self._lane.wait_for(self._lane.back)
+        if not self._editing:
+            self._editing = True
+            if self._comm.world_size > 1:
+                self._comm.barrier(name="nobody uses the old weights")
+
+    def _end_edits(self) -> None:
+        if self._editing:
+            self._editing = False
+            if self._whole_here and self._comm.world_size > 1:
+                self._comm.barrier(name="parameters after changes by the program")
+
     # --- ParameterStore ---------------------------------------------------------------------------------------
 
     def invalidate(self) -> None:
@@ -308,8 +342,9 @@ class DeviceUnitStore(UnitStore):
         for index, place in self._annexes.items():
             self._put(self.units[index], place)
 
-    def publish(self) -> None:
-        super().publish()
+    def spread(self) -> None:
+        self._editing = False
+        super().spread()
         if self._whole_here and self._comm.world_size > 1:
             self._comm.barrier(name="parameters")
 
@@ -319,10 +354,12 @@ class DeviceUnitStore(UnitStore):
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
+        values = self._last_values()
         for unit in self.units:
             unit.gathering = None
             if unit.state is not UnitState.SHARDED:
                 self._drop(unit)
+        self.weights.close(values)
         self._source.close()
         self._gather_comm.close()
         self._memories.clear()

@@ -7,6 +7,8 @@ have theirs: a barrier (or all_gather) for each bucket, which runs beside the sw
 overwritten only after what torch's stream had been given when the sweep began; ``arrive`` makes that stream wait for
 the new ones. The host waits for nothing but other ranks. Resident buckets (resident.py) have none on the host and no
 part in sweeps: their parts go from device to device.
+The program may edit the parameters on the device, but not by way of ``.data``, which moves no version counter. A step
+takes this rank's part of what was edited to the host first.
 Thread rule: one thread at a time; a sweep and the ``publish`` after it may run on another thread than ``arrive``.
 """
 
@@ -54,6 +56,8 @@ class DeviceStore(ParameterStore):
         self.all_came = lane.event()
         self._others: deque[tuple[FlatBucket, Work]] = deque()  # whose other parts are still to be sent
         self._swept = False
+        self._addresses = [0] * len(params)  # of the memory that each parameter is a view of
+        self._versions = [-1] * len(params)  # of the parameters when their weights were published last
         self.on_sent: Callable[[int], None] = lambda bucket: None  # all its new weights are on their way, or there
 
     def part(self, bucket: FlatBucket) -> slice:
@@ -67,7 +71,8 @@ class DeviceStore(ParameterStore):
     def commit(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
         self.save(bucket, weight)
         for index in bucket.params:
-            self._params[index].data = self._own(index)
+            own = self._params[index].data = self._own(index)
+            self._addresses[index] = own.data_ptr()
 
     def load(self, bucket: FlatBucket) -> torch.Tensor:
         if bucket.index in self.resident:
@@ -79,6 +84,44 @@ class DeviceStore(ParameterStore):
             self.there(bucket).copy_(weight)
         else:
             self._host.save(bucket, weight)
+
+    def read(self, bucket: FlatBucket) -> torch.Tensor:
+        if self.edited(bucket):
+            return self.there(bucket).to("cpu", copy=True)
+        return self.load(bucket)
+
+    def edited(self, bucket: FlatBucket) -> bool:
+        """Whether the program has changed a parameter of ``bucket`` since the last step."""
+        return any(self._edited(index) for index in bucket.params)
+
+    def _edited(self, param: int) -> bool:
+        return self._params[param]._version != self._versions[param]
+
+    def take_edits(self) -> None:
+        for index in range(len(self._params)):
+            bucket = self._geometry.bucket_of(index)
+            if bucket.index not in self.resident and self._edited(index):
+                place, part = self._geometry.places[index], self.part(bucket)
+                low, high = max(place.offset, part.start), min(place.offset + place.count, part.stop)
+                if low < high:
+                    here = self._host.load(bucket)[low - part.start : high - part.start]
+                    here.copy_(self._bucket(bucket)[low:high])
+                self._versions[index] = self._params[index]._version
+
+    def count_change(self) -> None:
+        super().count_change()
+        self._versions = [param._version for param in self._params]
+
+    def detached(self) -> Iterator[int]:
+        for index, (param, address) in enumerate(zip(self._params, self._addresses, strict=True)):
+            if param.data_ptr() != address and index not in self._holds:
+                yield index
+
+    def adopt(self, param: int, value: torch.Tensor) -> None:
+        own = self._own(param)
+        own.copy_(value)
+        self._params[param].data = own
+        self._versions[param] = -1
 
     def there(self, bucket: FlatBucket) -> torch.Tensor:
         return self._bucket(bucket)[self.part(bucket)]
@@ -144,13 +187,13 @@ class DeviceStore(ParameterStore):
         copies = [(there[part], host[part]) for part in parts]
         self._lane.back.carry(copies, [self._used], self._came[bucket.index], self.all_came)
 
-    def publish(self) -> None:
+    def spread(self) -> None:
         swept, self._swept = self._swept, False
         if swept:
             while self._others:
                 self._send_others(*self._others.popleft())
             return
-        self._host.publish()
+        self._host.spread()
         for bucket in self._geometry.every:
             if bucket.index in self.resident:
                 self.spread_resident(bucket)

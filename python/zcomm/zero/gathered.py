@@ -52,7 +52,7 @@ class GatheredParameters:
         self._modifier = modifier_rank
         self._open: list[tuple[Parts, int]] = []
         self._frozen: list[tuple[Parts, torch.Tensor]] = []
-        self._waiting: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self._waiting: list[tuple[nn.Parameter, deferred.Deferred, torch.dtype]] = []
 
     def __enter__(self) -> GatheredParameters:
         self._open, self._frozen, self._waiting = [], [], []
@@ -86,12 +86,11 @@ class GatheredParameters:
             raise ValueError(f"modifier_rank={self._modifier} is no rank of {world_size}")
 
     def _make_real(self, param: Any) -> None:
-        value = deferred.value_of(param, f"a parameter of shape {tuple(param.shape)}")
-        before = torch.empty_like(param)
-        for name, kept in vars(param).items():
-            setattr(before, name, kept)
-        self._waiting.append((param, before))
+        name = f"a parameter of shape {tuple(param.shape)}"
+        kept, value = deferred.check(param, name), deferred.value_of(param, name)
+        dtype = param.dtype
         deferred.land(param, value)
+        self._waiting.append((param, kept, dtype))
 
     def _owners(self) -> Iterator[Parts]:
         seen: set[int] = set()
@@ -109,8 +108,8 @@ class GatheredParameters:
                 for parts, index in self._open:
                     parts.store.release(index)
                 if kind is not None or self._modifier is None:
-                    for param, before in self._waiting:
-                        deferred.wait_again(param, before)
+                    for param, kept, dtype in self._waiting:
+                        deferred.wait_again(param, kept, dtype)
                 self._open, self._frozen, self._waiting = [], [], []
 
     def _spread(self, root: int) -> None:
@@ -148,7 +147,7 @@ class GatheredParameters:
         """Rank 0's values become everybody's when ZeroOptimizer is built; ``root``'s must get there."""
         comm = init()
         self._check_rank(comm.world_size)
-        for param, _ in self._waiting:
+        for param, _, _ in self._waiting:
             param.data = param.data.contiguous()
             broadcast(comm, param.data, root, "a changed parameter")
 

@@ -66,6 +66,13 @@ def _options_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {key: value for key, value in optimizer.defaults.items() if key not in SWITCHES}
 
 
+def frozen_in(model: nn.Module | Iterable[Any], optimizer: OptimizerLike) -> list[torch.Tensor]:
+    """What the caller gave to be trained, but needs no gradient yet."""
+    given: list[Any] = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else params_of(model)
+    listed = [param for one in given for param in (one["params"] if isinstance(one, dict) else [one])]
+    return [param for param in listed if not param.requires_grad]
+
+
 def torch_groups(model: nn.Module | Iterable[Any], optimizer: OptimizerLike) -> list[Any]:
     """Trainable parameters, or the param groups that the caller gave without those that need no gradient. Raises:
     ValueError."""

@@ -20,7 +20,8 @@ class Init:
     """``with zcomm.zero.Init(): model = Model()`` builds ``model`` without memory for its parameters.
 
     Parameters of at least ``min_count`` elements are on the meta device, with their shapes; smaller ones and buffers
-    are ordinary. ``ZeroOptimizer(model)`` then makes one after the other on rank 0, and each rank keeps its part.
+    are ordinary. ``ZeroOptimizer(model)`` then makes one after the other on rank 0, and each rank keeps its part. They
+    stay the same objects, with the program's attributes, classes and hooks.
     Their values, and the random numbers that come afterwards, are the bits of an ordinary construction with rank 0's
     seed, in every world size, whatever initialises them inside of the context (``reset_parameters``, ``nn.init``,
     ``model.apply(f)``, ``copy_``). Not so: what ``torch.empty`` leaves uninitialised is zero here.
@@ -30,7 +31,8 @@ class Init:
 
     ``zcomm.zero.Init(model)`` does it for a model built on torch's meta device: each module's ``reset_parameters()``,
     or ``init(module)``, in the order of ``model.modules()`` (the values of an ordinary construction only where that is
-    its order, too).
+    its order, too). Where parameters have values already they stay: of a model in memory nothing changes, and in one
+    that is partly on the meta device only modules with such tensors of their own are started.
 
     enabled: False does nothing. Other keywords of DeepSpeed's Init are accepted, and say nothing: placement and
     precision are ZeroOptimizer's. Not for several threads at once.
@@ -65,10 +67,16 @@ class Init:
 
     def _reset(self, model: nn.Module, init: Callable[[nn.Module], None]) -> None:
         self._modules.add(model)
-        for tensor in (*model.parameters(), *model.buffers()):
-            if tensor.device.type == "meta":
-                self._recorder.adopt(tensor)
+        tensors = [*model.parameters(), *model.buffers()]
+        waiting = [tensor for tensor in tensors if tensor.device.type == "meta"]
+        if not waiting:
+            return  # its values stay: ZeroOptimizer shards them
+        for tensor in waiting:
+            self._recorder.adopt(tensor)
         for module in model.modules():
+            own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+            if len(waiting) < len(tensors) and not any(self._recorder.recipe(tensor) is not None for tensor in own):
+                continue  # it would start real values anew, its own or its children's
             init(module)
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = self._recorder.value(buffer)

@@ -52,6 +52,7 @@ def stats_of(parts: Parts, waited_s: float, step_s: float) -> dict[str, float]:
         "comm_s": parts.reducer.waited_s + waited_s,
         "swap_s": parts.state.waited_s + parts.store.waited_s,
         "step_s": step_s,
+        "edits_s": parts.attachment.looked_s,
         "swap_read_nbytes": swap.get("read_nbytes", 0),
         "swap_written_nbytes": swap.get("written_nbytes", 0),
         "swap_read_s": swap.get("read_s", 0.0),

@@ -31,4 +31,4 @@ def taken_params() -> set[int]:
 def _close_all() -> None:
     """A program that ends, or fails, without close() leaves no swap file."""
     for optimizer in list(_open):
-        optimizer.close()
+        optimizer._close(keep_weights=False)

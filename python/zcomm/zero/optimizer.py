@@ -8,11 +8,12 @@ Source: ZeRO (arXiv:1910.02054), ZeRO-Offload (2101.06840), ZeRO-Infinity (2104.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +27,24 @@ from zcomm.zero import alike, checkpoint, integers
 from zcomm.zero import state_dict as torch_state
 from zcomm.zero.breakage import Breakage
 from zcomm.zero.build import Parts, build_parts
-from zcomm.zero.checks import check_free, check_kinds, check_numbers, check_saving, check_skip
-from zcomm.zero.hyper import OptimizerLike, choose_rule, torch_groups
+from zcomm.zero.checks import check_free, check_kinds, check_numbers, check_skip, log_unsaved
+from zcomm.zero.hyper import OptimizerLike, choose_rule, frozen_in, torch_groups
 from zcomm.zero.loss_scale import LossScale, LossScaler
 from zcomm.zero.memory import Memory, memory_of, stats_of
+from zcomm.zero.no_state import NoState
 from zcomm.zero.nonfinite import NonFinite, report
 from zcomm.zero.norm import clip_factor
 from zcomm.zero.opened import opened, taken_params
 from zcomm.zero.options import Offload, as_offload, as_precision, check_stage
-from zcomm.zero.sweep import Sweep
+from zcomm.zero.param_groups import ParamGroups
+from zcomm.zero.sweep import NoGradientsError, Sweep
 from zcomm.zero.unit_options import UnitLike, Units, as_units
+
+
+def _factor_of(optimizer: weakref.ref[ZeroOptimizer]) -> float:
+    found = optimizer()
+    return 1.0 if found is None else found.gradient_factor
+
 
 ParamsOrModel = nn.Module | Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
@@ -44,9 +53,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
     """An optimizer with ZeRO stage 0 to 3 and offload.
 
     model: a module, or its parameters or param groups (stages 0 to 2).
-    optimizer: "adamw", "adam", "lion", "sgd", "adagrad" (fused), or a class of ``torch.optim`` or an instance, whose
-    groups and options are taken over. Adam, AdamW, SGD and Adagrad become the fused ones; others run as they are on
-    fp32 shards where they are elementwise (RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop).
+    optimizer: "adamw", "adam", "lion", "sgd", "adagrad" (fused), or a class of ``torch.optim`` or an instance. An
+    instance keeps its param groups: both have the same list (until ``close()``, without frozen parameters), so what is
+    set on either, by a schedule too, counts in the next step. Its own ``step()`` and ``state_dict()`` raise until then.
+    Adam, AdamW, SGD and Adagrad become the fused ones; others run as they are on fp32 shards where they are elementwise
+    (RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop).
     stage: 0 replicated, 1 and 2 sharded optimizer state and gradients, 3 and parameters.
     offload: None, "cpu", "nvme" or ``zcomm.Offload``. nvme_path: directory on the drive, needed by "nvme"; a list
     stripes the state over several drives, one directory on each.
@@ -70,7 +81,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     and ``zero_grad()`` after every micro-step: they act on every ``grad_accum``-th (``boundary`` overrides the count).
     A step whose gradients are not finite is skipped and counted in ``skipped_steps`` in fp16 (where the scale shrinks)
     and with ``skip_nonfinite``; in every precision ``nonfinite`` names the first such gradient. Rank 0's weights are
-    everybody's first weights. After ``backward()`` ``param.grad`` is None: the optimizer's accumulators have it.
+    everybody's first weights. After ``backward()`` ``param.grad`` is a stand-in for what the optimizer's accumulators
+    hold (a ``GradStandIn``): programs change it in place, measure, drop or replace it as in torch.
 
     Raises: ValueError naming the argument; OSError (ENOSPC, EACCES) from the swap directory, at construction.
     """
@@ -117,15 +129,24 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.averages = True  # over micro-steps; False: their losses are divided already
         self.grad_norm: float | None = None
         self.skipped_steps = 0
+        self.overflow = False  # whether the last step was skipped; DeepSpeed's name, Accelerate reads it
         self.step_count = 0  # optimizer steps, skipped ones included
         self.nonfinite: NonFinite | None = None
         if loss_scale is not None and precision != "fp16":
             raise ValueError(f"loss_scale={loss_scale} needs precision='fp16', but precision={precision!r}")
         self.scaler = LossScaler(loss_scale or LossScale()) if precision == "fp16" else None
         self._scaled_passes = 0
-        self.rule, groups = choose_rule(optimizer, optimizer_args, torch_groups(model, optimizer))
+        self._pass_scale = self.loss_scale
+        if isinstance(model, Iterator):
+            model = list(model)
+        groups = torch_groups(model, optimizer)
+        self._frozen = frozen_in(model, optimizer)
+        self.rule, groups = choose_rule(optimizer, optimizer_args, groups)
         super().__init__(groups, self.rule.defaults)
+        self.state = NoState()
         self._micro_step = 0
+        self._updates = 0  # calls of step() that used gradients; no load changes it
+        self._backwards = 0  # backward passes before the last step() or zero_grad()
         self._stepped = True
         self._step_s = 0.0
         job, module = comm or init(), model if isinstance(model, nn.Module) else None
@@ -151,7 +172,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
         integers.say(module, stage, job.rank)
         self._parts.reducer.passes = grad_accum
-        self._sweep = Sweep(self._parts, self.rule, whole=stage == 0)
+        of_this = weakref.ref(self)
+        self._parts.reducer.values.factor = lambda: _factor_of(of_this)
+        self._sweep = Sweep(self._parts, self.rule, whole=stage == 0, groups=len(self.param_groups))
+        self.optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+        self._groups = ParamGroups(self, self.optimizer)
         opened(self)
 
     @property
@@ -162,15 +187,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @property
     def gradient_factor(self) -> float:
         """What the accumulated gradients are of their mean: micro-steps (where nobody has divided) times loss scale."""
-        return (self.grad_accum if self.averages else 1) * self.loss_scale
+        scale = self._pass_scale if self.scaler is not None else 1.0
+        return (self.grad_accum if self.averages else 1) * scale
 
     @property
     def _live(self) -> Parts:
-        """The parts, none of which a step behind the forward uses any more."""
+        """The parts, none of which a step behind the forward uses any more, with the model's parameters attached."""
         parts = self._open_parts
         if parts.behind is not None:
             with self._breakage.watch():
                 parts.behind.join()
+        parts.attachment.restore()
         return parts
 
     @property
@@ -202,21 +229,49 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._breakage.check("step()")
         with torch.enable_grad():
             loss = closure() if closure is not None else None
+        self._check_passes()
         self._micro_step += 1
         self._stepped = self.boundary if self.boundary is not None else self._micro_step >= self.grad_accum
         if self._stepped:
             self._micro_step = 0
             start = time.perf_counter()
-            with torch.no_grad():
+            with torch.no_grad(), contextlib.suppress(NoGradientsError):
                 self._update()
             self._open_parts.reducer.step_has_used()
             self._step_s += time.perf_counter() - start
+        self._groups.stepped()
         return loss
+
+    def _check_frozen(self) -> None:
+        """Raises: RuntimeError for a parameter that was frozen at construction, and has a gradient now."""
+        for param in self._frozen:
+            if param.requires_grad and param.grad is not None:
+                modules = self._open_parts.model.named_parameters() if self._open_parts.model is not None else ()
+                name = next((name for name, other in modules if other is param), f"of shape {tuple(param.shape)}")
+                raise RuntimeError(
+                    f"step(): parameter {name} requires a gradient now, but was frozen when ZeroOptimizer was built: "
+                    "it has no place in its state: build ZeroOptimizer while it requires one (requires_grad_(False) "
+                    "afterwards freezes it until it is wanted), or save, close() and build it again"
+                )
+
+    def _check_passes(self) -> None:
+        """Raises: RuntimeError for a program that calls ``step`` once for several micro-steps."""
+        passes = self._open_parts.reducer.backwards
+        since, self._backwards = passes - self._backwards, passes
+        if since > 1 and self.grad_accum > 1 and self.boundary is None:
+            self._backwards -= since  # until zero_grad()
+            raise RuntimeError(
+                f"step() after {since} backward passes with grad_accum={self.grad_accum}: either call step() and "
+                f"zero_grad() after each backward pass (they act on every {self.grad_accum}th), or give grad_accum=1, "
+                f"divide the loss by {self.grad_accum} and call them after the last one. (Of several losses in a "
+                "micro-step: add them up, or set opt.boundary to whether this call shall update.)"
+            )
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         """``loss.backward()``, with the loss scaled where precision is fp16."""
         self._scaled_passes += 1
         if self.scaler is not None:
+            self._pass_scale = self.scaler.scale  # a step changes it, but not the gradients that are kept
             loss = loss.float() * self.scaler.scale
         reducer = self._open_parts.reducer
         if loss.grad_fn is not None:
@@ -227,25 +282,27 @@ class ZeroOptimizer(torch.optim.Optimizer):
         parts = self._live
         if parts.reducer.broken:
             raise RuntimeError("step(): the last backward pass ended with an error; call zero_grad() and run it again")
-        if parts.reducer.reached == 0:
-            if parts.reducer.has_rest:
-                raise RuntimeError("step(): all gradients are from no_sync(); the last backward pass must be outside")
+        self._check_frozen()
+        if not parts.reducer.ask():
             return  # no gradients: as in torch, nothing to do
         if self.scaler is not None and parts.reducer.reached > self._scaled_passes:
             raise RuntimeError("precision='fp16' needs opt.backward(loss) instead of loss.backward()")
+        self._groups.check(self)
         parts.reducer.say_unused()
         scale = 1.0 / self.gradient_factor
         decides = self.skip_nonfinite or self.clip_norm is not None or parts.behind is not None
         early = None if decides else self._sweep.run_early(self.param_groups, scale, self._breakage.watch)
         total = self._sweep.norm() if early is None else early
         self.step_count += 1
+        self._updates += 1
         self.grad_norm = norm = total / self.gradient_factor
         finite = math.isfinite(total)
         if not finite:
             report(self, parts)
         if self.scaler is not None:
             self.scaler.update(overflow=not finite)
-        if self.skip_nonfinite and not finite:
+        self.overflow = self.skip_nonfinite and not finite
+        if self.overflow:
             self.skipped_steps += 1
             return
         if self.clip_norm is not None:
@@ -253,25 +310,33 @@ class ZeroOptimizer(torch.optim.Optimizer):
         with self._breakage.watch():
             if parts.behind is not None:
                 parts.behind.start(self._sweep.prepared(self.param_groups, scale))
+                parts.store.count_change()
                 return
             if early is None:
                 self._sweep.run(self.param_groups, scale)
             parts.store.arrive()
+            parts.store.count_change()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients; does nothing between the micro-steps of one accumulation."""
-        reducer = self._open_parts.reducer
+        """Forget the gradients; does nothing between the micro-steps of one accumulation.
+
+        set_to_none: False makes them zero, as torch does: a step without another pass then goes on by momentum.
+        """
+        reducer, hooks = self._open_parts.reducer, self._open_parts.hooks
+        if hooks is not None:
+            hooks.clear_interrupted()
+        self._backwards = reducer.backwards
         if reducer.broken:
             self._micro_step = 0  # its gradients are lost: the accumulation begins again
         if self._stepped or self._micro_step == 0:
             self._scaled_passes = 0
-            reducer.zero()
+            reducer.zero(set_to_none)
 
-    @contextmanager
+    @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside leave their gradients in ``param.grad`` (local sums, in the parameters' dtype); the
-        next one outside reduces the sum. Fewer bytes move, but the bits are those of another order of summing. Blocks
-        may lie in each other."""
+        """Backward passes inside add up their gradients on this rank, in fp32; the next one outside, or the step after
+        it, reduces the sum. Fewer bytes move, but the bits are those of another order of summing. Blocks may lie in
+        each other. Memory: 4 bytes per element until then."""
         reducer = self._open_parts.reducer
         before, reducer.sync = reducer.sync, False
         try:
@@ -286,7 +351,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return memory_of(self._live)
 
     def stats(self) -> dict[str, float]:
-        """Cumulative seconds that the main thread waited, and what the swap file moved."""
+        """Cumulative seconds that the main thread waited and that it looked for edited weights, and what the swap file
+        moved."""
         return stats_of(self._live, self._sweep.waited_s, self._step_s)
 
     def allocation_count(self) -> int:
@@ -320,13 +386,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Save weights, optimizer state, counters, loss scale and random number generators as folder ``directory``.
 
         The folder appears whole: a run that is killed leaves the last one. One whole tensor at a time is in memory.
-        scheduler: its ``state_dict()`` is saved. client_state: plain values (numbers, strings, lists, tuples, dicts).
+        scheduler: its ``state_dict()`` is saved. client_state: numbers, strings, tensors, numpy arrays and scalars, and
+        lists, tuples, dicts and argparse Namespaces of them; rank 0's.
         wait: False copies this rank's shards, those in RAM to RAM and those on a drive on that drive, and puts together
         and writes the tensors while training goes on; the result's ``wait()`` tells how it went. The next save, load
         and close wait for it.
-        Call it between optimizer steps. Collective; between hosts all ranks need to see the same folder.
-        Raises: OSError (on every rank, naming the one that failed), ValueError for what is no plain value, RuntimeError
-        amid an accumulation.
+        Gradients are not saved: amid an accumulation this is logged once. Collective; between hosts all ranks need to
+        see the same folder.
+        Raises, on every rank: ValueError naming the way to a value that cannot be kept, before anything is written;
+        OSError (naming the rank that failed; EBUSY for a mount point, or where another save is writing).
         """
         return self._save(directory, scheduler, client_state, wait)
 
@@ -338,12 +406,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         wait: bool,
         then: Callable[[], None] = lambda: None,
         lean: bool = False,
+        root: str = "client_state",
     ) -> checkpoint.SaveTask:
-        """then: what rank 0 does once the folder is in its place. lean: without frozen parameters."""
+        """then: what rank 0 does once the folder is in its place. lean: without frozen parameters. root: how messages
+        write the way to ``client_state``."""
         self._breakage.check("save()")
-        check_saving(self._open_parts.reducer.waiting_passes, self._micro_step, self.grad_accum)
+        log_unsaved(self._open_parts.reducer.waiting_passes, self._micro_step, self.grad_accum)
         self._end_saving()
-        self._saving = checkpoint.save(self, Path(directory).absolute(), scheduler, client_state, wait, then, lean)
+        final = Path(directory).absolute()
+        self._saving = checkpoint.save(self, final, scheduler, client_state, wait, then, lean, root)
         return self._saving
 
     def _end_saving(self) -> None:
@@ -367,12 +438,25 @@ class ZeroOptimizer(torch.optim.Optimizer):
         where the world size is the same. strict: the model's tensors are exactly those of the checkpoint; otherwise
         frozen parameters and buffers may be there on one side alone. Collective.
         Raises, before anything has changed: FileNotFoundError; OSError (EIO) naming file and tensor of a checksum that
-        is wrong; ValueError listing names and shapes of another model or optimizer.
+        is wrong; ValueError listing names and shapes of another model or optimizer, or naming a field of a manifest.
         """
+        return self._load(directory, scheduler=scheduler, optimizer=optimizer, random=random, strict=strict)
+
+    def _load(
+        self,
+        directory: StrPath,
+        *,
+        scheduler: Any,
+        optimizer: bool,
+        random: bool,
+        strict: bool,
+        inspect: Callable[[Any], None] = lambda client_state: None,
+    ) -> Any:
+        """inspect: raises where the client state is not the caller's, before anything has changed."""
         self._end_saving()
         if not optimizer:
             self._breakage.check("load(optimizer=False)")
-        client_state = checkpoint.load(self, Path(directory).absolute(), scheduler, optimizer, random, strict)
+        client_state = checkpoint.load(self, Path(directory).absolute(), scheduler, optimizer, random, strict, inspect)
         self._micro_step = self._scaled_passes = 0  # gradients of an accumulation that had begun are gone
         return client_state
 
@@ -381,17 +465,33 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Remove hooks, free all memory and swap files. Idempotent; not collective.
 
-        The model keeps its weights in memory of its own, except in stage 3 by units, where they are empty afterwards
-        (take ``full_state_dict()`` first).
+        The model keeps its weights in memory of its own. In stage 3 by units it does so where this rank has all of them
+        (a world of one) and host memory has room; otherwise its parameters raise when their values are used, until
+        ``load_state_dict`` gives them new ones: call ``save()`` or ``full_state_dict()`` first.
         """
+        self._close(keep_weights=True)
+
+    def _close(self, keep_weights: bool) -> None:
+        """keep_weights: False where the program ends."""
         if self._parts is not None:
             try:
                 self._end_saving()
             except Exception as error:
                 logging.getLogger("zcomm").warning("a checkpoint could not be finished: %s", error)
+            self._parts.store.keeps_weights = keep_weights
             self._parts.close()
             self._parts = None
+            self._groups.end()
             self._breakage.mended()  # lets go of the error's frames
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError(
+            "a ZeroOptimizer cannot be copied: it has shards, communicators and hooks; opt.state_dict() and opt.save() "
+            "give its state, which another one loads"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a ZeroOptimizer cannot be pickled or copied: use opt.save(), or opt.state_dict()")
 
     def __del__(self) -> None:
         if getattr(self, "_parts", None) is not None:

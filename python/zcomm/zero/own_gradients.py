@@ -48,7 +48,7 @@ class OwnGradients:
         """Keep the gradient of parameter ``index``, after copying what is not this rank's to its place ``view``. False:
         it must be copied whole."""
         cut = self._cuts.get(index)
-        if cut is None or grad.dtype != self._dtype or not _is_plain(grad):
+        if cut is None or grad.dtype != self._dtype or not is_plain(grad):
             return False
         if cut.end - cut.begin < grad.numel():
             here, there = grad.view(-1), view.view(-1)
@@ -71,7 +71,7 @@ class OwnGradients:
 _storage_users = getattr(torch._C, "_storage_Use_Count", None)
 
 
-def _is_plain(grad: torch.Tensor) -> bool:
+def is_plain(grad: torch.Tensor) -> bool:
     """Whether its memory holds its elements in order, and is its alone."""
     if type(grad) is not torch.Tensor or not grad.is_contiguous() or grad.requires_grad:
         return False

@@ -7,7 +7,7 @@ import torch
 from zcomm.zero.build import Parts
 from zcomm.zero.opened import open_optimizers
 from zcomm.zero.optimizer import ZeroOptimizer
-from zcomm.zero.outside import original
+from zcomm.zero.stand_in import original
 
 
 def owner_of(param: torch.Tensor) -> tuple[ZeroOptimizer, Parts, int | None] | None:

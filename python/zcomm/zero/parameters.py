@@ -3,6 +3,12 @@
 SharedStore: one copy for all CPU ranks of the host (decision D4); each rank writes its shard, a barrier publishes it.
 PrivateStore: a whole copy per rank; updated whole (stage 0) or by shard and gathered (stages 1 and 2).
 The store of sharded parameters that are gathered unit by unit (stage 3) is in units.py.
+
+[Note: edited weights] A program may edit its parameters between steps (``p.mul_()``, ``p.data.clamp_()``, nn.init), and
+every rank does the same, as with DDP. Each rank's edit must count once, for the rank itself. So the parameters of a
+SharedStore are copy-on-write views (``_core.PrivateView``) of the shared memory. A step writes this rank's part of the
+edited pages to the shared memory, updates it there, and drops the copies. This needs no detection by version counters,
+which ``p.data.mul_()`` does not move.
 """
 
 from __future__ import annotations
@@ -12,6 +18,8 @@ from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
+from zcomm import _core
+from zcomm._tensors import tensor_of
 from zcomm.comm import Communicator
 from zcomm.zero.geometry import FlatBucket, Geometry
 
@@ -20,6 +28,7 @@ class ParameterStore(ABC):
     """Holds the parameters of ``geometry``; after ``commit`` the model's parameters are views of it."""
 
     waited_s = 0.0
+    keeps_weights = True  # close() leaves the model weights of its own, where it can
     resident: Collection[int] = frozenset()  # numbers of the buckets that are on devices alone (resident.py)
 
     def __init__(
@@ -56,15 +65,41 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def load(self, bucket: FlatBucket) -> torch.Tensor:
-        """The weights of this rank's part of one bucket; ``save`` keeps what the caller changes."""
+        """The weights of this rank's part of one bucket, to change; ``save`` keeps what the caller changes. Only after
+        a barrier: until then other ranks may use the old weights."""
+
+    def read(self, bucket: FlatBucket) -> torch.Tensor:
+        """The weights of this rank's part of one bucket, not to be changed."""
+        return self.load(bucket)
 
     @abstractmethod
     def save(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
         """Keep ``weight``, which came from ``load``. ``publish`` then shows it to every rank."""
 
-    @abstractmethod
     def publish(self) -> None:
-        """All parts are updated: let every rank see them. Collective."""
+        """Show the new weights to every rank, and to autograd. Collective."""
+        self.spread()
+        self.count_change()
+
+    @abstractmethod
+    def spread(self) -> None:
+        """Show the new weights to every rank: all parts are updated. Collective."""
+
+    def count_change(self) -> None:
+        """Move the version counters of the parameters: the backward pass of a graph that has saved the old weights
+        raises, as after torch's own in-place changes."""
+        torch.autograd.graph.increment_version(self._params)
+
+    def detached(self) -> Iterator[int]:
+        """Yield the parameters whose data the program has replaced: they lie elsewhere than this store has put them."""
+        return iter(())
+
+    def adopt(self, param: int, value: torch.Tensor) -> None:
+        """Make ``value`` (of the parameter's shape) the program's edit of a parameter, and attach it again."""
+        raise NotImplementedError("the weights of this store cannot be replaced by other tensors")
+
+    def take_edits(self) -> None:  # noqa: B027
+        """Make the program's edits the weights that a sweep changes. Every rank has ended its edits. Local."""
 
     # What a store on a device must be told; on the CPU nothing is on its way.
 
@@ -81,6 +116,10 @@ class ParameterStore(ABC):
         """After a failure, before all trained ones are loaded: nothing is in flight, and no weight is lost to it."""
 
     # Of resident buckets.
+
+    def edited(self, bucket: FlatBucket) -> bool:
+        """Whether the program has changed a parameter of ``bucket`` on the device since the last step."""
+        return False
 
     def there(self, bucket: FlatBucket) -> torch.Tensor:
         """The weights of this rank's part, which torch's stream may change."""
@@ -180,6 +219,7 @@ class ResidentStore(ParameterStore):
     ) -> None:
         super().__init__(params, geometry, comm, flat.dtype, tiers)
         self._flat = flat
+        self._addresses = [0] * len(params)  # of the memory that each parameter is a view of
         self._begins = {bucket.index: bucket.begin for bucket in geometry.every} if begins is None else begins
 
     def _bucket(self, bucket: FlatBucket) -> torch.Tensor:
@@ -193,9 +233,9 @@ class ResidentStore(ParameterStore):
         return self._bucket(bucket)[self.part(bucket)]
 
     def commit(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
-        flat = self._bucket(bucket)
         for index in bucket.params:
-            self._params[index].data = self._geometry.view(flat, index)
+            own = self._params[index].data = self._own(index)
+            self._addresses[index] = own.data_ptr()
 
     def sweep(self, reverse: bool = False) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
         buckets = [bucket for bucket in self._geometry.buckets if bucket.index in self._begins]
@@ -204,6 +244,16 @@ class ResidentStore(ParameterStore):
 
     def load(self, bucket: FlatBucket) -> torch.Tensor:
         return self._bucket(bucket)[self.part(bucket)]
+
+    def detached(self) -> Iterator[int]:
+        for index, (param, address) in enumerate(zip(self._params, self._addresses, strict=True)):
+            if (param.data_ptr() != address or param.dtype is not self._dtype) and index not in self._holds:
+                yield index
+
+    def adopt(self, param: int, value: torch.Tensor) -> None:
+        own = self._own(param)
+        own.copy_(value)
+        self._params[param].data = own
 
     def save(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
         pass  # load() gave the memory itself
@@ -226,7 +276,8 @@ def _begins(geometry: Geometry, without: Collection[int]) -> tuple[dict[int, int
 
 
 class SharedStore(ResidentStore):
-    """One copy for the host. without: buckets that it does not have."""
+    """One copy for the host, of which parameters are copy-on-write views ([Note: edited weights]). without: buckets
+    that it does not have."""
 
     def __init__(
         self,
@@ -239,9 +290,52 @@ class SharedStore(ResidentStore):
     ) -> None:
         begins, count = _begins(geometry, without)
         super().__init__(params, geometry, comm, comm.shared_empty(count, dtype), tiers, begins)
+        self._view: _core.PrivateView | None = None  # made by the first commit: not where parameters are on a device
+        self._seen = torch.empty(0, dtype=dtype)  # the memory of the view: all elements as this rank's program has them
+        self._own_parts: list[tuple[int, int]] = []  # bytes of this rank's parts
+        self._merged = False  # whether the edits of this step are in the shared memory
 
-    def publish(self) -> None:
+    def commit(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
+        if self._view is None and self._flat.numel():
+            self._view = _core.PrivateView(self._flat.data_ptr(), self._flat.nbytes)
+            self._seen = tensor_of(self._view.memory(), self._dtype, self._flat.numel())
+            self._own_parts = [self._own_bytes(b) for b in self._geometry.every if b.index in self._begins]
+        super().commit(bucket, weight)
+
+    def _own_bytes(self, bucket: FlatBucket) -> tuple[int, int]:
+        begin, part, size = self._begins[bucket.index], self.part(bucket), self._dtype.itemsize
+        return (begin + part.start) * size, (begin + part.stop) * size
+
+    def take_edits(self) -> None:
+        if self._view is not None:
+            self._view.merge(self._own_parts)
+        self._merged = True
+
+    def load(self, bucket: FlatBucket) -> torch.Tensor:
+        if not self._merged:
+            self.take_edits()
+        return super().load(bucket)
+
+    def read(self, bucket: FlatBucket) -> torch.Tensor:
+        if self._view is None or self._merged:
+            return super().load(bucket)
+        begin = self._begins[bucket.index]
+        return self._seen[begin : begin + bucket.count][self.part(bucket)]
+
+    def spread(self) -> None:
+        if not self._merged:
+            self.take_edits()  # a rank that had nothing to change shows the others' changes, too
         self._comm.barrier(name="parameters")
+        self._merged = False
+
+    def _own(self, param: int) -> torch.Tensor:
+        bucket = self._geometry.bucket_of(param)
+        begin = self._begins[bucket.index]
+        return self._geometry.view(self._seen[begin : begin + bucket.count], param)
+
+    def close(self) -> None:
+        super().close()
+        self._seen, self._view = self._seen.new_empty(0), None
 
     @property
     def _sharers(self) -> int:
@@ -269,7 +363,7 @@ class PrivateStore(ResidentStore):
     def part(self, bucket: FlatBucket) -> slice:
         return slice(0, bucket.count) if self._replicated else super().part(bucket)
 
-    def publish(self) -> None:
+    def spread(self) -> None:
         mine = [bucket for bucket in self._geometry.buckets if bucket.index in self._begins]
         if mine and not self._replicated:
             buckets = [self._bucket(bucket) for bucket in mine]

@@ -50,6 +50,8 @@ class Resident:
             grad = self._reducer.bucket_view(bucket) if self._whole else self._reducer.shard_view(bucket)
             try:
                 if failed is None:
+                    if self._store.edited(bucket):
+                        self._state.take_edits(bucket.index, self._store.there(bucket))
                     self._state.step_shard(ShardStep(bucket.index, self._store.there(bucket), grad, runs(bucket)))
             except BaseException as error:
                 failed = error

@@ -113,8 +113,11 @@ class ResidentUnitStore(DeviceUnitStore):
         self._source.used()
         return sweep
 
-    def publish(self) -> None:
-        super().publish()
+    def after_edit(self) -> None:
+        self._source.arrive()
+
+    def spread(self) -> None:
+        super().spread()
         self._source.arrive()
 
     @property

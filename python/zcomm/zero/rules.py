@@ -64,9 +64,29 @@ class Rule(ABC):
     def step_on(self, stream: _core.Stream, form: TileForm, part: TilePart, hyper: Any) -> None:
         """As ``step``, of a part in a device's memory: put on ``stream`` (on torch's, where ``on_device`` says so)."""
 
+    def check_now(self, group: dict[str, Any]) -> None:
+        """Check options before a step; a program may have changed them. Raises: as ``check``."""
+        return
+
     def initial(self, group: dict[str, Any]) -> float:
         """What the arrays hold before the first step."""
         return 0.0
+
+    # What is counted beside ``group["step"]`` of group ``number``; see cohorts.py. None: nothing.
+
+    def scalars(self, number: int) -> Any:
+        return None
+
+    def set_scalars(self, number: int, scalars: Any) -> None:  # noqa: B027
+        pass
+
+    def plain_scalars(self, scalars: Any) -> dict[str, Any] | None:
+        """As plain numbers."""
+        return None
+
+    def scalars_of(self, saved: dict[str, Any] | None) -> Any:
+        """The inverse of ``plain_scalars``."""
+        return None
 
     def progress(self) -> list[dict[str, Any]] | None:
         """What a checkpoint keeps of the rule beside arrays and ``group["step"]``, per group; plain numbers."""
@@ -164,6 +184,14 @@ class FusedRule(Rule):
                 _check_kind(self.name, key, group[key], parameter.default)
         self._twin._check_group(group)
 
+    def check_now(self, group: dict[str, Any]) -> None:
+        hyper = self._twin._hyper(group)
+        if self.name == "sgd" and not self.arrays and hyper.momentum != 0:
+            raise ValueError(
+                f"momentum={hyper.momentum}: it was 0 in all groups at construction, so there is no momentum buffer; "
+                "give a momentum above 0 there"
+            )
+
     def initial(self, group: dict[str, Any]) -> float:
         return self._twin._initial(group)
 
@@ -182,11 +210,6 @@ class FusedRule(Rule):
         hyper.buffer = bool(self.arrays)
         if hyper.momentum == 0:
             return
-        if not self.arrays:
-            raise ValueError(
-                f"momentum={hyper.momentum}: it was 0 in all groups at construction, so there is no momentum buffer; "
-                "give a momentum above 0 there"
-            )
         hyper.first = not group.get("buffered", False)
         group["buffered"] = True
 

@@ -17,7 +17,9 @@ from zcomm.optim.fused import STATE_BLOCK
 from zcomm.zero import access
 from zcomm.zero.build import Parts
 from zcomm.zero.checkpoint.share import aliases_of, other_tensors
-from zcomm.zero.tile import decoded
+from zcomm.zero.cohorts import reset_counters
+from zcomm.zero.param_groups import options_of
+from zcomm.zero.tile import decoded, joined
 
 if TYPE_CHECKING:
     from zcomm.zero.optimizer import ZeroOptimizer
@@ -36,8 +38,9 @@ def state_dict(optimizer: ZeroOptimizer) -> dict[str, Any]:
         for param in group["params"]:
             index = parts.index_of[id(param)]
             entry: dict[str, Any] = {}
-            if group.get("step", 0):
-                entry["step"] = torch.tensor(float(group["step"]))
+            steps = optimizer._sweep.cohorts.steps(index, optimizer.param_groups)
+            if steps:
+                entry["step"] = torch.tensor(float(steps))
                 if parts.state.form.coded:
                     entry.update(access.codes(parts, index) or {})
                 else:
@@ -48,19 +51,23 @@ def state_dict(optimizer: ZeroOptimizer) -> dict[str, Any]:
                 state[number] = entry
             numbers.append(number)
             number += 1
-        options = {key: value for key, value in group.items() if key not in ("params", "step")}
+        options = {key: value for key, value in options_of(group).items() if key != "step"}
         if progress is not None:
             options["progress"] = progress[position]
         groups.append({**options, "params": numbers})
-    return {"state": state, "param_groups": groups}
+    cohorts = optimizer._sweep.cohorts.state(parts.names)
+    return {"state": state, "param_groups": groups} | ({"cohorts": cohorts} if cohorts else {})
 
 
 def full_state_dict(parts: Parts) -> dict[str, torch.Tensor]:
     """See ZeroOptimizer.full_state_dict. In the order of the model's own, with what its modules add (extra state)."""
     found = {name: parts.store.full(index).cpu() for index, name in enumerate(parts.names)}
     found |= {name: tensor.detach().to("cpu", copy=True) for name, tensor in other_tensors(parts)}
-    found |= {alias: found[name] for alias, name in aliases_of(parts).items()}
+    aliases = aliases_of(parts)
+    found |= {alias: found[name] for alias, name in aliases.items()}
     order = parts.model.state_dict(keep_vars=True) if parts.model is not None else {}
+    for name in set(aliases.values()).difference(order):  # renamed since (pruning, parametrizations)
+        found.pop(name, None)
     extra = {name: value for name, value in order.items() if name.endswith(_EXTRA_STATE_KEY_SUFFIX)}
     return {name: (extra | found)[name] for name in order if name in found or name in extra} | found
 
@@ -85,6 +92,7 @@ def load_state_dict(optimizer: ZeroOptimizer, saved: dict[str, Any]) -> None:
     for group, new in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         options = {key: value for key, value in new.items() if key not in ("params", "progress", "state_dtype")}
         progress.append(new.get("progress", {}))
+        reset_counters(group)
         group.update(options)
         steps = [float(saved["state"].get(number, {}).get("step", 0)) for number in new["params"]]
         first = saved["state"].get(new["params"][0], {}) if new["params"] else {}
@@ -93,6 +101,23 @@ def load_state_dict(optimizer: ZeroOptimizer, saved: dict[str, Any]) -> None:
             group["buffered"] = True
     if optimizer.rule.progress() is not None:
         optimizer.rule.set_progress(progress)
+    optimizer._sweep.cohorts.set_state(saved.get("cohorts") or _cohorts_of(optimizer, saved), parts.names)
+
+
+def _cohorts_of(optimizer: ZeroOptimizer, saved: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of torch's state: parameters that have taken fewer steps than others of their group."""
+    found: dict[tuple[int, int], list[str]] = {}
+    for number, (group, new) in enumerate(zip(optimizer.param_groups, saved["param_groups"], strict=True)):
+        for param, position in zip(group["params"], new["params"], strict=True):
+            entry = saved["state"].get(position, {})
+            steps = int(float(entry["step"])) if "step" in entry else 0 if not entry else group["step"]
+            if steps != group["step"]:
+                found.setdefault((number, steps), []).append(optimizer._live.names[optimizer._live.index_of[id(param)]])
+    counters = [{"step": steps, "buffered": steps > 0} for _, steps in found]
+    return [
+        {"group": number, "params": names, "counters": counted, "scalars": None}
+        for ((number, _), names), counted in zip(found.items(), counters, strict=True)
+    ]
 
 
 def _load_param(optimizer: ZeroOptimizer, index: int, entry: dict[str, Any]) -> None:
@@ -111,8 +136,7 @@ def _load_param(optimizer: ZeroOptimizer, index: int, entry: dict[str, Any]) -> 
         weight = parts.store.full(index).cpu().reshape(-1)
         if weight.dtype != torch.bfloat16:
             raise ValueError(f"{parts.names[index]}: the state holds the remainder of bf16 weights, they are not bf16")
-        high = weight.view(torch.int16).to(torch.int32) << 16
-        flat = (high + entry["remainder"].reshape(-1).to(torch.int32)).view(torch.float32)
+        flat = joined(weight, entry["remainder"].reshape(-1))
     else:
         return
     access.set_master(parts, index, lambda elements: flat[elements])
@@ -146,4 +170,4 @@ def _check(optimizer: ZeroOptimizer, saved: dict[str, Any], numbers: list[int]) 
                 "the state of another optimizer?"
             )
     for group, new in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        optimizer.rule.check({**group, **{key: value for key, value in new.items() if key != "params"}})
+        optimizer.rule.check({**options_of(group), **options_of(new)})

@@ -120,7 +120,10 @@ class GradualCopy:
         self._sums[key] = _core.crc32c(data.data_ptr(), data.nbytes)
         (drive, offset), memory, done = self._places[key], data.numpy().data, 0
         while done < len(memory):
-            done += os.pwrite(self._files[drive], memory[done:], offset + done)
+            put = os.pwrite(self._files[drive], memory[done:], offset + done)
+            if put == 0:
+                raise OSError(errno.EIO, f"copy of a swap file: no byte of key {key!r} was written at {offset + done}")
+            done += put
 
     def finish(self) -> None:
         """Copy what is left."""

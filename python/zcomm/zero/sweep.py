@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from zcomm.zero.breakage import hear, tell
+from zcomm.zero.cohorts import Cohorts
 from zcomm.zero.device_weights import DeviceStore
 from zcomm.zero.geometry import FlatBucket
 from zcomm.zero.rules import Indexed, Rule
@@ -30,6 +31,10 @@ _LATE = (
 )
 
 
+class NoGradientsError(Exception):
+    """No rank has a gradient: there is nothing to step with. Raised on all ranks, before anything has changed."""
+
+
 class Sweep:
     """whole: every rank updates everything (stage 0). waited_s: seconds of waiting for other ranks.
 
@@ -37,8 +42,9 @@ class Sweep:
     to all, who then reduce them and take the norm again.
     """
 
-    def __init__(self, parts: Parts, rule: Rule, whole: bool) -> None:
-        self._parts, self._rule, self._whole = parts, rule, whole
+    def __init__(self, parts: Parts, rule: Rule, whole: bool, groups: int) -> None:
+        self._parts, self._whole = parts, whole
+        self.cohorts = Cohorts(rule, parts.group_of, groups)
         there = parts.resident.numbers if parts.resident is not None else ()
         self._on_host = [bucket for bucket in parts.geometry.buckets if bucket.index not in there]
         self._reverse = True
@@ -55,12 +61,18 @@ class Sweep:
         parts.store.settle()
         total = self._norm_now()
         if parts.norm.noted:
-            self._rests = True
-            parts.reducer.reduce_rest()
+            self._agree()
             total = self._norm_now()
         self._rests = self._rests or False
         self.waited_s += time.perf_counter() - start
         return total
+
+    def _agree(self) -> None:
+        """Some rank has gradients that no pass took, or the program has dropped or assigned some. Collective."""
+        self._rests = self._rests or not self._parts.reducer.is_special
+        self._parts.reducer.agree()
+        if self._parts.reducer.has_nothing:
+            raise NoGradientsError
 
     def _norm_now(self) -> float:
         self._begin_norm()
@@ -76,7 +88,7 @@ class Sweep:
     def _end_norm(self) -> float:
         if self._parts.resident is not None:
             self._parts.resident.end_norm(self._parts.norm)
-        return self._parts.norm.end(note=self._parts.reducer.has_rest)
+        return self._parts.norm.end(note=self._parts.reducer.note)
 
     @property
     def can_land(self) -> bool:
@@ -89,6 +101,8 @@ class Sweep:
         parts = self._parts
         alone = parts.comm.world_size == 1
         if not isinstance(parts.store, DeviceStore) or (self._whole and not alone):
+            return False
+        if parts.reducer.is_special:
             return False
         return not parts.reducer.has_rest if alone else self._rests is False
 
@@ -133,9 +147,9 @@ class Sweep:
         parts.reducer.finish()
         start = time.perf_counter()
         parts.store.settle()
-        parts.norm.meet(note=parts.reducer.has_rest)
+        parts.norm.meet(note=parts.reducer.note)
         if parts.norm.noted:
-            parts.reducer.reduce_rest()
+            self._agree()
         self.waited_s += time.perf_counter() - start
 
     def _run_squaring(self, groups: Sequence[dict[str, Any]], scale: float) -> float:
@@ -165,7 +179,10 @@ class Sweep:
     def _begin(self, groups: Sequence[dict[str, Any]], scale: float) -> list[Any]:
         """What the rule needs of each group. Resident buckets are stepped: the device does so beside what follows."""
         self._parts.store.used()
-        hyper = [self._rule.prepare(number, group, scale) for number, group in enumerate(groups)]
+        start = time.perf_counter()
+        self._parts.store.take_edits()
+        self._parts.attachment.looked_s += time.perf_counter() - start
+        hyper = self.cohorts.prepare(groups, scale, self._parts.reducer.skipped)
         if self._parts.resident is not None:
             try:
                 self._parts.resident.step(lambda bucket: self._runs(bucket, hyper))
@@ -184,7 +201,7 @@ class Sweep:
         start = time.perf_counter()
         hear(self._parts.comm)
         self._reverse = not self._reverse
-        self._parts.store.publish()
+        self._parts.store.spread()
         self.waited_s += time.perf_counter() - start
 
     def _shards(self, hyper: list[Any], reverse: bool) -> Iterator[ShardStep]:
@@ -203,9 +220,14 @@ class Sweep:
 
     def _runs(self, bucket: FlatBucket, hyper: list[Any]) -> list[Run]:
         parts = self._parts
+        skipped, number_of = parts.reducer.skipped, self.cohorts.number_of
         if parts.param_runs is None:
-            return [(begin, end, hyper[group]) for begin, end, group in parts.runs[bucket.index]]
+            runs = parts.runs[bucket.index]
+            if self.cohorts.others or not skipped.isdisjoint(bucket.params):
+                numbers = [-1 if index in skipped else number for index, number in enumerate(number_of)]
+                runs = parts.geometry.runs(bucket, parts.store.part(bucket), numbers)
+            return [(begin, end, hyper[number]) for begin, end, number in runs if number >= 0]
         start = parts.store.part(bucket).start
         first = [parts.first_index[n] + start - parts.geometry.places[n].offset for n in bucket.params]
-        indexed = {n: Indexed(hyper[parts.group_of[n]], at) for n, at in zip(bucket.params, first, strict=True)}
-        return [(begin, end, indexed[n]) for begin, end, n in parts.param_runs[bucket.index]]
+        indexed = {n: Indexed(hyper[number_of[n]], at) for n, at in zip(bucket.params, first, strict=True)}
+        return [(begin, end, indexed[n]) for begin, end, n in parts.param_runs[bucket.index] if n not in skipped]

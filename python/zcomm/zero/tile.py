@@ -113,11 +113,12 @@ class TileForm:
         return {"scales": scales[blocks]} | {name: self.array(state, count, name)[part] for name in self.arrays}
 
     def master(self, weight: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        """The exact fp32 master of one tile: a view of it, or a copy where it is split."""
+        """The exact fp32 master of one tile: a view of it, or a copy where it is split. Where the program has changed
+        the weight, the weight is the master."""
         if self.dtype == torch.float32:
             return weight
         if self.dtype == torch.float16:
-            return self.array(state, weight.numel(), "master")
+            return _with_edits(self.array(state, weight.numel(), "master"), weight)
         if not weight.is_cpu:
             return joined(weight, self._low(state, weight.numel()).view(torch.int16))
         master = torch.empty(weight.numel())
@@ -151,9 +152,19 @@ class TileForm:
             self.array(state, weight.numel(), "master").copy_(master)
 
 
+def _with_edits(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``master``, with ``weight`` (fp16) put where the weight is not the rounded master."""
+    here, rounded = weight.view(torch.int16), master.to(torch.float16).view(torch.int16)
+    if not torch.equal(here, rounded):
+        torch.where(here == rounded, master, weight.to(torch.float32), out=master)
+    return master
+
+
 def joined(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     """The core's join_master on a device's memory."""
-    return ((weight.view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)).view(torch.float32)
+    high = weight.view(torch.int16).to(torch.int32) << 16
+    master = (high + low.to(torch.int32)).view(torch.float32)
+    return torch.where(master.isnan(), high.view(torch.float32), master)
 
 
 def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

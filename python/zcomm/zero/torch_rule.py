@@ -74,7 +74,7 @@ class TorchRule(Rule):
     def prepare(self, number: int, group: dict[str, Any], grad_scale: float) -> Any:
         group["step"] = group.get("step", 0) + 1
         names, before = self._arrays[number], self._scalars[number]
-        options = {key: value for key, value in group.items() if key != "params"}
+        options = {key: value for key, value in group.items() if key != "params" and key not in SWITCHES}
         # One element on the side moves the scalars, also on a rank that has no element of this group.
         state = {} if before is None else {**before, **{name: torch.zeros(1) for name in names}}
         after = self._one_step(options, 1.0, torch.zeros(1), torch.zeros(1), _cloned(state))
@@ -116,20 +116,31 @@ class TorchRule(Rule):
     def step_on(self, stream: _core.Stream, form: TileForm, part: TilePart, hyper: Any) -> None:
         self.step(form, part, hyper)
 
+    def scalars(self, number: int) -> Any:
+        return self._scalars[number]
+
+    def set_scalars(self, number: int, scalars: Any) -> None:
+        self._scalars[number] = scalars
+
+    def plain_scalars(self, scalars: Any) -> dict[str, Any]:
+        return {name: float(value) for name, value in (scalars or {}).items()}
+
+    def scalars_of(self, saved: dict[str, Any] | None) -> Any:
+        if not saved:
+            return None
+        fresh = self._one_step({}, 1.0, torch.zeros(1), torch.zeros(1), {})
+        kinds = {name: value for name, value in fresh.items() if not _is_array(value)}
+        return {
+            name: torch.tensor(saved[name], dtype=value.dtype) if isinstance(value, torch.Tensor) else saved[name]
+            for name, value in kinds.items()
+        }
+
     def progress(self) -> list[dict[str, Any]] | None:
-        return [{name: float(value) for name, value in (scalars or {}).items()} for scalars in self._scalars]
+        return [self.plain_scalars(scalars) for scalars in self._scalars]
 
     def set_progress(self, progress: list[dict[str, Any]] | None) -> None:
         for number, saved in enumerate(progress or []):
-            if not saved:
-                self._scalars[number] = None
-                continue
-            fresh = self._one_step({}, 1.0, torch.zeros(1), torch.zeros(1), {})
-            kinds = {name: value for name, value in fresh.items() if not _is_array(value)}
-            self._scalars[number] = {
-                name: torch.tensor(saved[name], dtype=value.dtype) if isinstance(value, torch.Tensor) else saved[name]
-                for name, value in kinds.items()
-            }
+            self._scalars[number] = self.scalars_of(saved)
 
 
 def _is_array(value: Any) -> bool:

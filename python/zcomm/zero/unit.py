@@ -20,9 +20,9 @@ from zcomm.zero.unit_slot import Slot
 class UnitState(enum.Enum):
     """What memory a unit has."""
 
-    SHARDED = "this rank's shard in the source; parameters are empty"
-    GATHERING = "a slot that is being filled; parameters are empty"
-    GATHERED = "a slot behind the unit's addresses; parameters are whole"
+    SHARDED = "this rank's shard in the source; parameters have no memory"
+    GATHERING = "a slot that is being filled; parameters have no memory"
+    GATHERED = "a slot behind the unit's addresses; parameters may be whole"
 
 
 class Unit:
@@ -41,6 +41,11 @@ class Unit:
         self.last_use = 0
         self.in_forward = 0
         self.in_backward = False
+        self.attached = False  # whether the parameters have its memory
+        self.shown = False  # whether they are ordinary ones
+        self.parted = False  # shown, but for some
+        self.edits = 0  # changes of weights by the program when its gathering was asked for
+        self.stale = False  # it was gathered before a weight was changed from outside
         self.surrounds = False  # another unit ran inside of its forward
         self.gathering: Future[None] | None = None
         self.asked = False  # whether all of it has been, since it is GATHERING (on a device)

@@ -37,12 +37,14 @@ def possible() -> bool:
 
 
 class _View:
-    """A saved view of a unit's memory, addresses ``span`` at ``place``. need(place): it is about to be used."""
+    """A saved view of a unit's memory, addresses ``span`` at ``place``. need(place): it is about to be used.
+    ``version`` is the weight's, which a step counts up."""
 
-    __slots__ = ("need", "place", "span", "tensor")
+    __slots__ = ("need", "place", "span", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, span: tuple[int, int], place: object, need: _Need) -> None:
         self.tensor, self.span, self.place, self.need = tensor, span, place, need
+        self.version = tensor._version
 
 
 def push(span: tuple[int, int], place: object, need: _Need) -> Hooks | None:
@@ -61,7 +63,8 @@ def push(span: tuple[int, int], place: object, need: _Need) -> Hooks | None:
             at = 0
         if begin <= at < end:
             return _View(tensor, span, place, need)
-        return (tensor, tensor._version) if outer is None else outer[0](tensor)
+        # A node may save its own output: held as it is, it would keep itself alive. detach() has the same version.
+        return (tensor.detach(), tensor._version) if outer is None else outer[0](tensor)
 
     def unpack(saved: Any) -> torch.Tensor:
         if type(saved) is _View:  # of this unit, or of one around it
@@ -74,6 +77,7 @@ def push(span: tuple[int, int], place: object, need: _Need) -> Hooks | None:
 
 
 def _needed(view: _View) -> torch.Tensor:
+    _unchanged(view.tensor, view.version)
     view.need(view.place)
     if torch.is_grad_enabled() and torch._C._current_graph_task_id() >= 0:
         push(view.span, view.place, view.need)  # create_graph: until this node of backward is done

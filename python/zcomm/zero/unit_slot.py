@@ -60,5 +60,10 @@ class Slot:
         self._aside.take(0, addresses, offset, self._nbytes)
         self._mapping = _Mapping.ASIDE
 
+    def forget(self, addresses: _core.AddressRange, offset: int) -> None:
+        """Show nothing at ``offset``, whatever an interrupt has left."""
+        self._mapping = _Mapping.UNKNOWN
+        addresses.unmap(offset, self._nbytes)
+
     def _map(self, addresses: _core.AddressRange, offset: int) -> None:
         addresses.alias(offset, self._memory, self._begin, self._nbytes)

@@ -3,8 +3,12 @@
 [Note: unit life] Every unit has fixed addresses in a reserved range and no memory behind them. ``ensure`` gathers it:
 a slot of a small ring is filled (each rank brings its shard; a barrier or an all_gather makes it whole) and mapped
 behind the unit's addresses, and the parameters become views of them. A unit that is not in use keeps its slot until
-another needs it; then its parameters become empty. Views that autograd saved in forward point to the unit's own
-addresses, so they are right again in backward, where the unit has been gathered anew.
+another needs it; then its parameters become stand-ins (unit_weights.py). Views that autograd saved in forward point to
+the unit's own addresses, so they are right again in backward, where the unit has been gathered anew.
+
+An interrupt may come between any two lines of this. A unit is in ``_changing`` while its state and its memory may
+disagree; what an interrupt has left there is SHARDED anew by the next ``ensure``. While the host waits for a gathering
+no unit is: it goes on, and is waited for again.
 
 SHARDED -> GATHERING (on the gathering thread) -> GATHERED -> SHARDED. The root unit, and those that are kept, have
 slots of their own and stay GATHERED until the step.
@@ -18,10 +22,12 @@ Source: ZeRO stage 3 (arXiv:1910.02054), prefetch of ZeRO-Infinity (arXiv:2104.0
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any
 
@@ -31,6 +37,7 @@ from torch import nn
 from zcomm import _core
 from zcomm._tensors import tensor_of
 from zcomm.comm import Communicator
+from zcomm.zero.free_memory import free_nbytes
 from zcomm.zero.geometry import FlatBucket, Geometry
 from zcomm.zero.parameters import ParameterStore
 from zcomm.zero.sources import ShardSource
@@ -39,11 +46,16 @@ from zcomm.zero.unit_choice import UnitChoice
 from zcomm.zero.unit_options import ahead_of, slot_count
 from zcomm.zero.unit_order import UseOrder
 from zcomm.zero.unit_slot import Slot
+from zcomm.zero.unit_weights import UnitWeights
 
 IN_STEP = (
     "stage 3 by units: all ranks must run the same modules in the same order; what differs between ranks (generate(), "
-    "evaluation) goes inside of zcomm.zero.GatheredParameters(model)"
+    "evaluation) goes inside of zcomm.zero.GatheredParameters(model); what reads whole weights (state_dict(), "
+    "p.norm()) runs on all ranks"
 )
+
+
+ROOM = 0.8  # of free memory that weights may take in close()
 
 
 def _rounded_up(count: int, step: int) -> int:
@@ -78,20 +90,28 @@ class UnitStore(ParameterStore):
         self._prefetch = (prefetch, prefetch_nbytes)
         self._gather_comm = comm.duplicate()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="zcomm-gather")
-        self._empty = self._nothing()
+        self.weights = UnitWeights(self, params, [place.shape for place in geometry.places])
         self.units = self._lay_out(choices)
         self._sizes = [unit.nbytes for unit in self.units]
         self._make_slots()
         self._clock = 0
-        self._held: set[int] = set()  # by id(): parameters that are whole copies now
+        self.held: set[int] = set()  # by id(): parameters that are whole copies now
+        self.running = 0  # forwards of modules that run now
+        self._changing: dict[int, Unit] = {}  # by number
+        self._in_use: Unit | None = None  # prefetch must not take its slot
         self._order = UseOrder()
         self._in_pass = False  # between the first forward of a step and the step itself
 
+    def start_thread(self) -> None:
+        """Start the gathering thread now, so that an interrupt cannot come as it starts."""
+        self._thread.submit(int).result()
+
     # --- memory -----------------------------------------------------------------------------------------------
 
-    def _nothing(self) -> torch.Tensor:
-        """What a parameter is while its unit is not whole."""
-        return torch.empty(0, dtype=self._dtype)
+    @property
+    def _device(self) -> torch.device:
+        """Of whole units."""
+        return torch.device("cpu")
 
     def _lay_out(self, choices: Sequence[UnitChoice]) -> list[Unit]:
         units: list[Unit] = []
@@ -168,9 +188,11 @@ class UnitStore(ParameterStore):
 
     def ensure(self, unit: Unit) -> None:
         """Make ``unit`` whole. Collective, unless it is whole already."""
+        if self._changing:
+            self._recover()
         self._clock += 1
         unit.last_use = self._clock
-        if unit.state is UnitState.GATHERED or self._is_held(unit):
+        if self._is_there(unit):
             return
         if unit.state is UnitState.SHARDED and not self._start(unit):
             self._add_slot()
@@ -180,18 +202,12 @@ class UnitStore(ParameterStore):
         except (_core.CollectiveMismatch, TimeoutError) as error:
             error.args = (f"{error}; {IN_STEP}",)
             raise
-        try:
-            self._slot(unit).show(self._range, unit.offset)
-            for param, view in unit.views:
-                if id(param) not in self._held:
-                    param.data = view
-            unit.state = UnitState.GATHERED
-        except BaseException:
-            self._drop(unit)
-            raise
+        self._slot(unit).show(self._range, unit.offset)
+        unit.state = UnitState.GATHERED
+        self._changing.pop(unit.index, None)
 
     def _join(self, unit: Unit) -> None:
-        """Wait for the gathering of the unit. One that failed leaves it as if it had not begun."""
+        """Wait for the gathering of the unit, which is in ``_changing`` then. One that failed leaves it there."""
         gathering = unit.gathering
         assert gathering is not None
         start = time.perf_counter()
@@ -200,34 +216,59 @@ class UnitStore(ParameterStore):
         finally:
             self.waited_s += time.perf_counter() - start
             if gathering.done():  # else this thread was interrupted, and the gathering goes on
+                self._changing[unit.index] = unit
                 unit.gathering = None
-                if gathering.exception() is not None:
-                    self._give_back(unit)
             del gathering  # its error has this frame: together they would keep everything alive
+
+    def _is_there(self, unit: Unit) -> bool:
+        """Whether ``ensure`` has nothing to do. What was gathered before an edit is given up here, where it comes
+        again at once: graphs that are alive may have views of it."""
+        if unit.state is UnitState.GATHERED and unit.stale:
+            self._drop(unit)
+        return unit.state is UnitState.GATHERED or self._is_held(unit)
 
     def _is_held(self, unit: Unit) -> bool:
         """Whether all its parameters are whole copies: nothing to gather."""
-        return bool(self._held) and all(id(param) in self._held for param, _ in unit.views)
+        return bool(self.held) and all(id(param) in self.held for param, _ in unit.views)
+
+    def _recover(self) -> None:
+        """Make SHARDED what an interrupt, or an error, has left half done."""
+        with suppress(Exception):
+            self._thread.submit(int).result()  # and so all that it was given before
+        for unit in list(self._changing.values()):
+            self._reset(unit)
+        self._count_free()
+        self._changing.clear()
+
+    def _reset(self, unit: Unit) -> None:
+        """Whatever the unit has."""
+        self.weights.detach(unit)
+        if unit.keep or unit.slot >= 0:
+            self._slot(unit).forget(self._range, unit.offset)
+        unit.gathering, unit.state, unit.stale, unit.slot = None, UnitState.SHARDED, False, -1
+
+    def _count_free(self) -> None:
+        used = {unit.slot for unit in self.units}
+        self._free = [number for number in range(len(self._slots)) if number not in used]
 
     def _start(self, unit: Unit) -> bool:
+        self._changing[unit.index] = unit
         if not unit.keep:
             slot = self._take_slot()
             if slot < 0:
+                del self._changing[unit.index]
                 return False
             unit.slot = slot
-        try:
-            unit.state = UnitState.GATHERING
-            unit.gathering = self._thread.submit(self._gather, unit)
-        except BaseException:
-            if unit.gathering is None:
-                self._give_back(unit)
-            raise
+        unit.state, unit.edits = UnitState.GATHERING, self.weights.edits
+        unit.gathering = self._thread.submit(self._gather, unit)
+        del self._changing[unit.index]
         return True
 
     def _take_slot(self) -> int:
         if self._free:
             return self._free.pop()
         idle = [u for u in self.units if u.state is UnitState.GATHERED and u.idle and not u.keep]
+        idle = [u for u in idle if u is not self._in_use]
         if not idle:
             return -1
         until = {index: -place for place, index in reversed(list(enumerate(self._order.coming)))}
@@ -237,17 +278,15 @@ class UnitStore(ParameterStore):
 
     def _drop(self, unit: Unit) -> None:
         """GATHERED -> SHARDED: the unit's slot goes back to the ring."""
-        try:
-            for param, _ in unit.views:
-                if id(param) not in self._held:
-                    param.data = self._empty
-            self._slot(unit).hide(self._range, unit.offset)
-        finally:
-            self._give_back(unit)
+        self._changing[unit.index] = unit
+        self.weights.detach(unit)
+        self._slot(unit).hide(self._range, unit.offset)
+        self._give_back(unit)
+        del self._changing[unit.index]
 
     def _give_back(self, unit: Unit) -> None:
         """The unit is in no slot any more, or what came into it is not whole."""
-        unit.state = UnitState.SHARDED
+        unit.state, unit.stale = UnitState.SHARDED, False
         if not unit.keep:
             self._free.append(unit.slot)
             unit.slot = -1
@@ -261,17 +300,20 @@ class UnitStore(ParameterStore):
 
     def _fill(self, unit: Unit, buckets: Sequence[FlatBucket], whole: Sequence[torch.Tensor]) -> None:
         """Bring ``buckets`` of the unit into ``whole``, memory of a slot. Collective."""
+        name = f"unit {unit.name}"
+        if unit.edits:  # ranks that edit differently are found out
+            name += f" after {unit.edits} changes of weights by the program"
         if self._shared:
             # Nobody may still use what was in the slot.
-            self._gather_comm.barrier(name=f"slot for unit {unit.name}")
+            self._gather_comm.barrier(name=f"slot for {name}")
         shards = [w[bucket.shard(self._comm.rank)] for bucket, w in zip(buckets, whole, strict=True)]
         for work in [self._source.fetch(b, shard) for b, shard in zip(buckets, shards, strict=True)]:
             if work is not None:
                 work.wait()
         if self._shared:
-            self._gather_comm.barrier(name=f"unit {unit.name}")
+            self._gather_comm.barrier(name=name)
         else:
-            self._gather_comm.all_gather(shards, out=whole, name=f"unit {unit.name}")
+            self._gather_comm.all_gather(shards, out=whole, name=name)
 
     # --- what the hooks call ----------------------------------------------------------------------------------
 
@@ -279,42 +321,46 @@ class UnitStore(ParameterStore):
         """The model's forward begins: remember the order of the last pass, start a new one."""
         self._order.begin(in_model=True)
         self._in_pass = True
+        self.take_back()
         self.ensure(self.units[0])
+        self._attach(self.units[0])
+
+    def _attach(self, unit: Unit) -> None:
+        if not unit.attached and unit.state is UnitState.GATHERED:
+            self.weights.attach(unit)
 
     def end_forward(self) -> None:
         """The model's forward has ended."""
         self._order.leave_model()
 
-    def needs_gather(self, unit: Unit, param: nn.Parameter) -> bool:
-        """Whether who reads ``param`` now, while ``unit`` is idle, must gather it."""
-        return self._in_pass and id(param) not in self._held
-
-    def awaits(self, unit: Unit, param: nn.Parameter) -> bool:
-        """A gradient is about to reach ``param``: it needs a shape; True: it got one without memory."""
-        missing = unit.state is not UnitState.GATHERED and id(param) not in self._held
-        if missing:
-            param.data = next(view for other, view in unit.views if other is param)
-        return missing
+    def settle_use(self, unit: Unit) -> None:
+        """A use of the unit has begun or ended: its parameters are ordinary ones, or stand-ins."""
+        if unit.shown is unit.idle or unit.parted:
+            if unit.idle:
+                self.weights.hide(unit)
+            elif unit.attached or self._is_held(unit):
+                self.weights.show(unit)
 
     def reached(self, unit: Unit, param: nn.Parameter) -> None:
-        """The gradient of ``param`` is there; it may have had a shape without memory for it."""
-        if unit.state is not UnitState.GATHERED and id(param) not in self._held:
-            param.data = self._empty
+        """The gradient of ``param`` is there: what hooks of the program do to it now is not for the gathered copy."""
+        if not unit.in_forward and id(param) not in self.held:
+            self.weights.hide_one(param)
+            unit.parted = True
 
     def use(self, unit: Unit) -> None:
         """A module of ``unit`` is about to run, forward or backward."""
         self._in_pass = True
+        self.take_back()
         self.ensure(unit)
-        if unit.index == 0 or self._held:
+        self._attach(unit)
+        if unit.index == 0 or self.held:
             return  # while parameters are open, forwards say nothing of the training's order
         self._order.use(unit.index)
-        unit.in_forward += 1  # prefetch must not take its slot
-        try:
-            for index in ahead_of(self._order.coming, self._sizes, *self._prefetch):
-                if self.units[index].state is UnitState.SHARDED:
-                    self._start(self.units[index])
-        finally:
-            unit.in_forward -= 1
+        self._in_use = unit
+        for index in ahead_of(self._order.coming, self._sizes, *self._prefetch):
+            if self.units[index].state is UnitState.SHARDED:
+                self._start(self.units[index])
+        self._in_use = None
 
     def place_of(self, unit: Unit) -> object:
         """Where views that autograd saves now will look for the unit's parameters; None: it always is the same."""
@@ -325,12 +371,15 @@ class UnitStore(ParameterStore):
 
     def invalidate(self) -> None:
         """The weights have changed: every unit is SHARDED again."""
-        self._in_pass = False
+        if self._changing:
+            self._recover()
+        self._in_pass, self.running, self._in_use = False, 0, None
         self._order.end()
         for unit in self.units:
             if unit.state is UnitState.GATHERING:
                 self.ensure(unit)
             unit.in_forward, unit.in_backward, unit.surrounds = 0, False, False
+            self.settle_use(unit)
             if unit.state is UnitState.GATHERED:
                 self._drop(unit)
 
@@ -342,7 +391,7 @@ class UnitStore(ParameterStore):
     def commit(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
         self._source.commit(bucket, weight)
         for index in bucket.params:
-            self._params[index].data = self._empty
+            self.weights.start(index, self._dtype, self._device)
 
     def sweep(self, reverse: bool = False) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
         self.invalidate()
@@ -358,35 +407,106 @@ class UnitStore(ParameterStore):
         self.invalidate()
         self._source.renew()
 
-    def publish(self) -> None:
+    def spread(self) -> None:
         self.invalidate()  # the next gather brings the new shards
+
+    def count_change(self) -> None:
+        self.weights.changed()
+
+    def adopt(self, param: int, value: torch.Tensor) -> None:
+        self._params[param].data = value
+
+    def detached(self) -> Iterator[int]:
+        self.take_back()
+        return iter(())
+
+    def take_back(self) -> None:
+        """Parameters that the program has converted to another dtype are the store's again, or an error."""
+        if self.weights.aside:
+            self.weights.take_back()
+
+    @property
+    def alone(self) -> bool:
+        return bool(self._comm.world_size == 1)
+
+    def before_edit(self, unit: Unit, name: str) -> None:
+        """This rank's elements of the parameter ``name`` are about to change, outside of a step."""
+        if not unit.idle:
+            raise RuntimeError(
+                f"{name}: a weight of stage 3 by units cannot be changed while its module runs forward or backward: "
+                "change it between passes"
+            )
+        if unit.state is UnitState.GATHERING:
+            self.ensure(unit)
+        unit.stale = unit.state is UnitState.GATHERED
+
+    def after_edit(self) -> None:
+        """They have changed."""
 
     def unit_of(self, param: int) -> Unit:
         return self.units[self._geometry.bucket_of(param).unit]
 
     def full(self, param: int) -> torch.Tensor:
-        self.ensure(self.unit_of(param))
-        return self._params[param].detach().clone()
+        unit, whole = self.unit_of(param), self._params[param]
+        if id(whole) in self.held:
+            return whole.detach().clone()
+        if self.running:
+            self.use(unit)  # it comes again in the next pass
+        else:
+            self.ensure(unit)
+        return next(view for other, view in unit.views if other is whole).clone()
 
     def hold(self, param: int) -> None:
-        super().hold(param)
-        self._held.add(id(self._params[param]))
+        if param not in self._holds:
+            whole = self.full(param)
+            self.weights.hold(param)
+            self._params[param].data = whole
+            self.held.add(id(self._params[param]))
+        self._holds[param] = self._holds.get(param, 0) + 1
+
+    def release(self, param: int) -> None:
+        held = self._holds.pop(param) - 1
+        if held:
+            self._holds[param] = held
+            return
+        self.held.discard(id(self._params[param]))
+        own = self._own(param)
+        with torch._C.DisableTorchFunctionSubclass():
+            self._params[param].data = own
 
     def _own(self, param: int) -> torch.Tensor:
-        self._held.discard(id(self._params[param]))
-        unit = self.unit_of(param)
-        if unit.state is not UnitState.GATHERED:
-            return self._empty
-        return next(view for other, view in unit.views if other is self._params[param])
+        return self.weights.release(param, self.unit_of(param))
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
+        values = self._last_values()
         for unit in self.units:
             unit.gathering = None
             if unit.state is UnitState.GATHERED:
                 self._drop(unit)
             unit.own = None
+        self.weights.close(values)
         self._source.close()
         self._gather_comm.close()
         self._memories.clear()  # nothing gathers after close()
         self._slots.clear()
+
+    def _last_values(self) -> dict[int, torch.Tensor]:
+        """By number, the whole parameters, where they are in this rank's reach and memory has room; else none."""
+        values: dict[int, torch.Tensor] = {}
+        need = self._geometry.every_count * self._dtype.itemsize
+        if not self.keeps_weights or need > ROOM * free_nbytes(self._device):
+            return values
+        with torch.no_grad():
+            try:
+                for bucket in self._geometry.every:
+                    whole = self._source.load(bucket) if self._comm.world_size == 1 else self._source.whole(bucket)
+                    if whole is None or (self._comm.world_size > 1 and self.weights.edits):
+                        return {}
+                    for index in bucket.params:
+                        view = self._geometry.view(whole, index)
+                        values[index] = torch.empty(view.shape, dtype=view.dtype, device=self._device).copy_(view)
+            except Exception as error:
+                logging.getLogger("zcomm").warning("close(): the weights cannot be kept: %s", error)
+                return {}
+        return values

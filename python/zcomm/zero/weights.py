@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -16,12 +17,15 @@ from torch import nn
 
 from zcomm.offload import StrPath
 from zcomm.zero import access, deferred
-from zcomm.zero.checkpoint.exchange import agree
+from zcomm.zero.build import Parts
+from zcomm.zero.checkpoint.exchange import Kept, agree
+from zcomm.zero.checkpoint.folder import Folder, check_plain_name
 from zcomm.zero.checkpoint.tensor_file import Entry, read_entries, read_part
 from zcomm.zero.listed import listed
 from zcomm.zero.optimizer import ZeroOptimizer
 
 Entries = Mapping[str, Entry]
+_NO_WEIGHTS = ("optimizer-", "client-state.")  # other safetensors files of a checkpoint
 
 
 def load_weights(
@@ -38,57 +42,107 @@ def load_weights(
     the file, and ZeroOptimizer reads its shards from there: keep the file until then; others are read now; call it on
     all ranks). rename: the name in the model of a name in the file; None skips it. strict: the names are the same on
     both sides (one of the names of a tied weight is enough). Numbers are converted to the target's type.
-    Raises, before anything has changed: FileNotFoundError; OSError for a file that is short; ValueError listing names
-    and shapes that do not fit.
+    Raises, before anything has changed: FileNotFoundError; OSError for a file that is short; ValueError for a file that
+    is not valid safetensors, a tensor that is in two files, and listing names and shapes that do not fit.
     """
     where = Path(path)
     optimizer = target if isinstance(target, ZeroOptimizer) else None
     model = target if isinstance(target, nn.Module) else target._live.model
-    error: Exception | None = None
+    error: BaseException | None = None
     found: dict[str, Entry] = {}
+    source: Source | None = None
     try:
         if model is None:
             raise ValueError("load_weights needs names: build ZeroOptimizer with the model, not with its parameters")
-        folder, entries = find_entries(where)
+        source = Source(where)
         shapes = {} if optimizer is None else _sharded_shapes(optimizer)
-        found = match(model, _renamed(entries, rename), shapes, strict, where)
-    except (OSError, ValueError) as caught:
+        found = match(model, _renamed(source.entries, rename), shapes, strict, where)
+    except BaseException as caught:  # `rename` is the program's
         error = caught
+    what = f"loading weights from {where}"
     if optimizer is not None:
-        agree(optimizer._live.comm, error, f"loading weights from {where}")
+        agree(optimizer._live.comm, error, what)
     elif error is not None:
         raise error
-    assert model is not None
+    assert model is not None and source is not None
     with torch.no_grad():
         if optimizer is None:
-            _load_model(model, folder, found)
+            _load_model(model, source, found)
         else:
-            with optimizer._live.comm.no_deadline():
-                _load_shards(optimizer, model, folder, found)
+            with optimizer._live.comm.no_deadline(), optimizer._breakage.watch():
+                _load_shards(optimizer, model, source, found, what)
 
 
-def find_entries(path: Path) -> tuple[Path, dict[str, Entry]]:
-    """The folder, and every tensor of the file or files by name. Raises: FileNotFoundError, OSError, ValueError."""
-    if path.is_file():
-        return path.parent, read_entries(path)
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        files = sorted({path / name for name in json.loads(index.read_text())["weight_map"].values()})
-    else:
+class Source:
+    """Safetensors files of one folder: every tensor by name, and how it is read.
+
+    Raises: FileNotFoundError, OSError; ValueError naming a file or index that is not valid.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.entries: dict[str, Entry] = {}
+        self._folder = path.parent if path.is_file() else path
+        self._seen: dict[str, tuple[int, ...]] = {}
+        index = path / "model.safetensors.index.json"
+        places = _places(index) if index.is_file() else {}
+        for file in self._files(path, set(places.values())):
+            self._seen[file.name] = _identity(file.stat())
+            for name, entry in read_entries(file).items():
+                known = self.entries.get(name)
+                if known is None or places.get(name) == file.name:
+                    self.entries[name] = entry
+                elif places.get(name) != known.file:
+                    raise ValueError(f"{path}: {name} is in {known.file} and in {file.name}; give the one to load")
+
+    @staticmethod
+    def _files(path: Path, named: set[str]) -> list[Path]:
+        if path.is_file():
+            return [path]
         whole = path / "model.safetensors"
-        files = [whole] if whole.is_file() else sorted(path.glob("*.safetensors"))
-        files = [file for file in files if not file.name.startswith("optimizer-")]
-    if not files:
-        raise FileNotFoundError(errno.ENOENT, "no safetensors file is there", str(path))
-    entries: dict[str, Entry] = {}
-    for file in files:
-        entries.update(read_entries(file))
-    return path, entries
+        files = [path / name for name in sorted(named)] or ([whole] if whole.is_file() else [])
+        files = files or [each for each in sorted(path.glob("*.safetensors")) if not each.name.startswith(_NO_WEIGHTS)]
+        if not files:
+            raise FileNotFoundError(errno.ENOENT, "no safetensors file is there", str(path))
+        return files
+
+    def read(self, entry: Entry, begin: int = 0, end: int | None = None) -> torch.Tensor:
+        """Elements [begin, end) of a tensor, flat. Raises: OSError, also for a file that is another one by now."""
+        with Folder(self._folder, links=True) as folder:
+            file = folder.open(entry.file)
+            try:
+                if _identity(os.fstat(file)) != self._seen[entry.file]:
+                    what = "the file has changed since load_weights read its header; load it again"
+                    raise OSError(errno.ESTALE, what, str(self._folder / entry.file))
+            finally:
+                os.close(file)
+            return read_part(folder, entry, begin, end)
+
+
+def _identity(found: os.stat_result) -> tuple[int, ...]:
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _places(index: Path) -> dict[str, str]:
+    """The file of each tensor that the index names. Raises: OSError, ValueError naming the index."""
+    try:
+        weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise ValueError(f"{index} is not a valid index of safetensors files: {error!r}") from error
+    return {name: check_plain_name(file, index, f'weight_map["{name}"]') for name, file in weight_map.items()}
 
 
 def _renamed(entries: Entries, rename: Callable[[str], str | None] | None) -> dict[str, Entry]:
-    names = {name: name if rename is None else rename(name) for name in entries}
-    return {new: entries[old] for old, new in names.items() if new is not None}
+    """Raises: ValueError where ``rename`` gives two tensors one name."""
+    found: dict[str, Entry] = {}
+    old: dict[str, str] = {}
+    for name, entry in entries.items():
+        new = name if rename is None else rename(name)
+        if new is None:
+            continue
+        if new in found:
+            raise ValueError(f"rename: {old[new]} and {name} both become {new}; return None for one of them")
+        found[new], old[new] = entry, name
+    return found
 
 
 def _sharded_shapes(optimizer: ZeroOptimizer) -> dict[int, torch.Size]:
@@ -133,30 +187,37 @@ def match(
     return found
 
 
-def _reader(folder: Path, entry: Entry) -> Callable[[int, int], torch.Tensor]:
-    return lambda begin, end: read_part(folder, entry, begin, end).to(torch.float32)
+def _reader(source: Source, entry: Entry) -> Callable[[int, int], torch.Tensor]:
+    return lambda begin, end: source.read(entry, begin, end).to(torch.float32)
 
 
-def _load_model(model: nn.Module, folder: Path, found: Entries) -> None:
+def _load_model(model: nn.Module, source: Source, found: Entries) -> None:
     tensors = dict(_tensors(model))
     for name, entry in found.items():
         if tensors[name].device.type == "meta":
-            deferred.read_from(tensors[name], _reader(folder, entry))
+            deferred.read_from(tensors[name], _reader(source, entry))
         else:
-            tensors[name].data.copy_(read_part(folder, entry).view(entry.shape))
+            tensors[name].data.copy_(source.read(entry).view(entry.shape))
 
 
-def _load_shards(optimizer: ZeroOptimizer, model: nn.Module, folder: Path, found: Entries) -> None:
-    parts = optimizer._live
-    tensors = dict(_tensors(model))
-    parts.store.settle()
-    parts.comm.barrier(name="nobody uses the old weights")
+def _load_shards(optimizer: ZeroOptimizer, model: nn.Module, source: Source, found: Entries, what: str) -> None:
+    """Collective: a rank that cannot read makes all raise."""
+    parts, kept = optimizer._live, Kept()
+    with kept.errors():
+        parts.store.settle()
+    agree(parts.comm, kept.error, what)  # no rank uses the old weights from here on
+    with kept.errors():
+        _read_shards(parts, dict(_tensors(model)), source, found)
+    agree(parts.comm, kept.error, what)
+    parts.store.publish()
+    parts.comm.barrier(name="weights are loaded")
+
+
+def _read_shards(parts: Parts, tensors: dict[str, torch.Tensor], source: Source, found: Entries) -> None:
     for name, entry in found.items():
         index = parts.index_of.get(id(tensors[name]))
         if index is None:
-            tensors[name].data.copy_(read_part(folder, entry).view(entry.shape))
+            tensors[name].data.copy_(source.read(entry).view(entry.shape))
         else:
-            read = _reader(folder, entry)
+            read = _reader(source, entry)
             access.set_master(parts, index, lambda part, read=read: read(part.start, part.stop))  # type: ignore[misc]
-    parts.store.publish()
-    parts.comm.barrier(name="weights are loaded")

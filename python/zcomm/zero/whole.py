@@ -84,15 +84,16 @@ def set_full_param(param: torch.Tensor, value: torch.Tensor) -> None:
 
 def full_grad(param: torch.Tensor) -> torch.Tensor | None:
     """The gradient that ``step()`` would use, before clipping: fp32, averaged over ranks and micro-steps, without the
-    loss scale. None before a backward pass, and after ``zero_grad()``. Collective."""
-    optimizer, parts, index = _trained(param)
-    return access.gradient(parts, index, 1.0 / optimizer.gradient_factor)
+    loss scale. Inside of ``no_sync()`` this rank's sum, as long as nothing has been reduced. None before a backward
+    pass, and after ``zero_grad()``: where ``p.grad`` is None. Collective."""
+    _, parts, index = _trained(param)
+    return access.gradient(parts, index)
 
 
 def set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     """Replace the gradient that ``full_grad`` gives. Raises: RuntimeError before a backward pass."""
-    optimizer, parts, index = _trained(param)
-    access.set_gradient(parts, index, _value(parts, index, value) * optimizer.gradient_factor)
+    _, parts, index = _trained(param)
+    access.set_gradient(parts, index, _value(parts, index, value))
 
 
 def full_optim_state(param: torch.Tensor, key: str) -> torch.Tensor:
@@ -102,7 +103,7 @@ def full_optim_state(param: torch.Tensor, key: str) -> torch.Tensor:
     """
     optimizer, parts, index = _trained(param)
     if key == "step":
-        return torch.tensor(float(optimizer.param_groups[parts.group_of[index]].get("step", 0)))
+        return torch.tensor(float(optimizer._sweep.cohorts.steps(index, optimizer.param_groups)))
     whole = access.array(parts, index, _key(parts, index, key))
     assert whole is not None
     return whole

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from zcomm.zero.checkpoint.load import load
-from zcomm.zero.checkpoint.manifest import Manifest, read_manifest
+from zcomm.zero.checkpoint.manifest import Manifest
+from zcomm.zero.checkpoint.manifest_reader import read_manifest
 from zcomm.zero.checkpoint.save import SaveTask, save
 
 __all__ = ["Manifest", "SaveTask", "load", "read_manifest", "save"]

@@ -1,19 +1,17 @@
-"""Folders that appear whole or not at all: written beside their place, synced, then put there by one rename.
-
-A folder that is already there is exchanged in one step (renameat2 of Linux); where the file system cannot, it is first
-set aside as ``.NAME.previous``, which ``find`` knows. What a killed save left is removed by the next one.
-Files and folders are made for their owner alone (0600, 0700).
-"""
+"""Files and folders that are on the drive once they are named: synced, and made for their owner alone (0600, 0700)."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from zcomm.zero.checkpoint.claim import Claim
+from zcomm.zero.checkpoint.folder import Folder, check_plain_name
+
+LATEST = "latest"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 before_write: Callable[[str], None] = lambda what: None  # noqa: E731  # tests stop a save here
@@ -58,74 +56,55 @@ def sync_folder(path: Path) -> None:
 
 
 def make_folders(path: Path) -> None:
-    """``path`` and what lacks above it; new folders are their owner's alone (mkdir's ``parents`` would open them)."""
+    """``path`` and what lacks above it, each on the drive; new folders are their owner's alone (mkdir's ``parents``
+    would open them)."""
     missing = []
     while not path.exists():
         missing.append(path)
         path = path.parent
     for folder in reversed(missing):
         folder.mkdir(mode=0o700, exist_ok=True)
+        sync_folder(folder.parent)
 
 
-def temporary(final: Path) -> Path:
-    """Make the folder that will become ``final``; what earlier saves left is removed.
-
-    Raises: FileExistsError where ``final`` is neither a checkpoint nor an empty folder: it would be replaced.
-    """
-    make_folders(final.parent)
-    if final.exists() and not _may_go(final):
-        raise FileExistsError(
-            errno.EEXIST, "this is no checkpoint, it will not be replaced; save elsewhere", str(final)
-        )
-    for left in final.parent.glob(f".{final.name}.saving-*"):
-        shutil.rmtree(left, ignore_errors=True)
-    folder = final.parent / f".{final.name}.saving-{os.getpid()}"
-    folder.mkdir(mode=0o700)
-    return folder
-
-
-def _may_go(final: Path) -> bool:
-    """Whether it is an empty folder, or its manifest.json begins as that of a checkpoint, whatever is in it."""
-    try:
-        with (final / "manifest.json").open("rb") as file:
-            return b"zcomm checkpoint" in file.read(64)
-    except OSError:
-        return final.is_dir() and not any(final.iterdir())
-
-
-def put(folder: Path, final: Path) -> None:
-    """``folder`` becomes ``final``; one that was there is removed afterwards, and what a killed save had set aside."""
-    sync_folder(folder)
-    before_write("rename")
-    previous = _previous(final)
-    if not final.exists():
-        os.rename(folder, final)
-    elif not _exchange(folder, final):
-        shutil.rmtree(previous, ignore_errors=True)
-        os.rename(final, previous)
-        before_write("rename the new one")
-        os.rename(folder, final)
-    sync_folder(final.parent)
-    for old in (folder, previous):
-        shutil.rmtree(old, ignore_errors=True)
+def resolved(final: Path) -> Path:
+    """``final``, or where it leads as a symbolic link: the link stays, and what is written lies on its drive."""
+    return Path(os.path.realpath(final)) if final.is_symlink() else final
 
 
 def find(final: Path) -> Path:
     """``final``, or the one that was set aside when a save was killed between its two renames."""
-    previous = _previous(final)
+    final = resolved(final)
+    previous = previous_of(final)
     return previous if not final.exists() and previous.exists() else final
 
 
+def latest_in(directory: Path) -> Path | None:
+    """The folder that the file ``latest`` of a directory with several checkpoints names; None where there is no such
+    file. Raises: OSError; ValueError naming the file whose content is not a plain name."""
+    pointer = directory / LATEST
+    if not pointer.is_file():
+        return None
+    with Folder(directory, links=True) as folder:
+        name = folder.read(LATEST, 1024).decode(errors="replace").strip()
+    return directory / check_plain_name(name, pointer, "its content")
+
+
 def replace_file(path: Path, data: bytes) -> None:
-    """A file that holds the old or the new content, never less."""
+    """A file that holds the old or the new content, never less; jobs that replace it at once take turns."""
+    path = resolved(path)
+    claim = Claim(path, wait=True)
     new = path.with_name(f".{path.name}.saving")
-    write_file(new, data)
-    before_write(f"rename {path.name}")
-    os.replace(new, path)
-    sync_folder(path.parent)
+    try:
+        write_file(new, data)
+        before_write(f"rename {path.name}")
+        os.replace(new, path)
+        sync_folder(path.parent)
+    finally:
+        claim.release()
 
 
-def _previous(final: Path) -> Path:
+def previous_of(final: Path) -> Path:
     return final.parent / f".{final.name}.previous"
 
 

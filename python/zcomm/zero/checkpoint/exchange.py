@@ -1,9 +1,11 @@
-"""What ranks tell each other while saving and loading: small JSON values, and who failed."""
+"""Messages between ranks while saving and loading: small JSON values, and which rank failed."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,12 +26,46 @@ def all_values(comm: Communicator, value: Any, name: str) -> list[Any]:
     return [json.loads(bytes(row.numpy()).rstrip(b"\0")) for row in rows]
 
 
-def agree(comm: Communicator, error: Exception | None, what: str) -> None:
-    """Raise where any rank has an error: its own there, on the others an OSError that names the rank. Collective."""
-    code = (error.errno or errno.EIO) if isinstance(error, OSError) else errno.EIO
-    found = all_values(comm, None if error is None else [code, str(error)], what)
+class Kept:
+    """Errors of this rank, interrupts included, kept until the ranks ``agree``: the others wait there, and would wait
+    for ever for a rank that just raised."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+
+    @contextlib.contextmanager
+    def errors(self) -> Iterator[None]:
+        """Keep the first error of what is inside. Nothing inside may be collective."""
+        try:
+            yield
+        except BaseException as error:
+            self.error = self.error or error
+
+
+def agree(comm: Communicator, error: BaseException | None, what: str) -> None:
+    """Raise where any rank has an error: its own there, on the others one that names the rank. Collective.
+
+    The others get a ValueError for a ValueError, an OSError of the same errno for an OSError, and else an OSError
+    (ECANCELED for an interrupt, EIO). what: what failed, in words; its first word is compared between the ranks.
+    """
+    name, mine = f"{what.split()[0]} a checkpoint", None if error is None else _described(error)
     if error is not None:
+        with contextlib.suppress(Exception):  # of a communicator that has failed: the others know then
+            all_values(comm, mine, name)
         raise error
+    found = all_values(comm, mine, name)
     for rank, one in enumerate(found):
         if one is not None:
-            raise OSError(one[0], f"{what} failed on rank {rank}: {one[1]}")
+            code, text = one
+            words = f"{what} failed on rank {rank}: {text}"
+            raise ValueError(words) if code is None else OSError(code, words)
+
+
+def _described(error: BaseException) -> tuple[int | None, str]:
+    """errno (None: a ValueError) and words."""
+    if isinstance(error, OSError):
+        return error.errno or errno.EIO, str(error)
+    if isinstance(error, ValueError):
+        return None, str(error)
+    code = errno.EIO if isinstance(error, Exception) else errno.ECANCELED
+    return code, f"{type(error).__name__}: {error}"

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from zcomm.zero.checkpoint import durable
-from zcomm.zero.checkpoint.manifest import Manifest, read_manifest
+from zcomm.zero.checkpoint.folder import Folder
+from zcomm.zero.checkpoint.manifest import Manifest
+from zcomm.zero.checkpoint.manifest_reader import open_checkpoint
+from zcomm.zero.checkpoint.staging import NewFile, NewFolder
 from zcomm.zero.checkpoint.tensor_file import Entry, Writer, read_whole
 
 
@@ -44,26 +46,23 @@ def export(
     larger tensor has a shard of its own). untie: write tied weights under each of their names.
     Raises: FileNotFoundError, FileExistsError, OSError (EIO) naming file and tensor of a wrong checksum.
     """
-    folder = durable.find(checkpoint)
-    manifest = read_manifest(folder)
-    items = _items(manifest, dtype, untie)
-    tied = {} if untie else dict(manifest.aliases)
-    if out.exists():
-        raise FileExistsError(errno.EEXIST, "there is something already", str(out))
-    if out.suffix == ".safetensors":
-        if shard_nbytes is not None:
-            raise ValueError(f"shards need a folder, but {out} is one file")
-        durable.make_folders(out.parent)
-        new = out.with_name(f".{out.name}.saving")
-        new.unlink(missing_ok=True)
-        _write(folder, items, new, tied)
-        os.replace(new, out)
-        durable.sync_folder(out.parent)
-        return [out]
-    new = durable.temporary(out)
-    names = _write_folder(folder, items, new, tied, shard_nbytes)
-    durable.put(new, out)
-    return [out / name for name in names]
+    folder, manifest = open_checkpoint(durable.find(checkpoint))
+    with folder:
+        items = _items(manifest, dtype, untie)
+        tied = {} if untie else dict(manifest.aliases)
+        if out.exists():
+            raise FileExistsError(errno.EEXIST, "there is something already", str(out))
+        if out.suffix == ".safetensors":
+            if shard_nbytes is not None:
+                raise ValueError(f"shards need a folder, but {out} is one file")
+            with NewFile(out) as file:
+                _write(folder, items, file.path, tied)
+                file.put()
+            return [out]
+        with NewFolder(out) as new:
+            names = _write_folder(folder, items, new.path, tied, shard_nbytes)
+            new.put()
+        return [out / name for name in names]
 
 
 def _items(manifest: Manifest, dtype: torch.dtype | None, untie: bool) -> list[_Item]:
@@ -80,7 +79,7 @@ def _items(manifest: Manifest, dtype: torch.dtype | None, untie: bool) -> list[_
     return items + [item(alias, saved) for alias, saved in sorted(manifest.aliases.items()) if untie]
 
 
-def _write(folder: Path, items: list[_Item], path: Path, metadata: dict[str, str]) -> None:
+def _write(folder: Folder, items: list[_Item], path: Path, metadata: dict[str, str]) -> None:
     writer = Writer(path, [(item.name, item.dtype, torch.Size(item.entry.shape)) for item in items], metadata)
     try:
         for item in items:
@@ -92,7 +91,7 @@ def _write(folder: Path, items: list[_Item], path: Path, metadata: dict[str, str
 
 
 def _write_folder(
-    folder: Path, items: list[_Item], new: Path, tied: dict[str, str], shard_nbytes: int | None
+    folder: Folder, items: list[_Item], new: Path, tied: dict[str, str], shard_nbytes: int | None
 ) -> list[str]:
     shards = _shards(items, shard_nbytes)
     if len(shards) == 1:

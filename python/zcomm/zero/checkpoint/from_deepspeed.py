@@ -9,6 +9,7 @@ Memory: one whole tensor; the files are mapped.
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
 from collections.abc import Callable, Iterator
@@ -21,8 +22,9 @@ import torch
 from zcomm.zero.checkpoint import durable
 from zcomm.zero.checkpoint.manifest import Manifest
 from zcomm.zero.checkpoint.plain import to_json
-from zcomm.zero.checkpoint.share import rounded
-from zcomm.zero.checkpoint.tensor_file import Writer
+from zcomm.zero.checkpoint.share import VALUES, rounded
+from zcomm.zero.checkpoint.staging import NewFolder
+from zcomm.zero.checkpoint.tensor_file import Writer, write_tensors
 from zcomm.zero.tile import TileForm
 
 _OPTIONS = (  # of a param group, by torch's names; DeepSpeed's own switches stay behind
@@ -78,9 +80,17 @@ def convert(source: Path, out: Path) -> list[str]:
     """
     if out.exists():
         raise FileExistsError(17, "there is something already", str(out))
-    pointer = source / "latest"
-    folder = source / pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else source
+    folder = durable.latest_in(source) or source
     models, optims = _load_all(folder)
+    try:
+        return _convert(folder, models, optims, out)
+    except (LookupError, TypeError, AttributeError, RuntimeError) as error:
+        if isinstance(error, NotImplementedError):
+            raise
+        raise ValueError(f"{folder} is not a ZeRO checkpoint as DeepSpeed writes it: {error!r}") from error
+
+
+def _convert(folder: Path, models: list[Any], optims: list[Any], out: Path) -> list[str]:
     model, state = models[0], [optim["optimizer_state_dict"] for optim in optims]
     stage = int(state[0]["zero_stage"])
     world_size = _most(state[0]["partition_count"])
@@ -91,6 +101,8 @@ def convert(source: Path, out: Path) -> list[str]:
     trained = _stage_3(model, state) if stage == 3 else _stages_1_2(model, state)
     dtype = _precision(model, trained)
     inner = _inner(state[0])
+    values: dict[str, torch.Tensor] = {}
+    client_state, lost = _client_state(model, values)
     manifest = Manifest(
         world_size=world_size,
         stage=stage,
@@ -101,13 +113,14 @@ def convert(source: Path, out: Path) -> list[str]:
         progress=None,
         counters={"step_count": int(model["global_steps"]), "skipped_steps": int(model["skipped_steps"])},
         aliases={str(alias): str(first) for alias, first in model["shared_params"].items()},
-        client_state=_client_state(model),
+        client_state=client_state,
     )
-    new = durable.temporary(out)
-    _write(new, manifest, trained, list(_others(models, trained, stage)), dtype)
-    durable.put(new, out)
+    with NewFolder(out) as new:
+        _write(new.path, manifest, trained, list(_others(models, trained, stage)), dtype, values)
+        new.put()
     lines = [f"stage {stage}, world {world_size}, step {manifest.counters['step_count']}: {len(trained)} parameters"]
     lines += ["not converted: lr_scheduler (its count of steps is another's)"] if model.get("lr_scheduler") else []
+    lines += [f"not converted: of the client state {', '.join(lost)}, which a checkpoint cannot keep"] if lost else []
     return [*lines, f"not in DeepSpeed's files: random number generators. Written: {out}"]
 
 
@@ -127,6 +140,8 @@ def _load(path: Path) -> Any:
     try:
         with torch.serialization.safe_globals(_ALLOWED):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, EOFError, ValueError) as error:
+        raise ValueError(f"{path}: it is damaged, or not a file of torch.save: {str(error).splitlines()[0]}") from None
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL (\S+)", str(error))
         what = f"names {found[1]}, which is not in the allowlist" if found else str(error).splitlines()[0]
@@ -259,21 +274,24 @@ def _groups(inner: dict[str, Any], trained: list[_Trained]) -> list[dict[str, An
     return groups
 
 
-def _client_state(model: Any) -> Any:
-    """As the engine keeps it. What is no plain value stays behind."""
-    client = {}
+def _client_state(model: Any, values: dict[str, torch.Tensor]) -> tuple[Any, list[str]]:
+    """As the engine keeps it, and the names of what a checkpoint cannot keep. values: takes its tensors."""
+    client, lost = {}, []
     for key, value in model.items():
         if key not in _OF_DEEPSPEED:
+            tensors: dict[str, torch.Tensor] = {}
             try:
-                client[str(key)] = to_json(value, str(key))
+                client[str(key)] = to_json(value, f"client_state[{json.dumps(str(key))}]", tensors)
             except ValueError:
+                lost.append(str(key))
                 continue
+            values.update(tensors)
     config = model.get("ds_config")
     accumulation = config.get("gradient_accumulation_steps", 0) if isinstance(config, dict) else 0
     steps = int(model["global_steps"])
     micro = steps * accumulation if isinstance(accumulation, int) else 0  # 0: at the beginning of an accumulation
     counters = {"global_steps": steps, "micro_steps": micro, "global_samples": int(model.get("global_samples", 0))}
-    return {"engine": counters, "client_state": client}
+    return {"engine": counters, "client_state": client}, lost
 
 
 # --- writing ------------------------------------------------------------------------------------------------------
@@ -285,6 +303,7 @@ def _write(
     trained: list[_Trained],
     others: list[tuple[str, torch.Tensor]],
     dtype: torch.dtype,
+    values: dict[str, torch.Tensor],
 ) -> None:
     exact = [] if dtype == torch.float32 else ["master"]
     weights = Writer(
@@ -309,5 +328,10 @@ def _write(
         weights.close()
         state.close()
     manifest.weights, manifest.optimizer = dict(weights.entries), dict(state.entries)
-    manifest.files = {writer.path.name: writer.nbytes for writer in (weights, state)}
+    writers = [weights, state]
+    if values:
+        writers.append(write_tensors(new / VALUES, values))
+        manifest.values = dict(writers[-1].entries)
+    manifest.files = {writer.path.name: writer.nbytes for writer in writers}
+    manifest.checksums = {writer.path.name: writer.header_crc32 for writer in writers}
     manifest.write(new)

@@ -17,7 +17,7 @@ import torch
 from zcomm.comm import Communicator
 from zcomm.zero import access
 from zcomm.zero.build import Parts
-from zcomm.zero.checkpoint.exchange import agree
+from zcomm.zero.checkpoint.exchange import Kept, agree
 from zcomm.zero.geometry import FlatBucket
 from zcomm.zero.sources import SwapSource
 from zcomm.zero.swap import AnyCopy
@@ -64,10 +64,10 @@ class _Weights:
         self._dtype = parts.state.form.dtype
         self._copy = copy
         in_ram = [bucket for bucket in buckets if parts.store.tier_of(bucket) != "nvme"]
-        self._held = {bucket.index: parts.store.load(bucket).clone() for bucket in in_ram}
+        self._held = {bucket.index: parts.store.read(bucket).clone() for bucket in in_ram}
         self._last: tuple[int, torch.Tensor] | None = None
 
-    def load(self, bucket: FlatBucket) -> torch.Tensor:
+    def read(self, bucket: FlatBucket) -> torch.Tensor:
         held = self._held.get(bucket.index)
         if held is not None:
             return held
@@ -79,14 +79,11 @@ class _Weights:
 
 def freeze(parts: Parts, final: Path, weights_for: int | None = None) -> Frozen:
     """Collective: a rank that cannot makes all raise. final: what is being saved."""
-    error: Exception | None = None
-    frozen = None
-    try:
+    kept, frozen = Kept(), None
+    with kept.errors():
         frozen = Frozen(parts, weights_for)
-    except OSError as caught:
-        error = caught
     try:
-        agree(parts.comm, error, f"saving {final}")
+        agree(parts.comm, kept.error, f"saving {final}")
     except BaseException:
         if frozen is not None:
             frozen.close()

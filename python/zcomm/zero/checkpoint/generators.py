@@ -7,6 +7,7 @@ import base64
 import json
 import random
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,18 +30,61 @@ def pack(device: torch.device) -> bytes:
     return json.dumps(state).encode()
 
 
-def unpack(data: bytes, device: torch.device) -> None:
-    """Set them all; that of CUDA where it was saved and the model is on such a device again."""
-    state = json.loads(data)
-    torch.set_rng_state(_tensor(state["torch"]))
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(_tensor(state["cuda"]), device)
-    random.setstate(from_json(state["python"]))
-    if "numpy" in state:
-        import numpy
+def parse(data: bytes, device: torch.device, source: str) -> Callable[[], None]:
+    """The function that sets all generators to these states; that of CUDA where it was saved and the model is on such a
+    device again. Each state is tried on a generator of its own first.
 
-        kind, keys, *rest = state["numpy"]
-        numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
+    Raises: ValueError naming the file ``source`` and the state that is not one.
+    """
+    sets: list[Callable[[], None]] = []
+    name = "JSON"
+    try:
+        state = json.loads(data)
+        for name, of in _READ.items():
+            if name in state or name in ("torch", "python"):
+                sets.append(of(state[name], device))
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{source}: {name!r} is not a state of random number generators: {error!r}") from error
+
+    def apply() -> None:
+        for each in sets:
+            each()
+
+    return apply
+
+
+def _of_torch(text: str, device: torch.device) -> Callable[[], None]:
+    state = _tensor(text)
+    torch.Generator().set_state(state)
+    return lambda: torch.set_rng_state(state)
+
+
+def _of_cuda(text: str, device: torch.device) -> Callable[[], None]:
+    state = _tensor(text)
+    return (lambda: torch.cuda.set_rng_state(state, device)) if device.type == "cuda" else lambda: None
+
+
+def _of_python(value: Any, device: torch.device) -> Callable[[], None]:
+    state = from_json(value)
+    random.Random().setstate(state)
+    return lambda: random.setstate(state)
+
+
+def _of_numpy(value: Any, device: torch.device) -> Callable[[], None]:
+    import numpy
+
+    kind, keys, *rest = value
+    state = (kind, numpy.array(keys, dtype=numpy.uint32), *rest)
+    numpy.random.RandomState().set_state(state)
+    return lambda: numpy.random.set_state(state)
+
+
+_READ: dict[str, Callable[[Any, torch.device], Callable[[], None]]] = {
+    "torch": _of_torch,
+    "cuda": _of_cuda,
+    "python": _of_python,
+    "numpy": _of_numpy,
+}
 
 
 def _text(state: torch.Tensor) -> str:
@@ -48,4 +92,4 @@ def _text(state: torch.Tensor) -> str:
 
 
 def _tensor(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)

@@ -1,12 +1,16 @@
 """Loading: every rank reads just the elements that it keeps, whatever world size, stage, tier or precision wrote them.
 
-First all checksums are compared (each rank a share of the tensors), then everything is checked against the model; only
-then something changes. Collective.
+First all checksums are compared (each rank a share of the tensors), then everything is checked against the model, the
+optimizer, the schedule and the generators; when all ranks agree, something changes. Collective.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import errno
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +20,14 @@ from zcomm.optim.fused import STATE_BLOCK
 from zcomm.zero import access
 from zcomm.zero.build import Parts
 from zcomm.zero.checkpoint import durable, generators
-from zcomm.zero.checkpoint.exchange import agree
-from zcomm.zero.checkpoint.manifest import Manifest, read_manifest
+from zcomm.zero.checkpoint.exchange import Kept, agree, all_values
+from zcomm.zero.checkpoint.folder import Folder
+from zcomm.zero.checkpoint.manifest import NAME, Manifest
+from zcomm.zero.checkpoint.manifest_reader import open_checkpoint
 from zcomm.zero.checkpoint.plain import from_json
 from zcomm.zero.checkpoint.share import other_tensors
-from zcomm.zero.checkpoint.tensor_file import Entry, check, read_part
+from zcomm.zero.checkpoint.tensor_file import Entry, check, read_part, read_whole
+from zcomm.zero.cohorts import reset_counters
 from zcomm.zero.listed import listed
 from zcomm.zero.tile import decoded
 
@@ -29,40 +36,129 @@ if TYPE_CHECKING:
 
 
 def load(
-    optimizer: ZeroOptimizer, final: Path, scheduler: Any, with_optimizer: bool, with_random: bool, strict: bool
+    optimizer: ZeroOptimizer,
+    final: Path,
+    scheduler: Any,
+    with_optimizer: bool,
+    with_random: bool,
+    strict: bool,
+    inspect: Callable[[Any], None] = lambda client_state: None,
 ) -> Any:
-    """See ZeroOptimizer.load."""
-    with optimizer._open_parts.comm.no_deadline():
-        return _load(optimizer, final, scheduler, with_optimizer, with_random, strict)
-
-
-def _load(
-    optimizer: ZeroOptimizer, final: Path, scheduler: Any, with_optimizer: bool, with_random: bool, strict: bool
-) -> Any:
+    """See ZeroOptimizer.load. inspect: raises where the client state is not the caller's, before anything changes."""
     parts = _quiet(optimizer)
-    parts.store.settle()  # before all agree to go on
-    folder = durable.find(final)
-    error: Exception | None = None
-    manifest: Manifest | None = None
-    try:
-        manifest = read_manifest(folder)
+    with parts.comm.no_deadline(), contextlib.ExitStack() as stack:
+        kept, found = Kept(), None
+        with kept.errors():
+            parts.store.settle()  # before all agree to go on
+            folder, manifest = open_checkpoint(durable.find(final))
+            stack.enter_context(folder)
+            found = _Found(optimizer, folder, manifest, scheduler, with_optimizer, with_random, strict)
+            inspect(found.client_state)
+            progress = _Progress(optimizer, scheduler)
+        _agree_on_one(parts, kept, found, final)
+        assert found is not None
+        with kept.errors():
+            found.set_progress()
+        try:
+            agree(parts.comm, kept.error, f"loading {final}")
+        except BaseException:
+            progress.restore()
+            raise
+        with torch.no_grad(), optimizer._breakage.watch():
+            _change(optimizer, folder, found.manifest, with_optimizer)
+        parts.reducer.zero()
+        if with_optimizer:
+            optimizer._breakage.mended()
+        found.set_random()
+        return found.client_state
+
+
+class _Found:
+    """A checkpoint of which all has been compared with its checksums, with the model and with the optimizer.
+
+    Raises: OSError (FileNotFoundError, EIO), ValueError. Changes nothing.
+    """
+
+    def __init__(
+        self,
+        optimizer: ZeroOptimizer,
+        folder: Folder,
+        manifest: Manifest,
+        scheduler: Any,
+        with_optimizer: bool,
+        with_random: bool,
+        strict: bool,
+    ) -> None:
+        parts = optimizer._live
+        self.manifest = manifest
         _verify(parts, folder, manifest)
         _check(optimizer, manifest, with_optimizer, strict)
-    except (OSError, ValueError) as caught:
-        error = caught
-    agree(parts.comm, error, f"loading {final}")
-    assert manifest is not None
-    with torch.no_grad(), optimizer._breakage.watch():
-        _change(optimizer, folder, manifest, with_optimizer)
-    parts.reducer.zero()
-    if with_optimizer:
-        _set_progress(optimizer, manifest)
-        optimizer._breakage.mended()
-    if scheduler is not None and manifest.scheduler is not None:
-        scheduler.load_state_dict(from_json(manifest.scheduler))
-    if with_random and len(manifest.rank_files) == parts.comm.world_size:  # converted ones have none
-        generators.unpack((folder / manifest.rank_files[parts.comm.rank]).read_bytes(), parts.device)
-    return from_json(manifest.client_state)
+        self._optimizer = optimizer if with_optimizer else None
+        self._scheduler = scheduler if manifest.scheduler is not None else None
+        values = {name: read_whole(folder, name, entry) for name, entry in manifest.values.items()}
+        self.client_state = self._plain(manifest.client_state, values, folder, "client_state")
+        self._schedule = self._plain(manifest.scheduler, values, folder, "scheduler")
+        self._options = [self._plain(each["options"], {}, folder, "groups") for each in manifest.groups]
+        if with_optimizer:
+            for group, options in zip(optimizer.param_groups, self._options, strict=True):
+                _check_options(optimizer, {**group, **options}, folder)
+        self.set_random: Callable[[], None] = lambda: None
+        if with_random and len(manifest.rank_files) == parts.comm.world_size:  # converted ones have none
+            name = manifest.rank_files[parts.comm.rank]
+            self.set_random = generators.parse(_compared(folder, manifest, name), parts.device, str(folder.path / name))
+
+    @staticmethod
+    def _plain(value: Any, values: dict[str, torch.Tensor], folder: Folder, field: str) -> Any:
+        try:
+            return from_json(value, values)
+        except ValueError as error:
+            raise ValueError(f"{folder.path / NAME}: {field}: {error}") from error
+
+    def set_progress(self) -> None:
+        """Options, counters, loss scale and the schedule's state become those of the checkpoint."""
+        if self._optimizer is not None:
+            _set_progress(self._optimizer, self.manifest, self._options)
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(self._schedule)
+
+
+class _Progress:
+    """Options, counters, loss scale and the schedule's state as they are, for a load that fails on another rank."""
+
+    def __init__(self, optimizer: ZeroOptimizer, scheduler: Any) -> None:
+        self._optimizer, self._scheduler = optimizer, scheduler
+        self._groups = [dict(group) for group in optimizer.param_groups]
+        self._rule = optimizer.rule.progress()
+        self._cohorts = optimizer._sweep.cohorts.state(optimizer._open_parts.names)
+        self._counts = optimizer.step_count, optimizer.skipped_steps
+        self._scale = optimizer.scaler.state() if optimizer.scaler is not None else None
+        self._schedule = copy.deepcopy(scheduler.state_dict()) if scheduler is not None else None
+
+    def restore(self) -> None:
+        optimizer = self._optimizer
+        for group, before in zip(optimizer.param_groups, self._groups, strict=True):
+            group.clear()
+            group.update(before)
+        if self._rule is not None:
+            optimizer.rule.set_progress(self._rule)
+        optimizer._sweep.cohorts.set_state(self._cohorts, optimizer._open_parts.names)
+        optimizer.step_count, optimizer.skipped_steps = self._counts
+        if optimizer.scaler is not None and self._scale is not None:
+            optimizer.scaler.set_state(self._scale)
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(self._schedule)
+
+
+def _agree_on_one(parts: Parts, kept: Kept, found: _Found | None, final: Path) -> None:
+    """Raise on every rank where one has an error, or where ranks see different checkpoints. Collective."""
+    agree(parts.comm, kept.error, f"loading {final}")
+    assert found is not None
+    sums = all_values(parts.comm, found.manifest.crc32, "which checkpoint is loaded")
+    others = [rank for rank, each in enumerate(sums) if each != sums[0]]
+    if others:
+        which = f"ranks {listed([str(rank) for rank in others])} see another checkpoint than rank 0"
+        why = "the folder is not one that all share, or a save replaced it meanwhile; load it again"
+        raise OSError(errno.ESTALE, f"loading a checkpoint: {which}: {why}", str(final))
 
 
 def _quiet(optimizer: ZeroOptimizer) -> Parts:
@@ -76,30 +172,49 @@ def _quiet(optimizer: ZeroOptimizer) -> Parts:
     return parts
 
 
-def _change(optimizer: ZeroOptimizer, folder: Path, manifest: Manifest, with_optimizer: bool) -> None:
+def _change(optimizer: ZeroOptimizer, folder: Folder, manifest: Manifest, with_optimizer: bool) -> None:
     """Weights and state become those of the checkpoint, on all ranks."""
-    parts, error = optimizer._live, None
-    try:
+    parts, kept = optimizer._live, Kept()
+    with kept.errors():
         if optimizer._breakage.error is not None:
             parts.store.renew()
             parts.state.renew()
         _read_tensors(parts, folder, manifest, with_optimizer)
-    except OSError as caught:
-        error = caught
-    agree(parts.comm, error, f"loading {folder}")
+    agree(parts.comm, kept.error, f"loading {folder.path}")
     parts.store.publish()
     parts.comm.barrier(name="checkpoint is loaded")
 
 
-def _verify(parts: Parts, folder: Path, manifest: Manifest) -> None:
+def _verify(parts: Parts, folder: Folder, manifest: Manifest) -> None:
+    """This rank's share of the checksums. Raises: OSError (EIO)."""
     wrong = manifest.missing_files(folder)
     if wrong:
         raise OSError(errno.EIO, f"the checkpoint is not whole: {'; '.join(wrong)}")
-    entries = [*manifest.weights.items(), *manifest.optimizer.items()]
-    for name, entry in entries[parts.comm.rank :: parts.comm.world_size]:
+    rank, world_size = parts.comm.rank, parts.comm.world_size
+    for name, entry in manifest.entries()[rank::world_size]:
         complaint = check(folder, name, entry)
         if complaint is not None:
             raise OSError(errno.EIO, complaint)
+    for name in list(manifest.checksums)[rank::world_size]:
+        complaint = manifest.check_file(folder, name)
+        if complaint is not None:
+            raise OSError(errno.EIO, complaint)
+
+
+def _compared(folder: Folder, manifest: Manifest, name: str) -> bytes:
+    """The content of a file, compared with its checksum where the checkpoint has one."""
+    data = folder.read(name)
+    if name in manifest.checksums and zlib.crc32(data) != manifest.checksums[name]:
+        raise OSError(errno.EIO, f"{folder.path / name}: its bytes changed")
+    return data
+
+
+def _check_options(optimizer: ZeroOptimizer, group: dict[str, Any], folder: Folder) -> None:
+    """Raises: ValueError for options that the optimizer cannot have."""
+    try:
+        optimizer.rule.check(group)
+    except (ValueError, TypeError, LookupError, NotImplementedError) as error:
+        raise ValueError(f"{folder.path / NAME}: groups: {error}") from error
 
 
 def _check(optimizer: ZeroOptimizer, manifest: Manifest, with_optimizer: bool, strict: bool) -> None:
@@ -154,7 +269,7 @@ def _check_optimizer(optimizer: ZeroOptimizer, manifest: Manifest) -> None:
         )
 
 
-def _read_tensors(parts: Parts, folder: Path, manifest: Manifest, with_optimizer: bool) -> None:
+def _read_tensors(parts: Parts, folder: Folder, manifest: Manifest, with_optimizer: bool) -> None:
     for index, name in enumerate(parts.names):
         saved = manifest.aliases.get(name, name)
         if parts.geometry.is_frozen(index):
@@ -173,11 +288,11 @@ def _read_tensors(parts: Parts, folder: Path, manifest: Manifest, with_optimizer
             tensor.data.copy_(read_part(folder, entry).view(entry.shape))
 
 
-def _reader(folder: Path, entry: Entry) -> Any:
+def _reader(folder: Folder, entry: Entry) -> Any:
     return lambda part: read_part(folder, entry, part.start, part.stop).to(torch.float32)
 
 
-def _read_state(parts: Parts, index: int, folder: Path, entries: dict[str, Entry]) -> None:
+def _read_state(parts: Parts, index: int, folder: Folder, entries: dict[str, Entry]) -> None:
     """entries: by array; with "scales", where it is 8-bit state."""
     if "scales" not in entries:
         access.set_arrays(parts, index, {key: _reader(folder, entry) for key, entry in entries.items()})
@@ -187,12 +302,12 @@ def _read_state(parts: Parts, index: int, folder: Path, entries: dict[str, Entry
         access.set_arrays(parts, index, {key: _decoder(folder, entries, key) for key in parts.state.form.arrays})
 
 
-def _read_codes(folder: Path, key: str, entry: Entry, part: slice) -> torch.Tensor:
+def _read_codes(folder: Folder, key: str, entry: Entry, part: slice) -> torch.Tensor:
     width = entry.shape[1] if key == "scales" else 1
     return read_part(folder, entry, part.start * width, part.stop * width)
 
 
-def _decoder(folder: Path, entries: dict[str, Entry], name: str) -> Any:
+def _decoder(folder: Folder, entries: dict[str, Entry], name: str) -> Any:
     """8-bit state as fp32."""
 
     def read(part: slice) -> torch.Tensor:
@@ -206,10 +321,12 @@ def _decoder(folder: Path, entries: dict[str, Entry], name: str) -> Any:
     return read
 
 
-def _set_progress(optimizer: ZeroOptimizer, manifest: Manifest) -> None:
-    for group, saved in zip(optimizer.param_groups, manifest.groups, strict=True):
-        group.update(from_json(saved["options"]))
+def _set_progress(optimizer: ZeroOptimizer, manifest: Manifest, options: list[dict[str, Any]]) -> None:
+    for group, saved in zip(optimizer.param_groups, options, strict=True):
+        reset_counters(group)
+        group.update(saved)
     optimizer.rule.set_progress(manifest.progress)
+    optimizer._sweep.cohorts.set_state(manifest.counters.get("cohorts", []), optimizer._live.names)
     optimizer.step_count = int(manifest.counters["step_count"])
     optimizer.skipped_steps = int(manifest.counters["skipped_steps"])
     if optimizer.scaler is not None and "loss_scale" in manifest.counters:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 import zlib
 from dataclasses import dataclass, field
@@ -11,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from zcomm.zero.checkpoint import durable
+from zcomm.zero.checkpoint.folder import Folder
 from zcomm.zero.checkpoint.tensor_file import Entry
-from zcomm.zero.listed import listed
 
 NAME = "manifest.json"
-FORMAT = "zcomm checkpoint 1"
+FORMAT = "zcomm checkpoint 2"
+ENTRIES = ("weights", "optimizer", "values")
+READ = ("zcomm checkpoint 1", FORMAT)  # the first one has no checksums of what is not a tensor
 
 
 @dataclass
@@ -24,6 +25,8 @@ class Manifest:
 
     parameters: those that the optimizer trains, in order. aliases: other names of a tied tensor. groups: options and
     names of the param groups. files: bytes of each file. rank_files: those of single ranks (random number generators).
+    checksums: by file, of its bytes that are not tensors. values: tensors of the client state and the schedule.
+    crc32: of the file it was read from; not written.
     """
 
     world_size: int
@@ -39,46 +42,53 @@ class Manifest:
     aliases: dict[str, str] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)
     rank_files: list[str] = field(default_factory=list)
+    checksums: dict[str, int] = field(default_factory=dict)
+    values: dict[str, Entry] = field(default_factory=dict)
     scheduler: Any = None
     client_state: Any = None
+    crc32: int = 0
 
     def write(self, folder: Path) -> None:
-        values = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
-        for kind in ("weights", "optimizer"):
+        values = {name: getattr(self, name) for name in written_fields()}
+        for kind in ENTRIES:
             values[kind] = {name: entry.as_json() for name, entry in values[kind].items()}
         body = json.dumps(values, indent=1)
         text = json.dumps({"format": FORMAT, "crc32": zlib.crc32(body.encode())}) + "\n" + body + "\n"
         durable.write_file(folder / NAME, text.encode())
 
-    def missing_files(self, folder: Path) -> list[str]:
+    def entries(self) -> list[tuple[str, Entry]]:
+        """Every tensor, with its name."""
+        return [*self.weights.items(), *self.optimizer.items(), *self.values.items()]
+
+    def missing_files(self, folder: Folder) -> list[str]:
         """Files that are not there in the size that was written."""
         found = []
         for name, nbytes in self.files.items():
-            path = folder / name
-            if not path.is_file():
-                found.append(f"{path} is missing")
-            elif path.stat().st_size != nbytes:
-                found.append(f"{path} has {path.stat().st_size} bytes, not {nbytes}")
+            try:
+                there = folder.nbytes(name)
+            except FileNotFoundError:
+                found.append(f"{folder.path / name} is missing")
+            except OSError as error:
+                found.append(f"{folder.path / name}: {error.strerror}")
+            else:
+                if there != nbytes:
+                    found.append(f"{folder.path / name} has {there} bytes, not {nbytes}")
         return found
 
+    def check_file(self, folder: Folder, name: str) -> str | None:
+        """A complaint about the bytes of a file that are not tensors, or None; ``missing_files`` names those that are
+        not there in their size."""
+        begin = min((entry.begin for _, entry in self.entries() if entry.file == name), default=None)
+        try:
+            if folder.nbytes(name) != self.files[name] or zlib.crc32(folder.read(name, begin)) == self.checksums[name]:
+                return None
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            return f"{folder.path / name}: {error.strerror}"
+        return f"{folder.path / name}: its {'content' if begin is None else 'header'} is not what was written"
 
-def read_manifest(folder: Path) -> Manifest:
-    """Raises: FileNotFoundError where there is no checkpoint, OSError (EIO) where the manifest is damaged."""
-    path = folder / NAME
-    if not path.is_file():
-        inside = [each.name for each in folder.iterdir() if (each / NAME).is_file()] if folder.is_dir() else []
-        which = f" (the folder holds {listed(sorted(inside))}: name one of them)" if inside else ""
-        raise FileNotFoundError(errno.ENOENT, f"there is no checkpoint{which}: no such file", str(path))
-    try:
-        first, _, body = path.read_text(encoding="utf-8").partition("\n")
-        head = json.loads(first)
-    except ValueError:
-        raise OSError(errno.EIO, "the manifest is damaged", str(path)) from None
-    if not isinstance(head, dict) or head.get("format") != FORMAT:
-        raise OSError(errno.EIO, f"the manifest does not begin with format {FORMAT!r}", str(path))
-    if zlib.crc32(body.rstrip("\n").encode()) != head.get("crc32"):
-        raise OSError(errno.EIO, "the manifest is damaged: its checksum is another", str(path))
-    values = json.loads(body)
-    for kind in ("weights", "optimizer"):
-        values[kind] = {name: Entry.from_json(entry) for name, entry in values[kind].items()}
-    return Manifest(**values)
+
+def written_fields() -> list[str]:
+    """Names of what is in the file."""
+    return [one.name for one in dataclasses.fields(Manifest) if one.name != "crc32"]

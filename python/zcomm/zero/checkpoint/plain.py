@@ -1,46 +1,178 @@
-"""Plain values (numbers, strings, lists, dicts) as JSON and back, with tuples and keys that are no strings kept."""
+"""Values of a program (numbers, strings, tensors, arrays, lists, dicts, Namespaces) as JSON and back.
+
+Tuples, keys that are not strings, Counters and numpy's scalars come back as what they were. Tensors and numpy arrays
+are left to the caller, which writes them as safetensors; the JSON names them. Nothing is pickled.
+"""
 
 from __future__ import annotations
 
+import base64
+import json
+import sys
+from argparse import Namespace
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
-_TUPLE, _ITEMS, _COUNTS = "__tuple__", "__items__", "__counts__"  # the last: milestones of a schedule
+import torch
+from torch import nn
+
+from zcomm.zero.checkpoint.tensor_file import bytes_of, holds
+
+_TUPLE, _ITEMS, _COUNTS, _NAMESPACE = "__tuple__", "__items__", "__counts__", "__namespace__"  # Counts: MultiStepLR's
+_TENSOR, _PARAMETER, _ARRAY, _SCALAR = "__tensor__", "__parameter__", "__array__", "__scalar__"
+_TAGS = {_TUPLE, _ITEMS, _COUNTS, _NAMESPACE, _TENSOR, _PARAMETER, _ARRAY, _SCALAR}
+_MAX_BITS = 13_000  # of an integer: Python reads 4300 digits
+
+Tensors = MutableMapping[str, torch.Tensor]
 
 
-def to_json(value: Any, where: str) -> Any:
-    """``value`` as JSON can hold it. Raises: ValueError naming the place of what is no plain value."""
+def to_json(value: Any, where: str, tensors: Tensors | None = None) -> Any:
+    """``value`` as JSON can hold it. where: how a program writes the way to it ("": its keys begin the way).
+
+    tensors: takes tensors and arrays by the way to them; None: of these only numbers are kept, as Python's.
+    Raises: ValueError naming the way to what cannot be kept.
+    """
+    try:
+        return _to_json(value, where, tensors)
+    except RecursionError:
+        raise ValueError(f"{where or 'the value'} contains itself, or is nested too deeply to be saved") from None
+
+
+def _to_json(value: Any, where: str, tensors: Tensors | None) -> Any:
+    numpy: Any = sys.modules.get("numpy")
+    if isinstance(value, torch.Tensor) or (numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic))):
+        return _number(value, where) if tensors is None else _kept(value, where, tensors)
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > _MAX_BITS:
+        raise ValueError(f"{where} is an integer of {value.bit_length()} bits; a checkpoint keeps {_MAX_BITS} at most")
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, tuple):
-        return {_TUPLE: [to_json(item, f"{where}[{i}]") for i, item in enumerate(value)]}
+        return {_TUPLE: [_to_json(item, f"{where}[{i}]", tensors) for i, item in enumerate(value)]}
     if isinstance(value, list):
-        return [to_json(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return [_to_json(item, f"{where}[{i}]", tensors) for i, item in enumerate(value)]
+    if type(value) is Namespace:
+        items = vars(value).items()
+        return {_NAMESPACE: {key: _to_json(item, f"{where}.{key}", tensors) for key, item in items}}
     if isinstance(value, Mapping):
-        tagged = isinstance(value, Counter) or bool({_TUPLE, _ITEMS, _COUNTS} & set(value))
+        tagged = isinstance(value, Counter) or bool(_TAGS & set(value))
         if not tagged and all(isinstance(key, str) for key in value):
-            return {key: to_json(item, f"{where}.{key}") for key, item in value.items()}
+            return {key: _to_json(item, _at(where, key), tensors) for key, item in value.items()}
         kind = _COUNTS if isinstance(value, Counter) else _ITEMS
-        return {kind: [[to_json(key, where), to_json(item, f"{where}.{key}")] for key, item in value.items()]}
-    if getattr(value, "numel", lambda: 0)() == 1 or type(value).__module__ == "numpy":
-        return value.item()  # a number of torch's or numpy's
-    raise ValueError(
-        f"{where} is {type(value).__name__}, which a checkpoint cannot keep; it keeps numbers, strings, lists, tuples "
-        "and dicts of them"
-    )
+        return {
+            kind: [
+                [_to_json(key, f"a key of {where}", None), _to_json(item, _at(where, key), tensors)]
+                for key, item in value.items()
+            ]
+        }
+    raise _refused(value, where)
 
 
-def from_json(value: Any) -> Any:
-    """The inverse of ``to_json``."""
+def _at(where: str, key: Any) -> str:
+    if isinstance(key, str):
+        return f"{where}[{json.dumps(key, ensure_ascii=False)}]" if where else key
+    return f"{where}[{key!r}]"
+
+
+def _refused(value: Any, where: str, why: str = "") -> ValueError:
+    what = f"{where} is {type(value).__name__}{why}, which a checkpoint cannot keep"
+    kept = "it keeps numbers, strings, tensors, numpy arrays, and lists, tuples, dicts and argparse Namespaces of them"
+    return ValueError(f"{what}; {kept}")
+
+
+def _number(value: Any, where: str) -> Any:
+    """Of a tensor or array of one element."""
+    found = value.item() if (value.numel() if isinstance(value, torch.Tensor) else value.size) == 1 else None
+    if not isinstance(found, (bool, int, float, str)):
+        raise _refused(value, where, f" of shape {tuple(value.shape)}")
+    return found
+
+
+def _kept(value: Any, where: str, tensors: Tensors) -> Any:
+    if isinstance(value, torch.Tensor):
+        if type(value) not in (torch.Tensor, nn.Parameter):
+            raise _refused(value, where, ", a subclass of Tensor")
+        if value.layout != torch.strided or value.is_meta or value.is_quantized or not holds(value.dtype):
+            raise _refused(value, where, f" ({value.dtype}, {value.layout}, on {value.device})")
+        tensors[where] = value.detach().resolve_conj().resolve_neg()
+        return {_PARAMETER: [where, value.requires_grad]} if isinstance(value, nn.Parameter) else {_TENSOR: where}
+    numpy: Any = sys.modules["numpy"]
+    if value.dtype.hasobject or value.dtype.fields is not None:
+        raise _refused(value, where, f" of dtype {value.dtype}")
+    if isinstance(value, numpy.generic):
+        return {_SCALAR: [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
+    if type(value) is not numpy.ndarray:
+        raise _refused(value, where, ", a subclass of ndarray")
+    tensors[where] = _of_array(value)
+    return {_ARRAY: [where, value.dtype.str, list(value.shape)]}
+
+
+def _of_array(value: Any) -> torch.Tensor:
+    """A copy with the same bytes; of uint8 where torch lacks the dtype."""
+    try:
+        tensor: torch.Tensor = torch.from_numpy(value.copy(order="C"))
+        if holds(tensor.dtype):
+            return tensor
+    except (TypeError, ValueError):
+        pass
+    return torch.frombuffer(bytearray(value.tobytes()) or bytearray(1), dtype=torch.uint8)[: value.nbytes]
+
+
+def from_json(value: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> Any:
+    """The inverse of ``to_json``. Raises: ValueError for what ``to_json`` does not give."""
+    try:
+        return _from_json(value, tensors or {})
+    except (TypeError, LookupError, ValueError, AttributeError, RuntimeError, RecursionError) as error:
+        raise ValueError(f"a saved value is not one that a checkpoint keeps: {error!r}") from error
+
+
+def _from_json(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if isinstance(value, list):
-        return [from_json(item) for item in value]
-    if isinstance(value, dict):
-        if _TUPLE in value:
-            return tuple(from_json(item) for item in value[_TUPLE])
-        if _COUNTS in value:
-            return Counter(dict(value[_COUNTS]))
-        if _ITEMS in value:
-            return {from_json(key): from_json(item) for key, item in value[_ITEMS]}
-        return {key: from_json(item) for key, item in value.items()}
-    return value
+        return [_from_json(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag = next(iter(value)) if len(value) == 1 else None
+    if tag not in _TAGS:
+        return {key: _from_json(item, tensors) for key, item in value.items()}
+    inside = value[tag]
+    read = _READ.get(tag)
+    if read is not None:
+        return read(inside, tensors)
+    plain: Any = _pairs(inside, tensors) if tag in (_ITEMS, _COUNTS) else _from_json(inside, tensors)
+    if tag == _TUPLE:
+        return tuple(plain)
+    if tag == _NAMESPACE:
+        return Namespace(**plain)
+    return Counter(dict(plain)) if tag == _COUNTS else dict(plain)
+
+
+def _pairs(pairs: Iterable[Any], tensors: Mapping[str, torch.Tensor]) -> list[tuple[Any, Any]]:
+    return [(_from_json(key, tensors), _from_json(item, tensors)) for key, item in pairs]
+
+
+def _read_parameter(inside: Any, tensors: Mapping[str, torch.Tensor]) -> nn.Parameter:
+    name, requires_grad = inside
+    return nn.Parameter(tensors[name].clone(), requires_grad=bool(requires_grad))
+
+
+def _read_array(inside: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    import numpy
+
+    name, dtype, shape = inside
+    raw = bytes(bytes_of(tensors[name]))
+    return numpy.frombuffer(raw, dtype=numpy.dtype(dtype)).reshape(shape).copy()
+
+
+def _read_scalar(inside: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    import numpy
+
+    dtype, text = inside
+    return numpy.frombuffer(base64.b64decode(text, validate=True), dtype=numpy.dtype(dtype))[0]
+
+
+_READ: dict[str, Callable[[Any, Mapping[str, torch.Tensor]], Any]] = {
+    _TENSOR: lambda name, tensors: tensors[name].clone(),
+    _PARAMETER: _read_parameter,
+    _ARRAY: _read_array,
+    _SCALAR: _read_scalar,
+}

@@ -20,17 +20,17 @@ class Readable:
     """Of ``parts`` what access.py needs to read. error: of the first read that failed."""
 
     def __init__(self, parts: Parts) -> None:
-        self.error: OSError | None = None
+        self.error: Exception | None = None
         self.form = parts.state.form
         self.part = parts.store.part
         self._store, self._state = parts.store, parts.state
         me: Any = self
         self.parts = dataclasses.replace(parts, store=me, state=me)
 
-    def load(self, bucket: FlatBucket) -> torch.Tensor:
+    def read(self, bucket: FlatBucket) -> torch.Tensor:
         try:
-            return self._store.load(bucket)
-        except OSError as error:
+            return self._store.read(bucket)
+        except Exception as error:
             self.error = self.error or error
             part = self.part(bucket)
             return torch.zeros(part.stop - part.start, dtype=self.form.dtype)
@@ -41,7 +41,7 @@ class Readable:
         with contextlib.ExitStack() as stack:
             try:
                 state = stack.enter_context(self._state.tile(bucket, part))
-            except OSError as error:
+            except Exception as error:
                 self.error = self.error or error
                 state = torch.zeros(self.form.nbytes(part.stop - part.start), dtype=torch.uint8)
             yield state

@@ -1,19 +1,21 @@
 """Saving: each parameter is put together on one rank, which writes it; then the folder is put in its place.
 
 Memory: this rank's shards and one whole fp32 tensor; in the background a copy of its shards (frozen.py). Every rank
-must see the same folder (a shared file system between hosts). Collective; a rank that cannot write makes all raise, and
-the last checkpoint stays. While saving, nobody runs into the deadline for a slow drive; a dead rank is noticed.
+must see the same folder (a shared file system between hosts). Collective; a rank that fails, whatever its error, makes
+all raise, and the last checkpoint stays. While saving, no rank runs into the deadline for a slow drive; a dead rank is
+noticed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import itertools
-import shutil
 from collections.abc import Callable, Generator, Iterable
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +24,15 @@ import torch
 from zcomm.comm import Communicator
 from zcomm.zero.build import Parts
 from zcomm.zero.checkpoint import durable, generators
-from zcomm.zero.checkpoint.exchange import agree, all_values
+from zcomm.zero.checkpoint.exchange import Kept, agree, all_values
+from zcomm.zero.checkpoint.folder import Folder
 from zcomm.zero.checkpoint.frozen import Frozen, freeze
 from zcomm.zero.checkpoint.manifest import Manifest
 from zcomm.zero.checkpoint.plain import to_json
 from zcomm.zero.checkpoint.share import Share, gathered, other_tensors, others, share_of, write
+from zcomm.zero.checkpoint.staging import NewFolder
 from zcomm.zero.checkpoint.tensor_file import Entry, check_dtypes
+from zcomm.zero.param_groups import options_of
 
 if TYPE_CHECKING:
     from zcomm.zero.optimizer import ZeroOptimizer
@@ -97,116 +102,153 @@ def save(
     wait: bool,
     then: Callable[[], None] = lambda: None,
     lean: bool = False,
+    root: str = "client_state",
 ) -> SaveTask:
-    """See ZeroOptimizer.save. then: what rank 0 does once the folder is in its place. lean: without frozen ones."""
+    """See ZeroOptimizer.save. then: what rank 0 does once the folder is in its place. lean: without frozen ones.
+    root: how a program writes the way to the client state."""
     parts = optimizer._live
     with parts.comm.no_deadline():
-        manifest = _describe(optimizer, final, scheduler, client_state, lean)
-        folder = _make_folder(parts, final)
-        share, random, rest = share_of(parts, lean), generators.pack(parts.device), others(parts, lean)
-        frozen = None if wait else _freeze(parts, folder, final)
+        content = _content(optimizer, final, scheduler, client_state, lean, root)
+        place, folder = _make_folder(parts, final)
+    frozen: Frozen | None = None
+
+    def end() -> None:
+        if place is not None:
+            place.discard()
         if frozen is not None:
-            rest = [(which, tensor.clone()) for which, tensor in rest]
+            frozen.close()
 
     def write(comm: Communicator) -> None:
+        def weights() -> Iterable[tuple[int, torch.Tensor]]:
+            return gathered(parts if frozen is None else frozen.parts(comm), lean)
+
         try:
-            now = parts if frozen is None else frozen.parts(comm)
-            _write(comm, share, itertools.chain(gathered(now, lean), rest), random, manifest, folder, final, then)
+            _write(comm, content, weights, place, folder, final, then)
         finally:
-            if frozen is not None:
-                frozen.close()
+            end()
 
-    return start(parts, write, wait)
-
-
-def _freeze(parts: Parts, folder: Path, final: Path) -> Frozen:
     try:
-        return freeze(parts, final)
+        if not wait:
+            with parts.comm.no_deadline():
+                frozen = freeze(parts, final)
+                content = _copied(parts, content, final)
+        return start(parts, write, wait)
     except BaseException:
-        if parts.comm.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+        end()
         raise
+
+
+@dataclass(frozen=True)
+class _Content:
+    """All that this rank saves but the parameters, as it is when the save begins."""
+
+    manifest: Manifest
+    share: Share
+    random: bytes
+    rest: list[tuple[int, torch.Tensor]]
+    values: dict[str, torch.Tensor]
+
+
+def _copied(parts: Parts, content: _Content, final: Path) -> _Content:
+    """With tensors of its own: the program goes on. Collective."""
+    kept = Kept()
+    with kept.errors():
+        rest = [(which, tensor.clone()) for which, tensor in content.rest]
+        values = {name: tensor.to("cpu", copy=True) for name, tensor in content.values.items()}
+        content = dataclasses.replace(content, rest=rest, values=values)
+    agree(parts.comm, kept.error, f"saving {final}")
+    return content
+
+
+def _content(
+    optimizer: ZeroOptimizer, final: Path, scheduler: Any, client_state: Any, lean: bool, root: str
+) -> _Content:
+    """Collective: what cannot be kept is an error on every rank, before anything is written."""
+    kept, parts = Kept(), optimizer._live
+    content: _Content | None = None
+    with kept.errors():
+        check_dtypes(other_tensors(parts, lean))
+        values: dict[str, torch.Tensor] = {}
+        manifest = _manifest(optimizer, scheduler, client_state, root, values)
+        values = values if parts.comm.rank == 0 else {}
+        content = _Content(manifest, share_of(parts, lean), generators.pack(parts.device), others(parts, lean), values)
+    agree(parts.comm, kept.error, f"saving {final}")
+    assert content is not None
+    return content
 
 
 def _write(
     comm: Communicator,
-    share: Share,
-    tensors: Iterable[tuple[int, torch.Tensor]],
-    random: bytes,
-    manifest: Manifest,
+    content: _Content,
+    weights: Callable[[], Iterable[tuple[int, torch.Tensor]]],
+    place: NewFolder | None,
     folder: Path,
     final: Path,
     then: Callable[[], None],
 ) -> None:
     """Write this rank's files, agree, and let rank 0 put the folder in its place."""
-    error: Exception | None = None
+    kept, mine = Kept(), {}
     try:
-        try:
-            mine = write(share, tensors, random, folder)
-        except OSError as caught:
-            error, mine = caught, {}
-        agree(comm, error, f"saving {final}")
-        for of_rank in all_values(comm, mine, "what was written"):
-            _merge(manifest, of_rank)
-        if comm.rank == 0:
-            error = _finish(manifest, folder, final, then)
-        agree(comm, error, f"saving {final}")
+        tensors = itertools.chain(weights(), content.rest)
+        mine = write(kept, content.share, tensors, content.random, content.values, folder)
+    except BaseException as error:
+        kept.error = kept.error or error
+    agree(comm, kept.error, f"saving {final}")
+    every = all_values(comm, mine, "what was written")
+    if place is not None:
+        with kept.errors():
+            _finish(content.manifest, every, place)
+            then()
+    agree(comm, kept.error, f"saving {final}")
+
+
+def _make_folder(parts: Parts, final: Path) -> tuple[NewFolder | None, Path]:
+    """Rank 0 makes the folder, and all ranks write into it."""
+    kept = Kept()
+    place: NewFolder | None = None
+    try:
+        with kept.errors():
+            final = durable.resolved(final)
+            if parts.comm.rank == 0:
+                place = NewFolder(final)
+        agree(parts.comm, kept.error, f"saving {final}")
+        name = all_values(parts.comm, place.path.name if place is not None else None, "folder of the checkpoint")[0]
     except BaseException:
-        if comm.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+        if place is not None:
+            place.discard()
         raise
+    return place, final.parent / str(name)
 
 
-def _make_folder(parts: Parts, final: Path) -> Path:
-    error: Exception | None = None
-    name: str | None = None
-    if parts.comm.rank == 0:
-        try:
-            name = durable.temporary(final).name
-        except OSError as caught:
-            error = caught
-    agree(parts.comm, error, f"making {final}")
-    name = all_values(parts.comm, name, "folder of the checkpoint")[0]
-    return final.parent / str(name)
-
-
-def _finish(manifest: Manifest, folder: Path, final: Path, then: Callable[[], None]) -> Exception | None:
+def _finish(manifest: Manifest, every: list[dict[str, Any]], place: NewFolder) -> None:
     """Rank 0 has the last word."""
-    try:
+    for of_rank in every:
+        _merge(manifest, of_rank)
+    with Folder(place.path) as folder:
         unseen = manifest.missing_files(folder)
-        if unseen:
-            return OSError(errno.ENOENT, f"rank 0 does not see what others wrote ({unseen[0]}); all need one folder")
-        manifest.write(folder)
-        durable.put(folder, final)
-        then()
-    except OSError as error:
-        return error
-    return None
+    if unseen:
+        raise OSError(errno.ENOENT, f"rank 0 does not see what others wrote ({unseen[0]}); all need one folder")
+    manifest.write(place.path)
+    place.put()
 
 
-def _describe(optimizer: ZeroOptimizer, final: Path, scheduler: Any, client_state: Any, lean: bool) -> Manifest:
-    """All but the tensors. Collective: what cannot be kept is an error on every rank, before anything is written."""
-    error: Exception | None = None
-    try:
-        check_dtypes(other_tensors(optimizer._live, lean))
-        manifest = _manifest(optimizer, scheduler, client_state)
-    except ValueError as caught:
-        error = caught
-    agree(optimizer._live.comm, error, f"saving {final}")
-    return manifest
-
-
-def _manifest(optimizer: ZeroOptimizer, scheduler: Any, client_state: Any) -> Manifest:
+def _manifest(
+    optimizer: ZeroOptimizer, scheduler: Any, client_state: Any, root: str, values: dict[str, torch.Tensor]
+) -> Manifest:
+    """All but the tensors. values: takes those of the schedule and the client state."""
     parts = optimizer._live
     groups = []
     for number, group in enumerate(optimizer.param_groups):
         names = [parts.names[parts.index_of[id(param)]] for param in group["params"]]
-        options = {key: value for key, value in group.items() if key != "params" and not callable(value)}
+        options = {key: value for key, value in options_of(group).items() if not callable(value)}
         options.pop("state_dtype", None)  # how it is kept, not what; the files have fp32
         groups.append({"params": names, "options": to_json(options, f"param_groups[{number}]")})
     counters: dict[str, Any] = {"step_count": optimizer.step_count, "skipped_steps": optimizer.skipped_steps}
     if optimizer.scaler is not None:
         counters["loss_scale"] = optimizer.scaler.state()
+    cohorts = optimizer._sweep.cohorts.state(parts.names)
+    if cohorts:
+        counters["cohorts"] = cohorts
     state = scheduler.state_dict() if scheduler is not None else None
     return Manifest(
         world_size=parts.comm.world_size,
@@ -217,8 +259,8 @@ def _manifest(optimizer: ZeroOptimizer, scheduler: Any, client_state: Any) -> Ma
         groups=groups,
         progress=optimizer.rule.progress(),
         counters=counters,
-        scheduler=to_json(state, "scheduler"),
-        client_state=to_json(client_state, "client_state"),
+        scheduler=to_json(state, "scheduler", values),
+        client_state=to_json(client_state, root, values),
     )
 
 
@@ -226,5 +268,7 @@ def _merge(manifest: Manifest, of_rank: dict[str, Any]) -> None:
     manifest.weights.update({name: Entry.from_json(entry) for name, entry in of_rank["weights"].items()})
     manifest.optimizer.update({name: Entry.from_json(entry) for name, entry in of_rank["optimizer"].items()})
     manifest.aliases.update(of_rank["aliases"])
+    manifest.values.update({name: Entry.from_json(entry) for name, entry in of_rank["values"].items()})
     manifest.files.update(of_rank["files"])
+    manifest.checksums.update(of_rank["checksums"])
     manifest.rank_files.append(of_rank["random"])

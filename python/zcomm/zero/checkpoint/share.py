@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,14 @@ from zcomm.optim.fused import STATE_BLOCK
 from zcomm.zero import access
 from zcomm.zero.build import Parts
 from zcomm.zero.checkpoint import durable
+from zcomm.zero.checkpoint.exchange import Kept
 from zcomm.zero.checkpoint.readable import Readable
-from zcomm.zero.checkpoint.tensor_file import Writer
+from zcomm.zero.checkpoint.tensor_file import Writer, write_tensors
 from zcomm.zero.opened import taken_params
 from zcomm.zero.tile import TileForm
 
 WEIGHTS, STATE = 0, 1  # the two files of a rank
+VALUES = "client-state.safetensors"  # tensors of the client state and the schedule; rank 0's
 Plan = list[tuple[str, torch.dtype, torch.Size]]
 
 
@@ -140,33 +142,47 @@ def rounded(form: TileForm, master: torch.Tensor) -> torch.Tensor:
     return weight.view(master.shape)
 
 
-def write(share: Share, tensors: Iterable[tuple[int, torch.Tensor]], random: bytes, folder: Path) -> dict[str, Any]:
-    """This rank's files; what the manifest says of them. ``tensors`` are taken to the end, whatever fails here.
-
-    Raises: OSError naming the file, or what could not be read.
-    """
+def write(
+    kept: Kept,
+    share: Share,
+    tensors: Iterable[tuple[int, torch.Tensor]],
+    random: bytes,
+    values: Mapping[str, torch.Tensor],
+    folder: Path,
+) -> dict[str, Any]:
+    """This rank's files; what the manifest holds of them. values: tensors that rank 0 writes beside. ``tensors`` are
+    taken to the end, whatever fails here; ``kept`` has the first error then, and the result is of no use."""
     end = f"{share.rank + 1:05d}-of-{share.world_size:05d}.safetensors"
-    writers = [
-        Writer(folder / f"{kind}-{end}", plan) for kind, plan in zip(("model", "optimizer"), share.plans, strict=True)
-    ]
+    writers: list[Writer] = []
+    with kept.errors():
+        for kind, plan in zip(("model", "optimizer"), share.plans, strict=True):
+            writers.append(Writer(folder / f"{kind}-{end}", plan))
     try:
         with torch.no_grad():
             for which, tensor in tensors:
-                writers[which].add(tensor)
-    except OSError:
+                if kept.error is None:
+                    with kept.errors():
+                        writers[which].add(tensor)
+    finally:
         for writer in writers:
-            with contextlib.suppress(OSError):
+            with kept.errors():
                 writer.close()
-        raise
-    for writer in writers:
-        writer.close()
     states = folder / f"random-{share.rank:05d}.json"
-    durable.write_file(states, random)
-    weights, state = ({name: entry.as_json() for name, entry in writer.entries.items()} for writer in writers)
-    return {
-        "weights": weights,
-        "optimizer": state,
-        "aliases": share.aliases,
-        "files": {writer.path.name: writer.nbytes for writer in writers} | {states.name: len(random)},
-        "random": states.name,
-    }
+    mine: dict[str, Any] = {"aliases": share.aliases, "random": states.name, "values": {}}
+    if kept.error is not None:
+        return mine
+    with kept.errors():
+        durable.write_file(states, random)
+        if values:
+            extra = write_tensors(folder / VALUES, values)
+            mine["values"] = _listed(extra)
+            writers.append(extra)
+        mine["weights"], mine["optimizer"] = (_listed(writer) for writer in writers[:2])
+        mine["files"] = {writer.path.name: writer.nbytes for writer in writers} | {states.name: len(random)}
+        checksums = {writer.path.name: writer.header_crc32 for writer in writers}
+        mine["checksums"] = checksums | {states.name: zlib.crc32(random)}
+    return mine
+
+
+def _listed(writer: Writer) -> dict[str, Any]:
+    return {name: entry.as_json() for name, entry in writer.entries.items()}

@@ -6,18 +6,21 @@ Source: https://github.com/huggingface/safetensors#format; tests read the files 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from zcomm.zero.checkpoint import durable
+from zcomm.zero.checkpoint.folder import Folder
 
 _NAMES = {
     torch.float64: "F64",
@@ -37,7 +40,14 @@ _NAMES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
+_LATER = {"float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ", "float8_e8m0fnu": "F8_E8M0"}
+_NAMES.update({getattr(torch, kind): name for kind, name in _LATER.items() if hasattr(torch, kind)})
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+def holds(dtype: torch.dtype) -> bool:
+    """Whether a safetensors file can hold tensors of ``dtype``."""
+    return dtype in _NAMES
 
 
 def check_dtypes(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -64,6 +74,11 @@ class Entry:
     @property
     def torch_dtype(self) -> torch.dtype:
         return _DTYPES[self.dtype]
+
+    @property
+    def torch_dtype_or_none(self) -> torch.dtype | None:
+        """None: torch lacks it."""
+        return _DTYPES.get(self.dtype)
 
     def as_json(self) -> list[Any]:
         return [self.file, self.dtype, list(self.shape), self.begin, self.nbytes, self.crc32]
@@ -105,12 +120,14 @@ class Writer:
             at += nbytes
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        self._at = 8 + len(text)
+        text = len(text).to_bytes(8, "little") + text
+        self._at = len(text)
         self.nbytes = self._at + at
-        self._attempt(lambda: self._open(len(text).to_bytes(8, "little") + text))
+        self.header_crc32 = zlib.crc32(text)
+        self._attempt(lambda: self._open(text))
 
     def _open(self, header: bytes) -> None:
-        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         durable.write_all(self._descriptor, memoryview(header), self.path)
 
     def _attempt(self, action: Any) -> None:
@@ -141,26 +158,39 @@ class Writer:
             raise self.error
 
 
-def read_part(folder: Path, entry: Entry, begin: int = 0, end: int | None = None) -> torch.Tensor:
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> Writer:
+    """A new file with these tensors, synced. Raises: OSError."""
+    writer = Writer(path, [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()])
+    try:
+        for tensor in tensors.values():
+            writer.add(tensor)
+    finally:
+        writer.close()
+    return writer
+
+
+def read_part(folder: Folder, entry: Entry, begin: int = 0, end: int | None = None) -> torch.Tensor:
     """Elements [begin, end) of a tensor, flat. Raises: OSError naming the file when it is short or not readable."""
     dtype = entry.torch_dtype
     count = entry.nbytes // dtype.itemsize
     end = count if end is None else end
     out = torch.empty(end - begin, dtype=dtype)
     target, at = bytes_of(out), entry.begin + begin * dtype.itemsize
-    path = folder / entry.file
-    with path.open("rb", buffering=0) as file:
-        file.seek(at)
+    descriptor = folder.open(entry.file)
+    try:
         done = 0
         while done < target.nbytes:
-            got = file.readinto(target[done:])
+            got = os.preadv(descriptor, [target[done:]], at + done)
             if not got:
-                raise OSError(5, f"the file ends after {at + done} bytes, the checkpoint needs more", str(path))
+                path = str(folder.path / entry.file)
+                raise OSError(errno.EIO, f"the file ends after {at + done} bytes, more are needed", path)
             done += got
+    finally:
+        os.close(descriptor)
     return out
 
 
-def read_whole(folder: Path, name: str, entry: Entry) -> torch.Tensor:
+def read_whole(folder: Folder, name: str, entry: Entry) -> torch.Tensor:
     """The tensor, compared with its checksum. Raises: OSError naming file and tensor."""
     tensor = read_part(folder, entry).view(entry.shape)
     if zlib.crc32(bytes_of(tensor)) != entry.crc32:
@@ -168,54 +198,78 @@ def read_whole(folder: Path, name: str, entry: Entry) -> torch.Tensor:
     return tensor
 
 
-def _differs(folder: Path, name: str, entry: Entry) -> str:
-    return f"{folder / entry.file}: the bytes of {name} are not those that were written"
+def _differs(folder: Folder, name: str, entry: Entry) -> str:
+    return f"{folder.path / entry.file}: the bytes of {name} are not those that were written"
+
+
+def check(folder: Folder, name: str, entry: Entry) -> str | None:
+    """What is wrong with the stored tensor, or None."""
+    crc, at, end = 0, entry.begin, entry.begin + entry.nbytes
+    try:
+        descriptor = folder.open(entry.file)
+        try:
+            while at < end:
+                data = os.pread(descriptor, min(1 << 24, end - at), at)
+                if not data:
+                    return f"{folder.path / entry.file}: ends {end - at} bytes before the end of {name}"
+                crc = zlib.crc32(data, crc)
+                at += len(data)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        return f"{folder.path / entry.file}: {error.strerror}, but it holds {name}"
+    return None if crc == entry.crc32 else _differs(folder, name, entry)
 
 
 def read_entries(path: Path) -> dict[str, Entry]:
-    """The tensors of any safetensors file by name (without checksums). Raises: OSError, ValueError naming the file."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length < 2 or 8 + length > size:
-            raise ValueError(f"{path} is no safetensors file: its header would have {length} of {size} bytes")
-        try:
-            header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            entries = {
-                name: Entry(
-                    path.name,
-                    tensor["dtype"],
-                    tuple(tensor["shape"]),
-                    8 + length + tensor["data_offsets"][0],
-                    tensor["data_offsets"][1] - tensor["data_offsets"][0],
-                    0,
-                )
-                for name, tensor in header.items()
-            }
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise ValueError(f"{path} is no safetensors file: {error!r} in its header") from error
+    """The tensors of any safetensors file by name (without checksums), all rules of the format checked by its library.
+
+    Raises: OSError (EIO: the file is shorter than its header says); ValueError naming the file that is not valid, or a
+    dtype that torch lacks.
+    """
+    if not path.is_file():  # the library would wait for the writer of a pipe
+        raise OSError(errno.ENOENT, "there is no such file", str(path))
+    try:
+        with safe_open(path, "numpy"):  # header's length, dtypes, shapes, offsets from 0 to the end without gaps
+            pass
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length).decode(), object_pairs_hook=_once)
+        header.pop("__metadata__", None)
+        entries = {}
+        for name, tensor in header.items():
+            begin, end = tensor["data_offsets"]
+            shape = tuple(tensor["shape"])
+            entries[name] = Entry(path.name, tensor["dtype"], shape, 8 + length + begin, end - begin, 0)
+    except (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        _check_length(path)
+        raise ValueError(f"{path} is not a valid safetensors file: {error}") from error
     for name, entry in entries.items():
         if entry.dtype not in _DTYPES:
             raise ValueError(f"{path}: {name} is {entry.dtype}; known are {', '.join(_DTYPES)}")
-        if entry.begin + entry.nbytes > size:
-            raise OSError(5, f"the file has {size} bytes, {name} ends at {entry.begin + entry.nbytes}", str(path))
     return entries
 
 
-def check(folder: Path, name: str, entry: Entry) -> str | None:
-    """What is wrong with the stored tensor, or None."""
-    crc, step = 0, 1 << 24
-    try:
-        with (folder / entry.file).open("rb", buffering=0) as file:
-            file.seek(entry.begin)
-            left = entry.nbytes
-            while left > 0:
-                data = file.read(min(step, left))
-                if not data:
-                    return f"{folder / entry.file}: ends {left} bytes before the end of {name}"
-                crc = zlib.crc32(data, crc)
-                left -= len(data)
-    except OSError as error:
-        return f"{folder / entry.file}: {error.strerror}, but it holds {name}"
-    return None if crc == entry.crc32 else _differs(folder, name, entry)
+def _check_length(path: Path) -> None:
+    """Raises: OSError where the file ends before its last tensor does: a copy or a download that was cut."""
+    size = path.stat().st_size
+    with (
+        contextlib.suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError),
+        path.open("rb") as file,
+    ):
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(size, 100_000_000):
+            return
+        header = json.loads(file.read(length).decode())
+        needed = 8 + length + max(header[name]["data_offsets"][1] for name in header if name != "__metadata__")
+        if size < needed:
+            raise OSError(errno.EIO, f"the file has {size} bytes, but its tensors end at {needed}", str(path))
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Raises: ValueError for a name that is there twice, which the format forbids."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice in its header")
+    return found

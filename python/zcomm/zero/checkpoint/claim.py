@@ -1,0 +1,70 @@
+"""Claims: one save at a time writes a folder or a file; a second job that names the same place gets an error.
+
+The lock file ``.NAME.lock`` lies beside the place and is removed with the claim. A killed job's lock is free at once:
+the kernel drops it with the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+from pathlib import Path
+
+_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
+_told: set[int] = set()
+
+
+class Claim:
+    """The right to write ``place``, until ``release``. wait: for another's to end, instead of an error.
+
+    Raises: OSError (EBUSY: another job, or another optimizer of this one, is writing it).
+    """
+
+    def __init__(self, place: Path, wait: bool = False) -> None:
+        self._path = place.parent / f".{place.name}.lock"
+        self._file = self._locked(place, wait)
+
+    def _locked(self, place: Path, wait: bool) -> int:
+        while True:
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                _lock(file, place, wait)
+                with contextlib.suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(file), os.stat(self._path, follow_symlinks=False)):
+                        return file
+            except BaseException:
+                os.close(file)
+                raise
+            os.close(file)  # its owner removed it while this one waited: it guards nothing any more
+
+    def release(self) -> None:
+        """Idempotent. Raises nothing: a lock file that stays is free."""
+        file, self._file = self._file, -1
+        if file < 0:
+            return
+        with contextlib.suppress(OSError):
+            os.unlink(self._path)
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_UN)  # a forked child (a data loader's worker) has the descriptor, too
+        os.close(file)
+
+
+def _lock(file: int, place: Path, wait: bool) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        what = "another save is writing there; give each job a folder of its own"
+        raise OSError(errno.EBUSY, what, str(place)) from None
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+        if error.errno not in _told:
+            _told.add(error.errno or 0)
+            logging.getLogger("zcomm").warning(
+                "%s: its file system has no locks (%s), so two jobs that save there are not noticed",
+                place,
+                error.strerror,
+            )

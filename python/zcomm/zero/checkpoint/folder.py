@@ -1,0 +1,105 @@
+"""Folders that are read: opened once, and every file by its plain name below them.
+
+A name that a file holds (a manifest, an index, ``latest``) may come from a stranger. It never leads out of the folder:
+paths are refused, and so are symbolic links, pipes and devices. Because the folder stays open, everything that is read
+is of one folder, even when a save puts another one in its place meanwhile: ``remove_unread`` leaves it as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import stat
+from pathlib import Path
+from types import TracebackType
+
+
+def is_plain_name(name: object) -> bool:
+    """Whether ``name`` names something directly in a folder: it is not a path."""
+    return isinstance(name, str) and 0 < len(name) < 256 and name not in (".", "..") and not set(name) & {"/", "\0"}
+
+
+def check_plain_name(name: object, source: Path, field: str) -> str:
+    """``name``. Raises: ValueError naming the file ``source`` and the field that hold another thing than a name."""
+    if not isinstance(name, str) or not is_plain_name(name):
+        raise ValueError(f"{source}: {field} is {name!r}; expected the plain name of a file in that folder")
+    return name
+
+
+class Folder:
+    """An open folder. links: follow symbolic links to files (a cache of Hugging Face's hub consists of them).
+
+    Raises: OSError where ``path`` is not a folder that can be read. Use it as a context manager.
+    """
+
+    def __init__(self, path: Path, links: bool = False) -> None:
+        self.path = path
+        self._links = links
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        with contextlib.suppress(OSError):  # no locks there, or it is being removed: files will be missing
+            fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child has the descriptor, too
+            os.close(descriptor)
+
+    def open(self, name: str) -> int:
+        """A descriptor of the regular file ``name``, for reading. Raises: OSError naming the path."""
+        path = str(self.path / name)
+        if not is_plain_name(name):
+            raise OSError(errno.EINVAL, "the name may lead out of the folder", path)
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if self._links else os.O_NOFOLLOW)
+        try:
+            descriptor = os.open(name, flags, dir_fd=self._descriptor)  # O_NONBLOCK: a pipe would wait for its writer
+        except OSError as error:
+            what = "a symbolic link is not followed" if error.errno == errno.ELOOP else os.strerror(error.errno or 0)
+            raise OSError(error.errno, what, path) from None
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, "it is not a regular file", path)
+        return descriptor
+
+    def nbytes(self, name: str) -> int:
+        """Size of the file ``name``. Raises: OSError naming the path."""
+        descriptor = self.open(name)
+        try:
+            return os.fstat(descriptor).st_size
+        finally:
+            os.close(descriptor)
+
+    def read(self, name: str, end: int | None = None) -> bytes:
+        """The first ``end`` bytes of the file ``name`` (None: all). Raises: OSError naming the path."""
+        with open(self.open(name), "rb") as file:
+            return file.read() if end is None else file.read(end)
+
+
+def remove_unread(path: Path) -> None:
+    """Remove a folder with all that is in it, unless it is open as a ``Folder``, of any process. Raises nothing."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        except OSError:  # no locks there
+            pass
+        shutil.rmtree(path, ignore_errors=True)
+    finally:
+        os.close(descriptor)

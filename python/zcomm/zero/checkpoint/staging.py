@@ -1,0 +1,173 @@
+"""Folders and files that appear whole or not at all: written beside their place, synced, then put there by one rename.
+
+A folder that is already there is exchanged in one step (renameat2 of Linux); where the file system cannot, it is first
+set aside as ``.NAME.previous``, which ``durable.find`` knows. What a killed save left is removed by the next one.
+All that can be known to fail at the end is checked before anything is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import re
+import shutil
+from pathlib import Path
+from types import TracebackType
+
+from zcomm.zero.checkpoint import durable
+from zcomm.zero.checkpoint.claim import Claim
+from zcomm.zero.checkpoint.folder import remove_unread
+
+
+class NewFolder:
+    """The folder ``path``, which is written beside its place ``final`` and becomes it by ``put``.
+
+    Raises: FileExistsError where ``final`` holds something else than a checkpoint, which would be lost; OSError (EBUSY)
+    for a mount point, and where another save is writing there.
+    """
+
+    def __init__(self, final: Path) -> None:
+        self.final = final = durable.resolved(final)
+        durable.make_folders(final.parent)
+        self._claim = Claim(final)
+        try:
+            _check_place(final)
+            _remove_left(final)
+            self.path = _new_folder(final)
+            self._shown = False
+        except BaseException:
+            self._claim.release()
+            raise
+
+    def put(self) -> None:
+        """Make it ``final``; a folder that was there is removed afterwards, and what a killed save had set aside."""
+        folder, final, previous = self.path, self.final, durable.previous_of(self.final)
+        durable.sync_folder(folder)
+        durable.before_write("rename")
+        if not final.exists():
+            os.rename(folder, final)
+        elif not durable._exchange(folder, final):
+            remove_unread(previous)
+            if previous.exists():  # it is being read: the next save removes it
+                os.rename(previous, _new_folder(final))
+            os.rename(final, previous)
+            durable.before_write("rename the new one")
+            os.rename(folder, final)
+        self._shown = True  # from here on ``path`` is the old one, which stays until the new one is on the drive
+        durable.sync_folder(final.parent)
+        for old in (folder, previous):
+            remove_unread(old)
+        self._claim.release()
+
+    def discard(self) -> None:
+        """Remove what is not in its place; does nothing after ``put``."""
+        if not self._shown:
+            shutil.rmtree(self.path, ignore_errors=True)
+        self._claim.release()
+
+    def __enter__(self) -> NewFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.discard()
+
+
+class NewFile:
+    """The file ``path``, which is written beside its place ``final`` and becomes it by ``put``.
+
+    Raises: OSError (EBUSY) where another save is writing there.
+    """
+
+    def __init__(self, final: Path) -> None:
+        self.final = final = durable.resolved(final)
+        durable.make_folders(final.parent)
+        if final.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "a folder is there already", str(final))
+        self._claim = Claim(final)
+        self.path = final.with_name(f".{final.name}.saving")
+        try:
+            self.path.unlink(missing_ok=True)
+        except BaseException:
+            self._claim.release()
+            raise
+
+    def put(self) -> None:
+        """Make it ``final``."""
+        durable.before_write(f"rename {self.final.name}")
+        os.replace(self.path, self.final)
+        durable.sync_folder(self.final.parent)
+        self._claim.release()
+
+    def discard(self) -> None:
+        """Remove it where it is not in its place."""
+        with contextlib.suppress(OSError):
+            self.path.unlink(missing_ok=True)
+        self._claim.release()
+
+    def __enter__(self) -> NewFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.discard()
+
+
+def _check_place(final: Path) -> None:
+    if _is_mount(final):
+        raise OSError(
+            errno.EBUSY, "it is a mount point, which cannot be replaced; save into a folder in it", str(final)
+        )
+    if not final.exists() and not final.is_symlink():
+        return
+    if not _may_go(final):
+        raise FileExistsError(
+            errno.EEXIST, "this is not a checkpoint, it will not be replaced; save elsewhere", str(final)
+        )
+    folders = [each.name for each in final.iterdir() if each.is_dir() and not each.is_symlink()]
+    if folders:
+        what = f"it holds the folder {folders[0]}, which would be lost with it; save elsewhere, or move that"
+        raise FileExistsError(errno.EEXIST, what, str(final))
+
+
+def _is_mount(final: Path) -> bool:
+    """Also a bind mount of the same file system, which has the same device number."""
+    if os.path.ismount(final):
+        return True
+    real = os.path.realpath(final)
+    try:
+        with open("/proc/self/mountinfo", "rb") as file:
+            points = [line.split()[4] for line in file]
+    except (OSError, IndexError):
+        return False
+    return os.fsencode(real) in [re.sub(rb"\\([0-7]{3})", lambda m: bytes([int(m[1], 8)]), each) for each in points]
+
+
+def _may_go(final: Path) -> bool:
+    """Whether it is an empty folder, or its manifest.json begins as that of a checkpoint."""
+    try:
+        with (final / "manifest.json").open("rb") as file:
+            return b"zcomm checkpoint" in file.read(64)
+    except OSError:
+        return final.is_dir() and not any(final.iterdir())
+
+
+def _new_folder(final: Path) -> Path:
+    for number in itertools.count():
+        path = final.parent / f".{final.name}.saving-{os.getpid()}{number or ''}"
+        with contextlib.suppress(FileExistsError):  # an old one that is being read
+            path.mkdir(mode=0o700)
+            break
+    return path
+
+
+def _remove_left(final: Path) -> None:
+    """What killed saves of this folder left, and of no other one. The claim is held: no other save is at work."""
+    ours = re.compile(rf"\.{re.escape(final.name)}\.saving-[0-9]+")
+    for name in os.listdir(final.parent):
+        if ours.fullmatch(name):
+            remove_unread(final.parent / name)

@@ -1,0 +1,25 @@
+"""What stands in ``ZeroOptimizer.state``: nothing, and errors for programs that expect tensors there."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any, NoReturn
+
+READ = "zcomm.zero.full_optim_state(param, key)"
+SET = "zcomm.zero.set_full_optim_state(param, key, value)"
+
+
+class NoState(defaultdict[Any, Any]):
+    """Empty for those who iterate. Raises: RuntimeError that says what to call, for an entry, a change or ``clear``."""
+
+    def __missing__(self, key: object) -> NoReturn:
+        raise RuntimeError(
+            f"optimizer.state is sharded and has no entry here: {READ} gives an array whole, {SET} replaces it, "
+            "optimizer.state_dict() gives all"
+        )
+
+    def __setitem__(self, key: object, value: object) -> NoReturn:
+        raise RuntimeError(f"optimizer.state is sharded and takes no entry: {SET} replaces an array")
+
+    def clear(self) -> NoReturn:
+        raise RuntimeError(f"optimizer.state is sharded, clear() would forget nothing: {SET} replaces an array")
