@@ -28,14 +28,14 @@ class OptimizerParams:
         None,
         "learning rate",
         check=AT_LEAST_0,
-        shown_default="`0.001`; Lion `0.0001`, Adagrad `0.01`",
+        shown_default="`0.001`; Adagrad `0.01`",
         auto="args.learning_rate or args.lr, or the default",
     )
     betas: tuple[float, float] | None = key(
         None,
         "decay of the two moments (Adam, AdamW, Lion)",
         check=BETAS,
-        shown_default="`[0.9, 0.999]`; Lion `[0.9, 0.99]`",
+        shown_default="`[0.9, 0.999]`",
         auto="args.adam_beta1 and adam_beta2, or the default",
     )
     eps: float | None = key(
@@ -75,7 +75,10 @@ class OptimizerParams:
         reason="initialize(optimizer=zcomm.optim.CPUAdam(..., state_dtype=torch.bfloat16)) has smaller state",
     )
     set_grad_none: bool = key(
-        True, "how gradients are cleared", status=_NO_EFFECT, reason="they are never kept in param.grad"
+        True,
+        "how gradients are cleared",
+        status=_NO_EFFECT,
+        reason="param.grad is a stand-in of gradients that the optimizer keeps",
     )
     foreach: bool | None = key(
         None, "how torch computes", status=_NO_EFFECT, reason=_FUSED, shown_default="torch's choice"

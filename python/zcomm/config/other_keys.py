@@ -20,10 +20,8 @@ class Checkpoint:
 
     tag_validation: str = key(
         "Warn",
-        "compare the ranks' tags",
+        "the ranks' tags of a checkpoint differ: take that of rank 0, with a warning or without, or raise ValueError",
         choices=("Ignore", "Warn", "Fail"),
-        status=_NO_EFFECT,
-        reason="rank 0 names the folder",
     )
     load_universal: bool = key(
         False,

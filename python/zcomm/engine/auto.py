@@ -90,6 +90,7 @@ def _warmup(args: Any, all_steps: int | None = None) -> int | None:
     all_steps = all_steps or _positive(_first(args, "max_steps"))
     if steps is None and ratio is None:
         return None
-    if not steps and ratio and all_steps:
-        steps = math.ceil(all_steps * ratio)
+    share = steps if steps and steps < 1 else ratio if not steps else None  # transformers 5: warmup_steps=0.1
+    if share and all_steps:
+        steps = math.ceil(all_steps * share)
     return max(1, int(steps or 0))

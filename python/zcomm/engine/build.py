@@ -57,7 +57,7 @@ def initialize(
     lr_scheduler: None (the configuration's), a schedule, or a callable of the optimizer.
     config, config_params: a dict, a path of a JSON file, JSON text, or a Config.
     distributed_port: the rendezvous port where MASTER_ADDR is set and MASTER_PORT is not.
-    dist_init_required: False means that ``zcomm.init()`` must have run.
+    dist_init_required: False means that ``zcomm.init()`` or ``torch.distributed.init_process_group()`` must have run.
     device: where the model trains, as ZeroOptimizer's; None: where its parameters are.
     Returns: (engine, optimizer, loader or None, scheduler or None).
     Raises: ValueError (arguments, configuration), NotImplementedError (mpu, mesh_param, refused keys).
@@ -94,9 +94,15 @@ def initialize(
         if epochs is not None and hasattr(training_data, "__len__"):
             values = with_steps(values, args, epochs, len(loader), batch.accumulation)
             settings, _ = load_with_notes(source, values)
+    if lr_scheduler is not None and settings.scheduler is not None and comm.rank == 0:
+        warnings.warn(
+            'the section "scheduler" of the configuration is not used: initialize(lr_scheduler=) was given',
+            ConfigWarning,
+            stacklevel=2,
+        )
     zero = _zero_optimizer(model, base, arguments, settings, batch, comm, device)
     try:
-        scheduler = _scheduler(lr_scheduler, zero, base, settings)
+        scheduler = _scheduler(lr_scheduler, zero, settings)
     except BaseException:
         zero.close()  # its hooks and swap files would outlive the error
         raise
@@ -131,8 +137,11 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Source | Confi
 def _join(distributed_port: int | None, dist_init_required: bool | None) -> Communicator:
     from zcomm import _job  # here, so that the engine can be imported where the core is not built
 
-    if dist_init_required is False and not _job.is_initialized():
-        raise ValueError("dist_init_required=False, but zcomm.init() has not been called")
+    if dist_init_required is False and not (_job.is_initialized() or torch.distributed.is_initialized()):
+        raise ValueError(
+            "dist_init_required=False, but zcomm.init() has not been called, nor has "
+            "torch.distributed.init_process_group()"
+        )
     if distributed_port is not None and "MASTER_ADDR" in os.environ:
         os.environ.setdefault("MASTER_PORT", str(distributed_port))
     return _job.init()
@@ -211,6 +220,8 @@ def _configured_optimizer(settings: Config) -> tuple[str, dict[str, Any]]:
     kind, params = settings.optimizer.type, settings.optimizer.params
     names = [name for name in OPTIMIZER_PARAMS[kind] if name not in ADAM_SWITCHES]
     arguments = {name: getattr(params, name) for name in names if getattr(params, name) is not None}
+    if kind == "Lion":  # DeepSpeed's defaults, which are not the paper's
+        arguments = {"lr": 1e-3, "betas": (0.9, 0.999), **arguments}
     if kind not in ("Adam", "AdamW"):
         return kind.lower(), arguments
     decoupled = kind == "AdamW" or params.adam_w_mode
@@ -284,7 +295,7 @@ def _tier(device: str) -> Tier | None:
     return None if device == "none" else cast("Tier", device)  # the schema's choices are the tiers
 
 
-def _scheduler(given: Any, zero: ZeroOptimizer, base: Any, settings: Config) -> Any:
+def _scheduler(given: Any, zero: ZeroOptimizer, settings: Config) -> Any:
     """The schedule over ``zero``: the given one, or the configuration's, or None."""
     if given is None:
         if settings.scheduler is None:
@@ -299,24 +310,9 @@ def _scheduler(given: Any, zero: ZeroOptimizer, base: Any, settings: Config) -> 
         )
     if hasattr(given, "step"):
         owner = getattr(given, "optimizer", None)
-        if owner is base and owner is not None:
-            _adopt(given, zero)
-        elif owner is not None and owner is not zero:
+        if owner is not None and owner is not zero and not zero._groups.tie(zero, owner):
             raise ValueError("lr_scheduler= belongs to another optimizer than optimizer=; pass a callable instead")
         return given
     if not callable(given):
         raise ValueError(f"lr_scheduler= must be a schedule or a callable of the optimizer, got {given!r}")
     return given(zero)
-
-
-def _adopt(scheduler: Any, zero: ZeroOptimizer) -> None:
-    """Point a schedule that was made over the plain optimizer at ``zero``, whose groups get the same rates."""
-    old_groups = scheduler.optimizer.param_groups
-    # Any schedule made over ``zero`` marks its step() as watched; without the mark torch warns at the first step.
-    torch.optim.lr_scheduler.LambdaLR(zero, lambda _: 1.0)
-    for old, new in zip(old_groups, zero.param_groups, strict=True):
-        new["lr"] = old["lr"]
-        new["initial_lr"] = old.get("initial_lr", old["lr"])
-    scheduler.optimizer = zero
-    for inner in getattr(scheduler, "_schedulers", ()):  # SequentialLR and ChainedScheduler
-        inner.optimizer = zero

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,6 @@ if TYPE_CHECKING:
     from zcomm.engine.engine import Engine
     from zcomm.zero.checkpoint import SaveTask
 
-_LATEST = "latest"
 _COUNTERS = ("global_steps", "micro_steps", "global_samples")
 
 
@@ -27,47 +27,123 @@ def save(
     """See Engine.save_checkpoint. lean: without frozen parameters."""
     from zcomm.zero.checkpoint import durable  # here, so that the engine can be imported where the core is not built
 
-    name = f"global_step{engine.global_steps}" if tag is None else str(tag)
-    if not name or "/" in name or name in (_LATEST, ".", ".."):
-        raise ValueError(f"save_checkpoint: tag={tag!r} must be a plain folder name")
+    name = _one_tag(engine, "save_checkpoint", f"global_step{engine.global_steps}" if tag is None else tag)
     state: dict[str, Any] = {"engine": {key: getattr(engine, key) for key in _COUNTERS}, "client_state": client_state}
     if engine.training_dataloader is not None:
         state["data"] = engine.training_dataloader.state_dict()
 
     def point() -> None:
         if latest:
-            durable.replace_file(directory / _LATEST, name.encode())
+            durable.replace_file(directory / durable.LATEST, name.encode())
 
-    task = engine.optimizer._save(directory / name, engine.lr_scheduler, state, wait, point, lean)
+    task = engine.optimizer._save(directory / name, engine.lr_scheduler, state, wait, point, lean, root="")
     return True if wait else task
+
+
+def _one_tag(engine: Engine, call: str, tag: str | int) -> str:
+    """The tag of rank 0, compared with the others' as ``checkpoint.tag_validation`` says. Collective.
+
+    Raises: ValueError, on every rank.
+    """
+    from zcomm.zero.checkpoint.exchange import all_values
+
+    tags: list[str] = all_values(engine.optimizer._live.comm, str(tag), f"{call}: tag")
+    validation = engine.config.checkpoint.tag_validation
+    if len(set(tags)) > 1 and validation != "Ignore":
+        shown = ", ".join(f"{each!r} on rank {rank}" for rank, each in enumerate(tags[:8]))
+        text = f"{call}: the ranks' tags differ ({shown}); a checkpoint is one folder for all ranks"
+        if validation == "Fail":
+            raise ValueError(f"{text}; give the same tag everywhere")
+        if engine.global_rank == 0:
+            logging.getLogger("zcomm").warning("%s, so the tag of rank 0 is taken", text)
+    name = tags[0]
+    if not name or set(name) & {"/", "\0", "\n"} or name in ("latest", ".", ".."):
+        raise ValueError(f"{call}: tag={name!r} must be a plain folder name")
+    return name
 
 
 def load(
     engine: Engine, directory: Path, tag: str | int | None, strict: bool, optimizer: bool, schedule: bool, weights: bool
 ) -> tuple[str | None, dict[str, Any] | None]:
     """See Engine.load_checkpoint. weights: nothing else."""
-    if tag is None:
-        pointer = directory / _LATEST
-        if not pointer.is_file():
-            return None, None
-        tag = pointer.read_text(encoding="utf-8").strip()
-    folder = directory / str(tag)
-    scheduler = engine.lr_scheduler if schedule else None
-    state = engine.optimizer.load(folder, scheduler=scheduler, optimizer=optimizer, random=not weights, strict=strict)
+    folder = _latest(engine, directory) if tag is None else directory / _one_tag(engine, "load_checkpoint", tag)
+    if folder is None:
+        return None, None
+    loader = engine.training_dataloader if not weights else None
+
+    def inspect(state: Any) -> None:
+        if _of_engine(state) and not weights:
+            _check(state, folder, loader is not None)
+
+    state = engine.optimizer._load(
+        folder,
+        scheduler=engine.lr_scheduler if schedule else None,
+        optimizer=optimizer,
+        random=not weights,
+        strict=strict,
+        inspect=inspect,
+    )
     engine._averages = None  # an accumulation that had begun is gone
-    of_engine = isinstance(state, dict) and "engine" in state  # ZeroOptimizer.save alone has no counters of an engine
-    if of_engine and not weights:
+    if _of_engine(state) and not weights:
         for key in _COUNTERS:
             setattr(engine, key, int(state["engine"][key]))
-        if engine.training_dataloader is not None and "data" in state:
-            engine.training_dataloader.load_state_dict(state["data"])
-    return str(folder), state["client_state"] if of_engine else state
+        # Gradients are not saved: the accumulation begins again, whatever its length is now.
+        engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()
+        if loader is not None and "data" in state:
+            loader.load_state_dict(state["data"])
+    return str(folder), state["client_state"] if _of_engine(state) else state
 
 
-def save_model(engine: Engine, path: Path, wait: bool) -> bool | SaveTask:
+def _latest(engine: Engine, directory: Path) -> Path | None:
+    """The folder that ``latest`` names, as rank 0 reads it; None: there is none. Collective."""
+    from zcomm.zero.checkpoint import durable
+    from zcomm.zero.checkpoint.exchange import Kept, agree, all_values
+
+    kept, found, comm = Kept(), None, engine.optimizer._live.comm
+    if comm.rank == 0:
+        with kept.errors():
+            found = durable.latest_in(directory)
+    agree(comm, kept.error, f"loading {directory / durable.LATEST}")
+    name = all_values(comm, None if found is None else found.name, "tag of the latest checkpoint")[0]
+    return None if name is None else directory / str(name)
+
+
+def _of_engine(state: Any) -> bool:
+    """Whether an engine saved it: ZeroOptimizer.save alone has no counters of an engine."""
+    return isinstance(state, dict) and "engine" in state
+
+
+def _check(state: dict[str, Any], folder: Path, with_data: bool) -> None:
+    """Raises: ValueError naming folder and field of what an engine does not save so."""
+    wanted = {"engine": _COUNTERS, **({"data": ("epoch", "samples")} if with_data and "data" in state else {})}
+    for name, fields in wanted.items():
+        found = state[name] if isinstance(state[name], dict) else {}
+        for field in fields:
+            value = found.get(field)
+            if not isinstance(value, int) or value < 0:
+                raise ValueError(f"{folder / 'manifest.json'}: {name}[{field!r}] is {value!r}; expected a whole number")
+    if "client_state" not in state:
+        raise ValueError(f"{folder / 'manifest.json'}: the engine's state has no 'client_state'")
+
+
+def model_path(directory: Path, name: str) -> Path:
+    """Where a model of DeepSpeed's file name goes, which is a pickle's: beside it, as a file that readers of Hugging
+    Face look for."""
+    path = directory / name
+    if path.suffix not in (".bin", ".pt", ".pth"):
+        return path
+    return path.with_name("model.safetensors" if path.stem == "pytorch_model" else f"{path.stem}.safetensors")
+
+
+def save_model(engine: Engine, directory: Path, name: str, wait: bool) -> bool | SaveTask:
     """See Engine.save_16bit_model."""
     from zcomm.zero.checkpoint import whole_model
 
+    path = model_path(directory, name)
+    if path.name != Path(name).name and engine.global_rank == 0:
+        logging.getLogger("zcomm").warning(
+            "save_16bit_model(save_filename=%r): the file is safetensors, never a pickle, so it is %s", name, path
+        )
     optimizer = engine.optimizer
     optimizer._breakage.check("save_16bit_model()")
     optimizer._end_saving()

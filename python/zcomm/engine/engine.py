@@ -2,13 +2,13 @@
 
 Words: a micro-step is one forward, backward and step() call; every gradient_accumulation_steps-th one is a boundary,
 where the optimizer really steps. Invariants: the engine counts micro-steps and tells the optimizer which one is the
-boundary; the optimizer alone divides gradients (by ranks, and by micro-steps where the caller has not), so the loss is
-never scaled here.
+boundary; the optimizer alone divides gradients (by ranks, and by micro-steps where the caller has not).
 Thread rule: one thread, the same calls in the same order on every rank.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from contextlib import AbstractContextManager
@@ -20,6 +20,7 @@ from torch import nn
 
 from zcomm.config import BatchSizes, Config
 from zcomm.engine import checkpoints
+from zcomm.engine.schedule_watch import ScheduleWatch
 from zcomm.engine.timers import PhaseTimers
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ class Engine(nn.Module):
     """A model, its sharded optimizer, its learning-rate schedule and the step counters. Made by ``initialize``.
 
     Attributes: module, optimizer, lr_scheduler, training_dataloader, config, comm; device; local_rank, global_rank,
-    world_size; global_steps (optimizer steps, skipped ones included), micro_steps, global_samples.
+    world_size; global_steps (optimizer steps, skipped ones included), micro_steps (step() calls), global_samples
+    (of the optimizer steps).
     Attributes that the engine lacks are looked up in the model.
     """
 
@@ -66,7 +68,12 @@ class Engine(nn.Module):
         self.global_samples = 0
         self._batch = batch
         self._boundary: bool | None = None
+        self._warned_of_passes = False
+        self._passes = 0  # backward() calls since the last step()
         self._averages: bool | None = None  # what this accumulation has said so far
+        self._applied = False
+        self._updates = optimizer._updates  # after the last step()
+        self._watch = ScheduleWatch()
         self._last_loss: torch.Tensor | None = None
         self._destroyed = False
         self._offload: offload_activations | None = None  # of activations; made by the first forward that needs it
@@ -93,7 +100,8 @@ class Engine(nn.Module):
 
         loss: a tensor of one element, the mean over this rank's micro batch; fp16 scales a copy of it.
         scale_wrt_gas: False: ``loss`` is divided by the micro-steps already, so the optimizer does not; the same in all
-        micro-steps of one step. Returns: ``loss``. Raises: ValueError where it is not a scalar that needs gradients.
+        micro-steps of one step. Returns: ``loss``, divided by the micro-steps where ``scale_wrt_gas`` is True, for logs
+        that add them up. Raises: ValueError where it is not a scalar that needs gradients.
         """
         self._check_alive("backward")
         if not isinstance(loss, torch.Tensor):
@@ -114,29 +122,48 @@ class Engine(nn.Module):
         with self._timers.phase("backward"):
             self.optimizer.backward(loss, retain_graph=retain_graph)
         self._last_loss = loss.detach()
-        return loss
+        self._passes += 1
+        return loss / self._batch.accumulation if scale_wrt_gas else loss
 
-    def step(self) -> None:
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End the micro-step; at a boundary clip, update the weights, zero the gradients, move the schedule on.
 
-        Raises: PeerLost, CollectiveMismatch, TimeoutError, OSError (swap) from the optimizer.
+        lr_kwargs: arguments of the schedule's ``step()``.
+        Raises: RuntimeError at a boundary without gradients, or where the program has stepped the optimizer itself;
+        PeerLost, CollectiveMismatch, TimeoutError, OSError (swap) from the optimizer.
         """
         self._check_alive("step")
         boundary = self.is_gradient_accumulation_boundary()
-        skipped_before = self.skipped_steps
+        before, skipped_before = self.optimizer._updates, self.skipped_steps
+        if before != self._updates:
+            self._updates = before
+            raise RuntimeError(
+                "step(): the program has called step() of the engine's optimizer itself, which has used the gradients: "
+                "call engine.step() alone"
+            )
+        self._warn_of_passes()
+        self._applied = False
         with self._timers.phase("step"):
             self.optimizer.boundary = boundary
             self.optimizer.step()
+            if boundary and self.optimizer._updates == before:
+                raise RuntimeError(
+                    "step(): no backward pass has given gradients since the last one: call engine.backward(loss) first"
+                )
             self.optimizer.zero_grad()
+        self._updates = self.optimizer._updates
         self.micro_steps += 1
-        self.global_samples += self._batch.micro * self.world_size
         if not boundary:
             return
         self._averages = None
         self.global_steps += 1
+        self.global_samples += self._batch.train
+        self._applied = self.skipped_steps == skipped_before
         # The schedule counts real updates only: a step skipped for non-finite gradients must not use up warm-up.
-        if self.lr_scheduler is not None and self.skipped_steps == skipped_before:
-            self.lr_scheduler.step()
+        if self.lr_scheduler is not None and self._applied:
+            self._watch.before(self.lr_scheduler, self.optimizer.param_groups)
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+            self._watch.after(self.lr_scheduler, self.optimizer.param_groups)
         self._report()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -176,8 +203,8 @@ class Engine(nn.Module):
     ) -> bool | SaveTask:
         """Save folder ``save_dir/tag`` (``global_stepN``), and its name in the file ``latest``. All ranks call it.
 
-        client_state: plain values, given back by load_checkpoint. wait: False writes while training goes on, as
-        ZeroOptimizer.save does; the result's ``wait()`` tells how it went, and ``latest`` is written last.
+        client_state: as ZeroOptimizer.save takes it; given back by load_checkpoint. wait: False writes while training
+        goes on, as ZeroOptimizer.save does; the result's ``wait()`` tells how it went, and ``latest`` is written last.
         exclude_frozen_parameters: leave out what needs no gradient; load it with ``load_module_strict=False``.
         Returns: True, or the task. Raises: as ZeroOptimizer.save.
         """
@@ -212,12 +239,14 @@ class Engine(nn.Module):
     ) -> bool | SaveTask:
         """Write the whole model as one safetensors file (never a pickle), in the precision that it is trained in.
 
+        save_filename: where it ends in ".bin", ".pt" or ".pth", the names of pickles, the file gets another one, which
+        a warning tells: "pytorch_model.bin" is "model.safetensors".
         All ranks call it; rank 0 writes, one tensor at a time. wait: False copies a rank's shards of the weights,
         writes while training goes on, and returns the task; the next save, load and destroy() wait for it.
         Raises: OSError, on every rank.
         """
         self._check_alive("save_16bit_model")
-        return checkpoints.save_model(self, Path(save_dir) / save_filename, wait)
+        return checkpoints.save_model(self, Path(save_dir), save_filename, wait)
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Whether whole weights can be had in stage 3: always. (Accelerate asks.)"""
@@ -272,6 +301,10 @@ class Engine(nn.Module):
         """Optimizer steps that left the weights alone because gradients were not finite."""
         return self.optimizer.skipped_steps
 
+    def was_step_applied(self) -> bool:
+        """Whether the last ``step()`` changed the weights: at a boundary, with finite gradients."""
+        return self._applied
+
     def destroy(self) -> None:
         """Close the optimizer (its hooks, buffers and swap files). Twice is fine; the job's ranks stay joined."""
         if not self._destroyed:
@@ -294,6 +327,20 @@ class Engine(nn.Module):
     def _check_alive(self, call: str) -> None:
         if self._destroyed:
             raise RuntimeError(f"{call}() after destroy(): this engine's optimizer is closed")
+
+    def _warn_of_passes(self) -> None:
+        """A loop for torch steps once per accumulation, so that this engine would update every n x n-th pass."""
+        count, self._passes = self._passes, 0
+        if self._boundary is None and count == self._batch.accumulation > 1 and not self._warned_of_passes:
+            self._warned_of_passes = True
+            logging.getLogger("zcomm").warning(
+                "engine.step() was called after %d backward() calls, where gradient_accumulation_steps is %d too, and "
+                "the engine takes it for one micro-step of %d: call step() after every backward(), or say by "
+                "set_gradient_accumulation_boundary() which pass is the last one",
+                count,
+                count,
+                count,
+            )
 
     def _report(self) -> None:
         """Rank 0's lines, every steps_per_print optimizer steps (the breakdown: every step where that is not given)."""

@@ -56,17 +56,23 @@ def init_distributed(
 ) -> Communicator:
     """Join the job (``zcomm.init``), and make torch.distributed's default group on backend "zcomm" where there is none.
 
-    dist_backend: None, "gloo", "ccl" or "nccl" take zcomm's own choice for this machine (collectives on CUDA tensors of
-    the program's own: ``zcomm.init("cuda_ipc")`` or "nccl" beside it); another name asks for that backend.
+    dist_backend: None, "zcomm" (``get_accelerator().communication_backend_name()``), "gloo", "ccl" or "nccl" take
+    zcomm's own choice for this machine (collectives on CUDA tensors of the program's own: ``zcomm.init("cuda_ipc")`` or
+    "nccl" beside it); another name asks for that backend.
     distributed_port: used where MASTER_ADDR is set and MASTER_PORT is not. timeout: a timedelta, or seconds.
-    rank, world_size: -1 = from the environment. dist_init_required False: do not join, it must have happened.
+    rank, world_size: -1 = from the environment. dist_init_required False: zcomm or torch.distributed must have joined.
     auto_mpi_discovery, verbose, config have no effect: MPI's variables are always read, and nothing is printed.
     Raises: ValueError, NotImplementedError (backend not built), TimeoutError, ConnectionError.
     """
+    import torch
+
     from zcomm import _job
 
-    if dist_init_required is False and not _job.is_initialized():
-        raise ValueError("dist_init_required=False, but zcomm.init() has not been called")
+    if dist_init_required is False and not (_job.is_initialized() or torch.distributed.is_initialized()):
+        raise ValueError(
+            "dist_init_required=False, but zcomm.init() has not been called, nor has "
+            "torch.distributed.init_process_group()"
+        )
     if "MASTER_ADDR" in os.environ:
         os.environ.setdefault("MASTER_PORT", str(distributed_port))
     seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else float(timeout)

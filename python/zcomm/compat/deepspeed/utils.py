@@ -1,5 +1,7 @@
 """``deepspeed.utils``: whole tensors by parameter, under DeepSpeed's names (zcomm.zero's functions), and its logger.
 
+A frozen parameter has a value alone: the other getters give None for it, so that a loop may visit all parameters.
+
 All are collective, as there. ``safe_get_local_*`` is not here: shards are cut from flat buckets, so that a rank's part
 of a parameter is another than DeepSpeed's.
 """
@@ -9,12 +11,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from zcomm.zero import full_grad as safe_get_full_grad
-from zcomm.zero import full_optim_state as safe_get_full_optimizer_state
+import torch
+
+from zcomm.zero import full_grad, full_optim_state, set_full_optim_state
 from zcomm.zero import full_param as safe_get_full_fp32_param
 from zcomm.zero import set_full_grad as safe_set_full_grad
-from zcomm.zero import set_full_optim_state as safe_set_full_optimizer_state
 from zcomm.zero import set_full_param as safe_set_full_fp32_param
+from zcomm.zero.owner import owner_of
 
 __all__ = [
     "log_dist",
@@ -28,6 +31,37 @@ __all__ = [
 ]
 
 logger = logging.getLogger("zcomm")
+
+
+def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
+    """``zcomm.zero.full_grad``; None for a frozen parameter, and ``param.grad`` of one that no optimizer here has.
+
+    Inside of ``no_sync()``, before anything is reduced: this rank's sum, divided by the accumulation steps.
+    """
+    owner = owner_of(param)
+    if (owner is None or owner[2] is None) and param.grad is not None:
+        return param.grad
+    if owner is not None and type(param.grad) is torch.Tensor:
+        reducer = owner[1].reducer
+        if not reducer.sync and reducer.reached == 0:
+            return param.grad.float() / owner[0].gradient_factor
+    return None if _is_frozen(param) else full_grad(param)
+
+
+def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
+    """``zcomm.zero.full_optim_state``; None for a frozen parameter."""
+    return None if _is_frozen(param) else full_optim_state(param, optim_state_key)
+
+
+def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
+    """``zcomm.zero.set_full_optim_state``."""
+    set_full_optim_state(param, value, optim_state_key)
+
+
+def _is_frozen(param: torch.Tensor) -> bool:
+    """Whether it is of an engine's model, and not trained there."""
+    owner = owner_of(param)
+    return owner is not None and (owner[2] is None or owner[1].geometry.is_frozen(owner[2]))
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
