@@ -252,3 +252,42 @@ def suspended_deadline(comm: zcomm.Communicator) -> None:
     comm.all_reduce(tensor)
     assert tensor.eq(comm.world_size).all()
     assert comm.memory()["allocation_count"] >= 1
+
+
+def buffers_that_share_memory(comm: zcomm.Communicator) -> None:
+    """In place is right, anything else is refused with both places; the communicator stays usable."""
+    rank, world = comm.rank, comm.world_size
+    for n in (4, 100_000):
+        for symmetric in (False, True):
+            whole = comm.empty(world * n) if symmetric else torch.empty(world * n)
+            own = whole[rank * n : (rank + 1) * n]
+            own.fill_(rank + 1)
+            comm.all_gather(own, out=whole)
+            assert whole[::n].tolist() == [r + 1 for r in range(world)]
+            comm.reduce_scatter(whole, out=own)
+            assert own.unique().tolist() == [world * (rank + 1)]
+            comm.gather(own, 0, out=whole if rank == 0 else None)
+            assert rank != 0 or whole[n - 1 :: n].tolist() == [world * (r + 1) for r in range(world)]
+            comm.scatter(own, whole if rank == 0 else None, 0)
+            assert own.unique().tolist() == [world * (rank + 1)]
+            first = (rank + 1) % world * n
+            other = whole[first : first + n]
+            refused: list[tuple[str, Callable[[], object]]] = [
+                ("all_gather: input 0 .* output 0", lambda o=other, w=whole: comm.all_gather(o, out=w)),
+                ("reduce_scatter: input 0 .* output 0", lambda o=other, w=whole: comm.reduce_scatter(w, out=o)),
+                ("with accumulate", lambda o=own, w=whole: comm.reduce_scatter(w, out=o, accumulate=True)),
+                ("all_to_all: input .* output", lambda w=whole: comm.all_to_all(w, w)),
+                ("all_reduce: output 0 .* output 1", lambda w=whole: comm.all_reduce([w[:3], w[2:]])),
+                ("broadcast: output 0 .* output 1", lambda o=own: comm.broadcast([o, o])),
+            ]
+            if rank == 0:
+                refused += [
+                    ("gather: input 0 .* output 0", lambda o=other, w=whole: comm.gather(o, 0, out=w)),
+                    ("scatter: input 0 .* output 0", lambda o=other, w=whole: comm.scatter(o, w, 0)),
+                ]
+            for message, call in refused:
+                raises(ValueError, message, call)
+                raises(ValueError, r"\[0x[0-9a-f]+, 0x[0-9a-f]+\) and output \d at \[0x[0-9a-f]+, .* overlap; ", call)
+    total = torch.ones(3)
+    comm.all_reduce(total)
+    assert total.tolist() == [world] * 3

@@ -24,6 +24,7 @@ from backend_calls import (
     any_source,
     asynchronous,
     bad_arguments,
+    buffers_that_share_memory,
     duplicates_keep_their_own_order,
     message_mismatch,
     messages,
@@ -48,7 +49,7 @@ from backend_values import (
 SUITE: list[Callable[[zcomm.Communicator], None]] = [
     *(all_reduce, rounding, lists, reduce, reduce_scatter),
     *(all_gather, broadcast, gather_and_scatter, all_to_all),
-    *(asynchronous, bad_arguments, messages, any_source),
+    *(asynchronous, bad_arguments, buffers_that_share_memory, messages, any_source),
     *(split, duplicates_keep_their_own_order, suspended_deadline),
     *(mismatches, all_to_all_mismatch, message_mismatch, rank_that_leaves),
 ]

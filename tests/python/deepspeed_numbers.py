@@ -26,14 +26,14 @@ def scales(rule: dict[str, Any], overflows: list[bool]) -> list[float]:
     return found
 
 
-def rates(name: str, options: dict[str, Any], steps: int) -> list[list[float]]:
+def rates(name: str, options: dict[str, Any], calls: list[list[int]]) -> list[list[float]]:
     groups = [{"params": [torch.zeros(1)], "lr": lr} for lr in (0.1, 0.02)]
     optimizer = torch.optim.Adam(groups)
     schedule = getattr(schedules, name)(optimizer, **options)
     found = []
-    for _ in range(steps):
+    for call in calls:  # arguments of step()
         optimizer.step()
-        schedule.step()
+        schedule.step(*call)
         found.append([float(group["lr"]) for group in optimizer.param_groups])
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -73,6 +74,23 @@ def test_ls(saved: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "exp_avg/body.weight  F32 [24, 24]" in said and "head.weight  is embed.weight" in said
     assert main(["ckpt", "ls", str(tmp_path)]) == 2
     assert "there is no checkpoint" in capsys.readouterr().err
+
+
+def test_one_that_is_damaged_does_not_hide_the_others(
+    saved: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("b", "c"):
+        shutil.copytree(tmp_path / "runs" / "a", tmp_path / "runs" / name)
+    manifest = tmp_path / "runs" / "b" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"bf16"', '"bf61"'))
+    for action in ("ls", "verify"):
+        assert main(["ckpt", action, str(tmp_path / "runs")]) == 1
+        said = capsys.readouterr().out
+        assert said.count("the manifest is damaged: its checksum is another") == 1
+        for name in ("a", "c"):
+            assert f"{tmp_path / 'runs' / name}" in said
+        assert said.count("step 3, world 2") == (2 if action == "ls" else 0)
+        assert said.count("tensors are what was written") == (2 if action == "verify" else 0)
 
 
 def test_verify_names_file_and_tensor(saved: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

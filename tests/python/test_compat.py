@@ -141,9 +141,25 @@ def test_options_without_a_kernel_are_refused() -> None:
         (ops.adam.DeepSpeedCPUAdam, "fp32_optimizer_states", False),
         (ops.adam.FusedAdam, "bias_correction", False),
         (ops.adagrad.DeepSpeedCPUAdagrad, "amsgrad", True),
+        (ops.lion.DeepSpeedCPULion, "fp32_optimizer_states", False),
     ):
         with pytest.raises(NotImplementedError, match=rf"{make.__name__}\({option}={value}\) is not available"):
             make(params, **{option: value})
+
+
+def test_defaults_of_optimizers_are_deepspeeds() -> None:
+    from zcomm.compat.deepspeed import ops
+
+    params = [torch.nn.Parameter(torch.zeros(2))]
+    for make, lr, betas in (
+        (ops.adam.DeepSpeedCPUAdam, 1e-3, (0.9, 0.999)),
+        (ops.adam.FusedAdam, 1e-3, (0.9, 0.999)),
+        (ops.lion.DeepSpeedCPULion, 1e-3, (0.9, 0.999)),
+        (ops.lion.FusedLion, 1e-3, (0.9, 0.999)),
+        (ops.adagrad.DeepSpeedCPUAdagrad, 1e-2, None),
+    ):
+        defaults = make(params).defaults
+        assert (defaults["lr"], defaults.get("betas"), defaults["weight_decay"]) == (lr, betas, 0.0), make.__name__
 
 
 @pytest.fixture

@@ -163,11 +163,14 @@ def test_training_arguments_have_these_names() -> None:
     from transformers import TrainingArguments
 
     names = {field.name for field in dataclasses.fields(TrainingArguments)}
-    assert set(vars(ARGS)) <= names
+    assert set(vars(ARGS)) - {"warmup_ratio"} <= names, "which transformers 5 has in warmup_steps"
 
 
-@pytest.mark.parametrize(("steps", "ratio", "want"), [(7, 0.5, 7), (0, 0.0, 1), (0, 0.3, 14), (None, None, None)])
-def test_warm_up(steps: int | None, ratio: float | None, want: int | None) -> None:
+@pytest.mark.parametrize(
+    ("steps", "ratio", "want"),
+    [(7, 0.5, 7), (0, 0.0, 1), (0, 0.3, 14), (None, None, None), (0.3, None, 14), (7.0, 0.5, 7)],
+)
+def test_warm_up(steps: float | None, ratio: float | None, want: int | None) -> None:
     args = Namespace(warmup_steps=steps, warmup_ratio=ratio, max_steps=45)
     assert auto_values(args, net(), None, {})["scheduler.params.warmup_num_steps"] == want
     assert math.ceil(0.3 * 45) == 14

@@ -130,6 +130,7 @@ HONOURED = [
     ("zero_optimization.offload_optimizer.nvme_path", "/mnt/x", "/mnt/x"),
     ("zero_optimization.offload_optimizer.nvme_path", ["/mnt/x", "/mnt/y"], ("/mnt/x", "/mnt/y")),
     ("zero_optimization.offload_optimizer.ratio", 0.5, 0.5),
+    ("checkpoint.tag_validation", "Fail", "Fail"),
     ("zero_optimization.offload_param.device", "nvme", "nvme"),
     ("zero_optimization.offload_param.nvme_path", "/mnt/x", "/mnt/x"),
 ]
@@ -143,7 +144,6 @@ NO_EFFECT = [
     ("use_data_before_expert_parallelism", True),
     ("timers", {"throughput": {"enabled": False}}),
     ("pipeline", {"stages": 2}),
-    ("checkpoint.tag_validation", "Fail"),
     ("checkpoint.parallel_write", {"pipeline_stage": True}),
     ("checkpoint.checkpoint_serialization", False),
     ("checkpoint.writer", {"type": "fast"}),

@@ -20,6 +20,7 @@ from zcomm.zero.loss_scale import LossScale, LossScaler
 
 PYTHON = os.environ.get("ZCOMM_TEST_DEEPSPEED")
 STEPS = 60
+CALLS: list[list[int]] = [*([] for _ in range(STEPS)), [0], [], [5], [], [3], [29], [], [0], [60], [12], [25], []]
 RULES = [
     LossScale(power, window, hysteresis, minimum, consecutive)
     for power, window, hysteresis, minimum in ((16, 1, 1, 1.0), (4, 3, 2, 4.0), (8, 2, 3, 0.25), (2, 7, 2, 1.0))
@@ -67,7 +68,7 @@ def deepspeed() -> Any:
     ]
     cases = {
         "scales": [(rule, bad) for rule in named for bad in overflows()],
-        "rates": [(*case, STEPS) for case in RATES],
+        "rates": [(*case, CALLS) for case in RATES],
     }
     script = Path(__file__).parent / "deepspeed_numbers.py"
     done = subprocess.run([PYTHON, script], input=json.dumps(cases), capture_output=True, text=True, check=True)
@@ -94,9 +95,9 @@ def test_rates(deepspeed: Any, number: int) -> None:
     optimizer = torch.optim.Adam([{"params": [torch.zeros(1)], "lr": lr} for lr in (0.1, 0.02)])
     schedule = getattr(schedulers, name)(optimizer, **options)
     found = []
-    for _ in range(STEPS):
+    for call in CALLS:
         optimizer.step()
-        schedule.step()
+        schedule.step(*call)
         found.append([float(group["lr"]) for group in optimizer.param_groups])
     for step, (ours, theirs) in enumerate(zip(found, deepspeed["rates"][number], strict=True)):
         assert ours == pytest.approx(theirs, rel=1e-12, abs=1e-15), f"{name} {options}, step {step}"

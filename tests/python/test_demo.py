@@ -48,6 +48,11 @@ def plain_environment() -> dict[str, str]:
     return {**{k: v for k, v in os.environ.items() if k != "ZCOMM_DEBUG"}, "OMP_NUM_THREADS": "1"}
 
 
+def without_notices(stderr: str) -> str:
+    """Drop the lines on what only costs speed on this machine: no io_uring (containers), no O_DIRECT (tmpfs)."""
+    return "".join(line for line in stderr.splitlines(keepends=True) if not line.lstrip().startswith("SwapFile: "))
+
+
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -75,7 +80,7 @@ def ranks_of(process: subprocess.Popen[str]) -> list[int]:
 def test_run_with_stage_3_and_swap(tmp_path: Path) -> None:
     process = demo(tmp_path, "--steps", "12", "--accum", "2")
     assert process.returncode == 0, process.stderr
-    assert process.stderr == ""
+    assert without_notices(process.stderr) == ""
     run = tmp_path / "runs/test"
     assert sorted(file.name for file in run.iterdir()) == ["loss.png", "metrics.jsonl", "report.html"]
 
@@ -192,7 +197,7 @@ def test_full_disk_is_one_line(tmp_path: Path) -> None:
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=110, env=plain_environment()
     )
     assert process.returncode == 2
-    assert len(process.stderr.splitlines()) == 1, process.stderr
+    assert len(without_notices(process.stderr).splitlines()) == 1, process.stderr
     assert re.search(r"cannot reserve space in \S+/swap/zcomm-swap-\S+: \d+ bytes more needed", process.stderr)
     assert not (tmp_path / "runs").exists()
 
@@ -220,7 +225,7 @@ def test_interrupted_run_leaves_nothing(tmp_path: Path, when: str, signum: int, 
     process.send_signal(signum)
     _, err = process.communicate(timeout=60)
     assert process.returncode == expected
-    assert err == f"zcomm demo: stopped by {signal.Signals(signum).name}; all ranks have ended\n"
+    assert without_notices(err) == f"zcomm demo: stopped by {signal.Signals(signum).name}; all ranks have ended\n"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -239,7 +244,7 @@ def test_killed_rank_is_named(tmp_path: Path) -> None:
     os.kill(victim, signal.SIGKILL)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 137
-    lines = err.splitlines()
+    lines = without_notices(err).splitlines()
     assert re.match(rf"zcomm demo: rank 1 \(pid {victim}\) was killed by SIGKILL", lines[0])
     assert re.match(r"zcomm demo: then rank 0 \(pid \d+\) exited with status 1: PeerLost: .*rank 1", lines[1])
     swap = tmp_path / "runs/swap"

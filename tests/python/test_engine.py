@@ -24,7 +24,8 @@ class StandIn(torch.optim.SGD):
         super().__init__(model.parameters(), lr=1.0)
         self.boundary: bool | None = None
         self.grad_norm = 0.0
-        self.skipped_steps = 0
+        self.skipped_steps = self._updates = 0
+        self.with_gradients = True
         self.skip_next = False
         self.closed = 0
         self.calls: list[tuple[str, bool | None]] = []
@@ -33,6 +34,7 @@ class StandIn(torch.optim.SGD):
         self.calls.append(("step", self.boundary))
         if self.boundary:
             self.grad_norm += 1.0
+            self._updates += self.with_gradients
             self.skipped_steps += self.skip_next
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
@@ -104,11 +106,91 @@ def test_own_boundaries_until_counting_again() -> None:
     assert engine.global_steps == 2
 
 
-def test_backward_never_scales_the_loss() -> None:
+def test_backward_returns_the_loss_over_the_accumulation_and_the_optimizer_divides_gradients() -> None:
     engine = make(gradient_accumulation_steps=4)
     loss = engine(torch.ones(2, 3)).mean()
-    assert engine.backward(loss) is loss
+    assert torch.equal(engine.backward(loss), loss / 4)
     assert torch.equal(engine.module.weight.grad, torch.ones(1, 3))
+    engine = make(gradient_accumulation_steps=4)
+    loss = engine(torch.ones(2, 3)).mean()
+    assert torch.equal(engine.backward(loss, scale_wrt_gas=False), loss)
+
+
+def test_samples_count_at_boundaries() -> None:
+    engine = make(world_size=3, gradient_accumulation_steps=4)
+    counts = [engine.global_samples for _ in range(8) if micro_step(engine) is None]
+    assert counts == [0, 0, 0, 24, 24, 24, 24, 48]
+    engine.set_gradient_accumulation_boundary(is_boundary=True)  # as Accelerate, which steps at boundaries alone
+    micro_step(engine)
+    assert (engine.global_samples, engine.global_steps, engine.micro_steps) == (72, 3, 9)
+
+
+def test_a_step_without_gradients_is_refused() -> None:
+    engine = make(schedule=True)
+    engine.optimizer.with_gradients = False
+    with pytest.raises(RuntimeError, match=r"step\(\): no backward pass .*engine.backward\(loss\)"):
+        engine.step()
+    assert (engine.global_steps, engine.lr_scheduler.last_epoch, engine.micro_steps) == (0, 0, 0)
+    engine.optimizer.with_gradients = True
+    micro_step(engine)
+    assert engine.global_steps == 1
+
+
+def test_a_step_of_the_optimizer_beside_the_engines_is_refused() -> None:
+    engine = make()
+    micro_step(engine)
+    engine.backward(engine(torch.ones(2, 3)).mean())
+    engine.optimizer.boundary = True
+    engine.optimizer.step()
+    with pytest.raises(RuntimeError, match=r"has called step\(\) of the engine's optimizer itself"):
+        engine.step()
+    assert engine.global_steps == 1
+    micro_step(engine)
+    assert engine.global_steps == 2
+
+
+def test_whether_a_step_was_applied() -> None:
+    engine = make(gradient_accumulation_steps=2)
+    applied = []
+    for step in range(6):
+        engine.optimizer.skip_next = step == 3
+        micro_step(engine)
+        applied.append(engine.was_step_applied())
+    assert applied == [False, True, False, False, False, True]
+
+
+def test_arguments_of_the_schedules_step() -> None:
+    engine = make(schedule=True)
+    micro_step(engine)
+    engine.backward(engine(torch.ones(2, 3)).mean())
+    engine.step(lr_kwargs={"epoch": 3})
+    assert engine.lr_scheduler.last_batch_iteration == 3
+
+
+def test_a_loop_for_torch_is_told_of_micro_steps(caplog: pytest.LogCaptureFixture) -> None:
+    for losses, boundary, told in ((2, None, 1), (1, None, 0), (3, None, 0), (2, True, 0)):
+        engine = make(gradient_accumulation_steps=2)
+        engine.set_gradient_accumulation_boundary(boundary)
+        caplog.clear()
+        for _ in range(4):
+            for _ in range(losses):
+                engine.backward(engine(torch.ones(2, 3)).mean())
+            engine.step()
+        found = [record for record in caplog.records if "takes it for one micro-step of 2" in record.getMessage()]
+        assert len(found) == told, (losses, boundary)
+
+
+@pytest.mark.parametrize("how", ["steps", "rates", "once"])
+def test_a_program_that_drives_the_engines_schedule_is_told_once(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    engine = make(schedule=True)
+    for step in range(6):
+        micro_step(engine)
+        if how == "steps":
+            engine.lr_scheduler.step()
+        elif how == "rates" or step == 2:
+            engine.optimizer.param_groups[0]["lr"] = 0.1 + step
+    said = [record.message for record in caplog.records if "engine's schedule WarmupLR" in record.message]
+    assert len(said) == (0 if how == "once" else 1)
 
 
 def test_backward_takes_a_scalar_that_needs_gradients() -> None:

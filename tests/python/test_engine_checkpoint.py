@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,7 @@ def test_an_engine_goes_on_amid_its_data(tmp_path: Path) -> None:
     zcomm.shutdown()
 
 
-def test_engine_checkpoints_in_deepspeeds_terms(tmp_path: Path) -> None:
+def test_engine_checkpoints_in_deepspeeds_terms(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     one = engine(tmp_path)
     assert one.load_checkpoint(tmp_path / "none") == (None, None)
     go(one, 3)
@@ -121,6 +122,13 @@ def test_engine_checkpoints_in_deepspeeds_terms(tmp_path: Path) -> None:
     two.save_16bit_model(tmp_path / "export")
     saved = load_file(tmp_path / "export" / "model.safetensors")
     assert torch.equal(saved["weight"], two.module.weight)
+    for name, wanted_name in (("pytorch_model.bin", "model.safetensors"), ("best.pt", "best.safetensors")):
+        caplog.clear()
+        two.save_16bit_model(tmp_path / name, name)
+        assert [path.name for path in (tmp_path / name).iterdir()] == [wanted_name]
+        assert torch.equal(load_file(tmp_path / name / wanted_name)["weight"], two.module.weight)
+        assert "never a pickle" in caplog.text and wanted_name in caplog.text
+        shutil.rmtree(tmp_path / name)
     with pytest.raises(ValueError, match="plain folder name"):
         two.save_checkpoint(tmp_path, tag="a/b")
     for name in ("latest", "..", ""):
@@ -130,4 +138,83 @@ def test_engine_checkpoints_in_deepspeeds_terms(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["7", "best", "export", "global_step3"]
     for each in (one, two):
         each.destroy()
+    zcomm.shutdown()
+
+
+def tags_that_differ(folder: str, validation: str) -> list[Any]:
+    import logging
+
+    logging.getLogger("zcomm").propagate = True
+    config = {
+        "train_batch_size": 2,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
+        "checkpoint": {"tag_validation": validation},
+    }
+    one = zcomm.initialize(model=nn.Linear(4, 2), config=config)[0]
+    tag, said = f"of-rank-{one.global_rank}", []
+    for call in (lambda: one.save_checkpoint(folder, tag), lambda: one.load_checkpoint(folder, tag)):
+        try:
+            said.append(call())
+        except ValueError as error:
+            said.append(str(error))
+    for wrong in ("a/b", "latest", ""):
+        with pytest.raises(ValueError, match="must be a plain folder name"):
+            one.save_checkpoint(folder, wrong if one.global_rank == 0 else "good" if validation == "Ignore" else wrong)
+    one.save_checkpoint(folder, "same", client_state={"n": 1})
+    said.append(one.load_checkpoint(folder)[1])
+    one.destroy()
+    zcomm.shutdown()
+    return said
+
+
+@pytest.mark.parametrize("validation", ["Ignore", "Warn", "Fail"])
+def test_tags_that_differ_between_ranks(run_ranks: Any, tmp_path: Path, validation: str) -> None:
+    """As DeepSpeed's key says; the folder is one in any case."""
+    results = run_ranks(tags_that_differ, 2, str(tmp_path), validation, check=False)
+    logs = "".join(result.log for result in results)
+    made = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
+    for result in results:
+        assert result.error is None, result.describe()
+        saved, loaded, state = result.value
+        assert state == {"n": 1}
+        if validation == "Fail":
+            for said, call in ((saved, "save"), (loaded, "load")):
+                assert said.startswith(f"{call}_checkpoint: the ranks' tags differ ('of-rank-0' on rank 0, 'of-rank-1'")
+        else:
+            assert saved is True and loaded == (str(tmp_path / "of-rank-0"), {})
+    assert made == ["same"] if validation == "Fail" else made == ["of-rank-0", "same"]
+    assert logs.count("so the tag of rank 0 is taken") == (2 if validation == "Warn" else 0), logs
+
+
+def test_an_accumulation_begins_again_after_a_load(tmp_path: Path) -> None:
+    """Gradients are not saved: the next boundary is a whole accumulation away, however long it is now."""
+
+    def make(accumulation: int) -> Any:
+        torch.manual_seed(0)
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": accumulation,
+            "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
+        }
+        return zcomm.initialize(model=nn.Linear(4, 2), config=config)[0]
+
+    one = make(4)
+    for number in range(6):
+        if number == 5:
+            one.save_checkpoint(tmp_path, client_state={"n": number})
+        one.backward(one(torch.ones(1, 4)).sum())
+        one.step()
+    assert (one.global_steps, one.micro_steps) == (1, 6)
+    for accumulation in (4, 3):
+        two = make(accumulation)
+        two.load_checkpoint(tmp_path)
+        before = two.module.weight.detach().clone()
+        for number in range(accumulation):
+            assert two.is_gradient_accumulation_boundary() == (number == accumulation - 1)
+            assert torch.equal(two.module.weight, before)
+            two.backward(two(torch.ones(1, 4)).sum())
+            two.step()
+        assert two.global_steps == 2 and not torch.equal(two.module.weight, before)
+        two.destroy()
+    one.destroy()
     zcomm.shutdown()

@@ -57,6 +57,7 @@ def test_kill_9_in_training(start_ranks_in: Any, tmp_path: Path, stage: int, off
         swap = tmp_path / "swap"
         left = list(swap.glob("zcomm-swap-*"))
         assert len(left) == 1, "the survivors removed theirs, the killed rank could not"
+        assert [path.name for path in left[0].iterdir()] == ["lock"], "its data have no name: their space is free"
         zcomm.SwapFile(str(swap)).close()
         assert not list(swap.glob("zcomm-swap-*")), "the next start removes what a killed run left"
 

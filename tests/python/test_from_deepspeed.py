@@ -22,6 +22,7 @@ from torch import nn
 import zcomm
 from zcomm.cli.main import main
 from zcomm.zero.checkpoint import read_manifest
+from zcomm.zero.checkpoint.folder import Folder
 from zcomm.zero.checkpoint.tensor_file import read_whole
 
 PYTHON = os.environ.get("ZCOMM_TEST_DEEPSPEED") or (sys.executable if importlib.util.find_spec("deepspeed") else None)
@@ -151,11 +152,11 @@ def compare(out: Path, expected: dict[str, torch.Tensor], dtype: torch.dtype) ->
     manifest = read_manifest(out)
     for key, wanted in expected.items():
         kind, _, name = key.partition("/")
-        weight = read_whole(out, name, manifest.weights[name])
+        weight = read_whole(Folder(out), name, manifest.weights[name])
         if kind == "master" and dtype == torch.float32:
             assert torch.equal(weight, wanted), key
         else:
-            assert torch.equal(read_whole(out, key, manifest.optimizer[key]), wanted), key
+            assert torch.equal(read_whole(Folder(out), key, manifest.optimizer[key]), wanted), key
         if kind == "master":
             assert weight.dtype == dtype and torch.equal(weight, wanted.to(dtype)), "to the nearest, ties to even"
     model = Net()
@@ -240,6 +241,51 @@ def test_what_is_missing_is_said(
     (tmp_path / "none").mkdir()
     assert main(["ckpt", "convert", str(tmp_path / "none"), str(tmp_path / "out")]) == 2
     assert "no ZeRO checkpoint of DeepSpeed" in capsys.readouterr().err
+
+
+def test_client_state_comes_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tensors too; what a checkpoint cannot keep is named."""
+    with monkeypatch.context() as patch:
+        write_by_hand(tmp_path / "ds", 2, torch.float32, patch)
+    path = tmp_path / "ds" / "mp_rank_00_model_states.pt"
+    states = torch.load(path, weights_only=True)
+    torch.save(states | {"ema": {"decay": 0.5, "values": [torch.arange(3.0)]}, "odd": [b"bytes"]}, path)
+    assert main(["ckpt", "convert", str(tmp_path / "ds"), str(tmp_path / "out")]) == 0
+    assert "not converted: of the client state odd, which a checkpoint cannot keep" in capsys.readouterr().out
+    assert main(["ckpt", "verify", str(tmp_path / "out")]) == 0
+    model = Net()
+    groups = [{"params": [model.get_parameter(name) for name in group]} for group in GROUPS]
+    opt = zcomm.ZeroOptimizer(model, torch.optim.AdamW(groups), stage=1)
+    found = opt.load(tmp_path / "out")["client_state"]
+    assert found.keys() == {"epoch", "ema"} and found["ema"]["decay"] == 0.5
+    assert torch.equal(found["ema"]["values"][0], torch.arange(3.0))
+    opt.close()
+    zcomm.shutdown()
+
+
+def test_damaged_files_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        write_by_hand(tmp_path / "ds", 2, torch.float32, patch)
+    paths = [
+        tmp_path / "ds" / name for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    ]
+    for path in paths:
+        whole = path.read_bytes()
+        for content in (b"", b"garbage", whole[: len(whole) // 2]):
+            path.write_bytes(content)
+            assert main(["ckpt", "convert", str(tmp_path / "ds"), str(tmp_path / "out")]) == 2
+            assert f"{path}: " in capsys.readouterr().err
+        for other in ([1, 2], {}, {"optimizer_state_dict": 3}, {"module": {}, "param_shapes": 5}, torch.ones(3)):
+            torch.save(other, path)
+            assert main(["ckpt", "convert", str(tmp_path / "ds"), str(tmp_path / "out")]) == 2
+            assert str(tmp_path / "ds") in capsys.readouterr().err
+        path.write_bytes(whole)
+    assert [each.name for each in tmp_path.iterdir()] == ["ds"]
+    assert main(["ckpt", "convert", str(tmp_path / "ds"), str(tmp_path / "out")]) == 0
 
 
 @pytest.mark.skipif(PYTHON is None, reason="no DeepSpeed; ZCOMM_TEST_DEEPSPEED=PYTHON names a Python that has it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ def test_those_of_the_host_come_back() -> None:
     data = generators.pack(CPU)
     first = draw()
     assert draw() != first
-    generators.unpack(data, CPU)
+    generators.parse(data, CPU, "file")()
     assert draw() == first
 
 
@@ -49,7 +50,7 @@ def test_that_of_the_models_device_comes_back(monkeypatch: pytest.MonkeyPatch) -
     cuda = Cuda(monkeypatch)
     data = generators.pack(CUDA)
     cuda.counts[CUDA] = 9
-    generators.unpack(data, CUDA)
+    generators.parse(data, CUDA, "file")()
     assert cuda.counts == {CUDA: 7}
 
 
@@ -60,15 +61,17 @@ def test_other_devices_load_all_the_same(
     cuda = Cuda(monkeypatch)
     data = generators.pack(written)
     first, cuda.counts[CUDA] = draw(), 9
-    generators.unpack(data, read)
+    generators.parse(data, read, "file")()
     assert draw() == first and cuda.counts == {CUDA: 9}
 
 
 def test_save_and_load_ask_the_models_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    pack, unpack = generators.pack, generators.unpack
+    pack, parse = generators.pack, generators.parse
     monkeypatch.setattr(generators, "pack", lambda device: [asked.append(device), pack(device)][1])
-    monkeypatch.setattr(generators, "unpack", lambda data, device: [asked.append(device), unpack(data, device)][1])
+    monkeypatch.setattr(
+        generators, "parse", lambda data, device, source: [asked.append(device), parse(data, device, source)][1]
+    )
     simulated.play()
     try:
         opt = zcomm.ZeroOptimizer(nn.Linear(4, 4), "adamw", offload="cpu")
@@ -81,3 +84,25 @@ def test_save_and_load_ask_the_models_device(tmp_path: Path, monkeypatch: pytest
     finally:
         simulated.stop()
         zcomm.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "JSON"),
+        (b"{}", "torch"),
+        (b"[1]", "torch"),
+        (b'{"torch": "%%%"}', "torch"),
+        (b'{"torch": "AAAA"}', "torch"),
+    ],
+)
+def test_garbage_is_named_before_anything_changes(content: bytes, said: str) -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match=rf"r\.json: '{said}' is not a state of random number generators"):
+        generators.parse(content, CPU, "r.json")
+    good = json.loads(generators.pack(CPU))
+    for name, wrong in (("python", [3, [1], None]), ("numpy", ["MT19937", [1, 2], 3, 0, 0.0]), ("numpy", 4)):
+        with pytest.raises(ValueError, match=rf"r\.json: '{name}' is not a state"):
+            generators.parse(json.dumps({**good, name: wrong}).encode(), CPU, "r.json")
+    assert torch.equal(torch.get_rng_state(), before)

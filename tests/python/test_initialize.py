@@ -128,7 +128,7 @@ OPTIMIZERS = [
         {"type": "Lion", "params": {"lr": 0.01, "betas": [0.8, 0.9], "weight_decay": 0.3}},
         lambda p: Lion(p, lr=0.01, betas=(0.8, 0.9), weight_decay=0.3),
     ),
-    ({"type": "Lion"}, lambda p: Lion(p, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0)),
+    ({"type": "Lion"}, lambda p: Lion(p, lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0)),
     ({"type": "Adagrad", "params": {"weight_decay": 0.1}}, lambda p: torch.optim.Adagrad(p, weight_decay=0.1)),
     (
         {"type": "AdamW", "params": {"lr": 0.1, "betas": [0.5, 0.6], "eps": 0.1}},
@@ -183,6 +183,21 @@ def test_argument_beats_the_section_with_a_warning(job: None) -> None:
             config={"train_batch_size": 8, "optimizer": ADAMW},
         )
     assert engine.get_lr() == [0.5]
+    engine.destroy()
+
+
+def test_a_schedule_that_is_given_beats_the_section_with_a_warning(job: None) -> None:
+    import zcomm
+
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}
+    with pytest.warns(UserWarning, match='the section "scheduler" of the configuration is not used'):
+        engine, _, _, given = zcomm.initialize(
+            model=network(),
+            lr_scheduler=lambda opt: torch.optim.lr_scheduler.ExponentialLR(opt, 0.5),
+            config={"train_batch_size": 8, "optimizer": ADAMW, "scheduler": schedule},
+        )
+    assert engine.lr_scheduler is given and isinstance(given, torch.optim.lr_scheduler.ExponentialLR)
+    assert engine.get_lr() == [0.01]
     engine.destroy()
 
 
@@ -387,8 +402,10 @@ def test_deepspeeds_names(job: None) -> None:
     deepspeed.init_distributed()  # a second time changes nothing
     deepspeed.comm.destroy_process_group()
     assert not zcomm.is_initialized() and not torch.distributed.is_initialized()
-    assert deepspeed.init_distributed("nccl").backend == comm.backend  # what GPU scripts say
-    deepspeed.comm.destroy_process_group()
+    own_name = deepspeed.get_accelerator().communication_backend_name()
+    for name in ("nccl", own_name):  # what GPU scripts say, and what DeepSpeed's examples do
+        assert deepspeed.init_distributed(name).backend == comm.backend
+        deepspeed.comm.destroy_process_group()
     with pytest.raises(ValueError, match="hccl"):
         deepspeed.init_distributed("hccl")
     with pytest.raises(ValueError, match="has not been called"):

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import resource
 import signal
 import socket
@@ -20,7 +21,7 @@ import pytest
 import torch
 
 import zcomm
-from zcomm import _hosts
+from zcomm import _hosts, _rendezvous
 from zcomm._hosts import Hosts, choose_address
 from zcomm._join import Group, Settings
 from zcomm._proof import derive_key
@@ -132,6 +133,77 @@ def test_a_port_of_the_range_is_taken() -> None:
             assert port < door.endpoint[1] < port + 100
 
 
+def test_a_port_of_the_range_that_the_last_job_used() -> None:
+    """Its connections stay for a minute (TIME_WAIT), which must not keep the port from the next job."""
+    from zcomm._tcp import TcpListener
+
+    port = free_port()
+    with contextlib.closing(TcpListener("127.0.0.1", range(port, port + 1))) as door:
+        caller = socket.create_connection(door.endpoint)
+        time.sleep(0.05)
+        accepted, _ = door.socket.accept()
+        accepted.close()  # this side ends it first
+        caller.close()
+    with contextlib.closing(TcpListener("127.0.0.1", range(port, port + 1))) as door:
+        assert door.endpoint[1] == port
+        with pytest.raises(OSError, match="no free port"):
+            TcpListener("127.0.0.1", range(port, port + 1))
+
+
+# ---- who am I ----
+def job_of(**env: str) -> _rendezvous.Job:
+    return _rendezvous.find_job(None, None, None, env)
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({"RANK": "1"}, "RANK='1' is set, but WORLD_SIZE is not"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE='2' is set, but RANK is not"),
+        ({"OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_RANK='1' is set, but OMPI_COMM_WORLD_SIZE is not"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x' is not a number"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "99999"}, "MASTER_PORT='99999': expected"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "0"}, "MASTER_PORT='0': expected"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "x"}, "MASTER_PORT='x': expected"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h"}, "MASTER_ADDR='h' is set, but MASTER_PORT is not"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "MASTER_PORT='1' is set, but MASTER_ADDR is not"),
+    ],
+)
+def test_variables_that_cannot_be_right_are_named(env: dict[str, str], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        job_of(**env)
+
+
+def test_half_of_one_launcher_beside_another() -> None:
+    job = job_of(RANK="5", PMI_RANK="0", PMI_SIZE="2", ZCOMM_INIT_METHOD="file:///nowhere")
+    assert (job.rank, job.world_size, job.launcher) == (0, 2, "MPICH")
+    assert job_of(SLURM_PROCID="0").world_size == 1, "a batch script, not a step"
+
+
+@pytest.mark.parametrize("timeout", [float("inf"), float("nan"), 0, -1.0, 1e300, "60", True, None])
+def test_a_timeout_that_cannot_be_right_is_named(timeout: Any) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"init: timeout={timeout!r}: expected seconds")):
+        zcomm.init(timeout=timeout)
+
+
+@pytest.mark.parametrize("method", ["tcp://h:99999", "tcp://h:0", "tcp://h:", "tcp://h", "tcp://:1", "http://h:1"])
+def test_a_meeting_point_that_cannot_be_right_is_named(method: str) -> None:
+    with pytest.raises(ValueError, match=f"init_method='{method}'"):
+        zcomm.init(timeout=1, rank=0, world_size=2, init_method=method)
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [("0", 2), (0, "2"), (0.0, 2), (True, 2)])
+def test_a_rank_that_is_no_number_is_named(rank: Any, world_size: Any) -> None:
+    with pytest.raises(ValueError, match="is not an integer"):
+        zcomm.init(rank=rank, world_size=world_size, init_method="file:///nowhere")
+
+
+def test_zcomm_is_a_name_of_its_own_choice() -> None:
+    """What torch.distributed calls it, and DeepSpeed's get_accelerator().communication_backend_name()."""
+    assert zcomm.init("zcomm").backend == "shm"
+    zcomm.shutdown()
+
+
 # ---- what is said ----
 def what_is_said() -> tuple[str, list[str]]:
     told: list[str] = []
@@ -169,6 +241,16 @@ def test_ranks_that_do_not_come_are_named(rank: int, run_ranks: Run) -> None:
     (result,) = run_ranks(join_alone, 1, rank, f"tcp://127.0.0.1:{free_port()}", "auto", check=False)
     assert result.error is not None and "TimeoutError" in result.error.kinds, result.describe()
     assert ("rank(s) 1, 2 of 3" if rank == 0 else "no store at tcp://127.0.0.1") in result.error.message
+
+
+def test_a_listener_that_is_no_store_and_says_nothing(run_ranks: Run) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        where = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        (result,) = run_ranks(join_alone, 1, 1, where, "auto", check=False)
+    assert result.error is not None and "TimeoutError" in result.error.kinds, result.describe()
+    assert f"no store at {where}" in result.error.message
 
 
 def cannot_open_a_door(lame: int, init_method: str) -> None:

@@ -18,6 +18,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from swap_files import nameless  # noqa: E402
 from zcomm import _core  # noqa: E402
 from zcomm.offload import SwapFile, pinned_empty  # noqa: E402
 
@@ -187,10 +188,11 @@ def test_stats_and_manifest(swap: SwapFile) -> None:
     assert stats["write_gbps"] > 0
     assert stats["reserved_nbytes"] == 1_003_520
     assert stats["error_count"] == 0
-    data = Path(str(stats["path"]))
-    manifest = json.loads((data.parent / "manifest.json").read_text())
-    assert manifest["pid"] == os.getpid()
-    assert manifest["uid"] == os.getuid()
+    own = Path(str(stats["path"])).parent
+    assert [each.name for each in own.iterdir()] == ["lock"], "the data file has no name"
+    owner = json.loads((own / "lock").read_text())
+    assert owner["pid"] == os.getpid()
+    assert owner["uid"] == os.getuid()
 
 
 def test_damage_on_disk_is_an_oserror_with_the_path(tmp_path: Path) -> None:
@@ -198,7 +200,7 @@ def test_damage_on_disk_is_an_oserror_with_the_path(tmp_path: Path) -> None:
         value = torch.randn(10_000)
         swap.write("layer.0", value).wait()
         path = str(swap.stats()["path"])
-        with open(path, "r+b") as raw:
+        with open(nameless(path), "r+b") as raw:
             raw.seek(4321)
             byte = raw.read(1)
             raw.seek(4321)
@@ -264,11 +266,11 @@ def test_several_drives(tmp_path: Path, engine: str) -> None:
         assert stats["path"] == stats["paths"][0]
         for number, (path, directory) in enumerate(zip(map(Path, stats["paths"]), directories, strict=True)):
             assert path.parent.parent == directory
-            assert path.stat().st_size > 400_000
-            manifest = json.loads((path.parent / "manifest.json").read_text())
-            assert (manifest["drive"], manifest["drives"]) == (number, 3)
+            assert nameless(path).stat().st_size > 400_000
+            owner = json.loads((path.parent / "lock").read_text())
+            assert (owner["drive"], owner["drives"]) == (number, 3)
         swap.write("k", torch.randn(100_000)).wait()
-        for path in map(Path, stats["paths"]):
+        for path in map(nameless, stats["paths"]):
             os.truncate(path, 0)
         with pytest.raises(OSError, match="'k' at offset") as damage:
             swap.read("k", torch.empty(100_000)).wait()
@@ -351,10 +353,27 @@ def test_a_killed_run_is_cleaned_up_by_the_next(tmp_path: Path) -> None:
     dead, living = owners
     dead.send_signal(signal.SIGKILL)
     dead.wait(timeout=60)
+    assert [each.name for each in tmp_path.glob("*/*")] == ["lock", "lock"], "no data stay behind"
     with SwapFile(tmp_path):
         names = [each.name for each in tmp_path.iterdir()]
         assert len(names) == 2
         assert not any(name.startswith(f"zcomm-swap-{dead.pid}-") for name in names)
     living.communicate("x", timeout=60)
     dead.communicate()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.leaves_swap
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_killed_run_leaves_no_data_and_no_space(tmp_path: Path, number: int) -> None:
+    """Of a swap file while it is copied, too: what stays is a lock file, for the next start to remove."""
+    owner = run_python(OWNER.replace("print(", "copy = swap._core.copy_beside(); print("), str(tmp_path))
+    assert owner.stdout is not None
+    assert owner.stdout.readline() == "ready\n"
+    owner.send_signal(number)
+    owner.communicate(timeout=60)
+    assert owner.returncode == -number
+    (lock,) = (path for path in tmp_path.rglob("*") if path.is_file())
+    assert lock.name == "lock" and lock.stat().st_size < 1024
+    SwapFile(tmp_path).close()
     assert list(tmp_path.iterdir()) == []

@@ -301,6 +301,36 @@ def test_what_is_not_had_is_refused(ours: Maker, theirs: Maker, options: dict[st
         ours(table.parameters()).step()
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs", "differs"),
+    [
+        (CPUAdam, torch.optim.AdamW, {"weight_decay": 0.0}),
+        (CPUAdam, torch.optim.Adam, {"decoupled_weight_decay": True}),
+        (CPUSGD, torch.optim.SGD, {}),
+        (CPUAdagrad, torch.optim.Adagrad, {}),
+    ],
+)
+def test_defaults_are_torchs_or_the_docstring_says_so(ours: Any, theirs: Any, differs: dict[str, Any]) -> None:
+    mine, torchs = ours(params()).defaults, theirs(params()).defaults
+    shared = mine.keys() & torchs.keys()
+    wanted = {key: value for key, value in differs.items() if key in shared}  # torch 2.6 has fewer
+    assert {key: mine[key] for key in shared if mine[key] != torchs[key]} == wanted
+    if "weight_decay" in differs:
+        assert "0 by default" in ours.__doc__ and "AdamW's default is 0.01" in ours.__doc__
+        assert torchs["weight_decay"] == 0.01
+
+
+def test_an_option_without_a_kernel_that_is_set_later_is_refused() -> None:
+    weights = params()
+    opt = CPUAdam(weights)
+    opt.param_groups[0]["amsgrad"] = True
+    weights[0].grad = torch.ones_like(weights[0])
+    before = weights[0].detach().clone()
+    with pytest.raises(NotImplementedError, match="amsgrad=True"):
+        opt.step()
+    assert torch.equal(weights[0], before)
+
+
 def test_amsgrad_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="amsgrad"):
         CPUAdam(params(), amsgrad=True)

@@ -174,3 +174,85 @@ def test_errors_of_one_cycle(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as caught:
         OneCycle(optimizer(1.0), 0.1, 0.5, **arguments)
     assert message in str(caught.value)
+
+
+KINDS: list[tuple[Any, dict[str, Any]]] = [
+    (WarmupLR, {"warmup_num_steps": 5}),
+    (WarmupDecayLR, {"total_num_steps": 9, "warmup_max_lr": 0.1, "warmup_num_steps": 4, "warmup_type": "linear"}),
+    (WarmupCosineLR, {"total_num_steps": 9, "warmup_num_steps": 4, "warmup_min_ratio": 0.1}),
+    (LRRangeTest, {"lr_range_test_step_size": 3, "lr_range_test_staircase": True}),
+    (OneCycle, {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 4, "decay_step_size": 2}),
+]
+
+
+def adam() -> torch.optim.Adam:
+    return torch.optim.Adam([{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in (0.3, 0.07)])
+
+
+def values(opt: torch.optim.Optimizer) -> list[tuple[float, tuple[float, float]]]:
+    return [(group["lr"], group["betas"]) for group in opt.param_groups]
+
+
+def walked(kind: Any, options: dict[str, Any], steps: int) -> tuple[Any, Any]:
+    opt = adam()
+    schedule = kind(opt, **options)
+    for _ in range(steps):
+        opt.step()
+        schedule.step()
+    return opt, schedule
+
+
+def test_step_takes_deepspeeds_iterations() -> None:
+    opt = optimizer(0.3)
+    schedule = WarmupLR(opt)
+    opt.step()
+    schedule.step(1)
+    assert opt.param_groups[0]["lr"] == pytest.approx(0.030102999566398118, rel=1e-12)
+    assert schedule.last_batch_iteration == 1
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS, ids=[kind.__name__ for kind, _ in KINDS])
+def test_a_jump_is_as_many_steps(kind: Any, options: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opt, schedule = walked(kind, options, 2)
+        for iteration in (0, 3, 11, 1, 5, 4):
+            schedule.step(iteration)
+            there, other = walked(kind, options, iteration + 1)
+            assert values(opt) == values(there) and schedule.get_last_lr() == other.get_last_lr()
+            assert schedule.last_batch_iteration == other.last_batch_iteration == iteration
+            schedule.step()
+            other.step()
+            assert values(opt) == values(there), "and on from there"
+
+
+@pytest.mark.parametrize("form", ["ours", "deepspeeds", "before"])
+@pytest.mark.parametrize(("kind", "options"), KINDS, ids=[kind.__name__ for kind, _ in KINDS])
+def test_states_of_both_forms(kind: Any, options: dict[str, Any], form: str) -> None:
+    there, other = walked(kind, options, 6)
+    state = other.state_dict()
+    assert state["last_batch_iteration"] == 5, "as DeepSpeed's"
+    if form == "deepspeeds":
+        state = {"last_batch_iteration": 5}
+    elif form == "before":  # of a checkpoint that an earlier version wrote
+        del state["last_batch_iteration"]
+    opt, schedule = walked(kind, options, 1)
+    schedule.load_state_dict(state)
+    for each in (schedule, other):
+        each.step()
+    assert values(opt) == values(there)
+    resumed = adam()
+    later = kind(resumed, **options, last_batch_iteration=5)
+    later.step()
+    assert [group["lr"] for group in resumed.param_groups] == [group["lr"] for group in there.param_groups]
+
+
+def test_places_that_are_none() -> None:
+    schedule = WarmupLR(optimizer(1.0))
+    for place in (-2, True, "3", float("nan")):
+        with pytest.raises(ValueError, match=r"WarmupLR.step\(.*\) needs an iteration"):
+            schedule.step(place)
+    with pytest.raises(ValueError, match="neither last_epoch nor last_batch_iteration"):
+        schedule.load_state_dict({"num_steps": 3})
+    with pytest.raises(ValueError, match="say the same"):
+        WarmupLR(optimizer(1.0), last_epoch=3, last_batch_iteration=4)

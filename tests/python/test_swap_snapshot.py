@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import errno
 import json
 import os
@@ -21,8 +22,10 @@ import pytest
 import torch
 
 import zcomm
+from swap_files import nameless
 from zcomm import _snapshot
 from zcomm.offload import finished
+from zcomm.zero.swap import GradualCopy, Swap
 
 SIZES = (1, 1000, 4096, 65536, 65536 + 12, 300001)
 
@@ -163,6 +166,82 @@ def test_truncated_missing_and_foreign(snap: Path, tmp_path: Path) -> None:
             swap.restore(snap)
 
 
+def forge(manifest: Path, body: Any) -> None:
+    """A manifest with a checksum that is right."""
+    crc32c = _snapshot._crc_of(json.dumps(body, sort_keys=True))
+    manifest.write_text(json.dumps({"format": _snapshot.FORMAT, "crc32c": crc32c, "body": body}, sort_keys=True))
+
+
+FORGED: list[tuple[list[Any], Any, str]] = [
+    (["alignment"], 0, "alignment is '0'; expected a whole number of at least 1"),
+    (["tile_nbytes"], 5, "tile_nbytes is '5'"),
+    (["tile_nbytes"], "x", "tile_nbytes is 'x'"),
+    (["keys"], {}, "keys is '{}'; expected a list"),
+    (["keys", 0], 5, r"keys\[0\] is '5'"),
+    (["keys", 0, "key"], None, r"keys\[0\] is "),
+    (["keys", 0, "dtype"], "load", r"keys\[0\].dtype is 'load'; expected a dtype of torch"),
+    (["keys", 0, "shape"], [-1], r"keys\[0\].shape is '-1'"),
+    (["keys", 0, "shape"], [1 << 61], r"keys\[0\].nbytes is "),
+    (["keys", 0, "nbytes"], None, r"keys\[0\].nbytes is 'None'"),
+    (["keys", 0, "offsets"], [], r"keys\[0\].offsets is '\[\]'; expected 1 numbers"),
+    (["keys", 0, "offsets"], [-4096], r"keys\[0\].offsets is '-4096'"),
+    (["keys", 0, "crc32c"], [1] * 99, r"keys\[0\].crc32c is "),
+    (["keys", 0, "first"], 1.5, r"keys\[0\].first is '1.5'"),
+    (["files"], None, "files is 'None'; expected a list of names"),
+    (["files"], [], "files is '\\[\\]'; expected the files of the keys' data"),
+    (["files"], ["../secret"], "'../secret' is not a data file's name"),
+    (["files"], [5], "5 is not a data file's name"),
+]
+
+
+def test_fields_of_a_strangers_manifest(snap: Path, tmp_path: Path) -> None:
+    manifest = snap / "manifest.json"
+    body = json.loads(manifest.read_text())["body"]
+    with zcomm.SwapFile(tmp_path / "other") as swap:
+        swap.write("mine", torch.ones(5)).wait()
+        for way, value, said in FORGED:
+            forged = copy.deepcopy(body)
+            inside: Any = forged
+            for key in way[:-1]:
+                inside = inside[key]
+            inside[way[-1]] = value
+            forge(manifest, forged)
+            with pytest.raises((OSError, ValueError), match=said):
+                swap.restore(snap)
+        forged = copy.deepcopy(body)
+        forged["keys"][0] |= {"shape": [1 << 50], "dtype": "uint8", "nbytes": 1 << 50, "crc32c": []}
+        forge(manifest, forged)
+        with pytest.raises(OSError, match="unexpected end of file"):
+            swap.restore(snap)
+        forge(manifest, [1])
+        with pytest.raises(ValueError, match="files is 'None'"):
+            swap.restore(snap)
+        manifest.write_text("[" * 200_000)
+        with pytest.raises(OSError, match="not a manifest"):
+            swap.restore(snap)
+        manifest.unlink()
+        os.mkfifo(manifest)
+        with pytest.raises(OSError, match="not a regular file"):
+            swap.restore(snap)
+        with pytest.raises(FileExistsError, match="no swap file's snapshot"):
+            swap.snapshot(snap)
+        manifest.unlink()
+        forge(manifest, body)
+        path = data_of(snap)
+        path.rename(tmp_path / "data")
+        os.mkfifo(path)
+        with pytest.raises(OSError, match="not a regular file"):
+            swap.restore(snap)
+        path.unlink()
+        (tmp_path / "data").rename(path)
+        swap.restore(snap)
+        mine = torch.zeros(5)
+        swap.read("mine", mine).wait()
+        assert torch.equal(mine, torch.ones(5)), "what was there has stayed"
+        swap.release("mine")
+        check(swap, 1)
+
+
 def test_two_at_once_and_errors_leave_the_last_one(snap: Path, tmp_path: Path) -> None:
     import fcntl
 
@@ -175,7 +254,7 @@ def test_two_at_once_and_errors_leave_the_last_one(snap: Path, tmp_path: Path) -
                 call(snap)
             assert caught.value.errno == errno.EBUSY
         os.close(folder)
-        os.truncate(swap.stats()["path"], 4096)  # the copy meets the end of the file
+        os.truncate(nameless(swap.stats()["path"]), 4096)  # the copy meets the end of the file
         before = sorted(snap.iterdir())
         with pytest.raises(OSError, match="unexpected end of file"):
             swap.snapshot(snap)
@@ -253,23 +332,18 @@ def test_an_interrupt_when_the_new_manifest_is_in_place(
         assert len(list(snap.iterdir())) == 2
 
 
-def test_a_copy_that_could_not_be_opened_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next background save makes its own."""
-    with zcomm.SwapFile([tmp_path / "one", tmp_path / "two"]) as swap:
+def test_a_copy_has_no_name_and_keeps_what_was(tmp_path: Path) -> None:
+    """The next background save makes its own, also when this one is not closed."""
+    with zcomm.SwapFile([tmp_path / "one", tmp_path / "two"], block_nbytes=64 << 10) as swap:
         fill(swap, 1)
-        opened = os.open
-
-        def refuse(path: Any, *args: Any, **kwargs: Any) -> int:
-            if Path(path).name == "copy":
-                raise OSError(errno.EMFILE, "too many open files", str(path))
-            return opened(path, *args, **kwargs)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "open", refuse)
-            with pytest.raises(OSError, match="too many open files"):
-                _snapshot.Copy(swap._core)
-        assert list(tmp_path.rglob("copy")) == []
-        _snapshot.Copy(swap._core).close()
+        first = _snapshot.Copy(swap._core)
+        assert [path.name for path in tmp_path.glob("*/*/*")] == ["lock", "lock"]
+        fill(swap, 2)
+        second = _snapshot.Copy(swap._core)
+        for copy, seed in ((first, 1), (second, 2)):
+            for key, tensor in tensors(seed).items():
+                assert torch.equal(copy.load(key), tensor), key
+            copy.close()
 
 
 def test_a_copy_without_its_directory_says_what_to_do(tmp_path: Path) -> None:
@@ -347,7 +421,7 @@ def test_await(tmp_path: Path) -> None:
             await asyncio.to_thread(swap.snapshot, tmp_path / "snap")
             await finished(swap.read("a", out))
             assert torch.equal(out, data)
-            os.truncate(swap.stats()["path"], 4096)
+            os.truncate(nameless(swap.stats()["path"]), 4096)
             with pytest.raises(OSError, match="unexpected end of file"):
                 await finished(swap.read("a", out))
             with pytest.raises(TimeoutError, match=r"0\.01 s"):
@@ -360,7 +434,7 @@ def test_a_cancelled_await_leaves_the_error_to_the_swap_file(tmp_path: Path) -> 
     swap = zcomm.SwapFile(tmp_path / "swap")
     out = torch.zeros(1 << 16, dtype=torch.int64)
     swap.write("a", torch.arange(1 << 16)).wait()
-    os.truncate(swap.stats()["path"], 4096)
+    os.truncate(nameless(swap.stats()["path"]), 4096)
 
     async def job() -> None:
         held = HeldWork(swap.read("a", out))
@@ -374,4 +448,19 @@ def test_a_cancelled_await_leaves_the_error_to_the_swap_file(tmp_path: Path) -> 
     asyncio.run(job())  # at its end no thread of the loop's is left
     with pytest.raises(OSError, match="unexpected end of file"):
         swap.wait()
+    swap.close()
+
+
+def test_a_gradual_copy_that_writes_nothing_ends_in_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = torch.arange(1000)
+    swap = Swap([str(tmp_path / "swap")])
+    swap.write("k", data.data_ptr(), data.nbytes).wait()
+    copy = GradualCopy(swap, {"k": data.nbytes}, [Path(path) for path in swap.stats()["paths"]])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", lambda *_: 0)
+        copy.finish()
+    with pytest.raises(OSError, match=r"no byte of key 'k' was written at 0") as caught:
+        copy.load("k")
+    assert caught.value.errno == errno.EIO
+    copy.close()
     swap.close()

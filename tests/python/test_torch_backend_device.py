@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -117,10 +118,46 @@ def test_every_way_to_the_end_comes_after_it(tmp_path: Path) -> None:
 def test_errors_keep_their_types(tmp_path: Path) -> None:
     def body(half: DeviceHalf) -> None:
         with pytest.raises(NotImplementedError, match="meta"):
-            half.allreduce([torch.ones(3), torch.ones(3, device="meta")])
+            half.allreduce_coalesced([torch.ones(3), torch.ones(3, device="meta")])
         work = half.allreduce([torch.ones(3 + half._rank)], asynchronous(AllreduceOptions()))
         with pytest.raises(zcomm.CollectiveMismatch, match="count=3"):
             work.wait()
+
+    in_halves(2, tmp_path, body)
+
+
+def test_callbacks_and_dropped_works(tmp_path: Path) -> None:
+    """As on the host: callbacks call collectives in one order, and what is copied back is there after a later one."""
+
+    def body(half: DeviceHalf) -> None:
+        rank = half._rank
+
+        def again(own: Any) -> float:
+            tensor = own.value()[0].clone()
+            work = half.allreduce([tensor], asynchronous(made(AllreduceOptions, None)))
+            return float(work.get_future().wait()[0][0])
+
+        chains = []
+        for step in range(4):
+            time.sleep(0.01 * ((step + rank) % 2))
+            work = half.allreduce([torch.ones(3)], asynchronous(made(AllreduceOptions, None)))
+            chains.append(work.get_future().then(again))
+        strided = torch.full((40, 30), rank + 1.0).t()
+        half.allreduce([strided], asynchronous(made(AllreduceOptions, None)))
+        half.barrier(BarrierOptions()).wait()
+        assert strided.eq(3).all() and [chain.wait() for chain in chains] == [4.0] * 4
+
+    in_halves(2, tmp_path, body)
+
+
+def test_several_works_are_one_with_a_future(tmp_path: Path) -> None:
+    def body(half: DeviceHalf) -> None:
+        tensors = [torch.ones(20_000), torch.ones(3)]
+        works = [half.allreduce([tensor], asynchronous(made(AllreduceOptions, None))) for tensor in tensors]
+        both = _device._AllOf(works)
+        got = both.get_future().wait()
+        assert [tensor[0].item() for tensor in got] == [2.0, 2.0] and both.wait() and both.is_success()
+        assert both.exception() is None
 
     in_halves(2, tmp_path, body)
 

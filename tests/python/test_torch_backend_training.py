@@ -93,6 +93,36 @@ def _ddp_unused() -> None:
                     torch.testing.assert_close(layer.weight.grad, torch.full((5, 5), count / size))
 
 
+def _ddp_compiled() -> None:
+    """A compiled model with buffers: DDP broadcasts them from C++ while Dynamo watches Python frames."""
+
+    def normed() -> nn.Sequential:
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(20, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+
+    def collectives(tensor: torch.Tensor) -> torch.Tensor:
+        work = dist.all_reduce(tensor, async_op=True)
+        work.wait()
+        whole = torch.zeros(dist.get_world_size() * tensor.numel())
+        dist.all_gather_into_tensor(whole, tensor * (dist.get_rank() + 1))
+        dist.barrier()
+        return whole * 2
+
+    with world() as (rank, size):
+        plain, compiled = DistributedDataParallel(normed()), DistributedDataParallel(normed())
+        run = torch.compile(compiled, backend="aot_eager")
+        for step in range(3):
+            for net, forward in ((plain, plain), (compiled, run)):
+                net.zero_grad()
+                forward(batch(size * step + rank)).square().mean().backward()
+            check_gradients(compiled.module, [p.grad for p in plain.parameters()], "compiled")  # type: ignore[misc]
+            for got, want in zip(compiled.buffers(), plain.buffers(), strict=True):
+                torch.testing.assert_close(got, want)
+        dist.barrier()
+        got = torch.compile(collectives, backend="aot_eager")(torch.ones(2))
+        assert got.tolist() == [2.0 * size * (r + 1) for r in range(size) for _ in range(2)]
+
+
 def _sharded() -> None:
     """FSDP2: two steps give the weights that DDP gives."""
     from torch.distributed.fsdp import fully_shard
@@ -170,7 +200,9 @@ def _zero() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("job", [_ddp, _ddp_unused, _sharded, _dtensor, _zero], ids=lambda job: job.__name__[1:])
+@pytest.mark.parametrize(
+    "job", [_ddp, _ddp_unused, _ddp_compiled, _sharded, _dtensor, _zero], ids=lambda job: job.__name__[1:]
+)
 def test_training(run_ranks: Callable[..., list[Any]], job: Callable[[], None], world_size: int) -> None:
     if job is _sharded and torch.__version__ < "2.7":
         pytest.skip("FSDP2 of torch 2.6 asks the CPU's streams for events, which they have not")

@@ -156,7 +156,7 @@ def test_what_is_loaded_and_where_it_is_saved(tmp_path: Path) -> None:
     (tmp_path / "work" / "thesis").write_text("mine")
     (tmp_path / "work" / "manifest.json").write_text('{"name": "of a web page"}')
     for place in ("file", "work", "."):
-        with pytest.raises(FileExistsError, match="this is no checkpoint, it will not be replaced; save elsewhere"):
+        with pytest.raises(FileExistsError, match="this is not a checkpoint, it will not be replaced; save elsewhere"):
             opt.save(tmp_path / place)
     assert (tmp_path / "file").read_text() == (tmp_path / "work" / "thesis").read_text() == "mine"
     (tmp_path / "empty").mkdir()

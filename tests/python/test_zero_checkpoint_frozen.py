@@ -176,7 +176,7 @@ def test_state_on_a_drive_does_not_come_into_ram(tmp_path: Path) -> None:
         task = opt.save(tmp_path / "c", wait=False)
         grown = psutil.Process().memory_info().rss - before
         (own,) = (tmp_path / "drive").iterdir()
-        assert sorted(path.name for path in own.iterdir()) == ["data", "lock", "manifest.json"], "the copy has no name"
+        assert sorted(path.name for path in own.iterdir()) == ["lock"], "neither the data file nor the copy has a name"
     finally:
         drive.set()
         durable.before_write = lambda what: None

@@ -151,6 +151,27 @@ def test_a_model_on_the_meta_device() -> None:
     zcomm.shutdown()
 
 
+def test_values_that_are_there_stay() -> None:
+    class Resetting(nn.Sequential):
+        def reset_parameters(self) -> None:
+            for module in self:
+                module.reset_parameters()
+
+    for partly in (False, True):
+        model = Resetting(nn.Linear(40, 40), nn.BatchNorm1d(40), nn.Linear(40, 40))
+        nn.init.constant_(model[1].running_mean, 3.0)
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+        if partly:
+            model[2].to_empty(device="meta")
+        zcomm.zero.Init(module=model)
+        opt = zcomm.ZeroOptimizer(model, stage=3)
+        after = opt.full_state_dict()
+        assert [key for key in before if not torch.equal(after[key], before[key])] == ["2.weight", "2.bias"] * partly
+        assert after["2.weight"].abs().max() > 0.1, "started, not zeros"
+        opt.close()
+    zcomm.shutdown()
+
+
 def test_a_model_converted_afterwards() -> None:
     weights = []
     for enabled in (False, True):
@@ -308,7 +329,7 @@ def test_files_of_another_model_are_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no safetensors file"):
         zcomm.zero.load_weights(opt, tmp_path / "nowhere")
     (tmp_path / "model.safetensors").write_bytes(b"\x00" * 100)
-    with pytest.raises(ValueError, match="is no safetensors file"):
+    with pytest.raises(ValueError, match="is not a valid safetensors file"):
         zcomm.zero.load_weights(opt, tmp_path)
     opt.close()
     zcomm.shutdown()

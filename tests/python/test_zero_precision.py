@@ -84,12 +84,41 @@ def test_steps_that_are_not_finite_are_skipped(precision: str, stage: int, caplo
             loss.backward()
             opt.step()
             opt.zero_grad()
-            assert torch.equal(before, opt.full_state_dict()["0.weight"]) == (step in (1, 2))
+            assert torch.equal(before, opt.full_state_dict()["0.weight"]) == opt.overflow == (step in (1, 2))
     assert opt.skipped_steps == 2 and opt.step_count == 4 and opt.loss_scale == 1.0
     assert opt.nonfinite is not None and opt.nonfinite.step == 3
     said = [record.getMessage() for record in caplog.records]
     assert said == [f"step {step}: the gradient of 0.weight is not finite; step skipped" for step in (2, 3)]
     opt.close()
+    zcomm.shutdown()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_fp16_tells_accelerate_which_steps_were_skipped(stage: int) -> None:
+    """Accelerate reads ``overflow``, where it is there when it wraps the optimizer, and then holds schedules."""
+    net = network()
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1},
+        "zero_optimization": {"stage": stage},
+    }
+    engine, zero, *_ = zcomm.initialize(model=net, optimizer=opt, config=config)
+    assert zero.overflow is False
+    skipped, rates = [], []
+    for step in range(8):
+        engine.backward(loss_of(engine.module, step) * (float("inf") if step == 3 else 1.0))
+        engine.step()
+        if step % 2:
+            skipped.append(zero.overflow)
+            if not zero.overflow:
+                schedule.step()
+            rates.append(engine.get_lr()[0])
+    assert skipped == [False, True, False, False]
+    assert rates == [0.05, 0.05, 0.025, 0.0125]
+    engine.destroy()
     zcomm.shutdown()
 
 

@@ -112,7 +112,9 @@ def read_gradients(stage: int) -> dict[str, torch.Tensor | None]:
     opt = zcomm.ZeroOptimizer(net, stage=stage, bucket_mb=SMALL)
     loss_of(net, comm.rank, 0).backward()
     grads = {name: zcomm.zero.full_grad(param) for name, param in net.named_parameters()}
-    assert opt._live.reducer.reached == 1 and all(param.grad is None for param in net.parameters())
+    assert opt._live.reducer.reached == 1 and not opt._live.reducer.local
+    for name, param in net.named_parameters():
+        assert torch.equal(param.grad.full_tensor(), grads[name])
     opt.close()
     return grads
 

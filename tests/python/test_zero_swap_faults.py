@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 import zcomm
+from swap_files import nameless
 from zcomm import _core
 
 WIDTH = 64
@@ -76,9 +77,9 @@ def test_damage_ends_the_step_and_is_named(tmp_path: Path, engine: str, how: str
         step(model, opt)
     path = data_file(opt, engine)
     if how == "truncated":
-        os.truncate(path, 5 * 4096)
+        os.truncate(nameless(path), 5 * 4096)
     else:
-        with path.open("r+b", buffering=0) as file:
+        with nameless(path).open("r+b", buffering=0) as file:
             for span in range(11):
                 file.seek(span * 4096 + 17)
                 byte = file.read(1)

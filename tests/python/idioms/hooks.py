@@ -1,0 +1,108 @@
+"""Hooks on parameters, activations, modules and the optimizer."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from idioms.run import IdiomRun
+from idioms.table import HALF, idiom
+
+
+@idiom(precisions=HALF)
+def hook_on_parameters(run: IdiomRun) -> None:
+    model, opt = run.sgd()
+    for p in model.parameters():
+        p.register_hook(lambda grad: grad * 0.25)
+    for loss in run.losses(model):
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+
+
+@idiom()
+def hook_between_forward_and_backward(run: IdiomRun) -> None:
+    model, opt = run.sgd()
+    for loss in run.losses(model):
+        handle = model.blocks[1].linear.weight.register_hook(lambda grad: grad * 0.25)
+        loss.backward()
+        handle.remove()
+        opt.step()
+        opt.zero_grad()
+
+
+@idiom()
+def hook_after_accumulation(run: IdiomRun) -> None:
+    model, opt = run.sgd()
+
+    def shrink(p: torch.Tensor) -> None:
+        if p.grad is not None:
+            p.grad.mul_(0.25)
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(shrink)
+    for loss in run.losses(model):
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+
+
+@idiom()
+def hook_before_construction(run: IdiomRun) -> None:
+    """A post-accumulate hook that was there before the optimizer."""
+    model = run.net()
+
+    def shrink(p: torch.Tensor) -> None:
+        if p.grad is not None:
+            p.grad.mul_(0.25)
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(shrink)
+    opt = run.optimizer(model, torch.optim.SGD(model.parameters(), 0.1, 0.9))
+    for loss in run.losses(model):
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+
+
+@idiom()
+def hook_on_activations(run: IdiomRun) -> None:
+    model, opt = run.sgd()
+
+    def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = model.stem(x)
+        hidden.register_hook(lambda grad: 3 * grad)
+        for block in model.blocks:
+            hidden = block(hidden)
+        return F.mse_loss(model.head(model.norm(hidden)), y)
+
+    for loss in run.losses(model, of=loss_of):
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+
+
+@idiom()
+def hooks_on_modules(run: IdiomRun) -> None:
+    model, opt = run.sgd()
+    model.blocks[1].register_forward_hook(lambda module, args, out: out * 1.5)
+    model.blocks[2].register_full_backward_hook(lambda module, grads, outs: tuple(g * 0.5 for g in grads))
+    model.head.register_forward_pre_hook(lambda module, args: (args[0] * 2.0,))
+    for loss in run.losses(model):
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+
+
+@idiom()
+def hooks_of_the_optimizer(run: IdiomRun) -> None:
+    model, opt = run.sgd()
+    calls: list[str] = []
+    opt.register_step_pre_hook(lambda *_: calls.append("before"))
+    opt.register_step_post_hook(lambda *_: calls.append("after"))
+    for loss in run.losses(model):
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+    run.note("calls", calls.count("before"), calls.count("after"))

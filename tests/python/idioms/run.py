@@ -1,0 +1,188 @@
+"""The same program under plain torch and under ZeroOptimizer.
+
+Plain torch runs all ranks' batches in one process and averages their losses, which is what DistributedDataParallel's
+averaged gradients are; ZeroOptimizer runs this rank's. An idiom is written once, against `IdiomRun`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+IN, WIDTH, OUT, ROWS = 5, 8, 3, 4
+Batch = tuple[torch.Tensor, torch.Tensor]
+LossOf = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Net(nn.Module):
+    """Repeated blocks between two layers of their own: in stage 3 by units there are five units."""
+
+    def __init__(self, between: Callable[[], nn.Module] | None = None) -> None:
+        super().__init__()
+        self.stem = nn.Linear(IN, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.norm = nn.LayerNorm(WIDTH) if between is None else between()
+        self.head = nn.Linear(WIDTH, OUT)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x.to(self.stem.weight.dtype))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def squared_error(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(model(x).float(), y)
+
+
+def batch_of(rank: int, number: int) -> Batch:
+    generator = torch.Generator().manual_seed(1000 * number + rank)
+    x = torch.randn(ROWS, IN, generator=generator)
+    return x, 2.0 * torch.randn(ROWS, OUT, generator=generator) + x[:, :OUT]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where an idiom runs: stage, tier and precision; `zero` are the arguments of ZeroOptimizer."""
+
+    name: str
+    zero: dict[str, Any]
+    precision: str = "fp32"
+
+    @property
+    def close(self) -> tuple[float, float]:
+        """Tolerance, as a part of the distance that training has moved a tensor, and as a part of its own norm."""
+        return {"fp32": (2e-4, 2e-6), "bf16": (0.1, 0.006), "fp16": (0.05, 0.002)}[self.precision]
+
+
+@dataclass
+class Trained:
+    """A model with its optimizer, and the weights that it began with."""
+
+    model: nn.Module
+    optimizer: Any
+    first: dict[str, torch.Tensor]
+
+
+@dataclass
+class IdiomRun:
+    """What an idiom gets: a model, its optimizer, losses; `plain` tells the oracle from ZeroOptimizer."""
+
+    rank: int
+    world_size: int
+    setting: Setting | None = None  # None: plain torch
+    comm: Any = None
+    folder: str = ""
+    precision: str = "fp32"
+    trained: list[Trained] = field(default_factory=list)
+    notes: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    buffers: dict[nn.Module, list[list[torch.Tensor]]] = field(default_factory=dict)  # plain torch: of each rank
+
+    @property
+    def plain(self) -> bool:
+        return self.setting is None
+
+    @property
+    def dist(self) -> Any:
+        """torch.distributed where there are several processes; plain torch has the whole batch."""
+        return None if self.plain else torch.distributed
+
+    def net(self, kind: Callable[[], nn.Module] = Net, seed: int = 5) -> nn.Module:
+        torch.manual_seed(seed)
+        return kind()
+
+    def optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Any:
+        """The optimizer itself, or ZeroOptimizer in its place."""
+        first = {name: p.detach().clone() for name, p in model.named_parameters()}
+        if self.setting is not None:
+            import zcomm
+
+            how: dict[str, Any] = {"bucket_mb": 0.001, "precision": self.precision, **self.setting.zero}
+            if self.precision == "fp16":
+                how["loss_scale"] = 64.0
+            optimizer = zcomm.ZeroOptimizer(
+                model, optimizer, comm=self.comm, nvme_path=self.folder, **{**how, **options}
+            )
+        self.trained.append(Trained(model, optimizer, first))
+        return optimizer
+
+    def sgd(self, kind: Callable[[], nn.Module] = Net, lr: float = 0.1, momentum: float = 0.9, **options: Any) -> Any:
+        """A model and SGD with momentum for it."""
+        model = self.net(kind)
+        return model, self.optimizer(model, torch.optim.SGD(model.parameters(), lr, momentum, **options))
+
+    def adamw(self, kind: Callable[[], nn.Module] = Net, lr: float = 0.02) -> Any:
+        model = self.net(kind)
+        return model, self.optimizer(model, torch.optim.AdamW(model.parameters(), lr))
+
+    def average(self, function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], number: int) -> torch.Tensor:
+        """`function(x, y)` of this rank's batch; in plain torch the mean over the ranks' batches."""
+        if not self.plain:
+            return function(*batch_of(self.rank, number))
+        each = [function(*batch_of(rank, number)) for rank in range(self.world_size)]
+        return torch.stack(each).mean(0)
+
+    def loss(self, model: nn.Module, number: int, of: LossOf = squared_error, scale: float = 1.0) -> torch.Tensor:
+        """The loss of a batch; this rank's own value becomes a note."""
+        if not self.plain:
+            loss = of(model, *batch_of(self.rank, number)) * scale
+            self.note(f"loss {number}", loss)
+            if self.precision == "fp16":  # the optimizer's, which scales
+                optimizer = next(t.optimizer for t in self.trained if t.model is model)
+                loss.backward = lambda **options: optimizer.backward(loss.view([]), **options)  # type: ignore
+            return loss
+        now = list(model.buffers())
+        every = self.buffers.get(model, [])
+        if not every or len(every[0]) != len(now):  # at first, and when the program has added some
+            every = self.buffers[model] = [[b.clone() for b in now] for _ in range(self.world_size)]
+        each = []
+        for rank in [r for r in range(self.world_size) if r != self.rank] + [self.rank]:  # whose buffers stay
+            for buffer, value in zip(model.buffers(), every[rank], strict=True):
+                buffer.data.copy_(value)
+            each.append((rank, of(model, *batch_of(rank, number)) * scale))
+            every[rank] = [b.clone() for b in model.buffers()]
+        losses = [loss for _, loss in sorted(each, key=lambda pair: pair[0])]
+        self.note(f"loss {number}", losses[self.rank])
+        return torch.stack(losses).mean()
+
+    def losses(self, model: nn.Module, steps: int = 3, of: LossOf = squared_error) -> Iterator[torch.Tensor]:
+        for number in range(steps):
+            yield self.loss(model, number, of)
+
+    def note(self, name: str, *values: Any) -> None:
+        """Numbers that the program has seen: they must be torch's, too."""
+        for value in values:
+            if not isinstance(value, torch.Tensor):
+                value = torch.tensor(value, dtype=torch.float64)
+            self.notes.append((name, value.detach().double().clone()))
+
+    def finish(self) -> list[dict[str, torch.Tensor]]:
+        """The weights of each model, and as a note what the model computes with them."""
+        for trained in self.trained:
+            if trained.model.training:
+                trained.model.eval()
+            if isinstance(trained.model, Net):
+                with torch.no_grad():
+                    self.loss(trained.model, 99)
+        if self.plain:
+            return [{n: p.detach().clone() for n, p in t.model.named_parameters()} for t in self.trained]
+        return [t.optimizer.full_state_dict() for t in self.trained]
+
+    def close(self) -> None:
+        for trained in self.trained:
+            if not self.plain:
+                trained.optimizer.close()

@@ -1,0 +1,326 @@
+"""Calls of step and zero_grad in other orders than the usual one; groups, schedules and optimizer state."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+from idioms.run import IdiomRun
+from idioms.table import Refusal, idiom
+
+
+# ---- step and zero_grad ----
+@idiom()
+def gradients_kept_at_zero(run: IdiomRun) -> None:
+    """zero_grad(set_to_none=False)."""
+    model, opt = run.sgd()
+    for loss in run.losses(model):
+        opt.zero_grad(set_to_none=False)
+        loss.backward()
+        opt.step()
+
+
+@idiom()
+def zeroed_by_the_model(run: IdiomRun) -> None:
+    model, opt = run.sgd()
+    for loss in run.losses(model):
+        model.zero_grad()
+        loss.backward()
+        opt.step()
+
+
+@idiom()
+def zeroed_by_hand(run: IdiomRun) -> None:
+    """timm and fairseq: p.grad = None for all."""
+    model, opt = run.sgd()
+    for loss in run.losses(model):
+        for p in model.parameters():
+            p.grad = None
+        loss.backward()
+        opt.step()
+
+
+@idiom()
+def never_zeroed(run: IdiomRun) -> None:
+    """Gradients add up over the steps."""
+    model, opt = run.sgd()
+    for loss in run.losses(model):
+        loss.backward()
+        opt.step()
+
+
+@idiom()
+def gradients_forgotten(run: IdiomRun) -> None:
+    """zero_grad between a backward and the next."""
+    model, opt = run.sgd()
+    for number in range(3):
+        run.loss(model, 30 + number).backward()
+        opt.zero_grad()
+        run.loss(model, number).backward()
+        opt.step()
+        opt.zero_grad()
+
+
+@idiom()
+def gradients_forgotten_by_the_model(run: IdiomRun) -> None:
+    model, opt = run.sgd()
+    for number in range(3):
+        run.loss(model, 30 + number).backward()
+        model.zero_grad()
+        run.loss(model, number).backward()
+        opt.step()
+        model.zero_grad()
+
+
+@idiom()
+def step_twice(run: IdiomRun) -> None:
+    """The same gradients once more."""
+    model, opt = run.sgd()
+    for loss in run.losses(model):
+        loss.backward()
+        opt.step()
+        opt.step()
+        opt.zero_grad()
+
+
+@idiom()
+def step_without_backward(run: IdiomRun) -> None:
+    """Nothing happens, momentum included."""
+    model, opt = run.sgd()
+    opt.step()
+    for loss in run.losses(model):
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        opt.step()
+
+
+@idiom()
+def nan_loss_skipped(run: IdiomRun) -> None:
+    model, opt = run.sgd()
+    for number in range(4):
+        loss = run.loss(model, number, scale=float("nan") if number == 1 else 1.0)
+        if torch.isnan(loss):
+            opt.zero_grad()
+            continue
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+
+
+@idiom()
+def nan_norm_skipped(run: IdiomRun) -> None:
+    model, opt = run.sgd()
+    for number in range(4):
+        run.loss(model, number, scale=float("nan") if number == 1 else 1.0).backward()
+        norm = clip_grad_norm_(model.parameters(), 0.5)
+        if torch.isfinite(norm):
+            opt.step()
+        opt.zero_grad()
+
+
+@idiom()
+def optimizer_in_backward(run: IdiomRun) -> None:
+    """One optimizer per parameter in a post-accumulate hook (torch's tutorial), beside the outer one."""
+    model, opt = run.sgd(momentum=0.0)
+    extra = {p: torch.zeros(()) for p in model.parameters()}
+
+    def count(p: torch.Tensor) -> None:
+        extra[p] += 1
+
+    handles = [p.register_post_accumulate_grad_hook(count) for p in model.parameters()]
+    for loss in run.losses(model):
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+    for handle in handles:
+        handle.remove()
+    if run.world_size == 1:
+        run.note("calls", *extra.values())
+
+
+# ---- groups, schedules, state ----
+def scheduled(run: IdiomRun, make: Callable[[Any], Any], momentum: float = 0.9, argument: bool = False) -> None:
+    model, opt = run.sgd(momentum=momentum)
+    schedule = make(opt)
+    for loss in run.losses(model, 6):
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        schedule.step(1.0) if argument else schedule.step()
+        run.note("lr", opt.param_groups[0]["lr"])
+
+
+@idiom()
+def step_lr(run: IdiomRun) -> None:
+    scheduled(run, lambda opt: torch.optim.lr_scheduler.StepLR(opt, 2, 0.1))
+
+
+@idiom()
+def lambda_lr(run: IdiomRun) -> None:
+    scheduled(run, lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0 / (1 + step)))
+
+
+@idiom()
+def cosine_lr(run: IdiomRun) -> None:
+    scheduled(run, lambda opt: torch.optim.lr_scheduler.CosineAnnealingLR(opt, 6))
+
+
+@idiom()
+def one_cycle_lr(run: IdiomRun) -> None:
+    """It moves the momentum as well."""
+    model, opt = run.sgd()
+    schedule = torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.15, total_steps=8)
+    for loss in run.losses(model, 6):
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        schedule.step()
+        run.note("groups", opt.param_groups[0]["lr"], opt.param_groups[0]["momentum"])
+
+
+@idiom()
+def one_cycle_lr_of_adam(run: IdiomRun) -> None:
+    """Its momentum is betas[0]."""
+    model, opt = run.adamw()
+    schedule = torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.05, total_steps=8)
+    for loss in run.losses(model, 6):
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        schedule.step()
+        run.note("betas", *opt.param_groups[0]["betas"])
+
+
+@idiom()
+def warm_restarts(run: IdiomRun) -> None:
+    scheduled(run, lambda opt: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(opt, 2))
+
+
+@idiom()
+def warmup_then_decay(run: IdiomRun) -> None:
+    def make(opt: Any) -> Any:
+        of = torch.optim.lr_scheduler
+        return of.SequentialLR(opt, [of.LinearLR(opt, 0.1, total_iters=2), of.ExponentialLR(opt, 0.5)], [2])
+
+    scheduled(run, make)
+
+
+@idiom()
+def reduced_on_plateau(run: IdiomRun) -> None:
+    scheduled(run, lambda opt: torch.optim.lr_scheduler.ReduceLROnPlateau(opt, patience=1), argument=True)
+
+
+@idiom()
+def schedule_of_the_inner_optimizer(run: IdiomRun) -> None:
+    """The schedule was made for the torch optimizer that ZeroOptimizer then took over."""
+    model = run.net()
+    inner = torch.optim.SGD(model.parameters(), 0.1, 0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(inner, 1, 0.1)
+    opt = run.optimizer(model, inner)
+    for loss in run.losses(model, 4):
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        schedule.step()
+        run.note("lr", opt.param_groups[0]["lr"])
+
+
+@idiom()
+def options_set_in_training(run: IdiomRun) -> None:
+    model, opt = run.sgd()
+    for number, loss in enumerate(run.losses(model, 4)):
+        for group in opt.param_groups:
+            group["lr"] = 0.1 / (1 + number)
+            group["weight_decay"] = 0.1 * number
+            group["momentum"] = 0.9 - 0.2 * number
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+
+
+@idiom()
+def options_by_layer(run: IdiomRun) -> None:
+    """Layer-wise decay of the rate, and no weight decay on vectors."""
+    model = run.net()
+    groups = [
+        {"params": [p], "lr": 0.1 * 0.8**number, "weight_decay": 0.1 if p.dim() > 1 else 0.0}
+        for number, p in enumerate(model.parameters())
+    ]
+    opt = run.optimizer(model, torch.optim.SGD(groups, 0.1, 0.9))
+    for loss in run.losses(model):
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+
+
+@idiom(Refusal("NotImplementedError", r"add_param_group\(\) after construction: give all groups"))
+def parameter_given_later(run: IdiomRun) -> None:
+    """add_param_group."""
+    model = run.net()
+    opt = run.optimizer(model, torch.optim.SGD(list(model.stem.parameters()) + list(model.head.parameters()), 0.1))
+    for number, loss in enumerate(run.losses(model, 4)):
+        if number == 2:
+            opt.add_param_group({"params": list(model.blocks.parameters()), "lr": 0.05})
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+
+
+@idiom(Refusal("RuntimeError", r"zcomm\.zero\.full_optim_state\("))
+def state_inspected(run: IdiomRun) -> None:
+    """optimizer.state[p]."""
+    model, opt = run.adamw()
+    for loss in run.losses(model):
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+    run.note("moment", opt.state[model.head.weight]["exp_avg"])
+
+
+@idiom(Refusal("RuntimeError", r"zcomm\.zero\.set_full_optim_state\("))
+def state_cleared(run: IdiomRun) -> None:
+    """A warm restart that forgets the momentum: optimizer.state.clear()."""
+    model, opt = run.sgd()
+    for number, loss in enumerate(run.losses(model, 4)):
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        if number == 1:
+            opt.state.clear()
+
+
+@idiom(Refusal("RuntimeError", r"zcomm\.zero\.set_full_optim_state\("))
+def momentum_edited(run: IdiomRun) -> None:
+    model, opt = run.sgd()
+    for number, loss in enumerate(run.losses(model, 4)):
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        if number == 1:
+            for p in model.parameters():
+                opt.state[p]["momentum_buffer"].zero_()
+
+
+@idiom()
+def state_dict_of_the_optimizer(run: IdiomRun) -> None:
+    """Rollback of weights and optimizer state together."""
+    model, opt = run.adamw()
+    kept: Any = None
+    for number, loss in enumerate(run.losses(model, 4)):
+        if number == 2:
+            kept = copy.deepcopy(opt.state_dict()), [p.detach().clone() for p in model.parameters()]
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+    state, weights = kept
+    with torch.no_grad():
+        for p, value in zip(model.parameters(), weights, strict=True):
+            p.copy_(value)
+    opt.load_state_dict(state)
+    run.loss(model, 7).backward()
+    opt.step()

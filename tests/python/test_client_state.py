@@ -1,0 +1,194 @@
+"""Client state: what is saved comes back as what it was, or is refused by the way to it before anything is written."""
+
+from __future__ import annotations
+
+import json
+import types
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import zcomm
+from zcomm.cli.main import main
+from zcomm.zero.checkpoint import read_manifest
+from zcomm.zero.checkpoint.plain import from_json, to_json
+
+Run = Callable[..., list[Any]]
+
+
+def tiny() -> Any:
+    return zcomm.ZeroOptimizer(nn.Linear(5, 3), "sgd", stage=1, lr=0.1)
+
+
+def state() -> dict[str, Any]:
+    strided = torch.arange(12.0).view(3, 4).t()
+    return {
+        "n": 3,
+        4: "four",
+        ("a", 1): None,
+        "t": (1, [2.5, None]),
+        "inf": float("inf"),
+        "counts": Counter({2: 1}),
+        "scalar tensor": torch.tensor(2.5, dtype=torch.float64),
+        "bf16": torch.arange(5, dtype=torch.bfloat16),
+        "strided": strided,
+        "complex": torch.tensor([1 + 2j]),
+        "conjugate": torch.tensor([1 + 2j]).conj(),
+        "empty": torch.empty(0, 3),
+        "bool": torch.tensor([True, False]),
+        "parameter": nn.Parameter(torch.ones(2), requires_grad=False),
+        "args": Namespace(lr=[0.1, np.float32(0.2)], seed=np.int64(7), names=("a",), inside=Namespace(x=torch.ones(1))),
+        "arrays": {
+            kind: np.arange(6).reshape(2, 3).astype(kind)
+            for kind in ("f8", "f4", "f2", ">f4", "i8", "u2", "?", "c8", "c16", "longdouble", "U3", "S2", "M8[s]")
+        },
+        "fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        "0d": np.array(3),
+        "none": np.empty((0, 2)),
+        "scalars": [np.float64(0.1), np.complex128(1j), np.bool_(True), np.str_("x"), np.datetime64(5, "s")],
+        "__tensor__": "is a key",
+        "looks like a tag": {"__array__": [1, 2, 3]},
+    }
+
+
+def same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return bool(one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other))
+    if isinstance(one, np.ndarray):
+        return bool(one.dtype == other.dtype and one.shape == other.shape and np.array_equal(one, other))
+    if isinstance(one, np.generic):
+        return bool(one.dtype == other.dtype and one == other)
+    if isinstance(one, Namespace):
+        return same(vars(one), vars(other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
+    return bool(one == other)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_all_kinds_come_back_as_what_they_were(tmp_path: Path, wait: bool) -> None:
+    opt, given = tiny(), state()
+    task = opt.save(tmp_path / "c", client_state=given, wait=wait)
+    if not wait:  # the program goes on
+        given["strided"].zero_()
+        given["arrays"]["f8"][:] = 9
+        given["args"].lr.clear()
+    task.wait()
+    found = opt.load(tmp_path / "c")
+    for key, value in state().items():
+        assert same(found[key], value), key
+    found["bf16"].zero_()  # it is writable, and its own
+    assert main(["ckpt", "verify", str(tmp_path / "c")]) == 0
+    zcomm.zero.load_weights(opt, tmp_path / "c")  # of its files those that hold weights
+    opt.close()
+    zcomm.shutdown()
+
+
+def nested(depth: int) -> list[Any]:
+    inner: list[Any] = []
+    for _ in range(depth):
+        inner = [inner]
+    return inner
+
+
+def circular() -> list[Any]:
+    mine: list[Any] = []
+    mine.append(mine)
+    return mine
+
+
+class Sub(torch.Tensor):
+    pass
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "module": ({"model": nn.Linear(1, 1)}, r'client_state\["model"\] is Linear'),
+    "inside": ({"args": Namespace(lr=[1, 2, 3, object()])}, r'client_state\["args"\]\.lr\[3\] is object'),
+    "set": ([{1, 2}], r"client_state\[0\] is set"),
+    "complex number": ({"z": 1j}, r'client_state\["z"\] is complex'),
+    "bytes": ((b"",), r"client_state\[0\] is bytes"),
+    "objects": ({"a": np.array([object()])}, r'client_state\["a"\] is ndarray of dtype object'),
+    "records": ({"a": np.zeros(2, dtype=[("x", "f4")])}, r'client_state\["a"\] is ndarray of dtype'),
+    "masked": ({"a": np.ma.masked_array([1], [True])}, r'client_state\["a"\] is MaskedArray, a subclass of ndarray'),
+    "complex128": ({"a": torch.ones(1, dtype=torch.complex128)}, r'client_state\["a"\] is Tensor \(torch.complex128'),
+    "sparse": ({"a": torch.ones(2).to_sparse()}, r'client_state\["a"\] is Tensor \(torch.float32, torch.sparse'),
+    "meta": ({"a": torch.ones(2, device="meta")}, r'client_state\["a"\] is Tensor .*meta'),
+    "subclass": ({"a": torch.ones(2).as_subclass(Sub)}, r'client_state\["a"\] is Sub, a subclass of Tensor'),
+    "key": ({(1, object()): 1}, r"a key of client_state\[1\] is object"),
+    "namespace": ({4: types.SimpleNamespace(x=1)}, r"client_state\[4\] is SimpleNamespace"),
+    "number": ({"n": 10**5000}, r'client_state\["n"\] is an integer of 16610 bits'),
+    "deep": (nested(100_000), "client_state contains itself, or is nested too deeply"),
+    "circle": (circular(), "client_state contains itself, or is nested too deeply"),
+}
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_the_rest_is_refused_before_anything_is_written(tmp_path: Path, wait: bool) -> None:
+    opt = tiny()
+    for given, said in REFUSED.values():
+        with pytest.raises(ValueError, match=said):
+            opt.save(tmp_path / "c", client_state=given, wait=wait)
+        assert list(tmp_path.iterdir()) == []
+    opt.save(tmp_path / "c", client_state=nested(100))
+    assert opt.load(tmp_path / "c") == nested(100)
+    opt.close()
+    zcomm.shutdown()
+
+
+def test_an_engine_names_the_way_as_the_program_writes_it(tmp_path: Path) -> None:
+    config = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {"lr": 0.01}}}
+    one = zcomm.initialize(model=nn.Linear(4, 2), config=config)[0]
+    with pytest.raises(ValueError, match=r'^client_state\["args"\]\.lr\[3\] is object'):
+        one.save_checkpoint(tmp_path, client_state={"args": Namespace(lr=[1, 2, 3, object()])})
+    assert list(tmp_path.iterdir()) == []
+    one.save_checkpoint(tmp_path, client_state={"ema": torch.ones(3), "seed": np.int64(3)})
+    _, found = one.load_checkpoint(tmp_path)
+    assert same(found, {"ema": torch.ones(3), "seed": np.int64(3)})
+    assert list(read_manifest(tmp_path / "global_step0").values) == ['client_state["ema"]']
+    one.destroy()
+    zcomm.shutdown()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"__tensor__": "none"},
+        {"__tensor__": ["a"]},
+        {"__array__": ["a", "O", [1]]},
+        {"__array__": ["a", "f4", [7]]},
+        {"__array__": 5},
+        {"__scalar__": ["f8", "AAAA"]},
+        {"__scalar__": ["f8", "%"]},
+        {"__tuple__": 5},
+        {"__items__": [[1]]},
+        {"__items__": [[{"a": 1}, 2]]},
+        {"__counts__": 3},
+        {"__namespace__": [1]},
+        {"__parameter__": "a"},
+        json.loads("[" * 900 + "]" * 900),
+    ],
+)
+def test_what_no_save_wrote_is_refused(value: Any) -> None:
+    depth = 200 if isinstance(value, list) else 0
+    for _ in range(depth):
+        value = {"__tuple__": [value]}
+    with pytest.raises(ValueError, match="not one that a checkpoint keeps"):
+        from_json([value], {"a": torch.ones(2)})
+
+
+def test_options_keep_numbers_alone() -> None:
+    assert to_json({"lr": torch.tensor(0.5), "n": np.float32(2)}, "options") == {"lr": 0.5, "n": 2.0}
+    for wrong in (torch.ones(2), np.complex64(1j), np.ones(3)):
+        with pytest.raises(ValueError, match=r'options\["lr"\] is'):
+            to_json({"lr": wrong}, "options")

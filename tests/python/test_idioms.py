@@ -1,0 +1,97 @@
+"""Idioms that programs use around an optimizer, under ZeroOptimizer: torch's numbers, or an error that the table lists.
+
+The table is in idioms/. What is neither is wrong without a word, and fails here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from idioms import IDIOMS, Idiom
+from idioms.judge import Verdict, verdict
+from idioms.known import KNOWN
+from idioms.run import Setting
+from idioms.table import among
+
+SETTINGS = [
+    Setting("0", {"stage": 0}),
+    Setting("1", {"stage": 1}),
+    Setting("2", {"stage": 2}),
+    Setting("2-cpu", {"stage": 2, "offload": "cpu"}),
+    Setting("2-nvme", {"stage": 2, "offload": "nvme"}),
+    Setting("3", {"stage": 3}),
+    Setting("3-units", {"stage": 3, "share_parameters": False}),
+    Setting("3-nvme", {"stage": 3, "offload": "nvme"}),
+    Setting("2-bf16", {"stage": 2}, "bf16"),
+    Setting("3-units-bf16", {"stage": 3, "share_parameters": False}, "bf16"),
+    Setting("2-fp16", {"stage": 2}, "fp16"),
+    Setting("3-units-fp16", {"stage": 3, "share_parameters": False}, "fp16"),
+]
+WORLDS = {1: SETTINGS, 2: SETTINGS, 3: [s for s in SETTINGS if s.name in ("2", "3-units")]}
+
+
+def chosen(setting: Setting, world_size: int) -> list[Idiom]:
+    """The idioms that mean something there. Worlds of three run what worlds of two run."""
+    return [i for i in IDIOMS if setting.precision in i.precisions and min(world_size, 2) in i.worlds]
+
+
+def run_idioms(names: list[str], setting: Setting, folder: str) -> list[Verdict]:
+    import torch
+
+    import zcomm
+    from torch_world import world
+
+    torch.set_num_threads(1)
+    table = {idiom.name: idiom for idiom in IDIOMS}
+    with world(30.0):
+        comm = zcomm.init(timeout=30)
+        return [verdict(table[name].run, comm, setting, folder) for name in names]
+
+
+def trouble(idiom: Idiom, place: str, verdicts: list[Verdict]) -> str:
+    """What is not as the table says; empty where all is."""
+    kinds = {v.kind for v in verdicts}
+    if len(kinds) > 1:
+        return f"ranks differ: {[f'{v.kind} {v.text}' for v in verdicts]}"
+    first, wanted = verdicts[0], idiom.refusal(place)
+    if first.kind == "different":
+        return f"silently wrong: {first.text}"
+    if len({v.bits for v in verdicts}) > 1:
+        return "ranks have different bits"
+    if first.kind == "equal":
+        return f"the table says that it is refused ({wanted.says!r}), but it is right" if wanted else ""
+    if wanted is None:
+        return f"raised {first.text}\n{first.trace[-1500:]}"
+    good = all(wanted.kind in v.error_kinds and re.search(wanted.says, v.text) for v in verdicts)
+    return "" if good else f"refused otherwise than by {wanted.kind} {wanted.says!r}: {first.text}"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "setting"),
+    [pytest.param(n, setting, id=f"{n}-{setting.name}") for n, of in WORLDS.items() for setting in of],
+)
+def test_idioms(run_ranks: Callable[..., list[Any]], tmp_path: Path, world_size: int, setting: Setting) -> None:
+    table = chosen(setting, world_size)
+    per_rank = run_ranks(run_idioms, world_size, [i.name for i in table], setting, str(tmp_path), timeout_s=110)
+    wrong, mended, place = [], [], f"{world_size}:{setting.name}"
+    for number, idiom in enumerate(table):
+        text = trouble(idiom, place, [verdicts[number] for verdicts in per_rank])
+        known = among(place, KNOWN.get(idiom.name, set()))
+        if text and not known:
+            wrong.append(f"{idiom.name}: {text}")
+        elif known and not text:
+            mended.append(idiom.name)
+    if wrong:
+        pytest.fail(f"{len(wrong)} of {len(table)}:\n" + "\n".join(wrong), pytrace=False)
+    assert not mended, f"right now, so to be taken out of KNOWN: {mended}"
+
+
+def test_the_table() -> None:
+    names = [idiom.name for idiom in IDIOMS]
+    assert len(set(names)) == len(names) >= 48
+    assert set(KNOWN) <= set(names)

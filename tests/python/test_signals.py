@@ -1,0 +1,324 @@
+"""Handlers of signals that end a rank in the middle of a call: the process ends soon, and the others are told.
+
+What preempted jobs do: SIGTERM comes while the main thread waits for another rank, and the handler closes, raises or
+exits. The C++ half: tests/cpp/coll/test_comm_signals.cpp.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zcomm
+from test_join import free_port, wait_for
+
+DEADLINE_S = 60.0  # of operations: an end that takes half of it was no end by the signal
+
+
+class Told(Exception):
+    """What a handler raises."""
+
+
+def closes(_number: int, _frame: object) -> None:
+    zcomm.shutdown()
+
+
+def destroys(_number: int, _frame: object) -> None:
+    dist.destroy_process_group()
+
+
+def exits(_number: int, _frame: object) -> None:
+    sys.exit(3)
+
+
+def raises(_number: int, _frame: object) -> None:
+    raise Told("the handler was here")
+
+
+def closes_and_exits(_number: int, _frame: object) -> None:
+    zcomm.shutdown()
+    sys.exit(3)
+
+
+def wait_in_zcomm(call: str) -> None:
+    value = torch.ones(3)
+    if call == "barrier":
+        zcomm.barrier()
+    elif call == "recv":
+        zcomm.recv(value, src=1)
+    elif call == "send":
+        zcomm.send(torch.ones(1 << 20), dst=1)
+    elif call == "all_reduce":
+        zcomm.all_reduce(value)
+    elif call == "async":
+        work = zcomm.all_reduce(value, async_op=True)
+        assert work is not None
+        work.wait()
+    elif call == "queued":
+        work = zcomm.all_reduce(value, async_op=True)
+        zcomm.barrier()
+    elif call == "empty":
+        zcomm.empty(100)
+    else:
+        assert call == "split"
+        zcomm._job.current().split(0)
+
+
+def wait_in_torch(call: str) -> None:
+    value = torch.ones(3)
+    if call == "barrier":
+        dist.barrier()
+    elif call == "recv":
+        dist.recv(value, src=1)
+    elif call == "all_reduce":
+        dist.all_reduce(value)
+    else:
+        assert call == "async"
+        work = dist.all_reduce(value, async_op=True)
+        assert work is not None
+        work.wait()
+
+
+def told(call: Callable[..., object], *args: Any) -> tuple[str, float]:
+    try:
+        call(*args)
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}", time.monotonic()
+    return "nothing", time.monotonic()
+
+
+def interrupted(folder: str, handler: str, call: str, backend: str) -> tuple[str, float]:
+    """Rank 0 waits in ``call`` for rank 1, which calls when rank 0's call has ended."""
+    signal.signal(signal.SIGTERM, globals()[handler])
+    rank = int(os.environ["RANK"])
+    if backend == "torch":
+        importlib.import_module("zcomm.torch_backend")
+        dist.init_process_group("zcomm", init_method=f"tcp://127.0.0.1:{os.environ['PORT']}", rank=rank, world_size=2)
+        dist.barrier()
+    else:
+        zcomm.init(backend, timeout=DEADLINE_S).barrier()
+    Path(folder, f"ready{rank}").touch()
+    wait_in = wait_in_torch if backend == "torch" else wait_in_zcomm
+    if rank == 0:
+        found = told(wait_in, call)
+        Path(folder, "ended").touch()
+        if handler in ("closes", "destroys"):  # the process lives on
+            wait_for(Path(folder, "noticed"))
+        return found
+    wait_for(Path(folder, "ended"))
+    started = time.monotonic()
+
+    def go_on() -> None:
+        """What rank 0 had done of its call counts; what comes after that cannot."""
+        if call not in ("recv", "send", "barrier"):
+            wait_in("all_reduce" if call in ("async", "queued") else call)
+        for _ in range(2):
+            wait_in("barrier")
+
+    what, noticed = told(go_on)
+    Path(folder, "noticed").touch()
+    return what, noticed - started
+
+
+def check_end(handler: str, what: str, took_s: float) -> None:
+    assert took_s < DEADLINE_S / 2, (what, took_s)
+    if handler in ("closes", "destroys"):
+        assert what.startswith("RuntimeError: ") and "closed" in what, what
+    elif handler == "raises":
+        assert what == "Told: the handler was here"
+    else:
+        assert what == "SystemExit: 3"
+
+
+def run_interrupted(
+    start_ranks_in: Any, tmp_path: Path, handler: str, call: str, backend: str
+) -> tuple[tuple[str, float], tuple[str, float]]:
+    world = start_ranks_in(interrupted, 2, str(tmp_path), handler, call, backend, env={"PORT": str(free_port())})
+    for rank in range(2):
+        wait_for(tmp_path / f"ready{rank}")
+        assert (tmp_path / f"ready{rank}").exists(), [result.describe() for result in world.join(DEADLINE_S)]
+    time.sleep(0.5)  # rank 0 waits by now
+    sent = world.kill(0, signal.SIGTERM)
+    results = world.join(DEADLINE_S)
+    for result in results:
+        assert result.value is not None and result.exitcode == 0, result.describe()
+    (what, ended), other = (result.value for result in results)
+    return (what, ended - sent), other
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+@pytest.mark.parametrize("call", ["barrier", "recv", "send", "all_reduce", "async", "queued", "empty", "split"])
+@pytest.mark.parametrize("handler", ["closes", "exits", "raises", "closes_and_exits"])
+def test_a_handler_ends_a_call(start_ranks_in: Any, tmp_path: Path, handler: str, call: str, backend: str) -> None:
+    (what, took_s), (other, noticed_s) = run_interrupted(start_ranks_in, tmp_path, handler, call, backend)
+    check_end(handler, what, took_s)
+    assert other.startswith("PeerLost: ") and noticed_s < DEADLINE_S / 2, (other, noticed_s)
+
+
+@pytest.mark.parametrize("call", ["barrier", "recv", "all_reduce", "async"])
+@pytest.mark.parametrize("handler", ["destroys", "exits", "raises"])
+def test_a_handler_ends_a_call_of_torch(start_ranks_in: Any, tmp_path: Path, handler: str, call: str) -> None:
+    (what, took_s), (other, noticed_s) = run_interrupted(start_ranks_in, tmp_path, handler, call, "torch")
+    assert took_s < DEADLINE_S / 2, (what, took_s)
+    assert handler == "destroys" or what.startswith("Told" if handler == "raises" else "SystemExit"), what
+    assert "nothing" not in (what, other) and noticed_s < DEADLINE_S / 2, (what, other, noticed_s)
+
+
+def joins_alone(folder: str, handler: str, where: str) -> tuple[str, float]:
+    signal.signal(signal.SIGTERM, globals()[handler])
+    rank = int(os.environ["RANK"])
+    if rank == 1 and where != "store":
+        from test_join import stop_before_connecting
+
+        stop_before_connecting(folder)
+    elif rank == 1:
+        wait_for(Path(folder, "done"))
+        return "nothing", 0.0
+    Path(folder, "ready0").touch()
+    method = f"tcp://127.0.0.1:{os.environ['PORT']}" if where == "store" else f"file://{folder}/meeting"
+    backend = "tcp" if where == "tcp" else "shm"
+    return told(lambda: zcomm.init(backend, DEADLINE_S, rank=rank, world_size=2, init_method=method))
+
+
+@pytest.mark.parametrize("where", ["store", "shm", "tcp"])
+@pytest.mark.parametrize("handler", ["closes", "exits", "raises", "closes_and_exits"])
+def test_a_handler_ends_init(start_ranks_in: Any, tmp_path: Path, handler: str, where: str) -> None:
+    world = start_ranks_in(joins_alone, 2, str(tmp_path), handler, where, env={"PORT": str(free_port())})
+    wait_for(tmp_path / "ready0")
+    time.sleep(1.5)
+    sent = world.kill(0, signal.SIGTERM)
+    time.sleep(0.5)
+    (tmp_path / "done").touch()
+    result = world.join(DEADLINE_S)[0]
+    assert result.value is not None, result.describe()
+    what, ended = result.value
+    assert ended - sent < DEADLINE_S / 2
+    if handler == "closes":
+        assert what == "RuntimeError: init: zcomm.shutdown() was called while this rank was joining the job"
+    else:
+        check_end(handler, what, ended - sent)
+
+
+def shuts_down_beside_init(folder: str) -> str:
+    """Rank 0 waits for nobody in init on a thread of its own."""
+    found: list[str] = []
+    method = f"file://{folder}/meeting"
+    joining = threading.Thread(
+        target=lambda: found.append(
+            told(lambda: zcomm.init("shm", DEADLINE_S, rank=0, world_size=2, init_method=method))[0]
+        )
+    )
+    joining.start()
+    time.sleep(0.5)
+    zcomm.shutdown()
+    joining.join()
+    return found[0]
+
+
+def test_shutdown_ends_an_init_of_another_thread(run_ranks: Any, tmp_path: Path) -> None:
+    (what,) = run_ranks(shuts_down_beside_init, 1, str(tmp_path))
+    assert what.startswith("RuntimeError: init: zcomm.shutdown() was called")
+
+
+def drops_a_work(folder: str) -> tuple[str, float]:
+    """Rank 0 drops a Work whose operation cannot end."""
+    signal.signal(signal.SIGTERM, raises)
+    rank = zcomm.init("shm", DEADLINE_S).rank
+    zcomm.barrier()
+    Path(folder, f"ready{rank}").touch()
+    if rank == 1:
+        wait_for(Path(folder, "ended"))
+        return told(lambda: (zcomm.barrier(), zcomm.barrier()))  # rank 0 had entered the first
+
+    def drop() -> None:
+        zcomm.barrier(async_op=True)  # dropped at once
+        for _ in range(100):  # the interpreter takes what was postponed at its next chance
+            time.sleep(0.01)
+
+    found = told(drop)
+    Path(folder, "ended").touch()
+    return found
+
+
+def test_dropping_a_work_can_be_interrupted(start_ranks_in: Any, tmp_path: Path) -> None:
+    world = start_ranks_in(drops_a_work, 2, str(tmp_path))
+    for rank in range(2):
+        wait_for(tmp_path / f"ready{rank}")
+    time.sleep(0.5)
+    sent = world.kill(0, signal.SIGTERM)
+    results = world.join(DEADLINE_S)
+    assert all(result.value is not None for result in results), results[0].describe()
+    (what, ended), (other, _) = (result.value for result in results)
+    assert what == "Told: the handler was here" and ended - sent < DEADLINE_S / 2
+    assert other.startswith("PeerLost: ")
+
+
+def operates_in_a_handler(folder: str) -> str:
+    """A collective of the handler's own is an error there; the call that it interrupts goes on."""
+    found: list[str] = []
+    signal.signal(signal.SIGTERM, lambda *_: found.append(told(zcomm.barrier)[0]))
+    rank = zcomm.init("shm", DEADLINE_S).rank
+    if rank == 1:
+        wait_for(Path(folder, "sent"))
+        time.sleep(0.5)
+    else:
+        Path(folder, "ready0").touch()
+    zcomm.barrier()
+    return found[0] if found else "nothing"
+
+
+def test_a_handler_cannot_start_a_collective_within_one(start_ranks_in: Any, tmp_path: Path) -> None:
+    world = start_ranks_in(operates_in_a_handler, 2, str(tmp_path))
+    wait_for(tmp_path / "ready0")
+    time.sleep(0.5)
+    world.kill(0, signal.SIGTERM)
+    (tmp_path / "sent").touch()
+    first, second = (result.value for result in world.join(DEADLINE_S))
+    assert "in the middle of another call" in first and second == "nothing"
+
+
+def asks_beside_close(rounds: int) -> str:
+    """memory() and no_deadline() beside close() and a barrier that cannot end."""
+    for _ in range(rounds):
+        comm = zcomm.init("shm", DEADLINE_S)
+        part = comm.duplicate()
+        stop = threading.Event()
+
+        def ask(part: Any = part, stop: threading.Event = stop) -> None:
+            while not stop.is_set():
+                part.memory()
+                try:
+                    with part.no_deadline():
+                        pass
+                except RuntimeError:
+                    pass
+
+        if comm.rank == 1:
+            comm.barrier()
+            continue
+        threads = [threading.Thread(target=ask), threading.Thread(target=part.close)]
+        threads[0].start()
+        threading.Timer(0.01, threads[1].start).start()
+        assert told(part.barrier)[0].startswith("RuntimeError")
+        while threads[1].ident is None:
+            time.sleep(0.001)
+        threads[1].join()
+        stop.set()
+        threads[0].join()
+        comm.barrier()
+    return "done"
+
+
+def test_memory_beside_close(run_ranks: Any) -> None:
+    assert run_ranks(asks_beside_close, 2, 30) == ["done", "done"]

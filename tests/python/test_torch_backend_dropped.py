@@ -1,0 +1,168 @@
+"""Works that the program drops: what is copied back is there when a later operation of the group has ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torch_world import world
+
+COUNT = 40_000
+
+
+def _strided(value: float) -> torch.Tensor:
+    return torch.full((4, COUNT), value).t()[:, ::2]  # neither contiguous nor one block
+
+
+def _calls(rank: int, size: int) -> dict[str, tuple[Callable[[torch.Tensor], Any], float]]:
+    """A collective on a strided tensor of the rank's number + 1, and the value that it has at the end."""
+
+    def gather(tensor: torch.Tensor) -> Any:
+        outputs = [torch.empty_like(tensor) for _ in range(size)]
+        outputs[0] = tensor
+        return dist.all_gather(outputs, torch.full(tensor.shape, rank + 5.0), async_op=True)
+
+    return {
+        "all_reduce": (lambda t: dist.all_reduce(t, async_op=True), sum(range(1, size + 1))),
+        "broadcast": (lambda t: dist.broadcast(t, 0, async_op=True), 1.0),
+        "all_gather": (gather, 5.0),
+        "bitwise": (lambda t: dist.all_reduce(t, dist.ReduceOp.BOR, async_op=True), 0.0),
+    }
+
+
+def _later(rank: int) -> dict[str, Callable[[], Any]]:
+    one = torch.ones(3)
+    return {
+        "barrier": dist.barrier,
+        "blocking": lambda: dist.all_reduce(one),
+        "strided": lambda: dist.all_reduce(_strided(1.0)),
+        "wait": lambda: dist.all_reduce(one, async_op=True).wait(),
+        "future": lambda: dist.all_reduce(one, async_op=True).get_future().wait(),
+        "callback": lambda: dist.all_reduce(one, async_op=True).get_future().then(lambda own: own.value()).wait(),
+        "coalesced": _coalesced,
+    }
+
+
+def _coalesced() -> None:
+    with dist._coalescing_manager():
+        for _ in range(2):
+            dist.all_reduce(torch.ones(3))
+
+
+def _dropped() -> None:
+    with world() as (rank, size):
+        for what, (call, want) in _calls(rank, size).items():
+            for then, later in _later(rank).items():
+                for late in range(2):
+                    tensor = _strided(rank + 1.0)
+                    if what == "bitwise":
+                        tensor, want = tensor.to(torch.int64), 3
+                    if rank == late:
+                        time.sleep(0.01)
+                    call(tensor)
+                    later()
+                    assert bool((tensor == want).all()), f"{what}, then {then}: {tensor[0, 0]}, expected {want}"
+                    tensor.fill_(-7)  # the program's own: nothing comes after it
+                    dist.barrier()
+                    dist.all_reduce(torch.ones(1), async_op=True).wait()
+                    assert bool((tensor == -7).all()), f"{what}, then {then}: a late copy"
+
+
+def test_a_later_operation_finds_the_copy(run_ranks: Callable[..., list[Any]]) -> None:
+    run_ranks(_dropped, 2)
+
+
+def _dropped_many() -> None:
+    """More than Python may nest calls, all dropped; then one that is waited for, and one in flight behind it."""
+    with world() as (rank, size):
+        tensors = [torch.full((2, 4), rank + 1.0).t() for _ in range(1500)]
+        for tensor in tensors:
+            dist.all_reduce(tensor, async_op=True)
+        waited = dist.all_reduce(torch.ones(1), async_op=True)
+        store = dist.distributed_c10d._get_default_store()
+        behind = torch.ones(4, 2).t()
+        if rank == 0:
+            last = dist.all_reduce(behind, async_op=True)
+            waited.wait()  # not for the one behind it
+            store.set("waited", "yes")
+        else:
+            waited.wait()
+            store.wait(["waited"])
+            last = dist.all_reduce(behind, async_op=True)
+        assert all(bool((tensor == sum(range(1, size + 1))).all()) for tensor in tensors)
+        last.wait()
+        assert bool((behind == size).all())
+
+
+def test_many_dropped_works(run_ranks: Callable[..., list[Any]]) -> None:
+    run_ranks(_dropped_many, 2)
+
+
+def _received() -> None:
+    """A message into a strided tensor: there once its sender has heard of its arrival and a collective has followed."""
+    with world() as (rank, _size):
+        tensor = torch.zeros(3, 2).t()
+        if rank == 0:
+            dist.irecv(tensor, 1)
+            dist.recv(torch.zeros(1), 1, tag=1)
+        else:
+            dist.send(torch.ones(2, 3), 0)
+            dist.send(torch.zeros(1), 0, tag=1)
+        for _ in range(100):
+            dist.barrier()
+            if rank != 0 or bool((tensor == 1).all()):
+                continue
+            time.sleep(0.01)
+        assert rank != 0 or bool((tensor == 1).all())
+
+
+def test_a_dropped_recv(run_ranks: Callable[..., list[Any]]) -> None:
+    run_ranks(_received, 2)
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_destroying_the_group_finishes_what_has_ended(run_ranks: Callable[..., list[Any]], strided: bool) -> None:
+    run_ranks(_destroyed, 2, strided)
+
+
+def _destroyed(strided: bool) -> None:
+    with world() as (rank, size):
+        tensor = _strided(rank + 1.0) if strided else torch.full((3,), rank + 1.0)
+        work = dist.all_reduce(tensor, async_op=True)
+        while not work._core.done():
+            time.sleep(0.001)
+        dist.distributed_c10d._get_default_store().add("ended", 1)
+        while int(dist.distributed_c10d._get_default_store().add("ended", 0)) < size:
+            time.sleep(0.001)
+    assert bool((tensor == sum(range(1, size + 1))).all())
+
+
+def _behind_a_callback() -> None:
+    """A strided one that waits for a callback to return: what the callback calls does not wait for it."""
+    with world(timeout_s=30.0) as (rank, size):
+        for late in range(size):
+            strided = _strided(rank + 1.0)
+            if rank == late:
+                time.sleep(0.05)
+
+            def callback(own: Any) -> float:
+                time.sleep(0.05)
+                tensor = torch.ones(1)
+                dist.all_reduce(tensor)
+                dist.all_reduce(tensor, async_op=True).wait()
+                return float(tensor)
+
+            told = dist.all_reduce(torch.ones(1), async_op=True).get_future().then(callback)
+            dist.all_reduce(strided, async_op=True)
+            assert told.wait() == size * size
+            dist.barrier()
+            assert bool((strided == sum(range(1, size + 1))).all())
+
+
+def test_a_dropped_work_behind_a_callback(run_ranks: Callable[..., list[Any]]) -> None:
+    run_ranks(_behind_a_callback, 2)

@@ -1,0 +1,236 @@
+"""Two jobs at one meeting point: never one world, and every rank that is not served says why.
+
+Also what a dead job has left there, and ranks that join again. See [Note: one job] of zcomm._meeting.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zcomm
+from test_join import free_port
+from zcomm import _rendezvous
+from zcomm._meeting import Meeting, Process
+
+Run = Callable[..., list[Any]]
+
+
+def in_a_job(job: str, rank: int, method: str, delay_s: float) -> str:
+    """Joins rank ``rank`` of two, and adds up the numbers that only its job's ranks have."""
+    time.sleep(delay_s)
+    number = {"a": 1.0, "b": 10.0}[job]
+    try:
+        zcomm.init(timeout=6, rank=rank, world_size=2, init_method=method)
+        value = torch.full((4,), number)
+        zcomm.all_reduce(value)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    assert value[0] == 2 * number, f"MIXED: rank {rank} of job {job} has {value[0]}"
+    return "served"
+
+
+def one_of_four(method: str, delays: list[float]) -> str:
+    place = int(os.environ["RANK"])
+    return in_a_job("ab"[place // 2], place % 2, method, delays[place])
+
+
+@pytest.mark.parametrize("delays", [[0, 0, 0, 0], [0, 0.3, 0.3, 0], [0, 0, 0.3, 0.3], [0.3, 0, 0, 0.3]])
+def test_two_jobs_at_one_port(run_ranks: Run, delays: list[float]) -> None:
+    """Started by hand, so that nothing but their numbers tells them apart: four processes of one parent."""
+    results = run_ranks(one_of_four, 4, f"tcp://127.0.0.1:{free_port()}", delays, check=False)
+    told = [result.value if result.error is None else result.error.message for result in results]
+    assert not any("MIXED" in text for text in told), told
+    for job in (told[:2], told[2:]):
+        assert "served" not in job or job == ["served", "served"], told
+    refused = [text for text in told if "came twice" in text]
+    assert refused, told
+    assert all("process" in text and "on " in text for text in refused), told
+    losers = [text for rank, text in enumerate(told) if rank in (0, 2) and text.startswith("OSError")]
+    assert all("the port is in use" in text and "Errno 98" in text for text in losers), told
+
+
+def one_of_two_named_jobs(method: str) -> str:
+    place = int(os.environ["RANK"])
+    os.environ["ZCOMM_JOB_ID"] = job = "ab"[place // 2]
+    # Rank 0 of job a and rank 1 of job b come alone at first.
+    return in_a_job(job, place % 2, method, 0.0 if place in (0, 3) else 2.0)
+
+
+def test_two_jobs_with_names(run_ranks: Run) -> None:
+    results = run_ranks(one_of_two_named_jobs, 4, f"tcp://127.0.0.1:{free_port()}", check=False)
+    told = [result.value if result.error is None else result.error.message for result in results]
+    for place in (0, 3):
+        assert told[place].startswith("RuntimeError: init: ranks of different jobs came to tcp://"), told
+        assert "is a for rank 0 (process" in told[place] and "and b for rank 1" in told[place], told
+    assert not any("MIXED" in text for text in told), told
+
+
+def of_another_size(method: str) -> str:
+    rank = int(os.environ["RANK"])
+    try:
+        zcomm.init(timeout=6, rank=rank, world_size=2 + rank, init_method=method)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "served"
+
+
+def test_world_sizes_that_differ_are_said(run_ranks: Run) -> None:
+    """Rank 0 of two and rank 1 of three: the first has all that it waits for."""
+    first, _ = run_ranks(of_another_size, 2, f"tcp://127.0.0.1:{free_port()}")
+    assert first.startswith("RuntimeError: init: ranks of different jobs came")
+    assert "WORLD_SIZE is 2 for rank 0" in first and "and 3 for rank 1" in first
+
+
+def test_a_rank_that_comes_twice_is_told_everywhere() -> None:
+    store = dist.HashStore()
+    stranger = dataclasses.replace(Process.own(), pid=os.getppid(), space="another kernel", node="far")
+    claim = {"process": dataclasses.asdict(stranger), "world_size": 2, "job": "", "mine": {}}
+    store.set("rank1", json.dumps(claim))
+    found: dict[int, str] = {}
+
+    def arrive(rank: int) -> None:
+        meeting = Meeting(store, rank, 2, time.monotonic() + 20, "the store", 20, "")
+        with pytest.raises(RuntimeError) as caught:
+            meeting.arrive({}, 2.0)
+        found[rank] = str(caught.value)
+
+    threads = [threading.Thread(target=arrive, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    wanted = f"init: rank 1 of 2 came twice to the store: process {os.getppid()} on far, and {Process.own()}."
+    assert found[0] == found[1] and found[0].startswith(wanted)
+
+
+def test_the_port_of_another_program_is_said() -> None:
+    import errno
+    import socket
+
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(OSError, match=f"rank 0 cannot serve tcp://127.0.0.1:{port}: the port is in use") as caught:
+            zcomm.init(timeout=5, rank=0, world_size=2, init_method=f"tcp://127.0.0.1:{port}")
+    assert caught.value.errno == errno.EADDRINUSE and "MASTER_PORT of its own" in str(caught.value)
+
+
+# ---- one job that joins again ----
+def joins_again(method: str, rounds: int) -> list[float]:
+    rank = int(os.environ["RANK"])
+    found = []
+    for number in range(rounds):
+        if rank == number % 2:
+            time.sleep(0.2)
+        zcomm.init(timeout=30, rank=rank, world_size=2, init_method=method)
+        value = torch.ones(1)
+        zcomm.all_reduce(value)
+        found.append(float(value))
+        zcomm.shutdown()
+    return found
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "file"])
+def test_ranks_join_again(run_ranks: Run, tmp_path: Path, scheme: str) -> None:
+    method = f"tcp://127.0.0.1:{free_port()}" if scheme == "tcp" else f"file://{tmp_path}/meeting"
+    assert run_ranks(joins_again, 2, method, 3) == [[2.0] * 3] * 2
+
+
+# ---- what a dead job has left ----
+def joins_and_dies(method: str, dies: bool) -> float:
+    if dies and os.environ["RANK"] == "1":
+        _rendezvous.enter = lambda *_: os._exit(7)  # type: ignore[assignment]
+    zcomm.init("shm", timeout=40, rank=int(os.environ["RANK"]), world_size=2, init_method=method)
+    value = torch.ones(1)
+    zcomm.all_reduce(value)
+    return float(value)
+
+
+def test_a_file_that_a_dead_job_has_left(run_ranks: Run, tmp_path: Path) -> None:
+    method = f"file://{tmp_path}/meeting"
+    first = run_ranks(joins_and_dies, 2, method, True, check=False)
+    assert first[1].exitcode == 7 and first[0].error is not None
+    assert (tmp_path / "meeting").exists(), "the test needs what a dead rank leaves"
+    started = time.monotonic()
+    assert run_ranks(joins_and_dies, 2, method, False) == [2.0, 2.0]
+    assert time.monotonic() - started < 30
+
+
+# ---- torch.distributed's group says who the ranks are ----
+def joins_beside_torch(method: str, by_engine: bool) -> tuple[int, float]:
+    rank = int(os.environ["RANK"])
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "ZCOMM_INIT_METHOD"):
+        del os.environ[name]
+    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=2)
+    if by_engine:
+        import zcomm.compat.deepspeed as deepspeed
+
+        deepspeed.initialize(
+            model=torch.nn.Linear(4, 4),
+            config={"train_batch_size": 2, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}},
+            dist_init_required=False,
+        )
+    else:
+        zcomm.init(timeout=30)
+    value = torch.ones(1)
+    zcomm.all_reduce(value)
+    dist.destroy_process_group()
+    return zcomm.rank(), float(value)
+
+
+@pytest.mark.parametrize("by_engine", [False, True])
+def test_a_group_of_torch_is_joined(run_ranks: Run, by_engine: bool) -> None:
+    found = run_ranks(joins_beside_torch, 2, f"tcp://127.0.0.1:{free_port()}", by_engine)
+    assert found == [(0, 2.0), (1, 2.0)]
+
+
+# ---- processes between mpirun and the rank ----
+WRAPPED = """
+import os, subprocess, sys
+from zcomm import _rendezvous
+print(_rendezvous.find_job(None, None, None).init_method)
+"""
+
+
+def meeting_point(wrapped: bool, **variables: str) -> str:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD", "MASTER", "SLURM", "ZCOMM_INIT"))}
+    command = [sys.executable, "-c", WRAPPED]
+    if wrapped:
+        command = ["sh", "-c", '"$@"; exit $?', "wrapper", *command]
+    told = subprocess.run(command, env={**kept, **variables}, capture_output=True, text=True, check=True)
+    return told.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        {"PMIX_NAMESPACE": "123@1"},
+        {"SLURM_JOB_ID": "7"},
+        {},
+    ],
+)
+def test_ranks_behind_a_wrapper_meet_the_others(job: dict[str, str]) -> None:
+    ranks = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", **job}
+    plain, wrapped = meeting_point(False, **ranks), meeting_point(True, **ranks)
+    assert plain == wrapped and plain.startswith("file://")
+
+
+def test_steps_of_one_slurm_job_are_jobs_of_their_own() -> None:
+    ranks = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "7"}
+    steps = [meeting_point(False, **ranks, SLURM_STEP_ID=step) for step in "01"]
+    assert steps[0] != steps[1]
+    assert steps[0] == meeting_point(True, **ranks, SLURM_STEP_ID="0")

@@ -1,0 +1,319 @@
+"""Programs that edit weights behind the optimizer's back: the result is that of plain torch, in every stage.
+
+Each edit runs on every rank between two steps, as programs under DDP do it. The reference is one process with the mean
+of all ranks' gradients.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import simulated
+import zcomm
+from zcomm.zero import full_param, set_full_param
+
+Run = Callable[..., list[Any]]
+Edit = Callable[[nn.Module], None]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(40, 70), nn.Tanh(), nn.Linear(70, 40, bias=False), nn.Tanh(), nn.Linear(40, 3))
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    x = torch.randn(8, 40, generator=generator).to(next(model.parameters()).dtype)
+    return model(x).float().square().mean()
+
+
+def double(model: nn.Module) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2)
+
+
+def scale_data(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.data.mul_(0.5)
+
+
+def renormalise(model: nn.Module) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.div_(param.norm() + 1)
+
+
+def clamp(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.data.clamp_(-0.05, 0.05)
+
+
+def renew_a_layer(model: nn.Module) -> None:
+    torch.manual_seed(11)
+    nn.init.normal_(model[2].weight, std=0.1)
+
+
+def one_element(model: nn.Module) -> None:
+    with torch.no_grad():
+        model[4].weight[1, 3] = 1.5
+
+
+def clear(model: nn.Module) -> None:
+    with torch.no_grad():
+        model[0].bias.zero_()
+        model[2].weight[::2] = -0.0
+
+
+def vector(model: nn.Module) -> None:
+    flat = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(flat.detach() * 0.9, model.parameters())
+
+
+def new_data(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.data = param.detach() * 0.8
+
+
+def through_double(model: nn.Module) -> None:
+    dtype = next(model.parameters()).dtype
+    model.double()
+    double(model)
+    model.to(dtype)
+
+
+def load(model: nn.Module) -> None:
+    model.load_state_dict({name: value * 0.7 for name, value in model.state_dict().items()})
+
+
+EDITS: list[Edit] = [
+    double,
+    scale_data,
+    renormalise,
+    clamp,
+    renew_a_layer,
+    one_element,
+    clear,
+    vector,
+    new_data,
+    through_double,
+    load,
+]
+
+
+def reference(edit: Edit, world_size: int) -> list[torch.Tensor]:
+    model = net()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(4):
+        if step in (1, 3):
+            edit(model)
+        (sum(loss_of(model, rank, step) for rank in range(world_size)) / world_size).backward()
+        opt.step()
+        opt.zero_grad()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+SETTINGS = [
+    {"stage": 0},
+    {"stage": 1},
+    {"stage": 2, "share_parameters": False},
+    {"stage": 3},
+    {"stage": 2, "offload": "cpu", "bucket_mb": 0.005},
+    {"stage": 3, "precision": "bf16"},
+    {"stage": 1, "precision": "fp16"},
+    {"stage": 0, "precision": "fp16"},
+]
+
+
+def edit_and_train() -> list[str]:
+    """What differs from plain torch, by edit and setting."""
+    comm = zcomm.init(timeout=60)
+    wrong = []
+    for edit in EDITS:
+        wanted = reference(edit, comm.world_size)
+        for setting in SETTINGS:
+            model = net()
+            opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.1, momentum=0.9, **setting)
+            for step in range(4):
+                if step in (1, 3):
+                    edit(model)
+                opt.backward(loss_of(model, comm.rank, step))
+                opt.step()
+                opt.zero_grad()
+            seen = [param.detach().float().clone() for param in model.parameters()]
+            masters = [full_param(param) for param in model.parameters()]
+            tolerance = 2e-6 if setting.get("precision", "fp32") == "fp32" else 2e-2
+            for number, (want, here, exact) in enumerate(zip(wanted, seen, masters, strict=True)):
+                worst = max(float((want - here).abs().max()), float((want - exact).abs().max()))
+                if not worst <= tolerance:
+                    wrong.append(f"{edit.__name__}, {setting}, parameter {number}: differs by {worst:.3g}")
+            opt.close()
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_edits_of_every_rank_count_once(run_ranks: Run, world_size: int) -> None:
+    for wrong in run_ranks(edit_and_train, world_size):
+        assert not wrong, "\n".join(wrong)
+
+
+def look_after_an_edit() -> list[Any]:
+    comm = zcomm.init(timeout=60)
+    model = net()
+    opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.0, stage=3)
+    before = [param.detach().clone() for param in model.parameters()]
+    double(model)
+    found = [torch.equal(2 * old, new) for old, new in zip(before, opt.full_state_dict().values(), strict=True)]
+    found += [torch.equal(2 * old, full_param(p)) for old, p in zip(before, model.parameters(), strict=True)]
+    set_full_param(model[0].bias, torch.ones(70))  # publishes; the other edits stay
+    found += [bool((model[0].bias == 1).all()), torch.equal(2 * before[0], model[0].weight)]
+    with zcomm.zero.GatheredParameters(model[2].weight, modifier_rank=comm.world_size - 1):
+        double(model[2])
+    found += [torch.equal(4 * before[2], model[2].weight), torch.equal(2 * before[0], full_param(model[0].weight))]
+    opt.close()
+    found.append(torch.equal(2 * before[0], model[0].weight))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_edits_are_seen_before_any_step(run_ranks: Run, world_size: int) -> None:
+    for found in run_ranks(look_after_an_edit, world_size):
+        assert all(found), found
+
+
+def save_after_an_edit(folder: str) -> bool:
+    zcomm.init(timeout=60)
+    model = net()
+    opt = zcomm.ZeroOptimizer(model, "adamw", lr=0.01, stage=2, precision="fp16")
+    vector(model)
+    wanted = [param.detach().clone() for param in model.parameters()]
+    opt.save(folder)
+    opt.close()
+    again = net()
+    opt = zcomm.ZeroOptimizer(again, "adamw", lr=0.01, stage=1, precision="fp16")
+    opt.load(folder)
+    same = all(torch.equal(want, param) for want, param in zip(wanted, again.parameters(), strict=True))
+    opt.close()
+    return same
+
+
+def test_what_is_saved_is_what_the_model_has(run_ranks: Run, tmp_path: Any) -> None:
+    assert run_ranks(save_after_an_edit, 2, str(tmp_path / "ck")) == [True, True]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_loaded_weights_are_the_master(world_of_one: None, precision: str) -> None:
+    model = net()
+    opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.0, stage=1, precision=precision)
+    with torch.no_grad():
+        model.load_state_dict({name: torch.full_like(value, 3.0) for name, value in model.state_dict().items()})
+    opt.backward(loss_of(model, 0, 0))
+    opt.step()
+    assert all(bool((param == 3).all()) for param in model.parameters())
+    tolerance = 0.0 if precision != "bf16" else 2**-7
+    assert all(float((full_param(param) - 3).abs().max()) <= tolerance for param in model.parameters())
+    opt.close()
+
+
+def test_replaced_parameter_objects_train_on(world_of_one: None, caplog: pytest.LogCaptureFixture) -> None:
+    model = net()
+    opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.1, stage=2)
+    first = model[0].weight
+    fresh = {name: torch.full_like(value, 0.01) for name, value in model.state_dict().items()}
+    model.load_state_dict(fresh, assign=True)
+    assert model[0].weight is not first
+    assert all(bool((value == 0.01).all()) for value in opt.full_state_dict().values())
+    assert model[0].weight is first
+    assert "was replaced" in caplog.text
+    before = first.detach().clone()
+    loss_of(model, 0, 1).backward()
+    opt.step()
+    assert not torch.equal(before, first)
+    opt.close()
+
+
+def test_what_cannot_be_adopted_is_named(world_of_one: None) -> None:
+    model = net()
+    opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.1, stage=1)
+    model.double()
+    with pytest.raises(RuntimeError, match=r"parameter 0.weight is torch.float64 now, .*torch.float32"):
+        loss_of(model, 0, 0).backward()
+        opt.step()
+    model.float()
+    opt.zero_grad()
+    model[4].weight.data = torch.zeros(3, 7)
+    with pytest.raises(RuntimeError, match=r"parameter 4.weight has shape \(3, 7\) now, .*\(3, 40\)"):
+        opt.full_state_dict()
+    opt.close()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_graph_from_before_a_step_raises(world_of_one: None, stage: int) -> None:
+    model = net()
+    opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.1, stage=stage)
+    late = loss_of(model, 0, 1)
+    loss_of(model, 0, 0).backward()
+    opt.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        late.backward()
+    opt.close()
+
+
+@pytest.mark.parametrize("kind", ["CPUAdam", "CPULion", "CPUSGD", "CPUAdagrad"])
+def test_a_graph_from_before_a_step_of_a_cpu_optimizer_raises(kind: str) -> None:
+    model = net()
+    opt = getattr(zcomm.optim, kind)(model.parameters(), lr=0.1)
+    late = loss_of(model, 0, 1)
+    loss_of(model, 0, 0).backward()
+    opt.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        late.backward()
+
+
+def reduce_by_hand() -> list[bool]:
+    """Model averaging: a collective of the program on its parameters, which share their memory."""
+    comm = zcomm.init(timeout=60)
+    model = net()
+    opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.0, stage=2)
+    before = copy.deepcopy([param.detach() for param in model.parameters()])
+    for param in model.parameters():
+        zcomm.all_reduce(param.data, op="sum")
+    found = [torch.equal(comm.world_size * old, new) for old, new in zip(before, model.parameters(), strict=True)]
+    loss_of(model, comm.rank, 0).backward()
+    opt.step()
+    found += [torch.equal(comm.world_size * old, new) for old, new in zip(before, model.parameters(), strict=True)]
+    opt.close()
+    return found
+
+
+def test_collectives_of_the_program_on_its_parameters(run_ranks: Run) -> None:
+    for found in run_ranks(reduce_by_hand, 2):
+        assert all(found), found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("offload", [None, "cpu"])
+def test_loaded_weights_on_a_device_are_the_master(world_of_one: None, precision: str, offload: str | None) -> None:
+    simulated.play()
+    try:
+        model = net()
+        opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.0, stage=2, precision=precision, offload=offload)
+        model.load_state_dict({name: torch.full_like(value, 3.0) for name, value in model.state_dict().items()})
+        assert all(float((full_param(param) - 3).abs().max()) <= 2**-7 for param in model.parameters())
+        opt.backward(loss_of(model, 0, 0))
+        opt.step()
+        assert all(bool((param == 3).all()) for param in model.parameters())
+        new_data(model)
+        opt.zero_grad()
+        opt.backward(loss_of(model, 0, 1))
+        opt.step()
+        assert all(float((param.detach() - 2.4).abs().max()) < 0.02 for param in model.parameters())
+        opt.close()
+    finally:
+        simulated.stop()
