@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -21,13 +22,24 @@ class Buffers:
         self.out.view(torch.int64).random_(generator=generator)
 
 
+def openable(path: str) -> str:
+    """A path by which other processes open the data file ``path`` of this one, which has no name."""
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{number}") == f"{os.path.abspath(path)} (deleted)":
+                return f"/proc/{os.getpid()}/fd/{number}"
+        except FileNotFoundError:  # of the listing itself
+            continue
+    return path  # the file system let it keep its name
+
+
 class Swap:
     """One SwapFile with its keys. A tensor's data are those of the buffer at its own position."""
 
     def __init__(self, folder: Path, buffers: Buffers, **options: object) -> None:
         self.buffers = buffers
         self.file = zcomm.SwapFile(folder, buffers.out.nbytes, **options)  # type: ignore[arg-type]
-        self.path = str(self.file.stats()["path"])
+        self.path = openable(str(self.file.stats()["path"]))
 
     def fill(self, nbytes: int, tensor_nbytes: int) -> None:
         """Writes every key of this size once: what is timed overwrites."""

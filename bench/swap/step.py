@@ -21,6 +21,7 @@ import torch
 import zcomm
 from swap import counters
 from swap.fio import Fio
+from swap.ours import openable
 from zcomm import _core
 from zcomm.zero.swapped import SPAN_TILES, WINDOWS
 from zcomm.zero.tile import cut
@@ -108,8 +109,8 @@ class Pair:
         self.nvme_nbytes, self.resident_nbytes = memory["nvme"]["optimizer"], memory["cpu"]["optimizer"]
         self.window_nbytes = memory["cpu"]["slots"]
         self._core = self._swap._live.swap
-        self.path = str(self._core.stats()["path"])
-        self.plain_path = str(self._plain._live.swap.stats()["path"])
+        self.path = openable(str(self._core.stats()["path"]))
+        self.plain_path = openable(str(self._plain._live.swap.stats()["path"]))
 
     def _fraction(self, ratio: float) -> float:
         """The largest part on the drive with which spans in RAM and windows are 1/ratio of the state."""

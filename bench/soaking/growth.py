@@ -1,0 +1,74 @@
+"""Whether processes and folders grow from episode to episode."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from soaking.rank import Footprint
+
+WARM = 6  # episodes after which a process has made what it makes once
+MEMORY_MB = 24.0  # what the end may be above the middle: allocators do not give back everything
+FOREIGN = ("pymp-", "torchinductor_")  # of multiprocessing and torch, which live as long as their processes
+
+
+def files_left(folder: Path) -> list[str]:
+    """List what an episode must not leave: swap folders, half checkpoints."""
+    return sorted(
+        str(path.relative_to(folder))
+        for pattern in ("*zcomm-swap-*", "*.saving-*", "*.tmp*")
+        for path in folder.rglob(pattern)
+    )
+
+
+def outside(temporary: Path) -> set[str]:
+    """Names in /dev/shm that could be ours, and in the folder that ranks take for temporary files."""
+    shm = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if "zcomm" in name}
+    return shm | {str(path) for path in temporary.iterdir() if not path.name.startswith(FOREIGN)}
+
+
+@dataclass
+class Growth:
+    """Footprints of each process that lives for many episodes."""
+
+    seen: dict[int, list[Footprint]] = field(default_factory=dict)  # by process id
+
+    def add(self, pid: int, footprint: Footprint | None) -> None:
+        if footprint is not None:
+            self.seen.setdefault(pid, []).append(footprint)
+
+    def last(self, pids: list[int]) -> str:
+        """Descriptors and memory of the first of these processes that has been seen."""
+        prints = next((self.seen[pid] for pid in pids if pid in self.seen), [])
+        return f", {prints[-1].descriptors} descriptors, {prints[-1].resident_mb:.0f} MB" if prints else ""
+
+    def verdicts(self) -> list[str]:
+        """Name what grew, a line each."""
+        found = []
+        for pid, prints in self.seen.items():
+            if len(prints) < 2 * WARM:
+                continue
+            early, late = prints[WARM : WARM + WARM // 2], prints[-WARM // 2 :]
+            for name, room in (("descriptors", 2), ("threads", 2)):
+                before, after = (min(getattr(p, name) for p in part) for part in (early, late))
+                if after > before + room:
+                    found.append(f"process {pid}: {name} grew from {before} to {after} in {len(prints)} episodes")
+            middle = len(prints) // 2
+            before_mb = min(p.resident_mb for p in prints[middle - 2 : middle + 2])
+            after_mb = min(p.resident_mb for p in prints[-4:])
+            if after_mb > before_mb + MEMORY_MB:
+                found.append(
+                    f"process {pid}: memory grew from {before_mb:.0f} to {after_mb:.0f} MB in {middle} episodes"
+                )
+        return found
+
+    def table(self) -> list[str]:
+        """First, middle and last footprint of each process."""
+        rows = []
+        for pid, prints in self.seen.items():
+            if len(prints) > 2:
+                shown = [prints[0], prints[len(prints) // 2], prints[-1]]
+                cells = " ".join(f"{p.descriptors:>5} {p.threads:>4} {p.resident_mb:>7.1f}" for p in shown)
+                rows.append(f"  {pid:>8} {len(prints):>9} {cells}")
+        return rows
