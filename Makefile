@@ -12,6 +12,7 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 JOBS ?= $(shell nproc)
 ARGS ?=
+TESTS ?= tests/python
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q
@@ -22,7 +23,7 @@ export PYTHONUNBUFFERED := 1
 SOURCES := $(shell find include src cmake python/bindings -type f 2>/dev/null) CMakeLists.txt
 CPP_FILES = $(shell find include src tests/cpp bench/cpp python/bindings -name '*.[ch]pp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help setup demo test test-cpp test-python bench bench-cpp bench-collectives lint format tidy asan tsan cuda gpu-check clean distclean
+.PHONY: help setup demo test test-cpp test-python soak bench bench-cpp bench-collectives lint format tidy asan tsan cuda gpu-check clean distclean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -70,6 +71,9 @@ bench-cpp: $(VENV)/.build-tools ## the C++ benches (build/bench): zcomm_bench, s
 	cmake --preset bench --log-level=WARNING
 	cmake --build --preset bench
 
+soak: setup ## 30 minutes of training, saves, edits, exceptions, signals and killed ranks, each against plain torch (ARGS='--seed 7 --minutes 5')
+	$(BIN)/python bench/soak $(ARGS)
+
 bench-collectives: setup bench-cpp ## everything that the collectives must reach, with a verdict each (about 8 minutes)
 	bench/collectives $(ARGS)
 
@@ -82,7 +86,7 @@ test-cpp: $(VENV)/.build-tools ## C++ tests (build/dev)
 	ctest --preset dev
 
 test-python: setup ## Python tests (make test-python ARGS='-k comm')
-	$(BIN)/python -m pytest tests/python $(ARGS)
+	$(BIN)/python -m pytest $(TESTS) $(ARGS)
 
 asan: $(VENV)/.build-tools ## C++ tests under the address and undefined-behaviour sanitizers
 	cmake --preset asan --log-level=WARNING
