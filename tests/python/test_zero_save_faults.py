@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import gc
+import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -101,6 +103,14 @@ class Odd(BaseException):
 KINDS: list[type[BaseException]] = [TypeError, KeyboardInterrupt, MemoryError, Odd]
 
 
+def open_files(folder: Path) -> list[str]:
+    """Files of checkpoints below ``folder`` that this process has open."""
+    gc.collect()
+    links = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
+    paths = (Path(os.readlink(link)) for link in links if os.path.lexists(link))
+    return [str(path) for path in paths if folder in path.parents and path.name != "store"]
+
+
 def save_that_fails_at_each_write(folder: str, wait: bool) -> dict[str, int]:
     comm, base = zcomm.init(), Path(folder)
     torch.manual_seed(0)
@@ -133,6 +143,7 @@ def save_that_fails_at_each_write(folder: str, wait: bool) -> dict[str, int]:
                     assert f"failed on rank {victim}: {kind.__name__}" in str(error)
             finally:
                 durable.before_write = lambda what: None
+            assert open_files(base) == [], f"after {ended} at write {number} of rank {victim}"
             comm.barrier()
             left = sorted(path.name for path in base.iterdir() if path.name not in ("c", "store"))
             if ended == "well":

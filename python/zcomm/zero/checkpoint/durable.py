@@ -6,6 +6,7 @@ import ctypes
 import errno
 import os
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 
 from zcomm.zero.checkpoint.claim import Claim
@@ -15,6 +16,17 @@ LATEST = "latest"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 before_write: Callable[[str], None] = lambda what: None  # noqa: E731  # tests stop a save here
+
+
+def new_file(path: Path, replaces: bool = False) -> FileIO:
+    """An empty file to write to. Raises: OSError (EEXIST where it is there, unless ``replaces``)."""
+    file = open(path, "wb" if replaces else "xb", buffering=0, opener=_private)  # noqa: SIM115  # the caller closes it
+    assert isinstance(file, FileIO)
+    return file
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def write_all(descriptor: int, data: memoryview, path: Path) -> None:
@@ -37,12 +49,9 @@ def sync_file(descriptor: int, path: Path) -> None:
 
 def write_file(path: Path, data: bytes) -> None:
     """A new file, synced."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    try:
-        write_all(descriptor, memoryview(data), path)
-        sync_file(descriptor, path)
-    finally:
-        os.close(descriptor)
+    with new_file(path, replaces=True) as file:
+        write_all(file.fileno(), memoryview(data), path)
+        sync_file(file.fileno(), path)
 
 
 def sync_folder(path: Path) -> None:

@@ -13,6 +13,7 @@ import os
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,7 @@ class Writer:
     """A file whose tensors are known by name, dtype and shape beforehand and are then given in that order.
 
     An error is kept until ``close`` (a rank that cannot write must go on with the collectives that feed the others).
+    The descriptor is a file object's: it is closed with the writer, wherever an interrupt ends a save.
     """
 
     def __init__(
@@ -111,7 +113,7 @@ class Writer:
         self.error: OSError | None = None
         self._plan = plan
         self._next = 0
-        self._descriptor = -1
+        self._file: FileIO | None = None
         header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
         at = 0
         for name, dtype, shape in plan:
@@ -127,8 +129,11 @@ class Writer:
         self._attempt(lambda: self._open(text))
 
     def _open(self, header: bytes) -> None:
-        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        durable.write_all(self._descriptor, memoryview(header), self.path)
+        with contextlib.ExitStack() as failed:
+            file = failed.enter_context(durable.new_file(self.path))
+            durable.write_all(file.fileno(), memoryview(header), self.path)
+            failed.pop_all()
+        self._file = file
 
     def _attempt(self, action: Any) -> None:
         if self.error is None:
@@ -146,14 +151,18 @@ class Writer:
         self.entries[name] = entry
         self._at += data.nbytes
         self._next += 1
-        self._attempt(lambda: durable.write_all(self._descriptor, data, self.path))
+        self._attempt(lambda: self._write(data))
+
+    def _write(self, data: memoryview) -> None:
+        assert self._file is not None, "the file was opened, or the error of that is kept"
+        durable.write_all(self._file.fileno(), data, self.path)
 
     def close(self) -> None:
         """Sync and close. Raises: the first OSError of all calls."""
-        if self._descriptor >= 0:
-            self._attempt(lambda: durable.sync_file(self._descriptor, self.path))
-            os.close(self._descriptor)
-            self._descriptor = -1
+        file, self._file = self._file, None
+        if file is not None:
+            with file:
+                self._attempt(lambda: durable.sync_file(file.fileno(), self.path))
         if self.error is not None:
             raise self.error
 
