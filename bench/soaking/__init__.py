@@ -1,3 +1,3 @@
-"""What bench/soak is made of: episodes drawn from seeds, worlds of processes that play them, and growth."""
+"""Parts of bench/soak: episodes drawn from seeds, worlds of processes that play them, and growth."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether processes and folders grow from episode to episode."""
+"""Growth of processes and folders from episode to episode."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def files_left(folder: Path) -> list[str]:
 
 
 def outside(temporary: Path) -> set[str]:
-    """Names in /dev/shm that could be ours, and in the folder that ranks take for temporary files."""
+    """List names in /dev/shm that could be ours, and in the folder that ranks take for temporary files."""
     shm = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if "zcomm" in name}
     return shm | {str(path) for path in temporary.iterdir() if not path.name.startswith(FOREIGN)}
 
@@ -39,7 +39,7 @@ class Growth:
             self.seen.setdefault(pid, []).append(footprint)
 
     def last(self, pids: list[int]) -> str:
-        """Descriptors and memory of the first of these processes that has been seen."""
+        """Return descriptors and memory of the first of these processes that has been seen."""
         prints = next((self.seen[pid] for pid in pids if pid in self.seen), [])
         return f", {prints[-1].descriptors} descriptors, {prints[-1].resident_mb:.0f} MB" if prints else ""
 
@@ -64,7 +64,7 @@ class Growth:
         return found
 
     def table(self) -> list[str]:
-        """First, middle and last footprint of each process."""
+        """Return the first, middle and last footprint of each process."""
         rows = []
         for pid, prints in self.seen.items():
             if len(prints) > 2:

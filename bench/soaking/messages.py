@@ -35,7 +35,7 @@ def values(rank: int, count: int, dtype: torch.dtype, seed: int) -> torch.Tensor
 
 
 def _collectives(pick: random.Random, comm: Any) -> list[str]:
-    """A number of operations in one order, some waited for late, some never."""
+    """Run a number of operations in one order; wait for some late, for some never."""
     wrong: list[str] = []
     pending: list[Pending] = []
     for number in range(pick.randrange(10, 40)):
@@ -63,7 +63,7 @@ def _collectives(pick: random.Random, comm: Any) -> list[str]:
             work.wait()
             _compare(wrong, result, wanted, name)
     comm.barrier()
-    for work, result, wanted, name in pending:  # whose Work was dropped: done by now, as the barrier came after them
+    for work, result, wanted, name in pending:  # a dropped Work is done by now: the barrier came after it
         if work is None:
             _compare(wrong, result, wanted, name)
     return wrong
@@ -77,7 +77,7 @@ def _compare(wrong: list[str], result: torch.Tensor, wanted: torch.Tensor, name:
 def _start(
     comm: Any, operation: str, count: int, every: list[torch.Tensor], root: int, symmetric: bool, later: bool
 ) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """Work (None if it is done), result and what that must be."""
+    """Start an operation: its Work (None if it is done), its result and what that must be."""
     rank, size = comm.rank, comm.world_size
     mine = every[rank]
 
@@ -112,13 +112,13 @@ def _start(
 
 
 def _work(started: Any, later: bool) -> Any:
-    """The Work of what an operation with an out returned."""
+    """Return the Work of what an operation with an out returned."""
     found = started[-1] if isinstance(started, tuple) else started
     return found if later else None
 
 
 def _callbacks(pick: random.Random, comm: Any, store: str) -> list[str]:
-    """torch.distributed: futures with callbacks, of which some are dropped."""
+    """Register callbacks on torch.distributed's Futures, of which some are dropped."""
     import zcomm.torch_backend  # noqa: F401
 
     wrong: list[str] = []

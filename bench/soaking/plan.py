@@ -89,7 +89,7 @@ EVENTS: dict[str, int] = {
 
 
 def draw(seed: int, only: frozenset[str] = frozenset()) -> Episode:
-    """The episode of a seed. only: kinds to draw from, all if empty."""
+    """Draw the episode of a seed. only: kinds to draw from, all if empty."""
     pick = random.Random(seed)
     kinds = [kind for kind in KINDS if not only or kind in only]
     kind = pick.choices(kinds, [KINDS[kind] for kind in kinds])[0]
@@ -139,7 +139,7 @@ def _training(pick: random.Random, ends: bool) -> Training:
 
 
 def arguments(job: Training, folder: str) -> dict[str, Any]:
-    """Of ZeroOptimizer."""
+    """Return the arguments of ZeroOptimizer."""
     import zcomm
 
     stage = int(job.stage[0])

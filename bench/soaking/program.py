@@ -97,7 +97,7 @@ class Trainer(Protocol):
 
 
 def drive(trainer: Trainer, job: Training, first: int, at_step: Callable[[int], None]) -> None:
-    """All steps from ``first`` on."""
+    """Run all steps from ``first`` on."""
     for step in range(first, job.steps):
         at_step(step)
         events = {event.what: event.number for event in job.events[step]}
@@ -115,7 +115,7 @@ def drive(trainer: Trainer, job: Training, first: int, at_step: Callable[[int], 
 
 
 class PlainTrainer:
-    """The oracle."""
+    """The oracle: plain torch in one process."""
 
     def __init__(self, job: Training, world_size: int) -> None:
         self._job, self._world_size = job, world_size
@@ -171,7 +171,7 @@ class PlainTrainer:
 
 
 class ZeroTrainer:
-    """The same with ZeroOptimizer, on one rank; checkpoints are ``folder/ck-STEP``."""
+    """The same trainer with ZeroOptimizer, on one rank; checkpoints are ``folder/ck-STEP``."""
 
     def __init__(self, job: Training, comm: Any, folder: Path) -> None:
         import zcomm
@@ -184,7 +184,7 @@ class ZeroTrainer:
         )
 
     def checkpoints(self) -> list[int]:
-        """Steps of the whole ones, oldest first."""
+        """List the steps of whole checkpoints, oldest first."""
         return sorted(int(path.name[3:]) for path in self._folder.glob("ck-*") if path.name[3:].isdigit())
 
     def resume(self) -> int:

@@ -66,7 +66,7 @@ class Interruptible:
             raise KeyboardInterrupt
 
     def _terminate(self, number: int, frame: object) -> None:
-        """What preempted jobs do."""
+        """Leave as preempted jobs do: shut zcomm down, then end."""
         import zcomm
 
         if self.open:

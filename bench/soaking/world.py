@@ -19,7 +19,7 @@ _context = multiprocessing.get_context("forkserver")
 
 
 def preload() -> None:
-    """What ranks are forked with, so that a world costs milliseconds."""
+    """Import in the fork server what ranks need, so that a world costs milliseconds."""
     _context.set_forkserver_preload(
         ["torch", "torch._dynamo", "torch.distributed", "numpy", "zcomm", "zcomm._core", "zcomm.zero", "soaking.rank"]
     )
@@ -31,7 +31,7 @@ class Hung(Exception):
 
 @dataclass
 class Answer:
-    """What a rank sent at the end of its task; `kind` is done, failed, ended (by SIGTERM) or died."""
+    """Answer of a rank at the end of its task; `kind` is done, failed, ended (by SIGTERM) or died."""
 
     kind: str
     value: Any = None
@@ -71,7 +71,7 @@ class World:
             os.kill(self.processes[rank].pid, number)
 
     def stacks(self) -> str:
-        """Of all threads of all ranks that live, with the ends of their logs."""
+        """Return the stacks of all threads of all ranks that live, with the ends of their logs."""
         for process in self.processes:
             if process.is_alive():
                 os.kill(process.pid, signal.SIGUSR1)
@@ -109,7 +109,7 @@ class Strike:
 def play(
     worlds: list[World], tasks: list[list[Task]], limit_s: float, strike: Strike | None = None
 ) -> list[list[Answer]]:
-    """The answers of all ranks of all worlds, which play at the same time. Raises: Hung."""
+    """Return the answers of all ranks of all worlds, which play at the same time. Raises: Hung."""
     for world, of_world in zip(worlds, tasks, strict=True):
         world.send(of_world)
     waiting = {pipe: (w, rank) for w, world in enumerate(worlds) for rank, pipe in enumerate(world.pipes)}

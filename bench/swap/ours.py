@@ -23,7 +23,7 @@ class Buffers:
 
 
 def openable(path: str) -> str:
-    """A path by which other processes open the data file ``path`` of this one, which has no name."""
+    """Return a path by which other processes open the data file ``path`` of this one, which has no name."""
     for number in os.listdir("/proc/self/fd"):
         try:
             if os.readlink(f"/proc/self/fd/{number}") == f"{os.path.abspath(path)} (deleted)":

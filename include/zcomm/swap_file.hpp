@@ -3,7 +3,7 @@
 // A SwapFile has its own subdirectory of `directory` (mode 0700: a lock file that names the owner). The data file has
 // no name there, where the file system allows that: its space is free when the process ends, however it ends. With
 // several directories, one per drive, there is one of each in each of them, and the blocks go round them. Reads go
-// before writes that were queued earlier (of other keys): somebody waits for a read, nobody for a write-back. Every
+// before writes that were queued earlier (of other keys): the program waits for reads, not for write-backs. Every
 // kReadsPerWrite-th block is a write all the same while one waits. Space is preallocated: ENOSPC comes at reserve(),
 // not in step 900. Every completion is examined (error, short, EAGAIN) and each tile's crc32c is compared when it is
 // read back. The directory is removed by close(); one that a killed run left is recognised (its lock is free) and
@@ -100,7 +100,7 @@ class SwapFile {
   /// The name that such a copy has for a moment, beside the data file's.
   static constexpr char kCopyName[] = "copy";
   virtual Stats stats() const = 0;
-  /// Waits, closes and removes the directory; later calls throw InvalidArgument. Errors that nobody asked for with
+  /// Waits, closes and removes the directory; later calls throw InvalidArgument. Errors that were not fetched with
   /// wait() are dropped with the data. Idempotent; in a forked child it only lets go. The destructor calls it.
   virtual void close() = 0;
 };

@@ -29,7 +29,7 @@ class DeviceTail {
   /// What `stream` (its native handle; none: the stream that the call named) is given from now on runs after it. Does
   /// not wait for the device, unless that stream is the host itself. Throws what is known to have gone wrong.
   virtual void order(std::optional<std::uintptr_t> stream) = 0;
-  /// Nobody ordered anything after it, and now nobody will: does it for the call's stream.
+  /// No stream was ordered after it, and none will be: does it for the call's stream.
   virtual void drop() noexcept = 0;
   /// Whether it has been passed, or never will be.
   virtual bool done() noexcept = 0;

@@ -87,7 +87,7 @@ void check_signals() {
   Stop::check();
 }
 
-/// What a signal's handler raised where nothing can be raised, until the interpreter takes it. Guarded by its lock.
+/// Errors of signal handlers that ran where nothing can be raised, until the interpreter takes them (under its lock).
 std::deque<py::object>& postponed_errors() {
   static auto* const errors = new std::deque<py::object>;  // may be needed to the very end
   return *errors;

@@ -7,7 +7,7 @@ namespace zcomm::bindings {
 /// Thread rule: holds the interpreter lock.
 const char* call_site();
 
-/// Of this thread's calls from now on; nullptr: from where they are made. `site` must live as long as the process.
+/// Sets the site of this thread's next calls; nullptr: the place of each call. `site` must live as long as the process.
 void set_call_site(const char* site);
 
 }  // namespace zcomm::bindings

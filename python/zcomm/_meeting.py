@@ -1,12 +1,12 @@
 """Meeting: the ranks of a job come to a store, see that they are one job, and exchange texts there.
 
 [Note: one job] A store may hold what another job wrote: one that uses the same port or file, or one that has died and
-left its file behind. So each rank claims its place by compare_set, with who it is: its process, its world size, the
+left its file behind. So each rank claims its place by compare_set, and identifies itself: process, world size, the
 name of its job where a launcher gave it one.
 - A place that another living process has claimed: the rank came twice. A claim of a process that is known to be dead
   (same kernel and process namespace) counts as none, and is taken over.
 - Claims that cannot be of one job, by world size or name: not one job.
-Either is an error on every rank that is still there: whoever notices it leaves the verdict in the store.
+Either is an error on every rank that is still there: the rank that notices it leaves the verdict in the store.
 Rank 0's claim has a fresh number, and the texts that follow are read only if they carry it.
 Thread rule: one meeting per rank at a time.
 """
@@ -37,7 +37,7 @@ _ADVICE = (
 
 @dataclass(frozen=True)
 class Process:
-    """A process, as another one may have to name it or ask after it."""
+    """A process, as another process names it or looks for it."""
 
     node: str
     pid: int
@@ -56,7 +56,7 @@ class Process:
         return Process._own(os.getpid())  # a forked child is another one
 
     def is_dead(self) -> bool:
-        """Whether it is known to have ended."""
+        """Return True if the process is known to have ended."""
         return self.space == Process.own().space and start_of(self.pid) != self.started
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class Process:
 
 
 def start_of(pid: int) -> str | None:
-    """When a process started, in clock ticks after the boot; None if there is none."""
+    """Return when a process started, in clock ticks after the boot; None if there is none."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -73,7 +73,7 @@ def start_of(pid: int) -> str | None:
 
 
 class Meeting:
-    """One rank's part in it. Without a store the rank is alone."""
+    """One rank's part in the meeting of a job's ranks. Without a store the rank is alone."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Meeting:
         self._number = ""
 
     def arrive(self, mine: dict[str, Any], linger_s: float = 0.0) -> list[dict[str, Any]]:
-        """Claims this rank's place; what every rank brought, by rank.
+        """Claim this rank's place; return what every rank brought, by rank.
 
         linger_s: how long to look for ranks that come twice after all have come.
         Raises: RuntimeError naming the rank and both processes; TimeoutError naming the missing ranks, PeerLost.
@@ -118,7 +118,7 @@ class Meeting:
             return [each["mine"] for each in everyone]
 
     def exchange(self, what: str, mine: str) -> list[str]:
-        """Everybody's text, by rank. Raises: as arrive."""
+        """Return the text of each rank, by rank. Raises: as arrive."""
         if self._store is None:
             return [mine]
         with self._store_named():
@@ -128,7 +128,7 @@ class Meeting:
             return [text.partition(" ")[2] for text in told]
 
     def end(self) -> None:
-        """Rank 0 may have the store: if it fails now, the others shall have read why."""
+        """Note in the store that this rank has read it; rank 0, which may serve it, waits for the others' notes."""
         store = self._store
         if store is None:
             return
@@ -141,14 +141,14 @@ class Meeting:
                 )
 
     def holder(self, rank: int) -> Process | None:
-        """The living process that has claimed ``rank``'s place, if another one has."""
+        """Return the living process that has claimed ``rank``'s place, if another one has."""
         if self._store is None or not self._store.check([_place_of(rank)]):
             return None
         process = _process_of(json.loads(self._store.get(_place_of(rank))))
         return None if process == Process.own() or process.is_dead() else process
 
     def refuse_twin(self, other: Process) -> None:
-        """Says on every rank that ``other`` and this process are one rank. Raises: RuntimeError."""
+        """Tell every rank that ``other`` and this process are one rank. Raises: RuntimeError."""
         self._refuse(
             f"rank {self._rank} of {self._world_size} came twice to {self._place}: {other}, and {Process.own()}. "
             f"{_ADVICE}"
@@ -186,7 +186,7 @@ class Meeting:
         self._look_for_verdict()
 
     def _look_for_verdict(self) -> bool:
-        """False. Raises: RuntimeError with the verdict, if there is one."""
+        """Return False. Raises: RuntimeError with the verdict, if there is one."""
         store = self._store
         assert store is not None
         if not store.check(["verdict"]):
@@ -202,7 +202,7 @@ class Meeting:
     # --- waiting ----------------------------------------------------------------------------------------------
 
     def _gather(self, name_of: Callable[[int], str], counts: Callable[[str], bool]) -> list[str]:
-        """The text of each rank, once all are there and count."""
+        """Return the text of each rank, once all are there and count."""
         store, names = self._store, [name_of(rank) for rank in range(self._world_size)]
         assert store is not None
         texts: list[str] = []
@@ -246,12 +246,12 @@ def _is_alive(claim: str) -> bool:
 
 
 def meeting_keys(world_size: int) -> list[str]:
-    """What a meeting leaves in its store, if it exchanged addresses."""
+    """List the keys that a meeting leaves in its store, if it exchanged addresses."""
     return [f"{what}{rank}" for what in ("rank", "address") for rank in range(world_size)] + ["read"]
 
 
 def _wait(happened: Callable[[], bool], deadline: float) -> bool:
-    """Looks for it less and less often; False at the deadline."""
+    """Poll ``happened`` less and less often; return False at the deadline."""
     pause = 0.001
     while not happened():
         _core.check_stop()

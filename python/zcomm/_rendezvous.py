@@ -1,4 +1,4 @@
-"""Rendezvous: who am I, how many are we, and where do the ranks exchange their first bytes.
+"""Rendezvous: this process's rank, the world size, and the store for the ranks' first exchange.
 
 zcomm has no discovery of its own: rank and world size come from the launcher (torchrun, Open MPI, MPICH, Slurm,
 ``zcomm run``) or the caller, and the first exchange goes through torch's TCPStore or FileStore.
@@ -124,7 +124,7 @@ def _from_launcher(init_method: str | None, env: Mapping[str, str]) -> Job:
 
 
 def name_of_job(launcher: str, env: Mapping[str, str]) -> str:
-    """What the ranks of this job, and no others, have in common; "" where nothing says so."""
+    """Return the name that the ranks of this job alone have in common; "" where the launcher gives none."""
     if name := env.get("ZCOMM_JOB_ID"):
         return name
     if launcher == "torchrun" and "TORCHELASTIC_RUN_ID" in env:
@@ -137,7 +137,7 @@ def name_of_job(launcher: str, env: Mapping[str, str]) -> str:
 
 
 def launcher_of(rank_name: str) -> int:
-    """The process that started this rank: its nearest ancestor without ``rank_name``. A wrapper has it as the rank."""
+    """Find the process that started this rank: its nearest ancestor without ``rank_name``, which wrappers have, too."""
     pid = os.getppid()
     for _ in range(_MOST_WRAPPERS):
         try:
@@ -243,7 +243,7 @@ def _served_store(host: str, port: int, world_size: int, timeout_s: float) -> di
 
 
 def _client(host: str, port: int, world_size: int, timeout_s: float) -> dist.Store:
-    """On a thread, as torch waits for ever for a listener that says nothing, and no signal reaches it there.
+    """Connect to rank 0's store on a thread: torch waits for ever for a silent listener, and no signal ends that.
 
     Raises: TimeoutError, DistError.
     """
@@ -267,7 +267,7 @@ def _client(host: str, port: int, world_size: int, timeout_s: float) -> dist.Sto
 
 
 def _answers(host: str, port: int, patience: float) -> bool:
-    """Whether something listens there."""
+    """Return True if something listens there."""
     try:
         socket.create_connection((host, port), patience).close()
     except OSError as error:
@@ -278,7 +278,7 @@ def _answers(host: str, port: int, patience: float) -> bool:
 
 
 def join(job: Job, backend: str, timeout: float, generation: int) -> Joined:
-    """Joins the job's ranks. ``generation`` counts the init() calls of this process.
+    """Join the job's ranks. ``generation`` counts the init() calls of this process.
 
     backend: one of ``_join.OWN_BACKENDS``. Raises: as join_through_store.
     """
@@ -303,7 +303,7 @@ def join(job: Job, backend: str, timeout: float, generation: int) -> Joined:
 
 
 def _port_taken(job: Job, prefix: str, error: OSError) -> OSError:
-    """What rank 0 says whose port is in use. If another rank 0 of zcomm has it, the ranks that wait there are told."""
+    """Make rank 0's error for a port in use. If another rank 0 of zcomm has the port, its waiting ranks are told."""
     where, why = job.init_method or "", error.strerror
     host, _, port = where.removeprefix("tcp://").rpartition(":")
     try:
@@ -330,7 +330,7 @@ def join_through_store(
     job: str = "",
     linger_s: float = 0.0,
 ) -> Joined:
-    """Joins the ranks that share ``store``, which nobody else writes to and which is trusted: their token lies in it.
+    """Join the ranks that share ``store``, which they alone write to and which is trusted: their token lies in it.
 
     join_timeout: of joining; timeout: of later operations, the same if not given. where: the store's name, for errors.
     master: a host that all have a route to. job, linger_s: see ``Meeting``. A world of one needs no store. The keys are

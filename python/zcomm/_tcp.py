@@ -168,7 +168,7 @@ class _Join:
     # --- time -------------------------------------------------------------------------------------------------
 
     def _patience_s(self) -> float:
-        """Until something may have to be done. A signal's handler that returns does not wake the selector."""
+        """Return the time to the next deadline or try. A signal's handler that returns does not wake the selector."""
         wake_at = min([self._deadline, self._give_up_at, *(call.next_try for call in self._calls if not call.socket)])
         return max(0.0, min(wake_at - time.monotonic(), _LOOK_S))
 

@@ -5,7 +5,7 @@
 // [Note: within] While a blocking call waits, the handlers of signals run on its thread (check_interrupt), and may
 // close the communicator: which would wait for that very call. So close() within a call only makes it end; the end of
 // the call does the rest. Another operation cannot be started there either; a message can, which depends on no order.
-// Invariants: after a failure every call says so; in a forked child every call is refused and nothing is closed.
+// Invariants: after a failure every call throws it; in a forked child every call is refused and nothing is closed.
 // Thread rule: free-threaded; ranks must issue their collectives in the same order.
 #include "zcomm/communicator.hpp"
 
@@ -339,7 +339,7 @@ class EngineCommunicator final : public Communicator {
   std::atomic<bool> is_left_open_{false};  // closed within a call, which has not ended
   std::atomic<bool> given_up_{false};
   std::mutex close_mutex_, engine_close_mutex_;
-  mutable std::shared_mutex engine_mutex_;  // shared by who uses the engine beside the executor
+  mutable std::shared_mutex engine_mutex_;  // shared by threads that use the engine beside the executor
   std::mutex suspend_mutex_;
   std::atomic<int> suspensions_{0};
   std::shared_ptr<GiveUp> give_up_;

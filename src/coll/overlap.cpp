@@ -51,14 +51,14 @@ Place own_part(const OverlapCheck& call, const Place& in, const Place& out) {
   }
 }
 
-/// Of all_to_all: whether the output is what this rank sends to itself, where it lies; then nothing writes to it.
+/// True for an all_to_all whose output is what this rank sends to itself, where it lies: nothing writes to it then.
 bool stays(const OverlapCheck& call, const Place& in, const Place& out) {
   const auto rank = static_cast<std::size_t>(call.rank);
   const ConstBuffer& own = call.in[rank];
   return out.index == rank && in.is(out) && place_of(own.data, own.count * call.in_size, rank).is(out);
 }
 
-/// Whether one of them is exactly its rank's own part of the other.
+/// True when one of them is exactly its rank's own part of the other.
 bool is_in_place(const OverlapCheck& call, const Place& in, const Place& out) {
   if (call.kind == OpKind::all_to_all) return stays(call, in, out);
   if (in.index != out.index || call.accumulate) return false;

@@ -1,4 +1,4 @@
-// How copied pages are found: PAGEMAP_SCAN (Linux 6.7), else /proc/self/pagemap, else every page counts as copied.
+// PrivateView: copied pages are found by PAGEMAP_SCAN (Linux 6.7), else /proc/self/pagemap; else every page counts.
 #include "heap/private_view.hpp"
 
 #include <fcntl.h>

@@ -125,7 +125,7 @@ void DataFile::grow(std::uint64_t needed) {
     throw_full(
         ENOSPC, needed,
         text("the process's file size limit (RLIMIT_FSIZE, ulimit -f) is ", file_size_limit(), " bytes; raise it"));
-  // Looked at first: trying would fill the disk for everybody, if only for a moment.
+  // Looked at first: trying would fill the disk for all its users, if only for a moment.
   const std::uint64_t free = free_nbytes(buffered_.get());
   if (needed - nbytes_ > free) throw_full(ENOSPC, needed, "disk full");
   if (nbytes_ > 0 && free / 4 > kChunk && allocate(round_up(needed, kChunk)) == 0) return;

@@ -3,7 +3,7 @@
 //
 // Invariant: what lies outside of the ranges is a hole, or (reflink) whatever the source has there; the new file is
 // on disk (fsync) when the call returns, if it is to be `durable`; a file that copy_file() made is gone when it throws.
-// Thread rule: one thread; nobody writes to the source meanwhile.
+// Thread rule: one thread; the source is not written to meanwhile.
 #pragma once
 
 #include <cstdint>

@@ -45,7 +45,7 @@ class IoEngine {
   virtual void wake() noexcept = 0;
 };
 
-/// nullptr where the kernel refuses io_uring; `why` then says so.
+/// Returns nullptr and sets `why` where the kernel refuses io_uring.
 std::unique_ptr<IoEngine> make_io_uring_engine(int depth, std::string* why = nullptr);
 std::unique_ptr<IoEngine> make_thread_engine(int depth);
 

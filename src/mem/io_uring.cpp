@@ -68,7 +68,7 @@ class IoUringEngine final : public IoEngine {
     if (!ring_made_) return;
     while (const Submission* left = ring_.withdraw())
       if (left->user_data != kWakeTag) --in_flight_;
-    poll_armed_ = true;  // nobody wakes us any more
+    poll_armed_ = true;  // wake() is not called any more
     // Memory of requests in flight belongs to the kernel: wait for them, the ring's end does not.
     IoResult dropped[16];
     try {
@@ -212,7 +212,7 @@ class IoUringEngine final : public IoEngine {
     return *entry;
   }
 
-  /// It goes out with the next call that enters the kernel.
+  /// Queues the poll, which goes out with the next call that enters the kernel.
   void arm_poll() {
     Submission& entry = add();
     entry.opcode = kPollAdd;

@@ -57,7 +57,7 @@ std::string content_of(int fd) {
   return got > 0 ? std::string(content.data(), static_cast<std::size_t>(got)) : std::string();
 }
 
-/// Of the owner. Earlier versions kept it in a file of its own.
+/// Returns the owner's record. Earlier versions kept it in a file of its own.
 std::string record_in(int directory, int lock) {
   std::string record = content_of(lock);
   if (!record.empty()) return record;

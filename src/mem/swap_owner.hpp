@@ -19,7 +19,7 @@ std::string owner_record(std::size_t drive, std::size_t drives);
 /// namespace: the host's name stands for them.
 bool owner_is_gone(const std::string& record);
 
-/// Whether a free lock below the open file or directory is proof: a file system of this machine's own.
+/// True when a free lock below the open file or directory is proof: a file system of this machine's own.
 bool locks_are_proof(int fd);
 
 }  // namespace zcomm::mem

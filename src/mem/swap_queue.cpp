@@ -5,7 +5,7 @@
 
 namespace zcomm::mem {
 namespace {
-constexpr std::size_t kFailuresKept = 64;  // failures nobody asked for; the first ones tell the story
+constexpr std::size_t kFailuresKept = 64;  // failures that no wait() has fetched; the first ones tell the cause
 }
 
 void SwapQueue::acquire_permit() {

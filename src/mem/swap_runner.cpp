@@ -16,7 +16,7 @@ namespace {
 constexpr int kMaxRetries = 100;               // of one block without progress; then its error is real
 constexpr std::size_t kBatchNbytes = 1 << 20;  // submit while the next blocks are prepared
 constexpr std::size_t kChecksPerSlot = 4;      // checksums owed; beyond it no block starts
-constexpr std::size_t kFewInFlight = 4;        // requests, this one among them: nobody minds one more read of memory
+constexpr std::size_t kFewInFlight = 4;        // requests, with this one: one more read of memory is cheap then
 constexpr auto kBackoff = std::chrono::microseconds(50);
 
 }  // namespace

@@ -1,7 +1,7 @@
-// Exchange: everyone gives everyone one parcel (bytes and at most one descriptor) over the data sockets.
+// Exchange: each rank sends one parcel (bytes and at most one descriptor) to each other rank over the data sockets.
 //
 // Invariants: frames are numbered and the numbers compared, so parcels of two exchanges never mix; a descriptor that
-// was not announced is closed. After a failure the streams may be cut anywhere: every later call says so and fails.
+// was not announced is closed. After a failure the streams may be cut anywhere: every later call fails with it.
 // Thread rule: run() is serialised by the caller; abort() may be called from any thread. Source: unix(7).
 #pragma once
 

@@ -1,4 +1,4 @@
-"""For scripts: zcomm under DeepSpeed's name, as far as transformers and Accelerate ask for it before they train."""
+"""zcomm under DeepSpeed's name, for scripts: as far as transformers and Accelerate ask for it before they train."""
 
 from __future__ import annotations
 

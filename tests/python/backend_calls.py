@@ -255,7 +255,7 @@ def suspended_deadline(comm: zcomm.Communicator) -> None:
 
 
 def buffers_that_share_memory(comm: zcomm.Communicator) -> None:
-    """In place is right, anything else is refused with both places; the communicator stays usable."""
+    """Accept operations in place, refuse any other overlap with both places; the communicator stays usable."""
     rank, world = comm.rank, comm.world_size
     for n in (4, 100_000):
         for symmetric in (False, True):

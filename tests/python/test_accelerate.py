@@ -19,7 +19,7 @@ SCRIPT = Path(accelerate_steps.__file__)
 
 
 def run(folder: Path, precision: str, offload: str) -> tuple[dict[str, Any], str]:
-    """What the script's one rank found, and its stderr. (Accelerate takes a machine without GPUs for one process.)"""
+    """Return the findings of the script's one rank, and its stderr. (Without GPUs Accelerate runs one process.)"""
     if importlib.util.find_spec("accelerate") is None:
         pytest.skip("accelerate is not installed")
     launcher = [sys.executable, "-m", "zcomm.cli.main", "run", "-n", "1", "--no-prefix", str(SCRIPT)]

@@ -1,4 +1,4 @@
-"""Where messages say that a call comes from: the program's line, not a decorator's, torch's or zcomm's."""
+"""Call sites in messages: the program's line, not a decorator's, torch's or zcomm's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LAST = torch.ones(5)
 
 
 def _line() -> int:
-    """Of the caller."""
+    """Return the caller's line."""
     frame = inspect.currentframe()
     assert frame is not None and frame.f_back is not None
     return frame.f_back.f_lineno

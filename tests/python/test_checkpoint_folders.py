@@ -42,7 +42,7 @@ def names(folder: Path) -> list[str]:
 
 
 def test_a_linked_folder_stays_a_link(opt: Any, tmp_path: Path) -> None:
-    """What is saved lies on the drive that it leads to."""
+    """A save lies on the drive that the link leads to."""
     (tmp_path / "big").mkdir()
     for target in ("there", "not yet there"):
         link = tmp_path / f"to {target}"
@@ -113,7 +113,7 @@ def test_a_bind_mount_is_known_by_the_kernels_list(tmp_path: Path, monkeypatch: 
 
 
 def test_what_is_no_checkpoint_stays(opt: Any, tmp_path: Path) -> None:
-    """Also another checkpoint in the folder of one: a directory of tags that is itself named as one."""
+    """Nor is another checkpoint in the folder of one removed: a directory of tags that is itself named as one."""
     opt.save(tmp_path / "runs")
     opt.save(tmp_path / "runs" / "step1")
     with pytest.raises(FileExistsError, match="it holds the folder step1, which would be lost with it"):
@@ -150,7 +150,7 @@ def test_new_folders_are_on_the_drive_with_their_parents(tmp_path: Path) -> None
 
 
 def test_one_save_at_a_time(opt: Any, tmp_path: Path) -> None:
-    """Of two jobs, or of two optimizers in one."""
+    """Two jobs, or two optimizers in one job, do not save to one folder at once."""
     with NewFolder(tmp_path / "c") as mine:
         (mine.path / "half").write_text("written")
         with pytest.raises(OSError, match="another save is writing there; give each job a folder of its own") as told:
@@ -201,7 +201,7 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
 
 
 def test_claims_take_turns(tmp_path: Path) -> None:
-    """None ends while another one holds the place, whoever removes the lock file."""
+    """One claim at a time holds the place, whichever of them removes the lock file."""
     inside, most = 0, []
 
     def work() -> None:
@@ -265,7 +265,7 @@ def jobs_at_once(folder: str, rounds: int) -> list[str]:
 
 
 def test_two_jobs_that_save_to_one_folder(run_ranks: Run, tmp_path: Path) -> None:
-    """None deletes the other's work: each save ends well, or is refused before it has written anything."""
+    """Neither job deletes the other's work: a save ends well, or is refused before it has written anything."""
     made = zcomm.ZeroOptimizer(nn.Linear(50, 30), "adamw", stage=1)
     made.save(tmp_path / "c", client_state=[0, 0])
     made.close()
@@ -301,7 +301,7 @@ def saves_nowhere(folder: str) -> list[tuple[str, int | None]]:
 
 
 def test_a_place_that_cannot_be_written(run_ranks: Run, tmp_path: Path) -> None:
-    """All ranks are told, and go on."""
+    """Each rank gets the error, and can go on."""
     (tmp_path / "file").touch()
     first, second = run_ranks(saves_nowhere, 2, str(tmp_path))
     assert first == second and 0 not in {code for _, code in first}, first

@@ -92,7 +92,7 @@ class Watched:
 
 
 def by_command(folder: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """What `ls`, `verify` and `export` print; none of them may succeed."""
+    """Return what `ls`, `verify` and `export` print; none of them may succeed."""
     said = []
     for action in (["ls"], ["verify"], ["export"]):
         code = main(["ckpt", *action, str(folder), *([str(out)] if action == ["export"] else [])])
@@ -149,7 +149,7 @@ def test_no_name_leads_out_of_the_folder(
 def test_only_files_of_the_folder_are_opened(
     saved: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Not where a link leads, and no pipe: it would wait for its writer for ever."""
+    """A link is not followed, and a pipe is not opened: that would wait for its writer for ever."""
     values = values_of(saved)
     watched = Watched()
     for name in values["files"]:
@@ -318,7 +318,7 @@ def test_fuzzed_manifests(saved: Path, seed: int, tmp_path: Path, capsys: pytest
 
 
 def test_every_byte_is_compared(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of tensors, of the headers before them, and of the generators' states."""
+    """A flipped byte of tensors, of the headers before them, or of the generators' states is found."""
     watched = Watched()
     for name in sorted(path.name for path in saved.iterdir()):
         path = saved / name
@@ -338,7 +338,7 @@ def test_every_byte_is_compared(saved: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_generators_of_old_checkpoints_are_tried_first(saved: Path) -> None:
-    """They have no checksum."""
+    """Generators of old checkpoints have no checksum."""
     values = values_of(saved)
     name = values["rank_files"][0]
     (saved / name).write_text("garbage")

@@ -169,7 +169,7 @@ def tags_that_differ(folder: str, validation: str) -> list[Any]:
 
 @pytest.mark.parametrize("validation", ["Ignore", "Warn", "Fail"])
 def test_tags_that_differ_between_ranks(run_ranks: Any, tmp_path: Path, validation: str) -> None:
-    """As DeepSpeed's key says; the folder is one in any case."""
+    """Ranks ignore it, warn or fail, as DeepSpeed's key says; the folder is one in any case."""
     results = run_ranks(tags_that_differ, 2, str(tmp_path), validation, check=False)
     logs = "".join(result.log for result in results)
     made = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())

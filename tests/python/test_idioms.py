@@ -54,7 +54,7 @@ def run_idioms(names: list[str], setting: Setting, folder: str) -> list[Verdict]
 
 
 def trouble(idiom: Idiom, place: str, verdicts: list[Verdict]) -> str:
-    """What is not as the table says; empty where all is."""
+    """Describe what differs from the table; empty where nothing does."""
     kinds = {v.kind for v in verdicts}
     if len(kinds) > 1:
         return f"ranks differ: {[f'{v.kind} {v.text}' for v in verdicts]}"

@@ -134,7 +134,7 @@ def test_a_port_of_the_range_is_taken() -> None:
 
 
 def test_a_port_of_the_range_that_the_last_job_used() -> None:
-    """Its connections stay for a minute (TIME_WAIT), which must not keep the port from the next job."""
+    """The last job's connections stay for a minute (TIME_WAIT), which must not keep the port from the next job."""
     from zcomm._tcp import TcpListener
 
     port = free_port()
@@ -150,7 +150,7 @@ def test_a_port_of_the_range_that_the_last_job_used() -> None:
             TcpListener("127.0.0.1", range(port, port + 1))
 
 
-# ---- who am I ----
+# ---- rank and world size ----
 def job_of(**env: str) -> _rendezvous.Job:
     return _rendezvous.find_job(None, None, None, env)
 
@@ -199,7 +199,7 @@ def test_a_rank_that_is_no_number_is_named(rank: Any, world_size: Any) -> None:
 
 
 def test_zcomm_is_a_name_of_its_own_choice() -> None:
-    """What torch.distributed calls it, and DeepSpeed's get_accelerator().communication_backend_name()."""
+    """The name is torch.distributed's, and that of DeepSpeed's get_accelerator().communication_backend_name()."""
     assert zcomm.init("zcomm").backend == "shm"
     zcomm.shutdown()
 

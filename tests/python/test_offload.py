@@ -366,7 +366,7 @@ def test_a_killed_run_is_cleaned_up_by_the_next(tmp_path: Path) -> None:
 @pytest.mark.leaves_swap
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_killed_run_leaves_no_data_and_no_space(tmp_path: Path, number: int) -> None:
-    """Of a swap file while it is copied, too: what stays is a lock file, for the next start to remove."""
+    """The same while a swap file is copied: only a lock file stays, for the next start to remove."""
     owner = run_python(OWNER.replace("print(", "copy = swap._core.copy_beside(); print("), str(tmp_path))
     assert owner.stdout is not None
     assert owner.stdout.readline() == "ready\n"

@@ -76,7 +76,7 @@ def test_the_headers_length_is_checked(length: int, tmp_path: Path) -> None:
 
 
 def test_no_neighbours_bytes_become_weights(tmp_path: Path) -> None:
-    """Nothing changes where a file's offsets lie."""
+    """A file with wrong offsets is refused, and no weight changes."""
     model = nn.Linear(2, 2, bias=False)
     opt = zcomm.ZeroOptimizer(model, "sgd", stage=2, lr=0.1)
     before = model.weight.detach().clone()
@@ -168,7 +168,7 @@ def mutated(dice: random.Random, header: dict[str, Any], nbytes: int) -> tuple[A
 
 
 def by_the_library(path: Path) -> dict[str, torch.Tensor] | None:
-    """None: refused."""
+    """Read the file by the safetensors library; None if it refuses."""
     try:
         with safe_open(path, "pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is not a dict)
@@ -246,7 +246,7 @@ def test_a_tensor_that_is_in_two_files_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_that_changes_before_its_weights_are_read(tmp_path: Path) -> None:
-    """Its header is no longer the one that was read."""
+    """The file's header is no longer the one that was read."""
     path = tmp_path / "model.safetensors"
     save_file({"weight": torch.ones(2, 2)}, path)
     with torch.device("meta"):

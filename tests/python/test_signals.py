@@ -27,7 +27,7 @@ DEADLINE_S = 60.0  # of operations: an end that takes half of it was no end by t
 
 
 class Told(Exception):
-    """What a handler raises."""
+    """Error that a handler raises."""
 
 
 def closes(_number: int, _frame: object) -> None:
@@ -120,7 +120,7 @@ def interrupted(folder: str, handler: str, call: str, backend: str) -> tuple[str
     started = time.monotonic()
 
     def go_on() -> None:
-        """What rank 0 had done of its call counts; what comes after that cannot."""
+        """Call what rank 0 called: its part before the signal counts; calls after it cannot end."""
         if call not in ("recv", "send", "barrier"):
             wait_in("all_reduce" if call in ("async", "queued") else call)
         for _ in range(2):
@@ -211,7 +211,7 @@ def test_a_handler_ends_init(start_ranks_in: Any, tmp_path: Path, handler: str, 
 
 
 def shuts_down_beside_init(folder: str) -> str:
-    """Rank 0 waits for nobody in init on a thread of its own."""
+    """Shut down while another thread of rank 0 waits in init for a rank that never comes."""
     found: list[str] = []
     method = f"file://{folder}/meeting"
     joining = threading.Thread(

@@ -92,7 +92,7 @@ def inference_tensors(rank: int, size: int) -> None:
 
 
 def expanded_tensors(rank: int, size: int) -> None:
-    """One memory location for several elements: read, and never written to."""
+    """Pass tensors with one memory location for several elements: they are read, and never written to."""
     row = torch.full((3,), rank + 1.0)
     expanded = row.expand(2, 3)
     outputs = [torch.zeros(2, 3) for _ in range(size)]
@@ -137,7 +137,7 @@ def results_at_one_place(rank: int, size: int) -> None:
 
 
 def buffers_that_share_memory(rank: int, size: int) -> None:
-    """In place as torch's backends have it; anything else is refused."""
+    """Operate in place, as torch's backends allow it; any other overlap is refused."""
     for n in (3, 70_000):
         whole = torch.zeros(size, n)
         whole[rank] = rank + 1

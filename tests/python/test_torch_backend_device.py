@@ -127,7 +127,7 @@ def test_errors_keep_their_types(tmp_path: Path) -> None:
 
 
 def test_callbacks_and_dropped_works(tmp_path: Path) -> None:
-    """As on the host: callbacks call collectives in one order, and what is copied back is there after a later one."""
+    """Callbacks call collectives in one order, as on the host; what is copied back is there after a later one."""
 
     def body(half: DeviceHalf) -> None:
         rank = half._rank

@@ -70,7 +70,7 @@ def issues_and_waits(rank: int, size: int) -> None:
 
 
 def order_is_the_programs(rank: int, size: int) -> None:
-    """What callbacks call and what the program calls afterwards: in one order on all ranks, however late one is."""
+    """Order calls of callbacks and later calls of the program alike on all ranks, however late one is."""
     for late in range(size):
         log: list[torch.Tensor] = []
 
@@ -323,7 +323,7 @@ def test_a_callback_that_never_returns_is_named(run_ranks: Callable[..., list[An
 
 # ---- programs by chance ----
 def _program(seed: int, rank: int, size: int) -> None:
-    """One program on all ranks, at times of their own: every tensor ends with the value that the order gives it."""
+    """Run one program on all ranks, each at its own pace: every tensor ends with the value that the order gives it."""
     choose, delay = random.Random(seed), random.Random(1000 * seed + rank)
     checks: list[tuple[torch.Tensor, float]] = []
     ends: list[Callable[[], Any]] = []

@@ -170,7 +170,7 @@ def test_a_file_that_a_dead_job_has_left(run_ranks: Run, tmp_path: Path) -> None
     assert time.monotonic() - started < 30
 
 
-# ---- torch.distributed's group says who the ranks are ----
+# ---- torch.distributed's group gives the ranks ----
 def joins_beside_torch(method: str, by_engine: bool) -> tuple[int, float]:
     rank = int(os.environ["RANK"])
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "ZCOMM_INIT_METHOD"):

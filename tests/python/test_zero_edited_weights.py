@@ -132,7 +132,7 @@ SETTINGS = [
 
 
 def edit_and_train() -> list[str]:
-    """What differs from plain torch, by edit and setting."""
+    """List what differs from plain torch, by edit and setting."""
     comm = zcomm.init(timeout=60)
     wrong = []
     for edit in EDITS:

@@ -169,7 +169,7 @@ def test_steps_of_its_own_are_refused_by_name() -> None:
 
 
 def test_a_schedule_over_another_optimizer_of_the_same_groups() -> None:
-    """For offload Accelerate makes DeepSpeed's class of the program's groups, whose schedule it passes on."""
+    """Accelerate makes DeepSpeed's class of the program's groups for offload, and passes on their schedule."""
     model = network()
     opt = torch.optim.AdamW(groups(model), lr=0.1)
     schedule = zcomm.schedulers.WarmupLR(opt, 0.0, 0.1, 4, "linear")

@@ -1,4 +1,4 @@
-"""What programs do to ``p.grad`` around a step, against torch: SGD with momentum on the mean of the ranks' gradients.
+"""Uses of ``p.grad`` around a step, against torch: SGD with momentum on the mean of the ranks' gradients.
 
 Each program of the table runs twice: on ZeroOptimizer in several places, and in one process that computes all ranks'
 gradients as DistributedDataParallel would leave them in ``p.grad``.
@@ -57,7 +57,7 @@ class Ours:
 
 
 class Torch:
-    """All ranks in one process."""
+    """The oracle: all ranks in one process, with torch."""
 
     def __init__(self, model: nn.Module, opt: Any, world_size: int) -> None:
         self.model, self.opt, self.world_size = model, opt, world_size
@@ -360,7 +360,7 @@ def steps_twice(it: Any) -> None:
 
 @whole
 def hooks_of_the_program(it: Any) -> None:
-    """On this rank's gradient, as under DDP, whenever they were registered."""
+    """Run hooks on this rank's gradient, as under DDP, whenever they were registered."""
 
     def clamp(param: torch.Tensor) -> None:
         param.grad.clamp_(-0.05, 0.05)
@@ -724,7 +724,7 @@ def test_gradscaler(run_ranks: Run, world_size: int) -> None:
 
 
 def assigned_in_16_bits(precision: str) -> None:
-    """What the program assigns is used as it is, whatever loss scale and grad_accum are."""
+    """Use an assigned gradient as it is, whatever loss scale and grad_accum are."""
     comm = zcomm.init(timeout=60)
     for place in PLACES[:3]:
         model = network()

@@ -200,7 +200,7 @@ def test_on_two_ranks(run_ranks: Run) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_transformers_loads_a_model_in_stage_3(world_size: int, tmp_path: Path) -> None:
-    """It marks what it has loaded by an attribute, and starts the rest at random."""
+    """transformers marks what it has loaded by an attribute, and starts the rest at random."""
     if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("accelerate") is None:
         pytest.skip("transformers and accelerate are not installed")
     script = Path(__file__).with_name("transformers_stage3.py")

@@ -202,7 +202,7 @@ def test_gradients_that_do_not_fit_are_copied(run_ranks: Run) -> None:
 
 
 def alive_in_backward() -> list[int]:
-    """How many earlier gradients live when autograd has computed each one, with a bucket for each."""
+    """Count the earlier gradients that live when autograd has computed each one, with a bucket for each."""
     zcomm.init(timeout=60)
     layers = [nn.Linear(64, 64, bias=False) for _ in range(8)]
     model = nn.Sequential(*layers)

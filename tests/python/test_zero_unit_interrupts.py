@@ -47,8 +47,8 @@ class Interrupter:
 
 
 def _leaves_a_block(frame: FrameType) -> bool:
-    """Whether the line may be the end of a block without __torch_function__: Python raises no signal's error between a
-    block's last line and its __exit__, which would be left out."""
+    """Return True if the line may be the end of a block without __torch_function__: Python raises no signal's error
+    between a block's last line and its __exit__, which would be left out."""
     return "with _plain()" in linecache.getline(frame.f_code.co_filename, frame.f_lineno)
 
 

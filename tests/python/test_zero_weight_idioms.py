@@ -310,7 +310,7 @@ def out_argument(model: nn.Module, step: int) -> None:
 
 
 def values(found: object) -> object:
-    """For a comparison by allclose, and to send."""
+    """Copy as plain tensors, for a comparison by allclose, and to send."""
     if isinstance(found, torch.Tensor):
         return found.detach().clone().as_subclass(torch.Tensor)
     if isinstance(found, dict):

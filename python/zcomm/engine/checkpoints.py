@@ -109,7 +109,7 @@ def _latest(engine: Engine, directory: Path) -> Path | None:
 
 
 def _of_engine(state: Any) -> bool:
-    """Whether an engine saved it: ZeroOptimizer.save alone has no counters of an engine."""
+    """Return True if an engine saved ``state``: ZeroOptimizer.save alone has no counters of an engine."""
     return isinstance(state, dict) and "engine" in state
 
 
@@ -127,8 +127,8 @@ def _check(state: dict[str, Any], folder: Path, with_data: bool) -> None:
 
 
 def model_path(directory: Path, name: str) -> Path:
-    """Where a model of DeepSpeed's file name goes, which is a pickle's: beside it, as a file that readers of Hugging
-    Face look for."""
+    """Return the path to write instead of DeepSpeed's file name, which is a pickle's: a file beside it, with the name
+    that readers of Hugging Face look for."""
     path = directory / name
     if path.suffix not in (".bin", ".pt", ".pth"):
         return path

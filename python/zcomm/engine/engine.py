@@ -302,7 +302,7 @@ class Engine(nn.Module):
         return self.optimizer.skipped_steps
 
     def was_step_applied(self) -> bool:
-        """Whether the last ``step()`` changed the weights: at a boundary, with finite gradients."""
+        """Return True if the last ``step()`` changed the weights: at a boundary, with finite gradients."""
         return self._applied
 
     def destroy(self) -> None:

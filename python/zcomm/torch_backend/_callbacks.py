@@ -69,13 +69,13 @@ class Deferred:
         self._callbacks.tell_begun()
 
     def has_begun(self) -> bool:
-        """Whether it has been started or has failed. One that is past the deadline fails now."""
+        """Return True if the operation has been started or has failed. One that is past the deadline fails now."""
         if not self._has_begun.is_set() and time.monotonic() > self._late_at:
             self.cancel(self._expire())
         return self._has_begun.is_set()
 
     def start_now(self) -> None:
-        """If this thread runs the callbacks before it: one of them waits for it."""
+        """Start the operation if this thread runs the callbacks before it: one of them waits for it."""
         if not self._has_begun.is_set():
             self._callbacks.start_up_to(self)
 
@@ -111,7 +111,7 @@ class Callbacks(Server):
         self._is_open = True
 
     def hold_back(self) -> bool:
-        """Whether a collective that this thread calls comes after callbacks that have not returned."""
+        """Return True if a collective that this thread calls comes after callbacks that have not returned."""
         return self.pending > 0 and not is_serving()
 
     def run_after(self, work: Pending, future: Any, gate: Any) -> None:
@@ -119,7 +119,7 @@ class Callbacks(Server):
         self._add(_Call(work, future, gate))
 
     def defer(self, start: Callable[[], CoreWork], deadline_s: float, expire: Callable[[], Exception]) -> Deferred:
-        """``start()`` after the callbacks registered so far; ``expire()`` when they take longer than ``deadline_s``."""
+        """Call ``start`` after the callbacks registered so far, ``expire`` if they take longer than ``deadline_s``."""
         deferred = Deferred(self, start, deadline_s, expire)
         self._add(deferred)
         return deferred
@@ -145,7 +145,7 @@ class Callbacks(Server):
         self._done(len(before))
 
     def close(self) -> None:
-        """The works of the callbacks in it must be about to end: their communicator has been closed."""
+        """Join the threads. The callbacks' works must be about to end: their communicator has been closed."""
         with self._changed:
             self._is_open = False
             dropped = [entry for entry in self._queue if isinstance(entry, Deferred)]

@@ -42,14 +42,14 @@ class Completer(Server):
                 self._wake()
 
     def close(self) -> None:
-        """The works in it must be about to end: their communicator has been closed."""
+        """Join the threads. The works must be about to end: their communicator has been closed."""
         with self._changed:
             self._is_open = False
             self._changed.notify_all()
         self._join()
 
     def _look_again(self) -> None:
-        """A work that had been deferred has been started."""
+        """Wake a thread: a work that had been deferred has been started."""
         with self._changed:
             if self._works and self._leader is None:
                 self._wake()
@@ -71,7 +71,7 @@ class Completer(Server):
             del work, works  # while the thread waits for the next one, this one's tensors can go
 
     def _lead(self) -> list[Pending]:
-        """What the leader waits for next; none: the thread may end."""
+        """Return the works that this thread, as the leader, waits for next; none: the thread may end."""
         with self._changed:
             while True:
                 if self._leader is None:
@@ -88,7 +88,7 @@ class Completer(Server):
                     return []
 
     def _settle(self, work: Pending) -> bool:
-        """False: another thread leads now."""
+        """Wait for ``work``; return False if another thread leads now."""
         leads = True
 
         def hand_over() -> None:

@@ -17,7 +17,7 @@ _PACKAGES = ("zcomm.torch_backend", "zcomm._")
 
 
 def run_eagerly() -> None:
-    """All functions of the modules that have been imported by now."""
+    """Keep Dynamo out of all functions of the modules that have been imported by now."""
     for name, module in list(sys.modules.items()):
         if name.startswith(_PACKAGES) and module is not None:
             for code in _codes_of(module):

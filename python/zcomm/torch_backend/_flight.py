@@ -52,12 +52,12 @@ class Flight:
 
     @staticmethod
     def _look_at(work: Pending) -> None:
-        """It may have been dropped, so that nothing waits for it. A Future is its completer's: callbacks may wait."""
+        """Poll a work, which may have been dropped, so that nothing waits for it. The completer polls Futures."""
         if not work.has_future:
             work.poll()
 
     def finish_up_to(self, number: int, later_is_collective: bool = True) -> None:
-        """Copies of the works up to ``number`` that ended before an operation which has ended.
+        """Finish the copies of the works up to ``number`` that ended before an operation which has ended.
 
         Messages keep no order with other operations: those that have ended.
         """
@@ -77,6 +77,6 @@ class Flight:
             self._ended.append(work)
 
     def close(self) -> None:
-        """After the communicator was closed: every work ends now."""
+        """Settle every work. The communicator has been closed: they end now."""
         for work in list(self._works):
             work.settle()

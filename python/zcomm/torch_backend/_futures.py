@@ -24,7 +24,7 @@ _ours: weakref.WeakKeyDictionary[Any, tuple[Pending, Callbacks]] = weakref.WeakK
 
 
 def order_callbacks(future: Any, work: Pending, callbacks: Callbacks) -> None:
-    """Those that the program registers on ``future``, which ends with ``work``, are run by ``callbacks``."""
+    """Let ``callbacks`` run those that the program registers on ``future``, which ends with ``work``."""
     _ours[future] = (work, callbacks)
 
 
@@ -59,7 +59,7 @@ def wait(self: Any) -> Any:
 
 
 def _end_of(future: Any) -> None:
-    """The work has ended; the thread that settled it may still be about to complete the Future."""
+    """Wait for the Future of a work that has ended: the thread that settled it may still have to complete it."""
     try:
         _wait(future)
     except Exception:
@@ -67,7 +67,7 @@ def _end_of(future: Any) -> None:
 
 
 def install() -> None:
-    """Once per process."""
+    """Replace the methods of torch's class, once per process."""
     for method, original in ((then, _then), (add_done_callback, _add_done_callback), (wait, _wait)):
         method.__doc__ = original.__doc__
         setattr(_Future, method.__name__, method)

@@ -104,7 +104,7 @@ class Issue:
         return Pending(work, outputs, self._collectives, self._flight, finish, keep)
 
     def _is_simple(self, opts: Any) -> bool:
-        """Whether the call is blocking, nothing is to be done before or after it, and it has the core's timeout."""
+        """Return True for a blocking call with the core's timeout, with nothing to be done before or after it."""
         if self._callbacks.pending or self._flight.has_copies or not self._has_core_deadline:
             return False
         return not is_async(opts) and timeout_of(opts) is None
@@ -119,7 +119,7 @@ class Issue:
         return works[0] if len(works) == 1 else Several(works)  # type: ignore[return-value, arg-type]
 
     def _deferred(self, what: str, starts: Start | list[Start]) -> CoreWork:
-        """Started after the callbacks that the program has registered so far."""
+        """Start the operation after the callbacks that the program has registered so far."""
         prepare, site = self._start_elsewhere(), _core.call_site()
 
         def start() -> CoreWork:
@@ -133,7 +133,7 @@ class Issue:
         return self._callbacks.defer(start, self._deadline_s, lambda: self._stuck(what))
 
     def _start_elsewhere(self) -> Callable[[], None]:
-        """What another thread does before it starts an operation that this one has called."""
+        """Return a function for another thread to call before it starts an operation that this one has called."""
         return lambda: None
 
     def _give_up(self, what: str, timeout: float, reason: str = "it to end") -> Exception:

@@ -43,7 +43,7 @@ def checked(what: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def writing_to(tensor: torch.Tensor) -> Any:
-    """A context in which any thread may write to it, be it a leaf, or made in inference mode."""
+    """Return a context in which any thread may write to the tensor, be it a leaf, or made in inference mode."""
     return torch.inference_mode() if tensor.is_inference() else torch.no_grad()
 
 

@@ -21,12 +21,12 @@ _servers: weakref.WeakSet[Server] = weakref.WeakSet()
 
 
 def is_serving() -> bool:
-    """Whether this thread completes Futures or runs their callbacks."""
+    """Return True if this thread completes Futures or runs their callbacks."""
     return getattr(_own, "serves", False)
 
 
 class Server:
-    """Something with a lock and threads of its own."""
+    """Base of objects with a lock and threads of their own."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -34,7 +34,7 @@ class Server:
         _servers.add(self)
 
     def _start(self, serve: Callable[[], None]) -> None:
-        """Another thread. The caller has the lock."""
+        """Start another thread. The caller has the lock."""
 
         def run() -> None:
             _own.serves = True
@@ -49,7 +49,7 @@ class Server:
         thread.start()
 
     def _join(self) -> None:
-        """Threads that are in a callback of the program which does not return are left behind, with a warning."""
+        """Join the threads. One in a callback of the program that does not return is left behind, with a warning."""
         with self._changed:
             threads = self._threads - {threading.current_thread()}
         deadline = time.monotonic() + _PATIENCE_S
@@ -61,7 +61,7 @@ class Server:
             )
 
     def _begin_anew(self) -> None:
-        """In a forked child."""
+        """Forget lock and threads, in a forked child."""
         self._changed = threading.Condition()
         self._threads = set()
 

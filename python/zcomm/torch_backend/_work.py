@@ -221,7 +221,7 @@ class Pending(_TorchWork):
 
     @property
     def is_collective(self) -> bool:
-        """Whether it ends after all collectives that were called before it."""
+        """Return True if the work ends after all collectives that were called before it."""
         return self.lane.callbacks is not None
 
     def _complete(self, error: Exception | None, before_future: Callable[[], None] | None) -> None:
@@ -246,7 +246,7 @@ class Pending(_TorchWork):
         future.set_result(self.result() if self._error is None else _Failure(self._error))
 
     def settle_in_background(self, seconds: float | None, before_future: Callable[[], None]) -> None:
-        """settle(), on a completer's thread."""
+        """Call settle() on a completer's thread."""
         self.settle(seconds, before_future)
 
     @property
@@ -254,12 +254,12 @@ class Pending(_TorchWork):
         return self._future is not None
 
     def has_begun(self) -> bool:
-        """Whether the core has it. Callbacks may come before."""
+        """Return True if the core has the operation. Callbacks may come before."""
         core = self._core
         return not isinstance(core, (Deferred, Together)) or core.has_begun()
 
     def start_now(self) -> None:
-        """Before this thread waits for its Future."""
+        """Start a deferred operation before this thread waits for its Future."""
         core = self._core
         if isinstance(core, (Deferred, Together)):
             core.start_now()

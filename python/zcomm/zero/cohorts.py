@@ -43,7 +43,7 @@ class Cohorts:
         self.number_of = list(group_of)  # the cohort of each parameter
 
     def prepare(self, groups: Sequence[dict[str, Any]], scale: float, skipped: Collection[int]) -> list[Any]:
-        """What the rule needs of each cohort in this step, which counts for those that are not skipped."""
+        """Return what the rule needs of each cohort in this step, which counts for those that are not skipped."""
         if skipped:
             self._split(groups, set(skipped))
         used = set(self.number_of) if not skipped else {
@@ -92,7 +92,7 @@ class Cohorts:
             self.number_of[index] = number
 
     def steps(self, index: int, groups: Sequence[dict[str, Any]]) -> int:
-        """How many steps parameter ``index`` has taken."""
+        """Return the number of steps that parameter ``index`` has taken."""
         number = self.number_of[index]
         counters = groups[number] if number < self._groups else self.others[number - self._groups].counters
         return int(counters.get("step", 0))

@@ -326,7 +326,7 @@ class DeviceUnitStore(UnitStore):
         if not self._editing:
             self._editing = True
             if self._comm.world_size > 1:
-                self._comm.barrier(name="nobody uses the old weights")
+                self._comm.barrier(name="old weights are unused")
 
     def _end_edits(self) -> None:
         if self._editing:

@@ -91,7 +91,7 @@ class DeviceStore(ParameterStore):
         return self.load(bucket)
 
     def edited(self, bucket: FlatBucket) -> bool:
-        """Whether the program has changed a parameter of ``bucket`` since the last step."""
+        """Return True if the program has changed a parameter of ``bucket`` since the last step."""
         return any(self._edited(index) for index in bucket.params)
 
     def _edited(self, param: int) -> bool:

@@ -24,7 +24,7 @@ class GatheredParameters:
     """``with zcomm.zero.GatheredParameters(params, modifier_rank=None): ...`` opens parameters. Collective.
 
     params: a parameter, several, or a module. modifier_rank: None: what is changed inside is forgotten at the end; a
-    rank: what that rank changed inside, in place or by ``param.data = ``, becomes everybody's weights and masters (what
+    rank: what that rank changed inside, in place or by ``param.data = ``, becomes all ranks' weights and masters (what
     others changed is forgotten). All ranks enter and leave, with the same parameters, outside of forward and backward.
     While all parameters of a unit are open, its forward needs no gather: ranks may run the model differently often
     (``generate()``).
@@ -127,7 +127,7 @@ class GatheredParameters:
             if int(bad):
                 raise ValueError(f"GatheredParameters: rank {root} has changed the shape of a parameter")
             parts.store.settle()
-            parts.comm.barrier(name="nobody uses the old weights")
+            parts.comm.barrier(name="old weights are unused")
         for parts, index in self._open:
             dtype = parts.state.form.dtype
             value = torch.empty(parts.geometry.places[index].shape, dtype=dtype)
@@ -144,7 +144,7 @@ class GatheredParameters:
             self._keep_root(root)
 
     def _keep_root(self, root: int) -> None:
-        """Rank 0's values become everybody's when ZeroOptimizer is built; ``root``'s must get there."""
+        """Give every rank ``root``'s values: ZeroOptimizer, when it is built, takes rank 0's."""
         comm = init()
         self._check_rank(comm.world_size)
         for param, _, _ in self._waiting:

@@ -84,7 +84,7 @@ class GradStandIn(torch.Tensor):
         return values
 
     def is_for(self, values: GradientValues, index: int) -> bool:
-        """Whether it stands for the whole gradient of that parameter. Raises: RuntimeError as ``_live``."""
+        """Return True if this stands for the whole gradient of that parameter. Raises: RuntimeError as ``_live``."""
         if self._owner() is not values or self._index != index:
             return False
         if self._of is not None and any(view[0] not in _SAME for view in self._views):
@@ -93,7 +93,7 @@ class GradStandIn(torch.Tensor):
         return True
 
     def _is_same(self, other: GradStandIn) -> bool:
-        """Whether ``other`` is surely the same view of the same gradient."""
+        """Return True if ``other`` is surely the same view of the same gradient."""
         if self._owner() is not other._owner() or self._index != other._index:
             return False
         plain = all(not isinstance(each, torch.Tensor) for each in tree_flatten((self._views, other._views))[0])
@@ -111,7 +111,7 @@ class GradStandIn(torch.Tensor):
         return whole
 
     def _gathered(self, by: str) -> torch.Tensor:
-        """As ``full_tensor``, because of operation ``by``; the result is not to be changed."""
+        """Gather as ``full_tensor``, because of operation ``by``; the result is not to be changed."""
         values = self._live()
         if not values.warned:
             values.warned = True

@@ -44,20 +44,20 @@ class GradientValues:
         self._last: tuple[int, torch.Tensor] | None = None
 
     def changed(self) -> None:
-        """Gradients have come, or all may have changed."""
+        """Forget what is known of the values: gradients have come, or all may have changed."""
         self._version += 1
         self._norms.clear()
         self._last = None
 
     def _edited(self, index: int) -> None:
-        """One gradient has changed, on all ranks."""
+        """Forget what is known of one gradient, which has changed on all ranks."""
         for norms in self._norms.values():
             norms.pop(index, None)
         if self._last is not None and self._last[0] == index:
             self._last = None
 
     def forget(self) -> None:
-        """The gradients are forgotten."""
+        """Make stand-ins invalid: the gradients are forgotten."""
         self.generation += 1
         self.changed()
 
@@ -66,7 +66,7 @@ class GradientValues:
         return self._geometry.places[index].shape
 
     def own(self, index: int) -> tuple[torch.Tensor, slice] | None:
-        """This rank's elements of a gradient in its accumulator, and which of the parameter they are."""
+        """Return this rank's elements of a gradient in its accumulator, and which of the parameter they are."""
         place, bucket = self._geometry.places[index], self._geometry.bucket_of(index)
         shard = bucket.shard(self._comm.rank)
         low, high = max(place.offset, shard.start), min(place.offset + place.count, shard.stop)
@@ -96,7 +96,7 @@ class GradientValues:
         self._edited(index)
 
     def _parts(self, index: int, homogeneous: bool) -> list[tuple[torch.Tensor, slice]]:
-        """What makes up the value here."""
+        """Return the tensors that make up the value on this rank, and which elements each of them has."""
         reducer = self._reducer
         local = reducer.local.get(index)
         if local is not None and reducer.reduced and not homogeneous:
@@ -119,7 +119,7 @@ class GradientValues:
         return found
 
     def _check(self, index: int) -> None:
-        """Nothing reads the accumulators. Raises: RuntimeError where gradients are on their way."""
+        """Wait until nothing reads the accumulators. Raises: RuntimeError where gradients are on their way."""
         self._reducer.before_reduce()
         if self._reducer.broken:
             raise RuntimeError(
@@ -135,7 +135,7 @@ class GradientValues:
     # --- reading ----------------------------------------------------------------------------------------------
 
     def _ready(self) -> None:
-        """All that can be reduced is in the accumulators. Collective, the first time after a change."""
+        """Bring all that can be reduced into the accumulators. Collective, the first time after a change."""
         reducer = self._reducer
         if reducer.sync and self._rest_reduced != self._version and reducer.reduced:
             reducer.reduce_rest()

@@ -162,7 +162,7 @@ class GradientReducer:
         return param.register_hook(before), last
 
     def _arrived(self, index: int, grad: torch.Tensor | None) -> None:
-        """A gradient of parameter ``index`` is there. None: it stays the program's."""
+        """Take a gradient of parameter ``index``. None: it stays the program's."""
         self._seen.add(index)
         if self.grads.dropped:
             self._forget_dropped(index)
@@ -198,7 +198,7 @@ class GradientReducer:
             self._add_locally(index, grad)
 
     def _count_backward(self) -> bool:
-        """A pass has begun; those inside of another one (reentrant checkpoints) do not count: False."""
+        """Count a pass that has begun; return False for one inside of another (reentrant checkpoints)."""
         counts = self.passes > 1 and not _is_nested()
         self.backwards += counts
         return counts
@@ -369,16 +369,16 @@ class GradientReducer:
 
     @property
     def running(self) -> bool:
-        """Whether a backward pass reduces gradients now."""
+        """Return True if a backward pass reduces gradients now."""
         return self._armed and torch._C._current_graph_task_id() >= 0
 
     @property
     def reduced(self) -> bool:
-        """Whether the accumulators hold gradients; otherwise the next pass overwrites them."""
+        """Return True if the accumulators hold gradients; otherwise the next pass overwrites them."""
         return not self._fresh
 
     def fill(self) -> None:
-        """Where they do not: make them zero."""
+        """Make the accumulators zero, where they hold no gradients."""
         if self._fresh:
             self.finish()
             self._fresh = False
@@ -425,7 +425,7 @@ class GradientReducer:
         return False
 
     def send_squares(self) -> None:
-        """They are wanted soon, by ``add_squares``; nobody waits."""
+        """Start what ``add_squares`` will want soon. Does not wait."""
 
     def add_squares(self, norm: GradientNorm, buckets: Iterable[FlatBucket]) -> None:
         """Add this rank's shards of ``buckets``, all that are on the host, to ``norm``."""
@@ -462,7 +462,7 @@ class GradientReducer:
 
     @property
     def has_rest(self) -> bool:
-        """Whether gradients wait on this rank: of passes without sync, and later arrivals of passes with it."""
+        """Return True if gradients wait on this rank: of passes without sync, or later arrivals of passes with it."""
         return bool(self.local)
 
     def reduce_rest(self) -> None:
@@ -495,18 +495,18 @@ class GradientReducer:
 
     @property
     def has_nothing(self) -> bool:
-        """Whether no rank has a gradient, as ``agree`` has found."""
+        """Return True if no rank has a gradient, as ``agree`` has found."""
         return len(self.skipped) == len(self._params)
 
     @property
     def note(self) -> bool:
-        """Whether the ranks must agree (``agree``) before a step: gradients wait here, or the program has dropped or
-        assigned some."""
+        """Return True if the ranks must agree (``agree``) before a step: gradients wait here, or the program has
+        dropped or assigned some."""
         return self.has_rest or self.is_special
 
     @property
     def is_special(self) -> bool:
-        """Whether the program has dropped or assigned gradients, as far as this rank has asked."""
+        """Return True if the program has dropped or assigned gradients, as far as this rank has asked."""
         return bool(self._asked[0] or self._asked[1])
 
     def agree(self) -> None:
@@ -607,7 +607,7 @@ class GradientReducer:
 
 
 def _is_nested() -> bool:
-    """Whether an ``autograd.Function`` has called the backward pass that runs."""
+    """Return True if an ``autograd.Function`` has called the backward pass that runs."""
     frame, in_backward = sys._getframe(1), False
     while (up := frame.f_back) is not None:
         frame = up

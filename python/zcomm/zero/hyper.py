@@ -67,7 +67,7 @@ def _options_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def frozen_in(model: nn.Module | Iterable[Any], optimizer: OptimizerLike) -> list[torch.Tensor]:
-    """What the caller gave to be trained, but needs no gradient yet."""
+    """List parameters that the caller gave to be trained, but that need no gradient yet."""
     given: list[Any] = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else params_of(model)
     listed = [param for one in given for param in (one["params"] if isinstance(one, dict) else [one])]
     return [param for param in listed if not param.requires_grad]

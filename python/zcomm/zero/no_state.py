@@ -1,4 +1,4 @@
-"""What stands in ``ZeroOptimizer.state``: nothing, and errors for programs that expect tensors there."""
+"""NoState, which is ``ZeroOptimizer.state``: empty, with errors for programs that expect tensors there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SET = "zcomm.zero.set_full_optim_state(param, key, value)"
 
 
 class NoState(defaultdict[Any, Any]):
-    """Empty for those who iterate. Raises: RuntimeError that says what to call, for an entry, a change or ``clear``."""
+    """An empty mapping. Raises: RuntimeError that names the call to use, for an entry, a change or ``clear``."""
 
     def __missing__(self, key: object) -> NoReturn:
         raise RuntimeError(

@@ -77,12 +77,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
     several ranks do not reach each other, shards of stage 3 that would stay there are in host memory.
     optimizer_args: options of a named optimizer or class, as torch's (lr, betas, momentum, ...).
 
-    Gradients are averaged over the ranks and over the ``grad_accum`` micro-steps; nobody else divides. Call ``step()``
+    Gradients are averaged over the ranks and the ``grad_accum`` micro-steps; do not divide the loss. Call ``step()``
     and ``zero_grad()`` after every micro-step: they act on every ``grad_accum``-th (``boundary`` overrides the count).
     A step whose gradients are not finite is skipped and counted in ``skipped_steps`` in fp16 (where the scale shrinks)
-    and with ``skip_nonfinite``; in every precision ``nonfinite`` names the first such gradient. Rank 0's weights are
-    everybody's first weights. After ``backward()`` ``param.grad`` is a stand-in for what the optimizer's accumulators
-    hold (a ``GradStandIn``): programs change it in place, measure, drop or replace it as in torch.
+    and with ``skip_nonfinite``; in every precision ``nonfinite`` names the first such gradient. All ranks start with
+    rank 0's weights. After ``backward()`` ``param.grad`` is a stand-in for what the optimizer's accumulators hold (a
+    ``GradStandIn``): programs change it in place, measure, drop or replace it as in torch.
 
     Raises: ValueError naming the argument; OSError (ENOSPC, EACCES) from the swap directory, at construction.
     """
@@ -186,7 +186,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def gradient_factor(self) -> float:
-        """What the accumulated gradients are of their mean: micro-steps (where nobody has divided) times loss scale."""
+        """Factor of accumulated gradients over their mean: micro-steps (if not divided yet) times loss scale."""
         scale = self._pass_scale if self.scaler is not None else 1.0
         return (self.grad_accum if self.averages else 1) * scale
 

@@ -1,6 +1,6 @@
 """Own gradients: what this rank reduces itself is read from where autograd put it, not from the bucket's slot.
 
-A slot is for the other ranks: they read their shards of it, and nobody but its rank reads its own shard. So a gradient
+A slot is for the other ranks: they read their shards of it, and its rank alone reads its own shard. So a gradient
 that lies in this rank's shard, or half of it at least, stays alive until its bucket has been reduced, and only what
 others read of it is copied. The bits are those of copying all (the order of ranks is the same).
 Kept are plain tensors alone, whose memory nobody else has (a view of another tensor's gradient may be written to, or

@@ -84,8 +84,8 @@ class ParamGroups:
             owner.rule.check_now(group)
 
     def tie(self, owner: ZeroOptimizer, other: Any) -> bool:
-        """Whether ``other``, a schedule's optimizer, has these groups, so that its rates count: the given one, or
-        another one that was made of the same dicts (as Accelerate does for offload)."""
+        """Return True if ``other``, a schedule's optimizer, has these groups, so that its rates count: the given one,
+        or another one that was made of the same dicts (as Accelerate does for offload)."""
         if other is not self._given:
             groups = getattr(other, "param_groups", [])
             if len(groups) != len(owner.param_groups) or any(map(operator.is_not, groups, owner.param_groups)):

@@ -118,7 +118,7 @@ class ParameterStore(ABC):
     # Of resident buckets.
 
     def edited(self, bucket: FlatBucket) -> bool:
-        """Whether the program has changed a parameter of ``bucket`` on the device since the last step."""
+        """Return True if the program has changed a parameter of ``bucket`` on the device since the last step."""
         return False
 
     def there(self, bucket: FlatBucket) -> torch.Tensor:
@@ -276,8 +276,8 @@ def _begins(geometry: Geometry, without: Collection[int]) -> tuple[dict[int, int
 
 
 class SharedStore(ResidentStore):
-    """One copy for the host, of which parameters are copy-on-write views ([Note: edited weights]). without: buckets
-    that it does not have."""
+    """A store with one copy for the host, of which parameters are copy-on-write views ([Note: edited weights]).
+    without: buckets that it does not have."""
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ from zcomm.zero.gradient_values import GradientValues
 
 
 def _references(held: dict[int, Any]) -> dict[int, int]:
-    """How often each object is referred to, as seen from here."""
+    """Count the references to each object, as seen from here."""
     return {index: sys.getrefcount(each) for index, each in held.items()}
 
 
@@ -45,7 +45,7 @@ class ProgramGrads:
     # --- around an accumulation -------------------------------------------------------------------------------
 
     def lift(self, index: int, had: torch.Tensor) -> None:
-        """Autograd is about to accumulate into ``had``, or has only asked for the gradient."""
+        """Take a stand-in out of ``p.grad``: autograd is about to add to ``had``, or only asked for the gradient."""
         if isinstance(had, GradStandIn):
             self._check(index, had)
             self._lifted[index] = had
@@ -121,8 +121,8 @@ class ProgramGrads:
     # --- at a step --------------------------------------------------------------------------------------------
 
     def held(self) -> tuple[list[int], list[int]]:
-        """Whose ``p.grad`` is None, and whose is a tensor of the program. Raises: RuntimeError for a stand-in that is
-        not the parameter's."""
+        """List the parameters whose ``p.grad`` is None, and those where it is a tensor of the program. Raises:
+        RuntimeError for a stand-in that is not the parameter's."""
         self._restore()
         absent, assigned = [], []
         for index, param in enumerate(self._params):

@@ -81,7 +81,7 @@ class Rule(ABC):
         pass
 
     def plain_scalars(self, scalars: Any) -> dict[str, Any] | None:
-        """As plain numbers."""
+        """Return the rule's scalars as plain numbers."""
         return None
 
     def scalars_of(self, saved: dict[str, Any] | None) -> Any:

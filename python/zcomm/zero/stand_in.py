@@ -48,7 +48,7 @@ Act = Callable[[torch.Tensor, slice], object]
 
 
 class Keeper(Protocol):
-    """What has the elements of stand-ins. closed: it has them no more."""
+    """Owner of the elements of stand-ins. closed: it has them no more."""
 
     closed: bool
 
@@ -80,7 +80,7 @@ class Keeper(Protocol):
 
 
 class _StandIn(torch.Tensor):
-    """What ShardedParameter and ShardedData have in common."""
+    """Base of ShardedParameter and ShardedData."""
 
     _zcomm_keeper: Keeper
 
@@ -238,7 +238,7 @@ def _may_write(stand_in: Any) -> None:
 
 
 def _noted(stand_in: Any) -> None:
-    """A change that autograd is to know of."""
+    """Tell autograd of a change."""
     if isinstance(stand_in, ShardedParameter):
         with _plain():
             torch.autograd.graph.increment_version(stand_in)
@@ -259,7 +259,7 @@ def _of_autograd(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _by_shape(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """What needs the shape, dtype and device of stand-ins alone."""
+    """Run a function that needs the shape, dtype and device of stand-ins alone."""
     if name in LIKE and name.endswith("_like") and kwargs.get("memory_format") in (None, torch.preserve_format):
         kwargs = {**kwargs, "memory_format": torch.contiguous_format}
     with _plain():
@@ -336,7 +336,7 @@ def _operand(leaf: torch.Tensor, param: nn.Parameter, shape: torch.Size) -> torc
 
 
 def _overwrite(func: Any, target: Any, args: Any, kwargs: Any) -> Any:
-    """What does not read the old values: made whole in memory of this rank alone."""
+    """Run a function that does not read the old values: it makes new ones, whole, in memory of this rank alone."""
     if getattr(func, "__module__", "") != "torch.nn.init":  # which is without gradients
         _may_write(target)
     keeper, param = _origin(target)
@@ -351,7 +351,7 @@ def _overwrite(func: Any, target: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _keep(keeper: Keeper, param: nn.Parameter, value: torch.Tensor) -> None:
-    """This rank's part of ``value`` becomes the weight."""
+    """Keep this rank's part of ``value`` as the weight."""
     flat = value.detach().reshape(-1)
     keeper.edit(param, lambda piece, elements: piece.copy_(flat[elements]), overwrites=True)
 

@@ -66,14 +66,14 @@ _NOT_WRITING = frozenset("requires_grad_ retain_grad_ share_memory_".split())
 
 
 def writes(name: str) -> bool:
-    """Whether a function of this name changes its first argument."""
+    """Return True if a function of this name changes its first argument."""
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__iter__", "__invert__", "__index__"))
     return name.endswith("_") and name not in _NOT_WRITING
 
 
 def unchanged_by(func: Any, name: str, data: torch.Tensor, args: Any, kwargs: Any) -> bool:
-    """Whether ``func`` gives its first argument itself: a conversion to what it is."""
+    """Return True if ``func`` gives its first argument itself: a conversion to what it is."""
     if name not in _TO or kwargs.get("copy") or (name == "type" and len(args) + len(kwargs) == 1):
         return False
     with torch._C.DisableTorchFunctionSubclass():

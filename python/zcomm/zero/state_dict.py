@@ -84,7 +84,7 @@ def load_state_dict(optimizer: ZeroOptimizer, saved: dict[str, Any]) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     with torch.no_grad(), optimizer._breakage.watch():
         parts.store.settle()
-        parts.comm.barrier(name="nobody uses the old state")
+        parts.comm.barrier(name="old state is unused")
         for number, param in zip(numbers, params, strict=True):
             _load_param(optimizer, parts.index_of[id(param)], saved["state"].get(number, {}))
         parts.store.publish()
@@ -105,7 +105,7 @@ def load_state_dict(optimizer: ZeroOptimizer, saved: dict[str, Any]) -> None:
 
 
 def _cohorts_of(optimizer: ZeroOptimizer, saved: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of torch's state: parameters that have taken fewer steps than others of their group."""
+    """Find in torch's state the parameters that have taken fewer steps than others of their group."""
     found: dict[tuple[int, int], list[str]] = {}
     for number, (group, new) in enumerate(zip(optimizer.param_groups, saved["param_groups"], strict=True)):
         for param, position in zip(group["params"], new["params"], strict=True):

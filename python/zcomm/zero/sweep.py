@@ -32,14 +32,14 @@ _LATE = (
 
 
 class NoGradientsError(Exception):
-    """No rank has a gradient: there is nothing to step with. Raised on all ranks, before anything has changed."""
+    """Error of a step without any rank's gradient. Raised on all ranks, before anything has changed."""
 
 
 class Sweep:
     """whole: every rank updates everything (stage 0). waited_s: seconds of waiting for other ranks.
 
     Gradients that a pass did not take ([Note: arrivals]) are known to their rank alone; the norm's message carries them
-    to all, who then reduce them and take the norm again.
+    to all, which then reduce them and take the norm again.
     """
 
     def __init__(self, parts: Parts, rule: Rule, whole: bool, groups: int) -> None:
@@ -52,8 +52,8 @@ class Sweep:
         self.waited_s = 0.0
 
     def norm(self) -> float:
-        """Of all accumulated gradients. Collective: afterwards nobody reads the old weights any more. Gradients may
-        still be on their way ([Note: squares before the gradients])."""
+        """Return the norm of all accumulated gradients. Collective: afterwards no rank reads the old weights any more.
+        Gradients may still be on their way ([Note: squares before the gradients])."""
         parts = self._parts
         if not parts.reducer.knows_squares:
             parts.reducer.finish()
@@ -142,7 +142,7 @@ class Sweep:
         return None
 
     def _meet(self) -> None:
-        """All gradients are in the accumulators, and nobody reads the old weights any more. Collective."""
+        """Bring all gradients into the accumulators; afterwards no rank reads the old weights any more. Collective."""
         parts = self._parts
         parts.reducer.finish()
         start = time.perf_counter()

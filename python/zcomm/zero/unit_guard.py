@@ -1,7 +1,7 @@
 """What autograd saves of a unit's memory is wrapped, so that backward finds the unit whole from wherever it comes.
 
 [Note: guarded views] A unit is gathered for backward when a gradient comes to its module's outputs. Backward may come
-otherwise: by an activation that a hook or an attribute took out of the module, by outputs that nobody here can look
+otherwise: by an activation that a hook or an attribute took out of the module, by outputs that this code cannot look
 into, or by the graph of a backward pass (create_graph=True). A view that is used then would read addresses without
 memory, or, on a device, another unit's weights. So hooks on saved tensors surround a unit's forward: of views of its
 memory they keep where they lie, and gather the unit when the view is needed. With create_graph the nodes of backward

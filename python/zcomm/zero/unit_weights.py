@@ -46,7 +46,8 @@ _Entry = tuple[
 
 
 class UnitWeights:
-    """Of one store. edit: ``edit(number, act)`` changes this rank's elements and their masters; set by ``open``."""
+    """Parameters of one store of units, ordinary ones while they are used and stand-ins otherwise.
+    edit: ``edit(number, act)`` changes this rank's elements and their masters; set by ``open``."""
 
     def __init__(self, store: UnitStore, params: Sequence[nn.Parameter], shapes: Sequence[torch.Size]) -> None:
         self._store = store
@@ -72,7 +73,7 @@ class UnitWeights:
     # --- the parameters themselves -----------------------------------------------------------------------------
 
     def start(self, number: int, dtype: torch.dtype, device: torch.device) -> None:
-        """The parameter has its first value in the store."""
+        """Make the parameter a stand-in: the store has its first value."""
         param = self._params[number]
         if not isinstance(param, stand_in.ShardedParameter):
             self._own[number] = own = type(param)
@@ -88,7 +89,7 @@ class UnitWeights:
         param.__class__ = self._kinds[self._own[number]]
 
     def _entries(self, unit: Unit) -> list[_Entry]:
-        """Of the unit's parameters that are not held."""
+        """Return the entries of the unit's parameters that are not held."""
         entries = self._entries_of.get(unit.index)
         if entries is None:
             numbers = [self._numbers[id(param)] for param, _ in unit.views]
@@ -99,7 +100,7 @@ class UnitWeights:
         return [entry for entry in entries if id(entry[0]) not in held] if held else entries
 
     def attach(self, unit: Unit) -> None:
-        """The unit's parameters have its memory."""
+        """Give the unit's parameters its memory."""
         held = self._store.held
         with _plain():
             for param, view in unit.views:
@@ -108,7 +109,7 @@ class UnitWeights:
         unit.attached = True
 
     def detach(self, unit: Unit) -> None:
-        """They have none, and are stand-ins."""
+        """Take the memory from the unit's parameters, and make them stand-ins."""
         self._shown.pop(unit.index, None)
         with _plain():
             for param, _, kind, hollow in self._entries(unit):
@@ -117,7 +118,7 @@ class UnitWeights:
         unit.shown = unit.attached = unit.parted = False  # last: it may be interrupted, and is called again then
 
     def show(self, unit: Unit) -> None:
-        """They are ordinary parameters."""
+        """Make the unit's parameters ordinary ones."""
         unit.shown, unit.parted = True, False
         entries = self._entries(unit)
         for param, own, _, _ in entries:
@@ -125,8 +126,8 @@ class UnitWeights:
         self._shown[unit.index] = [(param._version, param.data_ptr()) for param, _, _, _ in entries]
 
     def hide(self, unit: Unit) -> None:
-        """Back to stand-ins. Raises: RuntimeError where the program has changed one meanwhile, which other ranks may
-        have done in the same memory; a rank that is alone keeps the change."""
+        """Make them stand-ins again. Raises: RuntimeError where the program has changed one meanwhile, which other
+        ranks may have done in the same memory; a rank that is alone keeps the change."""
         before, entries = self._shown.pop(unit.index, None), self._entries(unit)
         values = []
         if before is not None and len(before) == len(entries):
@@ -153,15 +154,15 @@ class UnitWeights:
         self.edit(param, lambda piece, elements: piece.copy_(flat[elements]))
 
     def hide_one(self, param: nn.Parameter) -> None:
-        """As ``hide``, of one whose use has ended before the others'."""
+        """Make one parameter a stand-in whose use has ended before the others'."""
         param.__class__ = self._kinds[self._own[self._numbers[id(param)]]]
 
     def hold(self, number: int) -> None:
-        """Whole and ordinary: its data is about to be a copy."""
+        """Make the parameter an ordinary one: its data is about to be a whole copy."""
         self._params[number].__class__ = self._own[number]
 
     def release(self, number: int, unit: Unit) -> torch.Tensor:
-        """What its data is from now on."""
+        """End ``hold``: return what the parameter's data is from now on."""
         param = self._params[number]
         if not unit.shown:
             self.hide_one(param)

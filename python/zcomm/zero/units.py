@@ -110,7 +110,7 @@ class UnitStore(ParameterStore):
 
     @property
     def _device(self) -> torch.device:
-        """Of whole units."""
+        """Device of whole units."""
         return torch.device("cpu")
 
     def _lay_out(self, choices: Sequence[UnitChoice]) -> list[Unit]:
@@ -221,14 +221,14 @@ class UnitStore(ParameterStore):
             del gathering  # its error has this frame: together they would keep everything alive
 
     def _is_there(self, unit: Unit) -> bool:
-        """Whether ``ensure`` has nothing to do. What was gathered before an edit is given up here, where it comes
-        again at once: graphs that are alive may have views of it."""
+        """Return True if ``ensure`` has nothing to do. What was gathered before an edit is given up here, where it
+        comes again at once: graphs that are alive may have views of it."""
         if unit.state is UnitState.GATHERED and unit.stale:
             self._drop(unit)
         return unit.state is UnitState.GATHERED or self._is_held(unit)
 
     def _is_held(self, unit: Unit) -> bool:
-        """Whether all its parameters are whole copies: nothing to gather."""
+        """Return True if all parameters of the unit are whole copies: nothing to gather."""
         return bool(self.held) and all(id(param) in self.held for param, _ in unit.views)
 
     def _recover(self) -> None:
@@ -241,7 +241,7 @@ class UnitStore(ParameterStore):
         self._changing.clear()
 
     def _reset(self, unit: Unit) -> None:
-        """Whatever the unit has."""
+        """Give up all memory that the unit has."""
         self.weights.detach(unit)
         if unit.keep or unit.slot >= 0:
             self._slot(unit).forget(self._range, unit.offset)
@@ -304,7 +304,7 @@ class UnitStore(ParameterStore):
         if unit.edits:  # ranks that edit differently are found out
             name += f" after {unit.edits} changes of weights by the program"
         if self._shared:
-            # Nobody may still use what was in the slot.
+            # No rank may still use what was in the slot.
             self._gather_comm.barrier(name=f"slot for {name}")
         shards = [w[bucket.shard(self._comm.rank)] for bucket, w in zip(buckets, whole, strict=True)]
         for work in [self._source.fetch(b, shard) for b, shard in zip(buckets, shards, strict=True)]:
@@ -334,7 +334,7 @@ class UnitStore(ParameterStore):
         self._order.leave_model()
 
     def settle_use(self, unit: Unit) -> None:
-        """A use of the unit has begun or ended: its parameters are ordinary ones, or stand-ins."""
+        """Make the unit's parameters ordinary ones when a use has begun, and stand-ins when it has ended."""
         if unit.shown is unit.idle or unit.parted:
             if unit.idle:
                 self.weights.hide(unit)
@@ -421,7 +421,7 @@ class UnitStore(ParameterStore):
         return iter(())
 
     def take_back(self) -> None:
-        """Parameters that the program has converted to another dtype are the store's again, or an error."""
+        """Make parameters that the program has converted to another dtype the store's again, or raise."""
         if self.weights.aside:
             self.weights.take_back()
 
@@ -430,7 +430,7 @@ class UnitStore(ParameterStore):
         return bool(self._comm.world_size == 1)
 
     def before_edit(self, unit: Unit, name: str) -> None:
-        """This rank's elements of the parameter ``name`` are about to change, outside of a step."""
+        """Prepare for a change of this rank's elements of the parameter ``name``, outside of a step."""
         if not unit.idle:
             raise RuntimeError(
                 f"{name}: a weight of stage 3 by units cannot be changed while its module runs forward or backward: "
@@ -441,7 +441,7 @@ class UnitStore(ParameterStore):
         unit.stale = unit.state is UnitState.GATHERED
 
     def after_edit(self) -> None:
-        """They have changed."""
+        """Do what follows such a change: nothing here."""
 
     def unit_of(self, param: int) -> Unit:
         return self.units[self._geometry.bucket_of(param).unit]
@@ -492,7 +492,7 @@ class UnitStore(ParameterStore):
         self._slots.clear()
 
     def _last_values(self) -> dict[int, torch.Tensor]:
-        """By number, the whole parameters, where they are in this rank's reach and memory has room; else none."""
+        """Return the whole parameters by number, if this rank can read them and memory has room; else none."""
         values: dict[int, torch.Tensor] = {}
         need = self._geometry.every_count * self._dtype.itemsize
         if not self.keeps_weights or need > ROOM * free_nbytes(self._device):

@@ -76,7 +76,7 @@ def set_full_param(param: torch.Tensor, value: torch.Tensor) -> None:
     _, parts, index = _number(param)
     flat = _value(parts, index, value)
     parts.store.settle()
-    parts.comm.barrier(name="nobody uses the old weights")
+    parts.comm.barrier(name="old weights are unused")
     with torch.no_grad():
         access.set_master(parts, index, lambda elements: flat[elements])
         parts.store.publish()

@@ -1,4 +1,4 @@
-// What a signal's handler does inside of a call that waits: closes the communicator, calls it again, raises.
+// Signal handlers inside of a call that waits: they close the communicator, call it again, or raise.
 #include <atomic>
 #include <chrono>
 
@@ -264,7 +264,7 @@ TEST(comm_signals, memory_beside_close) {
   for (int round = 0; round < 5; ++round) {
     run_world(2, small_slots(), [](Rank& self) {
       if (self.rank != 0) return;
-      // What the interpreter's lock is to Python: the handler needs it, and memory() is asked for with it held.
+      // As Python's interpreter lock: the handler needs it, and memory() is called with it held.
       std::mutex interpreter;
       std::atomic<bool> stop{false};
       std::thread asks([&] {

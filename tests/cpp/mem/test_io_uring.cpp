@@ -57,7 +57,7 @@ void with_engine(int depth, const Body& body) {
   }
 }
 
-/// How often each request came back within `engine`'s next results, until `count` did.
+/// Counts how often each request comes back within `engine`'s next results, until `count` have.
 std::map<void*, int> collect(mem::IoEngine& engine, int count) {
   std::map<void*, int> seen;
   std::array<mem::IoResult, 3> results{};

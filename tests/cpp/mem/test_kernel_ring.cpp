@@ -16,7 +16,7 @@ using namespace zcomm::mem::ring_abi;
 
 namespace {
 
-/// False, and says so, where the kernel refuses rings.
+/// Prints a line and returns false where the kernel refuses rings.
 bool open(KernelRing& ring, unsigned entries) {
   const int code = ring.open(entries, 0);
   if (code != 0) std::cout << "     no io_uring here, errno " << code << ": skipped\n";

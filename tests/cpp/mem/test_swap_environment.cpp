@@ -147,7 +147,7 @@ TEST(SwapEnvironment, a_directory_removed_underneath_still_serves) {
     EXPECT_TRUE(in == out);
     file->reserve("new", 80 << 20);
     EXPECT_TRUE(round_trips(*file, "other"));
-    // Somebody else's directory of the same name is left alone.
+    // A foreign directory of the same name is left alone.
     const fs::path own = fs::path(file->stats().path).parent_path();
     fs::create_directories(own);
     std::ofstream(own / "data") << "somebody's";

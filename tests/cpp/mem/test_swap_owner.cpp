@@ -1,4 +1,4 @@
-// Who is gone for certain: the process that a lock file names, looked for where a free lock proves nothing.
+// SwapOwner: the process that a lock file names is looked for where a free lock does not prove that it has ended.
 #include <fcntl.h>
 #include <signal.h>
 #include <unistd.h>

@@ -352,7 +352,7 @@ def broadcast_of_weights_by_hand(run: IdiomRun) -> None:
 
 @idiom()
 def edit_between_forward_and_backward(run: IdiomRun) -> None:
-    """Of what backward does not need."""
+    """Edit what backward does not need."""
     model, opt = run.sgd()
     for loss in run.losses(model):
         with torch.no_grad():

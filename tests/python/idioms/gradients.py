@@ -1,4 +1,4 @@
-"""What programs do to gradients between backward and step: scaling, clipping, masks, noise, reading, setting."""
+"""Gradients between backward and step: scaling, clipping, masks, noise, reading, setting."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def masked_gradients(run: IdiomRun) -> None:
 
 @idiom()
 def rows_of_gradients_zeroed(run: IdiomRun) -> None:
-    """As the embeddings of tokens that stay, by index."""
+    """Zero rows by index, as for the embeddings of tokens that stay."""
     model, opt = run.sgd()
     for loss in run.losses(model):
         loss.backward()

@@ -17,7 +17,7 @@ from idioms.run import IdiomRun, Setting
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one run."""
+    """Outcome of one run."""
 
     weights: list[dict[str, torch.Tensor]] = field(default_factory=list)
     first: list[dict[str, torch.Tensor]] = field(default_factory=list)
@@ -71,7 +71,7 @@ def difference(ours: Outcome, plain: Outcome, setting: Setting) -> str:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one idiom on one rank: `kind` is equal, error or different."""
+    """Verdict on one idiom on one rank: `kind` is equal, error or different."""
 
     kind: str
     text: str = ""

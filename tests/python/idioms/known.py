@@ -1,4 +1,4 @@
-"""What is known to be wrong, by patterns of "WORLD:SETTING"; the tests name entries that are no longer true."""
+"""Known faults, by patterns of "WORLD:SETTING"; the tests name entries that are no longer true."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parameters are trained, and how backward is called."""
+"""Choices of the parameters that are trained, and ways to call backward."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def gradual_unfreezing(run: IdiomRun) -> None:
 
 @idiom()
 def frozen_then_thawed(run: IdiomRun) -> None:
-    """What was trained once may be trained again."""
+    """Freeze a part that was trained, then train it again."""
     model, opt = run.sgd()
     for number in range(5):
         model.blocks[0].requires_grad_(number not in (1, 2))
@@ -271,7 +271,7 @@ def stale_graph(run: IdiomRun) -> None:
 
 @idiom()
 def closure(run: IdiomRun) -> None:
-    """One evaluation, as LBFGS asks for."""
+    """Step with a closure that evaluates once, as LBFGS asks for."""
     model, opt = run.sgd()
     for number in range(3):
 

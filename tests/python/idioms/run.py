@@ -57,7 +57,7 @@ def batch_of(rank: int, number: int) -> Batch:
 
 @dataclass(frozen=True)
 class Setting:
-    """Where an idiom runs: stage, tier and precision; `zero` are the arguments of ZeroOptimizer."""
+    """Place in which an idiom runs: stage, tier and precision; `zero` are the arguments of ZeroOptimizer."""
 
     name: str
     zero: dict[str, Any]
@@ -80,7 +80,7 @@ class Trained:
 
 @dataclass
 class IdiomRun:
-    """What an idiom gets: a model, its optimizer, losses; `plain` tells the oracle from ZeroOptimizer."""
+    """Argument of an idiom: a model, its optimizer, losses; `plain` tells the oracle from ZeroOptimizer."""
 
     rank: int
     world_size: int

@@ -89,7 +89,7 @@ def step_twice(run: IdiomRun) -> None:
 
 @idiom()
 def step_without_backward(run: IdiomRun) -> None:
-    """Nothing happens, momentum included."""
+    """Step without gradients: nothing changes, momentum included."""
     model, opt = run.sgd()
     opt.step()
     for loss in run.losses(model):
@@ -125,7 +125,7 @@ def nan_norm_skipped(run: IdiomRun) -> None:
 
 @idiom()
 def optimizer_in_backward(run: IdiomRun) -> None:
-    """One optimizer per parameter in a post-accumulate hook (torch's tutorial), beside the outer one."""
+    """Run an optimizer per parameter in a post-accumulate hook (torch's tutorial), beside the outer one."""
     model, opt = run.sgd(momentum=0.0)
     extra = {p: torch.zeros(()) for p in model.parameters()}
 
@@ -172,7 +172,7 @@ def cosine_lr(run: IdiomRun) -> None:
 
 @idiom()
 def one_cycle_lr(run: IdiomRun) -> None:
-    """It moves the momentum as well."""
+    """Follow OneCycleLR, which moves the momentum as well."""
     model, opt = run.sgd()
     schedule = torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.15, total_steps=8)
     for loss in run.losses(model, 6):
@@ -185,7 +185,7 @@ def one_cycle_lr(run: IdiomRun) -> None:
 
 @idiom()
 def one_cycle_lr_of_adam(run: IdiomRun) -> None:
-    """Its momentum is betas[0]."""
+    """Follow OneCycleLR over Adam, whose momentum is betas[0]."""
     model, opt = run.adamw()
     schedule = torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.05, total_steps=8)
     for loss in run.losses(model, 6):

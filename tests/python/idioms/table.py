@@ -11,7 +11,7 @@ from idioms.run import IdiomRun
 
 
 def among(place: str, patterns: tuple[str, ...] | set[str]) -> bool:
-    """Whether a place ("WORLD:SETTING") fits one of the patterns."""
+    """Return True if a place ("WORLD:SETTING") fits one of the patterns."""
     return any(fnmatchcase(place, pattern) for pattern in patterns)
 
 

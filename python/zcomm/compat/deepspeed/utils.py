@@ -59,7 +59,7 @@ def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, opti
 
 
 def _is_frozen(param: torch.Tensor) -> bool:
-    """Whether it is of an engine's model, and not trained there."""
+    """Return True if ``param`` is of an engine's model, and not trained there."""
     owner = owner_of(param)
     return owner is not None and (owner[2] is None or owner[1].geometry.is_frozen(owner[2]))
 

@@ -18,7 +18,7 @@ from types import TracebackType
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether ``name`` names something directly in a folder: it is not a path."""
+    """Return True if ``name`` names something directly in a folder: it is not a path."""
     return isinstance(name, str) and 0 < len(name) < 256 and name not in (".", "..") and not set(name) & {"/", "\0"}
 
 

@@ -186,7 +186,7 @@ def _change(optimizer: ZeroOptimizer, folder: Folder, manifest: Manifest, with_o
 
 
 def _verify(parts: Parts, folder: Folder, manifest: Manifest) -> None:
-    """This rank's share of the checksums. Raises: OSError (EIO)."""
+    """Compare this rank's share of the checksums. Raises: OSError (EIO)."""
     wrong = manifest.missing_files(folder)
     if wrong:
         raise OSError(errno.EIO, f"the checkpoint is not whole: {'; '.join(wrong)}")

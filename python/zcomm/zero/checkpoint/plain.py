@@ -81,7 +81,7 @@ def _refused(value: Any, where: str, why: str = "") -> ValueError:
 
 
 def _number(value: Any, where: str) -> Any:
-    """Of a tensor or array of one element."""
+    """Return the number in a tensor or array of one element."""
     found = value.item() if (value.numel() if isinstance(value, torch.Tensor) else value.size) == 1 else None
     if not isinstance(found, (bool, int, float, str)):
         raise _refused(value, where, f" of shape {tuple(value.shape)}")

@@ -140,7 +140,7 @@ def save(
 
 @dataclass(frozen=True)
 class _Content:
-    """All that this rank saves but the parameters, as it is when the save begins."""
+    """Content that this rank saves beside the parameters, as it is when the save begins."""
 
     manifest: Manifest
     share: Share
@@ -150,7 +150,7 @@ class _Content:
 
 
 def _copied(parts: Parts, content: _Content, final: Path) -> _Content:
-    """With tensors of its own: the program goes on. Collective."""
+    """Copy the content's tensors, as the program goes on. Collective."""
     kept = Kept()
     with kept.errors():
         rest = [(which, tensor.clone()) for which, tensor in content.rest]
@@ -235,7 +235,7 @@ def _finish(manifest: Manifest, every: list[dict[str, Any]], place: NewFolder) -
 def _manifest(
     optimizer: ZeroOptimizer, scheduler: Any, client_state: Any, root: str, values: dict[str, torch.Tensor]
 ) -> Manifest:
-    """All but the tensors. values: takes those of the schedule and the client state."""
+    """Make the manifest without the tensors. values: takes those of the schedule and the client state."""
     parts = optimizer._live
     groups = []
     for number, group in enumerate(optimizer.param_groups):

@@ -135,7 +135,7 @@ def _check_place(final: Path) -> None:
 
 
 def _is_mount(final: Path) -> bool:
-    """Also a bind mount of the same file system, which has the same device number."""
+    """Return True for a mount point, also a bind mount of the same file system, which has the same device number."""
     if os.path.ismount(final):
         return True
     real = os.path.realpath(final)
@@ -148,7 +148,7 @@ def _is_mount(final: Path) -> bool:
 
 
 def _may_go(final: Path) -> bool:
-    """Whether it is an empty folder, or its manifest.json begins as that of a checkpoint."""
+    """Return True for an empty folder, or one whose manifest.json begins as that of a checkpoint."""
     try:
         with (final / "manifest.json").open("rb") as file:
             return b"zcomm checkpoint" in file.read(64)
@@ -166,7 +166,7 @@ def _new_folder(final: Path) -> Path:
 
 
 def _remove_left(final: Path) -> None:
-    """What killed saves of this folder left, and of no other one. The claim is held: no other save is at work."""
+    """Remove what killed saves of this folder left, no other's. The claim is held: no other save is at work."""
     ours = re.compile(rf"\.{re.escape(final.name)}\.saving-[0-9]+")
     for name in os.listdir(final.parent):
         if ours.fullmatch(name):

@@ -14,7 +14,7 @@ def DeepSpeedCPULion(
     weight_decay: float = 0.0,
     fp32_optimizer_states: bool = True,
 ) -> optim.CPULion:
-    """For ``initialize(optimizer=)``, or by itself on the CPU. Raises: NotImplementedError for what has no kernel."""
+    """Make Lion for ``initialize(optimizer=)``, or for the CPU. Raises: NotImplementedError for what has no kernel."""
     refuse("DeepSpeedCPULion", fp32_optimizer_states=(fp32_optimizer_states, True))
     return optim.CPULion(model_params, lr, betas, weight_decay)
 
