@@ -77,6 +77,7 @@ class Joined:
     core_device: _core.Device | None = None  # what makes symmetric memory there, if the core does
     messenger: _core.Communicator | None = None  # what sends and receives, if not the core
     splitter: Callable[[Movements, Joined, int | None, int, str], Joined | None] | None = None  # None: zcomm's own
+    watch: Callable[[Callable[[], bool], Callable[[], None]], None] | None = None  # Meeting.watch, where it is needed
 
     def describe(self) -> str:
         """One line: how many ranks, where, and how they reach each other."""

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -30,6 +32,7 @@ import torch.distributed as dist
 from zcomm import _core
 
 _LAST_WORDS_S = 2.0
+_LOOK_S = 0.05
 _ADVICE = (
     "Two jobs have one meeting point, or a rank was started twice: give each job a MASTER_PORT (or file) of its own"
 )
@@ -139,6 +142,30 @@ class Meeting:
                     lambda: store.add("read", 0) >= self._world_size,
                     min(self._deadline, time.monotonic() + _LAST_WORDS_S),
                 )
+
+    def watch(self, seconds: float, closed: Callable[[], bool], give_up: Callable[[], object]) -> None:
+        """Looks for a verdict until then or until ``closed``, on a thread of its own, and gives up where there is one.
+
+        For ranks that only the meeting point tells from those of another job: two jobs' ranks may have met before
+        the others of either come.
+        """
+        store, until = self._store, time.monotonic() + seconds
+        if store is None:
+            return
+
+        def look() -> None:
+            with contextlib.suppress(dist.DistError):  # the store is gone
+                while not closed() and time.monotonic() < until and threading.main_thread().is_alive():
+                    if store.check(["verdict"]):
+                        verdict = store.get("verdict").decode()
+                        store.add("heard", 1)
+                        logging.getLogger("zcomm").error("rank %d leaves the job: %s", self._rank, verdict)
+                        give_up()
+                        return
+                    time.sleep(_LOOK_S)
+
+        # Not a daemon: Python ends threads within torch's calls by force, and C++ then ends the process.
+        threading.Thread(target=look, name="zcomm-meeting").start()
 
     def holder(self, rank: int) -> Process | None:
         """Return the living process that has claimed ``rank``'s place, if another one has."""

@@ -16,8 +16,9 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, SupportsIndex
 
@@ -31,7 +32,9 @@ from zcomm._proof import derive_key
 from zcomm._tcp import descriptor_limit_named
 
 _ASK_S = 2.0  # for what has the port that rank 0 wants to say that it is a store
-_LINGER_S = 1.0  # where nothing but the port says which job a rank is of
+# Where nothing but the port says which job a rank is of: all ranks look out for others before init() returns, and rank
+# 0 goes on with that beside the program.
+_LINGER_S, _WATCH_S = 1.0, 60.0
 _served: dict[str, dist.Store] = {}  # by init_method: rank 0's, which stay for ranks that join again, or come twice
 
 
@@ -358,7 +361,10 @@ def join_through_store(
     try:
         addresses = meeting.exchange("address", door.address)
         meeting.end()
-        return enter(group, door, addresses, deadline)
+        joined = enter(group, door, addresses, deadline)
+        if linger_s > 0 and rank == 0:
+            joined = replace(joined, watch=partial(meeting.watch, _WATCH_S))
+        return joined
     finally:
         door.close()
 

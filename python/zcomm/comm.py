@@ -42,6 +42,8 @@ class Communicator(Reductions, Movements, Messages):
         self.backend: str = joined.backend
         self._stop = _core.Stop("split: the communicator was closed while its part was being joined")
         _open.add(self)
+        if joined.watch is not None:
+            joined.watch(lambda: self._stop.is_set, self.close)
 
     @property
     def device(self) -> torch.device:

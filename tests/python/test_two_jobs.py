@@ -6,7 +6,9 @@ Also what a dead job has left there, and ranks that join again. See [Note: one j
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -60,6 +62,32 @@ def test_two_jobs_at_one_port(run_ranks: Run, delays: list[float]) -> None:
     assert all("process" in text and "on " in text for text in refused), told
     losers = [text for rank, text in enumerate(told) if rank in (0, 2) and text.startswith("OSError")]
     assert all("the port is in use" in text and "Errno 98" in text for text in losers), told
+
+
+def one_of_two_that_met(method: str) -> str:
+    """Rank 0 of job a and rank 1 of job b become a world; the others come long after init() has returned."""
+    place = int(os.environ["RANK"])
+    if place in (1, 2):
+        return in_a_job("ab"[place // 2], place % 2, method, 3.0)
+    logged = io.StringIO()
+    logging.getLogger("zcomm").addHandler(logging.StreamHandler(logged))
+    zcomm.init(timeout=30, rank=place % 2, world_size=2, init_method=method)
+    try:
+        for _ in range(600):
+            zcomm.all_reduce(torch.ones(1))
+            time.sleep(0.05)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}; {logged.getvalue()}"
+    return "served"
+
+
+def test_ranks_of_two_jobs_that_have_met(run_ranks: Run) -> None:
+    results = run_ranks(one_of_two_that_met, 4, f"tcp://127.0.0.1:{free_port()}", check=False)
+    told = [result.value if result.error is None else result.error.message for result in results]
+    assert "closed" in told[0] and told[3].startswith("PeerLost") and "rank 0" in told[3], told
+    assert "RuntimeError" in told[1] and "came twice" in told[1], told
+    assert "OSError" in told[2] and "the port is in use" in told[2], told
+    assert "rank 0 leaves the job: rank" in told[0] and "came twice" in told[0], told
 
 
 def one_of_two_named_jobs(method: str) -> str:
@@ -154,7 +182,7 @@ def test_ranks_join_again(run_ranks: Run, tmp_path: Path, scheme: str) -> None:
 def joins_and_dies(method: str, dies: bool) -> float:
     if dies and os.environ["RANK"] == "1":
         _rendezvous.enter = lambda *_: os._exit(7)  # type: ignore[assignment]
-    zcomm.init("shm", timeout=40, rank=int(os.environ["RANK"]), world_size=2, init_method=method)
+    zcomm.init("shm", timeout=8 if dies else 40, rank=int(os.environ["RANK"]), world_size=2, init_method=method)
     value = torch.ones(1)
     zcomm.all_reduce(value)
     return float(value)
