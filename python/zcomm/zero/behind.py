@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from torch import nn
 
 from zcomm.zero.device_weights import DeviceStore
 from zcomm.zero.hook import Hook
+from zcomm.zero.worker import Call, Worker
 
 
 class StepBehind:
@@ -31,8 +31,8 @@ class StepBehind:
 
     def __init__(self, model: nn.Module, store: DeviceStore, bucket_of: dict[int, int], buckets: int) -> None:
         self._store = store
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zcomm-step")
-        self._running: Future[None] | None = None
+        self._thread = Worker("zcomm-step")
+        self._running: Call[None] | None = None
         self._sent = [threading.Event() for _ in range(buckets)]
         self._waiting: set[int] = set()  # buckets whose new weights torch's stream does not wait for yet
         self._modules: list[nn.Module] = []
@@ -92,13 +92,13 @@ class StepBehind:
     def forget(self) -> None:
         """The end of a step that failed: all weights are to be loaded."""
         if self._running is not None:
-            self._running.exception()
+            self._running.wait()
             self._running = None
             self._waiting.clear()
 
     def close(self) -> None:
         """After failures too."""
-        self._thread.shutdown(wait=True)
+        self._thread.close()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -353,7 +353,7 @@ class DeviceUnitStore(UnitStore):
         self._lane.wait_for(self._lane.back)
 
     def close(self) -> None:
-        self._thread.shutdown(wait=True)
+        self._thread.close()
         values = self._last_values()
         for unit in self.units:
             unit.gathering = None

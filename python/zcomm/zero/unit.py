@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from concurrent.futures import Future
 
 import torch
 from torch import nn
@@ -15,6 +14,7 @@ from torch import nn
 from zcomm.zero.geometry import FlatBucket
 from zcomm.zero.unit_choice import UnitChoice
 from zcomm.zero.unit_slot import Slot
+from zcomm.zero.worker import Call
 
 
 class UnitState(enum.Enum):
@@ -47,7 +47,7 @@ class Unit:
         self.edits = 0  # changes of weights by the program when its gathering was asked for
         self.stale = False  # it was gathered before a weight was changed from outside
         self.surrounds = False  # another unit ran inside of its forward
-        self.gathering: Future[None] | None = None
+        self.gathering: Call[None] | None = None
         self.asked = False  # whether all of it has been, since it is GATHERING (on a device)
         self.views: list[tuple[nn.Parameter, torch.Tensor]] = []
         self.span = (0, 0)  # the addresses of its views

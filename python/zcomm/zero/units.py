@@ -26,7 +26,6 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import accumulate
 from typing import Any
@@ -47,6 +46,7 @@ from zcomm.zero.unit_options import ahead_of, slot_count
 from zcomm.zero.unit_order import UseOrder
 from zcomm.zero.unit_slot import Slot
 from zcomm.zero.unit_weights import UnitWeights
+from zcomm.zero.worker import Worker
 
 IN_STEP = (
     "stage 3 by units: all ranks must run the same modules in the same order; what differs between ranks (generate(), "
@@ -89,7 +89,7 @@ class UnitStore(ParameterStore):
         self._shared = shared
         self._prefetch = (prefetch, prefetch_nbytes)
         self._gather_comm = comm.duplicate()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zcomm-gather")
+        self._thread = Worker("zcomm-gather")
         self.weights = UnitWeights(self, params, [place.shape for place in geometry.places])
         self.units = self._lay_out(choices)
         self._sizes = [unit.nbytes for unit in self.units]
@@ -478,7 +478,7 @@ class UnitStore(ParameterStore):
         return self.weights.release(param, self.unit_of(param))
 
     def close(self) -> None:
-        self._thread.shutdown(wait=True)
+        self._thread.close()
         values = self._last_values()
         for unit in self.units:
             unit.gathering = None

@@ -1,0 +1,78 @@
+"""Worker: one thread that runs calls in order. Ctrl-C, while a thread waits for one, is that exception and no other.
+
+``Future.result`` waits on a Condition, whose lock is a Python object: an interrupt at its return leaves the lock as it
+should not be, and another error (RuntimeError: cannot release un-acquired lock) hides the interrupt.
+Invariant: a call's end is a flag, which is set before its gate opens; an interrupt may take an opening and lose it, so
+a waiting thread looks at the flag again.
+Thread rule: ``submit`` by one thread at a time; a call may be waited for by any.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+_LOOK_S = 0.05  # until another look at the flag, after an opening that was lost
+
+
+class Call(Generic[T]):
+    """What a Worker runs, or has run."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Lock()
+        self.gate.acquire()
+        self.ended = False
+        self.value: Any = None
+        self.error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Return True once it has ended, in whatever way; never wait."""
+        return self.ended
+
+    def wait(self) -> None:
+        """Wait for its end."""
+        while not self.ended:
+            self.gate.acquire(timeout=_LOOK_S)
+
+    def result(self) -> T:
+        """Wait, and return its value. Raises: its error, each time."""
+        self.wait()
+        try:
+            if self.error is not None:
+                raise self.error
+            return self.value  # type: ignore[no-any-return]
+        finally:
+            del self  # as in _run
+
+
+def _run(todo: list[tuple[Call[Any], Callable[..., Any], tuple[Any, ...]]]) -> None:
+    """Run what ``todo`` has. Then neither it nor this frame, which an error has, leads to the call that has the error:
+    together they would keep everything alive."""
+    call, function, arguments = todo.pop()
+    try:
+        call.value = function(*arguments)
+    except BaseException as error:
+        call.error = error
+    call.ended = True
+    call.gate.release()
+    del call, function, arguments
+
+
+class Worker:
+    """A thread named ``name``, started by the first call."""
+
+    def __init__(self, name: str) -> None:
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)
+
+    def submit(self, function: Callable[..., T], *arguments: Any) -> Call[T]:
+        """Run ``function(*arguments)`` after all calls before it."""
+        call: Call[T] = Call()
+        self._executor.submit(_run, [(call, function, arguments)])
+        return call
+
+    def close(self) -> None:
+        """End the thread, after the calls that it has been given."""
+        self._executor.shutdown(wait=True)

@@ -1,0 +1,99 @@
+"""A worker's calls: in order, their values and errors, and interrupts of a thread that waits for one."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from zcomm.zero.worker import Worker
+
+
+def test_calls_run_in_order_and_give_their_values() -> None:
+    worker, seen = Worker("test"), []  # type: ignore[var-annotated]
+    calls = [worker.submit(lambda n: seen.append(n) or 2 * n, number) for number in range(20)]
+    assert [call.result() for call in calls] == [2 * number for number in range(20)]
+    assert seen == list(range(20)) and all(call.done() for call in calls)
+    worker.close()
+
+
+def test_a_call_that_is_not_done_is_waited_for_by_several_threads() -> None:
+    worker, go = Worker("test"), threading.Event()
+    call, found = worker.submit(go.wait), []  # type: ignore[var-annotated]
+    threads = [threading.Thread(target=lambda: found.append(call.result())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    assert not call.done()
+    go.set()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 4
+    worker.close()
+
+
+class Held:
+    """Something that an error's frames have."""
+
+
+def test_an_error_is_raised_each_time_and_keeps_nothing_alive() -> None:
+    worker, held = Worker("test"), Held()
+    gone = weakref.ref(held)
+
+    def fails(what: Held) -> None:
+        raise ValueError("no")
+
+    call = worker.submit(fails, held)
+    gc.disable()
+    try:
+        for _ in range(2):
+            with pytest.raises(ValueError, match="no") as caught:
+                call.result()
+            del caught
+        del held, call
+        worker.close()
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def interrupted_at(moment: int, action: Callable[[], object]) -> bool:
+    """Run ``action`` and interrupt it at this line of Python code, counted over all functions that it calls. Return
+    False if it ended before."""
+    left = moment
+
+    def trace(frame: Any, event: str, argument: object) -> Any:
+        nonlocal left
+        if event == "line":
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        action()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+def test_an_interrupt_of_a_waiting_thread_is_that_and_nothing_else() -> None:
+    """At each line in turn: before, while and after it waits."""
+    worker, moment = Worker("test"), 1
+    while True:
+        call = worker.submit(lambda n: time.sleep(0.02) or n, moment)
+        interrupted = interrupted_at(moment, lambda call=call: call.result())  # type: ignore[misc]
+        assert call.result() == moment and call.result() == moment
+        if not interrupted:
+            break
+        moment += 1
+    assert moment > 5
+    worker.close()
