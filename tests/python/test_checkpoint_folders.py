@@ -194,7 +194,8 @@ def test_a_dead_jobs_lock_is_free(opt: Any, tmp_path: Path) -> None:
 def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     """A data loader's worker that was forked amid a save in the background."""
     claim = Claim(tmp_path / "c")
-    inherited = os.dup(claim._file)
+    assert claim._file is not None
+    inherited = os.dup(claim._file.fileno())
     claim.release()
     Claim(tmp_path / "c").release()
     os.close(inherited)

@@ -8,6 +8,7 @@ import os
 import random
 import zlib
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -363,10 +364,10 @@ def load_each(folder: str, damages: list[str]) -> list[str]:
         comm.barrier()
         original = Folder.open
 
-        def fails(self: Folder, name: str, original: Any = original) -> int:
+        def fails(self: Folder, name: str, original: Callable[[Folder, str], FileIO] = original) -> FileIO:
             if name.startswith("optimizer-00001"):
                 raise PermissionError(13, "Permission denied", str(self.path / name))
-            return int(original(self, name))
+            return original(self, name)
 
         with pytest.MonkeyPatch.context() as patch:
             if damage == "rank 1 cannot read" and comm.rank == 1:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import gc
-import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
+from interrupts import interrupted_at
 from zcomm.zero.worker import Worker
 
 
@@ -60,29 +58,6 @@ def test_an_error_is_raised_each_time_and_keeps_nothing_alive() -> None:
         assert gone() is None
     finally:
         gc.enable()
-
-
-def interrupted_at(moment: int, action: Callable[[], object]) -> bool:
-    """Run ``action`` and interrupt it at this line of Python code, counted over all functions that it calls. Return
-    False if it ended before."""
-    left = moment
-
-    def trace(frame: Any, event: str, argument: object) -> Any:
-        nonlocal left
-        if event == "line":
-            left -= 1
-            if left == 0:
-                raise KeyboardInterrupt
-        return trace
-
-    sys.settrace(trace)
-    try:
-        action()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(None)
-    return False
 
 
 def test_an_interrupt_of_a_waiting_thread_is_that_and_nothing_else() -> None:

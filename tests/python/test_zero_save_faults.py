@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import zcomm
+from interrupts import interrupted_at
 from test_zero_broken_step import Faults, FaultySwap, build, step
 from zcomm._snapshot import Copy
 from zcomm.zero import access
@@ -103,12 +104,17 @@ class Odd(BaseException):
 KINDS: list[type[BaseException]] = [TypeError, KeyboardInterrupt, MemoryError, Odd]
 
 
-def open_files(folder: Path) -> list[str]:
-    """Files of checkpoints below ``folder`` that this process has open."""
-    gc.collect()
-    links = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
-    paths = (Path(os.readlink(link)) for link in links if os.path.lexists(link))
-    return [str(path) for path in paths if folder in path.parents and path.name != "store"]
+def open_files(below: Path, folders: bool = True) -> list[str]:
+    """Files (and folders) of checkpoints ``below`` a folder that this process holds open for good."""
+
+    def found() -> list[str]:
+        links = (Path("/proc/self/fd") / number for number in os.listdir("/proc/self/fd"))
+        paths = (Path(os.readlink(link)) for link in links if os.path.lexists(link) and (folders or not link.is_dir()))
+        return [str(path) for path in paths if below in path.parents and path.name != "store"]
+
+    if found():
+        gc.collect()
+    return found()
 
 
 def save_that_fails_at_each_write(folder: str, wait: bool) -> dict[str, int]:
@@ -169,6 +175,30 @@ def test_a_rank_that_fails_in_any_way_at_any_write(
 ) -> None:
     first, second = run_ranks(save_that_fails_at_each_write, 2, str(tmp_path), wait)
     assert first == second and first["0"] >= 12 and first["1"] >= 6
+
+
+def test_an_interrupt_at_any_moment_keeps_no_claim_and_no_file_open(tmp_path: Path) -> None:
+    """Of one rank, at every third line of what has files open: the next save of the same folder is served."""
+    model, place = nn.Linear(4, 2), tmp_path / "c"
+    files = tuple(f"checkpoint/{name}.py" for name in ("save", "share", "staging", "claim", "folder", "exchange"))
+    files += ("checkpoint/tensor_file.py", "checkpoint/durable.py")
+    moment, ended = 0, False
+    while not ended:
+        zcomm.init()
+        opt = zcomm.ZeroOptimizer(model, "adamw", stage=1)
+        try:
+            while not ended:
+                moment += 3
+                ended = not interrupted_at(moment, lambda opt=opt: opt.save(place).wait(), files)  # type: ignore[misc]
+                assert open_files(tmp_path, folders=False) == [], f"after an interrupt at line {moment}"
+                opt.save(place)
+                assert [path.name for path in tmp_path.iterdir()] == ["c"], f"after an interrupt at line {moment}"
+        except RuntimeError:  # the interrupt has ended the communicator, and the next save says so
+            pass
+        finally:
+            opt.close()
+            zcomm.shutdown()
+    assert moment > 500
 
 
 class Schedule:

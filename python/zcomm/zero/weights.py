@@ -108,13 +108,10 @@ class Source:
     def read(self, entry: Entry, begin: int = 0, end: int | None = None) -> torch.Tensor:
         """Elements [begin, end) of a tensor, flat. Raises: OSError, also for a file that is another one by now."""
         with Folder(self._folder, links=True) as folder:
-            file = folder.open(entry.file)
-            try:
-                if _identity(os.fstat(file)) != self._seen[entry.file]:
+            with folder.open(entry.file) as file:
+                if _identity(os.fstat(file.fileno())) != self._seen[entry.file]:
                     what = "the file has changed since load_weights read its header; load it again"
                     raise OSError(errno.ESTALE, what, str(self._folder / entry.file))
-            finally:
-                os.close(file)
             return read_part(folder, entry, begin, end)
 
 

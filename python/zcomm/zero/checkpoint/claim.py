@@ -11,6 +11,7 @@ import errno
 import fcntl
 import logging
 import os
+from io import FileIO
 from pathlib import Path
 
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
@@ -23,33 +24,46 @@ class Claim:
     Raises: OSError (EBUSY: another job, or another optimizer of this one, is writing it).
     """
 
+    _file: FileIO | None = None
+
     def __init__(self, place: Path, wait: bool = False) -> None:
         self._path = place.parent / f".{place.name}.lock"
-        self._file = self._locked(place, wait)
+        self._owner = os.getpid()
+        while self._file is None:
+            self._file = self._locked(place, wait)
 
-    def _locked(self, place: Path, wait: bool) -> int:
-        while True:
-            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            try:
-                _lock(file, place, wait)
-                with contextlib.suppress(FileNotFoundError):
-                    if os.path.samestat(os.fstat(file), os.stat(self._path, follow_symlinks=False)):
-                        return file
-            except BaseException:
-                os.close(file)
-                raise
-            os.close(file)  # its owner removed it while this one waited: it guards nothing any more
+    def _locked(self, place: Path, wait: bool) -> FileIO | None:
+        """Return the locked file; None if its owner removed it while this one waited: it guards nothing any more."""
+        file = FileIO(self._path, "r+", opener=_opened)
+        try:
+            _lock(file.fileno(), place, wait)
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(self._path, follow_symlinks=False)):
+                return file
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+        return None
 
     def release(self) -> None:
         """Idempotent. Raises nothing: a lock file that stays is free."""
-        file, self._file = self._file, -1
-        if file < 0:
+        file, self._file = self._file, None
+        if file is None or os.getpid() != self._owner:
             return
-        with contextlib.suppress(OSError):
-            os.unlink(self._path)
-        with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_UN)  # a forked child (a data loader's worker) has the descriptor, too
-        os.close(file)
+        with file:
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+            with contextlib.suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)  # a forked child (a data loader's worker) has the descriptor, too
+
+    def __del__(self) -> None:
+        self.release()  # an interrupt may end a save between any two lines
+
+
+def _opened(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW, 0o600)
 
 
 def _lock(file: int, place: Path, wait: bool) -> None:

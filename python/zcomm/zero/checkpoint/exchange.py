@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -33,13 +32,16 @@ class Kept:
     def __init__(self) -> None:
         self.error: BaseException | None = None
 
-    @contextlib.contextmanager
-    def errors(self) -> Iterator[None]:
-        """Keep the first error of what is inside. Nothing inside may be collective."""
-        try:
-            yield
-        except BaseException as error:
-            self.error = self.error or error
+    def errors(self) -> Kept:
+        """Keep the first error of what is inside ``with kept.errors():``. Nothing inside may be collective."""
+        return self
+
+    def __enter__(self) -> None:
+        pass  # not a generator: an interrupt on the way into one becomes another error
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        self.error = self.error or error
+        return True
 
 
 def agree(comm: Communicator, error: BaseException | None, what: str) -> None:

@@ -13,6 +13,7 @@ import fcntl
 import os
 import shutil
 import stat
+from io import BufferedReader, FileIO
 from pathlib import Path
 from types import TracebackType
 
@@ -35,9 +36,12 @@ class Folder:
     Raises: OSError where ``path`` is not a folder that can be read. Use it as a context manager.
     """
 
+    _descriptor, _owner = -1, -1
+
     def __init__(self, path: Path, links: bool = False) -> None:
         self.path = path
         self._links = links
+        self._owner = os.getpid()
         self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         with contextlib.suppress(OSError):  # no locks there, or it is being removed: files will be missing
             fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -57,33 +61,40 @@ class Folder:
                 fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child has the descriptor, too
             os.close(descriptor)
 
-    def open(self, name: str) -> int:
-        """A descriptor of the regular file ``name``, for reading. Raises: OSError naming the path."""
+    def __del__(self) -> None:
+        if os.getpid() == self._owner:  # a forked child has the lock, too
+            self.close()  # an interrupt may come between the opening and ``with``
+
+    def open(self, name: str) -> FileIO:
+        """Open the regular file ``name`` for reading. Raises: OSError naming the path."""
         path = str(self.path / name)
         if not is_plain_name(name):
             raise OSError(errno.EINVAL, "the name may lead out of the folder", path)
-        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if self._links else os.O_NOFOLLOW)
         try:
-            descriptor = os.open(name, flags, dir_fd=self._descriptor)  # O_NONBLOCK: a pipe would wait for its writer
+            file = FileIO(name, "r", opener=self._opened)
         except OSError as error:
-            what = "a symbolic link is not followed" if error.errno == errno.ELOOP else os.strerror(error.errno or 0)
+            what = {
+                errno.ELOOP: "a symbolic link is not followed",
+                errno.EISDIR: "it is not a regular file",
+            }.get(error.errno or 0, os.strerror(error.errno or 0))
             raise OSError(error.errno, what, path) from None
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            file.close()
             raise OSError(errno.EINVAL, "it is not a regular file", path)
-        return descriptor
+        return file
+
+    def _opened(self, name: str, flags: int) -> int:
+        flags |= os.O_NONBLOCK | (0 if self._links else os.O_NOFOLLOW)  # O_NONBLOCK: a pipe would wait for its writer
+        return os.open(name, flags, dir_fd=self._descriptor)
 
     def nbytes(self, name: str) -> int:
-        """Size of the file ``name``. Raises: OSError naming the path."""
-        descriptor = self.open(name)
-        try:
-            return os.fstat(descriptor).st_size
-        finally:
-            os.close(descriptor)
+        """Return the size of the file ``name``. Raises: OSError naming the path."""
+        with self.open(name) as file:
+            return os.fstat(file.fileno()).st_size
 
     def read(self, name: str, end: int | None = None) -> bytes:
-        """The first ``end`` bytes of the file ``name`` (None: all). Raises: OSError naming the path."""
-        with open(self.open(name), "rb") as file:
+        """Return the first ``end`` bytes of the file ``name`` (None: all). Raises: OSError naming the path."""
+        with BufferedReader(self.open(name)) as file:
             return file.read() if end is None else file.read(end)
 
 

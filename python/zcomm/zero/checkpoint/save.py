@@ -107,9 +107,7 @@ def save(
     """See ZeroOptimizer.save. then: what rank 0 does once the folder is in its place. lean: without frozen ones.
     root: how a program writes the way to the client state."""
     parts = optimizer._live
-    with parts.comm.no_deadline():
-        content = _content(optimizer, final, scheduler, client_state, lean, root)
-        place, folder = _make_folder(parts, final)
+    place: NewFolder | None = None
     frozen: Frozen | None = None
 
     def end() -> None:
@@ -128,6 +126,9 @@ def save(
             end()
 
     try:
+        with parts.comm.no_deadline():
+            content = _content(optimizer, final, scheduler, client_state, lean, root)
+            place, folder = _make_folder(parts, final)
         if not wait:
             with parts.comm.no_deadline():
                 frozen = freeze(parts, final)

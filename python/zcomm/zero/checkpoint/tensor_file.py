@@ -185,17 +185,14 @@ def read_part(folder: Folder, entry: Entry, begin: int = 0, end: int | None = No
     end = count if end is None else end
     out = torch.empty(end - begin, dtype=dtype)
     target, at = bytes_of(out), entry.begin + begin * dtype.itemsize
-    descriptor = folder.open(entry.file)
-    try:
+    with folder.open(entry.file) as file:
         done = 0
         while done < target.nbytes:
-            got = os.preadv(descriptor, [target[done:]], at + done)
+            got = os.preadv(file.fileno(), [target[done:]], at + done)
             if not got:
                 path = str(folder.path / entry.file)
                 raise OSError(errno.EIO, f"the file ends after {at + done} bytes, more are needed", path)
             done += got
-    finally:
-        os.close(descriptor)
     return out
 
 
@@ -215,16 +212,13 @@ def check(folder: Folder, name: str, entry: Entry) -> str | None:
     """What is wrong with the stored tensor, or None."""
     crc, at, end = 0, entry.begin, entry.begin + entry.nbytes
     try:
-        descriptor = folder.open(entry.file)
-        try:
+        with folder.open(entry.file) as file:
             while at < end:
-                data = os.pread(descriptor, min(1 << 24, end - at), at)
+                data = os.pread(file.fileno(), min(1 << 24, end - at), at)
                 if not data:
                     return f"{folder.path / entry.file}: ends {end - at} bytes before the end of {name}"
                 crc = zlib.crc32(data, crc)
                 at += len(data)
-        finally:
-            os.close(descriptor)
     except OSError as error:
         return f"{folder.path / entry.file}: {error.strerror}, but it holds {name}"
     return None if crc == entry.crc32 else _differs(folder, name, entry)

@@ -1,0 +1,43 @@
+"""Interrupts at chosen moments of Python code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+
+def _in_del(frame: FrameType | None) -> bool:
+    """Return True in what a __del__ calls: Python prints what is raised there, and goes on."""
+    while frame is not None and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    return frame is not None
+
+
+def interrupted_at(moment: int, action: Callable[[], object], files: tuple[str, ...] = ("",)) -> bool:
+    """Run ``action`` and interrupt it at this line of Python code, counted over all functions that it calls. Return
+    False if it ended before.
+
+    files: parts of names of files; code of others is not interrupted.
+    """
+    left = moment
+
+    def trace(frame: Any, event: str, argument: object) -> Any:
+        nonlocal left
+        if event == "call" and (not any(part in frame.f_code.co_filename for part in files) or _in_del(frame)):
+            return None
+        if event == "line":
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        action()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
