@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -13,6 +14,12 @@ def _in_del(frame: FrameType | None) -> bool:
     while frame is not None and frame.f_code.co_name != "__del__":
         frame = frame.f_back
     return frame is not None
+
+
+def leaves_a_block(frame: FrameType) -> bool:
+    """Return True if the line may be the end of a with block: Python raises no signal's error between the block's last
+    line and its __exit__, which would be left out."""
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
 
 
 def interrupted_at(moment: int, action: Callable[[], object], files: tuple[str, ...] = ("",)) -> bool:
@@ -27,7 +34,7 @@ def interrupted_at(moment: int, action: Callable[[], object], files: tuple[str, 
         nonlocal left
         if event == "call" and (not any(part in frame.f_code.co_filename for part in files) or _in_del(frame)):
             return None
-        if event == "line":
+        if event == "line" and not leaves_a_block(frame):
             left -= 1
             if left == 0:
                 raise KeyboardInterrupt

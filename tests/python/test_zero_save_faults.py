@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -199,6 +200,7 @@ def test_an_interrupt_at_any_moment_keeps_no_claim_and_no_file_open(tmp_path: Pa
             opt.close()
             zcomm.shutdown()
     assert moment > 500
+    assert torch.is_grad_enabled()
 
 
 class Schedule:
@@ -342,3 +344,32 @@ def test_a_rank_that_is_interrupted_between_collectives(
     assert second.startswith("KeyboardInterrupt")
     assert first.startswith(("CollectiveMismatch", "OSError")) and first.endswith("['c']"), first
     assert read_manifest(tmp_path / "c").client_state == "first"
+
+
+def rank_0_leaves_in_a_save(folder: str) -> str:
+    """Rank 0 leaves, and removes the folder that rank 1 is about to write into."""
+    comm, base = zcomm.init(), Path(folder)
+    opt = zcomm.ZeroOptimizer(nn.Linear(4, 3), "adamw")
+    original = durable.write_file
+
+    def leaves(*args: Any) -> Any:
+        if comm.rank == 0:
+            zcomm.shutdown()
+            raise SystemExit
+        while any(base.glob(".c.saving-*")):
+            time.sleep(0.01)
+        return original(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(durable, "write_file", leaves)
+        with pytest.raises(BaseException) as told:
+            opt.save(base / "c")
+    return f"{told.type.__name__} from {type(told.value.__cause__).__name__}"
+
+
+def test_a_rank_that_leaves_in_a_save_is_what_the_others_are_told(
+    run_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    first, second = run_ranks(rank_0_leaves_in_a_save, 2, str(tmp_path))
+    assert first.startswith("SystemExit")
+    assert second == "PeerLost from FileNotFoundError"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 import random
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 import zcomm
+from interrupts import leaves_a_block
 from zcomm.zero.stand_in import ShardedParameter
 from zcomm.zero.unit import UnitState
 
@@ -38,18 +38,12 @@ class Interrupter:
         return self._line if "zcomm/zero/" in name and name.endswith(FILES) else None
 
     def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "line" and not _leaves_a_block(frame):
+        if event == "line" and not leaves_a_block(frame):
             self.lines += 1
             if self.lines == self.at:
                 self.where = f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
                 raise KeyboardInterrupt
         return self._line
-
-
-def _leaves_a_block(frame: FrameType) -> bool:
-    """Return True if the line may be the end of a block without __torch_function__: Python raises no signal's error
-    between a block's last line and its __exit__, which would be left out."""
-    return "with _plain()" in linecache.getline(frame.f_code.co_filename, frame.f_lineno)
 
 
 class Net(nn.Module):

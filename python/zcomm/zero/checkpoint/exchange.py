@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 from typing import Any
 
 import torch
 
+from zcomm._core import PeerLost
 from zcomm.comm import Communicator
 
 
@@ -47,13 +47,20 @@ class Kept:
 def agree(comm: Communicator, error: BaseException | None, what: str) -> None:
     """Raise where any rank has an error: its own there, on the others one that names the rank. Collective.
 
+    Where a rank left meanwhile, PeerLost from the own error, which may be no more than a trace of that.
+
     The others get a ValueError for a ValueError, an OSError of the same errno for an OSError, and else an OSError
     (ECANCELED for an interrupt, EIO). what: what failed, in words; its first word is compared between the ranks.
     """
     name, mine = f"{what.split()[0]} a checkpoint", None if error is None else _described(error)
     if error is not None:
-        with contextlib.suppress(Exception):  # of a communicator that has failed: the others know then
+        try:
             all_values(comm, mine, name)
+        except PeerLost as lost:
+            if isinstance(error, Exception):  # the error may be only that the rank took the folder with it
+                raise lost from error
+        except Exception:
+            pass  # the communicator has failed: the others know
         raise error
     found = all_values(comm, mine, name)
     for rank, one in enumerate(found):
