@@ -317,3 +317,85 @@ def test_loaded_weights_on_a_device_are_the_master(world_of_one: None, precision
         opt.close()
     finally:
         simulated.stop()
+
+
+LOOKS: dict[str, Callable[[zcomm.ZeroOptimizer, nn.Module, str], Any]] = {
+    "save": lambda opt, model, folder: opt.save(folder),
+    "full_state_dict": lambda opt, model, folder: opt.full_state_dict(),
+    "state_dict": lambda opt, model, folder: opt.state_dict(),
+    "full_param": lambda opt, model, folder: [full_param(param) for param in model.parameters()],
+    "memory": lambda opt, model, folder: (opt.memory(), opt.stats(), opt.allocation_count()),
+}
+
+
+def average_for_a_while(folder: str) -> list[str]:
+    """Averaged weights are put into the model by ``p.data = ...`` and taken out again, as common EMA classes do."""
+    comm = zcomm.init(timeout=60)
+    wrong = []
+    for number, setting in enumerate(SETTINGS):
+        for look, act in LOOKS.items():
+            model = net()
+            opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.1, **setting)
+            for step in range(2):
+                before = [param.detach().clone() for param in model.parameters()]
+                backup = [param.data for param in model.parameters()]
+                for param in model.parameters():
+                    param.data = torch.full_like(param, 0.25)
+                act(opt, model, f"{folder}/{number}-{look}-{step}")
+                if look == "full_state_dict" and not all(
+                    bool((v == 0.25).all()) for v in opt.full_state_dict().values()
+                ):
+                    wrong.append(f"{look}, {setting}: not the weights that the model has")
+                if not all(bool((param == 0.25).all()) for param in model.parameters()):
+                    wrong.append(f"{look}, {setting}: changed the program's tensors")
+                for param, old in zip(model.parameters(), backup, strict=True):
+                    param.data = old
+                if not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)):
+                    wrong.append(f"{look}, {setting}: the old weights are gone")
+                opt.backward(loss_of(model, comm.rank, step))
+                opt.step()
+                opt.zero_grad()
+                if all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)):
+                    wrong.append(f"{look}, {setting}: trains no more")
+            opt.close()
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_averaged_weights_in_the_model_for_a_while(run_ranks: Run, world_size: int, tmp_path: Any) -> None:
+    for wrong in run_ranks(average_for_a_while, world_size, str(tmp_path)):
+        assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_data_of_another_layout_at_the_same_address_is_adopted(world_of_one: None, stage: int) -> None:
+    torch.manual_seed(2)
+    model = nn.Linear(6, 6)
+    plain = copy.deepcopy(model)
+    opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.1, stage=stage)
+    other = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for each in (model, plain):
+        each.weight.data = each.weight.data.t()
+    x = torch.randn(4, 6)
+    for each, by in ((model, opt), (plain, other)):
+        each(x).square().mean().backward()
+        by.step()
+    torch.testing.assert_close(opt.full_state_dict()["weight"], plain.weight.detach(), rtol=0, atol=1e-6)
+    model.weight.data = model.weight.data[:1]
+    with pytest.raises(RuntimeError, match=r"parameter weight has shape \(1, 6\) now"):
+        opt.full_state_dict()
+    opt.close()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_another_dtype_after_steps_is_named(world_of_one: None, stage: int) -> None:
+    model = net()
+    opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.1, stage=stage)
+    loss_of(model, 0, 0).backward()
+    opt.step()
+    opt.zero_grad(set_to_none=False)
+    model.double()
+    with pytest.raises(RuntimeError, match=r"parameter 0.weight is torch.float64 now, .*torch.float32"):
+        loss_of(model, 0, 1).backward()
+        opt.step()
+    opt.close()

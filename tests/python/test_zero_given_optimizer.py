@@ -289,3 +289,36 @@ def test_options_without_a_kernel_are_refused_when_they_are_set_later() -> None:
     with pytest.raises(NotImplementedError, match="amsgrad"):
         zero.step()
     zero.close()
+
+
+def test_another_parameter_in_a_group_is_named(world_of_one: None) -> None:
+    model = torch.nn.Linear(3, 3)
+    opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.1)
+    opt.param_groups[0]["params"][0] = torch.nn.Parameter(torch.zeros(3, 3))
+    model(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match="param group 0 has 2 parameters, which are not the 2"):
+        opt.step()
+    opt.close()
+
+
+def test_micro_steps_can_be_set_between_steps(world_of_one: None) -> None:
+    model = torch.nn.Linear(3, 3)
+    opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.1)
+    opt.grad_accum = 2
+    before = model.weight.detach().clone()
+    for number in range(2):
+        model(torch.ones(1, 3)).sum().backward()
+        if number == 0:
+            opt.step()
+            with pytest.raises(RuntimeError, match="micro-step 1 of 2"):
+                opt.grad_accum = 1
+    opt.step()
+    torch.testing.assert_close(model.weight, before - 0.1)
+    opt.zero_grad()
+    for _ in range(2):
+        model(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match="after 2 backward passes with grad_accum=2"):
+        opt.step()
+    with pytest.raises(ValueError, match="grad_accum=0"):
+        opt.grad_accum = 0
+    opt.close()

@@ -147,7 +147,8 @@ def save_model(engine: Engine, directory: Path, name: str, wait: bool) -> bool |
     optimizer = engine.optimizer
     optimizer._breakage.check("save_16bit_model()")
     optimizer._end_saving()
-    optimizer._saving = task = whole_model.save_model(optimizer._live, path, wait)
+    with optimizer._looking() as parts:
+        optimizer._saving = task = whole_model.save_model(parts, path, wait)
     return True if wait else task
 
 

@@ -4,7 +4,7 @@
 ``load_state_dict(assign=True)`` gives the module another Parameter. The optimizer would go on to train memory that the
 model no longer reads. So each step, save and look compares first: new values are the program's edit of the weights
 ([Note: edited weights] in parameters.py), and the parameter is attached again.
-Cost: a comparison of addresses for each parameter (about 0.2 us).
+Cost: a comparison of address, dtype, shape and strides for each parameter (about 1 us).
 Thread rule: as ZeroOptimizer.
 """
 
@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
 from zcomm.zero.geometry import Geometry
+from zcomm.zero.gradients import GradientReducer
 from zcomm.zero.parameters import ParameterStore
 
 logger = logging.getLogger("zcomm")
@@ -25,7 +28,7 @@ logger = logging.getLogger("zcomm")
 
 class Attachment:
     """params, names: of the store, in the numbering of ``geometry``. dtype, device: of the weights. model: None:
-    replaced Parameters are not found."""
+    replaced Parameters are not found. settle: waits for a step that still reads or writes the weights."""
 
     def __init__(
         self,
@@ -36,6 +39,8 @@ class Attachment:
         store: ParameterStore,
         dtype: torch.dtype,
         device: torch.device,
+        reducer: GradientReducer,
+        settle: Callable[[], None],
     ) -> None:
         self._model = model
         self._params = params
@@ -44,6 +49,9 @@ class Attachment:
         self._device = device
         self._store = store
         self._dtype = dtype
+        self._reducer = reducer
+        self._settle = settle
+        self._impls = self._contents()
         self._warned = False
         self.looked_s = 0.0  # seconds that looking for edits has taken
         self._find_owners()
@@ -64,13 +72,48 @@ class Attachment:
         Raises: RuntimeError naming a parameter that has another shape, dtype or device now.
         """
         start = time.perf_counter()
-        for table, key, param, _ in self._owners:
-            if table.get(key) is not param:
-                self._replaced()
-                break
+        self.put_back()
         for index in self._store.detached():
             self._adopt(index, self._params[index].data)
         self.looked_s += time.perf_counter() - start
+
+    def put_back(self) -> None:
+        """Put the optimizer's Parameter objects back where the program has put others. Local. Raises: as restore."""
+        for table, key, param, _ in self._owners:
+            if table.get(key) is not param:
+                self._settle()
+                self._replaced()
+                break
+        now = self._contents()
+        if now != self._impls:  # torch.utils.swap_tensors: a Python object has another tensor's content
+            swapped = [index for index, impl in enumerate(now) if impl != self._impls[index]]
+            self._impls = now
+            for index in swapped:
+                self._reducer.hook_again(index)
+
+    def _contents(self) -> list[int]:
+        """The tensors of the core of torch that the trained parameters' Python objects have."""
+        with torch._C.DisableTorchFunctionSubclass():
+            trained: Sequence[Any] = self._params[: self._geometry.trained_count]
+            return [param._cdata for param in trained]
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Attach parameters with replaced data inside, and give them back the program's data afterwards.
+
+        For whatever only looks: programs put other data into parameters for a while (averaged weights), and hold the
+        store's own in the meantime, which must not change.
+        """
+        self.put_back()
+        lent = [(index, self._params[index].data, self._store.own_copy(index)) for index in self._store.detached()]
+        self.restore()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for index, value, before in lent:
+                    self._store.adopt(index, before)
+                    self._params[index].data = value
 
     def _replaced(self) -> None:
         """Put the optimizer's Parameters back where the program has put others, with the values of these."""
@@ -83,8 +126,9 @@ class Attachment:
                 continue  # moved by a parametrization or pruning, taken out of the model, or tied to another one
             self._adopt(index, other.data)
             self._warn_once(index)
-            param.grad = other.grad  # the program's own; it counts as one that it has assigned
             table[key] = param
+            if index < self._geometry.trained_count:
+                self._reducer.take_over(index, other.grad)
         self._find_owners()
 
     def _adopt(self, index: int, value: torch.Tensor) -> None:

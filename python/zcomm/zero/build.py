@@ -76,7 +76,7 @@ class Parts:
     first_index: list[int]
     swap: Swap | None
     hooks: UnitHooks | None
-    output_hook: Any
+    model_hooks: list[Any]
     attachment: Attachment
     lane: DeviceLane | None = None  # None: the model is on the CPU
     behind: StepBehind | None = None
@@ -110,8 +110,8 @@ class Parts:
             last_first.callback(self.reducer.close)
             if self.lane is not None:
                 last_first.callback(self.lane.drain)
-            if self.output_hook is not None:
-                last_first.callback(self.output_hook.remove)
+            for hook in self.model_hooks:
+                last_first.callback(hook.remove)
             for first in (self.hooks, self.behind):
                 if first is not None:
                     last_first.callback(first.close)
@@ -186,6 +186,11 @@ def build_parts(
     if isinstance(store, UnitStore):
         assert model is not None
         hooks = UnitHooks(model, sections.choices, store)
+    behind = _behind(model, offload, store, reducer, trained, geometry)
+    settle = (lambda: None) if behind is None else behind.join
+    attachment = Attachment(
+        model, sections.params, sections.names, geometry, store, precision.dtype, where, reducer, settle
+    )
     parts = Parts(
         model=model,
         names=sections.names,
@@ -203,10 +208,10 @@ def build_parts(
         first_index=_first_indices(trained, params, geometry),
         swap=swap,
         hooks=hooks,
-        attachment=Attachment(model, sections.params, sections.names, geometry, store, precision.dtype, where),
-        output_hook=None if model is None else model.register_forward_hook(Hook(_announcer(reducer))),
+        attachment=attachment,
+        model_hooks=[] if model is None else _hook_model(model, reducer, attachment),
         lane=lane,
-        behind=_behind(model, offload, store, reducer, trained, geometry),
+        behind=behind,
         resident=_resident(store, state, reducer, geometry, lane, arena, stage == 0 and peers is not None),
         peers=peers,
     )
@@ -315,6 +320,19 @@ def _open_swap(
     say_fallbacks(swap)
     close_at_exit(swap)  # also when what follows is interrupted
     return swap
+
+
+def _hook_model(model: nn.Module, reducer: GradientReducer, attachment: Attachment) -> list[Any]:
+    """Before its forward: Parameter objects that the program has replaced are put back, so that gradients find their
+    hooks."""
+
+    def put_back(module: nn.Module, args: Any) -> None:
+        attachment.put_back()
+
+    return [
+        model.register_forward_pre_hook(Hook(put_back)),
+        model.register_forward_hook(Hook(_announcer(reducer))),
+    ]
 
 
 def _announcer(reducer: GradientReducer) -> Callable[..., None]:

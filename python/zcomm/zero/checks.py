@@ -20,12 +20,17 @@ def check_numbers(clip_norm: Any, grad_accum: Any, bucket_mb: Any, prefetch: Any
     """Raises: ValueError."""
     if clip_norm is not None and not (_is_number(clip_norm) and clip_norm > 0):
         raise ValueError(f"clip_norm={clip_norm!r} must be a number more than 0 (None: no clipping)")
-    if not _is_whole(grad_accum) or grad_accum < 1:
-        raise ValueError(f"grad_accum={grad_accum!r} must be a whole number, at least 1: micro-steps per step")
+    check_accumulation(grad_accum)
     if not _is_number(bucket_mb) or not 0 < bucket_mb < math.inf:
         raise ValueError(f"bucket_mb={bucket_mb!r} must be a number more than 0 MiB")
     if not _is_whole(prefetch) or prefetch < 0:
         raise ValueError(f"prefetch={prefetch!r} must be a whole number, at least 0: units gathered ahead")
+
+
+def check_accumulation(grad_accum: Any) -> None:
+    """Raises: ValueError."""
+    if not _is_whole(grad_accum) or grad_accum < 1:
+        raise ValueError(f"grad_accum={grad_accum!r} must be a whole number, at least 1: micro-steps per step")
 
 
 def check_kinds(comm: Any, overlap: Any, share_parameters: Any, nvme_path: Any) -> None:

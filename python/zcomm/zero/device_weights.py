@@ -23,7 +23,7 @@ from zcomm._lane import DeviceLane
 from zcomm._work import Work
 from zcomm.comm import Communicator
 from zcomm.zero.geometry import FlatBucket, Geometry
-from zcomm.zero.parameters import ParameterStore, ResidentStore, SharedStore
+from zcomm.zero.parameters import Form, ParameterStore, ResidentStore, SharedStore, form_of
 
 
 class DeviceStore(ParameterStore):
@@ -56,7 +56,7 @@ class DeviceStore(ParameterStore):
         self.all_came = lane.event()
         self._others: deque[tuple[FlatBucket, Work]] = deque()  # whose other parts are still to be sent
         self._swept = False
-        self._addresses = [0] * len(params)  # of the memory that each parameter is a view of
+        self._forms: list[Form | None] = [None] * len(params)  # of the view that each parameter is
         self._versions = [-1] * len(params)  # of the parameters when their weights were published last
         self.on_sent: Callable[[int], None] = lambda bucket: None  # all its new weights are on their way, or there
 
@@ -72,7 +72,7 @@ class DeviceStore(ParameterStore):
         self.save(bucket, weight)
         for index in bucket.params:
             own = self._params[index].data = self._own(index)
-            self._addresses[index] = own.data_ptr()
+            self._forms[index] = form_of(own)
 
     def load(self, bucket: FlatBucket) -> torch.Tensor:
         if bucket.index in self.resident:
@@ -113,13 +113,17 @@ class DeviceStore(ParameterStore):
         self._versions = [param._version for param in self._params]
 
     def detached(self) -> Iterator[int]:
-        for index, (param, address) in enumerate(zip(self._params, self._addresses, strict=True)):
-            if param.data_ptr() != address and index not in self._holds:
+        for index, (param, form) in enumerate(zip(self._params, self._forms, strict=True)):
+            if form_of(param) != form and index not in self._holds:
                 yield index
+
+    def own_copy(self, param: int) -> torch.Tensor:
+        return self._own(param).clone()
 
     def adopt(self, param: int, value: torch.Tensor) -> None:
         own = self._own(param)
-        own.copy_(value)
+        overlaps = value.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
+        own.copy_(value.clone() if overlaps else value)
         self._params[param].data = own
         self._versions[param] = -1
 

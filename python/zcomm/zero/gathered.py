@@ -63,6 +63,7 @@ class GatheredParameters:
                     self._make_real(param)
                 continue
             _, parts, index = owner
+            parts.attachment.restore()
             self._check_rank(parts.comm.world_size)
             if index is None:
                 self._frozen.append((parts, param))

@@ -32,6 +32,7 @@ from zcomm._work import Work
 from zcomm.comm import Communicator
 from zcomm.zero.bucket_calls import BucketCalls
 from zcomm.zero.geometry import FlatBucket, Geometry
+from zcomm.zero.grad_standin import GradStandIn
 from zcomm.zero.gradient_values import GradientValues
 from zcomm.zero.listed import listed
 from zcomm.zero.norm import GradientNorm
@@ -102,7 +103,8 @@ class GradientReducer:
         self._asked: tuple[list[int], list[int]] = [], []
         self.skipped: frozenset[int] = frozenset()
         self._begin_pass()
-        self._handles = [handle for index, param in enumerate(params) for handle in self._hook(index, param)]
+        self._taken_over = False  # whether autograd left gradients on tensors without hooks, of this step
+        self._handles = [self._hook(index, param) for index, param in enumerate(params)]
 
     def _make_slots(self, largest: int) -> list[torch.Tensor]:
         return [self._comm.empty(largest, self._dtype) for _ in range(self._slot_count)]
@@ -160,6 +162,34 @@ class GradientReducer:
                 grads.lift(index, had)
 
         return param.register_hook(before), last
+
+    def take_over(self, index: int, grad: torch.Tensor | None) -> None:
+        """Count ``grad``, which autograd left on a tensor that has no hooks (``load_state_dict(assign=True)``). Raises:
+        RuntimeError."""
+        param = self._params[index]
+        if grad is None or isinstance(grad, GradStandIn) or self.values.factor() == 1.0:
+            param.grad = grad  # a tensor counts as one that the program has assigned
+            return
+        if grad._version:
+            raise RuntimeError(
+                f"parameter {self._names[index]} was replaced after ZeroOptimizer was built, and its gradient, which "
+                f"is scaled by {self.values.factor():g} (loss scale, micro-steps), was changed by the program: replace "
+                "parameters before ZeroOptimizer is built, or load them without assign=True"
+            )
+        self._add_locally(index, grad)
+        self._seen.add(index)
+        self._taken_over = True
+        param.grad = None
+        self.grads.give(index)
+
+    def hook_again(self, index: int) -> None:
+        """Hook a parameter that has lost its hooks, those of the program too (``swap_tensors``)."""
+        param: Any = self._params[index]
+        for handle in self._handles[index]:
+            handle.remove()
+        param._backward_hooks = param._post_accumulate_grad_hooks = None  # autograd no longer knows these dicts
+        self._handles[index] = self._hook(index, param)
+        self.take_over(index, param.grad)
 
     def _arrived(self, index: int, grad: torch.Tensor | None) -> None:
         """Take a gradient of parameter ``index``. None: it stays the program's."""
@@ -461,6 +491,11 @@ class GradientReducer:
         self._used = self.reached
 
     @property
+    def scaled_passes(self) -> int:
+        """Passes of this step whose gradients are here: one at least where autograd left them to ``take_over``."""
+        return max(self.reached, int(self._taken_over))
+
+    @property
     def has_rest(self) -> bool:
         """Return True if gradients wait on this rank: of passes without sync, or later arrivals of passes with it."""
         return bool(self.local)
@@ -488,7 +523,7 @@ class GradientReducer:
         if len(absent) == len(self._params):
             self.fill()
             return self._comm.world_size > 1  # others may have some
-        if not self.reduced and self.has_rest and not assigned:
+        if not self.reduced and self.has_rest and not assigned and not self._taken_over:
             raise RuntimeError("step(): all gradients are from no_sync(); the last backward pass must be outside")
         self.fill()
         return True
@@ -549,7 +584,11 @@ class GradientReducer:
             grad = self._params[index].grad
             if index not in taken or grad is None:
                 return None
-            return self._dense(index, grad.detach()).to(torch.float32) * factor
+            value = self._dense(index, grad.detach()).to(torch.float32)
+            own = self.grads.values_in(index)
+            if own is None:
+                return value * factor
+            return value + self._dense(index, own).to(torch.float32) * (factor - 1.0)
 
         with torch.no_grad():
             self._reduce_local([b for b in self._order if not taken.isdisjoint(b.params)], local)
@@ -577,6 +616,7 @@ class GradientReducer:
             self.finish()
             self._begin_pass()
         self._fresh = True
+        self._taken_over = False
         self.reached = self._used = 0
         self._seen.clear()
         self.local.clear()
@@ -592,8 +632,9 @@ class GradientReducer:
 
     def close(self) -> None:
         self._forget_own()
-        for handle in self._handles:
-            handle.remove()
+        for handles in self._handles:
+            for handle in handles:
+                handle.remove()
         self._handles.clear()
         self.values.closed = True
         self.grads.close()

@@ -27,7 +27,7 @@ from zcomm.zero import alike, checkpoint, integers
 from zcomm.zero import state_dict as torch_state
 from zcomm.zero.breakage import Breakage
 from zcomm.zero.build import Parts, build_parts
-from zcomm.zero.checks import check_free, check_kinds, check_numbers, check_skip, log_unsaved
+from zcomm.zero.checks import check_accumulation, check_free, check_kinds, check_numbers, check_skip, log_unsaved
 from zcomm.zero.hyper import OptimizerLike, choose_rule, frozen_in, torch_groups
 from zcomm.zero.loss_scale import LossScale, LossScaler
 from zcomm.zero.memory import Memory, memory_of, stats_of
@@ -124,7 +124,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if stage == 3 and not isinstance(model, nn.Module):
             raise ValueError("stage=3 needs the model itself (it hooks its modules), not a list of parameters")
         self.clip_norm = clip_norm
-        self.grad_accum = grad_accum
+        self._grad_accum = grad_accum
         self.boundary: bool | None = None
         self.averages = True  # over micro-steps; False: their losses are divided already
         self.grad_norm: float | None = None
@@ -171,7 +171,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             device=device,
         )
         integers.say(module, stage, job.rank)
-        self._parts.reducer.passes = grad_accum
+        self.grad_accum = grad_accum
         of_this = weakref.ref(self)
         self._parts.reducer.values.factor = lambda: _factor_of(of_this)
         self._sweep = Sweep(self._parts, self.rule, whole=stage == 0, groups=len(self.param_groups))
@@ -185,6 +185,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self.scaler.scale if self.scaler is not None else 1.0
 
     @property
+    def grad_accum(self) -> int:
+        """Micro-steps per step. It can be set between steps."""
+        return self._grad_accum
+
+    @grad_accum.setter
+    def grad_accum(self, count: int) -> None:
+        check_accumulation(count)
+        if self._parts is not None and self._micro_step:
+            raise RuntimeError(
+                f"grad_accum={count}: micro-step {self._micro_step} of {self._grad_accum} is over: set it between steps"
+            )
+        self._grad_accum = count
+        if self._parts is not None:
+            self._parts.reducer.passes = count
+
+    @property
     def gradient_factor(self) -> float:
         """Factor of accumulated gradients over their mean: micro-steps (if not divided yet) times loss scale."""
         scale = self._pass_scale if self.scaler is not None else 1.0
@@ -192,13 +208,26 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def _live(self) -> Parts:
-        """The parts, none of which a step behind the forward uses any more, with the model's parameters attached."""
+        """``_settled``, with the model's parameters attached: what the program has put into them is the weights now."""
+        parts = self._settled
+        parts.attachment.restore()
+        return parts
+
+    @property
+    def _settled(self) -> Parts:
+        """The parts, none of which a step behind the forward uses any more."""
         parts = self._open_parts
         if parts.behind is not None:
             with self._breakage.watch():
                 parts.behind.join()
-        parts.attachment.restore()
         return parts
+
+    @contextlib.contextmanager
+    def _looking(self) -> Iterator[Parts]:
+        """``_live`` for a while: afterwards parameters have the data again that the program has put into them."""
+        parts = self._settled
+        with parts.attachment.shown():
+            yield parts
 
     @property
     def _open_parts(self) -> Parts:
@@ -232,7 +261,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._check_passes()
         self._micro_step += 1
         self._stepped = self.boundary if self.boundary is not None else self._micro_step >= self.grad_accum
-        if self._stepped:
+        if not self._stepped:
+            self.join()  # parameters that the program has replaced: before the next pass adds to their gradients
+        else:
             self._micro_step = 0
             start = time.perf_counter()
             with torch.no_grad(), contextlib.suppress(NoGradientsError):
@@ -285,7 +316,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._check_frozen()
         if not parts.reducer.ask():
             return  # no gradients: as in torch, nothing to do
-        if self.scaler is not None and parts.reducer.reached > self._scaled_passes:
+        if self.scaler is not None and parts.reducer.scaled_passes > self._scaled_passes:
             raise RuntimeError("precision='fp16' needs opt.backward(loss) instead of loss.backward()")
         self._groups.check(self)
         parts.reducer.say_unused()
@@ -348,21 +379,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def memory(self) -> Memory:
         """Bytes of this rank by tier and purpose; what ranks of a host share counts as nbytes / local_world_size."""
-        return memory_of(self._live)
+        return memory_of(self._settled)
 
     def stats(self) -> dict[str, float]:
         """Cumulative seconds that the main thread waited and that it looked for edited weights, and what the swap file
         moved."""
-        return stats_of(self._live, self._sweep.waited_s, self._step_s)
+        return stats_of(self._settled, self._sweep.waited_s, self._step_s)
 
     def allocation_count(self) -> int:
         """Allocations that the core ever made for this optimizer; constant after the second step."""
-        return self._live.allocation_count()
+        return self._settled.allocation_count()
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """What ``model.state_dict()`` would be if all were whole here: parameters under each of their names (tied ones
         share memory), frozen ones, this rank's buffers. Copied to the CPU. Collective in stage 3."""
-        return torch_state.full_state_dict(self._live)
+        with self._looking() as parts:
+            return torch_state.full_state_dict(parts)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with whole tensors on every rank (``save`` keeps no more than one in memory). Collective.
@@ -370,7 +402,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         With 16-bit weights ``master``, fp32, lies beside the optimizer's own arrays.
         """
         self._breakage.check("state_dict()")
-        return torch_state.state_dict(self)
+        with self._looking():
+            return torch_state.state_dict(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """What ``state_dict`` gave, at any world size, stage, tier and precision, or torch's class of the same formula.
@@ -414,7 +447,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         log_unsaved(self._open_parts.reducer.waiting_passes, self._micro_step, self.grad_accum)
         self._end_saving()
         final = Path(directory).absolute()
-        self._saving = checkpoint.save(self, final, scheduler, client_state, wait, then, lean, root)
+        with self._looking():
+            self._saving = checkpoint.save(self, final, scheduler, client_state, wait, then, lean, root)
         return self._saving
 
     def _end_saving(self) -> None:

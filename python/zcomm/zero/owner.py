@@ -15,7 +15,8 @@ def owner_of(param: torch.Tensor) -> tuple[ZeroOptimizer, Parts, int | None] | N
     have: whole on each rank. None: no open optimizer knows it."""
     whole, param = None, original(param)
     for optimizer in open_optimizers():
-        parts = optimizer._live
+        parts = optimizer._settled
+        parts.attachment.put_back()
         index = parts.index_of.get(id(param))
         if index is not None:
             return optimizer, parts, index

@@ -47,7 +47,7 @@ class ParamGroups:
         self._calls: dict[str, Any] = {}  # of its own that are set on the instance: schedules watch step()
         if given is not None:
             self._share(owner, given)
-        self._params = [(group["params"], list(map(id, group["params"]))) for group in owner.param_groups]
+        self._ids = [list(map(id, group["params"])) for group in owner.param_groups]  # the store keeps the parameters
 
     def _share(self, owner: ZeroOptimizer, given: torch.optim.Optimizer) -> None:
         """See [Note: one list]."""
@@ -72,14 +72,14 @@ class ParamGroups:
                 f"step(): the list param_groups of this ZeroOptimizer or of the {type(given).__name__} that was given "
                 "to it was replaced, so they no longer share their options: change the groups' values in place"
             )
-        if len(groups) != len(self._params):
-            raise RuntimeError(f"step(): there were {len(self._params)} param groups, now {len(groups)}: {_ADDED}")
-        for number, (group, (params, ids)) in enumerate(zip(groups, self._params, strict=True)):
+        if len(groups) != len(self._ids):
+            raise RuntimeError(f"step(): there were {len(self._ids)} param groups, now {len(groups)}: {_ADDED}")
+        for number, (group, ids) in enumerate(zip(groups, self._ids, strict=True)):
             now = group["params"]
-            if (now is not params or len(now) != len(ids)) and list(map(id, now)) != ids:
+            if list(map(id, now)) != ids:
                 raise RuntimeError(
-                    f"step(): param group {number} has {len(now)} parameters, and not the {len(ids)} that it had at "
-                    f"construction: {_ADDED}"
+                    f"step(): param group {number} has {len(now)} parameters, which are not the {len(ids)} that it had "
+                    f"at construction: {_ADDED}"
                 )
             owner.rule.check_now(group)
 

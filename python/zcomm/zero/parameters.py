@@ -23,6 +23,13 @@ from zcomm._tensors import tensor_of
 from zcomm.comm import Communicator
 from zcomm.zero.geometry import FlatBucket, Geometry
 
+Form = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
+
+
+def form_of(tensor: torch.Tensor) -> Form:
+    """Address, dtype, shape and strides: what a parameter's data has while it is the store's."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
 
 class ParameterStore(ABC):
     """Holds the parameters of ``geometry``; after ``commit`` the model's parameters are views of it."""
@@ -96,6 +103,10 @@ class ParameterStore(ABC):
 
     def adopt(self, param: int, value: torch.Tensor) -> None:
         """Make ``value`` (of the parameter's shape) the program's edit of a parameter, and attach it again."""
+        raise NotImplementedError("the weights of this store cannot be replaced by other tensors")
+
+    def own_copy(self, param: int) -> torch.Tensor:
+        """Copy what a parameter of ``detached`` has in this store. Local."""
         raise NotImplementedError("the weights of this store cannot be replaced by other tensors")
 
     def take_edits(self) -> None:  # noqa: B027
@@ -219,7 +230,7 @@ class ResidentStore(ParameterStore):
     ) -> None:
         super().__init__(params, geometry, comm, flat.dtype, tiers)
         self._flat = flat
-        self._addresses = [0] * len(params)  # of the memory that each parameter is a view of
+        self._forms: list[Form | None] = [None] * len(params)  # of the view that each parameter is
         self._begins = {bucket.index: bucket.begin for bucket in geometry.every} if begins is None else begins
 
     def _bucket(self, bucket: FlatBucket) -> torch.Tensor:
@@ -235,7 +246,7 @@ class ResidentStore(ParameterStore):
     def commit(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
         for index in bucket.params:
             own = self._params[index].data = self._own(index)
-            self._addresses[index] = own.data_ptr()
+            self._forms[index] = form_of(own)
 
     def sweep(self, reverse: bool = False) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
         buckets = [bucket for bucket in self._geometry.buckets if bucket.index in self._begins]
@@ -246,13 +257,17 @@ class ResidentStore(ParameterStore):
         return self._bucket(bucket)[self.part(bucket)]
 
     def detached(self) -> Iterator[int]:
-        for index, (param, address) in enumerate(zip(self._params, self._addresses, strict=True)):
-            if (param.data_ptr() != address or param.dtype is not self._dtype) and index not in self._holds:
+        for index, (param, form) in enumerate(zip(self._params, self._forms, strict=True)):
+            if form_of(param) != form and index not in self._holds:
                 yield index
+
+    def own_copy(self, param: int) -> torch.Tensor:
+        return self._own(param).clone()
 
     def adopt(self, param: int, value: torch.Tensor) -> None:
         own = self._own(param)
-        own.copy_(value)
+        overlaps = value.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
+        own.copy_(value.clone() if overlaps else value)
         self._params[param].data = own
 
     def save(self, bucket: FlatBucket, weight: torch.Tensor) -> None:

@@ -4,7 +4,9 @@
 as under DDP. It takes the gradient away and leaves a stand-in (grad_standin.py). A stand-in is lifted before autograd
 accumulates, which would otherwise add to it, and put back where autograd does not (``autograd.grad``).
 What the program does to ``p.grad`` counts as in torch: None drops the gradient, and a step then skips the parameter. A
-tensor of its own stays there: autograd adds to it, and a step takes it as this rank's gradient.
+tensor of its own stays there: autograd adds to it, and a step takes it as this rank's gradient. The program's values
+are true gradients, but what autograd adds is ``factor`` times them (loss scale, micro-steps). So where the factor is
+not 1, a copy of the program's values is kept beside the sum; a step raises if the program changed the sum since.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +31,16 @@ def _references(held: dict[int, Any]) -> dict[int, int]:
 _ALONE = _references({0: object()})[0]  # by the dict alone
 
 
+@dataclass
+class _Sum:
+    """A tensor of the program to which autograd adds. assigned: a copy of the program's part."""
+
+    tensor: torch.Tensor
+    assigned: torch.Tensor
+    version: int
+    changed: bool = False
+
+
 class ProgramGrads:
     """params: by number. dropped: whose gradient the program has dropped, and whose accumulator still has it."""
 
@@ -39,6 +52,7 @@ class ProgramGrads:
         self._given: set[int] = set()
         self._lifted: dict[int, GradStandIn] = {}
         self._theirs: set[int] = set()  # whose gradient autograd is about to add to a tensor of the program
+        self._sums: dict[int, _Sum] = {}  # tensors of the program to which autograd has added scaled gradients
         self._restored_by = -1  # the graph task that puts lifted ones back when it ends
         self.dropped: set[int] = set()
 
@@ -52,10 +66,25 @@ class ProgramGrads:
             self._params[index].grad = None
         else:
             self._theirs.add(index)
+            if self._values.factor() != 1.0:
+                self._keep_values(index, had)
         task = torch._C._current_graph_task_id()
         if self._restored_by != task:
             self._restored_by = task
             torch.autograd.Variable._execution_engine.queue_callback(self._restore)
+
+    def _keep_values(self, index: int, had: torch.Tensor) -> None:
+        """Copy what the program has assigned, before autograd adds a scaled gradient to it."""
+        known = self._sums.get(index)
+        if known is None or known.tensor is not had:
+            self._sums[index] = _Sum(had, had.detach().clone(), had._version)
+        elif known.version != had._version:
+            known.changed = True
+
+    def values_in(self, index: int) -> torch.Tensor | None:
+        """What the program had assigned before autograd added scaled gradients to it; None: all of it is its own."""
+        known = self._sums.get(index)
+        return None if known is None else known.assigned
 
     def _restore(self) -> None:
         for index, stand_in in self._lifted.items():
@@ -70,6 +99,9 @@ class ProgramGrads:
         lifted = self._lifted.pop(index, None) if self._lifted else None
         if index in self._theirs:
             self._theirs.discard(index)
+            known, grad = self._sums.get(index), self._params[index].grad
+            if known is not None and grad is not None:
+                known.tensor, known.version = grad, grad._version
             return None
         param = self._params[index]
         grad = param.grad
@@ -96,7 +128,7 @@ class ProgramGrads:
         param = self._params[index]
         if stand_in is None:
             stand_in = self._stand_ins.get(index)
-        if stand_in is not None:
+        if stand_in is not None and (stand_in.dtype, stand_in.device) == (param.dtype, param.device):
             stand_in._generation = self._values.generation  # one that the program has kept is not used again
         else:
             form = (self._values.shape_of(index), None, param.dtype, param.device)
@@ -133,8 +165,21 @@ class ProgramGrads:
                 if grad is not self._stand_ins.get(index):
                     self._check(index, grad)
             else:
+                self._check_sum(index, grad)
                 assigned.append(index)
         return absent, assigned
+
+    def _check_sum(self, index: int, grad: torch.Tensor) -> None:
+        """Raises: RuntimeError where the program has changed a sum of its own and scaled gradients."""
+        known = self._sums.get(index)
+        if known is None:
+            return
+        if known.changed or known.tensor is not grad or known.version != grad._version:
+            raise RuntimeError(
+                f"p.grad of {self._values.names[index]} was a tensor of the program when backward() added gradients "
+                f"that are scaled by {self._values.factor():g} (loss scale, micro-steps) to it, and was changed since: "
+                "set p.grad = None (zero_grad()) before backward(), or assign it after the last backward()"
+            )
 
     def clear(self, set_to_none: bool) -> None:
         """Forget the gradients, as torch's zero_grad does."""
@@ -142,6 +187,7 @@ class ProgramGrads:
             self._restore()
         self._lifted.clear()
         self._theirs.clear()
+        self._sums.clear()
         self.dropped.clear()
         for param in self._params:
             grad = param.grad

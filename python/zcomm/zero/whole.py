@@ -60,7 +60,8 @@ def full_param(param: torch.Tensor) -> torch.Tensor:
     if _is_whole(param):
         return param.detach().to(torch.float32, copy=True)
     _, parts, index = _number(param)
-    whole = access.master(parts, index)
+    with parts.attachment.shown():
+        whole = access.master(parts, index)
     assert whole is not None
     return whole
 
@@ -75,6 +76,7 @@ def set_full_param(param: torch.Tensor, value: torch.Tensor) -> None:
         return
     _, parts, index = _number(param)
     flat = _value(parts, index, value)
+    parts.attachment.restore()
     parts.store.settle()
     parts.comm.barrier(name="old weights are unused")
     with torch.no_grad():
