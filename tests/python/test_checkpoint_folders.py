@@ -308,3 +308,16 @@ def test_a_place_that_cannot_be_written(run_ranks: Run, tmp_path: Path) -> None:
     assert first == second and 0 not in {code for _, code in first}, first
     assert {code for place, code in first if "\0" not in place} >= {errno.ENOTDIR, errno.ENAMETOOLONG}
     assert [name for name in names(tmp_path) if name not in ("c", "file", "store")] == []
+
+
+def test_files_of_others_in_a_checkpoint_stay(opt: Any, tmp_path: Path) -> None:
+    opt.save(tmp_path / "c")
+    opt.save(tmp_path / "c")
+    (tmp_path / "c" / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"it holds notes\.txt, which no save has written"):
+        opt.save(tmp_path / "c")
+    assert (tmp_path / "c" / "notes.txt").read_text() == "mine"
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "manifest.json").write_text("about zcomm checkpoints: zcomm checkpoint")
+    with pytest.raises(FileExistsError, match="its manifest cannot be read"):
+        opt.save(tmp_path / "d")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import random
 import zlib
@@ -218,6 +219,13 @@ FIELDS: list[tuple[list[Any], Any, str]] = [
     (["groups", 0, "options", "betas"], {"__tuple__": 5}, "groups: a saved value is not one that a checkpoint keeps"),
     (["progress"], 5, "progress is 5; expected a list"),
     (["progress"], [{"a": "b"}], "progress[0]['a'] is 'b'; expected a number"),
+    (["progress"], [{"a": 1}], "adamw keeps nothing beside arrays and options"),
+    (["groups", 0, "options", "params"], [1, 2], "groups: options have 'params'"),
+    (["groups", 0, "options", "step"], -1, "groups: step=-1; expected a whole number"),
+    (["groups", 0, "options", "lr"], math.inf, "groups: lr=inf; expected a finite number"),
+    (["counters", "cohorts"], "x", "counters.cohorts is 'x'; expected a list"),
+    (["counters", "cohorts"], [1], "counters.cohorts[0] is 1; expected an object"),
+    (["counters", "cohorts"], [{"a": 1}], "counters.cohorts[0].group is None"),
     (["counters"], [], "counters is []; expected an object"),
     (["counters", "step_count"], -1, "counters.step_count is -1"),
     (["counters", "skipped_steps"], 1.5, "counters.skipped_steps is 1.5"),
@@ -244,6 +252,23 @@ FIELDS: list[tuple[list[Any], Any, str]] = [
     (["scheduler"], {"__array__": 3}, "scheduler: a saved value is not one"),
     (["new"], 5, "the field 'new' is not known; was it written by a newer zcomm?"),
 ]
+
+
+def test_state_of_another_form_is_refused(saved: Path) -> None:
+    """An entry of fewer elements would be read on into its neighbours."""
+    watched, values = Watched(), values_of(saved)
+    file, dtype, shape, begin = values["optimizer"]["exp_avg/0.weight"][:4]
+    data = (saved / file).read_bytes()
+    for kind, sizes in ((dtype, [1]), ("I32", shape), (dtype, [6, 5]), (dtype, [30])):
+        count = 4 * math.prod(sizes)
+        entry = [file, kind, sizes, begin, count, zlib.crc32(data[begin : begin + count])]
+        forge(saved, changed(values, ["optimizer", "exp_avg/0.weight"], entry) | {"checksums": {}})
+        found = watched.refused(saved)
+        assert f"exp_avg/0.weight is {kind} {sizes}, not F32 {shape}" in found, found
+    forge(saved, values)
+    watched.opt.load(saved, scheduler=watched.schedule)
+    watched.opt.close()
+    zcomm.shutdown()
 
 
 def changed(values: dict[str, Any], way: list[Any], value: Any) -> dict[str, Any]:

@@ -192,3 +192,16 @@ def test_options_keep_numbers_alone() -> None:
     for wrong in (torch.ones(2), np.complex64(1j), np.ones(3)):
         with pytest.raises(ValueError, match=r'options\["lr"\] is'):
             to_json({"lr": wrong}, "options")
+
+
+def test_ways_that_look_alike_keep_their_tensors() -> None:
+    values = [
+        Namespace(**{"a.b": torch.ones(2), "a": Namespace(b=torch.zeros(2))}),
+        Namespace(**{"a[0]": np.ones(1), "a": [torch.zeros(1)]}),
+    ]
+    tensors: dict[str, torch.Tensor] = {}
+    found = [from_json(json.loads(json.dumps(to_json(value, "s", tensors))), tensors) for value in values]
+    assert vars(found[0])["a.b"].tolist() == [1, 1] and found[0].a.b.tolist() == [0, 0]
+    assert vars(found[1])["a[0]"].tolist() == [1] and found[1].a[0].tolist() == [0]
+    with pytest.raises(ValueError, match="a key of s is nan"):
+        to_json({float("nan"): torch.ones(1)}, "s", tensors)

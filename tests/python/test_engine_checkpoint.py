@@ -131,7 +131,7 @@ def test_engine_checkpoints_in_deepspeeds_terms(tmp_path: Path, caplog: pytest.L
         shutil.rmtree(tmp_path / name)
     with pytest.raises(ValueError, match="plain folder name"):
         two.save_checkpoint(tmp_path, tag="a/b")
-    for name in ("latest", "..", ""):
+    for name in ("latest", "..", "", " x ", "a\r", "a\u3000", "a\udcff"):
         with pytest.raises(ValueError, match="plain folder name"):
             two.save_checkpoint(tmp_path, tag=name)
     assert two.save_checkpoint(tmp_path, tag=7) and (tmp_path / "latest").read_text() == "7"

@@ -297,3 +297,18 @@ def test_a_rank_that_cannot_load_weights_makes_all_raise(run_ranks: Any, tmp_pat
     first, second = run_ranks(rename_fails_on_one, 2, str(tmp_path))
     assert "failed on rank 1: KeyError: 'weight'" in first[0] and second[0] == "KeyError: 'weight'"
     assert first[1].startswith("FileNotFoundError") and second[1].startswith("FileNotFoundError")
+
+
+def test_numbers_are_not_cut_to_another_kind(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2, bias=False)
+    model.register_buffer("count", torch.zeros(2, dtype=torch.int64))
+    before = model.weight.detach().clone()
+    good = {"weight": torch.ones(2, 2), "count": torch.ones(2, dtype=torch.int32)}
+    for name, value in (("weight", torch.ones(2, 2, dtype=torch.complex64)), ("count", torch.full((2,), 1.7))):
+        save_file(good | {name: value}, tmp_path / "x.safetensors")
+        with pytest.raises(ValueError, match=f"values would be lost: {name}: [CF]"):
+            zcomm.zero.load_weights(model, tmp_path / "x.safetensors")
+        assert torch.equal(model.weight, before)
+    save_file(good, tmp_path / "x.safetensors")
+    zcomm.zero.load_weights(model, tmp_path / "x.safetensors")
+    assert torch.equal(model.weight, torch.ones(2, 2)) and model.count.tolist() == [1, 1]

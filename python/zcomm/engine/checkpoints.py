@@ -57,8 +57,8 @@ def _one_tag(engine: Engine, call: str, tag: str | int) -> str:
         if engine.global_rank == 0:
             logging.getLogger("zcomm").warning("%s, so the tag of rank 0 is taken", text)
     name = tags[0]
-    if not name or set(name) & {"/", "\0", "\n"} or name in ("latest", ".", ".."):
-        raise ValueError(f"{call}: tag={name!r} must be a plain folder name")
+    if not name.isprintable() or name != name.strip() or "/" in name or name in ("", "latest", ".", ".."):
+        raise ValueError(f"{call}: tag={name!r} must be a plain folder name, without blanks at its ends")
     return name
 
 

@@ -92,9 +92,14 @@ class Rule(ABC):
         """What a checkpoint keeps of the rule beside arrays and ``group["step"]``, per group; plain numbers."""
         return None
 
+    def check_progress(self, progress: list[dict[str, Any]] | None) -> None:
+        """Raises: ValueError, TypeError or LookupError for what ``set_progress`` cannot take."""
+        if progress:
+            raise ValueError(f"{self.name} keeps nothing beside arrays and options, but progress is {progress!r:.100}")
+
     def set_progress(self, progress: list[dict[str, Any]] | None) -> None:
         """The inverse of ``progress``."""
-        assert not progress, f"{self.name} keeps nothing else"
+        self.check_progress(progress)
 
 
 @dataclass(frozen=True)

@@ -138,6 +138,12 @@ class TorchRule(Rule):
     def progress(self) -> list[dict[str, Any]] | None:
         return [self.plain_scalars(scalars) for scalars in self._scalars]
 
+    def check_progress(self, progress: list[dict[str, Any]] | None) -> None:
+        if progress and len(progress) != len(self._scalars):
+            raise ValueError(f"progress has {len(progress)} groups, this optimizer {len(self._scalars)}")
+        for saved in progress or []:
+            self.scalars_of(saved)
+
     def set_progress(self, progress: list[dict[str, Any]] | None) -> None:
         for number, saved in enumerate(progress or []):
             self._scalars[number] = self.scalars_of(saved)

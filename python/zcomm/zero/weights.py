@@ -41,7 +41,8 @@ def load_weights(
     state stays), or a model before it (parameters without memory, of ``zero.Init`` or torch's meta device, remember
     the file, and ZeroOptimizer reads its shards from there: keep the file until then; others are read now; call it on
     all ranks). rename: the name in the model of a name in the file; None skips it. strict: the names are the same on
-    both sides (one of the names of a tied weight is enough). Numbers are converted to the target's type.
+    both sides (one of the names of a tied weight is enough). Numbers are converted to the target's type,
+    but not complex ones to real ones, nor those to integers.
     Raises, before anything has changed: FileNotFoundError; OSError for a file that is short; ValueError for a file that
     is not valid safetensors, a tensor that is in two files, and listing names and shapes that do not fit.
     """
@@ -152,6 +153,11 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.state_dict(keep_vars=True).items()
 
 
+def _rank(dtype: torch.dtype) -> int:
+    """0 for integers, 1 for real and 2 for complex numbers."""
+    return 2 if dtype.is_complex else int(dtype.is_floating_point)
+
+
 def match(
     model: nn.Module, entries: Entries, shapes: Mapping[int, torch.Size], strict: bool, where: Path
 ) -> dict[str, Entry]:
@@ -161,7 +167,7 @@ def match(
     names: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         names.setdefault(id(tensor), []).append(name)
-    missing, other = [], []
+    missing, other, lossy = [], [], []
     for number, aliases in names.items():
         known = [alias for alias in aliases if alias in entries]
         if not known:
@@ -171,12 +177,15 @@ def match(
         shape = tuple(shapes.get(number, tensors[name].shape))
         if entries[name].shape != shape:
             other.append(f"{name}: {entries[name].shape} there, {shape} here")
+        if _rank(entries[name].torch_dtype) > _rank(tensors[name].dtype):
+            lossy.append(f"{name}: {entries[name].dtype} there, {tensors[name].dtype} here")
         found[name] = entries[name]
     unexpected = [name for name in entries if name not in tensors]
     lines = [
         *([f"not in the file: {listed(missing)}"] if missing and strict else []),
         *([f"not in the model: {listed(unexpected)}"] if unexpected and strict else []),
         *([f"other shapes: {listed(other)}"] if other else []),
+        *([f"values would be lost: {listed(lossy)}"] if lossy else []),
         *(["no name is the same"] if not found and not strict else []),
     ]
     if lines:

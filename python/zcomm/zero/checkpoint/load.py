@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
+import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +102,8 @@ class _Found:
         self._options = [self._plain(each["options"], {}, folder, "groups") for each in manifest.groups]
         if with_optimizer:
             for group, options in zip(optimizer.param_groups, self._options, strict=True):
-                _check_options(optimizer, {**group, **options}, folder)
+                _check_options(optimizer, group, options, folder)
+            _check_scalars(optimizer, manifest, folder)
         self.set_random: Callable[[], None] = lambda: None
         if with_random and len(manifest.rank_files) == parts.comm.world_size:  # converted ones have none
             name = manifest.rank_files[parts.comm.rank]
@@ -209,12 +211,31 @@ def _compared(folder: Folder, manifest: Manifest, name: str) -> bytes:
     return data
 
 
-def _check_options(optimizer: ZeroOptimizer, group: dict[str, Any], folder: Folder) -> None:
-    """Raises: ValueError for options that the optimizer cannot have."""
+def _check_options(optimizer: ZeroOptimizer, group: dict[str, Any], saved: dict[str, Any], folder: Folder) -> None:
+    """Raises: ValueError for saved options of ``group`` that the optimizer cannot have."""
+    where = f"{folder.path / NAME}: groups"
+    if "params" in saved:
+        raise ValueError(f"{where}: options have 'params'; parameters are beside them")
+    steps, lr = saved.get("step", 0), saved.get("lr", 0.0)
+    if type(steps) is not int or steps < 0:
+        raise ValueError(f"{where}: step={steps!r}; expected a whole number of at least 0")
+    if isinstance(lr, (int, float)) and not math.isfinite(lr):
+        raise ValueError(f"{where}: lr={lr!r}; expected a finite number")
     try:
-        optimizer.rule.check(group)
+        optimizer.rule.check({**group, **saved})
     except (ValueError, TypeError, LookupError, NotImplementedError) as error:
         raise ValueError(f"{folder.path / NAME}: groups: {error}") from error
+
+
+def _check_scalars(optimizer: ZeroOptimizer, manifest: Manifest, folder: Folder) -> None:
+    """Raises: ValueError for what the rule keeps beside arrays and options, where it is not this rule's."""
+    rule = optimizer.rule
+    try:
+        rule.check_progress(manifest.progress)
+        for cohort in manifest.counters.get("cohorts", []):
+            rule.scalars_of(cohort["scalars"])
+    except (ValueError, TypeError, LookupError) as error:
+        raise ValueError(f"{folder.path / NAME}: progress or counters.cohorts: {error!r}") from error
 
 
 def _check(optimizer: ZeroOptimizer, manifest: Manifest, with_optimizer: bool, strict: bool) -> None:
@@ -254,6 +275,9 @@ def _check_optimizer(optimizer: ZeroOptimizer, manifest: Manifest) -> None:
             f"the checkpoint has the state of {manifest.optimizer_name}, which lacks {listed(lacking)} of "
             f"{optimizer.rule.name}; load the weights alone with optimizer=False"
         )
+    wrong = list(_other_forms(parts, manifest))
+    if wrong:
+        raise ValueError(f"the checkpoint's optimizer state has other shapes or dtypes: {listed(wrong)}")
     theirs_and_ours = {name.replace("adamw", "adam") for name in (manifest.optimizer_name, optimizer.rule.name)}
     if len(theirs_and_ours) > 1 and " " not in manifest.optimizer_name:  # a converted one may have no name
         raise ValueError(  # it has all arrays by chance, or needs none; options such as lr would come along
@@ -267,6 +291,25 @@ def _check_optimizer(optimizer: ZeroOptimizer, manifest: Manifest) -> None:
             f"the checkpoint's param groups have {[len(t) for t in theirs]} parameters, this optimizer's "
             f"{[len(s) for s in ours]}, or others of them; build it with the same groups, or load with optimizer=False"
         )
+
+
+def _other_forms(parts: Parts, manifest: Manifest) -> Iterator[str]:
+    """Name the entries of optimizer state that do not have the form which ``save`` gives them."""
+    arrays = parts.state.form.arrays
+    for index, name in enumerate(parts.names[: parts.geometry.trained_count]):
+        saved, shape = manifest.aliases.get(name, name), tuple(parts.geometry.places[index].shape)
+        coded = f"scales/{saved}" in manifest.optimizer
+        blocks = -(-math.prod(shape) // STATE_BLOCK), len(arrays)
+        for key in ("master", "scales", *arrays):
+            entry = manifest.optimizer.get(f"{key}/{saved}")
+            if entry is None:
+                continue
+            wanted = blocks if key == "scales" else shape
+            codes = coded and key in arrays
+            kind = entry.torch_dtype
+            if entry.shape != wanted or (kind != torch.uint8 if codes else not kind.is_floating_point):
+                expected = f"{'U8' if codes else 'F32'} {list(wanted)}"
+                yield f"{key}/{saved} is {entry.dtype} {list(entry.shape)}, not {expected}"
 
 
 def _read_tensors(parts: Parts, folder: Folder, manifest: Manifest, with_optimizer: bool) -> None:

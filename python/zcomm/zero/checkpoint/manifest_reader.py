@@ -179,7 +179,18 @@ class _Fields:
                 raise self._wrong("counters.loss_scale.scale", scale.get("scale"), "a number more than 0")
             for name in ("hysteresis_left", "good_steps"):
                 self._whole(f"counters.loss_scale.{name}", scale.get(name))
+        self._list("counters.cohorts", counters.get("cohorts", []), self._cohort)
         return dict(counters)
+
+    def _cohort(self, field: str, value: Any) -> None:
+        cohort = self._dict(field, value)
+        self._whole(f"{field}.group", cohort.get("group"))
+        self._list(f"{field}.params", cohort.get("params"), self._text)
+        self._numbers(f"{field}.counters", cohort.get("counters"))
+        if cohort.get("scalars") is not None:
+            self._numbers(f"{field}.scalars", cohort["scalars"])
+        elif "scalars" not in cohort:
+            raise self._wrong(f"{field}.scalars", None, "an object, or null")
 
     def _entry(self, field: str, value: Any, files: dict[str, int]) -> Entry:
         if not isinstance(value, list) or len(value) != 6:

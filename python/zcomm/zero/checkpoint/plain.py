@@ -58,6 +58,8 @@ def _to_json(value: Any, where: str, tensors: Tensors | None) -> Any:
         tagged = isinstance(value, Counter) or bool(_TAGS & set(value))
         if not tagged and all(isinstance(key, str) for key in value):
             return {key: _to_json(item, _at(where, key), tensors) for key, item in value.items()}
+        if any(isinstance(key, float) and key != key for key in value):
+            raise ValueError(f"a key of {where} is nan, which equals no other key; a checkpoint cannot keep it")
         kind = _COUNTS if isinstance(value, Counter) else _ITEMS
         return {
             kind: [
@@ -94,8 +96,9 @@ def _kept(value: Any, where: str, tensors: Tensors) -> Any:
             raise _refused(value, where, ", a subclass of Tensor")
         if value.layout != torch.strided or value.is_meta or value.is_quantized or not holds(value.dtype):
             raise _refused(value, where, f" ({value.dtype}, {value.layout}, on {value.device})")
-        tensors[where] = value.detach().resolve_conj().resolve_neg()
-        return {_PARAMETER: [where, value.requires_grad]} if isinstance(value, nn.Parameter) else {_TENSOR: where}
+        name = _free_name(where, tensors)
+        tensors[name] = value.detach().resolve_conj().resolve_neg()
+        return {_PARAMETER: [name, value.requires_grad]} if isinstance(value, nn.Parameter) else {_TENSOR: name}
     numpy: Any = sys.modules["numpy"]
     if value.dtype.hasobject or value.dtype.fields is not None:
         raise _refused(value, where, f" of dtype {value.dtype}")
@@ -103,8 +106,18 @@ def _kept(value: Any, where: str, tensors: Tensors) -> Any:
         return {_SCALAR: [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
     if type(value) is not numpy.ndarray:
         raise _refused(value, where, ", a subclass of ndarray")
-    tensors[where] = _of_array(value)
-    return {_ARRAY: [where, value.dtype.str, list(value.shape)]}
+    name = _free_name(where, tensors)
+    tensors[name] = _of_array(value)
+    return {_ARRAY: [name, value.dtype.str, list(value.shape)]}
+
+
+def _free_name(where: str, tensors: Tensors) -> str:
+    """``where``, with a number if another tensor has the name: attributes such as "a.b" make two ways look alike."""
+    name, number = where, 1
+    while name in tensors:
+        number += 1
+        name = f"{where} ({number})"
+    return name
 
 
 def _of_array(value: Any) -> torch.Tensor:

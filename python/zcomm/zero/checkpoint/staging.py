@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import json
 import os
 import re
 import shutil
@@ -132,6 +133,23 @@ def _check_place(final: Path) -> None:
     if folders:
         what = f"it holds the folder {folders[0]}, which would be lost with it; save elsewhere, or move that"
         raise FileExistsError(errno.EEXIST, what, str(final))
+    names, listed = {each.name for each in final.iterdir()}, _listed_files(final)
+    if listed is None and names:
+        what = "its manifest cannot be read, so what else it holds is not known; save elsewhere, or remove it"
+        raise FileExistsError(errno.EEXIST, what, str(final))
+    foreign = sorted(names - (listed or set()))
+    if foreign:
+        what = f"it holds {foreign[0]}, which no save has written and which would be lost; save elsewhere, or move that"
+        raise FileExistsError(errno.EEXIST, what, str(final))
+
+
+def _listed_files(final: Path) -> set[str] | None:
+    """The files that the checkpoint in ``final`` is made of, as its manifest names them; None: it cannot be read."""
+    try:
+        values = json.loads((final / "manifest.json").read_bytes().partition(b"\n")[2])
+        return {"manifest.json", *map(str, values["files"])}
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
 
 
 def _is_mount(final: Path) -> bool:

@@ -183,6 +183,9 @@ def read_part(folder: Folder, entry: Entry, begin: int = 0, end: int | None = No
     dtype = entry.torch_dtype
     count = entry.nbytes // dtype.itemsize
     end = count if end is None else end
+    if not 0 <= begin <= end <= count:
+        path = str(folder.path / entry.file)
+        raise OSError(errno.EIO, f"elements {begin} to {end} are wanted of a tensor that has {count}", path)
     out = torch.empty(end - begin, dtype=dtype)
     target, at = bytes_of(out), entry.begin + begin * dtype.itemsize
     with folder.open(entry.file) as file:
