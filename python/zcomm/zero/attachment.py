@@ -11,19 +11,23 @@ Thread rule: as ZeroOptimizer.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import stateless
 
 from zcomm.zero.geometry import Geometry
 from zcomm.zero.gradients import GradientReducer
 from zcomm.zero.parameters import ParameterStore
 
 logger = logging.getLogger("zcomm")
+_FUNCTIONAL_CALL = stateless._functional_call.__code__
 
 
 class Attachment:
@@ -77,10 +81,15 @@ class Attachment:
             self._adopt(index, self._params[index].data)
         self.looked_s += time.perf_counter() - start
 
-    def put_back(self) -> None:
-        """Put the optimizer's Parameter objects back where the program has put others. Local. Raises: as restore."""
+    def put_back(self, in_forward: bool = False) -> None:
+        """Put the optimizer's Parameter objects back where the program has put others. Local. Raises: as restore.
+
+        in_forward: not those that ``torch.func.functional_call`` has put there for this forward.
+        """
         for table, key, param, _ in self._owners:
             if table.get(key) is not param:
+                if in_forward and _in_functional_call():
+                    return
                 self._settle()
                 self._replaced()
                 break
@@ -162,3 +171,12 @@ class Attachment:
                 "the old object is put back into the module",
                 self._names[index],
             )
+
+
+def _in_functional_call() -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _FUNCTIONAL_CALL:
+            return True
+        frame = frame.f_back
+    return False

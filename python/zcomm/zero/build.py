@@ -327,7 +327,7 @@ def _hook_model(model: nn.Module, reducer: GradientReducer, attachment: Attachme
     hooks."""
 
     def put_back(module: nn.Module, args: Any) -> None:
-        attachment.put_back()
+        attachment.put_back(in_forward=True)
 
     return [
         model.register_forward_pre_hook(Hook(put_back)),

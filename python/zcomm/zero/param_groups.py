@@ -78,8 +78,8 @@ class ParamGroups:
             now = group["params"]
             if list(map(id, now)) != ids:
                 raise RuntimeError(
-                    f"step(): param group {number} has {len(now)} parameters, which are not the {len(ids)} that it had "
-                    f"at construction: {_ADDED}"
+                    f"step(): param group {number} has {len(now)} parameters, and not the {len(ids)} that it had at "
+                    f"construction: {_ADDED}"
                 )
             owner.rule.check_now(group)
 
