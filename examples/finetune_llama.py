@@ -32,7 +32,7 @@ from llama import PRESETS, Llama, LlamaConfig, loss_of, transformers_llama
 
 import zcomm
 from zcomm.demo.text import load_text
-from zcomm.gpu_speeds import peak_flops
+from zcomm.machine.gpu_specs import peak_flops
 
 _REST = 0.9  # of the GPU's memory that training without offload may take to be tried
 _WHOLE = 0.6  # of the GPU's memory: larger weights are never whole there

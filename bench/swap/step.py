@@ -23,8 +23,8 @@ from swap import counters
 from swap.fio import Fio
 from swap.ours import openable
 from zcomm import _core
-from zcomm.zero.swapped import SPAN_TILES, WINDOWS
-from zcomm.zero.tile import cut
+from zcomm.zero.layout.tiles import cut
+from zcomm.zero.optim_state.nvme import SPAN_TILES, WINDOWS
 
 _STATE_NBYTES = {"fp32": 8, "bf16": 10}  # m and v; and the other half of the master
 _TENSOR_COUNT = 6 << 20

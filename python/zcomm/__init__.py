@@ -13,7 +13,9 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from zcomm import optim, zero
     from zcomm._core import CollectiveMismatch, CudaError, PeerLost
-    from zcomm._functions import (
+    from zcomm.comm.bucket_layout import BucketLayout
+    from zcomm.comm.communicator import Communicator
+    from zcomm.comm.functions import (
         all_gather,
         all_reduce,
         all_to_all,
@@ -30,13 +32,11 @@ if TYPE_CHECKING:
         send,
         world_size,
     )
-    from zcomm._job import init, is_initialized, shutdown
-    from zcomm._work import Work
-    from zcomm.activations import offload_activations
-    from zcomm.comm import Communicator
+    from zcomm.comm.job import init, is_initialized, shutdown
+    from zcomm.comm.work import Work
     from zcomm.engine import Engine, initialize
-    from zcomm.layout import BucketLayout
-    from zcomm.offload import SwapFile, pinned_empty
+    from zcomm.memory.activations import offload_activations
+    from zcomm.memory.swap_file import SwapFile, pinned_empty
     from zcomm.profiling import profile
     from zcomm.zero import Offload, ZeroOptimizer
 
@@ -61,14 +61,14 @@ _HOME: dict[str, str | None] = {
             "send",
             "world_size",
         ),
-        "zcomm._functions",
+        "zcomm.comm.functions",
     ),
-    **dict.fromkeys(("init", "is_initialized", "shutdown"), "zcomm._job"),
-    "Work": "zcomm._work",
-    "offload_activations": "zcomm.activations",
-    "Communicator": "zcomm.comm",
+    **dict.fromkeys(("init", "is_initialized", "shutdown"), "zcomm.comm.job"),
+    "Work": "zcomm.comm.work",
+    "offload_activations": "zcomm.memory.activations",
+    "Communicator": "zcomm.comm.communicator",
     **dict.fromkeys(("Engine", "initialize"), "zcomm.engine"),
-    "BucketLayout": "zcomm.layout",
+    "BucketLayout": "zcomm.comm.bucket_layout",
     **dict.fromkeys(("SwapFile", "pinned_empty"), "zcomm.offload"),
     **dict.fromkeys(("Offload", "ZeroOptimizer"), "zcomm.zero"),
     "profile": "zcomm.profiling",

@@ -101,7 +101,7 @@ def run_late_rank(backend: str, ranks_per_host: int = 0) -> list[str]:
 
 def run_small_blocks(backend: str) -> list[str]:
     """Blocks of 4 KiB: modest buffers take many, and lists cross them."""
-    from zcomm.backends import _mpi_messages
+    from zcomm.backends.mpi import messages as _mpi_messages
 
     comm = _init(backend, 0, timeout=30.0)
     _mpi_messages.BLOCK_NBYTES = 4096

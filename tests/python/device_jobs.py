@@ -84,8 +84,8 @@ class Job:
 def train(job: Job, folder: str, steps: int = 4, comm: zcomm.Communicator | None = None) -> dict[str, Any]:
     """Losses, norms and the bits of weights and state after ``steps``. comm: None: of the job."""
     comm = comm or zcomm.init(timeout=60)
-    zcomm.zero.tile.TILE_COUNT = 256 if job.optimizer == "8bit" else 192
-    zcomm.zero.swapped.SPAN_TILES, zcomm.zero.swapped.WINDOWS = 2, 4  # more spans than windows
+    zcomm.zero.layout.tiles.TILE_COUNT = 256 if job.optimizer == "8bit" else 192
+    zcomm.zero.optim_state.nvme.SPAN_TILES, zcomm.zero.optim_state.nvme.WINDOWS = 2, 4  # more spans than windows
     with _seeding:
         torch.manual_seed(comm.rank)
         net = Net(job.kind)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from zcomm import _core
-from zcomm.zero.swap import Swap
+from zcomm.zero.optim_state.swap_file import Swap
 
 
 class _Operation:

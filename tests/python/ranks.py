@@ -167,7 +167,7 @@ def _rank_main(
     torch.set_num_threads(1)
     try:
         message = ("value", function(*args))
-        job = sys.modules.get("zcomm._job")  # loaded by the first use of zcomm
+        job = sys.modules.get("zcomm.comm.job")  # loaded by the first use of zcomm
         if job is not None and job.is_initialized():
             job.shutdown()
     except BaseException as error:

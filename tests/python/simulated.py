@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from zcomm import _core, _lane
-from zcomm._lane import DeviceLane
+from zcomm import _core
 from zcomm.backends import cuda_ipc
 from zcomm.comm import Communicator
+from zcomm.memory import device_streams
+from zcomm.memory.device_streams import DeviceLane
 
 
 class SimulatedLane(DeviceLane):
@@ -62,17 +63,17 @@ def play(max_delay_s: float = 0.0, seed: int = 1, joins: bool = False) -> None:
         lanes.append(lane)
         return lane
 
-    _lane.open_lane = open_lane
+    device_streams.open_lane = open_lane
 
 
 def playing() -> bool:
-    return _lane.open_lane is not _ordinary
+    return device_streams.open_lane is not _ordinary
 
 
 def stop() -> None:
     """Ordinary models again."""
-    _lane.open_lane = _ordinary
+    device_streams.open_lane = _ordinary
     lanes.clear()
 
 
-_ordinary = _lane.open_lane
+_ordinary = device_streams.open_lane

@@ -13,7 +13,7 @@ from torch import nn
 import simulated
 import zcomm
 from test_activations import gradients, made
-from zcomm import activations
+from zcomm.memory import activations
 
 
 @pytest.fixture(autouse=True)

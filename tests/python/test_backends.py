@@ -127,8 +127,8 @@ def test_without_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_auto_takes_mpi_between_hosts_of_an_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
-    from zcomm._rendezvous import Job
-    from zcomm.backends import mpi as backend
+    from zcomm.backends.mpi import join as backend
+    from zcomm.bootstrap.rendezvous import Job
 
     monkeypatch.setattr(backend, "mpi_available", lambda: True)
     job = Job(rank=0, world_size=4, local_rank=0, init_method=None, launcher="Open MPI")

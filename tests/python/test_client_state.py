@@ -18,7 +18,7 @@ from torch import nn
 import zcomm
 from zcomm.cli.main import main
 from zcomm.zero.checkpoint import read_manifest
-from zcomm.zero.checkpoint.plain import from_json, to_json
+from zcomm.zero.checkpoint.json_values import from_json, to_json
 
 Run = Callable[..., list[Any]]
 

@@ -46,8 +46,8 @@ from backend_values import (
 )
 from thread_world import thread_world
 from zcomm import _core
-from zcomm._join import Joined
 from zcomm.backends import cuda_ipc
+from zcomm.bootstrap.join import Joined
 
 DEVICES = torch.cuda.device_count() if _core.cuda_available() else 0
 Check = Callable[[zcomm.Communicator], None]

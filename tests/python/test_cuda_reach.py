@@ -11,8 +11,8 @@ import torch
 import zcomm
 from thread_world import thread_world
 from zcomm import _core
-from zcomm._join import Joined
-from zcomm.backends import _devices
+from zcomm.backends import devices
+from zcomm.bootstrap.join import Joined
 
 A, B, C = (f"{number:032x}" for number in (10, 11, 12))
 
@@ -51,7 +51,7 @@ def test_devices_are_known_by_what_they_are(
     def body(joined: Joined) -> bool:
         comm = zcomm.Communicator(joined)
         here.rank = comm.rank
-        found = _devices.reaches_all(comm, own[comm.rank])
+        found = devices.reaches_all(comm, own[comm.rank])
         comm.close()
         return found
 

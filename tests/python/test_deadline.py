@@ -17,7 +17,7 @@ import torch
 
 import zcomm
 from thread_world import thread_world
-from zcomm._join import Joined
+from zcomm.bootstrap.join import Joined
 
 Run = Callable[..., list[Any]]
 TIMEOUT_S = 1.0

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from zcomm import schedulers
-from zcomm.zero.loss_scale import LossScale, LossScaler
+from zcomm.zero.gradients.loss_scale import LossScale, LossScaler
 
 PYTHON = os.environ.get("ZCOMM_TEST_DEEPSPEED")
 STEPS = 60

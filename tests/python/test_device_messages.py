@@ -16,8 +16,8 @@ import torch
 import zcomm
 from backend_calls import any_source, message_mismatch, messages, messages_on_device
 from thread_world import thread_world
-from zcomm import _messages
-from zcomm._streams import Streams
+from zcomm.comm import p2p
+from zcomm.comm.cuda_streams import Streams
 
 
 class PlayedStreams(Streams):
@@ -54,7 +54,7 @@ class PlayedStreams(Streams):
 def played(monkeypatch: pytest.MonkeyPatch) -> PlayedStreams:
     """Every communicator takes its tensors for ones on a device."""
     streams = PlayedStreams()
-    monkeypatch.setattr(_messages, "streams_of", lambda device: streams)
+    monkeypatch.setattr(p2p, "streams_of", lambda device: streams)
     return streams
 
 
@@ -137,6 +137,6 @@ def test_a_receive_that_fails_lands_nowhere(tmp_path: Path, played: PlayedStream
 
 
 def test_memory_of_the_host_is_locked_for_a_device_only() -> None:
-    assert _messages.streams_of("cpu") is None
-    streams = _messages.streams_of("cuda:1")
+    assert p2p.streams_of("cpu") is None
+    streams = p2p.streams_of("cuda:1")
     assert streams is not None and streams.device == torch.device("cuda", 1)

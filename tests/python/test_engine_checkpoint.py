@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler
 
 import zcomm
 import zcomm.schedulers
-from zcomm.zero.checkpoint.plain import from_json, to_json
+from zcomm.zero.checkpoint.json_values import from_json, to_json
 
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),

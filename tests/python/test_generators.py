@@ -14,7 +14,7 @@ from torch import nn
 
 import simulated
 import zcomm
-from zcomm.zero.checkpoint import generators
+from zcomm.zero.checkpoint import rng_state
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
 
@@ -39,18 +39,18 @@ def draw() -> tuple[float, float, float]:
 
 
 def test_those_of_the_host_come_back() -> None:
-    data = generators.pack(CPU)
+    data = rng_state.pack(CPU)
     first = draw()
     assert draw() != first
-    generators.parse(data, CPU, "file")()
+    rng_state.parse(data, CPU, "file")()
     assert draw() == first
 
 
 def test_that_of_the_models_device_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = Cuda(monkeypatch)
-    data = generators.pack(CUDA)
+    data = rng_state.pack(CUDA)
     cuda.counts[CUDA] = 9
-    generators.parse(data, CUDA, "file")()
+    rng_state.parse(data, CUDA, "file")()
     assert cuda.counts == {CUDA: 7}
 
 
@@ -59,18 +59,18 @@ def test_other_devices_load_all_the_same(
     monkeypatch: pytest.MonkeyPatch, written: torch.device, read: torch.device
 ) -> None:
     cuda = Cuda(monkeypatch)
-    data = generators.pack(written)
+    data = rng_state.pack(written)
     first, cuda.counts[CUDA] = draw(), 9
-    generators.parse(data, read, "file")()
+    rng_state.parse(data, read, "file")()
     assert draw() == first and cuda.counts == {CUDA: 9}
 
 
 def test_save_and_load_ask_the_models_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    pack, parse = generators.pack, generators.parse
-    monkeypatch.setattr(generators, "pack", lambda device: [asked.append(device), pack(device)][1])
+    pack, parse = rng_state.pack, rng_state.parse
+    monkeypatch.setattr(rng_state, "pack", lambda device: [asked.append(device), pack(device)][1])
     monkeypatch.setattr(
-        generators, "parse", lambda data, device, source: [asked.append(device), parse(data, device, source)][1]
+        rng_state, "parse", lambda data, device, source: [asked.append(device), parse(data, device, source)][1]
     )
     simulated.play()
     try:
@@ -100,9 +100,9 @@ def test_garbage_is_named_before_anything_changes(content: bytes, said: str) -> 
     torch.manual_seed(5)
     before = torch.get_rng_state()
     with pytest.raises(ValueError, match=rf"r\.json: '{said}' is not a state of random number generators"):
-        generators.parse(content, CPU, "r.json")
-    good = json.loads(generators.pack(CPU))
+        rng_state.parse(content, CPU, "r.json")
+    good = json.loads(rng_state.pack(CPU))
     for name, wrong in (("python", [3, [1], None]), ("numpy", ["MT19937", [1, 2], 3, 0, 0.0]), ("numpy", 4)):
         with pytest.raises(ValueError, match=rf"r\.json: '{name}' is not a state"):
-            generators.parse(json.dumps({**good, name: wrong}).encode(), CPU, "r.json")
+            rng_state.parse(json.dumps({**good, name: wrong}).encode(), CPU, "r.json")
     assert torch.equal(torch.get_rng_state(), before)

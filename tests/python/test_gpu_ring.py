@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from fake_nvml import FakeGpu, FakeNvml, bus, eight_on_two_nodes, two_linked
-from zcomm import gpus
 from zcomm.cli.main import main
 from zcomm.launch.errors import UserError
 from zcomm.launch.gpu_ring import best_ring, gpu_ring
-from zcomm.topology import ring_order
+from zcomm.machine import gpus
+from zcomm.machine.topology import ring_order
 
 NOWHERE = Path("/nowhere")
 

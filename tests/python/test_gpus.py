@@ -20,11 +20,11 @@ from fake_nvml import (
     sysfs,
     two_linked,
 )
-from zcomm import gpus
 from zcomm.cli.doctor_gpu import cuda_of_torch, findings, ranges
 from zcomm.cli.finding import Finding
-from zcomm.gpu_speeds import hiding_tokens, pcie_bps, peak_flops
-from zcomm.topology import quality, ring_order
+from zcomm.machine import gpus
+from zcomm.machine.gpu_specs import hiding_tokens, pcie_bps, peak_flops
+from zcomm.machine.topology import quality, ring_order
 
 
 def found(machine: FakeNvml, folder: Path = Path("/nowhere"), build: str = "CUDA 13.0") -> list[Finding]:

@@ -21,10 +21,11 @@ import pytest
 import torch
 
 import zcomm
-from zcomm import _hosts, _rendezvous
-from zcomm._hosts import Hosts, choose_address
-from zcomm._join import Group, Settings
-from zcomm._proof import derive_key
+from zcomm.bootstrap import hosts as _hosts
+from zcomm.bootstrap import rendezvous
+from zcomm.bootstrap.auth import derive_key
+from zcomm.bootstrap.hosts import Hosts, choose_address
+from zcomm.bootstrap.join import Group, Settings
 
 Run = Callable[..., list[Any]]
 
@@ -121,7 +122,7 @@ def test_a_bad_port_range_is_named(text: str) -> None:
 
 
 def test_a_port_of_the_range_is_taken() -> None:
-    from zcomm._tcp import TcpListener
+    from zcomm.bootstrap.tcp import TcpListener
 
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -135,7 +136,7 @@ def test_a_port_of_the_range_is_taken() -> None:
 
 def test_a_port_of_the_range_that_the_last_job_used() -> None:
     """The last job's connections stay for a minute (TIME_WAIT), which must not keep the port from the next job."""
-    from zcomm._tcp import TcpListener
+    from zcomm.bootstrap.tcp import TcpListener
 
     port = free_port()
     with contextlib.closing(TcpListener("127.0.0.1", range(port, port + 1))) as door:
@@ -151,8 +152,8 @@ def test_a_port_of_the_range_that_the_last_job_used() -> None:
 
 
 # ---- rank and world size ----
-def job_of(**env: str) -> _rendezvous.Job:
-    return _rendezvous.find_job(None, None, None, env)
+def job_of(**env: str) -> rendezvous.Job:
+    return rendezvous.find_job(None, None, None, env)
 
 
 @pytest.mark.parametrize(
@@ -372,13 +373,13 @@ def interruptible(folder: str, where: str, victim: int) -> tuple[str, float]:
 
 def stop_before_connecting(folder: str) -> None:
     """Makes this rank one that gives its address and does not connect."""
-    from zcomm import _rendezvous
+    from zcomm.bootstrap import rendezvous
 
     def stay_away(*_: object) -> None:
         wait_for(Path(folder, "done"))
         sys.exit(0)
 
-    _rendezvous.enter = stay_away  # type: ignore[assignment]
+    rendezvous.enter = stay_away  # type: ignore[assignment]
 
 
 def wait_for(path: Path) -> None:

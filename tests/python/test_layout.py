@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from zcomm.layout import ALIGN, BucketLayout
-from zcomm.zero.geometry import Geometry
+from zcomm.comm.bucket_layout import ALIGN, BucketLayout
+from zcomm.zero.layout.flat import Geometry
 
 SHAPES = [(3,), (64,), (65, 2), (1,), (0,), (7, 9, 2), (640,), (5,)]
 

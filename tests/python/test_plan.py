@@ -150,7 +150,7 @@ def test_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
 def test_measured_drives_give_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from zcomm import swap_tuning
+    from zcomm.machine import swap_tuning
 
     monkeypatch.setattr(swap_tuning, "drive", lambda place: "a drive")
     monkeypatch.setenv("ZCOMM_SWAP_TUNING", str(tmp_path / "swap.json"))

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from fake_nvml import FakeGpu, FakeNvml, bus, one_narrow
-from zcomm import gpus, speeds
 from zcomm.cli import plan_gpu
 from zcomm.cli.main import main
-from zcomm.gpu_speeds import hiding_tokens
+from zcomm.machine import gpus, speeds
+from zcomm.machine.gpu_specs import hiding_tokens
 from zcomm.planning.gpu_tiers import CONTEXT_NBYTES, MFU, GpuHost, gpu_case
 
 GIB = 1 << 30

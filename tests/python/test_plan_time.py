@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from zcomm import speeds, tuning
 from zcomm.cli.main import main
+from zcomm.machine import speeds, tuning
+from zcomm.machine.speeds import Speeds
 from zcomm.planning import Work, estimate, step_time, work_of
 from zcomm.planning.work import Operation
-from zcomm.speeds import Speeds
 
 ROW = Speeds(2, {"fp32": 1e9, "bf16": 2e9, "fp16": 1e8}, near_bps=1e12, far_bps=1e10, start_s=1e-6, reduce_bps=2e9)
 

@@ -27,8 +27,8 @@ def net() -> nn.Sequential:
 
 def train(stage: int, offload: str | None, folder: str, profiled: bool) -> Any:
     zcomm.init(timeout=60)
-    zcomm.zero.tile.TILE_COUNT = 192
-    zcomm.zero.swapped.SPAN_TILES, zcomm.zero.swapped.WINDOWS = 2, 4  # more spans than windows
+    zcomm.zero.layout.tiles.TILE_COUNT = 192
+    zcomm.zero.optim_state.nvme.SPAN_TILES, zcomm.zero.optim_state.nvme.WINDOWS = 2, 4  # more spans than windows
     model = net()
     opt = zcomm.ZeroOptimizer(
         model, "adamw", stage=stage, offload=offload, nvme_path=folder, lr=0.01, bucket_mb=0.005, clip_norm=1.0

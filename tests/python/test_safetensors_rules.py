@@ -18,7 +18,7 @@ from torch import nn
 import zcomm
 from zcomm.zero.checkpoint.folder import Folder
 from zcomm.zero.checkpoint.tensor_file import bytes_of, read_entries, read_part
-from zcomm.zero.weights import Source
+from zcomm.zero.tensors.load import Source
 
 
 def write(path: Path, header: Any, data: bytes) -> Path:

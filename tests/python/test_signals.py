@@ -72,7 +72,7 @@ def wait_in_zcomm(call: str) -> None:
         zcomm.empty(100)
     else:
         assert call == "split"
-        zcomm._job.current().split(0)
+        zcomm.comm.job.current().split(0)
 
 
 def wait_in_torch(call: str) -> None:

@@ -23,9 +23,9 @@ import torch
 
 import zcomm
 from swap_files import nameless
-from zcomm import _snapshot
+from zcomm.memory import snapshot
 from zcomm.offload import finished
-from zcomm.zero.swap import GradualCopy, Swap
+from zcomm.zero.optim_state.swap_file import GradualCopy, Swap
 
 SIZES = (1, 1000, 4096, 65536, 65536 + 12, 300001)
 
@@ -168,8 +168,8 @@ def test_truncated_missing_and_foreign(snap: Path, tmp_path: Path) -> None:
 
 def forge(manifest: Path, body: Any) -> None:
     """A manifest with a checksum that is right."""
-    crc32c = _snapshot._crc_of(json.dumps(body, sort_keys=True))
-    manifest.write_text(json.dumps({"format": _snapshot.FORMAT, "crc32c": crc32c, "body": body}, sort_keys=True))
+    crc32c = snapshot._crc_of(json.dumps(body, sort_keys=True))
+    manifest.write_text(json.dumps({"format": snapshot.FORMAT, "crc32c": crc32c, "body": body}, sort_keys=True))
 
 
 FORGED: list[tuple[list[Any], Any, str]] = [
@@ -293,7 +293,7 @@ def test_a_snapshot_that_cannot_be_read_stays_until_the_new_one_is_there(
         fill(swap, 2)
         before = sorted(snap.iterdir())
         with monkeypatch.context() as patch:
-            patch.setattr(_snapshot, "_write_manifest", raising(OSError(errno.ENOSPC, "full")))
+            patch.setattr(snapshot, "_write_manifest", raising(OSError(errno.ENOSPC, "full")))
             with pytest.raises(OSError, match="full"):
                 swap.snapshot(snap)
         assert sorted(snap.iterdir()) == before and manifest.read_text() == old and data.stat().st_size > 0
@@ -336,10 +336,10 @@ def test_a_copy_has_no_name_and_keeps_what_was(tmp_path: Path) -> None:
     """The next background save makes its own, also when this one is not closed."""
     with zcomm.SwapFile([tmp_path / "one", tmp_path / "two"], block_nbytes=64 << 10) as swap:
         fill(swap, 1)
-        first = _snapshot.Copy(swap._core)
+        first = snapshot.Copy(swap._core)
         assert [path.name for path in tmp_path.glob("*/*/*")] == ["lock", "lock"]
         fill(swap, 2)
-        second = _snapshot.Copy(swap._core)
+        second = snapshot.Copy(swap._core)
         for copy, seed in ((first, 1), (second, 2)):
             for key, tensor in tensors(seed).items():
                 assert torch.equal(copy.load(key), tensor), key
@@ -351,7 +351,7 @@ def test_a_copy_without_its_directory_says_what_to_do(tmp_path: Path) -> None:
         fill(swap, 1)
         shutil.rmtree(tmp_path / "swap")
         with pytest.raises(FileNotFoundError, match=r"removed.*save\(wait=True\)"):
-            _snapshot.Copy(swap._core)
+            snapshot.Copy(swap._core)
 
 
 _VICTIM = """

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import zcomm
-from zcomm import swap_tuning, tuning
-from zcomm.swap_tuning import SwapTuning
+from zcomm.machine import swap_tuning, tuning
+from zcomm.machine.swap_tuning import SwapTuning
 
 
 @pytest.fixture

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 import zcomm
-from zcomm._hosts import Hosts
-from zcomm._join import Group, Settings, plan_lines
-from zcomm._proof import ANSWER_NBYTES, CHALLENGE_NBYTES, CallerProof, Line, ListenerProof, Purpose, derive_key
-from zcomm._tcp import TcpListener, connect_lines
+from zcomm.bootstrap.auth import ANSWER_NBYTES, CHALLENGE_NBYTES, CallerProof, Line, ListenerProof, Purpose, derive_key
+from zcomm.bootstrap.hosts import Hosts
+from zcomm.bootstrap.join import Group, Settings, plan_lines
+from zcomm.bootstrap.tcp import TcpListener, connect_lines
 
 KEY = derive_key(b"secret", b"test")
 Sockets = dict[Line, socket.socket]

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from torch_world import make, world
-from zcomm.torch_backend._completer import Completer
-from zcomm.torch_backend._flight import Flight
-from zcomm.torch_backend._work import Pending
+from zcomm.torch_backend.futures.completer import Completer
+from zcomm.torch_backend.futures.flight import Flight
+from zcomm.torch_backend.futures.work import Pending
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 NATIVE = [*FLOATS, torch.int8, torch.uint8, torch.int32, torch.int64]

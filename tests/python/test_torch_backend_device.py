@@ -19,10 +19,10 @@ import torch
 
 import zcomm
 from test_cuda_ipc import simulated_world
-from zcomm.torch_backend import _device
-from zcomm.torch_backend._device import DeviceHalf, DevicePending, DeviceProcessGroup, Streams, device_of
-from zcomm.torch_backend._group import ProcessGroup
-from zcomm.torch_backend._options import AllreduceOptions, BarrierOptions, ReduceScatterOptions, made
+from zcomm.torch_backend import device as _device
+from zcomm.torch_backend.device import DeviceHalf, DevicePending, DeviceProcessGroup, Streams, device_of
+from zcomm.torch_backend.group import ProcessGroup
+from zcomm.torch_backend.options import AllreduceOptions, BarrierOptions, ReduceScatterOptions, made
 
 
 class HostStreams(Streams):

@@ -1,6 +1,6 @@
 """Two jobs at one meeting point: never one world, and every rank that is not served says why.
 
-Also what a dead job has left there, and ranks that join again. See [Note: one job] of zcomm._meeting.
+Also what a dead job has left there, and ranks that join again. See [Note: one job] of zcomm.bootstrap.meeting.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 import zcomm
 from test_join import free_port
-from zcomm import _rendezvous
-from zcomm._meeting import Meeting, Process
+from zcomm.bootstrap import rendezvous
+from zcomm.bootstrap.meeting import Meeting, Process
 
 Run = Callable[..., list[Any]]
 
@@ -181,7 +181,7 @@ def test_ranks_join_again(run_ranks: Run, tmp_path: Path, scheme: str) -> None:
 # ---- what a dead job has left ----
 def joins_and_dies(method: str, dies: bool) -> float:
     if dies and os.environ["RANK"] == "1":
-        _rendezvous.enter = lambda *_: os._exit(7)  # type: ignore[assignment]
+        rendezvous.enter = lambda *_: os._exit(7)  # type: ignore[assignment]
     zcomm.init("shm", timeout=8 if dies else 40, rank=int(os.environ["RANK"]), world_size=2, init_method=method)
     value = torch.ones(1)
     zcomm.all_reduce(value)

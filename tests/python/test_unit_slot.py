@@ -10,8 +10,8 @@ import torch
 
 import zcomm
 from zcomm import _core
-from zcomm._tensors import tensor_of
-from zcomm.zero.unit_slot import Slot
+from zcomm.comm.tensors import tensor_of
+from zcomm.zero.units.slot import Slot
 
 PAGE = _core.page_nbytes()
 NBYTES = 3 * PAGE

@@ -11,9 +11,9 @@ from torch import nn
 
 import zcomm
 from zcomm import _core
-from zcomm.zero.stand_in import ShardedParameter
-from zcomm.zero.unit_choice import choose_units
-from zcomm.zero.unit_slot import Slot
+from zcomm.zero.layout.unit_policy import choose_units
+from zcomm.zero.units.slot import Slot
+from zcomm.zero.units.stand_in import ShardedParameter
 
 
 class Tied(nn.Module):

@@ -34,11 +34,11 @@ def loss_of(model: nn.Module, step: int, rank: int, dtype: torch.dtype = torch.f
 
 
 def small_tiles() -> None:
-    import zcomm.zero.swapped
-    import zcomm.zero.tile
+    import zcomm.zero.layout.tiles
+    import zcomm.zero.optim_state.nvme
 
-    zcomm.zero.tile.TILE_COUNT = 192
-    zcomm.zero.swapped.SPAN_TILES, zcomm.zero.swapped.WINDOWS = 2, 4
+    zcomm.zero.layout.tiles.TILE_COUNT = 192
+    zcomm.zero.optim_state.nvme.SPAN_TILES, zcomm.zero.optim_state.nvme.WINDOWS = 2, 4
 
 
 def look(folder: str, precision: str) -> list[dict[str, Any]]:

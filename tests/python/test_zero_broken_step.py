@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 import zcomm
-import zcomm.zero.build
-import zcomm.zero.state
-import zcomm.zero.swapped
-import zcomm.zero.tile
-from zcomm.zero.swap import Swap
+import zcomm.zero.assemble
+import zcomm.zero.layout.tiles
+import zcomm.zero.optim_state.nvme
+import zcomm.zero.optim_state.ram
+from zcomm.zero.optim_state.swap_file import Swap
 
 WIDTH = 64
 Run = Callable[..., list[Any]]
@@ -51,12 +51,12 @@ class Faults:
     """In a rank: what is to go wrong, by name."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(zcomm.zero.tile, "TILE_COUNT", 192)
-        patch.setattr(zcomm.zero.swapped, "SPAN_TILES", 2)
-        patch.setattr(zcomm.zero.swapped, "WINDOWS", 4)
-        patch.setattr(zcomm.zero.build, "Swap", FaultySwap)
-        self._step_tile = zcomm.zero.state.ShardState._step_tile
-        patch.setattr(zcomm.zero.state.ShardState, "_step_tile", lambda *args: self._tile(*args))
+        patch.setattr(zcomm.zero.layout.tiles, "TILE_COUNT", 192)
+        patch.setattr(zcomm.zero.optim_state.nvme, "SPAN_TILES", 2)
+        patch.setattr(zcomm.zero.optim_state.nvme, "WINDOWS", 4)
+        patch.setattr(zcomm.zero.assemble, "Swap", FaultySwap)
+        self._step_tile = zcomm.zero.optim_state.ram.ShardState._step_tile
+        patch.setattr(zcomm.zero.optim_state.ram.ShardState, "_step_tile", lambda *args: self._tile(*args))
         self._tiles: tuple[int, BaseException] | None = None
 
     def arm(self, what: str) -> type[BaseException]:

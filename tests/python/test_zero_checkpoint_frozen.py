@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 import zcomm
-import zcomm.zero.swapped
-import zcomm.zero.tile
-from zcomm.zero import swap
+import zcomm.zero.layout.tiles
+import zcomm.zero.optim_state.nvme
 from zcomm.zero.checkpoint import durable
+from zcomm.zero.optim_state import swap_file
 
 Run = Callable[..., list[Any]]
 
@@ -60,9 +60,13 @@ def save_both_ways(folder: str, copies: str) -> None:
     """copies: who makes the copy of what is on the drive: the core at once, or gradually the saving thread, or the
     steps that come meanwhile."""
     zcomm.init(timeout=60)
-    swap.shares_blocks = lambda folder: copies == "core"
-    finish = swap.GradualCopy.finish
-    zcomm.zero.tile.TILE_COUNT, zcomm.zero.swapped.SPAN_TILES, zcomm.zero.swapped.WINDOWS = 192, 2, 3
+    swap_file.shares_blocks = lambda folder: copies == "core"
+    finish = swap_file.GradualCopy.finish
+    zcomm.zero.layout.tiles.TILE_COUNT, zcomm.zero.optim_state.nvme.SPAN_TILES, zcomm.zero.optim_state.nvme.WINDOWS = (
+        192,
+        2,
+        3,
+    )
     here = Path(folder)
     for number, (stage, offload, precision) in enumerate(PLACES):
         torch.manual_seed(5)
@@ -82,7 +86,7 @@ def save_both_ways(folder: str, copies: str) -> None:
             finish(self)
             made.set()
 
-        swap.GradualCopy.finish = gated  # type: ignore[method-assign]
+        swap_file.GradualCopy.finish = gated  # type: ignore[method-assign]
         task = opt.save(beside, wait=False)
         if copies == "thread" and "nvme" in str(offload):
             assert made.wait(60)
@@ -110,12 +114,12 @@ def one(folder: Path) -> tuple[nn.Module, Any]:
 
 def test_a_copy_that_fails_ends_the_save_and_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The drive is full when a step is about to replace what has not been copied."""
-    monkeypatch.setattr(swap, "shares_blocks", lambda folder: False)
+    monkeypatch.setattr(swap_file, "shares_blocks", lambda folder: False)
     model, opt = one(tmp_path)
     step(model, opt, 0)
     opt.save(tmp_path / "c")
     before = files_of(tmp_path / "c")
-    gate, finish = threading.Event(), swap.GradualCopy.finish
+    gate, finish = threading.Event(), swap_file.GradualCopy.finish
 
     def late(self: Any) -> None:
         gate.wait(60)
@@ -124,9 +128,9 @@ def test_a_copy_that_fails_ends_the_save_and_no_step(tmp_path: Path, monkeypatch
     def full(self: Any, key: str) -> None:
         raise OSError(errno.ENOSPC, "no space")
 
-    monkeypatch.setattr(swap.GradualCopy, "finish", late)
+    monkeypatch.setattr(swap_file.GradualCopy, "finish", late)
     with monkeypatch.context() as patch:
-        patch.setattr(swap.GradualCopy, "_copy", full)
+        patch.setattr(swap_file.GradualCopy, "_copy", full)
         task = opt.save(tmp_path / "c", wait=False)
         step(model, opt, 1)
         gate.set()
@@ -141,7 +145,7 @@ def test_a_copy_that_fails_ends_the_save_and_no_step(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("why", ["space", "directory"])
 def test_no_room_for_a_copy_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
-    monkeypatch.setattr(swap, "shares_blocks", lambda folder: False)
+    monkeypatch.setattr(swap_file, "shares_blocks", lambda folder: False)
     model, opt = one(tmp_path)
     step(model, opt, 0)
 
@@ -195,18 +199,18 @@ def full_drive_on_one(folder: str) -> str:
     model = Net()
     opt = zcomm.ZeroOptimizer(model, stage=2, offload="nvme", nvme_path=f"{folder}/drive")
     opt.save(f"{folder}/c", client_state="first")
-    copied = swap.Swap.copied
+    copied = swap_file.Swap.copied
 
     def full(self: Any) -> Any:
         if comm.rank == 1:
             raise OSError(errno.ENOSPC, "no space for a copy", "the drive")
         return copied(self)
 
-    swap.Swap.copied = full  # type: ignore[method-assign]
+    swap_file.Swap.copied = full  # type: ignore[method-assign]
     with pytest.raises(OSError, match="no space for a copy") as told:
         opt.save(f"{folder}/c", client_state="second", wait=False)
     assert told.value.errno == errno.ENOSPC
-    swap.Swap.copied = copied  # type: ignore[method-assign]
+    swap_file.Swap.copied = copied  # type: ignore[method-assign]
     step(model, opt, 1)
     state = opt.load(f"{folder}/c")
     opt.close()

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zcomm
-from zcomm.zero.stand_in import ShardedParameter
+from zcomm.zero.units.stand_in import ShardedParameter
 from zero_jobs import Case, digest
 
 Run = Callable[..., list[Any]]

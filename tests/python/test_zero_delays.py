@@ -39,8 +39,8 @@ class Net(nn.Module):
 
 def train(case: Case, folder: str, steps: int) -> str:
     comm = zcomm.init(timeout=60)
-    zcomm.zero.tile.TILE_COUNT = 192
-    zcomm.zero.swapped.SPAN_TILES, zcomm.zero.swapped.WINDOWS = 2, 4  # more spans than windows
+    zcomm.zero.layout.tiles.TILE_COUNT = 192
+    zcomm.zero.optim_state.nvme.SPAN_TILES, zcomm.zero.optim_state.nvme.WINDOWS = 2, 4  # more spans than windows
     accum = 2 if case.stage == 1 else 1
     torch.manual_seed(5)
     net = Net()
@@ -83,12 +83,12 @@ def lag(opt: Any) -> None:
 
 def lag_hooks() -> None:
     """Hooks and waits of every optimizer from now on."""
-    from zcomm.zero.gradients import GradientReducer
-    from zcomm.zero.parameters import ResidentStore
-    from zcomm.zero.state import ShardState
-    from zcomm.zero.swapped import SwappedState
-    from zcomm.zero.unit_hooks import UnitHooks
-    from zcomm.zero.units import UnitStore
+    from zcomm.zero.gradients.reducer import GradientReducer
+    from zcomm.zero.optim_state.nvme import SwappedState
+    from zcomm.zero.optim_state.ram import ShardState
+    from zcomm.zero.params.stores import ResidentStore
+    from zcomm.zero.units.hooks import UnitHooks
+    from zcomm.zero.units.store import UnitStore
 
     assert clock is not None
     sleepy(GradientReducer, ["_collect", "_launch", "_wait", "_end_pass", "_enter"], clock)

@@ -16,11 +16,11 @@ import zcomm
 from device_jobs import Job
 from test_zero_corners import Net, loss_of
 from test_zero_device_peers import backward, ordinary, ranks, seeding
-from zcomm._lane import CopyStream
 from zcomm.comm import Communicator
-from zcomm.zero.device_units import DeviceUnitStore
-from zcomm.zero.resident_units import ResidentUnitStore
-from zcomm.zero.staged_state import StagedState
+from zcomm.memory.device_streams import CopyStream
+from zcomm.zero.optim_state.staged import StagedState
+from zcomm.zero.units.device import DeviceUnitStore
+from zcomm.zero.units.peers import ResidentUnitStore
 from zero_jobs import digest
 
 __all__ = ["ordinary"]  # a fixture

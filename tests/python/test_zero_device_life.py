@@ -17,7 +17,8 @@ import simulated
 import zcomm
 from device_jobs import Job
 from test_zero_corners import Net, loss_of
-from zcomm import _core, _lane
+from zcomm import _core
+from zcomm.memory import device_streams
 
 Run = Callable[..., list[Any]]
 _PinnedArena = _core.PinnedArena
@@ -193,12 +194,12 @@ def fake(device: str) -> Any:
 
 def test_mixed_devices_are_named() -> None:
     with pytest.raises(ValueError, match=r"a\.weight is on cpu, b\.weight on cuda:0; one optimizer has one device"):
-        _lane.for_params([("a.weight", fake("cpu")), ("b.weight", fake("cuda:0"))])
+        device_streams.for_params([("a.weight", fake("cpu")), ("b.weight", fake("cuda:0"))])
     with pytest.raises(ValueError, match="w is on cuda:1, but device='cuda:0'"):
-        _lane.for_params([("w", fake("cuda:1"))], "cuda:0")
+        device_streams.for_params([("w", fake("cuda:1"))], "cuda:0")
     with pytest.raises(NotImplementedError, match="trains on the CPU and on CUDA devices"):
-        _lane.for_params([("w", fake("xpu:0"))])
-    assert _lane.for_params([("w", fake("cpu")), ("v", fake("meta"))]) is None
+        device_streams.for_params([("w", fake("xpu:0"))])
+    assert device_streams.for_params([("w", fake("cpu")), ("v", fake("meta"))]) is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")

@@ -17,7 +17,7 @@ import zcomm
 from device_jobs import Job, mixed_state, mixed_weights, train
 from test_zero_corners import KINDS, Net
 from test_zero_device_peers import DELAY_S, backward, compare, ordinary, ranks, seeding
-from zcomm.zero.resident_units import ResidentUnitStore
+from zcomm.zero.units.peers import ResidentUnitStore
 
 __all__ = ["ordinary"]  # a fixture
 

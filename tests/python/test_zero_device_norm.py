@@ -13,10 +13,10 @@ import simulated
 import zcomm
 from device_jobs import Job
 from test_zero_corners import Net, loss_of
-from zcomm import _lane
-from zcomm.zero.gradients import GradientReducer
-from zcomm.zero.norm import GradientNorm
-from zcomm.zero.sweep import Sweep
+from zcomm.memory import device_streams
+from zcomm.zero.gradients.norm import GradientNorm
+from zcomm.zero.gradients.reducer import GradientReducer
+from zcomm.zero.step import Sweep
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def ordinary() -> Iterator[None]:
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """In order: "host" for a shard that the host squares, "wait" for a gradient that is waited for, "norm"."""
     events: list[str] = []
-    monkeypatch.setattr(_lane, "PIECE_NBYTES", 512)  # copies are slow: a delay for each piece
+    monkeypatch.setattr(device_streams, "PIECE_NBYTES", 512)  # copies are slow: a delay for each piece
 
     def tell(owner: type, method: str, what: str, counts: Any = lambda *_values: True) -> None:
         ordinary = getattr(owner, method)
@@ -124,7 +124,7 @@ def test_the_gradient_that_is_not_finite_is_named_when_it_has_landed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The norm says that there is one, while it is on its way; the next pass goes on at once."""
-    monkeypatch.setattr(_lane, "PIECE_NBYTES", 512)
+    monkeypatch.setattr(device_streams, "PIECE_NBYTES", 512)
     ends = []
     for there in (False, True):
         if there:

@@ -20,12 +20,13 @@ import zcomm
 from device_jobs import Job, train
 from test_zero_corners import KINDS, Net, loss_of
 from thread_world import thread_world
-from zcomm._join import Joined
 from zcomm.backends import cuda_ipc
-from zcomm.zero import swapped, tile
-from zcomm.zero.device_state import DeviceState
-from zcomm.zero.device_weights import DeviceStore
-from zcomm.zero.resident_units import ResidentUnitStore
+from zcomm.bootstrap.join import Joined
+from zcomm.zero.layout import tiles
+from zcomm.zero.optim_state import nvme
+from zcomm.zero.optim_state.device import DeviceState
+from zcomm.zero.params.device import DeviceStore
+from zcomm.zero.units.peers import ResidentUnitStore
 from zero_jobs import digest
 
 DELAY_S = 0.0005
@@ -35,7 +36,7 @@ seeding = threading.Lock()
 @pytest.fixture(autouse=True)
 def ordinary() -> Iterator[None]:
     """``train`` makes tiles small in its process, which is that of all tests here."""
-    sizes = [(tile, "TILE_COUNT"), (swapped, "SPAN_TILES"), (swapped, "WINDOWS")]
+    sizes = [(tiles, "TILE_COUNT"), (nvme, "SPAN_TILES"), (nvme, "WINDOWS")]
     before = [getattr(module, name) for module, name in sizes]
     yield
     simulated.stop()

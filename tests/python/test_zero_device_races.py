@@ -21,19 +21,20 @@ import simulated
 import zcomm
 from device_jobs import Job
 from test_zero_corners import WIDTH, Net, loss_of
-from zcomm import _core, _lane
-from zcomm._lane import CopyStream
+from zcomm import _core
+from zcomm.memory import device_streams
+from zcomm.memory.device_streams import CopyStream
 from zcomm.zero import optimizer as zero_optimizer
-from zcomm.zero.behind import StepBehind
-from zcomm.zero.device_gradients import DeviceReducer
-from zcomm.zero.device_norm import DeviceSquares
-from zcomm.zero.device_sources import DeviceSource
-from zcomm.zero.device_units import DeviceUnitStore
-from zcomm.zero.device_weights import DeviceStore
-from zcomm.zero.norm import GradientNorm
-from zcomm.zero.resident_units import ResidentUnitStore
-from zcomm.zero.staged_state import StagedState
-from zcomm.zero.state import ShardState
+from zcomm.zero.async_step import StepBehind
+from zcomm.zero.gradients.device_norm import DeviceSquares
+from zcomm.zero.gradients.norm import GradientNorm
+from zcomm.zero.gradients.pinned import DeviceReducer
+from zcomm.zero.optim_state.ram import ShardState
+from zcomm.zero.optim_state.staged import StagedState
+from zcomm.zero.params.device import DeviceStore
+from zcomm.zero.params.device_shards import DeviceSource
+from zcomm.zero.units.device import DeviceUnitStore
+from zcomm.zero.units.peers import ResidentUnitStore
 
 pytestmark = pytest.mark.skipif(not hasattr(_core, "Trace"), reason="the race checker is not in this build")
 Wrap = Callable[[type, str, Callable[..., Any]], None]
@@ -70,7 +71,7 @@ class Watched:
         self._patch = monkeypatch
         self._operations = 0  # of the communicator: a queue each, one after the other
         self._queue_of: dict[int, str] = {}  # by host slot
-        monkeypatch.setattr(_lane, "open_lane", self._open)
+        monkeypatch.setattr(device_streams, "open_lane", self._open)
         # Torch's operations run at once, and not in the order of its stream: values mean nothing here.
         monkeypatch.setattr(zero_optimizer, "report", lambda *args: None)
         self._tell_gradients()

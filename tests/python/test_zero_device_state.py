@@ -17,8 +17,8 @@ from device_jobs import Job, pairs
 from test_zero_corners import Net, loss_of
 from test_zero_device import same
 from test_zero_device_life import both, step
-from zcomm.zero import staged_state
-from zcomm.zero.tile import TileForm, joined, split
+from zcomm.zero.layout.tiles import TileForm, joined, split
+from zcomm.zero.optim_state import staged
 
 Run = Callable[..., list[Any]]
 DELAY_S = 0.0003
@@ -47,7 +47,7 @@ TOGETHER = [
 
 
 def small_pieces(jobs: list[Job], folder: str) -> list[Any]:
-    staged_state.PIECE_TILES = 1  # more pieces than slots
+    staged.PIECE_TILES = 1  # more pieces than slots
     return pairs(jobs, folder, DELAY_S, 3)
 
 
@@ -152,7 +152,7 @@ def test_memory_is_counted_where_it_is(fraction: float, kept: int, precision: st
 def test_none_is_all_of_it_and_a_world_of_one_crosses_no_bus(monkeypatch: pytest.MonkeyPatch) -> None:
     simulated.play()
     carried: list[int] = []
-    carry = zcomm._lane.CopyStream.carry
+    carry = zcomm.memory.device_streams.CopyStream.carry
     net, opt = wide(None)
     assert opt.memory()["cpu"]["optimizer"] == opt.memory()["cpu"]["parameters"] == 0
 
@@ -161,7 +161,7 @@ def test_none_is_all_of_it_and_a_world_of_one_crosses_no_bus(monkeypatch: pytest
         carried.extend(to.nbytes for to, _ in copies)
         carry(self, copies, *rest)
 
-    monkeypatch.setattr(zcomm._lane.CopyStream, "carry", count)
+    monkeypatch.setattr(zcomm.memory.device_streams.CopyStream, "carry", count)
     for number in range(3):
         net(torch.full((2, 64), 1.0 + number)).square().mean().backward()
         opt.step()

@@ -233,7 +233,7 @@ def test_a_forward_that_fails_leaves_no_hooks() -> None:
 
 
 def test_an_older_torch_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("zcomm.zero.unit_guard._top", None)
+    monkeypatch.setattr("zcomm.zero.units.saved_tensors._top", None)
     net = made()
     with caplog.at_level(logging.INFO, "zcomm"):
         opt = zcomm.ZeroOptimizer(net, **PRIVATE.arguments())

@@ -280,7 +280,7 @@ def test_weights_go_straight_into_shards(run_ranks: Run, tmp_path: Path, world_s
 
 
 def read_little(folder: str) -> tuple[int, int]:
-    import zcomm.zero.weights as weights
+    import zcomm.zero.tensors.load as weights
 
     comm = zcomm.init(timeout=60)
     read = 0

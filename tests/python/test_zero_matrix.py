@@ -86,8 +86,8 @@ def train(row: Row, folder: str) -> dict[str, Any]:
     bucket_mb, overlap, prefetch, share_parameters, units = rest
     case = Case(stage, offload, bucket_mb, overlap, precision, prefetch, share_parameters, fraction if offload else 1.0)
     comm = zcomm.init(timeout=60)
-    zcomm.zero.tile.TILE_COUNT = 192
-    zcomm.zero.swapped.SPAN_TILES, zcomm.zero.swapped.WINDOWS = 2, 4  # more spans than windows
+    zcomm.zero.layout.tiles.TILE_COUNT = 192
+    zcomm.zero.optim_state.nvme.SPAN_TILES, zcomm.zero.optim_state.nvme.WINDOWS = 2, 4  # more spans than windows
     torch.manual_seed(comm.rank)
     net = Net(kind)
     trained = [p for p in net.parameters() if p.requires_grad]

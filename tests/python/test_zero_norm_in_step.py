@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import zcomm
-from zcomm.zero.norm import GradientNorm
+from zcomm.zero.gradients.norm import GradientNorm
 from zero_jobs import batch, digest, groups, loss_of, small_gpt
 
 Run = Callable[..., list[Any]]

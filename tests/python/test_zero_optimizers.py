@@ -78,11 +78,11 @@ def data(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def small_tiles(kind: str) -> None:
     """Enough spans for the ring of windows to turn; 8-bit state has blocks of 256."""
-    import zcomm.zero.swapped
-    import zcomm.zero.tile
+    import zcomm.zero.layout.tiles
+    import zcomm.zero.optim_state.nvme
 
-    zcomm.zero.tile.TILE_COUNT = 256 if kind == "8-bit state" else 192
-    zcomm.zero.swapped.SPAN_TILES, zcomm.zero.swapped.WINDOWS = 2, 4
+    zcomm.zero.layout.tiles.TILE_COUNT = 256 if kind == "8-bit state" else 192
+    zcomm.zero.optim_state.nvme.SPAN_TILES, zcomm.zero.optim_state.nvme.WINDOWS = 2, 4
 
 
 PLACES: list[tuple[int, Any, float]] = [
@@ -347,9 +347,9 @@ def test_sweeps_alternate_and_begin_with_what_is_still_there(
 
 
 def small_tiles_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    import zcomm.zero.swapped
-    import zcomm.zero.tile
+    import zcomm.zero.layout.tiles
+    import zcomm.zero.optim_state.nvme
 
-    monkeypatch.setattr(zcomm.zero.tile, "TILE_COUNT", 192)
-    monkeypatch.setattr(zcomm.zero.swapped, "SPAN_TILES", 2)
-    monkeypatch.setattr(zcomm.zero.swapped, "WINDOWS", 4)
+    monkeypatch.setattr(zcomm.zero.layout.tiles, "TILE_COUNT", 192)
+    monkeypatch.setattr(zcomm.zero.optim_state.nvme, "SPAN_TILES", 2)
+    monkeypatch.setattr(zcomm.zero.optim_state.nvme, "WINDOWS", 4)

@@ -14,7 +14,7 @@ from torch import nn
 
 import zcomm
 from zcomm.planning import estimate
-from zcomm.zero.alike import plain
+from zcomm.zero.same_on_ranks import plain
 
 Run = Callable[..., list[Any]]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

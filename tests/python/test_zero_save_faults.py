@@ -18,11 +18,11 @@ from torch import nn
 import zcomm
 from interrupts import interrupted_at
 from test_zero_broken_step import Faults, FaultySwap, build, step
-from zcomm._snapshot import Copy
-from zcomm.zero import access
+from zcomm.memory.snapshot import Copy
 from zcomm.zero.checkpoint import SaveTask, durable, read_manifest
 from zcomm.zero.checkpoint.whole_model import save_model
-from zcomm.zero.swap import GradualCopy
+from zcomm.zero.optim_state.swap_file import GradualCopy
+from zcomm.zero.tensors import pieces
 
 
 def fails_once(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -319,7 +319,7 @@ def interrupted_between_collectives(folder: str, number: int, wait: bool) -> str
     torch.manual_seed(0)
     opt = zcomm.ZeroOptimizer(nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 3)), "adamw", stage=3)
     opt.save(base / "c", client_state="first")
-    original, calls = access.array, [0]
+    original, calls = pieces.array, [0]
 
     def fails(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
@@ -328,7 +328,7 @@ def interrupted_between_collectives(folder: str, number: int, wait: bool) -> str
         return original(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(access, "array", fails)
+        patch.setattr(pieces, "array", fails)
         with pytest.raises(BaseException) as told:
             opt.save(base / "c", wait=wait).wait()
     left = sorted(path.name for path in base.iterdir() if path.name != "store")

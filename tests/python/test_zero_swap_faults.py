@@ -41,12 +41,12 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 @pytest.fixture(autouse=True)
 def small_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ring turns: 11 spans through 4 windows."""
-    import zcomm.zero.swapped
-    import zcomm.zero.tile
+    import zcomm.zero.layout.tiles
+    import zcomm.zero.optim_state.nvme
 
-    monkeypatch.setattr(zcomm.zero.tile, "TILE_COUNT", 192)
-    monkeypatch.setattr(zcomm.zero.swapped, "SPAN_TILES", 2)
-    monkeypatch.setattr(zcomm.zero.swapped, "WINDOWS", 4)
+    monkeypatch.setattr(zcomm.zero.layout.tiles, "TILE_COUNT", 192)
+    monkeypatch.setattr(zcomm.zero.optim_state.nvme, "SPAN_TILES", 2)
+    monkeypatch.setattr(zcomm.zero.optim_state.nvme, "WINDOWS", 4)
 
 
 def build(folder: Path | None) -> tuple[nn.Module, Any]:

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import zcomm
-import zcomm.zero.build
-import zcomm.zero.state
-import zcomm.zero.swapped
-import zcomm.zero.tile
+import zcomm.zero.assemble
+import zcomm.zero.layout.tiles
+import zcomm.zero.optim_state.nvme
+import zcomm.zero.optim_state.ram
 from late_swap import LateSwap, watch_leases
 
 WIDTH = 64
@@ -22,9 +22,9 @@ WIDTH = 64
 @pytest.fixture(autouse=True)
 def small_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     """11 spans, of which a step reads 4 ahead."""
-    monkeypatch.setattr(zcomm.zero.tile, "TILE_COUNT", 192)
-    monkeypatch.setattr(zcomm.zero.swapped, "SPAN_TILES", 2)
-    monkeypatch.setattr(zcomm.zero.swapped, "WINDOWS", 8)
+    monkeypatch.setattr(zcomm.zero.layout.tiles, "TILE_COUNT", 192)
+    monkeypatch.setattr(zcomm.zero.optim_state.nvme, "SPAN_TILES", 2)
+    monkeypatch.setattr(zcomm.zero.optim_state.nvme, "WINDOWS", 8)
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def swaps(monkeypatch: pytest.MonkeyPatch) -> list[LateSwap]:
             super().__init__(*args, **kwargs)
             made.append(self)
 
-    monkeypatch.setattr(zcomm.zero.build, "Swap", Kept)
+    monkeypatch.setattr(zcomm.zero.assemble, "Swap", Kept)
     return made
 
 
@@ -60,14 +60,14 @@ def test_close_after_a_step_that_failed_waits_for_its_reads(
     at_release = watch_leases(monkeypatch, swaps)
     model, opt = build(tmp_path / "drive", stage=2, offload=zcomm.Offload("nvme"))
     step(model, opt)
-    wait = zcomm.zero.swapped.SwappedState._wait
+    wait = zcomm.zero.optim_state.nvme.SwappedState._wait
 
     def fail(self: Any, work: Any) -> None:
         if swaps[0].pending_reads > 1:
             raise error
         wait(self, work)
 
-    monkeypatch.setattr(zcomm.zero.swapped.SwappedState, "_wait", fail)
+    monkeypatch.setattr(zcomm.zero.optim_state.nvme.SwappedState, "_wait", fail)
     pending = 0
     with pytest.raises(type(error)):
         try:
@@ -94,7 +94,7 @@ def test_close_after_a_sweep_that_failed_waits_for_the_shards_ahead(
         if swaps[0].pending_reads:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(zcomm.zero.state.RamState, "_step_tile", interrupt)
+    monkeypatch.setattr(zcomm.zero.optim_state.ram.RamState, "_step_tile", interrupt)
     with pytest.raises(KeyboardInterrupt):
         try:
             step(model, opt)
@@ -115,7 +115,7 @@ def test_an_optimizer_that_could_not_be_made_keeps_its_windows_for_its_writes(
     def refuse(*args: Any) -> None:
         raise RuntimeError("after the first weights and state were written")
 
-    monkeypatch.setattr(zcomm.zero.build, "_reducer", refuse)
+    monkeypatch.setattr(zcomm.zero.assemble, "_reducer", refuse)
     with pytest.raises(RuntimeError, match="after the first"):
         build(tmp_path / "drive", stage=3, offload="nvme")
     swaps[0].close()

@@ -14,10 +14,17 @@ from torch import nn
 
 import zcomm
 from interrupts import leaves_a_block
-from zcomm.zero.stand_in import ShardedParameter
-from zcomm.zero.unit import UnitState
+from zcomm.zero.units.stand_in import ShardedParameter
+from zcomm.zero.units.unit import UnitState
 
-FILES = ("units.py", "unit_hooks.py", "unit_weights.py", "unit_slot.py", "unit_guard.py", "unit_order.py")
+FILES = (
+    "zero/units/store.py",
+    "zero/units/hooks.py",
+    "zero/units/weights.py",
+    "zero/units/slot.py",
+    "zero/units/saved_tensors.py",
+    "zero/units/prefetch.py",
+)
 
 
 class Interrupter:

@@ -15,9 +15,9 @@ from torch import nn
 import zcomm
 from test_zero_corners import KINDS, WIDTH, Block, Net, loss_of
 from zcomm.planning import estimate
-from zcomm.zero.stand_in import ShardedParameter
-from zcomm.zero.unit_choice import choose_units
+from zcomm.zero.layout.unit_policy import choose_units
 from zcomm.zero.unit_options import Units, ahead_of, slot_count
+from zcomm.zero.units.stand_in import ShardedParameter
 from zero_jobs import digest
 
 Run = Callable[..., list[Any]]
@@ -125,7 +125,7 @@ def test_no_bit_depends_on_what_is_looked_into(run_ranks: Run, tmp_path: Path, w
 
 
 def test_large_units_are_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("zcomm.zero.unit_choice.LARGE_NBYTES", 2**12)
+    monkeypatch.setattr("zcomm.zero.layout.unit_policy.LARGE_NBYTES", 2**12)
 
     def said(net: nn.Module, units: Any = None, **options: Any) -> list[str]:
         caplog.clear()

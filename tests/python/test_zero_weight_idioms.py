@@ -19,7 +19,7 @@ from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zcomm
-from zcomm.zero.stand_in import ShardedParameter
+from zcomm.zero.units.stand_in import ShardedParameter
 
 Run = Callable[..., list[Any]]
 Idiom = Callable[[nn.Module, int], object]
@@ -826,7 +826,7 @@ def test_without_room_closed_weights_raise_until_they_are_loaded(
 ) -> None:
     model, opt = built(tmp_path)
     wanted = opt.full_state_dict()
-    monkeypatch.setattr("zcomm.zero.units.free_nbytes", lambda device: 0)
+    monkeypatch.setattr("zcomm.zero.units.store.free_nbytes", lambda device: 0)
     done(opt)
     assert model.first.weight.shape == (16, 6)
     for use in (

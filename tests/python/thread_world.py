@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from zcomm import _rendezvous
-from zcomm._join import Joined
+from zcomm.bootstrap import rendezvous
+from zcomm.bootstrap.join import Joined
 
 Result = TypeVar("Result")
 
@@ -22,8 +22,8 @@ def thread_world(world_size: int, folder: Path, body: Callable[[Joined], Result]
 
     def run(rank: int) -> None:
         try:
-            job = _rendezvous.Job(rank, world_size, rank, store, "a test")
-            results[rank] = body(_rendezvous.join(job, "shm", 30.0, 1))
+            job = rendezvous.Job(rank, world_size, rank, store, "a test")
+            results[rank] = body(rendezvous.join(job, "shm", 30.0, 1))
         except BaseException:
             failed.append(f"rank {rank}: {traceback.format_exc()}")
 

@@ -12,11 +12,12 @@ from dataclasses import replace
 
 import torch
 
-from zcomm import _core, _rendezvous
-from zcomm._join import Joined
-from zcomm._rendezvous import Job
-from zcomm.backends._devices import index_of, joined_over, reaches_all, require
-from zcomm.comm import Communicator
+from zcomm import _core
+from zcomm.backends.devices import index_of, joined_over, reaches_all, require
+from zcomm.bootstrap import rendezvous
+from zcomm.bootstrap.join import Joined
+from zcomm.bootstrap.rendezvous import Job
+from zcomm.comm.communicator import Communicator
 
 
 def join(job: Job, timeout: float, generation: int, device: torch.device | None = None) -> Joined:
@@ -26,7 +27,7 @@ def join(job: Job, timeout: float, generation: int, device: torch.device | None 
     several hosts.
     """
     require("cuda_ipc")
-    control = _rendezvous.join(job, "auto", timeout, generation)
+    control = rendezvous.join(job, "auto", timeout, generation)
     try:
         if control.hosts.count > 1:
             raise ValueError(

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import torch
 
-from zcomm import _core, _rendezvous
-from zcomm._join import Joined
-from zcomm._rendezvous import Job
-from zcomm.backends._devices import index_of, joined_over, require
-from zcomm.comm import Communicator
+from zcomm import _core
+from zcomm.backends.devices import index_of, joined_over, require
+from zcomm.bootstrap import rendezvous
+from zcomm.bootstrap.join import Joined
+from zcomm.bootstrap.rendezvous import Job
+from zcomm.comm.communicator import Communicator
 
 
 def library_path() -> str:
@@ -47,7 +48,7 @@ def join(job: Job, timeout: float, generation: int, device: torch.device | None 
     """
     version = _core.nccl_version(library_path())
     require("nccl", f"NCCL {version} is there, ")
-    control = _rendezvous.join(job, "auto", timeout, generation)
+    control = rendezvous.join(job, "auto", timeout, generation)
     return over(control, index_of(device, control.hosts.local_rank(control.core.rank)))
 
 

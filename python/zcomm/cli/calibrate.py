@@ -15,7 +15,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from zcomm.cli.calibration_ranks import answer, run_ranks
-from zcomm.tuning import KINDS, Table, Tuning, save
+from zcomm.machine.tuning import KINDS, Table, Tuning, save
 
 if TYPE_CHECKING:
     from zcomm import Communicator

@@ -14,10 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zcomm import speeds
 from zcomm.cli.calibration_ranks import answer, run_ranks
 from zcomm.launch.environment import core_count
-from zcomm.speeds import Speeds
+from zcomm.machine import speeds
+from zcomm.machine.speeds import Speeds
 
 if TYPE_CHECKING:
     import torch

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
-from zcomm import swap_tuning
-from zcomm.offload import SwapFile, pinned_empty
-from zcomm.swap_tuning import SwapTuning
+from zcomm.machine import swap_tuning
+from zcomm.machine.swap_tuning import SwapTuning
+from zcomm.memory.swap_file import SwapFile, pinned_empty
 
 _NBYTES = 128 << 20
 _ROUNDS = 5

@@ -132,8 +132,8 @@ def _core() -> Iterator[Finding]:
 
 def _gpus() -> Iterator[Finding]:
     from zcomm import _core as core
-    from zcomm import gpus
     from zcomm.cli.doctor_gpu import findings
+    from zcomm.machine import gpus
 
     yield from findings(gpus.read(), core.cuda_info())
 
@@ -161,7 +161,7 @@ def _limits() -> Iterator[Finding]:
 
 
 def _tuning() -> Iterator[Finding]:
-    from zcomm import tuning
+    from zcomm.machine import tuning
 
     table = tuning.load()
     measured = table.origin.startswith("measured")
@@ -206,7 +206,7 @@ def _swap(directory: Path) -> Iterator[Finding]:
 
 
 def _swap_tuning(directory: Path) -> Finding:
-    from zcomm import swap_tuning
+    from zcomm.machine import swap_tuning
 
     tuned = swap_tuning.load(directory)
     value = f"blocks of {tuned.block_nbytes >> 10} KiB, {tuned.depth} in flight: {tuned.origin}"
@@ -217,9 +217,9 @@ def _swap_tuning(directory: Path) -> Finding:
 
 def _variables() -> Iterator[Finding]:
     from zcomm import _core as core
-    from zcomm import _hosts
+    from zcomm.bootstrap import hosts
 
-    described = {**dict(core.env_variables()), **dict(_hosts.VARIABLES)}
+    described = {**dict(core.env_variables()), **dict(hosts.VARIABLES)}
     for name, meaning in described.items():
         value = os.environ.get(name)
         yield Finding("ok", name, f"{'unset' if value is None else value}: {meaning}")

@@ -12,9 +12,9 @@ import psutil
 
 from zcomm.cli.finding import Finding
 from zcomm.cli.sizes import shown
-from zcomm.gpu_speeds import pcie_bps
-from zcomm.gpus import Gpu, Machine
-from zcomm.topology import ring_order
+from zcomm.machine.gpu_specs import pcie_bps
+from zcomm.machine.gpus import Gpu, Machine
+from zcomm.machine.topology import ring_order
 
 Version = tuple[int, int]
 # The driver that came with each CUDA generation's first release; later minors of it run on that one, too.

@@ -63,7 +63,7 @@ def command(args: argparse.Namespace) -> int:
         return compare(args.compare)
     if args.params is None and args.model is None:
         raise UserError("--params, --model or --compare is needed")
-    from zcomm import speeds
+    from zcomm.machine import speeds
     from zcomm.planning import estimate, step_time
 
     model, activations, work = (args.params, None, None) if args.model is None else _made(args.model, args.precision)
@@ -197,7 +197,7 @@ def _free(place: Path) -> int:
 
 def drive_bps(place: Path) -> tuple[float, float] | None:
     """Bytes per second that the drive was measured to read and write, or None."""
-    from zcomm import swap_tuning
+    from zcomm.machine import swap_tuning
 
     try:
         row = json.loads(swap_tuning.path().read_text())["drives"][swap_tuning.drive(place)]

@@ -50,9 +50,9 @@ def _times(config: dict[str, Any], steps: list[dict[str, Any]]) -> None:
     """Medians of the steps; compute of a run is all but waiting, the update included."""
     import torch
 
-    from zcomm import speeds
     from zcomm.cli.plan import drive_bps
     from zcomm.demo.model import GPT, ModelConfig
+    from zcomm.machine import speeds
     from zcomm.planning import estimate, step_time, work_of
     from zcomm.zero.options import as_precision
 

@@ -6,10 +6,10 @@ import argparse
 import itertools
 from typing import TYPE_CHECKING
 
-from zcomm import gpus
 from zcomm.cli.plan_table import print_table, seconds
 from zcomm.cli.sizes import nbytes, shown
-from zcomm.gpu_speeds import pcie_bps, peak_flops
+from zcomm.machine import gpus
+from zcomm.machine.gpu_specs import pcie_bps, peak_flops
 
 if TYPE_CHECKING:
     from zcomm.planning.gpu_tiers import GpuCase, GpuHost
@@ -62,7 +62,7 @@ def host_of(
     args: argparse.Namespace, found: gpus.Machine, memory: int, free: int, drive: tuple[float, float] | None
 ) -> GpuHost | None:
     """None without a GPU to plan for. What GPUs differ in counts as that of the least."""
-    from zcomm import speeds
+    from zcomm.machine import speeds
     from zcomm.planning.gpu_tiers import GpuHost
 
     usable = [gpu for gpu in found.gpus if gpu.memory_nbytes and not gpu.lost]

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zcomm import gpus
 from zcomm.launch import Job, launch
 from zcomm.launch.errors import UserError
 from zcomm.launch.gpu_ring import VISIBLE, gpu_ring
+from zcomm.machine import gpus
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

@@ -22,7 +22,7 @@ from zcomm.engine.auto import auto_values, epochs_of, with_steps
 from zcomm.engine.engine import Engine
 
 if TYPE_CHECKING:
-    from zcomm.comm import Communicator
+    from zcomm.comm.communicator import Communicator
     from zcomm.zero import ZeroOptimizer
     from zcomm.zero.options import Tier
 
@@ -135,16 +135,16 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Source | Confi
 
 
 def _join(distributed_port: int | None, dist_init_required: bool | None) -> Communicator:
-    from zcomm import _job  # here, so that the engine can be imported where the core is not built
+    from zcomm.comm import job  # here, so that the engine can be imported where the core is not built
 
-    if dist_init_required is False and not (_job.is_initialized() or torch.distributed.is_initialized()):
+    if dist_init_required is False and not (job.is_initialized() or torch.distributed.is_initialized()):
         raise ValueError(
             "dist_init_required=False, but zcomm.init() has not been called, nor has "
             "torch.distributed.init_process_group()"
         )
     if distributed_port is not None and "MASTER_ADDR" in os.environ:
         os.environ.setdefault("MASTER_PORT", str(distributed_port))
-    return _job.init()
+    return job.init()
 
 
 def _base_optimizer(

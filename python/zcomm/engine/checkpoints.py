@@ -45,7 +45,7 @@ def _one_tag(engine: Engine, call: str, tag: str | int) -> str:
 
     Raises: ValueError, on every rank.
     """
-    from zcomm.zero.checkpoint.exchange import all_values
+    from zcomm.zero.agree import all_values
 
     tags: list[str] = all_values(engine.optimizer._live.comm, str(tag), f"{call}: tag")
     validation = engine.config.checkpoint.tag_validation
@@ -96,8 +96,8 @@ def load(
 
 def _latest(engine: Engine, directory: Path) -> Path | None:
     """The folder that ``latest`` names, as rank 0 reads it; None: there is none. Collective."""
+    from zcomm.zero.agree import Kept, agree, all_values
     from zcomm.zero.checkpoint import durable
-    from zcomm.zero.checkpoint.exchange import Kept, agree, all_values
 
     kept, found, comm = Kept(), None, engine.optimizer._live.comm
     if comm.rank == 0:

@@ -24,9 +24,9 @@ from zcomm.engine.schedule_watch import ScheduleWatch
 from zcomm.engine.timers import PhaseTimers
 
 if TYPE_CHECKING:
-    from zcomm.activations import offload_activations
-    from zcomm.comm import Communicator
+    from zcomm.comm.communicator import Communicator
     from zcomm.data import Loader
+    from zcomm.memory.activations import offload_activations
     from zcomm.zero import ZeroOptimizer
     from zcomm.zero.checkpoint import SaveTask
 
@@ -89,7 +89,7 @@ class Engine(nn.Module):
             if not (self.config.activation_checkpointing.cpu_checkpointing and torch.is_grad_enabled()):
                 return self.module(*args, **kwargs)
             if self._offload is None:
-                from zcomm.activations import offload_activations
+                from zcomm.memory.activations import offload_activations
 
                 self._offload = offload_activations()
             with self._offload:

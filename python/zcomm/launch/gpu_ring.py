@@ -8,9 +8,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 
-from zcomm.gpus import Machine
 from zcomm.launch.errors import UserError
-from zcomm.topology import EXACT, quality, ring_order
+from zcomm.machine.gpus import Machine
+from zcomm.machine.topology import EXACT, quality, ring_order
 
 VISIBLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 

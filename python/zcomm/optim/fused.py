@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 import torch
 
 from zcomm import _core
-from zcomm._tensors import core_dtype
+from zcomm.comm.tensors import core_dtype
 from zcomm.optim.plan import Batch, Plan, gather
 
 Hyper = TypeVar("Hyper")

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from zcomm import _core
-from zcomm._tensors import core_dtype
+from zcomm.comm.tensors import core_dtype
 from zcomm.optim.adam import FusedAdamBase, adam_params
 
 ALIGN = 64  # elements: each array of a state begins where 16-byte loads may

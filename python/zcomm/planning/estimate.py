@@ -13,17 +13,17 @@ import torch
 from torch import nn
 
 from zcomm import _core
-from zcomm.layout import ALIGN
+from zcomm.comm.bucket_layout import ALIGN
 from zcomm.optim.fused import STATE_BLOCK
-from zcomm.zero.gradients import SLOTS
+from zcomm.zero.gradients.reducer import SLOTS
 from zcomm.zero.integers import nbytes_of
+from zcomm.zero.layout.sections import Sections, frozen_of
+from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.memory import Memory, empty_memory, memory_formula
+from zcomm.zero.optim_state.nvme import WINDOWS as STATE_WINDOWS
+from zcomm.zero.optim_state.nvme import place
 from zcomm.zero.options import Offload, Precision, as_offload, as_precision, check_stage
-from zcomm.zero.sections import Sections, frozen_of
-from zcomm.zero.sources import WINDOWS as PARAM_WINDOWS
-from zcomm.zero.swapped import WINDOWS as STATE_WINDOWS
-from zcomm.zero.swapped import place
-from zcomm.zero.tile import TileForm
+from zcomm.zero.params.shards import WINDOWS as PARAM_WINDOWS
 from zcomm.zero.unit_options import Units, slot_count
 
 ARRAYS = {"adamw": 2, "adam": 2, "adamw-8bit": 2, "lion": 1, "adagrad": 1, "sgd": 0, "sgd-momentum": 1}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from zcomm.gpu_speeds import PAYLOAD
+from zcomm.machine.gpu_specs import PAYLOAD
 from zcomm.planning.estimate import ARRAYS
 from zcomm.zero.memory import memory_formula
 from zcomm.zero.options import as_offload, as_precision

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zcomm.machine.speeds import Speeds
 from zcomm.planning.estimate import Estimate
 from zcomm.planning.work import Work
-from zcomm.speeds import Speeds
 
 _HOOK_STARTS = 3  # a gradient's hook takes as long as starting so many operations, as measured
 

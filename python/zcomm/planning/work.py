@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from zcomm.speeds import Speeds
+from zcomm.machine.speeds import Speeds
 
 _NEAR_NBYTES = 4 << 20  # an operation that touches less finds much of it in a cache
 _ROWS = {"embedding", "index_select", "gather", "index"}  # read what they give, not all of their input

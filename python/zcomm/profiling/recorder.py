@@ -43,9 +43,9 @@ def profile(path: str | os.PathLike[str], optimizers: Sequence[ZeroOptimizer] | 
     optimizers: which to look at; None: all that are open in this process.
     Raises: ValueError where there is none; OSError on rank 0 where the file cannot be written.
     """
+    from zcomm.zero.agree import all_values
     from zcomm.zero.checkpoint import durable
-    from zcomm.zero.checkpoint.exchange import all_values
-    from zcomm.zero.opened import open_optimizers
+    from zcomm.zero.registry import open_optimizers
 
     tapped = list(open_optimizers() if optimizers is None else optimizers)
     if not tapped:

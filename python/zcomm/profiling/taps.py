@@ -21,7 +21,7 @@ from torch import nn
 from zcomm.profiling.trace import Trace
 
 if TYPE_CHECKING:
-    from zcomm.comm import Communicator
+    from zcomm.comm.communicator import Communicator
     from zcomm.zero.optimizer import ZeroOptimizer
 
 _COLLECTIVES = {

@@ -6,8 +6,8 @@ sub-groups, messages. What it takes and how it differs from Gloo: docs/torch_bac
 
 from __future__ import annotations
 
-from zcomm.torch_backend._group import ProcessGroup
-from zcomm.torch_backend._register import register
+from zcomm.torch_backend.group import ProcessGroup
+from zcomm.torch_backend.register import register
 
 __all__ = ["ProcessGroup"]
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from zcomm.zero.gathered import GatheredParameters
-from zcomm.zero.init_context import Init
-from zcomm.zero.loss_scale import LossScale
+from zcomm.zero.gradients.loss_scale import LossScale
+from zcomm.zero.materialize.init import Init
 from zcomm.zero.memory import memory_formula
 from zcomm.zero.optimizer import ZeroOptimizer
 from zcomm.zero.options import Offload
-from zcomm.zero.unit_options import Units
-from zcomm.zero.weights import load_weights
-from zcomm.zero.whole import (
+from zcomm.zero.tensors.full import (
     full_grad,
     full_optim_state,
     full_param,
@@ -18,6 +15,9 @@ from zcomm.zero.whole import (
     set_full_optim_state,
     set_full_param,
 )
+from zcomm.zero.tensors.gathered import GatheredParameters
+from zcomm.zero.tensors.load import load_weights
+from zcomm.zero.unit_options import Units
 
 __all__ = [
     "GatheredParameters",

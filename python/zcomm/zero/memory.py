@@ -18,7 +18,7 @@ from zcomm.zero import integers
 from zcomm.zero.options import Offload, as_offload, as_precision, check_stage
 
 if TYPE_CHECKING:
-    from zcomm.zero.build import Parts
+    from zcomm.zero.assemble import Parts
 
 Memory = dict[str, dict[str, int]]
 PURPOSES = ("parameters", "gradients", "optimizer", "slots")

@@ -20,25 +20,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from zcomm._job import init
-from zcomm.comm import Communicator
-from zcomm.offload import StrPath
-from zcomm.zero import alike, checkpoint, integers
-from zcomm.zero import state_dict as torch_state
-from zcomm.zero.breakage import Breakage
-from zcomm.zero.build import Parts, build_parts
-from zcomm.zero.checks import check_accumulation, check_free, check_kinds, check_numbers, check_skip, log_unsaved
-from zcomm.zero.hyper import OptimizerLike, choose_rule, frozen_in, torch_groups
-from zcomm.zero.loss_scale import LossScale, LossScaler
+from zcomm.comm.communicator import Communicator
+from zcomm.comm.job import init
+from zcomm.memory.swap_file import StrPath
+from zcomm.zero import checkpoint, integers, same_on_ranks
+from zcomm.zero.assemble import Parts, build_parts
+from zcomm.zero.gradients.loss_scale import LossScale, LossScaler
+from zcomm.zero.gradients.nonfinite import NonFinite, report
+from zcomm.zero.gradients.norm import clip_factor
 from zcomm.zero.memory import Memory, memory_of, stats_of
 from zcomm.zero.no_state import NoState
-from zcomm.zero.nonfinite import NonFinite, report
-from zcomm.zero.norm import clip_factor
-from zcomm.zero.opened import opened, taken_params
 from zcomm.zero.options import Offload, as_offload, as_precision, check_stage
 from zcomm.zero.param_groups import ParamGroups
-from zcomm.zero.sweep import NoGradientsError, Sweep
+from zcomm.zero.poison import Breakage
+from zcomm.zero.registry import opened, taken_params
+from zcomm.zero.rules.resolve import OptimizerLike, choose_rule, frozen_in, torch_groups
+from zcomm.zero.step import NoGradientsError, Sweep
+from zcomm.zero.tensors import state_dict as torch_state
 from zcomm.zero.unit_options import UnitLike, Units, as_units
+from zcomm.zero.validate import check_accumulation, check_free, check_kinds, check_numbers, check_skip, log_unsaved
 
 
 def _factor_of(optimizer: weakref.ref[ZeroOptimizer]) -> float:
@@ -152,7 +152,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         job, module = comm or init(), model if isinstance(model, nn.Module) else None
         taken = taken_params()
         check_free(self.param_groups, taken)
-        alike.check(self, job, module, units, bucket_mb=bucket_mb, prefetch=prefetch, share_parameters=share_parameters)
+        same_on_ranks.check(
+            self, job, module, units, bucket_mb=bucket_mb, prefetch=prefetch, share_parameters=share_parameters
+        )
         self._parts = build_parts(
             module,
             self.param_groups,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from zcomm.zero.build import Parts
-from zcomm.zero.opened import open_optimizers
+from zcomm.zero.assemble import Parts
 from zcomm.zero.optimizer import ZeroOptimizer
-from zcomm.zero.stand_in import original
+from zcomm.zero.registry import open_optimizers
+from zcomm.zero.units.stand_in import original
 
 
 def owner_of(param: torch.Tensor) -> tuple[ZeroOptimizer, Parts, int | None] | None:

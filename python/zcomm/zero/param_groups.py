@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zcomm.zero.rules import SWITCHES
+from zcomm.zero.rules.rule import SWITCHES
 
 if TYPE_CHECKING:
     from zcomm.zero.optimizer import ZeroOptimizer

@@ -15,8 +15,9 @@ UnitLike = nn.Module | type[nn.Module] | str
 class Units:
     """How stage 3 by units gathers a model. No bit depends on it.
 
-    blocks: None: the outermost repeated blocks (children of ModuleList and Sequential; see unit_choice.py). Or modules,
-    classes of modules, or names (of a class, or of a module in the model): the outermost of these are the units.
+    blocks: None: the outermost repeated blocks (children of ModuleList and Sequential; see layout/unit_policy.py).
+    Or modules, classes of modules, or names (of a class, or of a module in the model): the outermost of these are the
+    units.
     min_mb: join neighbours of one list until a unit has this many MiB of parameters.
     keep: of the units those (as in ``blocks``; True: all) that stay whole from their first use in a step until
     ``step()``, in memory of their own, instead of giving it to others after forward.

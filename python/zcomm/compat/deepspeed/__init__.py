@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zcomm import schedulers as lr_schedules
     from zcomm import zero
-    from zcomm.comm import Communicator
+    from zcomm.comm.communicator import Communicator
     from zcomm.compat.deepspeed import accelerator, checkpointing, comm, moe, ops, utils
     from zcomm.engine import Engine as DeepSpeedEngine
 
@@ -66,7 +66,7 @@ def init_distributed(
     """
     import torch
 
-    from zcomm import _job
+    from zcomm.comm import job as _job
 
     if dist_init_required is False and not (_job.is_initialized() or torch.distributed.is_initialized()):
         raise ValueError(
@@ -93,14 +93,14 @@ def _serve_torch_distributed(rank: int | None, world_size: int | None, init_meth
     if dist.is_initialized():
         return
     import zcomm.torch_backend  # noqa: F401  (registers "zcomm")
-    from zcomm import _rendezvous
+    from zcomm.bootstrap import rendezvous
 
-    job = _rendezvous.find_job(rank, world_size, init_method)
+    job = rendezvous.find_job(rank, world_size, init_method)
     store: dist.Store = dist.HashStore()
     if job.world_size > 1:
         if (job.init_method or "").startswith("file://"):  # a file belongs to one meeting
             job = dataclasses.replace(job, init_method=f"{job.init_method}-torch")
-        opened = _rendezvous.open_store(job, time.monotonic() + seconds, seconds)
+        opened = rendezvous.open_store(job, time.monotonic() + seconds, seconds)
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"zcomm-torch/{restart}", opened)
     dist.init_process_group(

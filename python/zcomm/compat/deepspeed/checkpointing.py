@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.utils import checkpoint as torch_checkpoint
 
-from zcomm.activations import offload_activations
 from zcomm.config import load
+from zcomm.memory.activations import offload_activations
 
 _configured = False
 _offload: offload_activations | None = None

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zcomm import _job
+from zcomm.comm import job
 from zcomm.compat.deepspeed import init_distributed
 
 __all__ = ["destroy_process_group", "get_local_rank", "init_distributed", "is_available"]
@@ -22,7 +22,7 @@ def is_available() -> bool:
 
 def get_local_rank() -> int:
     """This rank's number on its host. Raises: RuntimeError before init_distributed."""
-    return _job.current().local_rank
+    return job.current().local_rank
 
 
 def destroy_process_group(group: Any = None) -> None:
@@ -30,7 +30,7 @@ def destroy_process_group(group: Any = None) -> None:
     if dist.is_initialized():
         dist.destroy_process_group(group)
     if group is None:
-        _job.shutdown()
+        job.shutdown()
 
 
 def __getattr__(name: str) -> Any:

@@ -66,8 +66,8 @@ def _is_frozen(param: torch.Tensor) -> bool:
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
     """Log on ``ranks`` (None, or -1 among them: on all)."""
-    from zcomm import _job
+    from zcomm.comm import job
 
-    rank = _job.current().rank if _job.is_initialized() else 0
+    rank = job.current().rank if job.is_initialized() else 0
     if ranks is None or -1 in ranks or rank in ranks:
         logger.log(level, "[Rank %d] %s", rank, message)

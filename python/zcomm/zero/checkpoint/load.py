@@ -18,19 +18,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zcomm.optim.fused import STATE_BLOCK
-from zcomm.zero import access
-from zcomm.zero.build import Parts
-from zcomm.zero.checkpoint import durable, generators
-from zcomm.zero.checkpoint.exchange import Kept, agree, all_values
+from zcomm.zero.agree import Kept, agree, all_values
+from zcomm.zero.assemble import Parts
+from zcomm.zero.checkpoint import durable, rng_state
 from zcomm.zero.checkpoint.folder import Folder
+from zcomm.zero.checkpoint.json_values import from_json
 from zcomm.zero.checkpoint.manifest import NAME, Manifest
 from zcomm.zero.checkpoint.manifest_reader import open_checkpoint
-from zcomm.zero.checkpoint.plain import from_json
-from zcomm.zero.checkpoint.share import other_tensors
+from zcomm.zero.checkpoint.shard_files import other_tensors
 from zcomm.zero.checkpoint.tensor_file import Entry, check, read_part, read_whole
-from zcomm.zero.cohorts import reset_counters
+from zcomm.zero.layout.tiles import decoded
 from zcomm.zero.listed import listed
-from zcomm.zero.tile import decoded
+from zcomm.zero.rules.cohorts import reset_counters
+from zcomm.zero.tensors import pieces
 
 if TYPE_CHECKING:
     from zcomm.zero.optimizer import ZeroOptimizer
@@ -107,7 +107,7 @@ class _Found:
         self.set_random: Callable[[], None] = lambda: None
         if with_random and len(manifest.rank_files) == parts.comm.world_size:  # converted ones have none
             name = manifest.rank_files[parts.comm.rank]
-            self.set_random = generators.parse(_compared(folder, manifest, name), parts.device, str(folder.path / name))
+            self.set_random = rng_state.parse(_compared(folder, manifest, name), parts.device, str(folder.path / name))
 
     @staticmethod
     def _plain(value: Any, values: dict[str, torch.Tensor], folder: Folder, field: str) -> Any:
@@ -318,10 +318,10 @@ def _read_tensors(parts: Parts, folder: Folder, manifest: Manifest, with_optimiz
         if parts.geometry.is_frozen(index):
             entry = manifest.weights.get(saved)
             if entry is not None:
-                access.set_master(parts, index, _reader(folder, entry))
+                pieces.set_master(parts, index, _reader(folder, entry))
             continue
         exact = manifest.optimizer.get(f"master/{saved}", manifest.weights[saved])
-        access.set_master(parts, index, _reader(folder, exact))
+        pieces.set_master(parts, index, _reader(folder, exact))
         if with_optimizer:
             of_param = {key: manifest.optimizer.get(f"{key}/{saved}") for key in ("scales", *parts.state.form.arrays)}
             _read_state(parts, index, folder, {key: entry for key, entry in of_param.items() if entry is not None})
@@ -338,11 +338,11 @@ def _reader(folder: Folder, entry: Entry) -> Any:
 def _read_state(parts: Parts, index: int, folder: Folder, entries: dict[str, Entry]) -> None:
     """entries: by array; with "scales", where it is 8-bit state."""
     if "scales" not in entries:
-        access.set_arrays(parts, index, {key: _reader(folder, entry) for key, entry in entries.items()})
+        pieces.set_arrays(parts, index, {key: _reader(folder, entry) for key, entry in entries.items()})
     elif parts.state.form.coded:
-        access.set_codes(parts, index, lambda key, part: _read_codes(folder, key, entries[key], part))
+        pieces.set_codes(parts, index, lambda key, part: _read_codes(folder, key, entries[key], part))
     else:
-        access.set_arrays(parts, index, {key: _decoder(folder, entries, key) for key in parts.state.form.arrays})
+        pieces.set_arrays(parts, index, {key: _decoder(folder, entries, key) for key in parts.state.form.arrays})
 
 
 def _read_codes(folder: Folder, key: str, entry: Entry, part: slice) -> torch.Tensor:

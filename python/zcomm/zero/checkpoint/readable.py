@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from zcomm.zero.build import Parts
-from zcomm.zero.geometry import FlatBucket
+from zcomm.zero.assemble import Parts
+from zcomm.zero.layout.flat import FlatBucket
 
 
 class Readable:
-    """Of ``parts`` what access.py needs to read. error: of the first read that failed."""
+    """Of ``parts`` what tensors/pieces.py needs to read. error: of the first read that failed."""
 
     def __init__(self, parts: Parts) -> None:
         self.error: Exception | None = None

@@ -1,6 +1,6 @@
 """Saving: each parameter is put together on one rank, which writes it; then the folder is put in its place.
 
-Memory: this rank's shards and one whole fp32 tensor; in the background a copy of its shards (frozen.py). Every rank
+Memory: this rank's shards and one whole fp32 tensor; in the background a copy of its shards (snapshot.py). Every rank
 must see the same folder (a shared file system between hosts). Collective; a rank that fails, whatever its error, makes
 all raise, and the last checkpoint stays. While saving, no rank runs into the deadline for a slow drive; a dead rank is
 noticed.
@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zcomm.comm import Communicator
-from zcomm.zero.build import Parts
-from zcomm.zero.checkpoint import durable, generators
-from zcomm.zero.checkpoint.exchange import Kept, agree, all_values
+from zcomm.comm.communicator import Communicator
+from zcomm.zero.agree import Kept, agree, all_values
+from zcomm.zero.assemble import Parts
+from zcomm.zero.checkpoint import durable, rng_state
 from zcomm.zero.checkpoint.folder import Folder
-from zcomm.zero.checkpoint.frozen import Frozen, freeze
+from zcomm.zero.checkpoint.json_values import to_json
 from zcomm.zero.checkpoint.manifest import Manifest
-from zcomm.zero.checkpoint.plain import to_json
-from zcomm.zero.checkpoint.share import Share, gathered, other_tensors, others, share_of, write
+from zcomm.zero.checkpoint.shard_files import Share, gathered, other_tensors, others, share_of, write
+from zcomm.zero.checkpoint.snapshot import Frozen, freeze
 from zcomm.zero.checkpoint.staging import NewFolder
 from zcomm.zero.checkpoint.tensor_file import Entry, check_dtypes
 from zcomm.zero.param_groups import options_of
@@ -172,7 +172,7 @@ def _content(
         values: dict[str, torch.Tensor] = {}
         manifest = _manifest(optimizer, scheduler, client_state, root, values)
         values = values if parts.comm.rank == 0 else {}
-        content = _Content(manifest, share_of(parts, lean), generators.pack(parts.device), others(parts, lean), values)
+        content = _Content(manifest, share_of(parts, lean), rng_state.pack(parts.device), others(parts, lean), values)
     agree(parts.comm, kept.error, f"saving {final}")
     assert content is not None
     return content

@@ -1,7 +1,7 @@
 """The whole model as one safetensors file: each tensor is put together on rank 0, which writes it before the next.
 
 Tied weights are written once, with their other names in the file's metadata (export.py).
-Memory: one tensor beside the shards; in the background a copy of the weights' shards, too (frozen.py). The file is
+Memory: one tensor beside the shards; in the background a copy of the weights' shards, too (snapshot.py). The file is
 written beside its place, synced, and renamed. Collective; where rank 0 cannot write all raise, and the last file stays.
 """
 
@@ -12,16 +12,16 @@ from pathlib import Path
 
 import torch
 
-from zcomm.comm import Communicator
-from zcomm.zero import access
-from zcomm.zero.build import Parts
-from zcomm.zero.checkpoint.exchange import Kept, agree
-from zcomm.zero.checkpoint.frozen import freeze
+from zcomm.comm.communicator import Communicator
+from zcomm.zero.agree import Kept, agree
+from zcomm.zero.assemble import Parts
 from zcomm.zero.checkpoint.readable import Readable
 from zcomm.zero.checkpoint.save import SaveTask, start
-from zcomm.zero.checkpoint.share import aliases_of, other_tensors
+from zcomm.zero.checkpoint.shard_files import aliases_of, other_tensors
+from zcomm.zero.checkpoint.snapshot import freeze
 from zcomm.zero.checkpoint.staging import NewFile
 from zcomm.zero.checkpoint.tensor_file import Writer, check_dtypes
+from zcomm.zero.tensors import pieces
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -67,7 +67,7 @@ def _write(comm: Communicator, parts: Parts, rest: Named, aliases: dict[str, str
         agree(comm, kept.error, f"saving {path}")
         readable = Readable(parts)
         for index in range(len(parts.names)):
-            whole = access.weight(readable.parts, index, root=0)
+            whole = pieces.weight(readable.parts, index, root=0)
             if writer is not None and whole is not None and kept.error is None:
                 with kept.errors():
                     writer.add(whole)

@@ -1,0 +1,112 @@
+"""What the backends of CUDA tensors share: which device a rank has, and what "auto" takes for device="cuda"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from zcomm import _core
+from zcomm.bootstrap import rendezvous
+from zcomm.bootstrap.join import Joined, Splittable
+from zcomm.bootstrap.rendezvous import Job
+from zcomm.comm.communicator import Communicator
+from zcomm.comm.split import split
+
+
+def require(backend: str, more: str = "") -> None:
+    """Raises: NotImplementedError in a build without CUDA, CudaError where there is no driver or device."""
+    if not _core.cuda_available() and _core.cuda_info().startswith("built without"):
+        raise NotImplementedError(
+            f"init: backend={backend!r} needs a CUDA device, a torch and a zcomm with CUDA: {more}zcomm is "
+            f"{_core.cuda_info()}, torch sees {torch.cuda.device_count()} devices; use 'auto' for CPU tensors"
+        )
+    if not _core.cuda_available() or not torch.cuda.is_available():
+        seen = "zcomm finds one, but torch" if _core.cuda_available() else "zcomm finds none, and torch"
+        raise _core.CudaError(
+            f"no CUDA device: init(backend={backend!r}): {more}zcomm is {_core.cuda_info()}; {seen} sees "
+            f"{torch.cuda.device_count()} (torch {torch.__version__}); use backend='auto' for CPU tensors, or see "
+            "`zcomm doctor`"
+        )
+
+
+def index_of(device: torch.device | None, local_rank: int) -> int:
+    """The device of a rank: the one it asked for, else ranks take turns. Raises: ValueError."""
+    count = torch.cuda.device_count()
+    if device is None or device.index is None:
+        return local_rank % count
+    if device.index >= count:
+        raise ValueError(f"init: device='{device}' is not one of {count} CUDA devices")
+    return device.index
+
+
+def reaches_all(host: Communicator, index: int) -> bool:
+    """Whether this rank's device, number ``index``, reaches those of all ranks of ``host``. Of one that this process
+    does not see (CUDA_VISIBLE_DEVICES) nothing is known: no. Collective."""
+    seen = [bytes.fromhex(uuid) for uuid in _core.cuda_uuids()]  # processes may number them differently
+    own = torch.tensor(list(seen[index]), dtype=torch.uint8)
+    theirs = torch.empty(host.world_size * own.numel(), dtype=torch.uint8)
+    host.all_gather(own, out=theirs, name="devices")
+    others = [bytes(uuid.tolist()) for uuid in theirs.split(own.numel())]
+    return all(
+        other == seen[index] or (other in seen and torch.cuda.can_device_access_peer(index, seen.index(other)))
+        for other in others
+    )
+
+
+def joined_over(
+    control: Joined, core: _core.Communicator, backend: str, device: str, over: Callable[[Joined], Joined]
+) -> Joined:
+    """``core`` over the ranks of ``control``, which from now on serves it alone: it splits them and carries messages.
+
+    over: makes the same of a part's control.
+    """
+    host = Communicator(control)
+
+    def splitter(_: Splittable, __: Joined, color: int | None, key: int, name: str) -> Joined | None:
+        part = split(host, control, color, key, name)
+        return None if part is None else over(part)
+
+    return replace(
+        control,
+        core=core,
+        backend=backend,
+        requested=backend,
+        device=device,
+        messenger=control.core,
+        splitter=splitter,
+    )
+
+
+def join(job: Job, timeout: float, generation: int, device: torch.device | None = None) -> Joined:
+    """backend="auto" with device="cuda": cuda_ipc where all ranks reach each other's device, else nccl. Collective.
+
+    Raises: as the backends' own join.
+    """
+    require("auto")
+    return choose(rendezvous.join(job, "auto", timeout, generation), device)
+
+
+def choose(control: Joined, device: torch.device | None) -> Joined:
+    """The backend for CUDA tensors of the ranks of ``control``, which from now on serves it alone. Collective."""
+    from zcomm.backends import cuda_ipc, nccl
+
+    host = Communicator(control)
+    try:
+        index = index_of(device, host.local_rank)
+        one_host = reaches_all(host, index) and control.hosts.count == 1
+        can = torch.tensor([one_host, bool(nccl.is_there())], dtype=torch.int32)
+        host.all_reduce(can, "min", name="backends")
+        if can[0]:
+            return cuda_ipc.over(control, _core.cuda_device(index), f"cuda:{index}")
+        if can[1]:
+            return nccl.over(control, index)
+    except BaseException:
+        host.close()
+        raise
+    host.close()
+    raise NotImplementedError(
+        f"init: device='cuda': the ranks' devices do not reach each other ({control.hosts.describe()}; no peer access "
+        "from some), and libnccl is not there on each; install nvidia-nccl or set ZCOMM_NCCL_LIB"
+    )

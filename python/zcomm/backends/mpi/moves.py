@@ -1,0 +1,266 @@
+"""The collectives as steps over MPI requests: MPI moves bytes, the core's kernel reduces (decisions D2, D3).
+
+MPI sums in an order of its own; zcomm sums in rank order, 16-bit floats in fp32 with one rounding. So rank r receives
+chunk r of everybody's block, reduces it in rank order and sends it back: the same bits as over shared memory.
+Blocks bound the memory for what arrives (one block per rank and two in flight) and keep each message below 2^31 bytes.
+[Note: order of messages] All ranks post the messages of a pair in the same order under one tag, and MPI does not let
+them overtake. Source: docs/algorithms.md, section "MPI".
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from mpi4py import MPI
+
+from zcomm import _core
+from zcomm.backends.mpi.blocks import (
+    ITEMSIZE,
+    Place,
+    Slots,
+    Spans,
+    block_elements,
+    blocks,
+    chunk_bounds,
+    locate,
+    pack,
+    total,
+    unpack,
+)
+from zcomm.backends.mpi.progress import Steps
+
+TAG = 7
+SMALL_NBYTES = 8 << 10  # up to here all_reduce gathers all inputs on all ranks: one step instead of two
+
+_Move = Callable[[int, int, int], list[MPI.Request]]  # peer, address, nbytes
+
+
+def memory_at(address: int, nbytes: int) -> list[object]:
+    return [MPI.memory.fromaddress(address, nbytes), MPI.BYTE]
+
+
+@dataclass
+class Moves:
+    """The collectives of one communicator."""
+
+    comm: MPI.Intracomm
+    block_nbytes: int = 4 << 20
+    message_nbytes: int = 1 << 30  # of all_to_all; MPI counts with 32 bits
+    slots: Slots = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rank = self.comm.rank
+        self.ranks = self.comm.size
+        self.peers = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]  # not all to rank 0 at once
+        self.slots = Slots(self.ranks)
+
+    def _send(self, peer: int, address: int, nbytes: int) -> list[MPI.Request]:
+        return [self.comm.Isend(memory_at(address, nbytes), dest=peer, tag=TAG)] if nbytes else []
+
+    def _receive(self, peer: int, address: int, nbytes: int) -> list[MPI.Request]:
+        return [self.comm.Irecv(memory_at(address, nbytes), source=peer, tag=TAG)] if nbytes else []
+
+    # --- reductions over whole buffers ----------------------------------------------------------------------------
+
+    def all_reduce(self, spans: Spans, dtype: _core.DType, op: _core.ReduceOp) -> Steps:
+        size = ITEMSIZE[dtype]
+        if total(spans) * size <= SMALL_NBYTES:
+            return self._all_reduce_small(spans, dtype, op)
+        return self._reduce_blocks(spans, dtype, op, root=-1)
+
+    def reduce(self, spans: Spans, dtype: _core.DType, op: _core.ReduceOp, root: int) -> Steps:
+        return self._reduce_blocks(spans, dtype, op, root)
+
+    def _all_reduce_small(self, spans: Spans, dtype: _core.DType, op: _core.ReduceOp) -> Steps:
+        size, count = ITEMSIZE[dtype], total(spans)
+        for pieces in blocks([c for _, c in spans], max(1, count)):  # one block, or none
+            own = locate(spans, pieces, size, self.slots)
+            pack(own)
+            everyone = self.slots.take(own.nbytes * self.ranks)
+            whole = memory_at(everyone, own.nbytes * self.ranks)
+            yield [self.comm.Iallgather(memory_at(own.address, own.nbytes), whole)]
+            inputs = [everyone + rank * own.nbytes for rank in range(self.ranks)]
+            _core.reduce([own.address], inputs, count, dtype, dtype, op)
+            unpack(own)
+            self.slots.give(own, everyone)
+
+    def _reduce_blocks(self, spans: Spans, dtype: _core.DType, op: _core.ReduceOp, root: int) -> Steps:
+        """Two phases per block; the second one of a block travels together with the first one of the next."""
+        size = ITEMSIZE[dtype]
+        returning: list[MPI.Request] = []
+        before: tuple[Place, int] | None = None
+        for pieces in blocks([c for _, c in spans], block_elements(self.block_nbytes, size)):
+            block = locate(spans, pieces, size, self.slots)
+            pack(block)
+            bounds = [b * size for b in chunk_bounds(block.nbytes // size, self.ranks)]
+            own_at, own = bounds[self.rank], bounds[self.rank + 1] - bounds[self.rank]
+            arrived = self.slots.take(max(1, own * self.ranks))
+            requests = []
+            for peer in self.peers:
+                requests += self._receive(peer, arrived + peer * own, own)
+            for peer in self.peers:
+                requests += self._send(peer, block.address + bounds[peer], bounds[peer + 1] - bounds[peer])
+            yield requests + returning
+            self._land(before, root)
+            inputs = [arrived + rank * own for rank in range(self.ranks)]
+            inputs[self.rank] = block.address + own_at
+            mine = root in (-1, self.rank)
+            result = block.address + own_at if mine else arrived + self.rank * own
+            if own:
+                _core.reduce([result], inputs, own // size, dtype, dtype, op)
+            returning = []
+            for peer in self.peers:
+                if mine:
+                    returning += self._receive(peer, block.address + bounds[peer], bounds[peer + 1] - bounds[peer])
+            for peer in self.peers:
+                if root in (-1, peer):
+                    returning += self._send(peer, result, own)
+            before = (block, arrived)
+        yield returning
+        self._land(before, root)
+
+    def _land(self, block: tuple[Place, int] | None, root: int) -> None:
+        if block is not None:
+            if root in (-1, self.rank):
+                unpack(block[0])
+            self.slots.give(*block)
+
+    def reduce_scatter(
+        self,
+        spans: Spans,
+        out: Spans,
+        dtype: _core.DType,
+        op: _core.ReduceOp,
+        out_dtype: _core.DType,
+        accumulate: bool,
+    ) -> Steps:
+        size, out_size = ITEMSIZE[dtype], ITEMSIZE[out_dtype]
+        for pieces in blocks([c for _, c in out], block_elements(self.block_nbytes // self.ranks, size)):
+            count = sum(piece.length for piece in pieces)
+            mine = locate(spans, pieces, size, self.slots, self.rank)
+            result = locate(out, pieces, out_size, self.slots)
+            arrived = self.slots.take(count * size * self.ranks)
+            requests = []
+            leaving = []
+            for peer in self.peers:
+                requests += self._receive(peer, arrived + peer * count * size, count * size)
+            for peer in self.peers:
+                theirs = locate(spans, pieces, size, self.slots, peer)
+                pack(theirs)
+                leaving.append(theirs)
+                requests += self._send(peer, theirs.address, theirs.nbytes)
+            pack(mine)
+            yield requests
+            inputs = [arrived + rank * count * size for rank in range(self.ranks)]
+            inputs[self.rank] = mine.address
+            if accumulate:
+                pack(result)
+            _core.reduce([result.address], inputs, count, dtype, out_dtype, op, accumulate)
+            unpack(result)
+            self.slots.give(mine, result, arrived, *leaving)
+
+    # --- movements ------------------------------------------------------------------------------------------------
+
+    def broadcast(self, spans: Spans, dtype: _core.DType, root: int) -> Steps:
+        size = ITEMSIZE[dtype]
+        for pieces in blocks([c for _, c in spans], block_elements(self.block_nbytes, size)):
+            block = locate(spans, pieces, size, self.slots)
+            if self.rank == root:
+                pack(block)
+            yield [self.comm.Ibcast(memory_at(block.address, block.nbytes), root)]
+            if self.rank != root:
+                unpack(block)
+            self.slots.give(block)
+
+    def all_gather(self, spans: Spans, out: Spans, dtype: _core.DType) -> Steps:
+        return self._gather(spans, out, dtype, list(range(self.ranks)))
+
+    def gather(self, spans: Spans, out: Spans, dtype: _core.DType, root: int) -> Steps:
+        return self._gather(spans, out, dtype, [root])
+
+    def _gather(self, spans: Spans, out: Spans, dtype: _core.DType, roots: list[int]) -> Steps:
+        size = ITEMSIZE[dtype]
+        for pieces in blocks([c for _, c in spans], block_elements(self.block_nbytes, size)):
+            mine = locate(spans, pieces, size, self.slots)
+            pack(mine)
+            requests: list[MPI.Request] = []
+            theirs: list[Place] = []
+            if self.rank in roots:
+                for peer in self.peers:
+                    theirs.append(locate(out, pieces, size, self.slots, peer))
+                    requests += self._receive(peer, theirs[-1].address, theirs[-1].nbytes)
+                own = locate(out, pieces, size, self.slots, self.rank)
+                self._copy_own(mine, own)
+                self.slots.give(own)
+            for peer in self.peers:
+                if peer in roots:
+                    requests += self._send(peer, mine.address, mine.nbytes)
+            yield requests
+            for place in theirs:
+                unpack(place)
+            self.slots.give(mine, *theirs)
+
+    def scatter(self, spans: Spans, out: Spans, dtype: _core.DType, root: int) -> Steps:
+        size = ITEMSIZE[dtype]
+        for pieces in blocks([c for _, c in out], block_elements(self.block_nbytes, size)):
+            mine = locate(out, pieces, size, self.slots)
+            requests: list[MPI.Request] = []
+            theirs: list[Place] = []
+            if self.rank == root:
+                for peer in self.peers:
+                    theirs.append(locate(spans, pieces, size, self.slots, peer))
+                    pack(theirs[-1])
+                    requests += self._send(peer, theirs[-1].address, theirs[-1].nbytes)
+                own = locate(spans, pieces, size, self.slots, self.rank)
+                pack(own)
+                self._copy_own(own, mine)
+                self.slots.give(own)
+            else:
+                requests = self._receive(root, mine.address, mine.nbytes)
+            yield requests
+            if self.rank != root:
+                unpack(mine)
+            self.slots.give(mine, *theirs)
+
+    def _copy_own(self, source: Place, to: Place) -> None:
+        """Between two places of this rank, which may be the same memory; ``source`` is packed."""
+        if to.address != source.address:
+            ctypes.memmove(to.address, source.address, source.nbytes)
+            unpack(to)
+
+    def all_to_all(self, spans: Spans, out: Spans, dtype: _core.DType) -> Steps:
+        """Parts of any size; the counts have been compared."""
+        size = ITEMSIZE[dtype]
+        requests: list[MPI.Request] = []
+        for peer in self.peers:
+            requests += self._pieces(out[peer], size, peer, self._receive)
+        for peer in self.peers:
+            requests += self._pieces(spans[peer], size, peer, self._send)
+        (source, count), (to, _) = spans[self.rank], out[self.rank]
+        ctypes.memmove(to, source, count * size)
+        yield requests
+
+    def _pieces(self, span: tuple[int, int], size: int, peer: int, move: _Move) -> list[MPI.Request]:
+        address, nbytes = span[0], span[1] * size
+        requests: list[MPI.Request] = []
+        for at in range(0, nbytes, self.message_nbytes):
+            requests += move(peer, address + at, min(self.message_nbytes, nbytes - at))
+        return requests
+
+    def compare_parts(self, spans: Spans, out: Spans) -> Steps:
+        """Counts of all_to_all: every rank hears what it will be sent, then whether that is wrong anywhere."""
+        sent = np.array([count for _, count in spans], dtype=np.int64)
+        coming = np.zeros(self.ranks, dtype=np.int64)
+        yield [self.comm.Ialltoall([sent, MPI.INT64_T], [coming, MPI.INT64_T])]
+        wrong = [rank for rank in range(self.ranks) if coming[rank] != out[rank][1]]
+        verdict = np.array([wrong[0], coming[wrong[0]], out[wrong[0]][1]] if wrong else [-1, 0, 0], dtype=np.int64)
+        verdicts = np.zeros((self.ranks, 3), dtype=np.int64)
+        yield [self.comm.Iallgather([verdict, MPI.INT64_T], [verdicts, MPI.INT64_T])]
+        for rank, (source, count, expected) in enumerate(verdicts.tolist()):
+            if source >= 0:
+                raise _core.CollectiveMismatch(
+                    f"all_to_all: rank {source} sends {count} elements to rank {rank}, which expects {expected}"
+                )

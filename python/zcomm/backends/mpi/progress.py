@@ -1,0 +1,389 @@
+"""Progress: runs operations whose steps are MPI requests, with deadlines, notices and one lasting failure.
+
+An operation is a generator that yields the requests it waits for (a Task drives it). MPI moves bytes only while
+somebody calls it: whoever waits polls for all, and where MPI allows calls from several threads
+(MPI_THREAD_MULTIPLE, mpi4py's default) a thread polls while asynchronous operations are in flight.
+Invariants: collectives run one at a time in call order; messages run beside them; after a failure every task has ended
+and every later call repeats it. Buffers of requests that a failure left unfinished are never freed.
+Thread rule: free-threaded under one lock per communicator, or one of the process where MPI is not THREAD_MULTIPLE.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+
+from mpi4py import MPI
+
+from zcomm import _core
+from zcomm.backends.mpi.notices import Notice, Notices
+
+Steps = Generator[Sequence[MPI.Request], None, None]
+
+NOTICE_PERIOD_S = 0.02
+LAST_WORDS_S = 0.25
+_process_lock = threading.RLock()
+_abandoned: list[object] = []  # frames and buffers that MPI may still write to
+
+
+class Task:
+    """One operation from call to end. ``entering`` while it waits for the other ranks to call it."""
+
+    __slots__ = (
+        *(
+            "deadline",
+            "describe",
+            "ended",
+            "entering",
+            "error",
+            "peer",
+            "requests",
+            "revocable",
+            "sequence",
+            "started",
+            "steps",
+        ),
+    )
+
+    def __init__(self, steps: Callable[[Task], Steps], describe: Callable[[], str], peer: int = -1) -> None:
+        self.steps = steps(self)
+        self.describe = describe
+        self.peer = peer  # of a message, if it is known
+        self.revocable = False  # a recv that has met no message
+        self.requests: list[MPI.Request] = []
+        self.sequence = 0
+        self.started = 0.0  # 0: not yet
+        self.deadline = 0.0
+        self.entering = False
+        self.ended = False
+        self.error: BaseException | None = None
+
+
+class Pause:
+    """Waits between polls: yields for an instant, then sleeps, as ranks may outnumber CPUs."""
+
+    def __init__(self) -> None:
+        self._turns = 0
+
+    def __call__(self) -> None:
+        self._turns += 1
+        time.sleep(0 if self._turns < 20 else 50e-6 if self._turns < 1000 else 500e-6)
+
+
+class Progress:
+    def __init__(self, comm: MPI.Intracomm, timeout: float) -> None:
+        multiple = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self._lock = threading.RLock() if multiple else _process_lock
+        self._has_thread = multiple
+        self._timeout = timeout
+        self._rank = comm.rank
+        self._notices = Notices(comm)
+        self._collectives: deque[Task] = deque()
+        self._messages: list[Task] = []
+        self._sequence = 0
+        self._stepping: Task | None = None
+        self._refused: dict[int, str] = {}  # rank -> why it refused a small message of ours
+        self._next_look = 0.0
+        self._suspensions = 0
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._work_there = threading.Condition(self._lock)
+        self._thread: threading.Thread | None = None
+
+    # --- starting and ending tasks ------------------------------------------------------------------------------
+
+    def submit(self, task: Task, collective: bool, blocking: bool) -> None:
+        """Queues ``task``; a blocking one has ended when this returns, and its error is raised here."""
+        with self._lock:
+            self.require_usable(task.describe)
+            if collective:
+                self._sequence += 1
+                task.sequence = self._sequence
+                self._collectives.append(task)
+            else:
+                self._messages.append(task)
+                self._next_look = 0.0  # an earlier message may have been refused
+            self.poll()
+            if not blocking and not task.ended and self._has_thread:
+                self._wake_thread()
+        if blocking:
+            self.wait(task, None)
+
+    def wait(self, task: Task, timeout: float | None) -> None:
+        """Until ``task`` ended; raises its error, or TimeoutError if ``timeout`` passes first."""
+        until = None if timeout is None else time.monotonic() + timeout
+        pause = Pause()
+        try:
+            while not self._moved_to_end(task):
+                if until is not None and time.monotonic() >= until:
+                    raise TimeoutError(f"Work.wait: not done after {timeout:g} s; the operation goes on")
+                pause()
+        except KeyboardInterrupt as interrupt:  # the other ranks must not wait for this one
+            with self._lock:
+                self._fail(interrupt)
+            raise
+        if task.error is not None:
+            raise task.error
+
+    def _moved_to_end(self, task: Task) -> bool:
+        if not task.ended:
+            self.poll()
+        return task.ended
+
+    def done(self, task: Task) -> bool:
+        if not task.ended and self._lock.acquire(blocking=False):
+            try:
+                self.poll()
+            finally:
+                self._lock.release()
+        return task.ended
+
+    def require_usable(self, describe: Callable[[], str]) -> None:
+        if self._closed:
+            raise RuntimeError(f"{describe()}: the communicator is closed")
+        if self._failure is not None:
+            raise _repeated(self._failure)
+
+    # --- polling ------------------------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Moves everything on that can move; never blocks for long."""
+        with self._lock:
+            try:
+                self._look_around()
+                while self._collectives and self._step(self._collectives[0]):
+                    self._collectives.popleft()
+                self._messages = [task for task in self._messages if not self._step_message(task)]
+            except BaseException as error:
+                self._fail(error)
+                if not isinstance(error, Exception):
+                    raise
+
+    def _step(self, task: Task) -> bool:
+        """Whether the task has ended."""
+        if task.ended:
+            return True
+        if task.started == 0.0:
+            task.started = time.monotonic()
+            task.deadline = task.started + self._timeout
+        self._stepping = task
+        while not task.requests or MPI.Request.Testall(task.requests):
+            try:
+                task.requests = list(next(task.steps))
+            except StopIteration:
+                task.ended = True
+                self._stepping = None
+                return True
+            task.deadline = time.monotonic() + self._timeout  # it moves: the clock is for standing still
+        self._stepping = None
+        self._need_peers(task)
+        if time.monotonic() >= task.deadline:
+            self._give_up(task)
+        return False
+
+    def _step_message(self, task: Task) -> bool:
+        """As _step; what concerns this message alone ends it alone (docs/errors.md, "send and recv")."""
+        try:
+            for peer in (task.peer,) if task.peer >= 0 else tuple(self._refused):
+                if not task.ended and peer in self._refused:
+                    raise _core.CollectiveMismatch(self._refused.pop(peer))
+            return self._step(task)
+        except (_core.CollectiveMismatch, _core.PeerLost) as error:
+            self._drop(task, error)
+            refused = getattr(error, "sender", None)
+            if refused is not None:
+                self._notices.send(Notice.MISMATCH, text=str(error), only=refused)
+        except TimeoutError as error:
+            if not task.revocable:
+                raise
+            if not _take_back(task.requests):
+                return False  # its message came at the last moment
+            self._drop(task, error)
+        self._stepping = None
+        return True
+
+    def _drop(self, task: Task, error: BaseException) -> None:
+        for request in task.requests:
+            if request != MPI.REQUEST_NULL:
+                _abandoned.append((request, task.steps))
+                _cancel(request)
+        task.error, task.ended = error, True
+
+    def _look_around(self) -> None:
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + NOTICE_PERIOD_S
+        head = self._collectives[0] if self._collectives else None
+        waiting_for = head.sequence if head is not None and head.entering else 0
+        if head is not None and waiting_for and now - head.started > min(1.0, self._timeout / 4):
+            self._notices.say_here(waiting_for)
+        notice = self._notices.receive(waiting_for)
+        self._notices.flush()
+        if notice is not None and notice[0] is Notice.MISMATCH:
+            self._refused[notice[1]] = notice[2]
+        elif notice is not None:
+            raise self._error_of(*notice)
+        if self._suspensions or self._notices.suspended:
+            for task in (*self._collectives, *self._messages):
+                task.deadline = max(task.deadline, now + self._timeout)
+
+    def _need_peers(self, task: Task) -> None:
+        """Raises PeerLost if ``task`` waits for a rank that left. What that rank did before it left counts."""
+        for peer, (last, heard) in self._notices.left.items():
+            if task.sequence:
+                needed = task.sequence > last
+            else:  # its last messages may still be on their way
+                alone = task.peer < 0 and len(self._notices.left) == len(self._notices.here) - 1
+                needed = (task.peer == peer or alone) and time.monotonic() - max(heard, task.started) > LAST_WORDS_S
+            if needed:
+                lost = _core.PeerLost(
+                    f"rank {peer} left (closed its communicator or said goodbye) while others needed it; "
+                    f"{task.describe()} cannot finish"
+                )
+                lost.rank = peer
+                raise lost
+
+    def _error_of(self, kind: Notice, peer: int, text: str) -> Exception:
+        if kind is Notice.TIMED_OUT:
+            return TimeoutError(text)
+        return RuntimeError(f"rank {peer} failed: {text}")
+
+    def _during(self) -> str:
+        task = self._collectives[0] if self._collectives else self._messages[0] if self._messages else None
+        return "no operation" if task is None else task.describe()
+
+    def _give_up(self, task: Task) -> None:
+        if task.sequence:
+            self._next_look = 0.0
+            self._look_around()  # the last word of those who are late, or of those who gave up before
+        if time.monotonic() < task.deadline:
+            return  # suspended
+        waited = f"{task.describe()}: rank {self._rank} waited {self._timeout:g} s"
+        if task.entering and (missing := self._notices.missing(task.sequence)):
+            late = ", ".join(map(str, missing))
+            raise TimeoutError(f"{waited} for rank {late} to enter it")
+        raise TimeoutError(f"{waited} for data; a rank or the link to it may have stopped")
+
+    # --- failing, suspending, closing -----------------------------------------------------------------------------
+
+    def _fail(self, error: BaseException) -> None:
+        """Ends everything; the first failure wins and the others are told."""
+        if self._failure is None and not self._closed:
+            self._failure = _repeated(error)  # without the frames that the first one holds
+            if isinstance(error, TimeoutError):
+                self._tell(Notice.TIMED_OUT, str(error))
+            elif not isinstance(error, (_core.PeerLost, _core.CollectiveMismatch)):  # the others see those themselves
+                self._tell(Notice.FAILED, f"{self._during()}: {error or type(error).__name__}")
+        self._end_all(error)
+
+    def _tell(self, kind: Notice, text: str = "", sequence: int = 0) -> None:
+        with contextlib.suppress(MPI.Exception):  # then the others find out by themselves
+            self._notices.send(kind, sequence, text)
+
+    def _end_all(self, error: BaseException) -> None:
+        """Every task ends with ``error``: the one that met it first, the others with what repeats it."""
+        first, self._stepping = self._stepping, None
+        pending = [task for task in (*self._collectives, *self._messages) if not task.ended]
+        self._collectives.clear()
+        self._messages.clear()
+        for task in sorted(pending, key=lambda task: task is not first):
+            self._drop(task, error if isinstance(error, Exception) else _repeated(error))
+            error = _repeated(error)
+
+    def suspend(self, by: int) -> None:
+        with self._lock:
+            self.require_usable(lambda: "no_deadline")
+            was, self._suspensions = self._suspensions, self._suspensions + by
+            if (was > 0) != (self._suspensions > 0):
+                self._notices.send(Notice.SUSPENDED if by > 0 else Notice.RESUMED)
+
+    def close(self) -> None:
+        """Ends what is pending with an error, and tells the others. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            if self._failure is None and not MPI.Is_finalized():
+                last = self._collectives[0].sequence - 1 if self._collectives else self._sequence
+                self._tell(Notice.LEFT, sequence=last)
+            self._closed = True
+            self._end_all(RuntimeError("the communicator was closed while an operation was running"))
+            self._work_there.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    # --- the thread ---------------------------------------------------------------------------------------------
+
+    def _wake_thread(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name="zcomm-mpi", daemon=True)
+            self._thread.start()
+        self._work_there.notify()
+
+    def _loop(self) -> None:
+        pause = Pause()
+        while True:
+            with self._lock:
+                while not self._closed and not self._collectives and not self._messages:
+                    self._work_there.wait()
+                    pause = Pause()
+                if self._closed:
+                    return
+                self.poll()
+            pause()
+
+
+def _take_back(requests: Sequence[MPI.Request]) -> bool:
+    """Whether all of these receives could be cancelled; one whose message is there already completes instead."""
+    taken = True
+    for request in requests:
+        status = MPI.Status()
+        request.Cancel()
+        request.Wait(status)
+        taken = taken and status.Is_cancelled()
+    return taken
+
+
+def _cancel(request: MPI.Request) -> None:
+    """Receives can be taken back before their message arrived; nothing else can (MPI 4.0, section 3.8.4)."""
+    with contextlib.suppress(MPI.Exception):  # a collective or a send: it stays in flight
+        request.Cancel()
+        request.Test()
+
+
+def _repeated(error: BaseException) -> BaseException:
+    """An error of the first one's type that says since when the communicator is unusable."""
+    first = str(error) or type(error).__name__
+    prefix = "the communicator is unusable since: "
+    text = first if first.startswith(prefix) else prefix + first
+    if isinstance(error, _core.PeerLost):
+        lost = _core.PeerLost(text)
+        lost.rank = error.rank
+        return lost
+    for kind in (TimeoutError, _core.CollectiveMismatch, NotImplementedError):
+        if isinstance(error, kind):
+            return kind(text)
+    return RuntimeError(text)
+
+
+class MpiWork:
+    """The handle of an asynchronous operation; dropping it waits for the end."""
+
+    __slots__ = ("_progress", "_task")
+
+    def __init__(self, progress: Progress, task: Task) -> None:
+        self._progress = progress
+        self._task = task
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._progress.wait(self._task, timeout)
+
+    def done(self) -> bool:
+        return self._progress.done(self._task)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # who drops a Work does not ask how it ended
+            self._progress.wait(self._task, None)

@@ -1,0 +1,89 @@
+"""What every operation of a communicator does with its arguments and its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+
+from zcomm import _core
+from zcomm.comm.tensors import check_buffers, core_dtype
+from zcomm.comm.work import DeviceWork, Work, current_stream
+
+Buckets = torch.Tensor | Sequence[torch.Tensor]
+Result = TypeVar("Result")
+
+
+def listed(buckets: Buckets) -> list[torch.Tensor]:
+    """One tensor is a list of one."""
+    return [buckets] if isinstance(buckets, torch.Tensor) else list(buckets)
+
+
+_REDUCE_OPS: dict[str, _core.ReduceOp] = dict(_core.ReduceOp.__members__)
+
+
+def reduce_op(op: str) -> _core.ReduceOp:
+    """The core's name of a reduction. Raises: ValueError naming one that it has not."""
+    try:
+        return _REDUCE_OPS[op]
+    except (KeyError, TypeError):
+        raise ValueError(f"op={op!r} is not a reduction; use one of {', '.join(_REDUCE_OPS)}") from None
+
+
+class Calls:
+    """The core communicator behind the operations, and their common ends."""
+
+    rank: int
+    world_size: int
+
+    def __init__(
+        self, core: _core.Communicator, device: str = "cpu", messenger: _core.Communicator | None = None
+    ) -> None:
+        self._core = core  # _core.Communicator, or what speaks like it (backend "mpi")
+        self._messenger = messenger or core  # of send and recv
+        self._device = device  # where its tensors must be
+        self._reads_tensors = device == "cpu" and hasattr(core, "all_reduce_tensor")
+
+    def _buffers(self, what: str, tensors: Sequence[torch.Tensor]) -> torch.dtype:
+        """The one dtype of ``tensors``, read after what is on their stream. Raises: as check_buffers."""
+        dtype = check_buffers(what, tensors, self._device)
+        if self._device != "cpu":
+            self._name_stream()
+        return dtype
+
+    def _name_stream(self) -> None:
+        """The core's next call comes after what torch's current stream has been given by now (decision D6)."""
+        _core.set_call_stream(current_stream(self._device))
+
+    def _check_root(self, what: str, root: int) -> None:
+        if not 0 <= root < self.world_size:
+            raise ValueError(f"{what}: root={root} is not a rank of a world of size {self.world_size}")
+
+    def _check_counts(self, what: str, buckets: list[torch.Tensor], shards: list[torch.Tensor]) -> None:
+        if len(buckets) != len(shards):
+            raise ValueError(f"{what}: {len(buckets)} bucket(s) but {len(shards)} shard(s)")
+        for index, (bucket, shard) in enumerate(zip(buckets, shards, strict=True)):
+            if bucket.numel() != shard.numel() * self.world_size:
+                raise ValueError(
+                    f"{what}: bucket {index} has {bucket.numel()} elements, its shard {shard.numel()}; "
+                    f"a shard is 1/{self.world_size} of its bucket"
+                )
+
+    def _check_same_dtype(self, what: str, side: str, tensors: list[torch.Tensor], dtype: torch.dtype) -> None:
+        other = check_buffers(f"{what} {side}", tensors, self._device, is_second=True)
+        if other != dtype:
+            raise ValueError(f"{what}: tensors are {dtype}, {side} is {other}")
+        core_dtype(dtype)
+
+    def _end(self, core_work: _core.Work | None, keep_alive: object) -> Work | None:
+        """``core_work`` is None when the call was blocking."""
+        if core_work is None:
+            return None
+        return Work(core_work, keep_alive) if self._device == "cpu" else DeviceWork(core_work, keep_alive, self._device)
+
+    def _end_with(
+        self, result: Result, core_work: _core.Work | None, keep_alive: object
+    ) -> Result | tuple[Result, Work]:
+        work = self._end(core_work, keep_alive)
+        return result if work is None else (result, work)

@@ -1,0 +1,165 @@
+"""Communicator: collectives and messages of the job's ranks on torch tensors.
+
+A tensor or a list of tensors is one operation. Collectives of one communicator run in call order (a blocking one on
+the calling thread, an asynchronous one on the communicator's own), and every rank must issue them in the same order;
+before bytes move, the ranks compare what they called. Any thread may call, as long as that order holds.
+Tensors from ``empty`` lie in symmetric memory (every rank has it mapped): collectives on them copy nothing.
+Source: owner-computes reduction, docs/algorithms.md.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
+from typing import Any
+
+import torch
+
+from zcomm import _core
+from zcomm.bootstrap.join import Joined
+from zcomm.comm.calls import Buckets
+from zcomm.comm.movements import Movements
+from zcomm.comm.p2p import Messages
+from zcomm.comm.reductions import Reductions
+from zcomm.comm.split import split
+from zcomm.comm.tensors import core_dtype, tensor_of
+
+__all__ = ["Buckets", "Communicator"]
+
+
+class Communicator(Reductions, Movements, Messages):
+    """The ranks of a job, in a fixed order. Made by ``zcomm.init``; ``duplicate`` and ``split`` make further ones."""
+
+    def __init__(self, joined: Joined) -> None:
+        super().__init__(joined.core, joined.device, joined.messenger)
+        self._joined = joined
+        self.rank: int = joined.core.rank
+        self.world_size: int = joined.core.world_size
+        self.local_rank: int = joined.hosts.local_rank(self.rank)
+        self.local_world_size: int = joined.hosts.local_world_size(self.rank)
+        self.backend: str = joined.backend
+        self._stop = _core.Stop("split: the communicator was closed while its part was being joined")
+        _open.add(self)
+        if joined.watch is not None:
+            joined.watch(lambda: self._stop.is_set, self.close)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+        return torch.device(self._device)
+
+    def describe(self) -> str:
+        """One line: this rank, how many there are, on which hosts, and how they reach each other."""
+        return f"rank {self.rank} of {self._joined.describe()}"
+
+    # --- memory -----------------------------------------------------------------------------------------------
+
+    def empty(self, n: int, dtype: torch.dtype = torch.float32, device: str | None = None) -> torch.Tensor:
+        """A flat symmetric tensor of ``n`` elements, zero-filled. Collective: same n on each rank.
+
+        device: where this communicator's tensors are ("cpu"; with backend "cuda_ipc" "cuda" or this rank's "cuda:1");
+        None: there. Raises: ValueError, NotImplementedError (symmetric memory elsewhere), OSError; CudaError naming the
+        rank whose device has no room, on all ranks (then the communicator stays usable).
+        """
+        return self._allocated(n, dtype, device, shared=False)
+
+    def shared_empty(self, n: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """A flat tensor of ``n`` elements that all ranks of the host share: one memory, zero-filled. Collective."""
+        return self._allocated(n, dtype, "cpu", shared=True)
+
+    def _allocated(self, n: int, dtype: torch.dtype, device: str | None, shared: bool) -> torch.Tensor:
+        if n < 0:
+            raise ValueError(f"empty: n={n} is negative")
+        core_dtype(dtype)
+        own = self._joined.core_device
+        asked = torch.device(device or self._device)
+        if asked.type != torch.device(self._device).type or asked.index not in (None, torch.device(self._device).index):
+            raise NotImplementedError(
+                f"empty: device={device!r}: this communicator (backend {self.backend}) has symmetric memory on "
+                f"{self._device} only"
+            )
+        if own is not None:
+            if shared:
+                raise NotImplementedError(
+                    f"shared_empty: ranks do not share memory of a device ({own.name}); use empty"
+                )
+            memory = _core.allocate_on(self._core, own, n * dtype.itemsize)
+            return torch.from_dlpack(memory).view(dtype) if n else torch.empty(0, dtype=dtype, device=self._device)
+        if self._device != "cpu":
+            raise NotImplementedError(
+                f"empty: backend {self.backend} has no symmetric memory; use torch.empty(..., device={self._device!r})"
+            )
+        allocate = self._core.allocate_shared if shared else self._core.allocate
+        return tensor_of(allocate(n * dtype.itemsize), dtype, n)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that this communicator holds on this rank, by kind, and how many allocations it ever made."""
+        return dict(self._core.memory())
+
+    # --- life -------------------------------------------------------------------------------------------------
+
+    def split(self, color: int | None, key: int = 0, *, name: str = "") -> Communicator | None:
+        """Communicators of parts: ranks of the same ``color``, in order of ``key``, then of rank. Collective.
+
+        color: None or negative: this rank joins no part and gets None. name: compared between the ranks, as that of
+        any operation is; for programs that split from several threads.
+        A part has its own order of calls, memory, sockets and failures, and outlives this communicator; close() frees
+        it. Raises: as all_gather, and then this communicator is poisoned; RuntimeError, OSError, PeerLost or
+        TimeoutError when a part cannot be joined, which leaves this communicator as it is.
+        """
+        splitter = self._joined.splitter or split
+        with self._stop:
+            joined = splitter(self, self._joined, color, key, name)
+            _core.check_stop()
+        return None if joined is None else Communicator(joined)
+
+    def duplicate(self) -> Communicator:
+        """A second communicator of the same ranks with its own order of calls: ``split`` into one part. Collective."""
+        twin = self.split(0, self.rank, name="duplicate")
+        assert twin is not None
+        return twin
+
+    @contextmanager
+    def no_deadline(self) -> Iterator[None]:
+        """While inside, nobody who waits for this rank runs into the deadline: for slow set-up by one rank.
+
+        A rank that dies is still noticed. Blocks nest. Raises: RuntimeError on a closed or failed communicator.
+        """
+        with ExitStack() as resumed:
+            for core in (self._core, self._messenger):
+                core.suspend_deadline()
+                resumed.push(partial(_resume, core))
+            yield
+
+    def _lost(self) -> bool:
+        """Whether a rank is known to be gone; looks, and never waits."""
+        return any(mesh.lost() is not None for mesh in self._joined.meshes)
+
+    def close(self) -> None:
+        """End pending operations with an error, say goodbye to the peers, free everything. Idempotent; not collective.
+
+        Parts that were split from it go on. A signal's handler may call it: the call that it interrupts ends with
+        RuntimeError.
+        """
+        self._stop.set()
+        self._core.close()
+        self._messenger.close()
+        for mesh in self._joined.meshes:
+            mesh.leave()
+
+
+def _resume(core: Any, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+    """End ``no_deadline``. An error of the block is not hidden by that of a communicator that has failed by then."""
+    with suppress(Exception) if error is not None else nullcontext():
+        core.resume_deadline()
+
+
+_open: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+def close_all() -> None:
+    """Close every communicator of this process."""
+    for comm in list(_open):
+        comm.close()

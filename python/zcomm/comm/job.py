@@ -1,0 +1,146 @@
+"""The process's membership in its job: one default communicator, made by init, freed by shutdown."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib
+import logging
+import numbers
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from zcomm import _core
+from zcomm.bootstrap import rendezvous
+from zcomm.bootstrap.join import AUTO_ON_CUDA, CUDA_BACKENDS, JOINERS, OWN_BACKENDS, Joined
+from zcomm.comm.communicator import Communicator, close_all
+
+_lock = threading.RLock()  # a signal's handler may call shutdown() within init()
+_joining: _core.Stop | None = None
+_current: Communicator | None = None
+_generation = 0
+MOST_TIMEOUT_S = 1e9  # what the clocks below take
+
+
+def init(
+    backend: str = "auto",
+    timeout: float = 60.0,
+    device: str | torch.device | None = None,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    init_method: str | None = None,
+) -> Communicator:
+    """Join the job and return its communicator; a second call returns the same one.
+
+    backend: "auto" (shared memory on one host, hierarchical between hosts that have equally many ranks, else tcp; under
+    an mpirun of several hosts mpi, if mpi4py is installed), "shm", "tcp", "hierarchical", "mpi"; for CUDA tensors
+    "cuda_ipc" (the ranks of one host) and "nccl". "auto" with device="cuda" takes cuda_ipc on one host whose devices
+    reach each other (or where all ranks have one device), else nccl. "zcomm", the name among torch.distributed's
+    backends, is "auto". What was chosen is in ``Communicator.backend``, and rank 0 logs it once (logger "zcomm", INFO).
+    timeout: seconds, at most 1e9; the deadline of joining and of every later operation.
+    device: where tensors will be: "cpu", "cuda" (ranks of a host take its devices in turns) or "cuda:1". None: the CPU,
+    with a CUDA backend "cuda".
+    rank, world_size, init_method ("tcp://host:port" | "file://path"): given together, or taken from torchrun, mpirun,
+    Slurm or ``zcomm run``, or from torch.distributed's default group; with none of them, a world of one.
+
+    Raises: ValueError (arguments, environment variables, a backend that does not reach all ranks), NotImplementedError
+    (a backend or device that is not there), TimeoutError naming the ranks that did not come, PeerLost, OSError;
+    RuntimeError when a rank came twice, or when ``shutdown`` was called meanwhile (by a signal's handler, say).
+    """
+    global _current, _generation, _joining
+    backend = "auto" if backend == "zcomm" else backend
+    join = _joiner(backend, None if device is None else torch.device(device))
+    _check_timeout(timeout)
+    with _lock:
+        if _current is not None:
+            return _current
+        if _joining is not None:
+            raise RuntimeError("init: this thread is in the middle of init(); a signal's handler cannot call it again")
+        job = rendezvous.find_job(rank, world_size, init_method)
+        if backend == "auto" and not _is_cuda(device) and importlib.import_module(JOINERS["mpi"]).suits(job):
+            join = _joiner("mpi", None)
+        _generation += 1
+        stop = _joining = _core.Stop("init: zcomm.shutdown() was called while this rank was joining the job")
+        try:
+            with stop:
+                joined = join(job, float(timeout), _generation)
+            comm = _current = Communicator(joined)
+        finally:
+            _joining = None
+        if stop.is_set:
+            shutdown()
+            with stop:
+                _core.check_stop()
+        _core.set_threads(max(1, len(os.sched_getaffinity(0)) // comm.local_world_size))
+        if comm.rank == 0:
+            logging.getLogger("zcomm").info("%s", comm.describe())
+        return comm
+
+
+def _check_timeout(timeout: Any) -> None:
+    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real) or not 0 < float(timeout) <= MOST_TIMEOUT_S:
+        raise ValueError(f"init: timeout={timeout!r}: expected seconds, more than 0 and at most {MOST_TIMEOUT_S:g}")
+
+
+def _is_cuda(device: str | torch.device | None) -> bool:
+    return device is not None and torch.device(device).type == "cuda"
+
+
+def _joiner(backend: str, device: torch.device | None) -> Callable[[rendezvous.Job, float, int], Joined]:
+    """What joins a job by ``backend``. Raises: ValueError, NotImplementedError."""
+    if backend not in (*OWN_BACKENDS, *JOINERS):
+        raise ValueError(f"init: backend={backend!r} is not one of {', '.join((*OWN_BACKENDS, *JOINERS))}")
+    if device is not None and device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"init: device='{device}'; collectives run on cpu and cuda")
+    on_cuda = _is_cuda(device)
+    if on_cuda and backend not in ("auto", *CUDA_BACKENDS):
+        raise ValueError(
+            f"init: backend={backend!r} moves CPU tensors; device='{device}' needs {' or '.join(CUDA_BACKENDS)}"
+        )
+    if device is not None and not on_cuda and backend in CUDA_BACKENDS:
+        raise ValueError(f"init: backend={backend!r} moves CUDA tensors, not those of device='{device}'")
+    if backend in OWN_BACKENDS and not on_cuda:
+        return lambda job, timeout, generation: rendezvous.join(job, backend, timeout, generation)
+    try:
+        module = importlib.import_module(AUTO_ON_CUDA if backend == "auto" else JOINERS[backend])
+    except ModuleNotFoundError as error:
+        raise NotImplementedError(
+            f"init: backend={backend!r} is not available (no module {error.name}); use 'auto'"
+        ) from None
+    join: Callable[..., Joined] = module.join
+    return functools.partial(join, device=device) if on_cuda else join
+
+
+def shutdown() -> None:
+    """Leave the job: end pending operations, say goodbye to the peers, free all memory. Idempotent.
+
+    Closes all communicators that came from it as well. A signal's handler may call it: the call that it interrupts
+    (init() included) then ends with RuntimeError.
+    """
+    global _current
+    if (joining := _joining) is not None:
+        joining.set()
+    with _lock:
+        if _current is not None:
+            close_all()
+            _current = None
+
+
+def current() -> Communicator:
+    """The default communicator. Raises: RuntimeError before init()."""
+    if _current is None:
+        raise RuntimeError("zcomm.init() has not been called in this process")
+    return _current
+
+
+def is_initialized() -> bool:
+    """Whether init() was called and shutdown() was not."""
+    return _current is not None
+
+
+atexit.register(shutdown)

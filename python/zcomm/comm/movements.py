@@ -1,0 +1,139 @@
+"""The operations of a communicator that move data to, from or between all ranks. Source: docs/algorithms.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from zcomm.comm.calls import Buckets, Calls, listed
+from zcomm.comm.tensors import core_dtype, integers, spans
+from zcomm.comm.work import Work
+
+
+class Movements(Calls):
+    def all_gather(
+        self, shards: Buckets, out: Buckets | None = None, async_op: bool = False, *, name: str = ""
+    ) -> Buckets | tuple[Buckets, Work]:
+        """Put the shards of all ranks together, in rank order.
+
+        Shapes: each shard of n elements -> a flat bucket of world_size * n.
+        out: where the buckets go; a shard may be its own place in ``out``, and share no other memory with it.
+        Returns: the bucket(s), or (bucket(s), Work) if ``async_op``. Raises: as all_reduce.
+        """
+        tensors = listed(shards)
+        dtype = self._buffers("all_gather", tensors)
+        buckets = self._whole(tensors) if out is None else listed(out)
+        self._check_same_dtype("all_gather", "out", buckets, dtype)
+        self._check_counts("all_gather", buckets, tensors)
+        work = self._core.all_gather(spans(tensors), spans(buckets), core_dtype(dtype), name, async_op)
+        result = buckets[0] if isinstance(shards, torch.Tensor) else buckets
+        return self._end_with(result, work, (tensors, buckets))
+
+    def broadcast(self, buckets: Buckets, root: int = 0, async_op: bool = False, name: str = "") -> Work | None:
+        """Copy ``root``'s buckets into everybody's. Same counts and dtype on each rank. Raises: as all_reduce."""
+        tensors = listed(buckets)
+        dtype = core_dtype(self._buffers("broadcast", tensors))
+        self._check_root("broadcast", root)
+        return self._end(self._core.broadcast(spans(tensors), dtype, root, name, async_op), tensors)
+
+    def gather(
+        self, shards: Buckets, root: int = 0, out: Buckets | None = None, async_op: bool = False, *, name: str = ""
+    ) -> Buckets | tuple[Buckets | None, Work] | None:
+        """Put the shards of all ranks together at ``root``, in rank order.
+
+        Shapes: each shard of n elements -> at root a flat bucket of world_size * n.
+        out: where the buckets go; only root may give it.
+        Returns: the bucket(s) at root and None elsewhere, or (that, Work) if ``async_op``. Raises: as all_reduce.
+        """
+        tensors = listed(shards)
+        dtype = self._buffers("gather", tensors)
+        self._check_root("gather", root)
+        buckets: list[torch.Tensor] = []
+        if self.rank == root:
+            buckets = self._whole(tensors) if out is None else listed(out)
+            self._check_same_dtype("gather", "out", buckets, dtype)
+            self._check_counts("gather", buckets, tensors)
+        elif out is not None:
+            raise ValueError(f"gather: out is given on rank {self.rank}, but only root={root} receives")
+        work = self._core.gather(spans(tensors), spans(buckets), core_dtype(dtype), root, name, async_op)
+        result = None if self.rank != root else buckets[0] if isinstance(shards, torch.Tensor) else buckets
+        return self._end_with(result, work, (tensors, buckets))
+
+    def scatter(
+        self, out: Buckets, buckets: Buckets | None = None, root: int = 0, async_op: bool = False, *, name: str = ""
+    ) -> Work | None:
+        """Deal ``root``'s buckets to all ranks.
+
+        Shapes: at root each bucket of world_size * n elements -> on each rank ``out`` of n, elements
+        [rank * n, (rank + 1) * n).
+        buckets: at root only. Returns: a Work if ``async_op``. Raises: as all_reduce.
+        """
+        shards = listed(out)
+        dtype = self._buffers("scatter", shards)
+        self._check_root("scatter", root)
+        tensors: list[torch.Tensor] = []
+        if self.rank == root:
+            if buckets is None:
+                raise ValueError(f"scatter: root={root} must give the buckets")
+            tensors = listed(buckets)
+            self._check_same_dtype("scatter", "buckets", tensors, dtype)
+            self._check_counts("scatter", tensors, shards)
+        elif buckets is not None:
+            raise ValueError(f"scatter: buckets are given on rank {self.rank}, but only root={root} sends")
+        work = self._core.scatter(spans(tensors), spans(shards), core_dtype(dtype), root, name, async_op)
+        return self._end(work, (tensors, shards))
+
+    def all_to_all(
+        self,
+        out: Buckets,
+        inp: Buckets,
+        async_op: bool = False,
+        *,
+        out_splits: Sequence[int] | None = None,
+        in_splits: Sequence[int] | None = None,
+        name: str = "",
+    ) -> Work | None:
+        """Send a part to each rank and receive a part from each.
+
+        out, inp: lists of world_size tensors of any counts, by rank; or one tensor each, cut into world_size parts of
+        ``out_splits`` / ``in_splits`` elements (default: equal parts).
+        What rank a sends to b must be what b expects of a. Splits are integers of any kind (numpy's, a tensor's).
+        Returns: a Work if ``async_op``. Raises: ValueError, also where out and inp overlap; CollectiveMismatch naming
+        both ranks and counts; as all_reduce.
+        """
+        inputs = self._parts("all_to_all inp", inp, in_splits)
+        outputs = self._parts("all_to_all out", out, out_splits)
+        dtype = self._buffers("all_to_all inp", inputs)
+        self._check_same_dtype("all_to_all", "out", outputs, dtype)
+        work = self._core.all_to_all(spans(inputs), spans(outputs), core_dtype(dtype), name, async_op)
+        return self._end(work, (inputs, outputs))
+
+    def barrier(self, name: str = "", async_op: bool = False) -> Work | None:
+        """Wait until every rank has called it."""
+        if self._device != "cpu":
+            self._name_stream()
+        return self._end(self._core.barrier(name, async_op), None)
+
+    def _whole(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [torch.empty(t.numel() * self.world_size, dtype=t.dtype, device=t.device) for t in shards]
+
+    def _parts(self, what: str, buckets: Buckets, splits: Sequence[int] | None) -> list[torch.Tensor]:
+        if not isinstance(buckets, torch.Tensor):
+            if splits is not None:
+                raise ValueError(f"{what}: splits are for one tensor, not for a list")
+            if len(buckets) != self.world_size:
+                raise ValueError(f"{what}: {len(buckets)} tensors, expected one for each of {self.world_size} ranks")
+            return list(buckets)
+        self._buffers(what, [buckets])
+        count = buckets.numel()
+        if splits is None:
+            if count % self.world_size:
+                raise ValueError(
+                    f"{what}: count {count} does not divide by world_size {self.world_size}; give the splits"
+                )
+            splits = [count // self.world_size] * self.world_size
+        splits = integers(f"{what}: splits", splits)
+        if len(splits) != self.world_size or sum(splits) != count or min(splits) < 0:
+            raise ValueError(f"{what}: splits {splits} must be {self.world_size} numbers >= 0 whose sum is {count}")
+        return list(buckets.view(-1).split(splits))

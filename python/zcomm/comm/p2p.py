@@ -1,0 +1,119 @@
+"""Messages between two ranks: send and recv, beside the collectives and in no order with them.
+
+CUDA tensors go by way of the host, over the communicator there that the one of the devices was made from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Literal, overload
+
+import torch
+
+from zcomm import _core
+from zcomm.comm.calls import Buckets, Calls, listed
+from zcomm.comm.cuda_streams import Streams
+from zcomm.comm.device_p2p import Landing, taken_home
+from zcomm.comm.tensors import check_buffers, core_dtype, spans
+from zcomm.comm.work import Work
+
+
+class RecvWork(Work):
+    """A receive in flight; ``source`` is the sender's rank once it is done."""
+
+    __slots__ = ("_source",)
+
+    def __init__(self, core: _core.Work, keep_alive: object, source: _core.Source) -> None:
+        super().__init__(core, (keep_alive, source))
+        self._source = source
+
+    @property
+    def source(self) -> int:
+        return self._source.rank
+
+
+class LandingWork(RecvWork):
+    """A receive for a device: ``wait()`` makes the current stream bring it there; dropped, that of the call does."""
+
+    __slots__ = ("_landing",)
+
+    def __init__(self, core: _core.Work, landing: Landing, source: _core.Source) -> None:
+        super().__init__(core, landing, source)
+        self._landing: Landing | None = landing
+
+    def wait(self, timeout: float | None = None) -> None:
+        super().wait(timeout)
+        landing, self._landing = self._landing, None
+        if landing is not None:
+            landing.finish()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # as of any Work that nobody waits for
+            if self._landing is not None:
+                self._core.wait()
+                self._landing.finish_where_called()
+
+
+def streams_of(device: str) -> Streams | None:
+    """None where tensors are on the host."""
+    return None if device == "cpu" else Streams(torch.device(device))
+
+
+class Messages(Calls):
+    def send(self, buckets: Buckets, dst: int, tag: int = 0, async_op: bool = False, *, name: str = "") -> Work | None:
+        """Send a tensor, or a list as one message, to rank ``dst``.
+
+        Messages of one pair and tag (>= 0) match in call order. Both sides give the same dtype and total count.
+        A small message leaves before the other side asks for it; a large one waits for its recv. CUDA tensors are
+        copied to the host first, which waits for the current stream; they may be changed as soon as this returns.
+        Returns: a Work if ``async_op``. Raises: ValueError, CollectiveMismatch, PeerLost, TimeoutError.
+        """
+        tensors = listed(buckets)
+        dtype = core_dtype(check_buffers("send", tensors, self._device))
+        streams = streams_of(self._device)
+        if streams is not None:
+            tensors = taken_home(tensors, streams)
+        work = self._messenger.send(spans(tensors), dtype, dst, tag, name, async_op)
+        return None if work is None else Work(work, tensors)
+
+    @overload
+    def recv(
+        self,
+        buckets: Buckets,
+        src: int | None = ...,
+        tag: int = ...,
+        async_op: Literal[False] = ...,
+        *,
+        name: str = ...,
+    ) -> int: ...
+    @overload
+    def recv(
+        self, buckets: Buckets, src: int | None = ..., tag: int = ..., *, async_op: Literal[True], name: str = ...
+    ) -> RecvWork: ...
+    @overload
+    def recv(
+        self, buckets: Buckets, src: int | None = ..., tag: int = ..., async_op: bool = ..., *, name: str = ...
+    ) -> int | RecvWork: ...
+
+    def recv(
+        self, buckets: Buckets, src: int | None = None, tag: int = 0, async_op: bool = False, *, name: str = ""
+    ) -> int | RecvWork:
+        """Receive a message into a tensor or a list of them.
+
+        src: the sender; None for whichever rank comes first with this tag. CUDA tensors are written on the current
+        stream of the call, or of the Work's ``wait()``, after what the stream of the call had been given.
+        Returns: the sender's rank, or a Work with ``.source`` if ``async_op``. Raises: as send.
+        """
+        tensors = listed(buckets)
+        dtype = core_dtype(check_buffers("recv", tensors, self._device))
+        if src is not None and not 0 <= src < self.world_size:
+            raise ValueError(f"recv: src={src} is not a rank of a world of size {self.world_size}")
+        streams, source = streams_of(self._device), _core.Source()
+        landing = None if streams is None else Landing(tensors, streams)
+        host = tensors if landing is None else landing.host
+        work = self._messenger.recv(spans(host), dtype, -1 if src is None else src, tag, name, async_op, source)
+        if work is not None:
+            return RecvWork(work, tensors, source) if landing is None else LandingWork(work, landing, source)
+        if landing is not None:
+            landing.finish()
+        return source.rank

@@ -1,0 +1,92 @@
+"""The operations of a communicator that reduce: all_reduce, reduce, reduce_scatter.
+
+Each element is summed in rank order and rounded once: all ranks hold the same bits. Source: docs/algorithms.md.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+
+from zcomm.comm.calls import Buckets, Calls, listed, reduce_op
+from zcomm.comm.tensors import check_buffers, core_dtype, spans
+from zcomm.comm.work import Work
+
+
+class Reductions(Calls):
+    @overload
+    def all_reduce(self, buckets: Buckets, op: str = ..., async_op: Literal[False] = ..., name: str = ...) -> None: ...
+    @overload
+    def all_reduce(self, buckets: Buckets, op: str, async_op: Literal[True], name: str = ...) -> Work: ...
+    @overload
+    def all_reduce(self, buckets: Buckets, op: str = ..., *, async_op: Literal[True], name: str = ...) -> Work: ...
+
+    def all_reduce(self, buckets: Buckets, op: str = "sum", async_op: bool = False, name: str = "") -> Work | None:
+        """Reduce in place over all ranks.
+
+        buckets: a tensor or a list of contiguous CPU tensors of one dtype; same counts on each rank.
+        op: sum, avg, min, max, prod. fp16 and bf16 accumulate in fp32, in rank order, and round once.
+        Cost: 2N bytes of memory traffic per rank on symmetric tensors.
+        Returns: a Work if ``async_op``. Raises: ValueError, CollectiveMismatch, PeerLost, TimeoutError.
+        """
+        if self._reads_tensors:  # the core checks a plain CPU tensor faster than the lines below
+            work = self._core.all_reduce_tensor(buckets, reduce_op(op), name, async_op)
+            if work is not NotImplemented:
+                return self._end(work, buckets)
+        tensors = listed(buckets)
+        dtype = core_dtype(self._buffers("all_reduce", tensors))
+        return self._end(self._core.all_reduce(spans(tensors), dtype, reduce_op(op), name, async_op), tensors)
+
+    def reduce(
+        self, buckets: Buckets, root: int = 0, op: str = "sum", async_op: bool = False, name: str = ""
+    ) -> Work | None:
+        """Reduce over all ranks into ``root``'s buckets; those of the other ranks stay as they are.
+
+        Shapes, ops, errors: as all_reduce. Returns: a Work if ``async_op``.
+        """
+        tensors = listed(buckets)
+        dtype = core_dtype(self._buffers("reduce", tensors))
+        self._check_root("reduce", root)
+        return self._end(self._core.reduce(spans(tensors), dtype, reduce_op(op), root, name, async_op), tensors)
+
+    def reduce_scatter(
+        self,
+        buckets: Buckets,
+        op: str = "sum",
+        out: Buckets | None = None,
+        async_op: bool = False,
+        *,
+        accumulate: bool = False,
+        name: str = "",
+    ) -> Buckets | tuple[Buckets, Work]:
+        """Reduce, and keep this rank's part.
+
+        Shapes: each bucket of world_size * n elements -> a flat shard of n, elements [rank * n, (rank + 1) * n).
+        out: where the shards go; same dtype, or float32 for fp16/bf16 buckets (then nothing is rounded). A shard of the
+            same dtype may be its own place in the bucket, without ``accumulate``.
+        accumulate: add to ``out`` instead of replacing it.
+        Returns: the shard(s), or (shard(s), Work) if ``async_op``.
+        Raises: ValueError naming count and world_size when they do not divide (padding is BucketLayout's job).
+        """
+        tensors = listed(buckets)
+        dtype = self._buffers("reduce_scatter", tensors)
+        for tensor in tensors:
+            if tensor.numel() % self.world_size:
+                raise ValueError(
+                    f"reduce_scatter: count {tensor.numel()} does not divide by world_size {self.world_size}; "
+                    "zcomm.BucketLayout pads"
+                )
+        if out is None:
+            if accumulate:
+                raise ValueError("reduce_scatter: accumulate=True needs out")
+            shards = [torch.empty(t.numel() // self.world_size, dtype=dtype, device=t.device) for t in tensors]
+        else:
+            shards = listed(out)
+        out_dtype = core_dtype(check_buffers("reduce_scatter out", shards, self._device, is_second=True))
+        self._check_counts("reduce_scatter", tensors, shards)
+        work = self._core.reduce_scatter(
+            spans(tensors), spans(shards), core_dtype(dtype), reduce_op(op), out_dtype, accumulate, name, async_op
+        )
+        result = shards[0] if isinstance(buckets, torch.Tensor) else shards
+        return self._end_with(result, work, (tensors, shards))

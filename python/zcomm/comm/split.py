@@ -1,0 +1,90 @@
+"""Splitting a communicator: its ranks form parts by colour, and each part joins as a job does, with its own secret.
+
+Two collectives of the parent, which its guard compares like all others (their name is the split's): first everybody
+learns who belongs where, then everybody gets the addresses. A part's key comes from the parent's key and from fresh
+nonces of all ranks: nobody else can make it, and no secret travels.
+Invariant: a rank that cannot open its door still takes part in the exchange, so that its part fails at once with the
+reason, and the parent stays usable.
+Thread rule: one split of a communicator is one call of its order (docs/concepts.md).
+"""
+
+from __future__ import annotations
+
+import secrets
+import struct
+import time
+
+import torch
+
+from zcomm.bootstrap.auth import derive_key
+from zcomm.bootstrap.hosts import Hosts
+from zcomm.bootstrap.join import Door, Group, Joined, Splittable, enter
+
+_PLACE = struct.Struct("=?7xqq16s")  # takes part, colour, key, nonce
+_MOST_ADDRESS_NBYTES = 2048
+
+
+def split(parent: Splittable, joined: Joined, color: int | None, key: int, name: str) -> Joined | None:
+    """This rank's part of ``parent``, which was made of ``joined``; None if it has no colour. Collective."""
+    color = _checked(color, key)
+    what = f"split '{name}'" if name else "split"
+    mine = _PLACE.pack(color is not None, color or 0, key, secrets.token_bytes(16))
+    places = [_PLACE.unpack(place) for place in _gather(parent, mine, _PLACE.size, what)]
+    group = None if color is None else _part(parent.rank, joined, color, places, what)
+
+    door = None if group is None else Door(group, address=joined.address)
+    try:
+        deadline = time.monotonic() + joined.timeout_s
+        told = b"" if door is None else door.address.encode()
+        answers = _gather(parent, told, _MOST_ADDRESS_NBYTES, f"{what}: addresses")
+        if group is None or door is None:
+            return None
+        return enter(group, door, [answers[rank].decode() for rank in _members(color, places)], deadline)
+    finally:
+        if door is not None:
+            door.close()
+
+
+def _checked(color: int | None, key: int) -> int | None:
+    """Raises: ValueError before anything is called."""
+    for word, value in (("color", color), ("key", key)):
+        if value is not None and not (isinstance(value, int) and -(2**63) <= value < 2**63):
+            raise ValueError(f"split: {word}={value!r} is not a 64-bit integer")
+    return None if color is None or color < 0 else int(color)
+
+
+def _gather(parent: Splittable, mine: bytes, most_nbytes: int, name: str) -> list[bytes]:
+    """Everybody's bytes, by rank: one all_gather of ``most_nbytes`` and a length each."""
+    record = len(mine).to_bytes(4, "little") + mine.ljust(most_nbytes, b"\0")
+    shard = torch.frombuffer(bytearray(record), dtype=torch.uint8)
+    everybody = torch.empty(len(record) * parent.world_size, dtype=torch.uint8)
+    parent.all_gather(shard, out=everybody, name=name)
+    rows = everybody.view(parent.world_size, len(record))
+    found = []
+    for row in rows:
+        told = bytes(row.tolist())
+        found.append(told[4 : 4 + int.from_bytes(told[:4], "little")])
+    return found
+
+
+def _members(color: int | None, places: list[tuple[bool, int, int, bytes]]) -> list[int]:
+    """The parent's ranks of this colour, by key, then by rank."""
+    ranks = [rank for rank, (takes_part, other, _, _) in enumerate(places) if takes_part and other == color]
+    return sorted(ranks, key=lambda rank: (places[rank][2], rank))
+
+
+def _part(rank: int, joined: Joined, color: int, places: list[tuple[bool, int, int, bytes]], what: str) -> Group:
+    ranks = _members(color, places)
+    hosts: Hosts = joined.hosts.of_ranks(ranks)
+    nonces = b"".join(nonce for _, _, _, nonce in places)
+    # A part of a hierarchical communicator may be uneven: then it takes what auto would.
+    requested = "auto" if joined.requested == "hierarchical" else joined.requested
+    return Group(
+        what=what,
+        rank=ranks.index(rank),
+        hosts=hosts,
+        requested=requested,
+        key=derive_key(joined.key, b"split", nonces, color.to_bytes(8, "big")),
+        timeout_s=joined.timeout_s,
+        settings=joined.settings,
+    )

@@ -1,0 +1,3 @@
+"""Memory tiers: pinned host memory, swap files on NVMe, copy streams of a device."""
+
+from __future__ import annotations

@@ -1,0 +1,234 @@
+"""DeviceLane: one accelerator beside torch: two copy streams, torch's own stream, events, and memory on the device.
+
+[Note: lane] Copies go past torch's kernels on streams of their own: ``out`` device to host, ``back`` host to device, in
+pieces, so that both directions and the kernels' own traffic take turns. Who may run beside whom is said by events
+alone: the host waits for nothing but where a name says so. Memory of torch's that a copy stream uses is kept by its
+owner until the current stream has waited for the copy: then torch may give it to others (no record_stream).
+``for_params`` makes it; tests replace ``open_lane`` by one for the simulated device, whose memory is
+the host's: CPU tensors then play on the device.
+Thread rule: free-threaded; a stream's calls are made under its lock. What is put on torch's stream comes from the
+thread that uses it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+
+import torch
+
+from zcomm import _core
+from zcomm.comm.communicator import Communicator
+
+PIECE_NBYTES = 8 << 20
+_LOOK_S, _GRACE_S = 0.1, 2.0  # how often to look for ranks that are gone; how long what they left may take
+
+
+class CopyStream:
+    """A stream of the core, for copies of whole flat tensors and what is done with them."""
+
+    def __init__(self, core: _core.Stream) -> None:
+        self._core = core
+        self._lock = threading.Lock()
+
+    def carry(
+        self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]], after: Iterable[_core.Event], *done: _core.Event
+    ) -> None:
+        """Once the events ``after`` have passed, make all ``copies`` (to, from; contiguous, as many bytes), and then
+        record ``done``. Returns at once; the tensors must stay until ``done``."""
+        with self._lock:
+            for event in after:
+                self._core.wait(event)
+            for to, source in copies:
+                self._copy(to.data_ptr(), source.data_ptr(), to.nbytes)
+            for event in done:
+                self._core.record(event)
+
+    def run(self, work: Callable[[_core.Stream], None], *done: _core.Event) -> None:
+        """Put ``work`` (kernels) on the stream, and then record ``done``."""
+        with self._lock:
+            work(self._core)
+            for event in done:
+                self._core.record(event)
+
+    def _copy(self, to: int, source: int, nbytes: int) -> None:
+        for begin in range(0, nbytes, PIECE_NBYTES):
+            self._core.copy(to + begin, source + begin, min(PIECE_NBYTES, nbytes - begin))
+
+
+class DeviceLane:
+    """See [Note: lane]. device: torch's. core: the same device, as the core knows it."""
+
+    def __init__(self, device: torch.device, core: _core.Device) -> None:
+        self.device = device
+        self.core = core
+        self.out = CopyStream(core.make_stream())
+        self.back = CopyStream(core.make_stream())
+        self.lost: Callable[[], bool] = lambda: False  # whether a rank that streams may wait for is gone
+        self._adopted: dict[int, _core.Stream] = {}
+        self._locked: list[torch.Tensor] = []
+
+    def __repr__(self) -> str:
+        return f"DeviceLane({self.core.name})"
+
+    # --- streams and events -----------------------------------------------------------------------------------
+
+    def current(self) -> _core.Stream:
+        """Torch's current stream, as the core's."""
+        native = self._native()
+        stream = self._adopted.get(native)
+        if stream is None:
+            stream = self._adopted[native] = self.core.adopt_stream(native)
+        return stream
+
+    def _native(self) -> int:
+        return int(torch.cuda.current_stream(self.device).cuda_stream)
+
+    def event(self) -> _core.Event:
+        """One that is done until it is recorded."""
+        return self.core.make_event()
+
+    def passed(self, event: _core.Event) -> _core.Event:
+        """Record ``event`` on torch's current stream, and give it back."""
+        self.current().record(event)
+        return event
+
+    def passes(self, event: _core.Event) -> bool:
+        """The host waits until ``event`` has passed; False: it has not, and a rank that it may wait for is gone."""
+        while not event.wait_for(_LOOK_S):
+            if self.lost():
+                return event.wait_for(_GRACE_S)
+        return True
+
+    def wait(self, event: _core.Event) -> None:
+        """As ``passes``. Raises: PeerLost."""
+        if not self.passes(event):
+            raise _core.PeerLost(f"{self.core.name} waits for a rank that is gone")
+
+    def wait_for(self, *streams: CopyStream) -> None:
+        """The host waits until all that was given to them is done. Raises: PeerLost."""
+        for stream in streams:
+            end = self.event()
+            stream.carry((), (), end)
+            self.wait(end)
+
+    # --- other ranks ------------------------------------------------------------------------------------------
+
+    def reach(self, job: Communicator) -> Communicator | None:
+        """A communicator of its own between the devices of ``job``'s ranks; None where they do not reach each other.
+        Collective."""
+        from zcomm.backends import cuda_ipc  # which joins ranks, as a lane of one rank need not
+
+        return cuda_ipc.beside(job, self.core, self.device)
+
+    # --- memory -----------------------------------------------------------------------------------------------
+
+    def empty(self, count: int, dtype: torch.dtype, what: str) -> torch.Tensor:
+        """Flat memory of torch's on the device. Raises: CudaError naming bytes, what they are for, and what to do."""
+        try:
+            return self._empty(count, dtype)
+        except torch.OutOfMemoryError as error:
+            raise _core.CudaError(
+                f"out of memory on {self.core.name}: {count * dtype.itemsize} bytes for {what} ({self._free()}); use a "
+                "higher stage or a smaller bucket_mb or prefetch, keep less on the device (zcomm.Offload), or "
+                "recompute or offload activations"
+            ) from error
+
+    def symmetric(self, peers: Communicator, count: int, dtype: torch.dtype, what: str) -> torch.Tensor:
+        """As ``empty``, zeros that the devices of all ranks of ``peers`` reach. Collective."""
+        torch.cuda.empty_cache()  # what torch keeps for itself, it could not have
+        try:
+            return peers.empty(count, dtype)
+        except _core.CudaError as error:
+            raise _core.CudaError(
+                f"{error}: {count * dtype.itemsize} bytes on each rank for {what}; use a smaller bucket_mb or "
+                "prefetch, or keep less on the device (zcomm.Offload)"
+            ) from error
+
+    def _empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(count, dtype=dtype, device=self.device)
+
+    def _free(self) -> str:
+        free, total = self.core.memory()
+        return f"{free} of {total} bytes are free"
+
+    def lock(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Page-lock host memory that the arena has not allocated, until ``close``. Raises: CudaError."""
+        if tensor.nbytes:
+            self._lock(tensor)
+            self._locked.append(tensor)
+        return tensor
+
+    def _lock(self, tensor: torch.Tensor) -> None:
+        _core.page_lock(tensor.data_ptr(), tensor.nbytes)
+
+    def _unlock(self, tensor: torch.Tensor) -> None:
+        _core.page_unlock(tensor.data_ptr())
+
+    def drain(self) -> None:
+        """The host waits until no copy is on its way, or the device is lost."""
+        for stream in (self.out, self.back):
+            try:
+                end = self.event()
+                stream.carry((), (), end)
+                if not self.passes(end):
+                    logging.getLogger("zcomm").warning("copies of %s wait for a rank that is gone", self.core.name)
+            except _core.CudaError as error:
+                logging.getLogger("zcomm").warning("copies of %s did not end: %s", self.core.name, error)
+
+    def close(self) -> None:
+        """Wait for the copies and give everything back. Idempotent."""
+        self.drain()
+        for tensor in self._locked:
+            self._unlock(tensor)
+        self._locked.clear()
+        self._adopted.clear()
+
+
+def own_pages(count: int) -> torch.Tensor:
+    """Zeros, fp32 [count], that begin on a page and share none with other memory: pages are locked as a whole, once."""
+    nbytes = _core.page_nbytes()
+    page = nbytes // torch.float32.itemsize
+    whole = torch.zeros(-(-count // page) * page + page)
+    begin = -whole.data_ptr() % nbytes // torch.float32.itemsize
+    return whole[begin : begin + count]
+
+
+def open_lane(device: torch.device) -> DeviceLane | None:
+    """None for the CPU. Raises: NotImplementedError in a build without CUDA, or for another kind of device; CudaError
+    without driver."""
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda":
+        raise NotImplementedError(f"device {device}: zcomm trains on the CPU and on CUDA devices")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return DeviceLane(torch.device("cuda", index), _core.cuda_device(index))
+
+
+def for_params(
+    named: Iterable[tuple[str, torch.Tensor]], device: torch.device | str | None = None
+) -> DeviceLane | None:
+    """The lane of ``device``, or of where the tensors are (None: they are on the CPU, or have no memory yet).
+
+    Raises: ValueError naming two tensors on different devices; as open_lane.
+    """
+    first: tuple[str, torch.device] | None = None
+    for name, tensor in named:
+        if tensor.device.type == "meta" or (device is not None and tensor.device.type == "cpu"):
+            continue
+        if first is None:
+            first = name, tensor.device
+        elif tensor.device != first[1]:
+            raise ValueError(
+                f"{first[0]} is on {first[1]}, {name} on {tensor.device}; one optimizer has one device: move the model "
+                "there as a whole, or give each part an optimizer of its own"
+            )
+    if device is None:
+        return open_lane(torch.device("cpu") if first is None else first[1])
+    wanted = torch.device(device)
+    if first is not None and str(first[1]) != str(wanted) and first[1].type != str(wanted):
+        raise ValueError(
+            f"{first[0]} is on {first[1]}, but device={str(device)!r}; leave device out, or move the model"
+        )
+    return open_lane(wanted if first is None else first[1])

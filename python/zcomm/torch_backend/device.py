@@ -1,0 +1,342 @@
+"""CUDA tensors of a process group: a communicator of their own, made when the first collective on them comes.
+
+It is cuda_ipc or nccl, as "auto" has it (docs/backends.md). Calls and works are ordered by streams, as torch's users
+expect: an operation comes after what is on the current stream, ``work.wait()`` makes the current stream wait for its
+end, Futures carry the streams' events. Invariant: all CUDA tensors of a group on this rank are on one device.
+Thread rule: as the group's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zcomm import _core
+from zcomm.bootstrap.join import Joined
+from zcomm.bootstrap.rendezvous import join_through_store
+from zcomm.comm import cuda_streams
+from zcomm.comm.device_p2p import Landing, taken_home
+from zcomm.comm.work import current_stream, wait_on_current_stream
+from zcomm.torch_backend.futures.completer import Completer
+from zcomm.torch_backend.futures.flight import Flight
+from zcomm.torch_backend.futures.work import CoreWork, Done, Pending
+from zcomm.torch_backend.group import ProcessGroup
+from zcomm.torch_backend.ops.movements import Movements
+from zcomm.torch_backend.ops.reductions import Reductions
+from zcomm.torch_backend.staging import checked
+
+
+class Streams(cuda_streams.Streams):
+    """With a stream of the group's own, and Futures."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._side: torch.cuda.Stream | None = None
+
+    def side(self) -> Any:
+        """For the completer's thread: waiting there must hold up no stream of the program."""
+        if self._side is None:
+            self._side = torch.cuda.Stream(self.device)
+        return self.on(self._side)
+
+    def future(self) -> Any:
+        """A Future that carries the current streams of whoever completes it."""
+        return torch.futures.Future(devices=[self.device])
+
+
+class OnStream:
+    """A core Work whose wait() makes the current stream of whoever waits come after it."""
+
+    def __init__(self, work: Any, device: str) -> None:
+        self._work, self._device = work, device
+
+    def wait(self, timeout: float | None = None) -> None:
+        wait_on_current_stream(self._work, self._device, timeout)
+
+    def done(self) -> bool:
+        return bool(self._work.done())
+
+
+class DevicePending(Pending):
+    """An operation in flight. Whoever finishes it first records its end; every other waiter's stream waits for that."""
+
+    __slots__ = ("_end", "_streams")
+
+    def __init__(
+        self,
+        streams: Streams,
+        core: CoreWork,
+        outputs: list[torch.Tensor],
+        lane: Completer,
+        flight: Flight,
+        finish: Callable[[], None] | None = None,
+        keep: Any = None,
+        source: _core.Source | None = None,
+    ) -> None:
+        self._streams = streams
+        self._end: Any = None
+
+        def finish_on_stream() -> None:
+            if finish is not None:
+                finish()
+            self._end = streams.record()
+
+        super().__init__(core, outputs, lane, flight, finish_on_stream, keep, source)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        super().wait(timeout)
+        self._follow()
+        return True
+
+    def get_future(self) -> Any:
+        self._follow()
+        return super().get_future()
+
+    def _follow(self) -> None:
+        if self._end is not None:
+            self._streams.wait(self._end)
+
+    def settle_in_background(self, seconds: float | None, before_future: Callable[[], None]) -> None:
+        with self._streams.side():
+            self.settle(seconds, before_future)
+
+    def open_after_end(self, future: Any, gate: Any) -> None:
+        with self._streams.side():
+            self.settle()
+            self._follow()
+            super().open_after_end(future, gate)
+
+    def new_future(self) -> Any:
+        return self._streams.future()
+
+
+class DeviceHalf(Reductions, Movements):
+    """The collectives of a group on its CUDA tensors."""
+
+    def __init__(self, joined: Joined, timeout_s: float, streams: Streams) -> None:
+        self._open(joined.core, timeout_s)
+        self._joined = joined
+        self.streams = streams
+        self.device = streams.device
+        self._torch_device = joined.device
+
+    def _name_stream(self) -> None:
+        _core.set_call_stream(current_stream(self._torch_device))
+
+    def _is_simple(self, opts: Any) -> bool:
+        self._name_stream()
+        return super()._is_simple(opts)
+
+    def _started(self, starts: Any) -> CoreWork:
+        return OnStream(super()._started(starts), self._torch_device)
+
+    def _start_elsewhere(self) -> Callable[[], None]:
+        return partial(_core.set_call_stream, current_stream(self._torch_device))
+
+    def _issue(self, what: str, opts: Any, outputs: Sequence[torch.Tensor], *rest: Any, **more: Any) -> Done | Pending:
+        for tensor in tensors_in((outputs, rest, more.get("keep"))):
+            if tensor.device != self.device:
+                raise ValueError(f"{what}: a tensor is on {tensor.device}, others are on {self.device}")
+        self._name_stream()
+        return super()._issue(what, opts, outputs, *rest, **more)
+
+    def _pending(
+        self, work: CoreWork, outputs: list[torch.Tensor], finish: Callable[[], None] | None, keep: Any
+    ) -> Pending:
+        return DevicePending(self.streams, work, outputs, self._collectives, self._flight, finish, keep)
+
+    def close(self) -> None:
+        self._close()
+        for mesh in self._joined.meshes:
+            mesh.leave()
+
+
+class DeviceProcessGroup(ProcessGroup):
+    """A group where CUDA is there."""
+
+    _half: DeviceHalf | None = None
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu"), torch.device("cuda")]
+
+    def _get_backend(self, device: torch.device | str) -> ProcessGroup:
+        if torch.device(device).type not in ("cpu", "cuda"):
+            raise RuntimeError(f'no backend for device type {torch.device(device).type}: "zcomm" serves cpu and cuda')
+        return self
+
+    def _half_for(self, device: torch.device) -> DeviceHalf:
+        """Collective at first: every rank has called one on CUDA tensors."""
+        if self._half is None:
+            self._half = self._open_half(device)
+            self._half._coalesced = None if self._coalesced is None else []
+        if self._half.device != device:
+            raise ValueError(
+                f"a tensor is on {device}, but this group's CUDA tensors are on {self._half.device} on this rank; "
+                "one device per rank (torch.cuda.set_device)"
+            )
+        return self._half
+
+    def _open_half(self, device: torch.device) -> DeviceHalf:
+        from zcomm.backends.devices import choose
+
+        meeting = dist.PrefixStore("meeting/cuda", self._store)
+        control = join_through_store(
+            meeting,
+            self._rank,
+            self._size,
+            "auto",
+            self._deadline_s,
+            where="the group's store",
+            master=os.environ.get("MASTER_ADDR"),
+        )
+        self._forget(meeting, control.core)
+        return DeviceHalf(choose(control, device), self._deadline_s, Streams(device))
+
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Done | Pending:
+        """Also one of the current streams, once the group has met CUDA tensors."""
+        if self._half is None:
+            return super().barrier(opts, timeout)
+        number = self._flight.number
+        work = self._half.barrier(opts, timeout)
+        if isinstance(work, Done) and self._flight.has_copies:  # all ranks have called what this one has
+            self._flight.finish_up_to(number)
+        return work
+
+    # --- messages, over the group's communicator of the host ----------------------------------------------------
+
+    def send(self, tensors: Sequence[torch.Tensor], dst: int, tag: int = 0) -> Pending:
+        device = device_of(tensors)
+        if device is None:
+            return super().send(tensors, dst, tag)
+        return super().send(taken_home(on_one_device("send", tensors, device), self._streams(device)), dst, tag)
+
+    def recv(self, tensors: Sequence[torch.Tensor], src: int, tag: int = 0) -> Pending:
+        device = device_of(tensors)
+        if device is None:
+            return super().recv(tensors, src, tag)
+        landing = Landing(on_one_device("recv", tensors, device), self._streams(device))
+        return self._receive(landing.host, src, tag, tensors, landing.finish)
+
+    def _work_for(self, tensors: Sequence[torch.Tensor]) -> Callable[..., Pending]:
+        device = device_of(tensors)
+        return Pending if device is None else partial(DevicePending, self._streams(device))
+
+    def _streams(self, device: torch.device) -> Streams:
+        return self._half.streams if self._half is not None and self._half.device == device else Streams(device)
+
+    # --- coalescing: messages are the host's, collectives the devices' ------------------------------------------
+
+    def _start_coalescing(self, device: Any = None) -> None:
+        super()._start_coalescing(device)
+        if self._half is not None:
+            self._half._coalesced = []
+
+    def _end_coalescing(self, device: Any = None) -> Done | Pending:
+        half = self._half
+        works = [] if half is None else half._coalesced or []
+        if half is not None:
+            half._coalesced = None
+        if not works:
+            return super()._end_coalescing(device)
+        messages, self._coalesced = self._coalesced or [], None
+        works = [*works, *messages]
+        return works[0] if len(works) == 1 else _AllOf(works)
+
+    def shutdown(self) -> None:
+        """As ProcessGroup.shutdown, of both halves."""
+        half, self._half = self._half, None
+        if half is not None:
+            half.close()
+        super().shutdown()
+
+    abort = shutdown
+
+
+class _AllOf(Done):
+    """Works that end together."""
+
+    __slots__ = ("_works",)
+
+    def __init__(self, works: Sequence[Pending]) -> None:
+        super().__init__([tensor for work in works for tensor in work.result()])
+        self._works = works
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        for work in self._works:
+            work.wait(timeout)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> Any:
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def get_future(self) -> Any:
+        return torch.futures.collect_all([work.get_future() for work in self._works]).then(
+            lambda own: [tensor for future in own.value() for tensor in future.value()]
+        )
+
+
+def tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """All in nested lists."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value)
+
+
+def on_one_device(what: str, tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Dense tensors, of whatever strides. Raises: ValueError for one elsewhere, NotImplementedError as `checked`."""
+    for tensor in tensors:
+        if tensor.device != device:
+            raise ValueError(f"{what}: a tensor is on {tensor.device}, others are on {device}")
+    return [checked(what, tensor) for tensor in tensors]
+
+
+def device_of(values: Any) -> torch.device | None:
+    """Of the first tensor in nested lists, if it is on CUDA."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            return value.device if value.is_cuda else None
+        if isinstance(value, (list, tuple)) and value and (found := device_of(value)) is not None:
+            return found
+    return None
+
+
+def _dispatched(name: str) -> Callable[..., Any]:
+    on_cpu, on_device = getattr(ProcessGroup, name), getattr(DeviceHalf, name)
+
+    def call(self: DeviceProcessGroup, *arguments: Any, **options: Any) -> Any:
+        device = device_of(arguments) or device_of(options.values())
+        return (
+            on_cpu(self, *arguments, **options)
+            if device is None
+            else on_device(self._half_for(device), *arguments, **options)
+        )
+
+    call.__name__ = name
+    return call
+
+
+for _name in (
+    *("allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "broadcast", "allgather", "allgather_coalesced"),
+    *("reduce_scatter_single", "_reduce_scatter_base", "all_gather_single", "_allgather_base", "gather", "scatter"),
+    *("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "allgather_into_tensor_coalesced"),
+    *("all_gather_single_coalesced", "alltoall", "all_to_all_single", "alltoall_base"),
+):
+    setattr(DeviceProcessGroup, _name, _dispatched(_name))

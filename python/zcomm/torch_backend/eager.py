@@ -1,0 +1,51 @@
+"""Keeps torch.compile out of the code of this package.
+
+torch calls a process group from C++ while a compiled module runs (DDP broadcasts its buffers there), and Dynamo would
+trace each Python frame that comes of it. A process group cannot be traced: its frames run as they are.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from zcomm.comm.dynamo import skip
+
+_PACKAGES = ("zcomm.torch_backend", "zcomm._")
+
+
+def run_eagerly() -> None:
+    """Keep Dynamo out of all functions of the modules that have been imported by now."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith(_PACKAGES) and module is not None:
+            for code in _codes_of(module):
+                skip(code)
+
+
+def _codes_of(module: ModuleType) -> Iterator[CodeType]:
+    for value in list(vars(module).values()):
+        if getattr(value, "__module__", None) != module.__name__:
+            continue
+        members = vars(value).values() if isinstance(value, type) else (value,)
+        for member in members:
+            for function in _functions_of(member):
+                yield from _with_inner(function.__code__)
+
+
+def _functions_of(member: Any) -> Iterator[FunctionType]:
+    if isinstance(member, FunctionType):
+        yield member
+    elif isinstance(member, (staticmethod, classmethod)):
+        yield from _functions_of(member.__func__)
+    elif isinstance(member, property):
+        for function in (member.fget, member.fset):
+            yield from _functions_of(function)
+
+
+def _with_inner(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _with_inner(constant)

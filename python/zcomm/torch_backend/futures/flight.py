@@ -1,0 +1,82 @@
+"""Flight: the works of a process group that have not ended.
+
+Thread rule: any thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from zcomm.torch_backend.futures.work import Pending
+
+# Before torch 2.7 the C++ half of a work did not hold its Python half, and waited forever without it (torch's pull
+# request 146376): then ended works are kept as long as a program is likely to wait for them, though not their tensors.
+_TORCH_FORGETS = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 7)
+_KEPT = 4096
+
+
+class Flight:
+    """Works in flight, so that the program need not hold them: a Work may be dropped, and the operation goes on.
+
+    Some copy results to where the program wants them when they are finished. Those that ended before another operation
+    are finished before that one is, so that a program that dropped them finds their results then, and not later.
+    """
+
+    def __init__(self) -> None:
+        self._works: dict[Pending, None] = {}
+        self._copying: dict[Pending, None] = {}
+        self._limit = 16
+        self.number = 0  # of works that there have been
+        self._ended: deque[Pending] | None = deque(maxlen=_KEPT) if _TORCH_FORGETS else None
+
+    @property
+    def has_copies(self) -> bool:
+        return bool(self._copying)
+
+    def add(self, work: Pending, copies: bool = False) -> None:
+        for oldest in list(self._works)[:1]:
+            self._look_at(oldest)
+        if len(self._works) >= self._limit:
+            for other in list(self._works):
+                self._look_at(other)
+            self._limit = max(16, 2 * len(self._works))
+        self._works[work] = None
+        self.number += 1
+        work.number = self.number
+        if copies:
+            self._copying[work] = None
+
+    @staticmethod
+    def _look_at(work: Pending) -> None:
+        """Poll a work, which may have been dropped, so that nothing waits for it. The completer polls Futures."""
+        if not work.has_future:
+            work.poll()
+
+    def finish_up_to(self, number: int, later_is_collective: bool = True) -> None:
+        """Finish the copies of the works up to ``number`` that ended before an operation which has ended.
+
+        Messages keep no order with other operations: those that have ended.
+        """
+        for work in list(self._copying):
+            if work.number > number:
+                return
+            if later_is_collective and work.is_collective and work.has_begun():
+                work.settle()  # at once: it has ended
+            else:
+                work.poll()
+
+    def discard(self, work: Pending) -> None:
+        self._works.pop(work, None)
+        self._copying.pop(work, None)
+        if self._ended is not None:
+            work.let_go()
+            self._ended.append(work)
+
+    def close(self) -> None:
+        """Settle every work. The communicator has been closed: they end now."""
+        for work in list(self._works):
+            work.settle()

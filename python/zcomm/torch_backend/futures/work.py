@@ -1,0 +1,330 @@
+"""Work: what a torch.distributed call returns, over the core's own handles.
+
+``Done`` is the end of a blocking call. ``Pending`` waits for the core and then finishes once: copies scratch back,
+completes its Future. The first to come completes a Future: a waiter, or a thread of the group's Completer, which is
+started when the first Future of an operation in flight is asked for (DDP's reducer waits for nothing else).
+Thread rule: any thread may wait.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch._C._distributed_c10d import Work as _TorchWork
+
+from zcomm import _core
+from zcomm.torch_backend.futures.callbacks import Deferred
+from zcomm.torch_backend.futures.completer import Completer
+from zcomm.torch_backend.futures.flight import Flight
+from zcomm.torch_backend.futures.futures import order_callbacks
+
+_FOREVER = timedelta(0)  # torch's kNoTimeout
+
+
+class CoreWork(Protocol):
+    def wait(self, timeout: float | None = None) -> None: ...
+    def done(self) -> bool: ...
+
+
+class Several:
+    """The handles of a call that takes several operations of the core."""
+
+    def __init__(self, works: list[CoreWork]) -> None:
+        self._works = works
+
+    def wait(self, timeout: float | None = None) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for work in self._works:
+            work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+
+    def done(self) -> bool:
+        return all(work.done() for work in self._works)
+
+
+class Together:
+    """Works as one handle, for the end of coalescing."""
+
+    def __init__(self, works: list[Pending]) -> None:
+        self._works = works
+
+    def wait(self, timeout: float | None = None) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for work in self._works:
+            work.settle(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            work.wait()
+
+    def done(self) -> bool:
+        return all(work.poll() for work in self._works)
+
+    def has_begun(self) -> bool:
+        return all(work.has_begun() for work in self._works)
+
+    def start_now(self) -> None:
+        for work in self._works:
+            work.start_now()
+
+
+class _Weak:
+    """Tensors as long as somebody else has them."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._tensors = [weakref.ref(tensor) for tensor in tensors]
+
+    def alive(self) -> list[torch.Tensor]:
+        return [tensor for ref in self._tensors if (tensor := ref()) is not None]
+
+
+class _Failure:
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+def _unwrapped(future: Any) -> Any:
+    value = future.value()
+    if isinstance(value, _Failure):
+        raise value.error
+    return value
+
+
+def _seconds(timeout: timedelta | None) -> float | None:
+    return None if timeout is None or timeout <= _FOREVER else timeout.total_seconds()
+
+
+class Done(_TorchWork):
+    """A call that was done when it returned."""
+
+    __slots__ = ("_outputs",)
+
+    def __init__(self, outputs: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._outputs = outputs
+
+    def wait(self, timeout: timedelta = _FOREVER) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def exception(self) -> None:
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        return self._outputs
+
+    def get_future(self) -> Any:
+        future: Any = torch.futures.Future()
+        future.set_result(self._outputs)
+        return future
+
+
+class Pending(_TorchWork):
+    """An operation in flight. Its tensors are kept until it is done."""
+
+    __slots__ = (
+        "_complete_lock",
+        "_core",
+        "_error",
+        "_finish",
+        "_flight",
+        "_future",
+        "_give_up",
+        "_keep",
+        "_late_at",
+        "_outputs",
+        "_source",
+        "lane",
+        "number",
+    )
+
+    def __init__(
+        self,
+        core: CoreWork,
+        outputs: list[torch.Tensor],
+        lane: Completer,
+        flight: Flight,
+        finish: Callable[[], None] | None = None,
+        keep: Any = None,
+        source: _core.Source | None = None,
+    ) -> None:
+        super().__init__()
+        self._core: CoreWork | None = core
+        self._outputs: list[torch.Tensor] | _Weak = outputs
+        self.lane = lane
+        self._flight = flight
+        self._finish = finish
+        self._keep = keep
+        self._source = source
+        self._error: Exception | None = None
+        self._future: Any = None
+        self.number = 0  # set by the Flight
+        self._late_at: float | None = None
+        self._give_up: Callable[[], Exception] | None = None
+        self._complete_lock = threading.Lock()
+
+    def limit(self, seconds: float, give_up: Callable[[], Exception]) -> None:
+        """A deadline of its own: who waits past it calls ``give_up``, whose result becomes the operation's error."""
+        self._late_at = time.monotonic() + seconds
+        self._give_up = give_up
+
+    def wait(self, timeout: timedelta = _FOREVER) -> bool:
+        """Block until the operation ended.
+
+        Raises: its error; TimeoutError when ``timeout`` passes first (then the operation goes on).
+        """
+        if self._core is not None:
+            self.settle(_seconds(timeout))
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def settle(self, seconds: float | None = None, before_future: Callable[[], None] | None = None) -> None:
+        """Wait and finish; the operation's own error is kept. Raises: TimeoutError after ``seconds``.
+
+        ``before_future`` is called if this completes a Future, before that.
+        """
+        core = self._core
+        if core is None:
+            return
+        left = None if self._late_at is None else max(0.0, self._late_at - time.monotonic())
+        is_ours = left is not None and (seconds is None or left <= seconds)
+        error = _outcome(core, left if is_ours else seconds)
+        if isinstance(error, TimeoutError):
+            if core.done():  # with a deadline of its own, or since we stopped waiting
+                error = _outcome(core, None)
+            elif is_ours and self._give_up is not None:
+                error = self._give_up()
+            else:
+                raise error
+        if self._flight.has_copies:
+            self._flight.finish_up_to(self.number - 1, self.is_collective)
+        self._complete(error, before_future)
+
+    def poll(self) -> bool:
+        """Whether it ended; finishes it if so."""
+        core = self._core
+        if core is not None and core.done():
+            self.settle()
+        return self._core is None
+
+    @property
+    def is_collective(self) -> bool:
+        """Return True if the work ends after all collectives that were called before it."""
+        return self.lane.callbacks is not None
+
+    def _complete(self, error: Exception | None, before_future: Callable[[], None] | None) -> None:
+        with self._complete_lock:
+            if self._core is None:
+                return
+            if error is None and self._finish is not None:
+                try:
+                    self._finish()
+                except Exception as failed:
+                    error = failed
+            self._error = error
+            self._core = self._finish = self._keep = self._give_up = None
+            future = self._future
+        self._flight.discard(self)
+        if future is not None:
+            if before_future is not None:
+                before_future()
+            self._fill(future)
+
+    def _fill(self, future: Any) -> None:
+        future.set_result(self.result() if self._error is None else _Failure(self._error))
+
+    def settle_in_background(self, seconds: float | None, before_future: Callable[[], None]) -> None:
+        """Call settle() on a completer's thread."""
+        self.settle(seconds, before_future)
+
+    @property
+    def has_future(self) -> bool:
+        return self._future is not None
+
+    def has_begun(self) -> bool:
+        """Return True if the core has the operation. Callbacks may come before."""
+        core = self._core
+        return not isinstance(core, (Deferred, Together)) or core.has_begun()
+
+    def start_now(self) -> None:
+        """Start a deferred operation before this thread waits for its Future."""
+        core = self._core
+        if isinstance(core, (Deferred, Together)):
+            core.start_now()
+
+    def open_after_end(self, future: Any, gate: Any) -> None:
+        """Complete ``gate`` once the operation and its ``future`` have ended, well or not."""
+        self.settle()
+        with suppress(Exception):  # its error is the callbacks' to see
+            future.wait()  # another thread may have settled it, and be about to complete the Future
+        gate.set_result(None)
+
+    def new_future(self) -> Any:
+        return torch.futures.Future()
+
+    def get_future(self) -> Any:
+        """A torch Future of the output tensors. An error reaches its waiters as RuntimeError with the text."""
+        future = self.new_future()
+        with self._complete_lock:
+            is_pending = self._core is not None
+            is_first = self._future is None
+            if is_pending and is_first:
+                self._future = future
+            elif is_pending:
+                future = self._future
+        if not is_pending:
+            self._fill(future)
+            return future if self._error is None else future.then(_unwrapped)
+        told = future.then(_unwrapped)
+        if self.lane.callbacks is not None:
+            order_callbacks(told, self, self.lane.callbacks)
+        if is_first:
+            self.lane.add(self)
+        return told
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self.poll()
+
+    def is_success(self) -> bool:
+        return self.poll() and self._error is None
+
+    def exception(self) -> Exception | None:
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        if isinstance(self._outputs, _Weak):
+            return self._outputs.alive()
+        return self._outputs
+
+    def let_go(self) -> None:
+        """Keep the tensors no longer than others do."""
+        self._outputs = _Weak(self.result())
+        self._future = None
+
+    def source_rank(self) -> int:
+        return -1 if self._source is None else self._source.rank
+
+    _source_rank = source_rank
+
+
+def _outcome(core: CoreWork, seconds: float | None) -> Exception | None:
+    try:
+        core.wait(seconds)
+    except Exception as error:
+        return error
+    return None

@@ -1,0 +1,192 @@
+"""ProcessGroup "zcomm": what torch.distributed holds for a group of ranks.
+
+A Python subclass of torch's ProcessGroup, over its own mesh and communicator of the core; libtorch is not linked.
+C++ (DDP's reducer, functional collectives) reaches its methods through torch's trampoline (PyProcessGroup.hpp).
+Invariant: groups are independent; one that failed or was destroyed does not touch the others.
+Thread rule: as the core's communicator: any thread, collectives in the same order on all ranks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zcomm import _core
+from zcomm.bootstrap.rendezvous import join_through_store, store_keys
+from zcomm.torch_backend.futures.work import Done, Pending, Together
+from zcomm.torch_backend.ops.messages import Messages
+from zcomm.torch_backend.ops.monitored_barrier import Monitor
+from zcomm.torch_backend.ops.movements import Movements
+from zcomm.torch_backend.ops.reductions import Reductions
+from zcomm.torch_backend.options import timeout_of
+
+NAME = "zcomm"
+_CPU = torch.device("cpu")
+_alive: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+_Base: Any = dist.ProcessGroup
+
+
+class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc]
+    """Made by ``torch.distributed.init_process_group("zcomm")`` and ``new_group``."""
+
+    # What torch asks of a backend (see _get_backend).
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+    supports_shrinking = False
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        _Base.__init__(self, rank, size)  # the form with a store cannot be subclassed
+        self._store = store
+        self._name = ""
+        self._description = ""
+        seconds = timeout.total_seconds()
+        meeting = dist.PrefixStore("meeting", store)
+        joined = join_through_store(
+            meeting,
+            rank,
+            size,
+            "auto",
+            seconds,
+            where="the group's store",
+            master=os.environ.get("MASTER_ADDR"),
+        )
+        self._meshes = joined.meshes
+        if not _alive:
+            _core.set_threads(max(1, len(os.sched_getaffinity(0)) // joined.hosts.local_world_size(rank)))
+        self._open(joined.core, seconds)
+        self._forget(meeting, self._core)
+        self._monitor = Monitor(store, self._meshes, rank, size)
+        _alive.add(self)
+
+    def _forget(self, meeting: dist.Store, core: _core.Communicator) -> None:
+        """A later group may use the same store and name: nobody goes on before all keys are gone."""
+        if self._size > 1:
+            core.barrier("", False)  # all have read them
+            if self._rank == 0:
+                for key in store_keys(self._size):
+                    meeting.delete_key(key)
+            core.barrier("", False)
+
+    # --- who it is --------------------------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    name = _get_backend_name = getBackendName
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:
+        self._description = description
+
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
+    _set_group_name = setGroupName
+    _set_group_desc = setGroupDesc
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [_CPU]
+
+    def _get_backend(self, device: torch.device | str) -> ProcessGroup:
+        if torch.device(device) != _CPU:
+            raise RuntimeError(f'no backend for device type {torch.device(device).type}: "zcomm" serves cpu')
+        return self
+
+    def supports_tensor_alloc(self, device: Any) -> bool:
+        return False
+
+    def __repr__(self) -> str:
+        return f'<zcomm.torch_backend.ProcessGroup "{self._name}", rank {self._rank} of {self._size}>'
+
+    def get_group_store(self) -> dist.Store:
+        return self._store
+
+    # --- order and time ---------------------------------------------------------------------------------------
+
+    def _set_sequence_number_for_group(self) -> None:
+        self._sequence = 0
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._sequence
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Of later operations; it can only be shortened below what the group was made with."""
+        seconds = timeout.total_seconds()
+        if seconds > self._deadline_s:
+            raise ValueError(
+                f"set_timeout: {seconds:g} s is more than the {self._deadline_s:g} s that the group was made with"
+            )
+        self._timeout_s = seconds
+        self._has_core_deadline = self._given_up is None and seconds == self._deadline_s
+
+    _set_default_timeout = set_timeout
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """As torch.distributed.monitored_barrier."""
+        if hasattr(timeout, "device_ids"):  # BarrierOptions
+            timeout = timeout_of(timeout)
+        if timeout is None:
+            timeout = self._timeout_s
+        if not isinstance(timeout, timedelta):
+            timeout = timedelta(seconds=timeout)
+        self._monitor.barrier(timeout, wait_all_ranks)
+
+    # --- coalescing: what is issued in between ends together ---------------------------------------------------
+
+    def _start_coalescing(self, device: Any = None) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: Any = None) -> Done | Pending:
+        works, self._coalesced = self._coalesced or [], None
+        if not works:
+            return Done([])
+        outputs = [tensor for work in works for tensor in work.result()]
+        are_collectives = all(work.lane is self._collectives for work in works)
+        lane = self._collectives if are_collectives else self._messages
+        work = Pending(Together(works), outputs, lane, self._flight)
+        self._flight.add(work)
+        return work
+
+    # --- life -------------------------------------------------------------------------------------------------
+
+    def split_group(self, ranks: list[int], timeout: timedelta | None = None, *_: Any, **fields: Any) -> Any:
+        """A group of some ranks of this one, or None on the others. All of ``ranks`` call it."""
+        if self._rank not in ranks:
+            return None
+        name = fields.get("group_name") or f"{self._name}:split:{'-'.join(map(str, ranks))}"
+        store = dist.PrefixStore(f"split/{name}", self._store)
+        seconds = timeout if timeout is not None else timedelta(seconds=self._timeout_s)
+        group = type(self)(store, ranks.index(self._rank), len(ranks), seconds)
+        group.setGroupName(name)
+        group.setGroupDesc(fields.get("group_desc") or "")
+        return group
+
+    def shutdown(self) -> None:
+        """End what is pending, say goodbye to the peers, free everything. Idempotent."""
+        self._close()
+        for mesh in self._meshes:
+            mesh.leave()
+        _alive.discard(self)
+
+    abort = shutdown
+
+
+@atexit.register
+def _shutdown_all() -> None:
+    for group in list(_alive):
+        group.shutdown()

@@ -1,0 +1,3 @@
+"""Operations of a process group under the names by which torch calls them."""
+
+from __future__ import annotations

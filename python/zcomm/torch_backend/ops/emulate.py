@@ -1,0 +1,48 @@
+"""Reductions that the core has not, by torch: bitwise ones, and those of dtypes such as int16 or complex products.
+
+Every rank gets all inputs (stacked in rank order, dim 0) and reduces them itself, so the bits are equal everywhere.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import torch
+
+from zcomm.torch_backend.options import Kind
+
+_WIDER = {torch.int16: torch.int64, torch.uint16: torch.int64, torch.uint32: torch.int64}
+_BITWISE = {Kind.BAND: torch.bitwise_and, Kind.BOR: torch.bitwise_or, Kind.BXOR: torch.bitwise_xor}
+
+
+def check(what: str, kind: Any, dtype: torch.dtype) -> None:
+    """Raises: ValueError for a reduction that has no meaning for ``dtype``."""
+    floating = dtype.is_floating_point or dtype.is_complex
+    if kind in _BITWISE and floating:
+        raise ValueError(f"{what}: {kind.name} is not defined on {dtype}")
+    if kind == Kind.AVG and not floating:
+        raise ValueError(f"{what}: {kind.name} of {dtype}: integers have no average; use SUM")
+    if kind in (Kind.MIN, Kind.MAX) and dtype.is_complex:
+        raise ValueError(f"{what}: {kind.name} is not defined on {dtype}")
+    if kind not in _BITWISE and kind not in (Kind.SUM, Kind.AVG, Kind.MIN, Kind.MAX, Kind.PRODUCT):
+        raise ValueError(f"{what}: reduction {kind.name} is not supported")
+
+
+def combine(kind: Any, stack: torch.Tensor) -> torch.Tensor:
+    """Reduces dim 0. Small floats accumulate in fp32, small integers in int64."""
+    dtype = stack.dtype
+    if kind in _BITWISE:
+        return reduce(_BITWISE[kind], stack.unbind(0))
+    wide = torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else _WIDER.get(dtype, dtype)
+    if dtype == torch.uint64 and kind in (Kind.SUM, Kind.PRODUCT):
+        stack, wide = stack.view(torch.int64), torch.int64  # the same bits, modulo 2**64
+    stack = stack.to(wide)
+    if kind == Kind.SUM or kind == Kind.AVG:
+        result = reduce(torch.add, stack.unbind(0))
+        result = result / stack.shape[0] if kind == Kind.AVG else result
+    elif kind == Kind.PRODUCT:
+        result = reduce(torch.mul, stack.unbind(0))
+    else:
+        result = stack.amin(0) if kind == Kind.MIN else stack.amax(0)
+    return result.view(dtype) if dtype == torch.uint64 else result.to(dtype)

@@ -1,0 +1,74 @@
+"""send and recv of a process group. They return at once; torch waits where its call blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from zcomm import _core
+from zcomm.torch_backend.futures.work import Pending
+from zcomm.torch_backend.issue import Issue
+from zcomm.torch_backend.staging import Staging, spans, wire
+
+_ANY = -1
+
+
+class Messages(Issue):
+    def send(self, tensors: Sequence[torch.Tensor], dst: int, tag: int = 0) -> Pending:
+        staging = Staging("send")
+        dense = [staging.reads(tensor) for tensor in tensors]
+        dtype, width = self._wire("send", dense)
+        core_work = self._core.send(spans(dense, width), dtype, dst, tag, "", True)
+        return self._message(core_work, tensors, None, dense, None)
+
+    def recv(self, tensors: Sequence[torch.Tensor], src: int, tag: int = 0) -> Pending:
+        staging = Staging("recv")
+        dense = [staging.writes(tensor) for tensor in tensors]
+        return self._receive(dense, src, tag, tensors, staging.finish if staging.is_used else None)
+
+    def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> Pending:
+        return self.recv(tensors, _ANY, tag)
+
+    def _receive(
+        self,
+        dense: list[torch.Tensor],
+        src: int,
+        tag: int,
+        tensors: Sequence[torch.Tensor],
+        finish: Callable[[], None] | None,
+    ) -> Pending:
+        """A message into ``dense``, which ``finish`` brings to ``tensors``."""
+        source = _core.Source()
+        dtype, width = self._wire("recv", dense)
+        core_work = self._core.recv(spans(dense, width), dtype, src, tag, "", True, source)
+        return self._message(core_work, tensors, finish, dense, source)
+
+    def _message(
+        self,
+        core_work: _core.Work | None,
+        tensors: Sequence[torch.Tensor],
+        finish: Callable[[], None] | None,
+        dense: list[torch.Tensor],
+        source: _core.Source | None,
+    ) -> Pending:
+        assert core_work is not None
+        make, keep = self._work_for(tensors), (dense, source)
+        work = make(core_work, list(tensors), self._messages, self._flight, finish, keep, source)
+        if self._timeout_s != self._deadline_s:
+            work.limit(self._timeout_s, lambda: self._give_up("recv" if source else "send", self._timeout_s))
+        self._flight.add(work, copies=finish is not None)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _work_for(self, tensors: Sequence[torch.Tensor]) -> Callable[..., Pending]:
+        """What makes the work of a message in them."""
+        return Pending
+
+    @staticmethod
+    def _wire(what: str, tensors: Sequence[torch.Tensor]) -> tuple[_core.DType, int]:
+        kinds = {tensor.dtype for tensor in tensors}
+        if len(kinds) != 1:
+            raise ValueError(f"{what}: one message has one dtype, not {', '.join(map(str, kinds)) or 'none'}")
+        return wire(tensors[0].dtype)

@@ -1,0 +1,127 @@
+"""What a torch.distributed call asks for besides tensors: asynchronous or not, its timeout, its reduction.
+
+torch's option structs have grown over the versions (``asyncOp`` came with 2.7); the differences are met here.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
+
+from zcomm import _core
+from zcomm.comm.tensors import DTYPES
+
+__all__ = [
+    "AllToAllOptions",
+    "AllgatherOptions",
+    "AllreduceOptions",
+    "BarrierOptions",
+    "BroadcastOptions",
+    "GatherOptions",
+    "ReduceOptions",
+    "ReduceScatterOptions",
+    "ScatterOptions",
+]
+
+Kind: Any = dist.ReduceOp.RedOpType
+_KNOWS_ASYNC = hasattr(AllreduceOptions(), "asyncOp")
+_ZERO = timedelta(0)
+
+# (reduction, torch dtype) -> the core's dtype and reduction, and how many of its elements make one of torch's.
+_CORE_OPS = {
+    Kind.SUM: _core.ReduceOp.sum,
+    Kind.AVG: _core.ReduceOp.avg,
+    Kind.MIN: _core.ReduceOp.min,
+    Kind.MAX: _core.ReduceOp.max,
+    Kind.PRODUCT: _core.ReduceOp.prod,
+}
+Native = tuple[_core.DType, _core.ReduceOp, int]
+_NATIVE: dict[tuple[Any, torch.dtype], Native] = {
+    (kind, dtype): (core_dtype, core_op, 1)
+    for kind, core_op in _CORE_OPS.items()
+    for dtype, core_dtype in DTYPES.items()
+    if kind != Kind.AVG or dtype.is_floating_point
+}
+for _complex, _real in ((torch.complex64, torch.float32), (torch.complex128, torch.float64)):
+    for _kind in (Kind.SUM, Kind.AVG):
+        _NATIVE[_kind, _complex] = (DTYPES[_real], _CORE_OPS[_kind], 2)
+_NATIVE[Kind.BOR, torch.bool] = _NATIVE[Kind.MAX, torch.bool]
+_NATIVE[Kind.BAND, torch.bool] = _NATIVE[Kind.MIN, torch.bool]
+
+
+# By number: torch makes a new enum object for each look at ``opts.reduceOp.op``, and comparing those is slow.
+_BY_NUMBER: dict[torch.dtype, dict[int, Native]] = {}
+for (_kind, _dtype), _native in _NATIVE.items():
+    _BY_NUMBER.setdefault(_dtype, {})[int(_kind)] = _native
+_NOTHING: dict[int, Native] = {}
+
+
+def native(kind: Any, dtype: torch.dtype) -> Native | None:
+    """How the core does this reduction, or None: then it is emulated (ops/emulate.py)."""
+    return _BY_NUMBER.get(dtype, _NOTHING).get(int(kind))
+
+
+def is_async(opts: Any) -> bool:
+    """Whether the caller wants the call to return before the operation is done. Unknown before torch 2.7: yes."""
+    return bool(opts.asyncOp) if _KNOWS_ASYNC else True
+
+
+def timeout_of(opts: Any) -> float | None:
+    """Seconds that this call gives the operation; None: those of the group."""
+    timeout = opts.timeout
+    return timeout.total_seconds() if timeout > _ZERO else None
+
+
+def premul_factor(op: dist.ReduceOp) -> Any:
+    """The number or tensor that PREMUL_SUM multiplies each input by."""
+    state: Any = op.__getstate__()
+    return state[1]
+
+
+def only_one(what: str, tensors: Any, instead: str) -> Any:
+    """The tensor of a list of one. Raises: ValueError for others, naming the call that takes several."""
+    if isinstance(tensors, torch.Tensor):
+        return tensors
+    if len(tensors) != 1:
+        raise ValueError(
+            f"{what}: a list of {len(tensors)} tensors, which meant one for each device of a process; expected one "
+            f"tensor. Call it for each, or {instead}"
+        )
+    return tensors[0]
+
+
+def root_of(what: str, opts: Any) -> int:
+    """The root's rank. Raises: ValueError for a root tensor out of several (see only_one)."""
+    if getattr(opts, "rootTensor", 0) not in (0, -1):
+        raise ValueError(f"{what}: rootTensor={opts.rootTensor}: expected 0; a call has one tensor")
+    return int(opts.rootRank)
+
+
+def made(kind: Any, opts: Any, timeout: timedelta | None = None, **fields: Any) -> Any:
+    """The options of a call that named single values instead: ``allreduce(tensor, op, timeout)``."""
+    if opts is not None and hasattr(opts, "asyncOp" if _KNOWS_ASYNC else "timeout"):
+        return opts  # of this kind, or of a sibling: AllreduceCoalescedOptions
+    result = kind()
+    if opts is not None:  # in place of the options stands the root or the reduction
+        field = "rootRank" if isinstance(opts, int) and hasattr(result, "rootRank") else "reduceOp"
+        setattr(result, field, opts)
+    if timeout is not None:
+        result.timeout = timeout
+    for name, value in fields.items():
+        if value is not None:
+            setattr(result, name, value)
+    return result

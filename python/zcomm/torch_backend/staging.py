@@ -1,0 +1,187 @@
+"""Tensors of a torch.distributed call as the core takes them: dense memory, one address and count each.
+
+A dense tensor is passed as it is. Others (strided, expanded, conjugated views) go through scratch: copied before
+the operation where it reads them, copied back after it where it writes them. An expanded one cannot be written to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from zcomm import _core
+from zcomm.comm.tensors import DTYPES
+
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+Span = tuple[int, int]
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the core can work on its memory."""
+    return (
+        type(tensor) in _PLAIN
+        and (tensor.is_cpu or tensor.is_cuda)
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+    )
+
+
+def checked(what: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor, of whatever strides. Raises: NotImplementedError naming device or layout."""
+    if hasattr(tensor, "trigger_wait"):  # AsyncCollectiveTensor: the result of a functional collective in flight
+        tensor = tensor.trigger_wait()
+    if not (tensor.is_cpu or tensor.is_cuda):
+        raise NotImplementedError(f'{what}: a tensor is on {tensor.device}; backend "zcomm" moves CPU and CUDA tensors')
+    if tensor.layout is not torch.strided:
+        raise NotImplementedError(f"{what}: a tensor has layout {tensor.layout}; only dense ones are moved")
+    return tensor
+
+
+def writing_to(tensor: torch.Tensor) -> Any:
+    """Return a context in which any thread may write to the tensor, be it a leaf, or made in inference mode."""
+    return torch.inference_mode() if tensor.is_inference() else torch.no_grad()
+
+
+def check_writable(what: str, tensor: torch.Tensor) -> None:
+    """Raises: ValueError for an expanded tensor, as torch does: its elements are not its own."""
+    if tensor.numel() and any(size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ValueError(
+            f"{what}: a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is to be written to, but "
+            "more than one of its elements refers to a single memory location; pass tensor.clone()"
+        )
+
+
+def check_apart(what: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Raises: ValueError naming two of a list of results that lie at one place."""
+    ends: list[tuple[int, int, int]] = []
+    for index, tensor in enumerate(tensors):
+        if tensor.numel():
+            nbytes = tensor.numel() * tensor.element_size() if tensor.is_contiguous() else 1  # strided ones may mesh
+            ends.append((tensor.data_ptr(), tensor.data_ptr() + nbytes, index))
+    ends.sort()
+    for (_, end, one), (begin, _, other) in pairwise(ends):
+        if begin < end:
+            first, second = sorted((one, other))
+            raise ValueError(
+                f"{what}: outputs {first} and {second} lie at one place, at addresses {tensors[first].data_ptr():#x} "
+                f"and {tensors[second].data_ptr():#x}; each must have memory of its own"
+            )
+
+
+def wire(dtype: torch.dtype) -> tuple[_core.DType, int]:
+    """As what the core moves it: its own dtype where it has it, else so many bytes per element."""
+    core = DTYPES.get(dtype)
+    return (core, 1) if core is not None else (_core.DType.uint8, dtype.itemsize)
+
+
+def span(tensor: torch.Tensor, width: int) -> Span:
+    return (tensor.data_ptr(), tensor.numel() * width)
+
+
+def spans(tensors: Sequence[torch.Tensor], width: int) -> list[Span]:
+    return [(tensor.data_ptr(), tensor.numel() * width) for tensor in tensors]
+
+
+def parts(tensor: torch.Tensor, counts: Sequence[int], width: int) -> list[Span]:
+    """The consecutive pieces of a dense tensor, of ``counts`` elements."""
+    address, itemsize = tensor.data_ptr(), tensor.element_size()
+    result = []
+    for count in counts:
+        result.append((address, count * width))
+        address += count * itemsize
+    return result
+
+
+def adjacent(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether they lie one behind the other, as the chunks of one flat tensor do."""
+    end = tensors[0].data_ptr()
+    for tensor in tensors:
+        if tensor.data_ptr() != end or not is_plain(tensor):
+            return False
+        end += tensor.numel() * tensor.element_size()
+    return True
+
+
+class Staging:
+    """The scratch of one call. ``finish`` copies back what it wrote; call it once the operation is done."""
+
+    __slots__ = ("_back", "what")
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self._back: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def reads(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Dense memory with its values."""
+        if is_plain(tensor):
+            return tensor
+        tensor = checked(self.what, tensor).detach()
+        return tensor if is_plain(tensor) else tensor.contiguous().resolve_conj().resolve_neg()
+
+    def writes(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Dense memory that becomes its values."""
+        if is_plain(tensor):
+            return tensor
+        tensor = checked(self.what, tensor).detach()
+        if is_plain(tensor):
+            return tensor
+        check_writable(self.what, tensor)
+        return self.scratch_for(tensor)
+
+    def updates(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Dense memory with its values, which becomes its values."""
+        dense = self.writes(tensor)
+        if dense is not tensor and self._back and self._back[-1][1] is dense:
+            dense.copy_(self._back[-1][0])
+        return dense
+
+    def scratch_for(self, tensor: torch.Tensor) -> torch.Tensor:
+        scratch = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        self._back.append((tensor, scratch))
+        return scratch
+
+    def flat_reads(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One dense tensor with the values of all; they have one dtype."""
+        if adjacent(tensors):
+            return _joined(tensors)
+        return torch.cat([self.reads(tensor).detach().reshape(-1) for tensor in tensors])
+
+    def flat_writes(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One dense tensor that becomes the values of all, one behind the other."""
+        if adjacent(tensors):
+            return _joined(tensors)
+        targets = [checked(self.what, tensor).detach() for tensor in tensors]
+        for target in targets:
+            check_writable(self.what, target)
+        check_apart(self.what, targets)
+        flat = torch.empty(sum(tensor.numel() for tensor in targets), dtype=targets[0].dtype, device=targets[0].device)
+        pieces = flat.split([tensor.numel() for tensor in targets])
+        self._back.extend((target, piece.view(target.shape)) for target, piece in zip(targets, pieces, strict=True))
+        return flat
+
+    @property
+    def is_used(self) -> bool:
+        return bool(self._back)
+
+    def finish(self) -> None:
+        for tensor, scratch in self._back:
+            with writing_to(tensor):
+                tensor.copy_(scratch)
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Adjacent tensors seen as one. Where they do not share their storage, its address and count are all we use."""
+    first = tensors[0].detach()
+    count = sum(tensor.numel() for tensor in tensors)
+    if len(tensors) == 1:
+        return first.view(-1)
+    storage = first.untyped_storage()
+    end = first.storage_offset() + count
+    if end * first.element_size() > storage.nbytes():
+        return torch.cat([tensor.detach().view(-1) for tensor in tensors])
+    return first.as_strided((count,), (1,))

@@ -1,0 +1,382 @@
+"""Puts the parts of a ZeroOptimizer together, and takes them apart."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from zcomm import _core
+from zcomm.comm.communicator import Communicator
+from zcomm.machine import swap_tuning
+from zcomm.memory import device_streams
+from zcomm.memory.device_streams import DeviceLane
+from zcomm.memory.swap_file import StrPath, as_paths, close_at_exit, say_fallbacks
+from zcomm.zero.async_step import StepBehind
+from zcomm.zero.device_step import Resident
+from zcomm.zero.gradients.device_norm import DeviceSquares
+from zcomm.zero.gradients.norm import GradientNorm
+from zcomm.zero.gradients.peers import ResidentReducer
+from zcomm.zero.gradients.pinned import DeviceReducer
+from zcomm.zero.gradients.reducer import GradientReducer
+from zcomm.zero.layout.flat import Geometry
+from zcomm.zero.layout.sections import Sections, frozen_of, names_of
+from zcomm.zero.layout.tiles import TileForm
+from zcomm.zero.layout.unit_policy import large_units, tensors_in
+from zcomm.zero.materialize import deferred
+from zcomm.zero.materialize.broadcast import start
+from zcomm.zero.module_hook import Hook
+from zcomm.zero.optim_state.choose_state import make_state
+from zcomm.zero.optim_state.nvme import swap_nbytes
+from zcomm.zero.optim_state.ram import ShardState
+from zcomm.zero.optim_state.staged import StagedState
+from zcomm.zero.optim_state.swap_file import Swap
+from zcomm.zero.optim_state.tiered import TieredState
+from zcomm.zero.options import Offload, Precision
+from zcomm.zero.params.attachment import Attachment
+from zcomm.zero.params.choose_store import make_store
+from zcomm.zero.params.device import DeviceStore
+from zcomm.zero.params.stores import ParameterStore
+from zcomm.zero.placement import check_host, reach, state_tiers
+from zcomm.zero.registry import taken_params
+from zcomm.zero.rules.rule import Rule
+from zcomm.zero.tensors import pieces
+from zcomm.zero.unit_options import Units
+from zcomm.zero.units.hooks import UnitHooks
+from zcomm.zero.units.store import UnitStore
+
+logger = logging.getLogger("zcomm")
+
+Gradients = tuple[list[nn.Parameter], Geometry, Communicator, torch.dtype, bool, bool, list[str]]  # as a reducer's
+
+
+@dataclass
+class Parts:
+    """What one ZeroOptimizer owns. Parameters are numbered in the order of ``names``, frozen ones that the store has
+    last; ``index_of`` is by id(), ``group_of`` by number. ``runs``: per bucket, (begin, end, group) of this rank's
+    part; ``param_runs``: with the parameter instead, where the rule is indexed. ``first_index``: by number, elements
+    before it in the param groups."""
+
+    model: nn.Module | None
+    names: list[str]
+    index_of: dict[int, int]
+    group_of: list[int]
+    geometry: Geometry
+    comm: Communicator
+    arenas: tuple[_core.PinnedArena, ...]
+    store: ParameterStore
+    state: ShardState
+    reducer: GradientReducer
+    norm: GradientNorm
+    runs: list[list[tuple[int, int, int]]]
+    param_runs: list[list[tuple[int, int, int]]] | None
+    first_index: list[int]
+    swap: Swap | None
+    hooks: UnitHooks | None
+    model_hooks: list[Any]
+    attachment: Attachment
+    lane: DeviceLane | None = None  # None: the model is on the CPU
+    behind: StepBehind | None = None
+    resident: Resident | None = None  # None: no bucket stays on a device
+    peers: Communicator | None = None  # between the devices of several ranks with resident buckets
+    save_comm: Communicator | None = None  # of checkpoints in the background; made by the first
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return torch.device("cpu") if self.lane is None else self.lane.device
+
+    def allocation_count(self) -> int:
+        comms = [self.comm] if self.peers is None else [self.comm, self.peers]
+        count = sum(comm.memory()["allocation_count"] for comm in comms)
+        return count + self.store.allocation_count + sum(arena.stats()["allocation_count"] for arena in self.arenas)
+
+    def whole_frozen(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Floating parameters of the model that no optimizer's store has, by name."""
+        kept = taken_params() | set(self.index_of)
+        for name, param in self.model.named_parameters() if self.model is not None else ():
+            if id(param) not in kept and param.is_floating_point():
+                yield name, param
+
+    def close(self) -> None:
+        """After failures too: no part waits for another rank, and none is left out because another one failed."""
+        with ExitStack() as last_first:
+            for part in (self.comm, self.peers, self.lane, self.save_comm, self.swap, self.store, self.state):
+                if part is not None:
+                    last_first.callback(part.close)
+            last_first.callback(self.reducer.close)
+            if self.lane is not None:
+                last_first.callback(self.lane.drain)
+            for hook in self.model_hooks:
+                last_first.callback(hook.remove)
+            for first in (self.hooks, self.behind):
+                if first is not None:
+                    last_first.callback(first.close)
+
+
+def build_parts(
+    model: nn.Module | None,
+    groups: Sequence[dict[str, Any]],
+    job: Communicator,
+    rule: Rule,
+    *,
+    stage: int,
+    offload: Offload,
+    precision: Precision,
+    nvme_path: StrPath | Sequence[StrPath] | None,
+    bucket_nbytes: int,
+    prefetch: int,
+    overlap: bool,
+    share_parameters: bool,
+    taken: set[int],
+    units: Units,
+    device: torch.device | str | None = None,
+) -> Parts:
+    """Collective. Parameters are numbered section by section, in order of registration. taken: by id(), what other
+    optimizers have. device: None: where the parameters are."""
+    shared = share_parameters and job.backend == "shm"  # others have ranks that cannot see each other's memory
+    params = [param for group in groups for param in group["params"]]
+    frozen = frozen_of(model, params, taken) if stage == 3 else []
+    lane = _check_params(model, params, frozen, device)
+    if lane is not None:
+        check_host(job)
+        if stage == 3 and job.world_size == 1 and _stay(offload, names_of(model, params), (*params, *frozen)):
+            stage, frozen = 2, []  # all weights stay on one rank's device: there is nothing to shard
+    if offload.step_behind_forward and (model is None or lane is None or stage == 3):
+        raise ValueError(
+            "Offload: step_behind_forward=True needs the model itself, on a device, and stage 0, 1 or 2: leave it out"
+        )
+    arena = _core.PinnedArena(page_lock=lane is not None)  # what a device's copies come from and go to
+    state_arena = _core.PinnedArena(page_lock=False)  # optimizer state does not cross: most of all memory
+    sections = Sections(model, params, frozen, stage, offload, shared, units, lane is not None)
+    _say_large(sections, units, job)
+    geometry = sections.geometry(job.world_size, bucket_nbytes, precision.param_nbytes, rule.align)
+    form = TileForm(rule.arrays, precision.dtype, rule.state_dtype)
+    tiers = state_tiers(sections, geometry, offload, lane is not None)
+    swap = _open_swap(geometry, sections, offload, form, stage, nvme_path)
+    comm = job.duplicate()  # gradients and parameters keep an order of their own beside the caller's collectives
+    weights = [sections.list[bucket.section].weights for bucket in geometry.every]
+    resident = frozenset(bucket for bucket, tier in enumerate(tiers) if tier == weights[bucket] == "device")
+    resident, peers = reach(resident, stage == 3 and "device" in weights, comm, lane)
+    how = (stage, shared, prefetch, units, lane, resident, peers)
+    store = make_store(sections, geometry, comm, precision.dtype, arena, swap, *how)
+    peers = peers if resident else None  # else they are the store's
+    counts = [part.stop - part.start for part in map(store.part, geometry.buckets)]
+    state = make_state(counts, tiers, precision.dtype, rule, state_arena, swap, offload.fraction, lane, resident)
+    numbers = {id(param): number for number, group in enumerate(groups) for param in group["params"]}
+    trained = sections.params[: geometry.trained_count]
+    group_of = [numbers[id(param)] for param in trained]
+    runs = [geometry.runs(bucket, store.part(bucket), group_of) for bucket in geometry.buckets]
+    param_runs = None
+    if rule.indexed:
+        each = range(len(trained))
+        param_runs = [geometry.runs(bucket, store.part(bucket), each) for bucket in geometry.buckets]
+    values = [rule.initial({**rule.defaults, **group}) for group in groups]
+    initial = [[(begin, end, values[group]) for begin, end, group in of_bucket] for of_bucket in runs]
+    where = torch.device("cpu") if lane is None else lane.device
+    start(model, sections.params, sections.names, geometry, comm, store, state, initial, precision, where, taken)
+
+    names = sections.names[: len(trained)]
+    how_reduced = (trained, geometry, comm, precision.travels, stage == 0, overlap, names)
+    reducer = _reducer(how_reduced, store, state, lane, arena, peers)
+    hooks = None
+    if isinstance(store, UnitStore):
+        assert model is not None
+        hooks = UnitHooks(model, sections.choices, store)
+    behind = _behind(model, offload, store, reducer, trained, geometry)
+    settle = (lambda: None) if behind is None else behind.join
+    attachment = Attachment(
+        model, sections.params, sections.names, geometry, store, precision.dtype, where, reducer, settle
+    )
+    parts = Parts(
+        model=model,
+        names=sections.names,
+        index_of={id(param): index for index, param in enumerate(sections.params)},
+        group_of=group_of,
+        geometry=geometry,
+        comm=comm,
+        arenas=(arena, state_arena),
+        store=store,
+        state=state,
+        reducer=reducer,
+        norm=GradientNorm(comm),
+        runs=runs,
+        param_runs=param_runs,
+        first_index=_first_indices(trained, params, geometry),
+        swap=swap,
+        hooks=hooks,
+        attachment=attachment,
+        model_hooks=[] if model is None else _hook_model(model, reducer, attachment),
+        lane=lane,
+        behind=behind,
+        resident=_resident(store, state, reducer, geometry, lane, arena, stage == 0 and peers is not None),
+        peers=peers,
+    )
+    if isinstance(store, UnitStore):
+        store.weights.open(sections.names, partial(pieces.edit, parts))
+        store.start_thread()  # last: an optimizer that could not be made leaves no thread
+    return parts
+
+
+def _stay(offload: Offload, names: dict[int, str], params: Sequence[nn.Parameter]) -> bool:
+    """Whether no weight is offloaded."""
+    return all(offload.param_tier(names[id(param)], param) == "device" for param in params)
+
+
+def _say_large(sections: Sections, units: Units, job: Communicator) -> None:
+    text = large_units(sections.choices) if sections.by_unit and units.blocks is None else ""
+    if text and job.rank == 0:
+        logger.warning(text)
+
+
+def _reducer(
+    how: Gradients,
+    store: ParameterStore,
+    state: ShardState,
+    lane: DeviceLane | None,
+    arena: _core.PinnedArena,
+    peers: Communicator | None,
+) -> GradientReducer:
+    if lane is None:
+        return GradientReducer(*how)
+    alone = how[2].world_size == 1
+    squares = DeviceSquares(lane, arena) if alone else None
+    reducer: DeviceReducer
+    if store.resident:
+        reducer = ResidentReducer(*how, lane, _came(store, lane), store.resident, squares, peers)
+    else:
+        reducer = DeviceReducer(*how, lane, _came(store, lane), squares=squares)
+    if any(isinstance(part, StagedState) for part in state.each()):
+        lane.lock(reducer.accumulators)  # from where a step takes its gradients
+    return reducer
+
+
+def _resident(
+    store: ParameterStore,
+    state: ShardState,
+    reducer: GradientReducer,
+    geometry: Geometry,
+    lane: DeviceLane | None,
+    arena: _core.PinnedArena,
+    whole: bool,
+) -> Resident | None:
+    if not isinstance(reducer, ResidentReducer):
+        return None
+    assert isinstance(state, TieredState) and lane is not None
+    buckets = [bucket for bucket in geometry.buckets if bucket.index in store.resident]
+    return Resident(buckets, state.device, store, reducer, DeviceSquares(lane, arena), whole)
+
+
+def _behind(
+    model: nn.Module | None,
+    offload: Offload,
+    store: ParameterStore,
+    reducer: GradientReducer,
+    trained: Sequence[nn.Parameter],
+    geometry: Geometry,
+) -> StepBehind | None:
+    """Where it was asked for."""
+    if not offload.step_behind_forward:
+        return None
+    assert model is not None and isinstance(store, DeviceStore) and isinstance(reducer, DeviceReducer)
+    bucket_of = {id(param): place.bucket for param, place in zip(trained, geometry.places, strict=False)}
+    behind = StepBehind(model, store, bucket_of, len(geometry.buckets))
+    reducer.before_reduce = behind.join
+    return behind
+
+
+def _came(store: ParameterStore, lane: DeviceLane) -> Any:
+    """The event after which no old weights are on their way to the device; units say so by ``settle`` alone."""
+    return store.all_came if isinstance(store, DeviceStore) else lane.event()
+
+
+def _open_swap(
+    geometry: Geometry,
+    sections: Sections,
+    offload: Offload,
+    form: TileForm,
+    stage: int,
+    nvme_path: StrPath | Sequence[StrPath] | None,
+) -> Swap | None:
+    """Before all other memory: a full disk is said first. None where nothing is swapped."""
+    if not sections.uses_nvme:
+        return None
+    if nvme_path is None:
+        raise ValueError("offload to 'nvme' needs nvme_path, a directory on the drive to swap to")
+    page = _core.page_nbytes()  # at which extents begin
+    shards = [b.shard_count for b in geometry.every if sections.list[b.section].weights == "nvme"]
+    nbytes = sum(count * form.dtype.itemsize + page for count in shards)
+    counts = [bucket.count if stage == 0 else bucket.shard_count for bucket in geometry.buckets]
+    tiers = [sections.list[bucket.section].state for bucket in geometry.buckets]
+    nbytes += swap_nbytes(counts, tiers, offload.fraction, form)
+    if not shards and not form.element_nbytes:
+        return None  # a rule without state
+    paths = as_paths(nvme_path)
+    tuned = swap_tuning.load(paths[0]) if paths else swap_tuning.SwapTuning()
+    swap = Swap(paths, nbytes=nbytes, block_nbytes=tuned.block_nbytes, depth=tuned.depth)
+    say_fallbacks(swap)
+    close_at_exit(swap)  # also when what follows is interrupted
+    return swap
+
+
+def _hook_model(model: nn.Module, reducer: GradientReducer, attachment: Attachment) -> list[Any]:
+    """Before its forward: Parameter objects that the program has replaced are put back, so that gradients find their
+    hooks."""
+
+    def put_back(module: nn.Module, args: Any) -> None:
+        attachment.put_back(in_forward=True)
+
+    return [
+        model.register_forward_pre_hook(Hook(put_back)),
+        model.register_forward_hook(Hook(_announcer(reducer))),
+    ]
+
+
+def _announcer(reducer: GradientReducer) -> Callable[..., None]:
+    """A forward hook of the model: the first tensor of its backward tells the reducer that a pass has begun."""
+
+    def announce(module: nn.Module, args: Any, output: Any) -> None:
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(lambda grad: reducer.arm())
+
+    return announce
+
+
+def _first_indices(ordered: Sequence[nn.Parameter], grouped: Sequence[torch.Tensor], geometry: Geometry) -> list[int]:
+    """Elements before each parameter in the order of the param groups, which does not depend on the stage."""
+    counts = {id(param): place.count for param, place in zip(ordered, geometry.places, strict=False)}
+    first: dict[int, int] = {}
+    at = 0
+    for param in grouped:
+        first[id(param)] = at
+        at += counts[id(param)]
+    return [first[id(param)] for param in ordered]
+
+
+def _check_params(
+    model: nn.Module | None,
+    params: Sequence[nn.Parameter],
+    frozen: Sequence[nn.Parameter],
+    device: torch.device | str | None,
+) -> DeviceLane | None:
+    """The lane of the device that all of them are on; None: the CPU."""
+    seen: set[int] = set()
+    names = names_of(model, params)
+    for number, param in enumerate((*params, *frozen)):
+        name = names[id(param)]
+        where = f"parameter {number} of shape {tuple(param.shape)}"
+        if id(param) in seen:
+            raise ValueError(f"{where} is in the param groups twice")
+        seen.add(id(param))
+        if param.device.type == "meta":
+            deferred.check(param, name)
+        if not param.dtype.is_floating_point:
+            raise ValueError(f"{where} is {param.dtype}; only floating-point parameters can be trained")
+    return device_streams.for_params(((names[id(param)], param) for param in (*params, *frozen)), device)

@@ -1,0 +1,188 @@
+"""A rank's share of a checkpoint: which tensors it writes, how they come to it, and its files."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zcomm.optim.fused import STATE_BLOCK
+from zcomm.zero.agree import Kept
+from zcomm.zero.assemble import Parts
+from zcomm.zero.checkpoint import durable
+from zcomm.zero.checkpoint.readable import Readable
+from zcomm.zero.checkpoint.tensor_file import Writer, write_tensors
+from zcomm.zero.layout.tiles import TileForm
+from zcomm.zero.registry import taken_params
+from zcomm.zero.tensors import pieces
+
+WEIGHTS, STATE = 0, 1  # the two files of a rank
+VALUES = "client-state.safetensors"  # tensors of the client state and the schedule; rank 0's
+Plan = list[tuple[str, torch.dtype, torch.Size]]
+
+
+@dataclass(frozen=True)
+class Share:
+    """Names, dtypes and shapes of what this rank writes, by file, in the order of ``gathered`` and then ``others``."""
+
+    rank: int
+    world_size: int
+    plans: tuple[Plan, Plan]
+    aliases: dict[str, str]
+
+
+def other_tensors(parts: Parts, lean: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters that no optimizer has in its store and saved buffers of the model, each once. lean: no frozen ones."""
+    if parts.model is None:
+        return
+    seen = taken_params() | set(parts.index_of)
+    saved = set(parts.model.state_dict(keep_vars=True))
+    tensors: list[tuple[str, torch.Tensor]] = [*parts.model.named_parameters(), *parts.model.named_buffers()]
+    for name, tensor in tensors:
+        frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        if id(tensor) not in seen and name in saved and not (lean and frozen):
+            seen.add(id(tensor))
+            yield name, tensor
+
+
+def aliases_of(parts: Parts, lean: bool = False) -> dict[str, str]:
+    """Further names of what is saved once (tied weights)."""
+    if parts.model is None:
+        return {}
+    first = {
+        number: parts.names[index]
+        for number, index in parts.index_of.items()
+        if not (lean and parts.geometry.is_frozen(index))
+    }
+    first.update({id(tensor): name for name, tensor in other_tensors(parts, lean)})
+    every = parts.model.state_dict(keep_vars=True)
+    return {
+        name: first[id(tensor)] for name, tensor in every.items() if id(tensor) in first and first[id(tensor)] != name
+    }
+
+
+def _owners(parts: Parts) -> list[int]:
+    """Which rank writes each parameter: the one with the fewest elements so far."""
+    load = [0] * parts.comm.world_size
+    owners = []
+    for place in parts.geometry.places:
+        owners.append(load.index(min(load)))
+        load[owners[-1]] += place.count
+    return owners
+
+
+def _state_of(form: TileForm, name: str, shape: torch.Size) -> Plan:
+    """What is kept of a parameter beside its weight."""
+    master = [("master", torch.float32, shape)] if form.dtype != torch.float32 else []
+    kind = torch.uint8 if form.coded else torch.float32
+    blocks = torch.Size((-(-shape.numel() // STATE_BLOCK), len(form.arrays)))
+    scales = [("scales", torch.float32, blocks)] if form.coded else []
+    every = [*master, *scales, *((key, kind, shape) for key in form.arrays)]
+    return [(f"{key}/{name}", dtype, size) for key, dtype, size in every]
+
+
+def share_of(parts: Parts, lean: bool = False) -> Share:
+    """The same on every rank but for the rank: no communication. lean: without frozen parameters."""
+    rank, form = parts.comm.rank, parts.state.form
+    mine = [index for index, owner in enumerate(_owners(parts)) if owner == rank]
+    shapes = [place.shape for place in parts.geometry.places]
+    trained = [index for index in mine if not parts.geometry.is_frozen(index)]
+    weights = [(parts.names[index], form.dtype, shapes[index]) for index in (trained if lean else mine)]
+    if rank == 0:
+        weights += [(name, tensor.dtype, tensor.shape) for name, tensor in other_tensors(parts, lean)]
+    state = [item for index in trained for item in _state_of(form, parts.names[index], shapes[index])]
+    return Share(rank, parts.comm.world_size, (weights, state), aliases_of(parts, lean) if rank == 0 else {})
+
+
+def gathered(parts: Parts, lean: bool = False) -> Iterator[tuple[int, torch.Tensor]]:
+    """Which file, and the tensor, for what this rank writes of the parameters. Collective to the end, where what could
+    not be read is an OSError."""
+    readable, form = Readable(parts), parts.state.form
+    parts = readable.parts
+    for index, owner in enumerate(_owners(parts)):
+        if lean and parts.geometry.is_frozen(index):
+            continue
+        exact = pieces.master(parts, index, root=owner)
+        if parts.geometry.is_frozen(index):
+            if exact is not None:
+                yield WEIGHTS, exact.to(form.dtype)
+            continue
+        if exact is not None:
+            yield WEIGHTS, rounded(form, exact)
+            if form.dtype != torch.float32:
+                yield STATE, exact
+        if form.coded:
+            coded = pieces.codes(parts, index, root=owner) or {}
+            yield from ((STATE, coded[key]) for key in ("scales", *form.arrays) if coded)
+            continue
+        for key in form.arrays:
+            whole = pieces.array(parts, index, key, root=owner)
+            if whole is not None:
+                yield STATE, whole
+    readable.check()
+
+
+def others(parts: Parts, lean: bool = False) -> list[tuple[int, torch.Tensor]]:
+    """The rest of it: the model's own memory."""
+    return [(WEIGHTS, tensor.detach()) for _, tensor in other_tensors(parts, lean)] if parts.comm.rank == 0 else []
+
+
+def rounded(form: TileForm, master: torch.Tensor) -> torch.Tensor:
+    """The weights that belong to an fp32 master, as the kernels round."""
+    if form.dtype != torch.bfloat16:
+        return master.to(form.dtype)
+    weight = torch.empty(master.numel(), dtype=torch.bfloat16)
+    low = torch.empty(2 * master.numel(), dtype=torch.uint8)
+    TileForm((), torch.bfloat16).set_master(weight, low, master.reshape(-1))
+    return weight.view(master.shape)
+
+
+def write(
+    kept: Kept,
+    share: Share,
+    tensors: Iterable[tuple[int, torch.Tensor]],
+    random: bytes,
+    values: Mapping[str, torch.Tensor],
+    folder: Path,
+) -> dict[str, Any]:
+    """This rank's files; what the manifest holds of them. values: tensors that rank 0 writes beside. ``tensors`` are
+    taken to the end, whatever fails here; ``kept`` has the first error then, and the result is of no use."""
+    end = f"{share.rank + 1:05d}-of-{share.world_size:05d}.safetensors"
+    writers: list[Writer] = []
+    with kept.errors():
+        for kind, plan in zip(("model", "optimizer"), share.plans, strict=True):
+            writers.append(Writer(folder / f"{kind}-{end}", plan))
+    try:
+        with torch.no_grad():
+            for which, tensor in tensors:
+                if kept.error is None:
+                    with kept.errors():
+                        writers[which].add(tensor)
+    finally:
+        for writer in writers:
+            with kept.errors():
+                writer.close()
+    states = folder / f"random-{share.rank:05d}.json"
+    mine: dict[str, Any] = {"aliases": share.aliases, "random": states.name, "values": {}}
+    if kept.error is not None:
+        return mine
+    with kept.errors():
+        durable.write_file(states, random)
+        if values:
+            extra = write_tensors(folder / VALUES, values)
+            mine["values"] = _listed(extra)
+            writers.append(extra)
+        mine["weights"], mine["optimizer"] = (_listed(writer) for writer in writers[:2])
+        mine["files"] = {writer.path.name: writer.nbytes for writer in writers} | {states.name: len(random)}
+        checksums = {writer.path.name: writer.header_crc32 for writer in writers}
+        mine["checksums"] = checksums | {states.name: zlib.crc32(random)}
+    return mine
+
+
+def _listed(writer: Writer) -> dict[str, Any]:
+    return {name: entry.as_json() for name, entry in writer.entries.items()}

@@ -1,0 +1,92 @@
+"""What is saved while training goes on: this rank's shards as they were when the save began.
+
+What is on a drive is copied there ([Note: gradual copy] in optim_state/swap_file.py), never to RAM; what is in RAM is
+cloned. Whole tensors are put together from it in the background, by the functions of tensors/pieces.py, which need of
+ParameterStore and ShardState no more than is here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zcomm.comm.communicator import Communicator
+from zcomm.zero.agree import Kept, agree
+from zcomm.zero.assemble import Parts
+from zcomm.zero.layout.flat import FlatBucket
+from zcomm.zero.optim_state.swap_file import AnyCopy
+from zcomm.zero.params.shards import SwapSource
+from zcomm.zero.tensors import pieces
+
+
+class Frozen:
+    """weights_for: nothing but what gives that rank all weights (``access.weight``).
+
+    Raises: OSError of the copy (ENOSPC; EIO for a key whose last write failed).
+    """
+
+    def __init__(self, parts: Parts, weights_for: int | None = None) -> None:
+        whole = weights_for is None
+        needed = [
+            bucket
+            for bucket in parts.geometry.every
+            if whole or parts.comm.rank == weights_for or not pieces.replicated(parts, bucket)
+        ]
+        self._copy: AnyCopy | None = None
+        on_drive = any(parts.store.tier_of(bucket) == "nvme" for bucket in needed)
+        if parts.swap is not None and (whole or on_drive):
+            parts.state.flush()
+            self._copy = parts.swap.copied()
+        store: Any = _Weights(parts, self._copy, needed)
+        state: Any = parts.state.frozen(self._copy) if whole else parts.state
+        self._parts = dataclasses.replace(parts, store=store, state=state)
+
+    def parts(self, comm: Communicator) -> Parts:
+        """For tensors/pieces.py, on one thread and a communicator of its own."""
+        if self._copy is not None:
+            self._copy.finish()
+        return dataclasses.replace(self._parts, comm=comm)
+
+    def close(self) -> None:
+        if self._copy is not None:
+            self._copy.close()
+
+
+class _Weights:
+    """Of a ParameterStore: one shard at a time in RAM of those that are on a drive."""
+
+    def __init__(self, parts: Parts, copy: AnyCopy | None, buckets: Sequence[FlatBucket]) -> None:
+        self.part = parts.store.part
+        self._dtype = parts.state.form.dtype
+        self._copy = copy
+        in_ram = [bucket for bucket in buckets if parts.store.tier_of(bucket) != "nvme"]
+        self._held = {bucket.index: parts.store.read(bucket).clone() for bucket in in_ram}
+        self._last: tuple[int, torch.Tensor] | None = None
+
+    def read(self, bucket: FlatBucket) -> torch.Tensor:
+        held = self._held.get(bucket.index)
+        if held is not None:
+            return held
+        if self._last is None or self._last[0] != bucket.index:
+            assert self._copy is not None
+            self._last = bucket.index, self._copy.load(SwapSource._key(bucket)).view(self._dtype)
+        return self._last[1]
+
+
+def freeze(parts: Parts, final: Path, weights_for: int | None = None) -> Frozen:
+    """Collective: a rank that cannot makes all raise. final: what is being saved."""
+    kept, frozen = Kept(), None
+    with kept.errors():
+        frozen = Frozen(parts, weights_for)
+    try:
+        agree(parts.comm, kept.error, f"saving {final}")
+    except BaseException:
+        if frozen is not None:
+            frozen.close()
+        raise
+    assert frozen is not None
+    return frozen

@@ -1,0 +1,73 @@
+"""Resident buckets: weights, gradient and optimizer state are on the devices alone, where they are stepped.
+
+[Note: resident buckets] What need not be offloaded does not come to the host, where a rank is alone or the ranks'
+devices reach each other (``peers``): gradients add up on the device, the step is kernels on torch's stream behind them,
+the weights are changed in place (each rank's part; the others' parts are gathered then, in stage 3 when a unit is
+used), and what is given to that stream next sees them. The host waits for other ranks' calls alone, and steps the other
+buckets meanwhile. Of the norm the words of an exact sum come to the host.
+Thread rule: the main thread: torch's stream is that of whoever calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from zcomm.zero.gradients.device_norm import DeviceSquares
+from zcomm.zero.gradients.norm import GradientNorm
+from zcomm.zero.gradients.peers import ResidentReducer
+from zcomm.zero.layout.flat import FlatBucket
+from zcomm.zero.optim_state.device import DeviceState
+from zcomm.zero.optim_state.ram import Run, ShardStep
+from zcomm.zero.params.stores import ParameterStore
+
+
+class Resident:
+    """The buckets, and where their parts are. whole: several ranks step all of each (stage 0)."""
+
+    def __init__(
+        self,
+        buckets: Sequence[FlatBucket],
+        state: DeviceState,
+        store: ParameterStore,
+        reducer: ResidentReducer,
+        squares: DeviceSquares,
+        whole: bool,
+    ) -> None:
+        self._buckets = buckets
+        self.numbers: Collection[int] = {bucket.index for bucket in buckets}
+        self._whole = whole
+        self._state, self._store, self._reducer, self._squares = state, store, reducer, squares
+
+    def step(self, runs: Callable[[FlatBucket], list[Run]]) -> None:
+        """Put the step of all of them on torch's stream, behind their gradients. An error on one rank is raised when no
+        other waits for this one."""
+        if self._whole:
+            self._reducer.finish()
+            self._reducer.gather_resident()
+        failed: BaseException | None = None
+        for bucket in self._buckets:
+            self._reducer.finish(bucket)
+            grad = self._reducer.bucket_view(bucket) if self._whole else self._reducer.shard_view(bucket)
+            try:
+                if failed is None:
+                    if self._store.edited(bucket):
+                        self._state.take_edits(bucket.index, self._store.there(bucket))
+                    self._state.step_shard(ShardStep(bucket.index, self._store.there(bucket), grad, runs(bucket)))
+            except BaseException as error:
+                failed = error
+            self._store.spread_resident(bucket)
+        self._store.arrive_resident()
+        if failed is not None:
+            raise failed
+
+    def start_norm(self) -> None:
+        """Put the squares of their gradients, stepped or not, on torch's stream."""
+        self._squares.begin()
+        for bucket in self._buckets:
+            self._reducer.finish(bucket)
+            self._squares.add(self._reducer.shard_view(bucket))
+        self._squares.send()
+
+    def end_norm(self, norm: GradientNorm) -> None:
+        """Add them to ``norm``. Waits for the device."""
+        self._squares.end(norm)

@@ -1,0 +1,78 @@
+"""The global gradient norm, with bits that do not depend on how gradients are sharded ([Note: gradient norm])."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from zcomm import _core
+from zcomm.comm.communicator import Communicator
+from zcomm.comm.tensors import core_dtype
+
+
+def clip_factor(norm: float, limit: float) -> float:
+    """What gradients of this norm are multiplied by, as torch's clip_grad_norm_ does it: a NaN stays one."""
+    factor = limit / (norm + 1e-6)
+    return factor if not factor >= 1.0 else 1.0
+
+
+class GradientNorm:
+    """Exact sum of squares of all ranks' shards; one small integer all_reduce, which is also a barrier."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self.noted = False
+        self._sum = _core.ExactSum()
+        self._words = torch.from_numpy(np.asarray(self._sum))
+        self._note = torch.zeros(1, dtype=torch.int64)
+        self._message = torch.zeros(self._words.numel() + 1, dtype=torch.int64)
+
+    def __call__(self, shards: Iterable[torch.Tensor]) -> float:
+        """L2 norm over ``shards`` (flat, each starting at a multiple of 64 elements) of all ranks. Collective."""
+        self.begin()
+        for shard in shards:
+            self.add(shard)
+        return self.end()
+
+    def begin(self) -> None:
+        """Nothing is added yet."""
+        self._sum.clear()
+
+    def add(self, shard: torch.Tensor) -> None:
+        """One more shard; in any order."""
+        self._sum.add_squares(shard.data_ptr(), core_dtype(shard.dtype), shard.numel())
+
+    @property
+    def sum(self) -> _core.ExactSum:
+        """For whoever adds squares while he reads the gradients."""
+        return self._sum
+
+    def add_words(self, words: torch.Tensor) -> None:
+        """The words of another sum, on the host, int64."""
+        _core.add_words(self._sum, words.data_ptr())
+
+    def meet(self, note: bool) -> None:
+        """As ``end``, of the note alone. Collective."""
+        self.noted = note
+        if self._comm.world_size > 1:
+            self._note.fill_(int(note))
+            self._comm.all_reduce(self._note, name="gradients of a second arrival")
+            self.noted = bool(self._note.item())
+
+    def end(self, note: bool = False) -> float:
+        """The norm of what was added on all ranks; ``noted`` then says whether any of them gave a note. Collective.
+
+        A rank that is alone asks nobody: the question would queue behind gradients that are still on their way."""
+        self._sum.normalize()
+        if self._comm.world_size == 1:
+            self.noted = note
+            return math.sqrt(self._sum.value())
+        self._message[:-1].copy_(self._words)
+        self._message[-1] = int(note)
+        self._comm.all_reduce(self._message, name="gradient norm")
+        self._words.copy_(self._message[:-1])
+        self.noted = bool(self._message[-1])
+        return math.sqrt(self._sum.value())

@@ -1,0 +1,213 @@
+"""ProgramGrads: ``p.grad`` of each parameter, which the program and the reducer share.
+
+[Note: p.grad] The reducer's hook is the last of a parameter's hooks, so hooks of the program see this rank's gradient,
+as under DDP. It takes the gradient away and leaves a stand-in (stand_in.py). A stand-in is lifted before autograd
+accumulates, which would otherwise add to it, and put back where autograd does not (``autograd.grad``).
+What the program does to ``p.grad`` counts as in torch: None drops the gradient, and a step then skips the parameter. A
+tensor of its own stays there: autograd adds to it, and a step takes it as this rank's gradient. The program's values
+are true gradients, but what autograd adds is ``factor`` times them (loss scale, micro-steps). So where the factor is
+not 1, a copy of the program's values is kept beside the sum; a step raises if the program changed the sum since.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zcomm.zero.gradients.stand_in import GradStandIn
+from zcomm.zero.gradients.values import GradientValues
+
+
+def _references(held: dict[int, Any]) -> dict[int, int]:
+    """Count the references to each object, as seen from here."""
+    return {index: sys.getrefcount(each) for index, each in held.items()}
+
+
+_ALONE = _references({0: object()})[0]  # by the dict alone
+
+
+@dataclass
+class _Sum:
+    """A tensor of the program to which autograd adds. assigned: a copy of the program's part."""
+
+    tensor: torch.Tensor
+    assigned: torch.Tensor
+    version: int
+    changed: bool = False
+
+
+class ProgramGrads:
+    """params: by number. dropped: whose gradient the program has dropped, and whose accumulator still has it."""
+
+    def __init__(self, params: Sequence[torch.nn.Parameter], values: GradientValues) -> None:
+        self._params = params
+        self._values = values
+        self._of = weakref.ref(values)
+        self._stand_ins: dict[int, GradStandIn] = {}
+        self._given: set[int] = set()
+        self._lifted: dict[int, GradStandIn] = {}
+        self._theirs: set[int] = set()  # whose gradient autograd is about to add to a tensor of the program
+        self._sums: dict[int, _Sum] = {}  # tensors of the program to which autograd has added scaled gradients
+        self._restored_by = -1  # the graph task that puts lifted ones back when it ends
+        self.dropped: set[int] = set()
+
+    # --- around an accumulation -------------------------------------------------------------------------------
+
+    def lift(self, index: int, had: torch.Tensor) -> None:
+        """Take a stand-in out of ``p.grad``: autograd is about to add to ``had``, or only asked for the gradient."""
+        if isinstance(had, GradStandIn):
+            self._check(index, had)
+            self._lifted[index] = had
+            self._params[index].grad = None
+        else:
+            self._theirs.add(index)
+            if self._values.factor() != 1.0:
+                self._keep_values(index, had)
+        task = torch._C._current_graph_task_id()
+        if self._restored_by != task:
+            self._restored_by = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._restore)
+
+    def _keep_values(self, index: int, had: torch.Tensor) -> None:
+        """Copy what the program has assigned, before autograd adds a scaled gradient to it."""
+        known = self._sums.get(index)
+        if known is None or known.tensor is not had:
+            self._sums[index] = _Sum(had, had.detach().clone(), had._version)
+        elif known.version != had._version:
+            known.changed = True
+
+    def values_in(self, index: int) -> torch.Tensor | None:
+        """What the program had assigned before autograd added scaled gradients to it; None: all of it is its own."""
+        known = self._sums.get(index)
+        return None if known is None else known.assigned
+
+    def _restore(self) -> None:
+        for index, stand_in in self._lifted.items():
+            if self._params[index].grad is None:
+                self._put(index, stand_in)
+        self._lifted.clear()
+        self._theirs.clear()
+
+    def take(self, index: int) -> torch.Tensor | None:
+        """The gradient that autograd and the program's hooks have left, replaced by a stand-in. None: there is none, or
+        it stays the program's."""
+        lifted = self._lifted.pop(index, None) if self._lifted else None
+        if index in self._theirs:
+            self._theirs.discard(index)
+            known, grad = self._sums.get(index), self._params[index].grad
+            if known is not None and grad is not None:
+                known.tensor, known.version = grad, grad._version
+            return None
+        param = self._params[index]
+        grad = param.grad
+        if lifted is None and index in self._given:
+            self.dropped.add(index)
+        if grad is None:  # dropped by a hook of the program
+            self.dropped.add(index)
+            self._given.discard(index)
+            return None
+        self._put(index, lifted)
+        return grad
+
+    def give(self, index: int) -> None:
+        """The pass has not reached the parameter: its gradient counts as zero here, and other ranks may have one."""
+        param = self._params[index]
+        if param.grad is None:
+            if index in self._given:
+                self.dropped.add(index)
+                self._given.discard(index)
+            if param.requires_grad:
+                self._put(index)
+
+    def _put(self, index: int, stand_in: GradStandIn | None = None) -> None:
+        param = self._params[index]
+        if stand_in is None:
+            stand_in = self._stand_ins.get(index)
+        if stand_in is not None and (stand_in.dtype, stand_in.device) == (param.dtype, param.device):
+            stand_in._generation = self._values.generation  # one that the program has kept is not used again
+        else:
+            form = (self._values.shape_of(index), None, param.dtype, param.device)
+            stand_in = GradStandIn(self._of, index, self._values.generation, *form)
+            self._stand_ins[index] = stand_in
+        self._given.add(index)
+        if param.shape == stand_in.shape:
+            param.grad = stand_in
+            return
+        data = param.data  # of a unit that is not gathered now: torch compares the shapes
+        param.data = torch.empty((), dtype=param.dtype, device=param.device).expand(stand_in.shape)
+        param.grad = stand_in
+        param.data = data
+
+    def _check(self, index: int, stand_in: GradStandIn) -> None:
+        if not stand_in.is_for(self._values, index):
+            raise RuntimeError(
+                f"p.grad of {self._values.names[index]} is a part of a gradient, or that of another parameter: assign "
+                "a copy of it (.clone())"
+            )
+
+    # --- at a step --------------------------------------------------------------------------------------------
+
+    def held(self) -> tuple[list[int], list[int]]:
+        """List the parameters whose ``p.grad`` is None, and those where it is a tensor of the program. Raises:
+        RuntimeError for a stand-in that is not the parameter's."""
+        self._restore()
+        absent, assigned = [], []
+        for index, param in enumerate(self._params):
+            grad = param.grad
+            if grad is None:
+                absent.append(index)
+            elif isinstance(grad, GradStandIn):
+                if grad is not self._stand_ins.get(index):
+                    self._check(index, grad)
+            else:
+                self._check_sum(index, grad)
+                assigned.append(index)
+        return absent, assigned
+
+    def _check_sum(self, index: int, grad: torch.Tensor) -> None:
+        """Raises: RuntimeError where the program has changed a sum of its own and scaled gradients."""
+        known = self._sums.get(index)
+        if known is None:
+            return
+        if known.changed or known.tensor is not grad or known.version != grad._version:
+            raise RuntimeError(
+                f"p.grad of {self._values.names[index]} was a tensor of the program when backward() added gradients "
+                f"that are scaled by {self._values.factor():g} (loss scale, micro-steps) to it, and was changed since: "
+                "set p.grad = None (zero_grad()) before backward(), or assign it after the last backward()"
+            )
+
+    def clear(self, set_to_none: bool) -> None:
+        """Forget the gradients, as torch's zero_grad does."""
+        if not set_to_none:
+            self._restore()
+        self._lifted.clear()
+        self._theirs.clear()
+        self._sums.clear()
+        self.dropped.clear()
+        for param in self._params:
+            grad = param.grad
+            if set_to_none or grad is None:
+                param.grad = None
+            elif not isinstance(grad, GradStandIn):
+                if grad.grad_fn is not None:
+                    grad.detach_()
+                else:
+                    grad.requires_grad_(False)
+                grad.zero_()
+        if set_to_none:
+            self._given.clear()
+            counts = _references(self._stand_ins)
+            self._stand_ins = {i: each for i, each in self._stand_ins.items() if counts[i] == _ALONE}
+
+    def close(self) -> None:
+        """Leave no stand-in to the model."""
+        self._lifted.clear()
+        self._stand_ins.clear()
+        for param in self._params:
+            if isinstance(param.grad, GradStandIn):
+                param.grad = None

@@ -1,0 +1,212 @@
+"""Values of the gradients that a reducer keeps: read whole, measured and changed in place, in true units.
+
+An accumulator holds ``factor`` times the mean gradient. Norms and the last whole gradient are kept until they change.
+Local sums (passes without sync) are the whole value before a pass has been reduced. Reading is collective; a change
+acts on this rank's part alone.
+Thread rule: as GradientReducer; not while a backward pass reduces gradients, which raises.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from zcomm.comm.communicator import Communicator
+from zcomm.zero.layout.flat import Geometry
+
+if TYPE_CHECKING:
+    from zcomm.zero.gradients.reducer import GradientReducer
+
+Change = Callable[[torch.Tensor, slice], None]  # of flat values, which are those elements of the parameter
+
+
+class GradientValues:
+    """generation: of gradients; a new one begins when they are forgotten.
+
+    factor: by which accumulated gradients exceed the mean (micro-steps times loss scale).
+    """
+
+    def __init__(self, reducer: GradientReducer, geometry: Geometry, comm: Communicator, names: Sequence[str]) -> None:
+        self._reducer, self._geometry, self._comm = reducer, geometry, comm
+        self.names = names
+        self.factor: Callable[[], float] = lambda: 1.0
+        self.generation = 0
+        self.warned = False
+        self.warning = logging.WARNING if comm.rank == 0 else logging.INFO  # level of what is logged once
+        self.closed = False
+        self._version = 0
+        self._rest_reduced = -1  # the version at which all ranks knew that no local sums are left
+        self._norms: dict[float, dict[int, torch.Tensor]] = {}  # by order and number
+        self._last: tuple[int, torch.Tensor] | None = None
+
+    def changed(self) -> None:
+        """Forget what is known of the values: gradients have come, or all may have changed."""
+        self._version += 1
+        self._norms.clear()
+        self._last = None
+
+    def _edited(self, index: int) -> None:
+        """Forget what is known of one gradient, which has changed on all ranks."""
+        for norms in self._norms.values():
+            norms.pop(index, None)
+        if self._last is not None and self._last[0] == index:
+            self._last = None
+
+    def forget(self) -> None:
+        """Make stand-ins invalid: the gradients are forgotten."""
+        self.generation += 1
+        self.changed()
+
+    def shape_of(self, index: int) -> torch.Size:
+        """The parameter's shape, where it is not gathered, too."""
+        return self._geometry.places[index].shape
+
+    def own(self, index: int) -> tuple[torch.Tensor, slice] | None:
+        """Return this rank's elements of a gradient in its accumulator, and which of the parameter they are."""
+        place, bucket = self._geometry.places[index], self._geometry.bucket_of(index)
+        shard = bucket.shard(self._comm.rank)
+        low, high = max(place.offset, shard.start), min(place.offset + place.count, shard.stop)
+        if low >= high:
+            return None
+        view = self._reducer.shard_view(bucket)[low - shard.start : high - shard.start]
+        return view, slice(low - place.offset, high - place.offset)
+
+    # --- changing ---------------------------------------------------------------------------------------------
+
+    def edit(self, index: int, change: Change, homogeneous: bool = False) -> None:
+        """Change a gradient in place. homogeneous: ``change(a x) = a change(x)``.
+
+        Collective only where it is not homogeneous and local sums are left beside reduced gradients.
+        """
+        self._check(index)
+        with torch.no_grad():
+            for part, flat in self._parts(index, homogeneous):
+                factor = self.factor()
+                if homogeneous or factor == 1.0:
+                    change(part, flat)
+                else:
+                    values = part / factor
+                    change(values, flat)
+                    torch.mul(values, factor, out=part)
+        self._reducer.edited()
+        self._edited(index)
+
+    def _parts(self, index: int, homogeneous: bool) -> list[tuple[torch.Tensor, slice]]:
+        """Return the tensors that make up the value on this rank, and which elements each of them has."""
+        reducer = self._reducer
+        local = reducer.local.get(index)
+        if local is not None and reducer.reduced and not homogeneous:
+            if not reducer.sync:
+                raise RuntimeError(
+                    f"p.grad of {self.names[index]} is a sum of reduced and local gradients inside of no_sync(): "
+                    "change it by factors alone, or after the block"
+                )
+            reducer.reduce_rest()
+            local = None
+        found: list[tuple[torch.Tensor, slice]] = []
+        if local is not None:
+            flat = local.view(-1)
+            found.append((flat, slice(0, flat.numel())))
+        if local is None or reducer.reduced:
+            reducer.fill()
+            reducer.finish(self._geometry.bucket_of(index))
+            mine = self.own(index)
+            found += [mine] if mine is not None else []
+        return found
+
+    def _check(self, index: int) -> None:
+        """Wait until nothing reads the accumulators. Raises: RuntimeError where gradients are on their way."""
+        self._reducer.before_reduce()
+        if self._reducer.broken:
+            raise RuntimeError(
+                f"p.grad of {self.names[index]}: the last backward pass ended with an error; call zero_grad() and run "
+                "it again"
+            )
+        if self._reducer.running:
+            raise RuntimeError(
+                f"p.grad of {self.names[index]} is being reduced: use it after backward() has returned. A hook of its "
+                "own parameter (register_hook, register_post_accumulate_grad_hook) sees this rank's gradient"
+            )
+
+    # --- reading ----------------------------------------------------------------------------------------------
+
+    def _ready(self) -> None:
+        """Bring all that can be reduced into the accumulators. Collective, the first time after a change."""
+        reducer = self._reducer
+        if reducer.sync and self._rest_reduced != self._version and reducer.reduced:
+            reducer.reduce_rest()
+            self._rest_reduced = self._version
+        elif not (reducer.local and not reducer.reduced):
+            reducer.fill()
+        reducer.finish()
+
+    def whole(self, index: int) -> torch.Tensor:
+        """The whole gradient, fp32, on the CPU; not to be changed. Collective, unless all of it is local."""
+        self._check(index)
+        if self._last is None or self._last[0] != index:
+            with torch.no_grad():
+                self._ready()
+                value = self.accumulated(index)
+                self._last = index, value
+        return self._last[1]
+
+    def accumulated(self, index: int, scale: float | None = None) -> torch.Tensor:
+        """``whole`` without its checks. scale: of the accumulators; None: to true units."""
+        place, factor = self._geometry.places[index], self.factor()
+        times = 1.0 / factor if scale is None else scale
+        value = torch.zeros(place.count)
+        if self._reducer.reduced:
+            mine = self.own(index)
+            if mine is not None:
+                value[mine[1]].copy_(torch.mul(mine[0], times))
+            # zeros where other ranks keep the elements, so that sums of integers are the elements' bits
+            self._comm.all_reduce(value.view(torch.int32), name=f"whole gradient of {self.names[index]}")
+        local = self._reducer.local.get(index)
+        if local is not None:
+            value += local.view(-1).cpu() * times
+        return value.view(place.shape)
+
+    def norm(self, index: int, ord: float) -> torch.Tensor:
+        """The norm of a gradient, a float64 scalar on the CPU. Collective, once for all that have changed."""
+        self._check(index)
+        known = self._norms.setdefault(ord, {})
+        if index not in known:
+            with torch.no_grad():
+                self._ready()
+                known = self._norms.setdefault(ord, {})  # a rest has changed them
+                wanted = [number for number in range(self._geometry.trained_count) if number not in known]
+                known.update(zip(wanted, self._measure(wanted, ord).unbind(), strict=True))
+        return known[index]
+
+    def _measure(self, wanted: Sequence[int], ord: float) -> torch.Tensor:
+        reducer = self._reducer
+        if not reducer.reduced:
+            local = torch.stack([self._measured(reducer.local.get(index), ord) for index in wanted])
+            return local if ord == 0 else local / self.factor()
+        owned = (self.own(index) for index in wanted)
+        mine = torch.stack([self._measured(None if own is None else own[0], ord) for own in owned])
+        if math.isfinite(ord) and ord != 0:
+            mine = mine**ord
+        every = self._comm.all_gather(mine, name="norms of gradients (p.grad)")
+        assert isinstance(every, torch.Tensor)
+        every = every.view(self._comm.world_size, len(wanted))
+        if math.isinf(ord):
+            norms = every.amax(0) if ord > 0 else every.amin(0)
+        else:
+            norms = every.sum(0) if ord == 0 else every.sum(0) ** (1.0 / ord)
+        norms = norms if ord == 0 else norms / self.factor()
+        for place, index in enumerate(wanted):  # inside of no_sync(), beside what has been reduced
+            if index in reducer.local:
+                norms[place] = torch.linalg.vector_norm(self.accumulated(index), ord, dtype=torch.float64)
+        return norms
+
+    @staticmethod
+    def _measured(values: torch.Tensor | None, ord: float) -> torch.Tensor:
+        if values is None or not values.numel():
+            return torch.tensor(math.inf if ord < 0 else 0.0, dtype=torch.float64)
+        norm: torch.Tensor = torch.linalg.vector_norm(values.reshape(-1), ord, dtype=torch.float64)
+        return norm.cpu()

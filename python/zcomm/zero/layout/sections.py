@@ -1,0 +1,120 @@
+"""Sections: which parameters lie together, and in which tiers their weights and their optimizer state are.
+
+A section's parameters are of one unit, all trained or all frozen, and have one tier for their weights and one for their
+state; so have its buckets. Trained sections come first, unit by unit. Frozen parameters (floating ones of the model
+that need no gradient) have sections in stage 3; elsewhere they stay what they are, whole on each rank. Also for
+planning: no memory, no ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zcomm.comm.bucket_layout import ALIGN
+from zcomm.zero.layout.flat import Geometry
+from zcomm.zero.layout.unit_policy import UnitChoice, choose_units
+from zcomm.zero.options import Offload
+from zcomm.zero.unit_options import Units
+
+
+@dataclass(frozen=True)
+class Section:
+    """state, weights: tiers."""
+
+    unit: int
+    trained: bool
+    state: str
+    weights: str
+    params: tuple[nn.Parameter, ...]
+
+
+class Sections:
+    """What build_parts lays out.
+
+    shared: the ranks share host memory. on_device: the model runs on a device that does not.
+    by_unit: stage 3 with gathers; otherwise all is one unit. names: by id(). Parameters are numbered in the order of
+    ``params``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        trained: Sequence[nn.Parameter],
+        frozen: Sequence[nn.Parameter],
+        stage: int,
+        offload: Offload,
+        shared: bool,
+        units: Units | None = None,
+        on_device: bool = False,
+    ) -> None:
+        names = names_of(model, trained)
+        state = {id(param): offload.state_tier(names[id(param)], param) for param in trained}
+        weights = {
+            id(param): offload.param_tier(names[id(param)], param) if stage == 3 else "device"
+            for param in (*trained, *frozen)
+        }
+        self.by_unit = stage == 3 and ("nvme" in weights.values() or not shared or on_device)
+        ordered = _registered(model, trained)
+        self.choices = [UnitChoice("all", [], [*ordered, *frozen])]
+        if self.by_unit:
+            assert model is not None
+            self.choices = choose_units(model, _registered(model, [*trained, *frozen]), units)
+        self.list: list[Section] = []
+        ids = {id(param) for param in trained}
+        for kind in (True, False):
+            for unit, choice in enumerate(self.choices):
+                dealt: dict[tuple[str, str], list[nn.Parameter]] = {}
+                for param in choice.params:
+                    if (id(param) in ids) == kind:
+                        tiers = (state.get(id(param), "device"), weights[id(param)])
+                        dealt.setdefault(tiers, []).append(param)
+                self.list += [Section(unit, kind, *tiers, tuple(params)) for tiers, params in dealt.items()]
+        self.params = [param for section in self.list for param in section.params]
+        self.names = [names[id(param)] for param in self.params]
+
+    @property
+    def uses_nvme(self) -> bool:
+        return any("nvme" in (section.state, section.weights) for section in self.list)
+
+    def geometry(self, world_size: int, bucket_nbytes: int, itemsize: int, align: int = ALIGN) -> Geometry:
+        return Geometry(
+            [[param.shape for param in section.params] for section in self.list],
+            world_size,
+            bucket_nbytes,
+            itemsize,
+            trained=sum(section.trained for section in self.list),
+            units=[section.unit for section in self.list],
+            unit_count=len(self.choices),
+            align=align,
+        )
+
+
+def names_of(model: nn.Module | None, params: Sequence[nn.Parameter]) -> dict[int, str]:
+    """By id(): the model's names, and numbers for what it does not have."""
+    names = {id(param): name for name, param in model.named_parameters()} if model is not None else {}
+    return names | {id(p): f"parameter.{index}" for index, p in enumerate(params) if id(p) not in names}
+
+
+def frozen_of(
+    model: nn.Module | None, trained: Sequence[torch.Tensor], taken: Collection[int] = ()
+) -> list[nn.Parameter]:
+    """The floating-point parameters that are not trained and need no gradient; those that do keep it for themselves.
+    taken: by id(), what another optimizer has."""
+    ids = {id(param) for param in trained} | set(taken)
+    every = [] if model is None else list(model.parameters())
+    return [p for p in every if id(p) not in ids and not p.requires_grad and p.is_floating_point()]
+
+
+def _registered(model: nn.Module | None, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """``params`` in the order of the model, so that the flat index does not depend on the param groups."""
+    if model is None:
+        return list(params)
+    wanted = {id(param) for param in params}
+    ordered = [param for param in model.parameters() if id(param) in wanted]
+    if len(ordered) != len(params):
+        raise ValueError(f"{len(params) - len(ordered)} parameter(s) of the param groups are not the model's")
+    return ordered

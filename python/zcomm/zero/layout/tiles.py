@@ -1,0 +1,201 @@
+"""The form of a state tile: what lies beside each weight of a shard, and in which order.
+
+[Note: state tile] A tile holds, back to back, the optimizer's arrays (fp32, bf16, or 8-bit codes with their scales
+before them) in the kernel's order and what makes the weight an exact fp32 master: nothing (fp32), ``remainder`` int16
+(bf16, the split master of include/zcomm/ optim_shard.hpp), ``master`` fp32 (fp16). Tiles of a shard follow each other;
+the last one is shorter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from zcomm import _core
+from zcomm.comm.tensors import core_dtype
+from zcomm.optim.fused import STATE_BLOCK
+
+TILE_COUNT = 65536  # elements of a tile
+Coded = dict[str, torch.Tensor]  # 8-bit state: the codes of each array, and "scales" (fp32, [blocks, arrays])
+
+
+def cut(count: int, tiles: int = 1) -> Iterator[slice]:
+    """A shard of ``count`` elements, ``tiles`` tiles at a time."""
+    step = tiles * TILE_COUNT
+    for begin in range(0, count, step):
+        yield slice(begin, min(begin + step, count))
+
+
+def core_shard(
+    weight: torch.Tensor,
+    grad: torch.Tensor,
+    state: torch.Tensor,
+    begin: int,
+    end: int,
+    state_dtype: torch.dtype = torch.float32,
+    first_index: int = 0,
+) -> _core.OptimShard:
+    """Elements [begin, end) of a tile, or of a whole shard, as the kernels take them; ``state`` is flat uint8.
+
+    first_index: of element 0, modulo 2^64 (bf16 state is rounded by chance that follows from step and index).
+    """
+    return _core.OptimShard(
+        weight=weight.data_ptr(),
+        weight_dtype=core_dtype(weight.dtype),
+        grad=grad.data_ptr(),
+        grad_dtype=core_dtype(grad.dtype),
+        state=state.data_ptr(),
+        count=weight.numel(),
+        tile_count=TILE_COUNT,
+        begin=begin,
+        end=end,
+        state_dtype=core_dtype(state_dtype),
+        first_index=first_index % 2**64,
+    )
+
+
+@dataclass(frozen=True)
+class TilePart:
+    """What a rule updates: elements [begin, end) of a tile, or of all tiles of a shard. ``weight`` and fp32 ``grad`` of
+    its count, ``state`` flat uint8; ``at``: where it begins in its shard; ``squares``: to which those of the gradient
+    are added in the same pass, if any."""
+
+    weight: torch.Tensor
+    grad: torch.Tensor
+    state: torch.Tensor
+    begin: int
+    end: int
+    at: int
+    squares: _core.ExactSum | None = None
+
+
+@dataclass(frozen=True)
+class TileForm:
+    """Names and dtype of the ``arrays``, and the ``dtype`` of the weights; see [Note: state tile]."""
+
+    arrays: tuple[str, ...]
+    dtype: torch.dtype
+    state_dtype: torch.dtype = torch.float32
+
+    @property
+    def coded(self) -> bool:
+        """Whether the arrays are 8-bit codes: Adam's, with scales by STATE_BLOCK elements."""
+        return self.state_dtype == torch.uint8
+
+    def _scales_nbytes(self, count: int) -> int:
+        return 4 * len(self.arrays) * -(-count // STATE_BLOCK) if self.coded else 0
+
+    @property
+    def element_nbytes(self) -> int:
+        """Without scales."""
+        return (
+            self.state_dtype.itemsize * len(self.arrays)
+            + {torch.float32: 0, torch.bfloat16: 2, torch.float16: 4}[self.dtype]
+        )
+
+    def nbytes(self, count: int) -> int:
+        return self.element_nbytes * count + self._scales_nbytes(count)
+
+    def array(self, state: torch.Tensor, count: int, name: str) -> torch.Tensor:
+        """The array ``name`` (codes where they are that; or fp16's "master", fp32) of one tile, without a copy."""
+        size, head = self.state_dtype.itemsize * count, self._scales_nbytes(count)
+        if name == "master":
+            return state[head + len(self.arrays) * size :].view(torch.float32)
+        begin = head + self.arrays.index(name) * size
+        return state[begin : begin + size].view(self.state_dtype)
+
+    def codes(self, state: torch.Tensor, count: int, part: slice) -> Coded:
+        """8-bit state of elements ``part`` of a tile, without a copy. part: begins at a block."""
+        blocks = slice(part.start // STATE_BLOCK, -(-part.stop // STATE_BLOCK))
+        scales = state[: self._scales_nbytes(count)].view(torch.float32).view(-1, len(self.arrays))
+        return {"scales": scales[blocks]} | {name: self.array(state, count, name)[part] for name in self.arrays}
+
+    def master(self, weight: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """The exact fp32 master of one tile: a view of it, or a copy where it is split. Where the program has changed
+        the weight, the weight is the master."""
+        if self.dtype == torch.float32:
+            return weight
+        if self.dtype == torch.float16:
+            return _with_edits(self.array(state, weight.numel(), "master"), weight)
+        if not weight.is_cpu:
+            return joined(weight, self._low(state, weight.numel()).view(torch.int16))
+        master = torch.empty(weight.numel())
+        _core.join_master(self._split(weight, state, master), master.data_ptr(), 0)
+        return master
+
+    def _split(self, weight: torch.Tensor, state: torch.Tensor, master: torch.Tensor) -> _core.OptimShard:
+        """A bf16 weight and its remainder alone, however many arrays lie before it."""
+        return core_shard(weight, master, self._low(state, weight.numel()), 0, weight.numel())
+
+    def _low(self, state: torch.Tensor, count: int) -> torch.Tensor:
+        return state[self._scales_nbytes(count) + self.state_dtype.itemsize * len(self.arrays) * count :]
+
+    def reordered(self, state: torch.Tensor, count: int, master_first: bool) -> torch.Tensor:
+        """A tile of fp16 weights, a copy, with its master first, as the core has it, or last."""
+        middle = self.nbytes(count) - 4 * count if master_first else 4 * count
+        return torch.cat((state[middle:], state[:middle]))
+
+    def set_master(self, weight: torch.Tensor, state: torch.Tensor, master: torch.Tensor) -> None:
+        """Keep ``master`` (fp32, contiguous) exactly, and its rounded value as the weight of one tile."""
+        if self.dtype == torch.bfloat16 and not weight.is_cpu:
+            high, low = split(master)
+            weight.copy_(high)
+            self._low(state, weight.numel()).view(torch.int16).copy_(low)
+            return
+        if self.dtype == torch.bfloat16:
+            _core.split_master(self._split(weight, state, master), master.data_ptr(), 0)
+            return
+        weight.copy_(master)
+        if self.dtype == torch.float16:
+            self.array(state, weight.numel(), "master").copy_(master)
+
+
+def _with_edits(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``master``, with ``weight`` (fp16) put where the weight is not the rounded master."""
+    here, rounded = weight.view(torch.int16), master.to(torch.float16).view(torch.int16)
+    if not torch.equal(here, rounded):
+        torch.where(here == rounded, master, weight.to(torch.float32), out=master)
+    return master
+
+
+def joined(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """The core's join_master on a device's memory."""
+    high = weight.view(torch.int16).to(torch.int32) << 16
+    master = (high + low.to(torch.int32)).view(torch.float32)
+    return torch.where(master.isnan(), high.view(torch.float32), master)
+
+
+def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The core's split_master on a device's memory: bf16 weight and int16 remainder."""
+    bits, nan = master.view(torch.int32), torch.isnan(master)
+    high = torch.where(nan, (bits >> 16) | 0x40, (bits + 0x8000) >> 16)
+    return high.to(torch.int16).view(torch.bfloat16), torch.where(nan, 0, bits).to(torch.int16)
+
+
+def _alone(count: int) -> tuple[torch.Tensor, Coded, torch.Tensor, torch.Tensor, _core.OptimShard]:
+    """8-bit state of ``count`` elements in memory of its own, two fp32 arrays, and the shard that the core takes."""
+    form = TileForm(("exp_avg", "exp_avg_sq"), torch.float32, torch.uint8)
+    state, first, second = torch.zeros(form.nbytes(count), dtype=torch.uint8), torch.empty(count), torch.empty(count)
+    shard = core_shard(first, second, state, 0, count, torch.uint8)
+    return state, form.codes(state, count, slice(0, count)), first, second, shard
+
+
+def decoded(coded: Coded) -> dict[str, torch.Tensor]:
+    """The fp32 arrays that 8-bit state of Adam stands for."""
+    state, mine, first, second, shard = _alone(coded["exp_avg"].numel())
+    for name, value in mine.items():
+        value.copy_(coded[name].reshape(value.shape))
+    _core.adam_decode_state(shard, first.data_ptr(), second.data_ptr())
+    del state  # until here
+    return {"exp_avg": first, "exp_avg_sq": second}
+
+
+def encoded(arrays: dict[str, torch.Tensor]) -> Coded:
+    """8-bit state of fp32 arrays of Adam, to nearest; of the first element on, block by block."""
+    _, mine, first, second, shard = _alone(arrays["exp_avg"].numel())
+    first.copy_(arrays["exp_avg"].reshape(-1))
+    second.copy_(arrays["exp_avg_sq"].reshape(-1))
+    _core.adam_encode_state(shard, first.data_ptr(), second.data_ptr())
+    return mine

@@ -1,0 +1,127 @@
+"""zero.Init: a model that never exists whole. Its large parameters have no memory until ZeroOptimizer shards them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from zcomm.zero.materialize.deferred import LooksReal, Recorder
+
+MIN_COUNT = 1024
+
+
+class Init:
+    """``with zcomm.zero.Init(): model = Model()`` builds ``model`` without memory for its parameters.
+
+    Parameters of at least ``min_count`` elements are on the meta device, with their shapes; smaller ones and buffers
+    are ordinary. ``ZeroOptimizer(model)`` then makes one after the other on rank 0, and each rank keeps its part. They
+    stay the same objects, with the program's attributes, classes and hooks.
+    Their values, and the random numbers that come afterwards, are the bits of an ordinary construction with rank 0's
+    seed, in every world size, whatever initialises them inside of the context (``reset_parameters``, ``nn.init``,
+    ``model.apply(f)``, ``copy_``). Not so: what ``torch.empty`` leaves uninitialised is zero here.
+    A parameter that a constructor computes from other values (``nn.Parameter(a @ b)``, ``nn.init.orthogonal_``) is made
+    at once, and stays whole until ZeroOptimizer. A random initialisation is carried out twice, here in memory that is
+    dropped at once.
+
+    ``zcomm.zero.Init(model)`` does it for a model built on torch's meta device: each module's ``reset_parameters()``,
+    or ``init(module)``, in the order of ``model.modules()`` (the values of an ordinary construction only where that is
+    its order, too). Where parameters have values already they stay: of a model in memory nothing changes, and in one
+    that is partly on the meta device only modules with such tensors of their own are started.
+
+    enabled: False does nothing. Other keywords of DeepSpeed's Init are accepted, and say nothing: placement and
+    precision are ZeroOptimizer's. Not for several threads at once.
+    Source: DeepSpeed's zero.Init; recipes as in torchdistX's deferred_init.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        *,
+        init: Callable[[nn.Module], None] | None = None,
+        min_count: int = MIN_COUNT,
+        enabled: bool = True,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+    ) -> None:
+        if min_count < 1:
+            raise ValueError(f"Init: min_count={min_count} must be at least 1")
+        self._enabled = enabled
+        self._recorder = Recorder(min_count)
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._handles: list[Any] = []
+        if module is not None and enabled:
+            with self:
+                self._reset(module, init or _reset_parameters)
+
+    def _reset(self, model: nn.Module, init: Callable[[nn.Module], None]) -> None:
+        self._modules.add(model)
+        tensors = [*model.parameters(), *model.buffers()]
+        waiting = [tensor for tensor in tensors if tensor.device.type == "meta"]
+        if not waiting:
+            return  # its values stay: ZeroOptimizer shards them
+        for tensor in waiting:
+            self._recorder.adopt(tensor)
+        for module in model.modules():
+            own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+            if len(waiting) < len(tensors) and not any(self._recorder.recipe(tensor) is not None for tensor in own):
+                continue  # it would start real values anew, its own or its children's
+            init(module)
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = self._recorder.value(buffer)
+
+    def __enter__(self) -> Init:
+        if self._enabled:
+            self._handles = [
+                torch_module.register_module_parameter_registration_hook(lambda module, *_: self._modules.add(module)),
+                torch_module.register_module_module_registration_hook(lambda module, *_: self._modules.add(module)),
+                torch_module.register_module_buffer_registration_hook(self._buffer),  # type: ignore[arg-type]
+            ]
+            self._start, self._modes = torch.nn.init._no_grad_trunc_normal_, ExitStack()
+            torch.nn.init._no_grad_trunc_normal_ = self._truncated_normal
+            self._modes.enter_context(self._recorder)
+            self._modes.enter_context(LooksReal(self._recorder))
+        return self
+
+    def _truncated_normal(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """It draws until all is in the bounds: as one operation, for its value is not kept then."""
+        if self._recorder.recipe(tensor) is None:
+            return self._start(tensor, *args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            self._recorder.record(self._start, (tensor, *args), kwargs, tensor, macro=True)
+        return tensor
+
+    def _buffer(self, module: nn.Module, name: str, buffer: torch.Tensor | None) -> torch.Tensor | None:
+        self._modules.add(module)
+        return None if buffer is None else self._recorder.value(buffer)
+
+    def __exit__(self, *error: Any) -> None:
+        if not self._enabled:
+            return
+        self._modes.close()
+        torch.nn.init._no_grad_trunc_normal_ = self._start
+        for handle in self._handles:
+            handle.remove()
+        self._recorder.settle(self._params())
+
+    def _params(self) -> Iterator[nn.Parameter]:
+        for module in list(self._modules):
+            yield from module.parameters()
+
+
+def _reset_parameters(module: nn.Module) -> None:
+    reset = getattr(module, "reset_parameters", None)
+    if callable(reset):
+        with torch.no_grad():
+            reset()

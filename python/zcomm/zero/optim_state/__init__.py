@@ -1,0 +1,3 @@
+"""Optimizer state of this rank: in RAM, on NVMe, on a device, or in several of them."""
+
+from __future__ import annotations

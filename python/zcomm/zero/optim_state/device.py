@@ -1,0 +1,98 @@
+"""Optimizer state in a device's memory.
+
+[Note: state on a device] The tiles are those of RAM ([Note: state tile]), of one bucket back to back, so that a kernel
+takes a shard in one call; the arithmetic is the CPU's, and so are the bits. fp16's master is the first of a tile there
+(the core's order); who reads a tile sees it where it is in RAM. A tile that is read or changed outside of a step comes
+to the host while it is.
+DeviceState steps on weights and gradients that are on the device (device_step.py); staged.py brings them there.
+Thread rule: as ShardState; a step is put on torch's current stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy as shallow_copy
+
+import torch
+
+from zcomm import _core
+from zcomm.memory.device_streams import DeviceLane
+from zcomm.zero.layout.tiles import TilePart, cut
+from zcomm.zero.optim_state.ram import FrozenState, ShardState, ShardStep, runs_in
+from zcomm.zero.optim_state.swap_file import AnyCopy
+from zcomm.zero.rules.rule import Rule
+
+PLACE_NBYTES = 256  # at whose multiples the state of a bucket begins
+
+
+class DeviceState(ShardState):
+    """counts: 0 for buckets whose state is elsewhere. Raises: CudaError where there is no room."""
+
+    def __init__(self, counts: Sequence[int], dtype: torch.dtype, rule: Rule, lane: DeviceLane) -> None:
+        super().__init__(counts, dtype, rule)
+        self._lane = lane
+        sizes = [self.form.nbytes(count) for count in self.counts]
+        rooms = [-(-size // PLACE_NBYTES) * PLACE_NBYTES for size in sizes]
+        self.nbytes_by_tier = {"device": sum(rooms)}
+        memory = lane.empty(sum(rooms), torch.uint8, "optimizer state")
+        self._states = [room[:size] for room, size in zip(memory.split(rooms), sizes, strict=True)]
+        self._master_first = rule.master_first and dtype == torch.float16
+
+    def _part(self, bucket: int, part: slice) -> torch.Tensor:
+        state: torch.Tensor = self._states[bucket]
+        return state[self.form.nbytes(part.start) : self.form.nbytes(part.stop)]
+
+    @contextmanager
+    def tile(self, bucket: int, part: slice, *, load: bool = True, store: bool = False) -> Iterator[torch.Tensor]:
+        there, count = self._part(bucket, part), part.stop - part.start
+        host = there.to("cpu", copy=True) if load else torch.empty(there.numel(), dtype=torch.uint8)
+        if load and self._master_first:
+            host = self.form.reordered(host, count, False)
+        yield host
+        if store:
+            there.copy_(self.form.reordered(host, count, True) if self._master_first else host)
+
+    def flush(self) -> None:
+        pass  # nothing does
+
+    def frozen(self, copy: AnyCopy | None) -> FrozenState:
+        twin = shallow_copy(self)
+        twin._states = [state.to("cpu", copy=True) for state in self._states]
+        return twin
+
+    def step(self, shards: Iterator[ShardStep], reverse: bool = False) -> None:
+        for shard in shards:
+            self.step_shard(shard)
+
+    def step_shard(self, shard: ShardStep) -> None:
+        """The host waits for nothing."""
+        part = slice(0, self.counts[shard.bucket])
+        self._put(self._lane.current(), shard, part, shard.weight, shard.grad)
+
+    def take_edits(self, bucket: int, weight: torch.Tensor) -> None:
+        """Make fp16 weights that the program has changed the master. ``weight`` is on the device, as for a step. The
+        host waits for nothing."""
+        if self.form.dtype != torch.float16:
+            return  # the weight is the master, or its upper half
+        for part in cut(self.counts[bucket]):
+            state, here = self._part(bucket, part), weight[part]
+            size = 4 * here.numel()
+            master = (state[:size] if self._master_first else state[-size:]).view(torch.float32)
+            same = master.to(torch.float16).view(torch.int16) == here.view(torch.int16)
+            torch.where(same, master, here.to(torch.float32), out=master)
+
+    def _put(
+        self, stream: _core.Stream, shard: ShardStep, part: slice, weight: torch.Tensor, grad: torch.Tensor
+    ) -> None:
+        """Step ``part`` of a shard, whose weight and gradient are on the device."""
+        whole = self.rule.on_device == "stream"  # torch's rules take arrays, which are those of one tile
+        for inside in [slice(0, part.stop - part.start)] if whole else cut(part.stop - part.start):
+            tile = slice(part.start + inside.start, part.start + inside.stop)
+            state = self._part(shard.bucket, tile)
+            for begin, end, hyper in runs_in(shard.runs, tile):
+                own = TilePart(weight[inside], grad[inside], state, begin, end, tile.start)
+                self.rule.step_on(stream, self.form, own, hyper)
+
+    def close(self) -> None:
+        self._states.clear()

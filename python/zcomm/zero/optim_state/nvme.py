@@ -1,0 +1,282 @@
+"""Optimizer state on NVMe: spans of tiles READ -> step -> WRITE through a ring of windows, reads running ahead.
+
+[Note: swapped step] A span is SPAN_TILES tiles of a shard: one key of the swap file, one window, one call of the rule.
+Swapped span i uses window i % WINDOWS; half of the windows read ahead, the others write back, so that 16 MiB of each
+are on their way (fp32 Adam). The last writes go on while the next forward runs; the window's next read waits for them.
+Sweeps alternate their direction: the next one begins with the spans that the last one left in the windows, so that
+these need not be read. A fraction below 1 keeps evenly spread spans in RAM: the step works on them while the next ones
+are read. Outside of a step a span is written after its last tile, or when its window is wanted for another one.
+Source: ZeRO-Infinity (arXiv:2104.07857) section 5.1; decision D8.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from zcomm import _core
+from zcomm.comm.tensors import tensor_of
+from zcomm.zero.layout import tiles
+from zcomm.zero.layout.tiles import TileForm, cut
+from zcomm.zero.optim_state.drained import drain
+from zcomm.zero.optim_state.ram import Held, ShardState, ShardStep
+from zcomm.zero.optim_state.swap_file import AnyCopy
+from zcomm.zero.rules.rule import Rule
+
+Span = tuple[int, int, int]  # bucket, first element of its shard, count
+SPAN_TILES = 4  # what Python costs per span is little beside moving 2 MiB
+WINDOWS = 16  # spans in flight
+
+
+def place(counts: Sequence[int], tiers: Sequence[str], fraction: float) -> tuple[list[Span], list[bool]]:
+    """The spans of shards of ``counts`` elements, and which are on NVMe: evenly spread over the shards of that tier."""
+    spans = [
+        (bucket, part.start, part.stop - part.start)
+        for bucket, count in enumerate(counts)
+        for part in cut(count, SPAN_TILES)
+    ]
+    number, is_swapped = 0, []  # of those that could be there
+    for bucket, _, _ in spans:
+        could = tiers[bucket] == "nvme"
+        is_swapped.append(could and math.floor(number * fraction + 0.5) < math.floor((number + 1) * fraction + 0.5))
+        number += could
+    return spans, is_swapped
+
+
+def swap_nbytes(counts: Sequence[int], tiers: Sequence[str], fraction: float, form: TileForm) -> int:
+    """Of a swap file that holds the swapped ones; extents begin at pages."""
+    spans, swapped = place(counts, tiers, fraction)
+    page = _core.page_nbytes()
+    sizes = [form.nbytes(count) for (_, _, count), on_drive in zip(spans, swapped, strict=True) if on_drive]
+    return sum(-(-size // page) * page for size in sizes)
+
+
+class FrozenSpans:
+    """A swapped state as it was: for reading, on one thread, one span at a time in RAM."""
+
+    def __init__(
+        self,
+        form: TileForm,
+        locate: Callable[[int, slice], tuple[Span, slice]],
+        resident: dict[Span, torch.Tensor],
+        key_of: Callable[[Span], str],
+        copy: AnyCopy,
+    ) -> None:
+        self.form = form
+        self._locate, self._resident, self._key_of, self._copy = locate, resident, key_of, copy
+        self._last: tuple[Span, torch.Tensor] | None = None
+
+    def tile(self, bucket: int, part: slice, *, load: bool = True, store: bool = False) -> Held:
+        assert not store
+        span, inside = self._locate(bucket, part)
+        resident = self._resident.get(span)
+        if resident is not None:
+            return nullcontext(resident[inside])
+        if self._last is None or self._last[0] != span:
+            self._last = span, self._copy.load(self._key_of(span))
+        return nullcontext(self._last[1][inside])
+
+
+class SwappedState(ShardState):
+    """State on NVMe: ``fraction`` of the buckets whose tier that is, WINDOWS spans of it in RAM at a time. The other
+    spans are always in RAM."""
+
+    turns = True
+
+    def __init__(
+        self,
+        counts: Sequence[int],
+        tiers: Sequence[str],
+        dtype: torch.dtype,
+        rule: Rule,
+        arena: _core.PinnedArena,
+        swap: _core.SwapFile,
+        fraction: float = 1.0,
+    ) -> None:
+        super().__init__(counts, dtype, rule)
+        self._swap = swap
+        self._place_spans(arena, tiers, fraction)
+        largest = max((count for _, _, count in self._swapped), default=0)
+        self._span_nbytes = -(-self.form.nbytes(largest) // _core.page_nbytes()) * _core.page_nbytes()
+        windows = min(WINDOWS, len(self._swapped))
+        memory = tensor_of(arena.allocate(windows * self._span_nbytes), torch.uint8) if windows else torch.empty(0)
+        self._writes: list[_core.Work | None] = [None] * windows  # first: dropped, waited for, before its memory is
+        self._windows = list(memory.split(self._span_nbytes)) if windows else []
+        self._holds = [-1] * windows  # swapped span whose state is in the window
+        self._changed = [False] * windows  # and it is not what is on the drive
+        self._on_drive = [False] * len(self._swapped)
+        self._keys = [f"state.{bucket}.{begin}" for bucket, begin, _ in self._swapped]
+        for key, (_, _, count) in zip(self._keys, self._swapped, strict=True):
+            swap.reserve(key, self.form.nbytes(count))
+
+    def _place_spans(self, arena: _core.PinnedArena, tiers: Sequence[str], fraction: float) -> None:
+        self._spans, is_swapped = place(self.counts, tiers, fraction)
+        self._swapped = [span for span, swapped in zip(self._spans, is_swapped, strict=True) if swapped]
+        self._numbers = {span: number for number, span in enumerate(self._swapped)}
+        resident = [span for span in self._spans if span not in self._numbers]
+        sizes = [self.form.nbytes(count) for _, _, count in resident]
+        memory = tensor_of(arena.allocate(sum(sizes)), torch.uint8) if sum(sizes) else torch.empty(0)
+        self._resident = dict(zip(resident, memory.split(sizes) if resident else (), strict=True))
+        self.nbytes_by_tier = {"nvme": sum(self.form.nbytes(count) for _, _, count in self._swapped)}
+        for (bucket, _, _), size in zip(resident, sizes, strict=True):
+            tier = "device" if tiers[bucket] == "device" else "cpu"
+            self.nbytes_by_tier[tier] = self.nbytes_by_tier.get(tier, 0) + size
+        # A kernel takes all tiles of a span in one call, where it can.
+        self._whole = self.rule.spans_tiles and self.form.dtype != torch.float16
+
+    @property
+    def window_nbytes(self) -> int:
+        return len(self._windows) * self._span_nbytes
+
+    # --- one span ---------------------------------------------------------------------------------------------
+
+    def _slot(self, number: int) -> int:
+        return number % len(self._windows)
+
+    def _window(self, number: int) -> torch.Tensor:
+        window: torch.Tensor = self._windows[self._slot(number)]
+        return window[: self.form.nbytes(self._swapped[number][2])]
+
+    def _settle(self, slot: int) -> None:
+        """The window is free to be changed: no write of it is on its way."""
+        write, self._writes[slot] = self._writes[slot], None
+        self._wait(write)
+
+    def _take(self, number: int) -> None:
+        """The span's window is its own, with whatever is in it."""
+        slot = self._slot(number)
+        if self._holds[slot] == number:
+            return
+        if self._changed[slot]:
+            self._write(self._holds[slot])
+        self._settle(slot)
+        self._holds[slot] = number
+
+    def _read(self, number: int) -> _core.Work | None:
+        """Start to read a swapped span once its window's last write is on disk; None: the window still holds it."""
+        if self._holds[self._slot(number)] == number:
+            return None
+        self._take(number)
+        window = self._window(number)
+        return self._swap.read(self._keys[number], window.data_ptr(), window.nbytes)
+
+    def _write(self, number: int) -> None:
+        slot, window = self._slot(number), self._window(number)
+        self._writes[slot] = self._swap.write(self._keys[number], window.data_ptr(), window.nbytes)
+        self._changed[slot] = False
+        self._on_drive[number] = True
+
+    def _locate(self, bucket: int, part: slice) -> tuple[Span, slice]:
+        """The span that a tile is in, and the tile's bytes there."""
+        step = SPAN_TILES * tiles.TILE_COUNT
+        first = part.start // step * step
+        span = (bucket, first, min(step, self.counts[bucket] - first))
+        return span, slice(self.form.nbytes(part.start - first), self.form.nbytes(part.stop - first))
+
+    @contextmanager
+    def tile(self, bucket: int, part: slice, *, load: bool = True, store: bool = False) -> Iterator[torch.Tensor]:
+        span, inside = self._locate(bucket, part)
+        resident = self._resident.get(span)
+        if resident is not None:
+            yield resident[inside]
+            return
+        number = self._numbers[span]
+        if self._on_drive[number] and (load or part.stop - part.start < span[2]):
+            self._wait(self._read(number))
+        else:
+            self._take(number)
+        if store:
+            self._settle(self._slot(number))
+        yield self._window(number)[inside]
+        if store:
+            self._changed[self._slot(number)] = True
+            if inside.stop == self.form.nbytes(span[2]):  # tiles are changed in their order: this was the last one
+                self._write(number)
+
+    def flush(self) -> None:
+        for slot, changed in enumerate(self._changed):
+            if changed:
+                self._write(self._holds[slot])
+
+    def renew(self) -> None:
+        """Spans are zeros, as at the start: after a failed write there is nothing to read."""
+        self._forget()
+        for number in range(len(self._swapped)):
+            self._take(number)
+            self._window(number).zero_()
+            self._write(number)
+
+    def _forget(self) -> None:
+        """Nothing is on its way, and the windows hold nothing."""
+        self._writes = [None] * len(self._windows)
+        drain(self._swap)  # the frames of a step that failed may keep its reads, which nobody has waited for
+        self._holds = [-1] * len(self._windows)
+        self._changed = [False] * len(self._windows)
+
+    def frozen(self, copy: AnyCopy | None) -> FrozenSpans:
+        assert copy is not None
+        resident = {span: memory.clone() for span, memory in self._resident.items()}
+        return FrozenSpans(self.form, self._locate, resident, self._span_key, copy)
+
+    def _span_key(self, span: Span) -> str:
+        return self._keys[self._numbers[span]]
+
+    # --- the sweep --------------------------------------------------------------------------------------------
+
+    def step(self, shards: Iterator[ShardStep], reverse: bool = False) -> None:
+        order = range(len(self._swapped))
+        numbers = deque(reversed(order) if reverse else order)  # swapped spans still to be read
+        reads: deque[_core.Work | None] = deque()
+        for _ in range(min(WINDOWS // 2, len(numbers))):
+            reads.append(self._read(numbers.popleft()))
+        shard = next(shards, None)
+        for span in reversed(self._spans) if reverse else self._spans:
+            bucket, begin, count = span
+            while shard is not None and shard.bucket != bucket:
+                shard = next(shards, None)
+            assert shard is not None, f"no shard for bucket {bucket}"
+            part = slice(begin, begin + count)
+            resident = self._resident.get(span)
+            if resident is not None:
+                self._step_span(shard, resident, part)
+                continue
+            self._wait(reads.popleft())
+            number = self._numbers[span]
+            self._settle(self._slot(number))
+            self._step_span(shard, self._window(number), part)
+            self._write(number)
+            if numbers:
+                reads.append(self._read(numbers.popleft()))
+        for _ in shards:  # lets the source of shards finish its last one
+            pass
+
+    def _step_span(self, shard: ShardStep, state: torch.Tensor, span: slice) -> None:
+        if self._whole:
+            self._step_tile(shard, state, span)
+            return
+        for part in cut(span.stop - span.start):
+            own = state[self.form.nbytes(part.start) : self.form.nbytes(part.stop)]
+            self._step_tile(shard, own, slice(span.start + part.start, span.start + part.stop))
+
+    def _wait(self, work: _core.Work | None) -> None:
+        if work is not None:
+            start = time.perf_counter()
+            try:
+                work.wait()
+            except BaseException:
+                # Nobody knows what is in the windows, but for those that are changed from outside of a step.
+                self._holds = [
+                    number if changed else -1 for number, changed in zip(self._holds, self._changed, strict=True)
+                ]
+                raise
+            self.waited_s += time.perf_counter() - start
+
+    def close(self) -> None:
+        self._forget()
+        self._windows.clear()
+        self._resident.clear()

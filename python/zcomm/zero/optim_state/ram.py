@@ -1,0 +1,174 @@
+"""Optimizer state of this rank's shards, in tiles ([Note: state tile] in layout/tiles.py), in RAM or on NVMe.
+
+One pass of the rule per tile over (gradient, weight, state). In RAM the tiles of a bucket lie back to back; on NVMe
+each tile is one extent and passes through a ring of windows (nvme.py).
+Both tiers run the same arithmetic on the same elements, so the bits are equal.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from copy import copy as shallow_copy
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from zcomm import _core
+from zcomm.comm.tensors import tensor_of
+from zcomm.zero.layout.tiles import TileForm, TilePart, cut
+from zcomm.zero.optim_state.swap_file import AnyCopy
+from zcomm.zero.rules.rule import Rule
+
+Held = AbstractContextManager[torch.Tensor]
+Run = tuple[int, int, Any]  # begin and end in a shard, and what belongs to its param group
+
+
+@dataclass(frozen=True)
+class ShardStep:
+    """What one bucket's shard needs in a step: flat weight and gradient, and (begin, end, hyperparameters) runs.
+    ``squares``: see TilePart; not of shards that are stepped on a device."""
+
+    bucket: int
+    weight: torch.Tensor
+    grad: torch.Tensor
+    runs: Sequence[Run]
+    squares: _core.ExactSum | None = None
+
+
+def runs_in(runs: Sequence[Run], tile: slice) -> Iterator[Run]:
+    """The runs of a shard that a tile has a part of, relative to the tile."""
+    for begin, end, value in runs:
+        low, high = max(begin, tile.start) - tile.start, min(end, tile.stop) - tile.start
+        if low < high:
+            yield low, high, value
+
+
+class FrozenState(Protocol):
+    """A state as it was."""
+
+    form: TileForm
+
+    def tile(self, bucket: int, part: slice, *, load: bool = True, store: bool = False) -> Held: ...
+
+
+class ShardState(ABC):
+    """State of the shards ``counts`` (elements per bucket) for weights of ``dtype``, updated by ``rule``.
+
+    turns: whether a step gains by going the other way than the last one.
+    """
+
+    waited_s = 0.0
+    turns = False
+    nbytes_by_tier: dict[str, int]
+
+    def __init__(self, counts: Sequence[int], dtype: torch.dtype, rule: Rule) -> None:
+        self.counts = list(counts)
+        self.rule = rule
+        self.form = TileForm(rule.arrays, dtype, rule.state_dtype)
+
+    @abstractmethod
+    def tile(self, bucket: int, part: slice, *, load: bool = True, store: bool = False) -> Held:
+        """The state of one tile as flat uint8 while inside; ``store`` keeps what was changed. load False: all of it
+        will be written."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """What belongs on a drive is there, or on its way."""
+
+    @abstractmethod
+    def frozen(self, copy: AnyCopy | None) -> FrozenState:
+        """As it is now, for reading on another thread. copy: of the swap file, after ``flush``."""
+
+    @abstractmethod
+    def step(self, shards: Iterator[ShardStep], reverse: bool = False) -> None:
+        """One optimizer step over all shards. reverse: they come last bucket first, and so go the tiles."""
+
+    def renew(self) -> None:  # noqa: B027
+        """After a failure, before all of it is loaded: nothing is in flight, and no element is lost to it."""
+
+    def start(self, bucket: int, weight: torch.Tensor, master: torch.Tensor, initial: Sequence[Run]) -> None:
+        """Begin a shard: weight and master from the fp32 ``master``, arrays from the runs ``initial`` of numbers."""
+        for part in cut(self.counts[bucket]):
+            count = part.stop - part.start
+            with self.tile(bucket, part, load=False, store=True) as state:
+                state.zero_()
+                for begin, end, value in runs_in(initial, part):
+                    for name in self.form.arrays if value else ():
+                        self.form.array(state, count, name)[begin:end] = value
+                self.form.set_master(weight[part], state, master[part])
+
+    def _step_tile(self, shard: ShardStep, state: torch.Tensor, tile: slice) -> None:
+        weight, grad = shard.weight[tile], shard.grad[tile]
+        for begin, end, hyper in runs_in(shard.runs, tile):
+            part = TilePart(weight, grad, state, begin, end, tile.start, shard.squares)
+            self.rule.step(self.form, part, hyper)
+
+    def each(self) -> Sequence[ShardState]:
+        """The states that it consists of."""
+        return (self,)
+
+    @property
+    def window_nbytes(self) -> int:
+        return 0
+
+    @property
+    def slot_nbytes(self) -> int:
+        """On the device, beside the state."""
+        return 0
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class RamState(ShardState):
+    """State in host memory (tier "cpu") or beside the model (tier "device"; the same memory on the CPU).
+
+    tiers: of each bucket. fraction: of what is in "cpu"; the rest counts as "device".
+    """
+
+    def __init__(
+        self,
+        counts: Sequence[int],
+        tiers: Sequence[str],
+        dtype: torch.dtype,
+        rule: Rule,
+        arena: _core.PinnedArena,
+        fraction: float,
+    ) -> None:
+        super().__init__(counts, dtype, rule)
+        sizes = [self.form.nbytes(count) for count in self.counts]
+        nbytes = sum(sizes)
+        offloaded = round(fraction * sum(size for size, tier in zip(sizes, tiers, strict=True) if tier == "cpu"))
+        self.nbytes_by_tier = {"cpu": offloaded, "device": nbytes - offloaded}
+        memory = tensor_of(arena.allocate(nbytes), torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
+        memory.zero_()  # a page is made by whoever touches it first: here by all threads, and not tile by tile
+        self._states = list(memory.split(sizes))
+        # A kernel takes all tiles of a shard in one call, and has more to share among its threads.
+        self._whole = rule.spans_tiles and dtype != torch.float16
+
+    def _part(self, bucket: int, part: slice) -> torch.Tensor:
+        state: torch.Tensor = self._states[bucket]
+        return state[self.form.nbytes(part.start) : self.form.nbytes(part.stop)]
+
+    def tile(self, bucket: int, part: slice, *, load: bool = True, store: bool = False) -> Held:
+        return nullcontext(self._part(bucket, part))
+
+    def flush(self) -> None:
+        pass  # nothing does
+
+    def frozen(self, copy: AnyCopy | None) -> FrozenState:
+        twin = shallow_copy(self)
+        twin._states = [state.clone() for state in self._states]
+        return twin
+
+    def step(self, shards: Iterator[ShardStep], reverse: bool = False) -> None:
+        for shard in shards:
+            count = self.counts[shard.bucket]
+            for part in [slice(0, count)] if self._whole else cut(count):
+                self._step_tile(shard, self._part(shard.bucket, part), part)
+
+    def close(self) -> None:
+        self._states.clear()

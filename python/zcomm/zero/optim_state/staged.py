@@ -1,0 +1,92 @@
+"""Optimizer state on a device, of shards whose weights and gradients are in host memory.
+
+[Note: staged step] Where ranks reduce gradients and spread weights by host memory, so it is with a device's state: a
+shard's gradient and weights go there (lane ``back``), are stepped behind them on the same stream, and the weights come
+home (lane ``out``), in pieces of PIECE_TILES tiles through a ring of SLOTS slots. The host waits for a shard's last
+weights before it goes on: what comes then (other ranks, the copies to the device) is as if it had stepped itself.
+torch's rules step on torch's stream, which waits for the slot, and for which ``out`` waits.
+Thread rule: as ShardState.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from zcomm import _core
+from zcomm.memory.device_streams import DeviceLane
+from zcomm.zero.layout import tiles
+from zcomm.zero.layout.tiles import cut
+from zcomm.zero.optim_state.device import DeviceState
+from zcomm.zero.optim_state.ram import ShardStep
+from zcomm.zero.rules.rule import Rule
+
+PIECE_TILES = 32  # 8 MiB of gradient
+SLOTS = 3
+
+
+class _Slot:
+    """came: both are there; stepped; left: the weights are home, and the slot is free."""
+
+    def __init__(self, count: int, dtype: torch.dtype, lane: DeviceLane) -> None:
+        self.grad = lane.empty(count, torch.float32, "gradients of a step")
+        self.weight = lane.empty(count, dtype, "weights of a step")
+        self.came, self.stepped, self.left = (lane.event() for _ in range(3))
+        lane.passed(self.left)  # the memory's last owner, in the order of torch's stream
+
+
+class StagedState(DeviceState):
+    """See [Note: staged step]. Memory: SLOTS slots beside the state."""
+
+    def __init__(self, counts: Sequence[int], dtype: torch.dtype, rule: Rule, lane: DeviceLane) -> None:
+        super().__init__(counts, dtype, rule, lane)
+        largest = min(max(self.counts), PIECE_TILES * tiles.TILE_COUNT)
+        self._slots = [_Slot(largest, dtype, lane) for _ in range(SLOTS)]
+        self._next = 0
+
+    @property
+    def slot_nbytes(self) -> int:
+        return sum(slot.grad.nbytes + slot.weight.nbytes for slot in self._slots)
+
+    def step_shard(self, shard: ShardStep) -> None:
+        """When it returns, the weights are in host memory."""
+        used: list[Any] = []
+        for part in cut(self.counts[shard.bucket], PIECE_TILES):
+            slot = self._slots[self._next % SLOTS]
+            self._next += 1
+            self._step_piece(shard, part, slot)
+            used.append(slot.left)
+        self._await(used[-SLOTS:])
+
+    def _await(self, events: Sequence[Any]) -> None:
+        for event in events:
+            self._lane.wait(event)
+
+    def _step_piece(self, shard: ShardStep, part: slice, slot: _Slot) -> None:
+        count = part.stop - part.start
+        grad, weight = slot.grad[:count], slot.weight[:count]
+        copies = [(grad, shard.grad[part]), (weight, shard.weight[part])]
+        self._lane.back.carry(copies, [slot.left], slot.came)
+
+        def step(stream: _core.Stream) -> None:
+            self._put(stream, shard, part, weight, grad)
+
+        if self.rule.on_device == "torch":
+            stream = self._lane.current()
+            stream.wait(slot.came)
+            step(stream)
+            stream.record(slot.stepped)
+        else:
+            self._lane.back.run(step, slot.stepped)
+        self._lane.out.carry([(shard.weight[part], weight)], [slot.stepped], slot.left)
+
+    def renew(self) -> None:
+        """No weights of a step that failed are still on their way home."""
+        self._lane.wait(self._lane.passed(self._lane.event()))
+        self._lane.wait_for(self._lane.back, self._lane.out)
+
+    def close(self) -> None:
+        super().close()
+        self._slots.clear()

@@ -1,0 +1,173 @@
+"""Swap: an optimizer's swap file, of which a copy can be taken while training goes on.
+
+[Note: gradual copy] Where the file system shares blocks the copy costs nothing (``_snapshot.Copy``). Elsewhere it is
+made on the saving thread, key by key, from the drive to the drive, one key in RAM; a write waits until what it is about
+to replace has been copied, which the writing thread does itself. So the copy is the keys as they were when it was made.
+Its errors end the save, never the write.
+Thread rule: ``copied`` and writes on one thread at a time, with nothing of it in flight elsewhere but reads; the copy's
+``finish``, ``load`` and ``close`` on the saving thread.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import threading
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from zcomm import _core
+from zcomm.memory.snapshot import Copy
+
+_FICLONE = 0x40049409  # ioctl of linux/fs.h
+_PROBE_NBYTES = 4096
+
+
+class AnyCopy(Protocol):
+    """Of a swap file: each key as flat uint8, compared with its checksum. Raises: OSError."""
+
+    def finish(self) -> None: ...
+    def load(self, name: str) -> torch.Tensor: ...
+    def close(self) -> None: ...
+
+
+class Swap(_core.SwapFile):
+    """A swap file that knows which keys hold data."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._holds: dict[str, int] = {}  # bytes by key
+        self.copying: GradualCopy | None = None
+
+    def write(self, key: str, ptr: int, nbytes: int) -> _core.Work:
+        if self.copying is not None:
+            self.copying.keep(key)
+        self._holds[key] = nbytes
+        return super().write(key, ptr, nbytes)
+
+    def copied(self) -> AnyCopy:
+        """What it holds now. Raises: OSError (ENOSPC: as many bytes again are needed; what ``wait`` raises)."""
+        paths = [Path(path) for path in self.stats()["paths"]]
+        if all(shares_blocks(path.parent) for path in paths):
+            return Copy(self)
+        self.wait()
+        self.copying = GradualCopy(self, self._holds, paths)
+        return self.copying
+
+
+def shares_blocks(folder: Path) -> bool:
+    """Whether files there can share blocks (reflink: xfs, btrfs)."""
+    files: list[int] = []
+    try:
+        for _ in range(2):
+            files.append(os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600))
+        os.pwrite(files[0], bytes(_PROBE_NBYTES), 0)
+        fcntl.ioctl(files[1], _FICLONE, files[0])
+        return True
+    except OSError:
+        return False
+    finally:
+        for file in files:
+            os.close(file)
+
+
+class GradualCopy:
+    """See [Note: gradual copy]. Its files have no name: gone when closed, or with the process."""
+
+    def __init__(self, swap: Swap, holds: dict[str, int], paths: list[Path]) -> None:
+        self._swap, self._nbytes = swap, dict(holds)
+        self._left = dict.fromkeys(holds)  # in their order
+        self._sums: dict[str, int] = {}
+        self._places: dict[str, tuple[int, int]] = {}  # drive and offset: a key is on one drive
+        self._lock = threading.Lock()
+        self._buffer = torch.empty(max(holds.values(), default=0), dtype=torch.uint8)
+        self._error: OSError | None = None
+        self._files: list[int] = []
+        page, ends = _core.page_nbytes(), [0] * len(paths)
+        for number, (key, nbytes) in enumerate(holds.items()):
+            drive = number % len(paths)
+            self._places[key] = drive, ends[drive]
+            ends[drive] += -(-nbytes // page) * page
+        try:
+            for path, end in zip(paths, ends, strict=True):
+                self._files.append(_nameless(path.with_name(_core.SwapFile.COPY_NAME), end))
+        except BaseException:
+            self.close()
+            raise
+
+    def keep(self, key: str) -> None:
+        """``key`` may be written anew when it returns. Raises nothing but an interrupt: ``load`` tells the error."""
+        with self._lock:
+            if key not in self._left:
+                return
+            del self._left[key]
+            if self._error is not None:
+                return
+            try:
+                self._copy(key)
+            except OSError as error:
+                self._error = error
+            except BaseException:
+                self._error = OSError(errno.EINTR, f"interrupted while key {key!r} was copied")
+                raise
+
+    def _copy(self, key: str) -> None:
+        data = self._buffer[: self._nbytes[key]]
+        self._swap.read(key, data.data_ptr(), data.nbytes).wait()
+        self._sums[key] = _core.crc32c(data.data_ptr(), data.nbytes)
+        (drive, offset), memory, done = self._places[key], data.numpy().data, 0
+        while done < len(memory):
+            put = os.pwrite(self._files[drive], memory[done:], offset + done)
+            if put == 0:
+                raise OSError(errno.EIO, f"copy of a swap file: no byte of key {key!r} was written at {offset + done}")
+            done += put
+
+    def finish(self) -> None:
+        """Copy what is left."""
+        for key in self._nbytes:
+            self.keep(key)
+
+    def load(self, name: str) -> torch.Tensor:
+        self.keep(name)
+        if self._error is not None:
+            raise self._error
+        out = torch.empty(self._nbytes[name], dtype=torch.uint8)
+        (drive, offset), memory, done = self._places[name], out.numpy().data, 0
+        while done < len(memory):
+            got = os.preadv(self._files[drive], [memory[done:]], offset + done)
+            if got == 0:
+                break
+            done += got
+        if done < len(memory) or _core.crc32c(out.data_ptr(), out.nbytes) != self._sums[name]:
+            raise OSError(errno.EIO, f"copy of a swap file: key {name!r} at offset {offset} is not what was written")
+        return out
+
+    def close(self) -> None:
+        with self._lock:
+            self._left.clear()
+            if self._swap.copying is self:
+                self._swap.copying = None
+            self._buffer = torch.empty(0, dtype=torch.uint8)
+            while self._files:
+                os.close(self._files.pop())
+
+
+def _nameless(path: Path, nbytes: int) -> int:
+    """A new file of so many bytes, preallocated, whose name is gone. Raises: OSError (ENOSPC, ENOENT)."""
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except FileNotFoundError as error:
+        raise Copy.no_place(error) from error
+    try:
+        os.unlink(path)
+        if nbytes > 0:
+            os.posix_fallocate(file, 0, nbytes)
+    except BaseException as error:
+        os.close(file)
+        if isinstance(error, OSError) and error.filename is None:
+            raise OSError(error.errno, f"no space for a copy of the state, {nbytes} bytes", str(path)) from error
+        raise
+    return file

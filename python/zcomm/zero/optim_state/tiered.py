@@ -1,0 +1,81 @@
+"""Optimizer state of which some buckets are on the device, and the others on the host: RAM or NVMe.
+
+Both parts know all buckets, with no element in those of the other one.
+Thread rule: as ShardState.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from zcomm.zero.layout.tiles import TileForm
+from zcomm.zero.optim_state.device import DeviceState
+from zcomm.zero.optim_state.ram import FrozenState, Held, ShardState, ShardStep
+from zcomm.zero.optim_state.swap_file import AnyCopy
+
+
+class FrozenTiers:
+    """A TieredState as it was."""
+
+    def __init__(self, form: TileForm, there: Sequence[bool], host: FrozenState, device: FrozenState) -> None:
+        self.form = form
+        self._there, self._host, self._device = there, host, device
+
+    def tile(self, bucket: int, part: slice, *, load: bool = True, store: bool = False) -> Held:
+        return (self._device if self._there[bucket] else self._host).tile(bucket, part, load=load, store=store)
+
+
+class TieredState(ShardState):
+    """``there``: which buckets are ``device``'s. The others are ``host``'s, in RAM or on NVMe."""
+
+    def __init__(self, host: ShardState, device: DeviceState, there: Sequence[bool]) -> None:
+        counts = [device.counts[i] if at else host.counts[i] for i, at in enumerate(there)]
+        super().__init__(counts, host.form.dtype, host.rule)
+        self.host, self.device, self._there = host, device, there
+        self.turns = host.turns
+        self.nbytes_by_tier = dict(host.nbytes_by_tier)
+        for tier, nbytes in device.nbytes_by_tier.items():
+            self.nbytes_by_tier[tier] = self.nbytes_by_tier.get(tier, 0) + nbytes
+
+    @property
+    def waited_s(self) -> float:  # type: ignore[override]
+        return self.host.waited_s
+
+    def tile(self, bucket: int, part: slice, *, load: bool = True, store: bool = False) -> Held:
+        return (self.device if self._there[bucket] else self.host).tile(bucket, part, load=load, store=store)
+
+    def each(self) -> Sequence[ShardState]:
+        return (*self.host.each(), self.device)
+
+    def flush(self) -> None:
+        self.host.flush()
+
+    def renew(self) -> None:
+        self.host.renew()
+        self.device.renew()
+
+    def frozen(self, copy: AnyCopy | None) -> FrozenState:
+        return FrozenTiers(self.form, self._there, self.host.frozen(copy), self.device.frozen(None))
+
+    def step(self, shards: Iterator[ShardStep], reverse: bool = False) -> None:
+        self.host.step(self._others(shards), reverse)
+
+    def _others(self, shards: Iterator[ShardStep]) -> Iterator[ShardStep]:
+        """The host's; the device's are stepped as they come."""
+        for shard in shards:
+            if self._there[shard.bucket]:
+                self.device.step_shard(shard)
+            else:
+                yield shard
+
+    @property
+    def window_nbytes(self) -> int:
+        return self.host.window_nbytes
+
+    @property
+    def slot_nbytes(self) -> int:
+        return self.host.slot_nbytes + self.device.slot_nbytes
+
+    def close(self) -> None:
+        self.host.close()
+        self.device.close()

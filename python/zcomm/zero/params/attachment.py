@@ -1,0 +1,182 @@
+"""Attachment: whether the model's parameters still are those of the store, and what the program put in their place.
+
+``vector_to_parameters``, ``model.half().float()`` and ``p.data = t`` give a parameter other memory;
+``load_state_dict(assign=True)`` gives the module another Parameter. The optimizer would go on to train memory that the
+model no longer reads. So each step, save and look compares first: new values are the program's edit of the weights
+([Note: edited weights] in stores.py), and the parameter is attached again.
+Cost: a comparison of address, dtype, shape and strides for each parameter (about 1 us).
+Thread rule: as ZeroOptimizer.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import stateless
+
+from zcomm.zero.gradients.reducer import GradientReducer
+from zcomm.zero.layout.flat import Geometry
+from zcomm.zero.params.stores import ParameterStore
+
+logger = logging.getLogger("zcomm")
+_FUNCTIONAL_CALL = stateless._functional_call.__code__
+
+
+class Attachment:
+    """params, names: of the store, in the numbering of ``geometry``. dtype, device: of the weights. model: None:
+    replaced Parameters are not found. settle: waits for a step that still reads or writes the weights."""
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        params: Sequence[nn.Parameter],
+        names: Sequence[str],
+        geometry: Geometry,
+        store: ParameterStore,
+        dtype: torch.dtype,
+        device: torch.device,
+        reducer: GradientReducer,
+        settle: Callable[[], None],
+    ) -> None:
+        self._model = model
+        self._params = params
+        self._names = names
+        self._geometry = geometry
+        self._device = device
+        self._store = store
+        self._dtype = dtype
+        self._reducer = reducer
+        self._settle = settle
+        self._impls = self._contents()
+        self._warned = False
+        self.looked_s = 0.0  # seconds that looking for edits has taken
+        self._find_owners()
+
+    def _find_owners(self) -> None:
+        """Note in which modules, by which names, the parameters are."""
+        number = {id(param): index for index, param in enumerate(self._params)}
+        self._owners = [
+            (module._parameters, key, param, number[id(param)])
+            for module in (self._model.modules() if self._model is not None else ())
+            for key, param in module._parameters.items()
+            if param is not None and id(param) in number
+        ]
+
+    def restore(self) -> None:
+        """Adopt replaced parameters and replaced data. Local.
+
+        Raises: RuntimeError naming a parameter that has another shape, dtype or device now.
+        """
+        start = time.perf_counter()
+        self.put_back()
+        for index in self._store.detached():
+            self._adopt(index, self._params[index].data)
+        self.looked_s += time.perf_counter() - start
+
+    def put_back(self, in_forward: bool = False) -> None:
+        """Put the optimizer's Parameter objects back where the program has put others. Local. Raises: as restore.
+
+        in_forward: not those that ``torch.func.functional_call`` has put there for this forward.
+        """
+        for table, key, param, _ in self._owners:
+            if table.get(key) is not param:
+                if in_forward and _in_functional_call():
+                    return
+                self._settle()
+                self._replaced()
+                break
+        now = self._contents()
+        if now != self._impls:  # torch.utils.swap_tensors: a Python object has another tensor's content
+            swapped = [index for index, impl in enumerate(now) if impl != self._impls[index]]
+            self._impls = now
+            for index in swapped:
+                self._reducer.hook_again(index)
+
+    def _contents(self) -> list[int]:
+        """The tensors of the core of torch that the trained parameters' Python objects have."""
+        with torch._C.DisableTorchFunctionSubclass():
+            trained: Sequence[Any] = self._params[: self._geometry.trained_count]
+            return [param._cdata for param in trained]
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Attach parameters with replaced data inside, and give them back the program's data afterwards.
+
+        For whatever only looks: programs put other data into parameters for a while (averaged weights), and hold the
+        store's own in the meantime, which must not change.
+        """
+        self.put_back()
+        lent = [(index, self._params[index].data, self._store.own_copy(index)) for index in self._store.detached()]
+        self.restore()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for index, value, before in lent:
+                    self._store.adopt(index, before)
+                    self._params[index].data = value
+
+    def _replaced(self) -> None:
+        """Put the optimizer's Parameters back where the program has put others, with the values of these."""
+        assert self._model is not None
+        present = {id(param) for param in self._model.parameters()}
+        ours = {id(param) for param in self._params}
+        for table, key, param, index in self._owners:
+            other = table.get(key)
+            if other is None or other is param or id(param) in present or id(other) in ours:
+                continue  # moved by a parametrization or pruning, taken out of the model, or tied to another one
+            self._adopt(index, other.data)
+            self._warn_once(index)
+            table[key] = param
+            if index < self._geometry.trained_count:
+                self._reducer.take_over(index, other.grad)
+        self._find_owners()
+
+    def _adopt(self, index: int, value: torch.Tensor) -> None:
+        self._check(index, value)
+        with torch.no_grad():
+            self._store.adopt(index, value)
+
+    def _check(self, index: int, value: torch.Tensor) -> None:
+        name, shape = self._names[index], self._geometry.places[index].shape
+        if value.dtype != self._dtype:
+            raise RuntimeError(
+                f"parameter {name} is {value.dtype} now, but ZeroOptimizer was built for {self._dtype}: convert the "
+                "model before ZeroOptimizer is built, or choose its precision="
+            )
+        if value.shape != shape:
+            raise RuntimeError(
+                f"parameter {name} has shape {tuple(value.shape)} now, but ZeroOptimizer was built for {tuple(shape)}: "
+                "close() it and build it again for the changed model"
+            )
+        if value.device != self._device:
+            raise RuntimeError(
+                f"parameter {name} is on {value.device} now, but ZeroOptimizer was built for {self._device}: move the "
+                "model before ZeroOptimizer is built"
+            )
+
+    def _warn_once(self, index: int) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "the Parameter object %s was replaced after ZeroOptimizer was built; its values are taken over, and "
+                "the old object is put back into the module",
+                self._names[index],
+            )
+
+
+def _in_functional_call() -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _FUNCTIONAL_CALL:
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,248 @@
+"""Weights of a model on a device, stages 0 to 2: whole there, and on the host, where steps update them.
+
+[Note: weights to a device] The parameters are views of one flat tensor on the device. The weights that steps change are
+the host's (``host``: one copy for its ranks, or a copy each). In a sweep a bucket's own part goes to the device, on the
+lane's ``back`` stream, as soon as it is updated, while the next bucket is; the parts of other ranks follow when these
+have theirs: a barrier (or all_gather) for each bucket, which runs beside the sweep. The device's weights are
+overwritten only after what torch's stream had been given when the sweep began; ``arrive`` makes that stream wait for
+the new ones. The host waits for nothing but other ranks. Resident buckets (device_step.py) have none on the host and no
+part in sweeps: their parts go from device to device.
+The program may edit the parameters on the device, but not by way of ``.data``, which moves no version counter. A step
+takes this rank's part of what was edited to the host first.
+Thread rule: one thread at a time; a sweep and the ``publish`` after it may run on another thread than ``arrive``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+import torch
+
+from zcomm.comm.communicator import Communicator
+from zcomm.comm.work import Work
+from zcomm.memory.device_streams import DeviceLane
+from zcomm.zero.layout.flat import FlatBucket, Geometry
+from zcomm.zero.params.stores import Form, ParameterStore, ResidentStore, SharedStore, form_of
+
+
+class DeviceStore(ParameterStore):
+    """host: what holds the weights on the host; no parameter points at it. resident: numbers of buckets that ``host``
+    has not. peers: between the ranks' devices, where several have resident buckets."""
+
+    def __init__(
+        self,
+        params: Sequence[torch.nn.Parameter],
+        geometry: Geometry,
+        comm: Communicator,
+        tiers: Sequence[str],
+        host: ResidentStore,
+        lane: DeviceLane,
+        resident: Collection[int] = (),
+        peers: Communicator | None = None,
+    ) -> None:
+        super().__init__(params, geometry, comm, host._dtype, tiers)
+        self._peers = peers
+        self._spreading: list[Work] = []  # of resident buckets
+        self.resident = frozenset(resident)
+        self._host, self._lane = host, lane
+        lane.lock(host._flat)
+        if peers is None:
+            self._flat = lane.empty(geometry.every_count, host._dtype, "parameters")
+        else:
+            self._flat = lane.symmetric(peers, geometry.every_count, host._dtype, "parameters")
+        self._used = lane.event()  # torch's stream has used the old weights
+        self._came = [lane.event() for _ in geometry.every]  # the bucket's new weights are on the device
+        self.all_came = lane.event()
+        self._others: deque[tuple[FlatBucket, Work]] = deque()  # whose other parts are still to be sent
+        self._swept = False
+        self._forms: list[Form | None] = [None] * len(params)  # of the view that each parameter is
+        self._versions = [-1] * len(params)  # of the parameters when their weights were published last
+        self.on_sent: Callable[[int], None] = lambda bucket: None  # all its new weights are on their way, or there
+
+    def part(self, bucket: FlatBucket) -> slice:
+        return self._host.part(bucket)
+
+    def begin(self, bucket: FlatBucket) -> torch.Tensor:
+        if bucket.index in self.resident:
+            return torch.empty_like(self.there(bucket), device="cpu")
+        return self._host.begin(bucket)
+
+    def commit(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
+        self.save(bucket, weight)
+        for index in bucket.params:
+            own = self._params[index].data = self._own(index)
+            self._forms[index] = form_of(own)
+
+    def load(self, bucket: FlatBucket) -> torch.Tensor:
+        if bucket.index in self.resident:
+            return self.there(bucket).to("cpu", copy=True)
+        return self._host.load(bucket)
+
+    def save(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
+        if bucket.index in self.resident:
+            self.there(bucket).copy_(weight)
+        else:
+            self._host.save(bucket, weight)
+
+    def read(self, bucket: FlatBucket) -> torch.Tensor:
+        if self.edited(bucket):
+            return self.there(bucket).to("cpu", copy=True)
+        return self.load(bucket)
+
+    def edited(self, bucket: FlatBucket) -> bool:
+        """Return True if the program has changed a parameter of ``bucket`` since the last step."""
+        return any(self._edited(index) for index in bucket.params)
+
+    def _edited(self, param: int) -> bool:
+        return self._params[param]._version != self._versions[param]
+
+    def take_edits(self) -> None:
+        for index in range(len(self._params)):
+            bucket = self._geometry.bucket_of(index)
+            if bucket.index not in self.resident and self._edited(index):
+                place, part = self._geometry.places[index], self.part(bucket)
+                low, high = max(place.offset, part.start), min(place.offset + place.count, part.stop)
+                if low < high:
+                    here = self._host.load(bucket)[low - part.start : high - part.start]
+                    here.copy_(self._bucket(bucket)[low:high])
+                self._versions[index] = self._params[index]._version
+
+    def count_change(self) -> None:
+        super().count_change()
+        self._versions = [param._version for param in self._params]
+
+    def detached(self) -> Iterator[int]:
+        for index, (param, form) in enumerate(zip(self._params, self._forms, strict=True)):
+            if form_of(param) != form and index not in self._holds:
+                yield index
+
+    def own_copy(self, param: int) -> torch.Tensor:
+        return self._own(param).clone()
+
+    def adopt(self, param: int, value: torch.Tensor) -> None:
+        own = self._own(param)
+        overlaps = value.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
+        own.copy_(value.clone() if overlaps else value)
+        self._params[param].data = own
+        self._versions[param] = -1
+
+    def there(self, bucket: FlatBucket) -> torch.Tensor:
+        return self._bucket(bucket)[self.part(bucket)]
+
+    def spread_resident(self, bucket: FlatBucket) -> None:
+        mine = self.there(bucket)
+        if self._peers is None or mine.numel() == bucket.count:
+            return
+        name = f"parameters of bucket {bucket.index}"
+        _, work = self._peers.all_gather([mine], out=[self._bucket(bucket)], async_op=True, name=name)
+        assert isinstance(work, Work)
+        self._spreading.append(work)
+
+    def arrive_resident(self) -> None:
+        while self._spreading:
+            self._spreading.pop(0).wait()
+
+    # --- a step -----------------------------------------------------------------------------------------------
+
+    def used(self) -> None:
+        """What torch's stream has been given so far uses the old weights: a sweep may follow, on any thread."""
+        self._lane.passed(self._used)
+
+    def sweep(self, reverse: bool = False) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
+        for bucket, weight in self._host.sweep(reverse):
+            yield bucket, weight
+            self._updated(bucket)
+        self._swept = True
+
+    def _updated(self, bucket: FlatBucket) -> None:
+        """This rank's part of the bucket is new."""
+        mine = self.part(bucket)
+        self._send(bucket, mine)
+        if mine.stop - mine.start < bucket.count:
+            self._others.append((bucket, self._spread(bucket)))
+        else:
+            self.on_sent(bucket.index)
+        while self._others and self._others[0][1].done():
+            self._send_others(*self._others.popleft())
+
+    def _spread(self, bucket: FlatBucket) -> Work:
+        """Start to let every rank of the host see all parts of a bucket."""
+        name = f"parameters of bucket {bucket.index}"
+        work: Work | None
+        if isinstance(self._host, SharedStore):
+            work = self._comm.barrier(name=name, async_op=True)
+        else:
+            whole = self._host._bucket(bucket)
+            shards = [whole[self.part(bucket)]]
+            work = self._comm.all_gather(shards, out=[whole], async_op=True, name=name)[1]  # type: ignore[assignment]
+        assert isinstance(work, Work)
+        return work
+
+    def _send_others(self, bucket: FlatBucket, spread: Work) -> None:
+        spread.wait()
+        mine = self.part(bucket)
+        self._send(bucket, slice(0, mine.start), slice(mine.stop, bucket.count))
+        self.on_sent(bucket.index)
+
+    def _send(self, bucket: FlatBucket, *parts: slice) -> None:
+        """Host to device, behind what used the old weights."""
+        host, there = self._host._bucket(bucket), self._bucket(bucket)
+        copies = [(there[part], host[part]) for part in parts]
+        self._lane.back.carry(copies, [self._used], self._came[bucket.index], self.all_came)
+
+    def spread(self) -> None:
+        swept, self._swept = self._swept, False
+        if swept:
+            while self._others:
+                self._send_others(*self._others.popleft())
+            return
+        self._host.spread()
+        for bucket in self._geometry.every:
+            if bucket.index in self.resident:
+                self.spread_resident(bucket)
+        self.arrive_resident()
+        self.used()
+        for bucket in self._geometry.every:
+            if bucket.index not in self.resident:
+                self._send(bucket, slice(0, bucket.count))
+        self.arrive()
+
+    def settle(self) -> None:
+        self._lane.wait_for(self._lane.back)
+
+    def renew(self) -> None:
+        self._others.clear()
+        self._spreading.clear()
+        self._swept = False
+
+    def arrive(self) -> None:
+        self._lane.current().wait(self.all_came)
+
+    def arrive_bucket(self, bucket: int) -> None:
+        """As ``arrive``, of one bucket: for a sweep on another thread that has come there."""
+        self._lane.current().wait(self._came[bucket])
+
+    # --- whole parameters -------------------------------------------------------------------------------------
+
+    def _bucket(self, bucket: FlatBucket) -> torch.Tensor:
+        return self._flat[bucket.begin : bucket.begin + bucket.count]
+
+    def full(self, param: int) -> torch.Tensor:
+        return self._params[param].detach().clone()
+
+    def _own(self, param: int) -> torch.Tensor:
+        return self._geometry.view(self._bucket(self._geometry.bucket_of(param)), param)
+
+    @property
+    def nbytes_by_tier(self) -> dict[str, int]:
+        return {"device": self._flat.nbytes, "cpu": sum(self._host.nbytes_by_tier.values())}
+
+    def close(self) -> None:
+        """The parameters stay views of the memory on the device, which is theirs alone now; where other ranks have it
+        open, they get memory of their own."""
+        self._others.clear()  # dropping a Work waits for it
+        self._spreading.clear()
+        if self._peers is not None:
+            super().close()
+            self._flat = self._flat.new_empty(0)

@@ -1,0 +1,282 @@
+"""Sources: where stage 3 keeps this rank's parameter shards between gathers: in RAM, in a swap file, or in both."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from zcomm import _core
+from zcomm.comm.tensors import tensor_of
+from zcomm.zero.layout.flat import FlatBucket
+from zcomm.zero.optim_state.drained import drain
+
+WINDOWS = 3  # shards in flight of a swapped step
+
+
+class ShardSource(ABC):
+    """This rank's shards of buckets. ``fetch`` runs on the gathering thread, the rest on the main thread."""
+
+    @abstractmethod
+    def begin(self, bucket: FlatBucket) -> torch.Tensor: ...
+    @abstractmethod
+    def commit(self, bucket: FlatBucket, weight: torch.Tensor) -> None: ...
+    @abstractmethod
+    def fetch(self, bucket: FlatBucket, out: torch.Tensor) -> _core.Work | None:
+        """Start to copy the shard to ``out``; None when it is there already."""
+
+    @abstractmethod
+    def sweep(self, reverse: bool) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
+        """The trained ones."""
+
+    @abstractmethod
+    def load(self, bucket: FlatBucket) -> torch.Tensor:
+        """The shard as it is now; ``commit`` keeps what was changed."""
+
+    def whole(self, bucket: FlatBucket) -> torch.Tensor | None:
+        """The bucket with all ranks' shards, as it is in this host's memory; None where it is not there."""
+        return None
+
+    def renew(self) -> None:  # noqa: B027
+        """After a failure, before all trained ones are loaded: nothing is in flight, and no shard is lost to it."""
+
+    @property
+    def window_nbytes(self) -> int:
+        return 0
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class RamSource(ShardSource):
+    """The shards of ``every`` bucket in the pinned arena; ``trained`` are swept."""
+
+    def __init__(
+        self,
+        every: Sequence[FlatBucket],
+        trained: Sequence[FlatBucket],
+        dtype: torch.dtype,
+        arena: _core.PinnedArena,
+    ) -> None:
+        self._buckets = trained
+        sizes = [bucket.shard_count for bucket in every]
+        flat = tensor_of(arena.allocate(sum(sizes) * dtype.itemsize), dtype, sum(sizes))
+        self._shards: dict[int, torch.Tensor] = dict(
+            zip((bucket.index for bucket in every), flat.split(sizes), strict=True)
+        )
+
+    def begin(self, bucket: FlatBucket) -> torch.Tensor:
+        return self._shards[bucket.index]
+
+    def commit(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
+        pass  # begin() gave the memory itself
+
+    def fetch(self, bucket: FlatBucket, out: torch.Tensor) -> None:
+        out.copy_(self.begin(bucket))
+
+    def sweep(self, reverse: bool) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
+        for bucket in reversed(self._buckets) if reverse else self._buckets:
+            yield bucket, self.begin(bucket)
+
+    def load(self, bucket: FlatBucket) -> torch.Tensor:
+        return self.begin(bucket)
+
+    def whole(self, bucket: FlatBucket) -> torch.Tensor | None:
+        return self._shards[bucket.index] if bucket.shard_count == bucket.count else None
+
+    def close(self) -> None:
+        self._shards.clear()
+
+
+class SharedSource(RamSource):
+    """The shards in one memory of all ranks of the host (decision D4). ``flat``: of all elements of ``every``."""
+
+    def __init__(
+        self, every: Sequence[FlatBucket], trained: Sequence[FlatBucket], flat: torch.Tensor, rank: int
+    ) -> None:
+        self._buckets = trained
+        counts = [bucket.count for bucket in every]
+        wholes = zip(every, flat.split(counts), strict=True)
+        self._whole: dict[int, torch.Tensor] = {bucket.index: whole for bucket, whole in wholes}
+        self._shards = {bucket.index: self._whole[bucket.index][bucket.shard(rank)] for bucket in every}
+
+    def whole(self, bucket: FlatBucket) -> torch.Tensor | None:
+        return self._whole[bucket.index]
+
+    def close(self) -> None:
+        super().close()
+        self._whole.clear()
+
+
+class SwapSource(ShardSource):
+    """The shards of ``every`` bucket in a swap file, one extent each; ``trained`` are swept. Operations on one key run
+    in call order, so a fetch after a sweep reads what the sweep wrote."""
+
+    def __init__(
+        self,
+        every: Sequence[FlatBucket],
+        trained: Sequence[FlatBucket],
+        dtype: torch.dtype,
+        arena: _core.PinnedArena,
+        swap: _core.SwapFile,
+    ) -> None:
+        self._buckets = trained
+        self._number = {bucket.index: number % WINDOWS for number, bucket in enumerate(every)}  # of its window
+        self._swap = swap
+        largest = max((bucket.shard_count for bucket in every), default=0)
+        page = _core.page_nbytes()
+        stride = -(-largest * dtype.itemsize // page) * page // dtype.itemsize
+        self._lease_nbytes = WINDOWS * stride * dtype.itemsize
+        flat = tensor_of(arena.allocate(self._lease_nbytes), dtype)
+        self._writes: list[_core.Work | None] = [None] * WINDOWS  # first: dropped, waited for, before its memory is
+        self._windows = [flat[i * stride : i * stride + largest] for i in range(WINDOWS)]
+        self._holds = [-1] * WINDOWS  # bucket whose shard, as last written, is in the window
+        for bucket in every:
+            swap.reserve(self._key(bucket), bucket.shard_count * dtype.itemsize)
+
+    @property
+    def window_nbytes(self) -> int:
+        return self._lease_nbytes
+
+    @staticmethod
+    def _key(bucket: FlatBucket) -> str:
+        return f"parameters.{bucket.index}"
+
+    def _window(self, bucket: FlatBucket) -> torch.Tensor:
+        """The bucket's window, once its last write is on disk."""
+        number = self._number[bucket.index]
+        write = self._writes[number]
+        if write is not None:
+            write.wait()
+            self._writes[number] = None
+        self._holds[number] = -1
+        return self._windows[number][: bucket.shard_count]
+
+    def begin(self, bucket: FlatBucket) -> torch.Tensor:
+        return self._window(bucket)
+
+    def commit(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
+        number = self._number[bucket.index]
+        self._writes[number] = self._swap.write(self._key(bucket), weight.data_ptr(), weight.nbytes)
+        self._holds[number] = bucket.index
+
+    def fetch(self, bucket: FlatBucket, out: torch.Tensor) -> _core.Work:
+        return self._swap.read(self._key(bucket), out.data_ptr(), out.nbytes)
+
+    def _fetch_window(self, bucket: FlatBucket) -> _core.Work | None:
+        """Start to read the shard into its window; None where the last sweep left it there."""
+        held = self._holds[self._number[bucket.index]] == bucket.index
+        window = self._window(bucket)
+        return None if held else self.fetch(bucket, window)
+
+    def sweep(self, reverse: bool) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
+        order = self._buckets[::-1] if reverse else self._buckets
+        ahead = [self._fetch_window(bucket) for bucket in order[:1]]
+        for position, bucket in enumerate(order):
+            work = ahead.pop()
+            if position + 1 < len(order):
+                ahead.append(self._fetch_window(order[position + 1]))
+            if work is not None:
+                work.wait()
+            weight = self._windows[self._number[bucket.index]][: bucket.shard_count]
+            yield bucket, weight
+            self.commit(bucket, weight)
+
+    def load(self, bucket: FlatBucket) -> torch.Tensor:
+        work = self._fetch_window(bucket)
+        if work is not None:
+            work.wait()
+        return self._windows[self._number[bucket.index]][: bucket.shard_count]
+
+    def renew(self) -> None:
+        """The trained ones are zeros: after a failed write there is nothing to read."""
+        self._forget()
+        for bucket in self._buckets:
+            self.commit(bucket, self.begin(bucket).zero_())
+
+    def _forget(self) -> None:
+        """Nothing is on its way, and the windows hold nothing."""
+        self._writes = [None] * WINDOWS
+        drain(self._swap)  # a sweep that failed may be kept by its error, with the read that it was ahead
+        self._holds = [-1] * WINDOWS
+
+    def close(self) -> None:
+        self._forget()
+        self._windows.clear()
+
+
+class MixedSource(ShardSource):
+    """Each bucket in its own one of two sources: ``swapped`` says which are in ``swap``. ``trained`` are swept."""
+
+    def __init__(self, ram: RamSource, swap: SwapSource, swapped: set[int], trained: Sequence[FlatBucket]) -> None:
+        self._ram, self._swap, self._swapped, self._buckets = ram, swap, swapped, trained
+
+    def _of(self, bucket: FlatBucket) -> ShardSource:
+        return self._swap if bucket.index in self._swapped else self._ram
+
+    def begin(self, bucket: FlatBucket) -> torch.Tensor:
+        return self._of(bucket).begin(bucket)
+
+    def commit(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
+        self._of(bucket).commit(bucket, weight)
+
+    def fetch(self, bucket: FlatBucket, out: torch.Tensor) -> _core.Work | None:
+        return self._of(bucket).fetch(bucket, out)
+
+    def sweep(self, reverse: bool) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
+        swapped = self._swap.sweep(reverse)
+        for bucket in reversed(self._buckets) if reverse else self._buckets:
+            yield next(swapped) if bucket.index in self._swapped else (bucket, self._ram.begin(bucket))
+        for _ in swapped:  # keeps the last one
+            pass
+
+    def load(self, bucket: FlatBucket) -> torch.Tensor:
+        return self._of(bucket).load(bucket)
+
+    def whole(self, bucket: FlatBucket) -> torch.Tensor | None:
+        return self._of(bucket).whole(bucket)
+
+    def renew(self) -> None:
+        self._swap.renew()
+
+    @property
+    def window_nbytes(self) -> int:
+        return self._swap.window_nbytes
+
+    def close(self) -> None:
+        self._ram.close()
+        self._swap.close()
+
+
+def make_source(
+    every: Sequence[FlatBucket],
+    trained: Sequence[FlatBucket],
+    tiers: Sequence[str],
+    dtype: torch.dtype,
+    arena: _core.PinnedArena,
+    swap: _core.SwapFile | None,
+    share: Callable[[int], torch.Tensor] | None = None,
+    rank: int = 0,
+) -> ShardSource:
+    """tiers: of each bucket of ``every``. swap: needed where one is "nvme". share: gives memory of so many elements
+    that all ranks of the host have, for what is in RAM; None: each rank has its own shards. Collective then."""
+    swapped = {bucket.index for bucket, tier in zip(every, tiers, strict=True) if tier == "nvme"}
+
+    def cut(inside: bool) -> tuple[list[FlatBucket], list[FlatBucket]]:
+        parts = ([b for b in buckets if (b.index in swapped) == inside] for buckets in (every, trained))
+        return next(parts), next(parts)
+
+    def in_ram() -> RamSource:
+        inside = cut(False)
+        if share is None:
+            return RamSource(*inside, dtype, arena)
+        return SharedSource(*inside, share(sum(bucket.count for bucket in inside[0])), rank)
+
+    if not swapped:
+        return in_ram()
+    assert swap is not None
+    disk = SwapSource(*cut(True), dtype, arena, swap)
+    if len(swapped) == len(every):
+        return disk
+    return MixedSource(in_ram(), disk, swapped, trained)

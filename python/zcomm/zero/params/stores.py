@@ -1,0 +1,386 @@
+"""Parameter stores: where the flat parameters of an optimizer live and how a step reaches this rank's shards.
+
+SharedStore: one copy for all CPU ranks of the host (decision D4); each rank writes its shard, a barrier publishes it.
+PrivateStore: a whole copy per rank; updated whole (stage 0) or by shard and gathered (stages 1 and 2).
+The store of sharded parameters that are gathered unit by unit (stage 3) is in units/store.py.
+
+[Note: edited weights] A program may edit its parameters between steps (``p.mul_()``, ``p.data.clamp_()``, nn.init), and
+every rank does the same, as with DDP. Each rank's edit must count once, for the rank itself. So the parameters of a
+SharedStore are copy-on-write views (``_core.PrivateView``) of the shared memory. A step writes this rank's part of the
+edited pages to the shared memory, updates it there, and drops the copies. This needs no detection by version counters,
+which ``p.data.mul_()`` does not move.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+
+from zcomm import _core
+from zcomm.comm.communicator import Communicator
+from zcomm.comm.tensors import tensor_of
+from zcomm.zero.layout.flat import FlatBucket, Geometry
+
+Form = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
+
+
+def form_of(tensor: torch.Tensor) -> Form:
+    """Address, dtype, shape and strides: what a parameter's data has while it is the store's."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+class ParameterStore(ABC):
+    """Holds the parameters of ``geometry``; after ``commit`` the model's parameters are views of it."""
+
+    waited_s = 0.0
+    keeps_weights = True  # close() leaves the model weights of its own, where it can
+    resident: Collection[int] = frozenset()  # numbers of the buckets that are on devices alone (device_step.py)
+
+    def __init__(
+        self,
+        params: Sequence[torch.nn.Parameter],
+        geometry: Geometry,
+        comm: Communicator,
+        dtype: torch.dtype,
+        tiers: Sequence[str],
+    ) -> None:
+        self._params = params
+        self._geometry = geometry
+        self._comm = comm
+        self._dtype = dtype
+        self._tiers = tiers  # of each bucket
+        self._holds: dict[int, int] = {}  # parameters with a copy of their own now: how often they are held
+
+    def part(self, bucket: FlatBucket) -> slice:
+        """The part of a bucket whose state this rank keeps and updates, relative to the bucket."""
+        return bucket.shard(self._comm.rank)
+
+    @abstractmethod
+    def begin(self, bucket: FlatBucket) -> torch.Tensor:
+        """Memory for the first weights of this rank's part of ``bucket``."""
+
+    @abstractmethod
+    def commit(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
+        """``weight`` (from begin) is filled: keep it, and point the model's parameters at the store."""
+
+    @abstractmethod
+    def sweep(self, reverse: bool = False) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
+        """Each trained bucket with the weights of this rank's part; what the caller changes is kept. reverse: last
+        first."""
+
+    @abstractmethod
+    def load(self, bucket: FlatBucket) -> torch.Tensor:
+        """The weights of this rank's part of one bucket, to change; ``save`` keeps what the caller changes. Only after
+        a barrier: until then other ranks may use the old weights."""
+
+    def read(self, bucket: FlatBucket) -> torch.Tensor:
+        """The weights of this rank's part of one bucket, not to be changed."""
+        return self.load(bucket)
+
+    @abstractmethod
+    def save(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
+        """Keep ``weight``, which came from ``load``. ``publish`` then shows it to every rank."""
+
+    def publish(self) -> None:
+        """Show the new weights to every rank, and to autograd. Collective."""
+        self.spread()
+        self.count_change()
+
+    @abstractmethod
+    def spread(self) -> None:
+        """Show the new weights to every rank: all parts are updated. Collective."""
+
+    def count_change(self) -> None:
+        """Move the version counters of the parameters: the backward pass of a graph that has saved the old weights
+        raises, as after torch's own in-place changes."""
+        torch.autograd.graph.increment_version(self._params)
+
+    def detached(self) -> Iterator[int]:
+        """Yield the parameters whose data the program has replaced: they lie elsewhere than this store has put them."""
+        return iter(())
+
+    def adopt(self, param: int, value: torch.Tensor) -> None:
+        """Make ``value`` (of the parameter's shape) the program's edit of a parameter, and attach it again."""
+        raise NotImplementedError("the weights of this store cannot be replaced by other tensors")
+
+    def own_copy(self, param: int) -> torch.Tensor:
+        """Copy what a parameter of ``detached`` has in this store. Local."""
+        raise NotImplementedError("the weights of this store cannot be replaced by other tensors")
+
+    def take_edits(self) -> None:  # noqa: B027
+        """Make the program's edits the weights that a sweep changes. Every rank has ended its edits. Local."""
+
+    # What a store on a device must be told; on the CPU nothing is on its way.
+
+    def used(self) -> None:  # noqa: B027
+        """What the current stream has been given so far uses the weights as they are; a sweep follows."""
+
+    def settle(self) -> None:  # noqa: B027
+        """Wait until nothing of this rank's reads the weights that a step changes; a barrier then says so to others."""
+
+    def arrive(self) -> None:  # noqa: B027
+        """What the current stream is given next uses the weights that were published last."""
+
+    def renew(self) -> None:  # noqa: B027
+        """After a failure, before all trained ones are loaded: nothing is in flight, and no weight is lost to it."""
+
+    # Of resident buckets.
+
+    def edited(self, bucket: FlatBucket) -> bool:
+        """Return True if the program has changed a parameter of ``bucket`` on the device since the last step."""
+        return False
+
+    def there(self, bucket: FlatBucket) -> torch.Tensor:
+        """The weights of this rank's part, which torch's stream may change."""
+        raise NotImplementedError
+
+    def spread_resident(self, bucket: FlatBucket) -> None:  # noqa: B027
+        """Torch's stream has changed this rank's part: start to bring the other ranks'. Collective."""
+
+    def arrive_resident(self) -> None:  # noqa: B027
+        """What torch's stream is given next sees all parts. The host waits until all ranks have spread theirs."""
+
+    @abstractmethod
+    def full(self, param: int) -> torch.Tensor:
+        """A copy of a whole parameter. Collective where parameters are sharded."""
+
+    def parameter(self, param: int) -> torch.nn.Parameter:
+        return self._params[param]
+
+    def hold(self, param: int) -> None:
+        """Give a parameter a whole copy of its own until ``release``. Collective where parameters are sharded."""
+        if param not in self._holds:
+            self._params[param].data = self.full(param)
+        self._holds[param] = self._holds.get(param, 0) + 1
+
+    def release(self, param: int) -> None:
+        """The last release drops the copy: the parameter is the store's again."""
+        held = self._holds.pop(param) - 1
+        if held:
+            self._holds[param] = held
+        else:
+            self._params[param].data = self._own(param)
+
+    @abstractmethod
+    def _own(self, param: int) -> torch.Tensor:
+        """What the parameter's data is where nobody holds it."""
+
+    @property
+    def turns(self) -> bool:
+        """Whether sweeps that change their direction save reading from a drive."""
+        return "nvme" in self._tiers
+
+    @property
+    def nbytes_by_tier(self) -> dict[str, int]:
+        """Bytes of parameters that count for this rank (a shared copy counts once per host)."""
+        counts: dict[str, int] = {}
+        for bucket, tier in zip(self._geometry.every, self._tiers, strict=True):
+            counts[tier] = counts.get(tier, 0) + self._kept(bucket)
+        return {tier: count * self._dtype.itemsize // self._sharers for tier, count in counts.items()}
+
+    def tier_of(self, bucket: FlatBucket) -> str:
+        return self._tiers[bucket.index]
+
+    def _kept(self, bucket: FlatBucket) -> int:
+        """Elements of a bucket that are in memory."""
+        return bucket.count
+
+    @property
+    def _sharers(self) -> int:
+        """Ranks that have them together."""
+        return 1
+
+    @property
+    def slot_nbytes(self) -> int:
+        """Bytes of slots for gathered units that count for this rank."""
+        return 0
+
+    @property
+    def window_nbytes(self) -> int:
+        """Bytes of staging windows of swapped shards."""
+        return 0
+
+    @property
+    def allocation_count(self) -> int:
+        """Allocations ever made by a communicator that is the store's own."""
+        return 0
+
+    def close(self) -> None:
+        """Give the model parameters of its own again, where that needs no other rank; free the rest."""
+        for param in self._params:
+            param.data = param.data.clone()
+
+
+class ResidentStore(ParameterStore):
+    """All parameters in one flat tensor of this process's memory, whose addresses never change.
+
+    begins: where each bucket is in it; None: as in the flat index. Buckets that are not in it are elsewhere.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[torch.nn.Parameter],
+        geometry: Geometry,
+        comm: Communicator,
+        flat: torch.Tensor,
+        tiers: Sequence[str],
+        begins: dict[int, int] | None = None,
+    ) -> None:
+        super().__init__(params, geometry, comm, flat.dtype, tiers)
+        self._flat = flat
+        self._forms: list[Form | None] = [None] * len(params)  # of the view that each parameter is
+        self._begins = {bucket.index: bucket.begin for bucket in geometry.every} if begins is None else begins
+
+    def _bucket(self, bucket: FlatBucket) -> torch.Tensor:
+        begin = self._begins[bucket.index]
+        return self._flat[begin : begin + bucket.count]
+
+    def _kept(self, bucket: FlatBucket) -> int:
+        return bucket.count if bucket.index in self._begins else 0
+
+    def begin(self, bucket: FlatBucket) -> torch.Tensor:
+        return self._bucket(bucket)[self.part(bucket)]
+
+    def commit(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
+        for index in bucket.params:
+            own = self._params[index].data = self._own(index)
+            self._forms[index] = form_of(own)
+
+    def sweep(self, reverse: bool = False) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
+        buckets = [bucket for bucket in self._geometry.buckets if bucket.index in self._begins]
+        for bucket in reversed(buckets) if reverse else buckets:
+            yield bucket, self.load(bucket)
+
+    def load(self, bucket: FlatBucket) -> torch.Tensor:
+        return self._bucket(bucket)[self.part(bucket)]
+
+    def detached(self) -> Iterator[int]:
+        for index, (param, form) in enumerate(zip(self._params, self._forms, strict=True)):
+            if form_of(param) != form and index not in self._holds:
+                yield index
+
+    def own_copy(self, param: int) -> torch.Tensor:
+        return self._own(param).clone()
+
+    def adopt(self, param: int, value: torch.Tensor) -> None:
+        own = self._own(param)
+        overlaps = value.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
+        own.copy_(value.clone() if overlaps else value)
+        self._params[param].data = own
+
+    def save(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
+        pass  # load() gave the memory itself
+
+    def full(self, param: int) -> torch.Tensor:
+        return self._params[param].detach().clone()
+
+    def _own(self, param: int) -> torch.Tensor:
+        return self._geometry.view(self._bucket(self._geometry.bucket_of(param)), param)
+
+
+def _begins(geometry: Geometry, without: Collection[int]) -> tuple[dict[int, int], int]:
+    """Where each bucket but those ``without`` begins, one behind the other, and where the last one ends."""
+    begins, count = {}, 0
+    for bucket in geometry.every:
+        if bucket.index not in without:
+            begins[bucket.index] = count
+            count += bucket.count
+    return begins, count
+
+
+class SharedStore(ResidentStore):
+    """A store with one copy for the host, of which parameters are copy-on-write views ([Note: edited weights]).
+    without: buckets that it does not have."""
+
+    def __init__(
+        self,
+        params: Sequence[torch.nn.Parameter],
+        geometry: Geometry,
+        comm: Communicator,
+        dtype: torch.dtype,
+        tiers: Sequence[str],
+        without: Collection[int] = (),
+    ) -> None:
+        begins, count = _begins(geometry, without)
+        super().__init__(params, geometry, comm, comm.shared_empty(count, dtype), tiers, begins)
+        self._view: _core.PrivateView | None = None  # made by the first commit: not where parameters are on a device
+        self._seen = torch.empty(0, dtype=dtype)  # the memory of the view: all elements as this rank's program has them
+        self._own_parts: list[tuple[int, int]] = []  # bytes of this rank's parts
+        self._merged = False  # whether the edits of this step are in the shared memory
+
+    def commit(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
+        if self._view is None and self._flat.numel():
+            self._view = _core.PrivateView(self._flat.data_ptr(), self._flat.nbytes)
+            self._seen = tensor_of(self._view.memory(), self._dtype, self._flat.numel())
+            self._own_parts = [self._own_bytes(b) for b in self._geometry.every if b.index in self._begins]
+        super().commit(bucket, weight)
+
+    def _own_bytes(self, bucket: FlatBucket) -> tuple[int, int]:
+        begin, part, size = self._begins[bucket.index], self.part(bucket), self._dtype.itemsize
+        return (begin + part.start) * size, (begin + part.stop) * size
+
+    def take_edits(self) -> None:
+        if self._view is not None:
+            self._view.merge(self._own_parts)
+        self._merged = True
+
+    def load(self, bucket: FlatBucket) -> torch.Tensor:
+        if not self._merged:
+            self.take_edits()
+        return super().load(bucket)
+
+    def read(self, bucket: FlatBucket) -> torch.Tensor:
+        if self._view is None or self._merged:
+            return super().load(bucket)
+        begin = self._begins[bucket.index]
+        return self._seen[begin : begin + bucket.count][self.part(bucket)]
+
+    def spread(self) -> None:
+        if not self._merged:
+            self.take_edits()  # a rank that had nothing to change shows the others' changes, too
+        self._comm.barrier(name="parameters")
+        self._merged = False
+
+    def _own(self, param: int) -> torch.Tensor:
+        bucket = self._geometry.bucket_of(param)
+        begin = self._begins[bucket.index]
+        return self._geometry.view(self._seen[begin : begin + bucket.count], param)
+
+    def close(self) -> None:
+        super().close()
+        self._seen, self._view = self._seen.new_empty(0), None
+
+    @property
+    def _sharers(self) -> int:
+        return self._comm.local_world_size
+
+
+class PrivateStore(ResidentStore):
+    """A copy for each rank. ``replicated``: every rank updates all of it (stage 0, a world of one); otherwise parts
+    are gathered. without: buckets that it does not have."""
+
+    def __init__(
+        self,
+        params: Sequence[torch.nn.Parameter],
+        geometry: Geometry,
+        comm: Communicator,
+        dtype: torch.dtype,
+        tiers: Sequence[str],
+        replicated: bool,
+        without: Collection[int] = (),
+    ) -> None:
+        self._replicated = replicated
+        begins, count = _begins(geometry, without)
+        super().__init__(params, geometry, comm, comm.empty(count, dtype), tiers, begins)
+
+    def part(self, bucket: FlatBucket) -> slice:
+        return slice(0, bucket.count) if self._replicated else super().part(bucket)
+
+    def spread(self) -> None:
+        mine = [bucket for bucket in self._geometry.buckets if bucket.index in self._begins]
+        if mine and not self._replicated:
+            buckets = [self._bucket(bucket) for bucket in mine]
+            shards = [flat[self.part(b)] for b, flat in zip(mine, buckets, strict=True)]
+            self._comm.all_gather(shards, out=buckets, name="parameters")

@@ -1,0 +1,72 @@
+"""What of a model on a device is in host memory, or goes by way of it, and what stays there; what cannot says so."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from zcomm.comm.communicator import Communicator
+from zcomm.comm.tensors import DTYPES
+from zcomm.memory.device_streams import DeviceLane
+from zcomm.zero.layout.flat import Geometry
+from zcomm.zero.layout.sections import Sections
+from zcomm.zero.options import Offload
+
+logger = logging.getLogger("zcomm")
+
+
+def check_host(job: Communicator) -> None:
+    """Raises: NotImplementedError for a communicator that cannot move host memory."""
+    if job._device != "cpu":
+        raise NotImplementedError(
+            f"ZeroOptimizer reduces gradients in host memory, but backend {job.backend!r} moves tensors on "
+            f"{job._device} only; use zcomm.init(backend='auto'), or give comm= another communicator"
+        )
+
+
+def reach(
+    wanted: frozenset[int], shards: bool, comm: Communicator, lane: DeviceLane | None
+) -> tuple[frozenset[int], Communicator | None]:
+    """Which of the ``wanted`` buckets are resident, and by what their devices reach each other. shards: those of
+    parameters are to stay on devices, too. Collective."""
+    if lane is None or comm.world_size == 1 or not (wanted or shards):
+        return (frozenset() if lane is None else wanted), None
+    peers = lane.reach(comm)
+    if peers is not None:
+        lane.lost = peers._lost
+        return wanted, peers
+    if shards and comm.rank == 0:
+        logger.warning(
+            "stage 3: shards that are not offloaded are in host memory, for %s and the devices of the other ranks do "
+            "not reach each other (several hosts, no peer access, or ranks that do not share memory)",
+            lane.core.name,
+        )
+    return frozenset(), None
+
+
+def state_tiers(sections: Sections, geometry: Geometry, offload: Offload, on_device: bool) -> list[str]:
+    """Of each trained bucket. With a device ``fraction`` of tier "cpu" goes by bucket: as many of the first ones as fit
+    into the rest stay on the device. Their gradients are the last that come, and their weights are wanted first."""
+    tiers = [sections.list[bucket.section].state for bucket in geometry.buckets]
+    if not on_device or offload.optimizer != "cpu":
+        return tiers
+    rest = round((1.0 - offload.fraction) * sum(bucket.count for bucket in geometry.buckets))
+    for bucket in geometry.buckets:
+        rest -= bucket.count
+        if rest < 0:
+            break
+        tiers[bucket.index] = "device"
+    return tiers
+
+
+def broadcast(comm: Communicator, tensor: torch.Tensor, root: int, name: str) -> None:
+    """Broadcast a contiguous tensor of any device and dtype. Collective."""
+    if tensor.dtype not in DTYPES:  # the core need not know it to move it
+        tensor = tensor.reshape(-1).view(torch.uint8)
+    if tensor.is_cpu:
+        comm.broadcast(tensor, root=root, name=name)
+        return
+    host = tensor.cpu()
+    comm.broadcast(host, root=root, name=name)
+    tensor.copy_(host)

@@ -1,0 +1,123 @@
+"""Cohorts: parameters of one param group that have taken the same steps.
+
+torch counts steps for each parameter, and a step skips one without a gradient (frozen or dropped). A rule counts for
+each group. As long as no step has skipped a part of a group, the group is its only cohort; a skip splits it. What is
+counted of the others (steps, whether SGD's buffer has begun, a torch rule's scalars) lies here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zcomm.zero.rules.rule import Rule
+
+COUNTERS = ("step", "buffered")  # of a group
+
+
+def reset_counters(group: dict[str, Any]) -> None:
+    """Make a group as it is before its first step: a state from then has no counters."""
+    for key in COUNTERS:
+        group.pop(key, None)
+
+
+@dataclass
+class Cohort:
+    """Parameters of group ``group``, by number. counters: COUNTERS. scalars: of the rule."""
+
+    group: int
+    members: set[int]
+    counters: dict[str, Any]
+    scalars: Any
+
+
+class Cohorts:
+    """group_of: by parameter. Cohort number g is group g itself, or what is left of it; others follow."""
+
+    def __init__(self, rule: Rule, group_of: Sequence[int], groups: int) -> None:
+        self._rule = rule
+        self._group_of = group_of
+        self._groups = groups
+        self.others: list[Cohort] = []
+        self.number_of = list(group_of)  # the cohort of each parameter
+
+    def prepare(self, groups: Sequence[dict[str, Any]], scale: float, skipped: Collection[int]) -> list[Any]:
+        """Return what the rule needs of each cohort in this step, which counts for those that are not skipped."""
+        if skipped:
+            self._split(groups, set(skipped))
+        used = set(self.number_of) if not skipped else {
+            cohort for index, cohort in enumerate(self.number_of) if index not in skipped
+        }  # fmt: skip
+        hyper = [
+            self._rule.prepare(number, group, scale) if number in used else None for number, group in enumerate(groups)
+        ]
+        for number, cohort in enumerate(self.others, self._groups):
+            hyper.append(self._prepare(cohort, groups[cohort.group], scale) if number in used else None)
+        return hyper
+
+    def _prepare(self, cohort: Cohort, group: dict[str, Any], scale: float) -> Any:
+        shadow = {key: value for key, value in group.items() if key not in COUNTERS} | cohort.counters
+        kept = self._rule.scalars(cohort.group)
+        self._rule.set_scalars(cohort.group, cohort.scalars)
+        try:
+            hyper = self._rule.prepare(cohort.group, shadow, scale)
+            cohort.scalars = self._rule.scalars(cohort.group)
+        finally:
+            self._rule.set_scalars(cohort.group, kept)
+        cohort.counters = {key: shadow[key] for key in COUNTERS if key in shadow}
+        return hyper
+
+    def _split(self, groups: Sequence[dict[str, Any]], skipped: set[int]) -> None:
+        """Part the skipped members of each cohort from those that take the step."""
+        members: dict[int, set[int]] = {}
+        for index, number in enumerate(self.number_of):
+            members.setdefault(number, set()).add(index)
+        for number, every in members.items():
+            apart = every & skipped
+            if not apart or apart == every:
+                continue
+            if number < self._groups:
+                counters = {key: groups[number][key] for key in COUNTERS if key in groups[number]}
+                self._add(Cohort(number, apart, counters, self._rule.scalars(number)))
+            else:
+                whole = self.others[number - self._groups]
+                whole.members -= apart
+                self._add(Cohort(whole.group, apart, dict(whole.counters), whole.scalars))
+
+    def _add(self, cohort: Cohort) -> None:
+        number = self._groups + len(self.others)
+        self.others.append(cohort)
+        for index in cohort.members:
+            self.number_of[index] = number
+
+    def steps(self, index: int, groups: Sequence[dict[str, Any]]) -> int:
+        """Return the number of steps that parameter ``index`` has taken."""
+        number = self.number_of[index]
+        counters = groups[number] if number < self._groups else self.others[number - self._groups].counters
+        return int(counters.get("step", 0))
+
+    # --- for checkpoints ----------------------------------------------------------------------------------------
+
+    def state(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        """Plain values: the cohorts beside those of whole groups."""
+        return [
+            {
+                "group": cohort.group,
+                "params": sorted(names[index] for index in cohort.members),
+                "counters": dict(cohort.counters),
+                "scalars": self._rule.plain_scalars(cohort.scalars),
+            }
+            for cohort in self.others
+        ]
+
+    def set_state(self, saved: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
+        """The inverse of ``state``. Names that are not there are left out."""
+        self.others.clear()
+        self.number_of[:] = self._group_of
+        numbers = {name: index for index, name in enumerate(names[: len(self._group_of)])}
+        for one in saved:
+            members = {numbers[name] for name in one["params"] if name in numbers}
+            if members:
+                group = self._group_of[next(iter(members))]
+                self._add(Cohort(group, members, dict(one["counters"]), self._rule.scalars_of(one["scalars"])))

@@ -1,0 +1,88 @@
+"""Which optimizer is meant: a name, a class or an instance becomes a Rule and the param groups that it updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from zcomm.optim import CPUSGD, CPUAdagrad, CPUAdam, CPULion, FusedAdam
+from zcomm.zero.rules.rule import KINDS, SWITCHES, FusedRule, Rule
+from zcomm.zero.rules.torch_rule import ELEMENTWISE, TorchRule
+from zcomm.zero.validate import params_of
+
+OptimizerLike = str | type[torch.optim.Optimizer] | torch.optim.Optimizer
+
+_TWINS: dict[type, str] = {
+    torch.optim.AdamW: "adamw",
+    torch.optim.Adam: "adam",
+    torch.optim.SGD: "sgd",
+    torch.optim.Adagrad: "adagrad",
+    CPUAdam: "adamw",
+    FusedAdam: "adamw",
+    CPULion: "lion",
+    CPUSGD: "sgd",
+    CPUAdagrad: "adagrad",
+}
+
+
+def choose_rule(optimizer: OptimizerLike, args: dict[str, Any], groups: list[Any]) -> tuple[Rule, list[dict[str, Any]]]:
+    """The rule for ``optimizer`` with the caller's ``args``, and ``groups`` (or plain parameters) as its param groups.
+
+    Raises: ValueError for an optimizer that is not elementwise or not known, an unknown or impossible argument;
+    NotImplementedError for an option that has no kernel (amsgrad).
+    """
+    if not isinstance(optimizer, (str, type, torch.optim.Optimizer)):
+        raise ValueError(f"optimizer={optimizer!r} must be a name, a class of torch.optim, or an instance of one")
+    kind = optimizer if isinstance(optimizer, (type, str)) else type(optimizer)
+    given = {} if isinstance(optimizer, (str, type)) else _options_of(optimizer)
+    as_groups = groups if groups and isinstance(groups[0], dict) else [{"params": groups}]
+    name = kind.lower() if isinstance(kind, str) else _TWINS.get(kind)
+    torch_class = ELEMENTWISE.get(name or "") if isinstance(kind, str) else kind
+    rule: FusedRule | TorchRule
+    if name in KINDS:
+        decoupled = given.pop("decoupled_weight_decay", None)
+        if decoupled is not None:
+            name = "adamw" if decoupled else "adam"
+        rule = FusedRule(str(name), {**given, **args})
+    elif torch_class in ELEMENTWISE.values():
+        assert torch_class is not None
+        rule = TorchRule(torch_class, {**given, **args})
+    else:
+        shown = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
+        raise ValueError(
+            f"optimizer={shown!r} is not available: it is not known to update each element by itself, so shards cannot "
+            f"be updated apart. Use a name or torch.optim class of {', '.join((*KINDS, *ELEMENTWISE))}"
+        )
+    return rule, rule.adopt(as_groups)
+
+
+def _options_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    for state in optimizer.state.values():
+        if state and float(state.get("step", 1)) > 0:
+            raise ValueError("optimizer: it has taken steps already; pass it before its first step")
+    return {key: value for key, value in optimizer.defaults.items() if key not in SWITCHES}
+
+
+def frozen_in(model: nn.Module | Iterable[Any], optimizer: OptimizerLike) -> list[torch.Tensor]:
+    """List parameters that the caller gave to be trained, but that need no gradient yet."""
+    given: list[Any] = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else params_of(model)
+    listed = [param for one in given for param in (one["params"] if isinstance(one, dict) else [one])]
+    return [param for param in listed if not param.requires_grad]
+
+
+def torch_groups(model: nn.Module | Iterable[Any], optimizer: OptimizerLike) -> list[Any]:
+    """Trainable parameters, or the param groups that the caller gave without those that need no gradient. Raises:
+    ValueError."""
+    params: list[Any] = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else params_of(model)
+    if params and isinstance(params[0], dict):
+        groups = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in params]
+        if not any(group["params"] for group in groups):
+            raise ValueError("no parameter of the param groups requires a gradient")
+        return groups
+    trainable = [p for p in params if p.requires_grad]
+    if not trainable:
+        raise ValueError("no parameter requires a gradient")
+    return trainable

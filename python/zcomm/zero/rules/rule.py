@@ -1,0 +1,237 @@
+"""Rules: one optimizer's arithmetic on the tiles of a shard. FusedRule runs the core's kernels; torch's classes that
+have none run through TorchRule (torch_rule.py).
+
+A rule is elementwise, so where a shard is cut changes no bits. It counts steps per param group (``group["step"]``).
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zcomm import _core
+from zcomm.comm.bucket_layout import ALIGN
+from zcomm.optim import CPUSGD, CPUAdagrad, CPUAdam, CPULion
+from zcomm.optim.fused import STATE_BLOCK, FusedOptimizer
+from zcomm.zero.layout.tiles import TileForm, TilePart, core_shard
+
+SWITCHES = {"foreach", "fused", "capturable", "differentiable"}  # of torch's classes: how they compute, not what
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """Hyperparameters, and the index among all parameters of the shard's element 0 (were it of this one)."""
+
+    hyper: Any
+    first: int
+
+
+class Rule(ABC):
+    """name: as in messages and checkpoints. arrays, state_dtype: the state of a tile. defaults: of a param group.
+
+    indexed: hyper is to be an ``Indexed``, for each parameter its own. align: elements at whose multiples parameters
+    and shards must begin.
+    """
+
+    name: str
+    arrays: tuple[str, ...]
+    defaults: dict[str, Any]
+    state_dtype = torch.float32
+    align = ALIGN
+    indexed = False
+    spans_tiles = False  # whether one step() may cover several tiles of a shard
+    on_device: str  # how it steps there: "stream": kernels, "torch": on torch's stream
+    master_first = False  # whether ``step_on`` takes fp16's master as the first of a tile
+
+    @abstractmethod
+    def check(self, group: dict[str, Any]) -> None:
+        """Raises: ValueError naming a hyperparameter out of range, NotImplementedError for an option not available."""
+
+    @abstractmethod
+    def prepare(self, number: int, group: dict[str, Any], grad_scale: float) -> Any:
+        """What ``step`` needs of group ``number`` in this step; counts the step."""
+
+    @abstractmethod
+    def step(self, form: TileForm, part: TilePart, hyper: Any) -> None:
+        """Update ``part`` in place. hyper: from ``prepare``."""
+
+    @abstractmethod
+    def step_on(self, stream: _core.Stream, form: TileForm, part: TilePart, hyper: Any) -> None:
+        """As ``step``, of a part in a device's memory: put on ``stream`` (on torch's, where ``on_device`` says so)."""
+
+    def check_now(self, group: dict[str, Any]) -> None:
+        """Check options before a step; a program may have changed them. Raises: as ``check``."""
+        return
+
+    def initial(self, group: dict[str, Any]) -> float:
+        """What the arrays hold before the first step."""
+        return 0.0
+
+    # What is counted beside ``group["step"]`` of group ``number``; see cohorts.py. None: nothing.
+
+    def scalars(self, number: int) -> Any:
+        return None
+
+    def set_scalars(self, number: int, scalars: Any) -> None:  # noqa: B027
+        pass
+
+    def plain_scalars(self, scalars: Any) -> dict[str, Any] | None:
+        """Return the rule's scalars as plain numbers."""
+        return None
+
+    def scalars_of(self, saved: dict[str, Any] | None) -> Any:
+        """The inverse of ``plain_scalars``."""
+        return None
+
+    def progress(self) -> list[dict[str, Any]] | None:
+        """What a checkpoint keeps of the rule beside arrays and ``group["step"]``, per group; plain numbers."""
+        return None
+
+    def check_progress(self, progress: list[dict[str, Any]] | None) -> None:
+        """Raises: ValueError, TypeError or LookupError for what ``set_progress`` cannot take."""
+        if progress:
+            raise ValueError(f"{self.name} keeps nothing beside arrays and options, but progress is {progress!r:.100}")
+
+    def set_progress(self, progress: list[dict[str, Any]] | None) -> None:
+        """The inverse of ``progress``."""
+        self.check_progress(progress)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A name of a fused optimizer: its class, what the name fixes, and the kernels."""
+
+    twin: type[FusedOptimizer[Any]]
+    kernel: Callable[[_core.OptimShard, Any, int, _core.ExactSum | None], None]
+    fixed: dict[str, Any]
+    defaults: dict[str, Any]
+    stream_kernel: Callable[[_core.Stream, _core.OptimShard, Any], None]  # the same, on a device
+
+
+KINDS = {
+    # AdamW's weight decay is torch.optim.AdamW's.
+    "adamw": _Kind(CPUAdam, _core.adam_step, {"adamw": True}, {"weight_decay": 1e-2}, _core.stream_adam_step),
+    "adam": _Kind(CPUAdam, _core.adam_step, {"adamw": False}, {}, _core.stream_adam_step),
+    "lion": _Kind(CPULion, _core.lion_step, {}, {}, _core.stream_lion_step),
+    "sgd": _Kind(CPUSGD, _core.sgd_step, {}, {}, _core.stream_sgd_step),
+    "adagrad": _Kind(CPUAdagrad, _core.adagrad_step, {}, {}, _core.stream_adagrad_step),
+}
+
+
+def _check_kind(name: str, key: str, value: Any, default: Any) -> None:
+    """Where the default is a number, or several, the value must be, too. Raises: ValueError."""
+    if isinstance(default, tuple):
+        good = isinstance(value, (tuple, list)) and len(value) == len(default) and all(map(_is_number, value))
+        wanted = f"{len(default)} numbers"
+    else:
+        good, wanted = not isinstance(default, float) or _is_number(value), "a number"
+    if not good:
+        raise ValueError(f"{key}={value!r}: {name} needs {wanted} there")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+
+
+class FusedRule(Rule):
+    """One of the core's fused kernels; the class of zcomm.optim beside it says what its options mean.
+
+    args: options of all groups. Raises: ValueError for an unknown or impossible one, NotImplementedError.
+    """
+
+    on_device = "stream"
+    master_first = True
+
+    def __init__(self, name: str, args: dict[str, Any]) -> None:
+        kind = KINDS[name]
+        known = [p for p in inspect.signature(kind.twin).parameters if p not in ("params", *kind.fixed)]
+        for key, value in args.items():
+            if key not in known:
+                raise ValueError(f"{key}={value!r}: {name} has no such argument; it has {', '.join(known)}")
+            _check_kind(name, key, value, inspect.signature(kind.twin).parameters[key].default)
+        self._twin = kind.twin([torch.zeros(1)], **{**kind.defaults, **args}, **kind.fixed)
+        self._kernel, self._stream_kernel = kind.kernel, kind.stream_kernel
+        self.name = name
+        self.defaults = dict(self._twin.defaults)
+        self.check(self.defaults)
+        self.arrays = self._twin.ARRAYS if name != "sgd" or self.defaults["momentum"] != 0 else ()
+
+    def adopt(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The caller's groups without torch's switches; SGD keeps a buffer where one of them has momentum."""
+        adopted = []
+        for group in groups:
+            options = {key: value for key, value in group.items() if key not in SWITCHES}
+            self._twin._adapt_group(options)
+            self.check({**self.defaults, **options})
+            adopted.append(options)
+        dtypes = {group.get("state_dtype", self.defaults.get("state_dtype", torch.float32)) for group in adopted}
+        if len(dtypes) > 1:
+            raise ValueError(f"param groups have several state_dtype ({dtypes}); ZeroOptimizer keeps one for all")
+        self.state_dtype = dtypes.pop() if dtypes else torch.float32
+        self.indexed = self.state_dtype != torch.float32
+        self.align = STATE_BLOCK if self.state_dtype == torch.uint8 else ALIGN  # nobody cuts a block that has a scale
+        if self.name == "sgd" and any(group.get("momentum", 0) != 0 for group in groups):
+            self.arrays = self._twin.ARRAYS
+        return adopted
+
+    @property
+    def spans_tiles(self) -> bool:  # type: ignore[override]
+        return True
+
+    def check(self, group: dict[str, Any]) -> None:
+        for key, parameter in inspect.signature(type(self._twin)).parameters.items():
+            if key in group:
+                _check_kind(self.name, key, group[key], parameter.default)
+        self._twin._check_group(group)
+
+    def check_now(self, group: dict[str, Any]) -> None:
+        hyper = self._twin._hyper(group)
+        if self.name == "sgd" and not self.arrays and hyper.momentum != 0:
+            raise ValueError(
+                f"momentum={hyper.momentum}: it was 0 in all groups at construction, so there is no momentum buffer; "
+                "give a momentum above 0 there"
+            )
+
+    def initial(self, group: dict[str, Any]) -> float:
+        return self._twin._initial(group)
+
+    def prepare(self, number: int, group: dict[str, Any], grad_scale: float) -> Any:
+        group["step"] = group.get("step", 0) + 1
+        hyper = self._twin._hyper(group)
+        hyper.grad_scale = grad_scale
+        if self._twin.COUNTS:
+            hyper.step = group["step"]
+        if self.name == "sgd":
+            self._prepare_buffer(group, hyper)
+        return hyper
+
+    def _prepare_buffer(self, group: dict[str, Any], hyper: _core.SgdParams) -> None:
+        """torch's buffer begins as the gradient of the first step that has momentum."""
+        hyper.buffer = bool(self.arrays)
+        if hyper.momentum == 0:
+            return
+        hyper.first = not group.get("buffered", False)
+        group["buffered"] = True
+
+    def step(self, form: TileForm, part: TilePart, hyper: Any) -> None:
+        first = 0
+        if self.indexed:
+            hyper, first = hyper.hyper, hyper.first + part.at
+        fp16 = form.dtype == torch.float16
+        master = form.master(part.weight, part.state) if fp16 else part.weight
+        shard = core_shard(master, part.grad, part.state, part.begin, part.end, form.state_dtype, first)
+        self._kernel(shard, hyper, 0, part.squares)
+        if fp16:
+            part.weight[part.begin : part.end].copy_(master[part.begin : part.end])
+
+    def step_on(self, stream: _core.Stream, form: TileForm, part: TilePart, hyper: Any) -> None:
+        first = 0
+        if self.indexed:
+            hyper, first = hyper.hyper, hyper.first + part.at
+        shard = core_shard(part.weight, part.grad, part.state, part.begin, part.end, form.state_dtype, first)
+        self._stream_kernel(stream, shard, hyper)

@@ -1,0 +1,151 @@
+"""All ranks give ZeroOptimizer the same model and options, or all raise, before memory is made.
+
+Padding and equal counts would hide many differences from the collectives (they compare counts), and training would go
+on with other weights under one name. Cost: one all_gather of 32 bytes per rank; the texts move only where it differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zcomm.comm.communicator import Communicator
+from zcomm.zero.layout.sections import frozen_of, names_of
+from zcomm.zero.layout.unit_policy import choose_units
+from zcomm.zero.unit_options import Units
+
+if TYPE_CHECKING:
+    from zcomm.zero.optimizer import ZeroOptimizer
+
+_SAID_NBYTES = 2000  # of a rank's differences
+_SHOWN = 6
+
+
+def check(optimizer: ZeroOptimizer, comm: Communicator, model: nn.Module | None, units: Units, **options: Any) -> None:
+    """Collective. Raises: ValueError on every rank, with what differs from rank 0 and where."""
+    offload = optimizer.offload
+    options |= {
+        "optimizer": optimizer.rule.name,
+        "stage": optimizer.stage,
+        "precision": optimizer.precision.name,
+        "communication_dtype": optimizer.precision.travels,
+        "buffer_dtype": optimizer.precision.buffers,
+        "skip_nonfinite": optimizer.skip_nonfinite,
+        # It decides the units; that of the state is each rank's own, but where it goes by parameter.
+        "tier of parameters": None if callable(offload.params) else offload.params,
+        "step_behind_forward": offload.step_behind_forward,
+        "clip_norm": optimizer.clip_norm,
+        "grad_accum": optimizer.grad_accum,
+        "loss_scale": optimizer.loss_scale,
+    }
+    lines = [(name, plain(value)) for name, value in options.items()]
+    lines += _describe(model, optimizer.param_groups, optimizer.precision.buffers)
+    if units != Units() and model is not None and optimizer.stage == 3:
+        lines += _units(model, units)
+    if callable(offload.optimizer) or callable(offload.params):
+        lines += _tiers(optimizer, model)
+    text = json.dumps(lines).encode()
+    digest = torch.tensor(list(hashlib.sha256(text).digest()), dtype=torch.uint8)
+    rows = _rows(comm, digest, "model and options: digest")
+    if bool((rows == rows[0]).all()):
+        return
+    said = "; ".join(_differences(_of_rank_0(comm, text), lines)).encode()[:_SAID_NBYTES]
+    padded = torch.zeros(_SAID_NBYTES, dtype=torch.uint8)
+    if said:
+        padded[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+    every = _rows(comm, padded, "model and options: differences")
+    texts = [bytes(row.numpy()).rstrip(b"\0").decode(errors="ignore") for row in every]
+    others = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
+    more = f" | and {len(others) - 4} more ranks" if len(others) > 4 else ""
+    raise ValueError(
+        "ZeroOptimizer: the ranks gave different models or options, where all must give the same. Against rank 0, "
+        + " | ".join(others[:4])
+        + more
+    )
+
+
+def _describe(
+    model: nn.Module | None, groups: Sequence[Mapping[str, Any]], buffers: torch.dtype | None
+) -> list[tuple[str, str]]:
+    """What must be the same, line by line and in order: param groups, parameters, buffers (in ``buffers``)."""
+    lines: list[tuple[str, str]] = []
+    group_of: dict[int, int] = {}
+    for number, group in enumerate(groups):
+        group_of.update({id(param): number for param in group["params"]})
+        lines += [(f"{key} of group {number}", plain(value)) for key, value in group.items() if key != "params"]
+    if model is None:
+        params = [param for group in groups for param in group["params"]]
+        named = [(f"parameter {number}", param) for number, param in enumerate(params)]
+    else:
+        named = [(f"parameter {name}", param) for name, param in model.named_parameters()]
+    for name, param in named:
+        place = f"group {group_of[id(param)]}" if id(param) in group_of else "frozen"
+        lines.append((name, f"{list(param.shape)}, {place}"))
+    for name, buffer in model.named_buffers() if model is not None else ():
+        kind = "" if buffers is not None and buffer.is_floating_point() else f", {buffer.dtype}"
+        lines.append((f"buffer {name}", f"{list(buffer.shape)}{kind}"))
+    return lines
+
+
+def plain(value: Any) -> str:
+    """As text that ranks share which made the same value: without addresses, and sets in order (strings hash apart)."""
+    if isinstance(value, (set, frozenset)):
+        return "{" + ", ".join(sorted(map(plain, value))) + "}"
+    return re.sub(r"(?: object)? at 0x[0-9a-fA-F]+", "", str(value))
+
+
+def _units(model: nn.Module, units: Units) -> list[tuple[str, str]]:
+    choices = choose_units(model, list(model.parameters()), units)
+    return [
+        ("units", ", ".join(f"{choice.name}{' (kept)' if choice.keep else ''}" for choice in choices)),
+        ("units: prefetch_mb", str(units.prefetch_mb)),
+    ]
+
+
+def _tiers(optimizer: ZeroOptimizer, model: nn.Module | None) -> list[tuple[str, str]]:
+    """They decide what lies together."""
+    trained = [param for group in optimizer.param_groups for param in group["params"]]
+    names, offload = names_of(model, trained), optimizer.offload
+    every = [*trained, *frozen_of(model, trained)]
+    state = {id(param): offload.state_tier(names[id(param)], param) for param in trained}
+    weights = {id(param): offload.param_tier(names[id(param)], param) for param in every}
+    return [
+        (f"tier of {names[key]}", f"{weights[key]}" + (f" (state: {state[key]})" if key in state else ""))
+        for key in weights
+    ]
+
+
+def _rows(comm: Communicator, mine: torch.Tensor, name: str) -> torch.Tensor:
+    """Each rank's bytes, in rank order."""
+    every = comm.all_gather(mine, name=name)
+    assert isinstance(every, torch.Tensor)
+    return every.view(comm.world_size, -1)
+
+
+def _of_rank_0(comm: Communicator, text: bytes) -> list[tuple[str, str]]:
+    length = torch.tensor([len(text)])
+    comm.broadcast(length, root=0, name="model and options: length")
+    data = torch.zeros(int(length), dtype=torch.uint8)
+    if comm.rank == 0:
+        data.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    comm.broadcast(data, root=0, name="model and options")
+    return [(name, value) for name, value in json.loads(bytes(data.numpy()))]
+
+
+def _differences(theirs: list[tuple[str, str]], ours: list[tuple[str, str]]) -> list[str]:
+    there, here = dict(theirs), dict(ours)
+    found = [
+        f"{name} is {here[name]}, not {there[name]}" for name in there if here.get(name, there[name]) != there[name]
+    ]
+    found += [f"{name} is missing" for name in there if name not in here]
+    found += [f"{name} is additional" for name in here if name not in there]
+    if not found and theirs != ours:
+        position = next(n for n, (a, b) in enumerate(zip(theirs, ours, strict=True)) if a != b)
+        found = [f"{ours[position][0]} comes in place of {theirs[position][0]}"]
+    return found[:_SHOWN] + ([f"{len(found) - _SHOWN} more"] if len(found) > _SHOWN else [])

@@ -1,0 +1,118 @@
+"""full_param, full_grad, full_optim_state and their setters: whole tensors by parameter, whichever optimizer has it.
+
+Collective: every rank calls the same function for the same parameter, outside of forward and backward. A frozen
+parameter has a value alone.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from zcomm.zero.assemble import Parts
+from zcomm.zero.optimizer import ZeroOptimizer
+from zcomm.zero.owner import owner_of
+from zcomm.zero.tensors import pieces
+
+
+def _number(param: torch.Tensor) -> tuple[ZeroOptimizer, Parts, int]:
+    """Of a parameter that the store has, trained or frozen."""
+    found = owner_of(param)
+    if found is not None and found[2] is not None:
+        return found[0], found[1], found[2]
+    raise ValueError(f"a tensor of shape {tuple(param.shape)} is no parameter that an open ZeroOptimizer trains")
+
+
+def _trained(param: torch.Tensor) -> tuple[ZeroOptimizer, Parts, int]:
+    found = owner_of(param)
+    if found is not None and (found[2] is None or found[1].geometry.is_frozen(found[2])):
+        raise ValueError(f"a parameter of shape {tuple(param.shape)} is not trained: it has neither gradient nor state")
+    return _number(param)
+
+
+def _is_whole(param: torch.Tensor) -> bool:
+    """Whether it is a frozen parameter of a model, whole on each rank."""
+    found = owner_of(param)
+    return found is not None and found[2] is None and not param.requires_grad
+
+
+def _value(parts: Parts, index: int, value: torch.Tensor) -> torch.Tensor:
+    shape = parts.geometry.places[index].shape
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"{parts.names[index]}: the value is a {type(value).__name__}, not a tensor")
+    if value.shape != shape:
+        raise ValueError(f"{parts.names[index]}: the value has shape {tuple(value.shape)}, not {tuple(shape)}")
+    return value.detach().to(torch.float32).reshape(-1)
+
+
+def _key(parts: Parts, index: int, key: str) -> str:
+    if key not in parts.state.form.arrays:
+        known = ", ".join((*parts.state.form.arrays, "step"))
+        raise ValueError(f"{parts.names[index]} has no optimizer state {key!r}; it has {known}")
+    return key
+
+
+def full_param(param: torch.Tensor) -> torch.Tensor:
+    """The fp32 master of ``param`` (the weight of a frozen one), whole, as a copy, in every stage and tier. Collective.
+
+    Raises: ValueError for a parameter that no open ZeroOptimizer trains; OSError from swap files; PeerLost and
+    TimeoutError. So do the other functions here.
+    """
+    if _is_whole(param):
+        return param.detach().to(torch.float32, copy=True)
+    _, parts, index = _number(param)
+    with parts.attachment.shown():
+        whole = pieces.master(parts, index)
+    assert whole is not None
+    return whole
+
+
+def set_full_param(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Replace the master and the weight (its rounded value). value: the same on each rank. Collective."""
+    if _is_whole(param):
+        if value.shape != param.shape:
+            raise ValueError(f"the value has shape {tuple(value.shape)}, the parameter {tuple(param.shape)}")
+        with torch.no_grad():
+            param.copy_(value)
+        return
+    _, parts, index = _number(param)
+    flat = _value(parts, index, value)
+    parts.attachment.restore()
+    parts.store.settle()
+    parts.comm.barrier(name="old weights are unused")
+    with torch.no_grad():
+        pieces.set_master(parts, index, lambda elements: flat[elements])
+        parts.store.publish()
+
+
+def full_grad(param: torch.Tensor) -> torch.Tensor | None:
+    """The gradient that ``step()`` would use, before clipping: fp32, averaged over ranks and micro-steps, without the
+    loss scale. Inside of ``no_sync()`` this rank's sum, as long as nothing has been reduced. None before a backward
+    pass, and after ``zero_grad()``: where ``p.grad`` is None. Collective."""
+    _, parts, index = _trained(param)
+    return pieces.gradient(parts, index)
+
+
+def set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Replace the gradient that ``full_grad`` gives. Raises: RuntimeError before a backward pass."""
+    _, parts, index = _trained(param)
+    pieces.set_gradient(parts, index, _value(parts, index, value))
+
+
+def full_optim_state(param: torch.Tensor, key: str) -> torch.Tensor:
+    """State array ``key`` of ``param`` by torch's name (Adam: exp_avg, exp_avg_sq), or "step". fp32 copy. Collective.
+
+    Raises: ValueError naming the keys that there are.
+    """
+    optimizer, parts, index = _trained(param)
+    if key == "step":
+        return torch.tensor(float(optimizer._sweep.cohorts.steps(index, optimizer.param_groups)))
+    whole = pieces.array(parts, index, _key(parts, index, key))
+    assert whole is not None
+    return whole
+
+
+def set_full_optim_state(param: torch.Tensor, value: torch.Tensor, key: str) -> None:
+    """Replace state array ``key``. value: the same on each rank. Collective."""
+    _, parts, index = _trained(param)
+    flat = _value(parts, index, value)
+    pieces.set_arrays(parts, index, {_key(parts, index, key): lambda elements: flat[elements]})

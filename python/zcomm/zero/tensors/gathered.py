@@ -1,0 +1,158 @@
+"""GatheredParameters: whole parameters for a while, to look at, to change, or to run the model with.
+
+Inside of the context each parameter is a whole copy of this rank's own, in every stage and tier. What one rank changes
+then reaches the others, the shards and the masters; elements that it left alone keep their exact masters.
+Source: DeepSpeed's zero.GatheredParameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from zcomm.comm.job import init
+from zcomm.zero.assemble import Parts
+from zcomm.zero.materialize import deferred
+from zcomm.zero.owner import owner_of
+from zcomm.zero.placement import broadcast
+from zcomm.zero.tensors import pieces
+
+
+class GatheredParameters:
+    """``with zcomm.zero.GatheredParameters(params, modifier_rank=None): ...`` opens parameters. Collective.
+
+    params: a parameter, several, or a module. modifier_rank: None: what is changed inside is forgotten at the end; a
+    rank: what that rank changed inside, in place or by ``param.data = ``, becomes all ranks' weights and masters (what
+    others changed is forgotten). All ranks enter and leave, with the same parameters, outside of forward and backward.
+    While all parameters of a unit are open, its forward needs no gather: ranks may run the model differently often
+    (``generate()``).
+
+    Parameters of ``zero.Init`` that no ZeroOptimizer has yet become real inside, and stay so where ``modifier_rank`` is
+    given. Frozen parameters that are whole on each rank (not in stage 3) stay as they are; with ``modifier_rank`` they
+    are made equal, too. Parameters
+    that nothing shards are left alone. Contexts may be nested. fwd_module: DeepSpeed's; says nothing here. enabled:
+    False does nothing.
+
+    Raises: ValueError for a modifier_rank that is no rank, and for a changed shape; PeerLost, TimeoutError,
+    CollectiveMismatch; OSError from swap files. Memory: a copy of each parameter. If the block raises, nothing is kept.
+    """
+
+    def __init__(
+        self,
+        params: torch.Tensor | nn.Module | Iterable[torch.Tensor],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        given = params.parameters() if isinstance(params, nn.Module) else params
+        every = [given] if isinstance(given, torch.Tensor) else list(given)
+        self._params = list({id(param): param for param in every}.values()) if enabled else []
+        self._modifier = modifier_rank
+        self._open: list[tuple[Parts, int]] = []
+        self._frozen: list[tuple[Parts, torch.Tensor]] = []
+        self._waiting: list[tuple[nn.Parameter, deferred.Deferred, torch.dtype]] = []
+
+    def __enter__(self) -> GatheredParameters:
+        self._open, self._frozen, self._waiting = [], [], []
+        for param in self._params:
+            owner = owner_of(param)
+            if owner is None:
+                if param.device.type == "meta":
+                    self._make_real(param)
+                continue
+            _, parts, index = owner
+            parts.attachment.restore()
+            self._check_rank(parts.comm.world_size)
+            if index is None:
+                self._frozen.append((parts, param))
+            else:
+                self._open.append((parts, index))
+        held = []
+        try:
+            for parts, index in self._open:
+                parts.store.hold(index)
+                held.append((parts, index))
+        except BaseException:
+            for parts, index in held:
+                parts.store.release(index)
+            raise
+        for parts in self._owners():
+            parts.comm.barrier(name="parameters are open")
+        return self
+
+    def _check_rank(self, world_size: int) -> None:
+        if self._modifier is not None and not 0 <= self._modifier < world_size:
+            raise ValueError(f"modifier_rank={self._modifier} is no rank of {world_size}")
+
+    def _make_real(self, param: Any) -> None:
+        name = f"a parameter of shape {tuple(param.shape)}"
+        kept, value = deferred.check(param, name), deferred.value_of(param, name)
+        dtype = param.dtype
+        deferred.land(param, value)
+        self._waiting.append((param, kept, dtype))
+
+    def _owners(self) -> Iterator[Parts]:
+        seen: set[int] = set()
+        for parts in (*(p for p, _ in self._open), *(p for p, _ in self._frozen)):
+            if id(parts) not in seen:
+                seen.add(id(parts))
+                yield parts
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        with torch.no_grad():
+            try:
+                if kind is None and self._modifier is not None:
+                    self._spread(self._modifier)
+            finally:
+                for parts, index in self._open:
+                    parts.store.release(index)
+                if kind is not None or self._modifier is None:
+                    for param, kept, dtype in self._waiting:
+                        deferred.wait_again(param, kept, dtype)
+                self._open, self._frozen, self._waiting = [], [], []
+
+    def _spread(self, root: int) -> None:
+        """Collective: rank ``root``'s values into every rank's shards."""
+        for parts in self._owners():
+            wrong = ""
+            for other, index in self._open:
+                shape, value = parts.geometry.places[index].shape if other is parts else None, _data(other, index)
+                if shape is not None and value.shape != shape:
+                    wrong = f"{parts.names[index]} has shape {tuple(value.shape)} now, not {tuple(shape)}"
+            bad = torch.tensor([int(bool(wrong) and parts.comm.rank == root)])
+            parts.comm.broadcast(bad, root=root, name="changed shapes")
+            if wrong and (parts.comm.rank == root or int(bad)):
+                raise ValueError(f"GatheredParameters: {wrong}")
+            if int(bad):
+                raise ValueError(f"GatheredParameters: rank {root} has changed the shape of a parameter")
+            parts.store.settle()
+            parts.comm.barrier(name="old weights are unused")
+        for parts, index in self._open:
+            dtype = parts.state.form.dtype
+            value = torch.empty(parts.geometry.places[index].shape, dtype=dtype)
+            if parts.comm.rank == root:
+                value.copy_(_data(parts, index))
+            parts.comm.broadcast(value, root=root, name=f"changed {parts.names[index]}")
+            pieces.change(parts, index, value.reshape(-1))
+            _data(parts, index).copy_(value)  # for a context around this one
+        for parts, param in self._frozen:
+            broadcast(parts.comm, param.data, root, "a changed frozen parameter")
+        for parts in self._owners():
+            parts.store.publish()
+        if self._waiting:
+            self._keep_root(root)
+
+    def _keep_root(self, root: int) -> None:
+        """Give every rank ``root``'s values: ZeroOptimizer, when it is built, takes rank 0's."""
+        comm = init()
+        self._check_rank(comm.world_size)
+        for param, _, _ in self._waiting:
+            param.data = param.data.contiguous()
+            broadcast(comm, param.data, root, "a changed parameter")
+
+
+def _data(parts: Parts, index: int) -> torch.Tensor:
+    return parts.store.parameter(index).data

@@ -1,0 +1,230 @@
+"""load_weights: weights from safetensors files straight into shards; each rank reads what it keeps.
+
+Source: the folder that transformers' save_pretrained writes (model.safetensors, or model.safetensors.index.json with
+its parts), any folder of safetensors files, one file, or a folder that ``ZeroOptimizer.save`` wrote (weights alone).
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from zcomm.memory.swap_file import StrPath
+from zcomm.zero.agree import Kept, agree
+from zcomm.zero.assemble import Parts
+from zcomm.zero.checkpoint.folder import Folder, check_plain_name
+from zcomm.zero.checkpoint.tensor_file import Entry, read_entries, read_part
+from zcomm.zero.listed import listed
+from zcomm.zero.materialize import deferred
+from zcomm.zero.optimizer import ZeroOptimizer
+from zcomm.zero.tensors import pieces
+
+Entries = Mapping[str, Entry]
+_NO_WEIGHTS = ("optimizer-", "client-state.")  # other safetensors files of a checkpoint
+
+
+def load_weights(
+    target: ZeroOptimizer | nn.Module,
+    path: StrPath,
+    *,
+    strict: bool = True,
+    rename: Callable[[str], str | None] | None = None,
+) -> None:
+    """Load weights by name from a safetensors file, or a folder of them.
+
+    target: a ZeroOptimizer (collective: each rank reads its own elements into masters and weights; the optimizer's
+    state stays), or a model before it (parameters without memory, of ``zero.Init`` or torch's meta device, remember
+    the file, and ZeroOptimizer reads its shards from there: keep the file until then; others are read now; call it on
+    all ranks). rename: the name in the model of a name in the file; None skips it. strict: the names are the same on
+    both sides (one of the names of a tied weight is enough). Numbers are converted to the target's type,
+    but not complex ones to real ones, nor those to integers.
+    Raises, before anything has changed: FileNotFoundError; OSError for a file that is short; ValueError for a file that
+    is not valid safetensors, a tensor that is in two files, and listing names and shapes that do not fit.
+    """
+    where = Path(path)
+    optimizer = target if isinstance(target, ZeroOptimizer) else None
+    model = target if isinstance(target, nn.Module) else target._live.model
+    error: BaseException | None = None
+    found: dict[str, Entry] = {}
+    source: Source | None = None
+    try:
+        if model is None:
+            raise ValueError("load_weights needs names: build ZeroOptimizer with the model, not with its parameters")
+        source = Source(where)
+        shapes = {} if optimizer is None else _sharded_shapes(optimizer)
+        found = match(model, _renamed(source.entries, rename), shapes, strict, where)
+    except BaseException as caught:  # `rename` is the program's
+        error = caught
+    what = f"loading weights from {where}"
+    if optimizer is not None:
+        agree(optimizer._live.comm, error, what)
+    elif error is not None:
+        raise error
+    assert model is not None and source is not None
+    with torch.no_grad():
+        if optimizer is None:
+            _load_model(model, source, found)
+        else:
+            with optimizer._live.comm.no_deadline(), optimizer._breakage.watch():
+                _load_shards(optimizer, model, source, found, what)
+
+
+class Source:
+    """Safetensors files of one folder: every tensor by name, and how it is read.
+
+    Raises: FileNotFoundError, OSError; ValueError naming a file or index that is not valid.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.entries: dict[str, Entry] = {}
+        self._folder = path.parent if path.is_file() else path
+        self._seen: dict[str, tuple[int, ...]] = {}
+        index = path / "model.safetensors.index.json"
+        places = _places(index) if index.is_file() else {}
+        for file in self._files(path, set(places.values())):
+            self._seen[file.name] = _identity(file.stat())
+            for name, entry in read_entries(file).items():
+                known = self.entries.get(name)
+                if known is None or places.get(name) == file.name:
+                    self.entries[name] = entry
+                elif places.get(name) != known.file:
+                    raise ValueError(f"{path}: {name} is in {known.file} and in {file.name}; give the one to load")
+
+    @staticmethod
+    def _files(path: Path, named: set[str]) -> list[Path]:
+        if path.is_file():
+            return [path]
+        whole = path / "model.safetensors"
+        files = [path / name for name in sorted(named)] or ([whole] if whole.is_file() else [])
+        files = files or [each for each in sorted(path.glob("*.safetensors")) if not each.name.startswith(_NO_WEIGHTS)]
+        if not files:
+            raise FileNotFoundError(errno.ENOENT, "no safetensors file is there", str(path))
+        return files
+
+    def read(self, entry: Entry, begin: int = 0, end: int | None = None) -> torch.Tensor:
+        """Elements [begin, end) of a tensor, flat. Raises: OSError, also for a file that is another one by now."""
+        with Folder(self._folder, links=True) as folder:
+            with folder.open(entry.file) as file:
+                if _identity(os.fstat(file.fileno())) != self._seen[entry.file]:
+                    what = "the file has changed since load_weights read its header; load it again"
+                    raise OSError(errno.ESTALE, what, str(self._folder / entry.file))
+            return read_part(folder, entry, begin, end)
+
+
+def _identity(found: os.stat_result) -> tuple[int, ...]:
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _places(index: Path) -> dict[str, str]:
+    """The file of each tensor that the index names. Raises: OSError, ValueError naming the index."""
+    try:
+        weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise ValueError(f"{index} is not a valid index of safetensors files: {error!r}") from error
+    return {name: check_plain_name(file, index, f'weight_map["{name}"]') for name, file in weight_map.items()}
+
+
+def _renamed(entries: Entries, rename: Callable[[str], str | None] | None) -> dict[str, Entry]:
+    """Raises: ValueError where ``rename`` gives two tensors one name."""
+    found: dict[str, Entry] = {}
+    old: dict[str, str] = {}
+    for name, entry in entries.items():
+        new = name if rename is None else rename(name)
+        if new is None:
+            continue
+        if new in found:
+            raise ValueError(f"rename: {old[new]} and {name} both become {new}; return None for one of them")
+        found[new], old[new] = entry, name
+    return found
+
+
+def _sharded_shapes(optimizer: ZeroOptimizer) -> dict[int, torch.Size]:
+    parts = optimizer._live
+    return {number: parts.geometry.places[index].shape for number, index in parts.index_of.items()}
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """All names of the parameters and saved buffers."""
+    yield from model.state_dict(keep_vars=True).items()
+
+
+def _rank(dtype: torch.dtype) -> int:
+    """0 for integers, 1 for real and 2 for complex numbers."""
+    return 2 if dtype.is_complex else int(dtype.is_floating_point)
+
+
+def match(
+    model: nn.Module, entries: Entries, shapes: Mapping[int, torch.Size], strict: bool, where: Path
+) -> dict[str, Entry]:
+    """By the model's name the entry to load, each tensor once. shapes: by id(), of what is not whole now."""
+    found: dict[str, Entry] = {}
+    tensors = dict(_tensors(model))
+    names: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), []).append(name)
+    missing, other, lossy = [], [], []
+    for number, aliases in names.items():
+        known = [alias for alias in aliases if alias in entries]
+        if not known:
+            missing.append(aliases[0])
+            continue
+        name = known[0]
+        shape = tuple(shapes.get(number, tensors[name].shape))
+        if entries[name].shape != shape:
+            other.append(f"{name}: {entries[name].shape} there, {shape} here")
+        if _rank(entries[name].torch_dtype) > _rank(tensors[name].dtype):
+            lossy.append(f"{name}: {entries[name].dtype} there, {tensors[name].dtype} here")
+        found[name] = entries[name]
+    unexpected = [name for name in entries if name not in tensors]
+    lines = [
+        *([f"not in the file: {listed(missing)}"] if missing and strict else []),
+        *([f"not in the model: {listed(unexpected)}"] if unexpected and strict else []),
+        *([f"other shapes: {listed(other)}"] if other else []),
+        *([f"values would be lost: {listed(lossy)}"] if lossy else []),
+        *(["no name is the same"] if not found and not strict else []),
+    ]
+    if lines:
+        raise ValueError(f"{where} has the weights of another model; {'; '.join(lines)}")
+    return found
+
+
+def _reader(source: Source, entry: Entry) -> Callable[[int, int], torch.Tensor]:
+    return lambda begin, end: source.read(entry, begin, end).to(torch.float32)
+
+
+def _load_model(model: nn.Module, source: Source, found: Entries) -> None:
+    tensors = dict(_tensors(model))
+    for name, entry in found.items():
+        if tensors[name].device.type == "meta":
+            deferred.read_from(tensors[name], _reader(source, entry))
+        else:
+            tensors[name].data.copy_(source.read(entry).view(entry.shape))
+
+
+def _load_shards(optimizer: ZeroOptimizer, model: nn.Module, source: Source, found: Entries, what: str) -> None:
+    """Collective: a rank that cannot read makes all raise."""
+    parts, kept = optimizer._live, Kept()
+    with kept.errors():
+        parts.store.settle()
+    agree(parts.comm, kept.error, what)  # no rank uses the old weights from here on
+    with kept.errors():
+        _read_shards(parts, dict(_tensors(model)), source, found)
+    agree(parts.comm, kept.error, what)
+    parts.store.publish()
+    parts.comm.barrier(name="weights are loaded")
+
+
+def _read_shards(parts: Parts, tensors: dict[str, torch.Tensor], source: Source, found: Entries) -> None:
+    for name, entry in found.items():
+        index = parts.index_of.get(id(tensors[name]))
+        if index is None:
+            tensors[name].data.copy_(source.read(entry).view(entry.shape))
+        else:
+            read = _reader(source, entry)
+            pieces.set_master(parts, index, lambda part, read=read: read(part.start, part.stop))  # type: ignore[misc]

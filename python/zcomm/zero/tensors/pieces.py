@@ -1,0 +1,257 @@
+"""Whole tensors of what is sharded: master weights, gradients and optimizer state of one parameter, read and set.
+
+Collective: every rank calls the same function for the same parameter, between ``backward()`` and the next forward.
+A rank puts its elements into a tensor of zeros; the sum of all ranks' bit patterns is the whole tensor, exactly.
+Source: what DeepSpeed calls safe_get_full_fp32_param, safe_get_full_grad and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from zcomm.optim.fused import STATE_BLOCK
+from zcomm.zero.gradients.stand_in import GradStandIn
+from zcomm.zero.layout.flat import FlatBucket
+from zcomm.zero.layout.tiles import Coded, cut, decoded, encoded
+
+if TYPE_CHECKING:
+    from zcomm.zero.assemble import Parts
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements of a parameter that this rank keeps: ``inside`` the tile ``tile`` of a bucket's shard are the
+    parameter's elements ``flat``."""
+
+    bucket: FlatBucket
+    tile: slice
+    inside: slice
+    flat: slice
+
+    @property
+    def count(self) -> int:
+        """Elements of the tile."""
+        return int(self.tile.stop) - int(self.tile.start)
+
+
+def pieces(parts: Parts, index: int) -> Iterator[Piece]:
+    """What this rank keeps of parameter ``index``, tile by tile."""
+    place = parts.geometry.places[index]
+    bucket = parts.geometry.bucket_of(index)
+    part = parts.store.part(bucket)
+    begin, end = place.offset - part.start, place.offset + place.count - part.start  # relative to the shard
+    for tile in cut(part.stop - part.start):
+        low, high = max(begin, tile.start), min(end, tile.stop)
+        if low < high:
+            inside = slice(low - tile.start, high - tile.start)
+            yield Piece(bucket, tile, inside, slice(low - begin, high - begin))
+
+
+def _whole(parts: Parts, index: int, local: torch.Tensor, replicated: bool, root: int | None) -> torch.Tensor | None:
+    """``local`` (fp32, zeros where other ranks keep the elements) of all ranks together, in the parameter's shape."""
+    if not replicated:
+        _add_up(parts, local.view(torch.int32), root, f"whole {parts.names[index]}")
+    if root is not None and root != parts.comm.rank:
+        return None
+    return local.view(parts.geometry.places[index].shape)
+
+
+def _add_up(parts: Parts, bits: torch.Tensor, root: int | None, name: str) -> None:
+    """Zeros where other ranks keep the elements, so that sums of integers are the elements' bits."""
+    if root is None:
+        parts.comm.all_reduce(bits, name=name)
+    else:
+        parts.comm.reduce(bits, root=root, name=name)
+
+
+def replicated(parts: Parts, bucket: FlatBucket) -> bool:
+    """Whether this rank, and so each, keeps all of the bucket's weights."""
+    part = parts.store.part(bucket)
+    return bool(part.stop - part.start == bucket.count)
+
+
+def _replicated(parts: Parts, index: int) -> bool:
+    return replicated(parts, parts.geometry.bucket_of(index))
+
+
+def weight(parts: Parts, index: int, root: int) -> torch.Tensor | None:
+    """A whole weight, trained or frozen, in the precision of training; a copy on the CPU of rank ``root``."""
+    whole_here = _replicated(parts, index)
+    if whole_here and parts.comm.rank != root:
+        return None
+    place, dtype = parts.geometry.places[index], parts.state.form.dtype
+    words = torch.zeros(-(-place.count * dtype.itemsize // 4), dtype=torch.int32)
+    local = words.view(dtype)[: place.count]
+    for piece in pieces(parts, index):
+        local[piece.flat] = parts.store.read(piece.bucket)[piece.tile][piece.inside]
+    if not whole_here:
+        _add_up(parts, words, root, f"whole {parts.names[index]}")
+    return local.view(place.shape) if parts.comm.rank == root else None
+
+
+def master(parts: Parts, index: int, root: int | None = None) -> torch.Tensor | None:
+    """The exact fp32 master of a parameter (the weight itself of a frozen one), a copy. root: only that rank gets it,
+    the others None."""
+    form = parts.state.form
+    local = torch.zeros(parts.geometry.places[index].count)
+    mine = list(pieces(parts, index))
+    whole = parts.store.read(mine[0].bucket) if mine else local
+    for piece in mine:
+        weight = whole[piece.tile]
+        if form.dtype == torch.float32 or parts.geometry.is_frozen(index):
+            local[piece.flat] = weight[piece.inside]
+            continue
+        with parts.state.tile(piece.bucket.index, piece.tile) as state:
+            local[piece.flat] = form.master(weight, state)[piece.inside]
+    return _whole(parts, index, local, _replicated(parts, index), root)
+
+
+def array(parts: Parts, index: int, key: str, root: int | None = None) -> torch.Tensor | None:
+    """An array of a parameter's optimizer state, an fp32 copy."""
+    form = parts.state.form
+    local = torch.zeros(parts.geometry.places[index].count)
+    for piece in pieces(parts, index):
+        with parts.state.tile(piece.bucket.index, piece.tile) as state:
+            if form.coded:
+                local[piece.flat] = decoded(form.codes(state, piece.count, piece.inside))[key]
+            else:
+                local[piece.flat] = form.array(state, piece.count, key)[piece.inside]
+    return _whole(parts, index, local, _replicated(parts, index), root)
+
+
+def set_master(parts: Parts, index: int, read: Callable[[slice], torch.Tensor]) -> None:
+    """Make ``read(elements)``, fp32, this rank's part of the master and, rounded, of the weight. Then ``publish``."""
+    form, mine = parts.state.form, list(pieces(parts, index))
+    if not mine:
+        return
+    whole = parts.store.load(mine[0].bucket)
+    for piece in mine:
+        weight = whole[piece.tile]
+        if form.dtype == torch.float32 or parts.geometry.is_frozen(index):
+            weight[piece.inside] = read(piece.flat)
+        else:
+            with parts.state.tile(piece.bucket.index, piece.tile, store=True) as state:
+                exact = form.master(weight, state).clone()
+                exact[piece.inside] = read(piece.flat)
+                form.set_master(weight, state, exact)
+    parts.store.save(mine[0].bucket, whole)
+
+
+def change(parts: Parts, index: int, value: torch.Tensor) -> None:
+    """Where ``value`` (flat, in the weights' dtype) differs from the weight in any bit, make it weight and master.
+    Elsewhere the exact master stays. Then ``publish``."""
+    form, mine = parts.state.form, list(pieces(parts, index))
+    if not mine:
+        return
+    whole = parts.store.load(mine[0].bucket)
+    for piece in mine:
+        weight = whole[piece.tile]
+        new = value[piece.flat]
+        if form.dtype == torch.float32 or parts.geometry.is_frozen(index):
+            weight[piece.inside] = new
+        elif bool((changed := weight[piece.inside].view(torch.int16) != new.view(torch.int16)).any()):
+            with parts.state.tile(piece.bucket.index, piece.tile, store=True) as state:
+                exact = form.master(weight, state).clone()
+                exact[piece.inside] = torch.where(changed, new.float(), exact[piece.inside])
+                form.set_master(weight, state, exact)
+    parts.store.save(mine[0].bucket, whole)
+
+
+def edit(parts: Parts, index: int, act: Callable[[torch.Tensor, slice], object]) -> None:
+    """``act(piece, elements)`` changes this rank's weights in place, as flat pieces in the weights' dtype. Weights
+    whose bits change become their masters. Not collective; ``publish`` is not called."""
+    form, mine = parts.state.form, list(pieces(parts, index))
+    if not mine:
+        act(torch.empty(0, dtype=form.dtype), slice(0, 0))  # raises what it raises on other ranks
+        return
+    whole = parts.store.load(mine[0].bucket)
+    for piece in mine:
+        weight = whole[piece.tile]
+        if form.dtype == torch.float32 or parts.geometry.is_frozen(index):
+            act(weight[piece.inside], piece.flat)
+            continue
+        new = weight[piece.inside].clone()
+        act(new, piece.flat)
+        if bool((changed := weight[piece.inside].view(torch.int16) != new.view(torch.int16)).any()):
+            with parts.state.tile(piece.bucket.index, piece.tile, store=True) as state:
+                exact = form.master(weight, state).clone()
+                exact[piece.inside] = torch.where(changed, new.float(), exact[piece.inside])
+                form.set_master(weight, state, exact)
+    parts.store.save(mine[0].bucket, whole)
+
+
+def codes(parts: Parts, index: int, root: int | None = None) -> Coded | None:
+    """8-bit optimizer state of a parameter as it is, a copy."""
+    form, count = parts.state.form, parts.geometry.places[index].count
+    local: Coded = {"scales": torch.zeros(-(-count // STATE_BLOCK), len(form.arrays))}
+    local |= {key: torch.zeros(count, dtype=torch.uint8) for key in form.arrays}
+    for piece in pieces(parts, index):
+        with parts.state.tile(piece.bucket.index, piece.tile) as state:
+            for key, value in form.codes(state, piece.count, piece.inside).items():
+                local[key][_of_key(key, piece.flat)] = value
+    if not _replicated(parts, index):
+        for key, value in local.items():
+            bits = value.view(torch.int32) if key == "scales" else value
+            _add_up(parts, bits, root, f"whole {key} of {parts.names[index]}")
+    if root is not None and root != parts.comm.rank:
+        return None
+    shape = parts.geometry.places[index].shape
+    return {key: value if key == "scales" else value.view(shape) for key, value in local.items()}
+
+
+def _of_key(key: str, elements: slice) -> slice:
+    """The blocks of ``elements`` where ``key`` has one entry for each."""
+    if key != "scales":
+        return elements
+    return slice(elements.start // STATE_BLOCK, -(-elements.stop // STATE_BLOCK))
+
+
+def set_codes(parts: Parts, index: int, read: Callable[[str, slice], torch.Tensor]) -> None:
+    """Make ``read(key, elements)`` this rank's part of 8-bit state; for "scales" it gives those of their blocks."""
+    form = parts.state.form
+    for piece in pieces(parts, index):
+        with parts.state.tile(piece.bucket.index, piece.tile, store=True) as state:
+            for key, value in form.codes(state, piece.count, piece.inside).items():
+                value.copy_(read(key, _of_key(key, piece.flat)).view(value.shape))
+
+
+def set_arrays(parts: Parts, index: int, reads: dict[str, Callable[[slice], torch.Tensor]]) -> None:
+    """Make ``reads[key](elements)``, fp32, this rank's part of state arrays."""
+    form = parts.state.form
+    for piece in pieces(parts, index):
+        with parts.state.tile(piece.bucket.index, piece.tile, store=True) as state:
+            if form.coded:
+                now = form.codes(state, piece.count, piece.inside)
+                wide = decoded(now)
+                for key, read in reads.items():
+                    wide[key].copy_(read(piece.flat))
+                for key, value in encoded(wide).items():
+                    now[key].copy_(value)
+                continue
+            for key, read in reads.items():
+                form.array(state, piece.count, key)[piece.inside] = read(piece.flat)
+
+
+def gradient(parts: Parts, index: int) -> torch.Tensor | None:
+    """The gradient that a step would use, in true units, fp32, a copy on the CPU; None where ``p.grad`` is None."""
+    grad = parts.store.parameter(index).grad
+    if grad is None:
+        return None
+    if isinstance(grad, GradStandIn):
+        return parts.reducer.values.whole(index).clone()
+    mean = grad.detach().to("cpu", torch.float32, copy=True).contiguous()
+    parts.comm.all_reduce(mean, "avg", name=f"whole gradient of {parts.names[index]}")
+    return mean
+
+
+def set_gradient(parts: Parts, index: int, value: torch.Tensor) -> None:
+    """Replace the gradient that a step would use by ``value``, flat, in true units."""
+    grad = parts.store.parameter(index).grad
+    if grad is None:
+        raise RuntimeError(f"{parts.names[index]} has no gradient to set: call backward() first")
+    with torch.no_grad():
+        grad.copy_(value.view(grad.shape))

@@ -1,0 +1,173 @@
+"""ZeroOptimizer's state as torch.optim has it: whole tensors, numbered through the param groups. Collective.
+
+``step`` and the optimizer's arrays by torch's names; with 16-bit weights ``master``, fp32, too, which makes the state
+complete without the model's. It loads into torch.optim's class of the same formula, and from it. 8-bit state is codes
+and ``scales``, as CPUAdam's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+
+from zcomm.optim.fused import STATE_BLOCK
+from zcomm.zero.assemble import Parts
+from zcomm.zero.checkpoint.shard_files import aliases_of, other_tensors
+from zcomm.zero.layout.tiles import decoded, joined
+from zcomm.zero.param_groups import options_of
+from zcomm.zero.rules.cohorts import reset_counters
+from zcomm.zero.tensors import pieces
+
+if TYPE_CHECKING:
+    from zcomm.zero.optimizer import ZeroOptimizer
+
+OWN = ("buffered",)  # entries of a group that are the rule's own
+
+
+def state_dict(optimizer: ZeroOptimizer) -> dict[str, Any]:
+    """A state dict with tensors of its own; every rank gets all of it."""
+    parts = optimizer._live
+    state: dict[int, dict[str, Any]] = {}
+    groups, number = [], 0
+    progress = optimizer.rule.progress()
+    for position, group in enumerate(optimizer.param_groups):
+        numbers = []
+        for param in group["params"]:
+            index = parts.index_of[id(param)]
+            entry: dict[str, Any] = {}
+            steps = optimizer._sweep.cohorts.steps(index, optimizer.param_groups)
+            if steps:
+                entry["step"] = torch.tensor(float(steps))
+                if parts.state.form.coded:
+                    entry.update(pieces.codes(parts, index) or {})
+                else:
+                    entry.update({key: pieces.array(parts, index, key) for key in parts.state.form.arrays})
+            if parts.state.form.dtype != torch.float32:
+                entry["master"] = pieces.master(parts, index)
+            if entry:
+                state[number] = entry
+            numbers.append(number)
+            number += 1
+        options = {key: value for key, value in options_of(group).items() if key != "step"}
+        if progress is not None:
+            options["progress"] = progress[position]
+        groups.append({**options, "params": numbers})
+    cohorts = optimizer._sweep.cohorts.state(parts.names)
+    return {"state": state, "param_groups": groups} | ({"cohorts": cohorts} if cohorts else {})
+
+
+def full_state_dict(parts: Parts) -> dict[str, torch.Tensor]:
+    """See ZeroOptimizer.full_state_dict. In the order of the model's own, with what its modules add (extra state)."""
+    found = {name: parts.store.full(index).cpu() for index, name in enumerate(parts.names)}
+    found |= {name: tensor.detach().to("cpu", copy=True) for name, tensor in other_tensors(parts)}
+    aliases = aliases_of(parts)
+    found |= {alias: found[name] for alias, name in aliases.items()}
+    order = parts.model.state_dict(keep_vars=True) if parts.model is not None else {}
+    for name in set(aliases.values()).difference(order):  # renamed since (pruning, parametrizations)
+        found.pop(name, None)
+    extra = {name: value for name, value in order.items() if name.endswith(_EXTRA_STATE_KEY_SUFFIX)}
+    return {name: (extra | found)[name] for name in order if name in found or name in extra} | found
+
+
+def load_state_dict(optimizer: ZeroOptimizer, saved: dict[str, Any]) -> None:
+    """Take over options, step counts, arrays and masters. Raises: ValueError naming what does not fit, before anything
+    has changed."""
+    parts = optimizer._live
+    if not isinstance(saved, dict) or not {"state", "param_groups"} <= saved.keys():
+        has = ", ".join(map(str, saved)) if isinstance(saved, dict) else f"it is a {type(saved).__name__}"
+        raise ValueError(f"load_state_dict: no state of an optimizer, which has state and param_groups: {has[:200]}")
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    _check(optimizer, saved, numbers)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    with torch.no_grad(), optimizer._breakage.watch():
+        parts.store.settle()
+        parts.comm.barrier(name="old state is unused")
+        for number, param in zip(numbers, params, strict=True):
+            _load_param(optimizer, parts.index_of[id(param)], saved["state"].get(number, {}))
+        parts.store.publish()
+    progress = []
+    for group, new in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        options = {key: value for key, value in new.items() if key not in ("params", "progress", "state_dtype")}
+        progress.append(new.get("progress", {}))
+        reset_counters(group)
+        group.update(options)
+        steps = [float(saved["state"].get(number, {}).get("step", 0)) for number in new["params"]]
+        first = saved["state"].get(new["params"][0], {}) if new["params"] else {}
+        group["step"] = int(max(steps, default=0)) or (1 if first.get("momentum_buffer") is not None else 0)
+        if first.get("momentum_buffer") is not None:
+            group["buffered"] = True
+    if optimizer.rule.progress() is not None:
+        optimizer.rule.set_progress(progress)
+    optimizer._sweep.cohorts.set_state(saved.get("cohorts") or _cohorts_of(optimizer, saved), parts.names)
+
+
+def _cohorts_of(optimizer: ZeroOptimizer, saved: dict[str, Any]) -> list[dict[str, Any]]:
+    """Find in torch's state the parameters that have taken fewer steps than others of their group."""
+    found: dict[tuple[int, int], list[str]] = {}
+    for number, (group, new) in enumerate(zip(optimizer.param_groups, saved["param_groups"], strict=True)):
+        for param, position in zip(group["params"], new["params"], strict=True):
+            entry = saved["state"].get(position, {})
+            steps = int(float(entry["step"])) if "step" in entry else 0 if not entry else group["step"]
+            if steps != group["step"]:
+                found.setdefault((number, steps), []).append(optimizer._live.names[optimizer._live.index_of[id(param)]])
+    counters = [{"step": steps, "buffered": steps > 0} for _, steps in found]
+    return [
+        {"group": number, "params": names, "counters": counted, "scalars": None}
+        for ((number, _), names), counted in zip(found.items(), counters, strict=True)
+    ]
+
+
+def _load_param(optimizer: ZeroOptimizer, index: int, entry: dict[str, Any]) -> None:
+    parts = optimizer._live
+    form = parts.state.form
+    if "scales" in entry and form.coded:
+        pieces.set_codes(
+            parts, index, lambda key, part: entry[key][part] if key == "scales" else entry[key].reshape(-1)[part]
+        )
+    else:
+        arrays = decoded(entry) if "scales" in entry else entry
+        pieces.set_arrays(parts, index, {key: _reader(arrays.get(key)) for key in form.arrays})
+    if entry.get("master") is not None:
+        flat = entry["master"].to(torch.float32).reshape(-1)
+    elif entry.get("remainder") is not None:  # of zcomm.optim's classes: bits(master) = bits(weight) + remainder
+        weight = parts.store.full(index).cpu().reshape(-1)
+        if weight.dtype != torch.bfloat16:
+            raise ValueError(f"{parts.names[index]}: the state holds the remainder of bf16 weights, they are not bf16")
+        flat = joined(weight, entry["remainder"].reshape(-1))
+    else:
+        return
+    pieces.set_master(parts, index, lambda elements: flat[elements])
+
+
+def _reader(value: torch.Tensor | None) -> Callable[[slice], torch.Tensor]:
+    flat = None if value is None else value.detach().to(torch.float32).reshape(-1)
+    return lambda elements: torch.zeros(()) if flat is None else flat[elements]
+
+
+def _check(optimizer: ZeroOptimizer, saved: dict[str, Any], numbers: list[int]) -> None:
+    parts = optimizer._live
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    theirs = [len(group["params"]) for group in saved["param_groups"]]
+    if sizes != theirs:
+        raise ValueError(f"load_state_dict: it has groups of {theirs} parameters, this optimizer has {sizes}")
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for number, param in zip(numbers, params, strict=True):
+        index = parts.index_of[id(param)]
+        shape = parts.geometry.places[index].shape
+        entry = saved["state"].get(number, {})
+        for key, value in entry.items():
+            wanted = (-(-shape.numel() // STATE_BLOCK), len(parts.state.form.arrays)) if key == "scales" else shape
+            if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != wanted:
+                what = f"{key} of {parts.names[index]}"
+                raise ValueError(f"load_state_dict: {what} has shape {tuple(value.shape)}, not {tuple(wanted)}")
+        missing = [key for key in parts.state.form.arrays if key not in entry]
+        if float(entry.get("step", 0)) > 0 and missing:
+            raise ValueError(
+                f"load_state_dict: {parts.names[index]} lacks {', '.join(missing)} of {optimizer.rule.name}; is it "
+                "the state of another optimizer?"
+            )
+    for group, new in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        optimizer.rule.check({**options_of(group), **options_of(new)})

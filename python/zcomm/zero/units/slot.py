@@ -1,0 +1,69 @@
+"""Slots: memory that units of stage 3 are gathered into, one at a time.
+
+A slot is filled at addresses of its own and shown at those of its unit, by a second mapping of its pages. Where the
+system can, that mapping is kept aside while no unit is whole in the slot: moving it takes microseconds, making it anew
+some work for each page.
+Invariant: whatever ``show`` or ``hide`` was interrupted in, ``hide`` leaves nothing shown, and ``show`` the slot.
+Thread rule: ``show`` and ``hide`` on the main thread; ``flat`` on any.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import torch
+
+from zcomm import _core
+from zcomm.comm.tensors import tensor_of
+
+
+class _Mapping(enum.Enum):
+    """Where the second mapping is."""
+
+    ASIDE = "kept for the next unit"
+    SHOWN = "behind a unit's addresses"
+    UNKNOWN = "there is none yet, or it was on its way"
+
+
+class Slot:
+    """memory: shared memory, of which it has the bytes [begin, begin + nbytes); multiples of the page size."""
+
+    def __init__(self, memory: Any, begin: int, nbytes: int) -> None:
+        self._memory = memory
+        self._begin = begin
+        self._nbytes = nbytes
+        self._mapping = _Mapping.UNKNOWN
+        self._aside = _core.AddressRange(nbytes) if _core.moves_mappings() else None
+
+    def flat(self, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+        """Its first ``nbytes``, at its own addresses."""
+        return tensor_of(self._memory, torch.uint8)[self._begin : self._begin + nbytes].view(dtype)
+
+    def show(self, addresses: _core.AddressRange, offset: int) -> None:
+        """At ``offset``, all of it."""
+        if self._aside is None:
+            self._map(addresses, offset)
+            return
+        if self._mapping is not _Mapping.ASIDE:
+            self._map(self._aside, 0)
+        self._mapping = _Mapping.UNKNOWN
+        addresses.take(offset, self._aside, 0, self._nbytes)
+        self._mapping = _Mapping.SHOWN
+
+    def hide(self, addresses: _core.AddressRange, offset: int) -> None:
+        """What was shown there."""
+        if self._aside is None or self._mapping is not _Mapping.SHOWN:
+            addresses.unmap(offset, self._nbytes)
+            return
+        self._mapping = _Mapping.UNKNOWN
+        self._aside.take(0, addresses, offset, self._nbytes)
+        self._mapping = _Mapping.ASIDE
+
+    def forget(self, addresses: _core.AddressRange, offset: int) -> None:
+        """Show nothing at ``offset``, whatever an interrupt has left."""
+        self._mapping = _Mapping.UNKNOWN
+        addresses.unmap(offset, self._nbytes)
+
+    def _map(self, addresses: _core.AddressRange, offset: int) -> None:
+        addresses.alias(offset, self._memory, self._begin, self._nbytes)

@@ -1,0 +1,530 @@
+"""Stand-ins: parameters without memory, of their true shape, that no operation passes in silence.
+
+[Note: stand-ins] A parameter of stage 3 by units has its elements on all ranks together. While its module does not run,
+its class is a ``ShardedParameter``, and its memory one NaN that is expanded to the true shape: code that asks only for
+metadata is answered, code that goes around ``__torch_function__`` reads NaN and cannot write.
+``.data`` and ``.detach()`` give ``ShardedData``, which stands for the same elements. An operation is one of:
+- metadata (shape, dtype, hooks, requires_grad, grad, ...): as of any tensor;
+- elementwise in-place with scalars or tensors: acts on this rank's elements, without communication;
+- overwriting in-place (``normal_``, ``nn.init``): draws the whole tensor for a moment and keeps this rank's part;
+- any other: gathers the whole value (collective), acts on it, and keeps this rank's part of what it wrote.
+A result that is a view of the gathered value is a ``WholeValue``: what is written to it later reaches the weight, too.
+With gradients the gathered value is a function of the parameter, whose backward adds to its gradient.
+Every rank does the same, as with DistributedDataParallel.
+Source: the behaviour of FSDP2's DTensor parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from zcomm.zero.gradients.stand_in import GradStandIn
+from zcomm.zero.units.stand_in_ops import (
+    AUTOGRAD,
+    ELEMENTWISE,
+    GEOMETRY,
+    LIKE,
+    METADATA,
+    OVERWRITES,
+    RESHAPED_AS,
+    STRIDES,
+    unchanged_by,
+    writes,
+)
+
+_LEAF = "a leaf Variable that requires grad is being used in an in-place operation: change weights in torch.no_grad()"
+_tensor: Any = torch.Tensor
+_GET_DATA, _SET_DATA = _tensor.data.__get__, _tensor.data.__set__
+_GRAD = _tensor.grad
+_ASKS_FOR_GRADIENTS = (_tensor.requires_grad_, _tensor.requires_grad.__set__)
+_plain: Any = torch._C.DisableTorchFunctionSubclass
+
+Act = Callable[[torch.Tensor, slice], object]
+
+
+class Keeper(Protocol):
+    """Owner of the elements of stand-ins. closed: it has them no more."""
+
+    closed: bool
+
+    def name(self, param: nn.Parameter) -> str: ...
+
+    def hollow(self, param: nn.Parameter) -> torch.Tensor:
+        """A tensor of its shape, dtype and device, without its values."""
+
+    def whole(self, param: nn.Parameter, why: str) -> torch.Tensor:
+        """A copy of the whole value. Collective."""
+
+    def edit(self, param: nn.Parameter, act: Act, overwrites: bool = False) -> None:
+        """``act(piece, elements)`` changes flat pieces of this rank's elements in place. overwrites: all of them,
+        whatever they were."""
+
+    def stamp(self, param: nn.Parameter) -> object:
+        """Another one after each change of the value."""
+
+    def revive(self, param: nn.Parameter, value: torch.Tensor) -> None:
+        """Make it an ordinary parameter, once there are no values any more."""
+
+    def set_aside(self, param: nn.Parameter, value: torch.Tensor) -> None:
+        """Make it an ordinary parameter with ``value``, of another dtype, for now (``model.half().float()``)."""
+
+    def own_class(self, param: nn.Parameter) -> type: ...
+
+    def check_open(self, param: nn.Parameter) -> object:
+        """Raises: RuntimeError where there are no values any more."""
+
+
+class _StandIn(torch.Tensor):
+    """Base of ShardedParameter and ShardedData."""
+
+    _zcomm_keeper: Keeper
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in METADATA:
+            with _plain():
+                return func(*args, **kwargs)
+        return _dispatch(func, args, kwargs)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override,unused-ignore]
+        keeper, param = _origin(self)
+        return (
+            f"{type(self).__name__}({keeper.name(param)}, shape={tuple(keeper.hollow(param).shape)}, "
+            f"dtype={keeper.hollow(param).dtype}: sharded over the ranks; zcomm.zero.full_param() gives its values)"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        found = memo.get(id(self))
+        if found is None:
+            found = memo[id(self)] = _real(self, "copy.deepcopy()")
+        return found
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        return _real(self, "pickling").__reduce_ex__(proto)
+
+
+class ShardedParameter(_StandIn, nn.Parameter):
+    """A parameter while its module does not run. Never made as such: parameters change their class (``class_for``)."""
+
+    @property  # of what a step asks of every parameter; __torch_function__ takes 6 times as long
+    def grad(self) -> torch.Tensor | None:
+        with _plain():
+            gradient: torch.Tensor | None = _GRAD.__get__(self)
+            return gradient
+
+    @grad.setter
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        with _plain():
+            _GRAD.__set__(self, gradient)
+
+
+class ShardedData(_StandIn, torch.Tensor):
+    """``.data`` or ``.detach()`` of a ShardedParameter."""
+
+    _zcomm_param: nn.Parameter
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ASKS_FOR_GRADIENTS and all(args[1:]) and (kwargs or {}).get("requires_grad", True):
+            raise RuntimeError(
+                f"{_called(args[0])}: the memory of a sharded weight cannot become another Parameter: "
+                "nn.Parameter(p.data.clone()) is one"
+            )
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def class_for(own: type, keeper: Keeper) -> type:
+    """The class that parameters of class ``own`` have while they are stand-ins."""
+    return type(f"Sharded{own.__name__}", (ShardedParameter, own), {"_zcomm_keeper": keeper})
+
+
+def _origin(stand_in: Any) -> tuple[Keeper, nn.Parameter]:
+    param = stand_in if isinstance(stand_in, ShardedParameter) else stand_in._zcomm_param
+    return stand_in._zcomm_keeper, param
+
+
+def original(tensor: torch.Tensor) -> torch.Tensor:
+    """The parameter whose elements ``tensor`` stands for, or is a gathered copy of; else ``tensor`` itself."""
+    if isinstance(tensor, ShardedData):
+        return tensor._zcomm_param
+    return tensor._zcomm_source.param if isinstance(tensor, WholeValue) else tensor
+
+
+def _hollow(stand_in: Any) -> torch.Tensor:
+    keeper, param = _origin(stand_in)
+    return keeper.hollow(param)
+
+
+def _data_of(stand_in: Any) -> ShardedData:
+    keeper, param = _origin(stand_in)
+    data: ShardedData = keeper.hollow(param).as_subclass(ShardedData)
+    data._zcomm_keeper, data._zcomm_param = keeper, param
+    return data
+
+
+def _real(stand_in: Any, why: str) -> torch.Tensor:
+    """An ordinary tensor, or parameter, with the value, and the attributes that the program has set."""
+    keeper, param = _origin(stand_in)
+    value = keeper.whole(param, why)
+    if not isinstance(stand_in, ShardedParameter):
+        return value
+    with _plain():
+        made = nn.Parameter(value, requires_grad=stand_in.requires_grad)
+    made.__class__ = keeper.own_class(param)
+    made.__dict__.update(vars(stand_in))
+    return made
+
+
+# --- one operation ------------------------------------------------------------------------------------------------
+
+
+def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
+    name = getattr(func, "__name__", "") if not _is_getter(func) else func.__self__.__name__
+    if func == _GET_DATA:
+        return _data_of(args[0])
+    if name == "detach":
+        keeper, param = _origin(args[0])
+        keeper.check_open(param)  # state_dict() is to tell
+        return _data_of(args[0])
+    if func == _SET_DATA or name == "set_":
+        return _replace(name, *args, **kwargs)
+    if name.startswith("_foreach_"):
+        return _each(func, name, args, kwargs)
+    if func in AUTOGRAD:
+        return _of_autograd(func, args, kwargs)
+    first = args[0] if args else None
+    mine = isinstance(first, _StandIn)
+    if name in GEOMETRY and mine:
+        raise RuntimeError(f"{_called(first)}: {name}() would change the form of a weight that is sharded over ranks")
+    if mine and name in STRIDES:
+        return func(torch.empty(_hollow(first).shape, device="meta"), *args[1:], **kwargs)
+    if mine and unchanged_by(func, name, _hollow(first), args, kwargs):
+        return first
+    if mine and name == "type" and len(args) + len(kwargs) == 1:
+        return func(_hollow(first))
+    if name in LIKE or (name in RESHAPED_AS and not mine):
+        return _by_shape(func, name, args, kwargs)
+    if mine and name in ELEMENTWISE:
+        return _edit(func, first, args, kwargs)
+    if name in OVERWRITES or (name.endswith("_") and getattr(func, "__module__", "") == "torch.nn.init"):
+        target = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _StandIn)), None)
+        if target is not None:
+            return _overwrite(func, target, args, kwargs)
+    return _by_value(func, name, args, kwargs)
+
+
+def _is_getter(func: Any) -> bool:
+    return getattr(func, "__name__", "") in ("__get__", "__set__") and hasattr(func, "__self__")
+
+
+def _called(stand_in: Any) -> str:
+    keeper, param = _origin(stand_in)
+    return keeper.name(param)
+
+
+def _may_write(stand_in: Any) -> None:
+    with _plain():
+        if torch.is_grad_enabled() and isinstance(stand_in, ShardedParameter) and stand_in.requires_grad:
+            raise RuntimeError(f"{_called(stand_in)}: {_LEAF}")
+
+
+def _noted(stand_in: Any) -> None:
+    """Tell autograd of a change."""
+    if isinstance(stand_in, ShardedParameter):
+        with _plain():
+            torch.autograd.graph.increment_version(stand_in)
+
+
+def _of_autograd(func: Any, args: Any, kwargs: Any) -> Any:
+    """Stand-ins are inputs there: the places that gradients go to."""
+
+    def edge(leaf: Any) -> Any:
+        return torch.autograd.graph.get_gradient_edge(leaf) if isinstance(leaf, ShardedParameter) else leaf
+
+    if kwargs.get("materialize_grads"):
+        with _plain():
+            return func(*args, **kwargs)
+    with _plain():
+        args, kwargs = tree_map(edge, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _by_shape(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Run a function that needs the shape, dtype and device of stand-ins alone."""
+    if name in LIKE and name.endswith("_like") and kwargs.get("memory_format") in (None, torch.preserve_format):
+        kwargs = {**kwargs, "memory_format": torch.contiguous_format}
+    with _plain():
+        return func(*args, **kwargs)
+
+
+def _replace(name: str, stand_in: Any, value: Any = None, *rest: Any, **more: Any) -> Any:
+    """``p.data = value`` and ``p.set_(value)``: the values are taken over."""
+    keeper, param = _origin(stand_in)
+    hollow, called = keeper.hollow(param), keeper.name(param)
+    if not isinstance(value, torch.Tensor) or rest or more:
+        raise RuntimeError(f"{called}: {name}() on storages is not possible where a weight is sharded over ranks")
+    if original(value) is param and isinstance(value, _StandIn):
+        return stand_in
+    if keeper.closed:
+        keeper.revive(param, value.detach())
+        return stand_in
+    if value.shape != hollow.shape:
+        raise ValueError(
+            f"{called}: it cannot become {_form(value)}, as ZeroOptimizer trains it as {_form(hollow)}: close the "
+            "optimizer, change the model, and build another one"
+        )
+    if value.dtype != hollow.dtype:
+        keeper.set_aside(param, value.detach())
+        return stand_in
+    with torch.no_grad():
+        _edit(_tensor.copy_, stand_in, (stand_in, value), {})
+    return stand_in
+
+
+def _form(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def _edit(func: Any, target: Any, args: Any, kwargs: Any) -> Any:
+    """An elementwise operation on this rank's elements of ``target``."""
+    _may_write(target)
+    keeper, param = _origin(target)
+    shape = keeper.hollow(param).shape
+    ready: dict[int, torch.Tensor | None] = {}
+    with torch.no_grad():
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor):
+                ready[id(leaf)] = _operand(leaf, param, shape)
+
+        def act(piece: torch.Tensor, elements: slice) -> None:
+            def part(leaf: Any) -> Any:
+                if not isinstance(leaf, torch.Tensor):
+                    return leaf
+                value = ready[id(leaf)]
+                if value is None:
+                    return piece
+                return value if value.dim() != 1 or value.numel() == 1 else value[elements].to(piece.device)
+
+            new_args, new_kwargs = tree_map(part, (args, kwargs))
+            func(*new_args, **new_kwargs)
+
+        keeper.edit(param, act, getattr(func, "__name__", "") in ("copy_", "fill_", "zero_"))
+    _noted(target)
+    return target
+
+
+def _operand(leaf: torch.Tensor, param: nn.Parameter, shape: torch.Size) -> torch.Tensor | None:
+    """Flat, or a tensor of one element; None: the elements that are changed."""
+    if isinstance(leaf, _StandIn):
+        keeper, other = _origin(leaf)
+        if other is param:
+            return None
+        leaf = keeper.whole(other, "the right-hand side of an operation")
+    elif isinstance(leaf, GradStandIn):
+        leaf = leaf.full_tensor()  # once, on all ranks, whatever each has of the weight
+    leaf = leaf.detach()
+    return leaf.reshape(()) if leaf.numel() == 1 and shape.numel() != 1 else leaf.broadcast_to(shape).reshape(-1)
+
+
+def _overwrite(func: Any, target: Any, args: Any, kwargs: Any) -> Any:
+    """Run a function that does not read the old values: it makes new ones, whole, in memory of this rank alone."""
+    if getattr(func, "__module__", "") != "torch.nn.init":  # which is without gradients
+        _may_write(target)
+    keeper, param = _origin(target)
+    hollow = keeper.hollow(param)
+    made = torch.empty(hollow.shape, dtype=hollow.dtype, device=hollow.device)
+    new_args, new_kwargs = tree_map(lambda leaf: made if leaf is target else leaf, (args, kwargs))
+    with torch.no_grad():
+        func(*new_args, **new_kwargs)
+        _keep(keeper, param, made)
+    _noted(target)
+    return target
+
+
+def _keep(keeper: Keeper, param: nn.Parameter, value: torch.Tensor) -> None:
+    """Keep this rank's part of ``value`` as the weight."""
+    flat = value.detach().reshape(-1)
+    keeper.edit(param, lambda piece, elements: piece.copy_(flat[elements]), overwrites=True)
+
+
+def _each(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """A ``torch._foreach`` function, one tensor after the other: no more than one is whole at a time."""
+    count = len(args[0])
+
+    def nth(value: Any, at: int) -> Any:
+        return [value[at]] if isinstance(value, list | tuple) and len(value) == count else value
+
+    results: list[Any] = []
+    for at in range(count):
+        one = [nth(value, at) for value in args]
+        options = {key: nth(value, at) for key, value in kwargs.items()}
+        target = one[0][0]
+        if isinstance(target, _StandIn) and name.removeprefix("_foreach_") in ELEMENTWISE:
+            _edit(func, target, one, options)
+        else:
+            results.extend(_by_value(func, name, one, options) or ())
+    return None if name.endswith("_") else results
+
+
+# --- whole values -------------------------------------------------------------------------------------------------
+
+
+class _Gathered(torch.autograd.Function):
+    """A copy of the whole value, whose gradient is the parameter's."""
+
+    @staticmethod
+    def forward(ctx: Any, param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+def _by_value(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    sources: dict[int, _Source] = {}
+
+    def whole(leaf: Any) -> Any:
+        if not isinstance(leaf, _StandIn):
+            return leaf
+        keeper, param = _origin(leaf)
+        if id(param) not in sources:
+            sources[id(param)] = _Source(keeper, param, keeper.whole(param, f"{name}()"))
+        return sources[id(param)].for_use(leaf)
+
+    targets = {id(leaf): leaf for leaf in (args[:1] if args else ()) if isinstance(leaf, _StandIn)}
+    if writes(name):
+        for target in targets.values():
+            _may_write(target)
+    args, kwargs = tree_map(whole, (args, kwargs))
+    with _plain():
+        result = func(*args, **kwargs)
+    for source in sources.values():
+        source.write_back(force=writes(name) and any(_origin(t)[1] is source.param for t in targets.values()))
+    return _wrapped(result, sources.values(), targets)
+
+
+class _Source:
+    """The gathered value of a parameter, and whether the program has written to it."""
+
+    def __init__(self, keeper: Keeper, param: nn.Parameter, value: torch.Tensor) -> None:
+        self.keeper, self.param, self.value = keeper, param, value
+        self.differentiable: torch.Tensor | None = None
+        self.leaves: dict[int, Any] = {}  # by id() of what was handed out, the stand-in
+        self._stamp = keeper.stamp(param)
+        self._version = value._version
+
+    def for_use(self, stand_in: Any) -> torch.Tensor:
+        """The value for an operation on ``stand_in``."""
+        with _plain():
+            connected = torch.is_grad_enabled() and isinstance(stand_in, ShardedParameter) and stand_in.requires_grad
+            if not connected:
+                used = self.value
+            else:
+                if self.differentiable is None:
+                    self.differentiable = _Gathered.apply(stand_in, self.value)  # type: ignore[no-untyped-call]
+                    # As a parameter's own: backward takes it as soon as it can.
+                    self.differentiable.grad_fn._set_sequence_nr(2**64 - 1)  # type: ignore[union-attr]
+                used = self.differentiable
+        self.leaves[id(used)] = stand_in
+        return used
+
+    def write_back(self, force: bool = False) -> None:
+        """Keep what has been written to the value since the last time."""
+        if not force and self.value._version == self._version:
+            return
+        if self.keeper.stamp(self.param) != self._stamp:
+            raise RuntimeError(
+                f"{self.keeper.name(self.param)}: what is written to was gathered before the weight changed: take "
+                "it (state_dict(), .data[...]) again"
+            )
+        with torch.no_grad():
+            _keep(self.keeper, self.param, self.value)
+        self._version, self._stamp = self.value._version, self.keeper.stamp(self.param)
+
+    def shares(self, tensor: torch.Tensor) -> bool:
+        return bool(tensor.untyped_storage()._cdata == self.value.untyped_storage()._cdata)
+
+
+class WholeValue(torch.Tensor):
+    """A gathered value, or a view of one: what is written to it reaches the weight on every rank that does so."""
+
+    _zcomm_source: _Source
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(isinstance(leaf, _StandIn) for leaf in tree_leaves((args, kwargs))):
+            return _dispatch(func, args, kwargs)
+        with _plain():
+            if func in METADATA:
+                return func(*args, **kwargs)
+            values = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, WholeValue)]
+            first = args[0] if args and isinstance(args[0], WholeValue) else None
+            if func == _GET_DATA:
+                return _as_whole(args[0].detach(), args[0]._zcomm_source)
+            if first is not None and writes(func.__name__) and first.requires_grad and torch.is_grad_enabled():
+                raise RuntimeError(f"{first._zcomm_source.keeper.name(first._zcomm_source.param)}: {_LEAF}")
+            result = func(*args, **kwargs)
+        sources = {id(value._zcomm_source): value._zcomm_source for value in values}
+        for source in sources.values():
+            source.write_back()
+        return _wrapped(result, sources.values(), {})
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        with _plain():
+            copied: torch.Tensor = memo.setdefault(id(self), self.as_subclass(torch.Tensor).detach().clone())
+            return copied
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        with _plain():
+            return self.as_subclass(torch.Tensor).detach().__reduce_ex__(proto)
+
+
+def _as_whole(tensor: torch.Tensor, source: _Source) -> torch.Tensor:
+    wrapped = tensor.as_subclass(WholeValue)
+    wrapped._zcomm_source = source
+    return wrapped
+
+
+def _wrapped(result: Any, sources: Iterable[_Source], targets: dict[int, Any]) -> Any:
+    """``result`` with views of gathered values as WholeValue, and what an operation returns of its target as that."""
+
+    def wrap(leaf: Any) -> Any:
+        if hasattr(leaf, "flags") and hasattr(leaf, "setflags"):  # of numpy: writing to it would be lost
+            leaf.setflags(write=False)
+            return leaf
+        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided or leaf.device.type == "meta":
+            return leaf
+        if isinstance(leaf, GradStandIn):  # no storage
+            return leaf
+        with _plain():
+            for source in sources:
+                if source.shares(leaf):
+                    target = source.leaves.get(id(leaf))
+                    if target is not None and id(target) in targets:
+                        return target
+                    return leaf if isinstance(leaf, WholeValue) else _as_whole(leaf, source)
+        return leaf
+
+    return tree_map(wrap, result)
+
+
+def whole_value(stand_in: Any, why: str) -> torch.Tensor:
+    """The gathered value of ``stand_in``, on the CPU; writing to it reaches the weight. Collective."""
+    keeper, param = _origin(stand_in)
+    source = _Source(keeper, param, keeper.whole(param, why).cpu())
+    with _plain():
+        return _as_whole(source.value, source)

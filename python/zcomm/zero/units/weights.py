@@ -1,0 +1,269 @@
+"""The program's parameters in stage 3 by units: ordinary while their unit is used, else stand-ins ([Note: stand-ins]).
+
+[Note: plain and sharded] Two things of a parameter change, for all of a unit at once. Its data is a view of the unit's
+addresses from the unit's use in a pass until the unit loses its memory, else the hollow tensor (``attach``,
+``detach``). Its class is its own one while a module of the unit runs forward or backward, or while it is held
+(GatheredParameters); else that of a stand-in (``show``, ``hide``). So forward, compiled code and autograd see ordinary
+parameters, and what a program does between passes is seen by the stand-in, also where the unit is still whole.
+Thread rule: as UnitStore.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zcomm.zero.units import stand_in
+from zcomm.zero.units.stand_in import Act
+from zcomm.zero.units.unit import Unit
+
+if TYPE_CHECKING:
+    from zcomm.zero.units.store import UnitStore
+
+_plain: Any = torch._C.DisableTorchFunctionSubclass
+_CLOSED = (
+    "its ZeroOptimizer is closed, and the weights were on other ranks or a drive: before close() call save(), "
+    "full_state_dict(), or export"
+)
+
+
+def _hollow(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The true shape without memory: NaN wherever it is read, and torch refuses to write to it."""
+    return (
+        torch.full((1,), float("nan"), dtype=dtype, device=device)
+        .expand(shape.numel())
+        .as_strided(shape, [0] * len(shape))
+    )
+
+
+_Entry = tuple[
+    nn.Parameter, type, type, torch.Tensor
+]  # a parameter, its own class, that of its stand-in, the hollow one
+
+
+class UnitWeights:
+    """Parameters of one store of units, ordinary ones while they are used and stand-ins otherwise.
+    edit: ``edit(number, act)`` changes this rank's elements and their masters; set by ``open``."""
+
+    def __init__(self, store: UnitStore, params: Sequence[nn.Parameter], shapes: Sequence[torch.Size]) -> None:
+        self._store = store
+        self._params = params
+        self._shapes = shapes
+        self._numbers = {id(param): number for number, param in enumerate(params)}
+        self._kinds: dict[type, type] = {}
+        self._own: list[type] = [nn.Parameter] * len(params)
+        self._hollows: dict[int, torch.Tensor] = {}
+        self._names: Sequence[str] = [f"parameter {number}" for number in range(len(params))]
+        self._edit: Callable[[int, Act], None] | None = None
+        self._stamps = [0] * len(params)
+        self._entries_of: dict[int, list[_Entry]] = {}  # by number of the unit
+        self._shown: dict[int, list[tuple[int, int]]] = {}  # the same: versions and addresses as they were shown
+        self._warned = False
+        self.aside: set[int] = set()  # numbers of parameters that are ordinary ones of another dtype for now
+        self.edits = 0
+        self.closed = False
+
+    def open(self, names: Sequence[str], edit: Callable[[int, Act], None]) -> None:
+        self._names, self._edit = names, edit
+
+    # --- the parameters themselves -----------------------------------------------------------------------------
+
+    def start(self, number: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Make the parameter a stand-in: the store has its first value."""
+        param = self._params[number]
+        if not isinstance(param, stand_in.ShardedParameter):
+            self._own[number] = own = type(param)
+            if own not in self._kinds:
+                self._kinds[own] = stand_in.class_for(own, self)
+        self._hollows[number] = _hollow(self._shapes[number], dtype, device)
+        self._empty(number)
+
+    def _empty(self, number: int) -> None:
+        param = self._params[number]
+        with _plain():
+            param.data = self._hollows[number]
+        param.__class__ = self._kinds[self._own[number]]
+
+    def _entries(self, unit: Unit) -> list[_Entry]:
+        """Return the entries of the unit's parameters that are not held."""
+        entries = self._entries_of.get(unit.index)
+        if entries is None:
+            numbers = [self._numbers[id(param)] for param, _ in unit.views]
+            entries = self._entries_of[unit.index] = [
+                (self._params[n], self._own[n], self._kinds[self._own[n]], self._hollows[n]) for n in numbers
+            ]
+        held = self._store.held
+        return [entry for entry in entries if id(entry[0]) not in held] if held else entries
+
+    def attach(self, unit: Unit) -> None:
+        """Give the unit's parameters its memory."""
+        held = self._store.held
+        with _plain():
+            for param, view in unit.views:
+                if id(param) not in held:
+                    param.data = view
+        unit.attached = True
+
+    def detach(self, unit: Unit) -> None:
+        """Take the memory from the unit's parameters, and make them stand-ins."""
+        self._shown.pop(unit.index, None)
+        with _plain():
+            for param, _, kind, hollow in self._entries(unit):
+                param.data = hollow
+                param.__class__ = kind
+        unit.shown = unit.attached = unit.parted = False  # last: it may be interrupted, and is called again then
+
+    def show(self, unit: Unit) -> None:
+        """Make the unit's parameters ordinary ones."""
+        unit.shown, unit.parted = True, False
+        entries = self._entries(unit)
+        for param, own, _, _ in entries:
+            param.__class__ = own
+        self._shown[unit.index] = [(param._version, param.data_ptr()) for param, _, _, _ in entries]
+
+    def hide(self, unit: Unit) -> None:
+        """Make them stand-ins again. Raises: RuntimeError where the program has changed one meanwhile, which other
+        ranks may have done in the same memory; a rank that is alone keeps the change."""
+        before, entries = self._shown.pop(unit.index, None), self._entries(unit)
+        values = []
+        if before is not None and len(before) == len(entries):
+            with _plain():
+                now = [(param._version, param.data_ptr()) for param, _, _, _ in entries]
+                if now != before:
+                    pairs = zip(entries, now, before, strict=True)
+                    values = [(entry[0], entry[0].detach().clone()) for entry, a, b in pairs if a != b]
+        for param, _, kind, _ in entries:
+            param.__class__ = kind
+        unit.shown = unit.parted = False
+        for param, value in values:
+            self._take_over(unit, param, value)
+
+    def _take_over(self, unit: Unit, param: nn.Parameter, value: torch.Tensor) -> None:
+        """``value`` is what the program has made of a parameter in forward or backward."""
+        self.attach(unit)
+        if not self._store.alone or value.shape != self.hollow(param).shape:
+            raise RuntimeError(
+                f"{self.name(param)} was changed while its module ran (in place, or as by nn.Embedding(max_norm=)):"
+                " stage 3 by units cannot keep that; change it between passes, on all ranks"
+            )
+        flat = value.reshape(-1)
+        self.edit(param, lambda piece, elements: piece.copy_(flat[elements]))
+
+    def hide_one(self, param: nn.Parameter) -> None:
+        """Make one parameter a stand-in whose use has ended before the others'."""
+        param.__class__ = self._kinds[self._own[self._numbers[id(param)]]]
+
+    def hold(self, number: int) -> None:
+        """Make the parameter an ordinary one: its data is about to be a whole copy."""
+        self._params[number].__class__ = self._own[number]
+
+    def release(self, number: int, unit: Unit) -> torch.Tensor:
+        """End ``hold``: return what the parameter's data is from now on."""
+        param = self._params[number]
+        if not unit.shown:
+            self.hide_one(param)
+        if unit.attached:
+            return next(view for other, view in unit.views if other is param)
+        return self._hollows[number]
+
+    def changed(self) -> None:
+        """The trained weights are new ones: graphs and copies of the old ones are known as such."""
+        self._stamps = [stamp + 1 for stamp in self._stamps]
+        with _plain():
+            torch.autograd.graph.increment_version(self._params)
+
+    def close(self, values: dict[int, torch.Tensor]) -> None:
+        """Parameters in ``values`` (by number) are ordinary ones with these from now on, the others stand-ins that give
+        no value any more."""
+        held, self.closed = self._store.held, True
+        for number, param in enumerate(self._params):
+            if number in self.aside:
+                continue
+            if number in values and id(param) not in held:
+                param.__class__ = self._own[number]
+                param.data = values[number]
+            elif id(param) not in held and number in self._hollows:
+                self._empty(number)
+
+    def has(self, param: nn.Parameter) -> bool:
+        return id(param) in self._numbers
+
+    # --- Keeper -------------------------------------------------------------------------------------------------
+
+    def name(self, param: nn.Parameter) -> str:
+        return self._names[self._numbers[id(param)]]
+
+    def hollow(self, param: nn.Parameter) -> torch.Tensor:
+        return self._hollows[self._numbers[id(param)]]
+
+    def set_aside(self, param: nn.Parameter, value: torch.Tensor) -> None:
+        number = self._numbers[id(param)]
+        self._store.before_edit(self._store.unit_of(number), self._names[number])
+        self._store.held.add(id(param))
+        self.aside.add(number)
+        self.revive(param, value)
+
+    def take_back(self) -> None:
+        """Keep the values of what was set aside. Raises: RuntimeError naming one that still has another dtype."""
+        for number in sorted(self.aside):
+            param, hollow = self._params[number], self._hollows[number]
+            if (param.dtype, param.shape) != (hollow.dtype, hollow.shape):
+                raise RuntimeError(
+                    f"parameter {self._names[number]} is {param.dtype} {tuple(param.shape)} now, but ZeroOptimizer was "
+                    f"built for {hollow.dtype} {tuple(hollow.shape)}: convert the model before ZeroOptimizer is built, "
+                    "or choose its precision="
+                )
+            flat = param.detach().reshape(-1)
+            self._store.held.discard(id(param))
+            self.aside.discard(number)
+            self._empty(number)
+            self.edit(param, lambda piece, elements, flat=flat: piece.copy_(flat[elements]))  # type: ignore[misc]
+
+    def revive(self, param: nn.Parameter, value: torch.Tensor) -> None:
+        param.__class__ = self.own_class(param)
+        param.data = value
+
+    def own_class(self, param: nn.Parameter) -> type:
+        return self._own[self._numbers[id(param)]]
+
+    def stamp(self, param: nn.Parameter) -> object:
+        return self._stamps[self._numbers[id(param)]]
+
+    def whole(self, param: nn.Parameter, why: str) -> torch.Tensor:
+        number = self.check_open(param)
+        if not self._store.running and not self._warned:
+            self._warned = True
+            logging.getLogger("zcomm").warning(
+                "%s: %s gathers the weight whole on each rank (all ranks must do so in the same order); "
+                "opt.full_state_dict(), zcomm.zero.full_param(p) and zcomm.zero.GatheredParameters(...) show it in the "
+                "program. This is logged once",
+                self._names[number],
+                why,
+            )
+        with torch.no_grad(), torch.inference_mode(False):
+            return self._store.full(number)
+
+    def edit(self, param: nn.Parameter, act: Act, overwrites: bool = False) -> None:
+        if self.closed and overwrites:
+            hollow = self.hollow(param)
+            value = torch.empty(hollow.shape, dtype=hollow.dtype, device=hollow.device)
+            act(value.view(-1), slice(0, value.numel()))
+            self.revive(param, value)
+            return
+        number = self.check_open(param)
+        assert self._edit is not None
+        self._store.before_edit(self._store.unit_of(number), self._names[number])
+        self._edit(number, act)
+        self._store.after_edit()
+        self._stamps[number] += 1
+        self.edits += 1
+
+    def check_open(self, param: nn.Parameter) -> int:
+        number = self._numbers[id(param)]
+        if self.closed:
+            raise RuntimeError(f"{self._names[number]}: {_CLOSED}")
+        return number

@@ -1,0 +1,140 @@
+"""What callers give ZeroOptimizer, checked before anything is made: what is wrong is named, with what to do."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from zcomm.comm.communicator import Communicator
+
+_unsaved_told = False
+
+
+def check_numbers(clip_norm: Any, grad_accum: Any, bucket_mb: Any, prefetch: Any) -> None:
+    """Raises: ValueError."""
+    if clip_norm is not None and not (_is_number(clip_norm) and clip_norm > 0):
+        raise ValueError(f"clip_norm={clip_norm!r} must be a number more than 0 (None: no clipping)")
+    check_accumulation(grad_accum)
+    if not _is_number(bucket_mb) or not 0 < bucket_mb < math.inf:
+        raise ValueError(f"bucket_mb={bucket_mb!r} must be a number more than 0 MiB")
+    if not _is_whole(prefetch) or prefetch < 0:
+        raise ValueError(f"prefetch={prefetch!r} must be a whole number, at least 0: units gathered ahead")
+
+
+def check_accumulation(grad_accum: Any) -> None:
+    """Raises: ValueError."""
+    if not _is_whole(grad_accum) or grad_accum < 1:
+        raise ValueError(f"grad_accum={grad_accum!r} must be a whole number, at least 1: micro-steps per step")
+
+
+def check_kinds(comm: Any, overlap: Any, share_parameters: Any, nvme_path: Any) -> None:
+    """Raises: ValueError."""
+    for name, value in (("overlap", overlap), ("share_parameters", share_parameters)):
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}={value!r} must be True or False")
+    if comm is not None and not isinstance(comm, Communicator):
+        raise ValueError(f"comm={comm!r} must be a zcomm Communicator (None: that of zcomm.init())")
+    if nvme_path is None or isinstance(nvme_path, (str, os.PathLike)):
+        return
+    paths = list(nvme_path) if isinstance(nvme_path, Sequence) else []
+    if not paths or not all(isinstance(path, (str, os.PathLike)) for path in paths):
+        raise ValueError(f"nvme_path={nvme_path!r} must be a directory, or a list of directories, one on each drive")
+
+
+def check_skip(skip_nonfinite: Any, precision: str) -> bool:
+    """Whether steps that are not finite are skipped. Raises: ValueError."""
+    if skip_nonfinite is not None and not isinstance(skip_nonfinite, bool):
+        raise ValueError(f"skip_nonfinite={skip_nonfinite!r} must be True, False or None (in fp16 only)")
+    if precision == "fp16" and skip_nonfinite is False:
+        raise ValueError("skip_nonfinite=False: precision='fp16' skips such steps, its loss scale is found by them")
+    return bool(skip_nonfinite) or precision == "fp16"
+
+
+def params_of(model: Any) -> list[Any]:
+    """The parameters, or param groups with lists of them, that the caller gave. Raises: ValueError."""
+    if isinstance(model, nn.Module):
+        return list(model.parameters())
+    if isinstance(model, (str, bytes, torch.Tensor)) or not isinstance(model, Iterable):
+        shown = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise ValueError(f"model is {shown}; give a module, its parameters, or param groups")
+    given = list(model)
+    groups = [each for each in given if isinstance(each, dict)]
+    if groups and len(groups) < len(given):
+        raise ValueError("model holds both param groups and parameters; give one or the other")
+    if not groups:
+        _check_tensors(given, "model")
+        _check_once([given], lambda group: "")
+        return given
+    for number, group in enumerate(groups):
+        if "params" not in group:
+            raise ValueError(f'param group {number} has no "params"; it has {", ".join(map(str, group)) or "nothing"}')
+    lists = [_listed(group["params"], f"param group {number}") for number, group in enumerate(groups)]
+    _check_once(lists, lambda group: f" of group {group}")
+    return [{**group, "params": params} for group, params in zip(groups, lists, strict=True)]
+
+
+def check_free(groups: Iterable[dict[str, Any]], taken: set[int]) -> None:
+    """taken: by id(), of optimizers that are open: two would take each other's gradients. Raises: ValueError."""
+    for number, group in enumerate(groups):
+        if any(id(param) in taken for param in group["params"]):
+            raise ValueError(f"parameters of group {number} are another open ZeroOptimizer's: close() that first")
+
+
+def log_unsaved(waiting: int, micro_step: int, grad_accum: int) -> None:
+    """Log a warning, once in a process, where a save does not hold gradients that no step has used yet.
+
+    waiting: backward passes that no step has used.
+    """
+    global _unsaved_told
+    if _unsaved_told or not (micro_step or waiting):
+        return
+    _unsaved_told = True
+    when = f"micro-step {micro_step} of {grad_accum}" if micro_step else "a backward pass that no step() has used"
+    logging.getLogger("zcomm").warning(
+        "save() after %s: gradients are not saved; a run that loads the checkpoint begins its accumulation again", when
+    )
+
+
+def _listed(params: Any, where: str) -> list[torch.Tensor]:
+    if isinstance(params, torch.Tensor):
+        return [params]
+    if isinstance(params, (str, bytes, set)) or not isinstance(params, Iterable):
+        raise ValueError(f'{where}: "params" is a {type(params).__name__}; give a list of parameters')
+    given = list(params)
+    _check_tensors(given, where)
+    return given
+
+
+def _check_tensors(given: list[Any], where: str) -> None:
+    for number, each in enumerate(given):
+        if isinstance(each, tuple):
+            raise ValueError(f"{where}: element {number} is a tuple; give parameters, not named_parameters()")
+        if not isinstance(each, torch.Tensor):
+            raise ValueError(f"{where}: element {number} is a {type(each).__name__}, not a parameter")
+
+
+def _check_once(lists: list[list[torch.Tensor]], of_group: Any) -> None:
+    first: dict[int, str] = {}
+    for group, params in enumerate(lists):
+        for number, param in enumerate(params):
+            here = f"parameter {number}{of_group(group)}"
+            if id(param) in first:
+                raise ValueError(
+                    f"{here}, of shape {tuple(param.shape)}, is also {first[id(param)]}; each parameter belongs into "
+                    "the param groups once: take it out of one place"
+                )
+            first[id(param)] = here
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
