@@ -22,7 +22,7 @@ from gpucheck.runner import ROWS, SKIPPED
 # Tests that use a GPU where one is, by parts of their names. All of the device floor does.
 _NAMES = ["cuda", "device", "stream_"]
 _KERNELS = {"test_device": ["cuda", "machines"], "test_optim": ["cuda", "stream_"]}
-TRAINING, RANKS = "test_zero_gpu.py", "test_zero_gpu_ranks.py"  # of tests/python: long ones
+TRAINING, RANKS = "test_gpu.py", "test_gpu_ranks.py"  # of tests/python: long ones
 LAST = "test_cuda_ipc.py"  # kills a rank that shares the GPU
 _BUILD_TOOLS = {"scikit_build_core": "scikit-build-core>=0.11", "pybind11": "pybind11>=2.13"}
 _PROGRAMS = {"cmake": "cmake>=3.24", "ninja": "ninja"}

@@ -1,0 +1,175 @@
+"""The benches as programs: every operation's result is checked, peers that are absent are skipped with a line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from places import BENCH
+
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
+
+
+def run(program: str, *flags: str, env: dict[str, str] | None = None, check: bool = True) -> str:
+    """What it printed."""
+    command = [sys.executable, str(BENCH / program), *flags]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, env={**os.environ, **(env or {})}, check=False
+    )
+    if check and done.returncode:
+        pytest.fail(f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}", pytrace=False)
+    return done.stdout + done.stderr
+
+
+def one_size(size: str) -> list[str]:
+    return ["-b", size, "-e", size, "-n", "7", "-w", "1"]
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("operations", [COLLECTIVES, ("sendrecv",)], ids=["collectives", "sendrecv"])
+def test_operations(operations: tuple[str, ...], tmp_path: Path) -> None:
+    """Exact results for a size that no slot divides, in a row that says so."""
+    file = tmp_path / "rows.jsonl"
+    text = run("allreduce_bw", "-np", "3", "--op", ",".join(operations), *one_size("60012"), "--json", str(file))
+    machine, *rows = lines_of(file)
+    assert machine["kind"] == "machine" and machine["world_size"] == 3
+    assert [row["op"] for row in rows] == list(operations) and "#wrong in all: 0" in text
+    for row in rows:
+        assert row["wrong"] == {"symmetric": 0, "private": 0}
+        for variant in ("symmetric", "private"):
+            tail = row["percentiles_us"][variant]
+            assert 0 < tail["p50"] <= tail["p95"] <= tail["p99"]
+            assert row["share_of_roof"][variant] == pytest.approx(row["roof_us"] / row["time_us"][variant])
+            assert row["busbw_gbps"][variant] > 0
+
+
+def test_peers_interleaved_or_skipped(tmp_path: Path) -> None:
+    """Gloo has a row beside ours; what is not here is skipped with its reason, and the run still succeeds."""
+    file, nothing = tmp_path / "rows.jsonl", tmp_path / "empty"
+    nothing.mkdir()
+    env = {"PATH": str(nothing), "ZCOMM_MPICH": str(nothing)}  # no mpirun
+    text = run(
+        "allreduce_bw",
+        "-b",
+        "64",
+        "-e",
+        "64",
+        "-n",
+        "7",
+        "-w",
+        "1",
+        "--peer",
+        "gloo,openmpi",
+        "--json",
+        str(file),
+        env=env,
+    )
+    assert "# peer openmpi: skipped, " in text
+    machine, row = lines_of(file)
+    assert set(machine["skipped"]) == {"openmpi"}
+    assert row["wrong"] == {"symmetric": 0, "private": 0, "gloo": 0}
+    assert row["factor_over_peer"].keys() == {"gloo"}
+
+
+def test_16_bit_types_and_their_rounding(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    run("allreduce_bw", "-d", "bfloat16", *one_size("9K"), "--json", str(file))
+    row = lines_of(file)[-1]
+    assert row["wrong"] == {"symmetric": 0, "private": 0}
+    assert all(0 < ulp <= 0.5 + 2**-16 for ulp in row["worst_ulp"].values())
+
+
+def test_more_ranks_than_cores_picture_and_model(tmp_path: Path) -> None:
+    picture = tmp_path / "share.png"
+    text = run(
+        *("allreduce_bw", "-np", "5", "-b", "1K", "-e", "16K", "-f", "16", "-n", "7", "-w", "1"),
+        *("--variants", "private", "--model", "--png", str(picture)),
+    )
+    assert "# model: Machine(" in text and "symmetric" not in text.partition("(us)")[2]
+    assert picture.exists() or "matplotlib is not installed" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--op", "gossip"), "--op gossip: use all_reduce, "),
+        (("--peer", "nobody"), "--peer nobody: use gloo, openmpi, mpich, deepspeed-shm, torch"),
+        (("-b", "8X"), "invalid parse_size value"),
+        (("--op", "sendrecv", "-np", "1"), "at least two ranks"),
+    ],
+)
+def test_bad_flags_are_named(flags: tuple[str, ...], words: str) -> None:
+    assert words in run("allreduce_bw", *flags, check=False)
+
+
+def test_zero_step(tmp_path: Path) -> None:
+    file = tmp_path / "zero.jsonl"
+    small = ("--layers", "1", "--width", "16", "--heads", "2", "--context", "16", "--rounds", "7", "--warmup", "1")
+    names = "none,zcomm-1,zcomm-3-nvme,ddp-gloo,fsdp2,deepspeed-1"
+    run("zero_step", *small, "--variants", names, "--nvme-path", str(tmp_path), "--json", str(file))
+    result = lines_of(file)[1]
+    assert set(names.split(",")) - {"deepspeed-1"} <= result["step_ms"].keys()
+    assert not any(result["wrong"].values()) and len(result["wrong"]) >= 4
+    assert result["of_none"]["none"] == 1.0
+    assert list(tmp_path.iterdir()) == [file]  # nothing stays on the drive
+    assert "zcomm-7: stage=7" in run("zero_step", *small, "--variants", "zcomm-7", check=False)
+    apart = ("--apart", "1", "--keep-heap", "--variants", "none,zcomm-2,deepspeed-9", "--json", str(file))
+    run("zero_step", *small, *apart)
+    result = lines_of(file)[1]
+    assert result["apart"] == 1 and result["of_none"].keys() == result["faults"].keys() == {"none", "zcomm-2"}
+
+
+def test_overlap_and_profile_cost(tmp_path: Path) -> None:
+    small = ("--layers", "1", "--width", "16", "--heads", "2", "--context", "16")
+    file = tmp_path / "overlap.jsonl"
+    if len(os.sched_getaffinity(0)) > 1:
+        run("overlap", *small, "--rounds", "7", "--warmup", "1", "--bucket-mb", "1,0.01", "--json", str(file))
+        rows = lines_of(file)[1:]
+        assert [row["computes"] for row in rows] == ["one", "one", "both", "both"]
+        for whole, cut in (rows[:2], rows[2:]):
+            assert whole["tail"] == 1.0 and cut["tail"] < 1.0 and whole["nbytes"] <= cut["nbytes"]
+        assert all(row[f"{name}_ms"] > 0 for row in rows for name in ("compute", "communicate", "both"))
+        assert [row.get("limit_ms", 0) > 0 for row in rows] == [True, True, False, False]
+    run("profile_cost", *small, "--rounds", "2", "--json", str(file))
+    rows = lines_of(file)[1:]
+    assert [row["stage"] for row in rows] == [2, 3] and all(row["spans_per_step"] > 5 for row in rows)
+
+
+def test_ddp_step(tmp_path: Path) -> None:
+    file = tmp_path / "ddp.jsonl"
+    small = ("--width", "32", "--heads", "2", "--layers", "1", "--context", "16", "--rounds", "7", "--warmup", "1")
+    run("ddp_step", *small, "--json", str(file))
+    result = lines_of(file)[-1]
+    assert result["kind"] == "ddp" and result["step_ms"].keys() >= {"none", "gloo"}
+    assert all(value > 0 for value in result["step_ms"].values())
+    if "zcomm" in result["last_loss"]:  # the same steps on the same data
+        assert result["last_loss"]["zcomm"] == pytest.approx(result["last_loss"]["gloo"], abs=1e-5)
+
+
+def test_cpp_benches(tmp_path: Path) -> None:
+    """Where they are built: right results, a record for each row, ranks that end."""
+    programs = BENCH.parent / "build/bench/bench/cpp"
+    if not (programs / "zcomm_bench").exists():
+        pytest.skip("the C++ benches are not built (make bench-cpp)")
+    file = tmp_path / "rows.jsonl"
+    few = ["-np", "3", "-n", "30", "-w", "3", "--rounds", "3", "--json", str(file)]
+    ladder = ["-b", "8", "-e", "64K", "-f", "8192"]
+    subprocess.run([programs / "zcomm_bench", "latency", *ladder, *few], check=True, timeout=60)
+    rows = lines_of(file)
+    assert [(r["op"], r["variant"], r["nbytes"]) for r in rows] == [
+        *(("all_reduce", variant, nbytes) for nbytes in (8, 65536) for variant in ("symmetric", "private")),
+        ("barrier", "zcomm", 0),
+    ]
+    assert all(0 < r["p50_ns"] <= r["p99_ns"] and r["futex_hop_ns"] > 0 for r in rows)
+    subprocess.run([programs / "zcomm_bench", "guard", *few], check=True, timeout=60)
+    assert [(r["how"], r["world_size"]) for r in lines_of(file)] == [*(("pieces", n) for n in (2, 4, 8)), ("whole", 3)]
+    subprocess.run([programs / "socket_roof", "100000", "3"], check=True, timeout=60)

@@ -1,0 +1,319 @@
+"""gpu-check's runner with parts that are fakes: limits, failures, nonsense, resuming; and what its parts ask for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from places import ROOT
+
+sys.path.insert(0, str(ROOT / "tools"))
+from gpucheck import page, work
+from gpucheck.parts import Place, all_parts, chosen
+from gpucheck.runner import ROWS, Part, Result, exit_status, read_rows, run_part, run_parts
+
+
+def fake(name: str, program: str, budget_s: float = 20.0, **options: object) -> Part:
+    return Part(name, f"a fake {name}", budget_s, [sys.executable, "-c", program], **options)  # type: ignore[arg-type]
+
+
+def row(**columns: object) -> str:
+    return f"import json, os; open(os.environ['{ROWS}'], 'a').write(json.dumps({columns!r}) + '\\n');"
+
+
+GOOD = fake("good", row(table="Figures", share=0.5, goal=0.4) + "print('done')")
+BAD = fake("bad", row(table="Figures", share=0.3, goal=0.4) + "print('the last words'); raise SystemExit(7)")
+SLOW = fake("slow", row(table="Figures", share=0.1) + "import time; time.sleep(60)", budget_s=1.5)
+SKIP = fake("skip", "print('noise'); print('skipped: nothing here'); raise SystemExit(77)")
+NONSENSE = fake("nonsense", f"import os; open(os.environ['{ROWS}'], 'w').write('no json')")
+KILLED = fake("killed", "import os; os.kill(os.getpid(), 9)")
+
+
+def run(
+    parts: list[Part], folder: Path, seconds: float = 100.0, result: Result | None = None
+) -> tuple[int, Result, str]:
+    said: list[str] = []
+    found = result or Result(folder / "result.json", {"gpu": "a fake", "revision": "1"})
+    status = run_parts(parts, found, folder / "log", time.monotonic() + seconds, said.append)
+    return status, found, "\n".join(said)
+
+
+def test_one_part_fails_the_others_go_on(tmp_path: Path) -> None:
+    status, result, said = run([BAD, SLOW, SKIP, NONSENSE, KILLED, GOOD], tmp_path)
+    states = {name: record["state"] for name, record in result.parts.items()}
+    assert states == {
+        "bad": "failed",
+        "slow": "timeout",
+        "skip": "skipped",
+        "nonsense": "failed",
+        "killed": "failed",
+        "good": "passed",
+    }
+    assert status == 1
+    assert result.parts["bad"]["reason"] == "exit status 7" and "the last words" in result.parts["bad"]["tail"]
+    assert "the last words" in said and result.parts["skip"]["reason"] == "skipped: nothing here"
+    assert result.parts["slow"]["rows"] == [{"table": "Figures", "share": 0.1}], "what it had until then is kept"
+    assert "1.5" in result.parts["slow"]["reason"] or "2 s" in result.parts["slow"]["reason"]
+    assert "rows are no JSON" in result.parts["nonsense"]["reason"]
+    assert result.parts["killed"]["reason"] == "killed by signal 9"
+    assert json.loads((tmp_path / "result.json").read_text())["parts"] == result.parts
+    log = (tmp_path / "log").read_text()
+    assert "==== bad:" in log and "the last words" in log and "done" in log
+
+
+def test_nothing_of_a_part_outlives_it(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    child = (
+        f"import subprocess, sys; p = subprocess.Popen(['sleep', '77']); open({str(note)!r}, 'w').write(str(p.pid));"
+    )
+    for program, budget_s in ((child, 20.0), (child + "import time; time.sleep(60)", 2.0)):
+        begin = time.monotonic()
+        run_part(fake("parent", program, budget_s), budget_s, tmp_path / "log")
+        assert time.monotonic() - begin < 15
+        pid = int(note.read_text())
+        for _ in range(100):
+            if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                break
+            time.sleep(0.05)
+        else:
+            pytest.fail("the child lives")
+
+
+def test_a_part_that_ignores_being_asked_is_killed(tmp_path: Path) -> None:
+    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    record = run_part(fake("stubborn", stubborn), 1.0, tmp_path / "log")
+    assert record["state"] == "timeout" and record["seconds"] < 20
+
+
+def test_a_program_that_is_not_there(tmp_path: Path) -> None:
+    record = run_part(Part("none", "", 5, ["/no/such/program"]), 5, tmp_path / "log")
+    assert record["state"] == "failed" and "No such file" in record["tail"]
+
+
+def test_time_runs_out_and_resuming_goes_on(tmp_path: Path) -> None:
+    first = fake("first", "")
+    second = fake("second", row(table="T", x=1), least_s=50.0, budget_s=60.0)
+    status, result, said = run([first, second, SKIP], tmp_path, seconds=12.0)
+    states = [record["state"] for record in result.parts.values()]
+    assert status == 3 and states == ["passed", "not started", "skipped"] and "--resume goes on here" in said
+    again = Result(tmp_path / "result.json", {"gpu": "a fake", "revision": "1", "time": "later"})
+    again.adopt(tmp_path / "result.json", ("gpu", "revision"), lambda text: None)
+    assert set(again.parts) == {"first", "skip"}
+    status, result, said = run([first, second, SKIP], tmp_path, result=again)
+    assert status == 0 and "first: passed before" in said and result.parts["second"]["rows"] == [{"table": "T", "x": 1}]
+
+
+def test_failed_parts_are_done_again_and_needs_are_kept(tmp_path: Path) -> None:
+    dependent = fake("dependent", "", needs=("bad",))
+    status, result, _ = run([BAD, dependent], tmp_path)
+    assert status == 1 and result.parts["dependent"]["reason"] == "bad did not pass"
+    again = Result(tmp_path / "result.json", dict(result.about))
+    again.adopt(tmp_path / "result.json", ("gpu",), print)
+    status, result, _ = run([fake("bad", ""), dependent], tmp_path, result=again)
+    assert status == 0 and result.parts["dependent"]["state"] == "passed"
+
+
+def test_what_a_part_made_and_is_gone_is_made_again(tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    part = fake("maker", f"import pathlib; pathlib.Path({str(made)!r}).touch()", made=made)
+    run([part], tmp_path)
+    again = Result(tmp_path / "result.json", {"gpu": "a fake"})
+    again.adopt(tmp_path / "result.json", ("gpu",), print)
+    assert "passed before" in run([part], tmp_path, result=again)[2]
+    made.unlink()
+    run([part], tmp_path, result=again)
+    assert made.exists()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"about": {}, "parts": {"a": 3}}', '{"about": {}, "parts": {"a": {}}}']
+)
+def test_a_broken_result_is_left_aside(tmp_path: Path, text: str) -> None:
+    earlier = tmp_path / "earlier.json"
+    earlier.write_text(text)
+    said: list[str] = []
+    result = Result(tmp_path / "result.json", {"gpu": "a fake"})
+    result.adopt(earlier, ("gpu",), said.append)
+    assert not result.parts and "is no result of gpu-check" in said[0]
+    assert not earlier.exists() and (tmp_path / "earlier.json.broken").read_text() == text
+    result.adopt(earlier, ("gpu",), said.append)
+    assert "nothing to resume" in said[1]
+
+
+def test_a_result_of_another_machine_is_not_resumed(tmp_path: Path) -> None:
+    run([GOOD], tmp_path)
+    said: list[str] = []
+    other = Result(tmp_path / "other.json", {"gpu": "another", "revision": "1"})
+    other.adopt(tmp_path / "result.json", ("gpu", "revision"), said.append)
+    assert not other.parts and "another gpu" in said[0]
+
+
+def test_half_a_line_of_rows(tmp_path: Path) -> None:
+    file = tmp_path / "rows"
+    file.write_text('{"a": 1}\n[3]\n{"b": ')
+    assert read_rows(file) == ([{"a": 1}], 2) and read_rows(tmp_path / "none") == ([], 0)
+    assert exit_status([{"state": "passed"}, {"state": "not started"}, {"state": "timeout"}]) == 1
+
+
+def test_the_page(tmp_path: Path) -> None:
+    _, result, _ = run([GOOD, BAD, SKIP], tmp_path)
+    text = page.page_of({"gpu": "1 x H100", "time": "2026-01-02T03", "revision": "abc"}, result.parts)
+    assert "# GPU check, 2026-01-02" in text and "gpu 1 x H100; revision abc" in text
+    assert "| good: a fake good | passed |" in text and "| **failed** |" in text and "skipped: nothing here" in text
+    assert "## Figures" in text and "| 0.500 | 0.400 | holds |" in text and "| 0.300 | 0.400 | **misses** |" in text
+    assert page.verdict({"share": "x", "goal": 1}) == "" and page.verdict({"judged": "y", "y": 2, "goal": 1}) == "holds"
+
+
+def test_the_parts_are_whole(tmp_path: Path) -> None:
+    parts = all_parts(Place())
+    names = [part.name for part in parts]
+    assert len(set(names)) == len(names) and names[0] == "build"
+    figures = ("pinned-copy", "ranks-2", "offload-1b")
+    assert max(map(names.index, figures)) < names.index("memcheck"), "measured first: a sanitizer can wait"
+    for part in parts:
+        assert set(part.needs) <= set(names) and part.least_s <= part.budget_s
+        words = list(part.command)
+        if "--do" in words:
+            assert words[words.index("--do") + 1] in work.WORK
+        else:
+            program = next(word for word in words if "/bench/" in word)
+            assert os.access(program, os.X_OK), program
+    assert [part.name for part in chosen(parts, "racecheck")] == ["build", "racecheck"]
+    with pytest.raises(ValueError, match="--part nope"):
+        chosen(parts, "nope")
+    listed = subprocess.run(
+        [sys.executable, str(ROOT / "tools/gpu_check.py"), "--list"], capture_output=True, text=True
+    )
+    assert listed.returncode == 0 and all(name in listed.stdout for name in names)
+
+
+def script(folder: Path, name: str, text: str) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text("#!/bin/sh\n" + text)
+    (folder / name).chmod(0o755)
+
+
+def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
+    for text in ("exit 9\n", "echo 'No devices were found'\n"):
+        script(tmp_path / "bin", "nvidia-smi", text)
+        env = {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+        program = [sys.executable, str(ROOT / "tools/gpu_check.py")]
+        done = subprocess.run(program, capture_output=True, text=True, env=env, check=False)
+        assert done.returncode == 0 and done.stdout == "gpu-check: no GPU on this machine; nothing was checked\n"
+
+
+def test_the_whole_on_a_machine_that_is_played(tmp_path: Path) -> None:
+    """A GPU by name only, and no nvcc: the build fails, everything after it is not started, and all is written."""
+    out, binaries = tmp_path / "out", tmp_path / "bin"
+    script(binaries, "nvidia-smi", 'case "$1" in -L) echo "GPU 0: Played" ;; *) echo "Played, 580.1, 80 GiB" ;; esac\n')
+    env = {**os.environ, "PATH": f"{binaries}:/usr/bin:/bin", "OUT": str(out), "CUDA_HOME": "/no/cuda"}
+    program = [sys.executable, str(ROOT / "tools/gpu_check.py"), "--part", "import", "--minutes", "2"]
+    done = subprocess.run(program, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    result = json.loads((out / "gpu-check.json").read_text())
+    assert result["about"]["gpu"] == "1 x Played, 80 GiB" and result["parts"]["build"]["state"] == "failed"
+    assert "no nvcc" in result["parts"]["build"]["tail"]
+    assert result["parts"]["import"]["reason"] == "build did not pass"
+    assert "**failed**" in (out / "gpu-check.md").read_text() and "no nvcc" in (out / "gpu-check.log").read_text()
+    again = subprocess.run([*program, "--resume"], capture_output=True, text=True, env=env, check=False)
+    assert again.returncode == 1 and "build did not pass" in again.stdout
+
+
+def test_sanitizer_and_tests_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(site=tmp_path / "site", cmake=tmp_path / "cmake", scratch=tmp_path / "scratch")
+    rows = tmp_path / "rows"
+    monkeypatch.setenv(ROWS, str(rows))
+    (tmp_path / "cmake/tests").mkdir(parents=True)
+    tests, binaries = tmp_path / "cmake/tests/cpp", tmp_path / "bin"
+    script(tests, "test_device", 'echo "args: $*"; echo "12 passed, 0 failed"\n')
+    script(tests, "test_coll", 'test "$1" = cuda && echo "0 passed, 0 failed" && exit 2\n')
+    monkeypatch.setenv("PATH", f"{binaries}:{os.environ['PATH']}")
+    script(binaries, "cmake", 'echo "$*"; exit 1\n')
+    assert work.cpp_tests(place) == 1, "a test program that does not compile"
+    rows.unlink()
+    script(binaries, "cmake", f'test "$*" = "--build {tmp_path}/cmake -- -k 0"\n')
+    assert work.cpp_tests(place) == 0
+    script(tests, "test_mem", 'echo "3 passed, 1 failed"; exit 1\n')
+    script(tests, "test_optim", "kill -11 $$\n")
+    assert work.cpp_tests(place) == 1
+    found = read_rows(rows)[0]
+    assert [(r["program"], r["passed"]) for r in found[1:]] == [
+        ("test_device", "12"),
+        ("test_mem", "3"),
+        ("test_optim", "?"),
+    ]
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    for text, code in (
+        ("echo '========= ERROR SUMMARY: 0 errors'\n", 0),
+        ("echo '========= ERROR SUMMARY: 3 errors'; exit 86\n", 1),
+        ("exit 0\n", 1),
+    ):
+        script(binaries, "compute-sanitizer", text)
+        assert work.sanitize(place, "memcheck") == code
+    script(binaries, "compute-sanitizer", "echo 'Error: Device not supported'; exit 1\n")
+    with pytest.raises(SystemExit) as ended:
+        work.sanitize(place, "racecheck")
+    assert ended.value.code == 77
+
+
+def test_what_a_program_said_until_its_limit_is_kept(tmp_path: Path) -> None:
+    hangs = "import time; print('the test that hangs', end='', flush=True); time.sleep(60)"
+    program = f"from gpucheck import work; import sys; work.call([sys.executable, '-c', {hangs!r}])"
+    part = fake("hangs", program, env={"PYTHONPATH": str(ROOT / "tools")})
+    record = run_part(part, 3.0, tmp_path / "log")
+    assert record["state"] == "timeout" and "\nthe test that hangs" in record["tail"]
+    assert work.call([sys.executable, "-c", "print('a\\nb'); raise SystemExit(3)"]) == (3, "a\nb\n")
+
+
+@pytest.mark.parametrize(("version", "without"), [("9.2.0", False), ("8.4.2", True)])
+def test_python_tests_are_in_three_parts(monkeypatch: pytest.MonkeyPatch, version: str, without: bool) -> None:
+    called: list[list[str]] = []
+    monkeypatch.setattr(work, "call", lambda command, env: (called.append(list(command)), (0, "== 3 passed =="))[1])
+    monkeypatch.setattr(work.metadata, "version", lambda package: version)
+    for name in ("python-training", "python-ranks", "python-tests"):
+        assert work.WORK[name](Place()) == 0
+    training, ranks, others = ([word.rpartition("/")[2] for word in words if "/test_" in word] for words in called)
+    assert (training, ranks) == ([work.TRAINING], [work.RANKS]) and not {*training, *ranks} & {*others}
+    assert others[-1] == "test_cuda_ipc.py", "it kills a rank that shares the GPU"
+    assert {"test_cuda_ipc.py", "test_device_gpu.py", "test_fused_adam.py", "test_nccl.py"} <= {*others}
+    assert "test_zero.py" not in others and all(("-c" in words) == without for words in called)
+    assert all("faulthandler_exit_on_timeout=false" in words for words in called), "one slow test would end all"
+    monkeypatch.setattr(work, "call", lambda command, env: (0, "== 35 skipped =="))
+    assert work.WORK["python-tests"](Place()) == 1, "on a GPU some must run"
+
+
+def test_another_tree_without_git_is_another_revision(tmp_path: Path) -> None:
+    for tree in ("one", "two"):
+        (tmp_path / tree / "src/net").mkdir(parents=True)
+        (tmp_path / tree / "python").mkdir()
+        (tmp_path / tree / "src/net/a.cpp").write_text("int a;")
+        (tmp_path / tree / "CMakeLists.txt").write_text("project(a)")
+    one, two = (tmp_path / tree for tree in ("one", "two"))
+    assert work.revision(one) == work.revision(two)
+    (two / "python/_core.so").write_text("what is built, and results, are no sources")
+    (two / "bench/results").mkdir(parents=True)
+    (two / "bench/results/gpu-check.json").write_text("{}")
+    (two / "build").mkdir()
+    (two / "build/a.cpp").write_text("int b;")
+    assert work.revision(one) == work.revision(two)
+    for path in ("src/net/a.cpp", "CMakeLists.txt"):
+        before = work.revision(two)
+        (two / path).write_text("changed")
+        assert work.revision(two) not in (before, work.revision(one))
+    before = work.revision(two)
+    (two / "src/net/a.cpp").rename(two / "src/net/b.cpp")
+    assert work.revision(two) != before
+
+
+def test_make_needs_no_venv() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    target = makefile[makefile.index("gpu-check:") :].split("\n\n")[0]
+    assert "tools/gpu_check.py" in target and "setup" not in target.splitlines()[0].split("##")[0]

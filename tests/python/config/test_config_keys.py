@@ -1,0 +1,379 @@
+"""Every key of the configuration: honoured, without effect, or refused; DeepSpeed's keys and defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import warnings
+from typing import Any
+
+import pytest
+
+from places import SUPPORT
+from zcomm.config import Config, ConfigWarning, load
+from zcomm.config.docs import rows
+from zcomm.config.keys import Status
+from zcomm.config.optimizer_keys import NEEDED, OPTIMIZER_PARAMS, SCHEDULER_PARAMS
+from zcomm.config.parse import leaf_paths
+
+DEEPSPEED = os.environ.get("ZCOMM_TEST_DEEPSPEED")
+NVME = {"device": "nvme", "nvme_path": "/mnt/swap"}
+
+
+def nested(path: str, value: Any) -> dict[str, Any]:
+    """{"a": {"b": value}} for "a.b", with what a section needs besides."""
+    tree: dict[str, Any] = {}
+    place = tree
+    *sections, name = path.split(".")
+    for section in sections:
+        place = place.setdefault(section, {})
+    place[name] = value
+    if sections[:1] == ["optimizer"]:
+        kinds = [kind for kind, names in OPTIMIZER_PARAMS.items() if name in names]
+        tree["optimizer"].setdefault("type", "AdamW" if "AdamW" in [*kinds, name] else (kinds or ["AdamW"])[0])
+    if sections[:1] == ["scheduler"]:
+        kind = tree["scheduler"].setdefault(
+            "type", next((kind for kind, names in SCHEDULER_PARAMS.items() if name in names), "WarmupLR")
+        )
+        known = {each.lower(): names for each, names in SCHEDULER_PARAMS.items()}[kind.lower()]
+        params = tree["scheduler"].setdefault("params", {})
+        params.update({needed: 1 for needed in NEEDED if needed in known and needed not in params})
+    if "offload_param" in sections:
+        tree["zero_optimization"]["stage"] = 3
+    if name == "device" and value == "nvme":
+        place["nvme_path"] = "/mnt/swap"
+    return tree
+
+
+def get(config: Any, path: str) -> Any:
+    for name in path.split("."):
+        config = getattr(config, name)
+    return config
+
+
+HONOURED = [
+    ("train_batch_size", 64, 64),
+    ("train_micro_batch_size_per_gpu", 4, 4),
+    ("gradient_accumulation_steps", 2.0, 2),
+    ("gradient_clipping", 0, 0.0),
+    ("steps_per_print", 10, 10),
+    ("steps_per_print", float("inf"), None),
+    ("wall_clock_breakdown", True, True),
+    ("dataloader_drop_last", True, True),
+    ("fp16.enabled", True, True),
+    ("fp16.loss_scale", 128, 128.0),
+    ("fp16.loss_scale_window", 500, 500),
+    ("fp16.initial_scale_power", 32, 32),
+    ("fp16.hysteresis", 4, 4),
+    ("fp16.min_loss_scale", 2, 2.0),
+    ("fp16.consecutive_hysteresis", True, True),
+    ("bf16.enabled", True, True),
+    ("bf16.check_grad_overflow", False, False),
+    ("communication_data_type", "bf16", "bf16"),
+    ("data_types.grad_accum_dtype", "fp32", "fp32"),
+    ("data_types.buffer_dtype", "bf16", "bf16"),
+    ("activation_checkpointing.cpu_checkpointing", True, True),
+    ("optimizer.type", "adam", "Adam"),
+    ("optimizer.type", "AdamW", "AdamW"),
+    ("optimizer.type", "lion", "Lion"),
+    ("optimizer.type", "SGD", "SGD"),
+    ("optimizer.type", "Adagrad", "Adagrad"),
+    ("optimizer.params.momentum", 0.9, 0.9),
+    ("optimizer.params.dampening", 0.5, 0.5),
+    ("optimizer.params.nesterov", True, True),
+    ("optimizer.params.lr_decay", 0.1, 0.1),
+    ("optimizer.params.initial_accumulator_value", 0.1, 0.1),
+    ("optimizer.params.lr", 3e-4, 3e-4),
+    ("optimizer.params.betas", [0.8, 0.95], (0.8, 0.95)),
+    ("optimizer.params.eps", 1e-6, 1e-6),
+    ("optimizer.params.weight_decay", 1, 1.0),
+    ("optimizer.params.adam_w_mode", False, False),
+    ("optimizer.params.torch_adam", True, True),
+    ("scheduler.type", "WarmupLR", "WarmupLR"),
+    ("scheduler.params.warmup_min_lr", 1e-5, 1e-5),
+    ("scheduler.params.warmup_max_lr", 1e-3, 1e-3),
+    ("scheduler.params.warmup_num_steps", 10, 10),
+    ("scheduler.params.warmup_type", "linear", "linear"),
+    ("scheduler.type", "onecycle", "OneCycle"),
+    *(
+        (f"scheduler.params.{name}", value, value)
+        for name, value in {
+            "total_num_steps": 50,
+            "warmup_min_ratio": 0.1,
+            "cos_min_ratio": 0.1,
+            "lr_range_test_min_lr": 0.1,
+            "lr_range_test_step_size": 5,
+            "lr_range_test_step_rate": 2.0,
+            "lr_range_test_staircase": True,
+            "cycle_min_lr": 0.1,
+            "cycle_max_lr": 0.2,
+            "decay_lr_rate": 0.5,
+            "cycle_first_step_size": 7,
+            "cycle_second_step_size": 8,
+            "cycle_first_stair_count": 2,
+            "cycle_second_stair_count": 3,
+            "decay_step_size": 3,
+            "cycle_momentum": False,
+            "cycle_min_mom": 0.7,
+            "cycle_max_mom": 0.95,
+            "decay_mom_rate": 0.1,
+        }.items()
+    ),
+    ("zero_optimization.stage", 3, 3),
+    ("zero_optimization.overlap_comm", False, False),
+    ("zero_optimization.reduce_bucket_size", 5e7, 50_000_000),
+    ("zero_optimization.stage3_prefetch_bucket_size", 1e6, 1_000_000),
+    ("zero_optimization.offload_optimizer.device", "cpu", "cpu"),
+    ("zero_optimization.offload_optimizer.device", "nvme", "nvme"),
+    ("zero_optimization.offload_optimizer.nvme_path", "/mnt/x", "/mnt/x"),
+    ("zero_optimization.offload_optimizer.nvme_path", ["/mnt/x", "/mnt/y"], ("/mnt/x", "/mnt/y")),
+    ("zero_optimization.offload_optimizer.ratio", 0.5, 0.5),
+    ("checkpoint.tag_validation", "Fail", "Fail"),
+    ("zero_optimization.offload_param.device", "nvme", "nvme"),
+    ("zero_optimization.offload_param.nvme_path", "/mnt/x", "/mnt/x"),
+]
+
+NO_EFFECT = [
+    ("bf16.immediate_grad_update", True),
+    ("seq_parallel_communication_data_type", "bf16"),
+    ("disable_python_gc", True),
+    ("log_level", "info"),
+    ("vocabulary_size", 50304),
+    ("use_data_before_expert_parallelism", True),
+    ("timers", {"throughput": {"enabled": False}}),
+    ("pipeline", {"stages": 2}),
+    ("checkpoint.parallel_write", {"pipeline_stage": True}),
+    ("checkpoint.checkpoint_serialization", False),
+    ("checkpoint.writer", {"type": "fast"}),
+    ("data_types.keep_in_fp32_modules", ["rotary"]),
+    ("optimizer.legacy_fusion", True),
+    ("optimizer.params.set_grad_none", False),
+    ("optimizer.params.foreach", True),
+    ("optimizer.params.fused", False),
+    ("optimizer.params.capturable", True),
+    ("aio.use_gds", True),
+    ("zero_optimization.offload_optimizer.super_offload", True),
+    ("zero_optimization.offload_optimizer.cpuadam_cores_perc", 0.5),
+    ("zero_optimization.mics_hierarchical_params_gather", True),
+    ("zero_optimization.leaf_module", {"classes": ["Block"]}),
+    ("zero_optimization.cpu_offload_use_pin_memory", True),
+    ("zero_optimization.stage3_model_persistence_threshold", 0),
+    ("zero_optimization.stage3_module_granularity_threshold", 5),
+    *(
+        (f"compile.{name}", value)
+        for name, value in {
+            "free_activation": True,
+            "free_activation_threshold": 1,
+            "offload_activation_pin_memory": False,
+            "double_buffer": False,
+            "symmetric_memory": True,
+            "debug_log": True,
+            "sync_before_reduce": True,
+            "sync_after_reduce": True,
+            "sync_before_allgather": True,
+            "sync_after_allgather": True,
+            "keep_int_input_tensors": False,
+            "keep_all_input_tensors": True,
+            "passes": ["prefetch"],
+        }.items()
+    ),
+    *(
+        (f"zero_optimization.{name}", False)
+        for name in (
+            "use_multi_rank_bucket_allreduce",
+            "compute_grad_norm",
+            "memory_efficient_linear",
+            "override_module_apply",
+        )
+    ),
+    *(
+        (f"zero_optimization.{name}", True)
+        for name in (
+            "stage3_use_all_reduce_for_fetch_params",
+            "stage3_allgather_sequential",
+            "stage3_gather_fp16_weights_on_model_save",
+            "legacy_stage1",
+            "parameter_alignment",
+            "pipeline_loading_checkpoint",
+            "log_trace_cache_warnings",
+            "enable_sanity_checks",
+            "save_muon_momentum_buffer_in_memory",
+        )
+    ),
+    ("disable_allgather", True),
+    ("dump_state", True),
+    ("memory_breakdown", True),
+    ("zero_force_ds_cpu_optimizer", False),
+    ("zero_optimization.elastic_checkpoint", True),
+    ("zero_optimization.load_from_fp32_weights", False),
+    ("zero_optimization.ignore_unused_parameters", False),
+    ("zero_optimization.stage3_gather_16bit_weights_on_model_save", True),
+    ("zero_allow_untested_optimizer", True),
+    ("zero_optimization.allgather_partitions", False),
+    ("zero_optimization.allgather_bucket_size", 5e7),
+    ("zero_optimization.reduce_scatter", False),
+    ("zero_optimization.contiguous_gradients", False),
+    ("zero_optimization.round_robin_gradients", True),
+    ("zero_optimization.sub_group_size", 1e8),
+    ("zero_optimization.stage3_param_persistence_threshold", 0),
+    ("zero_optimization.stage3_max_live_parameters", 1e6),
+    ("zero_optimization.stage3_max_reuse_distance", 1e6),
+    ("zero_optimization.offload_optimizer.pin_memory", False),
+    ("zero_optimization.offload_optimizer.buffer_count", 8),
+    ("zero_optimization.offload_optimizer.pipeline_read", True),
+    ("zero_optimization.offload_optimizer.pipeline_write", True),
+    ("zero_optimization.offload_optimizer.fast_init", True),
+    ("zero_optimization.offload_param.pin_memory", False),
+    ("zero_optimization.offload_param.buffer_count", 8),
+    ("zero_optimization.offload_param.buffer_size", 1e6),
+    ("zero_optimization.offload_param.max_in_cpu", 0),
+    ("aio.block_size", 4096),
+    ("aio.queue_depth", 32),
+    ("aio.thread_count", 4),
+    ("aio.intra_op_parallelism", 4),
+    ("aio.single_submit", True),
+    ("aio.overlap_events", False),
+    ("activation_checkpointing.partition_activations", True),
+    ("activation_checkpointing.contiguous_memory_optimization", True),
+    ("activation_checkpointing.number_checkpoints", 4),
+    ("activation_checkpointing.synchronize_checkpoint_boundary", True),
+    ("activation_checkpointing.profile", True),
+]
+
+REFUSED = [
+    ("tensorboard", {"enabled": True}, "rank 0 prints, and the program logs as it likes"),
+    ("wandb", {"enabled": True}, "rank 0 prints, and the program logs as it likes"),
+    ("csv_monitor", {"enabled": True}, "rank 0 prints, and the program logs as it likes"),
+    ("comms_logger", {"enabled": True}, "zcomm.profile shows them"),
+    ("flops_profiler", {"enabled": True}, "zcomm.profile shows where time goes"),
+    ("autotuning", {"enabled": True}, "zcomm plan says what fits"),
+    ("elasticity", {"enabled": True}, "a checkpoint loads at any world size"),
+    ("compression_training", {"enabled": True}, "there is none"),
+    ("data_efficiency", {"enabled": True}, "there is none"),
+    ("curriculum_learning", {"enabled": True}, "there is none"),
+    ("progressive_layer_drop", {"enabled": True}, "there is none"),
+    ("eigenvalue", {"enabled": True}, "there is none"),
+    ("hybrid_engine", {"enabled": True}, "there is none"),
+    ("comet", {"enabled": True}, "rank 0 prints, and the program logs as it likes"),
+    ("tensor_parallel", {"autotp_size": 2}, "one data-parallel group"),
+    ("expert_parallel", {"enabled": True}, "there are no experts"),
+    ("weight_quantization", {"quantized_initialization": {}}, "there is none"),
+    ("datastates_ckpt", {}, r"save_checkpoint\(wait=False\)"),
+    ("nebula", {"enabled": True}, r"save_checkpoint\(wait=False\)"),
+    ("torch_autocast", {"enabled": True}, "or torch.autocast"),
+    ("amp", {"enabled": True}, 'no apex; use "bf16"'),
+    ("bfloat16", {"enabled": True}, 'use "bf16": {"enabled": true}'),
+    ("sparse_attention", {"mode": "fixed"}, "DeepSpeed has removed it"),
+    ("quantize_training", {"enabled": True}, "DeepSpeed has removed it"),
+    ("graph_harvesting", True, "DeepSpeed has removed it"),
+    ("gradient_allreduce_op", "sum", "multiply the loss by the number of ranks"),
+    ("managed_gradient_accumulation", False, "set_gradient_accumulation_boundary"),
+    ("bf16.bf16_optimizer_states", True, "state_dtype=torch.bfloat16"),
+    ("checkpoint.load_universal", True, "zcomm ckpt convert"),
+    ("checkpoint.use_node_local_storage", True, "one folder that all ranks see"),
+    ("data_types.param_dtype", "fp32", "leave it out"),
+    ("compile.deepcompile", True, "compile the model's blocks yourself"),
+    ("compile.autoep_non_moe", True, "no experts"),
+    ("compile.offload_activation", True, "cpu_checkpointing"),
+    ("compile.offload_opt_states", True, "offload_optimizer"),
+    ("compile.offload_parameters", True, "offload_param"),
+    ("optimizer.params.bias_correction", False, "corrects them"),
+    ("optimizer.params.amsgrad", True, "no kernel"),
+    ("optimizer.params.fp32_optimizer_states", False, "state_dtype=torch.bfloat16"),
+    ("scheduler.params.last_batch_iteration", 5, "load_checkpoint restores"),
+    ("zero_optimization.zero_quantized_nontrainable_weights", True, "as they are"),
+    ("zero_optimization.zenflow", {"topk_ratio": 0.1}, "every step updates everything"),
+    ("zero_optimization.mics_shard_size", 2, "sharded over all ranks"),
+    ("prescale_gradients", True, r'"prescale_gradients": true is refused'),
+    ("gradient_predivide_factor", 2, "summed in fp32 and divided once"),
+    ("sparse_gradients", True, "reduced dense"),
+    ("fp16.auto_cast", True, "cast them"),
+    ("fp16.fp16_master_weights_and_grads", True, "always exact fp32"),
+    ("bf16.bf16_master_weights_and_grads", True, "always exact fp32"),
+    ("zero_optimization.cpu_offload", True, r'use "zero_optimization.offload_optimizer": {"device": "cpu"}'),
+    ("zero_optimization.cpu_offload_param", True, r'use "zero_optimization.offload_param": {"device": "cpu"}'),
+    ("zero_optimization.zero_hpz_partition_size", 2, "sharded over all ranks"),
+    ("zero_optimization.zero_quantized_weights", True, "as they are"),
+    ("zero_optimization.zero_quantized_gradients", True, "as they are"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "wanted"), HONOURED)
+def test_honoured_key_is_read_without_a_warning(path: str, value: Any, wanted: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = load(nested(path, value))
+    assert get(config, path) == wanted
+    assert type(get(config, path)) is type(wanted)
+
+
+@pytest.mark.parametrize(("path", "value"), NO_EFFECT)
+def test_key_without_effect_warns_once_with_its_reason(path: str, value: Any) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert get(load(nested(path, value)), path) == value
+    assert [w.category for w in caught] == [ConfigWarning]
+    assert f'"{path}": ' in str(caught[0].message) and "has no effect: " in str(caught[0].message)
+
+
+@pytest.mark.parametrize(("path", "value", "message"), REFUSED)
+def test_refused_value(path: str, value: Any, message: str) -> None:
+    with pytest.raises(NotImplementedError, match=message):
+        load(nested(path, value))
+
+
+def test_these_tables_hold_every_key_of_the_schema() -> None:
+    by_status = {Status.HONOURED: HONOURED, Status.NO_EFFECT: NO_EFFECT, Status.REFUSED: REFUSED}
+    for status, cases in by_status.items():
+        known = {row.path for row in rows() if row.status == status.value}
+        assert known <= {case[0] for case in cases}, status
+
+
+def of_deepspeed() -> dict[str, Any]:
+    """Every key that DeepSpeed 0.19.8 reads, with its default (as ``deepspeed_keys.py`` found them)."""
+    found: dict[str, Any] = json.loads((SUPPORT / "deepspeed_keys.json").read_text())
+    return found
+
+
+OWN_DEFAULTS = {  # as docs/config.md says
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.stage3_prefetch_bucket_size",
+}
+
+
+def test_every_key_of_deepspeed_is_known() -> None:
+    missing = set(of_deepspeed()) - set(leaf_paths())
+    assert not missing, f"not in the table: {missing}"
+
+
+def test_defaults_are_deepspeeds() -> None:
+    for path, value in of_deepspeed().items():
+        ours: Any = Config()
+        for name in path.split("."):
+            ours = None if ours is None else getattr(ours, name)
+        if dataclasses.is_dataclass(ours) or path in OWN_DEFAULTS:
+            continue
+        same = ours.lower() == value.lower() if isinstance(ours, str) else ours == value
+        assert same or (not ours and not value), f"{path}: {ours!r}, DeepSpeed {value!r}"
+
+
+@pytest.mark.skipif(DEEPSPEED is None, reason="ZCOMM_TEST_DEEPSPEED=PYTHON names a Python that has DeepSpeed")
+def test_the_list_is_deepspeeds() -> None:
+    script = SUPPORT / "deepspeed_keys.py"
+    done = subprocess.run([str(DEEPSPEED), script], capture_output=True, text=True, check=True)
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("KEYS ")]
+    assert json.loads(line.removeprefix("KEYS ")) == of_deepspeed()
+
+
+def test_defaults_are_silent_and_equal_an_empty_config() -> None:
+    def plain(value: Any) -> Any:
+        if dataclasses.is_dataclass(value):
+            return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return list(value) if isinstance(value, tuple) else value
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load(plain(Config())) == load({}) == Config()
+    assert Config().gradient_clipping == 1.0 and Config().zero_optimization.stage == 0

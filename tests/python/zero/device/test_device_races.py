@@ -1,0 +1,342 @@
+"""The order of everything that touches memory while a model trains on a device, written down and looked at.
+
+What streams are given is recorded by the device itself; what torch, the communicator and the CPU's step touch is told
+here, at the places where they do. Torch's stream is one of the device here, for which the host does not wait: the
+numbers are nonsense, the order is that of a GPU. A race is two accesses that nothing orders, whether or not they met
+in this run. Then waits are taken away one by one, and each must be missed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import simulated
+import zcomm
+from device_jobs import Job
+from test_corners import WIDTH, Net, loss_of
+from zcomm import _core
+from zcomm.memory import device_streams
+from zcomm.memory.device_streams import CopyStream
+from zcomm.zero import optimizer as zero_optimizer
+from zcomm.zero.async_step import StepBehind
+from zcomm.zero.gradients.device_norm import DeviceSquares
+from zcomm.zero.gradients.norm import GradientNorm
+from zcomm.zero.gradients.pinned import DeviceReducer
+from zcomm.zero.optim_state.ram import ShardState
+from zcomm.zero.optim_state.staged import StagedState
+from zcomm.zero.params.device import DeviceStore
+from zcomm.zero.params.device_shards import DeviceSource
+from zcomm.zero.units.device import DeviceUnitStore
+from zcomm.zero.units.peers import ResidentUnitStore
+
+pytestmark = pytest.mark.skipif(not hasattr(_core, "Trace"), reason="the race checker is not in this build")
+Wrap = Callable[[type, str, Callable[..., Any]], None]
+
+
+class Lane(simulated.SimulatedLane):
+    """Torch's current stream is not the host."""
+
+    def __init__(self, device: torch.device, core: Any, trace: Any) -> None:
+        super().__init__(device, core)
+        self.stream = core.make_stream()
+        self.trace = trace
+
+    def empty(self, count: int, dtype: torch.dtype, what: str) -> torch.Tensor:
+        """torch gives memory in the order of its stream: what its last owner was to do there may still be to come."""
+        memory = super().empty(count, dtype, what)
+        if memory.nbytes:
+            self.trace.touch(self.stream, memory.data_ptr(), memory.nbytes, "w", f"the last owner of {what}")
+        return memory
+
+    def current(self) -> Any:
+        return self.stream
+
+    def drain(self) -> None:
+        super().drain()
+        self.stream.synchronize()  # torch gives memory to others in the order of its stream; the host does so at once
+
+
+class Watched:
+    """A trace, and what is told to it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.trace: Any = _core.Trace()
+        self._patch = monkeypatch
+        self._operations = 0  # of the communicator: a queue each, one after the other
+        self._queue_of: dict[int, str] = {}  # by host slot
+        monkeypatch.setattr(device_streams, "open_lane", self._open)
+        # Torch's operations run at once, and not in the order of its stream: values mean nothing here.
+        monkeypatch.setattr(zero_optimizer, "report", lambda *args: None)
+        self._tell_gradients()
+        self._tell_steps()
+
+    def _open(self, where: torch.device) -> Lane:
+        device = _core.record_device(_core.simulated_device(seed=3, max_delay_s=0.0002), self.trace)
+        self.lane = Lane(torch.device("cpu"), device, self.trace)
+        return self.lane
+
+    def touch(self, who: Any, tensor: torch.Tensor, access: str, label: str) -> None:
+        if tensor.nbytes:
+            self.trace.touch(who, tensor.data_ptr(), tensor.nbytes, access, label)
+
+    def around(self, owner: type, name: str, told: Callable[..., Any]) -> None:
+        """``told(original, self, *args)`` stands for a method."""
+        original = getattr(owner, name)
+        self._patch.setattr(owner, name, lambda this, *args: told(original, this, *args))
+
+    def _tell_gradients(self) -> None:
+        def enter(original: Any, this: Any, bucket: int) -> None:
+            original(this, bucket)
+            self.touch(self.lane.stream, this._slot(bucket), "w", f"gradients into the slot of bucket {bucket}")
+
+        def reduce(original: Any, this: Any, bucket: Any, host: torch.Tensor) -> None:
+            number = this._number(bucket.index)
+            queue, self._operations = f"operation {self._operations}", self._operations + 1
+            self._queue_of[number] = f"operation {self._operations}"
+            self.trace.order(queue, self._queue_of[number])
+            self.trace.order(None, self._queue_of[number])
+            self.trace.order(this._landed[number], self._queue_of[number])
+            original(this, bucket, host)
+            self.touch(self._queue_of[number], host, "r", f"reduce bucket {bucket.index}")
+            self.touch(self._queue_of[number], this.shard_view(bucket), "rw", f"add bucket {bucket.index}")
+
+        def wait(original: Any, this: Any, number: int) -> None:
+            waits = this._works[number] is not None
+            original(this, number)
+            if waits:
+                self.trace.order(self._queue_of[number], None)
+
+        self.around(DeviceReducer, "_enter", enter)
+        self.around(DeviceReducer.__base__, "_reduce", reduce)  # type: ignore[arg-type]
+        self.around(DeviceReducer.__base__, "_wait", wait)  # type: ignore[arg-type]
+
+    def _tell_steps(self) -> None:
+        def tile(original: Any, this: Any, shard: Any, state: torch.Tensor, part: slice) -> None:
+            self.touch(None, shard.weight[part], "rw", f"step of bucket {shard.bucket}: weight")
+            self.touch(None, shard.grad[part], "r", f"step of bucket {shard.bucket}: gradient")
+            original(this, shard, state, part)
+
+        def begin(original: Any, this: Any, sweep: Any) -> None:
+            def told() -> None:
+                self.trace.order("begin of the step", None)
+                sweep()
+                self.trace.order(None, "end of the step")
+
+            self.trace.order(None, "begin of the step")
+            original(this, told)
+
+        def join(original: Any, this: Any) -> None:
+            ran = this._running is not None
+            original(this)
+            if ran:
+                self.trace.order("end of the step", None)
+
+        def add_words(original: Any, this: Any, words: torch.Tensor) -> None:
+            self.touch(None, words, "r", "norm")
+            original(this, words)
+
+        self.around(ShardState, "_step_tile", tile)
+        self.around(GradientNorm, "add_words", add_words)
+        self.around(StepBehind, "start", begin)
+        self.around(StepBehind, "join", join)
+
+    def tell_model(self, model: nn.Module) -> None:
+        """Forward and backward read the weights where they were in forward."""
+
+        def enter(module: nn.Module, args: Any) -> None:
+            for name, param in module.named_parameters(recurse=False):
+                self.touch(self.lane.stream, param.data, "r", f"forward reads {name}")
+
+        def leave(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            data = [(name, param.data) for name, param in module.named_parameters(recurse=False)]
+
+            def backward(grad: torch.Tensor) -> None:
+                for name, where in data:
+                    self.touch(self.lane.stream, where, "r", f"backward reads {name}")
+
+            if output.requires_grad:
+                output.register_hook(backward)
+
+        for module in model.modules():
+            if module._parameters:
+                module.register_forward_pre_hook(enter)
+                module.register_forward_hook(leave)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    yield Watched(monkeypatch)
+    zcomm.shutdown()
+
+
+def train(job: Job, folder: str, watched: Watched, steps: int = 4) -> list[Any]:
+    """The races of a short training."""
+    torch.manual_seed(0)
+    net = Net(job.kind)
+    if job.kind == "unused":
+        net.extra = nn.Linear(WIDTH, WIDTH)
+    opt = job.build(net, folder)
+    watched.tell_model(net)
+    for number in range(steps * job.accum):
+        loss = loss_of(net, 0, number)
+        if job.kind == "unused" and number % 2 == 0:  # the last weights of all are used now and then
+            loss = loss + net.extra(torch.ones(1, WIDTH)).square().mean()
+        opt.backward(loss)
+        if number % 2:  # reads weights that no gradient tells of
+            with torch.no_grad():
+                loss_of(net, 0, 100 + number)
+        opt.step()
+        opt.zero_grad()
+    opt.close()
+    assert watched.trace.operations > 100 * steps
+    found: list[Any] = watched.trace.races()
+    return found
+
+
+JOBS = [
+    Job(0), Job(2), Job(2, clip=1.0), Job(2, clip=1.0, accum=2), Job(2, behind=True),
+    Job(1, "nvme", behind=True, accum=2), Job(3), Job(3, prefetch=3), Job(3, "nvme", prefetch=0),
+    Job(3, kind="twice"), Job(3, kind="checkpoint"),
+    Job(2, kind="unused", behind=True), Job(3, kind="unused", prefetch=3),
+    Job(0, None, accum=2), Job(2, "mixed", clip=1.0), Job(2, fraction=0.5, behind=True, precision="bf16"), Job(3, None),
+    Job(3, "mixed", mixed=True), Job(3, "cpu", mixed=True, prefetch=0),
+    Job(3, "mixed", kind="unused", mixed=True, prefetch=3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("job", JOBS, ids=str)
+def test_nothing_races(tmp_path: Path, watched: Watched, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulated, "playing", lambda: True)
+    races = train(job, str(tmp_path), watched)
+    assert not races, "\n".join(map(str, races[:5]))
+
+
+def _drop_wait(owner: Any, name: str) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda patch: patch.setattr(owner, name, lambda *args: None)
+
+
+def _without(place: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """``CopyStream.carry`` that forgets the events of one kind. place: a method of whose copies."""
+
+    def change(patch: pytest.MonkeyPatch) -> None:
+        owner, method = {
+            "reduce": (DeviceReducer, "_reduce"),
+            "send": (DeviceStore, "_send"),
+            "copy": (DeviceUnitStore, "_copy"),
+            "sums": (DeviceSquares, "send"),
+            "piece": (StagedState, "_step_piece"),
+            "follow": (DeviceSource, "_follow"),
+            "stay": (ResidentUnitStore, "_fill_place"),
+        }[place]
+        original, carry = getattr(owner, method), CopyStream.carry
+        forgets = [False]
+
+        def inside(this: Any, *args: Any) -> Any:
+            forgets[0] = True
+            try:
+                return original(this, *args)
+            finally:
+                forgets[0] = False
+
+        patch.setattr(owner, method, inside)
+        patch.setattr(
+            CopyStream,
+            "carry",
+            lambda this, copies, after, *done: carry(this, copies, [] if forgets[0] else after, *done),
+        )
+
+    return change
+
+
+def _no_wait_in(owner: type, method: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """Torch's stream waits for nothing inside of a method."""
+
+    class Deaf:
+        def __init__(self, stream: Any) -> None:
+            self._stream = stream
+
+        def wait(self, event: Any) -> None:
+            pass
+
+        def record(self, event: Any) -> None:
+            self._stream.record(event)
+
+    def change(patch: pytest.MonkeyPatch) -> None:
+        original, current = getattr(owner, method), Lane.current
+        deaf = [False]
+
+        def inside(this: Any, *args: Any) -> Any:
+            deaf[0] = True
+            try:
+                return original(this, *args)
+            finally:
+                deaf[0] = False
+
+        patch.setattr(owner, method, inside)
+        patch.setattr(Lane, "current", lambda this: Deaf(current(this)) if deaf[0] else current(this))
+
+    return change
+
+
+def _no_join(patch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for a step whose last bucket takes until the next backward pass has reduced something."""
+    step, reduce = ShardState._step_tile, DeviceReducer._reduce
+    reduced = threading.Event()
+
+    def slow(this: Any, shard: Any, *args: Any) -> None:
+        if shard.bucket == len(this.counts) - 1:
+            reduced.clear()
+            reduced.wait(3.0)  # after the last step nothing is
+        step(this, shard, *args)
+
+    def note(this: Any, *args: Any) -> None:
+        reduce(this, *args)
+        reduced.set()
+
+    patch.setattr(ShardState, "_step_tile", slow)
+    patch.setattr(DeviceReducer, "_reduce", note)
+    patch.setattr(StepBehind, "join", lambda this: None)
+
+
+WAITS: dict[str, tuple[Job, Callable[[pytest.MonkeyPatch], None]]] = {
+    "a slot is filled before its last copy has left": (Job(2), _no_wait_in(DeviceReducer, "_enter")),
+    "a slot leaves before it is full": (Job(2), _without("reduce")),
+    "weights come while the old ones are used": (Job(2), _without("send")),
+    "forward begins before the weights have come": (Job(2), _no_wait_in(DeviceStore, "arrive")),
+    "a module runs before its weights have come": (Job(2, behind=True), _no_wait_in(DeviceStore, "arrive_bucket")),
+    "a unit is used before it has come": (Job(3), _no_wait_in(DeviceUnitStore, "_await")),
+    "a unit comes into a place in use": (Job(3), _without("copy")),
+    "the step begins before the last unit was read": (  # a sum of squares would come behind it, on the same stream
+        Job(3, kind="unused", prefetch=3, accum=2),
+        _drop_wait(DeviceUnitStore, "settle"),
+    ),
+    "sums of squares come before they are there": (Job(2, None), _without("sums")),
+    "sums of squares are added before they have come": (Job(2, None), _drop_wait(DeviceSquares, "_wait")),
+    "sums of what leaves come before they are there": (Job(2, clip=1.0), _without("sums")),
+    "the step begins before a gradient has landed": (Job(2, clip=1.0), _drop_wait(DeviceReducer, "_finish_one")),
+    "weights go home before they are stepped": (Job(3, None), _without("piece")),
+    "weights are used before they are home": (Job(3, None), _drop_wait(StagedState, "_await")),
+    "a shard that stays is renewed while a unit takes it": (Job(3, "cpu", mixed=True), _without("follow")),
+    "a unit takes what stays while it is stepped": (Job(3, None, mixed=True), _without("stay")),
+    "gradients are written while the step reads them": (
+        Job(2, kind="unused", behind=True),
+        _no_join,
+    ),
+}
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_wait_that_is_taken_away_is_missed(
+    tmp_path: Path, watched: Watched, wait: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(simulated, "playing", lambda: True)
+    job, change = WAITS[wait]
+    change(monkeypatch)
+    assert train(job, str(tmp_path), watched), "nobody missed it"

@@ -1,0 +1,256 @@
+"""Optimizer state that stays on a (simulated) device: the bits of the CPU, memory, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import simulated
+import zcomm
+from device_jobs import Job, pairs
+from test_corners import Net, loss_of
+from test_device_life import both, step
+from test_zero_device import same
+from zcomm.zero.layout.tiles import TileForm, joined, split
+from zcomm.zero.optim_state import staged
+
+Run = Callable[..., list[Any]]
+DELAY_S = 0.0003
+
+# A world of one, whose buckets are resident.
+ALONE = [
+    Job(0, None), Job(1, None, precision="bf16", clip=0.5), Job(2, None, precision="fp16", accum=2),
+    Job(2, None, clip=1.0, accum=3, overlap=False), Job(2, fraction=0.5, bucket_mb=0.002),
+    Job(0, fraction=0.4, precision="bf16", clip=1.0, accum=2), Job(2, fraction=0.3, precision="fp16", clip=0.5),
+    Job(1, "mixed", precision="bf16"), Job(2, None, optimizer="lion", precision="bf16"),
+    Job(2, None, optimizer="8bit", precision="bf16"), Job(1, fraction=0.5, optimizer="8bit", precision="fp16"),
+    Job(1, None, optimizer="small"), Job(2, fraction=0.5, optimizer="asgd", precision="bf16"),
+    Job(2, fraction=0.5, behind=True), Job(2, "mixed", behind=True, accum=2, optimizer="nadam"), Job(3, fraction=0.5),
+    Job(2, None, optimizer="sgd"), Job(1, None, optimizer="sgd", precision="bf16"), Job(2, None, optimizer="momentum"),
+    Job(0, fraction=0.5, optimizer="nesterov", precision="fp16"), Job(2, None, optimizer="adagrad", clip=0.5),
+]  # fmt: skip
+
+# A world of two, whose gradients and weights go by host memory.
+TOGETHER = [
+    Job(0, None, clip=0.5), Job(1, None, precision="bf16", accum=2), Job(2, fraction=0.5, precision="fp16"),
+    Job(2, "mixed", clip=1.0), Job(1, fraction=0.5, optimizer="lion", overlap=False),
+    Job(2, None, optimizer="8bit", precision="fp16"), Job(2, None, optimizer="nadam", share_parameters=False),
+    Job(2, fraction=0.5, behind=True), Job(3, None, precision="bf16"), Job(3, "mixed", optimizer="small", accum=2),
+    Job(1, None, optimizer="nesterov", precision="bf16"), Job(3, None, optimizer="adagrad"),
+]  # fmt: skip
+
+
+def small_pieces(jobs: list[Job], folder: str) -> list[Any]:
+    staged.PIECE_TILES = 1  # more pieces than slots
+    return pairs(jobs, folder, DELAY_S, 3)
+
+
+@pytest.fixture(autouse=True)
+def ordinary() -> Iterator[None]:
+    yield
+    simulated.stop()
+    zcomm.shutdown()
+
+
+@pytest.mark.timeout_s(300)
+@pytest.mark.parametrize("jobs", [ALONE, TOGETHER], ids=["alone", "together"])
+def test_the_bits_of_the_cpu(run_ranks: Run, tmp_path: Path, jobs: list[Job]) -> None:
+    same(jobs, run_ranks(small_pieces, 1 + (jobs is TOGETHER), jobs, str(tmp_path), timeout_s=280))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "job"),
+    [
+        (1, Job(2, "mixed", precision="bf16")),
+        (1, Job(0, fraction=0.5, precision="fp16", behind=True)),
+        (2, Job(3, None, precision="fp16")),
+    ],
+    ids=str,
+)
+def test_whole_tensors_and_checkpoints(run_ranks: Run, tmp_path: Path, world_size: int, job: Job) -> None:
+    for found in run_ranks(both, world_size, job, str(tmp_path)):
+        for plain, there in found:
+            assert torch.equal(plain, there)
+
+
+def test_a_save_in_the_background_is_of_its_moment(tmp_path: Path) -> None:
+    ends = []
+    for there in (False, True):
+        if there:
+            simulated.play(DELAY_S)
+        torch.manual_seed(0)
+        net = Net("plain")
+        opt = Job(2, fraction=0.5, precision="fp16").build(net, str(tmp_path))
+        step(net, opt, 0)
+        saving = opt.save(tmp_path / f"{there}", wait=False)
+        step(net, opt, 1)
+        saving.wait()
+        opt.load(tmp_path / f"{there}")
+        ends.append({**opt.full_state_dict(), **opt.state_dict()["state"][0]})
+        opt.close()
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def test_gradients_that_are_not_finite_skip_the_step(tmp_path: Path) -> None:
+    simulated.play()
+    net = Net("plain")
+    opt = zcomm.ZeroOptimizer(net, precision="bf16", skip_nonfinite=True, bucket_mb=0.004)
+    step(net, opt, 0)
+    before = opt.full_state_dict()
+    loss = loss_of(net, 0, 1)
+    handle = net.blocks[2].up.weight.register_hook(lambda grad: grad * float("inf"))
+    opt.backward(loss)
+    handle.remove()
+    opt.step()
+    opt.zero_grad()
+    assert opt.skipped_steps == 1 and opt.nonfinite.parameter == "blocks.2.up.weight"
+    assert all(torch.equal(before[name], value) for name, value in opt.full_state_dict().items())
+    opt.close()
+
+
+# --- memory -------------------------------------------------------------------------------------------------------
+
+COUNT = 6 * 64 * 64  # of six buckets
+
+
+def wide(offload: Any, precision: str = "fp32", stage: int = 2) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
+    size = 64 * 64 * (4 if precision == "fp32" else 2) / 2**20
+    return net, zcomm.ZeroOptimizer(net, stage=stage, offload=offload, precision=precision, bucket_mb=size)
+
+
+@pytest.mark.parametrize(("precision", "item", "state"), [("fp32", 4, 8), ("bf16", 2, 10), ("fp16", 2, 12)])
+@pytest.mark.parametrize(("fraction", "kept"), [(0.0, 6), (0.5, 3), (5 / 6, 1), (0.9, 0), (1.0, 0)])
+def test_memory_is_counted_where_it_is(fraction: float, kept: int, precision: str, item: int, state: int) -> None:
+    """At most 1 - fraction of the state stays, by whole buckets."""
+    simulated.play()
+    _, opt = wide(zcomm.Offload("cpu", fraction=fraction), precision)
+    memory = opt.memory()
+    slot, there, here = 64 * 64 * item, COUNT * kept // 6, COUNT * (6 - kept) // 6
+    assert memory["device"] == {
+        "parameters": COUNT * item,
+        "gradients": 4 * there,
+        "optimizer": state * there,
+        "slots": 3 * slot,
+    }
+    assert memory["cpu"] == {
+        "parameters": item * here,
+        "gradients": 4 * here,
+        "optimizer": state * here,
+        "slots": (6 - kept) * slot,
+    }
+    opt.close()
+
+
+def test_none_is_all_of_it_and_a_world_of_one_crosses_no_bus(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated.play()
+    carried: list[int] = []
+    carry = zcomm.memory.device_streams.CopyStream.carry
+    net, opt = wide(None)
+    assert opt.memory()["cpu"]["optimizer"] == opt.memory()["cpu"]["parameters"] == 0
+
+    def count(self: Any, copies: Any, *rest: Any) -> None:
+        copies = list(copies)
+        carried.extend(to.nbytes for to, _ in copies)
+        carry(self, copies, *rest)
+
+    monkeypatch.setattr(zcomm.memory.device_streams.CopyStream, "carry", count)
+    for number in range(3):
+        net(torch.full((2, 64), 1.0 + number)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    assert sum(carried) == 3 * 560, "sums of squares alone"
+    opt.close()
+
+
+@pytest.mark.parametrize("job", [Job(0, None), Job(2, "mixed", clip=1.0), Job(3, None)], ids=str)
+def test_nothing_is_allocated_after_the_second_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: Job) -> None:
+    simulated.play()
+    asked: list[str] = []
+    empty = simulated.SimulatedLane.empty
+    monkeypatch.setattr(
+        simulated.SimulatedLane, "empty", lambda self, n, dtype, what: asked.append(what) or empty(self, n, dtype, what)
+    )
+    net = Net("plain")
+    opt = job.build(net, str(tmp_path))
+    for number in range(2):
+        step(net, opt, number)
+    assert "optimizer state" in asked
+    before = len(asked), opt.allocation_count()
+    for number in range(4):
+        step(net, opt, number)
+    assert (len(asked), opt.allocation_count()) == before
+    state = opt._parts.state
+    opt.close()
+    opt.close()
+    assert not state.device._states and opt._parts is None
+    with torch.no_grad():
+        net.head.weight.add_(1)  # in stages 0 to 2 the model's own now
+
+
+@pytest.mark.parametrize("offload", [None, zcomm.Offload("cpu", fraction=0.5)], ids=["none", "cpu"])
+def test_one_rank_has_no_shards(tmp_path: Path, offload: Any) -> None:
+    """Stage 3 whose weights stay on the device: the bits, memory and checkpoints of stage 2, frozen weights too."""
+    ends = []
+    for stage in (2, 3):
+        simulated.play(DELAY_S)
+        torch.manual_seed(0)
+        with zcomm.zero.Init() if stage == 3 else nullcontext():
+            net = Net("frozen")
+        opt = zcomm.ZeroOptimizer(net, lr=1e-2, stage=stage, offload=offload, device="cpu", bucket_mb=0.004)
+        for number in range(3):
+            step(net, opt, number)
+        opt.save(tmp_path / f"{stage}")
+        step(net, opt, 3)
+        opt.load(tmp_path / f"{stage}")
+        ends.append((opt.full_state_dict(), opt.memory()))
+        opt.close()
+        assert all(param.numel() > 0 for param in net.parameters())
+    assert ends[0][1] == ends[1][1]
+    assert all(torch.equal(ends[0][0][name], ends[1][0][name]) for name in ends[0][0])
+
+
+def test_out_of_memory_names_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated.play()
+    empty = simulated.SimulatedLane._empty
+
+    def full(self: Any, count: int, dtype: torch.dtype) -> torch.Tensor:
+        if dtype == torch.uint8:
+            raise torch.OutOfMemoryError("no more")
+        return empty(self, count, dtype)
+
+    monkeypatch.setattr(simulated.SimulatedLane, "_empty", full)
+    with pytest.raises(zcomm.CudaError, match=r"out of memory on .*: \d+ bytes for optimizer state .*zcomm.Offload"):
+        zcomm.ZeroOptimizer(nn.Linear(8, 8))
+
+
+# --- the parts that only a device's memory takes ------------------------------------------------------------------
+
+
+def test_masters_are_split_by_torch_as_by_the_core() -> None:
+    bits = torch.randint(-(2**31), 2**31 - 1, (1 << 14,), dtype=torch.int64).to(torch.int32)
+    edges = [0, -(2**31), 0x7F800000, 0x7F7FFFFF, 0x3F808000, 0x3F818000, 0x3F807FFF, 0x7F8FFFFF, 0x7FC00001, 1]
+    master = torch.cat((bits, torch.tensor(edges, dtype=torch.int32))).view(torch.float32)
+    form, count = TileForm((), torch.bfloat16), master.numel()
+    weight, state = torch.empty(count, dtype=torch.bfloat16), torch.empty(2 * count, dtype=torch.uint8)
+    form.set_master(weight, state, master)
+    high, low = split(master)
+    assert torch.equal(high.view(torch.int16), weight.view(torch.int16))
+    assert torch.equal(low, state.view(torch.int16))
+    assert torch.equal(joined(weight, low).view(torch.int32), form.master(weight, state).view(torch.int32))
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_the_order_of_a_tile_of_fp16(state_dtype: torch.dtype) -> None:
+    form, count = TileForm(("exp_avg", "exp_avg_sq"), torch.float16, state_dtype), 512
+    state = torch.randint(256, (form.nbytes(count),), dtype=torch.uint8)
+    core = form.reordered(state, count, True)
+    assert torch.equal(form.reordered(core, count, False), state) and not torch.equal(core, state)
+    assert torch.equal(core[: 4 * count].view(torch.int32), form.array(state, count, "master").view(torch.int32))

@@ -1,0 +1,159 @@
+"""The bitwise contract over everything at once: a sample in which every pair of values of two factors occurs.
+
+World, kind of model, accumulation, precision, optimizer and the type in which gradients travel decide the bits; stage,
+offload, fraction, bucket size, overlap, prefetch, shared parameters and units must not: each row is compared with a
+run of stage 0 without any of these.
+Source: greedy covering arrays (Cohen, Dalal, Fredman, Patton: the AETG system, 1997).
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zcomm
+from test_corners import KINDS, Net, loss_of
+from zcomm.zero import Units
+from zero_jobs import Case, digest
+
+Run = Callable[..., list[Any]]
+Row = tuple[Any, ...]
+FACTORS: dict[str, list[Any]] = {
+    "world": [1, 2, 3, 4],
+    "kind": KINDS,
+    "accum": [1, 2, 3],
+    "precision": ["fp32", "bf16", "fp16"],
+    "optimizer": ["adamw", "momentum", "lion", "nadam"],
+    "communication_dtype": [None, "fp32", "bf16"],
+    "stage": [0, 1, 2, 3],
+    "offload": [None, "cpu", "nvme"],
+    "fraction": [1.0, 0.4],
+    "bucket_mb": [0.004, 0.02, 25.0],
+    "overlap": [True, False],
+    "prefetch": [0, 1, 3],
+    "share_parameters": [True, False],
+    "units": [None, Units(min_mb=0.015, keep=("blocks.2",)), Units((nn.Linear,), prefetch_mb=0.01)],
+}
+DECIDES = 6  # so many of the factors decide the bits
+STEPS = 3
+
+
+def covering(values: list[list[Any]], seed: int = 1) -> list[Row]:
+    """Rows of value numbers such that each pair of values of two factors is in one. Greedy, deterministic."""
+    sizes = [len(of_factor) for of_factor in values]
+    pairs = list(itertools.combinations(range(len(sizes)), 2))
+    left = {((a, i), (b, j)) for a, b in pairs for i in range(sizes[a]) for j in range(sizes[b])}
+    draw = random.Random(seed)
+    rows = []
+    while left:
+        best: tuple[int, list[int]] = (-1, [])
+        for _ in range(12):  # candidates; each begins with a pair that is left
+            (a, i), (b, j) = draw.choice(sorted(left))
+            row = {a: i, b: j}
+            others = [f for f in range(len(sizes)) if f not in row]
+            draw.shuffle(others)
+            for factor in others:
+                gains = [
+                    sum(tuple(sorted(((factor, k), (g, v)))) in left for g, v in row.items())
+                    for k in range(sizes[factor])
+                ]
+                top = [k for k, gain in enumerate(gains) if gain == max(gains)]
+                row[factor] = draw.choice(top)
+            flat = [row[factor] for factor in range(len(sizes))]
+            gain = sum(((a, flat[a]), (b, flat[b])) in left for a, b in pairs)
+            best = max(best, (gain, flat))
+        flat = best[1]
+        left -= {((a, flat[a]), (b, flat[b])) for a, b in pairs}
+        rows.append(tuple(flat))
+    return rows
+
+
+def rows() -> list[Row]:
+    """The sample, with the values themselves."""
+    values = list(FACTORS.values())
+    return [tuple(of[k] for of, k in zip(values, row, strict=True)) for row in covering(values)]
+
+
+def train(row: Row, folder: str) -> dict[str, Any]:
+    _, kind, accum, precision, optimizer, travel, stage, offload, fraction, *rest = row
+    bucket_mb, overlap, prefetch, share_parameters, units = rest
+    case = Case(stage, offload, bucket_mb, overlap, precision, prefetch, share_parameters, fraction if offload else 1.0)
+    comm = zcomm.init(timeout=60)
+    zcomm.zero.layout.tiles.TILE_COUNT = 192
+    zcomm.zero.optim_state.nvme.SPAN_TILES, zcomm.zero.optim_state.nvme.WINDOWS = 2, 4  # more spans than windows
+    torch.manual_seed(comm.rank)
+    net = Net(kind)
+    trained = [p for p in net.parameters() if p.requires_grad]
+    chosen: Any = {
+        "adamw": lambda: torch.optim.AdamW(trained, lr=1e-2),
+        "momentum": lambda: torch.optim.SGD(trained, lr=0.1, momentum=0.9, nesterov=True),
+        "nadam": lambda: torch.optim.NAdam(trained, lr=1e-2),
+        "lion": lambda: zcomm.optim.CPULion(trained, lr=1e-3),
+    }[optimizer]()
+    scale = {"loss_scale": zcomm.zero.LossScale(initial_power=10)} if precision == "fp16" else {}
+    opt = zcomm.ZeroOptimizer(
+        net,
+        chosen,
+        clip_norm=1.0,
+        grad_accum=accum,
+        nvme_path=folder,
+        communication_dtype=travel,
+        units=units,
+        **scale,
+        **case.arguments(),
+    )
+    losses, norms = [], []
+    for number in range(STEPS * accum):
+        loss = loss_of(net, comm.rank, number)
+        opt.backward(loss)
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.item().hex())
+        if (number + 1) % accum == 0:
+            norms.append(float(opt.grad_norm).hex())
+    arrays = {f"{n}.{k}": v.reshape(-1) for n, e in opt.state_dict()["state"].items() for k, v in e.items()}
+    skipped = opt.skipped_steps
+    result = {"losses": losses, "norms": norms, "bits": digest({**opt.full_state_dict(), **arrays})}
+    opt.close()
+    return {**result, "skipped": skipped}
+
+
+def train_rows(chosen: list[Row], folder: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Each row beside its reference: stage 0, nothing offloaded, one bucket, no overlap."""
+    references: dict[Row, dict[str, Any]] = {}
+    found = []
+    for row in chosen:
+        key = row[:DECIDES]
+        if key not in references:
+            references[key] = train((*key, 0, None, 1.0, 25.0, False, 1, True, None), folder)
+        found.append((references[key], train(row, folder)))
+    return found
+
+
+def test_every_pair_of_values_is_in_the_sample() -> None:
+    sample, names = rows(), list(FACTORS)
+    assert sample == rows(), "the same each time"
+    assert len(sample) < 70
+    for (a, first), (b, second) in itertools.combinations(enumerate(names), 2):
+        have = {(row[a], row[b]) for row in sample}
+        assert len(have) == len(FACTORS[first]) * len(FACTORS[second]), f"{first} x {second}"
+
+
+@pytest.mark.timeout_s(300)
+@pytest.mark.parametrize("world_size", FACTORS["world"])
+def test_the_sample_keeps_the_contract(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
+    chosen = [row for row in rows() if row[0] == world_size]
+    per_rank = run_ranks(train_rows, world_size, chosen, str(tmp_path), timeout_s=280)
+    for rank, found in enumerate(per_rank):
+        for row, (wanted, result) in zip(chosen, found, strict=True):
+            named = dict(zip(FACTORS, row, strict=True))
+            assert result == wanted, f"rank {rank}: {named}"
+            assert len(set(result["losses"])) == len(result["losses"]) and result["skipped"] == 0, f"{named}: it learns"
+        assert [result["bits"] for _, result in found] == [result["bits"] for _, result in per_rank[0]], "ranks differ"
