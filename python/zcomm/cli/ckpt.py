@@ -61,7 +61,8 @@ def _wrapped(action: Any) -> Any:
 
 def _found(folder: Path) -> list[Path]:
     """The checkpoint, or those in the folder, oldest first. Raises: FileNotFoundError where there is none."""
-    from zcomm.zero.checkpoint import durable, read_manifest
+    from zcomm.zero.checkpoint import read_manifest
+    from zcomm.zero.files import durable
 
     place = durable.find(folder.absolute())
     if (place / "manifest.json").exists() or not place.is_dir():
@@ -78,7 +79,8 @@ def _shown(name: str) -> str:
 
 
 def _ls(args: argparse.Namespace) -> int:
-    from zcomm.zero.checkpoint import durable, read_manifest
+    from zcomm.zero.checkpoint import read_manifest
+    from zcomm.zero.files import durable
 
     found, bad = _found(args.folder), 0
     for path in found:
@@ -122,9 +124,9 @@ def _numel(shape: tuple[int, ...]) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from zcomm.zero.checkpoint import durable
     from zcomm.zero.checkpoint.manifest_reader import open_checkpoint
-    from zcomm.zero.checkpoint.tensor_file import check
+    from zcomm.zero.files import durable
+    from zcomm.zero.files.tensor_file import check
 
     bad = 0
     for path in _found(args.folder):
@@ -151,8 +153,8 @@ def _verify(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     import torch
 
-    from zcomm.zero.checkpoint import durable
     from zcomm.zero.checkpoint.export import export
+    from zcomm.zero.files import durable
 
     folder = args.folder.absolute()
     dtype = getattr(torch, _DTYPES[args.dtype]) if args.dtype else None

@@ -25,7 +25,7 @@ def save(
     lean: bool,
 ) -> bool | SaveTask:
     """See Engine.save_checkpoint. lean: without frozen parameters."""
-    from zcomm.zero.checkpoint import durable  # here, so that the engine can be imported where the core is not built
+    from zcomm.zero.files import durable  # here, so that the engine can be imported where the core is not built
 
     name = _one_tag(engine, "save_checkpoint", f"global_step{engine.global_steps}" if tag is None else tag)
     state: dict[str, Any] = {"engine": {key: getattr(engine, key) for key in _COUNTERS}, "client_state": client_state}
@@ -97,7 +97,7 @@ def load(
 def _latest(engine: Engine, directory: Path) -> Path | None:
     """The folder that ``latest`` names, as rank 0 reads it; None: there is none. Collective."""
     from zcomm.zero.agree import Kept, agree, all_values
-    from zcomm.zero.checkpoint import durable
+    from zcomm.zero.files import durable
 
     kept, found, comm = Kept(), None, engine.optimizer._live.comm
     if comm.rank == 0:

@@ -44,7 +44,7 @@ def profile(path: str | os.PathLike[str], optimizers: Sequence[ZeroOptimizer] | 
     Raises: ValueError where there is none; OSError on rank 0 where the file cannot be written.
     """
     from zcomm.zero.agree import all_values
-    from zcomm.zero.checkpoint import durable
+    from zcomm.zero.files import durable
     from zcomm.zero.registry import open_optimizers
 
     tapped = list(open_optimizers() if optimizers is None else optimizers)

@@ -25,6 +25,7 @@ from zcomm.comm.job import init
 from zcomm.memory.swap_file import StrPath
 from zcomm.zero import checkpoint, integers, same_on_ranks
 from zcomm.zero.assemble import Parts, build_parts
+from zcomm.zero.checkpoint import state_dict as torch_state
 from zcomm.zero.gradients.loss_scale import LossScale, LossScaler
 from zcomm.zero.gradients.nonfinite import NonFinite, report
 from zcomm.zero.gradients.norm import clip_factor
@@ -36,7 +37,6 @@ from zcomm.zero.poison import Breakage
 from zcomm.zero.registry import opened, taken_params
 from zcomm.zero.rules.resolve import OptimizerLike, choose_rule, frozen_in, torch_groups
 from zcomm.zero.step import NoGradientsError, Sweep
-from zcomm.zero.tensors import state_dict as torch_state
 from zcomm.zero.unit_options import UnitLike, Units, as_units
 from zcomm.zero.validate import check_accumulation, check_free, check_kinds, check_numbers, check_skip, log_unsaved
 

@@ -12,7 +12,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from zcomm.zero.checkpoint import durable
+from zcomm.zero.files import durable
 
 Point = tuple[str, str]  # operation, name of what it is done to
 _WRITING = os.O_WRONLY | os.O_RDWR

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import torch
 
-from zcomm.zero.checkpoint import durable
-from zcomm.zero.checkpoint.folder import Folder
 from zcomm.zero.checkpoint.manifest import Manifest
 from zcomm.zero.checkpoint.manifest_reader import open_checkpoint
-from zcomm.zero.checkpoint.staging import NewFile, NewFolder
-from zcomm.zero.checkpoint.tensor_file import Entry, Writer, read_whole
+from zcomm.zero.files import durable
+from zcomm.zero.files.folder import Folder
+from zcomm.zero.files.staging import NewFile, NewFolder
+from zcomm.zero.files.tensor_file import Entry, Writer, read_whole
 
 
 @dataclass(frozen=True)

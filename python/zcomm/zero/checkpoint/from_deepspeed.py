@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-from zcomm.zero.checkpoint import durable
 from zcomm.zero.checkpoint.json_values import to_json
 from zcomm.zero.checkpoint.manifest import Manifest
 from zcomm.zero.checkpoint.shard_files import VALUES, rounded
-from zcomm.zero.checkpoint.staging import NewFolder
-from zcomm.zero.checkpoint.tensor_file import Writer, write_tensors
+from zcomm.zero.files import durable
+from zcomm.zero.files.staging import NewFolder
+from zcomm.zero.files.tensor_file import Writer, write_tensors
 from zcomm.zero.layout.tiles import TileForm
 
 _OPTIONS = (  # of a param group, by torch's names; DeepSpeed's own switches stay behind

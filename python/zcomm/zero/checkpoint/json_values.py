@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zcomm.zero.checkpoint.tensor_file import bytes_of, holds
+from zcomm.zero.files.tensor_file import bytes_of, holds
 
 _TUPLE, _ITEMS, _COUNTS, _NAMESPACE = "__tuple__", "__items__", "__counts__", "__namespace__"  # Counts: MultiStepLR's
 _TENSOR, _PARAMETER, _ARRAY, _SCALAR = "__tensor__", "__parameter__", "__array__", "__scalar__"

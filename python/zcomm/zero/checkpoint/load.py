@@ -20,13 +20,14 @@ import torch
 from zcomm.optim.fused import STATE_BLOCK
 from zcomm.zero.agree import Kept, agree, all_values
 from zcomm.zero.assemble import Parts
-from zcomm.zero.checkpoint import durable, rng_state
-from zcomm.zero.checkpoint.folder import Folder
+from zcomm.zero.checkpoint import rng_state
 from zcomm.zero.checkpoint.json_values import from_json
 from zcomm.zero.checkpoint.manifest import NAME, Manifest
 from zcomm.zero.checkpoint.manifest_reader import open_checkpoint
 from zcomm.zero.checkpoint.shard_files import other_tensors
-from zcomm.zero.checkpoint.tensor_file import Entry, check, read_part, read_whole
+from zcomm.zero.files import durable
+from zcomm.zero.files.folder import Folder
+from zcomm.zero.files.tensor_file import Entry, check, read_part, read_whole
 from zcomm.zero.layout.tiles import decoded
 from zcomm.zero.listed import listed
 from zcomm.zero.rules.cohorts import reset_counters

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zcomm.zero.checkpoint import durable
-from zcomm.zero.checkpoint.folder import Folder
-from zcomm.zero.checkpoint.tensor_file import Entry
+from zcomm.zero.files import durable
+from zcomm.zero.files.folder import Folder
+from zcomm.zero.files.tensor_file import Entry
 
 NAME = "manifest.json"
 FORMAT = "zcomm checkpoint 2"

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zcomm.zero.checkpoint.folder import Folder, check_plain_name
 from zcomm.zero.checkpoint.manifest import ENTRIES, NAME, READ, Manifest, written_fields
-from zcomm.zero.checkpoint.tensor_file import Entry
+from zcomm.zero.files.folder import Folder, check_plain_name
+from zcomm.zero.files.tensor_file import Entry
 from zcomm.zero.listed import listed
 
 

@@ -24,14 +24,15 @@ import torch
 from zcomm.comm.communicator import Communicator
 from zcomm.zero.agree import Kept, agree, all_values
 from zcomm.zero.assemble import Parts
-from zcomm.zero.checkpoint import durable, rng_state
-from zcomm.zero.checkpoint.folder import Folder
+from zcomm.zero.checkpoint import rng_state
 from zcomm.zero.checkpoint.json_values import to_json
 from zcomm.zero.checkpoint.manifest import Manifest
 from zcomm.zero.checkpoint.shard_files import Share, gathered, other_tensors, others, share_of, write
 from zcomm.zero.checkpoint.snapshot import Frozen, freeze
-from zcomm.zero.checkpoint.staging import NewFolder
-from zcomm.zero.checkpoint.tensor_file import Entry, check_dtypes
+from zcomm.zero.files import durable
+from zcomm.zero.files.folder import Folder
+from zcomm.zero.files.staging import NewFolder
+from zcomm.zero.files.tensor_file import Entry, check_dtypes
 from zcomm.zero.param_groups import options_of
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from zcomm.zero.checkpoint.readable import Readable
 from zcomm.zero.checkpoint.save import SaveTask, start
 from zcomm.zero.checkpoint.shard_files import aliases_of, other_tensors
 from zcomm.zero.checkpoint.snapshot import freeze
-from zcomm.zero.checkpoint.staging import NewFile
-from zcomm.zero.checkpoint.tensor_file import Writer, check_dtypes
+from zcomm.zero.files.staging import NewFile
+from zcomm.zero.files.tensor_file import Writer, check_dtypes
 from zcomm.zero.tensors import pieces
 
 Named = list[tuple[str, torch.Tensor]]

@@ -1,3 +1,3 @@
-"""Whole tensors of sharded ones: read, set, loaded, and as a state_dict."""
+"""Whole tensors of sharded ones: read, set and loaded."""
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from torch import nn
 from zcomm.memory.swap_file import StrPath
 from zcomm.zero.agree import Kept, agree
 from zcomm.zero.assemble import Parts
-from zcomm.zero.checkpoint.folder import Folder, check_plain_name
-from zcomm.zero.checkpoint.tensor_file import Entry, read_entries, read_part
+from zcomm.zero.files.folder import Folder, check_plain_name
+from zcomm.zero.files.tensor_file import Entry, read_entries, read_part
 from zcomm.zero.listed import listed
 from zcomm.zero.materialize import deferred
 from zcomm.zero.optimizer import ZeroOptimizer

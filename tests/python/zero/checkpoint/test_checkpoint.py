@@ -16,7 +16,8 @@ from torch import nn
 
 import zcomm
 import zcomm.schedulers
-from zcomm.zero.checkpoint import durable, read_manifest
+from zcomm.zero.checkpoint import read_manifest
+from zcomm.zero.files import durable
 from zero_jobs import digest
 
 Run = Callable[..., list[Any]]

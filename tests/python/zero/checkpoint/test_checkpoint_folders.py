@@ -20,11 +20,12 @@ import zcomm
 from file_ops import count_and_kill
 from thread_world import thread_world
 from zcomm.comm import Communicator
-from zcomm.zero.checkpoint import durable, read_manifest, staging
-from zcomm.zero.checkpoint.claim import Claim
-from zcomm.zero.checkpoint.folder import Folder
-from zcomm.zero.checkpoint.staging import NewFile, NewFolder
+from zcomm.zero.checkpoint import read_manifest
 from zcomm.zero.checkpoint.whole_model import save_model
+from zcomm.zero.files import durable, staging
+from zcomm.zero.files.claim import Claim
+from zcomm.zero.files.folder import Folder
+from zcomm.zero.files.staging import NewFile, NewFolder
 
 Run = Callable[..., list[Any]]
 
@@ -228,7 +229,7 @@ def test_no_locks_there(opt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    monkeypatch.setattr("zcomm.zero.checkpoint.claim._told", set())
+    monkeypatch.setattr("zcomm.zero.files.claim._told", set())
     opt.save(tmp_path / "c")
     opt.save(tmp_path / "c")
     assert len([record for record in caplog.records if "has no locks" in record.getMessage()]) == 1

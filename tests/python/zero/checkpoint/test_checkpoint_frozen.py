@@ -19,7 +19,7 @@ from torch import nn
 import zcomm
 import zcomm.zero.layout.tiles
 import zcomm.zero.optim_state.nvme
-from zcomm.zero.checkpoint import durable
+from zcomm.zero.files import durable
 from zcomm.zero.optim_state import swap_file
 
 Run = Callable[..., list[Any]]

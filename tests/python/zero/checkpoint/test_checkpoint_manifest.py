@@ -21,7 +21,7 @@ from torch import nn
 import zcomm
 from zcomm.cli.main import main
 from zcomm.zero.checkpoint import read_manifest
-from zcomm.zero.checkpoint.folder import Folder
+from zcomm.zero.files.folder import Folder
 
 Run = Callable[..., list[Any]]
 

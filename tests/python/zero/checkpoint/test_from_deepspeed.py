@@ -23,8 +23,8 @@ import zcomm
 from places import SUPPORT
 from zcomm.cli.main import main
 from zcomm.zero.checkpoint import read_manifest
-from zcomm.zero.checkpoint.folder import Folder
-from zcomm.zero.checkpoint.tensor_file import read_whole
+from zcomm.zero.files.folder import Folder
+from zcomm.zero.files.tensor_file import read_whole
 
 PYTHON = os.environ.get("ZCOMM_TEST_DEEPSPEED") or (sys.executable if importlib.util.find_spec("deepspeed") else None)
 WORLD = 2

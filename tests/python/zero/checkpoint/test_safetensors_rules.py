@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import zcomm
-from zcomm.zero.checkpoint.folder import Folder
-from zcomm.zero.checkpoint.tensor_file import bytes_of, read_entries, read_part
+from zcomm.zero.files.folder import Folder
+from zcomm.zero.files.tensor_file import bytes_of, read_entries, read_part
 from zcomm.zero.tensors.load import Source
 
 

@@ -19,8 +19,9 @@ import zcomm
 from interrupts import interrupted_at
 from test_broken_step import Faults, FaultySwap, build, step
 from zcomm.memory.snapshot import Copy
-from zcomm.zero.checkpoint import SaveTask, durable, read_manifest
+from zcomm.zero.checkpoint import SaveTask, read_manifest
 from zcomm.zero.checkpoint.whole_model import save_model
+from zcomm.zero.files import durable
 from zcomm.zero.optim_state.swap_file import GradualCopy
 from zcomm.zero.tensors import pieces
 
@@ -181,8 +182,8 @@ def test_a_rank_that_fails_in_any_way_at_any_write(
 def test_an_interrupt_at_any_moment_keeps_no_claim_and_no_file_open(tmp_path: Path) -> None:
     """Of one rank, at every third line of what has files open: the next save of the same folder is served."""
     model, place = nn.Linear(4, 2), tmp_path / "c"
-    files = tuple(f"checkpoint/{name}.py" for name in ("save", "share", "staging", "claim", "folder", "exchange"))
-    files += ("checkpoint/tensor_file.py", "checkpoint/durable.py")
+    files = tuple(f"files/{name}.py" for name in ("staging", "claim", "folder", "tensor_file", "durable"))
+    files += ("checkpoint/save.py", "checkpoint/shard_files.py", "zero/agree.py")
     moment, ended = 0, False
     while not ended:
         zcomm.init()

@@ -21,7 +21,8 @@ from torch import nn
 import zcomm
 import zcomm.schedulers
 from test_checkpoint import build, everything, tiny, train
-from zcomm.zero.checkpoint import SaveTask, durable, read_manifest
+from zcomm.zero.checkpoint import SaveTask, read_manifest
+from zcomm.zero.files import durable
 
 Run = Callable[..., list[Any]]
 

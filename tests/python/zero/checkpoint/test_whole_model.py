@@ -15,8 +15,8 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 
 import zcomm
-from zcomm.zero.checkpoint import durable
 from zcomm.zero.checkpoint.whole_model import save_model
+from zcomm.zero.files import durable
 
 Run = Callable[..., list[Any]]
 

@@ -17,9 +17,9 @@ import shutil
 from pathlib import Path
 from types import TracebackType
 
-from zcomm.zero.checkpoint import durable
-from zcomm.zero.checkpoint.claim import Claim
-from zcomm.zero.checkpoint.folder import remove_unread
+from zcomm.zero.files import durable
+from zcomm.zero.files.claim import Claim
+from zcomm.zero.files.folder import remove_unread
 
 
 class NewFolder:

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from zcomm.zero.checkpoint import durable
-from zcomm.zero.checkpoint.folder import Folder
+from zcomm.zero.files import durable
+from zcomm.zero.files.folder import Folder
 
 _NAMES = {
     torch.float64: "F64",

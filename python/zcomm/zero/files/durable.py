@@ -9,8 +9,8 @@ from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 
-from zcomm.zero.checkpoint.claim import Claim
-from zcomm.zero.checkpoint.folder import Folder, check_plain_name
+from zcomm.zero.files.claim import Claim
+from zcomm.zero.files.folder import Folder, check_plain_name
 
 LATEST = "latest"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
