@@ -16,15 +16,13 @@ from zcomm import _core
 from zcomm.comm.bucket_layout import ALIGN
 from zcomm.optim.fused import STATE_BLOCK
 from zcomm.zero.gradients.reducer import SLOTS
-from zcomm.zero.integers import nbytes_of
 from zcomm.zero.layout.sections import Sections, frozen_of
 from zcomm.zero.layout.tiles import TileForm
-from zcomm.zero.memory import Memory, empty_memory, memory_formula
+from zcomm.zero.memory import Memory, empty_memory, integer_nbytes, memory_formula
 from zcomm.zero.optim_state.nvme import WINDOWS as STATE_WINDOWS
 from zcomm.zero.optim_state.nvme import place
-from zcomm.zero.options import Offload, Precision, as_offload, as_precision, check_stage
+from zcomm.zero.options import Offload, Precision, Units, as_offload, as_precision, check_stage, slot_count
 from zcomm.zero.params.shards import WINDOWS as PARAM_WINDOWS
-from zcomm.zero.unit_options import Units, slot_count
 
 ARRAYS = {"adamw": 2, "adam": 2, "adamw-8bit": 2, "lion": 1, "adagrad": 1, "sgd": 0, "sgd-momentum": 1}
 
@@ -136,7 +134,7 @@ class _Layout:
         trained = [param for param in model.parameters() if param.requires_grad]
         frozen = frozen_of(model, trained)
         self.whole_frozen = 0 if stage == 3 else sum(param.numel() for param in frozen)
-        self.integer_nbytes = nbytes_of(model)
+        self.integer_nbytes = integer_nbytes(model)
         self.sections = Sections(model, trained, frozen if stage == 3 else [], stage, where, True, units)
         self.geometry = self.sections.geometry(
             world_size, int(bucket_mb * 2**20), kind.param_nbytes, STATE_BLOCK if form.coded else ALIGN

@@ -6,7 +6,7 @@ from zcomm.zero.gradients.loss_scale import LossScale
 from zcomm.zero.materialize.init import Init
 from zcomm.zero.memory import memory_formula
 from zcomm.zero.optimizer import ZeroOptimizer
-from zcomm.zero.options import Offload
+from zcomm.zero.options import Offload, Units
 from zcomm.zero.tensors.full import (
     full_grad,
     full_optim_state,
@@ -17,7 +17,6 @@ from zcomm.zero.tensors.full import (
 )
 from zcomm.zero.tensors.gathered import GatheredParameters
 from zcomm.zero.tensors.load import load_weights
-from zcomm.zero.unit_options import Units
 
 __all__ = [
     "GatheredParameters",

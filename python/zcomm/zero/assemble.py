@@ -19,6 +19,7 @@ from zcomm.memory import device_streams
 from zcomm.memory.device_streams import DeviceLane
 from zcomm.memory.swap_file import StrPath, as_paths, close_at_exit, say_fallbacks
 from zcomm.zero.async_step import StepBehind
+from zcomm.zero.choose import make_state, make_store
 from zcomm.zero.device_step import Resident
 from zcomm.zero.gradients.device_norm import DeviceSquares
 from zcomm.zero.gradients.norm import GradientNorm
@@ -32,22 +33,19 @@ from zcomm.zero.layout.unit_policy import large_units, tensors_in
 from zcomm.zero.materialize import deferred
 from zcomm.zero.materialize.broadcast import start
 from zcomm.zero.module_hook import Hook
-from zcomm.zero.optim_state.choose_state import make_state
 from zcomm.zero.optim_state.nvme import swap_nbytes
 from zcomm.zero.optim_state.ram import ShardState
 from zcomm.zero.optim_state.staged import StagedState
 from zcomm.zero.optim_state.swap_file import Swap
 from zcomm.zero.optim_state.tiered import TieredState
-from zcomm.zero.options import Offload, Precision
+from zcomm.zero.options import Offload, Precision, Units
 from zcomm.zero.params.attachment import Attachment
-from zcomm.zero.params.choose_store import make_store
 from zcomm.zero.params.device import DeviceStore
 from zcomm.zero.params.stores import ParameterStore
 from zcomm.zero.placement import check_host, reach, state_tiers
 from zcomm.zero.registry import taken_params
 from zcomm.zero.rules.rule import Rule
 from zcomm.zero.tensors import pieces
-from zcomm.zero.unit_options import Units
 from zcomm.zero.units.hooks import UnitHooks
 from zcomm.zero.units.store import UnitStore
 

@@ -11,10 +11,13 @@ Source: ZeRO (arXiv:1910.02054) section 5; the split master is described in incl
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from zcomm.optim.fused import STATE_BLOCK
-from zcomm.zero import integers
+from zcomm.zero.format_names import format_names
 from zcomm.zero.options import Offload, as_offload, as_precision, check_stage
 
 if TYPE_CHECKING:
@@ -34,7 +37,7 @@ def memory_of(parts: Parts) -> Memory:
     for tier, nbytes in parts.store.nbytes_by_tier.items():
         memory[tier]["parameters"] += nbytes
     memory["device"]["parameters"] += sum(param.nbytes for _, param in parts.whole_frozen())
-    memory["device"]["parameters"] += integers.nbytes_of(parts.model)
+    memory["device"]["parameters"] += integer_nbytes(parts.model)
     for tier, purposes in parts.reducer.nbytes_by_tier.items():
         for purpose, nbytes in purposes.items():
             memory[tier][purpose] += nbytes
@@ -97,3 +100,28 @@ def memory_formula(
     memory[where.optimizer or "device"]["optimizer"] += offloaded
     memory[where.rest]["optimizer"] += state_nbytes - offloaded
     return memory
+
+
+# --- integer parameters (quantised weights): nothing shards or swaps them ------------------------------------------
+
+
+def integers_of(model: nn.Module | None) -> dict[str, nn.Parameter]:
+    """Find the integer parameters by name. They stay whole on each rank."""
+    every = model.named_parameters() if model is not None else ()
+    return {name: param for name, param in every if not param.is_floating_point()}
+
+
+def integer_nbytes(model: nn.Module | None) -> int:
+    """Add up the bytes of the integer parameters."""
+    return sum(param.nbytes for param in integers_of(model).values())
+
+
+def warn_of_integers(model: nn.Module | None, stage: int, rank: int) -> None:
+    """Log a warning on rank 0 where stage 3 leaves integer parameters whole."""
+    names = list(integers_of(model))
+    if names and stage == 3 and rank == 0:
+        logging.getLogger("zcomm").warning(
+            "stage 3: %s, of integers, stay whole on each rank (%.1f MiB); only floating-point weights are sharded",
+            format_names(names),
+            integer_nbytes(model) / 2**20,
+        )

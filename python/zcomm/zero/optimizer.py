@@ -13,9 +13,10 @@ import logging
 import math
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -23,21 +24,19 @@ from torch import nn
 from zcomm.comm.communicator import Communicator
 from zcomm.comm.job import init
 from zcomm.memory.swap_file import StrPath
-from zcomm.zero import checkpoint, integers, same_on_ranks
+from zcomm.zero import checkpoint, same_on_ranks
 from zcomm.zero.assemble import Parts, build_parts
 from zcomm.zero.checkpoint import state_dict as torch_state
 from zcomm.zero.gradients.loss_scale import LossScale, LossScaler
 from zcomm.zero.gradients.nonfinite import NonFinite, report
 from zcomm.zero.gradients.norm import clip_factor
-from zcomm.zero.memory import Memory, memory_of, stats_of
-from zcomm.zero.no_state import NoState
-from zcomm.zero.options import Offload, as_offload, as_precision, check_stage
+from zcomm.zero.memory import Memory, memory_of, stats_of, warn_of_integers
+from zcomm.zero.options import Offload, UnitLike, Units, as_offload, as_precision, as_units, check_stage
 from zcomm.zero.param_groups import ParamGroups
 from zcomm.zero.poison import Breakage
 from zcomm.zero.registry import opened, taken_params
 from zcomm.zero.rules.resolve import OptimizerLike, choose_rule, frozen_in, torch_groups
 from zcomm.zero.step import NoGradientsError, Sweep
-from zcomm.zero.unit_options import UnitLike, Units, as_units
 from zcomm.zero.validate import check_accumulation, check_free, check_kinds, check_numbers, check_skip, log_unsaved
 
 
@@ -143,7 +142,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._frozen = frozen_in(model, optimizer)
         self.rule, groups = choose_rule(optimizer, optimizer_args, groups)
         super().__init__(groups, self.rule.defaults)
-        self.state = NoState()
+        self.state = _NoState()
         self._micro_step = 0
         self._updates = 0  # calls of step() that used gradients; no load changes it
         self._backwards = 0  # backward passes before the last step() or zero_grad()
@@ -172,7 +171,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             units=units,
             device=device,
         )
-        integers.say(module, stage, job.rank)
+        warn_of_integers(module, stage, job.rank)
         self.grad_accum = grad_accum
         of_this = weakref.ref(self)
         self._parts.reducer.values.factor = lambda: _factor_of(of_this)
@@ -532,3 +531,24 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def __del__(self) -> None:
         if getattr(self, "_parts", None) is not None:
             self.close()
+
+
+_READ = "zcomm.zero.full_optim_state(param, key)"
+_SET = "zcomm.zero.set_full_optim_state(param, key, value)"
+
+
+class _NoState(defaultdict[Any, Any]):
+    """An empty ``ZeroOptimizer.state``. Raises: RuntimeError naming the call to use, for an entry, a change or
+    ``clear``."""
+
+    def __missing__(self, key: object) -> NoReturn:
+        raise RuntimeError(
+            f"optimizer.state is sharded and has no entry here: {_READ} gives an array whole, {_SET} replaces it, "
+            "optimizer.state_dict() gives all"
+        )
+
+    def __setitem__(self, key: object, value: object) -> NoReturn:
+        raise RuntimeError(f"optimizer.state is sharded and takes no entry: {_SET} replaces an array")
+
+    def clear(self) -> NoReturn:
+        raise RuntimeError(f"optimizer.state is sharded, clear() would forget nothing: {_SET} replaces an array")

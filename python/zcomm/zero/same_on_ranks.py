@@ -18,7 +18,7 @@ from torch import nn
 from zcomm.comm.communicator import Communicator
 from zcomm.zero.layout.sections import frozen_of, names_of
 from zcomm.zero.layout.unit_policy import choose_units
-from zcomm.zero.unit_options import Units
+from zcomm.zero.options import Units
 
 if TYPE_CHECKING:
     from zcomm.zero.optimizer import ZeroOptimizer

@@ -28,8 +28,8 @@ from zcomm.zero.checkpoint.shard_files import other_tensors
 from zcomm.zero.files import durable
 from zcomm.zero.files.folder import Folder
 from zcomm.zero.files.tensor_file import Entry, check, read_part, read_whole
+from zcomm.zero.format_names import format_names
 from zcomm.zero.layout.tiles import decoded
-from zcomm.zero.listed import listed
 from zcomm.zero.rules.cohorts import reset_counters
 from zcomm.zero.tensors import pieces
 
@@ -159,7 +159,7 @@ def _agree_on_one(parts: Parts, kept: Kept, found: _Found | None, final: Path) -
     sums = all_values(parts.comm, found.manifest.crc32, "which checkpoint is loaded")
     others = [rank for rank, each in enumerate(sums) if each != sums[0]]
     if others:
-        which = f"ranks {listed([str(rank) for rank in others])} see another checkpoint than rank 0"
+        which = f"ranks {format_names([str(rank) for rank in others])} see another checkpoint than rank 0"
         why = "the folder is not one that all share, or a save replaced it meanwhile; load it again"
         raise OSError(errno.ESTALE, f"loading a checkpoint: {which}: {why}", str(final))
 
@@ -253,9 +253,9 @@ def _check(optimizer: ZeroOptimizer, manifest: Manifest, with_optimizer: bool, s
     lean = bool(missing) and all(name in every and not every[name].requires_grad for name in missing)
     advice = " (all of them frozen: strict=False, load_module_strict=False of an engine, leaves them as they are)"
     lines = [
-        *([f"not in the checkpoint: {listed(missing)}{advice if lean else ''}"] if missing else []),
-        *([f"not in the model: {listed(unexpected)}"] if unexpected else []),
-        *([f"other shapes: {listed(shapes)}"] if shapes else []),
+        *([f"not in the checkpoint: {format_names(missing)}{advice if lean else ''}"] if missing else []),
+        *([f"not in the model: {format_names(unexpected)}"] if unexpected else []),
+        *([f"other shapes: {format_names(shapes)}"] if shapes else []),
     ]
     if lines:
         raise ValueError(f"the checkpoint is of another model; {'; '.join(lines)}")
@@ -273,12 +273,12 @@ def _check_optimizer(optimizer: ZeroOptimizer, manifest: Manifest) -> None:
     ]
     if lacking:
         raise ValueError(
-            f"the checkpoint has the state of {manifest.optimizer_name}, which lacks {listed(lacking)} of "
+            f"the checkpoint has the state of {manifest.optimizer_name}, which lacks {format_names(lacking)} of "
             f"{optimizer.rule.name}; load the weights alone with optimizer=False"
         )
     wrong = list(_other_forms(parts, manifest))
     if wrong:
-        raise ValueError(f"the checkpoint's optimizer state has other shapes or dtypes: {listed(wrong)}")
+        raise ValueError(f"the checkpoint's optimizer state has other shapes or dtypes: {format_names(wrong)}")
     theirs_and_ours = {name.replace("adamw", "adam") for name in (manifest.optimizer_name, optimizer.rule.name)}
     if len(theirs_and_ours) > 1 and " " not in manifest.optimizer_name:  # a converted one may have no name
         raise ValueError(  # it has all arrays by chance, or needs none; options such as lr would come along

@@ -16,7 +16,7 @@ from typing import Any
 from zcomm.zero.checkpoint.manifest import ENTRIES, NAME, READ, Manifest, written_fields
 from zcomm.zero.files.folder import Folder, check_plain_name
 from zcomm.zero.files.tensor_file import Entry
-from zcomm.zero.listed import listed
+from zcomm.zero.format_names import format_names
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -35,7 +35,7 @@ def open_checkpoint(path: Path) -> tuple[Folder, Manifest]:
     for last in (False, False, True):
         if not (path / NAME).is_file():
             inside = [each.name for each in path.iterdir() if (each / NAME).is_file()] if path.is_dir() else []
-            which = f" (the folder holds {listed(sorted(inside))}: name one of them)" if inside else ""
+            which = f" (the folder holds {format_names(sorted(inside))}: name one of them)" if inside else ""
             raise FileNotFoundError(errno.ENOENT, f"there is no checkpoint{which}: no such file", str(path / NAME))
         folder = Folder(path)
         try:

@@ -30,6 +30,7 @@ import torch
 
 from zcomm.comm.communicator import Communicator
 from zcomm.comm.work import Work
+from zcomm.zero.format_names import format_names
 from zcomm.zero.gradients.bucket_calls import BucketCalls
 from zcomm.zero.gradients.kept import OwnGradients, is_plain
 from zcomm.zero.gradients.norm import GradientNorm
@@ -37,7 +38,6 @@ from zcomm.zero.gradients.program_grads import ProgramGrads
 from zcomm.zero.gradients.stand_in import GradStandIn
 from zcomm.zero.gradients.values import GradientValues
 from zcomm.zero.layout.flat import FlatBucket, Geometry
-from zcomm.zero.listed import listed
 
 SLOTS = 3
 _FUNCTION = torch.autograd.function.__file__
@@ -432,7 +432,7 @@ class GradientReducer:
                 return
             self._say(
                 "unused",
-                f"no gradient has reached {listed(unused)} in this step: it counts as zero (weight decay "
+                f"no gradient has reached {format_names(unused)} in this step: it counts as zero (weight decay "
                 "and momentum go on); exclude what is never used by requires_grad_(False)",
             )
 

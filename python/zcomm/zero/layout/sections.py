@@ -17,8 +17,7 @@ from torch import nn
 from zcomm.comm.bucket_layout import ALIGN
 from zcomm.zero.layout.flat import Geometry
 from zcomm.zero.layout.unit_policy import UnitChoice, choose_units
-from zcomm.zero.options import Offload
-from zcomm.zero.unit_options import Units
+from zcomm.zero.options import Offload, Units
 
 
 @dataclass(frozen=True)

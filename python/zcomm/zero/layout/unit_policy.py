@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from zcomm.zero.unit_options import UnitLike, Units
+from zcomm.zero.options import UnitLike, Units
 
 _Named = tuple[str, nn.Module]
 LARGE_NBYTES, LARGE_SHARE = 64 * 2**20, 1 / 3  # units with more than both are said

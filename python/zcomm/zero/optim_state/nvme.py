@@ -23,9 +23,8 @@ from zcomm import _core
 from zcomm.comm.tensors import tensor_of
 from zcomm.zero.layout import tiles
 from zcomm.zero.layout.tiles import TileForm, cut
-from zcomm.zero.optim_state.drained import drain
 from zcomm.zero.optim_state.ram import Held, ShardState, ShardStep
-from zcomm.zero.optim_state.swap_file import AnyCopy
+from zcomm.zero.optim_state.swap_file import AnyCopy, drain
 from zcomm.zero.rules.rule import Rule
 
 Span = tuple[int, int, int]  # bucket, first element of its shard, count

@@ -10,7 +10,7 @@ import torch
 from zcomm import _core
 from zcomm.comm.tensors import tensor_of
 from zcomm.zero.layout.flat import FlatBucket
-from zcomm.zero.optim_state.drained import drain
+from zcomm.zero.optim_state.swap_file import drain
 
 WINDOWS = 3  # shards in flight of a swapped step
 

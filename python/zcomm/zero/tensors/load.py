@@ -20,7 +20,7 @@ from zcomm.zero.agree import Kept, agree
 from zcomm.zero.assemble import Parts
 from zcomm.zero.files.folder import Folder, check_plain_name
 from zcomm.zero.files.tensor_file import Entry, read_entries, read_part
-from zcomm.zero.listed import listed
+from zcomm.zero.format_names import format_names
 from zcomm.zero.materialize import deferred
 from zcomm.zero.optimizer import ZeroOptimizer
 from zcomm.zero.tensors import pieces
@@ -183,10 +183,10 @@ def match(
         found[name] = entries[name]
     unexpected = [name for name in entries if name not in tensors]
     lines = [
-        *([f"not in the file: {listed(missing)}"] if missing and strict else []),
-        *([f"not in the model: {listed(unexpected)}"] if unexpected and strict else []),
-        *([f"other shapes: {listed(other)}"] if other else []),
-        *([f"values would be lost: {listed(lossy)}"] if lossy else []),
+        *([f"not in the file: {format_names(missing)}"] if missing and strict else []),
+        *([f"not in the model: {format_names(unexpected)}"] if unexpected and strict else []),
+        *([f"other shapes: {format_names(other)}"] if other else []),
+        *([f"values would be lost: {format_names(lossy)}"] if lossy else []),
         *(["no name is the same"] if not found and not strict else []),
     ]
     if lines:

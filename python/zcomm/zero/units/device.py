@@ -28,8 +28,8 @@ from zcomm.comm.tensors import tensor_of
 from zcomm.memory.device_streams import DeviceLane
 from zcomm.zero.layout.flat import FlatBucket, Geometry
 from zcomm.zero.layout.unit_policy import UnitChoice
+from zcomm.zero.options import slot_count
 from zcomm.zero.params.shards import ShardSource
-from zcomm.zero.unit_options import slot_count
 from zcomm.zero.units.store import UnitStore
 from zcomm.zero.units.unit import Unit, UnitState
 

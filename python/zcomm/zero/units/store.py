@@ -30,6 +30,7 @@ from contextlib import suppress
 from itertools import accumulate
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 
@@ -38,10 +39,9 @@ from zcomm.comm.communicator import Communicator
 from zcomm.comm.tensors import tensor_of
 from zcomm.zero.layout.flat import FlatBucket, Geometry
 from zcomm.zero.layout.unit_policy import UnitChoice
+from zcomm.zero.options import ahead_of, slot_count
 from zcomm.zero.params.shards import ShardSource
 from zcomm.zero.params.stores import ParameterStore
-from zcomm.zero.unit_options import ahead_of, slot_count
-from zcomm.zero.units.free_memory import free_nbytes
 from zcomm.zero.units.prefetch import UseOrder
 from zcomm.zero.units.slot import Slot
 from zcomm.zero.units.unit import Unit, UnitState
@@ -510,3 +510,11 @@ class UnitStore(ParameterStore):
                 logging.getLogger("zcomm").warning("close(): the weights cannot be kept: %s", error)
                 return {}
         return values
+
+
+def free_nbytes(device: torch.device) -> int:
+    """Return the bytes that an allocation on ``device`` finds free. A CUDA device counts what torch has cached as
+    used."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)

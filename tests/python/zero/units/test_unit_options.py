@@ -16,7 +16,7 @@ import zcomm
 from test_corners import KINDS, WIDTH, Block, Net, loss_of
 from zcomm.planning import estimate
 from zcomm.zero.layout.unit_policy import choose_units
-from zcomm.zero.unit_options import Units, ahead_of, slot_count
+from zcomm.zero.options import Units, ahead_of, slot_count
 from zcomm.zero.units.stand_in import ShardedParameter
 from zero_jobs import digest
 

@@ -1,8 +1,8 @@
-"""Which store keeps the parameters: by stage, by who shares memory, by device."""
+"""Which store keeps the parameters, and which state the optimizer's arrays: by stage, tier, shared memory, device."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +13,18 @@ from zcomm.comm.communicator import Communicator
 from zcomm.memory.device_streams import DeviceLane
 from zcomm.zero.layout.flat import FlatBucket, Geometry
 from zcomm.zero.layout.sections import Sections
+from zcomm.zero.layout.tiles import TileForm
+from zcomm.zero.optim_state.device import DeviceState
+from zcomm.zero.optim_state.nvme import SwappedState
+from zcomm.zero.optim_state.ram import RamState, ShardState
+from zcomm.zero.optim_state.staged import StagedState
+from zcomm.zero.optim_state.tiered import TieredState
+from zcomm.zero.options import Units
 from zcomm.zero.params.device import DeviceStore
 from zcomm.zero.params.device_shards import DeviceSource
 from zcomm.zero.params.shards import ShardSource, make_source
 from zcomm.zero.params.stores import ParameterStore, PrivateStore, ResidentStore, SharedStore
-from zcomm.zero.unit_options import Units
+from zcomm.zero.rules.rule import Rule
 from zcomm.zero.units.device import DeviceUnitStore
 from zcomm.zero.units.peers import ResidentUnitStore
 from zcomm.zero.units.store import UnitStore
@@ -104,3 +111,36 @@ def make_store(
     else:
         host = PrivateStore(sections.params, geometry, comm, dtype, tiers, stage == 0, resident)
     return host if lane is None else DeviceStore(sections.params, geometry, comm, tiers, host, lane, resident, peers)
+
+
+def make_state(
+    counts: Sequence[int],
+    tiers: Sequence[str],
+    dtype: torch.dtype,
+    rule: Rule,
+    arena: _core.PinnedArena,
+    swap: _core.SwapFile | None,
+    fraction: float,
+    lane: DeviceLane | None,
+    resident: Collection[int],
+) -> ShardState:
+    """counts, tiers: of each trained bucket's shard. lane: of the model's device; None: it is on the CPU, whose memory
+    is both "device" and "cpu". resident: numbers of the buckets whose weights and gradients are on the device, too."""
+    there = [lane is not None and tier == "device" for tier in tiers]
+    here = [0 if at else count for count, at in zip(counts, there, strict=True)]
+    if lane is not None and "nvme" not in tiers:
+        fraction = 1.0  # ``tiers`` says it
+    host: ShardState
+    if swap is not None and "nvme" in tiers and TileForm(rule.arrays, dtype, rule.state_dtype).element_nbytes:
+        host = SwappedState(here, tiers, dtype, rule, arena, swap, fraction)
+    else:
+        host = RamState(here, tiers, dtype, rule, arena, fraction)
+    if lane is None or not any(there):
+        return host
+    state: ShardState = host
+    for kind, inside in ((StagedState, False), (DeviceState, True)):
+        theirs = [at and (number in resident) == inside for number, at in enumerate(there)]
+        if any(theirs):
+            own = [count if at else 0 for count, at in zip(counts, theirs, strict=True)]
+            state = TieredState(state, kind(own, dtype, rule, lane), theirs)
+    return state
