@@ -78,7 +78,7 @@ def _stand_ins_s(optimizer: Any) -> float:
     """Seconds of a step that stand-ins in ``p.grad`` take: leaving, looking at and clearing all of them; median."""
     import torch
 
-    grads = optimizer._open_parts.reducer.grads
+    grads = optimizer._live.reducer.grads
     params = [param for group in optimizer.param_groups for param in group["params"]]
     data = [torch.empty(param.shape) for param in params]
     seconds = []

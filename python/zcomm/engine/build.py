@@ -100,6 +100,8 @@ def initialize(
             ConfigWarning,
             stacklevel=2,
         )
+    from zcomm.zero.registry import parts_of  # here, so that the engine can be imported where the core is not built
+
     zero = _zero_optimizer(model, base, arguments, settings, batch, comm, device)
     try:
         scheduler = _scheduler(lr_scheduler, zero, settings)
@@ -112,7 +114,7 @@ def initialize(
         comm=comm,
         config=settings,
         batch=batch,
-        device=zero._live.device,
+        device=parts_of(zero).device,
         lr_scheduler=scheduler,
         training_dataloader=loader,
     )
@@ -297,6 +299,8 @@ def _tier(device: str) -> Tier | None:
 
 def _scheduler(given: Any, zero: ZeroOptimizer, settings: Config) -> Any:
     """The schedule over ``zero``: the given one, or the configuration's, or None."""
+    from zcomm.zero.registry import train_of
+
     if given is None:
         if settings.scheduler is None:
             return None
@@ -310,7 +314,7 @@ def _scheduler(given: Any, zero: ZeroOptimizer, settings: Config) -> Any:
         )
     if hasattr(given, "step"):
         owner = getattr(given, "optimizer", None)
-        if owner is not None and owner is not zero and not zero._groups.tie(zero, owner):
+        if owner is not None and owner is not zero and not train_of(zero).tied.tie(zero.param_groups, owner):
             raise ValueError("lr_scheduler= belongs to another optimizer than optimizer=; pass a callable instead")
         return given
     if not callable(given):

@@ -25,7 +25,9 @@ def save(
     lean: bool,
 ) -> bool | SaveTask:
     """See Engine.save_checkpoint. lean: without frozen parameters."""
-    from zcomm.zero.files import durable  # here, so that the engine can be imported where the core is not built
+    from zcomm.zero import checkpoint  # here, so that the engine can be imported where the core is not built
+    from zcomm.zero.files import durable
+    from zcomm.zero.registry import open_parts, train_of
 
     name = _one_tag(engine, "save_checkpoint", f"global_step{engine.global_steps}" if tag is None else tag)
     state: dict[str, Any] = {"engine": {key: getattr(engine, key) for key in _COUNTERS}, "client_state": client_state}
@@ -36,7 +38,10 @@ def save(
         if latest:
             durable.replace_file(directory / durable.LATEST, name.encode())
 
-    task = engine.optimizer._save(directory / name, engine.lr_scheduler, state, wait, point, lean, root="")
+    parts, train = open_parts(engine.optimizer), train_of(engine.optimizer)
+    extras = checkpoint.Extras(engine.lr_scheduler, state, root="")
+    folder = (directory / name).absolute()
+    task = checkpoint.save(parts, train, folder, extras, wait=wait, lean=lean, then=point)
     return True if wait else task
 
 
@@ -46,8 +51,9 @@ def _one_tag(engine: Engine, call: str, tag: str | int) -> str:
     Raises: ValueError, on every rank.
     """
     from zcomm.zero.agree import all_values
+    from zcomm.zero.registry import parts_of
 
-    tags: list[str] = all_values(engine.optimizer._live.comm, str(tag), f"{call}: tag")
+    tags: list[str] = all_values(parts_of(engine.optimizer).comm, str(tag), f"{call}: tag")
     validation = engine.config.checkpoint.tag_validation
     if len(set(tags)) > 1 and validation != "Ignore":
         shown = ", ".join(f"{each!r} on rank {rank}" for rank, each in enumerate(tags[:8]))
@@ -66,6 +72,9 @@ def load(
     engine: Engine, directory: Path, tag: str | int | None, strict: bool, optimizer: bool, schedule: bool, weights: bool
 ) -> tuple[str | None, dict[str, Any] | None]:
     """See Engine.load_checkpoint. weights: nothing else."""
+    from zcomm.zero import checkpoint
+    from zcomm.zero.registry import open_parts, train_of
+
     folder = _latest(engine, directory) if tag is None else directory / _one_tag(engine, "load_checkpoint", tag)
     if folder is None:
         return None, None
@@ -75,11 +84,13 @@ def load(
         if _of_engine(state) and not weights:
             _check(state, folder, loader is not None)
 
-    state = engine.optimizer._load(
-        folder,
+    state = checkpoint.load(
+        open_parts(engine.optimizer),
+        train_of(engine.optimizer),
+        folder.absolute(),
         scheduler=engine.lr_scheduler if schedule else None,
-        optimizer=optimizer,
-        random=not weights,
+        with_optimizer=optimizer,
+        with_random=not weights,
         strict=strict,
         inspect=inspect,
     )
@@ -98,8 +109,9 @@ def _latest(engine: Engine, directory: Path) -> Path | None:
     """The folder that ``latest`` names, as rank 0 reads it; None: there is none. Collective."""
     from zcomm.zero.agree import Kept, agree, all_values
     from zcomm.zero.files import durable
+    from zcomm.zero.registry import parts_of
 
-    kept, found, comm = Kept(), None, engine.optimizer._live.comm
+    kept, found, comm = Kept(), None, parts_of(engine.optimizer).comm
     if comm.rank == 0:
         with kept.errors():
             found = durable.latest_in(directory)
@@ -138,17 +150,18 @@ def model_path(directory: Path, name: str) -> Path:
 def save_model(engine: Engine, directory: Path, name: str, wait: bool) -> bool | SaveTask:
     """See Engine.save_16bit_model."""
     from zcomm.zero.checkpoint import whole_model
+    from zcomm.zero.registry import open_parts, train_of
 
     path = model_path(directory, name)
     if path.name != Path(name).name and engine.global_rank == 0:
         logging.getLogger("zcomm").warning(
             "save_16bit_model(save_filename=%r): the file is safetensors, never a pickle, so it is %s", name, path
         )
-    optimizer = engine.optimizer
-    optimizer._breakage.check("save_16bit_model()")
-    optimizer._end_saving()
-    with optimizer._looking() as parts:
-        optimizer._saving = task = whole_model.save_model(parts, path, wait)
+    parts, train = open_parts(engine.optimizer), train_of(engine.optimizer)
+    train.poison.check("save_16bit_model()")
+    parts.end_saving()
+    with parts.looking(train.poison):
+        parts.saving = task = whole_model.save_model(parts, path, wait)
     return True if wait else task
 
 

@@ -72,7 +72,7 @@ class Engine(nn.Module):
         self._passes = 0  # backward() calls since the last step()
         self._averages: bool | None = None  # what this accumulation has said so far
         self._applied = False
-        self._updates = optimizer._updates  # after the last step()
+        self._updates = optimizer.updates  # after the last step()
         self._watch = ScheduleWatch()
         self._last_loss: torch.Tensor | None = None
         self._destroyed = False
@@ -134,7 +134,7 @@ class Engine(nn.Module):
         """
         self._check_alive("step")
         boundary = self.is_gradient_accumulation_boundary()
-        before, skipped_before = self.optimizer._updates, self.skipped_steps
+        before, skipped_before = self.optimizer.updates, self.skipped_steps
         if before != self._updates:
             self._updates = before
             raise RuntimeError(
@@ -146,12 +146,12 @@ class Engine(nn.Module):
         with self._timers.phase("step"):
             self.optimizer.boundary = boundary
             self.optimizer.step()
-            if boundary and self.optimizer._updates == before:
+            if boundary and self.optimizer.updates == before:
                 raise RuntimeError(
                     "step(): no backward pass has given gradients since the last one: call engine.backward(loss) first"
                 )
             self.optimizer.zero_grad()
-        self._updates = self.optimizer._updates
+        self._updates = self.optimizer.updates
         self.micro_steps += 1
         if not boundary:
             return

@@ -18,7 +18,7 @@ from zcomm.profiling.taps import Taps
 from zcomm.profiling.trace import Trace
 
 if TYPE_CHECKING:
-    from zcomm.zero.optimizer import ZeroOptimizer
+    from zcomm.zero.registry import Owner
 
 
 class Profile:
@@ -37,7 +37,7 @@ class Profile:
 
 
 @contextmanager
-def profile(path: str | os.PathLike[str], optimizers: Sequence[ZeroOptimizer] | None = None) -> Iterator[Profile]:
+def profile(path: str | os.PathLike[str], optimizers: Sequence[Owner] | None = None) -> Iterator[Profile]:
     """Write a timeline of what runs inside to ``path`` (JSON, for https://ui.perfetto.dev). All ranks call it.
 
     optimizers: which to look at; None: all that are open in this process.
@@ -45,13 +45,13 @@ def profile(path: str | os.PathLike[str], optimizers: Sequence[ZeroOptimizer] | 
     """
     from zcomm.zero.agree import all_values
     from zcomm.zero.files import durable
-    from zcomm.zero.registry import open_optimizers
+    from zcomm.zero.registry import open_optimizers, parts_of, train_of
 
     tapped = list(open_optimizers() if optimizers is None else optimizers)
     if not tapped:
         raise ValueError("profile(): no ZeroOptimizer is open; make it before the profile")
-    comm = tapped[0]._live.comm
-    before = sum(optimizer.step_count for optimizer in tapped)
+    comm = parts_of(tapped[0]).comm
+    before = sum(train_of(optimizer).step_count for optimizer in tapped)
     comm.barrier(name="a profile begins")
     trace = Trace()
     result = Profile(Path(path), trace)
@@ -66,7 +66,7 @@ def profile(path: str | os.PathLike[str], optimizers: Sequence[ZeroOptimizer] | 
             result.wall_s = (time.perf_counter_ns() - trace.origin) / 1e9
         whole = True
     finally:
-        result.steps = sum(optimizer.step_count for optimizer in tapped) - before
+        result.steps = sum(train_of(optimizer).step_count for optimizer in tapped) - before
         events = trace.events(comm.rank)
         if not whole:
             alone = result.path.with_suffix(f".rank{comm.rank}{result.path.suffix}")

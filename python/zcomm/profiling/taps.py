@@ -22,7 +22,7 @@ from zcomm.profiling.trace import Trace
 
 if TYPE_CHECKING:
     from zcomm.comm.communicator import Communicator
-    from zcomm.zero.optimizer import ZeroOptimizer
+    from zcomm.zero.registry import Owner
 
 _COLLECTIVES = {
     *"all_reduce reduce reduce_scatter all_gather broadcast gather scatter all_to_all barrier".split(),
@@ -125,9 +125,11 @@ class Taps(ExitStack):
         super().__init__()
         self.trace = trace
 
-    def optimizer(self, optimizer: ZeroOptimizer) -> None:
+    def optimizer(self, optimizer: Owner) -> None:
         """Tap an optimizer and its model."""
-        parts = optimizer._live
+        from zcomm.zero.registry import parts_of, train_of
+
+        parts, train = parts_of(optimizer), train_of(optimizer)
         store: Any = parts.store
         self._communicator(parts.comm)
         if hasattr(store, "_gather_comm"):
@@ -150,7 +152,7 @@ class Taps(ExitStack):
             step = "_put" if hasattr(state, "_put") else "_step_tile"  # on a device: what giving it away takes
             self._time(state, step, "compute", lambda *_: "update")
         self._time(store, "publish", "waiting", lambda: "wait for weights")
-        self._time(optimizer, "step", "compute", lambda *_: f"optimizer step {optimizer.step_count + 1}")
+        self._time(optimizer, "step", "compute", lambda *_: f"optimizer step {train.step_count + 1}")
         if parts.model is not None:
             self._forward(parts.model)
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,8 +40,8 @@ from zcomm.zero.options import Offload, Precision, Units
 from zcomm.zero.params.attachment import Attachment
 from zcomm.zero.params.device import DeviceStore
 from zcomm.zero.params.stores import ParameterStore
+from zcomm.zero.parts import Parts
 from zcomm.zero.placement import check_host, reach, state_tiers
-from zcomm.zero.registry import taken_params
 from zcomm.zero.rules.rule import Rule
 from zcomm.zero.tensors import pieces
 from zcomm.zero.units.hooks import UnitHooks
@@ -52,70 +50,6 @@ from zcomm.zero.units.store import UnitStore
 logger = logging.getLogger("zcomm")
 
 Gradients = tuple[list[nn.Parameter], Geometry, Communicator, torch.dtype, bool, bool, list[str]]  # as a reducer's
-
-
-@dataclass
-class Parts:
-    """What one ZeroOptimizer owns. Parameters are numbered in the order of ``names``, frozen ones that the store has
-    last; ``index_of`` is by id(), ``group_of`` by number. ``runs``: per bucket, (begin, end, group) of this rank's
-    part; ``param_runs``: with the parameter instead, where the rule is indexed. ``first_index``: by number, elements
-    before it in the param groups."""
-
-    model: nn.Module | None
-    names: list[str]
-    index_of: dict[int, int]
-    group_of: list[int]
-    geometry: Geometry
-    comm: Communicator
-    arenas: tuple[_core.PinnedArena, ...]
-    store: ParameterStore
-    state: ShardState
-    reducer: GradientReducer
-    norm: GradientNorm
-    runs: list[list[tuple[int, int, int]]]
-    param_runs: list[list[tuple[int, int, int]]] | None
-    first_index: list[int]
-    swap: Swap | None
-    hooks: UnitHooks | None
-    model_hooks: list[Any]
-    attachment: Attachment
-    lane: DeviceLane | None = None  # None: the model is on the CPU
-    behind: StepBehind | None = None
-    resident: Resident | None = None  # None: no bucket stays on a device
-    peers: Communicator | None = None  # between the devices of several ranks with resident buckets
-    save_comm: Communicator | None = None  # of checkpoints in the background; made by the first
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model is."""
-        return torch.device("cpu") if self.lane is None else self.lane.device
-
-    def allocation_count(self) -> int:
-        comms = [self.comm] if self.peers is None else [self.comm, self.peers]
-        count = sum(comm.memory()["allocation_count"] for comm in comms)
-        return count + self.store.allocation_count + sum(arena.stats()["allocation_count"] for arena in self.arenas)
-
-    def whole_frozen(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Floating parameters of the model that no optimizer's store has, by name."""
-        kept = taken_params() | set(self.index_of)
-        for name, param in self.model.named_parameters() if self.model is not None else ():
-            if id(param) not in kept and param.is_floating_point():
-                yield name, param
-
-    def close(self) -> None:
-        """After failures too: no part waits for another rank, and none is left out because another one failed."""
-        with ExitStack() as last_first:
-            for part in (self.comm, self.peers, self.lane, self.save_comm, self.swap, self.store, self.state):
-                if part is not None:
-                    last_first.callback(part.close)
-            last_first.callback(self.reducer.close)
-            if self.lane is not None:
-                last_first.callback(self.lane.drain)
-            for hook in self.model_hooks:
-                last_first.callback(hook.remove)
-            for first in (self.hooks, self.behind):
-                if first is not None:
-                    last_first.callback(first.close)
 
 
 def build_parts(

@@ -1,6 +1,6 @@
-"""A step behind the next forward: the sweep runs on a thread of its own, and each module waits for its own weights.
+"""A step behind the next forward: the update runs on a thread of its own, and each module waits for its own weights.
 
-[Note: step behind forward] ``step()`` ends when the sweep has been given to the thread, with the hyperparameters of
+[Note: step behind forward] ``step()`` ends when the update has been given to the thread, with the hyperparameters of
 that moment. A bucket's new weights go to the device as soon as they are there. Who reads a parameter as a module's
 attribute (all modules do), or runs the forward of a module that has some, waits until their buckets are on their way,
 and makes torch's stream wait until they have come: the same bits as without. Whatever else touches the optimizer, and
@@ -8,7 +8,7 @@ the first gradient of the next backward pass, waits for the whole step.
 Not covered: parameters that a program has kept aside (a list of them) and reads between ``step()`` and the end of the
 next forward; ``opt.join()`` is for these.
 Thread rule: ``start``, ``need`` and ``join`` on the main thread (autograd's threads while that is in backward);
-``_sweep`` on the thread. An error there is raised by whoever waits, each time, until ``close``.
+``_run`` on the thread. An error there is raised by whoever waits, each time, until ``close``.
 Source: the overlap of the CPU step with the next forward as in SuperOffload (arXiv:2509.21271), without its rollback.
 """
 
@@ -49,18 +49,18 @@ class StepBehind:
         self._modules.append(module)
         self._handles.append(module.register_forward_pre_hook(Hook(lambda module, args: self.need(every))))
 
-    def start(self, sweep: Callable[[], None]) -> None:
-        """Run ``sweep`` on the thread. What torch's stream has been given so far uses the old weights."""
+    def start(self, update: Callable[[], None]) -> None:
+        """Run ``update`` on the thread. What torch's stream has been given so far uses the old weights."""
         self.join()
         for event in self._sent:
             event.clear()
         self._waiting = set(range(len(self._sent))).difference(self._store.resident)  # these are torch's stream's own
-        self._running = self._thread.submit(self._sweep, sweep)
+        self._running = self._thread.submit(self._run, update)
 
-    def _sweep(self, sweep: Callable[[], None]) -> None:
+    def _run(self, update: Callable[[], None]) -> None:
         try:
             with torch.no_grad():
-                sweep()
+                update()
         finally:
             for event in self._sent:
                 event.set()

@@ -12,16 +12,14 @@ Source: ZeRO (arXiv:1910.02054) section 5; the split master is described in incl
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from zcomm.optim.fused import STATE_BLOCK
 from zcomm.zero.format_names import format_names
 from zcomm.zero.options import Offload, as_offload, as_precision, check_stage
-
-if TYPE_CHECKING:
-    from zcomm.zero.assemble import Parts
+from zcomm.zero.parts import Parts, TrainState
+from zcomm.zero.registry import whole_frozen
 
 Memory = dict[str, dict[str, int]]
 PURPOSES = ("parameters", "gradients", "optimizer", "slots")
@@ -36,7 +34,7 @@ def memory_of(parts: Parts) -> Memory:
     memory = empty_memory()
     for tier, nbytes in parts.store.nbytes_by_tier.items():
         memory[tier]["parameters"] += nbytes
-    memory["device"]["parameters"] += sum(param.nbytes for _, param in parts.whole_frozen())
+    memory["device"]["parameters"] += sum(param.nbytes for _, param in whole_frozen(parts))
     memory["device"]["parameters"] += integer_nbytes(parts.model)
     for tier, purposes in parts.reducer.nbytes_by_tier.items():
         for purpose, nbytes in purposes.items():
@@ -48,13 +46,13 @@ def memory_of(parts: Parts) -> Memory:
     return memory
 
 
-def stats_of(parts: Parts, waited_s: float, step_s: float) -> dict[str, float]:
-    """See ZeroOptimizer.stats. waited_s: for other ranks, in steps."""
+def stats_of(parts: Parts, train: TrainState) -> dict[str, float]:
+    """See ZeroOptimizer.stats."""
     swap = parts.swap.stats() if parts.swap is not None else {}
     return {
-        "comm_s": parts.reducer.waited_s + waited_s,
+        "comm_s": parts.reducer.waited_s + train.waited_s,
         "swap_s": parts.state.waited_s + parts.store.waited_s,
-        "step_s": step_s,
+        "step_s": train.step_s,
         "edits_s": parts.attachment.looked_s,
         "swap_read_nbytes": swap.get("read_nbytes", 0),
         "swap_written_nbytes": swap.get("written_nbytes", 0),

@@ -1,22 +1,19 @@
 """ZeroOptimizer: a torch optimizer whose state, gradients and parameters are sharded over ranks and tiers.
 
-It only composes: Geometry (where things lie), GradientReducer (backward), ParameterStore (weights), ShardState (m, v,
-remainder), GradientNorm (clipping), Sweep (a step). The stage decides which of them is replicated and which is sharded;
-no stage has arithmetic of its own, which is what makes their bits equal (decision D3).
+The facade: it checks arguments, and hands calls on to Parts (what it owns), TrainState (options and counters),
+MicroSteps and OptimizerStep (backward passes and steps), checkpoint/ (save and load). The stage decides which part is
+replicated and which is sharded; no stage has arithmetic of its own, which makes their bits equal (decision D3).
 Source: ZeRO (arXiv:1910.02054), ZeRO-Offload (2101.06840), ZeRO-Infinity (2104.07857).
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import math
-import time
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Generic, NoReturn, TypeVar, overload
 
 import torch
 from torch import nn
@@ -25,24 +22,49 @@ from zcomm.comm.communicator import Communicator
 from zcomm.comm.job import init
 from zcomm.memory.swap_file import StrPath
 from zcomm.zero import checkpoint, same_on_ranks
-from zcomm.zero.assemble import Parts, build_parts
+from zcomm.zero.assemble import build_parts
 from zcomm.zero.checkpoint import state_dict as torch_state
 from zcomm.zero.gradients.loss_scale import LossScale, LossScaler
-from zcomm.zero.gradients.nonfinite import NonFinite, report
-from zcomm.zero.gradients.norm import clip_factor
+from zcomm.zero.gradients.nonfinite import NonFinite
 from zcomm.zero.memory import Memory, memory_of, stats_of, warn_of_integers
-from zcomm.zero.options import Offload, UnitLike, Units, as_offload, as_precision, as_units, check_stage
+from zcomm.zero.micro_steps import MicroSteps
+from zcomm.zero.options import (
+    Offload,
+    Precision,
+    UnitLike,
+    Units,
+    as_offload,
+    as_precision,
+    as_units,
+    check_stage,
+)
 from zcomm.zero.param_groups import ParamGroups
-from zcomm.zero.poison import Breakage
-from zcomm.zero.registry import opened, taken_params
+from zcomm.zero.parts import Parts, TrainState
+from zcomm.zero.registry import open_parts, opened, parts_of, taken_params
+from zcomm.zero.rules.cohorts import Cohorts
 from zcomm.zero.rules.resolve import OptimizerLike, choose_rule, frozen_in, torch_groups
-from zcomm.zero.step import NoGradientsError, Sweep
-from zcomm.zero.validate import check_accumulation, check_free, check_kinds, check_numbers, check_skip, log_unsaved
+from zcomm.zero.rules.rule import Rule
+from zcomm.zero.step import OptimizerStep
+from zcomm.zero.validate import check_accumulation, check_free, check_kinds, check_numbers, check_skip
+
+T = TypeVar("T")
 
 
-def _factor_of(optimizer: weakref.ref[ZeroOptimizer]) -> float:
-    found = optimizer()
-    return 1.0 if found is None else found.gradient_factor
+class _Of(Generic[T]):
+    """An attribute of ZeroOptimizer that is its TrainState's of the same name, to read and to set."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, optimizer: None, kind: type) -> _Of[T]: ...
+    @overload
+    def __get__(self, optimizer: ZeroOptimizer, kind: type) -> T: ...
+    def __get__(self, optimizer: ZeroOptimizer | None, kind: type) -> Any:
+        return self if optimizer is None else getattr(optimizer._train, self._name)
+
+    def __set__(self, optimizer: ZeroOptimizer, value: T) -> None:
+        setattr(optimizer._train, self._name, value)
 
 
 ParamsOrModel = nn.Module | Iterable[torch.Tensor] | Iterable[dict[str, Any]]
@@ -111,57 +133,38 @@ class ZeroOptimizer(torch.optim.Optimizer):
         **optimizer_args: Any,
     ) -> None:
         self._parts: Parts | None = None
-        self._saving: checkpoint.SaveTask | None = None
-        self._breakage = Breakage()
-        self.stage = check_stage(stage)
-        self.offload = as_offload(offload, stage)
-        self.precision = as_precision(precision, communication_dtype, buffer_dtype)
-        self.skip_nonfinite = check_skip(skip_nonfinite, precision)
+        stage, tiers = check_stage(stage), as_offload(offload, stage)
+        kinds, skip = as_precision(precision, communication_dtype, buffer_dtype), check_skip(skip_nonfinite, precision)
         check_numbers(clip_norm, grad_accum, bucket_mb, prefetch)
         check_kinds(comm, overlap, share_parameters, nvme_path)
         units = as_units(units)
         if stage == 3 and not isinstance(model, nn.Module):
             raise ValueError("stage=3 needs the model itself (it hooks its modules), not a list of parameters")
-        self.clip_norm = clip_norm
-        self._grad_accum = grad_accum
-        self.boundary: bool | None = None
-        self.averages = True  # over micro-steps; False: their losses are divided already
-        self.grad_norm: float | None = None
-        self.skipped_steps = 0
-        self.overflow = False  # whether the last step was skipped; DeepSpeed's name, Accelerate reads it
-        self.step_count = 0  # optimizer steps, skipped ones included
-        self.nonfinite: NonFinite | None = None
         if loss_scale is not None and precision != "fp16":
             raise ValueError(f"loss_scale={loss_scale} needs precision='fp16', but precision={precision!r}")
-        self.scaler = LossScaler(loss_scale or LossScale()) if precision == "fp16" else None
-        self._scaled_passes = 0
-        self._pass_scale = self.loss_scale
+        scaler = LossScaler(loss_scale or LossScale()) if precision == "fp16" else None
         if isinstance(model, Iterator):
             model = list(model)
         groups = torch_groups(model, optimizer)
-        self._frozen = frozen_in(model, optimizer)
-        self.rule, groups = choose_rule(optimizer, optimizer_args, groups)
-        super().__init__(groups, self.rule.defaults)
+        frozen = frozen_in(model, optimizer)
+        rule, groups = choose_rule(optimizer, optimizer_args, groups)
+        self._train = train = TrainState(stage, tiers, kinds, rule, scaler, skip, clip_norm, grad_accum)
+        super().__init__(groups, rule.defaults)
         self.state = _NoState()
-        self._micro_step = 0
-        self._updates = 0  # calls of step() that used gradients; no load changes it
-        self._backwards = 0  # backward passes before the last step() or zero_grad()
-        self._stepped = True
-        self._step_s = 0.0
         job, module = comm or init(), model if isinstance(model, nn.Module) else None
         taken = taken_params()
         check_free(self.param_groups, taken)
         same_on_ranks.check(
-            self, job, module, units, bucket_mb=bucket_mb, prefetch=prefetch, share_parameters=share_parameters
+            train, job, module, units, bucket_mb=bucket_mb, prefetch=prefetch, share_parameters=share_parameters
         )
-        self._parts = build_parts(
+        self._parts = parts = build_parts(
             module,
             self.param_groups,
             job,
-            self.rule,
+            rule,
             stage=stage,
-            offload=self.offload,
-            precision=self.precision,
+            offload=tiers,
+            precision=kinds,
             nvme_path=nvme_path,
             bucket_nbytes=int(bucket_mb * 2**20),
             prefetch=prefetch,
@@ -173,68 +176,80 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
         warn_of_integers(module, stage, job.rank)
         self.grad_accum = grad_accum
-        of_this = weakref.ref(self)
-        self._parts.reducer.values.factor = lambda: _factor_of(of_this)
-        self._sweep = Sweep(self._parts, self.rule, whole=stage == 0, groups=len(self.param_groups))
+        parts.reducer.values.factor = lambda: train.gradient_factor
+        train.cohorts = Cohorts(rule, parts.group_of, len(self.param_groups))
+        self._micro_steps = MicroSteps(parts, train, OptimizerStep(parts, train, frozen))
         self.optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
-        self._groups = ParamGroups(self, self.optimizer)
+        train.tied = ParamGroups(self, self.optimizer)
         opened(self)
+
+    stage = _Of[int]()
+    offload = _Of[Offload]()
+    precision = _Of[Precision]()
+    rule = _Of[Rule]()
+    scaler = _Of[LossScaler | None]()
+    skip_nonfinite = _Of[bool]()
+    clip_norm = _Of[float | None]()
+    boundary = _Of[bool | None]()  # whether the next step() updates; None: every grad_accum-th does
+    averages = _Of[bool]()  # over micro-steps; False: their losses are divided already
+    grad_norm = _Of[float | None]()
+    skipped_steps = _Of[int]()
+    overflow = _Of[bool]()  # whether the last step was skipped; DeepSpeed's name, Accelerate reads it
+    step_count = _Of[int]()  # optimizer steps, skipped ones included
+    nonfinite = _Of[NonFinite | None]()
+    updates = _Of[int]()  # calls of step() that used gradients; no load changes it
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The param groups, as torch's."""
+        return self._train.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._train.param_groups = groups
 
     @property
     def loss_scale(self) -> float:
-        """What ``backward()`` multiplies the loss by; 1 unless precision is fp16."""
-        return self.scaler.scale if self.scaler is not None else 1.0
+        """Factor that ``backward()`` multiplies the loss by; 1 unless precision is fp16."""
+        return self._train.loss_scale
 
     @property
     def grad_accum(self) -> int:
         """Micro-steps per step. It can be set between steps."""
-        return self._grad_accum
+        return self._train.grad_accum
 
     @grad_accum.setter
     def grad_accum(self, count: int) -> None:
         check_accumulation(count)
-        if self._parts is not None and self._micro_step:
-            raise RuntimeError(
-                f"grad_accum={count}: micro-step {self._micro_step} of {self._grad_accum} is over: set it between steps"
-            )
-        self._grad_accum = count
+        train = self._train
         if self._parts is not None:
+            if train.micro_step:
+                raise RuntimeError(
+                    f"grad_accum={count}: micro-step {train.micro_step} of {train.grad_accum} is over: set it between "
+                    "steps"
+                )
             self._parts.reducer.passes = count
+        train.grad_accum = count
 
     @property
     def gradient_factor(self) -> float:
         """Factor of accumulated gradients over their mean: micro-steps (if not divided yet) times loss scale."""
-        scale = self._pass_scale if self.scaler is not None else 1.0
-        return (self.grad_accum if self.averages else 1) * scale
+        return self._train.gradient_factor
 
     @property
     def _live(self) -> Parts:
-        """``_settled``, with the model's parameters attached: what the program has put into them is the weights now."""
-        parts = self._settled
-        parts.attachment.restore()
-        return parts
+        """The parts, none of which a step behind the forward uses any more, with the model's parameters attached: what
+        the program has put into them is the weights now."""
+        return parts_of(self)
 
     @property
     def _settled(self) -> Parts:
         """The parts, none of which a step behind the forward uses any more."""
-        parts = self._open_parts
-        if parts.behind is not None:
-            with self._breakage.watch():
-                parts.behind.join()
-        return parts
-
-    @contextlib.contextmanager
-    def _looking(self) -> Iterator[Parts]:
-        """``_live`` for a while: afterwards parameters have the data again that the program has put into them."""
-        parts = self._settled
-        with parts.attachment.shown():
-            yield parts
+        return self._open_parts.settle(self._train.poison)
 
     @property
     def _open_parts(self) -> Parts:
-        if self._parts is None:
-            raise RuntimeError("this ZeroOptimizer is closed")
-        return self._parts
+        return open_parts(self)
 
     def join(self) -> None:
         """Wait for a step that runs behind the forward (``Offload(step_behind_forward=True)``). Raises: its error."""
@@ -256,125 +271,34 @@ class ZeroOptimizer(torch.optim.Optimizer):
         on all ranks. An error or an interrupt amid the update (on a device it begins while gradients are in flight):
         RuntimeError in this, save and state_dict until ``load``.
         """
-        self._breakage.check("step()")
+        self._train.poison.check("step()")
         with torch.enable_grad():
             loss = closure() if closure is not None else None
-        self._check_passes()
-        self._micro_step += 1
-        self._stepped = self.boundary if self.boundary is not None else self._micro_step >= self.grad_accum
-        if not self._stepped:
-            self.join()  # parameters that the program has replaced: before the next pass adds to their gradients
-        else:
-            self._micro_step = 0
-            start = time.perf_counter()
-            with torch.no_grad(), contextlib.suppress(NoGradientsError):
-                self._update()
-            self._open_parts.reducer.step_has_used()
-            self._step_s += time.perf_counter() - start
-        self._groups.stepped()
+        self._passes.end()
         return loss
-
-    def _check_frozen(self) -> None:
-        """Raises: RuntimeError for a parameter that was frozen at construction, and has a gradient now."""
-        for param in self._frozen:
-            if param.requires_grad and param.grad is not None:
-                modules = self._open_parts.model.named_parameters() if self._open_parts.model is not None else ()
-                name = next((name for name, other in modules if other is param), f"of shape {tuple(param.shape)}")
-                raise RuntimeError(
-                    f"step(): parameter {name} requires a gradient now, but was frozen when ZeroOptimizer was built: "
-                    "it has no place in its state: build ZeroOptimizer while it requires one (requires_grad_(False) "
-                    "afterwards freezes it until it is wanted), or save, close() and build it again"
-                )
-
-    def _check_passes(self) -> None:
-        """Raises: RuntimeError for a program that calls ``step`` once for several micro-steps."""
-        passes = self._open_parts.reducer.backwards
-        since, self._backwards = passes - self._backwards, passes
-        if since > 1 and self.grad_accum > 1 and self.boundary is None:
-            self._backwards -= since  # until zero_grad()
-            raise RuntimeError(
-                f"step() after {since} backward passes with grad_accum={self.grad_accum}: either call step() and "
-                f"zero_grad() after each backward pass (they act on every {self.grad_accum}th), or give grad_accum=1, "
-                f"divide the loss by {self.grad_accum} and call them after the last one. (Of several losses in a "
-                "micro-step: add them up, or set opt.boundary to whether this call shall update.)"
-            )
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         """``loss.backward()``, with the loss scaled where precision is fp16."""
-        self._scaled_passes += 1
-        if self.scaler is not None:
-            self._pass_scale = self.scaler.scale  # a step changes it, but not the gradients that are kept
-            loss = loss.float() * self.scaler.scale
-        reducer = self._open_parts.reducer
-        if loss.grad_fn is not None:
-            loss.register_hook(lambda grad: reducer.arm())
-        loss.backward(retain_graph=retain_graph)
-
-    def _update(self) -> None:
-        parts = self._live
-        if parts.reducer.broken:
-            raise RuntimeError("step(): the last backward pass ended with an error; call zero_grad() and run it again")
-        self._check_frozen()
-        if not parts.reducer.ask():
-            return  # no gradients: as in torch, nothing to do
-        if self.scaler is not None and parts.reducer.scaled_passes > self._scaled_passes:
-            raise RuntimeError("precision='fp16' needs opt.backward(loss) instead of loss.backward()")
-        self._groups.check(self)
-        parts.reducer.say_unused()
-        scale = 1.0 / self.gradient_factor
-        decides = self.skip_nonfinite or self.clip_norm is not None or parts.behind is not None
-        early = None if decides else self._sweep.run_early(self.param_groups, scale, self._breakage.watch)
-        total = self._sweep.norm() if early is None else early
-        self.step_count += 1
-        self._updates += 1
-        self.grad_norm = norm = total / self.gradient_factor
-        finite = math.isfinite(total)
-        if not finite:
-            report(self, parts)
-        if self.scaler is not None:
-            self.scaler.update(overflow=not finite)
-        self.overflow = self.skip_nonfinite and not finite
-        if self.overflow:
-            self.skipped_steps += 1
-            return
-        if self.clip_norm is not None:
-            scale *= clip_factor(norm, self.clip_norm)
-        with self._breakage.watch():
-            if parts.behind is not None:
-                parts.behind.start(self._sweep.prepared(self.param_groups, scale))
-                parts.store.count_change()
-                return
-            if early is None:
-                self._sweep.run(self.param_groups, scale)
-            parts.store.arrive()
-            parts.store.count_change()
+        self._passes.backward(loss, retain_graph)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; does nothing between the micro-steps of one accumulation.
 
         set_to_none: False makes them zero, as torch does: a step without another pass then goes on by momentum.
         """
-        reducer, hooks = self._open_parts.reducer, self._open_parts.hooks
-        if hooks is not None:
-            hooks.clear_interrupted()
-        self._backwards = reducer.backwards
-        if reducer.broken:
-            self._micro_step = 0  # its gradients are lost: the accumulation begins again
-        if self._stepped or self._micro_step == 0:
-            self._scaled_passes = 0
-            reducer.zero(set_to_none)
+        self._passes.zero_grad(set_to_none)
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside add up their gradients on this rank, in fp32; the next one outside, or the step after
         it, reduces the sum. Fewer bytes move, but the bits are those of another order of summing. Blocks may lie in
         each other. Memory: 4 bytes per element until then."""
-        reducer = self._open_parts.reducer
-        before, reducer.sync = reducer.sync, False
-        try:
-            yield
-        finally:
-            reducer.sync = before
+        return self._passes.no_sync()
+
+    @property
+    def _passes(self) -> MicroSteps:
+        """Raises: RuntimeError where the optimizer is closed."""
+        open_parts(self)
+        return self._micro_steps
 
     # --- looking ----------------------------------------------------------------------------------------------
 
@@ -385,7 +309,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def stats(self) -> dict[str, float]:
         """Cumulative seconds that the main thread waited and that it looked for edited weights, and what the swap file
         moved."""
-        return stats_of(self._settled, self._sweep.waited_s, self._step_s)
+        return stats_of(self._settled, self._train)
 
     def allocation_count(self) -> int:
         """Allocations that the core ever made for this optimizer; constant after the second step."""
@@ -394,7 +318,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """What ``model.state_dict()`` would be if all were whole here: parameters under each of their names (tied ones
         share memory), frozen ones, this rank's buffers. Copied to the CPU. Collective in stage 3."""
-        with self._looking() as parts:
+        with self._open_parts.looking(self._train.poison) as parts:
             return torch_state.full_state_dict(parts)
 
     def state_dict(self) -> dict[str, Any]:
@@ -402,17 +326,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         With 16-bit weights ``master``, fp32, lies beside the optimizer's own arrays.
         """
-        self._breakage.check("state_dict()")
-        with self._looking():
-            return torch_state.state_dict(self)
+        self._train.poison.check("state_dict()")
+        with self._open_parts.looking(self._train.poison) as parts:
+            return torch_state.state_dict(parts, self._train)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """What ``state_dict`` gave, at any world size, stage, tier and precision, or torch's class of the same formula.
 
         Collective. Without ``master`` in it the weights are the model's: load those first. Raises: ValueError.
         """
-        self._breakage.check("load_state_dict()")  # the weights may be the model's, of two steps
-        torch_state.load_state_dict(self, state_dict)
+        self._train.poison.check("load_state_dict()")  # the weights may be the model's, of two steps
+        torch_state.load_state_dict(self._live, self._train, state_dict)
 
     def save(
         self, directory: StrPath, *, scheduler: Any = None, client_state: Any = None, wait: bool = True
@@ -430,33 +354,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises, on every rank: ValueError naming the way to a value that cannot be kept, before anything is written;
         OSError (naming the rank that failed; EBUSY for a mount point, or where another save is writing).
         """
-        return self._save(directory, scheduler, client_state, wait)
-
-    def _save(
-        self,
-        directory: StrPath,
-        scheduler: Any,
-        client_state: Any,
-        wait: bool,
-        then: Callable[[], None] = lambda: None,
-        lean: bool = False,
-        root: str = "client_state",
-    ) -> checkpoint.SaveTask:
-        """then: what rank 0 does once the folder is in its place. lean: without frozen parameters. root: how messages
-        write the way to ``client_state``."""
-        self._breakage.check("save()")
-        log_unsaved(self._open_parts.reducer.waiting_passes, self._micro_step, self.grad_accum)
-        self._end_saving()
-        final = Path(directory).absolute()
-        with self._looking():
-            self._saving = checkpoint.save(self, final, scheduler, client_state, wait, then, lean, root)
-        return self._saving
-
-    def _end_saving(self) -> None:
-        """Wait for a save in the background. Raises: what went wrong there, if ``wait()`` has not."""
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.end()
+        extras = checkpoint.Extras(scheduler, client_state)
+        return checkpoint.save(self._open_parts, self._train, Path(directory).absolute(), extras, wait=wait)
 
     def load(
         self,
@@ -475,25 +374,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises, before anything has changed: FileNotFoundError; OSError (EIO) naming file and tensor of a checksum that
         is wrong; ValueError listing names and shapes of another model or optimizer, or naming a field of a manifest.
         """
-        return self._load(directory, scheduler=scheduler, optimizer=optimizer, random=random, strict=strict)
-
-    def _load(
-        self,
-        directory: StrPath,
-        *,
-        scheduler: Any,
-        optimizer: bool,
-        random: bool,
-        strict: bool,
-        inspect: Callable[[Any], None] = lambda client_state: None,
-    ) -> Any:
-        """inspect: raises where the client state is not the caller's, before anything has changed."""
-        self._end_saving()
-        if not optimizer:
-            self._breakage.check("load(optimizer=False)")
-        client_state = checkpoint.load(self, Path(directory).absolute(), scheduler, optimizer, random, strict, inspect)
-        self._micro_step = self._scaled_passes = 0  # gradients of an accumulation that had begun are gone
-        return client_state
+        return checkpoint.load(
+            self._open_parts,
+            self._train,
+            Path(directory).absolute(),
+            scheduler=scheduler,
+            with_optimizer=optimizer,
+            with_random=random,
+            strict=strict,
+        )
 
     # --- life -------------------------------------------------------------------------------------------------
 
@@ -510,14 +399,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """keep_weights: False where the program ends."""
         if self._parts is not None:
             try:
-                self._end_saving()
+                self._parts.end_saving()
             except Exception as error:
                 logging.getLogger("zcomm").warning("a checkpoint could not be finished: %s", error)
             self._parts.store.keeps_weights = keep_weights
             self._parts.close()
             self._parts = None
-            self._groups.end()
-            self._breakage.mended()  # lets go of the error's frames
+            self._train.tied.end()
+            self._train.poison.clear()  # lets go of the error's frames
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise TypeError(

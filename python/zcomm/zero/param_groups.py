@@ -11,14 +11,11 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from zcomm.zero.rules.rule import SWITCHES
-
-if TYPE_CHECKING:
-    from zcomm.zero.optimizer import ZeroOptimizer
+from zcomm.zero.rules.rule import SWITCHES, Rule
 
 _INSTEAD = {
     "step": "call step() of the ZeroOptimizer (zcomm.initialize() returns it), or the engine's",
@@ -40,7 +37,7 @@ class ParamGroups:
     Thread rule: as ZeroOptimizer.
     """
 
-    def __init__(self, owner: ZeroOptimizer, given: torch.optim.Optimizer | None) -> None:
+    def __init__(self, owner: torch.optim.Optimizer, given: torch.optim.Optimizer | None) -> None:
         self._given = given
         self._watched = [] if given is None else [given]  # by schedules, for their order of steps
         self._before: list[list[torch.Tensor]] = []  # of the given optimizer, frozen parameters included
@@ -49,7 +46,7 @@ class ParamGroups:
             self._share(owner, given)
         self._ids = [list(map(id, group["params"])) for group in owner.param_groups]  # the store keeps the parameters
 
-    def _share(self, owner: ZeroOptimizer, given: torch.optim.Optimizer) -> None:
+    def _share(self, owner: torch.optim.Optimizer, given: torch.optim.Optimizer) -> None:
         """See [Note: one list]."""
         for ours, theirs in zip(owner.param_groups, given.param_groups, strict=True):
             self._before.append(theirs["params"])
@@ -63,10 +60,10 @@ class ParamGroups:
             setattr(given, call, _refusal(given, call))
         vars(given)["zero_grad"] = lambda set_to_none=True: _zero_grad(alive, set_to_none)
 
-    def check(self, owner: ZeroOptimizer) -> None:
+    def check(self, groups: list[dict[str, Any]], rule: Rule) -> None:
         """Raises: RuntimeError where the list, a group's parameters or their number have changed; ValueError or
         NotImplementedError for an option that cannot be stepped with. Before anything is updated."""
-        groups, given = owner.param_groups, self._given
+        given = self._given
         if given is not None and given.param_groups is not groups:
             raise RuntimeError(
                 f"step(): the list param_groups of this ZeroOptimizer or of the {type(given).__name__} that was given "
@@ -81,14 +78,14 @@ class ParamGroups:
                     f"step(): param group {number} has {len(now)} parameters, and not the {len(ids)} that it had at "
                     f"construction: {_ADDED}"
                 )
-            owner.rule.check_now(group)
+            rule.check_now(group)
 
-    def tie(self, owner: ZeroOptimizer, other: Any) -> bool:
+    def tie(self, ours: list[dict[str, Any]], other: Any) -> bool:
         """Return True if ``other``, a schedule's optimizer, has these groups, so that its rates count: the given one,
         or another one that was made of the same dicts (as Accelerate does for offload)."""
         if other is not self._given:
             groups = getattr(other, "param_groups", [])
-            if len(groups) != len(owner.param_groups) or any(map(operator.is_not, groups, owner.param_groups)):
+            if len(groups) != len(ours) or any(map(operator.is_not, groups, ours)):
                 return False
             self._watched.append(other)
         return True
@@ -128,7 +125,7 @@ def _refusal(given: torch.optim.Optimizer, call: str) -> Callable[..., Any]:
     return refuse
 
 
-def _zero_grad(alive: weakref.ref[ZeroOptimizer], set_to_none: bool) -> None:
+def _zero_grad(alive: weakref.ref[torch.optim.Optimizer], set_to_none: bool) -> None:
     owner = alive()
     if owner is not None:  # closed, it has given the optimizer its own back
         owner.zero_grad(set_to_none)

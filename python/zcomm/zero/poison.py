@@ -1,7 +1,7 @@
-"""Breakage: whether weights and optimizer state are of one step. A step, or a load, that ended half way leaves them of
-two, and nothing but a whole load mends that.
+"""Poison: whether weights and optimizer state are of one step.
 
-All ranks learn of one that failed: at the end of each sweep they compare whether it went well everywhere.
+A step, or a load, that ends half way leaves weights and state of two steps; nothing but a whole load clears that. All
+ranks learn of a step that failed on one: at its end they compare whether it went well everywhere.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from zcomm.zero.agree import all_values
 _NAME = "end of the step"
 
 
-class Breakage:
-    """error: the first one that left something half done; None: all is whole."""
+class Poison:
+    """The first error that left something half done. error: None where weights and state are whole."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
@@ -33,28 +33,32 @@ class Breakage:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Weights and state change inside: whatever ends it early leaves them half done."""
+        """Keep the error that ends the block: weights and state change inside, and are half done then."""
         try:
             yield
         except BaseException as error:
             self.error = self.error or error
             raise
 
-    def mended(self) -> None:
+    def clear(self) -> None:
+        """Forget the error: weights and state are whole again."""
         self.error = None
 
 
-def tell(comm: Communicator, error: BaseException) -> None:
-    """This rank's sweep ended with ``error``: the others raise in ``hear``. Raises nothing but a further interrupt."""
+def broadcast_error(comm: Communicator, error: BaseException) -> None:
+    """Make the other ranks raise in ``check_error``: this rank's step ended with ``error``. Raises nothing but a
+    further interrupt."""
     if comm.world_size > 1:
         with contextlib.suppress(Exception):  # of a communicator that has failed, too: they know then
             _any_failed(comm, True)
             all_values(comm, [_code(error), f"{type(error).__name__}: {error}"], f"{_NAME}: error")
 
 
-def hear(comm: Communicator) -> None:
-    """This rank's sweep went well. Collective. Raises: OSError where another rank had one, else RuntimeError; it
-    names the rank."""
+def check_error(comm: Communicator) -> None:
+    """Compare with the other ranks that this rank's step went well. Collective.
+
+    Raises: OSError where another rank had one, else RuntimeError; it names the rank.
+    """
     if comm.world_size > 1 and _any_failed(comm, False):
         found = all_values(comm, None, f"{_NAME}: error")
         rank, (code, text) = next((rank, each) for rank, each in enumerate(found) if each is not None)

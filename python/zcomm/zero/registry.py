@@ -1,34 +1,95 @@
-"""Which ZeroOptimizers of this process are open; what is open when the program ends is closed."""
+"""Registry: which ZeroOptimizers of this process are open, and which of them has a parameter.
+
+What is open when the program ends is closed. The registry alone knows an optimizer's own attributes (``Owner``); it
+gives its Parts and its TrainState to others.
+"""
 
 from __future__ import annotations
 
 import atexit
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from zcomm.zero.optimizer import ZeroOptimizer
+import torch
+from torch import nn
 
-_open: weakref.WeakSet[ZeroOptimizer] = weakref.WeakSet()
-
-
-def opened(optimizer: ZeroOptimizer) -> None:
-    """It is one of them, until it is closed."""
-    _open.add(optimizer)
+from zcomm.zero.parts import Parts, TrainState
+from zcomm.zero.units.stand_in import original
 
 
-def open_optimizers() -> list[ZeroOptimizer]:
-    """Those of this process that are not closed."""
-    return [optimizer for optimizer in _open if optimizer._parts is not None]
+class Owner(Protocol):
+    """A ZeroOptimizer, of which this module needs no more. _parts: None once it is closed."""
+
+    _parts: Parts | None
+    _train: TrainState
+
+    def _close(self, keep_weights: bool) -> None: ...
+
+
+_open: weakref.WeakSet[Owner] = weakref.WeakSet()
+
+
+def opened(owner: Owner) -> None:
+    """Add an optimizer, until it is closed."""
+    _open.add(owner)
+
+
+def open_optimizers() -> list[Owner]:
+    """List the optimizers of this process that are not closed."""
+    return [owner for owner in _open if owner._parts is not None]
+
+
+def open_parts(owner: Owner) -> Parts:
+    """Return the parts, which a step behind the forward may still use. Raises: RuntimeError where it is closed."""
+    if owner._parts is None:
+        raise RuntimeError("this ZeroOptimizer is closed")
+    return owner._parts
+
+
+def parts_of(owner: Owner) -> Parts:
+    """Return the parts after ``Parts.join``. Raises: RuntimeError where it is closed; the error of that step."""
+    return open_parts(owner).join(owner._train.poison)
+
+
+def train_of(owner: Owner) -> TrainState:
+    """Return its TrainState, also after it was closed."""
+    return owner._train
 
 
 def taken_params() -> set[int]:
-    """By id(), the parameters that any of them has."""
-    return {key for optimizer in _open if optimizer._parts is not None for key in optimizer._parts.index_of}
+    """Collect the parameters of all open optimizers, by id()."""
+    return {key for owner in _open if owner._parts is not None for key in owner._parts.index_of}
+
+
+def whole_frozen(parts: Parts) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the floating-point parameters of the model that no optimizer's store has, by name."""
+    kept = taken_params() | set(parts.index_of)
+    for name, param in parts.model.named_parameters() if parts.model is not None else ():
+        if id(param) not in kept and param.is_floating_point():
+            yield name, param
+
+
+def owner_of(param: torch.Tensor) -> tuple[TrainState, Parts, int | None] | None:
+    """Find the open optimizer that has a parameter: its state, its parts and the parameter's number there.
+
+    The number is None for a parameter of its model that the store does not have: it is whole on each rank. Returns None
+    where no open optimizer knows it.
+    """
+    whole, param = None, original(param)
+    for owner in open_optimizers():
+        parts = open_parts(owner).settle(owner._train.poison)
+        parts.attachment.put_back()
+        index = parts.index_of.get(id(param))
+        if index is not None:
+            return owner._train, parts, index
+        if whole is None and parts.model is not None and any(param is other for other in parts.model.parameters()):
+            whole = (owner._train, parts, None)
+    return whole
 
 
 @atexit.register
 def _close_all() -> None:
-    """A program that ends, or fails, without close() leaves no swap file."""
-    for optimizer in list(_open):
-        optimizer._close(keep_weights=False)
+    """Close what is open, so that a program that ends or fails without close() leaves no swap file."""
+    for owner in list(_open):
+        owner._close(keep_weights=False)

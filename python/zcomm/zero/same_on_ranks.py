@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,37 +19,35 @@ from zcomm.comm.communicator import Communicator
 from zcomm.zero.layout.sections import frozen_of, names_of
 from zcomm.zero.layout.unit_policy import choose_units
 from zcomm.zero.options import Units
-
-if TYPE_CHECKING:
-    from zcomm.zero.optimizer import ZeroOptimizer
+from zcomm.zero.parts import TrainState
 
 _SAID_NBYTES = 2000  # of a rank's differences
 _SHOWN = 6
 
 
-def check(optimizer: ZeroOptimizer, comm: Communicator, model: nn.Module | None, units: Units, **options: Any) -> None:
+def check(train: TrainState, comm: Communicator, model: nn.Module | None, units: Units, **options: Any) -> None:
     """Collective. Raises: ValueError on every rank, with what differs from rank 0 and where."""
-    offload = optimizer.offload
+    offload = train.offload
     options |= {
-        "optimizer": optimizer.rule.name,
-        "stage": optimizer.stage,
-        "precision": optimizer.precision.name,
-        "communication_dtype": optimizer.precision.travels,
-        "buffer_dtype": optimizer.precision.buffers,
-        "skip_nonfinite": optimizer.skip_nonfinite,
+        "optimizer": train.rule.name,
+        "stage": train.stage,
+        "precision": train.precision.name,
+        "communication_dtype": train.precision.travels,
+        "buffer_dtype": train.precision.buffers,
+        "skip_nonfinite": train.skip_nonfinite,
         # It decides the units; that of the state is each rank's own, but where it goes by parameter.
         "tier of parameters": None if callable(offload.params) else offload.params,
         "step_behind_forward": offload.step_behind_forward,
-        "clip_norm": optimizer.clip_norm,
-        "grad_accum": optimizer.grad_accum,
-        "loss_scale": optimizer.loss_scale,
+        "clip_norm": train.clip_norm,
+        "grad_accum": train.grad_accum,
+        "loss_scale": train.loss_scale,
     }
     lines = [(name, plain(value)) for name, value in options.items()]
-    lines += _describe(model, optimizer.param_groups, optimizer.precision.buffers)
-    if units != Units() and model is not None and optimizer.stage == 3:
+    lines += _describe(model, train.param_groups, train.precision.buffers)
+    if units != Units() and model is not None and train.stage == 3:
         lines += _units(model, units)
     if callable(offload.optimizer) or callable(offload.params):
-        lines += _tiers(optimizer, model)
+        lines += _tiers(train, model)
     text = json.dumps(lines).encode()
     digest = torch.tensor(list(hashlib.sha256(text).digest()), dtype=torch.uint8)
     rows = _rows(comm, digest, "model and options: digest")
@@ -108,10 +106,10 @@ def _units(model: nn.Module, units: Units) -> list[tuple[str, str]]:
     ]
 
 
-def _tiers(optimizer: ZeroOptimizer, model: nn.Module | None) -> list[tuple[str, str]]:
+def _tiers(train: TrainState, model: nn.Module | None) -> list[tuple[str, str]]:
     """They decide what lies together."""
-    trained = [param for group in optimizer.param_groups for param in group["params"]]
-    names, offload = names_of(model, trained), optimizer.offload
+    trained = [param for group in train.param_groups for param in group["params"]]
+    names, offload = names_of(model, trained), train.offload
     every = [*trained, *frozen_of(model, trained)]
     state = {id(param): offload.state_tier(names[id(param)], param) for param in trained}
     weights = {id(param): offload.param_tier(names[id(param)], param) for param in every}

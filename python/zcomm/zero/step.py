@@ -1,28 +1,27 @@
-"""Sweep: the optimizer's rule over all shards of this rank, between the norm of the gradients and the new weights.
+"""One optimizer step, top to bottom in ``OptimizerStep.run``: norm, clip, update, publish.
 
-Sweeps alternate their direction ([Note: swapped step]); construction, which wrote first to last, counts as one.
+Steps alternate their direction ([Note: swapped step]); construction, which wrote first to last, counts as one.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from zcomm.zero.gradients.nonfinite import NonFinite, find_nonfinite
+from zcomm.zero.gradients.norm import clip_factor
 from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.optim_state.ram import Run, ShardStep
 from zcomm.zero.params.device import DeviceStore
-from zcomm.zero.poison import hear, tell
-from zcomm.zero.rules.cohorts import Cohorts
-from zcomm.zero.rules.rule import Indexed, Rule
-
-if TYPE_CHECKING:
-    from zcomm.zero.assemble import Parts
-
-
-Step = Callable[[], None]
+from zcomm.zero.parts import Parts, TrainState
+from zcomm.zero.poison import broadcast_error, check_error
+from zcomm.zero.rules.rule import Indexed
 
 _LATE = (
     "step(): a backward pass has reached a parameter twice on some rank, in no step before: weights were updated "
@@ -35,21 +34,84 @@ class NoGradientsError(Exception):
     """Error of a step without any rank's gradient. Raised on all ranks, before anything has changed."""
 
 
-class Sweep:
-    """whole: every rank updates everything (stage 0). waited_s: seconds of waiting for other ranks.
+class OptimizerStep:
+    """The steps of one optimizer. frozen: parameters that were given to be trained, but were frozen then.
 
     Gradients that a pass did not take ([Note: arrivals]) are known to their rank alone; the norm's message carries them
     to all, which then reduce them and take the norm again.
     """
 
-    def __init__(self, parts: Parts, rule: Rule, whole: bool, groups: int) -> None:
-        self._parts, self._whole = parts, whole
-        self.cohorts = Cohorts(rule, parts.group_of, groups)
+    def __init__(self, parts: Parts, train: TrainState, frozen: Sequence[torch.Tensor]) -> None:
+        self._parts, self._train, self._frozen = parts, train, frozen
+        self._whole = train.stage == 0  # every rank updates everything
         there = parts.resident.numbers if parts.resident is not None else ()
         self._on_host = [bucket for bucket in parts.geometry.buckets if bucket.index not in there]
         self._reverse = True
         self._rests: bool | None = None  # whether any rank ever had a rest of gradients; None: no step has told
-        self.waited_s = 0.0
+
+    def run(self) -> None:
+        """Update weights and state with the accumulated gradients; does nothing where there are none. Collective.
+
+        Raises: NoGradientsError; RuntimeError for what cannot be stepped with, before anything has changed.
+        """
+        parts, train = self._parts, self._train
+        if not self._ready():
+            return
+        scale = 1.0 / train.gradient_factor
+
+        # Norm. Where it decides nothing, the weights are updated in the same pass over the gradients, or before it.
+        decides = train.skip_nonfinite or train.clip_norm is not None or parts.behind is not None
+        early = None if decides else self._update_early(scale)
+        norm = self._counted(self.norm() if early is None else early)
+        if train.overflow:
+            return
+
+        # Clip.
+        if train.clip_norm is not None:
+            scale *= clip_factor(norm, train.clip_norm)
+
+        # Update this rank's shards, and publish the new weights: now, or on a thread behind the next forward.
+        with train.poison.watch():
+            if parts.behind is not None:
+                parts.behind.start(self._prepared(scale))
+            else:
+                if early is None:
+                    self._update(scale)
+                parts.store.arrive()
+            parts.store.count_change()
+
+    # --- before -------------------------------------------------------------------------------------------------
+
+    def _ready(self) -> bool:
+        """Check what the program has done since the last step. Returns: False where no rank has gradients. Collective.
+
+        Raises: RuntimeError, and what ParamGroups.check raises.
+        """
+        parts, train = self._parts.join(self._train.poison), self._train
+        if parts.reducer.broken:
+            raise RuntimeError("step(): the last backward pass ended with an error; call zero_grad() and run it again")
+        self._check_frozen()
+        if not parts.reducer.ask():
+            return False
+        if train.scaler is not None and parts.reducer.scaled_passes > train.scaled_passes:
+            raise RuntimeError("precision='fp16' needs opt.backward(loss) instead of loss.backward()")
+        train.tied.check(train.param_groups, train.rule)
+        parts.reducer.say_unused()
+        return True
+
+    def _check_frozen(self) -> None:
+        """Raises: RuntimeError for a parameter that was frozen at construction, and has a gradient now."""
+        for param in self._frozen:
+            if param.requires_grad and param.grad is not None:
+                modules = self._parts.model.named_parameters() if self._parts.model is not None else ()
+                name = next((name for name, other in modules if other is param), f"of shape {tuple(param.shape)}")
+                raise RuntimeError(
+                    f"step(): parameter {name} requires a gradient now, but was frozen when ZeroOptimizer was built: "
+                    "it has no place in its state: build ZeroOptimizer while it requires one (requires_grad_(False) "
+                    "afterwards freezes it until it is wanted), or save, close() and build it again"
+                )
+
+    # --- norm ---------------------------------------------------------------------------------------------------
 
     def norm(self) -> float:
         """Return the norm of all accumulated gradients. Collective: afterwards no rank reads the old weights any more.
@@ -64,7 +126,7 @@ class Sweep:
             self._agree()
             total = self._norm_now()
         self._rests = self._rests or False
-        self.waited_s += time.perf_counter() - start
+        self._train.waited_s += time.perf_counter() - start
         return total
 
     def _agree(self) -> None:
@@ -90,13 +152,43 @@ class Sweep:
             self._parts.resident.end_norm(self._parts.norm)
         return self._parts.norm.end(note=self._parts.reducer.note)
 
-    @property
-    def can_land(self) -> bool:
-        """Whether a sweep may begin while gradients are still on their way from the device.
+    def _counted(self, total: float) -> float:
+        """Count a step with this norm of the accumulated gradients. Returns: the norm of their mean."""
+        train = self._train
+        train.step_count += 1
+        train.updates += 1
+        train.grad_norm = norm = total / train.gradient_factor
+        finite = math.isfinite(total)
+        if not finite:
+            self._report_nonfinite()
+        if train.scaler is not None:
+            train.scaler.update(overflow=not finite)
+        train.overflow = train.skip_nonfinite and not finite
+        if train.overflow:
+            train.skipped_steps += 1
+        return norm
 
-        Who has a bucket's sum knows then that nobody reads its old weights ([Note: gradients from a device]); units do
-        not say so. A rest of gradients would come too late: a rank alone knows whether it has one, ranks from their
-        first step.
+    def _report_nonfinite(self) -> None:
+        """Find the parameter, and log it: each time where the step is skipped, elsewhere once. Collective."""
+        parts, train = self._parts, self._train
+        first_time = train.nonfinite is None
+        name = find_nonfinite(parts.reducer, parts.geometry, parts.comm, parts.names)
+        train.nonfinite = NonFinite(train.step_count, name)
+        if parts.comm.rank != 0 or not (first_time or train.skip_nonfinite):
+            return
+        scale = f"; loss scale {train.loss_scale:g}, step skipped"
+        what = scale if train.scaler else "; step skipped" if train.skip_nonfinite else ""
+        logging.getLogger("zcomm").warning("step %d: the gradient of %s is not finite%s", train.step_count, name, what)
+
+    # --- update and publish -------------------------------------------------------------------------------------
+
+    @property
+    def _can_land(self) -> bool:
+        """True if the update may begin while gradients are still on their way from the device.
+
+        A rank that has a bucket's sum knows that no rank reads its old weights any more ([Note: gradients from a
+        device]); units do not say so. A rest of gradients would come too late: a rank alone knows whether it has one,
+        ranks from their first step.
         """
         parts = self._parts
         alone = parts.comm.world_size == 1
@@ -106,42 +198,39 @@ class Sweep:
             return False
         return not parts.reducer.has_rest if alone else self._rests is False
 
-    def run(self, groups: Sequence[dict[str, Any]], scale: float) -> None:
-        """A step with the accumulated gradients times ``scale``. Collective: every rank sees the new weights."""
+    def _update(self, scale: float) -> None:
+        """Update with the accumulated gradients times ``scale``. Collective: every rank sees the new weights."""
         parts = self._parts
         turns = parts.state.turns or parts.store.turns
         late = parts.reducer.knows_squares and not turns  # the last buckets land first
-        self.prepared(groups, scale, self._reverse or late)()
+        self._prepared(scale, self._reverse or late)()
 
-    def prepared(self, groups: Sequence[dict[str, Any]], scale: float, reverse: bool | None = None) -> Step:
-        """``run`` for another thread, with the hyperparameters as they are now. reverse: None: first bucket first,
-        where nothing is gained by turning round. The resident buckets are stepped now."""
+    def _prepared(self, scale: float, reverse: bool | None = None) -> Callable[[], None]:
+        """Prepare ``_update`` for another thread, with the hyperparameters as they are now. reverse: None: first bucket
+        first, where nothing is gained by turning round. The resident buckets are stepped now."""
         if reverse is None:
             reverse = self._reverse and self._parts.state.turns
-        hyper = self._begin(groups, scale)
+        hyper = self._begin(scale)
 
         def step() -> None:
             if self._whole and self._parts.comm.world_size > 1:
                 self._parts.reducer.gather()
-            self._step(self._shards(hyper, reverse), reverse)
+            self._apply(self._shards(hyper, reverse), reverse)
 
         return step
 
-    def run_early(
-        self, groups: Sequence[dict[str, Any]], scale: float, watch: Callable[[], AbstractContextManager[None]]
-    ) -> float | None:
-        """As ``norm`` and ``run``, where the norm decides nothing and something is gained by it; else None. ``watch``
-        is entered before weights change."""
-        if self.can_land:
-            with watch():
-                return self._run_landing(groups, scale)
+    def _update_early(self, scale: float) -> float | None:
+        """Update before the norm is known, where something is gained by it. Returns: the norm; else None."""
+        if self._can_land:
+            with self._train.poison.watch():
+                return self._update_landing(scale)
         if self._parts.lane is None and (not self._whole or self._parts.comm.world_size == 1):
-            self._meet()
-            with watch():
-                return self._run_squaring(groups, scale)
+            self._collect()
+            with self._train.poison.watch():
+                return self._update_squaring(scale)
         return None
 
-    def _meet(self) -> None:
+    def _collect(self) -> None:
         """Bring all gradients into the accumulators; afterwards no rank reads the old weights any more. Collective."""
         parts = self._parts
         parts.reducer.finish()
@@ -150,25 +239,25 @@ class Sweep:
         parts.norm.meet(note=parts.reducer.note)
         if parts.norm.noted:
             self._agree()
-        self.waited_s += time.perf_counter() - start
+        self._train.waited_s += time.perf_counter() - start
 
-    def _run_squaring(self, groups: Sequence[dict[str, Any]], scale: float) -> float:
+    def _update_squaring(self, scale: float) -> float:
         """One pass over the gradients, for the step and their norm."""
-        hyper = self._begin(groups, scale)
+        hyper = self._begin(scale)
         norm, reverse = self._parts.norm, self._reverse
         norm.begin()
-        self._step((replace(shard, squares=norm.sum) for shard in self._shards(hyper, reverse)), reverse)
+        self._apply((replace(shard, squares=norm.sum) for shard in self._shards(hyper, reverse)), reverse)
         start = time.perf_counter()
         total = norm.end()
-        self.waited_s += time.perf_counter() - start
+        self._train.waited_s += time.perf_counter() - start
         return total
 
-    def _run_landing(self, groups: Sequence[dict[str, Any]], scale: float) -> float:
+    def _update_landing(self, scale: float) -> float:
         """Each bucket is updated as soon as its gradient has landed, last buckets first."""
         reverse = self._reverse or not self._parts.state.turns
-        hyper = self._begin(groups, scale)
+        hyper = self._begin(scale)
         self._begin_norm()
-        self._step(self._landing(hyper, reverse), reverse)
+        self._apply(self._landing(hyper, reverse), reverse)
         if self._parts.reducer.knows_squares:
             self._parts.reducer.add_squares(self._parts.norm, self._on_host)
         total = self._end_norm()
@@ -176,33 +265,33 @@ class Sweep:
             raise RuntimeError(_LATE)
         return total
 
-    def _begin(self, groups: Sequence[dict[str, Any]], scale: float) -> list[Any]:
+    def _begin(self, scale: float) -> list[Any]:
         """What the rule needs of each group. Resident buckets are stepped: the device does so beside what follows."""
         self._parts.store.used()
         start = time.perf_counter()
         self._parts.store.take_edits()
         self._parts.attachment.looked_s += time.perf_counter() - start
-        hyper = self.cohorts.prepare(groups, scale, self._parts.reducer.skipped)
+        hyper = self._train.cohorts.prepare(self._train.param_groups, scale, self._parts.reducer.skipped)
         if self._parts.resident is not None:
             try:
                 self._parts.resident.step(lambda bucket: self._runs(bucket, hyper))
             except BaseException as error:
-                tell(self._parts.comm, error)
+                broadcast_error(self._parts.comm, error)
                 raise
         return hyper
 
-    def _step(self, shards: Iterator[ShardStep], reverse: bool) -> None:
-        """Where it fails on one rank all ranks raise."""
+    def _apply(self, shards: Iterator[ShardStep], reverse: bool) -> None:
+        """Apply the rule to this rank's shards, and publish them. Where that fails on one rank all ranks raise."""
         try:
             self._parts.state.step(shards, reverse)
         except BaseException as error:
-            tell(self._parts.comm, error)
+            broadcast_error(self._parts.comm, error)
             raise
         start = time.perf_counter()
-        hear(self._parts.comm)
+        check_error(self._parts.comm)
         self._reverse = not self._reverse
         self._parts.store.spread()
-        self.waited_s += time.perf_counter() - start
+        self._train.waited_s += time.perf_counter() - start
 
     def _shards(self, hyper: list[Any], reverse: bool) -> Iterator[ShardStep]:
         parts = self._parts
@@ -220,10 +309,10 @@ class Sweep:
 
     def _runs(self, bucket: FlatBucket, hyper: list[Any]) -> list[Run]:
         parts = self._parts
-        skipped, number_of = parts.reducer.skipped, self.cohorts.number_of
+        skipped, number_of = parts.reducer.skipped, self._train.cohorts.number_of
         if parts.param_runs is None:
             runs = parts.runs[bucket.index]
-            if self.cohorts.others or not skipped.isdisjoint(bucket.params):
+            if self._train.cohorts.others or not skipped.isdisjoint(bucket.params):
                 numbers = [-1 if index in skipped else number for index, number in enumerate(number_of)]
                 runs = parts.geometry.runs(bucket, parts.store.part(bucket), numbers)
             return [(begin, end, hyper[number]) for begin, end, number in runs if number >= 0]

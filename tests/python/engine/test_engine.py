@@ -24,7 +24,7 @@ class StandIn(torch.optim.SGD):
         super().__init__(model.parameters(), lr=1.0)
         self.boundary: bool | None = None
         self.grad_norm = 0.0
-        self.skipped_steps = self._updates = 0
+        self.skipped_steps = self.updates = 0
         self.with_gradients = True
         self.skip_next = False
         self.closed = 0
@@ -34,7 +34,7 @@ class StandIn(torch.optim.SGD):
         self.calls.append(("step", self.boundary))
         if self.boundary:
             self.grad_norm += 1.0
-            self._updates += self.with_gradients
+            self.updates += self.with_gradients
             self.skipped_steps += self.skip_next
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:

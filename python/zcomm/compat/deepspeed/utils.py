@@ -17,7 +17,7 @@ from zcomm.zero import full_grad, full_optim_state, set_full_optim_state
 from zcomm.zero import full_param as safe_get_full_fp32_param
 from zcomm.zero import set_full_grad as safe_set_full_grad
 from zcomm.zero import set_full_param as safe_set_full_fp32_param
-from zcomm.zero.owner import owner_of
+from zcomm.zero.registry import owner_of
 
 __all__ = [
     "log_dist",

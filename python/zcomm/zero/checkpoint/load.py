@@ -13,13 +13,12 @@ import math
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from zcomm.optim.fused import STATE_BLOCK
 from zcomm.zero.agree import Kept, agree, all_values
-from zcomm.zero.assemble import Parts
 from zcomm.zero.checkpoint import rng_state
 from zcomm.zero.checkpoint.json_values import from_json
 from zcomm.zero.checkpoint.manifest import NAME, Manifest
@@ -30,16 +29,16 @@ from zcomm.zero.files.folder import Folder
 from zcomm.zero.files.tensor_file import Entry, check, read_part, read_whole
 from zcomm.zero.format_names import format_names
 from zcomm.zero.layout.tiles import decoded
+from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.rules.cohorts import reset_counters
 from zcomm.zero.tensors import pieces
 
-if TYPE_CHECKING:
-    from zcomm.zero.optimizer import ZeroOptimizer
-
 
 def load(
-    optimizer: ZeroOptimizer,
+    parts: Parts,
+    train: TrainState,
     final: Path,
+    *,
     scheduler: Any,
     with_optimizer: bool,
     with_random: bool,
@@ -47,16 +46,19 @@ def load(
     inspect: Callable[[Any], None] = lambda client_state: None,
 ) -> Any:
     """See ZeroOptimizer.load. inspect: raises where the client state is not the caller's, before anything changes."""
-    parts = _quiet(optimizer)
+    parts.end_saving()
+    if not with_optimizer:
+        train.poison.check("load(optimizer=False)")
+    _end_step(parts, train)
     with parts.comm.no_deadline(), contextlib.ExitStack() as stack:
         kept, found = Kept(), None
         with kept.errors():
             parts.store.settle()  # before all agree to go on
             folder, manifest = open_checkpoint(durable.find(final))
             stack.enter_context(folder)
-            found = _Found(optimizer, folder, manifest, scheduler, with_optimizer, with_random, strict)
+            found = _Found(parts, train, folder, manifest, scheduler, with_optimizer, with_random, strict)
             inspect(found.client_state)
-            progress = _Progress(optimizer, scheduler)
+            progress = _Progress(parts, train, scheduler)
         _agree_on_one(parts, kept, found, final)
         assert found is not None
         with kept.errors():
@@ -66,12 +68,13 @@ def load(
         except BaseException:
             progress.restore()
             raise
-        with torch.no_grad(), optimizer._breakage.watch():
-            _change(optimizer, folder, found.manifest, with_optimizer)
+        with torch.no_grad(), train.poison.watch():
+            _change(parts, train, folder, found.manifest, with_optimizer)
         parts.reducer.zero()
         if with_optimizer:
-            optimizer._breakage.mended()
+            train.poison.clear()
         found.set_random()
+        train.forget_passes()
         return found.client_state
 
 
@@ -83,7 +86,8 @@ class _Found:
 
     def __init__(
         self,
-        optimizer: ZeroOptimizer,
+        parts: Parts,
+        train: TrainState,
         folder: Folder,
         manifest: Manifest,
         scheduler: Any,
@@ -91,20 +95,20 @@ class _Found:
         with_random: bool,
         strict: bool,
     ) -> None:
-        parts = optimizer._live
+        parts.join(train.poison)
+        self._parts, self._train, self._with_optimizer = parts, train, with_optimizer
         self.manifest = manifest
         _verify(parts, folder, manifest)
-        _check(optimizer, manifest, with_optimizer, strict)
-        self._optimizer = optimizer if with_optimizer else None
+        _check(parts, train, manifest, with_optimizer, strict)
         self._scheduler = scheduler if manifest.scheduler is not None else None
         values = {name: read_whole(folder, name, entry) for name, entry in manifest.values.items()}
         self.client_state = self._plain(manifest.client_state, values, folder, "client_state")
         self._schedule = self._plain(manifest.scheduler, values, folder, "scheduler")
         self._options = [self._plain(each["options"], {}, folder, "groups") for each in manifest.groups]
         if with_optimizer:
-            for group, options in zip(optimizer.param_groups, self._options, strict=True):
-                _check_options(optimizer, group, options, folder)
-            _check_scalars(optimizer, manifest, folder)
+            for group, options in zip(train.param_groups, self._options, strict=True):
+                _check_options(train, group, options, folder)
+            _check_scalars(train, manifest, folder)
         self.set_random: Callable[[], None] = lambda: None
         if with_random and len(manifest.rank_files) == parts.comm.world_size:  # converted ones have none
             name = manifest.rank_files[parts.comm.rank]
@@ -119,8 +123,8 @@ class _Found:
 
     def set_progress(self) -> None:
         """Options, counters, loss scale and the schedule's state become those of the checkpoint."""
-        if self._optimizer is not None:
-            _set_progress(self._optimizer, self.manifest, self._options)
+        if self._with_optimizer:
+            _set_progress(self._parts, self._train, self.manifest, self._options)
         if self._scheduler is not None:
             self._scheduler.load_state_dict(self._schedule)
 
@@ -128,26 +132,27 @@ class _Found:
 class _Progress:
     """Options, counters, loss scale and the schedule's state as they are, for a load that fails on another rank."""
 
-    def __init__(self, optimizer: ZeroOptimizer, scheduler: Any) -> None:
-        self._optimizer, self._scheduler = optimizer, scheduler
-        self._groups = [dict(group) for group in optimizer.param_groups]
-        self._rule = optimizer.rule.progress()
-        self._cohorts = optimizer._sweep.cohorts.state(optimizer._open_parts.names)
-        self._counts = optimizer.step_count, optimizer.skipped_steps
-        self._scale = optimizer.scaler.state() if optimizer.scaler is not None else None
+    def __init__(self, parts: Parts, train: TrainState, scheduler: Any) -> None:
+        self._names, self._train, self._scheduler = parts.names, train, scheduler
+        self._groups = [dict(group) for group in train.param_groups]
+        self._rule = train.rule.progress()
+        self._cohorts = train.cohorts.state(parts.names)
+        self._counts = train.step_count, train.skipped_steps
+        self._scale = train.scaler.state() if train.scaler is not None else None
         self._schedule = copy.deepcopy(scheduler.state_dict()) if scheduler is not None else None
 
     def restore(self) -> None:
-        optimizer = self._optimizer
-        for group, before in zip(optimizer.param_groups, self._groups, strict=True):
+        """Put them back."""
+        train = self._train
+        for group, before in zip(train.param_groups, self._groups, strict=True):
             group.clear()
             group.update(before)
         if self._rule is not None:
-            optimizer.rule.set_progress(self._rule)
-        optimizer._sweep.cohorts.set_state(self._cohorts, optimizer._open_parts.names)
-        optimizer.step_count, optimizer.skipped_steps = self._counts
-        if optimizer.scaler is not None and self._scale is not None:
-            optimizer.scaler.set_state(self._scale)
+            train.rule.set_progress(self._rule)
+        train.cohorts.set_state(self._cohorts, self._names)
+        train.step_count, train.skipped_steps = self._counts
+        if train.scaler is not None and self._scale is not None:
+            train.scaler.set_state(self._scale)
         if self._scheduler is not None:
             self._scheduler.load_state_dict(self._schedule)
 
@@ -164,22 +169,21 @@ def _agree_on_one(parts: Parts, kept: Kept, found: _Found | None, final: Path) -
         raise OSError(errno.ESTALE, f"loading a checkpoint: {which}: {why}", str(final))
 
 
-def _quiet(optimizer: ZeroOptimizer) -> Parts:
-    """Its parts, none of which a step uses any more: also after one that failed."""
-    parts = optimizer._open_parts
+def _end_step(parts: Parts, train: TrainState) -> None:
+    """Wait for a step behind the forward, also for one that failed: a load makes up for it."""
     if parts.behind is not None:
         try:
-            optimizer.join()
+            parts.join(train.poison)
         except Exception:
             parts.behind.forget()
-    return parts
 
 
-def _change(optimizer: ZeroOptimizer, folder: Folder, manifest: Manifest, with_optimizer: bool) -> None:
-    """Weights and state become those of the checkpoint, on all ranks."""
-    parts, kept = optimizer._live, Kept()
+def _change(parts: Parts, train: TrainState, folder: Folder, manifest: Manifest, with_optimizer: bool) -> None:
+    """Make weights and state those of the checkpoint, on all ranks."""
+    parts.join(train.poison)
+    kept = Kept()
     with kept.errors():
-        if optimizer._breakage.error is not None:
+        if train.poison.error is not None:
             parts.store.renew()
             parts.state.renew()
         _read_tensors(parts, folder, manifest, with_optimizer)
@@ -212,7 +216,7 @@ def _compared(folder: Folder, manifest: Manifest, name: str) -> bytes:
     return data
 
 
-def _check_options(optimizer: ZeroOptimizer, group: dict[str, Any], saved: dict[str, Any], folder: Folder) -> None:
+def _check_options(train: TrainState, group: dict[str, Any], saved: dict[str, Any], folder: Folder) -> None:
     """Raises: ValueError for saved options of ``group`` that the optimizer cannot have."""
     where = f"{folder.path / NAME}: groups"
     if "params" in saved:
@@ -223,24 +227,22 @@ def _check_options(optimizer: ZeroOptimizer, group: dict[str, Any], saved: dict[
     if isinstance(lr, (int, float)) and not math.isfinite(lr):
         raise ValueError(f"{where}: lr={lr!r}; expected a finite number")
     try:
-        optimizer.rule.check({**group, **saved})
+        train.rule.check({**group, **saved})
     except (ValueError, TypeError, LookupError, NotImplementedError) as error:
         raise ValueError(f"{folder.path / NAME}: groups: {error}") from error
 
 
-def _check_scalars(optimizer: ZeroOptimizer, manifest: Manifest, folder: Folder) -> None:
+def _check_scalars(train: TrainState, manifest: Manifest, folder: Folder) -> None:
     """Raises: ValueError for what the rule keeps beside arrays and options, where it is not this rule's."""
-    rule = optimizer.rule
     try:
-        rule.check_progress(manifest.progress)
+        train.rule.check_progress(manifest.progress)
         for cohort in manifest.counters.get("cohorts", []):
-            rule.scalars_of(cohort["scalars"])
+            train.rule.scalars_of(cohort["scalars"])
     except (ValueError, TypeError, LookupError) as error:
         raise ValueError(f"{folder.path / NAME}: progress or counters.cohorts: {error!r}") from error
 
 
-def _check(optimizer: ZeroOptimizer, manifest: Manifest, with_optimizer: bool, strict: bool) -> None:
-    parts = optimizer._live
+def _check(parts: Parts, train: TrainState, manifest: Manifest, with_optimizer: bool, strict: bool) -> None:
     wanted = {name: tuple(place.shape) for name, place in zip(parts.names, parts.geometry.places, strict=True)}
     wanted.update({name: tuple(tensor.shape) for name, tensor in other_tensors(parts)})
     known = {**manifest.weights, **{a: manifest.weights[n] for a, n in manifest.aliases.items()}}
@@ -260,11 +262,10 @@ def _check(optimizer: ZeroOptimizer, manifest: Manifest, with_optimizer: bool, s
     if lines:
         raise ValueError(f"the checkpoint is of another model; {'; '.join(lines)}")
     if with_optimizer:
-        _check_optimizer(optimizer, manifest)
+        _check_optimizer(parts, train, manifest)
 
 
-def _check_optimizer(optimizer: ZeroOptimizer, manifest: Manifest) -> None:
-    parts = optimizer._live
+def _check_optimizer(parts: Parts, train: TrainState, manifest: Manifest) -> None:
     lacking = [
         f"{key}/{name}"
         for name in parts.names[: parts.geometry.trained_count]
@@ -274,18 +275,18 @@ def _check_optimizer(optimizer: ZeroOptimizer, manifest: Manifest) -> None:
     if lacking:
         raise ValueError(
             f"the checkpoint has the state of {manifest.optimizer_name}, which lacks {format_names(lacking)} of "
-            f"{optimizer.rule.name}; load the weights alone with optimizer=False"
+            f"{train.rule.name}; load the weights alone with optimizer=False"
         )
     wrong = list(_other_forms(parts, manifest))
     if wrong:
         raise ValueError(f"the checkpoint's optimizer state has other shapes or dtypes: {format_names(wrong)}")
-    theirs_and_ours = {name.replace("adamw", "adam") for name in (manifest.optimizer_name, optimizer.rule.name)}
+    theirs_and_ours = {name.replace("adamw", "adam") for name in (manifest.optimizer_name, train.rule.name)}
     if len(theirs_and_ours) > 1 and " " not in manifest.optimizer_name:  # a converted one may have no name
         raise ValueError(  # it has all arrays by chance, or needs none; options such as lr would come along
-            f"the checkpoint has the state of {manifest.optimizer_name}, this optimizer is {optimizer.rule.name}; load "
+            f"the checkpoint has the state of {manifest.optimizer_name}, this optimizer is {train.rule.name}; load "
             "the weights alone with optimizer=False"
         )
-    ours = [{parts.names[parts.index_of[id(p)]] for p in group["params"]} for group in optimizer.param_groups]
+    ours = [{parts.names[parts.index_of[id(p)]] for p in group["params"]} for group in train.param_groups]
     theirs = [set(group["params"]) for group in manifest.groups]
     if len(ours) != len(theirs) or [s ^ t for s, t in zip(ours, theirs, strict=True) if s != t]:
         raise ValueError(
@@ -365,13 +366,13 @@ def _decoder(folder: Folder, entries: dict[str, Entry], name: str) -> Any:
     return read
 
 
-def _set_progress(optimizer: ZeroOptimizer, manifest: Manifest, options: list[dict[str, Any]]) -> None:
-    for group, saved in zip(optimizer.param_groups, options, strict=True):
+def _set_progress(parts: Parts, train: TrainState, manifest: Manifest, options: list[dict[str, Any]]) -> None:
+    for group, saved in zip(train.param_groups, options, strict=True):
         reset_counters(group)
         group.update(saved)
-    optimizer.rule.set_progress(manifest.progress)
-    optimizer._sweep.cohorts.set_state(manifest.counters.get("cohorts", []), optimizer._live.names)
-    optimizer.step_count = int(manifest.counters["step_count"])
-    optimizer.skipped_steps = int(manifest.counters["skipped_steps"])
-    if optimizer.scaler is not None and "loss_scale" in manifest.counters:
-        optimizer.scaler.set_state(manifest.counters["loss_scale"])
+    train.rule.set_progress(manifest.progress)
+    train.cohorts.set_state(manifest.counters.get("cohorts", []), parts.names)
+    train.step_count = int(manifest.counters["step_count"])
+    train.skipped_steps = int(manifest.counters["skipped_steps"])
+    if train.scaler is not None and "loss_scale" in manifest.counters:
+        train.scaler.set_state(manifest.counters["loss_scale"])

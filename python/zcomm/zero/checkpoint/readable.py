@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from zcomm.zero.assemble import Parts
 from zcomm.zero.layout.flat import FlatBucket
+from zcomm.zero.parts import Parts
 
 
 class Readable:

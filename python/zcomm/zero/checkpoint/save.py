@@ -8,22 +8,19 @@ noticed.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import errno
 import itertools
-from collections.abc import Callable, Generator, Iterable
-from concurrent import futures
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from zcomm.comm.communicator import Communicator
 from zcomm.zero.agree import Kept, agree, all_values
-from zcomm.zero.assemble import Parts
 from zcomm.zero.checkpoint import rng_state
 from zcomm.zero.checkpoint.json_values import to_json
 from zcomm.zero.checkpoint.manifest import Manifest
@@ -31,46 +28,12 @@ from zcomm.zero.checkpoint.shard_files import Share, gathered, other_tensors, ot
 from zcomm.zero.checkpoint.snapshot import Frozen, freeze
 from zcomm.zero.files import durable
 from zcomm.zero.files.folder import Folder
+from zcomm.zero.files.save_task import SaveTask
 from zcomm.zero.files.staging import NewFolder
 from zcomm.zero.files.tensor_file import Entry, check_dtypes
 from zcomm.zero.param_groups import options_of
-
-if TYPE_CHECKING:
-    from zcomm.zero.optimizer import ZeroOptimizer
-
-
-class SaveTask:
-    """What is being written while training goes on. ``await task`` works, too."""
-
-    def __init__(self, future: Future[None]) -> None:
-        self._future = future
-        self._told = False
-
-    def done(self) -> bool:
-        """Whether it has ended, well or not."""
-        return self._future.done()
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Until the folder is in its place. Raises: what save() raises; TimeoutError (it goes on then)."""
-        try:
-            self._future.result(timeout)
-        except futures.TimeoutError:  # before Python 3.11 not the built-in one
-            if self._future.done():  # the save's own
-                raise
-            raise TimeoutError(f"the save is not done after {timeout} s; it goes on") from None
-        finally:
-            self._told = self._future.done()
-
-    def end(self) -> None:
-        """As wait(), but what wait() has raised is not raised again."""
-        if not self._told:
-            self.wait()
-
-    def __await__(self) -> Generator[Any, None, None]:
-        try:
-            yield from asyncio.shield(asyncio.wrap_future(self._future)).__await__()
-        finally:
-            self._told = self._future.done()
+from zcomm.zero.parts import Parts, TrainState
+from zcomm.zero.validate import log_unsaved
 
 
 def start(parts: Parts, write: Callable[[Communicator], None], wait: bool) -> SaveTask:
@@ -95,19 +58,45 @@ def start(parts: Parts, write: Callable[[Communicator], None], wait: bool) -> Sa
     return task
 
 
+@dataclass(frozen=True)
+class Extras:
+    """Values of the program that a checkpoint keeps. scheduler: None, or an object with ``state_dict()``. root: how
+    messages write the way to a value of ``client_state``."""
+
+    scheduler: Any = None
+    client_state: Any = None
+    root: str = "client_state"
+
+
 def save(
-    optimizer: ZeroOptimizer,
+    parts: Parts,
+    train: TrainState,
     final: Path,
-    scheduler: Any,
-    client_state: Any,
+    extras: Extras,
+    *,
     wait: bool,
-    then: Callable[[], None] = lambda: None,
     lean: bool = False,
-    root: str = "client_state",
+    then: Callable[[], None] = lambda: None,
 ) -> SaveTask:
-    """See ZeroOptimizer.save. then: what rank 0 does once the folder is in its place. lean: without frozen ones.
-    root: how a program writes the way to the client state."""
-    parts = optimizer._live
+    """See ZeroOptimizer.save. lean: without frozen parameters. then: called on rank 0 once the folder is in its
+    place."""
+    train.poison.check("save()")
+    log_unsaved(parts.reducer.waiting_passes, train.micro_step, train.grad_accum)
+    parts.end_saving()
+    with parts.looking(train.poison):
+        parts.saving = task = _save(parts, train, final, extras, wait, lean, then)
+    return task
+
+
+def _save(
+    parts: Parts,
+    train: TrainState,
+    final: Path,
+    extras: Extras,
+    wait: bool,
+    lean: bool,
+    then: Callable[[], None],
+) -> SaveTask:
     place: NewFolder | None = None
     frozen: Frozen | None = None
 
@@ -128,7 +117,7 @@ def save(
 
     try:
         with parts.comm.no_deadline():
-            content = _content(optimizer, final, scheduler, client_state, lean, root)
+            content = _content(parts, train, final, extras, lean)
             place, folder = _make_folder(parts, final)
         if not wait:
             with parts.comm.no_deadline():
@@ -162,16 +151,14 @@ def _copied(parts: Parts, content: _Content, final: Path) -> _Content:
     return content
 
 
-def _content(
-    optimizer: ZeroOptimizer, final: Path, scheduler: Any, client_state: Any, lean: bool, root: str
-) -> _Content:
+def _content(parts: Parts, train: TrainState, final: Path, extras: Extras, lean: bool) -> _Content:
     """Collective: what cannot be kept is an error on every rank, before anything is written."""
-    kept, parts = Kept(), optimizer._live
+    kept = Kept()
     content: _Content | None = None
     with kept.errors():
         check_dtypes(other_tensors(parts, lean))
         values: dict[str, torch.Tensor] = {}
-        manifest = _manifest(optimizer, scheduler, client_state, root, values)
+        manifest = _manifest(parts, train, extras, values)
         values = values if parts.comm.rank == 0 else {}
         content = _Content(manifest, share_of(parts, lean), rng_state.pack(parts.device), others(parts, lean), values)
     agree(parts.comm, kept.error, f"saving {final}")
@@ -234,35 +221,32 @@ def _finish(manifest: Manifest, every: list[dict[str, Any]], place: NewFolder) -
     place.put()
 
 
-def _manifest(
-    optimizer: ZeroOptimizer, scheduler: Any, client_state: Any, root: str, values: dict[str, torch.Tensor]
-) -> Manifest:
+def _manifest(parts: Parts, train: TrainState, extras: Extras, values: dict[str, torch.Tensor]) -> Manifest:
     """Make the manifest without the tensors. values: takes those of the schedule and the client state."""
-    parts = optimizer._live
     groups = []
-    for number, group in enumerate(optimizer.param_groups):
+    for number, group in enumerate(train.param_groups):
         names = [parts.names[parts.index_of[id(param)]] for param in group["params"]]
         options = {key: value for key, value in options_of(group).items() if not callable(value)}
         options.pop("state_dtype", None)  # how it is kept, not what; the files have fp32
         groups.append({"params": names, "options": to_json(options, f"param_groups[{number}]")})
-    counters: dict[str, Any] = {"step_count": optimizer.step_count, "skipped_steps": optimizer.skipped_steps}
-    if optimizer.scaler is not None:
-        counters["loss_scale"] = optimizer.scaler.state()
-    cohorts = optimizer._sweep.cohorts.state(parts.names)
+    counters: dict[str, Any] = {"step_count": train.step_count, "skipped_steps": train.skipped_steps}
+    if train.scaler is not None:
+        counters["loss_scale"] = train.scaler.state()
+    cohorts = train.cohorts.state(parts.names)
     if cohorts:
         counters["cohorts"] = cohorts
-    state = scheduler.state_dict() if scheduler is not None else None
+    state = extras.scheduler.state_dict() if extras.scheduler is not None else None
     return Manifest(
         world_size=parts.comm.world_size,
-        stage=optimizer.stage,
-        precision=optimizer.precision.name,
-        optimizer_name=optimizer.rule.name,
+        stage=train.stage,
+        precision=train.precision.name,
+        optimizer_name=train.rule.name,
         parameters=parts.names[: parts.geometry.trained_count],
         groups=groups,
-        progress=optimizer.rule.progress(),
+        progress=train.rule.progress(),
         counters=counters,
         scheduler=to_json(state, "scheduler", values),
-        client_state=to_json(client_state, root, values),
+        client_state=to_json(extras.client_state, extras.root, values),
     )
 
 

@@ -13,11 +13,11 @@ from torch import nn
 
 from zcomm.optim.fused import STATE_BLOCK
 from zcomm.zero.agree import Kept
-from zcomm.zero.assemble import Parts
 from zcomm.zero.checkpoint.readable import Readable
 from zcomm.zero.files import durable
 from zcomm.zero.files.tensor_file import Writer, write_tensors
 from zcomm.zero.layout.tiles import TileForm
+from zcomm.zero.parts import Parts
 from zcomm.zero.registry import taken_params
 from zcomm.zero.tensors import pieces
 

@@ -16,10 +16,10 @@ import torch
 
 from zcomm.comm.communicator import Communicator
 from zcomm.zero.agree import Kept, agree
-from zcomm.zero.assemble import Parts
 from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.optim_state.swap_file import AnyCopy
 from zcomm.zero.params.shards import SwapSource
+from zcomm.zero.parts import Parts
 from zcomm.zero.tensors import pieces
 
 

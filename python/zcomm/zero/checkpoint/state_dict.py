@@ -8,37 +8,33 @@ and ``scales``, as CPUAdam's.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from zcomm.optim.fused import STATE_BLOCK
-from zcomm.zero.assemble import Parts
 from zcomm.zero.checkpoint.shard_files import aliases_of, other_tensors
 from zcomm.zero.layout.tiles import decoded, joined
 from zcomm.zero.param_groups import options_of
+from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.rules.cohorts import reset_counters
 from zcomm.zero.tensors import pieces
-
-if TYPE_CHECKING:
-    from zcomm.zero.optimizer import ZeroOptimizer
 
 OWN = ("buffered",)  # entries of a group that are the rule's own
 
 
-def state_dict(optimizer: ZeroOptimizer) -> dict[str, Any]:
+def state_dict(parts: Parts, train: TrainState) -> dict[str, Any]:
     """A state dict with tensors of its own; every rank gets all of it."""
-    parts = optimizer._live
     state: dict[int, dict[str, Any]] = {}
     groups, number = [], 0
-    progress = optimizer.rule.progress()
-    for position, group in enumerate(optimizer.param_groups):
+    progress = train.rule.progress()
+    for position, group in enumerate(train.param_groups):
         numbers = []
         for param in group["params"]:
             index = parts.index_of[id(param)]
             entry: dict[str, Any] = {}
-            steps = optimizer._sweep.cohorts.steps(index, optimizer.param_groups)
+            steps = train.cohorts.steps(index, train.param_groups)
             if steps:
                 entry["step"] = torch.tensor(float(steps))
                 if parts.state.form.coded:
@@ -55,7 +51,7 @@ def state_dict(optimizer: ZeroOptimizer) -> dict[str, Any]:
         if progress is not None:
             options["progress"] = progress[position]
         groups.append({**options, "params": numbers})
-    cohorts = optimizer._sweep.cohorts.state(parts.names)
+    cohorts = train.cohorts.state(parts.names)
     return {"state": state, "param_groups": groups} | ({"cohorts": cohorts} if cohorts else {})
 
 
@@ -72,24 +68,23 @@ def full_state_dict(parts: Parts) -> dict[str, torch.Tensor]:
     return {name: (extra | found)[name] for name in order if name in found or name in extra} | found
 
 
-def load_state_dict(optimizer: ZeroOptimizer, saved: dict[str, Any]) -> None:
+def load_state_dict(parts: Parts, train: TrainState, saved: dict[str, Any]) -> None:
     """Take over options, step counts, arrays and masters. Raises: ValueError naming what does not fit, before anything
     has changed."""
-    parts = optimizer._live
     if not isinstance(saved, dict) or not {"state", "param_groups"} <= saved.keys():
         has = ", ".join(map(str, saved)) if isinstance(saved, dict) else f"it is a {type(saved).__name__}"
         raise ValueError(f"load_state_dict: no state of an optimizer, which has state and param_groups: {has[:200]}")
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    _check(optimizer, saved, numbers)
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    with torch.no_grad(), optimizer._breakage.watch():
+    _check(parts, train, saved, numbers)
+    params = [param for group in train.param_groups for param in group["params"]]
+    with torch.no_grad(), train.poison.watch():
         parts.store.settle()
         parts.comm.barrier(name="old state is unused")
         for number, param in zip(numbers, params, strict=True):
-            _load_param(optimizer, parts.index_of[id(param)], saved["state"].get(number, {}))
+            _load_param(parts, parts.index_of[id(param)], saved["state"].get(number, {}))
         parts.store.publish()
     progress = []
-    for group, new in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+    for group, new in zip(train.param_groups, saved["param_groups"], strict=True):
         options = {key: value for key, value in new.items() if key not in ("params", "progress", "state_dtype")}
         progress.append(new.get("progress", {}))
         reset_counters(group)
@@ -99,20 +94,20 @@ def load_state_dict(optimizer: ZeroOptimizer, saved: dict[str, Any]) -> None:
         group["step"] = int(max(steps, default=0)) or (1 if first.get("momentum_buffer") is not None else 0)
         if first.get("momentum_buffer") is not None:
             group["buffered"] = True
-    if optimizer.rule.progress() is not None:
-        optimizer.rule.set_progress(progress)
-    optimizer._sweep.cohorts.set_state(saved.get("cohorts") or _cohorts_of(optimizer, saved), parts.names)
+    if train.rule.progress() is not None:
+        train.rule.set_progress(progress)
+    train.cohorts.set_state(saved.get("cohorts") or _cohorts_of(parts, train, saved), parts.names)
 
 
-def _cohorts_of(optimizer: ZeroOptimizer, saved: dict[str, Any]) -> list[dict[str, Any]]:
+def _cohorts_of(parts: Parts, train: TrainState, saved: dict[str, Any]) -> list[dict[str, Any]]:
     """Find in torch's state the parameters that have taken fewer steps than others of their group."""
     found: dict[tuple[int, int], list[str]] = {}
-    for number, (group, new) in enumerate(zip(optimizer.param_groups, saved["param_groups"], strict=True)):
+    for number, (group, new) in enumerate(zip(train.param_groups, saved["param_groups"], strict=True)):
         for param, position in zip(group["params"], new["params"], strict=True):
             entry = saved["state"].get(position, {})
             steps = int(float(entry["step"])) if "step" in entry else 0 if not entry else group["step"]
             if steps != group["step"]:
-                found.setdefault((number, steps), []).append(optimizer._live.names[optimizer._live.index_of[id(param)]])
+                found.setdefault((number, steps), []).append(parts.names[parts.index_of[id(param)]])
     counters = [{"step": steps, "buffered": steps > 0} for _, steps in found]
     return [
         {"group": number, "params": names, "counters": counted, "scalars": None}
@@ -120,8 +115,7 @@ def _cohorts_of(optimizer: ZeroOptimizer, saved: dict[str, Any]) -> list[dict[st
     ]
 
 
-def _load_param(optimizer: ZeroOptimizer, index: int, entry: dict[str, Any]) -> None:
-    parts = optimizer._live
+def _load_param(parts: Parts, index: int, entry: dict[str, Any]) -> None:
     form = parts.state.form
     if "scales" in entry and form.coded:
         pieces.set_codes(
@@ -147,13 +141,12 @@ def _reader(value: torch.Tensor | None) -> Callable[[slice], torch.Tensor]:
     return lambda elements: torch.zeros(()) if flat is None else flat[elements]
 
 
-def _check(optimizer: ZeroOptimizer, saved: dict[str, Any], numbers: list[int]) -> None:
-    parts = optimizer._live
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
+def _check(parts: Parts, train: TrainState, saved: dict[str, Any], numbers: list[int]) -> None:
+    sizes = [len(group["params"]) for group in train.param_groups]
     theirs = [len(group["params"]) for group in saved["param_groups"]]
     if sizes != theirs:
         raise ValueError(f"load_state_dict: it has groups of {theirs} parameters, this optimizer has {sizes}")
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = [param for group in train.param_groups for param in group["params"]]
     for number, param in zip(numbers, params, strict=True):
         index = parts.index_of[id(param)]
         shape = parts.geometry.places[index].shape
@@ -166,8 +159,8 @@ def _check(optimizer: ZeroOptimizer, saved: dict[str, Any], numbers: list[int]) 
         missing = [key for key in parts.state.form.arrays if key not in entry]
         if float(entry.get("step", 0)) > 0 and missing:
             raise ValueError(
-                f"load_state_dict: {parts.names[index]} lacks {', '.join(missing)} of {optimizer.rule.name}; is it "
+                f"load_state_dict: {parts.names[index]} lacks {', '.join(missing)} of {train.rule.name}; is it "
                 "the state of another optimizer?"
             )
-    for group, new in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        optimizer.rule.check({**options_of(group), **options_of(new)})
+    for group, new in zip(train.param_groups, saved["param_groups"], strict=True):
+        train.rule.check({**options_of(group), **options_of(new)})

@@ -14,13 +14,14 @@ import torch
 
 from zcomm.comm.communicator import Communicator
 from zcomm.zero.agree import Kept, agree
-from zcomm.zero.assemble import Parts
 from zcomm.zero.checkpoint.readable import Readable
-from zcomm.zero.checkpoint.save import SaveTask, start
+from zcomm.zero.checkpoint.save import start
 from zcomm.zero.checkpoint.shard_files import aliases_of, other_tensors
 from zcomm.zero.checkpoint.snapshot import freeze
+from zcomm.zero.files.save_task import SaveTask
 from zcomm.zero.files.staging import NewFile
 from zcomm.zero.files.tensor_file import Writer, check_dtypes
+from zcomm.zero.parts import Parts
 from zcomm.zero.tensors import pieces
 
 Named = list[tuple[str, torch.Tensor]]

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from zcomm.zero.assemble import Parts
-from zcomm.zero.optimizer import ZeroOptimizer
-from zcomm.zero.owner import owner_of
+from zcomm.zero.parts import Parts, TrainState
+from zcomm.zero.registry import owner_of
 from zcomm.zero.tensors import pieces
 
 
-def _number(param: torch.Tensor) -> tuple[ZeroOptimizer, Parts, int]:
+def _number(param: torch.Tensor) -> tuple[TrainState, Parts, int]:
     """Of a parameter that the store has, trained or frozen."""
     found = owner_of(param)
     if found is not None and found[2] is not None:
@@ -22,7 +21,7 @@ def _number(param: torch.Tensor) -> tuple[ZeroOptimizer, Parts, int]:
     raise ValueError(f"a tensor of shape {tuple(param.shape)} is no parameter that an open ZeroOptimizer trains")
 
 
-def _trained(param: torch.Tensor) -> tuple[ZeroOptimizer, Parts, int]:
+def _trained(param: torch.Tensor) -> tuple[TrainState, Parts, int]:
     found = owner_of(param)
     if found is not None and (found[2] is None or found[1].geometry.is_frozen(found[2])):
         raise ValueError(f"a parameter of shape {tuple(param.shape)} is not trained: it has neither gradient nor state")
@@ -103,9 +102,9 @@ def full_optim_state(param: torch.Tensor, key: str) -> torch.Tensor:
 
     Raises: ValueError naming the keys that there are.
     """
-    optimizer, parts, index = _trained(param)
+    train, parts, index = _trained(param)
     if key == "step":
-        return torch.tensor(float(optimizer._sweep.cohorts.steps(index, optimizer.param_groups)))
+        return torch.tensor(float(train.cohorts.steps(index, train.param_groups)))
     whole = pieces.array(parts, index, _key(parts, index, key))
     assert whole is not None
     return whole

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from zcomm.comm.job import init
-from zcomm.zero.assemble import Parts
 from zcomm.zero.materialize import deferred
-from zcomm.zero.owner import owner_of
+from zcomm.zero.parts import Parts
 from zcomm.zero.placement import broadcast
+from zcomm.zero.registry import owner_of
 from zcomm.zero.tensors import pieces
 
 

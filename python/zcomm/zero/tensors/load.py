@@ -17,12 +17,12 @@ from torch import nn
 
 from zcomm.memory.swap_file import StrPath
 from zcomm.zero.agree import Kept, agree
-from zcomm.zero.assemble import Parts
 from zcomm.zero.files.folder import Folder, check_plain_name
 from zcomm.zero.files.tensor_file import Entry, read_entries, read_part
 from zcomm.zero.format_names import format_names
 from zcomm.zero.materialize import deferred
-from zcomm.zero.optimizer import ZeroOptimizer
+from zcomm.zero.parts import Parts
+from zcomm.zero.registry import Owner, parts_of, train_of
 from zcomm.zero.tensors import pieces
 
 Entries = Mapping[str, Entry]
@@ -30,7 +30,7 @@ _NO_WEIGHTS = ("optimizer-", "client-state.")  # other safetensors files of a ch
 
 
 def load_weights(
-    target: ZeroOptimizer | nn.Module,
+    target: Owner | nn.Module,
     path: StrPath,
     *,
     strict: bool = True,
@@ -48,8 +48,13 @@ def load_weights(
     is not valid safetensors, a tensor that is in two files, and listing names and shapes that do not fit.
     """
     where = Path(path)
-    optimizer = target if isinstance(target, ZeroOptimizer) else None
-    model = target if isinstance(target, nn.Module) else target._live.model
+    parts: Parts | None = None
+    model: nn.Module | None
+    if isinstance(target, nn.Module):
+        model = target
+    else:
+        parts = parts_of(target)
+        model = parts.model
     error: BaseException | None = None
     found: dict[str, Entry] = {}
     source: Source | None = None
@@ -57,22 +62,23 @@ def load_weights(
         if model is None:
             raise ValueError("load_weights needs names: build ZeroOptimizer with the model, not with its parameters")
         source = Source(where)
-        shapes = {} if optimizer is None else _sharded_shapes(optimizer)
+        shapes = {} if parts is None else _sharded_shapes(parts)
         found = match(model, _renamed(source.entries, rename), shapes, strict, where)
     except BaseException as caught:  # `rename` is the program's
         error = caught
     what = f"loading weights from {where}"
-    if optimizer is not None:
-        agree(optimizer._live.comm, error, what)
+    if parts is not None:
+        agree(parts.comm, error, what)
     elif error is not None:
         raise error
     assert model is not None and source is not None
     with torch.no_grad():
-        if optimizer is None:
+        if isinstance(target, nn.Module):
             _load_model(model, source, found)
         else:
-            with optimizer._live.comm.no_deadline(), optimizer._breakage.watch():
-                _load_shards(optimizer, model, source, found, what)
+            parts = parts_of(target)
+            with parts.comm.no_deadline(), train_of(target).poison.watch():
+                _load_shards(parts, model, source, found, what)
 
 
 class Source:
@@ -144,8 +150,7 @@ def _renamed(entries: Entries, rename: Callable[[str], str | None] | None) -> di
     return found
 
 
-def _sharded_shapes(optimizer: ZeroOptimizer) -> dict[int, torch.Size]:
-    parts = optimizer._live
+def _sharded_shapes(parts: Parts) -> dict[int, torch.Size]:
     return {number: parts.geometry.places[index].shape for number, index in parts.index_of.items()}
 
 
@@ -207,9 +212,9 @@ def _load_model(model: nn.Module, source: Source, found: Entries) -> None:
             tensors[name].data.copy_(source.read(entry).view(entry.shape))
 
 
-def _load_shards(optimizer: ZeroOptimizer, model: nn.Module, source: Source, found: Entries, what: str) -> None:
+def _load_shards(parts: Parts, model: nn.Module, source: Source, found: Entries, what: str) -> None:
     """Collective: a rank that cannot read makes all raise."""
-    parts, kept = optimizer._live, Kept()
+    kept = Kept()
     with kept.errors():
         parts.store.settle()
     agree(parts.comm, kept.error, what)  # no rank uses the old weights from here on

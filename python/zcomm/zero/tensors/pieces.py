@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,9 +16,7 @@ from zcomm.optim.fused import STATE_BLOCK
 from zcomm.zero.gradients.stand_in import GradStandIn
 from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.layout.tiles import Coded, cut, decoded, encoded
-
-if TYPE_CHECKING:
-    from zcomm.zero.assemble import Parts
+from zcomm.zero.parts import Parts
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from test_corners import Net, loss_of
 from zcomm.memory import device_streams
 from zcomm.zero.gradients.norm import GradientNorm
 from zcomm.zero.gradients.reducer import GradientReducer
-from zcomm.zero.step import Sweep
+from zcomm.zero.step import OptimizerStep
 
 
 @pytest.fixture(autouse=True)
@@ -45,15 +45,15 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     tell(GradientNorm, "add", "host")
     tell(GradientNorm, "end", "norm")
     tell(GradientReducer, "_wait", "wait", lambda reducer, number: reducer._works[number] is not None)
-    norm = Sweep.norm
+    norm = OptimizerStep.norm
 
-    def told_norm(self: Sweep) -> float:
+    def told_norm(self: OptimizerStep) -> float:
         total = norm(self)
         works = [work for work in self._parts.reducer._works if work is not None]
         events.append(f"{sum(not work.done() for work in works)} on their way")
         return total
 
-    monkeypatch.setattr(Sweep, "norm", told_norm)
+    monkeypatch.setattr(OptimizerStep, "norm", told_norm)
     return events
 
 

@@ -1,0 +1,43 @@
+"""SaveTask: a checkpoint that is written while training goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator
+from concurrent import futures
+from concurrent.futures import Future
+from typing import Any
+
+
+class SaveTask:
+    """Files that are being written while training goes on. ``await task`` works, too."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+        self._told = False
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._future.done()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Until the folder is in its place. Raises: what save() raises; TimeoutError (it goes on then)."""
+        try:
+            self._future.result(timeout)
+        except futures.TimeoutError:  # before Python 3.11 not the built-in one
+            if self._future.done():  # the save's own
+                raise
+            raise TimeoutError(f"the save is not done after {timeout} s; it goes on") from None
+        finally:
+            self._told = self._future.done()
+
+    def end(self) -> None:
+        """As wait(), but what wait() has raised is not raised again."""
+        if not self._told:
+            self.wait()
+
+    def __await__(self) -> Generator[Any, None, None]:
+        try:
+            yield from asyncio.shield(asyncio.wrap_future(self._future)).__await__()
+        finally:
+            self._told = self._future.done()

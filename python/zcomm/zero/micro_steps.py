@@ -1,0 +1,82 @@
+"""Micro-steps: backward passes and calls of step(), of which every ``grad_accum``-th is an optimizer step."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import torch
+
+from zcomm.zero.parts import Parts, TrainState
+from zcomm.zero.step import NoGradientsError, OptimizerStep
+
+
+class MicroSteps:
+    """The micro-steps of one optimizer. step: run by the last one of an accumulation."""
+
+    def __init__(self, parts: Parts, train: TrainState, step: OptimizerStep) -> None:
+        self._parts, self._train, self._step = parts, train, step
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool) -> None:
+        """Run ``loss.backward()`` on the scaled loss."""
+        train, reducer = self._train, self._parts.reducer
+        train.scaled_passes += 1
+        if train.scaler is not None:
+            train.pass_scale = train.scaler.scale  # a step changes it, but not the gradients that are kept
+            loss = loss.float() * train.scaler.scale
+        if loss.grad_fn is not None:
+            loss.register_hook(lambda grad: reducer.arm())
+        loss.backward(retain_graph=retain_graph)
+
+    def end(self) -> None:
+        """End a micro-step: see ZeroOptimizer.step."""
+        train = self._train
+        self._check_passes()
+        train.micro_step += 1
+        train.stepped = train.boundary if train.boundary is not None else train.micro_step >= train.grad_accum
+        if not train.stepped:
+            self._parts.join(train.poison)  # before the next pass adds to gradients of replaced parameters
+        else:
+            train.micro_step = 0
+            start = time.perf_counter()
+            with torch.no_grad(), contextlib.suppress(NoGradientsError):
+                self._step.run()
+            self._parts.reducer.step_has_used()
+            train.step_s += time.perf_counter() - start
+        train.tied.stepped()
+
+    def _check_passes(self) -> None:
+        """Raises: RuntimeError for a program that calls ``step`` once for several micro-steps."""
+        train, passes = self._train, self._parts.reducer.backwards
+        since, train.backwards = passes - train.backwards, passes
+        if since > 1 and train.grad_accum > 1 and train.boundary is None:
+            train.backwards -= since  # until zero_grad()
+            raise RuntimeError(
+                f"step() after {since} backward passes with grad_accum={train.grad_accum}: either call step() and "
+                f"zero_grad() after each backward pass (they act on every {train.grad_accum}th), or give grad_accum=1, "
+                f"divide the loss by {train.grad_accum} and call them after the last one. (Of several losses in a "
+                "micro-step: add them up, or set opt.boundary to whether this call shall update.)"
+            )
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Forget the gradients: see ZeroOptimizer.zero_grad."""
+        train, reducer, hooks = self._train, self._parts.reducer, self._parts.hooks
+        if hooks is not None:
+            hooks.clear_interrupted()
+        train.backwards = reducer.backwards
+        if reducer.broken:
+            train.micro_step = 0  # its gradients are lost: the accumulation begins again
+        if train.stepped or train.micro_step == 0:
+            train.scaled_passes = 0
+            reducer.zero(set_to_none)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep the gradients of backward passes inside on this rank: see ZeroOptimizer.no_sync."""
+        reducer = self._parts.reducer
+        before, reducer.sync = reducer.sync, False
+        try:
+            yield
+        finally:
+            reducer.sync = before

@@ -1,0 +1,179 @@
+"""Parts and TrainState: what one ZeroOptimizer owns, and what training changes beside weights and optimizer state.
+
+assemble.py makes the parts, step.py updates them, checkpoint/ saves and loads them. All of these take the two
+dataclasses: no module below optimizer.py takes the optimizer itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from zcomm import _core
+from zcomm.comm.communicator import Communicator
+from zcomm.memory.device_streams import DeviceLane
+from zcomm.zero.async_step import StepBehind
+from zcomm.zero.device_step import Resident
+from zcomm.zero.files.save_task import SaveTask
+from zcomm.zero.gradients.loss_scale import LossScaler
+from zcomm.zero.gradients.nonfinite import NonFinite
+from zcomm.zero.gradients.norm import GradientNorm
+from zcomm.zero.gradients.reducer import GradientReducer
+from zcomm.zero.layout.flat import Geometry
+from zcomm.zero.optim_state.ram import ShardState
+from zcomm.zero.optim_state.swap_file import Swap
+from zcomm.zero.options import Offload, Precision
+from zcomm.zero.param_groups import ParamGroups
+from zcomm.zero.params.attachment import Attachment
+from zcomm.zero.params.stores import ParameterStore
+from zcomm.zero.poison import Poison
+from zcomm.zero.rules.cohorts import Cohorts
+from zcomm.zero.rules.rule import Rule
+from zcomm.zero.units.hooks import UnitHooks
+
+
+@dataclass
+class Parts:
+    """What one ZeroOptimizer owns. Parameters are numbered in the order of ``names``, frozen ones that the store has
+    last; ``index_of`` is by id(), ``group_of`` by number. ``runs``: per bucket, (begin, end, group) of this rank's
+    part; ``param_runs``: with the parameter instead, where the rule is indexed. ``first_index``: by number, elements
+    before it in the param groups."""
+
+    model: nn.Module | None
+    names: list[str]
+    index_of: dict[int, int]
+    group_of: list[int]
+    geometry: Geometry
+    comm: Communicator
+    arenas: tuple[_core.PinnedArena, ...]
+    store: ParameterStore
+    state: ShardState
+    reducer: GradientReducer
+    norm: GradientNorm
+    runs: list[list[tuple[int, int, int]]]
+    param_runs: list[list[tuple[int, int, int]]] | None
+    first_index: list[int]
+    swap: Swap | None
+    hooks: UnitHooks | None
+    model_hooks: list[Any]
+    attachment: Attachment
+    lane: DeviceLane | None = None  # None: the model is on the CPU
+    behind: StepBehind | None = None
+    resident: Resident | None = None  # None: no bucket stays on a device
+    peers: Communicator | None = None  # between the devices of several ranks with resident buckets
+    save_comm: Communicator | None = None  # of checkpoints in the background; made by the first
+    saving: SaveTask | None = None  # the last save, which may still be writing
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return torch.device("cpu") if self.lane is None else self.lane.device
+
+    def settle(self, poison: Poison) -> Parts:
+        """Wait for a step behind the forward. Returns: self, which no step uses any more. Raises: the error of that
+        step."""
+        if self.behind is not None:
+            with poison.watch():
+                self.behind.join()
+        return self
+
+    def join(self, poison: Poison) -> Parts:
+        """``settle``, and attach the model's parameters: what the program has put into them is the weights now."""
+        self.settle(poison).attachment.restore()
+        return self
+
+    @contextmanager
+    def looking(self, poison: Poison) -> Iterator[Parts]:
+        """``join`` for a while: afterwards parameters have the data again that the program has put into them."""
+        with self.settle(poison).attachment.shown():
+            yield self
+
+    def end_saving(self) -> None:
+        """Wait for a save in the background. Raises: its error, unless its ``wait()`` has raised it."""
+        saving, self.saving = self.saving, None
+        if saving is not None:
+            saving.end()
+
+    def allocation_count(self) -> int:
+        """Count the allocations that the core has ever made for these parts."""
+        comms = [self.comm] if self.peers is None else [self.comm, self.peers]
+        count = sum(comm.memory()["allocation_count"] for comm in comms)
+        return count + self.store.allocation_count + sum(arena.stats()["allocation_count"] for arena in self.arenas)
+
+    def close(self) -> None:
+        """Close all parts, after failures too. No part waits for another rank; an error of one leaves out none."""
+        with ExitStack() as last_first:
+            for part in (self.comm, self.peers, self.lane, self.save_comm, self.swap, self.store, self.state):
+                if part is not None:
+                    last_first.callback(part.close)
+            last_first.callback(self.reducer.close)
+            if self.lane is not None:
+                last_first.callback(self.lane.drain)
+            for hook in self.model_hooks:
+                last_first.callback(hook.remove)
+            for first in (self.hooks, self.behind):
+                if first is not None:
+                    last_first.callback(first.close)
+
+
+@dataclass
+class TrainState:
+    """Options, counters and results of one ZeroOptimizer's training. The first fields are ZeroOptimizer's attributes.
+
+    averages: gradients are averaged over micro-steps; False: their losses are divided already. overflow: the last step
+    was skipped. step_count: optimizer steps, skipped ones included. updates: steps that used gradients; no load changes
+    it. backwards: backward passes before the last step() or zero_grad(). pass_scale: the loss scale of the gradients
+    that are kept, which a step does not change. step_s: seconds in steps; waited_s: of these, waiting for other ranks.
+    """
+
+    stage: int
+    offload: Offload
+    precision: Precision
+    rule: Rule
+    scaler: LossScaler | None
+    skip_nonfinite: bool
+    clip_norm: float | None
+    grad_accum: int
+    param_groups: list[dict[str, Any]] = field(default_factory=list)
+    boundary: bool | None = None
+    averages: bool = True
+    grad_norm: float | None = None
+    skipped_steps: int = 0
+    overflow: bool = False
+    step_count: int = 0
+    nonfinite: NonFinite | None = None
+    updates: int = 0
+
+    micro_step: int = 0
+    stepped: bool = True
+    backwards: int = 0
+    scaled_passes: int = 0
+    pass_scale: float = field(init=False)
+    step_s: float = 0.0
+    waited_s: float = 0.0
+    poison: Poison = field(default_factory=Poison)
+    cohorts: Cohorts = field(init=False)  # once the parts are there
+    tied: ParamGroups = field(init=False)  # likewise
+
+    def __post_init__(self) -> None:
+        self.pass_scale = self.loss_scale
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor that ``backward()`` multiplies the loss by; 1 unless precision is fp16."""
+        return self.scaler.scale if self.scaler is not None else 1.0
+
+    @property
+    def gradient_factor(self) -> float:
+        """Factor of accumulated gradients over their mean: micro-steps (if not divided yet) times loss scale."""
+        scale = self.pass_scale if self.scaler is not None else 1.0
+        return (self.grad_accum if self.averages else 1) * scale
+
+    def forget_passes(self) -> None:
+        """Begin the accumulation again: the gradients of one that had begun are gone."""
+        self.micro_step = self.scaled_passes = 0
