@@ -11,17 +11,34 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from zcomm.comm.communicator import Communicator
-from zcomm.zero.layout.flat import Geometry
-
-if TYPE_CHECKING:
-    from zcomm.zero.gradients.reducer import GradientReducer
+from zcomm.zero.layout.flat import FlatBucket, Geometry
 
 Change = Callable[[torch.Tensor, slice], None]  # of flat values, which are those elements of the parameter
+
+
+class Accumulators(Protocol):
+    """The accumulators of a GradientReducer, of which this module needs no more."""
+
+    sync: bool
+    local: dict[int, torch.Tensor]
+    before_reduce: Callable[[], None]
+
+    @property
+    def broken(self) -> bool: ...
+    @property
+    def running(self) -> bool: ...
+    @property
+    def reduced(self) -> bool: ...
+    def fill(self) -> None: ...
+    def finish(self, bucket: FlatBucket | None = None) -> None: ...
+    def reduce_rest(self) -> None: ...
+    def edited(self) -> None: ...
+    def shard_view(self, bucket: FlatBucket) -> torch.Tensor: ...
 
 
 class GradientValues:
@@ -30,7 +47,7 @@ class GradientValues:
     factor: by which accumulated gradients exceed the mean (micro-steps times loss scale).
     """
 
-    def __init__(self, reducer: GradientReducer, geometry: Geometry, comm: Communicator, names: Sequence[str]) -> None:
+    def __init__(self, reducer: Accumulators, geometry: Geometry, comm: Communicator, names: Sequence[str]) -> None:
         self._reducer, self._geometry, self._comm = reducer, geometry, comm
         self.names = names
         self.factor: Callable[[], float] = lambda: 1.0

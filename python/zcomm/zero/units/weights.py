@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -20,9 +20,6 @@ from torch import nn
 from zcomm.zero.units import stand_in
 from zcomm.zero.units.stand_in import Act
 from zcomm.zero.units.unit import Unit
-
-if TYPE_CHECKING:
-    from zcomm.zero.units.store import UnitStore
 
 _plain: Any = torch._C.DisableTorchFunctionSubclass
 _CLOSED = (
@@ -45,11 +42,26 @@ _Entry = tuple[
 ]  # a parameter, its own class, that of its stand-in, the hollow one
 
 
+class Store(Protocol):
+    """A UnitStore, of which this module needs no more. held: by id(), parameters that are whole copies now. running:
+    forwards of modules that run now. alone: no other rank has a part."""
+
+    held: set[int]
+    running: int
+
+    @property
+    def alone(self) -> bool: ...
+    def unit_of(self, param: int) -> Unit: ...
+    def before_edit(self, unit: Unit, name: str) -> None: ...
+    def after_edit(self) -> None: ...
+    def full(self, param: int) -> torch.Tensor: ...
+
+
 class UnitWeights:
     """Parameters of one store of units, ordinary ones while they are used and stand-ins otherwise.
     edit: ``edit(number, act)`` changes this rank's elements and their masters; set by ``open``."""
 
-    def __init__(self, store: UnitStore, params: Sequence[nn.Parameter], shapes: Sequence[torch.Size]) -> None:
+    def __init__(self, store: Store, params: Sequence[nn.Parameter], shapes: Sequence[torch.Size]) -> None:
         self._store = store
         self._params = params
         self._shapes = shapes
