@@ -9,6 +9,7 @@ Source: ZeRO (arXiv:1910.02054), ZeRO-Offload (2101.06840), ZeRO-Infinity (2104.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -65,6 +66,11 @@ class _Of(Generic[T]):
 
     def __set__(self, optimizer: ZeroOptimizer, value: T) -> None:
         setattr(optimizer._train, self._name, value)
+
+
+def _factor_of(alive: weakref.ref[TrainState]) -> float:
+    train = alive()
+    return 1.0 if train is None else train.gradient_factor
 
 
 ParamsOrModel = nn.Module | Iterable[torch.Tensor] | Iterable[dict[str, Any]]
@@ -176,7 +182,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
         warn_of_integers(module, stage, job.rank)
         self.grad_accum = grad_accum
-        parts.reducer.values.factor = lambda: train.gradient_factor
+        alive = weakref.ref(train)  # hooks of the model have the reducer; it keeps no optimizer alive
+        parts.reducer.values.factor = lambda: _factor_of(alive)
         train.cohorts = Cohorts(rule, parts.group_of, len(self.param_groups))
         self._micro_steps = MicroSteps(parts, train, OptimizerStep(parts, train, frozen))
         self.optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None

@@ -173,7 +173,7 @@ class Units:
 
 
 def as_units(units: Units | Sequence[UnitLike] | None) -> Units:
-    """A list means ``blocks``. Raises: ValueError."""
+    """Return Units, of which a list means ``blocks``. Raises: ValueError."""
     if units is None or isinstance(units, Units):
         return units or Units()
     if not _is_list(units):
@@ -182,7 +182,8 @@ def as_units(units: Units | Sequence[UnitLike] | None) -> Units:
 
 
 def slot_count(nbytes: Sequence[int], prefetch: int, prefetch_nbytes: int | None) -> int:
-    """Slots that units of these sizes, in order, need for what runs, what ran before it and what is gathered ahead."""
+    """Count the slots that units of these sizes, in order, need: for what runs, what ran before, what is gathered
+    ahead."""
     ahead = prefetch
     if prefetch_nbytes is not None:
         ahead = max((len(_fitting(nbytes[first:], prefetch_nbytes)) for first in range(len(nbytes))), default=0)
@@ -190,7 +191,7 @@ def slot_count(nbytes: Sequence[int], prefetch: int, prefetch_nbytes: int | None
 
 
 def ahead_of(order: Sequence[int], sizes: Sequence[int], prefetch: int, prefetch_nbytes: int | None) -> Sequence[int]:
-    """Those of ``order`` (what comes next) to gather now. sizes: of all units."""
+    """Choose the units of ``order`` (what comes next) to gather now. sizes: of all units."""
     if prefetch_nbytes is None:
         return order[:prefetch]
     return order[: len(_fitting([sizes[unit] for unit in order[: len(sizes)]], prefetch_nbytes))]

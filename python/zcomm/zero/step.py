@@ -130,7 +130,7 @@ class OptimizerStep:
         return total
 
     def _agree(self) -> None:
-        """Some rank has gradients that no pass took, or the program has dropped or assigned some. Collective."""
+        """Reduce gradients that no pass took on some rank, or that the program has dropped or assigned. Collective."""
         self._rests = self._rests or not self._parts.reducer.is_special
         self._parts.reducer.agree()
         if self._parts.reducer.has_nothing:
@@ -242,7 +242,7 @@ class OptimizerStep:
         self._train.waited_s += time.perf_counter() - start
 
     def _update_squaring(self, scale: float) -> float:
-        """One pass over the gradients, for the step and their norm."""
+        """Update and take the norm in one pass over the gradients. Returns: the norm."""
         hyper = self._begin(scale)
         norm, reverse = self._parts.norm, self._reverse
         norm.begin()
@@ -253,7 +253,7 @@ class OptimizerStep:
         return total
 
     def _update_landing(self, scale: float) -> float:
-        """Each bucket is updated as soon as its gradient has landed, last buckets first."""
+        """Update each bucket as soon as its gradient has landed, last buckets first. Returns: the norm."""
         reverse = self._reverse or not self._parts.state.turns
         hyper = self._begin(scale)
         self._begin_norm()
@@ -266,7 +266,8 @@ class OptimizerStep:
         return total
 
     def _begin(self, scale: float) -> list[Any]:
-        """What the rule needs of each group. Resident buckets are stepped: the device does so beside what follows."""
+        """Prepare the rule for each group, and start the step of resident buckets, which the device does beside what
+        follows. Returns: what the rule needs of each group."""
         self._parts.store.used()
         start = time.perf_counter()
         self._parts.store.take_edits()

@@ -17,11 +17,11 @@ class SaveTask:
         self._told = False
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return True once it has ended, well or not."""
         return self._future.done()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Until the folder is in its place. Raises: what save() raises; TimeoutError (it goes on then)."""
+        """Wait until the folder is in its place. Raises: what save() raises; TimeoutError (the save goes on then)."""
         try:
             self._future.result(timeout)
         except futures.TimeoutError:  # before Python 3.11 not the built-in one
@@ -32,7 +32,7 @@ class SaveTask:
             self._told = self._future.done()
 
     def end(self) -> None:
-        """As wait(), but what wait() has raised is not raised again."""
+        """Wait, and raise what went wrong unless ``wait()`` has raised it already."""
         if not self._told:
             self.wait()
 
