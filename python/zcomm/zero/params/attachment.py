@@ -16,18 +16,27 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn.utils import stateless
 
-from zcomm.zero.gradients.reducer import GradientReducer
 from zcomm.zero.layout.flat import Geometry
 from zcomm.zero.params.stores import ParameterStore
 
 logger = logging.getLogger("zcomm")
 _FUNCTIONAL_CALL = stateless._functional_call.__code__
+
+
+class Reducer(Protocol):
+    """The reducer of gradients, as far as replaced parameters concern it."""
+
+    def take_over(self, index: int, grad: torch.Tensor | None) -> None:
+        """Count a gradient that autograd left on a tensor without hooks."""
+
+    def hook_again(self, index: int) -> None:
+        """Hook a parameter that has lost its hooks."""
 
 
 class Attachment:
@@ -43,7 +52,7 @@ class Attachment:
         store: ParameterStore,
         dtype: torch.dtype,
         device: torch.device,
-        reducer: GradientReducer,
+        reducer: Reducer,
         settle: Callable[[], None],
     ) -> None:
         self._model = model
