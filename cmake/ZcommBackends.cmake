@@ -1,4 +1,4 @@
-# Optional backends. A missing backend is another file (no_cuda.cpp), not an #ifdef.
+# Optional backends. A missing backend is another file (no_cuda*.cpp), not an #ifdef.
 
 set(ZCOMM_HAVE_CUDA OFF)
 if(NOT ZCOMM_CUDA STREQUAL "OFF")
@@ -45,7 +45,7 @@ function(zcomm_choose_backends floor sources_var)
   set(sources ${${sources_var}})
   if((floor STREQUAL "device" OR floor STREQUAL "optim") AND ZCOMM_HAVE_CUDA)
     list(FILTER sources EXCLUDE REGEX "/no_cuda[a-z_]*\\.cpp$")
-    file(GLOB cuda_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/src/${floor}/*.cu)
+    file(GLOB_RECURSE cuda_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/src/${floor}/*.cu)
     list(APPEND sources ${cuda_sources})
   endif()
   set(${sources_var} ${sources} PARENT_SCOPE)

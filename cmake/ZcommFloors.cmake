@@ -1,14 +1,15 @@
 # zcomm_floor(NAME BELOW floors...): src/NAME as OBJECT library zcomm_NAME.
 #
-# Headers are included as "NAME/file.hpp". Each floor has an include root of its own that holds nothing but a link to
-# its folder, and passes on those of the floors below: an include that points up or sideways does not compile.
+# Headers are included as "NAME/file.hpp", or "NAME/folder/file.hpp". Each floor has an include root of its own that
+# holds nothing but a link to its folder, and passes on those of the floors below: an include that points up or
+# sideways does not compile. Sources are found in all folders of the floor.
 function(zcomm_floor name)
   cmake_parse_arguments(ARG "" "" "BELOW" ${ARGN})
   set(root ${CMAKE_BINARY_DIR}/floors/${name})
   file(MAKE_DIRECTORY ${root})
   file(CREATE_LINK ${CMAKE_SOURCE_DIR}/src/${name} ${root}/${name} SYMBOLIC)
 
-  file(GLOB sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/src/${name}/*.cpp)
+  file(GLOB_RECURSE sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/src/${name}/*.cpp)
   zcomm_choose_backends(${name} sources)
   zcomm_apply_isa(sources)
   add_library(zcomm_${name} OBJECT ${sources})

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "coll/header.hpp"
+#include "coll/signature.hpp"
 #include "latency.hpp"
 #include "report.hpp"
 

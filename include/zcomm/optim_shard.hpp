@@ -18,7 +18,7 @@
 // body and tail, no fused multiply-add: the bits do not depend on how a shard is cut, nor on the CPU. (What is NaN is
 // NaN everywhere; its payload is not promised.) On f32 state the order is torch.optim's; on bf16 and 8-bit state, whose
 // rounding is many thousand times coarser, factors are drawn together so that fewer operations do
-// (src/optim/update_rules.hpp, SmallAdam).
+// (src/optim/arithmetic/update_rules.hpp, SmallAdam).
 //
 // [Note: stochastic rounding] bf16 state is computed in f32 and rounded up or down by chance, so that its mean is the
 // f32 value: an average that moves by less than half a last bit per step would else stand still. Chance is a counter's
@@ -26,12 +26,12 @@
 // bit. An element's own step uses its state before rounding. Infinity and NaN stay what they are.
 //
 // [Note: 8-bit state] Each array has one byte per element and an f32 scale per block of 256. Codes are relative to the
-// block's largest, finer near it (src/optim/state_codes.hpp): for magnitudes in [1/16, 1) of it they are 1/32 to 1/16
-// apart, relatively, and twice, four times ... as far in each further 16th; m ends at 2^-28 of it, v has the range of
-// m squared and is never rounded to zero. Rounding is by chance, as above, to 8 bits of chance that an element's m and
-// v share. The tile begins with the scales (m's and v's of each block), then m, v and lo. Tiles and ranges are whole
-// blocks. Something that is not finite in m or v (or not below 1.875 * 2^127) makes both NaN from the next step on, for
-// that element alone. A block whose largest is below 2^-120 is zero.
+// block's largest, finer near it (src/optim/arithmetic/state_codes.hpp): for magnitudes in [1/16, 1) of it they are
+// 1/32 to 1/16 apart, relatively, and twice, four times ... as far in each further 16th; m ends at 2^-28 of it, v has
+// the range of m squared and is never rounded to zero. Rounding is by chance, as above, to 8 bits of chance that an
+// element's m and v share. The tile begins with the scales (m's and v's of each block), then m, v and lo. Tiles and
+// ranges are whole blocks. Something that is not finite in m or v (or not below 1.875 * 2^127) makes both NaN from the
+// next step on, for that element alone. A block whose largest is below 2^-120 is zero.
 #pragma once
 
 #include <cstddef>

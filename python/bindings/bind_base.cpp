@@ -10,7 +10,7 @@
 #include "base/interrupt.hpp"
 #include "base/thread_pool.hpp"
 #include "bindings.hpp"
-#include "device/cuda.hpp"
+#include "device/cuda/cuda.hpp"
 #include "zcomm/dtype.hpp"
 
 namespace py = pybind11;

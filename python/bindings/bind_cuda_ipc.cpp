@@ -1,6 +1,6 @@
 // Binds the communicator over the devices of one host, and its symmetric memory.
 #include "bindings.hpp"
-#include "coll/cuda_ipc_engine.hpp"
+#include "coll/cuda/ipc_engine.hpp"
 #include "dlpack.hpp"
 
 namespace py = pybind11;

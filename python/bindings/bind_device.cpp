@@ -4,7 +4,7 @@
 
 #include "base/error.hpp"
 #include "bindings.hpp"
-#include "device/cuda.hpp"
+#include "device/cuda/cuda.hpp"
 #include "device/device.hpp"
 #include "device/kernels.hpp"
 #include "dlpack.hpp"

@@ -2,8 +2,8 @@
 //
 // Descriptors arrive as numbers and are owned from then on, also when the call throws.
 #include "bindings.hpp"
-#include "coll/hierarchical_engine.hpp"
-#include "coll/link_engine.hpp"
+#include "coll/hierarchical/engine.hpp"
+#include "coll/tcp/engine.hpp"
 #include "net/mesh.hpp"
 #include "zcomm/error.hpp"
 

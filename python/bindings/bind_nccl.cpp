@@ -1,7 +1,7 @@
 // Binds the communicator over NCCL.
 #include "bindings.hpp"
-#include "coll/nccl_engine.hpp"
-#include "coll/nccl_library.hpp"
+#include "coll/cuda/nccl_engine.hpp"
+#include "coll/cuda/nccl_library.hpp"
 
 namespace py = pybind11;
 

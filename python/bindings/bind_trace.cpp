@@ -1,11 +1,11 @@
-// Binds the race checker: Trace, Race, record_device (device/trace.hpp).
+// Binds the race checker: Trace, Race, record_device (device/recorded/trace.hpp).
 #include <optional>
 #include <string>
 #include <variant>
 
 #include "base/error.hpp"
 #include "bindings.hpp"
-#include "device/trace.hpp"
+#include "device/recorded/trace.hpp"
 
 namespace py = pybind11;
 

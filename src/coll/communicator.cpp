@@ -18,16 +18,14 @@
 #include "base/error.hpp"
 #include "base/fork.hpp"
 #include "base/interrupt.hpp"
+#include "coll/call_scope.hpp"
 #include "coll/engine.hpp"
 #include "coll/executor.hpp"
 #include "coll/failure.hpp"
-#include "coll/host_engine.hpp"
 #include "coll/overlap.hpp"
-#include "coll/within.hpp"
 #include "device/device.hpp"
 
-namespace zcomm {
-namespace coll {
+namespace zcomm::coll {
 namespace {
 
 class EngineCommunicator final : public Communicator {
@@ -352,13 +350,4 @@ std::unique_ptr<Communicator> make_communicator(EngineFactory factory) {
   return std::make_unique<EngineCommunicator>(std::move(factory));
 }
 
-}  // namespace coll
-
-std::unique_ptr<Communicator> Communicator::create(std::shared_ptr<net::Mesh> mesh, CommOptions options) {
-  if (!mesh) throw InvalidArgument("Communicator::create: no mesh");
-  return coll::make_communicator([mesh = std::move(mesh), options](coll::SymmetricMemory& memory) {
-    return std::make_unique<coll::HostEngine>(mesh, options, memory);
-  });
-}
-
-}  // namespace zcomm
+}  // namespace zcomm::coll

@@ -6,7 +6,7 @@
 
 #include "base/error.hpp"
 #include "coll/overlap.hpp"
-#include "coll/splits.hpp"
+#include "coll/split_counts.hpp"
 #include "device/kernels.hpp"
 
 namespace zcomm::coll {

@@ -12,7 +12,7 @@
 #include <span>
 #include <vector>
 
-#include "coll/header.hpp"
+#include "coll/signature.hpp"
 #include "coll/symmetric_memory.hpp"
 #include "device/device.hpp"
 #include "zcomm/communicator.hpp"

@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <span>
 
-#include "coll/header.hpp"
+#include "coll/signature.hpp"
 #include "zcomm/communicator.hpp"
 
 namespace zcomm::coll {

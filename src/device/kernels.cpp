@@ -10,8 +10,8 @@
 #include "base/error.hpp"
 #include "base/float_mode.hpp"
 #include "base/thread_pool.hpp"
+#include "device/cpu/kernels_table.hpp"
 #include "device/kernels_check.hpp"
-#include "device/kernels_table.hpp"
 #include "device/stream_kernels.hpp"
 
 namespace zcomm::device {

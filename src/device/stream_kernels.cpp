@@ -1,7 +1,7 @@
 // The kernels that every device runs as tasks.
 #include "device/stream_kernels.hpp"
 
-#include "device/cuda_tasks.hpp"
+#include "device/cuda/tasks.hpp"
 
 namespace zcomm::device {
 namespace {

@@ -17,7 +17,7 @@
 
 #include "base/env.hpp"
 #include "base/error.hpp"
-#include "device/cuda.hpp"
+#include "device/cuda/cuda.hpp"
 
 namespace zcomm {
 

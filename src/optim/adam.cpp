@@ -3,7 +3,7 @@
 
 #include "base/error.hpp"
 #include "base/float_mode.hpp"
-#include "optim/adam_factors.hpp"
+#include "optim/arithmetic/adam_factors.hpp"
 #include "optim/kinds.hpp"
 
 namespace zcomm {

@@ -1,5 +1,6 @@
 // OptimTable: the optimizer kernels of one instruction set; raw pointers only, see [Note: one definition] in
-// device/kernels_table.hpp. Arguments are checked by the host sides (shard.cpp, adam.cpp, sgd.cpp, ..., exact_sum.cpp).
+// device/cpu/kernels_table.hpp. Arguments are checked by the host sides (shard.cpp, adam.cpp, sgd.cpp, ...,
+// exact_sum.cpp).
 #pragma once
 
 #include <cstddef>
@@ -14,7 +15,7 @@ inline constexpr std::size_t kStateBlock = 256;  ///< elements that share a scal
 
 // Factors of one step, computed in f64 and rounded to f32 once. grad_scale: negative to maximize.
 
-/// Adam's for small state, by which fewer operations do: SmallAdam of update_rules.hpp.
+/// Adam's for small state, by which fewer operations do: SmallAdam of optim/arithmetic/update_rules.hpp.
 struct SmallAdamFactors {
   float grad_scale, l2;  ///< not adamw
   float decay;

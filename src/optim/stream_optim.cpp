@@ -1,12 +1,12 @@
-// Tasks for device streams: on the host the CPU's own steps, on CUDA those of cuda_*.cu.
+// Tasks for device streams: on the host the CPU's own steps, on CUDA those of optim/cuda.
 #include "optim/stream_optim.hpp"
 
 #include <algorithm>
 #include <vector>
 
 #include "base/error.hpp"
-#include "optim/adam_factors.hpp"
-#include "optim/cuda_optim.hpp"
+#include "optim/arithmetic/adam_factors.hpp"
+#include "optim/cuda/kernels.hpp"
 #include "optim/kinds.hpp"
 
 namespace zcomm::optim {

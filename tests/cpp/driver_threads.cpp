@@ -1,5 +1,5 @@
 // Where a GPU is, the driver keeps threads of its own from the first use on: there a test may leave threads behind.
-#include "device/cuda.hpp"
+#include "device/cuda/cuda.hpp"
 #include "test.hpp"
 
 namespace zcomm::test {

@@ -1,5 +1,5 @@
 // Communicator::after: collectives of host memory that start when a device's copy has landed.
-#include "comm_world.hpp"
+#include "coll/support/comm_world.hpp"
 #include "device/device.hpp"
 
 using namespace zcomm;

@@ -7,7 +7,7 @@
 #include <csignal>
 
 #include "base/fault.hpp"
-#include "process_world.hpp"
+#include "coll/support/process_world.hpp"
 
 using namespace zcomm;
 using namespace zcomm::test;

@@ -2,8 +2,8 @@
 #include <atomic>
 #include <chrono>
 
-#include "hierarchical_world.hpp"
-#include "value_checks.hpp"
+#include "coll/support/hierarchical_world.hpp"
+#include "coll/support/value_checks.hpp"
 
 using namespace zcomm;
 using namespace zcomm::test;

@@ -3,8 +3,8 @@
 #include <numeric>
 
 #include "coll/overlap.hpp"
-#include "error_checks.hpp"
-#include "hierarchical_world.hpp"
+#include "coll/support/error_checks.hpp"
+#include "coll/support/hierarchical_world.hpp"
 
 using namespace zcomm;
 using namespace zcomm::coll;

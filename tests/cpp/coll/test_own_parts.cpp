@@ -1,8 +1,8 @@
 // reduce_scatter whose own elements lie elsewhere: the same bits as from the buffer, on every path.
 #include <cmath>
 
-#include "device_world.hpp"
-#include "hierarchical_world.hpp"
+#include "coll/support/device_world.hpp"
+#include "coll/support/hierarchical_world.hpp"
 
 using namespace zcomm;
 using namespace zcomm::test;

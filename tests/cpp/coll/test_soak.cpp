@@ -6,7 +6,7 @@
 #include <cstdlib>
 #include <fstream>
 
-#include "process_world.hpp"
+#include "coll/support/process_world.hpp"
 
 using namespace zcomm;
 using namespace zcomm::test;

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "base/error.hpp"
-#include "device/cuda.hpp"
+#include "device/cuda/cuda.hpp"
 #include "device/device.hpp"
 #include "test.hpp"
 

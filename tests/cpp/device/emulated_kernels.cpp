@@ -1,9 +1,9 @@
 #include "device/emulated_kernels.hpp"
 
 #define cuda emulated
-#include "device/cuda_cast.cu"
-#include "device/cuda_copy_list.cu"
-#include "device/cuda_kernels.cu"
+#include "device/cuda/cast.cu"
+#include "device/cuda/copy_list.cu"
+#include "device/cuda/kernels.cu"
 #undef cuda
 
 namespace zcomm::device::emulated {

@@ -1,4 +1,4 @@
-// The launchers of src/device/*.cu, over cuda_emulation instead of CUDA: on host memory, at once.
+// The launchers of src/device/cuda/*.cu, over cuda_emulation instead of CUDA: on host memory, at once.
 //
 // Their namespace device::cuda is called device::emulated here, so that a program may hold the real ones, too.
 #pragma once
@@ -10,7 +10,7 @@
 #include "device/stream_kernels.hpp"
 
 #define cuda emulated
-#include "device/cuda_tasks.hpp"
+#include "device/cuda/tasks.hpp"
 #undef cuda
 
 namespace zcomm::device::emulated {

@@ -2,7 +2,7 @@
 
 #include <new>
 
-#include "device/cuda.hpp"
+#include "device/cuda/cuda.hpp"
 #include "device/device.hpp"
 #include "device/emulated_kernels.hpp"
 

@@ -1,7 +1,7 @@
 // cast and copy: all 16-bit values, ties, subnormals, overflow and NaN, to the bit, on every ISA.
 #include "base/error.hpp"
+#include "device/cpu/kernels_table.hpp"
 #include "device/kernels.hpp"
-#include "device/kernels_table.hpp"
 #include "device/reference.hpp"
 #include "test.hpp"
 

@@ -3,7 +3,7 @@
 #include <string>
 #include <utility>
 
-#include "device/cuda.hpp"
+#include "device/cuda/cuda.hpp"
 #include "device/device.hpp"
 #include "device/device_errors.hpp"
 #include "test.hpp"

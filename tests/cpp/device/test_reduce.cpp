@@ -4,8 +4,8 @@
 
 #include "base/error.hpp"
 #include "base/thread_pool.hpp"
+#include "device/cpu/kernels_table.hpp"
 #include "device/kernels.hpp"
-#include "device/kernels_table.hpp"
 #include "device/reference.hpp"
 #include "flush.hpp"
 #include "test.hpp"

@@ -1,7 +1,7 @@
 #include "optim/emulated_optim.hpp"
 
 #define cuda emulated
-#include "optim/cuda_adam.cu"
-#include "optim/cuda_shard.cu"
-#include "optim/cuda_squares.cu"
+#include "optim/cuda/adam.cu"
+#include "optim/cuda/shard.cu"
+#include "optim/cuda/squares.cu"
 #undef cuda

@@ -1,4 +1,4 @@
-// A StreamKernels whose tasks run the CUDA kernels of src/optim/*.cu over cuda_emulation, on host memory, at once.
+// A StreamKernels whose tasks run the CUDA kernels of src/optim/cuda/*.cu over cuda_emulation, on host memory, at once.
 #pragma once
 
 #include <span>
@@ -6,5 +6,5 @@
 #include "optim/stream_optim.hpp"
 
 #define cuda emulated
-#include "optim/cuda_optim.hpp"
+#include "optim/cuda/kernels.hpp"
 #undef cuda

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "device/cuda.hpp"
+#include "device/cuda/cuda.hpp"
 #include "device/device.hpp"
 #include "optim/stream_optim.hpp"
 

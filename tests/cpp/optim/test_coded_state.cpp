@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "device/kernels.hpp"
-#include "optim/adam_factors.hpp"
+#include "optim/arithmetic/adam_factors.hpp"
 #include "optim/optim_table.hpp"
 #include "shard_state.hpp"
 #include "test.hpp"

@@ -3,7 +3,7 @@
 #include <cstring>
 #include <vector>
 
-#include "optim/adam_factors.hpp"
+#include "optim/arithmetic/adam_factors.hpp"
 #include "optim/optim_table.hpp"
 #include "shard_state.hpp"
 #include "test.hpp"

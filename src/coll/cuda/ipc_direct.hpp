@@ -1,0 +1,34 @@
+// DeviceDirect: collectives on symmetric device memory, with no staging (decisions D1, D2).
+//
+// Owner computes, as DirectPath on the host: rank r reads chunk r of all inputs once, in rank order, and stores the
+// result once where it belongs. Copies are the copy engines'. Invariants: between the round of the entry and the round
+// after it; so nobody's buffer changes or is used again under a reader. Thread rule: as Engine::run.
+#pragma once
+
+#include <vector>
+
+#include "coll/cuda/ipc_rounds.hpp"
+#include "coll/operation.hpp"
+#include "coll/shm/direct.hpp"
+
+namespace zcomm::coll {
+
+class DeviceDirect {
+ public:
+  /// remote: so many ranks have another device.
+  DeviceDirect(const HostMemory& memory, DeviceRounds& rounds, int remote);
+  /// Puts this rank's part on the stream.
+  void run(const Operation& operation, Path path);
+
+ private:
+  void reduce(const Header& header, const Item& item);
+  void pull(const Header& header, const Item& item);
+  void push(const Header& header, const Item& item);
+
+  device::Stream& stream_;
+  const int rank_, world_size_, remote_;
+  std::vector<const void*> sources_;
+  std::vector<void*> targets_;
+};
+
+}  // namespace zcomm::coll

@@ -1,0 +1,244 @@
+// Running operations on devices (coll/cuda/ipc_engine.hpp).
+#include "coll/cuda/ipc_engine.hpp"
+
+#include <chrono>
+#include <cstring>
+#include <exception>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "base/error.hpp"
+#include "base/interrupt.hpp"
+#include "coll/split_counts.hpp"
+
+namespace zcomm::coll {
+namespace {
+
+constexpr std::size_t kHostSlotNbytes = 4096;
+constexpr std::uint32_t kGone = 1, kStuck = 2;        // farewells, in Stage::copied_out: drained, or it never will be
+constexpr double kQuiet_s = 0.5;                      // after a failure, so that the caller may drop its buffers
+constexpr double kDrain_s = 2.0;                      // for what is on the stream when the communicator ends
+constexpr std::chrono::milliseconds kFarewell{1000};  // for the others to let go of this rank's memory
+
+CommOptions host_options(const CudaIpcOptions& options) {
+  CommOptions host;
+  host.timeout_s = options.timeout_s;
+  host.slot_nbytes = kHostSlotNbytes;
+  host.slot_count = 1;
+  return host;
+}
+
+/// What a rank tells the others at the start.
+struct Hello {
+  std::uint64_t slot_nbytes = 0;
+  std::array<device::SharedHandle, 2> points{};
+  device::SharedHandle slots;
+  std::array<char, 64> uuid{};
+};
+
+}  // namespace
+
+CudaIpcEngine::CudaIpcEngine(std::shared_ptr<net::Mesh> mesh, std::shared_ptr<device::Device> device,
+                             const CudaIpcOptions& options, SymmetricMemory& symmetric)
+    : mesh_(std::move(mesh)),
+      memory_(*mesh_, host_options(options)),
+      watch_(mesh_, memory_, options.timeout_s),
+      entrance_(memory_, watch_),
+      device_watch_(std::make_shared<DeviceWatch>(std::move(device), &watch_, memory_.rank(), options.timeout_s)),
+      tickets_(device_watch_) {
+  try {
+    set_up(options.slot_nbytes, symmetric);
+  } catch (const std::exception& error) {
+    watch_.fail(text("init of backend cuda_ipc: ", error.what()));
+    throw;
+  }
+}
+
+void CudaIpcEngine::set_up(std::size_t slot_nbytes, SymmetricMemory& symmetric) {
+  Header header;
+  set_name(header, "init of backend cuda_ipc", "");
+  seal(header);
+  if (static_cast<std::size_t>(world_size()) > device::kMaxKernelBuffers)
+    throw Unsupported(text("backend cuda_ipc: ", world_size(), " ranks on one host; at most ",
+                           device::kMaxKernelBuffers, ": use nccl"));
+  device::Device& device = device_watch_->device();
+  rounds_ = std::make_unique<DeviceRounds>(device, memory_, watch_);
+  slots_ = std::make_unique<DeviceSlots>(device, memory_, slot_nbytes);
+  heap_ = std::make_unique<DeviceHeap>(device_watch_, memory_, *rounds_, symmetric);
+  entrance_.enter(header);
+  int remote = 0;
+  if (world_size() > 1) {
+    Hello mine{slots_->slot_nbytes(), rounds_->handles(), slots_->handle()};
+    device.uuid().copy(mine.uuid.data(), mine.uuid.size());
+    static_assert(sizeof(mine) <= kHostSlotNbytes);
+    rounds_->tell(&mine, sizeof(mine));
+    for (int r = 0; r < world_size(); ++r) {
+      Hello theirs;
+      std::memcpy(&theirs, rounds_->told(r), sizeof(theirs));
+      if (theirs.slot_nbytes != mine.slot_nbytes)
+        throw CollectiveMismatch(text("communicator options differ: rank ", rank(), ": device slots of ",
+                                      mine.slot_nbytes, " bytes; rank ", r, ": ", theirs.slot_nbytes));
+      if (r == rank()) continue;
+      remote += theirs.uuid != mine.uuid;
+      rounds_->open(r, theirs.points);
+      slots_->open(r, theirs.slots);
+    }
+    rounds_->meet_on_host();
+  }
+  direct_ = std::make_unique<DeviceDirect>(memory_, *rounds_, remote);
+  staged_ = std::make_unique<DeviceStaged>(memory_, *rounds_, *slots_, remote);
+}
+
+void CudaIpcEngine::prepare(Operation& operation, const Call& call) noexcept { tickets_.prepare(operation, call); }
+
+void CudaIpcEngine::run(Operation& operation) {
+  try {
+    if (moves_data(operation.header.kind) || operation.header.kind == OpKind::barrier) {
+      const auto ticket = tickets_.of(operation);
+      start(operation, *ticket);
+      work(operation);
+      rounds_->stream().record(ticket->end());
+      in_flight_[next_] = ticket;
+      next_ = (next_ + 1) % kInFlight;
+      if (!operation.async) ticket->order(std::nullopt);
+    } else {
+      entrance_.enter(operation.header);
+      if (operation.header.kind != OpKind::duplicate) heap_->make(operation);
+    }
+  } catch (const CollectiveMismatch&) {
+    failed_ = true;
+    throw;  // the other ranks see it by themselves
+  } catch (const Interrupted&) {
+    failed_ = true;
+    watch_.leave();
+    drain(kQuiet_s);
+    throw;
+  } catch (const std::exception& error) {
+    failed_ = true;
+    watch_.fail(text(describe(operation.header), ": ", error.what()));
+    drain(kQuiet_s);
+    throw;
+  }
+}
+
+/// Until the ranks have entered, and the stream comes after whatever they had on theirs.
+void CudaIpcEngine::start(Operation& operation, Ticket& ticket) {
+  if (const auto& oldest = in_flight_[next_]) device_watch_->wait(oldest->end(), oldest->header);
+  rounds_->stream().wait(ticket.ready());
+  rounds_->mark();
+  entrance_.enter(operation.header);
+  rounds_->follow();
+  ticket.header = operation.header;
+}
+
+void CudaIpcEngine::work(const Operation& operation) {
+  const Header& header = operation.header;
+  const HeaderOf header_of = [this](int rank) -> const Header& { return entrance_.header(rank); };
+  switch (header.kind) {
+    case OpKind::barrier:
+      return;
+    case OpKind::all_to_all:
+      compare_splits(operation, header_of);
+      return staged_->exchange(operation, header_of);
+    case OpKind::gather:
+    case OpKind::scatter:
+      return staged_->run(operation);
+    default:
+      break;
+  }
+  const Path path =
+      choose_path(header.kind, world_size(), [this](int rank) -> const Entry& { return entrance_.entry(rank); });
+  if (path == Path::staged) return staged_->run(operation);
+  direct_->run(operation, path);
+  rounds_->meet();
+}
+
+void CudaIpcEngine::compare_splits(const Operation& operation, const HeaderOf& header_of) {
+  if (splits_match(world_size(), header_of)) return;
+  const SplitCounts own = split_counts(operation.items.all());
+  rounds_->tell(own.data(), own.size() * sizeof(own[0]));
+  std::vector<SplitCounts> by_rank(static_cast<std::size_t>(world_size()), own);
+  for (int q = 0; q < world_size(); ++q)
+    std::memcpy(by_rank[static_cast<std::size_t>(q)].data(), rounds_->told(q), own.size() * sizeof(own[0]));
+  throw_split_mismatch(header_of(0), by_rank);
+}
+
+Messenger& CudaIpcEngine::messenger() {
+  throw Unsupported("send, recv: not on backend cuda_ipc; use a collective, or send a copy on the CPU");
+}
+
+void CudaIpcEngine::close() noexcept {
+  device_watch_->close();
+  watch_.close();
+}
+
+void CudaIpcEngine::suspend_deadline(bool suspended) {
+  device_watch_->suspend_deadline(suspended);
+  watch_.suspend_deadline(suspended);
+}
+
+CudaIpcEngine::~CudaIpcEngine() {
+  device_watch_->detach();
+  const bool drained = drain(kDrain_s);
+  rounds_->drop_stream();
+  if (drained) {
+    slots_->close_peers();
+    rounds_->close_peers();
+    heap_->close_peers();
+  }
+  publish(memory_.own()[Stage::copied_out], drained ? kGone : kStuck);
+  const bool alone = drained && hear_farewells();
+  if (alone || (drained && !failed_)) return;
+  // [Note: the end]: kept, and reachable, until the process ends.
+  struct Left {
+    std::unique_ptr<DeviceRounds> rounds;
+    std::unique_ptr<DeviceSlots> slots;
+    std::array<std::shared_ptr<Ticket>, kInFlight> tickets;
+  };
+  static std::mutex mutex;
+  static auto* const left = new std::vector<Left>;
+  heap_->abandon();
+  const std::lock_guard lock(mutex);
+  left->push_back({std::move(rounds_), std::move(slots_), std::move(in_flight_)});
+}
+
+/// Whether the device has done what this rank gave it.
+bool CudaIpcEngine::drain(double patience_s) noexcept {
+  try {
+    const auto end = device_watch_->device().make_event();
+    rounds_->stream().record(*end);
+    return end->wait_for(patience_s);
+  } catch (...) {
+    return false;  // the device is lost
+  }
+}
+
+/// Whether no other rank has this one's memory open any more, or will use it.
+bool CudaIpcEngine::hear_farewells() noexcept {
+  const auto until = Clock::now() + kFarewell;
+  for (int peer = 0; peer < world_size(); ++peer) {
+    if (peer == rank()) continue;
+    Counter& counter = memory_.block(peer)[Stage::copied_out];
+    while (!wait_asleep(counter, kGone, std::min(until, Clock::now() + std::chrono::milliseconds(20)))) {
+      if (const auto loss = mesh_->lost(peer)) {
+        if (!loss->said_goodbye || reached(counter.value.load(), kGone)) break;
+      }
+      if (Clock::now() >= until) return false;
+    }
+    if (counter.value.load() == kStuck) return false;
+  }
+  return true;
+}
+
+std::unique_ptr<Communicator> make_cuda_ipc_communicator(std::shared_ptr<net::Mesh> mesh,
+                                                         std::shared_ptr<device::Device> device,
+                                                         const CudaIpcOptions& options) {
+  if (!mesh) throw InvalidArgument("make_cuda_ipc_communicator: no mesh");
+  if (!device) throw InvalidArgument("make_cuda_ipc_communicator: no device");
+  return make_communicator([mesh = std::move(mesh), device = std::move(device), options](SymmetricMemory& memory) {
+    return std::make_unique<CudaIpcEngine>(mesh, device, options, memory);
+  });
+}
+
+}  // namespace zcomm::coll

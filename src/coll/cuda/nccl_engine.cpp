@@ -1,0 +1,328 @@
+// Running operations by NCCL (coll/cuda/nccl_engine.hpp).
+#include "coll/cuda/nccl_engine.hpp"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "base/error.hpp"
+#include "base/interrupt.hpp"
+
+namespace zcomm::coll {
+
+using Clock = std::chrono::steady_clock;
+
+namespace {
+
+constexpr int kSpins = 1000;
+constexpr std::chrono::microseconds kNap{20};
+constexpr std::chrono::milliseconds kLastWords{500}, kFarewell{2000};
+
+}  // namespace
+
+NcclEngine::NcclEngine(Communicator& control, std::shared_ptr<net::Mesh> watched,
+                       std::shared_ptr<device::Device> device, const NcclLibrary& nccl, double timeout_s)
+    : control_(control),
+      watched_(std::move(watched)),
+      device_(std::move(device)),
+      nccl_(nccl),
+      timeout_s_(timeout_s),
+      tickets_(std::make_shared<DeviceWatch>(device_, nullptr, control.rank(), timeout_s)),
+      stream_(device_->make_stream()) {
+  try {
+    connect();
+  } catch (...) {
+    abort();
+    throw;
+  }
+}
+
+NcclEngine::~NcclEngine() {
+  if (comm_ != nullptr) finish();
+  abort();
+}
+
+/// Lets the other ranks have what this one still forwards or lends for them. They may be gone: not for long.
+void NcclEngine::finish() noexcept {
+  try {
+    const device::CurrentDevice current(*device_);
+    const std::chrono::duration<double> patience = std::min<std::chrono::duration<double>>(kFarewell, timeout());
+    const auto until = Clock::now() + patience;
+    int state = nccl_.comm_finalize(comm_);
+    while (state == NcclLibrary::kInProgress && Clock::now() < until) {
+      std::this_thread::sleep_for(kNap);
+      if (nccl_.comm_get_async_error(comm_, &state) != NcclLibrary::kSuccess) return;
+    }
+    if (state == NcclLibrary::kSuccess) nccl_.comm_destroy(std::exchange(comm_, nullptr));
+  } catch (const Error&) {  // the device is lost
+  }
+}
+
+void NcclEngine::connect() {
+  during_ = "init of NCCL";
+  NcclId id{};
+  if (rank() == 0) check(nccl_.get_unique_id(&id), "ncclGetUniqueId");
+  const Buffer buffer{id.bytes.data(), id.bytes.size()};
+  control_.broadcast({&buffer, 1}, DType::u8, 0, Call("NCCL's unique id", false));
+  restart_clock();
+  const device::CurrentDevice current(*device_);
+  NcclConfig config;
+  check(nccl_.comm_init_rank_config(&comm_, world_size(), id, rank(), &config), "ncclCommInitRankConfig");
+  settle("ncclCommInitRankConfig");
+}
+
+namespace {
+
+/// Refused alike on every rank that calls it, before anybody waits.
+void require_supported(const Header& header) {
+  if (header.accumulate || header.out_dtype != header.dtype)
+    throw Unsupported(
+        text(describe(header), ": backend nccl neither accumulates nor widens; use out of the same dtype"));
+}
+
+/// What the ranks compare; where a call comes from may differ.
+std::string identity(Header header) {
+  header.site[0] = '\0';
+  return describe(header);
+}
+
+}  // namespace
+
+void NcclEngine::run(Operation& operation) {
+  if (closing_) throw Error(text("communicator was closed before ", describe(operation.header)));
+  require_supported(operation.header);
+  during_ = identity(operation.header);
+  if (operation.allocate != nullptr) {
+    operation.allocate->refused = std::make_exception_ptr(
+        Unsupported("empty: backend nccl has no symmetric memory; use torch.empty(..., device=\"cuda\")"));
+    return;
+  }
+  try {
+    meet(operation);
+    if (moves_data(operation.header.kind)) carry_out(operation);
+  } catch (...) {
+    abort();
+    throw;
+  }
+}
+
+/// Throws CollectiveMismatch, and what `control` finds.
+void NcclEngine::meet(const Operation& operation) {
+  const auto in_full = [&](const Error& error) {  // it has had room for the beginning of the name alone
+    const bool is_cut = during_.size() >= sizeof(Header::name);
+    return text(error.what(), is_cut ? text("; rank ", rank(), " called ", during_) : "");
+  };
+  try {
+    if (operation.header.kind == OpKind::all_to_all)
+      compare_parts(operation);
+    else
+      control_.barrier(Call(during_.c_str(), false, operation.header.site));
+  } catch (const CollectiveMismatch& error) {
+    throw CollectiveMismatch(in_full(error));
+  } catch (const PeerLost& error) {
+    throw PeerLost(error.rank, in_full(error));
+  } catch (const Timeout& error) {
+    throw Timeout(in_full(error));
+  }
+}
+
+void NcclEngine::carry_out(const Operation& operation) {
+  try {
+    restart_clock();
+    const auto ticket = tickets_.of(operation);
+    stream_->wait(ticket->ready());
+    launch(operation);
+    stream_->record(ticket->end());
+    for (int turn = 0; !ticket->end().done(); ++turn) {
+      look_around("waiting for its kernels");
+      if (turn > kSpins) std::this_thread::sleep_for(kNap);
+    }
+  } catch (...) {
+    control_.close();  // the others must not wait for this rank any more
+    throw;
+  }
+}
+
+/// The counts of all_to_all are between two ranks each: everybody sees all of them, so that a mismatch is everybody's.
+void NcclEngine::compare_parts(const Operation& operation) {
+  const auto items = operation.items.all();
+  const std::size_t ranks = static_cast<std::size_t>(world_size());
+  std::vector<std::int64_t> mine, all(2 * ranks * ranks);
+  for (const Item& item : items) mine.push_back(static_cast<std::int64_t>(item.count));
+  for (const Item& item : items) mine.push_back(static_cast<std::int64_t>(item.out_count));
+  const ConstBuffer from{mine.data(), mine.size()};
+  const Buffer to{all.data(), all.size()};
+  control_.all_gather({&from, 1}, {&to, 1}, DType::i64, Call(during_.c_str(), false, operation.header.site));
+  for (std::size_t a = 0; a < ranks; ++a)
+    for (std::size_t b = 0; b < ranks; ++b) {
+      const auto sent = all[2 * ranks * a + b], expected = all[2 * ranks * b + ranks + a];
+      if (sent != expected)
+        throw CollectiveMismatch(
+            text("all_to_all: rank ", a, " sends ", sent, " elements to rank ", b, ", which expects ", expected));
+    }
+}
+
+void NcclEngine::launch(const Operation& operation) {
+  const device::CurrentDevice current(*device_);
+  check(nccl_.group_start(), "ncclGroupStart");
+  try {
+    int peer = 0;
+    for (const Item& item : operation.items.all()) launch_item(operation.header, item, peer++);
+  } catch (...) {
+    nccl_.group_end();  // a thread's groups nest
+    throw;
+  }
+  check(nccl_.group_end(), "ncclGroupEnd");
+  settle("ncclGroupEnd");
+}
+
+void NcclEngine::launch_item(const Header& header, const Item& item, int peer) {
+  const int dtype = nccl_dtype(header.dtype), op = nccl_op(header.op, header.dtype), root = header.root;
+  void* const stream = reinterpret_cast<void*>(stream_->native());
+  if (header.kind == OpKind::all_to_all) {
+    if (item.count != 0) check(nccl_.send(item.in, item.count, dtype, peer, comm_, stream), "ncclSend");
+    if (item.out_count != 0) check(nccl_.recv(item.out, item.out_count, dtype, peer, comm_, stream), "ncclRecv");
+    return;
+  }
+  if (item.count == 0) return;
+  switch (header.kind) {
+    case OpKind::all_reduce:
+      return check(nccl_.all_reduce(item.in, item.out, item.count, dtype, op, comm_, stream), "ncclAllReduce");
+    case OpKind::reduce:
+      return check(nccl_.reduce(item.in, item.out, item.count, dtype, op, root, comm_, stream), "ncclReduce");
+    case OpKind::reduce_scatter:
+      return check(nccl_.reduce_scatter(item.in, item.out, item.count, dtype, op, comm_, stream), "ncclReduceScatter");
+    case OpKind::all_gather:
+      return check(nccl_.all_gather(item.in, item.out, item.count, dtype, comm_, stream), "ncclAllGather");
+    case OpKind::broadcast:
+      return check(nccl_.broadcast(item.in, item.out, item.count, dtype, root, comm_, stream), "ncclBroadcast");
+    case OpKind::gather:
+    case OpKind::scatter:
+      return deal(header, item);
+    default:
+      throw Unsupported(text(name_of(header.kind), ": not on backend nccl"));
+  }
+}
+
+/// gather and scatter: messages between the root and each rank, itself included.
+void NcclEngine::deal(const Header& header, const Item& item) {
+  const int dtype = nccl_dtype(header.dtype);
+  const std::size_t part = item.count * size_of(header.dtype);
+  const bool gathers = header.kind == OpKind::gather, is_root = rank() == header.root;
+  void* const stream = reinterpret_cast<void*>(stream_->native());
+  const std::byte* own_place = nullptr;
+  if (is_root) own_place = (gathers ? item.out : item.in) + part * static_cast<std::size_t>(rank());
+  const bool in_place = is_root && (gathers ? item.in : item.out) == own_place;
+  if (is_root) {
+    for (int peer = 0; peer < world_size(); ++peer) {
+      if (peer == rank() && in_place) continue;
+      const std::size_t at = part * static_cast<std::size_t>(peer);
+      if (gathers)
+        check(nccl_.recv(item.out + at, item.count, dtype, peer, comm_, stream), "ncclRecv");
+      else
+        check(nccl_.send(item.in + at, item.count, dtype, peer, comm_, stream), "ncclSend");
+    }
+  }
+  if (in_place) return;
+  if (gathers)
+    check(nccl_.send(item.in, item.count, dtype, header.root, comm_, stream), "ncclSend");
+  else
+    check(nccl_.recv(item.out, item.count, dtype, header.root, comm_, stream), "ncclRecv");
+}
+
+Messenger& NcclEngine::messenger() { throw Unsupported("send, recv: not on backend nccl; use a collective"); }
+
+void NcclEngine::check(int result, const char* what) {
+  if (result == NcclLibrary::kSuccess || result == NcclLibrary::kInProgress) return;
+  throw CudaError(text(during_, ": ", what, ": ", nccl_.get_error_string(result), ": ", nccl_.get_last_error(comm_)));
+}
+
+/// Waits until NCCL has done on the host what it was asked for.
+void NcclEngine::settle(const char* what) {
+  for (int turn = 0; look_around(what) != NcclLibrary::kSuccess; ++turn)
+    if (turn > kSpins) std::this_thread::sleep_for(kNap);
+}
+
+/// The state of NCCL's communicator, unless it is time to give up.
+int NcclEngine::look_around(const char* what) {
+  if (closing_) throw Error(text("communicator was closed while ", during_, " was running"));
+  check_interrupt();
+  int state = NcclLibrary::kSuccess;
+  check(nccl_.comm_get_async_error(comm_, &state), "ncclCommGetAsyncError");
+  const bool is_remote = state == NcclLibrary::kRemoteError;
+  if (!is_remote) check(state, what);
+  const auto loss = lost();
+  const bool has_died = loss && !loss->said_goodbye;
+  const bool is_missed = has_died || is_remote;
+  // Who has died may have done its part before; of whom NCCL misses, the sockets will tell who it is.
+  if (is_missed && !std::exchange(has_last_words_, true)) deadline_ = std::min(deadline_, Clock::now() + kLastWords);
+  if (suspended_ && !has_last_words_) restart_clock();
+  const bool is_late = Clock::now() >= deadline_;
+  if (loss && is_missed && (is_late || (has_died && is_remote)))
+    throw PeerLost(loss->rank, text("rank ", loss->rank, has_died ? " died; " : " left; ", during_, " cannot finish"));
+  if (!is_late) return state;
+  check(state, what);
+  throw Timeout(text(during_, ": rank ", rank(), " waited ", timeout_s_, " s, ", what,
+                     "; all ranks have entered it, but one, the link to it, or a stream that it comes after may have "
+                     "stopped",
+                     loss ? text("; rank ", loss->rank, " has left meanwhile") : ""));
+}
+
+/// A rank that died, or else one that left, which may have done its part before.
+std::optional<net::Loss> NcclEngine::lost() const {
+  const auto first = watched_->lost();
+  if (!first || !first->said_goodbye) return first;
+  for (int rank = 0; rank < world_size(); ++rank)
+    if (const auto loss = watched_->lost(rank); loss && !loss->said_goodbye) return loss;
+  return first;
+}
+
+void NcclEngine::restart_clock() {
+  has_last_words_ = false;
+  deadline_ = Clock::now() + std::chrono::duration_cast<Clock::duration>(timeout());
+}
+
+void NcclEngine::abort() noexcept {
+  auto* const comm = std::exchange(comm_, nullptr);
+  if (comm == nullptr) return;
+  try {
+    const device::CurrentDevice current(*device_);  // else this thread would start device 0
+    nccl_.comm_abort(comm);
+  } catch (const Error&) {  // the device is lost, and all that was on it
+  }
+}
+
+void NcclEngine::close() noexcept {
+  closing_ = true;
+  control_.close();
+}
+
+void NcclEngine::suspend_deadline(bool suspended) {
+  if (suspended_.exchange(suspended) == suspended) return;  // control counts them
+  if (suspended)
+    control_.suspend_deadline();
+  else
+    control_.resume_deadline();
+}
+
+std::unique_ptr<Communicator> make_nccl_communicator(Communicator& control, std::shared_ptr<net::Mesh> watched,
+                                                     std::shared_ptr<device::Device> device, const NcclLibrary& nccl,
+                                                     double timeout_s) {
+  return make_communicator([&control, watched = std::move(watched), device = std::move(device), &nccl, timeout_s,
+                            made = false](SymmetricMemory&) mutable -> std::unique_ptr<Engine> {
+    if (std::exchange(made, true)) throw Unsupported("duplicate: split a communicator of backend nccl instead");
+    return std::make_unique<NcclEngine>(control, watched, device, nccl, timeout_s);
+  });
+}
+
+std::unique_ptr<Communicator> make_nccl_communicator(Communicator& control, std::shared_ptr<net::Mesh> watched,
+                                                     int device, const std::string& library, double timeout_s) {
+  const NcclLibrary& nccl = NcclLibrary::load(library);
+  return make_nccl_communicator(control, std::move(watched), device::make_cuda_device(device), nccl, timeout_s);
+}
+
+}  // namespace zcomm::coll

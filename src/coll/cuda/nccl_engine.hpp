@@ -1,0 +1,86 @@
+// NcclEngine: collectives on CUDA memory by NCCL, guarded by a communicator of the same ranks on the host (D5, D9).
+//
+// Each operation first passes a barrier of `control` whose name describes it: so mismatches, late ranks and dead ranks
+// are found and worded as everywhere else, before a kernel starts that could hang. Then NCCL runs on a stream of the
+// engine's own, which first waits for what the call's stream had been given (Ticket), and the host waits for its end
+// with an eye on the deadline, lost ranks and NCCL's asynchronous errors; a failure aborts NCCL's communicator, and a
+// good end finalizes it.
+// NCCL sums in an order of its own: results are equal on all ranks, but do not have the bits of the rank-order sum.
+// Thread rule: as Engine's. Source: NCCL user guide, "Fault tolerance" (non-blocking communicators).
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "coll/cuda/nccl_library.hpp"
+#include "coll/cuda/ticket.hpp"
+#include "coll/engine.hpp"
+#include "device/device.hpp"
+#include "net/mesh.hpp"
+
+namespace zcomm::coll {
+
+class NcclEngine final : public Engine {
+ public:
+  /// Collective over `control`, which must outlive the engine and be used by nobody else; `watched` connects the same
+  /// ranks; `nccl` outlives it too. Throws CudaError for what NCCL says.
+  NcclEngine(Communicator& control, std::shared_ptr<net::Mesh> watched, std::shared_ptr<device::Device> device,
+             const NcclLibrary& nccl, double timeout_s);
+  ~NcclEngine() override;
+
+  OwnParts own_parts() const override { return OwnParts::refused; }
+  int rank() const override { return control_.rank(); }
+  int world_size() const override { return control_.world_size(); }
+  void prepare(Operation& operation, const Call& call) noexcept override { tickets_.prepare(operation, call); }
+  void run(Operation& operation) override;
+  Messenger& messenger() override;
+  void close() noexcept override;
+  void suspend_deadline(bool suspended) override;
+  double timeout_s() const override { return timeout_s_; }
+  std::size_t nbytes() const override { return control_.memory().slot_nbytes; }
+
+ private:
+  void connect();
+  void meet(const Operation& operation);
+  void carry_out(const Operation& operation);
+  void compare_parts(const Operation& operation);
+  void launch(const Operation& operation);
+  void launch_item(const Header& header, const Item& item, int peer);
+  void deal(const Header& header, const Item& item);
+  void check(int result, const char* what);
+  void settle(const char* what);
+  int look_around(const char* what);
+  std::optional<net::Loss> lost() const;
+  std::chrono::duration<double> timeout() const { return std::chrono::duration<double>(timeout_s_); }
+  void restart_clock();
+  void finish() noexcept;
+  void abort() noexcept;
+
+  Communicator& control_;
+  std::shared_ptr<net::Mesh> watched_;
+  const std::shared_ptr<device::Device> device_;
+  const NcclLibrary& nccl_;
+  const double timeout_s_;
+  TicketPool tickets_;
+  std::unique_ptr<device::Stream> stream_;
+  NcclLibrary::Comm comm_ = nullptr;
+  std::chrono::steady_clock::time_point deadline_;
+  std::string during_;
+  bool has_last_words_ = false;  ///< the deadline is that of what was under way when a rank went
+  std::atomic<bool> closing_{false};
+  std::atomic<bool> suspended_{false};
+};
+
+/// Collective; see NcclEngine.
+std::unique_ptr<Communicator> make_nccl_communicator(Communicator& control, std::shared_ptr<net::Mesh> watched,
+                                                     std::shared_ptr<device::Device> device, const NcclLibrary& nccl,
+                                                     double timeout_s);
+/// The same on CUDA device `device`, by the libnccl that NcclLibrary::load finds. Throws Unsupported without one or in
+/// a build without CUDA, CudaError without a device.
+std::unique_ptr<Communicator> make_nccl_communicator(Communicator& control, std::shared_ptr<net::Mesh> watched,
+                                                     int device, const std::string& library, double timeout_s);
+
+}  // namespace zcomm::coll

@@ -1,0 +1,153 @@
+// Points between streams, and waiting for them (coll/cuda/ticket.hpp).
+#include "coll/cuda/ticket.hpp"
+
+#include <algorithm>
+#include <chrono>
+
+#include "base/error.hpp"
+#include "base/interrupt.hpp"
+
+namespace zcomm::coll {
+namespace {
+
+constexpr double kSlice_s = 0.05;
+constexpr std::chrono::milliseconds kLastWords{500};  // for what a rank had on the device when it died
+constexpr std::size_t kStreams = 64;                  // torch has 32 per priority
+
+}  // namespace
+
+/// One wait: until when, and what has gone wrong meanwhile.
+struct DeviceWatch::Look {
+  Clock::time_point deadline;
+  std::exception_ptr failure = nullptr;
+};
+
+device::Stream& DeviceWatch::caller_stream(std::uintptr_t native) {
+  for (const auto& [handle, stream] : streams_)
+    if (handle == native) return *stream;
+  if (streams_.size() == kStreams) streams_.clear();
+  streams_.emplace_back(native, device_->adopt_stream(native));
+  return *streams_.back().second;
+}
+
+void DeviceWatch::record(std::uintptr_t stream, device::Event& event) {
+  const std::lock_guard lock(mutex_);
+  caller_stream(stream).record(event);
+}
+
+void DeviceWatch::order(std::uintptr_t stream, device::Event& event, const Header& during) {
+  if (!event.done() && failure(during)) wait(event, during);
+  {
+    const std::lock_guard lock(mutex_);
+    device::Stream& caller = caller_stream(stream);
+    if (!caller.is_host()) return caller.wait(event);
+  }
+  wait(event, during);
+}
+
+void DeviceWatch::wait(device::Event& event, const Header& during) {
+  if (event.done()) return;
+  Look look{Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s_))};
+  while (!event.wait_for(kSlice_s)) look_around(look, during);
+}
+
+void DeviceWatch::look_around(Look& look, const Header& during) {
+  if (closing_) throw Error(text("communicator was closed while ", describe(during), " was on the device"));
+  check_interrupt();
+  if (!look.failure && (look.failure = failure(during)))
+    look.deadline = std::min(look.deadline, Clock::now() + kLastWords);
+  if (Clock::now() < look.deadline) return;
+  if (look.failure) std::rethrow_exception(look.failure);
+  if (suspended_) return;
+  throw Timeout(text(describe(during), " (operation ", during.sequence, "): rank ", rank_, " waited ", timeout_s_,
+                     " s for ", device_->name(),
+                     " to finish it; all ranks have entered it, but a stream that it comes after, or the device, has "
+                     "not come so far"));
+}
+
+/// Of any rank; what this one waits for may then never happen.
+std::exception_ptr DeviceWatch::failure(const Header& during) {
+  const std::lock_guard lock(watch_mutex_);
+  try {
+    if (watch_ != nullptr) watch_->throw_if_failed(during);
+  } catch (...) {
+    return std::current_exception();
+  }
+  return nullptr;
+}
+
+void DeviceWatch::detach() noexcept {
+  const std::lock_guard lock(watch_mutex_);
+  watch_ = nullptr;
+}
+
+void Ticket::called(std::uintptr_t stream) noexcept {
+  const std::lock_guard lock(lives_);
+  stream_ = stream;
+  ordered_ = false;
+  failed_ = nullptr;
+  try {
+    watch_->record(stream, *ready_);
+  } catch (...) {
+    failed_ = std::current_exception();
+  }
+}
+
+device::Event& Ticket::ready() {
+  if (failed_) std::rethrow_exception(failed_);
+  return *ready_;
+}
+
+void Ticket::order(std::optional<std::uintptr_t> stream) {
+  const Use use{lives_};
+  ordered_ = true;
+  watch_->order(stream.value_or(stream_), *end_, header);
+}
+
+void Ticket::drop() noexcept {
+  if (ordered_) return;
+  try {
+    order(std::nullopt);
+  } catch (...) {  // the communicator's next call says so
+  }
+}
+
+bool Ticket::done() noexcept {
+  const Use use{lives_};
+  try {
+    return end_->done();
+  } catch (...) {
+    return true;  // its error is wait()'s
+  }
+}
+
+void TicketPool::prepare(Operation& operation, const Call& call) noexcept {
+  operation.tail = nullptr;
+  if (!moves_data(operation.header.kind) && operation.header.kind != OpKind::barrier) return;
+  try {
+    auto ticket = take();
+    ticket->called(call.stream);
+    operation.tail = std::move(ticket);
+  } catch (...) {  // the device gives no new events: of() says so
+  }
+}
+
+std::shared_ptr<Ticket> TicketPool::of(const Operation& operation) const {
+  if (operation.tail) return std::static_pointer_cast<Ticket>(operation.tail);
+  const std::string& name = watch_->device().name();
+  static_cast<void>(watch_->device().make_event());  // throws what was thrown then
+  throw CudaError(text(describe(operation.header), ": ", name, " gave no event for it"));
+}
+
+std::shared_ptr<Ticket> TicketPool::take() {
+  const std::lock_guard lock(mutex_);
+  for (std::size_t tried = 0; tried < all_.size(); ++tried) {
+    const auto& candidate = all_[next_];
+    next_ = (next_ + 1) % all_.size();
+    if (candidate.use_count() == 1) return candidate;
+  }
+  all_.push_back(std::make_shared<Ticket>(watch_));
+  return all_.back();
+}
+
+}  // namespace zcomm::coll

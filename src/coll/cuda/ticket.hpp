@@ -1,0 +1,108 @@
+// Ticket: one operation between its caller's stream and the engine's (cuda_ipc, nccl); DeviceWatch: the host's eye.
+//
+// A ticket holds two points: `ready`, in the stream that the call named, which the operation comes after; and `end`, in
+// the engine's stream, which whoever uses the results comes after (Work::wait). Both outlive the engine.
+// Invariant: an event is recorded again only when its ticket has come back to the pool, that is, when no Work and no
+// queue holds it any more. Thread rule: free-threaded, but called() and run by one thread each.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "coll/operation.hpp"
+#include "coll/shm/liveness.hpp"
+#include "device/device.hpp"
+#include "zcomm/work.hpp"
+
+namespace zcomm::coll {
+
+/// Waits for a device on the host, and gives work to the callers' streams.
+class DeviceWatch {
+ public:
+  /// `watch`, if any, tells of other ranks' failures, until detach().
+  DeviceWatch(std::shared_ptr<device::Device> device, const Watch* watch, int rank, double timeout_s)
+      : device_(std::move(device)), watch_(watch), rank_(rank), timeout_s_(timeout_s) {}
+
+  device::Device& device() const { return *device_; }
+  /// Puts `event` on the stream of that native handle.
+  void record(std::uintptr_t stream, device::Event& event);
+  /// Makes that stream wait for `event`. Throws CudaError, and what has kept another rank from doing its part.
+  void order(std::uintptr_t stream, device::Event& event, const Header& during);
+  /// Blocks. Throws PeerLost, Timeout, CudaError, or Error (closed here, failed elsewhere).
+  void wait(device::Event& event, const Header& during);
+
+  void close() noexcept { closing_ = true; }
+  void suspend_deadline(bool suspended) noexcept { suspended_ = suspended; }
+  void detach() noexcept;
+
+ private:
+  struct Look;
+  device::Stream& caller_stream(std::uintptr_t native);
+  void look_around(Look& look, const Header& during);
+  std::exception_ptr failure(const Header& during);
+
+  const std::shared_ptr<device::Device> device_;
+  std::mutex watch_mutex_;
+  const Watch* watch_;
+  const int rank_;
+  const double timeout_s_;
+  std::atomic<bool> closing_{false}, suspended_{false};
+  std::mutex mutex_;
+  std::vector<std::pair<std::uintptr_t, std::unique_ptr<device::Stream>>> streams_;  // adopted, by native handle
+};
+
+class Ticket final : public DeviceTail {
+ public:
+  explicit Ticket(std::shared_ptr<DeviceWatch> watch)
+      : watch_(std::move(watch)), ready_(watch_->device().make_event()), end_(watch_->device().make_event()) {}
+
+  /// On the caller's thread: what its stream has been given by now comes before the operation.
+  void called(std::uintptr_t stream) noexcept;
+  /// Throws what went wrong then.
+  device::Event& ready();
+  device::Event& end() { return *end_; }
+
+  void order(std::optional<std::uintptr_t> stream) override;
+  void drop() noexcept override;
+  bool done() noexcept override;
+
+  Header header;  ///< for messages
+
+ private:
+  /// One use by a Work: over before called() of the ticket's next life, which sees only that nobody holds it.
+  struct Use {
+    std::mutex& mutex;
+    ~Use() { const std::lock_guard lock(mutex); }
+  };
+  const std::shared_ptr<DeviceWatch> watch_;
+  const std::unique_ptr<device::Event> ready_, end_;
+  std::uintptr_t stream_ = 0;
+  std::exception_ptr failed_;
+  std::atomic<bool> ordered_{false};
+  std::mutex lives_;
+};
+
+class TicketPool {
+ public:
+  explicit TicketPool(std::shared_ptr<DeviceWatch> watch) : watch_(std::move(watch)) {}
+  /// Engine::prepare: gives the operation a ticket as its tail.
+  void prepare(Operation& operation, const Call& call) noexcept;
+  /// The one that it has got. Throws CudaError if it could not.
+  std::shared_ptr<Ticket> of(const Operation& operation) const;
+
+ private:
+  std::shared_ptr<Ticket> take();
+
+  const std::shared_ptr<DeviceWatch> watch_;
+  std::mutex mutex_;
+  std::vector<std::shared_ptr<Ticket>> all_;
+  std::size_t next_ = 0;
+};
+
+}  // namespace zcomm::coll

@@ -1,0 +1,284 @@
+// The algorithms of [Note: two levels] (engine.hpp).
+#include "coll/hierarchical/engine.hpp"
+
+#include <cstring>
+#include <utility>
+
+#include "base/error.hpp"
+#include "coll/hierarchical/ops.hpp"
+#include "coll/tcp/private_memory.hpp"
+#include "coll/tcp/reduce.hpp"
+
+namespace zcomm::coll {
+namespace {
+
+/// Memory of this host's ranks, under their ranks in the world.
+class HostBuffer final : public SymmetricBuffer {
+ public:
+  HostBuffer(std::shared_ptr<SymmetricBuffer> inner, const HostMap& map, int host)
+      : inner_(std::move(inner)), map_(map), host_(host) {}
+  std::byte* data() override { return inner_->data(); }
+  std::byte* peer(int rank) override {
+    if (rank < 0 || rank >= map_.world_size())
+      throw InvalidArgument(text("peer(", rank, "): expected a rank in [0, ", map_.world_size(), ")"));
+    if (map_.host[static_cast<std::size_t>(rank)] != host_)
+      throw Unsupported(text("peer(", rank, "): that rank runs on another host"));
+    return inner_->peer(map_.place[static_cast<std::size_t>(rank)]);
+  }
+  std::size_t nbytes() const override { return inner_->nbytes(); }
+
+ private:
+  std::shared_ptr<SymmetricBuffer> inner_;
+  const HostMap map_;
+  const int host_;
+};
+
+}  // namespace
+
+void HierarchicalEngine::work(Operation& operation) {
+  const Header& header = operation.header;
+  items_ = operation.items.all();
+  switch (header.kind) {
+    case OpKind::all_reduce:
+      return all_reduce(header, items_);
+    case OpKind::reduce:
+      return reduce(header, items_);
+    case OpKind::reduce_scatter:
+      return reduce_scatter(header, items_);
+    case OpKind::all_gather:
+      return all_gather(header, items_);
+    case OpKind::broadcast:
+      return broadcast(header);
+    case OpKind::gather:
+      return gather(header, items_);
+    case OpKind::scatter:
+      return scatter(header, items_);
+    case OpKind::all_to_all:
+      return all_to_all(header, items_);
+    case OpKind::allocate:
+    case OpKind::allocate_shared:
+      return allocate(operation);
+    default:
+      return compare_between_hosts();  // after the host's entry, that is a barrier
+  }
+}
+
+/// What does not divide by the places of a host (less than that of each tensor) goes along as one more tensor.
+void HierarchicalEngine::all_reduce(const Header& header, std::span<const Item> items) {
+  LinkReduce reduce(header, world_size());
+  const DType wide = reduce.partial();
+  const ReduceOp op = header.op == ReduceOp::avg ? ReduceOp::sum : header.op;
+  const std::size_t size = size_of(header.dtype), wide_size = size_of(wide),
+                    me = static_cast<std::size_t>(two_.place());
+  std::size_t parts = 0, rest = 0;
+  for (const Item& item : items) parts += item.count / places_, rest += item.count % places_;
+  const std::size_t rest_part = (rest + places_ - 1) / places_;
+  std::byte* const tails = tails_.room(rest_part * places_ * size);
+  std::memset(tails, 0, rest_part * places_ * size);
+  std::byte* const own = first_.room((parts + rest_part) * wide_size);
+
+  const auto each_tail = [&](const auto& visit) {
+    std::size_t at = 0;
+    for (const Item& item : items) {
+      const std::size_t count = item.count % places_;
+      visit(item.out + (item.count - count) * size, tails + at * size, count * size);
+      at += count;
+    }
+  };
+  // visit(begin of all parts, own part's results, elements of a part, home)
+  const auto each_part = [&](const auto& visit) {
+    std::size_t at = 0;
+    for (const Item& item : items) {
+      visit(item.out, own + at * wide_size, item.count / places_, item.out_home);
+      at += item.count / places_;
+    }
+    if (rest > 0) visit(tails, own + at * wide_size, rest_part, nullptr);
+  };
+
+  each_tail([](std::byte* tensor, std::byte* tail, std::size_t nbytes) { copy_bytes(tail, tensor, nbytes); });
+  two_.begin(OpKind::reduce_scatter, header.dtype, wide, op);
+  each_part([&](std::byte* whole, std::byte* part, std::size_t count, const Allocation* home) {
+    two_.add({.in = whole, .out = part, .count = count, .in_home = home});
+  });
+  two_.keep_places(rest == 0, false);
+  two_.run_on_host();
+
+  two_.begin(OpKind::all_reduce, wide, wide, op);
+  two_.add({.in = own, .out = own, .count = parts + rest_part});
+  two_.run_between_hosts();
+
+  each_part([&](std::byte* whole, std::byte* part, std::size_t count, const Allocation*) {
+    if (count > 0) reduce.finish(whole + me * count * size, part, count);
+  });
+  two_.begin(OpKind::all_gather, header.dtype);
+  each_part([&](std::byte* whole, std::byte*, std::size_t count, const Allocation* home) {
+    two_.add({.in = whole + me * count * size, .out = whole, .count = count, .in_home = home, .out_home = home});
+  });
+  two_.keep_places(false, rest == 0);
+  two_.run_on_host();
+  each_tail([](std::byte* tensor, std::byte* tail, std::size_t nbytes) { copy_bytes(tensor, tail, nbytes); });
+}
+
+void HierarchicalEngine::reduce(const Header& header, std::span<const Item> items) {
+  const std::size_t size = size_of(header.dtype), total = total_of(items);
+  std::byte* const sums = second_.room(total * size);
+  std::size_t at = 0;
+  for (const Item& item : items) copy_bytes(sums + at * size, item.in, item.count * size), at += item.count;
+  const Item whole{.in = sums, .out = sums, .count = total};
+  all_reduce(header, {&whole, 1});
+  if (header.root != rank()) return;
+  at = 0;
+  for (const Item& item : items) copy_bytes(item.out, sums + at * size, item.count * size), at += item.count;
+}
+
+void HierarchicalEngine::reduce_scatter(const Header& header, std::span<const Item> items) {
+  LinkReduce reduce(header, world_size());
+  const DType wide = reduce.partial();
+  const ReduceOp op = header.op == ReduceOp::avg ? ReduceOp::sum : header.op;
+  const std::size_t size = size_of(header.dtype), wide_size = size_of(wide), total = total_of(items);
+  const bool in_blocks = two_.map().in_blocks;
+  std::byte* const sums = first_.room(total * hosts_ * wide_size + total * wide_size);  // [item][host], own result
+  std::byte* const result = sums + total * hosts_ * wide_size;
+  std::byte* const packed = in_blocks ? nullptr : second_.room(total * hosts_ * places_ * size);
+
+  two_.begin(OpKind::reduce_scatter, header.dtype, wide, op);
+  std::size_t at = 0;
+  for (const Item& item : items) {
+    const std::byte* in = item.in;
+    if (!in_blocks) {
+      std::byte* const to = packed + at * hosts_ * places_ * size;
+      for (std::size_t h = 0; h < hosts_; ++h)
+        for (std::size_t p = 0; p < places_; ++p)
+          copy_bytes(to + (h * places_ + p) * item.count * size, item.in + rank_at(h, p) * item.count * size,
+                     item.count * size);
+      in = to;
+    }
+    for (std::size_t h = 0; h < hosts_; ++h)
+      two_.add({.in = in + h * places_ * item.count * size,
+                .out = sums + (at * hosts_ + h * item.count) * wide_size,
+                .count = item.count,
+                .in_home = in_blocks ? item.in_home : nullptr});
+    at += item.count;
+  }
+  two_.keep_places(in_blocks, false);
+  two_.run_on_host();
+
+  two_.begin(OpKind::reduce_scatter, wide, wide, op);
+  at = 0;
+  for (const Item& item : items) {
+    two_.add({.in = sums + at * hosts_ * wide_size, .out = result + at * wide_size, .count = item.count});
+    at += item.count;
+  }
+  two_.run_between_hosts();
+  at = 0;
+  for (const Item& item : items) {
+    if (item.count > 0) reduce.finish(item.out, result + at * wide_size, item.count);
+    at += item.count;
+  }
+}
+
+void HierarchicalEngine::all_gather(const Header& header, std::span<const Item> items) {
+  const std::size_t size = size_of(header.dtype), total = total_of(items);
+  const bool in_blocks = two_.map().in_blocks;
+  std::byte* const group = first_.room(total * hosts_ * size);  // [item][host]
+  std::byte* const packed = in_blocks ? nullptr : second_.room(total * hosts_ * places_ * size);
+
+  two_.begin(OpKind::all_gather, header.dtype);
+  std::size_t at = 0;
+  for (const Item& item : items) {
+    two_.add({.in = item.in, .out = group + at * hosts_ * size, .count = item.count});
+    at += item.count;
+  }
+  two_.run_between_hosts();
+
+  two_.begin(OpKind::all_gather, header.dtype);
+  at = 0;
+  for (const Item& item : items) {
+    std::byte* const out = in_blocks ? item.out : packed + at * hosts_ * places_ * size;
+    for (std::size_t h = 0; h < hosts_; ++h)
+      two_.add({.in = group + (at * hosts_ + h * item.count) * size,
+                .out = out + h * places_ * item.count * size,
+                .count = item.count,
+                .out_home = in_blocks ? item.out_home : nullptr});
+    at += item.count;
+  }
+  two_.keep_places(false, in_blocks);
+  two_.run_on_host();
+  at = 0;
+  for (const Item& item : items) {
+    for (std::size_t h = 0; h < hosts_ && !in_blocks; ++h)
+      for (std::size_t p = 0; p < places_; ++p)
+        copy_bytes(item.out + rank_at(h, p) * item.count * size,
+                   packed + (at * hosts_ * places_ + (h * places_ + p) * item.count) * size, item.count * size);
+    at += item.count;
+  }
+}
+
+void HierarchicalEngine::broadcast(const Header& header) {
+  const auto all = [&](int root) {
+    two_.begin(OpKind::broadcast, header.dtype, root);
+    for (const Item& item : items_) two_.add(item);
+    two_.keep_places(true, true);
+  };
+  if (two_.place() == place_of(header.root)) {
+    all(host_of(header.root));
+    two_.run_between_hosts();
+  } else {
+    compare_between_hosts();
+  }
+  all(place_of(header.root));
+  two_.run_on_host();
+}
+
+/// Refused on one host is refused on all.
+void HierarchicalEngine::allocate(Operation& operation) {
+  AllocateResult& result = *operation.allocate;
+  const bool shared = operation.header.kind == OpKind::allocate_shared;
+  if (shared && hosts_ > 1) {
+    compare_between_hosts();
+    result.refused =
+        std::make_exception_ptr(Unsupported("allocate_shared: the ranks run on several hosts, which share no memory"));
+    return;
+  }
+  Operation& part = two_.begin(operation.header.kind, DType::u8);
+  part.header.count = operation.header.count;
+  part.allocate = &result;
+  two_.run_on_host();
+  std::int32_t refused = result.refused ? 1 : 0;
+  two_.begin(OpKind::all_reduce, DType::i32, DType::i32, ReduceOp::max);
+  auto* const flag = reinterpret_cast<std::byte*>(&refused);
+  two_.add({.in = flag, .out = flag, .count = 1});
+  two_.run_between_hosts();
+  if (result.buffer && refused == 0) {
+    result.buffer = std::make_shared<HostBuffer>(std::move(result.buffer), two_.map(), two_.host());
+  } else if (result.buffer) {
+    result.buffer.reset();
+    result.refused = std::make_exception_ptr(
+        AllocationRefused(ENOMEM, text("allocating ", operation.header.count, " bytes was refused on another host")));
+  }
+}
+
+std::unique_ptr<Communicator> create_hierarchical(std::shared_ptr<net::Mesh> mesh, std::shared_ptr<net::Mesh> host_mesh,
+                                                  std::vector<int> host_of_rank, std::vector<LinkSockets> links,
+                                                  HierarchicalOptions options) {
+  if (!mesh || !host_mesh) throw InvalidArgument("create_hierarchical: no mesh");
+  if (host_of_rank.size() != static_cast<std::size_t>(mesh->world_size()))
+    throw InvalidArgument(text("hosts of ", host_of_rank.size(), " ranks; the mesh has ", mesh->world_size()));
+  const HostMap map(host_of_rank);
+  const auto rank = static_cast<std::size_t>(mesh->rank());
+  if (host_mesh->world_size() != map.places() || host_mesh->rank() != map.place[rank])
+    throw InvalidArgument(text("rank ", rank, " has place ", map.place[rank], " of ", map.places(),
+                               " on its host, but rank ", host_mesh->rank(), " of ", host_mesh->world_size(),
+                               " in the mesh of that host"));
+  std::vector<bool> wanted;
+  for (std::size_t r = 0; r < links.size() && r < map.place.size(); ++r)
+    wanted.push_back(r != rank && map.place[r] == map.place[rank]);
+  check_links(links, wanted, mesh->rank(), true);
+  const auto shared = std::make_shared<std::vector<LinkSockets>>(std::move(links));  // a factory must be copyable
+  return make_communicator(once(
+      [mesh = std::move(mesh), host_mesh = std::move(host_mesh), map, shared, options](SymmetricMemory& symmetric) {
+        return std::make_unique<HierarchicalEngine>(mesh, host_mesh, map, std::move(*shared), options, symmetric);
+      }));
+}
+
+}  // namespace zcomm::coll

@@ -1,0 +1,153 @@
+// See topology.hpp.
+#include "coll/hierarchical/topology.hpp"
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+#include "base/error.hpp"
+#include "base/interrupt.hpp"
+#include "coll/split_counts.hpp"
+
+namespace zcomm::coll {
+namespace {
+
+constexpr double kCertainty_s = 0.5;  // for the failure that ended the other level to be told
+
+CommOptions host_options(const HierarchicalOptions& options) {
+  CommOptions host;
+  host.timeout_s = options.link.timeout_s;
+  host.slot_nbytes = options.slot_nbytes;
+  host.slot_count = options.slot_count;
+  return host;
+}
+
+}  // namespace
+
+HostMap::HostMap(const std::vector<int>& host_of_rank) : place(host_of_rank.size()) {
+  std::map<int, std::vector<int>> by_host;
+  for (std::size_t r = 0; r < host_of_rank.size(); ++r) by_host[host_of_rank[r]].push_back(static_cast<int>(r));
+  host.resize(host_of_rank.size());
+  for (const auto& [name, members] : by_host) {
+    for (std::size_t p = 0; p < members.size(); ++p) {
+      host[static_cast<std::size_t>(members[p])] = static_cast<int>(ranks.size());
+      place[static_cast<std::size_t>(members[p])] = static_cast<int>(p);
+    }
+    ranks.push_back(members);
+  }
+  for (std::size_t h = 0; h < ranks.size(); ++h) {
+    if (ranks[h].size() != ranks[0].size())
+      throw InvalidArgument(text("host 0 has ", ranks[0].size(), " ranks and host ", h, " has ", ranks[h].size(),
+                                 "; a hierarchical communicator needs as many on each (use links alone)"));
+    for (std::size_t p = 0; p < ranks[h].size(); ++p)
+      in_blocks &= ranks[h][p] == static_cast<int>(h * ranks[0].size() + p);
+  }
+}
+
+TwoLevels::TwoLevels(std::shared_ptr<net::Mesh> mesh, std::shared_ptr<net::Mesh> host_mesh, HostMap map,
+                     std::vector<LinkSockets> links, const HierarchicalOptions& options, SymmetricMemory& symmetric)
+    : mesh_(std::move(mesh)),
+      map_(std::move(map)),
+      rank_(mesh_->rank()),
+      timeout_s_(options.link.timeout_s),
+      host_engine_(std::move(host_mesh), host_options(options), symmetric),
+      group_(mesh_, group_members(), std::move(links), options.link),
+      gathered_(static_cast<std::size_t>(map_.places())) {}
+
+std::vector<int> TwoLevels::group_members() const {
+  std::vector<int> members;
+  for (int h = 0; h < map_.hosts(); ++h)
+    members.push_back(map_.rank(static_cast<std::size_t>(h), static_cast<std::size_t>(place())));
+  return members;
+}
+
+Operation& TwoLevels::begin(OpKind kind, DType dtype, DType out_dtype, ReduceOp op, int root) {
+  part_.items.clear();
+  part_.header = Header{};
+  Header& header = part_.header;
+  header.kind = kind, header.dtype = dtype, header.out_dtype = out_dtype, header.op = op, header.root = root;
+  keep_in_ = keep_out_ = false;
+  return part_;
+}
+
+/// Completes the header as coll/operation.cpp does.
+void TwoLevels::run_part(int own, int ranks) {
+  Header& header = part_.header;
+  if (header.kind == OpKind::all_to_all) {
+    header.buffers = static_cast<std::uint32_t>(ranks);
+    set_splits(header, own, part_.items.all());
+  }
+  for (const Item& item : part_.items.all()) {
+    if (header.kind == OpKind::all_to_all) break;
+    const std::size_t count = in_place(header.kind) ? item.count : item.count * static_cast<std::size_t>(ranks);
+    if (header.buffers < Header::kShownCounts) header.counts[header.buffers] = count;
+    header.counts_hash = mix(header.counts_hash, count);
+    header.count += count;
+    ++header.buffers;
+  }
+  header.place_in = keep_in_ ? header_.place_in : 0;
+  header.place_out = keep_out_ ? header_.place_out : 0;
+  seal(header);
+}
+
+void TwoLevels::enter(Operation& operation) {
+  operation.header.sequence = ++sequence_;
+  header_ = operation.header;
+  group_.fate().throw_if_set(describe(header_));
+  group_.post().note_entered(header_);
+  begin(OpKind::all_gather, DType::u8);
+  Item item;
+  item.in = reinterpret_cast<const std::byte*>(&header_);
+  item.out = reinterpret_cast<std::byte*>(gathered_.data());
+  item.count = sizeof(Header);
+  add(item);
+  run_on_host();
+  require_same(
+      map_.places(), [this](int p) -> const Header& { return gathered_[static_cast<std::size_t>(p)]; },
+      map_.ranks[static_cast<std::size_t>(host())]);
+}
+
+void TwoLevels::fail() {
+  const std::string during = text(describe(header_), " (operation ", header_.sequence, ")");
+  LinkFate& fate = group_.fate();
+  const auto wait_for_news = [&] {
+    std::vector<pollfd> news{{fate.event(), POLLIN, 0}};
+    for (const net::Deadline certainty(kCertainty_s); !fate.is_set() && !certainty.passed();)
+      net::wait_for(news, certainty);
+  };
+  const auto& beside = map_.ranks[static_cast<std::size_t>(host())];
+  try {
+    throw;
+  } catch (const CollectiveMismatch& error) {
+    group_.fail(Verdict::Cause::mismatch, rank_, error.what());
+  } catch (const Interrupted&) {
+    group_.fail(Verdict::Cause::left, rank_, {});
+    host_engine_.close();
+    throw;
+  } catch (const PeerLost& error) {  // either the one that failed first, or one on this host that knows of it
+    wait_for_news();
+    const bool on_host = error.rank >= 0 && error.rank < map_.places();
+    const int lost = on_host ? beside[static_cast<std::size_t>(error.rank)] : error.rank;
+    const auto loss = mesh_->lost(lost);
+    group_.fail(loss && !loss->said_goodbye ? Verdict::Cause::died : Verdict::Cause::left, lost, {});
+  } catch (const Timeout& error) {
+    group_.fail(
+        Verdict::Cause::late, rank_,
+        text(during, ", among ranks ", net::list_ranks(beside), " of one host, there counted from 0: ", error.what()));
+  } catch (const std::exception& error) {
+    if (group_.net().is_closing())
+      group_.fail(Verdict::Cause::left, rank_, {});
+    else
+      group_.fail(Verdict::Cause::failed, rank_, text(during, ": ", error.what()));
+  }
+  host_engine_.close();  // ends the waiting of others on this host
+  fate.throw_if_set(during);
+  throw;
+}
+
+void TwoLevels::close() noexcept {
+  group_.close();
+  host_engine_.close();
+}
+
+}  // namespace zcomm::coll

@@ -1,0 +1,79 @@
+// TwoLevels: where ranks are, the engines of both levels, and running parts of an operation on them.
+//
+// Invariant: every operation is compared on the host and then, by its first part between hosts, everywhere, before
+// data of another rank is used. Thread rule: the thread that runs the operation; close() from any.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "coll/hierarchical/engine.hpp"
+#include "coll/shm/engine.hpp"
+#include "coll/tcp/group.hpp"
+
+namespace zcomm::coll {
+
+/// Ranks as (host, place on it).
+struct HostMap {
+  std::vector<int> host, place;         ///< by rank
+  std::vector<std::vector<int>> ranks;  ///< [host][place]
+  bool in_blocks = true;                ///< rank == host * places + place
+
+  /// Throws InvalidArgument unless all hosts have as many ranks.
+  explicit HostMap(const std::vector<int>& host_of_rank);
+  int hosts() const { return static_cast<int>(ranks.size()); }
+  int places() const { return static_cast<int>(ranks[0].size()); }
+  int world_size() const { return static_cast<int>(host.size()); }
+  int rank(std::size_t of_host, std::size_t at_place) const { return ranks[of_host][at_place]; }
+};
+
+class TwoLevels {
+ public:
+  TwoLevels(std::shared_ptr<net::Mesh> mesh, std::shared_ptr<net::Mesh> host_mesh, HostMap map,
+            std::vector<LinkSockets> links, const HierarchicalOptions& options, SymmetricMemory& symmetric);
+
+  const HostMap& map() const { return map_; }
+  int rank() const { return rank_; }
+  int host() const { return map_.host[static_cast<std::size_t>(rank_)]; }
+  int place() const { return map_.place[static_cast<std::size_t>(rank_)]; }
+
+  /// Numbers the operation and compares it with those of the host's ranks.
+  void enter(Operation& operation);
+  /// Turns the failure in flight into the one that all ranks report, and throws that.
+  [[noreturn]] void fail();
+
+  // A part of the entered operation: begin, add each tensor (of one rank, as Item says), then run it on one level.
+  Operation& begin(OpKind kind, DType dtype, DType out_dtype, ReduceOp op = ReduceOp::sum, int root = -1);
+  Operation& begin(OpKind kind, DType dtype, int root = -1) { return begin(kind, dtype, dtype, ReduceOp::sum, root); }
+  void add(const Item& item) { part_.items.add(item, spares_); }
+  void run_on_host() { run_part(place(), map_.places()), host_engine_.run(part_); }
+  void run_between_hosts() { run_part(host(), map_.hosts()), group_.run(part_, &header_); }
+  /// The operation's own buffers stand for symmetric memory in this part too.
+  void keep_places(bool in, bool out) { keep_in_ = in, keep_out_ = out; }
+
+  HostEngine& host_engine() { return host_engine_; }
+  const HostEngine& host_engine() const { return host_engine_; }
+  LinkGroup& group() { return group_; }
+  const LinkGroup& group() const { return group_; }
+  void close() noexcept;
+  double timeout_s() const { return timeout_s_; }
+
+ private:
+  void run_part(int own, int ranks);
+  std::vector<int> group_members() const;
+
+  std::shared_ptr<net::Mesh> mesh_;
+  const HostMap map_;
+  const int rank_;
+  const double timeout_s_;
+  HostEngine host_engine_;
+  LinkGroup group_;
+  Header header_{};  // of the entered operation
+  std::uint32_t sequence_ = 0;
+  std::vector<Header> gathered_;
+  Operation part_{};
+  SpareItems spares_;
+  bool keep_in_ = false, keep_out_ = false;
+};
+
+}  // namespace zcomm::coll

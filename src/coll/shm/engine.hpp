@@ -1,0 +1,53 @@
+// HostEngine: the ranks of one host, over symmetric memory: enter, compare headers, choose a path, run it.
+// Thread rule: as Engine's. Source: [Note: entry] in coll/shm/arrival.hpp.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "coll/engine.hpp"
+#include "coll/shm/arrival.hpp"
+#include "coll/shm/direct.hpp"
+#include "coll/shm/liveness.hpp"
+#include "coll/shm/one_shot.hpp"
+#include "coll/shm/p2p/messenger.hpp"
+#include "coll/shm/peer_copy.hpp"
+#include "coll/shm/staged.hpp"
+#include "coll/shm/staged_all_to_all.hpp"
+
+namespace zcomm::coll {
+
+class HostEngine final : public Engine {
+ public:
+  /// Collective over `mesh`.
+  HostEngine(std::shared_ptr<net::Mesh> mesh, const CommOptions& options, SymmetricMemory& symmetric);
+
+  OwnParts own_parts() const override { return OwnParts::read; }
+  int rank() const override { return memory_.rank(); }
+  int world_size() const override { return memory_.world_size(); }
+  void run(Operation& operation) override;
+  Messenger& messenger() override { return messenger_; }
+  void close() noexcept override;
+  void suspend_deadline(bool suspended) override { watch_.suspend_deadline(suspended); }
+  double timeout_s() const override { return watch_.timeout_s(); }
+  std::size_t nbytes() const override { return memory_.nbytes() + messenger_.nbytes(); }
+
+ private:
+  void work(Operation& operation);
+  void work_told(const Operation& operation);
+
+  std::shared_ptr<net::Mesh> mesh_;
+  SymmetricMemory& symmetric_;
+  HostMemory memory_;
+  Watch watch_;
+  Entrance entrance_;
+  SlotTurns turns_;
+  StagedPath staged_;
+  StagedExchange staged_exchange_;
+  DirectPath direct_;
+  OneShotPath one_shot_;
+  ToldPath told_;
+  HostMessenger messenger_;
+};
+
+}  // namespace zcomm::coll

@@ -1,0 +1,179 @@
+// Waiting with an eye on the other ranks (coll/shm/liveness.hpp).
+#include "coll/shm/liveness.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "base/error.hpp"
+#include "base/interrupt.hpp"
+
+namespace zcomm::coll {
+namespace {
+
+constexpr auto kSlice = std::chrono::milliseconds(50);  // how long a lost wake-up or an unseen loss can cost
+
+// cause, who noticed, whom it is about: 8 + 12 + 12 bits.
+constexpr std::uint32_t kRankLimit = 1u << 12;
+
+std::uint32_t encode(int cause, int noticed_by, int culprit) {
+  return static_cast<std::uint32_t>(cause) << 24 | static_cast<std::uint32_t>(noticed_by) << 12 |
+         static_cast<std::uint32_t>(culprit);
+}
+
+const char* waiting_for(Stage stage) {
+  static constexpr const char* words[] = {"to enter it", "to bring its data", "to reduce its chunk",
+                                          "to take its results", "to finish it"};
+  return words[static_cast<int>(stage)];
+}
+
+}  // namespace
+
+Watch::Watch(std::shared_ptr<net::Mesh> mesh, const HostMemory& memory, double timeout_s)
+    : mesh_(std::move(mesh)),
+      memory_(memory),
+      timeout_s_(timeout_s),
+      patience_(Patience::of(memory.world_size(), memory.cpu_count())) {
+  if (static_cast<std::uint32_t>(memory.world_size()) > kRankLimit)
+    throw InvalidArgument(text("world_size=", memory.world_size(), ": at most ", kRankLimit, " ranks on one host"));
+  callback_ = mesh_->on_loss([this](net::Loss loss) {
+    // A goodbye matters only to a rank that waits for the one that left; it finds out when it looks around.
+    if (!loss.said_goodbye) poison(Cause::died, loss.rank);
+    memory_.wake_all();
+  });
+  if (const auto loss = mesh_->lost(); loss && !loss->said_goodbye) poison(Cause::died, loss->rank);
+}
+
+Watch::~Watch() { mesh_->forget(callback_); }
+
+void Watch::begin(const Header& header) {
+  current_ = &header;
+  has_deadline_ = false;
+  if (closing_) throw Error(text("communicator was closed before ", describe(header), " ran"));
+  throw_if_poisoned();
+}
+
+void Watch::restart_clock() {
+  has_deadline_ = true;
+  deadline_ = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s_));
+}
+
+bool Watch::is_suspended(int rank) const { return memory_.block(rank).suspended.load(std::memory_order_acquire) != 0; }
+
+void Watch::suspend_deadline(bool suspended) noexcept {
+  memory_.own().suspended.store(suspended, std::memory_order_release);
+}
+
+void Watch::wait(Stage stage, int peer, std::uint32_t target) {
+  Signal& signal = memory_.block(peer).signal(stage, target);
+  if (wait_awake(signal, target, patience_)) return;
+  if (!has_deadline_) restart_clock();
+  while (!wait_asleep(signal, target, std::min(deadline_, Clock::now() + kSlice))) look_around(stage, peer, target);
+}
+
+void Watch::wait_for_peers(Stage stage, std::uint32_t target) {
+  for (int peer = 0; peer < memory_.world_size(); ++peer)
+    if (peer != memory_.rank()) wait(stage, peer, target);
+}
+
+void Watch::look_around(Stage stage, int peer, std::uint32_t target) {
+  if (closing_) throw Error(text("communicator was closed while ", during(), " was running"));
+  check_interrupt();
+  throw_if_poisoned();
+  const auto loss = mesh_->lost(peer);
+  const bool closed = memory_.block(peer).closed.load(std::memory_order_acquire) != 0;
+  if (loss || closed) {
+    // What it published before it went counts.
+    if (has_reached(peer, stage, target)) return;
+    poison(loss && !loss->said_goodbye ? Cause::died : Cause::left, peer);
+    throw_if_poisoned();
+  }
+  if (Clock::now() >= deadline_) give_up_late(stage, peer, target);
+}
+
+void Watch::give_up_late(Stage stage, int waited_for, std::uint32_t target) {
+  // At entry and exit everyone is needed, so everyone who is missing is named.
+  const bool all = stage == Stage::arrived || stage == Stage::done;
+  std::string late, deeds;
+  int culprit = -1;
+  if (is_suspended(memory_.rank())) return restart_clock();
+  for (int peer = 0; peer < memory_.world_size(); ++peer) {
+    if (peer == memory_.rank() || (!all && peer != waited_for)) continue;
+    if (has_reached(peer, stage, target)) continue;
+    if (is_suspended(peer)) return restart_clock();
+    if (culprit < 0) culprit = peer;
+    late += text(late.empty() ? "" : ", ", peer);
+    deeds += text("; rank ", peer, " ", last_deed(peer));
+  }
+  if (culprit < 0) return;  // it came after all
+  const std::string what = text(during(), ": rank ", memory_.rank(), " waited ", timeout_s_, " s for rank ", late, " ",
+                                waiting_for(stage), deeds);
+  ControlBlock& own = memory_.own();
+  std::strncpy(own.failure, what.c_str(), sizeof(own.failure) - 1);
+  poison(Cause::late, culprit);
+  throw_if_poisoned();
+}
+
+bool Watch::has_reached(int peer, Stage stage, std::uint32_t target) const {
+  return reached(memory_.block(peer).signal(stage, target).value.load(std::memory_order_acquire), target);
+}
+
+std::string Watch::last_deed(int peer) const {
+  ControlBlock& block = memory_.block(peer);
+  const std::uint32_t arrived = block.last_entered();
+  if (arrived == 0) return "has called nothing yet";
+  return text("last entered operation ", arrived, ", ", describe(block.headers[arrived & 1]));
+}
+
+std::string Watch::during() const {
+  return current_ == nullptr ? "no operation" : text(describe(*current_), " (operation ", current_->sequence, ")");
+}
+
+void Watch::poison(Cause cause, int culprit) const noexcept {
+  std::uint32_t none = 0;
+  const std::uint32_t word = encode(static_cast<int>(cause), memory_.rank(), culprit);
+  if (memory_.block(0).poison.compare_exchange_strong(none, word)) memory_.wake_all();
+}
+
+void Watch::fail(const std::string& what) noexcept {
+  if (memory_.block(0).poison.load() != 0) return;  // others may be reading what we said then
+  ControlBlock& own = memory_.own();
+  std::strncpy(own.failure, what.c_str(), sizeof(own.failure) - 1);
+  poison(closing_ ? Cause::left : Cause::failed, memory_.rank());
+}
+
+void Watch::close() noexcept {
+  closing_ = true;
+  memory_.own().closed.store(1, std::memory_order_release);
+  memory_.wake_all();
+}
+
+void Watch::throw_if_poisoned() const {
+  if (const std::uint32_t word = memory_.block(0).poison.load(); word != 0) throw_poison(word, during());
+}
+
+void Watch::throw_if_failed(const Header& during) const {
+  if (const std::uint32_t word = memory_.block(0).poison.load(); word != 0) throw_poison(word, describe(during));
+}
+
+void Watch::throw_poison(std::uint32_t word, const std::string& during) const {
+  const int noticed_by = static_cast<int>(word >> 12 & (kRankLimit - 1));
+  const int culprit = static_cast<int>(word & (kRankLimit - 1));
+  const auto story = [&] {
+    const char* failure = memory_.block(noticed_by).failure;
+    return std::string(failure, strnlen(failure, sizeof(ControlBlock::failure)));
+  };
+  switch (static_cast<Cause>(word >> 24)) {
+    case Cause::died:
+      throw PeerLost(culprit, text("rank ", culprit, " died; ", during, " cannot finish"));
+    case Cause::left:
+      throw PeerLost(culprit, text("rank ", culprit, " left (closed its communicator or said goodbye) while others ",
+                                   "needed it; ", during, " cannot finish"));
+    case Cause::late:
+      throw Timeout(story());
+    default:
+      throw Error(text("rank ", culprit, " failed: ", story()));
+  }
+}
+
+}  // namespace zcomm::coll

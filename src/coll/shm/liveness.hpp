@@ -1,0 +1,72 @@
+// Watch: waits for peers, and decides when waiting has become pointless.
+//
+// [Note: first failure] Whoever notices a failure first sets rank 0's poison word and wakes everybody; all ranks then
+// report that failure, not the ranks that fall over after it. A value that was reached counts before any failure: an
+// operation whose peers did their part succeeds even if they are gone by now.
+// Thread rule: begin() and the waits belong to the thread that runs the operation; the rest may be called from any
+// thread. Source: decision D5.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "coll/shm/control_block.hpp"
+
+namespace zcomm::coll {
+
+class Watch {
+ public:
+  Watch(std::shared_ptr<net::Mesh> mesh, const HostMemory& memory, double timeout_s);
+  ~Watch();
+  Watch(const Watch&) = delete;
+  Watch& operator=(const Watch&) = delete;
+
+  /// Starts the clock of an operation; throws the failure if there has been one.
+  void begin(const Header& header);
+  /// Until `peer` has reached `target`; throws PeerLost, Timeout, or Error (closed here, failed elsewhere).
+  void wait(Stage stage, int peer, std::uint32_t target);
+  /// wait() for each rank but this one.
+  void wait_for_peers(Stage stage, std::uint32_t target);
+
+  /// The failure that all ranks report, if there has been one, as that of `during`. From any thread.
+  void throw_if_failed(const Header& during) const;
+
+  /// Tells the other ranks that this one cannot go on. The first failure of all wins.
+  void fail(const std::string& what) noexcept;
+  /// Tells the other ranks that this one's program does not go on: they get PeerLost. The first failure of all wins.
+  void leave() noexcept { poison(Cause::left, memory_.rank()); }
+  /// Makes waits of this rank end (with Error), and those of others for it (with PeerLost).
+  void close() noexcept;
+
+  /// While suspended, neither this rank nor those that wait for it are at the deadline.
+  void suspend_deadline(bool suspended) noexcept;
+
+  double timeout_s() const { return timeout_s_; }
+
+ private:
+  enum class Cause : std::uint8_t { none, died, left, late, failed };
+  void throw_if_poisoned() const;
+  [[noreturn]] void throw_poison(std::uint32_t word, const std::string& during) const;
+  void poison(Cause cause, int culprit) const noexcept;
+  void look_around(Stage stage, int peer, std::uint32_t target);
+  void give_up_late(Stage stage, int waited_for, std::uint32_t target);
+  void restart_clock();
+  bool is_suspended(int rank) const;
+  bool has_reached(int peer, Stage stage, std::uint32_t target) const;
+  std::string last_deed(int peer) const;
+  std::string during() const;
+
+  std::shared_ptr<net::Mesh> mesh_;
+  const HostMemory& memory_;
+  double timeout_s_;
+  Patience patience_;
+  const Header* current_ = nullptr;
+  Clock::time_point deadline_;
+  bool has_deadline_ = false;  // the clock is read when waiting begins to take long
+  std::atomic<bool> closing_{false};
+  int callback_ = -1;
+};
+
+}  // namespace zcomm::coll

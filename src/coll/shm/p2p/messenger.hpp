@@ -1,0 +1,63 @@
+// HostMessenger: send and recv between ranks of one host, over shared memory.
+//
+// [Note: everyone drives] There is one lock and no owner of progress: whoever waits looks into all channels
+// (MessageOffice::pass), moves what can be moved for whatever message, and sleeps on this rank's doorbell when nothing
+// can. So a blocking call runs on its own thread with no hand-off; asynchronous messages have a thread that does the
+// same while any is in flight. Nobody sleeps longer than 50 ms without looking around for lost ranks and deadlines.
+// Thread rule: free-threaded; destroyed only when no call is inside.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "coll/messenger.hpp"
+#include "coll/shm/p2p/progress.hpp"
+
+namespace zcomm::coll {
+
+class HostMessenger final : public Messenger {
+ public:
+  /// Collective over `mesh`.
+  HostMessenger(std::shared_ptr<net::Mesh> mesh, const HostMemory& host, double timeout_s);
+  ~HostMessenger() override { close(); }
+
+  Work send(std::span<const ConstBuffer> buffers, DType dtype, int dst, int tag, const Call& call) override;
+  Work recv(std::span<const Buffer> buffers, DType dtype, int src, int tag, const Call& call, int* source) override;
+  void close() noexcept override;
+
+  /// Of the channels that this rank has sent through.
+  std::size_t nbytes() const;
+
+ private:
+  using Lock = std::unique_lock<std::mutex>;
+
+  Lock enter();
+  Work end(Transfer& transfer, bool async, Lock& lock);
+  Work go_on_alone(Transfer& transfer);
+  void warm_up();
+  void wait(Transfer& transfer, Lock& lock);
+  void step(const Transfer* mine, Lock& lock);
+  void wake_others(const Transfer* mine);
+  void loop() noexcept;
+  void give_up(const Completion& completion) noexcept;
+
+  std::shared_ptr<net::Mesh> mesh_;
+  MessageOffice office_;
+  Counter& doorbell_;
+  const Patience patience_;
+  int callback_ = -1;
+
+  mutable std::mutex mutex_;
+  std::atomic<int> entering_{0};  // callers who want the lock
+  const std::shared_ptr<GiveUp> give_up_;
+  CompletionPool completions_{give_up_};
+  Clock::time_point next_look_{};
+  bool closing_ = false;
+  std::condition_variable started_;  // something asynchronous is in flight
+  std::thread thread_;
+};
+
+}  // namespace zcomm::coll

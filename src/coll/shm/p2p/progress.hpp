@@ -1,0 +1,75 @@
+// MessageOffice: all boxes of one rank: starts messages, moves what can be moved, and ends what cannot go on.
+//
+// Invariants: each message ends: by its data, by an answer, or when look_around() finds a peer gone, a channel given
+// up, or the deadline passed (which counts from when the message last got on). What a peer left behind before it went
+// is taken first. A message that fails leaves the collectives alone; one that ends half way takes its channel along.
+// Thread rule: everything under the messenger's lock; nothing here waits.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "coll/shm/control_block.hpp"
+#include "coll/shm/p2p/receiver.hpp"
+#include "coll/shm/p2p/sender.hpp"
+
+namespace zcomm::coll {
+
+class MessageOffice {
+ public:
+  /// Collective over `mesh`. `host` tells who has closed and whose deadline is suspended.
+  MessageOffice(std::shared_ptr<net::Mesh> mesh, const HostMemory& host, double timeout_s);
+
+  /// Starts one; it may be done at once. Throws PeerLost, CollectiveMismatch (of an earlier, small message), or why
+  /// nothing can be sent to `dst` any more.
+  Transfer& send(std::span<const ConstBuffer> buffers, DType dtype, int dst, int tag, const Call& call);
+  Transfer& recv(std::span<const Buffer> buffers, DType dtype, int src, int tag, const Call& call, int* source);
+
+  /// Moves what can be moved, a slot's worth of data per channel at most. True if anything moved.
+  bool pass();
+  /// Ends what cannot go on; returns the next deadline.
+  Clock::time_point look_around(Clock::time_point now);
+  /// Ends one message for a reason of this rank's own.
+  void cancel(Transfer& transfer, Breach::Cause cause, const std::string& what, const std::exception_ptr& error);
+  void end_all(const ErrorOf& error_of);
+  /// The transfer in flight that `completion` ends; null if it has ended.
+  Transfer* find(const Completion& completion) const;
+
+  TransferPool& pool() { return pool_; }
+  const MessageMemory& memory() const { return memory_; }
+  std::size_t nbytes() const;
+
+ private:
+  Outbox& outbox(int peer) { return outboxes_[static_cast<std::size_t>(peer)]; }
+  Inbox& inbox(int peer) { return inboxes_[static_cast<std::size_t>(peer)]; }
+  bool concerns(int peer);
+  bool pass(int peer);
+  void throw_late_mismatch(int peer);
+  void look_at(int peer);
+  void end_posted(int peer, const ErrorOf& error_of);
+  void end_peer(int peer, const ErrorOf& error_of);
+  void expire(Transfer& transfer, Clock::time_point now);
+  template <class Function>
+  void each(const Function& function) const;
+  bool is_gone(int peer) const { return !why_gone(peer).empty(); }
+  std::string why_gone(int peer) const;
+  bool is_suspended(int peer) const;
+  std::string late_story(const Transfer& transfer) const;
+
+  std::shared_ptr<net::Mesh> mesh_;
+  const HostMemory& host_;
+  const int rank_, world_size_;
+  const double timeout_s_;
+  MessageMemory memory_;
+  TransferPool pool_;
+  Matching matching_;
+  std::vector<Outbox> outboxes_;  // by rank; those of this rank stay empty
+  std::vector<Inbox> inboxes_;
+  std::vector<Transfer*> some_;  // scratch
+  int turn_ = 0;
+};
+
+}  // namespace zcomm::coll

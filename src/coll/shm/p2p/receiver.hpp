@@ -1,0 +1,58 @@
+// Inbox: the receiving half of one ordered pair of ranks. See [Note: rendezvous] in sender.hpp.
+//
+// Invariants: receives that wait for data stand in the order in which their messages were answered for. A message whose
+// dtype or count is not the receive's ends both sides with the same CollectiveMismatch, and nothing else.
+// Thread rule: under the messenger's lock.
+#pragma once
+
+#include <exception>
+#include <string>
+#include <vector>
+
+#include "coll/shm/p2p/matching.hpp"
+#include "coll/shm/p2p/transfer.hpp"
+
+namespace zcomm::coll {
+
+class Inbox {
+ public:
+  Inbox(const MessageMemory& memory, int peer, TransferPool& pool, Matching& matching);
+
+  /// A receive and a message that belong together.
+  void accept(Transfer& receive, const MessageHeader& header, const std::byte* payload);
+  /// Envelopes that may be wanted, answers, then at most one data slot. True if anything moved.
+  bool progress();
+  bool is_idle() const { return answers_.empty() && receiving_.empty(); }
+
+  /// As Outbox's.
+  std::exception_ptr failure();
+  /// Ends all matched receives, and gives the channel up (saying `what`) if there are any.
+  void fail(Breach::Cause cause, const std::string& what, const ErrorOf& error_of);
+  template <class Function>
+  void each(const Function& function) const {
+    for (Transfer* receive : receiving_) function(*receive);
+  }
+  /// What the peer has sent and nobody has asked for: "; rank 1 has sent: ...", or "".
+  std::string unasked() const;
+
+ private:
+  bool take_envelopes();
+  bool give_answers();
+  bool take_data();
+
+  struct PendingAnswer {
+    std::uint32_t id;
+    std::string mismatch;  // empty: send it
+  };
+
+  const MessageMemory& memory_;
+  int peer_;
+  Channel& channel_;
+  TransferPool& pool_;
+  Matching& matching_;
+  std::vector<PendingAnswer> answers_;
+  std::vector<Transfer*> receiving_;
+  bool broken_ = false;
+};
+
+}  // namespace zcomm::coll

@@ -1,0 +1,75 @@
+// Sends and receives in flight (coll/shm/p2p/transfer.hpp).
+#include "coll/shm/p2p/transfer.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+namespace zcomm::coll {
+
+void Transfer::start(Stage first_stage, int with, int* tell_source) {
+  stage = first_stage, peer = with, source = tell_source;
+  moved = 0, buffer_ = 0, offset_ = 0;
+  since = Clock::now();
+  done = false, error = nullptr;
+}
+
+template <class Copy>
+void Transfer::walk(std::size_t length, const Copy& copy) {
+  moved += length;
+  for (std::size_t at = 0; at < length;) {
+    const Buffer& buffer = buffers_[buffer_];
+    const std::size_t part = std::min(length - at, buffer.count - offset_);
+    if (part > 0) copy(static_cast<std::byte*>(buffer.data) + offset_, at, part);
+    at += part, offset_ += part;
+    if (offset_ == buffer.count) ++buffer_, offset_ = 0;
+  }
+}
+
+void Transfer::copy_to(std::byte* place, std::size_t length, SlotWriter& writer) {
+  walk(length, [&](const std::byte* mine, std::size_t at, std::size_t part) { writer.write(place + at, mine, part); });
+}
+
+void Transfer::copy_from(const std::byte* place, std::size_t length) {
+  const device::Stores stores = result_stores(nbytes);
+  walk(length,
+       [&](std::byte* mine, std::size_t at, std::size_t part) { device::copy(mine, place + at, part, stores); });
+}
+
+std::string describe(const Transfer& transfer) { return describe(transfer.header, transfer.is_send(), transfer.peer); }
+
+Transfer& TransferPool::take() {
+  if (free_.empty()) grow();
+  Transfer& transfer = *free_.back();
+  free_.pop_back();
+  return transfer;
+}
+
+void TransferPool::grow() {
+  free_.reserve(all_.size() + kWarm);  // giving back must not fail
+  for (std::size_t i = 0; i < kWarm; ++i) {
+    all_.push_back(std::make_unique<Transfer>());
+    all_.back()->buffers_.reserve(kWarm);
+    free_.push_back(all_.back().get());
+  }
+}
+
+void TransferPool::give_back(Transfer& transfer) {
+  transfer.error = nullptr;
+  free_.push_back(&transfer);
+}
+
+void TransferPool::finish(Transfer& transfer, std::exception_ptr error) noexcept {
+  transfer.done = true;
+  transfer.error = std::move(error);
+  if (!transfer.completion) {
+    ++finished_;
+    return;
+  }
+  --in_flight_;
+  const std::shared_ptr<Completion> completion = std::move(transfer.completion);
+  completion->finish(std::move(transfer.error));
+  give_back(transfer);
+}
+
+}  // namespace zcomm::coll

@@ -1,0 +1,97 @@
+// Transfer: one send or receive in flight, and the pool that they come from.
+//
+// Invariants: a Transfer is finished exactly once. An asynchronous one then goes back to the pool; that of a blocking
+// call is given back by its caller, who finds `done`. Pooled ones keep their vectors: warm, nothing is allocated.
+// Thread rule: under the messenger's lock.
+#pragma once
+
+#include <cstddef>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "coll/shm/adaptive_store.hpp"
+#include "coll/shm/p2p/channel.hpp"
+#include "zcomm/work.hpp"
+
+namespace zcomm::coll {
+
+struct Transfer {
+  /// Of a send: waits for an envelope; told to the receiver; its data go. Of a receive: unmatched; its data come.
+  enum class Stage { queued, announced, sending, posted, receiving };
+
+  Stage stage = Stage::queued;
+  int peer = -1;  ///< of a receive from any rank: -1 until matched
+  MessageHeader header;
+  int* source = nullptr;
+  std::size_t nbytes = 0, moved = 0;
+  Clock::time_point since;  ///< when it last got on
+  std::shared_ptr<Completion> completion;
+  bool done = false;
+  std::exception_ptr error;
+
+  bool is_send() const { return stage <= Stage::sending; }
+  std::size_t left() const { return nbytes - moved; }
+  template <class Buffers>
+  void set(const Buffers& buffers, DType dtype, int tag, const Call& call) {
+    header.dtype = dtype, header.tag = tag, header.count = 0;
+    buffers_.clear();
+    for (const auto& buffer : buffers) {
+      // A send's memory is only read: copy_to is all that touches it.
+      buffers_.push_back({const_cast<void*>(static_cast<const void*>(buffer.data)), buffer.count * size_of(dtype)});
+      header.count += buffer.count;
+    }
+    nbytes = header.nbytes();
+    set_name(header, call);
+  }
+  void start(Stage first_stage, int with, int* tell_source);
+  /// The next `length` bytes of the list, to or from one place.
+  void copy_to(std::byte* place, std::size_t length, SlotWriter& writer);
+  void copy_from(const std::byte* place, std::size_t length);
+
+ private:
+  friend class TransferPool;
+  template <class Copy>
+  void walk(std::size_t length, const Copy& copy);
+  std::vector<Buffer> buffers_;  // counted in bytes
+  std::size_t buffer_ = 0, offset_ = 0;
+};
+
+/// What a transfer ends with when it cannot go on.
+using ErrorOf = std::function<std::exception_ptr(const Transfer&)>;
+
+/// "send float32 count=8 tag=0 to rank 1"
+std::string describe(const Transfer& transfer);
+
+/// As many messages of one kind in flight take no memory. How many there are at once is a matter of timing, so lists
+/// and pools grow by so many at once, and do not find out in step 1000.
+constexpr std::size_t kWarm = 16;
+
+class TransferPool {
+ public:
+  template <class Buffers>
+  Transfer& take(const Buffers& buffers, DType dtype, int tag, const Call& call) {
+    Transfer& transfer = take();
+    transfer.set(buffers, dtype, tag, call);
+    return transfer;
+  }
+  void give_back(Transfer& transfer);
+  void finish(Transfer& transfer, std::exception_ptr error = nullptr) noexcept;
+
+  /// Asynchronous ones, set by whoever gives one a completion.
+  int in_flight() const { return in_flight_; }
+  void add_in_flight() { ++in_flight_; }
+  /// How many of blocking calls finished since the last question.
+  int take_finished() { return std::exchange(finished_, 0); }
+
+ private:
+  Transfer& take();
+  void grow();
+  std::vector<std::unique_ptr<Transfer>> all_;
+  std::vector<Transfer*> free_;
+  int in_flight_ = 0, finished_ = 0;
+};
+
+}  // namespace zcomm::coll

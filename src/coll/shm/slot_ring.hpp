@@ -1,0 +1,54 @@
+// SlotTurns: whose turn it is on the staging slots, over the whole life of a communicator.
+//
+// Each use of the slots is a step: a rank claims its slot, fills and shows it; peers see it and release the step.
+// Invariants: step g uses slot g % slot_count; all ranks take the same number of steps in each operation; a slot is
+// filled again only after every peer has released its step. Thread rule: as Engine::run.
+#pragma once
+
+#include <cstdint>
+
+#include "coll/shm/liveness.hpp"
+
+namespace zcomm::coll {
+
+class SlotTurns {
+ public:
+  SlotTurns(const HostMemory& memory, Watch& watch) : memory_(memory), watch_(watch) {}
+
+  /// Steps of all operations before this one: the index of its first.
+  std::uint32_t base() const { return base_; }
+  void advance(std::uint32_t steps) { base_ += steps; }
+
+  /// This rank's slot, once nobody needs what it held.
+  std::byte* claim(std::uint32_t index) {
+    watch_.wait_for_peers(Stage::copied_out, index + 1 - static_cast<std::uint32_t>(memory_.slot_count()));
+    return memory_.slot(memory_.rank(), index);
+  }
+  /// What this rank has for the others in this step, if anything, is there.
+  void show(std::uint32_t index) { publish(memory_.own()[Stage::copied_in], index + 1); }
+  /// A rank's slot, once it is filled.
+  const std::byte* see(int rank, std::uint32_t index) {
+    if (rank != memory_.rank()) watch_.wait(Stage::copied_in, rank, index + 1);
+    return memory_.slot(rank, index);
+  }
+  /// This rank has seen what it wanted of the step. For steps in which nothing is reduced.
+  void release(std::uint32_t index) {
+    publish(memory_.own()[Stage::reduced], index + 1);  // every counter moves on, or wrap-around would find it behind
+    publish(memory_.own()[Stage::copied_out], index + 1);
+  }
+
+ private:
+  const HostMemory& memory_;
+  Watch& watch_;
+  std::uint32_t base_ = 0;
+};
+
+/// How far the stages of a pipeline lie apart. With one or two slots they must lie closer together, or a claim would
+/// wait for a step that waits for it.
+struct Lags {
+  std::uint32_t reduce, out;
+  explicit Lags(int slot_count)
+      : reduce(slot_count > 1 ? 1 : 0), out(slot_count > 2 ? 2 : static_cast<std::uint32_t>(slot_count - 1)) {}
+};
+
+}  // namespace zcomm::coll

@@ -1,0 +1,60 @@
+// LinkGuard: all ranks enter an operation together and compare it, and small data travels along (decision D5).
+//
+// [Note: link entry] Dissemination: in round k a rank sends to the one 2^k after it whether all it knows of agree, and
+// hears the same from the one 2^k before it. After ceil(log2 P) rounds every rank knows of all, so either nobody has
+// seen a difference or everybody has; then headers go round whole and all ranks throw the same error. It is a barrier
+// too. Cargo, if it is small, rides in the same messages: one block of each rank (as Bruck's all-gather), or the
+// root's block. Nobody believes the cargo of a message before its identity was compared.
+// Thread rule: the thread that runs the operation. Source: Hensgen, Finkel, Manber 1988; Bruck et al. 1997.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "coll/tcp/sockets.hpp"
+
+namespace zcomm::coll {
+
+/// Of all that must agree, the sequence number included.
+inline std::uint64_t identity_of(const Header& header) { return mix(header.identity, header.sequence); }
+
+class LinkGuard {
+ public:
+  static constexpr std::size_t kMaxCargoNbytes = 64 << 20;  ///< of all blocks; more in a message is garbage
+
+  explicit LinkGuard(LinkNet& net);
+
+  /// Compares (beside the operation) and tells this header in place of the operation's, until the next call.
+  void show(const Header* header) { shown_ = header; }
+
+  /// No cargo.
+  void enter(const Header& header);
+  /// Each rank brings `nbytes`, which it has put at block(rank()); afterwards block(r) is rank r's.
+  void enter_gathering(const Header& header, std::size_t nbytes);
+  /// The root brings `nbytes` at block(root); afterwards all have them there.
+  void enter_broadcasting(const Header& header, std::size_t nbytes, int root);
+  /// Makes room for the cargo, to be called before it is filled.
+  void reserve(std::size_t nbytes_of_all);
+  std::byte* block(int rank, std::size_t nbytes);
+
+  /// What is done with the headers of a mismatch; throws. By default CollectiveMismatch (require_same).
+  std::function<void(std::span<const Header> by_rank)> on_mismatch;
+  std::size_t nbytes() const { return cargo_.capacity(); }
+
+ private:
+  enum class Mode { none, gather, broadcast };
+  void run(const Header& header, Mode mode, std::size_t nbytes, int root);
+  bool round(int distance, std::uint64_t identity, bool differs, std::span<const std::byte> out,
+             std::span<std::byte> in);
+  void compare_whole(const Header& header);
+
+  LinkNet& net_;
+  const Header* shown_ = nullptr;
+  std::vector<std::byte> cargo_;  // gather: slot d holds the block of rank - d
+  std::vector<std::byte> waste_;
+  LinkTransfer send_{0, true}, recv_{0, false};
+};
+
+}  // namespace zcomm::coll

@@ -1,0 +1,168 @@
+// LinkPost: one thread that speaks with all peers beside the collectives: messages, bad news, who is where.
+//
+// One socket per peer carries frames: a head, then head.nbytes of payload. Control frames (bad news, goodbyes, deadline
+// suspended, "where are you?") are handled here; frames of messages by the Handler (LinkMessenger).
+// Invariants: frames to one peer leave in the order of enqueue(), urgent ones before bulk ones, never inside another;
+// nothing of a frame is believed before its head was checked, so bytes that are no frame end in an error.
+// Thread rule: `mutex()` guards everything here and in the Handler, which is called with it held.
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <vector>
+
+#include "base/unique_fd.hpp"
+#include "coll/signal.hpp"
+#include "coll/signature.hpp"
+#include "coll/tcp/failure.hpp"
+
+namespace zcomm::coll {
+
+enum class FrameKind : std::uint32_t {
+  message = 1,  ///< a small message: head and elements
+  announce,     ///< a large one: may I send it?
+  grant,        ///< send it
+  data,         ///< a piece of it
+  taken,        ///< a small message was received: nbytes of credit are free again
+  refuse,       ///< what you sent is not what was asked for
+  poison,       ///< the communicator has failed
+  bye,          ///< this rank closes it
+  suspend,      ///< nobody who waits for me is at the deadline...
+  resume,       ///< ...any more
+  ask,          ///< where are you?
+  answer        ///< the operation entered last
+};
+
+struct Frame {
+  static constexpr std::uint32_t kMagic = 0x7a636c31;  // "zcl1"
+  std::uint32_t magic = kMagic;
+  FrameKind kind = FrameKind::bye;
+  std::int32_t tag = 0;
+  std::uint32_t dtype = 0;
+  std::uint64_t id = 0;
+  std::uint64_t count = 0;
+  std::uint64_t nbytes = 0;  ///< of payload behind this head
+};
+
+class LinkPost {
+ public:
+  static constexpr std::size_t kMaxFrameNbytes = 256 << 10;  ///< payload of one frame
+
+  /// All with the mutex held.
+  class Handler {
+   public:
+    virtual ~Handler() = default;
+    /// Fills `target` with where head.nbytes of payload go; throws Error for a frame that makes no sense.
+    virtual void begin(int peer, const Frame& head, std::vector<iovec>& target) = 0;
+    virtual void end(int peer, const Frame& head) = 0;
+    /// The bytes of an enqueued frame with this nonzero key have left.
+    virtual void sent(int peer, std::uint64_t key, std::size_t nbytes) = 0;
+    /// Ends what is past its deadline; returns the next deadline.
+    virtual Clock::time_point expire(Clock::time_point now) = 0;
+    /// Nothing more will come from `peer`.
+    virtual void gone(int peer) = 0;
+    /// The fate was set.
+    virtual void failed() = 0;
+  };
+
+  /// sockets: by rank of the mesh; empty for itself and for ranks that cannot be spoken with.
+  LinkPost(int rank, std::vector<UniqueFd> sockets, LinkFate& fate);
+  ~LinkPost() { close(); }
+  void start(Handler& handler);
+  /// Says goodbye, sends what is queued while peers take it (for a second at most), joins the thread.
+  void close() noexcept;
+
+  std::mutex& mutex() { return mutex_; }
+  int rank() const { return rank_; }
+  int world_size() const { return static_cast<int>(peers_.size()); }
+  LinkFate& fate() { return fate_; }
+
+  /// With the mutex held. `pieces` must stay untouched until sent(key); `owned` is kept here.
+  void enqueue(int peer, Frame head, std::vector<std::byte> owned = {});
+  void enqueue_bulk(int peer, Frame head, std::vector<iovec> pieces, std::uint64_t key);
+  /// With the mutex held: the payload that is coming in for frame `id` of `peer` shall go nowhere.
+  void discard_incoming(int peer, std::uint64_t id);
+  /// With the mutex held: what enqueue_bulk was given for `key` is no longer read, as if all of it had been sent.
+  void withdraw(int peer, std::uint64_t key);
+  bool has_link(int peer) const { return static_cast<bool>(peers_[static_cast<std::size_t>(peer)].socket); }
+  bool is_gone(int peer) const { return peers_[static_cast<std::size_t>(peer)].gone; }
+  /// With the mutex held: makes the thread look at deadlines and queues.
+  void wake() noexcept { net::signal_event(event_); }
+
+  /// From any thread, without the mutex:
+  /// Sets the fate, if there is none yet, and tells it to all peers.
+  void fail(Verdict verdict) noexcept;
+  void suspend_deadline(bool suspended);
+  bool any_suspended() const { return suspended_.load(std::memory_order_acquire) > 0; }
+  /// Nothing more can come from `peer`.
+  bool has_heard_all(int peer) {
+    const std::lock_guard lock(mutex_);
+    return is_gone(peer);
+  }
+  bool said_bye(int peer) const { return peers_[static_cast<std::size_t>(peer)].bye.load(std::memory_order_acquire); }
+  void note_entered(const Header& header);
+  /// The header that each rank entered last; none of those who do not answer in time.
+  std::vector<std::optional<Header>> ask_all(double patience_s);
+
+ private:
+  struct Outgoing {
+    Frame head;
+    std::vector<std::byte> owned;
+    std::vector<iovec> pieces;
+    std::uint64_t key = 0;
+  };
+  struct Peer {
+    UniqueFd socket;
+    bool gone = false;
+    bool broken = false;  // nothing can be sent any more; what came is still read
+    std::atomic<bool> bye{false};
+    bool suspended = false;
+    std::deque<Outgoing> urgent, bulk;
+    std::deque<Outgoing>* sending = nullptr;  // the queue whose first frame is partly out
+    std::size_t sent_nbytes = 0;              // of that frame, head included
+    Frame head{};                             // coming in
+    std::size_t head_nbytes = 0;
+    std::vector<iovec> target;
+    std::size_t missing = 0;  // payload bytes
+    bool body = false;        // head complete, payload is coming
+    std::vector<std::byte> control;
+  };
+
+  void loop() noexcept;
+  bool wait(std::unique_lock<std::mutex>& lock);
+  void pump_out(int peer);
+  void pump_in(int peer);
+  void begin_frame(int peer);
+  void end_frame(int peer);
+  void lose(int peer);
+  void spread_fate();
+  void answer(int peer, const Frame& question);
+  bool all_sent() const;
+
+  const int rank_;
+  LinkFate& fate_;
+  Handler* handler_ = nullptr;
+  std::mutex mutex_;
+  std::vector<Peer> peers_;
+  std::vector<std::byte> waste_;
+  bool fate_spread_ = false, closing_ = false, own_suspended_ = false;
+  Clock::time_point close_by_{};
+  UniqueFd event_ = net::make_event();
+  std::vector<pollfd> fds_;
+  std::thread thread_;
+
+  std::atomic<int> suspended_{0};
+  std::mutex entered_mutex_;
+  Header entered_{};
+  std::condition_variable answered_;
+  std::uint64_t question_ = 0;
+  std::vector<std::optional<Header>> answers_;
+};
+
+}  // namespace zcomm::coll

@@ -1,0 +1,158 @@
+// See direct.hpp.
+#include "coll/tcp/direct.hpp"
+
+#include <cstring>
+
+#include "coll/tcp/reduce.hpp"
+
+namespace zcomm::coll {
+
+LinkTransfer& LinkDirect::transfer(int peer, bool out) {
+  if (used_ == transfers_.size()) transfers_.push_back({peer, out});
+  LinkTransfer& transfer = transfers_[used_++];
+  transfer.peer = peer, transfer.out = out;
+  transfer.clear();
+  return transfer;
+}
+
+void LinkDirect::move() {
+  net_.move(std::span(transfers_).first(used_));
+  used_ = 0;
+}
+
+void LinkDirect::reduce_scatter(const LinkLayout& layout, const Header& header, std::byte* result) {
+  const int world = net_.world_size(), rank = net_.rank();
+  const std::size_t size = size_of(header.dtype), out_size = size_of(header.out_dtype);
+  const std::size_t chunk_nbytes = layout.count(rank) * size;
+  scratch_.resize(std::max(scratch_.size(), chunk_nbytes * static_cast<std::size_t>(world)));
+  used_ = 0;
+  for (int peer = 0; peer < world; ++peer) {
+    if (peer == rank) continue;
+    transfer(peer, false).add(scratch_.data() + static_cast<std::size_t>(peer) * chunk_nbytes, chunk_nbytes);
+    LinkTransfer& out = transfer(peer, true);
+    layout.pieces(peer, 0, layout.count(peer),
+                  [&](const Item& item, std::size_t offset, std::size_t count, std::size_t) {
+                    out.add(item.in + offset * size, count * size);
+                  });
+  }
+  move();
+
+  const LinkReduce reduce(header, world);
+  const bool parts = header.kind == OpKind::reduce_scatter;
+  sources_.resize(static_cast<std::size_t>(world));
+  layout.pieces(rank, 0, layout.count(rank),
+                [&](const Item& item, std::size_t offset, std::size_t count, std::size_t at) {
+                  for (int q = 0; q < world; ++q)
+                    sources_[static_cast<std::size_t>(q)] =
+                        q == rank ? item.in + offset * size
+                                  : scratch_.data() + static_cast<std::size_t>(q) * chunk_nbytes + at * size;
+                  const std::size_t skip = parts ? static_cast<std::size_t>(rank) * item.count : 0;
+                  std::byte* out = result != nullptr ? result + at * out_size : item.out + (offset - skip) * out_size;
+                  reduce.all(out, sources_, count);
+                });
+}
+
+void LinkDirect::all_gather(const LinkLayout& layout, std::size_t size) {
+  const int world = net_.world_size(), rank = net_.rank();
+  const auto add = [&](LinkTransfer& to, int chunk) {
+    layout.pieces(chunk, 0, layout.count(chunk),
+                  [&](const Item& item, std::size_t offset, std::size_t count, std::size_t) {
+                    to.add(item.out + offset * size, count * size);
+                  });
+  };
+  used_ = 0;
+  for (int peer = 0; peer < world; ++peer) {
+    if (peer == rank) continue;
+    add(transfer(peer, false), peer);
+    add(transfer(peer, true), rank);
+  }
+  move();
+}
+
+void LinkDirect::gather(const LinkLayout& layout, std::size_t size, int root, const std::byte* chunk) {
+  const int world = net_.world_size(), rank = net_.rank();
+  used_ = 0;
+  if (rank != root) {
+    LinkTransfer& out = transfer(root, true);
+    if (chunk != nullptr)
+      out.add(chunk, layout.count(rank) * size);
+    else
+      for (const Item& item : layout.items()) out.add(item.in, item.count * size);
+  }
+  for (int peer = 0; rank == root && peer < world; ++peer) {
+    if (peer == rank) continue;
+    LinkTransfer& in = transfer(peer, false);
+    layout.pieces(peer, 0, layout.count(peer),
+                  [&](const Item& item, std::size_t offset, std::size_t count, std::size_t) {
+                    in.add(item.out + offset * size, count * size);
+                  });
+  }
+  move();
+}
+
+void LinkDirect::scatter(const LinkLayout& layout, std::size_t size, int root, LinkLayout::Shape shape) {
+  const int world = net_.world_size(), rank = net_.rank();
+  const bool parts = shape == LinkLayout::Shape::parts;
+  used_ = 0;
+  for (int peer = 0; rank == root && peer < world; ++peer) {
+    LinkTransfer* out = peer == rank ? nullptr : &transfer(peer, true);
+    layout.pieces(peer, 0, layout.count(peer),
+                  [&](const Item& item, std::size_t offset, std::size_t count, std::size_t) {
+                    const std::byte* from = item.in + offset * size;
+                    if (out != nullptr)
+                      out->add(from, count * size);
+                    else if (parts && from != item.out)
+                      std::memmove(item.out, from, count * size);
+                  });
+  }
+  if (rank != root) {
+    LinkTransfer& in = transfer(root, false);
+    layout.pieces(rank, 0, layout.count(rank),
+                  [&](const Item& item, std::size_t offset, std::size_t count, std::size_t) {
+                    in.add(parts ? item.out : item.out + offset * size, count * size);
+                  });
+  }
+  move();
+}
+
+void LinkDirect::broadcast(const LinkLayout& layout, std::size_t size, int root) {
+  const int world = net_.world_size();
+  const int place = (net_.rank() - root + world) % world;
+  const auto add = [&](LinkTransfer& to) {
+    for (const Item& item : layout.items()) to.add(item.out, item.count * size);
+  };
+  used_ = 0;
+  int distance = 1;
+  while (distance < world && (place & distance) == 0) distance *= 2;
+  if (place != 0) {
+    add(transfer((place - distance + root) % world, false));
+    move();
+  }
+  for (distance /= 2; distance > 0; distance /= 2)
+    if (place + distance < world) add(transfer((place + distance + root) % world, true));
+  move();
+}
+
+void LinkDirect::all_to_all(std::span<const Item> items, std::size_t size) {
+  const int world = net_.world_size(), rank = net_.rank();
+  const Item& own = items[static_cast<std::size_t>(rank)];
+  if (own.count > 0 && own.in != own.out) std::memmove(own.out, own.in, own.count * size);
+  for (int distance = 1; distance < world; ++distance) {
+    const int to = (rank + distance) % world, from = (rank - distance + world) % world;
+    const Item& out = items[static_cast<std::size_t>(to)];
+    const Item& in = items[static_cast<std::size_t>(from)];
+    used_ = 0;
+    transfer(from, false).add(in.out, in.out_count * size);
+    transfer(to, true).add(out.in, out.count * size);
+    move();
+  }
+}
+
+void LinkDirect::place_own(const LinkLayout& layout, std::size_t size) {
+  for (const Item& item : layout.items()) {
+    std::byte* to = item.out + static_cast<std::size_t>(net_.rank()) * item.count * size;
+    if (item.count > 0 && item.in != to) std::memmove(to, item.in, item.count * size);
+  }
+}
+
+}  // namespace zcomm::coll

@@ -1,0 +1,48 @@
+// LinkDirect: everyone sends straight to whom it concerns, all at once. For data too small for the ring, and for what
+// has one obvious way: gather, scatter, all_to_all.
+//
+// reduce_scatter: rank r receives chunk r of all and reduces in rank order, rounding once: the bits of one host's path.
+// Bytes sent per rank: reduce_scatter, all_gather (P-1)/P N; gather, scatter: the root all of it; broadcast: binomial
+// tree, ceil(log2 P) steps; all_to_all: what is asked for, pair by pair (rank r with r + s and r - s in step s).
+// Thread rule: the thread that runs the operation.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "coll/tcp/chunks.hpp"
+#include "coll/tcp/sockets.hpp"
+
+namespace zcomm::coll {
+
+class LinkDirect {
+ public:
+  explicit LinkDirect(LinkNet& net) : net_(net) {}
+
+  /// The own chunk's result goes to `result` if that is not null, else into the outputs.
+  void reduce_scatter(const LinkLayout& layout, const Header& header, std::byte* result);
+  /// The own chunk must be in place in the outputs.
+  void all_gather(const LinkLayout& layout, std::size_t size);
+  /// Chunks to the root's outputs; the root's own is in place. `chunk`: this rank's, or null: at its items' inputs.
+  void gather(const LinkLayout& layout, std::size_t size, int root, const std::byte* chunk);
+  /// Shape::parts: from the root's inputs to all outputs. Shape::whole: chunks, in place.
+  void scatter(const LinkLayout& layout, std::size_t size, int root, LinkLayout::Shape shape);
+  void broadcast(const LinkLayout& layout, std::size_t size, int root);
+  void all_to_all(std::span<const Item> items, std::size_t size);
+  /// Copies this rank's part from the inputs to where it belongs in the outputs.
+  void place_own(const LinkLayout& layout, std::size_t size);
+
+  std::size_t nbytes() const { return scratch_.capacity(); }
+
+ private:
+  LinkTransfer& transfer(int peer, bool out);
+  void move();
+
+  LinkNet& net_;
+  std::vector<LinkTransfer> transfers_;  // kept for their room
+  std::size_t used_ = 0;
+  std::vector<std::byte> scratch_;
+  std::vector<const void*> sources_;
+};
+
+}  // namespace zcomm::coll

@@ -1,0 +1,66 @@
+// See engine.hpp.
+#include "coll/tcp/engine.hpp"
+
+#include <numeric>
+#include <utility>
+
+#include "base/error.hpp"
+#include "coll/tcp/group.hpp"
+#include "coll/tcp/private_memory.hpp"
+
+namespace zcomm::coll {
+namespace {
+
+class LinkEngine final : public Engine {
+ public:
+  LinkEngine(std::shared_ptr<net::Mesh> mesh, std::vector<LinkSockets> links, const LinkOptions& options,
+             SymmetricMemory& memory)
+      : memory_(memory),
+        timeout_s_(options.timeout_s),
+        group_(mesh, all_ranks(mesh->world_size()), std::move(links), options) {}
+
+  int rank() const override { return group_.rank(); }
+  int world_size() const override { return group_.world_size(); }
+  Messenger& messenger() override { return group_.messenger(); }
+  void close() noexcept override { group_.close(); }
+  void suspend_deadline(bool suspended) override { group_.suspend_deadline(suspended); }
+  double timeout_s() const override { return timeout_s_; }
+  std::size_t nbytes() const override { return group_.nbytes(); }
+
+  void run(Operation& operation) override {
+    group_.run(operation);
+    const OpKind kind = operation.header.kind;
+    if (kind == OpKind::allocate_shared && world_size() > 1)
+      operation.allocate->refused = std::make_exception_ptr(
+          Unsupported("allocate_shared: ranks that are joined by sockets alone share no memory"));
+    else if (kind == OpKind::allocate || kind == OpKind::allocate_shared)
+      operation.allocate->buffer = make_private_buffer(operation.header.count, rank(), memory_);
+  }
+
+ private:
+  static std::vector<int> all_ranks(int world_size) {
+    std::vector<int> ranks(static_cast<std::size_t>(world_size));
+    std::iota(ranks.begin(), ranks.end(), 0);
+    return ranks;
+  }
+
+  SymmetricMemory& memory_;
+  const double timeout_s_;
+  LinkGroup group_;
+};
+
+}  // namespace
+
+std::unique_ptr<Communicator> create_linked(std::shared_ptr<net::Mesh> mesh, std::vector<LinkSockets> links,
+                                            LinkOptions options) {
+  if (!mesh) throw InvalidArgument("create_linked: no mesh");
+  std::vector<bool> wanted(static_cast<std::size_t>(mesh->world_size()), true);
+  wanted[static_cast<std::size_t>(mesh->rank())] = false;
+  check_links(links, wanted, mesh->rank(), false);
+  const auto shared = std::make_shared<std::vector<LinkSockets>>(std::move(links));  // a factory must be copyable
+  return make_communicator(once([mesh = std::move(mesh), shared, options](SymmetricMemory& memory) {
+    return std::make_unique<LinkEngine>(mesh, std::move(*shared), options, memory);
+  }));
+}
+
+}  // namespace zcomm::coll

@@ -1,0 +1,34 @@
+// LinkEngine: the operations of one communicator over stream sockets, between hosts.
+//
+// Every operation begins with [Note: link entry], in which all ranks compare it; small data is done with that. Then one
+// of three algorithms, chosen by size and world (choose() in engine.cpp; ZCOMM_LINK_ALGO overrides).
+// One thread of its own (LinkPost) carries messages, and bad news to all peers at once; collectives run on the caller's
+// thread or the executor's.
+// There is no memory that others see: allocate() gives private memory, allocate_shared() and duplicate() Unsupported.
+// Thread rule: as Engine's.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include "base/unique_fd.hpp"
+#include "net/mesh.hpp"
+#include "zcomm/communicator.hpp"
+
+namespace zcomm::coll {
+
+/// Connected stream sockets to one peer, in the same order on both sides: [0] collectives, [1] messages, [2] and
+/// further: more sockets for the ring, used between neighbours (ranks r and r + 1, and the last with the first).
+using LinkSockets = std::vector<UniqueFd>;
+
+struct LinkOptions {
+  double timeout_s = 60.0;                 ///< deadline of every operation, from the moment it starts
+  std::size_t segment_nbytes = 256 << 10;  ///< the pipelined piece of a ring
+};
+
+/// Collective over `mesh`. links: by rank of the mesh, two sockets or more per peer, none for the rank itself.
+std::unique_ptr<Communicator> create_linked(std::shared_ptr<net::Mesh> mesh, std::vector<LinkSockets> links,
+                                            LinkOptions options = {});
+
+}  // namespace zcomm::coll

@@ -1,0 +1,34 @@
+// LinkHalving: all_reduce by recursive halving and doubling, for small data and large worlds.
+//
+// With 2^m ranks: in m steps a rank exchanges half of what it still sums with the one that is 2^k away, then the sums
+// go back the same way. Other worlds: the first pairs of ranks act as one (the even one gives all to the odd one and
+// gets the result). Each element is summed by one rank in a fixed order and rounded there once.
+// Cost: 2 log2 P steps (2 more if P is no power of two) instead of 2 (P-1); about 2 N bytes sent, those of 2-byte
+// floats' sums in fp32; N (1.5 partials + 1 result) of scratch.
+// Thread rule: the thread that runs the operation. Source: Thakur, Rabenseifner, Gropp 2005, section 4.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "coll/tcp/chunks.hpp"
+#include "coll/tcp/sockets.hpp"
+
+namespace zcomm::coll {
+
+class LinkHalving {
+ public:
+  explicit LinkHalving(LinkNet& net) : net_(net) {}
+  void all_reduce(const LinkLayout& layout, const Header& header);
+  std::size_t nbytes() const { return sums_.capacity() + came_.capacity() + results_.capacity(); }
+
+ private:
+  void swap(int peer, std::span<const std::byte> out, std::span<std::byte> in);
+
+  LinkNet& net_;
+  std::vector<std::byte> sums_, came_, results_;
+  std::vector<Range> ranges_;  // what was still summed before each halving
+  LinkTransfer both_[2] = {{0, false}, {0, true}};
+};
+
+}  // namespace zcomm::coll

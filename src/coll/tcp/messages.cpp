@@ -1,0 +1,204 @@
+// What frames of messages do (messenger.hpp): matching, granting, moving. All on LinkPost's thread or a caller's,
+// with LinkPost's mutex held.
+#include <algorithm>
+#include <cstring>
+
+#include "base/error.hpp"
+#include "coll/tcp/messenger.hpp"
+
+namespace zcomm::coll {
+namespace {
+
+/// The pieces of [begin, begin + nbytes).
+std::vector<iovec> cut(const std::vector<iovec>& pieces, std::size_t begin, std::size_t nbytes) {
+  std::vector<iovec> result;
+  for (const iovec& piece : pieces) {
+    const std::size_t skip = std::min(begin, piece.iov_len);
+    const std::size_t taken = std::min(piece.iov_len - skip, nbytes);
+    if (taken > 0) result.push_back({static_cast<std::byte*>(piece.iov_base) + skip, taken});
+    begin -= skip;
+    nbytes -= taken;
+  }
+  return result;
+}
+
+std::string shape(std::uint32_t dtype, std::uint64_t count) {
+  return text(name_of(static_cast<DType>(dtype)), " count=", count);
+}
+
+void check_head(const Frame& head) {
+  if (head.dtype > static_cast<std::uint32_t>(DType::b8)) throw Error(text("a message of dtype ", head.dtype));
+  if (head.tag < 0) throw Error(text("a message with tag ", head.tag));
+  if (head.kind == FrameKind::message && (head.nbytes > LinkMessenger::kEagerNbytes ||
+                                          head.nbytes != head.count * size_of(static_cast<DType>(head.dtype))))
+    throw Error(text("a message of ", shape(head.dtype, head.count), " in ", head.nbytes, " bytes"));
+  if (head.kind != FrameKind::message && head.kind != FrameKind::data && head.nbytes > 0)
+    throw Error(text(head.nbytes, " bytes behind a frame that has none"));
+}
+
+}  // namespace
+
+LinkMessenger::Place LinkMessenger::find_posted(int peer, int tag) {
+  return std::find_if(pending_.begin(), pending_.end(), [&](const Pending& pending) {
+    return !pending.is_send && !pending.granted && pending.tag == tag && (pending.peer < 0 || pending.peer == peer);
+  });
+}
+
+LinkMessenger::Place LinkMessenger::find(bool is_send, int peer, std::uint64_t id) {
+  return std::find_if(pending_.begin(), pending_.end(), [&](const Pending& pending) {
+    return pending.is_send == is_send && pending.peer == peer && pending.id == id && (is_send || pending.granted);
+  });
+}
+
+void LinkMessenger::begin(int peer, const Frame& head, std::vector<iovec>& target) {
+  check_head(head);
+  switch (head.kind) {
+    case FrameKind::message:
+    case FrameKind::announce:
+      return arrive(peer, head, target);
+    case FrameKind::grant: {
+      const Place send = find(true, peer, head.id);
+      if (send == pending_.end() || send->granted) return;  // it has ended meanwhile
+      send->granted = true;
+      return send_next(*send);
+    }
+    case FrameKind::data: {
+      const Place recv = find(false, peer, head.id);
+      if (recv == pending_.end()) return;
+      if (head.nbytes > recv->count * size_of(recv->dtype) - recv->done_nbytes)
+        throw Error(text("more elements than the message of ", shape(head.dtype, recv->count), " has"));
+      target = cut(recv->pieces, recv->done_nbytes, head.nbytes);
+      return;
+    }
+    case FrameKind::taken: {
+      std::size_t& credit = peers_[static_cast<std::size_t>(peer)].credit;
+      credit = std::min(credit + std::min<std::size_t>(head.count, kCreditNbytes), kCreditNbytes);
+      return;
+    }
+    default:
+      return be_refused(peer, head);
+  }
+}
+
+/// A message, or the announcement of one.
+void LinkMessenger::arrive(int peer, const Frame& head, std::vector<iovec>& target) {
+  const Place recv = find_posted(peer, head.tag);
+  if (recv == pending_.end()) {
+    std::size_t waiting = head.nbytes;
+    for (const Unexpected& other : unexpected_) waiting += other.peer == peer ? other.bytes.size() : 0;
+    if (waiting > kCreditNbytes) throw Error(text(waiting, " bytes of messages that nobody has asked for"));
+    unexpected_.push_back({peer, head, std::vector<std::byte>(head.nbytes), head.kind == FrameKind::announce});
+    if (head.nbytes > 0) target.push_back({unexpected_.back().bytes.data(), head.nbytes});
+    return;
+  }
+  if (!agree(recv, peer, head)) return;
+  accept(*recv, peer, head);
+  if (head.kind == FrameKind::message) target = recv->pieces;
+}
+
+void LinkMessenger::end(int peer, const Frame& head) {
+  if (head.kind == FrameKind::message) {
+    const Place recv = find(false, peer, head.id);
+    if (recv != pending_.end()) {
+      give_credit(peer, head.nbytes);
+      recv->granted = false;  // nothing is coming any more
+      return end_pending(recv);
+    }
+    const auto message = std::find_if(unexpected_.begin(), unexpected_.end(), [&](const Unexpected& candidate) {
+      return candidate.peer == peer && candidate.head.id == head.id;
+    });
+    if (message == unexpected_.end()) return give_credit(peer, head.nbytes);  // refused, or given up
+    message->complete = true;
+    const Place late = find_posted(peer, head.tag);
+    if (late != pending_.end()) take(late, message);
+  } else if (head.kind == FrameKind::data) {
+    const Place recv = find(false, peer, head.id);
+    if (recv == pending_.end()) return;
+    recv->done_nbytes += head.nbytes;
+    if (recv->done_nbytes == recv->count * size_of(recv->dtype)) end_pending(recv);
+  }
+}
+
+/// A complete message, or an announcement, that was there before `recv`.
+void LinkMessenger::take(Place recv, std::list<Unexpected>::iterator message) {
+  const Unexpected taken = std::move(*message);
+  unexpected_.erase(message);
+  const bool is_small = taken.head.kind == FrameKind::message;
+  if (is_small) give_credit(taken.peer, taken.bytes.size());
+  if (!agree(recv, taken.peer, taken.head)) return;
+  accept(*recv, taken.peer, taken.head);
+  if (!is_small) return;
+  const std::byte* from = taken.bytes.data();
+  for (const iovec& piece : recv->pieces) {
+    std::memcpy(piece.iov_base, from, piece.iov_len);
+    from += piece.iov_len;
+  }
+  recv->granted = false;
+  end_pending(recv);
+}
+
+void LinkMessenger::give_credit(int peer, std::size_t nbytes) {
+  if (nbytes > 0) post_.enqueue(peer, {.kind = FrameKind::taken, .count = nbytes});
+}
+
+/// False: `recv` has ended with a mismatch, and the sender is told.
+bool LinkMessenger::agree(Place recv, int peer, const Frame& head) {
+  if (head.dtype == static_cast<std::uint32_t>(recv->dtype) && head.count == recv->count) return true;
+  post_.enqueue(peer, {.kind = FrameKind::refuse,
+                       .tag = recv->tag,
+                       .dtype = static_cast<std::uint32_t>(recv->dtype),
+                       .id = head.id,
+                       .count = recv->count});
+  end_pending(recv, std::make_exception_ptr(
+                        CollectiveMismatch(mismatch(peer, post_.rank(), recv->tag, shape(head.dtype, head.count),
+                                                    shape(static_cast<std::uint32_t>(recv->dtype), recv->count)))));
+  return false;
+}
+
+void LinkMessenger::be_refused(int peer, const Frame& head) {
+  const Place send = find(true, peer, head.id);
+  const std::string theirs = shape(head.dtype, head.count);
+  if (send == pending_.end()) {  // a small one: a recv that waits for that peer hears of it, or else the next call
+    std::string what = mismatch(post_.rank(), peer, head.tag, "another dtype or count in an earlier call", theirs);
+    const Place waiting = std::find_if(pending_.begin(), pending_.end(), [&](const Pending& pending) {
+      return !pending.is_send && !pending.granted && pending.peer == peer;
+    });
+    if (waiting != pending_.end()) return end_pending(waiting, std::make_exception_ptr(CollectiveMismatch(what)));
+    peers_[static_cast<std::size_t>(peer)].complaint = std::move(what);
+    return;
+  }
+  const std::string ours = shape(static_cast<std::uint32_t>(send->dtype), send->count);
+  end_pending(send, std::make_exception_ptr(CollectiveMismatch(mismatch(post_.rank(), peer, head.tag, ours, theirs))));
+}
+
+std::string LinkMessenger::mismatch(int from, int to, int tag, const std::string& sent,
+                                    const std::string& wanted) const {
+  return text("rank ", from, " sent ", sent, " to rank ", to, " with tag ", tag, ", which called recv for ", wanted);
+}
+
+void LinkMessenger::accept(Pending& recv, int peer, const Frame& head) {
+  recv.peer = peer;
+  recv.id = head.id;
+  recv.granted = true;
+  if (recv.source != nullptr) *recv.source = peer;
+  if (head.kind == FrameKind::announce) post_.enqueue(peer, {.kind = FrameKind::grant, .id = head.id});
+}
+
+void LinkMessenger::send_next(Pending& send) {
+  const std::size_t left = send.count * size_of(send.dtype) - send.done_nbytes;
+  const std::size_t nbytes = std::min(left, LinkPost::kMaxFrameNbytes);
+  post_.enqueue_bulk(send.peer,
+                     {.kind = FrameKind::data, .dtype = static_cast<std::uint32_t>(send.dtype), .id = send.id},
+                     cut(send.pieces, send.done_nbytes, nbytes), send.id);
+}
+
+void LinkMessenger::sent(int peer, std::uint64_t key, std::size_t nbytes) {
+  const Place send = find(true, peer, key);
+  if (send == pending_.end()) return;
+  send->done_nbytes += nbytes;
+  if (send->done_nbytes < send->count * size_of(send->dtype)) return send_next(*send);
+  send->granted = false;
+  end_pending(send);
+}
+
+}  // namespace zcomm::coll

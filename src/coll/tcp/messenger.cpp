@@ -1,0 +1,219 @@
+// See messenger.hpp. Here: the callers' side and how messages end; messages.cpp has what frames do.
+#include "coll/tcp/messenger.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/error.hpp"
+#include "base/interrupt.hpp"
+
+namespace zcomm::coll {
+namespace {
+
+constexpr double kSlice_s = 0.05;  // between looks at signals
+
+template <class Buffers>
+std::uint64_t total_of(const Buffers& buffers) {
+  std::uint64_t total = 0;
+  for (const auto& buffer : buffers) total += buffer.count;
+  return total;
+}
+
+template <class Buffers>
+std::vector<iovec> pieces_of(const Buffers& buffers, std::size_t size) {
+  std::vector<iovec> pieces;
+  for (const auto& buffer : buffers)
+    if (buffer.count > 0) pieces.push_back({const_cast<void*>(buffer.data), buffer.count * size});
+  return pieces;
+}
+
+}  // namespace
+
+LinkMessenger::LinkMessenger(LinkPost& post, double timeout_s)
+    : post_(post),
+      timeout_s_(timeout_s),
+      peers_(static_cast<std::size_t>(post.world_size())),
+      give_up_(std::make_shared<GiveUp>([this](const Completion& completion) { give_up(completion); })) {
+  post_.start(*this);
+}
+
+Work LinkMessenger::send(std::span<const ConstBuffer> buffers, DType dtype, int dst, int tag, const Call& call) {
+  std::unique_lock lock(post_.mutex());
+  require_open(dst);
+  PeerState& peer = peers_[static_cast<std::size_t>(dst)];
+  const std::uint64_t count = total_of(buffers), id = peer.next_id++;
+  if (post_.is_gone(dst)) {
+    Pending pending = make(true, dst, tag, dtype, call);
+    pending.count = count;
+    std::rethrow_exception(lost(pending, dst));
+  }
+  const std::size_t nbytes = count * size_of(dtype);
+  const Frame head{.tag = tag, .dtype = static_cast<std::uint32_t>(dtype), .id = id, .count = count};
+  if (nbytes <= std::min(kEagerNbytes, peer.credit)) {
+    std::vector<std::byte> bytes(nbytes);
+    std::byte* to = bytes.data();
+    for (const iovec& piece : pieces_of(buffers, size_of(dtype))) {
+      std::memcpy(to, piece.iov_base, piece.iov_len);
+      to += piece.iov_len;
+    }
+    peer.credit -= nbytes;
+    Frame message = head;
+    message.kind = FrameKind::message;
+    post_.enqueue(dst, message, std::move(bytes));
+    return {};
+  }
+  Pending pending = make(true, dst, tag, dtype, call);
+  pending.count = count, pending.id = id;
+  pending.pieces = pieces_of(buffers, size_of(dtype));
+  const std::shared_ptr<Completion> completion = pending.completion;
+  pending_.push_back(std::move(pending));
+  Work work(completion);
+  Frame announce = head;
+  announce.kind = FrameKind::announce;
+  post_.enqueue(dst, announce);
+  return finish(std::move(work), completion, lock, call);
+}
+
+Work LinkMessenger::recv(std::span<const Buffer> buffers, DType dtype, int src, int tag, const Call& call,
+                         int* source) {
+  std::unique_lock lock(post_.mutex());
+  require_open(src);
+  Pending pending = make(false, src, tag, dtype, call);
+  pending.count = total_of(buffers), pending.source = source;
+  pending.pieces = pieces_of(buffers, size_of(dtype));
+  const auto message = std::find_if(unexpected_.begin(), unexpected_.end(), [&](const Unexpected& candidate) {
+    return candidate.complete && candidate.head.tag == tag && (src < 0 || candidate.peer == src);
+  });
+  if (message == unexpected_.end() && (src < 0 ? all_gone() : post_.is_gone(src)))
+    std::rethrow_exception(lost(pending, src));
+  const std::shared_ptr<Completion> completion = pending.completion;
+  pending_.push_back(std::move(pending));
+  Work work(completion);
+  if (message != unexpected_.end()) take(std::prev(pending_.end()), message);
+  return finish(std::move(work), completion, lock, call);
+}
+
+/// Waits for a blocking call.
+Work LinkMessenger::finish(Work work, std::shared_ptr<Completion> completion, std::unique_lock<std::mutex>& lock,
+                           const Call& call) {
+  post_.wake();  // there is a new deadline
+  lock.unlock();
+  if (call.async) return work;
+  try {
+    while (!work.wait_for(kSlice_s)) check_interrupt();
+  } catch (...) {
+    lock.lock();
+    const auto place = std::find_if(pending_.begin(), pending_.end(),
+                                    [&](const Pending& pending) { return pending.completion == completion; });
+    if (place != pending_.end()) end_pending(place);
+    lock.unlock();
+    throw;
+  }
+  work.wait();
+  return {};
+}
+
+void LinkMessenger::require_open(int peer) {
+  if (closed_) throw Error("the communicator is closed");
+  post_.fate().throw_if_set({});
+  if (peer < 0) return;
+  if (!post_.has_link(peer))
+    throw Unsupported(text("rank ", post_.rank(), " has no link for messages with rank ", peer));
+  std::string& complaint = peers_[static_cast<std::size_t>(peer)].complaint;
+  if (!complaint.empty()) throw CollectiveMismatch(std::exchange(complaint, {}));
+}
+
+bool LinkMessenger::all_gone() const {
+  for (int peer = 0; peer < post_.world_size(); ++peer)
+    if (!post_.is_gone(peer)) return false;
+  return true;
+}
+
+LinkMessenger::Pending LinkMessenger::make(bool is_send, int peer, int tag, DType dtype, const Call& call) {
+  Pending pending{is_send, peer, tag, dtype, 0, {}, call.site};
+  pending.deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                        std::chrono::duration<double>(std::min(timeout_s_, 1e9)));
+  pending.completion = completions_.acquire();
+  return pending;
+}
+
+std::string LinkMessenger::describe(const Pending& pending) const {
+  std::string peer = pending.peer < 0 ? "any rank" : text("rank ", pending.peer);
+  std::string what = text(pending.is_send ? "send to " : "recv from ", peer, ", tag ", pending.tag, ", ",
+                          name_of(pending.dtype), " count=", pending.count);
+  return *pending.site != '\0' ? text(what, " at ", pending.site) : what;
+}
+
+std::exception_ptr LinkMessenger::lost(const Pending& pending, int peer) const {
+  const bool left = peer >= 0 && post_.said_bye(peer);
+  return std::make_exception_ptr(
+      PeerLost(peer, text(peer < 0 ? "all ranks have left"
+                                   : text("rank ", peer, left ? " left (closed its communicator)" : " died or left"),
+                          "; ", describe(pending), " cannot finish")));
+}
+
+/// Its buffers are not touched afterwards.
+void LinkMessenger::end_pending(Place place, std::exception_ptr error) {
+  if (place->granted && place->is_send) post_.withdraw(place->peer, place->id);
+  if (place->granted && !place->is_send) post_.discard_incoming(place->peer, place->id);
+  const std::shared_ptr<Completion> completion = std::move(place->completion);
+  pending_.erase(place);
+  completion->finish(std::move(error));
+}
+
+Clock::time_point LinkMessenger::expire(Clock::time_point now) {
+  auto next = now + std::chrono::hours(1);
+  for (auto place = pending_.begin(); place != pending_.end();) {
+    const auto current = place++;
+    if (current->deadline <= now && post_.any_suspended())
+      current->deadline =
+          now + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::min(timeout_s_, 1e9)));
+    if (current->deadline <= now) {
+      const char* const what = current->granted ? "was not complete" : "found no counterpart";
+      end_pending(current,
+                  std::make_exception_ptr(Timeout(text(describe(*current), " ", what, " within ", timeout_s_, " s"))));
+    } else {
+      next = std::min(next, current->deadline);
+    }
+  }
+  return next;
+}
+
+void LinkMessenger::gone(int peer) {
+  const bool all = all_gone();
+  for (auto place = pending_.begin(); place != pending_.end();) {
+    const auto current = place++;
+    if (current->peer == peer || (current->peer < 0 && all)) end_pending(current, lost(*current, peer));
+  }
+}
+
+void LinkMessenger::failed() {
+  std::exception_ptr error;
+  try {
+    post_.fate().throw_if_set({});
+  } catch (...) {
+    error = std::current_exception();
+  }
+  while (!pending_.empty()) end_pending(pending_.begin(), error);
+}
+
+void LinkMessenger::give_up(const Completion& completion) noexcept {
+  const std::lock_guard lock(post_.mutex());
+  const auto place = std::find_if(pending_.begin(), pending_.end(),
+                                  [&](const Pending& pending) { return pending.completion.get() == &completion; });
+  if (place == pending_.end()) return;
+  end_pending(place, std::make_exception_ptr(Error(text(describe(*place), " was given up (interrupted by a signal)"))));
+}
+
+void LinkMessenger::close() noexcept {
+  give_up_->detach();
+  post_.close();
+  const std::lock_guard lock(post_.mutex());
+  closed_ = true;
+  while (!pending_.empty())
+    end_pending(
+        pending_.begin(),
+        std::make_exception_ptr(Error(text("communicator was closed before ", describe(pending_.front()), " ended"))));
+}
+
+}  // namespace zcomm::coll

@@ -1,0 +1,104 @@
+// LinkMessenger: send and recv over links, on LinkPost's thread.
+//
+// [Note: link messages] Up to kEagerNbytes a message goes out at once with its elements, and the send is done when it
+// is queued; what a peer has not asked for waits at its side, kCreditNbytes of it at most. Larger ones are announced;
+// when the other side has a matching recv it grants them, and they come in frames straight into place. Messages of one
+// pair and tag match in call order, because frames of a pair stay in order.
+// If dtype or count differ, both sides get CollectiveMismatch (a small send that is done already: a recv of the
+// sender's that waits for that peer does, or else its next call with it). A message at its deadline fails alone; the
+// communicator goes on. Thread rule: free-threaded; LinkPost's mutex guards all.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <list>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "coll/messenger.hpp"
+#include "coll/tcp/sockets.hpp"
+
+namespace zcomm::coll {
+
+class LinkMessenger final : public Messenger, private LinkPost::Handler {
+ public:
+  static constexpr std::size_t kEagerNbytes = 16 << 10;
+  static constexpr std::size_t kCreditNbytes = 1 << 20;
+
+  /// Starts `post`.
+  LinkMessenger(LinkPost& post, double timeout_s);
+  ~LinkMessenger() override { close(); }
+
+  Work send(std::span<const ConstBuffer> buffers, DType dtype, int dst, int tag, const Call& call) override;
+  Work recv(std::span<const Buffer> buffers, DType dtype, int src, int tag, const Call& call, int* source) override;
+  void close() noexcept override;
+
+ private:
+  /// One side of a message that this rank has asked for.
+  struct Pending {
+    bool is_send;
+    int peer;  // -1: any
+    int tag;
+    DType dtype;
+    std::uint64_t count;
+    std::vector<iovec> pieces;
+    const char* site;
+    int* source = nullptr;
+    std::uint64_t id = 0;         // the sender's number of it, once known
+    std::size_t done_nbytes = 0;  // sent, or received
+    bool granted = false;         // bytes flow
+    Clock::time_point deadline{};
+    std::shared_ptr<Completion> completion{};
+  };
+  using Place = std::list<Pending>::iterator;
+  /// A message that came, or was announced, before it was asked for.
+  struct Unexpected {
+    int peer;
+    Frame head;
+    std::vector<std::byte> bytes;
+    bool complete;
+  };
+  struct PeerState {
+    std::uint64_t next_id = 1;
+    std::size_t credit = kCreditNbytes;
+    std::string complaint;  // about a small send that was done already
+  };
+
+  void begin(int peer, const Frame& head, std::vector<iovec>& target) override;
+  void end(int peer, const Frame& head) override;
+  void sent(int peer, std::uint64_t key, std::size_t nbytes) override;
+  Clock::time_point expire(Clock::time_point now) override;
+  void gone(int peer) override;
+  void failed() override;
+
+  Work finish(Work work, std::shared_ptr<Completion> completion, std::unique_lock<std::mutex>& lock, const Call& call);
+  void require_open(int peer);
+  Pending make(bool is_send, int peer, int tag, DType dtype, const Call& call);
+  Place find_posted(int peer, int tag);
+  Place find(bool is_send, int peer, std::uint64_t id);
+  bool all_gone() const;
+  void arrive(int peer, const Frame& head, std::vector<iovec>& target);
+  bool agree(Place recv, int peer, const Frame& head);
+  void be_refused(int peer, const Frame& head);
+  void accept(Pending& recv, int peer, const Frame& head);
+  void give_credit(int peer, std::size_t nbytes);
+  std::string mismatch(int from, int to, int tag, const std::string& sent, const std::string& wanted) const;
+  void take(Place recv, std::list<Unexpected>::iterator message);
+  void send_next(Pending& send);
+  void end_pending(Place place, std::exception_ptr error = nullptr);
+  void give_up(const Completion& completion) noexcept;
+  std::exception_ptr lost(const Pending& pending, int peer) const;
+  std::string describe(const Pending& pending) const;
+
+  LinkPost& post_;
+  const double timeout_s_;
+  std::vector<PeerState> peers_;
+  std::list<Pending> pending_;        // in call order
+  std::list<Unexpected> unexpected_;  // in order of arrival
+  const std::shared_ptr<GiveUp> give_up_;
+  CompletionPool completions_{give_up_};
+  bool closed_ = false;
+};
+
+}  // namespace zcomm::coll

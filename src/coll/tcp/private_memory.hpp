@@ -1,0 +1,24 @@
+// What engines over links share: private memory behind a SymmetricBuffer, checks of what they are given.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "coll/engine.hpp"
+#include "coll/symmetric_memory.hpp"
+#include "coll/tcp/engine.hpp"
+
+namespace zcomm::coll {
+
+/// Zeroed, page aligned, accounted for in `memory`; peer(other) throws Unsupported. Throws SystemError when memory is
+/// refused.
+std::shared_ptr<SymmetricBuffer> make_private_buffer(std::size_t nbytes, int rank, SymmetricMemory& memory);
+
+/// Throws InvalidArgument unless each wanted rank has two links or more, and each other one none, or one if
+/// `allow_one`.
+void check_links(const std::vector<LinkSockets>& links, const std::vector<bool>& wanted, int rank, bool allow_one);
+
+/// A factory that makes one engine, and throws Unsupported from duplicate().
+EngineFactory once(std::function<std::unique_ptr<Engine>(SymmetricMemory&)> make);
+
+}  // namespace zcomm::coll

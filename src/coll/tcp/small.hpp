@@ -1,0 +1,36 @@
+// LinkSmall: operations so small that their data rides in the messages that compare them ([Note: link entry]).
+//
+// Every rank gets every rank's input and computes what it wants, reducing in rank order: the bits of one host's path.
+// Cost: ceil(log2 P) messages in sequence, P N bytes received. Thread rule: the thread that runs the operation.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "coll/operation.hpp"
+#include "coll/tcp/arrival.hpp"
+
+namespace zcomm::coll {
+
+class LinkSmall {
+ public:
+  LinkSmall(LinkNet& net, LinkGuard& guard) : net_(net), guard_(guard) {}
+
+  /// Bytes that each rank would bring (the root, where there is one that has all); all kinds that move data but
+  /// all_to_all.
+  static std::size_t cargo_nbytes(const Operation& operation, int world_size);
+  /// Enters and carries out.
+  void run(const Operation& operation);
+
+ private:
+  void pack(std::span<const Item> items, std::size_t repeat, std::byte* to) const;
+  void reduce(const Operation& operation);
+  void take(const Operation& operation);
+
+  LinkNet& net_;
+  LinkGuard& guard_;
+  std::size_t size_ = 0, nbytes_ = 0;
+  std::vector<const void*> sources_;
+};
+
+}  // namespace zcomm::coll

@@ -1,0 +1,185 @@
+// See sockets.hpp.
+#include "coll/tcp/sockets.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/error.hpp"
+#include "base/interrupt.hpp"
+
+namespace zcomm::coll {
+namespace {
+
+constexpr int kSlice_ms = 50;               // between looks at signals and losses
+constexpr double kAnswer_s = 0.5;           // for a rank to say where it is
+constexpr double kCertainty_s = 1.0;        // for the mesh to say how a peer whose stream ended has gone
+constexpr std::size_t kReservedEvents = 2;  // fate, close
+
+}  // namespace
+
+LinkNet::LinkNet(std::shared_ptr<net::Mesh> mesh, std::vector<int> members, std::vector<LinkSockets> links,
+                 LinkPost& post, double timeout_s)
+    : mesh_(std::move(mesh)),
+      members_(std::move(members)),
+      rank_(static_cast<int>(std::find(members_.begin(), members_.end(), mesh_->rank()) - members_.begin())),
+      sockets_(std::move(links)),
+      post_(post),
+      timeout_s_(timeout_s) {
+  callback_ = mesh_->on_loss([this](net::Loss loss) {
+    // A goodbye matters only to a rank that waits for the one that left, and that one sees its stream end.
+    if (!loss.said_goodbye) fail({Verdict::Cause::died, loss.rank, {}});
+  });
+  if (const auto loss = mesh_->lost(); loss && !loss->said_goodbye) fail({Verdict::Cause::died, loss->rank, {}});
+}
+
+LinkNet::~LinkNet() { mesh_->forget(callback_); }
+
+void LinkNet::begin(const Header& header) {
+  current_ = header;
+  busy_ = entering_ = true;
+  restart_clock();
+  if (closing_) throw Error(text("communicator was closed before ", describe(header), " ran"));
+  post_.fate().throw_if_set(during());
+  post_.note_entered(header);
+}
+
+void LinkNet::restart_clock() {
+  const double seconds = std::min(timeout_s_, 1e9);
+  deadline_ = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+}
+
+std::string LinkNet::during() const {
+  return busy_ ? text(describe(current_), " (operation ", current_.sequence, ")") : std::string();
+}
+
+bool LinkNet::advance(LinkTransfer& transfer, int lane) {
+  const std::span<iovec> rest = std::span(transfer.pieces).subspan(transfer.first);
+  const int fd = socket(transfer.peer, lane);
+  const net::Moved moved = transfer.out ? net::send_pieces(fd, rest) : net::recv_pieces(fd, rest);
+  if (moved.ended) throw_lost(transfer.peer);
+  std::size_t nbytes = moved.nbytes;
+  while (!transfer.done() && nbytes >= transfer.pieces[transfer.first].iov_len)
+    nbytes -= transfer.pieces[transfer.first++].iov_len;
+  if (nbytes > 0) {
+    iovec& cut = transfer.pieces[transfer.first];
+    cut.iov_base = static_cast<std::byte*>(cut.iov_base) + nbytes;
+    cut.iov_len -= nbytes;
+  }
+  return moved.nbytes > 0;
+}
+
+void LinkNet::move(std::span<LinkTransfer> transfers) {
+  for (bool all = false; !all;) {
+    all = true;
+    bool moved = false;
+    // Receive first: a peer that has done its part may be gone by the time we send.
+    for (const bool out : {false, true}) {
+      for (LinkTransfer& transfer : transfers) {
+        if (transfer.out != out || transfer.done()) continue;
+        moved |= advance(transfer, 0);
+        all &= transfer.done();
+      }
+    }
+    if (all) break;
+    if (moved) continue;
+    for (const LinkTransfer& transfer : transfers)
+      if (!transfer.done()) expect(transfer.peer, 0, transfer.out ? POLLOUT : POLLIN);
+    wait();
+  }
+}
+
+void LinkNet::expect(int peer, int lane, short events) {
+  fds_.resize(std::max(fds_.size(), kReservedEvents));
+  fds_.push_back({socket(peer, lane), events, 0});
+  expected_.push_back(peer);
+}
+
+void LinkNet::wait() {
+  struct Forget {
+    LinkNet& net;
+    ~Forget() { net.fds_.resize(kReservedEvents), net.expected_.clear(); }
+  } const forget{*this};
+  fds_[0] = {post_.fate().event(), POLLIN, 0};
+  fds_[1] = {close_event_.get(), POLLIN, 0};
+  for (;;) {
+    const double left_s = std::chrono::duration<double>(deadline_ - Clock::now()).count();
+    net::wait_for(fds_, net::Deadline(left_s), kSlice_ms);
+    const bool ready =
+        std::any_of(fds_.begin() + kReservedEvents, fds_.end(), [](const pollfd& fd) { return fd.revents != 0; });
+    if (ready) return;
+    look_around();
+  }
+}
+
+void LinkNet::look_around() {
+  if (closing_) throw Error(text("communicator was closed while ", during(), " was running"));
+  check_interrupt();
+  post_.fate().throw_if_set(during());
+  for (const int peer : expected_)
+    if (const auto loss = mesh_->lost(name(peer)); loss && loss->said_goodbye) throw_lost(peer);
+  if (Clock::now() < deadline_) return;
+  if (post_.any_suspended()) return restart_clock();
+  give_up_late();
+}
+
+void LinkNet::give_up_late() {
+  const std::vector<std::optional<Header>> answers = post_.ask_all(kAnswer_s);
+  post_.fate().throw_if_set(during());
+  if (post_.any_suspended()) return restart_clock();
+  std::sort(expected_.begin(), expected_.end());
+  std::string late, deeds;
+  int culprit = -1;
+  const auto blame = [&](int culprit_name, const std::string& deed) {
+    if (culprit < 0) culprit = culprit_name;
+    late += text(late.empty() ? "" : ", ", culprit_name);
+    deeds += text("; rank ", culprit_name, " ", deed);
+  };
+  // Not only those that this rank waits for: they may be waiting for others.
+  for (int other = 0; other < post_.world_size(); ++other) {
+    const auto& answer = answers[static_cast<std::size_t>(other)];
+    if (!post_.has_link(other)) continue;
+    if (!answer)
+      blame(other, "does not answer (is its process stopped?)");
+    else if (answer->sequence == 0)
+      blame(other, "has called nothing yet");
+    else if (static_cast<std::int32_t>(answer->sequence - current_.sequence) < 0)
+      blame(other, text("last entered operation ", answer->sequence, ", ", describe(*answer)));
+  }
+  if (culprit < 0) {  // all are in it: whoever we wait for
+    for (std::size_t i = 0; i < expected_.size(); ++i)
+      if (i == 0 || expected_[i] != expected_[i - 1]) blame(name(expected_[i]), "is in the same operation");
+  }
+  fail({Verdict::Cause::late, culprit,
+        text(during(), ": rank ", name(rank_), " waited ", timeout_s_, " s for rank ", late,
+             entering_ ? " to enter it" : " to bring or take its data", deeds)});
+  post_.fate().throw_if_set(during());
+}
+
+/// Its goodbye to the mesh may overtake what it said here before: why it leaves, say.
+bool LinkNet::has_left(int name) const {
+  if (post_.said_bye(name)) return true;
+  const auto loss = mesh_->lost(name);
+  return loss && loss->said_goodbye && post_.has_heard_all(name);
+}
+
+void LinkNet::throw_lost(int peer) {
+  // The stream ended; whether its rank died or left is told by others, at about the same time.
+  const net::Deadline certainty(kCertainty_s);
+  std::vector<pollfd> fate{{post_.fate().event(), POLLIN, 0}};
+  while (!certainty.passed()) {
+    if (closing_) throw Error(text("communicator was closed while ", during(), " was running"));
+    post_.fate().throw_if_set(during());
+    if (has_left(name(peer))) break;
+    net::wait_for(fate, certainty, 5);
+  }
+  fail({Verdict::Cause::left, name(peer), {}});
+  post_.fate().throw_if_set(during());
+  throw PeerLost(name(peer), text("rank ", name(peer), " left"));
+}
+
+void LinkNet::close() noexcept {
+  closing_ = true;
+  net::signal_event(close_event_);
+}
+
+}  // namespace zcomm::coll

@@ -1,0 +1,100 @@
+// LinkNet: the sockets of the collectives, and waiting on them until it has become pointless.
+//
+// A group of ranks (all of a mesh, or some: then `name` is the rank in the mesh that errors speak of). Bytes move only
+// when an algorithm asks for it, on the thread that runs the operation; nobody else reads or writes these sockets.
+// Invariant: bytes that are there count before any failure: an operation whose peers did their part succeeds even if
+// they are gone by now. Thread rule: the thread that runs the operation; close() from any.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "coll/tcp/control.hpp"
+#include "coll/tcp/engine.hpp"
+
+namespace zcomm::coll {
+
+/// Bytes for one peer, or from it.
+struct LinkTransfer {
+  int peer;
+  bool out;
+  std::vector<iovec> pieces{};
+  std::size_t first = 0;  ///< pieces before this one have moved
+
+  bool done() const { return first == pieces.size(); }
+  void clear() { pieces.clear(), first = 0; }
+  void add(const void* data, std::size_t nbytes) {
+    if (nbytes > 0) pieces.push_back({const_cast<void*>(data), nbytes});
+  }
+};
+
+class LinkNet {
+ public:
+  /// members: the group's ranks in the mesh; links: by rank of the group, without those that `post` has.
+  LinkNet(std::shared_ptr<net::Mesh> mesh, std::vector<int> members, std::vector<LinkSockets> links, LinkPost& post,
+          double timeout_s);
+  ~LinkNet();
+  LinkNet(const LinkNet&) = delete;
+  LinkNet& operator=(const LinkNet&) = delete;
+
+  int rank() const { return rank_; }
+  int world_size() const { return static_cast<int>(sockets_.size()); }
+  std::span<const int> members() const { return members_; }
+  int name(int rank) const { return members_[static_cast<std::size_t>(rank)]; }
+  /// Sockets to `peer` that the ring may use.
+  int lane_count(int peer) const { return static_cast<int>(sockets_[static_cast<std::size_t>(peer)].size()); }
+  int socket(int peer, int lane) const {
+    return sockets_[static_cast<std::size_t>(peer)][static_cast<std::size_t>(lane)].get();
+  }
+
+  /// Starts the clock of an operation; throws the failure if there has been one.
+  void begin(const Header& header);
+  /// All ranks have entered it: a late one is late within it.
+  void entered() { entering_ = false; }
+
+  /// Moves all of them at once; at most one per peer and direction.
+  void move(std::span<LinkTransfer> transfers);
+
+  // For loops of their own: try, and when nothing moved, wait.
+  /// Consumes from `transfer` what can move now; returns whether anything did. PeerLost at the end of the stream.
+  bool advance(LinkTransfer& transfer, int lane);
+  /// The next wait() also wakes for this.
+  void expect(int peer, int lane, short events);
+  /// Until one of them is ready; throws PeerLost, Timeout, CollectiveMismatch, Error, Interrupted.
+  void wait();
+
+  /// Makes this and later waits end, and tells all peers why.
+  void fail(Verdict verdict) noexcept { post_.fail(std::move(verdict)); }
+  void close() noexcept;
+  bool is_closing() const { return closing_; }
+  [[noreturn]] void throw_lost(int peer);
+  std::string during() const;
+  double timeout_s() const { return timeout_s_; }
+  LinkPost& post() { return post_; }
+
+ private:
+  void restart_clock();
+  void look_around();
+  void give_up_late();
+  bool has_left(int name) const;
+
+  std::shared_ptr<net::Mesh> mesh_;
+  const std::vector<int> members_;
+  const int rank_;
+  std::vector<LinkSockets> sockets_;
+  LinkPost& post_;
+  const double timeout_s_;
+  Header current_{};
+  bool busy_ = false, entering_ = false;
+  Clock::time_point deadline_{};
+  std::vector<pollfd> fds_;    // fds_[0] is the fate's event
+  std::vector<int> expected_;  // the peer of each further one
+  std::atomic<bool> closing_{false};
+  UniqueFd close_event_ = net::make_event();
+  int callback_ = -1;
+};
+
+}  // namespace zcomm::coll

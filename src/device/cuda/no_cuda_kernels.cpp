@@ -1,0 +1,12 @@
+// The CUDA kernels of a build without CUDA: no CUDA stream exists that they could be put on.
+#include "base/error.hpp"
+#include "device/cuda/tasks.hpp"
+
+namespace zcomm::device::cuda {
+
+void launch_scale(const Scale&, std::uintptr_t) { throw Unsupported("scale: zcomm was built without CUDA"); }
+void launch_copy_list(const CopyLaunch&, std::uintptr_t) {
+  throw Unsupported("copy_list: zcomm was built without CUDA");
+}
+
+}  // namespace zcomm::device::cuda

@@ -1,4 +1,0 @@
-// Optimizer kernels for AVX-512 F, BW, VL, DQ; see [Note: one definition] in device/kernels_table.hpp.
-#define ZC_ISA avx512
-#define ZC_ISA_LEVEL 2
-#include "optim/optim_body.hpp"

@@ -1,4 +1,0 @@
-// Optimizer kernels for AVX-512 with BF16 and VBMI; see [Note: one definition] in device/kernels_table.hpp.
-#define ZC_ISA avx512_bf16
-#define ZC_ISA_LEVEL 3
-#include "optim/optim_body.hpp"

@@ -1,0 +1,368 @@
+// NCCL's functions (fake_nccl.hpp).
+#include "coll/support/fake_nccl.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <thread>
+#include <utility>
+
+#include "coll/support/nccl_device.hpp"
+
+namespace zcomm::coll {
+
+/// What ncclComm_t points to.
+struct NcclCommHandle {
+  int rank, ranks;
+  std::shared_ptr<test::Rendezvous> world;
+  const test::NcclDevice* device;
+  bool busy = false;  // a call is in progress, for so many queries
+  int queries = 0;
+  bool finalizing = false;
+  const char* ended = nullptr;            // by which call
+  std::vector<test::FakeTask> pending{};  // go on the stream when the call is over
+  device::Stream* stream = nullptr;
+  test::FakeNccl::Deeds deeds{};
+};
+
+}  // namespace zcomm::coll
+
+namespace zcomm::test {
+namespace {
+
+FakeNccl*& fake() {
+  static FakeNccl* current = nullptr;
+  return current;
+}
+
+void complain(const std::string& what) { test::fail(__FILE__, __LINE__, "FakeNccl: " + what); }
+
+/// The calling thread's calls between ncclGroupStart and ncclGroupEnd.
+struct Group {
+  int depth = 0;
+  coll::NcclCommHandle* comm = nullptr;
+  void* stream = nullptr;
+  std::vector<FakeTask> tasks;
+  int error = FakeNccl::success;
+};
+
+Group& group() {
+  static thread_local Group open;
+  return open;
+}
+
+}  // namespace
+
+FakeNccl::FakeNccl() {
+  if (fake() != nullptr) complain("two at a time");
+  fake() = this;
+}
+
+FakeNccl::~FakeNccl() {
+  for (const auto& comm : comms_)
+    if (comm->ended == nullptr) complain("rank " + std::to_string(comm->rank) + " leaves a communicator behind");
+  if (open_groups_ != 0) complain(std::to_string(open_groups_) + " groups are left open");
+  fake() = nullptr;
+}
+
+void FakeNccl::be_slow(int queries) {
+  const std::lock_guard lock(mutex_);
+  queries_ = queries;
+}
+void FakeNccl::fail(int rank, const std::string& call, int result) {
+  const std::lock_guard lock(mutex_);
+  orders_[rank].failures[call] = result;
+}
+void FakeNccl::break_down(int rank, int result) {
+  const std::lock_guard lock(mutex_);
+  orders_[rank].state = result;
+}
+void FakeNccl::hold_kernels(int rank) {
+  const std::lock_guard lock(mutex_);
+  orders_[rank].holds_kernels = true;
+}
+void FakeNccl::hold_finalize(int rank) {
+  const std::lock_guard lock(mutex_);
+  orders_[rank].holds_finalize = true;
+}
+void FakeNccl::delay_init(int rank, double seconds) {
+  const std::lock_guard lock(mutex_);
+  orders_[rank].init_delay_s = seconds;
+}
+
+FakeNccl::Comm& FakeNccl::comm_of(int rank) {
+  const auto latest =
+      std::find_if(comms_.rbegin(), comms_.rend(), [rank](const auto& comm) { return comm->rank == rank; });
+  if (latest == comms_.rend()) throw Error("FakeNccl: no communicator of rank " + std::to_string(rank));
+  return **latest;
+}
+
+void FakeNccl::wait_for_kernel(int rank) {
+  std::shared_ptr<Rendezvous> world;
+  {
+    const std::lock_guard lock(mutex_);
+    world = comm_of(rank).world;
+  }
+  world->wait_for_kernel(rank);
+}
+
+FakeNccl::Deeds FakeNccl::deeds(int rank) {
+  const std::lock_guard lock(mutex_);
+  return comm_of(rank).deeds;
+}
+
+int FakeNccl::ordered(const char* call, int rank) {
+  auto& failures = orders_[rank].failures;
+  const auto found = failures.find(call);
+  if (found == failures.end()) return success;
+  const int result = found->second;
+  failures.erase(found);
+  return result;
+}
+
+bool FakeNccl::allows(const char* call, const Comm& comm) const {
+  const std::string who = call + (" of rank " + std::to_string(comm.rank));
+  if (comm.ended != nullptr)
+    complain(who + " after " + comm.ended);
+  else if (NcclDevice::current() != comm.device)
+    complain(who + ": the thread's device is another one");
+  else
+    return true;
+  return false;
+}
+
+// ---- states ----
+
+int FakeNccl::begin(Comm& comm) {
+  comm.busy = true;
+  comm.queries = queries_;
+  return state_of(comm);
+}
+
+/// Ends a call that has been in progress for long enough.
+int FakeNccl::state_of(Comm& comm) {
+  const Orders& orders = orders_[comm.rank];
+  if (orders.state != success) return orders.state;
+  if (!comm.busy) return success;
+  const auto joined =
+      std::count_if(comms_.begin(), comms_.end(), [&](const auto& c) { return c->world == comm.world; });
+  if (comm.queries > 0 || joined < comm.ranks || (comm.finalizing && orders.holds_finalize)) return in_progress;
+  comm.busy = false;
+  return launch(comm);
+}
+
+int FakeNccl::launch(Comm& comm) {
+  if (comm.pending.empty()) return success;
+  try {
+    put(*comm.stream, [world = comm.world, rank = comm.rank, tasks = std::exchange(comm.pending, {}),
+                       held = orders_[comm.rank].holds_kernels] { world->run(rank, tasks, held); });
+  } catch (const Error&) {  // the device is lost
+    orders_[comm.rank].state = cuda_error;
+  }
+  return orders_[comm.rank].state;
+}
+
+int FakeNccl::query(Comm& comm, int& state) {
+  const std::lock_guard lock(mutex_);
+  if (comm.ended != nullptr) {
+    complain("ncclCommGetAsyncError of rank " + std::to_string(comm.rank) + " after " + comm.ended);
+    return invalid_argument;
+  }
+  if (const int result = ordered("ncclCommGetAsyncError", comm.rank); result != success) return result;
+  state = state_of(comm);
+  if (comm.queries > 0) --comm.queries;
+  return success;
+}
+
+// ---- the life of a communicator ----
+
+int FakeNccl::name_world(std::uint64_t& number) {
+  const std::lock_guard lock(mutex_);
+  number = ++last_world_;
+  return ordered("ncclGetUniqueId", 0);
+}
+
+int FakeNccl::init(Comm** made, int ranks, std::uint64_t world, int rank) {
+  std::unique_lock lock(mutex_);
+  if (const double delay_s = orders_[rank].init_delay_s; delay_s > 0) {
+    lock.unlock();
+    std::this_thread::sleep_for(std::chrono::duration<double>(delay_s));
+    lock.lock();
+  }
+  if (const int result = ordered("ncclCommInitRankConfig", rank); result != success) return result;
+  auto& rendezvous = worlds_[world];
+  if (!rendezvous) rendezvous = std::make_shared<Rendezvous>(ranks);
+  const NcclDevice* const device = NcclDevice::current();
+  if (device == nullptr || device->rank() != rank)
+    complain("ncclCommInitRankConfig: the thread's device is another one");
+  comms_.push_back(std::make_unique<Comm>(Comm{rank, ranks, rendezvous, device}));
+  *made = comms_.back().get();
+  ++(*made)->deeds.inits;
+  return begin(**made);
+}
+
+int FakeNccl::finalize(Comm& comm) {
+  const std::lock_guard lock(mutex_);
+  if (!allows("ncclCommFinalize", comm)) return invalid_argument;
+  if (comm.busy || comm.world->is_running(comm.rank)) complain("ncclCommFinalize: something is in progress");
+  if (const int result = ordered("ncclCommFinalize", comm.rank); result != success) return result;
+  ++comm.deeds.finalized;
+  comm.finalizing = true;
+  return begin(comm);
+}
+
+int FakeNccl::destroy(Comm& comm) {
+  const std::lock_guard lock(mutex_);
+  if (!allows("ncclCommDestroy", comm)) return invalid_argument;
+  if (!comm.finalizing || comm.busy) complain("ncclCommDestroy: ncclCommFinalize has not ended");
+  comm.ended = "ncclCommDestroy";
+  ++comm.deeds.destroyed;
+  return success;
+}
+
+int FakeNccl::abort(Comm& comm) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!allows("ncclCommAbort", comm)) return invalid_argument;
+    if (group().depth != 0) complain("ncclCommAbort within a group");
+    comm.ended = "ncclCommAbort";
+    ++comm.deeds.aborted;
+  }
+  comm.world->abort(comm.rank);
+  return success;
+}
+
+// ---- groups ----
+
+int FakeNccl::start_group() {
+  const std::lock_guard lock(mutex_);
+  const NcclDevice* const device = NcclDevice::current();
+  if (device == nullptr) complain("ncclGroupStart: the thread has no device");
+  if (const int result = device == nullptr ? invalid_usage : ordered("ncclGroupStart", device->rank());
+      result != success)
+    return result;
+  ++group().depth;
+  ++open_groups_;
+  return success;
+}
+
+int FakeNccl::add(const char* call, Comm& comm, const FakeTask& task, void* stream) {
+  const std::lock_guard lock(mutex_);
+  Group& open = group();
+  if (!allows(call, comm)) return invalid_argument;
+  if (open.depth == 0) complain(std::string(call) + " outside of a group, where a list would not be one operation");
+  if (comm.busy || comm.finalizing) complain(std::string(call) + " while something is in progress");
+  if (open.comm != nullptr && (open.comm != &comm || open.stream != stream)) complain("a group of several streams");
+  if (task.other >= comm.ranks) complain(std::string(call) + ": no such rank");
+  open.comm = &comm;
+  open.stream = stream;
+  if (const int result = ordered(call, comm.rank); result != success) return open.error = result;
+  open.tasks.push_back(task);
+  return success;
+}
+
+int FakeNccl::end_group() {
+  const std::lock_guard lock(mutex_);
+  if (group().depth == 0) {
+    complain("ncclGroupEnd without ncclGroupStart");
+    return invalid_usage;
+  }
+  --open_groups_;
+  if (--group().depth > 0) return success;
+  Group done = std::exchange(group(), {});
+  if (done.comm == nullptr) return success;
+  Comm& comm = *done.comm;
+  if (!allows("ncclGroupEnd", comm)) return invalid_argument;
+  ++comm.deeds.groups;
+  if (done.error == success) done.error = ordered("ncclGroupEnd", comm.rank);
+  if (done.error != success) return done.error;
+  comm.pending = std::move(done.tasks);
+  comm.stream = static_cast<device::Stream*>(done.stream);
+  return begin(comm);
+}
+
+// ---- the functions themselves ----
+
+struct NcclCalls {
+  using Comm = coll::NcclLibrary::Comm;
+
+  static int get_unique_id(coll::NcclId* id) {
+    std::uint64_t number = 0;
+    const int result = fake()->name_world(number);
+    std::memcpy(id->bytes.data(), &number, sizeof(number));
+    return result;
+  }
+  static int init(Comm* comm, int ranks, coll::NcclId id, int rank, coll::NcclConfig* config) {
+    // As the header of 2.14 lays it out, and initializes it.
+    if (config->size != 24 || config->magic != 0xcafebeef || config->version != 21400 || config->blocking != 0)
+      complain("ncclConfig_t is not that of a non-blocking communicator of 2.14");
+    std::uint64_t number = 0;
+    std::memcpy(&number, id.bytes.data(), sizeof(number));
+    return fake()->init(comm, ranks, number, rank);
+  }
+  static int query(Comm comm, int* state) { return fake()->query(*comm, *state); }
+  static int finalize(Comm comm) { return fake()->finalize(*comm); }
+  static int destroy(Comm comm) { return fake()->destroy(*comm); }
+  static int abort(Comm comm) { return fake()->abort(*comm); }
+  static int start_group() { return fake()->start_group(); }
+  static int end_group() { return fake()->end_group(); }
+
+  static int all_reduce(const void* in, void* out, std::size_t count, int dtype, int op, Comm comm, void* stream) {
+    return fake()->add("ncclAllReduce", *comm, {FakeKind::all_reduce, in, out, count, dtype, op}, stream);
+  }
+  static int reduce(const void* in, void* out, std::size_t count, int dtype, int op, int root, Comm comm,
+                    void* stream) {
+    return fake()->add("ncclReduce", *comm, {FakeKind::reduce, in, out, count, dtype, op, root}, stream);
+  }
+  static int reduce_scatter(const void* in, void* out, std::size_t count, int dtype, int op, Comm comm, void* stream) {
+    return fake()->add("ncclReduceScatter", *comm, {FakeKind::reduce_scatter, in, out, count, dtype, op}, stream);
+  }
+  static int all_gather(const void* in, void* out, std::size_t count, int dtype, Comm comm, void* stream) {
+    return fake()->add("ncclAllGather", *comm, {FakeKind::all_gather, in, out, count, dtype}, stream);
+  }
+  static int broadcast(const void* in, void* out, std::size_t count, int dtype, int root, Comm comm, void* stream) {
+    return fake()->add("ncclBroadcast", *comm, {FakeKind::broadcast, in, out, count, dtype, 0, root}, stream);
+  }
+  static int send(const void* in, std::size_t count, int dtype, int peer, Comm comm, void* stream) {
+    return fake()->add("ncclSend", *comm, {FakeKind::send, in, nullptr, count, dtype, 0, peer}, stream);
+  }
+  static int recv(void* out, std::size_t count, int dtype, int peer, Comm comm, void* stream) {
+    return fake()->add("ncclRecv", *comm, {FakeKind::recv, nullptr, out, count, dtype, 0, peer}, stream);
+  }
+  static const char* error_string(int result) {
+    static constexpr const char* words[] = {"no error",
+                                            "unhandled cuda error",
+                                            "unhandled system error",
+                                            "internal error",
+                                            "invalid argument",
+                                            "invalid usage",
+                                            "remote process exited or there was a network error"};
+    return result >= 0 && result < 7 ? words[result] : "unknown result code";
+  }
+};
+
+const coll::NcclLibrary& FakeNccl::library() {
+  static const coll::NcclLibrary functions{
+      .get_version = [](int* version) { return *version = 22703, 0; },
+      .get_unique_id = NcclCalls::get_unique_id,
+      .comm_init_rank_config = NcclCalls::init,
+      .comm_abort = NcclCalls::abort,
+      .comm_finalize = NcclCalls::finalize,
+      .comm_destroy = NcclCalls::destroy,
+      .comm_get_async_error = NcclCalls::query,
+      .get_error_string = NcclCalls::error_string,
+      .get_last_error = [](coll::NcclLibrary::Comm) { return "last words"; },
+      .all_reduce = NcclCalls::all_reduce,
+      .reduce = NcclCalls::reduce,
+      .reduce_scatter = NcclCalls::reduce_scatter,
+      .all_gather = NcclCalls::all_gather,
+      .broadcast = NcclCalls::broadcast,
+      .send = NcclCalls::send,
+      .recv = NcclCalls::recv,
+      .group_start = NcclCalls::start_group,
+      .group_end = NcclCalls::end_group,
+  };
+  return functions;
+}
+
+}  // namespace zcomm::test

@@ -1,0 +1,101 @@
+// FakeNccl: NCCL's functions for ranks that are threads, with its rules and none of its mercy.
+//
+// It keeps what NCCL documents of non-blocking communicators: a call may be in progress until the state has been asked
+// often enough, and kernels go on the stream no sooner than that; they run in the stream's order, wait for those of the
+// other ranks, and end early only by an abort. What NCCL would leave undefined fails the test: a call on a communicator
+// that is in progress, ended or another device's, a group left open, calls that differ between ranks, a communicator
+// that nobody frees. Streams are those of NcclDevice. One at a time: library() are functions without an object.
+// Thread rule: free-threaded. Source: NCCL user guide, "Creating a communicator", "Group calls", "Fault tolerance".
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "coll/cuda/nccl_library.hpp"
+#include "coll/support/fake_nccl_kernels.hpp"
+
+namespace zcomm::test {
+
+class FakeNccl {
+ public:
+  /// ncclResult_t.
+  enum : int {
+    success = 0,
+    cuda_error = 1,
+    system_error = 2,
+    invalid_argument = 4,
+    invalid_usage = 5,
+    remote_error = 6,
+    in_progress = 7
+  };
+
+  /// What has been done with the communicator of one rank.
+  struct Deeds {
+    int inits = 0, groups = 0, finalized = 0, destroyed = 0, aborted = 0;
+    bool operator==(const Deeds&) const = default;
+  };
+
+  FakeNccl();
+  ~FakeNccl();
+  FakeNccl(const FakeNccl&) = delete;
+  FakeNccl& operator=(const FakeNccl&) = delete;
+  static const coll::NcclLibrary& library();
+
+  /// What may be in progress is so for that many queries.
+  void be_slow(int queries);
+  /// The next `call` ("ncclAllReduce") of that rank returns `result`, and does nothing else.
+  void fail(int rank, const std::string& call, int result);
+  /// The state of that rank's communicator is `result` from now on.
+  void break_down(int rank, int result);
+  /// Kernels that that rank launches from now on wait for an abort.
+  void hold_kernels(int rank);
+  /// What that rank finalizes stays in progress.
+  void hold_finalize(int rank);
+  /// That rank joins a communicator so much later.
+  void delay_init(int rank, double seconds);
+
+  /// Blocks until a kernel of that rank runs.
+  void wait_for_kernel(int rank);
+  Deeds deeds(int rank);
+
+ private:
+  friend struct NcclCalls;
+  using Comm = coll::NcclCommHandle;
+  struct Orders {
+    std::map<std::string, int> failures;
+    int state = success;
+    bool holds_kernels = false, holds_finalize = false;
+    double init_delay_s = 0;
+  };
+
+  int name_world(std::uint64_t& number);
+  int init(Comm** made, int ranks, std::uint64_t world, int rank);
+  int query(Comm& comm, int& state);
+  int start_group();
+  int add(const char* call, Comm& comm, const FakeTask& task, void* stream);
+  int end_group();
+  int finalize(Comm& comm);
+  int destroy(Comm& comm);
+  int abort(Comm& comm);
+
+  /// Whether NCCL allows `call` now; fails the test where it does not.
+  bool allows(const char* call, const Comm& comm) const;
+  int ordered(const char* call, int rank);
+  int begin(Comm& comm);
+  int state_of(Comm& comm);
+  int launch(Comm& comm);
+  Comm& comm_of(int rank);
+
+  std::mutex mutex_;
+  std::map<std::uint64_t, std::shared_ptr<Rendezvous>> worlds_;
+  std::vector<std::unique_ptr<Comm>> comms_;  // none goes before the end, so that the use of an ended one is found
+  std::map<int, Orders> orders_;
+  std::uint64_t last_world_ = 0;
+  int queries_ = 0, open_groups_ = 0;
+};
+
+}  // namespace zcomm::test

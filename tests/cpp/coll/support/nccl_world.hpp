@@ -1,0 +1,83 @@
+// Worlds of ranks for tests of backend nccl: each rank a thread with a device of its own, over FakeNccl.
+#pragma once
+
+#include "coll/cuda/nccl_engine.hpp"
+#include "coll/support/fake_nccl.hpp"
+#include "coll/support/nccl_device.hpp"
+
+namespace zcomm::test {
+
+struct NcclOptions {
+  double timeout_s = 30;
+  double max_delay_s = 0;  ///< of the streams
+  bool connect = true;     ///< false: the body makes `comm`
+};
+
+struct NcclRank : DeviceRank {
+  Communicator* control = nullptr;
+  double timeout_s = 0;
+  void connect() { comm = coll::make_nccl_communicator(*control, mesh, device, FakeNccl::library(), timeout_s); }
+};
+
+/// As run_world(); `comm` is over NCCL.
+inline void run_nccl_world(int world, const NcclOptions& options, const std::function<void(NcclRank&)>& body) {
+  Listeners listeners(world);
+  std::vector<std::thread> threads;
+  for (int r = 0; r < world; ++r) {
+    threads.emplace_back([&, r] {
+      try {
+        const auto mesh = join(listeners, r);
+        const auto control = Communicator::create(mesh, small_slots(options.timeout_s, 4096));
+        NcclRank self{};
+        self.rank = r, self.world = world;
+        self.mesh = mesh;
+        self.device =
+            std::make_shared<NcclDevice>(r, device::make_simulated_device({.seed = static_cast<std::uint64_t>(r) + 1,
+                                                                           .max_delay_s = options.max_delay_s,
+                                                                           .name = "simulated:" + std::to_string(r)}));
+        self.control = control.get();
+        self.timeout_s = options.timeout_s;
+        if (options.connect) self.connect();
+        body(self);
+        if (self.comm) self.comm->close();
+        control->close();
+        mesh->leave();
+      } catch (const std::exception& error) {
+        fail(__FILE__, __LINE__, "rank " + std::to_string(r) + " of " + std::to_string(world) + ": " + error.what());
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+}
+
+inline Work sum(NcclRank& self, std::vector<float>& values, const Call& call = {}) {
+  const Buffer buffer{values.data(), values.size()};
+  return self.comm->all_reduce({&buffer, 1}, DType::f32, ReduceOp::sum, call);
+}
+
+template <class Call>
+void expect_lost(int rank, const char* how, const Call& call) {
+  try {
+    call();
+    fail(__FILE__, __LINE__, "the loss was not noticed");
+  } catch (const PeerLost& error) {
+    EXPECT_EQ(error.rank, rank);
+    const std::string wanted = "rank " + std::to_string(rank) + " " + how;
+    if (std::string(error.what()).find(wanted) == std::string::npos) fail(__FILE__, __LINE__, error.what());
+  } catch (const Error& error) {
+    fail(__FILE__, __LINE__, std::string("no loss: ") + error.what());
+  }
+}
+
+/// It has been aborted, once; later calls say why, and leave NCCL alone.
+inline void expect_aborted(FakeNccl& fake, NcclRank& self) {
+  const FakeNccl::Deeds before = fake.deeds(self.rank);
+  EXPECT_EQ(before.aborted, 1);
+  EXPECT_EQ(before.finalized + before.destroyed, 0);
+  std::vector<float> values(4);
+  EXPECT_THROW_WITH(sum(self, values).wait(), Error, "unusable since");
+  self.comm->close();
+  EXPECT_TRUE(fake.deeds(self.rank) == before);
+}
+
+}  // namespace zcomm::test
