@@ -56,7 +56,7 @@ double time_ns(const Piece& piece, coll::Header& own, std::vector<coll::Header>&
 
 void pieces(JsonLines& lines, int world_size) {
   coll::Header own;
-  own.kind = coll::OpKind::all_reduce, own.dtype = own.out_dtype = DType::f32, own.buffers = 1, own.count = 256;
+  own.kind = coll::OpKind::all_reduce, own.dtype = own.out_dtype = DType::float32, own.buffers = 1, own.count = 256;
   std::vector<coll::Header> shared(static_cast<std::size_t>(world_size), own);
   std::vector<Piece> all{{"loop", nothing, {}},
                          {"name and identity", identify, {}},
@@ -92,7 +92,7 @@ void whole(const Options& options, Rank& self, JsonLines& lines) {
       self.comm->barrier(kBlocking);
       coll::guard_enabled = enabled;
       const auto begin = Clock::now();
-      for (int i = 0; i < calls; ++i) self.comm->all_reduce({&buffer, 1}, DType::f32, ReduceOp::sum, kBlocking);
+      for (int i = 0; i < calls; ++i) self.comm->all_reduce({&buffer, 1}, DType::float32, ReduceOp::sum, kBlocking);
       const double mine = std::chrono::duration<double, std::nano>(Clock::now() - begin).count() / calls;
       coll::guard_enabled = true;
       ns[enabled ? 1 : 0] = gather.slowest(mine);

@@ -79,7 +79,7 @@ class Sized {
   float* symmetric() { return reinterpret_cast<float*>(symmetric_->data()); }
   void reduce(float* values) {
     const Buffer buffer{values, count_};
-    self_.comm->all_reduce({&buffer, 1}, DType::f32, ReduceOp::sum, kBlocking);
+    self_.comm->all_reduce({&buffer, 1}, DType::float32, ReduceOp::sum, kBlocking);
   }
 
   Rank& self_;

@@ -24,7 +24,7 @@ struct AdamParams {
 
 /// Bytes of state: per element 8 (f32 weight), 10 (bf16 weight, split master) or 12 (f16 weight and f32 master); with
 /// bf16 state 4 less; with 8-bit state 6 less, and 8 per block.
-std::size_t adam_state_nbytes(DType weight, std::size_t count, DType state = DType::f32);
+std::size_t adam_state_nbytes(DType weight, std::size_t count, DType state = DType::float32);
 
 /// One step. Throws InvalidArgument (see OptimShard; beta out of [0,1), step < 1). `threads`: workers to use at most;
 /// 0 = all of the core's pool. squares: the squares of the gradient as it is given (before grad_scale) are added in the

@@ -7,31 +7,32 @@
 
 namespace zcomm {
 
-enum class DType : std::uint8_t { f32, f64, f16, bf16, i8, u8, i32, i64, b8 };
+/// Named as in Python; `boolean` is torch.bool, one byte.
+enum class DType : std::uint8_t { float32, float64, float16, bfloat16, int8, uint8, int32, int64, boolean };
 
 enum class ReduceOp : std::uint8_t { sum, avg, min, max, prod };
 
 constexpr std::size_t size_of(DType dtype) {
   switch (dtype) {
-    case DType::f64:
-    case DType::i64:
+    case DType::float64:
+    case DType::int64:
       return 8;
-    case DType::f32:
-    case DType::i32:
+    case DType::float32:
+    case DType::int32:
       return 4;
-    case DType::f16:
-    case DType::bf16:
+    case DType::float16:
+    case DType::bfloat16:
       return 2;
-    case DType::i8:
-    case DType::u8:
-    case DType::b8:
+    case DType::int8:
+    case DType::uint8:
+    case DType::boolean:
       return 1;
   }
   return 0;
 }
 
 constexpr bool is_floating(DType dtype) {
-  return dtype == DType::f32 || dtype == DType::f64 || dtype == DType::f16 || dtype == DType::bf16;
+  return dtype == DType::float32 || dtype == DType::float64 || dtype == DType::float16 || dtype == DType::bfloat16;
 }
 
 /// PyTorch's short name ("float32", "bfloat16", ...).

@@ -55,8 +55,8 @@ struct OptimShard {
   std::size_t count;
   std::size_t tile_count;
   std::size_t begin, end;
-  DType state_dtype = DType::f32;  ///< of the arrays: f32, bf16 with stochastic rounding, or u8: 8-bit state
-  std::uint64_t first_index = 0;   ///< stochastic rounding: number of the shard's element 0 in the whole
+  DType state_dtype = DType::float32;  ///< of the arrays: f32, bf16 with stochastic rounding, or u8: 8-bit state
+  std::uint64_t first_index = 0;       ///< stochastic rounding: number of the shard's element 0 in the whole
 };
 
 /// Sets lo of a bf16 shard, or the master of an f16 shard, from an f32 master and writes the rounded weight; the

@@ -157,15 +157,15 @@ void bind_base(py::module_& m) {
   set_interrupt_check(&check_signals);
 
   py::enum_<DType>(m, "DType")
-      .value("float32", DType::f32)
-      .value("float64", DType::f64)
-      .value("float16", DType::f16)
-      .value("bfloat16", DType::bf16)
-      .value("int8", DType::i8)
-      .value("uint8", DType::u8)
-      .value("int32", DType::i32)
-      .value("int64", DType::i64)
-      .value("bool", DType::b8);
+      .value("float32", DType::float32)
+      .value("float64", DType::float64)
+      .value("float16", DType::float16)
+      .value("bfloat16", DType::bfloat16)
+      .value("int8", DType::int8)
+      .value("uint8", DType::uint8)
+      .value("int32", DType::int32)
+      .value("int64", DType::int64)
+      .value("bool", DType::boolean);
   py::enum_<ReduceOp>(m, "ReduceOp")
       .value("sum", ReduceOp::sum)
       .value("avg", ReduceOp::avg)

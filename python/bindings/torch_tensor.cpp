@@ -23,15 +23,15 @@ struct Torch {
   py::module_ torch = py::module_::import("torch");
   PyObject* tensor = kept("Tensor");
   PyObject* strided = kept("strided");
-  std::array<std::pair<PyObject*, DType>, 9> dtypes{{{kept("float32"), DType::f32},
-                                                     {kept("float64"), DType::f64},
-                                                     {kept("float16"), DType::f16},
-                                                     {kept("bfloat16"), DType::bf16},
-                                                     {kept("int8"), DType::i8},
-                                                     {kept("uint8"), DType::u8},
-                                                     {kept("int32"), DType::i32},
-                                                     {kept("int64"), DType::i64},
-                                                     {kept("bool"), DType::b8}}};
+  std::array<std::pair<PyObject*, DType>, 9> dtypes{{{kept("float32"), DType::float32},
+                                                     {kept("float64"), DType::float64},
+                                                     {kept("float16"), DType::float16},
+                                                     {kept("bfloat16"), DType::bfloat16},
+                                                     {kept("int8"), DType::int8},
+                                                     {kept("uint8"), DType::uint8},
+                                                     {kept("int32"), DType::int32},
+                                                     {kept("int64"), DType::int64},
+                                                     {kept("bool"), DType::boolean}}};
 
   PyObject* kept(const char* name) const { return torch.attr(name).cast<py::object>().release().ptr(); }
 };

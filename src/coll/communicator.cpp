@@ -101,7 +101,7 @@ class EngineCommunicator final : public Communicator {
                   const Call& call) override {
     return move(OpKind::all_to_all, in, out, dtype, -1, call);
   }
-  Work barrier(const Call& call) override { return move(OpKind::barrier, {}, {}, DType::u8, -1, call); }
+  Work barrier(const Call& call) override { return move(OpKind::barrier, {}, {}, DType::uint8, -1, call); }
 
   Work after(std::shared_ptr<device::Event> event, const Call& call) override {
     require_usable("after");

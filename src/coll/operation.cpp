@@ -30,8 +30,8 @@ void check_dtypes(const Request& request) {
   if (request.op == ReduceOp::avg && !is_floating(request.dtype))
     throw InvalidArgument(text(name_of(request.kind), ": avg of ", name_of(request.dtype),
                                ": integers have no average; use sum, or a floating dtype"));
-  const bool half = request.dtype == DType::f16 || request.dtype == DType::bf16;
-  if (request.out_dtype != request.dtype && !(half && request.out_dtype == DType::f32))
+  const bool half = request.dtype == DType::float16 || request.dtype == DType::bfloat16;
+  if (request.out_dtype != request.dtype && !(half && request.out_dtype == DType::float32))
     throw InvalidArgument(text(name_of(request.kind), ": out_dtype ", name_of(request.out_dtype), " for ",
                                name_of(request.dtype), ": expected the same, or float32 for float16 and bfloat16"));
 }

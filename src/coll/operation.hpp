@@ -75,8 +75,8 @@ struct Request {
   OpKind kind;
   std::span<const ConstBuffer> in;
   std::span<const Buffer> out;
-  DType dtype = DType::u8;
-  DType out_dtype = DType::u8;
+  DType dtype = DType::uint8;
+  DType out_dtype = DType::uint8;
   ReduceOp op = ReduceOp::sum;
   bool accumulate = false;
   int root = -1;

@@ -44,7 +44,7 @@ struct Header {
   static constexpr std::size_t kShownCounts = 4;
 
   OpKind kind = OpKind::barrier;
-  DType dtype = DType::u8, out_dtype = DType::u8;
+  DType dtype = DType::uint8, out_dtype = DType::uint8;
   ReduceOp op = ReduceOp::sum;
   bool accumulate = false;
   std::int32_t root = -1;

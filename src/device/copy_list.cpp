@@ -6,7 +6,7 @@
 namespace zcomm::device {
 namespace {
 
-bool is_cast(DType dtype) { return dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16; }
+bool is_cast(DType dtype) { return dtype == DType::float32 || dtype == DType::bfloat16 || dtype == DType::float16; }
 std::uint64_t chunks_of(const CopyItem& item) { return (item.count + kCopyChunk - 1) / kCopyChunk; }
 
 }  // namespace

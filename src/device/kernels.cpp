@@ -85,8 +85,8 @@ void check_reduce(const Reduce& args) {
   if (args.dst.empty() || args.src.empty())
     throw InvalidArgument(
         text("reduce: needs at least one dst and one src, got ", args.dst.size(), " and ", args.src.size()));
-  const bool half = args.in == DType::f16 || args.in == DType::bf16;
-  if (args.out != args.in && !(half && args.out == DType::f32))
+  const bool half = args.in == DType::float16 || args.in == DType::bfloat16;
+  if (args.out != args.in && !(half && args.out == DType::float32))
     throw InvalidArgument(text("reduce: out ", name_of(args.out), " does not go with in ", name_of(args.in),
                                "; use the same type, or float32 for float16 and bfloat16"));
   if (args.op == ReduceOp::avg && !is_floating(args.in))

@@ -12,7 +12,7 @@ namespace {
 
 constexpr std::size_t kBlock = 1024;
 
-bool is_served(DType dtype) { return dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16; }
+bool is_served(DType dtype) { return dtype == DType::float32 || dtype == DType::bfloat16 || dtype == DType::float16; }
 
 template <class Bits>
 std::uint64_t count_nonfinite(const void* data, Bits infinity, std::size_t count) {
@@ -23,8 +23,8 @@ std::uint64_t count_nonfinite(const void* data, Bits infinity, std::size_t count
 }
 
 std::uint64_t count_nonfinite(const void* data, DType dtype, std::size_t count) {
-  if (dtype == DType::f32) return count_nonfinite<std::uint32_t>(data, 0x7f800000u, count);
-  return count_nonfinite<std::uint16_t>(data, dtype == DType::bf16 ? 0x7f80 : 0x7c00, count);
+  if (dtype == DType::float32) return count_nonfinite<std::uint32_t>(data, 0x7f800000u, count);
+  return count_nonfinite<std::uint16_t>(data, dtype == DType::bfloat16 ? 0x7f80 : 0x7c00, count);
 }
 
 }  // namespace
@@ -47,9 +47,9 @@ void scale(const Scale& args) {
   for (std::size_t i = 0; i < args.count; i += kBlock) {
     const std::size_t n = std::min(kBlock, args.count - i);
     std::byte* to = dst + i * size_of(args.dst_dtype);
-    cast(wide, DType::f32, src + i * size_of(args.src_dtype), args.src_dtype, n);
+    cast(wide, DType::float32, src + i * size_of(args.src_dtype), args.src_dtype, n);
     for (std::size_t k = 0; k < n; ++k) wide[k] = wide[k] * factor;
-    cast(to, args.dst_dtype, wide, DType::f32, n);
+    cast(to, args.dst_dtype, wide, DType::float32, n);
     if (args.nonfinite != nullptr) nonfinite += count_nonfinite(to, args.dst_dtype, n);
   }
   if (args.nonfinite != nullptr) *args.nonfinite += nonfinite;

@@ -257,15 +257,15 @@ void SwapRunner::complete(Slot& slot, std::int64_t result) {
 bool SwapRunner::advance(Slot& slot, std::int64_t result, std::exception_ptr& error) {
   const bool write = slot.operation->write;
   const std::size_t remaining = slot.io_nbytes - slot.moved;
-  const auto told = [&](const auto&... why) {
+  const auto message = [&](const auto&... why) {
     return text(where(*slot.operation, location(slot), slot.io_nbytes - slot.moved), why...);
   };
   const auto failure = [&](int code, const auto&... why) {
-    error = std::make_exception_ptr(SystemError(code, told(why...), path_of(location(slot))));
+    error = std::make_exception_ptr(SystemError(code, message(why...), path_of(location(slot))));
     return true;
   };
   const auto damage = [&](const auto&... why) {
-    error = std::make_exception_ptr(DataCorrupt(EIO, told(why...), path_of(location(slot))));
+    error = std::make_exception_ptr(DataCorrupt(EIO, message(why...), path_of(location(slot))));
     return true;
   };
   if (result < 0 && result != -EAGAIN && result != -EINTR) {

@@ -104,7 +104,7 @@ class Handshake {
     if (::connect(socket.get(), reinterpret_cast<const sockaddr*>(&call.address.socket), call.address.nbytes) != 0) {
       if (errno == EAGAIN || errno == EINTR) return hang_up(call);  // its queue is full
       if (errno == ECONNREFUSED) {
-        note_end(call.peer);  // names are random and bound before they are told: this one will not come back
+        set_ended(call.peer);  // names are random and bound before they are told: this one will not come back
         return hang_up(call);
       }
       throw_system_error(errno, text("cannot connect to rank ", call.peer));
@@ -173,7 +173,7 @@ class Handshake {
     return true;
   }
 
-  void note_end(int peer) {
+  void set_ended(int peer) {
     if (ended_) return;
     ended_ = peer;
     grace_ = Deadline(kGrace_s);
@@ -185,7 +185,7 @@ class Handshake {
     char byte;
     const ssize_t got = ::recv(channels_[peer].control.get(), &byte, 1, MSG_PEEK | MSG_DONTWAIT);
     const bool quiet = got < 0 && errno != ECONNRESET;
-    if (!quiet && got <= 0) note_end(peer);
+    if (!quiet && got <= 0) set_ended(peer);
     return quiet;
   }
 

@@ -103,7 +103,7 @@ double ExactSum::value() const {
 namespace optim {
 
 void check_squares(const void* grad, DType dtype, std::size_t count) {
-  if (dtype != DType::f32 && dtype != DType::bf16 && dtype != DType::f16)
+  if (dtype != DType::float32 && dtype != DType::bfloat16 && dtype != DType::float16)
     throw InvalidArgument(text("add_squares: ", name_of(dtype), " is not float32, bfloat16 or float16"));
   if (grad == nullptr && count > 0) throw InvalidArgument(text("add_squares: grad is null, count ", count));
 }
@@ -116,8 +116,8 @@ void block_squares(double* sums, const void* grad, DType dtype, std::size_t coun
   if (rest == 0) return;
   float padded[kNormBlock] = {};  // zeros add nothing
   const auto* last = static_cast<const std::byte*>(grad) + blocks * kNormBlock * size_of(dtype);
-  device::cast(padded, DType::f32, last, dtype, rest);
-  table.squares(sums + blocks, padded, DType::f32, 1);
+  device::cast(padded, DType::float32, last, dtype, rest);
+  table.squares(sums + blocks, padded, DType::float32, 1);
 }
 
 void add_block_sums(ExactSum& sum, std::span<const double> sums) {

@@ -69,7 +69,7 @@ struct OptimPiece {
   const void* grad;
   DType grad_dtype;
   std::size_t count;
-  DType state_dtype = DType::f32;
+  DType state_dtype = DType::float32;
   std::uint64_t index = 0;
   float* scales = nullptr;     ///< 8-bit state: of m and v, block by block; the piece begins at a block's begin
   void* f16_weight = nullptr;  ///< not for kernels: `weight` is its f32 master, from which it is written

@@ -17,13 +17,16 @@ constexpr std::size_t kGrain = 16384;  // elements: enough work to be worth waki
 static_assert(kGrain % kStateBlock == 0);
 
 std::size_t bytes_per_element(DType weight, int arrays, DType state) {
-  const std::size_t master = weight == DType::bf16 ? sizeof(std::int16_t) : weight == DType::f16 ? sizeof(float) : 0;
+  const std::size_t master = weight == DType::bfloat16  ? sizeof(std::int16_t)
+                             : weight == DType::float16 ? sizeof(float)
+                                                        : 0;
   return static_cast<std::size_t>(arrays) * size_of(state) + master;
 }
 
 std::size_t scales_nbytes(DType state, std::size_t count, int arrays) {
-  return state == DType::u8 ? (count + kStateBlock - 1) / kStateBlock * static_cast<std::size_t>(arrays) * sizeof(float)
-                            : 0;
+  return state == DType::uint8
+             ? (count + kStateBlock - 1) / kStateBlock * static_cast<std::size_t>(arrays) * sizeof(float)
+             : 0;
 }
 
 OptimPiece piece_of(const OptimShard& shard, int arrays, std::size_t begin, std::size_t end) {
@@ -41,18 +44,18 @@ OptimPiece piece_of(const OptimShard& shard, int arrays, std::size_t begin, std:
   if (shard.state == nullptr) return piece;  // plain SGD in f32
   std::byte* state = shard.state + tile_begin * bytes_per_element(shard.weight_dtype, arrays, shard.state_dtype) +
                      scales_nbytes(shard.state_dtype, tile_begin, arrays);
-  if (shard.weight_dtype == DType::f16) {
+  if (shard.weight_dtype == DType::float16) {
     piece.f16_weight = piece.weight;
     piece.weight = reinterpret_cast<float*>(state) + offset;
     state += tile * sizeof(float);
   }
-  if (shard.state_dtype == DType::u8) {
+  if (shard.state_dtype == DType::uint8) {
     piece.scales = reinterpret_cast<float*>(state) + offset / kStateBlock * static_cast<std::size_t>(arrays);
     state += scales_nbytes(shard.state_dtype, tile, arrays);
   }
   const std::size_t item = size_of(shard.state_dtype);
   for (int k = 0; k < arrays; ++k, state += tile * item) piece.state[k] = state + offset * item;
-  if (shard.weight_dtype == DType::bf16) piece.lo = reinterpret_cast<std::int16_t*>(state) + offset;
+  if (shard.weight_dtype == DType::bfloat16) piece.lo = reinterpret_cast<std::int16_t*>(state) + offset;
   return piece;
 }
 
@@ -70,7 +73,7 @@ void check_blocks(const char* who, const OptimShard& shard) {
 void check_master(const char* who, const OptimShard& shard, const float* master, int arrays) {
   if (arrays < 0 || arrays > 2) throw InvalidArgument(text(who, ": arrays ", arrays, " is not 0, 1 or 2"));
   check_shard(who, shard, arrays);
-  if (shard.weight_dtype == DType::f32)
+  if (shard.weight_dtype == DType::float32)
     throw InvalidArgument(text(who, ": weight is float32; only bfloat16 and float16 weights have a master"));
   if (master == nullptr && shard.begin != shard.end) throw InvalidArgument(text(who, ": master is null"));
 }
@@ -78,9 +81,9 @@ void check_master(const char* who, const OptimShard& shard, const float* master,
 }  // namespace
 
 std::size_t state_bytes_per_element(const char* who, DType weight, int arrays, DType state) {
-  if (weight != DType::f32 && weight != DType::bf16 && weight != DType::f16)
+  if (weight != DType::float32 && weight != DType::bfloat16 && weight != DType::float16)
     throw InvalidArgument(text(who, ": weight is ", name_of(weight), "; it must be float32, bfloat16 or float16"));
-  if (state != DType::f32 && state != DType::bf16 && state != DType::u8)
+  if (state != DType::float32 && state != DType::bfloat16 && state != DType::uint8)
     throw InvalidArgument(text(who, ": state is ", name_of(state), "; it must be float32, bfloat16 or uint8"));
   return bytes_per_element(weight, arrays, state);
 }
@@ -95,11 +98,11 @@ void check_shard(const char* who, const OptimShard& shard, int arrays) {
     throw InvalidArgument(text(who, ": range [", shard.begin, ", ", shard.end, ") does not lie in a shard of ",
                                shard.count, " elements"));
   if (shard.tile_count == 0) throw InvalidArgument(text(who, ": tile_count is 0; it must be at least 1"));
-  if (shard.weight_dtype == DType::bf16 && shard.state_dtype == DType::f32 && shard.count > shard.tile_count &&
+  if (shard.weight_dtype == DType::bfloat16 && shard.state_dtype == DType::float32 && shard.count > shard.tile_count &&
       shard.tile_count % 2 != 0)
     throw InvalidArgument(
         text(who, ": tile_count ", shard.tile_count, " is odd; tiles of a bfloat16 weight hold an even number"));
-  if (shard.state_dtype == DType::u8) check_blocks(who, shard);
+  if (shard.state_dtype == DType::uint8) check_blocks(who, shard);
   if (shard.begin == shard.end) return;
   if (shard.weight == nullptr) throw InvalidArgument(text(who, ": weight is null, count ", shard.count));
   if (shard.state == nullptr && per_element > 0)
@@ -111,9 +114,9 @@ void check_shard(const char* who, const OptimShard& shard, int arrays) {
 
 void check_step(const char* who, const OptimShard& shard, int arrays, bool rounds_state) {
   check_shard(who, shard, arrays);
-  if (shard.state_dtype != DType::f32 && !rounds_state)
+  if (shard.state_dtype != DType::float32 && !rounds_state)
     throw InvalidArgument(text(who, ": state is ", name_of(shard.state_dtype), "; it must be float32"));
-  if (shard.grad_dtype != DType::f32 && shard.grad_dtype != DType::bf16 && shard.grad_dtype != DType::f16)
+  if (shard.grad_dtype != DType::float32 && shard.grad_dtype != DType::bfloat16 && shard.grad_dtype != DType::float16)
     throw InvalidArgument(
         text(who, ": grad is ", name_of(shard.grad_dtype), "; it must be float32, bfloat16 or float16"));
   if (shard.grad == nullptr && shard.begin != shard.end)
@@ -175,7 +178,8 @@ void step_in_parts(const OptimPiece& piece, int arrays, ExactSum* squares, const
     const OptimPiece part = part_of(piece, arrays, begin, std::min(at_once, piece.count - begin));
     if (squares != nullptr) add_squares_alone(*squares, part.grad, part.grad_dtype, part.count);
     step(part);
-    if (part.f16_weight != nullptr) device::cast(part.f16_weight, DType::f16, part.weight, DType::f32, part.count);
+    if (part.f16_weight != nullptr)
+      device::cast(part.f16_weight, DType::float16, part.weight, DType::float32, part.count);
   }
 }
 
@@ -189,7 +193,7 @@ void split_master(const OptimShard& shard, const float* master, int arrays) {
   optim::for_each_piece(shard, arrays, 0, [split, master](const optim::OptimPiece& piece, auto, std::size_t begin) {
     if (piece.f16_weight != nullptr) {
       std::copy_n(master + begin, piece.count, static_cast<float*>(piece.weight));
-      return device::cast(piece.f16_weight, DType::f16, master + begin, DType::f32, piece.count);
+      return device::cast(piece.f16_weight, DType::float16, master + begin, DType::float32, piece.count);
     }
     split(static_cast<std::uint16_t*>(piece.weight), piece.lo, master + begin, piece.count);
   });

@@ -16,7 +16,7 @@ namespace zcomm::optim {
 /// Bytes of state per element: `arrays` of `state` and a split master's remainder; state_nbytes: of `count` elements,
 /// with the scales of 8-bit state.
 /// Throws InvalidArgument that begins with `who` for a weight or state of a dtype that is not supported.
-std::size_t state_bytes_per_element(const char* who, DType weight, int arrays, DType state = DType::f32);
+std::size_t state_bytes_per_element(const char* who, DType weight, int arrays, DType state = DType::float32);
 std::size_t state_nbytes(const char* who, DType weight, int arrays, std::size_t count, DType state);
 
 /// Throws InvalidArgument that begins with `who`, as documented at OptimShard. check_step also checks the gradient;

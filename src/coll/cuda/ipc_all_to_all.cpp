@@ -31,10 +31,10 @@ void DeviceStaged::exchange(const Operation& operation, const HeaderOf& header_o
   const SplitStream stream(rank_, items_, element_nbytes);
   table_.assign(items_.size(), 0);
   stream.for_each([&](int to, std::size_t begin, std::size_t) { table_[static_cast<std::size_t>(to)] = begin; });
-  rounds_.tell(table_.data(), table_.size() * sizeof(table_[0]));
+  rounds_.all_gather_on_host(table_.data(), table_.size() * sizeof(table_[0]));
   for (int q = 0; q < world_size_; ++q)
     begins_[static_cast<std::size_t>(q)] =
-        reinterpret_cast<const std::uint64_t*>(rounds_.told(q))[static_cast<std::size_t>(rank_)];
+        reinterpret_cast<const std::uint64_t*>(rounds_.gathered(q))[static_cast<std::size_t>(rank_)];
 
   for (std::uint32_t t = 0; t <= total; ++t) {
     if (t < total)
@@ -52,7 +52,7 @@ void DeviceStaged::exchange(const Operation& operation, const HeaderOf& header_o
       if (here.nbytes() != 0)
         copy(items_[q].out + (here.begin - begins_[q]), slots_.slot(from, t - 1) + (here.begin - at), here.nbytes());
     }
-    rounds_.meet();
+    rounds_.barrier();
   }
 }
 

@@ -72,10 +72,10 @@ void CudaIpcEngine::set_up(std::size_t slot_nbytes, SymmetricMemory& symmetric) 
     Hello mine{slots_->slot_nbytes(), rounds_->handles(), slots_->handle()};
     device.uuid().copy(mine.uuid.data(), mine.uuid.size());
     static_assert(sizeof(mine) <= kHostSlotNbytes);
-    rounds_->tell(&mine, sizeof(mine));
+    rounds_->all_gather_on_host(&mine, sizeof(mine));
     for (int r = 0; r < world_size(); ++r) {
       Hello theirs;
-      std::memcpy(&theirs, rounds_->told(r), sizeof(theirs));
+      std::memcpy(&theirs, rounds_->gathered(r), sizeof(theirs));
       if (theirs.slot_nbytes != mine.slot_nbytes)
         throw CollectiveMismatch(text("communicator options differ: rank ", rank(), ": device slots of ",
                                       mine.slot_nbytes, " bytes; rank ", r, ": ", theirs.slot_nbytes));
@@ -84,7 +84,7 @@ void CudaIpcEngine::set_up(std::size_t slot_nbytes, SymmetricMemory& symmetric) 
       rounds_->open(r, theirs.points);
       slots_->open(r, theirs.slots);
     }
-    rounds_->meet_on_host();
+    rounds_->barrier_on_host();
   }
   direct_ = std::make_unique<DeviceDirect>(memory_, *rounds_, remote);
   staged_ = std::make_unique<DeviceStaged>(memory_, *rounds_, *slots_, remote);
@@ -151,16 +151,16 @@ void CudaIpcEngine::work(const Operation& operation) {
       choose_path(header.kind, world_size(), [this](int rank) -> const Entry& { return entrance_.entry(rank); });
   if (path == Path::staged) return staged_->run(operation);
   direct_->run(operation, path);
-  rounds_->meet();
+  rounds_->barrier();
 }
 
 void CudaIpcEngine::compare_splits(const Operation& operation, const HeaderOf& header_of) {
   if (splits_match(world_size(), header_of)) return;
   const SplitCounts own = split_counts(operation.items.all());
-  rounds_->tell(own.data(), own.size() * sizeof(own[0]));
+  rounds_->all_gather_on_host(own.data(), own.size() * sizeof(own[0]));
   std::vector<SplitCounts> by_rank(static_cast<std::size_t>(world_size()), own);
   for (int q = 0; q < world_size(); ++q)
-    std::memcpy(by_rank[static_cast<std::size_t>(q)].data(), rounds_->told(q), own.size() * sizeof(own[0]));
+    std::memcpy(by_rank[static_cast<std::size_t>(q)].data(), rounds_->gathered(q), own.size() * sizeof(own[0]));
   throw_split_mismatch(header_of(0), by_rank);
 }
 
@@ -188,7 +188,7 @@ CudaIpcEngine::~CudaIpcEngine() {
     heap_->close_peers();
   }
   publish(memory_.own()[Stage::copied_out], drained ? kGone : kStuck);
-  const bool alone = drained && hear_farewells();
+  const bool alone = drained && wait_for_farewells();
   if (alone || (drained && !failed_)) return;
   // [Note: the end]: kept, and reachable, until the process ends.
   struct Left {
@@ -215,7 +215,7 @@ bool CudaIpcEngine::drain(double patience_s) noexcept {
 }
 
 /// Whether no other rank has this one's memory open any more, or will use it.
-bool CudaIpcEngine::hear_farewells() noexcept {
+bool CudaIpcEngine::wait_for_farewells() noexcept {
   const auto until = Clock::now() + kFarewell;
   for (int peer = 0; peer < world_size(); ++peer) {
     if (peer == rank()) continue;

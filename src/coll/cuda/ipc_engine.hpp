@@ -69,7 +69,7 @@ class CudaIpcEngine final : public Engine {
   void work(const Operation& operation);
   void compare_splits(const Operation& operation, const HeaderOf& header_of);
   bool drain(double patience_s) noexcept;
-  bool hear_farewells() noexcept;
+  bool wait_for_farewells() noexcept;
 
   const std::shared_ptr<net::Mesh> mesh_;
   HostMemory memory_;  // for words between the hosts' sides only

@@ -76,7 +76,7 @@ void DeviceHeap::abandon() noexcept {
   left->push_back(std::move(dropped_->kept));
 }
 
-void DeviceHeap::tell_drops(const Header& during) {
+void DeviceHeap::share_drops(const Header& during) {
   Drops mine;
   {
     const std::lock_guard lock(dropped_->mutex);
@@ -91,16 +91,16 @@ void DeviceHeap::tell_drops(const Header& during) {
     const std::lock_guard lock(dropped_->mutex);
     for (std::size_t i = 0; i < mine.count; ++i) dropped_->kept.at(mine.ids[i]).peers.clear();
   }
-  rounds_.tell(&mine, sizeof(mine));
+  rounds_.all_gather_on_host(&mine, sizeof(mine));
   std::vector<std::uint64_t> free;
   for (int rank = 0; rank < memory_.world_size(); ++rank) {
     Drops theirs;
-    std::memcpy(&theirs, rounds_.told(rank), sizeof(theirs));
+    std::memcpy(&theirs, rounds_.gathered(rank), sizeof(theirs));
     for (std::size_t i = 0; i < theirs.count; ++i)
       if (++drops_[theirs.ids[i]] == memory_.world_size()) free.push_back(theirs.ids[i]);
   }
   forget(free);
-  rounds_.meet_on_host();
+  rounds_.barrier_on_host();
 }
 
 void DeviceHeap::forget(const std::vector<std::uint64_t>& ids) {
@@ -127,7 +127,7 @@ void DeviceHeap::make(const Operation& operation) {
         Unsupported("shared_empty: ranks on devices have memory of their own each; use empty(..., device=\"cuda\")"));
     return;
   }
-  tell_drops(header);
+  share_drops(header);
   const std::size_t ranks = static_cast<std::size_t>(memory_.world_size()),
                     nbytes = std::max<std::size_t>(header.count, 1);
   Vote mine;
@@ -141,12 +141,12 @@ void DeviceHeap::make(const Operation& operation) {
   } catch (const CudaError& error) {
     refuse(error);
   }
-  rounds_.tell(&mine, sizeof(mine));
+  rounds_.all_gather_on_host(&mine, sizeof(mine));
   std::vector<Vote> votes(ranks);
-  for (std::size_t r = 0; r < ranks; ++r) std::memcpy(&votes[r], rounds_.told(static_cast<int>(r)), sizeof(Vote));
+  for (std::size_t r = 0; r < ranks; ++r) std::memcpy(&votes[r], rounds_.gathered(static_cast<int>(r)), sizeof(Vote));
   std::vector<std::byte*> bases(ranks);
   std::vector<std::shared_ptr<void>> owners(ranks);
-  rounds_.meet_on_host();
+  rounds_.barrier_on_host();
 
   const auto refused = [&] {
     std::string by;
@@ -166,10 +166,10 @@ void DeviceHeap::make(const Operation& operation) {
   } catch (const CudaError& error) {
     refuse(error);
   }
-  rounds_.tell(&mine, sizeof(mine));
-  for (std::size_t r = 0; r < ranks; ++r) std::memcpy(&votes[r], rounds_.told(static_cast<int>(r)), sizeof(Vote));
+  rounds_.all_gather_on_host(&mine, sizeof(mine));
+  for (std::size_t r = 0; r < ranks; ++r) std::memcpy(&votes[r], rounds_.gathered(static_cast<int>(r)), sizeof(Vote));
   if (refused()) owners.clear();  // close before the owners free
-  rounds_.meet_on_host();
+  rounds_.barrier_on_host();
   if (operation.allocate->refused) return;
   std::vector<std::shared_ptr<void>> owner{own};
   if (ranks > 1)

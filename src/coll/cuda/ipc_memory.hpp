@@ -36,7 +36,7 @@ class DeviceHeap {
  private:
   struct Buffer;
   struct Dropped;
-  void tell_drops(const Header& during);
+  void share_drops(const Header& during);
   void forget(const std::vector<std::uint64_t>& ids);
   device::Memory zeroed(std::size_t nbytes, const Header& during);
 

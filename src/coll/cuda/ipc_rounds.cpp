@@ -32,14 +32,14 @@ void DeviceRounds::follow() {
   ++round_;
 }
 
-void DeviceRounds::meet_on_host() {
-  publish(memory_.own()[Stage::done], ++met_);
-  watch_.wait_for_peers(Stage::done, met_);
+void DeviceRounds::barrier_on_host() {
+  publish(memory_.own()[Stage::done], ++barriers_);
+  watch_.wait_for_peers(Stage::done, barriers_);
 }
 
-void DeviceRounds::tell(const void* mine, std::size_t nbytes) {
+void DeviceRounds::all_gather_on_host(const void* mine, std::size_t nbytes) {
   std::memcpy(memory_.slot(memory_.rank(), 0), mine, nbytes);
-  meet_on_host();
+  barrier_on_host();
 }
 
 }  // namespace zcomm::coll

@@ -1,12 +1,12 @@
 // DeviceRounds: the ranks' streams kept in step by shared events, and the host words that make that safe.
 //
 // [Note: points] Each rank has one stream for its part of all operations, and two shared events that mark points in it.
-// A round: every rank records its point, the ranks meet on the host, and each makes its stream wait for the points of
-// all others. So what a stream is given after round t runs after everything that any rank had put on its own before
-// round t; no kernel spins and the host never waits for a device. An event of another process is a pitfall: a wait
-// takes the point that was recorded last when it is called, so it must be called after that record and before the next
-// one. Both are the host's order: record, meet, wait; and the event of round t is recorded again in round t + 2, which
-// no rank reaches before all have called their waits of round t (they do so before they enter round t + 1).
+// A round: every rank records its point, the ranks have a barrier on the host, and each makes its stream wait for the
+// points of all others. So what a stream is given after round t runs after everything that any rank had put on its own
+// before round t; no kernel spins and the host never waits for a device. An event of another process is a pitfall: a
+// wait takes the point that was recorded last when it is called, so it must be called after that record and before the
+// next one. Both are the host's order: record, barrier, wait; and the event of round t is recorded again in round t +
+// 2, which no rank reaches before all have called their waits of round t (they do so before they enter round t + 1).
 // Thread rule: the thread that runs the operation.
 #pragma once
 
@@ -32,22 +32,22 @@ class DeviceRounds {
   /// Collective: before the first round, with what each rank's handles() said.
   void open(int rank, const std::array<device::SharedHandle, 2>& handles);
 
-  /// Before the ranks meet: this rank's point is here.
+  /// Before the barrier: this rank's point is here.
   void mark();
-  /// After they have met: what comes next on the stream comes after the points of all.
+  /// After the barrier: what comes next on the stream comes after the points of all.
   void follow();
   /// A round.
-  void meet() {
+  void barrier() {
     mark();
-    meet_on_host();
+    barrier_on_host();
     follow();
   }
   /// All ranks have come as far; nothing about their devices.
-  void meet_on_host();
+  void barrier_on_host();
 
-  /// Shows `nbytes` (a host slot at most) to all ranks; theirs are told(rank) until this rank's next meeting.
-  void tell(const void* mine, std::size_t nbytes);
-  const std::byte* told(int rank) const { return memory_.slot(rank, 0); }
+  /// Gives `nbytes` (a host slot at most) to all ranks; theirs are gathered(rank) until this rank's next barrier.
+  void all_gather_on_host(const void* mine, std::size_t nbytes);
+  const std::byte* gathered(int rank) const { return memory_.slot(rank, 0); }
 
   /// Forgets the peers' events.
   void close_peers() noexcept { peers_.clear(); }
@@ -62,7 +62,7 @@ class DeviceRounds {
   std::unique_ptr<device::Stream> stream_;
   Points own_;
   std::vector<Points> peers_;  // by rank
-  std::uint32_t round_ = 0, met_ = 0;
+  std::uint32_t round_ = 0, barriers_ = 0;
 };
 
 }  // namespace zcomm::coll

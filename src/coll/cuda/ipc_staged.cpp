@@ -54,7 +54,7 @@ void DeviceStaged::run(const Operation& operation) {
       for (const Piece& piece : steps_[(t - 1) % 3].all()) reduce(piece, t - 1);
     if (takes() && t >= out_lag && t - out_lag < total)
       for (const Piece& piece : steps_[(t - out_lag) % 3].all()) take(piece, t - out_lag);
-    rounds_.meet();
+    rounds_.barrier();
   }
 }
 

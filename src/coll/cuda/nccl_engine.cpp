@@ -67,7 +67,7 @@ void NcclEngine::connect() {
   NcclId id{};
   if (rank() == 0) check(nccl_.get_unique_id(&id), "ncclGetUniqueId");
   const Buffer buffer{id.bytes.data(), id.bytes.size()};
-  control_.broadcast({&buffer, 1}, DType::u8, 0, Call("NCCL's unique id", false));
+  control_.broadcast({&buffer, 1}, DType::uint8, 0, Call("NCCL's unique id", false));
   restart_clock();
   const device::CurrentDevice current(*device_);
   NcclConfig config;
@@ -102,7 +102,7 @@ void NcclEngine::run(Operation& operation) {
     return;
   }
   try {
-    meet(operation);
+    enter(operation);
     if (moves_data(operation.header.kind)) carry_out(operation);
   } catch (...) {
     abort();
@@ -111,7 +111,7 @@ void NcclEngine::run(Operation& operation) {
 }
 
 /// Throws CollectiveMismatch, and what `control` finds.
-void NcclEngine::meet(const Operation& operation) {
+void NcclEngine::enter(const Operation& operation) {
   const auto in_full = [&](const Error& error) {  // it has had room for the beginning of the name alone
     const bool is_cut = during_.size() >= sizeof(Header::name);
     return text(error.what(), is_cut ? text("; rank ", rank(), " called ", during_) : "");
@@ -156,7 +156,7 @@ void NcclEngine::compare_parts(const Operation& operation) {
   for (const Item& item : items) mine.push_back(static_cast<std::int64_t>(item.out_count));
   const ConstBuffer from{mine.data(), mine.size()};
   const Buffer to{all.data(), all.size()};
-  control_.all_gather({&from, 1}, {&to, 1}, DType::i64, Call(during_.c_str(), false, operation.header.site));
+  control_.all_gather({&from, 1}, {&to, 1}, DType::int64, Call(during_.c_str(), false, operation.header.site));
   for (std::size_t a = 0; a < ranks; ++a)
     for (std::size_t b = 0; b < ranks; ++b) {
       const auto sent = all[2 * ranks * a + b], expected = all[2 * ranks * b + ranks + a];

@@ -44,7 +44,7 @@ class NcclEngine final : public Engine {
 
  private:
   void connect();
-  void meet(const Operation& operation);
+  void enter(const Operation& operation);
   void carry_out(const Operation& operation);
   void compare_parts(const Operation& operation);
   void launch(const Operation& operation);

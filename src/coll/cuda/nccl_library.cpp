@@ -68,22 +68,22 @@ std::string NcclLibrary::version() const {
 
 int nccl_dtype(DType dtype) {
   switch (dtype) {
-    case DType::i8:
+    case DType::int8:
       return 0;
-    case DType::u8:
-    case DType::b8:
+    case DType::uint8:
+    case DType::boolean:
       return 1;
-    case DType::i32:
+    case DType::int32:
       return 2;
-    case DType::i64:
+    case DType::int64:
       return 4;
-    case DType::f16:
+    case DType::float16:
       return 6;
-    case DType::f32:
+    case DType::float32:
       return 7;
-    case DType::f64:
+    case DType::float64:
       return 8;
-    case DType::bf16:
+    case DType::bfloat16:
       return 9;
   }
   return -1;
@@ -91,7 +91,7 @@ int nccl_dtype(DType dtype) {
 
 int nccl_op(ReduceOp op, DType dtype) {
   constexpr int sum = 0, prod = 1, max = 2, min = 3, avg = 4;
-  const bool is_bool = dtype == DType::b8;
+  const bool is_bool = dtype == DType::boolean;
   switch (op) {
     case ReduceOp::sum:
       return is_bool ? max : sum;

@@ -240,12 +240,12 @@ void HierarchicalEngine::allocate(Operation& operation) {
         std::make_exception_ptr(Unsupported("allocate_shared: the ranks run on several hosts, which share no memory"));
     return;
   }
-  Operation& part = two_.begin(operation.header.kind, DType::u8);
+  Operation& part = two_.begin(operation.header.kind, DType::uint8);
   part.header.count = operation.header.count;
   part.allocate = &result;
   two_.run_on_host();
   std::int32_t refused = result.refused ? 1 : 0;
-  two_.begin(OpKind::all_reduce, DType::i32, DType::i32, ReduceOp::max);
+  two_.begin(OpKind::all_reduce, DType::int32, DType::int32, ReduceOp::max);
   auto* const flag = reinterpret_cast<std::byte*>(&refused);
   two_.add({.in = flag, .out = flag, .count = 1});
   two_.run_between_hosts();

@@ -68,10 +68,10 @@ void HierarchicalEngine::all_to_all(const Header& header, std::span<const Item> 
   std::vector<std::uint64_t> mine(row), beside(row * places_), all(row * world);  // all: [host][place]
   for (std::size_t q = 0; q < world; ++q) mine[q] = items[q].count, mine[world + q] = items[q].out_count;
   const auto bytes = [](std::vector<std::uint64_t>& from) { return reinterpret_cast<std::byte*>(from.data()); };
-  two_.begin(OpKind::all_gather, DType::i64);
+  two_.begin(OpKind::all_gather, DType::int64);
   two_.add({.in = bytes(mine), .out = bytes(beside), .count = row});
   two_.run_on_host();
-  two_.begin(OpKind::all_gather, DType::i64);
+  two_.begin(OpKind::all_gather, DType::int64);
   two_.add({.in = bytes(beside), .out = bytes(all), .count = row * places_});
   two_.run_between_hosts();
   const auto row_of = [&](std::size_t h, std::size_t p) { return all.data() + (h * places_ + p) * row; };

@@ -68,7 +68,7 @@ class HierarchicalEngine final : public Engine {
   void all_to_all(const Header& header, std::span<const Item> items);
   void allocate(Operation& operation);
   void compare_between_hosts() {
-    two_.begin(OpKind::barrier, DType::u8);
+    two_.begin(OpKind::barrier, DType::uint8);
     two_.run_between_hosts();
   }
   int host_of(int rank) const { return two_.map().host[static_cast<std::size_t>(rank)]; }

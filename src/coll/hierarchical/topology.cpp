@@ -94,8 +94,8 @@ void TwoLevels::enter(Operation& operation) {
   operation.header.sequence = ++sequence_;
   header_ = operation.header;
   group_.fate().throw_if_set(describe(header_));
-  group_.post().note_entered(header_);
-  begin(OpKind::all_gather, DType::u8);
+  group_.post().set_entered(header_);
+  begin(OpKind::all_gather, DType::uint8);
   Item item;
   item.in = reinterpret_cast<const std::byte*>(&header_);
   item.out = reinterpret_cast<std::byte*>(gathered_.data());
@@ -119,9 +119,9 @@ void TwoLevels::fail() {
   try {
     throw;
   } catch (const CollectiveMismatch& error) {
-    group_.fail(Verdict::Cause::mismatch, rank_, error.what());
+    group_.fail(FailureReport::Cause::mismatch, rank_, error.what());
   } catch (const Interrupted&) {
-    group_.fail(Verdict::Cause::left, rank_, {});
+    group_.fail(FailureReport::Cause::left, rank_, {});
     host_engine_.close();
     throw;
   } catch (const PeerLost& error) {  // either the one that failed first, or one on this host that knows of it
@@ -129,16 +129,16 @@ void TwoLevels::fail() {
     const bool on_host = error.rank >= 0 && error.rank < map_.places();
     const int lost = on_host ? beside[static_cast<std::size_t>(error.rank)] : error.rank;
     const auto loss = mesh_->lost(lost);
-    group_.fail(loss && !loss->said_goodbye ? Verdict::Cause::died : Verdict::Cause::left, lost, {});
+    group_.fail(loss && !loss->said_goodbye ? FailureReport::Cause::died : FailureReport::Cause::left, lost, {});
   } catch (const Timeout& error) {
     group_.fail(
-        Verdict::Cause::late, rank_,
+        FailureReport::Cause::late, rank_,
         text(during, ", among ranks ", net::list_ranks(beside), " of one host, there counted from 0: ", error.what()));
   } catch (const std::exception& error) {
     if (group_.net().is_closing())
-      group_.fail(Verdict::Cause::left, rank_, {});
+      group_.fail(FailureReport::Cause::left, rank_, {});
     else
-      group_.fail(Verdict::Cause::failed, rank_, text(during, ": ", error.what()));
+      group_.fail(FailureReport::Cause::failed, rank_, text(during, ": ", error.what()));
   }
   host_engine_.close();  // ends the waiting of others on this host
   fate.throw_if_set(during);

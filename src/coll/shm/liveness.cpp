@@ -16,9 +16,9 @@ constexpr auto kSlice = std::chrono::milliseconds(50);  // how long a lost wake-
 // cause, who noticed, whom it is about: 8 + 12 + 12 bits.
 constexpr std::uint32_t kRankLimit = 1u << 12;
 
-std::uint32_t encode(int cause, int noticed_by, int culprit) {
+std::uint32_t encode(int cause, int noticed_by, int rank) {
   return static_cast<std::uint32_t>(cause) << 24 | static_cast<std::uint32_t>(noticed_by) << 12 |
-         static_cast<std::uint32_t>(culprit);
+         static_cast<std::uint32_t>(rank);
 }
 
 const char* waiting_for(Stage stage) {
@@ -94,23 +94,23 @@ void Watch::look_around(Stage stage, int peer, std::uint32_t target) {
 void Watch::give_up_late(Stage stage, int waited_for, std::uint32_t target) {
   // At entry and exit everyone is needed, so everyone who is missing is named.
   const bool all = stage == Stage::arrived || stage == Stage::done;
-  std::string late, deeds;
-  int culprit = -1;
+  std::string late, last_operations;
+  int late_rank = -1;
   if (is_suspended(memory_.rank())) return restart_clock();
   for (int peer = 0; peer < memory_.world_size(); ++peer) {
     if (peer == memory_.rank() || (!all && peer != waited_for)) continue;
     if (has_reached(peer, stage, target)) continue;
     if (is_suspended(peer)) return restart_clock();
-    if (culprit < 0) culprit = peer;
+    if (late_rank < 0) late_rank = peer;
     late += text(late.empty() ? "" : ", ", peer);
-    deeds += text("; rank ", peer, " ", last_deed(peer));
+    last_operations += text("; rank ", peer, " ", last_operation(peer));
   }
-  if (culprit < 0) return;  // it came after all
+  if (late_rank < 0) return;  // it came after all
   const std::string what = text(during(), ": rank ", memory_.rank(), " waited ", timeout_s_, " s for rank ", late, " ",
-                                waiting_for(stage), deeds);
+                                waiting_for(stage), last_operations);
   ControlBlock& own = memory_.own();
   std::strncpy(own.failure, what.c_str(), sizeof(own.failure) - 1);
-  poison(Cause::late, culprit);
+  poison(Cause::late, late_rank);
   throw_if_poisoned();
 }
 
@@ -118,7 +118,7 @@ bool Watch::has_reached(int peer, Stage stage, std::uint32_t target) const {
   return reached(memory_.block(peer).signal(stage, target).value.load(std::memory_order_acquire), target);
 }
 
-std::string Watch::last_deed(int peer) const {
+std::string Watch::last_operation(int peer) const {
   ControlBlock& block = memory_.block(peer);
   const std::uint32_t arrived = block.last_entered();
   if (arrived == 0) return "has called nothing yet";
@@ -129,9 +129,9 @@ std::string Watch::during() const {
   return current_ == nullptr ? "no operation" : text(describe(*current_), " (operation ", current_->sequence, ")");
 }
 
-void Watch::poison(Cause cause, int culprit) const noexcept {
+void Watch::poison(Cause cause, int rank) const noexcept {
   std::uint32_t none = 0;
-  const std::uint32_t word = encode(static_cast<int>(cause), memory_.rank(), culprit);
+  const std::uint32_t word = encode(static_cast<int>(cause), memory_.rank(), rank);
   if (memory_.block(0).poison.compare_exchange_strong(none, word)) memory_.wake_all();
 }
 
@@ -158,21 +158,21 @@ void Watch::throw_if_failed(const Header& during) const {
 
 void Watch::throw_poison(std::uint32_t word, const std::string& during) const {
   const int noticed_by = static_cast<int>(word >> 12 & (kRankLimit - 1));
-  const int culprit = static_cast<int>(word & (kRankLimit - 1));
-  const auto story = [&] {
+  const int rank = static_cast<int>(word & (kRankLimit - 1));
+  const auto message = [&] {
     const char* failure = memory_.block(noticed_by).failure;
     return std::string(failure, strnlen(failure, sizeof(ControlBlock::failure)));
   };
   switch (static_cast<Cause>(word >> 24)) {
     case Cause::died:
-      throw PeerLost(culprit, text("rank ", culprit, " died; ", during, " cannot finish"));
+      throw PeerLost(rank, text("rank ", rank, " died; ", during, " cannot finish"));
     case Cause::left:
-      throw PeerLost(culprit, text("rank ", culprit, " left (closed its communicator or said goodbye) while others ",
-                                   "needed it; ", during, " cannot finish"));
+      throw PeerLost(rank, text("rank ", rank, " left (closed its communicator or said goodbye) while others ",
+                                "needed it; ", during, " cannot finish"));
     case Cause::late:
-      throw Timeout(story());
+      throw Timeout(message());
     default:
-      throw Error(text("rank ", culprit, " failed: ", story()));
+      throw Error(text("rank ", rank, " failed: ", message()));
   }
 }
 

@@ -49,13 +49,13 @@ class Watch {
   enum class Cause : std::uint8_t { none, died, left, late, failed };
   void throw_if_poisoned() const;
   [[noreturn]] void throw_poison(std::uint32_t word, const std::string& during) const;
-  void poison(Cause cause, int culprit) const noexcept;
+  void poison(Cause cause, int rank) const noexcept;
   void look_around(Stage stage, int peer, std::uint32_t target);
   void give_up_late(Stage stage, int waited_for, std::uint32_t target);
   void restart_clock();
   bool is_suspended(int rank) const;
   bool has_reached(int peer, Stage stage, std::uint32_t target) const;
-  std::string last_deed(int peer) const;
+  std::string last_operation(int peer) const;
   std::string during() const;
 
   std::shared_ptr<net::Mesh> mesh_;

@@ -54,7 +54,7 @@ ToldPath::ToldPath(const HostMemory& memory, Watch& watch, SlotTurns& turns, con
       world_size_(memory.world_size()) {}
 
 bool ToldPath::run(const Operation& operation, Path path) {
-  tell(operation, path);
+  show_places(operation, path);
   const bool agreed = all_reach(reach(operation, path));
   if (agreed) {
     if (has_one_root(operation.header))
@@ -74,7 +74,7 @@ ToldPath::Place ToldPath::place_of(const Allocation* home, const void* data) {
 }
 
 /// First step: the root, or every rank of all_to_all, shows the places of its list.
-void ToldPath::tell(const Operation& operation, Path path) {
+void ToldPath::show_places(const Operation& operation, Path path) {
   const std::uint32_t index = turns_.base();
   if (!has_one_root(operation.header) || operation.header.root == rank_) {
     std::byte* slot = turns_.claim(index);

@@ -34,7 +34,7 @@ class ToldPath {
   };
   static Place place_of(const Allocation* home, const void* data);
 
-  void tell(const Operation& operation, Path path);
+  void show_places(const Operation& operation, Path path);
   bool reach(const Operation& operation, Path path);
   bool reach_one(std::size_t index, int peer, std::size_t place);
   bool all_reach(bool reached);

@@ -92,10 +92,10 @@ bool LinkGuard::round(int distance, std::uint64_t identity, bool differs, std::s
     net_.wait();
   }
   if (theirs.magic != EntryFrame::kMagic || theirs.distance != mine.distance || theirs.nbytes > kMaxCargoNbytes) {
-    const std::string story = text("what came from rank ", net_.name(both[1].peer),
-                                   " is not the beginning of an operation: the streams are out of step");
-    net_.fail({Verdict::Cause::failed, net_.name(net_.rank()), story});
-    throw Error(story);
+    const std::string message = text("what came from rank ", net_.name(both[1].peer),
+                                     " is not the beginning of an operation: the streams are out of step");
+    net_.fail({FailureReport::Cause::failed, net_.name(net_.rank()), message});
+    throw Error(message);
   }
   const bool same = theirs.identity == identity && theirs.differs == 0 && theirs.nbytes == in.size();
   both[1].clear();

@@ -11,29 +11,29 @@ namespace zcomm::coll {
 namespace {
 
 constexpr auto kFarewell = std::chrono::seconds(1);
-constexpr std::size_t kMaxStoryNbytes = 8192;
+constexpr std::size_t kMaxMessageNbytes = 8192;
 
 struct PoisonHead {
-  Verdict::Cause cause;
-  std::int32_t culprit;
+  FailureReport::Cause cause;
+  std::int32_t rank;
 };
 
-std::vector<std::byte> encode(const Verdict& verdict) {
-  const PoisonHead head{verdict.cause, verdict.culprit};
-  const std::size_t length = std::min(verdict.story.size(), kMaxStoryNbytes);
+std::vector<std::byte> encode(const FailureReport& report) {
+  const PoisonHead head{report.cause, report.rank};
+  const std::size_t length = std::min(report.message.size(), kMaxMessageNbytes);
   std::vector<std::byte> bytes(sizeof head + length);
   std::memcpy(bytes.data(), &head, sizeof head);
-  std::memcpy(bytes.data() + sizeof head, verdict.story.data(), length);
+  std::memcpy(bytes.data() + sizeof head, report.message.data(), length);
   return bytes;
 }
 
-Verdict decode(std::span<const std::byte> bytes) {
+FailureReport decode(std::span<const std::byte> bytes) {
   PoisonHead head;
   if (bytes.size() < sizeof head) throw Error("a failure report that is cut short");
   std::memcpy(&head, bytes.data(), sizeof head);
-  if (head.cause == Verdict::Cause::none || head.cause > Verdict::Cause::mismatch)
+  if (head.cause == FailureReport::Cause::none || head.cause > FailureReport::Cause::mismatch)
     throw Error("a failure report that makes no sense");
-  return {head.cause, head.culprit,
+  return {head.cause, head.rank,
           std::string(reinterpret_cast<const char*>(bytes.data()) + sizeof head, bytes.size() - sizeof head)};
 }
 
@@ -126,7 +126,7 @@ void LinkPost::loop() noexcept {
         if (broken) lose(peer);
       } catch (const std::exception& error) {
         lose(peer);
-        if (fate_.set({Verdict::Cause::failed, rank_,
+        if (fate_.set({FailureReport::Cause::failed, rank_,
                        text("rank ", peer, " sent what is no message of ours: ", error.what())}))
           wake();
       }
@@ -296,15 +296,15 @@ void LinkPost::lose(int index) {
 
 void LinkPost::spread_fate() {
   fate_spread_ = true;
-  const Verdict verdict = fate_.verdict();
-  const std::vector<std::byte> bytes = encode(verdict);
+  const FailureReport report = fate_.report();
+  const std::vector<std::byte> bytes = encode(report);
   for (int peer = 0; peer < world_size(); ++peer) enqueue(peer, {.kind = FrameKind::poison}, bytes);
   handler_->failed();
   answered_.notify_all();
 }
 
-void LinkPost::fail(Verdict verdict) noexcept {
-  fate_.set(std::move(verdict));  // its event wakes the thread
+void LinkPost::fail(FailureReport report) noexcept {
+  fate_.set(std::move(report));  // its event wakes the thread
 }
 
 void LinkPost::suspend_deadline(bool suspended) {
@@ -316,7 +316,7 @@ void LinkPost::suspend_deadline(bool suspended) {
     enqueue(peer, {.kind = suspended ? FrameKind::suspend : FrameKind::resume});
 }
 
-void LinkPost::note_entered(const Header& header) {
+void LinkPost::set_entered(const Header& header) {
   const std::lock_guard lock(entered_mutex_);
   entered_ = header;
 }

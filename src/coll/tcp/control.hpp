@@ -97,16 +97,16 @@ class LinkPost {
 
   /// From any thread, without the mutex:
   /// Sets the fate, if there is none yet, and tells it to all peers.
-  void fail(Verdict verdict) noexcept;
+  void fail(FailureReport report) noexcept;
   void suspend_deadline(bool suspended);
   bool any_suspended() const { return suspended_.load(std::memory_order_acquire) > 0; }
   /// Nothing more can come from `peer`.
-  bool has_heard_all(int peer) {
+  bool has_received_all(int peer) {
     const std::lock_guard lock(mutex_);
     return is_gone(peer);
   }
-  bool said_bye(int peer) const { return peers_[static_cast<std::size_t>(peer)].bye.load(std::memory_order_acquire); }
-  void note_entered(const Header& header);
+  bool has_closed(int peer) const { return peers_[static_cast<std::size_t>(peer)].bye.load(std::memory_order_acquire); }
+  void set_entered(const Header& header);
   /// The header that each rank entered last; none of those who do not answer in time.
   std::vector<std::optional<Header>> ask_all(double patience_s);
 

@@ -7,39 +7,39 @@
 
 namespace zcomm::coll {
 
-bool LinkFate::set(Verdict verdict) {
+bool LinkFate::set(FailureReport report) {
   const std::lock_guard lock(mutex_);
   if (is_set()) return false;
-  verdict_ = std::move(verdict);
+  report_ = std::move(report);
   is_set_.store(true, std::memory_order_release);
   net::signal_event(event_);
   return true;
 }
 
-Verdict LinkFate::verdict() const {
+FailureReport LinkFate::report() const {
   const std::lock_guard lock(mutex_);
-  return verdict_;
+  return report_;
 }
 
 void LinkFate::throw_if_set(const std::string& during) const {
   if (!is_set()) return;
-  const Verdict verdict = this->verdict();
+  const FailureReport report = this->report();
   const std::string doing = during.empty() ? "" : text("; ", during, " cannot finish");
-  switch (verdict.cause) {
-    case Verdict::Cause::none:
+  switch (report.cause) {
+    case FailureReport::Cause::none:
       return;
-    case Verdict::Cause::died:
-      throw PeerLost(verdict.culprit, text("rank ", verdict.culprit, " died", doing));
-    case Verdict::Cause::left:
-      throw PeerLost(verdict.culprit,
-                     text("rank ", verdict.culprit,
-                          " left (closed its communicator or said goodbye) while others needed it", doing));
-    case Verdict::Cause::late:
-      throw Timeout(verdict.story);
-    case Verdict::Cause::mismatch:
-      throw CollectiveMismatch(verdict.story);
-    case Verdict::Cause::failed:
-      throw Error(text("rank ", verdict.culprit, " failed: ", verdict.story));
+    case FailureReport::Cause::died:
+      throw PeerLost(report.rank, text("rank ", report.rank, " died", doing));
+    case FailureReport::Cause::left:
+      throw PeerLost(
+          report.rank,
+          text("rank ", report.rank, " left (closed its communicator or said goodbye) while others needed it", doing));
+    case FailureReport::Cause::late:
+      throw Timeout(report.message);
+    case FailureReport::Cause::mismatch:
+      throw CollectiveMismatch(report.message);
+    case FailureReport::Cause::failed:
+      throw Error(text("rank ", report.rank, " failed: ", report.message));
   }
 }
 

@@ -14,19 +14,19 @@
 
 namespace zcomm::coll {
 
-struct Verdict {
+struct FailureReport {
   enum class Cause : std::uint32_t { none, died, left, late, failed, mismatch };
   Cause cause = Cause::none;
-  int culprit = -1;   ///< rank of the mesh
-  std::string story;  ///< the message; of died and left: empty, every rank words its own
+  int rank = -1;        ///< rank of the mesh
+  std::string message;  ///< empty for died and left: each rank words its own
 };
 
 class LinkFate {
  public:
   /// Whether it was the first.
-  bool set(Verdict verdict);
+  bool set(FailureReport report);
   bool is_set() const { return is_set_.load(std::memory_order_acquire); }
-  Verdict verdict() const;
+  FailureReport report() const;
   /// `during`: what this rank was doing.
   void throw_if_set(const std::string& during) const;
   /// Readable once set, for poll().
@@ -35,7 +35,7 @@ class LinkFate {
  private:
   mutable std::mutex mutex_;
   std::atomic<bool> is_set_{false};
-  Verdict verdict_;
+  FailureReport report_;
   UniqueFd event_ = net::make_event();
 };
 

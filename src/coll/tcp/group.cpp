@@ -99,8 +99,8 @@ std::size_t LinkGroup::nbytes() const {
   return guard_.nbytes() + direct_.nbytes() + halving_.nbytes() + ring_->nbytes() + chunk_.capacity();
 }
 
-void LinkGroup::fail(Verdict::Cause cause, int culprit, std::string story) noexcept {
-  net_.fail({cause, culprit, std::move(story)});
+void LinkGroup::fail(FailureReport::Cause cause, int rank, std::string message) noexcept {
+  net_.fail({cause, rank, std::move(message)});
 }
 
 void LinkGroup::run(Operation& operation, const Header* stands_for) {
@@ -120,13 +120,13 @@ void LinkGroup::run(Operation& operation, const Header* stands_for) {
   } catch (const CollectiveMismatch&) {
     throw;  // the others see it by themselves, or were told
   } catch (const Interrupted&) {
-    fail(Verdict::Cause::left, net_.name(rank()), {});
+    fail(FailureReport::Cause::left, net_.name(rank()), {});
     throw;
   } catch (const std::exception& error) {
     if (net_.is_closing())
-      fail(Verdict::Cause::left, net_.name(rank()), {});
+      fail(FailureReport::Cause::left, net_.name(rank()), {});
     else
-      fail(Verdict::Cause::failed, net_.name(rank()), text(describe(shown), ": ", error.what()));
+      fail(FailureReport::Cause::failed, net_.name(rank()), text(describe(shown), ": ", error.what()));
     throw;
   }
 }

@@ -38,7 +38,7 @@ class LinkGroup {
   /// Compares and carries out. `stands_for`: compare, and speak of, this header in place of the operation's own.
   void run(Operation& operation, const Header* stands_for = nullptr);
   /// Tells all peers that this rank cannot go on; no effect if a failure is known already.
-  void fail(Verdict::Cause cause, int culprit, std::string story) noexcept;
+  void fail(FailureReport::Cause cause, int rank, std::string message) noexcept;
   LinkFate& fate() { return fate_; }
   LinkGuard& guard() { return guard_; }
   LinkNet& net() { return net_; }

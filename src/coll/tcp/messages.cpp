@@ -27,7 +27,7 @@ std::string shape(std::uint32_t dtype, std::uint64_t count) {
 }
 
 void check_head(const Frame& head) {
-  if (head.dtype > static_cast<std::uint32_t>(DType::b8)) throw Error(text("a message of dtype ", head.dtype));
+  if (head.dtype > static_cast<std::uint32_t>(DType::boolean)) throw Error(text("a message of dtype ", head.dtype));
   if (head.tag < 0) throw Error(text("a message with tag ", head.tag));
   if (head.kind == FrameKind::message && (head.nbytes > LinkMessenger::kEagerNbytes ||
                                           head.nbytes != head.count * size_of(static_cast<DType>(head.dtype))))

@@ -145,7 +145,7 @@ std::string LinkMessenger::describe(const Pending& pending) const {
 }
 
 std::exception_ptr LinkMessenger::lost(const Pending& pending, int peer) const {
-  const bool left = peer >= 0 && post_.said_bye(peer);
+  const bool left = peer >= 0 && post_.has_closed(peer);
   return std::make_exception_ptr(
       PeerLost(peer, text(peer < 0 ? "all ranks have left"
                                    : text("rank ", peer, left ? " left (closed its communicator)" : " died or left"),

@@ -41,7 +41,7 @@ LinkReduce::LinkReduce(const Header& header, int world_size)
       accumulate_(header.accumulate),
       world_size_(world_size) {
   const bool exact = op_ == ReduceOp::min || op_ == ReduceOp::max;
-  if ((dtype_ == DType::f16 || dtype_ == DType::bf16) && !exact) partial_ = DType::f32;
+  if ((dtype_ == DType::float16 || dtype_ == DType::bfloat16) && !exact) partial_ = DType::float32;
 }
 
 void LinkReduce::add(std::byte* to, const std::byte* from, const std::byte* own, std::size_t count) {
@@ -76,7 +76,7 @@ void LinkReduce::widen(std::byte* to, const std::byte* from, std::size_t count) 
 void LinkReduce::finish(std::byte* out, std::byte* from, std::size_t count) {
   if (count == 0) return;
   if (op_ == ReduceOp::avg && world_size_ > 1) {
-    if (partial_ == DType::f64)
+    if (partial_ == DType::float64)
       divide<double>(from, count, world_size_);
     else
       divide<float>(from, count, world_size_);  // f16 and bf16 are averaged as f32 too

@@ -38,7 +38,7 @@ class LinkReduce {
   void all(std::byte* out, std::span<const void* const> from, std::size_t count) const;
 
  private:
-  DType dtype_ = DType::u8, out_dtype_ = DType::u8, partial_ = DType::u8;
+  DType dtype_ = DType::uint8, out_dtype_ = DType::uint8, partial_ = DType::uint8;
   ReduceOp op_ = ReduceOp::sum;
   bool accumulate_ = false;
   int world_size_ = 1;

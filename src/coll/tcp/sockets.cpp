@@ -27,9 +27,9 @@ LinkNet::LinkNet(std::shared_ptr<net::Mesh> mesh, std::vector<int> members, std:
       timeout_s_(timeout_s) {
   callback_ = mesh_->on_loss([this](net::Loss loss) {
     // A goodbye matters only to a rank that waits for the one that left, and that one sees its stream end.
-    if (!loss.said_goodbye) fail({Verdict::Cause::died, loss.rank, {}});
+    if (!loss.said_goodbye) fail({FailureReport::Cause::died, loss.rank, {}});
   });
-  if (const auto loss = mesh_->lost(); loss && !loss->said_goodbye) fail({Verdict::Cause::died, loss->rank, {}});
+  if (const auto loss = mesh_->lost(); loss && !loss->said_goodbye) fail({FailureReport::Cause::died, loss->rank, {}});
 }
 
 LinkNet::~LinkNet() { mesh_->forget(callback_); }
@@ -40,7 +40,7 @@ void LinkNet::begin(const Header& header) {
   restart_clock();
   if (closing_) throw Error(text("communicator was closed before ", describe(header), " ran"));
   post_.fate().throw_if_set(during());
-  post_.note_entered(header);
+  post_.set_entered(header);
 }
 
 void LinkNet::restart_clock() {
@@ -127,39 +127,39 @@ void LinkNet::give_up_late() {
   post_.fate().throw_if_set(during());
   if (post_.any_suspended()) return restart_clock();
   std::sort(expected_.begin(), expected_.end());
-  std::string late, deeds;
-  int culprit = -1;
-  const auto blame = [&](int culprit_name, const std::string& deed) {
-    if (culprit < 0) culprit = culprit_name;
-    late += text(late.empty() ? "" : ", ", culprit_name);
-    deeds += text("; rank ", culprit_name, " ", deed);
+  std::string late, last_operations;
+  int late_rank = -1;
+  const auto add = [&](int mesh_rank, const std::string& last_operation) {
+    if (late_rank < 0) late_rank = mesh_rank;
+    late += text(late.empty() ? "" : ", ", mesh_rank);
+    last_operations += text("; rank ", mesh_rank, " ", last_operation);
   };
   // Not only those that this rank waits for: they may be waiting for others.
   for (int other = 0; other < post_.world_size(); ++other) {
     const auto& answer = answers[static_cast<std::size_t>(other)];
     if (!post_.has_link(other)) continue;
     if (!answer)
-      blame(other, "does not answer (is its process stopped?)");
+      add(other, "does not answer (is its process stopped?)");
     else if (answer->sequence == 0)
-      blame(other, "has called nothing yet");
+      add(other, "has called nothing yet");
     else if (static_cast<std::int32_t>(answer->sequence - current_.sequence) < 0)
-      blame(other, text("last entered operation ", answer->sequence, ", ", describe(*answer)));
+      add(other, text("last entered operation ", answer->sequence, ", ", describe(*answer)));
   }
-  if (culprit < 0) {  // all are in it: whoever we wait for
+  if (late_rank < 0) {  // all are in it: whoever we wait for
     for (std::size_t i = 0; i < expected_.size(); ++i)
-      if (i == 0 || expected_[i] != expected_[i - 1]) blame(name(expected_[i]), "is in the same operation");
+      if (i == 0 || expected_[i] != expected_[i - 1]) add(name(expected_[i]), "is in the same operation");
   }
-  fail({Verdict::Cause::late, culprit,
+  fail({FailureReport::Cause::late, late_rank,
         text(during(), ": rank ", name(rank_), " waited ", timeout_s_, " s for rank ", late,
-             entering_ ? " to enter it" : " to bring or take its data", deeds)});
+             entering_ ? " to enter it" : " to bring or take its data", last_operations)});
   post_.fate().throw_if_set(during());
 }
 
 /// Its goodbye to the mesh may overtake what it said here before: why it leaves, say.
 bool LinkNet::has_left(int name) const {
-  if (post_.said_bye(name)) return true;
+  if (post_.has_closed(name)) return true;
   const auto loss = mesh_->lost(name);
-  return loss && loss->said_goodbye && post_.has_heard_all(name);
+  return loss && loss->said_goodbye && post_.has_received_all(name);
 }
 
 void LinkNet::throw_lost(int peer) {
@@ -172,7 +172,7 @@ void LinkNet::throw_lost(int peer) {
     if (has_left(name(peer))) break;
     net::wait_for(fate, certainty, 5);
   }
-  fail({Verdict::Cause::left, name(peer), {}});
+  fail({FailureReport::Cause::left, name(peer), {}});
   post_.fate().throw_if_set(during());
   throw PeerLost(name(peer), text("rank ", name(peer), " left"));
 }

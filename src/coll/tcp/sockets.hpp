@@ -67,7 +67,7 @@ class LinkNet {
   void wait();
 
   /// Makes this and later waits end, and tells all peers why.
-  void fail(Verdict verdict) noexcept { post_.fail(std::move(verdict)); }
+  void fail(FailureReport report) noexcept { post_.fail(std::move(report)); }
   void close() noexcept;
   bool is_closing() const { return closing_; }
   [[noreturn]] void throw_lost(int peer);

@@ -222,7 +222,8 @@ void reduce_as(const ReduceCall& call) {
   alignas(64) Acc local[kBlock];
   alignas(64) Stored rounded[narrow ? kBlock : 1];
   // Up to three sources are read before the element is written, so dst may serve as the accumulator.
-  const bool direct = !call.accumulate && !call.streaming && call.src_count <= 3 && (!narrow || call.out == DType::f32);
+  const bool direct =
+      !call.accumulate && !call.streaming && call.src_count <= 3 && (!narrow || call.out == DType::float32);
 
   const size_t most = call.streaming ? kStreamedBlock : kBlock;
   for (size_t begin = 0; begin < call.count; begin += most) {
@@ -231,7 +232,7 @@ void reduce_as(const ReduceCall& call) {
     accumulate_block<T, op>(acc, call, begin, n);
     if constexpr (!narrow) {
       store_block<T>(call, begin, acc, n);
-    } else if (call.out == DType::f32) {
+    } else if (call.out == DType::float32) {
       store_block<Real<float>>(call, begin, acc, n);
     } else {
       const bool in_place = !call.accumulate && !call.streaming;
@@ -263,23 +264,23 @@ void reduce_of(const ReduceCall& call) {
 
 void reduce(const ReduceCall& call) {
   switch (call.in) {
-    case DType::f32:
+    case DType::float32:
       return reduce_of<Real<float>>(call);
-    case DType::f64:
+    case DType::float64:
       return reduce_of<Real<double>>(call);
-    case DType::f16:
+    case DType::float16:
       return reduce_of<F16>(call);
-    case DType::bf16:
+    case DType::bfloat16:
       return reduce_of<Bf16>(call);
-    case DType::i8:
+    case DType::int8:
       return reduce_of<Whole<std::int8_t, u32>>(call);
-    case DType::u8:
+    case DType::uint8:
       return reduce_of<Whole<std::uint8_t, u32>>(call);
-    case DType::i32:
+    case DType::int32:
       return reduce_of<Whole<std::int32_t, u32>>(call);
-    case DType::i64:
+    case DType::int64:
       return reduce_of<Whole<std::int64_t, u64>>(call);
-    case DType::b8:
+    case DType::boolean:
       return reduce_of<Bool>(call);
   }
 }
@@ -293,31 +294,32 @@ void convert(To* dst, const From* src, size_t n) {
 }
 
 void cast_from_f64(void* dst, DType dst_dtype, const double* src, size_t n) {
-  if (dst_dtype == DType::f32) return convert(static_cast<float*>(dst), src, n);
+  if (dst_dtype == DType::float32) return convert(static_cast<float*>(dst), src, n);
   float odd[kBlock];
 #pragma GCC ivdep
   for (size_t i = 0; i < n; ++i) odd[i] = to_odd_f32(src[i]);
-  dst_dtype == DType::bf16 ? narrow_bf16(static_cast<u16*>(dst), odd, n) : narrow_f16(static_cast<u16*>(dst), odd, n);
+  dst_dtype == DType::bfloat16 ? narrow_bf16(static_cast<u16*>(dst), odd, n)
+                               : narrow_f16(static_cast<u16*>(dst), odd, n);
 }
 
 void cast_from_f32(void* dst, DType dst_dtype, const float* src, size_t n) {
-  if (dst_dtype == DType::bf16) return narrow_bf16(static_cast<u16*>(dst), src, n);
-  if (dst_dtype == DType::f16) return narrow_f16(static_cast<u16*>(dst), src, n);
-  if (dst_dtype == DType::f64) return convert(static_cast<double*>(dst), src, n);
+  if (dst_dtype == DType::bfloat16) return narrow_bf16(static_cast<u16*>(dst), src, n);
+  if (dst_dtype == DType::float16) return narrow_f16(static_cast<u16*>(dst), src, n);
+  if (dst_dtype == DType::float64) return convert(static_cast<double*>(dst), src, n);
   memcpy(dst, src, n * sizeof(float));
 }
 
 void cast_block(void* dst, DType dst_dtype, const void* src, DType src_dtype, size_t n) {
-  if (src_dtype == DType::f64) return cast_from_f64(dst, dst_dtype, static_cast<const double*>(src), n);
-  if (src_dtype == DType::f32) return cast_from_f32(dst, dst_dtype, static_cast<const float*>(src), n);
+  if (src_dtype == DType::float64) return cast_from_f64(dst, dst_dtype, static_cast<const double*>(src), n);
+  if (src_dtype == DType::float32) return cast_from_f32(dst, dst_dtype, static_cast<const float*>(src), n);
   float local[kBlock];
-  float* wide = dst_dtype == DType::f32 ? static_cast<float*>(dst) : local;
-  src_dtype == DType::bf16 ? widen_bf16(wide, static_cast<const u16*>(src), n)
-                           : widen_f16(wide, static_cast<const u16*>(src), n);
+  float* wide = dst_dtype == DType::float32 ? static_cast<float*>(dst) : local;
+  src_dtype == DType::bfloat16 ? widen_bf16(wide, static_cast<const u16*>(src), n)
+                               : widen_f16(wide, static_cast<const u16*>(src), n);
   if (wide == local) cast_from_f32(dst, dst_dtype, local, n);
 }
 
-size_t float_size(DType dtype) { return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2; }
+size_t float_size(DType dtype) { return dtype == DType::float64 ? 8 : dtype == DType::float32 ? 4 : 2; }
 
 void cast(void* dst, DType dst_dtype, const void* src, DType src_dtype, size_t count) {
   const size_t dst_size = float_size(dst_dtype), src_size = float_size(src_dtype);

@@ -71,18 +71,18 @@ struct Multiplied {
 template <DType from, class Work>
 void launch_floats(const Elements<Work>& args, DType to, cudaStream_t stream) {
   switch (to) {
-    case DType::bf16:
-      return launch_elements<DType::bf16, from>(args, stream);
-    case DType::f16:
-      return launch_elements<DType::f16, from>(args, stream);
+    case DType::bfloat16:
+      return launch_elements<DType::bfloat16, from>(args, stream);
+    case DType::float16:
+      return launch_elements<DType::float16, from>(args, stream);
     default:
-      return launch_elements<DType::f32, from>(args, stream);
+      return launch_elements<DType::float32, from>(args, stream);
   }
 }
 
 template <DType from>
 void cast_from(const Elements<Cast>& args, DType to, cudaStream_t stream) {
-  to == DType::f64 ? launch_elements<DType::f64, from>(args, stream) : launch_floats<from>(args, to, stream);
+  to == DType::float64 ? launch_elements<DType::float64, from>(args, stream) : launch_floats<from>(args, to, stream);
 }
 
 }  // namespace
@@ -90,14 +90,14 @@ void cast_from(const Elements<Cast>& args, DType to, cudaStream_t stream) {
 void launch_cast(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::size_t count, cudaStream_t stream) {
   const Elements<Cast> args{dst, src, count, {}};
   switch (src_dtype) {
-    case DType::f64:
-      return cast_from<DType::f64>(args, dst_dtype, stream);
-    case DType::bf16:
-      return cast_from<DType::bf16>(args, dst_dtype, stream);
-    case DType::f16:
-      return cast_from<DType::f16>(args, dst_dtype, stream);
+    case DType::float64:
+      return cast_from<DType::float64>(args, dst_dtype, stream);
+    case DType::bfloat16:
+      return cast_from<DType::bfloat16>(args, dst_dtype, stream);
+    case DType::float16:
+      return cast_from<DType::float16>(args, dst_dtype, stream);
     default:
-      return cast_from<DType::f32>(args, dst_dtype, stream);
+      return cast_from<DType::float32>(args, dst_dtype, stream);
   }
 }
 
@@ -105,12 +105,12 @@ void launch_scale(const Scale& s, std::uintptr_t native) {
   const auto stream = reinterpret_cast<cudaStream_t>(native);
   const Elements<Multiplied> args{s.dst, s.src, s.count, {s.factor, s.more, s.nonfinite}};
   switch (s.src_dtype) {
-    case DType::bf16:
-      return launch_floats<DType::bf16>(args, s.dst_dtype, stream);
-    case DType::f16:
-      return launch_floats<DType::f16>(args, s.dst_dtype, stream);
+    case DType::bfloat16:
+      return launch_floats<DType::bfloat16>(args, s.dst_dtype, stream);
+    case DType::float16:
+      return launch_floats<DType::float16>(args, s.dst_dtype, stream);
     default:
-      return launch_floats<DType::f32>(args, s.dst_dtype, stream);
+      return launch_floats<DType::float32>(args, s.dst_dtype, stream);
   }
 }
 

@@ -59,12 +59,12 @@ void launch_as(const CopyLaunch& args, cudaStream_t stream) {
 template <DType from>
 void launch_from(const CopyLaunch& args, cudaStream_t stream) {
   switch (args.dst_dtype) {
-    case DType::bf16:
-      return launch_as<Format<DType::bf16>, Format<from>>(args, stream);
-    case DType::f16:
-      return launch_as<Format<DType::f16>, Format<from>>(args, stream);
+    case DType::bfloat16:
+      return launch_as<Format<DType::bfloat16>, Format<from>>(args, stream);
+    case DType::float16:
+      return launch_as<Format<DType::float16>, Format<from>>(args, stream);
     default:
-      return launch_as<Format<DType::f32>, Format<from>>(args, stream);
+      return launch_as<Format<DType::float32>, Format<from>>(args, stream);
   }
 }
 
@@ -87,12 +87,12 @@ void launch_copy_list(const CopyLaunch& args, std::uintptr_t native) {
   const auto stream = reinterpret_cast<cudaStream_t>(native);
   if (args.dst_dtype == args.src_dtype) return launch_bytes(args, stream);
   switch (args.src_dtype) {
-    case DType::bf16:
-      return launch_from<DType::bf16>(args, stream);
-    case DType::f16:
-      return launch_from<DType::f16>(args, stream);
+    case DType::bfloat16:
+      return launch_from<DType::bfloat16>(args, stream);
+    case DType::float16:
+      return launch_from<DType::float16>(args, stream);
     default:
-      return launch_from<DType::f32>(args, stream);
+      return launch_from<DType::float32>(args, stream);
   }
 }
 

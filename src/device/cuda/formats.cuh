@@ -10,28 +10,28 @@ namespace zcomm::device::cuda {
 /// load: to the type it is computed in (f64, else f32); store: from either, rounded once.
 template <DType dtype>
 struct Format {
-  static_assert(dtype == DType::f32);
+  static_assert(dtype == DType::float32);
   using Stored = float;
   static __device__ float load(float x) { return x; }
   static __device__ float store(float x) { return x; }
   static __device__ float store(double x) { return f64_to_f32(x); }
 };
 template <>
-struct Format<DType::f64> {
+struct Format<DType::float64> {
   using Stored = double;
   static __device__ double load(double x) { return x; }
   static __device__ double store(float x) { return f32_to_f64(x); }
   static __device__ double store(double x) { return x; }
 };
 template <>
-struct Format<DType::bf16> {
+struct Format<DType::bfloat16> {
   using Stored = u16;
   static __device__ float load(u16 x) { return from_bf16(x); }
   static __device__ u16 store(float x) { return to_bf16(x); }
   static __device__ u16 store(double x) { return to_bf16(to_odd_f32(x)); }
 };
 template <>
-struct Format<DType::f16> {
+struct Format<DType::float16> {
   using Stored = u16;
   static __device__ float load(u16 x) { return from_f16(x); }
   static __device__ u16 store(float x) { return to_f16(x); }

@@ -154,23 +154,23 @@ void reduce_as(ReduceLaunch args, cudaStream_t stream) {
 void launch_reduce(const ReduceLaunch& args, cudaStream_t stream) {
   const bool widen = args.out != args.in;  // 16-bit in, f32 out
   switch (args.in) {
-    case DType::f32:
+    case DType::float32:
       return reduce_as<Real<float>, Real<float>>(args, stream);
-    case DType::f64:
+    case DType::float64:
       return reduce_as<Real<double>, Real<double>>(args, stream);
-    case DType::f16:
+    case DType::float16:
       return widen ? reduce_as<F16, Real<float>>(args, stream) : reduce_as<F16, F16>(args, stream);
-    case DType::bf16:
+    case DType::bfloat16:
       return widen ? reduce_as<Bf16, Real<float>>(args, stream) : reduce_as<Bf16, Bf16>(args, stream);
-    case DType::i8:
+    case DType::int8:
       return reduce_as<Whole<std::int8_t, u32>, Whole<std::int8_t, u32>>(args, stream);
-    case DType::u8:
+    case DType::uint8:
       return reduce_as<Whole<std::uint8_t, u32>, Whole<std::uint8_t, u32>>(args, stream);
-    case DType::i32:
+    case DType::int32:
       return reduce_as<Whole<std::int32_t, u32>, Whole<std::int32_t, u32>>(args, stream);
-    case DType::i64:
+    case DType::int64:
       return reduce_as<Whole<std::int64_t, u64>, Whole<std::int64_t, u64>>(args, stream);
-    case DType::b8:
+    case DType::boolean:
       return reduce_as<Bool, Bool>(args, stream);
   }
 }

@@ -90,8 +90,8 @@ class RecordedStream final : public Stream {
       : inner_(std::move(inner)),
         trace_(std::move(trace)),
         actor_(actor),
-        kernels_(inner_->kernels(), [this](const char* label, const Footprint& footprint) { note(label, footprint); }) {
-  }
+        kernels_(inner_->kernels(),
+                 [this](const char* label, const Footprint& footprint) { add_access(label, footprint); }) {}
 
   void record(Event& event) override {
     RecordedEvent& own = recorded(event);
@@ -105,11 +105,11 @@ class RecordedStream final : public Stream {
     trace_->order(point, actor());
   }
   void copy(void* dst, const void* src, std::size_t nbytes) override {
-    note("copy", {{Footprint::range(src, nbytes)}, {Footprint::range(dst, nbytes)}});
+    add_access("copy", {{Footprint::range(src, nbytes)}, {Footprint::range(dst, nbytes)}});
     inner_->copy(dst, src, nbytes);
   }
   void fill(void* dst, std::uint8_t value, std::size_t nbytes) override {
-    note("fill", {{}, {Footprint::range(dst, nbytes)}});
+    add_access("fill", {{}, {Footprint::range(dst, nbytes)}});
     inner_->fill(dst, value, nbytes);
   }
   StreamKernels& kernels() override { return kernels_; }
@@ -130,7 +130,7 @@ class RecordedStream final : public Stream {
   Trace::Actor actor() const { return actor_ < 0 ? trace_->host() : actor_; }
 
  private:
-  void note(const char* label, const Footprint& footprint) { trace_->touch(actor(), footprint, label); }
+  void add_access(const char* label, const Footprint& footprint) { trace_->touch(actor(), footprint, label); }
 
   std::unique_ptr<Stream> inner_;
   std::shared_ptr<Trace> trace_;

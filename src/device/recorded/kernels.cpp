@@ -10,13 +10,13 @@ void RecordedKernels::reduce(const Reduce& args) {
     footprint.writes.push_back(Footprint::range(dst, args.count * size_of(args.out)));
     if (args.accumulate) footprint.reads.push_back(footprint.writes.back());
   }
-  note_("reduce", footprint);
+  on_access_("reduce", footprint);
   inner_.reduce(args);
 }
 
 void RecordedKernels::cast(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::size_t count) {
-  note_("cast",
-        {{Footprint::range(src, count * size_of(src_dtype))}, {Footprint::range(dst, count * size_of(dst_dtype))}});
+  on_access_("cast", {{Footprint::range(src, count * size_of(src_dtype))},
+                      {Footprint::range(dst, count * size_of(dst_dtype))}});
   inner_.cast(dst, dst_dtype, src, src_dtype, count);
 }
 
@@ -25,7 +25,7 @@ void RecordedKernels::run(const KernelTask& task) {
   task.touch([&](const Touched& each) {
     (each.written ? footprint.writes : footprint.reads).push_back(Footprint::range(each.data, each.nbytes));
   });
-  note_(task.name(), footprint);
+  on_access_(task.name(), footprint);
   inner_.run(task);
 }
 

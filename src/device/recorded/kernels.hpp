@@ -1,4 +1,4 @@
-// RecordedKernels: notes which bytes a kernel reads and writes, and passes it on (device/recorded/trace.hpp).
+// RecordedKernels: reports which bytes a kernel reads and writes, and passes it on (device/recorded/trace.hpp).
 #pragma once
 
 #include <functional>
@@ -10,9 +10,9 @@ namespace zcomm::device {
 
 class RecordedKernels final : public StreamKernels {
  public:
-  /// `note` is called before the kernel is passed on.
-  RecordedKernels(StreamKernels& inner, std::function<void(const char* label, const Footprint&)> note)
-      : inner_(inner), note_(std::move(note)) {}
+  /// `on_access` is called before the kernel is passed on.
+  RecordedKernels(StreamKernels& inner, std::function<void(const char* label, const Footprint&)> on_access)
+      : inner_(inner), on_access_(std::move(on_access)) {}
 
   void reduce(const Reduce& args) override;
   void cast(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::size_t count) override;
@@ -20,7 +20,7 @@ class RecordedKernels final : public StreamKernels {
 
  private:
   StreamKernels& inner_;
-  std::function<void(const char*, const Footprint&)> note_;
+  std::function<void(const char*, const Footprint&)> on_access_;
 };
 
 }  // namespace zcomm::device

@@ -91,7 +91,7 @@ void Trace::begin(Actor actor, const std::string& label) {
   found_before_ = found_.size();
 }
 
-void Trace::note(Actor actor, ByteRange range, bool is_write) {
+void Trace::add_access(Actor actor, ByteRange range, bool is_write) {
   const auto number = static_cast<std::uint32_t>(accesses_.size());
   accesses_.push_back({static_cast<std::uint32_t>(operations_.size() - 1), range, is_write});
   if (is_write)
@@ -103,15 +103,15 @@ void Trace::note(Actor actor, ByteRange range, bool is_write) {
 void Trace::touch(Actor actor, const Footprint& footprint, const std::string& label) {
   const std::lock_guard lock(mutex_);
   begin(actor, label);
-  for (const ByteRange& range : footprint.reads) note(actor, range, false);
-  for (const ByteRange& range : footprint.writes) note(actor, range, true);
+  for (const ByteRange& range : footprint.reads) add_access(actor, range, false);
+  for (const ByteRange& range : footprint.writes) add_access(actor, range, true);
 }
 
 void Trace::free(ByteRange range) {
   const std::lock_guard lock(mutex_);
   const Actor caller = this_host().actor;
   begin(caller, "free");
-  note(caller, range, true);
+  add_access(caller, range, true);
   finder_.forget(range);
 }
 

@@ -89,7 +89,7 @@ class Trace {
   };
   Actor add(std::string name, bool is_host);
   void begin(Actor actor, const std::string& label);
-  void note(Actor actor, ByteRange range, bool is_write);
+  void add_access(Actor actor, ByteRange range, bool is_write);
   void found(std::uint32_t earlier, std::uint32_t later, ByteRange overlap);
   Race::Side side(std::uint32_t access) const;
   std::string remedy(Actor first, const Race& race, Actor second) const;

@@ -349,8 +349,8 @@ ZC_INLINE void adam_wide(const Weight& weight, State& state, const Grad& grad, s
 template <class Body>
 ZC_INLINE void with_grad(const OptimPiece& p, size_t begin, const Body& body) {
   u16* half = static_cast<u16*>(const_cast<void*>(p.grad)) + begin;  // it is only read
-  if (p.grad_dtype == DType::f32) return body(WideF32{static_cast<float*>(const_cast<void*>(p.grad)) + begin});
-  p.grad_dtype == DType::bf16 ? body(WideBf16{half}) : body(WideF16{half});
+  if (p.grad_dtype == DType::float32) return body(WideF32{static_cast<float*>(const_cast<void*>(p.grad)) + begin});
+  p.grad_dtype == DType::bfloat16 ? body(WideBf16{half}) : body(WideF16{half});
 }
 
 constexpr Order kOrder = Order::natural;  // of an f32 weight

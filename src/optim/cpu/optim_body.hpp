@@ -73,9 +73,9 @@ void update_block(void* weight, int16_t* lo, const State& arrays, const float* g
 
 /// Gradient elements [begin, begin + n) as f32, in `local` where they must be widened.
 const float* widened(float* local, const void* grad, DType dtype, size_t begin, size_t n) {
-  if (dtype == DType::f32) return static_cast<const float*>(grad) + begin;
+  if (dtype == DType::float32) return static_cast<const float*>(grad) + begin;
   const u16* half = static_cast<const u16*>(grad) + begin;
-  dtype == DType::bf16 ? widen_bf16(local, half, n) : widen_f16(local, half, n);
+  dtype == DType::bfloat16 ? widen_bf16(local, half, n) : widen_f16(local, half, n);
   return local;
 }
 
@@ -183,9 +183,9 @@ void encode_state(const OptimPiece& p, const float* m, const float* v) {
 
 template <bool adamw>
 void adam_by_state(const OptimPiece& piece, const AdamFactors& f) {
-  if (piece.state_dtype == DType::f32) return update<Adam<adamw>>(piece, f);
-  piece.state_dtype == DType::u8 ? update_coded<SmallAdam<adamw>>(piece, f)
-                                 : update_rounded<SmallAdam<adamw>>(piece, f);
+  if (piece.state_dtype == DType::float32) return update<Adam<adamw>>(piece, f);
+  piece.state_dtype == DType::uint8 ? update_coded<SmallAdam<adamw>>(piece, f)
+                                    : update_rounded<SmallAdam<adamw>>(piece, f);
 }
 
 void adam(const OptimPiece& piece, const AdamFactors& f) {

@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kThreads) adam_kernel(const __grid_constant__ 
     if (args.factors[low].skip != 0) continue;
     const AdamFactors f = args.factors[low].factors;
     const Piece piece = piece_of<weight, state, 2>(item.shard, item.chunks, chunk - item.first_chunk);
-    using Rule = std::conditional_t<state == DType::f32, Adam, SmallAdam>;
+    using Rule = std::conditional_t<state == DType::float32, Adam, SmallAdam>;
     step_any_piece<Rule, weight, state>(piece, item.shard.grad_dtype, f);
   }
 }
@@ -76,24 +76,24 @@ void launch_as(const AdamLaunch& args, cudaStream_t stream) {
 template <DType weight>
 void launch_weight(const AdamLaunch& args, DType state, cudaStream_t stream) {
   switch (state) {
-    case DType::bf16:
-      return launch_as<weight, DType::bf16>(args, stream);
-    case DType::u8:
-      return launch_as<weight, DType::u8>(args, stream);
+    case DType::bfloat16:
+      return launch_as<weight, DType::bfloat16>(args, stream);
+    case DType::uint8:
+      return launch_as<weight, DType::uint8>(args, stream);
     default:
-      return launch_as<weight, DType::f32>(args, stream);
+      return launch_as<weight, DType::float32>(args, stream);
   }
 }
 
 void launch_items(const AdamLaunch& args, cudaStream_t stream) {
   const OptimShard& shard = args.items[0].shard;
   switch (shard.weight_dtype) {
-    case DType::bf16:
-      return launch_weight<DType::bf16>(args, shard.state_dtype, stream);
-    case DType::f16:
-      return launch_weight<DType::f16>(args, shard.state_dtype, stream);
+    case DType::bfloat16:
+      return launch_weight<DType::bfloat16>(args, shard.state_dtype, stream);
+    case DType::float16:
+      return launch_weight<DType::float16>(args, shard.state_dtype, stream);
     default:
-      return launch_weight<DType::f32>(args, shard.state_dtype, stream);
+      return launch_weight<DType::float32>(args, shard.state_dtype, stream);
   }
 }
 

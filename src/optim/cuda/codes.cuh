@@ -91,7 +91,7 @@ __device__ void step_coded_piece(const Piece& p, DType grad_dtype, const AdamFac
 
 template <class Rule, DType weight, DType state>
 __device__ void step_any_piece(const Piece& p, DType grad_dtype, const typename Rule::Factors& f) {
-  if constexpr (state == DType::u8) {
+  if constexpr (state == DType::uint8) {
     step_coded_piece<weight>(p, grad_dtype, f);
   } else {
     step_piece<Rule, weight, state>(p, grad_dtype, f);

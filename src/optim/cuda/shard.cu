@@ -26,9 +26,9 @@ struct ShardLaunch {
 template <class Rule, DType weight, DType state>
 __global__ void __launch_bounds__(kThreads)
     shard_kernel(const __grid_constant__ ShardLaunch<typename Rule::Factors> args) {
-  const bool told = args.on_device != nullptr;
-  if (told && args.on_device->skip != 0) return;
-  const typename Rule::Factors f = told ? args.on_device->factors : args.factors;
+  const bool from_device = args.on_device != nullptr;
+  if (from_device && args.on_device->skip != 0) return;
+  const typename Rule::Factors f = from_device ? args.on_device->factors : args.factors;
   for (std::size_t chunk = blockIdx.x; chunk < args.chunks.count; chunk += gridDim.x) {
     const Piece piece = piece_of<weight, state, Rule::arrays>(args.shard, args.chunks, chunk);
     step_any_piece<Rule, weight, state>(piece, args.shard.grad_dtype, f);
@@ -44,12 +44,12 @@ void launch_as(const ShardLaunch<typename Rule::Factors>& args, cudaStream_t str
 template <class Rule, DType state>
 void launch_state(const ShardLaunch<typename Rule::Factors>& args, cudaStream_t stream) {
   switch (args.shard.weight_dtype) {
-    case DType::bf16:
-      return launch_as<Rule, DType::bf16, state>(args, stream);
-    case DType::f16:
-      return launch_as<Rule, DType::f16, state>(args, stream);
+    case DType::bfloat16:
+      return launch_as<Rule, DType::bfloat16, state>(args, stream);
+    case DType::float16:
+      return launch_as<Rule, DType::float16, state>(args, stream);
     default:
-      return launch_as<Rule, DType::f32, state>(args, stream);
+      return launch_as<Rule, DType::float32, state>(args, stream);
   }
 }
 
@@ -60,33 +60,33 @@ void launch_step(const OptimShard& shard, int, const AdamFactors& factors, const
   const auto stream = reinterpret_cast<cudaStream_t>(native);
   const ShardLaunch<AdamFactors> args{shard, chunks_of(shard), factors, on_device};
   switch (shard.state_dtype) {
-    case DType::bf16:
-      return launch_state<SmallAdam, DType::bf16>(args, stream);
-    case DType::u8:
-      return launch_state<SmallAdam, DType::u8>(args, stream);
+    case DType::bfloat16:
+      return launch_state<SmallAdam, DType::bfloat16>(args, stream);
+    case DType::uint8:
+      return launch_state<SmallAdam, DType::uint8>(args, stream);
     default:
-      return launch_state<Adam, DType::f32>(args, stream);
+      return launch_state<Adam, DType::float32>(args, stream);
   }
 }
 
 void launch_step(const OptimShard& shard, int, const LionFactors& factors, const OnDevice<LionFactors>* on_device,
                  std::uintptr_t native) {
-  launch_state<rules::Lion, DType::f32>({shard, chunks_of(shard), factors, on_device},
-                                        reinterpret_cast<cudaStream_t>(native));
+  launch_state<rules::Lion, DType::float32>({shard, chunks_of(shard), factors, on_device},
+                                            reinterpret_cast<cudaStream_t>(native));
 }
 
 void launch_step(const OptimShard& shard, int arrays, const SgdFactors& factors, const OnDevice<SgdFactors>* on_device,
                  std::uintptr_t native) {
   const auto stream = reinterpret_cast<cudaStream_t>(native);
   const ShardLaunch<SgdFactors> args{shard, chunks_of(shard), factors, on_device};
-  return arrays == 0 ? launch_state<rules::PlainSgd, DType::f32>(args, stream)
-                     : launch_state<BufferedSgd, DType::f32>(args, stream);
+  return arrays == 0 ? launch_state<rules::PlainSgd, DType::float32>(args, stream)
+                     : launch_state<BufferedSgd, DType::float32>(args, stream);
 }
 
 void launch_step(const OptimShard& shard, int, const AdagradFactors& factors, const OnDevice<AdagradFactors>* on_device,
                  std::uintptr_t native) {
-  launch_state<rules::Adagrad, DType::f32>({shard, chunks_of(shard), factors, on_device},
-                                           reinterpret_cast<cudaStream_t>(native));
+  launch_state<rules::Adagrad, DType::float32>({shard, chunks_of(shard), factors, on_device},
+                                               reinterpret_cast<cudaStream_t>(native));
 }
 
 }  // namespace zcomm::optim::cuda

@@ -34,9 +34,9 @@ __device__ inline double square(float x) { return static_cast<double>(x) * stati
 
 template <DType dtype>
 __device__ inline float load(const void* grad, std::size_t i) {
-  if constexpr (dtype == DType::f32) return static_cast<const float*>(grad)[i];
+  if constexpr (dtype == DType::float32) return static_cast<const float*>(grad)[i];
   const std::uint16_t x = static_cast<const std::uint16_t*>(grad)[i];
-  return dtype == DType::bf16 ? device::cuda::from_bf16(x) : device::cuda::from_f16(x);
+  return dtype == DType::bfloat16 ? device::cuda::from_bf16(x) : device::cuda::from_f16(x);
 }
 
 /// Calls put(block, sum) in one lane of each block.
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(device::cuda::kThreads) norm_kernel(const Norm
 template <class Args>
 void launch_each(void (*f32)(Args), void (*bf16)(Args), void (*f16)(Args), DType dtype, const Args& args,
                  std::uintptr_t native) {
-  const auto kernel = dtype == DType::bf16 ? bf16 : dtype == DType::f16 ? f16 : f32;
+  const auto kernel = dtype == DType::bfloat16 ? bf16 : dtype == DType::float16 ? f16 : f32;
   const unsigned blocks = device::cuda::blocks_for((args.count + kNormBlock - 1) / kNormBlock * kLanes);
   device::cuda::launch(kernel, blocks, reinterpret_cast<cudaStream_t>(native), args);
 }
@@ -113,12 +113,12 @@ void launch_each(void (*f32)(Args), void (*bf16)(Args), void (*f16)(Args), DType
 }  // namespace
 
 void launch_squares(double* sums, const void* grad, DType dtype, std::size_t count, std::uintptr_t native) {
-  launch_each<SquaresLaunch>(squares_kernel<DType::f32>, squares_kernel<DType::bf16>, squares_kernel<DType::f16>, dtype,
-                             {sums, grad, count}, native);
+  launch_each<SquaresLaunch>(squares_kernel<DType::float32>, squares_kernel<DType::bfloat16>,
+                             squares_kernel<DType::float16>, dtype, {sums, grad, count}, native);
 }
 
 void launch_norm(std::int64_t* words, const void* grad, DType dtype, std::size_t count, std::uintptr_t native) {
-  launch_each<NormLaunch>(norm_kernel<DType::f32>, norm_kernel<DType::bf16>, norm_kernel<DType::f16>, dtype,
+  launch_each<NormLaunch>(norm_kernel<DType::float32>, norm_kernel<DType::bfloat16>, norm_kernel<DType::float16>, dtype,
                           {reinterpret_cast<unsigned long long*>(words), grad, count}, native);
 }
 

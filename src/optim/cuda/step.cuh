@@ -83,11 +83,11 @@ struct Piece {
 
 template <DType weight, DType state, int arrays>
 __device__ Piece piece_of(const OptimShard& s, const Chunks& chunks, std::size_t chunk) {
-  constexpr std::size_t item = state == DType::f32    ? 4
-                               : state == DType::bf16 ? 2
-                                                      : 1,
-                        low = weight == DType::bf16 ? 2 : 0, whole = weight == DType::f16 ? 4 : 0,
-                        scale = state == DType::u8 ? arrays * sizeof(float) : 0;
+  constexpr std::size_t item = state == DType::float32    ? 4
+                               : state == DType::bfloat16 ? 2
+                                                          : 1,
+                        low = weight == DType::bfloat16 ? 2 : 0, whole = weight == DType::float16 ? 4 : 0,
+                        scale = state == DType::uint8 ? arrays * sizeof(float) : 0;
   const std::size_t tile_begin = (chunks.first_tile + chunk / chunks.per_tile) * s.tile_count;
   const std::size_t rest = s.count - tile_begin, tile = s.tile_count < rest ? s.tile_count : rest;
   std::size_t begin = tile_begin + chunk % chunks.per_tile * kChunk, end = begin + kChunk;
@@ -99,18 +99,18 @@ __device__ Piece piece_of(const OptimShard& s, const Chunks& chunks, std::size_t
   const std::size_t at = begin - tile_begin;
   std::byte* data =
       s.state + tile_begin * (arrays * item + low + whole) + (tile_begin + kStateBlock - 1) / kStateBlock * scale;
-  p.weight = static_cast<std::byte*>(s.weight) + begin * (weight == DType::f32 ? 4 : 2);
-  if constexpr (weight == DType::f16) {
+  p.weight = static_cast<std::byte*>(s.weight) + begin * (weight == DType::float32 ? 4 : 2);
+  if constexpr (weight == DType::float16) {
     p.master = reinterpret_cast<float*>(data) + at;
     data += tile * whole;
   }
-  if constexpr (state == DType::u8) {
+  if constexpr (state == DType::uint8) {
     p.scales = reinterpret_cast<float*>(data) + at / kStateBlock * arrays;
     data += (tile + kStateBlock - 1) / kStateBlock * scale;
   }
   for (int k = 0; k < arrays; ++k, data += tile * item) p.state[k] = data + at * item;
-  if constexpr (weight == DType::bf16) p.lo = reinterpret_cast<std::int16_t*>(data) + at;
-  p.grad = static_cast<const std::byte*>(s.grad) + begin * (s.grad_dtype == DType::f32 ? 4 : 2);
+  if constexpr (weight == DType::bfloat16) p.lo = reinterpret_cast<std::int16_t*>(data) + at;
+  p.grad = static_cast<const std::byte*>(s.grad) + begin * (s.grad_dtype == DType::float32 ? 4 : 2);
   p.index = s.first_index + begin;
   return p;
 }
@@ -128,31 +128,31 @@ __device__ __forceinline__ void put(void* data, std::size_t i, const Pack<V, wid
 
 template <int width>
 __device__ __forceinline__ void get_grad(float* g, const void* grad, DType dtype, std::size_t i) {
-  if (dtype == DType::f32) {  // the same for all threads
+  if (dtype == DType::float32) {  // the same for all threads
     const auto x = get<float, width>(grad, i);
     for (int k = 0; k < width; ++k) g[k] = x.at[k];
     return;
   }
   const auto x = get<u16, width>(grad, i);
   for (int k = 0; k < width; ++k)
-    g[k] = dtype == DType::bf16 ? device::cuda::from_bf16(x.at[k]) : device::cuda::from_f16(x.at[k]);
+    g[k] = dtype == DType::bfloat16 ? device::cuda::from_bf16(x.at[k]) : device::cuda::from_f16(x.at[k]);
 }
 
 template <DType weight, int width>
 __device__ __forceinline__ void get_weight(float* w, const Piece& p, std::size_t i) {
-  if constexpr (weight == DType::bf16) {
+  if constexpr (weight == DType::bfloat16) {
     const auto high = get<u16, width>(p.weight, i);
     const auto low = get<std::int16_t, width>(p.lo, i);
     for (int k = 0; k < width; ++k) w[k] = rules::join_one(high.at[k], low.at[k]);
   } else {
-    const auto x = get<float, width>(weight == DType::f16 ? static_cast<const void*>(p.master) : p.weight, i);
+    const auto x = get<float, width>(weight == DType::float16 ? static_cast<const void*>(p.master) : p.weight, i);
     for (int k = 0; k < width; ++k) w[k] = x.at[k];
   }
 }
 
 template <DType weight, int width>
 __device__ __forceinline__ void put_weight(const Piece& p, std::size_t i, const float* w) {
-  if constexpr (weight == DType::bf16) {
+  if constexpr (weight == DType::bfloat16) {
     Pack<u16, width> high;
     Pack<std::int16_t, width> low;
     for (int k = 0; k < width; ++k) {
@@ -164,9 +164,9 @@ __device__ __forceinline__ void put_weight(const Piece& p, std::size_t i, const 
   } else {
     Pack<float, width> wide;
     for (int k = 0; k < width; ++k) wide.at[k] = w[k];
-    put(weight == DType::f16 ? static_cast<void*>(p.master) : p.weight, i, wide);
+    put(weight == DType::float16 ? static_cast<void*>(p.master) : p.weight, i, wide);
   }
-  if constexpr (weight == DType::f16) {
+  if constexpr (weight == DType::float16) {
     Pack<u16, width> half;
     for (int k = 0; k < width; ++k) half.at[k] = device::cuda::to_f16(w[k]);
     put(p.weight, i, half);
@@ -187,7 +187,7 @@ __device__ Keys keys_of(const Factors& f, u64 index) {
 
 template <DType state, int width>
 __device__ __forceinline__ void get_state(float* x, const void* data, std::size_t i) {
-  if constexpr (state == DType::f32) {
+  if constexpr (state == DType::float32) {
     const auto in = get<float, width>(data, i);
     for (int k = 0; k < width; ++k) x[k] = in.at[k];
   } else {
@@ -198,7 +198,7 @@ __device__ __forceinline__ void get_state(float* x, const void* data, std::size_
 
 template <DType state, int width>
 __device__ __forceinline__ void put_state(void* data, std::size_t i, const float* x, const u32* chance) {
-  if constexpr (state == DType::f32) {
+  if constexpr (state == DType::float32) {
     Pack<float, width> out;
     for (int k = 0; k < width; ++k) out.at[k] = x[k];
     put(data, i, out);
@@ -222,7 +222,7 @@ __device__ __forceinline__ void step_pack(const Piece& p, DType grad_dtype, cons
   if constexpr (Rule::arrays > 1) get_state<state, width>(b, p.state[1], i);
   for (int k = 0; k < width; ++k) {
     w[k] = Rule::update(w[k], g[k], a[k], b[k], f);
-    if constexpr (state == DType::bf16) {
+    if constexpr (state == DType::bfloat16) {
       const u64 index = p.index + i * width + static_cast<u64>(k);
       const u32 random = rules::random_bits(static_cast<u32>(index), index >> 32 == keys.high ? keys.here : keys.next);
       first[k] = random & 0xffffu;
@@ -239,16 +239,16 @@ __device__ bool all_aligned(const Piece& p, DType grad_dtype) {
   const auto loose = [](const void* data, std::size_t size) {
     return (reinterpret_cast<std::uintptr_t>(data) & (kWidth * size - 1)) != 0;
   };
-  constexpr std::size_t item = state == DType::f32 ? 4 : 2;
-  return !(loose(p.weight, weight == DType::f32 ? 4 : 2) || loose(p.master, 4) || loose(p.lo, 2) ||
-           loose(p.state[0], item) || loose(p.state[1], item) || loose(p.grad, grad_dtype == DType::f32 ? 4 : 2));
+  constexpr std::size_t item = state == DType::float32 ? 4 : 2;
+  return !(loose(p.weight, weight == DType::float32 ? 4 : 2) || loose(p.master, 4) || loose(p.lo, 2) ||
+           loose(p.state[0], item) || loose(p.state[1], item) || loose(p.grad, grad_dtype == DType::float32 ? 4 : 2));
 }
 
 /// The piece by this block's threads.
 template <class Rule, DType weight, DType state>
 __device__ void step_piece(const Piece& p, DType grad_dtype, const typename Rule::Factors& f) {
   Keys keys{};
-  if constexpr (state == DType::bf16) keys = keys_of(f, p.index);
+  if constexpr (state == DType::bfloat16) keys = keys_of(f, p.index);
   std::size_t packs = 0;
   if (all_aligned<weight, state>(p, grad_dtype)) {
     packs = p.count / kWidth;

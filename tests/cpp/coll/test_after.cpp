@@ -41,7 +41,7 @@ TEST(comm_after, a_collective_starts_when_the_copy_has_landed) {
       stream->copy(slot.data(), on_device.data(), 4800);
       stream->record(*landed);
       Work waited = self.comm->after(landed);
-      Work work = self.comm->all_reduce({&buffer, 1}, DType::i64, ReduceOp::sum);
+      Work work = self.comm->all_reduce({&buffer, 1}, DType::int64, ReduceOp::sum);
       work.wait();
       EXPECT_TRUE(waited.done());
       EXPECT_TRUE(slot == std::vector<std::int64_t>(600, round * self.world * (self.world + 1) / 2));

@@ -94,7 +94,7 @@ std::string mismatch_of(Rank& self, const std::vector<Odd>& odds, std::size_t us
     if (self.rank == odd.to) out[static_cast<std::size_t>(odd.from)].count = odd.expected;
   }
   try {
-    self.comm->all_to_all(in, out, DType::u8, "tokens").wait();
+    self.comm->all_to_all(in, out, DType::uint8, "tokens").wait();
   } catch (const CollectiveMismatch& error) {
     for (const std::byte b : memory) EXPECT_TRUE(b == std::byte{0});
     return error.what();
@@ -127,23 +127,23 @@ TEST(comm_exchange, all_to_all_values) {
     for (const Split& split : kSplits)
       for (const bool in_symmetric : {false, true})
         for (const bool out_symmetric : {false, true})
-          check_all_to_all(self, split, DType::f32, in_symmetric, out_symmetric);
+          check_all_to_all(self, split, DType::float32, in_symmetric, out_symmetric);
   });
 }
 
 TEST(comm_exchange, mixed_between_ranks) {
   run_worlds(2, 5, [](Rank& self) {
     for (const Split& split : kSplits) {
-      check_all_to_all(self, split, DType::bf16, self.rank % 2 == 0, self.rank % 2 == 1);
-      check_all_to_all(self, split, DType::bf16, true, self.rank == 0);
+      check_all_to_all(self, split, DType::bfloat16, self.rank % 2 == 0, self.rank % 2 == 1);
+      check_all_to_all(self, split, DType::bfloat16, true, self.rank == 0);
     }
   });
 }
 
 TEST(comm_exchange, every_dtype) {
   run_worlds(1, 3, [](Rank& self) {
-    for (const DType dtype :
-         {DType::f32, DType::f64, DType::f16, DType::bf16, DType::i8, DType::u8, DType::i32, DType::i64, DType::b8})
+    for (const DType dtype : {DType::float32, DType::float64, DType::float16, DType::bfloat16, DType::int8,
+                              DType::uint8, DType::int32, DType::int64, DType::boolean})
       for (const bool symmetric : {false, true}) check_all_to_all(self, kSplits[4], dtype, symmetric, symmetric);
   });
 }
@@ -151,15 +151,16 @@ TEST(comm_exchange, every_dtype) {
 TEST(comm_exchange, six_to_nine_ranks) {
   run_worlds(6, 9, [](Rank& self) {
     for (const std::size_t i : {1u, 4u, 5u, 9u})
-      for (const bool symmetric : {false, true}) check_all_to_all(self, kSplits[i], DType::f32, symmetric, symmetric);
+      for (const bool symmetric : {false, true})
+        check_all_to_all(self, kSplits[i], DType::float32, symmetric, symmetric);
   });
 }
 
 TEST(comm_exchange, large_parts) {  // past the cache, through slots of the usual size
   run_world(3, {}, [](Rank& self) {
     const Split split = [](int from, int to, int) { return 500000u + static_cast<unsigned>(from * 1000 + to * 77); };
-    check_all_to_all(self, split, DType::f32, false, false);
-    check_all_to_all(self, split, DType::f32, true, false);
+    check_all_to_all(self, split, DType::float32, false, false);
+    check_all_to_all(self, split, DType::float32, true, false);
   });
 }
 
@@ -169,10 +170,10 @@ TEST(comm_exchange, any_number_of_slots) {
       for (int round = 0; round < 2; ++round)
         for (const std::size_t i : {1u, 4u, 5u, 7u})
           for (const bool symmetric : {false, true}) {
-            check_all_to_all(self, kSplits[i], DType::f32, symmetric, false);
+            check_all_to_all(self, kSplits[i], DType::float32, symmetric, false);
             std::vector<float> data(3001, 1.0f);  // the other pipeline on the same slots
             const Buffer buffer{data.data(), data.size()};
-            self.comm->all_reduce({&buffer, 1}, DType::f32, ReduceOp::sum).wait();
+            self.comm->all_reduce({&buffer, 1}, DType::float32, ReduceOp::sum).wait();
             EXPECT_TRUE(data == std::vector<float>(3001, 3.0f));
           }
     });
@@ -194,7 +195,7 @@ TEST(comm_exchange, dropped_memory) {
       out.push_back({got.data() + q * 20000, 20000});
     }
     for (int round = 0; round < 3; ++round) {
-      self.comm->all_to_all(in, out, DType::u8).wait();
+      self.comm->all_to_all(in, out, DType::uint8).wait();
       for (std::size_t i = 0; i < got.size(); ++i) EXPECT_TRUE(got[i] == static_cast<std::byte>(i / 20000 + 1));
       std::fill(got.begin(), got.end(), std::byte{0});
     }
@@ -219,7 +220,7 @@ TEST(comm_exchange, splits_that_differ) {
 
 TEST(comm_exchange, splits_that_differ_after_full_slots) {
   run_world(3, small_slots(), [](Rank& self) {
-    for (int i = 0; i < 3; ++i) check_all_to_all(self, kSplits[4], DType::f32, false, false);
+    for (int i = 0; i < 3; ++i) check_all_to_all(self, kSplits[4], DType::float32, false, false);
     const std::string message = mismatch_of(self, {{0, 1, 2, 1}}, 3);
     EXPECT_TRUE(message.find("rank 0 sends 2 elements to rank 1, which expects 1") != std::string::npos);
   });
@@ -231,12 +232,12 @@ TEST(comm_exchange, arguments) {
     const auto ranks = static_cast<std::size_t>(self.world);
     std::vector<ConstBuffer> in(ranks, {values.data(), 1}), more(ranks + 1, {values.data(), 1});
     std::vector<Buffer> out(ranks, {values.data() + 8, 1}), fewer(ranks - 1, {values.data() + 8, 1});
-    EXPECT_THROW_WITH(self.comm->all_to_all(more, out, DType::f32), InvalidArgument,
+    EXPECT_THROW_WITH(self.comm->all_to_all(more, out, DType::float32), InvalidArgument,
                       std::to_string(ranks + 1) + " inputs");
-    EXPECT_THROW_WITH(self.comm->all_to_all(in, fewer, DType::f32), InvalidArgument,
+    EXPECT_THROW_WITH(self.comm->all_to_all(in, fewer, DType::float32), InvalidArgument,
                       std::to_string(ranks - 1) + " outputs");
     in[0] = {nullptr, 2};
-    EXPECT_THROW_WITH(self.comm->all_to_all(in, out, DType::f32), InvalidArgument, "null");
+    EXPECT_THROW_WITH(self.comm->all_to_all(in, out, DType::float32), InvalidArgument, "null");
     self.comm->barrier().wait();
   });
 }

@@ -67,24 +67,26 @@ TEST(comm_allocation, steady_state_allocates_nothing) {
       }
       Work previous;
       const auto round = [&] {
-        previous = self.comm->all_reduce({&direct, 1}, DType::f32, ReduceOp::avg, "a");
-        previous = self.comm->all_reduce({&staged, 1}, DType::f32, ReduceOp::max, "b");
-        self.comm->reduce_scatter({&direct_in, 1}, {&part, 1}, DType::f32, ReduceOp::sum, DType::f32, true).wait();
-        previous = self.comm->reduce_scatter({&staged_in, 1}, {&part, 1}, DType::f32, ReduceOp::max, DType::f32, false);
-        self.comm->all_gather({&own, 1}, {&staged, 1}, DType::f32, "c").wait();
-        self.comm->all_gather({&own, 1}, {&direct, 1}, DType::f32, "d").wait();
-        self.comm->broadcast({&staged, 1}, DType::f32, self.world - 1).wait();
-        self.comm->all_reduce(list, DType::f32, ReduceOp::min).wait();
+        previous = self.comm->all_reduce({&direct, 1}, DType::float32, ReduceOp::avg, "a");
+        previous = self.comm->all_reduce({&staged, 1}, DType::float32, ReduceOp::max, "b");
+        self.comm->reduce_scatter({&direct_in, 1}, {&part, 1}, DType::float32, ReduceOp::sum, DType::float32, true)
+            .wait();
+        previous = self.comm->reduce_scatter({&staged_in, 1}, {&part, 1}, DType::float32, ReduceOp::max, DType::float32,
+                                             false);
+        self.comm->all_gather({&own, 1}, {&staged, 1}, DType::float32, "c").wait();
+        self.comm->all_gather({&own, 1}, {&direct, 1}, DType::float32, "d").wait();
+        self.comm->broadcast({&staged, 1}, DType::float32, self.world - 1).wait();
+        self.comm->all_reduce(list, DType::float32, ReduceOp::min).wait();
         self.comm->barrier().wait();
-        self.comm->broadcast({&direct, 1}, DType::f32, 0).wait();
-        previous = self.comm->reduce({&direct, 1}, DType::f32, ReduceOp::max, 0);
-        previous = self.comm->reduce({&staged, 1}, DType::f32, ReduceOp::max, 0);
-        self.comm->gather({&own, 1}, {&direct, at_root}, DType::f32, 0).wait();
-        self.comm->gather({&own, 1}, {&staged, at_root}, DType::f32, 0).wait();
-        self.comm->scatter({&direct_in, at_root}, {&part, 1}, DType::f32, 0).wait();
-        self.comm->scatter({&staged_in, at_root}, {&part, 1}, DType::f32, 0).wait();
-        previous = self.comm->all_to_all(sent, received, DType::f32);
-        self.comm->all_to_all(sent_direct, received, DType::f32).wait();
+        self.comm->broadcast({&direct, 1}, DType::float32, 0).wait();
+        previous = self.comm->reduce({&direct, 1}, DType::float32, ReduceOp::max, 0);
+        previous = self.comm->reduce({&staged, 1}, DType::float32, ReduceOp::max, 0);
+        self.comm->gather({&own, 1}, {&direct, at_root}, DType::float32, 0).wait();
+        self.comm->gather({&own, 1}, {&staged, at_root}, DType::float32, 0).wait();
+        self.comm->scatter({&direct_in, at_root}, {&part, 1}, DType::float32, 0).wait();
+        self.comm->scatter({&staged_in, at_root}, {&part, 1}, DType::float32, 0).wait();
+        previous = self.comm->all_to_all(sent, received, DType::float32);
+        self.comm->all_to_all(sent_direct, received, DType::float32).wait();
       };
       for (int i = 0; i < 3; ++i) round();
       const CommMemory before = self.comm->memory();
@@ -102,12 +104,13 @@ TEST(comm_allocation, messages_allocate_nothing_once_warm) {
     const Buffer halves[] = {{in.data(), 4000}, {in.data() + 4000, 6000}}, small_in{small.data(), 8};
     int source = -1;
     const auto round = [&] {
-      Work sent = self.comm->send({&large_out, 1}, DType::f32, next, 1);
-      Work early = self.comm->send({&small_out, 1}, DType::f32, next, 2);
-      Work received = self.comm->recv(halves, DType::f32, previous, 1);
-      self.comm->send({&small_out, 1}, DType::f32, next, 3, kBlocking);
-      self.comm->recv({&small_in, 1}, DType::f32, previous, 3, kBlocking);  // finds those with tags 1 and 2 before it
-      self.comm->recv({&small_in, 1}, DType::f32, -1, 2, kBlocking, &source);
+      Work sent = self.comm->send({&large_out, 1}, DType::float32, next, 1);
+      Work early = self.comm->send({&small_out, 1}, DType::float32, next, 2);
+      Work received = self.comm->recv(halves, DType::float32, previous, 1);
+      self.comm->send({&small_out, 1}, DType::float32, next, 3, kBlocking);
+      self.comm->recv({&small_in, 1}, DType::float32, previous, 3,
+                      kBlocking);  // finds those with tags 1 and 2 before it
+      self.comm->recv({&small_in, 1}, DType::float32, -1, 2, kBlocking, &source);
       sent.wait(), early.wait(), received.wait();
       self.comm->barrier(kBlocking);
     };

@@ -10,7 +10,7 @@ TEST(comm_async, more_in_flight_than_the_queue_holds) {
     const Buffer buffer{values.data(), values.size()};
     std::vector<Work> works;
     for (int i = 0; i < 600; ++i) {
-      works.push_back(self.comm->all_reduce({&buffer, 1}, DType::i64, i % 2 == 0 ? ReduceOp::max : ReduceOp::min));
+      works.push_back(self.comm->all_reduce({&buffer, 1}, DType::int64, i % 2 == 0 ? ReduceOp::max : ReduceOp::min));
     }
     for (Work& work : works) work.wait();
     for (Work& work : works) EXPECT_TRUE(work.done());
@@ -29,7 +29,7 @@ TEST(comm_async, operations_run_in_call_order) {
     std::int64_t wanted = 1;
     for (int i = 0; i < 12; ++i) {
       for (const Buffer& buffer : buffers)
-        works.push_back(self.comm->all_reduce({&buffer, 1}, DType::i64, ReduceOp::sum));
+        works.push_back(self.comm->all_reduce({&buffer, 1}, DType::int64, ReduceOp::sum));
       wanted *= self.world;
     }
     works.back().wait();
@@ -45,7 +45,7 @@ TEST(comm_async, two_communicators_at_once) {
     const auto stream = [&](Communicator& comm, int rounds) {
       std::vector<float> values(3001, 1.0f);
       const Buffer buffer{values.data(), values.size()};
-      for (int i = 0; i < rounds; ++i) comm.all_reduce({&buffer, 1}, DType::f32, ReduceOp::avg).wait();
+      for (int i = 0; i < rounds; ++i) comm.all_reduce({&buffer, 1}, DType::float32, ReduceOp::avg).wait();
       EXPECT_TRUE(values == std::vector<float>(3001, 1.0f));
     };
     std::thread other([&] { stream(*second, 40); });
@@ -128,14 +128,14 @@ TEST(comm_async, freed_symmetric_memory_is_private_again) {
       auto* values = reinterpret_cast<float*>(buffer->data());
       std::fill(values, values + 4096, 1.0f);
       const Buffer whole{values, 4096}, shifted{values + self.rank, 4000};  // other offsets: not the direct path
-      self.comm->all_reduce({&whole, 1}, DType::f32, ReduceOp::sum).wait();
+      self.comm->all_reduce({&whole, 1}, DType::float32, ReduceOp::sum).wait();
       EXPECT_EQ(values[4095], static_cast<float>(self.world));
-      self.comm->all_reduce({&shifted, 1}, DType::f32, ReduceOp::avg).wait();
+      self.comm->all_reduce({&shifted, 1}, DType::float32, ReduceOp::avg).wait();
       EXPECT_EQ(values[4000 - 1], static_cast<float>(self.world));
       buffer.reset();
       std::vector<float> own(4096, 2.0f);
       const Buffer private_buffer{own.data(), own.size()};
-      self.comm->all_reduce({&private_buffer, 1}, DType::f32, ReduceOp::avg).wait();
+      self.comm->all_reduce({&private_buffer, 1}, DType::float32, ReduceOp::avg).wait();
       EXPECT_TRUE(own == std::vector<float>(4096, 2.0f));
     }
   });

@@ -27,17 +27,18 @@ TEST(comm_errors, mismatch_names_both_sides) {
   expect_mismatch(
       1, all_reduce(1024), all_reduce(2048),
       {"rank 0, 2: all_reduce float32 sum count=1024 'g'", "rank 1: all_reduce float32 sum count=2048 'g'"});
-  expect_mismatch(0, all_reduce(64), all_reduce(64, DType::i32),
+  expect_mismatch(0, all_reduce(64), all_reduce(64, DType::int32),
                   {"rank 0: all_reduce int32", "rank 1, 2: all_reduce float32"});
-  expect_mismatch(2, all_reduce(64), all_reduce(64, DType::f32, ReduceOp::max),
+  expect_mismatch(2, all_reduce(64), all_reduce(64, DType::float32, ReduceOp::max),
                   {" sum ", "rank 2: all_reduce float32 max"});
-  expect_mismatch(2, all_reduce(64), all_reduce(64, DType::f32, ReduceOp::sum, "h"), {"'g'", "'h'"});
+  expect_mismatch(2, all_reduce(64), all_reduce(64, DType::float32, ReduceOp::sum, "h"), {"'g'", "'h'"});
   expect_mismatch(1, all_reduce(64), [](Communicator& comm) { comm.barrier("b").wait(); }, {"rank 1: barrier 'b'"});
   expect_mismatch(1, all_reduce_list({10, 20}), all_reduce_list({20, 10}), {"[10, 20]", "[20, 10]"});
   expect_mismatch(1, all_reduce_list({1, 1, 1, 1, 3, 2}), all_reduce_list({1, 1, 1, 1, 2, 3}), {"layout"});
   expect_mismatch(1, all_reduce_list({30}), all_reduce_list({30, 0}), {"in 2 buffers"});
-  expect_mismatch(1, reduce_scatter(DType::bf16, false), reduce_scatter(DType::f32, false), {"bfloat16 -> float32"});
-  expect_mismatch(1, reduce_scatter(DType::f32, false), reduce_scatter(DType::f32, true), {"accumulate"});
+  expect_mismatch(1, reduce_scatter(DType::bfloat16, false), reduce_scatter(DType::float32, false),
+                  {"bfloat16 -> float32"});
+  expect_mismatch(1, reduce_scatter(DType::float32, false), reduce_scatter(DType::float32, true), {"accumulate"});
   expect_mismatch(1, broadcast(0), broadcast(1), {"root=0", "root=1"});
   expect_mismatch(
       1, [](Communicator& comm) { comm.allocate(100); }, [](Communicator& comm) { comm.allocate(200); },
@@ -78,18 +79,18 @@ TEST(comm_errors, arguments) {
     const Buffer out{ints.data(), 2}, null{nullptr, 3}, bad{ints.data(), whole + 1};
     const ConstBuffer in{ints.data(), whole}, bad_in{ints.data(), whole + 1};
     const std::span<const Buffer> outs(&out, 1);
-    EXPECT_THROW_WITH(comm.all_reduce(outs, DType::i32, ReduceOp::avg), InvalidArgument, "avg of int32");
-    EXPECT_THROW_WITH(comm.all_reduce({&null, 1}, DType::i32, ReduceOp::sum), InvalidArgument, "null");
-    EXPECT_THROW_WITH(comm.broadcast(outs, DType::i32, self.world), InvalidArgument, "root=");
-    EXPECT_THROW_WITH(comm.broadcast(outs, DType::i32, -1), InvalidArgument, "root=-1");
-    EXPECT_THROW_WITH(comm.reduce_scatter({&bad_in, 1}, outs, DType::i32, ReduceOp::sum, DType::i32, false),
+    EXPECT_THROW_WITH(comm.all_reduce(outs, DType::int32, ReduceOp::avg), InvalidArgument, "avg of int32");
+    EXPECT_THROW_WITH(comm.all_reduce({&null, 1}, DType::int32, ReduceOp::sum), InvalidArgument, "null");
+    EXPECT_THROW_WITH(comm.broadcast(outs, DType::int32, self.world), InvalidArgument, "root=");
+    EXPECT_THROW_WITH(comm.broadcast(outs, DType::int32, -1), InvalidArgument, "root=-1");
+    EXPECT_THROW_WITH(comm.reduce_scatter({&bad_in, 1}, outs, DType::int32, ReduceOp::sum, DType::int32, false),
                       InvalidArgument, "world_size");
-    EXPECT_THROW_WITH(comm.reduce_scatter({&in, 1}, outs, DType::i32, ReduceOp::sum, DType::f32, false),
+    EXPECT_THROW_WITH(comm.reduce_scatter({&in, 1}, outs, DType::int32, ReduceOp::sum, DType::float32, false),
                       InvalidArgument, "out_dtype");
-    EXPECT_THROW_WITH(comm.reduce_scatter({&in, 1}, {}, DType::i32, ReduceOp::sum, DType::i32, false), InvalidArgument,
-                      "1 inputs");
-    EXPECT_THROW_WITH(comm.all_gather({&in, 1}, {&bad, 1}, DType::i32), InvalidArgument, "world_size");
-    comm.all_reduce(outs, DType::i32, ReduceOp::sum).wait();  // nothing was poisoned
+    EXPECT_THROW_WITH(comm.reduce_scatter({&in, 1}, {}, DType::int32, ReduceOp::sum, DType::int32, false),
+                      InvalidArgument, "1 inputs");
+    EXPECT_THROW_WITH(comm.all_gather({&in, 1}, {&bad, 1}, DType::int32), InvalidArgument, "world_size");
+    comm.all_reduce(outs, DType::int32, ReduceOp::sum).wait();  // nothing was poisoned
   });
 }
 
@@ -102,11 +103,11 @@ TEST(comm_errors, late_rank_is_named) {
       expect_contains(message_of<Timeout>([&] { self.comm->barrier("late").wait(); }, "late"), {"rank 1"});
       return;
     }
-    const auto call = all_reduce(16, DType::f32, ReduceOp::sum, "grad.7");
+    const auto call = all_reduce(16, DType::float32, ReduceOp::sum, "grad.7");
     std::vector<float> own(16);
     const Buffer buffer{own.data(), 16};
     const std::string message = message_of<Timeout>(
-        [&] { self.comm->all_reduce({&buffer, 1}, DType::f32, ReduceOp::sum, "grad.7").wait(); }, "timeout");
+        [&] { self.comm->all_reduce({&buffer, 1}, DType::float32, ReduceOp::sum, "grad.7").wait(); }, "timeout");
     expect_contains(message, {"all_reduce float32 sum count=16 'grad.7' (operation 2)", "for rank 1 to enter it",
                               "rank 1 last entered operation 1, barrier 'first'"});
     expect_contains(message_of<Timeout>([&] { self.comm->barrier(); }, "afterwards"), {"unusable since", message});
@@ -135,7 +136,7 @@ TEST(comm_errors, a_rank_that_dies_is_named_by_all) {
       const auto start = std::chrono::steady_clock::now();
       for (int call = 0; call < 2; ++call) {
         try {
-          for (;;) self.comm->all_reduce({&buffer, 1}, DType::f32, ReduceOp::sum).wait();
+          for (;;) self.comm->all_reduce({&buffer, 1}, DType::float32, ReduceOp::sum).wait();
         } catch (const PeerLost& lost) {
           EXPECT_EQ(lost.rank, dead);
           expect_contains(lost.what(), {"rank " + std::to_string(dead) + " died"});
@@ -152,7 +153,7 @@ TEST(comm_errors, dying_amid_a_stream_of_operations) {
     std::vector<float> values(200000);
     const Buffer buffer{values.data(), values.size()};
     std::vector<Work> works;
-    for (int i = 0; i < 30; ++i) works.push_back(self.comm->all_reduce({&buffer, 1}, DType::f32, ReduceOp::sum));
+    for (int i = 0; i < 30; ++i) works.push_back(self.comm->all_reduce({&buffer, 1}, DType::float32, ReduceOp::sum));
     works[2].wait();
     if (self.rank == 0) {
       self.mesh->drop_dead();

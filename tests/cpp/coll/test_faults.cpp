@@ -26,38 +26,38 @@ struct Operation {
 
 void all_reduce(Communicator& comm, float* data, std::size_t part) {
   const Buffer all{data, part * kWorld};
-  comm.all_reduce({&all, 1}, DType::f32, ReduceOp::sum, kBlocking);
+  comm.all_reduce({&all, 1}, DType::float32, ReduceOp::sum, kBlocking);
 }
 void reduce(Communicator& comm, float* data, std::size_t part) {
   const Buffer all{data, part * kWorld};
-  comm.reduce({&all, 1}, DType::f32, ReduceOp::sum, 2, kBlocking);
+  comm.reduce({&all, 1}, DType::float32, ReduceOp::sum, 2, kBlocking);
 }
 void reduce_scatter(Communicator& comm, float* data, std::size_t part) {
   const ConstBuffer all{data, part * kWorld};
   std::vector<float> shard(part);
   const Buffer out{shard.data(), part};
-  comm.reduce_scatter({&all, 1}, {&out, 1}, DType::f32, ReduceOp::sum, DType::f32, false, kBlocking);
+  comm.reduce_scatter({&all, 1}, {&out, 1}, DType::float32, ReduceOp::sum, DType::float32, false, kBlocking);
 }
 void all_gather(Communicator& comm, float* data, std::size_t part) {
   const Buffer all{data, part * kWorld};
   const ConstBuffer own{data + part * static_cast<std::size_t>(comm.rank()), part};
-  comm.all_gather({&own, 1}, {&all, 1}, DType::f32, kBlocking);
+  comm.all_gather({&own, 1}, {&all, 1}, DType::float32, kBlocking);
 }
 void broadcast(Communicator& comm, float* data, std::size_t part) {
   const Buffer all{data, part * kWorld};
-  comm.broadcast({&all, 1}, DType::f32, kVictim, kBlocking);
+  comm.broadcast({&all, 1}, DType::float32, kVictim, kBlocking);
 }
 void gather(Communicator& comm, float* data, std::size_t part) {
   std::vector<float> mine(part);
   const ConstBuffer own{mine.data(), part};
   const Buffer all{data, part * kWorld};
-  comm.gather({&own, 1}, {&all, comm.rank() == 2 ? 1u : 0u}, DType::f32, 2, kBlocking);
+  comm.gather({&own, 1}, {&all, comm.rank() == 2 ? 1u : 0u}, DType::float32, 2, kBlocking);
 }
 void scatter(Communicator& comm, float* data, std::size_t part) {
   std::vector<float> mine(part);
   const Buffer own{mine.data(), part};
   const ConstBuffer all{data, part * kWorld};
-  comm.scatter({&all, comm.rank() == kVictim ? 1u : 0u}, {&own, 1}, DType::f32, kVictim, kBlocking);
+  comm.scatter({&all, comm.rank() == kVictim ? 1u : 0u}, {&own, 1}, DType::float32, kVictim, kBlocking);
 }
 void all_to_all(Communicator& comm, float* data, std::size_t part) {
   std::vector<float> received(part * kWorld);
@@ -67,14 +67,14 @@ void all_to_all(Communicator& comm, float* data, std::size_t part) {
     in.push_back({data + q * part, part});
     out.push_back({received.data() + q * part, part});
   }
-  comm.all_to_all(in, out, DType::f32, kBlocking);
+  comm.all_to_all(in, out, DType::float32, kBlocking);
 }
 void send_around(Communicator& comm, float* data, std::size_t part) {
   std::vector<float> received(part);
   const ConstBuffer out{data, part};
   const Buffer in{received.data(), part};
-  Work sent = comm.send({&out, 1}, DType::f32, (comm.rank() + 1) % kWorld, 0);
-  comm.recv({&in, 1}, DType::f32, (comm.rank() + kWorld - 1) % kWorld, 0, kBlocking);
+  Work sent = comm.send({&out, 1}, DType::float32, (comm.rank() + 1) % kWorld, 0);
+  comm.recv({&in, 1}, DType::float32, (comm.rank() + kWorld - 1) % kWorld, 0, kBlocking);
   sent.wait();
 }
 void barrier(Communicator& comm, float*, std::size_t) { comm.barrier(kBlocking); }

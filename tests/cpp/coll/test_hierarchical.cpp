@@ -28,7 +28,7 @@ TEST(hierarchical, values) {
   for (const auto& layout : kLayouts) {
     run_hosts(layout, 30, [](Rank& self) {
       for (const std::size_t count : {0, 1, 77, 5000}) {
-        for (const DType dtype : {DType::f32, DType::bf16, DType::i64}) {
+        for (const DType dtype : {DType::float32, DType::bfloat16, DType::int64}) {
           for (const ReduceOp op : kOps)
             if (op != ReduceOp::avg || is_floating(dtype)) check_moves_and_reductions(self, {dtype, op, count});
         }
@@ -58,7 +58,7 @@ TEST(hierarchical, symmetric_memory_is_that_of_the_host) {
     self.comm->barrier().wait();
     for (std::size_t i = 0; i < count; ++i) values[i] = static_cast<float>(self.rank + 1);
     const Buffer whole{values, count};
-    self.comm->all_reduce({&whole, 1}, DType::f32, ReduceOp::sum).wait();
+    self.comm->all_reduce({&whole, 1}, DType::float32, ReduceOp::sum).wait();
     for (std::size_t i = 0; i < count; ++i) EXPECT_EQ(values[i], 10.0f);
     EXPECT_THROW_WITH(self.comm->allocate_shared(10), Unsupported, "several hosts");
     EXPECT_THROW_WITH(self.comm->allocate(std::size_t{1} << 62), SystemError, "refused");
@@ -71,7 +71,7 @@ TEST(hierarchical, all_ranks_end_with_the_same_bits) {
   run_hosts({0, 0, 1, 1, 2, 2}, 30, [&](HierarchicalRank& self) {
     auto values = random_floats(10'007, static_cast<unsigned>(self.rank));
     const Buffer buffer{values.data(), values.size()};
-    self.comm->all_reduce({&buffer, 1}, DType::f32, ReduceOp::sum).wait();
+    self.comm->all_reduce({&buffer, 1}, DType::float32, ReduceOp::sum).wait();
     results[static_cast<std::size_t>(self.rank)] = values;
   });
   for (const auto& result : results) EXPECT_TRUE(result == results[0]);
@@ -83,13 +83,13 @@ TEST(hierarchical, messages_between_any_two) {
       if (other == self.rank) continue;
       const float mine = static_cast<float>(self.rank);
       const ConstBuffer out{&mine, 1};
-      self.comm->send({&out, 1}, DType::f32, other, 0, kBlocking);
+      self.comm->send({&out, 1}, DType::float32, other, 0, kBlocking);
     }
     for (int other = 0; other < 4; ++other) {
       if (other == self.rank) continue;
       float theirs = -1;
       const Buffer in{&theirs, 1};
-      self.comm->recv({&in, 1}, DType::f32, other, 0, kBlocking);
+      self.comm->recv({&in, 1}, DType::float32, other, 0, kBlocking);
       EXPECT_EQ(theirs, static_cast<float>(other));
     }
     self.comm->barrier().wait();
@@ -97,7 +97,7 @@ TEST(hierarchical, messages_between_any_two) {
   run_hosts(
       {0, 0, 1, 1}, 30,
       [](HierarchicalRank& self) {
-        EXPECT_THROW_WITH(self.comm->send({}, DType::f32, self.rank ^ 1, 0, kBlocking), Unsupported, "no link");
+        EXPECT_THROW_WITH(self.comm->send({}, DType::float32, self.rank ^ 1, 0, kBlocking), Unsupported, "no link");
         self.comm->barrier().wait();
       },
       false);
@@ -117,7 +117,7 @@ TEST(hierarchical, all_to_all_counts_are_compared) {
     std::vector<Buffer> out;
     for (std::size_t q = 0; q < 4; ++q)
       out.push_back({values.data() + 10 * (q + 1), self.rank == 3 && q == 0 ? 5u : 4u});
-    EXPECT_THROW_WITH(self.comm->all_to_all(in, out, DType::f32).wait(), CollectiveMismatch,
+    EXPECT_THROW_WITH(self.comm->all_to_all(in, out, DType::float32).wait(), CollectiveMismatch,
                       "rank 0 sends 4 elements to rank 3, which expects 5");
   });
 }
@@ -132,7 +132,7 @@ TEST(hierarchical, mismatches_are_seen_by_all) {
               float values[200] = {};
               const bool other = whole_host ? self.rank / 2 == odd / 2 : self.rank == odd;
               const Buffer buffer{values, other ? 200u : 100u};
-              EXPECT_THROW_WITH(self.comm->all_reduce({&buffer, 1}, DType::f32, ReduceOp::sum, "g").wait(),
+              EXPECT_THROW_WITH(self.comm->all_reduce({&buffer, 1}, DType::float32, ReduceOp::sum, "g").wait(),
                                 CollectiveMismatch, "count=200");
               EXPECT_THROW_WITH(self.comm->barrier(), CollectiveMismatch, "unusable since");
             },
@@ -156,7 +156,7 @@ TEST(hierarchical, a_rank_that_dies_is_named_by_all) {
       const Buffer buffer{values.data(), values.size()};
       try {
         self.comm->barrier().wait();
-        for (;;) self.comm->all_reduce({&buffer, 1}, DType::f32, ReduceOp::sum).wait();
+        for (;;) self.comm->all_reduce({&buffer, 1}, DType::float32, ReduceOp::sum).wait();
       } catch (const PeerLost& lost) {
         EXPECT_EQ(lost.rank, dead);
       }

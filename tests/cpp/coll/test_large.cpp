@@ -56,13 +56,13 @@ TEST(comm_large, in_place_operations) {
       Bytes bytes = make(self, kCount, symmetric);
       const Buffer buffer{bytes.data(), kCount};
       fill(bytes.data(), kCount, self.rank);
-      self.comm->all_reduce({&buffer, 1}, DType::u8, ReduceOp::sum).wait();
+      self.comm->all_reduce({&buffer, 1}, DType::uint8, ReduceOp::sum).wait();
       check(bytes.data(), kCount, sum, "all_reduce");
       fill(bytes.data(), kCount, self.rank);
-      self.comm->reduce({&buffer, 1}, DType::i8, ReduceOp::sum, 1).wait();
+      self.comm->reduce({&buffer, 1}, DType::int8, ReduceOp::sum, 1).wait();
       check(bytes.data(), kCount, [&](std::size_t i) { return self.rank == 1 ? sum(i) : value(0, i); }, "reduce");
       fill(bytes.data(), kCount, self.rank);
-      self.comm->broadcast({&buffer, 1}, DType::u8, 1).wait();
+      self.comm->broadcast({&buffer, 1}, DType::uint8, 1).wait();
       check(bytes.data(), kCount, [](std::size_t i) { return value(1, i); }, "broadcast");
     }
   });
@@ -79,15 +79,15 @@ TEST(comm_large, operations_on_parts) {
       const ConstBuffer full_in{whole.data(), 2 * part}, shard_in{mine.data(), part};
       const std::size_t side = self.rank == 1 ? 1 : 0;
       fill(whole.data(), 2 * part, self.rank);
-      self.comm->reduce_scatter({&full_in, 1}, {&shard, 1}, DType::u8, ReduceOp::sum, DType::u8, false).wait();
+      self.comm->reduce_scatter({&full_in, 1}, {&shard, 1}, DType::uint8, ReduceOp::sum, DType::uint8, false).wait();
       check(mine.data(), part, [&](std::size_t i) { return sum(begin + i); }, "reduce_scatter");
-      self.comm->scatter({&full_in, side}, {&shard, 1}, DType::u8, 1).wait();
+      self.comm->scatter({&full_in, side}, {&shard, 1}, DType::uint8, 1).wait();
       check(mine.data(), part, [&](std::size_t i) { return value(1, begin + i); }, "scatter");
       fill(mine.data(), part, self.rank);
-      self.comm->all_gather({&shard_in, 1}, {&full, 1}, DType::u8).wait();
+      self.comm->all_gather({&shard_in, 1}, {&full, 1}, DType::uint8).wait();
       check(whole.data(), 2 * part, in_all, "all_gather");
       std::memset(whole.data(), 0, 2 * part);
-      self.comm->gather({&shard_in, 1}, {&full, side}, DType::u8, 1).wait();
+      self.comm->gather({&shard_in, 1}, {&full, side}, DType::uint8, 1).wait();
       if (side == 1) check(whole.data(), 2 * part, in_all, "gather");
     }
   });
@@ -109,7 +109,7 @@ TEST(comm_large, all_to_all_of_one_large_part) {
         in[1] = {bytes.data(), kCount};
       else
         out[0] = {bytes.data(), kCount};
-      self.comm->all_to_all(in, out, DType::i8).wait();
+      self.comm->all_to_all(in, out, DType::int8).wait();
       EXPECT_EQ(own_out, own_in);
       check(bytes.data(), kCount, [](std::size_t i) { return value(0, i); }, "all_to_all");
     }

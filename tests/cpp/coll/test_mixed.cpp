@@ -76,35 +76,36 @@ class Stream {
     switch (kind) {
       case 0:
         mine(big, n), sum(0, n);
-        job.work = comm_.all_reduce({&one, 1}, DType::i32, ReduceOp::sum, call);
+        job.work = comm_.all_reduce({&one, 1}, DType::int32, ReduceOp::sum, call);
         break;
       case 1:
         mine(big, n);
         at_root ? sum(0, n) : job.wanted.assign(big, big + n);
-        job.work = comm_.reduce({&one, 1}, DType::i32, ReduceOp::sum, root, call);
+        job.work = comm_.reduce({&one, 1}, DType::int32, ReduceOp::sum, root, call);
         break;
       case 2:
         mine(big, ranks * n), sum(me * n, n), job.checked = small;
-        job.work = comm_.reduce_scatter({&whole_in, 1}, {&part, 1}, DType::i32, ReduceOp::sum, DType::i32, false, call);
+        job.work =
+            comm_.reduce_scatter({&whole_in, 1}, {&part, 1}, DType::int32, ReduceOp::sum, DType::int32, false, call);
         break;
       case 3:
         mine(small, n), all();
-        job.work = comm_.all_gather({&part_in, 1}, {&whole, 1}, DType::i32, call);
+        job.work = comm_.all_gather({&part_in, 1}, {&whole, 1}, DType::int32, call);
         break;
       case 4:
         mine(small, n);
         if (at_root) all();
-        job.work = comm_.gather({&part_in, 1}, {&whole, root_side}, DType::i32, root, call);
+        job.work = comm_.gather({&part_in, 1}, {&whole, root_side}, DType::int32, root, call);
         break;
       case 5:
         mine(big, ranks * n), job.checked = small;
         for (std::size_t i = 0; i < n; ++i) job.wanted.push_back(value(salt, root, me * n + i));
-        job.work = comm_.scatter({&whole_in, root_side}, {&part, 1}, DType::i32, root, call);
+        job.work = comm_.scatter({&whole_in, root_side}, {&part, 1}, DType::int32, root, call);
         break;
       case 6:
         mine(big, n);
         for (std::size_t i = 0; i < n; ++i) job.wanted.push_back(value(salt, root, i));
-        job.work = comm_.broadcast({&one, 1}, DType::i32, root, call);
+        job.work = comm_.broadcast({&one, 1}, DType::int32, root, call);
         break;
       default:
         exchange(job, big, salt, n, call);
@@ -130,7 +131,7 @@ class Stream {
         job.wanted.push_back(value(salt + 1 + static_cast<unsigned>(comm_.rank()), q, i));
     }
     job.checked = job.other.data();
-    job.work = comm_.all_to_all(in, out, DType::i32, call);
+    job.work = comm_.all_to_all(in, out, DType::int32, call);
   }
 
   void finish() {

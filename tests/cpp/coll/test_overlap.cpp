@@ -63,12 +63,12 @@ TEST(overlap, in_place_is_right) {
       const Buffer out_part{own, n}, out_whole{whole, world * n};
 
       fill(own, self.rank, 0, n);
-      comm.all_gather({&in_part, 1}, {&out_whole, 1}, DType::f32).wait();
+      comm.all_gather({&in_part, 1}, {&out_whole, 1}, DType::float32).wait();
       for (std::size_t q = 0; q < world; ++q)
         EXPECT_EQ(wrong(whole + q * n, n, [&](std::size_t i) { return value(static_cast<int>(q), 0, i); }), 0u);
 
       for (std::size_t q = 0; q < world; ++q) fill(whole + q * n, self.rank, q, n);
-      comm.reduce_scatter({&in_whole, 1}, {&out_part, 1}, DType::f32, ReduceOp::sum, DType::f32, false).wait();
+      comm.reduce_scatter({&in_whole, 1}, {&out_part, 1}, DType::float32, ReduceOp::sum, DType::float32, false).wait();
       EXPECT_EQ(wrong(own, n,
                       [&](std::size_t i) {
                         float sum = 0;
@@ -80,12 +80,12 @@ TEST(overlap, in_place_is_right) {
       const int root = self.world - 1;
       const bool is_root = self.rank == root;
       fill(own, self.rank, 3, n);
-      comm.gather({&in_part, 1}, {&out_whole, is_root ? 1u : 0u}, DType::f32, root).wait();
+      comm.gather({&in_part, 1}, {&out_whole, is_root ? 1u : 0u}, DType::float32, root).wait();
       for (std::size_t q = 0; is_root && q < world; ++q)
         EXPECT_EQ(wrong(whole + q * n, n, [&](std::size_t i) { return value(static_cast<int>(q), 3, i); }), 0u);
 
       for (std::size_t q = 0; q < world; ++q) fill(whole + q * n, root, q, n);
-      comm.scatter({&in_whole, is_root ? 1u : 0u}, {&out_part, 1}, DType::f32, root).wait();
+      comm.scatter({&in_whole, is_root ? 1u : 0u}, {&out_part, 1}, DType::float32, root).wait();
       EXPECT_EQ(wrong(own, n, [&](std::size_t i) { return value(root, me, i); }), 0u);
     });
   });
@@ -99,7 +99,7 @@ TEST(overlap, all_to_all_may_leave_the_own_part_where_it_is) {
       std::vector<ConstBuffer> in(world, {whole + me * n, n});  // an all_gather in place
       std::vector<Buffer> out;
       for (std::size_t q = 0; q < world; ++q) out.push_back({whole + q * n, n});
-      self.comm->all_to_all(in, out, DType::f32).wait();
+      self.comm->all_to_all(in, out, DType::float32).wait();
       for (std::size_t q = 0; q < world; ++q)
         EXPECT_EQ(wrong(whole + q * n, n, [&](std::size_t i) { return value(static_cast<int>(q), 0, i); }), 0u);
     });
@@ -126,45 +126,48 @@ TEST(overlap, anything_else_is_refused_and_leaves_the_communicator_usable) {
           const ConstBuffer in{whole + at, n}, big_in{whole, world * n};
           const Buffer out{whole, world * n}, small_out{whole + at, n};
           if (n == 1 && at == world) continue;  // behind all of it
-          refused([&] { comm.all_gather({&in, 1}, {&out, 1}, DType::f32); });
+          refused([&] { comm.all_gather({&in, 1}, {&out, 1}, DType::float32); });
           refused([&] {
-            comm.reduce_scatter({&big_in, 1}, {&small_out, 1}, DType::f32, ReduceOp::sum, DType::f32, false);
+            comm.reduce_scatter({&big_in, 1}, {&small_out, 1}, DType::float32, ReduceOp::sum, DType::float32, false);
           });
           if (self.rank != root) continue;
-          refused([&] { comm.gather({&in, 1}, {&out, 1}, DType::f32, root); });
-          refused([&] { comm.scatter({&big_in, 1}, {&small_out, 1}, DType::f32, root); });
+          refused([&] { comm.gather({&in, 1}, {&out, 1}, DType::float32, root); });
+          refused([&] { comm.scatter({&big_in, 1}, {&small_out, 1}, DType::float32, root); });
         }
         const ConstBuffer big_in{whole, world * n};
         const Buffer own{whole + static_cast<std::size_t>(self.rank) * n, n};
-        refused([&] { comm.reduce_scatter({&big_in, 1}, {&own, 1}, DType::f32, ReduceOp::sum, DType::f32, true); });
+        refused(
+            [&] { comm.reduce_scatter({&big_in, 1}, {&own, 1}, DType::float32, ReduceOp::sum, DType::float32, true); });
         if (self.rank == 0)  // as float32, the shard of 16-bit elements is twice as large as its place
-          refused([&] { comm.reduce_scatter({&big_in, 1}, {&own, 1}, DType::bf16, ReduceOp::sum, DType::f32, false); });
+          refused([&] {
+            comm.reduce_scatter({&big_in, 1}, {&own, 1}, DType::bfloat16, ReduceOp::sum, DType::float32, false);
+          });
 
         std::vector<ConstBuffer> parts;
         std::vector<Buffer> outs;
         for (std::size_t q = 0; q < world; ++q) parts.push_back({whole + q * n, n}), outs.push_back({whole + q * n, n});
-        refused([&] { comm.all_to_all(parts, outs, DType::f32); });
+        refused([&] { comm.all_to_all(parts, outs, DType::float32); });
         std::vector<Buffer> twice(world, {whole + world * n, n});
-        refused([&] { comm.all_to_all(parts, twice, DType::f32); });
+        refused([&] { comm.all_to_all(parts, twice, DType::float32); });
 
         // Lists: two outputs at one place, an input in another's output.
         const std::array<Buffer, 2> same{Buffer{whole + 1, n}, Buffer{whole, n + 1}};
-        refused([&] { comm.all_reduce(same, DType::f32, ReduceOp::sum); });
-        refused([&] { comm.reduce(same, DType::f32, ReduceOp::sum, root); });
-        refused([&] { comm.broadcast(same, DType::f32, root); });
+        refused([&] { comm.all_reduce(same, DType::float32, ReduceOp::sum); });
+        refused([&] { comm.reduce(same, DType::float32, ReduceOp::sum, root); });
+        refused([&] { comm.broadcast(same, DType::float32, root); });
         const std::array<ConstBuffer, 2> ins{ConstBuffer{whole + world * n, n}, ConstBuffer{whole, n}};
         const std::array<Buffer, 2> wholes{Buffer{whole + world * n + n, world * n}, Buffer{whole + n, world * n}};
-        refused([&] { comm.all_gather(ins, wholes, DType::f32); });
+        refused([&] { comm.all_gather(ins, wholes, DType::float32); });
       }
     }
     const std::array<float, 3> apart{};
     const std::array<Buffer, 2> into{Buffer{const_cast<float*>(apart.data()), 2},
                                      Buffer{const_cast<float*>(&apart[1]), 2}};
-    EXPECT_THROW_WITH(comm.recv(into, DType::f32, (self.rank + 1) % self.world, 0), InvalidArgument,
+    EXPECT_THROW_WITH(comm.recv(into, DType::float32, (self.rank + 1) % self.world, 0), InvalidArgument,
                       "each must have memory of its own");
     float one = 1;
     const Buffer buffer{&one, 1};
-    comm.all_reduce({&buffer, 1}, DType::f32, ReduceOp::sum).wait();
+    comm.all_reduce({&buffer, 1}, DType::float32, ReduceOp::sum).wait();
     EXPECT_EQ(one, static_cast<float>(self.world));
   });
 }

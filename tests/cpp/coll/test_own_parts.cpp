@@ -45,8 +45,8 @@ struct Scattered {
     const ConstBuffer in{memory.data(), whole()};
     const Buffer to{out.data(), count};
     self.comm
-        ->reduce_scatter({&in, 1}, {&to, 1}, dtype, ReduceOp::avg, DType::f32, accumulate, {"own", self.rank % 2 == 0},
-                         own)
+        ->reduce_scatter({&in, 1}, {&to, 1}, dtype, ReduceOp::avg, DType::float32, accumulate,
+                         {"own", self.rank % 2 == 0}, own)
         .wait();
     return out;
   }
@@ -54,7 +54,7 @@ struct Scattered {
 
 /// Parts differ by rank: they are nobody else's business.
 void check_equal_bits(Rank& self, const std::vector<bool>& kinds_of_memory) {
-  for (const DType dtype : {DType::f32, DType::bf16})
+  for (const DType dtype : {DType::float32, DType::bfloat16})
     for (const std::size_t count : {5u, 320u, 20001u})
       for (const bool accumulate : {false, true})
         for (const bool symmetric : kinds_of_memory) {
@@ -84,7 +84,8 @@ TEST(own_parts, stay_where_they_are_on_symmetric_memory) {
     const OwnPart own{0, 64, elsewhere.data()};
     const ConstBuffer in{values, 128};
     const Buffer to{out.data(), 64};
-    self.comm->reduce_scatter({&in, 1}, {&to, 1}, DType::f32, ReduceOp::sum, DType::f32, false, kBlocking, {&own, 1})
+    self.comm
+        ->reduce_scatter({&in, 1}, {&to, 1}, DType::float32, ReduceOp::sum, DType::float32, false, kBlocking, {&own, 1})
         .wait();
     EXPECT_EQ(out, std::vector<float>(64, 3.0f));
     EXPECT_EQ(values[self.rank * 64], 2.0f);  // nothing was copied
@@ -94,7 +95,7 @@ TEST(own_parts, stay_where_they_are_on_symmetric_memory) {
 TEST(own_parts, large_results_are_streamed) {
   run_world(2, CommOptions{30, 256 << 10}, [](Rank& self) {
     const std::size_t count = (4 << 20) / 4 + 77;  // each range too small for the pool of threads
-    const Scattered scattered{self, DType::f32, count, false};
+    const Scattered scattered{self, DType::float32, count, false};
     EXPECT_TRUE(scattered.run(true, {{1, count / 2}, {count / 2 + 3, count - 5}}) == scattered.run(false, {}));
   });
 }
@@ -115,7 +116,7 @@ TEST(own_parts, errors_name_what_is_wrong) {
     const auto call = [&](const Parts& own, std::size_t buffers = 1) {
       const std::vector<ConstBuffer> from(buffers, in);
       const std::vector<Buffer> into(buffers, to);
-      self.comm->reduce_scatter(from, into, DType::f32, ReduceOp::sum, DType::f32, false, kBlocking, own);
+      self.comm->reduce_scatter(from, into, DType::float32, ReduceOp::sum, DType::float32, false, kBlocking, own);
     };
     const float* at = elsewhere.data();
     EXPECT_THROW_WITH(call({{4, 5, at}}), InvalidArgument, "own part 0: elements [4, 9): expected parts of [0, 8)");
@@ -126,8 +127,8 @@ TEST(own_parts, errors_name_what_is_wrong) {
     EXPECT_THROW_WITH(call({{0, 4, out.data() + 7}}), InvalidArgument, "out must lie outside of in and of them");
     const Buffer inside{values.data() + 8, 8};
     const OwnPart part{0, 4, at};
-    EXPECT_THROW_WITH(self.comm->reduce_scatter({&in, 1}, {&inside, 1}, DType::f32, ReduceOp::sum, DType::f32, false,
-                                                kBlocking, {&part, 1}),
+    EXPECT_THROW_WITH(self.comm->reduce_scatter({&in, 1}, {&inside, 1}, DType::float32, ReduceOp::sum, DType::float32,
+                                                false, kBlocking, {&part, 1}),
                       InvalidArgument, "out must lie outside of in and of them");
     EXPECT_THROW_WITH(call({{0, 4, at}}, 2), InvalidArgument, "own parts of a list of 2 buffers");
     self.comm->barrier().wait();  // nothing of it has reached the others
@@ -138,8 +139,8 @@ TEST(own_parts, errors_name_what_is_wrong) {
     const ConstBuffer in{&value, 2};
     const Buffer to{&value, 1};
     EXPECT_TRUE(!self.comm->reads_own_parts());
-    EXPECT_THROW_WITH(self.comm->reduce_scatter({&in, 1}, {&to, 1}, DType::f32, ReduceOp::sum, DType::f32, false,
-                                                kBlocking, {&own, 1}),
+    EXPECT_THROW_WITH(self.comm->reduce_scatter({&in, 1}, {&to, 1}, DType::float32, ReduceOp::sum, DType::float32,
+                                                false, kBlocking, {&own, 1}),
                       Unsupported, "own parts of buffers on a device");
   });
 }

@@ -27,15 +27,15 @@ bool collectives_are_right(Rank& self) {
     const Buffer out{shard.data(), part};
     const ConstBuffer own{shard.data(), part};
     set();
-    self.comm->reduce_scatter({&in, 1}, {&out, 1}, DType::f32, ReduceOp::sum, DType::f32, false).wait();
+    self.comm->reduce_scatter({&in, 1}, {&out, 1}, DType::float32, ReduceOp::sum, DType::float32, false).wait();
     for (std::size_t i = 0; i < part; ++i) good &= shard[i] == sum_at(me * part + i);
-    self.comm->all_reduce({&all, 1}, DType::f32, ReduceOp::sum).wait();
+    self.comm->all_reduce({&all, 1}, DType::float32, ReduceOp::sum).wait();
     for (std::size_t i = 0; i < whole; ++i) good &= values[i] == sum_at(i);
     std::memset(values, 0, whole * 4);
-    self.comm->all_gather({&own, 1}, {&all, 1}, DType::f32).wait();
+    self.comm->all_gather({&own, 1}, {&all, 1}, DType::float32).wait();
     for (std::size_t i = 0; i < whole; ++i) good &= values[i] == sum_at(i);
     set();
-    self.comm->broadcast({&all, 1}, DType::f32, self.world - 1).wait();
+    self.comm->broadcast({&all, 1}, DType::float32, self.world - 1).wait();
     for (std::size_t i = 0; i < whole; ++i) good &= values[i] == static_cast<float>((i % 11) * ranks);
   }
   return good;
@@ -46,7 +46,7 @@ bool all_reduce_until_lost(Rank& self, int expected) {
   const Buffer buffer{values.data(), values.size()};
   for (int call = 0; call < 2; ++call) {  // the second finds the communicator poisoned
     try {
-      for (;;) self.comm->all_reduce({&buffer, 1}, DType::f32, ReduceOp::sum).wait();
+      for (;;) self.comm->all_reduce({&buffer, 1}, DType::float32, ReduceOp::sum).wait();
     } catch (const PeerLost& lost) {
       if (lost.rank != expected) std::cerr << "rank " << self.rank << ": " << lost.what() << std::endl;
       if (lost.rank != expected) return false;
@@ -81,8 +81,8 @@ TEST(comm_process, killed_rank_is_named_by_all) {
       if (self.rank == victim) {
         std::vector<float> values(50000);
         const Buffer buffer{values.data(), values.size()};
-        for (int i = 0; i < 5; ++i) self.comm->all_reduce({&buffer, 1}, DType::f32, ReduceOp::sum).wait();
-        Work pending = self.comm->all_reduce({&buffer, 1}, DType::f32, ReduceOp::sum);
+        for (int i = 0; i < 5; ++i) self.comm->all_reduce({&buffer, 1}, DType::float32, ReduceOp::sum).wait();
+        Work pending = self.comm->all_reduce({&buffer, 1}, DType::float32, ReduceOp::sum);
         ::kill(::getpid(), SIGKILL);
       }
       return all_reduce_until_lost(self, victim);

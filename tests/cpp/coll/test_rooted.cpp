@@ -20,7 +20,7 @@ void check_reduce(Rank& self, DType dtype, std::size_t count, Place place) {
   const auto bytes = encode(dtype, values_of(self.rank, count));
   for (const int root : roots_of(self))
     for (const ReduceOp op : {ReduceOp::sum, ReduceOp::avg, ReduceOp::min, ReduceOp::max, ReduceOp::prod}) {
-      if (op == ReduceOp::avg && (!is_floating(dtype) || dtype == DType::f64)) continue;
+      if (op == ReduceOp::avg && (!is_floating(dtype) || dtype == DType::float64)) continue;
       if (op != ReduceOp::sum && count > 1000) continue;
       std::memcpy(memory.data(), bytes.data(), nbytes);
       const Buffer buffer{memory.data(), count};
@@ -95,17 +95,17 @@ TEST(comm_rooted, scatter_values) {
 TEST(comm_rooted, six_to_nine_ranks) {
   run_worlds(6, 9, [](Rank& self) {
     for (const Place place : kPlaces) {
-      check_reduce(self, DType::f32, 1000, place);
-      check_reduce(self, DType::bf16, 77, place);
-      check_gather(self, DType::f32, 1000, place);
-      check_scatter(self, DType::i64, 1000, place);
+      check_reduce(self, DType::float32, 1000, place);
+      check_reduce(self, DType::bfloat16, 77, place);
+      check_gather(self, DType::float32, 1000, place);
+      check_scatter(self, DType::int64, 1000, place);
     }
   });
 }
 
 TEST(comm_rooted, bytes_travel_unchanged) {
   run_worlds(1, 3, [](Rank& self) {
-    for (const DType dtype : {DType::i8, DType::u8, DType::b8})
+    for (const DType dtype : {DType::int8, DType::uint8, DType::boolean})
       for (const Place place : kPlaces) {
         check_gather(self, dtype, 5003, place);
         check_scatter(self, dtype, 5003, place);
@@ -115,7 +115,7 @@ TEST(comm_rooted, bytes_travel_unchanged) {
 
 TEST(comm_rooted, reduce_has_the_bits_of_all_reduce) {
   run_worlds(1, 5, [](Rank& self) {
-    for (const DType dtype : {DType::f32, DType::f64, DType::bf16, DType::f16})
+    for (const DType dtype : {DType::float32, DType::float64, DType::bfloat16, DType::float16})
       for (const std::size_t count : {1u, 63u, 5003u})
         for (const Place place : kPlaces) {
           const auto floats = random_floats(count, 100u + static_cast<unsigned>(self.rank));
@@ -148,7 +148,7 @@ TEST(comm_rooted, lists_are_one_operation) {
         shards.push_back(Memory::make(*self.comm, count * 4, symmetric));
         fulls.push_back(Memory::make(*self.comm, ranks * count * 4, symmetric));
         backs.push_back(Memory::make(*self.comm, count * 4, symmetric));
-        std::memcpy(shards[i].data(), encode(DType::f32, values_of(self.rank, count, i)).data(), count * 4);
+        std::memcpy(shards[i].data(), encode(DType::float32, values_of(self.rank, count, i)).data(), count * 4);
         in.push_back({shards[i].data(), count});
         sums.push_back({shards[i].data(), count});
         out.push_back({fulls[i].data(), ranks * count});
@@ -156,16 +156,16 @@ TEST(comm_rooted, lists_are_one_operation) {
         back.push_back({backs[i].data(), count});
       }
       if (!at_root) out.clear(), full_in.clear();
-      self.comm->gather(in, out, DType::f32, root).wait();
-      self.comm->scatter(full_in, back, DType::f32, root).wait();
+      self.comm->gather(in, out, DType::float32, root).wait();
+      self.comm->scatter(full_in, back, DType::float32, root).wait();
       for (std::size_t i = 0; i < 40; ++i) EXPECT_TRUE(std::memcmp(back[i].data, in[i].data, in[i].count * 4) == 0);
-      self.comm->reduce(sums, DType::f32, ReduceOp::sum, root).wait();
+      self.comm->reduce(sums, DType::float32, ReduceOp::sum, root).wait();
       for (std::size_t i = 0; i < 40 && at_root; ++i)
-        EXPECT_TRUE(equal(DType::f32, shards[i].data(), reduced(self.world, sums[i].count, ReduceOp::sum, i)));
+        EXPECT_TRUE(equal(DType::float32, shards[i].data(), reduced(self.world, sums[i].count, ReduceOp::sum, i)));
     }
-    self.comm->gather({}, {}, DType::f32, 0).wait();
-    self.comm->scatter({}, {}, DType::f32, 0).wait();
-    self.comm->reduce({}, DType::f32, ReduceOp::sum, 0).wait();
+    self.comm->gather({}, {}, DType::float32, 0).wait();
+    self.comm->scatter({}, {}, DType::float32, 0).wait();
+    self.comm->reduce({}, DType::float32, ReduceOp::sum, 0).wait();
   });
 }
 
@@ -180,7 +180,7 @@ TEST(comm_rooted, a_list_too_long_for_its_places) {  // more buffers than a slot
       in.push_back({shard.data() + 4 * i, 4});
       if (self.rank == 0) out.push_back({full->data() + i * 16 * ranks, 4 * ranks});
     }
-    self.comm->gather(in, out, DType::f32, 0).wait();
+    self.comm->gather(in, out, DType::float32, 0).wait();
     const auto* values = reinterpret_cast<const float*>(full->data());
     for (std::size_t i = 0; i < 300 * 4 * ranks && self.rank == 0; ++i)
       EXPECT_EQ(values[i], static_cast<float>(i / 4 % ranks + 1));
@@ -192,9 +192,9 @@ TEST(comm_rooted, any_number_of_slots) {
     run_world(3, {30, 4096, slots}, [](Rank& self) {
       for (int i = 0; i < 2; ++i)
         for (const Place place : kPlaces) {
-          check_reduce(self, DType::f32, 10007, place);
-          check_gather(self, DType::f32, 10007, place);
-          check_scatter(self, DType::f32, 10007, place);
+          check_reduce(self, DType::float32, 10007, place);
+          check_gather(self, DType::float32, 10007, place);
+          check_scatter(self, DType::float32, 10007, place);
         }
     });
   }
@@ -214,10 +214,10 @@ TEST(comm_rooted, the_others_may_have_dropped_the_memory) {
       const ConstBuffer in{part.data(), count}, full_in{whole, ranks * count};
       const Buffer out{part.data(), count}, full{whole, ranks * count};
       const std::size_t sides = self.rank == root ? 1 : 0;
-      self.comm->gather({&in, 1}, {&full, sides}, DType::f32, root).wait();
+      self.comm->gather({&in, 1}, {&full, sides}, DType::float32, root).wait();
       if (sides == 1)
         for (std::size_t i = 0; i < ranks * count; ++i) whole[i] += 0.5f;
-      self.comm->scatter({&full_in, sides}, {&out, 1}, DType::f32, root).wait();
+      self.comm->scatter({&full_in, sides}, {&out, 1}, DType::float32, root).wait();
       EXPECT_TRUE(part == std::vector<float>(count, static_cast<float>(me) + static_cast<float>(round) + 0.5f));
     }
   });
@@ -233,7 +233,7 @@ TEST(comm_rooted, memory_may_be_dropped_while_others_copy) {
       std::vector<float> part(count);
       const ConstBuffer in{whole, 3 * count};
       const Buffer out{part.data(), count};
-      Work work = self.comm->scatter({&in, self.rank == 0 ? 1u : 0u}, {&out, 1}, DType::f32, 0);
+      Work work = self.comm->scatter({&in, self.rank == 0 ? 1u : 0u}, {&out, 1}, DType::float32, 0);
       if (self.rank != 0) buffer.reset();  // not a buffer of this call on this rank
       work.wait();
       EXPECT_TRUE(part == std::vector<float>(count, static_cast<float>(round)));
@@ -256,10 +256,10 @@ TEST(comm_rooted, a_rank_that_dies_is_named_in_each_operation) {
         std::vector<Buffer> parts_out;
         for (std::size_t q = 0; q < 3; ++q) parts_out.push_back({other.data() + q * count, count});
         const auto call = [&] {
-          if (kind == 0) self.comm->reduce({&out, 1}, DType::f32, ReduceOp::max, 0).wait();
-          if (kind == 1) self.comm->gather({&in, 1}, {&out, at_root ? 1u : 0u}, DType::f32, 0).wait();
-          if (kind == 2) self.comm->scatter({&whole_in, at_root ? 1u : 0u}, {&part, 1}, DType::f32, 0).wait();
-          if (kind == 3) self.comm->all_to_all(parts, parts_out, DType::f32).wait();
+          if (kind == 0) self.comm->reduce({&out, 1}, DType::float32, ReduceOp::max, 0).wait();
+          if (kind == 1) self.comm->gather({&in, 1}, {&out, at_root ? 1u : 0u}, DType::float32, 0).wait();
+          if (kind == 2) self.comm->scatter({&whole_in, at_root ? 1u : 0u}, {&part, 1}, DType::float32, 0).wait();
+          if (kind == 3) self.comm->all_to_all(parts, parts_out, DType::float32).wait();
         };
         if (self.rank == 2) {
           call();
@@ -289,16 +289,16 @@ TEST(comm_rooted, arguments) {
     const ConstBuffer in{values.data(), 4}, whole_in{values.data(), 4 * ranks}, odd_in{values.data(), 4 * ranks + 1};
     const Buffer out{values.data() + 32, 4}, whole{values.data() + 32, 4 * ranks},
         odd{values.data() + 32, 4 * ranks + 1};
-    EXPECT_THROW_WITH(comm.reduce({&out, 1}, DType::f32, ReduceOp::sum, self.world), InvalidArgument, "root=");
-    EXPECT_THROW_WITH(comm.gather({&in, 1}, {&whole, 1}, DType::f32, -1), InvalidArgument, "root=-1");
-    EXPECT_THROW_WITH(comm.scatter({&whole_in, 1}, {&out, 1}, DType::f32, 99), InvalidArgument, "root=99");
+    EXPECT_THROW_WITH(comm.reduce({&out, 1}, DType::float32, ReduceOp::sum, self.world), InvalidArgument, "root=");
+    EXPECT_THROW_WITH(comm.gather({&in, 1}, {&whole, 1}, DType::float32, -1), InvalidArgument, "root=-1");
+    EXPECT_THROW_WITH(comm.scatter({&whole_in, 1}, {&out, 1}, DType::float32, 99), InvalidArgument, "root=99");
     if (at_root) {
-      EXPECT_THROW_WITH(comm.gather({&in, 1}, {&odd, 1}, DType::f32, 0), InvalidArgument, "world_size");
-      EXPECT_THROW_WITH(comm.gather({&in, 1}, {}, DType::f32, 0), InvalidArgument, "1 inputs and 0 outputs");
-      EXPECT_THROW_WITH(comm.scatter({&odd_in, 1}, {&out, 1}, DType::f32, 0), InvalidArgument, "world_size");
+      EXPECT_THROW_WITH(comm.gather({&in, 1}, {&odd, 1}, DType::float32, 0), InvalidArgument, "world_size");
+      EXPECT_THROW_WITH(comm.gather({&in, 1}, {}, DType::float32, 0), InvalidArgument, "1 inputs and 0 outputs");
+      EXPECT_THROW_WITH(comm.scatter({&odd_in, 1}, {&out, 1}, DType::float32, 0), InvalidArgument, "world_size");
     } else {
-      EXPECT_THROW_WITH(comm.gather({&in, 1}, {&whole, 1}, DType::f32, 0), InvalidArgument, "root=0");
-      EXPECT_THROW_WITH(comm.scatter({&whole_in, 1}, {&out, 1}, DType::f32, 0), InvalidArgument, "root=0");
+      EXPECT_THROW_WITH(comm.gather({&in, 1}, {&whole, 1}, DType::float32, 0), InvalidArgument, "root=0");
+      EXPECT_THROW_WITH(comm.scatter({&whole_in, 1}, {&out, 1}, DType::float32, 0), InvalidArgument, "root=0");
     }
     comm.barrier().wait();  // nothing was poisoned
   });

@@ -35,7 +35,7 @@ void run_both(int world, const Body& body) {
 void recv_one(Communicator& comm, int src) {
   float value = 0;
   const Buffer buffer{&value, 1};
-  comm.recv({&buffer, 1}, DType::f32, src, 0, kBlocking);
+  comm.recv({&buffer, 1}, DType::float32, src, 0, kBlocking);
 }
 
 void leave(Rank& self) {
@@ -247,7 +247,7 @@ TEST(comm_signals, work_can_be_given_up) {
     if (self.rank == 0) over = 0;
     self.comm->barrier(kBlocking);
     if (self.rank == 0) {
-      Work work = self.comm->recv({&buffer, 1}, DType::f32, 1, 7);
+      Work work = self.comm->recv({&buffer, 1}, DType::float32, 1, 7);
       work.give_up();
       EXPECT_THROW_WITH(work.wait(), Error, "given up");
       over = 1;

@@ -78,21 +78,22 @@ struct Soak {
     const auto reduced = [&](std::size_t i) { return sum(i, salt); };
     switch (kind) {
       case 0:
-        self.comm->all_reduce({&all, 1}, DType::i32, ReduceOp::sum, call).wait();
+        self.comm->all_reduce({&all, 1}, DType::int32, ReduceOp::sum, call).wait();
         return check(in, whole, reduced);
       case 1:
-        self.comm->reduce_scatter({&all_in, 1}, {&shard, 1}, DType::i32, ReduceOp::sum, DType::i32, false, call).wait();
+        self.comm->reduce_scatter({&all_in, 1}, {&shard, 1}, DType::int32, ReduceOp::sum, DType::int32, false, call)
+            .wait();
         return check(out, count, [&](std::size_t i) { return sum(me * count + i, salt); });
       case 2:
-        self.comm->all_gather({&own, 1}, {&gathered, 1}, DType::i32, call).wait();
+        self.comm->all_gather({&own, 1}, {&gathered, 1}, DType::int32, call).wait();
         return check(out, whole, [&](std::size_t i) {
           return count == 0 ? 0 : value(static_cast<int>(i / count), i % count, salt);
         });
       case 3:
-        self.comm->broadcast({&all, 1}, DType::i32, root, call).wait();
+        self.comm->broadcast({&all, 1}, DType::int32, root, call).wait();
         return check(in, whole, [&](std::size_t i) { return value(root, i, salt); });
       case 4:
-        self.comm->reduce({&all, 1}, DType::i32, ReduceOp::sum, root, call).wait();
+        self.comm->reduce({&all, 1}, DType::int32, ReduceOp::sum, root, call).wait();
         return check(in, whole,
                      [&](std::size_t i) { return self.rank == root ? sum(i, salt) : value(self.rank, i, salt); });
       default:

@@ -9,7 +9,7 @@ namespace {
 void check_all_reduce(Rank& self, DType dtype, std::size_t count, Place place) {
   Memory memory = Memory::make(*self.comm, count * size_of(dtype), symmetric_on(place, self.rank));
   for (const ReduceOp op : {ReduceOp::sum, ReduceOp::avg, ReduceOp::min, ReduceOp::max, ReduceOp::prod}) {
-    if (op == ReduceOp::avg && (!is_floating(dtype) || dtype == DType::f64)) continue;
+    if (op == ReduceOp::avg && (!is_floating(dtype) || dtype == DType::float64)) continue;
     if (op != ReduceOp::sum && count > 1000) continue;
     const auto bytes = encode(dtype, values_of(self.rank, count));
     std::memcpy(memory.data(), bytes.data(), count * size_of(dtype));
@@ -88,17 +88,17 @@ TEST(comm, broadcast_values) {
 TEST(comm, nine_ranks) {
   run_world(9, small_slots(), [](Rank& self) {
     for (const Place place : kPlaces) {
-      check_all_reduce(self, DType::f32, 1000, place);
-      check_reduce_scatter(self, DType::bf16, 1000, place);
-      check_all_gather(self, DType::i64, 77, place);
-      check_broadcast(self, DType::f64, 1000, place);
+      check_all_reduce(self, DType::float32, 1000, place);
+      check_reduce_scatter(self, DType::bfloat16, 1000, place);
+      check_all_gather(self, DType::int64, 77, place);
+      check_broadcast(self, DType::float64, 1000, place);
     }
   });
 }
 
 TEST(comm, bytes_travel_unchanged) {  // dtypes that are only moved
   run_worlds(1, 3, [](Rank& self) {
-    for (const DType dtype : {DType::i8, DType::u8, DType::b8}) {
+    for (const DType dtype : {DType::int8, DType::uint8, DType::boolean}) {
       check_broadcast(self, dtype, 1000, Place::mixed);
       check_all_gather(self, dtype, 77, Place::private_);
     }

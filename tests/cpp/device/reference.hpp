@@ -64,11 +64,11 @@ void put(std::byte* data, std::size_t index, T value) {
 
 inline double get_real(DType dtype, const std::byte* data, std::size_t i) {
   switch (dtype) {
-    case DType::f64:
+    case DType::float64:
       return get<double>(data, i);
-    case DType::f32:
+    case DType::float32:
       return static_cast<double>(get<float>(data, i));
-    case DType::bf16:
+    case DType::bfloat16:
       return decode(kBf16, get<std::uint16_t>(data, i));
     default:
       return decode(kF16, get<std::uint16_t>(data, i));
@@ -76,11 +76,11 @@ inline double get_real(DType dtype, const std::byte* data, std::size_t i) {
 }
 inline void put_real(DType dtype, std::byte* data, std::size_t i, double x) {
   switch (dtype) {
-    case DType::f64:
+    case DType::float64:
       return put(data, i, x);
-    case DType::f32:
+    case DType::float32:
       return put(data, i, static_cast<float>(x));
-    case DType::bf16:
+    case DType::bfloat16:
       return put(data, i, encode(kBf16, x));
     default:
       return put(data, i, encode(kF16, x));
@@ -89,13 +89,13 @@ inline void put_real(DType dtype, std::byte* data, std::size_t i, double x) {
 
 inline std::int64_t get_whole(DType dtype, const std::byte* data, std::size_t i) {
   switch (dtype) {
-    case DType::i8:
+    case DType::int8:
       return get<std::int8_t>(data, i);
-    case DType::u8:
+    case DType::uint8:
       return get<std::uint8_t>(data, i);
-    case DType::i32:
+    case DType::int32:
       return get<std::int32_t>(data, i);
-    case DType::i64:
+    case DType::int64:
       return get<std::int64_t>(data, i);
     default:
       return get<std::uint8_t>(data, i) != 0;
@@ -103,13 +103,13 @@ inline std::int64_t get_whole(DType dtype, const std::byte* data, std::size_t i)
 }
 inline void put_whole(DType dtype, std::byte* data, std::size_t i, std::int64_t x) {
   switch (dtype) {
-    case DType::i8:
+    case DType::int8:
       return put(data, i, static_cast<std::int8_t>(x));
-    case DType::u8:
+    case DType::uint8:
       return put(data, i, static_cast<std::uint8_t>(x));
-    case DType::i32:
+    case DType::int32:
       return put(data, i, static_cast<std::int32_t>(x));
-    case DType::i64:
+    case DType::int64:
       return put(data, i, x);
     default:
       return put(data, i, static_cast<std::uint8_t>(x != 0));
@@ -122,7 +122,7 @@ inline void fill(DType dtype, std::byte* data, std::size_t count, std::mt19937_6
     const std::uint64_t bits = random();
     if (!is_floating(dtype)) {
       put_whole(dtype, data, i,
-                dtype == DType::b8 ? static_cast<std::int64_t>(bits >> 63) : static_cast<std::int64_t>(bits));
+                dtype == DType::boolean ? static_cast<std::int64_t>(bits >> 63) : static_cast<std::int64_t>(bits));
       continue;
     }
     const double specials[] = {0.0,     -0.0, std::numeric_limits<double>::infinity(), -1e-40, 3e-7,

@@ -21,7 +21,7 @@ struct HalfType {
   DType dtype;
   Half format;
 };
-const HalfType kHalves[] = {{DType::bf16, test::kBf16}, {DType::f16, test::kF16}};
+const HalfType kHalves[] = {{DType::bfloat16, test::kBf16}, {DType::float16, test::kF16}};
 
 std::vector<std::uint16_t> all_halves() {
   std::vector<std::uint16_t> all(65536);
@@ -33,11 +33,11 @@ TEST(cast, widens_every_16_bit_value_and_returns) {
   const auto all = all_halves();
   for (const auto& half : kHalves)
     for (const Isa isa : test::isas()) {
-      const auto wide = cast_on<float>(isa, DType::f32, half.dtype, all);
-      const auto wider = cast_on<double>(isa, DType::f64, half.dtype, all);
-      const auto back = cast_on<std::uint16_t>(isa, half.dtype, DType::f32, wide);
-      const auto far_back = cast_on<std::uint16_t>(isa, half.dtype, DType::f64, wider);
-      const std::uint16_t quiet_bit = half.dtype == DType::bf16 ? 0x40 : 0x200;
+      const auto wide = cast_on<float>(isa, DType::float32, half.dtype, all);
+      const auto wider = cast_on<double>(isa, DType::float64, half.dtype, all);
+      const auto back = cast_on<std::uint16_t>(isa, half.dtype, DType::float32, wide);
+      const auto far_back = cast_on<std::uint16_t>(isa, half.dtype, DType::float64, wider);
+      const std::uint16_t quiet_bit = half.dtype == DType::bfloat16 ? 0x40 : 0x200;
       std::size_t wrong = 0;
       for (std::size_t i = 0; i < all.size(); ++i) {
         const double expected = test::decode(half.format, all[i]);
@@ -80,8 +80,8 @@ TEST(cast, narrows_ties_and_subnormals_to_nearest_even) {
     const auto in = tricky_floats(half.format);
     std::vector<double> in64(in.begin(), in.end());
     for (const Isa isa : test::isas()) {
-      const auto out = cast_on<std::uint16_t>(isa, half.dtype, DType::f32, in);
-      const auto out64 = cast_on<std::uint16_t>(isa, half.dtype, DType::f64, in64);
+      const auto out = cast_on<std::uint16_t>(isa, half.dtype, DType::float32, in);
+      const auto out64 = cast_on<std::uint16_t>(isa, half.dtype, DType::float64, in64);
       std::size_t wrong = 0;
       for (std::size_t i = 0; i < in.size(); ++i) {
         const auto expected = test::encode(half.format, static_cast<double>(in[i]));
@@ -97,9 +97,9 @@ TEST(cast, narrows_random_bits) {
   std::vector<float> in(100003);
   for (float& x : in) x = std::bit_cast<float>(static_cast<std::uint32_t>(random()));
   for (const auto& half : kHalves) {
-    const auto first = cast_on<std::uint16_t>(Isa::plain, half.dtype, DType::f32, in);
+    const auto first = cast_on<std::uint16_t>(Isa::plain, half.dtype, DType::float32, in);
     for (const Isa isa : test::isas()) {
-      const auto out = cast_on<std::uint16_t>(isa, half.dtype, DType::f32, in);
+      const auto out = cast_on<std::uint16_t>(isa, half.dtype, DType::float32, in);
       EXPECT_TRUE(out == first);  // NaN payloads too
       std::size_t wrong = 0;
       for (std::size_t i = 0; i < in.size(); ++i)
@@ -121,7 +121,7 @@ TEST(cast, f64_rounds_once) {
     for (const double x : {1e300, -1e300, 1e-300, 5e-324, 65519.999999999, 65520.0, 3.3961775292304957e38})
       in.push_back(x);
     for (const Isa isa : test::isas()) {
-      const auto out = cast_on<std::uint16_t>(isa, half.dtype, DType::f64, in);
+      const auto out = cast_on<std::uint16_t>(isa, half.dtype, DType::float64, in);
       std::size_t wrong = 0;
       for (std::size_t i = 0; i < in.size(); ++i) wrong += out[i] != test::encode(half.format, in[i]);
       EXPECT_EQ(wrong, 0u);
@@ -154,9 +154,9 @@ TEST(cast, tails_equal_the_vector_body) {
     for (const Isa isa : test::isas())
       for (std::size_t count = 0; count <= 70; ++count) {
         std::vector<std::uint16_t> out(count + 1, 0xabcd), expected(count);
-        device::kernel_table(isa).cast(out.data(), half.dtype, in.data() + 1, DType::f32, count);
+        device::kernel_table(isa).cast(out.data(), half.dtype, in.data() + 1, DType::float32, count);
         for (std::size_t i = 0; i < count; ++i)
-          device::kernel_table(Isa::plain).cast(&expected[i], half.dtype, &in[i + 1], DType::f32, 1);
+          device::kernel_table(Isa::plain).cast(&expected[i], half.dtype, &in[i + 1], DType::float32, 1);
         EXPECT_EQ(out[count], 0xabcd);
         out.pop_back();
         EXPECT_TRUE(out == expected);
@@ -166,10 +166,10 @@ TEST(cast, tails_equal_the_vector_body) {
 TEST(cast, checks_its_arguments) {
   float x = 1.5f;
   double y = 0;
-  EXPECT_THROW_WITH(device::cast(&x, DType::i32, &x, DType::f32, 1), InvalidArgument, "to int32");
-  EXPECT_THROW_WITH(device::cast(nullptr, DType::f32, &y, DType::f64, 1), InvalidArgument, "dst is null");
-  device::cast(nullptr, DType::f32, nullptr, DType::f64, 0);
-  device::cast(&y, DType::f64, &x, DType::f32, 1);
+  EXPECT_THROW_WITH(device::cast(&x, DType::int32, &x, DType::float32, 1), InvalidArgument, "to int32");
+  EXPECT_THROW_WITH(device::cast(nullptr, DType::float32, &y, DType::float64, 1), InvalidArgument, "dst is null");
+  device::cast(nullptr, DType::float32, nullptr, DType::float64, 0);
+  device::cast(&y, DType::float64, &x, DType::float32, 1);
   EXPECT_EQ(y, 1.5);
 }
 

@@ -138,13 +138,13 @@ TEST(device, kernels_are_put_on_the_stream) {
     {
       void* const dst[] = {sum.data()};
       const void* const src[] = {a.data(), b.data()};
-      stream->kernels().reduce({dst, src, 777, DType::f32, DType::f32, ReduceOp::sum});
+      stream->kernels().reduce({dst, src, 777, DType::float32, DType::float32, ReduceOp::sum});
     }  // arguments have been copied
-    stream->kernels().cast(half.data(), DType::bf16, sum.data(), DType::f32, 777);
+    stream->kernels().cast(half.data(), DType::bfloat16, sum.data(), DType::float32, 777);
     stream->synchronize();
     EXPECT_TRUE(sum.get() == std::vector<float>(777, 3.5f));
     EXPECT_TRUE(half.get() == std::vector<std::uint16_t>(777, 0x4060));
-    stream->kernels().cast(nullptr, DType::bf16, nullptr, DType::f32, 0);
+    stream->kernels().cast(nullptr, DType::bfloat16, nullptr, DType::float32, 0);
   });
 }
 
@@ -158,9 +158,9 @@ TEST(device, bad_arguments_are_refused_at_once) {
     stream->copy(nullptr, nullptr, 0);
     std::vector<const void*> src(kMaxKernelBuffers + 1, &x);
     void* const dst[] = {&x};
-    EXPECT_THROW_WITH(stream->kernels().reduce({dst, src, 1, DType::f32, DType::f32, ReduceOp::sum}), InvalidArgument,
-                      " src; expected at most");
-    EXPECT_THROW_WITH(stream->kernels().cast(&x, DType::i32, &x, DType::f32, 1), InvalidArgument, "to int32");
+    EXPECT_THROW_WITH(stream->kernels().reduce({dst, src, 1, DType::float32, DType::float32, ReduceOp::sum}),
+                      InvalidArgument, " src; expected at most");
+    EXPECT_THROW_WITH(stream->kernels().cast(&x, DType::int32, &x, DType::float32, 1), InvalidArgument, "to int32");
     const auto event = device.make_event();
     EXPECT_THROW_WITH(event->handle(), InvalidArgument, "shared");
     stream->synchronize();

@@ -13,10 +13,10 @@ namespace {
 
 using test::Machine;
 
-const DType kAll[] = {DType::f32, DType::f64, DType::f16, DType::bf16, DType::i8,
-                      DType::u8,  DType::i32, DType::i64, DType::b8};
-const DType kFloats[] = {DType::f32, DType::f64, DType::f16, DType::bf16};
-const DType kScaled[] = {DType::f32, DType::f16, DType::bf16};
+const DType kAll[] = {DType::float32, DType::float64, DType::float16, DType::bfloat16, DType::int8,
+                      DType::uint8,   DType::int32,   DType::int64,   DType::boolean};
+const DType kFloats[] = {DType::float32, DType::float64, DType::float16, DType::bfloat16};
+const DType kScaled[] = {DType::float32, DType::float16, DType::bfloat16};
 constexpr std::size_t kGuard = 64;  // bytes behind a result that nobody may touch
 
 /// Counts 0 to 40, then the neighbours of multiples of 128 and of blocks of 256 threads times 4, up to `most`.
@@ -74,8 +74,8 @@ void compare_reduce(Machine& machine, DType in, DType out, ReduceOp op, std::siz
 TEST(machines, reduce_equals_the_host) {
   for (const auto& machine : test::machines())
     for (const DType in : kAll)
-      for (const DType out : {in, DType::f32}) {
-        if (out != in && in != DType::f16 && in != DType::bf16) continue;
+      for (const DType out : {in, DType::float32}) {
+        if (out != in && in != DType::float16 && in != DType::bfloat16) continue;
         for (const ReduceOp op : {ReduceOp::sum, ReduceOp::avg, ReduceOp::min, ReduceOp::max, ReduceOp::prod}) {
           if (op == ReduceOp::avg && !is_floating(in)) continue;
           std::size_t turn = 0;
@@ -100,9 +100,10 @@ TEST(machines, a_reduction_over_a_link_takes_few_blocks_and_has_the_same_bits) {
     for (const Case c : {Case{0, 1024, 300}, Case{1, 1024, 256}, Case{3, 341, 85}, Case{7, 256, 64}}) {
       const auto sources = static_cast<std::size_t>(c.remote) + 1;
       const std::size_t packs = 256 * 300;
-      compare_reduce(*machine, DType::f32, DType::f32, ReduceOp::sum, sources, 4 * packs + 3, 1, false, c.remote);
+      compare_reduce(*machine, DType::float32, DType::float32, ReduceOp::sum, sources, 4 * packs + 3, 1, false,
+                     c.remote);
       const unsigned of_words = device::emulated::last_grid();
-      compare_reduce(*machine, DType::bf16, DType::bf16, ReduceOp::avg, sources, 8 * packs, 0, true, c.remote);
+      compare_reduce(*machine, DType::bfloat16, DType::bfloat16, ReduceOp::avg, sources, 8 * packs, 0, true, c.remote);
       if (machine->name() != "emulation") continue;
       EXPECT_EQ(of_words, c.of_words);
       EXPECT_EQ(device::emulated::last_grid(), c.of_packs);
@@ -113,8 +114,8 @@ TEST(machines, a_reduction_over_a_link_takes_few_blocks_and_has_the_same_bits) {
 void fill_bits(DType dtype, std::byte* data, std::size_t count, std::mt19937_64& random) {
   for (std::size_t i = 0; i < count; ++i) {
     if (size_of(dtype) == 2) test::put(data, i, static_cast<std::uint16_t>(i));
-    if (dtype == DType::f32) test::put(data, i, static_cast<std::uint32_t>(random()));
-    if (dtype == DType::f64)
+    if (dtype == DType::float32) test::put(data, i, static_cast<std::uint32_t>(random()));
+    if (dtype == DType::float64)
       test::put(data, i,
                 i % 8 == 0 ? std::bit_cast<double>(random())
                            : static_cast<double>(std::bit_cast<float>(static_cast<std::uint32_t>(random()))) *
@@ -147,7 +148,7 @@ TEST(machines, cast_and_scale_at_every_count_and_alignment) {
   for (const auto& machine : test::machines())
     for (const DType from : kFloats)
       for (const DType to : kFloats) {
-        const bool scaled = from != DType::f64 && to != DType::f64;
+        const bool scaled = from != DType::float64 && to != DType::float64;
         std::mt19937_64 random(3);
         for (const std::size_t count : counts(4200))
           for (const std::size_t shift : {0u, 1u}) {
@@ -246,24 +247,29 @@ TEST(machines, copy_list_packs_and_casts) {
       for (const DType to : kScaled)
         if (to != from)
           for (const std::size_t align : {1u, 64u}) compare_copy_list(*machine, to, from, align, 120);
-    compare_copy_list(*machine, DType::bf16, DType::f32, 64, 3000);
+    compare_copy_list(*machine, DType::bfloat16, DType::float32, 64, 3000);
   }
 }
 
 TEST(machines, arguments_are_checked) {
   float x = 0;
-  EXPECT_THROW_WITH(device::check_scale({&x, DType::f64, &x, DType::f32, 1, 1.0f}), InvalidArgument, "to float64");
-  EXPECT_THROW_WITH(device::check_scale({nullptr, DType::f32, &x, DType::f32, 1, 1.0f}), InvalidArgument,
+  EXPECT_THROW_WITH(device::check_scale({&x, DType::float64, &x, DType::float32, 1, 1.0f}), InvalidArgument,
+                    "to float64");
+  EXPECT_THROW_WITH(device::check_scale({nullptr, DType::float32, &x, DType::float32, 1, 1.0f}), InvalidArgument,
                     "dst is null");
   device::CopyItem items[] = {{&x, &x, 5000}, {&x, nullptr, 1}};
   EXPECT_EQ(device::number_chunks(items), 3u);
-  EXPECT_THROW_WITH(device::check_copy_list({items, items, DType::f32, DType::f32}), InvalidArgument, "src of item 1");
+  EXPECT_THROW_WITH(device::check_copy_list({items, items, DType::float32, DType::float32}), InvalidArgument,
+                    "src of item 1");
   items[1].src = &x;
-  device::check_copy_list({items, items, DType::f32, DType::f32});
-  EXPECT_THROW_WITH(device::check_copy_list({items, items, DType::f32, DType::i32}), InvalidArgument, "to float32");
-  EXPECT_THROW_WITH(device::check_copy_list({items, nullptr, DType::f32, DType::f32}), InvalidArgument, "on_device");
+  device::check_copy_list({items, items, DType::float32, DType::float32});
+  EXPECT_THROW_WITH(device::check_copy_list({items, items, DType::float32, DType::int32}), InvalidArgument,
+                    "to float32");
+  EXPECT_THROW_WITH(device::check_copy_list({items, nullptr, DType::float32, DType::float32}), InvalidArgument,
+                    "on_device");
   items[1].first_chunk = 1;
-  EXPECT_THROW_WITH(device::check_copy_list({items, items, DType::f32, DType::f32}), InvalidArgument, "not at 2");
+  EXPECT_THROW_WITH(device::check_copy_list({items, items, DType::float32, DType::float32}), InvalidArgument,
+                    "not at 2");
 }
 
 }  // namespace

@@ -46,7 +46,7 @@ double combine(const Setup& s, double a, double b) {
     default:
       x = a + b;
   }
-  return s.in == DType::f64 ? x : static_cast<double>(static_cast<float>(x));
+  return s.in == DType::float64 ? x : static_cast<double>(static_cast<float>(x));
 }
 
 void reference_real(const Setup& s, const std::vector<Bytes>& src, Bytes& dst) {
@@ -54,19 +54,19 @@ void reference_real(const Setup& s, const std::vector<Bytes>& src, Bytes& dst) {
     double x = get_real(s.in, src[0].data(), i);
     for (std::size_t k = 1; k < s.sources; ++k) x = combine(s, x, get_real(s.in, src[k].data(), i));
     if (s.op == ReduceOp::avg) x /= static_cast<double>(s.sources);
-    if (s.op == ReduceOp::avg && s.in != DType::f64) x = static_cast<double>(static_cast<float>(x));
+    if (s.op == ReduceOp::avg && s.in != DType::float64) x = static_cast<double>(static_cast<float>(x));
     if (s.accumulate) {
       Bytes rounded(8);
       test::put_real(s.out, rounded.data(), 0, x);
       x = get_real(s.out, dst.data(), i) + get_real(s.out, rounded.data(), 0);
-      if (s.out != DType::f64) x = static_cast<double>(static_cast<float>(x));
+      if (s.out != DType::float64) x = static_cast<double>(static_cast<float>(x));
     }
     test::put_real(s.out, dst.data(), i, x);
   }
 }
 
 std::int64_t combine(const Setup& s, std::int64_t a, std::int64_t b) {
-  const bool boolean = s.in == DType::b8;
+  const bool boolean = s.in == DType::boolean;
   const auto ua = static_cast<std::uint64_t>(a), ub = static_cast<std::uint64_t>(b);
   std::uint64_t x = 0;
   switch (s.op) {
@@ -157,17 +157,17 @@ std::vector<std::size_t> awkward_counts() {
 }
 
 TEST(reduce, every_integer_type) {
-  for (const DType dtype : {DType::i8, DType::u8, DType::i32, DType::i64, DType::b8})
+  for (const DType dtype : {DType::int8, DType::uint8, DType::int32, DType::int64, DType::boolean})
     run_all(dtype, dtype, awkward_counts());
 }
 TEST(reduce, f32_and_f64) {
-  for (const DType dtype : {DType::f32, DType::f64}) run_all(dtype, dtype, awkward_counts());
+  for (const DType dtype : {DType::float32, DType::float64}) run_all(dtype, dtype, awkward_counts());
 }
 TEST(reduce, f16_and_bf16) {
-  for (const DType dtype : {DType::f16, DType::bf16}) run_all(dtype, dtype, awkward_counts());
+  for (const DType dtype : {DType::float16, DType::bfloat16}) run_all(dtype, dtype, awkward_counts());
 }
 TEST(reduce, f16_and_bf16_into_f32) {
-  for (const DType dtype : {DType::f16, DType::bf16}) run_all(dtype, DType::f32, awkward_counts());
+  for (const DType dtype : {DType::float16, DType::bfloat16}) run_all(dtype, DType::float32, awkward_counts());
 }
 
 TEST(reduce, bool_bytes_other_than_one_are_true) {
@@ -175,9 +175,9 @@ TEST(reduce, bool_bytes_other_than_one_are_true) {
   std::uint8_t out[4];
   void* const dst[] = {out};
   const void* const src[] = {a, b};
-  device::reduce({dst, src, 4, DType::b8, DType::b8, ReduceOp::min});
+  device::reduce({dst, src, 4, DType::boolean, DType::boolean, ReduceOp::min});
   EXPECT_TRUE(out[0] == 0 && out[1] == 1 && out[2] == 0 && out[3] == 0);
-  device::reduce({dst, src, 4, DType::b8, DType::b8, ReduceOp::sum});
+  device::reduce({dst, src, 4, DType::boolean, DType::boolean, ReduceOp::sum});
   EXPECT_TRUE(out[0] == 0 && out[1] == 1 && out[2] == 1 && out[3] == 1);
 }
 
@@ -187,7 +187,7 @@ TEST(reduce, large_calls_choose_streaming_by_themselves) {
   for (const auto stores : {device::Stores::automatic, device::Stores::cached, device::Stores::streaming}) {
     void* const dst[] = {out.data() + 1};
     const void* const src[] = {a.data() + 2, b.data()};
-    device::reduce({dst, src, count, DType::f32, DType::f32, ReduceOp::sum, false, stores});
+    device::reduce({dst, src, count, DType::float32, DType::float32, ReduceOp::sum, false, stores});
     std::size_t wrong = 0;
     for (std::size_t i = 0; i < count; ++i) wrong += out[i + 1] != 3.75f;
     EXPECT_EQ(wrong, 0u);
@@ -201,7 +201,7 @@ TEST(reduce, streaming_hint_is_ignored_in_place) {
   std::vector<float> a(100, 1.0f), b(100, 2.0f);
   void* const dst[] = {a.data()};
   const void* const src[] = {a.data(), b.data()};
-  device::reduce({dst, src, 100, DType::f32, DType::f32, ReduceOp::avg, false, device::Stores::streaming});
+  device::reduce({dst, src, 100, DType::float32, DType::float32, ReduceOp::avg, false, device::Stores::streaming});
   EXPECT_EQ(a[0], 1.5f);
   EXPECT_EQ(a[99], 1.5f);
 }
@@ -214,9 +214,9 @@ TEST(reduce, subnormals_are_kept_whatever_the_caller_does_with_them) {
   const void* const src[] = {a.data(), a.data()};
   {
     const test::FlushSubnormals flush;
-    device::reduce({dst, src, 100, DType::f32, DType::f32, ReduceOp::sum});
-    device::cast(wide.data(), DType::f32, half.data(), DType::f16, 100);
-    device::cast(half.data(), DType::f16, wide.data(), DType::f32, 100);
+    device::reduce({dst, src, 100, DType::float32, DType::float32, ReduceOp::sum});
+    device::cast(wide.data(), DType::float32, half.data(), DType::float16, 100);
+    device::cast(half.data(), DType::float16, wide.data(), DType::float32, 100);
   }
   EXPECT_TRUE(kDoubled > 0);
   EXPECT_EQ(sum, std::vector<float>(100, kDoubled));
@@ -236,14 +236,14 @@ TEST(reduce, in_parts_gives_the_same) {
       void* const to_whole[] = {whole.data()};
       void* const to_parts[] = {parts.data()};
       const void* const src[] = {a.data(), b.data()};
-      device::reduce({to_whole, src, n, DType::bf16, DType::f32, ReduceOp::sum, accumulate});
-      device::reduce_in_parts({to_parts, src, n, DType::bf16, DType::f32, ReduceOp::sum, accumulate});
+      device::reduce({to_whole, src, n, DType::bfloat16, DType::float32, ReduceOp::sum, accumulate});
+      device::reduce_in_parts({to_parts, src, n, DType::bfloat16, DType::float32, ReduceOp::sum, accumulate});
       EXPECT_TRUE(std::memcmp(whole.data(), parts.data(), count * sizeof(float)) == 0);
       EXPECT_TRUE(whole[n - 1] != 3.0f);
     }
   void* const to[] = {a.data()};
   const void* const none[] = {nullptr};
-  EXPECT_THROW_WITH(device::reduce_in_parts({to, none, count, DType::bf16, DType::bf16, ReduceOp::sum}),
+  EXPECT_THROW_WITH(device::reduce_in_parts({to, none, count, DType::bfloat16, DType::bfloat16, ReduceOp::sum}),
                     InvalidArgument, "src[0] is null");
   ThreadPool::set_default_size(1);
 }
@@ -255,17 +255,21 @@ TEST(reduce, refuses_what_it_cannot_do) {
   void* const null_dst[] = {nullptr};
   const void* const null_src[] = {&x, nullptr};
   using device::reduce;
-  EXPECT_THROW_WITH(reduce({{}, src, 1, DType::f32, DType::f32, ReduceOp::sum}), InvalidArgument, "got 0 and 1");
-  EXPECT_THROW_WITH(reduce({dst, {}, 1, DType::f32, DType::f32, ReduceOp::sum}), InvalidArgument, "got 1 and 0");
-  EXPECT_THROW_WITH(reduce({dst, src, 1, DType::i32, DType::i32, ReduceOp::avg}), InvalidArgument, "avg of int32");
-  EXPECT_THROW_WITH(reduce({dst, src, 1, DType::b8, DType::b8, ReduceOp::avg}), InvalidArgument, "avg of bool");
-  EXPECT_THROW_WITH(reduce({dst, src, 1, DType::f32, DType::bf16, ReduceOp::sum}), InvalidArgument, "out bfloat16");
-  EXPECT_THROW_WITH(reduce({dst, src, 1, DType::i8, DType::f32, ReduceOp::sum}), InvalidArgument, "in int8");
-  EXPECT_THROW_WITH(reduce({null_dst, src, 3, DType::f32, DType::f32, ReduceOp::sum}), InvalidArgument,
+  EXPECT_THROW_WITH(reduce({{}, src, 1, DType::float32, DType::float32, ReduceOp::sum}), InvalidArgument,
+                    "got 0 and 1");
+  EXPECT_THROW_WITH(reduce({dst, {}, 1, DType::float32, DType::float32, ReduceOp::sum}), InvalidArgument,
+                    "got 1 and 0");
+  EXPECT_THROW_WITH(reduce({dst, src, 1, DType::int32, DType::int32, ReduceOp::avg}), InvalidArgument, "avg of int32");
+  EXPECT_THROW_WITH(reduce({dst, src, 1, DType::boolean, DType::boolean, ReduceOp::avg}), InvalidArgument,
+                    "avg of bool");
+  EXPECT_THROW_WITH(reduce({dst, src, 1, DType::float32, DType::bfloat16, ReduceOp::sum}), InvalidArgument,
+                    "out bfloat16");
+  EXPECT_THROW_WITH(reduce({dst, src, 1, DType::int8, DType::float32, ReduceOp::sum}), InvalidArgument, "in int8");
+  EXPECT_THROW_WITH(reduce({null_dst, src, 3, DType::float32, DType::float32, ReduceOp::sum}), InvalidArgument,
                     "dst[0] is null");
-  EXPECT_THROW_WITH(reduce({dst, null_src, 3, DType::f32, DType::f32, ReduceOp::sum}), InvalidArgument,
+  EXPECT_THROW_WITH(reduce({dst, null_src, 3, DType::float32, DType::float32, ReduceOp::sum}), InvalidArgument,
                     "src[1] is null");
-  reduce({null_dst, null_src, 0, DType::f32, DType::f32, ReduceOp::sum});  // nothing to do
+  reduce({null_dst, null_src, 0, DType::float32, DType::float32, ReduceOp::sum});  // nothing to do
 }
 
 }  // namespace

@@ -172,23 +172,23 @@ TEST(trace, kernels_touch_what_they_touch) {
     auto* const slot = static_cast<float*>(s.slot.get());
     void* const dst[] = {slot};
     const void* const src[] = {gradient, gradient + 16};
-    s.compute->kernels().reduce({dst, src, 16, DType::f32, DType::f32, ReduceOp::sum});
+    s.compute->kernels().reduce({dst, src, 16, DType::float32, DType::float32, ReduceOp::sum});
     s.copy->fill(gradient + 32, 0, 64);  // beside
     EXPECT_EQ(s.trace->race_count(), 0u);
     s.copy->fill(gradient + 31, 0, 4);
     EXPECT_EQ(s.trace->race_count(), 1u);
     s.copy->copy(gradient + 40, slot, 4);
     EXPECT_EQ(s.trace->race_count(), 2u);
-    s.compute->kernels().reduce({dst, src, 16, DType::f32, DType::f32, ReduceOp::sum, true});
+    s.compute->kernels().reduce({dst, src, 16, DType::float32, DType::float32, ReduceOp::sum, true});
     EXPECT_EQ(s.trace->race_count(), 4u);  // its source, and its result
-    s.compute->kernels().cast(gradient + 100, DType::bf16, slot, DType::f32, 16);
+    s.compute->kernels().cast(gradient + 100, DType::bfloat16, slot, DType::float32, 16);
     s.copy->fill(gradient + 107, 0, 8);  // bytes 28 to 36 of 32
     EXPECT_EQ(s.trace->race_count(), 5u);
     EXPECT_EQ(s.trace->races().back().overlap.end - s.trace->races().back().overlap.begin, 4u);
     s.compute->kernels().scale({.dst = gradient + 200,
-                                .dst_dtype = DType::f32,
+                                .dst_dtype = DType::float32,
                                 .src = slot,
-                                .src_dtype = DType::f32,
+                                .src_dtype = DType::float32,
                                 .count = 16,
                                 .factor = 2});
     s.copy->fill(gradient + 215, 0, 8);  // a task of no name to the recorder

@@ -58,8 +58,8 @@ TEST(Adopt, parcels_travel_but_descriptors_do_not) {
     const auto mesh = Mesh::adopt(rank, std::move(sockets[static_cast<std::size_t>(rank)]));
     EXPECT_THROW_WITH(mesh->exchange({bytes_of("x"), net::make_event()}, kPatience_s), Unsupported, "between hosts");
     for (const std::size_t length : {0, 5, 300'000}) {
-      const std::string story(length, static_cast<char>('a' + rank));
-      const auto parcels = mesh->exchange({bytes_of(story), {}}, kPatience_s);
+      const std::string message(length, static_cast<char>('a' + rank));
+      const auto parcels = mesh->exchange({bytes_of(message), {}}, kPatience_s);
       for (int r = 0; r < 4; ++r)
         EXPECT_TRUE(string_of(parcels[static_cast<std::size_t>(r)].bytes) ==
                     std::string(length, static_cast<char>('a' + r)));

@@ -27,7 +27,7 @@ int number_in(const UniqueFd& fd) {
   return number;
 }
 
-std::string story(int rank, int round) {
+std::string message(int rank, int round) {
   return std::string(static_cast<std::size_t>(rank * 7 + round), static_cast<char>('a' + rank)) + std::to_string(round);
 }
 
@@ -40,13 +40,13 @@ TEST(Mesh, exchanges_bytes_and_descriptors) {
       EXPECT_EQ(mesh.world_size(), world_size);
       for (int round = 0; round < 5; ++round) {
         const auto with_fd = [round](int rank) { return (rank + round) % 2 == 0; };
-        Parcel mine{bytes_of(story(mesh.rank(), round)), {}};
+        Parcel mine{bytes_of(message(mesh.rank(), round)), {}};
         if (with_fd(mesh.rank())) mine.fd = file_holding(mesh.rank() * 100 + round);
         const std::vector<Parcel> parcels = mesh.exchange(std::move(mine), kPatience_s);
         EXPECT_EQ(parcels.size(), static_cast<std::size_t>(world_size));
         for (int rank = 0; rank < world_size; ++rank) {
           const Parcel& parcel = parcels[static_cast<std::size_t>(rank)];
-          EXPECT_EQ(string_of(parcel.bytes), story(rank, round));
+          EXPECT_EQ(string_of(parcel.bytes), message(rank, round));
           EXPECT_EQ(static_cast<bool>(parcel.fd), with_fd(rank));
           if (!parcel.fd) continue;
           EXPECT_EQ(number_in(parcel.fd), rank * 100 + round);
@@ -151,11 +151,11 @@ TEST(Mesh, works_between_processes) {
     int wrong = 1;
     try {
       const auto mesh = lobby.connect(rank);
-      const auto parcels = mesh->exchange({bytes_of(story(rank, 1)), file_holding(rank)}, kPatience_s);
+      const auto parcels = mesh->exchange({bytes_of(message(rank, 1)), file_holding(rank)}, kPatience_s);
       wrong = 0;
       for (int other = 0; other < world_size; ++other) {
         const Parcel& parcel = parcels[static_cast<std::size_t>(other)];
-        wrong += string_of(parcel.bytes) != story(other, 1) || number_in(parcel.fd) != other;
+        wrong += string_of(parcel.bytes) != message(other, 1) || number_in(parcel.fd) != other;
       }
       mesh->leave();
     } catch (const std::exception& error) {

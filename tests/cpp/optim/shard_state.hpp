@@ -27,31 +27,31 @@ struct State {
   }
 
   OptimShard shard(const void* grad, DType grad_dtype) {
-    void* data = weight_dtype == DType::f32 ? static_cast<void*>(weight.data()) : weight16.data();
+    void* data = weight_dtype == DType::float32 ? static_cast<void*>(weight.data()) : weight16.data();
     return {data,  weight_dtype, grad, grad_dtype, reinterpret_cast<std::byte*>(storage.data()),
             count, tile_count,   0,    count,      state_dtype};
   }
 };
 
 inline State make_state(DType dtype, std::size_t tile_count, const std::vector<float>& master, int arrays = 2,
-                        DType state = DType::f32) {
-  const std::size_t bytes = static_cast<std::size_t>(arrays) * size_of(state) + (dtype == DType::bf16 ? 2 : 0);
-  const std::size_t scales = state == DType::u8 ? (master.size() / optim::kStateBlock + 1) * 2 : 0;
+                        DType state = DType::float32) {
+  const std::size_t bytes = static_cast<std::size_t>(arrays) * size_of(state) + (dtype == DType::bfloat16 ? 2 : 0);
+  const std::size_t scales = state == DType::uint8 ? (master.size() / optim::kStateBlock + 1) * 2 : 0;
   State s{dtype, master.size(), tile_count, arrays, state, {}, {}, {}};
   s.storage.resize(bytes * master.size() / 4 + 1 + scales);
-  if (dtype == DType::f32) {
+  if (dtype == DType::float32) {
     s.weight = master;
   } else {
     s.weight16.resize(master.size());
-    split_master(s.shard(nullptr, DType::f32), master.data(), arrays);
+    split_master(s.shard(nullptr, DType::float32), master.data(), arrays);
   }
   return s;
 }
 
 inline std::vector<float> master_of(State& s) {
-  if (s.weight_dtype == DType::f32) return s.weight;
+  if (s.weight_dtype == DType::float32) return s.weight;
   std::vector<float> master(s.count);
-  join_master(s.shard(nullptr, DType::f32), master.data(), s.arrays);
+  join_master(s.shard(nullptr, DType::float32), master.data(), s.arrays);
   return master;
 }
 
@@ -67,12 +67,12 @@ inline std::vector<float> random_floats(std::size_t count, unsigned seed, float 
 inline std::vector<std::byte> gradient(std::size_t count, DType dtype, unsigned seed) {
   const auto wide = random_floats(count, seed, 0.1f);
   std::vector<std::byte> out(count * size_of(dtype) + 1);
-  device::cast(out.data(), dtype, wide.data(), DType::f32, count);
+  device::cast(out.data(), dtype, wide.data(), DType::float32, count);
   return out;
 }
 
-inline constexpr DType kGrads[] = {DType::f32, DType::bf16, DType::f16};
-inline constexpr DType kWeights[] = {DType::f32, DType::bf16};
+inline constexpr DType kGrads[] = {DType::float32, DType::bfloat16, DType::float16};
+inline constexpr DType kWeights[] = {DType::float32, DType::bfloat16};
 inline constexpr Isa kIsas[] = {Isa::plain, Isa::avx2, Isa::avx512, Isa::avx512_bf16};
 
 }  // namespace zcomm

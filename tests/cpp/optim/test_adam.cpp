@@ -53,7 +53,7 @@ void compare_with_reference(DType weight, DType grad_dtype, bool adamw, bool max
   for (int t = 1; t <= 20; ++t) {
     const auto grad = gradient(count, grad_dtype, 100 + static_cast<unsigned>(t));
     std::vector<double> wide(count);
-    device::cast(wide.data(), DType::f64, grad.data(), grad_dtype, count);
+    device::cast(wide.data(), DType::float64, grad.data(), grad_dtype, count);
     adam_step(s.shard(grad.data(), grad_dtype), params_of(adamw, maximize, t));
     reference.step(wide, params_of(adamw, maximize, t));
   }
@@ -105,11 +105,11 @@ TEST(adam, tiles_do_not_change_bits) {
   for (const bool adamw : {true, false})
     for (const DType weight : kWeights) {
       State one = make_state(weight, count + 1, start);
-      run_steps(one, DType::bf16, adamw, {0, count}, 1);
+      run_steps(one, DType::bfloat16, adamw, {0, count}, 1);
       const auto expected = master_of(one);
       for (const std::size_t tile_count : {2u, 16u, 100u, 334u, 1002u}) {
         State s = make_state(weight, tile_count, start);
-        run_steps(s, DType::bf16, adamw, {0, 5, 333, count}, 1);
+        run_steps(s, DType::bfloat16, adamw, {0, 5, 333, count}, 1);
         EXPECT_TRUE(master_of(s) == expected);
         EXPECT_TRUE(s.weight16 == one.weight16);
       }
@@ -121,13 +121,13 @@ TEST(adam, state_lies_in_tiles_as_documented) {
   const auto start = random_floats(count, 8);
   for (const DType weight : kWeights) {
     State s = make_state(weight, tile_count, start);
-    const auto grad = gradient(count, DType::f32, 3);
+    const auto grad = gradient(count, DType::float32, 3);
     AdamParams params = params_of(true, false, 1);
     params.grad_scale = 1.0f;
-    adam_step(s.shard(grad.data(), DType::f32), params);
+    adam_step(s.shard(grad.data(), DType::float32), params);
     const auto master = master_of(s);
     const auto* state = reinterpret_cast<const std::byte*>(s.storage.data());
-    const std::size_t bytes = weight == DType::bf16 ? 10 : 8;
+    const std::size_t bytes = weight == DType::bfloat16 ? 10 : 8;
     for (std::size_t i = 0; i < count; ++i) {
       const std::size_t tile = i / tile_count * tile_count, n = std::min(tile_count, count - tile);
       float g, m, v;
@@ -136,7 +136,7 @@ TEST(adam, state_lies_in_tiles_as_documented) {
       std::memcpy(&v, state + tile * bytes + (n + i - tile) * 4, 4);
       EXPECT_NEAR(m, 0.1f * g, 1e-6f);
       EXPECT_NEAR(v, 0.05f * g * g, 1e-6f);
-      if (weight == DType::f32) continue;
+      if (weight == DType::float32) continue;
       std::int16_t lo;
       std::memcpy(&lo, state + tile * bytes + 2 * n * 4 + (i - tile) * 2, 2);
       const std::uint32_t bits =
@@ -151,7 +151,7 @@ TEST(adam, bf16_weight_has_the_master_of_the_f32_weight) {
   const auto start = random_floats(count, 9);
   for (const DType grad : kGrads)
     for (const bool adamw : {true, false}) {
-      State full = make_state(DType::f32, 512, start), half = make_state(DType::bf16, 512, start);
+      State full = make_state(DType::float32, 512, start), half = make_state(DType::bfloat16, 512, start);
       run_steps(full, grad, adamw, {0, count}, 1);
       run_steps(half, grad, adamw, {0, count}, 1);
       EXPECT_TRUE(master_of(half) == full.weight);
@@ -174,7 +174,7 @@ TEST(adam, every_isa_gives_equal_bits) {
             for (State* state : {&expected, &s}) {
               auto* m = state->storage.data();
               for (std::size_t i = 0; i < count; ++i) m[i] = start[i] * 0.01f, m[count + i] = start[i] * start[i];
-              auto* lo = weight == DType::bf16 ? reinterpret_cast<std::int16_t*>(m + 2 * count) : nullptr;
+              auto* lo = weight == DType::bfloat16 ? reinterpret_cast<std::int16_t*>(m + 2 * count) : nullptr;
               for (std::size_t i = 0; lo != nullptr && i < count; i += 5) {  // zeros that a program wrote
                 state->weight16[i] = i % 2 == 0 ? 0 : 0x8000;
                 lo[i] = static_cast<std::int16_t>(-1 - static_cast<int>(i));
@@ -209,7 +209,7 @@ TEST(split_master, is_exact_for_any_bits) {
     std::size_t wrong = 0, away = 0;
     for (std::size_t i = 0; i < count; ++i) {
       std::uint16_t nearest;
-      device::cast(&nearest, DType::bf16, &master[i], DType::f32, 1);
+      device::cast(&nearest, DType::bfloat16, &master[i], DType::float32, 1);
       if (std::isnan(master[i])) {
         wrong += !std::isnan(back[i]) || weight[i] != nearest;
         continue;
@@ -250,7 +250,7 @@ TEST(split_master, a_weight_that_was_written_counts) {
 TEST(adam, refuses_what_it_cannot_do) {
   float weight[4] = {}, grad[4] = {}, storage[16] = {};
   auto* state = reinterpret_cast<std::byte*>(storage);
-  const AdamShard good{weight, DType::f32, grad, DType::f32, state, 4, 4, 0, 4};
+  const AdamShard good{weight, DType::float32, grad, DType::float32, state, 4, 4, 0, 4};
   const auto with = [&](auto change) {
     AdamShard shard = good;
     AdamParams params;
@@ -259,12 +259,12 @@ TEST(adam, refuses_what_it_cannot_do) {
   };
   using S = AdamShard;
   using P = AdamParams;
-  EXPECT_THROW_WITH(with([](S& s, P&) { s.weight_dtype = DType::f64; }), InvalidArgument, "weight is float64");
-  EXPECT_THROW_WITH(with([](S& s, P&) { s.grad_dtype = DType::i32; }), InvalidArgument, "grad is int32");
+  EXPECT_THROW_WITH(with([](S& s, P&) { s.weight_dtype = DType::float64; }), InvalidArgument, "weight is float64");
+  EXPECT_THROW_WITH(with([](S& s, P&) { s.grad_dtype = DType::int32; }), InvalidArgument, "grad is int32");
   EXPECT_THROW_WITH(with([](S& s, P&) { s.end = 5; }), InvalidArgument, "[0, 5)");
   EXPECT_THROW_WITH(with([](S& s, P&) { s.begin = 3, s.end = 2; }), InvalidArgument, "[3, 2)");
   EXPECT_THROW_WITH(with([](S& s, P&) { s.tile_count = 0; }), InvalidArgument, "tile_count is 0");
-  EXPECT_THROW_WITH(with([](S& s, P&) { s.weight_dtype = DType::bf16, s.tile_count = 3; }), InvalidArgument,
+  EXPECT_THROW_WITH(with([](S& s, P&) { s.weight_dtype = DType::bfloat16, s.tile_count = 3; }), InvalidArgument,
                     "tile_count 3");
   EXPECT_THROW_WITH(with([](S& s, P&) { s.grad = nullptr; }), InvalidArgument, "grad is null");
   EXPECT_THROW_WITH(with([](S& s, P&) { s.weight = nullptr; }), InvalidArgument, "weight is null");
@@ -272,32 +272,33 @@ TEST(adam, refuses_what_it_cannot_do) {
   EXPECT_THROW_WITH(with([](S&, P& p) { p.beta1 = 1.0; }), InvalidArgument, "beta 1");
   EXPECT_THROW_WITH(with([](S&, P& p) { p.beta2 = -0.5; }), InvalidArgument, "beta -0.5");
   EXPECT_THROW_WITH(with([](S&, P& p) { p.step = 0; }), InvalidArgument, "step 0");
-  EXPECT_THROW_WITH(adam_state_nbytes(DType::i8, 1), InvalidArgument, "weight is int8");
+  EXPECT_THROW_WITH(adam_state_nbytes(DType::int8, 1), InvalidArgument, "weight is int8");
   EXPECT_THROW_WITH(split_master(good, weight), InvalidArgument, "only bfloat16 and float16");
-  EXPECT_EQ(adam_state_nbytes(DType::f32, 10), 80u);
-  EXPECT_EQ(adam_state_nbytes(DType::bf16, 10), 100u);
+  EXPECT_EQ(adam_state_nbytes(DType::float32, 10), 80u);
+  EXPECT_EQ(adam_state_nbytes(DType::bfloat16, 10), 100u);
 }
 
 TEST(adam, f16_weight_has_the_master_of_the_f32_weight) {
   const auto start = random_floats(20001, 11);
-  for (const DType state : {DType::f32, DType::bf16, DType::u8}) {
-    State full = make_state(DType::f32, 5120, start, 2, state);
+  for (const DType state : {DType::float32, DType::bfloat16, DType::uint8}) {
+    State full = make_state(DType::float32, 5120, start, 2, state);
     std::vector<std::uint16_t> weight(start.size());
     std::vector<float> storage((12 * start.size() + 1024) / 4);
-    OptimShard half{weight.data(), DType::f16, nullptr, DType::f16,   reinterpret_cast<std::byte*>(storage.data()),
-                    start.size(),  5120,       0,       start.size(), state};
+    OptimShard half{
+        weight.data(), DType::float16, nullptr, DType::float16, reinterpret_cast<std::byte*>(storage.data()),
+        start.size(),  5120,           0,       start.size(),   state};
     split_master(half, start.data());
     for (int t = 1; t <= 3; ++t) {
-      const auto grad = gradient(start.size(), DType::f16, static_cast<unsigned>(t));
+      const auto grad = gradient(start.size(), DType::float16, static_cast<unsigned>(t));
       half.grad = grad.data();
       adam_step(half, {.lr = 1e-2, .step = t});
-      adam_step(full.shard(grad.data(), DType::f16), {.lr = 1e-2, .step = t}, 1);
+      adam_step(full.shard(grad.data(), DType::float16), {.lr = 1e-2, .step = t}, 1);
     }
     std::vector<float> master(start.size());
     join_master(half, master.data());
     EXPECT_TRUE(master == full.weight);
     std::vector<std::uint16_t> rounded(start.size());
-    device::cast(rounded.data(), DType::f16, master.data(), DType::f32, master.size());
+    device::cast(rounded.data(), DType::float16, master.data(), DType::float32, master.size());
     EXPECT_TRUE(weight == rounded);
   }
 }
@@ -305,7 +306,7 @@ TEST(adam, f16_weight_has_the_master_of_the_f32_weight) {
 TEST(adam, squares_are_those_of_the_gradient) {
   const std::size_t count = 300000;
   for (const DType dtype : kGrads) {
-    State with = make_state(DType::f32, count, random_floats(count, 1)), without = with;
+    State with = make_state(DType::float32, count, random_floats(count, 1)), without = with;
     auto grad = gradient(count, dtype, 3);
     ExactSum sum, expected;
     adam_step(with.shard(grad.data(), dtype), {.grad_scale = 0.5f}, 0, &sum);

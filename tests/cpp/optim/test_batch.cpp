@@ -33,7 +33,7 @@ struct Both {
     std::size_t i = 0;
     for (const std::size_t count : kCounts) {
       const DType state = states[i % states.size()];
-      const std::size_t tile = state == DType::u8 ? 1024 : count % 2 == 0 ? 30000 : 1000000;
+      const std::size_t tile = state == DType::uint8 ? 1024 : count % 2 == 0 ? 30000 : 1000000;
       Params params{};
       if constexpr (requires { params.buffer; }) params.buffer = buffer;
       batched.push_back(make_state(kWeights[i / 2 % 2], tile, random_floats(count, static_cast<unsigned>(i)),
@@ -97,42 +97,42 @@ void expect_equal_steps(const std::vector<Params>& groups, const std::vector<DTy
 TEST(batch, adam_has_the_bits_of_single_steps) {
   const std::vector<AdamParams> groups = {{.lr = 1e-2, .weight_decay = 0.1, .grad_scale = 0.5f},
                                           {.lr = 1e-3, .beta1 = 0.8, .adamw = false, .maximize = true}};
-  expect_equal_steps(groups, {DType::f32});
-  expect_equal_steps(groups, {DType::u8, DType::f32, DType::bf16, DType::u8});
+  expect_equal_steps(groups, {DType::float32});
+  expect_equal_steps(groups, {DType::uint8, DType::float32, DType::bfloat16, DType::uint8});
 }
 
 TEST(batch, others_have_the_bits_of_single_steps) {
   expect_equal_steps<SgdParams>({{.momentum = 0.9, .dampening = 0.1}, {.momentum = 0.5, .nesterov = true}},
-                                {DType::f32});
-  expect_equal_steps<SgdParams>({{.lr = 0.1}, {.weight_decay = 0.1}}, {DType::f32}, false);
-  expect_equal_steps<LionParams>({{}, {.lr = 1e-2, .maximize = true}}, {DType::f32});
-  expect_equal_steps<AdagradParams>({{.lr_decay = 0.1}, {.lr = 1e-2}}, {DType::f32});
+                                {DType::float32});
+  expect_equal_steps<SgdParams>({{.lr = 0.1}, {.weight_decay = 0.1}}, {DType::float32}, false);
+  expect_equal_steps<LionParams>({{}, {.lr = 1e-2, .maximize = true}}, {DType::float32});
+  expect_equal_steps<AdagradParams>({{.lr_decay = 0.1}, {.lr = 1e-2}}, {DType::float32});
 }
 
 TEST(batch, f16_weights_are_written_from_their_masters) {
   const std::size_t count = 30000;
   const auto start = random_floats(count, 3), grad = random_floats(count, 4);
-  State full = make_state(DType::f32, count, start);
+  State full = make_state(DType::float32, count, start);
   std::vector<std::uint16_t> half(count), expected(count);
   std::vector<float> storage(3 * count);
-  OptimShard shard{half.data(), DType::f16, nullptr, DType::f32, reinterpret_cast<std::byte*>(storage.data()),
-                   count,       count,      0,       count};
+  OptimShard shard{half.data(), DType::float16, nullptr, DType::float32, reinterpret_cast<std::byte*>(storage.data()),
+                   count,       count,          0,       count};
   split_master(shard, start.data());
   OptimBatch<AdamParams> batch;
   float counters[2] = {};
-  batch.add({full.shard(nullptr, DType::f32), 0, &counters[0]});
+  batch.add({full.shard(nullptr, DType::float32), 0, &counters[0]});
   batch.add({shard, 0, &counters[1]});
   const void* grads[] = {grad.data(), grad.data()};
   const AdamParams params[] = {{.lr = 0.1}};
   for (int t = 0; t < 3; ++t) batch.step(params, grads);
   EXPECT_TRUE(std::memcmp(storage.data(), full.weight.data(), count * sizeof(float)) == 0);
-  device::cast(expected.data(), DType::f16, full.weight.data(), DType::f32, count);
+  device::cast(expected.data(), DType::float16, full.weight.data(), DType::float32, count);
   EXPECT_TRUE(half == expected);
   EXPECT_EQ(counters[1], 3.0f);
 }
 
 TEST(batch, refuses_all_or_nothing) {
-  Both<AdamParams> both({DType::f32});
+  Both<AdamParams> both({DType::float32});
   const std::deque<State> before = both.batched;
   const auto counters = both.counters;
   EXPECT_THROW_WITH(both.step_batch({{}}, 0), InvalidArgument, "adam: an item is of group 1, given are 1");

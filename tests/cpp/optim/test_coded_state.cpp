@@ -21,7 +21,7 @@ constexpr std::size_t kBlock = optim::kStateBlock;
 const float kInfinity = std::numeric_limits<float>::infinity(), kNan = std::numeric_limits<float>::quiet_NaN();
 
 State coded_state(DType weight, std::size_t tile_count, const std::vector<float>& master) {
-  return make_state(weight, tile_count, master, 2, DType::u8);
+  return make_state(weight, tile_count, master, 2, DType::uint8);
 }
 
 struct Averages {
@@ -30,7 +30,7 @@ struct Averages {
 
 Averages averages_of(State& s) {
   Averages out{std::vector<float>(s.count), std::vector<float>(s.count)};
-  adam_decode_state(s.shard(nullptr, DType::f32), out.m.data(), out.v.data());
+  adam_decode_state(s.shard(nullptr, DType::float32), out.m.data(), out.v.data());
   return out;
 }
 
@@ -51,11 +51,11 @@ double half_cell(double share, double octaves_per_level) {
 
 TEST(coded_state, codes_are_as_near_as_they_say) {
   const std::size_t count = 40 * kBlock + 77;
-  State s = coded_state(DType::f32, count, std::vector<float>(count));
+  State s = coded_state(DType::float32, count, std::vector<float>(count));
   const auto m = wide_range(count, 3, 4.0f);
   auto v = wide_range(count, 5, 8.0f);
   for (float& x : v) x = std::abs(x);
-  adam_encode_state(s.shard(nullptr, DType::f32), m.data(), v.data());
+  adam_encode_state(s.shard(nullptr, DType::float32), m.data(), v.data());
   const Averages out = averages_of(s);
   for (std::size_t begin = 0; begin < count; begin += kBlock) {
     double most_m = 0, most_v = 0;
@@ -76,13 +76,13 @@ TEST(coded_state, codes_are_as_near_as_they_say) {
 
 TEST(coded_state, what_was_decoded_is_encoded_to_the_same) {
   const std::size_t count = 10 * kBlock + 3;
-  State s = coded_state(DType::f32, count, std::vector<float>(count));
+  State s = coded_state(DType::float32, count, std::vector<float>(count));
   const auto m = wide_range(count, 1, 6.0f);
   auto v = m;
   for (float& x : v) x = x * x;
-  adam_encode_state(s.shard(nullptr, DType::f32), m.data(), v.data());
+  adam_encode_state(s.shard(nullptr, DType::float32), m.data(), v.data());
   const Averages once = averages_of(s);
-  adam_encode_state(s.shard(nullptr, DType::f32), once.m.data(), once.v.data());
+  adam_encode_state(s.shard(nullptr, DType::float32), once.m.data(), once.v.data());
   const Averages twice = averages_of(s);
   for (std::size_t i = 0; i < count; ++i) {
     EXPECT_NEAR(twice.m[i], once.m[i], 3e-6 * std::abs(once.m[i]));
@@ -98,8 +98,8 @@ TEST(coded_state, rounding_has_the_right_mean) {
   std::vector<float> grad(count);
   for (std::size_t i = 0; i < count; ++i) grad[i] = pattern[i % kBlock];
   for (int t = 1; t <= steps; ++t) {  // beta = 0.5 from zero: m = g / 2, v = g * g / 2, in every block
-    State s = coded_state(DType::f32, count, std::vector<float>(count));
-    adam_step(s.shard(grad.data(), DType::f32), {.beta1 = 0.5, .beta2 = 0.5, .step = t});
+    State s = coded_state(DType::float32, count, std::vector<float>(count));
+    adam_step(s.shard(grad.data(), DType::float32), {.beta1 = 0.5, .beta2 = 0.5, .step = t});
     const Averages out = averages_of(s);
     for (std::size_t i = 0; i < count; ++i) {
       mean_m[i % kBlock] += static_cast<double>(out.m[i]) / (steps * 64);
@@ -117,7 +117,7 @@ TEST(coded_state, rounding_has_the_right_mean) {
 
 TEST(coded_state, slow_averages_follow_f64_in_the_mean) {
   const std::size_t count = 32 * kBlock;
-  State s = coded_state(DType::f32, count, std::vector<float>(count));
+  State s = coded_state(DType::float32, count, std::vector<float>(count));
   AdamParams p{.lr = 0.0, .beta1 = 0.99, .beta2 = 0.999};
   double m[2] = {}, v[2] = {};
   for (p.step = 1; p.step <= 1500; ++p.step) {
@@ -129,7 +129,7 @@ TEST(coded_state, slow_averages_follow_f64_in_the_mean) {
       m[which] = p.beta1 * m[which] + (1 - p.beta1) * g;
       v[which] = p.beta2 * v[which] + (1 - p.beta2) * g * g;
     }
-    adam_step(s.shard(grad.data(), DType::f32), p);
+    adam_step(s.shard(grad.data(), DType::float32), p);
   }
   const Averages out = averages_of(s);
   double mean_m = 0, mean_v = 0, n = 0;
@@ -141,8 +141,8 @@ TEST(coded_state, slow_averages_follow_f64_in_the_mean) {
 
 void run_steps(State& s, const std::vector<std::size_t>& cuts, int threads, std::uint64_t first_index = 0) {
   for (int t = 1; t <= 4; ++t) {
-    const auto grad = gradient(s.count, DType::bf16, static_cast<unsigned>(t));
-    OptimShard shard = s.shard(grad.data(), DType::bf16);
+    const auto grad = gradient(s.count, DType::bfloat16, static_cast<unsigned>(t));
+    OptimShard shard = s.shard(grad.data(), DType::bfloat16);
     shard.first_index = first_index;
     for (std::size_t k = 0; k + 1 < cuts.size(); ++k) {
       shard.begin = cuts[k];
@@ -173,7 +173,7 @@ TEST(coded_state, cuts_tiles_and_threads_do_not_change_bits) {
 
 TEST(coded_state, bf16_weight_has_the_master_of_the_f32_weight) {
   const auto start = random_floats(3000, 9);
-  State full = coded_state(DType::f32, 512, start), half = coded_state(DType::bf16, 512, start);
+  State full = coded_state(DType::float32, 512, start), half = coded_state(DType::bfloat16, 512, start);
   run_steps(full, {0, 3000}, 1);
   run_steps(half, {0, 3000}, 1);
   EXPECT_TRUE(master_of(half) == full.weight);
@@ -182,12 +182,12 @@ TEST(coded_state, bf16_weight_has_the_master_of_the_f32_weight) {
 TEST(coded_state, follows_f64_adam) {
   const std::size_t count = 5 * kBlock + 100;
   const auto start = random_floats(count, 4);
-  State s = coded_state(DType::f32, count, start);
+  State s = coded_state(DType::float32, count, start);
   std::vector<double> w(start.begin(), start.end()), m(count), v(count);
   const double lr = 1e-3, b1 = 0.9, b2 = 0.999;
   for (int t = 1; t <= 100; ++t) {
     const auto grad = random_floats(count, static_cast<unsigned>(100 + t));
-    adam_step(s.shard(grad.data(), DType::f32), {.lr = lr, .step = t});
+    adam_step(s.shard(grad.data(), DType::float32), {.lr = lr, .step = t});
     for (std::size_t i = 0; i < count; ++i) {
       const auto g = static_cast<double>(grad[i]);
       m[i] = b1 * m[i] + (1 - b1) * g;
@@ -206,12 +206,12 @@ TEST(coded_state, follows_f64_adam) {
 TEST(coded_state, what_is_not_finite_stays_alone) {
   const std::size_t count = 3 * kBlock + 5;
   const auto start = random_floats(count, 6), good = random_floats(count, 7);
-  State clean = coded_state(DType::f32, count, start), s = clean;
+  State clean = coded_state(DType::float32, count, start), s = clean;
   auto bad = good;
   bad[3] = kInfinity, bad[kBlock + 200] = kNan, bad[3 * kBlock + 1] = 1e30f;  // v overflows, m does not
   for (int t = 1; t <= 20; ++t) {
-    adam_step(s.shard((t == 5 ? bad : good).data(), DType::f32), {.lr = 1e-3, .step = t});
-    adam_step(clean.shard(good.data(), DType::f32), {.lr = 1e-3, .step = t});
+    adam_step(s.shard((t == 5 ? bad : good).data(), DType::float32), {.lr = 1e-3, .step = t});
+    adam_step(clean.shard(good.data(), DType::float32), {.lr = 1e-3, .step = t});
   }
   const Averages out = averages_of(s), expected = averages_of(clean);
   for (std::size_t i = 0; i < count; ++i)
@@ -226,10 +226,10 @@ TEST(coded_state, what_is_not_finite_stays_alone) {
 TEST(coded_state, what_has_no_finite_scale_is_not_finite) {
   const float most = std::numeric_limits<float>::max();
   const std::size_t count = kBlock;
-  State s = coded_state(DType::f32, count, std::vector<float>(count));
+  State s = coded_state(DType::float32, count, std::vector<float>(count));
   std::vector<float> m(count, 1.0f), v(count, 1.0f);
   m[1] = -0.93f * most, m[2] = -most, v[3] = most;
-  adam_encode_state(s.shard(nullptr, DType::f32), m.data(), v.data());
+  adam_encode_state(s.shard(nullptr, DType::float32), m.data(), v.data());
   const Averages out = averages_of(s);
   EXPECT_NEAR(out.m[1], m[1], 0.04f * most);
   EXPECT_TRUE(std::isnan(out.m[2]) && std::isnan(out.v[2]) && std::isnan(out.m[3]) && std::isnan(out.v[3]));
@@ -238,10 +238,10 @@ TEST(coded_state, what_has_no_finite_scale_is_not_finite) {
 
 TEST(coded_state, zeros_stay_zero) {
   const std::size_t count = 2 * kBlock;
-  State s = coded_state(DType::f32, count, std::vector<float>(count, 1.0f));
+  State s = coded_state(DType::float32, count, std::vector<float>(count, 1.0f));
   std::vector<float> grad(count);
   for (std::size_t i = 0; i < kBlock; i += 2) grad[i] = 1e-3f;
-  for (int t = 1; t <= 3; ++t) adam_step(s.shard(grad.data(), DType::f32), {.lr = 0.1, .step = t});
+  for (int t = 1; t <= 3; ++t) adam_step(s.shard(grad.data(), DType::float32), {.lr = 0.1, .step = t});
   const Averages out = averages_of(s);
   for (std::size_t i = 0; i < count; ++i)
     if (grad[i] == 0) EXPECT_TRUE(out.m[i] == 0 && out.v[i] == 0 && s.weight[i] == 1.0f);
@@ -250,14 +250,14 @@ TEST(coded_state, zeros_stay_zero) {
 TEST(coded_state, a_learning_rate_of_nearly_zero_leaves_weights_and_averages_go_on) {
   const std::size_t count = kBlock + 3;
   for (const auto& [state, lr] :
-       {std::pair{DType::bf16, 0.0}, {DType::u8, 0.0}, {DType::bf16, 1e-38}, {DType::u8, 1e-38}}) {
-    State s = make_state(DType::f32, count, std::vector<float>(count, 1.5f), 2, state);
+       {std::pair{DType::bfloat16, 0.0}, {DType::uint8, 0.0}, {DType::bfloat16, 1e-38}, {DType::uint8, 1e-38}}) {
+    State s = make_state(DType::float32, count, std::vector<float>(count, 1.5f), 2, state);
     std::vector<float> grad(count, 0.25f);
     for (std::size_t i = 0; i < count; i += 3) grad[i] = 0.0f;  // m = v = 0
     for (int t = 1; t <= 3; ++t)
-      adam_step(s.shard(grad.data(), DType::f32), {.lr = lr, .beta1 = 0.5, .beta2 = 0.5, .step = t});
+      adam_step(s.shard(grad.data(), DType::float32), {.lr = lr, .beta1 = 0.5, .beta2 = 0.5, .step = t});
     EXPECT_TRUE(s.weight == std::vector<float>(count, 1.5f));
-    if (state != DType::u8) continue;
+    if (state != DType::uint8) continue;
     const Averages out = averages_of(s);
     for (std::size_t i = 0; i < count; ++i) EXPECT_NEAR(out.m[i], grad[i] * 0.875f, 0.02f);
   }
@@ -278,21 +278,21 @@ std::vector<std::uint32_t> after_steps(Isa isa, DType weight, DType grad_dtype, 
   std::vector<std::int16_t> lo(count);
   const float first = count > 0 ? start[0] : 0.0f;
   const auto& table = optim::optim_table(isa);
-  if (weight == DType::bf16) table.split(w16.data(), lo.data(), start.data(), count);
-  const bool wide = grad_dtype == DType::f32;
+  if (weight == DType::bfloat16) table.split(w16.data(), lo.data(), start.data(), count);
+  const bool wide = grad_dtype == DType::float32;
   const void* given = wide ? static_cast<const void*>(grad.data()) : g16.data();
-  optim::OptimPiece piece{start.data(), nullptr, {m.data(), v.data()}, given, grad_dtype, count, DType::u8, 77};
+  optim::OptimPiece piece{start.data(), nullptr, {m.data(), v.data()}, given, grad_dtype, count, DType::uint8, 77};
   piece.scales = scales.data();
-  if (weight == DType::bf16) piece.weight = w16.data(), piece.lo = lo.data();
+  if (weight == DType::bfloat16) piece.weight = w16.data(), piece.lo = lo.data();
   for (const std::uint64_t step : {1u, 2u, 3u}) {
     if (odd && step == 2)
       for (std::size_t i = 3; i < count; i += 97) grad[i] = strange[i / 97 % 5];
-    if (!wide) device::cast(g16.data(), grad_dtype, grad.data(), DType::f32, count);
+    if (!wide) device::cast(g16.data(), grad_dtype, grad.data(), DType::float32, count);
     optim::AdamFactors f{0.75f, 0.9997f, 0.1f, 0.1f, 0.95f, 0.05f, 4.47f, 1e-8f, 3e-2f, adamw, step};
     f.small = optim::small_adam_factors(f);
     table.adam(piece, f);
   }
-  if (weight == DType::bf16) table.join(start.data(), w16.data(), lo.data(), count);
+  if (weight == DType::bfloat16) table.join(start.data(), w16.data(), lo.data(), count);
   if (count > 0) EXPECT_TRUE(std::isfinite(start[0]) && start[0] != first && v[0] != 0);
   std::vector<float> wide_m(count), wide_v(count);
   table.decode_state(wide_m.data(), wide_v.data(), piece);
@@ -309,7 +309,7 @@ TEST(coded_state, every_isa_gives_equal_bits) {
     if (isa > best_isa()) continue;
     for (const DType weight : kWeights)
       for (const bool adamw : {true, false})
-        for (const DType grad : {DType::f32, DType::bf16, DType::f16})
+        for (const DType grad : {DType::float32, DType::bfloat16, DType::float16})
           for (const Gradients kind : {Gradients::ordinary, Gradients::wide, Gradients::odd})
             for (std::size_t count = 0; count <= 1100; count += count < 40 || (count > 500 && count < 530) ? 1 : 29)
               if (after_steps(isa, weight, grad, adamw, count, kind) !=
@@ -319,9 +319,9 @@ TEST(coded_state, every_isa_gives_equal_bits) {
 }
 
 TEST(coded_state, refuses_what_it_cannot_do) {
-  State s = coded_state(DType::f32, 1024, std::vector<float>(1000));
+  State s = coded_state(DType::float32, 1024, std::vector<float>(1000));
   const std::vector<float> grad(1000);
-  OptimShard shard = s.shard(grad.data(), DType::f32);
+  OptimShard shard = s.shard(grad.data(), DType::float32);
   shard.begin = 100;
   EXPECT_THROW_WITH(adam_step(shard, {}), InvalidArgument, "[100, 1000) cuts a block of 256 elements");
   shard.begin = 0, shard.end = 300;
@@ -331,10 +331,10 @@ TEST(coded_state, refuses_what_it_cannot_do) {
   shard.tile_count = 1000;
   EXPECT_THROW_WITH(lion_step(shard, {}), InvalidArgument, "lion: state is uint8");
   EXPECT_THROW_WITH(adam_encode_state(shard, nullptr, nullptr), InvalidArgument, "m or v is null");
-  shard.state_dtype = DType::f32;
+  shard.state_dtype = DType::float32;
   EXPECT_THROW_WITH(adam_encode_state(shard, grad.data(), grad.data()), InvalidArgument, "must be uint8");
-  EXPECT_EQ(adam_state_nbytes(DType::f32, 512, DType::u8), 1024u + 16u);
-  EXPECT_EQ(adam_state_nbytes(DType::bf16, 513, DType::u8), 4 * 513u + 24u);
+  EXPECT_EQ(adam_state_nbytes(DType::float32, 512, DType::uint8), 1024u + 16u);
+  EXPECT_EQ(adam_state_nbytes(DType::bfloat16, 513, DType::uint8), 4 * 513u + 24u);
 }
 
 }  // namespace

@@ -143,11 +143,11 @@ double documented_block(const std::vector<double>& g) {
 TEST(add_squares, blocks_are_summed_as_documented_on_every_isa) {
   const std::size_t blocks = 37;
   const auto wide = random_floats(blocks * 64, 1);
-  for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
+  for (const DType dtype : {DType::float32, DType::bfloat16, DType::float16}) {
     std::vector<std::byte> grad(wide.size() * 4);
-    device::cast(grad.data(), dtype, wide.data(), DType::f32, wide.size());
+    device::cast(grad.data(), dtype, wide.data(), DType::float32, wide.size());
     std::vector<double> exact(wide.size());
-    device::cast(exact.data(), DType::f64, grad.data(), dtype, wide.size());
+    device::cast(exact.data(), DType::float64, grad.data(), dtype, wide.size());
     for (const Isa isa : {Isa::plain, Isa::avx2, Isa::avx512, Isa::avx512_bf16}) {
       if (isa > best_isa()) continue;
       std::vector<double> sums(blocks);
@@ -163,7 +163,7 @@ TEST(add_squares, blocks_are_summed_as_documented_on_every_isa) {
 TEST(add_squares, shards_at_block_bounds_give_equal_bits) {
   const auto grad = random_floats(64 * 500 + 17, 2);
   ExactSum whole;
-  add_squares(whole, grad.data(), DType::f32, grad.size());
+  add_squares(whole, grad.data(), DType::float32, grad.size());
   long double expected = 0;
   for (const float g : grad) expected += static_cast<long double>(g) * static_cast<long double>(g);
   EXPECT_NEAR(whole.value() / static_cast<double>(expected), 1.0, 1e-15);
@@ -173,7 +173,7 @@ TEST(add_squares, shards_at_block_bounds_give_equal_bits) {
       const std::size_t begin = 500 * rank / world_size * 64;
       const std::size_t end = rank + 1 == world_size ? grad.size() : 500 * (rank + 1) / world_size * 64;
       ExactSum part;
-      add_squares(part, grad.data() + begin, DType::f32, end - begin);
+      add_squares(part, grad.data() + begin, DType::float32, end - begin);
       part.normalize();
       for (std::size_t w = 0; w < ExactSum::kWords; ++w) total.words()[w] += part.words()[w];
     }
@@ -186,8 +186,8 @@ TEST(add_squares, threads_change_nothing) {
   ExactSum alone, together;
   constexpr std::size_t part = 64 * kNormBlock;
   for (std::size_t i = 0; i < grad.size(); i += part)
-    add_squares(alone, grad.data() + i, DType::f32, std::min(part, grad.size() - i));
-  add_squares(together, grad.data(), DType::f32, grad.size());
+    add_squares(alone, grad.data() + i, DType::float32, std::min(part, grad.size() - i));
+  add_squares(together, grad.data(), DType::float32, grad.size());
   alone.normalize(), together.normalize();
   EXPECT_TRUE(std::ranges::equal(alone.words(), together.words()));
 }
@@ -195,26 +195,26 @@ TEST(add_squares, threads_change_nothing) {
 TEST(add_squares, subnormals_count_whatever_the_caller_does_with_them) {
   const std::vector<float> tiny(130, 1e-40f);
   ExactSum kept, sum;
-  add_squares(kept, tiny.data(), DType::f32, tiny.size());
+  add_squares(kept, tiny.data(), DType::float32, tiny.size());
   EXPECT_TRUE(kept.value() > 0);
   const test::FlushSubnormals flush;
-  add_squares(sum, tiny.data(), DType::f32, tiny.size());
+  add_squares(sum, tiny.data(), DType::float32, tiny.size());
   EXPECT_EQ(sum.value(), kept.value());
 }
 
 TEST(add_squares, edges) {
   std::vector<float> grad(130, 3e38f);
   ExactSum sum;
-  add_squares(sum, grad.data(), DType::f32, grad.size());  // squares beyond f32 are fine
+  add_squares(sum, grad.data(), DType::float32, grad.size());  // squares beyond f32 are fine
   EXPECT_NEAR(sum.value() / (130 * 9e76), 1.0, 1e-6);
   grad[129] = std::numeric_limits<float>::infinity();
-  add_squares(sum, grad.data(), DType::f32, grad.size());
+  add_squares(sum, grad.data(), DType::float32, grad.size());
   EXPECT_TRUE(std::isnan(sum.value()));
   ExactSum none;
-  add_squares(none, nullptr, DType::f32, 0);
+  add_squares(none, nullptr, DType::float32, 0);
   EXPECT_EQ(none.value(), 0.0);
-  EXPECT_THROW_WITH(add_squares(none, grad.data(), DType::i32, 1), InvalidArgument, "int32");
-  EXPECT_THROW_WITH(add_squares(none, nullptr, DType::f32, 5), InvalidArgument, "count 5");
+  EXPECT_THROW_WITH(add_squares(none, grad.data(), DType::int32, 1), InvalidArgument, "int32");
+  EXPECT_THROW_WITH(add_squares(none, nullptr, DType::float32, 5), InvalidArgument, "count 5");
 }
 
 }  // namespace

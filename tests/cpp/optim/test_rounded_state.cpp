@@ -28,14 +28,14 @@ std::vector<std::uint16_t> array_of(const State& s, std::size_t which) {
 }
 
 State rounded_state(DType weight, std::size_t tile_count, const std::vector<float>& master) {
-  return make_state(weight, tile_count, master, 2, DType::bf16);
+  return make_state(weight, tile_count, master, 2, DType::bfloat16);
 }
 
 /// beta1 = 0.5 and grad 2m make m exactly the wanted f32 number after a step from zero.
 State state_with_average(std::size_t count, float m, std::int64_t step) {
-  State s = rounded_state(DType::f32, count, std::vector<float>(count));
+  State s = rounded_state(DType::float32, count, std::vector<float>(count));
   const std::vector<float> grad(count, 2 * m);
-  adam_step(s.shard(grad.data(), DType::f32), {.beta1 = 0.5, .beta2 = 0.5, .step = step});
+  adam_step(s.shard(grad.data(), DType::float32), {.beta1 = 0.5, .beta2 = 0.5, .step = step});
   return s;
 }
 
@@ -88,13 +88,13 @@ TEST(rounded_state, chances_are_independent) {
 
 TEST(rounded_state, slow_averages_follow_f64_in_the_mean) {
   const std::size_t count = 4096;
-  State s = rounded_state(DType::f32, count, std::vector<float>(count));
+  State s = rounded_state(DType::float32, count, std::vector<float>(count));
   AdamParams p{.lr = 0.0, .beta1 = 0.99, .beta2 = 0.999};
   double m = 0, v = 0;
   for (p.step = 1; p.step <= 1500; ++p.step) {
     const float g = p.step <= 500 ? 1.0f : 0.5f;  // each later change of v is below half a last bit of bf16
     const std::vector<float> grad(count, g);
-    adam_step(s.shard(grad.data(), DType::f32), p);
+    adam_step(s.shard(grad.data(), DType::float32), p);
     m = p.beta1 * m + (1 - p.beta1) * static_cast<double>(g);
     v = p.beta2 * v + (1 - p.beta2) * static_cast<double>(g * g);
   }
@@ -107,8 +107,8 @@ TEST(rounded_state, slow_averages_follow_f64_in_the_mean) {
 
 void run_steps(State& s, const std::vector<std::size_t>& cuts, int threads, std::uint64_t first_index = 0) {
   for (int t = 1; t <= 4; ++t) {
-    const auto grad = gradient(s.count, DType::bf16, static_cast<unsigned>(t));
-    OptimShard shard = s.shard(grad.data(), DType::bf16);
+    const auto grad = gradient(s.count, DType::bfloat16, static_cast<unsigned>(t));
+    OptimShard shard = s.shard(grad.data(), DType::bfloat16);
     shard.first_index = first_index;
     for (std::size_t k = 0; k + 1 < cuts.size(); ++k) {
       shard.begin = cuts[k];
@@ -139,7 +139,7 @@ TEST(rounded_state, cuts_tiles_and_threads_do_not_change_bits) {
 
 TEST(rounded_state, bf16_weight_has_the_master_of_the_f32_weight) {
   const auto start = random_floats(3000, 9);
-  State full = rounded_state(DType::f32, 512, start), half = rounded_state(DType::bf16, 512, start);
+  State full = rounded_state(DType::float32, 512, start), half = rounded_state(DType::bfloat16, 512, start);
   run_steps(full, {0, 3000}, 1);
   run_steps(half, {0, 3000}, 1);
   EXPECT_TRUE(master_of(half) == full.weight);
@@ -159,17 +159,18 @@ std::vector<std::uint32_t> after_step(Isa isa, DType weight, DType grad_dtype, b
     v[i] = i % 11 == 5 ? 0x7f80 : static_cast<std::uint16_t>(0x3c00 + i % 90);
   }
   const auto& table = optim::optim_table(isa);
-  if (weight == DType::bf16) table.split(w16.data(), lo.data(), start.data(), count);
+  if (weight == DType::bfloat16) table.split(w16.data(), lo.data(), start.data(), count);
   optim::AdamFactors f{0.75f, 0.9997f, 0.1f, 0.1f, 0.95f, 0.05f, 0.223606f, 1e-8f, 3e-2f, adamw, 12345};
   f.small = optim::small_adam_factors(f);
   const void* given = grad.data();
-  if (grad_dtype != DType::f32)
-    device::cast(g16.data(), grad_dtype, grad.data(), DType::f32, count), given = g16.data();
-  optim::OptimPiece piece{start.data(), nullptr, {m.data(), v.data()}, given, grad_dtype, count, DType::bf16, index};
+  if (grad_dtype != DType::float32)
+    device::cast(g16.data(), grad_dtype, grad.data(), DType::float32, count), given = g16.data();
+  optim::OptimPiece piece{start.data(), nullptr, {m.data(), v.data()}, given,
+                          grad_dtype,   count,   DType::bfloat16,      index};
   const float first = count > 0 ? start[0] : 0.0f;
-  if (weight == DType::bf16) piece.weight = w16.data(), piece.lo = lo.data();
+  if (weight == DType::bfloat16) piece.weight = w16.data(), piece.lo = lo.data();
   table.adam(piece, f);
-  if (weight == DType::bf16) table.join(start.data(), w16.data(), lo.data(), count);
+  if (weight == DType::bfloat16) table.join(start.data(), w16.data(), lo.data(), count);
   if (count > 0) EXPECT_TRUE(std::isfinite(start[0]) && start[0] != first);
   std::vector<std::uint32_t> out;
   const auto add = [&out](float x) { out.push_back(std::isnan(x) ? 0x7fc00000u : std::bit_cast<std::uint32_t>(x)); };
@@ -182,7 +183,7 @@ TEST(rounded_state, every_isa_gives_equal_bits) {
     if (isa > best_isa()) continue;
     for (const DType weight : kWeights)
       for (const bool adamw : {true, false})
-        for (const DType grad : {DType::f32, DType::bf16, DType::f16})
+        for (const DType grad : {DType::float32, DType::bfloat16, DType::float16})
           for (const std::uint64_t index : {std::uint64_t{5}, (std::uint64_t{1} << 32) - 30})
             for (std::size_t count = 0; count <= 1100; count += count < 70 ? 1 : 103)
               if (after_step(isa, weight, grad, adamw, count, index) !=
@@ -199,14 +200,14 @@ TEST(rounded_state, bits_are_those_of_the_first_release) {
 
 TEST(rounded_state, refuses_what_it_cannot_do) {
   float weight[4] = {}, grad[4] = {}, storage[8] = {};
-  OptimShard shard{weight, DType::f32, grad, DType::f32, reinterpret_cast<std::byte*>(storage), 4, 4, 0, 4};
-  shard.state_dtype = DType::f16;
+  OptimShard shard{weight, DType::float32, grad, DType::float32, reinterpret_cast<std::byte*>(storage), 4, 4, 0, 4};
+  shard.state_dtype = DType::float16;
   EXPECT_THROW_WITH(adam_step(shard, {}), InvalidArgument, "adam: state is float16");
-  shard.state_dtype = DType::bf16;
+  shard.state_dtype = DType::bfloat16;
   EXPECT_THROW_WITH(sgd_step(shard, {}), InvalidArgument, "sgd: state is bfloat16");
-  EXPECT_THROW_WITH(adam_state_nbytes(DType::f32, 1, DType::i8), InvalidArgument, "state is int8");
-  EXPECT_EQ(adam_state_nbytes(DType::f32, 10, DType::bf16), 40u);
-  EXPECT_EQ(adam_state_nbytes(DType::bf16, 10, DType::bf16), 60u);
+  EXPECT_THROW_WITH(adam_state_nbytes(DType::float32, 1, DType::int8), InvalidArgument, "state is int8");
+  EXPECT_EQ(adam_state_nbytes(DType::float32, 10, DType::bfloat16), 40u);
+  EXPECT_EQ(adam_state_nbytes(DType::bfloat16, 10, DType::bfloat16), 60u);
 }
 
 }  // namespace

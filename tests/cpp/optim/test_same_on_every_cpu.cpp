@@ -41,8 +41,8 @@ std::uint64_t hash_of_steps(Isa isa, DType state, bool split, const Step& step) 
   if (split) table.split(high.data(), low.data(), weight.data(), count);
   for (std::uint32_t t = 1; t <= 3; ++t) {
     const auto grad = numbers(count, 10 + t);
-    optim::OptimPiece piece{weight.data(), nullptr,    {arrays.data(), arrays.data() + 4 * count},
-                            grad.data(),   DType::f32, count,
+    optim::OptimPiece piece{weight.data(), nullptr,        {arrays.data(), arrays.data() + 4 * count},
+                            grad.data(),   DType::float32, count,
                             state,         12345};
     piece.scales = scales.data();
     if (split) piece.weight = high.data(), piece.lo = low.data();
@@ -71,15 +71,15 @@ TEST(same_on_every_cpu, steps) {
   };
   for (const Isa isa : kIsas) {
     if (isa > best_isa()) continue;
-    EXPECT_EQ(hash_of_steps(isa, DType::f32, false, adam), 0x3fc2309e3661b5d1u);
-    EXPECT_EQ(hash_of_steps(isa, DType::f32, true, adam), 0x6eae1719f911c872u);
-    EXPECT_EQ(hash_of_steps(isa, DType::bf16, false, adam), 0xe9d6ccd7e780c72du);
-    EXPECT_EQ(hash_of_steps(isa, DType::bf16, true, adam), 0x39d8c80490f16eefu);
-    EXPECT_EQ(hash_of_steps(isa, DType::u8, false, adam), 0xb24e56983428d6c7u);
-    EXPECT_EQ(hash_of_steps(isa, DType::u8, true, adam), 0xf2e8afdf42b2f10du);
-    EXPECT_EQ(hash_of_steps(isa, DType::f32, false, sgd), 0x5a70213773e5184eu);
-    EXPECT_EQ(hash_of_steps(isa, DType::f32, true, lion), 0xe39868db8beca7e4u);
-    EXPECT_EQ(hash_of_steps(isa, DType::f32, true, adagrad), 0x336198596d79d2beu);
+    EXPECT_EQ(hash_of_steps(isa, DType::float32, false, adam), 0x3fc2309e3661b5d1u);
+    EXPECT_EQ(hash_of_steps(isa, DType::float32, true, adam), 0x6eae1719f911c872u);
+    EXPECT_EQ(hash_of_steps(isa, DType::bfloat16, false, adam), 0xe9d6ccd7e780c72du);
+    EXPECT_EQ(hash_of_steps(isa, DType::bfloat16, true, adam), 0x39d8c80490f16eefu);
+    EXPECT_EQ(hash_of_steps(isa, DType::uint8, false, adam), 0xb24e56983428d6c7u);
+    EXPECT_EQ(hash_of_steps(isa, DType::uint8, true, adam), 0xf2e8afdf42b2f10du);
+    EXPECT_EQ(hash_of_steps(isa, DType::float32, false, sgd), 0x5a70213773e5184eu);
+    EXPECT_EQ(hash_of_steps(isa, DType::float32, true, lion), 0xe39868db8beca7e4u);
+    EXPECT_EQ(hash_of_steps(isa, DType::float32, true, adagrad), 0x336198596d79d2beu);
   }
 }
 

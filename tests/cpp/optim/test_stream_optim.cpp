@@ -18,8 +18,8 @@ using optim::OnDevice;
 using optim::StreamAdam;
 using optim::StreamAdamItem;
 
-constexpr DType kStates[] = {DType::f32, DType::bf16, DType::u8};
-constexpr DType kAllWeights[] = {DType::f32, DType::bf16, DType::f16};
+constexpr DType kStates[] = {DType::float32, DType::bfloat16, DType::uint8};
+constexpr DType kAllWeights[] = {DType::float32, DType::bfloat16, DType::float16};
 
 /// A shard in memory of its own: guards behind each array, `shift` elements in front of weight and gradient.
 struct Owned {
@@ -45,7 +45,7 @@ struct Owned {
              seed % 2 == 0 ? 12345u : (std::uint64_t{1} << 32) - 700};
     const auto master = random_floats(count, seed);
     if (count == 0) return;
-    if (weight_dtype == DType::f32) {
+    if (weight_dtype == DType::float32) {
       std::memcpy(shard.weight, master.data(), count * 4);
     } else {
       split_master(shard, master.data(), arrays);
@@ -60,7 +60,7 @@ struct Owned {
   void spoil(std::size_t at, float x) {
     if (at < shard.count)
       device::cast(static_cast<std::byte*>(const_cast<void*>(shard.grad)) + at * size_of(shard.grad_dtype),
-                   shard.grad_dtype, &x, DType::f32, 1);
+                   shard.grad_dtype, &x, DType::float32, 1);
   }
 
   /// With the same bits, elsewhere.
@@ -79,8 +79,8 @@ struct Owned {
 bool same_floats(const void* a, const void* b, DType dtype, std::size_t count) {
   if (std::memcmp(a, b, count * size_of(dtype)) == 0) return true;
   std::vector<float> x(count), y(count);
-  device::cast(x.data(), DType::f32, a, dtype, count);
-  device::cast(y.data(), DType::f32, b, dtype, count);
+  device::cast(x.data(), DType::float32, a, dtype, count);
+  device::cast(y.data(), DType::float32, b, dtype, count);
   for (std::size_t i = 0; i < count; ++i)
     if (std::memcmp(&x[i], &y[i], 4) != 0 && !(std::isnan(x[i]) && std::isnan(y[i]))) return false;
   return true;
@@ -91,12 +91,12 @@ bool same(const Owned& a, const Owned& b, bool finite) {
   if (finite) return a.weight == b.weight && a.grad == b.grad && a.state == b.state;
   const std::size_t n = a.shard.count;
   if (!same_floats(a.shard.weight, b.shard.weight, a.shard.weight_dtype, n)) return false;
-  if (a.shard.tile_count < n || a.shard.state_dtype == DType::u8)
-    return a.shard.state_dtype != DType::u8 || a.state == b.state;
-  const std::size_t master = a.shard.weight_dtype == DType::f16 ? n : 0;  // as one f32 array with the state's
-  return a.shard.state_dtype == DType::f32
-             ? same_floats(a.state.data(), b.state.data(), DType::f32, master + n)
-             : same_floats(a.state.data() + master * 4, b.state.data() + master * 4, DType::bf16, n);
+  if (a.shard.tile_count < n || a.shard.state_dtype == DType::uint8)
+    return a.shard.state_dtype != DType::uint8 || a.state == b.state;
+  const std::size_t master = a.shard.weight_dtype == DType::float16 ? n : 0;  // as one f32 array with the state's
+  return a.shard.state_dtype == DType::float32
+             ? same_floats(a.state.data(), b.state.data(), DType::float32, master + n)
+             : same_floats(a.state.data() + master * 4, b.state.data() + master * 4, DType::bfloat16, n);
 }
 
 std::string describe(const OptimShard& s) {
@@ -166,14 +166,14 @@ TEST(stream_optim, adam_takes_tiles_and_ranges) {
         if (test::few_values() && tile != 2304) continue;
         for (const auto& [begin, end] : std::vector<std::pair<std::size_t, std::size_t>>{
                  {0, 9000}, {256, 9000}, {2304, 4608}, {512, 768}, {4096, 8192}, {0, 0}}) {
-          Owned shard(weight, DType::bf16, state, 2, 9000, tile, 0, ++seed);
+          Owned shard(weight, DType::bfloat16, state, 2, 9000, tile, 0, ++seed);
           shard.shard.begin = begin;
           shard.shard.end = end;
           compare_on_all(shard, true, true);
         }
       }
   for (const std::size_t begin : {1u, 5u, 99u}) {
-    Owned shard(DType::bf16, DType::f32, DType::bf16, 2, 5000, 1000, 0, ++seed);
+    Owned shard(DType::bfloat16, DType::float32, DType::bfloat16, 2, 5000, 1000, 0, ++seed);
     shard.shard.begin = begin;
     shard.shard.end = 4321 + begin;
     compare_on_all(shard, true, true);
@@ -190,7 +190,7 @@ TEST(stream_optim, adam_with_numbers_that_are_not_finite) {
 }
 
 void compare_lion(test::Runner& runner, DType weight, DType grad, std::size_t count, unsigned seed) {
-  Owned first(weight, grad, DType::f32, 1, count, count < 1000 ? count : 1000, seed % 2, seed);
+  Owned first(weight, grad, DType::float32, 1, count, count < 1000 ? count : 1000, seed % 2, seed);
   Owned second = first.copy();
   for (int step = 1; step <= 3; ++step) {
     for (Owned* each : {&first, &second}) each->fill_grad(static_cast<unsigned>(step));
@@ -223,7 +223,7 @@ void compare_steps(const char* what, int arrays, const std::array<Params, 3>& pa
       for (const DType grad : kGrads)
         for (const std::size_t count : counts()) {
           ++seed;
-          Owned first(weight, grad, DType::f32, arrays, count, count < 1000 ? count : 1000, seed % 2, seed);
+          Owned first(weight, grad, DType::float32, arrays, count, count < 1000 ? count : 1000, seed % 2, seed);
           if (count > 8) first.shard.begin = 4, first.shard.end = count - 3;
           Owned second = first.copy();
           for (unsigned step = 0; step < 3; ++step) {
@@ -258,7 +258,7 @@ TEST(stream_optim, adagrad_has_the_cpus_bits) {
 
 TEST(stream_optim, skip_changes_nothing) {
   for (const auto& runner : test::runners()) {
-    Owned first(DType::f32, DType::f32, DType::f32, 2, 3000, 3000, 0, 1), second = first.copy();
+    Owned first(DType::float32, DType::float32, DType::float32, 2, 3000, 3000, 0, 1), second = first.copy();
     auto told = optim::factors_of(AdamParams{});
     told.skip = 1;
     const test::Locked locked(told);
@@ -355,7 +355,7 @@ TEST(stream_optim, a_norm_is_added_where_the_gradients_are) {
       const float infinite = std::numeric_limits<float>::infinity();
       test::LockedBytes bad(64 * sizeof(float));
       std::memcpy(bad.data(), &infinite, sizeof(infinite));
-      runner->norm(words.data(), bad.data(), DType::f32, 64);
+      runner->norm(words.data(), bad.data(), DType::float32, 64);
       runner->synchronize();
       ExactSum sum;
       optim::add_words(sum, std::span<const std::int64_t, ExactSum::kWords>(words.data(), ExactSum::kWords));
@@ -367,7 +367,7 @@ TEST(stream_optim, arguments_are_checked) {
   const auto device = device::make_simulated_device();
   const auto stream = device->make_stream();
   device::StreamKernels& kernels = stream->kernels();
-  Owned owned(DType::f32, DType::f32, DType::f32, 2, 10, 10, 0, 1);
+  Owned owned(DType::float32, DType::float32, DType::float32, 2, 10, 10, 0, 1);
   float counter = 0;
   double sum = 0;
   const StreamAdamItem item{owned.shard, &counter}, uncounted{owned.shard, nullptr};
@@ -382,11 +382,11 @@ TEST(stream_optim, arguments_are_checked) {
   EXPECT_THROW_WITH(adam(item, bad, &factors), InvalidArgument, "beta 1.5");
   EXPECT_THROW_WITH(optim::stream_step(kernels, owned.shard, static_cast<OnDevice<optim::AdamFactors>*>(nullptr)),
                     InvalidArgument, "on_device is null");
-  owned.shard.grad_dtype = DType::i32;
+  owned.shard.grad_dtype = DType::int32;
   EXPECT_THROW_WITH(optim::stream_step(kernels, owned.shard, AdamParams{}), InvalidArgument, "int32");
-  EXPECT_THROW_WITH(optim::stream_squares(kernels, &sum, &sum, DType::f64, 1), InvalidArgument, "float64");
-  EXPECT_THROW_WITH(optim::stream_squares(kernels, nullptr, &sum, DType::f32, 1), InvalidArgument, "sums is null");
-  EXPECT_THROW_WITH(optim::stream_norm(kernels, nullptr, &sum, DType::f32, 1), InvalidArgument, "words is null");
+  EXPECT_THROW_WITH(optim::stream_squares(kernels, &sum, &sum, DType::float64, 1), InvalidArgument, "float64");
+  EXPECT_THROW_WITH(optim::stream_squares(kernels, nullptr, &sum, DType::float32, 1), InvalidArgument, "sums is null");
+  EXPECT_THROW_WITH(optim::stream_norm(kernels, nullptr, &sum, DType::float32, 1), InvalidArgument, "words is null");
   EXPECT_EQ(counter, 0.0f);
 }
 

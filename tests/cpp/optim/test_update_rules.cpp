@@ -99,7 +99,7 @@ void compare_with_reference(const Rule& rule, DType weight, DType grad_dtype) {
   std::vector<double> w(start.begin(), start.end()), state(count), wide(count);
   for (int t = 1; t <= 20; ++t) {
     const auto grad = gradient(count, grad_dtype, 100 + static_cast<unsigned>(t));
-    device::cast(wide.data(), DType::f64, grad.data(), grad_dtype, count);
+    device::cast(wide.data(), DType::float64, grad.data(), grad_dtype, count);
     rule.step(s.shard(grad.data(), grad_dtype), t, 0);
     for (std::size_t i = 0; i < count; ++i) rule.reference(w[i], state[i], wide[i], t);
   }
@@ -137,9 +137,9 @@ TEST(update_rules, cuts_and_threads_do_not_change_bits) {
   for (const Rule& rule : rules())
     for (const DType weight : kWeights) {
       State whole = make_state(weight, 15000, start, rule.arrays), cut = whole, threaded = whole;
-      run_steps(rule, whole, DType::bf16, {0, count}, 1);
-      run_steps(rule, cut, DType::bf16, {0, 1, 17, 14999, 15001, 30000, 39999, 39999, count}, 1);
-      run_steps(rule, threaded, DType::bf16, {0, count}, 0);
+      run_steps(rule, whole, DType::bfloat16, {0, count}, 1);
+      run_steps(rule, cut, DType::bfloat16, {0, 1, 17, 14999, 15001, 30000, 39999, 39999, count}, 1);
+      run_steps(rule, threaded, DType::bfloat16, {0, count}, 0);
       EXPECT_TRUE(whole == cut);
       EXPECT_TRUE(whole == threaded);
     }
@@ -151,10 +151,10 @@ TEST(update_rules, tiles_do_not_change_bits) {
   for (const Rule& rule : rules())
     for (const DType weight : kWeights) {
       State one = make_state(weight, count + 1, start, rule.arrays);
-      run_steps(rule, one, DType::f32, {0, count}, 1);
+      run_steps(rule, one, DType::float32, {0, count}, 1);
       for (const std::size_t tile_count : {2u, 16u, 334u, 1002u}) {
         State s = make_state(weight, tile_count, start, rule.arrays);
-        run_steps(rule, s, DType::f32, {0, 5, 333, count}, 1);
+        run_steps(rule, s, DType::float32, {0, 5, 333, count}, 1);
         EXPECT_TRUE(master_of(s) == master_of(one));
         EXPECT_TRUE(s.weight16 == one.weight16);
       }
@@ -166,8 +166,8 @@ TEST(update_rules, bf16_weight_has_the_master_of_the_f32_weight) {
   const auto start = random_floats(count, 9);
   for (const Rule& rule : rules())
     for (const DType grad : kGrads) {
-      State full = make_state(DType::f32, 512, start, rule.arrays);
-      State half = make_state(DType::bf16, 512, start, rule.arrays);
+      State full = make_state(DType::float32, 512, start, rule.arrays);
+      State half = make_state(DType::bfloat16, 512, start, rule.arrays);
       run_steps(rule, full, grad, {0, count}, 1);
       run_steps(rule, half, grad, {0, count}, 1);
       EXPECT_TRUE(master_of(half) == full.weight);
@@ -239,7 +239,7 @@ struct Arrays {
   }
 
   optim::OptimPiece piece(DType weight, const void* grad, DType grad_dtype) {
-    const bool split = weight == DType::bf16;
+    const bool split = weight == DType::bfloat16;
     return {split ? static_cast<void*>(w16.data()) : w32.data(),
             split ? lo.data() : nullptr,
             {state[0].data(), state[1].data()},
@@ -263,7 +263,7 @@ void compare_with_plain(Isa isa, const Kernel& kernel, DType weight, DType grad_
   const auto seed = static_cast<unsigned>(count);
   const auto wide = odd_floats(count, seed + 7);
   std::vector<std::byte> grad(count * 4 + 1);
-  device::cast(grad.data(), grad_dtype, wide.data(), DType::f32, count);
+  device::cast(grad.data(), grad_dtype, wide.data(), DType::float32, count);
   Arrays expected(count, seed), got(count, seed);
   for (int step = 0; step < 2; ++step) {
     kernel(optim::optim_table(Isa::plain), expected.piece(weight, grad.data(), grad_dtype));
@@ -293,9 +293,9 @@ TEST(update_rules, nan_and_inf_stay_in_their_element) {
     for (const DType weight : kWeights) {
       std::vector<float> grad(40, 0.5f);
       State clean = make_state(weight, 40, random_floats(40, 3), rule.arrays), s = clean;
-      rule.step(clean.shard(grad.data(), DType::f32), 1, 1);
+      rule.step(clean.shard(grad.data(), DType::float32), 1, 1);
       grad[7] = nan, grad[20] = inf;
-      rule.step(s.shard(grad.data(), DType::f32), 1, 1);
+      rule.step(s.shard(grad.data(), DType::float32), 1, 1);
       const auto expected = master_of(clean), master = master_of(s);
       for (std::size_t i = 0; i < 40; ++i) {
         if (i != 7 && i != 20) EXPECT_EQ(master[i], expected[i]);
@@ -311,26 +311,26 @@ TEST(update_rules, subnormals_are_kept_whatever_the_caller_does_with_them) {
   for (const Rule& rule : rules())
     for (const DType weight : kWeights) {
       State kept = make_state(weight, count, start, rule.arrays), s = kept;
-      for (int t = 1; t <= 2; ++t) rule.step(kept.shard(tiny.data(), DType::f32), t, 0);
+      for (int t = 1; t <= 2; ++t) rule.step(kept.shard(tiny.data(), DType::float32), t, 0);
       const test::FlushSubnormals flush;
-      for (int t = 1; t <= 2; ++t) rule.step(s.shard(tiny.data(), DType::f32), t, 0);
+      for (int t = 1; t <= 2; ++t) rule.step(s.shard(tiny.data(), DType::float32), t, 0);
       EXPECT_TRUE(s == kept);
     }
 }
 
 TEST(update_rules, momentum_off_leaves_the_buffer_alone) {
   const auto start = random_floats(100, 2);
-  const auto grad = gradient(100, DType::f32, 4);
+  const auto grad = gradient(100, DType::float32, 4);
   for (const DType weight : kWeights) {
     State s = make_state(weight, 30, start, 1), without = make_state(weight, 30, start, 0);
     SgdParams p{.lr = 0.1, .momentum = 0.9, .buffer = true, .first = true};
-    sgd_step(s.shard(grad.data(), DType::f32), p);
-    sgd_step(without.shard(grad.data(), DType::f32), {.lr = 0.1});  // the first step is the same
+    sgd_step(s.shard(grad.data(), DType::float32), p);
+    sgd_step(without.shard(grad.data(), DType::float32), {.lr = 0.1});  // the first step is the same
     EXPECT_TRUE(master_of(s) == master_of(without));
     const float buffer = s.storage[0];
     p.momentum = 0, p.first = false;
-    sgd_step(s.shard(grad.data(), DType::f32), p);
-    sgd_step(without.shard(grad.data(), DType::f32), {.lr = 0.1});
+    sgd_step(s.shard(grad.data(), DType::float32), p);
+    sgd_step(without.shard(grad.data(), DType::float32), {.lr = 0.1});
     EXPECT_TRUE(master_of(s) == master_of(without));
     EXPECT_EQ(s.storage[0], buffer);
     EXPECT_NE(buffer, 0.0f);
@@ -339,9 +339,10 @@ TEST(update_rules, momentum_off_leaves_the_buffer_alone) {
 
 TEST(update_rules, refuse_what_they_cannot_do) {
   float weight[4] = {}, grad[4] = {}, storage[8] = {};
-  const OptimShard good{weight, DType::f32, grad, DType::f32, reinterpret_cast<std::byte*>(storage), 4, 4, 0, 4};
+  const OptimShard good{weight, DType::float32, grad, DType::float32, reinterpret_cast<std::byte*>(storage), 4, 4, 0,
+                        4};
   OptimShard bad = good;
-  bad.grad_dtype = DType::i32;
+  bad.grad_dtype = DType::int32;
   EXPECT_THROW_WITH(sgd_step(bad, {}), InvalidArgument, "sgd: grad is int32");
   EXPECT_THROW_WITH(lion_step(bad, {}), InvalidArgument, "lion: grad is int32");
   EXPECT_THROW_WITH(adagrad_step(bad, {}), InvalidArgument, "adagrad: grad is int32");
@@ -354,12 +355,12 @@ TEST(update_rules, refuse_what_they_cannot_do) {
   EXPECT_THROW_WITH(lion_step(good, {.beta2 = 1.0}), InvalidArgument, "lion: beta 1");
   EXPECT_THROW_WITH(adagrad_step(good, {.step = 0}), InvalidArgument, "adagrad: step 0");
   EXPECT_THROW_WITH(split_master(good, weight, 3), InvalidArgument, "arrays 3");
-  EXPECT_THROW_WITH(lion_state_nbytes(DType::f64, 1), InvalidArgument, "lion: weight is float64");
-  EXPECT_EQ(sgd_state_nbytes(DType::f32, false, 10), 0u);
-  EXPECT_EQ(sgd_state_nbytes(DType::bf16, false, 10), 20u);
-  EXPECT_EQ(sgd_state_nbytes(DType::bf16, true, 10), 60u);
-  EXPECT_EQ(lion_state_nbytes(DType::f32, 10), 40u);
-  EXPECT_EQ(adagrad_state_nbytes(DType::bf16, 10), 60u);
+  EXPECT_THROW_WITH(lion_state_nbytes(DType::float64, 1), InvalidArgument, "lion: weight is float64");
+  EXPECT_EQ(sgd_state_nbytes(DType::float32, false, 10), 0u);
+  EXPECT_EQ(sgd_state_nbytes(DType::bfloat16, false, 10), 20u);
+  EXPECT_EQ(sgd_state_nbytes(DType::bfloat16, true, 10), 60u);
+  EXPECT_EQ(lion_state_nbytes(DType::float32, 10), 40u);
+  EXPECT_EQ(adagrad_state_nbytes(DType::bfloat16, 10), 60u);
 }
 
 }  // namespace

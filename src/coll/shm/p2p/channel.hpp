@@ -25,7 +25,7 @@ namespace zcomm::coll {
 
 /// The identity of a message, or of a receive.
 struct MessageHeader {
-  DType dtype = DType::u8;
+  DType dtype = DType::uint8;
   std::int32_t tag = 0;
   std::uint32_t id = 0;     ///< number of its envelope; 0 for a receive
   std::uint64_t count = 0;  ///< elements of the whole list

@@ -185,7 +185,7 @@ void MessageOffice::expire(Transfer& transfer, Clock::time_point now) {
     transfer.since = now;
     return;
   }
-  const std::string what = late_story(transfer);
+  const std::string what = late_message(transfer);
   cancel(transfer, Breach::late, what, std::make_exception_ptr(Timeout(what)));
 }
 
@@ -210,7 +210,7 @@ void MessageOffice::cancel(Transfer& transfer, Breach::Cause cause, const std::s
   pool_.finish(transfer, error);
 }
 
-std::string MessageOffice::late_story(const Transfer& transfer) const {
+std::string MessageOffice::late_message(const Transfer& transfer) const {
   static constexpr const char* words[] = {"to take earlier messages", "to ask for it", "to take its data", "to send it",
                                           "to bring its data"};
   std::string what = text(describe(transfer), ": rank ", rank_, " waited ", timeout_s_, " s for ",

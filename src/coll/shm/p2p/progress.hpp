@@ -57,7 +57,7 @@ class MessageOffice {
   bool is_gone(int peer) const { return !why_gone(peer).empty(); }
   std::string why_gone(int peer) const;
   bool is_suspended(int peer) const;
-  std::string late_story(const Transfer& transfer) const;
+  std::string late_message(const Transfer& transfer) const;
 
   std::shared_ptr<net::Mesh> mesh_;
   const HostMemory& host_;

@@ -21,7 +21,7 @@ void expect_mismatch(int odd, const CommCall& usual, const CommCall& other, std:
 
 Work sum(Communicator& comm, std::vector<float>& values, const Call& call = {}) {
   const Buffer buffer{values.data(), values.size()};
-  return comm.all_reduce({&buffer, 1}, DType::f32, ReduceOp::sum, call);
+  return comm.all_reduce({&buffer, 1}, DType::float32, ReduceOp::sum, call);
 }
 
 std::vector<float>& kept_for_good(std::size_t count) {
@@ -38,7 +38,8 @@ TEST(cuda_ipc_errors, mismatches_have_the_hosts_words) {
       1, all_reduce(1024), all_reduce(2048),
       {"rank 0, 2: all_reduce float32 sum count=1024 'g'", "rank 1: all_reduce float32 sum count=2048 'g'"});
   expect_mismatch(0, all_reduce(64), [](Communicator& comm) { comm.barrier("b").wait(); }, {"rank 0: barrier 'b'"});
-  expect_mismatch(1, reduce_scatter(DType::bf16, false), reduce_scatter(DType::f32, false), {"bfloat16 -> float32"});
+  expect_mismatch(1, reduce_scatter(DType::bfloat16, false), reduce_scatter(DType::float32, false),
+                  {"bfloat16 -> float32"});
   expect_mismatch(
       1, [](Communicator& comm) { comm.allocate(100); }, [](Communicator& comm) { comm.allocate(200); },
       {"allocate nbytes=100", "allocate nbytes=200"});
@@ -47,7 +48,7 @@ TEST(cuda_ipc_errors, mismatches_have_the_hosts_words) {
       std::vector<ConstBuffer> in(3, {data, 5});
       std::vector<Buffer> out = buffers_at(data + 1000, 3, 5);
       in[static_cast<std::size_t>((comm.rank() + 1) % 3)].count = to_next;
-      comm.all_to_all(in, out, DType::f32).wait();
+      comm.all_to_all(in, out, DType::float32).wait();
     };
   };
   expect_mismatch(1, exchange(5), exchange(7), {"rank 1 sends 7 elements to rank 2, which expects 5"});
@@ -57,8 +58,8 @@ TEST(cuda_ipc_errors, arguments_leave_it_usable) {
   run_device_world(2, {}, [](DeviceRank& self) {
     std::vector<float> values(8, 1);
     const Buffer null{nullptr, 3};
-    EXPECT_THROW_WITH(self.comm->all_reduce({&null, 1}, DType::f32, ReduceOp::sum), InvalidArgument, "null");
-    EXPECT_THROW_WITH(self.comm->send({}, DType::f32, 1 - self.rank, 0), Unsupported, "cuda_ipc");
+    EXPECT_THROW_WITH(self.comm->all_reduce({&null, 1}, DType::float32, ReduceOp::sum), InvalidArgument, "null");
+    EXPECT_THROW_WITH(self.comm->send({}, DType::float32, 1 - self.rank, 0), Unsupported, "cuda_ipc");
     EXPECT_THROW_WITH(self.comm->allocate_shared(64), Unsupported, "shared_empty");
     sum(*self.comm, values).wait();
     EXPECT_EQ(values[7], 2.0f);

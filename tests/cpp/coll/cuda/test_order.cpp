@@ -66,7 +66,7 @@ TEST(cuda_ipc_order, inputs_come_from_and_results_go_to_the_callers_stream) {
           for (int i = 0; i < 12; ++i) {
             values.set(*stream, x.data, i * 10 + self.rank);  // overwrites what the last operation gave
             const Buffer buffer{x.data, kCount};
-            Work work = self.comm->all_reduce({&buffer, 1}, DType::i64, ReduceOp::sum, on(*stream, async));
+            Work work = self.comm->all_reduce({&buffer, 1}, DType::int64, ReduceOp::sum, on(*stream, async));
             if (i % 3 != 2) work.wait();  // else dropping it orders the stream
             work = Work();
             results.push_back(values.result());
@@ -96,7 +96,7 @@ TEST(cuda_ipc_order, many_in_flight_on_several_streams) {
       device::Stream& stream = i % 2 == 0 ? *a : *b;
       values.set(stream, tensors.back().data, i + self.rank);
       const Buffer buffer{tensors.back().data, kCount};
-      works.push_back(self.comm->all_reduce({&buffer, 1}, DType::i64, ReduceOp::max, on(stream, true)));
+      works.push_back(self.comm->all_reduce({&buffer, 1}, DType::int64, ReduceOp::max, on(stream, true)));
     }
     for (int i = kTurns - 1; i >= 0; --i) {
       const auto k = static_cast<std::size_t>(i);
@@ -123,7 +123,7 @@ TEST(cuda_ipc_order, inputs_may_be_overwritten_after_the_end) {
         values.set(*stream, part.data, 100 * i + self.rank);
         const ConstBuffer in{part.data, kCount};
         const Buffer out{whole.data, kCount * 4};
-        self.comm->all_gather({&in, 1}, {&out, 1}, DType::i64, on(*stream, i % 2 == 0)).wait();
+        self.comm->all_gather({&in, 1}, {&out, 1}, DType::int64, on(*stream, i % 2 == 0)).wait();
         stream->fill(part.data, 0xee, kCount * 8);
         results.push_back(all.result());
         stream->copy(results.back(), whole.data, kCount * 4 * 8);
@@ -149,17 +149,17 @@ TEST(cuda_ipc_order, mixed_operations) {
       const Buffer z_out{z.data, kPart}, y_out{y.data, kCount};
       // x -> z: 3 (i + 1), then z -> y, y exchanged, y of rank 1 to everybody; all on the engine's stream.
       std::vector<Work> works;
-      works.push_back(self.comm->reduce_scatter({&in, 1}, {&z_out, 1}, DType::i64, ReduceOp::sum, DType::i64, false,
+      works.push_back(self.comm->reduce_scatter({&in, 1}, {&z_out, 1}, DType::int64, ReduceOp::sum, DType::int64, false,
                                                 on(*stream, true)));
-      works.push_back(self.comm->all_gather({&z_in, 1}, {&y_out, 1}, DType::i64, on(*stream, true)));
+      works.push_back(self.comm->all_gather({&z_in, 1}, {&y_out, 1}, DType::int64, on(*stream, true)));
       std::vector<ConstBuffer> from;
       std::vector<Buffer> to;
       for (std::size_t q = 0; q < 3; ++q)
         from.push_back({y.data + q * kPart, kPart}), to.push_back({x.data + q * kPart, kPart});
-      works.push_back(self.comm->all_to_all(from, to, DType::i64, on(*stream, true)));
+      works.push_back(self.comm->all_to_all(from, to, DType::int64, on(*stream, true)));
       const Buffer both{x.data, kCount};
-      works.push_back(self.comm->broadcast({&both, 1}, DType::i64, 1, on(*stream, true)));
-      works.push_back(self.comm->reduce({&both, 1}, DType::i64, ReduceOp::max, 2, on(*stream, true)));
+      works.push_back(self.comm->broadcast({&both, 1}, DType::int64, 1, on(*stream, true)));
+      works.push_back(self.comm->reduce({&both, 1}, DType::int64, ReduceOp::max, 2, on(*stream, true)));
       for (Work& work : works) work.wait();
       results.push_back(values.result());
       stream->copy(results.back(), x.data, kCount * 8);

@@ -50,7 +50,7 @@ void all_operations(DeviceRank& self, bool symmetric) {
   std::vector<ConstBuffer> from;
   std::vector<Buffer> to;
   for (std::size_t q = 0; q < world; ++q) from.push_back({x + q * part, part}), to.push_back({y + q * part, part});
-  const DType f32 = DType::f32;
+  const DType f32 = DType::float32;
   const std::function<Work()> calls[] = {
       [&] { return self.comm->all_reduce({&x_all, 1}, f32, ReduceOp::sum, on(*stream)); },
       [&] { return self.comm->reduce({&x_all, 1}, f32, ReduceOp::max, 0, on(*stream)); },
@@ -87,7 +87,7 @@ TEST(cuda_ipc_trace, an_input_overwritten_too_early_is_found) {
     auto buffer = self.comm->allocate(4000);
     auto stream = self.device->make_stream(false);
     const Buffer all{buffer->data(), 1000};
-    Work work = self.comm->all_reduce({&all, 1}, DType::f32, ReduceOp::sum, on(*stream));
+    Work work = self.comm->all_reduce({&all, 1}, DType::float32, ReduceOp::sum, on(*stream));
     stream->fill(buffer->data(), 1, 4000);  // before work.wait()
     work.wait();
     stream->synchronize();

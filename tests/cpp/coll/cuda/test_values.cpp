@@ -16,7 +16,7 @@ std::vector<std::byte> random_bytes(DType dtype, std::size_t count, unsigned see
   const auto floats = random_floats(count, seed);
   std::vector<double> values(floats.begin(), floats.end());
   if (!is_floating(dtype))
-    for (double& value : values) value = std::floor(std::fmod(std::fabs(value) * 7, dtype == DType::b8 ? 2 : 100));
+    for (double& value : values) value = std::floor(std::fmod(std::fabs(value) * 7, dtype == DType::boolean ? 2 : 100));
   return encode(dtype, values);
 }
 
@@ -39,7 +39,7 @@ void expect_host_bits(Rank& self, Communicator& host, DType dtype, ReduceOp op, 
   const auto world = static_cast<std::size_t>(self.world);
   const std::size_t nbytes = count * world * size_of(dtype);
   const auto input = random_bytes(dtype, count * world, 100 + static_cast<unsigned>(self.rank));
-  const bool half = dtype == DType::f16 || dtype == DType::bf16;
+  const bool half = dtype == DType::float16 || dtype == DType::bfloat16;
   const auto result = [&](Communicator& comm, int what) {
     Place place(comm, symmetric, input, nbytes);
     const Buffer whole{place.data, count * world};
@@ -47,7 +47,7 @@ void expect_host_bits(Rank& self, Communicator& host, DType dtype, ReduceOp op, 
     if (what == 1) comm.reduce({&whole, 1}, dtype, op, self.world - 1).wait();
     std::vector<std::byte> got(place.data, place.data + nbytes);
     if (what < 2) return got;
-    const DType out_dtype = what == 3 && half ? DType::f32 : dtype;
+    const DType out_dtype = what == 3 && half ? DType::float32 : dtype;
     auto out = random_bytes(out_dtype, count, 7);
     const ConstBuffer in{place.data, count * world};
     const Buffer part{out.data(), count};
@@ -107,8 +107,8 @@ TEST(cuda_ipc, reductions_know_how_many_ranks_have_another_device) {
       auto symmetric = self.comm->allocate(4000);
       std::vector<float> mine(1000, 1);
       const Buffer direct{symmetric->data(), 1000}, staged{mine.data(), 1000};
-      self.comm->all_reduce({&direct, 1}, DType::f32, ReduceOp::sum).wait();
-      self.comm->all_reduce({&staged, 1}, DType::f32, ReduceOp::sum).wait();
+      self.comm->all_reduce({&direct, 1}, DType::float32, ReduceOp::sum).wait();
+      self.comm->all_reduce({&staged, 1}, DType::float32, ReduceOp::sum).wait();
     });
     EXPECT_TRUE(seen == std::set<int>{one_device ? 0 : 2});
   }
@@ -132,7 +132,7 @@ TEST(cuda_ipc, the_hosts_bits) {
           if (op == ReduceOp::avg && !is_floating(dtype)) continue;
           for (const bool symmetric : {false, true}) expect_host_bits(self, *host, dtype, op, 333, symmetric);
         }
-      expect_host_bits(self, *host, DType::bf16, ReduceOp::sum, 5001, false);
+      expect_host_bits(self, *host, DType::bfloat16, ReduceOp::sum, 5001, false);
       host->close();
     });
   }
@@ -158,7 +158,7 @@ TEST(cuda_ipc, movements_on_symmetric_memory) {
         for (const bool in : {false, true}) {
           std::memcpy(part->data(), mine.data(), kCount * 4);
           std::memset(whole->data(), 0, ranks * kCount * 4);
-          self.comm->all_gather({in ? &symmetric_in : &heap_in, 1}, {out ? &symmetric_out : &heap_out, 1}, DType::i32)
+          self.comm->all_gather({in ? &symmetric_in : &heap_in, 1}, {out ? &symmetric_out : &heap_out, 1}, DType::int32)
               .wait();
           expect_all(out ? static_cast<void*>(whole->data()) : all.data(), "all_gather");
         }
@@ -166,12 +166,12 @@ TEST(cuda_ipc, movements_on_symmetric_memory) {
       std::memset(whole->data(), 0, ranks * kCount * 4);
       std::memcpy(own, mine.data(), kCount * 4);
       const ConstBuffer aliased{own, kCount};
-      self.comm->all_gather({&aliased, 1}, {&symmetric_out, 1}, DType::i32).wait();
+      self.comm->all_gather({&aliased, 1}, {&symmetric_out, 1}, DType::int32).wait();
       expect_all(whole->data(), "all_gather in place");
       const Buffer both{part->data(), kCount};
       for (int root = 0; root < self.world; ++root) {
         std::memcpy(part->data(), mine.data(), kCount * 4);
-        self.comm->broadcast({&both, 1}, DType::i32, root).wait();
+        self.comm->broadcast({&both, 1}, DType::int32, root).wait();
         EXPECT_EQ(reinterpret_cast<std::int32_t*>(part->data())[kCount - 1],
                   static_cast<std::int32_t>(kCount - 1) * 10 + root);
       }
@@ -184,7 +184,7 @@ TEST(cuda_ipc, long_lists_are_one_operation) {
     for (std::size_t i = 0; i < 200; ++i) tensors.emplace_back(i % 7 * 100 + i % 3, static_cast<float>(i));
     std::vector<Buffer> buffers;
     for (auto& tensor : tensors) buffers.push_back({tensor.data(), tensor.size()});
-    self.comm->all_reduce(buffers, DType::f32, ReduceOp::sum).wait();
+    self.comm->all_reduce(buffers, DType::float32, ReduceOp::sum).wait();
     for (std::size_t i = 0; i < tensors.size(); ++i)
       EXPECT_TRUE(tensors[i] == std::vector<float>(tensors[i].size(), static_cast<float>(3 * i)));
   });
@@ -194,7 +194,7 @@ TEST(cuda_ipc, large_buffers_take_many_steps) {
   run_device_world(2, {.slot_nbytes = 64 << 10}, [](DeviceRank& self) {
     std::vector<std::int64_t> values(1 << 18, self.rank + 1);
     const Buffer buffer{values.data(), values.size()};
-    self.comm->all_reduce({&buffer, 1}, DType::i64, ReduceOp::sum).wait();
+    self.comm->all_reduce({&buffer, 1}, DType::int64, ReduceOp::sum).wait();
     EXPECT_TRUE(values == std::vector<std::int64_t>(values.size(), 3));
   });
 }
@@ -226,7 +226,7 @@ TEST(cuda_ipc, a_second_communicator_of_the_same_ranks) {
       for (int i = 0; i < 20; ++i) {
         float value = 1;
         const Buffer buffer{&value, 1};
-        comm.all_reduce({&buffer, 1}, DType::f32, ReduceOp::sum).wait();
+        comm.all_reduce({&buffer, 1}, DType::float32, ReduceOp::sum).wait();
         EXPECT_EQ(value, 3.0f);
       }
     };

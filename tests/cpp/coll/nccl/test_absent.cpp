@@ -43,13 +43,13 @@ TEST(nccl, a_communicator_is_refused_and_its_host_side_stays_usable) {
 }
 
 TEST(nccl, names_of_types_and_reductions) {
-  EXPECT_EQ(nccl_dtype(DType::f32), 7);
-  EXPECT_EQ(nccl_dtype(DType::bf16), 9);
-  EXPECT_EQ(nccl_dtype(DType::i64), 4);
-  EXPECT_EQ(nccl_dtype(DType::b8), nccl_dtype(DType::u8));
-  EXPECT_EQ(nccl_op(ReduceOp::avg, DType::f32), 4);
-  EXPECT_EQ(nccl_op(ReduceOp::sum, DType::b8), nccl_op(ReduceOp::max, DType::u8));
-  EXPECT_EQ(nccl_op(ReduceOp::prod, DType::b8), nccl_op(ReduceOp::min, DType::u8));
+  EXPECT_EQ(nccl_dtype(DType::float32), 7);
+  EXPECT_EQ(nccl_dtype(DType::bfloat16), 9);
+  EXPECT_EQ(nccl_dtype(DType::int64), 4);
+  EXPECT_EQ(nccl_dtype(DType::boolean), nccl_dtype(DType::uint8));
+  EXPECT_EQ(nccl_op(ReduceOp::avg, DType::float32), 4);
+  EXPECT_EQ(nccl_op(ReduceOp::sum, DType::boolean), nccl_op(ReduceOp::max, DType::uint8));
+  EXPECT_EQ(nccl_op(ReduceOp::prod, DType::boolean), nccl_op(ReduceOp::min, DType::uint8));
 }
 
 }  // namespace

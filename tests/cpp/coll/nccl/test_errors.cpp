@@ -19,28 +19,29 @@ std::vector<Failing> all_calls() {
   using In = std::span<const ConstBuffer>;
   using Out = std::span<const Buffer>;
   const auto all_reduce = [](Communicator& comm, In, Out out) {
-    return comm.all_reduce(out, DType::f32, ReduceOp::sum, "grads");
+    return comm.all_reduce(out, DType::float32, ReduceOp::sum, "grads");
   };
   const char* const reduced = "all_reduce float32 sum count=8 'grads'";
-  return {{"ncclGroupStart", all_reduce, reduced},
-          {"ncclAllReduce", all_reduce, reduced},
-          {"ncclGroupEnd", all_reduce, reduced},
-          {"ncclCommGetAsyncError", all_reduce, reduced},
-          {"ncclReduce", [](Communicator& comm, In, Out out) { return comm.reduce(out, DType::f32, ReduceOp::sum, 0); },
-           "reduce float32 sum root=0 count=8"},
-          {"ncclReduceScatter",
-           [](Communicator& comm, In in, Out out) {
-             return comm.reduce_scatter(in, out, DType::f32, ReduceOp::sum, DType::f32, false);
-           },
-           "reduce_scatter float32 sum count=8"},
-          {"ncclAllGather", [](Communicator& comm, In in, Out out) { return comm.all_gather(in, out, DType::f32); },
-           "all_gather float32 count=8"},
-          {"ncclBroadcast", [](Communicator& comm, In, Out out) { return comm.broadcast(out, DType::f32, 0); },
-           "broadcast float32 root=0 count=8"},
-          {"ncclSend", [](Communicator& comm, In in, Out out) { return comm.gather(in, out, DType::f32, 0); },
-           "gather float32 root=0 count=8"},
-          {"ncclRecv", [](Communicator& comm, In in, Out out) { return comm.all_to_all(in, out, DType::f32); },
-           "all_to_all float32"}};
+  return {
+      {"ncclGroupStart", all_reduce, reduced},
+      {"ncclAllReduce", all_reduce, reduced},
+      {"ncclGroupEnd", all_reduce, reduced},
+      {"ncclCommGetAsyncError", all_reduce, reduced},
+      {"ncclReduce", [](Communicator& comm, In, Out out) { return comm.reduce(out, DType::float32, ReduceOp::sum, 0); },
+       "reduce float32 sum root=0 count=8"},
+      {"ncclReduceScatter",
+       [](Communicator& comm, In in, Out out) {
+         return comm.reduce_scatter(in, out, DType::float32, ReduceOp::sum, DType::float32, false);
+       },
+       "reduce_scatter float32 sum count=8"},
+      {"ncclAllGather", [](Communicator& comm, In in, Out out) { return comm.all_gather(in, out, DType::float32); },
+       "all_gather float32 count=8"},
+      {"ncclBroadcast", [](Communicator& comm, In, Out out) { return comm.broadcast(out, DType::float32, 0); },
+       "broadcast float32 root=0 count=8"},
+      {"ncclSend", [](Communicator& comm, In in, Out out) { return comm.gather(in, out, DType::float32, 0); },
+       "gather float32 root=0 count=8"},
+      {"ncclRecv", [](Communicator& comm, In in, Out out) { return comm.all_to_all(in, out, DType::float32); },
+       "all_to_all float32"}};
 }
 
 }  // namespace
@@ -86,7 +87,7 @@ TEST(nccl_errors, what_is_queued_behind_a_failure_fails_with_it) {
     fake.break_down(0, FakeNccl::invalid_argument);
     for (std::size_t i = 0; i < works.size(); ++i)
       EXPECT_THROW_WITH(works[i].wait(), CudaError, i == 0 ? ": invalid argument" : "unusable since");
-    EXPECT_EQ(fake.deeds(0).groups, 1);
+    EXPECT_EQ(fake.call_counts(0).groups, 1);
     expect_aborted(fake, self);
   });
 }

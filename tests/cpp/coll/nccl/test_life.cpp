@@ -12,7 +12,7 @@ using namespace zcomm::test;
 
 namespace {
 
-using Deeds = FakeNccl::Deeds;
+using CallCounts = FakeNccl::CallCounts;
 
 const NcclOptions kByHand{.connect = false};
 
@@ -28,7 +28,7 @@ TEST(nccl_life, a_good_end_finalizes_and_destroys) {
       sum(self, values);
       self.comm->close();
       EXPECT_EQ(values[9], 9.0f);
-      EXPECT_TRUE(fake.deeds(self.rank) == (Deeds{.inits = 1, .groups = 2, .finalized = 1, .destroyed = 1}));
+      EXPECT_TRUE(fake.call_counts(self.rank) == (CallCounts{.inits = 1, .groups = 2, .finalized = 1, .destroyed = 1}));
     });
   }
 }
@@ -43,8 +43,8 @@ TEST(nccl_life, an_end_that_fails_aborts) {
       sum(self, values).wait();
       if (how == 2) fake.break_down(0, FakeNccl::remote_error);
       self.comm->close();
-      EXPECT_TRUE(fake.deeds(0) ==
-                  (Deeds{.inits = 1, .groups = 1, .finalized = how == 0 ? 0 : 1, .destroyed = 0, .aborted = 1}));
+      EXPECT_TRUE(fake.call_counts(0) ==
+                  (CallCounts{.inits = 1, .groups = 1, .finalized = how == 0 ? 0 : 1, .destroyed = 0, .aborted = 1}));
     });
   }
 }
@@ -84,7 +84,7 @@ TEST(nccl_life, a_rank_that_does_not_come) {
       if (self.rank == 1) {  // takes part in what happens on the host, and no more
         coll::NcclId id{};
         const Buffer buffer{id.bytes.data(), id.bytes.size()};
-        self.control->broadcast({&buffer, 1}, DType::u8, 0, Call("NCCL's unique id", false));
+        self.control->broadcast({&buffer, 1}, DType::uint8, 0, Call("NCCL's unique id", false));
         if (dies) self.mesh->drop_dead();
         return given_up.get_future().wait();
       }
@@ -92,7 +92,7 @@ TEST(nccl_life, a_rank_that_does_not_come) {
         EXPECT_THROW_WITH(self.connect(), PeerLost, "rank 1 died; init of NCCL");
       else
         EXPECT_THROW_WITH(self.connect(), Timeout, "init of NCCL: rank 0 waited 0.15 s");
-      EXPECT_TRUE(fake.deeds(0) == (Deeds{.inits = 1, .aborted = 1}));
+      EXPECT_TRUE(fake.call_counts(0) == (CallCounts{.inits = 1, .aborted = 1}));
       given_up.set_value();
     });
   }

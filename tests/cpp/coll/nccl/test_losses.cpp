@@ -39,7 +39,9 @@ class Pairs {
       out_.push_back({values_.data() + ranks + static_cast<std::size_t>(rank), meets ? 1u : 0u});
     }
   }
-  Work exchange(NcclRank& self, const Call& call = {}) { return self.comm->all_to_all(in_, out_, DType::f32, call); }
+  Work exchange(NcclRank& self, const Call& call = {}) {
+    return self.comm->all_to_all(in_, out_, DType::float32, call);
+  }
 
  private:
   std::vector<float> values_ = std::vector<float>(16, 1);
@@ -254,7 +256,7 @@ TEST(nccl_losses, closing_ends_a_wait_for_kernels) {
     std::thread([&] { self.comm->close(); }).join();
     EXPECT_THROW_WITH(work.wait(), Error, "closed while all_to_all");
     EXPECT_THROW(behind.wait(), Error);
-    EXPECT_TRUE(fake.deeds(0) == (FakeNccl::Deeds{.inits = 1, .groups = 1, .aborted = 1}));
+    EXPECT_TRUE(fake.call_counts(0) == (FakeNccl::CallCounts{.inits = 1, .groups = 1, .aborted = 1}));
     EXPECT_THROW_WITH(pairs.exchange(self), Error, "closed");
   });
 }
@@ -270,7 +272,7 @@ TEST(nccl_losses, closing_ends_a_wait_for_another_rank) {
     std::thread([&] { self.comm->close(); }).join();
     EXPECT_THROW_WITH(work.wait(), Error, "closed while");
     EXPECT_THROW(behind.wait(), Error);
-    EXPECT_TRUE(fake.deeds(0) == (FakeNccl::Deeds{.inits = 1, .aborted = 1}));
+    EXPECT_TRUE(fake.call_counts(0) == (FakeNccl::CallCounts{.inits = 1, .aborted = 1}));
     survivors.done();
   });
 }

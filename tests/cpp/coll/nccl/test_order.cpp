@@ -21,7 +21,7 @@ Call on(device::Stream& stream, bool async) {
 
 Work sum(NcclRank& self, Ints& values, const Call& call) {
   const Buffer buffer{values.data(), values.size()};
-  return self.comm->all_reduce({&buffer, 1}, DType::i64, ReduceOp::sum, call);
+  return self.comm->all_reduce({&buffer, 1}, DType::int64, ReduceOp::sum, call);
 }
 
 /// While it lives, the stream does not get past it.
@@ -126,7 +126,7 @@ TEST(nccl_order, inputs_may_be_overwritten_after_the_end) {
       stream->copy(part.data(), inputs.back().data(), kCount * 8);
       const ConstBuffer in{part.data(), kCount};
       const Buffer out{whole.data(), 3 * kCount};
-      self.comm->all_gather({&in, 1}, {&out, 1}, DType::i64, on(*stream, i % 2 == 0)).wait();
+      self.comm->all_gather({&in, 1}, {&out, 1}, DType::int64, on(*stream, i % 2 == 0)).wait();
       stream->fill(part.data(), 0xee, kCount * 8);
       results.emplace_back(3 * kCount, -1);
       stream->copy(results.back().data(), whole.data(), 3 * kCount * 8);

@@ -14,14 +14,14 @@ void expect_mismatch(int odd, const CommCall& usual, const CommCall& other, std:
   const auto run = [&](const std::function<void(Rank&)>& body) {
     run_nccl_world(3, {}, [&](NcclRank& self) {
       body(self);
-      EXPECT_EQ(fake.deeds(self.rank).groups, 0);
+      EXPECT_EQ(fake.call_counts(self.rank).groups, 0);
       expect_aborted(fake, self);
     });
   };
   test::expect_mismatch(run, odd, usual, other, parts);
 }
 
-CommCall exchange(std::size_t to_next, DType dtype = DType::f32) {
+CommCall exchange(std::size_t to_next, DType dtype = DType::float32) {
   return [=](Communicator& comm) {
     std::vector<ConstBuffer> in(3, {data, 5});
     std::vector<Buffer> out = buffers_at(data + 1000, 3, 5);
@@ -35,9 +35,9 @@ CommCall exchange(std::size_t to_next, DType dtype = DType::f32) {
 TEST(nccl_refusals, mismatches_name_both_sides) {
   expect_mismatch(1, all_reduce(1024), all_reduce(2048),
                   {"rank 0, 2", "all_reduce float32 sum count=1024 'g'", "rank 1", "count=2048 'g'"});
-  expect_mismatch(2, all_reduce(64, DType::f32), all_reduce(64, DType::i32), {"float32", "int32"});
-  expect_mismatch(2, all_reduce(64), all_reduce(64, DType::f32, ReduceOp::max), {"sum", "max"});
-  expect_mismatch(0, all_reduce(64), all_reduce(64, DType::f32, ReduceOp::sum, "h"), {"'g'", "'h'"});
+  expect_mismatch(2, all_reduce(64, DType::float32), all_reduce(64, DType::int32), {"float32", "int32"});
+  expect_mismatch(2, all_reduce(64), all_reduce(64, DType::float32, ReduceOp::max), {"sum", "max"});
+  expect_mismatch(0, all_reduce(64), all_reduce(64, DType::float32, ReduceOp::sum, "h"), {"'g'", "'h'"});
   expect_mismatch(0, all_reduce(64), [](Communicator& comm) { comm.barrier("b").wait(); }, {"rank 0: barrier", "'b'"});
   expect_mismatch(1, broadcast(0), broadcast(2), {"root=0", "root=2"});
 }
@@ -57,7 +57,7 @@ TEST(nccl_refusals, long_descriptions_are_given_in_full) {
 
 TEST(nccl_refusals, what_is_exchanged_must_be_what_is_expected) {
   expect_mismatch(1, exchange(5), exchange(7), {"rank 1 sends 7 elements to rank 2, which expects 5"});
-  expect_mismatch(1, exchange(5), exchange(5, DType::i64), {"float32", "int64"});
+  expect_mismatch(1, exchange(5), exchange(5, DType::int64), {"float32", "int64"});
   expect_mismatch(0, exchange(5), all_reduce(64), {"all_to_all", "all_reduce"});
 }
 
@@ -72,13 +72,13 @@ TEST(nccl_refusals, they_leave_it_usable) {
     const auto scatter = [&](DType dtype, DType out_dtype, bool accumulate, std::span<const OwnPart> parts = {}) {
       comm.reduce_scatter({&in, 1}, {&part, 1}, dtype, ReduceOp::sum, out_dtype, accumulate, {}, parts).wait();
     };
-    EXPECT_THROW_WITH(comm.all_reduce({&null, 1}, DType::f32, ReduceOp::sum), InvalidArgument, "null");
-    EXPECT_THROW_WITH(comm.send({}, DType::f32, 1 - self.rank, 0), Unsupported, "nccl");
+    EXPECT_THROW_WITH(comm.all_reduce({&null, 1}, DType::float32, ReduceOp::sum), InvalidArgument, "null");
+    EXPECT_THROW_WITH(comm.send({}, DType::float32, 1 - self.rank, 0), Unsupported, "nccl");
     EXPECT_THROW_WITH(comm.allocate(64), Unsupported, "nccl");
     EXPECT_THROW_WITH(comm.allocate_shared(64), Unsupported, "nccl");
     EXPECT_THROW_WITH(comm.duplicate(), Unsupported, "nccl");
-    EXPECT_THROW_WITH(scatter(DType::f32, DType::f32, false, {&own, 1}), Unsupported, "own parts");
-    comm.all_reduce({&all, 1}, DType::f32, ReduceOp::sum).wait();
+    EXPECT_THROW_WITH(scatter(DType::float32, DType::float32, false, {&own, 1}), Unsupported, "own parts");
+    comm.all_reduce({&all, 1}, DType::float32, ReduceOp::sum).wait();
     EXPECT_EQ(values[7], 2.0f);
   });
 }

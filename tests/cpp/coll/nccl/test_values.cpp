@@ -44,7 +44,7 @@ TEST(nccl_values, calls_that_stay_in_progress) {
   FakeNccl fake;
   fake.be_slow(3);
   run_nccl_world(2, {}, [](NcclRank& self) {
-    for (const DType dtype : {DType::f32, DType::i64}) {
+    for (const DType dtype : {DType::float32, DType::int64}) {
       links::check_all_reduce(self, {dtype, ReduceOp::sum, 33});
       links::check_reduce_scatter(self, {dtype, ReduceOp::sum, 33});
       links::check_moves(self, {dtype, ReduceOp::sum, 33});
@@ -64,12 +64,12 @@ TEST(nccl_values, in_place) {
     for (auto& value : whole) value += self.rank;
     const ConstBuffer in{whole.data(), 3 * kCount};
     const Buffer own{whole.data() + rank * kCount, kCount}, out{whole.data(), 3 * kCount};
-    self.comm->reduce_scatter({&in, 1}, {&own, 1}, DType::i64, ReduceOp::sum, DType::i64, false).wait();
+    self.comm->reduce_scatter({&in, 1}, {&own, 1}, DType::int64, ReduceOp::sum, DType::int64, false).wait();
     for (std::size_t i = 0; i < kCount; ++i) EXPECT_EQ(whole[rank * kCount + i], 3 * mine[i] + 3);
 
     std::copy(mine.begin(), mine.end(), whole.begin() + static_cast<std::ptrdiff_t>(rank * kCount));
     const ConstBuffer part{own.data, kCount};
-    self.comm->all_gather({&part, 1}, {&out, 1}, DType::i64).wait();
+    self.comm->all_gather({&part, 1}, {&out, 1}, DType::int64).wait();
     EXPECT_TRUE(whole == all);
 
     for (int root = 0; root < 3; ++root) {
@@ -78,13 +78,13 @@ TEST(nccl_values, in_place) {
       std::copy(mine.begin(), mine.end(), gathered.begin() + static_cast<std::ptrdiff_t>(rank * kCount));
       const ConstBuffer from{gathered.data() + rank * kCount, kCount};
       const Buffer to{gathered.data(), 3 * kCount};
-      self.comm->gather({&from, 1}, {&to, is_root ? 1u : 0u}, DType::i64, root).wait();
+      self.comm->gather({&from, 1}, {&to, is_root ? 1u : 0u}, DType::int64, root).wait();
       if (is_root) EXPECT_TRUE(gathered == all);
 
       if (!is_root) std::fill(gathered.begin(), gathered.end(), -1);
       const ConstBuffer source{gathered.data(), 3 * kCount};
       const Buffer target{gathered.data() + rank * kCount, kCount};
-      self.comm->scatter({&source, is_root ? 1u : 0u}, {&target, 1}, DType::i64, root).wait();
+      self.comm->scatter({&source, is_root ? 1u : 0u}, {&target, 1}, DType::int64, root).wait();
       EXPECT_TRUE(std::equal(mine.begin(), mine.end(), gathered.begin() + static_cast<std::ptrdiff_t>(rank * kCount)));
     }
   });
@@ -106,14 +106,14 @@ TEST(nccl_values, a_list_is_one_group) {
       ins.push_back({tensors[i].data(), tensors[i].size()});
       outs.push_back({wholes[i].data(), wholes[i].size()});
     }
-    self.comm->all_reduce(buffers, DType::i64, ReduceOp::sum).wait();
-    self.comm->all_gather(ins, outs, DType::i64).wait();
-    self.comm->gather(ins, self.rank == 1 ? outs : std::vector<Buffer>{}, DType::i64, 1).wait();
+    self.comm->all_reduce(buffers, DType::int64, ReduceOp::sum).wait();
+    self.comm->all_gather(ins, outs, DType::int64).wait();
+    self.comm->gather(ins, self.rank == 1 ? outs : std::vector<Buffer>{}, DType::int64, 1).wait();
     for (std::size_t i = 0; i < kBuffers; ++i) {
       EXPECT_TRUE(tensors[i] == Ints(i % 5, 2 * static_cast<std::int64_t>(i)));
       EXPECT_TRUE(wholes[i] == Ints(2 * (i % 5), 2 * static_cast<std::int64_t>(i)));
     }
-    EXPECT_EQ(fake.deeds(self.rank).groups, 3);
+    EXPECT_EQ(fake.call_counts(self.rank).groups, 3);
   });
 }
 
@@ -122,11 +122,11 @@ TEST(nccl_values, nothing_to_move_needs_no_kernel) {
   run_nccl_world(2, {}, [&](NcclRank& self) {
     const Buffer nothing{nullptr, 0};
     const ConstBuffer none{nullptr, 0};
-    self.comm->all_reduce({&nothing, 1}, DType::f32, ReduceOp::sum).wait();
-    self.comm->all_reduce({}, DType::f32, ReduceOp::sum).wait();
-    self.comm->gather({&none, 1}, {&nothing, self.rank == 0 ? 1u : 0u}, DType::f32, 0).wait();
-    self.comm->all_to_all(std::vector<ConstBuffer>(2, none), std::vector<Buffer>(2, nothing), DType::f32).wait();
-    EXPECT_EQ(fake.deeds(self.rank).groups, 0);
+    self.comm->all_reduce({&nothing, 1}, DType::float32, ReduceOp::sum).wait();
+    self.comm->all_reduce({}, DType::float32, ReduceOp::sum).wait();
+    self.comm->gather({&none, 1}, {&nothing, self.rank == 0 ? 1u : 0u}, DType::float32, 0).wait();
+    self.comm->all_to_all(std::vector<ConstBuffer>(2, none), std::vector<Buffer>(2, nothing), DType::float32).wait();
+    EXPECT_EQ(fake.call_counts(self.rank).groups, 0);
   });
 }
 
@@ -140,7 +140,7 @@ TEST(nccl_values, a_barrier_waits_for_all) {
       EXPECT_LE(3 * turn, entered.load());
       self.comm->barrier(kBlocking);
     }
-    EXPECT_EQ(fake.deeds(self.rank).groups, 0);  // it is the host's
+    EXPECT_EQ(fake.call_counts(self.rank).groups, 0);  // it is the host's
   });
 }
 
@@ -150,11 +150,11 @@ TEST(nccl_values, ranks_may_call_from_different_places) {
     const Call call("loss", true, self.rank == 0 ? "train.py:1" : "train.py:2");
     Ints value{self.rank + 1}, exchanged(2), sent(2, 7);
     const Buffer all{value.data(), 1};
-    self.comm->all_reduce({&all, 1}, DType::i64, ReduceOp::sum, call).wait();
+    self.comm->all_reduce({&all, 1}, DType::int64, ReduceOp::sum, call).wait();
     EXPECT_EQ(value[0], 3);
     const ConstBuffer in[] = {{sent.data(), 1}, {sent.data() + 1, 1}};
     const Buffer out[] = {{exchanged.data(), 1}, {exchanged.data() + 1, 1}};
-    self.comm->all_to_all(in, out, DType::i64, call).wait();
+    self.comm->all_to_all(in, out, DType::int64, call).wait();
     EXPECT_TRUE(exchanged == sent);
   });
 }

@@ -9,8 +9,8 @@ using namespace zcomm::test;
 
 namespace {
 
-constexpr DType kDTypes[] = {DType::f32, DType::f64, DType::f16, DType::bf16, DType::i8,
-                             DType::u8,  DType::i32, DType::i64, DType::b8};
+constexpr DType kDTypes[] = {DType::float32, DType::float64, DType::float16, DType::bfloat16, DType::int8,
+                             DType::uint8,   DType::int32,   DType::int64,   DType::boolean};
 
 /// What `from` sends as message `number`: bytes that tell sender, message and place.
 std::vector<std::byte> message(int from, int number, std::size_t nbytes) {
@@ -32,14 +32,14 @@ Buffer all_of(std::vector<std::byte>& bytes, std::size_t count) { return {bytes.
 Message send(Rank& self, int dst, int tag, int number, std::size_t nbytes, bool async = true) {
   Message sent{message(self.rank, number, nbytes), nbytes, {}};
   const ConstBuffer buffer = all_of(std::as_const(sent.bytes), nbytes);
-  sent.work = self.comm->send({&buffer, 1}, DType::u8, dst, tag, {"m", async});
+  sent.work = self.comm->send({&buffer, 1}, DType::uint8, dst, tag, {"m", async});
   return sent;
 }
 
 Message recv(Rank& self, int src, int tag, std::size_t nbytes, bool async = true, int* source = nullptr) {
   Message received{std::vector<std::byte>(nbytes + 1), nbytes, {}};
   const Buffer buffer = all_of(received.bytes, nbytes);
-  received.work = self.comm->recv({&buffer, 1}, DType::u8, src, tag, {"m", async}, source);
+  received.work = self.comm->recv({&buffer, 1}, DType::uint8, src, tag, {"m", async}, source);
   return received;
 }
 
@@ -101,17 +101,17 @@ TEST(messages, a_list_is_one_message_however_it_is_cut) {
       if (self.rank == 0) {
         std::vector<ConstBuffer> in;
         for (const Buffer& buffer : list) in.push_back({buffer.data, buffer.count});
-        self.comm->send(in, DType::i32, 1, 0, kBlocking);
+        self.comm->send(in, DType::int32, 1, 0, kBlocking);
       } else {
-        self.comm->recv(list, DType::i32, 0, 0, kBlocking);
+        self.comm->recv(list, DType::int32, 0, 0, kBlocking);
         for (std::size_t i = 0; i < total; ++i) EXPECT_EQ(values[i], static_cast<std::int32_t>(i) + 5);
       }
     }
     const Call empty("nothing", false);
     if (self.rank == 0)
-      self.comm->send({}, DType::f32, 1, 9, empty);
+      self.comm->send({}, DType::float32, 1, 9, empty);
     else
-      self.comm->recv({}, DType::f32, 0, 9, empty);
+      self.comm->recv({}, DType::float32, 0, 9, empty);
   });
 }
 
@@ -268,7 +268,7 @@ TEST(messages, beside_collectives) {
     std::thread collectives([&] {
       std::vector<float> values(5000, 1.0f);
       const Buffer buffer{values.data(), values.size()};
-      for (int i = 0; i < 40; ++i) self.comm->all_reduce({&buffer, 1}, DType::f32, ReduceOp::avg).wait();
+      for (int i = 0; i < 40; ++i) self.comm->all_reduce({&buffer, 1}, DType::float32, ReduceOp::avg).wait();
       EXPECT_TRUE(values == std::vector<float>(5000, 1.0f));
     });
     const int next = (self.rank + 1) % self.world, previous = (self.rank + self.world - 1) % self.world;

@@ -19,11 +19,12 @@ struct Floats {
   ConstBuffer in() const { return {values.data(), values.size()}; }
 };
 
-void send(Communicator& comm, const Floats& data, int dst, int tag, const char* site = "", DType dtype = DType::f32) {
+void send(Communicator& comm, const Floats& data, int dst, int tag, const char* site = "",
+          DType dtype = DType::float32) {
   const ConstBuffer buffer = data.in();
   comm.send({&buffer, 1}, dtype, dst, tag, {"", false, site});
 }
-void recv(Communicator& comm, Floats& data, int src, int tag, const char* site = "", DType dtype = DType::f32) {
+void recv(Communicator& comm, Floats& data, int src, int tag, const char* site = "", DType dtype = DType::float32) {
   const Buffer buffer = data.out();
   comm.recv({&buffer, 1}, dtype, src, tag, {"", false, site});
 }
@@ -33,7 +34,7 @@ void expect_all_well(Rank& self, int peer) {
   for (const std::size_t count : {kSmall, kLarge}) {
     Floats mine(count, static_cast<float>(self.rank)), theirs(count);
     const ConstBuffer buffer = mine.in();
-    Work sent = self.comm->send({&buffer, 1}, DType::f32, peer, 99);
+    Work sent = self.comm->send({&buffer, 1}, DType::float32, peer, 99);
     recv(*self.comm, theirs, peer, 99);
     sent.wait();
     EXPECT_TRUE(theirs.values == std::vector<float>(count, static_cast<float>(peer)));
@@ -60,7 +61,7 @@ TEST(messages_errors, arguments) {
     EXPECT_THROW_WITH(send(*self.comm, data, self.rank, 0), InvalidArgument, "another rank");
     EXPECT_THROW_WITH(send(*self.comm, data, 1 - self.rank, -1), InvalidArgument, "tag=-1");
     EXPECT_THROW_WITH(recv(*self.comm, data, -2, 0), InvalidArgument, "src=-2");
-    EXPECT_THROW_WITH(self.comm->recv({&null, 1}, DType::f32, -1, 0), InvalidArgument, "null");
+    EXPECT_THROW_WITH(self.comm->recv({&null, 1}, DType::float32, -1, 0), InvalidArgument, "null");
     expect_all_well(self, 1 - self.rank);
   });
 }
@@ -73,7 +74,7 @@ TEST(messages_errors, a_large_mismatch_is_told_to_both) {
         if (self.rank == 0)
           send(*self.comm, data, 1, 7, "a.py:1");
         else
-          recv(*self.comm, other, 0, 7, "b.py:2", dtype_differs ? DType::i32 : DType::f32);
+          recv(*self.comm, other, 0, 7, "b.py:2", dtype_differs ? DType::int32 : DType::float32);
       };
       expect_contains(message_of<CollectiveMismatch>(call, "mismatch"),
                       {"rank 0: send float32 count=40000 tag=7 to rank 1 at a.py:1",
@@ -110,14 +111,15 @@ TEST(messages_errors, a_mismatch_ends_only_its_own_message) {
     const ConstBuffer in = good.in();
     const Buffer out = good.out(), bad = wrong.out();
     if (self.rank == 0) {
-      Work first = self.comm->send({&in, 1}, DType::f32, 1, 1), second = self.comm->send({&in, 1}, DType::f32, 1, 2),
-           third = self.comm->send({&in, 1}, DType::f32, 1, 3);
+      Work first = self.comm->send({&in, 1}, DType::float32, 1, 1),
+           second = self.comm->send({&in, 1}, DType::float32, 1, 2),
+           third = self.comm->send({&in, 1}, DType::float32, 1, 3);
       EXPECT_THROW(second.wait(), CollectiveMismatch);
       first.wait(), third.wait();
     } else {
-      Work second = self.comm->recv({&bad, 1}, DType::f32, 0, 2);
+      Work second = self.comm->recv({&bad, 1}, DType::float32, 0, 2);
       recv(*self.comm, good, 0, 1);
-      Work third = self.comm->recv({&out, 1}, DType::f32, 0, 3);
+      Work third = self.comm->recv({&out, 1}, DType::float32, 0, 3);
       EXPECT_THROW(second.wait(), CollectiveMismatch);
       third.wait();
       EXPECT_TRUE(good.values == std::vector<float>(kLarge, 3));
@@ -139,13 +141,13 @@ TEST(messages_errors, who_waits_for_the_dead_is_told_and_the_others_go_on) {
                       {"rank 3 died", "recv float32 count=40000 tag=5 from rank 3 at c.py:9 cannot finish"});
       expect_contains(message_of<PeerLost>([&] { recv(*self.comm, data, -1, 5); }, "any"), {"rank 3 died"});
       Work sent;
-      expect_contains(message_of<PeerLost>([&] { self.comm->send({&in, 1}, DType::f32, 3, 5).wait(); }, "send"),
+      expect_contains(message_of<PeerLost>([&] { self.comm->send({&in, 1}, DType::float32, 3, 5).wait(); }, "send"),
                       {"rank 3 died", "send float32"});
     } else {
       const int peer = 1 - self.rank;
       for (int i = 0; i < 10; ++i) {
         Floats theirs(kLarge);
-        Work sent = self.comm->send({&in, 1}, DType::f32, peer, 0);
+        Work sent = self.comm->send({&in, 1}, DType::float32, peer, 0);
         recv(*self.comm, theirs, peer, 0);
         sent.wait();
         EXPECT_TRUE(theirs.values == std::vector<float>(kLarge, static_cast<float>(peer)));
@@ -165,8 +167,8 @@ TEST(messages_errors, pending_messages_end_when_the_peer_dies) {
       started.wait(2);
       self.mesh->drop_dead();
     } else {
-      Work announced = self.comm->send({&in, 1}, DType::f32, 1, 0),
-           posted = self.comm->recv({&out, 1}, DType::f32, 1, 0);
+      Work announced = self.comm->send({&in, 1}, DType::float32, 1, 0),
+           posted = self.comm->recv({&out, 1}, DType::float32, 1, 0);
       started.wait(2);
       EXPECT_THROW_WITH(announced.wait(), PeerLost, "rank 1 died");
       EXPECT_THROW_WITH(posted.wait(), PeerLost, "rank 1 died");
@@ -182,7 +184,7 @@ TEST(messages_errors, what_was_sent_before_leaving_counts) {
     if (self.rank == 1) {
       send(*self.comm, data, 0, 0);
       const ConstBuffer in = large.in();
-      Work unwanted = self.comm->send({&in, 1}, DType::f32, 0, 1);
+      Work unwanted = self.comm->send({&in, 1}, DType::float32, 0, 1);
       self.comm->close();
       EXPECT_THROW_WITH(unwanted.wait(), Error, "closed while send float32 count=40000 tag=1 to rank 0");
       EXPECT_THROW_WITH(send(*self.comm, data, 0, 0), Error, "closed");
@@ -204,7 +206,7 @@ TEST(messages_errors, close_ends_what_waits_in_other_threads) {
   run_world(2, small_slots(), [](Rank& self) {
     Floats a(kSmall), b(kSmall);
     const Buffer out = a.out();
-    Work pending = self.comm->recv({&out, 1}, DType::f32, 1 - self.rank, 0);
+    Work pending = self.comm->recv({&out, 1}, DType::float32, 1 - self.rank, 0);
     std::thread blocked([&] { EXPECT_THROW_WITH(recv(*self.comm, b, 1 - self.rank, 1), Error, ""); });
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
     self.comm->close();
@@ -240,7 +242,7 @@ TEST(messages_errors, a_deadline_counts_from_the_last_progress) {
     const ConstBuffer in = data.in();
     if (self.rank == 0) {
       std::vector<Work> works;
-      for (int i = 0; i < kMany; ++i) works.push_back(self.comm->send({&in, 1}, DType::f32, 1, 0));
+      for (int i = 0; i < kMany; ++i) works.push_back(self.comm->send({&in, 1}, DType::float32, 1, 0));
       for (Work& work : works) work.wait();
     } else {
       for (int i = 0; i < kMany; ++i) {

@@ -20,12 +20,12 @@ void exchange(Communicator& comm, std::size_t count, int first) {
   const ConstBuffer in{mine.data(), count};
   const Buffer out{theirs.data(), count};
   if (comm.rank() == first) {
-    Work sent = comm.send({&in, 1}, DType::f32, peer, 0);
-    comm.recv({&out, 1}, DType::f32, peer, 0, kBlocking);
+    Work sent = comm.send({&in, 1}, DType::float32, peer, 0);
+    comm.recv({&out, 1}, DType::float32, peer, 0, kBlocking);
     sent.wait();
   } else {
-    comm.recv({&out, 1}, DType::f32, peer, 0, kBlocking);
-    comm.send({&in, 1}, DType::f32, peer, 0, kBlocking);
+    comm.recv({&out, 1}, DType::float32, peer, 0, kBlocking);
+    comm.send({&in, 1}, DType::float32, peer, 0, kBlocking);
   }
 }
 
@@ -50,12 +50,12 @@ bool goes_on(Rank& self, const char* step) {
   const ConstBuffer in{&value, 1};
   const Call call(step, false);
   if (self.rank == 2) {
-    self.comm->send({&in, 1}, DType::f32, 0, 5, call);
-    self.comm->recv({&out, 1}, DType::f32, 0, 6, call);
+    self.comm->send({&in, 1}, DType::float32, 0, 5, call);
+    self.comm->recv({&out, 1}, DType::float32, 0, 6, call);
     return true;
   }
-  self.comm->recv({&out, 1}, DType::f32, 2, 5, call);
-  self.comm->send({&in, 1}, DType::f32, 2, 6, call);
+  self.comm->recv({&out, 1}, DType::float32, 2, 5, call);
+  self.comm->send({&in, 1}, DType::float32, 2, 6, call);
   return value == 7;
 }
 

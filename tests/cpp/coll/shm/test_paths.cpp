@@ -28,7 +28,7 @@ std::vector<float> scattered(Rank& self, DType dtype, std::size_t count, bool sy
   std::vector<float> out(count, 0.25f);
   const ConstBuffer from{memory.data(), whole};
   const Buffer to{out.data(), count};
-  self.comm->reduce_scatter({&from, 1}, {&to, 1}, dtype, ReduceOp::sum, DType::f32, accumulate).wait();
+  self.comm->reduce_scatter({&from, 1}, {&to, 1}, dtype, ReduceOp::sum, DType::float32, accumulate).wait();
   return out;
 }
 
@@ -36,10 +36,10 @@ std::vector<float> scattered(Rank& self, DType dtype, std::size_t count, bool sy
 
 TEST(comm, direct_and_staged_are_equal_to_the_bit) {
   run_worlds(1, 5, [](Rank& self) {
-    for (const DType dtype : {DType::f32, DType::f64, DType::bf16, DType::f16})
+    for (const DType dtype : {DType::float32, DType::float64, DType::bfloat16, DType::float16})
       for (const std::size_t count : {1u, 63u, 5003u})
         EXPECT_TRUE(all_reduced(self, dtype, count, true) == all_reduced(self, dtype, count, false));
-    for (const DType dtype : {DType::f32, DType::bf16, DType::f16})
+    for (const DType dtype : {DType::float32, DType::bfloat16, DType::float16})
       for (const bool accumulate : {false, true})
         EXPECT_TRUE(scattered(self, dtype, 2503, true, accumulate) == scattered(self, dtype, 2503, false, accumulate));
   });
@@ -62,12 +62,12 @@ TEST(comm, bf16_is_rounded_once) {
       const auto values = values_of(r);
       for (std::size_t i = 0; i < count; ++i) sum[i] += values[i];
     }
-    const auto wanted = encode(DType::bf16, sum);
+    const auto wanted = encode(DType::bfloat16, sum);
     for (const bool symmetric : {true, false}) {
       Memory memory = Memory::make(*self.comm, count * 2, symmetric);
-      std::memcpy(memory.data(), encode(DType::bf16, values_of(self.rank)).data(), count * 2);
+      std::memcpy(memory.data(), encode(DType::bfloat16, values_of(self.rank)).data(), count * 2);
       const Buffer buffer{memory.data(), count};
-      self.comm->all_reduce({&buffer, 1}, DType::bf16, ReduceOp::sum).wait();
+      self.comm->all_reduce({&buffer, 1}, DType::bfloat16, ReduceOp::sum).wait();
       EXPECT_TRUE(std::memcmp(memory.data(), wanted.data(), count * 2) == 0);
     }
   });
@@ -76,8 +76,8 @@ TEST(comm, bf16_is_rounded_once) {
 TEST(comm, accumulate_adds_to_what_is_there) {
   run_worlds(1, 4, [](Rank& self) {
     for (const bool symmetric : {true, false}) {
-      const auto fresh = scattered(self, DType::bf16, 1001, symmetric, false);
-      const auto added = scattered(self, DType::bf16, 1001, symmetric, true);
+      const auto fresh = scattered(self, DType::bfloat16, 1001, symmetric, false);
+      const auto added = scattered(self, DType::bfloat16, 1001, symmetric, true);
       bool same = true;
       for (std::size_t i = 0; i < fresh.size(); ++i) same &= added[i] == fresh[i] + 0.25f;
       EXPECT_TRUE(same);
@@ -95,7 +95,7 @@ TEST(comm, a_list_is_as_its_parts) {
         const std::size_t count = i == 7 ? 20011 : i % 5 == 0 ? 0 : i * 3;
         memories.push_back(Memory::make(*self.comm, count * 4, symmetric));
         std::memcpy(memories.back().data(),
-                    random_elements(DType::f32, count, self.rank + static_cast<int>(i) * 10).data(), count * 4);
+                    random_elements(DType::float32, count, self.rank + static_cast<int>(i) * 10).data(), count * 4);
         buffers.push_back({memories.back().data(), count});
       }
       std::vector<std::vector<float>> copies;
@@ -106,12 +106,12 @@ TEST(comm, a_list_is_as_its_parts) {
         copies.back().push_back(0);
         single.push_back({copies.back().data(), b.count});
       }
-      self.comm->all_reduce(buffers, DType::f32, ReduceOp::sum, "list").wait();
-      for (const Buffer& b : single) self.comm->all_reduce({&b, 1}, DType::f32, ReduceOp::sum).wait();
+      self.comm->all_reduce(buffers, DType::float32, ReduceOp::sum, "list").wait();
+      for (const Buffer& b : single) self.comm->all_reduce({&b, 1}, DType::float32, ReduceOp::sum).wait();
       for (std::size_t i = 0; i < buffers.size(); ++i)
         EXPECT_TRUE(std::memcmp(buffers[i].data, single[i].data, buffers[i].count * 4) == 0);
     }
-    self.comm->all_reduce({}, DType::f32, ReduceOp::sum, "empty list").wait();
+    self.comm->all_reduce({}, DType::float32, ReduceOp::sum, "empty list").wait();
   });
 }
 
@@ -132,8 +132,8 @@ TEST(comm, lists_of_parts) {
       full_in.push_back({fulls[i].data(), fulls[i].size()});
       back_out.push_back({back[i].data(), back[i].size()});
     }
-    self.comm->all_gather(in, out, DType::f32).wait();
-    self.comm->reduce_scatter(full_in, back_out, DType::f32, ReduceOp::avg, DType::f32, false).wait();
+    self.comm->all_gather(in, out, DType::float32).wait();
+    self.comm->reduce_scatter(full_in, back_out, DType::float32, ReduceOp::avg, DType::float32, false).wait();
     for (std::size_t i = 0; i < 20; ++i) {
       EXPECT_TRUE(back[i] == shards[i]);  // the average of equal full copies is the shard
       EXPECT_EQ(fulls[i].back(), static_cast<float>(self.world) * static_cast<float>(i + 1));
@@ -147,8 +147,8 @@ TEST(comm, any_number_of_slots) {
       std::vector<float> data(30011, static_cast<float>(self.rank + 1));
       const Buffer buffer{data.data(), data.size()};
       for (int i = 0; i < 3; ++i) {
-        self.comm->all_reduce({&buffer, 1}, DType::f32, ReduceOp::max).wait();
-        self.comm->broadcast({&buffer, 1}, DType::f32, 1).wait();
+        self.comm->all_reduce({&buffer, 1}, DType::float32, ReduceOp::max).wait();
+        self.comm->broadcast({&buffer, 1}, DType::float32, 1).wait();
       }
       EXPECT_TRUE(data == std::vector<float>(30011, 3.0f));
     });
@@ -169,11 +169,11 @@ TEST(comm, shared_memory_is_one_memory) {
       EXPECT_EQ(std::memcmp(shared->peer(r), shared->data(), part * 4 * static_cast<std::size_t>(self.world)), 0);
     const Buffer buffer{values, 4096};
     if (self.world > 1)
-      EXPECT_THROW_WITH(self.comm->all_reduce({&buffer, 1}, DType::f32, ReduceOp::sum), InvalidArgument, "share");
+      EXPECT_THROW_WITH(self.comm->all_reduce({&buffer, 1}, DType::float32, ReduceOp::sum), InvalidArgument, "share");
     std::vector<float> sum(part);
     const ConstBuffer in{values, part * static_cast<std::size_t>(self.world)};
     const Buffer out{sum.data(), part};
-    self.comm->reduce_scatter({&in, 1}, {&out, 1}, DType::f32, ReduceOp::sum, DType::f32, false).wait();
+    self.comm->reduce_scatter({&in, 1}, {&out, 1}, DType::float32, ReduceOp::sum, DType::float32, false).wait();
     EXPECT_EQ(sum[0], static_cast<float>(self.rank * self.world));
     self.comm->barrier().wait();
   });
@@ -208,7 +208,7 @@ TEST(comm, symmetric_memory_comes_and_goes) {
         auto* values = reinterpret_cast<float*>(buffer->data());
         std::fill_n(values, all, static_cast<float>(self.rank + turn));
         const Buffer whole{values, all};
-        self.comm->all_reduce({&whole, 1}, DType::f32, ReduceOp::sum).wait();
+        self.comm->all_reduce({&whole, 1}, DType::float32, ReduceOp::sum).wait();
         const int sum = self.world * (self.world - 1) / 2 + turn * self.world;
         EXPECT_EQ(std::count(values, values + all, static_cast<float>(sum)), static_cast<std::ptrdiff_t>(all));
         self.comm->barrier().wait();

@@ -76,27 +76,27 @@ inline std::vector<std::byte> encode(DType dtype, const std::vector<double>& val
     }
   };
   switch (dtype) {
-    case DType::f64:
+    case DType::float64:
       store(double{});
       break;
-    case DType::f32:
+    case DType::float32:
       store(float{});
       break;
-    case DType::i32:
+    case DType::int32:
       store(std::int32_t{});
       break;
-    case DType::i64:
+    case DType::int64:
       store(std::int64_t{});
       break;
-    case DType::i8:
+    case DType::int8:
       store(std::int8_t{});
       break;
-    case DType::u8:
-    case DType::b8:
+    case DType::uint8:
+    case DType::boolean:
       store(std::uint8_t{});
       break;
     default:
-      device::cast(bytes.data(), dtype, values.data(), DType::f64, values.size());
+      device::cast(bytes.data(), dtype, values.data(), DType::float64, values.size());
   }
   return bytes;
 }
@@ -107,8 +107,8 @@ inline bool equal(DType dtype, const std::byte* got, const std::vector<double>& 
   const std::size_t count = wanted.size();
   if (!is_floating(dtype)) return std::memcmp(got, expected.data(), count * size_of(dtype)) == 0;
   std::vector<double> a(count), b(count);
-  device::cast(a.data(), DType::f64, got, dtype, count);
-  device::cast(b.data(), DType::f64, expected.data(), dtype, count);
+  device::cast(a.data(), DType::float64, got, dtype, count);
+  device::cast(b.data(), DType::float64, expected.data(), dtype, count);
   return a == b;
 }
 

@@ -34,7 +34,7 @@ using CommCall = std::function<void(Communicator&)>;  // a call on a communicato
 
 inline float data[65536];  // shared by rank threads, but no byte of it moves in a mismatch
 
-inline CommCall all_reduce(std::size_t count, DType dtype = DType::f32, ReduceOp op = ReduceOp::sum,
+inline CommCall all_reduce(std::size_t count, DType dtype = DType::float32, ReduceOp op = ReduceOp::sum,
                            const char* name = "g") {
   return [=](Communicator& comm) {
     const Buffer buffer{data, count};
@@ -46,7 +46,7 @@ inline CommCall all_reduce_list(std::vector<std::size_t> counts) {
   return [=](Communicator& comm) {
     std::vector<Buffer> buffers;
     for (const std::size_t count : counts) buffers.push_back({data + 256 * buffers.size(), count});
-    comm.all_reduce(buffers, DType::f32, ReduceOp::sum, "list").wait();
+    comm.all_reduce(buffers, DType::float32, ReduceOp::sum, "list").wait();
   };
 }
 
@@ -54,7 +54,7 @@ inline CommCall reduce_scatter(DType out_dtype, bool accumulate) {
   return [=](Communicator& comm) {
     const ConstBuffer in{data, 3 * 16};
     const Buffer out{data + 1024, 16};
-    comm.reduce_scatter({&in, 1}, {&out, 1}, DType::bf16, ReduceOp::sum, out_dtype, accumulate).wait();
+    comm.reduce_scatter({&in, 1}, {&out, 1}, DType::bfloat16, ReduceOp::sum, out_dtype, accumulate).wait();
   };
 }
 
@@ -68,7 +68,7 @@ inline std::vector<Buffer> buffers_at(float* at, std::size_t n, std::size_t coun
 inline CommCall broadcast(int root) {
   return [=](Communicator& comm) {
     const Buffer buffer{data, 8};
-    comm.broadcast({&buffer, 1}, DType::f32, root).wait();
+    comm.broadcast({&buffer, 1}, DType::float32, root).wait();
   };
 }
 

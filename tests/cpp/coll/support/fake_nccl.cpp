@@ -22,7 +22,7 @@ struct NcclCommHandle {
   const char* ended = nullptr;            // by which call
   std::vector<test::FakeTask> pending{};  // go on the stream when the call is over
   device::Stream* stream = nullptr;
-  test::FakeNccl::Deeds deeds{};
+  test::FakeNccl::CallCounts call_counts{};
 };
 
 }  // namespace zcomm::coll
@@ -106,9 +106,9 @@ void FakeNccl::wait_for_kernel(int rank) {
   world->wait_for_kernel(rank);
 }
 
-FakeNccl::Deeds FakeNccl::deeds(int rank) {
+FakeNccl::CallCounts FakeNccl::call_counts(int rank) {
   const std::lock_guard lock(mutex_);
-  return comm_of(rank).deeds;
+  return comm_of(rank).call_counts;
 }
 
 int FakeNccl::ordered(const char* call, int rank) {
@@ -197,7 +197,7 @@ int FakeNccl::init(Comm** made, int ranks, std::uint64_t world, int rank) {
     complain("ncclCommInitRankConfig: the thread's device is another one");
   comms_.push_back(std::make_unique<Comm>(Comm{rank, ranks, rendezvous, device}));
   *made = comms_.back().get();
-  ++(*made)->deeds.inits;
+  ++(*made)->call_counts.inits;
   return begin(**made);
 }
 
@@ -206,7 +206,7 @@ int FakeNccl::finalize(Comm& comm) {
   if (!allows("ncclCommFinalize", comm)) return invalid_argument;
   if (comm.busy || comm.world->is_running(comm.rank)) complain("ncclCommFinalize: something is in progress");
   if (const int result = ordered("ncclCommFinalize", comm.rank); result != success) return result;
-  ++comm.deeds.finalized;
+  ++comm.call_counts.finalized;
   comm.finalizing = true;
   return begin(comm);
 }
@@ -216,7 +216,7 @@ int FakeNccl::destroy(Comm& comm) {
   if (!allows("ncclCommDestroy", comm)) return invalid_argument;
   if (!comm.finalizing || comm.busy) complain("ncclCommDestroy: ncclCommFinalize has not ended");
   comm.ended = "ncclCommDestroy";
-  ++comm.deeds.destroyed;
+  ++comm.call_counts.destroyed;
   return success;
 }
 
@@ -226,7 +226,7 @@ int FakeNccl::abort(Comm& comm) {
     if (!allows("ncclCommAbort", comm)) return invalid_argument;
     if (group().depth != 0) complain("ncclCommAbort within a group");
     comm.ended = "ncclCommAbort";
-    ++comm.deeds.aborted;
+    ++comm.call_counts.aborted;
   }
   comm.world->abort(comm.rank);
   return success;
@@ -273,7 +273,7 @@ int FakeNccl::end_group() {
   if (done.comm == nullptr) return success;
   Comm& comm = *done.comm;
   if (!allows("ncclGroupEnd", comm)) return invalid_argument;
-  ++comm.deeds.groups;
+  ++comm.call_counts.groups;
   if (done.error == success) done.error = ordered("ncclGroupEnd", comm.rank);
   if (done.error != success) return done.error;
   comm.pending = std::move(done.tasks);

@@ -34,9 +34,9 @@ class FakeNccl {
   };
 
   /// What has been done with the communicator of one rank.
-  struct Deeds {
+  struct CallCounts {
     int inits = 0, groups = 0, finalized = 0, destroyed = 0, aborted = 0;
-    bool operator==(const Deeds&) const = default;
+    bool operator==(const CallCounts&) const = default;
   };
 
   FakeNccl();
@@ -60,7 +60,7 @@ class FakeNccl {
 
   /// Blocks until a kernel of that rank runs.
   void wait_for_kernel(int rank);
-  Deeds deeds(int rank);
+  CallCounts call_counts(int rank);
 
  private:
   friend struct NcclCalls;

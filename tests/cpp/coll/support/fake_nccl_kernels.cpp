@@ -18,12 +18,13 @@ void complain(const std::string& what) { fail(__FILE__, __LINE__, "FakeNccl: " +
 
 /// NCCL's types by NCCL's numbers.
 DType dtype_of(int nccl) {
-  static const std::map<int, DType> known{{0, DType::i8},  {1, DType::u8},  {2, DType::i32}, {4, DType::i64},
-                                          {6, DType::f16}, {7, DType::f32}, {8, DType::f64}, {9, DType::bf16}};
+  static const std::map<int, DType> known{{0, DType::int8},    {1, DType::uint8},   {2, DType::int32},
+                                          {4, DType::int64},   {6, DType::float16}, {7, DType::float32},
+                                          {8, DType::float64}, {9, DType::bfloat16}};
   const auto found = known.find(nccl);
   if (found != known.end()) return found->second;
   complain("no such dtype: " + std::to_string(nccl));
-  return DType::u8;
+  return DType::uint8;
 }
 
 std::vector<double> decode(DType dtype, const void* data, std::size_t count) {
@@ -36,20 +37,20 @@ std::vector<double> decode(DType dtype, const void* data, std::size_t count) {
     }
   };
   switch (dtype) {
-    case DType::i8:
+    case DType::int8:
       load(std::int8_t{});
       break;
-    case DType::u8:
+    case DType::uint8:
       load(std::uint8_t{});
       break;
-    case DType::i32:
+    case DType::int32:
       load(std::int32_t{});
       break;
-    case DType::i64:
+    case DType::int64:
       load(std::int64_t{});
       break;
     default:
-      device::cast(values.data(), DType::f64, data, dtype, count);
+      device::cast(values.data(), DType::float64, data, dtype, count);
   }
   return values;
 }
@@ -72,7 +73,7 @@ std::vector<std::byte> reduced(const std::vector<const FakeTask*>& tasks, std::s
   if (op == avg)
     for (double& value : result) {
       value /= static_cast<double>(tasks.size());
-      if (dtype != DType::f64) value = static_cast<double>(static_cast<float>(value));
+      if (dtype != DType::float64) value = static_cast<double>(static_cast<float>(value));
     }
   return encode(dtype, result);
 }

@@ -52,7 +52,7 @@ inline void run_nccl_world(int world, const NcclOptions& options, const std::fun
 
 inline Work sum(NcclRank& self, std::vector<float>& values, const Call& call = {}) {
   const Buffer buffer{values.data(), values.size()};
-  return self.comm->all_reduce({&buffer, 1}, DType::f32, ReduceOp::sum, call);
+  return self.comm->all_reduce({&buffer, 1}, DType::float32, ReduceOp::sum, call);
 }
 
 template <class Call>
@@ -71,13 +71,13 @@ void expect_lost(int rank, const char* how, const Call& call) {
 
 /// It has been aborted, once; later calls say why, and leave NCCL alone.
 inline void expect_aborted(FakeNccl& fake, NcclRank& self) {
-  const FakeNccl::Deeds before = fake.deeds(self.rank);
+  const FakeNccl::CallCounts before = fake.call_counts(self.rank);
   EXPECT_EQ(before.aborted, 1);
   EXPECT_EQ(before.finalized + before.destroyed, 0);
   std::vector<float> values(4);
   EXPECT_THROW_WITH(sum(self, values).wait(), Error, "unusable since");
   self.comm->close();
-  EXPECT_TRUE(fake.deeds(self.rank) == before);
+  EXPECT_TRUE(fake.call_counts(self.rank) == before);
 }
 
 }  // namespace zcomm::test

@@ -8,13 +8,13 @@
 
 namespace zcomm::test::links {
 
-inline constexpr DType kDTypes[] = {DType::f32, DType::f64, DType::bf16, DType::f16, DType::i32,
-                                    DType::i64, DType::i8,  DType::u8,   DType::b8};
+inline constexpr DType kDTypes[] = {DType::float32, DType::float64, DType::bfloat16, DType::float16, DType::int32,
+                                    DType::int64,   DType::int8,    DType::uint8,    DType::boolean};
 inline constexpr ReduceOp kOps[] = {ReduceOp::sum, ReduceOp::avg, ReduceOp::min, ReduceOp::max, ReduceOp::prod};
 
 inline double value_of(int rank, std::size_t i, DType dtype) {
   const auto value = static_cast<double>((i * 7 + static_cast<std::size_t>(rank) * 3) % 5);
-  return dtype == DType::b8 ? std::min(std::floor(value / 2), 1.0) : dtype == DType::u8 ? value : value - 1;
+  return dtype == DType::boolean ? std::min(std::floor(value / 2), 1.0) : dtype == DType::uint8 ? value : value - 1;
 }
 
 inline std::vector<double> values_of(int rank, std::size_t count, DType dtype, std::size_t begin = 0) {
@@ -39,10 +39,10 @@ inline std::vector<double> reduced(int world, std::size_t count, DType dtype, Re
     }
   }
   for (double& value : result) {
-    if (dtype == DType::b8) value = std::min(value, 1.0);
+    if (dtype == DType::boolean) value = std::min(value, 1.0);
     if (op == ReduceOp::avg)
-      value = dtype == DType::f64 ? value / world
-                                  : static_cast<double>(static_cast<float>(value) / static_cast<float>(world));
+      value = dtype == DType::float64 ? value / world
+                                      : static_cast<double>(static_cast<float>(value) / static_cast<float>(world));
   }
   return result;
 }

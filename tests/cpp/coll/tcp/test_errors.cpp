@@ -46,17 +46,18 @@ TEST(link_errors, mismatch_names_both_sides) {
   expect_mismatch(
       1, all_reduce(1024), all_reduce(2048),
       {"rank 0, 2: all_reduce float32 sum count=1024 'g'", "rank 1: all_reduce float32 sum count=2048 'g'"});
-  expect_mismatch(0, all_reduce(60000), all_reduce(60000, DType::i32),
+  expect_mismatch(0, all_reduce(60000), all_reduce(60000, DType::int32),
                   {"rank 0: all_reduce int32", "rank 1, 2: all_reduce float32"});
   expect_mismatch(2, all_reduce(64), all_reduce(60000), {"count=64", "rank 2: all_reduce float32 sum count=60000"});
-  expect_mismatch(2, all_reduce(64), all_reduce(64, DType::f32, ReduceOp::max),
+  expect_mismatch(2, all_reduce(64), all_reduce(64, DType::float32, ReduceOp::max),
                   {" sum ", "rank 2: all_reduce float32 max"});
-  expect_mismatch(2, all_reduce(64), all_reduce(64, DType::f32, ReduceOp::sum, "h"), {"'g'", "'h'"});
+  expect_mismatch(2, all_reduce(64), all_reduce(64, DType::float32, ReduceOp::sum, "h"), {"'g'", "'h'"});
   expect_mismatch(1, all_reduce(64), [](Communicator& comm) { comm.barrier("b").wait(); }, {"rank 1: barrier 'b'"});
   expect_mismatch(1, all_reduce_list({10, 20}), all_reduce_list({20, 10}), {"[10, 20]", "[20, 10]"});
   expect_mismatch(1, all_reduce_list({1, 1, 1, 1, 3, 2}), all_reduce_list({1, 1, 1, 1, 2, 3}), {"layout"});
-  expect_mismatch(1, reduce_scatter(DType::bf16, false), reduce_scatter(DType::f32, false), {"bfloat16 -> float32"});
-  expect_mismatch(1, reduce_scatter(DType::f32, false), reduce_scatter(DType::f32, true), {"accumulate"});
+  expect_mismatch(1, reduce_scatter(DType::bfloat16, false), reduce_scatter(DType::float32, false),
+                  {"bfloat16 -> float32"});
+  expect_mismatch(1, reduce_scatter(DType::float32, false), reduce_scatter(DType::float32, true), {"accumulate"});
   expect_mismatch(1, broadcast(0), broadcast(1), {"root=0", "root=1"});
   expect_mismatch(
       1, [](Communicator& comm) { comm.allocate(100); }, [](Communicator& comm) { comm.allocate(200); },
@@ -70,7 +71,7 @@ TEST(link_errors, all_to_all_counts_are_compared) {
     std::vector<Buffer> out = buffers_at(data + 4096 + 256 * self.rank, 3, 4);
     if (self.rank == 2) out[1].count = 5;
     expect_contains(
-        message_of<CollectiveMismatch>([&] { self.comm->all_to_all(in, out, DType::f32).wait(); }, "all_to_all"),
+        message_of<CollectiveMismatch>([&] { self.comm->all_to_all(in, out, DType::float32).wait(); }, "all_to_all"),
         {"rank 1 sends 4 elements to rank 2, which expects 5"});
   });
 }
@@ -89,7 +90,7 @@ TEST(link_errors, late_rank_is_named_by_all) {
       const Buffer buffer{own.data(), count};
       const std::string message = message_of<Timeout>(
           [&] {
-            self.comm->all_reduce({&buffer, 1}, DType::f32, ReduceOp::sum, {"grad.7", true, "train.py:42"}).wait();
+            self.comm->all_reduce({&buffer, 1}, DType::float32, ReduceOp::sum, {"grad.7", true, "train.py:42"}).wait();
           },
           "timeout");
       expect_contains(message, {"'grad.7' at train.py:42 (operation 2)", "for rank 1 to enter it",
@@ -135,7 +136,7 @@ TEST(link_errors, a_rank_that_dies_is_named_by_all) {
         for (int call = 0; call < 2; ++call) {
           try {
             if (call == 0) self.comm->barrier().wait();
-            for (;;) self.comm->all_reduce({&buffer, 1}, DType::f32, ReduceOp::sum).wait();
+            for (;;) self.comm->all_reduce({&buffer, 1}, DType::float32, ReduceOp::sum).wait();
           } catch (const PeerLost& lost) {
             EXPECT_EQ(lost.rank, dead);
             expect_contains(lost.what(), {"rank " + std::to_string(dead) + " died"});
@@ -173,7 +174,7 @@ TEST(link_errors, close_ends_what_runs) {
       return;
     }
     self.comm->barrier().wait();
-    Work work = self.comm->recv(std::vector<Buffer>{{data, 4}}, DType::f32, 1, 0, "never");
+    Work work = self.comm->recv(std::vector<Buffer>{{data, 4}}, DType::float32, 1, 0, "never");
     self.comm->close();
     EXPECT_THROW_WITH(work.wait(), Error, "closed");
     EXPECT_THROW_WITH(self.comm->barrier(), Error, "closed");
@@ -205,7 +206,7 @@ void expect_garbage_noticed(std::size_t socket, const std::vector<std::byte>& by
         EXPECT_THROW(
             {
               comm->barrier().wait();  // rank 2 may have left it already
-              for (;;) comm->all_reduce({&buffer, 1}, DType::f32, ReduceOp::sum, "x").wait();
+              for (;;) comm->all_reduce({&buffer, 1}, DType::float32, ReduceOp::sum, "x").wait();
             },
             Error);
         comm->close();

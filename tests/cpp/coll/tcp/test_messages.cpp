@@ -12,13 +12,13 @@ namespace {
 
 void send(Communicator& comm, const std::vector<float>& values, int dst, int tag) {
   const ConstBuffer buffer{values.data(), values.size()};
-  comm.send({&buffer, 1}, DType::f32, dst, tag, kBlocking);
+  comm.send({&buffer, 1}, DType::float32, dst, tag, kBlocking);
 }
 
 std::vector<float> recv(Communicator& comm, std::size_t count, int src, int tag, int* source = nullptr) {
   std::vector<float> values(count);
   const Buffer buffer{values.data(), count};
-  comm.recv({&buffer, 1}, DType::f32, src, tag, kBlocking, source);
+  comm.recv({&buffer, 1}, DType::float32, src, tag, kBlocking, source);
   return values;
 }
 
@@ -42,7 +42,7 @@ TEST(link_messages, arrive_in_order_and_by_tag) {
         Work big;  // announced, so asynchronous: it is asked for after the small one
         const auto values = numbers(100'000, 5);
         const ConstBuffer buffer{values.data(), values.size()};
-        big = self.comm->send({&buffer, 1}, DType::f32, 1, 1, "big");
+        big = self.comm->send({&buffer, 1}, DType::float32, 1, 1, "big");
         send(*self.comm, {2.0f}, 1, 2);
         big.wait();
       } else {
@@ -62,9 +62,9 @@ TEST(link_messages, both_ways_at_once_and_beside_collectives) {
       std::vector<float> got(count), sum(1000, 1.0f);
       const ConstBuffer out{values.data(), count};
       const Buffer in{got.data(), count}, all{sum.data(), sum.size()};
-      Work sent = self.comm->send({&out, 1}, DType::f32, next, 3, "ring");
-      self.comm->all_reduce({&all, 1}, DType::f32, ReduceOp::sum).wait();
-      Work received = self.comm->recv({&in, 1}, DType::f32, last, 3, "ring");
+      Work sent = self.comm->send({&out, 1}, DType::float32, next, 3, "ring");
+      self.comm->all_reduce({&all, 1}, DType::float32, ReduceOp::sum).wait();
+      Work received = self.comm->recv({&in, 1}, DType::float32, last, 3, "ring");
       received.wait();
       sent.wait();
       EXPECT_TRUE(got == numbers(count, static_cast<float>(last)));
@@ -101,7 +101,7 @@ TEST(link_messages, more_small_ones_than_a_peer_keeps) {
     for (int i = 0; i < messages; ++i) {
       if (self.rank == 0) {
         const ConstBuffer buffer{values.data(), values.size()};
-        works.push_back(self.comm->send({&buffer, 1}, DType::f32, 1, i, "many"));
+        works.push_back(self.comm->send({&buffer, 1}, DType::float32, 1, i, "many"));
       }
     }
     self.comm->barrier().wait();
@@ -150,14 +150,14 @@ TEST(link_messages, deadline_and_loss) {
       EXPECT_THROW_WITH(recv(*self.comm, 4, 1, 9), Timeout, "recv from rank 1, tag 9, float32 count=4");
       EXPECT_THROW_WITH(send(*self.comm, numbers(50'000, 0), 1, 9), Timeout, "send to rank 1");
       const Buffer none{nullptr, 0};
-      Work pending = self.comm->recv({&none, 1}, DType::f32, 1, 2, "lost");
-      self.comm->send({}, DType::u8, 1, 1, kBlocking);
+      Work pending = self.comm->recv({&none, 1}, DType::float32, 1, 2, "lost");
+      self.comm->send({}, DType::uint8, 1, 1, kBlocking);
       EXPECT_THROW_WITH(pending.wait(), PeerLost, "rank 1");
     } else {
       const auto patient = [&] {
         for (int i = 0; i < 100; ++i) {
           try {
-            return self.comm->recv({}, DType::u8, 0, 1, kBlocking);
+            return self.comm->recv({}, DType::uint8, 0, 1, kBlocking);
           } catch (const Timeout&) {
           }
         }

@@ -29,7 +29,7 @@ TEST(link_values, larger_worlds) {
     const Algorithm algorithm(name);
     for (int world = 6; world <= 9; ++world) {
       run_link_world(world, {}, [](Rank& self) {
-        for (const DType dtype : {DType::f32, DType::bf16}) {
+        for (const DType dtype : {DType::float32, DType::bfloat16}) {
           const Sample c{dtype, ReduceOp::avg, 3001};
           check_all_reduce(self, c);
           check_reduce(self, c);
@@ -49,7 +49,7 @@ TEST(link_values, tcp_with_large_segments) {
   for (const std::size_t sockets : {2, 5}) {
     with.sockets = sockets;
     run_link_world(3, with, [](Rank& self) {
-      for (const DType dtype : {DType::f32, DType::bf16, DType::i64}) {
+      for (const DType dtype : {DType::float32, DType::bfloat16, DType::int64}) {
         const Sample c{dtype, ReduceOp::sum, 300'003};
         check_all_reduce(self, c);
         check_reduce_scatter(self, {dtype, ReduceOp::sum, 100'001});
@@ -67,7 +67,7 @@ TEST(link_values, long_lists_are_one_operation) {
       std::vector<Buffer> buffers;
       for (std::size_t i = 0; i < 100; ++i) tensors.emplace_back(i * 37 % 211, static_cast<float>(self.rank + 1));
       for (auto& tensor : tensors) buffers.push_back({tensor.data(), tensor.size()});
-      self.comm->all_reduce(buffers, DType::f32, ReduceOp::sum).wait();
+      self.comm->all_reduce(buffers, DType::float32, ReduceOp::sum).wait();
       for (const auto& tensor : tensors)
         for (const float value : tensor) EXPECT_EQ(value, 10.0f);
     });
@@ -83,7 +83,7 @@ TEST(link_values, all_ranks_end_with_the_same_bits) {
         run_link_world(world, {}, [&](Rank& self) {
           auto values = random_floats(count, static_cast<unsigned>(self.rank));
           const Buffer buffer{values.data(), count};
-          self.comm->all_reduce({&buffer, 1}, DType::f32, ReduceOp::sum).wait();
+          self.comm->all_reduce({&buffer, 1}, DType::float32, ReduceOp::sum).wait();
           results[static_cast<std::size_t>(self.rank)] = values;
         });
         std::vector<double> sums(count), sizes(count);
@@ -106,21 +106,21 @@ TEST(link_values, two_byte_floats_are_rounded_once) {
     run_link_world(8, {}, [](Rank& self) {
       constexpr std::size_t count = 2000;
       const double own = self.rank == 0 ? 1.0 : std::ldexp(1.0, -9), sum = 1.0 + 7 * std::ldexp(1.0, -9);
-      auto data = encode(DType::bf16, std::vector<double>(count, own));
+      auto data = encode(DType::bfloat16, std::vector<double>(count, own));
       const Buffer buffer{data.data(), count};
-      self.comm->all_reduce({&buffer, 1}, DType::bf16, ReduceOp::sum).wait();
-      EXPECT_TRUE(equal(DType::bf16, data.data(), std::vector<double>(count, sum)));
+      self.comm->all_reduce({&buffer, 1}, DType::bfloat16, ReduceOp::sum).wait();
+      EXPECT_TRUE(equal(DType::bfloat16, data.data(), std::vector<double>(count, sum)));
 
-      const auto in = encode(DType::bf16, std::vector<double>(8 * count, own));
+      const auto in = encode(DType::bfloat16, std::vector<double>(8 * count, own));
       std::vector<float> exact(count, 3.0f);
       const ConstBuffer from{in.data(), 8 * count};
       const Buffer to{exact.data(), count};
-      self.comm->reduce_scatter({&from, 1}, {&to, 1}, DType::bf16, ReduceOp::sum, DType::f32, true).wait();
+      self.comm->reduce_scatter({&from, 1}, {&to, 1}, DType::bfloat16, ReduceOp::sum, DType::float32, true).wait();
       for (const float value : exact) EXPECT_EQ(value, static_cast<float>(sum + 3));
-      auto rounded = encode(DType::bf16, std::vector<double>(count, 2));
+      auto rounded = encode(DType::bfloat16, std::vector<double>(count, 2));
       const Buffer narrow{rounded.data(), count};
-      self.comm->reduce_scatter({&from, 1}, {&narrow, 1}, DType::bf16, ReduceOp::sum, DType::bf16, true).wait();
-      EXPECT_TRUE(equal(DType::bf16, rounded.data(), std::vector<double>(count, 3.015625)));
+      self.comm->reduce_scatter({&from, 1}, {&narrow, 1}, DType::bfloat16, ReduceOp::sum, DType::bfloat16, true).wait();
+      EXPECT_TRUE(equal(DType::bfloat16, rounded.data(), std::vector<double>(count, 3.015625)));
     });
   }
 }
@@ -144,7 +144,7 @@ TEST(link_values, many_asynchronous_operations) {
     for (std::size_t i = 0; i < 60; ++i) tensors.emplace_back(i * 331 % 9000, static_cast<float>(self.rank));
     for (auto& tensor : tensors) {
       const Buffer buffer{tensor.data(), tensor.size()};
-      works.push_back(self.comm->all_reduce({&buffer, 1}, DType::f32, ReduceOp::sum));
+      works.push_back(self.comm->all_reduce({&buffer, 1}, DType::float32, ReduceOp::sum));
     }
     for (Work& work : works) work.wait();
     for (const auto& tensor : tensors)
