@@ -1,10 +1,10 @@
 // The guard's cost (bench/cpp/latency.hpp; decision D5).
 //
-// Pieces: what a call does only because ranks compare what they called: hash the name and seal the header, leave the
-// header where others find it, compare P identities. All from the cache, as in a loop of calls; the peers' identities
-// come in the line of their arrival, which is waited for anyway, so they cost no miss of their own.
-// Whole: the same blocking all_reduce with all of that switched on and off, in turn. The switch, coll::guard_enabled,
-// is a constant everywhere but in this build.
+// Pieces: what a call does only because ranks compare what they called: hash the name and seal the signature, leave the
+// signature where others find it, compare P identities. All from the cache, as in a loop of calls; the peers'
+// identities come in the line of their arrival, which is waited for anyway, so they cost no miss of their own. Whole:
+// the same blocking all_reduce with all of that switched on and off, in turn. The switch, coll::guard_enabled, is a
+// constant everywhere but in this build.
 #include <chrono>
 #include <cstdio>
 #include <string>
@@ -28,23 +28,23 @@ void touch(T& value) {
 
 struct Piece {
   const char* name;
-  void (*call)(coll::Header& own, coll::Header* shared, int world_size);
+  void (*call)(coll::Signature& own, coll::Signature* shared, int world_size);
   std::vector<double> ns;
 };
 
-void identify(coll::Header& own, coll::Header*, int) {
+void identify(coll::Signature& own, coll::Signature*, int) {
   set_name(own, "grad.3", "train.py:42");
   seal(own);
 }
-void leave(coll::Header& own, coll::Header* shared, int) { copy_header(shared[0], own); }
-void compare(coll::Header&, coll::Header* shared, int world_size) {
+void leave(coll::Signature& own, coll::Signature* shared, int) { copy_signature(shared[0], own); }
+void compare(coll::Signature&, coll::Signature* shared, int world_size) {
   bool same = true;
   for (int q = 1; q < world_size; ++q) same &= same_operation(shared[0], shared[q]);
   touch(same);
 }
-void nothing(coll::Header&, coll::Header*, int) {}
+void nothing(coll::Signature&, coll::Signature*, int) {}
 
-double time_ns(const Piece& piece, coll::Header& own, std::vector<coll::Header>& shared) {
+double time_ns(const Piece& piece, coll::Signature& own, std::vector<coll::Signature>& shared) {
   const auto begin = Clock::now();
   for (int i = 0; i < kCalls; ++i) {
     touch(own);
@@ -55,9 +55,9 @@ double time_ns(const Piece& piece, coll::Header& own, std::vector<coll::Header>&
 }
 
 void pieces(JsonLines& lines, int world_size) {
-  coll::Header own;
+  coll::Signature own;
   own.kind = coll::OpKind::all_reduce, own.dtype = own.out_dtype = DType::float32, own.buffers = 1, own.count = 256;
-  std::vector<coll::Header> shared(static_cast<std::size_t>(world_size), own);
+  std::vector<coll::Signature> shared(static_cast<std::size_t>(world_size), own);
   std::vector<Piece> all{{"loop", nothing, {}},
                          {"name and identity", identify, {}},
                          {"leave the header", leave, {}},
@@ -115,7 +115,7 @@ void whole(const Options& options, Rank& self, JsonLines& lines) {
 int guard(const Options& options, Rank& self) {
   JsonLines lines(options, self.rank);
   if (self.rank == 0) {
-    std::printf("# guard: what comparing operations costs per call; Header of %zu bytes\n", sizeof(coll::Header));
+    std::printf("# guard: what comparing operations costs per call; Header of %zu bytes\n", sizeof(coll::Signature));
     for (const int world_size : {2, 4, 8}) pieces(lines, world_size);
     std::fflush(stdout);
   }

@@ -14,8 +14,8 @@ namespace {
 
 using Numbers = std::vector<std::vector<int>>;
 
-std::vector<coll::LinkSockets> own(const Numbers& numbers) {
-  std::vector<coll::LinkSockets> links(numbers.size());
+std::vector<coll::PeerSockets> own(const Numbers& numbers) {
+  std::vector<coll::PeerSockets> links(numbers.size());
   for (std::size_t r = 0; r < numbers.size(); ++r)
     for (const int fd : numbers[r]) links[r].emplace_back(fd);
   return links;
@@ -46,7 +46,7 @@ void bind_links(py::module_& m) {
       "A mesh over connected, authenticated stream sockets: (data, control) descriptors by rank, (-1, -1) for itself.",
       py::call_guard<py::gil_scoped_release>());
 
-  const coll::LinkOptions link;
+  const coll::TcpOptions link;
   const coll::HierarchicalOptions hierarchical;
   def_static(
       m.attr("Communicator"), "create_linked",

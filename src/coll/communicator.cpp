@@ -155,7 +155,7 @@ class EngineCommunicator final : public Communicator {
   }
 
   void close() noexcept override {
-    if (Within::is_in(this)) return close_within();
+    if (CallScope::is_in(this)) return close_within();
     const std::lock_guard lock(close_mutex_);
     if (closed_.exchange(true)) return;
     if (is_forked()) return abandon();
@@ -186,13 +186,13 @@ class EngineCommunicator final : public Communicator {
     struct End {
       EngineCommunicator& self;
       ~End() {
-        if (self.is_left_open_.load() && !Within::is_in(&self) && self.is_left_open_.exchange(false))
+        if (self.is_left_open_.load() && !CallScope::is_in(&self) && self.is_left_open_.exchange(false))
           self.finish_close();
       }
     } const end{*this};
     const auto alive = beside ? hold_engine() : std::shared_lock<std::shared_mutex>();
     if (call.async) return function();
-    const Within within(this), holding(alive.owns_lock() ? &engine_mutex_ : nullptr);
+    const CallScope within(this), holding(alive.owns_lock() ? &engine_mutex_ : nullptr);
     try {
       return function();
     } catch (const Interrupted&) {
@@ -205,7 +205,7 @@ class EngineCommunicator final : public Communicator {
 
   /// The engine stays while this is held. A thread that holds it must not lock again.
   std::shared_lock<std::shared_mutex> hold_engine() const {
-    return Within::is_in(&engine_mutex_) ? std::shared_lock<std::shared_mutex>() : std::shared_lock(engine_mutex_);
+    return CallScope::is_in(&engine_mutex_) ? std::shared_lock<std::shared_mutex>() : std::shared_lock(engine_mutex_);
   }
 
   /// See [Note: within].
@@ -268,7 +268,7 @@ class EngineCommunicator final : public Communicator {
   }
 
   void require_outside(const char* what) const {
-    if (Within::is_in(this))
+    if (CallScope::is_in(this))
       throw Error(text(what, ": this thread is in the middle of another call on this communicator; a signal's handler ",
                        "cannot start an operation on it (close it, or set a flag)"));
   }

@@ -190,18 +190,18 @@ void fill(Operation& operation, SpareItems& spares, const Request& request, int 
   operation.own.assign(request.own.begin(), request.own.end());
   operation.allocate = request.allocate;
   operation.after = nullptr;
-  Header& header = operation.header;
-  header = Header{};
-  header.kind = request.kind;
-  header.dtype = request.dtype;
-  header.out_dtype = request.out_dtype;
-  header.op = request.op;
-  header.accumulate = request.accumulate;
-  header.root = request.root;
+  Signature& signature = operation.signature;
+  signature = Signature{};
+  signature.kind = request.kind;
+  signature.dtype = request.dtype;
+  signature.out_dtype = request.out_dtype;
+  signature.op = request.op;
+  signature.accumulate = request.accumulate;
+  signature.root = request.root;
   const std::size_t buffers = std::max(request.in.size(), request.out.size());
-  header.buffers = static_cast<std::uint32_t>(buffers);
-  header.count = request.nbytes;
-  set_name(header, request.call.name, request.call.site);
+  signature.buffers = static_cast<std::uint32_t>(buffers);
+  signature.count = request.nbytes;
+  set_name(signature, request.call.name, request.call.site);
 
   const std::size_t in_size = size_of(request.dtype), out_size = size_of(request.out_dtype);
   const bool same = in_place(request.kind), uneven = request.kind == OpKind::all_to_all;
@@ -230,20 +230,20 @@ void fill(Operation& operation, SpareItems& spares, const Request& request, int 
     operation.items.add(item, spares);
     if (uneven) continue;  // counts are between two ranks: see set_splits
     const std::size_t count = same ? item.count : item.count * ranks;
-    if (i < Header::kShownCounts) header.counts[i] = count;
-    header.counts_hash = mix(header.counts_hash, count);
-    header.count += count;
+    if (i < Signature::kShownCounts) signature.counts[i] = count;
+    signature.counts_hash = mix(signature.counts_hash, count);
+    signature.count += count;
   }
-  if (uneven) set_splits(header, rank, operation.items.all());
-  header.place_in = in_symmetric ? in_place_hash | 1 : 0;
-  header.place_out = same ? header.place_in : out_symmetric ? out_place_hash | 1 : 0;
-  seal(header);
+  if (uneven) set_splits(signature, rank, operation.items.all());
+  signature.place_in = in_symmetric ? in_place_hash | 1 : 0;
+  signature.place_out = same ? signature.place_in : out_symmetric ? out_place_hash | 1 : 0;
+  seal(signature);
 }
 
 void bring_home(Operation& operation, int rank) {
   if (operation.own.empty()) return;
   const Item& item = operation.items.all()[0];
-  const std::size_t element_nbytes = size_of(operation.header.dtype);
+  const std::size_t element_nbytes = size_of(operation.signature.dtype);
   std::byte* chunk = const_cast<std::byte*>(item.in) + static_cast<std::size_t>(rank) * item.count * element_nbytes;
   for (const OwnPart& part : operation.own)
     device::copy(chunk + part.begin * element_nbytes, part.data, part.count * element_nbytes);

@@ -30,8 +30,8 @@ struct Item {
   const Allocation* out_home = nullptr;
 };
 
-/// The headers of one operation, by rank.
-using HeaderOf = std::function<const Header&(int rank)>;
+/// The signatures of one operation, by rank.
+using SignatureOf = std::function<const Signature&(int rank)>;
 
 /// Vectors that no list uses at the moment; as many as there ever were long lists in flight.
 using SpareItems = std::vector<std::vector<Item>>;
@@ -60,11 +60,11 @@ struct AllocateResult {
 };
 
 struct Operation {
-  Header header;
+  Signature signature;
   ItemList items;
   std::vector<OwnPart> own;  ///< of reduce_scatter's only item; its capacity stays
   AllocateResult* allocate = nullptr;
-  std::shared_ptr<device::Event> after;  ///< not null: only wait for this (local, no header)
+  std::shared_ptr<device::Event> after;  ///< not null: only wait for this (local, no signature)
   std::shared_ptr<Completion> completion;
   bool async = true;
   std::shared_ptr<DeviceTail> tail;  ///< of engines that end on a device (Engine::prepare)

@@ -43,82 +43,85 @@ std::size_t cut_to_fit(char (&to)[kRoom], const char* text) {
 
 }  // namespace
 
-void set_name(Header& header, const char* name, const char* site) {
+void set_name(Signature& signature, const char* name, const char* site) {
   if (!guard_enabled) return;
-  cut_to_fit(header.site, site);
-  const std::size_t length = cut_to_fit(header.name, name);
-  header.name_hash = length;
+  cut_to_fit(signature.site, site);
+  const std::size_t length = cut_to_fit(signature.name, name);
+  signature.name_hash = length;
   for (std::size_t i = 0; i < length; i += sizeof(std::uint64_t)) {
     std::uint64_t word = 0;
     std::memcpy(&word, name + i, std::min(length - i, sizeof(word)));
-    header.name_hash = mix(header.name_hash, word);
+    signature.name_hash = mix(signature.name_hash, word);
   }
 }
 
-void copy_header(Header& to, const Header& from) {
-  static_assert(std::is_trivially_copyable_v<Header>);
+void copy_signature(Signature& to, const Signature& from) {
+  static_assert(std::is_trivially_copyable_v<Signature>);
   const bool has_text = from.name[0] != '\0' || from.site[0] != '\0';
-  std::memcpy(static_cast<void*>(&to), &from, has_text ? sizeof(Header) : offsetof(Header, name));
+  std::memcpy(static_cast<void*>(&to), &from, has_text ? sizeof(Signature) : offsetof(Signature, name));
   if (!has_text) to.name[0] = to.site[0] = '\0';
 }
 
-void seal(Header& header) {
+void seal(Signature& signature) {
   if (!guard_enabled) return;
-  const std::uint64_t what = static_cast<std::uint64_t>(header.kind) | static_cast<std::uint64_t>(header.dtype) << 8 |
-                             static_cast<std::uint64_t>(header.out_dtype) << 16 |
-                             static_cast<std::uint64_t>(header.op) << 24 |
-                             static_cast<std::uint64_t>(header.accumulate) << 31 |
-                             static_cast<std::uint64_t>(static_cast<std::uint32_t>(header.root)) << 32;
+  const std::uint64_t what =
+      static_cast<std::uint64_t>(signature.kind) | static_cast<std::uint64_t>(signature.dtype) << 8 |
+      static_cast<std::uint64_t>(signature.out_dtype) << 16 | static_cast<std::uint64_t>(signature.op) << 24 |
+      static_cast<std::uint64_t>(signature.accumulate) << 31 |
+      static_cast<std::uint64_t>(static_cast<std::uint32_t>(signature.root)) << 32;
   // Independent products, so that the cost is that of the last mix.
-  const std::uint64_t counts = header.counts_hash * 0x9e3779b97f4a7c15u ^ header.count * 0xc2b2ae3d27d4eb4fu;
-  header.identity = mix(mix(what, counts + header.buffers), header.name_hash);
+  const std::uint64_t counts = signature.counts_hash * 0x9e3779b97f4a7c15u ^ signature.count * 0xc2b2ae3d27d4eb4fu;
+  signature.identity = mix(mix(what, counts + signature.buffers), signature.name_hash);
 }
 
-bool same_operation(const Header& a, const Header& b) { return a.identity == b.identity && a.sequence == b.sequence; }
+bool same_operation(const Signature& a, const Signature& b) {
+  return a.identity == b.identity && a.sequence == b.sequence;
+}
 
-std::string describe(const Header& header) {
+std::string describe(const Signature& signature) {
   std::ostringstream out;
-  const OpKind kind = header.kind;
+  const OpKind kind = signature.kind;
   out << name_of(kind);
   if (moves_data(kind)) {
-    out << ' ' << name_of(header.dtype);
-    if (header.out_dtype != header.dtype) out << " -> " << name_of(header.out_dtype);
-    if (reduces(kind)) out << ' ' << name_of(header.op);
-    if (header.accumulate) out << " accumulate";
-    if (has_root(kind)) out << " root=" << header.root;
-    if (kind != OpKind::all_to_all) out << " count=" << header.count;
-    if (header.buffers != 1 && kind != OpKind::all_to_all) {
-      out << " in " << header.buffers << " buffers [";
-      const std::size_t shown = std::min<std::size_t>(header.buffers, Header::kShownCounts);
-      for (std::size_t i = 0; i < shown; ++i) out << (i == 0 ? "" : ", ") << header.counts[i];
-      if (header.buffers > shown) out << ", ...; layout " << std::hex << (header.counts_hash >> 32) << std::dec;
+    out << ' ' << name_of(signature.dtype);
+    if (signature.out_dtype != signature.dtype) out << " -> " << name_of(signature.out_dtype);
+    if (reduces(kind)) out << ' ' << name_of(signature.op);
+    if (signature.accumulate) out << " accumulate";
+    if (has_root(kind)) out << " root=" << signature.root;
+    if (kind != OpKind::all_to_all) out << " count=" << signature.count;
+    if (signature.buffers != 1 && kind != OpKind::all_to_all) {
+      out << " in " << signature.buffers << " buffers [";
+      const std::size_t shown = std::min<std::size_t>(signature.buffers, Signature::kShownCounts);
+      for (std::size_t i = 0; i < shown; ++i) out << (i == 0 ? "" : ", ") << signature.counts[i];
+      if (signature.buffers > shown) out << ", ...; layout " << std::hex << (signature.counts_hash >> 32) << std::dec;
       out << ']';
     }
   } else if (kind == OpKind::allocate || kind == OpKind::allocate_shared) {
-    out << " nbytes=" << header.count;
+    out << " nbytes=" << signature.count;
   }
-  if (header.name[0] != '\0') out << " '" << header.name << '\'';
-  if (header.site[0] != '\0') out << " at " << header.site;
+  if (signature.name[0] != '\0') out << " '" << signature.name << '\'';
+  if (signature.site[0] != '\0') out << " at " << signature.site;
   return out.str();
 }
 
-void require_same(int world_size, const std::function<const Header&(int rank)>& header_of, std::span<const int> names) {
+void require_same(int world_size, const std::function<const Signature&(int rank)>& signature_of,
+                  std::span<const int> names) {
   bool same = true;
-  for (int rank = 1; rank < world_size; ++rank) same &= same_operation(header_of(0), header_of(rank));
+  for (int rank = 1; rank < world_size; ++rank) same &= same_operation(signature_of(0), signature_of(rank));
   if (same) return;
 
-  std::vector<std::pair<const Header*, std::string>> sides;  // one per different header, with its ranks
+  std::vector<std::pair<const Signature*, std::string>> sides;  // one per different signature, with its ranks
   for (int rank = 0; rank < world_size; ++rank) {
-    const Header& header = header_of(rank);
+    const Signature& signature = signature_of(rank);
     const int name = names.empty() ? rank : names[static_cast<std::size_t>(rank)];
     const auto side =
-        std::find_if(sides.begin(), sides.end(), [&](const auto& s) { return same_operation(*s.first, header); });
+        std::find_if(sides.begin(), sides.end(), [&](const auto& s) { return same_operation(*s.first, signature); });
     if (side == sides.end())
-      sides.emplace_back(&header, text("rank ", name));
+      sides.emplace_back(&signature, text("rank ", name));
     else
       side->second += text(", ", name);
   }
-  std::string message = text("ranks called different operations as number ", header_of(0).sequence, ": ");
+  std::string message = text("ranks called different operations as number ", signature_of(0).sequence, ": ");
   for (std::size_t i = 0; i < sides.size(); ++i)
     message += text(i == 0 ? "" : "; ", sides[i].second, ": ", describe(*sides[i].first));
   throw CollectiveMismatch(message);

@@ -1,4 +1,4 @@
-// Header: the identity of one operation, which ranks compare before bytes move (decision D5).
+// Signature: the identity of one operation, which ranks compare before bytes move (decision D5).
 //
 // A plain block of bytes in shared memory: written by its rank before it enters the operation, read by others only to
 // say what differs. What they compare is `identity`, a hash of all but where buffers lie (`place_in`, `place_out`,
@@ -40,7 +40,7 @@ constexpr bool has_root(OpKind kind) {
   return kind == OpKind::reduce || kind == OpKind::broadcast || kind == OpKind::gather || kind == OpKind::scatter;
 }
 
-struct Header {
+struct Signature {
   static constexpr std::size_t kShownCounts = 4;
 
   OpKind kind = OpKind::barrier;
@@ -68,25 +68,25 @@ inline constexpr bool guard_enabled = true;
 #endif
 
 /// Copies what is not empty.
-void copy_header(Header& to, const Header& from);
+void copy_signature(Signature& to, const Signature& from);
 
 /// Order-dependent mixing of `value` into `hash`.
 std::uint64_t mix(std::uint64_t hash, std::uint64_t value);
 
-void set_name(Header& header, const char* name, const char* site);
+void set_name(Signature& signature, const char* name, const char* site);
 
 /// Sets `identity` from everything that ranks must agree on but the sequence number, by which they meet.
-void seal(Header& header);
+void seal(Signature& signature);
 
 /// Whether both describe the same operation.
-bool same_operation(const Header& a, const Header& b);
+bool same_operation(const Signature& a, const Signature& b);
 
 /// "all_reduce float32 sum count=1024 'grad.3'".
-std::string describe(const Header& header);
+std::string describe(const Signature& signature);
 
-/// Throws CollectiveMismatch, the same on every rank, unless all headers agree. names: what the message calls the
+/// Throws CollectiveMismatch, the same on every rank, unless all signatures agree. names: what the message calls the
 /// ranks.
-void require_same(int world_size, const std::function<const Header&(int rank)>& header_of,
+void require_same(int world_size, const std::function<const Signature&(int rank)>& signature_of,
                   std::span<const int> names = {});
 
 }  // namespace zcomm::coll

@@ -17,19 +17,19 @@ std::uint64_t weight(int from, int to, std::size_t count) {
 
 }  // namespace
 
-void set_splits(Header& header, int rank, std::span<const Item> items) {
+void set_splits(Signature& signature, int rank, std::span<const Item> items) {
   std::uint64_t balance = 0;
   for (std::size_t q = 0; q < items.size(); ++q) {
     const int other = static_cast<int>(q);
     balance += weight(rank, other, items[q].count) - weight(other, rank, items[q].out_count);
   }
-  header.counts[0] = balance;
-  header.counts[1] = SplitStream(rank, items, size_of(header.dtype)).nbytes();
+  signature.counts[0] = balance;
+  signature.counts[1] = SplitStream(rank, items, size_of(signature.dtype)).nbytes();
 }
 
-bool splits_match(int world_size, const HeaderOf& header_of) {
+bool splits_match(int world_size, const SignatureOf& signature_of) {
   std::uint64_t balance = 0;
-  for (int q = 0; q < world_size; ++q) balance += header_of(q).counts[0];
+  for (int q = 0; q < world_size; ++q) balance += signature_of(q).counts[0];
   return balance == 0;
 }
 
@@ -40,7 +40,7 @@ SplitCounts split_counts(std::span<const Item> items) {
   return counts;
 }
 
-void throw_split_mismatch(const Header& first, const std::vector<SplitCounts>& by_rank) {
+void throw_split_mismatch(const Signature& first, const std::vector<SplitCounts>& by_rank) {
   const std::size_t ranks = by_rank.size();
   std::string pairs;
   int found = 0;

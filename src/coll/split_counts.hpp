@@ -1,7 +1,7 @@
 // Splits: the counts of all_to_all, which two ranks agree on and no third one knows; the guard that compares them.
 //
 // [Note: balance] Each rank adds a hash of (sender, receiver, count) for what it sends and subtracts one for what it
-// expects. The header carries the result; over all ranks it adds up to 0 if each count has its match. So the guard
+// expects. The signature carries the result; over all ranks it adds up to 0 if each count has its match. So the guard
 // costs one word per rank, and counts themselves travel only to say which of them differ.
 // Thread rule: pure functions.
 #pragma once
@@ -48,18 +48,18 @@ class SplitStream {
   std::size_t element_nbytes_;
 };
 
-/// Puts the balance and the length of the stream into the header of an all_to_all.
-void set_splits(Header& header, int rank, std::span<const Item> items);
+/// Puts the balance and the length of the stream into the signature of an all_to_all.
+void set_splits(Signature& signature, int rank, std::span<const Item> items);
 /// Bytes of that rank's stream.
-inline std::size_t stream_nbytes(const Header& header) { return header.counts[1]; }
+inline std::size_t stream_nbytes(const Signature& signature) { return signature.counts[1]; }
 
-/// Whether what each rank sends is what its receiver expects, as far as the headers of all ranks tell.
-bool splits_match(int world_size, const HeaderOf& header_of);
+/// Whether what each rank sends is what its receiver expects, as far as the signatures of all ranks tell.
+bool splits_match(int world_size, const SignatureOf& signature_of);
 
 /// The counts of one rank: to each rank, then from each.
 using SplitCounts = std::vector<std::uint64_t>;
 SplitCounts split_counts(std::span<const Item> items);
 /// Throws CollectiveMismatch naming who differs from whom, given the counts of all ranks.
-[[noreturn]] void throw_split_mismatch(const Header& first, const std::vector<SplitCounts>& by_rank);
+[[noreturn]] void throw_split_mismatch(const Signature& first, const std::vector<SplitCounts>& by_rank);
 
 }  // namespace zcomm::coll

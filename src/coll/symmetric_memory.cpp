@@ -26,7 +26,7 @@ struct AllocateHello {
 AllocateHello read_hello(const net::Parcel& parcel, const AllocateHello& mine, int rank) {
   AllocateHello hello;
   if (parcel.bytes.size() == sizeof(hello)) std::memcpy(&hello, parcel.bytes.data(), sizeof(hello));
-  // Headers agreed, so this can only be another communicator of the same ranks that allocates at the same time.
+  // Signatures agreed, so this can only be another communicator of the same ranks that allocates at the same time.
   if (parcel.bytes.size() != sizeof(hello) || hello.magic != mine.magic || hello.id != mine.id ||
       hello.nbytes != mine.nbytes || hello.shared != mine.shared)
     throw CollectiveMismatch(text("allocate: rank ", rank,

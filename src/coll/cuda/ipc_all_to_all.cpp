@@ -18,13 +18,13 @@ struct Overlap {
 
 }  // namespace
 
-void DeviceStaged::exchange(const Operation& operation, const HeaderOf& header_of) {
+void DeviceStaged::exchange(const Operation& operation, const SignatureOf& signature_of) {
   items_ = operation.items.all();
-  const std::size_t element_nbytes = size_of(operation.header.dtype), slot = slots_.slot_nbytes();
+  const std::size_t element_nbytes = size_of(operation.signature.dtype), slot = slots_.slot_nbytes();
   const Item& own = items_[static_cast<std::size_t>(rank_)];
   copy(own.out, own.in, own.count * element_nbytes);
   std::size_t longest = 0;
-  for (int q = 0; q < world_size_; ++q) longest = std::max(longest, stream_nbytes(header_of(q)));
+  for (int q = 0; q < world_size_; ++q) longest = std::max(longest, stream_nbytes(signature_of(q)));
   const std::size_t total = (longest + slot - 1) / slot;
   if (total == 0) return;  // on every rank
 

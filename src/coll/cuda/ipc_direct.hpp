@@ -21,9 +21,9 @@ class DeviceDirect {
   void run(const Operation& operation, Path path);
 
  private:
-  void reduce(const Header& header, const Item& item);
-  void pull(const Header& header, const Item& item);
-  void push(const Header& header, const Item& item);
+  void reduce(const Signature& signature, const Item& item);
+  void pull(const Signature& signature, const Item& item);
+  void push(const Signature& signature, const Item& item);
 
   device::Stream& stream_;
   const int rank_, world_size_, remote_;

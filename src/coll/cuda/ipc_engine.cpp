@@ -43,30 +43,31 @@ CudaIpcEngine::CudaIpcEngine(std::shared_ptr<net::Mesh> mesh, std::shared_ptr<de
                              const CudaIpcOptions& options, SymmetricMemory& symmetric)
     : mesh_(std::move(mesh)),
       memory_(*mesh_, host_options(options)),
-      watch_(mesh_, memory_, options.timeout_s),
-      entrance_(memory_, watch_),
-      device_watch_(std::make_shared<DeviceWatch>(std::move(device), &watch_, memory_.rank(), options.timeout_s)),
-      tickets_(device_watch_) {
+      liveness_(mesh_, memory_, options.timeout_s),
+      arrival_(memory_, liveness_),
+      device_liveness_(
+          std::make_shared<DeviceLiveness>(std::move(device), &liveness_, memory_.rank(), options.timeout_s)),
+      tickets_(device_liveness_) {
   try {
     set_up(options.slot_nbytes, symmetric);
   } catch (const std::exception& error) {
-    watch_.fail(text("init of backend cuda_ipc: ", error.what()));
+    liveness_.fail(text("init of backend cuda_ipc: ", error.what()));
     throw;
   }
 }
 
 void CudaIpcEngine::set_up(std::size_t slot_nbytes, SymmetricMemory& symmetric) {
-  Header header;
-  set_name(header, "init of backend cuda_ipc", "");
-  seal(header);
+  Signature signature;
+  set_name(signature, "init of backend cuda_ipc", "");
+  seal(signature);
   if (static_cast<std::size_t>(world_size()) > device::kMaxKernelBuffers)
     throw Unsupported(text("backend cuda_ipc: ", world_size(), " ranks on one host; at most ",
                            device::kMaxKernelBuffers, ": use nccl"));
-  device::Device& device = device_watch_->device();
-  rounds_ = std::make_unique<DeviceRounds>(device, memory_, watch_);
+  device::Device& device = device_liveness_->device();
+  rounds_ = std::make_unique<DeviceRounds>(device, memory_, liveness_);
   slots_ = std::make_unique<DeviceSlots>(device, memory_, slot_nbytes);
-  heap_ = std::make_unique<DeviceHeap>(device_watch_, memory_, *rounds_, symmetric);
-  entrance_.enter(header);
+  heap_ = std::make_unique<DeviceHeap>(device_liveness_, memory_, *rounds_, symmetric);
+  arrival_.enter(signature);
   int remote = 0;
   if (world_size() > 1) {
     Hello mine{slots_->slot_nbytes(), rounds_->handles(), slots_->handle()};
@@ -94,7 +95,7 @@ void CudaIpcEngine::prepare(Operation& operation, const Call& call) noexcept { t
 
 void CudaIpcEngine::run(Operation& operation) {
   try {
-    if (moves_data(operation.header.kind) || operation.header.kind == OpKind::barrier) {
+    if (moves_data(operation.signature.kind) || operation.signature.kind == OpKind::barrier) {
       const auto ticket = tickets_.of(operation);
       start(operation, *ticket);
       work(operation);
@@ -103,20 +104,20 @@ void CudaIpcEngine::run(Operation& operation) {
       next_ = (next_ + 1) % kInFlight;
       if (!operation.async) ticket->order(std::nullopt);
     } else {
-      entrance_.enter(operation.header);
-      if (operation.header.kind != OpKind::duplicate) heap_->make(operation);
+      arrival_.enter(operation.signature);
+      if (operation.signature.kind != OpKind::duplicate) heap_->make(operation);
     }
   } catch (const CollectiveMismatch&) {
     failed_ = true;
     throw;  // the other ranks see it by themselves
   } catch (const Interrupted&) {
     failed_ = true;
-    watch_.leave();
+    liveness_.leave();
     drain(kQuiet_s);
     throw;
   } catch (const std::exception& error) {
     failed_ = true;
-    watch_.fail(text(describe(operation.header), ": ", error.what()));
+    liveness_.fail(text(describe(operation.signature), ": ", error.what()));
     drain(kQuiet_s);
     throw;
   }
@@ -124,23 +125,23 @@ void CudaIpcEngine::run(Operation& operation) {
 
 /// Until the ranks have entered, and the stream comes after whatever they had on theirs.
 void CudaIpcEngine::start(Operation& operation, Ticket& ticket) {
-  if (const auto& oldest = in_flight_[next_]) device_watch_->wait(oldest->end(), oldest->header);
+  if (const auto& oldest = in_flight_[next_]) device_liveness_->wait(oldest->end(), oldest->signature);
   rounds_->stream().wait(ticket.ready());
   rounds_->mark();
-  entrance_.enter(operation.header);
+  arrival_.enter(operation.signature);
   rounds_->follow();
-  ticket.header = operation.header;
+  ticket.signature = operation.signature;
 }
 
 void CudaIpcEngine::work(const Operation& operation) {
-  const Header& header = operation.header;
-  const HeaderOf header_of = [this](int rank) -> const Header& { return entrance_.header(rank); };
-  switch (header.kind) {
+  const Signature& signature = operation.signature;
+  const SignatureOf signature_of = [this](int rank) -> const Signature& { return arrival_.signature(rank); };
+  switch (signature.kind) {
     case OpKind::barrier:
       return;
     case OpKind::all_to_all:
-      compare_splits(operation, header_of);
-      return staged_->exchange(operation, header_of);
+      compare_splits(operation, signature_of);
+      return staged_->exchange(operation, signature_of);
     case OpKind::gather:
     case OpKind::scatter:
       return staged_->run(operation);
@@ -148,20 +149,20 @@ void CudaIpcEngine::work(const Operation& operation) {
       break;
   }
   const Path path =
-      choose_path(header.kind, world_size(), [this](int rank) -> const Entry& { return entrance_.entry(rank); });
+      choose_path(signature.kind, world_size(), [this](int rank) -> const Entry& { return arrival_.entry(rank); });
   if (path == Path::staged) return staged_->run(operation);
   direct_->run(operation, path);
   rounds_->barrier();
 }
 
-void CudaIpcEngine::compare_splits(const Operation& operation, const HeaderOf& header_of) {
-  if (splits_match(world_size(), header_of)) return;
+void CudaIpcEngine::compare_splits(const Operation& operation, const SignatureOf& signature_of) {
+  if (splits_match(world_size(), signature_of)) return;
   const SplitCounts own = split_counts(operation.items.all());
   rounds_->all_gather_on_host(own.data(), own.size() * sizeof(own[0]));
   std::vector<SplitCounts> by_rank(static_cast<std::size_t>(world_size()), own);
   for (int q = 0; q < world_size(); ++q)
     std::memcpy(by_rank[static_cast<std::size_t>(q)].data(), rounds_->gathered(q), own.size() * sizeof(own[0]));
-  throw_split_mismatch(header_of(0), by_rank);
+  throw_split_mismatch(signature_of(0), by_rank);
 }
 
 Messenger& CudaIpcEngine::messenger() {
@@ -169,17 +170,17 @@ Messenger& CudaIpcEngine::messenger() {
 }
 
 void CudaIpcEngine::close() noexcept {
-  device_watch_->close();
-  watch_.close();
+  device_liveness_->close();
+  liveness_.close();
 }
 
 void CudaIpcEngine::suspend_deadline(bool suspended) {
-  device_watch_->suspend_deadline(suspended);
-  watch_.suspend_deadline(suspended);
+  device_liveness_->suspend_deadline(suspended);
+  liveness_.suspend_deadline(suspended);
 }
 
 CudaIpcEngine::~CudaIpcEngine() {
-  device_watch_->detach();
+  device_liveness_->detach();
   const bool drained = drain(kDrain_s);
   rounds_->drop_stream();
   if (drained) {
@@ -206,7 +207,7 @@ CudaIpcEngine::~CudaIpcEngine() {
 /// Whether the device has done what this rank gave it.
 bool CudaIpcEngine::drain(double patience_s) noexcept {
   try {
-    const auto end = device_watch_->device().make_event();
+    const auto end = device_liveness_->device().make_event();
     rounds_->stream().record(*end);
     return end->wait_for(patience_s);
   } catch (...) {

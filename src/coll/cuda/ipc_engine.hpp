@@ -3,7 +3,7 @@
 // [Note: life of an operation on a device]
 // 1. The call, on the caller's thread: a ticket's `ready` event is recorded on the caller's stream (Engine::prepare).
 // 2. run(): the engine's stream waits for it; this rank's point is recorded; the ranks enter on the host, compare what
-//    they called (Entrance: the same guard and words as everywhere, before anything starts), and see where each one's
+//    they called (Arrival: the same guard and words as everywhere, before anything starts), and see where each one's
 //    buffers lie; the stream waits for the points of all ([Note: points] in ipc_rounds.hpp).
 // 3. Symmetric buffers at one place: owner computes (DeviceDirect). Else staging slots, in steps (DeviceStaged).
 // 4. A last round, then the ticket's `end`: after it no other rank touches this one's memory for this operation.
@@ -12,15 +12,15 @@
 // Ranks may have a device each or share one: that sizes the reduction's grid, and nothing else. Streams only wait for
 // points that have been recorded, so the rank that is behind holds up nobody's host but by coming late to an entry.
 //
-// [Note: a rank that dies] Sockets tell at once (Watch), and everybody's next call is PeerLost. What a stream waits for
-// may then never happen: CUDA's documents do not say what becomes of an event whose process ends before the device got
-// to it, and we count on nothing. Whoever waits on the host (Work::wait, a full queue, close()) looks around and gets
-// PeerLost after half a second of grace. A stream of the program's that has been made to wait cannot be taken
+// [Note: a rank that dies] Sockets tell at once (Liveness), and everybody's next call is PeerLost. What a stream waits
+// for may then never happen: CUDA's documents do not say what becomes of an event whose process ends before the device
+// got to it, and we count on nothing. Whoever waits on the host (Work::wait, a full queue, close()) looks around and
+// gets PeerLost after half a second of grace. A stream of the program's that has been made to wait cannot be taken
 // back: a program that synchronises it after a rank died depends on the driver. [Note: the end] A rank that closes
 // drains its stream, closes what it opened, says farewell in host memory, waits a second for the others' farewells and
 // frees its own. Without them, after a failure, peers may still be reading: then memory is left to the process.
 //
-// Bits: those of HostEngine (D3), for the kernels sum in rank order and all of a chunk at once. Thread rule: Engine's.
+// Bits: those of ShmEngine (D3), for the kernels sum in rank order and all of a chunk at once. Thread rule: Engine's.
 // Source: CUDA C++ Programming Guide, "Interprocess Communication"; owner computes: docs/algorithms.md.
 #pragma once
 
@@ -58,7 +58,7 @@ class CudaIpcEngine final : public Engine {
   Messenger& messenger() override;
   void close() noexcept override;
   void suspend_deadline(bool suspended) override;
-  double timeout_s() const override { return watch_.timeout_s(); }
+  double timeout_s() const override { return liveness_.timeout_s(); }
   std::size_t nbytes() const override { return memory_.nbytes() + (slots_ ? slots_->nbytes() : 0); }
 
  private:
@@ -67,15 +67,15 @@ class CudaIpcEngine final : public Engine {
   void set_up(std::size_t slot_nbytes, SymmetricMemory& symmetric);
   void start(Operation& operation, Ticket& ticket);
   void work(const Operation& operation);
-  void compare_splits(const Operation& operation, const HeaderOf& header_of);
+  void compare_splits(const Operation& operation, const SignatureOf& signature_of);
   bool drain(double patience_s) noexcept;
   bool wait_for_farewells() noexcept;
 
   const std::shared_ptr<net::Mesh> mesh_;
   HostMemory memory_;  // for words between the hosts' sides only
-  Watch watch_;
-  Entrance entrance_;
-  const std::shared_ptr<DeviceWatch> device_watch_;
+  Liveness liveness_;
+  Arrival arrival_;
+  const std::shared_ptr<DeviceLiveness> device_liveness_;
   TicketPool tickets_;
   std::array<std::shared_ptr<Ticket>, kInFlight> in_flight_;
   std::size_t next_ = 0;

@@ -52,7 +52,7 @@ struct DeviceHeap::Dropped {
   }
 };
 
-DeviceHeap::DeviceHeap(std::shared_ptr<DeviceWatch> waits, const HostMemory& memory, DeviceRounds& rounds,
+DeviceHeap::DeviceHeap(std::shared_ptr<DeviceLiveness> waits, const HostMemory& memory, DeviceRounds& rounds,
                        SymmetricMemory& symmetric)
     : waits_(std::move(waits)),
       memory_(memory),
@@ -76,7 +76,7 @@ void DeviceHeap::abandon() noexcept {
   left->push_back(std::move(dropped_->kept));
 }
 
-void DeviceHeap::share_drops(const Header& during) {
+void DeviceHeap::share_drops(const Signature& during) {
   Drops mine;
   {
     const std::lock_guard lock(dropped_->mutex);
@@ -111,7 +111,7 @@ void DeviceHeap::forget(const std::vector<std::uint64_t>& ids) {
   }
 }
 
-device::Memory DeviceHeap::zeroed(std::size_t nbytes, const Header& during) {
+device::Memory DeviceHeap::zeroed(std::size_t nbytes, const Signature& during) {
   device::Memory memory =
       waits_->device().allocate(memory_.world_size() > 1 ? device::in_shared_blocks(nbytes) : nbytes);
   rounds_.stream().fill(memory.get(), 0, nbytes);
@@ -121,22 +121,22 @@ device::Memory DeviceHeap::zeroed(std::size_t nbytes, const Header& during) {
 }
 
 void DeviceHeap::make(const Operation& operation) {
-  const Header& header = operation.header;
-  if (header.kind == OpKind::allocate_shared) {
+  const Signature& signature = operation.signature;
+  if (signature.kind == OpKind::allocate_shared) {
     operation.allocate->refused = std::make_exception_ptr(
         Unsupported("shared_empty: ranks on devices have memory of their own each; use empty(..., device=\"cuda\")"));
     return;
   }
-  share_drops(header);
+  share_drops(signature);
   const std::size_t ranks = static_cast<std::size_t>(memory_.world_size()),
-                    nbytes = std::max<std::size_t>(header.count, 1);
+                    nbytes = std::max<std::size_t>(signature.count, 1);
   Vote mine;
   device::Memory own;
   const auto refuse = [&mine](const CudaError& error) {
     std::strncpy(mine.refusal, error.what(), sizeof(mine.refusal) - 1);
   };
   try {
-    own = zeroed(nbytes, header);
+    own = zeroed(nbytes, signature);
     if (ranks > 1) mine.handle = waits_->device().share(own.get());
   } catch (const CudaError& error) {
     refuse(error);
@@ -154,7 +154,7 @@ void DeviceHeap::make(const Operation& operation) {
       if (votes[r].refusal[0] != '\0') by += text(by.empty() ? "" : "; ", "rank ", r, ": ", votes[r].refusal);
     if (!by.empty())
       operation.allocate->refused =
-          std::make_exception_ptr(CudaError(text("allocating ", header.count, " bytes was refused on ", by)));
+          std::make_exception_ptr(CudaError(text("allocating ", signature.count, " bytes was refused on ", by)));
     return !by.empty();
   };
   if (refused()) return;
@@ -176,7 +176,7 @@ void DeviceHeap::make(const Operation& operation) {
     owner[0] = {own.get(), [dropped = dropped_, id = symmetric_.next_id(), mine = own, peers = owners](void*) mutable {
                   dropped->add(id, {std::move(mine), std::move(peers)});
                 }};
-  operation.allocate->buffer = symmetric_.keep(header.count, memory_.rank(), std::move(bases), std::move(owner));
+  operation.allocate->buffer = symmetric_.keep(signature.count, memory_.rank(), std::move(bases), std::move(owner));
 }
 
 }  // namespace zcomm::coll

@@ -22,7 +22,7 @@ namespace zcomm::coll {
 
 class DeviceHeap {
  public:
-  DeviceHeap(std::shared_ptr<DeviceWatch> waits, const HostMemory& memory, DeviceRounds& rounds,
+  DeviceHeap(std::shared_ptr<DeviceLiveness> waits, const HostMemory& memory, DeviceRounds& rounds,
              SymmetricMemory& symmetric);
   ~DeviceHeap();
 
@@ -36,11 +36,11 @@ class DeviceHeap {
  private:
   struct Buffer;
   struct Dropped;
-  void share_drops(const Header& during);
+  void share_drops(const Signature& during);
   void forget(const std::vector<std::uint64_t>& ids);
-  device::Memory zeroed(std::size_t nbytes, const Header& during);
+  device::Memory zeroed(std::size_t nbytes, const Signature& during);
 
-  const std::shared_ptr<DeviceWatch> waits_;
+  const std::shared_ptr<DeviceLiveness> waits_;
   const HostMemory& memory_;
   DeviceRounds& rounds_;
   SymmetricMemory& symmetric_;

@@ -5,10 +5,10 @@
 
 namespace zcomm::coll {
 
-DeviceRounds::DeviceRounds(device::Device& device, const HostMemory& memory, Watch& watch)
+DeviceRounds::DeviceRounds(device::Device& device, const HostMemory& memory, Liveness& liveness)
     : device_(device),
       memory_(memory),
-      watch_(watch),
+      liveness_(liveness),
       stream_(device.make_stream(/*urgent=*/true)),
       peers_(static_cast<std::size_t>(memory.world_size())) {
   const bool alone = memory.world_size() == 1;
@@ -34,7 +34,7 @@ void DeviceRounds::follow() {
 
 void DeviceRounds::barrier_on_host() {
   publish(memory_.own()[Stage::done], ++barriers_);
-  watch_.wait_for_peers(Stage::done, barriers_);
+  liveness_.wait_for_peers(Stage::done, barriers_);
 }
 
 void DeviceRounds::all_gather_on_host(const void* mine, std::size_t nbytes) {

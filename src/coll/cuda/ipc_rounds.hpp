@@ -23,7 +23,7 @@ namespace zcomm::coll {
 
 class DeviceRounds {
  public:
-  DeviceRounds(device::Device& device, const HostMemory& memory, Watch& watch);
+  DeviceRounds(device::Device& device, const HostMemory& memory, Liveness& liveness);
 
   device::Stream& stream() { return *stream_; }
 
@@ -58,7 +58,7 @@ class DeviceRounds {
   using Points = std::array<std::unique_ptr<device::Event>, 2>;
   device::Device& device_;
   const HostMemory& memory_;
-  Watch& watch_;
+  Liveness& liveness_;
   std::unique_ptr<device::Stream> stream_;
   Points own_;
   std::vector<Points> peers_;  // by rank

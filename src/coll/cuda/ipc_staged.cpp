@@ -33,11 +33,11 @@ DeviceStaged::DeviceStaged(const HostMemory& memory, DeviceRounds& rounds, const
       begins_(static_cast<std::size_t>(memory.world_size())) {}
 
 void DeviceStaged::run(const Operation& operation) {
-  header_ = &operation.header;
+  signature_ = &operation.signature;
   items_ = operation.items.all();
-  element_nbytes_ = size_of(header_->dtype);
-  out_nbytes_ = size_of(header_->out_dtype);
-  const OpKind kind = header_->kind;
+  element_nbytes_ = size_of(signature_->dtype);
+  out_nbytes_ = size_of(signature_->out_dtype);
+  const OpKind kind = signature_->kind;
   const bool parts = kind == OpKind::reduce_scatter || kind == OpKind::scatter;
   StepCursor cursor(items_, element_nbytes_, parts ? static_cast<std::size_t>(world_size_) : 1, slots_.slot_nbytes());
   const std::uint32_t out_lag = reduces(kind) ? 2 : 1, last_lag = kind == OpKind::reduce_scatter ? 1 : out_lag;
@@ -64,7 +64,7 @@ void DeviceStaged::copy(std::byte* to, const std::byte* from, std::size_t nbytes
 
 /// Whether the others need anything of this rank.
 bool DeviceStaged::brings() const {
-  switch (header_->kind) {
+  switch (signature_->kind) {
     case OpKind::broadcast:
     case OpKind::scatter:
       return is_root();
@@ -84,7 +84,7 @@ void DeviceStaged::bring(const Piece& piece, std::uint32_t step) {
   const Item& item = items_[piece.item];
   const std::size_t nbytes = piece.count * element_nbytes_;
   std::byte* const slot = world_size_ > 1 ? slots_.slot(rank_, step) + piece.offset : nullptr;
-  switch (header_->kind) {
+  switch (signature_->kind) {
     case OpKind::all_reduce:
     case OpKind::reduce: {  // all but my own chunk, which reduce() reads where it is
       if (world_size_ == 1) return;
@@ -100,7 +100,7 @@ void DeviceStaged::bring(const Piece& piece, std::uint32_t step) {
       for (int q = 0; q < world_size_; ++q) {
         if (q != rank_)
           copy(slot + static_cast<std::size_t>(q) * piece.stride, own_input(item, piece, q), nbytes);
-        else if (header_->kind == OpKind::scatter)
+        else if (signature_->kind == OpKind::scatter)
           copy(item.out + piece.begin * element_nbytes_, own_input(item, piece, q), nbytes);
       }
       return;
@@ -115,7 +115,7 @@ void DeviceStaged::bring(const Piece& piece, std::uint32_t step) {
 
 void DeviceStaged::reduce(const Piece& piece, std::uint32_t step) {
   const Item& item = items_[piece.item];
-  const bool scatters = header_->kind == OpKind::reduce_scatter;
+  const bool scatters = signature_->kind == OpKind::reduce_scatter;
   const auto me = static_cast<std::size_t>(rank_);
   const Range mine = scatters ? Range{0, piece.count} : chunk_of(piece.count, world_size_, rank_, kChunkAlign);
   if (mine.count() == 0) return;
@@ -125,23 +125,23 @@ void DeviceStaged::reduce(const Piece& piece, std::uint32_t step) {
         q == rank_ ? own_input(item, piece, scatters ? rank_ : 0) + mine.begin * element_nbytes_
                    : slots_.slot(q, step) + in_slot;
   // Once to where it belongs on this rank, once to where others fetch it; reduce: only one of them.
-  const bool keeps = header_->kind != OpKind::reduce || is_root();
-  const bool gives = header_->kind == OpKind::all_reduce ? world_size_ > 1 : !keeps;
+  const bool keeps = signature_->kind != OpKind::reduce || is_root();
+  const bool gives = signature_->kind == OpKind::all_reduce ? world_size_ > 1 : !keeps;
   void* const targets[] = {item.out + (piece.begin + mine.begin) * out_nbytes_,
                            gives ? slots_.slot(rank_, step) + in_slot : nullptr};
   rounds_.stream().kernels().reduce({.dst = {targets + (keeps ? 0 : 1), keeps && gives ? 2u : 1u},
                                      .src = sources_,
                                      .count = mine.count(),
-                                     .in = header_->dtype,
-                                     .out = header_->out_dtype,
-                                     .op = header_->op,
-                                     .accumulate = header_->accumulate,
+                                     .in = signature_->dtype,
+                                     .out = signature_->out_dtype,
+                                     .op = signature_->op,
+                                     .accumulate = signature_->accumulate,
                                      .remote = remote_});
 }
 
 /// Whether this rank needs anything of the others, beyond what it has reduced.
 bool DeviceStaged::takes() const {
-  switch (header_->kind) {
+  switch (signature_->kind) {
     case OpKind::reduce_scatter:
       return false;
     case OpKind::broadcast:
@@ -158,10 +158,10 @@ bool DeviceStaged::takes() const {
 void DeviceStaged::take(const Piece& piece, std::uint32_t step) {
   const Item& item = items_[piece.item];
   const std::size_t nbytes = piece.count * element_nbytes_;
-  const OpKind kind = header_->kind;
+  const OpKind kind = signature_->kind;
   if (kind == OpKind::broadcast || kind == OpKind::scatter) {
     const std::size_t part = kind == OpKind::scatter ? static_cast<std::size_t>(rank_) * piece.stride : 0;
-    return copy(item.out + piece.begin * element_nbytes_, slots_.slot(header_->root, step) + piece.offset + part,
+    return copy(item.out + piece.begin * element_nbytes_, slots_.slot(signature_->root, step) + piece.offset + part,
                 nbytes);
   }
   for (int i = 0; i < world_size_; ++i) {

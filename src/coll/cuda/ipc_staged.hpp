@@ -52,7 +52,7 @@ class DeviceStaged {
   /// All but all_to_all. Ends with a round.
   void run(const Operation& operation);
   /// all_to_all, whose counts have been compared.
-  void exchange(const Operation& operation, const HeaderOf& header_of);
+  void exchange(const Operation& operation, const SignatureOf& signature_of);
 
  private:
   void bring(const Piece& piece, std::uint32_t step);
@@ -60,7 +60,7 @@ class DeviceStaged {
   void take(const Piece& piece, std::uint32_t step);
   bool brings() const;
   bool takes() const;
-  bool is_root() const { return header_->root == rank_; }
+  bool is_root() const { return signature_->root == rank_; }
   void copy(std::byte* to, const std::byte* from, std::size_t nbytes);
   const std::byte* own_input(const Item& item, const Piece& piece, int part) const;
 
@@ -72,7 +72,7 @@ class DeviceStaged {
   std::array<Step, 3> steps_;  // in flight
   std::vector<std::uint64_t> table_, begins_;
 
-  const Header* header_ = nullptr;  // of the running operation
+  const Signature* signature_ = nullptr;  // of the running operation
   std::span<const Item> items_;
   std::size_t element_nbytes_ = 0, out_nbytes_ = 0;
 };

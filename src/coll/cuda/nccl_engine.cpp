@@ -31,7 +31,7 @@ NcclEngine::NcclEngine(Communicator& control, std::shared_ptr<net::Mesh> watched
       device_(std::move(device)),
       nccl_(nccl),
       timeout_s_(timeout_s),
-      tickets_(std::make_shared<DeviceWatch>(device_, nullptr, control.rank(), timeout_s)),
+      tickets_(std::make_shared<DeviceLiveness>(device_, nullptr, control.rank(), timeout_s)),
       stream_(device_->make_stream()) {
   try {
     connect();
@@ -78,24 +78,24 @@ void NcclEngine::connect() {
 namespace {
 
 /// Refused alike on every rank that calls it, before anybody waits.
-void require_supported(const Header& header) {
-  if (header.accumulate || header.out_dtype != header.dtype)
+void require_supported(const Signature& signature) {
+  if (signature.accumulate || signature.out_dtype != signature.dtype)
     throw Unsupported(
-        text(describe(header), ": backend nccl neither accumulates nor widens; use out of the same dtype"));
+        text(describe(signature), ": backend nccl neither accumulates nor widens; use out of the same dtype"));
 }
 
 /// What the ranks compare; where a call comes from may differ.
-std::string identity(Header header) {
-  header.site[0] = '\0';
-  return describe(header);
+std::string identity(Signature signature) {
+  signature.site[0] = '\0';
+  return describe(signature);
 }
 
 }  // namespace
 
 void NcclEngine::run(Operation& operation) {
-  if (closing_) throw Error(text("communicator was closed before ", describe(operation.header)));
-  require_supported(operation.header);
-  during_ = identity(operation.header);
+  if (closing_) throw Error(text("communicator was closed before ", describe(operation.signature)));
+  require_supported(operation.signature);
+  during_ = identity(operation.signature);
   if (operation.allocate != nullptr) {
     operation.allocate->refused = std::make_exception_ptr(
         Unsupported("empty: backend nccl has no symmetric memory; use torch.empty(..., device=\"cuda\")"));
@@ -103,7 +103,7 @@ void NcclEngine::run(Operation& operation) {
   }
   try {
     enter(operation);
-    if (moves_data(operation.header.kind)) carry_out(operation);
+    if (moves_data(operation.signature.kind)) carry_out(operation);
   } catch (...) {
     abort();
     throw;
@@ -113,14 +113,14 @@ void NcclEngine::run(Operation& operation) {
 /// Throws CollectiveMismatch, and what `control` finds.
 void NcclEngine::enter(const Operation& operation) {
   const auto in_full = [&](const Error& error) {  // it has had room for the beginning of the name alone
-    const bool is_cut = during_.size() >= sizeof(Header::name);
+    const bool is_cut = during_.size() >= sizeof(Signature::name);
     return text(error.what(), is_cut ? text("; rank ", rank(), " called ", during_) : "");
   };
   try {
-    if (operation.header.kind == OpKind::all_to_all)
+    if (operation.signature.kind == OpKind::all_to_all)
       compare_parts(operation);
     else
-      control_.barrier(Call(during_.c_str(), false, operation.header.site));
+      control_.barrier(Call(during_.c_str(), false, operation.signature.site));
   } catch (const CollectiveMismatch& error) {
     throw CollectiveMismatch(in_full(error));
   } catch (const PeerLost& error) {
@@ -156,7 +156,7 @@ void NcclEngine::compare_parts(const Operation& operation) {
   for (const Item& item : items) mine.push_back(static_cast<std::int64_t>(item.out_count));
   const ConstBuffer from{mine.data(), mine.size()};
   const Buffer to{all.data(), all.size()};
-  control_.all_gather({&from, 1}, {&to, 1}, DType::int64, Call(during_.c_str(), false, operation.header.site));
+  control_.all_gather({&from, 1}, {&to, 1}, DType::int64, Call(during_.c_str(), false, operation.signature.site));
   for (std::size_t a = 0; a < ranks; ++a)
     for (std::size_t b = 0; b < ranks; ++b) {
       const auto sent = all[2 * ranks * a + b], expected = all[2 * ranks * b + ranks + a];
@@ -171,7 +171,7 @@ void NcclEngine::launch(const Operation& operation) {
   check(nccl_.group_start(), "ncclGroupStart");
   try {
     int peer = 0;
-    for (const Item& item : operation.items.all()) launch_item(operation.header, item, peer++);
+    for (const Item& item : operation.items.all()) launch_item(operation.signature, item, peer++);
   } catch (...) {
     nccl_.group_end();  // a thread's groups nest
     throw;
@@ -180,16 +180,16 @@ void NcclEngine::launch(const Operation& operation) {
   settle("ncclGroupEnd");
 }
 
-void NcclEngine::launch_item(const Header& header, const Item& item, int peer) {
-  const int dtype = nccl_dtype(header.dtype), op = nccl_op(header.op, header.dtype), root = header.root;
+void NcclEngine::launch_item(const Signature& signature, const Item& item, int peer) {
+  const int dtype = nccl_dtype(signature.dtype), op = nccl_op(signature.op, signature.dtype), root = signature.root;
   void* const stream = reinterpret_cast<void*>(stream_->native());
-  if (header.kind == OpKind::all_to_all) {
+  if (signature.kind == OpKind::all_to_all) {
     if (item.count != 0) check(nccl_.send(item.in, item.count, dtype, peer, comm_, stream), "ncclSend");
     if (item.out_count != 0) check(nccl_.recv(item.out, item.out_count, dtype, peer, comm_, stream), "ncclRecv");
     return;
   }
   if (item.count == 0) return;
-  switch (header.kind) {
+  switch (signature.kind) {
     case OpKind::all_reduce:
       return check(nccl_.all_reduce(item.in, item.out, item.count, dtype, op, comm_, stream), "ncclAllReduce");
     case OpKind::reduce:
@@ -202,17 +202,17 @@ void NcclEngine::launch_item(const Header& header, const Item& item, int peer) {
       return check(nccl_.broadcast(item.in, item.out, item.count, dtype, root, comm_, stream), "ncclBroadcast");
     case OpKind::gather:
     case OpKind::scatter:
-      return deal(header, item);
+      return deal(signature, item);
     default:
-      throw Unsupported(text(name_of(header.kind), ": not on backend nccl"));
+      throw Unsupported(text(name_of(signature.kind), ": not on backend nccl"));
   }
 }
 
 /// gather and scatter: messages between the root and each rank, itself included.
-void NcclEngine::deal(const Header& header, const Item& item) {
-  const int dtype = nccl_dtype(header.dtype);
-  const std::size_t part = item.count * size_of(header.dtype);
-  const bool gathers = header.kind == OpKind::gather, is_root = rank() == header.root;
+void NcclEngine::deal(const Signature& signature, const Item& item) {
+  const int dtype = nccl_dtype(signature.dtype);
+  const std::size_t part = item.count * size_of(signature.dtype);
+  const bool gathers = signature.kind == OpKind::gather, is_root = rank() == signature.root;
   void* const stream = reinterpret_cast<void*>(stream_->native());
   const std::byte* own_place = nullptr;
   if (is_root) own_place = (gathers ? item.out : item.in) + part * static_cast<std::size_t>(rank());
@@ -229,9 +229,9 @@ void NcclEngine::deal(const Header& header, const Item& item) {
   }
   if (in_place) return;
   if (gathers)
-    check(nccl_.send(item.in, item.count, dtype, header.root, comm_, stream), "ncclSend");
+    check(nccl_.send(item.in, item.count, dtype, signature.root, comm_, stream), "ncclSend");
   else
-    check(nccl_.recv(item.out, item.count, dtype, header.root, comm_, stream), "ncclRecv");
+    check(nccl_.recv(item.out, item.count, dtype, signature.root, comm_, stream), "ncclRecv");
 }
 
 Messenger& NcclEngine::messenger() { throw Unsupported("send, recv: not on backend nccl; use a collective"); }

@@ -48,8 +48,8 @@ class NcclEngine final : public Engine {
   void carry_out(const Operation& operation);
   void compare_parts(const Operation& operation);
   void launch(const Operation& operation);
-  void launch_item(const Header& header, const Item& item, int peer);
-  void deal(const Header& header, const Item& item);
+  void launch_item(const Signature& signature, const Item& item, int peer);
+  void deal(const Signature& signature, const Item& item);
   void check(int result, const char* what);
   void settle(const char* what);
   int look_around(const char* what);

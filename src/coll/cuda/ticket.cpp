@@ -17,12 +17,12 @@ constexpr std::size_t kStreams = 64;                  // torch has 32 per priori
 }  // namespace
 
 /// One wait: until when, and what has gone wrong meanwhile.
-struct DeviceWatch::Look {
+struct DeviceLiveness::Look {
   Clock::time_point deadline;
   std::exception_ptr failure = nullptr;
 };
 
-device::Stream& DeviceWatch::caller_stream(std::uintptr_t native) {
+device::Stream& DeviceLiveness::caller_stream(std::uintptr_t native) {
   for (const auto& [handle, stream] : streams_)
     if (handle == native) return *stream;
   if (streams_.size() == kStreams) streams_.clear();
@@ -30,12 +30,12 @@ device::Stream& DeviceWatch::caller_stream(std::uintptr_t native) {
   return *streams_.back().second;
 }
 
-void DeviceWatch::record(std::uintptr_t stream, device::Event& event) {
+void DeviceLiveness::record(std::uintptr_t stream, device::Event& event) {
   const std::lock_guard lock(mutex_);
   caller_stream(stream).record(event);
 }
 
-void DeviceWatch::order(std::uintptr_t stream, device::Event& event, const Header& during) {
+void DeviceLiveness::order(std::uintptr_t stream, device::Event& event, const Signature& during) {
   if (!event.done() && failure(during)) wait(event, during);
   {
     const std::lock_guard lock(mutex_);
@@ -45,13 +45,13 @@ void DeviceWatch::order(std::uintptr_t stream, device::Event& event, const Heade
   wait(event, during);
 }
 
-void DeviceWatch::wait(device::Event& event, const Header& during) {
+void DeviceLiveness::wait(device::Event& event, const Signature& during) {
   if (event.done()) return;
   Look look{Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s_))};
   while (!event.wait_for(kSlice_s)) look_around(look, during);
 }
 
-void DeviceWatch::look_around(Look& look, const Header& during) {
+void DeviceLiveness::look_around(Look& look, const Signature& during) {
   if (closing_) throw Error(text("communicator was closed while ", describe(during), " was on the device"));
   check_interrupt();
   if (!look.failure && (look.failure = failure(during)))
@@ -66,19 +66,19 @@ void DeviceWatch::look_around(Look& look, const Header& during) {
 }
 
 /// Of any rank; what this one waits for may then never happen.
-std::exception_ptr DeviceWatch::failure(const Header& during) {
-  const std::lock_guard lock(watch_mutex_);
+std::exception_ptr DeviceLiveness::failure(const Signature& during) {
+  const std::lock_guard lock(liveness_mutex_);
   try {
-    if (watch_ != nullptr) watch_->throw_if_failed(during);
+    if (liveness_ != nullptr) liveness_->throw_if_failed(during);
   } catch (...) {
     return std::current_exception();
   }
   return nullptr;
 }
 
-void DeviceWatch::detach() noexcept {
-  const std::lock_guard lock(watch_mutex_);
-  watch_ = nullptr;
+void DeviceLiveness::detach() noexcept {
+  const std::lock_guard lock(liveness_mutex_);
+  liveness_ = nullptr;
 }
 
 void Ticket::called(std::uintptr_t stream) noexcept {
@@ -87,7 +87,7 @@ void Ticket::called(std::uintptr_t stream) noexcept {
   ordered_ = false;
   failed_ = nullptr;
   try {
-    watch_->record(stream, *ready_);
+    liveness_->record(stream, *ready_);
   } catch (...) {
     failed_ = std::current_exception();
   }
@@ -101,7 +101,7 @@ device::Event& Ticket::ready() {
 void Ticket::order(std::optional<std::uintptr_t> stream) {
   const Use use{lives_};
   ordered_ = true;
-  watch_->order(stream.value_or(stream_), *end_, header);
+  liveness_->order(stream.value_or(stream_), *end_, signature);
 }
 
 void Ticket::drop() noexcept {
@@ -123,7 +123,7 @@ bool Ticket::done() noexcept {
 
 void TicketPool::prepare(Operation& operation, const Call& call) noexcept {
   operation.tail = nullptr;
-  if (!moves_data(operation.header.kind) && operation.header.kind != OpKind::barrier) return;
+  if (!moves_data(operation.signature.kind) && operation.signature.kind != OpKind::barrier) return;
   try {
     auto ticket = take();
     ticket->called(call.stream);
@@ -134,9 +134,9 @@ void TicketPool::prepare(Operation& operation, const Call& call) noexcept {
 
 std::shared_ptr<Ticket> TicketPool::of(const Operation& operation) const {
   if (operation.tail) return std::static_pointer_cast<Ticket>(operation.tail);
-  const std::string& name = watch_->device().name();
-  static_cast<void>(watch_->device().make_event());  // throws what was thrown then
-  throw CudaError(text(describe(operation.header), ": ", name, " gave no event for it"));
+  const std::string& name = liveness_->device().name();
+  static_cast<void>(liveness_->device().make_event());  // throws what was thrown then
+  throw CudaError(text(describe(operation.signature), ": ", name, " gave no event for it"));
 }
 
 std::shared_ptr<Ticket> TicketPool::take() {
@@ -146,7 +146,7 @@ std::shared_ptr<Ticket> TicketPool::take() {
     next_ = (next_ + 1) % all_.size();
     if (candidate.use_count() == 1) return candidate;
   }
-  all_.push_back(std::make_shared<Ticket>(watch_));
+  all_.push_back(std::make_shared<Ticket>(liveness_));
   return all_.back();
 }
 

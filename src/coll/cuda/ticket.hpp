@@ -1,4 +1,4 @@
-// Ticket: one operation between its caller's stream and the engine's (cuda_ipc, nccl); DeviceWatch: the host's eye.
+// Ticket: one operation between its caller's stream and the engine's (cuda_ipc, nccl); DeviceLiveness: the host's eye.
 //
 // A ticket holds two points: `ready`, in the stream that the call named, which the operation comes after; and `end`, in
 // the engine's stream, which whoever uses the results comes after (Work::wait). Both outlive the engine.
@@ -23,19 +23,19 @@
 namespace zcomm::coll {
 
 /// Waits for a device on the host, and gives work to the callers' streams.
-class DeviceWatch {
+class DeviceLiveness {
  public:
-  /// `watch`, if any, tells of other ranks' failures, until detach().
-  DeviceWatch(std::shared_ptr<device::Device> device, const Watch* watch, int rank, double timeout_s)
-      : device_(std::move(device)), watch_(watch), rank_(rank), timeout_s_(timeout_s) {}
+  /// `liveness`, if any, reports other ranks' failures, until detach().
+  DeviceLiveness(std::shared_ptr<device::Device> device, const Liveness* liveness, int rank, double timeout_s)
+      : device_(std::move(device)), liveness_(liveness), rank_(rank), timeout_s_(timeout_s) {}
 
   device::Device& device() const { return *device_; }
   /// Puts `event` on the stream of that native handle.
   void record(std::uintptr_t stream, device::Event& event);
   /// Makes that stream wait for `event`. Throws CudaError, and what has kept another rank from doing its part.
-  void order(std::uintptr_t stream, device::Event& event, const Header& during);
+  void order(std::uintptr_t stream, device::Event& event, const Signature& during);
   /// Blocks. Throws PeerLost, Timeout, CudaError, or Error (closed here, failed elsewhere).
-  void wait(device::Event& event, const Header& during);
+  void wait(device::Event& event, const Signature& during);
 
   void close() noexcept { closing_ = true; }
   void suspend_deadline(bool suspended) noexcept { suspended_ = suspended; }
@@ -44,12 +44,12 @@ class DeviceWatch {
  private:
   struct Look;
   device::Stream& caller_stream(std::uintptr_t native);
-  void look_around(Look& look, const Header& during);
-  std::exception_ptr failure(const Header& during);
+  void look_around(Look& look, const Signature& during);
+  std::exception_ptr failure(const Signature& during);
 
   const std::shared_ptr<device::Device> device_;
-  std::mutex watch_mutex_;
-  const Watch* watch_;
+  std::mutex liveness_mutex_;
+  const Liveness* liveness_;
   const int rank_;
   const double timeout_s_;
   std::atomic<bool> closing_{false}, suspended_{false};
@@ -59,8 +59,10 @@ class DeviceWatch {
 
 class Ticket final : public DeviceTail {
  public:
-  explicit Ticket(std::shared_ptr<DeviceWatch> watch)
-      : watch_(std::move(watch)), ready_(watch_->device().make_event()), end_(watch_->device().make_event()) {}
+  explicit Ticket(std::shared_ptr<DeviceLiveness> liveness)
+      : liveness_(std::move(liveness)),
+        ready_(liveness_->device().make_event()),
+        end_(liveness_->device().make_event()) {}
 
   /// On the caller's thread: what its stream has been given by now comes before the operation.
   void called(std::uintptr_t stream) noexcept;
@@ -72,7 +74,7 @@ class Ticket final : public DeviceTail {
   void drop() noexcept override;
   bool done() noexcept override;
 
-  Header header;  ///< for messages
+  Signature signature;  ///< for messages
 
  private:
   /// One use by a Work: over before called() of the ticket's next life, which sees only that nobody holds it.
@@ -80,7 +82,7 @@ class Ticket final : public DeviceTail {
     std::mutex& mutex;
     ~Use() { const std::lock_guard lock(mutex); }
   };
-  const std::shared_ptr<DeviceWatch> watch_;
+  const std::shared_ptr<DeviceLiveness> liveness_;
   const std::unique_ptr<device::Event> ready_, end_;
   std::uintptr_t stream_ = 0;
   std::exception_ptr failed_;
@@ -90,7 +92,7 @@ class Ticket final : public DeviceTail {
 
 class TicketPool {
  public:
-  explicit TicketPool(std::shared_ptr<DeviceWatch> watch) : watch_(std::move(watch)) {}
+  explicit TicketPool(std::shared_ptr<DeviceLiveness> liveness) : liveness_(std::move(liveness)) {}
   /// Engine::prepare: gives the operation a ticket as its tail.
   void prepare(Operation& operation, const Call& call) noexcept;
   /// The one that it has got. Throws CudaError if it could not.
@@ -99,7 +101,7 @@ class TicketPool {
  private:
   std::shared_ptr<Ticket> take();
 
-  const std::shared_ptr<DeviceWatch> watch_;
+  const std::shared_ptr<DeviceLiveness> liveness_;
   std::mutex mutex_;
   std::vector<std::shared_ptr<Ticket>> all_;
   std::size_t next_ = 0;

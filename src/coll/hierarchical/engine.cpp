@@ -36,25 +36,25 @@ class HostBuffer final : public SymmetricBuffer {
 }  // namespace
 
 void HierarchicalEngine::work(Operation& operation) {
-  const Header& header = operation.header;
+  const Signature& signature = operation.signature;
   items_ = operation.items.all();
-  switch (header.kind) {
+  switch (signature.kind) {
     case OpKind::all_reduce:
-      return all_reduce(header, items_);
+      return all_reduce(signature, items_);
     case OpKind::reduce:
-      return reduce(header, items_);
+      return reduce(signature, items_);
     case OpKind::reduce_scatter:
-      return reduce_scatter(header, items_);
+      return reduce_scatter(signature, items_);
     case OpKind::all_gather:
-      return all_gather(header, items_);
+      return all_gather(signature, items_);
     case OpKind::broadcast:
-      return broadcast(header);
+      return broadcast(signature);
     case OpKind::gather:
-      return gather(header, items_);
+      return gather(signature, items_);
     case OpKind::scatter:
-      return scatter(header, items_);
+      return scatter(signature, items_);
     case OpKind::all_to_all:
-      return all_to_all(header, items_);
+      return all_to_all(signature, items_);
     case OpKind::allocate:
     case OpKind::allocate_shared:
       return allocate(operation);
@@ -64,12 +64,12 @@ void HierarchicalEngine::work(Operation& operation) {
 }
 
 /// What does not divide by the places of a host (less than that of each tensor) goes along as one more tensor.
-void HierarchicalEngine::all_reduce(const Header& header, std::span<const Item> items) {
-  LinkReduce reduce(header, world_size());
+void HierarchicalEngine::all_reduce(const Signature& signature, std::span<const Item> items) {
+  TcpReduce reduce(signature, world_size());
   const DType wide = reduce.partial();
-  const ReduceOp op = header.op == ReduceOp::avg ? ReduceOp::sum : header.op;
-  const std::size_t size = size_of(header.dtype), wide_size = size_of(wide),
-                    me = static_cast<std::size_t>(two_.place());
+  const ReduceOp op = signature.op == ReduceOp::avg ? ReduceOp::sum : signature.op;
+  const std::size_t size = size_of(signature.dtype), wide_size = size_of(wide),
+                    me = static_cast<std::size_t>(topology_.place());
   std::size_t parts = 0, rest = 0;
   for (const Item& item : items) parts += item.count / places_, rest += item.count % places_;
   const std::size_t rest_part = (rest + places_ - 1) / places_;
@@ -96,52 +96,52 @@ void HierarchicalEngine::all_reduce(const Header& header, std::span<const Item> 
   };
 
   each_tail([](std::byte* tensor, std::byte* tail, std::size_t nbytes) { copy_bytes(tail, tensor, nbytes); });
-  two_.begin(OpKind::reduce_scatter, header.dtype, wide, op);
+  topology_.begin(OpKind::reduce_scatter, signature.dtype, wide, op);
   each_part([&](std::byte* whole, std::byte* part, std::size_t count, const Allocation* home) {
-    two_.add({.in = whole, .out = part, .count = count, .in_home = home});
+    topology_.add({.in = whole, .out = part, .count = count, .in_home = home});
   });
-  two_.keep_places(rest == 0, false);
-  two_.run_on_host();
+  topology_.keep_places(rest == 0, false);
+  topology_.run_on_host();
 
-  two_.begin(OpKind::all_reduce, wide, wide, op);
-  two_.add({.in = own, .out = own, .count = parts + rest_part});
-  two_.run_between_hosts();
+  topology_.begin(OpKind::all_reduce, wide, wide, op);
+  topology_.add({.in = own, .out = own, .count = parts + rest_part});
+  topology_.run_between_hosts();
 
   each_part([&](std::byte* whole, std::byte* part, std::size_t count, const Allocation*) {
     if (count > 0) reduce.finish(whole + me * count * size, part, count);
   });
-  two_.begin(OpKind::all_gather, header.dtype);
+  topology_.begin(OpKind::all_gather, signature.dtype);
   each_part([&](std::byte* whole, std::byte*, std::size_t count, const Allocation* home) {
-    two_.add({.in = whole + me * count * size, .out = whole, .count = count, .in_home = home, .out_home = home});
+    topology_.add({.in = whole + me * count * size, .out = whole, .count = count, .in_home = home, .out_home = home});
   });
-  two_.keep_places(false, rest == 0);
-  two_.run_on_host();
+  topology_.keep_places(false, rest == 0);
+  topology_.run_on_host();
   each_tail([](std::byte* tensor, std::byte* tail, std::size_t nbytes) { copy_bytes(tensor, tail, nbytes); });
 }
 
-void HierarchicalEngine::reduce(const Header& header, std::span<const Item> items) {
-  const std::size_t size = size_of(header.dtype), total = total_of(items);
+void HierarchicalEngine::reduce(const Signature& signature, std::span<const Item> items) {
+  const std::size_t size = size_of(signature.dtype), total = total_of(items);
   std::byte* const sums = second_.room(total * size);
   std::size_t at = 0;
   for (const Item& item : items) copy_bytes(sums + at * size, item.in, item.count * size), at += item.count;
   const Item whole{.in = sums, .out = sums, .count = total};
-  all_reduce(header, {&whole, 1});
-  if (header.root != rank()) return;
+  all_reduce(signature, {&whole, 1});
+  if (signature.root != rank()) return;
   at = 0;
   for (const Item& item : items) copy_bytes(item.out, sums + at * size, item.count * size), at += item.count;
 }
 
-void HierarchicalEngine::reduce_scatter(const Header& header, std::span<const Item> items) {
-  LinkReduce reduce(header, world_size());
+void HierarchicalEngine::reduce_scatter(const Signature& signature, std::span<const Item> items) {
+  TcpReduce reduce(signature, world_size());
   const DType wide = reduce.partial();
-  const ReduceOp op = header.op == ReduceOp::avg ? ReduceOp::sum : header.op;
-  const std::size_t size = size_of(header.dtype), wide_size = size_of(wide), total = total_of(items);
-  const bool in_blocks = two_.map().in_blocks;
+  const ReduceOp op = signature.op == ReduceOp::avg ? ReduceOp::sum : signature.op;
+  const std::size_t size = size_of(signature.dtype), wide_size = size_of(wide), total = total_of(items);
+  const bool in_blocks = topology_.map().in_blocks;
   std::byte* const sums = first_.room(total * hosts_ * wide_size + total * wide_size);  // [item][host], own result
   std::byte* const result = sums + total * hosts_ * wide_size;
   std::byte* const packed = in_blocks ? nullptr : second_.room(total * hosts_ * places_ * size);
 
-  two_.begin(OpKind::reduce_scatter, header.dtype, wide, op);
+  topology_.begin(OpKind::reduce_scatter, signature.dtype, wide, op);
   std::size_t at = 0;
   for (const Item& item : items) {
     const std::byte* in = item.in;
@@ -154,22 +154,22 @@ void HierarchicalEngine::reduce_scatter(const Header& header, std::span<const It
       in = to;
     }
     for (std::size_t h = 0; h < hosts_; ++h)
-      two_.add({.in = in + h * places_ * item.count * size,
-                .out = sums + (at * hosts_ + h * item.count) * wide_size,
-                .count = item.count,
-                .in_home = in_blocks ? item.in_home : nullptr});
+      topology_.add({.in = in + h * places_ * item.count * size,
+                     .out = sums + (at * hosts_ + h * item.count) * wide_size,
+                     .count = item.count,
+                     .in_home = in_blocks ? item.in_home : nullptr});
     at += item.count;
   }
-  two_.keep_places(in_blocks, false);
-  two_.run_on_host();
+  topology_.keep_places(in_blocks, false);
+  topology_.run_on_host();
 
-  two_.begin(OpKind::reduce_scatter, wide, wide, op);
+  topology_.begin(OpKind::reduce_scatter, wide, wide, op);
   at = 0;
   for (const Item& item : items) {
-    two_.add({.in = sums + at * hosts_ * wide_size, .out = result + at * wide_size, .count = item.count});
+    topology_.add({.in = sums + at * hosts_ * wide_size, .out = result + at * wide_size, .count = item.count});
     at += item.count;
   }
-  two_.run_between_hosts();
+  topology_.run_between_hosts();
   at = 0;
   for (const Item& item : items) {
     if (item.count > 0) reduce.finish(item.out, result + at * wide_size, item.count);
@@ -177,33 +177,33 @@ void HierarchicalEngine::reduce_scatter(const Header& header, std::span<const It
   }
 }
 
-void HierarchicalEngine::all_gather(const Header& header, std::span<const Item> items) {
-  const std::size_t size = size_of(header.dtype), total = total_of(items);
-  const bool in_blocks = two_.map().in_blocks;
+void HierarchicalEngine::all_gather(const Signature& signature, std::span<const Item> items) {
+  const std::size_t size = size_of(signature.dtype), total = total_of(items);
+  const bool in_blocks = topology_.map().in_blocks;
   std::byte* const group = first_.room(total * hosts_ * size);  // [item][host]
   std::byte* const packed = in_blocks ? nullptr : second_.room(total * hosts_ * places_ * size);
 
-  two_.begin(OpKind::all_gather, header.dtype);
+  topology_.begin(OpKind::all_gather, signature.dtype);
   std::size_t at = 0;
   for (const Item& item : items) {
-    two_.add({.in = item.in, .out = group + at * hosts_ * size, .count = item.count});
+    topology_.add({.in = item.in, .out = group + at * hosts_ * size, .count = item.count});
     at += item.count;
   }
-  two_.run_between_hosts();
+  topology_.run_between_hosts();
 
-  two_.begin(OpKind::all_gather, header.dtype);
+  topology_.begin(OpKind::all_gather, signature.dtype);
   at = 0;
   for (const Item& item : items) {
     std::byte* const out = in_blocks ? item.out : packed + at * hosts_ * places_ * size;
     for (std::size_t h = 0; h < hosts_; ++h)
-      two_.add({.in = group + (at * hosts_ + h * item.count) * size,
-                .out = out + h * places_ * item.count * size,
-                .count = item.count,
-                .out_home = in_blocks ? item.out_home : nullptr});
+      topology_.add({.in = group + (at * hosts_ + h * item.count) * size,
+                     .out = out + h * places_ * item.count * size,
+                     .count = item.count,
+                     .out_home = in_blocks ? item.out_home : nullptr});
     at += item.count;
   }
-  two_.keep_places(false, in_blocks);
-  two_.run_on_host();
+  topology_.keep_places(false, in_blocks);
+  topology_.run_on_host();
   at = 0;
   for (const Item& item : items) {
     for (std::size_t h = 0; h < hosts_ && !in_blocks; ++h)
@@ -214,52 +214,52 @@ void HierarchicalEngine::all_gather(const Header& header, std::span<const Item> 
   }
 }
 
-void HierarchicalEngine::broadcast(const Header& header) {
+void HierarchicalEngine::broadcast(const Signature& signature) {
   const auto all = [&](int root) {
-    two_.begin(OpKind::broadcast, header.dtype, root);
-    for (const Item& item : items_) two_.add(item);
-    two_.keep_places(true, true);
+    topology_.begin(OpKind::broadcast, signature.dtype, root);
+    for (const Item& item : items_) topology_.add(item);
+    topology_.keep_places(true, true);
   };
-  if (two_.place() == place_of(header.root)) {
-    all(host_of(header.root));
-    two_.run_between_hosts();
+  if (topology_.place() == place_of(signature.root)) {
+    all(host_of(signature.root));
+    topology_.run_between_hosts();
   } else {
     compare_between_hosts();
   }
-  all(place_of(header.root));
-  two_.run_on_host();
+  all(place_of(signature.root));
+  topology_.run_on_host();
 }
 
 /// Refused on one host is refused on all.
 void HierarchicalEngine::allocate(Operation& operation) {
   AllocateResult& result = *operation.allocate;
-  const bool shared = operation.header.kind == OpKind::allocate_shared;
+  const bool shared = operation.signature.kind == OpKind::allocate_shared;
   if (shared && hosts_ > 1) {
     compare_between_hosts();
     result.refused =
         std::make_exception_ptr(Unsupported("allocate_shared: the ranks run on several hosts, which share no memory"));
     return;
   }
-  Operation& part = two_.begin(operation.header.kind, DType::uint8);
-  part.header.count = operation.header.count;
+  Operation& part = topology_.begin(operation.signature.kind, DType::uint8);
+  part.signature.count = operation.signature.count;
   part.allocate = &result;
-  two_.run_on_host();
+  topology_.run_on_host();
   std::int32_t refused = result.refused ? 1 : 0;
-  two_.begin(OpKind::all_reduce, DType::int32, DType::int32, ReduceOp::max);
+  topology_.begin(OpKind::all_reduce, DType::int32, DType::int32, ReduceOp::max);
   auto* const flag = reinterpret_cast<std::byte*>(&refused);
-  two_.add({.in = flag, .out = flag, .count = 1});
-  two_.run_between_hosts();
+  topology_.add({.in = flag, .out = flag, .count = 1});
+  topology_.run_between_hosts();
   if (result.buffer && refused == 0) {
-    result.buffer = std::make_shared<HostBuffer>(std::move(result.buffer), two_.map(), two_.host());
+    result.buffer = std::make_shared<HostBuffer>(std::move(result.buffer), topology_.map(), topology_.host());
   } else if (result.buffer) {
     result.buffer.reset();
-    result.refused = std::make_exception_ptr(
-        AllocationRefused(ENOMEM, text("allocating ", operation.header.count, " bytes was refused on another host")));
+    result.refused = std::make_exception_ptr(AllocationRefused(
+        ENOMEM, text("allocating ", operation.signature.count, " bytes was refused on another host")));
   }
 }
 
 std::unique_ptr<Communicator> create_hierarchical(std::shared_ptr<net::Mesh> mesh, std::shared_ptr<net::Mesh> host_mesh,
-                                                  std::vector<int> host_of_rank, std::vector<LinkSockets> links,
+                                                  std::vector<int> host_of_rank, std::vector<PeerSockets> links,
                                                   HierarchicalOptions options) {
   if (!mesh || !host_mesh) throw InvalidArgument("create_hierarchical: no mesh");
   if (host_of_rank.size() != static_cast<std::size_t>(mesh->world_size()))
@@ -274,7 +274,7 @@ std::unique_ptr<Communicator> create_hierarchical(std::shared_ptr<net::Mesh> mes
   for (std::size_t r = 0; r < links.size() && r < map.place.size(); ++r)
     wanted.push_back(r != rank && map.place[r] == map.place[rank]);
   check_links(links, wanted, mesh->rank(), true);
-  const auto shared = std::make_shared<std::vector<LinkSockets>>(std::move(links));  // a factory must be copyable
+  const auto shared = std::make_shared<std::vector<PeerSockets>>(std::move(links));  // a factory must be copyable
   return make_communicator(once(
       [mesh = std::move(mesh), host_mesh = std::move(host_mesh), map, shared, options](SymmetricMemory& symmetric) {
         return std::make_unique<HierarchicalEngine>(mesh, host_mesh, map, std::move(*shared), options, symmetric);

@@ -1,7 +1,7 @@
 // HierarchicalEngine: shared memory inside of each host, links between hosts (decision D2).
 //
-// [Note: two levels] A rank has a place on its host; the ranks of one place on all hosts are a LinkGroup, those of one
-// host a HostEngine. First the host's ranks compare their operations (an all_gather of headers), then each group
+// [Note: two levels] A rank has a place on its host; the ranks of one place on all hosts are a TcpGroup, those of one
+// host a ShmEngine. First the host's ranks compare their operations (an all_gather of signatures), then each group
 // compares them between hosts; then data moves, N elements per rank, g ranks on each of H hosts, P = g H:
 //   all_reduce       reduce_scatter on the host, all_reduce of the N/g own in the group, all_gather on the host:
 //                    2 N/g (H-1)/H between hosts per rank (2-byte floats: in fp32, rounded once at the end)
@@ -25,7 +25,7 @@
 namespace zcomm::coll {
 
 struct HierarchicalOptions {
-  LinkOptions link;
+  TcpOptions link;
   std::size_t slot_nbytes = CommOptions{}.slot_nbytes;  ///< of the shared-memory part
   int slot_count = CommOptions{}.slot_count;
 };
@@ -35,7 +35,7 @@ struct HierarchicalOptions {
 /// rank's place on the other hosts, to all others one for messages (without, send and recv with them are Unsupported,
 /// and some errors are less exact). Throws InvalidArgument for uneven hosts.
 std::unique_ptr<Communicator> create_hierarchical(std::shared_ptr<net::Mesh> mesh, std::shared_ptr<net::Mesh> host_mesh,
-                                                  std::vector<int> host_of_rank, std::vector<LinkSockets> links,
+                                                  std::vector<int> host_of_rank, std::vector<PeerSockets> links,
                                                   HierarchicalOptions options = {});
 
 }  // namespace zcomm::coll

@@ -6,25 +6,25 @@
 
 namespace zcomm::coll {
 
-void HierarchicalEngine::gather(const Header& header, std::span<const Item> items) {
-  const std::size_t size = size_of(header.dtype), total = total_of(items), row = total * hosts_;
-  const bool at_root = two_.host() == host_of(header.root);
+void HierarchicalEngine::gather(const Signature& signature, std::span<const Item> items) {
+  const std::size_t size = size_of(signature.dtype), total = total_of(items), row = total * hosts_;
+  const bool at_root = topology_.host() == host_of(signature.root);
   std::byte* const group = first_.room(row * size);  // [item][host], on the root's host
-  two_.begin(OpKind::gather, header.dtype, host_of(header.root));
+  topology_.begin(OpKind::gather, signature.dtype, host_of(signature.root));
   std::size_t at = 0;
   for (const Item& item : items) {
-    two_.add({.in = item.in, .out = at_root ? group + at * hosts_ * size : nullptr, .count = item.count});
+    topology_.add({.in = item.in, .out = at_root ? group + at * hosts_ * size : nullptr, .count = item.count});
     at += item.count;
   }
-  two_.run_between_hosts();
+  topology_.run_between_hosts();
   if (!at_root) return;
   std::byte* const all = second_.room(row * places_ * size);  // [place][item][host]
-  two_.begin(OpKind::all_gather, header.dtype);
-  two_.add({.in = group, .out = all, .count = row});
-  two_.run_on_host();
+  topology_.begin(OpKind::all_gather, signature.dtype);
+  topology_.add({.in = group, .out = all, .count = row});
+  topology_.run_on_host();
   at = 0;
   for (const Item& item : items) {
-    for (std::size_t h = 0; h < hosts_ && header.root == rank(); ++h)
+    for (std::size_t h = 0; h < hosts_ && signature.root == rank(); ++h)
       for (std::size_t p = 0; p < places_; ++p)
         copy_bytes(item.out + rank_at(h, p) * item.count * size, all + (p * row + at * hosts_ + h * item.count) * size,
                    item.count * size);
@@ -32,12 +32,12 @@ void HierarchicalEngine::gather(const Header& header, std::span<const Item> item
   }
 }
 
-void HierarchicalEngine::scatter(const Header& header, std::span<const Item> items) {
-  const std::size_t size = size_of(header.dtype), total = total_of(items), row = total * hosts_;
-  const bool at_root = two_.host() == host_of(header.root);
+void HierarchicalEngine::scatter(const Signature& signature, std::span<const Item> items) {
+  const std::size_t size = size_of(signature.dtype), total = total_of(items), row = total * hosts_;
+  const bool at_root = topology_.host() == host_of(signature.root);
   std::byte* const all = second_.room(at_root ? row * places_ * size : 0);  // [place][item][host]
   std::size_t at = 0;
-  if (header.root == rank()) {
+  if (signature.root == rank()) {
     for (const Item& item : items) {
       for (std::size_t h = 0; h < hosts_; ++h)
         for (std::size_t p = 0; p < places_; ++p)
@@ -47,33 +47,33 @@ void HierarchicalEngine::scatter(const Header& header, std::span<const Item> ite
     }
   }
   if (at_root) {
-    two_.begin(OpKind::broadcast, header.dtype, place_of(header.root));
-    two_.add({.in = all, .out = all, .count = row * places_});
-    two_.run_on_host();
+    topology_.begin(OpKind::broadcast, signature.dtype, place_of(signature.root));
+    topology_.add({.in = all, .out = all, .count = row * places_});
+    topology_.run_on_host();
   }
-  const std::byte* const mine = all + (at_root ? static_cast<std::size_t>(two_.place()) * row * size : 0);
-  two_.begin(OpKind::scatter, header.dtype, host_of(header.root));
+  const std::byte* const mine = all + (at_root ? static_cast<std::size_t>(topology_.place()) * row * size : 0);
+  topology_.begin(OpKind::scatter, signature.dtype, host_of(signature.root));
   at = 0;
   for (const Item& item : items) {
-    two_.add({.in = at_root ? mine + at * hosts_ * size : nullptr, .out = item.out, .count = item.count});
+    topology_.add({.in = at_root ? mine + at * hosts_ * size : nullptr, .out = item.out, .count = item.count});
     at += item.count;
   }
-  two_.run_between_hosts();
+  topology_.run_between_hosts();
 }
 
 /// Everybody learns all counts first: so all find the same mismatch, and know what comes by way of whom.
-void HierarchicalEngine::all_to_all(const Header& header, std::span<const Item> items) {
+void HierarchicalEngine::all_to_all(const Signature& signature, std::span<const Item> items) {
   const std::size_t world = hosts_ * places_, row = 2 * world;
-  const auto host = static_cast<std::size_t>(two_.host()), place = static_cast<std::size_t>(two_.place());
+  const auto host = static_cast<std::size_t>(topology_.host()), place = static_cast<std::size_t>(topology_.place());
   std::vector<std::uint64_t> mine(row), beside(row * places_), all(row * world);  // all: [host][place]
   for (std::size_t q = 0; q < world; ++q) mine[q] = items[q].count, mine[world + q] = items[q].out_count;
   const auto bytes = [](std::vector<std::uint64_t>& from) { return reinterpret_cast<std::byte*>(from.data()); };
-  two_.begin(OpKind::all_gather, DType::int64);
-  two_.add({.in = bytes(mine), .out = bytes(beside), .count = row});
-  two_.run_on_host();
-  two_.begin(OpKind::all_gather, DType::int64);
-  two_.add({.in = bytes(beside), .out = bytes(all), .count = row * places_});
-  two_.run_between_hosts();
+  topology_.begin(OpKind::all_gather, DType::int64);
+  topology_.add({.in = bytes(mine), .out = bytes(beside), .count = row});
+  topology_.run_on_host();
+  topology_.begin(OpKind::all_gather, DType::int64);
+  topology_.add({.in = bytes(beside), .out = bytes(all), .count = row * places_});
+  topology_.run_between_hosts();
   const auto row_of = [&](std::size_t h, std::size_t p) { return all.data() + (h * places_ + p) * row; };
   const auto row_of_rank = [&](std::size_t r) {
     return row_of(static_cast<std::size_t>(host_of(static_cast<int>(r))),
@@ -82,11 +82,11 @@ void HierarchicalEngine::all_to_all(const Header& header, std::span<const Item> 
   for (std::size_t from = 0; from < world; ++from)
     for (std::size_t to = 0; to < world; ++to)
       if (row_of_rank(from)[to] != row_of_rank(to)[world + from])
-        throw CollectiveMismatch(text(describe(header), ": rank ", from, " sends ", row_of_rank(from)[to],
+        throw CollectiveMismatch(text(describe(signature), ": rank ", from, " sends ", row_of_rank(from)[to],
                                       " elements to rank ", to, ", which expects ", row_of_rank(to)[world + from]));
 
   // On the host: to each place what is for that place of any host. Then between hosts, from all places together.
-  const std::size_t size = size_of(header.dtype);
+  const std::size_t size = size_of(signature.dtype);
   const auto count = [&](std::size_t h, std::size_t p, std::size_t to_h, std::size_t to_p) {
     return static_cast<std::size_t>(row_of(h, p)[rank_at(to_h, to_p)]);
   };
@@ -96,7 +96,7 @@ void HierarchicalEngine::all_to_all(const Header& header, std::span<const Item> 
       sent += count(host, place, h, p), passed += count(host, p, h, place), came += count(h, p, host, place);
   std::byte* out = first_.room((sent + passed) * size);
   std::byte* in = out + sent * size;
-  two_.begin(OpKind::all_to_all, header.dtype);
+  topology_.begin(OpKind::all_to_all, signature.dtype);
   for (std::size_t p = 0; p < places_; ++p) {
     Item item{.in = out, .out = in};
     for (std::size_t h = 0; h < hosts_; ++h) {
@@ -107,13 +107,13 @@ void HierarchicalEngine::all_to_all(const Header& header, std::span<const Item> 
       item.out_count += count(host, p, h, place);
     }
     in += item.out_count * size;
-    two_.add(item);
+    topology_.add(item);
   }
-  two_.run_on_host();
+  topology_.run_on_host();
 
   std::byte* group_out = second_.room((passed + came) * size);
   std::byte* group_in = group_out + passed * size;
-  two_.begin(OpKind::all_to_all, header.dtype);
+  topology_.begin(OpKind::all_to_all, signature.dtype);
   for (std::size_t h = 0; h < hosts_; ++h) {
     Item item{.in = group_out, .out = group_in};
     const std::byte* from = first_.room(0) + sent * size;  // [place][host]
@@ -130,9 +130,9 @@ void HierarchicalEngine::all_to_all(const Header& header, std::span<const Item> 
       item.out_count += count(h, p, host, place);
     }
     group_in += item.out_count * size;
-    two_.add(item);
+    topology_.add(item);
   }
-  two_.run_between_hosts();
+  topology_.run_between_hosts();
   const std::byte* from = second_.room(0) + passed * size;  // [host][place]
   for (std::size_t h = 0; h < hosts_; ++h) {
     for (std::size_t p = 0; p < places_; ++p) {

@@ -29,55 +29,56 @@ inline void copy_bytes(std::byte* to, const std::byte* from, std::size_t nbytes)
 class HierarchicalEngine final : public Engine {
  public:
   HierarchicalEngine(std::shared_ptr<net::Mesh> mesh, std::shared_ptr<net::Mesh> host_mesh, HostMap map,
-                     std::vector<LinkSockets> links, const HierarchicalOptions& options, SymmetricMemory& symmetric)
-      : two_(std::move(mesh), std::move(host_mesh), std::move(map), std::move(links), options, symmetric),
-        hosts_(static_cast<std::size_t>(two_.map().hosts())),
-        places_(static_cast<std::size_t>(two_.map().places())) {}
+                     std::vector<PeerSockets> links, const HierarchicalOptions& options, SymmetricMemory& symmetric)
+      : topology_(std::move(mesh), std::move(host_mesh), std::move(map), std::move(links), options, symmetric),
+        hosts_(static_cast<std::size_t>(topology_.map().hosts())),
+        places_(static_cast<std::size_t>(topology_.map().places())) {}
 
-  int rank() const override { return two_.rank(); }
-  int world_size() const override { return two_.map().world_size(); }
-  Messenger& messenger() override { return two_.group().messenger(); }
-  void close() noexcept override { two_.close(); }
-  double timeout_s() const override { return two_.timeout_s(); }
+  int rank() const override { return topology_.rank(); }
+  int world_size() const override { return topology_.map().world_size(); }
+  Messenger& messenger() override { return topology_.group().messenger(); }
+  void close() noexcept override { topology_.close(); }
+  double timeout_s() const override { return topology_.timeout_s(); }
   void suspend_deadline(bool suspended) override {
-    two_.host_engine().suspend_deadline(suspended);
-    two_.group().suspend_deadline(suspended);
+    topology_.host_engine().suspend_deadline(suspended);
+    topology_.group().suspend_deadline(suspended);
   }
   std::size_t nbytes() const override {
-    return two_.host_engine().nbytes() + two_.group().nbytes() + first_.nbytes() + second_.nbytes() + tails_.nbytes();
+    return topology_.host_engine().nbytes() + topology_.group().nbytes() + first_.nbytes() + second_.nbytes() +
+           tails_.nbytes();
   }
 
   void run(Operation& operation) override {
     try {
-      two_.enter(operation);
+      topology_.enter(operation);
       work(operation);
     } catch (...) {
-      two_.fail();
+      topology_.fail();
     }
   }
 
  private:
   void work(Operation& operation);
-  void all_reduce(const Header& header, std::span<const Item> items);
-  void reduce(const Header& header, std::span<const Item> items);
-  void reduce_scatter(const Header& header, std::span<const Item> items);
-  void all_gather(const Header& header, std::span<const Item> items);
-  void broadcast(const Header& header);
-  void gather(const Header& header, std::span<const Item> items);
-  void scatter(const Header& header, std::span<const Item> items);
-  void all_to_all(const Header& header, std::span<const Item> items);
+  void all_reduce(const Signature& signature, std::span<const Item> items);
+  void reduce(const Signature& signature, std::span<const Item> items);
+  void reduce_scatter(const Signature& signature, std::span<const Item> items);
+  void all_gather(const Signature& signature, std::span<const Item> items);
+  void broadcast(const Signature& signature);
+  void gather(const Signature& signature, std::span<const Item> items);
+  void scatter(const Signature& signature, std::span<const Item> items);
+  void all_to_all(const Signature& signature, std::span<const Item> items);
   void allocate(Operation& operation);
   void compare_between_hosts() {
-    two_.begin(OpKind::barrier, DType::uint8);
-    two_.run_between_hosts();
+    topology_.begin(OpKind::barrier, DType::uint8);
+    topology_.run_between_hosts();
   }
-  int host_of(int rank) const { return two_.map().host[static_cast<std::size_t>(rank)]; }
-  int place_of(int rank) const { return two_.map().place[static_cast<std::size_t>(rank)]; }
+  int host_of(int rank) const { return topology_.map().host[static_cast<std::size_t>(rank)]; }
+  int place_of(int rank) const { return topology_.map().place[static_cast<std::size_t>(rank)]; }
   std::size_t rank_at(std::size_t host, std::size_t place) const {
-    return static_cast<std::size_t>(two_.map().rank(host, place));
+    return static_cast<std::size_t>(topology_.map().rank(host, place));
   }
 
-  TwoLevels two_;
+  Topology topology_;
   const std::size_t hosts_, places_;
   Scratch first_, second_, tails_;
   std::span<const Item> items_;

@@ -44,8 +44,8 @@ HostMap::HostMap(const std::vector<int>& host_of_rank) : place(host_of_rank.size
   }
 }
 
-TwoLevels::TwoLevels(std::shared_ptr<net::Mesh> mesh, std::shared_ptr<net::Mesh> host_mesh, HostMap map,
-                     std::vector<LinkSockets> links, const HierarchicalOptions& options, SymmetricMemory& symmetric)
+Topology::Topology(std::shared_ptr<net::Mesh> mesh, std::shared_ptr<net::Mesh> host_mesh, HostMap map,
+                   std::vector<PeerSockets> links, const HierarchicalOptions& options, SymmetricMemory& symmetric)
     : mesh_(std::move(mesh)),
       map_(std::move(map)),
       rank_(mesh_->rank()),
@@ -54,65 +54,66 @@ TwoLevels::TwoLevels(std::shared_ptr<net::Mesh> mesh, std::shared_ptr<net::Mesh>
       group_(mesh_, group_members(), std::move(links), options.link),
       gathered_(static_cast<std::size_t>(map_.places())) {}
 
-std::vector<int> TwoLevels::group_members() const {
+std::vector<int> Topology::group_members() const {
   std::vector<int> members;
   for (int h = 0; h < map_.hosts(); ++h)
     members.push_back(map_.rank(static_cast<std::size_t>(h), static_cast<std::size_t>(place())));
   return members;
 }
 
-Operation& TwoLevels::begin(OpKind kind, DType dtype, DType out_dtype, ReduceOp op, int root) {
+Operation& Topology::begin(OpKind kind, DType dtype, DType out_dtype, ReduceOp op, int root) {
   part_.items.clear();
-  part_.header = Header{};
-  Header& header = part_.header;
-  header.kind = kind, header.dtype = dtype, header.out_dtype = out_dtype, header.op = op, header.root = root;
+  part_.signature = Signature{};
+  Signature& signature = part_.signature;
+  signature.kind = kind, signature.dtype = dtype, signature.out_dtype = out_dtype, signature.op = op,
+  signature.root = root;
   keep_in_ = keep_out_ = false;
   return part_;
 }
 
-/// Completes the header as coll/operation.cpp does.
-void TwoLevels::run_part(int own, int ranks) {
-  Header& header = part_.header;
-  if (header.kind == OpKind::all_to_all) {
-    header.buffers = static_cast<std::uint32_t>(ranks);
-    set_splits(header, own, part_.items.all());
+/// Completes the signature as coll/operation.cpp does.
+void Topology::run_part(int own, int ranks) {
+  Signature& signature = part_.signature;
+  if (signature.kind == OpKind::all_to_all) {
+    signature.buffers = static_cast<std::uint32_t>(ranks);
+    set_splits(signature, own, part_.items.all());
   }
   for (const Item& item : part_.items.all()) {
-    if (header.kind == OpKind::all_to_all) break;
-    const std::size_t count = in_place(header.kind) ? item.count : item.count * static_cast<std::size_t>(ranks);
-    if (header.buffers < Header::kShownCounts) header.counts[header.buffers] = count;
-    header.counts_hash = mix(header.counts_hash, count);
-    header.count += count;
-    ++header.buffers;
+    if (signature.kind == OpKind::all_to_all) break;
+    const std::size_t count = in_place(signature.kind) ? item.count : item.count * static_cast<std::size_t>(ranks);
+    if (signature.buffers < Signature::kShownCounts) signature.counts[signature.buffers] = count;
+    signature.counts_hash = mix(signature.counts_hash, count);
+    signature.count += count;
+    ++signature.buffers;
   }
-  header.place_in = keep_in_ ? header_.place_in : 0;
-  header.place_out = keep_out_ ? header_.place_out : 0;
-  seal(header);
+  signature.place_in = keep_in_ ? signature_.place_in : 0;
+  signature.place_out = keep_out_ ? signature_.place_out : 0;
+  seal(signature);
 }
 
-void TwoLevels::enter(Operation& operation) {
-  operation.header.sequence = ++sequence_;
-  header_ = operation.header;
-  group_.fate().throw_if_set(describe(header_));
-  group_.post().set_entered(header_);
+void Topology::enter(Operation& operation) {
+  operation.signature.sequence = ++sequence_;
+  signature_ = operation.signature;
+  group_.failure().throw_if_set(describe(signature_));
+  group_.control().set_entered(signature_);
   begin(OpKind::all_gather, DType::uint8);
   Item item;
-  item.in = reinterpret_cast<const std::byte*>(&header_);
+  item.in = reinterpret_cast<const std::byte*>(&signature_);
   item.out = reinterpret_cast<std::byte*>(gathered_.data());
-  item.count = sizeof(Header);
+  item.count = sizeof(Signature);
   add(item);
   run_on_host();
   require_same(
-      map_.places(), [this](int p) -> const Header& { return gathered_[static_cast<std::size_t>(p)]; },
+      map_.places(), [this](int p) -> const Signature& { return gathered_[static_cast<std::size_t>(p)]; },
       map_.ranks[static_cast<std::size_t>(host())]);
 }
 
-void TwoLevels::fail() {
-  const std::string during = text(describe(header_), " (operation ", header_.sequence, ")");
-  LinkFate& fate = group_.fate();
+void Topology::fail() {
+  const std::string during = text(describe(signature_), " (operation ", signature_.sequence, ")");
+  TcpFailure& failure = group_.failure();
   const auto wait_for_news = [&] {
-    std::vector<pollfd> news{{fate.event(), POLLIN, 0}};
-    for (const net::Deadline certainty(kCertainty_s); !fate.is_set() && !certainty.passed();)
+    std::vector<pollfd> news{{failure.event(), POLLIN, 0}};
+    for (const net::Deadline certainty(kCertainty_s); !failure.is_set() && !certainty.passed();)
       net::wait_for(news, certainty);
   };
   const auto& beside = map_.ranks[static_cast<std::size_t>(host())];
@@ -135,17 +136,17 @@ void TwoLevels::fail() {
         FailureReport::Cause::late, rank_,
         text(during, ", among ranks ", net::list_ranks(beside), " of one host, there counted from 0: ", error.what()));
   } catch (const std::exception& error) {
-    if (group_.net().is_closing())
+    if (group_.sockets().is_closing())
       group_.fail(FailureReport::Cause::left, rank_, {});
     else
       group_.fail(FailureReport::Cause::failed, rank_, text(during, ": ", error.what()));
   }
   host_engine_.close();  // ends the waiting of others on this host
-  fate.throw_if_set(during);
+  failure.throw_if_set(during);
   throw;
 }
 
-void TwoLevels::close() noexcept {
+void Topology::close() noexcept {
   group_.close();
   host_engine_.close();
 }

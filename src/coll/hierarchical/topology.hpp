@@ -1,4 +1,4 @@
-// TwoLevels: where ranks are, the engines of both levels, and running parts of an operation on them.
+// Topology: where ranks are, the engines of both levels, and running parts of an operation on them.
 //
 // Invariant: every operation is compared on the host and then, by its first part between hosts, everywhere, before
 // data of another rank is used. Thread rule: the thread that runs the operation; close() from any.
@@ -27,10 +27,10 @@ struct HostMap {
   int rank(std::size_t of_host, std::size_t at_place) const { return ranks[of_host][at_place]; }
 };
 
-class TwoLevels {
+class Topology {
  public:
-  TwoLevels(std::shared_ptr<net::Mesh> mesh, std::shared_ptr<net::Mesh> host_mesh, HostMap map,
-            std::vector<LinkSockets> links, const HierarchicalOptions& options, SymmetricMemory& symmetric);
+  Topology(std::shared_ptr<net::Mesh> mesh, std::shared_ptr<net::Mesh> host_mesh, HostMap map,
+           std::vector<PeerSockets> links, const HierarchicalOptions& options, SymmetricMemory& symmetric);
 
   const HostMap& map() const { return map_; }
   int rank() const { return rank_; }
@@ -47,14 +47,14 @@ class TwoLevels {
   Operation& begin(OpKind kind, DType dtype, int root = -1) { return begin(kind, dtype, dtype, ReduceOp::sum, root); }
   void add(const Item& item) { part_.items.add(item, spares_); }
   void run_on_host() { run_part(place(), map_.places()), host_engine_.run(part_); }
-  void run_between_hosts() { run_part(host(), map_.hosts()), group_.run(part_, &header_); }
+  void run_between_hosts() { run_part(host(), map_.hosts()), group_.run(part_, &signature_); }
   /// The operation's own buffers stand for symmetric memory in this part too.
   void keep_places(bool in, bool out) { keep_in_ = in, keep_out_ = out; }
 
-  HostEngine& host_engine() { return host_engine_; }
-  const HostEngine& host_engine() const { return host_engine_; }
-  LinkGroup& group() { return group_; }
-  const LinkGroup& group() const { return group_; }
+  ShmEngine& host_engine() { return host_engine_; }
+  const ShmEngine& host_engine() const { return host_engine_; }
+  TcpGroup& group() { return group_; }
+  const TcpGroup& group() const { return group_; }
   void close() noexcept;
   double timeout_s() const { return timeout_s_; }
 
@@ -66,11 +66,11 @@ class TwoLevels {
   const HostMap map_;
   const int rank_;
   const double timeout_s_;
-  HostEngine host_engine_;
-  LinkGroup group_;
-  Header header_{};  // of the entered operation
+  ShmEngine host_engine_;
+  TcpGroup group_;
+  Signature signature_{};  // of the entered operation
   std::uint32_t sequence_ = 0;
-  std::vector<Header> gathered_;
+  std::vector<Signature> gathered_;
   Operation part_{};
   SpareItems spares_;
   bool keep_in_ = false, keep_out_ = false;

@@ -21,7 +21,7 @@ double cpu_seconds() {
 
 }  // namespace
 
-void SlotWriter::write(void* slot, const void* from, std::size_t nbytes) {
+void AdaptiveStore::write(void* slot, const void* from, std::size_t nbytes) {
   if (nbytes == 0) return;
   if (nbytes < kTimedFrom) {
     std::memcpy(slot, from, nbytes);
@@ -35,7 +35,7 @@ void SlotWriter::write(void* slot, const void* from, std::size_t nbytes) {
   learn(nbytes, cpu_seconds() - start);
 }
 
-void SlotWriter::learn(std::size_t nbytes, double seconds) {
+void AdaptiveStore::learn(std::size_t nbytes, double seconds) {
   const double bps = static_cast<double>(nbytes) / seconds;
   if (left_ > 0) --left_;
   if (streams_) {

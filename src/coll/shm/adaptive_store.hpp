@@ -1,5 +1,5 @@
-// How a rank writes results, and (SlotWriter) what its peers will read, and soon write over: through the cache, or past
-// it.
+// How a rank writes results, and (AdaptiveStore) what its peers will read, and soon write over: through the cache, or
+// past it.
 //
 // [Note: far caches] Where ranks share a last-level cache, a slot that is written through it never leaves it: nothing
 // is faster. Where they do not (several core complexes or sockets), the writer must first take each line back from the
@@ -14,7 +14,7 @@
 
 namespace zcomm::coll {
 
-class SlotWriter {
+class AdaptiveStore {
  public:
   /// memcpy into a slot; blocks of 32 KiB and more are timed and decide on the stores of the next ones.
   void write(void* slot, const void* from, std::size_t nbytes);

@@ -37,7 +37,7 @@ static_assert(sizeof(Entry) == 128);
 struct ControlBlock {
   // Of operation n in [n % 2]: a rank enters n + 2 after all have entered n + 1, that is, have done with n.
   Entry entries[2];
-  Header headers[2];
+  Signature signatures[2];
   Counter counters[kStageCount];  ///< [arrived] is not used
   alignas(128) std::atomic<std::uint32_t> closed{0};
   std::atomic<std::uint32_t> suspended{0};  ///< its deadline: see Communicator::suspend_deadline

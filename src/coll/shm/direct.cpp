@@ -26,43 +26,43 @@ Path choose_path(OpKind kind, int world_size, const std::function<const Entry&(i
   return in ? Path::in_place : Path::staged;  // only inputs are read by peers; all_reduce's are its outputs
 }
 
-DirectPath::DirectPath(const HostMemory& memory, Watch& watch)
+DirectPath::DirectPath(const HostMemory& memory, Liveness& liveness)
     : memory_(memory),
-      watch_(watch),
+      liveness_(liveness),
       rank_(memory.rank()),
       world_size_(memory.world_size()),
       sources_(static_cast<std::size_t>(memory.world_size())),
       targets_(static_cast<std::size_t>(memory.world_size())) {}
 
 void DirectPath::run(const Operation& operation, Path path) {
-  const Header& header = operation.header;
+  const Signature& signature = operation.signature;
   for (const Item& item : operation.items.all()) {
     if (item.count == 0) continue;
-    switch (header.kind) {
+    switch (signature.kind) {
       case OpKind::all_reduce:
-        all_reduce(header, item);
+        all_reduce(signature, item);
         break;
       case OpKind::reduce:
-        reduce(header, item);
+        reduce(signature, item);
         break;
       case OpKind::reduce_scatter:
         reduce_scatter(operation, item);
         break;
       case OpKind::all_gather:
-        path == Path::pull ? pull(header, item) : push(header, item);
+        path == Path::pull ? pull(signature, item) : push(signature, item);
         break;
       default:
-        broadcast(header, item);
+        broadcast(signature, item);
     }
   }
   publish(memory_.own()[Stage::done], ++done_);
-  watch_.wait_for_peers(Stage::done, done_);
+  liveness_.wait_for_peers(Stage::done, done_);
 }
 
-void DirectPath::all_reduce(const Header& header, const Item& item) {
+void DirectPath::all_reduce(const Signature& signature, const Item& item) {
   const Range chunk = chunk_of(item.count, world_size_, rank_, kChunkAlign);
   if (chunk.count() == 0) return;
-  const std::size_t begin = chunk.begin * size_of(header.dtype);
+  const std::size_t begin = chunk.begin * size_of(signature.dtype);
   for (int q = 0; q < world_size_; ++q) {
     const auto i = static_cast<std::size_t>(q);
     targets_[i] = item.in_home->at_peer(q, item.in) + begin;
@@ -71,60 +71,60 @@ void DirectPath::all_reduce(const Header& header, const Item& item) {
   device::reduce_in_parts({.dst = targets_,
                            .src = sources_,
                            .count = chunk.count(),
-                           .in = header.dtype,
-                           .out = header.dtype,
-                           .op = header.op});
+                           .in = signature.dtype,
+                           .out = signature.dtype,
+                           .op = signature.op});
 }
 
-void DirectPath::reduce(const Header& header, const Item& item) {
+void DirectPath::reduce(const Signature& signature, const Item& item) {
   const Range chunk = chunk_of(item.count, world_size_, rank_, kChunkAlign);
   if (chunk.count() == 0) return;
-  const std::size_t begin = chunk.begin * size_of(header.dtype);
+  const std::size_t begin = chunk.begin * size_of(signature.dtype);
   for (int q = 0; q < world_size_; ++q)
     sources_[static_cast<std::size_t>(q)] = item.in_home->at_peer(q, item.in) + begin;
-  void* const target = item.in_home->at_peer(header.root, item.in) + begin;
+  void* const target = item.in_home->at_peer(signature.root, item.in) + begin;
   device::reduce_in_parts({.dst = {&target, 1},
                            .src = sources_,
                            .count = chunk.count(),
-                           .in = header.dtype,
-                           .out = header.dtype,
-                           .op = header.op});
+                           .in = signature.dtype,
+                           .out = signature.dtype,
+                           .op = signature.op});
 }
 
 void DirectPath::reduce_scatter(const Operation& operation, const Item& item) {
-  const Header& header = operation.header;
-  if (operation.own.empty()) return reduce_range(header, item, {0, item.count}, nullptr, device::Stores::automatic);
-  const device::Stores stores = result_stores(item.count * size_of(header.out_dtype));  // ranges tell less than all
+  const Signature& signature = operation.signature;
+  if (operation.own.empty()) return reduce_range(signature, item, {0, item.count}, nullptr, device::Stores::automatic);
+  const device::Stores stores = result_stores(item.count * size_of(signature.out_dtype));  // ranges tell less than all
   std::size_t done = 0;
   for (const OwnPart& part : operation.own) {
-    reduce_range(header, item, {done, part.begin}, nullptr, stores);
+    reduce_range(signature, item, {done, part.begin}, nullptr, stores);
     done = part.begin + part.count;
-    reduce_range(header, item, {part.begin, done}, part.data, stores);
+    reduce_range(signature, item, {part.begin, done}, part.data, stores);
   }
-  reduce_range(header, item, {done, item.count}, nullptr, stores);
+  reduce_range(signature, item, {done, item.count}, nullptr, stores);
 }
 
 /// `range` of this rank's chunk; its own elements are at `own`, or in its buffer.
-void DirectPath::reduce_range(const Header& header, const Item& item, Range range, const void* own,
+void DirectPath::reduce_range(const Signature& signature, const Item& item, Range range, const void* own,
                               device::Stores stores) {
   if (range.count() == 0) return;
   const std::size_t first = static_cast<std::size_t>(rank_) * item.count + range.begin;
   for (int q = 0; q < world_size_; ++q)
-    sources_[static_cast<std::size_t>(q)] = item.in_home->at_peer(q, item.in) + first * size_of(header.dtype);
+    sources_[static_cast<std::size_t>(q)] = item.in_home->at_peer(q, item.in) + first * size_of(signature.dtype);
   if (own != nullptr) sources_[static_cast<std::size_t>(rank_)] = own;
-  void* const target = item.out + range.begin * size_of(header.out_dtype);
+  void* const target = item.out + range.begin * size_of(signature.out_dtype);
   device::reduce_in_parts({.dst = {&target, 1},
                            .src = sources_,
                            .count = range.count(),
-                           .in = header.dtype,
-                           .out = header.out_dtype,
-                           .op = header.op,
-                           .accumulate = header.accumulate,
+                           .in = signature.dtype,
+                           .out = signature.out_dtype,
+                           .op = signature.op,
+                           .accumulate = signature.accumulate,
                            .stores = stores});
 }
 
-void DirectPath::pull(const Header& header, const Item& item) {
-  const std::size_t nbytes = item.count * size_of(header.dtype);
+void DirectPath::pull(const Signature& signature, const Item& item) {
+  const std::size_t nbytes = item.count * size_of(signature.dtype);
   for (int i = 0; i < world_size_; ++i) {
     const int q = (rank_ + i) % world_size_;  // not all at the same rank's memory
     const std::byte* from = item.in_home->at_peer(q, item.in);
@@ -134,8 +134,8 @@ void DirectPath::pull(const Header& header, const Item& item) {
 }
 
 /// Block by block, so that what goes to several ranks comes out of memory once.
-void DirectPath::push(const Header& header, const Item& item) {
-  const std::size_t nbytes = item.count * size_of(header.dtype);
+void DirectPath::push(const Signature& signature, const Item& item) {
+  const std::size_t nbytes = item.count * size_of(signature.dtype);
   const device::Stores stores = result_stores(nbytes * static_cast<std::size_t>(world_size_));
   for (std::size_t begin = 0; begin < nbytes; begin += kPushBlock) {
     const std::size_t n = std::min(kPushBlock, nbytes - begin);
@@ -147,9 +147,9 @@ void DirectPath::push(const Header& header, const Item& item) {
   }
 }
 
-void DirectPath::broadcast(const Header& header, const Item& item) {
-  if (header.root == rank_) return;
-  device::copy(item.out, item.in_home->at_peer(header.root, item.in), item.count * size_of(header.dtype));
+void DirectPath::broadcast(const Signature& signature, const Item& item) {
+  if (signature.root == rank_) return;
+  device::copy(item.out, item.in_home->at_peer(signature.root, item.in), item.count * size_of(signature.dtype));
 }
 
 }  // namespace zcomm::coll

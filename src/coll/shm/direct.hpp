@@ -2,9 +2,9 @@
 //
 // Owner computes: rank r reads chunk r of all inputs once, in rank order, and stores the result once where it belongs
 // (reduce: in root's buffer only).
-// Invariants: chosen by headers alone, so all ranks choose alike; peers' memory is touched only between entry (all have
-// arrived) and the exit barrier (all are done), so nobody's buffer changes or is reused under a reader.
-// Thread rule: as Engine::run.
+// Invariants: chosen by signatures alone, so all ranks choose alike; peers' memory is touched only between entry (all
+// have arrived) and the exit barrier (all are done), so nobody's buffer changes or is reused under a reader. Thread
+// rule: as Engine::run.
 #pragma once
 
 #include <cstdint>
@@ -29,20 +29,20 @@ Path choose_path(OpKind kind, int world_size, const std::function<const Entry&(i
 
 class DirectPath {
  public:
-  DirectPath(const HostMemory& memory, Watch& watch);
+  DirectPath(const HostMemory& memory, Liveness& liveness);
   void run(const Operation& operation, Path path);
 
  private:
-  void all_reduce(const Header& header, const Item& item);
-  void reduce(const Header& header, const Item& item);
+  void all_reduce(const Signature& signature, const Item& item);
+  void reduce(const Signature& signature, const Item& item);
   void reduce_scatter(const Operation& operation, const Item& item);
-  void reduce_range(const Header& header, const Item& item, Range range, const void* own, device::Stores stores);
-  void pull(const Header& header, const Item& item);
-  void push(const Header& header, const Item& item);
-  void broadcast(const Header& header, const Item& item);
+  void reduce_range(const Signature& signature, const Item& item, Range range, const void* own, device::Stores stores);
+  void pull(const Signature& signature, const Item& item);
+  void push(const Signature& signature, const Item& item);
+  void broadcast(const Signature& signature, const Item& item);
 
   const HostMemory& memory_;
-  Watch& watch_;
+  Liveness& liveness_;
   const int rank_, world_size_;
   std::uint32_t done_ = 0;  // direct operations so far
   std::vector<const void*> sources_;

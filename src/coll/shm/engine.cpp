@@ -10,30 +10,30 @@
 namespace zcomm {
 namespace coll {
 
-HostEngine::HostEngine(std::shared_ptr<net::Mesh> mesh, const CommOptions& options, SymmetricMemory& symmetric)
+ShmEngine::ShmEngine(std::shared_ptr<net::Mesh> mesh, const CommOptions& options, SymmetricMemory& symmetric)
     : mesh_(std::move(mesh)),
       symmetric_(symmetric),
       memory_(*mesh_, options),
-      watch_(mesh_, memory_, options.timeout_s),
-      entrance_(memory_, watch_),
-      turns_(memory_, watch_),
-      staged_(memory_, watch_, turns_),
-      staged_exchange_(memory_, turns_),
-      direct_(memory_, watch_),
+      liveness_(mesh_, memory_, options.timeout_s),
+      arrival_(memory_, liveness_),
+      slot_ring_(memory_, liveness_),
+      staged_(memory_, liveness_, slot_ring_),
+      staged_all_to_all_(memory_, slot_ring_),
+      direct_(memory_, liveness_),
       one_shot_(memory_, options.one_shot_nbytes),
-      told_(memory_, watch_, turns_, symmetric_),
+      peer_copy_(memory_, liveness_, slot_ring_, symmetric_),
       messenger_(mesh_, memory_, options.timeout_s) {}
 
-void HostEngine::close() noexcept {
-  watch_.close();
+void ShmEngine::close() noexcept {
+  liveness_.close();
   messenger_.close();
 }
 
-void HostEngine::run(Operation& operation) {
+void ShmEngine::run(Operation& operation) {
   try {
     const bool small = one_shot_.takes(operation);
     if (small) bring_home(operation, rank());
-    entrance_.enter(operation.header, [&](std::uint32_t number) {
+    arrival_.enter(operation.signature, [&](std::uint32_t number) {
       if (small) one_shot_.bring(operation, number);
     });
     if (small)
@@ -41,28 +41,28 @@ void HostEngine::run(Operation& operation) {
     else
       work(operation);
     // Takes the next entry's cache line back from those who read it, while nobody waits for it.
-    fetch_for_writing(&memory_.own().entries[(entrance_.number() + 1) & 1]);
+    fetch_for_writing(&memory_.own().entries[(arrival_.number() + 1) & 1]);
   } catch (const CollectiveMismatch&) {
     throw;  // the other ranks see it by themselves
   } catch (const Interrupted&) {
-    watch_.leave();
+    liveness_.leave();
     throw;
   } catch (const std::exception& error) {
-    watch_.fail(text(describe(operation.header), ": ", error.what()));  // no effect if a failure is known already
+    liveness_.fail(text(describe(operation.signature), ": ", error.what()));  // no effect if a failure is known already
     throw;
   }
 }
 
-void HostEngine::work(Operation& operation) {
-  switch (operation.header.kind) {
+void ShmEngine::work(Operation& operation) {
+  switch (operation.signature.kind) {
     case OpKind::barrier:
     case OpKind::duplicate:
       return;
     case OpKind::allocate:
     case OpKind::allocate_shared: {
-      const bool shared = operation.header.kind == OpKind::allocate_shared;
+      const bool shared = operation.signature.kind == OpKind::allocate_shared;
       try {
-        operation.allocate->buffer = symmetric_.make(*mesh_, operation.header.count, shared, watch_.timeout_s());
+        operation.allocate->buffer = symmetric_.make(*mesh_, operation.signature.count, shared, liveness_.timeout_s());
       } catch (const AllocationRefused&) {
         operation.allocate->refused = std::current_exception();  // all ranks know; nothing is broken
       }
@@ -71,25 +71,25 @@ void HostEngine::work(Operation& operation) {
     case OpKind::gather:
     case OpKind::scatter:
     case OpKind::all_to_all:
-      return work_told(operation);
+      return work_by_peer_copy(operation);
     default:
       break;
   }
-  const Path path = choose_path(operation.header.kind, memory_.world_size(),
-                                [this](int rank) -> const Entry& { return entrance_.entry(rank); });
+  const Path path = choose_path(operation.signature.kind, memory_.world_size(),
+                                [this](int rank) -> const Entry& { return arrival_.entry(rank); });
   if (path != Path::staged) return direct_.run(operation, path);
   bring_home(operation, rank());
   staged_.run(operation);
 }
 
-void HostEngine::work_told(const Operation& operation) {
-  const HeaderOf header_of = [this](int rank) -> const Header& { return entrance_.header(rank); };
-  const bool uneven = operation.header.kind == OpKind::all_to_all;
-  if (uneven) staged_exchange_.compare(operation, header_of);
-  const Path path = choose_told_path(operation.header, world_size(), memory_.slot_nbytes(), header_of);
-  if (path != Path::staged && told_.run(operation, path)) return;
+void ShmEngine::work_by_peer_copy(const Operation& operation) {
+  const SignatureOf signature_of = [this](int rank) -> const Signature& { return arrival_.signature(rank); };
+  const bool uneven = operation.signature.kind == OpKind::all_to_all;
+  if (uneven) staged_all_to_all_.compare(operation, signature_of);
+  const Path path = choose_peer_copy_path(operation.signature, world_size(), memory_.slot_nbytes(), signature_of);
+  if (path != Path::staged && peer_copy_.run(operation, path)) return;
   if (uneven)
-    staged_exchange_.run(operation, header_of);
+    staged_all_to_all_.run(operation, signature_of);
   else
     staged_.run(operation);
 }
@@ -99,7 +99,7 @@ void HostEngine::work_told(const Operation& operation) {
 std::unique_ptr<Communicator> Communicator::create(std::shared_ptr<net::Mesh> mesh, CommOptions options) {
   if (!mesh) throw InvalidArgument("Communicator::create: no mesh");
   return coll::make_communicator([mesh = std::move(mesh), options](coll::SymmetricMemory& memory) {
-    return std::make_unique<coll::HostEngine>(mesh, options, memory);
+    return std::make_unique<coll::ShmEngine>(mesh, options, memory);
   });
 }
 

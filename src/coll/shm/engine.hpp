@@ -1,4 +1,4 @@
-// HostEngine: the ranks of one host, over symmetric memory: enter, compare headers, choose a path, run it.
+// ShmEngine: the ranks of one host, over symmetric memory: enter, compare signatures, choose a path, run it.
 // Thread rule: as Engine's. Source: [Note: entry] in coll/shm/arrival.hpp.
 #pragma once
 
@@ -17,10 +17,10 @@
 
 namespace zcomm::coll {
 
-class HostEngine final : public Engine {
+class ShmEngine final : public Engine {
  public:
   /// Collective over `mesh`.
-  HostEngine(std::shared_ptr<net::Mesh> mesh, const CommOptions& options, SymmetricMemory& symmetric);
+  ShmEngine(std::shared_ptr<net::Mesh> mesh, const CommOptions& options, SymmetricMemory& symmetric);
 
   OwnParts own_parts() const override { return OwnParts::read; }
   int rank() const override { return memory_.rank(); }
@@ -28,26 +28,26 @@ class HostEngine final : public Engine {
   void run(Operation& operation) override;
   Messenger& messenger() override { return messenger_; }
   void close() noexcept override;
-  void suspend_deadline(bool suspended) override { watch_.suspend_deadline(suspended); }
-  double timeout_s() const override { return watch_.timeout_s(); }
+  void suspend_deadline(bool suspended) override { liveness_.suspend_deadline(suspended); }
+  double timeout_s() const override { return liveness_.timeout_s(); }
   std::size_t nbytes() const override { return memory_.nbytes() + messenger_.nbytes(); }
 
  private:
   void work(Operation& operation);
-  void work_told(const Operation& operation);
+  void work_by_peer_copy(const Operation& operation);
 
   std::shared_ptr<net::Mesh> mesh_;
   SymmetricMemory& symmetric_;
   HostMemory memory_;
-  Watch watch_;
-  Entrance entrance_;
-  SlotTurns turns_;
+  Liveness liveness_;
+  Arrival arrival_;
+  SlotRing slot_ring_;
   StagedPath staged_;
-  StagedExchange staged_exchange_;
+  StagedAllToAll staged_all_to_all_;
   DirectPath direct_;
   OneShotPath one_shot_;
-  ToldPath told_;
-  HostMessenger messenger_;
+  PeerCopyPath peer_copy_;
+  ShmMessenger messenger_;
 };
 
 }  // namespace zcomm::coll

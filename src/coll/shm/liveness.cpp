@@ -29,7 +29,7 @@ const char* waiting_for(Stage stage) {
 
 }  // namespace
 
-Watch::Watch(std::shared_ptr<net::Mesh> mesh, const HostMemory& memory, double timeout_s)
+Liveness::Liveness(std::shared_ptr<net::Mesh> mesh, const HostMemory& memory, double timeout_s)
     : mesh_(std::move(mesh)),
       memory_(memory),
       timeout_s_(timeout_s),
@@ -44,39 +44,41 @@ Watch::Watch(std::shared_ptr<net::Mesh> mesh, const HostMemory& memory, double t
   if (const auto loss = mesh_->lost(); loss && !loss->said_goodbye) poison(Cause::died, loss->rank);
 }
 
-Watch::~Watch() { mesh_->forget(callback_); }
+Liveness::~Liveness() { mesh_->forget(callback_); }
 
-void Watch::begin(const Header& header) {
-  current_ = &header;
+void Liveness::begin(const Signature& signature) {
+  current_ = &signature;
   has_deadline_ = false;
-  if (closing_) throw Error(text("communicator was closed before ", describe(header), " ran"));
+  if (closing_) throw Error(text("communicator was closed before ", describe(signature), " ran"));
   throw_if_poisoned();
 }
 
-void Watch::restart_clock() {
+void Liveness::restart_clock() {
   has_deadline_ = true;
   deadline_ = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s_));
 }
 
-bool Watch::is_suspended(int rank) const { return memory_.block(rank).suspended.load(std::memory_order_acquire) != 0; }
+bool Liveness::is_suspended(int rank) const {
+  return memory_.block(rank).suspended.load(std::memory_order_acquire) != 0;
+}
 
-void Watch::suspend_deadline(bool suspended) noexcept {
+void Liveness::suspend_deadline(bool suspended) noexcept {
   memory_.own().suspended.store(suspended, std::memory_order_release);
 }
 
-void Watch::wait(Stage stage, int peer, std::uint32_t target) {
+void Liveness::wait(Stage stage, int peer, std::uint32_t target) {
   Signal& signal = memory_.block(peer).signal(stage, target);
   if (wait_awake(signal, target, patience_)) return;
   if (!has_deadline_) restart_clock();
   while (!wait_asleep(signal, target, std::min(deadline_, Clock::now() + kSlice))) look_around(stage, peer, target);
 }
 
-void Watch::wait_for_peers(Stage stage, std::uint32_t target) {
+void Liveness::wait_for_peers(Stage stage, std::uint32_t target) {
   for (int peer = 0; peer < memory_.world_size(); ++peer)
     if (peer != memory_.rank()) wait(stage, peer, target);
 }
 
-void Watch::look_around(Stage stage, int peer, std::uint32_t target) {
+void Liveness::look_around(Stage stage, int peer, std::uint32_t target) {
   if (closing_) throw Error(text("communicator was closed while ", during(), " was running"));
   check_interrupt();
   throw_if_poisoned();
@@ -91,7 +93,7 @@ void Watch::look_around(Stage stage, int peer, std::uint32_t target) {
   if (Clock::now() >= deadline_) give_up_late(stage, peer, target);
 }
 
-void Watch::give_up_late(Stage stage, int waited_for, std::uint32_t target) {
+void Liveness::give_up_late(Stage stage, int waited_for, std::uint32_t target) {
   // At entry and exit everyone is needed, so everyone who is missing is named.
   const bool all = stage == Stage::arrived || stage == Stage::done;
   std::string late, last_operations;
@@ -114,49 +116,49 @@ void Watch::give_up_late(Stage stage, int waited_for, std::uint32_t target) {
   throw_if_poisoned();
 }
 
-bool Watch::has_reached(int peer, Stage stage, std::uint32_t target) const {
+bool Liveness::has_reached(int peer, Stage stage, std::uint32_t target) const {
   return reached(memory_.block(peer).signal(stage, target).value.load(std::memory_order_acquire), target);
 }
 
-std::string Watch::last_operation(int peer) const {
+std::string Liveness::last_operation(int peer) const {
   ControlBlock& block = memory_.block(peer);
   const std::uint32_t arrived = block.last_entered();
   if (arrived == 0) return "has called nothing yet";
-  return text("last entered operation ", arrived, ", ", describe(block.headers[arrived & 1]));
+  return text("last entered operation ", arrived, ", ", describe(block.signatures[arrived & 1]));
 }
 
-std::string Watch::during() const {
+std::string Liveness::during() const {
   return current_ == nullptr ? "no operation" : text(describe(*current_), " (operation ", current_->sequence, ")");
 }
 
-void Watch::poison(Cause cause, int rank) const noexcept {
+void Liveness::poison(Cause cause, int rank) const noexcept {
   std::uint32_t none = 0;
   const std::uint32_t word = encode(static_cast<int>(cause), memory_.rank(), rank);
   if (memory_.block(0).poison.compare_exchange_strong(none, word)) memory_.wake_all();
 }
 
-void Watch::fail(const std::string& what) noexcept {
+void Liveness::fail(const std::string& what) noexcept {
   if (memory_.block(0).poison.load() != 0) return;  // others may be reading what we said then
   ControlBlock& own = memory_.own();
   std::strncpy(own.failure, what.c_str(), sizeof(own.failure) - 1);
   poison(closing_ ? Cause::left : Cause::failed, memory_.rank());
 }
 
-void Watch::close() noexcept {
+void Liveness::close() noexcept {
   closing_ = true;
   memory_.own().closed.store(1, std::memory_order_release);
   memory_.wake_all();
 }
 
-void Watch::throw_if_poisoned() const {
+void Liveness::throw_if_poisoned() const {
   if (const std::uint32_t word = memory_.block(0).poison.load(); word != 0) throw_poison(word, during());
 }
 
-void Watch::throw_if_failed(const Header& during) const {
+void Liveness::throw_if_failed(const Signature& during) const {
   if (const std::uint32_t word = memory_.block(0).poison.load(); word != 0) throw_poison(word, describe(during));
 }
 
-void Watch::throw_poison(std::uint32_t word, const std::string& during) const {
+void Liveness::throw_poison(std::uint32_t word, const std::string& during) const {
   const int noticed_by = static_cast<int>(word >> 12 & (kRankLimit - 1));
   const int rank = static_cast<int>(word & (kRankLimit - 1));
   const auto message = [&] {

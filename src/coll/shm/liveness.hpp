@@ -1,4 +1,4 @@
-// Watch: waits for peers, and decides when waiting has become pointless.
+// Liveness: waits for peers, and decides when waiting has become pointless.
 //
 // [Note: first failure] Whoever notices a failure first sets rank 0's poison word and wakes everybody; all ranks then
 // report that failure, not the ranks that fall over after it. A value that was reached counts before any failure: an
@@ -16,22 +16,22 @@
 
 namespace zcomm::coll {
 
-class Watch {
+class Liveness {
  public:
-  Watch(std::shared_ptr<net::Mesh> mesh, const HostMemory& memory, double timeout_s);
-  ~Watch();
-  Watch(const Watch&) = delete;
-  Watch& operator=(const Watch&) = delete;
+  Liveness(std::shared_ptr<net::Mesh> mesh, const HostMemory& memory, double timeout_s);
+  ~Liveness();
+  Liveness(const Liveness&) = delete;
+  Liveness& operator=(const Liveness&) = delete;
 
   /// Starts the clock of an operation; throws the failure if there has been one.
-  void begin(const Header& header);
+  void begin(const Signature& signature);
   /// Until `peer` has reached `target`; throws PeerLost, Timeout, or Error (closed here, failed elsewhere).
   void wait(Stage stage, int peer, std::uint32_t target);
   /// wait() for each rank but this one.
   void wait_for_peers(Stage stage, std::uint32_t target);
 
   /// The failure that all ranks report, if there has been one, as that of `during`. From any thread.
-  void throw_if_failed(const Header& during) const;
+  void throw_if_failed(const Signature& during) const;
 
   /// Tells the other ranks that this one cannot go on. The first failure of all wins.
   void fail(const std::string& what) noexcept;
@@ -62,7 +62,7 @@ class Watch {
   const HostMemory& memory_;
   double timeout_s_;
   Patience patience_;
-  const Header* current_ = nullptr;
+  const Signature* current_ = nullptr;
   Clock::time_point deadline_;
   bool has_deadline_ = false;  // the clock is read when waiting begins to take long
   std::atomic<bool> closing_{false};

@@ -15,9 +15,9 @@ constexpr std::size_t kItems = 16;  // longer lists gain nothing from one meetin
 std::size_t aligned(std::size_t nbytes) { return (nbytes + kAlign - 1) / kAlign * kAlign; }
 
 /// Bytes of one item that a rank has to show; at the root for scatter.
-std::size_t shown_nbytes(const Header& header, const Item& item, int world_size) {
-  const bool parts = header.kind == OpKind::reduce_scatter || header.kind == OpKind::scatter;
-  return item.count * (parts ? static_cast<std::size_t>(world_size) : 1) * size_of(header.dtype);
+std::size_t shown_nbytes(const Signature& signature, const Item& item, int world_size) {
+  const bool parts = signature.kind == OpKind::reduce_scatter || signature.kind == OpKind::scatter;
+  return item.count * (parts ? static_cast<std::size_t>(world_size) : 1) * size_of(signature.dtype);
 }
 
 }  // namespace
@@ -31,12 +31,12 @@ OneShotPath::OneShotPath(const HostMemory& memory, std::size_t limit_nbytes)
       sources_(static_cast<std::size_t>(memory.world_size())) {}
 
 bool OneShotPath::takes(const Operation& operation) const {
-  const Header& header = operation.header;
-  if (!moves_data(header.kind) || header.kind == OpKind::all_to_all || world_size_ == 1) return false;
+  const Signature& signature = operation.signature;
+  if (!moves_data(signature.kind) || signature.kind == OpKind::all_to_all || world_size_ == 1) return false;
   // An upper bound of what any rank shows, from numbers that all ranks compare. count: of all ranks' parts together.
-  const std::size_t padding = header.buffers * kAlign;
-  return header.buffers <= kItems && header.count <= limit_nbytes_ &&
-         header.count * size_of(header.dtype) + padding <= limit_nbytes_;
+  const std::size_t padding = signature.buffers * kAlign;
+  return signature.buffers <= kItems && signature.count <= limit_nbytes_ &&
+         signature.count * size_of(signature.dtype) + padding <= limit_nbytes_;
 }
 
 std::byte* OneShotPath::room(int rank, std::uint32_t sequence, std::size_t nbytes) const {
@@ -45,28 +45,28 @@ std::byte* OneShotPath::room(int rank, std::uint32_t sequence, std::size_t nbyte
 }
 
 void OneShotPath::bring(const Operation& operation, std::uint32_t sequence) {
-  const Header& header = operation.header;
+  const Signature& signature = operation.signature;
   std::size_t nbytes = 0;
-  for (const Item& item : operation.items.all()) nbytes += aligned(shown_nbytes(header, item, world_size_));
+  for (const Item& item : operation.items.all()) nbytes += aligned(shown_nbytes(signature, item, world_size_));
   for (int q = 0; q < world_size_; ++q) rooms_[static_cast<std::size_t>(q)] = room(q, sequence, nbytes);
-  const bool from_root = header.kind == OpKind::broadcast || header.kind == OpKind::scatter;
-  if (from_root && header.root != rank_) return;
+  const bool from_root = signature.kind == OpKind::broadcast || signature.kind == OpKind::scatter;
+  if (from_root && signature.root != rank_) return;
   std::byte* to = rooms_[static_cast<std::size_t>(rank_)];
   for (const Item& item : operation.items.all()) {
-    const std::size_t shown = shown_nbytes(header, item, world_size_);
+    const std::size_t shown = shown_nbytes(signature, item, world_size_);
     if (shown != 0) std::memcpy(to, item.in, shown);
     to += aligned(shown);
   }
 }
 
 void OneShotPath::finish(const Operation& operation) {
-  const Header& header = operation.header;
+  const Signature& signature = operation.signature;
   std::size_t offset = 0;
   for (const Item& item : operation.items.all()) {
     if (item.count == 0) continue;
-    switch (header.kind) {
+    switch (signature.kind) {
       case OpKind::reduce:
-        if (header.root != rank_) break;
+        if (signature.root != rank_) break;
         [[fallthrough]];
       case OpKind::all_reduce:
         reduce(operation, item, offset, 0, item.count);
@@ -77,37 +77,37 @@ void OneShotPath::finish(const Operation& operation) {
       default:
         collect(operation, item, offset);
     }
-    offset += aligned(shown_nbytes(header, item, world_size_));
+    offset += aligned(shown_nbytes(signature, item, world_size_));
   }
 }
 
 void OneShotPath::reduce(const Operation& operation, const Item& item, std::size_t offset, std::size_t begin,
                          std::size_t count) {
-  const Header& header = operation.header;
-  for (std::size_t q = 0; q < rooms_.size(); ++q) sources_[q] = rooms_[q] + offset + begin * size_of(header.dtype);
+  const Signature& signature = operation.signature;
+  for (std::size_t q = 0; q < rooms_.size(); ++q) sources_[q] = rooms_[q] + offset + begin * size_of(signature.dtype);
   void* const target = item.out;
   device::reduce({.dst = {&target, 1},
                   .src = sources_,
                   .count = count,
-                  .in = header.dtype,
-                  .out = header.out_dtype,
-                  .op = header.op,
-                  .accumulate = header.accumulate});
+                  .in = signature.dtype,
+                  .out = signature.out_dtype,
+                  .op = signature.op,
+                  .accumulate = signature.accumulate});
 }
 
 void OneShotPath::collect(const Operation& operation, const Item& item, std::size_t offset) {
-  const Header& header = operation.header;
-  const std::size_t nbytes = item.count * size_of(header.dtype);
-  const auto root = static_cast<std::size_t>(std::max(header.root, 0)), me = static_cast<std::size_t>(rank_);
-  switch (header.kind) {
+  const Signature& signature = operation.signature;
+  const std::size_t nbytes = item.count * size_of(signature.dtype);
+  const auto root = static_cast<std::size_t>(std::max(signature.root, 0)), me = static_cast<std::size_t>(rank_);
+  switch (signature.kind) {
     case OpKind::gather:
-      if (header.root != rank_) return;
+      if (signature.root != rank_) return;
       [[fallthrough]];
     case OpKind::all_gather:
       for (std::size_t q = 0; q < rooms_.size(); ++q) std::memcpy(item.out + q * nbytes, rooms_[q] + offset, nbytes);
       return;
     case OpKind::broadcast:
-      if (header.root != rank_) std::memcpy(item.out, rooms_[root] + offset, nbytes);
+      if (signature.root != rank_) std::memcpy(item.out, rooms_[root] + offset, nbytes);
       return;
     default:  // scatter
       std::memcpy(item.out, rooms_[root] + offset + me * nbytes, nbytes);

@@ -10,10 +10,10 @@
 namespace zcomm::coll {
 namespace {
 
-bool has_one_root(const Header& header) { return header.kind != OpKind::all_to_all; }
+bool has_one_root(const Signature& signature) { return signature.kind != OpKind::all_to_all; }
 
 /// gather and scatter: only the root's side counts, as that is where all ranks can share the work.
-Path rooted_path(const Header& root, std::size_t slot_nbytes) {
+Path rooted_path(const Signature& root, std::size_t slot_nbytes) {
   constexpr std::size_t kPlaceNbytes = 16;  // of each buffer
   const bool large = root.count * size_of(root.dtype) > slot_nbytes;
   if (!large || root.buffers * kPlaceNbytes > slot_nbytes) return Path::staged;
@@ -21,14 +21,14 @@ Path rooted_path(const Header& root, std::size_t slot_nbytes) {
   return root.place_in != 0 ? Path::pull : Path::staged;
 }
 
-Path exchange_path(int world_size, std::size_t slot_nbytes, const HeaderOf& header_of) {
+Path exchange_path(int world_size, std::size_t slot_nbytes, const SignatureOf& signature_of) {
   bool in = true, out = true;
   std::size_t longest = 0;
   for (int rank = 0; rank < world_size; ++rank) {
-    const Header& header = header_of(rank);
-    in &= header.place_in != 0;
-    out &= header.place_out != 0;
-    longest = std::max(longest, stream_nbytes(header));
+    const Signature& signature = signature_of(rank);
+    in &= signature.place_in != 0;
+    out &= signature.place_out != 0;
+    longest = std::max(longest, stream_nbytes(signature));
   }
   if (longest <= slot_nbytes) return Path::staged;
   return in ? Path::pull : out ? Path::push : Path::staged;
@@ -40,74 +40,76 @@ void copy_unless_same(void* to, const void* from, std::size_t nbytes) {
 
 }  // namespace
 
-Path choose_told_path(const Header& own, int world_size, std::size_t slot_nbytes, const HeaderOf& header_of) {
-  if (has_one_root(own)) return rooted_path(header_of(own.root), slot_nbytes);
-  return exchange_path(world_size, slot_nbytes, header_of);
+Path choose_peer_copy_path(const Signature& own, int world_size, std::size_t slot_nbytes,
+                           const SignatureOf& signature_of) {
+  if (has_one_root(own)) return rooted_path(signature_of(own.root), slot_nbytes);
+  return exchange_path(world_size, slot_nbytes, signature_of);
 }
 
-ToldPath::ToldPath(const HostMemory& memory, Watch& watch, SlotTurns& turns, const SymmetricMemory& symmetric)
+PeerCopyPath::PeerCopyPath(const HostMemory& memory, Liveness& liveness, SlotRing& slot_ring,
+                           const SymmetricMemory& symmetric)
     : memory_(memory),
-      watch_(watch),
-      turns_(turns),
+      liveness_(liveness),
+      slot_ring_(slot_ring),
       symmetric_(symmetric),
       rank_(memory.rank()),
       world_size_(memory.world_size()) {}
 
-bool ToldPath::run(const Operation& operation, Path path) {
+bool PeerCopyPath::run(const Operation& operation, Path path) {
   show_places(operation, path);
   const bool agreed = all_reach(reach(operation, path));
   if (agreed) {
-    if (has_one_root(operation.header))
+    if (has_one_root(operation.signature))
       copy(operation, path);
     else
       exchange(operation, path);
   }
-  turns_.release(turns_.base() + 1);
+  slot_ring_.release(slot_ring_.base() + 1);
   if (agreed) finish(operation);
-  turns_.advance(2);
+  slot_ring_.advance(2);
   pinned_.clear();
   return agreed;
 }
 
-ToldPath::Place ToldPath::place_of(const Allocation* home, const void* data) {
+PeerCopyPath::Place PeerCopyPath::place_of(const Allocation* home, const void* data) {
   return home == nullptr ? Place{} : Place{home->id, home->offset_of(data)};
 }
 
 /// First step: the root, or every rank of all_to_all, shows the places of its list.
-void ToldPath::show_places(const Operation& operation, Path path) {
-  const std::uint32_t index = turns_.base();
-  if (!has_one_root(operation.header) || operation.header.root == rank_) {
-    std::byte* slot = turns_.claim(index);
+void PeerCopyPath::show_places(const Operation& operation, Path path) {
+  const std::uint32_t index = slot_ring_.base();
+  if (!has_one_root(operation.signature) || operation.signature.root == rank_) {
+    std::byte* slot = slot_ring_.claim(index);
     for (const Item& item : operation.items.all()) {
       const Place place = path == Path::pull ? place_of(item.in_home, item.in) : place_of(item.out_home, item.out);
       std::memcpy(slot, &place, sizeof(place));
       slot += sizeof(place);
     }
   }
-  turns_.show(index);
+  slot_ring_.show(index);
 }
 
 /// Finds what this rank reads or writes; false if it lacks an allocation.
-bool ToldPath::reach(const Operation& operation, Path path) {
+bool PeerCopyPath::reach(const Operation& operation, Path path) {
   const auto items = operation.items.all();
-  const Header& header = operation.header;
+  const Signature& signature = operation.signature;
   remote_.assign(items.size(), nullptr);
   bool reached = true;
   for (std::size_t i = 0; i < items.size() && reached; ++i) {
-    if (has_one_root(header)) {
-      if (rank_ != header.root && items[i].count > 0) reached = reach_one(i, header.root, i);
+    if (has_one_root(signature)) {
+      if (rank_ != signature.root && items[i].count > 0) reached = reach_one(i, signature.root, i);
     } else if (static_cast<int>(i) != rank_) {
       const std::size_t count = path == Path::pull ? items[i].out_count : items[i].count;
       if (count > 0) reached = reach_one(i, static_cast<int>(i), static_cast<std::size_t>(rank_));
     }
   }
-  turns_.release(turns_.base());
+  slot_ring_.release(slot_ring_.base());
   return reached;
 }
 
-bool ToldPath::reach_one(std::size_t index, int peer, std::size_t place_index) {
+bool PeerCopyPath::reach_one(std::size_t index, int peer, std::size_t place_index) {
   Place place;
-  std::memcpy(&place, turns_.see(peer, turns_.base()) + place_index * sizeof(place), sizeof(place));
+  std::memcpy(&place, slot_ring_.see(peer, slot_ring_.base()) + place_index * sizeof(place), sizeof(place));
   if (pinned_.empty() || pinned_.back()->id != place.id) {
     auto allocation = symmetric_.pin(place.id);
     if (!allocation) return false;
@@ -118,24 +120,24 @@ bool ToldPath::reach_one(std::size_t index, int peer, std::size_t place_index) {
 }
 
 /// Second step: everybody shows whether it found all.
-bool ToldPath::all_reach(bool reached) {
-  const std::uint32_t index = turns_.base() + 1;
-  *turns_.claim(index) = std::byte{reached};
-  turns_.show(index);
+bool PeerCopyPath::all_reach(bool reached) {
+  const std::uint32_t index = slot_ring_.base() + 1;
+  *slot_ring_.claim(index) = std::byte{reached};
+  slot_ring_.show(index);
   for (int q = 0; q < world_size_; ++q)
-    if (q != rank_) reached &= *turns_.see(q, index) != std::byte{0};
+    if (q != rank_) reached &= *slot_ring_.see(q, index) != std::byte{0};
   return reached;
 }
 
 /// gather and scatter: each rank moves its own part.
-void ToldPath::copy(const Operation& operation, Path path) {
+void PeerCopyPath::copy(const Operation& operation, Path path) {
   const auto items = operation.items.all();
   for (std::size_t i = 0; i < items.size(); ++i) {
     const Item& item = items[i];
-    const std::size_t nbytes = item.count * size_of(operation.header.dtype);
+    const std::size_t nbytes = item.count * size_of(operation.signature.dtype);
     if (nbytes == 0) continue;
     const std::size_t begin = static_cast<std::size_t>(rank_) * nbytes;
-    const bool at_root = operation.header.root == rank_;
+    const bool at_root = operation.signature.root == rank_;
     if (path == Path::push)
       copy_unless_same((at_root ? item.out : remote_[i]) + begin, item.in, nbytes);
     else
@@ -143,9 +145,9 @@ void ToldPath::copy(const Operation& operation, Path path) {
   }
 }
 
-void ToldPath::exchange(const Operation& operation, Path path) {
+void PeerCopyPath::exchange(const Operation& operation, Path path) {
   const auto items = operation.items.all();
-  const std::size_t element_nbytes = size_of(operation.header.dtype);
+  const std::size_t element_nbytes = size_of(operation.signature.dtype);
   for (int i = 0; i < world_size_; ++i) {
     const int peer = (rank_ + i) % world_size_;  // not all at the same rank's memory
     const auto q = static_cast<std::size_t>(peer);
@@ -160,9 +162,9 @@ void ToldPath::exchange(const Operation& operation, Path path) {
 }
 
 /// Until nobody reads or writes this rank's memory any more.
-void ToldPath::finish(const Operation& operation) {
-  if (!has_one_root(operation.header) || operation.header.root == rank_)
-    watch_.wait_for_peers(Stage::copied_out, turns_.base() + 2);
+void PeerCopyPath::finish(const Operation& operation) {
+  if (!has_one_root(operation.signature) || operation.signature.root == rank_)
+    liveness_.wait_for_peers(Stage::copied_out, slot_ring_.base() + 2);
 }
 
 }  // namespace zcomm::coll

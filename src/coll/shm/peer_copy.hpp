@@ -6,7 +6,7 @@
 // [Note: pinned] Another rank may have dropped its part of the allocation, which it does not need for this call, or may
 // drop it right now. So ranks hold the allocation while they copy, and one that has not got it any more votes no: then
 // all ranks use the slots.
-// Invariants: whether to try is decided by headers alone. Thread rule: as Engine::run.
+// Invariants: whether to try is decided by signatures alone. Thread rule: as Engine::run.
 #pragma once
 
 #include <cstdint>
@@ -18,12 +18,13 @@
 
 namespace zcomm::coll {
 
-/// pull or push, where the headers of all ranks let ToldPath try; staged for what goes faster through a slot.
-Path choose_told_path(const Header& own, int world_size, std::size_t slot_nbytes, const HeaderOf& header_of);
+/// pull or push, where the signatures of all ranks let PeerCopyPath try; staged for what goes faster through a slot.
+Path choose_peer_copy_path(const Signature& own, int world_size, std::size_t slot_nbytes,
+                           const SignatureOf& signature_of);
 
-class ToldPath {
+class PeerCopyPath {
  public:
-  ToldPath(const HostMemory& memory, Watch& watch, SlotTurns& turns, const SymmetricMemory& symmetric);
+  PeerCopyPath(const HostMemory& memory, Liveness& liveness, SlotRing& slot_ring, const SymmetricMemory& symmetric);
   /// False, and nothing has moved, if some rank cannot reach what it must. `path`: pull or push.
   bool run(const Operation& operation, Path path);
 
@@ -43,8 +44,8 @@ class ToldPath {
   void finish(const Operation& operation);
 
   const HostMemory& memory_;
-  Watch& watch_;
-  SlotTurns& turns_;
+  Liveness& liveness_;
+  SlotRing& slot_ring_;
   const SymmetricMemory& symmetric_;
   const int rank_, world_size_;
   std::vector<std::shared_ptr<const Allocation>> pinned_;

@@ -1,4 +1,4 @@
-// SlotTurns: whose turn it is on the staging slots, over the whole life of a communicator.
+// SlotRing: whose turn it is on the staging slots, over the whole life of a communicator.
 //
 // Each use of the slots is a step: a rank claims its slot, fills and shows it; peers see it and release the step.
 // Invariants: step g uses slot g % slot_count; all ranks take the same number of steps in each operation; a slot is
@@ -11,9 +11,9 @@
 
 namespace zcomm::coll {
 
-class SlotTurns {
+class SlotRing {
  public:
-  SlotTurns(const HostMemory& memory, Watch& watch) : memory_(memory), watch_(watch) {}
+  SlotRing(const HostMemory& memory, Liveness& liveness) : memory_(memory), liveness_(liveness) {}
 
   /// Steps of all operations before this one: the index of its first.
   std::uint32_t base() const { return base_; }
@@ -21,14 +21,14 @@ class SlotTurns {
 
   /// This rank's slot, once nobody needs what it held.
   std::byte* claim(std::uint32_t index) {
-    watch_.wait_for_peers(Stage::copied_out, index + 1 - static_cast<std::uint32_t>(memory_.slot_count()));
+    liveness_.wait_for_peers(Stage::copied_out, index + 1 - static_cast<std::uint32_t>(memory_.slot_count()));
     return memory_.slot(memory_.rank(), index);
   }
   /// What this rank has for the others in this step, if anything, is there.
   void show(std::uint32_t index) { publish(memory_.own()[Stage::copied_in], index + 1); }
   /// A rank's slot, once it is filled.
   const std::byte* see(int rank, std::uint32_t index) {
-    if (rank != memory_.rank()) watch_.wait(Stage::copied_in, rank, index + 1);
+    if (rank != memory_.rank()) liveness_.wait(Stage::copied_in, rank, index + 1);
     return memory_.slot(rank, index);
   }
   /// This rank has seen what it wanted of the step. For steps in which nothing is reduced.
@@ -39,7 +39,7 @@ class SlotTurns {
 
  private:
   const HostMemory& memory_;
-  Watch& watch_;
+  Liveness& liveness_;
   std::uint32_t base_ = 0;
 };
 

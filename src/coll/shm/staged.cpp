@@ -9,28 +9,28 @@
 
 namespace zcomm::coll {
 
-StagedPath::StagedPath(const HostMemory& memory, Watch& watch, SlotTurns& turns)
+StagedPath::StagedPath(const HostMemory& memory, Liveness& liveness, SlotRing& slot_ring)
     : memory_(memory),
-      watch_(watch),
-      turns_(turns),
+      liveness_(liveness),
+      slot_ring_(slot_ring),
       rank_(memory.rank()),
       world_size_(memory.world_size()),
       sources_(static_cast<std::size_t>(memory.world_size())) {}
 
 void StagedPath::run(const Operation& operation) {
-  header_ = &operation.header;
+  signature_ = &operation.signature;
   items_ = operation.items.all();
-  element_nbytes_ = size_of(header_->dtype);
-  out_nbytes_ = size_of(header_->out_dtype);
-  const bool parts = header_->kind == OpKind::reduce_scatter || header_->kind == OpKind::scatter;
+  element_nbytes_ = size_of(signature_->dtype);
+  out_nbytes_ = size_of(signature_->out_dtype);
+  const bool parts = signature_->kind == OpKind::reduce_scatter || signature_->kind == OpKind::scatter;
   StepCursor cursor(items_, element_nbytes_, parts ? static_cast<std::size_t>(world_size_) : 1, memory_.slot_nbytes());
 
   // Results that replace what has just been read find its lines in the cache.
-  const bool replaces = header_->kind == OpKind::all_reduce && !items_.empty() && items_[0].in == items_[0].out;
-  out_stores_ = replaces ? device::Stores::cached : result_stores(header_->count * element_nbytes_);
+  const bool replaces = signature_->kind == OpKind::all_reduce && !items_.empty() && items_[0].in == items_[0].out;
+  out_stores_ = replaces ? device::Stores::cached : result_stores(signature_->count * element_nbytes_);
 
   const auto [reduce_lag, out_lag] = Lags(memory_.slot_count());
-  const std::uint32_t base = turns_.base();
+  const std::uint32_t base = slot_ring_.base();
   std::uint32_t total = 0;
   bool more = true;
   for (std::uint32_t c = 0; more || c < total + out_lag; ++c) {
@@ -41,20 +41,20 @@ void StagedPath::run(const Operation& operation) {
     if (c >= reduce_lag && c - reduce_lag < total) reduce(steps_[(c - reduce_lag) % 3], base + c - reduce_lag);
     if (c >= out_lag && c - out_lag < total) copy_out(steps_[(c - out_lag) % 3], base + c - out_lag);
   }
-  turns_.advance(total);
+  slot_ring_.advance(total);
 }
 
 void StagedPath::copy_in(const Step& step, std::uint32_t index) {
   if (brings()) {
-    std::byte* slot = turns_.claim(index);
+    std::byte* slot = slot_ring_.claim(index);
     for (const Piece& piece : step.all()) bring(piece, slot + piece.offset);
   }
-  turns_.show(index);
+  slot_ring_.show(index);
 }
 
 /// Whether the others need anything of this rank.
 bool StagedPath::brings() const {
-  switch (header_->kind) {
+  switch (signature_->kind) {
     case OpKind::broadcast:
     case OpKind::scatter:
       return is_root();
@@ -69,7 +69,7 @@ void StagedPath::bring(const Piece& piece, std::byte* slot) {
   const Item& item = items_[piece.item];
   const std::byte* in = item.in + piece.begin * element_nbytes_;
   const std::size_t nbytes = piece.count * element_nbytes_;
-  switch (header_->kind) {
+  switch (signature_->kind) {
     case OpKind::all_reduce:
     case OpKind::reduce: {  // all but my own chunk, which reduce() reads where it is
       const Range mine = chunk_of(piece.count, world_size_, rank_, kChunkAlign);
@@ -107,8 +107,8 @@ void StagedPath::bring(const Piece& piece, std::byte* slot) {
 }
 
 void StagedPath::reduce(const Step& step, std::uint32_t index) {
-  if (reduces(header_->kind)) {
-    watch_.wait_for_peers(Stage::copied_in, index + 1);
+  if (reduces(signature_->kind)) {
+    liveness_.wait_for_peers(Stage::copied_in, index + 1);
     for (const Piece& piece : step.all()) reduce_piece(piece, index);
   }
   publish(memory_.own()[Stage::reduced], index + 1);
@@ -116,7 +116,7 @@ void StagedPath::reduce(const Step& step, std::uint32_t index) {
 
 void StagedPath::reduce_piece(const Piece& piece, std::uint32_t index) {
   const Item& item = items_[piece.item];
-  const bool scatter = header_->kind == OpKind::reduce_scatter;
+  const bool scatter = signature_->kind == OpKind::reduce_scatter;
   const auto me = static_cast<std::size_t>(rank_);
   const Range mine = scatter ? Range{0, piece.count} : chunk_of(piece.count, world_size_, rank_, kChunkAlign);
   if (mine.count() == 0) return;
@@ -128,17 +128,17 @@ void StagedPath::reduce_piece(const Piece& piece, std::uint32_t index) {
   }
   // Once to where it belongs on this rank, once to where others fetch it; reduce: only one of them.
   void* const targets[] = {item.out + (piece.begin + mine.begin) * out_nbytes_, memory_.slot(rank_, index) + in_slot};
-  const bool keeps = header_->kind != OpKind::reduce || is_root();
-  const bool gives = header_->kind == OpKind::all_reduce ? world_size_ > 1 : !keeps;
+  const bool keeps = signature_->kind != OpKind::reduce || is_root();
+  const bool gives = signature_->kind == OpKind::all_reduce ? world_size_ > 1 : !keeps;
   if (keeps && gives && writer_.stores() == device::Stores::streaming)
     return reduce_past_cache(targets[0], targets[1], mine.count());
   device::reduce({.dst = {targets + (keeps ? 0 : 1), keeps && gives ? 2u : 1u},
                   .src = sources_,
                   .count = mine.count(),
-                  .in = header_->dtype,
-                  .out = header_->out_dtype,
-                  .op = header_->op,
-                  .accumulate = header_->accumulate,
+                  .in = signature_->dtype,
+                  .out = signature_->out_dtype,
+                  .op = signature_->op,
+                  .accumulate = signature_->accumulate,
                   .stores = gives ? writer_.stores() : out_stores_});
 }
 
@@ -151,9 +151,9 @@ void StagedPath::reduce_past_cache(void* result, void* slot, std::size_t count) 
     device::reduce({.dst = {&result, 1},
                     .src = sources_,
                     .count = n,
-                    .in = header_->dtype,
-                    .out = header_->out_dtype,
-                    .op = header_->op,
+                    .in = signature_->dtype,
+                    .out = signature_->out_dtype,
+                    .op = signature_->op,
                     .stores = device::Stores::cached});
     device::copy(slot, result, n * out_nbytes_, device::Stores::streaming);
     result = static_cast<std::byte*>(result) + n * out_nbytes_;
@@ -164,10 +164,10 @@ void StagedPath::reduce_past_cache(void* result, void* slot, std::size_t count) 
 
 void StagedPath::copy_out(const Step& step, std::uint32_t index) {
   if (takes()) {
-    if (header_->kind == OpKind::broadcast || header_->kind == OpKind::scatter)
-      watch_.wait(Stage::copied_in, header_->root, index + 1);
+    if (signature_->kind == OpKind::broadcast || signature_->kind == OpKind::scatter)
+      liveness_.wait(Stage::copied_in, signature_->root, index + 1);
     else
-      watch_.wait_for_peers(reduces(header_->kind) ? Stage::reduced : Stage::copied_in, index + 1);
+      liveness_.wait_for_peers(reduces(signature_->kind) ? Stage::reduced : Stage::copied_in, index + 1);
     for (const Piece& piece : step.all()) take(piece, index);
   }
   publish(memory_.own()[Stage::copied_out], index + 1);
@@ -175,7 +175,7 @@ void StagedPath::copy_out(const Step& step, std::uint32_t index) {
 
 /// Whether this rank needs anything of the others, beyond what it has reduced.
 bool StagedPath::takes() const {
-  switch (header_->kind) {
+  switch (signature_->kind) {
     case OpKind::reduce_scatter:
       return false;
     case OpKind::broadcast:
@@ -192,10 +192,10 @@ bool StagedPath::takes() const {
 void StagedPath::take(const Piece& piece, std::uint32_t index) {
   const Item& item = items_[piece.item];
   const std::size_t nbytes = piece.count * element_nbytes_;
-  const OpKind kind = header_->kind;
+  const OpKind kind = signature_->kind;
   if (kind == OpKind::broadcast || kind == OpKind::scatter) {
     const std::size_t part = kind == OpKind::scatter ? static_cast<std::size_t>(rank_) * piece.stride : 0;
-    device::copy(item.out + piece.begin * element_nbytes_, memory_.slot(header_->root, index) + piece.offset + part,
+    device::copy(item.out + piece.begin * element_nbytes_, memory_.slot(signature_->root, index) + piece.offset + part,
                  nbytes, out_stores_);
     return;
   }

@@ -1,7 +1,7 @@
 // Staged path: collectives on private memory through staging slots that stay in the last-level cache.
 //
 // A software pipeline of three stages over steps (coll/steps.hpp): copy_in(c) | reduce(c-1) | copy_out(c-2).
-// Invariants: slots are filled and freed by turns (SlotTurns). A rank's own part never passes through its slot on the
+// Invariants: slots are filled and freed by turns (SlotRing). A rank's own part never passes through its slot on the
 // way in. Each element is reduced once, in rank order, by its owner: the bits are those of the direct path. Buffers
 // that are only read stay as they are.
 // Thread rule: as Engine::run.
@@ -20,8 +20,8 @@ namespace zcomm::coll {
 
 class StagedPath {
  public:
-  StagedPath(const HostMemory& memory, Watch& watch, SlotTurns& turns);
-  /// All but all_to_all (StagedExchange).
+  StagedPath(const HostMemory& memory, Liveness& liveness, SlotRing& slot_ring);
+  /// All but all_to_all (StagedAllToAll).
   void run(const Operation& operation);
 
  private:
@@ -32,20 +32,20 @@ class StagedPath {
   void bring(const Piece& piece, std::byte* slot);
   bool brings() const;
   bool takes() const;
-  bool is_root() const { return header_->root == rank_; }
+  bool is_root() const { return signature_->root == rank_; }
   void reduce_piece(const Piece& piece, std::uint32_t index);
   void reduce_past_cache(void* result, void* slot, std::size_t count);
   void take(const Piece& piece, std::uint32_t index);
 
   const HostMemory& memory_;
-  Watch& watch_;
-  SlotTurns& turns_;
+  Liveness& liveness_;
+  SlotRing& slot_ring_;
   const int rank_, world_size_;
-  SlotWriter writer_;
+  AdaptiveStore writer_;
   std::vector<const void*> sources_;
   Step steps_[3];  // in flight
 
-  const Header* header_ = nullptr;  // of the running operation
+  const Signature* signature_ = nullptr;  // of the running operation
   std::span<const Item> items_;
   std::size_t element_nbytes_ = 0, out_nbytes_ = 0;
   device::Stores out_stores_{};

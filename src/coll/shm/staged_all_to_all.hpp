@@ -1,8 +1,8 @@
 // Staged all_to_all: each rank streams what it sends through its own slots, packed (see SplitStream).
 //
-// One pipeline for any counts: as many steps as the longest stream of all ranks takes, known from the headers. A
+// One pipeline for any counts: as many steps as the longest stream of all ranks takes, known from the signatures. A
 // receiver finds its part by the table at the stream's begin, and takes what lies in the slot of each step.
-// Invariants: as SlotTurns'; counts have been compared. Thread rule: as Engine::run.
+// Invariants: as SlotRing'; counts have been compared. Thread rule: as Engine::run.
 #pragma once
 
 #include <cstdint>
@@ -16,21 +16,21 @@
 
 namespace zcomm::coll {
 
-class StagedExchange {
+class StagedAllToAll {
  public:
-  StagedExchange(const HostMemory& memory, SlotTurns& turns);
+  StagedAllToAll(const HostMemory& memory, SlotRing& slot_ring);
   /// The guard: throws CollectiveMismatch, the same on every rank, unless all splits match.
-  void compare(const Operation& operation, const HeaderOf& header_of);
-  void run(const Operation& operation, const HeaderOf& header_of);
+  void compare(const Operation& operation, const SignatureOf& signature_of);
+  void run(const Operation& operation, const SignatureOf& signature_of);
 
  private:
   void copy_in(const SplitStream& stream, std::uint32_t step);
   void copy_out(std::uint32_t step);
 
   const HostMemory& memory_;
-  SlotTurns& turns_;
+  SlotRing& slot_ring_;
   const int rank_, world_size_;
-  SlotWriter writer_;
+  AdaptiveStore writer_;
   std::vector<std::uint64_t> begins_;  // by sender: where this rank's part begins in its stream
   std::span<const Item> items_;        // of the running operation
   std::size_t element_nbytes_ = 0, own_nbytes_ = 0;

@@ -20,34 +20,36 @@ struct EntryFrame {
 
 }  // namespace
 
-LinkGuard::LinkGuard(LinkNet& net) : net_(net) {
-  on_mismatch = [this](std::span<const Header> headers) {
+TcpArrival::TcpArrival(TcpSockets& sockets) : sockets_(sockets) {
+  on_mismatch = [this](std::span<const Signature> signatures) {
     require_same(
-        net_.world_size(), [&](int r) -> const Header& { return headers[static_cast<std::size_t>(r)]; },
-        net_.members());
+        sockets_.world_size(), [&](int r) -> const Signature& { return signatures[static_cast<std::size_t>(r)]; },
+        sockets_.members());
   };
 }
 
-void LinkGuard::reserve(std::size_t nbytes_of_all) {
+void TcpArrival::reserve(std::size_t nbytes_of_all) {
   if (cargo_.size() < nbytes_of_all) cargo_.resize(nbytes_of_all);
 }
 
-std::byte* LinkGuard::block(int rank, std::size_t nbytes) {
-  const int world = net_.world_size();
-  return cargo_.data() + static_cast<std::size_t>((net_.rank() - rank + world) % world) * nbytes;
+std::byte* TcpArrival::block(int rank, std::size_t nbytes) {
+  const int world = sockets_.world_size();
+  return cargo_.data() + static_cast<std::size_t>((sockets_.rank() - rank + world) % world) * nbytes;
 }
 
-void LinkGuard::enter(const Header& header) { run(header, Mode::none, 0, -1); }
+void TcpArrival::enter(const Signature& signature) { run(signature, Mode::none, 0, -1); }
 
-void LinkGuard::enter_gathering(const Header& header, std::size_t nbytes) { run(header, Mode::gather, nbytes, -1); }
-
-void LinkGuard::enter_broadcasting(const Header& header, std::size_t nbytes, int root) {
-  run(header, Mode::broadcast, nbytes, root);
+void TcpArrival::enter_gathering(const Signature& signature, std::size_t nbytes) {
+  run(signature, Mode::gather, nbytes, -1);
 }
 
-void LinkGuard::run(const Header& header, Mode mode, std::size_t nbytes, int root) {
-  const int world = net_.world_size(), rank = net_.rank();
-  const std::uint64_t identity = mix(identity_of(header), shown_ != nullptr ? identity_of(*shown_) : 0);
+void TcpArrival::enter_broadcasting(const Signature& signature, std::size_t nbytes, int root) {
+  run(signature, Mode::broadcast, nbytes, root);
+}
+
+void TcpArrival::run(const Signature& signature, Mode mode, std::size_t nbytes, int root) {
+  const int world = sockets_.world_size(), rank = sockets_.rank();
+  const std::uint64_t identity = mix(identity_of(signature), shown_ != nullptr ? identity_of(*shown_) : 0);
   bool differs = false;
   for (int distance = 1; distance < world; distance *= 2) {
     std::span<const std::byte> out;
@@ -65,36 +67,36 @@ void LinkGuard::run(const Header& header, Mode mode, std::size_t nbytes, int roo
     }
     differs = round(distance, identity, differs, out, in);
   }
-  if (differs) compare_whole(shown_ != nullptr ? *shown_ : header);
-  net_.entered();
+  if (differs) compare_whole(shown_ != nullptr ? *shown_ : signature);
+  sockets_.entered();
 }
 
 /// Returns whether any difference is known by now.
-bool LinkGuard::round(int distance, std::uint64_t identity, bool differs, std::span<const std::byte> out,
-                      std::span<std::byte> in) {
-  const int world = net_.world_size();
+bool TcpArrival::round(int distance, std::uint64_t identity, bool differs, std::span<const std::byte> out,
+                       std::span<std::byte> in) {
+  const int world = sockets_.world_size();
   const EntryFrame mine{EntryFrame::kMagic, static_cast<std::uint32_t>(distance), identity, out.size(), differs};
   EntryFrame theirs;
   send_.clear(), recv_.clear();
-  send_.peer = (net_.rank() + distance) % world;
-  recv_.peer = (net_.rank() - distance + world) % world;
+  send_.peer = (sockets_.rank() + distance) % world;
+  recv_.peer = (sockets_.rank() - distance + world) % world;
   send_.add(&mine, sizeof mine);
   send_.add(out.data(), out.size());
   recv_.add(&theirs, sizeof theirs);
-  LinkTransfer both[] = {std::move(send_), std::move(recv_)};
+  TcpTransfer both[] = {std::move(send_), std::move(recv_)};
   // The head says how much follows, so it is read alone; sending goes on meanwhile.
   while (!both[1].done()) {
-    const bool received = net_.advance(both[1], 0);
-    const bool sent = !both[0].done() && net_.advance(both[0], 0);
+    const bool received = sockets_.advance(both[1], 0);
+    const bool sent = !both[0].done() && sockets_.advance(both[0], 0);
     if (received || sent || both[1].done()) continue;
-    net_.expect(both[1].peer, 0, POLLIN);
-    if (!both[0].done()) net_.expect(both[0].peer, 0, POLLOUT);
-    net_.wait();
+    sockets_.expect(both[1].peer, 0, POLLIN);
+    if (!both[0].done()) sockets_.expect(both[0].peer, 0, POLLOUT);
+    sockets_.wait();
   }
   if (theirs.magic != EntryFrame::kMagic || theirs.distance != mine.distance || theirs.nbytes > kMaxCargoNbytes) {
-    const std::string message = text("what came from rank ", net_.name(both[1].peer),
+    const std::string message = text("what came from rank ", sockets_.name(both[1].peer),
                                      " is not the beginning of an operation: the streams are out of step");
-    net_.fail({FailureReport::Cause::failed, net_.name(net_.rank()), message});
+    sockets_.fail({FailureReport::Cause::failed, sockets_.name(sockets_.rank()), message});
     throw Error(message);
   }
   const bool same = theirs.identity == identity && theirs.differs == 0 && theirs.nbytes == in.size();
@@ -105,35 +107,35 @@ bool LinkGuard::round(int distance, std::uint64_t identity, bool differs, std::s
     waste_.resize(theirs.nbytes);
     both[1].add(waste_.data(), waste_.size());
   }
-  net_.move(both);
+  sockets_.move(both);
   send_ = std::move(both[0]), recv_ = std::move(both[1]);
   return differs || !same;
 }
 
-void LinkGuard::compare_whole(const Header& header) {
-  const auto world = static_cast<std::size_t>(net_.world_size());
-  reserve(world * sizeof(Header));
-  std::memcpy(cargo_.data(), &header, sizeof header);
-  for (int distance = 1; distance < net_.world_size(); distance *= 2) {
-    const auto slots = static_cast<std::size_t>(std::min(distance, net_.world_size() - distance));
-    const auto at = static_cast<std::size_t>(distance) * sizeof(Header);
+void TcpArrival::compare_whole(const Signature& signature) {
+  const auto world = static_cast<std::size_t>(sockets_.world_size());
+  reserve(world * sizeof(Signature));
+  std::memcpy(cargo_.data(), &signature, sizeof signature);
+  for (int distance = 1; distance < sockets_.world_size(); distance *= 2) {
+    const auto slots = static_cast<std::size_t>(std::min(distance, sockets_.world_size() - distance));
+    const auto at = static_cast<std::size_t>(distance) * sizeof(Signature);
     send_.clear(), recv_.clear();
-    send_.peer = (net_.rank() + distance) % net_.world_size();
-    recv_.peer = (net_.rank() - distance + net_.world_size()) % net_.world_size();
-    send_.add(cargo_.data(), slots * sizeof(Header));
-    recv_.add(cargo_.data() + at, slots * sizeof(Header));
-    LinkTransfer both[] = {std::move(send_), std::move(recv_)};
-    net_.move(both);
+    send_.peer = (sockets_.rank() + distance) % sockets_.world_size();
+    recv_.peer = (sockets_.rank() - distance + sockets_.world_size()) % sockets_.world_size();
+    send_.add(cargo_.data(), slots * sizeof(Signature));
+    recv_.add(cargo_.data() + at, slots * sizeof(Signature));
+    TcpTransfer both[] = {std::move(send_), std::move(recv_)};
+    sockets_.move(both);
     send_ = std::move(both[0]), recv_ = std::move(both[1]);
   }
-  std::vector<Header> headers(world);
-  for (int r = 0; r < net_.world_size(); ++r) {
-    Header& copy = headers[static_cast<std::size_t>(r)];
-    std::memcpy(static_cast<void*>(&copy), block(r, sizeof(Header)), sizeof copy);
+  std::vector<Signature> signatures(world);
+  for (int r = 0; r < sockets_.world_size(); ++r) {
+    Signature& copy = signatures[static_cast<std::size_t>(r)];
+    std::memcpy(static_cast<void*>(&copy), block(r, sizeof(Signature)), sizeof copy);
     copy.name[sizeof(copy.name) - 1] = copy.site[sizeof(copy.site) - 1] = '\0';
   }
-  on_mismatch(headers);
-  throw CollectiveMismatch(text(describe(header), ": other ranks called a different operation"));
+  on_mismatch(signatures);
+  throw CollectiveMismatch(text(describe(signature), ": other ranks called a different operation"));
 }
 
 }  // namespace zcomm::coll

@@ -1,11 +1,11 @@
-// LinkGuard: all ranks enter an operation together and compare it, and small data travels along (decision D5).
+// TcpArrival: all ranks enter an operation together and compare it, and small data travels along (decision D5).
 //
-// [Note: link entry] Dissemination: in round k a rank sends to the one 2^k after it whether all it knows of agree, and
+// [Note: arrival] Dissemination: in round k a rank sends to the one 2^k after it whether all it knows of agree, and
 // hears the same from the one 2^k before it. After ceil(log2 P) rounds every rank knows of all, so either nobody has
-// seen a difference or everybody has; then headers go round whole and all ranks throw the same error. It is a barrier
-// too. Cargo, if it is small, rides in the same messages: one block of each rank (as Bruck's all-gather), or the
-// root's block. Nobody believes the cargo of a message before its identity was compared.
-// Thread rule: the thread that runs the operation. Source: Hensgen, Finkel, Manber 1988; Bruck et al. 1997.
+// seen a difference or everybody has; then signatures go round whole and all ranks throw the same error. It is a
+// barrier too. Cargo, if it is small, rides in the same messages: one block of each rank (as Bruck's all-gather), or
+// the root's block. Nobody believes the cargo of a message before its identity was compared. Thread rule: the thread
+// that runs the operation. Source: Hensgen, Finkel, Manber 1988; Bruck et al. 1997.
 #pragma once
 
 #include <cstddef>
@@ -18,43 +18,43 @@
 namespace zcomm::coll {
 
 /// Of all that must agree, the sequence number included.
-inline std::uint64_t identity_of(const Header& header) { return mix(header.identity, header.sequence); }
+inline std::uint64_t identity_of(const Signature& signature) { return mix(signature.identity, signature.sequence); }
 
-class LinkGuard {
+class TcpArrival {
  public:
   static constexpr std::size_t kMaxCargoNbytes = 64 << 20;  ///< of all blocks; more in a message is garbage
 
-  explicit LinkGuard(LinkNet& net);
+  explicit TcpArrival(TcpSockets& sockets);
 
-  /// Compares (beside the operation) and tells this header in place of the operation's, until the next call.
-  void show(const Header* header) { shown_ = header; }
+  /// Compares (beside the operation) and tells this signature in place of the operation's, until the next call.
+  void show(const Signature* signature) { shown_ = signature; }
 
   /// No cargo.
-  void enter(const Header& header);
+  void enter(const Signature& signature);
   /// Each rank brings `nbytes`, which it has put at block(rank()); afterwards block(r) is rank r's.
-  void enter_gathering(const Header& header, std::size_t nbytes);
+  void enter_gathering(const Signature& signature, std::size_t nbytes);
   /// The root brings `nbytes` at block(root); afterwards all have them there.
-  void enter_broadcasting(const Header& header, std::size_t nbytes, int root);
+  void enter_broadcasting(const Signature& signature, std::size_t nbytes, int root);
   /// Makes room for the cargo, to be called before it is filled.
   void reserve(std::size_t nbytes_of_all);
   std::byte* block(int rank, std::size_t nbytes);
 
-  /// What is done with the headers of a mismatch; throws. By default CollectiveMismatch (require_same).
-  std::function<void(std::span<const Header> by_rank)> on_mismatch;
+  /// What is done with the signatures of a mismatch; throws. By default CollectiveMismatch (require_same).
+  std::function<void(std::span<const Signature> by_rank)> on_mismatch;
   std::size_t nbytes() const { return cargo_.capacity(); }
 
  private:
   enum class Mode { none, gather, broadcast };
-  void run(const Header& header, Mode mode, std::size_t nbytes, int root);
+  void run(const Signature& signature, Mode mode, std::size_t nbytes, int root);
   bool round(int distance, std::uint64_t identity, bool differs, std::span<const std::byte> out,
              std::span<std::byte> in);
-  void compare_whole(const Header& header);
+  void compare_whole(const Signature& signature);
 
-  LinkNet& net_;
-  const Header* shown_ = nullptr;
+  TcpSockets& sockets_;
+  const Signature* shown_ = nullptr;
   std::vector<std::byte> cargo_;  // gather: slot d holds the block of rank - d
   std::vector<std::byte> waste_;
-  LinkTransfer send_{0, true}, recv_{0, false};
+  TcpTransfer send_{0, true}, recv_{0, false};
 };
 
 }  // namespace zcomm::coll

@@ -3,7 +3,7 @@
 
 namespace zcomm::coll {
 
-void LinkLayout::set(std::span<const Item> items, Shape shape, int world_size) {
+void TcpChunks::set(std::span<const Item> items, Shape shape, int world_size) {
   items_ = items;
   shape_ = shape;
   world_size_ = world_size;
@@ -11,7 +11,7 @@ void LinkLayout::set(std::span<const Item> items, Shape shape, int world_size) {
   for (const Item& item : items) starts_.push_back(starts_.back() + item.count);
 }
 
-std::size_t LinkLayout::count(int chunk) const {
+std::size_t TcpChunks::count(int chunk) const {
   return shape_ == Shape::parts ? total() : chunk_of(total(), world_size_, chunk, kAlign).count();
 }
 

@@ -1,4 +1,4 @@
-// LinkLayout: where the chunks of an operation lie in its list of tensors. Pure index arithmetic.
+// TcpChunks: where the chunks of an operation lie in its list of tensors. Pure index arithmetic.
 //
 // The list is one virtual buffer. Shape::whole: it is cut into one chunk per rank, whatever tensor a cut falls in.
 // Shape::parts: each tensor holds one part per rank; chunk r is part r of the first tensor, then of the second...
@@ -15,7 +15,7 @@
 
 namespace zcomm::coll {
 
-class LinkLayout {
+class TcpChunks {
  public:
   enum class Shape { whole, parts };
   static constexpr std::size_t kAlign = 64;  ///< chunks of Shape::whole begin at multiples of this many elements

@@ -46,24 +46,24 @@ void append(std::vector<iovec>& to, void* data, std::size_t nbytes, std::size_t&
 
 }  // namespace
 
-LinkPost::LinkPost(int rank, std::vector<UniqueFd> sockets, LinkFate& fate)
-    : rank_(rank), fate_(fate), peers_(sockets.size()), waste_(64 << 10), answers_(sockets.size()) {
+TcpControl::TcpControl(int rank, std::vector<UniqueFd> sockets, TcpFailure& failure)
+    : rank_(rank), failure_(failure), peers_(sockets.size()), waste_(64 << 10), answers_(sockets.size()) {
   for (std::size_t r = 0; r < sockets.size(); ++r) {
     peers_[r].socket = std::move(sockets[r]);
     peers_[r].gone = !peers_[r].socket;
   }
 }
 
-void LinkPost::start(Handler& handler) {
+void TcpControl::start(Handler& handler) {
   handler_ = &handler;
   if (world_size() > 1) thread_ = std::thread([this] { loop(); });
 }
 
-void LinkPost::close() noexcept {
+void TcpControl::close() noexcept {
   {
     const std::lock_guard lock(mutex_);
     if (!closing_) {
-      if (fate_.is_set() && !fate_spread_) spread_fate();
+      if (failure_.is_set() && !failure_broadcast_) broadcast_failure();
       for (int peer = 0; peer < world_size(); ++peer) enqueue(peer, {.kind = FrameKind::bye});
       close_by_ = Clock::now() + kFarewell;
     }
@@ -73,7 +73,7 @@ void LinkPost::close() noexcept {
   if (thread_.joinable()) thread_.join();
 }
 
-void LinkPost::enqueue(int peer, Frame head, std::vector<std::byte> owned) {
+void TcpControl::enqueue(int peer, Frame head, std::vector<std::byte> owned) {
   Peer& to = peers_[static_cast<std::size_t>(peer)];
   if (to.gone) return;
   head.nbytes = owned.size();
@@ -82,7 +82,7 @@ void LinkPost::enqueue(int peer, Frame head, std::vector<std::byte> owned) {
   if (!to.urgent.empty()) wake();
 }
 
-void LinkPost::enqueue_bulk(int peer, Frame head, std::vector<iovec> pieces, std::uint64_t key) {
+void TcpControl::enqueue_bulk(int peer, Frame head, std::vector<iovec> pieces, std::uint64_t key) {
   Peer& to = peers_[static_cast<std::size_t>(peer)];
   if (to.gone) return;
   head.nbytes = 0;
@@ -91,12 +91,12 @@ void LinkPost::enqueue_bulk(int peer, Frame head, std::vector<iovec> pieces, std
   wake();
 }
 
-void LinkPost::discard_incoming(int peer, std::uint64_t id) {
+void TcpControl::discard_incoming(int peer, std::uint64_t id) {
   Peer& from = peers_[static_cast<std::size_t>(peer)];
   if (from.body && from.head.id == id) from.target.clear();
 }
 
-void LinkPost::withdraw(int index, std::uint64_t key) {
+void TcpControl::withdraw(int index, std::uint64_t key) {
   Peer& peer = peers_[static_cast<std::size_t>(index)];
   for (auto frame = peer.bulk.begin(); frame != peer.bulk.end();) {
     if (frame->key != key) {
@@ -114,7 +114,7 @@ void LinkPost::withdraw(int index, std::uint64_t key) {
   }
 }
 
-void LinkPost::loop() noexcept {
+void TcpControl::loop() noexcept {
   std::unique_lock lock(mutex_);
   while (wait(lock)) {
     for (int peer = 0; peer < world_size(); ++peer) {
@@ -126,24 +126,24 @@ void LinkPost::loop() noexcept {
         if (broken) lose(peer);
       } catch (const std::exception& error) {
         lose(peer);
-        if (fate_.set({FailureReport::Cause::failed, rank_,
-                       text("rank ", peer, " sent what is no message of ours: ", error.what())}))
+        if (failure_.set({FailureReport::Cause::failed, rank_,
+                          text("rank ", peer, " sent what is no message of ours: ", error.what())}))
           wake();
       }
     }
-    if (fate_.is_set() && !fate_spread_) spread_fate();
+    if (failure_.is_set() && !failure_broadcast_) broadcast_failure();
   }
 }
 
 /// Polls without the lock; false at the end.
-bool LinkPost::wait(std::unique_lock<std::mutex>& lock) {
+bool TcpControl::wait(std::unique_lock<std::mutex>& lock) {
   const auto now = Clock::now();
   auto until = handler_->expire(now);
   if (closing_) {
     if (all_sent() || now >= close_by_) return false;
     until = close_by_;
   }
-  fds_.assign({{event_.get(), POLLIN, 0}, {fate_spread_ ? -1 : fate_.event(), POLLIN, 0}});
+  fds_.assign({{event_.get(), POLLIN, 0}, {failure_broadcast_ ? -1 : failure_.event(), POLLIN, 0}});
   for (const Peer& peer : peers_) {
     const bool writes = !peer.urgent.empty() || !peer.bulk.empty();
     fds_.push_back({peer.gone ? -1 : peer.socket.get(), static_cast<short>(POLLIN | (writes ? POLLOUT : 0)), 0});
@@ -156,12 +156,12 @@ bool LinkPost::wait(std::unique_lock<std::mutex>& lock) {
   return true;
 }
 
-bool LinkPost::all_sent() const {
+bool TcpControl::all_sent() const {
   return std::all_of(peers_.begin(), peers_.end(),
                      [](const Peer& peer) { return peer.gone || peer.broken || peer.urgent.empty(); });
 }
 
-void LinkPost::pump_out(int index) {
+void TcpControl::pump_out(int index) {
   Peer& peer = peers_[static_cast<std::size_t>(index)];
   std::vector<iovec> parts;
   while (!peer.gone && !peer.broken && (peer.sending != nullptr || !peer.urgent.empty() || !peer.bulk.empty())) {
@@ -194,7 +194,7 @@ void LinkPost::pump_out(int index) {
   }
 }
 
-void LinkPost::pump_in(int index) {
+void TcpControl::pump_in(int index) {
   Peer& peer = peers_[static_cast<std::size_t>(index)];
   for (int rounds = 0; rounds < 16 && !peer.gone; ++rounds) {  // then the others have their turn
     net::Moved moved;
@@ -222,7 +222,7 @@ void LinkPost::pump_in(int index) {
   }
 }
 
-void LinkPost::begin_frame(int index) {
+void TcpControl::begin_frame(int index) {
   Peer& peer = peers_[static_cast<std::size_t>(index)];
   const Frame& head = peer.head;
   if (head.magic != Frame::kMagic || head.kind < FrameKind::message || head.kind > FrameKind::answer ||
@@ -239,13 +239,13 @@ void LinkPost::begin_frame(int index) {
   }
 }
 
-void LinkPost::end_frame(int index) {
+void TcpControl::end_frame(int index) {
   Peer& peer = peers_[static_cast<std::size_t>(index)];
   peer.body = false;
   peer.head_nbytes = 0;
   switch (peer.head.kind) {
     case FrameKind::poison:
-      fate_.set(decode(peer.control));
+      failure_.set(decode(peer.control));
       return;
     case FrameKind::bye:
       peer.bye.store(true, std::memory_order_release);
@@ -260,11 +260,11 @@ void LinkPost::end_frame(int index) {
     case FrameKind::ask:
       return answer(index, peer.head);
     case FrameKind::answer: {
-      if (peer.control.size() != sizeof(Header)) throw Error("an answer that is cut short");
-      Header header;
-      std::memcpy(&header, peer.control.data(), sizeof header);
-      header.name[sizeof(header.name) - 1] = header.site[sizeof(header.site) - 1] = '\0';
-      if (peer.head.id == question_) answers_[static_cast<std::size_t>(index)] = header;
+      if (peer.control.size() != sizeof(Signature)) throw Error("an answer that is cut short");
+      Signature signature;
+      std::memcpy(&signature, peer.control.data(), sizeof signature);
+      signature.name[sizeof(signature.name) - 1] = signature.site[sizeof(signature.site) - 1] = '\0';
+      if (peer.head.id == question_) answers_[static_cast<std::size_t>(index)] = signature;
       return answered_.notify_all();
     }
     default:
@@ -272,8 +272,8 @@ void LinkPost::end_frame(int index) {
   }
 }
 
-void LinkPost::answer(int peer, const Frame& question) {
-  std::vector<std::byte> bytes(sizeof(Header));
+void TcpControl::answer(int peer, const Frame& question) {
+  std::vector<std::byte> bytes(sizeof(Signature));
   {
     const std::lock_guard lock(entered_mutex_);
     std::memcpy(bytes.data(), &entered_, sizeof entered_);
@@ -281,7 +281,7 @@ void LinkPost::answer(int peer, const Frame& question) {
   enqueue(peer, {.kind = FrameKind::answer, .id = question.id}, std::move(bytes));
 }
 
-void LinkPost::lose(int index) {
+void TcpControl::lose(int index) {
   Peer& peer = peers_[static_cast<std::size_t>(index)];
   if (peer.gone) return;
   peer.gone = true;
@@ -294,20 +294,20 @@ void LinkPost::lose(int index) {
   answered_.notify_all();
 }
 
-void LinkPost::spread_fate() {
-  fate_spread_ = true;
-  const FailureReport report = fate_.report();
+void TcpControl::broadcast_failure() {
+  failure_broadcast_ = true;
+  const FailureReport report = failure_.report();
   const std::vector<std::byte> bytes = encode(report);
   for (int peer = 0; peer < world_size(); ++peer) enqueue(peer, {.kind = FrameKind::poison}, bytes);
   handler_->failed();
   answered_.notify_all();
 }
 
-void LinkPost::fail(FailureReport report) noexcept {
-  fate_.set(std::move(report));  // its event wakes the thread
+void TcpControl::fail(FailureReport report) noexcept {
+  failure_.set(std::move(report));  // its event wakes the thread
 }
 
-void LinkPost::suspend_deadline(bool suspended) {
+void TcpControl::suspend_deadline(bool suspended) {
   const std::lock_guard lock(mutex_);
   if (suspended == own_suspended_) return;
   own_suspended_ = suspended;
@@ -316,12 +316,12 @@ void LinkPost::suspend_deadline(bool suspended) {
     enqueue(peer, {.kind = suspended ? FrameKind::suspend : FrameKind::resume});
 }
 
-void LinkPost::set_entered(const Header& header) {
+void TcpControl::set_entered(const Signature& signature) {
   const std::lock_guard lock(entered_mutex_);
-  entered_ = header;
+  entered_ = signature;
 }
 
-std::vector<std::optional<Header>> LinkPost::ask_all(double patience_s) {
+std::vector<std::optional<Signature>> TcpControl::ask_all(double patience_s) {
   std::unique_lock lock(mutex_);
   ++question_;
   std::fill(answers_.begin(), answers_.end(), std::nullopt);
@@ -329,7 +329,7 @@ std::vector<std::optional<Header>> LinkPost::ask_all(double patience_s) {
   answered_.wait_for(lock, std::chrono::duration<double>(patience_s), [this] {
     bool all = true;
     for (std::size_t r = 0; r < peers_.size(); ++r) all &= peers_[r].gone || answers_[r].has_value();
-    return all || fate_.is_set();
+    return all || failure_.is_set();
   });
   return answers_;
 }

@@ -1,7 +1,7 @@
-// LinkPost: one thread that speaks with all peers beside the collectives: messages, bad news, who is where.
+// TcpControl: one thread that speaks with all peers beside the collectives: messages, bad news, who is where.
 //
 // One socket per peer carries frames: a head, then head.nbytes of payload. Control frames (bad news, goodbyes, deadline
-// suspended, "where are you?") are handled here; frames of messages by the Handler (LinkMessenger).
+// suspended, "where are you?") are handled here; frames of messages by the Handler (TcpMessenger).
 // Invariants: frames to one peer leave in the order of enqueue(), urgent ones before bulk ones, never inside another;
 // nothing of a frame is believed before its head was checked, so bytes that are no frame end in an error.
 // Thread rule: `mutex()` guards everything here and in the Handler, which is called with it held.
@@ -50,7 +50,7 @@ struct Frame {
   std::uint64_t nbytes = 0;  ///< of payload behind this head
 };
 
-class LinkPost {
+class TcpControl {
  public:
   static constexpr std::size_t kMaxFrameNbytes = 256 << 10;  ///< payload of one frame
 
@@ -67,13 +67,13 @@ class LinkPost {
     virtual Clock::time_point expire(Clock::time_point now) = 0;
     /// Nothing more will come from `peer`.
     virtual void gone(int peer) = 0;
-    /// The fate was set.
+    /// The failure was set.
     virtual void failed() = 0;
   };
 
   /// sockets: by rank of the mesh; empty for itself and for ranks that cannot be spoken with.
-  LinkPost(int rank, std::vector<UniqueFd> sockets, LinkFate& fate);
-  ~LinkPost() { close(); }
+  TcpControl(int rank, std::vector<UniqueFd> sockets, TcpFailure& failure);
+  ~TcpControl() { close(); }
   void start(Handler& handler);
   /// Says goodbye, sends what is queued while peers take it (for a second at most), joins the thread.
   void close() noexcept;
@@ -81,7 +81,7 @@ class LinkPost {
   std::mutex& mutex() { return mutex_; }
   int rank() const { return rank_; }
   int world_size() const { return static_cast<int>(peers_.size()); }
-  LinkFate& fate() { return fate_; }
+  TcpFailure& failure() { return failure_; }
 
   /// With the mutex held. `pieces` must stay untouched until sent(key); `owned` is kept here.
   void enqueue(int peer, Frame head, std::vector<std::byte> owned = {});
@@ -96,7 +96,7 @@ class LinkPost {
   void wake() noexcept { net::signal_event(event_); }
 
   /// From any thread, without the mutex:
-  /// Sets the fate, if there is none yet, and tells it to all peers.
+  /// Sets the failure, if there is none yet, and tells it to all peers.
   void fail(FailureReport report) noexcept;
   void suspend_deadline(bool suspended);
   bool any_suspended() const { return suspended_.load(std::memory_order_acquire) > 0; }
@@ -106,9 +106,9 @@ class LinkPost {
     return is_gone(peer);
   }
   bool has_closed(int peer) const { return peers_[static_cast<std::size_t>(peer)].bye.load(std::memory_order_acquire); }
-  void set_entered(const Header& header);
-  /// The header that each rank entered last; none of those who do not answer in time.
-  std::vector<std::optional<Header>> ask_all(double patience_s);
+  void set_entered(const Signature& signature);
+  /// The signature that each rank entered last; none of those who do not answer in time.
+  std::vector<std::optional<Signature>> ask_all(double patience_s);
 
  private:
   struct Outgoing {
@@ -141,17 +141,17 @@ class LinkPost {
   void begin_frame(int peer);
   void end_frame(int peer);
   void lose(int peer);
-  void spread_fate();
+  void broadcast_failure();
   void answer(int peer, const Frame& question);
   bool all_sent() const;
 
   const int rank_;
-  LinkFate& fate_;
+  TcpFailure& failure_;
   Handler* handler_ = nullptr;
   std::mutex mutex_;
   std::vector<Peer> peers_;
   std::vector<std::byte> waste_;
-  bool fate_spread_ = false, closing_ = false, own_suspended_ = false;
+  bool failure_broadcast_ = false, closing_ = false, own_suspended_ = false;
   Clock::time_point close_by_{};
   UniqueFd event_ = net::make_event();
   std::vector<pollfd> fds_;
@@ -159,10 +159,10 @@ class LinkPost {
 
   std::atomic<int> suspended_{0};
   std::mutex entered_mutex_;
-  Header entered_{};
+  Signature entered_{};
   std::condition_variable answered_;
   std::uint64_t question_ = 0;
-  std::vector<std::optional<Header>> answers_;
+  std::vector<std::optional<Signature>> answers_;
 };
 
 }  // namespace zcomm::coll

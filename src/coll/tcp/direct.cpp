@@ -7,40 +7,40 @@
 
 namespace zcomm::coll {
 
-LinkTransfer& LinkDirect::transfer(int peer, bool out) {
+TcpTransfer& TcpDirect::transfer(int peer, bool out) {
   if (used_ == transfers_.size()) transfers_.push_back({peer, out});
-  LinkTransfer& transfer = transfers_[used_++];
+  TcpTransfer& transfer = transfers_[used_++];
   transfer.peer = peer, transfer.out = out;
   transfer.clear();
   return transfer;
 }
 
-void LinkDirect::move() {
-  net_.move(std::span(transfers_).first(used_));
+void TcpDirect::move() {
+  sockets_.move(std::span(transfers_).first(used_));
   used_ = 0;
 }
 
-void LinkDirect::reduce_scatter(const LinkLayout& layout, const Header& header, std::byte* result) {
-  const int world = net_.world_size(), rank = net_.rank();
-  const std::size_t size = size_of(header.dtype), out_size = size_of(header.out_dtype);
-  const std::size_t chunk_nbytes = layout.count(rank) * size;
+void TcpDirect::reduce_scatter(const TcpChunks& chunks, const Signature& signature, std::byte* result) {
+  const int world = sockets_.world_size(), rank = sockets_.rank();
+  const std::size_t size = size_of(signature.dtype), out_size = size_of(signature.out_dtype);
+  const std::size_t chunk_nbytes = chunks.count(rank) * size;
   scratch_.resize(std::max(scratch_.size(), chunk_nbytes * static_cast<std::size_t>(world)));
   used_ = 0;
   for (int peer = 0; peer < world; ++peer) {
     if (peer == rank) continue;
     transfer(peer, false).add(scratch_.data() + static_cast<std::size_t>(peer) * chunk_nbytes, chunk_nbytes);
-    LinkTransfer& out = transfer(peer, true);
-    layout.pieces(peer, 0, layout.count(peer),
+    TcpTransfer& out = transfer(peer, true);
+    chunks.pieces(peer, 0, chunks.count(peer),
                   [&](const Item& item, std::size_t offset, std::size_t count, std::size_t) {
                     out.add(item.in + offset * size, count * size);
                   });
   }
   move();
 
-  const LinkReduce reduce(header, world);
-  const bool parts = header.kind == OpKind::reduce_scatter;
+  const TcpReduce reduce(signature, world);
+  const bool parts = signature.kind == OpKind::reduce_scatter;
   sources_.resize(static_cast<std::size_t>(world));
-  layout.pieces(rank, 0, layout.count(rank),
+  chunks.pieces(rank, 0, chunks.count(rank),
                 [&](const Item& item, std::size_t offset, std::size_t count, std::size_t at) {
                   for (int q = 0; q < world; ++q)
                     sources_[static_cast<std::size_t>(q)] =
@@ -52,10 +52,10 @@ void LinkDirect::reduce_scatter(const LinkLayout& layout, const Header& header, 
                 });
 }
 
-void LinkDirect::all_gather(const LinkLayout& layout, std::size_t size) {
-  const int world = net_.world_size(), rank = net_.rank();
-  const auto add = [&](LinkTransfer& to, int chunk) {
-    layout.pieces(chunk, 0, layout.count(chunk),
+void TcpDirect::all_gather(const TcpChunks& chunks, std::size_t size) {
+  const int world = sockets_.world_size(), rank = sockets_.rank();
+  const auto add = [&](TcpTransfer& to, int chunk) {
+    chunks.pieces(chunk, 0, chunks.count(chunk),
                   [&](const Item& item, std::size_t offset, std::size_t count, std::size_t) {
                     to.add(item.out + offset * size, count * size);
                   });
@@ -69,20 +69,20 @@ void LinkDirect::all_gather(const LinkLayout& layout, std::size_t size) {
   move();
 }
 
-void LinkDirect::gather(const LinkLayout& layout, std::size_t size, int root, const std::byte* chunk) {
-  const int world = net_.world_size(), rank = net_.rank();
+void TcpDirect::gather(const TcpChunks& chunks, std::size_t size, int root, const std::byte* chunk) {
+  const int world = sockets_.world_size(), rank = sockets_.rank();
   used_ = 0;
   if (rank != root) {
-    LinkTransfer& out = transfer(root, true);
+    TcpTransfer& out = transfer(root, true);
     if (chunk != nullptr)
-      out.add(chunk, layout.count(rank) * size);
+      out.add(chunk, chunks.count(rank) * size);
     else
-      for (const Item& item : layout.items()) out.add(item.in, item.count * size);
+      for (const Item& item : chunks.items()) out.add(item.in, item.count * size);
   }
   for (int peer = 0; rank == root && peer < world; ++peer) {
     if (peer == rank) continue;
-    LinkTransfer& in = transfer(peer, false);
-    layout.pieces(peer, 0, layout.count(peer),
+    TcpTransfer& in = transfer(peer, false);
+    chunks.pieces(peer, 0, chunks.count(peer),
                   [&](const Item& item, std::size_t offset, std::size_t count, std::size_t) {
                     in.add(item.out + offset * size, count * size);
                   });
@@ -90,13 +90,13 @@ void LinkDirect::gather(const LinkLayout& layout, std::size_t size, int root, co
   move();
 }
 
-void LinkDirect::scatter(const LinkLayout& layout, std::size_t size, int root, LinkLayout::Shape shape) {
-  const int world = net_.world_size(), rank = net_.rank();
-  const bool parts = shape == LinkLayout::Shape::parts;
+void TcpDirect::scatter(const TcpChunks& chunks, std::size_t size, int root, TcpChunks::Shape shape) {
+  const int world = sockets_.world_size(), rank = sockets_.rank();
+  const bool parts = shape == TcpChunks::Shape::parts;
   used_ = 0;
   for (int peer = 0; rank == root && peer < world; ++peer) {
-    LinkTransfer* out = peer == rank ? nullptr : &transfer(peer, true);
-    layout.pieces(peer, 0, layout.count(peer),
+    TcpTransfer* out = peer == rank ? nullptr : &transfer(peer, true);
+    chunks.pieces(peer, 0, chunks.count(peer),
                   [&](const Item& item, std::size_t offset, std::size_t count, std::size_t) {
                     const std::byte* from = item.in + offset * size;
                     if (out != nullptr)
@@ -106,8 +106,8 @@ void LinkDirect::scatter(const LinkLayout& layout, std::size_t size, int root, L
                   });
   }
   if (rank != root) {
-    LinkTransfer& in = transfer(root, false);
-    layout.pieces(rank, 0, layout.count(rank),
+    TcpTransfer& in = transfer(root, false);
+    chunks.pieces(rank, 0, chunks.count(rank),
                   [&](const Item& item, std::size_t offset, std::size_t count, std::size_t) {
                     in.add(parts ? item.out : item.out + offset * size, count * size);
                   });
@@ -115,11 +115,11 @@ void LinkDirect::scatter(const LinkLayout& layout, std::size_t size, int root, L
   move();
 }
 
-void LinkDirect::broadcast(const LinkLayout& layout, std::size_t size, int root) {
-  const int world = net_.world_size();
-  const int place = (net_.rank() - root + world) % world;
-  const auto add = [&](LinkTransfer& to) {
-    for (const Item& item : layout.items()) to.add(item.out, item.count * size);
+void TcpDirect::broadcast(const TcpChunks& chunks, std::size_t size, int root) {
+  const int world = sockets_.world_size();
+  const int place = (sockets_.rank() - root + world) % world;
+  const auto add = [&](TcpTransfer& to) {
+    for (const Item& item : chunks.items()) to.add(item.out, item.count * size);
   };
   used_ = 0;
   int distance = 1;
@@ -133,8 +133,8 @@ void LinkDirect::broadcast(const LinkLayout& layout, std::size_t size, int root)
   move();
 }
 
-void LinkDirect::all_to_all(std::span<const Item> items, std::size_t size) {
-  const int world = net_.world_size(), rank = net_.rank();
+void TcpDirect::all_to_all(std::span<const Item> items, std::size_t size) {
+  const int world = sockets_.world_size(), rank = sockets_.rank();
   const Item& own = items[static_cast<std::size_t>(rank)];
   if (own.count > 0 && own.in != own.out) std::memmove(own.out, own.in, own.count * size);
   for (int distance = 1; distance < world; ++distance) {
@@ -148,9 +148,9 @@ void LinkDirect::all_to_all(std::span<const Item> items, std::size_t size) {
   }
 }
 
-void LinkDirect::place_own(const LinkLayout& layout, std::size_t size) {
-  for (const Item& item : layout.items()) {
-    std::byte* to = item.out + static_cast<std::size_t>(net_.rank()) * item.count * size;
+void TcpDirect::place_own(const TcpChunks& chunks, std::size_t size) {
+  for (const Item& item : chunks.items()) {
+    std::byte* to = item.out + static_cast<std::size_t>(sockets_.rank()) * item.count * size;
     if (item.count > 0 && item.in != to) std::memmove(to, item.in, item.count * size);
   }
 }

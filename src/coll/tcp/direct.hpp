@@ -1,4 +1,4 @@
-// LinkDirect: everyone sends straight to whom it concerns, all at once. For data too small for the ring, and for what
+// TcpDirect: everyone sends straight to whom it concerns, all at once. For data too small for the ring, and for what
 // has one obvious way: gather, scatter, all_to_all.
 //
 // reduce_scatter: rank r receives chunk r of all and reduces in rank order, rounding once: the bits of one host's path.
@@ -15,31 +15,31 @@
 
 namespace zcomm::coll {
 
-class LinkDirect {
+class TcpDirect {
  public:
-  explicit LinkDirect(LinkNet& net) : net_(net) {}
+  explicit TcpDirect(TcpSockets& sockets) : sockets_(sockets) {}
 
   /// The own chunk's result goes to `result` if that is not null, else into the outputs.
-  void reduce_scatter(const LinkLayout& layout, const Header& header, std::byte* result);
+  void reduce_scatter(const TcpChunks& chunks, const Signature& signature, std::byte* result);
   /// The own chunk must be in place in the outputs.
-  void all_gather(const LinkLayout& layout, std::size_t size);
+  void all_gather(const TcpChunks& chunks, std::size_t size);
   /// Chunks to the root's outputs; the root's own is in place. `chunk`: this rank's, or null: at its items' inputs.
-  void gather(const LinkLayout& layout, std::size_t size, int root, const std::byte* chunk);
+  void gather(const TcpChunks& chunks, std::size_t size, int root, const std::byte* chunk);
   /// Shape::parts: from the root's inputs to all outputs. Shape::whole: chunks, in place.
-  void scatter(const LinkLayout& layout, std::size_t size, int root, LinkLayout::Shape shape);
-  void broadcast(const LinkLayout& layout, std::size_t size, int root);
+  void scatter(const TcpChunks& chunks, std::size_t size, int root, TcpChunks::Shape shape);
+  void broadcast(const TcpChunks& chunks, std::size_t size, int root);
   void all_to_all(std::span<const Item> items, std::size_t size);
   /// Copies this rank's part from the inputs to where it belongs in the outputs.
-  void place_own(const LinkLayout& layout, std::size_t size);
+  void place_own(const TcpChunks& chunks, std::size_t size);
 
   std::size_t nbytes() const { return scratch_.capacity(); }
 
  private:
-  LinkTransfer& transfer(int peer, bool out);
+  TcpTransfer& transfer(int peer, bool out);
   void move();
 
-  LinkNet& net_;
-  std::vector<LinkTransfer> transfers_;  // kept for their room
+  TcpSockets& sockets_;
+  std::vector<TcpTransfer> transfers_;  // kept for their room
   std::size_t used_ = 0;
   std::vector<std::byte> scratch_;
   std::vector<const void*> sources_;

@@ -11,10 +11,10 @@
 namespace zcomm::coll {
 namespace {
 
-class LinkEngine final : public Engine {
+class TcpEngine final : public Engine {
  public:
-  LinkEngine(std::shared_ptr<net::Mesh> mesh, std::vector<LinkSockets> links, const LinkOptions& options,
-             SymmetricMemory& memory)
+  TcpEngine(std::shared_ptr<net::Mesh> mesh, std::vector<PeerSockets> links, const TcpOptions& options,
+            SymmetricMemory& memory)
       : memory_(memory),
         timeout_s_(options.timeout_s),
         group_(mesh, all_ranks(mesh->world_size()), std::move(links), options) {}
@@ -29,12 +29,12 @@ class LinkEngine final : public Engine {
 
   void run(Operation& operation) override {
     group_.run(operation);
-    const OpKind kind = operation.header.kind;
+    const OpKind kind = operation.signature.kind;
     if (kind == OpKind::allocate_shared && world_size() > 1)
       operation.allocate->refused = std::make_exception_ptr(
           Unsupported("allocate_shared: ranks that are joined by sockets alone share no memory"));
     else if (kind == OpKind::allocate || kind == OpKind::allocate_shared)
-      operation.allocate->buffer = make_private_buffer(operation.header.count, rank(), memory_);
+      operation.allocate->buffer = make_private_buffer(operation.signature.count, rank(), memory_);
   }
 
  private:
@@ -46,20 +46,20 @@ class LinkEngine final : public Engine {
 
   SymmetricMemory& memory_;
   const double timeout_s_;
-  LinkGroup group_;
+  TcpGroup group_;
 };
 
 }  // namespace
 
-std::unique_ptr<Communicator> create_linked(std::shared_ptr<net::Mesh> mesh, std::vector<LinkSockets> links,
-                                            LinkOptions options) {
+std::unique_ptr<Communicator> create_linked(std::shared_ptr<net::Mesh> mesh, std::vector<PeerSockets> links,
+                                            TcpOptions options) {
   if (!mesh) throw InvalidArgument("create_linked: no mesh");
   std::vector<bool> wanted(static_cast<std::size_t>(mesh->world_size()), true);
   wanted[static_cast<std::size_t>(mesh->rank())] = false;
   check_links(links, wanted, mesh->rank(), false);
-  const auto shared = std::make_shared<std::vector<LinkSockets>>(std::move(links));  // a factory must be copyable
+  const auto shared = std::make_shared<std::vector<PeerSockets>>(std::move(links));  // a factory must be copyable
   return make_communicator(once([mesh = std::move(mesh), shared, options](SymmetricMemory& memory) {
-    return std::make_unique<LinkEngine>(mesh, std::move(*shared), options, memory);
+    return std::make_unique<TcpEngine>(mesh, std::move(*shared), options, memory);
   }));
 }
 

@@ -1,11 +1,10 @@
-// LinkEngine: the operations of one communicator over stream sockets, between hosts.
+// TcpEngine: the operations of one communicator over stream sockets, between hosts.
 //
-// Every operation begins with [Note: link entry], in which all ranks compare it; small data is done with that. Then one
+// Every operation begins with [Note: arrival], in which all ranks compare it; small data is done with that. Then one
 // of three algorithms, chosen by size and world (choose() in engine.cpp; ZCOMM_LINK_ALGO overrides).
-// One thread of its own (LinkPost) carries messages, and bad news to all peers at once; collectives run on the caller's
-// thread or the executor's.
-// There is no memory that others see: allocate() gives private memory, allocate_shared() and duplicate() Unsupported.
-// Thread rule: as Engine's.
+// One thread of its own (TcpControl) carries messages, and bad news to all peers at once; collectives run on the
+// caller's thread or the executor's. There is no memory that others see: allocate() gives private memory,
+// allocate_shared() and duplicate() Unsupported. Thread rule: as Engine's.
 #pragma once
 
 #include <cstddef>
@@ -20,15 +19,15 @@ namespace zcomm::coll {
 
 /// Connected stream sockets to one peer, in the same order on both sides: [0] collectives, [1] messages, [2] and
 /// further: more sockets for the ring, used between neighbours (ranks r and r + 1, and the last with the first).
-using LinkSockets = std::vector<UniqueFd>;
+using PeerSockets = std::vector<UniqueFd>;
 
-struct LinkOptions {
+struct TcpOptions {
   double timeout_s = 60.0;                 ///< deadline of every operation, from the moment it starts
   std::size_t segment_nbytes = 256 << 10;  ///< the pipelined piece of a ring
 };
 
 /// Collective over `mesh`. links: by rank of the mesh, two sockets or more per peer, none for the rank itself.
-std::unique_ptr<Communicator> create_linked(std::shared_ptr<net::Mesh> mesh, std::vector<LinkSockets> links,
-                                            LinkOptions options = {});
+std::unique_ptr<Communicator> create_linked(std::shared_ptr<net::Mesh> mesh, std::vector<PeerSockets> links,
+                                            TcpOptions options = {});
 
 }  // namespace zcomm::coll

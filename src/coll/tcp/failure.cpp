@@ -7,7 +7,7 @@
 
 namespace zcomm::coll {
 
-bool LinkFate::set(FailureReport report) {
+bool TcpFailure::set(FailureReport report) {
   const std::lock_guard lock(mutex_);
   if (is_set()) return false;
   report_ = std::move(report);
@@ -16,12 +16,12 @@ bool LinkFate::set(FailureReport report) {
   return true;
 }
 
-FailureReport LinkFate::report() const {
+FailureReport TcpFailure::report() const {
   const std::lock_guard lock(mutex_);
   return report_;
 }
 
-void LinkFate::throw_if_set(const std::string& during) const {
+void TcpFailure::throw_if_set(const std::string& during) const {
   if (!is_set()) return;
   const FailureReport report = this->report();
   const std::string doing = during.empty() ? "" : text("; ", during, " cannot finish");

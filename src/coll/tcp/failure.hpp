@@ -1,4 +1,4 @@
-// LinkFate: how a communicator over links ended, the same on all of its ranks.
+// TcpFailure: how a communicator over links ended, the same on all of its ranks.
 //
 // The first failure that a rank notices or is told of counts; it is told to all peers, who take it over unless they
 // have one already. So all ranks report what went wrong first, not what fell over after it.
@@ -21,7 +21,7 @@ struct FailureReport {
   std::string message;  ///< empty for died and left: each rank words its own
 };
 
-class LinkFate {
+class TcpFailure {
  public:
   /// Whether it was the first.
   bool set(FailureReport report);

@@ -1,4 +1,4 @@
-// LinkGroup: everything that LinkEngine is made of, for some ranks of a mesh (all, or one of each host).
+// TcpGroup: everything that TcpEngine is made of, for some ranks of a mesh (all, or one of each host).
 //
 // Thread rule: run() and agree() by one thread at a time; the rest free-threaded.
 #pragma once
@@ -18,61 +18,61 @@
 
 namespace zcomm::coll {
 
-enum class LinkAlgorithm {
+enum class TcpAlgorithm {
   small,   ///< in the entry's own messages
   direct,  ///< straight to whom it concerns; all_reduce: recursive halving and doubling
   ring     ///< all sockets of the neighbours, segment by segment
 };
 
-class LinkGroup {
+class TcpGroup {
  public:
   /// members: ranks of the mesh, in the order of the group. links: by rank of the mesh; two or more to members, none or
   /// one (for messages and bad news) to others. Collective over the group.
-  LinkGroup(std::shared_ptr<net::Mesh> mesh, std::vector<int> members, std::vector<LinkSockets> links,
-            LinkOptions options);
-  ~LinkGroup() { close(); }
+  TcpGroup(std::shared_ptr<net::Mesh> mesh, std::vector<int> members, std::vector<PeerSockets> links,
+           TcpOptions options);
+  ~TcpGroup() { close(); }
 
-  int rank() const { return net_.rank(); }
-  int world_size() const { return net_.world_size(); }
+  int rank() const { return sockets_.rank(); }
+  int world_size() const { return sockets_.world_size(); }
 
-  /// Compares and carries out. `stands_for`: compare, and speak of, this header in place of the operation's own.
-  void run(Operation& operation, const Header* stands_for = nullptr);
+  /// Compares and carries out. `stands_for`: compare, and speak of, this signature in place of the operation's own.
+  void run(Operation& operation, const Signature* stands_for = nullptr);
   /// Tells all peers that this rank cannot go on; no effect if a failure is known already.
   void fail(FailureReport::Cause cause, int rank, std::string message) noexcept;
-  LinkFate& fate() { return fate_; }
-  LinkGuard& guard() { return guard_; }
-  LinkNet& net() { return net_; }
-  LinkPost& post() { return post_; }
+  TcpFailure& failure() { return failure_; }
+  TcpArrival& guard() { return arrival_; }
+  TcpSockets& sockets() { return sockets_; }
+  TcpControl& control() { return control_; }
   Messenger& messenger() { return messenger_; }
   void close() noexcept;
-  void suspend_deadline(bool suspended) { post_.suspend_deadline(suspended); }
+  void suspend_deadline(bool suspended) { control_.suspend_deadline(suspended); }
   std::size_t nbytes() const;
 
  private:
   /// Prepares all of them.
-  static std::vector<UniqueFd> take_message_sockets(std::vector<LinkSockets>& links);
-  static std::vector<LinkSockets> pick(std::vector<LinkSockets>& links, const std::vector<int>& members);
-  void agree_on_options(const LinkOptions& options);
-  LinkAlgorithm choose(const Operation& operation) const;
-  void work(const Operation& operation, LinkAlgorithm algorithm);
-  void all_reduce(const Operation& operation, LinkAlgorithm algorithm);
-  void reduce(const Operation& operation, LinkAlgorithm algorithm);
-  void reduce_scatter(const Operation& operation, LinkAlgorithm algorithm, std::byte* result);
-  void all_gather(const Operation& operation, LinkAlgorithm algorithm);
-  void broadcast(const Operation& operation, LinkAlgorithm algorithm);
+  static std::vector<UniqueFd> take_message_sockets(std::vector<PeerSockets>& links);
+  static std::vector<PeerSockets> pick(std::vector<PeerSockets>& links, const std::vector<int>& members);
+  void agree_on_options(const TcpOptions& options);
+  TcpAlgorithm choose(const Operation& operation) const;
+  void work(const Operation& operation, TcpAlgorithm algorithm);
+  void all_reduce(const Operation& operation, TcpAlgorithm algorithm);
+  void reduce(const Operation& operation, TcpAlgorithm algorithm);
+  void reduce_scatter(const Operation& operation, TcpAlgorithm algorithm, std::byte* result);
+  void all_gather(const Operation& operation, TcpAlgorithm algorithm);
+  void broadcast(const Operation& operation, TcpAlgorithm algorithm);
   void all_to_all(const Operation& operation);
   void ring(const Operation& operation, bool reduces, bool gathers, std::byte* result);
 
-  LinkFate fate_;
-  LinkPost post_;
-  LinkNet net_;
-  LinkMessenger messenger_;
-  LinkGuard guard_;
-  LinkSmall small_;
-  LinkDirect direct_;
-  LinkHalving halving_;
-  std::unique_ptr<RingPath> ring_;
-  LinkLayout layout_;
+  TcpFailure failure_;
+  TcpControl control_;
+  TcpSockets sockets_;
+  TcpMessenger messenger_;
+  TcpArrival arrival_;
+  TcpSmall small_;
+  TcpDirect direct_;
+  TcpHalving halving_;
+  std::unique_ptr<TcpRing> ring_;
+  TcpChunks chunks_;
   std::vector<std::byte> chunk_;  // of reduce, where it is not the root's
   std::string forced_;            // ZCOMM_LINK_ALGO
   std::uint32_t sequence_ = 0;

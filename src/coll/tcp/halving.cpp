@@ -14,21 +14,21 @@ void make_room(std::vector<std::byte>& buffer, std::size_t nbytes) {
 
 }  // namespace
 
-void LinkHalving::swap(int peer, std::span<const std::byte> out, std::span<std::byte> in) {
+void TcpHalving::swap(int peer, std::span<const std::byte> out, std::span<std::byte> in) {
   both_[0].peer = both_[1].peer = peer;
   both_[0].clear(), both_[1].clear();
   both_[0].add(in.data(), in.size());
   both_[1].add(out.data(), out.size());
-  net_.move(both_);
+  sockets_.move(both_);
 }
 
-void LinkHalving::all_reduce(const LinkLayout& layout, const Header& header) {
-  const int world = net_.world_size(), rank = net_.rank();
-  LinkReduce reduce(header, world);
-  const std::size_t total = layout.total(), size = size_of(header.dtype), wide = size_of(reduce.partial());
+void TcpHalving::all_reduce(const TcpChunks& chunks, const Signature& signature) {
+  const int world = sockets_.world_size(), rank = sockets_.rank();
+  TcpReduce reduce(signature, world);
+  const std::size_t total = chunks.total(), size = size_of(signature.dtype), wide = size_of(reduce.partial());
   make_room(sums_, total * wide), make_room(came_, total * wide), make_room(results_, total * size);
   std::size_t at = 0;
-  for (const Item& item : layout.items()) {
+  for (const Item& item : chunks.items()) {
     reduce.widen(sums_.data() + at * wide, item.in, item.count);
     at += item.count;
   }
@@ -76,7 +76,7 @@ void LinkHalving::all_reduce(const LinkLayout& layout, const Header& header) {
   if (paired && !acts) swap(rank + 1, {}, results);
 
   at = 0;
-  for (const Item& item : layout.items()) {
+  for (const Item& item : chunks.items()) {
     if (item.count > 0) std::memcpy(item.out, results.data() + at * size, item.count * size);
     at += item.count;
   }

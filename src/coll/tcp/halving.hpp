@@ -1,4 +1,4 @@
-// LinkHalving: all_reduce by recursive halving and doubling, for small data and large worlds.
+// TcpHalving: all_reduce by recursive halving and doubling, for small data and large worlds.
 //
 // With 2^m ranks: in m steps a rank exchanges half of what it still sums with the one that is 2^k away, then the sums
 // go back the same way. Other worlds: the first pairs of ranks act as one (the even one gives all to the odd one and
@@ -16,19 +16,19 @@
 
 namespace zcomm::coll {
 
-class LinkHalving {
+class TcpHalving {
  public:
-  explicit LinkHalving(LinkNet& net) : net_(net) {}
-  void all_reduce(const LinkLayout& layout, const Header& header);
+  explicit TcpHalving(TcpSockets& sockets) : sockets_(sockets) {}
+  void all_reduce(const TcpChunks& chunks, const Signature& signature);
   std::size_t nbytes() const { return sums_.capacity() + came_.capacity() + results_.capacity(); }
 
  private:
   void swap(int peer, std::span<const std::byte> out, std::span<std::byte> in);
 
-  LinkNet& net_;
+  TcpSockets& sockets_;
   std::vector<std::byte> sums_, came_, results_;
   std::vector<Range> ranges_;  // what was still summed before each halving
-  LinkTransfer both_[2] = {{0, false}, {0, true}};
+  TcpTransfer both_[2] = {{0, false}, {0, true}};
 };
 
 }  // namespace zcomm::coll

@@ -1,5 +1,5 @@
-// What frames of messages do (messenger.hpp): matching, granting, moving. All on LinkPost's thread or a caller's,
-// with LinkPost's mutex held.
+// What frames of messages do (messenger.hpp): matching, granting, moving. All on TcpControl's thread or a caller's,
+// with TcpControl's mutex held.
 #include <algorithm>
 #include <cstring>
 
@@ -29,8 +29,8 @@ std::string shape(std::uint32_t dtype, std::uint64_t count) {
 void check_head(const Frame& head) {
   if (head.dtype > static_cast<std::uint32_t>(DType::boolean)) throw Error(text("a message of dtype ", head.dtype));
   if (head.tag < 0) throw Error(text("a message with tag ", head.tag));
-  if (head.kind == FrameKind::message && (head.nbytes > LinkMessenger::kEagerNbytes ||
-                                          head.nbytes != head.count * size_of(static_cast<DType>(head.dtype))))
+  if (head.kind == FrameKind::message &&
+      (head.nbytes > TcpMessenger::kEagerNbytes || head.nbytes != head.count * size_of(static_cast<DType>(head.dtype))))
     throw Error(text("a message of ", shape(head.dtype, head.count), " in ", head.nbytes, " bytes"));
   if (head.kind != FrameKind::message && head.kind != FrameKind::data && head.nbytes > 0)
     throw Error(text(head.nbytes, " bytes behind a frame that has none"));
@@ -38,19 +38,19 @@ void check_head(const Frame& head) {
 
 }  // namespace
 
-LinkMessenger::Place LinkMessenger::find_posted(int peer, int tag) {
+TcpMessenger::Place TcpMessenger::find_posted(int peer, int tag) {
   return std::find_if(pending_.begin(), pending_.end(), [&](const Pending& pending) {
     return !pending.is_send && !pending.granted && pending.tag == tag && (pending.peer < 0 || pending.peer == peer);
   });
 }
 
-LinkMessenger::Place LinkMessenger::find(bool is_send, int peer, std::uint64_t id) {
+TcpMessenger::Place TcpMessenger::find(bool is_send, int peer, std::uint64_t id) {
   return std::find_if(pending_.begin(), pending_.end(), [&](const Pending& pending) {
     return pending.is_send == is_send && pending.peer == peer && pending.id == id && (is_send || pending.granted);
   });
 }
 
-void LinkMessenger::begin(int peer, const Frame& head, std::vector<iovec>& target) {
+void TcpMessenger::begin(int peer, const Frame& head, std::vector<iovec>& target) {
   check_head(head);
   switch (head.kind) {
     case FrameKind::message:
@@ -81,7 +81,7 @@ void LinkMessenger::begin(int peer, const Frame& head, std::vector<iovec>& targe
 }
 
 /// A message, or the announcement of one.
-void LinkMessenger::arrive(int peer, const Frame& head, std::vector<iovec>& target) {
+void TcpMessenger::arrive(int peer, const Frame& head, std::vector<iovec>& target) {
   const Place recv = find_posted(peer, head.tag);
   if (recv == pending_.end()) {
     std::size_t waiting = head.nbytes;
@@ -96,7 +96,7 @@ void LinkMessenger::arrive(int peer, const Frame& head, std::vector<iovec>& targ
   if (head.kind == FrameKind::message) target = recv->pieces;
 }
 
-void LinkMessenger::end(int peer, const Frame& head) {
+void TcpMessenger::end(int peer, const Frame& head) {
   if (head.kind == FrameKind::message) {
     const Place recv = find(false, peer, head.id);
     if (recv != pending_.end()) {
@@ -120,7 +120,7 @@ void LinkMessenger::end(int peer, const Frame& head) {
 }
 
 /// A complete message, or an announcement, that was there before `recv`.
-void LinkMessenger::take(Place recv, std::list<Unexpected>::iterator message) {
+void TcpMessenger::take(Place recv, std::list<Unexpected>::iterator message) {
   const Unexpected taken = std::move(*message);
   unexpected_.erase(message);
   const bool is_small = taken.head.kind == FrameKind::message;
@@ -137,29 +137,29 @@ void LinkMessenger::take(Place recv, std::list<Unexpected>::iterator message) {
   end_pending(recv);
 }
 
-void LinkMessenger::give_credit(int peer, std::size_t nbytes) {
-  if (nbytes > 0) post_.enqueue(peer, {.kind = FrameKind::taken, .count = nbytes});
+void TcpMessenger::give_credit(int peer, std::size_t nbytes) {
+  if (nbytes > 0) control_.enqueue(peer, {.kind = FrameKind::taken, .count = nbytes});
 }
 
 /// False: `recv` has ended with a mismatch, and the sender is told.
-bool LinkMessenger::agree(Place recv, int peer, const Frame& head) {
+bool TcpMessenger::agree(Place recv, int peer, const Frame& head) {
   if (head.dtype == static_cast<std::uint32_t>(recv->dtype) && head.count == recv->count) return true;
-  post_.enqueue(peer, {.kind = FrameKind::refuse,
-                       .tag = recv->tag,
-                       .dtype = static_cast<std::uint32_t>(recv->dtype),
-                       .id = head.id,
-                       .count = recv->count});
+  control_.enqueue(peer, {.kind = FrameKind::refuse,
+                          .tag = recv->tag,
+                          .dtype = static_cast<std::uint32_t>(recv->dtype),
+                          .id = head.id,
+                          .count = recv->count});
   end_pending(recv, std::make_exception_ptr(
-                        CollectiveMismatch(mismatch(peer, post_.rank(), recv->tag, shape(head.dtype, head.count),
+                        CollectiveMismatch(mismatch(peer, control_.rank(), recv->tag, shape(head.dtype, head.count),
                                                     shape(static_cast<std::uint32_t>(recv->dtype), recv->count)))));
   return false;
 }
 
-void LinkMessenger::be_refused(int peer, const Frame& head) {
+void TcpMessenger::be_refused(int peer, const Frame& head) {
   const Place send = find(true, peer, head.id);
   const std::string theirs = shape(head.dtype, head.count);
   if (send == pending_.end()) {  // a small one: a recv that waits for that peer hears of it, or else the next call
-    std::string what = mismatch(post_.rank(), peer, head.tag, "another dtype or count in an earlier call", theirs);
+    std::string what = mismatch(control_.rank(), peer, head.tag, "another dtype or count in an earlier call", theirs);
     const Place waiting = std::find_if(pending_.begin(), pending_.end(), [&](const Pending& pending) {
       return !pending.is_send && !pending.granted && pending.peer == peer;
     });
@@ -168,31 +168,32 @@ void LinkMessenger::be_refused(int peer, const Frame& head) {
     return;
   }
   const std::string ours = shape(static_cast<std::uint32_t>(send->dtype), send->count);
-  end_pending(send, std::make_exception_ptr(CollectiveMismatch(mismatch(post_.rank(), peer, head.tag, ours, theirs))));
+  end_pending(send,
+              std::make_exception_ptr(CollectiveMismatch(mismatch(control_.rank(), peer, head.tag, ours, theirs))));
 }
 
-std::string LinkMessenger::mismatch(int from, int to, int tag, const std::string& sent,
-                                    const std::string& wanted) const {
+std::string TcpMessenger::mismatch(int from, int to, int tag, const std::string& sent,
+                                   const std::string& wanted) const {
   return text("rank ", from, " sent ", sent, " to rank ", to, " with tag ", tag, ", which called recv for ", wanted);
 }
 
-void LinkMessenger::accept(Pending& recv, int peer, const Frame& head) {
+void TcpMessenger::accept(Pending& recv, int peer, const Frame& head) {
   recv.peer = peer;
   recv.id = head.id;
   recv.granted = true;
   if (recv.source != nullptr) *recv.source = peer;
-  if (head.kind == FrameKind::announce) post_.enqueue(peer, {.kind = FrameKind::grant, .id = head.id});
+  if (head.kind == FrameKind::announce) control_.enqueue(peer, {.kind = FrameKind::grant, .id = head.id});
 }
 
-void LinkMessenger::send_next(Pending& send) {
+void TcpMessenger::send_next(Pending& send) {
   const std::size_t left = send.count * size_of(send.dtype) - send.done_nbytes;
-  const std::size_t nbytes = std::min(left, LinkPost::kMaxFrameNbytes);
-  post_.enqueue_bulk(send.peer,
-                     {.kind = FrameKind::data, .dtype = static_cast<std::uint32_t>(send.dtype), .id = send.id},
-                     cut(send.pieces, send.done_nbytes, nbytes), send.id);
+  const std::size_t nbytes = std::min(left, TcpControl::kMaxFrameNbytes);
+  control_.enqueue_bulk(send.peer,
+                        {.kind = FrameKind::data, .dtype = static_cast<std::uint32_t>(send.dtype), .id = send.id},
+                        cut(send.pieces, send.done_nbytes, nbytes), send.id);
 }
 
-void LinkMessenger::sent(int peer, std::uint64_t key, std::size_t nbytes) {
+void TcpMessenger::sent(int peer, std::uint64_t key, std::size_t nbytes) {
   const Place send = find(true, peer, key);
   if (send == pending_.end()) return;
   send->done_nbytes += nbytes;

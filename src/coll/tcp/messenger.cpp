@@ -29,20 +29,20 @@ std::vector<iovec> pieces_of(const Buffers& buffers, std::size_t size) {
 
 }  // namespace
 
-LinkMessenger::LinkMessenger(LinkPost& post, double timeout_s)
-    : post_(post),
+TcpMessenger::TcpMessenger(TcpControl& post, double timeout_s)
+    : control_(post),
       timeout_s_(timeout_s),
       peers_(static_cast<std::size_t>(post.world_size())),
       give_up_(std::make_shared<GiveUp>([this](const Completion& completion) { give_up(completion); })) {
-  post_.start(*this);
+  control_.start(*this);
 }
 
-Work LinkMessenger::send(std::span<const ConstBuffer> buffers, DType dtype, int dst, int tag, const Call& call) {
-  std::unique_lock lock(post_.mutex());
+Work TcpMessenger::send(std::span<const ConstBuffer> buffers, DType dtype, int dst, int tag, const Call& call) {
+  std::unique_lock lock(control_.mutex());
   require_open(dst);
   PeerState& peer = peers_[static_cast<std::size_t>(dst)];
   const std::uint64_t count = total_of(buffers), id = peer.next_id++;
-  if (post_.is_gone(dst)) {
+  if (control_.is_gone(dst)) {
     Pending pending = make(true, dst, tag, dtype, call);
     pending.count = count;
     std::rethrow_exception(lost(pending, dst));
@@ -59,7 +59,7 @@ Work LinkMessenger::send(std::span<const ConstBuffer> buffers, DType dtype, int 
     peer.credit -= nbytes;
     Frame message = head;
     message.kind = FrameKind::message;
-    post_.enqueue(dst, message, std::move(bytes));
+    control_.enqueue(dst, message, std::move(bytes));
     return {};
   }
   Pending pending = make(true, dst, tag, dtype, call);
@@ -70,13 +70,12 @@ Work LinkMessenger::send(std::span<const ConstBuffer> buffers, DType dtype, int 
   Work work(completion);
   Frame announce = head;
   announce.kind = FrameKind::announce;
-  post_.enqueue(dst, announce);
+  control_.enqueue(dst, announce);
   return finish(std::move(work), completion, lock, call);
 }
 
-Work LinkMessenger::recv(std::span<const Buffer> buffers, DType dtype, int src, int tag, const Call& call,
-                         int* source) {
-  std::unique_lock lock(post_.mutex());
+Work TcpMessenger::recv(std::span<const Buffer> buffers, DType dtype, int src, int tag, const Call& call, int* source) {
+  std::unique_lock lock(control_.mutex());
   require_open(src);
   Pending pending = make(false, src, tag, dtype, call);
   pending.count = total_of(buffers), pending.source = source;
@@ -84,7 +83,7 @@ Work LinkMessenger::recv(std::span<const Buffer> buffers, DType dtype, int src, 
   const auto message = std::find_if(unexpected_.begin(), unexpected_.end(), [&](const Unexpected& candidate) {
     return candidate.complete && candidate.head.tag == tag && (src < 0 || candidate.peer == src);
   });
-  if (message == unexpected_.end() && (src < 0 ? all_gone() : post_.is_gone(src)))
+  if (message == unexpected_.end() && (src < 0 ? all_gone() : control_.is_gone(src)))
     std::rethrow_exception(lost(pending, src));
   const std::shared_ptr<Completion> completion = pending.completion;
   pending_.push_back(std::move(pending));
@@ -94,9 +93,9 @@ Work LinkMessenger::recv(std::span<const Buffer> buffers, DType dtype, int src, 
 }
 
 /// Waits for a blocking call.
-Work LinkMessenger::finish(Work work, std::shared_ptr<Completion> completion, std::unique_lock<std::mutex>& lock,
-                           const Call& call) {
-  post_.wake();  // there is a new deadline
+Work TcpMessenger::finish(Work work, std::shared_ptr<Completion> completion, std::unique_lock<std::mutex>& lock,
+                          const Call& call) {
+  control_.wake();  // there is a new deadline
   lock.unlock();
   if (call.async) return work;
   try {
@@ -113,23 +112,23 @@ Work LinkMessenger::finish(Work work, std::shared_ptr<Completion> completion, st
   return {};
 }
 
-void LinkMessenger::require_open(int peer) {
+void TcpMessenger::require_open(int peer) {
   if (closed_) throw Error("the communicator is closed");
-  post_.fate().throw_if_set({});
+  control_.failure().throw_if_set({});
   if (peer < 0) return;
-  if (!post_.has_link(peer))
-    throw Unsupported(text("rank ", post_.rank(), " has no link for messages with rank ", peer));
+  if (!control_.has_link(peer))
+    throw Unsupported(text("rank ", control_.rank(), " has no link for messages with rank ", peer));
   std::string& complaint = peers_[static_cast<std::size_t>(peer)].complaint;
   if (!complaint.empty()) throw CollectiveMismatch(std::exchange(complaint, {}));
 }
 
-bool LinkMessenger::all_gone() const {
-  for (int peer = 0; peer < post_.world_size(); ++peer)
-    if (!post_.is_gone(peer)) return false;
+bool TcpMessenger::all_gone() const {
+  for (int peer = 0; peer < control_.world_size(); ++peer)
+    if (!control_.is_gone(peer)) return false;
   return true;
 }
 
-LinkMessenger::Pending LinkMessenger::make(bool is_send, int peer, int tag, DType dtype, const Call& call) {
+TcpMessenger::Pending TcpMessenger::make(bool is_send, int peer, int tag, DType dtype, const Call& call) {
   Pending pending{is_send, peer, tag, dtype, 0, {}, call.site};
   pending.deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(
                                         std::chrono::duration<double>(std::min(timeout_s_, 1e9)));
@@ -137,15 +136,15 @@ LinkMessenger::Pending LinkMessenger::make(bool is_send, int peer, int tag, DTyp
   return pending;
 }
 
-std::string LinkMessenger::describe(const Pending& pending) const {
+std::string TcpMessenger::describe(const Pending& pending) const {
   std::string peer = pending.peer < 0 ? "any rank" : text("rank ", pending.peer);
   std::string what = text(pending.is_send ? "send to " : "recv from ", peer, ", tag ", pending.tag, ", ",
                           name_of(pending.dtype), " count=", pending.count);
   return *pending.site != '\0' ? text(what, " at ", pending.site) : what;
 }
 
-std::exception_ptr LinkMessenger::lost(const Pending& pending, int peer) const {
-  const bool left = peer >= 0 && post_.has_closed(peer);
+std::exception_ptr TcpMessenger::lost(const Pending& pending, int peer) const {
+  const bool left = peer >= 0 && control_.has_closed(peer);
   return std::make_exception_ptr(
       PeerLost(peer, text(peer < 0 ? "all ranks have left"
                                    : text("rank ", peer, left ? " left (closed its communicator)" : " died or left"),
@@ -153,19 +152,19 @@ std::exception_ptr LinkMessenger::lost(const Pending& pending, int peer) const {
 }
 
 /// Its buffers are not touched afterwards.
-void LinkMessenger::end_pending(Place place, std::exception_ptr error) {
-  if (place->granted && place->is_send) post_.withdraw(place->peer, place->id);
-  if (place->granted && !place->is_send) post_.discard_incoming(place->peer, place->id);
+void TcpMessenger::end_pending(Place place, std::exception_ptr error) {
+  if (place->granted && place->is_send) control_.withdraw(place->peer, place->id);
+  if (place->granted && !place->is_send) control_.discard_incoming(place->peer, place->id);
   const std::shared_ptr<Completion> completion = std::move(place->completion);
   pending_.erase(place);
   completion->finish(std::move(error));
 }
 
-Clock::time_point LinkMessenger::expire(Clock::time_point now) {
+Clock::time_point TcpMessenger::expire(Clock::time_point now) {
   auto next = now + std::chrono::hours(1);
   for (auto place = pending_.begin(); place != pending_.end();) {
     const auto current = place++;
-    if (current->deadline <= now && post_.any_suspended())
+    if (current->deadline <= now && control_.any_suspended())
       current->deadline =
           now + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::min(timeout_s_, 1e9)));
     if (current->deadline <= now) {
@@ -179,7 +178,7 @@ Clock::time_point LinkMessenger::expire(Clock::time_point now) {
   return next;
 }
 
-void LinkMessenger::gone(int peer) {
+void TcpMessenger::gone(int peer) {
   const bool all = all_gone();
   for (auto place = pending_.begin(); place != pending_.end();) {
     const auto current = place++;
@@ -187,28 +186,28 @@ void LinkMessenger::gone(int peer) {
   }
 }
 
-void LinkMessenger::failed() {
+void TcpMessenger::failed() {
   std::exception_ptr error;
   try {
-    post_.fate().throw_if_set({});
+    control_.failure().throw_if_set({});
   } catch (...) {
     error = std::current_exception();
   }
   while (!pending_.empty()) end_pending(pending_.begin(), error);
 }
 
-void LinkMessenger::give_up(const Completion& completion) noexcept {
-  const std::lock_guard lock(post_.mutex());
+void TcpMessenger::give_up(const Completion& completion) noexcept {
+  const std::lock_guard lock(control_.mutex());
   const auto place = std::find_if(pending_.begin(), pending_.end(),
                                   [&](const Pending& pending) { return pending.completion.get() == &completion; });
   if (place == pending_.end()) return;
   end_pending(place, std::make_exception_ptr(Error(text(describe(*place), " was given up (interrupted by a signal)"))));
 }
 
-void LinkMessenger::close() noexcept {
+void TcpMessenger::close() noexcept {
   give_up_->detach();
-  post_.close();
-  const std::lock_guard lock(post_.mutex());
+  control_.close();
+  const std::lock_guard lock(control_.mutex());
   closed_ = true;
   while (!pending_.empty())
     end_pending(

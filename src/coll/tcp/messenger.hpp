@@ -1,12 +1,12 @@
-// LinkMessenger: send and recv over links, on LinkPost's thread.
+// TcpMessenger: send and recv over links, on TcpControl's thread.
 //
-// [Note: link messages] Up to kEagerNbytes a message goes out at once with its elements, and the send is done when it
+// [Note: messages] Up to kEagerNbytes a message goes out at once with its elements, and the send is done when it
 // is queued; what a peer has not asked for waits at its side, kCreditNbytes of it at most. Larger ones are announced;
 // when the other side has a matching recv it grants them, and they come in frames straight into place. Messages of one
 // pair and tag match in call order, because frames of a pair stay in order.
 // If dtype or count differ, both sides get CollectiveMismatch (a small send that is done already: a recv of the
 // sender's that waits for that peer does, or else its next call with it). A message at its deadline fails alone; the
-// communicator goes on. Thread rule: free-threaded; LinkPost's mutex guards all.
+// communicator goes on. Thread rule: free-threaded; TcpControl's mutex guards all.
 #pragma once
 
 #include <cstdint>
@@ -21,14 +21,14 @@
 
 namespace zcomm::coll {
 
-class LinkMessenger final : public Messenger, private LinkPost::Handler {
+class TcpMessenger final : public Messenger, private TcpControl::Handler {
  public:
   static constexpr std::size_t kEagerNbytes = 16 << 10;
   static constexpr std::size_t kCreditNbytes = 1 << 20;
 
   /// Starts `post`.
-  LinkMessenger(LinkPost& post, double timeout_s);
-  ~LinkMessenger() override { close(); }
+  TcpMessenger(TcpControl& post, double timeout_s);
+  ~TcpMessenger() override { close(); }
 
   Work send(std::span<const ConstBuffer> buffers, DType dtype, int dst, int tag, const Call& call) override;
   Work recv(std::span<const Buffer> buffers, DType dtype, int src, int tag, const Call& call, int* source) override;
@@ -91,7 +91,7 @@ class LinkMessenger final : public Messenger, private LinkPost::Handler {
   std::exception_ptr lost(const Pending& pending, int peer) const;
   std::string describe(const Pending& pending) const;
 
-  LinkPost& post_;
+  TcpControl& control_;
   const double timeout_s_;
   std::vector<PeerState> peers_;
   std::list<Pending> pending_;        // in call order

@@ -45,7 +45,7 @@ std::shared_ptr<SymmetricBuffer> make_private_buffer(std::size_t nbytes, int ran
   return std::make_shared<PrivateBuffer>(nbytes, rank, memory);
 }
 
-void check_links(const std::vector<LinkSockets>& links, const std::vector<bool>& wanted, int rank, bool allow_one) {
+void check_links(const std::vector<PeerSockets>& links, const std::vector<bool>& wanted, int rank, bool allow_one) {
   if (links.size() != wanted.size())
     throw InvalidArgument(text("links to ", links.size(), " ranks; the mesh has ", wanted.size()));
   for (std::size_t r = 0; r < links.size(); ++r) {

@@ -16,7 +16,7 @@ std::shared_ptr<SymmetricBuffer> make_private_buffer(std::size_t nbytes, int ran
 
 /// Throws InvalidArgument unless each wanted rank has two links or more, and each other one none, or one if
 /// `allow_one`.
-void check_links(const std::vector<LinkSockets>& links, const std::vector<bool>& wanted, int rank, bool allow_one);
+void check_links(const std::vector<PeerSockets>& links, const std::vector<bool>& wanted, int rank, bool allow_one);
 
 /// A factory that makes one engine, and throws Unsupported from duplicate().
 EngineFactory once(std::function<std::unique_ptr<Engine>(SymmetricMemory&)> make);

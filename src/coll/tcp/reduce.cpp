@@ -33,18 +33,18 @@ void divide(std::byte* data, std::size_t count, int by) {
 
 }  // namespace
 
-LinkReduce::LinkReduce(const Header& header, int world_size)
-    : dtype_(header.dtype),
-      out_dtype_(header.out_dtype),
-      partial_(header.dtype),
-      op_(header.op),
-      accumulate_(header.accumulate),
+TcpReduce::TcpReduce(const Signature& signature, int world_size)
+    : dtype_(signature.dtype),
+      out_dtype_(signature.out_dtype),
+      partial_(signature.dtype),
+      op_(signature.op),
+      accumulate_(signature.accumulate),
       world_size_(world_size) {
   const bool exact = op_ == ReduceOp::min || op_ == ReduceOp::max;
   if ((dtype_ == DType::float16 || dtype_ == DType::bfloat16) && !exact) partial_ = DType::float32;
 }
 
-void LinkReduce::add(std::byte* to, const std::byte* from, const std::byte* own, std::size_t count) {
+void TcpReduce::add(std::byte* to, const std::byte* from, const std::byte* own, std::size_t count) {
   const ReduceOp op = op_ == ReduceOp::avg ? ReduceOp::sum : op_;
   if (!widens()) return reduce(to, {from, own}, count, dtype_, dtype_, op);
   if (op == ReduceOp::sum && to == from) return reduce(to, {own}, count, dtype_, partial_, op, true);
@@ -57,15 +57,15 @@ void LinkReduce::add(std::byte* to, const std::byte* from, const std::byte* own,
   }
 }
 
-void LinkReduce::add_first(std::byte* to, const std::byte* from, const std::byte* own, std::size_t count) {
+void TcpReduce::add_first(std::byte* to, const std::byte* from, const std::byte* own, std::size_t count) {
   reduce(to, {from, own}, count, dtype_, partial_, op_ == ReduceOp::avg ? ReduceOp::sum : op_);
 }
 
-void LinkReduce::combine(std::byte* to, const std::byte* from, const std::byte* other, std::size_t count) const {
+void TcpReduce::combine(std::byte* to, const std::byte* from, const std::byte* other, std::size_t count) const {
   reduce(to, {from, other}, count, partial_, partial_, op_ == ReduceOp::avg ? ReduceOp::sum : op_);
 }
 
-void LinkReduce::widen(std::byte* to, const std::byte* from, std::size_t count) const {
+void TcpReduce::widen(std::byte* to, const std::byte* from, std::size_t count) const {
   if (count == 0) return;  // from anywhere
   if (widens())
     device::cast(to, partial_, from, dtype_, count);
@@ -73,7 +73,7 @@ void LinkReduce::widen(std::byte* to, const std::byte* from, std::size_t count) 
     std::memcpy(to, from, count * size_of(dtype_));
 }
 
-void LinkReduce::finish(std::byte* out, std::byte* from, std::size_t count) {
+void TcpReduce::finish(std::byte* out, std::byte* from, std::size_t count) {
   if (count == 0) return;
   if (op_ == ReduceOp::avg && world_size_ > 1) {
     if (partial_ == DType::float64)
@@ -101,7 +101,7 @@ void LinkReduce::finish(std::byte* out, std::byte* from, std::size_t count) {
   }
 }
 
-void LinkReduce::all(std::byte* out, std::span<const void* const> from, std::size_t count) const {
+void TcpReduce::all(std::byte* out, std::span<const void* const> from, std::size_t count) const {
   void* const targets[] = {out};
   device::reduce({.dst = targets,
                   .src = from,

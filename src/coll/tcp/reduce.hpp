@@ -13,10 +13,10 @@
 namespace zcomm::coll {
 
 /// How one operation reduces.
-class LinkReduce {
+class TcpReduce {
  public:
-  LinkReduce() = default;
-  explicit LinkReduce(const Header& header, int world_size);
+  TcpReduce() = default;
+  explicit TcpReduce(const Signature& signature, int world_size);
 
   DType dtype() const { return dtype_; }
   DType out_dtype() const { return out_dtype_; }

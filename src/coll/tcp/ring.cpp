@@ -13,15 +13,16 @@ constexpr std::size_t kLaneAlign = 64;                    // elements
 
 }  // namespace
 
-RingPath::RingPath(LinkNet& net, std::size_t segment_nbytes, int sockets) : net_(net), segment_nbytes_(segment_nbytes) {
-  if (net.world_size() > 1) make_lanes(sockets);
+TcpRing::TcpRing(TcpSockets& sockets, std::size_t segment_nbytes, int sockets_per_neighbour)
+    : sockets_(sockets), segment_nbytes_(segment_nbytes) {
+  if (sockets.world_size() > 1) make_lanes(sockets_per_neighbour);
 }
 
-void RingPath::make_lanes(int sockets) {
-  const int world = net_.world_size(), rank = net_.rank();
+void TcpRing::make_lanes(int sockets_per_neighbour) {
+  const int world = sockets_.world_size(), rank = sockets_.rank();
   const int after = (rank + 1) % world, before = (rank + world - 1) % world;
   for (int way = 0; way < (world == 2 ? 1 : 2); ++way) {
-    for (int socket = 0; socket < sockets; ++socket) {
+    for (int socket = 0; socket < sockets_per_neighbour; ++socket) {
       Lane lane{};
       lane.way = way;
       lane.index = static_cast<int>(lanes_.size());
@@ -35,22 +36,22 @@ void RingPath::make_lanes(int sockets) {
   }
 }
 
-std::size_t RingPath::nbytes() const {
+std::size_t TcpRing::nbytes() const {
   std::size_t nbytes = 0;
   for (const Lane& lane : lanes_) nbytes += lane.slots.capacity() + lane.landing.capacity();
   return nbytes;
 }
 
-void RingPath::run(const RingJob& job) {
+void TcpRing::run(const RingJob& job) {
   job_ = job;
-  const auto world = static_cast<std::size_t>(net_.world_size());
-  reduce_ = LinkReduce(*job.header, net_.world_size());
-  element_nbytes_ = size_of(job.header->dtype);
+  const auto world = static_cast<std::size_t>(sockets_.world_size());
+  reduce_ = TcpReduce(*job.signature, sockets_.world_size());
+  element_nbytes_ = size_of(job.signature->dtype);
   const std::size_t widest = job.reduces ? size_of(reduce_.partial()) : element_nbytes_;
   segment_count_ = std::max(segment_nbytes_ / widest / kLaneAlign, std::size_t{1}) * kLaneAlign;
   reduce_steps_ = job.reduces ? world - 1 : 0;
   steps_ = reduce_steps_ + (job.gathers ? world - 1 : 0);
-  const std::size_t longest = chunk_of(job.layout->largest(), static_cast<int>(lanes_.size()), 0, kLaneAlign).count();
+  const std::size_t longest = chunk_of(job.chunks->largest(), static_cast<int>(lanes_.size()), 0, kLaneAlign).count();
   const std::size_t group_count = kWindow * segment_count_;
   groups_ = (longest + group_count - 1) / group_count;
   for (Lane& lane : lanes_) begin(lane);
@@ -65,14 +66,14 @@ void RingPath::run(const RingJob& job) {
     }
     if (done || moved) continue;
     for (const Lane& lane : lanes_) {
-      if (lane.receiving) net_.expect(lane.prev, lane.socket, POLLIN);
-      if (lane.sending) net_.expect(lane.next, lane.socket, POLLOUT);
+      if (lane.receiving) sockets_.expect(lane.prev, lane.socket, POLLIN);
+      if (lane.sending) sockets_.expect(lane.next, lane.socket, POLLOUT);
     }
-    net_.wait();
+    sockets_.wait();
   }
 }
 
-void RingPath::begin(Lane& lane) {
+void TcpRing::begin(Lane& lane) {
   if (job_.reduces) {
     const std::size_t room = kSlots * segment_count_ * size_of(reduce_.partial());
     if (lane.slots.size() < room) lane.slots.resize(room);
@@ -88,22 +89,22 @@ void RingPath::begin(Lane& lane) {
   lane.sending = lane.receiving = true;
 }
 
-bool RingPath::may_send(const Lane& lane) const {
+bool TcpRing::may_send(const Lane& lane) const {
   return !at_end(lane.out) && (lane.out.step == 0 || lane.out.index < lane.in.index + kWindow);
 }
 
-bool RingPath::may_receive(const Lane& lane) const {
+bool TcpRing::may_receive(const Lane& lane) const {
   return !at_end(lane.in) && (!is_reduce(lane.in.step) || lane.in.reduced < lane.out.reduced + kSlots);
 }
 
 /// Sends what can go now; whether it came any further.
-bool RingPath::push(Lane& lane) {
+bool TcpRing::push(Lane& lane) {
   bool moved = false;
   while (lane.sending || may_send(lane)) {
     if (!lane.sending) prepare_send(lane);
     lane.sending = true;
     if (!lane.send.done()) {
-      if (!net_.advance(lane.send, lane.socket)) return moved;
+      if (!sockets_.advance(lane.send, lane.socket)) return moved;
       moved = true;
       if (!lane.send.done()) continue;
     }
@@ -116,13 +117,13 @@ bool RingPath::push(Lane& lane) {
 }
 
 /// Receives what is there and may come in; whether it came any further.
-bool RingPath::pull(Lane& lane) {
+bool TcpRing::pull(Lane& lane) {
   bool moved = false;
   while (lane.receiving || may_receive(lane)) {
     if (!lane.receiving) prepare_recv(lane);
     lane.receiving = true;
     if (!lane.recv.done()) {
-      if (!net_.advance(lane.recv, lane.socket)) return moved;
+      if (!sockets_.advance(lane.recv, lane.socket)) return moved;
       moved = true;
       if (!lane.recv.done()) continue;
     }
@@ -140,7 +141,7 @@ bool RingPath::pull(Lane& lane) {
   return moved;
 }
 
-void RingPath::step(Cursor& cursor, bool through_slot) const {
+void TcpRing::step(Cursor& cursor, bool through_slot) const {
   ++cursor.index;
   cursor.reduced += through_slot ? 1 : 0;
   if (++cursor.segment < kWindow) return;
@@ -150,24 +151,24 @@ void RingPath::step(Cursor& cursor, bool through_slot) const {
   ++cursor.group;
 }
 
-int RingPath::chunk_sent(const Lane& lane, std::size_t at) const {
-  const int world = net_.world_size();
+int TcpRing::chunk_sent(const Lane& lane, std::size_t at) const {
+  const int world = sockets_.world_size();
   const int behind = is_reduce(at) ? static_cast<int>(at) + 1 : static_cast<int>(at - reduce_steps_);
-  return (net_.rank() + (lane.way == 0 ? -behind : behind) + world) % world;
+  return (sockets_.rank() + (lane.way == 0 ? -behind : behind) + world) % world;
 }
 
-int RingPath::chunk_received(const Lane& lane, std::size_t at) const {
-  const int world = net_.world_size();
+int TcpRing::chunk_received(const Lane& lane, std::size_t at) const {
+  const int world = sockets_.world_size();
   return (chunk_sent(lane, at) + (lane.way == 0 ? -1 : 1) + world) % world;
 }
 
-Range RingPath::segment(const Lane& lane, const Cursor& cursor, int chunk) const {
-  const Range mine = chunk_of(job_.layout->count(chunk), static_cast<int>(lanes_.size()), lane.index, kLaneAlign);
+Range TcpRing::segment(const Lane& lane, const Cursor& cursor, int chunk) const {
+  const Range mine = chunk_of(job_.chunks->count(chunk), static_cast<int>(lanes_.size()), lane.index, kLaneAlign);
   const std::size_t first = (cursor.group * kWindow + cursor.segment) * segment_count_;
   return {std::min(mine.begin + first, mine.end), std::min(mine.begin + first + segment_count_, mine.end)};
 }
 
-void RingPath::prepare_send(Lane& lane) {
+void TcpRing::prepare_send(Lane& lane) {
   const std::size_t at = lane.out.step;
   const int chunk = chunk_sent(lane, at);
   const Range range = segment(lane, lane.out, chunk);
@@ -176,14 +177,14 @@ void RingPath::prepare_send(Lane& lane) {
     lane.send.add(slot(lane, lane.out.reduced), range.count() * size_of(reduce_.partial()));
     return;
   }
-  job_.layout->pieces(chunk, range.begin, range.end,
+  job_.chunks->pieces(chunk, range.begin, range.end,
                       [&](const Item& item, std::size_t offset, std::size_t count, std::size_t) {
                         const std::byte* from = is_reduce(at) ? item.in : item.out;
                         lane.send.add(from + offset * element_nbytes_, count * element_nbytes_);
                       });
 }
 
-void RingPath::prepare_recv(Lane& lane) {
+void TcpRing::prepare_recv(Lane& lane) {
   const std::size_t at = lane.in.step;
   const int chunk = chunk_received(lane, at);
   const Range range = segment(lane, lane.in, chunk);
@@ -193,7 +194,7 @@ void RingPath::prepare_recv(Lane& lane) {
   } else if (is_reduce(at)) {
     lane.recv.add(slot(lane, lane.in.reduced), range.count() * size_of(reduce_.partial()));
   } else {
-    job_.layout->pieces(chunk, range.begin, range.end,
+    job_.chunks->pieces(chunk, range.begin, range.end,
                         [&](const Item& item, std::size_t offset, std::size_t count, std::size_t) {
                           lane.recv.add(item.out + offset * element_nbytes_, count * element_nbytes_);
                         });
@@ -201,7 +202,7 @@ void RingPath::prepare_recv(Lane& lane) {
 }
 
 /// Adds the own part to the partial sums that have come.
-void RingPath::received(Lane& lane) {
+void TcpRing::received(Lane& lane) {
   const std::size_t at = lane.in.step;
   const int chunk = chunk_received(lane, at);
   const Range range = segment(lane, lane.in, chunk);
@@ -209,7 +210,7 @@ void RingPath::received(Lane& lane) {
   std::byte* const sums = slot(lane, lane.in.reduced);
   const std::byte* const came = raw ? lane.landing.data() : sums;
   const std::size_t size = size_of(reduce_.partial()), came_size = raw ? element_nbytes_ : size;
-  job_.layout->pieces(chunk, range.begin, range.end,
+  job_.chunks->pieces(chunk, range.begin, range.end,
                       [&](const Item& item, std::size_t offset, std::size_t count, std::size_t where) {
                         const std::size_t skip = where - range.begin;
                         std::byte* const sum = sums + skip * size;
@@ -227,17 +228,17 @@ void RingPath::received(Lane& lane) {
                       });
 }
 
-std::byte* RingPath::result_of(const Item& item, std::size_t offset, std::size_t at) const {
-  const std::size_t size = size_of(job_.header->out_dtype);
+std::byte* TcpRing::result_of(const Item& item, std::size_t offset, std::size_t at) const {
+  const std::size_t size = size_of(job_.signature->out_dtype);
   if (job_.result != nullptr) return job_.result + at * size;
-  const bool scatter = job_.header->kind == OpKind::reduce_scatter;
-  return item.out + (offset - (scatter ? static_cast<std::size_t>(net_.rank()) * item.count : 0)) * size;
+  const bool scatter = job_.signature->kind == OpKind::reduce_scatter;
+  return item.out + (offset - (scatter ? static_cast<std::size_t>(sockets_.rank()) * item.count : 0)) * size;
 }
 
-void RingPath::check_mark(Lane& lane) const {
+void TcpRing::check_mark(Lane& lane) const {
   const std::uint64_t wanted = mix(job_.identity, static_cast<std::uint64_t>(lane.index));
   if (lane.mark_in.magic == kMarkMagic && lane.mark_in.identity == wanted) return;
-  throw Error(text("what came from rank ", net_.name(lane.prev), " on socket ", lane.socket,
+  throw Error(text("what came from rank ", sockets_.name(lane.prev), " on socket ", lane.socket,
                    " is not this operation's data: the streams are out of step"));
 }
 

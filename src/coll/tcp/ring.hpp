@@ -1,4 +1,4 @@
-// RingPath: reduce_scatter, all_gather and all_reduce over the ring, for large data between hosts.
+// TcpRing: reduce_scatter, all_gather and all_reduce over the ring, for large data between hosts.
 //
 // [Note: ring lanes] Each chunk is cut into lanes: one per socket to a neighbour, half of them round the ring one way,
 // half the other (two ranks need but one way: their links carry both). A lane is a ring of its own on its own pair of
@@ -22,20 +22,20 @@
 
 namespace zcomm::coll {
 
-/// What one run of the ring does, over chunks of `layout`.
+/// What one run of the ring does, over `chunks`.
 struct RingJob {
-  const LinkLayout* layout;
-  const Header* header;
+  const TcpChunks* chunks;
+  const Signature* signature;
   std::uint64_t identity;
   bool reduces, gathers;
-  /// The reduced own chunk goes here (out_dtype), one chunk long. Null: into the layout's outputs.
+  /// The reduced own chunk goes here (out_dtype), one chunk long. Null: into the chunk's outputs.
   std::byte* result = nullptr;
 };
 
-class RingPath {
+class TcpRing {
  public:
-  /// `sockets` of each neighbour are used; the same number on all ranks.
-  RingPath(LinkNet& net, std::size_t segment_nbytes, int sockets);
+  /// `sockets_per_neighbour` of each are used; the same number on all ranks.
+  TcpRing(TcpSockets& sockets, std::size_t segment_nbytes, int sockets_per_neighbour);
   /// For all_gather the own chunk must be in place in the outputs. World of 2 or more.
   void run(const RingJob& job);
   std::size_t nbytes() const;
@@ -58,12 +58,12 @@ class RingPath {
     Cursor in, out;
     Mark mark_in{}, mark_out{};
     bool mark_sent = false, mark_checked = false;
-    LinkTransfer send{0, true}, recv{0, false};
+    TcpTransfer send{0, true}, recv{0, false};
     bool sending = false, receiving = false;
     std::vector<std::byte> slots, landing;
   };
 
-  void make_lanes(int sockets);
+  void make_lanes(int sockets_per_neighbour);
   void begin(Lane& lane);
   bool push(Lane& lane);
   bool pull(Lane& lane);
@@ -85,12 +85,12 @@ class RingPath {
   void check_mark(Lane& lane) const;
   std::byte* result_of(const Item& item, std::size_t offset, std::size_t at) const;
 
-  LinkNet& net_;
+  TcpSockets& sockets_;
   const std::size_t segment_nbytes_;
   std::vector<Lane> lanes_;
 
   RingJob job_{};
-  LinkReduce reduce_;
+  TcpReduce reduce_;
   std::size_t element_nbytes_ = 0, segment_count_ = 0;
   std::size_t reduce_steps_ = 0, steps_ = 0, groups_ = 0;
 };

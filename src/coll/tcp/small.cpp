@@ -15,32 +15,33 @@ std::size_t parts_of_input(OpKind kind, int world_size) {
 
 }  // namespace
 
-std::size_t LinkSmall::cargo_nbytes(const Operation& operation, int world_size) {
+std::size_t TcpSmall::cargo_nbytes(const Operation& operation, int world_size) {
   std::size_t count = 0;
   for (const Item& item : operation.items.all()) count += item.count;
-  return count * parts_of_input(operation.header.kind, world_size) * size_of(operation.header.dtype);
+  return count * parts_of_input(operation.signature.kind, world_size) * size_of(operation.signature.dtype);
 }
 
-void LinkSmall::run(const Operation& operation) {
-  const Header& header = operation.header;
-  const auto world = static_cast<std::size_t>(net_.world_size());
-  size_ = size_of(header.dtype);
-  nbytes_ = cargo_nbytes(operation, net_.world_size());
-  const std::size_t repeat = parts_of_input(header.kind, net_.world_size());
-  guard_.reserve(nbytes_ * world);
-  const bool from_root = header.kind == OpKind::broadcast || header.kind == OpKind::scatter;
-  if (!from_root || header.root == net_.rank()) pack(operation.items.all(), repeat, guard_.block(net_.rank(), nbytes_));
+void TcpSmall::run(const Operation& operation) {
+  const Signature& signature = operation.signature;
+  const auto world = static_cast<std::size_t>(sockets_.world_size());
+  size_ = size_of(signature.dtype);
+  nbytes_ = cargo_nbytes(operation, sockets_.world_size());
+  const std::size_t repeat = parts_of_input(signature.kind, sockets_.world_size());
+  arrival_.reserve(nbytes_ * world);
+  const bool from_root = signature.kind == OpKind::broadcast || signature.kind == OpKind::scatter;
+  if (!from_root || signature.root == sockets_.rank())
+    pack(operation.items.all(), repeat, arrival_.block(sockets_.rank(), nbytes_));
   if (from_root)
-    guard_.enter_broadcasting(header, nbytes_, header.root);
+    arrival_.enter_broadcasting(signature, nbytes_, signature.root);
   else
-    guard_.enter_gathering(header, nbytes_);
-  if (reduces(header.kind))
+    arrival_.enter_gathering(signature, nbytes_);
+  if (reduces(signature.kind))
     reduce(operation);
   else
     take(operation);
 }
 
-void LinkSmall::pack(std::span<const Item> items, std::size_t repeat, std::byte* to) const {
+void TcpSmall::pack(std::span<const Item> items, std::size_t repeat, std::byte* to) const {
   for (const Item& item : items) {
     const std::size_t nbytes = item.count * repeat * size_;
     if (nbytes > 0) std::memcpy(to, item.in, nbytes);
@@ -48,45 +49,45 @@ void LinkSmall::pack(std::span<const Item> items, std::size_t repeat, std::byte*
   }
 }
 
-void LinkSmall::reduce(const Operation& operation) {
-  const Header& header = operation.header;
-  if (header.kind == OpKind::reduce && header.root != net_.rank()) return;
-  const int world = net_.world_size();
-  const LinkReduce reduce(header, world);
-  const std::size_t parts = parts_of_input(header.kind, world);
-  const std::size_t part = parts > 1 ? static_cast<std::size_t>(net_.rank()) : 0;
+void TcpSmall::reduce(const Operation& operation) {
+  const Signature& signature = operation.signature;
+  if (signature.kind == OpKind::reduce && signature.root != sockets_.rank()) return;
+  const int world = sockets_.world_size();
+  const TcpReduce reduce(signature, world);
+  const std::size_t parts = parts_of_input(signature.kind, world);
+  const std::size_t part = parts > 1 ? static_cast<std::size_t>(sockets_.rank()) : 0;
   sources_.resize(static_cast<std::size_t>(world));
   std::size_t at = 0;
   for (const Item& item : operation.items.all()) {
     for (int q = 0; q < world; ++q)
-      sources_[static_cast<std::size_t>(q)] = guard_.block(q, nbytes_) + at + part * item.count * size_;
+      sources_[static_cast<std::size_t>(q)] = arrival_.block(q, nbytes_) + at + part * item.count * size_;
     if (item.count > 0) reduce.all(item.out, sources_, item.count);
     at += item.count * parts * size_;
   }
 }
 
-void LinkSmall::take(const Operation& operation) {
-  const Header& header = operation.header;
-  const auto rank = static_cast<std::size_t>(net_.rank());
-  const bool is_root = header.root == net_.rank();
+void TcpSmall::take(const Operation& operation) {
+  const Signature& signature = operation.signature;
+  const auto rank = static_cast<std::size_t>(sockets_.rank());
+  const bool is_root = signature.root == sockets_.rank();
   std::size_t at = 0;
   const auto copy = [](std::byte* to, const std::byte* from, std::size_t nbytes) {
     if (nbytes > 0) std::memcpy(to, from, nbytes);
   };
   for (const Item& item : operation.items.all()) {
     const std::size_t nbytes = item.count * size_;
-    switch (header.kind) {
+    switch (signature.kind) {
       case OpKind::broadcast:
-        if (!is_root) copy(item.out, guard_.block(header.root, nbytes_) + at, nbytes);
+        if (!is_root) copy(item.out, arrival_.block(signature.root, nbytes_) + at, nbytes);
         at += nbytes;
         break;
       case OpKind::scatter:
-        copy(item.out, guard_.block(header.root, nbytes_) + at + rank * nbytes, nbytes);
-        at += nbytes * static_cast<std::size_t>(net_.world_size());
+        copy(item.out, arrival_.block(signature.root, nbytes_) + at + rank * nbytes, nbytes);
+        at += nbytes * static_cast<std::size_t>(sockets_.world_size());
         break;
       default:  // all_gather, gather
-        for (int q = 0; q < net_.world_size() && (header.kind == OpKind::all_gather || is_root); ++q)
-          copy(item.out + static_cast<std::size_t>(q) * nbytes, guard_.block(q, nbytes_) + at, nbytes);
+        for (int q = 0; q < sockets_.world_size() && (signature.kind == OpKind::all_gather || is_root); ++q)
+          copy(item.out + static_cast<std::size_t>(q) * nbytes, arrival_.block(q, nbytes_) + at, nbytes);
         at += nbytes;
     }
   }

@@ -1,4 +1,4 @@
-// LinkSmall: operations so small that their data rides in the messages that compare them ([Note: link entry]).
+// TcpSmall: operations so small that their data rides in the messages that compare them ([Note: arrival]).
 //
 // Every rank gets every rank's input and computes what it wants, reducing in rank order: the bits of one host's path.
 // Cost: ceil(log2 P) messages in sequence, P N bytes received. Thread rule: the thread that runs the operation.
@@ -12,9 +12,9 @@
 
 namespace zcomm::coll {
 
-class LinkSmall {
+class TcpSmall {
  public:
-  LinkSmall(LinkNet& net, LinkGuard& guard) : net_(net), guard_(guard) {}
+  TcpSmall(TcpSockets& sockets, TcpArrival& guard) : sockets_(sockets), arrival_(guard) {}
 
   /// Bytes that each rank would bring (the root, where there is one that has all); all kinds that move data but
   /// all_to_all.
@@ -27,8 +27,8 @@ class LinkSmall {
   void reduce(const Operation& operation);
   void take(const Operation& operation);
 
-  LinkNet& net_;
-  LinkGuard& guard_;
+  TcpSockets& sockets_;
+  TcpArrival& arrival_;
   std::size_t size_ = 0, nbytes_ = 0;
   std::vector<const void*> sources_;
 };

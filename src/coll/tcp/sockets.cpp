@@ -13,17 +13,17 @@ namespace {
 constexpr int kSlice_ms = 50;               // between looks at signals and losses
 constexpr double kAnswer_s = 0.5;           // for a rank to say where it is
 constexpr double kCertainty_s = 1.0;        // for the mesh to say how a peer whose stream ended has gone
-constexpr std::size_t kReservedEvents = 2;  // fate, close
+constexpr std::size_t kReservedEvents = 2;  // failure, close
 
 }  // namespace
 
-LinkNet::LinkNet(std::shared_ptr<net::Mesh> mesh, std::vector<int> members, std::vector<LinkSockets> links,
-                 LinkPost& post, double timeout_s)
+TcpSockets::TcpSockets(std::shared_ptr<net::Mesh> mesh, std::vector<int> members, std::vector<PeerSockets> links,
+                       TcpControl& post, double timeout_s)
     : mesh_(std::move(mesh)),
       members_(std::move(members)),
       rank_(static_cast<int>(std::find(members_.begin(), members_.end(), mesh_->rank()) - members_.begin())),
       sockets_(std::move(links)),
-      post_(post),
+      control_(post),
       timeout_s_(timeout_s) {
   callback_ = mesh_->on_loss([this](net::Loss loss) {
     // A goodbye matters only to a rank that waits for the one that left, and that one sees its stream end.
@@ -32,27 +32,27 @@ LinkNet::LinkNet(std::shared_ptr<net::Mesh> mesh, std::vector<int> members, std:
   if (const auto loss = mesh_->lost(); loss && !loss->said_goodbye) fail({FailureReport::Cause::died, loss->rank, {}});
 }
 
-LinkNet::~LinkNet() { mesh_->forget(callback_); }
+TcpSockets::~TcpSockets() { mesh_->forget(callback_); }
 
-void LinkNet::begin(const Header& header) {
-  current_ = header;
+void TcpSockets::begin(const Signature& signature) {
+  current_ = signature;
   busy_ = entering_ = true;
   restart_clock();
-  if (closing_) throw Error(text("communicator was closed before ", describe(header), " ran"));
-  post_.fate().throw_if_set(during());
-  post_.set_entered(header);
+  if (closing_) throw Error(text("communicator was closed before ", describe(signature), " ran"));
+  control_.failure().throw_if_set(during());
+  control_.set_entered(signature);
 }
 
-void LinkNet::restart_clock() {
+void TcpSockets::restart_clock() {
   const double seconds = std::min(timeout_s_, 1e9);
   deadline_ = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
 }
 
-std::string LinkNet::during() const {
+std::string TcpSockets::during() const {
   return busy_ ? text(describe(current_), " (operation ", current_.sequence, ")") : std::string();
 }
 
-bool LinkNet::advance(LinkTransfer& transfer, int lane) {
+bool TcpSockets::advance(TcpTransfer& transfer, int lane) {
   const std::span<iovec> rest = std::span(transfer.pieces).subspan(transfer.first);
   const int fd = socket(transfer.peer, lane);
   const net::Moved moved = transfer.out ? net::send_pieces(fd, rest) : net::recv_pieces(fd, rest);
@@ -68,13 +68,13 @@ bool LinkNet::advance(LinkTransfer& transfer, int lane) {
   return moved.nbytes > 0;
 }
 
-void LinkNet::move(std::span<LinkTransfer> transfers) {
+void TcpSockets::move(std::span<TcpTransfer> transfers) {
   for (bool all = false; !all;) {
     all = true;
     bool moved = false;
     // Receive first: a peer that has done its part may be gone by the time we send.
     for (const bool out : {false, true}) {
-      for (LinkTransfer& transfer : transfers) {
+      for (TcpTransfer& transfer : transfers) {
         if (transfer.out != out || transfer.done()) continue;
         moved |= advance(transfer, 0);
         all &= transfer.done();
@@ -82,24 +82,24 @@ void LinkNet::move(std::span<LinkTransfer> transfers) {
     }
     if (all) break;
     if (moved) continue;
-    for (const LinkTransfer& transfer : transfers)
+    for (const TcpTransfer& transfer : transfers)
       if (!transfer.done()) expect(transfer.peer, 0, transfer.out ? POLLOUT : POLLIN);
     wait();
   }
 }
 
-void LinkNet::expect(int peer, int lane, short events) {
+void TcpSockets::expect(int peer, int lane, short events) {
   fds_.resize(std::max(fds_.size(), kReservedEvents));
   fds_.push_back({socket(peer, lane), events, 0});
   expected_.push_back(peer);
 }
 
-void LinkNet::wait() {
+void TcpSockets::wait() {
   struct Forget {
-    LinkNet& net;
-    ~Forget() { net.fds_.resize(kReservedEvents), net.expected_.clear(); }
+    TcpSockets& sockets;
+    ~Forget() { sockets.fds_.resize(kReservedEvents), sockets.expected_.clear(); }
   } const forget{*this};
-  fds_[0] = {post_.fate().event(), POLLIN, 0};
+  fds_[0] = {control_.failure().event(), POLLIN, 0};
   fds_[1] = {close_event_.get(), POLLIN, 0};
   for (;;) {
     const double left_s = std::chrono::duration<double>(deadline_ - Clock::now()).count();
@@ -111,21 +111,21 @@ void LinkNet::wait() {
   }
 }
 
-void LinkNet::look_around() {
+void TcpSockets::look_around() {
   if (closing_) throw Error(text("communicator was closed while ", during(), " was running"));
   check_interrupt();
-  post_.fate().throw_if_set(during());
+  control_.failure().throw_if_set(during());
   for (const int peer : expected_)
     if (const auto loss = mesh_->lost(name(peer)); loss && loss->said_goodbye) throw_lost(peer);
   if (Clock::now() < deadline_) return;
-  if (post_.any_suspended()) return restart_clock();
+  if (control_.any_suspended()) return restart_clock();
   give_up_late();
 }
 
-void LinkNet::give_up_late() {
-  const std::vector<std::optional<Header>> answers = post_.ask_all(kAnswer_s);
-  post_.fate().throw_if_set(during());
-  if (post_.any_suspended()) return restart_clock();
+void TcpSockets::give_up_late() {
+  const std::vector<std::optional<Signature>> answers = control_.ask_all(kAnswer_s);
+  control_.failure().throw_if_set(during());
+  if (control_.any_suspended()) return restart_clock();
   std::sort(expected_.begin(), expected_.end());
   std::string late, last_operations;
   int late_rank = -1;
@@ -135,9 +135,9 @@ void LinkNet::give_up_late() {
     last_operations += text("; rank ", mesh_rank, " ", last_operation);
   };
   // Not only those that this rank waits for: they may be waiting for others.
-  for (int other = 0; other < post_.world_size(); ++other) {
+  for (int other = 0; other < control_.world_size(); ++other) {
     const auto& answer = answers[static_cast<std::size_t>(other)];
-    if (!post_.has_link(other)) continue;
+    if (!control_.has_link(other)) continue;
     if (!answer)
       add(other, "does not answer (is its process stopped?)");
     else if (answer->sequence == 0)
@@ -152,32 +152,32 @@ void LinkNet::give_up_late() {
   fail({FailureReport::Cause::late, late_rank,
         text(during(), ": rank ", name(rank_), " waited ", timeout_s_, " s for rank ", late,
              entering_ ? " to enter it" : " to bring or take its data", last_operations)});
-  post_.fate().throw_if_set(during());
+  control_.failure().throw_if_set(during());
 }
 
 /// Its goodbye to the mesh may overtake what it said here before: why it leaves, say.
-bool LinkNet::has_left(int name) const {
-  if (post_.has_closed(name)) return true;
+bool TcpSockets::has_left(int name) const {
+  if (control_.has_closed(name)) return true;
   const auto loss = mesh_->lost(name);
-  return loss && loss->said_goodbye && post_.has_received_all(name);
+  return loss && loss->said_goodbye && control_.has_received_all(name);
 }
 
-void LinkNet::throw_lost(int peer) {
+void TcpSockets::throw_lost(int peer) {
   // The stream ended; whether its rank died or left is told by others, at about the same time.
   const net::Deadline certainty(kCertainty_s);
-  std::vector<pollfd> fate{{post_.fate().event(), POLLIN, 0}};
+  std::vector<pollfd> failure{{control_.failure().event(), POLLIN, 0}};
   while (!certainty.passed()) {
     if (closing_) throw Error(text("communicator was closed while ", during(), " was running"));
-    post_.fate().throw_if_set(during());
+    control_.failure().throw_if_set(during());
     if (has_left(name(peer))) break;
-    net::wait_for(fate, certainty, 5);
+    net::wait_for(failure, certainty, 5);
   }
   fail({FailureReport::Cause::left, name(peer), {}});
-  post_.fate().throw_if_set(during());
+  control_.failure().throw_if_set(during());
   throw PeerLost(name(peer), text("rank ", name(peer), " left"));
 }
 
-void LinkNet::close() noexcept {
+void TcpSockets::close() noexcept {
   closing_ = true;
   net::signal_event(close_event_);
 }

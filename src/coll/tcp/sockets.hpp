@@ -1,4 +1,4 @@
-// LinkNet: the sockets of the collectives, and waiting on them until it has become pointless.
+// TcpSockets: the sockets of the collectives, and waiting on them until it has become pointless.
 //
 // A group of ranks (all of a mesh, or some: then `name` is the rank in the mesh that errors speak of). Bytes move only
 // when an algorithm asks for it, on the thread that runs the operation; nobody else reads or writes these sockets.
@@ -18,7 +18,7 @@
 namespace zcomm::coll {
 
 /// Bytes for one peer, or from it.
-struct LinkTransfer {
+struct TcpTransfer {
   int peer;
   bool out;
   std::vector<iovec> pieces{};
@@ -31,14 +31,14 @@ struct LinkTransfer {
   }
 };
 
-class LinkNet {
+class TcpSockets {
  public:
   /// members: the group's ranks in the mesh; links: by rank of the group, without those that `post` has.
-  LinkNet(std::shared_ptr<net::Mesh> mesh, std::vector<int> members, std::vector<LinkSockets> links, LinkPost& post,
-          double timeout_s);
-  ~LinkNet();
-  LinkNet(const LinkNet&) = delete;
-  LinkNet& operator=(const LinkNet&) = delete;
+  TcpSockets(std::shared_ptr<net::Mesh> mesh, std::vector<int> members, std::vector<PeerSockets> links,
+             TcpControl& post, double timeout_s);
+  ~TcpSockets();
+  TcpSockets(const TcpSockets&) = delete;
+  TcpSockets& operator=(const TcpSockets&) = delete;
 
   int rank() const { return rank_; }
   int world_size() const { return static_cast<int>(sockets_.size()); }
@@ -51,29 +51,29 @@ class LinkNet {
   }
 
   /// Starts the clock of an operation; throws the failure if there has been one.
-  void begin(const Header& header);
+  void begin(const Signature& signature);
   /// All ranks have entered it: a late one is late within it.
   void entered() { entering_ = false; }
 
   /// Moves all of them at once; at most one per peer and direction.
-  void move(std::span<LinkTransfer> transfers);
+  void move(std::span<TcpTransfer> transfers);
 
   // For loops of their own: try, and when nothing moved, wait.
   /// Consumes from `transfer` what can move now; returns whether anything did. PeerLost at the end of the stream.
-  bool advance(LinkTransfer& transfer, int lane);
+  bool advance(TcpTransfer& transfer, int lane);
   /// The next wait() also wakes for this.
   void expect(int peer, int lane, short events);
   /// Until one of them is ready; throws PeerLost, Timeout, CollectiveMismatch, Error, Interrupted.
   void wait();
 
   /// Makes this and later waits end, and tells all peers why.
-  void fail(FailureReport report) noexcept { post_.fail(std::move(report)); }
+  void fail(FailureReport report) noexcept { control_.fail(std::move(report)); }
   void close() noexcept;
   bool is_closing() const { return closing_; }
   [[noreturn]] void throw_lost(int peer);
   std::string during() const;
   double timeout_s() const { return timeout_s_; }
-  LinkPost& post() { return post_; }
+  TcpControl& control() { return control_; }
 
  private:
   void restart_clock();
@@ -84,13 +84,13 @@ class LinkNet {
   std::shared_ptr<net::Mesh> mesh_;
   const std::vector<int> members_;
   const int rank_;
-  std::vector<LinkSockets> sockets_;
-  LinkPost& post_;
+  std::vector<PeerSockets> sockets_;
+  TcpControl& control_;
   const double timeout_s_;
-  Header current_{};
+  Signature current_{};
   bool busy_ = false, entering_ = false;
   Clock::time_point deadline_{};
-  std::vector<pollfd> fds_;    // fds_[0] is the fate's event
+  std::vector<pollfd> fds_;    // fds_[0] is the failure's event
   std::vector<int> expected_;  // the peer of each further one
   std::atomic<bool> closing_{false};
   UniqueFd close_event_ = net::make_event();

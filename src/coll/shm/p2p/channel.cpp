@@ -67,7 +67,7 @@ bool Ring::release() noexcept {
   return stuck.load(std::memory_order_seq_cst) != 0;
 }
 
-MessageMemory::MessageMemory(net::Mesh& mesh, std::size_t slot_nbytes, int slot_count, double timeout_s)
+ChannelMemory::ChannelMemory(net::Mesh& mesh, std::size_t slot_nbytes, int slot_count, double timeout_s)
     : rank_(mesh.rank()), slot_nbytes_(slot_nbytes), slot_count_(static_cast<std::uint32_t>(slot_count)) {
   const auto ranks = static_cast<std::size_t>(mesh.world_size());
   const std::size_t nbytes = kDoorbellNbytes + ranks * channel_nbytes();
@@ -91,22 +91,22 @@ MessageMemory::MessageMemory(net::Mesh& mesh, std::size_t slot_nbytes, int slot_
   }
 }
 
-std::size_t MessageMemory::channel_nbytes() const { return kChannelNbytes + slot_nbytes_ * slot_count_; }
+std::size_t ChannelMemory::channel_nbytes() const { return kChannelNbytes + slot_nbytes_ * slot_count_; }
 
-Channel& MessageMemory::channel(int from, int to) const {
+Channel& ChannelMemory::channel(int from, int to) const {
   std::byte* const begin = segments_[static_cast<std::size_t>(from)].data() + kDoorbellNbytes;
   return *reinterpret_cast<Channel*>(begin + static_cast<std::size_t>(to) * channel_nbytes());
 }
 
-std::byte* MessageMemory::slot(Channel& channel, std::uint32_t position) const {
+std::byte* ChannelMemory::slot(Channel& channel, std::uint32_t position) const {
   return reinterpret_cast<std::byte*>(&channel) + kChannelNbytes + (position % slot_count_) * slot_nbytes_;
 }
 
-Counter& MessageMemory::doorbell(int rank) const {
+Counter& ChannelMemory::doorbell(int rank) const {
   return *reinterpret_cast<Counter*>(segments_[static_cast<std::size_t>(rank)].data());
 }
 
-void MessageMemory::ring(int rank) const noexcept {
+void ChannelMemory::ring(int rank) const noexcept {
   Counter& bell = doorbell(rank);
   bell.value.fetch_add(1, std::memory_order_seq_cst);
   if (bell.sleepers.load(std::memory_order_seq_cst) != 0) wake(bell);

@@ -1,4 +1,4 @@
-// MessageMemory: the shared memory in which two ranks of one host exchange messages.
+// ChannelMemory: the shared memory in which two ranks of one host exchange messages.
 //
 // Each rank owns one segment: its doorbell, then one Channel for each rank that it sends to. All ranks map all
 // segments; a page takes memory only once it is used, so pairs that never talk cost addresses only. [Note: doorbell]
@@ -87,10 +87,10 @@ struct Channel {
   Answer answer[kAnswers];
 };
 
-class MessageMemory {
+class ChannelMemory {
  public:
   /// Collective over `mesh`. `slot_count` is a power of two.
-  MessageMemory(net::Mesh& mesh, std::size_t slot_nbytes, int slot_count, double timeout_s);
+  ChannelMemory(net::Mesh& mesh, std::size_t slot_nbytes, int slot_count, double timeout_s);
 
   int rank() const { return rank_; }
   int world_size() const { return static_cast<int>(segments_.size()); }

@@ -16,27 +16,26 @@ constexpr auto kSlice = std::chrono::milliseconds(50);  // as in coll/shm/livene
 
 }  // namespace
 
-HostMessenger::HostMessenger(std::shared_ptr<net::Mesh> mesh, const HostMemory& host, double timeout_s)
+ShmMessenger::ShmMessenger(std::shared_ptr<net::Mesh> mesh, const HostMemory& host, double timeout_s)
     : mesh_(mesh),
-      office_(std::move(mesh), host, timeout_s),
-      doorbell_(office_.memory().doorbell(host.rank())),
+      progress_(std::move(mesh), host, timeout_s),
+      doorbell_(progress_.memory().doorbell(host.rank())),
       patience_(Patience::of(host.world_size(), host.cpu_count())),
       give_up_(std::make_shared<GiveUp>([this](const Completion& completion) { give_up(completion); })) {
-  callback_ = mesh_->on_loss([this](net::Loss) { office_.memory().ring(office_.memory().rank()); });
+  callback_ = mesh_->on_loss([this](net::Loss) { progress_.memory().ring(progress_.memory().rank()); });
 }
 
-Work HostMessenger::send(std::span<const ConstBuffer> buffers, DType dtype, int dst, int tag, const Call& call) {
+Work ShmMessenger::send(std::span<const ConstBuffer> buffers, DType dtype, int dst, int tag, const Call& call) {
   Lock lock = enter();
-  return end(office_.send(buffers, dtype, dst, tag, call), call.async, lock);
+  return end(progress_.send(buffers, dtype, dst, tag, call), call.async, lock);
 }
 
-Work HostMessenger::recv(std::span<const Buffer> buffers, DType dtype, int src, int tag, const Call& call,
-                         int* source) {
+Work ShmMessenger::recv(std::span<const Buffer> buffers, DType dtype, int src, int tag, const Call& call, int* source) {
   Lock lock = enter();
-  return end(office_.recv(buffers, dtype, src, tag, call, source), call.async, lock);
+  return end(progress_.recv(buffers, dtype, src, tag, call, source), call.async, lock);
 }
 
-HostMessenger::Lock HostMessenger::enter() {
+ShmMessenger::Lock ShmMessenger::enter() {
   ++entering_;
   Lock lock(mutex_);
   --entering_;
@@ -44,12 +43,12 @@ HostMessenger::Lock HostMessenger::enter() {
   return lock;
 }
 
-Work HostMessenger::end(Transfer& transfer, bool async, Lock& lock) {
+Work ShmMessenger::end(Transfer& transfer, bool async, Lock& lock) {
   wake_others(&transfer);
   if (async && !transfer.done) return go_on_alone(transfer);
   if (!transfer.done) wait(transfer, lock);
   const std::exception_ptr error = std::move(transfer.error);
-  office_.pool().give_back(transfer);
+  progress_.pool().give_back(transfer);
   if (!error) return {};
   if (!async) std::rethrow_exception(error);
   const auto completion = completions_.acquire();
@@ -57,31 +56,31 @@ Work HostMessenger::end(Transfer& transfer, bool async, Lock& lock) {
   return Work(completion);
 }
 
-Work HostMessenger::go_on_alone(Transfer& transfer) {
+Work ShmMessenger::go_on_alone(Transfer& transfer) {
   if (!thread_.joinable()) {
     try {
       warm_up();
       thread_ = std::thread([this] { loop(); });
     } catch (const std::system_error& error) {
       const std::string what = text(describe(transfer), ": cannot start the messenger's thread");
-      office_.cancel(transfer, Breach::other, what, nullptr);
-      office_.pool().give_back(transfer);
+      progress_.cancel(transfer, Breach::other, what, nullptr);
+      progress_.pool().give_back(transfer);
       throw_system_error(error.code().value(), what);
     }
   }
   transfer.completion = completions_.acquire();
-  office_.pool().add_in_flight();
+  progress_.pool().add_in_flight();
   started_.notify_one();
   return Work(transfer.completion);
 }
 
-void HostMessenger::warm_up() {
+void ShmMessenger::warm_up() {
   std::vector<std::shared_ptr<Completion>> warm;
   for (std::size_t i = 0; i < kWarm; ++i) warm.push_back(completions_.acquire());
   for (const auto& completion : warm) completion->finish();
 }
 
-void HostMessenger::wait(Transfer& transfer, Lock& lock) {
+void ShmMessenger::wait(Transfer& transfer, Lock& lock) {
   auto next_check = Clock::now() + kSlice;
   for (;;) {
     step(&transfer, lock);
@@ -95,25 +94,26 @@ void HostMessenger::wait(Transfer& transfer, Lock& lock) {
     } catch (...) {
       lock.lock();
       if (!transfer.done)
-        office_.cancel(transfer, Breach::other, text(describe(transfer), " was interrupted"), std::current_exception());
+        progress_.cancel(transfer, Breach::other, text(describe(transfer), " was interrupted"),
+                         std::current_exception());
       wake_others(&transfer);
-      office_.pool().give_back(transfer);
+      progress_.pool().give_back(transfer);
       throw;
     }
   }
 }
 
-void HostMessenger::step(const Transfer* mine, Lock& lock) {
+void ShmMessenger::step(const Transfer* mine, Lock& lock) {
   const std::uint32_t seen = doorbell_.value.load(std::memory_order_acquire);
-  const bool moved = office_.pass();
+  const bool moved = progress_.pass();
   wake_others(mine);
   if (mine != nullptr && mine->done) return;
   const auto now = Clock::now();
   if (!moved || now >= next_look_) {
-    const auto deadline = office_.look_around(now);
+    const auto deadline = progress_.look_around(now);
     next_look_ = now + kSlice;
     wake_others(mine);
-    const bool idle = mine == nullptr ? office_.pool().in_flight() == 0 : mine->done;
+    const bool idle = mine == nullptr ? progress_.pool().in_flight() == 0 : mine->done;
     if (idle) return;
     if (!moved) {
       lock.unlock();
@@ -129,49 +129,49 @@ void HostMessenger::step(const Transfer* mine, Lock& lock) {
   lock.lock();
 }
 
-void HostMessenger::wake_others(const Transfer* mine) {
+void ShmMessenger::wake_others(const Transfer* mine) {
   const int own = mine != nullptr && mine->done ? 1 : 0;
-  if (office_.pool().take_finished() > own) office_.memory().ring(office_.memory().rank());
+  if (progress_.pool().take_finished() > own) progress_.memory().ring(progress_.memory().rank());
 }
 
-void HostMessenger::loop() noexcept {
+void ShmMessenger::loop() noexcept {
   Lock lock(mutex_);
   for (;;) {
-    started_.wait(lock, [this] { return closing_ || office_.pool().in_flight() > 0; });
-    if (office_.pool().in_flight() == 0) return;
+    started_.wait(lock, [this] { return closing_ || progress_.pool().in_flight() > 0; });
+    if (progress_.pool().in_flight() == 0) return;
     step(nullptr, lock);
   }
 }
 
-void HostMessenger::give_up(const Completion& completion) noexcept {
+void ShmMessenger::give_up(const Completion& completion) noexcept {
   const std::lock_guard lock(mutex_);
-  if (Transfer* const transfer = office_.find(completion)) {
+  if (Transfer* const transfer = progress_.find(completion)) {
     const std::string what = text(describe(*transfer), " was given up (interrupted by a signal)");
-    office_.cancel(*transfer, Breach::other, what, std::make_exception_ptr(Error(what)));
+    progress_.cancel(*transfer, Breach::other, what, std::make_exception_ptr(Error(what)));
   }
   wake_others(nullptr);
-  office_.memory().ring(office_.memory().rank());
+  progress_.memory().ring(progress_.memory().rank());
 }
 
-void HostMessenger::close() noexcept {
+void ShmMessenger::close() noexcept {
   give_up_->detach();
   {
     const std::lock_guard lock(mutex_);
     if (std::exchange(closing_, true)) return;
-    office_.end_all([](const Transfer& transfer) {
+    progress_.end_all([](const Transfer& transfer) {
       return std::make_exception_ptr(Error(text("communicator was closed while ", describe(transfer), " was running")));
     });
   }
-  const MessageMemory& memory = office_.memory();
+  const ChannelMemory& memory = progress_.memory();
   for (int rank = 0; rank < memory.world_size(); ++rank) memory.ring(rank);
   started_.notify_all();
   if (thread_.joinable()) thread_.join();
   mesh_->forget(callback_);
 }
 
-std::size_t HostMessenger::nbytes() const {
+std::size_t ShmMessenger::nbytes() const {
   const std::lock_guard lock(mutex_);
-  return office_.nbytes();
+  return progress_.nbytes();
 }
 
 }  // namespace zcomm::coll

@@ -1,10 +1,10 @@
-// HostMessenger: send and recv between ranks of one host, over shared memory.
+// ShmMessenger: send and recv between ranks of one host, over shared memory.
 //
 // [Note: everyone drives] There is one lock and no owner of progress: whoever waits looks into all channels
-// (MessageOffice::pass), moves what can be moved for whatever message, and sleeps on this rank's doorbell when nothing
-// can. So a blocking call runs on its own thread with no hand-off; asynchronous messages have a thread that does the
-// same while any is in flight. Nobody sleeps longer than 50 ms without looking around for lost ranks and deadlines.
-// Thread rule: free-threaded; destroyed only when no call is inside.
+// (MessageProgress::pass), moves what can be moved for whatever message, and sleeps on this rank's doorbell when
+// nothing can. So a blocking call runs on its own thread with no hand-off; asynchronous messages have a thread that
+// does the same while any is in flight. Nobody sleeps longer than 50 ms without looking around for lost ranks and
+// deadlines. Thread rule: free-threaded; destroyed only when no call is inside.
 #pragma once
 
 #include <atomic>
@@ -18,11 +18,11 @@
 
 namespace zcomm::coll {
 
-class HostMessenger final : public Messenger {
+class ShmMessenger final : public Messenger {
  public:
   /// Collective over `mesh`.
-  HostMessenger(std::shared_ptr<net::Mesh> mesh, const HostMemory& host, double timeout_s);
-  ~HostMessenger() override { close(); }
+  ShmMessenger(std::shared_ptr<net::Mesh> mesh, const HostMemory& host, double timeout_s);
+  ~ShmMessenger() override { close(); }
 
   Work send(std::span<const ConstBuffer> buffers, DType dtype, int dst, int tag, const Call& call) override;
   Work recv(std::span<const Buffer> buffers, DType dtype, int src, int tag, const Call& call, int* source) override;
@@ -45,7 +45,7 @@ class HostMessenger final : public Messenger {
   void give_up(const Completion& completion) noexcept;
 
   std::shared_ptr<net::Mesh> mesh_;
-  MessageOffice office_;
+  MessageProgress progress_;
   Counter& doorbell_;
   const Patience patience_;
   int callback_ = -1;

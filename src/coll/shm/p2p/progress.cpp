@@ -8,7 +8,7 @@
 
 namespace zcomm::coll {
 
-MessageOffice::MessageOffice(std::shared_ptr<net::Mesh> mesh, const HostMemory& host, double timeout_s)
+MessageProgress::MessageProgress(std::shared_ptr<net::Mesh> mesh, const HostMemory& host, double timeout_s)
     : mesh_(std::move(mesh)),
       host_(host),
       rank_(host.rank()),
@@ -16,40 +16,40 @@ MessageOffice::MessageOffice(std::shared_ptr<net::Mesh> mesh, const HostMemory& 
       timeout_s_(std::min(timeout_s, 1e9)),
       memory_(*mesh_, host.slot_nbytes(), host.slot_count(), timeout_s),
       matching_(world_size_) {
-  outboxes_.reserve(static_cast<std::size_t>(world_size_));
-  inboxes_.reserve(static_cast<std::size_t>(world_size_));
+  senders_.reserve(static_cast<std::size_t>(world_size_));
+  receivers_.reserve(static_cast<std::size_t>(world_size_));
   for (int peer = 0; peer < world_size_; ++peer) {
-    outboxes_.emplace_back(memory_, peer, pool_);
-    inboxes_.emplace_back(memory_, peer, pool_, matching_);
+    senders_.emplace_back(memory_, peer, pool_);
+    receivers_.emplace_back(memory_, peer, pool_, matching_);
   }
 }
 
-Transfer& MessageOffice::send(std::span<const ConstBuffer> buffers, DType dtype, int dst, int tag, const Call& call) {
+Transfer& MessageProgress::send(std::span<const ConstBuffer> buffers, DType dtype, int dst, int tag, const Call& call) {
   Transfer& send = pool_.take(buffers, dtype, tag, call);
   send.start(Transfer::Stage::queued, dst, nullptr);
   try {
     if (const std::string why = why_gone(dst); !why.empty())
       throw PeerLost(dst, text(why, "; ", describe(send), " cannot be done"));
     throw_late_mismatch(dst);
-    if (const auto error = outbox(dst).failure()) std::rethrow_exception(error);
+    if (const auto error = sender(dst).failure()) std::rethrow_exception(error);
   } catch (...) {
     pool_.give_back(send);
     throw;
   }
-  outbox(dst).post(send);
+  sender(dst).post(send);
   pass(dst);
   return send;
 }
 
-Transfer& MessageOffice::recv(std::span<const Buffer> buffers, DType dtype, int src, int tag, const Call& call,
-                              int* source) {
+Transfer& MessageProgress::recv(std::span<const Buffer> buffers, DType dtype, int src, int tag, const Call& call,
+                                int* source) {
   for (int peer = 0; peer < world_size_; ++peer)
     if (peer != rank_ && (src == peer || src == -1)) throw_late_mismatch(peer);
   Transfer& receive = pool_.take(buffers, dtype, tag, call);
   receive.start(Transfer::Stage::posted, src, source);
   if (EarlyMessage* const early = matching_.find_early(receive)) {
     const int peer = early->peer;
-    inbox(peer).accept(receive, early->header, early->payload.data());
+    receiver(peer).accept(receive, early->header, early->payload.data());
     matching_.drop_early(*early);
     pass(peer);
   } else {
@@ -62,16 +62,16 @@ Transfer& MessageOffice::recv(std::span<const Buffer> buffers, DType dtype, int 
   return receive;
 }
 
-void MessageOffice::throw_late_mismatch(int peer) {
-  outbox(peer).progress();
-  if (outbox(peer).has_late_mismatch()) throw CollectiveMismatch(outbox(peer).take_late_mismatch());
+void MessageProgress::throw_late_mismatch(int peer) {
+  sender(peer).progress();
+  if (sender(peer).has_late_mismatch()) throw CollectiveMismatch(sender(peer).take_late_mismatch());
 }
 
-bool MessageOffice::concerns(int peer) {
-  return peer != rank_ && (matching_.wants(peer) || !inbox(peer).is_idle() || !outbox(peer).is_idle());
+bool MessageProgress::concerns(int peer) {
+  return peer != rank_ && (matching_.wants(peer) || !receiver(peer).is_idle() || !sender(peer).is_idle());
 }
 
-bool MessageOffice::pass() {
+bool MessageProgress::pass() {
   bool moved = false;
   // Beginning at another rank each time, so that none is served last for good by a receive from any.
   turn_ = (turn_ + 1) % world_size_;
@@ -82,29 +82,29 @@ bool MessageOffice::pass() {
   return moved;
 }
 
-bool MessageOffice::pass(int peer) {
-  const bool sent = outbox(peer).progress();
-  if (outbox(peer).has_late_mismatch()) {
+bool MessageProgress::pass(int peer) {
+  const bool sent = sender(peer).progress();
+  if (sender(peer).has_late_mismatch()) {
     // Whoever waits for this rank learns it now: the answer it hopes for will hardly come.
     const auto& posted = matching_.posted();
     const auto waiting = std::find_if(posted.begin(), posted.end(), [&](Transfer* t) { return t->peer == peer; });
     if (waiting != posted.end()) {
       Transfer& receive = **waiting;
       matching_.remove(receive);
-      pool_.finish(receive, std::make_exception_ptr(CollectiveMismatch(outbox(peer).take_late_mismatch())));
+      pool_.finish(receive, std::make_exception_ptr(CollectiveMismatch(sender(peer).take_late_mismatch())));
     }
   }
-  return inbox(peer).progress() || sent;
+  return receiver(peer).progress() || sent;
 }
 
 template <class Function>
-void MessageOffice::each(const Function& function) const {
-  for (const Outbox& outbox : outboxes_) outbox.each(function);
-  for (const Inbox& inbox : inboxes_) inbox.each(function);
+void MessageProgress::each(const Function& function) const {
+  for (const Sender& sender : senders_) sender.each(function);
+  for (const Receiver& receiver : receivers_) receiver.each(function);
   for (Transfer* receive : matching_.posted()) function(*receive);
 }
 
-Clock::time_point MessageOffice::look_around(Clock::time_point now) {
+Clock::time_point MessageProgress::look_around(Clock::time_point now) {
   for (int peer = 0; peer < world_size_; ++peer)
     if (concerns(peer)) look_at(peer);
   const auto timeout = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s_));
@@ -119,9 +119,9 @@ Clock::time_point MessageOffice::look_around(Clock::time_point now) {
   return next;
 }
 
-void MessageOffice::look_at(int peer) {
+void MessageProgress::look_at(int peer) {
   const std::string why = why_gone(peer);
-  const std::exception_ptr out = outbox(peer).failure(), in = inbox(peer).failure();
+  const std::exception_ptr out = sender(peer).failure(), in = receiver(peer).failure();
   if (why.empty() && !out && !in) return;
   while (pass(peer)) continue;  // what it did before that counts
   if (!why.empty()) {
@@ -130,16 +130,16 @@ void MessageOffice::look_at(int peer) {
     });
     return;
   }
-  if (out) outbox(peer).fail(Breach::other, "the receiver gave up", [&](const Transfer&) { return out; });
+  if (out) sender(peer).fail(Breach::other, "the receiver gave up", [&](const Transfer&) { return out; });
   if (in) {
-    inbox(peer).fail(Breach::other, "the sender gave up", [&](const Transfer&) { return in; });
+    receiver(peer).fail(Breach::other, "the sender gave up", [&](const Transfer&) { return in; });
     end_posted(peer, [&](const Transfer&) { return in; });
   }
 }
 
-void MessageOffice::end_peer(int peer, const ErrorOf& error_of) {
-  outbox(peer).fail(Breach::none, "", error_of);
-  inbox(peer).fail(Breach::none, "", error_of);
+void MessageProgress::end_peer(int peer, const ErrorOf& error_of) {
+  sender(peer).fail(Breach::none, "", error_of);
+  receiver(peer).fail(Breach::none, "", error_of);
   end_posted(peer, error_of);
   // From any rank: one that died may have been the one; of those that left in order another can take the place.
   const auto loss = mesh_->lost(peer);
@@ -150,7 +150,7 @@ void MessageOffice::end_peer(int peer, const ErrorOf& error_of) {
   end_posted(-1, error_of);
 }
 
-void MessageOffice::end_posted(int peer, const ErrorOf& error_of) {
+void MessageProgress::end_posted(int peer, const ErrorOf& error_of) {
   some_.clear();
   for (Transfer* receive : matching_.posted())
     if (receive->peer == peer) some_.push_back(receive);
@@ -160,16 +160,16 @@ void MessageOffice::end_posted(int peer, const ErrorOf& error_of) {
   }
 }
 
-void MessageOffice::end_all(const ErrorOf& error_of) {
+void MessageProgress::end_all(const ErrorOf& error_of) {
   for (int peer = 0; peer < world_size_; ++peer) {
-    outbox(peer).fail(Breach::none, "", error_of);
-    inbox(peer).fail(Breach::none, "", error_of);
+    sender(peer).fail(Breach::none, "", error_of);
+    receiver(peer).fail(Breach::none, "", error_of);
     end_posted(peer, error_of);
   }
   end_posted(-1, error_of);
 }
 
-Transfer* MessageOffice::find(const Completion& completion) const {
+Transfer* MessageProgress::find(const Completion& completion) const {
   Transfer* found = nullptr;
   each([&](Transfer& transfer) {
     if (transfer.completion.get() == &completion) found = &transfer;
@@ -177,7 +177,7 @@ Transfer* MessageOffice::find(const Completion& completion) const {
   return found;
 }
 
-void MessageOffice::expire(Transfer& transfer, Clock::time_point now) {
+void MessageProgress::expire(Transfer& transfer, Clock::time_point now) {
   bool suspended = is_suspended(rank_);
   for (int peer = 0; peer < world_size_; ++peer)
     if (transfer.peer == peer || transfer.peer == -1) suspended |= is_suspended(peer);
@@ -189,28 +189,28 @@ void MessageOffice::expire(Transfer& transfer, Clock::time_point now) {
   cancel(transfer, Breach::late, what, std::make_exception_ptr(Timeout(what)));
 }
 
-void MessageOffice::cancel(Transfer& transfer, Breach::Cause cause, const std::string& what,
-                           const std::exception_ptr& error) {
+void MessageProgress::cancel(Transfer& transfer, Breach::Cause cause, const std::string& what,
+                             const std::exception_ptr& error) {
   const ErrorOf error_of = [&](const Transfer& other) {
     return &other == &transfer ? error : make_error(cause, text(describe(other), " cannot finish since: ", what));
   };
   switch (transfer.stage) {
     case Transfer::Stage::queued:
-      outbox(transfer.peer).remove(transfer);
+      sender(transfer.peer).remove(transfer);
       break;
     case Transfer::Stage::posted:
       matching_.remove(transfer);
       break;
     case Transfer::Stage::announced:
     case Transfer::Stage::sending:
-      return outbox(transfer.peer).fail(cause, what, error_of);
+      return sender(transfer.peer).fail(cause, what, error_of);
     case Transfer::Stage::receiving:
-      return inbox(transfer.peer).fail(cause, what, error_of);
+      return receiver(transfer.peer).fail(cause, what, error_of);
   }
   pool_.finish(transfer, error);
 }
 
-std::string MessageOffice::late_message(const Transfer& transfer) const {
+std::string MessageProgress::late_message(const Transfer& transfer) const {
   static constexpr const char* words[] = {"to take earlier messages", "to ask for it", "to take its data", "to send it",
                                           "to bring its data"};
   std::string what = text(describe(transfer), ": rank ", rank_, " waited ", timeout_s_, " s for ",
@@ -219,23 +219,23 @@ std::string MessageOffice::late_message(const Transfer& transfer) const {
   if (transfer.moved > 0) what += text(" (", transfer.moved, " of ", transfer.nbytes, " bytes have moved)");
   for (int peer = 0; peer < world_size_; ++peer)
     if (peer != rank_ && (transfer.peer == peer || transfer.peer == -1))
-      what += inboxes_[static_cast<std::size_t>(peer)].unasked();
+      what += receivers_[static_cast<std::size_t>(peer)].unasked();
   return what;
 }
 
-std::string MessageOffice::why_gone(int peer) const {
+std::string MessageProgress::why_gone(int peer) const {
   const auto loss = mesh_->lost() ? mesh_->lost(peer) : std::nullopt;
   if (loss && !loss->said_goodbye) return text("rank ", peer, " died");
   if (!loss && host_.block(peer).closed.load(std::memory_order_acquire) == 0) return "";
   return text("rank ", peer, " left (closed its communicator or said goodbye)");
 }
 
-bool MessageOffice::is_suspended(int peer) const {
+bool MessageProgress::is_suspended(int peer) const {
   return host_.block(peer).suspended.load(std::memory_order_acquire) != 0;
 }
 
-std::size_t MessageOffice::nbytes() const {
-  const auto used = std::count_if(outboxes_.begin(), outboxes_.end(), [](const Outbox& o) { return o.was_used(); });
+std::size_t MessageProgress::nbytes() const {
+  const auto used = std::count_if(senders_.begin(), senders_.end(), [](const Sender& o) { return o.was_used(); });
   return static_cast<std::size_t>(used) * memory_.channel_nbytes();
 }
 

@@ -1,4 +1,4 @@
-// MessageOffice: all boxes of one rank: starts messages, moves what can be moved, and ends what cannot go on.
+// MessageProgress: the senders and receivers of one rank: starts messages, moves data, and ends what cannot go on.
 //
 // Invariants: each message ends: by its data, by an answer, or when look_around() finds a peer gone, a channel given
 // up, or the deadline passed (which counts from when the message last got on). What a peer left behind before it went
@@ -18,10 +18,10 @@
 
 namespace zcomm::coll {
 
-class MessageOffice {
+class MessageProgress {
  public:
   /// Collective over `mesh`. `host` tells who has closed and whose deadline is suspended.
-  MessageOffice(std::shared_ptr<net::Mesh> mesh, const HostMemory& host, double timeout_s);
+  MessageProgress(std::shared_ptr<net::Mesh> mesh, const HostMemory& host, double timeout_s);
 
   /// Starts one; it may be done at once. Throws PeerLost, CollectiveMismatch (of an earlier, small message), or why
   /// nothing can be sent to `dst` any more.
@@ -39,12 +39,12 @@ class MessageOffice {
   Transfer* find(const Completion& completion) const;
 
   TransferPool& pool() { return pool_; }
-  const MessageMemory& memory() const { return memory_; }
+  const ChannelMemory& memory() const { return memory_; }
   std::size_t nbytes() const;
 
  private:
-  Outbox& outbox(int peer) { return outboxes_[static_cast<std::size_t>(peer)]; }
-  Inbox& inbox(int peer) { return inboxes_[static_cast<std::size_t>(peer)]; }
+  Sender& sender(int peer) { return senders_[static_cast<std::size_t>(peer)]; }
+  Receiver& receiver(int peer) { return receivers_[static_cast<std::size_t>(peer)]; }
   bool concerns(int peer);
   bool pass(int peer);
   void throw_late_mismatch(int peer);
@@ -63,11 +63,11 @@ class MessageOffice {
   const HostMemory& host_;
   const int rank_, world_size_;
   const double timeout_s_;
-  MessageMemory memory_;
+  ChannelMemory memory_;
   TransferPool pool_;
   Matching matching_;
-  std::vector<Outbox> outboxes_;  // by rank; those of this rank stay empty
-  std::vector<Inbox> inboxes_;
+  std::vector<Sender> senders_;  // by rank; those of this rank stay empty
+  std::vector<Receiver> receivers_;
   std::vector<Transfer*> some_;  // scratch
   int turn_ = 0;
 };

@@ -10,13 +10,13 @@
 
 namespace zcomm::coll {
 
-Inbox::Inbox(const MessageMemory& memory, int peer, TransferPool& pool, Matching& matching)
+Receiver::Receiver(const ChannelMemory& memory, int peer, TransferPool& pool, Matching& matching)
     : memory_(memory), peer_(peer), channel_(memory.channel(peer, memory.rank())), pool_(pool), matching_(matching) {
   answers_.reserve(kWarm);
   receiving_.reserve(kWarm);
 }
 
-void Inbox::accept(Transfer& receive, const MessageHeader& header, const std::byte* payload) {
+void Receiver::accept(Transfer& receive, const MessageHeader& header, const std::byte* payload) {
   if (receive.header.dtype != header.dtype || receive.header.count != header.count) {
     std::string what = text("a message is not what its receiver expects: rank ", peer_, ": ",
                             describe(header, true, memory_.rank()), "; rank ", memory_.rank(), ": ", describe(receive));
@@ -37,14 +37,14 @@ void Inbox::accept(Transfer& receive, const MessageHeader& header, const std::by
   answers_.push_back({header.id, {}});
 }
 
-bool Inbox::progress() {
+bool Receiver::progress() {
   if (broken_) return false;
   const bool met = take_envelopes();
   const bool answered = give_answers();
   return take_data() || met || answered;
 }
 
-bool Inbox::take_envelopes() {
+bool Receiver::take_envelopes() {
   bool moved = false;
   for (; matching_.wants(peer_) && channel_.envelopes.available(); moved = true) {
     const Envelope& envelope =
@@ -58,7 +58,7 @@ bool Inbox::take_envelopes() {
   return moved;
 }
 
-bool Inbox::give_answers() {
+bool Receiver::give_answers() {
   bool moved = false;
   while (!answers_.empty() && channel_.answers.claim(Channel::kAnswers)) {
     const PendingAnswer& pending = answers_.front();
@@ -75,7 +75,7 @@ bool Inbox::give_answers() {
   return moved;
 }
 
-bool Inbox::take_data() {
+bool Receiver::take_data() {
   if (receiving_.empty() || !channel_.slots.available()) return false;
   Transfer& receive = *receiving_.front();
   const std::uint32_t position = channel_.slots.read.load(std::memory_order_relaxed);
@@ -89,7 +89,7 @@ bool Inbox::take_data() {
   return true;
 }
 
-std::exception_ptr Inbox::failure() {
+std::exception_ptr Receiver::failure() {
   for (Breach* breach : {&channel_.by_receiver, &channel_.by_sender}) {
     const auto cause = static_cast<Breach::Cause>(breach->cause.load(std::memory_order_acquire));
     if (cause == Breach::none) continue;
@@ -99,7 +99,7 @@ std::exception_ptr Inbox::failure() {
   return nullptr;
 }
 
-void Inbox::fail(Breach::Cause cause, const std::string& what, const ErrorOf& error_of) {
+void Receiver::fail(Breach::Cause cause, const std::string& what, const ErrorOf& error_of) {
   if (receiving_.empty()) return;
   broken_ = true;
   declare(channel_.by_receiver, cause, what);
@@ -108,7 +108,7 @@ void Inbox::fail(Breach::Cause cause, const std::string& what, const ErrorOf& er
   receiving_.clear();
 }
 
-std::string Inbox::unasked() const {
+std::string Receiver::unasked() const {
   constexpr int kShown = 3;
   std::string all;
   int seen = 0;

@@ -1,4 +1,4 @@
-// Inbox: the receiving half of one ordered pair of ranks. See [Note: rendezvous] in sender.hpp.
+// Receiver: the receiving half of one ordered pair of ranks. See [Note: rendezvous] in sender.hpp.
 //
 // Invariants: receives that wait for data stand in the order in which their messages were answered for. A message whose
 // dtype or count is not the receive's ends both sides with the same CollectiveMismatch, and nothing else.
@@ -14,9 +14,9 @@
 
 namespace zcomm::coll {
 
-class Inbox {
+class Receiver {
  public:
-  Inbox(const MessageMemory& memory, int peer, TransferPool& pool, Matching& matching);
+  Receiver(const ChannelMemory& memory, int peer, TransferPool& pool, Matching& matching);
 
   /// A receive and a message that belong together.
   void accept(Transfer& receive, const MessageHeader& header, const std::byte* payload);
@@ -24,7 +24,7 @@ class Inbox {
   bool progress();
   bool is_idle() const { return answers_.empty() && receiving_.empty(); }
 
-  /// As Outbox's.
+  /// As Sender's.
   std::exception_ptr failure();
   /// Ends all matched receives, and gives the channel up (saying `what`) if there are any.
   void fail(Breach::Cause cause, const std::string& what, const ErrorOf& error_of);
@@ -45,7 +45,7 @@ class Inbox {
     std::string mismatch;  // empty: send it
   };
 
-  const MessageMemory& memory_;
+  const ChannelMemory& memory_;
   int peer_;
   Channel& channel_;
   TransferPool& pool_;

@@ -19,24 +19,24 @@ void declare(Breach& breach, Breach::Cause cause, const std::string& what) {
   breach.cause.store(cause, std::memory_order_release);
 }
 
-Outbox::Outbox(const MessageMemory& memory, int peer, TransferPool& pool)
+Sender::Sender(const ChannelMemory& memory, int peer, TransferPool& pool)
     : memory_(memory), peer_(peer), channel_(memory.channel(memory.rank(), peer)), pool_(pool) {
   for (auto* list : {&queued_, &announced_, &sending_}) list->reserve(kWarm);
 }
 
-void Outbox::post(Transfer& send) {
+void Sender::post(Transfer& send) {
   was_used_ = true;
   queued_.push_back(&send);
 }
 
-bool Outbox::progress() {
+bool Sender::progress() {
   if (!was_used_ || broken_) return false;
   const bool answered = take_answers();
   const bool announced = announce();
   return send_data() || answered || announced;
 }
 
-bool Outbox::take_answers() {
+bool Sender::take_answers() {
   bool moved = false;
   for (; channel_.answers.available(); moved = true) {
     const Answer& answer = channel_.answer[channel_.answers.read.load(std::memory_order_relaxed) % Channel::kAnswers];
@@ -60,7 +60,7 @@ bool Outbox::take_answers() {
   return moved;
 }
 
-bool Outbox::announce() {
+bool Sender::announce() {
   bool moved = false;
   while (!queued_.empty() && channel_.envelopes.claim(Channel::kEnvelopes)) {
     Transfer& send = *queued_.front();
@@ -85,7 +85,7 @@ bool Outbox::announce() {
   return true;
 }
 
-bool Outbox::send_data() {
+bool Sender::send_data() {
   if (sending_.empty() || !channel_.slots.claim(memory_.slot_count())) return false;
   Transfer& send = *sending_.front();
   const std::uint32_t position = channel_.slots.written.load(std::memory_order_relaxed);
@@ -100,7 +100,7 @@ bool Outbox::send_data() {
   return true;
 }
 
-std::exception_ptr Outbox::failure() {
+std::exception_ptr Sender::failure() {
   for (Breach* breach : {&channel_.by_sender, &channel_.by_receiver}) {
     const auto cause = static_cast<Breach::Cause>(breach->cause.load(std::memory_order_acquire));
     if (cause == Breach::none) continue;
@@ -110,9 +110,9 @@ std::exception_ptr Outbox::failure() {
   return nullptr;
 }
 
-void Outbox::remove(Transfer& send) { queued_.erase(std::find(queued_.begin(), queued_.end(), &send)); }
+void Sender::remove(Transfer& send) { queued_.erase(std::find(queued_.begin(), queued_.end(), &send)); }
 
-void Outbox::fail(Breach::Cause cause, const std::string& what, const ErrorOf& error_of) {
+void Sender::fail(Breach::Cause cause, const std::string& what, const ErrorOf& error_of) {
   if (!announced_.empty() || !sending_.empty()) {
     broken_ = true;
     declare(channel_.by_sender, cause, what);

@@ -1,4 +1,4 @@
-// Outbox: the sending half of one ordered pair of ranks.
+// Sender: the sending half of one ordered pair of ranks.
 //
 // [Note: rendezvous] A send becomes an envelope as soon as there is room, in call order. A small one is over with that:
 // its data lie in the envelope. A large one waits until the receiver has matched it and answered; then its data go
@@ -17,9 +17,9 @@
 
 namespace zcomm::coll {
 
-class Outbox {
+class Sender {
  public:
-  Outbox(const MessageMemory& memory, int peer, TransferPool& pool);
+  Sender(const ChannelMemory& memory, int peer, TransferPool& pool);
 
   void post(Transfer& send);
   /// Answers, envelopes, then at most one data slot. True if anything moved.
@@ -49,11 +49,11 @@ class Outbox {
   bool announce();
   bool send_data();
 
-  const MessageMemory& memory_;
+  const ChannelMemory& memory_;
   int peer_;
   Channel& channel_;
   TransferPool& pool_;
-  SlotWriter writer_;
+  AdaptiveStore writer_;
   std::vector<Transfer*> queued_, announced_, sending_;
   std::string late_mismatch_;
   bool broken_ = false, was_used_ = false;

@@ -26,7 +26,7 @@ void Transfer::walk(std::size_t length, const Copy& copy) {
   }
 }
 
-void Transfer::copy_to(std::byte* place, std::size_t length, SlotWriter& writer) {
+void Transfer::copy_to(std::byte* place, std::size_t length, AdaptiveStore& writer) {
   walk(length, [&](const std::byte* mine, std::size_t at, std::size_t part) { writer.write(place + at, mine, part); });
 }
 

@@ -48,7 +48,7 @@ struct Transfer {
   }
   void start(Stage first_stage, int with, int* tell_source);
   /// The next `length` bytes of the list, to or from one place.
-  void copy_to(std::byte* place, std::size_t length, SlotWriter& writer);
+  void copy_to(std::byte* place, std::size_t length, AdaptiveStore& writer);
   void copy_from(const std::byte* place, std::size_t length);
 
  private:

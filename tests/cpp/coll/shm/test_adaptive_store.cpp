@@ -1,4 +1,4 @@
-// SlotWriter: what is written arrives, and the way past the cache is taken while it is faster, and only then.
+// AdaptiveStore: what is written arrives, and the way past the cache is taken while it is faster, and only then.
 #include <algorithm>
 #include <vector>
 
@@ -6,24 +6,24 @@
 #include "test.hpp"
 
 using namespace zcomm;
-using coll::SlotWriter;
+using coll::AdaptiveStore;
 
 namespace {
 
 constexpr std::size_t kNbytes = 1 << 20;
 
-bool streams(const SlotWriter& writer) { return writer.stores() == device::Stores::streaming; }
+bool streams(const AdaptiveStore& writer) { return writer.stores() == device::Stores::streaming; }
 
-void learn(SlotWriter& writer, double gb_per_s, int times = 1) {
+void learn(AdaptiveStore& writer, double gb_per_s, int times = 1) {
   for (int i = 0; i < times; ++i) writer.learn(kNbytes, kNbytes / (gb_per_s * 1e9));
 }
 
 }  // namespace
 
-TEST(slot_writer, copies_either_way) {
+TEST(adaptive_store, copies_either_way) {
   for (const bool past_cache : {false, true}) {
     for (const std::size_t nbytes : {0, 1, 4097, 16 << 10, (64 << 10) + 13}) {
-      SlotWriter writer;
+      AdaptiveStore writer;
       if (past_cache) learn(writer, 1.0, 3);
       EXPECT_EQ(streams(writer), past_cache);
       std::vector<char> from(nbytes + 1), to(nbytes + 2, 'x');
@@ -36,8 +36,8 @@ TEST(slot_writer, copies_either_way) {
   }
 }
 
-TEST(slot_writer, one_slow_write_decides_nothing) {
-  SlotWriter writer;
+TEST(adaptive_store, one_slow_write_decides_nothing) {
+  AdaptiveStore writer;
   for (int i = 0; i < 100; ++i) {
     learn(writer, 0.5, 2);
     learn(writer, 30.0);
@@ -45,8 +45,8 @@ TEST(slot_writer, one_slow_write_decides_nothing) {
   }
 }
 
-TEST(slot_writer, streams_while_caches_are_far) {
-  SlotWriter writer;
+TEST(adaptive_store, streams_while_caches_are_far) {
+  AdaptiveStore writer;
   learn(writer, 2.0, 3);
   int streamed = 0;
   constexpr int kWrites = 10'000;
@@ -58,16 +58,16 @@ TEST(slot_writer, streams_while_caches_are_far) {
   EXPECT_TRUE(streamed < kWrites);
 }
 
-TEST(slot_writer, goes_back_when_caches_are_near_again) {
-  SlotWriter writer;
+TEST(adaptive_store, goes_back_when_caches_are_near_again) {
+  AdaptiveStore writer;
   learn(writer, 2.0, 3);
   learn(writer, 12.0, 300);
   learn(writer, 30.0, 300);
   EXPECT_FALSE(streams(writer));
 }
 
-TEST(slot_writer, stays_with_the_cache_where_all_is_slow) {
-  SlotWriter writer;
+TEST(adaptive_store, stays_with_the_cache_where_all_is_slow) {
+  AdaptiveStore writer;
   int streamed = 0;
   constexpr int kWrites = 10'000;
   for (int i = 0; i < kWrites; ++i) {

@@ -1,4 +1,4 @@
-// The told path by itself: that it is taken at all, by all ranks or by none, and who waits for whom.
+// The peer_copy path by itself: that it is taken at all, by all ranks or by none, and who waits for whom.
 #include "coll/shm/peer_copy.hpp"
 #include "coll/support/comm_world.hpp"
 
@@ -13,19 +13,19 @@ struct Parts {
   std::shared_ptr<net::Mesh> mesh;
   SymmetricMemory symmetric;
   HostMemory memory;
-  Watch watch;
-  SlotTurns turns;
-  ToldPath told;
+  Liveness liveness;
+  SlotRing slot_ring;
+  PeerCopyPath peer_copy;
   SpareItems spares;
-  Header entered;
+  Signature entered;
 
   explicit Parts(Rank& self)
       : mesh(self.mesh),
         memory(*mesh, small_slots()),
-        watch(mesh, memory, 30),
-        turns(memory, watch),
-        told(memory, watch, turns, symmetric) {
-    watch.begin(entered);
+        liveness(mesh, memory, 30),
+        slot_ring(memory, liveness),
+        peer_copy(memory, liveness, slot_ring, symmetric) {
+    liveness.begin(entered);
   }
 
   std::shared_ptr<SymmetricBuffer> allocate(std::size_t nbytes) { return symmetric.make(*mesh, nbytes, false, 30); }
@@ -34,7 +34,7 @@ struct Parts {
     Operation operation;
     const Request request{.kind = kind, .in = in, .out = out, .root = root};
     fill(operation, spares, request, memory.rank(), memory.world_size(), symmetric);
-    return told.run(operation, path);
+    return peer_copy.run(operation, path);
   }
 };
 
@@ -48,7 +48,7 @@ bool all_are(const std::byte* data, std::size_t count, int value) {
 
 }  // namespace
 
-TEST(told, the_root_waits_until_all_is_there) {
+TEST(peer_copy, the_root_waits_until_all_is_there) {
   run_world(3, small_slots(), [](Rank& self) {
     Parts parts(self);
     auto whole = parts.allocate(3 * kCount);
@@ -64,7 +64,7 @@ TEST(told, the_root_waits_until_all_is_there) {
   });
 }
 
-TEST(told, the_root_waits_until_all_is_read) {
+TEST(peer_copy, the_root_waits_until_all_is_read) {
   run_world(3, small_slots(), [](Rank& self) {
     Parts parts(self);
     auto whole = parts.allocate(3 * kCount);
@@ -79,7 +79,7 @@ TEST(told, the_root_waits_until_all_is_read) {
   });
 }
 
-TEST(told, every_rank_waits_in_all_to_all) {
+TEST(peer_copy, every_rank_waits_in_all_to_all) {
   run_world(3, small_slots(), [](Rank& self) {
     Parts parts(self);
     auto memory = parts.allocate(2 * kCount);
@@ -101,7 +101,7 @@ TEST(told, every_rank_waits_in_all_to_all) {
   });
 }
 
-TEST(told, one_rank_without_the_memory_is_enough_to_refuse) {
+TEST(peer_copy, one_rank_without_the_memory_is_enough_to_refuse) {
   run_world(3, small_slots(), [](Rank& self) {
     Parts parts(self);
     auto whole = parts.allocate(300);
@@ -117,7 +117,7 @@ TEST(told, one_rank_without_the_memory_is_enough_to_refuse) {
   });
 }
 
-TEST(told, pinned_memory_stays_mapped) {
+TEST(peer_copy, pinned_memory_stays_mapped) {
   run_world(2, small_slots(), [](Rank& self) {
     Parts parts(self);
     auto buffer = parts.allocate(5000);
@@ -134,37 +134,39 @@ TEST(told, pinned_memory_stays_mapped) {
   });
 }
 
-TEST(told, what_headers_choose) {
-  std::vector<Header> headers(3);
+TEST(peer_copy, what_signatures_choose) {
+  std::vector<Signature> signatures(3);
   const auto choose = [&] {
-    return choose_told_path(headers[0], 3, 4096,
-                            [&](int rank) -> const Header& { return headers[static_cast<std::size_t>(rank)]; });
+    return choose_peer_copy_path(signatures[0], 3, 4096, [&](int rank) -> const Signature& {
+      return signatures[static_cast<std::size_t>(rank)];
+    });
   };
   const auto set = [&](OpKind kind, std::uint64_t count) {
-    headers.assign(3, Header{});
-    for (Header& header : headers) header.kind = kind, header.root = 1, header.count = count, header.buffers = 1;
+    signatures.assign(3, Signature{});
+    for (Signature& signature : signatures)
+      signature.kind = kind, signature.root = 1, signature.count = count, signature.buffers = 1;
   };
   set(OpKind::gather, 100000);
-  headers[0].place_out = headers[2].place_out = 1;  // empty lists
+  signatures[0].place_out = signatures[2].place_out = 1;  // empty lists
   EXPECT_TRUE(choose() == Path::staged);
-  headers[1].place_out = 77;
+  signatures[1].place_out = 77;
   EXPECT_TRUE(choose() == Path::push);
-  for (Header& header : headers) header.buffers = 1000;
+  for (Signature& signature : signatures) signature.buffers = 1000;
   EXPECT_TRUE(choose() == Path::staged);  // places do not fit a slot
   set(OpKind::scatter, 100000);
-  headers[0].place_in = headers[2].place_in = 1;
+  signatures[0].place_in = signatures[2].place_in = 1;
   EXPECT_TRUE(choose() == Path::staged);
-  headers[1].place_in = 77;
+  signatures[1].place_in = 77;
   EXPECT_TRUE(choose() == Path::pull);
-  for (Header& header : headers) header.count = 10;
+  for (Signature& signature : signatures) signature.count = 10;
   EXPECT_TRUE(choose() == Path::staged);  // fits a slot
   set(OpKind::all_to_all, 0);
-  for (Header& header : headers) header.counts[1] = 100, header.place_in = 5, header.place_out = 6;
+  for (Signature& signature : signatures) signature.counts[1] = 100, signature.place_in = 5, signature.place_out = 6;
   EXPECT_TRUE(choose() == Path::staged);
-  headers[2].counts[1] = 5000;
+  signatures[2].counts[1] = 5000;
   EXPECT_TRUE(choose() == Path::pull);
-  headers[0].place_in = 0;
+  signatures[0].place_in = 0;
   EXPECT_TRUE(choose() == Path::push);
-  headers[1].place_out = 0;
+  signatures[1].place_out = 0;
   EXPECT_TRUE(choose() == Path::staged);
 }

@@ -27,7 +27,7 @@ struct Hosts {
     return join(*listeners[static_cast<std::size_t>(of_rank[static_cast<std::size_t>(rank)])], place(rank));
   }
   /// Leaves one link, or none, to those of another place.
-  std::vector<coll::LinkSockets> links(int rank) {
+  std::vector<coll::PeerSockets> links(int rank) {
     auto own = std::move(cables.links[static_cast<std::size_t>(rank)]);
     for (int other = 0; other < static_cast<int>(own.size()); ++other)
       if (other != rank && place(other) != place(rank)) own[static_cast<std::size_t>(other)].resize(messages ? 1 : 0);

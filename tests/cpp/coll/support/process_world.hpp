@@ -60,7 +60,7 @@ inline std::vector<int> run_processes(int world, double timeout_s, const std::fu
 }
 
 /// Joined by sockets alone.
-inline std::vector<int> run_link_processes(int world, LinkWorld with, const std::function<bool(Rank&)>& body) {
+inline std::vector<int> run_link_processes(int world, TcpWorld with, const std::function<bool(Rank&)>& body) {
   Cables cables(world, with.sockets, with.wire);
   const auto make = [&](int r) {
     Rank self{r, world, cables.adopt(r), nullptr};

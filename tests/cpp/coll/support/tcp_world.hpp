@@ -35,7 +35,7 @@ inline std::pair<UniqueFd, UniqueFd> make_wire(Wire wire) {
 /// Sockets between all ranks: for the mesh, and `count` links per pair.
 struct Cables {
   std::vector<std::vector<net::AdoptedSockets>> mesh;  // [rank][peer]
-  std::vector<std::vector<coll::LinkSockets>> links;
+  std::vector<std::vector<coll::PeerSockets>> links;
 
   Cables(int world, std::size_t count, Wire wire = Wire::unix_)
       : mesh(static_cast<std::size_t>(world)), links(static_cast<std::size_t>(world)) {
@@ -56,20 +56,20 @@ struct Cables {
   std::shared_ptr<net::Mesh> adopt(int rank) {
     return net::Mesh::adopt(rank, std::move(mesh[static_cast<std::size_t>(rank)]));
   }
-  std::unique_ptr<Communicator> create(std::shared_ptr<net::Mesh> over, coll::LinkOptions options) {
+  std::unique_ptr<Communicator> create(std::shared_ptr<net::Mesh> over, coll::TcpOptions options) {
     auto& own = links[static_cast<std::size_t>(over->rank())];
     return coll::create_linked(std::move(over), std::move(own), options);
   }
 };
 
-struct LinkWorld {
-  coll::LinkOptions options{30, 1024};  // small segments, so that modest buffers take many
+struct TcpWorld {
+  coll::TcpOptions options{30, 1024};  // small segments, so that modest buffers take many
   std::size_t sockets = 3;
   Wire wire = Wire::unix_;
 };
 
 /// Runs `body` as each rank of a world of threads. Errors that leave it fail the test.
-inline void run_link_world(int world, LinkWorld with, const std::function<void(Rank&)>& body) {
+inline void run_link_world(int world, TcpWorld with, const std::function<void(Rank&)>& body) {
   Cables cables(world, with.sockets, with.wire);
   std::vector<std::thread> threads;
   for (int r = 0; r < world; ++r) {

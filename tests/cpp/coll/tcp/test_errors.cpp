@@ -19,8 +19,8 @@ void expect_mismatch(int odd, const CommCall& usual, const CommCall& other, std:
   test::expect_mismatch(run, odd, usual, other, parts);
 }
 
-LinkWorld with_timeout(double timeout_s) {
-  LinkWorld with;
+TcpWorld with_timeout(double timeout_s) {
+  TcpWorld with;
   with.options.timeout_s = timeout_s;
   return with;
 }
@@ -42,7 +42,7 @@ void run_two(Cables& cables, const std::function<void(int, Communicator&)>& body
 
 }  // namespace
 
-TEST(link_errors, mismatch_names_both_sides) {
+TEST(tcp_errors, mismatch_names_both_sides) {
   expect_mismatch(
       1, all_reduce(1024), all_reduce(2048),
       {"rank 0, 2: all_reduce float32 sum count=1024 'g'", "rank 1: all_reduce float32 sum count=2048 'g'"});
@@ -65,7 +65,7 @@ TEST(link_errors, mismatch_names_both_sides) {
   expect_mismatch(2, [](Communicator& comm) { comm.duplicate(); }, all_reduce(1), {"rank 0, 1: duplicate"});
 }
 
-TEST(link_errors, all_to_all_counts_are_compared) {
+TEST(tcp_errors, all_to_all_counts_are_compared) {
   run_link_world(3, {}, [](Rank& self) {
     std::vector<ConstBuffer> in(3, ConstBuffer{data, 4});
     std::vector<Buffer> out = buffers_at(data + 4096 + 256 * self.rank, 3, 4);
@@ -76,7 +76,7 @@ TEST(link_errors, all_to_all_counts_are_compared) {
   });
 }
 
-TEST(link_errors, late_rank_is_named_by_all) {
+TEST(tcp_errors, late_rank_is_named_by_all) {
   for (const std::size_t count : {std::size_t{16}, std::size_t{60000}}) {
     std::atomic<int> gave_up{0};
     run_link_world(4, with_timeout(0.3), [&](Rank& self) {
@@ -101,7 +101,7 @@ TEST(link_errors, late_rank_is_named_by_all) {
   }
 }
 
-TEST(link_errors, a_suspended_deadline_waits) {
+TEST(tcp_errors, a_suspended_deadline_waits) {
   run_link_world(3, with_timeout(0.2), [&](Rank& self) {
     if (self.rank == 0) {
       self.comm->suspend_deadline();
@@ -113,10 +113,10 @@ TEST(link_errors, a_suspended_deadline_waits) {
   });
 }
 
-TEST(link_errors, a_rank_that_dies_is_named_by_all) {
+TEST(tcp_errors, a_rank_that_dies_is_named_by_all) {
   for (const Wire wire : {Wire::unix_, Wire::tcp}) {
     for (int world = 2; world <= 5; ++world) {
-      LinkWorld with;
+      TcpWorld with;
       with.wire = wire;
       std::atomic<int> survivors{world - 1};
       run_link_world(world, with, [&survivors](Rank& self) {
@@ -148,7 +148,7 @@ TEST(link_errors, a_rank_that_dies_is_named_by_all) {
   }
 }
 
-TEST(link_errors, leaving_hurts_only_who_waits) {
+TEST(tcp_errors, leaving_hurts_only_who_waits) {
   run_link_world(3, {}, [](Rank& self) {
     self.comm->barrier().wait();
     if (self.rank == 2) {
@@ -167,7 +167,7 @@ TEST(link_errors, leaving_hurts_only_who_waits) {
   });
 }
 
-TEST(link_errors, close_ends_what_runs) {
+TEST(tcp_errors, close_ends_what_runs) {
   run_link_world(2, {}, [](Rank& self) {
     if (self.rank == 1) {
       message_of<PeerLost>([&] { self.comm->barrier().wait(), self.comm->barrier().wait(); }, "other side");
@@ -219,7 +219,7 @@ void expect_garbage_noticed(std::size_t socket, const std::vector<std::byte>& by
   for (auto& thread : threads) thread.join();
 }
 
-TEST(link_errors, garbage_is_an_error) {
+TEST(tcp_errors, garbage_is_an_error) {
   std::mt19937 engine(1);
   for (const std::size_t socket : {0, 1, 2}) {
     for (int round = 0; round < 3; ++round) {
@@ -231,7 +231,7 @@ TEST(link_errors, garbage_is_an_error) {
   }
 }
 
-TEST(link_errors, bad_links_are_refused) {
+TEST(tcp_errors, bad_links_are_refused) {
   const auto attempt = [](std::size_t count, int spare) {
     Cables cables(2, count);
     auto mesh = cables.adopt(0);
@@ -244,7 +244,7 @@ TEST(link_errors, bad_links_are_refused) {
   EXPECT_THROW_WITH(attempt(2, -1), Timeout, "rank 1 does not answer");  // nobody is there
 }
 
-TEST(link_errors, different_options_are_a_mismatch) {
+TEST(tcp_errors, different_options_are_a_mismatch) {
   Cables cables(2, 2);
   std::vector<std::thread> threads;
   for (int r = 0; r < 2; ++r) {
@@ -258,7 +258,7 @@ TEST(link_errors, different_options_are_a_mismatch) {
   for (auto& thread : threads) thread.join();
 }
 
-TEST(link_errors, links_do_not_delay_small_messages) {
+TEST(tcp_errors, links_do_not_delay_small_messages) {
   Cables cables(2, 3, Wire::tcp);
   std::vector<int> numbers;
   for (const UniqueFd& socket : cables.links[0][1]) numbers.push_back(socket.get());

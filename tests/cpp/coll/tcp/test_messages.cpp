@@ -32,9 +32,9 @@ constexpr std::size_t kCounts[] = {0, 1, 100, 5000, 300'000};  // small and anno
 
 }  // namespace
 
-TEST(link_messages, arrive_in_order_and_by_tag) {
+TEST(tcp_messages, arrive_in_order_and_by_tag) {
   for (const Wire wire : {Wire::unix_, Wire::tcp}) {
-    LinkWorld with;
+    TcpWorld with;
     with.wire = wire;
     run_link_world(2, with, [](Rank& self) {
       if (self.rank == 0) {
@@ -54,7 +54,7 @@ TEST(link_messages, arrive_in_order_and_by_tag) {
   }
 }
 
-TEST(link_messages, both_ways_at_once_and_beside_collectives) {
+TEST(tcp_messages, both_ways_at_once_and_beside_collectives) {
   run_link_world(4, {}, [](Rank& self) {
     for (const std::size_t count : kCounts) {
       const int next = (self.rank + 1) % self.world, last = (self.rank + self.world - 1) % self.world;
@@ -73,7 +73,7 @@ TEST(link_messages, both_ways_at_once_and_beside_collectives) {
   });
 }
 
-TEST(link_messages, from_any_rank) {
+TEST(tcp_messages, from_any_rank) {
   run_link_world(4, {}, [](Rank& self) {
     for (const std::size_t count : {std::size_t{3}, std::size_t{50'000}}) {
       if (self.rank != 0) {
@@ -93,7 +93,7 @@ TEST(link_messages, from_any_rank) {
   });
 }
 
-TEST(link_messages, more_small_ones_than_a_peer_keeps) {
+TEST(tcp_messages, more_small_ones_than_a_peer_keeps) {
   run_link_world(2, {}, [](Rank& self) {
     constexpr int messages = 300;  // of 16 KiB: more than the credit
     std::vector<Work> works;
@@ -110,7 +110,7 @@ TEST(link_messages, more_small_ones_than_a_peer_keeps) {
   });
 }
 
-TEST(link_messages, both_sides_see_a_mismatch) {
+TEST(tcp_messages, both_sides_see_a_mismatch) {
   run_link_world(2, {}, [](Rank& self) {
     if (self.rank == 0)
       EXPECT_THROW_WITH(send(*self.comm, numbers(50'000, 0), 1, 4), CollectiveMismatch,
@@ -142,8 +142,8 @@ TEST(link_messages, both_sides_see_a_mismatch) {
   });
 }
 
-TEST(link_messages, deadline_and_loss) {
-  LinkWorld with;
+TEST(tcp_messages, deadline_and_loss) {
+  TcpWorld with;
   with.options.timeout_s = 0.2;
   run_link_world(2, with, [](Rank& self) {
     if (self.rank == 0) {

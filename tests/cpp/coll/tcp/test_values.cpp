@@ -7,24 +7,24 @@ using namespace zcomm;
 using namespace zcomm::test;
 using namespace zcomm::test::links;
 
-TEST(link_values, chosen_by_size) {
+TEST(tcp_values, chosen_by_size) {
   for (int world = 1; world <= 5; ++world)
     run_link_world(world, {}, [](Rank& self) { check_all(self, {0, 1, 77, 5000}); });
 }
 
-TEST(link_values, ring) {
+TEST(tcp_values, ring) {
   const Algorithm ring("ring");
   for (int world = 1; world <= 5; ++world)
     run_link_world(world, {}, [](Rank& self) { check_all(self, {0, 1, 77, 5000}); });
 }
 
-TEST(link_values, halving_and_direct) {
+TEST(tcp_values, halving_and_direct) {
   const Algorithm halving("halving");
   for (int world = 1; world <= 5; ++world)
     run_link_world(world, {}, [](Rank& self) { check_all(self, {0, 1, 77, 5000}); });
 }
 
-TEST(link_values, larger_worlds) {
+TEST(tcp_values, larger_worlds) {
   for (const char* name : {"ring", "halving", ""}) {
     const Algorithm algorithm(name);
     for (int world = 6; world <= 9; ++world) {
@@ -42,8 +42,8 @@ TEST(link_values, larger_worlds) {
   }
 }
 
-TEST(link_values, tcp_with_large_segments) {
-  LinkWorld with;
+TEST(tcp_values, tcp_with_large_segments) {
+  TcpWorld with;
   with.wire = Wire::tcp;
   with.options.segment_nbytes = 64 << 10;
   for (const std::size_t sockets : {2, 5}) {
@@ -59,7 +59,7 @@ TEST(link_values, tcp_with_large_segments) {
   }
 }
 
-TEST(link_values, long_lists_are_one_operation) {
+TEST(tcp_values, long_lists_are_one_operation) {
   for (const char* name : {"ring", "halving", ""}) {
     const Algorithm algorithm(name);
     run_link_world(4, {}, [](Rank& self) {
@@ -74,7 +74,7 @@ TEST(link_values, long_lists_are_one_operation) {
   }
 }
 
-TEST(link_values, all_ranks_end_with_the_same_bits) {
+TEST(tcp_values, all_ranks_end_with_the_same_bits) {
   for (const char* name : {"ring", "halving", ""}) {
     const Algorithm algorithm(name);
     for (const std::size_t count : {std::size_t{100}, std::size_t{20'000}}) {
@@ -99,7 +99,7 @@ TEST(link_values, all_ranks_end_with_the_same_bits) {
   }
 }
 
-TEST(link_values, two_byte_floats_are_rounded_once) {
+TEST(tcp_values, two_byte_floats_are_rounded_once) {
   // 1 + 7 * 2^-9 in bf16: each partial sum would round back to 1; the exact sum rounds to 1 + 2^-6.
   for (const char* name : {"ring", "halving", ""}) {
     const Algorithm algorithm(name);
@@ -125,7 +125,7 @@ TEST(link_values, two_byte_floats_are_rounded_once) {
   }
 }
 
-TEST(link_values, barrier_orders) {
+TEST(tcp_values, barrier_orders) {
   std::atomic<int> before{0};
   run_link_world(5, {}, [&](Rank& self) {
     for (int round = 1; round <= 20; ++round) {
@@ -137,7 +137,7 @@ TEST(link_values, barrier_orders) {
   });
 }
 
-TEST(link_values, many_asynchronous_operations) {
+TEST(tcp_values, many_asynchronous_operations) {
   run_link_world(3, {}, [](Rank& self) {
     std::vector<std::vector<float>> tensors;
     std::vector<Work> works;
@@ -152,7 +152,7 @@ TEST(link_values, many_asynchronous_operations) {
   });
 }
 
-TEST(link_values, memory_is_private) {
+TEST(tcp_values, memory_is_private) {
   run_link_world(2, {}, [](Rank& self) {
     const auto buffer = self.comm->allocate(100);
     EXPECT_EQ(self.comm->memory().symmetric_nbytes, std::size_t{100});
