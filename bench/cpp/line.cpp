@@ -46,7 +46,7 @@ long futex(std::atomic<std::uint32_t>& word, int operation, std::uint32_t value,
 double line_round_trip_s(Word& line, int rank, int laps) {
   if (rank > 1) return 0;
   auto& value = line.value;
-  // Even numbers are rank 1's answers. Both ranks start from the same even number: nobody has moved yet.
+  // Even numbers are rank 1's answers. Both ranks start from the same even number: neither has moved yet.
   const std::uint32_t base = value.load(std::memory_order_acquire) & ~1u;
   const auto begin = Clock::now();
   for (std::uint32_t lap = 0; lap < static_cast<std::uint32_t>(laps); ++lap) {

@@ -15,7 +15,7 @@ class MpiPeer {
   virtual int rank() const = 0;
   virtual int world_size() const = 0;
   virtual std::string version() const = 0;
-  /// Everybody's texts, by rank.
+  /// Texts of all ranks, by rank.
   virtual std::vector<std::string> all_gather(const std::string& mine) = 0;
   virtual void all_reduce(float* values, int count) = 0;
   virtual void barrier() = 0;

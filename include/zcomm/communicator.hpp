@@ -2,7 +2,7 @@
 //
 // Ranks may be threads of one process (tests) or processes; the code is the same.
 // Invariants: operations of one communicator run in call order on every rank; before bytes move, all ranks have
-// compared headers; after any failure the communicator is poisoned and each later call says so.
+// compared signatures; after any failure the communicator is poisoned and each later call throws that failure.
 // Thread rule: any thread may call; collectives are serialised by the communicator, and every rank must issue them in
 // the same order. send and recv stand outside of that order: they match by (peer, tag), in call order per pair and tag.
 // Source: owner-computes reduction, docs/algorithms.md.
@@ -151,7 +151,7 @@ class Communicator {
   // count, or both get CollectiveMismatch. A small message is sent before it is asked for.
 
   virtual Work send(std::span<const ConstBuffer> buffers, DType dtype, int dst, int tag, const Call& call = {}) = 0;
-  /// src -1: from any rank; `*source` (if given, it must live until the Work is done) tells which.
+  /// src -1: from any rank; `*source` (if given, it must live until the Work is done) gets its rank.
   virtual Work recv(std::span<const Buffer> buffers, DType dtype, int src, int tag, const Call& call = {},
                     int* source = nullptr) = 0;
 

@@ -30,7 +30,7 @@ struct PeerLost : Error {
   int rank;
 };
 
-/// A deadline passed; the message names who is late (TimeoutError).
+/// A deadline passed; the message names the late ranks (TimeoutError).
 struct Timeout : Error {
   using Error::Error;
 };

@@ -1,4 +1,4 @@
-// ExactSum: a sum of doubles whose bits do not depend on the order of the terms (decision D3).
+// ExactSum: a sum of doubles; its bits do not depend on the order of the terms (decision D3).
 //
 // [Note: gradient norm] The squares of 64 consecutive elements of the flat index are summed in f64 in a fixed order;
 // these block sums are added here exactly, in a fixed-point number wide enough for every double. Shards and buckets
@@ -37,8 +37,8 @@ class ExactSum {
 
 /// Adds the squares of grad[0, count) to `sum`, block by block; the last block may be short. f32, bf16 or f16.
 /// Inside a block lane j of 16 adds the squares of elements j, j + 16, j + 32, j + 48 in that order; then lanes j and
-/// j + 8, j + 4, j + 2, j + 1 are added. Many elements are shared out over the core's pool, of whose loops this is no
-/// part. Throws InvalidArgument for other dtypes.
+/// j + 8, j + 4, j + 2, j + 1 are added. Many elements are shared out over the core's pool, so do not
+/// call it from inside of a loop of the pool. Throws InvalidArgument for other dtypes.
 void add_squares(ExactSum& sum, const void* grad, DType dtype, std::size_t count);
 
 }  // namespace zcomm

@@ -15,9 +15,9 @@
 
 namespace zcomm {
 
-/// shard: its grad is given at each step. group: whose parameters a step takes. counter: the steps that were taken, as
-/// f32 (torch's `step`), read and counted up by each step; null for optimizers that do not count. buffer, first: those
-/// of SgdParams.
+/// shard: its grad is given at each step. group: the index of the parameters that a step takes. counter: the steps that
+/// were taken, as f32 (torch's `step`), read and counted up by each step; null for optimizers that do not count.
+/// buffer, first: those of SgdParams.
 struct OptimBatchItem {
   OptimShard shard;
   std::size_t group = 0;
@@ -37,8 +37,8 @@ class OptimBatch {
   void add(const OptimBatchItem& item);
   std::size_t size() const;
 
-  /// One step of all items: item i with groups[its group], whose `step`, `buffer` and `first` are replaced by the
-  /// item's own, and grads[i]. squares: as in adam_step, of all gradients.
+  /// One step of all items: item i with groups[its group], in which the item's own replace `step`, `buffer` and
+  /// `first`, and grads[i]. squares: as in adam_step, of all gradients.
   /// Throws InvalidArgument as the optimizer's own step does, and if grads or groups are too few; then nothing has
   /// changed. Allocates nothing after the first call.
   void step(std::span<const Params> groups, std::span<const void* const> grads, int threads = 0,

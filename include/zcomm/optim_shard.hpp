@@ -16,8 +16,8 @@
 //
 // [Note: optimizer bits] The same elementwise operations in the same order for every instruction set and for vector
 // body and tail, no fused multiply-add: the bits do not depend on how a shard is cut, nor on the CPU. (What is NaN is
-// NaN everywhere; its payload is not promised.) On f32 state the order is torch.optim's; on bf16 and 8-bit state, whose
-// rounding is many thousand times coarser, factors are drawn together so that fewer operations do
+// NaN everywhere; its payload is not promised.) On f32 state the order is torch.optim's; on bf16 and 8-bit state, with
+// rounding many thousand times coarser, factors are drawn together so that fewer operations do
 // (src/optim/arithmetic/update_rules.hpp, SmallAdam).
 //
 // [Note: stochastic rounding] bf16 state is computed in f32 and rounded up or down by chance, so that its mean is the
@@ -31,7 +31,7 @@
 // the range of m squared and is never rounded to zero. Rounding is by chance, as above, to 8 bits of chance that an
 // element's m and v share. The tile begins with the scales (m's and v's of each block), then m, v and lo. Tiles and
 // ranges are whole blocks. Something that is not finite in m or v (or not below 1.875 * 2^127) makes both NaN from the
-// next step on, for that element alone. A block whose largest is below 2^-120 is zero.
+// next step on, for that element alone. A block is zero if its largest is below 2^-120.
 #pragma once
 
 #include <cstddef>
@@ -45,7 +45,7 @@ namespace zcomm {
 /// weight: f32, bf16 or f16 (an f32 master then lies before the arrays in each tile; it alone counts). grad: f32, bf16
 /// or f16. `count` is the shard's length, which fixes the last tile's layout. A step throws InvalidArgument for other
 /// dtypes, begin > end > count, tile_count 0, or odd with more than one tile of a bf16 weight (f32 state would not lie
-/// on 4-byte boundaries); bf16 or 8-bit state of another optimizer than Adam; 8-bit state whose blocks are cut.
+/// on 4-byte boundaries); bf16 or 8-bit state of another optimizer than Adam; 8-bit state with cut blocks.
 struct OptimShard {
   void* weight;
   DType weight_dtype;

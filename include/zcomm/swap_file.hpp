@@ -90,8 +90,8 @@ class SwapFile {
   virtual void wait() = 0;
   /// wait(), then copies the keys that hold data into new files, one per directory, without taking the data through
   /// the caller's memory; if `durable`, they are on disk when it returns. Operations of other threads wait meanwhile.
-  /// Throws what wait() throws, DataCorrupt for a key whose last write failed, SystemError (EEXIST, ENOSPC); no file is
-  /// left then.
+  /// Throws what wait() throws, DataCorrupt for a key if its last write failed, SystemError (EEXIST, ENOSPC); no file
+  /// is left then.
   virtual Image copy_to(const std::vector<std::string>& files, bool durable = true) = 0;
   /// The same, not durable, into files without a name on the drives of the data files: they end with their last
   /// descriptor. Appends a descriptor per directory to `files`, which the caller closes.

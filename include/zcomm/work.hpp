@@ -35,7 +35,7 @@ class DeviceTail {
   virtual bool done() noexcept = 0;
 };
 
-/// Ends an operation before its time, for a program that waits for it and is told to stop. Thread rule: free-threaded.
+/// Ends an operation before its time, for a program that waits for it and has to stop. Thread rule: free-threaded.
 class GiveUp {
  public:
   using Function = std::function<void(const Completion&)>;

@@ -79,7 +79,7 @@ void bind_errors(py::module_& m) {
   py::register_exception_translator(translate);
 }
 
-/// Called every now and then by whoever waits inside of the core; only Python's own threads may take its lock.
+/// Called every now and then by threads that wait inside of the core; only Python's own threads may take its lock.
 void check_signals() {
   if (!BlockingCall::is_running()) return;
   const py::gil_scoped_acquire acquire;

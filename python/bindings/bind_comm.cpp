@@ -178,7 +178,7 @@ void bind_movements(py::class_<Communicator, CommHolder>& c) {
           py::arg("event"), py::arg("async_op") = true);
 }
 
-/// Where recv says whom it came from.
+/// Where recv stores the source rank.
 struct Source {
   int rank = -1;
 };

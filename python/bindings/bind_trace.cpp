@@ -16,23 +16,24 @@ using device::Race;
 using device::Trace;
 
 /// None: the calling thread; a name: a queue of that name; or a stream of a recorded device.
-using Who = std::variant<std::monostate, std::string, std::shared_ptr<device::Stream>>;
+using ActorName = std::variant<std::monostate, std::string, std::shared_ptr<device::Stream>>;
 
-Trace::Actor actor(Trace& trace, const Who& who) {
-  if (const auto* const name = std::get_if<std::string>(&who)) return trace.queue(*name);
-  if (const auto* const stream = std::get_if<std::shared_ptr<device::Stream>>(&who)) return device::actor_of(**stream);
+Trace::Actor actor(Trace& trace, const ActorName& actor_name) {
+  if (const auto* const name = std::get_if<std::string>(&actor_name)) return trace.queue(*name);
+  if (const auto* const stream = std::get_if<std::shared_ptr<device::Stream>>(&actor_name))
+    return device::actor_of(**stream);
   return trace.host();
 }
 
-void touch(Trace& self, const Who& who, std::uintptr_t address, std::size_t nbytes, const std::string& access,
-           const std::string& label) {
+void touch(Trace& self, const ActorName& actor_name, std::uintptr_t address, std::size_t nbytes,
+           const std::string& access, const std::string& label) {
   const auto range = device::Footprint::range(reinterpret_cast<const void*>(address), nbytes);
   device::Footprint footprint;
   for (const char kind : access) {
     if (kind != 'r' && kind != 'w') throw InvalidArgument(text("touch: access='", access, "': expected r, w or rw"));
     (kind == 'r' ? footprint.reads : footprint.writes).push_back(range);
   }
-  self.touch(actor(self, who), footprint, label);
+  self.touch(actor(self, actor_name), footprint, label);
 }
 
 void bind_race(py::module_& m) {
@@ -59,20 +60,26 @@ void bind_trace(py::module_& m) {
   bind_race(m);
   py::class_<Trace, std::shared_ptr<Trace>>(m, "Trace")
       .def(py::init<>())
-      .def("touch", &touch, py::arg("who"), py::arg("address"), py::arg("nbytes"), py::arg("access"), py::arg("label"))
+      .def("touch", &touch, py::arg("actor"), py::arg("address"), py::arg("nbytes"), py::arg("access"),
+           py::arg("label"))
       .def("set_subject", &Trace::set_subject, py::arg("subject"))
       .def(
-          "rename", [](Trace& self, const Who& who, const std::string& name) { self.rename(actor(self, who), name); },
-          py::arg("who"), py::arg("name"))
+          "rename",
+          [](Trace& self, const ActorName& actor_name, const std::string& name) {
+            self.rename(actor(self, actor_name), name);
+          },
+          py::arg("actor"), py::arg("name"))
       .def(
           "order",
-          [](Trace& self, const std::shared_ptr<device::Event>& before, const Who& after) {
+          [](Trace& self, const std::shared_ptr<device::Event>& before, const ActorName& after) {
             self.order(device::point_of(*before), actor(self, after));
           },
           py::arg("before").none(false), py::arg("after"))
       .def(
           "order",
-          [](Trace& self, const Who& before, const Who& after) { self.order(actor(self, before), actor(self, after)); },
+          [](Trace& self, const ActorName& before, const ActorName& after) {
+            self.order(actor(self, before), actor(self, after));
+          },
           py::arg("before"), py::arg("after"))
       .def("races", &Trace::races)
       .def_property_readonly("operations", &Trace::operations)

@@ -21,10 +21,10 @@ namespace py = pybind11;
 namespace zcomm::bindings {
 namespace {
 
-enum class Whose { nobodys, torchs, programs };
+enum class Owner { none, torch, program };
 
 struct Code {
-  Whose whose;
+  Owner owner;
   std::string file;  // without its directory
   std::unordered_map<int, std::string> lines;
 };
@@ -57,22 +57,22 @@ bool ends_with_any(const std::string& path, std::initializer_list<const char*> e
   return false;
 }
 
-Whose owner_of(const std::string& path) {
+Owner owner_of(const std::string& path) {
   const Directories& known = directories();
-  if (is_in(known.zcomm, path)) return Whose::nobodys;
+  if (is_in(known.zcomm, path)) return Owner::none;
   if (is_in(known.torch, path)) {
     const bool is_on_every_way =
         path.find("/_dynamo/") != std::string::npos ||
         ends_with_any(path, {"/distributed_c10d.py", "/c10d_logger.py", "/_functional_collectives.py",
                              "/_contextlib.py", "/futures/__init__.py", "/nn/modules/module.py"});
-    return is_on_every_way ? Whose::nobodys : Whose::torchs;
+    return is_on_every_way ? Owner::none : Owner::torch;
   }
   if (ends_with_any(path, {"/typing_extensions.py", "/decorator.py"}) || path.find("/wrapt/") != std::string::npos)
-    return Whose::nobodys;
+    return Owner::none;
   // Generated code and frozen modules; a program itself may be "<stdin>" or "<string>".
-  if (path.starts_with("<eval_with_key>") || path.starts_with("<frozen ")) return Whose::nobodys;
+  if (path.starts_with("<eval_with_key>") || path.starts_with("<frozen ")) return Owner::none;
   const bool is_standard = is_in(known.standard, path) && path.find("-packages/") == std::string::npos;
-  return is_standard ? Whose::nobodys : Whose::programs;  // a thread of ours ends in the standard library
+  return is_standard ? Owner::none : Owner::program;  // a thread of ours ends in the standard library
 }
 
 Code look_at(PyCodeObject* code) {
@@ -110,9 +110,9 @@ const char* call_site() {
       place = at;
     }
     Py_DECREF(code);
-    const Whose whose = place->second.whose;
-    if (whose == Whose::programs || (whose == Whose::torchs && *site == '\0')) site = text_of(place->second, frame);
-    if (whose == Whose::programs) break;
+    const Owner owner = place->second.owner;
+    if (owner == Owner::program || (owner == Owner::torch && *site == '\0')) site = text_of(place->second, frame);
+    if (owner == Owner::program) break;
     PyFrameObject* back = PyFrame_GetBack(frame);
     Py_DECREF(frame);
     frame = back;

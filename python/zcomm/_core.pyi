@@ -262,14 +262,14 @@ class Race:
 class Trace:
     """What recorded devices were asked for, and its races (device/trace.hpp).
 
-    `who`: None, the calling thread; a name, a queue that runs beside it ("comm"); a stream of a recorded device.
+    `actor`: None, the calling thread; a name, a queue that runs beside it ("comm"); a stream of a recorded device.
     """
 
     def __init__(self) -> None: ...
-    def touch(self, who: Stream | str | None, address: int, nbytes: int, access: str, label: str) -> None:
+    def touch(self, actor: Stream | str | None, address: int, nbytes: int, access: str, label: str) -> None:
         """An access made elsewhere; access: "r", "w" or "rw"."""
     def set_subject(self, subject: str) -> None: ...
-    def rename(self, who: Stream | str | None, name: str) -> None: ...
+    def rename(self, actor: Stream | str | None, name: str) -> None: ...
     def order(self, before: Event | Stream | str | None, after: Stream | str | None) -> None:
         """What `after` is given next runs after the event has passed, or after all that `before` has been given."""
     def races(self) -> list[Race]: ...

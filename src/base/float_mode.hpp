@@ -55,7 +55,7 @@ class DefaultFloatMode {
 class DefaultFloatMode {
  public:
   DefaultFloatMode() {
-  }  // NOLINT(modernize-use-equals-default): not trivial, so that nobody warns of an unused variable
+  }  // NOLINT(modernize-use-equals-default): not trivial, so that compilers do not warn of an unused variable
   ~DefaultFloatMode() {}  // NOLINT(modernize-use-equals-default)
 };
 

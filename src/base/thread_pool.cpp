@@ -26,7 +26,7 @@ int usable_cpus() {
   return std::max(1u, std::thread::hardware_concurrency());
 }
 
-/// Ranks on this host, as torchrun, `zcomm run` and mpirun say; 1 where nobody does.
+/// Ranks on this host, as torchrun, `zcomm run` and mpirun set; 1 where none does.
 int local_ranks() {
   for (const char* name : {"LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"})
     if (const char* value = std::getenv(name))
@@ -111,7 +111,7 @@ struct ThreadPool::Impl {
     if (error) std::rethrow_exception(std::exchange(error, nullptr));
   }
 
-  /// Workers for `wanted` threads, the caller among them. Under `calls`, or before anybody calls.
+  /// Workers for `wanted` threads, the caller among them. Under `calls`, or before the first call.
   void provide(int wanted) {
     if (wanted < size) dismiss();
     size = static_cast<int>(workers.size()) + 1;
@@ -160,7 +160,7 @@ ThreadPool::ThreadPool(int size) : impl_(std::make_unique<Impl>()) {
 
 ThreadPool::~ThreadPool() {
   if (impl_->is_forked()) {
-    static_cast<void>(impl_.release());  // to join or wake nobody would wait for ever
+    static_cast<void>(impl_.release());  // it has no threads here: joining or waking them would wait for ever
     return;
   }
   impl_->dismiss();

@@ -228,7 +228,7 @@ class EngineCommunicator final : public Communicator {
     engine_.reset();
   }
 
-  /// The program does not wait any longer for what is under way: ends all of it, and tells the other ranks.
+  /// The program does not wait any longer for what is under way: ends all of it, and broadcasts the failure.
   void give_up() noexcept {
     failure_.set(std::make_exception_ptr(Error("an operation was given up (interrupted by a signal)")));
     given_up_ = true;
@@ -284,7 +284,7 @@ class EngineCommunicator final : public Communicator {
     } catch (...) {
       if (given_up_) failure_.throw_if_set();
       failure_.set(std::current_exception());
-      if (event) close_engine();  // which tells the other ranks, as a failed operation does by itself
+      if (event) close_engine();  // which broadcasts the failure, as a failed operation does by itself
       throw;
     }
   }

@@ -2,7 +2,7 @@
 //
 // The Communicator (communicator.cpp) checks arguments, keeps call order and remembers failures; an Engine moves bytes.
 // Invariants: an operation that throws leaves the communicator unusable, and the other ranks find out by themselves or
-// are told; AllocationRefused, caught by the engine, is the one exception.
+// receive the failure; AllocationRefused, caught by the engine, is the one exception.
 // Thread rule: run() is called by one thread at a time; everything else may be called beside it, from any thread.
 #pragma once
 
@@ -31,17 +31,17 @@ class Engine {
   virtual int rank() const = 0;
   virtual int world_size() const = 0;
 
-  /// On the caller's thread, when an operation has been called, before run(): for engines whose buffers become ready on
-  /// a stream. What goes wrong is kept for run().
+  /// On the caller's thread, when an operation has been called, before run(): for engines with buffers that become
+  /// ready on a stream. An error is kept for run().
   virtual void prepare(Operation&, const Call&) noexcept {}
   /// Compares the operation with that of the other ranks, and carries it out. Throws what went wrong.
   virtual void run(Operation& operation) = 0;
   /// send and recv.
   virtual Messenger& messenger() = 0;
 
-  /// Makes what runs end with Error, and tells the other ranks that this one will not come any more.
+  /// Makes what runs end with Error, and shows the other ranks that this one has left.
   virtual void close() noexcept = 0;
-  /// While suspended, nobody who waits for this rank is at the deadline.
+  /// While suspended, no rank that waits for this one is at the deadline.
   virtual void suspend_deadline(bool suspended) = 0;
   /// The deadline of an operation.
   virtual double timeout_s() const { return CommOptions{}.timeout_s; }
@@ -49,7 +49,7 @@ class Engine {
   virtual std::size_t nbytes() const = 0;
 };
 
-/// Makes an engine whose symmetric allocations are kept in `memory`. Collective; called again for each duplicate.
+/// Makes an engine that keeps its symmetric allocations in `memory`. Collective; called again for each duplicate.
 using EngineFactory = std::function<std::unique_ptr<Engine>(SymmetricMemory& memory)>;
 
 std::unique_ptr<Communicator> make_communicator(EngineFactory factory);

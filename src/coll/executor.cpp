@@ -60,7 +60,7 @@ void Executor::run_here() {
 
 void Executor::leave() noexcept {
   if (state_.fetch_and(~kBusy, std::memory_order_acq_rel) == kBusy) return;
-  // Who queued or stopped meanwhile may sleep: the lock makes sure that it sleeps already, or has seen the change.
+  // A thread that queued or stopped meanwhile may sleep: under the lock it sleeps already, or has seen the change.
   const std::lock_guard lock(mutex_);
   queued_.notify_one();
   freed_.notify_all();
@@ -81,7 +81,7 @@ void Executor::loop() noexcept {
   for (;;) {
     queued_.wait(lock, [this] { return (is_stopping() || count() > 0) && (state_.load() & kBusy) == 0; });
     if (count() == 0) return;
-    // A blocking caller gets its turn only while nothing is queued, so nobody else can have set kBusy since.
+    // A blocking caller gets its turn only while nothing is queued, so no other thread can have set kBusy since.
     state_.fetch_or(kBusy);
     Operation& operation = ring_[head_];
     lock.unlock();

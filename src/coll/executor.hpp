@@ -32,7 +32,7 @@ class Executor {
   ~Executor() { stop(); }
 
   /// Calls `fill(operation, spares)` on a free Operation (after waiting for one), and queues or runs it. With `async`
-  /// the Work tells its end; without, it has ended, and its error is thrown here. Throws Error after stop().
+  /// the Work reports its end; without, it has ended, and its error is thrown here. Throws Error after stop().
   template <class Fill>
   Work submit(const Fill& fill, bool async) {
     std::uint32_t idle = 0;
@@ -77,7 +77,7 @@ class Executor {
   std::mutex mutex_;
   std::condition_variable queued_, freed_;
   std::atomic<std::uint32_t> state_{0};
-  Operation here_;  // the one of a blocking caller, who has set kBusy
+  Operation here_;  // the one of a blocking caller, which has set kBusy
   SpareItems here_spares_;
   std::atomic<bool> runs_here_{false};  // within kBusy
   std::vector<Operation> ring_{kDepth};

@@ -15,7 +15,7 @@ class Messenger {
  public:
   virtual ~Messenger() = default;
   virtual Work send(std::span<const ConstBuffer> buffers, DType dtype, int dst, int tag, const Call& call) = 0;
-  /// src -1: any rank; `*source` tells which.
+  /// src -1: any rank; `*source` gets its rank.
   virtual Work recv(std::span<const Buffer> buffers, DType dtype, int src, int tag, const Call& call, int* source) = 0;
   /// Ends what is pending with Error; joins its thread.
   virtual void close() noexcept = 0;

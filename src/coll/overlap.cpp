@@ -51,7 +51,7 @@ Place own_part(const OverlapCheck& call, const Place& in, const Place& out) {
   }
 }
 
-/// True for an all_to_all whose output is what this rank sends to itself, where it lies: nothing writes to it then.
+/// True for an output of all_to_all that is what this rank sends to itself, where it lies: nothing writes to it then.
 bool stays(const OverlapCheck& call, const Place& in, const Place& out) {
   const auto rank = static_cast<std::size_t>(call.rank);
   const ConstBuffer& own = call.in[rank];

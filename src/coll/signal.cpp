@@ -16,10 +16,10 @@ namespace zcomm::coll {
 namespace {
 
 // A look costs a few ns, a pause 10 to 40 ns, giving way 0.3 us and more. A sleep costs several us, and 50 us where an
-// idle CPU of a virtual machine must be woken: too much in a pipeline whose steps take 25 us.
+// idle CPU of a virtual machine must be woken: too much in a pipeline with steps of 25 us.
 constexpr int kLooks = 200;
 constexpr int kPauses = 200;       // some 5 us: a peer with a CPU of its own, in the interpreter between two calls
-constexpr int kYieldsAlone = 200;  // some 100 us more, in which the CPU is anybody's who wants it
+constexpr int kYieldsAlone = 200;  // some 100 us more, in which any thread may take the CPU
 constexpr int kYieldsShared = 20;  // ranks that take turns on a CPU: each gives way until all have come
 
 // No FUTEX_PRIVATE_FLAG: the waiter may be another process, or another mapping of the same page.

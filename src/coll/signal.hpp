@@ -2,8 +2,8 @@
 //
 // Invariants: values only grow (modulo 2^32); a Counter has a cache-line pair to itself. Publishing and going to
 // sleep are Dekker's two sides: writer stores value then reads sleepers, waiter adds to sleepers then reads value, all
-// sequentially consistent, so a wake-up is never lost and nobody makes a system call while no one sleeps.
-// Waiting is spinning for a while where each rank has a CPU of its own, then giving way to whoever is ready, then
+// sequentially consistent, so a wake-up is never lost and no system call is made while no thread sleeps.
+// Waiting is spinning for a while where each rank has a CPU of its own, then giving way to other ready threads, then
 // sleep. Thread rule: one writer per signal; any number of waiters in any process that maps it (shared futex).
 #pragma once
 
@@ -29,7 +29,7 @@ constexpr bool reached(std::uint32_t value, std::uint32_t target) {
   return static_cast<std::int32_t>(value - target) >= 0;
 }
 
-/// Stores `value` and wakes whoever sleeps on it.
+/// Stores `value` and wakes the threads that sleep on it.
 void publish(Signal& signal, std::uint32_t value) noexcept;
 
 /// Wakes sleepers without a new value, so that they look around (failure, shutdown).

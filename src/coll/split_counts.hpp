@@ -59,7 +59,7 @@ bool splits_match(int world_size, const SignatureOf& signature_of);
 /// The counts of one rank: to each rank, then from each.
 using SplitCounts = std::vector<std::uint64_t>;
 SplitCounts split_counts(std::span<const Item> items);
-/// Throws CollectiveMismatch naming who differs from whom, given the counts of all ranks.
+/// Throws CollectiveMismatch naming the two ranks that differ, given the counts of all ranks.
 [[noreturn]] void throw_split_mismatch(const Signature& first, const std::vector<SplitCounts>& by_rank);
 
 }  // namespace zcomm::coll

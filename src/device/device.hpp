@@ -1,12 +1,12 @@
 // Device: an accelerator as the rest of the core sees it: memory, streams and events.
 //
-// Behind it stands CUDA (device/cuda; no_cuda.cpp there where that is missing), a simulated device whose streams are
-// threads of this process and whose memory is the host's (device/simulated), or a recorder round either of them that
-// writes down who touched what in which order (device/recorded): the logic above is the same for all, and is tested
-// without a GPU. Invariants: what is put on a stream runs in that order; streams run beside each other and beside the
-// host, ordered by events alone (decision D6); no call waits for the device unless its name says so (synchronize).
-// Errors: CudaError from the call itself, or from a later one on the same device for work that failed on it. Thread
-// rule: a Stream is used by one thread at a time; everything else is free-threaded.
+// Behind it stands CUDA (device/cuda; no_cuda.cpp there where that is missing), a simulated device (its streams are
+// threads of this process, its memory is the host's; device/simulated), or a recorder round either of them that
+// writes down which stream touched what in which order (device/recorded): the logic above is the same for all, and is
+// tested without a GPU. Invariants: what is put on a stream runs in that order; streams run beside each other and
+// beside the host, ordered by events alone (decision D6); no call waits for the device unless its name says so
+// (synchronize). Errors: CudaError from the call itself, or from a later one on the same device for work that failed on
+// it. Thread rule: a Stream is used by one thread at a time; everything else is free-threaded.
 //
 // [Note: capture] A CUDA graph can capture what is put on a stream: record, wait, copy (of device or page-locked
 // memory), fill and kernels() neither wait nor allocate (run each once before: kernels are loaded then). An event that

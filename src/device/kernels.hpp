@@ -13,7 +13,7 @@
 namespace zcomm::device {
 
 /// How results are stored. streaming: non-temporal, for data that no one reads soon; automatic: streaming for calls too
-/// large for the cache. Callers that cut a large buffer into small calls know better, and say so.
+/// large for the cache. Callers that cut a large buffer into small calls know better, and set it.
 enum class Stores { automatic, cached, streaming };
 
 /// dst[d][i] (+)= finish(src[0][i] op src[1][i] op ...), sources in the order given, for each d.
@@ -25,7 +25,7 @@ enum class Stores { automatic, cached, streaming };
 /// holds, whatever the op (one more rounding; bool: or).
 /// dst[d] may equal any src[s]; partial overlap is not allowed. min/max propagate NaN like torch.
 /// `stores` is a hint: ignored with accumulate and when a dst is a src. So is `remote`: how many sources lie on other
-/// devices, whose link few blocks keep busy, so that the rest of the device computes on. Throws InvalidArgument.
+/// devices. Few blocks keep their link busy, so that the rest of the device computes on. Throws InvalidArgument.
 struct Reduce {
   std::span<void* const> dst;
   std::span<const void* const> src;
@@ -38,7 +38,7 @@ struct Reduce {
   int remote = 0;
 };
 void reduce(const Reduce& args);
-/// The same, a large one by several threads of the core's pool, while nobody else uses it: one thread does not fill the
+/// The same, a large one by several threads of the core's pool, while it is not in use: one thread does not fill the
 /// memory of a machine with many cores. Not from inside of a loop of the pool.
 void reduce_in_parts(const Reduce& args);
 

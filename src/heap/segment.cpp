@@ -1,6 +1,6 @@
 // Segments and the process-wide registry that maps each memfd at most once.
 //
-// Invariants: a segment's size is sealed before anyone else sees it, and only sealed files are mapped: no peer can
+// Invariants: a segment's size is sealed before another process sees it, and only sealed files are mapped: no peer can
 // shrink it under us (SIGBUS). A registry entry never keeps a mapping alive.
 // Thread rule: the registry is locked; mappings are immutable. Source: memfd_create(2), fcntl(2) "File Sealing".
 #include "heap/segment.hpp"
@@ -154,7 +154,7 @@ Segment Segment::map(UniqueFd fd, std::size_t nbytes) {
   }
   const int seals = ::fcntl(fd.get(), F_GET_SEALS);
   if (seals < 0 || (seals & F_SEAL_SHRINK) == 0) {
-    throw InvalidArgument(text("descriptor ", fd.get(), " is not a segment: it is no memfd of sealed size"));
+    throw InvalidArgument(text("descriptor ", fd.get(), " is not a segment; expected a memfd of sealed size"));
   }
   Segment segment;
   segment.nbytes_ = nbytes;

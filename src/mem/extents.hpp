@@ -1,4 +1,4 @@
-// Extents: who owns which bytes of the data file. Pure arithmetic, no I/O.
+// Extents: which key owns which bytes of the data file. Pure arithmetic, no I/O.
 //
 // Extents begin at multiples of kExtentAlign and never overlap; first fit, neighbours that are free are joined.
 // Thread rule: the owner's lock.

@@ -16,7 +16,7 @@
 namespace zcomm::mem {
 namespace {
 
-constexpr std::uint64_t kPiece = std::uint64_t{16} << 20;  // then the page cache is told to let go of it
+constexpr std::uint64_t kPiece = std::uint64_t{16} << 20;  // then the page cache may drop it
 constexpr std::size_t kBuffer = std::size_t{1} << 20;
 
 struct Sides {

@@ -36,8 +36,8 @@ CopyMethod copy_file(CopySource source, const std::string& path, const std::vect
 CopyMethod copy_into(int file, const std::string& path, CopySource source, const std::vector<Range>& ranges,
                      std::uint64_t nbytes, bool durable, CopyMethod best = CopyMethod::reflink);
 
-/// A new file (mode 0600) beside another one, whose name `name` in `directory` is gone again; `path` names it in
-/// errors. Throws SystemError (EEXIST, ENOENT).
+/// Makes a file (mode 0600) in `directory` and removes its name `name` again; `path` names it in errors. Throws
+/// SystemError (EEXIST, ENOENT).
 UniqueFd make_nameless(int directory, const char* name, const std::string& path);
 
 }  // namespace zcomm::mem

@@ -1,6 +1,6 @@
 // IoEngine: queues block reads and writes of one file and hands back every result.
 //
-// Implemented by io_uring.cpp (which speaks to the kernel through kernel_ring.hpp) and io_threads.cpp (pread/pwrite
+// Implemented by io_uring.cpp (which uses the kernel's rings through kernel_ring.hpp) and io_threads.cpp (pread/pwrite
 // pool, where the kernel refuses io_uring).
 // Invariant: a request is handed back exactly once, also when submit() threw; until then its memory belongs to the
 // engine. The destructor ends what is in flight without handing it back.

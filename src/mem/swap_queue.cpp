@@ -134,7 +134,8 @@ void SwapQueue::finish(SwapOperation& operation, std::exception_ptr error) {
   operation.active = false;
   spare_.push_back(&operation);
   if (error) keep_failure(completion);
-  // Under the lock: who sees the Work done also sees the key idle, and who sees nothing pending sees all Works done.
+  // Under the lock: a thread that sees the Work done also sees the key idle; if it sees nothing pending, all Works are
+  // done.
   completion->finish(std::move(error));
   --pending_;
   --permits_;

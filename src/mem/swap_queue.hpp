@@ -62,7 +62,7 @@ class SwapQueue {
   bool idle(const SwapEntry& entry) const;
   /// Blocks until nothing is pending.
   void drain();
-  /// Throws the oldest failure whose Work has not reported it, which counts as reported then.
+  /// Throws the oldest failure that no Work has reported; it counts as reported then.
   void rethrow_unreported();
   /// The I/O thread ends when all is done.
   void stop();

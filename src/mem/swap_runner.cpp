@@ -139,7 +139,7 @@ SwapRunner::Slot* SwapRunner::next_slot() {
   return slot;
 }
 
-/// The operation whose blocks come next, of one kind; nullptr: none is ready.
+/// The operation that issues the next blocks, of one kind; nullptr: none is ready.
 SwapOperation* SwapRunner::current(bool write) {
   SwapOperation*& current = current_[write ? 1 : 0];
   while (current == nullptr) {

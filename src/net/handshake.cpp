@@ -15,7 +15,7 @@ namespace zcomm::net {
 
 namespace {
 
-constexpr double kHelloTimeout_s = 2.0;      // for one accepted connection to say who it is
+constexpr double kHelloTimeout_s = 2.0;      // for one accepted connection to send its Hello
 constexpr double kRetry_s = 0.02;            // before a dropped client or a full queue is tried again
 constexpr double kGrace_s = 0.5;             // after a rank's end: if all give up at about one time, all say Timeout
 constexpr std::size_t kMostStrangers = 256;  // accepted connections that have not said a thing
@@ -63,7 +63,7 @@ class Handshake {
     HelloReader reader{};
     bool was_dropped = false;
   };
-  /// A connection that was accepted and has not said who it is.
+  /// A connection that was accepted and has not sent its Hello.
   struct Guest {
     explicit Guest(UniqueFd accepted) : socket(std::move(accepted)) {}
     UniqueFd socket;
@@ -104,7 +104,7 @@ class Handshake {
     if (::connect(socket.get(), reinterpret_cast<const sockaddr*>(&call.address.socket), call.address.nbytes) != 0) {
       if (errno == EAGAIN || errno == EINTR) return hang_up(call);  // its queue is full
       if (errno == ECONNREFUSED) {
-        set_ended(call.peer);  // names are random and bound before they are told: this one will not come back
+        set_ended(call.peer);  // names are random and bound before they are sent: this one will not come back
         return hang_up(call);
       }
       throw_system_error(errno, text("cannot connect to rank ", call.peer));

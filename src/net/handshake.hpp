@@ -3,8 +3,8 @@
 // [Note: handshake] Rank r connects to all lower ranks and accepts from all higher ones, all in one poll loop.
 // Client: checks that the listener is our user's, sends a Hello (magic, version, rank, world size, token) with its
 // pidfd, waits for the Ack (token again, one end of a fresh socket pair = the control channel, the other's pidfd).
-// Server: drops, silently and without stopping, who is another user, is slow, or whose Hello is not exactly what is
-// due; a client that is dropped tries again until the deadline, so that a slow legitimate one is not lost.
+// Server: drops, silently and without stopping, a client of another user, a slow one, or one that sends another Hello
+// than is due; a client that is dropped tries again until the deadline, so that a slow legitimate one is not lost.
 // The user id keeps other users out; the token keeps jobs of one user apart.
 // Invariant: nothing but a Hello (Ack) is read before it has matched.
 // Thread rule: one call per rank. Source: unix(7), pidfd_open(2).
@@ -24,7 +24,7 @@ namespace zcomm::net {
 struct Channel {
   UniqueFd data;     ///< parcels of exchange()
   UniqueFd control;  ///< goodbyes; its end means that the peer is gone
-  UniqueFd process;  ///< pidfd of the peer: tells its death even if a forked child keeps its sockets open
+  UniqueFd process;  ///< pidfd of the peer: shows its death even if a forked child keeps its sockets open
 };
 
 inline constexpr std::size_t kMaxTokenNbytes = 256;

@@ -1,7 +1,7 @@
 // Mesh: handshake (or adopted sockets), then a Monitor on the control sockets and an Exchange on the data sockets.
 //
 // Invariant: the descriptors stay open until no thread can be polling them (leaving shuts sockets down, then waits).
-// A forked child (a data loader's worker) holds copies of everything but may not speak for its parent: there every
+// A forked child (a data loader's worker) holds copies of everything but may not act for its parent: there every
 // call but the destructor throws, and nothing is sent. Source: [Note: handshake], [Note: liveness].
 #include "net/mesh.hpp"
 

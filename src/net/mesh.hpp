@@ -1,4 +1,4 @@
-// Mesh: ranks with a socket between each two, and who of them is alive (decisions D1, D5).
+// Mesh: ranks with a socket between each two, and which of them are alive (decisions D1, D5).
 //
 // Of one host: connect() makes unix sockets. Of several: adopt() takes sockets that others have connected.
 // Each rank listens on a socket with a random abstract name (nothing in the file system, nothing left after SIGKILL).
@@ -71,8 +71,8 @@ class Mesh {
   virtual int rank() const = 0;
   virtual int world_size() const = 0;
 
-  /// Everyone gets everyone's parcel (own included, fd duplicated). Collective.
-  /// Throws PeerLost, Timeout (naming who is missing), CollectiveMismatch; after a failure every later call throws.
+  /// Gives each rank the parcels of all (own included, fd duplicated). Collective.
+  /// Throws PeerLost, Timeout (naming the missing ranks), CollectiveMismatch; after a failure every later call throws.
   virtual std::vector<Parcel> exchange(Parcel mine, double timeout_s) = 0;
 
   /// The first peer that was found lost, if any. Cheap: one atomic load while all is well.

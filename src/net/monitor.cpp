@@ -11,7 +11,7 @@ namespace zcomm::net {
 namespace {
 
 constexpr std::byte kGoodbye{'G'};
-constexpr int kNobody = -1;
+constexpr int kNone = -1;
 
 enum class Fate : std::uint8_t { alive, dead, departed };
 
@@ -27,7 +27,7 @@ struct Monitor::State {
 
   std::vector<Watched> watched;  // closed by run() at its end, under `mutex`
   std::vector<std::atomic<Fate>> fates;
-  std::atomic<int> first{kNobody};
+  std::atomic<int> first{kNone};
   UniqueFd stop_event = make_event();
   UniqueFd loss_event = make_event();
 
@@ -78,8 +78,8 @@ Fate Monitor::State::look_at(std::size_t rank, bool process_ended) const {
 void Monitor::State::record(std::size_t rank, Fate fate) {
   const Loss loss{static_cast<int>(rank), fate == Fate::departed};
   fates[rank].store(fate, std::memory_order_release);
-  int nobody = kNobody;
-  first.compare_exchange_strong(nobody, loss.rank, std::memory_order_acq_rel);
+  int none = kNone;
+  first.compare_exchange_strong(none, loss.rank, std::memory_order_acq_rel);
   signal_event(loss_event);
 
   std::unique_lock lock(mutex);
@@ -111,7 +111,7 @@ Monitor::~Monitor() {
 
 std::optional<Loss> Monitor::lost() const {
   const int rank = state_->first.load(std::memory_order_acquire);
-  return rank == kNobody ? std::nullopt : lost(rank);
+  return rank == kNone ? std::nullopt : lost(rank);
 }
 
 std::optional<Loss> Monitor::lost(int rank) const {
@@ -138,7 +138,7 @@ const UniqueFd& Monitor::loss_event() const { return state_->loss_event; }
 void Monitor::say_goodbye() noexcept {
   const std::lock_guard lock(state_->mutex);
   for (const Watched& peer : state_->watched) {
-    // One byte on a socket that never carried one fits; a peer that is gone need not hear it.
+    // One byte on a socket that never carried one fits; a peer that is gone need not receive it.
     if (peer.control) (void)::send(peer.control.get(), &kGoodbye, 1, MSG_NOSIGNAL | MSG_DONTWAIT);
   }
 }

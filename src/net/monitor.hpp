@@ -1,4 +1,4 @@
-// Monitor: knows who of the peers is alive; owns the control sockets and pidfds, and the thread that watches them.
+// Monitor: knows which peers are alive; owns the control sockets and pidfds, and the thread that watches them.
 //
 // [Note: liveness] The control socket of a pair carries nothing but one goodbye byte. Its end without that byte, or the
 // end of the peer's process (a forked child may keep sockets open for a dead parent), means that the peer died.

@@ -1,9 +1,9 @@
 // What a TCP socket needs beyond a unix one: no delay of small messages, and an end when the other host is dead.
 //
-// [Note: dead host] Only control sockets time out. A data socket whose reader is busy for minutes has a closed window,
-// and TCP_USER_TIMEOUT would cut it although the reader lives; the control socket carries one byte in its life, and its
-// end is the end of the peer for all sockets.
-// Thread rule: free functions without state. All do nothing to sockets of other families. Source: tcp(7).
+// [Note: dead host] Only control sockets time out. A data socket has a closed window while its reader is busy for
+// minutes, and TCP_USER_TIMEOUT would cut it although the reader lives; the control socket carries one byte in its
+// life, and its end is the end of the peer for all sockets. Thread rule: free functions without state. All do nothing
+// to sockets of other families. Source: tcp(7).
 #pragma once
 
 namespace zcomm::net {

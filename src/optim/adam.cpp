@@ -11,11 +11,11 @@ namespace {
 
 constexpr int kArrays = 2;  // m, v
 
-void check_coded(const char* who, const AdamShard& shard, const float* m, const float* v) {
-  optim::check_shard(who, shard, kArrays);
+void check_coded(const char* call, const AdamShard& shard, const float* m, const float* v) {
+  optim::check_shard(call, shard, kArrays);
   if (shard.state_dtype != DType::uint8)
-    throw InvalidArgument(text(who, ": state is ", name_of(shard.state_dtype), "; it must be uint8"));
-  if ((m == nullptr || v == nullptr) && shard.begin != shard.end) throw InvalidArgument(text(who, ": m or v is null"));
+    throw InvalidArgument(text(call, ": state is ", name_of(shard.state_dtype), "; it must be uint8"));
+  if ((m == nullptr || v == nullptr) && shard.begin != shard.end) throw InvalidArgument(text(call, ": m or v is null"));
 }
 
 }  // namespace

@@ -60,71 +60,71 @@ OptimPiece piece_of(const OptimShard& shard, int arrays, std::size_t begin, std:
 }
 
 /// 8-bit state: ranges and tiles are whole blocks, since a block's elements share their scale.
-void check_blocks(const char* who, const OptimShard& shard) {
+void check_blocks(const char* call, const OptimShard& shard) {
   const auto whole = [&](std::size_t at) { return at % kStateBlock == 0 || at == shard.count; };
   if (!whole(shard.begin) || !whole(shard.end))
-    throw InvalidArgument(text(who, ": range [", shard.begin, ", ", shard.end, ") cuts a block of ", kStateBlock,
+    throw InvalidArgument(text(call, ": range [", shard.begin, ", ", shard.end, ") cuts a block of ", kStateBlock,
                                " elements of uint8 state"));
   if (shard.count > shard.tile_count && shard.tile_count % kStateBlock != 0)
-    throw InvalidArgument(text(who, ": tile_count ", shard.tile_count, " is not a multiple of ", kStateBlock,
+    throw InvalidArgument(text(call, ": tile_count ", shard.tile_count, " is not a multiple of ", kStateBlock,
                                ", the block of uint8 state"));
 }
 
-void check_master(const char* who, const OptimShard& shard, const float* master, int arrays) {
-  if (arrays < 0 || arrays > 2) throw InvalidArgument(text(who, ": arrays ", arrays, " is not 0, 1 or 2"));
-  check_shard(who, shard, arrays);
+void check_master(const char* call, const OptimShard& shard, const float* master, int arrays) {
+  if (arrays < 0 || arrays > 2) throw InvalidArgument(text(call, ": arrays ", arrays, " is not 0, 1 or 2"));
+  check_shard(call, shard, arrays);
   if (shard.weight_dtype == DType::float32)
-    throw InvalidArgument(text(who, ": weight is float32; only bfloat16 and float16 weights have a master"));
-  if (master == nullptr && shard.begin != shard.end) throw InvalidArgument(text(who, ": master is null"));
+    throw InvalidArgument(text(call, ": weight is float32; only bfloat16 and float16 weights have a master"));
+  if (master == nullptr && shard.begin != shard.end) throw InvalidArgument(text(call, ": master is null"));
 }
 
 }  // namespace
 
-std::size_t state_bytes_per_element(const char* who, DType weight, int arrays, DType state) {
+std::size_t state_bytes_per_element(const char* call, DType weight, int arrays, DType state) {
   if (weight != DType::float32 && weight != DType::bfloat16 && weight != DType::float16)
-    throw InvalidArgument(text(who, ": weight is ", name_of(weight), "; it must be float32, bfloat16 or float16"));
+    throw InvalidArgument(text(call, ": weight is ", name_of(weight), "; it must be float32, bfloat16 or float16"));
   if (state != DType::float32 && state != DType::bfloat16 && state != DType::uint8)
-    throw InvalidArgument(text(who, ": state is ", name_of(state), "; it must be float32, bfloat16 or uint8"));
+    throw InvalidArgument(text(call, ": state is ", name_of(state), "; it must be float32, bfloat16 or uint8"));
   return bytes_per_element(weight, arrays, state);
 }
 
-std::size_t state_nbytes(const char* who, DType weight, int arrays, std::size_t count, DType state) {
-  return count * state_bytes_per_element(who, weight, arrays, state) + scales_nbytes(state, count, arrays);
+std::size_t state_nbytes(const char* call, DType weight, int arrays, std::size_t count, DType state) {
+  return count * state_bytes_per_element(call, weight, arrays, state) + scales_nbytes(state, count, arrays);
 }
 
-void check_shard(const char* who, const OptimShard& shard, int arrays) {
-  const std::size_t per_element = state_bytes_per_element(who, shard.weight_dtype, arrays, shard.state_dtype);
+void check_shard(const char* call, const OptimShard& shard, int arrays) {
+  const std::size_t per_element = state_bytes_per_element(call, shard.weight_dtype, arrays, shard.state_dtype);
   if (shard.begin > shard.end || shard.end > shard.count)
-    throw InvalidArgument(text(who, ": range [", shard.begin, ", ", shard.end, ") does not lie in a shard of ",
+    throw InvalidArgument(text(call, ": range [", shard.begin, ", ", shard.end, ") does not lie in a shard of ",
                                shard.count, " elements"));
-  if (shard.tile_count == 0) throw InvalidArgument(text(who, ": tile_count is 0; it must be at least 1"));
+  if (shard.tile_count == 0) throw InvalidArgument(text(call, ": tile_count is 0; it must be at least 1"));
   if (shard.weight_dtype == DType::bfloat16 && shard.state_dtype == DType::float32 && shard.count > shard.tile_count &&
       shard.tile_count % 2 != 0)
     throw InvalidArgument(
-        text(who, ": tile_count ", shard.tile_count, " is odd; tiles of a bfloat16 weight hold an even number"));
-  if (shard.state_dtype == DType::uint8) check_blocks(who, shard);
+        text(call, ": tile_count ", shard.tile_count, " is odd; tiles of a bfloat16 weight hold an even number"));
+  if (shard.state_dtype == DType::uint8) check_blocks(call, shard);
   if (shard.begin == shard.end) return;
-  if (shard.weight == nullptr) throw InvalidArgument(text(who, ": weight is null, count ", shard.count));
+  if (shard.weight == nullptr) throw InvalidArgument(text(call, ": weight is null, count ", shard.count));
   if (shard.state == nullptr && per_element > 0)
-    throw InvalidArgument(text(who, ": state is null, count ", shard.count));
+    throw InvalidArgument(text(call, ": state is null, count ", shard.count));
   if (reinterpret_cast<std::uintptr_t>(shard.state) % alignof(float) != 0)
     throw InvalidArgument(
-        text(who, ": state at ", static_cast<const void*>(shard.state), " is not aligned to 4 bytes"));
+        text(call, ": state at ", static_cast<const void*>(shard.state), " is not aligned to 4 bytes"));
 }
 
-void check_step(const char* who, const OptimShard& shard, int arrays, bool rounds_state) {
-  check_shard(who, shard, arrays);
+void check_step(const char* call, const OptimShard& shard, int arrays, bool rounds_state) {
+  check_shard(call, shard, arrays);
   if (shard.state_dtype != DType::float32 && !rounds_state)
-    throw InvalidArgument(text(who, ": state is ", name_of(shard.state_dtype), "; it must be float32"));
+    throw InvalidArgument(text(call, ": state is ", name_of(shard.state_dtype), "; it must be float32"));
   if (shard.grad_dtype != DType::float32 && shard.grad_dtype != DType::bfloat16 && shard.grad_dtype != DType::float16)
     throw InvalidArgument(
-        text(who, ": grad is ", name_of(shard.grad_dtype), "; it must be float32, bfloat16 or float16"));
+        text(call, ": grad is ", name_of(shard.grad_dtype), "; it must be float32, bfloat16 or float16"));
   if (shard.grad == nullptr && shard.begin != shard.end)
-    throw InvalidArgument(text(who, ": grad is null, count ", shard.count));
+    throw InvalidArgument(text(call, ": grad is null, count ", shard.count));
 }
 
-void check_beta(const char* who, double beta) {
-  if (!(beta >= 0.0 && beta < 1.0)) throw InvalidArgument(text(who, ": beta ", beta, " is not in [0, 1)"));
+void check_beta(const char* call, double beta) {
+  if (!(beta >= 0.0 && beta < 1.0)) throw InvalidArgument(text(call, ": beta ", beta, " is not in [0, 1)"));
 }
 
 void share_out(std::span<const Place> places, int threads, const PartBody& body) {

@@ -15,15 +15,15 @@ namespace zcomm::optim {
 
 /// Bytes of state per element: `arrays` of `state` and a split master's remainder; state_nbytes: of `count` elements,
 /// with the scales of 8-bit state.
-/// Throws InvalidArgument that begins with `who` for a weight or state of a dtype that is not supported.
-std::size_t state_bytes_per_element(const char* who, DType weight, int arrays, DType state = DType::float32);
-std::size_t state_nbytes(const char* who, DType weight, int arrays, std::size_t count, DType state);
+/// Throws InvalidArgument that begins with `call` for a weight or state of a dtype that is not supported.
+std::size_t state_bytes_per_element(const char* call, DType weight, int arrays, DType state = DType::float32);
+std::size_t state_nbytes(const char* call, DType weight, int arrays, std::size_t count, DType state);
 
-/// Throws InvalidArgument that begins with `who`, as documented at OptimShard. check_step also checks the gradient;
+/// Throws InvalidArgument that begins with `call`, as documented at OptimShard. check_step also checks the gradient;
 /// rounds_state: the kernel knows bf16 and 8-bit state.
-void check_shard(const char* who, const OptimShard& shard, int arrays);
-void check_step(const char* who, const OptimShard& shard, int arrays, bool rounds_state = false);
-void check_beta(const char* who, double beta);
+void check_shard(const char* call, const OptimShard& shard, int arrays);
+void check_step(const char* call, const OptimShard& shard, int arrays, bool rounds_state = false);
+void check_beta(const char* call, double beta);
 void check_squares(const void* grad, DType dtype, std::size_t count);
 /// add_squares, checked already, on this thread.
 void add_squares_alone(ExactSum& sum, const void* grad, DType dtype, std::size_t count);

@@ -22,11 +22,11 @@ void step_here(const OptimShard& shard, int arrays, const typename Kind<Params>:
   run_step(std::span(&place, 1), &factors, 1, current_optim_table().*Kind<Params>::kKernel, nullptr);
 }
 
-void touch_shard(const char* who, const OptimShard& s, int arrays, const Each& each) {
+void touch_shard(const char* call, const OptimShard& s, int arrays, const Each& each) {
   const std::size_t n = s.end - s.begin, weight = size_of(s.weight_dtype), grad = size_of(s.grad_dtype);
   each({static_cast<const std::byte*>(s.grad) + s.begin * grad, n * grad, false});
   each({static_cast<std::byte*>(s.weight) + s.begin * weight, n * weight, true});
-  if (const std::size_t nbytes = state_nbytes(who, s.weight_dtype, arrays, s.count, s.state_dtype))
+  if (const std::size_t nbytes = state_nbytes(call, s.weight_dtype, arrays, s.count, s.state_dtype))
     each({s.state, nbytes, true});
 }
 

@@ -1,4 +1,4 @@
-// Runs all tests, or those whose name contains an argument. Closing line: "N passed, M failed".
+// Runs all tests, or those with an argument in their names. Closing line: "N passed, M failed".
 // A test that leaves a thread behind fails: later tests fork, and a library that goes away must be gone.
 #include <chrono>
 #include <cstring>

@@ -1,4 +1,4 @@
-// all_to_all over device slots: each rank's parts as one packed stream (SplitStream), whose table of places the ranks
+// all_to_all over device slots: each rank's parts as one packed stream (SplitStream); its table of places the ranks
 // show each other on the host. Part of DeviceStaged (coll/cuda/ipc_staged.hpp).
 #include <algorithm>
 

@@ -2,7 +2,7 @@
 //
 // Owner computes, as DirectPath on the host: rank r reads chunk r of all inputs once, in rank order, and stores the
 // result once where it belongs. Copies are the copy engines'. Invariants: between the round of the entry and the round
-// after it; so nobody's buffer changes or is used again under a reader. Thread rule: as Engine::run.
+// after it; so no buffer changes or is used again under a reader. Thread rule: as Engine::run.
 #pragma once
 
 #include <vector>

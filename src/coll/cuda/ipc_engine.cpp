@@ -29,7 +29,7 @@ CommOptions host_options(const CudaIpcOptions& options) {
   return host;
 }
 
-/// What a rank tells the others at the start.
+/// What each rank gives to the others at the start.
 struct Hello {
   std::uint64_t slot_nbytes = 0;
   std::array<device::SharedHandle, 2> points{};

@@ -10,15 +10,16 @@
 // 5. The caller's stream waits for `end`: at once in a blocking call, in Work::wait() otherwise. The host waits for
 //    other ranks' hosts (they must have called, too), never for a device, but for the operation kInFlight before.
 // Ranks may have a device each or share one: that sizes the reduction's grid, and nothing else. Streams only wait for
-// points that have been recorded, so the rank that is behind holds up nobody's host but by coming late to an entry.
+// points that have been recorded, so a rank that is behind holds up another's host only by coming late to an entry.
 //
-// [Note: a rank that dies] Sockets tell at once (Liveness), and everybody's next call is PeerLost. What a stream waits
-// for may then never happen: CUDA's documents do not say what becomes of an event whose process ends before the device
-// got to it, and we count on nothing. Whoever waits on the host (Work::wait, a full queue, close()) looks around and
-// gets PeerLost after half a second of grace. A stream of the program's that has been made to wait cannot be taken
-// back: a program that synchronises it after a rank died depends on the driver. [Note: the end] A rank that closes
-// drains its stream, closes what it opened, says farewell in host memory, waits a second for the others' farewells and
-// frees its own. Without them, after a failure, peers may still be reading: then memory is left to the process.
+// [Note: a rank that dies] Sockets show it at once (Liveness), and the next call of every rank is PeerLost. What a
+// stream waits for may then never happen: CUDA's documents do not say what becomes of an event if its process ends
+// before the device got to it, and we count on nothing. A thread that waits on the host (Work::wait, a full queue,
+// close()) looks around and gets PeerLost after half a second of grace. A stream of the program's that has been made to
+// wait cannot be taken back: a program that synchronises it after a rank died depends on the driver. [Note: the end] A
+// rank that closes drains its stream, closes what it opened, says farewell in host memory, waits a second for the
+// others' farewells and frees its own. Without them, after a failure, peers may still be reading: then memory is left
+// to the process.
 //
 // Bits: those of ShmEngine (D3), for the kernels sum in rank order and all of a chunk at once. Thread rule: Engine's.
 // Source: CUDA C++ Programming Guide, "Interprocess Communication"; owner computes: docs/algorithms.md.

@@ -51,7 +51,7 @@ class DeviceStaged {
   DeviceStaged(const HostMemory& memory, DeviceRounds& rounds, const DeviceSlots& slots, int remote);
   /// All but all_to_all. Ends with a round.
   void run(const Operation& operation);
-  /// all_to_all, whose counts have been compared.
+  /// all_to_all; its counts have been compared.
   void exchange(const Operation& operation, const SignatureOf& signature_of);
 
  private:

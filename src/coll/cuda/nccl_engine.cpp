@@ -77,7 +77,7 @@ void NcclEngine::connect() {
 
 namespace {
 
-/// Refused alike on every rank that calls it, before anybody waits.
+/// Refused alike on every rank that calls it, before any rank waits.
 void require_supported(const Signature& signature) {
   if (signature.accumulate || signature.out_dtype != signature.dtype)
     throw Unsupported(
@@ -147,7 +147,7 @@ void NcclEngine::carry_out(const Operation& operation) {
   }
 }
 
-/// The counts of all_to_all are between two ranks each: everybody sees all of them, so that a mismatch is everybody's.
+/// The counts of all_to_all are between two ranks each: every rank sees all of them, so that all raise a mismatch.
 void NcclEngine::compare_parts(const Operation& operation) {
   const auto items = operation.items.all();
   const std::size_t ranks = static_cast<std::size_t>(world_size());
@@ -258,7 +258,7 @@ int NcclEngine::look_around(const char* what) {
   const auto loss = lost();
   const bool has_died = loss && !loss->said_goodbye;
   const bool is_missed = has_died || is_remote;
-  // Who has died may have done its part before; of whom NCCL misses, the sockets will tell who it is.
+  // A dead rank may have finished its part. If NCCL reports a missing rank, the sockets identify it.
   if (is_missed && !std::exchange(has_last_words_, true)) deadline_ = std::min(deadline_, Clock::now() + kLastWords);
   if (suspended_ && !has_last_words_) restart_clock();
   const bool is_late = Clock::now() >= deadline_;

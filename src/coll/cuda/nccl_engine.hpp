@@ -1,12 +1,12 @@
 // NcclEngine: collectives on CUDA memory by NCCL, guarded by a communicator of the same ranks on the host (D5, D9).
 //
-// Each operation first passes a barrier of `control` whose name describes it: so mismatches, late ranks and dead ranks
-// are found and worded as everywhere else, before a kernel starts that could hang. Then NCCL runs on a stream of the
-// engine's own, which first waits for what the call's stream had been given (Ticket), and the host waits for its end
-// with an eye on the deadline, lost ranks and NCCL's asynchronous errors; a failure aborts NCCL's communicator, and a
-// good end finalizes it.
-// NCCL sums in an order of its own: results are equal on all ranks, but do not have the bits of the rank-order sum.
-// Thread rule: as Engine's. Source: NCCL user guide, "Fault tolerance" (non-blocking communicators).
+// Each operation first passes a barrier of `control`, with a name that describes it: so mismatches, late ranks and dead
+// ranks are found and worded as everywhere else, before a kernel starts that could hang. Then NCCL runs on a stream of
+// the engine's own, which first waits for what the call's stream had been given (Ticket), and the host waits for its
+// end with an eye on the deadline, lost ranks and NCCL's asynchronous errors; a failure aborts NCCL's communicator, and
+// a good end finalizes it. NCCL sums in an order of its own: results are equal on all ranks, but do not have the bits
+// of the rank-order sum. Thread rule: as Engine's. Source: NCCL user guide, "Fault tolerance" (non-blocking
+// communicators).
 #pragma once
 
 #include <atomic>
@@ -25,7 +25,7 @@ namespace zcomm::coll {
 
 class NcclEngine final : public Engine {
  public:
-  /// Collective over `control`, which must outlive the engine and be used by nobody else; `watched` connects the same
+  /// Collective over `control`, which must outlive the engine and have no other user; `watched` connects the same
   /// ranks; `nccl` outlives it too. Throws CudaError for what NCCL says.
   NcclEngine(Communicator& control, std::shared_ptr<net::Mesh> watched, std::shared_ptr<device::Device> device,
              const NcclLibrary& nccl, double timeout_s);

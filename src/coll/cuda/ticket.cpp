@@ -108,7 +108,7 @@ void Ticket::drop() noexcept {
   if (ordered_) return;
   try {
     order(std::nullopt);
-  } catch (...) {  // the communicator's next call says so
+  } catch (...) {  // the communicator's next call throws it
   }
 }
 
@@ -128,7 +128,7 @@ void TicketPool::prepare(Operation& operation, const Call& call) noexcept {
     auto ticket = take();
     ticket->called(call.stream);
     operation.tail = std::move(ticket);
-  } catch (...) {  // the device gives no new events: of() says so
+  } catch (...) {  // the device gives no new events: of() throws it
   }
 }
 

@@ -1,7 +1,7 @@
 // Ticket: one operation between its caller's stream and the engine's (cuda_ipc, nccl); DeviceLiveness: the host's eye.
 //
 // A ticket holds two points: `ready`, in the stream that the call named, which the operation comes after; and `end`, in
-// the engine's stream, which whoever uses the results comes after (Work::wait). Both outlive the engine.
+// the engine's stream, which each use of the results comes after (Work::wait). Both outlive the engine.
 // Invariant: an event is recorded again only when its ticket has come back to the pool, that is, when no Work and no
 // queue holds it any more. Thread rule: free-threaded, but called() and run by one thread each.
 #pragma once
@@ -77,7 +77,7 @@ class Ticket final : public DeviceTail {
   Signature signature;  ///< for messages
 
  private:
-  /// One use by a Work: over before called() of the ticket's next life, which sees only that nobody holds it.
+  /// One use by a Work: over before called() of the ticket's next life, which sees only that it has no holder.
   struct Use {
     std::mutex& mutex;
     ~Use() { const std::lock_guard lock(mutex); }

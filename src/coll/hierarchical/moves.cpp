@@ -61,7 +61,7 @@ void HierarchicalEngine::scatter(const Signature& signature, std::span<const Ite
   topology_.run_between_hosts();
 }
 
-/// Everybody learns all counts first: so all find the same mismatch, and know what comes by way of whom.
+/// Every rank gets all counts first: so all find the same mismatch, and know what comes through which rank.
 void HierarchicalEngine::all_to_all(const Signature& signature, std::span<const Item> items) {
   const std::size_t world = hosts_ * places_, row = 2 * world;
   const auto host = static_cast<std::size_t>(topology_.host()), place = static_cast<std::size_t>(topology_.place());

@@ -12,7 +12,7 @@
 namespace zcomm::coll {
 namespace {
 
-constexpr double kCertainty_s = 0.5;  // for the failure that ended the other level to be told
+constexpr double kCertainty_s = 0.5;  // for the failure that ended the other level to arrive
 
 CommOptions host_options(const HierarchicalOptions& options) {
   CommOptions host;

@@ -18,7 +18,7 @@ constexpr std::size_t round_up(std::size_t value, std::size_t unit) { return (va
 constexpr std::size_t kMailBegin = round_up(sizeof(ControlBlock), 4096);
 constexpr std::size_t kSlotsBegin = kMailBegin + 2 * HostMemory::kMailNbytes;
 
-/// First words between ranks: they must agree before anybody maps anything.
+/// First exchange between ranks: they must agree before any of them maps a segment.
 struct Hello {
   std::uint64_t magic = 0x7a636f6d6d2e6333;  // "zcomm.c3"
   std::uint64_t slot_nbytes = 0;

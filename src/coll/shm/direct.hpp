@@ -3,7 +3,7 @@
 // Owner computes: rank r reads chunk r of all inputs once, in rank order, and stores the result once where it belongs
 // (reduce: in root's buffer only).
 // Invariants: chosen by signatures alone, so all ranks choose alike; peers' memory is touched only between entry (all
-// have arrived) and the exit barrier (all are done), so nobody's buffer changes or is reused under a reader. Thread
+// have arrived) and the exit barrier (all are done), so no buffer changes or is reused under a reader. Thread
 // rule: as Engine::run.
 #pragma once
 

@@ -40,7 +40,7 @@ void ShmEngine::run(Operation& operation) {
       one_shot_.finish(operation);
     else
       work(operation);
-    // Takes the next entry's cache line back from those who read it, while nobody waits for it.
+    // Takes the next entry's cache line back from its readers, while no rank waits for it.
     fetch_for_writing(&memory_.own().entries[(arrival_.number() + 1) & 1]);
   } catch (const CollectiveMismatch&) {
     throw;  // the other ranks see it by themselves

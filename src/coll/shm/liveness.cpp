@@ -13,7 +13,7 @@ namespace {
 
 constexpr auto kSlice = std::chrono::milliseconds(50);  // how long a lost wake-up or an unseen loss can cost
 
-// cause, who noticed, whom it is about: 8 + 12 + 12 bits.
+// cause, rank that noticed, rank that it is about: 8 + 12 + 12 bits.
 constexpr std::uint32_t kRankLimit = 1u << 12;
 
 std::uint32_t encode(int cause, int noticed_by, int rank) {
@@ -94,7 +94,7 @@ void Liveness::look_around(Stage stage, int peer, std::uint32_t target) {
 }
 
 void Liveness::give_up_late(Stage stage, int waited_for, std::uint32_t target) {
-  // At entry and exit everyone is needed, so everyone who is missing is named.
+  // At entry and exit every rank is needed, so every missing rank is named.
   const bool all = stage == Stage::arrived || stage == Stage::done;
   std::string late, last_operations;
   int late_rank = -1;

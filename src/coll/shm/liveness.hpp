@@ -1,8 +1,8 @@
 // Liveness: waits for peers, and decides when waiting has become pointless.
 //
-// [Note: first failure] Whoever notices a failure first sets rank 0's poison word and wakes everybody; all ranks then
-// report that failure, not the ranks that fall over after it. A value that was reached counts before any failure: an
-// operation whose peers did their part succeeds even if they are gone by now.
+// [Note: first failure] The rank that notices a failure first sets rank 0's poison word and wakes all; all ranks then
+// report that failure, not the ranks that fail after it. A value that was reached counts before any failure: an
+// operation succeeds if the peers did their part, even if they are gone by now.
 // Thread rule: begin() and the waits belong to the thread that runs the operation; the rest may be called from any
 // thread. Source: decision D5.
 #pragma once
@@ -33,9 +33,9 @@ class Liveness {
   /// The failure that all ranks report, if there has been one, as that of `during`. From any thread.
   void throw_if_failed(const Signature& during) const;
 
-  /// Tells the other ranks that this one cannot go on. The first failure of all wins.
+  /// Poisons the communicator: this rank cannot go on. The first failure of all wins.
   void fail(const std::string& what) noexcept;
-  /// Tells the other ranks that this one's program does not go on: they get PeerLost. The first failure of all wins.
+  /// Poisons the communicator: this rank's program stops, and the others get PeerLost. The first failure of all wins.
   void leave() noexcept { poison(Cause::left, memory_.rank()); }
   /// Makes waits of this rank end (with Error), and those of others for it (with PeerLost).
   void close() noexcept;

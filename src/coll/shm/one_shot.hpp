@@ -1,8 +1,8 @@
-// One-shot path: small operations whose data travels with the entry into them.
+// One-shot path: small operations, with data that travels with the entry into them.
 //
 // Each rank puts its input beside its arrival: into the entry's own cache-line pair if it fits, else into its mail
-// room. Who has seen all ranks arrive has all inputs, and computes its own results from them in rank order: one
-// meeting, no other word, and the bits of the other paths (an element is summed by several ranks, each in the same
+// room. A rank that has seen all others arrive has all inputs, and computes its own results in rank order: one
+// barrier, no other exchange, and the bits of the other paths (an element is summed by several ranks, each in the same
 // way). Invariants: whether an operation goes this way depends only on what all ranks agree on; room n % 2 is written
 // again by operation n + 2, which no rank enters before all have finished n. Thread rule: as Engine::run.
 #pragma once

@@ -1,4 +1,4 @@
-// Copies at places that peers tell (coll/shm/peer_copy.hpp).
+// Copies at places that peers show (coll/shm/peer_copy.hpp).
 #include "coll/shm/peer_copy.hpp"
 
 #include <algorithm>
@@ -119,7 +119,7 @@ bool PeerCopyPath::reach_one(std::size_t index, int peer, std::size_t place_inde
   return true;
 }
 
-/// Second step: everybody shows whether it found all.
+/// Second step: each rank shows whether it found all.
 bool PeerCopyPath::all_reach(bool reached) {
   const std::uint32_t index = slot_ring_.base() + 1;
   *slot_ring_.claim(index) = std::byte{reached};
@@ -161,7 +161,7 @@ void PeerCopyPath::exchange(const Operation& operation, Path path) {
   }
 }
 
-/// Until nobody reads or writes this rank's memory any more.
+/// Until no peer reads or writes this rank's memory any more.
 void PeerCopyPath::finish(const Operation& operation) {
   if (!has_one_root(operation.signature) || operation.signature.root == rank_)
     liveness_.wait_for_peers(Stage::copied_out, slot_ring_.base() + 2);

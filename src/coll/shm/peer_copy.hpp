@@ -1,8 +1,8 @@
-// Told path: gather, scatter and all_to_all straight into or out of a peer's symmetric memory, at places it tells.
+// PeerCopyPath: gather, scatter and all_to_all straight into or out of a peer's symmetric memory, at places it shows.
 //
 // The direct path needs all buffers at the same place on every rank; here one side suffices (the root's, or one side of
-// all_to_all), and it may lie anywhere in any allocation. Two steps of the slots precede the copies: those who own the
-// memory show where it lies, then all ranks show whether they can reach it.
+// all_to_all), and it may lie anywhere in any allocation. Two steps of the slots precede the copies: the ranks
+// that own the memory show where it lies, then all ranks show whether they can reach it.
 // [Note: pinned] Another rank may have dropped its part of the allocation, which it does not need for this call, or may
 // drop it right now. So ranks hold the allocation while they copy, and one that has not got it any more votes no: then
 // all ranks use the slots.
@@ -49,7 +49,7 @@ class PeerCopyPath {
   const SymmetricMemory& symmetric_;
   const int rank_, world_size_;
   std::vector<std::shared_ptr<const Allocation>> pinned_;
-  std::vector<std::byte*> remote_;  // by item: what was told, as this process sees it
+  std::vector<std::byte*> remote_;  // by item: the place that was shown, as this process maps it
 };
 
 }  // namespace zcomm::coll

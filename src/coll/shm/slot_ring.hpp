@@ -1,4 +1,4 @@
-// SlotRing: whose turn it is on the staging slots, over the whole life of a communicator.
+// SlotRing: turns of the ranks on the staging slots, over the whole life of a communicator.
 //
 // Each use of the slots is a step: a rank claims its slot, fills and shows it; peers see it and release the step.
 // Invariants: step g uses slot g % slot_count; all ranks take the same number of steps in each operation; a slot is
@@ -19,7 +19,7 @@ class SlotRing {
   std::uint32_t base() const { return base_; }
   void advance(std::uint32_t steps) { base_ += steps; }
 
-  /// This rank's slot, once nobody needs what it held.
+  /// This rank's slot, once no peer needs what it held.
   std::byte* claim(std::uint32_t index) {
     liveness_.wait_for_peers(Stage::copied_out, index + 1 - static_cast<std::uint32_t>(memory_.slot_count()));
     return memory_.slot(memory_.rank(), index);

@@ -1,10 +1,10 @@
 // TcpArrival: all ranks enter an operation together and compare it, and small data travels along (decision D5).
 //
 // [Note: arrival] Dissemination: in round k a rank sends to the one 2^k after it whether all it knows of agree, and
-// hears the same from the one 2^k before it. After ceil(log2 P) rounds every rank knows of all, so either nobody has
-// seen a difference or everybody has; then signatures go round whole and all ranks throw the same error. It is a
+// receives the same from the one 2^k before it. After ceil(log2 P) rounds every rank knows of all, so either no rank
+// has seen a difference or all have; then signatures go round whole and all ranks throw the same error. It is a
 // barrier too. Cargo, if it is small, rides in the same messages: one block of each rank (as Bruck's all-gather), or
-// the root's block. Nobody believes the cargo of a message before its identity was compared. Thread rule: the thread
+// the root's block. The cargo of a message is not used before its identity was compared. Thread rule: the thread
 // that runs the operation. Source: Hensgen, Finkel, Manber 1988; Bruck et al. 1997.
 #pragma once
 
@@ -26,7 +26,7 @@ class TcpArrival {
 
   explicit TcpArrival(TcpSockets& sockets);
 
-  /// Compares (beside the operation) and tells this signature in place of the operation's, until the next call.
+  /// Compares (beside the operation) and reports this signature in place of the operation's, until the next call.
   void show(const Signature* signature) { shown_ = signature; }
 
   /// No cargo.

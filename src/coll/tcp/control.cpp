@@ -127,7 +127,7 @@ void TcpControl::loop() noexcept {
       } catch (const std::exception& error) {
         lose(peer);
         if (failure_.set({FailureReport::Cause::failed, rank_,
-                          text("rank ", peer, " sent what is no message of ours: ", error.what())}))
+                          text("rank ", peer, " sent bytes that are not a valid frame: ", error.what())}))
           wake();
       }
     }
@@ -178,7 +178,7 @@ void TcpControl::pump_out(int index) {
     } catch (const SystemError&) {
       moved.ended = true;
     }
-    if (moved.ended) {  // the thread takes note, not somebody in the middle of something
+    if (moved.ended) {  // for the thread to find, not for a caller in the middle of something
       peer.broken = true;
       return wake();
     }

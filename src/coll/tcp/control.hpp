@@ -1,6 +1,6 @@
-// TcpControl: one thread that speaks with all peers beside the collectives: messages, bad news, who is where.
+// TcpControl: one thread that serves all peers beside the collectives: messages, failures, which rank is where.
 //
-// One socket per peer carries frames: a head, then head.nbytes of payload. Control frames (bad news, goodbyes, deadline
+// One socket per peer carries frames: a head, then head.nbytes of payload. Control frames (failures, goodbyes, deadline
 // suspended, "where are you?") are handled here; frames of messages by the Handler (TcpMessenger).
 // Invariants: frames to one peer leave in the order of enqueue(), urgent ones before bulk ones, never inside another;
 // nothing of a frame is believed before its head was checked, so bytes that are no frame end in an error.
@@ -33,9 +33,9 @@ enum class FrameKind : std::uint32_t {
   refuse,       ///< what you sent is not what was asked for
   poison,       ///< the communicator has failed
   bye,          ///< this rank closes it
-  suspend,      ///< nobody who waits for me is at the deadline...
+  suspend,      ///< no rank that waits for this one is at the deadline...
   resume,       ///< ...any more
-  ask,          ///< where are you?
+  ask,          ///< which operation did you enter last?
   answer        ///< the operation entered last
 };
 
@@ -96,7 +96,7 @@ class TcpControl {
   void wake() noexcept { net::signal_event(event_); }
 
   /// From any thread, without the mutex:
-  /// Sets the failure, if there is none yet, and tells it to all peers.
+  /// Sets the failure, if there is none yet, and sends it to all peers.
   void fail(FailureReport report) noexcept;
   void suspend_deadline(bool suspended);
   bool any_suspended() const { return suspended_.load(std::memory_order_acquire) > 0; }
@@ -107,7 +107,7 @@ class TcpControl {
   }
   bool has_closed(int peer) const { return peers_[static_cast<std::size_t>(peer)].bye.load(std::memory_order_acquire); }
   void set_entered(const Signature& signature);
-  /// The signature that each rank entered last; none of those who do not answer in time.
+  /// The signature that each rank entered last; none for ranks that do not answer in time.
   std::vector<std::optional<Signature>> ask_all(double patience_s);
 
  private:
@@ -124,7 +124,7 @@ class TcpControl {
     std::atomic<bool> bye{false};
     bool suspended = false;
     std::deque<Outgoing> urgent, bulk;
-    std::deque<Outgoing>* sending = nullptr;  // the queue whose first frame is partly out
+    std::deque<Outgoing>* sending = nullptr;  // the queue with a first frame that is partly out
     std::size_t sent_nbytes = 0;              // of that frame, head included
     Frame head{};                             // coming in
     std::size_t head_nbytes = 0;

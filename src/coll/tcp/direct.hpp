@@ -1,5 +1,5 @@
-// TcpDirect: everyone sends straight to whom it concerns, all at once. For data too small for the ring, and for what
-// has one obvious way: gather, scatter, all_to_all.
+// TcpDirect: every rank sends straight to the ranks that need its data, all at once. For data too small for the ring,
+// and for what has one obvious way: gather, scatter, all_to_all.
 //
 // reduce_scatter: rank r receives chunk r of all and reduces in rank order, rounding once: the bits of one host's path.
 // Bytes sent per rank: reduce_scatter, all_gather (P-1)/P N; gather, scatter: the root all of it; broadcast: binomial

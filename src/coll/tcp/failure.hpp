@@ -1,6 +1,6 @@
 // TcpFailure: how a communicator over links ended, the same on all of its ranks.
 //
-// The first failure that a rank notices or is told of counts; it is told to all peers, who take it over unless they
+// The first failure that a rank notices or receives counts; it is sent to all peers, which take it over unless they
 // have one already. So all ranks report what went wrong first, not what fell over after it.
 // Thread rule: free-threaded.
 #pragma once

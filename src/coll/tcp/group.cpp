@@ -15,7 +15,7 @@ namespace zcomm::coll {
 namespace {
 
 // Where one algorithm gives way to the next; ZCOMM_LINK_ALGO overrides.
-// Small: P times the data arrives at everyone in log2(P) messages, which pays while latency is most of it.
+// Small: P times the data arrives at every rank in log2(P) messages, which pays while latency is most of it.
 constexpr std::size_t kSmallNbytes = 16 << 10;  // of all ranks' data
 // Ring: 2 (P-1) steps, each with a chunk of N/P bytes on the way; worth it when a chunk takes longer than a step's
 // latency. For large worlds that is a large N, so they use recursive halving and doubling for longer.
@@ -118,7 +118,7 @@ void TcpGroup::run(Operation& operation, const Signature* stands_for) {
       arrival_.enter(operation.signature);
     if (algorithm != TcpAlgorithm::small) work(operation, algorithm);
   } catch (const CollectiveMismatch&) {
-    throw;  // the others see it by themselves, or were told
+    throw;  // the others see it by themselves, or have received it
   } catch (const Interrupted&) {
     fail(FailureReport::Cause::left, sockets_.name(rank()), {});
     throw;

@@ -20,7 +20,7 @@ namespace zcomm::coll {
 
 enum class TcpAlgorithm {
   small,   ///< in the entry's own messages
-  direct,  ///< straight to whom it concerns; all_reduce: recursive halving and doubling
+  direct,  ///< straight to the rank that needs it; all_reduce: recursive halving and doubling
   ring     ///< all sockets of the neighbours, segment by segment
 };
 
@@ -35,7 +35,7 @@ class TcpGroup {
   int rank() const { return sockets_.rank(); }
   int world_size() const { return sockets_.world_size(); }
 
-  /// Compares and carries out. `stands_for`: compare, and speak of, this signature in place of the operation's own.
+  /// Compares and carries out. `stands_for`: compare and report this signature in place of the operation's own.
   void run(Operation& operation, const Signature* stands_for = nullptr);
   /// Tells all peers that this rank cannot go on; no effect if a failure is known already.
   void fail(FailureReport::Cause cause, int rank, std::string message) noexcept;

@@ -86,7 +86,7 @@ void TcpMessenger::arrive(int peer, const Frame& head, std::vector<iovec>& targe
   if (recv == pending_.end()) {
     std::size_t waiting = head.nbytes;
     for (const Unexpected& other : unexpected_) waiting += other.peer == peer ? other.bytes.size() : 0;
-    if (waiting > kCreditNbytes) throw Error(text(waiting, " bytes of messages that nobody has asked for"));
+    if (waiting > kCreditNbytes) throw Error(text(waiting, " bytes of messages that no recv has asked for"));
     unexpected_.push_back({peer, head, std::vector<std::byte>(head.nbytes), head.kind == FrameKind::announce});
     if (head.nbytes > 0) target.push_back({unexpected_.back().bytes.data(), head.nbytes});
     return;
@@ -141,7 +141,7 @@ void TcpMessenger::give_credit(int peer, std::size_t nbytes) {
   if (nbytes > 0) control_.enqueue(peer, {.kind = FrameKind::taken, .count = nbytes});
 }
 
-/// False: `recv` has ended with a mismatch, and the sender is told.
+/// False: `recv` has ended with a mismatch, and the sender gets a refusal.
 bool TcpMessenger::agree(Place recv, int peer, const Frame& head) {
   if (head.dtype == static_cast<std::uint32_t>(recv->dtype) && head.count == recv->count) return true;
   control_.enqueue(peer, {.kind = FrameKind::refuse,
@@ -158,7 +158,7 @@ bool TcpMessenger::agree(Place recv, int peer, const Frame& head) {
 void TcpMessenger::be_refused(int peer, const Frame& head) {
   const Place send = find(true, peer, head.id);
   const std::string theirs = shape(head.dtype, head.count);
-  if (send == pending_.end()) {  // a small one: a recv that waits for that peer hears of it, or else the next call
+  if (send == pending_.end()) {  // a small one: a recv that waits for that peer throws it, or else the next call
     std::string what = mismatch(control_.rank(), peer, head.tag, "another dtype or count in an earlier call", theirs);
     const Place waiting = std::find_if(pending_.begin(), pending_.end(), [&](const Pending& pending) {
       return !pending.is_send && !pending.granted && pending.peer == peer;

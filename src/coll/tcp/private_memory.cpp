@@ -15,7 +15,7 @@ class PrivateBuffer final : public SymmetricBuffer {
  public:
   PrivateBuffer(std::size_t nbytes, int rank, SymmetricMemory& memory)
       : nbytes_(nbytes), rank_(rank), accounted_(memory.account(nbytes)) {
-    // Shared, though nobody else maps it: AddressRange::alias makes second mappings of it.
+    // Shared, though no other process maps it: AddressRange::alias makes second mappings of it.
     void* const at = ::mmap(nullptr, mapped(), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (at == MAP_FAILED) throw_system_error(errno, text("cannot allocate ", nbytes, " bytes"));
     data_ = static_cast<std::byte*>(at);
@@ -57,7 +57,7 @@ void check_links(const std::vector<PeerSockets>& links, const std::vector<bool>&
       throw InvalidArgument(text("rank ", rank, " was given ", links[r].size(), " links to rank ", r,
                                  "; at least two are needed (collectives, messages)"));
     for (const UniqueFd& socket : links[r])
-      if (!socket) throw InvalidArgument(text("a link of rank ", rank, " to rank ", r, " is no descriptor"));
+      if (!socket) throw InvalidArgument(text("a link of rank ", rank, " to rank ", r, " is not an open descriptor"));
   }
 }
 

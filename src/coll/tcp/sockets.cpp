@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kSlice_ms = 50;               // between looks at signals and losses
 constexpr double kAnswer_s = 0.5;           // for a rank to say where it is
-constexpr double kCertainty_s = 1.0;        // for the mesh to say how a peer whose stream ended has gone
+constexpr double kCertainty_s = 1.0;        // for the mesh to find how a peer has gone after its stream ended
 constexpr std::size_t kReservedEvents = 2;  // failure, close
 
 }  // namespace
@@ -145,7 +145,7 @@ void TcpSockets::give_up_late() {
     else if (static_cast<std::int32_t>(answer->sequence - current_.sequence) < 0)
       add(other, text("last entered operation ", answer->sequence, ", ", describe(*answer)));
   }
-  if (late_rank < 0) {  // all are in it: whoever we wait for
+  if (late_rank < 0) {  // all are in it: the ranks that this one waits for
     for (std::size_t i = 0; i < expected_.size(); ++i)
       if (i == 0 || expected_[i] != expected_[i - 1]) add(name(expected_[i]), "is in the same operation");
   }
@@ -155,7 +155,7 @@ void TcpSockets::give_up_late() {
   control_.failure().throw_if_set(during());
 }
 
-/// Its goodbye to the mesh may overtake what it said here before: why it leaves, say.
+/// Its goodbye to the mesh may overtake what it sent here before: why it leaves, for instance.
 bool TcpSockets::has_left(int name) const {
   if (control_.has_closed(name)) return true;
   const auto loss = mesh_->lost(name);
@@ -163,7 +163,7 @@ bool TcpSockets::has_left(int name) const {
 }
 
 void TcpSockets::throw_lost(int peer) {
-  // The stream ended; whether its rank died or left is told by others, at about the same time.
+  // The stream ended; whether its rank died or left, other sockets show at about the same time.
   const net::Deadline certainty(kCertainty_s);
   std::vector<pollfd> failure{{control_.failure().event(), POLLIN, 0}};
   while (!certainty.passed()) {

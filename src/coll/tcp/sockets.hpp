@@ -1,9 +1,9 @@
 // TcpSockets: the sockets of the collectives, and waiting on them until it has become pointless.
 //
-// A group of ranks (all of a mesh, or some: then `name` is the rank in the mesh that errors speak of). Bytes move only
-// when an algorithm asks for it, on the thread that runs the operation; nobody else reads or writes these sockets.
-// Invariant: bytes that are there count before any failure: an operation whose peers did their part succeeds even if
-// they are gone by now. Thread rule: the thread that runs the operation; close() from any.
+// A group of ranks (all of a mesh, or some: then `name` is the rank in the mesh, used in errors). Bytes move only
+// when an algorithm asks for it, on the thread that runs the operation; no other reads or writes these sockets.
+// Invariant: bytes that are there count before any failure: an operation succeeds if the peers did their part, even
+// if they are gone by now. Thread rule: the thread that runs the operation; close() from any.
 #pragma once
 
 #include <atomic>
@@ -66,7 +66,7 @@ class TcpSockets {
   /// Until one of them is ready; throws PeerLost, Timeout, CollectiveMismatch, Error, Interrupted.
   void wait();
 
-  /// Makes this and later waits end, and tells all peers why.
+  /// Makes this and later waits end, and sends the report to all peers.
   void fail(FailureReport report) noexcept { control_.fail(std::move(report)); }
   void close() noexcept;
   bool is_closing() const { return closing_; }

@@ -1,6 +1,6 @@
 // Driver: functions of libcuda itself, found at run time, as the library must load where there is no driver.
 //
-// They are those that the CUDA runtime has no words for; results are CUresult, whose numbers are the runtime's.
+// They are those that the CUDA runtime has no words for; results are CUresult, with the runtime's numbers.
 // Only the *.cu include this. Thread rule: free-threaded. Source: CUDA Driver API, "Primary Context Management",
 // "Context Management", "Memory Management".
 #pragma once

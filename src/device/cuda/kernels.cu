@@ -71,7 +71,7 @@ __device__ typename T::Acc apply(ReduceOp op, typename T::Acc a, typename T::Acc
   }
 }
 
-constexpr int kAhead = 4;  ///< sources whose loads are on the way at once
+constexpr int kAhead = 4;  ///< sources that are loaded at once
 
 /// In: element type read; Out: element type written (In, or Real<float> for a 16-bit In).
 template <class In, class Out, int width>

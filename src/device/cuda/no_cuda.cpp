@@ -1,4 +1,4 @@
-// The accelerator of a build without CUDA: nothing is available, and using it says so.
+// The accelerator of a build without CUDA: nothing is available, and each use throws Unsupported.
 #include "base/error.hpp"
 #include "device/cuda/cuda.hpp"
 #include "device/device.hpp"

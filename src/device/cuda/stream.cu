@@ -150,7 +150,7 @@ bool CudaStream::done() {
   return true;
 }
 
-/// By an event, whose wait sleeps; cudaStreamSynchronize may spin.
+/// By an event, which is waited for asleep; cudaStreamSynchronize may spin.
 void CudaStream::synchronize() {
   gpu_.enter("Stream::synchronize");
   const DeviceScope scope(gpu_.index());

@@ -32,7 +32,7 @@ class CudaStream final : public Stream, private StreamKernels {
  public:
   /// A non-blocking stream of its own.
   CudaStream(Gpu& gpu, bool urgent);
-  /// Somebody else's.
+  /// A borrowed one.
   CudaStream(Gpu& gpu, cudaStream_t stream) : gpu_(gpu), stream_(stream) {}
   ~CudaStream() override;
 

@@ -13,7 +13,7 @@
 namespace zcomm::device {
 namespace {
 
-/// The point that was recorded last, for all who have opened the event.
+/// The point that was recorded last, for all openers of the event.
 struct Mark {
   std::mutex mutex;
   Trace::Point point;
@@ -60,7 +60,7 @@ class RecordedEvent final : public Event {
   std::shared_ptr<Mark> mark_;
 };
 
-/// Marks by handle, so that who opens an event finds what its maker recorded (within this process).
+/// Marks by handle, so that an opener of an event finds what its maker recorded (within this process).
 struct Marks {
   std::mutex mutex;
   std::map<std::array<std::byte, 64>, std::weak_ptr<Mark>> all;

@@ -32,7 +32,7 @@ class RaceFinder {
   const Clock& clock(int actor) const { return clocks_[static_cast<std::size_t>(actor)]; }
   /// What `after` does next comes after all that `clock` knows.
   void join(int after, const Clock& clock);
-  /// Starts the actor's next operation, whose accesses follow.
+  /// Starts the actor's next operation; its accesses follow.
   void tick(int actor) { ++clocks_[static_cast<std::size_t>(actor)][static_cast<std::size_t>(actor)]; }
   void read(int actor, ByteRange range, std::uint32_t number);
   void write(int actor, ByteRange range, std::uint32_t number);

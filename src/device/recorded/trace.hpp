@@ -1,4 +1,4 @@
-// Trace: who touched which bytes in which order, and which of those accesses nothing orders.
+// Trace: which actor touched which bytes in which order, and which of those accesses nothing orders.
 //
 // A recorded device (record_device) writes down what is put on its streams; touch() adds what others do (torch's
 // kernels, the CPU optimizer, a collective). Orders that the trace knows: a stream's own; an operation comes after all
@@ -61,7 +61,7 @@ class Trace {
 
   /// An operation of `actor` that touches nothing in between.
   void touch(Actor actor, const Footprint& footprint, const std::string& label);
-  /// The memory is freed by the calling thread; whoever still uses it races.
+  /// The memory is freed by the calling thread; any later use of it races.
   void free(ByteRange range);
   Point mark(Actor actor);
   /// What `after` is given next runs after the point has been passed.

@@ -93,7 +93,7 @@ struct Step {
   std::shared_ptr<Point> passes;
 };
 
-/// All streams: what the calls mean, but not who carries out the steps.
+/// All streams: what the calls mean, but not which thread carries out the steps.
 class SimulatedStream : public Stream {
  public:
   explicit SimulatedStream(std::shared_ptr<State> state)

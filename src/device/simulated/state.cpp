@@ -108,7 +108,7 @@ std::uint64_t unpack(const SharedHandle& handle, std::uint64_t kind, const char*
   Name name;
   std::memcpy(&name, handle.bytes.data(), sizeof(name));
   if (std::memcmp(name.magic, Name().magic, sizeof(name.magic)) != 0 || name.kind != kind)
-    throw InvalidArgument(text("simulated device: this is no handle of ", what));
+    throw InvalidArgument(text("simulated device: this is not a handle of ", what));
   if (name.pid != ::getpid())
     throw Unsupported(text("simulated device: a handle of process ", name.pid, " in process ", ::getpid(),
                            ": its handles are for ranks that are threads of one process"));

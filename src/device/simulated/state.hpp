@@ -1,9 +1,8 @@
 // What the simulated device's parts share: points in streams, loss, memory accounting, and the registry behind handles.
 //
 // A point is passed when its stream gets there, and lost when it never will: the device failed, or the stream waits for
-// a point that is lost. Streams that wait for a lost point stand still for good, as a GPU's would; whoever would wait
-// for them without end gets CudaError instead, so that a test fails and does not hang.
-// Thread rule: free-threaded.
+// a point that is lost. Streams that wait for a lost point stand still for good, as a GPU's would; a thread that would
+// wait for them without end gets CudaError instead, so that a test fails and does not hang. Thread rule: free-threaded.
 #pragma once
 
 #include <atomic>

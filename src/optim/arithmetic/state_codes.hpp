@@ -23,7 +23,7 @@ constexpr u32 kFirstShift = 2, kFirstFrom = 0x33800000u;
 constexpr u32 kSecondShift = 3, kSecondFrom = 0x23800000u;
 constexpr float kFirstUp = 0x1p+102f, kSecondUp = 0x1p+119f;
 constexpr float kOverTop = 0x1.08422p+0f;  // 32/31, and 2^-20 more: y of the largest must not pass the highest code
-constexpr float kLeast = 0x1p-120f;        // a block whose largest is less is zero: 2 / scale must be finite
+constexpr float kLeast = 0x1p-120f;        // a block with a smaller largest is zero: 2 / scale must be finite
 constexpr u32 kMost = 0x7f700000u;         // 30/32 of 2^128: what is not below has no finite scale, and is not finite
 constexpr float kFixed = 32768.0f;         // y + 2^15 has y in its low bits, in units of 2^-8, to nearest
 constexpr u32 kLost = 0x80u;               // m's code for what is not finite; its block's scale of m is negative
@@ -130,7 +130,7 @@ inline Largest largest_of(const float* m, const float* v, size_t n) {
 ZC_INLINE bool finite(float x) { return (bits_of(x) & 0x7fffffffu) < kMost; }
 ZC_INLINE bool finite(Largest x) { return x.first < kMost && x.second < kMost; }
 
-/// Scales of a block whose elements are finite, and 2 / scale: 0 where the block is zero.
+/// Scales of a block of finite elements, and 2 / scale: 0 where the block is zero.
 struct Scales {
   float first, second, first_inverse, second_inverse;
 };

@@ -130,7 +130,7 @@ void finish_lost_block(const Weight& weight, const CodedBlock& block, size_t beg
   encode_lost_block(block, m, v, key);
 }
 
-/// The first `end` elements of a piece: full blocks. plain: steps a block whose codes may be kLost.
+/// The first `end` elements of a piece: full blocks. plain: steps a block with codes that may be kLost.
 template <bool adamw, Order order, class Weight, class Plain>
 void step_coded_blocks(const OptimPiece& p, const Weight& weight, size_t end, const AdamFactors& f,
                        const Plain& plain) {

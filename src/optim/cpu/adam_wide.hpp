@@ -356,7 +356,7 @@ ZC_INLINE void with_grad(const OptimPiece& p, size_t begin, const Body& body) {
 constexpr Order kOrder = Order::natural;  // of an f32 weight
 constexpr Order kSplitOrder = Order::even_odd;
 
-/// Elements [begin, begin + n) with `state`, whose element 0 is `begin`; n a multiple of kPair.
+/// Elements [begin, begin + n) with `state` (its element 0 is `begin`); n a multiple of kPair.
 template <class State, class Adam>
 void adam_wide_part(const OptimPiece& p, size_t begin, size_t n, State& state, const Adam& adam) {
   with_grad(p, begin, [&](const auto& grad) {

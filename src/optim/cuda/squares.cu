@@ -4,7 +4,7 @@
 // 2 or 4 bytes read per element, 1/8 byte written. A warp's load is two runs of 16 elements (32 or 64 bytes, whole
 // sectors), four of them in flight a lane. f64 multiplies and adds, 2 an element, keep up with memory where f64 runs
 // at half or a quarter of f32's rate (data-centre GPUs); elsewhere they set the pace.
-// norm_kernel adds the sums to an ExactSum as ExactSum::add does: each block of threads to one in shared memory, whose
+// norm_kernel adds the sums to an ExactSum as ExactSum::add does: each block of threads to one in shared memory; its
 // words then go to the whole one's. Integers, so in any order: the words' sum is the same.
 #include <cstring>
 
@@ -86,7 +86,7 @@ __device__ inline void add_term(unsigned long long* words, double term) {
 
 template <DType dtype>
 __global__ void __launch_bounds__(device::cuda::kThreads) norm_kernel(const NormLaunch args) {
-  // A row for each warp: there is no instruction that adds 64 bits in shared memory, and who meets there spins.
+  // A row for each warp: there is no instruction that adds 64 bits in shared memory, and threads that meet there spin.
   constexpr std::size_t kRows = device::cuda::kThreads / 32, kAll = kRows * ExactSum::kWords;
   __shared__ unsigned long long words[kAll];
   for (std::size_t i = threadIdx.x; i < kAll; i += device::cuda::kThreads) words[i] = 0;

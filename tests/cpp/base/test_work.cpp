@@ -146,7 +146,7 @@ TEST(ThreadPool, in_a_forked_child_the_caller_does_it_all) {
 }
 
 TEST(ThreadPool, floating_point_is_the_same_on_each_thread) {
-  for (const bool before : {true, false}) {  // workers inherit the mode of who starts them
+  for (const bool before : {true, false}) {  // workers inherit the mode of the thread that starts them
     std::optional<test::FlushSubnormals> flush;
     if (before) flush.emplace();
     ThreadPool pool(3);

@@ -1,4 +1,4 @@
-// A rank that dies or stops at any step of any operation: the others say so, and nobody hangs.
+// A rank that dies or stops at any step of any operation: the others report it, and none hangs.
 //
 // Every step that others can see is a fault point (base/fault.hpp): each operation is run again with the victim killed
 // at its first point, its second, ... until it survives.
@@ -103,7 +103,8 @@ bool is_noticed(Rank& self, const Operation& test, float* data) {
     try {
       test.call(*self.comm, data, test.part);
     } catch (const PeerLost& lost) {
-      // Who exchanges messages with the other survivor hears that it has left, if it knew of the victim earlier.
+      // A rank that exchanges messages with the other survivor finds that it has left, if that knew of the victim
+      // earlier.
       is_lost = lost.rank == kVictim || (test.call == send_around && lost.rank == 2 - self.rank);
       if (!is_lost) std::cerr << "rank " << self.rank << ": " << lost.what() << std::endl;
     }
@@ -181,7 +182,7 @@ TEST(comm_faults, a_stopped_rank_is_named_at_the_deadline) {
     bool is_named = false, is_told = false;
     try {
       self.comm->barrier({"stopped", false});
-      self.comm->barrier(kBlocking);  // the victim had all it needed when it woke: it hears of it now
+      self.comm->barrier(kBlocking);  // the victim had all it needed when it woke: it throws now
     } catch (const Timeout& error) {
       is_named = std::string(error.what()).find("rank 1 to enter it") != std::string::npos;
     } catch (const Error&) {

@@ -1,4 +1,4 @@
-// reduce_scatter whose own elements lie elsewhere: the same bits as from the buffer, on every path.
+// reduce_scatter with own elements that lie elsewhere: the same bits as from the buffer, on every path.
 #include <cmath>
 
 #include "coll/support/device_world.hpp"
@@ -52,7 +52,7 @@ struct Scattered {
   }
 };
 
-/// Parts differ by rank: they are nobody else's business.
+/// Parts differ by rank: they are not compared.
 void check_equal_bits(Rank& self, const std::vector<bool>& kinds_of_memory) {
   for (const DType dtype : {DType::float32, DType::bfloat16})
     for (const std::size_t count : {5u, 320u, 20001u})

@@ -208,7 +208,7 @@ TEST(comm_rooted, the_others_may_have_dropped_the_memory) {
       const int root = round % self.world;
       auto buffer = self.comm->allocate(ranks * count * 4);
       auto* whole = reinterpret_cast<float*>(buffer->data());
-      // round 0, 1: everybody has it; later one, then all other ranks have dropped it
+      // round 0, 1: every rank has it; later one, then all other ranks have dropped it
       if (self.rank != root && (round >= 4 || (round >= 2 && self.rank == (root + 1) % self.world))) buffer.reset();
       std::vector<float> part(count, static_cast<float>(self.rank + round));
       const ConstBuffer in{part.data(), count}, full_in{whole, ranks * count};

@@ -21,7 +21,7 @@ namespace {
 constexpr std::size_t kStackNbytes = 128 << 10;
 constexpr unsigned kWarp = 32;
 
-/// Where threads wait for each other. Nobody can come back before all have left: each must first arrive again.
+/// Where threads wait for each other. None can come back before all have left: each must first arrive again.
 struct Meeting {
   unsigned generation = 0, arrived = 0;
   std::uint64_t given[kWarp] = {}, result[kWarp] = {};
@@ -52,7 +52,7 @@ Stacks& stacks() {
   return mine;
 }
 
-/// Threads on a stack of their own; the sanitizers are told of each switch.
+/// Threads on a stack of their own; the sanitizers are notified of each switch.
 struct Fiber {
   Fiber() : stack(stacks().take()) {}
   ~Fiber() { stacks().give(std::move(stack)); }

@@ -3,7 +3,7 @@
 // Threads run one after the other, each to its end, on a fiber that they share. One that waits for others (a shuffle,
 // __syncwarp, __syncthreads) leaves its fiber standing; the rest go on with another. Every second launch goes backwards
 // through blocks and threads, so that a kernel that depends on their order shows. Lanes that wait for one that has
-// returned, or stands elsewhere, would hang a GPU: the program ends, and says so.
+// returned, or stands elsewhere, would hang a GPU: here it ends the program with a message.
 // Thread rule: launches of different host threads are apart from each other.
 #pragma once
 

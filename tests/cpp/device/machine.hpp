@@ -1,4 +1,4 @@
-// Machine: whose element kernels a comparison with the host's is about: the emulation, a simulated device, a GPU.
+// Machine: element kernels to compare with the host's: the emulation, a simulated device, a GPU.
 #pragma once
 
 #include <memory>

@@ -1,4 +1,4 @@
-// The accelerator where there is none: says so, and nothing crashes.
+// The accelerator where there is none: calls throw Unsupported, and nothing crashes.
 #include <array>
 #include <string>
 #include <utility>

@@ -72,7 +72,7 @@ TEST(device, a_wait_is_for_the_point_that_was_recorded_last) {
     slow->copy(middle.data(), from.data(), 4096 * 4);
     slow->record(*event);
     third->wait(*event);
-    fast->record(*event);  // passes first: must not free who waits for the point before
+    fast->record(*event);  // passes first: must not free the stream that waits for the point before
     third->copy(to.data(), middle.data(), 4096 * 4);
     third->synchronize();
     EXPECT_TRUE(to.get() == numbers(4096, 3));

@@ -17,7 +17,7 @@ const DType kAll[] = {DType::float32, DType::float64, DType::float16, DType::bfl
                       DType::uint8,   DType::int32,   DType::int64,   DType::boolean};
 const DType kFloats[] = {DType::float32, DType::float64, DType::float16, DType::bfloat16};
 const DType kScaled[] = {DType::float32, DType::float16, DType::bfloat16};
-constexpr std::size_t kGuard = 64;  // bytes behind a result that nobody may touch
+constexpr std::size_t kGuard = 64;  // bytes behind a result that must stay as they are
 
 /// Counts 0 to 40, then the neighbours of multiples of 128 and of blocks of 256 threads times 4, up to `most`.
 std::vector<std::size_t> counts(std::size_t most) {

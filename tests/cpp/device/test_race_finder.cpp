@@ -1,4 +1,4 @@
-// RaceFinder against an oracle that knows nothing of clocks: a graph of all operations, and who reaches whom.
+// RaceFinder against an oracle that knows nothing of clocks: a graph of all operations, and which reaches which.
 #include <algorithm>
 #include <random>
 #include <set>

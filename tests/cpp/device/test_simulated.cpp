@@ -105,8 +105,8 @@ TEST(simulated, handles_of_what_is_not_there) {
   auto memory = device->allocate(8);
   auto event = device->make_event(true);
   SharedHandle of_memory = device->share(memory.get()), of_event = event->handle();
-  EXPECT_THROW_WITH(device->open_event(of_memory), InvalidArgument, "no handle of an event");
-  EXPECT_THROW_WITH(device->open_memory(of_event), InvalidArgument, "no handle of memory");
+  EXPECT_THROW_WITH(device->open_event(of_memory), InvalidArgument, "not a handle of an event");
+  EXPECT_THROW_WITH(device->open_memory(of_event), InvalidArgument, "not a handle of memory");
   memory.reset();
   event.reset();
   EXPECT_THROW_WITH(device->open_memory(of_memory), InvalidArgument, "freed");

@@ -17,7 +17,7 @@
 
 namespace zcomm::test {
 
-/// The engines that this system has; says so once when io_uring is not among them.
+/// The engines that this system has; prints once when io_uring is not among them.
 inline const std::vector<std::string>& engine_names() {
   static const std::vector<std::string> names = [] {
     std::string why;

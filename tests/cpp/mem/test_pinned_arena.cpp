@@ -167,7 +167,7 @@ TEST(PinnedArena, resident_memory_is_locked_until_memlock_ends) {
       }
     }
     if (arena.stats().used_nbytes != 512 << 10 || arena.stats().locked_nbytes != 512 << 10) return 5;
-    free_one.allocate(64 << 20);  // who does not ask for it is not limited
+    free_one.allocate(64 << 20);  // without the option there is no limit
     held = {};
     if (arena.stats().locked_nbytes != 0) return 6;
     return arena.allocate(768 << 10).nbytes() == 768 << 10 ? 0 : 7;

@@ -1,4 +1,5 @@
-// Who may use, fill and remove what on disk: errors at open, full disks, directories of the dead and of the living.
+// Which process may use, fill and remove what on disk: errors at open, full disks, directories of the dead and of the
+// living.
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/mount.h>
@@ -37,7 +38,7 @@ unsigned mode_of(const fs::path& path) {
   return info.st_mode & 07777;
 }
 
-/// A child that opens a SwapFile in `parent`, says so, and then waits to be killed.
+/// A child that opens a SwapFile in `parent`, reports it, and then waits to be killed.
 pid_t start_owner(const std::string& parent, const SwapFile::Options& options) {
   int ends[2];
   if (::pipe(ends) != 0) return -1;
@@ -217,7 +218,7 @@ TEST(SwapDirectory, full_disk_is_enospc_at_reserve) {
     }
     {
       const auto file = SwapFile::open(temp.path(), options);
-      EXPECT_FALSE(file->stats().direct);  // memory has no direct I/O, and says so
+      EXPECT_FALSE(file->stats().direct);  // memory has no direct I/O, and reports it
       file->reserve("a", 4 << 20);
       std::string what;
       EXPECT_EQ(error_of([&] { file->reserve("b", 5 << 20); }, &what), ENOSPC);
@@ -295,7 +296,7 @@ TEST(SwapDirectory, nothing_else_is_touched) {
   for (const auto& each : {stale, other, fresh, elsewhere.path()}) std::ofstream(each + "/lock") << "";
   for (const auto& each : {stale, no_lock, link_lock, other, elsewhere.path()}) std::ofstream(each + "/data") << "x";
   std::ofstream(stale + "/manifest.json") << "{}";  // of an earlier version
-  std::ofstream(stale + "/notes.txt") << "somebody's";
+  std::ofstream(stale + "/notes.txt") << "another's";
   fs::create_directory_symlink(elsewhere.path(), linked);
   fs::create_symlink(elsewhere.path() + "/lock", link_lock + "/lock");
   SwapFile::open(temp.path(), {})->close();

@@ -150,7 +150,7 @@ TEST(SwapEnvironment, a_directory_removed_underneath_still_serves) {
     // A foreign directory of the same name is left alone.
     const fs::path own = fs::path(file->stats().path).parent_path();
     fs::create_directories(own);
-    std::ofstream(own / "data") << "somebody's";
+    std::ofstream(own / "data") << "another's";
     file->close();
     EXPECT_TRUE(fs::exists(own / "data"));
     EXPECT_TRUE(round_trips(*SwapFile::open(parent, options_of(rig))));

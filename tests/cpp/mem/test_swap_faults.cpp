@@ -48,7 +48,7 @@ TEST(SwapFaults, short_counts_are_resumed) {
         const std::size_t half = request.nbytes / 2 / 4096 * 4096;
         if (half > 0 && (*random)() % 2 == 0) request.nbytes = half;
       };
-      // Results off any alignment: more was moved than is said, so the rest is moved again.
+      // Results off any alignment: more was moved than is reported, so the rest is moved again.
       engine.on_result = [random](const mem::IoRequest&, std::int64_t& result) {
         if (result > 8192 && (*random)() % 2 == 0) result -= 777;
       };

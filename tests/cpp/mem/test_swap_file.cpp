@@ -169,7 +169,7 @@ TEST(SwapFile, wrong_calls_are_named) {
   const TempDirectory temp;
   const auto file = SwapFile::open(temp.path(), {});
   Pattern data(100);
-  EXPECT_THROW_WITH(file->read("nobody", data.data(), 100), InvalidArgument, "unknown key 'nobody'");
+  EXPECT_THROW_WITH(file->read("missing", data.data(), 100), InvalidArgument, "unknown key 'missing'");
   file->reserve("k", 100);
   EXPECT_THROW_WITH(file->read("k", data.data(), 100), InvalidArgument, "never written");
   EXPECT_THROW_WITH(file->write("k", data.data(), 99), InvalidArgument, "has 100 bytes, not 99");

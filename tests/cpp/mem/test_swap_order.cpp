@@ -1,4 +1,4 @@
-// Who goes first, and how long it took: reads before write-back, latencies in the statistics.
+// Which operation goes first, and how long it took: reads before write-back, latencies in the statistics.
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>

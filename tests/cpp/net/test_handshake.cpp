@@ -1,4 +1,4 @@
-// Who gets in: strangers, wrong tokens, impossible ranks and slow talkers do not, and stop nobody.
+// Admission: strangers, wrong tokens, impossible ranks and slow clients do not get in, and hold up no other.
 #include <sys/socket.h>
 #include <unistd.h>
 

@@ -44,7 +44,7 @@ inline void run_ranks(int world_size, const std::function<void(int)>& body) {
   for (auto& thread : threads) thread.join();
 }
 
-/// body(mesh) on a thread per rank; nobody leaves before all are done.
+/// body(mesh) on a thread per rank; no rank leaves before all are done.
 inline void run_world(int world_size, const std::function<void(net::Mesh&)>& body) {
   Lobby lobby(world_size);
   std::vector<std::shared_ptr<net::Mesh>> meshes(static_cast<std::size_t>(world_size));

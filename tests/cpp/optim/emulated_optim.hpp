@@ -1,4 +1,5 @@
-// A StreamKernels whose tasks run the CUDA kernels of src/optim/cuda/*.cu over cuda_emulation, on host memory, at once.
+// A StreamKernels with tasks that run the CUDA kernels of src/optim/cuda/*.cu over cuda_emulation, on host memory, at
+// once.
 #pragma once
 
 #include <span>

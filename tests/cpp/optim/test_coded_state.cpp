@@ -43,7 +43,7 @@ std::vector<float> wide_range(std::size_t count, unsigned seed, float octaves) {
   return out;
 }
 
-/// How far a code may be from a value whose share of the block's largest is `share`: half a cell.
+/// How far a code may be from a value that is `share` of the block's largest: half a cell.
 double half_cell(double share, double octaves_per_level) {
   const double level = std::floor(-std::log2(share) / octaves_per_level);
   return share * std::exp2(level) / 32.0;

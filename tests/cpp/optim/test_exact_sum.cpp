@@ -67,7 +67,7 @@ TEST(exact_sum, every_double_alone_is_itself) {
 
 __extension__ using Int128 = __int128;
 
-/// Terms whose sum fits in 128-bit integers of 2^-60: an independent exact reference.
+/// Terms with a sum that fits in 128-bit integers of 2^-60: an independent exact reference.
 TEST(exact_sum, equals_integer_arithmetic) {
   std::mt19937_64 random(5);
   for (int round = 0; round < 200; ++round) {

@@ -2,12 +2,12 @@
 //
 // Each rank owns one segment: its doorbell, then one Channel for each rank that it sends to. All ranks map all
 // segments; a page takes memory only once it is used, so pairs that never talk cost addresses only. [Note: doorbell]
-// One number per rank, which whoever has left something for that rank counts up. A rank reads it, looks into all its
+// One number per rank: a peer that has left something for that rank counts it up. A rank reads it, looks into all its
 // channels, and sleeps until it is no longer what it read: what comes while it looks cannot be missed. Invariants: each
-// side of a Ring writes its own line; a record is written before `written` says so, and left alone until `read` says
-// so. All-zero memory is a valid, empty Channel (it is never constructed). Thread rule: one thread at a time on each
-// side of a channel (the messenger's lock); doorbells are free-threaded. Source: coll/signal.hpp for the two sides of
-// sleeping.
+// side of a Ring writes its own line; a record is written before `written` counts it, and left alone until `read`
+// counts it. All-zero memory is a valid, empty Channel (it is never constructed). Thread rule: one thread at a time on
+// each side of a channel (the messenger's lock); doorbells are free-threaded. Source: coll/signal.hpp for the two sides
+// of sleeping.
 #pragma once
 
 #include <atomic>
@@ -45,7 +45,7 @@ struct Ring {
   std::atomic<std::uint32_t> stuck;  ///< the writer waits for room and wants to be woken
   alignas(128) std::atomic<std::uint32_t> read;
 
-  /// Writer: whether record `written` may be filled. If not, the reader's next release() tells.
+  /// Writer: whether record `written` may be filled. If not, the reader's next release() returns true.
   bool claim(std::uint32_t capacity) noexcept;
   void commit() noexcept;
   /// Reader: whether record `read` is there.

@@ -1,6 +1,6 @@
 // Matching: which receive a message belongs to.
 //
-// Receives are kept in call order, messages that nobody has asked for yet in the order of their arrival; of each pair
+// Receives are kept in call order, messages that no receive has asked for yet in order of arrival; of each pair
 // and tag the first of one goes to the first of the other. Messages are only taken from a channel while a receive waits
 // for one of that rank (wants()), so that a receiver that asks for nothing keeps its senders waiting, and not its
 // memory. Invariant: no posted receive matches a message in the stash. Thread rule: under the messenger's lock.
@@ -31,7 +31,7 @@ class Matching {
 
   /// Keeps a receive that found no early message.
   void post(Transfer& receive);
-  /// The first receive for a message of `peer`, no longer posted; null if nobody has asked for it.
+  /// The first receive for a message of `peer`, no longer posted; null if no receive has asked for it.
   Transfer* match(int peer, const MessageHeader& header);
   void keep_early(int peer, const Envelope& envelope);
   /// Takes a receive back that will not go on.

@@ -1,9 +1,9 @@
 // ShmMessenger: send and recv between ranks of one host, over shared memory.
 //
-// [Note: everyone drives] There is one lock and no owner of progress: whoever waits looks into all channels
+// [Note: waiters progress] There is one lock and no owner of progress: a thread that waits looks into all channels
 // (MessageProgress::pass), moves what can be moved for whatever message, and sleeps on this rank's doorbell when
 // nothing can. So a blocking call runs on its own thread with no hand-off; asynchronous messages have a thread that
-// does the same while any is in flight. Nobody sleeps longer than 50 ms without looking around for lost ranks and
+// does the same while any is in flight. No thread sleeps longer than 50 ms without a look at lost ranks and
 // deadlines. Thread rule: free-threaded; destroyed only when no call is inside.
 #pragma once
 
@@ -51,7 +51,7 @@ class ShmMessenger final : public Messenger {
   int callback_ = -1;
 
   mutable std::mutex mutex_;
-  std::atomic<int> entering_{0};  // callers who want the lock
+  std::atomic<int> entering_{0};  // callers that want the lock
   const std::shared_ptr<GiveUp> give_up_;
   CompletionPool completions_{give_up_};
   Clock::time_point next_look_{};

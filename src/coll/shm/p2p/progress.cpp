@@ -85,7 +85,7 @@ bool MessageProgress::pass() {
 bool MessageProgress::pass(int peer) {
   const bool sent = sender(peer).progress();
   if (sender(peer).has_late_mismatch()) {
-    // Whoever waits for this rank learns it now: the answer it hopes for will hardly come.
+    // A receive that waits for this rank ends now: its message will hardly come.
     const auto& posted = matching_.posted();
     const auto waiting = std::find_if(posted.begin(), posted.end(), [&](Transfer* t) { return t->peer == peer; });
     if (waiting != posted.end()) {

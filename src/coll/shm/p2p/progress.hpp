@@ -20,7 +20,7 @@ namespace zcomm::coll {
 
 class MessageProgress {
  public:
-  /// Collective over `mesh`. `host` tells who has closed and whose deadline is suspended.
+  /// Collective over `mesh`. `host` has which ranks have closed and which have suspended the deadline.
   MessageProgress(std::shared_ptr<net::Mesh> mesh, const HostMemory& host, double timeout_s);
 
   /// Starts one; it may be done at once. Throws PeerLost, CollectiveMismatch (of an earlier, small message), or why

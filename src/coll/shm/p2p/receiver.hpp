@@ -1,7 +1,7 @@
 // Receiver: the receiving half of one ordered pair of ranks. See [Note: rendezvous] in sender.hpp.
 //
-// Invariants: receives that wait for data stand in the order in which their messages were answered for. A message whose
-// dtype or count is not the receive's ends both sides with the same CollectiveMismatch, and nothing else.
+// Invariants: receives that wait for data stand in the order in which their messages were answered for. If dtype
+// or count of message and receive differ, both sides end with the same CollectiveMismatch, and nothing else does.
 // Thread rule: under the messenger's lock.
 #pragma once
 
@@ -32,7 +32,7 @@ class Receiver {
   void each(const Function& function) const {
     for (Transfer* receive : receiving_) function(*receive);
   }
-  /// What the peer has sent and nobody has asked for: "; rank 1 has sent: ...", or "".
+  /// What the peer has sent and no receive has asked for: "; rank 1 has sent: ...", or "".
   std::string unasked() const;
 
  private:

@@ -3,9 +3,9 @@
 // [Note: rendezvous] A send becomes an envelope as soon as there is room, in call order. A small one is over with that:
 // its data lie in the envelope. A large one waits until the receiver has matched it and answered; then its data go
 // through the channel's slots. Data of several messages go one after the other in the order of the answers, in which
-// the receiver expects them. So a message that nobody asks for yet holds up nobody: it is an envelope, no more.
+// the receiver expects them. So a message without a receive holds up no other: it is an envelope, no more.
 // Invariants: a send is in exactly one of the lists, as its stage says. Once the channel is given up (a message ended
-// in the middle, so that the two sides would no longer agree on what lies in the slots) each send says so.
+// in the middle, so that the two sides would no longer agree on what lies in the slots) each send throws that error.
 // Thread rule: under the messenger's lock.
 #pragma once
 
@@ -32,9 +32,9 @@ class Sender {
 
   /// Error of each new send since the channel was given up here or there; null while all is well.
   std::exception_ptr failure();
-  /// Takes back a send that the receiver has not been told of.
+  /// Takes back a send that was not announced to the receiver.
   void remove(Transfer& send);
-  /// Ends all sends, and gives the channel up (saying `what`) if the receiver has been told of one of them.
+  /// Ends all sends, and gives the channel up (saying `what`) if one of them was announced to the receiver.
   /// Breach::none: without a word, as the receiver is gone or sees that this rank is.
   void fail(Breach::Cause cause, const std::string& what, const ErrorOf& error_of);
   template <class Function>

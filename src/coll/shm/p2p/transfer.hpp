@@ -1,7 +1,7 @@
 // Transfer: one send or receive in flight, and the pool that they come from.
 //
 // Invariants: a Transfer is finished exactly once. An asynchronous one then goes back to the pool; that of a blocking
-// call is given back by its caller, who finds `done`. Pooled ones keep their vectors: warm, nothing is allocated.
+// call is given back by its caller, which finds `done`. Pooled ones keep their vectors: warm, nothing is allocated.
 // Thread rule: under the messenger's lock.
 #pragma once
 
@@ -19,7 +19,7 @@
 namespace zcomm::coll {
 
 struct Transfer {
-  /// Of a send: waits for an envelope; told to the receiver; its data go. Of a receive: unmatched; its data come.
+  /// Of a send: waits for an envelope; announced to the receiver; its data go. Of a receive: unmatched; its data come.
   enum class Stage { queued, announced, sending, posted, receiving };
 
   Stage stage = Stage::queued;
@@ -80,7 +80,7 @@ class TransferPool {
   void give_back(Transfer& transfer);
   void finish(Transfer& transfer, std::exception_ptr error = nullptr) noexcept;
 
-  /// Asynchronous ones, set by whoever gives one a completion.
+  /// Asynchronous ones, counted where a completion is attached.
   int in_flight() const { return in_flight_; }
   void add_in_flight() { ++in_flight_; }
   /// How many of blocking calls finished since the last question.

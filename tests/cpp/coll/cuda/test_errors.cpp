@@ -127,7 +127,7 @@ TEST(cuda_ipc_errors, a_rank_that_leaves_or_dies_is_lost) {
 TEST(cuda_ipc_errors, a_lost_device_is_everybodys_error) {
   for (std::uint64_t n = 1; n <= 40; n += 6)
     run_device_world(3, {.timeout_s = 5}, [n](DeviceRank& self) {
-      std::vector<float>& values = kept_for_good(3000);  // nobody can say when a lost device has let go of it
+      std::vector<float>& values = kept_for_good(3000);  // when a lost device has let go of it is unknown
       sum(*self.comm, values).wait();
       if (self.rank == 1) self.device->lose_after(n);
       try {
@@ -136,7 +136,7 @@ TEST(cuda_ipc_errors, a_lost_device_is_everybodys_error) {
       } catch (const CudaError& error) {
         EXPECT_EQ(self.rank, 1);
         expect_contains(error.what(), {"simulated:1", "lost"});
-      } catch (const PeerLost& error) {  // the one whose device it was has closed by now
+      } catch (const PeerLost& error) {  // the owner of the device has closed by now
         EXPECT_EQ(error.rank, 1);
       } catch (const Error& error) {
         expect_contains(error.what(), {"rank 1 failed", "lost"});

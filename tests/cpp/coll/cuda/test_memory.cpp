@@ -1,4 +1,4 @@
-// Backend cuda_ipc on simulated devices: nobody frees device memory that another rank still has open.
+// Backend cuda_ipc on simulated devices: no rank frees device memory that another one still has open.
 #include <atomic>
 #include <chrono>
 #include <map>
@@ -12,7 +12,7 @@ using namespace zcomm::test;
 
 namespace {
 
-/// Who has what open, of all ranks of a world.
+/// Which rank has what open, of all ranks of a world.
 class Openings {
  public:
   void open(const void* data) {

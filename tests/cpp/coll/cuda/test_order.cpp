@@ -147,7 +147,7 @@ TEST(cuda_ipc_order, mixed_operations) {
       values.set(*stream, x.data, i + 1);
       const ConstBuffer in{x.data, kCount}, z_in{z.data, kPart};
       const Buffer z_out{z.data, kPart}, y_out{y.data, kCount};
-      // x -> z: 3 (i + 1), then z -> y, y exchanged, y of rank 1 to everybody; all on the engine's stream.
+      // x -> z: 3 (i + 1), then z -> y, y exchanged, y of rank 1 to every rank; all on the engine's stream.
       std::vector<Work> works;
       works.push_back(self.comm->reduce_scatter({&in, 1}, {&z_out, 1}, DType::int64, ReduceOp::sum, DType::int64, false,
                                                 on(*stream, true)));

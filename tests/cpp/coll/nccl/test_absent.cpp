@@ -1,4 +1,4 @@
-// Backend nccl where there is no libnccl or no device: it says so, and nothing else is touched.
+// Backend nccl where there is no libnccl or no device: it throws Unsupported, and nothing else is touched.
 #include <cstdlib>
 #include <string>
 

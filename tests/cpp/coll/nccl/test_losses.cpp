@@ -1,4 +1,4 @@
-// Backend nccl when a rank dies, leaves, hangs or is closed: who and what is named, and nobody waits for ever.
+// Backend nccl when a rank dies, leaves, hangs or is closed: which rank and what is named, and none waits for ever.
 #include <algorithm>
 #include <atomic>
 #include <future>
@@ -121,7 +121,7 @@ TEST(nccl_losses, a_rank_that_has_done_its_part_may_die) {
   });
 }
 
-/// Who fails alone does not keep the others waiting before their next call, though it has not closed yet.
+/// A rank that fails alone does not keep the others waiting before their next call, though it has not closed yet.
 TEST(nccl_losses, a_rank_that_has_failed_is_not_waited_for) {
   FakeNccl fake;
   Survivors survivors(1);
@@ -138,7 +138,7 @@ TEST(nccl_losses, a_rank_that_has_failed_is_not_waited_for) {
   });
 }
 
-/// Its kernels say so before its sockets end. That rank 2 has left is not why.
+/// Its kernels show it before its sockets end. That rank 2 has left is not why.
 TEST(nccl_losses, a_rank_whose_death_nccl_notices_first) {
   FakeNccl fake;
   fake.hold_kernels(1);

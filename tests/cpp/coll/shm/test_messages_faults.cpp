@@ -1,5 +1,6 @@
-// A rank that is killed at any step of any message, as sender or as receiver: whoever waits for it is told, the others
-// go on, nobody hangs. Every step that others can see is a fault point (base/fault.hpp); see coll/test_faults.cpp.
+// A rank that is killed at any step of any message, as sender or as receiver: a rank that waits for it gets PeerLost,
+// the others go on, none hangs. Every step that others can see is a fault point (base/fault.hpp); see
+// coll/test_faults.cpp.
 #include <csignal>
 
 #include "base/fault.hpp"
@@ -68,7 +69,7 @@ bool kill_at(std::size_t count, int first, int point) {
     arm_fault(point, [] { ::kill(::getpid(), SIGKILL); });
     exchange(*self.comm, count, first);
     arm_fault(0, nullptr);
-    ::_exit(9);  // all points are passed; without a goodbye, so that rank 0 is told as well
+    ::_exit(9);  // all points are passed; without a goodbye, so that rank 0 gets PeerLost as well
   });
   for (const int r : {0, 2})
     if (codes[static_cast<std::size_t>(r)] != 0)

@@ -1,4 +1,4 @@
-// Inputs of small integers, whose reductions are exact in every dtype and order, and what must come of them.
+// Inputs of small integers (their reductions are exact in every dtype and order), and what must come of them.
 #pragma once
 
 #include <algorithm>

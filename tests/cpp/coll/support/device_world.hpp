@@ -15,7 +15,7 @@
 
 namespace zcomm::test {
 
-/// A stream that somebody else owns, as torch owns its own.
+/// A borrowed stream: another library owns it, as torch owns its own.
 class BorrowedStream : public device::Stream {
  public:
   explicit BorrowedStream(device::Stream& inner) : inner_(inner) {}

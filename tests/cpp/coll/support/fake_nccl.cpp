@@ -121,11 +121,11 @@ int FakeNccl::ordered(const char* call, int rank) {
 }
 
 bool FakeNccl::allows(const char* call, const Comm& comm) const {
-  const std::string who = call + (" of rank " + std::to_string(comm.rank));
+  const std::string caller = call + (" of rank " + std::to_string(comm.rank));
   if (comm.ended != nullptr)
-    complain(who + " after " + comm.ended);
+    complain(caller + " after " + comm.ended);
   else if (NcclDevice::current() != comm.device)
-    complain(who + ": the thread's device is another one");
+    complain(caller + ": the thread's device is another one");
   else
     return true;
   return false;

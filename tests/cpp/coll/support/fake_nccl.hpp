@@ -4,7 +4,7 @@
 // often enough, and kernels go on the stream no sooner than that; they run in the stream's order, wait for those of the
 // other ranks, and end early only by an abort. What NCCL would leave undefined fails the test: a call on a communicator
 // that is in progress, ended or another device's, a group left open, calls that differ between ranks, a communicator
-// that nobody frees. Streams are those of NcclDevice. One at a time: library() are functions without an object.
+// that is never freed. Streams are those of NcclDevice. One at a time: library() are functions without an object.
 // Thread rule: free-threaded. Source: NCCL user guide, "Creating a communicator", "Group calls", "Fault tolerance".
 #pragma once
 

@@ -142,7 +142,7 @@ bool Rendezvous::meet(Lock& lock, int rank, const FakeTask& task) {
     return true;
   }
   if (wait(lock, rank, [&] { return meeting.done; })) return true;
-  if (!meeting.done) own = nullptr, --meeting.arrived;  // nobody reads this rank's memory any more
+  if (!meeting.done) own = nullptr, --meeting.arrived;  // no rank reads this one's memory any more
   return false;
 }
 

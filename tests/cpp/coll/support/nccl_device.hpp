@@ -1,4 +1,4 @@
-// A simulated device for tests of backend nccl: its streams take functions, and it knows whose thread is whose.
+// A simulated device for tests of backend nccl: its streams take functions, and it knows the rank of each thread.
 //
 // The native handle of each of its streams is the address of a device::Stream, which is how FakeNccl finds it, as
 // LendingDevice does. Thread rule: device.hpp's; current() is of the calling thread.

@@ -225,7 +225,7 @@ TEST(tcp_errors, garbage_is_an_error) {
     for (int round = 0; round < 3; ++round) {
       std::vector<std::byte> bytes(300);
       for (std::byte& byte : bytes) byte = static_cast<std::byte>(engine());
-      if (socket == 2) continue;  // nobody reads there before the ring, which the stranger's mismatch prevents
+      if (socket == 2) continue;  // no rank reads there before the ring, which the stranger's mismatch prevents
       expect_garbage_noticed(socket, bytes);
     }
   }
@@ -241,7 +241,7 @@ TEST(tcp_errors, bad_links_are_refused) {
   EXPECT_THROW_WITH(attempt(1, -1), InvalidArgument, "at least two");
   EXPECT_THROW_WITH(attempt(2, 1), InvalidArgument, "no descriptor");
   EXPECT_THROW_WITH(attempt(2, 0), InvalidArgument, "needs 0");
-  EXPECT_THROW_WITH(attempt(2, -1), Timeout, "rank 1 does not answer");  // nobody is there
+  EXPECT_THROW_WITH(attempt(2, -1), Timeout, "rank 1 does not answer");  // no rank is there
 }
 
 TEST(tcp_errors, different_options_are_a_mismatch) {
