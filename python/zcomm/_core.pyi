@@ -260,7 +260,7 @@ class Race:
     remedy: str
 
 class Trace:
-    """What recorded devices were asked for, and its races (device/trace.hpp).
+    """What recorded devices were asked for, and its races (device/recorded/trace.hpp).
 
     `actor`: None, the calling thread; a name, a queue that runs beside it ("comm"); a stream of a recorded device.
     """

@@ -1,7 +1,7 @@
 """Handlers of signals that end a rank in the middle of a call: the process ends soon, and the others are told.
 
 What preempted jobs do: SIGTERM comes while the main thread waits for another rank, and the handler closes, raises or
-exits. The C++ half: tests/cpp/coll/test_comm_signals.cpp.
+exits. The C++ half: tests/cpp/coll/test_signals.cpp.
 """
 
 from __future__ import annotations
