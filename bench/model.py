@@ -1,4 +1,4 @@
-"""The alpha-beta model of docs/algorithms.md: what each algorithm's time should be, from a few measured numbers.
+"""The alpha-beta model of docs/internals/algorithms.md: each algorithm's time, from a few measured numbers.
 
 It explains a measurement (which term dominates) and warns of one that is far off; it does not replace it. N: bytes of
 the larger buffer of a rank; P: ranks. Sources: Hockney 1994 (alpha + N beta); Thakur, Rabenseifner, Gropp 2005.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Machine:
-    """How each number is measured is in docs/algorithms.md, section 7.
+    """How each number is measured is in docs/internals/algorithms.md, section 7.
 
     call_s: a call that moves nothing (barrier, median). signal_s: from one rank's store until another rank has seen it.
     memory_bps, cache_bps: bytes per second, reads and writes together, of one rank while all of them copy: buffers far

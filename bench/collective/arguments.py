@@ -47,7 +47,7 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     add(
         "--peer", default="", help=f"also time, by commas: {', '.join(peers.NAMES)} (torch: torch.distributed on zcomm)"
     )
-    add("--model", action="store_true", help="also print what the alpha-beta model predicts (docs/algorithms.md)")
+    add("--model", action="store_true", help="also print the alpha-beta model's times (docs/internals/algorithms.md)")
     add("--json", metavar="FILE", help="write the machine and the rows as JSON lines")
     add("--append", action="store_true", help="keep the lines that are in FILE")
     add("--png", metavar="FILE", help="draw the share of the roof over size (needs matplotlib)")

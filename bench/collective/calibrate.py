@@ -1,4 +1,4 @@
-"""The model's numbers, measured in the ranks that use them (docs/algorithms.md, section 7)."""
+"""The model's numbers, measured in the ranks that use them (docs/internals/algorithms.md, section 7)."""
 
 from __future__ import annotations
 

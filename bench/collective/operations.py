@@ -1,7 +1,7 @@
 """The operations that are timed: their buffers, their result, their call, and the bytes they cannot avoid.
 
 N is the size that a row shows: that of the larger buffer of a rank. P: ranks. Sources: nccl-tests doc/PERFORMANCE.md
-(busbw), docs/algorithms.md section 1 (bytes through memory).
+(busbw), docs/internals/algorithms.md section 1 (bytes through memory).
 """
 
 from __future__ import annotations

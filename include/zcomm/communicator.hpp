@@ -5,7 +5,7 @@
 // compared signatures; after any failure the communicator is poisoned and each later call throws that failure.
 // Thread rule: any thread may call; collectives are serialised by the communicator, and every rank must issue them in
 // the same order. send and recv stand outside of that order: they match by (peer, tag), in call order per pair and tag.
-// Source: owner-computes reduction, docs/algorithms.md.
+// Source: owner-computes reduction, docs/internals/algorithms.md.
 #pragma once
 
 #include <cstddef>

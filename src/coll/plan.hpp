@@ -1,6 +1,6 @@
 // Plans: pure index arithmetic of the collectives. No I/O, no threads; tested exhaustively for worlds 1..9.
 //
-// Words: chunk = the part of a buffer that one rank owns. Source: owner computes: docs/algorithms.md.
+// Words: chunk = the part of a buffer that one rank owns. Source: owner computes: docs/internals/algorithms.md.
 #pragma once
 
 #include <cstddef>

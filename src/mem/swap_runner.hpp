@@ -7,8 +7,8 @@
 // Short results are resumed at the last aligned byte: re-writing a few bytes is harmless.
 // [Note: checksums] None stands between a drive and its next request: a block is summed once it has moved, after the
 // next requests went out. A sum on a write's way out reads memory beside the drive that is about to read it, which cost
-// a virtual drive more (docs/tuning.md); only where few requests are in flight it is made there, so that a lone write
-// does not wait for it. An operation ends when all of its blocks have moved and are summed.
+// a virtual drive more (docs/internals/measurements.md); only where few requests are in flight it is made there, so
+// that a lone write does not wait for it. An operation ends when all of its blocks have moved and are summed.
 // [Note: reads first] Blocks of reads go before blocks of writes, down to the single block; every kReadsPerWrite-th is
 // a write while one waits, so that write-back goes on under any load of reads. Thread rule: start(), stop() and
 // counters() from outside; everything else runs on the I/O thread.

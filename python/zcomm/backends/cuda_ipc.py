@@ -2,7 +2,8 @@
 
 Ranks have a device each, or share one. Results have the bits of the CPU backends (sums in rank order). Everything is
 ordered by streams: a call comes after what torch's current stream has been given, ``wait()`` makes the current stream
-wait for the end, and no call waits for a device on the host. Source: docs/algorithms.md, src/coll/cuda/ipc_engine.hpp.
+wait for the end, and no call waits for a device on the host.
+Source: docs/internals/algorithms.md, src/coll/cuda/ipc_engine.hpp.
 """
 
 from __future__ import annotations

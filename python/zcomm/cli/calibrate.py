@@ -1,7 +1,7 @@
 """Measuring the tuning table: `zcomm doctor --calibrate` starts this module as ranks of two worlds.
 
 Each candidate is a communicator of its own over the same ranks; candidates are timed in turns, a round A B C A B C ...,
-and the medians of the slowest rank decide. Source: docs/algorithms.md, "Choice of algorithm".
+and the medians of the slowest rank decide. Source: docs/internals/algorithms.md, "One shot".
 """
 
 from __future__ import annotations

@@ -150,9 +150,7 @@ def _time_notes(calibrated: bool, traced: bool) -> None:
     if not traced:
         print("compute and step need --model with the inputs of a micro-batch")
     else:
-        print(
-            "step: compute + comm, or the swap of parameters; then update, or the swap of the state (docs/profile.md)"
-        )
+        print("step: compute + comm, or the swap of parameters; then update, or the swap of the state (docs/fit.md)")
 
 
 def _made(name: str, precision: str) -> tuple[Any, int | None, Work | None]:

@@ -4,7 +4,7 @@ A tensor or a list of tensors is one operation. Collectives of one communicator 
 the calling thread, an asynchronous one on the communicator's own), and every rank must issue them in the same order;
 before bytes move, the ranks compare what they called. Any thread may call, as long as that order holds.
 Tensors from ``empty`` lie in symmetric memory (every rank has it mapped): collectives on them copy nothing.
-Source: owner-computes reduction, docs/algorithms.md.
+Source: owner-computes reduction, docs/internals/algorithms.md.
 """
 
 from __future__ import annotations

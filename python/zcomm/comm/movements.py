@@ -1,4 +1,7 @@
-"""The operations of a communicator that move data to, from or between all ranks. Source: docs/algorithms.md."""
+"""The operations of a communicator that move data to, from or between all ranks.
+
+Source: docs/internals/algorithms.md.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The operations of a communicator that reduce: all_reduce, reduce, reduce_scatter.
 
-Each element is summed in rank order and rounded once: all ranks hold the same bits. Source: docs/algorithms.md.
+Each element is summed in rank order and rounded once: all ranks hold the same bits.
+Source: docs/internals/algorithms.md.
 """
 
 from __future__ import annotations

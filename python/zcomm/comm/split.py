@@ -5,7 +5,7 @@ learns who belongs where, then everybody gets the addresses. A part's key comes 
 nonces of all ranks: nobody else can make it, and no secret travels.
 Invariant: a rank that cannot open its door still takes part in the exchange, so that its part fails at once with the
 reason, and the parent stays usable.
-Thread rule: one split of a communicator is one call of its order (docs/concepts.md).
+Thread rule: one split of a communicator is one call of its order (docs/collectives.md).
 """
 
 from __future__ import annotations

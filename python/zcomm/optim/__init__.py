@@ -1,4 +1,4 @@
-"""Fused optimizers as drop-ins for torch.optim, usable with no other part of zcomm (docs/optimizers.md)."""
+"""Fused optimizers as drop-ins for torch.optim, usable with no other part of zcomm (docs/cpu_optimizers.md)."""
 
 from __future__ import annotations
 

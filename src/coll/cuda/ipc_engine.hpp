@@ -22,7 +22,7 @@
 // to the process.
 //
 // Bits: those of ShmEngine (D3), for the kernels sum in rank order and all of a chunk at once. Thread rule: Engine's.
-// Source: CUDA C++ Programming Guide, "Interprocess Communication"; owner computes: docs/algorithms.md.
+// Source: CUDA C++ Programming Guide, "Interprocess Communication"; owner computes: docs/internals/algorithms.md.
 #pragma once
 
 #include <array>

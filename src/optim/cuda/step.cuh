@@ -1,11 +1,11 @@
 // An optimizer's step on the device, one chunk of a shard for a block of threads: the rules, roundings and codes are
 // those that the CPU's kernels are built from (optim/arithmetic), so the bits are.
 //
-// Bound by memory (bytes per element: docs/algorithms.md, section 4). A thread takes 4 neighbouring elements: 16-byte
-// loads of f32, 8-byte loads of 16-bit arrays; with 4 to 5 arrays that is 40 to 64 bytes in flight for each of 1024 to
-// 2048 threads of a multiprocessor, several times what its share of the memory's latency asks for. 8-bit state goes by
-// warps, since a block of 256 shares its scales: 8 elements a lane, 32 apart, so that each load of a warp is whole
-// sectors whatever the alignment.
+// Bound by memory (bytes per element: docs/internals/algorithms.md, section 4). A thread takes 4 neighbouring elements:
+// 16-byte loads of f32, 8-byte loads of 16-bit arrays; with 4 to 5 arrays that is 40 to 64 bytes in flight for each of
+// 1024 to 2048 threads of a multiprocessor, several times what its share of the memory's latency asks for. 8-bit state
+// goes by warps, since a block of 256 shares its scales: 8 elements a lane, 32 apart, so that each load of a warp is
+// whole sectors whatever the alignment.
 #pragma once
 
 #define ZC_INLINE __host__ __device__ __forceinline__
