@@ -2,7 +2,7 @@
 
 Names and defaults are DeepSpeed's (its documentation of config-json, and its defaults of 2026); where zcomm's default
 differs, the meaning says so. Units: DeepSpeed counts bucket sizes in ELEMENTS, and so do the keys here.
-docs/config.md is written from this file (``python -m zcomm.config --write docs/config.md``).
+docs/config.md and docs/config-compat.md are written from this file (``python -m zcomm.config --write docs``).
 """
 # ruff: noqa: RUF009  (key() and section() are field specifiers, as dataclasses.field is)
 

@@ -14,10 +14,9 @@ import pytest
 
 from places import DOCS
 from zcomm.config import BatchSizes, Config, load, resolve_batch
-from zcomm.config.docs import markdown_table, write_table
+from zcomm.config.docs import PAGES, markdown_table, rows, write_tables
 from zcomm.config.keys import Status, key
 
-PAGE = DOCS / "config.md"
 NVME = {"device": "nvme", "nvme_path": "/mnt/swap"}
 
 
@@ -215,23 +214,36 @@ def test_contradicting_batch_sizes(data: dict[str, int], world_size: int, messag
         resolve_batch(load(data), world_size)
 
 
-def test_documented_table_is_the_schema() -> None:
-    assert markdown_table() in PAGE.read_text(encoding="utf-8"), "run: python -m zcomm.config --write docs/config.md"
+@pytest.mark.parametrize("page", PAGES)
+def test_documented_tables_are_the_schema(page: str) -> None:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    for status in PAGES[page]:
+        assert markdown_table(status) in text, "run: python -m zcomm.config --write docs"
+
+
+def test_every_key_is_in_one_table() -> None:
+    assert sorted(status.name for statuses in PAGES.values() for status in statuses) == sorted(s.name for s in Status)
+    text = "".join((DOCS / page).read_text(encoding="utf-8") for page in PAGES)
+    assert [row.path for row in rows() if text.count(f"\n| `{row.path}` |") != 1] == []
 
 
 def test_documented_example_is_a_valid_config() -> None:
-    text = PAGE.read_text(encoding="utf-8").split("```json\n")[1].split("```")[0]
+    text = (DOCS / "config.md").read_text(encoding="utf-8").split("```json\n")[1].split("```")[0]
     assert resolve_batch(load(text), 2) == BatchSizes(32, 4, 4)
 
 
-def test_write_table_replaces_only_the_table(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("before\n" + markdown_table().replace("honoured", "stale") + "\nafter\n")
-    write_table(page)
-    assert page.read_text() == "before\n" + markdown_table() + "\nafter\n"
-    page.write_text("no markers")
+def test_write_tables_replaces_only_the_tables(tmp_path: Path) -> None:
+    fresh = {
+        name: "before\n" + "".join(f"{markdown_table(status)}\nafter\n" for status in statuses)
+        for name, statuses in PAGES.items()
+    }
+    for name, text in fresh.items():
+        (tmp_path / name).write_text(text.replace("`zero_optimization.", "`stale."))
+    write_tables(tmp_path)
+    assert {name: (tmp_path / name).read_text() for name in PAGES} == fresh
+    (tmp_path / "config.md").write_text("no markers")
     with pytest.raises(ValueError, match="must be there"):
-        write_table(page)
+        write_tables(tmp_path)
 
 
 def test_a_key_without_effect_needs_a_reason() -> None:
