@@ -27,10 +27,15 @@ class ReduceOp:
     max: ReduceOp
     prod: ReduceOp
 
-class CollectiveMismatch(RuntimeError): ...
-class CudaError(RuntimeError): ...
+class CollectiveMismatch(RuntimeError):
+    """Error of ranks that called different operations. Raised on every rank; names both calls and their lines."""
+
+class CudaError(RuntimeError):
+    """Error of a CUDA call; names the call, the device and the remedy."""
 
 class PeerLost(ConnectionError):
+    """Error of a rank that died or left while other ranks needed it. ``rank``: its number."""
+
     rank: int
 
 class Work:

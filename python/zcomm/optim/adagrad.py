@@ -48,6 +48,7 @@ class CPUAdagrad(FusedOptimizer[_core.AdagradParams]):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as torch's, and start its sums. Raises: ValueError; the optimizer is then as before."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:

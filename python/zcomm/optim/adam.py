@@ -52,6 +52,7 @@ class FusedAdamBase(FusedOptimizer[_core.AdamParams]):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as torch's. Raises: ValueError, NotImplementedError; the optimizer is then as before."""
         self._adapt_group(param_group)
         super().add_param_group(param_group)
 

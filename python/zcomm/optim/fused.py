@@ -127,6 +127,7 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
         return 0.0
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as torch's. Raises: ValueError, NotImplementedError; the optimizer is then as before."""
         super().add_param_group(param_group)
         try:
             self._check_group(self.param_groups[-1])
