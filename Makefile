@@ -23,7 +23,7 @@ export PYTHONUNBUFFERED := 1
 SOURCES := $(shell find include src cmake python/bindings -type f 2>/dev/null) CMakeLists.txt
 CPP_FILES = $(shell find include src tests/cpp bench/cpp python/bindings -name '*.[ch]pp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help setup demo test test-cpp test-python soak bench bench-cpp bench-collectives lint format tidy asan tsan cuda gpu-check clean distclean
+.PHONY: help setup demo test test-cpp test-python soak bench bench-cpp bench-collectives lint format tidy asan tsan cuda gpu-check docs clean distclean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -59,6 +59,11 @@ $(VENV)/.zcomm: $(VENV)/.build-tools pyproject.toml $(SOURCES)
 $(VENV)/.lint: $(VENV)/.zcomm
 	$(PIP) --no-build-isolation -e '.[dev]'
 	@touch $@ $(VENV)/.zcomm && touch $@
+
+# The packages of the extra "docs" (pyproject.toml), without building zcomm: the API is read from the sources.
+$(VENV)/.docs: $(VENV)/.made
+	$(PIP) 'mkdocs-material>=9.6' 'mkdocstrings[python]>=1.0' 'ruff>=0.15'
+	@touch $@
 
 # ---- use ----
 demo: setup ## trains a small GPT on real text: 2 ranks, stage 3, NVMe swap (make demo ARGS='--steps 50')
@@ -117,11 +122,15 @@ format: $(VENV)/.lint ## formats Python and C++ in place
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP_FILES)
 
+docs: $(VENV)/.docs ## pages and API as a site (site/index.html); a dead link or a missing docstring fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q $(ARGS)
+	@echo "site/index.html"
+
 tidy: test-cpp ## clang-tidy over the C++ core (when installed)
 	clang-tidy -p build/dev --quiet $(filter src/%.cpp,$(CPP_FILES))
 
 clean: ## removes what was built (keeps .venv and runs/)
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache $(VENV)/.zcomm
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache $(VENV)/.zcomm
 	find python tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 distclean: clean ## removes .venv too
