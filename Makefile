@@ -123,7 +123,7 @@ format: $(VENV)/.lint ## formats Python and C++ in place
 	$(BIN)/clang-format -i $(CPP_FILES)
 
 docs: $(VENV)/.docs ## pages and API as a site (site/index.html); a dead link or a missing docstring fails
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)  # with -q no warning would fail
 	@echo "site/index.html"
 
 tidy: test-cpp ## clang-tidy over the C++ core (when installed)
