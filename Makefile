@@ -122,8 +122,9 @@ format: $(VENV)/.lint ## formats Python and C++ in place
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP_FILES)
 
+# Without -q: with it mkdocs counts no warnings, and none would fail.
 docs: $(VENV)/.docs ## pages and API as a site (site/index.html); a dead link or a missing docstring fails
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)  # with -q no warning would fail
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 	@echo "site/index.html"
 
 tidy: test-cpp ## clang-tidy over the C++ core (when installed)
