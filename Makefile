@@ -13,6 +13,8 @@ TORCH_INDEX ?=
 JOBS ?= $(shell nproc)
 ARGS ?=
 TESTS ?= tests/python
+# Processes of pytest; most tests wait for ranks, so more than the cores.
+WORKERS ?= 3
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q
@@ -23,7 +25,7 @@ export PYTHONUNBUFFERED := 1
 SOURCES := $(shell find include src cmake python/bindings -type f 2>/dev/null) CMakeLists.txt
 CPP_FILES = $(shell find include src tests/cpp bench/cpp python/bindings -name '*.[ch]pp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help setup demo test test-cpp test-python soak bench bench-cpp bench-collectives lint format tidy asan tsan cuda gpu-check docs clean distclean
+.PHONY: help setup demo test test-cpp test-python test-slow test-all soak bench bench-cpp bench-collectives lint format tidy asan tsan cuda gpu-check docs clean distclean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -83,15 +85,20 @@ bench-collectives: setup bench-cpp ## everything that the collectives must reach
 	bench/collectives $(ARGS)
 
 # ---- checks ----
-test: setup test-cpp test-python ## C++ and Python tests
+test: setup test-cpp test-python ## C++ and Python tests (6 minutes on two cores after the build)
+
+test-all: test test-slow ## all tests: also kills, delays, compiled models, loss curves, networks, benches
 
 test-cpp: $(VENV)/.build-tools ## C++ tests (build/dev)
 	cmake --preset dev --log-level=WARNING
 	cmake --build --preset dev
-	ctest --preset dev
+	ctest --preset dev -j2
 
 test-python: setup ## Python tests (make test-python ARGS='-k comm')
-	$(BIN)/python -m pytest $(TESTS) $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(TESTS) $(ARGS)
+
+test-slow: setup ## the Python tests that `make test` leaves out
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow $(TESTS) $(ARGS)
 
 asan: $(VENV)/.build-tools ## C++ tests under the address and undefined-behaviour sanitizers
 	cmake --preset asan --log-level=WARNING

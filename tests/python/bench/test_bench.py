@@ -13,6 +13,8 @@ import pytest
 
 from places import BENCH
 
+pytestmark = pytest.mark.slow
+
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 
 

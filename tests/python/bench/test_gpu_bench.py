@@ -27,6 +27,8 @@ sys.path.insert(0, str(BENCH.parent / "examples"))
 from finetune_figures import Host
 from llama import PRESETS
 
+pytestmark = pytest.mark.slow
+
 GIB = 1 << 30
 
 

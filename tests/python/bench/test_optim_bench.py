@@ -11,6 +11,8 @@ import pytest
 
 from places import BENCH
 
+pytestmark = pytest.mark.slow
+
 
 def test_small_run(tmp_path: Path) -> None:
     file, page = tmp_path / "rows.jsonl", tmp_path / "page.md"

@@ -16,6 +16,8 @@ from soaking.growth import WARM, Growth
 from soaking.plan import EVENTS, KINDS, draw
 from soaking.rank import Footprint
 
+pytestmark = pytest.mark.slow
+
 
 def soak(*flags: str) -> tuple[int, str]:
     command = [sys.executable, str(BENCH / "soak"), *flags]

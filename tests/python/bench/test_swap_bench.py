@@ -14,6 +14,8 @@ import pytest
 import zcomm
 from places import BENCH
 
+pytestmark = pytest.mark.slow
+
 SMALL = ("--size", "4M", "--batch", "256K", "--batch-total", "1M")
 
 

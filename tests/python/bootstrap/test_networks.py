@@ -17,6 +17,8 @@ import torch
 import zcomm
 from networks import Networks, enter, networks
 
+pytestmark = pytest.mark.slow
+
 Run = Callable[..., list[Any]]
 PORT = 29511  # in a namespace of one's own every port is free
 

@@ -20,6 +20,8 @@ sys.path.insert(0, str(EXAMPLES))
 import finetune_figures as figures
 from llama import PRESETS, Llama, LlamaConfig, loss_of, positions, rotate
 
+pytestmark = pytest.mark.slow
+
 
 def run(*arguments: str, ranks: int = 1) -> str:
     """Standard output; the run must have ended in order."""

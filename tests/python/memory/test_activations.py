@@ -187,6 +187,7 @@ def test_closed_ones_say_so(tmp_path: Path) -> None:
         offload.__enter__()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["no", "reentrant", "checkpoint"])
 def test_in_stage_3_by_units(tmp_path: Path, recompute: str) -> None:
     ends = []

@@ -15,6 +15,8 @@ import zcomm
 from test_activations import gradients, made
 from zcomm.memory import activations
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def there() -> Iterator[None]:

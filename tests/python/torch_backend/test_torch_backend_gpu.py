@@ -16,6 +16,8 @@ from torch import nn
 from torch_world import make, world
 from zcomm import _core
 
+pytestmark = pytest.mark.slow
+
 DEVICES = torch.cuda.device_count() if _core.cuda_available() else 0
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(DEVICES == 0, reason="no CUDA device here")]
 WHERE = ["cpu", pytest.param("cuda", marks=ON_GPU)]

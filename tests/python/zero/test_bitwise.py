@@ -11,6 +11,8 @@ import pytest
 
 from zero_jobs import Case, train_all
 
+pytestmark = pytest.mark.slow
+
 Run = Callable[..., list[Any]]
 STEPS = 8
 

@@ -14,6 +14,8 @@ import zcomm
 from test_corners import PRIVATE, Net, loss_of
 from zero_jobs import Case, digest
 
+pytestmark = pytest.mark.slow
+
 Run = Callable[..., list[Any]]
 
 

@@ -11,10 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import zcomm
 from zero_jobs import Case, batch, groups, loss_of, small_gpt
+
+pytestmark = pytest.mark.slow
 
 Run = Callable[..., list[Any]]
 Curve = list[float]

@@ -14,6 +14,8 @@ import zcomm
 from delays import Clock, Late, LateSwap, sleepy
 from zero_jobs import Case, digest
 
+pytestmark = pytest.mark.slow
+
 Run = Callable[..., list[Any]]
 STEPS = 200
 SMALL = 0.002  # MiB: buckets of one or two tensors, so that slots are used again and again

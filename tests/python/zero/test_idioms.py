@@ -71,9 +71,16 @@ def trouble(idiom: Idiom, place: str, verdicts: list[Verdict]) -> str:
     return "" if good else f"refused otherwise than by {wanted.kind} {wanted.says!r}: {first.text}"
 
 
+QUICK = {(1, "0"), (1, "3-units"), (2, "2"), (2, "3-units")}  # each kind of store and of gradient once
+
+
 @pytest.mark.parametrize(
     ("world_size", "setting"),
-    [pytest.param(n, setting, id=f"{n}-{setting.name}") for n, of in WORLDS.items() for setting in of],
+    [
+        pytest.param(n, setting, id=f"{n}-{setting.name}", marks=() if (n, setting.name) in QUICK else pytest.mark.slow)
+        for n, of in WORLDS.items()
+        for setting in of
+    ],
 )
 def test_idioms(run_ranks: Callable[..., list[Any]], tmp_path: Path, world_size: int, setting: Setting) -> None:
     table = chosen(setting, world_size)

@@ -131,6 +131,7 @@ def live(folder: str, case: dict[str, Any]) -> tuple[list[int], list[Any]]:
     return sizes, counts
 
 
+@pytest.mark.slow
 def test_twenty_engines_leave_nothing(run_ranks: Run, tmp_path: Path) -> None:
     nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
     for case in ({"stage": 1}, {"stage": 3, "offload_optimizer": nvme, "offload_param": nvme}):

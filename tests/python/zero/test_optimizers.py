@@ -160,6 +160,7 @@ def run_all(kinds: list[str], folder: str) -> list[tuple[str, float, dict[Any, s
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_same_bits_everywhere_and_the_numbers_of_torch(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
     kinds = list(OPTIMIZERS) if world_size == 2 else ["lion", "nesterov", "adagrad", "nadam"]

@@ -26,6 +26,8 @@ from torch import nn
 import zcomm
 from file_ops import Point, count_and_kill
 
+pytestmark = pytest.mark.slow
+
 Run = Callable[..., list[Any]]
 BAD = 97  # exit code of a child that raised
 

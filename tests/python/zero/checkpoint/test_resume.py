@@ -15,6 +15,8 @@ import torch
 import zcomm
 from zero_jobs import Case, batch, digest, groups, loss_of, small_gpt
 
+pytestmark = pytest.mark.slow
+
 Run = Callable[..., list[Any]]
 BATCHES, SAVED, STEPS = 4, 5, 12
 HOME = Case(3, "nvme", 0.02)

@@ -58,6 +58,7 @@ def ordinary() -> Iterator[None]:
     zcomm.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout_s(300)
 @pytest.mark.parametrize("jobs", [ALONE, TOGETHER], ids=["alone", "together"])
 def test_the_bits_of_the_cpu(run_ranks: Run, tmp_path: Path, jobs: list[Job]) -> None:

@@ -15,6 +15,8 @@ from device_jobs import Job
 from test_device_peers import DELAY_S, ordinary, ranks, seeding
 from test_weight_idioms import IDIOMS, Idiom, Net, compare, data, plain, values
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["ordinary"]  # a fixture
 SEEDED = {"init_functions"}  # by the process's generator, which ranks that are threads share
 STEPS = 2

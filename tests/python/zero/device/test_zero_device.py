@@ -52,6 +52,7 @@ def test_models_off_the_straight_road(run_ranks: Run, tmp_path: Path, kind: str)
     same(jobs, run_ranks(pairs, 2, jobs, str(tmp_path), DELAY_S, timeout_s=280))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout_s(300)
 def test_many_late_steps(run_ranks: Run, tmp_path: Path) -> None:
     jobs = [Job(2), Job(2, clip=1.0, behind=True), Job(3, prefetch=2), Job(3, "nvme", precision="bf16")]

@@ -428,6 +428,7 @@ def open_and_close(folder: str, case: Case) -> tuple[list[int], list[Any]]:
     return sizes, counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [Case(2), Case(3, "nvme"), Case(3, None, share_parameters=False)])
 def test_twenty_optimizers_leave_nothing(run_ranks: Run, tmp_path: Path, case: Case) -> None:
     case = replace(case, bucket_mb=1.0)

@@ -159,6 +159,7 @@ def test_the_same_bits_in_every_stage_and_tier(
                 assert result == results[0], f"{kind} of {case}"
 
 
+@pytest.mark.slow
 def test_compiled_blocks_have_the_same_bits() -> None:
     ends = []
     for compiled in (False, True):

@@ -185,6 +185,7 @@ def train_all(kinds: list[str], folder: str) -> dict[str, list[dict[str, Any]]]:
     return {k: [train(k, way, folder, *place) for way in WAYS for place in places] for k in kinds}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout_s(300)
 @pytest.mark.parametrize(
     ("world_size", "kinds"), [(1, KINDS), (2, ["tied", "outside", "lora", "twice", "reentrant", "inner", "frozen"])]
