@@ -239,7 +239,7 @@ TEST(tcp_errors, bad_links_are_refused) {
     cables.create(mesh, {1, 1024});
   };
   EXPECT_THROW_WITH(attempt(1, -1), InvalidArgument, "at least two");
-  EXPECT_THROW_WITH(attempt(2, 1), InvalidArgument, "no descriptor");
+  EXPECT_THROW_WITH(attempt(2, 1), InvalidArgument, "is not an open descriptor");
   EXPECT_THROW_WITH(attempt(2, 0), InvalidArgument, "needs 0");
   EXPECT_THROW_WITH(attempt(2, -1), Timeout, "rank 1 does not answer");  // no rank is there
 }
