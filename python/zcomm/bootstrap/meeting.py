@@ -7,6 +7,8 @@ name of its job where a launcher gave it one.
   (same kernel and process namespace) counts as none, and is taken over.
 - Claims that cannot be of one job, by world size or name: not one job.
 Either is an error on every rank that is still there: the rank that notices it leaves the verdict in the store.
+Where no name tells jobs apart, rank 0 watches for a while (``watch``): a rank that claims a place leaves a note, and
+rank 0 looks at the claims. So a rank that comes when the keys of the meeting are gone is noticed, too.
 Rank 0's claim has a fresh number, and the texts that follow are read only if they carry it.
 Thread rule: one meeting per rank at a time.
 """
@@ -33,6 +35,7 @@ from zcomm import _core
 
 _LAST_WORDS_S = 2.0
 _LOOK_S = 0.05
+_NEWCOMER = "newcomer"  # key: a rank has claimed a place
 _ADVICE = (
     "Two jobs have one meeting point, or a rank was started twice: give each job a MASTER_PORT (or file) of its own"
 )
@@ -97,6 +100,7 @@ class Meeting:
         self._patience_s = patience_s
         self._job = job
         self._number = ""
+        self._members: list[Process] = []
 
     def arrive(self, mine: dict[str, Any], linger_s: float = 0.0) -> list[dict[str, Any]]:
         """Claim this rank's place; return what every rank brought, by rank.
@@ -111,8 +115,10 @@ class Meeting:
             return [mine]
         with self._store_named():
             self._claim(json.dumps(own))
+            self._store.set(_NEWCOMER, "1")
             everyone = [json.loads(told) for told in self._gather(_place_of, _is_alive)]
             self._require_one_job(everyone)
+            self._members = [_process_of(claim) for claim in everyone]
             self._number = str(everyone[0].get("number"))
             until = min(time.monotonic() + linger_s, self._deadline)
             if linger_s > 0:
@@ -144,7 +150,7 @@ class Meeting:
                 )
 
     def watch(self, seconds: float, closed: Callable[[], bool], give_up: Callable[[], object]) -> None:
-        """Looks for a verdict until then or until ``closed``, on a thread of its own, and gives up where there is one.
+        """Look for a verdict until then or until ``closed``, on a thread of its own, and give up where there is one.
 
         For ranks that only the meeting point tells from those of another job: two jobs' ranks may have met before
         the others of either come.
@@ -152,10 +158,14 @@ class Meeting:
         store, until = self._store, time.monotonic() + seconds
         if store is None:
             return
+        file = _file_of(store)
 
         def look() -> None:
             with contextlib.suppress(dist.DistError):  # the store is gone
                 while not closed() and time.monotonic() < until and threading.main_thread().is_alive():
+                    if file is not None and not file.exists():  # torch would wait for it
+                        return
+                    self._look_for_newcomers()
                     if store.check(["verdict"]):
                         verdict = store.get("verdict").decode()
                         store.add("heard", 1)
@@ -167,6 +177,16 @@ class Meeting:
         # Not a daemon: Python ends threads within torch's calls by force, and C++ then ends the process.
         threading.Thread(target=look, name="zcomm-meeting").start()
 
+    def _look_for_newcomers(self) -> None:
+        """Leave a verdict if another process than the one that has joined has claimed a rank's place since."""
+        assert self._store is not None
+        if not self._store.check([_NEWCOMER]):
+            return
+        self._store.delete_key(_NEWCOMER)
+        for rank, member in enumerate(self._members):
+            if (other := self.holder(rank)) is not None and other != member:
+                self._store.set("verdict", self._twice(rank, member, other))
+
     def holder(self, rank: int) -> Process | None:
         """Return the living process that has claimed ``rank``'s place, if another one has."""
         if self._store is None or not self._store.check([_place_of(rank)]):
@@ -176,10 +196,10 @@ class Meeting:
 
     def refuse_twin(self, other: Process) -> None:
         """Tell every rank that ``other`` and this process are one rank. Raises: RuntimeError."""
-        self._refuse(
-            f"rank {self._rank} of {self._world_size} came twice to {self._place}: {other}, and {Process.own()}. "
-            f"{_ADVICE}"
-        )
+        self._refuse(self._twice(self._rank, other, Process.own()))
+
+    def _twice(self, rank: int, first: Process, second: Process) -> str:
+        return f"rank {rank} of {self._world_size} came twice to {self._place}: {first}, and {second}. {_ADVICE}"
 
     # --- claims -----------------------------------------------------------------------------------------------
 
@@ -260,6 +280,14 @@ class Meeting:
             raise lost from error
 
 
+def _file_of(store: Any) -> Path | None:
+    """Return the file that a store writes to, if it does."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    path = getattr(store, "path", None)  # torch's stubs lack it
+    return Path(path) if isinstance(store, dist.FileStore) and path else None
+
+
 def _place_of(rank: int) -> str:
     return f"rank{rank}"
 
@@ -274,7 +302,7 @@ def _is_alive(claim: str) -> bool:
 
 def meeting_keys(world_size: int) -> list[str]:
     """List the keys that a meeting leaves in its store, if it exchanged addresses."""
-    return [f"{what}{rank}" for what in ("rank", "address") for rank in range(world_size)] + ["read"]
+    return [f"{what}{rank}" for what in ("rank", "address") for rank in range(world_size)] + ["read", _NEWCOMER]
 
 
 def _wait(happened: Callable[[], bool], deadline: float) -> bool:

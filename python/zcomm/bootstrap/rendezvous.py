@@ -32,9 +32,9 @@ from zcomm.bootstrap.meeting import Meeting, meeting_keys, start_of
 from zcomm.bootstrap.tcp import descriptor_limit_named
 
 _ASK_S = 2.0  # for what has the port that rank 0 wants to say that it is a store
-# Where nothing but the port says which job a rank is of: all ranks look out for others before init() returns, and rank
-# 0 goes on with that beside the program.
-_LINGER_S, _WATCH_S = 1.0, 60.0
+# Where nothing but the meeting point tells a job from others: all ranks look out for others before init() returns, and
+# rank 0 goes on with that beside the program.
+LINGER_S, _WATCH_S = 1.0, 60.0
 _served: dict[str, dist.Store] = {}  # by init_method: rank 0's, which stay for ranks that join again, or come twice
 
 
@@ -59,6 +59,7 @@ _LAUNCHERS: tuple[tuple[str, str, str, str], ...] = (
 )
 TORCH_DISTRIBUTED = "torch.distributed"  # an init_method: the store of its default group
 _MOST_WRAPPERS = 32
+_NO_RUN_ID = "none"  # torchrun's own default, of any number of jobs
 
 
 def _number(env: Mapping[str, str], name: str) -> int:
@@ -106,9 +107,14 @@ def find_job(
     return job
 
 
+def launcher_in(env: Mapping[str, str]) -> str:
+    """Return the launcher that ``env`` has rank and world size of; "" if there is none."""
+    return next((launcher for launcher, rank, size, _ in _LAUNCHERS if rank in env and size in env), "")
+
+
 def _from_launcher(init_method: str | None, env: Mapping[str, str]) -> Job:
     for launcher, rank_name, size_name, local_name in _LAUNCHERS:
-        if rank_name in env and size_name in env:
+        if launcher == launcher_in(env):
             rank, world_size = _number(env, rank_name), _number(env, size_name)
             local_rank = _number(env, local_name) if local_name in env else rank
             where = init_method or _meeting_point(launcher, rank_name, env)
@@ -130,13 +136,21 @@ def name_of_job(launcher: str, env: Mapping[str, str]) -> str:
     """Return the name that the ranks of this job alone have in common; "" where the launcher gives none."""
     if name := env.get("ZCOMM_JOB_ID"):
         return name
-    if launcher == "torchrun" and "TORCHELASTIC_RUN_ID" in env:
+    if launcher == "torchrun" and env.get("TORCHELASTIC_RUN_ID", _NO_RUN_ID) != _NO_RUN_ID:
         return f"TORCHELASTIC_RUN_ID {env['TORCHELASTIC_RUN_ID']}"
+    return _name_by_launcher(launcher, env)
+
+
+def _name_by_launcher(launcher: str, env: Mapping[str, str]) -> str:
+    """Return the name that mpirun or srun gave to the ranks that it started.
+
+    An allocation (SLURM_JOB_ID alone) is not a job: any number of them run in it.
+    """
     if launcher in ("Open MPI", "MPICH") and "PMIX_NAMESPACE" in env:
         return f"PMIX_NAMESPACE {env['PMIX_NAMESPACE']}"
-    if launcher == "Slurm" and "SLURM_JOB_ID" in env:
-        return f"SLURM_JOB_ID {env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID', '')}"
-    return f"SLURM_JOB_ID {env['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in env else ""
+    if launcher == "Slurm" and "SLURM_JOB_ID" in env and "SLURM_STEP_ID" in env:
+        return f"SLURM_JOB_ID {env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}"
+    return ""
 
 
 def launcher_of(rank_name: str) -> int:
@@ -165,8 +179,8 @@ def _meeting_point(launcher: str, rank_name: str, env: Mapping[str, str]) -> str
         raise ValueError(
             f"init: environment variable MASTER_{there}={env[f'MASTER_{there}']!r} is set, but MASTER_{lacking} is not"
         )
-    # mpirun gives no address: the job's name is unique, or else the process that started the ranks of this host.
-    name = name_of_job(launcher, env) if launcher != "torchrun" else ""
+    # mpirun gives no address: its name of the job is unique, or else the process that started the ranks of this host.
+    name = _name_by_launcher(launcher, env)
     if not name:
         parent = launcher_of(rank_name)
         name = f"{parent}-{start_of(parent)}"
@@ -299,7 +313,7 @@ def join(job: Job, backend: str, timeout: float, generation: int) -> Joined:
         raise
     left = max(0.1, deadline - time.monotonic())
     where = job.init_method or ""
-    linger_s = _LINGER_S if where.startswith("tcp://") and not job.name else 0.0
+    linger_s = 0.0 if job.name else LINGER_S
     return join_through_store(
         store, job.rank, job.world_size, backend, left, timeout, where, master_of(job), job.name, linger_s
     )

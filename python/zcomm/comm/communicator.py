@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -44,6 +45,7 @@ class Communicator(Reductions, Movements, Messages):
         _open.add(self)
         if joined.watch is not None:
             joined.watch(lambda: self._stop.is_set, self.close)
+            self._joined = replace(joined, watch=None)  # its thread alone keeps the store
 
     @property
     def device(self) -> torch.device:

@@ -46,6 +46,7 @@ def rank_environment(
         MASTER_ADDR=ADDRESS,
         MASTER_PORT=str(port),
         ZCOMM_INIT_METHOD=f"file://{private}/store",
+        ZCOMM_JOB_ID=f"zcomm run {private}",
         ZCOMM_ERROR_FILE=str(error_file(private, rank)),
     )
     return environment

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from zcomm import _core
-from zcomm.bootstrap.rendezvous import join_through_store, store_keys
+from zcomm.bootstrap.rendezvous import LINGER_S, join_through_store, launcher_in, name_of_job, store_keys
 from zcomm.torch_backend.futures.work import Done, Pending, Together
 from zcomm.torch_backend.ops.messages import Messages
 from zcomm.torch_backend.ops.monitored_barrier import Monitor
@@ -48,6 +48,8 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
         self._description = ""
         seconds = timeout.total_seconds()
         meeting = dist.PrefixStore("meeting", store)
+        job = name_of_job(launcher_in(os.environ), os.environ)
+        is_default = not dist.is_initialized()  # the ranks of other groups have met before
         joined = join_through_store(
             meeting,
             rank,
@@ -56,6 +58,8 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
             seconds,
             where="the group's store",
             master=os.environ.get("MASTER_ADDR"),
+            job=job,
+            linger_s=LINGER_S if is_default and not job else 0.0,
         )
         self._meshes = joined.meshes
         if not _alive:
@@ -64,6 +68,9 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
         self._forget(meeting, self._core)
         self._monitor = Monitor(store, self._meshes, rank, size)
         _alive.add(self)
+        if joined.watch is not None:
+            itself = weakref.ref(self)
+            joined.watch(lambda: itself() not in _alive, lambda: _leave(itself()))
 
     def _forget(self, meeting: dist.Store, core: _core.Communicator) -> None:
         """A later group may use the same store and name: nobody goes on before all keys are gone."""
@@ -184,6 +191,14 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
         _alive.discard(self)
 
     abort = shutdown
+
+
+def _leave(group: ProcessGroup | None) -> None:
+    """End a group that ranks of two jobs have joined."""
+    if group is not None:
+        group._has_core_deadline = False
+        group._given_up = RuntimeError("ranks of another job came to the group's store (logged as an error)")
+        group._core.close()
 
 
 @atexit.register

@@ -34,6 +34,8 @@ def in_a_job(job: str, rank: int, method: str, delay_s: float) -> str:
     """Joins rank ``rank`` of two, and adds up the numbers that only its job's ranks have."""
     time.sleep(delay_s)
     number = {"a": 1.0, "b": 10.0}[job]
+    if os.environ["ZCOMM_JOB_ID"] not in ("a", "b"):
+        del os.environ["ZCOMM_JOB_ID"]
     try:
         zcomm.init(timeout=6, rank=rank, world_size=2, init_method=method)
         value = torch.full((4,), number)
@@ -69,6 +71,7 @@ def one_of_two_that_met(method: str) -> str:
     place = int(os.environ["RANK"])
     if place in (1, 2):
         return in_a_job("ab"[place // 2], place % 2, method, 3.0)
+    del os.environ["ZCOMM_JOB_ID"]
     logged = io.StringIO()
     logging.getLogger("zcomm").addHandler(logging.StreamHandler(logged))
     zcomm.init(timeout=30, rank=place % 2, world_size=2, init_method=method)
@@ -88,6 +91,140 @@ def test_ranks_of_two_jobs_that_have_met(run_ranks: Run) -> None:
     assert "RuntimeError" in told[1] and "came twice" in told[1], told
     assert "OSError" in told[2] and "the port is in use" in told[2], told
     assert "rank 0 leaves the job: rank" in told[0] and "came twice" in told[0], told
+
+
+TRAINS = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+import zcomm, zcomm.torch_backend
+from datetime import timedelta
+
+job, rank, delay_s, kind = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
+number = {"a": 1.0, "b": 10.0}[job]
+time.sleep(delay_s)
+sums = mixed = 0
+told = "nothing"
+try:
+    if kind == "torch":
+        dist.init_process_group("zcomm", init_method=sys.argv[5], rank=rank, world_size=2, timeout=timedelta(seconds=8))
+    else:
+        zcomm.init(timeout=8)
+    for _ in range(60):
+        value = torch.full((2,), number)
+        (dist if kind == "torch" else zcomm).all_reduce(value)
+        sums += 1
+        mixed += float(value[0]) != 2 * number
+        time.sleep(0.2)
+except Exception as error:
+    told = f"{type(error).__name__}: {error}"
+print(f"{job}{rank}|{sums}|{mixed}|{told}", flush=True)
+"""
+# One job: its ranks' delays are arguments; its processes have a parent of their own.
+LAUNCHES = """
+import os, subprocess, sys
+job, kind, where, delays, names = sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4:6], sys.argv[6:8]
+ranks = [
+    subprocess.Popen(
+        [sys.executable, "-c", os.environ["TRAINS"], job, str(rank), delays[rank], kind, where],
+        env={**os.environ, names[0]: str(rank), names[1]: "2"},
+    )
+    for rank in range(2)
+]
+for rank in ranks:
+    rank.wait()
+"""
+
+
+def two_jobs(tmp_path: Path, kind: str, late_s: float, **variables: str) -> dict[str, tuple[int, int, str]]:
+    """Rank 0 of job a and rank 1 of job b start at once, the others ``late_s`` later: (sums, mixed sums, error)."""
+    foreign = ("RANK", "WORLD", "MASTER", "SLURM", "PMI", "OMPI", "ZCOMM_INIT", "ZCOMM_JOB", "TORCHELASTIC")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    env = {**kept, "TRAINS": TRAINS, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path), **variables}
+    names = ("PMI_RANK", "PMI_SIZE") if kind == "mpiexec" else ("RANK", "WORLD_SIZE")
+    where = f"tcp://127.0.0.1:{free_port()}"
+    if kind == "by hand":
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": where.rpartition(":")[2]}
+    elif kind == "file":
+        env["ZCOMM_INIT_METHOD"] = f"file://{tmp_path}/meeting"
+    elif kind == "torch, file":
+        kind, where = "torch", f"file://{tmp_path}/meeting"
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, "-c", LAUNCHES, job, kind, where, *map(str, delays), *names],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for job, delays in (("a", (0, late_s)), ("b", (late_s, 0)))
+    ]
+    told: dict[str, tuple[int, int, str]] = {}
+    for process in jobs:
+        output, errors = process.communicate(timeout=100)
+        for line in output.splitlines():
+            who, sums, mixed, error = line.split("|", 3)
+            told[who] = int(sums), int(mixed), error
+        assert process.returncode == 0, errors
+    assert len(told) == 4, told
+    return told
+
+
+@pytest.mark.parametrize(
+    ("kind", "env"),
+    [
+        ("by hand", {"SLURM_JOB_ID": "7"}),
+        ("by hand", {"TORCHELASTIC_RUN_ID": "none"}),
+        ("file", {}),
+        ("torch", {"SLURM_JOB_ID": "7"}),
+        ("torch, file", {}),
+    ],
+)
+def test_late_ranks_of_two_jobs_end_a_mixed_world(tmp_path: Path, kind: str, env: dict[str, str]) -> None:
+    """An allocation's number, and torchrun's name for all jobs that were given none, are not names of a job."""
+    told = two_jobs(tmp_path, kind, 3.0, **env)
+    for sums, mixed, error in told.values():
+        assert error != "nothing", told
+        assert mixed == sums, told
+        assert sums < 40, told  # of 60: told while the program ran
+    assert "came twice" in told["a1"][2] or "PeerLost" in told["a1"][2], told
+    assert told["b1"][2].startswith(("PeerLost", "RuntimeError")), told
+
+
+@pytest.mark.parametrize("env", [{}, {"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}], ids=str)
+def test_two_mpiexec_of_one_allocation(tmp_path: Path, env: dict[str, str]) -> None:
+    told = two_jobs(tmp_path, "mpiexec", 2.0, **env)
+    assert all(result == (60, 0, "nothing") for result in told.values()), told
+
+
+def test_one_job_without_a_name_is_not_disturbed(tmp_path: Path) -> None:
+    """Its late rank, and groups made after the default one, are not taken for another job's."""
+    told = two_jobs(tmp_path, "mpiexec", 0.0)
+    assert all(result == (60, 0, "nothing") for result in told.values()), told
+
+
+def makes_groups_again(method: str) -> list[float]:
+    import zcomm.torch_backend  # noqa: F401
+
+    rank, found = int(os.environ["RANK"]), []
+    del os.environ["ZCOMM_JOB_ID"]
+    for number in range(3):
+        if rank == number % 2:
+            time.sleep(0.3)
+        dist.init_process_group("zcomm", init_method=method, rank=rank, world_size=2)
+        part = dist.new_group([0, 1])
+        value = torch.ones(1)
+        dist.all_reduce(value, group=part)
+        time.sleep(0.3)
+        dist.all_reduce(value)
+        found.append(float(value))
+        dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "file"])
+def test_groups_that_are_made_again_are_one_job(run_ranks: Run, tmp_path: Path, scheme: str) -> None:
+    method = f"tcp://127.0.0.1:{free_port()}" if scheme == "tcp" else f"file://{tmp_path}/meeting"
+    assert run_ranks(makes_groups_again, 2, method) == [[4.0] * 3] * 2
 
 
 def one_of_two_named_jobs(method: str) -> str:
@@ -248,6 +385,7 @@ def meeting_point(wrapped: bool, **variables: str) -> str:
     [
         {"PMIX_NAMESPACE": "123@1"},
         {"SLURM_JOB_ID": "7"},
+        {"ZCOMM_JOB_ID": "x"},
         {},
     ],
 )

@@ -136,6 +136,7 @@ def start_ranks(
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "ZCOMM_INIT_METHOD": f"file://{folder}/store",
+        "ZCOMM_JOB_ID": f"test {folder}",
     }
     world = World([], [], [])
     for rank in range(world_size):

@@ -22,7 +22,7 @@ def thread_world(world_size: int, folder: Path, body: Callable[[Joined], Result]
 
     def run(rank: int) -> None:
         try:
-            job = rendezvous.Job(rank, world_size, rank, store, "a test")
+            job = rendezvous.Job(rank, world_size, rank, store, "a test", name="threads")
             results[rank] = body(rendezvous.join(job, "shm", 30.0, 1))
         except BaseException:
             failed.append(f"rank {rank}: {traceback.format_exc()}")

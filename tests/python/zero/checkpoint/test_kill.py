@@ -80,6 +80,7 @@ def world(work: Callable[[int], Any], folder: Path, world_size: int) -> list[Any
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "ZCOMM_INIT_METHOD": f"file://{store}",
+        "ZCOMM_JOB_ID": f"test {store}",
     }
     children = [
         in_child(lambda rank=rank: work(rank), {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
