@@ -1,4 +1,6 @@
 // Binds element types, errors, Work, raw memory and what the machine offers.
+#include <unistd.h>
+
 #include <algorithm>
 #include <deque>
 #include <exception>
@@ -79,11 +81,18 @@ void bind_errors(py::module_& m) {
   py::register_exception_translator(translate);
 }
 
+/// Runs the handlers of signals; returns whether one has raised. Counts those that have.
+bool is_interrupted() {
+  if (PyErr_CheckSignals() == 0) return false;
+  ++interrupt_count();
+  return true;
+}
+
 /// Called every now and then by threads that wait inside of the core; only Python's own threads may take its lock.
 void check_signals() {
   if (!BlockingCall::is_running()) return;
   const py::gil_scoped_acquire acquire;
-  if (PyErr_CheckSignals() != 0) throw Interrupted();
+  if (is_interrupted()) throw Interrupted();
   Stop::check();
 }
 
@@ -122,7 +131,7 @@ void wait_interruptibly(Work& work, std::optional<double> timeout_s, const End& 
       const py::gil_scoped_release release;
       if (work.wait_for(slice_s)) return end();
     }
-    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    if (is_interrupted()) throw py::error_already_set();
     if (timeout_s && (left_s -= slice_s) <= 0.0)
       throw Timeout(text("Work.wait: not done after ", *timeout_s, " s; the operation goes on"));
   }
@@ -135,14 +144,30 @@ void Stop::check() {
     if (stop->is_set_) throw Error(stop->why_);
 }
 
-void DropWork::operator()(Work* work) const {
+namespace {
+
+/// Whether an exception is ending what the main thread did when `work` was started: its drop shall not wait.
+bool is_unwinding(const HeldWork& work) {
+  const bool is_main_thread = ::getpid() == ::gettid();
+  return is_main_thread && (work.started_after != interrupt_count() || PyEval_GetFrame() == nullptr);
+}
+
+}  // namespace
+
+void DropWork::operator()(HeldWork* work) const {
   const py::error_scope raised;  // an error that is on its way stays
+  if (is_unwinding(*work)) {
+    const py::gil_scoped_release release;
+    work->give_up();
+    delete work;
+    return;
+  }
   for (bool ended = false; !ended;) {
     {
       const py::gil_scoped_release release;
       ended = work->wait_for(kSlice_s);
     }
-    if (ended || PyErr_CheckSignals() == 0) continue;
+    if (ended || !is_interrupted()) continue;
     postpone_error();
     const py::gil_scoped_release release;
     work->give_up();
@@ -173,20 +198,20 @@ void bind_base(py::module_& m) {
       .value("max", ReduceOp::max)
       .value("prod", ReduceOp::prod);
 
-  py::class_<Work, WorkHolder>(m, "Work")
+  py::class_<HeldWork, WorkHolder>(m, "Work")
       .def(
           "wait",
-          [](Work& self, std::optional<double> timeout_s) {
+          [](HeldWork& self, std::optional<double> timeout_s) {
             wait_interruptibly(self, timeout_s, [&] { self.wait(); });
           },
           py::arg("timeout") = std::nullopt)
       .def(
           "wait_on",
-          [](Work& self, std::uintptr_t stream, std::optional<double> timeout_s) {
+          [](HeldWork& self, std::uintptr_t stream, std::optional<double> timeout_s) {
             wait_interruptibly(self, timeout_s, [&] { self.wait_on(stream); });
           },
           py::arg("stream"), py::arg("timeout") = std::nullopt)
-      .def("done", &Work::done, py::call_guard<py::gil_scoped_release>());
+      .def("done", [](HeldWork& self) { return self.done(); }, py::call_guard<py::gil_scoped_release>());
 
   py::class_<Memory>(m, "Memory", py::buffer_protocol())
       .def_readonly("nbytes", &Memory::nbytes)

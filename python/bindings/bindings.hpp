@@ -33,13 +33,26 @@ struct DeleteWithoutGil {
   }
 };
 
-/// Dropping a Work waits for its operation. Handlers of signals run meanwhile; what one raises ends the wait (the
-/// operation is given up), and is raised as soon as that is possible.
-struct DropWork {
-  void operator()(Work* work) const;
+/// Counts the waits of this process that the exception of a signal's handler has ended.
+inline std::atomic<std::uint64_t>& interrupt_count() {
+  static std::atomic<std::uint64_t> count{0};
+  return count;
+}
+
+/// Work that Python holds. started_after: interrupt_count() when it was started.
+struct HeldWork final : Work {
+  explicit HeldWork(Work work) : Work(std::move(work)), started_after(interrupt_count()) {}
+  const std::uint64_t started_after;
 };
-using WorkHolder = std::unique_ptr<Work, DropWork>;
-inline WorkHolder hold(Work work) { return WorkHolder(new Work(std::move(work))); }
+
+/// Dropping a Work waits for its operation. Handlers of signals run meanwhile; what one raises ends the wait (the
+/// operation is given up), and is raised as soon as that is possible. Where the main thread drops a Work after such an
+/// exception has ended a wait, or when no Python code runs any more, the operation is given up at once.
+struct DropWork {
+  void operator()(HeldWork* work) const;
+};
+using WorkHolder = std::unique_ptr<HeldWork, DropWork>;
+inline WorkHolder hold(Work work) { return WorkHolder(new HeldWork(std::move(work))); }
 
 using CommHolder = std::unique_ptr<Communicator, DeleteWithoutGil<Communicator>>;
 inline CommHolder hold(std::unique_ptr<Communicator> communicator) { return CommHolder(communicator.release()); }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -23,7 +24,7 @@ import torch.distributed as dist
 import zcomm
 from test_join import free_port, wait_for
 
-DEADLINE_S = 60.0  # of operations: an end that takes half of it was no end by the signal
+DEADLINE_S = 60.0  # of operations: an end that takes a quarter of it was no end by the signal
 
 
 class Told(Exception):
@@ -65,6 +66,13 @@ def wait_in_zcomm(call: str) -> None:
         work = zcomm.all_reduce(value, async_op=True)
         assert work is not None
         work.wait()
+    elif call == "async recv":
+        work = zcomm.recv(value, src=1, async_op=True)
+        assert work is not None
+        work.wait()
+    elif call == "several":
+        works = [zcomm.all_reduce(value, async_op=True) for _ in range(4)]
+        works[0].wait()  # type: ignore[union-attr]
     elif call == "queued":
         work = zcomm.all_reduce(value, async_op=True)
         zcomm.barrier()
@@ -83,6 +91,8 @@ def wait_in_torch(call: str) -> None:
         dist.recv(value, src=1)
     elif call == "all_reduce":
         dist.all_reduce(value)
+    elif call == "irecv":
+        dist.irecv(value, src=1).wait()  # type: ignore[union-attr]
     else:
         assert call == "async"
         work = dist.all_reduce(value, async_op=True)
@@ -91,11 +101,13 @@ def wait_in_torch(call: str) -> None:
 
 
 def told(call: Callable[..., object], *args: Any) -> tuple[str, float]:
+    """Call; return the error, and when the call's frames, and the Works that they held, are gone."""
+    what = "nothing"
     try:
         call(*args)
     except BaseException as error:
-        return f"{type(error).__name__}: {error}", time.monotonic()
-    return "nothing", time.monotonic()
+        what = f"{type(error).__name__}: {error}"
+    return what, time.monotonic()
 
 
 def interrupted(folder: str, handler: str, call: str, backend: str) -> tuple[str, float]:
@@ -121,8 +133,8 @@ def interrupted(folder: str, handler: str, call: str, backend: str) -> tuple[str
 
     def go_on() -> None:
         """Call what rank 0 called: its part before the signal counts; calls after it cannot end."""
-        if call not in ("recv", "send", "barrier"):
-            wait_in("all_reduce" if call in ("async", "queued") else call)
+        if call not in ("recv", "send", "barrier", "async recv", "irecv"):
+            wait_in("all_reduce" if call in ("async", "queued", "several") else call)
         for _ in range(2):
             wait_in("barrier")
 
@@ -132,7 +144,7 @@ def interrupted(folder: str, handler: str, call: str, backend: str) -> tuple[str
 
 
 def check_end(handler: str, what: str, took_s: float) -> None:
-    assert took_s < DEADLINE_S / 2, (what, took_s)
+    assert took_s < DEADLINE_S / 4, (what, took_s)
     if handler in ("closes", "destroys"):
         assert what.startswith("RuntimeError: ") and "closed" in what, what
     elif handler == "raises":
@@ -158,7 +170,10 @@ def run_interrupted(
 
 
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
-@pytest.mark.parametrize("call", ["barrier", "recv", "send", "all_reduce", "async", "queued", "empty", "split"])
+@pytest.mark.parametrize(
+    "call",
+    ["barrier", "recv", "send", "all_reduce", "async", "async recv", "several", "queued", "empty", "split"],
+)
 @pytest.mark.parametrize("handler", ["closes", "exits", "raises", "closes_and_exits"])
 def test_a_handler_ends_a_call(start_ranks_in: Any, tmp_path: Path, handler: str, call: str, backend: str) -> None:
     (what, took_s), (other, noticed_s) = run_interrupted(start_ranks_in, tmp_path, handler, call, backend)
@@ -166,11 +181,11 @@ def test_a_handler_ends_a_call(start_ranks_in: Any, tmp_path: Path, handler: str
     assert other.startswith("PeerLost: ") and noticed_s < DEADLINE_S / 2, (other, noticed_s)
 
 
-@pytest.mark.parametrize("call", ["barrier", "recv", "all_reduce", "async"])
+@pytest.mark.parametrize("call", ["barrier", "recv", "irecv", "all_reduce", "async"])
 @pytest.mark.parametrize("handler", ["destroys", "exits", "raises"])
 def test_a_handler_ends_a_call_of_torch(start_ranks_in: Any, tmp_path: Path, handler: str, call: str) -> None:
     (what, took_s), (other, noticed_s) = run_interrupted(start_ranks_in, tmp_path, handler, call, "torch")
-    assert took_s < DEADLINE_S / 2, (what, took_s)
+    assert took_s < DEADLINE_S / 4, (what, took_s)
     assert handler == "destroys" or what.startswith("Told" if handler == "raises" else "SystemExit"), what
     assert "nothing" not in (what, other) and noticed_s < DEADLINE_S / 2, (what, other, noticed_s)
 
@@ -262,6 +277,97 @@ def test_dropping_a_work_can_be_interrupted(start_ranks_in: Any, tmp_path: Path)
     (what, ended), (other, _) = (result.value for result in results)
     assert what == "Told: the handler was here" and ended - sent < DEADLINE_S / 2
     assert other.startswith("PeerLost: ")
+
+
+# ---- the end of a program that has operations in flight ----
+PROGRAM = """
+import os, signal, sys, time
+from pathlib import Path
+import torch, zcomm
+from torch import nn
+
+what, folder, rank = sys.argv[1], Path(sys.argv[2]), int(os.environ["RANK"])
+if sys.argv[3] == "exits":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+else:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+zcomm.init(timeout=60)
+
+def wait_for(name):
+    while not (folder / name).exists():
+        time.sleep(0.02)
+
+def held():
+    work = zcomm.all_reduce(torch.ones(3), async_op=True)
+    (folder / "ready").touch()
+    time.sleep(100)
+
+def trains():
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)])
+    options = {"offload": "nvme", "nvme_path": folder, "share_parameters": False} if what.endswith("nvme") else {}
+    opt = zcomm.ZeroOptimizer(model, "adamw", stage=int(what[0]), **options)
+    def step():
+        model(torch.ones(2, 32)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+    for _ in range(3):
+        step()
+    zcomm.barrier()
+    if rank == 0:
+        (folder / "ready").touch()
+    else:
+        wait_for("ended")
+    while True:
+        step()
+
+try:
+    if rank == 0:
+        held() if what == "held" else trains()
+    elif what == "held":
+        wait_for("ended")
+        for _ in range(3):
+            zcomm.all_reduce(torch.ones(3))
+    else:
+        trains()
+except Exception as error:
+    (folder / "told").write_text(type(error).__name__)
+"""
+
+
+@pytest.mark.parametrize("how", ["exits", "interrupted"])
+@pytest.mark.parametrize("what", ["held"])
+def test_a_signal_ends_a_program_with_operations_in_flight(tmp_path: Path, what: str, how: str) -> None:
+    """Rank 0 is alone in its step, and nothing of the program calls shutdown or close."""
+    foreign = ("RANK", "WORLD", "LOCAL", "MASTER", "ZCOMM_INIT", "ZCOMM_JOB")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    env = {**kept, "WORLD_SIZE": "2", "ZCOMM_INIT_METHOD": f"file://{tmp_path}/store", "ZCOMM_JOB_ID": str(tmp_path)}
+    env["OMP_NUM_THREADS"] = "1"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, what, str(tmp_path), how],
+            env={**env, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        wait_for(tmp_path / "ready")
+        time.sleep(1.0)
+        sent = time.monotonic()
+        ranks[0].send_signal(signal.SIGTERM)
+        _, text = ranks[0].communicate(timeout=DEADLINE_S)
+        took_s = time.monotonic() - sent
+        (tmp_path / "ended").touch()
+        ranks[1].communicate(timeout=DEADLINE_S)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert ranks[0].returncode == (3 if how == "exits" else -signal.SIGINT), text
+    assert took_s < DEADLINE_S / 4, took_s
+    assert (tmp_path / "told").read_text() == "PeerLost"
 
 
 def operates_in_a_handler(folder: str) -> str:
