@@ -96,6 +96,9 @@ class StepBehind:
             self._running = None
             self._waiting.clear()
 
+    def is_running(self) -> bool:
+        return self._running is not None and not self._running.done()
+
     def close(self) -> None:
         """After failures too."""
         self._thread.close()

@@ -410,7 +410,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             except Exception as error:
                 logging.getLogger("zcomm").warning("a checkpoint could not be finished: %s", error)
             self._parts.store.keeps_weights = keep_weights
-            self._parts.close()
+            self._parts.close(at_exit=not keep_weights)
             self._parts = None
             self._train.tied.end()
             self._train.poison.clear()  # lets go of the error's frames

@@ -6,6 +6,7 @@ dataclasses: no module below optimizer.py takes the optimizer itself.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -35,6 +36,9 @@ from zcomm.zero.poison import Poison
 from zcomm.zero.rules.cohorts import Cohorts
 from zcomm.zero.rules.rule import Rule
 from zcomm.zero.units.hooks import UnitHooks
+
+# How long close() waits for other ranks, which may be about to do their part.
+_PATIENCE_S, _STEP_PATIENCE_S = 0.5, 5.0
 
 
 @dataclass
@@ -105,8 +109,11 @@ class Parts:
         count = sum(comm.memory()["allocation_count"] for comm in comms)
         return count + self.store.allocation_count + sum(arena.stats()["allocation_count"] for arena in self.arenas)
 
-    def close(self) -> None:
-        """Close all parts, after failures too. No part waits for another rank; an error of one leaves out none."""
+    def close(self, at_exit: bool = False) -> None:
+        """Close all parts, after failures too. No part waits for another rank; an error of one leaves out none.
+
+        at_exit: the program ends: a step behind forward that does not end soon is given up, too.
+        """
         with ExitStack() as last_first:
             for part in (self.comm, self.peers, self.lane, self.save_comm, self.swap, self.store, self.state):
                 if part is not None:
@@ -119,6 +126,25 @@ class Parts:
             for first in (self.hooks, self.behind):
                 if first is not None:
                     last_first.callback(first.close)
+            last_first.callback(self._give_up_pending, at_exit)
+
+    def _give_up_pending(self, at_exit: bool) -> None:
+        """Leave the other ranks if operations that they take part in do not end soon: a signal, say, has ended training
+        in the middle of a step."""
+        now = time.monotonic()
+        while True:
+            patience_s = _PATIENCE_S if self.reducer.is_waiting() or self.store.is_waiting() else None
+            if patience_s is None and at_exit and self.behind is not None and self.behind.is_running():
+                patience_s = _STEP_PATIENCE_S
+            if patience_s is None:
+                return
+            if time.monotonic() - now > patience_s:
+                break
+            time.sleep(0.002)
+        self.comm.close()
+        if self.peers is not None:
+            self.peers.close()
+        self.store.give_up()
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 ``Future.result`` waits on a Condition, whose lock is a Python object: an interrupt at its return leaves the lock as it
 should not be, and another error (RuntimeError: cannot release un-acquired lock) hides the interrupt.
+The thread is a daemon: Python waits for others before ``atexit`` closes what it may be waiting for.
 Invariant: a call's end is a flag, which is set before its gate opens; an interrupt may take an opening and lose it, so
 a waiting thread looks at the flag again.
 Thread rule: ``submit`` by one thread at a time; a call may be waited for by any.
@@ -11,11 +12,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 _LOOK_S = 0.05  # until another look at the flag, after an opening that was lost
+
+
+_Todo = list[tuple["Call[Any]", Callable[..., Any], tuple[Any, ...]]]
 
 
 class Call(Generic[T]):
@@ -48,7 +52,7 @@ class Call(Generic[T]):
             del self  # as in _run
 
 
-def _run(todo: list[tuple[Call[Any], Callable[..., Any], tuple[Any, ...]]]) -> None:
+def _run(todo: _Todo) -> None:
     """Run what ``todo`` has. Then neither it nor this frame, which an error has, leads to the call that has the error:
     together they would keep everything alive."""
     call, function, arguments = todo.pop()
@@ -65,14 +69,31 @@ class Worker:
     """A thread named ``name``, started by the first call."""
 
     def __init__(self, name: str) -> None:
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._name = name
+        self._calls: SimpleQueue[_Todo | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
 
     def submit(self, function: Callable[..., T], *arguments: Any) -> Call[T]:
         """Run ``function(*arguments)`` after all calls before it."""
+        if self._is_closed:
+            raise RuntimeError(f"the thread {self._name} has ended")
         call: Call[T] = Call()
-        self._executor.submit(_run, [(call, function, arguments)])
+        if self._thread is None:
+            self._thread = threading.Thread(target=_serve, args=(self._calls,), name=self._name, daemon=True)
+            self._thread.start()
+        self._calls.put([(call, function, arguments)])
         return call
 
     def close(self) -> None:
         """End the thread, after the calls that it has been given."""
-        self._executor.shutdown(wait=True)
+        self._is_closed = True
+        if self._thread is not None:
+            self._calls.put(None)
+            if self._thread.is_alive():  # it is not where an interrupt came before its start
+                self._thread.join()
+
+
+def _serve(calls: SimpleQueue[_Todo | None]) -> None:
+    while (todo := calls.get()) is not None:
+        _run(todo)

@@ -336,7 +336,7 @@ except Exception as error:
 
 
 @pytest.mark.parametrize("how", ["exits", "interrupted"])
-@pytest.mark.parametrize("what", ["held"])
+@pytest.mark.parametrize("what", ["held", "0", "2", "3", "3 nvme"])
 def test_a_signal_ends_a_program_with_operations_in_flight(tmp_path: Path, what: str, how: str) -> None:
     """Rank 0 is alone in its step, and nothing of the program calls shutdown or close."""
     foreign = ("RANK", "WORLD", "LOCAL", "MASTER", "ZCOMM_INIT", "ZCOMM_JOB")

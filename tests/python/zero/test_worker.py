@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -72,3 +74,8 @@ def test_an_interrupt_of_a_waiting_thread_is_that_and_nothing_else() -> None:
         moment += 1
     assert moment > 5
     worker.close()
+
+
+def test_a_thread_that_waits_does_not_hold_up_the_end_of_the_program() -> None:
+    script = "from zcomm.zero.worker import Worker; import threading; Worker('test').submit(threading.Event().wait)"
+    subprocess.run([sys.executable, "-c", script], timeout=60, check=True)

@@ -630,6 +630,10 @@ class GradientReducer:
         if self._own is not None:
             self._own.forget()
 
+    def is_waiting(self) -> bool:
+        """Return True if close() would wait for other ranks."""
+        return any(work is not None and not work.done() for work in self._works)
+
     def close(self) -> None:
         self._forget_own()
         for handles in self._handles:

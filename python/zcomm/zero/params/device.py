@@ -238,6 +238,10 @@ class DeviceStore(ParameterStore):
     def nbytes_by_tier(self) -> dict[str, int]:
         return {"device": self._flat.nbytes, "cpu": sum(self._host.nbytes_by_tier.values())}
 
+    def is_waiting(self) -> bool:
+        works = [*self._spreading, *(work for _, work in self._others)]
+        return not all(work.done() for work in works)
+
     def close(self) -> None:
         """The parameters stay views of the memory on the device, which is theirs alone now; where other ranks have it
         open, they get memory of their own."""

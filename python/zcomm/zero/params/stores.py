@@ -207,6 +207,13 @@ class ParameterStore(ABC):
         """Allocations ever made by a communicator that is the store's own."""
         return 0
 
+    def is_waiting(self) -> bool:
+        """Return True if close() would wait for other ranks."""
+        return False
+
+    def give_up(self) -> None:  # noqa: B027
+        """End the operations that close() would wait for, on communicators of the store's own."""
+
     def close(self) -> None:
         """Give the model parameters of its own again, where that needs no other rank; free the rest."""
         for param in self._params:

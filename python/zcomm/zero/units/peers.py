@@ -129,6 +129,14 @@ class ResidentUnitStore(DeviceUnitStore):
     def allocation_count(self) -> int:
         return 0 if self._peers is None else int(self._peers.memory()["allocation_count"])
 
+    def is_waiting(self) -> bool:
+        return super().is_waiting() or not all(work.done() for work in self._works.values())
+
+    def give_up(self) -> None:
+        super().give_up()
+        if self._peers is not None:
+            self._peers.close()
+
     def close(self) -> None:
         self._works.clear()
         super().close()

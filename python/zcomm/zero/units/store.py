@@ -477,6 +477,12 @@ class UnitStore(ParameterStore):
     def _own(self, param: int) -> torch.Tensor:
         return self.weights.release(param, self.unit_of(param))
 
+    def is_waiting(self) -> bool:
+        return any(unit.gathering is not None and not unit.gathering.done() for unit in self.units)
+
+    def give_up(self) -> None:
+        self._gather_comm.close()
+
     def close(self) -> None:
         self._thread.close()
         values = self._last_values()
