@@ -7,6 +7,7 @@ as after any failure, so that the other ranks do not wait for it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,7 +41,8 @@ class Issue:
         self._has_core_deadline = True  # no other one has been set, and none has passed
         self._given_up: Exception | None = None
         self._flight = Flight()
-        self._callbacks = Callbacks()
+        itself = weakref.ref(self)
+        self._callbacks = Callbacks(timeout_s, lambda: _stuck_in(itself()))
         self._collectives = Completer(any_order=False, callbacks=self._callbacks)
         self._messages = Completer(any_order=True)
         self._coalesced: list[Pending] | None = None
@@ -144,6 +146,10 @@ class Issue:
 
     def _stuck(self, what: str) -> Exception:
         return self._give_up(what, self._deadline_s, "the callbacks of earlier Futures of this group to return")
+
+
+def _stuck_in(group: Issue | None) -> Exception:
+    return RuntimeError("the process group is gone") if group is None else group._stuck("Future.wait")
 
 
 def _one_after_another(first: Callable[[], None] | None, second: Callable[[], None]) -> Callable[[], None]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,6 +110,39 @@ def waits_for_a_later_one(rank: int, size: int) -> None:
     assert told.wait() == size
 
 
+def waits_for_a_chained_one(rank: int, size: int) -> None:
+    """What ``then`` makes of a later collective's Future, and all of several: later callbacks complete these."""
+    for ask in ("chained", "longer chain", "collect_all", "wait_all"):
+        handed: list[Any] = []
+        is_there, order = threading.Event(), []
+
+        def callback(own: Any, ask: str = ask, handed: list[Any] = handed, is_there: Any = is_there) -> list[float]:
+            assert is_there.wait(30)
+            if ask == "collect_all":
+                return [float(future.value()) for future in torch.futures.collect_all(handed).wait()]
+            if ask == "wait_all":
+                return [float(value) for value in torch.futures.wait_all(handed)]
+            return [float(handed[-1].wait())]
+
+        def note(own: Any, order: list[int] = order, number: int = 0) -> float:
+            order.append(number)
+            tensor = torch.ones(1)
+            dist.all_reduce(tensor)
+            return float(own.value()[0][0]) + float(tensor)
+
+        told = _in_flight(rank, torch.ones(1)).get_future().then(callback)
+        for number in range(3):
+            future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
+            future = future.then(lambda own, n=number, note=note: note(own, number=n))
+            handed.append(future.then(lambda own: own.value() + 1) if ask == "longer chain" else future)
+        is_there.set()
+        wanted = 2.0 * size + (ask == "longer chain")
+        assert told.wait() == [wanted] * (3 if ask.endswith("all") else 1)
+        for future in handed:
+            future.wait()
+        assert order == [0, 1, 2]
+
+
 def raises(rank: int, size: int) -> None:
     def broken(own: Any) -> None:
         raise ValueError("no good")
@@ -160,6 +195,7 @@ WAITING = (
     issues_and_waits,
     order_is_the_programs,
     waits_for_a_later_one,
+    waits_for_a_chained_one,
     raises,
     messages,
     subgroup,
@@ -319,6 +355,58 @@ def _stuck() -> str:
 def test_a_callback_that_never_returns_is_named(run_ranks: Callable[..., list[Any]]) -> None:
     text = run_ranks(_stuck, 2)[0]
     assert "barrier" in text and "callback" in text and "1 s" in text, text
+
+
+def _waits_for_itself() -> str:
+    """A callback that waits for what only it can complete: the deadline ends that, for a thread that waits for it."""
+    with world(timeout_s=1.0):
+        handed: list[Any] = []
+        is_there = threading.Event()
+
+        def callback(own: Any) -> Any:
+            is_there.wait(30)
+            return handed[0].wait()
+
+        handed.append(dist.all_reduce(torch.ones(1), async_op=True).get_future().then(callback))
+        is_there.set()
+        with pytest.raises((TimeoutError, RuntimeError)) as caught:
+            handed[0].wait()
+        return str(caught.value)
+
+
+def test_a_callback_that_waits_for_itself_is_named(run_ranks: Callable[..., list[Any]]) -> None:
+    for text in run_ranks(_waits_for_itself, 2):
+        assert "Future" in text and "1 s" in text, text
+
+
+# ---- signals ----
+def _interrupted(folder: str) -> float:
+    """Rank 0 waits for a Future whose collective cannot end; the signal's handler raises."""
+
+    def handler(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    with world(timeout_s=60.0) as (rank, _size):
+        if rank == 0:
+            signal.signal(signal.SIGTERM, handler)
+            told = dist.all_reduce(torch.ones(1), async_op=True).get_future().then(lambda own: own.value())
+            sent = time.monotonic() + 0.5
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            with pytest.raises(KeyboardInterrupt):
+                told.wait()
+            took_s = time.monotonic() - sent
+            Path(folder, "interrupted").touch()
+            assert float(told.wait()[0]) == 2.0, "it may be waited for again"
+        else:
+            while not Path(folder, "interrupted").exists():
+                time.sleep(0.01)
+            took_s = 0.0
+            dist.all_reduce(torch.ones(1))
+    return took_s
+
+
+def test_a_handler_runs_while_a_future_is_waited_for(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    assert max(run_ranks(_interrupted, 2, str(tmp_path))) < 20
 
 
 # ---- programs by chance ----

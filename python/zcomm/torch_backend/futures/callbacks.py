@@ -5,7 +5,8 @@ and what it calls (PowerSGD calls two all_reduce in callbacks) would come betwee
 another order on each rank. So: callbacks run one at a time, in the order in which the program registered them, and what
 the program calls after that comes after them: a blocking call waits, an asynchronous one is Deferred. The order
 is that of a program that waits for each Future before it goes on, which is what torch's NCCL backend does.
-A callback calls, and registers other callbacks, at once.
+A callback calls, and registers other callbacks, at once. One that waits for a Future that later callbacks complete has
+these run first, on its own thread (``start_up_to``).
 """
 
 from __future__ import annotations
@@ -26,11 +27,19 @@ if TYPE_CHECKING:
 class _Call:
     """Callbacks that have been registered on ``gate``, which is opened once ``work`` has ended."""
 
-    def __init__(self, work: Pending, future: Any, gate: Any) -> None:
+    def __init__(self, work: Pending, future: Any, gate: Any, deadline_s: float) -> None:
         self._work, self._future, self._gate = work, future, gate
+        self._deadline_s = deadline_s
+        self._late_at = time.monotonic() + deadline_s
 
     def run(self) -> None:
+        self._work.settle()
+        self._late_at = time.monotonic() + self._deadline_s
         self._work.open_after_end(self._future, self._gate)
+
+    def is_late(self) -> bool:
+        """Return True if the callbacks before it, or its own, have taken longer than the deadline."""
+        return time.monotonic() > self._late_at
 
 
 class Deferred:
@@ -101,11 +110,16 @@ class Deferred:
 
 
 class Callbacks(Server):
-    """The callbacks of one group, and what waits for them. ``pending``: how many entries have not been done."""
+    """The callbacks of one group, and what waits for them. ``pending``: how many entries have not been done.
 
-    def __init__(self) -> None:
+    deadline_s: of a callback's turn to come, and of its return. expire: makes the error of one that is late.
+    """
+
+    def __init__(self, deadline_s: float, expire: Callable[[], Exception]) -> None:
         super().__init__()
+        self.expire = expire
         self.pending = 0
+        self._deadline_s = deadline_s
         self.tell_begun: Callable[[], None] = lambda: None  # called when a Deferred has been started
         self._queue: deque[_Call | Deferred] = deque()
         self._is_open = True
@@ -114,9 +128,11 @@ class Callbacks(Server):
         """Return True if a collective that this thread calls comes after callbacks that have not returned."""
         return self.pending > 0 and not is_serving()
 
-    def run_after(self, work: Pending, future: Any, gate: Any) -> None:
-        """Open ``gate`` when ``work`` has ended, and with it ``future``."""
-        self._add(_Call(work, future, gate))
+    def run_after(self, work: Pending, future: Any, gate: Any) -> Turn:
+        """Open ``gate`` when ``work`` has ended, and with it ``future``. Return the place in the order of callbacks."""
+        call = _Call(work, future, gate, self._deadline_s)
+        self._add(call)
+        return Turn(self, call)
 
     def defer(self, start: Callable[[], CoreWork], deadline_s: float, expire: Callable[[], Exception]) -> Deferred:
         """Call ``start`` after the callbacks registered so far, ``expire`` if they take longer than ``deadline_s``."""
@@ -129,20 +145,22 @@ class Callbacks(Server):
         with self._changed:
             return self._changed.wait_for(lambda: self.pending == 0, seconds)
 
-    def start_up_to(self, deferred: Deferred) -> None:
-        with self._changed:
-            if threading.current_thread() not in self._threads or deferred not in self._queue:
-                return
-            before: list[Deferred] = []
-            for entry in list(self._queue):
-                if isinstance(entry, Deferred):
-                    self._queue.remove(entry)
-                    before.append(entry)
-                if entry is deferred:
-                    break
-        for entry in before:
+    def start_up_to(self, last: _Call | Deferred) -> None:
+        """Start the operations up to ``last``, if this thread runs callbacks; run callbacks, too, if ``last`` is one.
+
+        One entry at a time: a callback may wait for the next one.
+        """
+        while (entry := self._take_up_to(last)) is not None:
             entry.run()
-        self._done(len(before))
+            self._done(1)
+
+    def _take_up_to(self, last: _Call | Deferred) -> _Call | Deferred | None:
+        with self._changed:
+            if threading.current_thread() not in self._threads or last not in self._queue:
+                return None
+            entry = next(e for e in self._queue if isinstance(last, _Call) or isinstance(e, Deferred))
+            self._queue.remove(entry)
+            return entry
 
     def close(self) -> None:
         """Join the threads. The callbacks' works must be about to end: their communicator has been closed."""
@@ -189,3 +207,19 @@ class Callbacks(Server):
         super()._begin_anew()
         self._queue.clear()
         self.pending = 0
+
+
+class Turn:
+    """Place of a callback in the order of its group's: the Futures that it completes keep it."""
+
+    def __init__(self, callbacks: Callbacks, call: _Call) -> None:
+        self._callbacks, self._call = callbacks, call
+
+    def come(self) -> None:
+        """Run the callbacks up to this one, if this thread runs callbacks: one of them waits for it."""
+        self._callbacks.start_up_to(self._call)
+
+    def check_deadline(self) -> None:
+        """Raise TimeoutError, and give up the group, if it has not come in time, or its callback has not returned."""
+        if self._call.is_late():
+            raise self._callbacks.expire()
