@@ -143,4 +143,11 @@ def is_initialized() -> bool:
     return _current is not None
 
 
+def _begin_anew() -> None:
+    """In a forked child: another thread of the parent may have been in init(), and had the lock."""
+    global _lock, _joining
+    _lock, _joining = threading.RLock(), None
+
+
 atexit.register(shutdown)
+os.register_at_fork(after_in_child=_begin_anew)

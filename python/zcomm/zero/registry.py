@@ -7,6 +7,7 @@ gives its Parts and its TrainState to others.
 from __future__ import annotations
 
 import atexit
+import os
 import weakref
 from collections.abc import Iterator
 from typing import Protocol
@@ -27,12 +28,12 @@ class Owner(Protocol):
     def _close(self, keep_weights: bool) -> None: ...
 
 
-_open: weakref.WeakSet[Owner] = weakref.WeakSet()
+_open: weakref.WeakKeyDictionary[Owner, int] = weakref.WeakKeyDictionary()  # with the process that made it
 
 
 def opened(owner: Owner) -> None:
     """Add an optimizer, until it is closed."""
-    _open.add(owner)
+    _open[owner] = os.getpid()
 
 
 def open_optimizers() -> list[Owner]:
@@ -90,6 +91,10 @@ def owner_of(param: torch.Tensor) -> tuple[TrainState, Parts, int | None] | None
 
 @atexit.register
 def _close_all() -> None:
-    """Close what is open, so that a program that ends or fails without close() leaves no swap file."""
-    for owner in list(_open):
-        owner._close(keep_weights=False)
+    """Close what is open, so that a program that ends or fails without close() leaves no swap file.
+
+    A forked child leaves its parent's optimizers alone: their threads and files are the parent's.
+    """
+    for owner, pid in list(_open.items()):
+        if pid == os.getpid():
+            owner._close(keep_weights=False)

@@ -10,6 +10,7 @@ Thread rule: ``submit`` by one thread at a time; a call may be waited for by any
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -26,6 +27,7 @@ class Call(Generic[T]):
     """What a Worker runs, or has run."""
 
     def __init__(self) -> None:
+        self._pid = os.getpid()
         self.gate = threading.Lock()
         self.gate.acquire()
         self.ended = False
@@ -37,7 +39,9 @@ class Call(Generic[T]):
         return self.ended
 
     def wait(self) -> None:
-        """Wait for its end."""
+        """Wait for its end. Raises: RuntimeError in a forked child, which has no such thread."""
+        if not self.ended:
+            _require_own(self._pid)
         while not self.ended:
             self.gate.acquire(timeout=_LOOK_S)
 
@@ -50,6 +54,11 @@ class Call(Generic[T]):
             return self.value  # type: ignore[no-any-return]
         finally:
             del self  # as in _run
+
+
+def _require_own(pid: int) -> None:
+    if os.getpid() != pid:
+        raise RuntimeError("this process was forked from the one whose optimizer this is; only the parent can use it")
 
 
 def _run(todo: _Todo) -> None:
@@ -70,12 +79,14 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._pid = os.getpid()
         self._calls: SimpleQueue[_Todo | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
     def submit(self, function: Callable[..., T], *arguments: Any) -> Call[T]:
-        """Run ``function(*arguments)`` after all calls before it."""
+        """Run ``function(*arguments)`` after all calls before it. Raises: RuntimeError in a forked child."""
+        _require_own(self._pid)
         if self._is_closed:
             raise RuntimeError(f"the thread {self._name} has ended")
         call: Call[T] = Call()
@@ -86,9 +97,9 @@ class Worker:
         return call
 
     def close(self) -> None:
-        """End the thread, after the calls that it has been given."""
+        """End the thread, after the calls that it has been given. No effect in a forked child."""
         self._is_closed = True
-        if self._thread is not None:
+        if self._thread is not None and os.getpid() == self._pid:
             self._calls.put(None)
             if self._thread.is_alive():  # it is not where an interrupt came before its start
                 self._thread.join()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -73,6 +74,25 @@ def test_an_interrupt_of_a_waiting_thread_is_that_and_nothing_else() -> None:
             break
         moment += 1
     assert moment > 5
+    worker.close()
+
+
+def test_a_forked_child_is_refused() -> None:
+    worker, go = Worker("test"), threading.Event()
+    call = worker.submit(go.wait)
+    child = os.fork()
+    if child == 0:
+        told = []
+        for use in (lambda: worker.submit(int), call.result):
+            try:
+                use()
+            except RuntimeError as error:
+                told.append("only the parent can use it" in str(error))
+        worker.close()
+        os._exit(0 if told == [True, True] else 1)
+    go.set()
+    _, status = os.waitpid(child, 0)
+    assert status == 0 and call.result() is True
     worker.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Generator
 from concurrent import futures
 from concurrent.futures import Future
@@ -15,13 +16,19 @@ class SaveTask:
     def __init__(self, future: Future[None]) -> None:
         self._future = future
         self._told = False
+        self._pid = os.getpid()
 
     def done(self) -> bool:
         """Return True once it has ended, well or not."""
         return self._future.done()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until the folder is in its place. Raises: what save() raises; TimeoutError (the save goes on then)."""
+        """Wait until the folder is in its place.
+
+        Raises: what save() raises; TimeoutError (the save goes on then); RuntimeError in a forked child.
+        """
+        if os.getpid() != self._pid and not self._future.done():
+            raise RuntimeError("this process was forked from the one that saves; only the parent can wait for the save")
         try:
             self._future.result(timeout)
         except futures.TimeoutError:  # before Python 3.11 not the built-in one

@@ -1,0 +1,98 @@
+"""Forked children of a process that trains: they end, and their parent goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import os, sys, threading, time
+import torch, zcomm
+from torch import nn
+
+what, folder = sys.argv[1:]
+
+def child(call=lambda: None):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            call()
+        except RuntimeError as error:
+            print("child:", error, flush=True)
+        sys.exit(0)
+    until = time.monotonic() + 20
+    while os.waitpid(pid, os.WNOHANG)[0] == 0:
+        if time.monotonic() > until:
+            os.kill(pid, 9)
+            os.waitpid(pid, 0)
+            sys.exit("the child hangs")
+        time.sleep(0.02)
+
+if what == "init":
+    def join():
+        try:
+            zcomm.init(timeout=6, rank=0, world_size=2, init_method=f"file://{folder}/nowhere")
+        except TimeoutError:
+            print("nobody came", flush=True)
+    joining = threading.Thread(target=join)
+    joining.start()
+    time.sleep(1)
+    child()
+    child(lambda: zcomm.init())
+    child(lambda: zcomm.shutdown())
+    joining.join()
+elif what == "save":
+    import zcomm.zero.checkpoint.durable as durable
+    go, sync = threading.Event(), os.fsync
+    os.fsync = lambda file: (go.wait(60), sync(file))
+    model = nn.Linear(10, 10)
+    opt = zcomm.ZeroOptimizer(model, "adamw", stage=1)
+    task = opt.save(f"{folder}/checkpoint", wait=False)
+    child()
+    child(task.wait)
+    go.set()
+    task.wait()
+    opt.load(f"{folder}/checkpoint")
+else:
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+    opt = zcomm.ZeroOptimizer(model, "adamw", stage=3, offload="nvme", nvme_path=folder, share_parameters=False)
+    def step():
+        model(torch.ones(1, 64)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+    step()
+    for call in (lambda: model(torch.ones(1, 64)), lambda: None, opt.close, zcomm.shutdown):
+        child(call)
+    step()
+    opt.close()
+print("parent: fine")
+"""
+
+
+@pytest.mark.parametrize("what", ["init", "save", "units"])
+def test_a_forked_child_ends(tmp_path: Path, what: str) -> None:
+    foreign = ("RANK", "WORLD", "LOCAL", "MASTER", "ZCOMM_INIT", "ZCOMM_JOB")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    program = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, what, str(tmp_path)],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, errors = program.communicate(timeout=110)
+    finally:
+        if program.poll() is None:
+            os.killpg(program.pid, signal.SIGKILL)
+    assert program.returncode == 0 and "parent: fine" in output, output + errors
+    if what == "init":
+        assert "nobody came" in output
+    else:
+        assert "only the parent" in output, output
