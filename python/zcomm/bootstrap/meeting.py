@@ -90,8 +90,12 @@ class Meeting:
         place: str,
         patience_s: float,
         job: str = "",
+        lost: Callable[[], int | None] = lambda: None,
     ) -> None:
-        """deadline: by time.monotonic(). place, patience_s: for errors. job: its name, where there is one."""
+        """deadline: by time.monotonic(). place, patience_s: for errors. job: its name, where there is one.
+
+        lost: returns a rank that has ended, by its number in the job, for ranks that are connected already.
+        """
         self._store = store if world_size > 1 else None
         self._rank = rank
         self._world_size = world_size
@@ -99,6 +103,7 @@ class Meeting:
         self._place = place
         self._patience_s = patience_s
         self._job = job
+        self._lost = lost
         self._number = ""
         self._members: list[Process] = []
 
@@ -257,6 +262,7 @@ class Meeting:
         def all_here() -> bool:
             nonlocal texts
             if not store.check(names):
+                self._look_for_lost()
                 return self._look_for_verdict()
             texts = [told.decode() for told in store.multi_get(names)]
             return all(counts(text) for text in texts) or self._look_for_verdict()
@@ -269,6 +275,12 @@ class Meeting:
                 f"{self._patience_s:g} s"
             )
         return texts
+
+    def _look_for_lost(self) -> None:
+        if (rank := self._lost()) is not None:
+            lost = _core.PeerLost(f"init: rank {rank} of the job ended before all ranks had come to {self._place}")
+            lost.rank = rank
+            raise lost
 
     @contextlib.contextmanager
     def _store_named(self) -> Any:

@@ -14,7 +14,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -346,18 +346,19 @@ def join_through_store(
     master: str | None = None,
     job: str = "",
     linger_s: float = 0.0,
+    lost: Callable[[], int | None] = lambda: None,
 ) -> Joined:
     """Join the ranks that share ``store``, which they alone write to and which is trusted: their token lies in it.
 
     join_timeout: of joining; timeout: of later operations, the same if not given. where: the store's name, for errors.
-    master: a host that all have a route to. job, linger_s: see ``Meeting``. A world of one needs no store. The keys are
-    ``store_keys(world_size)``.
+    master: a host that all have a route to. job, linger_s, lost: see ``Meeting``. A world of one needs no store. The
+    keys are ``store_keys(world_size)``.
     Raises: TimeoutError naming the ranks that did not come; ValueError when ``backend`` does not reach them, or for
     environment variables; RuntimeError with what kept another rank from it, or when a rank came twice; PeerLost,
     OSError.
     """
     deadline = time.monotonic() + join_timeout
-    meeting = Meeting(store, rank, world_size, deadline, where, timeout or join_timeout, job)
+    meeting = Meeting(store, rank, world_size, deadline, where, timeout or join_timeout, job, lost)
     mine = {"host": host_id(), "machine": machine_id()}
     if rank == 0:
         mine |= {"token": secrets.token_hex(32), "settings": Settings.read().to_text()}

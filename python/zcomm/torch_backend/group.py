@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -41,7 +42,10 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
     supports_time_estimate = False
     supports_shrinking = False
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, timeout: timedelta, global_ranks: Sequence[int] = ()
+    ) -> None:
+        """global_ranks: of the ranks of this group in the default group."""
         _Base.__init__(self, rank, size)  # the form with a store cannot be subclassed
         self._store = store
         self._name = ""
@@ -60,6 +64,7 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
             master=os.environ.get("MASTER_ADDR"),
             job=job,
             linger_s=LINGER_S if is_default and not job else 0.0,
+            lost=lambda: _lost_of(global_ranks),
         )
         self._meshes = joined.meshes
         if not _alive:
@@ -191,6 +196,15 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
         _alive.discard(self)
 
     abort = shutdown
+
+
+def _lost_of(global_ranks: Sequence[int]) -> int | None:
+    """Return one of these ranks if the default group knows that it has ended."""
+    default = dist.group.WORLD if dist.is_initialized() else None
+    if not isinstance(default, ProcessGroup) or not default._meshes:
+        return None
+    lost = default._meshes[-1].lost()  # by rank of the whole group
+    return lost if lost in global_ranks else None
 
 
 def _leave(group: ProcessGroup | None) -> None:

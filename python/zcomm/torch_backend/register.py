@@ -19,7 +19,7 @@ from zcomm.torch_backend.group import NAME, ProcessGroup
 
 def _create(options: Any, backend_options: Any) -> ProcessGroup:
     kind = DeviceProcessGroup if torch.cuda.is_available() else ProcessGroup
-    return kind(options.store, options.group_rank, options.group_size, options.timeout)
+    return kind(options.store, options.group_rank, options.group_size, options.timeout, options.global_ranks_in_group)
 
 
 def _serve_monitored_barrier() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -151,3 +152,59 @@ def test_monitored_barrier_names_the_missing(run_ranks: Callable[..., list[Any]]
     texts = run_ranks(_monitored, 4)
     assert "Ranks 1, 2 failed" in texts[0], texts
     assert "rank 0" in texts[3] and "Ranks 1, 2 failed" in texts[3], texts
+
+
+def _makes_a_group_alone() -> tuple[str, float]:
+    """Rank 2 dies while rank 0 waits for rank 2, and rank 1 has done its part of a group without rank 2."""
+    with world(timeout_s=60.0) as (rank, _size):
+        part = dist.new_group([0, 1])
+        dist.barrier()
+        if rank == 2:
+            time.sleep(0.5)
+            os._exit(0)
+        started = time.monotonic()
+        text = "nothing"
+        try:
+            dist.new_group([0, 1, 2])
+        except ConnectionError as error:
+            text = f"{type(error).__name__}: {error}"
+        took_s = time.monotonic() - started
+        other = dist.new_group([0, 1], use_local_synchronization=True)
+        for group in (part, other):
+            value = torch.ones(1)
+            dist.all_reduce(value, group=group)
+            assert value == 2
+        return text, took_s
+
+
+def test_new_group_ends_when_a_rank_of_it_has_died(run_ranks: Callable[..., list[Any]]) -> None:
+    for result in run_ranks(_makes_a_group_alone, 3, check=False)[:2]:
+        assert result.value is not None, result.describe()
+        text, took_s = result.value
+        assert text.startswith("PeerLost: init: rank 2 of the job ended") and took_s < 20, (text, took_s)
+
+
+def _interrupted_in_new_group() -> float:
+    """Rank 1 comes when rank 0's handler has raised."""
+
+    def handler(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    with world(timeout_s=60.0) as (rank, _size):
+        store = dist.distributed_c10d._get_default_store()
+        took_s = 0.0
+        if rank == 0:
+            signal.signal(signal.SIGTERM, handler)
+            sent = time.monotonic() + 0.5
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            with pytest.raises(KeyboardInterrupt):
+                dist.new_group([0, 1])
+            took_s = time.monotonic() - sent
+            store.set("interrupted", "yes")
+        else:
+            store.wait(["interrupted"])
+        return took_s
+
+
+def test_a_handler_runs_in_new_group(run_ranks: Callable[..., list[Any]]) -> None:
+    assert max(run_ranks(_interrupted_in_new_group, 2)) < 20
