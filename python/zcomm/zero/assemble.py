@@ -51,6 +51,7 @@ logger = logging.getLogger("zcomm")
 
 Gradients = tuple[list[nn.Parameter], Geometry, Communicator, torch.dtype, bool, bool, list[str]]  # as a reducer's
 
+
 def build_parts(
     model: nn.Module | None,
     groups: Sequence[dict[str, Any]],

@@ -366,8 +366,8 @@ def test_a_group_of_torch_is_joined(run_ranks: Run, by_engine: bool) -> None:
 # ---- processes between mpirun and the rank ----
 WRAPPED = """
 import os, subprocess, sys
-from zcomm import _rendezvous
-print(_rendezvous.find_job(None, None, None).init_method)
+from zcomm.bootstrap import rendezvous
+print(rendezvous.find_job(None, None, None).init_method)
 """
 
 
