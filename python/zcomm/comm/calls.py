@@ -8,16 +8,16 @@ from typing import TypeVar
 import torch
 
 from zcomm import _core
-from zcomm.comm.tensors import check_buffers, core_dtype
+from zcomm.comm.tensors import check_buffers, core_dtype, count_written, stands_for_weight, whole
 from zcomm.comm.work import DeviceWork, Work, current_stream
 
 Buckets = torch.Tensor | Sequence[torch.Tensor]
 Result = TypeVar("Result")
 
 
-def listed(buckets: Buckets) -> list[torch.Tensor]:
-    """One tensor is a list of one."""
-    return [buckets] if isinstance(buckets, torch.Tensor) else list(buckets)
+def listed(what: str, buckets: Buckets) -> list[torch.Tensor]:
+    """List the tensors, whole ones in the place of sharded weights. One tensor is a list of one."""
+    return [whole(what, each) for each in ([buckets] if isinstance(buckets, torch.Tensor) else buckets)]
 
 
 _REDUCE_OPS: dict[str, _core.ReduceOp] = dict(_core.ReduceOp.__members__)
@@ -76,14 +76,21 @@ class Calls:
             raise ValueError(f"{what}: tensors are {dtype}, {side} is {other}")
         core_dtype(dtype)
 
-    def _end(self, core_work: _core.Work | None, keep_alive: object) -> Work | None:
-        """``core_work`` is None when the call was blocking."""
-        if core_work is None:
-            return None
-        return Work(core_work, keep_alive) if self._device == "cpu" else DeviceWork(core_work, keep_alive, self._device)
+    def _end(
+        self, core_work: _core.Work | None, keep_alive: object, written: Sequence[torch.Tensor] = (), here: bool = True
+    ) -> Work | None:
+        """``core_work`` is None when the call was blocking. written: on each rank, or (``here`` False) on others."""
+        work: Work | None = None
+        if core_work is not None:
+            on_cpu = self._device == "cpu"
+            work = Work(core_work, keep_alive) if on_cpu else DeviceWork(core_work, keep_alive, self._device)
+            if any(stands_for_weight(tensor) for tensor in written):
+                work.wait()  # what is in the gathered copy then is the weight's
+        count_written(written, here)
+        return work
 
     def _end_with(
-        self, result: Result, core_work: _core.Work | None, keep_alive: object
+        self, result: Result, core_work: _core.Work | None, keep_alive: object, written: Sequence[torch.Tensor]
     ) -> Result | tuple[Result, Work]:
-        work = self._end(core_work, keep_alive)
+        work = self._end(core_work, keep_alive, written)
         return result if work is None else (result, work)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from zcomm.comm.calls import Buckets, Calls, listed
-from zcomm.comm.tensors import core_dtype, integers, spans
+from zcomm.comm.tensors import core_dtype, integers, refuse_weights, spans, whole
 from zcomm.comm.work import Work
 
 
@@ -24,21 +24,22 @@ class Movements(Calls):
         out: where the buckets go; a shard may be its own place in ``out``, and share no other memory with it.
         Returns: the bucket(s), or (bucket(s), Work) if ``async_op``. Raises: as all_reduce.
         """
-        tensors = listed(shards)
+        tensors = listed("all_gather", shards)
         dtype = self._buffers("all_gather", tensors)
-        buckets = self._whole(tensors) if out is None else listed(out)
+        buckets = self._whole(tensors) if out is None else listed("all_gather", out)
         self._check_same_dtype("all_gather", "out", buckets, dtype)
         self._check_counts("all_gather", buckets, tensors)
         work = self._core.all_gather(spans(tensors), spans(buckets), core_dtype(dtype), name, async_op)
         result = buckets[0] if isinstance(shards, torch.Tensor) else buckets
-        return self._end_with(result, work, (tensors, buckets))
+        return self._end_with(result, work, (tensors, buckets), buckets)
 
     def broadcast(self, buckets: Buckets, root: int = 0, async_op: bool = False, name: str = "") -> Work | None:
         """Copy ``root``'s buckets into everybody's. Same counts and dtype on each rank. Raises: as all_reduce."""
-        tensors = listed(buckets)
+        tensors = listed("broadcast", buckets)
         dtype = core_dtype(self._buffers("broadcast", tensors))
         self._check_root("broadcast", root)
-        return self._end(self._core.broadcast(spans(tensors), dtype, root, name, async_op), tensors)
+        work = self._core.broadcast(spans(tensors), dtype, root, name, async_op)
+        return self._end(work, tensors, tensors, here=self.rank != root)
 
     def gather(
         self, shards: Buckets, root: int = 0, out: Buckets | None = None, async_op: bool = False, *, name: str = ""
@@ -49,19 +50,20 @@ class Movements(Calls):
         out: where the buckets go; only root may give it.
         Returns: the bucket(s) at root and None elsewhere, or (that, Work) if ``async_op``. Raises: as all_reduce.
         """
-        tensors = listed(shards)
+        tensors = listed("gather", shards)
         dtype = self._buffers("gather", tensors)
         self._check_root("gather", root)
         buckets: list[torch.Tensor] = []
         if self.rank == root:
-            buckets = self._whole(tensors) if out is None else listed(out)
+            refuse_weights("gather", [] if out is None else [out] if isinstance(out, torch.Tensor) else out)
+            buckets = self._whole(tensors) if out is None else listed("gather", out)
             self._check_same_dtype("gather", "out", buckets, dtype)
             self._check_counts("gather", buckets, tensors)
         elif out is not None:
             raise ValueError(f"gather: out is given on rank {self.rank}, but only root={root} receives")
         work = self._core.gather(spans(tensors), spans(buckets), core_dtype(dtype), root, name, async_op)
         result = None if self.rank != root else buckets[0] if isinstance(shards, torch.Tensor) else buckets
-        return self._end_with(result, work, (tensors, buckets))
+        return self._end_with(result, work, (tensors, buckets), buckets)
 
     def scatter(
         self, out: Buckets, buckets: Buckets | None = None, root: int = 0, async_op: bool = False, *, name: str = ""
@@ -72,20 +74,20 @@ class Movements(Calls):
         [rank * n, (rank + 1) * n).
         buckets: at root only. Returns: a Work if ``async_op``. Raises: as all_reduce.
         """
-        shards = listed(out)
+        shards = listed("scatter", out)
         dtype = self._buffers("scatter", shards)
         self._check_root("scatter", root)
         tensors: list[torch.Tensor] = []
         if self.rank == root:
             if buckets is None:
                 raise ValueError(f"scatter: root={root} must give the buckets")
-            tensors = listed(buckets)
+            tensors = listed("scatter", buckets)
             self._check_same_dtype("scatter", "buckets", tensors, dtype)
             self._check_counts("scatter", tensors, shards)
         elif buckets is not None:
             raise ValueError(f"scatter: buckets are given on rank {self.rank}, but only root={root} sends")
         work = self._core.scatter(spans(tensors), spans(shards), core_dtype(dtype), root, name, async_op)
-        return self._end(work, (tensors, shards))
+        return self._end(work, (tensors, shards), shards)
 
     def all_to_all(
         self,
@@ -110,7 +112,7 @@ class Movements(Calls):
         dtype = self._buffers("all_to_all inp", inputs)
         self._check_same_dtype("all_to_all", "out", outputs, dtype)
         work = self._core.all_to_all(spans(inputs), spans(outputs), core_dtype(dtype), name, async_op)
-        return self._end(work, (inputs, outputs))
+        return self._end(work, (inputs, outputs), outputs)
 
     def barrier(self, name: str = "", async_op: bool = False) -> Work | None:
         """Wait until every rank has called it."""
@@ -127,7 +129,8 @@ class Movements(Calls):
                 raise ValueError(f"{what}: splits are for one tensor, not for a list")
             if len(buckets) != self.world_size:
                 raise ValueError(f"{what}: {len(buckets)} tensors, expected one for each of {self.world_size} ranks")
-            return list(buckets)
+            return listed(what, buckets)
+        buckets = whole(what, buckets)
         self._buffers(what, [buckets])
         count = buckets.numel()
         if splits is None:

@@ -12,9 +12,9 @@ import torch
 
 from zcomm import _core
 from zcomm.comm.calls import Buckets, Calls, listed
-from zcomm.comm.cuda_streams import Streams
 from zcomm.comm.device_p2p import Landing, taken_home
-from zcomm.comm.tensors import check_buffers, core_dtype, spans
+from zcomm.comm.cuda_streams import Streams
+from zcomm.comm.tensors import check_buffers, core_dtype, count_written, refuse_weights, spans
 from zcomm.comm.work import Work
 
 
@@ -68,7 +68,7 @@ class Messages(Calls):
         copied to the host first, which waits for the current stream; they may be changed as soon as this returns.
         Returns: a Work if ``async_op``. Raises: ValueError, CollectiveMismatch, PeerLost, TimeoutError.
         """
-        tensors = listed(buckets)
+        tensors = listed("send", buckets)
         dtype = core_dtype(check_buffers("send", tensors, self._device))
         streams = streams_of(self._device)
         if streams is not None:
@@ -104,7 +104,9 @@ class Messages(Calls):
         stream of the call, or of the Work's ``wait()``, after what the stream of the call had been given.
         Returns: the sender's rank, or a Work with ``.source`` if ``async_op``. Raises: as send.
         """
-        tensors = listed(buckets)
+        if async_op:
+            refuse_weights("recv", [buckets] if isinstance(buckets, torch.Tensor) else buckets)
+        tensors = listed("recv", buckets)
         dtype = core_dtype(check_buffers("recv", tensors, self._device))
         if src is not None and not 0 <= src < self.world_size:
             raise ValueError(f"recv: src={src} is not a rank of a world of size {self.world_size}")
@@ -113,7 +115,9 @@ class Messages(Calls):
         host = tensors if landing is None else landing.host
         work = self._messenger.recv(spans(host), dtype, -1 if src is None else src, tag, name, async_op, source)
         if work is not None:
+            count_written(tensors)
             return RecvWork(work, tensors, source) if landing is None else LandingWork(work, landing, source)
         if landing is not None:
             landing.finish()
+        count_written(tensors)
         return source.rank

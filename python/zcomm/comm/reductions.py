@@ -11,7 +11,7 @@ from typing import Literal, overload
 import torch
 
 from zcomm.comm.calls import Buckets, Calls, listed, reduce_op
-from zcomm.comm.tensors import check_buffers, core_dtype, spans
+from zcomm.comm.tensors import check_buffers, core_dtype, has_memory, refuse_weights, spans
 from zcomm.comm.work import Work
 
 
@@ -31,13 +31,15 @@ class Reductions(Calls):
         Cost: 2N bytes of memory traffic per rank on symmetric tensors.
         Returns: a Work if ``async_op``. Raises: ValueError, CollectiveMismatch, PeerLost, TimeoutError.
         """
-        if self._reads_tensors:  # the core checks a plain CPU tensor faster than the lines below
+        if self._reads_tensors and type(buckets) is torch.Tensor and has_memory(buckets):
+            # The core checks a plain CPU tensor faster than the lines below.
             work = self._core.all_reduce_tensor(buckets, reduce_op(op), name, async_op)
             if work is not NotImplemented:
-                return self._end(work, buckets)
-        tensors = listed(buckets)
+                return self._end(work, buckets, (buckets,))
+        tensors = listed("all_reduce", buckets)
         dtype = core_dtype(self._buffers("all_reduce", tensors))
-        return self._end(self._core.all_reduce(spans(tensors), dtype, reduce_op(op), name, async_op), tensors)
+        work = self._core.all_reduce(spans(tensors), dtype, reduce_op(op), name, async_op)
+        return self._end(work, tensors, tensors)
 
     def reduce(
         self, buckets: Buckets, root: int = 0, op: str = "sum", async_op: bool = False, name: str = ""
@@ -46,10 +48,12 @@ class Reductions(Calls):
 
         Shapes, ops, errors: as all_reduce. Returns: a Work if ``async_op``.
         """
-        tensors = listed(buckets)
+        refuse_weights("reduce", [buckets] if isinstance(buckets, torch.Tensor) else buckets)
+        tensors = listed("reduce", buckets)
         dtype = core_dtype(self._buffers("reduce", tensors))
         self._check_root("reduce", root)
-        return self._end(self._core.reduce(spans(tensors), dtype, reduce_op(op), root, name, async_op), tensors)
+        work = self._core.reduce(spans(tensors), dtype, reduce_op(op), root, name, async_op)
+        return self._end(work, tensors, tensors if self.rank == root else ())
 
     def reduce_scatter(
         self,
@@ -70,7 +74,7 @@ class Reductions(Calls):
         Returns: the shard(s), or (shard(s), Work) if ``async_op``.
         Raises: ValueError naming count and world_size when they do not divide (padding is BucketLayout's job).
         """
-        tensors = listed(buckets)
+        tensors = listed("reduce_scatter", buckets)
         dtype = self._buffers("reduce_scatter", tensors)
         for tensor in tensors:
             if tensor.numel() % self.world_size:
@@ -83,11 +87,11 @@ class Reductions(Calls):
                 raise ValueError("reduce_scatter: accumulate=True needs out")
             shards = [torch.empty(t.numel() // self.world_size, dtype=dtype, device=t.device) for t in tensors]
         else:
-            shards = listed(out)
+            shards = listed("reduce_scatter", out)
         out_dtype = core_dtype(check_buffers("reduce_scatter out", shards, self._device, is_second=True))
         self._check_counts("reduce_scatter", tensors, shards)
         work = self._core.reduce_scatter(
             spans(tensors), spans(shards), core_dtype(dtype), reduce_op(op), out_dtype, accumulate, name, async_op
         )
         result = shards[0] if isinstance(buckets, torch.Tensor) else shards
-        return self._end_with(result, work, (tensors, shards))
+        return self._end_with(result, work, (tensors, shards), shards)

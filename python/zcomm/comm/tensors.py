@@ -23,6 +23,52 @@ DTYPES: dict[torch.dtype, _core.DType] = {
 }
 
 
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+
+
+def whole(what: str, tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, or the gathered value of a weight that it stands for (zero/stand_in.py). Collective then."""
+    if type(tensor) in _PLAIN:
+        return tensor
+    gather = getattr(tensor, "_zcomm_whole", None)
+    return tensor if gather is None else gather(f"{what}()")  # type: ignore[no-any-return]
+
+
+def refuse_weights(what: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Raises: RuntimeError for a sharded weight, which ``what`` would write to on one rank, or later."""
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN and hasattr(tensor, "_zcomm_called"):
+            raise RuntimeError(
+                f"{what}: {tensor._zcomm_called()} is a weight that is sharded over ranks: use a tensor of your own "
+                "(p.clone()), and then p.data.copy_(it) on every rank"
+            )
+
+
+def stands_for_weight(tensor: torch.Tensor) -> bool:
+    """Return True for the gathered value of a sharded weight."""
+    return type(tensor) not in _PLAIN and hasattr(tensor, "_zcomm_written")
+
+
+def count_written(tensors: Sequence[torch.Tensor], here: bool = True) -> None:
+    """Tell autograd, and sharded weights, that ``tensors`` have been written to by their addresses.
+
+    here: False where other ranks' have: a sharded weight has changed on all of them.
+    """
+    if here:
+        torch.autograd.graph.increment_version(tensors)
+    for tensor in tensors:
+        if stands_for_weight(tensor):
+            tensor._zcomm_written()  # type: ignore[attr-defined]
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Return True if a dense, contiguous tensor has its elements in its storage."""
+    if tensor.layout is not torch.strided:
+        return False
+    end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+    return tensor.numel() == 0 or end <= tensor.untyped_storage().nbytes()
+
+
 def core_dtype(dtype: torch.dtype) -> _core.DType:
     """The core's name of a torch dtype. Raises: ValueError naming a dtype that it has not."""
     try:
@@ -49,6 +95,8 @@ def check_buffers(
         here = tensor.is_cpu if on_cpu else str(tensor.device) == device
         if not (here and tensor.layout is torch.strided and tensor.is_contiguous() and tensor.dtype is dtype):
             _refuse(what, index, tensors, device, is_second)
+        if not has_memory(tensor):
+            raise ValueError(f"{what}: tensor {index} of shape {tuple(tensor.shape)} has less memory than elements")
     core_dtype(dtype)
     return dtype
 

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import torch
 
 from zcomm import _core
+from zcomm.comm.tensors import has_memory, refuse_weights, whole
 from zcomm.comm.work import Work
 from zcomm.machine import swap_tuning
 from zcomm.memory import snapshot as _snapshot
@@ -43,6 +44,8 @@ def _check(what: str, key: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{where} is on {tensor.device}, not on the CPU; copy it to a pinned_empty() tensor first")
     if tensor.layout is not torch.strided or not tensor.is_contiguous():
         raise ValueError(f"{where} is not contiguous; pass tensor.contiguous()")
+    if not has_memory(tensor):
+        raise ValueError(f"{where} has less memory than elements")
 
 
 def as_paths(directory: StrPath | Sequence[StrPath]) -> list[str]:
@@ -142,6 +145,8 @@ class SwapFile:
         Raises: ValueError (not contiguous, not on the CPU, another shape or dtype than the key has); OSError ENOSPC.
         From ``wait()``: OSError with the failing offset and path.
         """
+        if isinstance(tensor, torch.Tensor):
+            tensor = whole("SwapFile.write", tensor)
         _check("SwapFile.write", key, tensor)
         tensor = tensor.detach()
         form = (tuple(tensor.shape), tensor.dtype)
@@ -157,11 +162,13 @@ class SwapFile:
         Raises: ValueError (unknown key, not contiguous, not on the CPU, another shape or dtype than was written).
         From ``wait()``: OSError EIO naming key, path and offset when the data are not what was written.
         """
+        refuse_weights("SwapFile.read", [out])
         _check("SwapFile.read", key, out)
         out = out.detach()
         with self._lock:
             self._check_form("SwapFile.read", key, (tuple(out.shape), out.dtype))
             core = self._core.read(key, out.data_ptr(), out.nbytes)
+            torch.autograd.graph.increment_version(out)
             return self._track(core, out)
 
     def wait(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from zcomm import _core
-from zcomm.comm.tensors import DTYPES
+from zcomm.comm.tensors import DTYPES, has_memory
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 Span = tuple[int, int]
@@ -28,6 +28,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
         and tensor.is_contiguous()
         and not tensor.is_neg()
         and not tensor.is_conj()
+        and has_memory(tensor)
     )
 
 
@@ -39,6 +40,8 @@ def checked(what: str, tensor: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError(f'{what}: a tensor is on {tensor.device}; backend "zcomm" moves CPU and CUDA tensors')
     if tensor.layout is not torch.strided:
         raise NotImplementedError(f"{what}: a tensor has layout {tensor.layout}; only dense ones are moved")
+    if type(tensor) in _PLAIN and tensor.is_contiguous() and not has_memory(tensor):
+        raise ValueError(f"{what}: a tensor of shape {tuple(tensor.shape)} has less memory than elements")
     return tensor
 
 
@@ -99,9 +102,11 @@ def parts(tensor: torch.Tensor, counts: Sequence[int], width: int) -> list[Span]
 
 def adjacent(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether they lie one behind the other, as the chunks of one flat tensor do."""
+    if not all(is_plain(tensor) for tensor in tensors):
+        return False
     end = tensors[0].data_ptr()
     for tensor in tensors:
-        if tensor.data_ptr() != end or not is_plain(tensor):
+        if tensor.data_ptr() != end:
             return False
         end += tensor.numel() * tensor.element_size()
     return True

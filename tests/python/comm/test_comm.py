@@ -79,6 +79,16 @@ def one_tensor_in_many_guises() -> None:
     for bad in (torch.zeros(4, 4).t(), torch.zeros(4).to_sparse(), torch.zeros(4, dtype=torch.int16)):
         with pytest.raises(ValueError, match=r"not contiguous|layout|int16"):
             zcomm.all_reduce(bad)
+    freed = torch.ones(8)[4:]
+    freed.untyped_storage().resize_(8)
+    for call in (zcomm.all_reduce, zcomm.broadcast, zcomm.all_gather):
+        with pytest.raises(ValueError, match="less memory than elements"):
+            call(freed)
+    weight, x = torch.ones(4, requires_grad=True), torch.ones(4)
+    loss = (weight * x).sum()
+    zcomm.all_reduce(x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
     with pytest.raises(NotImplementedError, match="meta"):
         zcomm.all_reduce(torch.zeros(4, device="meta"))
 

@@ -152,6 +152,11 @@ def test_several_threads(swap: SwapFile) -> None:
 
 def test_wrong_tensors_are_named(swap: SwapFile) -> None:
     good = torch.randn(4, 6)
+    freed = torch.randn(4, 6)
+    freed.untyped_storage().resize_(8)
+    for call in (swap.write, swap.read):
+        with pytest.raises(ValueError, match=r"'t'.*less memory than elements"):
+            call("t", freed)
     with pytest.raises(ValueError, match=r"'t'.*not contiguous"):
         swap.write("t", good.t())
     with pytest.raises(ValueError, match="meta"):

@@ -29,6 +29,7 @@ from zcomm.zero.units.stand_in_ops import (
     ELEMENTWISE,
     GEOMETRY,
     LIKE,
+    MEMORY,
     METADATA,
     OVERWRITES,
     RESHAPED_AS,
@@ -110,6 +111,28 @@ class _StandIn(torch.Tensor):
 
     def __reduce_ex__(self, proto: Any) -> Any:
         return _real(self, "pickling").__reduce_ex__(proto)
+
+    # Of torch's methods these two call no __torch_function__.
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        _may_write(self)
+        return _replace("set_", self, *args, **kwargs)
+
+    def as_subclass(self, cls: type) -> Any:
+        if cls is torch.Tensor:
+            return _by_value(_tensor.view_as, "as_subclass", (self, self), {})
+        raise RuntimeError(f"{_called(self)}: as_subclass({cls.__name__}) of a sharded weight: use .clone() first")
+
+    # --- what zcomm's own calls ask of tensors (_tensors.py) ---
+
+    def _zcomm_whole(self, why: str) -> torch.Tensor:
+        keeper, param = _origin(self)
+        source = _Source(keeper, param, keeper.whole(param, why))
+        with _plain():
+            return _as_whole(source.value, source)
+
+    def _zcomm_called(self) -> str:
+        return _called(self)
 
 
 class ShardedParameter(_StandIn, nn.Parameter):
@@ -195,7 +218,7 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         keeper, param = _origin(args[0])
         keeper.check_open(param)  # state_dict() is to tell
         return _data_of(args[0])
-    if func == _SET_DATA or name == "set_":
+    if func == _SET_DATA:
         return _replace(name, *args, **kwargs)
     if name.startswith("_foreach_"):
         return _each(func, name, args, kwargs)
@@ -229,6 +252,15 @@ def _is_getter(func: Any) -> bool:
 def _called(stand_in: Any) -> str:
     keeper, param = _origin(stand_in)
     return keeper.name(param)
+
+
+def _no_memory(message: str) -> RuntimeError:
+    """The error; while torch.compile traces, the one that makes it leave the operation to be run as it is."""
+    if torch._guards.TracingContext.try_get() is None:
+        return RuntimeError(message)
+    from torch._subclasses.fake_tensor import UnsupportedFakeTensorException
+
+    return UnsupportedFakeTensorException(message)  # type: ignore[no-untyped-call,no-any-return,unused-ignore]
 
 
 def _may_write(stand_in: Any) -> None:
@@ -466,7 +498,7 @@ class WholeValue(torch.Tensor):
         if any(isinstance(leaf, _StandIn) for leaf in tree_leaves((args, kwargs))):
             return _dispatch(func, args, kwargs)
         with _plain():
-            if func in METADATA:
+            if func in METADATA or func in MEMORY:
                 return func(*args, **kwargs)
             values = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, WholeValue)]
             first = args[0] if args and isinstance(args[0], WholeValue) else None
@@ -482,6 +514,15 @@ class WholeValue(torch.Tensor):
 
     def __hash__(self) -> int:
         return id(self)
+
+    def _zcomm_whole(self, why: str) -> torch.Tensor:
+        return self
+
+    def _zcomm_called(self) -> str:
+        return self._zcomm_source.keeper.name(self._zcomm_source.param)
+
+    def _zcomm_written(self) -> None:
+        self._zcomm_source.write_back(force=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         with _plain():

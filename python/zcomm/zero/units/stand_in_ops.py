@@ -16,10 +16,9 @@ _READ = (
 ).split()
 _WRITTEN = "requires_grad grad _backward_hooks _post_accumulate_grad_hooks _grad names".split()
 _CALLED = (
-    "size numel nelement dim ndimension storage_offset data_ptr element_size is_floating_point is_complex is_signed "
+    "size numel nelement dim ndimension storage_offset element_size is_floating_point is_complex is_signed "
     "get_device register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad is_shared is_pinned "
-    "is_inference __len__ __hash__ has_names is_same_size is_conj is_neg is_distributed _is_view __dir__ "
-    "untyped_storage storage _typed_storage"
+    "is_inference __len__ __hash__ has_names is_same_size is_conj is_neg is_distributed _is_view __dir__"
 ).split()
 _FUNCTIONS = (
     "is_floating_point is_complex numel is_conj is_neg is_inference is_same_size is_signed result_type "
@@ -37,6 +36,8 @@ def _metadata() -> Iterator[Any]:
 
 
 METADATA = frozenset(_metadata())
+# Of memory, which a stand-in has not.
+MEMORY = frozenset((_tensor.data_ptr, _tensor.untyped_storage, _tensor.storage, _tensor._typed_storage))
 
 AUTOGRAD = frozenset((torch.autograd.grad, torch.autograd.backward, _tensor.backward))
 
