@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from zcomm import _core
+from zcomm.comm.tensors import count_written, stands_for_weight
 from zcomm.torch_backend.futures.callbacks import Callbacks
 from zcomm.torch_backend.futures.completer import Completer
 from zcomm.torch_backend.futures.flight import Flight
@@ -64,13 +66,20 @@ class Issue:
         staging: Staging | None = None,
         finish: Callable[[], None] | None = None,
         keep: Any = None,
+        written: Sequence[torch.Tensor] | None = None,
     ) -> Done | Pending:
-        """Runs ``starts``, one operation of the core each, then ``finish``, then what ``staging`` must copy back."""
+        """Runs ``starts``, one operation of the core each, then ``finish``, then what ``staging`` must copy back.
+
+        written: on this rank; None: all ``outputs``.
+        """
         if self._given_up is not None:
             raise RuntimeError(f"{what}: the group is closed, because before this {self._given_up}")
         self._sequence += 1
         if staging is not None and staging.is_used:
             finish = _one_after_another(finish, staging.finish)
+        written = list(outputs) if written is None else list(written)
+        if any(stands_for_weight(tensor) for tensor in written):
+            finish = _one_after_another(finish, lambda: count_written(written))
         timeout = timeout_of(opts)
         if timeout is None and self._timeout_s != self._deadline_s:
             timeout = self._timeout_s
@@ -88,12 +97,14 @@ class Issue:
                 self._flight.finish_up_to(number)
             if finish is not None:
                 finish()
+            increment_version(written)
             return Done(list(outputs))
         core_work = self._deferred(what, starts) if asynchronous and is_held_back else self._started(starts)
         work = self._pending(core_work, list(outputs), finish, keep)
         if timeout is not None:
             work.limit(timeout, lambda: self._give_up(what, timeout))
         self._flight.add(work, copies=finish is not None)
+        increment_version(written)
         if not asynchronous:
             work.wait()
         elif self._coalesced is not None:

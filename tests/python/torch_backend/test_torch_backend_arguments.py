@@ -162,7 +162,53 @@ def buffers_that_share_memory(rank: int, size: int) -> None:
             dist.group.WORLD.recv([whole[0], whole[0]], (rank + 1) % size, 0)
 
 
+def graphs_of_what_is_written(rank: int, size: int) -> None:
+    """Backward of a graph that was built before a collective wrote to one of its tensors raises; a root only sends."""
+
+    def pieces(t: torch.Tensor) -> list[torch.Tensor]:
+        return list(t.chunk(size))
+
+    writers: dict[str, Callable[[torch.Tensor], Any]] = {
+        "all_reduce": dist.all_reduce,
+        "all_reduce async": lambda t: dist.all_reduce(t, async_op=True).wait(),
+        "all_reduce of bytes": lambda t: dist.all_reduce(t, dist.ReduceOp.PRODUCT),
+        "all_gather": lambda t: dist.all_gather_into_tensor(t, torch.ones(2)),
+        "all_gather list": lambda t: dist.all_gather(pieces(t), torch.ones(2)),
+        "all_to_all": lambda t: dist.all_to_all_single(t, torch.ones(2 * size)),
+        "reduce_scatter": lambda t: dist.reduce_scatter_tensor(t, torch.ones(2 * size * size)),
+        "scatter": lambda t: dist.scatter(t, [torch.ones(2 * size)] * size if rank == 0 else None, 0),
+        "broadcast": lambda t: dist.broadcast(t, 0),
+        "reduce": lambda t: dist.reduce(t, 0),
+    }
+    for name, write in writers.items():
+        weight, x = torch.ones(2 * size, requires_grad=True), torch.ones(2 * size)
+        loss = (weight * x).sum()
+        write(x)
+        if (name == "broadcast" and rank == 0) or (name == "reduce" and rank != 0):
+            loss.backward()
+        else:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+
+
+def memory_that_was_freed(rank: int, size: int) -> None:
+    """Storage that is smaller than its tensor is refused, before anything is sent."""
+    for refused in (torch.ones(4 * size), torch.ones(8 * size)[4 * size :]):
+        refused.untyped_storage().resize_(4)
+        calls: list[Callable[[], Any]] = [
+            lambda t=refused: dist.all_reduce(t),  # type: ignore[misc]
+            lambda t=refused: dist.broadcast(t, 0),  # type: ignore[misc]
+            lambda t=refused: dist.all_gather_into_tensor(torch.ones(4 * size * size), t),  # type: ignore[misc]
+            lambda t=refused: dist.reduce_scatter_tensor(torch.ones(4), t),  # type: ignore[misc]
+        ]
+        for call in calls:
+            with pytest.raises(ValueError, match="less memory than elements"):
+                call()
+
+
 CHECKS = (
+    graphs_of_what_is_written,
+    memory_that_was_freed,
     buffers_that_share_memory,
     lists_for_several_devices,
     splits_of_any_integers,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch.autograd.graph import increment_version
 
 from zcomm import _core
 from zcomm.torch_backend.futures.work import Pending
@@ -54,6 +55,8 @@ class Messages(Issue):
     ) -> Pending:
         assert core_work is not None
         make, keep = self._work_for(tensors), (dense, source)
+        if source is not None:
+            increment_version(tensors)
         work = make(core_work, list(tensors), self._messages, self._flight, finish, keep, source)
         if self._timeout_s != self._deadline_s:
             work.limit(self._timeout_s, lambda: self._give_up("recv" if source else "send", self._timeout_s))

@@ -53,6 +53,7 @@ class Movements(Issue):
             lambda a: self._core.broadcast(places, dtype, source, "", a),
             staging,
             keep=(tensor, dense),
+            written=() if source == self._rank else None,
         )
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Done | Pending:

@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from zcomm import _core
 from zcomm.torch_backend.futures.work import Done, Pending
@@ -53,6 +54,7 @@ class Reductions(Issue):
                     core.all_reduce(place, dtype, core_op, "", False)
                 except TimeoutError as error:
                     raise self._explained(error) from None
+                increment_version(tensors)
                 return Done(tensors)
             return self._issue(
                 "all_reduce", opts, tensors, lambda a: core.all_reduce(place, dtype, core_op, "", a), keep=tensors
@@ -126,7 +128,8 @@ class Reductions(Issue):
                 continue
             places = spans(some, how[2])
             starts.append(lambda a, p=places, h=how: self._core.reduce(p, h[0], h[1], root, "", a))  # type: ignore[misc]
-        return self._issue("reduce", opts, tensors, starts, staging, _all(finishes), keep=(tensors, dense))
+        written = tensors if is_root else ()
+        return self._issue("reduce", opts, tensors, starts, staging, _all(finishes), (tensors, dense), written)
 
     def _emulate_reduce(
         self, kind: Any, tensors: Tensors, root: int, starts: list[Start], finishes: list[Finish]

@@ -44,6 +44,7 @@ _GET_DATA, _SET_DATA = _tensor.data.__get__, _tensor.data.__set__
 _GRAD = _tensor.grad
 _ASKS_FOR_GRADIENTS = (_tensor.requires_grad_, _tensor.requires_grad.__set__)
 _plain: Any = torch._C.DisableTorchFunctionSubclass
+_DISTRIBUTED = "torch.distributed.distributed_c10d"
 
 Act = Callable[[torch.Tensor, slice], object]
 
@@ -220,6 +221,13 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         return _data_of(args[0])
     if func == _SET_DATA:
         return _replace(name, *args, **kwargs)
+    if func in MEMORY:
+        raise _no_memory(
+            f"{_called(args[0])}: {name}(): a weight that is sharded over ranks has no memory of its own: pass "
+            "p.clone() or zcomm.zero.full_param(p), and for a whole model opt.full_state_dict()"
+        )
+    if getattr(func, "__module__", "") == _DISTRIBUTED:
+        return _communicate(func, name, args, kwargs)
     if name.startswith("_foreach_"):
         return _each(func, name, args, kwargs)
     if func in AUTOGRAD:
@@ -445,6 +453,43 @@ def _by_value(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     return _wrapped(result, sources.values(), targets)
 
 
+def _communicate(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """A function of torch.distributed, on gathered values. Backends write by address, maybe later: what is written is
+    waited for, and is a change of the weight on every rank, also on one that has only sent (``broadcast``)."""
+    target = kwargs.get("gather_list", args[1:2]) if name == "gather" else args[:1]
+    written = [leaf for leaf in tree_leaves(target) if isinstance(leaf, _StandIn | WholeValue)]
+    written = [] if name in ("send", "isend") else written
+    if written and (name in ("reduce", "irecv") or torch.distributed.distributed_c10d._world.pg_coalesce_state):
+        raise RuntimeError(
+            f"{_called(original(written[0]))}: {name}() into a weight that is sharded over ranks"
+            f"{', one of several that are coalesced' if name not in ('reduce', 'irecv') else ''}: use a tensor of your "
+            "own (p.clone()), and then p.data.copy_(it) on every rank"
+        )
+    sources: dict[int, _Source] = {}
+
+    def whole(leaf: Any) -> Any:
+        if isinstance(leaf, WholeValue):
+            with _plain():
+                return leaf.detach()
+        if not isinstance(leaf, _StandIn):
+            return leaf
+        keeper, param = _origin(leaf)
+        if id(param) not in sources:
+            sources[id(param)] = _Source(keeper, param, keeper.whole(param, f"{name}()"))
+        return sources[id(param)].value
+
+    changed = {id(leaf._zcomm_source): leaf._zcomm_source for leaf in written if isinstance(leaf, WholeValue)}
+    args, kwargs = tree_map(whole, (args, kwargs))
+    changed |= {id(sources[id(p)]): sources[id(p)] for p in map(original, written) if id(p) in sources}
+    with _plain():
+        work = func(*args, **kwargs)
+        if changed and work is not None and not isinstance(work, int):
+            work.wait()
+    for source in changed.values():
+        source.write_back(force=True)
+    return work
+
+
 class _Source:
     """The gathered value of a parameter, and whether the program has written to it."""
 
@@ -497,6 +542,8 @@ class WholeValue(torch.Tensor):
         kwargs = kwargs or {}
         if any(isinstance(leaf, _StandIn) for leaf in tree_leaves((args, kwargs))):
             return _dispatch(func, args, kwargs)
+        if getattr(func, "__module__", "") == _DISTRIBUTED:
+            return _communicate(func, func.__name__, args, kwargs)
         with _plain():
             if func in METADATA or func in MEMORY:
                 return func(*args, **kwargs)
