@@ -194,7 +194,8 @@ class DeviceUnitStore(UnitStore):
         self._changing[unit.index] = unit
         place.holder = unit
         unit.state, unit.asked = UnitState.GATHERING, False
-        self._fill_place(unit, place)
+        with torch._C._DisableFuncTorch():  # inside of torch.func.grad new tensors would have no address
+            self._fill_place(unit, place)
         unit.asked = True
         del self._changing[unit.index]
         return True

@@ -2,8 +2,9 @@
 
 [Note: stand-ins] A parameter of stage 3 by units has its elements on all ranks together. While its module does not run,
 its class is a ``ShardedParameter``, and its memory one NaN that is expanded to the true shape: code that asks only for
-metadata is answered, code that goes around ``__torch_function__`` reads NaN and cannot write.
-``.data`` and ``.detach()`` give ``ShardedData``, which stands for the same elements. An operation is one of:
+metadata is answered, code that asks for addresses gets an error, and code that goes around torch's dispatch reads NaN
+and cannot write. ``.data`` and ``.detach()`` give ``ShardedData``, which stands for the same elements, for code that
+goes around ``__torch_function__`` (torch.func), too. An operation is one of:
 - metadata (shape, dtype, hooks, requires_grad, grad, ...): as of any tensor;
 - elementwise in-place with scalars or tensors: acts on this rank's elements, without communication;
 - overwriting in-place (``normal_``, ``nn.init``): draws the whole tensor for a moment and keeps this rank's part;
@@ -165,6 +166,32 @@ class ShardedData(_StandIn, torch.Tensor):
             )
         return super().__torch_function__(func, types, args, kwargs)
 
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Act on copies of the values: what comes here has called no ``__torch_function__``."""
+        wholes: dict[int, torch.Tensor] = {}
+
+        def whole(leaf: Any) -> Any:
+            if not isinstance(leaf, ShardedData):
+                return leaf
+            if id(leaf) not in wholes:
+                keeper, param = _origin(leaf)
+                wholes[id(leaf)] = keeper.whole(param, f"{func}")
+            return wholes[id(leaf)]
+
+        if func is torch.ops.aten.is_pinned.default:
+            return False
+        kwargs = kwargs or {}
+        for position, argument in enumerate(func._schema.arguments):
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for leaf in tree_leaves(value):
+                    if isinstance(leaf, ShardedData):
+                        raise RuntimeError(f"{_called(leaf)}: {func} cannot write to a sharded weight")
+        return func(*tree_map(whole, args), **tree_map(whole, kwargs))
+
 
 def class_for(own: type, keeper: Keeper) -> type:
     """The class that parameters of class ``own`` have while they are stand-ins."""
@@ -302,6 +329,7 @@ def _by_shape(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Run a function that needs the shape, dtype and device of stand-ins alone."""
     if name in LIKE and name.endswith("_like") and kwargs.get("memory_format") in (None, torch.preserve_format):
         kwargs = {**kwargs, "memory_format": torch.contiguous_format}
+    args, kwargs = tree_map(lambda leaf: _hollow(leaf) if isinstance(leaf, ShardedData) else leaf, (args, kwargs))
     with _plain():
         return func(*args, **kwargs)
 
@@ -596,7 +624,7 @@ def _wrapped(result: Any, sources: Iterable[_Source], targets: dict[int, Any]) -
             return leaf
         if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided or leaf.device.type == "meta":
             return leaf
-        if isinstance(leaf, GradStandIn):  # no storage
+        if isinstance(leaf, GradStandIn) or torch._C._functorch.is_functorch_wrapped_tensor(leaf):  # no storage
             return leaf
         with _plain():
             for source in sources:
