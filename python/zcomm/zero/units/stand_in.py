@@ -55,6 +55,8 @@ class Keeper(Protocol):
 
     closed: bool
 
+    def has(self, param: nn.Parameter) -> bool: ...
+
     def name(self, param: nn.Parameter) -> str: ...
 
     def hollow(self, param: nn.Parameter) -> torch.Tensor:
@@ -200,6 +202,11 @@ def class_for(own: type, keeper: Keeper) -> type:
 
 def _origin(stand_in: Any) -> tuple[Keeper, nn.Parameter]:
     param = stand_in if isinstance(stand_in, ShardedParameter) else stand_in._zcomm_param
+    if not stand_in._zcomm_keeper.has(param):
+        raise RuntimeError(
+            "this tensor stood for a sharded weight until torch.utils.swap_tensors() put it here, and has no values "
+            "now: swap with a copy of the weight (p.clone())"
+        )
     return stand_in._zcomm_keeper, param
 
 
@@ -335,9 +342,14 @@ def _by_shape(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 
 def _replace(name: str, stand_in: Any, value: Any = None, *rest: Any, **more: Any) -> Any:
-    """``p.data = value`` and ``p.set_(value)``: the values are taken over."""
+    """``p.data = value`` and ``p.set_(value)``: take over the values."""
     keeper, param = _origin(stand_in)
     hollow, called = keeper.hollow(param), keeper.name(param)
+    if not isinstance(stand_in, ShardedParameter):
+        raise RuntimeError(
+            f"{called}: .data and .detach() of a weight that is sharded over ranks cannot get other memory ({name}): "
+            "p.data = t and p.data.copy_(t) change the weight"
+        )
     if not isinstance(value, torch.Tensor) or rest or more:
         raise RuntimeError(f"{called}: {name}() on storages is not possible where a weight is sharded over ranks")
     if original(value) is param and isinstance(value, _StandIn):

@@ -321,7 +321,7 @@ class UnitStore(ParameterStore):
         """The model's forward begins: remember the order of the last pass, start a new one."""
         self._order.begin(in_model=True)
         self._in_pass = True
-        self.take_back()
+        self.take_back(self.units[:1])
         self.ensure(self.units[0])
         self._attach(self.units[0])
 
@@ -350,7 +350,7 @@ class UnitStore(ParameterStore):
     def use(self, unit: Unit) -> None:
         """A module of ``unit`` is about to run, forward or backward."""
         self._in_pass = True
-        self.take_back()
+        self.take_back([unit])
         self.ensure(unit)
         self._attach(unit)
         if unit.index == 0 or self.held:
@@ -417,13 +417,15 @@ class UnitStore(ParameterStore):
         self._params[param].data = value
 
     def detached(self) -> Iterator[int]:
-        self.take_back()
+        self.take_back(self.units)
         return iter(())
 
-    def take_back(self) -> None:
-        """Make parameters that the program has converted to another dtype the store's again, or raise."""
+    def take_back(self, units: Sequence[Unit]) -> None:
+        """Make parameters that the program has converted to another dtype, and swapped ones of ``units``, the store's
+        again, or raise."""
         if self.weights.aside:
             self.weights.take_back()
+        self.weights.take_swapped(units)
 
     @property
     def alone(self) -> bool:

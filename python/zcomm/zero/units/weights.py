@@ -235,6 +235,38 @@ class UnitWeights:
             self._empty(number)
             self.edit(param, lambda piece, elements, flat=flat: piece.copy_(flat[elements]))  # type: ignore[misc]
 
+    def take_swapped(self, units: Sequence[Unit]) -> None:
+        """Take over the values that ``torch.utils.swap_tensors`` has put in place of stand-ins of idle units.
+
+        Raises: RuntimeError naming one that was swapped with another stand-in, which has no values to give.
+        """
+        if torch.compiler.is_compiling():
+            torch._dynamo.graph_break()  # type: ignore[no-untyped-call,unused-ignore]  # stand-ins are not traced
+        held, lost = self._store.held, []
+        for unit in units:
+            if unit.shown or not unit.idle:
+                continue
+            for param, view in unit.views:
+                if id(param) in held:
+                    continue
+                number = self._numbers[id(param)]
+                kind, home = self._kinds[self._own[number]], view if unit.attached else self._hollows[number]
+                with _plain():  # an interrupt may have left the other of its two memories
+                    if param.data_ptr() in (view.data_ptr(), self._hollows[number].data_ptr()):
+                        continue
+                    value, is_plain = param.detach(), param.__class__ is not kind
+                    param.__class__ = kind
+                    param.data = home
+                if is_plain:
+                    param.data = value
+                else:
+                    lost.append(self._names[number])
+        if lost:
+            raise RuntimeError(
+                f"{', '.join(lost)}: swap_tensors() of weights that are sharded over ranks is not possible: they have "
+                "the values of before; exchange copies (p.data = other.clone())"
+            )
+
     def revive(self, param: nn.Parameter, value: torch.Tensor) -> None:
         param.__class__ = self.own_class(param)
         param.data = value

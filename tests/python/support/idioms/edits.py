@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from idioms.run import IdiomRun
+from idioms.run import WIDTH, IdiomRun
 from idioms.table import HALF, Refusal, idiom
 
 
@@ -36,6 +36,47 @@ def clip_weights(run: IdiomRun) -> None:
         opt.zero_grad()
         for p in model.parameters():
             p.data.clamp_(-0.1, 0.1)
+
+
+@idiom()
+def averaged_weights(run: IdiomRun) -> None:
+    """Model averaging (local SGD) of weights that are the same on all ranks."""
+    model, opt = run.sgd()
+    for loss in run.losses(model):
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        for p in model.parameters():
+            if run.dist is not None:
+                run.dist.all_reduce(p.data)
+                p.data /= run.world_size
+                run.dist.broadcast(p.data, 0)
+
+
+@idiom()
+def averaged_weights_in_the_background(run: IdiomRun) -> None:
+    model, opt = run.sgd()
+    for loss in run.losses(model):
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        if run.dist is not None:
+            for work in [run.dist.all_reduce(p.data, async_op=True) for p in model.parameters()]:
+                work.wait()
+            for p in model.parameters():
+                p.data.div_(run.world_size)
+
+
+@idiom()
+def replaced_by_set(run: IdiomRun) -> None:
+    model, opt = run.sgd()
+    for loss in run.losses(model):
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        with torch.no_grad():
+            model.head.weight.set_(model.head.weight.detach() * 0.5)
+        torch.utils.swap_tensors(model.stem.bias, nn.Parameter(torch.full((WIDTH,), 0.1)))
 
 
 @idiom()

@@ -304,6 +304,47 @@ def functional(model: nn.Module, step: int) -> object:
 
 
 @idiom
+def set_in_place(model: nn.Module, step: int) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.set_(p.detach() * 0.9)
+
+
+@idiom
+def swapped_tensors(model: nn.Module, step: int) -> object:
+    other = nn.Parameter(torch.full((3, 16), 0.01 * step))
+    torch.utils.swap_tensors(model.last.weight, other)
+    return model(torch.ones(2, 6)).detach()
+
+
+@idiom
+def function_transforms(model: nn.Module, step: int) -> object:
+    w = model.blocks[1].weight.detach()
+    params = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(params: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(model, params, (torch.ones(2, 6),)).square().sum()
+
+    slopes = torch.func.grad(loss)(params)
+    along = torch.func.jvp(lambda v: (v * v).sum(), (w,), (torch.ones(16, 16),))
+    return slopes, torch.vmap(lambda row: row * 2)(w), along
+
+
+@idiom
+def compiled_function(model: nn.Module, step: int) -> object:
+    act = torch.compile(lambda w: (w * 2).sum(), backend="aot_eager")
+    return act(model.blocks[1].weight.detach()), act(model.blocks[1].weight).detach()
+
+
+@idiom
+def other_tensors_of_its_memory(model: nn.Module, step: int) -> object:
+    w = model.blocks[1].weight
+    w.data.as_subclass(torch.Tensor)[0] = 0.2
+    taken = torch.zeros(16, 16).set_(w.data)
+    return taken, w.detach().as_subclass(torch.Tensor), nn.Buffer(w.data) * 2
+
+
+@idiom
 def out_argument(model: nn.Module, step: int) -> None:
     with torch.no_grad():
         torch.mul(model.first.weight, 0.5, out=model.first.weight)
@@ -487,6 +528,19 @@ def parametrized(model: nn.Module, opt: Any, rank: int, world_size: int) -> obje
 
 
 @course
+def parametrized_for_a_while(model: nn.Module, opt: Any, rank: int, world_size: int) -> object:
+    class Half(nn.Module):
+        def forward(self, w: torch.Tensor) -> torch.Tensor:
+            return w * 0.5
+
+    losses = losses_of(model, opt, 0, range(1))
+    torch.nn.utils.parametrize.register_parametrization(model.blocks[1], "weight", Half())
+    losses += losses_of(model, opt, 0, range(1, 3))
+    torch.nn.utils.parametrize.remove_parametrizations(model.blocks[1], "weight")
+    return losses + losses_of(model, opt, 0, range(3, 5)), model.blocks[1].weight.detach() + 0
+
+
+@course
 def l2_in_the_loss(model: nn.Module, opt: Any, rank: int, world_size: int) -> object:
     return losses_of(model, opt, 0, range(4), lambda: 0.05 * sum(p.square().sum() for p in model.parameters()))
 
@@ -608,6 +662,170 @@ def test_courses_are_as_with_torch(run_ranks: Run, tmp_path: Path, world_size: i
                 name,
                 {"rtol": 2e-4, "atol": 1e-4},
             )
+
+
+# --- calls that take addresses: zcomm's own, torch.distributed's, safetensors' ---------------------------------------
+
+Call = Callable[[torch.Tensor, int], Any]  # of a weight and the rank
+ONES = torch.ones(16, 16)
+
+
+def average_by_zcomm(p: torch.Tensor, rank: int) -> None:
+    p.data.add_(1.0)
+    zcomm.all_reduce(p.data, op="sum")
+    p.data /= zcomm.init().world_size
+
+
+def average_by_torch(p: torch.Tensor, rank: int) -> None:
+    dist.all_reduce(p.data)
+    p.data /= dist.get_world_size()
+    dist.all_reduce(p.data, async_op=True).wait()
+    p.data /= dist.get_world_size()
+    dist.all_reduce(p.data.view(-1), async_op=True)
+    p.data.add_(dist.get_world_size())
+    p.data /= dist.get_world_size()
+
+
+def message_by_zcomm(p: torch.Tensor, rank: int) -> torch.Tensor:
+    if rank == 0:
+        zcomm.send(p.data, 1)
+        return p.detach().clone()
+    whole, found = p.detach().clone(), torch.empty(16, 16)
+    zcomm.recv(found, 0)
+    assert torch.equal(whole, found)
+    return found
+
+
+def swap_out(p: torch.Tensor, rank: int, folder: str) -> torch.Tensor:
+    with zcomm.SwapFile(folder) as file:
+        file.write("weight", p.data).wait()
+        found = torch.empty(16, 16)
+        file.read("weight", found).wait()
+    return found
+
+
+# What each gives, and makes of the weight, of a weight ``w`` and a world of size ``n``.
+CALLS: dict[str, tuple[Call, Callable[[torch.Tensor, int], object], Callable[[torch.Tensor, int], torch.Tensor]]] = {
+    "all_reduce": (lambda p, _: zcomm.all_reduce(p.data), lambda w, n: None, lambda w, n: n * w),
+    "all_reduce p": (lambda p, _: zcomm.all_reduce(p), lambda w, n: None, lambda w, n: n * w),
+    "all_reduce view": (lambda p, _: zcomm.all_reduce([p.data.view(-1)]), lambda w, n: None, lambda w, n: n * w),
+    "all_reduce async": (
+        lambda p, _: zcomm.all_reduce(p.data, async_op=True).wait(), lambda w, n: None, lambda w, n: n * w,
+    ),
+    "average": (average_by_zcomm, lambda w, n: None, lambda w, n: w + 1),
+    "broadcast": (lambda p, _: zcomm.broadcast(p.data, root=0), lambda w, n: None, lambda w, n: w),
+    "all_gather": (lambda p, _: zcomm.all_gather(p.data), lambda w, n: w.view(-1).repeat(n), lambda w, n: w),
+    "all_gather into": (
+        lambda p, _: zcomm.all_gather(torch.ones(256 // zcomm.init().world_size), out=p.data.view(-1)) * 1,
+        lambda w, n: torch.ones(256), lambda w, n: ONES,
+    ),
+    "reduce_scatter": (
+        lambda p, r: zcomm.reduce_scatter(p.data, op="avg") - p.data.view(-1).chunk(zcomm.init().world_size)[r],
+        lambda w, n: torch.zeros(256 // n), lambda w, n: w,
+    ),
+    "all_to_all": (
+        lambda p, _: zcomm.all_to_all(p.data.view(-1), torch.ones(256)), lambda w, n: None, lambda w, n: ONES,
+    ),
+    "scatter": (
+        lambda p, r: zcomm.scatter(p.data, None if r else torch.ones(256 * zcomm.init().world_size), root=0),
+        lambda w, n: None, lambda w, n: ONES,
+    ),
+    "dist.all_reduce": (lambda p, _: dist.all_reduce(p.data), lambda w, n: None, lambda w, n: n * w),
+    "dist.broadcast": (lambda p, _: dist.broadcast(p.data, 0), lambda w, n: None, lambda w, n: w),
+    "dist.broadcast p": (lambda p, _: dist.broadcast(p, 0), lambda w, n: None, lambda w, n: w),
+    "dist.all_gather into": (
+        lambda p, _: dist.all_gather_into_tensor(p.data.view(-1), torch.ones(256 // dist.get_world_size())),
+        lambda w, n: None, lambda w, n: ONES,
+    ),
+    "dist average": (average_by_torch, lambda w, n: None, lambda w, n: w + 1),
+}  # fmt: skip
+
+
+def call_all(folder: str, tier: str) -> list[str]:
+    """What differs."""
+    wrong = []
+    with world(30.0):
+        comm = zcomm.init(timeout=30)
+        calls = dict(CALLS)
+        if comm.world_size == 2:
+            calls["message"] = (message_by_zcomm, lambda w, n: w, lambda w, n: w)
+        calls["SwapFile"] = (lambda p, r: swap_out(p, r, folder), lambda w, n: w, lambda w, n: w)
+        torch.manual_seed(0)
+        model = Net()
+        opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.1, stage=3, nvme_path=folder, **TIERS[tier])
+        param = model.blocks[1].weight
+        for name, (call, gives, makes) in calls.items():
+            with torch.no_grad():
+                param.normal_()
+                before = param.detach().clone()
+            try:
+                given = call(param, comm.rank)
+                after = opt.full_state_dict()["blocks.1.weight"]
+                compare(values(given), gives(before, comm.world_size), name, {"rtol": 1e-5, "atol": 1e-5})
+                torch.testing.assert_close(after, makes(before, comm.world_size), rtol=1e-5, atol=1e-5)
+                model(torch.ones(2, 6)).sum().backward()
+                opt.zero_grad()
+            except AssertionError as error:
+                wrong.append(f"{name}: {str(error)[:200]}")
+        opt.close()
+    return wrong
+
+
+@pytest.mark.parametrize(("world_size", "tier"), [(1, "private"), (2, "private"), (2, "shared"), (2, "nvme")])
+def test_calls_that_take_addresses(run_ranks: Run, tmp_path: Path, world_size: int, tier: str) -> None:
+    assert run_ranks(call_all, world_size, str(tmp_path), tier, timeout_s=100) == [[]] * world_size
+
+
+def refuse_all(folder: str) -> list[str]:
+    """What is not refused by name."""
+    from safetensors.torch import save_file
+
+    wrong = []
+    with world(30.0):
+        comm = zcomm.init(timeout=30)
+        model = Net()
+        opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.1, stage=3, share_parameters=False)
+        name, p, file = "blocks.1.weight", model.blocks[1].weight, f"{folder}/{comm.rank}.safetensors"
+        swap = zcomm.SwapFile(folder)
+        swap.write("k", torch.zeros(16, 16)).wait()
+        refused: dict[str, Callable[[], object]] = {
+            "data_ptr": p.data_ptr, "data_ptr of data": p.data.data_ptr, "storage": p.detach().untyped_storage,
+            "typed storage": p.data.storage, "save data": lambda: save_file({"k": p.data}, file),
+            "save": lambda: save_file({name: p}, file), "swap": lambda: swap.read("k", p.data),
+            "swap view": lambda: swap.read("k", p.data.view(16, 16)), "reduce": lambda: zcomm.reduce(p.data),
+            "recv": lambda: zcomm.recv(p.data, 0, async_op=True), "gather": lambda: zcomm.gather(ONES, out=p.data),
+            "dist.reduce": lambda: dist.reduce(p.data, 0), "dist.irecv": lambda: dist.irecv(p.data, 0),
+            "as_subclass": lambda: p.data.as_subclass(nn.Parameter), "set_ in grad mode": lambda: p.set_(ONES),
+            "set_ on a storage": lambda: p.requires_grad_(False).set_(torch.ones(256).untyped_storage()),
+            "set_ of data": lambda: p.data.set_(ONES), "data of data": lambda: setattr(p.data, "data", ONES),
+        }  # fmt: skip
+        if comm.rank:
+            del refused["gather"]  # only the root gives out=
+        for what, call in refused.items():
+            try:
+                call()
+                wrong.append(what)
+            except RuntimeError as error:
+                if name not in str(error):
+                    wrong.append(f"{what}: {error}")
+        swap.close()
+        before = opt.full_state_dict()["last.weight"]
+        q = nn.Parameter(torch.ones(3, 16))
+        torch.utils.swap_tensors(model.last.weight, q)
+        assert torch.equal(opt.full_state_dict()["last.weight"], torch.ones(3, 16)) and not bool((before == 1).all())
+        with pytest.raises(RuntimeError, match="swap_tensors"):
+            q.sum()
+        torch.utils.swap_tensors(model.blocks[0].weight, model.blocks[1].weight)
+        with pytest.raises(RuntimeError, match=r"blocks.0.weight, blocks.1.weight: swap_tensors"):
+            opt.full_state_dict()
+        opt.full_state_dict()
+        opt.close()
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_cannot_be_done_is_refused_by_name(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
+    assert run_ranks(refuse_all, world_size, str(tmp_path)) == [[]] * world_size
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------
