@@ -99,6 +99,24 @@ class GradStandIn(torch.Tensor):
         plain = all(not isinstance(each, torch.Tensor) for each in tree_flatten((self._views, other._views))[0])
         return plain and self._views == other._views
 
+    def _zcomm_gradient(self) -> str:
+        return self._live().names[self._index]
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        """Take over the values, as ``copy_`` does."""
+        if value.shape != self.shape:
+            raise RuntimeError(
+                f"p.grad of {self._live().names[self._index]} has shape {tuple(self.shape)}: its data cannot become a "
+                f"tensor of shape {tuple(value.shape)}"
+            )
+        with torch.no_grad():
+            self.copy_(value)
+
     def full_tensor(self) -> torch.Tensor:
         """The gradient as an ordinary tensor, a copy. Collective."""
         values = self._live()

@@ -308,6 +308,33 @@ def gradient_zeroed_by_hand(run: IdiomRun) -> None:
 
 
 @idiom()
+def gradient_data_assigned(run: IdiomRun) -> None:
+    model, opt = run.sgd()
+    for loss in run.losses(model):
+        loss.backward()
+        for p in model.parameters():
+            p.grad.data = p.grad.data.clamp(-0.05, 0.05)
+            p.grad.data.mul_(0.5)
+        opt.step()
+        opt.zero_grad()
+
+
+@idiom()
+def gradients_averaged_again(run: IdiomRun) -> None:
+    """A loop from before DistributedDataParallel, around gradients that are averaged already."""
+    model, opt = run.sgd()
+    for loss in run.losses(model):
+        loss.backward()
+        for p in model.parameters():
+            if run.dist is not None:
+                run.dist.all_reduce(p.grad.data)
+                p.grad.data /= run.world_size
+                run.dist.broadcast(p.grad, 0)
+        opt.step()
+        opt.zero_grad()
+
+
+@idiom()
 def assigned_gradients(run: IdiomRun) -> None:
     """torch.autograd.grad, and p.grad set by the program."""
     model, opt = run.sgd()
