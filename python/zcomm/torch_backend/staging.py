@@ -32,6 +32,22 @@ def is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
+def is_sharded_gradient(tensor: torch.Tensor) -> bool:
+    """Return True for ``p.grad`` of a ZeroOptimizer (zero/grad_standin.py): to read it is collective."""
+    return type(tensor) not in _PLAIN and hasattr(tensor, "_zcomm_gradient")
+
+
+def refuse_sharded_gradients(what: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Raises: RuntimeError where ``what`` would read or change ``p.grad`` on one rank alone."""
+    for tensor in tensors:
+        if is_sharded_gradient(tensor):
+            name = tensor._zcomm_gradient()  # type: ignore[attr-defined]
+            raise RuntimeError(
+                f"{what}: p.grad of {name} is sharded by ZeroOptimizer, so no rank has all of it: use "
+                "zcomm.zero.full_grad(p), on all ranks"
+            )
+
+
 def checked(what: str, tensor: torch.Tensor) -> torch.Tensor:
     """A dense tensor, of whatever strides. Raises: NotImplementedError naming device or layout."""
     if hasattr(tensor, "trigger_wait"):  # AsyncCollectiveTensor: the result of a functional collective in flight

@@ -10,7 +10,7 @@ from torch.autograd.graph import increment_version
 from zcomm import _core
 from zcomm.torch_backend.futures.work import Pending
 from zcomm.torch_backend.issue import Issue
-from zcomm.torch_backend.staging import Staging, spans, wire
+from zcomm.torch_backend.staging import Staging, refuse_sharded_gradients, spans, wire
 
 _ANY = -1
 
@@ -18,6 +18,7 @@ _ANY = -1
 class Messages(Issue):
     def send(self, tensors: Sequence[torch.Tensor], dst: int, tag: int = 0) -> Pending:
         staging = Staging("send")
+        refuse_sharded_gradients("send", tensors)
         dense = [staging.reads(tensor) for tensor in tensors]
         dtype, width = self._wire("send", dense)
         core_work = self._core.send(spans(dense, width), dtype, dst, tag, "", True)
@@ -25,6 +26,7 @@ class Messages(Issue):
 
     def recv(self, tensors: Sequence[torch.Tensor], src: int, tag: int = 0) -> Pending:
         staging = Staging("recv")
+        refuse_sharded_gradients("recv", tensors)
         dense = [staging.writes(tensor) for tensor in tensors]
         return self._receive(dense, src, tag, tensors, staging.finish if staging.is_used else None)
 

@@ -26,7 +26,7 @@ from zcomm.torch_backend.options import (
     only_one,
     root_of,
 )
-from zcomm.torch_backend.staging import Staging, parts, span, spans, wire
+from zcomm.torch_backend.staging import Staging, is_sharded_gradient, parts, span, spans, wire
 
 Tensors = list[torch.Tensor]
 
@@ -43,7 +43,10 @@ class Movements(Issue):
         opts = made(BroadcastOptions, opts, timeout, rootRank=root)
         source, staging = root_of("broadcast", opts), Staging("broadcast")
         tensor = only_one("broadcast", tensors, "torch.cat them")
-        dense = staging.reads(tensor) if source == self._rank else staging.writes(tensor)
+        if is_sharded_gradient(tensor):  # reading it is collective
+            dense = staging.updates(tensor)
+        else:
+            dense = staging.reads(tensor) if source == self._rank else staging.writes(tensor)
         dtype, width = wire(dense.dtype)
         places = [span(dense, width)]
         return self._issue(

@@ -27,7 +27,7 @@ from zcomm.torch_backend.options import (
     premul_factor,
     root_of,
 )
-from zcomm.torch_backend.staging import Staging, is_plain, parts, span, spans, writing_to
+from zcomm.torch_backend.staging import Staging, is_plain, parts, refuse_sharded_gradients, span, spans, writing_to
 
 Tensors = list[torch.Tensor]
 Finish = Any
@@ -113,6 +113,7 @@ class Reductions(Issue):
         return self._reduce([only_one("reduce", tensors, "torch.cat them")], opts)
 
     def _reduce(self, tensors: Tensors, opts: Any) -> Done | Pending:
+        refuse_sharded_gradients("reduce", tensors)
         staging, kind, root = Staging("reduce"), opts.reduceOp.op, root_of("reduce", opts)
         is_root = root == self._rank
         dense = [staging.updates(tensor) if is_root else staging.reads(tensor) for tensor in tensors]
