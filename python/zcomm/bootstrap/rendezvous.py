@@ -206,7 +206,8 @@ def open_store(job: Job, deadline: float, timeout: float) -> dist.Store:
     if method == TORCH_DISTRIBUTED:
         return _torch_store()
     if method.startswith("file://"):
-        return dist.FileStore(method.removeprefix("file://"), job.world_size)
+        # 0 workers: the last process that closes the file removes it, after an init() that failed, too.
+        return dist.FileStore(method.removeprefix("file://"), 0)
     if method.startswith("tcp://"):
         host, _, port = method.removeprefix("tcp://").rpartition(":")
         if not host:
@@ -231,7 +232,7 @@ def _open_tcp_store(job: Job, host: str, port: int, deadline: float, timeout: fl
         left = deadline - time.monotonic()
         if not is_master and not _answers(host, port, min(1.0, max(0.1, left))):
             if left <= 0:
-                raise TimeoutError(f"rank {job.rank}: no store at {job.init_method} within {timeout:g} s")
+                raise _unanswered(job, timeout)
             time.sleep(0.05)
             continue
         try:
@@ -243,14 +244,19 @@ def _open_tcp_store(job: Job, host: str, port: int, deadline: float, timeout: fl
                     errno.EADDRINUSE, f"rank 0 cannot serve {job.init_method}: the port is in use ({error})"
                 ) from error
             if left <= 0 or is_master:
-                raise TimeoutError(
-                    f"rank {job.rank}: no store at {job.init_method} within {timeout:g} s: {error}"
-                ) from error
+                raise _unanswered(job, timeout, f" ({error})") from error
             continue
         store.set_timeout(timedelta(seconds=max(1.0, timeout)))
         if is_master:
             _served[job.init_method or ""] = store
         return store
+
+
+def _unanswered(job: Job, timeout: float, detail: str = "") -> TimeoutError:
+    return TimeoutError(
+        f"init: rank {job.rank}: rank 0 does not answer at {job.init_method} within {timeout:g} s: is it running, is "
+        f"MASTER_ADDR its host, is the port open?{detail}"
+    )
 
 
 def _served_store(host: str, port: int, world_size: int, timeout_s: float) -> dist.Store:

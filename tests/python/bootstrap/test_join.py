@@ -236,12 +236,25 @@ def join_alone(rank: int, init_method: str, backend: str) -> None:
     zcomm.init(backend, timeout=1.5, rank=rank, world_size=3, init_method=init_method)
 
 
+def join_alone_or_not(init_method: str) -> None:
+    join_alone(int(os.environ["RANK"]), init_method, "auto")
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_that_do_not_come_are_named(rank: int, run_ranks: Run) -> None:
     """Rank 0 serves the store; without it there is none."""
     (result,) = run_ranks(join_alone, 1, rank, f"tcp://127.0.0.1:{free_port()}", "auto", check=False)
     assert result.error is not None and "TimeoutError" in result.error.kinds, result.describe()
-    assert ("rank(s) 1, 2 of 3" if rank == 0 else "no store at tcp://127.0.0.1") in result.error.message
+    assert ("rank(s) 1, 2 of 3" if rank == 0 else "rank 0 does not answer at tcp://127.0.0.1") in result.error.message
+    if rank == 1:
+        assert "is it running, is MASTER_ADDR its host, is the port open?" in result.error.message
+
+
+def test_an_init_that_fails_leaves_no_meeting_file(run_ranks: Run, tmp_path: Path) -> None:
+    for world in (1, 2):  # of 3 ranks
+        for result in run_ranks(join_alone_or_not, world, f"file://{tmp_path}/meeting", check=False):
+            assert result.error is not None and "TimeoutError" in result.error.kinds, result.describe()
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_a_listener_that_is_no_store_and_says_nothing(run_ranks: Run) -> None:
@@ -251,7 +264,7 @@ def test_a_listener_that_is_no_store_and_says_nothing(run_ranks: Run) -> None:
         where = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
         (result,) = run_ranks(join_alone, 1, 1, where, "auto", check=False)
     assert result.error is not None and "TimeoutError" in result.error.kinds, result.describe()
-    assert f"no store at {where}" in result.error.message
+    assert f"rank 0 does not answer at {where}" in result.error.message
 
 
 def cannot_open_a_door(lame: int, init_method: str) -> None:
