@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from zcomm.memory.activations import offload_activations
     from zcomm.memory.swap_file import SwapFile, pinned_empty
     from zcomm.profiling import profile
-    from zcomm.zero import Offload, ZeroOptimizer
+    from zcomm.zero import Offload, Precision, ZeroOptimizer
 
 # name -> module that defines it; None: the name is a module itself
 _HOME: dict[str, str | None] = {
@@ -70,7 +70,7 @@ _HOME: dict[str, str | None] = {
     **dict.fromkeys(("Engine", "initialize"), "zcomm.engine"),
     "BucketLayout": "zcomm.comm.bucket_layout",
     **dict.fromkeys(("SwapFile", "pinned_empty"), "zcomm.offload"),
-    **dict.fromkeys(("Offload", "ZeroOptimizer"), "zcomm.zero"),
+    **dict.fromkeys(("Offload", "Precision", "ZeroOptimizer"), "zcomm.zero"),
     "profile": "zcomm.profiling",
     "optim": None,
     "zero": None,
@@ -108,6 +108,7 @@ __all__ = [
     "optim",
     "zero",
     "Offload",
+    "Precision",
     "ZeroOptimizer",
     "Engine",
     "initialize",

@@ -79,7 +79,7 @@ def estimate(
     Raises: ValueError for an unknown stage, offload, precision or optimizer.
     """
     check_stage(stage)
-    where, kind = as_offload(offload, stage), as_precision(precision, communication_dtype)
+    where, kind = as_offload(offload, stage), as_precision(precision, communication_dtype=communication_dtype)
     if optimizer not in ARRAYS:
         raise ValueError(f"optimizer={optimizer!r}; known here: {', '.join(ARRAYS)}")
     arrays = tuple(str(k) for k in range(ARRAYS[optimizer]))
@@ -105,7 +105,7 @@ def estimate(
         swap_param_nbytes=(params * (1 + gathers), params),
         count=count,
         tensors=0 if isinstance(model, int) else sum(param.requires_grad for param in model.parameters()),
-        bucket_nbytes=count * kind.travels.itemsize,
+        bucket_nbytes=count * kind.communication_dtype.itemsize,
         update_nbytes=_update_nbytes(count if stage == 0 else -(-count // world_size), form),
     )
 
@@ -146,7 +146,7 @@ class _Layout:
         found = empty_memory()
         geometry, item, by_unit = self.geometry, self.kind.param_nbytes, self.sections.by_unit
         largest = max((bucket.count for bucket in geometry.buckets), default=0)
-        found["device"]["slots"] = min(SLOTS, len(geometry.buckets)) * largest * self.kind.travels.itemsize
+        found["device"]["slots"] = min(SLOTS, len(geometry.buckets)) * largest * self.kind.communication_dtype.itemsize
         found["device"]["gradients"] = 4 * (geometry.count if self.stage == 0 else geometry.shard_count)
         tiers = [self.sections.list[bucket.section].weights for bucket in geometry.every]
         for tier in set(tiers):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from zcomm.zero.gradients.loss_scale import LossScale
+from zcomm.zero.loss_scale import LossScale
 from zcomm.zero.materialize.init import Init
 from zcomm.zero.memory import memory_formula
 from zcomm.zero.optimizer import ZeroOptimizer
-from zcomm.zero.options import Offload, Units
+from zcomm.zero.options import Offload, Precision, Units
 from zcomm.zero.tensors.full import (
     full_grad,
     full_optim_state,
@@ -23,6 +23,7 @@ __all__ = [
     "Init",
     "LossScale",
     "Offload",
+    "Precision",
     "Units",
     "ZeroOptimizer",
     "full_grad",

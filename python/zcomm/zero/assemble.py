@@ -115,7 +115,7 @@ def build_parts(
     start(model, sections.params, sections.names, geometry, comm, store, state, initial, precision, where, taken)
 
     names = sections.names[: len(trained)]
-    how_reduced = (trained, geometry, comm, precision.travels, stage == 0, overlap, names)
+    how_reduced = (trained, geometry, comm, precision.communication_dtype, stage == 0, overlap, names)
     reducer = _reducer(how_reduced, store, state, lane, arena, peers)
     hooks = None
     if isinstance(store, UnitStore):

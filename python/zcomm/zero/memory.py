@@ -17,7 +17,7 @@ from torch import nn
 
 from zcomm.optim.fused import STATE_BLOCK
 from zcomm.zero.format_names import format_names
-from zcomm.zero.options import Offload, as_offload, as_precision, check_stage
+from zcomm.zero.options import DTypeLike, Offload, Precision, as_offload, as_precision, check_stage
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.registry import whole_frozen
 
@@ -65,7 +65,7 @@ def memory_formula(
     numel: int,
     world_size: int,
     stage: int,
-    precision: str = "fp32",
+    precision: DTypeLike | Precision = "fp32",
     offload: str | Offload | None = None,
     share_parameters: bool = True,
     state_arrays: int = 2,

@@ -8,6 +8,7 @@ Source: ZeRO (arXiv:1910.02054), ZeRO-Offload (2101.06840), ZeRO-Infinity (2104.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import weakref
 from collections import defaultdict
@@ -25,11 +26,12 @@ from zcomm.memory.swap_file import StrPath
 from zcomm.zero import checkpoint, same_on_ranks
 from zcomm.zero.assemble import build_parts
 from zcomm.zero.checkpoint import state_dict as torch_state
-from zcomm.zero.gradients.loss_scale import LossScale, LossScaler
 from zcomm.zero.gradients.nonfinite import NonFinite
+from zcomm.zero.loss_scale import LossScale, LossScaler
 from zcomm.zero.memory import Memory, memory_of, stats_of, warn_of_integers
 from zcomm.zero.micro_steps import MicroSteps
 from zcomm.zero.options import (
+    DTypeLike,
     Offload,
     Precision,
     UnitLike,
@@ -46,7 +48,7 @@ from zcomm.zero.rules.cohorts import Cohorts
 from zcomm.zero.rules.resolve import OptimizerLike, choose_rule, frozen_in, torch_groups
 from zcomm.zero.rules.rule import Rule
 from zcomm.zero.step import OptimizerStep
-from zcomm.zero.validate import check_accumulation, check_free, check_kinds, check_numbers, check_skip
+from zcomm.zero.validate import check_accumulation, check_free, check_kinds, check_numbers
 
 T = TypeVar("T")
 
@@ -88,8 +90,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     stage: 0 replicated, 1 and 2 sharded optimizer state and gradients, 3 and parameters.
     offload: None, "cpu", "nvme" or ``zcomm.Offload``. nvme_path: directory on the drive, needed by "nvme"; a list
     stripes the state over several drives, one directory on each.
-    precision: "fp32"; "bf16" or "fp16" (parameters and gradients in it, exact fp32 master, fp32 accumulation). fp16
-    needs ``opt.backward(loss)``, which scales the loss. loss_scale: a ``LossScale`` (dynamic), or a number.
+    precision: "fp32"; "bf16" or "fp16" (parameters and gradients in it, exact fp32 master, fp32 accumulation), or
+    torch's dtype, or a ``zcomm.Precision``, which has the next four options as well. fp16 needs ``opt.backward(loss)``,
+    which scales the loss. loss_scale: a ``LossScale`` (dynamic), or a number.
     clip_norm: clip the global gradient norm to this; one that is not finite makes all weights NaN, unless skipped.
     grad_accum: micro-steps per step.
     bucket_mb: MiB of gradients that travel together. prefetch: units gathered ahead (stage 3 by units).
@@ -122,7 +125,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         stage: int = 2,
         offload: str | Offload | None = None,
         nvme_path: StrPath | Sequence[StrPath] | None = None,
-        precision: str = "fp32",
+        precision: DTypeLike | Precision = "fp32",
         clip_norm: float | None = None,
         grad_accum: int = 1,
         bucket_mb: float = 25.0,
@@ -131,8 +134,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         share_parameters: bool = True,
         comm: Communicator | None = None,
         loss_scale: LossScale | float | None = None,
-        communication_dtype: str | None = None,
-        buffer_dtype: str | None = None,
+        communication_dtype: DTypeLike | None = None,
+        buffer_dtype: DTypeLike | None = None,
         skip_nonfinite: bool | None = None,
         units: Units | Sequence[UnitLike] | None = None,
         device: torch.device | str | None = None,
@@ -140,21 +143,26 @@ class ZeroOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._parts: Parts | None = None
         stage, tiers = check_stage(stage), as_offload(offload, stage)
-        kinds, skip = as_precision(precision, communication_dtype, buffer_dtype), check_skip(skip_nonfinite, precision)
+        kinds = as_precision(
+            precision,
+            communication_dtype=communication_dtype,
+            buffer_dtype=buffer_dtype,
+            loss_scale=loss_scale,
+            skip_nonfinite=skip_nonfinite,
+        )
         check_numbers(clip_norm, grad_accum, bucket_mb, prefetch)
         check_kinds(comm, overlap, share_parameters, nvme_path)
         units = as_units(units)
         if stage == 3 and not isinstance(model, nn.Module):
             raise ValueError("stage=3 needs the model itself (it hooks its modules), not a list of parameters")
-        if loss_scale is not None and precision != "fp16":
-            raise ValueError(f"loss_scale={loss_scale} needs precision='fp16', but precision={precision!r}")
-        scaler = LossScaler(loss_scale or LossScale()) if precision == "fp16" else None
+        scaler = LossScaler(kinds.loss_scale or LossScale()) if kinds.dtype == torch.float16 else None
         if isinstance(model, Iterator):
             model = list(model)
         groups = torch_groups(model, optimizer)
         frozen = frozen_in(model, optimizer)
-        rule, groups = choose_rule(optimizer, optimizer_args, groups)
-        self._train = train = TrainState(stage, tiers, kinds, rule, scaler, skip, clip_norm, grad_accum)
+        own = list(inspect.signature(ZeroOptimizer).parameters)[:-1]
+        rule, groups = choose_rule(optimizer, optimizer_args, groups, own)
+        self._train = train = TrainState(stage, tiers, kinds, rule, scaler, kinds.skip_nonfinite, clip_norm, grad_accum)
         super().__init__(groups, rule.defaults)
         self.state = _NoState()
         job, module = comm or init(), model if isinstance(model, nn.Module) else None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import nn
+
+from zcomm.zero.loss_scale import LossScale, LossScaler
 
 Tier = Literal["cpu", "nvme"]
 TIERS = ("cpu", "nvme")
@@ -86,45 +88,106 @@ def as_offload(offload: str | Offload | None, stage: int) -> Offload:
     raise ValueError(f"offload={offload!r}; use None, 'cpu', 'nvme' or zcomm.Offload(...)")
 
 
-@dataclass(frozen=True)
-class Precision:
-    """``dtype`` of parameters and gradients; bytes per parameter: parameters, master beside them, fp32 accumulator.
+DTypeLike = str | torch.dtype
+_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_DTYPES: dict[Any, torch.dtype] = {
+    **{dtype: dtype for dtype in _NAMES},
+    **{name: dtype for dtype, name in _NAMES.items()},
+    **{str(dtype).removeprefix("torch."): dtype for dtype in _NAMES},
+    **{str(dtype): dtype for dtype in _NAMES},
+}
+_MASTER_NBYTES = {torch.float32: 0, torch.bfloat16: 2, torch.float16: 4}
 
-    travels: dtype of gradients on their way to the accumulators. buffers: dtype of floating buffers; None: as they are.
+
+@dataclass(frozen=True, init=False)
+class Precision:
+    """Number formats of training, for ``ZeroOptimizer(precision=)``.
+
+    dtype: of parameters and gradients: "fp32", "bf16", "fp16", or torch's dtype or its name ("bfloat16").
+    communication_dtype: of gradients on their way to the accumulators; None: that of training. Sums are fp32.
+    buffer_dtype: of floating buffers; None: as they are (statistics of norms with weights: as the weights).
+    loss_scale: fp16 only: a ``LossScale`` (dynamic), or a number; None: dynamic.
+    skip_nonfinite: skip steps whose gradients are not finite; None: in fp16 only, which always does.
+
+    Raises: ValueError naming the argument.
     """
 
-    name: str
     dtype: torch.dtype
-    param_nbytes: int
-    master_nbytes: int
-    travels: torch.dtype
-    grad_nbytes: int = 4
-    buffers: torch.dtype | None = None
+    communication_dtype: torch.dtype
+    buffer_dtype: torch.dtype | None
+    loss_scale: LossScale | float | None
+    skip_nonfinite: bool
+
+    def __init__(
+        self,
+        dtype: DTypeLike = "fp32",
+        *,
+        communication_dtype: DTypeLike | None = None,
+        buffer_dtype: DTypeLike | None = None,
+        loss_scale: LossScale | float | None = None,
+        skip_nonfinite: bool | None = None,
+    ) -> None:
+        found = _dtype_of("precision", dtype)
+        fp16 = found == torch.float16
+        if loss_scale is not None and not fp16:
+            raise ValueError(f"loss_scale={loss_scale} needs precision='fp16', but precision={_NAMES[found]!r}")
+        if skip_nonfinite is not None and not isinstance(skip_nonfinite, bool):
+            raise ValueError(f"skip_nonfinite={skip_nonfinite!r} must be True, False or None (in fp16 only)")
+        if fp16 and skip_nonfinite is False:
+            raise ValueError("skip_nonfinite=False: precision='fp16' skips such steps, its loss scale is found by them")
+        travels = found
+        if communication_dtype is not None:
+            travels = _dtype_of("communication_dtype", communication_dtype, "None (that of training), ")
+        buffers = None
+        if buffer_dtype is not None:
+            buffers = _dtype_of("buffer_dtype", buffer_dtype, "None (as they are), ")
+        if fp16:
+            LossScaler(loss_scale or LossScale())  # raises
+        for name, value in (
+            ("dtype", found),
+            ("communication_dtype", travels),
+            ("buffer_dtype", buffers),
+            ("loss_scale", loss_scale),
+            ("skip_nonfinite", bool(skip_nonfinite) or fp16),
+        ):
+            object.__setattr__(self, name, value)
+
+    @property
+    def name(self) -> str:
+        """Short name of the dtype: fp32, bf16 or fp16."""
+        return _NAMES[self.dtype]
+
+    @property
+    def param_nbytes(self) -> int:
+        """Bytes per parameter of the parameters."""
+        return self.dtype.itemsize
+
+    @property
+    def master_nbytes(self) -> int:
+        """Bytes per parameter of the master beside the parameters."""
+        return _MASTER_NBYTES[self.dtype]
+
+    @property
+    def grad_nbytes(self) -> int:
+        """Bytes per parameter of the accumulators: fp32."""
+        return 4
 
 
-_PRECISIONS = {
-    "fp32": Precision("fp32", torch.float32, 4, 0, torch.float32),
-    "bf16": Precision("bf16", torch.bfloat16, 2, 2, torch.bfloat16),
-    "fp16": Precision("fp16", torch.float16, 2, 4, torch.float16),
-}
+def _dtype_of(what: str, value: Any, others: str = "") -> torch.dtype:
+    try:
+        return _DTYPES[value]
+    except (KeyError, TypeError):
+        raise ValueError(f"{what}={value!r}; use {others}'fp32', 'bf16' or 'fp16', or torch's dtype") from None
 
 
-def as_precision(precision: str, communication_dtype: str | None = None, buffer_dtype: str | None = None) -> Precision:
-    """communication_dtype: of gradients on their way; None: that of training. buffer_dtype: None: as they are."""
-    if precision not in _PRECISIONS:
-        raise ValueError(f"precision={precision!r}; use 'fp32', 'bf16' or 'fp16'")
-    found = _PRECISIONS[precision]
-    if buffer_dtype is not None:
-        if buffer_dtype not in _PRECISIONS:
-            raise ValueError(f"buffer_dtype={buffer_dtype!r}; use None (as they are), 'fp32', 'bf16' or 'fp16'")
-        found = replace(found, buffers=_PRECISIONS[buffer_dtype].dtype)
-    if communication_dtype is None:
-        return found
-    if communication_dtype not in _PRECISIONS:
-        raise ValueError(
-            f"communication_dtype={communication_dtype!r}; use None (that of training), 'fp32', 'bf16' or 'fp16'"
-        )
-    return replace(found, travels=_PRECISIONS[communication_dtype].dtype)
+def as_precision(precision: DTypeLike | Precision, **options: Any) -> Precision:
+    """Return ``precision`` as a Precision. options: of it, where it is a dtype; None: not given."""
+    if not isinstance(precision, Precision):
+        return Precision(precision, **options)
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(f"{name}={value!r} is given beside precision=Precision(...): give it there")
+    return precision
 
 
 def check_stage(stage: int) -> int:

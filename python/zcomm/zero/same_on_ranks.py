@@ -32,8 +32,8 @@ def check(train: TrainState, comm: Communicator, model: nn.Module | None, units:
         "optimizer": train.rule.name,
         "stage": train.stage,
         "precision": train.precision.name,
-        "communication_dtype": train.precision.travels,
-        "buffer_dtype": train.precision.buffers,
+        "communication_dtype": train.precision.communication_dtype,
+        "buffer_dtype": train.precision.buffer_dtype,
         "skip_nonfinite": train.skip_nonfinite,
         # It decides the units; that of the state is each rank's own, but where it goes by parameter.
         "tier of parameters": None if callable(offload.params) else offload.params,
@@ -43,7 +43,7 @@ def check(train: TrainState, comm: Communicator, model: nn.Module | None, units:
         "loss_scale": train.loss_scale,
     }
     lines = [(name, plain(value)) for name, value in options.items()]
-    lines += _describe(model, train.param_groups, train.precision.buffers)
+    lines += _describe(model, train.param_groups, train.precision.buffer_dtype)
     if units != Units() and model is not None and train.stage == 3:
         lines += _units(model, units)
     if callable(offload.optimizer) or callable(offload.params):

@@ -47,15 +47,6 @@ def check_kinds(comm: Any, overlap: Any, share_parameters: Any, nvme_path: Any) 
         raise ValueError(f"nvme_path={nvme_path!r} must be a directory, or a list of directories, one on each drive")
 
 
-def check_skip(skip_nonfinite: Any, precision: str) -> bool:
-    """Whether steps that are not finite are skipped. Raises: ValueError."""
-    if skip_nonfinite is not None and not isinstance(skip_nonfinite, bool):
-        raise ValueError(f"skip_nonfinite={skip_nonfinite!r} must be True, False or None (in fp16 only)")
-    if precision == "fp16" and skip_nonfinite is False:
-        raise ValueError("skip_nonfinite=False: precision='fp16' skips such steps, its loss scale is found by them")
-    return bool(skip_nonfinite) or precision == "fp16"
-
-
 def params_of(model: Any) -> list[Any]:
     """The parameters, or param groups with lists of them, that the caller gave. Raises: ValueError."""
     if isinstance(model, nn.Module):

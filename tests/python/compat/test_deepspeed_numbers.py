@@ -16,7 +16,7 @@ import torch
 
 from places import SUPPORT
 from zcomm import schedulers
-from zcomm.zero.gradients.loss_scale import LossScale, LossScaler
+from zcomm.zero.loss_scale import LossScale, LossScaler
 
 PYTHON = os.environ.get("ZCOMM_TEST_DEEPSPEED")
 STEPS = 60

@@ -133,7 +133,7 @@ def test_bf16_of_a_configuration_skips_as_deepspeed_does(checked: bool | None) -
     skips = checked is not False
     assert engine.skipped_steps == int(skips)
     assert torch.equal(optimizer.full_state_dict()["2.bias"], before) == skips
-    assert optimizer.precision.travels == torch.float32
+    assert optimizer.precision.communication_dtype == torch.float32
     engine.destroy()
     zcomm.shutdown()
 
@@ -167,3 +167,27 @@ def with_callables() -> str:
 
 def test_ranks_may_have_callables_in_their_groups(run_ranks: Run) -> None:
     assert run_ranks(with_callables, 2) == ["trained"] * 2
+
+
+def test_every_name_of_a_dtype_is_accepted() -> None:
+    for short, dtype in DTYPES.items():
+        long = str(dtype).removeprefix("torch.")
+        for given in (short, dtype, long, str(dtype), zcomm.Precision(dtype)):
+            opt = zcomm.ZeroOptimizer(network(), stage=1, precision=given, communication_dtype=None)
+            assert opt.precision == zcomm.Precision(short) and opt.precision.name == short
+            assert opt.precision.communication_dtype == dtype and opt.skip_nonfinite == (short == "fp16")
+            opt.close()
+    zcomm.shutdown()
+
+
+def test_precision_has_its_options_as_the_optimizer_has_them() -> None:
+    options: dict[str, Any] = {"communication_dtype": torch.float32, "buffer_dtype": "bfloat16"}
+    asked = zcomm.Precision("fp16", **options, loss_scale=8.0, skip_nonfinite=True)
+    one = zcomm.ZeroOptimizer(network(), stage=1, precision=asked)
+    other = zcomm.ZeroOptimizer(network(), stage=1, precision="fp16", **options, loss_scale=8.0, skip_nonfinite=True)
+    assert one.precision == other.precision == asked
+    assert one.loss_scale == other.loss_scale == 8.0
+    assert (asked.communication_dtype, asked.buffer_dtype) == (torch.float32, torch.bfloat16)
+    for optimizer in (one, other):
+        optimizer.close()
+    zcomm.shutdown()

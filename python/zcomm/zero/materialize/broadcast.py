@@ -107,9 +107,9 @@ def _start_rest(
 def _buffer_dtype(module: nn.Module, precision: Precision) -> torch.dtype | None:
     """What floating buffers of ``module`` become; None: they stay. torch takes the running statistics of a norm with
     weights in the dtype of these alone."""
-    if precision.buffers is None and isinstance(module, _NormBase) and module.weight is not None:
+    if precision.buffer_dtype is None and isinstance(module, _NormBase) and module.weight is not None:
         return module.weight.dtype
-    return precision.buffers
+    return precision.buffer_dtype
 
 
 def _spread(comm: Communicator, name: str, tensor: torch.Tensor, device: torch.device) -> None:

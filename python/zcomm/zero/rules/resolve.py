@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from zcomm.hints import did_you_mean
 from zcomm.optim import CPUSGD, CPUAdagrad, CPUAdam, CPULion, FusedAdam
-from zcomm.zero.rules.rule import KINDS, SWITCHES, FusedRule, Rule
+from zcomm.zero.rules.rule import KINDS, SWITCHES, FusedRule, Rule, arguments_of
 from zcomm.zero.rules.torch_rule import ELEMENTWISE, TorchRule
 from zcomm.zero.validate import params_of
 
@@ -28,9 +30,30 @@ _TWINS: dict[type, str] = {
 }
 
 
-def choose_rule(optimizer: OptimizerLike, args: dict[str, Any], groups: list[Any]) -> tuple[Rule, list[dict[str, Any]]]:
-    """The rule for ``optimizer`` with the caller's ``args``, and ``groups`` (or plain parameters) as its param groups.
+# Arguments of other libraries for what ZeroOptimizer calls otherwise.
+_ELSEWHERE = {
+    "learning_rate": "lr",
+    "gradient_accumulation_steps": "grad_accum",
+    "accumulate_grad_batches": "grad_accum",
+    "accumulation_steps": "grad_accum",
+    "max_grad_norm": "clip_norm",
+    "max_norm": "clip_norm",
+    "gradient_clipping": "clip_norm",
+    "gradient_clip_val": "clip_norm",
+    "dtype": "precision",
+    "mixed_precision": "precision",
+    "cpu_offload": "offload",
+    "reduce_bucket_size": "bucket_mb",
+    "bucket_cap_mb": "bucket_mb",
+}
 
+
+def choose_rule(
+    optimizer: OptimizerLike, args: dict[str, Any], groups: list[Any], own: Sequence[str] = ()
+) -> tuple[Rule, list[dict[str, Any]]]:
+    """Return the rule for ``optimizer`` with the caller's ``args``, and ``groups`` (or parameters) as its param groups.
+
+    own: the arguments of ZeroOptimizer itself, for a hint where an argument is not known.
     Raises: ValueError for an optimizer that is not elementwise or not known, an unknown or impossible argument;
     NotImplementedError for an option that has no kernel (amsgrad).
     """
@@ -42,13 +65,19 @@ def choose_rule(optimizer: OptimizerLike, args: dict[str, Any], groups: list[Any
     name = kind.lower() if isinstance(kind, str) else _TWINS.get(kind)
     torch_class = ELEMENTWISE.get(name or "") if isinstance(kind, str) else kind
     rule: FusedRule | TorchRule
+    if isinstance(kind, str) and name not in KINDS and torch_class is None:
+        known = (*KINDS, *ELEMENTWISE)
+        hint = did_you_mean(kind.lower().replace("_", "").removeprefix("fused").removeprefix("cpu"), known) or ";"
+        raise ValueError(f"unknown optimizer {kind!r}{hint} Names: {', '.join(known)}; or pass a class of torch.optim")
     if name in KINDS:
+        _check_known(args, str(name), arguments_of(str(name)), own)
         decoupled = given.pop("decoupled_weight_decay", None)
         if decoupled is not None:
             name = "adamw" if decoupled else "adam"
         rule = FusedRule(str(name), {**given, **args})
     elif torch_class in ELEMENTWISE.values():
         assert torch_class is not None
+        _check_known(args, torch_class.__name__.lower(), list(inspect.signature(torch_class).parameters)[1:], own)
         rule = TorchRule(torch_class, {**given, **args})
     else:
         shown = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
@@ -57,6 +86,14 @@ def choose_rule(optimizer: OptimizerLike, args: dict[str, Any], groups: list[Any
             f"be updated apart. Use a name or torch.optim class of {', '.join((*KINDS, *ELEMENTWISE))}"
         )
     return rule, rule.adopt(as_groups)
+
+
+def _check_known(args: Iterable[str], name: str, known: Sequence[str], own: Sequence[str]) -> None:
+    """Raises: ValueError for an argument that neither ZeroOptimizer nor its rule ``name`` has."""
+    for key in args:
+        if key not in known:
+            hint = did_you_mean(key, (*own, *known), _ELSEWHERE) or ";"
+            raise ValueError(f"ZeroOptimizer has no argument {key!r}{hint} Arguments of {name}: {', '.join(known)}")
 
 
 def _options_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -123,6 +123,11 @@ KINDS = {
 }
 
 
+def arguments_of(name: str) -> list[str]:
+    """List the options that a caller may give the fused optimizer ``name``."""
+    return [key for key in inspect.signature(KINDS[name].twin).parameters if key not in ("params", *KINDS[name].fixed)]
+
+
 def _check_kind(name: str, key: str, value: Any, default: Any) -> None:
     """Where the default is a number, or several, the value must be, too. Raises: ValueError."""
     if isinstance(default, tuple):
@@ -141,7 +146,8 @@ def _is_number(value: Any) -> bool:
 class FusedRule(Rule):
     """One of the core's fused kernels; the class of zcomm.optim beside it says what its options mean.
 
-    args: options of all groups. Raises: ValueError for an unknown or impossible one, NotImplementedError.
+    args: options of all groups, of those in ``arguments_of(name)``. Raises: ValueError for an impossible one,
+    NotImplementedError.
     """
 
     on_device = "stream"
@@ -149,10 +155,7 @@ class FusedRule(Rule):
 
     def __init__(self, name: str, args: dict[str, Any]) -> None:
         kind = KINDS[name]
-        known = [p for p in inspect.signature(kind.twin).parameters if p not in ("params", *kind.fixed)]
         for key, value in args.items():
-            if key not in known:
-                raise ValueError(f"{key}={value!r}: {name} has no such argument; it has {', '.join(known)}")
             _check_kind(name, key, value, inspect.signature(kind.twin).parameters[key].default)
         self._twin = kind.twin([torch.zeros(1)], **{**kind.defaults, **args}, **kind.fixed)
         self._kernel, self._stream_kernel = kind.kernel, kind.stream_kernel
