@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from zcomm.launch import Job, launch
 from zcomm.launch.errors import UserError
@@ -25,6 +26,27 @@ Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MAS
 environment; OMP_NUM_THREADS is cores / N unless you set it."""
 
 
+_SEVERAL_HOSTS = (
+    "zcomm run starts ranks of this host alone; for several hosts start torchrun --nnodes {} --nproc-per-node N "
+    "--node-rank R --master-addr HOST SCRIPT on each host, or use mpirun or srun"
+)
+
+
+class _Elsewhere(argparse.Action):
+    """An option of another launcher: an error that says what to write here. hint: {} is the option's value."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, hint: str) -> None:
+        super().__init__(option_strings, dest, nargs="?", help=argparse.SUPPRESS)
+        self._hint = hint
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: object, values: object, option_string: str | None = None
+    ) -> NoReturn:
+        """End the command with the hint."""
+        value = values if str(values or "").isdecimal() else "N"
+        parser.error(f"{option_string}: {self._hint.format(value)}")
+
+
 def add_parser(commands: _SubParsersAction[Parser]) -> None:
     """Declare the command's options."""
     parser = commands.add_parser(
@@ -35,7 +57,7 @@ def add_parser(commands: _SubParsersAction[Parser]) -> None:
         usage="zcomm run -n N [options] script.py [args ...]  |  zcomm run -n N [options] -m module [args ...]",
         allow_abbrev=False,
     )
-    parser.add_argument("-n", "--np", type=positive, required=True, metavar="N", help="number of ranks")
+    parser.add_argument("-n", "-np", "--np", type=positive, required=True, metavar="N", help="number of ranks")
     parser.add_argument(
         "--env", action="append", default=[], type=assignment, metavar="K=V", help="set a variable in every rank"
     )
@@ -47,7 +69,17 @@ def add_parser(commands: _SubParsersAction[Parser]) -> None:
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module name, as in python -m")
     parser.add_argument("--no-python", action="store_true", help="the script is any program, not a Python script")
     parser.add_argument("--no-prefix", action="store_true", help="do not start each line with [rank]")
+    parser.add_argument(
+        "--only-rank",
+        type=int,
+        metavar="RANK",
+        help="show the output of this rank alone; failures are shown",
+    )
     parser.add_argument("--tee", type=Path, metavar="DIR", help="also write DIR/rank0.out, DIR/rank0.err, ...")
+    for word in ("--nproc-per-node", "--nproc_per_node"):
+        parser.add_argument(word, action=_Elsewhere, hint="did you mean -n {}?")
+    for word in ("--nnodes", "--node-rank", "--node_rank", "--hostfile", "--hosts"):
+        parser.add_argument(word, action=_Elsewhere, hint=_SEVERAL_HOSTS)
     parser.add_argument("script", help="script, module or program to run")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
     parser.set_defaults(command=command)
@@ -67,12 +99,19 @@ def command(args: argparse.Namespace) -> int:
         if not Path(args.script).is_file():
             raise UserError(f"{args.script}: no such script")
         argv = [sys.executable, args.script]
+    if args.only_rank is not None and not 0 <= args.only_rank < args.np:
+        raise UserError(f"--only-rank {args.only_rank}: ranks are 0 to {args.np - 1}")
     environment = dict(args.env)
     if args.gpu_ring:
         environment |= gpu_ring({**os.environ, **environment}, args.np, gpus.read())
         print(f"zcomm run: {VISIBLE}={environment[VISIBLE]} in every rank", file=sys.stderr)
     job = Job(
-        argv=argv + args.args, world_size=args.np, environment=environment, prefix=not args.no_prefix, tee=args.tee
+        argv=argv + args.args,
+        world_size=args.np,
+        environment=environment,
+        prefix=not args.no_prefix,
+        tee=args.tee,
+        only_rank=args.only_rank,
     )
     return launch(job)
 

@@ -13,7 +13,8 @@ class Job:
     argv: command line of every rank. environment: variables set on top of the caller's and below the launcher's own.
     prefix: start each line with "[rank]". inherit_stdout: ranks write to the caller's stdout themselves (a progress bar
     needs the terminal). tee: directory that also gets rank<r>.out and rank<r>.err. once: a line of stderr that several
-    ranks write is shown once. announce: name at the start of each line that the launcher itself writes.
+    ranks write is shown once. only_rank: the rank whose output is shown; None: all. announce: name at the start of each
+    line that the launcher itself writes.
     """
 
     argv: list[str]
@@ -23,6 +24,7 @@ class Job:
     inherit_stdout: bool = False
     tee: Path | None = None
     once: bool = False
+    only_rank: int | None = None
     announce: str = "zcomm run"
     settle_s: float = 2.0  # time to end by themselves after the first failure
     grace_s: float = 5.0  # time between SIGTERM (or Ctrl-C) and SIGKILL

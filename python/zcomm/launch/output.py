@@ -1,5 +1,7 @@
 """Carries what ranks write to the launcher's own stdout and stderr, line by line, and keeps the last lines.
 
+Several ranks' progress bars would overwrite each other (a carriage return leads back to one line): their states become
+lines, at most one a second. A traceback that another rank has shown already becomes one line.
 Invariant: a line of one rank is never cut by another's. Nothing here blocks on a rank; it may block on the reader of
 the launcher's output, which is the usual back-pressure of a pipe.
 Thread rule: one thread, the supervisor's event loop.
@@ -9,11 +11,15 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections import deque
 from typing import BinaryIO
 
 _TAIL_LINES = 20
 _LONGEST_NBYTES = 1 << 16  # a line longer than this is passed on in pieces
+_BAR_S = 1.0  # between two states of a progress bar
+_TRACEBACK = b"Traceback (most recent call last):"
+_LONGEST_TRACEBACK = 2000  # lines
 _LINE = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r)")  # a carriage return alone ends a progress bar's line
 _INTERRUPT = re.compile(
     rb"(?:^Exception ignored in.*\n)?^Traceback \(most recent call last\):\n"
@@ -31,15 +37,36 @@ class Stream:
     """One pipe from one rank.
 
     prefix: put before each line. target: descriptor of the launcher's own stream. tee: file that gets the raw bytes.
-    seen: lines already shown, where each is to be shown once; shared by the streams of all ranks.
+    seen: lines already shown, where each is to be shown once; shared by the streams of all ranks. tracebacks: those
+    already shown, with the rank; shared, too. alone: no other rank is shown, so progress bars stay in place.
+    shown: False keeps the last lines, and passes nothing on.
     """
 
     def __init__(
-        self, source: int, target: int, prefix: bytes = b"", tee: BinaryIO | None = None, seen: set[bytes] | None = None
+        self,
+        source: int,
+        target: int,
+        prefix: bytes = b"",
+        tee: BinaryIO | None = None,
+        seen: set[bytes] | None = None,
+        *,
+        tracebacks: dict[bytes, int] | None = None,
+        rank: int = 0,
+        alone: bool = False,
+        shown: bool = True,
     ) -> None:
         os.set_blocking(source, False)
         self.source = source
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self.exception = ""
+        """Last line of the last traceback that was shown, if nothing followed it."""
+        self._tracebacks = tracebacks
+        self._rank = rank
+        self._alone = alone
+        self._shown = shown
+        self._block: list[bytes] = []  # of a traceback whose end has not come
+        self._bar_at = 0.0
+        self._bar = b""  # state of a progress bar that was not shown
         self._target = target
         self._prefix = prefix
         self._tee = tee
@@ -80,6 +107,10 @@ class Stream:
         if self._held:
             held, self._held = b"".join(self._held), None
             self._emit(_LINE.findall(_INTERRUPT.sub(b"", held)))
+        rest_of_block, self._block = self._block, []
+        if self._bar:
+            rest_of_block.append(self._bar + b"\n")
+        self._write(rest_of_block)
 
     def _split(self, content: bytes) -> None:
         content = self._partial + content
@@ -98,6 +129,48 @@ class Stream:
             text = line.decode("utf-8", "replace").rstrip()
             if text:
                 self.tail.append(text[:500])
+        if not self._shown:
+            return
+        if not self._alone:
+            lines = [shown for line in lines for shown in self._without_bar(line)]
+        if self._tracebacks is not None:
+            lines = [shown for line in lines for shown in self._folded(line, self._tracebacks)]
+        self._write(lines)
+
+    def _without_bar(self, line: bytes) -> list[bytes]:
+        """A state of a progress bar as a line, or not at all if the last one was shown just now."""
+        if not line.endswith(b"\r"):
+            self._bar = b""
+            return [line]
+        text = line.rstrip(b"\r")
+        if not text:
+            return []
+        if time.monotonic() - self._bar_at < _BAR_S:
+            self._bar = text
+            return []
+        self._bar_at, self._bar = time.monotonic(), b""
+        return [text + b"\n"]
+
+    def _folded(self, line: bytes, tracebacks: dict[bytes, int]) -> list[bytes]:
+        """The lines to show; those of a traceback come when it is whole."""
+        if not self._block:
+            if line.rstrip() == _TRACEBACK:
+                self._block = [line]
+                return []
+            if line.strip():
+                self.exception = ""
+            return [line]
+        self._block.append(line)
+        if line.startswith(b" ") and len(self._block) < _LONGEST_TRACEBACK:
+            return []
+        block, self._block = self._block, []
+        self.exception = line.decode("utf-8", "replace").strip()
+        first = tracebacks.setdefault(b"".join(block[:-1]), self._rank)
+        if first == self._rank:
+            return block
+        return [line.rstrip() + f" (traceback: as rank {first}'s above)\n".encode()]
+
+    def _write(self, lines: list[bytes]) -> None:
         if self._seen is not None:
             lines = [line for line in lines if not line.strip() or line not in self._seen]
             if len(self._seen) < 10_000:

@@ -45,6 +45,7 @@ class Supervisor:
         self._job = job
         self._running: dict[int, Rank] = {}
         self._ends: list[RankEnd] = []
+        self._tracebacks: dict[bytes, int] = {}
         self._selector = selectors.DefaultSelector()
         self._signals: list[int] = []
         self._ended_by_signal: int | None = None
@@ -113,7 +114,18 @@ class Supervisor:
         for pipe, target, name in ((process.stdout, 1, "out"), (process.stderr, 2, "err")):
             if pipe is not None:
                 tee = (self._job.tee / f"rank{rank}.{name}").open("wb") if self._job.tee else None
-                stream = Stream(os.dup(pipe.fileno()), target, prefix, tee, seen if target == 2 else None)
+                only = self._job.only_rank
+                stream = Stream(
+                    os.dup(pipe.fileno()),
+                    target,
+                    prefix,
+                    tee,
+                    seen if target == 2 else None,
+                    tracebacks=self._tracebacks if target == 2 else None,
+                    rank=rank,
+                    alone=only is not None or self._job.world_size == 1,
+                    shown=only is None or only == rank,
+                )
                 pipe.close()
                 self._selector.register(stream.source, selectors.EVENT_READ, stream)
                 streams.append(stream)
@@ -167,6 +179,7 @@ class Supervisor:
             if code == -signal.SIGKILL and not rank.signalled:
                 end.oom_counter = self._oom.risen()
             end.stderr_tail = list(rank.streams[-1].tail)
+            end.exception = rank.streams[-1].exception
             self._ends.append(end)
             if end.failed and self._terminate_at is None and self._ended_by_signal is None and self._kill_at is None:
                 self._terminate_at = time.monotonic() + self._job.settle_s

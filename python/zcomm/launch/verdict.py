@@ -28,6 +28,7 @@ class RankEnd:
     by_launcher: bool = False
     oom_counter: Path | None = None
     stderr_tail: list[str] = field(default_factory=list)
+    exception: str = ""  # last line of the traceback that ended its stderr and was shown
     error: str = ""
     message: str = ""
 
@@ -88,7 +89,7 @@ def describe(end: RankEnd) -> str:
         if name == "SIGKILL":
             return f"{who} was killed by {name}: from outside, no out-of-memory kill was counted; {memory}"
         return f"{who} was killed by {name}; {memory}"
-    reason = f": {end.error}: {end.message}" if end.message else ""
+    reason = f": {end.error}: {end.message}" if end.message else f": {end.exception}" if end.exception else ""
     return f"{who} exited with status {end.code}{reason}"
 
 
@@ -100,7 +101,8 @@ def report(ends: list[RankEnd], name: str, show_tail: bool = True) -> list[str]:
     if first.error == "UserError":
         return [f"{name}: error: {first.message}"]
     lines = [f"{name}: {describe(first)}"]
-    if show_tail and not first.message and first.stderr_tail:
+    told = first.message or (first.exception and first.code > 0)
+    if show_tail and not told and first.stderr_tail:
         lines[0] += "; its last lines on stderr:"
         lines += [f"    {line}" for line in first.stderr_tail[-10:]]
     for end in ends:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -136,6 +138,32 @@ sys.stdout.write('no newline at the end')
         assert mine == [f"[{rank}] {str(rank) * 50} {i}" for i in range(300)] + [f"[{rank}] no newline at the end"]
         assert len((tmp_path / f"logs/rank{rank}.out").read_text().splitlines()) == 301
     assert len(lines) == 602
+
+
+def test_the_same_traceback_is_printed_once(start: JobStarter) -> None:
+    code, _, err = finish(start("def f(): raise ValueError('both')\nf()", ranks=2))
+    assert code == 1 and err.count("Traceback") == 1 and err.count("in f") == 1, err
+    assert err.count("ValueError: both (traceback: as rank") == 1
+    assert re.search(r"zcomm run: rank [01] \(pid \d+\) exited with status 1: ValueError: both\n", err), err
+    assert "last lines" not in err
+
+
+def test_only_one_rank_is_shown(start: JobStarter, tmp_path: Path) -> None:
+    script = "print('of', RANK); print('20%', end='\\r'); print('end'); sys.stderr.write('error of %d\\n' % RANK)"
+    code, out, err = finish(start(script, "--only-rank", "1", "--tee", "logs"))
+    assert (code, out, err) == (0, "[1] of 1\n[1] 20%\n[1] end\n", "[1] error of 1\n")
+    assert "of 0" in (tmp_path / "logs/rank0.out").read_text()
+    code, out, err = finish(start("if RANK == 0: sys.exit('the reason')", "--only-rank", "1"))
+    assert code == 1 and "its last lines on stderr:\n    the reason" in err, "a failure is shown in any case"
+    code, _, err = finish(start("", "--only-rank", "2"))
+    assert code == 2 and "--only-rank 2: ranks are 0 to 1" in err
+
+
+@pytest.mark.parametrize("word", [["-np", "2"], ["--np", "2"]])
+def test_mpiruns_word_for_the_number_of_ranks(word: list[str], tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text("import os; print(os.environ['WORLD_SIZE'])")
+    process = subprocess.run([*COMMAND, "run", *word, "x.py"], capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert process.stdout == "[0] 2\n[1] 2\n" or process.stdout == "[1] 2\n[0] 2\n", process.stderr
 
 
 def test_no_prefix(start: JobStarter) -> None:
@@ -302,7 +330,11 @@ finally:
         (["run", "script.py"], "-n"),
         (["run", "-n", "0", "x.py"], "'0' is not a whole number of at least 1"),
         (["run", "-n", "two", "x.py"], "'two'"),
-        (["run", "-n", "2", "--hostfile", "hosts", "x.py"], "--hostfile"),
+        (["run", "-n", "2", "--hostfile", "hosts", "x.py"], "--hostfile: zcomm run starts ranks of this host alone"),
+        (["run", "-n", "2", "--nnodes", "2", "x.py"], "torchrun --nnodes 2 --nproc-per-node N"),
+        (["run", "-n", "2", "--nnodes=2", "x.py"], "on each host"),
+        (["run", "--nproc-per-node", "2", "x.py"], "--nproc-per-node: did you mean -n 2?"),
+        (["run", "--nproc_per_node=2", "x.py"], "did you mean -n 2?"),
         (["run", "-n", "2", "missing.py"], "missing.py: no such script"),
         (["run", "-n", "2", "--env", "NOVALUE", "x.py"], "'NOVALUE' is not NAME=VALUE"),
         (["run", "-n", "1", "--no-python", "/no/such/program"], "/no/such/program"),
@@ -376,11 +408,11 @@ def test_counter_files_of_both_cgroup_versions(tmp_path: Path) -> None:
     ]
 
 
-def passed_on(content: bytes, hold: bool = False, seen: set[bytes] | None = None) -> bytes:
+def passed_on(content: bytes, hold: bool = False, **options: Any) -> bytes:
     """What a Stream makes of a rank's output."""
     source, rank_end = os.pipe()
     out, target = os.pipe()
-    stream = Stream(source, target, b"[3] ", seen=seen)
+    stream = Stream(source, target, b"[3] ", **options)
     if hold:
         stream.hold()
     os.write(rank_end, content)
@@ -393,7 +425,36 @@ def passed_on(content: bytes, hold: bool = False, seen: set[bytes] | None = None
 
 
 def test_stream_splits_at_newline_and_carriage_return() -> None:
-    assert passed_on(b"a\r\nb\n10%\r20%\rlast") == b"[3] a\r\n[3] b\n[3] 10%\r[3] 20%\r[3] last\n"
+    content = b"a\r\nb\n10%\r20%\rlast"
+    assert passed_on(content, alone=True) == b"[3] a\r\n[3] b\n[3] 10%\r[3] 20%\r[3] last\n"
+
+
+def test_a_progress_bar_of_one_rank_among_several_is_lines() -> None:
+    """As tqdm writes it; between the first state and the last there is at most one a second."""
+    bar = b"".join(b"\r%3d%%|#" % percent for percent in range(101)) + b"\n"
+    assert passed_on(bar) == b"[3]   0%|#\n[3] 100%|#\n"
+
+
+def test_a_stream_that_is_not_shown_keeps_its_last_lines() -> None:
+    assert passed_on(b"a\nb\n", shown=False) == b""
+
+
+def test_a_traceback_that_another_rank_has_shown_is_one_line() -> None:
+    trace = b'Traceback (most recent call last):\n  File "x", line 1\n    f()\n'
+    tracebacks: dict[bytes, int] = {}
+    first = passed_on(b"a\n" + trace + b"ValueError: of 2\n", tracebacks=tracebacks, rank=2)
+    assert first.replace(b"[3] ", b"") == b"a\n" + trace + b"ValueError: of 2\n"
+    content = b"b\n" + trace + b"ValueError: of 3\nsecond line\n" + trace.replace(b"f()", b"g()") + b"KeyError: 1\n"
+    second = passed_on(content, tracebacks=tracebacks, rank=3)
+    assert second.replace(b"[3] ", b"").splitlines() == [
+        b"b",
+        b"ValueError: of 3 (traceback: as rank 2's above)",
+        b"second line",
+        *trace.replace(b"f()", b"g()").splitlines(),
+        b"KeyError: 1",
+    ]
+    cut = passed_on(trace, tracebacks={}, rank=3)
+    assert cut.replace(b"[3] ", b"") == trace, "a rank that is killed within it"
 
 
 def test_stream_shows_a_line_once() -> None:
