@@ -21,14 +21,16 @@ _PROGRAMS = {"swap": "swap_bw", "swapped-step": "swapped_step"}
 
 def add_parser(commands: _SubParsersAction[Parser]) -> None:
     """Declare the command's options."""
-    parser = commands.add_parser("bench", help="measure beside a roof and peers", allow_abbrev=False)
+    parser = commands.add_parser(
+        "bench", help="measure beside a roof and peers (in a source tree only)", allow_abbrev=False
+    )
     parser.add_argument(
         "name",
         choices=_PROGRAMS,
         help="swap: SwapFile beside the best fio (bench/swap_bw); swapped-step: AdamW with its state on a drive beside "
         "the drive's and the RAM's roof (bench/swapped_step)",
     )
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="the bench's own flags; --help lists them")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="options of the bench itself; --help lists them")
     parser.set_defaults(command=command)
 
 

@@ -13,6 +13,7 @@ from zcomm.launch.errors import UserError
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
+_OTHER_FILES = {".pt", ".pth", ".bin", ".ckpt", ".npz", ".gguf", ".onnx"}
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -24,16 +25,16 @@ def add_parser(commands: _SubParsersAction[Parser]) -> None:
     )
 
     ls = actions.add_parser("ls", help="what a checkpoint, or a folder of them, holds", allow_abbrev=False)
-    ls.add_argument("folder", type=Path)
+    ls.add_argument("folder", type=Path, help="a checkpoint, or a folder of them")
     ls.add_argument("--tensors", action="store_true", help="also each tensor, with dtype, shape and file")
     ls.set_defaults(command=_wrapped(_ls))
 
     verify = actions.add_parser("verify", help="compare all checksums; exit code 1 if one is wrong", allow_abbrev=False)
-    verify.add_argument("folder", type=Path)
+    verify.add_argument("folder", type=Path, help="a checkpoint, or a folder of them")
     verify.set_defaults(command=_wrapped(_verify))
 
     export = actions.add_parser("export", help="write the weights as safetensors", allow_abbrev=False)
-    export.add_argument("folder", type=Path)
+    export.add_argument("folder", type=Path, help="a checkpoint, or a folder whose newest one is taken")
     export.add_argument("out", type=Path, help="NAME.safetensors, or a new folder as Hugging Face's tools read it")
     export.add_argument("--dtype", choices=tuple(_DTYPES), help="of floating weights (default: as trained)")
     export.add_argument("--shard-size", type=nbytes, metavar="SIZE", help="most bytes per file, for example 5GB")
@@ -157,6 +158,11 @@ def _export(args: argparse.Namespace) -> int:
     from zcomm.zero.files import durable
 
     folder = args.folder.absolute()
+    if args.out.suffix in _OTHER_FILES:
+        raise UserError(
+            f"OUT is NAME.safetensors or a new folder, and {args.out.suffix} files are not written; export "
+            "NAME.safetensors, then torch.save(safetensors.torch.load_file(NAME), OUT)"
+        )
     dtype = getattr(torch, _DTYPES[args.dtype]) if args.dtype else None
     for path in export(durable.latest_in(folder) or folder, args.out.absolute(), dtype, args.shard_size, args.untie):
         print(f"{path}  {shown(path.stat().st_size)}")

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import platform
 import re
 import resource
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,16 +26,19 @@ from zcomm.launch.environment import core_count
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
+    from rich.console import Console
+
     from zcomm.cli.parser import Parser
 
 _LAUNCHER_VARIABLES = ("ZCOMM_INIT_METHOD", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_STYLES = {"ok": "green", "note": "yellow", "fail": "bold red"}
 _LOW_MEMLOCK_NBYTES = 64 << 20
 
 
 def add_parser(commands: _SubParsersAction[Parser]) -> None:
     """Declare the command's options."""
     parser = commands.add_parser(
-        "doctor", help="check this machine and say how to mend each finding", allow_abbrev=False
+        "doctor", help="check this machine, with a remedy for each finding", allow_abbrev=False
     )
     parser.add_argument("--dir", type=Path, default=Path("."), help="directory to check for swapping (default: here)")
     parser.add_argument(
@@ -42,6 +46,7 @@ def add_parser(commands: _SubParsersAction[Parser]) -> None:
         action="store_true",
         help="measure the tuning table and the speeds of this machine, and the drive of --dir, first",
     )
+    parser.add_argument("--all", action="store_true", help="list environment variables that are not set, too")
     parser.set_defaults(command=command)
 
 
@@ -63,17 +68,38 @@ def command(args: argparse.Namespace) -> int:
             calibrate_swap(args.dir)
         except OSError as error:
             print(f"the drive was not measured: {error}", flush=True)
-    findings = list(examine(args.dir))
-    width = max(len(finding.name) for finding in findings)
-    for finding in findings:
-        print(f"{finding.state:5} {finding.name:{width}}  {finding.value}")
-        if finding.mend:
-            print(f"{'':5} {'':{width}}  -> {finding.mend}")
+    findings = list(examine(args.dir, args.all))
+    show(findings)
     return 1 if any(finding.state == "fail" for finding in findings) else 0
 
 
-def examine(directory: Path) -> Iterator[Finding]:
-    """All checks, in order."""
+def show(findings: Sequence[Finding], console: Console | None = None) -> None:
+    """Print the findings and what they come to; coloured where stdout is a terminal."""
+    from rich.console import Console
+    from rich.text import Text
+
+    out = console or Console(highlight=False)
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        line = Text(f"{finding.state:5}", style=_STYLES[finding.state])
+        line.append(f" {finding.name:{width}}  {finding.value}", style="default")
+        out.print(line, soft_wrap=True)
+        if finding.mend:
+            out.print(Text(f"{'':5} {'':{width}}  -> {finding.mend}", style="cyan"), soft_wrap=True)
+    out.print(Text(f"\n{summary(findings)}", style="bold"), soft_wrap=True)
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """Say in one line what the findings come to."""
+    notes, failures = (sum(finding.state == state for finding in findings) for state in ("note", "fail"))
+    found = f"{notes} note{'s' if notes != 1 else ''}"
+    if failures:
+        return f"{failures} failure{'s' if failures != 1 else ''} to mend before training, {found}"
+    return f"{found}, nothing blocks training"
+
+
+def examine(directory: Path, unset: bool = False) -> Iterator[Finding]:
+    """Make all checks, in order. unset: list the environment variables that are not set, too."""
     checks: tuple[Callable[[], Iterator[Finding]], ...] = (
         _versions,
         _machine,
@@ -81,15 +107,17 @@ def examine(directory: Path) -> Iterator[Finding]:
         _gpus,
         _limits,
         _tuning,
-        lambda: _swap(directory),
-        _variables,
+        functools.partial(_swap, directory),
+        functools.partial(_variables, unset),
     )
     for check in checks:
         try:
             yield from check()
         except Exception as error:
-            name = getattr(check, "__name__", "swap").strip("_<>")
-            yield Finding("fail", "swap" if name == "lambda" else name, f"{type(error).__name__}: {error}")
+            name = getattr(check, "func", check).__name__.strip("_")
+            yield Finding("fail", name, f"{type(error).__name__}: {error}")
+    if not unset:
+        yield Finding("ok", "variables", "zcomm doctor --all lists those that are not set")
 
 
 def _versions() -> Iterator[Finding]:
@@ -127,7 +155,11 @@ def _core() -> Iterator[Finding]:
         "ok" if isa == best else "note", "instruction set", isa + note, "" if isa == best else "unset ZCOMM_ISA"
     )
     yield Finding("ok", "core threads", str(core.threads()))
-    yield Finding("ok", "cuda", core.cuda_info())
+    built = core.cuda_info()
+    if core.cuda_available() or not built.startswith("CUDA"):
+        yield Finding("ok", "cuda", built)
+    else:
+        yield Finding("ok", "cuda", f"not used: the core is built with {built}, and no CUDA device is here")
 
 
 def _gpus() -> Iterator[Finding]:
@@ -185,7 +217,10 @@ def _swap(directory: Path) -> Iterator[Finding]:
             yield Finding("ok", "io_uring", "works")
         except NotImplementedError as error:
             yield Finding(
-                "note", "io_uring", str(error), "swapping uses threads instead; allow io_uring to save CPU time"
+                "note",
+                "io_uring",
+                str(error),
+                "threads swap instead, with more CPU time; let the kernel or the container allow io_uring",
             )
         swap = zcomm.SwapFile(own, 1 << 20)
         direct = bool(swap.stats()["direct"])
@@ -215,13 +250,15 @@ def _swap_tuning(directory: Path) -> Finding:
     return Finding("note", "swap tuning", value, "zcomm doctor --calibrate --dir DIR measures the drive of DIR")
 
 
-def _variables() -> Iterator[Finding]:
+def _variables(unset: bool) -> Iterator[Finding]:
     from zcomm import _core as core
     from zcomm.bootstrap import hosts
 
     described = {**dict(core.env_variables()), **dict(hosts.VARIABLES)}
     for name, meaning in described.items():
         value = os.environ.get(name)
+        if value is None and not unset:
+            continue
         yield Finding("ok", name, f"{'unset' if value is None else value}: {meaning}")
     for name in _LAUNCHER_VARIABLES:
         if name in os.environ:

@@ -8,12 +8,13 @@ import itertools
 import json
 import os
 import sys
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zcomm.cli import plan_gpu
 from zcomm.cli.plan_compare import compare
-from zcomm.cli.plan_table import print_table, seconds
+from zcomm.cli.plan_table import Case, compact, count_in_words, print_table, seconds, verdict
 from zcomm.cli.sizes import nbytes, shown
 from zcomm.launch.errors import UserError
 
@@ -29,30 +30,60 @@ _OFFLOADS = ("none", "cpu", "nvme")
 def add_parser(commands: _SubParsersAction[Parser]) -> None:
     """Declare the command's options."""
     parser = commands.add_parser(
-        "plan", help="bytes by tier for stage x offload x world; what fits", allow_abbrev=False
+        "plan",
+        help="what fits: bytes by tier for each stage, offload and number of ranks",
+        description="Bytes of one rank by tier, for each stage, offload and number of ranks, and what fits here.",
+        allow_abbrev=False,
     )
     model = parser.add_mutually_exclusive_group()
-    model.add_argument("--params", type=_count, metavar="N", help="trained parameters, for example 7e9: ZeRO's formula")
+    model.add_argument(
+        "--params", type=_count, metavar="N", help="trained parameters: 7B, 350M or 7e9 (by ZeRO's formula)"
+    )
     model.add_argument(
         "--model",
         metavar="MODULE:FUNCTION",
-        help="a function that makes the model, or (model, inputs of a micro-batch); it runs on the meta device",
+        help="a function that returns the model, or (model, inputs of a micro-batch); it runs on the meta device",
     )
-    parser.add_argument("--stage", type=_list(int, (0, 1, 2, 3)), default=[0, 1, 2, 3], help="default 0,1,2,3")
-    parser.add_argument("--offload", type=_list(str, _OFFLOADS), default=list(_OFFLOADS), help="default none,cpu,nvme")
-    parser.add_argument("--world", type=_list(int), default=[1, 2], help="ranks, all on this host; default 1,2")
-    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32")
+    parser.add_argument(
+        "--stage", type=_list(int, (0, 1, 2, 3)), default=[0, 1, 2, 3], help="stages to list (default: 0,1,2,3)"
+    )
+    parser.add_argument(
+        "--offload", type=_list(str, _OFFLOADS), default=list(_OFFLOADS), help="tiers to list (default: none,cpu,nvme)"
+    )
+    parser.add_argument(
+        "--world", type=_list(int), default=[1, 2], help="numbers of ranks, all on this host (default: 1,2)"
+    )
+    parser.add_argument(
+        "--precision",
+        choices=("fp32", "bf16", "fp16"),
+        default="fp32",
+        help="of parameters and gradients (default: fp32)",
+    )
     parser.add_argument(
         "--optimizer",
         choices=("adamw", "adam", "adamw-8bit", "lion", "adagrad", "sgd", "sgd-momentum"),
         default="adamw",
+        help="decides the bytes of state per parameter (default: adamw)",
     )
-    parser.add_argument("--bucket-mb", type=float, default=25.0)
-    parser.add_argument("--accum", type=int, default=1, help="micro-steps per step")
+    parser.add_argument(
+        "--bucket-mb",
+        type=float,
+        default=25.0,
+        metavar="MB",
+        help="MiB of gradients that travel together (default: 25)",
+    )
+    parser.add_argument("--accum", type=int, default=1, metavar="N", help="micro-steps per step (default: 1)")
     parser.add_argument("--activations", type=nbytes, metavar="SIZE", help="of a rank's micro-batch, if not traced")
     parser.add_argument("--memory", type=nbytes, metavar="SIZE", help="of the host (default: this machine's)")
-    parser.add_argument("--nvme-path", type=Path, default=Path("."), help="whose free space and measured speed count")
-    parser.add_argument("--compare", type=Path, metavar="METRICS", help="metrics.jsonl of a demo run")
+    parser.add_argument(
+        "--nvme-path", type=Path, default=Path("."), metavar="DIR", help="whose free space and measured speed count"
+    )
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        metavar="METRICS",
+        help="metrics.jsonl of a demo run: print its plan beside what it took",
+    )
     plan_gpu.add_arguments(parser)
     parser.set_defaults(command=command)
 
@@ -72,6 +103,7 @@ def command(args: argparse.Namespace) -> int:
     free = _free(args.nvme_path)
     drive = drive_bps(args.nvme_path)
     rows, timed = [], False
+    cases: dict[int, list[Case]] = {}
     for world, stage, offload in itertools.product(args.world, args.stage, args.offload):
         found = estimate(
             model,
@@ -88,9 +120,15 @@ def command(args: argparse.Namespace) -> int:
         time = None if known is None else step_time(found, known, work, args.precision, args.accum, drive)
         timed = timed or known is not None
         rows.append(_row(found, memory, free, drive, time))
+        needs = {"memory": found.host_nbytes * world, "drive": found.tier("nvme") * world}
+        fits = needs["memory"] <= memory and needs["drive"] <= free
+        cases.setdefault(world, []).append(Case(stage, offload, needs, fits))
     count = model if isinstance(model, int) else sum(p.numel() for p in model.parameters() if p.requires_grad)
-    print(f"{count} trained parameters, {args.precision}, {args.optimizer}; bytes are of one rank")
-    print_table(rows)
+    for world, of_world in cases.items():
+        what = f"{count_in_words(count)} {args.precision} on {world} rank{'s' if world > 1 else ''}"
+        print(verdict(what, of_world, {"memory": memory, "drive": free}))
+    print(f"\n{count} trained parameters, {args.precision}, {args.optimizer}; bytes are of one rank")
+    print_table(compact(rows))
     _notes(isinstance(model, int), activations, memory, free, drive, args.nvme_path)
     _time_notes(timed, work is not None)
     plan_gpu.show(args, count, activations, memory, free, drive)
@@ -164,6 +202,9 @@ def _made(name: str, precision: str) -> tuple[Any, int | None, Work | None]:
     module, colon, function = name.partition(":")
     if not colon:
         raise UserError(f"--model {name!r} is not MODULE:FUNCTION")
+    if module.endswith(".py"):
+        meant = module.removesuffix(".py").strip("./").replace("/", ".")
+        raise UserError(f"--model {name}: give a module, not a file: --model {meant}:{function}")
     sys.path.insert(0, os.getcwd())
     try:
         make = getattr(importlib.import_module(module), function)
@@ -187,8 +228,8 @@ def _several(inputs: Any) -> tuple[Any, ...]:
 
 
 def _free(place: Path) -> int:
-    while not place.exists():
-        place = place.absolute().parent
+    if not place.is_dir():
+        raise UserError(f"--nvme-path {place}: no such directory")
     status = os.statvfs(place)
     return status.f_bavail * status.f_frsize
 
@@ -205,12 +246,14 @@ def drive_bps(place: Path) -> tuple[float, float] | None:
 
 
 def _count(text: str) -> int:
+    units = {"k": 3, "m": 6, "b": 9, "g": 9, "t": 12}
+    power = units.get(text[-1:].lower(), 0)
     try:
-        value = float(text)
-    except ValueError:
-        value = 0
-    if not value >= 1 or value != int(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of parameters, such as 7e9")
+        value = Decimal(text[:-1] if power else text).scaleb(power)
+    except InvalidOperation:
+        value = Decimal(0)
+    if not value.is_finite() or value < 1 or value != int(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of parameters, such as 7B, 350M or 7e9")
     return int(value)
 
 

@@ -6,7 +6,7 @@ import argparse
 import itertools
 from typing import TYPE_CHECKING
 
-from zcomm.cli.plan_table import print_table, seconds
+from zcomm.cli.plan_table import Case, compact, count_in_words, print_table, seconds, verdict
 from zcomm.cli.sizes import nbytes, shown
 from zcomm.machine import gpus
 from zcomm.machine.gpu_specs import pcie_bps, peak_flops
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what stands in for a GPU that is not here."""
     parser.add_argument("--gpu-memory", type=nbytes, metavar="SIZE", help="plan for GPUs of this size, here or not")
     parser.add_argument("--gpu-name", metavar="NAME", help="whose peak counts, for example H100 (default: that found)")
-    parser.add_argument("--gpus", type=int, metavar="N", help="how many (default: those found, or 1)")
+    parser.add_argument("--gpus", type=int, metavar="N", help="number of GPUs (default: those found, or 1)")
 
 
 def show(
@@ -54,7 +54,15 @@ def show(
         for world, stage, offload in itertools.product(args.world, args.stage, args.offload)
     ]
     print(f"\non {host.count} x {name}, {shown(host.gpu_nbytes)} each; host memory and drive are of all ranks")
-    print_table([_row(case) for case in cases])
+    room = {"GPU": host.count * host.gpu_nbytes, "host memory": memory, "drive": free}
+    for world in args.world:
+        of_world = [_case(case, host) for case in cases if case.world_size == world]
+        print(
+            verdict(
+                f"{count_in_words(numel)} {args.precision} on {world} rank{'s' if world > 1 else ''}", of_world, room
+            )
+        )
+    print_table(compact([_row(case) for case in cases]))
     _notes(host, name, activations)
 
 
@@ -82,6 +90,12 @@ def host_of(
         drive_bps=drive,
         reach=found.reach,
     )
+
+
+def _case(case: GpuCase, host: GpuHost) -> Case:
+    gpus_in_use = min(host.count, case.world_size)
+    needs = {"GPU": case.gpu_nbytes * gpus_in_use, "host memory": case.host_nbytes, "drive": case.drive_nbytes}
+    return Case(case.stage, case.offload, needs, not case.lacks)
 
 
 def _row(case: GpuCase) -> dict[str, str]:

@@ -1,10 +1,64 @@
-"""Tables and seconds of `zcomm plan` as text."""
+"""Tables, verdicts and seconds of `zcomm plan` as text."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+UNKNOWN = "-"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table, for the verdict. needs: bytes of all ranks, by the name of the memory."""
+
+    stage: int
+    offload: str
+    needs: dict[str, int]
+    fits: bool
+
+
+def verdict(what: str, cases: Sequence[Case], room: dict[str, int]) -> str:
+    """Say in one line which case to take: the first that fits, with the least offload, or the smallest of all.
+
+    what: the job in words. room: bytes that there are, by the names in ``needs``.
+    """
+    from zcomm.cli.sizes import shown
+
+    order = ("none", "cpu", "nvme")
+    best = min(
+        cases, key=lambda case: (not case.fits, *((order.index(case.offload),) if case.fits else case.needs.values()))
+    )
+    needs = " and ".join(f"{shown(nbytes)} of {name}" for name, nbytes in best.needs.items() if nbytes)
+    how = f"stage {best.stage}, offload {best.offload}"
+    if best.fits:
+        return f"{what}: fits with {how}, which needs {needs} in all"
+    lacks = " and ".join(f"{shown(nbytes)} of {name}" for name, nbytes in room.items())
+    return f"{what}: nothing fits {lacks}; the smallest is {how}, which needs {needs} in all"
+
+
+def count_in_words(count: int) -> str:
+    """Return 7B for 7e9, 350M for 3.5e8."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return str(count)
+
+
+def compact(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Rows that differ in their stage alone as one row, without columns in which nothing is known."""
+    joined: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in rows:
+        same = joined.setdefault(tuple(value for key, value in row.items() if key != "stage"), dict(row))
+        if same["stage"] != row["stage"]:
+            same["stage"] += f",{row['stage']}"
+    found = list(joined.values())
+    known = [key for key in found[0] if any(row[key] != UNKNOWN for row in found)]
+    return [{key: row[key] for key in known} for row in found]
+
 
 def print_table(rows: list[dict[str, str]]) -> None:
-    """Columns right-aligned under their names."""
+    """Print columns right-aligned under their names."""
     width = {key: max(len(key), *(len(row[key]) for row in rows)) for key in rows[0]}
     print("  ".join(f"{key:>{width[key]}}" for key in width))
     for row in rows:
@@ -14,5 +68,5 @@ def print_table(rows: list[dict[str, str]]) -> None:
 def seconds(value: float | None) -> str:
     """3.2 s, 45 ms; - for what is not known."""
     if value is None:
-        return "-"
+        return UNKNOWN
     return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"

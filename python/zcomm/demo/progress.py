@@ -9,10 +9,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from zcomm.demo.options import DemoConfig
     from zcomm.demo.text import Text
 
 _LINES = 20  # plain lines per run
+_WIDE = 100  # columns from which the parts of a step have their full names beside the bar
 _WINDOW = 10  # steps over which speed and shares are averaged
 
 
@@ -59,8 +62,8 @@ class Recent:
         """Take a step in."""
         self._records.append(record)
 
-    def text(self) -> str:
-        """loss, tokens/s, and the shares of time."""
+    def text(self, short: bool = False) -> str:
+        """Return loss, tokens/s and the shares of time; short: for a terminal of 80 columns."""
         count = len(self._records)
         total_s = sum(r.step_s for r in self._records) or 1e-9
         tokens = sum(r.tokens_per_s * r.step_s for r in self._records)
@@ -68,6 +71,9 @@ class Recent:
             100.0 * sum(getattr(r, part) for r in self._records) / total_s for part in ("compute_s", "comm_s", "swap_s")
         )
         loss = sum(r.loss for r in self._records) / count
+        if short:
+            shares = f"{compute:.0f}/{comm:.0f}/{swap:.0f}%"
+            return f"loss {loss:.3f} {tokens / total_s:,.0f} tok/s comp/comm/swap {shares}"
         return (
             f"loss {loss:.3f}  {tokens / total_s:,.0f} tokens/s  "
             f"compute {compute:.0f}%  communication {comm:.0f}%  swap {swap:.0f}%"
@@ -96,15 +102,19 @@ class PlainProgress(Progress):
 class BarProgress(Progress):
     """A bar of rich's."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, console: Console | None = None) -> None:
+        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as RichProgress
 
+        console = console or Console()
+        self._short = console.width < _WIDE
         self._bar = RichProgress(
-            BarColumn(bar_width=20),
+            BarColumn(bar_width=10 if self._short else 20),
             MofNCompleteColumn(),
             TextColumn("{task.description}"),
             TimeRemainingColumn(compact=True),
+            console=console,
         )
         self._task = self._bar.add_task("first step ...", total=steps)
         self._recent = Recent()
@@ -121,7 +131,7 @@ class BarProgress(Progress):
     def step(self, record: StepRecord) -> None:
         """Move the bar."""
         self._recent.add(record)
-        self._bar.update(self._task, advance=1, description=self._recent.text())
+        self._bar.update(self._task, advance=1, description=self._recent.text(self._short))
 
     def validation(self, step: int, loss: float) -> None:
         """A line above the bar."""

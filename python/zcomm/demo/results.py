@@ -113,12 +113,16 @@ def finish(config: DemoConfig, summary: Summary, metrics: Metrics) -> None:
     """Print the summary and write loss.png and report.html. Rank 0 only."""
     _print(config, summary)
     steps, validations = metrics.of_kind("step"), metrics.of_kind("validation")
-    picture = report.draw_loss(config.directory / "loss.png", steps, validations, summary.unigram_entropy)
-    if picture is None:
-        print("loss.png left out: matplotlib is not installed (pip install matplotlib)", file=sys.stderr)
-    page = report.page(config, summary, verdict(summary), memory_rows(summary), swap_lines(summary.stats), picture)
+    drawn = report.draw_loss(config.directory / "loss.png", steps, validations, summary.unigram_entropy)
+    if not drawn:
+        print(
+            "loss.png left out: matplotlib is not installed (pip install matplotlib); report.html has the curve",
+            file=sys.stderr,
+        )
+    swap = swap_lines(summary.stats)
+    page = report.page(config, summary, verdict(summary), memory_rows(summary), swap, steps, validations)
     (config.directory / "report.html").write_text(page, encoding="utf-8")
-    names = "metrics.jsonl, report.html" if picture is None else "metrics.jsonl, loss.png, report.html"
+    names = "metrics.jsonl, loss.png, report.html" if drawn else "metrics.jsonl, report.html"
     print(f"\n{config.directory}: {names}", flush=True)
 
 

@@ -57,7 +57,8 @@ def as_paths(directory: StrPath | Sequence[StrPath]) -> list[str]:
 
 @functools.cache
 def _say_once(note: str) -> None:
-    logging.getLogger("zcomm").warning("%s", note)
+    first = os.environ.get("LOCAL_RANK", "0") == "0"  # the others of the host would log the same
+    logging.getLogger("zcomm").log(logging.WARNING if first else logging.DEBUG, "%s", note)
 
 
 def say_fallbacks(swap: _core.SwapFile) -> None:

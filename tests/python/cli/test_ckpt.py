@@ -214,3 +214,11 @@ def test_export_keeps_one_tensor_in_memory(tmp_path: Path) -> None:
     grown = int(done.stdout.split()[-1]) << 10
     assert grown > 2 << 20, "it is measured (Linux counts pages in batches)"
     assert grown < (4 << 20) + (1 << 20), "one tensor of 24, and 1 MiB for the manifest and what Python makes of it"
+
+
+def test_export_to_another_kind_of_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("out.pt", "pytorch_model.bin"):
+        assert main(["ckpt", "export", str(tmp_path), str(tmp_path / name)]) == 2
+        said = capsys.readouterr().err
+        assert f"{Path(name).suffix} files are not written" in said and "torch.save(safetensors.torch.load_file" in said
+        assert not (tmp_path / name).exists()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import base64
+import dataclasses
+import io
 import json
 import math
 import os
@@ -19,12 +20,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from zcomm.cli.main import build_parser
 from zcomm.demo import report
 from zcomm.demo.command import make_config
 from zcomm.demo.model import GPT, ModelConfig
 from zcomm.demo.options import SIZES, DemoConfig
+from zcomm.demo.progress import BarProgress, StepRecord
 from zcomm.demo.text import DataError, load_text, unigram_entropy
 from zcomm.demo.train import learning_rate
 from zcomm.launch.errors import UserError
@@ -107,8 +110,9 @@ def test_run_with_stage_3_and_swap(tmp_path: Path) -> None:
     picture = (run / "loss.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
     page = (run / "report.html").read_text()
-    assert base64.b64encode(picture).decode() in page
-    check_html(page)
+    checker = check_html(page)
+    assert '<polyline class="training"' in page and checker.links == ["metrics.jsonl"]
+    assert all(word in checker.text for word in ("Time of a step", "communication", "swap"))
 
 
 @pytest.mark.parametrize(
@@ -378,8 +382,11 @@ class _Checker(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         assert tag not in ("script", "iframe", "link")
         self.links += [value or "" for name, value in attrs if name in ("src", "href")]
-        if tag not in ("meta", "img", "br"):
+        if tag not in ("meta", "img", "br") and self.get_starttag_text()[-2:] != "/>":  # type: ignore[index]
             self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
@@ -392,7 +399,8 @@ def check_html(page: str) -> _Checker:
     checker = _Checker()
     checker.feed(page)
     assert checker.open == []
-    assert all(link.startswith("data:image/png;base64,") for link in checker.links)
+    assert set(checker.links) <= {"metrics.jsonl"}, "the page loads nothing"
+    assert "<th></th>" not in page and "prefers-color-scheme: dark" in page
     return checker
 
 
@@ -420,5 +428,44 @@ def test_page_escapes_what_comes_from_outside() -> None:
         ("device", "slots", "1.00", "0.00", "-"),
         ("all", "without slots", "4.00", "2.00", "+100.0%"),
     ]
-    page = report.page(config_of("--data", evil), summary, evil, rows, [evil], b"png")
+    page = report.page(config_of("--data", evil), summary, evil, rows, [evil])
     assert check_html(page).text.count(evil) == 5
+
+
+def records(count: int) -> list[StepRecord]:
+    return [
+        StepRecord(step, 5.0 / step, 1e-3, 1.0, 123456.0, 1.0, compute_s=0.5, comm_s=0.3, swap_s=0.2)
+        for step in range(1, count + 1)
+    ]
+
+
+def test_the_curve_and_the_times_need_no_matplotlib() -> None:
+    steps = [dataclasses.asdict(record) for record in records(4)]
+    drawn = report.curve(steps, [{"step": 2, "loss": 2.0}, {"step": 4, "loss": 1.0}], 3.0)
+    check = _Checker()
+    check.feed(drawn)
+    assert check.open == [] and drawn.count("<polyline") == 3
+    points = re.findall(r'class="raw" points="([^"]*)"', drawn)[0].split()
+    heights = [float(point.split(",")[1]) for point in points]
+    assert len(points) == 4 and heights == sorted(heights), "a loss that falls goes down the page"
+    assert report.curve([], [], 3.0) == ""
+    assert report.time_rows(steps) == [
+        ("compute", "500.0", "2.0", "50%"),
+        ("communication", "300.0", "1.2", "30%"),
+        ("swap", "200.0", "0.8", "20%"),
+        ("step", "1000.0", "4.0", "100%"),
+    ]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_bar_has_room(width: int) -> None:
+    console = Console(width=width, force_terminal=True, file=io.StringIO())
+    progress = BarProgress(2000, console)
+    for record in records(1999):
+        progress.step(record)
+    with console.capture() as shown:
+        console.print(progress._bar.get_renderable())
+    line = re.sub(r"\x1b\[[0-9;]*m", "", shown.get()).rstrip("\n")
+    assert "\n" not in line and "\N{HORIZONTAL ELLIPSIS}" not in line and "..." not in line, line
+    assert "1999/2000" in line and "123,456 tok" in line, line
+    assert ("communication 30%" if width == 120 else "comp/comm/swap 50/30/20%") in line, line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable
 from itertools import product
@@ -13,7 +14,8 @@ import torch
 from torch import nn
 
 import zcomm
-from zcomm.cli.main import main
+from zcomm.cli import plan
+from zcomm.cli.main import build_parser, main
 from zcomm.planning import estimate, saved_nbytes
 from zcomm.zero.memory import memory_formula
 
@@ -135,7 +137,10 @@ def test_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert main([*command, "--nvme-path", str(tmp_path), "--activations", "1GiB"]) == 0
     said = capsys.readouterr().out
     rows = {tuple(line.split()[:3]): line for line in said.splitlines() if line.split()[:1] == ["4"]}
-    assert len(rows) == 12 and "7000000000 trained parameters, bf16, adamw" in said
+    assert len(rows) == 8 and "7000000000 trained parameters, bf16, adamw" in said
+    assert ("4", "1,2", "cpu") in rows and ("4", "1,2,3", "none") in rows, "stages with equal bytes are one row"
+    header = next(line for line in said.splitlines() if line.split()[:1] == ["world"])
+    assert "compute" not in header and "swap per step" not in header, "columns of which nothing is known"
     assert "no: memory" in rows["4", "0", "none"]
     assert rows["4", "3", "nvme"].split()[-1] in ("yes", "drive")
     state, params = 7e9 / 4 * 10, 7e9 / 4 * 2
@@ -145,6 +150,40 @@ def test_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert main(["plan", "--model", "test_plan:made", "--stage", "2", "--offload", "none", "--world", "2"]) == 0
     said = capsys.readouterr().out
     assert "ZeRO's formula" not in said and "of activations of one micro-batch" in said
+
+
+def test_the_verdict_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plan, "_free", lambda place: 50 << 30)
+    command = ["plan", "--params", "7B", "--precision", "bf16", "--world", "4", "--nvme-path", str(tmp_path)]
+    assert main([*command, "--memory", "24GiB"]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith(
+        "7B bf16 on 4 ranks: nothing fits 24.0 GiB of memory and 50.0 GiB of drive; the smallest is"
+    )
+    assert "stage 3, offload nvme, which needs 26.1 GiB of memory and 78.2 GiB of drive in all" in first
+    assert main([*command, "--memory", "4000GiB"]) == 0
+    assert capsys.readouterr().out.startswith("7B bf16 on 4 ranks: fits with stage 0, offload none, which needs ")
+    for text, count in (("350M", "350000000"), ("1.3b", "1300000000"), ("7e9", "7000000000")):
+        assert main(["plan", "--params", text, "--stage", "1", "--offload", "none", "--world", "1"]) == 0
+        assert f"{count} trained parameters" in capsys.readouterr().out
+
+
+def options_of(parser: argparse.ArgumentParser) -> list[tuple[str, argparse.Action]]:
+    found = []
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for each in action.choices.values():
+                found += options_of(each)
+        else:
+            found.append((f"{parser.prog} {'/'.join(action.option_strings) or action.dest}", action))
+    return found
+
+
+def test_every_option_of_every_command_has_a_help_text() -> None:
+    found = options_of(build_parser())
+    assert len(found) > 60 and [name for name, action in found if not action.help] == []
 
 
 def test_measured_drives_give_times(
@@ -180,7 +219,12 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--params", "many"], "not a whole number of parameters"),
+        (["--params", "many"], "not a whole number of parameters, such as 7B, 350M or 7e9"),
+        (["--params", "7.5"], "not a whole number"),
+        (["--params", "B"], "not a whole number"),
+        (["--params", "nan"], "not a whole number"),
+        (["--params", "1e9", "--nvme-path", "/nope/never"], "--nvme-path /nope/never: no such directory"),
+        (["--model", "mynet.py:make"], "give a module, not a file: --model mynet:make"),
         (["--params", "1e9", "--stage", "4"], "not one or more of 0, 1, 2, 3"),
         (["--params", "1e9", "--world", "0"], "whole numbers above 0"),
         (["--model", "nothing"], "is not MODULE:FUNCTION"),

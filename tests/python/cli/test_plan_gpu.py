@@ -128,6 +128,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert "hidden from" not in capsys.readouterr().out, "no GPU, no table"
     assert main([*plan, "--gpu-memory", "80GiB", "--gpu-name", "H100", "--gpus", "2"]) == 0
     said = capsys.readouterr().out
+    assert "7B bf16 on 1 rank: fits with stage 0, offload cpu, which needs" in said
     assert "on 2 x H100, 80.0 GiB each" in said and "no: GPU" in said and "989 TFLOP/s" in said
     assert main([*plan, "--gpu-memory", "80GiB", "--gpu-name", "Voodoo"]) == 0
     assert "the peak of Voodoo is not in the table" in capsys.readouterr().out
