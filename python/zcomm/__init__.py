@@ -116,13 +116,17 @@ __all__ = [
 ]  # the keys of _HOME, spelled out for type checkers
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'zcomm' has no attribute {name!r}")
-    home = _HOME[name]
-    value = importlib.import_module(f"zcomm.{name}") if home is None else getattr(importlib.import_module(home), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a type checker would take any name for one of the package
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME:
+            raise AttributeError(f"module 'zcomm' has no attribute {name!r}")
+        home = _HOME[name]
+        value = (
+            importlib.import_module(f"zcomm.{name}") if home is None else getattr(importlib.import_module(home), name)
+        )
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

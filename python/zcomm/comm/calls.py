@@ -2,33 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 
 from zcomm import _core
 from zcomm.comm.tensors import check_buffers, core_dtype, count_written, stands_for_weight, whole
 from zcomm.comm.work import DeviceWork, Work, current_stream
+from zcomm.hints import did_you_mean
 
 Buckets = torch.Tensor | Sequence[torch.Tensor]
+Op = str | dist.ReduceOp | dist.ReduceOp.RedOpType  # a reduction: its name, or torch's
 Result = TypeVar("Result")
 
 
 def listed(what: str, buckets: Buckets) -> list[torch.Tensor]:
-    """List the tensors, whole ones in the place of sharded weights. One tensor is a list of one."""
-    return [whole(what, each) for each in ([buckets] if isinstance(buckets, torch.Tensor) else buckets)]
+    """List the tensors, whole ones in the place of sharded weights. One tensor is a list of one. Raises: TypeError for
+    anything else."""
+    if isinstance(buckets, torch.Tensor):
+        return [whole(what, buckets)]
+    given = list(buckets) if isinstance(buckets, Iterable) and not isinstance(buckets, (str, bytes, dict)) else None
+    if given is None:
+        raise TypeError(f"{what}: pass a tensor or a list of tensors, got {type(buckets).__name__}")
+    for index, tensor in enumerate(given):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{what}: pass a tensor or a list of tensors, element {index} is {type(tensor).__name__}")
+    return [whole(what, each) for each in given]
+
+
+def old_name(what: str, name: str, old: Sequence[object]) -> str:
+    """Return the name of a call that gives it by position, as zcomm 0.1 allowed. Raises: TypeError."""
+    if len(old) > 1 or name or not isinstance(old[0], str):
+        raise TypeError(f"{what}: {len(old)} argument(s) too many; name= is given by keyword")
+    return old[0]
 
 
 _REDUCE_OPS: dict[str, _core.ReduceOp] = dict(_core.ReduceOp.__members__)
+_OTHER_NAMES = {"mean": "avg", "average": "avg", "add": "sum", "product": "prod", "maximum": "max", "minimum": "min"}
 
 
-def reduce_op(op: str) -> _core.ReduceOp:
+def reduce_op(op: Op) -> _core.ReduceOp:
     """The core's name of a reduction. Raises: ValueError naming one that it has not."""
     try:
-        return _REDUCE_OPS[op]
+        return _REDUCE_OPS[op]  # type: ignore[index]
     except (KeyError, TypeError):
-        raise ValueError(f"op={op!r} is not a reduction; use one of {', '.join(_REDUCE_OPS)}") from None
+        pass
+    if isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
+        kind = str(getattr(op, "op", op)).rpartition(".")[2].lower()
+        kind = _OTHER_NAMES.get(kind, kind)
+        if kind in _REDUCE_OPS:
+            return _REDUCE_OPS[kind]
+    hint = did_you_mean(op, _REDUCE_OPS, _OTHER_NAMES)
+    raise ValueError(f"op={op!r} is not a reduction; use one of {', '.join(_REDUCE_OPS)}{hint}")
 
 
 class Calls:

@@ -9,12 +9,13 @@ Source: owner-computes reduction, docs/internals/algorithms.md.
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -25,7 +26,7 @@ from zcomm.comm.movements import Movements
 from zcomm.comm.p2p import Messages
 from zcomm.comm.reductions import Reductions
 from zcomm.comm.split import split
-from zcomm.comm.tensors import core_dtype, tensor_of
+from zcomm.comm.tensors import core_dtype, integers, tensor_of
 
 __all__ = ["Buckets", "Communicator"]
 
@@ -52,20 +53,34 @@ class Communicator(Reductions, Movements, Messages):
         """Where its tensors are."""
         return torch.device(self._device)
 
+    def __repr__(self) -> str:
+        return f"<zcomm.Communicator: {self.describe()}>"
+
     def describe(self) -> str:
         """One line: this rank, how many there are, on which hosts, and how they reach each other."""
         return f"rank {self.rank} of {self._joined.describe()}"
 
     # --- memory -----------------------------------------------------------------------------------------------
 
-    def empty(self, n: int, dtype: torch.dtype = torch.float32, device: str | None = None) -> torch.Tensor:
-        """A flat symmetric tensor of ``n`` elements, zero-filled. Collective: same n on each rank.
+    @overload
+    def empty(self, *shape: int, dtype: torch.dtype = ..., device: str | None = ...) -> torch.Tensor: ...
+    @overload
+    def empty(self, shape: Sequence[int], /, *, dtype: torch.dtype = ..., device: str | None = ...) -> torch.Tensor: ...
+    @overload
+    def empty(self, n: int, dtype: torch.dtype = ..., device: str | None = ...) -> torch.Tensor: ...
 
+    def empty(
+        self, *shape: Any, dtype: torch.dtype = torch.float32, device: str | None = None, n: int | None = None
+    ) -> torch.Tensor:
+        """Make a symmetric tensor, zero-filled. Collective: same shape on each rank.
+
+        shape: as torch.empty's: integers or one sequence of them. (``empty(n, dtype, device)`` is accepted, too.)
         device: where this communicator's tensors are ("cpu"; with backend "cuda_ipc" "cuda" or this rank's "cuda:1");
         None: there. Raises: ValueError, NotImplementedError (symmetric memory elsewhere), OSError; CudaError naming the
         rank whose device has no room, on all ranks (then the communicator stays usable).
         """
-        return self._allocated(n, dtype, device, shared=False)
+        sizes, dtype, device = _asked_shape(shape if n is None else (n, *shape), dtype, device)
+        return self._allocated(math.prod(sizes), dtype, device, shared=False).view(sizes)
 
     def shared_empty(self, n: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """A flat tensor of ``n`` elements that all ranks of the host share: one memory, zero-filled. Collective."""
@@ -150,6 +165,27 @@ class Communicator(Reductions, Movements, Messages):
         self._messenger.close()
         for mesh in self._joined.meshes:
             mesh.leave()
+
+
+def _asked_shape(
+    given: Sequence[Any], dtype: torch.dtype, device: str | None
+) -> tuple[tuple[int, ...], torch.dtype, str | None]:
+    """Return the sizes that ``empty`` was asked for, with dtype and device where they came by position.
+
+    Raises: TypeError, ValueError.
+    """
+    given = list(given)
+    if len(given) > 1 and isinstance(given[1], torch.dtype):
+        if len(given) > 3:
+            raise TypeError(f"empty: {len(given) - 3} argument(s) too many; dtype and device are given by keyword")
+        dtype = given[1]
+        device = given[2] if len(given) == 3 else device
+        given = given[:1]
+    sizes = tuple(integers("empty", given[0] if len(given) == 1 and isinstance(given[0], Sequence) else given))
+    for size in sizes:
+        if size < 0:
+            raise ValueError(f"empty: n={size} is negative")
+    return sizes, dtype, device
 
 
 def _resume(core: Any, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:

@@ -6,10 +6,11 @@ Source: docs/internals/algorithms.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, overload
 
 import torch
 
-from zcomm.comm.calls import Buckets, Calls, listed
+from zcomm.comm.calls import Buckets, Calls, listed, old_name
 from zcomm.comm.tensors import core_dtype, integers, refuse_weights, spans, whole
 from zcomm.comm.work import Work
 
@@ -33,8 +34,20 @@ class Movements(Calls):
         result = buckets[0] if isinstance(shards, torch.Tensor) else buckets
         return self._end_with(result, work, (tensors, buckets), buckets)
 
-    def broadcast(self, buckets: Buckets, root: int = 0, async_op: bool = False, name: str = "") -> Work | None:
+    @overload
+    def broadcast(
+        self, buckets: Buckets, root: int = ..., async_op: Literal[False] = ..., *, name: str = ...
+    ) -> None: ...
+    @overload
+    def broadcast(self, buckets: Buckets, root: int = ..., *, async_op: Literal[True], name: str = ...) -> Work: ...
+    @overload
+    def broadcast(self, buckets: Buckets, root: int = ..., async_op: bool = ..., *, name: str = ...) -> Work | None: ...
+
+    def broadcast(
+        self, buckets: Buckets, root: int = 0, async_op: bool = False, *old: object, name: str = ""
+    ) -> Work | None:
         """Copy ``root``'s buckets into everybody's. Same counts and dtype on each rank. Raises: as all_reduce."""
+        name = old_name("broadcast", name, old) if old else name
         tensors = listed("broadcast", buckets)
         dtype = core_dtype(self._buffers("broadcast", tensors))
         self._check_root("broadcast", root)
@@ -114,8 +127,17 @@ class Movements(Calls):
         work = self._core.all_to_all(spans(inputs), spans(outputs), core_dtype(dtype), name, async_op)
         return self._end(work, (inputs, outputs), outputs)
 
-    def barrier(self, name: str = "", async_op: bool = False) -> Work | None:
-        """Wait until every rank has called it."""
+    @overload
+    def barrier(self, async_op: Literal[False] = ..., *, name: str = ...) -> None: ...
+    @overload
+    def barrier(self, async_op: Literal[True], *, name: str = ...) -> Work: ...
+    @overload
+    def barrier(self, async_op: bool = ..., *, name: str = ...) -> Work | None: ...
+
+    def barrier(self, async_op: bool | str = False, *old: object, name: str = "") -> Work | None:
+        """Wait until every rank has called it. Returns: a Work if ``async_op``."""
+        if isinstance(async_op, str):  # zcomm 0.1: barrier(name, async_op)
+            name, async_op = async_op, bool(old and old[0])
         if self._device != "cpu":
             self._name_stream()
         return self._end(self._core.barrier(name, async_op), None)
@@ -125,6 +147,7 @@ class Movements(Calls):
 
     def _parts(self, what: str, buckets: Buckets, splits: Sequence[int] | None) -> list[torch.Tensor]:
         if not isinstance(buckets, torch.Tensor):
+            buckets = listed(buckets, what)
             if splits is not None:
                 raise ValueError(f"{what}: splits are for one tensor, not for a list")
             if len(buckets) != self.world_size:

@@ -10,27 +10,36 @@ from typing import Literal, overload
 
 import torch
 
-from zcomm.comm.calls import Buckets, Calls, listed, reduce_op
+from zcomm.comm.calls import Buckets, Calls, Op, listed, old_name, reduce_op
 from zcomm.comm.tensors import check_buffers, core_dtype, has_memory, refuse_weights, spans
 from zcomm.comm.work import Work
 
 
 class Reductions(Calls):
     @overload
-    def all_reduce(self, buckets: Buckets, op: str = ..., async_op: Literal[False] = ..., name: str = ...) -> None: ...
+    def all_reduce(
+        self, buckets: Buckets, op: Op = ..., async_op: Literal[False] = ..., *, name: str = ...
+    ) -> None: ...
     @overload
-    def all_reduce(self, buckets: Buckets, op: str, async_op: Literal[True], name: str = ...) -> Work: ...
+    def all_reduce(self, buckets: Buckets, op: Op, async_op: Literal[True], *, name: str = ...) -> Work: ...
     @overload
-    def all_reduce(self, buckets: Buckets, op: str = ..., *, async_op: Literal[True], name: str = ...) -> Work: ...
+    def all_reduce(self, buckets: Buckets, op: Op = ..., *, async_op: Literal[True], name: str = ...) -> Work: ...
+    @overload
+    def all_reduce(self, buckets: Buckets, op: Op = ..., async_op: bool = ..., *, name: str = ...) -> Work | None: ...
 
-    def all_reduce(self, buckets: Buckets, op: str = "sum", async_op: bool = False, name: str = "") -> Work | None:
+    def all_reduce(
+        self, buckets: Buckets, op: Op = "sum", async_op: bool = False, *old: object, name: str = ""
+    ) -> Work | None:
         """Reduce in place over all ranks.
 
         buckets: a tensor or a list of contiguous CPU tensors of one dtype; same counts on each rank.
-        op: sum, avg, min, max, prod. fp16 and bf16 accumulate in fp32, in rank order, and round once.
+        op: sum, avg, min, max, prod, or torch's ReduceOp. name: for messages; compared between the ranks. fp16 and bf16
+        accumulate in fp32, in rank order, and round once.
         Cost: 2N bytes of memory traffic per rank on symmetric tensors.
         Returns: a Work if ``async_op``. Raises: ValueError, CollectiveMismatch, PeerLost, TimeoutError.
         """
+        if old:
+            name = old_name("all_reduce", name, old)
         if self._reads_tensors and type(buckets) is torch.Tensor and has_memory(buckets):
             # The core checks a plain CPU tensor faster than the lines below.
             work = self._core.all_reduce_tensor(buckets, reduce_op(op), name, async_op)
@@ -41,13 +50,27 @@ class Reductions(Calls):
         work = self._core.all_reduce(spans(tensors), dtype, reduce_op(op), name, async_op)
         return self._end(work, tensors, tensors)
 
+    @overload
     def reduce(
-        self, buckets: Buckets, root: int = 0, op: str = "sum", async_op: bool = False, name: str = ""
+        self, buckets: Buckets, root: int = ..., op: Op = ..., async_op: Literal[False] = ..., *, name: str = ...
+    ) -> None: ...
+    @overload
+    def reduce(
+        self, buckets: Buckets, root: int = ..., op: Op = ..., *, async_op: Literal[True], name: str = ...
+    ) -> Work: ...
+    @overload
+    def reduce(
+        self, buckets: Buckets, root: int = ..., op: Op = ..., async_op: bool = ..., *, name: str = ...
+    ) -> Work | None: ...
+
+    def reduce(
+        self, buckets: Buckets, root: int = 0, op: Op = "sum", async_op: bool = False, *old: object, name: str = ""
     ) -> Work | None:
         """Reduce over all ranks into ``root``'s buckets; those of the other ranks stay as they are.
 
         Shapes, ops, errors: as all_reduce. Returns: a Work if ``async_op``.
         """
+        name = old_name("reduce", name, old) if old else name
         refuse_weights("reduce", [buckets] if isinstance(buckets, torch.Tensor) else buckets)
         tensors = listed("reduce", buckets)
         dtype = core_dtype(self._buffers("reduce", tensors))
@@ -58,7 +81,7 @@ class Reductions(Calls):
     def reduce_scatter(
         self,
         buckets: Buckets,
-        op: str = "sum",
+        op: Op = "sum",
         out: Buckets | None = None,
         async_op: bool = False,
         *,

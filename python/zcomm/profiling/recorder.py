@@ -30,6 +30,10 @@ class Profile:
         self.wall_s = 0.0
         self._trace = trace
 
+    def __repr__(self) -> str:
+        parts = ", ".join(f"{name} {value:.3g} s" for name, value in self.seconds().items() if value)
+        return f"<zcomm.profile {self.path}: {self.steps} steps in {self.wall_s:.3g} s{f'; {parts}' if parts else ''}>"
+
     def seconds(self) -> dict[str, float]:
         """This rank's seconds: compute, waiting, gathering, communication, swap; hidden: of the last three, those in
         which the main thread was not waiting."""

@@ -264,3 +264,63 @@ def all_values() -> list[str]:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_values(world_size: int, run_ranks: Callable[..., list[Any]]) -> None:
     assert run_ranks(all_values, world_size, timeout_s=110) == [[]] * world_size
+
+
+# ---- arguments, in a world of one ----
+@pytest.mark.parametrize("call", ["all_reduce", "broadcast", "reduce", "reduce_scatter", "all_gather", "gather"])
+def test_what_is_not_a_tensor_is_named(call: str, world_of_one: None) -> None:
+    operation = getattr(zcomm, call)
+    with pytest.raises(TypeError, match=f"^{call}: pass a tensor or a list of tensors, got float$"):
+        operation(3.0)
+    with pytest.raises(TypeError, match=f"^{call}: pass a tensor or a list of tensors, element 1 is float$"):
+        operation([torch.ones(1), 2.0])
+    with pytest.raises(TypeError, match=f"^{call}: .*got str"):
+        operation("weights")
+
+
+def test_reductions_of_torch_and_near_misses(world_of_one: None) -> None:
+    reduce_op = torch.distributed.ReduceOp
+    for op in (reduce_op.SUM, reduce_op.AVG, reduce_op.PRODUCT, reduce_op.MIN, reduce_op(reduce_op.MAX)):
+        value = torch.ones(2)
+        zcomm.all_reduce(value, op=op)
+        assert value.tolist() == [1.0, 1.0]
+    for wrong, meant in (("mean", "avg"), ("SUM", "sum"), ("maximum", "max"), ("avgg", "avg")):
+        with pytest.raises(ValueError, match=f"use one of sum, .*; did you mean '{meant}'\\?"):
+            zcomm.all_reduce(torch.ones(1), op=wrong)
+    with pytest.raises(ValueError, match="is not a reduction"):
+        zcomm.all_reduce(torch.ones(1), op=reduce_op.BAND)
+
+
+def test_empty_takes_a_shape_as_torchs(world_of_one: None) -> None:
+    for made, shape in (
+        (zcomm.empty(6), (6,)),
+        (zcomm.empty(2, 3), (2, 3)),
+        (zcomm.empty((2, 3)), (2, 3)),
+        (zcomm.empty(torch.Size([2, 0])), (2, 0)),
+        (zcomm.empty(), ()),
+        (zcomm.empty(n=6), (6,)),
+    ):
+        assert made.shape == shape and made.dtype == torch.float32 and made.is_contiguous() and not made.any()
+    for made in (zcomm.empty(6, torch.float16, "cpu"), zcomm.empty(6, dtype=torch.float16, device="cpu")):
+        assert made.shape == (6,) and made.dtype == torch.float16
+    with pytest.raises(ValueError, match="n=-1 is negative"):
+        zcomm.empty(2, -1)
+    with pytest.raises(ValueError, match=r"empty: 2\.5 is not an integer"):
+        zcomm.empty(2.5)  # type: ignore[call-overload]
+
+
+def test_names_by_position_are_still_taken(world_of_one: None) -> None:
+    comm = zcomm.init()
+    value = torch.ones(1)
+    comm.all_reduce(value, "sum", False, "a name")  # type: ignore[call-overload]
+    comm.reduce(value, 0, "sum", False, "a name")  # type: ignore[call-overload]
+    comm.broadcast(value, 0, False, "a name")  # type: ignore[call-overload]
+    comm.barrier("a name")  # type: ignore[call-overload]
+    work = comm.barrier("a name", True)  # type: ignore[call-overload]
+    work.wait()
+    with pytest.raises(TypeError, match="name= is given by keyword"):
+        comm.all_reduce(value, "sum", False, "a name", 3)  # type: ignore[call-overload]
+
+
+def test_a_communicator_shows_itself(world_of_one: None) -> None:
+    assert repr(zcomm.init()) == "<zcomm.Communicator: rank 0 of 1 rank on 1 host, backend shm>"
