@@ -221,28 +221,28 @@ class Config:
         None,
         "write its event files",
         status=_REFUSED,
-        reason="rank 0 prints, and the program logs as it likes",
+        reason="zcomm does not log to TensorBoard; remove the section and log in your loop",
         shown_default="off",
     )
     wandb: dict[str, Any] | None = key(
         None,
         "log there",
         status=_REFUSED,
-        reason="rank 0 prints, and the program logs as it likes",
+        reason="zcomm does not log to wandb; remove the section and call wandb.log(...) in your loop",
         shown_default="off",
     )
     csv_monitor: dict[str, Any] | None = key(
         None,
         "write metrics as CSV",
         status=_REFUSED,
-        reason="rank 0 prints, and the program logs as it likes",
+        reason="zcomm does not log to CSV files; remove the section and log in your loop",
         shown_default="off",
     )
     comet: dict[str, Any] | None = key(
         None,
         "log there",
         status=_REFUSED,
-        reason="rank 0 prints, and the program logs as it likes",
+        reason="zcomm does not log to Comet; remove the section and log in your loop",
         shown_default="off",
     )
     timers: dict[str, Any] | None = key(

@@ -21,7 +21,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsIndex
 
 import torch
 
@@ -36,7 +36,13 @@ from zcomm.memory.pinned import pinned_empty as pinned_empty
 StrPath = str | os.PathLike[str]
 
 
+def _check_key(what: str, key: object) -> None:
+    if not isinstance(key, str):
+        raise TypeError(f"{what}: key must be a str, got {type(key).__name__} ({key!r})")
+
+
 def _check(what: str, key: str, tensor: torch.Tensor) -> None:
+    _check_key(what, key)
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{what}: key {key!r}: {type(tensor).__name__} is not a tensor")
     where = f"{what}: key {key!r}: tensor of shape {tuple(tensor.shape)}"
@@ -95,6 +101,8 @@ class SwapFile:
         checksum: bool = True,
         endurance_tbw: float | None = None,
     ) -> None:
+        if nbytes is not None and (isinstance(nbytes, bool) or not isinstance(nbytes, SupportsIndex)):
+            raise TypeError(f"SwapFile: nbytes must be an int, got {nbytes!r}; 1 GB is 10**9")
         if nbytes is not None and nbytes < 0:
             raise ValueError(f"SwapFile: nbytes {nbytes} is negative")
         if endurance_tbw is not None and not endurance_tbw > 0:
@@ -128,6 +136,7 @@ class SwapFile:
 
         A key of another form is replaced; its data are gone. Raises: OSError ENOSPC; ValueError while in use.
         """
+        _check_key("SwapFile.reserve", key)
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         with self._lock:
             self._core.reserve(key, math.prod(sizes) * dtype.itemsize)
@@ -135,6 +144,7 @@ class SwapFile:
 
     def release(self, key: str) -> None:
         """Forget ``key`` and give its disk space back. Raises: ValueError if unknown or in use."""
+        _check_key("SwapFile.release", key)
         with self._lock:
             self._core.release(key)
             self._forms.pop(key, None)

@@ -10,6 +10,8 @@ the user) is adopted at the next step: copied into a new buffer.
 from __future__ import annotations
 
 import abc
+import functools
+import inspect
 import math
 import operator
 from collections.abc import Callable, Hashable, Iterable
@@ -19,6 +21,7 @@ import torch
 
 from zcomm import _core
 from zcomm.comm.tensors import core_dtype
+from zcomm.hints import did_you_mean
 from zcomm.optim.plan import Batch, Plan, gather
 
 Hyper = TypeVar("Hyper")
@@ -78,6 +81,21 @@ def _counter(state: dict[str, Any], device: torch.device) -> torch.Tensor:
     return result
 
 
+def _with_known_arguments(init: Callable[..., None]) -> Callable[..., None]:
+    """``init`` of an optimizer, which names the class and its arguments where one is not known. Raises: TypeError."""
+    known = [name for name in inspect.signature(init).parameters if name not in ("self", "params")]
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **options: Any) -> None:
+        for key in options:
+            if key not in known and key != "params":
+                hint = did_you_mean(key, known, {"learning_rate": "lr"}) or ";"
+                raise TypeError(f"{type(self).__name__} has no argument {key!r}{hint} It has {', '.join(known)}")
+        init(self, *args, **options)
+
+    return checked
+
+
 class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
     """Base: one fused, multi-threaded pass per parameter over gradient, state and weight."""
 
@@ -91,6 +109,11 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
     DEVICE: ClassVar[str] = "cpu"  # type of the device that parameters and state are on
     ARRAYS: ClassVar[tuple[str, ...]]  # torch's names of the state, in the kernel's order
     COUNTS: ClassVar[bool]  # state has ``step``
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):
+            cls.__init__ = _with_known_arguments(cls.__init__)  # type: ignore[method-assign]
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._held: dict[torch.Tensor, _Held] = {}

@@ -21,12 +21,36 @@ from zcomm.zero.options import DTypeLike, Offload, Precision, as_offload, as_pre
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.registry import whole_frozen
 
-Memory = dict[str, dict[str, int]]
 PURPOSES = ("parameters", "gradients", "optimizer", "slots")
 
 
+class Memory(dict[str, dict[str, int]]):
+    """Bytes by tier and purpose. A dict; ``str`` shows it as a table."""
+
+    def __str__(self) -> str:
+        purposes = list(dict.fromkeys(purpose for row in self.values() for purpose in row))
+        lines = [["", *self]]
+        lines += [[purpose, *(_in_words(row.get(purpose, 0)) for row in self.values())] for purpose in purposes]
+        lines += [["total", *(_in_words(sum(row.values())) for row in self.values())]]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join(
+            "  ".join(
+                cell.ljust(width) if not number else cell.rjust(width) for number, (cell, width) in enumerate(row)
+            )
+            for row in (zip(line, widths, strict=True) for line in lines)
+        )
+
+
+def _in_words(nbytes: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} GiB"
+
+
 def empty_memory() -> Memory:
-    return {tier: dict.fromkeys(PURPOSES, 0) for tier in ("device", "cpu", "nvme")}
+    return Memory({tier: dict.fromkeys(PURPOSES, 0) for tier in ("device", "cpu", "nvme")})
 
 
 def memory_of(parts: Parts) -> Memory:

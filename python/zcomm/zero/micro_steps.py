@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
+from zcomm.zero.called import explained
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.step import NoGradientsError, OptimizerStep
 
@@ -40,7 +41,7 @@ class MicroSteps:
         else:
             train.micro_step = 0
             start = time.perf_counter()
-            with torch.no_grad(), contextlib.suppress(NoGradientsError):
+            with torch.no_grad(), contextlib.suppress(NoGradientsError), explained("step()", train):
                 self._step.run()
             self._parts.reducer.step_has_used()
             train.step_s += time.perf_counter() - start

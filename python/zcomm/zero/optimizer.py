@@ -25,6 +25,7 @@ from zcomm.comm.job import init
 from zcomm.memory.swap_file import StrPath
 from zcomm.zero import checkpoint, same_on_ranks
 from zcomm.zero.assemble import build_parts
+from zcomm.zero.called import explained
 from zcomm.zero.checkpoint import state_dict as torch_state
 from zcomm.zero.gradients.nonfinite import NonFinite
 from zcomm.zero.loss_scale import LossScale, LossScaler
@@ -333,7 +334,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """What ``model.state_dict()`` would be if all were whole here: parameters under each of their names (tied ones
         share memory), frozen ones, this rank's buffers. Copied to the CPU. Collective in stage 3."""
-        with self._open_parts.looking(self._train.poison) as parts:
+        train = self._train
+        with explained("full_state_dict()", train), self._open_parts.looking(train.poison) as parts:
             return torch_state.full_state_dict(parts)
 
     def state_dict(self) -> dict[str, Any]:
@@ -341,9 +343,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         With 16-bit weights ``master``, fp32, lies beside the optimizer's own arrays.
         """
-        self._train.poison.check("state_dict()")
-        with self._open_parts.looking(self._train.poison) as parts:
-            return torch_state.state_dict(parts, self._train)
+        train = self._train
+        train.poison.check("state_dict()")
+        with explained("state_dict()", train), self._open_parts.looking(train.poison) as parts:
+            return torch_state.state_dict(parts, train)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """What ``state_dict`` gave, at any world size, stage, tier and precision, or torch's class of the same formula.

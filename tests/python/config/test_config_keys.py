@@ -243,9 +243,9 @@ NO_EFFECT = [
 ]
 
 REFUSED = [
-    ("tensorboard", {"enabled": True}, "rank 0 prints, and the program logs as it likes"),
-    ("wandb", {"enabled": True}, "rank 0 prints, and the program logs as it likes"),
-    ("csv_monitor", {"enabled": True}, "rank 0 prints, and the program logs as it likes"),
+    ("tensorboard", {"enabled": True}, "zcomm does not log to TensorBoard; remove the section and log in your loop"),
+    ("wandb", {"enabled": True}, "zcomm does not log to wandb; remove the section and call wandb.log"),
+    ("csv_monitor", {"enabled": True}, "zcomm does not log to CSV files; remove the section and log in your loop"),
     ("comms_logger", {"enabled": True}, "zcomm.profile shows them"),
     ("flops_profiler", {"enabled": True}, "zcomm.profile shows where time goes"),
     ("autotuning", {"enabled": True}, "zcomm plan says what fits"),
@@ -256,7 +256,7 @@ REFUSED = [
     ("progressive_layer_drop", {"enabled": True}, "there is none"),
     ("eigenvalue", {"enabled": True}, "there is none"),
     ("hybrid_engine", {"enabled": True}, "there is none"),
-    ("comet", {"enabled": True}, "rank 0 prints, and the program logs as it likes"),
+    ("comet", {"enabled": True}, "zcomm does not log to Comet; remove the section and log in your loop"),
     ("tensor_parallel", {"autotp_size": 2}, "one data-parallel group"),
     ("expert_parallel", {"enabled": True}, "there are no experts"),
     ("weight_quantization", {"quantized_initialization": {}}, "there is none"),

@@ -382,3 +382,28 @@ def test_a_killed_run_leaves_no_data_and_no_space(tmp_path: Path, number: int) -
     assert lock.name == "lock" and lock.stat().st_size < 1024
     SwapFile(tmp_path).close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_kinds_are_named(tmp_path: Path) -> None:
+    for wrong in ("1GB", 1.5, True):
+        with pytest.raises(TypeError, match=f"SwapFile: nbytes must be an int, got {wrong!r}"):
+            SwapFile(tmp_path, nbytes=wrong)  # type: ignore[arg-type]
+    with SwapFile(tmp_path) as swap:
+        for call in (
+            lambda: swap.write(3, torch.ones(1)),  # type: ignore[arg-type]
+            lambda: swap.read(3, torch.ones(1)),  # type: ignore[arg-type]
+            lambda: swap.reserve(3, 1, torch.float32),  # type: ignore[arg-type]
+            lambda: swap.release(3),  # type: ignore[arg-type]
+        ):
+            with pytest.raises(TypeError, match=r"SwapFile\.\w+: key must be a str, got int \(3\)"):
+                call()
+
+
+def test_only_the_first_rank_of_a_host_warns(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    from zcomm.offload import _say_once
+
+    for rank in ("0", "1"):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        with caplog.at_level("DEBUG", logger="zcomm"):
+            _say_once(f"a note of rank {rank}")
+    assert [record.levelname for record in caplog.records] == ["WARNING", "DEBUG"]

@@ -423,3 +423,14 @@ def test_threads_are_of_the_cores_and_the_ranks(launcher: dict[str, str], size: 
     environment = {**kept, "OMP_NUM_THREADS": "1", **launcher}
     out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert int(out.stdout) == size(len(os.sched_getaffinity(0)))
+
+
+@pytest.mark.parametrize("kind", [CPUAdam, CPUSGD, CPULion, CPUAdagrad])
+def test_an_unknown_argument_names_the_class_and_its_arguments(kind: Any) -> None:
+    with pytest.raises(
+        TypeError, match=rf"^{kind.__name__} has no argument 'weight_deca'; did you mean 'weight_decay'"
+    ):
+        kind([torch.ones(1)], weight_deca=0.1)
+    with pytest.raises(TypeError, match=rf"^{kind.__name__} has no argument 'zzz'; It has lr, "):
+        kind([torch.ones(1)], zzz=0.1)
+    assert kind(params=[torch.ones(1)], lr=0.5).defaults["lr"] == 0.5

@@ -19,6 +19,7 @@ import torch
 
 from zcomm.optim.fused import STATE_BLOCK
 from zcomm.zero.agree import Kept, agree, all_values
+from zcomm.zero.called import explained
 from zcomm.zero.checkpoint import rng_state
 from zcomm.zero.checkpoint.json_values import from_json
 from zcomm.zero.checkpoint.manifest import NAME, Manifest
@@ -50,7 +51,7 @@ def load(
     if not with_optimizer:
         train.poison.check("load(optimizer=False)")
     _end_step(parts, train)
-    with parts.comm.no_deadline(), contextlib.ExitStack() as stack:
+    with explained("load()", train), parts.comm.no_deadline(), contextlib.ExitStack() as stack:
         kept, found = Kept(), None
         with kept.errors():
             parts.store.settle()  # before all agree to go on

@@ -21,6 +21,7 @@ import torch
 
 from zcomm.comm.communicator import Communicator
 from zcomm.zero.agree import Kept, agree, all_values
+from zcomm.zero.called import explained
 from zcomm.zero.checkpoint import rng_state
 from zcomm.zero.checkpoint.json_values import to_json
 from zcomm.zero.checkpoint.manifest import Manifest
@@ -83,7 +84,7 @@ def save(
     train.poison.check("save()")
     log_unsaved(parts.reducer.waiting_passes, train.micro_step, train.grad_accum)
     parts.end_saving()
-    with parts.looking(train.poison):
+    with explained("save()", train), parts.looking(train.poison):
         parts.saving = task = _save(parts, train, final, extras, wait, lean, then)
     return task
 

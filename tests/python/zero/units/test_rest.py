@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -183,3 +184,53 @@ def test_every_kind_of_buffer_is_saved_and_loaded(tmp_path: Any) -> None:
     assert exported["rotary"].dtype is torch.complex64 and torch.equal(exported["rotary"], want["rotary"])
     assert torch.equal(exported["codes"], want["codes"]) and torch.equal(exported["ids"], want["ids"])
     zcomm.shutdown()
+
+
+def test_memory_is_a_dict_and_shown_as_a_table() -> None:
+    opt = zcomm.ZeroOptimizer(torch.nn.Linear(1000, 30), stage=2)
+    memory = opt.memory()
+    opt.close()
+    zcomm.shutdown()
+    assert json.loads(json.dumps(memory)) == memory == eval(repr(memory)) and isinstance(memory, dict)
+    lines = str(memory).splitlines()
+    assert lines[0].split() == ["device", "cpu", "nvme"]
+    assert [line.split()[0] for line in lines[1:]] == ["parameters", "gradients", "optimizer", "slots", "total"]
+    assert len({len(line) for line in lines}) == 1 and "117.5 KiB" in lines[1], str(memory)
+
+
+def save_on_one_rank(folder: str) -> str:
+    comm = zcomm.init(timeout=20)
+    model = torch.nn.Linear(4, 4)
+    opt = zcomm.ZeroOptimizer(model, stage=2)
+    try:
+        if comm.rank == 0:
+            opt.save(f"{folder}/saved")
+        else:
+            model(torch.ones(1, 4)).sum().backward()
+            opt.step()
+    except zcomm.CollectiveMismatch as error:
+        return str(error)
+    return ""
+
+
+def one_batch_more() -> str:
+    comm = zcomm.init(timeout=20)
+    model = torch.nn.Linear(4, 4)
+    opt = zcomm.ZeroOptimizer(model, stage=2)
+    try:
+        for _ in range(3 + comm.rank):
+            model(torch.ones(1, 4)).sum().backward()
+            opt.step()
+            opt.zero_grad()
+    except zcomm.PeerLost as error:
+        assert error.rank == 0
+        return str(error)
+    opt.close()
+    return ""
+
+
+def test_calls_that_not_all_ranks_make_are_explained(run_ranks: Any, tmp_path: Any) -> None:
+    first, second = run_ranks(save_on_one_rank, 2, str(tmp_path))
+    assert first.endswith("(save() is called by all ranks)") and "rank 0: all_reduce int64" in second, (first, second)
+    left, longer = run_ranks(one_batch_more, 2)
+    assert left == "" and "after 3 optimizer steps: have all ranks equally many batches" in longer, longer

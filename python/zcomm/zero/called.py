@@ -1,0 +1,35 @@
+"""What an error of a collective call adds for the program: which calls all ranks make, and as often."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from zcomm._core import CollectiveMismatch, PeerLost
+from zcomm.zero.parts import TrainState
+
+
+@contextlib.contextmanager
+def explained(call: str, train: TrainState) -> Iterator[None]:
+    """Add to the text of an error that ends the block, a part of ``call``, what the ranks must do alike.
+
+    Other errors, and those of ranks that died, stay as they are.
+    """
+    try:
+        yield
+    except CollectiveMismatch as error:
+        _add(error, f"({call} is called by all ranks)")
+        raise
+    except PeerLost as error:
+        if " left " in str(error):
+            _add(
+                error,
+                f"(this rank is in {call} after {train.step_count} optimizer steps: have all ranks equally many "
+                f"batches, and do they all call {call}?)",
+            )
+        raise
+
+
+def _add(error: BaseException, words: str) -> None:
+    if error.args and isinstance(error.args[0], str) and words not in error.args[0]:
+        error.args = (f"{error.args[0]} {words}", *error.args[1:])
