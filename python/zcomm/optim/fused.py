@@ -83,7 +83,10 @@ def _counter(state: dict[str, Any], device: torch.device) -> torch.Tensor:
 
 def _with_known_arguments(init: Callable[..., None]) -> Callable[..., None]:
     """``init`` of an optimizer, which names the class and its arguments where one is not known. Raises: TypeError."""
-    known = [name for name in inspect.signature(init).parameters if name not in ("self", "params")]
+    given = inspect.signature(init).parameters
+    known = [name for name in given if name not in ("self", "params")]
+    if any(each.kind == each.VAR_KEYWORD for each in given.values()):
+        return init
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **options: Any) -> None:
