@@ -46,7 +46,7 @@ def count_in_words(count: int) -> str:
 
 
 def compact(rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Rows that differ in their stage alone as one row, without columns in which nothing is known."""
+    """Join rows that differ in their stage alone; leave out columns in which nothing is known."""
     joined: dict[tuple[str, ...], dict[str, str]] = {}
     for row in rows:
         same = joined.setdefault(tuple(value for key, value in row.items() if key != "stage"), dict(row))

@@ -46,7 +46,7 @@ class Movements(Calls):
     def broadcast(
         self, buckets: Buckets, root: int = 0, async_op: bool = False, *old: object, name: str = ""
     ) -> Work | None:
-        """Copy ``root``'s buckets into everybody's. Same counts and dtype on each rank. Raises: as all_reduce."""
+        """Copy ``root``'s buckets into those of all ranks. Counts and dtype are the same. Raises: as all_reduce."""
         name = old_name("broadcast", name, old) if old else name
         tensors = listed("broadcast", buckets)
         dtype = core_dtype(self._buffers("broadcast", tensors))

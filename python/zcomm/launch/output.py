@@ -138,7 +138,7 @@ class Stream:
         self._write(lines)
 
     def _without_bar(self, line: bytes) -> list[bytes]:
-        """A state of a progress bar as a line, or not at all if the last one was shown just now."""
+        """Return a state of a progress bar as a line, or nothing if the last one was shown just now."""
         if not line.endswith(b"\r"):
             self._bar = b""
             return [line]
@@ -152,7 +152,7 @@ class Stream:
         return [text + b"\n"]
 
     def _folded(self, line: bytes, tracebacks: dict[bytes, int]) -> list[bytes]:
-        """The lines to show; those of a traceback come when it is whole."""
+        """Return the lines to show; those of a traceback come when it is whole."""
         if not self._block:
             if line.rstrip() == _TRACEBACK:
                 self._block = [line]

@@ -82,7 +82,10 @@ def _counter(state: dict[str, Any], device: torch.device) -> torch.Tensor:
 
 
 def _with_known_arguments(init: Callable[..., None]) -> Callable[..., None]:
-    """``init`` of an optimizer, which names the class and its arguments where one is not known. Raises: TypeError."""
+    """Return ``init`` of an optimizer with a check: for an unknown argument it names the class and those it has.
+
+    Raises: TypeError, in the call.
+    """
     given = inspect.signature(init).parameters
     known = [name for name in given if name not in ("self", "params")]
     if any(each.kind == each.VAR_KEYWORD for each in given.values()):
