@@ -400,7 +400,7 @@ def test_wrong_kinds_are_named(tmp_path: Path) -> None:
 
 
 def test_only_the_first_rank_of_a_host_warns(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    from zcomm.offload import _say_once
+    from zcomm.memory.swap_file import _say_once
 
     for rank in ("0", "1"):
         monkeypatch.setenv("LOCAL_RANK", rank)
