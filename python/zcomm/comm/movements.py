@@ -147,12 +147,12 @@ class Movements(Calls):
 
     def _parts(self, what: str, buckets: Buckets, splits: Sequence[int] | None) -> list[torch.Tensor]:
         if not isinstance(buckets, torch.Tensor):
-            buckets = listed(buckets, what)
+            tensors = listed(what, buckets)
             if splits is not None:
                 raise ValueError(f"{what}: splits are for one tensor, not for a list")
-            if len(buckets) != self.world_size:
-                raise ValueError(f"{what}: {len(buckets)} tensors, expected one for each of {self.world_size} ranks")
-            return listed(what, buckets)
+            if len(tensors) != self.world_size:
+                raise ValueError(f"{what}: {len(tensors)} tensors, expected one for each of {self.world_size} ranks")
+            return tensors
         buckets = whole(what, buckets)
         self._buffers(what, [buckets])
         count = buckets.numel()

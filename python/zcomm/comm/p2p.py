@@ -12,8 +12,8 @@ import torch
 
 from zcomm import _core
 from zcomm.comm.calls import Buckets, Calls, listed
-from zcomm.comm.device_p2p import Landing, taken_home
 from zcomm.comm.cuda_streams import Streams
+from zcomm.comm.device_p2p import Landing, taken_home
 from zcomm.comm.tensors import check_buffers, core_dtype, count_written, refuse_weights, spans
 from zcomm.comm.work import Work
 

@@ -31,7 +31,7 @@ def whole(what: str, tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor) in _PLAIN:
         return tensor
     gather = getattr(tensor, "_zcomm_whole", None)
-    return tensor if gather is None else gather(f"{what}()")  # type: ignore[no-any-return]
+    return tensor if gather is None else gather(f"{what}()")
 
 
 def refuse_weights(what: str, tensors: Sequence[torch.Tensor]) -> None:
