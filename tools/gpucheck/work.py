@@ -22,8 +22,8 @@ from gpucheck.runner import ROWS, SKIPPED
 # Tests that use a GPU where one is, by parts of their names. All of the device floor does.
 _NAMES = ["cuda", "device", "stream_"]
 _KERNELS = {"test_device": ["cuda", "machines"], "test_optim": ["cuda", "stream_"]}
-TRAINING, RANKS = "test_gpu.py", "test_gpu_ranks.py"  # of tests/python: long ones
-LAST = "test_cuda_ipc.py"  # kills a rank that shares the GPU
+TRAINING, RANKS = "zero/device/test_gpu.py", "zero/device/test_gpu_ranks.py"  # of tests/python: long ones
+LAST = "device/test_cuda_ipc.py"  # kills a rank that shares the GPU
 _BUILD_TOOLS = {"scikit_build_core": "scikit-build-core>=0.11", "pybind11": "pybind11>=2.13"}
 _PROGRAMS = {"cmake": "cmake>=3.24", "ninja": "ninja"}
 _NEEDED = {"numpy": "numpy", "safetensors": "safetensors", "psutil": "psutil", "rich": "rich", "pynvml": "nvidia-ml-py"}
@@ -159,8 +159,9 @@ def cpp_tests(place: Place) -> int:
 
 def marked() -> list[str]:
     """Files of tests/python that have tests marked gpu: the others are not imported, which takes time."""
-    files = sorted((ROOT / "tests/python").glob("test_*.py"))
-    return [file.name for file in files if "pytest.mark.gpu" in file.read_text(encoding="utf-8")]
+    tests = ROOT / "tests/python"
+    files = sorted(tests.rglob("test_*.py"))
+    return [str(f.relative_to(tests)) for f in files if "pytest.mark.gpu" in f.read_text(encoding="utf-8")]
 
 
 def others() -> list[str]:
@@ -177,7 +178,11 @@ def python_tests(place: Place, files: Sequence[str]) -> int:
     # A hook of autograd that hangs never comes back to pytest's alarm, but all threads' stacks are shown.
     words = ["-v", "--durations=15", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=40"]
     words += ["-o", "faulthandler_exit_on_timeout=false"]  # the project's setting would end all other tests, too
-    env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # the machine's own: none is needed here
+    tests = ROOT / "tests/python"
+    folders = [str(tests / "support"), *sorted({str(file.parent) for file in tests.rglob("test_*.py")})]
+    # The machine's own plugins are not needed; tests find each other's helpers without the project's settings, too.
+    env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    env["PYTHONPATH"] = os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
     code, said = call([sys.executable, "-m", "pytest", *wanted, "-m", "gpu", *words, *_without_settings()], env)
     lines = [line for line in said.splitlines() if line.strip()]
     row(table="Python tests", summary=lines[-1] if lines else "")

@@ -68,7 +68,7 @@ class Movements(Calls):
         self._check_root("gather", root)
         buckets: list[torch.Tensor] = []
         if self.rank == root:
-            refuse_weights("gather", [] if out is None else [out] if isinstance(out, torch.Tensor) else out)
+            refuse_weights("gather", out)
             buckets = self._whole(tensors) if out is None else listed("gather", out)
             self._check_same_dtype("gather", "out", buckets, dtype)
             self._check_counts("gather", buckets, tensors)

@@ -105,7 +105,7 @@ class Messages(Calls):
         Returns: the sender's rank, or a Work with ``.source`` if ``async_op``. Raises: as send.
         """
         if async_op:
-            refuse_weights("recv", [buckets] if isinstance(buckets, torch.Tensor) else buckets)
+            refuse_weights("recv", buckets)
         tensors = listed("recv", buckets)
         dtype = core_dtype(check_buffers("recv", tensors, self._device))
         if src is not None and not 0 <= src < self.world_size:

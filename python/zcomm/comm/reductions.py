@@ -71,7 +71,7 @@ class Reductions(Calls):
         Shapes, ops, errors: as all_reduce. Returns: a Work if ``async_op``.
         """
         name = old_name("reduce", name, old) if old else name
-        refuse_weights("reduce", [buckets] if isinstance(buckets, torch.Tensor) else buckets)
+        refuse_weights("reduce", buckets)
         tensors = listed("reduce", buckets)
         dtype = core_dtype(self._buffers("reduce", tensors))
         self._check_root("reduce", root)

@@ -34,9 +34,10 @@ def whole(what: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor if gather is None else gather(f"{what}()")
 
 
-def refuse_weights(what: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Raises: RuntimeError for a sharded weight, which ``what`` would write to on one rank, or later."""
-    for tensor in tensors:
+def refuse_weights(what: str, buckets: object) -> None:
+    """Raises: RuntimeError for a sharded weight among ``buckets`` (a tensor, or a list of them), which ``what`` would
+    write to on one rank, or later."""
+    for tensor in buckets if isinstance(buckets, (list, tuple)) else [buckets]:
         if type(tensor) not in _PLAIN and hasattr(tensor, "_zcomm_called"):
             raise RuntimeError(
                 f"{what}: {tensor._zcomm_called()} is a weight that is sharded over ranks: use a tensor of your own "

@@ -280,11 +280,14 @@ def test_python_tests_are_in_three_parts(monkeypatch: pytest.MonkeyPatch, versio
     monkeypatch.setattr(work.metadata, "version", lambda package: version)
     for name in ("python-training", "python-ranks", "python-tests"):
         assert work.WORK[name](Place()) == 0
-    training, ranks, others = ([word.rpartition("/")[2] for word in words if "/test_" in word] for words in called)
+    training, ranks, others = (
+        [word.removeprefix("tests/python/") for word in words if "/test_" in word] for words in called
+    )
     assert (training, ranks) == ([work.TRAINING], [work.RANKS]) and not {*training, *ranks} & {*others}
-    assert others[-1] == "test_cuda_ipc.py", "it kills a rank that shares the GPU"
-    assert {"test_cuda_ipc.py", "test_device_gpu.py", "test_fused_adam.py", "test_nccl.py"} <= {*others}
-    assert "test_zero.py" not in others and all(("-c" in words) == without for words in called)
+    assert others[-1] == "device/test_cuda_ipc.py", "it kills a rank that shares the GPU"
+    device = {f"device/test_{name}.py" for name in ("cuda_ipc", "device_gpu", "nccl")}
+    assert {*device, "optim/test_fused_adam.py"} <= {*others}
+    assert "zero/test_zero.py" not in others and all(("-c" in words) == without for words in called)
     assert all("faulthandler_exit_on_timeout=false" in words for words in called), "one slow test would end all"
     monkeypatch.setattr(work, "call", lambda command, env: (0, "== 35 skipped =="))
     assert work.WORK["python-tests"](Place()) == 1, "on a GPU some must run"

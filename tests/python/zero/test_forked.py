@@ -47,7 +47,7 @@ if what == "init":
     child(lambda: zcomm.shutdown())
     joining.join()
 elif what == "save":
-    import zcomm.zero.checkpoint.durable as durable
+    import zcomm.zero.files.durable as durable
     go, sync = threading.Event(), os.fsync
     os.fsync = lambda file: (go.wait(60), sync(file))
     model = nn.Linear(10, 10)

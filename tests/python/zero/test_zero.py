@@ -149,7 +149,7 @@ def model() -> torch.nn.Module:
         ({"grad_accum": 0}, "grad_accum=0"),
         ({"bucket_mb": 0}, "bucket_mb=0"),
         ({"lr": -1.0}, "lr=-1.0"),
-        ({"momentum": 0.9}, "momentum=0.9"),
+        ({"momentum": 0.9}, "has no argument 'momentum'"),
         ({"optimizer": "adan"}, "adan"),
         ({"betas": (0.9, 1.5)}, "betas=(0.9, 1.5)"),
     ],

@@ -104,10 +104,12 @@ class Attachment:
                 break
         now = self._contents()
         if now != self._impls:  # torch.utils.swap_tensors: a Python object has another tensor's content
-            swapped = [index for index, impl in enumerate(now) if impl != self._impls[index]]
-            self._impls = now
-            for index in swapped:
-                self._reducer.hook_again(index)
+            for _ in self._store.detached():  # units take swapped values back first, or raise
+                pass
+            for index, impl in enumerate(now):
+                if impl != self._impls[index] and self._params[index].requires_grad:  # else it is looked at again
+                    self._reducer.hook_again(index)
+                    self._impls[index] = impl
 
     def _contents(self) -> list[int]:
         """The tensors of the core of torch that the trained parameters' Python objects have."""

@@ -84,7 +84,10 @@ class Watched:
 
     def touch(self, who: Any, tensor: torch.Tensor, access: str, label: str) -> None:
         if tensor.nbytes:
-            self.trace.touch(who, tensor.data_ptr(), tensor.nbytes, access, label)
+            with (
+                torch._C.DisableTorchFunctionSubclass()
+            ):  # a stand-in's memory, which holds nothing, has an address, too
+                self.trace.touch(who, tensor.data_ptr(), tensor.nbytes, access, label)
 
     def around(self, owner: type, name: str, told: Callable[..., Any]) -> None:
         """``told(original, self, *args)`` stands for a method."""
