@@ -31,7 +31,7 @@ from zcomm.bootstrap.join import Door, Group, Joined, Settings, enter
 from zcomm.bootstrap.meeting import Meeting, meeting_keys, start_of
 from zcomm.bootstrap.tcp import descriptor_limit_named
 
-_ASK_S = 1.0  # for what has the port that rank 0 wants to say that it is a store
+_ASK_S = 2.0  # for what has the port that rank 0 wants to say that it is a store
 # Where nothing but the meeting point tells a job from others: all ranks look out for others before init() returns, and
 # rank 0 goes on with that beside the program.
 LINGER_S, _WATCH_S = 1.0, 60.0
