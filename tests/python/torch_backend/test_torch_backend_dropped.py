@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -45,6 +46,7 @@ def _later(rank: int) -> dict[str, Callable[[], Any]]:
         "future": lambda: dist.all_reduce(one, async_op=True).get_future().wait(),
         "callback": lambda: dist.all_reduce(one, async_op=True).get_future().then(lambda own: own.value()).wait(),
         "coalesced": _coalesced,
+        "monitored": lambda: dist.monitored_barrier(timeout=timedelta(seconds=60)),
     }
 
 

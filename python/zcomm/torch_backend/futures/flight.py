@@ -69,6 +69,12 @@ class Flight:
             else:
                 work.poll()
 
+    def settle_collectives(self) -> None:
+        """Wait for the collectives whose results are copied, and finish them: all ranks have called them."""
+        for work in list(self._copying):
+            if work.is_collective:
+                work.settle()
+
     def discard(self, work: Pending) -> None:
         self._works.pop(work, None)
         self._copying.pop(work, None)
