@@ -41,11 +41,11 @@ class PeerLost(ConnectionError):
 class Work:
     def wait(self, timeout: float | None = None) -> None: ...
     def wait_on(self, stream: int, timeout: float | None = None) -> None:
-        """wait(), but what waits for the device is the stream of this native handle, not that of the call."""
+        """Wait as wait() does; but the stream of this native handle waits for the device, not that of the call."""
     def done(self) -> bool: ...
 
 class Stop:
-    """While a thread is within it, a set Stop ends that thread's blocking calls by RuntimeError(why)."""
+    """Flag for the blocking calls of the threads within it: once it is set, they raise RuntimeError(why)."""
 
     def __init__(self, why: str) -> None: ...
     def set(self) -> None: ...
@@ -55,7 +55,7 @@ class Stop:
     def __exit__(self, *raised: object) -> None: ...
 
 def check_stop() -> None:
-    """Raises: RuntimeError if a Stop that this thread is within is set."""
+    """Raise RuntimeError if a Stop that this thread is within is set."""
 
 class Memory(Buffer):
     @property
@@ -82,7 +82,7 @@ class Mesh:
 Spans = list[tuple[int, int]]
 
 class Source:
-    """Where recv says which rank the message came from."""
+    """Rank that a received message came from, set by recv."""
 
     def __init__(self) -> None: ...
     rank: int
@@ -158,7 +158,7 @@ class Communicator:
     def all_to_all(self, spans: Spans, out: Spans, dtype: DType, name: str, async_op: bool, /) -> Work | None: ...
     def barrier(self, name: str, async_op: bool, /) -> Work | None: ...
     def after(self, event: Event, async_op: bool = True) -> Work | None:
-        """What is called later starts when `event` is done (a copy from a device, say). Local to this rank."""
+        """Start what is called later when `event` is done (a copy from a device, say). Local to this rank."""
     def send(self, spans: Spans, dtype: DType, dst: int, tag: int, name: str, async_op: bool, /) -> Work | None: ...
     def recv(
         self, spans: Spans, dtype: DType, src: int, tag: int, name: str, async_op: bool, source: Source, /
@@ -180,7 +180,7 @@ def reduce(
     op: ReduceOp,
     accumulate: bool = False,
 ) -> None:
-    """dst[d][i] (+)= src[0][i] op src[1][i] op ... by address, in the order given (device/kernels.hpp)."""
+    """Reduce by address, in the order given: dst[d][i] (+)= src[0][i] op src[1][i] op ... (device/kernels.hpp)."""
 
 class Event:
     """A point in a stream (device/device.hpp)."""
@@ -216,7 +216,7 @@ class Stream:
     def is_host(self) -> bool: ...
 
 class DeviceMemory:
-    """Freed with its last owner; `torch.from_dlpack(memory)` is a tensor of its bytes, and such an owner."""
+    """Memory, freed with its last owner. `torch.from_dlpack(memory)` is a tensor of its bytes, and such an owner."""
 
     @property
     def nbytes(self) -> int: ...
@@ -233,12 +233,12 @@ class Device:
     def make_event(self, shared: bool = False) -> Event: ...
     def allocate(self, nbytes: int) -> DeviceMemory: ...
     def memory(self) -> tuple[int, int]:
-        """Bytes free, and bytes in all."""
+        """Return the bytes free, and the bytes in all."""
     def share(self, address: int) -> bytes: ...
     def open_memory(self, handle: bytes, nbytes: int) -> DeviceMemory: ...
     def open_event(self, handle: bytes) -> Event: ...
     def lose_after(self, n: int) -> None:
-        """Tests only: the n-th operation from now finds the device lost; 0 ends that."""
+        """Make the n-th operation from now find the device lost; 0 ends that. Tests only."""
 
 def page_lock(address: int, nbytes: int) -> bool:
     """Lock host memory for copies of CUDA; False where that is not."""
@@ -265,18 +265,18 @@ class Race:
     remedy: str
 
 class Trace:
-    """What recorded devices were asked for, and its races (device/recorded/trace.hpp).
+    """Operations that recorded devices were asked for, and their races (device/recorded/trace.hpp).
 
     `actor`: None, the calling thread; a name, a queue that runs beside it ("comm"); a stream of a recorded device.
     """
 
     def __init__(self) -> None: ...
     def touch(self, actor: Stream | str | None, address: int, nbytes: int, access: str, label: str) -> None:
-        """An access made elsewhere; access: "r", "w" or "rw"."""
+        """Record an access made elsewhere; access: "r", "w" or "rw"."""
     def set_subject(self, subject: str) -> None: ...
     def rename(self, actor: Stream | str | None, name: str) -> None: ...
     def order(self, before: Event | Stream | str | None, after: Stream | str | None) -> None:
-        """What `after` is given next runs after the event has passed, or after all that `before` has been given."""
+        """Make what `after` is given next run after the event has passed, or after all that `before` has been given."""
     def races(self) -> list[Race]: ...
     @property
     def operations(self) -> int: ...
@@ -289,24 +289,24 @@ def make_nccl_communicator(
     control: Communicator, watched: Mesh, device: int, library: str, timeout_s: float
 ) -> Communicator: ...
 def call_site() -> str:
-    """Where the program calls from, as errors have it ("train.py:42"); empty if that cannot be told."""
+    """Return where the program calls from, as errors have it ("train.py:42"); empty if that cannot be told."""
 
 def set_call_site(site: str) -> None:
-    """What this thread's next calls are said to come from; empty: from where they are made."""
+    """Set the call site that errors name for this thread's next calls; empty: from where they are made."""
 
 def check_overlap(
     kind: str, spans: Spans, out: Spans, dtype: DType, out_dtype: DType, rank: int, accumulate: bool = False
 ) -> None:
-    """Raises: ValueError naming two buffers of a call that share memory and must not."""
+    """Check the buffers of a call. Raises: ValueError naming two that share memory and must not."""
 
 def set_call_stream(stream: int) -> None:
-    """The stream, by its native handle, of this thread's next calls on device tensors."""
+    """Set the stream, by its native handle, of this thread's next calls on device tensors."""
 
 def make_cuda_ipc_communicator(
     mesh: Mesh, device: Device, timeout_s: float, slot_nbytes: int = 4194304
 ) -> Communicator: ...
 def allocate_on(communicator: Communicator, device: Device, nbytes: int) -> DeviceMemory:
-    """Symmetric memory of a communicator over devices; ``device`` is this rank's."""
+    """Allocate symmetric memory of a communicator over devices; ``device`` is this rank's."""
 
 class AddressRange:
     def __init__(self, nbytes: int) -> None: ...
@@ -493,19 +493,22 @@ class StreamAdamBatch:
         grad_scale: int = 0,
         found_inf: int = 0,
     ) -> None:
-        """factors: ADAM_FACTORS_NBYTES per item. lr, grad_scale, found_inf: of fp32 numbers on the device, or 0."""
+        """Put the step on ``stream``.
+
+        factors: ADAM_FACTORS_NBYTES per item. lr, grad_scale, found_inf: of fp32 numbers on the device, or 0.
+        """
 
 def stream_adam_step(stream: Stream, shard: OptimShard, params: AdamParams) -> None: ...
 def stream_lion_step(stream: Stream, shard: OptimShard, params: LionParams) -> None: ...
 def stream_sgd_step(stream: Stream, shard: OptimShard, params: SgdParams) -> None: ...
 def stream_adagrad_step(stream: Stream, shard: OptimShard, params: AdagradParams) -> None: ...
 def stream_squares(stream: Stream, sums: int, grad: int, dtype: DType, count: int) -> None:
-    """Squares of blocks of 64 elements, for add_block_sums."""
+    """Put the squares of blocks of 64 elements into ``sums``, for add_block_sums."""
 
 EXACT_SUM_WORDS: int
 
 def stream_norm(stream: Stream, words: int, grad: int, dtype: DType, count: int) -> None:
-    """words: EXACT_SUM_WORDS int64 on the device, += the squares; for add_words."""
+    """Add the squares to ``words``, EXACT_SUM_WORDS int64 on the device; for add_words."""
 
 def add_words(sum: ExactSum, words: int) -> None: ...
 def add_block_sums(sum: ExactSum, sums: int, count: int) -> None: ...
@@ -520,18 +523,21 @@ def stream_scale(
     more: int = 0,
     nonfinite: int = 0,
 ) -> None:
-    """more: of an fp32 factor on the device; nonfinite: of an int64 there, to which the count is added."""
+    """Scale ``src`` by ``factor`` into ``dst``.
+
+    more: of an fp32 factor on the device; nonfinite: of an int64 there, to which the count is added.
+    """
 
 def copy_items(dst: Sequence[int], src: Sequence[int], counts: Sequence[int]) -> bytes: ...
 def stream_copy_list(stream: Stream, items: bytes, on_device: int, dst_dtype: DType, src_dtype: DType) -> None:
-    """items: of copy_items; on_device: where they have been copied to."""
+    """Put the copies of a list on ``stream``. items: of copy_items; on_device: where they have been copied to."""
 
 def page_nbytes() -> int: ...
 def table_nbytes() -> int:
-    """What one page table maps."""
+    """Return the bytes that one page table maps."""
 
 def moves_mappings() -> bool:
-    """Whether AddressRange.take is served here."""
+    """Return True if AddressRange.take is served here."""
 
 def isa() -> str: ...
 def best_isa() -> str: ...
