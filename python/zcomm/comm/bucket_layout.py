@@ -18,7 +18,7 @@ ALIGN = 64
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one tensor lies: ``count`` elements from ``offset`` in bucket ``bucket``."""
+    """Place of one tensor: ``count`` elements from ``offset`` in bucket ``bucket``."""
 
     bucket: int
     offset: int
@@ -40,7 +40,7 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 class BucketLayout:
-    """Deals tensors, in the order given, into flat buckets of about ``bucket_nbytes``.
+    """Layout of tensors, in the order given, in flat buckets of about ``bucket_nbytes``.
 
     tensors_or_shapes: tensors, or shapes (then ``itemsize`` says the bytes per element).
     world_size: ranks that share each bucket; rank r owns elements [r * n, (r + 1) * n), n = count / world_size.
@@ -101,18 +101,18 @@ class BucketLayout:
         return sum(slot.count for slot in self.slots)
 
     def shard_count(self, bucket: int) -> int:
-        """Elements of one rank's shard of ``bucket``."""
+        """Return the number of elements of one rank's shard of ``bucket``."""
         return self.buckets[bucket].count // self.world_size
 
     def owner(self, tensor: int) -> list[int]:
-        """The ranks that own a part of ``tensor``, ascending."""
+        """Return the ranks that own a part of ``tensor``, ascending."""
         slot = self.slots[tensor]
         shard = self.shard_count(slot.bucket)
         last = max(slot.offset, slot.offset + slot.count - 1)
         return list(range(slot.offset // shard, last // shard + 1))
 
     def pieces(self, bucket: int, rank: int) -> Iterator[tuple[int, int, int, int]]:
-        """What ``rank`` owns of each tensor: (tensor, begin in the tensor, begin in the shard, count)."""
+        """Yield what ``rank`` owns of each tensor: (tensor, begin in the tensor, begin in the shard, count)."""
         shard = self.shard_count(bucket)
         low, high = rank * shard, (rank + 1) * shard
         for index in self.buckets[bucket].tensors:
@@ -122,6 +122,6 @@ class BucketLayout:
                 yield index, begin - slot.offset, begin - low, end - begin
 
     def view(self, flat: torch.Tensor, tensor: int) -> torch.Tensor:
-        """``tensor``'s place in its bucket's flat buffer, in its own shape."""
+        """Return ``tensor``'s place in its bucket's flat buffer, in its own shape."""
         slot = self.slots[tensor]
         return flat[slot.offset : slot.offset + slot.count].view(slot.shape)

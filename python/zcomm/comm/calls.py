@@ -1,4 +1,4 @@
-"""What every operation of a communicator does with its arguments and its end."""
+"""Common steps of a communicator's operations: how arguments are checked, and how an operation ends."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _OTHER_NAMES = {"mean": "avg", "average": "avg", "add": "sum", "product": "prod"
 
 
 def reduce_op(op: Op) -> _core.ReduceOp:
-    """The core's name of a reduction. Raises: ValueError naming one that it has not."""
+    """Return the core's name of a reduction. Raises: ValueError naming one that it has not."""
     try:
         return _REDUCE_OPS[op]  # type: ignore[index]
     except (KeyError, TypeError):
@@ -73,14 +73,14 @@ class Calls:
         self._reads_tensors = device == "cpu" and hasattr(core, "all_reduce_tensor")
 
     def _buffers(self, what: str, tensors: Sequence[torch.Tensor]) -> torch.dtype:
-        """The one dtype of ``tensors``, read after what is on their stream. Raises: as check_buffers."""
+        """Return the one dtype of ``tensors``, read after what is on their stream. Raises: as check_buffers."""
         dtype = check_buffers(what, tensors, self._device)
         if self._device != "cpu":
             self._name_stream()
         return dtype
 
     def _name_stream(self) -> None:
-        """The core's next call comes after what torch's current stream has been given by now (decision D6)."""
+        """Order the core's next call after what torch's current stream has been given by now (decision D6)."""
         _core.set_call_stream(current_stream(self._device))
 
     def _check_root(self, what: str, root: int) -> None:
@@ -106,7 +106,10 @@ class Calls:
     def _end(
         self, core_work: _core.Work | None, keep_alive: object, written: Sequence[torch.Tensor] = (), here: bool = True
     ) -> Work | None:
-        """``core_work`` is None when the call was blocking. written: on each rank, or (``here`` False) on others."""
+        """Count what a call has written, and make its Work, if it has one.
+
+        core_work: None when the call was blocking. written: on each rank, or (``here`` False) on others.
+        """
         work: Work | None = None
         if core_work is not None:
             on_cpu = self._device == "cpu"

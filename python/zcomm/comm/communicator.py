@@ -50,14 +50,14 @@ class Communicator(Reductions, Movements, Messages):
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors are."""
+        """Device of its tensors."""
         return torch.device(self._device)
 
     def __repr__(self) -> str:
         return f"<zcomm.Communicator: {self.describe()}>"
 
     def describe(self) -> str:
-        """One line: this rank, how many there are, on which hosts, and how they reach each other."""
+        """Return one line: this rank, how many there are, on which hosts, and how they reach each other."""
         return f"rank {self.rank} of {self._joined.describe()}"
 
     # --- memory -----------------------------------------------------------------------------------------------
@@ -77,13 +77,13 @@ class Communicator(Reductions, Movements, Messages):
         shape: as torch.empty's: integers or one sequence of them. (``empty(n, dtype, device)`` is accepted, too.)
         device: where this communicator's tensors are ("cpu"; with backend "cuda_ipc" "cuda" or this rank's "cuda:1");
         None: there. Raises: ValueError, NotImplementedError (symmetric memory elsewhere), OSError; CudaError naming the
-        rank whose device has no room, on all ranks (then the communicator stays usable).
+        rank with no room on its device, on all ranks (then the communicator stays usable).
         """
         sizes, dtype, device = _asked_shape(shape if n is None else (n, *shape), dtype, device)
         return self._allocated(math.prod(sizes), dtype, device, shared=False).view(sizes)
 
     def shared_empty(self, n: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """A flat tensor of ``n`` elements that all ranks of the host share: one memory, zero-filled. Collective."""
+        """Make one zero-filled flat tensor of ``n`` elements that all ranks of the host share. Collective."""
         return self._allocated(n, dtype, "cpu", shared=True)
 
     def _allocated(self, n: int, dtype: torch.dtype, device: str | None, shared: bool) -> torch.Tensor:
@@ -112,13 +112,13 @@ class Communicator(Reductions, Movements, Messages):
         return tensor_of(allocate(n * dtype.itemsize), dtype, n)
 
     def memory(self) -> dict[str, int]:
-        """Bytes that this communicator holds on this rank, by kind, and how many allocations it ever made."""
+        """Return the bytes that this communicator holds on this rank, by kind, and its number of allocations so far."""
         return dict(self._core.memory())
 
     # --- life -------------------------------------------------------------------------------------------------
 
     def split(self, color: int | None, key: int = 0, *, name: str = "") -> Communicator | None:
-        """Communicators of parts: ranks of the same ``color``, in order of ``key``, then of rank. Collective.
+        """Split into communicators of parts: ranks of one ``color``, in order of ``key``, then of rank. Collective.
 
         color: None or negative: this rank joins no part and gets None. name: compared between the ranks, as that of
         any operation is; for programs that split from several threads.
@@ -133,14 +133,14 @@ class Communicator(Reductions, Movements, Messages):
         return None if joined is None else Communicator(joined)
 
     def duplicate(self) -> Communicator:
-        """A second communicator of the same ranks with its own order of calls: ``split`` into one part. Collective."""
+        """Make a communicator of the same ranks with its own order of calls: ``split`` into one part. Collective."""
         twin = self.split(0, self.rank, name="duplicate")
         assert twin is not None
         return twin
 
     @contextmanager
     def no_deadline(self) -> Iterator[None]:
-        """While inside, nobody who waits for this rank runs into the deadline: for slow set-up by one rank.
+        """Suspend the deadline of ranks that wait for this rank while inside: for slow set-up by one rank.
 
         A rank that dies is still noticed. Blocks nest. Raises: RuntimeError on a closed or failed communicator.
         """
@@ -151,7 +151,7 @@ class Communicator(Reductions, Movements, Messages):
             yield
 
     def _lost(self) -> bool:
-        """Whether a rank is known to be gone; looks, and never waits."""
+        """Return True if a rank is known to be gone; looks, and never waits."""
         return any(mesh.lost() is not None for mesh in self._joined.meshes)
 
     def close(self) -> None:

@@ -18,17 +18,17 @@ class Streams:
         return torch.cuda.current_stream(self.device)
 
     def on(self, stream: Any) -> Any:
-        """A context in which ``stream`` is the current one."""
+        """Return a context in which ``stream`` is the current one."""
         return torch.cuda.stream(stream)
 
     def record(self) -> Any:
-        """An event at the end of the current stream."""
+        """Record an event at the end of the current stream."""
         return self.current().record_event()
 
     def wait(self, event: Any) -> None:
-        """The current stream waits for it."""
+        """Make the current stream wait for ``event``."""
         self.current().wait_event(event)
 
     def page_locked(self, like: torch.Tensor) -> torch.Tensor:
-        """Host memory of its shape and dtype. What a stream still copies out of it stays when it is dropped."""
+        """Make host memory of its shape and dtype. What a stream still copies out of it stays when it is dropped."""
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)

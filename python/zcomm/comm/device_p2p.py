@@ -1,7 +1,8 @@
 """Messages of CUDA tensors by way of the host: page-locked memory there is what a communicator of the host moves.
 
-A message comes after what the current stream of the call has been given, and whoever waits for a receive has its stream
-bring it to the device. Only two ranks call, so nothing collective is made for it. Thread rule: one thread at a time.
+A message comes after what the current stream of the call has been given. The current stream of the thread that waits
+for a receive brings it to the device. Only two ranks call, so nothing collective is made for it.
+Thread rule: one thread at a time.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from zcomm.comm.cuda_streams import Streams
 
 
 def taken_home(tensors: Sequence[torch.Tensor], streams: Streams) -> list[torch.Tensor]:
-    """Copies of the device's ``tensors`` on the host, which waits for its current stream."""
+    """Copy the device's ``tensors`` to the host, which waits for its current stream."""
     return [streams.page_locked(tensor).copy_(tensor.detach()) for tensor in tensors]
 
 
@@ -29,12 +30,12 @@ class Landing:
         self.host = [streams.page_locked(target) for target in self._targets]
 
     def finish(self) -> None:
-        """What has arrived goes to the device, on the current stream."""
+        """Copy what has arrived to the device, on the current stream."""
         self._streams.wait(self._before)  # the stream of the call may still use the tensors
         for target, host in zip(self._targets, self.host, strict=True):
             target.copy_(host, non_blocking=True)
 
     def finish_where_called(self) -> None:
-        """finish(), on the stream that was current at the call."""
+        """Run finish() on the stream that was current at the call."""
         with self._streams.on(self._stream):
             self.finish()

@@ -15,17 +15,17 @@ from zcomm.comm.work import Work
 
 
 def rank() -> int:
-    """This process's rank in the job."""
+    """Return this process's rank in the job."""
     return current().rank
 
 
 def world_size() -> int:
-    """Number of ranks of the job."""
+    """Return the number of ranks of the job."""
     return current().world_size
 
 
 def local_rank() -> int:
-    """This process's rank among those of its host."""
+    """Return this process's rank among those of its host."""
     return current().local_rank
 
 

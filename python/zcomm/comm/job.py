@@ -39,7 +39,7 @@ def init(
 
     backend: "auto" (shared memory on one host, hierarchical between hosts that have equally many ranks, else tcp; under
     an mpirun of several hosts mpi, if mpi4py is installed), "shm", "tcp", "hierarchical", "mpi"; for CUDA tensors
-    "cuda_ipc" (the ranks of one host) and "nccl". "auto" with device="cuda" takes cuda_ipc on one host whose devices
+    "cuda_ipc" (the ranks of one host) and "nccl". "auto" with device="cuda" takes cuda_ipc on one host if its devices
     reach each other (or where all ranks have one device), else nccl. "zcomm", the name among torch.distributed's
     backends, is "auto". What was chosen is in ``Communicator.backend``, and rank 0 logs it once (logger "zcomm", INFO).
     timeout: seconds, at most 1e9; the deadline of joining and of every later operation.
@@ -92,7 +92,7 @@ def _is_cuda(device: str | torch.device | None) -> bool:
 
 
 def _joiner(backend: str, device: torch.device | None) -> Callable[[rendezvous.Job, float, int], Joined]:
-    """What joins a job by ``backend``. Raises: ValueError, NotImplementedError."""
+    """Return the function that joins a job by ``backend``. Raises: ValueError, NotImplementedError."""
     if backend not in (*OWN_BACKENDS, *JOINERS):
         raise ValueError(f"init: backend={backend!r} is not one of {', '.join((*OWN_BACKENDS, *JOINERS))}")
     if device is not None and device.type not in ("cpu", "cuda"):
@@ -132,19 +132,19 @@ def shutdown() -> None:
 
 
 def current() -> Communicator:
-    """The default communicator. Raises: RuntimeError before init()."""
+    """Return the default communicator. Raises: RuntimeError before init()."""
     if _current is None:
         raise RuntimeError("zcomm.init() has not been called in this process")
     return _current
 
 
 def is_initialized() -> bool:
-    """Whether init() was called and shutdown() was not."""
+    """Return True if init() was called and shutdown() was not."""
     return _current is not None
 
 
 def _begin_anew() -> None:
-    """In a forked child: another thread of the parent may have been in init(), and had the lock."""
+    """Reset the state of a forked child: another thread of the parent may have been in init(), and had the lock."""
     global _lock, _joining
     _lock, _joining = threading.RLock(), None
 

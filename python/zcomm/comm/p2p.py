@@ -48,14 +48,14 @@ class LandingWork(RecvWork):
             landing.finish()
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # as of any Work that nobody waits for
+        with contextlib.suppress(Exception):  # as of any Work that no thread waits for
             if self._landing is not None:
                 self._core.wait()
                 self._landing.finish_where_called()
 
 
 def streams_of(device: str) -> Streams | None:
-    """None where tensors are on the host."""
+    """Return the streams of ``device``; None where tensors are on the host."""
     return None if device == "cpu" else Streams(torch.device(device))
 
 

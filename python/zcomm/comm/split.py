@@ -1,8 +1,8 @@
 """Splitting a communicator: its ranks form parts by colour, and each part joins as a job does, with its own secret.
 
-Two collectives of the parent, which its guard compares like all others (their name is the split's): first everybody
-learns who belongs where, then everybody gets the addresses. A part's key comes from the parent's key and from fresh
-nonces of all ranks: nobody else can make it, and no secret travels.
+A split is two collectives of the parent, which its guard compares like all others (their name is the split's). By the
+first, all ranks learn which ranks form which part; by the second, they get the addresses. A part's key comes from the
+parent's key and from fresh nonces of all ranks: no other process can make it, and no secret travels.
 Invariant: a rank that cannot open its door still takes part in the exchange, so that its part fails at once with the
 reason, and the parent stays usable.
 Thread rule: one split of a communicator is one call of its order (docs/collectives.md).
@@ -25,7 +25,7 @@ _MOST_ADDRESS_NBYTES = 2048
 
 
 def split(parent: Splittable, joined: Joined, color: int | None, key: int, name: str) -> Joined | None:
-    """This rank's part of ``parent``, which was made of ``joined``; None if it has no colour. Collective."""
+    """Join this rank's part of ``parent``, which was made of ``joined``; None if it has no colour. Collective."""
     color = _checked(color, key)
     what = f"split '{name}'" if name else "split"
     mine = _PLACE.pack(color is not None, color or 0, key, secrets.token_bytes(16))
@@ -46,7 +46,7 @@ def split(parent: Splittable, joined: Joined, color: int | None, key: int, name:
 
 
 def _checked(color: int | None, key: int) -> int | None:
-    """Raises: ValueError before anything is called."""
+    """Return the colour, None for a negative one. Raises: ValueError before anything is called."""
     for word, value in (("color", color), ("key", key)):
         if value is not None and not (isinstance(value, int) and -(2**63) <= value < 2**63):
             raise ValueError(f"split: {word}={value!r} is not a 64-bit integer")
@@ -54,12 +54,12 @@ def _checked(color: int | None, key: int) -> int | None:
 
 
 def _gather(parent: Splittable, mine: bytes, most_nbytes: int, name: str) -> list[bytes]:
-    """Everybody's bytes, by rank: one all_gather of ``most_nbytes`` and a length each."""
+    """Gather the bytes of all ranks, by rank: one all_gather of ``most_nbytes`` and a length each."""
     record = len(mine).to_bytes(4, "little") + mine.ljust(most_nbytes, b"\0")
     shard = torch.frombuffer(bytearray(record), dtype=torch.uint8)
-    everybody = torch.empty(len(record) * parent.world_size, dtype=torch.uint8)
-    parent.all_gather(shard, out=everybody, name=name)
-    rows = everybody.view(parent.world_size, len(record))
+    gathered = torch.empty(len(record) * parent.world_size, dtype=torch.uint8)
+    parent.all_gather(shard, out=gathered, name=name)
+    rows = gathered.view(parent.world_size, len(record))
     found = []
     for row in rows:
         told = bytes(row.tolist())
@@ -68,7 +68,7 @@ def _gather(parent: Splittable, mine: bytes, most_nbytes: int, name: str) -> lis
 
 
 def _members(color: int | None, places: list[tuple[bool, int, int, bytes]]) -> list[int]:
-    """The parent's ranks of this colour, by key, then by rank."""
+    """Return the parent's ranks of this colour, by key, then by rank."""
     ranks = [rank for rank, (takes_part, other, _, _) in enumerate(places) if takes_part and other == color]
     return sorted(ranks, key=lambda rank: (places[rank][2], rank))
 

@@ -27,7 +27,7 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 def whole(what: str, tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, or the gathered value of a weight that it stands for (zero/stand_in.py). Collective then."""
+    """Return ``tensor``, or the gathered value of a weight that it stands for (zero/stand_in.py). Collective then."""
     if type(tensor) in _PLAIN:
         return tensor
     gather = getattr(tensor, "_zcomm_whole", None)
@@ -35,8 +35,8 @@ def whole(what: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_weights(what: str, buckets: object) -> None:
-    """Raises: RuntimeError for a sharded weight among ``buckets`` (a tensor, or a list of them), which ``what`` would
-    write to on one rank, or later."""
+    """Refuse a sharded weight among ``buckets`` (a tensor, or a list of them), which ``what`` would write to on one rank,
+    or later. Raises: RuntimeError."""
     for tensor in buckets if isinstance(buckets, (list, tuple)) else [buckets]:
         if type(tensor) not in _PLAIN and hasattr(tensor, "_zcomm_called"):
             raise RuntimeError(
@@ -71,7 +71,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def core_dtype(dtype: torch.dtype) -> _core.DType:
-    """The core's name of a torch dtype. Raises: ValueError naming a dtype that it has not."""
+    """Return the core's name of a torch dtype. Raises: ValueError naming a dtype that it has not."""
     try:
         return DTYPES[dtype]
     except KeyError:
@@ -82,7 +82,7 @@ def core_dtype(dtype: torch.dtype) -> _core.DType:
 def check_buffers(
     what: str, tensors: Sequence[torch.Tensor], device: str = "cpu", is_second: bool = False
 ) -> torch.dtype:
-    """The one dtype of ``tensors``.
+    """Check the tensors of a call, and return their one dtype.
 
     is_second: other tensors of the same call have been found on ``device``.
     Raises: ValueError for none, mixed devices, dtypes or strides, NotImplementedError for tensors on another device.
@@ -119,7 +119,7 @@ def _refuse(what: str, index: int, tensors: Sequence[torch.Tensor], device: str,
 
 
 def integers(what: str, values: Iterable[Any]) -> list[int]:
-    """Python's integers, of any kind of them: numpy's, a tensor's. Raises: ValueError naming another value."""
+    """Convert integers of any kind (numpy's, a tensor's) to Python's. Raises: ValueError naming another value."""
     result = []
     for value in values:
         try:
@@ -134,7 +134,7 @@ def spans(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
 
 
 def tensor_of(memory: Any, dtype: torch.dtype, count: int | None = None, offset_nbytes: int = 0) -> torch.Tensor:
-    """A flat tensor over the core's memory, without a copy. The tensor keeps the memory alive."""
+    """Make a flat tensor over the core's memory, without a copy. The tensor keeps the memory alive."""
     itemsize = dtype.itemsize
     if count is None:
         count = (memory.nbytes - offset_nbytes) // itemsize

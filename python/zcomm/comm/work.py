@@ -34,7 +34,7 @@ class Work:
         self._keep_alive = None
 
     def done(self) -> bool:
-        """Whether the operation ended (well or not); never blocks."""
+        """Return True if the operation ended (well or not); never blocks."""
         return self._core.done()
 
 
@@ -52,18 +52,21 @@ class DeviceWork(Work):
         self._device = device
 
     def wait(self, timeout: float | None = None) -> None:
-        """As Work.wait; what the current stream is given next comes after the operation."""
+        """Wait as Work.wait does; what the current stream is given next comes after the operation."""
         wait_on_current_stream(self._core, self._device, timeout)
         self._keep_alive = None
 
 
 def current_stream(device: str) -> int:
-    """The native handle of torch's current stream of ``device``; 0 for the CPU."""
+    """Return the native handle of torch's current stream of ``device``; 0 for the CPU."""
     return 0 if device == "cpu" else torch.cuda.current_stream(device).cuda_stream
 
 
 def wait_on_current_stream(core: Any, device: str, timeout: float | None) -> None:
-    """``core``: the core's Work, or what stands for it and has ended when its wait() returns (a profile's)."""
+    """Make torch's current stream of ``device`` wait for ``core``.
+
+    core: the core's Work, or what stands for it and has ended when its wait() returns (a profile's).
+    """
     wait_on = getattr(core, "wait_on", None)
     if wait_on is None:
         core.wait(timeout)
