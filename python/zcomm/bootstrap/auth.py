@@ -2,7 +2,7 @@
 
 [Note: proof] Three messages of fixed size; each side proves that it knows the group's key, which itself never travels:
     listener -> caller    Challenge   magic, fresh nonce (a stranger learns nothing from it)
-    caller -> listener    Answer      who calls whom for what, fresh nonce, MAC of all that was said so far
+    caller -> listener    Answer      caller, listener and purpose, fresh nonce, MAC of all bytes so far
     listener -> caller    Verdict     MAC of the same under another label; with it the connection is both sides'
 Nonces make a recorded conversation worthless, labels keep one side's MAC from serving as the other's, and the line
 (ranks, purpose, number) is inside of the MAC, so a connection cannot be passed off as another one.
@@ -30,7 +30,7 @@ VERDICT_NBYTES = _MAC_NBYTES
 
 
 class Purpose(enum.IntEnum):
-    """What a connection is for."""
+    """Purpose of a connection."""
 
     DATA = 0  # parcels of Mesh.exchange
     CONTROL = 1  # goodbyes; its end means that the peer is gone
@@ -48,7 +48,7 @@ class Line:
 
 
 def derive_key(secret: bytes, *words: bytes) -> bytes:
-    """A key for what ``words`` say, which tells nothing of ``secret`` and of other keys."""
+    """Derive a key for ``words``, which tells nothing of ``secret`` and of other keys."""
     told = b"".join(len(word).to_bytes(8, "big") + word for word in words)
     return hmac.digest(secret, b"zcomm key" + told, hashlib.sha256)
 
@@ -67,7 +67,7 @@ class CallerProof:
         self._expected: bytes | None = None
 
     def answer(self, challenge: bytes) -> bytes | None:
-        """None if ``challenge`` is not one."""
+        """Return the answer to ``challenge``; None if it is not one."""
         magic, _ = _CHALLENGE.unpack(challenge)
         if magic != MAGIC:
             return None
@@ -80,7 +80,7 @@ class CallerProof:
         return told + _mac(self._key, b"caller", challenge, told)
 
     def accepts(self, verdict: bytes) -> bool:
-        """Whether the listener has proved itself."""
+        """Return True if the listener has proved itself."""
         return self._expected is not None and hmac.compare_digest(verdict, self._expected)
 
 
@@ -94,7 +94,7 @@ class ListenerProof:
         self.challenge: bytes = _CHALLENGE.pack(MAGIC, secrets.token_bytes(_NONCE_NBYTES))
 
     def judge(self, answer: bytes) -> tuple[Line, bytes] | None:
-        """The line and the verdict to send, or None for a stranger."""
+        """Return the line and the verdict to send, or None for a stranger."""
         told, mac = answer[:-_MAC_NBYTES], answer[-_MAC_NBYTES:]
         if not hmac.compare_digest(mac, _mac(self._key, b"caller", self.challenge, told)):
             return None

@@ -19,41 +19,41 @@ VARIABLES: tuple[tuple[str, str], ...] = (
     ("ZCOMM_HOST_ID", "name of this host: ranks with the same name share memory (default: boot and network namespace)"),
     ("ZCOMM_JOB_ID", "name of this job: ranks that come with another one are refused (default: the launcher's)"),
     ("ZCOMM_HOST_ADDRESS", "address on which this rank is reached from other hosts (default: by the route to rank 0)"),
-    ("ZCOMM_SOCKET_IFNAME", "network interface whose address is used instead"),
+    ("ZCOMM_SOCKET_IFNAME", "network interface that this address is taken from instead"),
     ("ZCOMM_PORT_RANGE", "LOW-HIGH: ports that this rank may listen on while joining (default: any free one)"),
     ("ZCOMM_TCP_SOCKETS", "more sockets between neighbours of the ring, for bandwidth (default: 4)"),
 )
 
-_ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # RFC 5737 and 3849: nobody's; a UDP connect sends nothing
+_ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # RFC 5737 and 3849: of no host; a UDP connect sends nothing
 
 
 def machine_id() -> str:
-    """What tells this kernel and network namespace from all others."""
+    """Return what tells this kernel and network namespace from all others."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
 def host_id(env: Mapping[str, str] = os.environ) -> str:
-    """What ranks must share to use each other's memory: the machine, unless ``ZCOMM_HOST_ID`` names the host."""
+    """Return what ranks must share to use each other's memory: the machine, unless ``ZCOMM_HOST_ID`` names the host."""
     return env.get("ZCOMM_HOST_ID") or machine_id()
 
 
 def _numbered(names: Sequence[str]) -> tuple[int, ...]:
-    """Equal names by equal numbers, from 0 in order of appearance."""
+    """Give equal names equal numbers, from 0 in order of appearance."""
     numbers: dict[str, int] = {}
     return tuple(numbers.setdefault(name, len(numbers)) for name in names)
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """Where the ranks of a communicator are. Hosts are numbered in order of their lowest rank."""
+    """Hosts of the ranks of a communicator, numbered in order of their lowest rank."""
 
     of_rank: tuple[int, ...]
     machine_of_rank: tuple[int, ...]
 
     @staticmethod
     def of(hosts: Sequence[str], machines: Sequence[str]) -> Hosts:
-        """From each rank's ``host_id()`` and ``machine_id()``."""
+        """Make the Hosts from each rank's ``host_id()`` and ``machine_id()``."""
         pairs = [f"{machine} {host}" for host, machine in zip(hosts, machines, strict=True)]
         return Hosts(_numbered(pairs), _numbered(machines))
 
@@ -71,11 +71,11 @@ class Hosts:
 
     @property
     def is_even(self) -> bool:
-        """All hosts have the same number of ranks."""
+        """True if all hosts have the same number of ranks."""
         return len({self.of_rank.count(host) for host in range(self.count)}) == 1
 
     def ranks_beside(self, rank: int) -> tuple[int, ...]:
-        """The ranks of ``rank``'s host, in order."""
+        """Return the ranks of ``rank``'s host, in order."""
         return tuple(other for other, host in enumerate(self.of_rank) if host == self.of_rank[rank])
 
     def local_rank(self, rank: int) -> int:
@@ -85,14 +85,14 @@ class Hosts:
         return len(self.ranks_beside(rank))
 
     def of_ranks(self, ranks: Sequence[int]) -> Hosts:
-        """Where the members of a part of the ranks are; ``ranks[i]`` becomes rank i."""
+        """Return the Hosts of a part of the ranks; ``ranks[i]`` becomes rank i."""
         return Hosts(
             _numbered([str(self.of_rank[rank]) for rank in ranks]),
             _numbered([str(self.machine_of_rank[rank]) for rank in ranks]),
         )
 
     def describe(self) -> str:
-        """ "1 host", "2 hosts x 4 ranks" or "3 hosts with 4, 4 and 2 ranks"."""
+        """Describe the hosts: "1 host", "2 hosts x 4 ranks" or "3 hosts with 4, 4 and 2 ranks"."""
         if self.count == 1:
             return "1 host"
         counts = [self.of_rank.count(host) for host in range(self.count)]
@@ -103,7 +103,7 @@ class Hosts:
 
 
 def choose_address(one_machine: bool, master: str | None, env: Mapping[str, str] = os.environ) -> str:
-    """The address on which the other ranks reach this one.
+    """Choose the address on which the other ranks reach this one.
 
     ``ZCOMM_HOST_ADDRESS``, or that of ``ZCOMM_SOCKET_IFNAME``, or loopback where all ranks are on one machine, or the
     one from which the route to ``master`` (a host name or address) starts.
@@ -126,7 +126,7 @@ def choose_address(one_machine: bool, master: str | None, env: Mapping[str, str]
 
 
 def _source_address(host: str) -> str | None:
-    """From which address packets to ``host`` would go; nothing is sent."""
+    """Return the address from which packets to ``host`` would go; nothing is sent."""
     try:
         found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
     except OSError:
@@ -142,7 +142,7 @@ def _source_address(host: str) -> str | None:
 
 
 def _usable_addresses(name: str) -> list[str]:
-    """An interface's addresses, IPv4 first; link-local ones need a scope that the other side cannot know."""
+    """Return an interface's addresses, IPv4 first; link-local ones need a scope that the other side cannot know."""
     found = [entry.address for entry in psutil.net_if_addrs().get(name, []) if entry.family in _FAMILIES]
     usable = [address for address in found if "%" not in address and not address.startswith("fe80:")]
     return sorted(usable, key=lambda address: ":" in address)
@@ -161,12 +161,12 @@ def _address_of_interface(name: str) -> str:
 
 
 def interface_of(address: str) -> str:
-    """The name of the interface that has ``address``, or "?"."""
+    """Return the name of the interface that has ``address``, or "?"."""
     return next((name for name in psutil.net_if_addrs() if address in _usable_addresses(name)), "?")
 
 
 def port_range(env: Mapping[str, str] = os.environ) -> range | None:
-    """The ports that ``ZCOMM_PORT_RANGE`` allows. Raises: ValueError naming the variable."""
+    """Return the ports that ``ZCOMM_PORT_RANGE`` allows. Raises: ValueError naming the variable."""
     text = env.get("ZCOMM_PORT_RANGE")
     if not text:
         return None
@@ -177,7 +177,7 @@ def port_range(env: Mapping[str, str] = os.environ) -> range | None:
 
 
 def ring_sockets(env: Mapping[str, str] = os.environ) -> int:
-    """``ZCOMM_TCP_SOCKETS``. Raises: ValueError naming the variable."""
+    """Read ``ZCOMM_TCP_SOCKETS``. Raises: ValueError naming the variable."""
     text = env.get("ZCOMM_TCP_SOCKETS") or "4"
     if not (text.isdecimal() and 1 <= int(text) <= 64):
         raise ValueError(f"ZCOMM_TCP_SOCKETS={text}: expected 1 to 64")

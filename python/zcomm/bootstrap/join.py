@@ -53,14 +53,14 @@ class Splittable(Protocol):
 
 @dataclass(frozen=True)
 class Settings:
-    """What rank 0 of a job decides for all ranks and all communicators."""
+    """Settings that rank 0 of a job decides for all ranks and all communicators."""
 
     ring_sockets: int = 4  # beside two, between neighbours of a ring over links
     table: Table = field(default_factory=lambda: Table({}, "built in"))
 
     @staticmethod
     def read() -> Settings:
-        """From the environment and this machine's tuning table. Raises: ValueError naming a variable."""
+        """Read the environment and this machine's tuning table. Raises: ValueError naming a variable."""
         return Settings(_hosts.ring_sockets(), load())
 
     def to_text(self) -> str:
@@ -76,7 +76,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Joined:
-    """What a Communicator is made of."""
+    """Parts that a Communicator is made of."""
 
     core: _core.Communicator  # or what speaks like it
     hosts: Hosts
@@ -94,7 +94,7 @@ class Joined:
     watch: Callable[[Callable[[], bool], Callable[[], None]], None] | None = None  # Meeting.watch, where it is needed
 
     def describe(self) -> str:
-        """One line: how many ranks, where, and how they reach each other."""
+        """Return one line: how many ranks, where, and how they reach each other."""
         ranks = self.hosts.world_size
         line = f"{ranks} rank{'s' if ranks > 1 else ''} on {self.hosts.describe()}, backend {self.backend}"
         return f"{line}, {_hosts.interface_of(self.address)} {self.address}" if self.address else line
@@ -122,7 +122,7 @@ class Group:
 
     @property
     def backend(self) -> str:
-        """What serves the group. Raises: ValueError where the backend that was asked for cannot."""
+        """Backend that serves the group. Raises: ValueError where the one that was asked for cannot."""
         hosts, requested = self.hosts, self.requested
         if requested == "shm" and hosts.count > 1:
             raise ValueError(
@@ -141,13 +141,16 @@ class Group:
 
 
 class Door:
-    """What this rank opens for the others of its group before addresses are exchanged, or why it cannot.
+    """Listeners that this rank opens for the others of its group before addresses are exchanged, or why it cannot.
 
     A rank that fails here still tells the others (``address``), so that all of them fail in `enter`, at once.
     """
 
     def __init__(self, group: Group, master: str | None = None, address: str = "") -> None:
-        """master: a host to which the other ranks' routes lead. address: this rank's, if it is known already."""
+        """Open the listeners, or keep the reason why that failed.
+
+        master: a host to which the other ranks' routes lead. address: this rank's, if it is known already.
+        """
         self.unix: _core.Listener | None = None
         self.tcp: TcpListener | None = None
         self.failure: Exception | None = None
@@ -212,7 +215,7 @@ def enter(group: Group, door: Door, addresses: Sequence[str], deadline: float) -
 def _connect(
     group: Group, door: Door, addresses: list[tuple[str, list[str | int]]], deadline: float, meshes: list[_core.Mesh]
 ) -> _core.Communicator:
-    """Fills ``meshes`` as it goes."""
+    """Connect the ranks of ``group`` and make the core's communicator; fills ``meshes`` as it goes."""
 
     def left_s() -> float:
         return max(0.1, deadline - time.monotonic())
@@ -262,7 +265,7 @@ def _connect(
 
 
 def plan_lines(group: Group) -> list[Line]:
-    """All TCP connections of this rank: the same rule on both ends, so that they agree.
+    """List all TCP connections of this rank: the same rule on both ends, so that they agree.
 
     To every rank: data and control. Flat: to every rank two links, and ``ring_sockets`` more to the neighbours of the
     ring of all ranks. Hierarchical: the same among the ranks that have this rank's place on their hosts, and one link,

@@ -92,7 +92,9 @@ class Meeting:
         job: str = "",
         lost: Callable[[], int | None] = lambda: None,
     ) -> None:
-        """deadline: by time.monotonic(). place, patience_s: for errors. job: its name, where there is one.
+        """Set up this rank's part; nothing is exchanged yet.
+
+        deadline: by time.monotonic(). place, patience_s: for errors. job: its name, where there is one.
 
         lost: returns a rank that has ended, by its number in the job, for ranks that are connected already.
         """
@@ -121,15 +123,15 @@ class Meeting:
         with self._store_named():
             self._claim(json.dumps(own))
             self._store.set(_NEWCOMER, "1")
-            everyone = [json.loads(told) for told in self._gather(_place_of, _is_alive)]
-            self._require_one_job(everyone)
-            self._members = [_process_of(claim) for claim in everyone]
-            self._number = str(everyone[0].get("number"))
+            claims = [json.loads(told) for told in self._gather(_place_of, _is_alive)]
+            self._require_one_job(claims)
+            self._members = [_process_of(claim) for claim in claims]
+            self._number = str(claims[0].get("number"))
             until = min(time.monotonic() + linger_s, self._deadline)
             if linger_s > 0:
                 _wait(lambda: self._look_for_verdict() or time.monotonic() > until, self._deadline)
             self._look_for_verdict()
-            return [each["mine"] for each in everyone]
+            return [each["mine"] for each in claims]
 
     def exchange(self, what: str, mine: str) -> list[str]:
         """Return the text of each rank, by rank. Raises: as arrive."""
@@ -220,16 +222,16 @@ class Meeting:
                 break
             before = there  # of a dead process, or of an earlier attempt of this one
 
-    def _require_one_job(self, everyone: list[dict[str, Any]]) -> None:
+    def _require_one_job(self, claims: list[dict[str, Any]]) -> None:
         for word, told in (("world_size", "WORLD_SIZE"), ("job", "the name of the job")):
-            named = [(rank, each[word]) for rank, each in enumerate(everyone) if each[word]]
+            named = [(rank, each[word]) for rank, each in enumerate(claims) if each[word]]
             for rank, value in named[1:]:
                 first, wanted = named[0]
                 if value != wanted:
                     self._refuse(
                         f"ranks of different jobs came to {self._place}: {told} is {wanted} for rank {first} "
-                        f"({_process_of(everyone[first])}), and {value} for rank {rank} "
-                        f"({_process_of(everyone[rank])}). {_ADVICE}"
+                        f"({_process_of(claims[first])}), and {value} for rank {rank} "
+                        f"({_process_of(claims[rank])}). {_ADVICE}"
                     )
 
     def _refuse(self, verdict: str) -> None:

@@ -40,7 +40,7 @@ _served: dict[str, dist.Store] = {}  # by init_method: rank 0's, which stay for 
 
 @dataclass(frozen=True)
 class Job:
-    """This process's place in the job. ``init_method`` is None for a world of one."""
+    """Place of this process in the job. ``init_method`` is None for a world of one."""
 
     rank: int
     world_size: int
@@ -70,7 +70,7 @@ def _number(env: Mapping[str, str], name: str) -> int:
 
 
 def _port(text: str, what: str) -> int:
-    """Raises: ValueError naming ``what``."""
+    """Return the port that ``text`` names. Raises: ValueError naming ``what``."""
     if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= 65535):
         raise ValueError(f"{what}: expected a port, 1 to 65535")
     return int(text)
@@ -85,7 +85,7 @@ def _checked_number(name: str, value: Any) -> int:
 def find_job(
     rank: int | None, world_size: int | None, init_method: str | None, env: Mapping[str, str] = os.environ
 ) -> Job:
-    """Rank, world size and rendezvous from the arguments, or the launcher's variables, or torch.distributed's group.
+    """Find rank, world size and rendezvous: arguments, or the launcher's variables, or torch.distributed's group.
 
     Raises: ValueError for half-given or contradictory values, naming them.
     """
@@ -193,7 +193,7 @@ def _meeting_point(launcher: str, rank_name: str, env: Mapping[str, str]) -> str
 
 
 def master_of(job: Job) -> str | None:
-    """A host that all ranks have a route to: where the store is, or what the launcher says."""
+    """Return a host that all ranks have a route to: that of the store, or the one that the launcher names."""
     method = job.init_method or ""
     if method.startswith("tcp://"):
         return method.removeprefix("tcp://").rpartition(":")[0].strip("[]")
@@ -201,7 +201,7 @@ def master_of(job: Job) -> str | None:
 
 
 def open_store(job: Job, deadline: float, timeout: float) -> dist.Store:
-    """The store that ``job.init_method`` names. Raises: ValueError for another scheme, TimeoutError, OSError."""
+    """Open the store that ``job.init_method`` names. Raises: ValueError for another scheme, TimeoutError, OSError."""
     method = job.init_method or ""
     if method == TORCH_DISTRIBUTED:
         return _torch_store()
@@ -224,7 +224,7 @@ def _torch_store() -> dist.Store:
 
 
 def _open_tcp_store(job: Job, host: str, port: int, deadline: float, timeout: float) -> dist.Store:
-    """In short attempts, as Ctrl-C does not reach one; the ranks are waited for later, by name."""
+    """Open the store in short attempts, as Ctrl-C does not reach one; the ranks are waited for later, by name."""
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun serves the port itself
     is_master = job.rank == 0 and not agent
     while True:
@@ -369,15 +369,15 @@ def join_through_store(
     mine = {"host": host_id(), "machine": machine_id()}
     if rank == 0:
         mine |= {"token": secrets.token_hex(32), "settings": Settings.read().to_text()}
-    everyone = meeting.arrive(mine, linger_s)
+    members = meeting.arrive(mine, linger_s)
     group = Group(
         what="init",
         rank=rank,
-        hosts=Hosts.of([each["host"] for each in everyone], [each["machine"] for each in everyone]),
+        hosts=Hosts.of([each["host"] for each in members], [each["machine"] for each in members]),
         requested=backend,
-        key=derive_key(bytes.fromhex(everyone[0]["token"]), b"job"),
+        key=derive_key(bytes.fromhex(members[0]["token"]), b"job"),
         timeout_s=timeout or join_timeout,
-        settings=Settings.of_text(everyone[0]["settings"]),
+        settings=Settings.of_text(members[0]["settings"]),
     )
     door = Door(group, master)
     try:
@@ -392,5 +392,5 @@ def join_through_store(
 
 
 def store_keys(world_size: int) -> list[str]:
-    """What join_through_store leaves in the store."""
+    """Return the keys that join_through_store leaves in the store."""
     return meeting_keys(world_size)

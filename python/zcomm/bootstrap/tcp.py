@@ -1,10 +1,10 @@
 """Joining over TCP: from listening sockets to one authenticated connection for each line of a rank.
 
 [Note: join] The higher rank of a pair calls, the lower one listens, all in one selector loop and one thread. Each new
-connection first holds the conversation of [Note: proof]. A listener drops, silently and without stopping, whoever does
-not prove himself: of strangers it keeps a bounded number (the oldest goes) and reads a bounded number of bytes, so a
-slow member has until the deadline. A caller that is dropped, or cannot get through, tries again until the deadline.
-A member whose connections end, or who refuses them (it was bound before its address was told), has ended: PeerLost.
+connection first holds the conversation of [Note: proof]. A listener drops, silently and without stopping, a caller that
+does not prove itself. Of strangers it keeps a bounded number (the oldest goes) and reads a bounded number of bytes, so
+a slow member has until the deadline. A caller that is dropped, or cannot get through, tries again until the deadline.
+A member has ended if its connections end, or if it refuses them (it was bound before its address was told): PeerLost.
 Invariant: nothing but a proof is read from a connection before it has been accepted, and not one byte beyond it.
 Thread rule: one call per rank. Signals end it (KeyboardInterrupt). Source: selectors, [Note: proof].
 """
@@ -48,7 +48,7 @@ class TcpListener:
 
 @contextlib.contextmanager
 def descriptor_limit_named(what: str) -> Iterator[None]:
-    """Says how many files may be open when an OSError inside means that there are too many."""
+    """Add how many files may be open to an OSError inside which means that there are too many."""
     try:
         yield
     except OSError as error:
@@ -60,7 +60,7 @@ def descriptor_limit_named(what: str) -> Iterator[None]:
 
 
 def require_descriptors(what: str, count: int) -> None:
-    """Raises: OSError (EMFILE) naming the limit unless ``count`` more descriptors can be opened."""
+    """Check that ``count`` more descriptors can be opened. Raises: OSError (EMFILE) naming the limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").is_dir() else 0
     if limit != resource.RLIM_INFINITY and used + count + _FREE_DESCRIPTORS > limit:
@@ -76,9 +76,10 @@ def connect_lines(
     key: bytes,
     timeout_s: float,
 ) -> dict[Line, socket.socket]:
-    """Connected, proven, non-blocking sockets for ``lines``: all connections of ``rank``, which both ends list alike.
+    """Return connected, proven, non-blocking sockets for ``lines``.
 
-    endpoints: of each rank's listener. key: the group's common secret.
+    lines: all connections of ``rank``, which both ends list alike. endpoints: of each rank's listener. key: the group's
+    common secret.
     Raises: TimeoutError naming the missing ranks, PeerLost if one ended meanwhile, OSError (descriptors). Then nothing
     stays open but ``listener``.
     """
@@ -230,7 +231,7 @@ class _Join:
             self._note_end(call.line.listener)
 
     def _go_on(self, call: _Call) -> None:
-        """Something has happened on our connection."""
+        """Go on with our connection, on which something has happened."""
         assert call.socket is not None and call.proof is not None
         if not call.connected:
             error = call.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -281,7 +282,7 @@ class _Join:
         return None
 
     def _make_room(self, error: OSError, doing: str) -> None:
-        """Out of descriptors: the oldest stranger goes. Raises: OSError if there is none."""
+        """Dismiss the oldest stranger when descriptors run out. Raises: OSError if there is none."""
         if error.errno in _NO_DESCRIPTOR and self._guests:
             return self._dismiss(next(iter(self._guests)))
         with descriptor_limit_named(f"rank {self._rank}: {doing}"):
@@ -309,7 +310,7 @@ class _Join:
         return None
 
     def _keep(self, line: Line, connected: socket.socket, peer: int) -> None:
-        """A connection is both sides'. Until we are done, its end is of interest; its bytes are not ours to read."""
+        """Keep a connection that is both sides'. Until the join ends, its end is of interest; its bytes stay unread."""
         self._done[line] = connected
 
         def look() -> None:
@@ -353,7 +354,7 @@ def _listening_on(address: str, port: int) -> socket.socket:
 
 
 def _receive(connected: socket.socket, nbytes: int) -> bytes | None:
-    """What is there, at most ``nbytes``; b"" at the end, None if there is nothing yet."""
+    """Return what is there, at most ``nbytes``; b"" at the end, None if there is nothing yet."""
     try:
         return connected.recv(nbytes)
     except OSError as error:
@@ -361,7 +362,7 @@ def _receive(connected: socket.socket, nbytes: int) -> bytes | None:
 
 
 def _send_whole(connected: socket.socket, message: bytes) -> bool:
-    """A fresh connection has room for a message; one that has not is not worth waiting for."""
+    """Return True if all was sent: a fresh connection has room for a message; others are not worth waiting for."""
     try:
         return connected.send(message) == len(message)
     except OSError:
