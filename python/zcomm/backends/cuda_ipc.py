@@ -22,7 +22,7 @@ from zcomm.comm.communicator import Communicator
 
 
 def join(job: Job, timeout: float, generation: int, device: torch.device | None = None) -> Joined:
-    """The ranks of the job, each with ``device`` or the one of its local rank. Collective.
+    """Join the ranks of the job, each with ``device`` or the one of its local rank. Collective.
 
     Raises: CudaError without a driver or device, NotImplementedError in a build without CUDA, ValueError for ranks on
     several hosts.
@@ -43,9 +43,9 @@ def join(job: Job, timeout: float, generation: int, device: torch.device | None 
 
 
 def over(control: Joined, core_device: _core.Device, device: str) -> Joined:
-    """cuda_ipc over the ranks of ``control``, which from now on serves it alone. Collective.
+    """Open cuda_ipc over the ranks of ``control``, which from now on serves it alone. Collective.
 
-    device: torch's name of ``core_device``; with a simulated one (tests) "cpu", whose stream is the host.
+    device: torch's name of ``core_device``; with a simulated one (tests) "cpu", which has the host as its stream.
     """
     core = _core.make_cuda_ipc_communicator(control.meshes[-1], core_device, control.timeout_s)
     joined = joined_over(control, core, "cuda_ipc", device, lambda part: over(part, core_device, device))
@@ -53,8 +53,11 @@ def over(control: Joined, core_device: _core.Device, device: str) -> Joined:
 
 
 def beside(job: Communicator, core_device: _core.Device, device: torch.device) -> Communicator | None:
-    """cuda_ipc between the ranks of ``job`` (host memory), with order and failures of its own; None on all ranks where
-    they are on several hosts, or a device does not reach another. Collective. Raises: as ``job``'s operations."""
+    """Open cuda_ipc between the ranks of ``job`` (host memory), with order and failures of its own.
+
+    Returns: None on all ranks where they are on several hosts, or a device does not reach another. Collective.
+    Raises: as ``job``'s operations.
+    """
     if job.backend != "shm":
         return None
     able = torch.tensor([reaches_all(job, device.index)], dtype=torch.int32)
@@ -65,7 +68,7 @@ def beside(job: Communicator, core_device: _core.Device, device: torch.device) -
     own: Communicator | None = None
     try:
         own = Communicator(over(control, core_device, str(device)))
-    except (RuntimeError, OSError, NotImplementedError) as error:  # a driver may refuse what it said it could do
+    except (RuntimeError, OSError, NotImplementedError) as error:  # a driver may refuse what it has promised
         logging.getLogger("zcomm").warning("the ranks' devices cannot be joined (%s): by way of the host", error)
         close(control)
     able.fill_(own is not None)
@@ -76,7 +79,7 @@ def beside(job: Communicator, core_device: _core.Device, device: torch.device) -
 
 
 def close(control: Joined) -> None:
-    """Gives up a control whose ranks could not become a communicator."""
+    """Give up a control of ranks that could not become a communicator."""
     control.core.close()
     for mesh in control.meshes:
         mesh.leave()

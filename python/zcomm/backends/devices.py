@@ -1,4 +1,4 @@
-"""What the backends of CUDA tensors share: which device a rank has, and what "auto" takes for device="cuda"."""
+"""Common part of the backends of CUDA tensors: which device a rank has, and what "auto" takes for device="cuda"."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from zcomm.comm.split import split
 
 
 def require(backend: str, more: str = "") -> None:
-    """Raises: NotImplementedError in a build without CUDA, CudaError where there is no driver or device."""
+    """Check that there is a device, and CUDA in the build.
+
+    Raises: NotImplementedError in a build without CUDA, CudaError where there is no driver or device.
+    """
     if not _core.cuda_available() and _core.cuda_info().startswith("built without"):
         raise NotImplementedError(
             f"init: backend={backend!r} needs a CUDA device, a torch and a zcomm with CUDA: {more}zcomm is "
@@ -32,7 +35,7 @@ def require(backend: str, more: str = "") -> None:
 
 
 def index_of(device: torch.device | None, local_rank: int) -> int:
-    """The device of a rank: the one it asked for, else ranks take turns. Raises: ValueError."""
+    """Return the device of a rank: the one it asked for, else ranks take turns. Raises: ValueError."""
     count = torch.cuda.device_count()
     if device is None or device.index is None:
         return local_rank % count
@@ -42,8 +45,10 @@ def index_of(device: torch.device | None, local_rank: int) -> int:
 
 
 def reaches_all(host: Communicator, index: int) -> bool:
-    """Whether this rank's device, number ``index``, reaches those of all ranks of ``host``. Of one that this process
-    does not see (CUDA_VISIBLE_DEVICES) nothing is known: no. Collective."""
+    """Return True if this rank's device, number ``index``, reaches those of all ranks of ``host``. Collective.
+
+    A device that this process does not see (CUDA_VISIBLE_DEVICES) counts as out of reach, as nothing is known of it.
+    """
     seen = [bytes.fromhex(uuid) for uuid in _core.cuda_uuids()]  # processes may number them differently
     own = torch.tensor(list(seen[index]), dtype=torch.uint8)
     theirs = torch.empty(host.world_size * own.numel(), dtype=torch.uint8)
@@ -58,7 +63,7 @@ def reaches_all(host: Communicator, index: int) -> bool:
 def joined_over(
     control: Joined, core: _core.Communicator, backend: str, device: str, over: Callable[[Joined], Joined]
 ) -> Joined:
-    """``core`` over the ranks of ``control``, which from now on serves it alone: it splits them and carries messages.
+    """Put ``core`` over the ranks of ``control``, which from now on serves it alone: splits them and carries messages.
 
     over: makes the same of a part's control.
     """
@@ -80,7 +85,9 @@ def joined_over(
 
 
 def join(job: Job, timeout: float, generation: int, device: torch.device | None = None) -> Joined:
-    """backend="auto" with device="cuda": cuda_ipc where all ranks reach each other's device, else nccl. Collective.
+    """Join by backend="auto" with device="cuda". Collective.
+
+    It takes cuda_ipc where all ranks reach each other's device, else nccl.
 
     Raises: as the backends' own join.
     """
@@ -89,7 +96,7 @@ def join(job: Job, timeout: float, generation: int, device: torch.device | None 
 
 
 def choose(control: Joined, device: torch.device | None) -> Joined:
-    """The backend for CUDA tensors of the ranks of ``control``, which from now on serves it alone. Collective."""
+    """Open the backend for CUDA tensors of the ranks of ``control``, which from now on serves it alone. Collective."""
     from zcomm.backends import cuda_ipc, nccl
 
     host = Communicator(control)

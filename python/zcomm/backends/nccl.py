@@ -22,7 +22,7 @@ from zcomm.comm.communicator import Communicator
 
 
 def library_path() -> str:
-    """libnccl.so.2 of the nvidia-nccl wheel; "" where there is none (then the loader looks for it)."""
+    """Find libnccl.so.2 of the nvidia-nccl wheel; "" where there is none (then the loader looks for it)."""
     try:
         spec = importlib.util.find_spec("nvidia.nccl")
     except ModuleNotFoundError:
@@ -34,7 +34,7 @@ def library_path() -> str:
 
 
 def is_there() -> bool:
-    """Whether libnccl can be loaded."""
+    """Return True if libnccl can be loaded."""
     try:
         return bool(_core.nccl_version(library_path()))
     except NotImplementedError:
@@ -42,7 +42,7 @@ def is_there() -> bool:
 
 
 def join(job: Job, timeout: float, generation: int, device: torch.device | None = None) -> Joined:
-    """The ranks of the job, each with ``device`` or the one of its local rank. Collective.
+    """Join the ranks of the job, each with ``device`` or the one of its local rank. Collective.
 
     Raises: NotImplementedError without libnccl or a build with CUDA; CudaError without a device, or of NCCL.
     """
@@ -53,7 +53,7 @@ def join(job: Job, timeout: float, generation: int, device: torch.device | None 
 
 
 def over(control: Joined, device: int) -> Joined:
-    """NCCL over the ranks of ``control``, which from now on serves it alone. Collective."""
+    """Open NCCL over the ranks of ``control``, which from now on serves it alone. Collective."""
     host = Communicator(control)
     try:
         core = _core.make_nccl_communicator(

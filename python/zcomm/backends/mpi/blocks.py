@@ -40,7 +40,7 @@ class Piece(NamedTuple):
 
 
 def blocks(counts: Sequence[int], block: int) -> Iterator[list[Piece]]:
-    """The flat range of all buffers in blocks of ``block`` elements; empty buffers are in none."""
+    """Cut the flat range of all buffers into blocks of ``block`` elements; empty buffers are in none."""
     pieces: list[Piece] = []
     room = block
     for item, count in enumerate(counts):
@@ -58,12 +58,12 @@ def blocks(counts: Sequence[int], block: int) -> Iterator[list[Piece]]:
 
 
 def block_elements(nbytes: int, itemsize: int) -> int:
-    """How many elements a block of about ``nbytes`` has."""
+    """Return how many elements a block of about ``nbytes`` has."""
     return max(ALIGN, nbytes // itemsize // ALIGN * ALIGN)
 
 
 def chunk_bounds(count: int, ranks: int) -> list[int]:
-    """Where the chunks of ``count`` elements begin, and the end: chunk q is [bounds[q], bounds[q + 1])."""
+    """Return where the chunks of ``count`` elements begin, and the end: chunk q is [bounds[q], bounds[q + 1])."""
     chunk = -(-count // ranks)
     chunk = -(-chunk // ALIGN) * ALIGN
     return [min(count, q * chunk) for q in range(ranks + 1)]
@@ -82,7 +82,7 @@ class Place(NamedTuple):
 
 
 def locate(spans: Spans, pieces: list[Piece], itemsize: int, slots: Slots, rank: int = -1) -> Place:
-    """Where ``pieces`` lie in ``spans``; with ``rank``, spans are buckets whose shard of that rank is meant.
+    """Locate ``pieces`` in ``spans``; with ``rank``, spans are buckets, and their shards of that rank are meant.
 
     A slot that the result takes is given back by ``slots.give(place)``. Nothing is copied yet.
     """
@@ -99,7 +99,7 @@ def locate(spans: Spans, pieces: list[Piece], itemsize: int, slots: Slots, rank:
 
 
 def pack(place: Place) -> None:
-    """Copies the block together, if it is not used in place."""
+    """Copy the block together, if it is not used in place."""
     at = place.address
     for address, nbytes in place.parts:
         ctypes.memmove(at, address, nbytes)
@@ -107,7 +107,7 @@ def pack(place: Place) -> None:
 
 
 def unpack(place: Place) -> None:
-    """Copies the block back to where it came from."""
+    """Copy the block back to where it came from."""
     at = place.address
     for address, nbytes in place.parts:
         ctypes.memmove(address, at, nbytes)

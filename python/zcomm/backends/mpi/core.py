@@ -34,7 +34,7 @@ class MpiCore:
     reads_own_parts = False
 
     def __init__(self, comm: MPI.Intracomm, timeout: float, block_nbytes: int = 4 << 20) -> None:
-        """Collective. ``comm`` is duplicated and stays the caller's."""
+        """Duplicate ``comm``, which stays the caller's. Collective."""
         self._comm = comm.Dup()
         self._timeout = timeout
         self._block_nbytes = block_nbytes
@@ -145,7 +145,7 @@ class MpiCore:
     # --- memory, further communicators, end ---------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> Any:
-        """Plain memory, zero-filled and page aligned: MPI copies anyway. Collective: same nbytes on each rank."""
+        """Allocate plain memory, zero-filled, page aligned: MPI copies anyway. Collective: same nbytes on each rank."""
         self._start(_Call("allocate", [(0, nbytes)], None, ""), False, _nothing)
         memory = np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8) if nbytes else np.empty(0, dtype=np.uint8)
         self._allocations += 1
@@ -164,7 +164,7 @@ class MpiCore:
         return MpiCore(self._comm, self._timeout, self._block_nbytes)
 
     def split(self, color: int | None, key: int, name: str) -> MpiCore | None:
-        """Ranks of one colour, ordered by key and then rank; None for a rank without colour. Collective."""
+        """Join the ranks of one colour, ordered by key and then rank; None for a rank without colour. Collective."""
         for word, value in (("color", color), ("key", key)):
             if value is not None and not (isinstance(value, int) and -(2**31) <= value < 2**31):
                 raise ValueError(f"split: {word}={value!r} is not a 32-bit integer, as MPI has them")
@@ -175,7 +175,7 @@ class MpiCore:
         )
 
     def exchange(self, mine: object) -> list[Any]:
-        """Everybody's object. For setting up: blocks in MPI, without a deadline."""
+        """Return the objects of all ranks. For setting up: blocks in MPI, without a deadline."""
         return list(self._comm.allgather(mine))
 
     def suspend_deadline(self) -> None:
@@ -227,7 +227,7 @@ class MpiCore:
         return MpiWork(self._progress, task) if async_op else None
 
     def _compare(self, task: Task, call: _Call) -> Steps:
-        """Waits until all ranks have entered, and raises CollectiveMismatch unless all called the same."""
+        """Wait until all ranks have entered, and raise CollectiveMismatch unless all called the same."""
         task.entering = True
         mine = blake2b(repr((task.sequence, call.identity())).encode(), digest_size=_DIGEST_NBYTES).digest()
         digests = bytearray(_DIGEST_NBYTES * self.world_size)
@@ -263,7 +263,7 @@ class MpiCore:
 
 
 class _Call:
-    """What ranks compare, and how errors name it."""
+    """Call of an operation: what ranks compare, and how errors name it."""
 
     def __init__(
         self,
@@ -291,7 +291,7 @@ class _Call:
         )
 
     def describe(self) -> str:
-        """As the core words it: "all_reduce float32 sum count=1024 'grad.3' at train.py:42"."""
+        """Describe the call as the core words it: "all_reduce float32 sum count=1024 'grad.3' at train.py:42"."""
         words = [self.kind]
         if self.dtype is not None:
             words.append(self.dtype.name)
@@ -321,7 +321,7 @@ class _Call:
 
 
 def check_reduction(call: _Call) -> None:
-    """Refuses on this rank what no rank can reduce, in the kernel's own words."""
+    """Refuse on this rank what no rank can reduce, in the kernel's own words."""
     assert call.dtype is not None and call.out_dtype is not None and call.op is not None
     nowhere = np.zeros(8, dtype=np.uint8).ctypes.data
     try:

@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 
 def mpi_available() -> bool:
-    """Whether mpi4py is installed; starts nothing."""
+    """Return True if mpi4py is installed; starts nothing."""
     return importlib.util.find_spec("mpi4py") is not None
 
 
 def suits(job: Job, env: Mapping[str, str] = os.environ) -> bool:
-    """Whether "auto" takes MPI: mpirun started ranks on several hosts, and mpi4py is there to use its network."""
+    """Return True if "auto" takes MPI: mpirun started ranks on several hosts, mpi4py is there to use its network."""
     local = {"Open MPI": "OMPI_COMM_WORLD_LOCAL_SIZE", "MPICH": "MPI_LOCALNRANKS"}.get(job.launcher)
     return local is not None and env.get(local, str(job.world_size)) != str(job.world_size) and mpi_available()
 
 
 def join(job: Job, timeout: float, generation: int) -> Joined:
-    """The ranks of the mpirun that started this process. Collective.
+    """Join the ranks of the mpirun that started this process. Collective.
 
     Raises: NotImplementedError without mpi4py or an MPI library; ValueError if another launcher started the job.
     """

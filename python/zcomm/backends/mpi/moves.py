@@ -1,7 +1,7 @@
 """The collectives as steps over MPI requests: MPI moves bytes, the core's kernel reduces (decisions D2, D3).
 
 MPI sums in an order of its own; zcomm sums in rank order, 16-bit floats in fp32 with one rounding. So rank r receives
-chunk r of everybody's block, reduces it in rank order and sends it back: the same bits as over shared memory.
+chunk r of every rank's block, reduces it in rank order and sends it back: the same bits as over shared memory.
 Blocks bound the memory for what arrives (one block per rank and two in flight) and keep each message below 2^31 bytes.
 [Note: order of messages] All ranks post the messages of a pair in the same order under one tag, and MPI does not let
 them overtake. Source: docs/backends.md, section "MPI".
@@ -79,16 +79,16 @@ class Moves:
         for pieces in blocks([c for _, c in spans], max(1, count)):  # one block, or none
             own = locate(spans, pieces, size, self.slots)
             pack(own)
-            everyone = self.slots.take(own.nbytes * self.ranks)
-            whole = memory_at(everyone, own.nbytes * self.ranks)
+            gathered = self.slots.take(own.nbytes * self.ranks)
+            whole = memory_at(gathered, own.nbytes * self.ranks)
             yield [self.comm.Iallgather(memory_at(own.address, own.nbytes), whole)]
-            inputs = [everyone + rank * own.nbytes for rank in range(self.ranks)]
+            inputs = [gathered + rank * own.nbytes for rank in range(self.ranks)]
             _core.reduce([own.address], inputs, count, dtype, dtype, op)
             unpack(own)
-            self.slots.give(own, everyone)
+            self.slots.give(own, gathered)
 
     def _reduce_blocks(self, spans: Spans, dtype: _core.DType, op: _core.ReduceOp, root: int) -> Steps:
-        """Two phases per block; the second one of a block travels together with the first one of the next."""
+        """Reduce in two phases per block; the second one of a block travels together with the first one of the next."""
         size = ITEMSIZE[dtype]
         returning: list[MPI.Request] = []
         before: tuple[Place, int] | None = None
@@ -226,13 +226,13 @@ class Moves:
             self.slots.give(mine, *theirs)
 
     def _copy_own(self, source: Place, to: Place) -> None:
-        """Between two places of this rank, which may be the same memory; ``source`` is packed."""
+        """Copy between two places of this rank, which may be the same memory; ``source`` is packed."""
         if to.address != source.address:
             ctypes.memmove(to.address, source.address, source.nbytes)
             unpack(to)
 
     def all_to_all(self, spans: Spans, out: Spans, dtype: _core.DType) -> Steps:
-        """Parts of any size; the counts have been compared."""
+        """Exchange parts of any size; the counts have been compared."""
         size = ITEMSIZE[dtype]
         requests: list[MPI.Request] = []
         for peer in self.peers:
@@ -251,7 +251,7 @@ class Moves:
         return requests
 
     def compare_parts(self, spans: Spans, out: Spans) -> Steps:
-        """Counts of all_to_all: every rank hears what it will be sent, then whether that is wrong anywhere."""
+        """Compare counts of all_to_all: every rank learns what it will be sent, then whether that is wrong anywhere."""
         sent = np.array([count for _, count in spans], dtype=np.int64)
         coming = np.zeros(self.ranks, dtype=np.int64)
         yield [self.comm.Ialltoall([sent, MPI.INT64_T], [coming, MPI.INT64_T])]

@@ -1,9 +1,9 @@
-"""What ranks tell each other beside the operations: "I am here", "I failed", "I leave", "my deadline is suspended".
+"""Notices of ranks to each other beside the operations: "I am here", "I failed", "I leave", "my deadline is suspended".
 
-MPI itself does not say who is late or why a peer gave up. A notice is one small eager message, looked for by whoever
-waits longer than an instant.
-[Note: attendance] A rank that has waited a while at the entry of operation n tells all that it is there; a rank that
-hears so while it waits for the same n answers once. At the deadline, whoever has said nothing is missing.
+MPI itself does not tell which rank is late or why a peer gave up. A notice is one small eager message; a thread that
+waits longer than an instant looks for it.
+[Note: attendance] A rank that has waited a while at the entry of operation n sends all a notice that it is there. A
+rank that receives it while it waits for the same n answers once. At the deadline, a rank that has sent none is missing.
 Thread rule: under the lock of its Progress.
 """
 
@@ -41,7 +41,7 @@ class Notices:
         self.left: dict[int, tuple[int, float]] = {}  # rank -> its last operation, and when we heard that it left
 
     def send(self, kind: Notice, sequence: int = 0, text: str = "", only: int = -1) -> None:
-        """To all other ranks, or ``only`` one; never blocks."""
+        """Send a notice to all other ranks, or ``only`` one; never blocks."""
         message = _FORMAT.pack(kind, sequence) + text.encode(errors="replace")[: _ROOM - _FORMAT.size]
         for peer in range(self._comm.size):
             if peer != self._rank and only in (-1, peer):
@@ -54,9 +54,9 @@ class Notices:
             self.send(Notice.HERE, sequence)
 
     def receive(self, waiting_for: int) -> tuple[Notice, int, str] | None:
-        """Takes in what has arrived; returns the first notice that ends operations: (kind, rank, text).
+        """Take in what has arrived; return the first notice that ends operations: (kind, rank, text).
 
-        waiting_for: the operation at whose entry this rank waits, or 0.
+        waiting_for: the operation at the entry of which this rank waits, or 0.
         """
         status = MPI.Status()
         while self._comm.Iprobe(source=MPI.ANY_SOURCE, tag=TAG, status=status):
@@ -80,10 +80,10 @@ class Notices:
         return None
 
     def missing(self, sequence: int) -> list[int]:
-        """Ranks that have not said that they entered operation ``sequence``."""
+        """Return the ranks that have sent no notice of entering operation ``sequence``."""
         return [r for r in range(self._comm.size) if r != self._rank and self.here[r] < sequence]
 
     def flush(self) -> bool:
-        """Whether all notices have left."""
+        """Return True if all notices have left."""
         self._in_flight = [pair for pair in self._in_flight if not pair[0].Test()]
         return not self._in_flight

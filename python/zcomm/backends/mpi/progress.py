@@ -1,8 +1,8 @@
-"""Progress: runs operations whose steps are MPI requests, with deadlines, notices and one lasting failure.
+"""Progress: runs operations with MPI requests as their steps, with deadlines, notices and one lasting failure.
 
-An operation is a generator that yields the requests it waits for (a Task drives it). MPI moves bytes only while
-somebody calls it: whoever waits polls for all, and where MPI allows calls from several threads
-(MPI_THREAD_MULTIPLE, mpi4py's default) a thread polls while asynchronous operations are in flight.
+An operation is a generator that yields the requests it waits for (a Task drives it). MPI moves bytes only while a
+thread calls it. A thread that waits polls for all. Where MPI allows calls from several threads (MPI_THREAD_MULTIPLE,
+mpi4py's default), another thread polls while asynchronous operations are in flight.
 Invariants: collectives run one at a time in call order; messages run beside them; after a failure every task has ended
 and every later call repeats it. Buffers of requests that a failure left unfinished are never freed.
 Thread rule: free-threaded under one lock per communicator, or one of the process where MPI is not THREAD_MULTIPLE.
@@ -63,7 +63,7 @@ class Task:
 
 
 class Pause:
-    """Waits between polls: yields for an instant, then sleeps, as ranks may outnumber CPUs."""
+    """Pause between polls: yields for an instant, then sleeps, as ranks may outnumber CPUs."""
 
     def __init__(self) -> None:
         self._turns = 0
@@ -96,7 +96,7 @@ class Progress:
     # --- starting and ending tasks ------------------------------------------------------------------------------
 
     def submit(self, task: Task, collective: bool, blocking: bool) -> None:
-        """Queues ``task``; a blocking one has ended when this returns, and its error is raised here."""
+        """Queue ``task``; a blocking one has ended when this returns, and its error is raised here."""
         with self._lock:
             self.require_usable(task.describe)
             if collective:
@@ -113,7 +113,7 @@ class Progress:
             self.wait(task, None)
 
     def wait(self, task: Task, timeout: float | None) -> None:
-        """Until ``task`` ended; raises its error, or TimeoutError if ``timeout`` passes first."""
+        """Wait until ``task`` ended; raise its error, or TimeoutError if ``timeout`` passes first."""
         until = None if timeout is None else time.monotonic() + timeout
         pause = Pause()
         try:
@@ -150,7 +150,7 @@ class Progress:
     # --- polling ------------------------------------------------------------------------------------------------
 
     def poll(self) -> None:
-        """Moves everything on that can move; never blocks for long."""
+        """Move everything on that can move; never blocks for long."""
         with self._lock:
             try:
                 self._look_around()
@@ -163,7 +163,7 @@ class Progress:
                     raise
 
     def _step(self, task: Task) -> bool:
-        """Whether the task has ended."""
+        """Move ``task`` on; return True if it has ended."""
         if task.ended:
             return True
         if task.started == 0.0:
@@ -185,7 +185,7 @@ class Progress:
         return False
 
     def _step_message(self, task: Task) -> bool:
-        """As _step; what concerns this message alone ends it alone (docs/errors.md, "send and recv")."""
+        """Move a message on; what concerns this message alone ends it alone (docs/errors.md, "send and recv")."""
         try:
             for peer in (task.peer,) if task.peer >= 0 else tuple(self._refused):
                 if not task.ended and peer in self._refused:
@@ -232,7 +232,7 @@ class Progress:
                 task.deadline = max(task.deadline, now + self._timeout)
 
     def _need_peers(self, task: Task) -> None:
-        """Raises PeerLost if ``task`` waits for a rank that left. What that rank did before it left counts."""
+        """Raise PeerLost if ``task`` waits for a rank that left. What that rank did before it left counts."""
         for peer, (last, heard) in self._notices.left.items():
             if task.sequence:
                 needed = task.sequence > last
@@ -259,7 +259,7 @@ class Progress:
     def _give_up(self, task: Task) -> None:
         if task.sequence:
             self._next_look = 0.0
-            self._look_around()  # the last word of those who are late, or of those who gave up before
+            self._look_around()  # the last notices of ranks that are late, or that gave up before
         if time.monotonic() < task.deadline:
             return  # suspended
         waited = f"{task.describe()}: rank {self._rank} waited {self._timeout:g} s"
@@ -271,7 +271,7 @@ class Progress:
     # --- failing, suspending, closing -----------------------------------------------------------------------------
 
     def _fail(self, error: BaseException) -> None:
-        """Ends everything; the first failure wins and the others are told."""
+        """End everything; the first failure wins and the others are told."""
         if self._failure is None and not self._closed:
             self._failure = _repeated(error)  # without the frames that the first one holds
             if isinstance(error, TimeoutError):
@@ -285,7 +285,7 @@ class Progress:
             self._notices.send(kind, sequence, text)
 
     def _end_all(self, error: BaseException) -> None:
-        """Every task ends with ``error``: the one that met it first, the others with what repeats it."""
+        """End every task with ``error``: the one that met it first, the others with what repeats it."""
         first, self._stepping = self._stepping, None
         pending = [task for task in (*self._collectives, *self._messages) if not task.ended]
         self._collectives.clear()
@@ -302,7 +302,7 @@ class Progress:
                 self._notices.send(Notice.SUSPENDED if by > 0 else Notice.RESUMED)
 
     def close(self) -> None:
-        """Ends what is pending with an error, and tells the others. Idempotent."""
+        """End what is pending with an error, and tell the others. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -337,7 +337,7 @@ class Progress:
 
 
 def _take_back(requests: Sequence[MPI.Request]) -> bool:
-    """Whether all of these receives could be cancelled; one whose message is there already completes instead."""
+    """Return True if all of these receives could be cancelled. One completes if its message is there already."""
     taken = True
     for request in requests:
         status = MPI.Status()
@@ -348,14 +348,14 @@ def _take_back(requests: Sequence[MPI.Request]) -> bool:
 
 
 def _cancel(request: MPI.Request) -> None:
-    """Receives can be taken back before their message arrived; nothing else can (MPI 4.0, section 3.8.4)."""
+    """Take back a receive before its message arrived; nothing else can be taken back (MPI 4.0, section 3.8.4)."""
     with contextlib.suppress(MPI.Exception):  # a collective or a send: it stays in flight
         request.Cancel()
         request.Test()
 
 
 def _repeated(error: BaseException) -> BaseException:
-    """An error of the first one's type that says since when the communicator is unusable."""
+    """Make an error of the first one's type that names since when the communicator is unusable."""
     first = str(error) or type(error).__name__
     prefix = "the communicator is unusable since: "
     text = first if first.startswith(prefix) else prefix + first
@@ -385,5 +385,5 @@ class MpiWork:
         return self._progress.done(self._task)
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # who drops a Work does not ask how it ended
+        with contextlib.suppress(Exception):  # the error of a Work that is dropped is not wanted
             self._progress.wait(self._task, None)
