@@ -1,9 +1,9 @@
 """Activations elsewhere: what autograd keeps for backward waits in pinned host memory or in a swap file.
 
 [Note: saved storages] Autograd saves tensors; what takes memory are their storages. The first tensor of a storage that
-is saved takes all of it along (a queue of slices is one copy), and backward makes the storage again, once for all who
-need it, with the same strides and offsets: the same bits. Parameters, their views and small storages stay where they
-are. Buffers go back to a pool as backward drops what it has used, so a training loop allocates in its first steps
+is saved takes all of it along (a queue of slices is one copy). Backward makes the storage again, once for all tensors
+that need it, with the same strides and offsets: the same bits. Parameters, their views and small storages stay where
+they are. Buffers go back to a pool as backward drops what it has used, so a training loop allocates in its first steps
 alone. To NVMe, writes run behind the forward, at most WRITES at a time, and reads ahead of the backward: the storages
 that were saved before the one that is needed.
 [Note: activations of a device] Copies run on streams of their own ([Note: lane]). One that leaves keeps its storage
@@ -56,7 +56,7 @@ class _Held:
         self._made: StorageWeakRef | None = None
 
     def storage(self) -> torch.UntypedStorage:
-        """The storage as it was: the one that somebody has made already, or a new one."""
+        """Return the storage as it was: the one that has been made already, or a new one."""
         made = self._made
         alive = None if made is None else torch.UntypedStorage._new_with_weak_ptr(made.cdata)
         if alive is not None:
@@ -71,7 +71,7 @@ class _Held:
 
 
 class _View:
-    """What autograd keeps instead of a tensor."""
+    """Stand-in that autograd keeps instead of a tensor."""
 
     __slots__ = ("dtype", "held", "offset", "size", "stride")
 
@@ -81,8 +81,9 @@ class _View:
 
 
 class offload_activations:
-    """``with zcomm.offload_activations(): loss = model(x)`` keeps what backward will need in another tier meanwhile.
+    """Context that keeps what backward will need in another tier meanwhile.
 
+    Use: ``with zcomm.offload_activations(): loss = model(x)``.
     tier: "cpu" (pinned host memory) or "nvme" (a swap file below ``nvme_path``, a directory or one per drive).
     min_nbytes: smaller storages stay. keep: a module, or tensors, that stay too (buffers, inputs that are used for
     long); parameters and their views always do. Gradients have the same bits. Activation checkpointing inside,
@@ -141,8 +142,11 @@ class offload_activations:
             self._known.clear()
 
     def stats(self) -> dict[str, int]:
-        """offloaded_nbytes: in the tier now; peak_nbytes: at most; offloaded_count: storages since the start;
-        buffer_nbytes: pinned host memory, used and free; swap_nbytes: reserved on the drive."""
+        """Return sizes and a count.
+
+        offloaded_nbytes: in the tier now; peak_nbytes: at most; offloaded_count: storages since the start;
+        buffer_nbytes: pinned host memory, used and free; swap_nbytes: reserved on the drive.
+        """
         with self._lock:
             return {
                 "offloaded_nbytes": self._nbytes,
@@ -153,8 +157,11 @@ class offload_activations:
             }
 
     def close(self) -> None:
-        """Give buffers and swap file back. Graphs that still need theirs keep those in host memory; one whose storages
-        are on the drive cannot run backward any more. Idempotent."""
+        """Give buffers and swap file back. Idempotent.
+
+        Graphs that still need their buffers keep those in host memory. A graph with storages on the drive cannot run
+        backward any more.
+        """
         with self._lock:
             self._leaving.clear()
             for lane in self._lanes.values():
@@ -232,7 +239,7 @@ class offload_activations:
             self._leaving.popleft()
 
     def _landed(self, held: _Held, lane: DeviceLane) -> None:
-        """What torch's stream is given next may have the storage."""
+        """Give up the storage: what torch's stream is given next may have it."""
         assert held.left is not None
         lane.current().wait(held.left)
         held.kept = None
@@ -241,7 +248,7 @@ class offload_activations:
             self._send(held, held.buffer)
 
     def _take(self, nbytes: int) -> tuple[torch.Tensor, _core.Event | None]:
-        """A buffer, and the event after which it may be written."""
+        """Return a buffer, and the event after which it may be written."""
         free = self._free.get(nbytes)
         if free:
             return free.pop()
@@ -264,7 +271,7 @@ class offload_activations:
                 self._sent(oldest)
 
     def _sent(self, held: _Held) -> None:
-        """The storage is on the drive: its buffer is free."""
+        """Wait until the storage is on the drive, and free its buffer."""
         if held.write is not None:
             held.write.wait()
             held.write = None
@@ -301,7 +308,7 @@ class offload_activations:
 
     @staticmethod
     def _earlier(held: _Held) -> Iterator[_Held]:
-        """The READS storages that were saved before it."""
+        """Yield the READS storages that were saved before it."""
         before = held.before
         for _ in range(READS):
             earlier = before() if before is not None else None
@@ -311,7 +318,7 @@ class offload_activations:
             before = earlier.before
 
     def _bring_back(self, held: _Held, lane: DeviceLane) -> torch.Tensor:
-        """To a device; torch's stream waits for the copy."""
+        """Bring a storage back to a device; torch's stream waits for the copy."""
         self._send_back(held, lane)
         assert held.back is not None
         out, came = held.back
@@ -356,7 +363,7 @@ class offload_activations:
         return out, self._swap.read(held.key, out)
 
     def _drop(self, held: _Held) -> None:
-        """Nobody needs the storage any more."""
+        """Free what a storage holds in the tier: it is not needed any more."""
         with self._lock:
             self._nbytes -= held.nbytes
             if self._arena is None:

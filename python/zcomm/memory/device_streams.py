@@ -1,11 +1,11 @@
 """DeviceLane: one accelerator beside torch: two copy streams, torch's own stream, events, and memory on the device.
 
 [Note: lane] Copies go past torch's kernels on streams of their own: ``out`` device to host, ``back`` host to device, in
-pieces, so that both directions and the kernels' own traffic take turns. Who may run beside whom is said by events
-alone: the host waits for nothing but where a name says so. Memory of torch's that a copy stream uses is kept by its
+pieces, so that both directions and the kernels' own traffic take turns. Events alone decide what may run side by side:
+the host waits for nothing but in functions that are named so. Memory of torch's that a copy stream uses is kept by its
 owner until the current stream has waited for the copy: then torch may give it to others (no record_stream).
-``for_params`` makes it; tests replace ``open_lane`` by one for the simulated device, whose memory is
-the host's: CPU tensors then play on the device.
+``for_params`` makes it; tests replace ``open_lane`` by one for the simulated device. Its memory is the host's: CPU
+tensors then stand for tensors on the device.
 Thread rule: free-threaded; a stream's calls are made under its lock. What is put on torch's stream comes from the
 thread that uses it.
 """
@@ -35,8 +35,10 @@ class CopyStream:
     def carry(
         self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]], after: Iterable[_core.Event], *done: _core.Event
     ) -> None:
-        """Once the events ``after`` have passed, make all ``copies`` (to, from; contiguous, as many bytes), and then
-        record ``done``. Returns at once; the tensors must stay until ``done``."""
+        """Make all ``copies`` (to, from; contiguous, as many bytes) once the events ``after`` have passed.
+
+        Then record ``done``. Returns at once; the tensors must stay until ``done``.
+        """
         with self._lock:
             for event in after:
                 self._core.wait(event)
@@ -58,7 +60,7 @@ class CopyStream:
 
 
 class DeviceLane:
-    """See [Note: lane]. device: torch's. core: the same device, as the core knows it."""
+    """One accelerator beside torch; see [Note: lane]. device: torch's. core: the same device, as the core knows it."""
 
     def __init__(self, device: torch.device, core: _core.Device) -> None:
         self.device = device
@@ -75,7 +77,7 @@ class DeviceLane:
     # --- streams and events -----------------------------------------------------------------------------------
 
     def current(self) -> _core.Stream:
-        """Torch's current stream, as the core's."""
+        """Return torch's current stream, as the core's."""
         native = self._native()
         stream = self._adopted.get(native)
         if stream is None:
@@ -86,7 +88,7 @@ class DeviceLane:
         return int(torch.cuda.current_stream(self.device).cuda_stream)
 
     def event(self) -> _core.Event:
-        """One that is done until it is recorded."""
+        """Make an event that is done until it is recorded."""
         return self.core.make_event()
 
     def passed(self, event: _core.Event) -> _core.Event:
@@ -95,19 +97,19 @@ class DeviceLane:
         return event
 
     def passes(self, event: _core.Event) -> bool:
-        """The host waits until ``event`` has passed; False: it has not, and a rank that it may wait for is gone."""
+        """Wait on the host until ``event`` has passed; False: it has not, and a rank that it may wait for is gone."""
         while not event.wait_for(_LOOK_S):
             if self.lost():
                 return event.wait_for(_GRACE_S)
         return True
 
     def wait(self, event: _core.Event) -> None:
-        """As ``passes``. Raises: PeerLost."""
+        """Wait as ``passes`` does. Raises: PeerLost."""
         if not self.passes(event):
             raise _core.PeerLost(f"{self.core.name} waits for a rank that is gone")
 
     def wait_for(self, *streams: CopyStream) -> None:
-        """The host waits until all that was given to them is done. Raises: PeerLost."""
+        """Wait on the host until all that was given to ``streams`` is done. Raises: PeerLost."""
         for stream in streams:
             end = self.event()
             stream.carry((), (), end)
@@ -116,8 +118,10 @@ class DeviceLane:
     # --- other ranks ------------------------------------------------------------------------------------------
 
     def reach(self, job: Communicator) -> Communicator | None:
-        """A communicator of its own between the devices of ``job``'s ranks; None where they do not reach each other.
-        Collective."""
+        """Make a communicator of its own between the devices of ``job``'s ranks. Collective.
+
+        Returns: None where the devices do not reach each other.
+        """
         from zcomm.backends import cuda_ipc  # which joins ranks, as a lane of one rank need not
 
         return cuda_ipc.beside(job, self.core, self.device)
@@ -125,7 +129,7 @@ class DeviceLane:
     # --- memory -----------------------------------------------------------------------------------------------
 
     def empty(self, count: int, dtype: torch.dtype, what: str) -> torch.Tensor:
-        """Flat memory of torch's on the device. Raises: CudaError naming bytes, what they are for, and what to do."""
+        """Allocate flat memory of torch's on the device. Raises: CudaError naming bytes, their use, and what to do."""
         try:
             return self._empty(count, dtype)
         except torch.OutOfMemoryError as error:
@@ -136,7 +140,7 @@ class DeviceLane:
             ) from error
 
     def symmetric(self, peers: Communicator, count: int, dtype: torch.dtype, what: str) -> torch.Tensor:
-        """As ``empty``, zeros that the devices of all ranks of ``peers`` reach. Collective."""
+        """Allocate as ``empty`` does, zeros that the devices of all ranks of ``peers`` reach. Collective."""
         torch.cuda.empty_cache()  # what torch keeps for itself, it could not have
         try:
             return peers.empty(count, dtype)
@@ -167,7 +171,7 @@ class DeviceLane:
         _core.page_unlock(tensor.data_ptr())
 
     def drain(self) -> None:
-        """The host waits until no copy is on its way, or the device is lost."""
+        """Wait on the host until no copy is on its way, or the device is lost."""
         for stream in (self.out, self.back):
             try:
                 end = self.event()
@@ -187,7 +191,10 @@ class DeviceLane:
 
 
 def own_pages(count: int) -> torch.Tensor:
-    """Zeros, fp32 [count], that begin on a page and share none with other memory: pages are locked as a whole, once."""
+    """Make zeros, fp32 [count], that begin on a page and share none with other memory.
+
+    Pages are locked as a whole, once.
+    """
     nbytes = _core.page_nbytes()
     page = nbytes // torch.float32.itemsize
     whole = torch.zeros(-(-count // page) * page + page)
@@ -196,8 +203,10 @@ def own_pages(count: int) -> torch.Tensor:
 
 
 def open_lane(device: torch.device) -> DeviceLane | None:
-    """None for the CPU. Raises: NotImplementedError in a build without CUDA, or for another kind of device; CudaError
-    without driver."""
+    """Open the lane of ``device``; None for the CPU.
+
+    Raises: NotImplementedError in a build without CUDA, or for another kind of device; CudaError without driver.
+    """
     if device.type == "cpu":
         return None
     if device.type != "cuda":
@@ -209,7 +218,7 @@ def open_lane(device: torch.device) -> DeviceLane | None:
 def for_params(
     named: Iterable[tuple[str, torch.Tensor]], device: torch.device | str | None = None
 ) -> DeviceLane | None:
-    """The lane of ``device``, or of where the tensors are (None: they are on the CPU, or have no memory yet).
+    """Open the lane of ``device``, or of where the tensors are (None: they are on the CPU, or have no memory yet).
 
     Raises: ValueError naming two tensors on different devices; as open_lane.
     """

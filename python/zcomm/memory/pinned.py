@@ -29,7 +29,7 @@ class PinnedArena:
         self._core = _core.PinnedArena(budget_nbytes, keep_resident=keep_resident)
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """A zero-filled CPU tensor of exactly the size asked for, in whole pages of 4 KiB.
+        """Allocate a zero-filled CPU tensor of exactly the size asked for, in whole pages of 4 KiB.
 
         Raises: ValueError (negative size); OSError with errno ENOMEM naming the request, what is used, both budgets and
         RLIMIT_MEMLOCK.
@@ -44,7 +44,7 @@ class PinnedArena:
         return torch.frombuffer(lease, dtype=dtype, count=count).view(sizes)
 
     def stats(self) -> dict[str, int]:
-        """used_nbytes, peak_nbytes (the high-water mark), locked_nbytes (by CUDA or mlock), allocation_count;
+        """Return used_nbytes, peak_nbytes (the high-water mark), locked_nbytes (by CUDA or mlock), allocation_count;
         process_nbytes, process_peak_nbytes: of all arenas of the process.
         """
         return self._core.stats()
@@ -52,12 +52,12 @@ class PinnedArena:
 
 @functools.cache
 def default_arena() -> PinnedArena:
-    """That of ``pinned_empty``."""
+    """Return the arena of ``pinned_empty``."""
     return PinnedArena()
 
 
 def pinned_empty(shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A CPU tensor of exactly the size asked for: page-locked where CUDA is there, on huge pages where granted.
+    """Allocate a CPU tensor of exactly that size: page-locked where CUDA is there, on huge pages where granted.
 
     shape: of the result. Memory: product(shape) * itemsize bytes, rounded up to pages of 4 KiB (torch's own pinned
     memory rounds up to a power of two); returned to the system when the last tensor over it is gone. Zero-filled.

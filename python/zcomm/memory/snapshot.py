@@ -108,12 +108,15 @@ class Snapshot:
         self._stack.close()
 
     def load(self, key: Key) -> torch.Tensor:
-        """The key's data, each tile compared with its checksum. Raises: OSError EIO naming key, path and offset."""
+        """Load the key's data, and compare each tile with its checksum.
+
+        Raises: OSError EIO naming key, path and offset.
+        """
         return _load(self._files, self._tile, self._alignment, key)
 
 
 class Copy:
-    """What a swap file holds now, in files without a name on its own drives: gone when closed, or with the process.
+    """Copy of what a swap file holds now, in files without a name on its drives: gone when closed, or with the process.
 
     Blocks are shared where the file system can; otherwise as many bytes again are needed there. Raises: what
     ``SwapFile.snapshot`` raises.
@@ -137,15 +140,15 @@ class Copy:
 
     @staticmethod
     def no_place(error: FileNotFoundError) -> FileNotFoundError:
-        """``error``, and what to do."""
+        """Return ``error`` with what to do."""
         gone = "the swap file's directory was removed, so a copy has no place on its drive"
         return FileNotFoundError(errno.ENOENT, f"{gone}; save(wait=True) reads the state instead", error.filename)
 
     def finish(self) -> None:
-        """It is whole."""
+        """Do nothing: the copy is whole."""
 
     def load(self, name: str) -> torch.Tensor:
-        """As flat uint8, each tile compared with its checksum. Raises: OSError EIO naming key, path and offset."""
+        """Load as flat uint8, each tile compared with its checksum. Raises: OSError EIO naming key, path and offset."""
         return _load(self._files, self._tile, self._alignment, self._keys[name])
 
     def close(self) -> None:
@@ -174,7 +177,7 @@ def _load(files: list[tuple[int, Path]], tile_nbytes: int, alignment: int, key: 
 
 
 def _tiles(nbytes: int, tile_nbytes: int, alignment: int) -> Iterator[tuple[int, int]]:
-    """As the core cuts a key: tiles, then what lies beyond the last multiple of the alignment."""
+    """Cut a key as the core does: tiles, then what lies beyond the last multiple of the alignment."""
     whole = nbytes // alignment * alignment
     for begin in range(0, whole, tile_nbytes):
         yield begin, min(begin + tile_nbytes, whole)
@@ -252,7 +255,7 @@ class _Fields:
 
 
 def _names_in(body: Any, path: Path) -> list[str]:
-    """The data files that a manifest names. Raises: OSError EIO, ValueError."""
+    """Return the data files that a manifest names. Raises: OSError EIO, ValueError."""
     names = body.get("files") if isinstance(body, dict) else None
     if not isinstance(names, list):
         raise ValueError(f"{path}: files is {str(names)[:100]!r}; expected a list of names")
@@ -263,7 +266,7 @@ def _names_in(body: Any, path: Path) -> list[str]:
 
 
 def _open_file(path: Path) -> int:
-    """A regular file, for reading: no link, and no pipe, which would wait for its writer. Raises: OSError."""
+    """Open a regular file for reading: no link, and no pipe, which would wait for its writer. Raises: OSError."""
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
@@ -305,8 +308,11 @@ def _crc_of(text: str) -> int:
 
 
 def _names(directory: Path) -> list[str] | None:
-    """The data files that the manifest names; none where there is no manifest; None: of a snapshot that is damaged, or
-    in another format. Raises: FileExistsError for what is no snapshot's."""
+    """Return the data files that the manifest names; none where there is no manifest.
+
+    Returns: None for a snapshot that is damaged, or in another format.
+    Raises: FileExistsError for what does not belong to a snapshot.
+    """
     path = directory / _MANIFEST
     try:
         return _names_in(_read_manifest(directory), path)
@@ -314,13 +320,13 @@ def _names(directory: Path) -> list[str] | None:
         return []
     except (OSError, ValueError, KeyError):
         if not path.is_file() or _OURS not in path.read_bytes():
-            what = "it is no swap file's snapshot; nothing was changed, take another directory"
+            what = "it is not a swap file's snapshot; nothing was changed, take another directory"
             raise FileExistsError(errno.EEXIST, what, str(path)) from None
         return None
 
 
 def _remove(directory: Path, keep: list[str]) -> None:
-    """What killed or failed snapshots left, and the generation before."""
+    """Remove what killed or failed snapshots left, and the generation before."""
     _unlink(directory, [n for n in os.listdir(directory) if n not in keep and (_DATA.fullmatch(n) or n == _NEW)])
 
 

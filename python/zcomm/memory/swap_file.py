@@ -55,7 +55,7 @@ def _check(what: str, key: str, tensor: torch.Tensor) -> None:
 
 
 def as_paths(directory: StrPath | Sequence[StrPath]) -> list[str]:
-    """One directory, or several: as the core takes them."""
+    """Return one directory, or several, as the core takes them."""
     if isinstance(directory, (str, os.PathLike)):
         return [os.fspath(directory)]
     return [os.fspath(each) for each in directory]
@@ -196,7 +196,7 @@ class SwapFile:
         the one or the other. The directory is made if only its last part is missing. Operations of other threads wait.
         Returns: nbytes (of the keys), keys (their number), methods (of each drive: reflink, copy_file_range,
         read_write). Raises: what ``wait()`` raises; OSError ENOSPC; OSError EBUSY while another process works there;
-        OSError EIO for a key whose last write failed.
+        OSError EIO for a key if its last write failed.
         """
         with self._lock:
             drives = len(self._core.stats()["paths"])
@@ -228,7 +228,7 @@ class SwapFile:
         return {key.name: key.form for key in found.keys}
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the start.
+        """Return counters since the start.
 
         read_nbytes, written_nbytes; read_s, write_s (time with at least one request in flight); read_gbps, write_gbps
         (1e9 bytes per second of that time); read_count, read_p50_s, read_p90_s, read_p99_s, read_max_s and the same of
@@ -283,14 +283,14 @@ class SwapFile:
 
 
 async def finished(work: Work, timeout: float | None = None) -> None:
-    """``await`` an operation, while the event loop goes on: it looks again after pauses of 0.1 to 5 ms.
+    """Await an operation, while the event loop goes on: it looks again after pauses of 0.1 to 5 ms.
 
     A cancelled await leaves the operation running; its error then shows in ``SwapFile.wait()``. For whole calls that
     block, such as ``snapshot``: ``await asyncio.to_thread(swap.snapshot, directory)``; they hold no interpreter lock.
     Raises: what ``Work.wait`` raises.
     """
     deadline, pause_s = math.inf if timeout is None else time.monotonic() + timeout, 1e-4
-    while not work.done():  # a thread in Work.wait would be told the error after the await was cancelled, for nobody
+    while not work.done():  # a thread in Work.wait would take the error of a cancelled await, and it would be lost
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             raise TimeoutError(f"finished: not done after {timeout} s; the operation goes on")

@@ -223,7 +223,7 @@ def test_fields_of_a_strangers_manifest(snap: Path, tmp_path: Path) -> None:
         os.mkfifo(manifest)
         with pytest.raises(OSError, match="not a regular file"):
             swap.restore(snap)
-        with pytest.raises(FileExistsError, match="no swap file's snapshot"):
+        with pytest.raises(FileExistsError, match="it is not a swap file's snapshot"):
             swap.snapshot(snap)
         manifest.unlink()
         forge(manifest, body)
@@ -273,7 +273,7 @@ def test_a_foreign_manifest_is_never_replaced(tmp_path: Path) -> None:
             folder.mkdir()
             (folder / "manifest.json").write_text(text)
             (folder / f"data-{'0' * 16}-0").write_bytes(b"whose is it?")
-            with pytest.raises(FileExistsError, match="no swap file's snapshot") as caught:
+            with pytest.raises(FileExistsError, match="it is not a swap file's snapshot") as caught:
                 swap.snapshot(folder)
             assert caught.value.filename == str(folder / "manifest.json")
             assert (folder / "manifest.json").read_text() == text
