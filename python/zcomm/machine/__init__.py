@@ -1,3 +1,3 @@
-"""This machine: its GPUs, and speeds and sizes that were measured once."""
+"""The machine: its GPUs, and speeds and sizes that were measured once."""
 
 from __future__ import annotations

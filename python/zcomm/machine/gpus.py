@@ -80,7 +80,7 @@ class Link:
 
     @property
     def rank(self) -> int:
-        """The larger, the better: NVLink by count, then one switch, same NUMA node, across."""
+        """Rank of the link; the larger, the better: NVLink by count, then one switch, same NUMA node, across."""
         return 100 * _RANKS[self.kind] + self.nvlinks
 
     def describe(self) -> str:
@@ -109,16 +109,16 @@ class Machine:
 
     @property
     def reach(self) -> bool:
-        """Whether no pair of GPUs is known to lack peer access."""
+        """True if no pair of GPUs is known to lack peer access."""
         return all(link.peer is not False for link in self.links.values())
 
     def ranks(self) -> list[list[int]]:
-        """Link ranks as a matrix, for ``topology.ring_order``."""
+        """Return the ranks of the links as a matrix, for ``topology.ring_order``."""
         return [[self.link(a.index, b.index).rank for b in self.gpus] for a in self.gpus]
 
 
 def read(nvml: Any = None, sysfs: Path = SYSFS) -> Machine:
-    """What NVML and the kernel tell. nvml: stands in for the module pynvml."""
+    """Read what NVML and the kernel tell. nvml: stands in for the module pynvml."""
     if nvml is None:
         try:
             nvml = importlib.import_module("pynvml")
@@ -135,7 +135,10 @@ def read(nvml: Any = None, sysfs: Path = SYSFS) -> Machine:
 
 
 def _ask(function: Callable[..., T], *args: Any) -> T | None:
-    """None for what this driver, GPU or virtual machine does not answer (each function may be missing or refuse)."""
+    """Call ``function``; None for what this driver, GPU or virtual machine does not answer.
+
+    Each function may be missing or refuse.
+    """
     try:
         return function(*args)
     except Exception:
@@ -221,7 +224,7 @@ class _Reader:
         )
 
     def numa_node(self, handle: Any, bus_id: str) -> int | None:
-        """-1 in sysfs is a machine with one node, or a firmware that does not say."""
+        """Return the NUMA node. -1 in sysfs is a machine with one node, or a firmware that does not tell."""
         text = self.of_sysfs(bus_id, "numa_node")
         if text.isdigit():
             return int(text)
@@ -233,7 +236,7 @@ class _Reader:
         return _bits(self.ask("nvmlDeviceGetCpuAffinity", handle, words))
 
     def of_sysfs(self, bus_id: str, name: str) -> str:
-        """The kernel's bus ids have a domain of 4 digits, NVML's 8."""
+        """Read a file of the card in sysfs. The kernel's bus ids have a domain of 4 digits, NVML's 8."""
         if not bus_id:
             return ""
         try:
@@ -242,7 +245,7 @@ class _Reader:
             return ""
 
     def links(self, handles: dict[int, Any], gpus: list[Gpu]) -> Iterator[tuple[tuple[int, int], Link]]:
-        """NVLinks to each other, or both to NVSwitches; else by the common ancestor on the PCI bus."""
+        """Find the links: NVLinks to each other, or both to NVSwitches; else by the common ancestor on the PCI bus."""
         ends = {index: list(self.nvlink_ends(handle)) for index, handle in handles.items()}
         known = {gpu.bus_id.lower()[-12:] for gpu in gpus if gpu.bus_id}
         to_switches = {i: sum(end not in known for end in found) for i, found in ends.items()}
@@ -258,7 +261,7 @@ class _Reader:
                 yield (a, b), Link(kind, nvlinks, None if status is None else int(status) == _P2P_OK)
 
     def nvlink_ends(self, handle: Any) -> Iterator[str]:
-        """The bus id at the other end of each link that is up."""
+        """Yield the bus id at the other end of each link that is up."""
         for link in range(int(getattr(self.nvml, "NVML_NVLINK_MAX_LINKS", 18))):
             if self.ask("nvmlDeviceGetNvLinkState", handle, link) == 1:
                 far = self.ask("nvmlDeviceGetNvLinkRemotePciInfo", handle, link)
@@ -271,7 +274,7 @@ def _flag(value: Any) -> bool | None:
 
 
 def _bits(words: Any) -> tuple[int, ...] | None:
-    """Numbers of the bits that are set in 64-bit words; None for none."""
+    """Return the numbers of the bits that are set in 64-bit words; None for none."""
     if words is None:
         return None
     found = tuple(64 * k + bit for k, word in enumerate(words) for bit in range(64) if int(word) >> bit & 1)

@@ -19,9 +19,12 @@ FORMAT = 2  # 2: the slowdown counts the start of views, too
 
 @dataclass(frozen=True)
 class Speeds:
-    """Of one of ``world_size`` ranks that all work: matrix products by dtype (FLOP/s), bytes per second that a simple
-    operation reads and writes, from cache (near) and memory (far), seconds to start an operation, bytes per second of a
-    bucket through reduce_scatter, and how much longer than that a transformer's block takes (softmax, strides)."""
+    """Speeds of one of ``world_size`` ranks that all work.
+
+    Matrix products by dtype (FLOP/s), bytes per second that a simple operation reads and writes, from cache (near) and
+    memory (far), seconds to start an operation, bytes per second of a bucket through reduce_scatter, and how much
+    longer than that a transformer's block takes (softmax, strides).
+    """
 
     world_size: int
     flops: Mapping[str, float]
@@ -32,7 +35,7 @@ class Speeds:
     slowdown: float = 1.0
 
     def of_world(self, world_size: int) -> Speeds:
-        """Of one of another number of ranks: they share the machine."""
+        """Return the speeds of one of another number of ranks: they share the machine."""
         part = self.world_size / world_size
         flops = {name: value * part for name, value in self.flops.items()}
         return replace(
@@ -46,12 +49,12 @@ class Speeds:
 
 
 def path() -> Path:
-    """Where the speeds lie."""
+    """Return the path of the file of the speeds."""
     return tuning.path().with_name("speeds.json")
 
 
 def load(world_size: int) -> Speeds | None:
-    """Of a rank of such a world, from the nearest one that was measured on this machine; None without any."""
+    """Load the speeds of a rank of such a world, from the nearest one measured on this machine; None without any."""
     try:
         text = json.loads(path().read_text())
         if text["machine"] != tuning.machine() or text["format"] != FORMAT:

@@ -22,14 +22,14 @@ _DEVICES = Path("/sys/dev/block")
 
 @dataclass(frozen=True)
 class SwapTuning:
-    """``block_nbytes`` of one request, ``depth`` requests in flight per drive; ``origin`` says where they come from."""
+    """Requests of a swap file: ``block_nbytes`` of one, ``depth`` in flight per drive; ``origin``: their source."""
 
     block_nbytes: int = 1 << 20
     depth: int = 32
     origin: str = "built in"
 
     def usable(self) -> bool:
-        """Whether a swap file would take it: what lies in a cache may be anything."""
+        """Return True if a swap file would take it: what lies in a cache may be anything."""
         block: object = self.block_nbytes
         depth: object = self.depth
         if not isinstance(block, int) or not isinstance(depth, int):
@@ -38,14 +38,14 @@ class SwapTuning:
 
 
 def path() -> Path:
-    """Where the measured values lie."""
+    """Return the path of the file of the measured values."""
     if "ZCOMM_SWAP_TUNING" in os.environ:
         return Path(os.environ["ZCOMM_SWAP_TUNING"])
     return tuning.path().with_name("swap.json")
 
 
 def drive(directory: str | os.PathLike[str]) -> str | None:
-    """The identity of the drive that a directory is on; None where the file system has none of its own (network, RAM).
+    """Identify the drive that a directory is on; None where the file system has none of its own (network, RAM).
 
     Model, size, and what tells two of one model apart (wwid or serial number); names such as sda may change.
     """
@@ -74,7 +74,7 @@ def _line(file: Path) -> str:
 
 
 def load(directory: str | os.PathLike[str]) -> SwapTuning:
-    """What was measured for the drive of this directory, or the built-in values; never raises."""
+    """Load what was measured for the drive of this directory, or the built-in values; never raises."""
     try:
         file = path()
     except RuntimeError as error:  # no home directory

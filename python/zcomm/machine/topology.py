@@ -15,12 +15,12 @@ Ranks = Sequence[Sequence[int]]
 
 
 def quality(order: Sequence[int], ranks: Ranks) -> tuple[int, ...]:
-    """The ring's link ranks, the worst first: the larger of two, as tuples, is the better ring."""
+    """Return the ring's link ranks, the worst first: the larger of two, as tuples, is the better ring."""
     return tuple(sorted(ranks[a][b] for a, b in itertools.pairwise([*order, order[0]]))) if len(order) > 1 else ()
 
 
 def ring_order(ranks: Ranks) -> tuple[int, ...]:
-    """Positions 0 .. n-1 in ring order, from 0 on; of equally good ones the first in alphabetical order.
+    """Return positions 0 .. n-1 in ring order, from 0 on; of equally good ones the first in alphabetical order.
 
     ranks: symmetric matrix; the larger, the better the link (``gpus.Machine.ranks()``). Raises: ValueError.
     """
@@ -53,7 +53,7 @@ def _nearest(start: int, ranks: Ranks) -> tuple[int, ...]:
 
 
 def _improved(order: tuple[int, ...], ranks: Ranks) -> tuple[int, ...]:
-    """No reversal of a part makes it better. Ends: the quality grows, and there are finitely many orders."""
+    """Reverse parts until none makes the order better. Ends: the quality grows, and there are finitely many orders."""
     while True:
         better = max(
             (order[:i] + order[i:j][::-1] + order[j:] for i, j in itertools.combinations(range(1, len(order) + 1), 2)),

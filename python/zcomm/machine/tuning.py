@@ -1,7 +1,7 @@
 """Tuning: the sizes by which shared-memory collectives choose their algorithm, measured once per machine.
 
 A table has one row for ranks that have a CPU each and one for ranks that take turns. ``zcomm doctor --calibrate``
-measures it in some seconds and keeps it as JSON in the user's cache; ``init`` reads it on rank 0, whose values serve
+measures it in some seconds and keeps it as JSON in the user's cache; ``init`` reads it on rank 0, and its values serve
 all ranks. Without a table of this machine, built-in values serve. ``ZCOMM_TUNING`` names another file.
 """
 
@@ -18,7 +18,10 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Tuning:
-    """Up to ``one_shot_nbytes`` an operation's data travels with its start; longer private data takes the slots."""
+    """Sizes of a kind of world.
+
+    Up to ``one_shot_nbytes`` an operation's data travels with its start; longer private data takes the slots.
+    """
 
     one_shot_nbytes: int = 16 << 10
     slot_nbytes: int = 256 << 10
@@ -27,7 +30,7 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Table:
-    """``rows`` by kind of world (see ``kind_of_world``); ``origin`` says where they come from."""
+    """Table of ``rows`` by kind of world (see ``kind_of_world``); ``origin``: where they come from."""
 
     rows: Mapping[str, Tuning]
     origin: str
@@ -40,12 +43,12 @@ KINDS = ("own_cpu", "shared_cpu")
 
 
 def kind_of_world(world_size: int) -> str:
-    """Whether ``world_size`` ranks on this host have a CPU each."""
+    """Return the kind of world: whether ``world_size`` ranks on this host have a CPU each."""
     return "own_cpu" if world_size <= len(os.sched_getaffinity(0)) else "shared_cpu"
 
 
 def machine() -> str:
-    """What a table depends on: CPU model, number of CPUs, kernel."""
+    """Describe what a table depends on: CPU model, number of CPUs, kernel."""
     model = platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -57,7 +60,7 @@ def machine() -> str:
 
 
 def path() -> Path:
-    """Where the table lies."""
+    """Return the path of the table."""
     if "ZCOMM_TUNING" in os.environ:
         return Path(os.environ["ZCOMM_TUNING"])
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -65,7 +68,7 @@ def path() -> Path:
 
 
 def load() -> Table:
-    """The table of this machine, or the built-in values; never raises."""
+    """Load the table of this machine, or the built-in values; never raises."""
     try:
         file = path()
     except RuntimeError as error:  # no home directory
@@ -82,7 +85,7 @@ def load() -> Table:
 
 
 def save(rows: Mapping[str, Tuning]) -> Path:
-    """Keeps a measured table; returns its file. Raises: OSError."""
+    """Keep a measured table; return its file. Raises: OSError."""
     file = path()
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     text = {
