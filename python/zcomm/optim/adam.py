@@ -13,7 +13,7 @@ from zcomm.optim.fused import FusedOptimizer, allocate, as_params, check_at_leas
 
 
 def adam_params(group: dict[str, Any], adamw: bool) -> _core.AdamParams:
-    """A param group as the kernel takes it; its step is still to be set."""
+    """Return a param group as the kernel takes it; its step is still to be set."""
     params = as_params(_core.AdamParams(), group, numbers="lr eps weight_decay", flags="maximize")
     params.beta1, params.beta2 = (float(beta) for beta in group["betas"])
     params.adamw = adamw
@@ -21,7 +21,7 @@ def adam_params(group: dict[str, Any], adamw: bool) -> _core.AdamParams:
 
 
 class FusedAdamBase(FusedOptimizer[_core.AdamParams]):
-    """What CPUAdam and FusedAdam share: options, checks, the forms of state."""
+    """Common part of CPUAdam and FusedAdam: options, checks, the forms of state."""
 
     ARRAYS = ("exp_avg", "exp_avg_sq")
     COUNTS = True
@@ -78,7 +78,7 @@ class FusedAdamBase(FusedOptimizer[_core.AdamParams]):
         return adam_params(group, bool(group["decoupled_weight_decay"]))
 
     def wide_state(self, param: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``exp_avg`` and ``exp_avg_sq`` of a parameter as new fp32 tensors, whatever state_dtype is.
+        """Return ``exp_avg`` and ``exp_avg_sq`` of a parameter as new fp32 tensors, whatever state_dtype is.
 
         Raises: KeyError for a parameter that has no state yet.
         """
@@ -127,7 +127,7 @@ class CPUAdam(FusedAdamBase):
 
 
 def _coded_shard(like: torch.Tensor) -> tuple[_core.OptimShard, dict[str, torch.Tensor]]:
-    """8-bit state of a tensor in memory of its own."""
+    """Make 8-bit state of a tensor in memory of its own."""
     meta = torch.empty(like.shape, device="meta")
     buffer, views = allocate(meta, FusedAdamBase.ARRAYS, torch.uint8, like.numel(), "cpu")
     views["buffer"] = buffer

@@ -72,7 +72,7 @@ def _offsets(buffer: torch.Tensor, views: Iterable[torch.Tensor]) -> tuple[int, 
 
 
 def _counter(state: dict[str, Any], device: torch.device) -> torch.Tensor:
-    """``step`` as the core counts it up: one fp32 number beside the parameter; made so where it is another."""
+    """Return ``step`` as the core counts it up: one fp32 number beside the parameter; made so where it is another."""
     step = state["step"]
     fine = isinstance(step, torch.Tensor) and step.dtype == torch.float32 and step.device == device
     if not fine or step.numel() != 1:
@@ -128,15 +128,18 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
 
     @abc.abstractmethod
     def _check_group(self, group: dict[str, Any]) -> None:
-        """Raises: ValueError naming a hyperparameter out of its range, NotImplementedError for a missing option."""
+        """Check a group's options.
+
+        Raises: ValueError naming a hyperparameter out of its range, NotImplementedError for a missing option.
+        """
 
     @abc.abstractmethod
     def _hyper(self, group: dict[str, Any]) -> Hyper:
-        """A group as the kernel takes it."""
+        """Return a group as the kernel takes it."""
 
     @abc.abstractmethod
     def _batch(self) -> Batch[Hyper]:
-        """A new one of the core's."""
+        """Make a new batch of the core's."""
 
     def _names(self, group: dict[str, Any], state: dict[str, Any]) -> tuple[str, ...]:
         return self.ARRAYS
@@ -145,11 +148,11 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
         return torch.float32
 
     def _form(self, group: dict[str, Any]) -> Hashable:
-        """What of a group's options its state's form depends on."""
+        """Return the part of a group's options that its state's form depends on."""
         return self._state_dtype(group)
 
     def _room(self, count: int, dtype: torch.dtype) -> int:
-        """Elements that the state of ``count`` is laid out for."""
+        """Return the elements that the state of ``count`` is laid out for."""
         return count
 
     def _initial(self, group: dict[str, Any]) -> float:
@@ -204,7 +207,7 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
         return loss
 
     def _step_all(self, factor: float, squares: _core.ExactSum | None) -> None:
-        """See [Note: plan] in plan.py. What is refused is refused before anything is updated."""
+        """Step all parameters; see [Note: plan] in plan.py. What is refused is refused before anything is updated."""
         hypers = [self._hyper(group) for group in self.param_groups]
         for hyper in hypers:
             hyper.grad_scale = factor  # type: ignore[attr-defined]
@@ -223,7 +226,7 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
         return [self._form(group) for group in self.param_groups]
 
     def _prepared(self) -> tuple[Plan[Hyper], list[torch.Tensor], bool]:
-        """A plan of all that has a gradient now, the gradients, and whether an array of state is fresh."""
+        """Return a plan of all that has a gradient now, the gradients, and whether an array of state is fresh."""
         batch, any_fresh = self._batch(), False
         memory: list[torch.Tensor] = []
         first_index = 0  # elements of all parameters, in their order, count through
@@ -261,7 +264,7 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
             )
 
     def _buffer(self, param: torch.Tensor, group: dict[str, Any], names: tuple[str, ...]) -> _Held:
-        """The buffer behind the parameter's state; made or adopted where there is none (see [Note: state buffer])."""
+        """Return the buffer behind a parameter's state, made or adopted where there is none ([Note: state buffer])."""
         self._check_param(param)
         state, dtype = self.state[param], self._state_dtype(group)
         held = self._held.get(param)
@@ -292,7 +295,7 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
         return held
 
     def _adopted(self, param: torch.Tensor, group: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
-        """State that is not ours yet, in the form that the group's state_dtype wants."""
+        """Return state that is not ours yet, in the form that the group's state_dtype wants."""
         return state
 
     def _check_param(self, param: torch.Tensor) -> None:
@@ -304,7 +307,7 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's. What is not in the arrays' dtype is a copy: torch.save refuses two in one storage."""
+        """Return torch's dict. What is not in the arrays' dtype is a copy: torch.save refuses two in one storage."""
         result: dict[str, Any] = super().state_dict()
         result["state"] = {
             number: {name: _apart(name, value) for name, value in state.items()} if isinstance(state, dict) else state
@@ -334,7 +337,10 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
                 self.state[param][name] = value.to(param.device, dtype, copy=True)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of load_state_dict, pickle and copy: groups may come from another torch or another optimizer class."""
+        """Set the state for load_state_dict, pickle and copy.
+
+        The groups may come from another torch or another optimizer class.
+        """
         super().__setstate__(state)
         self._held, self._plan = {}, None
         for group in self.param_groups:
@@ -343,14 +349,16 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
                 group.setdefault(name, value)
 
     def _adapt_group(self, group: dict[str, Any]) -> None:
-        """Turns a loaded group's older names into today's."""
+        """Turn a loaded group's older names into today's."""
 
 
 def allocate(
     param: torch.Tensor, names: tuple[str, ...], dtype: torch.dtype, room: int, device: torch.device | str
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """A buffer for a parameter's state, and the views of it by name; see [Note: state buffer]. room: elements that each
-    array has space for, at least the parameter's."""
+    """Allocate a buffer for a parameter's state, and make the views of it by name; see [Note: state buffer].
+
+    room: elements that each array has space for, at least the parameter's.
+    """
     count, nbytes = param.numel(), room * dtype.itemsize
     buffer = torch.empty(_nbytes(param.dtype, names, dtype, room), dtype=torch.uint8, device=device)
     arrays, views = buffer, {}
@@ -383,7 +391,7 @@ def _apart(name: str, value: Any) -> Any:
 
 
 def as_params(params: Hyper, group: dict[str, Any], *, numbers: str, flags: str = "") -> Hyper:
-    """``params`` with a group's values; numbers, flags: names, the same in the group and in the kernel's structure."""
+    """Fill ``params`` with a group's values. numbers, flags: names, the same in group and kernel's structure."""
     for name in numbers.split():
         setattr(params, name, float(group[name]))
     for name in flags.split():
@@ -392,20 +400,20 @@ def as_params(params: Hyper, group: dict[str, Any], *, numbers: str, flags: str 
 
 
 def check_at_least_0(group: dict[str, Any], *names: str) -> None:
-    """Raises: ValueError naming a negative (or NaN) hyperparameter."""
+    """Check hyperparameters. Raises: ValueError naming a negative (or NaN) one."""
     for name in names:
         if not group[name] >= 0:
             raise ValueError(f"{name}={group[name]} must be at least 0")
 
 
 def check_betas(group: dict[str, Any]) -> None:
-    """Raises: ValueError unless both lie in [0, 1)."""
+    """Check the betas. Raises: ValueError unless both lie in [0, 1)."""
     if not all(0 <= beta < 1 for beta in group["betas"]):
         raise ValueError(f"betas={group['betas']} must lie in [0, 1)")
 
 
 def refuse(group: dict[str, Any], *names: str) -> None:
-    """Raises: NotImplementedError for an option of torch's that is on, but not available here."""
+    """Refuse an option of torch's that is on, but not available here. Raises: NotImplementedError."""
     for name in names:
         if group.get(name, False):
             raise NotImplementedError(f"{name}={group[name]} is not available in the fused optimizers")

@@ -14,12 +14,12 @@ from zcomm.comm.tensors import core_dtype
 from zcomm.optim.adam import FusedAdamBase, adam_params
 
 ALIGN = 64  # elements: each array of a state begins where 16-byte loads may
-NORM_BLOCK = 64  # elements whose squares are one number: the core's
+NORM_BLOCK = 64  # elements of a block; the sum of their squares is one number: the core's
 
 
 @dataclass
 class _Call:
-    """What a step is given beside parameters and gradients; tensors are single fp32 numbers on the device."""
+    """Arguments of a step beside parameters and gradients; tensors are single fp32 numbers on the device."""
 
     clip: float = 1.0
     grad_scale: torch.Tensor | None = None
@@ -118,12 +118,12 @@ class FusedAdam(FusedAdamBase):
         self._opened: _core.Device | None = None
 
     def _check_there(self) -> None:
-        """Raises: CudaError without a device."""
+        """Check that there is a device. Raises: CudaError."""
         if not _core.cuda_available():
-            _core.cuda_device(0)  # says why; where there are devices, it would start one that is not this rank's
+            _core.cuda_device(0)  # raises; where there are devices, it would start one that is not this rank's
 
     def _stream(self, device: torch.device) -> _core.Stream:
-        """Where a step goes: torch's current stream."""
+        """Return the stream that a step goes to: torch's current one."""
         if self._opened is None:
             self._opened = _core.cuda_device(device.index or 0)
         return self._opened.adopt_stream(torch.cuda.current_stream(device).cuda_stream)
@@ -161,7 +161,7 @@ class FusedAdam(FusedAdamBase):
         return adam_params(group, bool(group["decoupled_weight_decay"]))
 
     def _number(self, value: object) -> torch.Tensor | None:
-        """A single number on the device, as the kernels read it; None for what is not there."""
+        """Return a single number on the device, as the kernels read it; None for what is not there."""
         if not isinstance(value, torch.Tensor) or value.device.type != self.DEVICE:
             return None
         if value.numel() != 1:
@@ -178,8 +178,10 @@ class FusedAdam(FusedAdamBase):
         clip: float = 1.0,
         norm: bool = False,
     ) -> float | None:
-        """As CPUAdam's. CUDA tensors among the arguments are read on the device, when the step runs there; norm waits
-        for it."""
+        """Step as CPUAdam does.
+
+        CUDA tensors among the arguments are read on the device, when the step runs there; norm waits for it.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -200,7 +202,10 @@ class FusedAdam(FusedAdamBase):
         return loss
 
     def _norm(self) -> float:
-        """Of all gradients as they are: their blocks' squares are summed on the device, and those sums here."""
+        """Compute the norm of all gradients as they are.
+
+        The squares of their blocks are summed on the device, and those sums here.
+        """
         every = [param.grad for group in self.param_groups for param in group["params"]]
         grads = [grad.contiguous() for grad in every if grad is not None]
         blocks = [-(-grad.numel() // NORM_BLOCK) for grad in grads]

@@ -33,7 +33,7 @@ class Batch(Protocol[Contra]):
 
 
 class Facts(NamedTuple):
-    """What a plan is made of. objects: compared by identity; values: by value."""
+    """Facts that a plan is made of. objects: compared by identity; values: by value."""
 
     objects: list[object]
     values: list[object]
@@ -49,8 +49,9 @@ class Facts(NamedTuple):
 def gather(
     groups: list[dict[str, Any]], state: Mapping[Any, Any], forms: list[Hashable], memory: list[torch.Tensor]
 ) -> tuple[Facts, list[torch.Tensor]]:
-    """The facts as they are now, and the gradients. forms: of the groups' state; memory: tensors that are not to move.
+    """Return the facts as they are now, and the gradients.
 
+    forms: of the groups' state; memory: tensors that are not to move.
     A gradient's address and contiguity are not asked for: a sparse one has neither.
     """
     params: list[torch.Tensor] = [param for group in groups for param in group["params"]]
@@ -73,7 +74,7 @@ def gather(
 
 
 class Plan(Generic[Hyper]):
-    """batch: of the parameters that have a gradient. memory: of their states and counters, in any order."""
+    """Prepared step. batch: of parameters that have a gradient. memory: of their states and counters, in any order."""
 
     def __init__(self, batch: Batch[Hyper], memory: list[torch.Tensor], facts: Facts) -> None:
         self._batch, self._facts = batch, facts
@@ -85,6 +86,6 @@ class Plan(Generic[Hyper]):
     def step(
         self, hypers: list[Hyper], grads: list[torch.Tensor], threads: int, squares: _core.ExactSum | None
     ) -> None:
-        """hypers: of the groups. grads: in the order of the batch."""
+        """Run the step. hypers: of the groups. grads: in the order of the batch."""
         dense = [grad if grad.is_contiguous() else grad.contiguous() for grad in grads]
         self._batch.step(hypers, list(map(_address, dense)), threads, squares)
