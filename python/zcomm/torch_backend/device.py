@@ -33,25 +33,28 @@ from zcomm.torch_backend.staging import checked
 
 
 class Streams(cuda_streams.Streams):
-    """With a stream of the group's own, and Futures."""
+    """Streams of the device, with one of the group's own, and Futures."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._side: torch.cuda.Stream | None = None
 
     def side(self) -> Any:
-        """For the completer's thread: waiting there must hold up no stream of the program."""
+        """Return a context of the group's own stream, for the completer's thread.
+
+        Waiting there must hold up no stream of the program.
+        """
         if self._side is None:
             self._side = torch.cuda.Stream(self.device)
         return self.on(self._side)
 
     def future(self) -> Any:
-        """A Future that carries the current streams of whoever completes it."""
+        """Make a Future that carries the current streams of the thread that completes it."""
         return torch.futures.Future(devices=[self.device])
 
 
 class OnStream:
-    """A core Work whose wait() makes the current stream of whoever waits come after it."""
+    """A core Work. Its wait() makes the current stream of the waiting thread come after it."""
 
     def __init__(self, work: Any, device: str) -> None:
         self._work, self._device = work, device
@@ -64,7 +67,7 @@ class OnStream:
 
 
 class DevicePending(Pending):
-    """An operation in flight. Whoever finishes it first records its end; every other waiter's stream waits for that."""
+    """An operation in flight. The first thread to finish it records its end; other waiters' streams wait for that."""
 
     __slots__ = ("_end", "_streams")
 
@@ -172,7 +175,7 @@ class DeviceProcessGroup(ProcessGroup):
         return self
 
     def _half_for(self, device: torch.device) -> DeviceHalf:
-        """Collective at first: every rank has called one on CUDA tensors."""
+        """Return the half for CUDA tensors. Collective at first: every rank has called one on CUDA tensors."""
         if self._half is None:
             self._half = self._open_half(device)
             self._half._coalesced = None if self._coalesced is None else []
@@ -200,7 +203,7 @@ class DeviceProcessGroup(ProcessGroup):
         return DeviceHalf(choose(control, device), self._deadline_s, Streams(device))
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Done | Pending:
-        """Also one of the current streams, once the group has met CUDA tensors."""
+        """Start a barrier, also one of the current streams once the group has met CUDA tensors."""
         if self._half is None:
             return super().barrier(opts, timeout)
         number = self._flight.number
@@ -250,7 +253,7 @@ class DeviceProcessGroup(ProcessGroup):
         return works[0] if len(works) == 1 else _AllOf(works)
 
     def shutdown(self) -> None:
-        """As ProcessGroup.shutdown, of both halves."""
+        """Shut down both halves, as ProcessGroup.shutdown does."""
         half, self._half = self._half, None
         if half is not None:
             half.close()
@@ -292,7 +295,7 @@ class _AllOf(Done):
 
 
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    """All in nested lists."""
+    """Yield all tensors in nested lists."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -301,7 +304,7 @@ def tensors_in(values: Any) -> Iterator[torch.Tensor]:
 
 
 def on_one_device(what: str, tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Dense tensors, of whatever strides. Raises: ValueError for one elsewhere, NotImplementedError as `checked`."""
+    """Return dense tensors, of any strides. Raises: ValueError for one elsewhere, NotImplementedError as `checked`."""
     for tensor in tensors:
         if tensor.device != device:
             raise ValueError(f"{what}: a tensor is on {tensor.device}, others are on {device}")
@@ -309,7 +312,7 @@ def on_one_device(what: str, tensors: Sequence[torch.Tensor], device: torch.devi
 
 
 def device_of(values: Any) -> torch.device | None:
-    """Of the first tensor in nested lists, if it is on CUDA."""
+    """Return the device of the first tensor in nested lists, if it is on CUDA."""
     for value in values:
         if isinstance(value, torch.Tensor):
             return value.device if value.is_cuda else None

@@ -34,7 +34,7 @@ _Base: Any = dist.ProcessGroup
 
 
 class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc]
-    """Made by ``torch.distributed.init_process_group("zcomm")`` and ``new_group``."""
+    """Process group made by ``torch.distributed.init_process_group("zcomm")`` and ``new_group``."""
 
     # What torch asks of a backend (see _get_backend).
     supports_splitting = False
@@ -45,7 +45,7 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
     def __init__(
         self, store: dist.Store, rank: int, size: int, timeout: timedelta, global_ranks: Sequence[int] = ()
     ) -> None:
-        """global_ranks: of the ranks of this group in the default group."""
+        """Join the group's ranks. global_ranks: of the ranks of this group in the default group."""
         _Base.__init__(self, rank, size)  # the form with a store cannot be subclassed
         self._store = store
         self._name = ""
@@ -78,7 +78,7 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
             joined.watch(lambda: itself() not in _alive, lambda: _leave(itself()))
 
     def _forget(self, meeting: dist.Store, core: _core.Communicator) -> None:
-        """A later group may use the same store and name: nobody goes on before all keys are gone."""
+        """Delete the meeting's keys: a later group may use the same store and name. No rank goes on before that."""
         if self._size > 1:
             core.barrier("", False)  # all have read them
             if self._rank == 0:
@@ -86,7 +86,7 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
                     meeting.delete_key(key)
             core.barrier("", False)
 
-    # --- who it is --------------------------------------------------------------------------------------------
+    # --- identity ---------------------------------------------------------------------------------------------
 
     def getBackendName(self) -> str:
         return NAME
@@ -137,7 +137,7 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
         return self._sequence
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Of later operations; it can only be shortened below what the group was made with."""
+        """Set the timeout of later operations; it can only be shortened below what the group was made with."""
         seconds = timeout.total_seconds()
         if seconds > self._deadline_s:
             raise ValueError(
@@ -149,7 +149,7 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
     _set_default_timeout = set_timeout
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """As torch.distributed.monitored_barrier."""
+        """Wait for all ranks, as torch.distributed.monitored_barrier does."""
         if hasattr(timeout, "device_ids"):  # BarrierOptions
             timeout = timeout_of(timeout)
         if timeout is None:
@@ -178,7 +178,7 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
     # --- life -------------------------------------------------------------------------------------------------
 
     def split_group(self, ranks: list[int], timeout: timedelta | None = None, *_: Any, **fields: Any) -> Any:
-        """A group of some ranks of this one, or None on the others. All of ``ranks`` call it."""
+        """Make a group of some ranks of this one, or None on the others. All of ``ranks`` call it."""
         if self._rank not in ranks:
             return None
         name = fields.get("group_name") or f"{self._name}:split:{'-'.join(map(str, ranks))}"

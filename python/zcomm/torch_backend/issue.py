@@ -1,4 +1,4 @@
-"""How every operation of a process group starts and ends.
+"""Start and end of every operation of a process group.
 
 A blocking call runs on the calling thread (the core's short way); an asynchronous one, and one with a timeout of its
 own, runs on the communicator's. A call that has passed its own timeout has failed on this rank: the group is closed,
@@ -68,7 +68,7 @@ class Issue:
         keep: Any = None,
         written: Sequence[torch.Tensor] | None = None,
     ) -> Done | Pending:
-        """Runs ``starts``, one operation of the core each, then ``finish``, then what ``staging`` must copy back.
+        """Run ``starts``, one operation of the core each, then ``finish``, then what ``staging`` must copy back.
 
         written: on this rank; None: all ``outputs``.
         """

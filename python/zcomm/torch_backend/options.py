@@ -1,4 +1,4 @@
-"""What a torch.distributed call asks for besides tensors: asynchronous or not, its timeout, its reduction.
+"""Options of a torch.distributed call besides tensors: asynchronous or not, its timeout, its reduction.
 
 torch's option structs have grown over the versions (``asyncOp`` came with 2.7); the differences are met here.
 """
@@ -71,29 +71,29 @@ _NOTHING: dict[int, Native] = {}
 
 
 def native(kind: Any, dtype: torch.dtype) -> Native | None:
-    """How the core does this reduction, or None: then it is emulated (ops/emulate.py)."""
+    """Return how the core does this reduction, or None: then it is emulated (ops/emulate.py)."""
     return _BY_NUMBER.get(dtype, _NOTHING).get(int(kind))
 
 
 def is_async(opts: Any) -> bool:
-    """Whether the caller wants the call to return before the operation is done. Unknown before torch 2.7: yes."""
+    """Return True if the caller wants the call to return before the operation is done; always before torch 2.7."""
     return bool(opts.asyncOp) if _KNOWS_ASYNC else True
 
 
 def timeout_of(opts: Any) -> float | None:
-    """Seconds that this call gives the operation; None: those of the group."""
+    """Return the seconds that this call gives the operation; None: those of the group."""
     timeout = opts.timeout
     return timeout.total_seconds() if timeout > _ZERO else None
 
 
 def premul_factor(op: dist.ReduceOp) -> Any:
-    """The number or tensor that PREMUL_SUM multiplies each input by."""
+    """Return the number or tensor that PREMUL_SUM multiplies each input by."""
     state: Any = op.__getstate__()
     return state[1]
 
 
 def only_one(what: str, tensors: Any, instead: str) -> Any:
-    """The tensor of a list of one. Raises: ValueError for others, naming the call that takes several."""
+    """Return the tensor of a list of one. Raises: ValueError for others, naming the call that takes several."""
     if isinstance(tensors, torch.Tensor):
         return tensors
     if len(tensors) != 1:
@@ -105,14 +105,14 @@ def only_one(what: str, tensors: Any, instead: str) -> Any:
 
 
 def root_of(what: str, opts: Any) -> int:
-    """The root's rank. Raises: ValueError for a root tensor out of several (see only_one)."""
+    """Return the root's rank. Raises: ValueError for a root tensor out of several (see only_one)."""
     if getattr(opts, "rootTensor", 0) not in (0, -1):
         raise ValueError(f"{what}: rootTensor={opts.rootTensor}: expected 0; a call has one tensor")
     return int(opts.rootRank)
 
 
 def made(kind: Any, opts: Any, timeout: timedelta | None = None, **fields: Any) -> Any:
-    """The options of a call that named single values instead: ``allreduce(tensor, op, timeout)``."""
+    """Return the options of a call that named single values instead: ``allreduce(tensor, op, timeout)``."""
     if opts is not None and hasattr(opts, "asyncOp" if _KNOWS_ASYNC else "timeout"):
         return opts  # of this kind, or of a sibling: AllreduceCoalescedOptions
     result = kind()

@@ -23,7 +23,7 @@ def _create(options: Any, backend_options: Any) -> ProcessGroup:
 
 
 def _serve_monitored_barrier() -> None:
-    """torch refuses monitored_barrier for every backend but Gloo, by name; our groups have it."""
+    """Replace torch's monitored_barrier, which refuses every backend but Gloo, by name; our groups have it."""
     original = c10d.monitored_barrier
 
     @functools.wraps(original)
@@ -45,7 +45,7 @@ def _serve_monitored_barrier() -> None:
 
 
 def register() -> None:
-    """Once per process."""
+    """Register the backend, once per process."""
     if hasattr(dist.Backend, NAME.upper()):
         return
     devices = ["cpu", "cuda"] if torch.backends.cuda.is_built() else ["cpu"]

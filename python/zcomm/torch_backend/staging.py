@@ -20,7 +20,7 @@ Span = tuple[int, int]
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the core can work on its memory."""
+    """Return True if the core can work on its memory."""
     return (
         type(tensor) in _PLAIN
         and (tensor.is_cpu or tensor.is_cuda)
@@ -38,7 +38,7 @@ def is_sharded_gradient(tensor: torch.Tensor) -> bool:
 
 
 def refuse_sharded_gradients(what: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Raises: RuntimeError where ``what`` would read or change ``p.grad`` on one rank alone."""
+    """Refuse what would read or change ``p.grad`` of a sharded gradient on one rank alone. Raises: RuntimeError."""
     for tensor in tensors:
         if is_sharded_gradient(tensor):
             name = tensor._zcomm_gradient()  # type: ignore[attr-defined]
@@ -49,7 +49,7 @@ def refuse_sharded_gradients(what: str, tensors: Sequence[torch.Tensor]) -> None
 
 
 def checked(what: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor, of whatever strides. Raises: NotImplementedError naming device or layout."""
+    """Return a dense tensor, of whatever strides. Raises: NotImplementedError naming device or layout."""
     if hasattr(tensor, "trigger_wait"):  # AsyncCollectiveTensor: the result of a functional collective in flight
         tensor = tensor.trigger_wait()
     if not (tensor.is_cpu or tensor.is_cuda):
@@ -67,7 +67,7 @@ def writing_to(tensor: torch.Tensor) -> Any:
 
 
 def check_writable(what: str, tensor: torch.Tensor) -> None:
-    """Raises: ValueError for an expanded tensor, as torch does: its elements are not its own."""
+    """Refuse an expanded tensor, as torch does: its elements are not its own. Raises: ValueError."""
     if tensor.numel() and any(size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
         raise ValueError(
             f"{what}: a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is to be written to, but "
@@ -76,7 +76,7 @@ def check_writable(what: str, tensor: torch.Tensor) -> None:
 
 
 def check_apart(what: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Raises: ValueError naming two of a list of results that lie at one place."""
+    """Check a list of results. Raises: ValueError naming two that lie at one place."""
     ends: list[tuple[int, int, int]] = []
     for index, tensor in enumerate(tensors):
         if tensor.numel():
@@ -93,7 +93,7 @@ def check_apart(what: str, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def wire(dtype: torch.dtype) -> tuple[_core.DType, int]:
-    """As what the core moves it: its own dtype where it has it, else so many bytes per element."""
+    """Return as what the core moves a dtype: its own dtype where it has it, else so many bytes per element."""
     core = DTYPES.get(dtype)
     return (core, 1) if core is not None else (_core.DType.uint8, dtype.itemsize)
 
@@ -107,7 +107,7 @@ def spans(tensors: Sequence[torch.Tensor], width: int) -> list[Span]:
 
 
 def parts(tensor: torch.Tensor, counts: Sequence[int], width: int) -> list[Span]:
-    """The consecutive pieces of a dense tensor, of ``counts`` elements."""
+    """Return the consecutive pieces of a dense tensor, of ``counts`` elements."""
     address, itemsize = tensor.data_ptr(), tensor.element_size()
     result = []
     for count in counts:
@@ -117,7 +117,7 @@ def parts(tensor: torch.Tensor, counts: Sequence[int], width: int) -> list[Span]
 
 
 def adjacent(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether they lie one behind the other, as the chunks of one flat tensor do."""
+    """Return True if they lie one behind the other, as the chunks of one flat tensor do."""
     if not all(is_plain(tensor) for tensor in tensors):
         return False
     end = tensors[0].data_ptr()
@@ -138,14 +138,14 @@ class Staging:
         self._back: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def reads(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Dense memory with its values."""
+        """Return dense memory with its values."""
         if is_plain(tensor):
             return tensor
         tensor = checked(self.what, tensor).detach()
         return tensor if is_plain(tensor) else tensor.contiguous().resolve_conj().resolve_neg()
 
     def writes(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Dense memory that becomes its values."""
+        """Return dense memory that becomes its values."""
         if is_plain(tensor):
             return tensor
         tensor = checked(self.what, tensor).detach()
@@ -155,7 +155,7 @@ class Staging:
         return self.scratch_for(tensor)
 
     def updates(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Dense memory with its values, which becomes its values."""
+        """Return dense memory with its values, which becomes its values."""
         dense = self.writes(tensor)
         if dense is not tensor and self._back and self._back[-1][1] is dense:
             dense.copy_(self._back[-1][0])
@@ -167,13 +167,13 @@ class Staging:
         return scratch
 
     def flat_reads(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One dense tensor with the values of all; they have one dtype."""
+        """Return one dense tensor with the values of all; they have one dtype."""
         if adjacent(tensors):
             return _joined(tensors)
         return torch.cat([self.reads(tensor).detach().reshape(-1) for tensor in tensors])
 
     def flat_writes(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One dense tensor that becomes the values of all, one behind the other."""
+        """Return one dense tensor that becomes the values of all, one behind the other."""
         if adjacent(tensors):
             return _joined(tensors)
         targets = [checked(self.what, tensor).detach() for tensor in tensors]
@@ -196,7 +196,7 @@ class Staging:
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Adjacent tensors seen as one. Where they do not share their storage, its address and count are all we use."""
+    """View adjacent tensors as one. Where they do not share their storage, its address and count are all we use."""
     first = tensors[0].detach()
     count = sum(tensor.numel() for tensor in tensors)
     if len(tensors) == 1:

@@ -1,4 +1,4 @@
-"""Completer: finishes works whose Futures are waited for, so that nothing else need.
+"""Completer: finishes works with Futures that are waited for, so that nothing else need.
 
 Collectives end in call order: it waits for the oldest that has been started. Messages do not: with ``any_order`` it
 goes round.
@@ -22,7 +22,10 @@ _SLICE_S = 0.005
 
 
 class Completer(Server):
-    """``callbacks``: what runs those of the works' Futures; None: they run where the Future is completed."""
+    """Threads that finish works.
+
+    callbacks: what runs those of the works' Futures; None: they run where the Future is completed.
+    """
 
     def __init__(self, any_order: bool, callbacks: Callbacks | None = None) -> None:
         super().__init__()

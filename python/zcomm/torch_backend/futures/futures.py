@@ -1,4 +1,4 @@
-"""Futures of collectives, whose callbacks run in order (callbacks.py).
+"""Futures of collectives. Their callbacks run in order (callbacks.py).
 
 Only a Future that torch's ``then`` has made can carry an error into C++, and torch makes those of its own class. So the
 class gets methods that look whether a Future is one of ours, and do for all others what they did.

@@ -72,7 +72,7 @@ class Together:
 
 
 class _Weak:
-    """Tensors as long as somebody else has them."""
+    """Tensors as long as they are held elsewhere."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
@@ -175,7 +175,7 @@ class Pending(_TorchWork):
         self._complete_lock = threading.Lock()
 
     def limit(self, seconds: float, give_up: Callable[[], Exception]) -> None:
-        """A deadline of its own: who waits past it calls ``give_up``, whose result becomes the operation's error."""
+        """Set a deadline of its own: a thread that waits past it calls ``give_up`` for the operation's error."""
         self._late_at = time.monotonic() + seconds
         self._give_up = give_up
 
@@ -213,7 +213,7 @@ class Pending(_TorchWork):
         self._complete(error, before_future)
 
     def poll(self) -> bool:
-        """Whether it ended; finishes it if so."""
+        """Return True if it ended; finishes it if so."""
         core = self._core
         if core is not None and core.done():
             self.settle()
@@ -275,7 +275,7 @@ class Pending(_TorchWork):
         return torch.futures.Future()
 
     def get_future(self) -> Any:
-        """A torch Future of the output tensors. An error reaches its waiters as RuntimeError with the text."""
+        """Return a torch Future of the output tensors. An error reaches its waiters as RuntimeError with the text."""
         future = self.new_future()
         with self._complete_lock:
             is_pending = self._core is not None

@@ -17,7 +17,7 @@ _BITWISE = {Kind.BAND: torch.bitwise_and, Kind.BOR: torch.bitwise_or, Kind.BXOR:
 
 
 def check(what: str, kind: Any, dtype: torch.dtype) -> None:
-    """Raises: ValueError for a reduction that has no meaning for ``dtype``."""
+    """Check a reduction. Raises: ValueError if it has no meaning for ``dtype``."""
     floating = dtype.is_floating_point or dtype.is_complex
     if kind in _BITWISE and floating:
         raise ValueError(f"{what}: {kind.name} is not defined on {dtype}")
@@ -30,7 +30,7 @@ def check(what: str, kind: Any, dtype: torch.dtype) -> None:
 
 
 def combine(kind: Any, stack: torch.Tensor) -> torch.Tensor:
-    """Reduces dim 0. Small floats accumulate in fp32, small integers in int64."""
+    """Reduce dim 0. Small floats accumulate in fp32, small integers in int64."""
     dtype = stack.dtype
     if kind in _BITWISE:
         return reduce(_BITWISE[kind], stack.unbind(0))

@@ -41,7 +41,7 @@ class Messages(Issue):
         tensors: Sequence[torch.Tensor],
         finish: Callable[[], None] | None,
     ) -> Pending:
-        """A message into ``dense``, which ``finish`` brings to ``tensors``."""
+        """Receive a message into ``dense``, which ``finish`` brings to ``tensors``."""
         source = _core.Source()
         dtype, width = self._wire("recv", dense)
         core_work = self._core.recv(spans(dense, width), dtype, src, tag, "", True, source)
@@ -68,7 +68,7 @@ class Messages(Issue):
         return work
 
     def _work_for(self, tensors: Sequence[torch.Tensor]) -> Callable[..., Pending]:
-        """What makes the work of a message in them."""
+        """Return what makes the work of a message in ``tensors``."""
         return Pending
 
     @staticmethod

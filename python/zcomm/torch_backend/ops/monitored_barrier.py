@@ -33,7 +33,7 @@ class Monitor:
         self._size = size
 
     def barrier(self, timeout: timedelta, wait_all_ranks: bool) -> None:
-        """Raises: MonitoredBarrierTimeout naming ranks, on every rank that came."""
+        """Wait for all ranks. Raises: MonitoredBarrierTimeout naming ranks, on every rank that came."""
         limit_ms = int(timeout.total_seconds() * 1000)
         deadline = time.monotonic() + timeout.total_seconds()
         if self._rank == 0:

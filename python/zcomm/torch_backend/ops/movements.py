@@ -88,7 +88,7 @@ class Movements(Issue):
         )
 
     def _gathers(self, sources: Tensors, targets: Tensors) -> list[Start]:
-        """One fused operation per dtype."""
+        """Make one fused operation per dtype."""
         starts: list[Start] = []
         for kind in dict.fromkeys(source.dtype for source in sources):
             dtype, width = wire(kind)
@@ -130,7 +130,7 @@ class Movements(Issue):
         return self._issue("all_gather", opts, results, self._gathers(sources, targets), staging, keep=keep)
 
     def _all_gather_uneven(self, output_lists: list[Tensors], inputs: Tensors, opts: Any) -> Done | Pending:
-        """Each rank sends its own count to everybody: all_to_all of one input."""
+        """Send each rank's own count to all ranks: all_to_all of one input."""
         staging = Staging("all_gather")
         starts: list[Start] = []
         keep: list[Any] = []
@@ -273,7 +273,7 @@ class Movements(Issue):
     alltoall_base = all_to_all_single
 
     def _counts(self, side: str, tensor: torch.Tensor, splits: Sequence[int] | None) -> list[int]:
-        """Elements for each rank, from splits of dim 0 (none: equal ones)."""
+        """Return the elements for each rank, from splits of dim 0 (none: equal ones)."""
         rows = tensor.shape[0] if tensor.dim() else 1
         splits = [] if splits is None else integers(f"all_to_all: {side} splits", splits)
         if not splits:

@@ -225,7 +225,7 @@ class Reductions(Issue):
             )
 
     def _reduce_scatter_uneven(self, outputs: Tensors, input_lists: list[Tensors], opts: Any) -> Done | Pending:
-        """One reduce per rank, as NCCL does it."""
+        """Run one reduce per rank, as NCCL does it."""
         staging, kind = Staging("reduce_scatter"), opts.reduceOp.op
         starts: list[Start] = []
         keep: list[Any] = [outputs]
