@@ -1,4 +1,4 @@
-"""Loader: this rank's part of a data set in micro batches, with DistributedSampler's rule for who gets what.
+"""Loader: this rank's part of a data set in micro batches, with DistributedSampler's rule for which rank gets what.
 
 Map-style data sets are shuffled with one seed on all ranks and dealt out, padded so that every rank has as many
 samples. An iterable data set is only cut into micro batches: which rank reads what is up to the data set.
@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 
 
 class Loader:
-    """Iterates over micro batches; each new iteration is the next epoch, unless ``set_epoch`` says which.
+    """Iterable of micro batches; each new iteration is the next epoch, unless ``set_epoch`` names another.
 
     dataset: map-style (``__getitem__`` and ``__len__``), an IterableDataset, or any iterable of samples.
     micro_batch: samples per batch. seed: the same on all ranks. drop_last: leave out a short last batch.
-    Raises: ValueError for an empty data set, sizes below 1, or something that is no data set.
+    Raises: ValueError for an empty data set, sizes below 1, or something that is not a data set.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class Loader:
         self._now = (epoch, 0)
 
     def state_dict(self) -> dict[str, int]:
-        """Where it stands: the epoch, and the samples of all ranks that were given of it."""
+        """Return the position: the epoch, and the samples of all ranks that were given of it."""
         return {"epoch": self._now[0], "samples": self._now[1]}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """The next iteration goes on from there (a map-style data set is not asked for what came before)."""
+        """Go on from ``state`` at the next iteration (a map-style data set is not asked for what came before)."""
         self._epoch, self._skip = int(state["epoch"]), int(state["samples"])
         self._now = (self._epoch, self._skip)
 
@@ -102,7 +102,7 @@ class Loader:
         self._now = (epoch + 1, 0)
 
     def __len__(self) -> int:
-        """Micro batches of this rank per epoch. Raises: TypeError where the data set has no length."""
+        """Return this rank's number of micro batches per epoch. Raises: TypeError where the data set has no length."""
         return len(self._loader)
 
 

@@ -39,7 +39,7 @@ class _Schedule(LRScheduler):
 
     @property
     def last_batch_iteration(self) -> int:
-        """The iteration that the rates are of; -1 before the first ``step()``."""
+        """Iteration that the rates are of; -1 before the first ``step()``."""
         return self.last_epoch - 1
 
     @last_batch_iteration.setter
@@ -61,7 +61,7 @@ class _Schedule(LRScheduler):
         return iteration
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's, and DeepSpeed's ``last_batch_iteration``."""
+        """Return torch's state, and DeepSpeed's ``last_batch_iteration``."""
         return {**super().state_dict(), "last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -76,7 +76,7 @@ class _Schedule(LRScheduler):
 
 
 class WarmupLR(_Schedule):
-    """Raise each group's learning rate from ``warmup_min_lr`` to ``warmup_max_lr``, then hold it.
+    """Rise of each group's learning rate from ``warmup_min_lr`` to ``warmup_max_lr``, which it then keeps.
 
     In iteration i < warmup_num_steps (n, at least 2) lr = min + (max - min) * gamma, where gamma is
     log(i + 1) / log(n) for ``warmup_type`` "log" and i / n for "linear"; later lr = max.
@@ -107,7 +107,7 @@ class WarmupLR(_Schedule):
         super().__init__(optimizer, last_epoch, last_batch_iteration)
 
     def get_lr(self) -> list[float | Tensor]:
-        """The learning rate of each group at the current count of steps."""
+        """Return the learning rate of each group at the current count of steps."""
         gamma = self._gamma(self.last_epoch - 1)
         return [low + (high - low) * gamma for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
@@ -118,7 +118,7 @@ class WarmupLR(_Schedule):
 
 
 class WarmupDecayLR(WarmupLR):
-    """As WarmupLR, but after the warm-up a line from the maximum down to 0 at iteration ``total_num_steps``.
+    """WarmupLR, but after the warm-up a line from the maximum down to 0 at iteration ``total_num_steps``.
 
     warmup_max_lr: DeepSpeed's default is 0.001 here; None = each group's own lr, as in WarmupLR.
     Raises: ValueError as WarmupLR, and for a total_num_steps below 1.
@@ -180,7 +180,7 @@ class WarmupCosineLR(_Schedule):
         super().__init__(optimizer, last_epoch, last_batch_iteration)
 
     def get_lr(self) -> list[float | Tensor]:
-        """The learning rate of each group at the current count of steps."""
+        """Return the learning rate of each group at the current count of steps."""
         ratio = self._ratio(self.last_epoch - 1)
         return [base * ratio for base in self.base_lrs]
 
@@ -196,9 +196,9 @@ class WarmupCosineLR(_Schedule):
 
 
 class LRRangeTest(_Schedule):
-    """After k steps lr = min * (1 + rate * k / size), or with whole stairs of ``size`` steps: to find the largest rate
-    that trains.
+    """Range test, to find the largest rate that trains.
 
+    After k steps lr = min * (1 + rate * k / size), or with whole stairs of ``size`` steps.
     lr_range_test_min_lr: one number, or one per parameter group. Raises: ValueError for a step_size below 1.
     """
 
@@ -219,7 +219,7 @@ class LRRangeTest(_Schedule):
         super().__init__(optimizer, last_epoch, last_batch_iteration)
 
     def get_lr(self) -> list[float | Tensor]:
-        """The learning rate of each group at the current count of steps."""
+        """Return the learning rate of each group at the current count of steps."""
         interval = self.last_epoch / self.step_size
         increase = 1.0 + self.step_rate * (math.floor(interval) if self.staircase else interval)
         return [low * increase for low in self.min_lrs]
@@ -273,7 +273,7 @@ class OneCycle(_Schedule):
         super().__init__(optimizer, last_epoch, last_batch_iteration)
 
     def _height(self) -> float:
-        """0 at the ends of the cycle, 1 at its top."""
+        """Return the height in the cycle: 0 at its ends, 1 at its top."""
         k = self.last_epoch
         x = 1.0 + k / self.total_size - math.floor(1 + k / self.total_size)
         rising = x <= self.step_ratio
@@ -289,7 +289,7 @@ class OneCycle(_Schedule):
         return 1.0 + rate * intervals
 
     def get_lr(self) -> list[float | Tensor]:
-        """The learning rate of each group at the current count of steps."""
+        """Return the learning rate of each group at the current count of steps."""
         if self.last_epoch > self.total_size:
             return [low / self._decay(self.decay_lr_rate) for low in self.min_lrs]
         height = self._height()
@@ -312,7 +312,7 @@ class OneCycle(_Schedule):
 
 
 def _warm_up(iteration: int, steps: int, kind: str) -> float:
-    """From 0 towards 1 in ``steps`` (at least 2) iterations."""
+    """Rise from 0 towards 1 in ``steps`` (at least 2) iterations."""
     if iteration <= 0:
         return 0.0
     if kind == "log":
