@@ -1,9 +1,9 @@
-"""What "auto" in a configuration stands for when ``initialize()`` is called directly: derived from its arguments.
+"""Values of "auto" in a configuration when ``initialize()`` is called directly: derived from its arguments.
 
 Hugging Face's Trainer writes its TrainingArguments over every "auto" before DeepSpeed reads the file. Here ``args`` may
 be such an object, or any namespace with some of its attributes; learning rates also come from the optimizer and the
 configuration, and precision from the model. Epochs become steps once the ranks and the data are known (``with_steps``).
-What nothing tells is the key's default (config/parse.py).
+A value without a source is the key's default (config/parse.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zcomm.config.parse import read_source
 
 
 def auto_values(args: Any, model: nn.Module, optimizer: Any, source: Any) -> dict[str, Any]:
-    """By dotted key the value of "auto"; None where nothing tells."""
+    """Return by dotted key the value of "auto"; None where there is no source for it."""
     rate = _first(args, "learning_rate", "lr")
     betas = (_first(args, "adam_beta1"), _first(args, "adam_beta2"))
     return {
@@ -40,13 +40,16 @@ def auto_values(args: Any, model: nn.Module, optimizer: Any, source: Any) -> dic
 
 
 def epochs_of(args: Any) -> float | None:
-    """``num_train_epochs`` where ``max_steps`` does not go before it."""
+    """Return ``num_train_epochs`` where ``max_steps`` does not go before it."""
     epochs = _positive(_first(args, "num_train_epochs"))
     return None if epochs is None or _positive(_first(args, "max_steps")) is not None else float(epochs)
 
 
 def with_steps(values: dict[str, Any], args: Any, epochs: float, micro_steps: int, accumulation: int) -> dict[str, Any]:
-    """``values`` with what follows from the optimizer steps that ``epochs`` have. micro_steps: of an epoch and rank."""
+    """Return ``values`` with those that follow from the optimizer steps of ``epochs``.
+
+    micro_steps: of an epoch and rank.
+    """
     steps = max(1, int(epochs * micro_steps) // accumulation)
     return values | {
         "scheduler.params.warmup_num_steps": _warmup(args, steps),
@@ -60,21 +63,21 @@ def _first(args: Any, *names: str) -> Any:
 
 
 def _positive(value: Any) -> Any:
-    """TrainingArguments has -1 and 0 for what is not said."""
+    """Return None for -1 and 0, which TrainingArguments has for a value that is not set."""
     return value if value is not None and value > 0 else None
 
 
 def _precision(args: Any, model: nn.Module, name: str, dtype: torch.dtype) -> bool:
-    said = _first(args, name)
-    if said is not None:
-        return bool(said)
+    given = _first(args, name)
+    if given is not None:
+        return bool(given)
     if _first(args, "fp16", "bf16") is not None:
         return False
     return any(param.dtype == dtype for param in model.parameters())
 
 
 def _first_rate(optimizer: Any, source: Any) -> Any:
-    """Of the optimizer that was given, or of the configuration's own."""
+    """Return the learning rate of the optimizer that was given, or of the configuration's own."""
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer.param_groups[0]["lr"]
     if isinstance(source, Config):

@@ -1,6 +1,6 @@
 """initialize: DeepSpeed's entry point, and how its arguments become a ZeroOptimizer, a Loader and an Engine.
 
-Each choice that two sources can make (optimizer, schedule, batch) has one function here that says who wins.
+Each choice that two sources can make (optimizer, schedule, batch) has one function here that decides between them.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def initialize(
 ) -> tuple[Engine, ZeroOptimizer, Loader | None, Any]:
     """Join the job and wrap ``model`` for sharded training; the names and their order are DeepSpeed's.
 
-    args: a namespace whose ``deepspeed_config`` may name the configuration instead of ``config``, and whose attributes
-    (those of Hugging Face's TrainingArguments) fill in what is "auto" there; see docs/config.md.
+    args: a namespace. Its ``deepspeed_config`` may name the configuration instead of ``config``; its attributes (those
+    of Hugging Face's TrainingArguments) fill in what is "auto" there; see docs/config.md.
     optimizer: None (the configuration's), a torch.optim instance or class, a callable of the parameters, or a name.
     model_parameters: the parameters, or groups of them, to train; None: all of the model that need gradients.
     training_data: a data set, for which a Loader of micro batches is made; batches stay on the CPU.
@@ -152,7 +152,7 @@ def _join(distributed_port: int | None, dist_init_required: bool | None) -> Comm
 def _base_optimizer(
     optimizer: OptimizerArgument | None, model: nn.Module, parameters: list[Any] | None, settings: Config, warn: bool
 ) -> tuple[Any, dict[str, Any]]:
-    """What ZeroOptimizer shards (a name, a class or an instance), and the arguments that go with a name or class."""
+    """Return what ZeroOptimizer shards (a name, class or instance), and the arguments that go with a name or class."""
     section = settings.optimizer
     if optimizer is None:
         if section is None:
@@ -191,14 +191,14 @@ def _base_optimizer(
 
 
 def _are_all_trainable(model: nn.Module, parameters: list[Any]) -> bool:
-    """Whether ``parameters`` is what training without ``model_parameters`` means, so that one group will do."""
+    """Return True if ``parameters`` are all that need gradients, as without ``model_parameters``: one group will do."""
     wanted = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     given = {id(item) for item in parameters if not isinstance(item, torch.Tensor) or item.requires_grad}
     return given == wanted
 
 
 def _torch_class(name: str) -> Callable[..., torch.optim.Optimizer]:
-    """The class behind an optimizer's name, for groups of parameters. Raises: ValueError."""
+    """Return the class behind an optimizer's name, for groups of parameters. Raises: ValueError."""
     from zcomm.optim import CPULion  # here, so that the engine can be imported where the core is not built
 
     known: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -217,7 +217,10 @@ def _torch_class(name: str) -> Callable[..., torch.optim.Optimizer]:
 
 
 def _configured_optimizer(settings: Config) -> tuple[str, dict[str, Any]]:
-    """The name and arguments that the section ``optimizer`` asks for. In DeepSpeed Adam means AdamW unless told so."""
+    """Return the name and arguments that the section ``optimizer`` asks for.
+
+    In DeepSpeed Adam means AdamW unless ``adam_w_mode`` is false.
+    """
     assert settings.optimizer is not None
     kind, params = settings.optimizer.type, settings.optimizer.params
     names = [name for name in OPTIMIZER_PARAMS[kind] if name not in ADAM_SWITCHES]
@@ -232,7 +235,7 @@ def _configured_optimizer(settings: Config) -> tuple[str, dict[str, Any]]:
 
 
 def _loss_scale(settings: Config) -> Any:
-    """A fixed scale, or DeepSpeed's dynamic one."""
+    """Return a fixed scale, or DeepSpeed's dynamic one."""
     from zcomm.zero import LossScale
 
     fp16 = settings.fp16
@@ -298,7 +301,7 @@ def _tier(device: str) -> Tier | None:
 
 
 def _scheduler(given: Any, zero: ZeroOptimizer, settings: Config) -> Any:
-    """The schedule over ``zero``: the given one, or the configuration's, or None."""
+    """Return the schedule over ``zero``: the given one, or the configuration's, or None."""
     from zcomm.zero.registry import train_of
 
     if given is None:

@@ -24,7 +24,7 @@ def save(
     wait: bool,
     lean: bool,
 ) -> bool | SaveTask:
-    """See Engine.save_checkpoint. lean: without frozen parameters."""
+    """Save as Engine.save_checkpoint. lean: without frozen parameters."""
     from zcomm.zero import checkpoint  # here, so that the engine can be imported where the core is not built
     from zcomm.zero.files import durable
     from zcomm.zero.registry import open_parts, train_of
@@ -46,7 +46,7 @@ def save(
 
 
 def _one_tag(engine: Engine, call: str, tag: str | int) -> str:
-    """The tag of rank 0, compared with the others' as ``checkpoint.tag_validation`` says. Collective.
+    """Return the tag of rank 0, compared with the others' as ``checkpoint.tag_validation`` asks. Collective.
 
     Raises: ValueError, on every rank.
     """
@@ -71,7 +71,7 @@ def _one_tag(engine: Engine, call: str, tag: str | int) -> str:
 def load(
     engine: Engine, directory: Path, tag: str | int | None, strict: bool, optimizer: bool, schedule: bool, weights: bool
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """See Engine.load_checkpoint. weights: nothing else."""
+    """Load as Engine.load_checkpoint. weights: nothing else."""
     from zcomm.zero import checkpoint
     from zcomm.zero.registry import open_parts, train_of
 
@@ -106,7 +106,7 @@ def load(
 
 
 def _latest(engine: Engine, directory: Path) -> Path | None:
-    """The folder that ``latest`` names, as rank 0 reads it; None: there is none. Collective."""
+    """Return the folder that ``latest`` names, as rank 0 reads it; None: there is none. Collective."""
     from zcomm.zero.agree import Kept, agree, all_values
     from zcomm.zero.files import durable
     from zcomm.zero.registry import parts_of
@@ -126,7 +126,7 @@ def _of_engine(state: Any) -> bool:
 
 
 def _check(state: dict[str, Any], folder: Path, with_data: bool) -> None:
-    """Raises: ValueError naming folder and field of what an engine does not save so."""
+    """Check the state of an engine. Raises: ValueError naming folder and field of what an engine does not save so."""
     wanted = {"engine": _COUNTERS, **({"data": ("epoch", "samples")} if with_data and "data" in state else {})}
     for name, fields in wanted.items():
         found = state[name] if isinstance(state[name], dict) else {}
@@ -139,8 +139,10 @@ def _check(state: dict[str, Any], folder: Path, with_data: bool) -> None:
 
 
 def model_path(directory: Path, name: str) -> Path:
-    """Return the path to write instead of DeepSpeed's file name, which is a pickle's: a file beside it, with the name
-    that readers of Hugging Face look for."""
+    """Return the path to write instead of DeepSpeed's file name, which is a pickle's.
+
+    It is a file beside it, with the name that readers of Hugging Face look for.
+    """
     path = directory / name
     if path.suffix not in (".bin", ".pt", ".pth"):
         return path
@@ -148,7 +150,7 @@ def model_path(directory: Path, name: str) -> Path:
 
 
 def save_model(engine: Engine, directory: Path, name: str, wait: bool) -> bool | SaveTask:
-    """See Engine.save_16bit_model."""
+    """Save as Engine.save_16bit_model."""
     from zcomm.zero.checkpoint import whole_model
     from zcomm.zero.registry import open_parts, train_of
 
@@ -166,6 +168,6 @@ def save_model(engine: Engine, directory: Path, name: str, wait: bool) -> bool |
 
 
 def whole_model(engine: Engine) -> dict[str, torch.Tensor] | None:
-    """Weights and buffers under all names of the model's state_dict, on rank 0. Collective."""
+    """Return weights and buffers under all names of the model's state_dict, on rank 0. Collective."""
     found = engine.optimizer.full_state_dict()
     return found if engine.global_rank == 0 else None

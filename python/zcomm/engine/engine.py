@@ -70,7 +70,7 @@ class Engine(nn.Module):
         self._boundary: bool | None = None
         self._warned_of_passes = False
         self._passes = 0  # backward() calls since the last step()
-        self._averages: bool | None = None  # what this accumulation has said so far
+        self._averages: bool | None = None  # scale_wrt_gas of this accumulation so far
         self._applied = False
         self._updates = optimizer.updates  # after the last step()
         self._watch = ScheduleWatch()
@@ -173,20 +173,20 @@ class Engine(nn.Module):
     # --- gradient accumulation --------------------------------------------------------------------------------
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the coming step() updates the weights."""
+        """Return True if the coming step() updates the weights."""
         if self._boundary is not None:
             return self._boundary
         return (self.micro_steps + 1) % self._batch.accumulation == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Say so yourself, from now on, instead of having micro-steps counted; None counts again.
+        """Set the boundary by hand, from now on, instead of having micro-steps counted; None counts again.
 
         Gradients are still divided by gradient_accumulation_steps().
         """
         self._boundary = is_boundary
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside keep their gradients on this rank; see ZeroOptimizer.no_sync."""
+        """Keep the gradients of backward passes inside on this rank; see ZeroOptimizer.no_sync."""
         return self.optimizer.no_sync()
 
     # --- checkpoints ------------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ class Engine(nn.Module):
         """Save folder ``save_dir/tag`` (``global_stepN``), and its name in the file ``latest``. All ranks call it.
 
         client_state: as ZeroOptimizer.save takes it; given back by load_checkpoint. wait: False writes while training
-        goes on, as ZeroOptimizer.save does; the result's ``wait()`` tells how it went, and ``latest`` is written last.
+        goes on, as ZeroOptimizer.save does; the result's ``wait()`` raises if it failed. ``latest`` is written last.
         exclude_frozen_parameters: leave out what needs no gradient; load it with ``load_module_strict=False``.
         Returns: True, or the task. Raises: as ZeroOptimizer.save.
         """
@@ -239,8 +239,8 @@ class Engine(nn.Module):
     ) -> bool | SaveTask:
         """Write the whole model as one safetensors file (never a pickle), in the precision that it is trained in.
 
-        save_filename: where it ends in ".bin", ".pt" or ".pth", the names of pickles, the file gets another one, which
-        a warning tells: "pytorch_model.bin" is "model.safetensors".
+        save_filename: where it ends in ".bin", ".pt" or ".pth", the names of pickles, the file gets another one, and a
+        warning is logged: "pytorch_model.bin" is "model.safetensors".
         All ranks call it; rank 0 writes, one tensor at a time. wait: False copies a rank's shards of the weights,
         writes while training goes on, and returns the task; the next save, load and destroy() wait for it.
         Raises: OSError, on every rank.
@@ -249,11 +249,11 @@ class Engine(nn.Module):
         return checkpoints.save_model(self, Path(save_dir), save_filename, wait)
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Whether whole weights can be had in stage 3: always. (Accelerate asks.)"""
+        """Return True: whole weights can be had in stage 3. (Accelerate calls it.)"""
         return True
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        """The whole model's state dict on rank 0, None elsewhere. All ranks call it. (Accelerate's name for it.)"""
+        """Return the whole model's state dict on rank 0, None elsewhere. All ranks call it. (Accelerate's name.)"""
         self._check_alive("_zero3_consolidated_16bit_state_dict")
         whole = checkpoints.whole_model(self)
         if exclude_frozen_parameters and whole is not None:
@@ -265,35 +265,38 @@ class Engine(nn.Module):
     # --- what it is and where it stands -----------------------------------------------------------------------
 
     def train_batch_size(self) -> int:
-        """Samples per optimizer step, all ranks together."""
+        """Return the samples per optimizer step, all ranks together."""
         return self._batch.train
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples per rank and micro-step."""
+        """Return the samples per rank and micro-step."""
         return self._batch.micro
 
     def gradient_accumulation_steps(self) -> int:
-        """Micro-steps per optimizer step."""
+        """Return the micro-steps per optimizer step."""
         return self._batch.accumulation
 
     def fp16_enabled(self) -> bool:
-        """Whether weights and gradients are fp16."""
+        """Return True if weights and gradients are fp16."""
         return self.config.fp16.enabled
 
     def bfloat16_enabled(self) -> bool:
-        """Whether weights and gradients are bf16."""
+        """Return True if weights and gradients are bf16."""
         return self.config.bf16.enabled
 
     def zero_optimization_stage(self) -> int:
-        """0 to 3."""
+        """Return the stage, 0 to 3."""
         return self.config.zero_optimization.stage
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each parameter group."""
+        """Return the learning rate of each parameter group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """L2 norm of the averaged gradients at the last optimizer step, before clipping; None before the first."""
+        """Return the L2 norm of the averaged gradients at the last optimizer step, before clipping.
+
+        None before the first step.
+        """
         return self.optimizer.grad_norm if self.global_steps else None
 
     @property
@@ -329,7 +332,10 @@ class Engine(nn.Module):
             raise RuntimeError(f"{call}() after destroy(): this engine's optimizer is closed")
 
     def _warn_of_passes(self) -> None:
-        """A loop for torch steps once per accumulation, so that this engine would update every n x n-th pass."""
+        """Warn once of a loop for torch, which steps once per accumulation.
+
+        With it this engine would update every n x n-th pass.
+        """
         count, self._passes = self._passes, 0
         if self._boundary is None and count == self._batch.accumulation > 1 and not self._warned_of_passes:
             self._warned_of_passes = True
@@ -343,7 +349,10 @@ class Engine(nn.Module):
             )
 
     def _report(self) -> None:
-        """Rank 0's lines, every steps_per_print optimizer steps (the breakdown: every step where that is not given)."""
+        """Print rank 0's lines every steps_per_print optimizer steps.
+
+        Without steps_per_print the breakdown is printed at every step.
+        """
         every = self.config.steps_per_print or (1 if self.config.wall_clock_breakdown else None)
         if every is None or self.global_steps % every:
             return

@@ -1,4 +1,4 @@
-"""ScheduleWatch: notices a program that steps or overwrites the learning rates which the engine's schedule sets."""
+"""ScheduleWatch: detects a program that steps or overwrites the learning rates which the engine's schedule sets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class ScheduleWatch:
-    """Compares count and rates before each step of the schedule with those that its last step left.
+    """Comparison of count and rates before each step of the schedule with those that its last step left.
 
     One change is a program's right (a resume, a rate by hand). Twice in a row it is a loop written for a schedule that
     the engine does not step: ``before`` logs a warning then, once.
@@ -20,7 +20,7 @@ class ScheduleWatch:
         self._warned = False
 
     def before(self, schedule: Any, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Look at what the program did since ``after``."""
+        """Check what the program changed since ``after``."""
         now, left = _state(schedule, groups), self._left
         self._in_a_row = self._in_a_row + 1 if left not in (None, now) else 0
         if left is None or self._in_a_row < 2 or self._warned:
@@ -36,7 +36,7 @@ class ScheduleWatch:
         )
 
     def after(self, schedule: Any, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Remember what the schedule's step left."""
+        """Store what the schedule's step left."""
         self._left = _state(schedule, groups)
 
 

@@ -10,7 +10,7 @@ import torch
 
 
 class PhaseTimers:
-    """Adds up wall-clock seconds of named phases. On CUDA each phase ends with a device synchronisation, when on."""
+    """Sums of wall-clock seconds of named phases. On CUDA each phase ends with a device synchronisation, when on."""
 
     def __init__(self, enabled: bool, device: torch.device) -> None:
         self.enabled = enabled
@@ -32,6 +32,6 @@ class PhaseTimers:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start_s
 
     def take(self) -> dict[str, float]:
-        """Seconds by phase since the last call, and start again from zero."""
+        """Return the seconds by phase since the last call, and start again from zero."""
         seconds, self._seconds = self._seconds, {}
         return seconds
