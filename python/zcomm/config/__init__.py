@@ -17,11 +17,13 @@ __all__ = ["BatchSizes", "Config", "ConfigWarning", "load", "load_with_notes", "
 
 
 class ConfigWarning(UserWarning):
-    """A key was accepted that changes nothing here; the message says why."""
+    """Warning of a key that was accepted and changes nothing here; the message gives the reason."""
 
 
 def load(source: Source | Config, auto: Mapping[str, Any] | None = None) -> Config:
-    """The checked configuration of ``source`` (a dict, a path of a JSON file, or JSON text; a Config passes through).
+    """Return the checked configuration of ``source``.
+
+    source: a dict, a path of a JSON file, or JSON text; a Config passes through.
 
     auto: by dotted key ("optimizer.params.lr"), what "auto" stands for; otherwise it means the key's default.
     Issues one ConfigWarning for each key set to a value that has no effect.
@@ -34,13 +36,13 @@ def load(source: Source | Config, auto: Mapping[str, Any] | None = None) -> Conf
 
 
 def load_with_notes(source: Source | Config, auto: Mapping[str, Any] | None = None) -> tuple[Config, list[str]]:
-    """As ``load``, but what has no effect is returned, so that one rank can say it for all."""
+    """Load as ``load`` does, but return the notes about keys without effect, so that one rank can warn for all."""
     if isinstance(source, Config):
         return source, []
     return parse(*read_source(source), auto)
 
 
 def warn_of(notes: list[str]) -> None:
-    """One ConfigWarning for each note."""
+    """Issue one ConfigWarning for each note."""
     for note in notes:
         warnings.warn(note, ConfigWarning, stacklevel=3)

@@ -21,7 +21,7 @@ class BatchSizes:
 
 
 def resolve_batch(config: Config, world_size: int, source: str = "config") -> BatchSizes:
-    """The batch sizes for ``world_size`` ranks.
+    """Return the batch sizes for ``world_size`` ranks.
 
     Raises: ValueError when neither batch size is given, a division leaves a rest, or the three contradict.
     """

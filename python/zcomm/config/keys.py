@@ -1,9 +1,10 @@
-"""What one configuration key is: its default, meaning, status and permitted values, kept on the dataclass field.
+"""One configuration key: its default, meaning, status and permitted values, kept on the dataclass field.
 
 Invariant: the schema's dataclasses are the only list of keys; reading, checking and documenting all walk them.
-Status rule: HONOURED keys do what they say; a NO_EFFECT key set to another value than its default warns once; a
+Status rule: HONOURED keys take effect; a NO_EFFECT key set to another value than its default warns once; a
 REFUSED key set to another value than its default is a NotImplementedError.
-Auto rule: "auto" means what the key's ``auto`` says, and the default where the key has no effect; other keys refuse it.
+Auto rule: "auto" means the value that the key's ``auto`` names, and the default where the key has no effect; other keys
+refuse it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 
 class Status(enum.Enum):
-    """What happens when a file sets the key to something else than its default."""
+    """Effect when a file sets the key to something else than its default."""
 
     HONOURED = "honoured"
     NO_EFFECT = "warns once"
@@ -76,7 +77,7 @@ def key(
     auto: str = "",
     switch: tuple[str, Any] | None = ("enabled", False),
 ) -> Any:
-    """A dataclass field that is a configuration key. ``default`` REQUIRED: the section must give it.
+    """Make a dataclass field that is a configuration key. ``default`` REQUIRED: the section must give it.
 
     Raises: ValueError where a status other than HONOURED comes without a reason.
     """
@@ -89,7 +90,10 @@ def key(
 
 
 def section(factory: type | None, meaning: str) -> Any:
-    """A dataclass field that is a nested section; ``factory`` None: the section may be absent (its value is None)."""
+    """Make a dataclass field that is a nested section.
+
+    factory: None: the section may be absent (its value is None).
+    """
     described = Key(meaning)
     if factory is None:
         return dataclasses.field(default=None, metadata={"key": described})
@@ -97,7 +101,7 @@ def section(factory: type | None, meaning: str) -> Any:
 
 
 def key_of(field: dataclasses.Field[Any]) -> Key:
-    """The description on a schema field."""
+    """Return the description on a schema field."""
     described = field.metadata["key"]
     assert isinstance(described, Key)
     return described

@@ -71,7 +71,7 @@ class DataTypes:
     )
     keep_in_fp32_modules: Any = key(
         "auto",
-        "names of modules whose buffers stay fp32",
+        "names of modules with buffers that stay fp32",
         status=_NO_EFFECT,
         reason="buffers stay as the model has them, or have buffer_dtype",
     )

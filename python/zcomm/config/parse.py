@@ -1,4 +1,4 @@
-"""From a dict or JSON to the frozen schema: every key known, every value of its type and range, or a ValueError.
+"""Parser from a dict or JSON to the frozen schema: every key known, every value of its type and range, or a ValueError.
 
 Messages begin with where the configuration came from, then name the dotted key and the value, then what to do.
 Pure but for reading the file: warnings are returned as notes, so that only one rank need print them.
@@ -25,7 +25,7 @@ Source = Mapping[str, Any] | str | os.PathLike[str]
 
 
 def read_source(source: Source) -> tuple[Mapping[str, Any], str]:
-    """The raw mapping and a name for it ("config" for a dict or JSON text, else the file's path).
+    """Return the raw mapping and a name for it ("config" for a dict or JSON text, else the file's path).
 
     source: a mapping; a path of a JSON file; or JSON text, which starts with "{".
     Raises: FileNotFoundError / OSError (file), ValueError (JSON syntax, duplicate key, not an object).
@@ -63,7 +63,7 @@ def read_source(source: Source) -> tuple[Mapping[str, Any], str]:
 def parse(
     data: Mapping[str, Any], source: str = "config", auto: Mapping[str, Any] | None = None
 ) -> tuple[Config, list[str]]:
-    """The checked configuration and one note for each key that is accepted without effect.
+    """Return the checked configuration and one note for each key that is accepted without effect.
 
     auto: by dotted key, what "auto" stands for; the default of one that is not there.
     Raises: ValueError (unknown key, type, range, contradiction), NotImplementedError (refused key).
@@ -75,7 +75,7 @@ def parse(
 
 
 def leaf_paths(schema: type = Config, prefix: str = "") -> Iterator[str]:
-    """Every dotted key of the schema, sections included."""
+    """Return every dotted key of the schema, sections included."""
     hints = typing.get_type_hints(schema)
     for field in dataclasses.fields(schema):
         path = f"{prefix}{field.name}"
@@ -86,13 +86,13 @@ def leaf_paths(schema: type = Config, prefix: str = "") -> Iterator[str]:
 
 
 def section_type(annotation: Any) -> type | None:
-    """The dataclass behind ``X`` or ``X | None``, or None where the annotation is a plain type."""
+    """Return the dataclass behind ``X`` or ``X | None``, or None where the annotation is a plain type."""
     plain, _ = _split_optional(annotation)
     return plain if isinstance(plain, type) and dataclasses.is_dataclass(plain) else None
 
 
 class _Reader:
-    """Carries the name of the source and collects notes while the schema is walked."""
+    """Reader of one source: has its name and collects notes while the schema is walked."""
 
     def __init__(self, source: str, auto: Mapping[str, Any]) -> None:
         self.source = source
@@ -101,7 +101,7 @@ class _Reader:
         self.unfilled: dict[str, str] = {}  # keys that are "auto" with nothing that tells, and what would have
 
     def section(self, schema: Any, data: Any, path: str) -> Any:
-        """An instance of dataclass ``schema`` from the mapping ``data`` at dotted ``path``."""
+        """Return an instance of dataclass ``schema`` from the mapping ``data`` at dotted ``path``."""
         if not isinstance(data, Mapping):
             raise ValueError(f'{self.source}: "{path}" must be an object {{...}}, got {_shown(data)}')
         prefix = path + "." if path else ""
@@ -175,7 +175,7 @@ class _Reader:
         raise ValueError(f'{self.source}: unknown key "{path}"; {hint}')
 
     def contradictions(self, config: Config) -> None:
-        """What no single key can tell."""
+        """Check what no single key can tell. Raises: ValueError."""
         if config.fp16.enabled and config.bf16.enabled:
             raise ValueError(f'{self.source}: "fp16.enabled" and "bf16.enabled" are both true; give one of them')
         if config.optimizer is not None:
@@ -203,7 +203,7 @@ class _Reader:
             )
 
     def _params(self, name: str, section: Any, known: tuple[str, ...]) -> None:
-        """Params of another optimizer or schedule than the one chosen, and needed ones that are not there."""
+        """Refuse params of another optimizer or schedule than the one chosen, and needed ones that are not there."""
         for field in dataclasses.fields(section.params):
             value = getattr(section.params, field.name)
             path = f"{name}.params.{field.name}"
@@ -241,7 +241,10 @@ def _split_optional(annotation: Any) -> tuple[Any, bool]:
 
 
 def _as_type(raw: Any, wanted: Any) -> Any:
-    """``raw`` as ``wanted``, or None where it is something else. JSON writes 5e8 for a whole number; true is none."""
+    """Return ``raw`` as ``wanted``, or None where it is something else.
+
+    JSON writes 5e8 for a whole number; true is not a number.
+    """
     number = isinstance(raw, (int, float)) and not isinstance(raw, bool)
     if wanted is Any:
         return raw

@@ -1,7 +1,7 @@
 """The table of configuration keys: DeepSpeed's JSON shape as frozen dataclasses.
 
 Names and defaults are DeepSpeed's (its documentation of config-json, and its defaults of 2026); where zcomm's default
-differs, the meaning says so. Units: DeepSpeed counts bucket sizes in ELEMENTS, and so do the keys here.
+differs, the meaning names it. Units: DeepSpeed counts bucket sizes in ELEMENTS, and so do the keys here.
 docs/config.md and docs/config-compat.md are written from this file (``python -m zcomm.config --write docs``).
 """
 # ruff: noqa: RUF009  (key() and section() are field specifiers, as dataclasses.field is)
@@ -69,7 +69,7 @@ class Bf16:
         False, "add up gradients as they come", status=_NO_EFFECT, reason="they are, in every precision"
     )
     check_grad_overflow: bool = key(
-        True, "skip a step whose gradients are not finite; the first of them is named either way"
+        True, "skip a step with gradients that are not finite; the first of them is named either way"
     )
     bf16_master_weights_and_grads: bool = key(
         False, "bf16 master weights and gradients", status=_REFUSED, reason=_FP32_MASTER
@@ -84,7 +84,7 @@ class Bf16:
 
 @dataclass(frozen=True)
 class ActivationCheckpointing:
-    """Section ``activation_checkpointing``: of what is recomputed, which the model says (torch.utils.checkpoint)."""
+    """Section ``activation_checkpointing``: for what is recomputed, as the model decides (torch.utils.checkpoint)."""
 
     partition_activations: bool = key(
         False, "split saved activations among model-parallel ranks", status=_NO_EFFECT, reason="there is one such rank"
