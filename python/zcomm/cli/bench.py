@@ -1,4 +1,4 @@
-"""`zcomm bench`: starts a bench of the source tree, with its own flags."""
+"""`zcomm bench`: start a bench of the source tree, with its own flags."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def add_parser(commands: _SubParsersAction[Parser]) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    """Run the bench; returns its exit code."""
+    """Run the bench and return its exit code."""
     program = folder() / _PROGRAMS[args.name]
     if not program.exists():
         raise UserError(f"the benches are not here: they come with zcomm's source tree, as bench/{program.name}")
@@ -43,5 +43,5 @@ def command(args: argparse.Namespace) -> int:
 
 
 def folder() -> Path:
-    """Where the benches lie, beside the package's own source tree."""
+    """Return the folder of the benches, beside the package's own source tree."""
     return Path(zcomm.__file__).resolve().parent.parent.parent / "bench"

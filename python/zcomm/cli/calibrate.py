@@ -1,4 +1,4 @@
-"""Measuring the tuning table: `zcomm doctor --calibrate` starts this module as ranks of two worlds.
+"""Measurement of the tuning table: `zcomm doctor --calibrate` starts this module as ranks of two worlds.
 
 Each candidate is a communicator of its own over the same ranks; candidates are timed in turns, a round A B C A B C ...,
 and the medians of the slowest rank decide. Source: docs/internals/algorithms.md, "One shot".
@@ -28,7 +28,7 @@ _GAIN = 0.97  # a candidate must be this much faster than the built-in value to 
 
 
 def calibrate(timeout_s: float = 120.0) -> Table:
-    """Measures both kinds of worlds, saves and returns the table. Raises: RuntimeError with a rank's last words."""
+    """Measure both kinds of worlds, save and return the table. Raises: RuntimeError with a rank's last words."""
     cpus = len(os.sched_getaffinity(0))
     rows = {kind: _run(world, timeout_s) for kind, world in zip(KINDS, (max(2, min(cpus, 4)), 2 * cpus), strict=True)}
     file = save({kind: row for kind, row in rows.items() if row is not None})
@@ -51,7 +51,7 @@ class _Candidates:
         ]
 
     def seconds(self, nbytes: int, calls: int) -> list[float]:
-        """Median time of an all_reduce of ``nbytes`` fp32 by each candidate, of the slowest rank."""
+        """Return the median time of an all_reduce of ``nbytes`` fp32 by each candidate, of the slowest rank."""
         import torch
 
         from zcomm import _core

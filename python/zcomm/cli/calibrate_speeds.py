@@ -1,4 +1,4 @@
-"""Measuring the speeds of this machine: `zcomm doctor --calibrate` starts this module as ranks of three worlds.
+"""Measurement of the speeds of this machine: `zcomm doctor --calibrate` starts this module as ranks of three worlds.
 
 All ranks of a world do the same at the same time, each with its part of the CPUs, as in training: one rank alone, one
 rank per CPU, two. The median of the slowest rank counts.
@@ -44,7 +44,7 @@ def calibrate(timeout_s: float = 120.0) -> Path:
 
 
 def _measure(job: Communicator) -> Speeds:
-    """All kinds in turn, round by round: what a machine's speed does meanwhile then falls on all of them."""
+    """Measure all kinds in turn, round by round, so that a change of the machine's speed affects all of them."""
     import torch
 
     from zcomm.planning import work_of
@@ -100,7 +100,7 @@ def _measure(job: Communicator) -> Speeds:
 
 
 def _seconds(job: Communicator, works: dict[str, Work]) -> dict[str, float]:
-    """Of each, the median of the rounds, of the slowest rank."""
+    """Return for each work the median of its rounds, of the slowest rank."""
     import torch
 
     taken: dict[str, list[float]] = {name: [] for name in works}
@@ -117,7 +117,7 @@ def _seconds(job: Communicator, works: dict[str, Work]) -> dict[str, float]:
 
 
 def _blocks() -> tuple[nn.Module, torch.Tensor]:
-    """Two blocks of a transformer: what they take beyond what the speeds say is the slowdown."""
+    """Make two blocks of a transformer: the time they take beyond the measured speeds is the slowdown."""
     import torch
     from torch import nn
 

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 def run_ranks(module: str, world_size: int, threads: int, timeout_s: float) -> str:
-    """Start ``python -m module FILE`` as ranks on this host; what rank 0 wrote into FILE. Raises: RuntimeError."""
+    """Start ``python -m module FILE`` as ranks on this host; return what rank 0 wrote into FILE.
+
+    Raises: RuntimeError.
+    """
     with tempfile.TemporaryDirectory(prefix="zcomm-calibrate-") as folder:
         file = Path(folder) / "answer"
         ranks = []
@@ -49,7 +52,7 @@ def run_ranks(module: str, world_size: int, threads: int, timeout_s: float) -> s
 
 
 def answer(measure: Callable[[Communicator], Any]) -> None:
-    """The main of such a module: every rank measures; rank 0 writes what it got, a dataclass, into FILE."""
+    """Run such a module as main: every rank measures; rank 0 writes its result, a dataclass, into FILE."""
     import torch
 
     import zcomm

@@ -34,7 +34,7 @@ def add_parser(commands: _SubParsersAction[Parser]) -> None:
     verify.set_defaults(command=_wrapped(_verify))
 
     export = actions.add_parser("export", help="write the weights as safetensors", allow_abbrev=False)
-    export.add_argument("folder", type=Path, help="a checkpoint, or a folder whose newest one is taken")
+    export.add_argument("folder", type=Path, help="a checkpoint, or a folder of checkpoints: the newest is taken")
     export.add_argument("out", type=Path, help="NAME.safetensors, or a new folder as Hugging Face's tools read it")
     export.add_argument("--dtype", choices=tuple(_DTYPES), help="of floating weights (default: as trained)")
     export.add_argument("--shard-size", type=nbytes, metavar="SIZE", help="most bytes per file, for example 5GB")
@@ -48,7 +48,7 @@ def add_parser(commands: _SubParsersAction[Parser]) -> None:
 
 
 def _wrapped(action: Any) -> Any:
-    """Errors of files and arguments are errors of use, but for what `verify` finds."""
+    """Turn errors of files and arguments into errors of use, but for what `verify` finds."""
 
     def command(args: argparse.Namespace) -> int:
         try:
@@ -61,7 +61,7 @@ def _wrapped(action: Any) -> Any:
 
 
 def _found(folder: Path) -> list[Path]:
-    """The checkpoint, or those in the folder, oldest first. Raises: FileNotFoundError where there is none."""
+    """Return the checkpoint, or those in the folder, oldest first. Raises: FileNotFoundError where there is none."""
     from zcomm.zero.checkpoint import read_manifest
     from zcomm.zero.files import durable
 
@@ -75,7 +75,7 @@ def _found(folder: Path) -> list[Path]:
 
 
 def _shown(name: str) -> str:
-    """A name out of a file, without what would move the terminal's cursor."""
+    """Return a name out of a file, without characters that would move the terminal's cursor."""
     return name if name.isprintable() else repr(name)
 
 

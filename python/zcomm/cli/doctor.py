@@ -1,4 +1,4 @@
-"""`zcomm doctor`: what this machine offers to zcomm, found by trying it, and how to mend what is missing.
+"""`zcomm doctor`: the features of this machine that zcomm can use, found by trying them, and how to mend those missing.
 
 Each check returns findings; a check that itself fails is a finding too. Exit code 1 if any finding is a failure.
 """
@@ -90,7 +90,7 @@ def show(findings: Sequence[Finding], console: Console | None = None) -> None:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """Say in one line what the findings come to."""
+    """Return in one line what the findings come to."""
     notes, failures = (sum(finding.state == state for finding in findings) for state in ("note", "fail"))
     found = f"{notes} note{'s' if notes != 1 else ''}"
     if failures:
@@ -210,7 +210,7 @@ def _tuning() -> Iterator[Finding]:
 
 
 def _swap(directory: Path) -> Iterator[Finding]:
-    """Open real swap files in a directory of their own and see what they say."""
+    """Open real swap files in a directory of their own and yield what that shows."""
     with tempfile.TemporaryDirectory(prefix="zcomm-doctor-", dir=directory) as own:
         try:
             zcomm.SwapFile(own, 1 << 20, engine="io_uring").close()

@@ -29,8 +29,11 @@ def findings(
     env: Mapping[str, str] = os.environ,
     own_cpus: frozenset[int] | None = None,
 ) -> Iterator[Finding]:
-    """build: the core's ``cuda_info()``. torch_cuda: torch's own (default: of the torch that is installed). own_cpus:
-    those that this process may run on."""
+    """Yield all findings about GPUs.
+
+    build: the core's ``cuda_info()``. torch_cuda: torch's own (default: of the torch that is installed).
+    own_cpus: those that this process may run on.
+    """
     if machine.absent:
         yield Finding("ok", "gpus", machine.absent)
         return
@@ -51,7 +54,7 @@ def findings(
 
 
 def cuda_of_torch() -> Version | None:
-    """The CUDA that torch was built with, without the seconds that importing it takes; None: without CUDA."""
+    """Return the CUDA that torch was built with, without importing torch, which takes seconds; None: without CUDA."""
     found = importlib.util.find_spec("torch")
     if found is None or not found.submodule_search_locations:
         return None
@@ -75,9 +78,9 @@ def _versions(machine: Machine, build: str, torch_cuda: Version | None) -> Itera
         yield Finding("note", "cuda of zcomm", build, "install zcomm where nvcc is: pip install --no-build-isolation .")
     if torch_cuda is None:
         yield Finding("note", "cuda of torch", "torch is without CUDA", "pip install torch (not its CPU wheels)")
-    for who, needs in (("zcomm", built), ("torch", torch_cuda)):
+    for library, needs in (("zcomm", built), ("torch", torch_cuda)):
         if needs is not None and machine.cuda is not None:
-            yield _suits(who, needs, machine.cuda)
+            yield _suits(library, needs, machine.cuda)
     if built and torch_cuda and built[0] != torch_cuda[0]:
         yield Finding(
             "ok",
@@ -86,12 +89,12 @@ def _versions(machine: Machine, build: str, torch_cuda: Version | None) -> Itera
         )
 
 
-def _suits(who: str, needs: Version, served: Version) -> Finding:
-    name, text = f"cuda of {who}", "{}.{}".format(*needs)
+def _suits(library: str, needs: Version, served: Version) -> Finding:
+    name, text = f"cuda of {library}", "{}.{}".format(*needs)
     if needs[0] > served[0]:
         first = _FIRST_DRIVERS.get(needs[0], f"one of CUDA {needs[0]}")
         value = f"{text}, but the driver serves CUDA {served[0]}.{served[1]} at most: it is too old"
-        return Finding("fail", name, value, f"install driver {first} or newer, or a {who} of CUDA {served[0]}")
+        return Finding("fail", name, value, f"install driver {first} or newer, or a {library} of CUDA {served[0]}")
     if needs > served:
         value = f"{text}, newer than the driver's {served[0]}.{served[1]} of the same generation: runs, but not its PTX"
         return Finding("note", name, value, "GPUs newer than the build need a newer driver")
@@ -204,7 +207,7 @@ def _best(machine: Machine, words: Mapping[tuple[int, int], str], kind: str) -> 
 
 
 def ranges(numbers: tuple[int, ...] | None) -> str:
-    """(0, 1, 2, 5) -> "0-2,5"."""
+    """Join numbers to ranges: (0, 1, 2, 5) -> "0-2,5"."""
     parts: list[list[int]] = []
     for number in numbers or ():
         if parts and parts[-1][1] == number - 1:

@@ -1,4 +1,4 @@
-"""What `zcomm doctor` says about one thing."""
+"""One finding of `zcomm doctor`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Finding:
-    """state: ok, note (works, but slower or unusual), fail. mend: what to do about it."""
+    """One checked thing. state: ok, note (works, but slower or unusual), fail. mend: what to do about it."""
 
     state: str
     name: str

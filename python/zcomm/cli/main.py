@@ -16,7 +16,7 @@ from zcomm.launch.errors import UserError
 
 
 def build_parser() -> Parser:
-    """The parser of all commands; each sets `command` to its function (args -> exit code)."""
+    """Make the parser of all commands; each sets `command` to its function (args -> exit code)."""
     import zcomm
     from zcomm.cli import bench, ckpt, doctor, plan, run
     from zcomm.demo import command as demo
@@ -35,7 +35,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code."""
+    """Run one command and return its exit code."""
     parser = build_parser()
     args = parser.parse_args(argv)
     if args.command_name is None:

@@ -76,7 +76,11 @@ def add_parser(commands: _SubParsersAction[Parser]) -> None:
     parser.add_argument("--activations", type=nbytes, metavar="SIZE", help="of a rank's micro-batch, if not traced")
     parser.add_argument("--memory", type=nbytes, metavar="SIZE", help="of the host (default: this machine's)")
     parser.add_argument(
-        "--nvme-path", type=Path, default=Path("."), metavar="DIR", help="whose free space and measured speed count"
+        "--nvme-path",
+        type=Path,
+        default=Path("."),
+        metavar="DIR",
+        help="directory on the drive: its free space and measured speed count",
     )
     parser.add_argument(
         "--compare",
@@ -192,7 +196,7 @@ def _time_notes(calibrated: bool, traced: bool) -> None:
 
 
 def _made(name: str, precision: str) -> tuple[Any, int | None, Work | None]:
-    """The model on the meta device; its activations and its work where the function gave inputs."""
+    """Make the model on the meta device; return it, and its activations and work where the function gave inputs."""
     import torch
     from torch import nn
 
@@ -235,7 +239,7 @@ def _free(place: Path) -> int:
 
 
 def drive_bps(place: Path) -> tuple[float, float] | None:
-    """Bytes per second that the drive was measured to read and write, or None."""
+    """Return the bytes per second that the drive was measured to read and write, or None."""
     from zcomm.machine import swap_tuning
 
     try:

@@ -47,7 +47,7 @@ def _memory(summary: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def _times(config: dict[str, Any], steps: list[dict[str, Any]]) -> None:
-    """Medians of the steps; compute of a run is all but waiting, the update included."""
+    """Print medians of the steps; compute of a run is all but waiting, the update included."""
     import torch
 
     from zcomm.cli.plan import drive_bps

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what stands in for a GPU that is not here."""
+    """Declare the options that stand in for a GPU that is not here."""
     parser.add_argument("--gpu-memory", type=nbytes, metavar="SIZE", help="plan for GPUs of this size, here or not")
-    parser.add_argument("--gpu-name", metavar="NAME", help="whose peak counts, for example H100 (default: that found)")
+    parser.add_argument("--gpu-name", metavar="NAME", help="GPU model, for its peak: H100, ... (default: that found)")
     parser.add_argument("--gpus", type=int, metavar="N", help="number of GPUs (default: those found, or 1)")
 
 
@@ -69,7 +69,7 @@ def show(
 def host_of(
     args: argparse.Namespace, found: gpus.Machine, memory: int, free: int, drive: tuple[float, float] | None
 ) -> GpuHost | None:
-    """None without a GPU to plan for. What GPUs differ in counts as that of the least."""
+    """Return the host to plan for, None without a GPU. Where GPUs differ, the least value counts."""
     from zcomm.machine import speeds
     from zcomm.planning.gpu_tiers import GpuHost
 

@@ -19,7 +19,7 @@ class Case:
 
 
 def verdict(what: str, cases: Sequence[Case], room: dict[str, int]) -> str:
-    """Say in one line which case to take: the first that fits, with the least offload, or the smallest of all.
+    """Return in one line which case to take: the first that fits, with the least offload, or the smallest of all.
 
     what: the job in words. room: bytes that there are, by the names in ``needs``.
     """
@@ -66,7 +66,7 @@ def print_table(rows: list[dict[str, str]]) -> None:
 
 
 def seconds(value: float | None) -> str:
-    """3.2 s, 45 ms; - for what is not known."""
+    """Return 3.2 s, 45 ms; - for a time that is not known."""
     if value is None:
         return UNKNOWN
     return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"

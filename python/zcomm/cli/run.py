@@ -1,4 +1,4 @@
-"""`zcomm run`: starts the ranks of a job on this host."""
+"""`zcomm run`: start the ranks of a job on this host."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SEVERAL_HOSTS = (
 
 
 class _Elsewhere(argparse.Action):
-    """An option of another launcher: an error that says what to write here. hint: {} is the option's value."""
+    """Option of another launcher: its error names what to write here. hint: {} is the option's value."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, hint: str) -> None:
         super().__init__(option_strings, dest, nargs="?", help=argparse.SUPPRESS)
@@ -86,7 +86,7 @@ def add_parser(commands: _SubParsersAction[Parser]) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    """Run the job; returns its exit code."""
+    """Run the job and return its exit code."""
     if args.module and args.no_python:
         raise UserError("-m and --no-python exclude each other")
     if args.module:
@@ -117,7 +117,7 @@ def command(args: argparse.Namespace) -> int:
 
 
 def positive(text: str) -> int:
-    """An integer of at least 1, for argparse."""
+    """Parse an integer of at least 1, for argparse."""
     try:
         value = int(text)
     except ValueError:
@@ -128,7 +128,7 @@ def positive(text: str) -> int:
 
 
 def assignment(text: str) -> tuple[str, str]:
-    """NAME=VALUE, for argparse."""
+    """Parse NAME=VALUE, for argparse."""
     name, equals, value = text.partition("=")
     if not name or not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")

@@ -7,7 +7,7 @@ import re
 
 
 def nbytes(text: str) -> int:
-    """5GB, 512MiB, 1000000: decimal units and binary ones, for argparse."""
+    """Parse 5GB, 512MiB or 1000000: decimal units and binary ones, for argparse."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
     size = 0.0
     if found:
@@ -19,7 +19,7 @@ def nbytes(text: str) -> int:
 
 
 def shown(size: float) -> str:
-    """Bytes in words."""
+    """Return bytes in words."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024 or unit == "GiB":
             break
