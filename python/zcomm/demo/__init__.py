@@ -1,1 +1,1 @@
-"""`zcomm demo`: trains a small GPT on real text through ZeroOptimizer and shows where time and memory go."""
+"""`zcomm demo`: train a small GPT on real text through ZeroOptimizer and show where time and memory go."""

@@ -73,7 +73,7 @@ def add_parser(commands: _SubParsersAction[Any]) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    """Run the demo; returns its exit code."""
+    """Run the demo and return its exit code."""
     config = make_config(args)
     config.check()
     if config.world_size < 1:
@@ -107,7 +107,7 @@ def command(args: argparse.Namespace) -> int:
 
 
 def make_config(args: argparse.Namespace) -> DemoConfig:
-    """The run that the options describe."""
+    """Return the run that the options describe."""
     size = SIZES[args.size]
     shape: dict[str, Any] = {
         key: default if getattr(args, key) is None else getattr(args, key) for key, default in vars(size).items()
@@ -149,7 +149,7 @@ def check_data(path: str | None) -> None:
 
 
 def make_directory(directory: Path, complaint: str = "{}: cannot make this folder") -> list[Path]:
-    """Make a writable directory with its parents; returns those that were made, the innermost first.
+    """Make a writable directory with its parents; return those that were made, the innermost first.
 
     Raises: UserError with ``complaint`` about the directory.
     """

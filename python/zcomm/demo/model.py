@@ -1,4 +1,4 @@
-"""A small GPT over bytes in plain torch: nothing in it knows of ranks, shards or tiers.
+"""A small GPT over bytes in plain torch: it has no ranks, shards or tiers.
 
 Pre-norm blocks, rotary positions, causal attention behind short convolutions, squared-ReLU MLP: what learns most per
 second at this size. Deterministic: the same seed gives the same bits.
@@ -111,7 +111,7 @@ class GPT(nn.Module):
 
 
 def rotary_tables(context: int, head_width: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [context, head_width / 2] of position * frequency."""
+    """Return cosines and sines [context, head_width / 2] of position * frequency."""
     frequency = 1000.0 ** (-torch.arange(0, head_width, 2, dtype=torch.float32) / head_width)
     angle = torch.arange(context, dtype=torch.float32)[:, None] * frequency[None, :]
     return angle.cos(), angle.sin()
@@ -124,7 +124,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def short_convolution(x: Tensor, weight: Tensor) -> Tensor:
-    """Causal depthwise convolution: x [batch, time, width], weight [taps, width]; tap k looks k positions back."""
+    """Convolve causally by channel: x [batch, time, width], weight [taps, width]; tap k looks k positions back."""
     y = x * weight[0]
     for k in range(1, weight.shape[0]):
         y = y + F.pad(x[:, :-k] * weight[k], (0, 0, k, 0))

@@ -1,4 +1,4 @@
-"""What a demo run is: one frozen dataclass, its named sizes, and its checks. Travels to the ranks as JSON."""
+"""A demo run: one frozen dataclass, its named sizes, and its checks. Travels to the ranks as JSON."""
 
 from __future__ import annotations
 
@@ -67,20 +67,20 @@ class DemoConfig:
 
     @property
     def directory(self) -> Path:
-        """Where the run's results go."""
+        """Directory of the run's results."""
         return Path(self.run_dir)
 
     def to_json(self) -> str:
-        """One line of JSON."""
+        """Return one line of JSON."""
         return json.dumps(dataclasses.asdict(self))
 
     @staticmethod
     def from_json(text: str) -> DemoConfig:
-        """The inverse of to_json."""
+        """Return the options that to_json wrote."""
         return DemoConfig(**json.loads(text))
 
     def check(self) -> None:
-        """Raises UserError naming the option, its value and what to do."""
+        """Check all options. Raises: UserError naming the option, its value and what to do."""
         for option in ("layers", "heads", "width", "context", "batch", "steps", "accum"):
             value = getattr(self, option)
             if value < 1:

@@ -1,4 +1,4 @@
-"""What rank 0 shows while it trains: a bar on a terminal, a line now and then elsewhere, nothing on other ranks."""
+"""Progress of training on rank 0: a bar on a terminal, a line now and then elsewhere, nothing on other ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class StepRecord:
 
 
 class Progress:
-    """Shows nothing; also the interface of the other two."""
+    """Progress that shows nothing; also the interface of the other two."""
 
     def __enter__(self) -> Progress:
         return self
@@ -46,10 +46,10 @@ class Progress:
         return None
 
     def step(self, record: StepRecord) -> None:
-        """A step has ended."""
+        """Record the end of a step."""
 
     def validation(self, step: int, loss: float) -> None:
-        """The validation loss after `step`."""
+        """Show the validation loss after `step`."""
 
 
 class Recent:
@@ -59,7 +59,7 @@ class Recent:
         self._records: deque[StepRecord] = deque(maxlen=_WINDOW)
 
     def add(self, record: StepRecord) -> None:
-        """Take a step in."""
+        """Add a step."""
         self._records.append(record)
 
     def text(self, short: bool = False) -> str:
@@ -95,7 +95,7 @@ class PlainProgress(Progress):
             print(f"step {record.step}/{self._steps}  {self._recent.text()}", flush=True)
 
     def validation(self, step: int, loss: float) -> None:
-        """Print it."""
+        """Print the validation loss."""
         print(f"step {step}/{self._steps}  validation loss {loss:.3f}", flush=True)
 
 
@@ -134,12 +134,12 @@ class BarProgress(Progress):
         self._bar.update(self._task, advance=1, description=self._recent.text(self._short))
 
     def validation(self, step: int, loss: float) -> None:
-        """A line above the bar."""
+        """Print a line above the bar."""
         self._bar.console.print(f"step {step}: validation loss {loss:.3f}", highlight=False)
 
 
 def make_progress(config: DemoConfig, text: Text, numel: int, entropy: float, *, active: bool) -> Progress:
-    """The progress that fits stdout; prints the run's head line where it shows anything."""
+    """Make the progress that fits stdout; print the run's head line where it shows anything."""
     if not active or config.quiet:
         return Progress()
     where = {"nvme": "swapped to disk", "cpu": "offloaded to host memory", "none": "not offloaded"}[config.offload]

@@ -21,7 +21,10 @@ from zcomm.launch.verdict import leave_last_words
 
 
 class Interrupt:
-    """Turns the first SIGINT or SIGTERM into KeyboardInterrupt and ignores later ones: clearing up is under way."""
+    """Handler that turns the first SIGINT or SIGTERM into KeyboardInterrupt.
+
+    It ignores later ones: the rank is clearing up then.
+    """
 
     def __init__(self) -> None:
         self.received = False
@@ -56,7 +59,7 @@ def guarded(run: Callable[[], None], interrupt: Interrupt) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        if interrupt.received:  # what fails while everybody leaves is no news
+        if interrupt.received:  # a failure while all ranks leave is not reported
             return 130
         if debug:
             traceback.print_exc()

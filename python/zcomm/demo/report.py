@@ -60,7 +60,7 @@ def draw_loss(
 
 
 def smoothed(values: Sequence[float], weight: float = 0.9) -> list[float]:
-    """Exponential mean, corrected for its start."""
+    """Return the exponential mean, corrected for its start."""
     out: list[float] = []
     mean, norm = 0.0, 0.0
     for value in values:
@@ -113,7 +113,7 @@ _TIME_HEADINGS = ("part", "median, ms", "of all steps, s", "share")
 
 
 def time_rows(steps: Sequence[dict[str, Any]]) -> list[tuple[str, str, str, str]]:
-    """Seconds of rank 0 by part: the median step, the sum of all steps, and the part's share of it."""
+    """Return the seconds of rank 0 by part: the median step, the sum of all steps, and the part's share of it."""
     total = sum(record["step_s"] for record in steps) or 1e-9
     rows = []
     for key, name in (("compute_s", "compute"), ("comm_s", "communication"), ("swap_s", "swap"), ("step_s", "step")):

@@ -1,4 +1,4 @@
-"""What a demo run leaves: metrics.jsonl line by line, and at the end the summary on stdout and the report's files."""
+"""Results of a demo run: metrics.jsonl line by line, and at the end the summary on stdout and the report's files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Metrics:
         self._file.flush()
 
     def of_kind(self, kind: str) -> list[dict[str, object]]:
-        """The lines of one kind, in order."""
+        """Return the lines of one kind, in order."""
         return [record for record in self.records if record["kind"] == kind]
 
 
@@ -51,12 +51,12 @@ class Summary:
     sample: str
 
     def as_dict(self) -> dict[str, object]:
-        """For metrics.jsonl."""
+        """Return the summary as a record of metrics.jsonl."""
         return dataclasses.asdict(self)
 
 
 def verdict(summary: Summary) -> str:
-    """The loss beside the entropy, as one sentence."""
+    """Return the loss beside the entropy, as one sentence."""
     below = summary.unigram_entropy - summary.validation_loss
     return (
         f"validation loss {summary.validation_loss:.3f} nats per byte "
@@ -66,9 +66,9 @@ def verdict(summary: Summary) -> str:
 
 
 def memory_rows(summary: Summary) -> list[tuple[str, str, str, str, str]]:
-    """(tier, purpose, measured MiB, formula MiB, difference): rows where either is not zero, and a total.
+    """Return rows (tier, purpose, measured MiB, formula MiB, difference) where either is not zero, and a total.
 
-    Slots are working space that ZeRO's formula does not speak of, so the total leaves them out.
+    Slots are working space that ZeRO's formula does not contain, so the total leaves them out.
     """
     rows = []
     totals = [0, 0]
@@ -86,17 +86,17 @@ def memory_rows(summary: Summary) -> list[tuple[str, str, str, str, str]]:
 
 
 def mib(nbytes: float) -> str:
-    """Bytes as MiB."""
+    """Return bytes as MiB."""
     return f"{nbytes / 2**20:.2f}"
 
 
 def difference(measured: int, formula: int) -> str:
-    """Relative where the formula has something to say (slots are not in it)."""
+    """Return the relative difference where the formula has a value (slots are not in it)."""
     return f"{100.0 * (measured - formula) / formula:+.1f}%" if formula else "-"
 
 
 def swap_lines(stats: dict[str, float]) -> list[str]:
-    """What rank 0 moved to and from disk, and how fast."""
+    """Return lines about what rank 0 moved to and from disk, and how fast."""
     lines = []
     for word, nbytes_key, seconds_key in (
         ("read", "swap_read_nbytes", "swap_read_s"),
@@ -147,5 +147,5 @@ def _print(config: DemoConfig, summary: Summary) -> None:
 
 
 def printable(text: str) -> str:
-    """Without control characters, which a half-trained model may well write to a terminal."""
+    """Return text without control characters, which a half-trained model may well write to a terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -31,7 +31,7 @@ _TINY_NBYTES = 4096  # below this neither training nor validation has one full c
 
 
 class DataError(ValueError):
-    """The text cannot be used; the message names the path and what to do."""
+    """Error of a text that cannot be used; the message names the path and what to do."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def load_text(path: str | None = None, max_nbytes: int = _MAX_NBYTES) -> Text:
 
 
 def unigram_entropy(train: np.ndarray, validation: np.ndarray) -> float:
-    """Mean cost in nats per byte of `validation` under the byte frequencies of `train` (add-one smoothed).
+    """Return the mean cost in nats per byte of `validation` under the byte frequencies of `train` (add-one smoothed).
 
     This is the loss of the best model that looks at no context at all.
     """
@@ -78,7 +78,7 @@ def unigram_entropy(train: np.ndarray, validation: np.ndarray) -> float:
 
 
 def bits_per_byte(nats: float) -> float:
-    """Nats per byte as bits per byte."""
+    """Return nats per byte as bits per byte."""
     return nats / math.log(2.0)
 
 
@@ -103,7 +103,7 @@ def _user_files(path: Path) -> list[Path]:
 
 
 def _read(files: list[Path], max_nbytes: int) -> list[bytes]:
-    """Contents of the files that are UTF-8 text, up to `max_nbytes` in all."""
+    """Return the contents of the files that are UTF-8 text, up to `max_nbytes` in all."""
     contents: list[bytes] = []
     left = max_nbytes
     for file in files:

@@ -61,7 +61,7 @@ def run(config: DemoConfig) -> None:
 
 
 def make_optimizer(model: GPT, config: DemoConfig) -> zcomm.ZeroOptimizer:
-    """AdamW through ZeRO as the options say."""
+    """Make AdamW through ZeRO as the options ask."""
     return zcomm.ZeroOptimizer(
         model,
         "adamw",
@@ -80,7 +80,7 @@ def make_optimizer(model: GPT, config: DemoConfig) -> zcomm.ZeroOptimizer:
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Linear warmup, then a cosine down to a small part of the peak. step: 0-based."""
+    """Return the learning rate: linear warmup, then a cosine down to a small part of the peak. step: 0-based."""
     warmup = max(1, round(_WARMUP * steps))
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -89,7 +89,7 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 
 def windows(text: np.ndarray, starts: np.ndarray, context: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, each int64 [len(starts), context], from the bytes at `starts`."""
+    """Return inputs and targets, each int64 [len(starts), context], from the bytes at `starts`."""
     both = np.stack([text[start : start + context + 1] for start in starts]).astype(np.int64)
     tensor = torch.from_numpy(both)
     return tensor[:, :-1], tensor[:, 1:]
@@ -117,7 +117,7 @@ class Training:
         self.metrics = results.Metrics(config.directory) if self.rank == 0 else None
 
     def run(self) -> None:
-        """All of it; rank 0 writes and prints."""
+        """Train, evaluate and sample; rank 0 writes and prints."""
         config = self.config
         entropy = unigram_entropy(self.text.train, self.text.validation)
         progress = make_progress(config, self.text, self.numel, entropy, active=self.rank == 0)
@@ -160,10 +160,10 @@ class Training:
             self.log("summary", summary.as_dict())
             assert self.metrics is not None
             results.finish(config, summary, self.metrics)
-        zcomm.barrier()  # nobody leaves while rank 0 still writes: a failure there is everybody's
+        zcomm.barrier()  # no rank leaves while rank 0 still writes: a failure there fails all ranks
 
     def step(self, step: int) -> StepRecord:
-        """One optimizer step: `accum` micro-steps. step: 1-based."""
+        """Make one optimizer step: `accum` micro-steps. step: 1-based."""
         config = self.config
         before = self.optimizer.stats()
         started = time.perf_counter()
@@ -201,7 +201,10 @@ class Training:
 
     @torch.no_grad()
     def evaluate(self, count: int) -> float:
-        """Mean loss in nats per byte over `count` evenly spaced windows of the validation text, shared among ranks."""
+        """Return the mean loss in nats per byte over `count` evenly spaced windows of the validation text.
+
+        The ranks share the windows.
+        """
         config = self.config
         per_rank = max(1, count // config.world_size)
         last = len(self.text.validation) - config.context - 1
@@ -217,7 +220,7 @@ class Training:
 
     @torch.no_grad()
     def generate(self, prompt: bytes, count: int, temperature: float = 0.7) -> bytes:
-        """`prompt` and `count` bytes after it; the same on every rank."""
+        """Return `prompt` and `count` bytes after it; the same on every rank."""
         generator = torch.Generator().manual_seed(self.config.seed)
         self.model.eval()
         tokens = torch.tensor([list(prompt)], dtype=torch.int64)
@@ -229,6 +232,6 @@ class Training:
         return bytes(tokens[0].tolist())
 
     def log(self, kind: str, content: dict[str, object]) -> None:
-        """A line of metrics.jsonl, on rank 0."""
+        """Write a line of metrics.jsonl, on rank 0."""
         if self.metrics is not None:
             self.metrics.write(kind, content)
