@@ -1,4 +1,4 @@
-"""Starts the ranks of one host and answers for their end.
+"""Launcher: starts the ranks of one host and answers for their end.
 
 Imports neither torch nor the core: a start costs milliseconds.
 """

@@ -1,6 +1,6 @@
-"""The variables that a rank finds in its environment, and the private directory that the job meets in.
+"""Environment variables of a rank, and the private directory that the job meets in.
 
-Invariant: what the user set himself (OMP_NUM_THREADS, PYTHONUNBUFFERED) is kept.
+Invariant: variables that the user has set (OMP_NUM_THREADS, PYTHONUNBUFFERED) is kept.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ ADDRESS = "127.0.0.1"
 
 
 def free_port() -> int:
-    """A TCP port on 127.0.0.1 that was free just now."""
+    """Return a TCP port on 127.0.0.1 that was free just now."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind((ADDRESS, 0))
         port: int = probe.getsockname()[1]
@@ -22,19 +22,25 @@ def free_port() -> int:
 
 
 def core_count() -> int:
-    """Cores that this process may run on (a container or taskset may leave fewer than the machine has)."""
+    """Return the number of cores that this process may run on.
+
+    A container or taskset may leave fewer than the machine has.
+    """
     return len(os.sched_getaffinity(0))
 
 
 def error_file(private: Path, rank: int) -> Path:
-    """Where a rank may write why it ends ({"error": type name, "message": text}), for the launcher's last words."""
+    """Return the file where a rank may write why it ends, for the launcher's report.
+
+    Content: {"error": type name, "message": text}.
+    """
     return private / f"error{rank}.json"
 
 
 def rank_environment(
     base: Mapping[str, str], extra: Mapping[str, str], rank: int, world_size: int, port: int, private: Path
 ) -> dict[str, str]:
-    """Environment of one rank: `base` with `extra` over it and the launcher's own variables over both."""
+    """Return the environment of one rank: `base` with `extra` over it and the launcher's own variables over both."""
     environment = {**base, **extra}
     environment.setdefault("OMP_NUM_THREADS", str(max(1, core_count() // world_size)))
     environment.setdefault("PYTHONUNBUFFERED", "1")  # lines arrive when they are written

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class UserError(Exception):
-    """What the user asked for cannot be done; the message is the one line that he sees. exit_code: of the command."""
+    """Error of use: a request that cannot be served. The message is the one line shown. exit_code: of the command."""
 
     def __init__(self, message: str, exit_code: int = 2) -> None:
         super().__init__(message)

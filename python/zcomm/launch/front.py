@@ -43,7 +43,7 @@ def launch(job: Job) -> int:
 
 
 def _supervise(supervisor: Supervisor, job: Job, front: int, old_mask: set[int | signal.Signals]) -> None:
-    """The child's whole life: never returns."""
+    """Run the child to its end; never return."""
     code = 70
     try:
         os.setpgid(0, 0)  # a signal for the front's group (Ctrl-C, kill) reaches us once, through the front

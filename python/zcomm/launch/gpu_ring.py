@@ -16,7 +16,7 @@ VISIBLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 
 
 def gpu_ring(environment: Mapping[str, str], world_size: int, machine: Machine) -> dict[str, str]:
-    """The variables that number the GPUs by NVML's best ring over as many as there are ranks, or over all.
+    """Return the variables that number the GPUs by NVML's best ring over as many as there are ranks, or over all.
 
     environment: what the ranks have without them. Raises: UserError where a variable is set already, where NVML does
     not tell, or a GPU is lost or cut into parts (MIG).
@@ -39,8 +39,10 @@ def gpu_ring(environment: Mapping[str, str], world_size: int, machine: Machine) 
 
 
 def best_ring(machine: Machine, size: int) -> tuple[int, ...]:
-    """Places in ``machine.gpus`` of the best ring of ``size`` of them. Of more than EXACT GPUs the first ones are
-    taken, and of equally good rings the first."""
+    """Return the positions in ``machine.gpus`` of the best ring of ``size`` of them.
+
+    Of more than EXACT GPUs the first ones are taken, and of equally good rings the first.
+    """
     ranks, count = machine.ranks(), len(machine.gpus)
     size = min(size, count)
     if count > EXACT:

@@ -1,4 +1,4 @@
-"""What to start: a job of ranks of one program on this host."""
+"""A job to start: the ranks of one program on this host."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Job:
     argv: command line of every rank. environment: variables set on top of the caller's and below the launcher's own.
     prefix: start each line with "[rank]". inherit_stdout: ranks write to the caller's stdout themselves (a progress bar
     needs the terminal). tee: directory that also gets rank<r>.out and rank<r>.err. once: a line of stderr that several
-    ranks write is shown once. only_rank: the rank whose output is shown; None: all. announce: name at the start of each
-    line that the launcher itself writes.
+    ranks write is shown once. only_rank: show the output of this rank alone; None: of all. announce: name at the
+    start of each line that the launcher itself writes.
     """
 
     argv: list[str]

@@ -1,4 +1,4 @@
-"""Was a SIGKILL the kernel's out-of-memory killer? Counters read before the job and again after a rank's death.
+"""Test for the kernel's out-of-memory killer after a SIGKILL: counters read before the job and after a rank's death.
 
 The cgroup's counter is exact for this container or slice; /proc/vmstat counts the whole machine.
 Source: kernel Documentation/admin-guide/cgroup-v2.rst (memory.events), cgroup-v1/memory.rst (memory.oom_control).
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def counter_files(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> list[Path]:
-    """Files with an `oom_kill` line that concern this process, the most exact first."""
+    """Return files with an `oom_kill` line that concern this process, the most exact first."""
     files: list[Path] = []
     try:
         lines = (proc / "self/cgroup").read_text().splitlines()
@@ -29,7 +29,7 @@ def counter_files(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgrou
 
 
 def read_counter(file: Path) -> int | None:
-    """The number on the `oom_kill` line, or None if there is none."""
+    """Return the number on the `oom_kill` line, or None if there is none."""
     try:
         for line in file.read_text().splitlines():
             name, _, value = line.partition(" ")
@@ -41,13 +41,13 @@ def read_counter(file: Path) -> int | None:
 
 
 class OomWatch:
-    """Remembers the counters at the start; `risen()` names the first that has risen since."""
+    """Counters of out-of-memory kills at the start; `risen()` names the first that has risen since."""
 
     def __init__(self, files: Sequence[Path] | None = None) -> None:
         self._start = {f: read_counter(f) or 0 for f in (counter_files() if files is None else files)}
 
     def risen(self) -> Path | None:
-        """The file whose count of out-of-memory kills has risen, or None."""
+        """Return the first file with a risen count of out-of-memory kills, or None."""
         for file, before in self._start.items():
             if (read_counter(file) or 0) > before:
                 return file

@@ -1,4 +1,4 @@
-"""Carries what ranks write to the launcher's own stdout and stderr, line by line, and keeps the last lines.
+"""Output of the ranks, passed on to the launcher's own stdout and stderr line by line; the last lines are kept.
 
 Several ranks' progress bars would overwrite each other (a carriage return leads back to one line): their states become
 lines, at most one a second. A traceback that another rank has shown already becomes one line.
@@ -30,7 +30,7 @@ _INTERRUPT = re.compile(
 
 
 class ReaderGone(Exception):
-    """Nobody reads the launcher's output any more."""
+    """Error raised when the reader of the launcher's output has closed it."""
 
 
 class Stream:
@@ -64,7 +64,7 @@ class Stream:
         self._rank = rank
         self._alone = alone
         self._shown = shown
-        self._block: list[bytes] = []  # of a traceback whose end has not come
+        self._block: list[bytes] = []  # of a traceback that is not complete yet
         self._bar_at = 0.0
         self._bar = b""  # state of a progress bar that was not shown
         self._target = target
@@ -180,12 +180,12 @@ class Stream:
 
 
 def write_all(target: int, content: bytes) -> None:
-    """Write everything; raises ReaderGone when the other side has closed."""
+    """Write everything. Raises: ReaderGone when the other side has closed."""
     view = memoryview(content)
     while view:
         try:
             view = view[os.write(target, view) :]
-        except BlockingIOError:  # somebody made our stdout non-blocking: wait until it takes more
+        except BlockingIOError:  # another process made our stdout non-blocking: wait until it takes more
             import select
 
             select.select([], [target], [])

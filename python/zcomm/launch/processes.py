@@ -35,7 +35,7 @@ def become_subreaper() -> None:
 
 
 def signal_name(signum: int) -> str:
-    """SIGKILL for 9, and so on."""
+    """Return SIGKILL for 9, and so on."""
     try:
         return signal.Signals(signum).name
     except ValueError:
@@ -43,7 +43,7 @@ def signal_name(signum: int) -> str:
 
 
 def process_table() -> dict[int, tuple[int, int]]:
-    """pid -> (parent pid, session id) of every live process (zombies left out)."""
+    """Return pid -> (parent pid, session id) of every live process (zombies left out)."""
     table: dict[int, tuple[int, int]] = {}
     for name in os.listdir("/proc"):
         if not name.isdigit():
@@ -60,7 +60,7 @@ def process_table() -> dict[int, tuple[int, int]]:
 
 
 def descendants(root: int | None = None) -> dict[int, int]:
-    """pid -> session id of all live descendants of `root` (default: this process)."""
+    """Return pid -> session id of all live descendants of `root` (default: this process)."""
     table = process_table()
     children: dict[int, list[int]] = {}
     for pid, (parent, _) in table.items():

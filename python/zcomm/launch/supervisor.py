@@ -1,4 +1,4 @@
-"""The process that starts the ranks, carries their output and judges their end: one event loop, no threads.
+"""Supervisor: the process that starts the ranks, carries their output and judges their end: one event loop, no threads.
 
 Life of a job: start all -> wait -> (first failure: `settle_s` for the others to end by themselves, then SIGTERM, then
 after `grace_s` SIGKILL) or (a signal: forwarded once, SIGKILL after `grace_s` or at a second one) -> end whatever
@@ -39,7 +39,7 @@ class Rank:
 
 
 class Supervisor:
-    """Runs one job. Use once."""
+    """Supervisor of one job. Use once."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -53,9 +53,9 @@ class Supervisor:
         self._kill_at: float | None = None
 
     def run(self, mask: set[int | signal.Signals]) -> int:
-        """Start the ranks and see them through; returns the job's exit code. Unblocks signals to `mask` when ready."""
+        """Start the ranks, wait for their end and return the job's exit code. Unblocks signals to `mask` when ready."""
         self._oom = OomWatch()
-        private = Path(tempfile.mkdtemp(prefix="zcomm-"))  # mode 0700: nobody else can join or listen
+        private = Path(tempfile.mkdtemp(prefix="zcomm-"))  # mode 0700: no other user can join or listen
         wakeup = self._catch_signals()
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         try:
@@ -185,7 +185,7 @@ class Supervisor:
                 self._terminate_at = time.monotonic() + self._job.settle_s
 
     def _end_session(self, session: int) -> None:
-        """What a rank started and left behind ends with it. [Stragglers that left the session end with the job.]"""
+        """End what a rank started and left behind. [Stragglers that left the session end with the job.]"""
         for pid, its_session in processes.descendants().items():
             if its_session == session:
                 processes.send(pid, signal.SIGTERM)
@@ -203,7 +203,7 @@ class Supervisor:
                 processes.send(pid, signal.SIGKILL)
 
     def _end_all(self) -> None:
-        """Whatever still descends from us ends here; the streams of ranks that were cut off are let go."""
+        """End all processes that still descend from this one; the streams of ranks that were cut off are let go."""
         for pid, rank in self._running.items():
             processes.send(pid, signal.SIGKILL)
             rank.process.returncode = -signal.SIGKILL

@@ -1,4 +1,4 @@
-"""Who failed first, and why, in words. Pure functions over what the supervisor recorded.
+"""Report of the rank that failed first, and why. Pure functions over what the supervisor recorded.
 
 A rank that ends because another has died (PeerLost) is a consequence, whatever the order in which the kernel reports.
 """
@@ -19,7 +19,7 @@ _CONSEQUENCE = re.compile(r"^(zcomm\.(\S+\.)?)?PeerLost\b")
 
 @dataclass
 class RankEnd:
-    """How one rank ended. code: exit status, or minus the signal. by_launcher: after the launcher's own signal."""
+    """End of one rank. code: exit status, or minus the signal. by_launcher: after the launcher's own signal."""
 
     rank: int
     pid: int
@@ -34,34 +34,34 @@ class RankEnd:
 
     @property
     def failed(self) -> bool:
-        """Did this rank end badly by itself?"""
+        """True if this rank ended badly by itself."""
         return self.code != 0 and not self.by_launcher
 
     @property
     def consequence(self) -> bool:
-        """Did it end because another rank was lost?"""
+        """True if this rank ended because another rank was lost."""
         return self.error == "PeerLost" or any(_CONSEQUENCE.match(line) for line in self.stderr_tail)
 
     @property
     def exit_code(self) -> int:
-        """As a shell would give it: 128 + signal for a signal."""
+        """Exit code as a shell gives it: 128 + signal for a signal."""
         return self.code if self.code >= 0 else 128 - self.code
 
 
 def leave_last_words(error: str, message: str) -> None:
-    """Called by a rank before it ends badly: the launcher will give `message` as the reason.
+    """Write `message` as the reason that the launcher will report. A rank calls it before it ends badly.
 
     error: "UserError" makes `message` the launcher's only line; otherwise the exception's name ("PeerLost").
     Does nothing when no launcher asked for it.
     """
     file = os.environ.get("ZCOMM_ERROR_FILE")
     if file:
-        with contextlib.suppress(OSError):  # the launcher is gone: there is nobody to tell
+        with contextlib.suppress(OSError):  # the launcher is gone: there is no reader
             Path(file).write_text(json.dumps({"error": error, "message": message}), encoding="utf-8")
 
 
 def read_last_words(file: Path) -> tuple[str, str]:
-    """(error, message) that a rank left, or two empty strings."""
+    """Return (error, message) that a rank left, or two empty strings."""
     try:
         words = json.loads(file.read_text(encoding="utf-8"))
         return str(words["error"]), str(words["message"])
@@ -70,39 +70,39 @@ def read_last_words(file: Path) -> tuple[str, str]:
 
 
 def first_failure(ends: list[RankEnd]) -> RankEnd | None:
-    """The failure that the others follow from. `ends` is in the order in which ranks ended."""
+    """Return the failure that the others follow from. `ends` is in the order in which ranks ended."""
     failed = [end for end in ends if end.failed]
     return min(failed, key=lambda end: end.consequence, default=None)  # min keeps the order among equals
 
 
 def describe(end: RankEnd) -> str:
-    """One sentence: who, how, why."""
-    who = f"rank {end.rank} (pid {end.pid})"
+    """Return one sentence: which rank, how it ended, and why."""
+    rank = f"rank {end.rank} (pid {end.pid})"
     memory = f"its peak memory was {end.peak_nbytes / 2**30:.2f} GiB"
     if end.code < 0:
         name = signal_name(-end.code)
         if end.oom_counter:
             return (
-                f"{who} was killed by {name}: by the kernel's out-of-memory killer "
+                f"{rank} was killed by {name}: by the kernel's out-of-memory killer "
                 f"(oom_kill in {end.oom_counter} has risen); {memory}"
             )
         if name == "SIGKILL":
-            return f"{who} was killed by {name}: from outside, no out-of-memory kill was counted; {memory}"
-        return f"{who} was killed by {name}; {memory}"
+            return f"{rank} was killed by {name}: from outside, no out-of-memory kill was counted; {memory}"
+        return f"{rank} was killed by {name}; {memory}"
     reason = f": {end.error}: {end.message}" if end.message else f": {end.exception}" if end.exception else ""
-    return f"{who} exited with status {end.code}{reason}"
+    return f"{rank} exited with status {end.code}{reason}"
 
 
 def report(ends: list[RankEnd], name: str, show_tail: bool = True) -> list[str]:
-    """Lines for the end of a failed job: the first failure first, then what followed from it."""
+    """Return the lines for the end of a failed job: the first failure first, then what followed from it."""
     first = first_failure(ends)
     if first is None:
         return []
     if first.error == "UserError":
         return [f"{name}: error: {first.message}"]
     lines = [f"{name}: {describe(first)}"]
-    told = first.message or (first.exception and first.code > 0)
-    if show_tail and not told and first.stderr_tail:
+    explained = first.message or (first.exception and first.code > 0)
+    if show_tail and not explained and first.stderr_tail:
         lines[0] += "; its last lines on stderr:"
         lines += [f"    {line}" for line in first.stderr_tail[-10:]]
     for end in ends:
