@@ -1,4 +1,4 @@
-"""What autograd keeps between forward and backward of one micro-batch, found by tracing it.
+"""Memory that autograd keeps between forward and backward of one micro-batch, found by tracing it.
 
 On the meta device nothing is computed and nothing allocated. Counted is each storage once, without the model's own
 parameters and buffers; the working space inside of operators is not in it. Source: torch.autograd.graph's
@@ -14,7 +14,7 @@ from torch import nn
 
 
 def saved_nbytes(model: nn.Module, *args: Any, **kwargs: Any) -> int:
-    """Bytes that backward would need of ``model(*args, **kwargs)``, on the device of model and arguments.
+    """Return the bytes that backward would need of ``model(*args, **kwargs)``, on the device of model and arguments.
 
     A checkpointed block counts with its inputs alone, as it should. Raises: what the model raises.
     """

@@ -29,7 +29,9 @@ ARRAYS = {"adamw": 2, "adam": 2, "adamw-8bit": 2, "lion": 1, "adagrad": 1, "sgd"
 
 @dataclass(frozen=True)
 class Estimate:
-    """memory: of one rank. swap_read_nbytes, swap_written_nbytes: of one rank and optimizer step (reads: at most), and
+    """Bytes that one case needs.
+
+    memory: of one rank. swap_read_nbytes, swap_written_nbytes: of one rank and optimizer step (reads: at most), and
     what of them are parameters. count: elements of all buckets. update_nbytes: that the optimizer's pass reads and
     writes. tensors: trained parameters, where there is a model.
     """
@@ -49,12 +51,12 @@ class Estimate:
     tensors: int = 0
 
     def tier(self, name: str) -> int:
-        """Bytes of a tier; activations are on the device."""
+        """Return the bytes of a tier; activations are on the device."""
         return sum(self.memory[name].values()) + (self.activations_nbytes if name == "device" else 0)
 
     @property
     def host_nbytes(self) -> int:
-        """What a rank needs in RAM where the device is the CPU."""
+        """Bytes that a rank needs in RAM where the device is the CPU."""
         return self.tier("device") + self.tier("cpu")
 
 
@@ -73,7 +75,7 @@ def estimate(
     communication_dtype: str | None = None,
     units: Units | None = None,
 ) -> Estimate:
-    """What ``ZeroOptimizer`` of these options needs on CPU ranks of one host.
+    """Estimate what ``ZeroOptimizer`` of these options needs on CPU ranks of one host.
 
     model: a module (on any device, meta too), or the number of trained parameters.
     Raises: ValueError for an unknown stage, offload, precision or optimizer.
@@ -111,13 +113,16 @@ def estimate(
 
 
 def _update_nbytes(count: int, form: TileForm) -> int:
-    """The norm's pass over the gradients (of a step that clips), and one over gradients, weights and state, which are
-    written back."""
+    """Return the bytes of two passes over the data of ``count`` elements.
+
+    The norm's pass (of a step that clips) reads gradients; the update's reads gradients, weights and state, which are
+    written back.
+    """
     return count * (4 + 4 + 2 * form.dtype.itemsize) + 2 * form.nbytes(count)
 
 
 class _Layout:
-    """The places of everything, as build_parts lays them out."""
+    """Layout of all memory, as build_parts makes it."""
 
     def __init__(
         self,
@@ -163,7 +168,7 @@ class _Layout:
         return found
 
     def _unit_slots(self) -> int:
-        """The slots are one copy for the ranks of a host."""
+        """Return a rank's bytes of unit slots, of which the ranks of a host share one copy."""
         units = [sum(self.geometry.every[b].count for b in buckets) for buckets in self.geometry.unit_buckets]
         nbytes = [_pages(count * self.kind.param_nbytes) for count in units]
         keeps = [number == 0 or choice.keep for number, choice in enumerate(self.sections.choices)]

@@ -1,4 +1,4 @@
-"""What a case of stage and offload needs of a machine with GPUs, and what hides what: bytes by tier, seconds per step.
+"""Needs of a case of stage and offload on a machine with GPUs: bytes by tier, seconds per step, what hides what.
 
 [Note: tiers with a GPU] Each rank has a device copy of what stage shards do not take (D4 shares memory on CPUs only).
 Where the optimizer's state is offloaded, the weights and the fp32 sums of gradients are in host memory, too: the CPU
@@ -43,9 +43,12 @@ class GpuHost:
 
 @dataclass(frozen=True)
 class GpuCase:
-    """gpu_nbytes: of the fullest GPU; host and drive: of all ranks. Seconds per optimizer step as if nothing hid them;
+    """One case on a host with GPUs.
+
+    gpu_nbytes: of the fullest GPU; host and drive: of all ranks. Seconds per optimizer step as if nothing hid them;
     None where a rate is not known. hiding_tokens: per step and over all ranks, from which on the GPUs compute longer
-    than the longest of them, at MFU of the peak. lacks: what is too small."""
+    than the longest of them, at MFU of the peak. lacks: what is too small.
+    """
 
     stage: int
     offload: str
@@ -73,7 +76,7 @@ def gpu_case(
     accumulation: int = 1,
     activations_nbytes: int = 0,
 ) -> GpuCase:
-    """One case. activations_nbytes: of a rank's micro-batch. Raises: ValueError for an unknown option."""
+    """Compute one case. activations_nbytes: of a rank's micro-batch. Raises: ValueError for an unknown option."""
     if optimizer not in ARRAYS:
         raise ValueError(f"optimizer={optimizer!r}; known here: {', '.join(ARRAYS)}")
     where, form = as_offload(offload, stage), as_precision(precision)
@@ -139,7 +142,9 @@ class _Seconds:
     params_offloaded: bool
 
     def pcie(self, itemsize: int, accumulation: int, beside: int) -> float | None:
-        """Gradients down each micro-step, weights up each step; offloaded parameters go up for forward and backward of
+        """Return the seconds of PCIe in a step.
+
+        Gradients go down each micro-step, weights up each step; offloaded parameters go up for forward and backward of
         each micro-step: of the whole model, on each rank. For a step on the GPU the rank's share of sums and weights
         goes up, too, and of weights down. Both directions at once.
         """
@@ -158,8 +163,11 @@ class _Seconds:
         return None if self.host.memory_bps is None else per_param * self.numel / self.host.memory_bps
 
     def sums(self, itemsize: int, accumulation: int) -> float | None:
-        """Gradients of each micro-step into host slots, out of them, and into the fp32 sum, which the first only
-        writes; in stage 0 each rank reads and writes the other ranks' parts of it."""
+        """Return the seconds of summing gradients in host memory.
+
+        Gradients of each micro-step go into host slots, out of them, and into the fp32 sum, which the first only
+        writes. In stage 0 each rank reads and writes the other ranks' parts of it.
+        """
         if not self.by_host:
             return 0.0
         if self.host.memory_bps is None:
@@ -169,7 +177,7 @@ class _Seconds:
         return per_param * self.numel / self.host.memory_bps
 
     def swap(self, state: int, params: int, accumulation: int) -> float | None:
-        """State and parameters once each way, and offloaded parameters for each gather."""
+        """Return the drive's seconds: state and parameters once each way, offloaded parameters for each gather."""
         if not state + params:
             return 0.0
         if self.host.drive_bps is None:
@@ -178,7 +186,10 @@ class _Seconds:
         return self.world_size * (read / self.host.drive_bps[0] + written / self.host.drive_bps[1])
 
     def tokens(self, *seconds: float | None) -> float | None:
-        """6 FLOP per parameter and token: see gpu_speeds.hiding_tokens, of which this is the general form."""
+        """Return the tokens that hide the longest of ``seconds``, at 6 FLOP per parameter and token.
+
+        It is the general form of gpu_speeds.hiding_tokens.
+        """
         known = [each for each in seconds if each is not None]
         if self.host.flops is None or len(known) < len(seconds):
             return None

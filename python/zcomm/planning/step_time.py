@@ -38,7 +38,9 @@ def step_time(
     accumulation: int = 1,
     drive_bps: tuple[float, float] | None = None,
 ) -> StepTime | None:
-    """drive_bps: bytes per second read and written, which the ranks share; None where it was not measured.
+    """Compute the seconds of a step.
+
+    drive_bps: bytes per second read and written, which the ranks share; None where it was not measured.
 
     Returns: None where the case swaps and the drive was not measured.
     """

@@ -1,4 +1,4 @@
-"""What forward and backward of one micro-batch do: each operation's arithmetic and the bytes that it reads and writes.
+"""Work of forward and backward of one micro-batch: each operation's arithmetic and the bytes that it reads and writes.
 
 Traced on the meta device, so nothing is computed. Views cost their start. Source: torch.utils.flop_counter's formulas;
 the roofline model (Williams, Waterman, Patterson: CACM 52(4), 2009) then makes seconds of them.
@@ -39,7 +39,7 @@ class Work(list[Operation]):
         return sum(operation.flops for operation in self)
 
     def seconds(self, speeds: Speeds, precision: str) -> float:
-        """Each takes as long as its arithmetic or its bytes need, whichever is more, and its start."""
+        """Return the seconds of all operations: for each the longer of its arithmetic and its bytes, and its start."""
         rate = speeds.flops[precision]
         total = 0.0
         for operation in self:
@@ -74,7 +74,10 @@ class _Recorder(TorchDispatchMode):
 
 
 def work_of(model: nn.Module, *args: Any, **kwargs: Any) -> Work:
-    """Forward of ``model(*args, **kwargs)``, backward from the sum of its floating outputs. Raises: what it raises."""
+    """Trace forward of ``model(*args, **kwargs)`` and backward from the sum of its floating outputs.
+
+    Raises: what the model raises.
+    """
     work = Work()
     with torch.enable_grad(), _Recorder(work):
         output = model(*args, **kwargs)
@@ -102,5 +105,5 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
-    """An expanded tensor is read from its few bytes."""
+    """Return the bytes of a tensor; an expanded one is read from its few bytes."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
