@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Profile:
-    """What ``profile`` gives. ``steps``: optimizer steps that were seen; ``wall_s``: seconds in the block."""
+    """Result of ``profile``. ``steps``: optimizer steps that were seen; ``wall_s``: seconds in the block."""
 
     def __init__(self, path: Path, trace: Trace) -> None:
         self.path = path
@@ -35,8 +35,10 @@ class Profile:
         return f"<zcomm.profile {self.path}: {self.steps} steps in {self.wall_s:.3g} s{f'; {parts}' if parts else ''}>"
 
     def seconds(self) -> dict[str, float]:
-        """This rank's seconds: compute, waiting, gathering, communication, swap; hidden: of the last three, those in
-        which the main thread was not waiting."""
+        """Return this rank's seconds of compute, waiting, gathering, communication and swap.
+
+        hidden: of the last three, those in which the main thread was not waiting.
+        """
         return self._trace.seconds()
 
 
@@ -44,7 +46,7 @@ class Profile:
 def profile(path: str | os.PathLike[str], optimizers: Sequence[Owner] | None = None) -> Iterator[Profile]:
     """Write a timeline of what runs inside to ``path`` (JSON, for https://ui.perfetto.dev). All ranks call it.
 
-    optimizers: which to look at; None: all that are open in this process.
+    optimizers: the ones to profile; None: all that are open in this process.
     Raises: ValueError where there is none; OSError on rank 0 where the file cannot be written.
     """
     from zcomm.zero.agree import all_values

@@ -1,9 +1,9 @@
-"""Taps: what a profile puts around the parts of an optimizer while it is open, and takes away again.
+"""Taps: wrappers that a profile puts around the parts of an optimizer while it is open, and takes away again.
 
 Nothing is in the way of a program without a profile: methods are replaced on the objects, the core's communicators and
 swap files stand behind a proxy, and hooks are registered, all on entry.
 Thread rule: taps are installed and removed on the main thread. One watching thread per proxy waits for the operations
-in their order and notes when each ended (a core Work is one thread's: only the watcher touches it).
+in their order and records when each ended (a core Work is one thread's: only the watcher touches it).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Watched:
 
 
 class WatchedWork:
-    """As the core's Work: the program waits for the watcher, also when it drops this."""
+    """Stand-in for the core's Work: the program waits for the watcher, also when it drops this."""
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
@@ -59,7 +59,7 @@ class WatchedWork:
 
 
 class Proxy:
-    """Stands for a core object; times the calls in ``timed``. ``serial``: its operations run one after the other."""
+    """Proxy of a core object; times the calls in ``timed``. ``serial``: its operations run one after the other."""
 
     def __init__(self, inner: Any, lane: str, timed: set[str], trace: Trace, serial: bool) -> None:
         self._inner, self._lane, self._timed, self._trace, self._serial = inner, lane, timed, trace, serial
@@ -72,7 +72,7 @@ class Proxy:
         return self._wrap(name, value) if name in self._timed else value
 
     def all_reduce_tensor(self, *_args: Any) -> Any:
-        """Sends the caller the longer way, by ``all_reduce``, which is timed."""
+        """Return NotImplemented: the caller then takes the longer way by ``all_reduce``, which is timed."""
         return NotImplemented
 
     def _wrap(self, operation: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,7 +106,7 @@ class Proxy:
             watched.ended.set()
 
     def close(self) -> None:
-        """All operations have ended afterwards."""
+        """Wait for the end of all operations and stop the thread."""
         self._queue.put(None)
         self._thread.join()
 
@@ -119,7 +119,7 @@ def _size(operation: str, args: tuple[Any, ...]) -> dict[str, Any]:
 
 
 class Taps(ExitStack):
-    """All that one profile has installed; closing removes it, last first."""
+    """Everything that one profile has installed; closing removes it, last first."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class Taps(ExitStack):
     # --- tools ------------------------------------------------------------------------------------------------
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
-        """``owner.name`` is ``value`` until the taps close."""
+        """Set ``owner.name`` to ``value`` until the taps close."""
         own = vars(owner).get(name, self)  # self: it is the class's
 
         def back() -> None:
@@ -191,7 +191,7 @@ class Taps(ExitStack):
         label: Callable[..., str],
         counts: Callable[..., bool] = lambda *_, **__: True,
     ) -> None:
-        """Note each call of ``owner.name`` for which ``counts``."""
+        """Record each call of ``owner.name`` for which ``counts``."""
         original = getattr(owner, name)
         trace = self.trace
 
@@ -207,7 +207,7 @@ class Taps(ExitStack):
         self.replace(owner, name, timed)
 
     def _forward(self, model: nn.Module) -> None:
-        """The model, its children, and the members of its lists."""
+        """Time forward of the model, its children, and the members of its lists."""
         begins: dict[int, list[int]] = {}
         for name, module in _shown_modules(model):
             words = f"forward {name or type(model).__name__}"

@@ -29,7 +29,7 @@ class Span:
 
 
 class Trace:
-    """Grows while a profile is open."""
+    """Spans of one rank; grows while a profile is open."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -39,12 +39,15 @@ class Trace:
         self.spans.append(Span(lane, name, begin, end, args))
 
     def covered(self, lane: str) -> Intervals:
-        """What the lane's spans cover, without overlaps."""
+        """Return the intervals that the lane's spans cover, without overlaps."""
         return united((span.begin, span.end) for span in self.spans if span.lane == lane)
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by lane. compute: without the waiting in it. hidden: communication, swap and gathering while the
-        main thread was not waiting."""
+        """Return the seconds by lane.
+
+        compute: without the waiting in it. hidden: communication, swap and gathering while the main thread was not
+        waiting.
+        """
         waiting = self.covered("waiting")
         behind = united(i for lane in ("gathering", "communication", "swap") for i in self.covered(lane))
         found = {lane: length(self.covered(lane)) for lane in LANES}
@@ -53,7 +56,7 @@ class Trace:
         return {name: nanoseconds / 1e9 for name, nanoseconds in found.items()}
 
     def events(self, rank: int) -> list[dict[str, Any]]:
-        """Chrome's events of this rank, microseconds since ``origin``."""
+        """Return Chrome's events of this rank, microseconds since ``origin``."""
         found: list[dict[str, Any]] = [_named("process_name", rank, 0, f"rank {rank}")]
         found += [_named("thread_name", rank, number, lane) for number, lane in enumerate(LANES)]
         for number, span in enumerate(sorted(self.spans, key=lambda span: span.begin)):
@@ -72,7 +75,7 @@ def _named(what: str, rank: int, lane: int, name: str) -> dict[str, Any]:
 
 
 def united(intervals: Iterable[tuple[int, int]]) -> Intervals:
-    """The same points in time, in order and without overlaps."""
+    """Return the same points in time, in order and without overlaps."""
     found: Intervals = []
     for begin, end in sorted(intervals):
         if found and begin <= found[-1][1]:
@@ -83,7 +86,7 @@ def united(intervals: Iterable[tuple[int, int]]) -> Intervals:
 
 
 def common(one: Intervals, other: Intervals) -> Intervals:
-    """What lies in both, each without overlaps."""
+    """Return the intersection of two lists, each without overlaps."""
     found: Intervals = []
     i = j = 0
     while i < len(one) and j < len(other):
