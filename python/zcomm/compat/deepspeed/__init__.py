@@ -1,7 +1,7 @@
 """``import zcomm.compat.deepspeed as deepspeed``: the names that a DeepSpeed training script uses.
 
-Only names that zcomm serves are here; another one is an AttributeError that says so. Importing loads nothing heavy: the
-engine, ``zero``, ``comm``, ``checkpointing``, ``moe`` (which refuses), ``ops``, ``utils`` and ``accelerator`` come when
+Only names that zcomm serves are here; another one raises AttributeError. Importing loads nothing heavy: the engine,
+``zero``, ``comm``, ``checkpointing``, ``moe`` (which refuses), ``ops``, ``utils`` and ``accelerator`` are loaded when
 they are first used. A script that is not to be touched at all runs by ``python -m zcomm.compat.deepspeed script.py``.
 """
 
@@ -35,9 +35,9 @@ __all__ = [
     "utils",
     "zero",
 ]
-__version__ = "0.19.8"  # the version of DeepSpeed whose names and numbers these are
+__version__ = "0.19.8"  # the version of DeepSpeed that these names and numbers are of
 
-# Backends whose work zcomm's own transports do; others are passed on by name, and refused where they are not built.
+# Backends that zcomm's own transports replace; others are passed on by name, and refused where they are not built.
 # ZeRO's collectives are in host memory, of a model on a GPU, too: scripts that name "nccl" mean the usual one.
 _OWN_TRANSPORT = {None: "auto", "gloo": "auto", "ccl": "auto", "nccl": "auto"}
 
@@ -84,7 +84,7 @@ def init_distributed(
 
 
 def _serve_torch_distributed(rank: int | None, world_size: int | None, init_method: str | None, seconds: float) -> None:
-    """What scripts ask after init_distributed: torch.distributed's default group, unless they have made one."""
+    """Make torch.distributed's default group, which scripts use after init_distributed, unless they have made one."""
     import dataclasses
     import time
 
@@ -113,8 +113,10 @@ def _serve_torch_distributed(rank: int | None, world_size: int | None, init_meth
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, zero.ZeroOptimizer, Any, Any]:
-    """``zcomm.initialize``, with its arguments. As DeepSpeed's it takes the model to the accelerator's device (the
-    rank's own among CUDA devices); ``device=`` says another one.
+    """Call ``zcomm.initialize`` with these arguments.
+
+    As DeepSpeed's it takes the model to the accelerator's device (the rank's own among CUDA devices); ``device=``
+    chooses another one.
 
     Raises: as ``zcomm.initialize`` and ``get_accelerator``.
     """

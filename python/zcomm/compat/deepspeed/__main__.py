@@ -1,4 +1,4 @@
-"""``python -m zcomm.compat.deepspeed script.py ARGS``: run a script whose ``import deepspeed`` finds zcomm.
+"""``python -m zcomm.compat.deepspeed script.py ARGS``: run a script with zcomm as its ``deepspeed``.
 
 For scripts that are not to be touched at all: ``zcomm run -n 2 -m zcomm.compat.deepspeed train.py --deepspeed``.
 """

@@ -1,7 +1,7 @@
-"""``deepspeed.accelerator``: the questions that training scripts ask about their device.
+"""``deepspeed.accelerator``: properties of the device, as training scripts read them.
 
 The device is CUDA where torch and the core both have a working one, else the CPU; ``DS_ACCELERATOR=cpu`` (or ``cuda``)
-in the environment says it instead. It is chosen once, by the first question.
+in the environment chooses it instead. It is chosen once, by the first call.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class CpuAccelerator:
     """The CPU. An index is accepted, and means the same."""
 
     def device_name(self, device_index: int | None = None) -> str:
-        """What ``tensor.to()`` takes."""
+        """Return a name that ``tensor.to()`` takes."""
         return "cpu"
 
     def current_device_name(self) -> str:
@@ -25,7 +25,7 @@ class CpuAccelerator:
         return torch.device("cpu")
 
     def set_device(self, device_index: int) -> None:
-        """Nothing to set."""
+        """Do nothing: there is nothing to set."""
 
     def current_device(self) -> int:
         return 0
@@ -46,10 +46,10 @@ class CpuAccelerator:
         return "zcomm"
 
     def synchronize(self, device_index: int | None = None) -> None:
-        """Nothing runs behind the program's back."""
+        """Do nothing: no operation of the CPU is asynchronous."""
 
     def empty_cache(self) -> None:
-        """There is none."""
+        """Do nothing: there is no cache."""
 
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -102,7 +102,10 @@ _accelerator: CpuAccelerator | None = None
 
 
 def get_accelerator() -> CpuAccelerator:
-    """The one that there is. Raises: ValueError, RuntimeError for a DS_ACCELERATOR that cannot be served."""
+    """Return the accelerator of this process.
+
+    Raises: ValueError, RuntimeError for a DS_ACCELERATOR that cannot be served.
+    """
     global _accelerator
     if _accelerator is None:
         _accelerator = _choose()
@@ -110,8 +113,10 @@ def get_accelerator() -> CpuAccelerator:
 
 
 def training_device() -> torch.device | None:
-    """Where ``initialize`` takes the model, the rank's number on its host choosing among CUDA devices; None: where it
-    is."""
+    """Return the device that ``initialize`` moves the model to; None: the model stays where it is.
+
+    Among CUDA devices the rank's number on its host chooses.
+    """
     accelerator = get_accelerator()
     if not isinstance(accelerator, CudaAccelerator):
         return None

@@ -1,4 +1,4 @@
-"""DeepSpeed's activation checkpointing: torch's, and where ``configure`` says so its inputs wait in host memory."""
+"""DeepSpeed's activation checkpointing: torch's, with inputs in host memory where ``configure`` asks for it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """DeepSpeed's arguments; ``checkpoint_in_cpu``, or the configuration's ``cpu_checkpointing``, is what counts.
+    """Take DeepSpeed's arguments; ``checkpoint_in_cpu``, or the configuration's ``cpu_checkpointing``, is what counts.
 
     Raises: NotImplementedError for mpu_ (there is one data-parallel group); ValueError from the configuration.
     """

@@ -16,12 +16,12 @@ __all__ = ["destroy_process_group", "get_local_rank", "init_distributed", "is_av
 
 
 def is_available() -> bool:
-    """Always: the group is zcomm's own."""
+    """Return True: the group is zcomm's own."""
     return True
 
 
 def get_local_rank() -> int:
-    """This rank's number on its host. Raises: RuntimeError before init_distributed."""
+    """Return this rank's number on its host. Raises: RuntimeError before init_distributed."""
     return job.current().local_rank
 
 

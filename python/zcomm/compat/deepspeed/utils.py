@@ -34,7 +34,7 @@ logger = logging.getLogger("zcomm")
 
 
 def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
-    """``zcomm.zero.full_grad``; None for a frozen parameter, and ``param.grad`` of one that no optimizer here has.
+    """Return ``zcomm.zero.full_grad``; None for a frozen parameter, ``param.grad`` of one that no optimizer here has.
 
     Inside of ``no_sync()``, before anything is reduced: this rank's sum, divided by the accumulation steps.
     """
@@ -49,12 +49,12 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
 
 
 def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
-    """``zcomm.zero.full_optim_state``; None for a frozen parameter."""
+    """Return ``zcomm.zero.full_optim_state``; None for a frozen parameter."""
     return None if _is_frozen(param) else full_optim_state(param, optim_state_key)
 
 
 def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
-    """``zcomm.zero.set_full_optim_state``."""
+    """Call ``zcomm.zero.set_full_optim_state``."""
     set_full_optim_state(param, value, optim_state_key)
 
 

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 
 def refuse(name: str) -> Any:
-    """A class whose construction, or call, says that there is no mixture of experts."""
+    """Return a class that raises NotImplementedError when constructed, or called: there is no mixture of experts."""
 
     def init(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(

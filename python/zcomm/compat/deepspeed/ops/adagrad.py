@@ -1,4 +1,4 @@
-"""``deepspeed.ops.adagrad``: what comes is ``zcomm.optim.CPUAdagrad``."""
+"""``deepspeed.ops.adagrad``: makes ``zcomm.optim.CPUAdagrad``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ def DeepSpeedCPUAdagrad(
     amsgrad: bool = False,
     fp32_optimizer_states: bool = True,
 ) -> optim.CPUAdagrad:
-    """Raises: NotImplementedError for what has no kernel."""
+    """Make Adagrad. Raises: NotImplementedError for what has no kernel."""
     refuse("DeepSpeedCPUAdagrad", amsgrad=(amsgrad, False), fp32_optimizer_states=(fp32_optimizer_states, True))
     return optim.CPUAdagrad(model_params, lr, eps=eps, weight_decay=weight_decay)

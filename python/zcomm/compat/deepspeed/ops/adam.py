@@ -1,4 +1,4 @@
-"""``deepspeed.ops.adam``: DeepSpeed's arguments; what comes is ``zcomm.optim.CPUAdam``, or FusedAdam on CUDA."""
+"""``deepspeed.ops.adam``: DeepSpeed's arguments; makes ``zcomm.optim.CPUAdam``, or FusedAdam on CUDA."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def DeepSpeedCPUAdam(
     adamw_mode: bool = True,
     fp32_optimizer_states: bool = True,
 ) -> optim.CPUAdam:
-    """Adam, or AdamW with ``adamw_mode``. Raises: NotImplementedError for what has no kernel."""
+    """Make Adam, or AdamW with ``adamw_mode``. Raises: NotImplementedError for what has no kernel."""
     refuse(
         "DeepSpeedCPUAdam",
         bias_correction=(bias_correction, True),
@@ -46,7 +46,10 @@ def FusedAdam(
     amsgrad: bool = False,
     set_grad_none: bool = True,
 ) -> optim.CPUAdam | optim.FusedAdam:
-    """As DeepSpeedCPUAdam, for parameters wherever they are. set_grad_none: of zero_grad(), which does so anyway."""
+    """Make Adam as DeepSpeedCPUAdam does, for parameters on any device.
+
+    set_grad_none: of zero_grad(), which does so anyway.
+    """
     refuse("FusedAdam", bias_correction=(bias_correction, True), amsgrad=(amsgrad, False))
     given: list[Any] = list(params)
     every = [param for item in given for param in (item["params"] if isinstance(item, dict) else [item])]

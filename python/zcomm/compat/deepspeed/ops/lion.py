@@ -26,5 +26,5 @@ def FusedLion(
     weight_decay: float = 0.0,
     set_grad_none: bool = True,
 ) -> optim.CPULion:
-    """The same; on a device for ``initialize(optimizer=)`` alone, which steps it where its state is."""
+    """Make the same Lion; on a device for ``initialize(optimizer=)`` alone, which steps it where its state is."""
     return optim.CPULion(params, lr, betas, weight_decay)
