@@ -1,4 +1,4 @@
-"""What the collectives must reach, judged from the records of a run of bench/collectives."""
+"""Goals of the collectives, judged from the records of a run of bench/collectives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Verdict:
-    """One number beside its goal; `good` None: it was not measured, and `measured` says why."""
+    """One number beside its goal; `good` None: it was not measured, and `measured` has the reason."""
 
     what: str
     goal: str
@@ -21,7 +21,10 @@ class Verdict:
 
 
 def judge(records: Sequence[Record]) -> list[Verdict]:
-    """All verdicts, in the order of the issue's table. A later record replaces an earlier one of the same step."""
+    """Return all verdicts, in the order of the issue's table.
+
+    A later record replaces an earlier one of the same step.
+    """
     verdicts: list[Verdict] = []
     for judge_one in (_all_reduce, _bfloat16, _scattered, _latency, _oversubscribed, _tcp, _guard, _ddp):
         verdicts.extend(judge_one(records))
@@ -29,18 +32,18 @@ def judge(records: Sequence[Record]) -> list[Verdict]:
 
 
 def rows(records: Iterable[Record], **wanted: Any) -> list[Record]:
-    """Rows of bench/allreduce_bw with these values."""
+    """Return rows of bench/allreduce_bw with these values."""
     return [r for r in records if r["kind"] == "row" and all(r.get(k) == v for k, v in wanted.items())]
 
 
 def _large(records: Iterable[Record], **wanted: Any) -> list[Record]:
-    """Of 2 ranks, 64 to 256 MiB: where memory sets the pace."""
+    """Return rows of 2 ranks, 64 to 256 MiB: where memory sets the pace."""
     found = rows(records, part="bandwidth", world_size=2, **wanted)
     return [row for row in found if 64 * MIB <= row["nbytes"] <= 256 * MIB]
 
 
 def _verdict(what: str, goal: str, values: Iterable[float], good: Callable[[float], bool], unit: str = "") -> Verdict:
-    """Good if every value is."""
+    """Return a verdict that is good if every value is."""
     listed = list(values)
     text = ", ".join(f"{value:.2f}{unit}" for value in listed)
     return Verdict(what, goal, text or "not measured", all(map(good, listed)) if listed else None)
@@ -51,8 +54,10 @@ def _shares(found: Sequence[Record], variant: str) -> Iterator[float]:
 
 
 def _share_verdict(what: str, goal: str, found: Sequence[Record], variant: str, least: float) -> Verdict:
-    """Judged by the concurrent memcpy, the goal's roof; the rows' own, stricter roof (the faster of memcpy and a
-    non-temporal copy) stands beside it."""
+    """Judge by the concurrent memcpy, the goal's roof.
+
+    The rows' own, stricter roof (the faster of memcpy and a non-temporal copy) stands beside it.
+    """
     of_memcpy = [row["time_us"]["memcpy"] / row["time_us"][variant] for row in found if variant in row["share_of_roof"]]
     verdict = _verdict(f"{what} {variant}, share of the concurrent memcpy", goal, of_memcpy, lambda v: v >= least)
     strict = ", ".join(f"{share:.2f}" for share in _shares(found, variant))
@@ -139,7 +144,7 @@ def _oversubscribed(records: Sequence[Record]) -> Iterator[Verdict]:
 
 
 def _core_latency(records: Sequence[Record], part: str) -> list[Record]:
-    """all_reduce of zcomm_bench."""
+    """Return the records of zcomm_bench's all_reduce."""
     return [r for r in records if r["kind"] == "latency" and r["part"] == part and r["op"] == "all_reduce"]
 
 

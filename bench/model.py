@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Machine:
-    """How each number is measured is in docs/internals/algorithms.md, section 7.
+    """Numbers of a machine; docs/internals/algorithms.md, section 7 has how each is measured.
 
     call_s: a call that moves nothing (barrier, median). signal_s: from one rank's store until another rank has seen it.
     memory_bps, cache_bps: bytes per second, reads and writes together, of one rank while all of them copy: buffers far
@@ -31,7 +31,10 @@ class Machine:
     link_bps: float = math.inf
 
     def bandwidth(self, footprint: float) -> float:
-        """Of a working set of `footprint` bytes (all ranks): the cache's, the memory's, or a mix of both by shares."""
+        """Return the bandwidth of a working set of `footprint` bytes (all ranks).
+
+        It is the cache's, the memory's, or a mix of both by shares.
+        """
         cached = min(1.0, self.cache_nbytes / max(1.0, footprint)) if footprint > self.cache_nbytes / 2 else 1.0
         if cached < 0.25:  # a stream much longer than the cache finds nothing of itself there
             cached = 0.0
@@ -62,33 +65,36 @@ _SLOTS: dict[str, Callable[[int], float]] = {
 
 
 def symmetric(operation: str, nbytes: float, world: int, machine: Machine) -> float:
-    """Owner computes, in place on symmetric memory: enter, one pass, done."""
+    """Predict owner computes, in place on symmetric memory: enter, one pass, done."""
     traffic, footprint = _MEMORY[operation]
     bandwidth = machine.bandwidth(footprint(world) * nbytes * world)
     return machine.call_s + machine.signal_s + traffic(world) * nbytes / bandwidth
 
 
 def private(operation: str, nbytes: float, world: int, machine: Machine) -> float:
-    """Staged slots: the pass over memory, the slots' traffic in the cache, one exposed signal per step."""
+    """Predict staged slots: the pass over memory, the slots' traffic in the cache, one exposed signal per step."""
     steps = math.ceil(nbytes / machine.slot_nbytes) + 2
     slots = _SLOTS[operation](world) * nbytes / machine.cache_bps
     return symmetric(operation, nbytes, world, machine) + slots + steps * machine.signal_s
 
 
 def one_shot(operation: str, nbytes: float, world: int, machine: Machine) -> float:
-    """Small messages: each rank writes its own line(s) and reads everybody's; enter is the only synchronisation."""
+    """Predict small messages: each rank writes its own line(s) and reads all; enter is the only synchronisation."""
     parts = world if operation == "all_reduce" else 1
     return machine.call_s + (1 + parts) * nbytes / machine.cache_bps
 
 
 def ring(operation: str, nbytes: float, world: int, machine: Machine) -> float:
-    """Bandwidth-optimal ring over links, reduce on arrival hidden behind the wire."""
+    """Predict the bandwidth-optimal ring over links, reduce on arrival hidden behind the wire."""
     steps = {"all_reduce": 2 * (world - 1)}.get(operation, world - 1)
     return machine.call_s + steps * (machine.link_s + nbytes / world / machine.link_bps)
 
 
 def halving_doubling(operation: str, nbytes: float, world: int, machine: Machine) -> float:
-    """log2 P exchanges of N/2, N/4, ...; all_reduce does them there and back. Odd ranks pair up first: one more."""
+    """Predict log2 P exchanges of N/2, N/4, ...; all_reduce does them there and back.
+
+    Odd ranks pair up first: one more.
+    """
     rounds = math.floor(math.log2(world)) if world > 1 else 0
     power = 1 << rounds
     once = rounds * machine.link_s + nbytes * (power - 1) / power / machine.link_bps
@@ -97,26 +103,29 @@ def halving_doubling(operation: str, nbytes: float, world: int, machine: Machine
 
 
 def hierarchical(nbytes: float, local: int, hosts: int, machine: Machine) -> float:
-    """all_reduce: reduce_scatter inside the host, all_reduce of N/g by each rank with its peers, all_gather inside."""
+    """Predict all_reduce by two levels.
+
+    reduce_scatter inside the host, all_reduce of N/g by each rank with its peers, all_gather inside.
+    """
     inside = symmetric("reduce_scatter", nbytes, local, machine) + symmetric("all_gather", nbytes, local, machine)
     return inside + ring("all_reduce", nbytes / local, hosts, machine)
 
 
 def riding_along(nbytes: float, world: int, machine: Machine) -> float:
-    """Small data in the messages of the entry: ceil(log2 P) of them, everybody's input to everybody."""
+    """Predict small data in the messages of the entry: ceil(log2 P) of them, each rank's input to all ranks."""
     rounds = math.ceil(math.log2(world)) if world > 1 else 0
     return machine.call_s + rounds * machine.link_s + world * nbytes / machine.link_bps
 
 
 def tree_broadcast(nbytes: float, world: int, machine: Machine, segment: float = 1 << 20) -> float:
-    """Binomial tree, pipelined by segments: the last leaf waits log2 P hops for the first segment."""
+    """Predict a binomial tree, pipelined by segments: the last leaf waits log2 P hops for the first segment."""
     hops = math.ceil(math.log2(world)) if world > 1 else 0
     segments = max(1, math.ceil(nbytes / segment))
     return machine.call_s + (hops + segments - 1) * (machine.link_s + nbytes / segments / machine.link_bps)
 
 
 def pairwise_all_to_all(nbytes: float, world: int, machine: Machine) -> float:
-    """P-1 exchanges of N/P."""
+    """Predict P-1 exchanges of N/P."""
     return machine.call_s + (world - 1) * (machine.link_s + nbytes / world / machine.link_bps)
 
 
@@ -125,6 +134,6 @@ def dissemination_barrier(world: int, machine: Machine) -> float:
 
 
 def best_of_host(operation: str, variant: str, nbytes: float, world: int, machine: Machine) -> float:
-    """What the host's paths should take at best: the one-shot path up to its crossover, else the long one."""
+    """Predict the best of the host's paths: the one-shot path up to its crossover, else the long one."""
     long = symmetric if variant == "symmetric" else private
     return min(one_shot(operation, nbytes, world, machine), long(operation, nbytes, world, machine))

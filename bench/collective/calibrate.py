@@ -1,4 +1,4 @@
-"""The model's numbers, measured in the ranks that use them (docs/internals/algorithms.md, section 7)."""
+"""Numbers of the model, measured in the ranks that use them (docs/internals/algorithms.md, section 7)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NEAR_NBYTES = 128 << 10
 
 
 def calibrate(arguments: argparse.Namespace, sockets: roof.SocketRoof | None) -> model.Machine:
-    """Collective; about a second. The same numbers on each rank."""
+    """Measure the numbers, the same on each rank. Collective; about a second."""
     world = zcomm.world_size()
 
     def seconds(nbytes: int) -> float:
@@ -45,7 +45,7 @@ def calibrate(arguments: argparse.Namespace, sockets: roof.SocketRoof | None) ->
 
 
 def predict(arguments: argparse.Namespace, machine: model.Machine, variant: str, nbytes: int) -> float | None:
-    """Seconds; None where the model has no say (a peer)."""
+    """Return the predicted seconds; None where the model does not apply (a peer)."""
     world = zcomm.world_size()
     if arguments.backend == "tcp":
         if arguments.op in ("all_reduce", "reduce_scatter", "all_gather"):
@@ -58,7 +58,10 @@ def predict(arguments: argparse.Namespace, machine: model.Machine, variant: str,
 
 
 def _signal_s() -> float:
-    """Half a round trip of one cache line between ranks 0 and 1; through the futex where ranks outnumber cores."""
+    """Measure half a round trip of one cache line between ranks 0 and 1.
+
+    It goes through the futex where ranks outnumber cores.
+    """
     library = roof.bench_library()
     if isinstance(library, str) or zcomm.world_size() < 2:
         return 0.0
@@ -77,7 +80,7 @@ def _signal_s() -> float:
 
 
 def _cache_nbytes() -> int:
-    """The last-level cache of CPU 0; 32 MiB where the kernel does not say."""
+    """Return the last-level cache of CPU 0; 32 MiB where the kernel does not report it."""
     sizes = [p.read_text().strip() for p in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
     scale = {"K": 1 << 10, "M": 1 << 20}
     return max((int(s[:-1]) * scale[s[-1]] for s in sizes if s[-1:] in scale), default=32 << 20)

@@ -17,7 +17,7 @@ WINDOW = 1 << 22  # elements
 def wrong(
     operation: Operation, redop: str, inp: Tensor, out: Tensor, call: Callable[[], object], rank: int, world: int
 ) -> int:
-    """Runs `call` once on known inputs; elements of this rank's result that are not exact."""
+    """Run `call` once on known inputs; return the number of elements of this rank's result that are not exact."""
     part = (out.numel() if operation.name != "reduce_scatter" else inp.numel()) // world
     if operation.name == "broadcast" and rank != 0:
         inp.zero_()
@@ -41,7 +41,10 @@ def wrong(
 
 
 def worst_ulp(inp: Tensor, call: Callable[[], object], rank: int, world: int) -> float:
-    """all_reduce (sum, in place) of random numbers: the largest error, in units in the last place of the exact sum."""
+    """Return the largest error of an all_reduce (sum, in place) of random numbers.
+
+    Unit: units in the last place of the exact sum.
+    """
     import torch
 
     n = min(inp.numel(), WINDOW)
@@ -60,8 +63,10 @@ def worst_ulp(inp: Tensor, call: Callable[[], object], rank: int, world: int) ->
 
 
 def value(operation: Operation, rank: Any, index: Tensor) -> Tensor:
-    """Element `index` of rank `rank`'s input, with no period, so that what lands in a wrong place shows. Reduced: 1, 2
-    or 3, so that results of few ranks are exact in every dtype; copied: 1 to 127."""
+    """Return element `index` of rank `rank`'s input, without a period, so that data in a wrong place shows.
+
+    Reduced: 1, 2 or 3, so that results of few ranks are exact in every dtype; copied: 1 to 127.
+    """
     scattered = (index * 2654435761 + rank * 40503) >> 9
     return scattered % (3 if operation.reduces else 127) + 1
 

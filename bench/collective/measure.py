@@ -20,7 +20,7 @@ Gather = Callable[[list[float]], list[list[float]]]
 
 
 def gather(values: list[float]) -> list[list[float]]:
-    """Everybody's lists, by rank."""
+    """Gather the lists of all ranks, by rank."""
     together = zcomm.all_gather(torch.tensor(values, dtype=torch.float64, device=zcomm.init().device))
     assert isinstance(together, torch.Tensor)
     return together.reshape(zcomm.world_size(), len(values)).tolist()
@@ -57,13 +57,13 @@ class Case:
         return inp, inp if self.operation.in_place else make(self.operation.out_count(self.count, self.world))
 
     def wrong(self, name: str) -> int:
-        """Elements, over all ranks, that are not the exact result."""
+        """Return the number of elements, over all ranks, that are not the exact result."""
         inp, out = self.buffers[name]
         mine = check.wrong(self.operation, self.redop, inp, out, self.calls[name], self.rank, self.world)
         return int(sum(of_rank[0] for of_rank in gather([mine])))
 
     def worst_ulp(self) -> dict[str, float]:
-        """Of each variant, over all ranks; only where there is rounding to speak of."""
+        """Return the worst error of each variant over all ranks; empty but for sums by all_reduce in 2-byte dtypes."""
         if self.operation.name != "all_reduce" or self.redop != "sum" or self.dtype.itemsize != 2:
             return {}
         worst = {}
@@ -73,7 +73,7 @@ class Case:
         return worst
 
     def clear(self) -> None:
-        """Zeros for the timed calls: a sum in place stays zero instead of growing until it overflows."""
+        """Set zeros for the timed calls: a sum in place stays zero instead of growing until it overflows."""
         for pair in self.buffers.values():
             for tensor in pair:
                 tensor.zero_()
@@ -90,7 +90,7 @@ def works_everywhere(call: Callable[[], object] | None) -> bool:
 
 
 def memory_needed(arguments: argparse.Namespace, nbytes: int) -> float:
-    """Bytes that all ranks of this host need for one size, roof and peers' own copies included."""
+    """Return the bytes that all ranks of this host need for one size, roof and peers' own copies included."""
     operation, world = OPERATIONS[arguments.op], zcomm.world_size()
     buffers = 1 if operation.in_place else 1 + (1 / world if operation.name != "all_to_all" else 1)
     copies = len({*arguments.variants, "private"}) + (1 if arguments.peers else 0)
@@ -107,7 +107,7 @@ def fits(arguments: argparse.Namespace, nbytes: int) -> bool:
 def measure(
     arguments: argparse.Namespace, nbytes: int, peers: Mapping[str, Peer], sockets: roof.SocketRoof | None
 ) -> dict[str, Any]:
-    """One row, the same on each rank."""
+    """Measure one row, the same on each rank."""
     case = Case(arguments, nbytes, peers)
     wrong = {name: case.wrong(name) if arguments.check else None for name in case.calls}
     ulp = case.worst_ulp() if arguments.check else {}

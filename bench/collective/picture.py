@@ -10,7 +10,7 @@ _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
 def draw(rows: Sequence[Mapping[str, Any]], path: str) -> str:
-    """Writes `path`; returns the line to print."""
+    """Write `path` and return the line to print."""
     if not find_spec("matplotlib"):
         return f"# {path}: not drawn, matplotlib is not installed (pip install matplotlib)"
     if not rows:

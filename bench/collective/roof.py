@@ -1,10 +1,10 @@
-"""The roof: what the machine can do at the same moment with as many bytes as the operation cannot avoid to move.
+"""The roof: speed of the machine at the same moment with as many bytes as the operation cannot avoid to move.
 
 Memory: all ranks at once copy those bytes (half are read, half are written), with the C library's memcpy and with
-non-temporal stores; the faster counts. A pass in place is timed beside them and is no roof: it writes lines that it has
-just read, which of all operations only an all_reduce on symmetric memory does. Device (CUDA tensors): the same copy on
-each rank's device, all at once: 2N bytes of device memory per rank for an all_reduce. Sockets (backend tcp): all ranks
-at once send and receive what a ring must, over raw sockets (bench/cpp).
+non-temporal stores; the faster counts. A pass in place is timed beside them and is not a roof: it writes lines that it
+has just read, which of all operations only an all_reduce on symmetric memory does. Device (CUDA tensors): the same copy
+on each rank's device, all at once: 2N bytes of device memory per rank for an all_reduce. Sockets (backend tcp): all
+ranks at once send and receive what a ring must, over raw sockets (bench/cpp).
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ Roofs = dict[str, Callable[[], object]]
 
 
 def memory_roof(operation: Operation, nbytes: int, world: int, library: ctypes.CDLL | None) -> tuple[Roofs, Roofs]:
-    """Roofs, and what is timed beside them. All read n bytes and write n, n = half of what the operation must move;
-    "streaming_copy" needs the library of bench/cpp."""
+    """Return roofs, and what is timed beside them.
+
+    All read n bytes and write n, n = half of what the operation must move;
+    "streaming_copy" needs the library of bench/cpp.
+    """
     import numpy
 
     source = numpy.zeros(max(1, int(nbytes * operation.memory_factor(world) / 2)), dtype=numpy.uint8)
@@ -46,7 +49,7 @@ def device_roof(operation: Operation, nbytes: int, world: int, device: torch.dev
 
 
 def ring_nbytes(operation: Operation, nbytes: int, world: int) -> int:
-    """What each rank sends, and receives, at least."""
+    """Return the bytes that each rank sends, and receives, at least."""
     return int(nbytes * operation.bus_factor(world))
 
 
@@ -76,7 +79,7 @@ class SocketRoof:
 
 
 def bench_library() -> ctypes.CDLL | str:
-    """The library of bench/cpp, or why it is not there."""
+    """Return the library of bench/cpp, or why it is not there."""
     path = ROOT / "build/bench/bench/cpp/libzcomm_bench_roofs.so"
     if not path.exists():
         return f"no {path.relative_to(ROOT)} (make bench-cpp builds it)"

@@ -11,7 +11,7 @@ from harness.record import machine
 
 
 def header_lines(arguments: argparse.Namespace, peers: Sequence[str]) -> Iterator[str]:
-    """`peers`: those that are there."""
+    """Yield the lines above the table. peers: those that are there."""
     about, ranks = machine(), zcomm.world_size()
     yield f"# {arguments.op}, {ranks} ranks, backend {arguments.backend}; {about['cpu']}, {about['cores']} cores"
     yield f"# torch {about['torch']}, zcomm {about['revision']}, load average {about['load_average']:.2f}"
@@ -48,7 +48,7 @@ def row_lines(arguments: argparse.Namespace, row: Mapping[str, Any], peers: Sequ
 
 
 def _factors(peers: Sequence[str], row: Mapping[str, Any], name: str) -> str:
-    """The peers' time over this line's."""
+    """Return the peers' time over this line's."""
     text = ""
     for peer in peers:
         if peer != "torch":

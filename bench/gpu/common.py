@@ -1,4 +1,4 @@
-"""Absence said in one line, the device's few calls, rows for humans and for gpu-check's page.
+"""Absence reported in one line, the device's few calls, rows for humans and for gpu-check's page.
 
 ZCOMM_BENCH_DEVICE=cpu lets the CPU play the device, so that a machine without a GPU can test what the benches do; the
 figures then mean nothing.
@@ -25,7 +25,7 @@ def absent(why: str) -> NoReturn:
 
 
 def device_or_absent(index: int = 0) -> Any:
-    """torch.device of GPU ``index``; ends the program where there is none."""
+    """Return the torch.device of GPU ``index``; end the program where there is none."""
     import torch
 
     if PLAYED:
@@ -43,7 +43,7 @@ def device_name(device: Any) -> str:
 
 
 def device_nbytes(device: Any) -> int:
-    """Memory of the device."""
+    """Return the bytes of memory of the device."""
     import torch
 
     if PLAYED:
@@ -52,7 +52,7 @@ def device_nbytes(device: Any) -> int:
 
 
 def synchronize() -> None:
-    """Waits for all that this process has put on the device."""
+    """Wait for all that this process has put on the device."""
     import torch
 
     if not PLAYED:
@@ -60,7 +60,7 @@ def synchronize() -> None:
 
 
 def make_stream(device: Any) -> Any:
-    """A stream to copy on, for ``on_stream``."""
+    """Make a stream to copy on, for ``on_stream``."""
     import torch
 
     return None if PLAYED else torch.cuda.Stream(device)
@@ -84,7 +84,7 @@ def release() -> None:
 
 
 def synchronized(call: Callable[[], object]) -> Callable[[], None]:
-    """``call``, and the wait for all that it put on the device."""
+    """Return a function of ``call`` and the wait for all that it put on the device."""
 
     def run() -> None:
         call()
@@ -100,7 +100,7 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 
 def available_nbytes() -> int:
-    """Host memory that this process can still have: what the system has, within its control group's limit."""
+    """Return the host memory that this process can still have, within its control group's limit."""
     found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable"):
@@ -113,7 +113,7 @@ def available_nbytes() -> int:
 
 
 class Rows:
-    """Prints each row, and appends it to ``path`` as JSON."""
+    """Rows that are printed and appended to ``path`` as JSON."""
 
     def __init__(self, path: str | None, table: str) -> None:
         self._path, self._table = path, table
@@ -121,7 +121,7 @@ class Rows:
         self.wrong = 0
 
     def keep(self, rows: list[dict[str, Any]]) -> None:
-        """Rows as they are so far, in the place of those of the last call; not shown. The file is whole at any time."""
+        """Write the rows so far in the place of those of the last call; not shown. The file is whole at any time."""
         if not self._path:
             return
         path = Path(self._path)
@@ -133,7 +133,7 @@ class Rows:
         new.replace(path)
 
     def show(self, rows: list[dict[str, Any]]) -> None:
-        """``keep``, and print them: they are final."""
+        """Call ``keep`` and print the rows: they are final."""
         self.keep(rows)
         for columns in rows:
             self._print(columns)

@@ -1,8 +1,8 @@
-"""What a variant of bench/offload needs of host memory, and how many layers fit: nobody is to be killed for memory.
+"""Host memory that a variant of bench/offload needs, and how many layers fit: no process is to be killed for memory.
 
 Bytes per parameter. zcomm: weights 2, fp32 sums of gradients 4, remainder and m and v 10 (which may be on the drive).
 The peers: fp32 weights, gradients, m and v 16, and what their pinned buffers take beside (torch rounds each up to a
-power of two); measured by nobody here, so it is a guess upwards.
+power of two); not measured here, so it is a guess upwards.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ RESERVE_NBYTES = (1 if PLAYED else 5) << 30  # Python, torch and CUDA, host slot
 
 
 def needed_nbytes(name: str, numel: int, fraction: float) -> int:
-    """fraction: of zcomm-nvme's state that is on the drive."""
+    """Return the bytes that a variant needs. fraction: of zcomm-nvme's state that is on the drive."""
     if not name.startswith("zcomm"):
         return (KEPT if name.endswith("nvme") else PEERS) * numel + RESERVE_NBYTES
     on_drive = fraction if name.endswith("nvme") else 0.0
@@ -24,7 +24,7 @@ def needed_nbytes(name: str, numel: int, fraction: float) -> int:
 
 
 def lacking(name: str, numel: int, fraction: float, available: int) -> str | None:
-    """Why the variant is not started."""
+    """Return why the variant is not started, or None."""
     needed = needed_nbytes(name, numel, fraction)
     if needed <= available:
         return None
@@ -32,5 +32,5 @@ def lacking(name: str, numel: int, fraction: float, available: int) -> str | Non
 
 
 def fitting_layers(most: int, numel_of: Callable[[int], int], name: str, fraction: float, available: int) -> int:
-    """At most ``most``; 0: not even one layer fits."""
+    """Return the layers that fit, at most ``most``; 0: not even one layer fits."""
     return next((n for n in range(most, 0, -1) if lacking(name, numel_of(n), fraction, available) is None), 0)

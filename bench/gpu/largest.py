@@ -26,7 +26,10 @@ _WORK_NBYTES = 12 << 30  # on the GPU: activations and logits of the micro-batch
 
 
 def plan(gpu: int, host: int, drive: int, numel_of: Any, most: int = 200) -> tuple[int, float]:
-    """Most layers that fit, and the part of the state that the drive takes then. (0, 0.0) if one layer does not."""
+    """Return the most layers that fit, and the part of the state that the drive takes then.
+
+    (0, 0.0) if one layer does not fit.
+    """
     for layers in range(most, 0, -1):
         numel = numel_of(layers)
         on_drive = min(STATE * numel, int(_DRIVE * drive))
@@ -66,7 +69,7 @@ def search(arguments: argparse.Namespace, gpu_nbytes: int, program: Path) -> int
 
 
 def attempt(arguments: argparse.Namespace, program: Path, variant: str, layers: int, fraction: float) -> bool:
-    """Two steps; its row is written by the attempt itself."""
+    """Try two steps in a process of their own, which writes the row; return True if it trained."""
     words = ["--model", "7b", "--layers", str(layers), "--variants", variant, "--fraction", f"{fraction:.4f}"]
     words += ["--nvme-path", arguments.nvme_path, "--rounds", "1", "--accum", "1", "--batch", "4", "--attempt"]
     words += ["--json", arguments.json] if arguments.json else []

@@ -1,4 +1,4 @@
-"""Starts the ranks of one variant of bench/one_gpu_ranks: `ranks.py PROGRAM ARGUMENTS...`."""
+"""Starter of the ranks of one variant of bench/one_gpu_ranks: `ranks.py PROGRAM ARGUMENTS...`."""
 
 from __future__ import annotations
 

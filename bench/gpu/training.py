@@ -26,7 +26,10 @@ LR, DECAY, BETAS = 1e-5, 0.1, (0.9, 0.95)
 
 @dataclass
 class Variant:
-    """step: one optimizer step; returns the mean loss as a tensor on the device. close: frees everything."""
+    """One variant.
+
+    step: one optimizer step; returns the mean loss as a tensor on the device. close: frees everything.
+    """
 
     step: Callable[[int], Any]
     close: Callable[[], None]
@@ -35,7 +38,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Job:
-    """What all variants share. tokens: [batch, context + 1] int64 on the device, taken in turn."""
+    """Data that all variants share. tokens: [batch, context + 1] int64 on the device, taken in turn."""
 
     arguments: argparse.Namespace
     config: Any
@@ -54,7 +57,7 @@ class Job:
         return self.tokens[(step * self.accum + micro) % len(self.tokens)]
 
     def make_model(self, dtype: Any = None) -> Any:
-        """bf16 weights of the seed, on the device; in fp32 the same values."""
+        """Make the model with bf16 weights of the seed, on the device; in fp32 the same values."""
         import torch
         from llama import Llama
 
@@ -83,13 +86,16 @@ def make_job(arguments: argparse.Namespace, device: Any) -> Job:
 
 
 def make_variant(name: str, job: Job) -> Variant:
-    """Raises: Absent; KeyError; what the library raises."""
+    """Make a variant. Raises: Absent; KeyError; what the library raises."""
     kind, _, rest = name.partition("-")
     return _MAKERS[kind](job, rest)
 
 
 def _accumulated(job: Job, model: Any, after_micro: Callable[[Any], None], after: Callable[[], None]) -> Any:
-    """A step: forward of each micro-batch, ``after_micro(loss)`` (backward and what belongs to it), then ``after``."""
+    """Return a step: forward of each micro-batch, ``after_micro(loss)``, then ``after``.
+
+    after_micro: backward and what belongs to it.
+    """
     import torch
     from llama import loss_of
 
@@ -106,7 +112,7 @@ def _accumulated(job: Job, model: Any, after_micro: Callable[[Any], None], after
 
 
 def _compute(job: Job, _rest: str) -> Variant:
-    """Forward and backward alone: each gradient is dropped when it is there."""
+    """Make forward and backward alone: each gradient is dropped when it is there."""
     model = job.make_model()
 
     def drop(parameter: Any) -> None:
@@ -151,7 +157,7 @@ def _zcomm(job: Job, rest: str) -> Variant:
 
 
 def _none(job: Job, _rest: str) -> Variant:
-    """All on the GPU: zcomm where it steps there, else torch's fused AdamW with a fp32 master beside."""
+    """Make all on the GPU: zcomm where it steps there, else torch's fused AdamW with a fp32 master beside."""
     try:
         return replace(_zcomm(job, "none"), note="zcomm")
     except (NotImplementedError, ValueError) as error:
@@ -179,7 +185,7 @@ def _torch_none(job: Job) -> Variant:
 
 
 def _process_group() -> None:
-    """A world of one, for the peers."""
+    """Make a world of one, for the peers."""
     import torch.distributed as dist
 
     if not dist.is_initialized():
@@ -243,7 +249,7 @@ def _deepspeed(job: Job, rest: str) -> Variant:
 
 
 def deepspeed_config(arguments: argparse.Namespace, accum: int, where: str) -> dict[str, Any]:
-    """Its defaults of 2026 that would change the work (clipping) are set."""
+    """Return DeepSpeed's configuration; its defaults of 2026 that would change the work (clipping) are set."""
     offload: dict[str, Any] = {"device": where, "pin_memory": True}
     zero: dict[str, Any] = {"stage": 2, "overlap_comm": True, "contiguous_gradients": True}
     if where == "nvme":

@@ -1,1 +1,1 @@
-"""What all benches share: starting ranks, timing variants interleaved, and describing the machine."""
+"""Parts that all benches share: starting ranks, timing variants interleaved, and describing the machine."""

@@ -1,4 +1,4 @@
-"""Starting the ranks of a bench: the same script again, as processes of ours or under an mpirun."""
+"""Start of the ranks of a bench: the same script again, as processes of ours or under an mpirun."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LAUNCHERS = (
 
 
 def use_project_python() -> None:
-    """Goes on in the project's .venv when the interpreter at hand has no zcomm."""
+    """Go on in the project's .venv when the interpreter at hand has no zcomm."""
     from importlib.util import find_spec
 
     if find_spec("zcomm") and find_spec("torch"):
@@ -39,12 +39,12 @@ def use_project_python() -> None:
 
 
 def is_rank() -> bool:
-    """Whether a launcher (ours or torchrun, mpirun) has started this process as a rank."""
+    """Return True if a launcher (ours, torchrun or mpirun) has started this process as a rank."""
     return any(rank in os.environ for rank, _ in _LAUNCHERS)
 
 
 def place() -> tuple[int, int]:
-    """Rank and world size, as the launcher says."""
+    """Return rank and world size, as the launcher has set them."""
     return next((int(os.environ[rank]), int(os.environ[size])) for rank, size in _LAUNCHERS if rank in os.environ)
 
 
@@ -63,7 +63,7 @@ def leave(code: int) -> NoReturn:
 
 
 def start_ranks(world_size: int, timeout_s: float, mpi: Mpi | None = None, link: Link | None = None) -> int:
-    """Runs this script again as `world_size` ranks; 0, or 1 if one failed or time ran out. No rank outlives it.
+    """Run this script again as `world_size` ranks; return 0, or 1 if one failed or time ran out. No rank outlives it.
 
     link: what the ranks, two, are joined by (None: they are on one host)."""
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # so that ranks are ended, too
@@ -125,7 +125,7 @@ def _wait_for_all(processes: list[subprocess.Popen[bytes]], timeout_s: float, la
 
 
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:
-    """mpirun passes SIGTERM on to its ranks; what is left after a moment is killed."""
+    """End all ranks: mpirun passes SIGTERM on to its ranks; what is left after a moment is killed."""
     running = [process for process in processes if process.poll() is None]
     for process in running:
         process.send_signal(signal.SIGTERM)

@@ -24,7 +24,7 @@ class Link:
     env: dict[str, str] = field(default_factory=lambda: {"MASTER_ADDR": _address(0)})
 
     def command(self, rank: int) -> list[str]:
-        """What goes before the program of a rank."""
+        """Return the words before the program of a rank."""
         return ["ip", "netns", "exec", self.names[rank]]
 
 
@@ -33,7 +33,7 @@ def _address(rank: int) -> str:
 
 
 def why_not() -> str:
-    """What is missing here; "" when a link can be made."""
+    """Return what is missing here; "" when a link can be made."""
     if os.geteuid() != 0:
         return "a link needs root, for network namespaces"
     missing = [program for program in ("ip", "tc") if shutil.which(program) is None]
@@ -48,7 +48,7 @@ def _run(*words: str) -> None:
 
 @contextlib.contextmanager
 def link(gbit: float) -> Iterator[Link]:
-    """Two ranks, ``gbit`` Gbit/s each way. Raises: OSError with what `ip` or `tc` said."""
+    """Link two ranks, ``gbit`` Gbit/s each way. Raises: OSError with the message of `ip` or `tc`."""
     names = (f"zcb{os.getpid()}a", f"zcb{os.getpid()}b")
     try:
         for name in names:

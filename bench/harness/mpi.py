@@ -22,7 +22,7 @@ NAMES = ("openmpi", "mpich")
 
 @dataclass(frozen=True)
 class Mpi:
-    """`launch`: the command up to the number of ranks."""
+    """One MPI. `launch`: the command up to the number of ranks."""
 
     name: str
     launch: Sequence[str]
@@ -33,7 +33,7 @@ class Mpi:
 
 
 def find(name: str, need_mpi4py: bool = True) -> Mpi | str:
-    """The MPI of that name, or why there is none."""
+    """Return the MPI of that name, or why there is none."""
     if need_mpi4py and not find_spec("mpi4py"):
         return "mpi4py is not installed (pip install mpi4py)"
     return _open_mpi() if name == "openmpi" else _mpich()

@@ -1,4 +1,4 @@
-"""What a figure depends on, and the JSON lines that keep it."""
+"""Record of what a figure depends on, and the JSON lines that keep it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def machine() -> dict[str, Any]:
-    """CPU, cores, kernel, versions, revision, and how busy the machine was."""
+    """Return CPU, cores, kernel, versions, revision, and how busy the machine was."""
     import psutil
     import torch
 
@@ -44,12 +44,12 @@ def machine() -> dict[str, Any]:
 
 
 def command_line() -> str:
-    """This program as it was called, with the names of its files alone: where they lie is nobody's business."""
+    """Return this program as it was called, with the names of its files alone, without their folders."""
     return " ".join(Path(word).name if os.path.isabs(word) else word for word in sys.argv)
 
 
 class JsonLines:
-    """Writes records, one JSON object a line; does nothing without a path. `append`: keeps what is there."""
+    """Writer of records, one JSON object a line; does nothing without a path. `append`: keeps what is there."""
 
     def __init__(self, path: str | None, append: bool = False) -> None:
         self._file = open(path, "a" if append else "w", encoding="utf-8") if path else None  # noqa: SIM115

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 
 def parse_size(text: str) -> int:
-    """'8', '64K', '256M', '1G' -> bytes (powers of 1024, as nccl-tests reads them)."""
+    """Parse a size: '8', '64K', '256M', '1G' -> bytes (powers of 1024, as nccl-tests reads them)."""
     scale = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     unit = text[-1:].upper()
     try:
@@ -19,7 +19,7 @@ def parse_size(text: str) -> int:
 
 
 def sizes(begin: int, end: int, factor: float, step: int | None = None) -> Iterator[int]:
-    """begin, begin * factor (or + step), ... <= end."""
+    """Yield begin, begin * factor (or + step), ... <= end."""
     size = begin
     while size <= end:
         yield size

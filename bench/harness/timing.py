@@ -37,7 +37,7 @@ class Timing:
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The smallest value that at least `percent` of the values do not exceed (nearest rank)."""
+    """Return the smallest value that at least `percent` of the values do not exceed (nearest rank)."""
     return ordered[max(0, -(-len(ordered) * int(percent) // 100) - 1)]
 
 
@@ -50,7 +50,7 @@ def interleaved(
     gather: Callable[[list[float]], list[list[float]]],
     settle: Callable[[], object] | None = None,
 ) -> dict[str, Timing]:
-    """Times each variant. `inner` calls make one round; `gather` gives everybody the lists of all ranks.
+    """Time each variant. `inner` calls make one round; `gather` gives each rank the lists of all ranks.
 
     settle: waits for a device; its time belongs to the round, and to its last call.
     """
@@ -86,8 +86,8 @@ def interleaved(
     for name, mine in rounds_of.items():
         ordered = sorted(calls_of[name])
         faults = statistics.median(faults_of[name])
-        everyone = gather([*mine, *(percentile(ordered, percent) for percent in PERCENTILES), faults])
-        columns = [max(column) for column in zip(*everyone, strict=True)]
+        all_lists = gather([*mine, *(percentile(ordered, percent) for percent in PERCENTILES), faults])
+        columns = [max(column) for column in zip(*all_lists, strict=True)]
         quiet, *_ = statistics.quantiles(columns[:rounds], n=4)
         median = statistics.median(columns[:rounds])
         result[name] = Timing(median, tuple(columns[rounds:-1]), quiet=quiet, faults=columns[-1])
@@ -95,5 +95,5 @@ def interleaved(
 
 
 def _faults() -> int:
-    """Of this process, without a read from a drive."""
+    """Return the page faults of this process without a read from a drive."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -10,7 +10,7 @@ _MARKS = {True: "holds", False: "**misses**"}
 
 
 def verdicts(rows: Sequence[Row]) -> Iterator[tuple[str, str, str, str]]:
-    """What, goal, measured, mark."""
+    """Yield what was judged, its goal, the measured value and the mark."""
     for row in rows:
         times, place = row["time_ms"], f"{row['kind']}, {row['count'] / 1e6:g}M"
         ours = times["zcomm"]

@@ -1,4 +1,4 @@
-"""What AdamW must give, in float64: the oracle of #wrong.
+"""Exact result of AdamW, in float64: the oracle of #wrong.
 
 Gradients of the checked steps are multiples of one tensor g, so m and v are multiples of g and g * g by numbers that
 are known ahead: the reference keeps no state and reads a piece at a time.
@@ -24,7 +24,7 @@ class AdamW:
     weight_decay: float = 0.01
 
     def after(self, weight: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-        """``weight`` (f64) after the checked steps."""
+        """Return ``weight`` (f64) after the checked steps."""
         m = v = 0.0
         for step, factor in enumerate(GRADS, 1):
             m = self.beta1 * m + (1 - self.beta1) * factor
@@ -39,8 +39,11 @@ CODED = -1.0  # slack of 8-bit state: see coded_slack
 
 
 def coded_slack(g: torch.Tensor) -> torch.Tensor:
-    """What 8-bit state may lose of an element: its codes are half as dense every 4 octaves below its block's largest
-    (zcomm/optim_shard.hpp). 0.04 of a step in the first 4; measured 0.03."""
+    """Return what 8-bit state may lose of an element.
+
+    Its codes are half as dense every 4 octaves below its block's largest (zcomm/optim_shard.hpp). 0.04 of a step in
+    the first 4; measured 0.03.
+    """
     block = 256
     size = g.abs()
     padded = torch.nn.functional.pad(size, (0, -len(g) % block)).view(-1, block)
@@ -50,7 +53,7 @@ def coded_slack(g: torch.Tensor) -> torch.Tensor:
 
 
 def count_wrong(result: torch.Tensor, start: torch.Tensor, g: torch.Tensor, adam: AdamW, slack: float) -> int:
-    """Elements of ``result`` that are further from the reference than rounding explains.
+    """Count elements of ``result`` that are further from the reference than rounding explains.
 
     slack: what the state's format may lose, as a share of the checked steps' length (3 lr); 0 for fp32 state, CODED
     for 8 bits.

@@ -1,4 +1,4 @@
-"""Who takes the step: our CPUAdam in its precisions, torch's fused AdamW, DeepSpeedCPUAdam, and the stream roof.
+"""Variants of the step: our CPUAdam in its precisions, torch's fused AdamW, DeepSpeedCPUAdam, and the stream roof.
 
 The variants of a row share weight and gradient (their memory, not their history) and have state of their own. With bf16
 weights the peers keep an fp32 master: cast the gradient, step, cast the weight.
@@ -23,7 +23,10 @@ Tensors = list[torch.Tensor]
 
 @dataclass
 class Variant:
-    """step: one optimizer step. master: the fp32 weights as they are now, flat. slack: see reference.count_wrong."""
+    """One variant.
+
+    step: one optimizer step. master: the fp32 weights as they are now, flat. slack: see reference.count_wrong.
+    """
 
     step: Callable[[], object]
     master: Callable[[], torch.Tensor]
@@ -35,7 +38,7 @@ def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _parameters(weights: Tensors, grads: Tensors) -> list[torch.nn.Parameter]:
-    """Over the given memory."""
+    """Make parameters over the given memory."""
     result = []
     for weight, grad in zip(weights, grads, strict=True):
         param = torch.nn.Parameter(weight.detach())
@@ -60,7 +63,7 @@ def ours(weights: Tensors, grads: Tensors, adam: AdamW, state: Any, slack: float
 
 
 def _with_master(weights: Tensors, grads: Tensors, make: Callable[[Any], Any]) -> Variant:
-    """A peer's optimizer on the weights, or on fp32 masters of bf16 weights."""
+    """Make a peer's optimizer on the weights, or on fp32 masters of bf16 weights."""
     if weights[0].dtype == torch.float32:
         params = _parameters(weights, grads)
         return Variant(make(params).step, lambda: _flat(weights))
@@ -110,7 +113,7 @@ def deepspeed(weights: Tensors, grads: Tensors, adam: AdamW) -> Variant:
 
 
 class Stream:
-    """The roof: reads p, g, m, v and writes p, m, v; `seconds` of a call are its own, without starting threads."""
+    """The roof, which reads p, g, m, v and writes p, m, v; `seconds` of a call are without starting threads."""
 
     def __init__(self, library: ctypes.CDLL, weight: torch.Tensor, grad: torch.Tensor, threads: int) -> None:
         self._call = library.zcomm_bench_adam_stream_s

@@ -82,8 +82,8 @@ EVENTS: dict[str, int] = {
     "no-sync": 2,  # a second batch, its gradient kept local first
     "rate": 2,  # another learning rate
     "evaluate": 2,
-    "forget": 2,  # a backward pass whose gradients are thrown away
-    "dropped-work": 3,  # an asynchronous all_reduce whose Work is dropped at once
+    "forget": 2,  # a backward pass with gradients that are thrown away
+    "dropped-work": 3,  # an asynchronous all_reduce; its Work is dropped at once
     "weights": 2,  # all ranks read all weights
 }
 

@@ -171,7 +171,7 @@ class PlainTrainer:
 
 
 class ZeroTrainer:
-    """The same trainer with ZeroOptimizer, on one rank; checkpoints are ``folder/ck-STEP``."""
+    """Trainer with ZeroOptimizer, on one rank; checkpoints are ``folder/ck-STEP``."""
 
     def __init__(self, job: Training, comm: Any, folder: Path) -> None:
         import zcomm

@@ -1,6 +1,6 @@
 """A rank of a soak's world: a process that plays the episodes that it is sent, one after the other.
 
-What it sends back: ("at", step) while it trains, then ("done", result) or ("failed", kind, text). A signal interrupts
+It sends back: ("at", step) while it trains, then ("done", result) or ("failed", kind, text). A signal interrupts
 it only amid an episode: at other times it is kept until then and forgotten.
 """
 
@@ -37,7 +37,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Result:
-    """digest: of the bits of all weights. wrong: what differs from plain torch (rank 0 says it), empty if nothing."""
+    """digest: of the bits of all weights. wrong: what differs from plain torch (from rank 0), empty if nothing."""
 
     digest: str = ""
     wrong: str = ""
@@ -53,7 +53,7 @@ class Footprint:
 
 
 class Interruptible:
-    """SIGINT and SIGTERM raise in the main thread, but only while an episode runs."""
+    """Handlers of SIGINT and SIGTERM that raise in the main thread, but only while an episode runs."""
 
     def __init__(self) -> None:
         self.open = False

@@ -1,1 +1,1 @@
-"""What bench/swap_bw is made of."""
+"""Parts of bench/swap_bw."""

@@ -1,4 +1,4 @@
-"""What the block device itself counted: bytes that the page cache served are not among them."""
+"""Counters of the block device itself: bytes that the page cache served are not in them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _device(folder: Path) -> Path | None:
 
 
 def moved(folder: Path) -> tuple[int, int] | None:
-    """Bytes read and written so far; None where the file system has no block device (overlay, network)."""
+    """Return the bytes read and written so far; None where the file system has no block device (overlay, network)."""
     device = _device(folder)
     if device is None:
         return None
@@ -24,7 +24,7 @@ def moved(folder: Path) -> tuple[int, int] | None:
 
 
 def describe(folder: Path) -> str:
-    """The drive, in words."""
+    """Return the drive in words."""
     device = _device(folder)
     if device is None:
         return "a file system without a block device of its own: moved/asked is not known"

@@ -1,4 +1,4 @@
-"""Runs in an interpreter that has DeepSpeed: answers each line of stdin (JSON) with the seconds that it took."""
+"""Worker in an interpreter that has DeepSpeed: answers each line of stdin (JSON) with the seconds that it took."""
 
 from __future__ import annotations
 

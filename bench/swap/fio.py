@@ -20,7 +20,7 @@ _RW = {"write": "write", "read": "read", "mixed": "rw"}
 
 
 def flags(sweep: str) -> list[dict[str, Any]]:
-    """io_uring and libaio; `full`: blocks of 256 KiB to 4 MiB, block x depth of 4 to 32 MiB."""
+    """Return flags of io_uring and libaio; `full`: blocks of 256 KiB to 4 MiB, block x depth of 4 to 32 MiB."""
     blocks = (256 * _KIB, 512 * _KIB, _MIB, 2 * _MIB, 4 * _MIB)
     windows = (4 * _MIB, 8 * _MIB, 16 * _MIB, 32 * _MIB)
     memories = ["thp", "malloc"]
@@ -55,7 +55,7 @@ class Fio:
         self._nbytes = nbytes
 
     def tune(self, what: str, file: str, keep: Callable[[dict[str, object]], None]) -> dict[str, Any]:
-        """Each flag set twice, the whole list and then again; the best mean."""
+        """Try each flag set twice, the whole list and then again; return the best mean's."""
         if what not in self._best:
             choices = flags(self._sweep)
             gbps = [0.0] * len(choices)
@@ -68,11 +68,11 @@ class Fio:
         return self._best[what]
 
     def seconds(self, what: str, nbytes: int, tensor_nbytes: int, file: str) -> float:
-        """With the best flags; a batch's tensors are no matter to fio."""
+        """Return the seconds with the best flags; the size of a batch's tensors has no effect on fio."""
         return self._run(what, self._best[what], nbytes, file)
 
     def close(self) -> None:
-        """Nothing of its own is left."""
+        """Do nothing: fio leaves no file of its own."""
 
     def _run(self, what: str, choice: dict[str, Any], nbytes: int, file: str) -> float:
         command = [str(self._program), "--name=zcomm", f"--filename={file}", f"--size={nbytes}", "--direct=1"]

@@ -13,7 +13,7 @@ from zcomm.offload import pinned_empty
 
 
 class Buffers:
-    """What is written, and where it is read to; shared by all variants, so that memory is paid once."""
+    """Source of writes and target of reads; shared by all variants, so that memory is paid once."""
 
     def __init__(self, nbytes: int) -> None:
         self.out = pinned_empty(nbytes, torch.uint8)
@@ -42,11 +42,11 @@ class Swap:
         self.path = openable(str(self.file.stats()["path"]))
 
     def fill(self, nbytes: int, tensor_nbytes: int) -> None:
-        """Writes every key of this size once: what is timed overwrites."""
+        """Write every key of this size once: what is timed overwrites."""
         self.seconds("write", nbytes, tensor_nbytes)
 
     def seconds(self, what: str, nbytes: int, tensor_nbytes: int) -> float:
-        """Time of one go; `mixed`: of each two tensors one is written, the other read."""
+        """Return the seconds of one pass; `mixed`: of each two tensors one is written, the other read."""
         pieces = [
             (f"{tensor_nbytes}/{begin}", slice(begin, begin + tensor_nbytes))
             for begin in range(0, nbytes, tensor_nbytes)
@@ -61,7 +61,7 @@ class Swap:
         return time.perf_counter() - begin_s
 
     def wrong(self, nbytes: int, tensor_nbytes: int) -> int:
-        """Bytes that come back other than they were written."""
+        """Count bytes that come back other than they were written."""
         self.buffers.into[:nbytes].zero_()
         self.seconds("read", nbytes, tensor_nbytes)
         if torch.equal(self.buffers.into[:nbytes], self.buffers.out[:nbytes]):

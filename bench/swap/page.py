@@ -85,8 +85,10 @@ def _judged(value: float, holds: bool) -> str:
 
 
 def checksum_cost(row: Mapping[str, Any]) -> float | None:
-    """The part of the rate that checksums cost: of each round, then the median. Against fio on the same file, where it
-    ran: two files on one drive may differ by some percent."""
+    """Return the part of the rate that checksums cost: of each round, then the median.
+
+    It is against fio on the same file, where fio ran: two files on one drive may differ by some percent.
+    """
     of = row["shares"].get("fio") or row["rounds_gbps"]
     if not {"zcomm", "zcomm no crc"} <= set(of):
         return None

@@ -1,4 +1,4 @@
-"""What SwapFile is timed beside; a peer that is not here is skipped with its reason."""
+"""Peers of SwapFile in the bench; a peer that is not here is skipped with its reason."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from swap.fio import Fio
 
 class Peer(Protocol):
     def tune(self, what: str, file: str, keep: Callable[[dict[str, object]], None]) -> dict[str, Any]:
-        """Finds its best flags for write, read or mixed; each trial is kept as a record."""
+        """Find its best flags for write, read or mixed; each trial is kept as a record."""
 
     def seconds(self, what: str, nbytes: int, tensor_nbytes: int, file: str) -> float:
-        """Time of one go; `file` has been written once and may be overwritten."""
+        """Return the seconds of one pass; `file` has been written once and may be overwritten."""
 
     def close(self) -> None: ...
 

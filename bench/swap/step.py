@@ -113,7 +113,7 @@ class Pair:
         self.plain_path = openable(str(self._plain._live.swap.stats()["path"]))
 
     def _fraction(self, ratio: float) -> float:
-        """The largest part on the drive with which spans in RAM and windows are 1/ratio of the state."""
+        """Return the largest part on the drive with which spans in RAM and windows are 1/ratio of the state."""
         state = self._ram._live.state
         spans = [part.stop - part.start for count in state.counts for part in cut(count, SPAN_TILES)]
         window = min(WINDOWS, len(spans)) * max(map(state.form.nbytes, spans))
@@ -121,7 +121,7 @@ class Pair:
         return 1.0 - max(0.0, total / ratio - window) / total
 
     def steps(self) -> list[dict[str, Any]]:
-        """Two steps of each, so that the sweep goes once in each direction."""
+        """Make two steps of each, so that the sweep goes once in each direction."""
         return [self._step() for _ in range(_DIRECTIONS)]
 
     def _step(self) -> dict[str, Any]:
@@ -158,7 +158,10 @@ class Pair:
         }
 
     def write_again(self) -> None:
-        """The state on the drive, from the twin's; by whole spans: fio has been over what a part would read first."""
+        """Write the state on the drive from the twin's, by whole spans.
+
+        fio has overwritten what a part would read first.
+        """
         theirs = self._ram._live.state
         for optimizer in (self._swap, self._plain):
             ours = optimizer._live.state
@@ -169,7 +172,7 @@ class Pair:
             optimizer._live.swap.wait()
 
     def wrong(self) -> int:
-        """Elements of the weights and bytes of the state that differ from the twin's."""
+        """Count elements of the weights and bytes of the state that differ from the twin's."""
         return sum(self._differences(optimizer) for optimizer in (self._swap, self._plain))
 
     def _differences(self, optimizer: zcomm.ZeroOptimizer) -> int:
@@ -191,7 +194,7 @@ class Pair:
 
 @contextmanager
 def _without_checksums() -> Iterator[None]:
-    """ZeroOptimizer has no such option: its state is always checked."""
+    """Make swap files without checksums inside: ZeroOptimizer has no such option, its state is always checked."""
     original = _core.SwapFile
     _core.SwapFile = functools.partial(original, checksum=False)  # type: ignore[assignment, misc]
     try:

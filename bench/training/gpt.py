@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser, context: int) -> None:
 
 
 def make_model(arguments: argparse.Namespace) -> Any:
-    """The same weights at each call, on each rank."""
+    """Make the model with the same weights at each call, on each rank."""
     import torch
 
     from zcomm.demo.model import GPT, ModelConfig
@@ -26,7 +26,7 @@ def make_model(arguments: argparse.Namespace) -> Any:
 
 
 def make_batch(arguments: argparse.Namespace, rank: int) -> tuple[Any, Any]:
-    """Inputs and targets of this rank."""
+    """Return inputs and targets of this rank."""
     import torch
 
     generator = torch.Generator().manual_seed(rank)

@@ -22,7 +22,7 @@ WEIGHT_DECAY = 0.01
 
 
 def make_step(name: str, arguments: argparse.Namespace, rank: int) -> Step:
-    """Raises: Absent, KeyError."""
+    """Make a step. Raises: Absent, KeyError."""
     kind, _, rest = name.partition("-")
     return _MAKERS[kind](rest, arguments, make_batch(arguments, rank))
 
@@ -75,7 +75,10 @@ def _zcomm(rest: str, arguments: argparse.Namespace, batch: Any) -> Step:
 
 
 def _stand_ins_s(optimizer: Any) -> float:
-    """Seconds of a step that stand-ins in ``p.grad`` take: leaving, looking at and clearing all of them; median."""
+    """Measure the seconds of a step that stand-ins in ``p.grad`` take.
+
+    It is the median of leaving, looking at and clearing all of them.
+    """
     import torch
 
     grads = optimizer._live.reducer.grads
@@ -111,7 +114,7 @@ def _ddp(backend: str, arguments: argparse.Namespace, batch: Any) -> Step:
 
 
 def _fsdp2(_rest: str, arguments: argparse.Namespace, batch: Any) -> Step:
-    """torch's fused AdamW does not take DTensors everywhere; where it does not, foreach."""
+    """Make FSDP2 with torch's fused AdamW, or foreach where the fused one does not take DTensors."""
     try:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard

@@ -16,18 +16,21 @@ torch: not a peer but torch.distributed's call with backend "zcomm", that is, wh
 
 
 class Absent(Exception):
-    """This machine or this build does not have the peer; the text says why."""
+    """Error: the peer is not in this machine or this build; the text has the reason."""
 
 
 class Peer(Protocol):
     def call(self, operation: Operation, redop: str, inp: Tensor, out: Tensor) -> Callable[[], object] | None:
-        """The operation on these buffers (in == out where it works in place); None: the peer has no such operation."""
+        """Return the operation on these buffers (in == out where it works in place).
+
+        None: the peer has no such operation.
+        """
 
     def close(self) -> None: ...
 
 
 def open_peer(name: str, rank: int, world: int) -> Peer:
-    """Collective. Raises: Absent."""
+    """Open a peer. Collective. Raises: Absent."""
     if name in ("openmpi", "mpich"):
         from collective.peers.mpi import MpiPeer
 

@@ -38,4 +38,4 @@ class DeepSpeedPeer:
         return lambda: torch.ops.deepspeed.inference_all_reduce_(out)
 
     def close(self) -> None:
-        """Its shared memory ends with the process."""
+        """Do nothing: the shared memory ends with the process."""

@@ -20,7 +20,7 @@ _REDUCE_OPS = {"sum": "SUM", "avg": "AVG", "min": "MIN", "max": "MAX", "prod": "
 
 
 def default_group(rank: int, world: int) -> None:
-    """Gloo over the run's FileStore is the default group; others are made beside it."""
+    """Make Gloo over the run's FileStore the default group; others are made beside it."""
     if not dist.is_initialized():
         folder = os.environ.get(FOLDER)
         where = f"file://{folder}/torch" if folder else "env://"
@@ -28,7 +28,7 @@ def default_group(rank: int, world: int) -> None:
 
 
 def require_backend(backend: str) -> None:
-    """Raises: Absent."""
+    """Check that the backend is there. Raises: Absent."""
     if backend == "zcomm":
         try:
             import zcomm.torch_backend
