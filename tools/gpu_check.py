@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Builds and checks zcomm on a machine with a GPU and writes down what it measured (`make gpu-check` calls it).
+"""Build and check of zcomm on a machine with a GPU, with a record of its measurements (`make gpu-check` calls it).
 
   python3 tools/gpu_check.py                       (nine minutes at most; the machine's own torch, no .venv)
   python3 tools/gpu_check.py --resume              (what is left; finished parts are kept)
@@ -7,7 +7,7 @@
   python3 tools/gpu_check.py --list
 
 Writes gpu-check.json, gpu-check.md and gpu-check.log into $OUT, or without it gpu-DATE.json and .md into
-bench/results. Exit status: 0 all passed or skipped (or no GPU here: it says so); 1 a part failed or took too long;
+bench/results. Exit status: 0 all passed or skipped (or no GPU: it prints that); 1 a part failed or took too long;
 2 wrong use; 3 not all were started in the time.
 """
 
@@ -43,7 +43,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def has_gpu() -> bool:
-    """nvidia-smi lists one; without nvidia-smi: the driver has made a device."""
+    """Return True if nvidia-smi lists one; without nvidia-smi, if the driver has made a device."""
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
@@ -52,7 +52,7 @@ def has_gpu() -> bool:
 
 
 def terminated(number: int, _frame: FrameType | None) -> None:
-    """So that the part that runs is ended, too."""
+    """Exit by an exception, so that the part that runs is ended, too."""
     sys.exit(128 + number)
 
 
@@ -81,7 +81,7 @@ def main() -> int:
 
 
 def check(arguments: argparse.Namespace, place: Place, parts: list[Part]) -> int:
-    """All of it, and the three files."""
+    """Run all parts and write the three files."""
     deadline = time.monotonic() + 60.0 * arguments.minutes
     about = work.about()
     given = arguments.out or (Path(os.environ["OUT"]) if os.environ.get("OUT") else None)

@@ -17,7 +17,7 @@ _SECTIONS = set("Raises Shapes Memory Source Cost Returns Async Invariant Invari
 
 
 class DocstringFields(griffe.Extension):
-    """Rewrites the docstrings of a package when it has been loaded."""
+    """Extension that rewrites the docstrings of a package when it has been loaded."""
 
     def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **kwargs: Any) -> None:
         """Rewrite all of ``pkg``."""
@@ -33,7 +33,7 @@ def _walk(obj: griffe.Object) -> None:
 
 
 def _names(obj: griffe.Object) -> set[str]:
-    """Parameters and attributes that lines of the docstring may be about."""
+    """Return the parameters and attributes that lines of the docstring may be about."""
     names: set[str] = set()
     if obj.is_class:
         names |= set(obj.members)

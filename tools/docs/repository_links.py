@@ -58,7 +58,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def _in_docs(folder: str, link: re.Match[str]) -> str:
-    """A link of a file at the root, as one of a page in docs/."""
+    """Return a link of a file at the root as one of a page in docs/."""
     path = _resolved(folder, link[3])
     if path is None:
         return link[0]
@@ -67,7 +67,7 @@ def _in_docs(folder: str, link: re.Match[str]) -> str:
 
 
 def _resolved(folder: str, target: str) -> str | None:
-    """The path in the repository that a relative link names. None: an address, or an anchor of its own page."""
+    """Return the path in the repository that a relative link names. None: an address, or an anchor of its own page."""
     path = target.partition("#")[0]
     if not path or ":" in path.split("/")[0] or path.startswith("/"):
         return None

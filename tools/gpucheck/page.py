@@ -44,7 +44,7 @@ def _table(rows: Sequence[Record]) -> Iterator[str]:
 
 
 def verdict(row: Record) -> str:
-    """Whether the judged number (share, or what "judged" names) reaches the goal."""
+    """Return "holds" if the judged number (share, or what "judged" names) reaches the goal."""
     value, goal = row.get(str(row.get("judged", "share"))), row.get("goal")
     if not isinstance(value, (int, float)) or not isinstance(goal, (int, float)):
         return ""

@@ -1,4 +1,4 @@
-"""What a GPU machine is asked, in order of weight: the first nine minutes hold what matters most; --resume goes on."""
+"""Parts of the check of a GPU, in order of weight: the first nine minutes hold what matters most; --resume goes on."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Place:
-    """site: where zcomm is installed for the check, away from the machine's Python. cmake: its build folder, that of
-    the preset "cuda". scratch: a folder on the drive."""
+    """Folders of a check.
+
+    site: where zcomm is installed for the check, away from the machine's Python. cmake: its build folder, that of
+    the preset "cuda". scratch: a folder on the drive.
+    """
 
     site: Path = ROOT / "build/gpu-check/site"
     cmake: Path = ROOT / "build/cuda"
@@ -25,7 +28,7 @@ class Place:
 
 
 def all_parts(place: Place) -> list[Part]:
-    """Every part; all but the first need the build."""
+    """Return every part; all but the first need the build."""
     path = os.pathsep.join(filter(None, [str(place.site), os.environ.get("PYTHONPATH", "")]))
     env = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
@@ -41,7 +44,7 @@ def all_parts(place: Place) -> list[Part]:
 
     swap = ("--nvme-path", str(place.scratch))
     # DeepSpeed compiles its operations when it is first used: not in the part that has our own figures. Where it is not
-    # installed, asking for it costs nothing, and the page says so.
+    # installed, asking for it costs nothing, and the page has the reason.
     deepspeed = importlib.util.find_spec("deepspeed") is not None
     beside = "zcomm-cpu,fsdp2" if deepspeed else "zcomm-cpu,fsdp2,deepspeed-cpu"
     swapped = "zcomm-nvme" if deepspeed else "zcomm-nvme,deepspeed-nvme"
@@ -108,7 +111,7 @@ def all_parts(place: Place) -> list[Part]:
 
 
 def chosen(parts: Sequence[Part], names: str | None) -> list[Part]:
-    """Those named, by commas, with what they need. Raises: ValueError."""
+    """Return those named, by commas, with what they need. Raises: ValueError."""
     if names is None:
         return list(parts)
     known = {part.name: part for part in parts}

@@ -1,4 +1,4 @@
-"""Runs parts one after the other, each in a process of its own with a time limit, and keeps what came of them.
+"""Runner of parts, one after the other, each in a process of its own with a time limit, and keeps what came of them.
 
 Invariants: after every part the result file is whole (written beside it, then renamed); no process of a part outlives
 it; a part that fails, hangs or writes nonsense does not stop the others. A part's program prints what it likes, appends
@@ -28,8 +28,11 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Part:
-    """budget_s: its time limit. least_s: with less time left it is not started. needs: parts that must have passed.
-    made: what it leaves for others; where that is gone, the part counts as not done."""
+    """One part.
+
+    budget_s: its time limit. least_s: with less time left it is not started. needs: parts that must have passed.
+    made: what it leaves for others; where that is gone, the part counts as not done.
+    """
 
     name: str
     title: str
@@ -61,7 +64,7 @@ class Result:
             kept = earlier.with_name(f"{earlier.name}.broken")
             with suppress(OSError):
                 earlier.replace(kept)
-            say(f"{earlier} is no result of gpu-check ({type(error).__name__}: {error}); moved to {kept.name}")
+            say(f"{earlier} is not a result of gpu-check ({type(error).__name__}: {error}); moved to {kept.name}")
             return
         other = [key for key in same if about.get(key) != self.about.get(key)]
         if other:
@@ -85,8 +88,10 @@ def run_parts(
     say: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> int:
-    """All that are not finished, in order, until ``deadline`` (of the clock). Returns: 0; 1 if one failed or took too
-    long; 3 if none did, but some were not started."""
+    """Run all that are not finished, in order, until ``deadline`` (of the clock).
+
+    Returns: 0; 1 if one failed or took too long; 3 if none did, but some were not started.
+    """
     for part in parts:
         earlier = result.parts.get(part.name)
         if earlier and (part.made is None or part.made.exists()):
@@ -123,7 +128,7 @@ def _verdict(record: Record) -> str:
 
 
 def run_part(part: Part, limit_s: float, log: Path) -> Record:
-    """Its record. What it wrote of rows counts, also when it failed."""
+    """Run a part and return its record. Its rows count, also when it failed."""
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         rows, output = Path(folder) / "rows.jsonl", Path(folder) / "output"
@@ -147,7 +152,7 @@ def run_part(part: Part, limit_s: float, log: Path) -> Record:
     elif code:
         record["reason"] = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
     if broken and record["state"] == "passed":
-        record["state"], record["reason"] = "failed", f"{broken} of its rows are no JSON"
+        record["state"], record["reason"] = "failed", f"{broken} of its rows are not JSON"
     if record["state"] in ("failed", "timeout"):
         record["tail"] = text.strip()[-TAIL:]
     return record
@@ -158,7 +163,7 @@ def _state(code: int | None) -> str:
 
 
 def read_rows(file: Path) -> tuple[list[Any], int]:
-    """Rows, and how many lines could not be read (a part that is killed may leave half a line)."""
+    """Return rows, and how many lines could not be read (a part that is killed may leave half a line)."""
     found, broken = [], 0
     text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
     for line in text.splitlines():
@@ -173,7 +178,7 @@ def read_rows(file: Path) -> tuple[list[Any], int]:
 
 
 def _run(part: Part, limit_s: float, output: Any, env: Mapping[str, str]) -> int | None:
-    """Exit code; None: time was over. The part's session is killed whole in any case."""
+    """Run a part; return its exit code, or None: time was over. The part's session is killed whole in any case."""
     process = subprocess.Popen(
         list(part.command),
         stdout=output,

@@ -1,4 +1,4 @@
-"""What the parts do that are no benches: build, import, tests, sanitizers. Each runs in the part's own process."""
+"""Work of the parts that are not benches: build, import, tests, sanitizers. Each runs in the part's own process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NEEDED = {"numpy": "numpy", "safetensors": "safetensors", "psutil": "psutil", "
 
 
 def row(**columns: Any) -> None:
-    """One row of the result."""
+    """Write one row of the result."""
     if ROWS in os.environ:
         with open(os.environ[ROWS], "a", encoding="utf-8") as stream:
             stream.write(json.dumps(columns) + "\n")
@@ -42,8 +42,10 @@ def skip(why: str) -> NoReturn:
 
 
 def call(command: Sequence[str], env: Mapping[str, str] | None = None) -> tuple[int, str]:
-    """Runs it, shows what it says as it comes, also half a line (who is killed at the limit has said what it did);
-    returns exit code and output."""
+    """Run a command and show its output as it comes; return exit code and output.
+
+    Half a line is shown, too, so that a command that is killed at the limit has shown its last action.
+    """
     print("$", " ".join(command), flush=True)
     said = []
     with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
@@ -56,8 +58,11 @@ def call(command: Sequence[str], env: Mapping[str, str] | None = None) -> tuple[
 
 
 def cuda_program(name: str) -> str | None:
-    """Of the toolkit: that of CUDA_HOME (or CUDA_PATH) where it has one, else on the PATH; where neither is set, also
-    where it usually lies."""
+    """Return the path of a program of the CUDA toolkit, or None.
+
+    It is that of CUDA_HOME (or CUDA_PATH) where it has one, else on the PATH; where neither is set, also where it
+    usually lies.
+    """
     given = [Path(os.environ[key]) / "bin" / name for key in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(key)]
     usual = [Path("/usr/local/cuda"), *sorted(Path("/usr/local").glob("cuda-*"), reverse=True)]
     on_path = shutil.which(name)
@@ -66,8 +71,10 @@ def cuda_program(name: str) -> str | None:
 
 
 def build(place: Place) -> int:
-    """pip install of this tree into ``site``; the same build folder gets the C++ tests (``build_tests``), of which one
-    that does not compile here costs no other."""
+    """Install this tree into ``site`` with pip.
+
+    The same build folder gets the C++ tests (``build_tests``); one that does not compile does not affect the others.
+    """
     nvcc = cuda_program("nvcc")
     if nvcc is None:
         print("no nvcc: not in CUDA_HOME (or CUDA_PATH), nor on the PATH or in /usr/local/cuda")
@@ -102,7 +109,7 @@ def _build_env(place: Place, nvcc: str) -> dict[str, str]:
 
 
 def build_tests(place: Place) -> int:
-    """The C++ tests, as far as they compile: what does not is left out, and 1."""
+    """Build the C++ tests; one that does not compile is left out, and 1 is returned."""
     env = _build_env(place, cuda_program("nvcc") or "nvcc")
     cmake = shutil.which("cmake", path=env["PATH"]) or "cmake"
     code, _ = call([cmake, "--build", str(place.cmake), "--", "-k", "0"], env)
@@ -110,7 +117,7 @@ def build_tests(place: Place) -> int:
 
 
 def see(place: Place) -> int:
-    """zcomm and torch both see a device; the doctor's words."""
+    """Check that zcomm and torch both see a device, and show the doctor's findings."""
     place.scratch.mkdir(parents=True, exist_ok=True)
     program = (
         "import json, torch, zcomm; from zcomm import _core as c; print('SEEN', json.dumps([zcomm.__file__, "
@@ -140,7 +147,7 @@ def programs(place: Place) -> list[Path]:
 
 
 def cpp_tests(place: Place) -> int:
-    """All of the device floor; of the others what uses a GPU."""
+    """Run all tests of the device floor, and those of the others that use a GPU."""
     worst = build_tests(place)
     if not (found := programs(place)):
         print(f"no test programs in {place.cmake}/tests/cpp")
@@ -158,20 +165,20 @@ def cpp_tests(place: Place) -> int:
 
 
 def marked() -> list[str]:
-    """Files of tests/python that have tests marked gpu: the others are not imported, which takes time."""
+    """Return the files of tests/python that have tests marked gpu: the others are not imported, which takes time."""
     tests = ROOT / "tests/python"
     files = sorted(tests.rglob("test_*.py"))
     return [str(f.relative_to(tests)) for f in files if "pytest.mark.gpu" in f.read_text(encoding="utf-8")]
 
 
 def others() -> list[str]:
-    """Those that are in no part of their own, with the one that must be the last one there."""
+    """Return those that are in no part of their own, with the one that must be the last one there."""
     found = [name for name in marked() if name not in (TRAINING, RANKS)]
     return sorted(found, key=lambda name: name == LAST)
 
 
 def python_tests(place: Place, files: Sequence[str]) -> int:
-    """Those marked gpu in ``files`` of tests/python."""
+    """Run those marked gpu in ``files`` of tests/python."""
     if importlib.util.find_spec("pytest") is None:
         skip("pytest is not installed")
     wanted = [f"tests/python/{name}" for name in files]
@@ -195,7 +202,7 @@ def python_tests(place: Place, files: Sequence[str]) -> int:
 
 
 def _without_settings() -> list[str]:
-    """pyproject's are pytest 9's; an older one would refuse them, and does without."""
+    """Return arguments without pyproject's settings for a pytest before 9, which would refuse them."""
     version = metadata.version("pytest")
     if int(version.split(".")[0]) >= 9:
         return []
@@ -204,7 +211,7 @@ def _without_settings() -> list[str]:
 
 
 def sanitize(place: Place, tool: str) -> int:
-    """The kernels' tests; 1 for a finding, and for a program that gave no summary."""
+    """Run the kernels' tests; return 1 for a finding, and for a program that gave no summary."""
     program = cuda_program("compute-sanitizer")
     if program is None:
         skip("no compute-sanitizer (it is in the CUDA toolkit)")
@@ -246,7 +253,7 @@ WORK: dict[str, Callable[[Place], int]] = {
 
 
 def about() -> dict[str, Any]:
-    """The machine, without importing torch or zcomm."""
+    """Describe the machine without importing torch or zcomm."""
     import platform
     import time
 
@@ -281,8 +288,10 @@ SOURCES = ("src", "include", "python", "tests", "cmake", "CMakeLists.txt", "pypr
 
 
 def revision(root: Path = ROOT) -> str:
-    """Git's word where there is a repository, and a hash of the sources: trees without git are told apart, too, and so
-    are two that both are dirty."""
+    """Return git's revision where there is a repository, and a hash of the sources.
+
+    So trees without git differ, too, and so do two that both are dirty.
+    """
     total = hashlib.sha256()
     for top in map(root.joinpath, SOURCES):
         for path in sorted(top.rglob("*")) if top.is_dir() else [top]:

@@ -61,7 +61,7 @@ def test_one_part_fails_the_others_go_on(tmp_path: Path) -> None:
     assert "the last words" in said and result.parts["skip"]["reason"] == "skipped: nothing here"
     assert result.parts["slow"]["rows"] == [{"table": "Figures", "share": 0.1}], "what it had until then is kept"
     assert "1.5" in result.parts["slow"]["reason"] or "2 s" in result.parts["slow"]["reason"]
-    assert "rows are no JSON" in result.parts["nonsense"]["reason"]
+    assert "rows are not JSON" in result.parts["nonsense"]["reason"]
     assert result.parts["killed"]["reason"] == "killed by signal 9"
     assert json.loads((tmp_path / "result.json").read_text())["parts"] == result.parts
     log = (tmp_path / "log").read_text()
@@ -141,7 +141,7 @@ def test_a_broken_result_is_left_aside(tmp_path: Path, text: str) -> None:
     said: list[str] = []
     result = Result(tmp_path / "result.json", {"gpu": "a fake"})
     result.adopt(earlier, ("gpu",), said.append)
-    assert not result.parts and "is no result of gpu-check" in said[0]
+    assert not result.parts and "is not a result of gpu-check" in said[0]
     assert not earlier.exists() and (tmp_path / "earlier.json.broken").read_text() == text
     result.adopt(earlier, ("gpu",), said.append)
     assert "nothing to resume" in said[1]
