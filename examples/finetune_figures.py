@@ -25,15 +25,17 @@ _COPY_NBYTES = 128 << 20
 
 @dataclass(frozen=True)
 class Host:
-    """Rates of this rank, while the others measure theirs: bytes per second of the CPU's AdamW; of copies to and from
-    the GPU, one direction (None without one)."""
+    """Rates of this rank, while the others measure theirs, in bytes per second.
+
+    step_bps: of the CPU's AdamW. copy_bps: of copies to and from the GPU, one direction (None without one).
+    """
 
     step_bps: float
     copy_bps: float | None
 
 
 def measure_host(device: torch.device, numel: int) -> Host:
-    """A second or two; needs up to 0.7 GB."""
+    """Measure the rates in a second or two; needs up to 0.7 GB."""
     return Host(_step_bps(min(numel, _SAMPLE)), _copy_bps(device) if device.type == "cuda" else None)
 
 
@@ -50,7 +52,7 @@ def _step_bps(numel: int) -> float:
 
 
 def _copy_bps(device: torch.device) -> float:
-    """The slower of the two directions."""
+    """Measure the slower of the two directions."""
     host, there = (
         zcomm.pinned_empty(_COPY_NBYTES, torch.uint8),
         torch.empty(_COPY_NBYTES, dtype=torch.uint8, device=device),
@@ -70,8 +72,10 @@ def _copy_bps(device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a step of one rank. compute: forward and backward alone; none: the step without offload; each None
-    where it was not measured."""
+    """Seconds of a step of one rank.
+
+    compute: forward and backward alone; none: the step without offload; each None where it was not measured.
+    """
 
     step: float
     compute: float | None
@@ -80,35 +84,42 @@ class Times:
 
 
 def mfu(flops_per_token: float, tokens_per_s: float, peak: float | None) -> float | None:
-    """Of one GPU. tokens_per_s: its own."""
+    """Return the MFU of one GPU. tokens_per_s: its own."""
     return None if peak is None else flops_per_token * tokens_per_s / peak
 
 
 def host_nbytes(accum: int, world: int = 1) -> int:
-    """Of host memory, read and written in a step, per parameter of a rank's share: the CPU's pass, and of each
-    micro-step the bf16 gradients of all ranks (slots written, and read) and the fp32 sum (the first only writes). The
-    norm reads the sum once more, but of one rank's single pass, which the device has squared."""
+    """Return the bytes of host memory read and written in a step, per parameter of a rank's share.
+
+    They are the CPU's pass, and of each micro-step the bf16 gradients of all ranks (slots written, and read) and the
+    fp32 sum (the first only writes). The norm reads the sum once more, but of one rank's single pass, which the device
+    has squared.
+    """
     norm = 4 if accum > 1 or world > 1 else 0
     return STEP_NBYTES + norm + accum * (4 * world + 8) - 4
 
 
 def offloaded_s(host: Host, numel: int, itemsize: int, swap: float, accum: int = 1, world: int = 1) -> float:
-    """The longest of what offload adds to a step, each alone. numel: of this rank's share. world: ranks with a share
-    each, all of whose gradients each of them copies (stage 0: 1)."""
+    """Return the longest of what offload adds to a step, each alone.
+
+    numel: of this rank's share. world: ranks with a share each; each of them copies the gradients of all (stage 0: 1).
+    """
     copies = 0.0 if host.copy_bps is None else accum * world * numel * itemsize / host.copy_bps
     return max(numel * host_nbytes(accum, world) / host.step_bps, copies, swap)
 
 
 def overlap(times: Times, added: float) -> float | None:
-    """See [Note: figures]; None where nothing is there to hide."""
+    """Return the overlap, see [Note: figures]; None where nothing is there to hide."""
     if times.compute is None or added < _LEAST * times.step:
         return None
     return (times.compute + added - times.step) / min(times.compute, added)
 
 
 def hiding(numel: int, tokens: int, compute: float | None, host: Host, accum: int = 1, world: int = 1) -> float | None:
-    """Tokens per step and rank, at the FLOP/s that forward and backward of ``tokens`` reached here. numel: this rank's
-    share."""
+    """Return the hiding rule's tokens per step and rank, at the FLOP/s that ``tokens`` reached here.
+
+    The FLOP/s are those of forward and backward. numel: this rank's share.
+    """
     return None if compute is None else numel * host_nbytes(accum, world) / host.step_bps / compute * tokens
 
 

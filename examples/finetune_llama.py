@@ -1,4 +1,4 @@
-"""Fine-tunes a decoder of Llama's architecture with its state, or its parameters too, off the GPU.
+"""Fine-tuning of a decoder of Llama's architecture with its state, or its parameters too, off the GPU.
 
     python examples/finetune_llama.py --model 7b --offload cpu
     python examples/finetune_llama.py --model 7b --stage 3 --offload nvme --nvme-path /mnt/nvme --steps 50
@@ -6,7 +6,7 @@
     zcomm run -n 2 examples/finetune_llama.py --model tiny --offload cpu        # without a GPU, too
 
 bf16 with an exact fp32 master. Random weights, or --weights: a folder with config.json and *.safetensors. The text is
-read as bytes, unless tokenizers is installed and tokenizer.json lies beside the weights. At the end it says what
+read as bytes, unless tokenizers is installed and tokenizer.json lies beside the weights. At the end it prints what
 offload cost in this run and what was hidden; finetune_figures.py has the formulas.
 """
 
@@ -78,7 +78,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class Job:
-    """What does not change during the run."""
+    """Data that does not change during the run."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
@@ -116,14 +116,14 @@ class Job:
             torch.cuda.synchronize(self.device)
 
     def deferred(self) -> bool:
-        """Whether the model is built without memory: ZeroOptimizer then makes it, shard by shard."""
+        """Return True if the model is built without memory: ZeroOptimizer then makes it, shard by shard."""
         if self.device.type == "cpu":
             return self.arguments.weights is not None
         memory = torch.cuda.get_device_properties(self.device).total_memory
         return self.arguments.stage == 3 and 2 * self.numel > _WHOLE * memory and _TAKES_DEVICE
 
     def make_model(self) -> nn.Module:
-        """The same weights on every rank, in bf16, on the device unless deferred()."""
+        """Make the model with the same weights on every rank, in bf16, on the device unless deferred()."""
         make: Callable[[LlamaConfig, bool], nn.Module] = Llama if self.code == "own" else transformers_llama
         torch.manual_seed(self.arguments.seed)
         before = torch.get_default_dtype()
@@ -142,7 +142,7 @@ class Job:
         return model.train()
 
     def batch(self, step: int, micro: int) -> Tensor:
-        """Tokens [batch, context + 1] of this rank."""
+        """Return the tokens [batch, context + 1] of this rank."""
         a = self.arguments
         generator = torch.Generator().manual_seed(((a.seed * 1000003 + self.comm.rank) * 1000003 + step) * 64 + micro)
         starts = torch.randint(len(self.words) - a.context, (a.batch,), generator=generator)
@@ -151,7 +151,7 @@ class Job:
 
 
 def read_words(arguments: argparse.Namespace, vocab_size: int) -> Tensor:
-    """Token numbers of the text, int32. Raises: ValueError for less text than one sequence."""
+    """Return the token numbers of the text, int32. Raises: ValueError for less text than one sequence."""
     text = load_text(arguments.data).train
     tokenizer = arguments.weights / "tokenizer.json" if arguments.weights else None
     if tokenizer is not None and tokenizer.exists():
@@ -169,7 +169,7 @@ def read_words(arguments: argparse.Namespace, vocab_size: int) -> Tensor:
 
 
 def time_steps(job: Job, step: Callable[[int], object], count: int, warmup: int = _WARMUP) -> float:
-    """Seconds of one, over `count` in a row: nothing waits for the GPU in between."""
+    """Measure the seconds of one step, over `count` in a row without a wait for the GPU in between."""
     for number in range(warmup):
         step(number)
     job.synchronize()
@@ -182,7 +182,7 @@ def time_steps(job: Job, step: Callable[[int], object], count: int, warmup: int 
 
 
 def compute_alone(job: Job) -> float | None:
-    """Forward and backward, each gradient dropped as soon as it is there; None where the model is not whole."""
+    """Measure forward and backward, each gradient dropped as soon as it is there; None where the model is not whole."""
     model = job.make_model()
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
         return None
@@ -203,7 +203,7 @@ def compute_alone(job: Job) -> float | None:
 
 
 def without_offload(job: Job) -> tuple[float | None, str]:
-    """Seconds of a step with everything on the device, and what stepped or why there is none."""
+    """Measure the seconds of a step with everything on the device, and what stepped or why there is none."""
     needs = 16 * job.numel // (job.comm.world_size if job.arguments.stage else 1)
     if job.device.type == "cuda" and needs > _REST * torch.cuda.get_device_properties(job.device).total_memory:
         return None, f"does not fit: {figures.shown(needs)} of weights, gradients and state"
@@ -250,7 +250,7 @@ def make_optimizer(job: Job, model: nn.Module, offload: str | None) -> zcomm.Zer
 
 
 def training_step(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[int], Tensor]:
-    """The whole of training: a function of the step's number that gives the mean loss of its micro-steps."""
+    """Return the whole of training: a function of the step's number that returns the mean loss of its micro-steps."""
 
     def step(number: int) -> Tensor:
         total = torch.zeros((), device=job.device)
@@ -267,8 +267,10 @@ def training_step(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) 
 
 
 def train(job: Job, model: nn.Module, optimizer: zcomm.ZeroOptimizer) -> tuple[list[float], float, float]:
-    """Steps, with a line now and then; seconds per step of each line but the first, and swap seconds and bytes per
-    step."""
+    """Run all steps and print a line now and then.
+
+    Returns: seconds per step of each line but the first, and swap seconds and bytes per step.
+    """
     a, step = job.arguments, training_step(job, model, optimizer)
     taken, begin, done, before = [], time.perf_counter(), 0, optimizer.stats()
     for number in range(1, a.steps + 1):
@@ -326,7 +328,7 @@ def main() -> int:
 
 
 def release(job: Job) -> None:
-    """What the last phase has left."""
+    """Free what the last phase has left."""
     gc.collect()
     if job.device.type == "cuda":
         torch.cuda.empty_cache()

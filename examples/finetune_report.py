@@ -1,4 +1,4 @@
-"""What finetune_llama.py says at its end; job is its Job."""
+"""Report of finetune_llama.py at its end; job is its Job."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import zcomm
 def report(
     job: Any, optimizer: zcomm.ZeroOptimizer, times: figures.Times, name: str, host: figures.Host, moved: float
 ) -> None:
-    """What the run cost."""
+    """Print what the run cost."""
     say, rate = job.say, job.tokens / times.step
     alone, none = _seconds(times.compute), _seconds(times.none)
     say(f"\nstep {times.step:.3f} s; forward and backward alone {alone}; without offload {none} ({name})")
@@ -39,7 +39,7 @@ def report(
 
 
 def report_offload(job: Any, times: figures.Times, host: figures.Host) -> None:
-    """What it took and what was hidden."""
+    """Print what offload took and what was hidden."""
     say = job.say
     accum, world = job.arguments.accum, job.comm.world_size if job.arguments.stage else 1
     share = job.numel // world

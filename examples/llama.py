@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Hugging Face's names, so that a config.json can be read as it is."""
+    """Configuration with Hugging Face's names, so that a config.json can be read as it is."""
 
     vocab_size: int = 32000
     hidden_size: int = 4096
@@ -33,7 +33,7 @@ class LlamaConfig:
 
     @staticmethod
     def load(folder: Path) -> LlamaConfig:
-        """From config.json. Raises: ValueError for what this file does not compute."""
+        """Read config.json. Raises: ValueError for what this file does not compute."""
         text = json.loads((folder / "config.json").read_text())
         if text.get("model_type") != "llama":
             raise ValueError(f"{folder}/config.json: model_type is {text.get('model_type')!r}, not 'llama'")
@@ -47,15 +47,18 @@ class LlamaConfig:
         return LlamaConfig(**known | ({"rope_theta": theta} if theta else {}))
 
     def numel(self) -> int:
-        """Parameters."""
+        """Return the number of parameters."""
         width, kv_width = self.hidden_size, self.hidden_size // self.num_attention_heads * self.num_key_value_heads
         block = 2 * width * (width + kv_width) + 3 * width * self.intermediate_size + 2 * width
         words = self.vocab_size * width * (1 if self.tie_word_embeddings else 2)
         return words + self.num_hidden_layers * block + width
 
     def flops_per_token(self, context: int) -> float:
-        """Of forward and backward, nothing recomputed: 6 per weight that multiplies, and 12 x layers x width x context
-        for attention (PaLM, arXiv:2204.02311, appendix B)."""
+        """Return the FLOP of forward and backward per token, nothing recomputed.
+
+        They are 6 per weight that multiplies, and 12 x layers x width x context for attention (PaLM, arXiv:2204.02311,
+        appendix B).
+        """
         lookup = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
         return 6.0 * (self.numel() - lookup) + 12.0 * self.num_hidden_layers * self.hidden_size * context
 
@@ -162,7 +165,7 @@ def _start(module: nn.Module) -> None:
 
 
 def positions(time: int, width: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [time, width] of position x frequency, each frequency twice."""
+    """Return cosines and sines [time, width] of position x frequency, each frequency twice."""
     frequency = theta ** (-torch.arange(0, width, 2, device=like.device, dtype=torch.float32) / width)
     angle = torch.arange(time, device=like.device, dtype=torch.float32)[:, None] * frequency
     angle = torch.cat((angle, angle), dim=-1)
@@ -176,7 +179,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def transformers_llama(config: LlamaConfig, recompute: bool) -> nn.Module:
-    """LlamaForCausalLM of Hugging Face's transformers with the same weights. Raises: ImportError."""
+    """Make LlamaForCausalLM of Hugging Face's transformers with the same weights. Raises: ImportError."""
     from transformers import LlamaConfig as TheirConfig
     from transformers import LlamaForCausalLM
 
@@ -188,7 +191,7 @@ def transformers_llama(config: LlamaConfig, recompute: bool) -> nn.Module:
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Mean cross entropy in nats per token; tokens: [batch, time + 1]."""
+    """Return the mean cross entropy in nats per token; tokens: [batch, time + 1]."""
     found = model(tokens[:, :-1])
     logits = found if isinstance(found, Tensor) else found.logits
     return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())

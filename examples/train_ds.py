@@ -53,7 +53,7 @@ class ByteModel(nn.Module):
 
 
 def unigram_entropy(text: bytes) -> float:
-    """Nats per byte of a model that knows only how often each byte occurs: what training has to beat."""
+    """Return the nats per byte of a model that knows only how often each byte occurs: training has to beat it."""
     shares = [text.count(byte) / len(text) for byte in set(text)]
     return -sum(share * math.log(share) for share in shares)
 
