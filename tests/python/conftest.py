@@ -69,7 +69,7 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def world_of_one() -> Iterator[None]:
-    """This process, initialized for all tests of a file."""
+    """Yield this process, initialized for all tests of a file."""
     zcomm.init()
     yield
     zcomm.shutdown()

@@ -104,7 +104,7 @@ def test_more_ranks_than_cores_picture_and_model(tmp_path: Path) -> None:
     ("flags", "words"),
     [
         (("--op", "gossip"), "--op gossip: use all_reduce, "),
-        (("--peer", "nobody"), "--peer nobody: use gloo, openmpi, mpich, deepspeed-shm, torch"),
+        (("--peer", "absent"), "--peer absent: use gloo, openmpi, mpich, deepspeed-shm, torch"),
         (("-b", "8X"), "invalid parse_size value"),
         (("--op", "sendrecv", "-np", "1"), "at least two ranks"),
     ],

@@ -93,7 +93,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-# ---- without a launcher: ranks whose environment holds just what a test puts there ----
+# ---- without a launcher: ranks with an environment of just what a test puts there ----
 def forget_launcher() -> int:
     """This rank's number; the variables that named it are gone."""
     rank = int(os.environ["RANK"])

@@ -258,7 +258,7 @@ def test_missing_rank_is_named() -> None:
 
 
 def test_a_rank_that_ends_is_lost_at_once() -> None:
-    """Rank 0's listener is closed: nobody will ever answer there."""
+    """Rank 0's listener is closed: no process will ever answer there."""
     with listeners(2) as doors:
         doors[0].close()
         ranks = Ranks(doors)

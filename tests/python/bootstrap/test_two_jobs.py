@@ -162,8 +162,8 @@ def two_jobs(tmp_path: Path, kind: str, late_s: float, **variables: str) -> dict
     for process in jobs:
         output, errors = process.communicate(timeout=100)
         for line in output.splitlines():
-            who, sums, mixed, error = line.split("|", 3)
-            told[who] = int(sums), int(mixed), error
+            name, sums, mixed, error = line.split("|", 3)
+            told[name] = int(sums), int(mixed), error
         assert process.returncode == 0, errors
     assert len(told) == 4, told
     return told

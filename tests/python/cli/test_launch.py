@@ -1,4 +1,4 @@
-"""`zcomm run`: environment of the ranks, their output, whose failure is named, and that nothing outlives a job.
+"""`zcomm run`: environment of the ranks, their output, which failure is named, and that nothing outlives a job.
 
 The scripts import neither torch nor zcomm, so a job costs a tenth of a second.
 """
@@ -272,7 +272,7 @@ def test_killed_supervisor_leaves_nothing(start: JobStarter, tmp_path: Path) -> 
     assert code == 137
     assert "the launcher was killed by SIGKILL" in err
     assert [pid for pid in pids if alive(pid)] == []
-    for directory in (tmp_path / "tmp").iterdir():  # nobody was left to remove it
+    for directory in (tmp_path / "tmp").iterdir():  # no process was left to remove it
         directory.rmdir()
 
 

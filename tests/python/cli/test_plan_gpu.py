@@ -68,7 +68,7 @@ def test_ranks_share_gpus_and_host() -> None:
     assert two_on_two.gpu_nbytes == alone.gpu_nbytes
     assert two_on_two.host_nbytes == alone.host_nbytes, "stage 1: a shard each, and one copy of the weights"
     assert gpu_case(P, 0, "cpu", 2, H100).host_nbytes == 2 * alone.host_nbytes, "stage 0: each rank has all"
-    assert two_on_one.update_s == pytest.approx(alone.update_s * 32 / 28), "one pass, whoever makes it, and the norm"
+    assert two_on_one.update_s == pytest.approx(alone.update_s * 32 / 28), "one pass in all, and the norm"
     assert gpu_case(P, 0, "cpu", 2, H100).update_s == 2 * two_on_one.update_s, "stage 0: each rank makes it"
     assert two_on_two.pcie_s == alone.pcie_s, "each GPU has a line of its own, and all gradients and weights on it"
     assert two_on_one.pcie_s == 2 * alone.pcie_s

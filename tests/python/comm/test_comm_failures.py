@@ -109,7 +109,7 @@ def test_mismatch_is_an_error_on_all_ranks(kind: str, named: list[str], run_rank
 
 
 def lose_a_peer(stamp: str, wait_kind: str) -> tuple[int, str, float]:
-    """Rank 1 dies by SIGKILL while the others wait for it; they report whom they lost, and when."""
+    """Rank 1 dies by SIGKILL while the others wait for it; they report which rank they lost, and when."""
     zcomm.init(timeout=60.0)
     rank = zcomm.rank()
     tensor = zcomm.empty(1 << 16)

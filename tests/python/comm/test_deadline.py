@@ -1,4 +1,4 @@
-"""Deadlines: no_deadline() for slow set-up by one rank, and what a late rank's error says: who, which call, where."""
+"""Deadlines: no_deadline() for slow set-up by one rank, and a late rank's error: which rank, call and place."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def first_calls_of_threads(folder: str) -> None:
         comm.barrier(name="the first call")
         comm.close()
 
-    sys.modules.pop("sysconfig", None)  # to be imported again by who asks it for places
+    sys.modules.pop("sysconfig", None)  # to be imported again by the code that asks it for places
     sys.meta_path.insert(0, Slow)  # type: ignore[arg-type]
     thread_world(3, Path(folder), run)
 

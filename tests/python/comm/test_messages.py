@@ -56,7 +56,7 @@ def lists_are_cut_differently() -> None:
 
 
 def tags_choose() -> None:
-    """Rank 1 asks in the opposite order; a message that nobody has asked for yet holds up no other tag."""
+    """Rank 1 asks in the opposite order; a message that is not asked for yet holds up no other tag."""
     if zcomm.rank() == 0:
         works = [zcomm.send(torch.full((LARGE,), float(tag)), 1, tag=tag, async_op=True) for tag in range(4)]
         for work in works:

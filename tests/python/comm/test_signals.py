@@ -247,7 +247,7 @@ def test_shutdown_ends_an_init_of_another_thread(run_ranks: Any, tmp_path: Path)
 
 
 def drops_a_work(folder: str) -> tuple[str, float]:
-    """Rank 0 drops a Work whose operation cannot end."""
+    """Rank 0 drops a Work of an operation that cannot end."""
     signal.signal(signal.SIGTERM, raises)
     rank = zcomm.init("shm", DEADLINE_S).rank
     zcomm.barrier()

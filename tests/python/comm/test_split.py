@@ -1,4 +1,4 @@
-"""Parts of a communicator: who belongs where, values, threads, what close() gives back, and failures."""
+"""Parts of a communicator: which rank belongs where, values, threads, what close() gives back, and failures."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def total(comm: zcomm.Communicator, value: float) -> float:
     return float(tensor[0])
 
 
-# ---- who belongs where ----
+# ---- which rank belongs where ----
 def parts_by_color_and_key(backend: str) -> None:
     comm = init(backend)
     rank, world = comm.rank, comm.world_size
@@ -50,8 +50,8 @@ def parts_by_color_and_key(backend: str) -> None:
 
     same = comm.split(7)
     assert same is not None and (same.rank, same.world_size) == (rank, world), "equal keys: by rank"
-    nobody = comm.split(None if rank == 0 else -1)
-    assert nobody is None
+    none_left = comm.split(None if rank == 0 else -1)
+    assert none_left is None
     some = comm.split(0 if rank == world - 1 else None)
     assert (some is None) == (rank != world - 1)
     if some is not None:

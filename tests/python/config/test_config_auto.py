@@ -114,7 +114,7 @@ def test_epochs_become_steps(epochs: float) -> None:
     with pytest.raises(
         ValueError, match=r'needs "scheduler.params.total_num_steps"; "auto" is args.max_steps, or the st'
     ):
-        zcomm.initialize(args=args, model=net(), config=HUGGING_FACE)  # nobody says how long an epoch is
+        zcomm.initialize(args=args, model=net(), config=HUGGING_FACE)  # the length of an epoch is not known
     said = Namespace(**{**vars(args), "max_steps": 9})
     engine, *_ = zcomm.initialize(args=said, model=net(), config=HUGGING_FACE, training_data=data)
     assert engine.config.scheduler.params.total_num_steps == 9, "max_steps goes first"

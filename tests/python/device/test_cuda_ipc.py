@@ -251,7 +251,7 @@ def test_bits_of_the_rank_order_sum(run_ranks: Callable[..., list[Any]]) -> None
 
 
 def lose_a_rank(folder: str) -> None:
-    """The others write down whom they lost and end at once: nothing is taken down beside a peer that is gone."""
+    """The others write down which rank they lost and end at once: nothing is taken down beside a peer that is gone."""
     comm = zcomm.init("cuda_ipc", timeout=20.0)
     tensor = torch.ones(1 << 20, device=comm._device)
     comm.all_reduce(tensor)

@@ -23,7 +23,7 @@ A, B, C = (f"{number:032x}" for number in (10, 11, 12))
         (([A, B], [A, B]), (0, 1), True, True),
         (([A, B], [A, B]), (0, 1), False, False),
         (([A, B], [A, B]), (0, 0), False, True),  # one device for both
-        (([A], [B]), (0, 0), True, False),  # the same number, but not the same device, and nobody sees the other's
+        (([A], [B]), (0, 0), True, False),  # the same number, but not the same device, and neither sees the other's
         (([A, B], [B, A]), (0, 0), True, True),
         (([A, B], [B, A]), (0, 1), False, True),  # one device again
         (([A, B, C], [C]), (2, 0), False, True),

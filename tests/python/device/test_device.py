@@ -30,7 +30,7 @@ def test_memory_is_a_tensor_that_keeps_it() -> None:
     tensor.fill_(3)
     del tensor
     memory = device.allocate(1000)
-    memory.__dlpack__()  # nobody takes it: frees itself
+    memory.__dlpack__()  # it is never taken: frees itself
     del memory
     gc.collect()
     assert device.memory()[0] == 1 << 20

@@ -112,7 +112,7 @@ def test_it_lands_on_the_stream_that_waits_after_that_of_the_call(tmp_path: Path
         assert got.eq(1.0).all() and played.log[1:] == [("another", "event of ours")]
         with played.on("the caller's"):
             work = comm.recv(got, 1, async_op=True)
-        del work  # nobody waits for it
+        del work  # without a wait
         assert got.eq(2.0).all() and played.log[2:] == [("the caller's", "event of the caller's")]
 
     in_world(2, tmp_path, body)

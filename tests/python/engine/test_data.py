@@ -1,4 +1,4 @@
-"""Loader: who gets which sample, in which order, in which batches."""
+"""Loader: which rank gets which sample, in which order, in which batches."""
 
 from __future__ import annotations
 

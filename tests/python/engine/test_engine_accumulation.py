@@ -1,4 +1,4 @@
-"""Who divides by the micro-steps: scale_wrt_gas=False leaves it to the caller, as Hugging Face's Trainer does."""
+"""Division by the micro-steps: scale_wrt_gas=False leaves it to the caller, as Hugging Face's Trainer does."""
 
 from __future__ import annotations
 

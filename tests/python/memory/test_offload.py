@@ -163,8 +163,8 @@ def test_wrong_tensors_are_named(swap: SwapFile) -> None:
         swap.write("m", torch.empty(3, device="meta"))
     with pytest.raises(TypeError, match="ndarray"):
         swap.write("n", good.numpy())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="unknown key 'nobody'"):
-        swap.read("nobody", good)
+    with pytest.raises(ValueError, match="unknown key 'absent'"):
+        swap.read("absent", good)
     swap.write("k", good).wait()
     with pytest.raises(ValueError, match=r"\(4, 6\) torch.float32.*\(6, 4\) torch.float32"):
         swap.read("k", torch.empty(6, 4))

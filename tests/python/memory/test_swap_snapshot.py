@@ -272,7 +272,7 @@ def test_a_foreign_manifest_is_never_replaced(tmp_path: Path) -> None:
             folder = tmp_path / str(number)
             folder.mkdir()
             (folder / "manifest.json").write_text(text)
-            (folder / f"data-{'0' * 16}-0").write_bytes(b"whose is it?")
+            (folder / f"data-{'0' * 16}-0").write_bytes(b"of another?")
             with pytest.raises(FileExistsError, match="it is not a swap file's snapshot") as caught:
                 swap.snapshot(folder)
             assert caught.value.filename == str(folder / "manifest.json")

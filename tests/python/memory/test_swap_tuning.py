@@ -98,12 +98,12 @@ def test_the_drive_has_a_name_that_does_not_depend_on_the_directory(
 
 
 def test_without_a_home_there_are_built_in_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def nobody(number: int) -> None:
+    def no_user(number: int) -> None:
         raise KeyError(number)
 
     for name in ("HOME", "XDG_CACHE_HOME", "ZCOMM_SWAP_TUNING", "ZCOMM_TUNING"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    monkeypatch.setattr(pwd, "getpwuid", no_user)
     with pytest.raises(RuntimeError):
         swap_tuning.path()
     found = swap_tuning.load(tmp_path)

@@ -20,7 +20,7 @@ STATES = [torch.float32, torch.bfloat16, torch.uint8]
 
 
 class Simulated(FusedAdam):
-    """On the simulated device, whose memory is the host's; its stream is the host itself, or a thread with delays."""
+    """On the simulated device, with the host's memory; its stream is the host itself, or a thread with delays."""
 
     DEVICE = "cpu"
     device = _core.simulated_device()

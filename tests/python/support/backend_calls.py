@@ -216,7 +216,7 @@ def all_to_all_mismatch(comm: zcomm.Communicator) -> None:
 
 
 def message_mismatch(comm: zcomm.Communicator) -> None:
-    """Ends the two calls it is about, or a later one of the sender's if its small message was gone; nothing else."""
+    """End the two calls it is about, or a later one of the sender's if its small message was gone; nothing else."""
     for count in (100, 50_000):
         if comm.rank == 0:
             raises(zcomm.CollectiveMismatch, "rank 1", lambda n=count: send_until_it_fails(comm, n))
@@ -226,7 +226,7 @@ def message_mismatch(comm: zcomm.Communicator) -> None:
 
 
 def send_until_it_fails(comm: zcomm.Communicator, count: int) -> None:
-    """A small message is gone before anybody looks at it: then the recv that waits for its receiver tells."""
+    """Send a small message, which is gone before any rank reads it: the recv that waits for its receiver raises."""
     comm.send(torch.ones(count), 1)
     comm.recv(torch.ones(1), 1, tag=77)
 

@@ -56,7 +56,7 @@ SUITE: list[Callable[[zcomm.Communicator], None]] = [
 
 
 def run_suite(backend: str, ranks_per_host: int = 0) -> list[str]:
-    """What failed on this rank. Each check has a communicator of its own: one failure does not spoil the rest."""
+    """Return what failed on this rank. Each check has a communicator of its own: a failure does not spoil the rest."""
     comm = _init(backend, ranks_per_host, timeout=30.0)
     failed = [failure for check in SUITE for failure in _run(check, comm)]
     try:
@@ -78,13 +78,16 @@ def _run(check: Callable[[zcomm.Communicator], None], comm: zcomm.Communicator) 
 
 
 def run_late_rank(backend: str, ranks_per_host: int = 0) -> list[str]:
-    """A rank that does not come is named at the deadline, with the call that waits for it; then shutdown is orderly."""
+    """Check that a rank that does not come is named at the deadline.
+
+    The error has the call that waits for it; then shutdown is orderly.
+    """
     comm = _init(backend, ranks_per_host, timeout=2.0)
     late = comm.world_size - 1
     tensor = torch.ones(8)
     comm.all_reduce(tensor)
     raises(TimeoutError, r"recv", lambda: comm.recv(torch.empty(3), src=(comm.rank + 1) % comm.world_size, tag=3))
-    comm.barrier()  # a message that nobody sent leaves the collectives as they were
+    comm.barrier()  # a message that was never sent leaves the collectives as they were
     with comm.no_deadline():  # slow set-up by one rank
         time.sleep(3.0 if comm.rank == 0 else 0)
     comm.all_reduce(tensor)
@@ -120,7 +123,7 @@ def run_small_blocks(backend: str) -> list[str]:
 
 
 def run_stopped_rank(backend: str) -> list[str]:
-    """A rank that the system has stopped in the middle of an operation: the others end at the deadline."""
+    """Check that the others end at the deadline when the system has stopped a rank in the middle of an operation."""
     comm = _init(backend, 0, timeout=2.0)
     late = comm.world_size - 1
     if comm.rank == late:
@@ -140,7 +143,7 @@ def stopped_for(seconds: float) -> None:
 
 
 def run_serialized(backend: str) -> list[str]:
-    """An MPI that one thread at a time may call: nothing moves by itself, everything ends when it is waited for."""
+    """Use an MPI that one thread at a time may call: nothing moves by itself, everything ends when it is waited for."""
     import mpi4py
 
     mpi4py.rc.thread_level = "serialized"

@@ -16,7 +16,7 @@ import zcomm
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 INTEGERS = [torch.int8, torch.uint8, torch.int32, torch.int64]
 COUNTS = [0, 1, 65, 1001, 70_003]
-RANK_ORDER = ("shm", "mpi", "cuda_ipc")  # backends whose sums have the bits of the bitwise contract
+RANK_ORDER = ("shm", "mpi", "cuda_ipc")  # backends with the bits of the bitwise contract in their sums
 
 
 def numbers(count: int, dtype: torch.dtype, rank: int, seed: int = 0) -> torch.Tensor:
@@ -73,7 +73,7 @@ def all_reduce(comm: zcomm.Communicator) -> None:
 
 
 def rounding(comm: zcomm.Communicator) -> None:
-    """Values whose sums round: fp32 accumulation and one rounding, in rank order where the backend promises it."""
+    """Check sums that round: fp32 accumulation and one rounding, in rank order where the backend promises it."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for count in (33, 70_003):
             seeds = [torch.Generator().manual_seed(r) for r in range(comm.world_size)]

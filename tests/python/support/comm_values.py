@@ -23,7 +23,7 @@ OPS = ["sum", "avg", "min", "max", "prod"]
 
 
 def counts_of(dtype: torch.dtype) -> list[int]:
-    """COUNTS; the large one for two dtypes only, since steps of a long buffer behave alike for all."""
+    """Return COUNTS; the large one for two dtypes only, since steps of a long buffer behave alike for all."""
     return COUNTS if dtype in (torch.float32, torch.bfloat16) else COUNTS[:-1]
 
 
@@ -34,7 +34,7 @@ def make(count: int, dtype: torch.dtype, rank: int, seed: int = 0) -> torch.Tens
 
 
 def expected(inputs: list[torch.Tensor], op: str) -> torch.Tensor:
-    """The reduction in fp64 (int64 for integers), rounded once."""
+    """Return the reduction in fp64 (int64 for integers), rounded once."""
     wide = torch.float64 if inputs[0].dtype.is_floating_point else torch.int64
     stack = torch.stack([tensor.to(wide) for tensor in inputs])
     if op == "sum":
@@ -67,7 +67,7 @@ def symmetric_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def failures_of(checks: list[Callable[[], None]]) -> list[str]:
-    """What failed of `checks` on this rank of a new world."""
+    """Return what failed of `checks` on this rank of a new world."""
     zcomm.init()
     failed = []
     for check in checks:

@@ -84,7 +84,7 @@ class Net(nn.Module):
 
 
 def pictures() -> TensorDataset:
-    """96 pictures whose class can be learnt: a class has its own mean picture."""
+    """Make 96 pictures with a class that can be learnt: a class has its own mean picture."""
     generator = torch.Generator().manual_seed(11)
     labels = torch.arange(96) % 10
     means = torch.randn(10, 3, 14, 14, generator=generator)

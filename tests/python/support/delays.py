@@ -1,7 +1,7 @@
 """Delays where time may pass: at hooks, at waits, and between the start of an operation and its work.
 
 ``Late`` stands for a core communicator: every operation is run by a thread of its own, in order, after a random sleep,
-so that an asynchronous one reads and writes its memory as late as it may. ``LateSwap`` does so for a swap file, whose
+so that an asynchronous one reads and writes its memory as late as it may. ``LateSwap`` does so for a swap file; its
 operations overtake one another. ``sleepy`` puts sleeps around methods. Random numbers are each rank's own.
 """
 
@@ -82,7 +82,7 @@ class Late(_Stand):
         super().__init__(inner, clock, 1)
 
     def all_reduce_tensor(self, *_args: Any) -> Any:
-        """Sends the caller the longer way, by ``all_reduce``, which is late."""
+        """Send the caller the longer way, by ``all_reduce``, which is late."""
         return NotImplemented
 
     def __getattr__(self, name: str) -> Any:

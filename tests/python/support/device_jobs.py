@@ -62,7 +62,7 @@ class Job:
         return zcomm.Offload(tier, params, self.fraction, behind)
 
     def build(self, net: torch.nn.Module, folder: str, comm: zcomm.Communicator | None = None) -> Any:
-        """The optimizer. ``behind`` on a device alone."""
+        """Make the optimizer. ``behind`` on a device alone."""
         place = self.place(self.behind and simulated.playing())
         trained = [p for p in net.parameters() if p.requires_grad]
         chosen: Any = {
@@ -108,7 +108,7 @@ def train(job: Job, folder: str, steps: int = 4, comm: zcomm.Communicator | None
 
 
 def pairs(jobs: list[Job], folder: str, delay_s: float, steps: int = 4) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Each job on the CPU, and on a device whose streams are late."""
+    """Yield each job on the CPU, and on a device with late streams."""
     found = []
     for number, job in enumerate(jobs):
         simulated.stop()

@@ -202,7 +202,7 @@ def eight_on_switches() -> FakeNvml:
 
 
 def sysfs(root: Path, machine: FakeNvml, **files: str) -> Path:
-    """The kernel's folder of each card, with these files."""
+    """Write the kernel's folder of each card, with these files."""
     for gpu in machine.gpus:
         folder = root / gpu.bus_id.lower()[-12:]
         folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""A swap file that reads and writes as late as its contract allows: when somebody waits for it."""
+"""A swap file that reads and writes as late as its contract allows: when its Work is waited for."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Operation:
 
 
 class LateWork:
-    """Dropping it waits; here that only counts as having ended, so that a test whose memory is gone does not crash."""
+    """Work of which a drop counts as its end (the core's waits), so that a test without its memory does not crash."""
 
     def __init__(self, swap: LateSwap, operation: _Operation) -> None:
         self._swap, self._operation = swap, operation
@@ -79,7 +79,7 @@ class LateSwap(Swap):
 
 
 def watch_leases(monkeypatch: pytest.MonkeyPatch, swaps: list[LateSwap]) -> list[int]:
-    """What was pending on each lease of an arena when it was given back, from now on."""
+    """Record, from now on, what was pending on each lease of an arena when it was given back; return the list."""
     found: list[int] = []
     allocate = _core.PinnedArena.allocate
 

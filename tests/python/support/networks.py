@@ -38,7 +38,7 @@ class Networks:
         return f"fd00:231::{host + 1}"
 
     def cut(self, host: int) -> None:
-        """Pulls both cables of a host."""
+        """Pull both cables of a host."""
         for cable in ("slow0", "fast0"):
             _ip("-n", self.names[host], "link", "set", cable, "down")
 
@@ -93,7 +93,7 @@ def _delete(names: list[str]) -> None:
 
 
 def enter(name: str) -> None:
-    """Moves this thread, and what it starts, into a namespace."""
+    """Move this thread, and what it starts, into a namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{name}") as namespace:
         if libc.setns(namespace.fileno(), _CLONE_NEWNET) != 0:

@@ -57,7 +57,7 @@ class RankError:
 
 @dataclass
 class RankResult:
-    """What became of one rank: `value` when the function returned, `error` when it raised, neither when it died."""
+    """Outcome of one rank: `value` when the function returned, `error` when it raised, neither when it died."""
 
     rank: int
     value: Any = None
@@ -80,13 +80,13 @@ class World:
     results: list[RankResult] = field(default_factory=list)
 
     def kill(self, rank: int, number: int = signal.SIGKILL) -> float:
-        """Sends a signal to a rank; returns the time, by time.monotonic (the same clock in all processes)."""
+        """Send a signal to a rank and return the time, by time.monotonic (the same clock in all processes)."""
         now = time.monotonic()
         os.kill(self.processes[rank].pid, number)
         return now
 
     def join(self, timeout_s: float = 90.0) -> list[RankResult]:
-        """Waits for all ranks. AssertionError with their stacks if one still runs after `timeout_s`."""
+        """Wait for all ranks. AssertionError with their stacks if one still runs after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         received: dict[int, tuple[str, Any]] = {}
         open_pipes = dict(enumerate(self.pipes))
@@ -131,7 +131,7 @@ def start_ranks(
     folder: Path,
     env: Mapping[str, str] | None = None,
 ) -> World:
-    """Starts `function(*args)` in `world_size` processes with the variables that `zcomm run` would set."""
+    """Start `function(*args)` in `world_size` processes with the variables that `zcomm run` would set."""
     common = {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),

@@ -37,7 +37,7 @@ class SimulatedLane(DeviceLane):
         return memory.fill_(float("nan")) if dtype.is_floating_point else memory  # what was never written shows
 
     def _lock(self, tensor: torch.Tensor) -> None:
-        """A driver takes whole pages, and none twice."""
+        """Lock whole pages, as a driver does, and none twice."""
         page = _core.page_nbytes()
         assert tensor.data_ptr() % page == 0, "the page has other memory, too"
         taken = {at for other in self._locked for at in range(other.data_ptr(), other.data_ptr() + other.nbytes, page)}
@@ -55,7 +55,7 @@ def device(seed: int, max_delay_s: float) -> Any:
 
 
 def play(max_delay_s: float = 0.0, seed: int = 1, joins: bool = False) -> None:
-    """From now on, in this process, whose threads may be the ranks (``joins``)."""
+    """Simulate from now on, in this process; its threads may be the ranks (``joins``)."""
 
     def open_lane(where: torch.device) -> DeviceLane:
         lane = SimulatedLane(torch.device("cpu"), device(seed + len(lanes), max_delay_s))

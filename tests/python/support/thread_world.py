@@ -1,4 +1,4 @@
-"""A world whose ranks are threads of this process: milliseconds to start, and devices that reach each other."""
+"""A world with threads of this process as its ranks: milliseconds to start, and devices that reach each other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ Result = TypeVar("Result")
 
 
 def thread_world(world_size: int, folder: Path, body: Callable[[Joined], Result]) -> list[Result]:
-    """What ``body`` returns on each rank. It is given what a Communicator is made of, in host memory, and closes it."""
+    """Return what ``body`` returns on each rank.
+
+    It is given what a Communicator is made of, in host memory, and closes it.
+    """
     failed: list[str] = []
     store = f"file://{folder}/store" if world_size > 1 else None
     results: dict[int, Result] = {}

@@ -62,7 +62,7 @@ def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
 
 
 def digest(tensors: dict[str, torch.Tensor]) -> str:
-    """A hash of the bits of all tensors."""
+    """Return a hash of the bits of all tensors."""
     sha = hashlib.sha256()
     for name in sorted(tensors):
         sha.update(name.encode())
@@ -99,7 +99,7 @@ def train_all(cases: list[Case], swap: str, steps: int = STEPS) -> list[dict[str
 
 
 def train_ddp(store: str, rank: int, world_size: int, steps: int = STEPS, accum: int = 2) -> dict[str, torch.Tensor]:
-    """The same training by torch: DistributedDataParallel over Gloo, torch.optim.AdamW, clip_grad_norm_."""
+    """Run the same training by torch: DistributedDataParallel over Gloo, torch.optim.AdamW, clip_grad_norm_."""
     import torch.distributed as dist
 
     torch.set_num_threads(1)

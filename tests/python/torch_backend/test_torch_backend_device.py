@@ -26,7 +26,7 @@ from zcomm.torch_backend.options import AllreduceOptions, BarrierOptions, Reduce
 
 
 class HostStreams(Streams):
-    """The host is every stream; remembers who waited for which event."""
+    """Streams that are all the host; they remember which of them waited for which event."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
@@ -175,7 +175,7 @@ def test_operations_go_where_their_tensors_are() -> None:
 
 
 class OneDevice(DeviceProcessGroup):
-    """Whose device is the host."""
+    """A process group on one device, the host."""
 
     def _streams(self, device: torch.device) -> HostStreams:
         return HostStreams()

@@ -381,7 +381,7 @@ def test_a_callback_that_waits_for_itself_is_named(run_ranks: Callable[..., list
 
 # ---- signals ----
 def _interrupted(folder: str) -> float:
-    """Rank 0 waits for a Future whose collective cannot end; the signal's handler raises."""
+    """Rank 0 waits for a Future of a collective that cannot end; the signal's handler raises."""
 
     def handler(number: int, frame: Any) -> None:
         raise KeyboardInterrupt

@@ -78,7 +78,7 @@ def messages(where: str) -> None:
         for request in dist.batch_isend_irecv(operations):
             request.wait()
         assert torch.equal(got.cpu(), make(before, 7))
-        if rank < 2:  # nobody else is asked for
+        if rank < 2:  # no other rank is asked for
             other = 1 - rank
             future = dist.irecv(got, other).get_future()
             dist.send(make(rank, 7, seed=1).to(device), other)

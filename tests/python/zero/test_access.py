@@ -375,7 +375,7 @@ def find_bad(folder: str) -> tuple[Any, Any]:
     model = network()
     opt = zcomm.ZeroOptimizer(model, "sgd", stage=3, lr=0.1)
     loss = loss_of(model, 0, comm.rank)
-    if comm.rank == 1:  # one rank's nan is everybody's
+    if comm.rank == 1:  # one rank's nan reaches all ranks
         loss = loss + (model[2].weight[39] * float("nan")).sum() + (model[4].bias * float("nan")).sum()
     loss.backward()
     opt.step()

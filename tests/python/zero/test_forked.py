@@ -38,7 +38,7 @@ if what == "init":
         try:
             zcomm.init(timeout=6, rank=0, world_size=2, init_method=f"file://{folder}/nowhere")
         except TimeoutError:
-            print("nobody came", flush=True)
+            print("no rank came", flush=True)
     joining = threading.Thread(target=join)
     joining.start()
     time.sleep(1)
@@ -93,6 +93,6 @@ def test_a_forked_child_ends(tmp_path: Path, what: str) -> None:
             os.killpg(program.pid, signal.SIGKILL)
     assert program.returncode == 0 and "parent: fine" in output, output + errors
     if what == "init":
-        assert "nobody came" in output
+        assert "no rank came" in output
     else:
         assert "only the parent" in output, output

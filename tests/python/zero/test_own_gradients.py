@@ -138,7 +138,7 @@ def plain_or_not() -> list[bool]:
 
     def written_later(p: torch.Tensor) -> None:
         p.view(64, 64).backward(buffer)
-        buffer.zero_()  # as one does who receives the next one there
+        buffer.zero_()  # as a program does that receives the next one there
 
     cases: list[tuple[torch.Tensor, Callable[[torch.Tensor], Any], torch.Tensor]] = [
         (expert, lambda p: (p * expert).sum().backward(), expert),

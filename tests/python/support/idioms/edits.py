@@ -28,7 +28,7 @@ def decay_by_hand(run: IdiomRun) -> None:
 
 @idiom(precisions=HALF)
 def clip_weights(run: IdiomRun) -> None:
-    """The critic of WGAN (arXiv:1701.07875)."""
+    """Clip the critic of WGAN (arXiv:1701.07875)."""
     model, opt = run.sgd()
     for loss in run.losses(model):
         loss.backward()
@@ -147,7 +147,7 @@ def assigned_data(run: IdiomRun) -> None:
 
 @idiom()
 def initialised_again(run: IdiomRun) -> None:
-    """A head begins anew in training."""
+    """Begin a head anew in training."""
     model, opt = run.sgd()
     for number, loss in enumerate(run.losses(model, 4)):
         loss.backward()

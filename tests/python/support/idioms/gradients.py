@@ -21,7 +21,7 @@ def plain_loop(run: IdiomRun) -> None:
 
 @idiom(precisions=HALF)
 def scale_gradients(run: IdiomRun) -> None:
-    """A manual unscale."""
+    """Unscale by hand."""
     model, opt = run.sgd()
     for loss in run.losses(model):
         loss.backward()
@@ -111,7 +111,7 @@ def clip_each_parameter(run: IdiomRun) -> None:
 
 @idiom()
 def clip_with_nonfinite_error(run: IdiomRun) -> None:
-    """The second step has an infinite loss and is left out."""
+    """Leave out the second step, which has an infinite loss."""
     model, opt = run.sgd()
     for number in range(3):
         run.loss(model, number, scale=float("inf") if number == 1 else 1.0).backward()
@@ -286,7 +286,7 @@ def weight_decay_on_the_gradient(run: IdiomRun) -> None:
 
 @idiom()
 def gradient_set_to_none(run: IdiomRun) -> None:
-    """A parameter whose gradient is dropped is left out of this step."""
+    """Drop a parameter's gradient: the parameter is left out of this step."""
     model, opt = run.sgd(weight_decay=0.1)
     for number, loss in enumerate(run.losses(model, 4)):
         loss.backward()
@@ -321,7 +321,7 @@ def gradient_data_assigned(run: IdiomRun) -> None:
 
 @idiom()
 def gradients_averaged_again(run: IdiomRun) -> None:
-    """A loop from before DistributedDataParallel, around gradients that are averaged already."""
+    """Run a loop from before DistributedDataParallel, around gradients that are averaged already."""
     model, opt = run.sgd()
     for loss in run.losses(model):
         loss.backward()
@@ -400,7 +400,7 @@ def private_gradients(run: IdiomRun) -> None:
 
 @idiom()
 def gradient_read_as_a_tensor(run: IdiomRun) -> None:
-    """Copied out for a plot."""
+    """Copy a gradient out for a plot."""
     model, opt = run.sgd()
     for loss in run.losses(model):
         loss.backward()
@@ -421,7 +421,7 @@ def gradient_to_numpy(run: IdiomRun) -> None:
 
 @idiom()
 def finite_check(run: IdiomRun) -> None:
-    """Steps whose gradients are not finite are left out by the program."""
+    """Leave out steps with gradients that are not finite, by the program."""
     model, opt = run.sgd()
     for number in range(3):
         run.loss(model, number, scale=float("nan") if number == 1 else 1.0).backward()
@@ -434,7 +434,7 @@ def finite_check(run: IdiomRun) -> None:
 
 @idiom()
 def mean_of_gradients_by_hand(run: IdiomRun) -> None:
-    """The gradient is the ranks' mean already; another averaging changes nothing."""
+    """Average gradients that are the ranks' mean already: it changes nothing."""
     model, opt = run.sgd()
     for loss in run.losses(model):
         loss.backward()
@@ -458,7 +458,7 @@ def flat_gradients(run: IdiomRun) -> None:
 
 @idiom()
 def agreement_of_gradients(run: IdiomRun) -> None:
-    """The cosine of two steps' gradients."""
+    """Compute the cosine of two steps' gradients."""
     model, opt = run.sgd()
     before: list[torch.Tensor] | None = None
     for loss in run.losses(model):

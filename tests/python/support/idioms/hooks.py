@@ -50,7 +50,7 @@ def hook_after_accumulation(run: IdiomRun) -> None:
 
 @idiom()
 def hook_before_construction(run: IdiomRun) -> None:
-    """A post-accumulate hook that was there before the optimizer."""
+    """Use a post-accumulate hook that was there before the optimizer."""
     model = run.net()
 
     def shrink(p: torch.Tensor) -> None:

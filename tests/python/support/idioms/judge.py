@@ -42,7 +42,7 @@ def of_all(ours: list[dict[str, torch.Tensor]], plain: list[dict[str, torch.Tens
 
 
 def difference(ours: Outcome, plain: Outcome, setting: Setting) -> str:
-    """The first thing that is not torch's within the tolerance; empty where all is."""
+    """Return the first thing that is not torch's within the tolerance; empty where all is."""
     moved_part, own_part = setting.close
     for number, (mine, wanted) in enumerate(zip(ours.weights, plain.weights, strict=True)):
         if missing := sorted(wanted.keys() - mine.keys()):

@@ -14,7 +14,7 @@ from idioms.table import idiom
 
 @idiom()
 def adversarial(run: IdiomRun) -> None:
-    """A GAN: two models, two optimizers, one step each."""
+    """Train a GAN: two models, two optimizers, one step each."""
 
     class Two(nn.Module):
         def __init__(self, inside: int, outside: int) -> None:
@@ -45,7 +45,7 @@ def adversarial(run: IdiomRun) -> None:
 
 @idiom()
 def two_models_one_loss(run: IdiomRun) -> None:
-    """A student and a projection, an optimizer each."""
+    """Train a student and a projection, an optimizer each."""
     student, other = run.net(), run.net(seed=8)
     first = run.optimizer(student, torch.optim.SGD(student.parameters(), 0.1, 0.9))
     second = run.optimizer(other, torch.optim.AdamW(other.parameters(), 0.02))
@@ -74,7 +74,7 @@ def distillation(run: IdiomRun) -> None:
 
 @idiom()
 def weight_normalised(run: IdiomRun) -> None:
-    """A parametrisation of each block's weight."""
+    """Use a parametrisation of each block's weight."""
 
     def make() -> nn.Module:
         net = Net()

@@ -81,7 +81,7 @@ def frozen_from_the_beginning(run: IdiomRun) -> None:
 
 @idiom()
 def part_without_gradient(run: IdiomRun) -> None:
-    """A part that the loss does not reach in some steps, without momentum or decay."""
+    """Train with a part that the loss does not reach in some steps, without momentum or decay."""
     model, opt = run.sgd(momentum=0.0)
 
     def skipping(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -124,7 +124,7 @@ def tied_later(run: IdiomRun) -> None:
 # ---- how backward is called ----
 @idiom(precisions=("fp32", "bf16"))
 def accumulation_by_hand(run: IdiomRun) -> None:
-    """The loop that every PyTorch user writes."""
+    """Accumulate by the loop that every PyTorch user writes."""
     model, opt = run.sgd()
     for number, loss in enumerate(run.losses(model, 6)):
         (loss / 2).backward()
@@ -160,7 +160,7 @@ def accumulation_and_clipping(run: IdiomRun) -> None:
 
 @idiom()
 def accumulation_scaled_in_between(run: IdiomRun) -> None:
-    """The sum so far is halved before the next backward adds to it."""
+    """Halve the sum so far before the next backward adds to it."""
     model, opt = run.sgd()
     for number, loss in enumerate(run.losses(model, 6)):
         loss.backward()
@@ -329,7 +329,7 @@ def functional_call(run: IdiomRun) -> None:
 
 @idiom()
 def functional_call_with_other_weights(run: IdiomRun) -> None:
-    """A meta learner's inner step."""
+    """Make a meta learner's inner step."""
     model, opt = run.sgd()
 
     def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -385,7 +385,7 @@ def synchronous_statistics_off(run: IdiomRun) -> None:
 
 @idiom()
 def exception_in_backward(run: IdiomRun) -> None:
-    """A failed batch is left out."""
+    """Leave a failed batch out."""
     model, opt = run.sgd()
 
     def fail(grad: torch.Tensor) -> None:

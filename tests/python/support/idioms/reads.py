@@ -42,7 +42,7 @@ def moving_average_of_state_dict(run: IdiomRun) -> None:
 
 @idiom()
 def moving_average_swapped_in(run: IdiomRun) -> None:
-    """Evaluation with the averaged weights, and back (diffusers' EMAModel: store, copy_to, restore)."""
+    """Evaluate with the averaged weights, and back (diffusers' EMAModel: store, copy_to, restore)."""
     model, opt = run.sgd()
     ema = [p.detach().clone() for p in model.parameters()]
     for number, loss in enumerate(run.losses(model)):
@@ -115,7 +115,7 @@ def copy_for_evaluation(run: IdiomRun) -> None:
 
 @idiom()
 def copy_before_the_optimizer(run: IdiomRun) -> None:
-    """A target network (DQN, BYOL) that follows by a soft update."""
+    """Keep a target network (DQN, BYOL) that follows by a soft update."""
     model = run.net()
     target = copy.deepcopy(model).requires_grad_(False)
     opt = run.optimizer(model, torch.optim.SGD(model.parameters(), 0.1, 0.9))

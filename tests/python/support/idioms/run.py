@@ -106,7 +106,7 @@ class IdiomRun:
         return kind()
 
     def optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Any:
-        """The optimizer itself, or ZeroOptimizer in its place."""
+        """Return the optimizer itself, or ZeroOptimizer in its place."""
         first = {name: p.detach().clone() for name, p in model.named_parameters()}
         if self.setting is not None:
             import zcomm
@@ -121,7 +121,7 @@ class IdiomRun:
         return optimizer
 
     def sgd(self, kind: Callable[[], nn.Module] = Net, lr: float = 0.1, momentum: float = 0.9, **options: Any) -> Any:
-        """A model and SGD with momentum for it."""
+        """Return a model and SGD with momentum for it."""
         model = self.net(kind)
         return model, self.optimizer(model, torch.optim.SGD(model.parameters(), lr, momentum, **options))
 
@@ -137,7 +137,7 @@ class IdiomRun:
         return torch.stack(each).mean(0)
 
     def loss(self, model: nn.Module, number: int, of: LossOf = squared_error, scale: float = 1.0) -> torch.Tensor:
-        """The loss of a batch; this rank's own value becomes a note."""
+        """Return the loss of a batch; this rank's own value becomes a note."""
         if not self.plain:
             loss = of(model, *batch_of(self.rank, number)) * scale
             self.note(f"loss {number}", loss)
@@ -150,7 +150,7 @@ class IdiomRun:
         if not every or len(every[0]) != len(now):  # at first, and when the program has added some
             every = self.buffers[model] = [[b.clone() for b in now] for _ in range(self.world_size)]
         each = []
-        for rank in [r for r in range(self.world_size) if r != self.rank] + [self.rank]:  # whose buffers stay
+        for rank in [r for r in range(self.world_size) if r != self.rank] + [self.rank]:  # its buffers stay
             for buffer, value in zip(model.buffers(), every[rank], strict=True):
                 buffer.data.copy_(value)
             each.append((rank, of(model, *batch_of(rank, number)) * scale))
@@ -171,7 +171,7 @@ class IdiomRun:
             self.notes.append((name, value.detach().double().clone()))
 
     def finish(self) -> list[dict[str, torch.Tensor]]:
-        """The weights of each model, and as a note what the model computes with them."""
+        """Return the weights of each model, and as a note what the model computes with them."""
         for trained in self.trained:
             if trained.model.training:
                 trained.model.eval()

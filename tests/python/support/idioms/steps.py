@@ -78,7 +78,7 @@ def gradients_forgotten_by_the_model(run: IdiomRun) -> None:
 
 @idiom()
 def step_twice(run: IdiomRun) -> None:
-    """The same gradients once more."""
+    """Step with the same gradients once more."""
     model, opt = run.sgd()
     for loss in run.losses(model):
         loss.backward()
@@ -185,7 +185,7 @@ def one_cycle_lr(run: IdiomRun) -> None:
 
 @idiom()
 def one_cycle_lr_of_adam(run: IdiomRun) -> None:
-    """Follow OneCycleLR over Adam, whose momentum is betas[0]."""
+    """Follow OneCycleLR over Adam, which has its momentum in betas[0]."""
     model, opt = run.adamw()
     schedule = torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.05, total_steps=8)
     for loss in run.losses(model, 6):
@@ -217,7 +217,7 @@ def reduced_on_plateau(run: IdiomRun) -> None:
 
 @idiom()
 def schedule_of_the_inner_optimizer(run: IdiomRun) -> None:
-    """The schedule was made for the torch optimizer that ZeroOptimizer then took over."""
+    """Step a schedule that was made for the torch optimizer that ZeroOptimizer then took over."""
     model = run.net()
     inner = torch.optim.SGD(model.parameters(), 0.1, 0.9)
     schedule = torch.optim.lr_scheduler.StepLR(inner, 1, 0.1)
@@ -284,7 +284,7 @@ def state_inspected(run: IdiomRun) -> None:
 
 @idiom(Refusal("RuntimeError", r"zcomm\.zero\.set_full_optim_state\("))
 def state_cleared(run: IdiomRun) -> None:
-    """A warm restart that forgets the momentum: optimizer.state.clear()."""
+    """Do a warm restart that forgets the momentum: optimizer.state.clear()."""
     model, opt = run.sgd()
     for number, loss in enumerate(run.losses(model, 4)):
         loss.backward()

@@ -56,7 +56,7 @@ def step(model: nn.Module, opt: Any) -> None:
 def test_close_after_a_step_that_failed_waits_for_its_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swaps: list[LateSwap], error: BaseException
 ) -> None:
-    """The exception's frames keep the reads, and nobody else does; the windows must not go before they end."""
+    """Only the exception's frames keep the reads; the windows must not go before they end."""
     at_release = watch_leases(monkeypatch, swaps)
     model, opt = build(tmp_path / "drive", stage=2, offload=zcomm.Offload("nvme"))
     step(model, opt)
@@ -109,7 +109,7 @@ def test_close_after_a_sweep_that_failed_waits_for_the_shards_ahead(
 def test_an_optimizer_that_could_not_be_made_keeps_its_windows_for_its_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swaps: list[LateSwap]
 ) -> None:
-    """Nobody closes it."""
+    """It is never closed."""
     at_release = watch_leases(monkeypatch, swaps)
 
     def refuse(*args: Any) -> None:

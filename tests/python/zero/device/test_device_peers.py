@@ -1,4 +1,4 @@
-"""Training of several ranks whose (simulated) devices reach each other: what stays there is reduced there.
+"""Training of several ranks with (simulated) devices that reach each other: what stays there is reduced there.
 
 Ranks are threads. The oracle is the same training on the CPU, to the bit; what crosses the host is counted.
 """
@@ -254,7 +254,7 @@ def test_where_devices_do_not_reach_each_other_the_host_helps(tmp_path: Path) ->
 
 
 class Branches(nn.Module):
-    """``extra`` is used by who says so."""
+    """``extra`` is used where a test asks for it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -296,7 +296,7 @@ def test_a_parameter_that_one_rank_reaches(stage: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_an_error_amid_the_step_is_told(stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for the rank that failed; after a load all is as if nothing had happened."""
+    """No rank waits for the rank that failed; after a load all is as if nothing had happened."""
     simulated.play(DELAY_S, joins=True)
     fails: set[int] = set()
     ordinary_step = DeviceState.step_shard

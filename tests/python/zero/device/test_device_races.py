@@ -82,12 +82,12 @@ class Watched:
         self.lane = Lane(torch.device("cpu"), device, self.trace)
         return self.lane
 
-    def touch(self, who: Any, tensor: torch.Tensor, access: str, label: str) -> None:
+    def touch(self, actor: Any, tensor: torch.Tensor, access: str, label: str) -> None:
         if tensor.nbytes:
             with (
                 torch._C.DisableTorchFunctionSubclass()
             ):  # a stand-in's memory, which holds nothing, has an address, too
-                self.trace.touch(who, tensor.data_ptr(), tensor.nbytes, access, label)
+                self.trace.touch(actor, tensor.data_ptr(), tensor.nbytes, access, label)
 
     def around(self, owner: type, name: str, told: Callable[..., Any]) -> None:
         """``told(original, self, *args)`` stands for a method."""
@@ -226,7 +226,7 @@ def _drop_wait(owner: Any, name: str) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def _without(place: str) -> Callable[[pytest.MonkeyPatch], None]:
-    """``CopyStream.carry`` that forgets the events of one kind. place: a method of whose copies."""
+    """``CopyStream.carry`` that forgets the events of one kind. place: the method that makes the copies."""
 
     def change(patch: pytest.MonkeyPatch) -> None:
         owner, method = {
@@ -289,7 +289,7 @@ def _no_wait_in(owner: type, method: str) -> Callable[[pytest.MonkeyPatch], None
 
 
 def _no_join(patch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for a step whose last bucket takes until the next backward pass has reduced something."""
+    """No call waits for a step with a last bucket that takes until the next backward pass has reduced something."""
     step, reduce = ShardState._step_tile, DeviceReducer._reduce
     reduced = threading.Event()
 
@@ -342,4 +342,4 @@ def test_a_wait_that_is_taken_away_is_missed(
     monkeypatch.setattr(simulated, "playing", lambda: True)
     job, change = WAITS[wait]
     change(monkeypatch)
-    assert train(job, str(tmp_path), watched), "nobody missed it"
+    assert train(job, str(tmp_path), watched), "no check missed it"

@@ -23,7 +23,7 @@ from zcomm.zero.optim_state import staged
 Run = Callable[..., list[Any]]
 DELAY_S = 0.0003
 
-# A world of one, whose buckets are resident.
+# A world of one with resident buckets.
 ALONE = [
     Job(0, None), Job(1, None, precision="bf16", clip=0.5), Job(2, None, precision="fp16", accum=2),
     Job(2, None, clip=1.0, accum=3, overlap=False), Job(2, fraction=0.5, bucket_mb=0.002),
@@ -36,7 +36,7 @@ ALONE = [
     Job(0, fraction=0.5, optimizer="nesterov", precision="fp16"), Job(2, None, optimizer="adagrad", clip=0.5),
 ]  # fmt: skip
 
-# A world of two, whose gradients and weights go by host memory.
+# A world of two; gradients and weights go by host memory.
 TOGETHER = [
     Job(0, None, clip=0.5), Job(1, None, precision="bf16", accum=2), Job(2, fraction=0.5, precision="fp16"),
     Job(2, "mixed", clip=1.0), Job(1, fraction=0.5, optimizer="lion", overlap=False),
@@ -198,7 +198,7 @@ def test_nothing_is_allocated_after_the_second_step(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("offload", [None, zcomm.Offload("cpu", fraction=0.5)], ids=["none", "cpu"])
 def test_one_rank_has_no_shards(tmp_path: Path, offload: Any) -> None:
-    """Stage 3 whose weights stay on the device: the bits, memory and checkpoints of stage 2, frozen weights too."""
+    """Stage 3 with weights that stay on the device: the bits, memory and checkpoints of stage 2, frozen weights too."""
     ends = []
     for stage in (2, 3):
         simulated.play(DELAY_S)

@@ -310,7 +310,7 @@ def test_reading_outside_of_a_unit(tmp_path: Path) -> None:
     opt = zcomm.ZeroOptimizer(net, stage=3, offload="nvme", nvme_path=tmp_path, prefetch=0)
     assert isinstance(net.blocks[0].up.weight, ShardedParameter), "between steps it is a stand-in"
     loss = loss_of(net, 0, 0)
-    weight = net.blocks[0].up.weight  # in a step it is gathered for who reads it
+    weight = net.blocks[0].up.weight  # in a step it is gathered for the reader
     assert torch.equal(weight, plain["blocks.0.up.weight"]) and weight.requires_grad
     (loss + 0.1 * weight.square().sum()).backward()
     got = zcomm.zero.full_grad(next(p for n, p in net.named_parameters() if n == "blocks.0.up.weight"))

@@ -110,13 +110,13 @@ def inner(net: Net, x: torch.Tensor) -> torch.Tensor:
 
 
 def opaque(net: Net, x: torch.Tensor) -> torch.Tensor:
-    """Units return objects that nobody can look into."""
+    """Units return objects without a known structure."""
     net.opaque = True
     return plain(net, x)
 
 
 def nested(net: Net, x: torch.Tensor) -> torch.Tensor:
-    """A unit inside of another one's forward, whose weights it uses."""
+    """A unit inside of another one's forward uses the other's weights."""
     net.blocks[2].guest = [net.blocks[5]]
     return penalty(net, x)
 
@@ -168,7 +168,7 @@ def train(case: Case, folder: str, kind: str, steps: int = 3) -> dict[str, Any]:
 
 
 def train_kinds(folder: str) -> dict[str, list[dict[str, Any]]]:
-    """Of each kind: every case on the CPU, and those of stage 3 on a device whose streams are late."""
+    """Of each kind: every case on the CPU, and those of stage 3 on a device with late streams."""
     found = {kind: [train(case, folder, kind) for case in CASES] for kind in LOSSES}
     simulated.play(0.001, seed=zcomm.rank())
     for kind, results in found.items():

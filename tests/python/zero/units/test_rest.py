@@ -1,4 +1,4 @@
-"""What of a model nobody shards: buffers and whole frozen parameters. Their dtypes, checkpoints and errors."""
+"""Parts of a model that are not sharded: buffers and whole frozen parameters. Their dtypes, checkpoints and errors."""
 
 from __future__ import annotations
 
