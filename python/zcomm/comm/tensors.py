@@ -35,8 +35,8 @@ def whole(what: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_weights(what: str, buckets: object) -> None:
-    """Refuse a sharded weight among ``buckets`` (a tensor, or a list of them), which ``what`` would write to on one rank,
-    or later. Raises: RuntimeError."""
+    """Refuse a sharded weight among ``buckets`` (a tensor, or a list of them), which ``what`` would write to on one
+    rank, or later. Raises: RuntimeError."""
     for tensor in buckets if isinstance(buckets, (list, tuple)) else [buckets]:
         if type(tensor) not in _PLAIN and hasattr(tensor, "_zcomm_called"):
             raise RuntimeError(
