@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 import zcomm
 from ranks import World, start_ranks
@@ -60,6 +61,7 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     if "tmp_path" in request.fixturenames and request.node.get_closest_marker("leaves_swap") is None:
         folder = request.getfixturevalue("tmp_path")
     yield
+    _drop_saved_tensors_hooks()
     _expect_gone(lambda: _descendants() - processes, "processes left behind")
     _expect_gone(lambda: _threads() - threads, "threads left behind")
     _expect_gone(lambda: _shared_memory() - shm, "left in /dev/shm")
@@ -110,6 +112,13 @@ def run_ranks(start_ranks_in: Callable[..., World]) -> Callable[..., list[Any]]:
         return [result.value for result in results]
 
     return run
+
+
+def _drop_saved_tensors_hooks() -> None:
+    """Pop what an interrupted forward of a test left on this thread; in a program zero_grad() does so."""
+    graph: Any = torch._C._autograd
+    while graph._top_saved_tensors_default_hooks(True) is not None:
+        graph._pop_saved_tensors_default_hooks()
 
 
 def _descendants() -> set[psutil.Process]:

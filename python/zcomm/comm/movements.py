@@ -164,5 +164,7 @@ class Movements(Calls):
             splits = [count // self.world_size] * self.world_size
         splits = integers(f"{what}: splits", splits)
         if len(splits) != self.world_size or sum(splits) != count or min(splits) < 0:
-            raise ValueError(f"{what}: splits {splits} must be {self.world_size} numbers >= 0, and their sum is {count}")
+            raise ValueError(
+                f"{what}: splits {splits} must be {self.world_size} numbers >= 0, and their sum is {count}"
+            )
         return list(buckets.view(-1).split(splits))
