@@ -117,7 +117,8 @@ try:
         time.sleep(0.2)
 except Exception as error:
     told = f"{type(error).__name__}: {error}"
-print(f"{job}{rank}|{sums}|{mixed}|{told}", flush=True)
+sys.stdout.write(f"{job}{rank}|{sums}|{mixed}|{told}\\n")  # one write: print() makes two with PYTHONUNBUFFERED
+sys.stdout.flush()
 """
 # One job: its ranks' delays are arguments; its processes have a parent of their own.
 LAUNCHES = """
