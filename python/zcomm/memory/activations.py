@@ -227,8 +227,8 @@ class offload_activations:
     def _leave(self, held: _Held, flat: torch.Tensor, busy: _core.Event | None, lane: DeviceLane) -> None:
         held.kept, held.left = flat, lane.event()
         assert held.buffer is not None
-        after = [lane.passed(lane.event()), *([] if busy is None else [busy])]
-        lane.out.carry([(held.buffer, flat)], after, held.left)
+        after = [lane.recorded(lane.event()), *([] if busy is None else [busy])]
+        lane.d2h.copy([(held.buffer, flat)], after, held.left)
         self._leaving.append(weakref.ref(held))
         while self._leaving:
             oldest = self._leaving[0]()
@@ -345,8 +345,8 @@ class offload_activations:
             reading[1].wait()
             source = reading[0]
         out = lane.empty(held.nbytes, torch.uint8, "activations")
-        after = [lane.passed(lane.event()), *([] if held.left is None else [held.left])]
-        lane.back.carry([(out, source)], after, came)
+        after = [lane.recorded(lane.event()), *([] if held.left is None else [held.left])]
+        lane.h2d.copy([(out, source)], after, came)
         held.back = out, came
         if held.buffer is None:
             self._give(source, came)

@@ -1,11 +1,12 @@
 """DeviceLane: one accelerator beside torch: two copy streams, torch's own stream, events, and memory on the device.
 
-[Note: lane] Copies go past torch's kernels on streams of their own: ``out`` device to host, ``back`` host to device, in
-pieces, so that both directions and the kernels' own traffic take turns. Events alone decide what may run side by side:
-the host waits for nothing but in functions that are named so. Memory of torch's that a copy stream uses is kept by its
-owner until the current stream has waited for the copy: then torch may give it to others (no record_stream).
-``for_params`` makes it; tests replace ``open_lane`` by one for the simulated device. Its memory is the host's: CPU
-tensors then stand for tensors on the device.
+[Note: lane] Copies go past torch's kernels on streams of their own: ``d2h`` device to host, ``h2d`` host to device, in
+pieces, so that both directions and the kernels' own traffic take turns. Events alone order them: the host waits only
+in functions whose names begin with wait, and in ``passes`` and ``drain``. The owner of torch's memory that a copy
+stream uses keeps it until the current stream has waited for the copy: then torch may give it to others (no
+record_stream).
+``for_params`` makes it; tests replace ``open_lane`` by one for the simulated device, whose memory is
+the host's: CPU tensors then play on the device.
 Thread rule: free-threaded; a stream's calls are made under its lock. What is put on torch's stream comes from the
 thread that uses it.
 """
@@ -32,7 +33,7 @@ class CopyStream:
         self._core = core
         self._lock = threading.Lock()
 
-    def carry(
+    def copy(
         self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]], after: Iterable[_core.Event], *done: _core.Event
     ) -> None:
         """Make all ``copies`` (to, from; contiguous, as many bytes) once the events ``after`` have passed.
@@ -43,7 +44,7 @@ class CopyStream:
             for event in after:
                 self._core.wait(event)
             for to, source in copies:
-                self._copy(to.data_ptr(), source.data_ptr(), to.nbytes)
+                self._copy_pieces(to.data_ptr(), source.data_ptr(), to.nbytes)
             for event in done:
                 self._core.record(event)
 
@@ -54,7 +55,7 @@ class CopyStream:
             for event in done:
                 self._core.record(event)
 
-    def _copy(self, to: int, source: int, nbytes: int) -> None:
+    def _copy_pieces(self, to: int, source: int, nbytes: int) -> None:
         for begin in range(0, nbytes, PIECE_NBYTES):
             self._core.copy(to + begin, source + begin, min(PIECE_NBYTES, nbytes - begin))
 
@@ -65,8 +66,8 @@ class DeviceLane:
     def __init__(self, device: torch.device, core: _core.Device) -> None:
         self.device = device
         self.core = core
-        self.out = CopyStream(core.make_stream())
-        self.back = CopyStream(core.make_stream())
+        self.d2h = CopyStream(core.make_stream())
+        self.h2d = CopyStream(core.make_stream())
         self.lost: Callable[[], bool] = lambda: False  # whether a rank that streams may wait for is gone
         self._adopted: dict[int, _core.Stream] = {}
         self._locked: list[torch.Tensor] = []
@@ -91,7 +92,7 @@ class DeviceLane:
         """Make an event that is done until it is recorded."""
         return self.core.make_event()
 
-    def passed(self, event: _core.Event) -> _core.Event:
+    def recorded(self, event: _core.Event) -> _core.Event:
         """Record ``event`` on torch's current stream, and give it back."""
         self.current().record(event)
         return event
@@ -112,7 +113,7 @@ class DeviceLane:
         """Wait on the host until all that was given to ``streams`` is done. Raises: PeerLost."""
         for stream in streams:
             end = self.event()
-            stream.carry((), (), end)
+            stream.copy((), (), end)
             self.wait(end)
 
     # --- other ranks ------------------------------------------------------------------------------------------
@@ -172,10 +173,10 @@ class DeviceLane:
 
     def drain(self) -> None:
         """Wait on the host until no copy is on its way, or the device is lost."""
-        for stream in (self.out, self.back):
+        for stream in (self.d2h, self.h2d):
             try:
                 end = self.event()
-                stream.carry((), (), end)
+                stream.copy((), (), end)
                 if not self.passes(end):
                     logging.getLogger("zcomm").warning("copies of %s wait for a rank that is gone", self.core.name)
             except _core.CudaError as error:

@@ -15,7 +15,7 @@ from torch import nn
 from zcomm import _core
 from zcomm.comm.bucket_layout import ALIGN
 from zcomm.optim.fused import STATE_BLOCK
-from zcomm.zero.gradients.reducer import SLOTS
+from zcomm.zero.gradients.transport import SLOTS
 from zcomm.zero.layout.sections import Sections, frozen_of
 from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.memory import Memory, empty_memory, integer_nbytes, memory_formula

@@ -143,9 +143,8 @@ class Taps(ExitStack):
         for holder in (*states, getattr(store, "_source", None)):
             if hasattr(holder, "_swap"):
                 self._proxy(holder, "_swap", "swap", _SWAPS, serial=False)
-        self._time(
-            parts.reducer, "_wait", "waiting", lambda n: "wait for gradients", lambda n: bool(parts.reducer._works[n])
-        )
+        for transport in parts.reducer.accumulators.kinds:
+            self._gradients(transport)
         for state in states:
             if hasattr(state, "_wait"):
                 self._time(state, "_wait", "waiting", lambda _: "wait for swap", lambda work: work is not None)
@@ -155,6 +154,12 @@ class Taps(ExitStack):
         self._time(optimizer, "step", "compute", lambda *_: f"optimizer step {train.step_count + 1}")
         if parts.model is not None:
             self._forward(parts.model)
+
+    def _gradients(self, transport: Any) -> None:
+        """Tap what waits for a reduction through host memory."""
+        host = getattr(transport, "host", transport)
+        if hasattr(host, "_works"):
+            self._time(host, "wait", "waiting", lambda n: "wait for gradients", lambda n: bool(host._works[n]))
 
     def backward(self) -> None:
         """Tap autograd's entry, which Tensor.backward calls."""

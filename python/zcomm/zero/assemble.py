@@ -19,11 +19,13 @@ from zcomm.memory.swap_file import StrPath, as_paths, close_at_exit, say_fallbac
 from zcomm.zero.async_step import StepBehind
 from zcomm.zero.choose import make_state, make_store
 from zcomm.zero.device_step import Resident
+from zcomm.zero.gradients import choose_transport
+from zcomm.zero.gradients.choose_transport import DeviceBuckets
 from zcomm.zero.gradients.device_norm import DeviceSquares
 from zcomm.zero.gradients.norm import GradientNorm
-from zcomm.zero.gradients.peers import ResidentReducer
-from zcomm.zero.gradients.pinned import DeviceReducer
+from zcomm.zero.gradients.peers import PeersTransport
 from zcomm.zero.gradients.reducer import GradientReducer
+from zcomm.zero.gradients.transport import ReducePlan
 from zcomm.zero.layout.flat import Geometry
 from zcomm.zero.layout.sections import Sections, frozen_of, names_of
 from zcomm.zero.layout.tiles import TileForm
@@ -48,8 +50,6 @@ from zcomm.zero.units.hooks import UnitHooks
 from zcomm.zero.units.store import UnitStore
 
 logger = logging.getLogger("zcomm")
-
-Gradients = tuple[list[nn.Parameter], Geometry, Communicator, torch.dtype, bool, bool, list[str]]  # as a reducer's
 
 
 def build_parts(
@@ -114,9 +114,14 @@ def build_parts(
     where = torch.device("cpu") if lane is None else lane.device
     start(model, sections.params, sections.names, geometry, comm, store, state, initial, precision, where, taken)
 
-    names = sections.names[: len(trained)]
-    how_reduced = (trained, geometry, comm, precision.communication_dtype, stage == 0, overlap, names)
-    reducer = _reducer(how_reduced, store, state, lane, arena, peers)
+    plan = ReducePlan(geometry, comm, precision.communication_dtype, replicated=stage == 0)
+    if lane is None:
+        accumulators = choose_transport.on_host(plan)
+    else:
+        staged = any(isinstance(part, StagedState) for part in state.each())
+        buckets = DeviceBuckets(lane, store.resident, peers, _weights_ready(store, lane), arena, locked=staged)
+        accumulators = choose_transport.on_device(plan, buckets)
+    reducer = GradientReducer(trained, sections.names[: len(trained)], plan, accumulators, overlap)
     hooks = None
     if isinstance(store, UnitStore):
         assert model is not None
@@ -167,28 +172,6 @@ def _say_large(sections: Sections, units: Units, job: Communicator) -> None:
         logger.warning(text)
 
 
-def _reducer(
-    how: Gradients,
-    store: ParameterStore,
-    state: ShardState,
-    lane: DeviceLane | None,
-    arena: _core.PinnedArena,
-    peers: Communicator | None,
-) -> GradientReducer:
-    if lane is None:
-        return GradientReducer(*how)
-    alone = how[2].world_size == 1
-    squares = DeviceSquares(lane, arena) if alone else None
-    reducer: DeviceReducer
-    if store.resident:
-        reducer = ResidentReducer(*how, lane, _came(store, lane), store.resident, squares, peers)
-    else:
-        reducer = DeviceReducer(*how, lane, _came(store, lane), squares=squares)
-    if any(isinstance(part, StagedState) for part in state.each()):
-        lane.lock(reducer.accumulators)  # from where a step takes its gradients
-    return reducer
-
-
 def _resident(
     store: ParameterStore,
     state: ShardState,
@@ -198,11 +181,12 @@ def _resident(
     arena: _core.PinnedArena,
     whole: bool,
 ) -> Resident | None:
-    if not isinstance(reducer, ResidentReducer):
-        return None
-    assert isinstance(state, TieredState) and lane is not None
     buckets = [bucket for bucket in geometry.buckets if bucket.index in store.resident]
-    return Resident(buckets, state.device, store, reducer, DeviceSquares(lane, arena), whole)
+    if not buckets:
+        return None
+    transport = reducer.accumulators.transports[buckets[0].index]
+    assert isinstance(transport, PeersTransport) and isinstance(state, TieredState) and lane is not None
+    return Resident(buckets, state.device, store, transport, DeviceSquares(lane, arena), whole)
 
 
 def _behind(
@@ -216,15 +200,15 @@ def _behind(
     """Where it was asked for."""
     if not offload.step_behind_forward:
         return None
-    assert model is not None and isinstance(store, DeviceStore) and isinstance(reducer, DeviceReducer)
+    assert model is not None and isinstance(store, DeviceStore)
     bucket_of = {id(param): place.bucket for param, place in zip(trained, geometry.places, strict=False)}
     behind = StepBehind(model, store, bucket_of, len(geometry.buckets))
     reducer.before_reduce = behind.join
     return behind
 
 
-def _came(store: ParameterStore, lane: DeviceLane) -> Any:
-    """The event after which no old weights are on their way to the device; units say so by ``settle`` alone."""
+def _weights_ready(store: ParameterStore, lane: DeviceLane) -> Any:
+    """Return the event after which no old weights are on their way to the device; of units ``settle`` alone tells."""
     return store.all_came if isinstance(store, DeviceStore) else lane.event()
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from zcomm.zero.gradients.device_norm import DeviceSquares
 from zcomm.zero.gradients.norm import GradientNorm
-from zcomm.zero.gradients.peers import ResidentReducer
+from zcomm.zero.gradients.peers import PeersTransport
 from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.optim_state.device import DeviceState
 from zcomm.zero.optim_state.ram import Run, ShardStep
@@ -29,25 +29,26 @@ class Resident:
         buckets: Sequence[FlatBucket],
         state: DeviceState,
         store: ParameterStore,
-        reducer: ResidentReducer,
+        gradients: PeersTransport,
         squares: DeviceSquares,
         whole: bool,
     ) -> None:
         self._buckets = buckets
         self.numbers: Collection[int] = {bucket.index for bucket in buckets}
         self._whole = whole
-        self._state, self._store, self._reducer, self._squares = state, store, reducer, squares
+        self._state, self._store, self._gradients, self._squares = state, store, gradients, squares
 
     def step(self, runs: Callable[[FlatBucket], list[Run]]) -> None:
         """Put the step of all of them on torch's stream, behind their gradients. An error on one rank is raised when no
         other waits for this one."""
         if self._whole:
-            self._reducer.finish()
-            self._reducer.gather_resident()
+            self._gradients.finish_all()
+            self._gradients.gather()
+        grads = self._gradients.sums if self._whole else self._gradients.shards
         failed: BaseException | None = None
         for bucket in self._buckets:
-            self._reducer.finish(bucket)
-            grad = self._reducer.bucket_view(bucket) if self._whole else self._reducer.shard_view(bucket)
+            self._gradients.finish(bucket)
+            grad = grads[bucket.index]
             try:
                 if failed is None:
                     if self._store.edited(bucket):
@@ -64,8 +65,8 @@ class Resident:
         """Put the squares of their gradients, stepped or not, on torch's stream."""
         self._squares.begin()
         for bucket in self._buckets:
-            self._reducer.finish(bucket)
-            self._squares.add(self._reducer.shard_view(bucket))
+            self._gradients.finish(bucket)
+            self._squares.add(self._gradients.shards[bucket.index])
         self._squares.send()
 
     def end_norm(self, norm: GradientNorm) -> None:

@@ -74,7 +74,7 @@ def stats_of(parts: Parts, train: TrainState) -> dict[str, float]:
     """See ZeroOptimizer.stats."""
     swap = parts.swap.stats() if parts.swap is not None else {}
     return {
-        "comm_s": parts.reducer.waited_s + train.waited_s,
+        "comm_s": parts.reducer.accumulators.waited_s + train.waited_s,
         "swap_s": parts.state.waited_s + parts.store.waited_s,
         "step_s": train.step_s,
         "edits_s": parts.attachment.looked_s,

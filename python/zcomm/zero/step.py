@@ -91,7 +91,7 @@ class OptimizerStep:
         if parts.reducer.broken:
             raise RuntimeError("step(): the last backward pass ended with an error; call zero_grad() and run it again")
         self._check_frozen()
-        if not parts.reducer.ask():
+        if not parts.reducer.agreement.ask():
             return False
         if train.scaler is not None and parts.reducer.scaled_passes > train.scaled_passes:
             raise RuntimeError("precision='fp16' needs opt.backward(loss) instead of loss.backward()")
@@ -117,8 +117,8 @@ class OptimizerStep:
         """Return the norm of all accumulated gradients. Collective: afterwards no rank reads the old weights any more.
         Gradients may still be on their way ([Note: squares before the gradients])."""
         parts = self._parts
-        if not parts.reducer.knows_squares:
-            parts.reducer.finish()
+        if not parts.reducer.accumulators.knows_squares:
+            parts.reducer.accumulators.finish()
         start = time.perf_counter()
         parts.store.settle()
         total = self._norm_now()
@@ -131,26 +131,26 @@ class OptimizerStep:
 
     def _agree(self) -> None:
         """Reduce gradients that no pass took on some rank, or that the program has dropped or assigned. Collective."""
-        self._rests = self._rests or not self._parts.reducer.is_special
-        self._parts.reducer.agree()
-        if self._parts.reducer.has_nothing:
+        self._rests = self._rests or not self._parts.reducer.agreement.is_special
+        self._parts.reducer.agreement.agree()
+        if self._parts.reducer.agreement.has_nothing:
             raise NoGradientsError
 
     def _norm_now(self) -> float:
         self._begin_norm()
-        self._parts.reducer.add_squares(self._parts.norm, self._on_host)
+        self._parts.reducer.accumulators.add_squares(self._parts.norm, self._on_host)
         return self._end_norm()
 
     def _begin_norm(self) -> None:
         self._parts.norm.begin()
         if self._parts.resident is not None:
             self._parts.resident.start_norm()
-        self._parts.reducer.send_squares()
+        self._parts.reducer.accumulators.send_squares()
 
     def _end_norm(self) -> float:
         if self._parts.resident is not None:
             self._parts.resident.end_norm(self._parts.norm)
-        return self._parts.norm.end(note=self._parts.reducer.note)
+        return self._parts.norm.end(note=self._parts.reducer.agreement.note)
 
     def _counted(self, total: float) -> float:
         """Count a step with this norm of the accumulated gradients. Returns: the norm of their mean."""
@@ -172,7 +172,7 @@ class OptimizerStep:
         """Find the parameter, and log it: each time where the step is skipped, elsewhere once. Collective."""
         parts, train = self._parts, self._train
         first_time = train.nonfinite is None
-        name = find_nonfinite(parts.reducer, parts.geometry, parts.comm, parts.names)
+        name = find_nonfinite(parts.reducer.accumulators, parts.geometry, parts.comm, parts.names)
         train.nonfinite = NonFinite(train.step_count, name)
         if parts.comm.rank != 0 or not (first_time or train.skip_nonfinite):
             return
@@ -194,15 +194,15 @@ class OptimizerStep:
         alone = parts.comm.world_size == 1
         if not isinstance(parts.store, DeviceStore) or (self._whole and not alone):
             return False
-        if parts.reducer.is_special:
+        if parts.reducer.agreement.is_special:
             return False
-        return not parts.reducer.has_rest if alone else self._rests is False
+        return not parts.reducer.local if alone else self._rests is False
 
     def _update(self, scale: float) -> None:
         """Update with the accumulated gradients times ``scale``. Collective: every rank sees the new weights."""
         parts = self._parts
         turns = parts.state.turns or parts.store.turns
-        late = parts.reducer.knows_squares and not turns  # the last buckets land first
+        late = parts.reducer.accumulators.knows_squares and not turns  # the last buckets land first
         self._prepared(scale, self._reverse or late)()
 
     def _prepared(self, scale: float, reverse: bool | None = None) -> Callable[[], None]:
@@ -214,7 +214,7 @@ class OptimizerStep:
 
         def step() -> None:
             if self._whole and self._parts.comm.world_size > 1:
-                self._parts.reducer.gather()
+                self._parts.reducer.accumulators.gather()
             self._apply(self._shards(hyper, reverse), reverse)
 
         return step
@@ -233,10 +233,10 @@ class OptimizerStep:
     def _collect(self) -> None:
         """Bring all gradients into the accumulators; afterwards no rank reads the old weights any more. Collective."""
         parts = self._parts
-        parts.reducer.finish()
+        parts.reducer.accumulators.finish()
         start = time.perf_counter()
         parts.store.settle()
-        parts.norm.meet(note=parts.reducer.note)
+        parts.norm.meet(note=parts.reducer.agreement.note)
         if parts.norm.noted:
             self._agree()
         self._train.waited_s += time.perf_counter() - start
@@ -258,8 +258,8 @@ class OptimizerStep:
         hyper = self._begin(scale)
         self._begin_norm()
         self._apply(self._landing(hyper, reverse), reverse)
-        if self._parts.reducer.knows_squares:
-            self._parts.reducer.add_squares(self._parts.norm, self._on_host)
+        if self._parts.reducer.accumulators.knows_squares:
+            self._parts.reducer.accumulators.add_squares(self._parts.norm, self._on_host)
         total = self._end_norm()
         if self._parts.norm.noted:
             raise RuntimeError(_LATE)
@@ -272,7 +272,7 @@ class OptimizerStep:
         start = time.perf_counter()
         self._parts.store.take_edits()
         self._parts.attachment.looked_s += time.perf_counter() - start
-        hyper = self._train.cohorts.prepare(self._train.param_groups, scale, self._parts.reducer.skipped)
+        hyper = self._train.cohorts.prepare(self._train.param_groups, scale, self._parts.reducer.agreement.skipped)
         if self._parts.resident is not None:
             try:
                 self._parts.resident.step(lambda bucket: self._runs(bucket, hyper))
@@ -297,12 +297,12 @@ class OptimizerStep:
     def _shards(self, hyper: list[Any], reverse: bool) -> Iterator[ShardStep]:
         parts = self._parts
         for bucket, weight in parts.store.sweep(reverse):
-            parts.reducer.finish(bucket)
-            grad = parts.reducer.bucket_view(bucket) if self._whole else parts.reducer.shard_view(bucket)
+            parts.reducer.accumulators.finish(bucket)
+            grad = parts.reducer.accumulators.whole(bucket) if self._whole else parts.reducer.accumulators.shard(bucket)
             yield ShardStep(bucket.index, weight, grad, self._runs(bucket, hyper))
 
     def _landing(self, hyper: list[Any], reverse: bool) -> Iterator[ShardStep]:
-        norm, known = self._parts.norm, self._parts.reducer.knows_squares
+        norm, known = self._parts.norm, self._parts.reducer.accumulators.knows_squares
         for shard in self._shards(hyper, reverse):
             if not known:
                 norm.add(shard.grad)
@@ -310,7 +310,7 @@ class OptimizerStep:
 
     def _runs(self, bucket: FlatBucket, hyper: list[Any]) -> list[Run]:
         parts = self._parts
-        skipped, number_of = parts.reducer.skipped, self._train.cohorts.number_of
+        skipped, number_of = parts.reducer.agreement.skipped, self._train.cohorts.number_of
         if parts.param_runs is None:
             runs = parts.runs[bucket.index]
             if self._train.cohorts.others or not skipped.isdisjoint(bucket.params):

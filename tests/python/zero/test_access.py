@@ -246,11 +246,13 @@ def accumulate_locally(folder: str) -> list[str]:
         opt = zcomm.ZeroOptimizer(model, "sgd", stage=stage, offload=offload, nvme_path=folder, lr=0.1)
         reducer, sent = opt._live.reducer, []
 
-        def count(*given: Any, plain: Any = reducer._reduce, sent: list[int] = sent) -> None:
+        (transport,) = reducer.accumulators.kinds
+
+        def count(*given: Any, plain: Any = transport.start, sent: list[int] = sent) -> None:
             sent.append(given[0].index)
             plain(*given)
 
-        reducer._reduce = count  # type: ignore[method-assign]
+        transport.start = count  # type: ignore[method-assign]
         for step in range(3):
             sent.clear()
             with opt.no_sync():

@@ -85,6 +85,7 @@ def lag(opt: Any) -> None:
 
 def lag_hooks() -> None:
     """Hooks and waits of every optimizer from now on."""
+    from zcomm.zero.gradients.host import HostTransport
     from zcomm.zero.gradients.reducer import GradientReducer
     from zcomm.zero.optim_state.nvme import SwappedState
     from zcomm.zero.optim_state.ram import ShardState
@@ -93,7 +94,8 @@ def lag_hooks() -> None:
     from zcomm.zero.units.store import UnitStore
 
     assert clock is not None
-    sleepy(GradientReducer, ["_collect", "_launch", "_wait", "_end_pass", "_enter"], clock)
+    sleepy(GradientReducer, ["_collect", "_launch", "_end_pass"], clock)
+    sleepy(HostTransport, ["wait", "put"], clock)
     sleepy(UnitStore, ["ensure", "use", "_gather", "_drop", "publish", "begin_pass", "reached"], clock)
     sleepy(UnitHooks, ["_begin", "_end_backward"], clock)
     sleepy(ResidentStore, ["load"], clock)

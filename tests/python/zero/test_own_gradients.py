@@ -22,9 +22,9 @@ def bits(stage: int, precision: str, bucket_mb: float, own: bool) -> tuple[str, 
     comm = zcomm.init(timeout=60)
     model = small_gpt()
     opt = zcomm.ZeroOptimizer(model, "adamw", stage=stage, precision=precision, bucket_mb=bucket_mb, grad_accum=2)
-    reducer, kept = opt._live.reducer, 0
-    assert reducer._own is not None, "ranks of one host"
-    plain = reducer._own.keep
+    transport, kept = opt._live.reducer.accumulators.transports[0], 0
+    assert transport._own is not None, "ranks of one host"
+    plain = transport._own.keep
 
     def keep(*given: Any) -> bool:
         nonlocal kept
@@ -32,9 +32,9 @@ def bits(stage: int, precision: str, bucket_mb: float, own: bool) -> tuple[str, 
         kept += done
         return done
 
-    reducer._own.keep = keep  # type: ignore[method-assign]
+    transport._own.keep = keep  # type: ignore[method-assign]
     if not own:
-        reducer._own = None
+        transport._own = None
     for step in range(6):
         loss_of(model, *batch(comm.rank, step)).backward()
         opt.step()
@@ -99,11 +99,11 @@ def life_of_gradients() -> None:
     model = Wide()
     seen = watched(model)
     opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.1, stage=2, overlap=False)
-    reducer = opt._live.reducer
+    (transport,) = opt._live.reducer.accumulators.kinds
     x = torch.ones(2, 64)
     model(x).sum().backward()
-    (bucket,) = reducer._geometry.buckets
-    slot = reducer._slot(bucket.index)
+    (bucket,) = opt._live.geometry.buckets
+    slot = transport.slot(bucket)
     for rank in range(2):
         copied = bool(slot[bucket.shard(rank)].any())
         assert copied == (rank != comm.rank), f"rank {comm.rank} copies for rank {rank}"
@@ -153,7 +153,7 @@ def plain_or_not() -> list[bool]:
     for value, backward, gradient in cases:
         param = nn.Parameter(value.clone())
         opt = zcomm.ZeroOptimizer([param], "sgd", lr=1.0, stage=1)
-        own = opt._live.reducer._own
+        own = opt._live.reducer.accumulators.transports[0]._own
         assert own is not None
         kept: list[bool] = []
         keep = own.keep
@@ -178,7 +178,7 @@ def odd_gradients(dtype: str | None) -> list[bool]:
     table = nn.Embedding(16, 8, sparse=True)
     params = [plain, turned, table.weight]
     opt = zcomm.ZeroOptimizer(params, "sgd", lr=1.0, stage=1, communication_dtype=dtype)
-    own = opt._live.reducer._own
+    own = opt._live.reducer.accumulators.transports[0]._own
     assert own is not None
     kept: list[bool] = []
     keep = own.keep
@@ -211,12 +211,12 @@ def alive_in_backward() -> list[int]:
     for layer in layers:
         layer.weight.register_post_accumulate_grad_hook(lambda p: alive.append(weakref.ref(p.grad)))
     opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.1, stage=2, bucket_mb=64 * 64 * 4 / 2**20)
-    reducer = opt._live.reducer
-    assert len(reducer._order) == 8
+    (transport,) = opt._live.reducer.accumulators.kinds
+    assert len(transport.buckets) == 8
 
     def count(_: torch.Tensor) -> None:
         counts.append(sum(gradient() is not None for gradient in alive))
-        while not all(work is None or work.done() for work in reducer._works):
+        while not all(work is None or work.done() for work in transport._works):
             time.sleep(0.001)
 
     for layer in layers:

@@ -1,7 +1,13 @@
 """Squares of gradients on a device: they are added up there, and 560 bytes come to the host.
 
-Kernels on torch's stream add the squares of every shard to the words of an exact sum ([Note: gradient norm]), which the
-lane's ``back`` brings, past the gradients that are on their way to the host; exact, so the norm's bits are the CPU's.
+Kernels on torch's stream add the squares of every shard to the words of an exact sum ([Note: gradient norm]). The
+lane's ``h2d`` stream brings these, past the gradients that are on their way to the host. The sum is exact, so the bits
+of the norm are the CPU's.
+
+[Note: squares before the gradients] What a world of one adds up in a single pass is what is in the device slots. So its
+squares are summed there, before each bucket's copy: the norm is known when backward ends on the device, while
+gradients are still on their way, and the host does not read them twice. A second pass, or a gradient that was set from
+outside, makes sums that only the host has; their squares are summed there.
 Thread rule: one thread at a time.
 """
 
@@ -19,7 +25,7 @@ from zcomm.zero.gradients.norm import GradientNorm
 
 
 class DeviceSquares:
-    """A round: ``begin``, ``add`` as often as you like, ``send``, and then ``end``, as often as you like."""
+    """A sum of squares: ``begin``, any number of ``add``, ``send``, and then any number of ``end``."""
 
     def __init__(self, lane: DeviceLane, arena: _core.PinnedArena) -> None:
         words = _core.EXACT_SUM_WORDS
@@ -27,18 +33,19 @@ class DeviceSquares:
         self._there = lane.empty(words, torch.int64, "a sum of squares")
         self._here = tensor_of(arena.allocate(8 * words), torch.int64)[:words]
         self._summed = lane.event()
-        self._came = lane.event()
+        self._ready = lane.event()
 
     def begin(self) -> None:
-        """The sum is zero; nobody waits."""
+        """Make the sum zero. Does not synchronise."""
         stream = self._lane.current()
-        for event in (self._summed, self._came):
+        for event in (self._summed, self._ready):
             stream.wait(event)
         stream.fill(self._there.data_ptr(), 0, self._there.nbytes)
         stream.record(self._summed)
 
     def add(self, shard: torch.Tensor, after: Iterable[Any] = ()) -> Any:
-        """Square a flat gradient, once the events ``after`` have passed; nobody waits. Returns the event behind it."""
+        """Square a flat gradient, once the events ``after`` are recorded. Returns the event behind it. Does not
+        synchronise."""
         stream = self._lane.current()
         for event in (self._summed, *after):
             stream.wait(event)
@@ -48,13 +55,51 @@ class DeviceSquares:
         return self._summed
 
     def send(self) -> None:
-        """That was all; nobody waits."""
-        self._lane.back.carry([(self._here, self._there)], [self._summed], self._came)
+        """Start the copy of the sum to the host. Does not synchronise."""
+        self._lane.h2d.copy([(self._here, self._there)], [self._summed], self._ready)
 
     def end(self, norm: GradientNorm) -> None:
-        """Add them to ``norm``, when they have come."""
+        """Add the sum to ``norm``. Waits until it is on the host."""
         self._wait()
         norm.add_words(self._here)
 
     def _wait(self) -> None:
-        self._lane.passes(self._came)  # if not, the ranks' sum of these says who is gone
+        self._lane.passes(self._ready)  # if not, the ranks' sum of these says who is gone
+
+
+class PassSquares:
+    """Squares of what one pass adds up on a rank that is alone ([Note: squares before the gradients]).
+
+    known: whether they are those of all that has left the device since the gradients were forgotten.
+    """
+
+    def __init__(self, squares: DeviceSquares) -> None:
+        self._squares = squares
+        self._wanted = self._begun = self.known = False
+
+    def begin_pass(self, only: bool) -> None:
+        """Begin a pass. only: the step has no other one, and its gradients overwrite the accumulators."""
+        self._wanted, self._begun, self.known = only, False, False
+
+    def add(self, slot: torch.Tensor, written: list[Any]) -> list[Any]:
+        """Square what leaves, behind the events ``written``. Returns the events that its copy waits for."""
+        if not self._wanted:
+            return written
+        if not self._begun:
+            self._begun = True
+            self._squares.begin()
+        return [self._squares.add(slot, written)]
+
+    def end_pass(self) -> None:
+        self.known = self._wanted
+
+    def forget(self) -> None:
+        """Leave the norm to the host: the sums are not those of the pass alone."""
+        self.known = False
+
+    def send(self) -> None:
+        if self.known:
+            self._squares.send()
+
+    def end(self, norm: GradientNorm) -> None:
+        self._squares.end(norm)

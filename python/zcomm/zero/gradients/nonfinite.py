@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from zcomm.comm.communicator import Communicator
-from zcomm.zero.gradients.reducer import GradientReducer
+from zcomm.zero.gradients.accumulators import Accumulators
 from zcomm.zero.layout.flat import Geometry
 
 
@@ -20,20 +20,20 @@ class NonFinite:
     parameter: str
 
 
-def find_nonfinite(reducer: GradientReducer, geometry: Geometry, comm: Communicator, names: Sequence[str]) -> str:
+def find_nonfinite(sums: Accumulators, geometry: Geometry, comm: Communicator, names: Sequence[str]) -> str:
     """Name the first parameter whose gradient is not finite. Collective; some rank's shard must hold one."""
-    reducer.finish()
-    bad = _bad(reducer, geometry, comm.rank)
+    sums.finish()
+    bad = _bad(sums, geometry, comm.rank)
     first = torch.tensor([min(bad, default=geometry.trained_count)])
     comm.all_reduce(first, op="min", name="first non-finite gradient")
     number = int(first)
     return names[number] if number < geometry.trained_count else "none that is left"
 
 
-def _bad(reducer: GradientReducer, geometry: Geometry, rank: int) -> list[int]:
+def _bad(sums: Accumulators, geometry: Geometry, rank: int) -> list[int]:
     found = []
     for bucket in geometry.buckets:
-        shard, own = reducer.shard_view(bucket), bucket.shard(rank)
+        shard, own = sums.shard(bucket), bucket.shard(rank)
         if bool(torch.isfinite(shard).all()):
             continue
         for index in bucket.params:

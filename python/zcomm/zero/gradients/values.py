@@ -16,29 +16,24 @@ from typing import Protocol
 import torch
 
 from zcomm.comm.communicator import Communicator
-from zcomm.zero.layout.flat import FlatBucket, Geometry
+from zcomm.zero.gradients.accumulators import Accumulators
+from zcomm.zero.gradients.local_sums import LocalSums
+from zcomm.zero.layout.flat import Geometry
 
 Change = Callable[[torch.Tensor, slice], None]  # of flat values, which are those elements of the parameter
 
 
-class Accumulators(Protocol):
-    """The accumulators of a GradientReducer, of which this module needs no more."""
+class Passes(Protocol):
+    """Backward passes, as the reducer counts them."""
 
     sync: bool
-    local: dict[int, torch.Tensor]
-    before_reduce: Callable[[], None]
 
     @property
     def broken(self) -> bool: ...
     @property
     def running(self) -> bool: ...
     @property
-    def reduced(self) -> bool: ...
-    def fill(self) -> None: ...
-    def finish(self, bucket: FlatBucket | None = None) -> None: ...
-    def reduce_rest(self) -> None: ...
-    def edited(self) -> None: ...
-    def shard_view(self, bucket: FlatBucket) -> torch.Tensor: ...
+    def before_reduce(self) -> Callable[[], None]: ...
 
 
 class GradientValues:
@@ -47,12 +42,21 @@ class GradientValues:
     factor: by which accumulated gradients exceed the mean (micro-steps times loss scale).
     """
 
-    def __init__(self, reducer: Accumulators, geometry: Geometry, comm: Communicator, names: Sequence[str]) -> None:
-        self._reducer, self._geometry, self._comm = reducer, geometry, comm
+    def __init__(
+        self,
+        passes: Passes,
+        accumulators: Accumulators,
+        local: LocalSums,
+        geometry: Geometry,
+        comm: Communicator,
+        names: Sequence[str],
+    ) -> None:
+        self._passes, self._accumulators, self._local = passes, accumulators, local
+        self._geometry, self._comm = geometry, comm
         self.names = names
         self.factor: Callable[[], float] = lambda: 1.0
         self.generation = 0
-        self.warned = False
+        self.warned = self._warned_sparse = False
         self.warning = logging.WARNING if comm.rank == 0 else logging.INFO  # level of what is logged once
         self.closed = False
         self._version = 0
@@ -89,8 +93,18 @@ class GradientValues:
         low, high = max(place.offset, shard.start), min(place.offset + place.count, shard.stop)
         if low >= high:
             return None
-        view = self._reducer.shard_view(bucket)[low - shard.start : high - shard.start]
+        view = self._accumulators.shard(bucket)[low - shard.start : high - shard.start]
         return view, slice(low - place.offset, high - place.offset)
+
+    def dense(self, index: int, grad: torch.Tensor) -> torch.Tensor:
+        """Make a gradient dense, with a warning the first time that it is sparse."""
+        if grad.layout is torch.strided:
+            return grad
+        if not self._warned_sparse:
+            self._warned_sparse = True
+            text = f"the gradient of {self.names[index]} is sparse; it is made dense here"
+            logging.getLogger("zcomm").log(self.warning, "%s", text)
+        return grad.to_dense()
 
     # --- changing ---------------------------------------------------------------------------------------------
 
@@ -109,41 +123,67 @@ class GradientValues:
                     values = part / factor
                     change(values, flat)
                     torch.mul(values, factor, out=part)
-        self._reducer.edited()
+        self._accumulators.edited()
         self._edited(index)
+
+    def zero(self, index: int) -> None:
+        """Make a gradient zero on this rank."""
+        self._local.sums.pop(index, None)
+        if self._accumulators.fresh:
+            return
+        self._accumulators.finish(self._geometry.bucket_of(index))
+        mine = self.own(index)
+        if mine is not None:
+            with torch.no_grad():
+                mine[0].zero_()
+
+    def reduce_rest(self) -> None:
+        """Add what waits on any rank, in fp32, and wait for all gradients. It is not a pass. Collective."""
+        buckets = self._local.waiting()
+        self._accumulators.finish()
+        if buckets:
+            self._accumulators.fill()
+            self._local.reduce(buckets, self._local.sums.get)
+            self._local.clear()
+            self.replaced()
+
+    def replaced(self) -> None:
+        """Take into account that accumulators have been written by other means than a pass."""
+        self._accumulators.edited()
+        self.changed()
 
     def _parts(self, index: int, homogeneous: bool) -> list[tuple[torch.Tensor, slice]]:
         """Return the tensors that make up the value on this rank, and which elements each of them has."""
-        reducer = self._reducer
-        local = reducer.local.get(index)
-        if local is not None and reducer.reduced and not homogeneous:
-            if not reducer.sync:
+        accumulators = self._accumulators
+        local = self._local.sums.get(index)
+        if local is not None and not accumulators.fresh and not homogeneous:
+            if not self._passes.sync:
                 raise RuntimeError(
                     f"p.grad of {self.names[index]} is a sum of reduced and local gradients inside of no_sync(): "
                     "change it by factors alone, or after the block"
                 )
-            reducer.reduce_rest()
+            self.reduce_rest()
             local = None
         found: list[tuple[torch.Tensor, slice]] = []
         if local is not None:
             flat = local.view(-1)
             found.append((flat, slice(0, flat.numel())))
-        if local is None or reducer.reduced:
-            reducer.fill()
-            reducer.finish(self._geometry.bucket_of(index))
+        if local is None or not accumulators.fresh:
+            accumulators.fill()
+            accumulators.finish(self._geometry.bucket_of(index))
             mine = self.own(index)
             found += [mine] if mine is not None else []
         return found
 
     def _check(self, index: int) -> None:
         """Wait until nothing reads the accumulators. Raises: RuntimeError where gradients are on their way."""
-        self._reducer.before_reduce()
-        if self._reducer.broken:
+        self._passes.before_reduce()
+        if self._passes.broken:
             raise RuntimeError(
                 f"p.grad of {self.names[index]}: the last backward pass ended with an error; call zero_grad() and run "
                 "it again"
             )
-        if self._reducer.running:
+        if self._passes.running:
             raise RuntimeError(
                 f"p.grad of {self.names[index]} is being reduced: use it after backward() has returned. A hook of its "
                 "own parameter (register_hook, register_post_accumulate_grad_hook) sees this rank's gradient"
@@ -153,13 +193,13 @@ class GradientValues:
 
     def _ready(self) -> None:
         """Bring all that can be reduced into the accumulators. Collective, the first time after a change."""
-        reducer = self._reducer
-        if reducer.sync and self._rest_reduced != self._version and reducer.reduced:
-            reducer.reduce_rest()
+        accumulators = self._accumulators
+        if self._passes.sync and self._rest_reduced != self._version and not accumulators.fresh:
+            self.reduce_rest()
             self._rest_reduced = self._version
-        elif not (reducer.local and not reducer.reduced):
-            reducer.fill()
-        reducer.finish()
+        elif not (self._local and accumulators.fresh):
+            accumulators.fill()
+        accumulators.finish()
 
     def whole(self, index: int) -> torch.Tensor:
         """The whole gradient, fp32, on the CPU; not to be changed. Collective, unless all of it is local."""
@@ -176,13 +216,13 @@ class GradientValues:
         place, factor = self._geometry.places[index], self.factor()
         times = 1.0 / factor if scale is None else scale
         value = torch.zeros(place.count)
-        if self._reducer.reduced:
+        if not self._accumulators.fresh:
             mine = self.own(index)
             if mine is not None:
                 value[mine[1]].copy_(torch.mul(mine[0], times))
             # zeros where other ranks keep the elements, so that sums of integers are the elements' bits
             self._comm.all_reduce(value.view(torch.int32), name=f"whole gradient of {self.names[index]}")
-        local = self._reducer.local.get(index)
+        local = self._local.sums.get(index)
         if local is not None:
             value += local.view(-1).cpu() * times
         return value.view(place.shape)
@@ -200,9 +240,9 @@ class GradientValues:
         return known[index]
 
     def _measure(self, wanted: Sequence[int], ord: float) -> torch.Tensor:
-        reducer = self._reducer
-        if not reducer.reduced:
-            local = torch.stack([self._measured(reducer.local.get(index), ord) for index in wanted])
+        sums = self._local.sums
+        if self._accumulators.fresh:
+            local = torch.stack([self._measured(sums.get(index), ord) for index in wanted])
             return local if ord == 0 else local / self.factor()
         owned = (self.own(index) for index in wanted)
         mine = torch.stack([self._measured(None if own is None else own[0], ord) for own in owned])
@@ -217,7 +257,7 @@ class GradientValues:
             norms = every.sum(0) if ord == 0 else every.sum(0) ** (1.0 / ord)
         norms = norms if ord == 0 else norms / self.factor()
         for place, index in enumerate(wanted):  # inside of no_sync(), beside what has been reduced
-            if index in reducer.local:
+            if index in sums:
                 norms[place] = torch.linalg.vector_norm(self.accumulated(index), ord, dtype=torch.float64)
         return norms
 

@@ -1,10 +1,10 @@
 """Optimizer state on a device, of shards whose weights and gradients are in host memory.
 
 [Note: staged step] Where ranks reduce gradients and spread weights by host memory, so it is with a device's state: a
-shard's gradient and weights go there (lane ``back``), are stepped behind them on the same stream, and the weights come
-home (lane ``out``), in pieces of PIECE_TILES tiles through a ring of SLOTS slots. The host waits for a shard's last
+shard's gradient and weights go there (lane ``h2d``), are stepped behind them on the same stream, and the weights come
+home (lane ``d2h``), in pieces of PIECE_TILES tiles through a ring of SLOTS slots. The host waits for a shard's last
 weights before it goes on: what comes then (other ranks, the copies to the device) is as if it had stepped itself.
-torch's rules step on torch's stream, which waits for the slot, and for which ``out`` waits.
+torch's rules step on torch's stream, which waits for the slot, and for which ``d2h`` waits.
 Thread rule: as ShardState.
 """
 
@@ -34,7 +34,7 @@ class _Slot:
         self.grad = lane.empty(count, torch.float32, "gradients of a step")
         self.weight = lane.empty(count, dtype, "weights of a step")
         self.came, self.stepped, self.left = (lane.event() for _ in range(3))
-        lane.passed(self.left)  # the memory's last owner, in the order of torch's stream
+        lane.recorded(self.left)  # the memory's last owner, in the order of torch's stream
 
 
 class StagedState(DeviceState):
@@ -68,7 +68,7 @@ class StagedState(DeviceState):
         count = part.stop - part.start
         grad, weight = slot.grad[:count], slot.weight[:count]
         copies = [(grad, shard.grad[part]), (weight, shard.weight[part])]
-        self._lane.back.carry(copies, [slot.left], slot.came)
+        self._lane.h2d.copy(copies, [slot.left], slot.came)
 
         def step(stream: _core.Stream) -> None:
             self._put(stream, shard, part, weight, grad)
@@ -79,13 +79,13 @@ class StagedState(DeviceState):
             step(stream)
             stream.record(slot.stepped)
         else:
-            self._lane.back.run(step, slot.stepped)
-        self._lane.out.carry([(shard.weight[part], weight)], [slot.stepped], slot.left)
+            self._lane.h2d.run(step, slot.stepped)
+        self._lane.d2h.copy([(shard.weight[part], weight)], [slot.stepped], slot.left)
 
     def renew(self) -> None:
         """No weights of a step that failed are still on their way home."""
-        self._lane.wait(self._lane.passed(self._lane.event()))
-        self._lane.wait_for(self._lane.back, self._lane.out)
+        self._lane.wait(self._lane.recorded(self._lane.event()))
+        self._lane.wait_for(self._lane.h2d, self._lane.d2h)
 
     def close(self) -> None:
         super().close()

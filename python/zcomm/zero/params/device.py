@@ -2,7 +2,7 @@
 
 [Note: weights to a device] The parameters are views of one flat tensor on the device. The weights that steps change are
 the host's (``host``: one copy for its ranks, or a copy each). In a sweep a bucket's own part goes to the device, on the
-lane's ``back`` stream, as soon as it is updated, while the next bucket is; the parts of other ranks follow when these
+lane's ``h2d`` stream, as soon as it is updated, while the next bucket is; the parts of other ranks follow when these
 have theirs: a barrier (or all_gather) for each bucket, which runs beside the sweep. The device's weights are
 overwritten only after what torch's stream had been given when the sweep began; ``arrive`` makes that stream wait for
 the new ones. The host waits for nothing but other ranks. Resident buckets (device_step.py) have none on the host and no
@@ -147,7 +147,7 @@ class DeviceStore(ParameterStore):
 
     def used(self) -> None:
         """What torch's stream has been given so far uses the old weights: a sweep may follow, on any thread."""
-        self._lane.passed(self._used)
+        self._lane.recorded(self._used)
 
     def sweep(self, reverse: bool = False) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
         for bucket, weight in self._host.sweep(reverse):
@@ -189,7 +189,7 @@ class DeviceStore(ParameterStore):
         """Host to device, behind what used the old weights."""
         host, there = self._host._bucket(bucket), self._bucket(bucket)
         copies = [(there[part], host[part]) for part in parts]
-        self._lane.back.carry(copies, [self._used], self._came[bucket.index], self.all_came)
+        self._lane.h2d.copy(copies, [self._used], self._came[bucket.index], self.all_came)
 
     def spread(self) -> None:
         swept, self._swept = self._swept, False
@@ -209,7 +209,7 @@ class DeviceStore(ParameterStore):
         self.arrive()
 
     def settle(self) -> None:
-        self._lane.wait_for(self._lane.back)
+        self._lane.wait_for(self._lane.h2d)
 
     def renew(self) -> None:
         self._others.clear()

@@ -2,7 +2,7 @@
 
 A bucket's shard is on the device alone (what is stepped there, or frozen), on the host alone (offloaded weights), or on
 both: where its optimizer state alone is offloaded, the host steps its own copy, from which the device's is renewed.
-Units take what stays from devices. Copies to the device run on the lane's ``back`` stream, behind what used the old
+Units take what stays from devices. Copies to the device run on the lane's ``h2d`` stream, behind what used the old
 weights (``used``); ``arrive`` makes torch's stream wait for them.
 Thread rule: as ShardSource.
 """
@@ -93,11 +93,11 @@ class DeviceSource(ShardSource):
 
     def used(self) -> None:
         """What torch's stream has been given so far uses the old weights; a sweep follows."""
-        self._lane.passed(self._used)
+        self._lane.recorded(self._used)
 
     def _follow(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
         if bucket.index in self._followed:
-            self._lane.back.carry([(self.there(bucket), weight)], [self._used], self._came)
+            self._lane.h2d.copy([(self.there(bucket), weight)], [self._used], self._came)
 
     def arrive(self) -> None:
         """What torch's stream is given next sees the new weights."""

@@ -5,7 +5,7 @@ to the same place: unit number i to place i % (prefetch + 1), the root and those
 In forward and backward order the next ``prefetch`` units are then in other places than the one in use. A unit whose
 place is in use by another one (modules that use each other's parameters) gets a place of its own, and keeps it from the
 next step on; what it did in its old one before is undone there in backward (``place_of``, ``return_to``).
-A place has two events: ``came`` on the lane's ``back`` stream, for which torch's stream waits before it uses the unit,
+A place has two events: ``came`` on the lane's ``h2d`` stream, for which torch's stream waits before it uses the unit,
 and ``left`` on torch's stream, where the unit was dropped, for which the next copy into the place waits. Dropping and
 gathering make the host wait for nothing.
 Where a unit comes from: host memory that has it whole (world of one, or the one copy of the host's ranks: no gather at
@@ -47,7 +47,7 @@ class Place:
     def __init__(self, flat: torch.Tensor, lane: DeviceLane) -> None:
         self.flat = flat
         self.came = lane.event()
-        self.left = lane.passed(lane.event())  # the memory's last owner, in the order of torch's stream
+        self.left = lane.recorded(lane.event())  # the memory's last owner, in the order of torch's stream
         self.holder: Unit | None = None
 
 
@@ -291,7 +291,7 @@ class DeviceUnitStore(UnitStore):
     def _give_back(self, unit: Unit) -> None:
         """Its place is free for others once torch's stream has come here."""
         place = self._places[unit.index]
-        self._lane.passed(place.left)
+        self._lane.recorded(place.left)
         place.holder = None
         unit.state, unit.stale = UnitState.SHARDED, False
 
@@ -305,7 +305,7 @@ class DeviceUnitStore(UnitStore):
         """Host to device, once the place is free."""
         begins = [begin for _, begin in self._from_host(unit)]
         copies = [(place.flat[at : at + w.numel()], w) for at, w in zip(begins, wholes, strict=True)]
-        self._lane.back.carry(copies, [place.left], place.came, *done)
+        self._lane.h2d.copy(copies, [place.left], place.came, *done)
 
     def _gather_to(self, unit: Unit, place: Place) -> None:
         """On the gathering thread: fill a host slot, as all ranks do, and copy it."""
@@ -323,7 +323,7 @@ class DeviceUnitStore(UnitStore):
 
     def before_edit(self, unit: Unit, name: str) -> None:
         super().before_edit(unit, name)
-        self._lane.wait_for(self._lane.back)
+        self._lane.wait_for(self._lane.h2d)
         if not self._editing:
             self._editing = True
             if self._comm.world_size > 1:
@@ -351,7 +351,7 @@ class DeviceUnitStore(UnitStore):
 
     def settle(self) -> None:
         self.invalidate()
-        self._lane.wait_for(self._lane.back)
+        self._lane.wait_for(self._lane.h2d)
 
     def close(self) -> None:
         self._thread.close()

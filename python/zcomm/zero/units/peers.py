@@ -71,8 +71,8 @@ class ResidentUnitStore(DeviceUnitStore):
         if not stay:
             return
         if self._peers is None:
-            after = [place.left, self._lane.passed(self._asked)]
-            self._lane.back.carry(zip(wholes, shards, strict=True), after, place.came)
+            after = [place.left, self._lane.recorded(self._asked)]
+            self._lane.h2d.copy(zip(wholes, shards, strict=True), after, place.came)
         else:
             self._lane.current().wait(place.left)
             _, work = self._peers.all_gather(shards, out=wholes, async_op=True, name=f"unit {unit.name}")

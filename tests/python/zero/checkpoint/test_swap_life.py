@@ -115,7 +115,7 @@ def test_an_optimizer_that_could_not_be_made_keeps_its_windows_for_its_writes(
     def refuse(*args: Any) -> None:
         raise RuntimeError("after the first weights and state were written")
 
-    monkeypatch.setattr(zcomm.zero.assemble, "_reducer", refuse)
+    monkeypatch.setattr(zcomm.zero.assemble, "GradientReducer", refuse)
     with pytest.raises(RuntimeError, match="after the first"):
         build(tmp_path / "drive", stage=3, offload="nvme")
     swaps[0].close()

@@ -144,14 +144,14 @@ def test_weights_of_a_broken_step_do_not_come_home_after_a_load(
         assert any(isinstance(state, StagedState) for state in opt._parts.state.each())
         opt.save(tmp_path / "c")
         saved = digest(opt.full_state_dict())
-        opt._parts.lane.out = CopyStream(simulated.device(9, 0.1).make_stream())  # a slow bus
+        opt._parts.lane.d2h = CopyStream(simulated.device(9, 0.1).make_stream())  # a slow bus
         for number in range(2):
             backward(net, opt, comm.rank, 2 + number)
             fails[0] = True
             with pytest.raises(KeyboardInterrupt):
                 opt.step()
             opt.load(tmp_path / "c")
-            opt._parts.lane.wait_for(opt._parts.lane.out)
+            opt._parts.lane.wait_for(opt._parts.lane.d2h)
             assert digest(opt.full_state_dict()) == saved
             opt.zero_grad()
         opt.close()
@@ -170,6 +170,6 @@ def test_nobody_waits_for_a_rank_that_is_gone(monkeypatch: pytest.MonkeyPatch) -
         lane.wait(Never())  # type: ignore[arg-type]
     lane.wait(lane.event())
     monkeypatch.setattr(lane, "event", Never)
-    monkeypatch.setattr(lane.back, "carry", lambda *args: None)
+    monkeypatch.setattr(lane.h2d, "copy", lambda *args: None)
     with pytest.raises(zcomm.PeerLost):
-        lane.wait_for(lane.back)
+        lane.wait_for(lane.h2d)

@@ -120,13 +120,13 @@ def test_offloaded_state_leaves_gathers_between_devices(tmp_path: Path) -> None:
         assert isinstance(store, ResidentUnitStore) and not store.resident
         assert opt.memory()["device"]["parameters"] == opt.memory()["cpu"]["parameters"] > 0
         crossed, units = [0], list(store.units)
-        carry = store._lane.back.carry
+        copy = store._lane.h2d.copy
 
         def counted(copies: Any, *how: Any) -> None:
             crossed[0] += sum(tensor.nbytes for tensor, _ in copies)
-            carry(copies, *how)
+            copy(copies, *how)
 
-        store._lane.back.carry = counted
+        store._lane.h2d.copy = counted
         for number in range(2):
             backward(net, opt, comm.rank, number)
             assert crossed[0] == number * opt.memory()["device"]["parameters"]

@@ -14,8 +14,8 @@ import zcomm
 from device_jobs import Job
 from test_corners import Net, loss_of
 from zcomm.memory import device_streams
+from zcomm.zero.gradients.host import HostTransport
 from zcomm.zero.gradients.norm import GradientNorm
-from zcomm.zero.gradients.reducer import GradientReducer
 from zcomm.zero.step import OptimizerStep
 
 
@@ -44,12 +44,13 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     tell(GradientNorm, "add", "host")
     tell(GradientNorm, "end", "norm")
-    tell(GradientReducer, "_wait", "wait", lambda reducer, number: reducer._works[number] is not None)
+    tell(HostTransport, "wait", "wait", lambda transport, number: transport._works[number] is not None)
     norm = OptimizerStep.norm
 
     def told_norm(self: OptimizerStep) -> float:
         total = norm(self)
-        works = [work for work in self._parts.reducer._works if work is not None]
+        pinned = next(each for each in self._parts.reducer.accumulators.kinds if not each.on_device)
+        works = [work for work in pinned.host._works if work is not None]
         events.append(f"{sum(not work.done() for work in works)} on their way")
         return total
 

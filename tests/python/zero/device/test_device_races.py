@@ -26,8 +26,10 @@ from zcomm.memory import device_streams
 from zcomm.memory.device_streams import CopyStream
 from zcomm.zero.async_step import StepBehind
 from zcomm.zero.gradients.device_norm import DeviceSquares
+from zcomm.zero.gradients.device_slots import DeviceSlots
+from zcomm.zero.gradients.host import HostTransport
 from zcomm.zero.gradients.norm import GradientNorm
-from zcomm.zero.gradients.pinned import DeviceReducer
+from zcomm.zero.gradients.pinned import PinnedTransport
 from zcomm.zero.optim_state.ram import ShardState
 from zcomm.zero.optim_state.staged import StagedState
 from zcomm.zero.params.device import DeviceStore
@@ -97,18 +99,29 @@ class Watched:
     def _tell_gradients(self) -> None:
         def enter(original: Any, this: Any, bucket: int) -> None:
             original(this, bucket)
-            self.touch(self.lane.stream, this._slot(bucket), "w", f"gradients into the slot of bucket {bucket}")
+            self.touch(
+                self.lane.stream,
+                this.of(this.plan.geometry.buckets[bucket]),
+                "w",
+                f"gradients into the slot of bucket {bucket}",
+            )
 
-        def reduce(original: Any, this: Any, bucket: Any, host: torch.Tensor) -> None:
-            number = this._number(bucket.index)
+        landed: list[Any] = []  # by host slot
+
+        def start(original: Any, this: Any, *args: Any) -> None:
+            landed[:] = this._landed
+            original(this, *args)
+
+        def reduce(original: Any, this: Any, bucket: Any, accumulate: bool) -> None:
+            number = this.slots.number[bucket.index]
             queue, self._operations = f"operation {self._operations}", self._operations + 1
             self._queue_of[number] = f"operation {self._operations}"
             self.trace.order(queue, self._queue_of[number])
             self.trace.order(None, self._queue_of[number])
-            self.trace.order(this._landed[number], self._queue_of[number])
-            original(this, bucket, host)
-            self.touch(self._queue_of[number], host, "r", f"reduce bucket {bucket.index}")
-            self.touch(self._queue_of[number], this.shard_view(bucket), "rw", f"add bucket {bucket.index}")
+            self.trace.order(landed[number], self._queue_of[number])
+            original(this, bucket, accumulate)
+            self.touch(self._queue_of[number], this.slot(bucket), "r", f"reduce bucket {bucket.index}")
+            self.touch(self._queue_of[number], this.shards[bucket.index], "rw", f"add bucket {bucket.index}")
 
         def wait(original: Any, this: Any, number: int) -> None:
             waits = this._works[number] is not None
@@ -116,9 +129,10 @@ class Watched:
             if waits:
                 self.trace.order(self._queue_of[number], None)
 
-        self.around(DeviceReducer, "_enter", enter)
-        self.around(DeviceReducer.__base__, "_reduce", reduce)  # type: ignore[arg-type]
-        self.around(DeviceReducer.__base__, "_wait", wait)  # type: ignore[arg-type]
+        self.around(DeviceSlots, "enter", enter)
+        self.around(PinnedTransport, "start", start)
+        self.around(HostTransport, "reduce", reduce)
+        self.around(HostTransport, "wait", wait)
 
     def _tell_steps(self) -> None:
         def tile(original: Any, this: Any, shard: Any, state: torch.Tensor, part: slice) -> None:
@@ -226,11 +240,11 @@ def _drop_wait(owner: Any, name: str) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def _without(place: str) -> Callable[[pytest.MonkeyPatch], None]:
-    """``CopyStream.carry`` that forgets the events of one kind. place: the method that makes the copies."""
+    """``CopyStream.copy`` that forgets the events of one kind. place: the method that makes the copies."""
 
     def change(patch: pytest.MonkeyPatch) -> None:
         owner, method = {
-            "reduce": (DeviceReducer, "_reduce"),
+            "reduce": (PinnedTransport, "start"),
             "send": (DeviceStore, "_send"),
             "copy": (DeviceUnitStore, "_copy"),
             "sums": (DeviceSquares, "send"),
@@ -238,7 +252,7 @@ def _without(place: str) -> Callable[[pytest.MonkeyPatch], None]:
             "follow": (DeviceSource, "_follow"),
             "stay": (ResidentUnitStore, "_fill_place"),
         }[place]
-        original, carry = getattr(owner, method), CopyStream.carry
+        original, copy = getattr(owner, method), CopyStream.copy
         forgets = [False]
 
         def inside(this: Any, *args: Any) -> Any:
@@ -251,8 +265,8 @@ def _without(place: str) -> Callable[[pytest.MonkeyPatch], None]:
         patch.setattr(owner, method, inside)
         patch.setattr(
             CopyStream,
-            "carry",
-            lambda this, copies, after, *done: carry(this, copies, [] if forgets[0] else after, *done),
+            "copy",
+            lambda this, copies, after, *done: copy(this, copies, [] if forgets[0] else after, *done),
         )
 
     return change
@@ -290,7 +304,7 @@ def _no_wait_in(owner: type, method: str) -> Callable[[pytest.MonkeyPatch], None
 
 def _no_join(patch: pytest.MonkeyPatch) -> None:
     """No call waits for a step with a last bucket that takes until the next backward pass has reduced something."""
-    step, reduce = ShardState._step_tile, DeviceReducer._reduce
+    step, reduce = ShardState._step_tile, PinnedTransport.start
     reduced = threading.Event()
 
     def slow(this: Any, shard: Any, *args: Any) -> None:
@@ -304,12 +318,12 @@ def _no_join(patch: pytest.MonkeyPatch) -> None:
         reduced.set()
 
     patch.setattr(ShardState, "_step_tile", slow)
-    patch.setattr(DeviceReducer, "_reduce", note)
+    patch.setattr(PinnedTransport, "start", note)
     patch.setattr(StepBehind, "join", lambda this: None)
 
 
 WAITS: dict[str, tuple[Job, Callable[[pytest.MonkeyPatch], None]]] = {
-    "a slot is filled before its last copy has left": (Job(2), _no_wait_in(DeviceReducer, "_enter")),
+    "a slot is filled before its last copy has left": (Job(2), _no_wait_in(DeviceSlots, "enter")),
     "a slot leaves before it is full": (Job(2), _without("reduce")),
     "weights come while the old ones are used": (Job(2), _without("send")),
     "forward begins before the weights have come": (Job(2), _no_wait_in(DeviceStore, "arrive")),
@@ -323,7 +337,7 @@ WAITS: dict[str, tuple[Job, Callable[[pytest.MonkeyPatch], None]]] = {
     "sums of squares come before they are there": (Job(2, None), _without("sums")),
     "sums of squares are added before they have come": (Job(2, None), _drop_wait(DeviceSquares, "_wait")),
     "sums of what leaves come before they are there": (Job(2, clip=1.0), _without("sums")),
-    "the step begins before a gradient has landed": (Job(2, clip=1.0), _drop_wait(DeviceReducer, "_finish_one")),
+    "the step begins before a gradient has landed": (Job(2, clip=1.0), _drop_wait(PinnedTransport, "finish")),
     "weights go home before they are stepped": (Job(3, None), _without("piece")),
     "weights are used before they are home": (Job(3, None), _drop_wait(StagedState, "_await")),
     "a shard that stays is renewed while a unit takes it": (Job(3, "cpu", mixed=True), _without("follow")),

@@ -153,16 +153,16 @@ def test_memory_is_counted_where_it_is(fraction: float, kept: int, precision: st
 def test_none_is_all_of_it_and_a_world_of_one_crosses_no_bus(monkeypatch: pytest.MonkeyPatch) -> None:
     simulated.play()
     carried: list[int] = []
-    carry = zcomm.memory.device_streams.CopyStream.carry
+    copy = zcomm.memory.device_streams.CopyStream.copy
     net, opt = wide(None)
     assert opt.memory()["cpu"]["optimizer"] == opt.memory()["cpu"]["parameters"] == 0
 
     def count(self: Any, copies: Any, *rest: Any) -> None:
         copies = list(copies)
         carried.extend(to.nbytes for to, _ in copies)
-        carry(self, copies, *rest)
+        copy(self, copies, *rest)
 
-    monkeypatch.setattr(zcomm.memory.device_streams.CopyStream, "carry", count)
+    monkeypatch.setattr(zcomm.memory.device_streams.CopyStream, "copy", count)
     for number in range(3):
         net(torch.full((2, 64), 1.0 + number)).square().mean().backward()
         opt.step()

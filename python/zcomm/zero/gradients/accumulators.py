@@ -1,0 +1,123 @@
+"""Accumulators: fp32 sums of the gradients of a step, as its passes have left them in the buckets' transports.
+
+Thread rule: as GradientReducer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from zcomm.zero.gradients.device_norm import PassSquares
+from zcomm.zero.gradients.device_slots import DeviceSlots
+from zcomm.zero.gradients.norm import GradientNorm
+from zcomm.zero.gradients.transport import Transport
+from zcomm.zero.layout.flat import FlatBucket, Geometry
+
+
+class Accumulators:
+    """The sums of all trained buckets. transports: by number of the bucket.
+
+    device_slots: the ring that the transports of a device share. squares: see PassSquares. None: without.
+    fresh: they hold no gradients: the next pass overwrites them.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        transports: Sequence[Transport],
+        device_slots: DeviceSlots | None = None,
+        squares: PassSquares | None = None,
+    ) -> None:
+        self._geometry = geometry
+        self.transports = list(transports)
+        self.kinds = list(dict.fromkeys(transports))  # each one once
+        self.device_slots, self.squares = device_slots, squares
+        self.fresh = True
+
+    def whole(self, bucket: FlatBucket) -> torch.Tensor:
+        """Return the accumulator of a whole bucket (replicated gradients only), fp32 [bucket.count]."""
+        return self.transports[bucket.index].sums[bucket.index]
+
+    def shard(self, bucket: FlatBucket) -> torch.Tensor:
+        """Return the accumulator of this rank's shard of ``bucket``, fp32 [bucket.shard_count]."""
+        return self.transports[bucket.index].shards[bucket.index]
+
+    def finish(self, bucket: FlatBucket | None = None) -> None:
+        """Wait until all gradients, or those of one bucket, are in the accumulators."""
+        if bucket is not None:
+            self.transports[bucket.index].finish(bucket)
+            return
+        for transport in self.kinds:
+            transport.finish_all()
+
+    def fill(self) -> None:
+        """Make the accumulators zero, where they hold no gradients."""
+        if self.fresh:
+            self.finish()
+            self.fresh = False
+            for bucket in self._geometry.buckets:
+                self.shard(bucket).zero_()
+
+    def gather(self) -> None:
+        """Give every rank the whole averages of what is on the host (replicated gradients only). Collective."""
+        for transport in self.kinds:
+            if not transport.on_device:
+                transport.gather()
+
+    # --- the norm ---------------------------------------------------------------------------------------------
+
+    @property
+    def knows_squares(self) -> bool:
+        """Return True if ``add_squares`` need not look at the accumulators, nor wait for them."""
+        return self.squares is not None and self.squares.known
+
+    def send_squares(self) -> None:
+        """Start what ``add_squares`` will want soon. Does not wait."""
+        if self.squares is not None:
+            self.squares.send()
+
+    def add_squares(self, norm: GradientNorm, buckets: Iterable[FlatBucket]) -> None:
+        """Add this rank's shards of ``buckets``, all that are on the host, to ``norm``."""
+        if self.squares is not None and self.squares.known:
+            self.squares.end(norm)
+            return
+        for bucket in buckets:
+            norm.add(self.shard(bucket))
+
+    def edited(self) -> None:
+        """Take the program's change of a gradient into account."""
+        if self.squares is not None:
+            self.squares.forget()
+
+    # --- life -------------------------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Let the next pass overwrite the sums."""
+        self.fresh = True
+        self.edited()
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds of waiting for other ranks."""
+        return sum(transport.waited_s for transport in self.kinds)
+
+    @property
+    def nbytes_by_tier(self) -> dict[str, dict[str, int]]:
+        """Bytes by tier and purpose, with slots."""
+        found: dict[str, dict[str, int]] = {"device": {"gradients": 0, "slots": 0}}
+        if self.device_slots is not None:
+            found["device"]["slots"] = self.device_slots.nbytes
+        for transport in self.kinds:
+            for tier, purposes in transport.nbytes_by_tier.items():
+                of_tier = found.setdefault(tier, {})
+                for purpose, nbytes in purposes.items():
+                    of_tier[purpose] = of_tier.get(purpose, 0) + nbytes
+        return found
+
+    def close(self) -> None:
+        for transport in self.kinds:
+            transport.close()
+        if self.device_slots is not None:
+            self.device_slots.close()

@@ -1,0 +1,119 @@
+"""Agreement: what the ranks' programs have made of ``p.grad`` before a step, which must be the same on all ranks.
+
+Thread rule: as GradientReducer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from zcomm.comm.communicator import Communicator
+from zcomm.zero.gradients.accumulators import Accumulators
+from zcomm.zero.gradients.local_sums import LocalSums
+from zcomm.zero.gradients.program_grads import ProgramGrads
+from zcomm.zero.gradients.values import GradientValues
+from zcomm.zero.layout.flat import Geometry
+
+
+class Agreement:
+    """params: by number. absent: ``p.grad`` was None when this rank asked last. skipped: left alone by the step.
+
+    taken_over: autograd left gradients of this step on tensors without hooks (``GradientReducer.take_over``).
+    """
+
+    def __init__(
+        self,
+        params: Sequence[torch.nn.Parameter],
+        geometry: Geometry,
+        comm: Communicator,
+        grads: ProgramGrads,
+        values: GradientValues,
+        local: LocalSums,
+        accumulators: Accumulators,
+    ) -> None:
+        self._params, self._geometry, self._comm = params, geometry, comm
+        self._grads, self._values, self._local, self._accumulators = grads, values, local, accumulators
+        self.absent: list[int] = []
+        self._assigned: list[int] = []
+        self.skipped: frozenset[int] = frozenset()
+        self.taken_over = False
+
+    def ask(self) -> bool:
+        """Look at each ``p.grad`` before a step. False: none is there, on any rank. Raises: RuntimeError."""
+        self.absent, self._assigned = self._grads.held()
+        self.skipped = frozenset()
+        if len(self.absent) == len(self._params):
+            self._accumulators.fill()
+            return self._comm.world_size > 1  # others may have some
+        if self._accumulators.fresh and self._local and not self._assigned and not self.taken_over:
+            raise RuntimeError("step(): all gradients are from no_sync(); the last backward pass must be outside")
+        self._accumulators.fill()
+        return True
+
+    @property
+    def has_nothing(self) -> bool:
+        """Return True if no rank has a gradient, as ``agree`` has found."""
+        return len(self.skipped) == len(self._params)
+
+    @property
+    def note(self) -> bool:
+        """Return True if the ranks must agree (``agree``) before a step: gradients wait here, or the program has
+        dropped or assigned some."""
+        return bool(self._local) or self.is_special
+
+    @property
+    def is_special(self) -> bool:
+        """Return True if the program has dropped or assigned gradients, as far as this rank has asked."""
+        return bool(self.absent or self._assigned)
+
+    def agree(self) -> None:
+        """Do as the programs of all ranks have done: skip what was dropped, take what was assigned. Collective.
+
+        Raises: RuntimeError naming a parameter with which ranks have done differently."""
+        codes = torch.zeros(len(self._params) + 1, dtype=torch.uint8)  # 1: None, 2: the program's
+        codes[-1] = bool(self._local)
+        for code, numbers in enumerate((self.absent, self._assigned), 1):
+            codes[numbers] = code
+        every = self._comm.all_gather(codes, name="p.grad of each parameter")
+        assert isinstance(every, torch.Tensor)
+        every = every.view(self._comm.world_size, -1)
+        reduced, assigned = (every[:, :-1] == 0).any(0), (every[:, :-1] == 2).any(0)
+        dropped = (every[:, :-1] == 1).any(0)
+        differs = reduced & (assigned | dropped)
+        if bool(differs.any()):
+            index = int(differs.nonzero()[0])
+            words = ("the optimizer's", "None", "set by the program")
+            found = ", ".join(f"{words[code]} on rank {rank}" for rank, code in enumerate(every[:, index].tolist()))
+            raise RuntimeError(
+                f"step(): p.grad of {self._values.names[index]} is {found}: drop, freeze or assign it on all ranks, or "
+                "on none"
+            )
+        if bool(every[:, -1].any()):
+            self._values.reduce_rest()
+        self._accumulators.finish()
+        self.skipped = frozenset((dropped & ~assigned).nonzero().flatten().tolist())
+        taken = set(assigned.nonzero().flatten().tolist())
+        for index in (*self.skipped, *taken):
+            self._values.zero(index)
+        if taken:
+            self._take_assigned(taken)
+        self._values.replaced()
+
+    def _take_assigned(self, taken: set[int]) -> None:
+        """Put the ranks' average of the program's own gradients into the accumulators. Collective."""
+        factor = self._values.factor()
+
+        def value_of(index: int) -> torch.Tensor | None:
+            grad = self._params[index].grad
+            if index not in taken or grad is None:
+                return None
+            value = self._values.dense(index, grad.detach()).to(torch.float32)
+            own = self._grads.values_in(index)
+            if own is None:
+                return value * factor
+            return value + self._values.dense(index, own).to(torch.float32) * (factor - 1.0)
+
+        buckets = [b for b in reversed(self._geometry.buckets) if not taken.isdisjoint(b.params)]
+        self._local.reduce(buckets, value_of)

@@ -1,0 +1,63 @@
+"""Which transport each bucket has: by device, by where its optimizer state and its weights are."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from zcomm import _core
+from zcomm.comm.communicator import Communicator
+from zcomm.memory.device_streams import DeviceLane
+from zcomm.zero.gradients.accumulators import Accumulators
+from zcomm.zero.gradients.device_norm import DeviceSquares, PassSquares
+from zcomm.zero.gradients.device_slots import DeviceSlots
+from zcomm.zero.gradients.host import HostTransport
+from zcomm.zero.gradients.kept import OwnGradients
+from zcomm.zero.gradients.peers import PeersTransport
+from zcomm.zero.gradients.pinned import PinnedTransport
+from zcomm.zero.gradients.transport import ReducePlan, Transport
+
+
+@dataclass(frozen=True)
+class DeviceBuckets:
+    """Buckets of a model on the lane's device.
+
+    on_device: numbers of those that stay there. peers: between the ranks' devices, for these (None: one rank).
+    weights_ready: see PinnedTransport. locked: the host's accumulators are page-locked, for a step on the device.
+    """
+
+    lane: DeviceLane
+    on_device: Collection[int]
+    peers: Communicator | None
+    weights_ready: Any
+    arena: _core.PinnedArena
+    locked: bool
+
+
+def on_host(plan: ReducePlan) -> Accumulators:
+    """Make the accumulators of a model on the CPU. Collective."""
+    own = OwnGradients(plan.geometry, plan.comm.rank, plan.dtype) if plan.comm._core.reads_own_parts else None
+    host = HostTransport(plan, plan.order, plan.slot_count, own)
+    return Accumulators(plan.geometry, [host] * len(plan.geometry.buckets))
+
+
+def on_device(plan: ReducePlan, device: DeviceBuckets) -> Accumulators:
+    """Make the accumulators of a model on a device. Collective."""
+    lane = device.lane
+    leave = [bucket for bucket in plan.order if bucket.index not in device.on_device]
+    stay = [bucket for bucket in plan.order if bucket.index in device.on_device]
+    slots = DeviceSlots(plan, lane, device.peers)
+    transport_of: dict[int, Transport] = {}
+    squares = None
+    if leave:
+        squares = PassSquares(DeviceSquares(lane, device.arena)) if plan.comm.world_size == 1 else None
+        pinned = PinnedTransport(plan, leave, slots, lane, device.weights_ready, squares)
+        transport_of |= dict.fromkeys((bucket.index for bucket in leave), pinned)
+        if device.locked:
+            lane.lock(pinned.flat)
+    if stay:
+        peers = PeersTransport(plan, stay, slots, lane, device.peers)
+        transport_of |= dict.fromkeys((bucket.index for bucket in stay), peers)
+    transports = [transport_of[bucket.index] for bucket in plan.geometry.buckets]
+    return Accumulators(plan.geometry, transports, slots, squares)

@@ -1,0 +1,198 @@
+"""Gradients in host memory: hooks write into a ring of slots, from which each bucket is reduced by a reduce_scatter.
+
+[Note: slots] Bucket number i of the launch order uses slot i % count, once the bucket that used it before has been
+reduced. What this rank reduces itself may stay where autograd put it (kept.py).
+A launch takes time from backward, and after a matrix product it finds the caches cold: each object that it does not
+touch counts. So the arguments of a bucket's reduce_scatter, views and padding are made once.
+Thread rule: as GradientReducer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from zcomm import _core
+from zcomm.comm.tensors import core_dtype
+from zcomm.comm.work import Work
+from zcomm.zero.gradients.kept import OwnGradients
+from zcomm.zero.gradients.transport import ReducePlan, Transport
+from zcomm.zero.layout.flat import FlatBucket, Geometry
+
+_Spans = list[tuple[int, int]]  # address, elements
+
+
+class Slots:
+    """A ring of equal slots for ``buckets`` in launch order. number: of each bucket's slot, by bucket."""
+
+    def __init__(self, geometry: Geometry, buckets: Sequence[FlatBucket], memory: list[torch.Tensor]) -> None:
+        self._geometry = geometry
+        self.memory = memory
+        self.number = {bucket.index: turn % len(memory) for turn, bucket in enumerate(buckets)}
+        self._views: dict[int, torch.Tensor] = {}  # of parameters
+        self._gaps: dict[int, list[torch.Tensor]] = {}  # by bucket
+
+    @property
+    def nbytes(self) -> int:
+        return sum(slot.nbytes for slot in self.memory)
+
+    def of(self, bucket: FlatBucket) -> torch.Tensor:
+        return self.memory[self.number[bucket.index]][: bucket.count]
+
+    def view(self, index: int) -> torch.Tensor:
+        """Return the place of parameter ``index`` in its slot."""
+        view = self._views.get(index)
+        if view is None:
+            slot = self.of(self._geometry.bucket_of(index))
+            view = self._views[index] = self._geometry.view(slot, index)
+        return view
+
+    def pad(self, bucket: FlatBucket) -> None:
+        """Write zeros between the bucket's parameters and behind them."""
+        gaps = self._gaps.get(bucket.index)
+        if gaps is None:
+            slot = self.of(bucket)
+            gaps = self._gaps[bucket.index] = [slot[gap] for gap in self._geometry.gaps(bucket)]
+        for gap in gaps:
+            gap.zero_()
+
+    def close(self) -> None:
+        self._views.clear()
+        self._gaps.clear()
+        self.memory.clear()
+
+
+class _Call(NamedTuple):
+    """Arguments of a bucket's reduce_scatter, and the tensors that they have the addresses of."""
+
+    spans: tuple[_Spans, _Spans, _core.DType, _core.ReduceOp, _core.DType]
+    name: str
+    alive: tuple[torch.Tensor, ...]
+
+
+class HostTransport(Transport):
+    """Transport of buckets whose slots and accumulators are in host memory.
+
+    slot_count: of the ring. own: gradients that stay where they are; None: all are copied. private: makes the
+    accumulators where no other rank reads them.
+    Memory: slots: slot_count x largest bucket x itemsize; accumulators: 4 bytes per element kept.
+    """
+
+    def __init__(
+        self,
+        plan: ReducePlan,
+        buckets: Sequence[FlatBucket],
+        slot_count: int,
+        own: OwnGradients | None = None,
+        private: Callable[[int], torch.Tensor] = torch.zeros,
+    ) -> None:
+        largest = max((bucket.count for bucket in buckets), default=0)
+        slots = Slots(plan.geometry, buckets, [plan.comm.empty(largest, plan.dtype) for _ in range(slot_count)])
+        kept = sum(plan.kept(bucket) for bucket in buckets)
+        super().__init__(plan, buckets, plan.comm.empty(kept, torch.float32) if plan.replicated else private(kept))
+        self.slots = slots
+        self._own = own
+        self.keeps = own is not None
+        self._bucket_of = [place.bucket for place in plan.geometry.places]
+        self._works: list[Work | None] = [None] * slot_count
+        self._holder = [-1] * slot_count  # the bucket that was started last, by slot
+        self._calls: dict[int, _Call] = {}
+        self._waited_s = 0.0
+
+    @property
+    def waited_s(self) -> float:
+        return self._waited_s
+
+    def slot(self, bucket: FlatBucket) -> torch.Tensor:
+        return self.slots.of(bucket)
+
+    def put(self, index: int, grad: torch.Tensor | None) -> None:
+        number = self.slots.number[self._bucket_of[index]]
+        if self._works[number] is not None:
+            self.wait(number)
+        view = self.slots.view(index)
+        if grad is None:
+            view.zero_()
+        elif self._own is None or not self._own.keep(index, grad, view):
+            view.copy_(grad)
+
+    def start(self, bucket: FlatBucket, accumulate: bool) -> None:
+        self.wait(self.slots.number[bucket.index])
+        self.slots.pad(bucket)
+        self.reduce(bucket, accumulate)
+
+    def reduce(self, bucket: FlatBucket, accumulate: bool) -> None:
+        """As ``start``, of a bucket whose slot has padding, too."""
+        call = self._calls.get(bucket.index)
+        if call is None:
+            call = self._calls[bucket.index] = self._call(bucket)
+        spans, kept = self._own.take(bucket.index) if self._own is not None else ([], [])
+        core = self.plan.comm._core
+        if spans:
+            work = core.reduce_scatter(*call.spans, accumulate, spans, call.name, True)
+        else:
+            work = core.reduce_scatter(*call.spans, accumulate, call.name, True)
+        assert work is not None  # it was asynchronous
+        number = self.slots.number[bucket.index]
+        self._holder[number] = bucket.index
+        self._works[number] = Work(work, (call.alive, kept))
+
+    def _call(self, bucket: FlatBucket) -> _Call:
+        slot, shard = self.slot(bucket), self.shards[bucket.index]
+        spans = [(slot.data_ptr(), slot.numel())], [(shard.data_ptr(), shard.numel())]
+        form = (core_dtype(self.plan.dtype), _core.ReduceOp.avg, _core.DType.float32)
+        return _Call((*spans, *form), f"gradients of bucket {bucket.index}", (slot, shard))
+
+    def wait(self, number: int) -> None:
+        """Wait until the bucket in slot ``number`` has been reduced."""
+        work = self._works[number]
+        if work is not None:
+            start = time.perf_counter()
+            work.wait()
+            self._waited_s += time.perf_counter() - start
+            self._works[number] = None
+
+    def is_waiting(self) -> bool:
+        return any(work is not None and not work.done() for work in self._works)
+
+    def finish(self, bucket: FlatBucket) -> None:
+        number = self.slots.number[bucket.index]
+        if self._holder[number] == bucket.index:
+            self.wait(number)
+
+    def finish_all(self) -> None:
+        for number in range(len(self._works)):
+            self.wait(number)
+
+    def release(self) -> None:
+        """Free the gradients of buckets that have been reduced.
+
+        Autograd's next ones take their memory, which the caches hold; an allocator would give it back to the system.
+        """
+        for number, work in enumerate(self._works):
+            if work is not None and work.done():
+                self.wait(number)
+
+    def _gather(self, shards: list[torch.Tensor], wholes: list[torch.Tensor]) -> None:
+        start = time.perf_counter()
+        self.plan.comm.all_gather(shards, out=wholes, name="gradients")
+        self._waited_s += time.perf_counter() - start
+
+    def forget(self) -> None:
+        if self._own is not None:
+            self._own.forget()
+
+    @property
+    def nbytes_by_tier(self) -> dict[str, dict[str, int]]:
+        """On the CPU the device is host memory."""
+        return {"device": {"gradients": self.flat.nbytes, "slots": self.slots.nbytes}}
+
+    def close(self) -> None:
+        self.forget()
+        self._works = [None] * len(self._works)
+        self._calls.clear()
+        self.slots.close()
+        super().close()

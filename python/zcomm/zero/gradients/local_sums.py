@@ -1,0 +1,80 @@
+"""LocalSums: gradients that wait on this rank, of passes without sync or of later arrivals ([Note: arrivals]).
+
+Thread rule: as GradientReducer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from zcomm.comm.communicator import Communicator
+from zcomm.zero.gradients.accumulators import Accumulators
+from zcomm.zero.gradients.kept import is_plain
+from zcomm.zero.layout.flat import FlatBucket, Geometry
+
+
+class LocalSums:
+    """fp32 sums by parameter. Memory: 4 bytes per element that waits."""
+
+    def __init__(self, geometry: Geometry, comm: Communicator, accumulators: Accumulators) -> None:
+        self._geometry, self._comm, self._accumulators = geometry, comm, accumulators
+        self.sums: dict[int, torch.Tensor] = {}
+        self._slot = torch.empty(0)
+
+    def __bool__(self) -> bool:
+        return bool(self.sums)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(sum_.nbytes for sum_ in self.sums.values())
+
+    def add(self, index: int, dense: torch.Tensor) -> None:
+        """Add a gradient of parameter ``index``."""
+        sum_ = self.sums.get(index)
+        if sum_ is not None:
+            sum_ += dense
+        elif dense.dtype == torch.float32 and is_plain(dense):
+            self.sums[index] = dense
+        else:
+            self.sums[index] = dense.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+
+    def take(self, index: int, dense: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the gradient together with what waits of it."""
+        sum_ = self.sums.pop(index, None)
+        if sum_ is None:
+            return dense
+        return sum_ if dense is None else sum_.add_(dense)
+
+    def waiting(self) -> list[FlatBucket]:
+        """Return the buckets of which gradients wait on any rank, in launch order. Collective."""
+        order = list(reversed(self._geometry.buckets))
+        has = [any(index in self.sums for index in bucket.params) for bucket in order]
+        wanted = torch.tensor(has, dtype=torch.int32)
+        self._comm.all_reduce(wanted, op="max", name="buckets whose gradients came again")
+        return [bucket for bucket, some in zip(order, wanted.tolist(), strict=True) if some]
+
+    @torch.no_grad()
+    def reduce(self, buckets: Sequence[FlatBucket], value_of: Callable[[int], torch.Tensor | None]) -> None:
+        """Add the ranks' average of ``value_of(index)``, fp32, to the accumulators of ``buckets``. Collective."""
+        most = max(bucket.count for bucket in buckets)
+        if self._slot.numel() < most:
+            self._slot = self._comm.empty(most, torch.float32)
+        for bucket in buckets:
+            slot = self._slot[: bucket.count].zero_()
+            for index in bucket.params:
+                value = value_of(index)
+                if value is not None:
+                    self._geometry.view(slot, index).copy_(value)
+            sum_ = torch.empty(bucket.shard_count)
+            self._comm.reduce_scatter([slot], "avg", out=[sum_], name=f"rest of gradients of bucket {bucket.index}")
+            shard = self._accumulators.shard(bucket)
+            shard.add_(sum_.to(shard.device))
+
+    def clear(self) -> None:
+        self.sums.clear()
+
+    def close(self) -> None:
+        self.sums.clear()
+        self._slot = torch.empty(0)

@@ -1,0 +1,135 @@
+"""Transport: how one bucket comes from this rank's gradients to the ranks' average in an accumulator.
+
+Each bucket is given one at assembly (choose_transport.py): ``host`` on the CPU, ``pinned`` from a device by way of
+pinned host memory, ``peers`` between the devices themselves. The reducer decides when a bucket starts.
+Thread rule: as GradientReducer.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zcomm.comm.communicator import Communicator
+from zcomm.zero.layout.flat import FlatBucket, Geometry
+
+SLOTS = 3  # buckets that hooks may fill, or that are being reduced, at the same time
+
+
+@dataclass(frozen=True)
+class ReducePlan:
+    """What is reduced: the trained buckets of ``geometry`` over the ranks of ``comm``.
+
+    dtype: of gradients on their way. replicated: accumulators of all gradients (stage 0), else of this rank's shards.
+    """
+
+    geometry: Geometry
+    comm: Communicator
+    dtype: torch.dtype
+    replicated: bool
+
+    @property
+    def order(self) -> list[FlatBucket]:
+        """Launch order, the same on all ranks: last bucket first."""
+        return list(reversed(self.geometry.buckets))
+
+    @property
+    def slot_count(self) -> int:
+        return min(SLOTS, len(self.geometry.buckets))
+
+    def kept(self, bucket: FlatBucket) -> int:
+        """Elements of the bucket's accumulator."""
+        return bucket.count if self.replicated else bucket.shard_count
+
+    def split(self, flat: torch.Tensor, buckets: Sequence[FlatBucket]) -> dict[int, torch.Tensor]:
+        """Cut ``flat`` into the accumulators of ``buckets``, by number, first bucket first."""
+        ascending = sorted(buckets, key=lambda bucket: bucket.index)
+        parts = flat.split([self.kept(bucket) for bucket in ascending])
+        return {bucket.index: part for bucket, part in zip(ascending, parts, strict=True)}
+
+    def shards(self, sums: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """This rank's shards of the accumulators ``sums``, by number."""
+        if not self.replicated:
+            return dict(sums)
+        own = self.comm.rank
+        return {index: whole[self.geometry.buckets[index].shard(own)] for index, whole in sums.items()}
+
+
+class Transport(ABC):
+    """The way of ``buckets``, in launch order. Every rank starts the same buckets in the same order.
+
+    on_device: the accumulators are there. keeps: gradients may stay alive until their bucket is reduced; ``release``
+    frees them.
+    sums: accumulators, fp32, by bucket: whole ones where they are replicated. shards: this rank's shards of them.
+    Invariant: ``start`` comes after ``put`` of all of the bucket's parameters, and ``finish`` after ``start``.
+    """
+
+    on_device = False
+    keeps = False
+
+    def __init__(self, plan: ReducePlan, buckets: Sequence[FlatBucket], flat: torch.Tensor) -> None:
+        """flat: memory of the accumulators."""
+        self.plan = plan
+        self.buckets = list(buckets)
+        self.flat = flat
+        self.sums = plan.split(flat, self.buckets)
+        self.shards = plan.shards(self.sums)
+
+    @abstractmethod
+    def slot(self, bucket: FlatBucket) -> torch.Tensor:
+        """Return the memory that ``put`` writes to, [bucket.count]."""
+
+    @abstractmethod
+    def put(self, index: int, grad: torch.Tensor | None) -> None:
+        """Copy the gradient of parameter ``index`` into its slot; None counts as zero."""
+
+    @abstractmethod
+    def start(self, bucket: FlatBucket, accumulate: bool) -> None:
+        """Start to add the ranks' average of what is in the bucket's slot to the accumulator. Collective.
+
+        accumulate: False overwrites the accumulator.
+        """
+
+    def is_waiting(self) -> bool:
+        """Return True if ``close`` would wait for other ranks."""
+        return False
+
+    @abstractmethod
+    def finish(self, bucket: FlatBucket) -> None:
+        """Wait until the accumulator has what was started; on a device torch's stream waits."""
+
+    def finish_all(self) -> None:
+        for bucket in self.buckets:
+            self.finish(bucket)
+
+    def gather(self) -> None:
+        """Give every rank the whole averages (replicated accumulators only). Collective."""
+        if self.buckets:
+            self._gather(list(self.shards.values()), list(self.sums.values()))
+
+    @abstractmethod
+    def _gather(self, shards: list[torch.Tensor], wholes: list[torch.Tensor]) -> None: ...
+
+    def release(self) -> None:  # noqa: B027
+        """Free the gradients of buckets that have been reduced, if ``keeps``. Does not wait."""
+
+    def forget(self) -> None:  # noqa: B027
+        """Forget gradients of a pass that failed: their bucket was not started."""
+
+    @property
+    @abstractmethod
+    def waited_s(self) -> float:
+        """Seconds of waiting for other ranks."""
+
+    @property
+    @abstractmethod
+    def nbytes_by_tier(self) -> dict[str, dict[str, int]]:
+        """Bytes by tier and purpose."""
+
+    def close(self) -> None:
+        self.sums.clear()
+        self.shards.clear()
+        self.flat = torch.empty(0)
