@@ -132,15 +132,19 @@ class Taps(ExitStack):
         parts, train = parts_of(optimizer), train_of(optimizer)
         store: Any = parts.store
         self._communicator(parts.comm)
-        if hasattr(store, "_gather_comm"):
-            self._communicator(store._gather_comm)
-            self._time(store, "_gather", "gathering", lambda unit: f"gather {unit.name}")
+        if hasattr(store, "life"):
+            self._communicator(store.gather.comm)
+            self._time(store.gather, "fill", "gathering", lambda unit, *_: f"gather {unit.name}")
             whole = type(store.units[0].state).GATHERED
             self._time(
-                store, "ensure", "waiting", lambda unit: f"wait for {unit.name}", lambda unit: unit.state is not whole
+                store.life,
+                "ensure",
+                "waiting",
+                lambda unit: f"wait for {unit.name}",
+                lambda unit: unit.state is not whole,
             )
         states: Sequence[Any] = parts.state.each()
-        for holder in (*states, getattr(store, "_source", None)):
+        for holder in (*states, getattr(store, "source", None)):
             if hasattr(holder, "_swap"):
                 self._proxy(holder, "_swap", "swap", _SWAPS, serial=False)
         for transport in parts.reducer.accumulators.kinds:

@@ -17,7 +17,7 @@ from zcomm.memory import device_streams
 from zcomm.memory.device_streams import DeviceLane
 from zcomm.memory.swap_file import StrPath, as_paths, close_at_exit, say_fallbacks
 from zcomm.zero.async_step import StepBehind
-from zcomm.zero.choose import make_state, make_store
+from zcomm.zero.choose import StorePlan, make_state, make_store
 from zcomm.zero.device_step import Resident
 from zcomm.zero.gradients import choose_transport
 from zcomm.zero.gradients.choose_transport import DeviceBuckets
@@ -96,8 +96,23 @@ def build_parts(
     weights = [sections.list[bucket.section].weights for bucket in geometry.every]
     resident = frozenset(bucket for bucket, tier in enumerate(tiers) if tier == weights[bucket] == "device")
     resident, peers = reach(resident, stage == 3 and "device" in weights, comm, lane)
-    how = (stage, shared, prefetch, units, lane, resident, peers)
-    store = make_store(sections, geometry, comm, precision.dtype, arena, swap, *how)
+    store = make_store(
+        StorePlan(
+            sections,
+            geometry,
+            comm,
+            precision.dtype,
+            stage,
+            shared,
+            prefetch,
+            units,
+            arena,
+            swap,
+            lane,
+            resident,
+            peers,
+        )
+    )
     peers = peers if resident else None  # else they are the store's
     counts = [part.stop - part.start for part in map(store.part, geometry.buckets)]
     state = make_state(counts, tiers, precision.dtype, rule, state_arena, swap, offload.fraction, lane, resident)
@@ -125,7 +140,7 @@ def build_parts(
     hooks = None
     if isinstance(store, UnitStore):
         assert model is not None
-        hooks = UnitHooks(model, sections.choices, store)
+        hooks = UnitHooks(model, sections.choices, store.life)
     behind = _behind(model, offload, store, reducer, trained, geometry)
     settle = (lambda: None) if behind is None else behind.join
     attachment = Attachment(

@@ -73,12 +73,12 @@ def lag(opt: Any) -> None:
     if clock is None:
         return
     parts = opt._live
-    for comm in (parts.comm, getattr(parts.store, "_gather_comm", None)):
+    for comm in (parts.comm, getattr(getattr(parts.store, "gather", None), "comm", None)):
         if comm is not None:
             comm._core = Late(comm._core, clock)
     if parts.swap is not None:
         parts.swap = LateSwap(parts.swap, clock)
-        for holder in (parts.state, getattr(parts.store, "_source", None)):
+        for holder in (parts.state, getattr(parts.store, "source", None)):
             if hasattr(holder, "_swap"):
                 holder._swap = parts.swap
 
@@ -90,13 +90,17 @@ def lag_hooks() -> None:
     from zcomm.zero.optim_state.nvme import SwappedState
     from zcomm.zero.optim_state.ram import ShardState
     from zcomm.zero.params.stores import ResidentStore
+    from zcomm.zero.units.gather import ShardGather
     from zcomm.zero.units.hooks import UnitHooks
+    from zcomm.zero.units.life import UnitLife
     from zcomm.zero.units.store import UnitStore
 
     assert clock is not None
     sleepy(GradientReducer, ["_collect", "_launch", "_end_pass"], clock)
     sleepy(HostTransport, ["wait", "put"], clock)
-    sleepy(UnitStore, ["ensure", "use", "_gather", "_drop", "publish", "begin_pass", "reached"], clock)
+    sleepy(UnitLife, ["ensure", "use", "drop", "begin_pass", "reached"], clock)
+    sleepy(ShardGather, ["fill"], clock)
+    sleepy(UnitStore, ["publish"], clock)
     sleepy(UnitHooks, ["_begin", "_end_backward"], clock)
     sleepy(ResidentStore, ["load"], clock)
     sleepy(SwappedState, ["_read", "_write", "_settle", "_take"], clock)

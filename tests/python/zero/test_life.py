@@ -84,7 +84,7 @@ def grow(folder: str, case: Case, width: int) -> tuple[int, int, int, int]:
     wanted = sum(formula["device"].values()) + sum(formula["cpu"].values())
     wanted += memory["device"]["slots"] + memory["cpu"]["slots"]
     parts: Any = opt._live
-    comms = [parts.comm, *([parts.store._gather_comm] if hasattr(parts.store, "_gather_comm") else [])]
+    comms = [parts.comm, *([parts.store.gather.comm] if hasattr(parts.store, "gather") else [])]
     wanted += sum(each.memory()["slot_nbytes"] for each in comms)  # staging of private tensors
     opt.close()
     return after - before, wanted, max(sizes) - after, min(sizes[1:]) - sizes[0]

@@ -38,6 +38,27 @@ class ShardSource(ABC):
         """The bucket with all ranks' shards, as it is in this host's memory; None where it is not there."""
         return None
 
+    # What a source on devices must be told; on the host nothing is on its way.
+
+    def stays(self, bucket: FlatBucket) -> bool:
+        """Return True if the shard stays on the device."""
+        return False
+
+    def there(self, bucket: FlatBucket) -> torch.Tensor:
+        """Return the shard on the device."""
+        raise NotImplementedError
+
+    def used(self) -> None:  # noqa: B027
+        """Let a sweep come after what torch's stream has been given so far, which uses the old weights."""
+
+    def arrive(self) -> None:  # noqa: B027
+        """Let what torch's stream is given next see the new weights."""
+
+    @property
+    def followed_nbytes(self) -> int:
+        """Bytes of the host's copies of what stays."""
+        return 0
+
     def renew(self) -> None:  # noqa: B027
         """After a failure, before all trained ones are loaded: nothing is in flight, and no shard is lost to it."""
 

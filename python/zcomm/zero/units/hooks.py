@@ -24,7 +24,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from zcomm.zero.layout.unit_policy import UnitChoice, tensors_in
 from zcomm.zero.module_hook import Hook
 from zcomm.zero.units import saved_tensors, stand_in
-from zcomm.zero.units.store import UnitStore
+from zcomm.zero.units.life import UnitLife
 from zcomm.zero.units.unit import Unit
 
 logger = logging.getLogger("zcomm")
@@ -33,8 +33,8 @@ logger = logging.getLogger("zcomm")
 class UnitHooks:
     """Installed on construction, removed by ``close``."""
 
-    def __init__(self, model: nn.Module, choices: list[UnitChoice], store: UnitStore) -> None:
-        self._store = store
+    def __init__(self, model: nn.Module, choices: list[UnitChoice], life: UnitLife) -> None:
+        self._life = life
         self._armed = False
         self._waiting: dict[int, set[int]] = {}
         self._model = model
@@ -45,10 +45,10 @@ class UnitHooks:
         ]
         self._now: Unit | None = None  # the one that backward is in
         self._inside: list[tuple[Unit, saved_tensors.Hooks | None]] = []  # whose forward runs, outermost first
-        self._guards = store.gives_way and saved_tensors.possible()
-        if store.gives_way and not self._guards:
+        self._guards = life.memory.gives_way and saved_tensors.possible()
+        if life.memory.gives_way and not self._guards:
             logger.info("stage 3 by units: before torch 2.8 backward must enter a unit by its module's outputs")
-        for unit, choice in zip(store.units, choices, strict=True):
+        for unit, choice in zip(life.units, choices, strict=True):
             for module in choice.modules:
                 self._handles.append(module.register_forward_pre_hook(Hook(self._enter(unit))))
                 self._handles.append(module.register_forward_hook(Hook(self._leave(unit)), always_call=True))
@@ -61,23 +61,23 @@ class UnitHooks:
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         self.clear_interrupted(calls=1)
-        self._store.begin_pass()
-        self._began(self._store.units[0])
+        self._life.begin_pass()
+        self._began(self._life.units[0])
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._store.end_forward()
-        self._ended(self._store.units[0])
+        self._life.end_forward()
+        self._ended(self._life.units[0])
 
     def _began(self, unit: Unit) -> None:
         """A module that needs the unit runs forward."""
-        self._store.running += 1  # first: where it is 0, no unit is in forward, whatever was interrupted
+        self._life.running += 1  # first: where it is 0, no unit is in forward, whatever was interrupted
         unit.in_forward += 1
-        self._store.settle_use(unit)
+        self._life.settle_use(unit)
 
     def _ended(self, unit: Unit) -> None:
         unit.in_forward = max(0, unit.in_forward - 1)
-        self._store.running = max(0, self._store.running - 1)
-        self._store.settle_use(unit)
+        self._life.running = max(0, self._life.running - 1)
+        self._life.settle_use(unit)
 
     def clear_interrupted(self, calls: int = 0) -> None:
         """Forget a backward pass that ended with an exception, and forwards that an interrupt has ended, after which
@@ -86,20 +86,20 @@ class UnitHooks:
             return
         if self._armed:
             self._end_backward()
-        if self._store.running and _calls_of(self._model) <= calls:
+        if self._life.running and _calls_of(self._model) <= calls:
             self._forget_forwards()
 
     def _forget_forwards(self) -> None:
         while self._inside:
             saved_tensors.pop(self._inside.pop()[1])
-        self._store.running = 0
-        for unit in self._store.units:
+        self._life.running = 0
+        for unit in self._life.units:
             unit.in_forward = 0
-            self._store.settle_use(unit)
+            self._life.settle_use(unit)
 
     def _enter(self, unit: Unit) -> Callable[..., None]:
         def enter(module: nn.Module, args: Any) -> None:
-            self._store.use(unit)
+            self._life.use(unit)
             self._began(unit)
             if unit.index > 0:
                 if self._inside and self._inside[-1][0] is not unit:
@@ -111,7 +111,7 @@ class UnitHooks:
     def _guard(self, unit: Unit) -> saved_tensors.Hooks | None:
         if not self._guards or unit.keep or not torch.is_grad_enabled():
             return None
-        return saved_tensors.push(unit.span, self._store.place_of(unit), partial(self._before_backward, unit))
+        return saved_tensors.push(unit.span, self._life.memory.place_of(unit), partial(self._before_backward, unit))
 
     def _leave(self, unit: Unit) -> Callable[..., None]:
         def leave(module: nn.Module, args: Any, output: Any) -> None:
@@ -122,7 +122,7 @@ class UnitHooks:
                 if self._inside[at][0] is unit:
                     saved_tensors.pop(self._inside.pop(at)[1])
                     break
-            place = self._store.place_of(unit)
+            place = self._life.memory.place_of(unit)
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(partial(self._before_backward, unit, place))
@@ -131,23 +131,23 @@ class UnitHooks:
 
     def _before_backward(self, unit: Unit, place: object, grad: torch.Tensor | None = None) -> None:
         """Backward comes to what the unit did at ``place``."""
-        if unit.in_backward and self._store.place_of(unit) is place:
+        if unit.in_backward and self._life.memory.place_of(unit) is place:
             return
         if torch._C._current_graph_task_id() >= 0:
             self._arm()
             if self._now is not None and not self._now.surrounds:
                 self._rests(self._now)
             self._now = unit
-        self._store.return_to(unit, place)
-        self._store.use(unit)
+        self._life.memory.return_to(unit, place)
+        self._life.use(unit)
         unit.in_backward = self._armed
-        self._store.settle_use(unit)
+        self._life.settle_use(unit)
         self._waiting[unit.index] = {id(param) for param, _ in unit.views}
 
     def _rests(self, unit: Unit) -> None:
         """Backward has done with the unit."""
         unit.in_backward = False
-        self._store.settle_use(unit)
+        self._life.settle_use(unit)
 
     def _reached(self, unit: Unit) -> Callable[[nn.Parameter], None]:
         def reached(param: nn.Parameter) -> None:
@@ -156,7 +156,7 @@ class UnitHooks:
                 waiting.discard(id(param))
                 if not waiting:
                     self._rests(unit)
-            self._store.reached(unit, param)
+            self._life.reached(unit, param)
 
         return reached
 
@@ -164,24 +164,24 @@ class UnitHooks:
         if not self._armed:
             self._armed = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-            root = self._store.units[0]
+            root = self._life.units[0]
             root.in_backward = True
-            self._store.settle_use(root)
+            self._life.settle_use(root)
 
     def _end_backward(self) -> None:
         self._armed = False
         self._now = None
         self._waiting.clear()
-        for unit in self._store.units:
+        for unit in self._life.units:
             self._rests(unit)
 
     def _registered(self, module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
         """A module gets a parameter (``load_state_dict(assign=True)`` does so): one that takes the place of the store's
         gives it its values."""
         old = module._parameters.get(name)
-        if old is None or param is None or param is old or not self._store.weights.has(old):
+        if old is None or param is None or param is old or not self._life.weights.has(old):
             return None
-        if self._store.weights.has(param):
+        if self._life.weights.has(param):
             return None  # tied
         old.data = param.detach()
         return old

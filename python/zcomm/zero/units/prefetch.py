@@ -3,7 +3,7 @@
 A pass begins with the model's forward. A program may call submodules alone: then the first use after a step begins
 one, and, outside of backward, a change of grad mode; without gradients, where no step ends anything, the return to the
 unit that was the first. Passes with and without gradients have orders of their own.
-Thread rule: as UnitStore's hooks.
+Thread rule: as UnitLife.
 """
 
 from __future__ import annotations

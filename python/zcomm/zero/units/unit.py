@@ -1,4 +1,4 @@
-"""A unit of stage 3, and what memory it has; see [Note: unit life] in store.py.
+"""A unit of stage 3, and what memory it has; see [Note: unit life] in life.py.
 
 Thread rule: fields are the main thread's; ``gathering`` is the future of what the gathering thread does.
 """
@@ -6,7 +6,7 @@ Thread rule: fields are the main thread's; ``gathering`` is the future of what t
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ class Unit:
         self.keep = choice.keep or index == 0
         self.buckets = buckets
         self.nbytes = nbytes
-        self.offset = 0  # in the store's addresses
+        self.offset = 0  # in the range of addresses
         self.state = UnitState.SHARDED
         self.slot = -1
         self.own: Slot | None = None  # where it is kept
@@ -51,6 +51,13 @@ class Unit:
         self.asked = False  # whether all of it has been, since it is GATHERING (on a device)
         self.views: list[tuple[nn.Parameter, torch.Tensor]] = []
         self.span = (0, 0)  # the addresses of its views
+
+    def bucket_begins(self) -> Iterator[tuple[FlatBucket, int]]:
+        """Yield the unit's buckets, and where each begins in its memory (elements)."""
+        begin = 0
+        for bucket in self.buckets:
+            yield bucket, begin
+            begin += bucket.count
 
     @property
     def idle(self) -> bool:

@@ -5,7 +5,7 @@ addresses from the unit's use in a pass until the unit loses its memory, else th
 ``detach``). Its class is its own one while a module of the unit runs forward or backward, or while it is held
 (GatheredParameters); else that of a stand-in (``show``, ``hide``). So forward, compiled code and autograd see ordinary
 parameters, and what a program does between passes is seen by the stand-in, also where the unit is still whole.
-Thread rule: as UnitStore.
+Thread rule: as UnitLife.
 """
 
 from __future__ import annotations
@@ -43,23 +43,33 @@ _Entry = tuple[
 
 
 class Store(Protocol):
-    """A UnitStore, of which this module needs no more. held: by id(), parameters that are whole copies now. running:
-    forwards of modules that run now. alone: no other rank has a part."""
+    """What the weights ask of their store."""
+
+    @property
+    def alone(self) -> bool:
+        """Return True if there is one rank."""
+
+    def unit_of(self, param: int) -> Unit: ...
+    def full(self, param: int) -> torch.Tensor: ...
+    def after_edit(self) -> None: ...
+
+
+class Life(Protocol):
+    """What the weights ask of UnitLife."""
 
     held: set[int]
     running: int
 
-    @property
-    def alone(self) -> bool: ...
-    def unit_of(self, param: int) -> Unit: ...
     def before_edit(self, unit: Unit, name: str) -> None: ...
-    def after_edit(self) -> None: ...
-    def full(self, param: int) -> torch.Tensor: ...
 
 
 class UnitWeights:
     """Parameters of one store of units, ordinary ones while they are used and stand-ins otherwise.
-    edit: ``edit(number, act)`` changes this rank's elements and their masters; set by ``open``."""
+
+    life: set by UnitLife. edit: ``edit(number, act)`` changes this rank's elements and their masters; set by ``open``.
+    """
+
+    life: Life
 
     def __init__(self, store: Store, params: Sequence[nn.Parameter], shapes: Sequence[torch.Size]) -> None:
         self._store = store
@@ -108,12 +118,12 @@ class UnitWeights:
             entries = self._entries_of[unit.index] = [
                 (self._params[n], self._own[n], self._kinds[self._own[n]], self._hollows[n]) for n in numbers
             ]
-        held = self._store.held
+        held = self.life.held
         return [entry for entry in entries if id(entry[0]) not in held] if held else entries
 
     def attach(self, unit: Unit) -> None:
         """Give the unit's parameters its memory."""
-        held = self._store.held
+        held = self.life.held
         with _plain():
             for param, view in unit.views:
                 if id(param) not in held:
@@ -191,7 +201,7 @@ class UnitWeights:
     def close(self, values: dict[int, torch.Tensor]) -> None:
         """Parameters in ``values`` (by number) are ordinary ones with these from now on, the others stand-ins that give
         no value any more."""
-        held, self.closed = self._store.held, True
+        held, self.closed = self.life.held, True
         for number, param in enumerate(self._params):
             if number in self.aside:
                 continue
@@ -214,12 +224,19 @@ class UnitWeights:
 
     def set_aside(self, param: nn.Parameter, value: torch.Tensor) -> None:
         number = self._numbers[id(param)]
-        self._store.before_edit(self._store.unit_of(number), self._names[number])
-        self._store.held.add(id(param))
+        self.life.before_edit(self._store.unit_of(number), self._names[number])
+        self.life.held.add(id(param))
         self.aside.add(number)
         self.revive(param, value)
 
-    def take_back(self) -> None:
+    def take_back(self, units: Sequence[Unit]) -> None:
+        """Make parameters that the program has converted to another dtype, and swapped ones of ``units``, the store's
+        again. Raises: RuntimeError naming one of them that cannot be."""
+        if self.aside:
+            self._take_converted()
+        self._take_swapped(units)
+
+    def _take_converted(self) -> None:
         """Keep the values of what was set aside. Raises: RuntimeError naming one that still has another dtype."""
         for number in sorted(self.aside):
             param, hollow = self._params[number], self._hollows[number]
@@ -230,19 +247,19 @@ class UnitWeights:
                     "or choose its precision="
                 )
             flat = param.detach().reshape(-1)
-            self._store.held.discard(id(param))
+            self.life.held.discard(id(param))
             self.aside.discard(number)
             self._empty(number)
             self.edit(param, lambda piece, elements, flat=flat: piece.copy_(flat[elements]))  # type: ignore[misc]
 
-    def take_swapped(self, units: Sequence[Unit]) -> None:
+    def _take_swapped(self, units: Sequence[Unit]) -> None:
         """Take over the values that ``torch.utils.swap_tensors`` has put in place of stand-ins of idle units.
 
         Raises: RuntimeError naming one that was swapped with another stand-in, which has no values to give.
         """
         if torch.compiler.is_compiling():
             torch._dynamo.graph_break()  # type: ignore[no-untyped-call,unused-ignore]  # stand-ins are not traced
-        held, lost = self._store.held, []
+        held, lost = self.life.held, []
         for unit in units:
             if unit.shown or not unit.idle:
                 continue
@@ -279,7 +296,7 @@ class UnitWeights:
 
     def whole(self, param: nn.Parameter, why: str) -> torch.Tensor:
         number = self.check_open(param)
-        if not self._store.running and not self._warned:
+        if not self.life.running and not self._warned:
             self._warned = True
             logging.getLogger("zcomm").warning(
                 "%s: %s gathers the weight whole on each rank (all ranks must do so in the same order); "
@@ -300,7 +317,7 @@ class UnitWeights:
             return
         number = self.check_open(param)
         assert self._edit is not None
-        self._store.before_edit(self._store.unit_of(number), self._names[number])
+        self.life.before_edit(self._store.unit_of(number), self._names[number])
         self._edit(number, act)
         self._store.after_edit()
         self._stamps[number] += 1

@@ -19,8 +19,8 @@ from test_device_peers import backward, ordinary, ranks, seeding
 from zcomm.comm import Communicator
 from zcomm.memory.device_streams import CopyStream
 from zcomm.zero.optim_state.staged import StagedState
-from zcomm.zero.units.device import DeviceUnitStore
-from zcomm.zero.units.peers import ResidentUnitStore
+from zcomm.zero.units.device import DeviceMemory
+from zcomm.zero.units.from_host import FromHost
 from zero_jobs import digest
 
 __all__ = ["ordinary"]  # a fixture
@@ -57,18 +57,22 @@ def test_a_gather_that_was_interrupted_is_not_taken_for_whole(
         if countdown[0] == 0:
             raise KeyboardInterrupt
 
-    for owner, name in ((ResidentUnitStore, "_fill_place"), (DeviceUnitStore, "_fill_place")):
-        original = getattr(owner, name)
+    fill, start = DeviceMemory.fill, FromHost.start
 
-        def fill(self: Any, *args: Any, original: Any = original, owner: type = owner) -> None:
-            outermost = type(self) is owner
-            if (place == "before" and outermost) or (place == "amid" and owner is DeviceUnitStore):
-                interrupt()
-            original(self, *args)
-            if place == "behind" and outermost:
-                interrupt()
+    def interrupted_fill(self: Any, unit: Any) -> None:
+        if place == "before":
+            interrupt()
+        fill(self, unit)
+        if place == "behind":
+            interrupt()
 
-        monkeypatch.setattr(owner, name, fill)
+    def interrupted_start(self: Any, unit: Any, where: Any) -> None:
+        if place == "amid" and self._buckets[unit.index]:
+            interrupt()
+        start(self, unit, where)
+
+    monkeypatch.setattr(DeviceMemory, "fill", interrupted_fill)
+    monkeypatch.setattr(FromHost, "start", interrupted_start)
 
     def body(comm: zcomm.Communicator) -> None:
         net, opt = trained(comm, tmp_path, job)

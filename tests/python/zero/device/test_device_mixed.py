@@ -17,7 +17,6 @@ import zcomm
 from device_jobs import Job, mixed_state, mixed_weights, train
 from test_corners import KINDS, Net
 from test_device_peers import DELAY_S, backward, compare, ordinary, ranks, seeding
-from zcomm.zero.units.peers import ResidentUnitStore
 
 __all__ = ["ordinary"]  # a fixture
 
@@ -92,8 +91,9 @@ def test_host_slots_have_room_for_what_comes_by_them(tmp_path: Path) -> None:
         offload = zcomm.Offload(None, lambda name, param: "nvme" if name.endswith("bias") else "device")
         opt = zcomm.ZeroOptimizer(Net("plain"), stage=3, offload=offload, nvme_path=str(tmp_path), comm=comm)
         store = opt._parts.store
-        host = max(sum(bucket.count for bucket, _ in store._from_host(unit)) for unit in store.units)
-        assert [flat.nbytes for flat, _ in store._host_slots] == [4 * host] * 2
+        filler = store.memory.fillers[0]
+        host = max(sum(bucket.count for bucket, _ in filler._of(unit)) for unit in store.units)
+        assert [flat.nbytes for flat, _ in filler.slots] == [4 * host] * 2
         assert 8 * host < max(unit.nbytes for unit in store.units)
         opt.close()
 
@@ -117,22 +117,23 @@ def test_offloaded_state_leaves_gathers_between_devices(tmp_path: Path) -> None:
         net = Net("plain")
         opt = Job(3, "cpu", resident=True).build(net, str(tmp_path), comm)
         store = opt._parts.store
-        assert isinstance(store, ResidentUnitStore) and not store.resident
+        assert len(store.memory.fillers) == 2 and not store.resident
         assert opt.memory()["device"]["parameters"] == opt.memory()["cpu"]["parameters"] > 0
         crossed, units = [0], list(store.units)
-        copy = store._lane.h2d.copy
+        lane = opt._parts.lane
+        copy = lane.h2d.copy
 
         def counted(copies: Any, *how: Any) -> None:
             crossed[0] += sum(tensor.nbytes for tensor, _ in copies)
             copy(copies, *how)
 
-        store._lane.h2d.copy = counted
+        lane.h2d.copy = counted
         for number in range(2):
             backward(net, opt, comm.rank, number)
             assert crossed[0] == number * opt.memory()["device"]["parameters"]
             opt.step()
             opt.zero_grad()
-        assert len(units) > 3 and not store.window_nbytes and store._gathers == 0
+        assert len(units) > 3 and not store.window_nbytes and store.memory.fillers[0].gathers == 0
         assert opt._parts.peers is None, "one communicator between the devices suffices"
         opt.close()
 

@@ -26,7 +26,7 @@ from zcomm.zero.layout import tiles
 from zcomm.zero.optim_state import nvme
 from zcomm.zero.optim_state.device import DeviceState
 from zcomm.zero.params.device import DeviceStore
-from zcomm.zero.units.peers import ResidentUnitStore
+from zcomm.zero.units.store import UnitStore
 from zero_jobs import digest
 
 DELAY_S = 0.0005
@@ -125,7 +125,7 @@ def test_nothing_crosses_the_host(stage: int, tmp_path: Path) -> None:
         assert 8 * sharded <= memory["device"]["optimizer"] < 9.6 * sharded
         parts = opt._parts
         host = parts.comm._core
-        assert isinstance(parts.store, ResidentUnitStore if stage == 3 else DeviceStore)
+        assert isinstance(parts.store, UnitStore if stage == 3 else DeviceStore)
         moved: list[str] = []
 
         class Watched:

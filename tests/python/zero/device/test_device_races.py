@@ -35,8 +35,10 @@ from zcomm.zero.optim_state.staged import StagedState
 from zcomm.zero.params.device import DeviceStore
 from zcomm.zero.params.device_shards import DeviceSource
 from zcomm.zero.step import OptimizerStep
-from zcomm.zero.units.device import DeviceUnitStore
-from zcomm.zero.units.peers import ResidentUnitStore
+from zcomm.zero.units.device import DeviceMemory
+from zcomm.zero.units.from_devices import FromDevices
+from zcomm.zero.units.from_host import FromHost
+from zcomm.zero.units.store import UnitStore
 
 pytestmark = pytest.mark.skipif(not hasattr(_core, "Trace"), reason="the race checker is not in this build")
 Wrap = Callable[[type, str, Callable[..., Any]], None]
@@ -246,11 +248,11 @@ def _without(place: str) -> Callable[[pytest.MonkeyPatch], None]:
         owner, method = {
             "reduce": (PinnedTransport, "start"),
             "send": (DeviceStore, "_send"),
-            "copy": (DeviceUnitStore, "_copy"),
+            "copy": (FromHost, "_copy"),
             "sums": (DeviceSquares, "send"),
             "piece": (StagedState, "_step_piece"),
             "follow": (DeviceSource, "_follow"),
-            "stay": (ResidentUnitStore, "_fill_place"),
+            "stay": (FromDevices, "start"),
         }[place]
         original, copy = getattr(owner, method), CopyStream.copy
         forgets = [False]
@@ -328,11 +330,11 @@ WAITS: dict[str, tuple[Job, Callable[[pytest.MonkeyPatch], None]]] = {
     "weights come while the old ones are used": (Job(2), _without("send")),
     "forward begins before the weights have come": (Job(2), _no_wait_in(DeviceStore, "arrive")),
     "a module runs before its weights have come": (Job(2, behind=True), _no_wait_in(DeviceStore, "arrive_bucket")),
-    "a unit is used before it has come": (Job(3), _no_wait_in(DeviceUnitStore, "_await")),
+    "a unit is used before it has come": (Job(3), _no_wait_in(DeviceMemory, "wait")),
     "a unit comes into a place in use": (Job(3), _without("copy")),
     "the step begins before the last unit was read": (  # a sum of squares would come behind it, on the same stream
         Job(3, kind="unused", prefetch=3, accum=2),
-        _drop_wait(DeviceUnitStore, "settle"),
+        _drop_wait(UnitStore, "settle"),
     ),
     "sums of squares come before they are there": (Job(2, None), _without("sums")),
     "sums of squares are added before they have come": (Job(2, None), _drop_wait(DeviceSquares, "_wait")),

@@ -161,7 +161,7 @@ def train(case: Case, folder: str, kind: str, steps: int = 3) -> dict[str, Any]:
         opt.step()
         opt.zero_grad()
         losses.append(loss.item().hex())
-    slots = len(getattr(opt._live.store, "_slots", ()))
+    slots = len(getattr(getattr(opt._live.store, "memory", None), "slots", ()))
     weights = opt.full_state_dict()
     opt.close()
     return {"bits": (losses, digest(weights)), "weights": weights, "slots": slots}

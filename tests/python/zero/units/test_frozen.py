@@ -134,7 +134,7 @@ def train(case: Case, folder: str, kind: str) -> dict[str, Any]:
     result = {"losses": losses, "weights": digest(whole), "names": sorted(whole)}
     if opt._live.hooks is not None:
         most = case.prefetch + 2 + (kind == "nested")
-        assert len(opt._live.store._slots) <= most, "backward holds no unit longer than it needs it"
+        assert len(opt._live.store.memory.slots) <= most, "backward holds no unit longer than it needs it"
     opt.close()
     return result
 

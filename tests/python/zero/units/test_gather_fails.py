@@ -29,7 +29,7 @@ def train(folder: str, failing: int | None, on_device: bool) -> str:
     opt = zcomm.ZeroOptimizer(
         net, "adamw", stage=3, offload="nvme", nvme_path=folder, prefetch=0, share_parameters=False, bucket_mb=0.001
     )
-    source = opt._live.store._source
+    source = opt._live.store.source
     fetch, armed = source.fetch, [False]
 
     def refused(bucket: Any, out: torch.Tensor) -> Any:

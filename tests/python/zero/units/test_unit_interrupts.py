@@ -19,6 +19,10 @@ from zcomm.zero.units.unit import UnitState
 
 FILES = (
     "zero/units/store.py",
+    "zero/units/life.py",
+    "zero/units/memory.py",
+    "zero/units/host.py",
+    "zero/units/gather.py",
     "zero/units/hooks.py",
     "zero/units/weights.py",
     "zero/units/slot.py",
@@ -86,7 +90,7 @@ def test_an_interrupt_at_any_line_leaves_what_can_be_trained(
         opt.step()
         opt.zero_grad()
     store = opt._live.store
-    slots = len(store._slots)
+    slots = len(store.memory.slots)
     with Interrupter(0) as counter:
         one_pass(model)
     opt.step()
@@ -111,12 +115,12 @@ def test_an_interrupt_at_any_line_leaves_what_can_be_trained(
             opt.zero_grad()
             assert all(unit.state is UnitState.SHARDED for unit in store.units)
             assert all(isinstance(p, ShardedParameter) for p in model.parameters())
-            assert sorted(store._free) == list(range(len(store._slots))), "no slot is lost"
+            assert sorted(store.memory.free) == list(range(len(store.memory.slots))), "no slot is lost"
         except BaseException as error:
             raise AssertionError(f"after an interrupt at {interrupter.where} (line {at})") from error
     assert len(interrupted) > 60
     assert torch._C._is_torch_function_enabled()
-    assert len(store._slots) <= slots + 1
+    assert len(store.memory.slots) <= slots + 1
     opt.close()
     zcomm.shutdown()
 

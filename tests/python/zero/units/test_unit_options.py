@@ -229,18 +229,18 @@ def counted(
     store: Any = opt._live.store
     gathers: list[str] = []
     late: list[str] = []
-    gather, ensure = store._gather, store.ensure
+    fill, ensure = store.gather.fill, store.life.ensure
 
-    def watched_gather(unit: Any) -> None:
+    def watched_fill(unit: Any, *args: Any) -> None:
         gathers.append(unit.name)
-        gather(unit)
+        fill(unit, *args)
 
     def watched_ensure(unit: Any) -> None:
         if unit.state.name == "SHARDED" and unit.index:
             late.append(unit.name)
         ensure(unit)
 
-    store._gather, store.ensure = watched_gather, watched_ensure
+    store.gather.fill, store.life.ensure = watched_fill, watched_ensure
     found = []
     for order in orders:
         model.order = order
@@ -287,7 +287,7 @@ def test_the_order_is_learned_where_only_submodules_are_called() -> None:
     assert late[0] >= 8 and late[1:] == [1, 1, 1]
     late = [late for _, late in counted(model, opt, [ORDER] * 8, parts_without_gradients)]
     assert late[0] >= 6 and max(late[1:]) <= 1
-    assert len(opt._live.store._order.trace) == 6, "not all that there was since the last step"
+    assert len(opt._live.store.life.order.trace) == 6, "not all that there was since the last step"
     late = [late for _, late in counted(model, opt, [ORDER] * 2, parts_alone)]
     assert max(late) <= 1, "the order with gradients is still known"
     opt.close()
@@ -302,7 +302,7 @@ def test_kept_units_are_gathered_once(tmp_path: Path) -> None:
         seen: list[str] = []
         first = opt._live.store.units[1]
         model.blocks[5].register_forward_hook(lambda *_, unit=first, s=seen: s.append(unit.state.name))
-        found[str(units)] = (counted(model, opt, [ORDER])[0][0], len(opt._live.store._slots))
+        found[str(units)] = (counted(model, opt, [ORDER])[0][0], len(opt._live.store.memory.slots))
         assert seen == ["GATHERED" if units else "SHARDED"], "whole until the step"
         assert all(isinstance(p, ShardedParameter) for p in model.parameters()), "and no longer"
         opt.close()

@@ -1095,13 +1095,13 @@ def edit_while_another_unit_is_fetched() -> bool:
     opt.step()
     opt.zero_grad()
     store = opt._parts.store
-    fetch = store._source.fetch
+    fetch = store.source.fetch
 
     def slow(*args: Any) -> Any:
         time.sleep(0.2 * comm.rank)
         return fetch(*args)
 
-    store._source.fetch = slow
+    store.source.fetch = slow
     hook = model[1].register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(x)

@@ -1,0 +1,85 @@
+"""FromDevices: units come to their places from shards that stay on the ranks' devices.
+
+A gather of what stays is one all_gather of ``peers``, whose order is that of the calls, so all ranks must use their
+units in the same order, as on the CPU. Gradients, whose order beside them may differ between ranks, go by another
+communicator. A gather comes after what torch's stream has been given when it is called, which includes what used the
+place before. Its end is waited for where the unit is wanted: the host until all ranks have called it, torch's stream
+until the weights are there. Places that a unit got for itself alone (``add``) are torch's memory, which no other rank
+has open. A rank that is alone copies, on the stream by which offloaded units come.
+Thread rule: as UnitLife; on the main thread, or autograd's.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+
+from zcomm.comm.communicator import Communicator
+from zcomm.comm.work import Work
+from zcomm.memory.device_streams import DeviceLane
+from zcomm.zero.params.device_shards import DeviceSource
+from zcomm.zero.units.device import Filler, Place
+from zcomm.zero.units.memory import add_remedy
+from zcomm.zero.units.unit import Unit
+
+
+class FromDevices(Filler):
+    """Filler of the buckets that stay on devices. peers: between the ranks' devices, and its own; None: one rank."""
+
+    def __init__(self, source: DeviceSource, peers: Communicator | None, lane: DeviceLane) -> None:
+        self._source, self._peers, self._lane = source, peers, lane
+        self._works: dict[int, Work] = {}  # by number of the unit: gathers whose end is not waited for yet
+        self._asked = lane.event()  # the shards as torch's stream has them when a copy of them is asked for
+
+    def start(self, unit: Unit, place: Place) -> None:
+        stay = [(bucket, begin) for bucket, begin in unit.bucket_begins() if self._source.stays(bucket)]
+        if not stay:
+            return
+        shards = [self._source.there(bucket) for bucket, _ in stay]
+        wholes = [place.flat[begin : begin + bucket.count] for bucket, begin in stay]
+        if self._peers is None:
+            after = [place.freed, self._lane.recorded(self._asked)]
+            self._lane.h2d.copy(zip(wholes, shards, strict=True), after, place.ready)
+        else:
+            self._lane.current().wait(place.freed)
+            _, work = self._peers.all_gather(shards, out=wholes, async_op=True, name=f"unit {unit.name}")
+            assert isinstance(work, Work)
+            self._works[unit.index] = work
+
+    def wait(self, unit: Unit) -> None:
+        work = self._works.get(unit.index)
+        if work is None:
+            return
+        start = time.perf_counter()
+        try:
+            work.wait()
+        except Exception as error:
+            add_remedy(error)
+            del self._works[unit.index]
+            raise
+        finally:
+            self.waited_s += time.perf_counter() - start
+        del self._works[unit.index]
+
+    def cancel(self, unit: Unit) -> None:
+        work = self._works.get(unit.index)
+        if work is not None:  # of a unit whose other buckets did not come
+            with suppress(Exception):
+                work.wait()
+            del self._works[unit.index]
+
+    def is_waiting(self) -> bool:
+        return not all(work.done() for work in self._works.values())
+
+    def give_up(self) -> None:
+        if self._peers is not None:
+            self._peers.close()
+
+    @property
+    def allocation_count(self) -> int:
+        return 0 if self._peers is None else int(self._peers.memory()["allocation_count"])
+
+    def close(self) -> None:
+        self._works.clear()
+        if self._peers is not None:
+            self._peers.close()

@@ -1,0 +1,84 @@
+"""FromHost: units come to a device from host memory or a swap file.
+
+Host memory that has a unit whole (world of one, or the one copy of the host's ranks) is copied: no gather at all, ranks
+may use their units in any order. Else each rank brings its shard, from memory or the swap file, into a slot of host
+memory on the gathering thread, as on the CPU, and the slot is copied.
+Thread rule: as UnitLife; ``_gather_to`` on the gathering thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from zcomm.comm.tensors import tensor_of
+from zcomm.memory.device_streams import DeviceLane
+from zcomm.zero.layout.flat import FlatBucket
+from zcomm.zero.units.device import Filler, Place
+from zcomm.zero.units.gather import ShardGather
+from zcomm.zero.units.unit import Unit
+
+HOST_SLOTS = 2  # units on their way from a swap file or from other ranks' memory
+
+
+class FromHost(Filler):
+    """Filler of the buckets that stay on no device. Memory: host slots of the largest unit, if units are gathered."""
+
+    def __init__(self, units: Sequence[Unit], gather: ShardGather, dtype: torch.dtype, lane: DeviceLane) -> None:
+        self._gather, self._lane = gather, lane
+        self._buckets = {unit.index: self._of(unit) for unit in units}
+        here = [bucket for buckets in self._buckets.values() for bucket, _ in buckets]
+        self.shared_whole = bool(here) and all(gather.source.whole(bucket) is not None for bucket in here)
+        self.slots: list[tuple[torch.Tensor, Any]] = []  # and the events behind the copies from them
+        self._memories: list[Any] = []
+        if here and not self.shared_whole:
+            counts = [sum(bucket.count for bucket, _ in buckets) for buckets in self._buckets.values()]
+            self._memories = [gather.allocate(max(counts) * dtype.itemsize) for _ in range(HOST_SLOTS)]
+            flats = [tensor_of(memory, dtype) for memory in self._memories]
+            self.slots = [(lane.lock(flat), lane.event()) for flat in flats]
+        self.gathers = 0
+
+    def _of(self, unit: Unit) -> list[tuple[FlatBucket, int]]:
+        """Return the unit's buckets that come from the host, and where they begin in its place."""
+        stays = self._gather.source.stays
+        return [(bucket, begin) for bucket, begin in unit.bucket_begins() if not stays(bucket)]
+
+    def start(self, unit: Unit, place: Place) -> None:
+        if not self._buckets[unit.index]:
+            return
+        if self.shared_whole:
+            self._copy(unit, self._wholes(unit), place)
+        else:
+            unit.gathering = self._gather.submit(self._gather_to, unit, place)
+
+    def _wholes(self, unit: Unit) -> list[torch.Tensor]:
+        wholes = [self._gather.source.whole(bucket) for bucket, _ in self._buckets[unit.index]]
+        return [whole for whole in wholes if whole is not None]
+
+    def _copy(self, unit: Unit, wholes: Sequence[torch.Tensor], place: Place, *done: Any) -> None:
+        """Copy from host to device, once the place is free."""
+        begins = [begin for _, begin in self._buckets[unit.index]]
+        copies = [(place.flat[at : at + w.numel()], w) for at, w in zip(begins, wholes, strict=True)]
+        self._lane.h2d.copy(copies, [place.freed], place.ready, *done)
+
+    def _gather_to(self, unit: Unit, place: Place) -> None:
+        """Fill a host slot, as all ranks do, and copy it. Runs on the gathering thread."""
+        number = self.gathers % HOST_SLOTS
+        self.gathers += 1
+        flat, copied = self.slots[number]
+        self._lane.wait(copied)  # before the barrier that says so to others
+        buckets = [bucket for bucket, _ in self._buckets[unit.index]]
+        wholes = flat[: sum(bucket.count for bucket in buckets)].split([bucket.count for bucket in buckets])
+        self._gather.fill(unit, buckets, wholes)
+        self._copy(unit, wholes, place, copied)
+
+    @property
+    def window_nbytes(self) -> int:
+        host = sum(flat.nbytes for flat, _ in self.slots)
+        return host // self._gather.comm.local_world_size if self._gather.shared else host
+
+    def close(self) -> None:
+        self._memories.clear()
+        self.slots.clear()

@@ -1,0 +1,67 @@
+"""ShardGather: buckets become whole in host memory: each rank brings its shard, a barrier or an all_gather the rest.
+
+Thread rule: ``fill`` and ``allocate`` on the gathering thread, which has a communicator of its own; the rest on the
+main thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import torch
+
+from zcomm.comm.communicator import Communicator
+from zcomm.zero.layout.flat import FlatBucket
+from zcomm.zero.params.shards import ShardSource
+from zcomm.zero.units.unit import Unit
+from zcomm.zero.worker import Call, Worker
+
+T = TypeVar("T")
+
+
+class ShardGather:
+    """source: this rank's shards. shared: the ranks share the memory that is filled: a gather moves one shard each."""
+
+    def __init__(self, comm: Communicator, source: ShardSource, shared: bool) -> None:
+        self.comm = comm.duplicate()
+        self.source = source
+        self.shared = shared
+        self._thread = Worker("zcomm-gather")
+
+    def submit(self, function: Callable[..., T], *arguments: Any) -> Call[T]:
+        """Run ``function(*arguments)`` on the gathering thread, after all calls before it."""
+        return self._thread.submit(function, *arguments)
+
+    def settle(self) -> None:
+        """Wait until all calls before have ended, in whatever way."""
+        with suppress(Exception):
+            self._thread.submit(int).result()
+
+    def allocate(self, nbytes: int) -> Any:
+        core = self.comm._core
+        return core.allocate_shared(nbytes) if self.shared else core.allocate(nbytes)
+
+    def fill(self, unit: Unit, buckets: Sequence[FlatBucket], whole: Sequence[torch.Tensor]) -> None:
+        """Bring ``buckets`` of the unit into ``whole``, memory from ``allocate``. Collective."""
+        name = f"unit {unit.name}"
+        if unit.edits:  # ranks that edit differently are found out
+            name += f" after {unit.edits} changes of weights by the program"
+        if self.shared:
+            # No rank may still use what was in the slot.
+            self.comm.barrier(name=f"slot for {name}")
+        shards = [w[bucket.shard(self.comm.rank)] for bucket, w in zip(buckets, whole, strict=True)]
+        for work in [self.source.fetch(b, shard) for b, shard in zip(buckets, shards, strict=True)]:
+            if work is not None:
+                work.wait()
+        if self.shared:
+            self.comm.barrier(name=name)
+        else:
+            self.comm.all_gather(shards, out=whole, name=name)
+
+    def end_thread(self) -> None:
+        self._thread.close()
+
+    def close(self) -> None:
+        self.comm.close()

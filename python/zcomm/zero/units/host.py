@@ -1,0 +1,148 @@
+"""Units in host memory: a ring of slots, mapped behind the addresses of the units that are whole.
+
+[Note: unit addresses] Every unit has fixed addresses in a reserved range and no memory behind them. It is gathered into
+a slot of a small ring, which is then mapped behind the unit's addresses. Views that autograd saved in forward point to
+the unit's own addresses, so they are right again in backward, where the unit has been gathered anew.
+Thread rule: as UnitLife; ``_gather`` on the gathering thread.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import accumulate
+
+import torch
+
+from zcomm import _core
+from zcomm.comm.tensors import tensor_of
+from zcomm.zero.options import slot_count
+from zcomm.zero.units.gather import ShardGather
+from zcomm.zero.units.memory import UnitMemory, UnitPlan, add_remedy
+from zcomm.zero.units.slot import Slot
+from zcomm.zero.units.unit import Unit, UnitState
+
+
+def _rounded_up(count: int, step: int) -> int:
+    return -(-count // step) * step
+
+
+class HostMemory(UnitMemory):
+    """See [Note: unit addresses].
+
+    Memory: prefetch + 2 slots of the largest unit, one for each unit that is kept, and another one each time that more
+    units are in use at once than there are slots.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, plan: UnitPlan, gather: ShardGather) -> None:
+        self._plan, self._gather = plan, gather
+        self.units = plan.make_units()
+        for unit in self.units:
+            unit.nbytes = _rounded_up(unit.nbytes, _core.page_nbytes())
+        self._reserve()
+        self._allocate()
+        for unit in self.units:
+            plan.show(unit, tensor_of(self._range.memory(unit.offset, unit.nbytes), plan.dtype))
+
+    def _reserve(self) -> None:
+        self._slot_nbytes = max((unit.nbytes for unit in self.units if not unit.keep), default=0)
+        table = _core.table_nbytes()  # at multiples of it slots are shown and hidden fastest; addresses cost nothing
+        rooms = [_rounded_up(unit.nbytes if unit.keep else self._slot_nbytes, table) for unit in self.units]
+        *offsets, end = accumulate(rooms, initial=0)
+        for unit, offset in zip(self.units, offsets, strict=True):
+            unit.offset = offset
+        self._range = _core.AddressRange(max(end, table))
+
+    def _allocate(self) -> None:
+        kept, blocks = [u for u in self.units if u.keep], [u.nbytes for u in self.units if not u.keep]
+        count = slot_count(blocks, self._plan.prefetch, self._plan.prefetch_nbytes)
+        begins = list(accumulate((unit.nbytes for unit in kept), initial=count * self._slot_nbytes))
+        memory = self._gather.allocate(begins[-1])
+        self._memories = [memory]
+        self.slots = [Slot(memory, number * self._slot_nbytes, self._slot_nbytes) for number in range(count)]
+        for unit, begin in zip(kept, begins, strict=False):
+            unit.own = Slot(memory, begin, unit.nbytes)
+        self.free = list(range(count))
+
+    def _slot(self, unit: Unit) -> Slot:
+        return unit.own or self.slots[unit.slot]
+
+    def take(self, unit: Unit, must: bool) -> bool:
+        if not unit.keep:
+            slot = self._take_slot()
+            if slot < 0:
+                return False
+            unit.slot = slot
+        return True
+
+    def _take_slot(self) -> int:
+        if self.free:
+            return self.free.pop()
+        idle = [u for u in self.units if u.state is UnitState.GATHERED and u.idle and not u.keep]
+        idle = [u for u in idle if u is not self.owner.in_use]
+        if not idle:
+            return -1
+        until = {index: -place for place, index in reversed(list(enumerate(self.owner.coming)))}
+        # What is needed last, as far as that is known; the oldest among others.
+        self.owner.drop(min(idle, key=lambda u: (until.get(u.index, -math.inf), u.last_use)))
+        return self.free.pop()
+
+    def add(self, unit: Unit) -> None:
+        """All ranks do so, in the order of the gathers."""
+        memory = self._gather.submit(self._gather.allocate, self._slot_nbytes).result()
+        self._memories.append(memory)
+        self.slots.append(Slot(memory, 0, self._slot_nbytes))
+        self.free.append(len(self.slots) - 1)
+
+    def fill(self, unit: Unit) -> None:
+        unit.gathering = self._gather.submit(self._fill, unit)
+
+    def _fill(self, unit: Unit) -> None:
+        """Fill the unit's slot. Runs on the gathering thread."""
+        if not unit.buckets:
+            return
+        flat = self._slot(unit).flat(unit.nbytes, self._plan.dtype)
+        wholes = [flat[begin : begin + bucket.count] for bucket, begin in unit.bucket_begins()]
+        self._gather.fill(unit, unit.buckets, wholes)
+
+    def wait(self, unit: Unit) -> None:
+        try:
+            self.owner.join(unit)
+        except (_core.CollectiveMismatch, TimeoutError) as error:
+            add_remedy(error)
+            raise
+
+    def show(self, unit: Unit) -> None:
+        self._slot(unit).show(self._range, unit.offset)
+
+    def give_back(self, unit: Unit) -> None:
+        self._slot(unit).hide(self._range, unit.offset)
+        unit.state, unit.stale = UnitState.SHARDED, False
+        if not unit.keep:
+            self.free.append(unit.slot)
+            unit.slot = -1
+
+    def reset(self, unit: Unit) -> None:
+        if unit.keep or unit.slot >= 0:
+            self._slot(unit).forget(self._range, unit.offset)
+        unit.gathering, unit.state, unit.stale, unit.slot = None, UnitState.SHARDED, False, -1
+
+    def count_free(self) -> None:
+        used = {unit.slot for unit in self.units}
+        self.free = [number for number in range(len(self.slots)) if number not in used]
+
+    @property
+    def gives_way(self) -> bool:
+        return len(self.slots) < sum(not unit.keep for unit in self.units)
+
+    @property
+    def slot_nbytes(self) -> int:
+        ring: int = sum(memory.nbytes for memory in self._memories)
+        return ring // self._plan.comm.local_world_size if self._gather.shared else ring
+
+    def close(self) -> None:
+        for unit in self.units:
+            unit.own = None
+        self._memories.clear()  # nothing gathers after close()
+        self.slots.clear()

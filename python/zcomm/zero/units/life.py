@@ -1,0 +1,209 @@
+"""UnitLife: which units are whole, and when.
+
+[Note: unit life] Parameters live as shards; a unit is whole only around its use. ``ensure`` gathers it: its memory
+(memory.py) takes what is not in use and is filled, and the parameters become views of it. A unit that is not in use
+keeps its memory until another needs it; then its parameters become stand-ins (weights.py).
+
+An interrupt may come between any two lines of this. A unit is in ``_changing`` while its state and its memory may
+disagree; what an interrupt has left there is SHARDED anew by the next ``ensure``. While the host waits for a gathering
+no unit is: it goes on, and is waited for again.
+
+SHARDED -> GATHERING -> GATHERED -> SHARDED. The root unit, and those that are kept, have memory of their own and stay
+GATHERED until the step. After a step every unit is SHARDED again, because its weights have changed.
+
+All ranks must use their units in the same order; the gathers' names are compared, so that ranks which run different
+modules get an error that names both units. Prefetch follows the order seen in the last pass.
+Thread rule: the main thread, or autograd's.
+Source: ZeRO stage 3 (arXiv:1910.02054), prefetch of ZeRO-Infinity (arXiv:2104.07857).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from zcomm.zero.options import ahead_of
+from zcomm.zero.units.gather import ShardGather
+from zcomm.zero.units.memory import UnitMemory, UnitPlan
+from zcomm.zero.units.prefetch import UseOrder
+from zcomm.zero.units.unit import Unit, UnitState
+from zcomm.zero.units.weights import UnitWeights
+
+
+class UnitLife:
+    """The units of ``memory``. held: by id(): parameters that are whole copies now. running: forwards that run now."""
+
+    def __init__(self, plan: UnitPlan, memory: UnitMemory, gather: ShardGather, weights: UnitWeights) -> None:
+        self.memory, self._gather, self.weights = memory, gather, weights
+        memory.owner = weights.life = self
+        self.units = memory.units
+        self._prefetch = (plan.prefetch, plan.prefetch_nbytes)
+        self._sizes = [unit.nbytes for unit in self.units]
+        self._clock = 0
+        self.held: set[int] = set()
+        self.running = 0
+        self._changing: dict[int, Unit] = {}  # by number
+        self.in_use: Unit | None = None  # prefetch must not take its memory
+        self.order = UseOrder()
+        self.waited_s = 0.0
+
+    # --- gathering --------------------------------------------------------------------------------------------
+
+    def ensure(self, unit: Unit) -> None:
+        """Make ``unit`` whole. Collective, unless it is whole already."""
+        self._clock += 1
+        unit.last_use = self._clock
+        if self._changing:
+            self._recover()
+        self.memory.end_edits()
+        if self._is_there(unit):
+            return
+        if unit.state is UnitState.SHARDED and not self._start(unit, must=True):
+            self.memory.add(unit)
+            self._start(unit, must=True)
+        self.memory.wait(unit)
+        self._changing[unit.index] = unit
+        self.memory.show(unit)
+        unit.state = UnitState.GATHERED
+        self._changing.pop(unit.index, None)
+
+    def join(self, unit: Unit) -> None:
+        """Wait for the gathering of the unit, which is in ``_changing`` then. One that failed leaves it there."""
+        gathering = unit.gathering
+        assert gathering is not None
+        start = time.perf_counter()
+        try:
+            gathering.result()
+        finally:
+            self.waited_s += time.perf_counter() - start
+            if gathering.done():  # else this thread was interrupted, and the gathering goes on
+                self._changing[unit.index] = unit
+                unit.gathering = None
+            del gathering  # its error has this frame: together they would keep everything alive
+
+    def _is_there(self, unit: Unit) -> bool:
+        """Return True if ``ensure`` has nothing to do. What was gathered before an edit is given up here, where it
+        comes again at once: graphs that are alive may have views of it."""
+        if unit.state is UnitState.GATHERED and unit.stale:
+            self.drop(unit)
+        return unit.state is UnitState.GATHERED or self.is_held(unit)
+
+    def is_held(self, unit: Unit) -> bool:
+        """Return True if all parameters of the unit are whole copies: nothing to gather."""
+        return bool(self.held) and all(id(param) in self.held for param, _ in unit.views)
+
+    def _recover(self) -> None:
+        """Make SHARDED what an interrupt, or an error, has left half done."""
+        self._gather.settle()
+        for unit in list(self._changing.values()):
+            self.weights.detach(unit)
+            self.memory.reset(unit)
+        self.memory.count_free()
+        self._changing.clear()
+
+    def _start(self, unit: Unit, must: bool = False) -> bool:
+        """SHARDED -> GATHERING; False: all memory that the unit could have is in use."""
+        self._changing[unit.index] = unit
+        if not self.memory.take(unit, must):
+            del self._changing[unit.index]
+            return False
+        unit.state, unit.asked = UnitState.GATHERING, False
+        unit.edits = self.weights.edits
+        with torch._C._DisableFuncTorch():  # inside of torch.func.grad new tensors would have no address
+            self.memory.fill(unit)
+        unit.asked = True
+        del self._changing[unit.index]
+        return True
+
+    def drop(self, unit: Unit) -> None:
+        """GATHERED -> SHARDED: the unit's memory is free for others."""
+        self._changing[unit.index] = unit
+        self.weights.detach(unit)
+        self.memory.give_back(unit)
+        del self._changing[unit.index]
+
+    @property
+    def coming(self) -> Sequence[int]:
+        return self.order.coming
+
+    # --- what the hooks call ----------------------------------------------------------------------------------
+
+    def begin_pass(self) -> None:
+        """Begin the model's forward: remember the order of the last pass, start a new one."""
+        self.order.begin(in_model=True)
+        self.weights.take_back(self.units[:1])
+        self.ensure(self.units[0])
+        self._attach(self.units[0])
+
+    def _attach(self, unit: Unit) -> None:
+        if not unit.attached and unit.state is UnitState.GATHERED:
+            self.weights.attach(unit)
+
+    def end_forward(self) -> None:
+        """End the model's forward."""
+        self.order.leave_model()
+
+    def settle_use(self, unit: Unit) -> None:
+        """Make the unit's parameters ordinary ones when a use has begun, and stand-ins when it has ended."""
+        if unit.shown is unit.idle or unit.parted:
+            if unit.idle:
+                self.weights.hide(unit)
+            elif unit.attached or self.is_held(unit):
+                self.weights.show(unit)
+
+    def reached(self, unit: Unit, param: nn.Parameter) -> None:
+        """Hide ``param``, whose gradient is there: hooks of the program do not act on the gathered copy."""
+        if not unit.in_forward and id(param) not in self.held:
+            self.weights.hide_one(param)
+            unit.parted = True
+
+    def use(self, unit: Unit) -> None:
+        """Prepare ``unit`` for a module that is about to run, forward or backward."""
+        self.weights.take_back([unit])
+        self.ensure(unit)
+        self._attach(unit)
+        if unit.index == 0 or self.held:
+            return  # while parameters are open, forwards say nothing of the training's order
+        self.order.use(unit.index)
+        self.in_use = unit
+        for index in ahead_of(self.order.coming, self._sizes, *self._prefetch):
+            if self.units[index].state is UnitState.SHARDED:
+                self._start(self.units[index])
+        self.in_use = None
+
+    def before_edit(self, unit: Unit, name: str) -> None:
+        """Prepare for a change of this rank's elements of the parameter ``name``, outside of a step."""
+        if not unit.idle:
+            raise RuntimeError(
+                f"{name}: a weight of stage 3 by units cannot be changed while its module runs forward or backward: "
+                "change it between passes"
+            )
+        if unit.state is UnitState.GATHERING:
+            self.ensure(unit)
+        unit.stale = unit.state is UnitState.GATHERED
+        self.memory.begin_edit()
+
+    def invalidate(self) -> None:
+        """Make every unit SHARDED again: the weights have changed."""
+        if self._changing:
+            self._recover()
+        self.running, self.in_use = 0, None
+        self.order.end()
+        for unit in self.units:
+            if unit.state is UnitState.GATHERING:
+                self.ensure(unit)
+            unit.in_forward, unit.in_backward, unit.surrounds = 0, False, False
+            self.settle_use(unit)
+            if unit.state is UnitState.GATHERED:
+                self.drop(unit)
+        self.memory.end_step()
+
+    def end(self) -> None:
+        """Drop all units, also those that are being filled: the gathering thread has ended."""
+        for unit in self.units:
+            unit.gathering = None
+            if unit.state is not UnitState.SHARDED:
+                self.drop(unit)
