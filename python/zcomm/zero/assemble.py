@@ -18,7 +18,7 @@ from zcomm.memory.device_streams import DeviceLane
 from zcomm.memory.swap_file import StrPath, as_paths, close_at_exit, say_fallbacks
 from zcomm.zero.async_step import StepBehind
 from zcomm.zero.choose import StorePlan, make_state, make_store
-from zcomm.zero.device_step import Resident
+from zcomm.zero.device_step import DeviceStep
 from zcomm.zero.gradients import choose_transport
 from zcomm.zero.gradients.choose_transport import DeviceBuckets
 from zcomm.zero.gradients.device_norm import DeviceSquares
@@ -94,8 +94,8 @@ def build_parts(
     swap = _open_swap(geometry, sections, offload, form, stage, nvme_path)
     comm = job.duplicate()  # gradients and parameters keep an order of their own beside the caller's collectives
     weights = [sections.list[bucket.section].weights for bucket in geometry.every]
-    resident = frozenset(bucket for bucket, tier in enumerate(tiers) if tier == weights[bucket] == "device")
-    resident, peers = reach(resident, stage == 3 and "device" in weights, comm, lane)
+    on_device = frozenset(bucket for bucket, tier in enumerate(tiers) if tier == weights[bucket] == "device")
+    on_device, peers = reach(on_device, stage == 3 and "device" in weights, comm, lane)
     store = make_store(
         StorePlan(
             sections,
@@ -109,13 +109,13 @@ def build_parts(
             arena,
             swap,
             lane,
-            resident,
+            on_device,
             peers,
         )
     )
-    peers = peers if resident else None  # else they are the store's
+    peers = peers if on_device else None  # else they are the store's
     counts = [part.stop - part.start for part in map(store.part, geometry.buckets)]
-    state = make_state(counts, tiers, precision.dtype, rule, state_arena, swap, offload.fraction, lane, resident)
+    state = make_state(counts, tiers, precision.dtype, rule, state_arena, swap, offload.fraction, lane, on_device)
     numbers = {id(param): number for number, group in enumerate(groups) for param in group["params"]}
     trained = sections.params[: geometry.trained_count]
     group_of = [numbers[id(param)] for param in trained]
@@ -134,7 +134,7 @@ def build_parts(
         accumulators = choose_transport.on_host(plan)
     else:
         staged = any(isinstance(part, StagedState) for part in state.each())
-        buckets = DeviceBuckets(lane, store.resident, peers, _weights_ready(store, lane), arena, locked=staged)
+        buckets = DeviceBuckets(lane, store.on_device, peers, _weights_ready(store, lane), arena, locked=staged)
         accumulators = choose_transport.on_device(plan, buckets)
     reducer = GradientReducer(trained, sections.names[: len(trained)], plan, accumulators, overlap)
     hooks = None
@@ -167,7 +167,7 @@ def build_parts(
         model_hooks=[] if model is None else _hook_model(model, reducer, attachment),
         lane=lane,
         behind=behind,
-        resident=_resident(store, state, reducer, geometry, lane, arena, stage == 0 and peers is not None),
+        device_step=_device_step(store, state, reducer, geometry, lane, arena, stage == 0 and peers is not None),
         peers=peers,
     )
     if isinstance(store, UnitStore):
@@ -187,7 +187,7 @@ def _say_large(sections: Sections, units: Units, job: Communicator) -> None:
         logger.warning(text)
 
 
-def _resident(
+def _device_step(
     store: ParameterStore,
     state: ShardState,
     reducer: GradientReducer,
@@ -195,13 +195,13 @@ def _resident(
     lane: DeviceLane | None,
     arena: _core.PinnedArena,
     whole: bool,
-) -> Resident | None:
-    buckets = [bucket for bucket in geometry.buckets if bucket.index in store.resident]
+) -> DeviceStep | None:
+    buckets = [bucket for bucket in geometry.buckets if bucket.index in store.on_device]
     if not buckets:
         return None
     transport = reducer.accumulators.transports[buckets[0].index]
     assert isinstance(transport, PeersTransport) and isinstance(state, TieredState) and lane is not None
-    return Resident(buckets, state.device, store, transport, DeviceSquares(lane, arena), whole)
+    return DeviceStep(buckets, state.device, store, transport, DeviceSquares(lane, arena), whole)
 
 
 def _behind(
@@ -224,7 +224,7 @@ def _behind(
 
 def _weights_ready(store: ParameterStore, lane: DeviceLane) -> Any:
     """Return the event after which no old weights are on their way to the device; of units ``settle`` alone tells."""
-    return store.all_came if isinstance(store, DeviceStore) else lane.event()
+    return store.all_ready if isinstance(store, DeviceStore) else lane.event()
 
 
 def _open_swap(

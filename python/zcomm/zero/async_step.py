@@ -54,7 +54,7 @@ class StepBehind:
         self.join()
         for event in self._sent:
             event.clear()
-        self._waiting = set(range(len(self._sent))).difference(self._store.resident)  # these are torch's stream's own
+        self._waiting = set(range(len(self._sent))).difference(self._store.on_device)  # these are torch's stream's own
         self._running = self._thread.submit(self._run, update)
 
     def _run(self, update: Callable[[], None]) -> None:

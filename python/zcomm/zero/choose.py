@@ -22,7 +22,7 @@ from zcomm.zero.options import Units
 from zcomm.zero.params.device import DeviceStore
 from zcomm.zero.params.device_shards import DeviceSource
 from zcomm.zero.params.shards import ShardSource, make_source
-from zcomm.zero.params.stores import ParameterStore, PrivateStore, ResidentStore, SharedStore
+from zcomm.zero.params.stores import HostStore, ParameterStore, PrivateStore, SharedStore
 from zcomm.zero.rules.rule import Rule
 from zcomm.zero.units.device import DeviceMemory
 from zcomm.zero.units.from_devices import FromDevices
@@ -37,7 +37,7 @@ from zcomm.zero.units.store import UnitStore
 class StorePlan:
     """What a store of parameters is made for, and with what.
 
-    shared: ranks of a host share memory. lane: of the model's device; None: it is on the CPU. resident: buckets that
+    shared: ranks of a host share memory. lane: of the model's device; None: it is on the CPU. on_device: buckets that
     are there alone, on each rank's device. peers: between these (None: one rank, or they do not reach each other).
     """
 
@@ -52,7 +52,7 @@ class StorePlan:
     arena: _core.PinnedArena
     swap: _core.SwapFile | None
     lane: DeviceLane | None
-    resident: Collection[int] = ()
+    on_device: Collection[int] = ()
     peers: Communicator | None = None
 
     @property
@@ -66,14 +66,14 @@ def make_store(plan: StorePlan) -> ParameterStore:
     params, geometry, comm, lane = plan.sections.params, plan.geometry, plan.comm, plan.lane
     if plan.sections.by_unit:
         return _units_on_host(plan) if lane is None else _units_on_device(plan, lane)
-    host: ResidentStore
+    host: HostStore
     if plan.stage >= 1 and plan.shared:
-        host = SharedStore(params, geometry, comm, plan.dtype, plan.tiers, plan.resident)
+        host = SharedStore(params, geometry, comm, plan.dtype, plan.tiers, plan.on_device)
     else:
-        host = PrivateStore(params, geometry, comm, plan.dtype, plan.tiers, plan.stage == 0, plan.resident)
+        host = PrivateStore(params, geometry, comm, plan.dtype, plan.tiers, plan.stage == 0, plan.on_device)
     if lane is None:
         return host
-    return DeviceStore(params, geometry, comm, plan.tiers, host, lane, plan.resident, plan.peers)
+    return DeviceStore(params, geometry, comm, plan.tiers, host, lane, plan.on_device, plan.peers)
 
 
 def _units(plan: StorePlan) -> UnitPlan:
@@ -97,26 +97,26 @@ def _units_on_host(plan: StorePlan) -> UnitStore:
 
 def _units_on_device(plan: StorePlan, lane: DeviceLane) -> UnitStore:
     """Shards of tier "device" stay there, if ranks reach each other's; where the host steps them, it has a copy."""
-    geometry, tiers, resident, peers = plan.geometry, plan.tiers, plan.resident, plan.peers
+    geometry, tiers, on_device, peers = plan.geometry, plan.tiers, plan.on_device, plan.peers
     reached = peers is not None or plan.comm.world_size == 1
     stay = [bucket for bucket in geometry.every if reached and tiers[bucket.index] == "device"]
-    followed = {b.index for b in stay if b.index < len(geometry.buckets) and b.index not in resident}
+    followed = {b.index for b in stay if b.index < len(geometry.buckets) and b.index not in on_device}
     alone = {b.index for b in stay} - followed  # which the host has not
     every = [b for b in geometry.every if b.index not in alone]
-    trained = [b for b in geometry.buckets if b.index not in resident]
+    trained = [b for b in geometry.buckets if b.index not in on_device]
     host = _shards_on_host(plan, every, trained, lane) if every else None
     if host is not None and not stay:
         units, gather = _units(plan), ShardGather(plan.comm, host, plan.shared)
         memory = DeviceMemory(units, gather, lane, home="cpu")
         memory.fillers = [FromHost(memory.units, gather, plan.dtype, lane)]
         return UnitStore(units, tiers, gather, memory)
-    if peers is not None and resident:
+    if peers is not None and on_device:
         peers = peers.duplicate()  # gradients have an order of their own
     source = DeviceSource(stay, host, followed, plan.dtype, peers, lane)
     units, gather = _units(plan), ShardGather(plan.comm, source, plan.shared)
     memory = DeviceMemory(units, gather, lane, "device", peers)
     memory.fillers = [FromHost(memory.units, gather, plan.dtype, lane), FromDevices(source, peers, lane)]
-    return UnitStore(units, tiers, gather, memory, resident)
+    return UnitStore(units, tiers, gather, memory, on_device)
 
 
 def _shards_on_host(
@@ -141,10 +141,10 @@ def make_state(
     swap: _core.SwapFile | None,
     fraction: float,
     lane: DeviceLane | None,
-    resident: Collection[int],
+    on_device: Collection[int],
 ) -> ShardState:
     """counts, tiers: of each trained bucket's shard. lane: of the model's device; None: it is on the CPU, whose memory
-    is both "device" and "cpu". resident: numbers of the buckets whose weights and gradients are on the device, too."""
+    is both "device" and "cpu". on_device: numbers of the buckets whose weights and gradients are on the device, too."""
     there = [lane is not None and tier == "device" for tier in tiers]
     here = [0 if at else count for count, at in zip(counts, there, strict=True)]
     if lane is not None and "nvme" not in tiers:
@@ -158,7 +158,7 @@ def make_state(
         return host
     state: ShardState = host
     for kind, inside in ((StagedState, False), (DeviceState, True)):
-        theirs = [at and (number in resident) == inside for number, at in enumerate(there)]
+        theirs = [at and (number in on_device) == inside for number, at in enumerate(there)]
         if any(theirs):
             own = [count if at else 0 for count, at in zip(counts, theirs, strict=True)]
             state = TieredState(state, kind(own, dtype, rule, lane), theirs)

@@ -1,11 +1,11 @@
-"""Resident buckets: weights, gradient and optimizer state are on the devices alone, where they are stepped.
+"""DeviceStep: the step of buckets whose weights, gradient and optimizer state are on the devices alone.
 
-[Note: resident buckets] What need not be offloaded does not come to the host, where a rank is alone or the ranks'
+[Note: buckets on devices] What need not be offloaded does not come to the host, where a rank is alone or the ranks'
 devices reach each other (``peers``): gradients add up on the device, the step is kernels on torch's stream behind them,
 the weights are changed in place (each rank's part; the others' parts are gathered then, in stage 3 when a unit is
 used), and what is given to that stream next sees them. The host waits for other ranks' calls alone, and steps the other
 buckets meanwhile. Of the norm the words of an exact sum come to the host.
-Thread rule: the main thread: torch's stream is that of whoever calls.
+Thread rule: the main thread: torch's stream is the caller's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zcomm.zero.optim_state.ram import Run, ShardStep
 from zcomm.zero.params.stores import ParameterStore
 
 
-class Resident:
+class DeviceStep:
     """The buckets, and where their parts are. whole: several ranks step all of each (stage 0)."""
 
     def __init__(
@@ -56,8 +56,8 @@ class Resident:
                     self._state.step_shard(ShardStep(bucket.index, self._store.there(bucket), grad, runs(bucket)))
             except BaseException as error:
                 failed = error
-            self._store.spread_resident(bucket)
-        self._store.arrive_resident()
+            self._store.spread_on_device(bucket)
+        self._store.arrive_on_device()
         if failed is not None:
             raise failed
 

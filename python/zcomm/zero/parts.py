@@ -19,7 +19,7 @@ from zcomm import _core
 from zcomm.comm.communicator import Communicator
 from zcomm.memory.device_streams import DeviceLane
 from zcomm.zero.async_step import StepBehind
-from zcomm.zero.device_step import Resident
+from zcomm.zero.device_step import DeviceStep
 from zcomm.zero.files.save_task import SaveTask
 from zcomm.zero.gradients.nonfinite import NonFinite
 from zcomm.zero.gradients.norm import GradientNorm
@@ -68,8 +68,8 @@ class Parts:
     attachment: Attachment
     lane: DeviceLane | None = None  # None: the model is on the CPU
     behind: StepBehind | None = None
-    resident: Resident | None = None  # None: no bucket stays on a device
-    peers: Communicator | None = None  # between the devices of several ranks with resident buckets
+    device_step: DeviceStep | None = None  # None: no bucket stays on a device
+    peers: Communicator | None = None  # between the devices of several ranks with such buckets
     save_comm: Communicator | None = None  # of checkpoints in the background; made by the first
     saving: SaveTask | None = None  # the last save, which may still be writing
 

@@ -28,8 +28,10 @@ def check_host(job: Communicator) -> None:
 def reach(
     wanted: frozenset[int], shards: bool, comm: Communicator, lane: DeviceLane | None
 ) -> tuple[frozenset[int], Communicator | None]:
-    """Which of the ``wanted`` buckets are resident, and by what their devices reach each other. shards: those of
-    parameters are to stay on devices, too. Collective."""
+    """Choose which of the ``wanted`` buckets stay on devices, and by what their devices reach each other.
+
+    shards: those of parameters are to stay on devices, too. Collective.
+    """
     if lane is None or comm.world_size == 1 or not (wanted or shards):
         return (frozenset() if lane is None else wanted), None
     peers = lane.reach(comm)

@@ -44,7 +44,7 @@ class OptimizerStep:
     def __init__(self, parts: Parts, train: TrainState, frozen: Sequence[torch.Tensor]) -> None:
         self._parts, self._train, self._frozen = parts, train, frozen
         self._whole = train.stage == 0  # every rank updates everything
-        there = parts.resident.numbers if parts.resident is not None else ()
+        there = parts.device_step.numbers if parts.device_step is not None else ()
         self._on_host = [bucket for bucket in parts.geometry.buckets if bucket.index not in there]
         self._reverse = True
         self._rests: bool | None = None  # whether any rank ever had a rest of gradients; None: no step has told
@@ -143,13 +143,13 @@ class OptimizerStep:
 
     def _begin_norm(self) -> None:
         self._parts.norm.begin()
-        if self._parts.resident is not None:
-            self._parts.resident.start_norm()
+        if self._parts.device_step is not None:
+            self._parts.device_step.start_norm()
         self._parts.reducer.accumulators.send_squares()
 
     def _end_norm(self) -> float:
-        if self._parts.resident is not None:
-            self._parts.resident.end_norm(self._parts.norm)
+        if self._parts.device_step is not None:
+            self._parts.device_step.end_norm(self._parts.norm)
         return self._parts.norm.end(note=self._parts.reducer.agreement.note)
 
     def _counted(self, total: float) -> float:
@@ -207,7 +207,7 @@ class OptimizerStep:
 
     def _prepared(self, scale: float, reverse: bool | None = None) -> Callable[[], None]:
         """Prepare ``_update`` for another thread, with the hyperparameters as they are now. reverse: None: first bucket
-        first, where nothing is gained by turning round. The resident buckets are stepped now."""
+        first, where nothing is gained by turning round. The buckets on the device are stepped now."""
         if reverse is None:
             reverse = self._reverse and self._parts.state.turns
         hyper = self._begin(scale)
@@ -266,16 +266,16 @@ class OptimizerStep:
         return total
 
     def _begin(self, scale: float) -> list[Any]:
-        """Prepare the rule for each group, and start the step of resident buckets, which the device does beside what
+        """Prepare the rule for each group, and start the step of buckets on the device, which it does beside what
         follows. Returns: what the rule needs of each group."""
         self._parts.store.used()
         start = time.perf_counter()
         self._parts.store.take_edits()
         self._parts.attachment.looked_s += time.perf_counter() - start
         hyper = self._train.cohorts.prepare(self._train.param_groups, scale, self._parts.reducer.agreement.skipped)
-        if self._parts.resident is not None:
+        if self._parts.device_step is not None:
             try:
-                self._parts.resident.step(lambda bucket: self._runs(bucket, hyper))
+                self._parts.device_step.step(lambda bucket: self._runs(bucket, hyper))
             except BaseException as error:
                 broadcast_error(self._parts.comm, error)
                 raise

@@ -89,7 +89,7 @@ def lag_hooks() -> None:
     from zcomm.zero.gradients.reducer import GradientReducer
     from zcomm.zero.optim_state.nvme import SwappedState
     from zcomm.zero.optim_state.ram import ShardState
-    from zcomm.zero.params.stores import ResidentStore
+    from zcomm.zero.params.stores import HostStore
     from zcomm.zero.units.gather import ShardGather
     from zcomm.zero.units.hooks import UnitHooks
     from zcomm.zero.units.life import UnitLife
@@ -102,7 +102,7 @@ def lag_hooks() -> None:
     sleepy(ShardGather, ["fill"], clock)
     sleepy(UnitStore, ["publish"], clock)
     sleepy(UnitHooks, ["_begin", "_end_backward"], clock)
-    sleepy(ResidentStore, ["load"], clock)
+    sleepy(HostStore, ["load"], clock)
     sleepy(SwappedState, ["_read", "_write", "_settle", "_take"], clock)
     sleepy(ShardState, ["_step_tile"], clock)
 

@@ -42,7 +42,7 @@ class Frozen:
             parts.state.flush()
             self._copy = parts.swap.copied()
         store: Any = _Weights(parts, self._copy, needed)
-        state: Any = parts.state.frozen(self._copy) if whole else parts.state
+        state: Any = parts.state.snapshot(self._copy) if whole else parts.state
         self._parts = dataclasses.replace(parts, store=store, state=state)
 
     def parts(self, comm: Communicator) -> Parts:

@@ -19,7 +19,7 @@ import torch
 from zcomm import _core
 from zcomm.memory.device_streams import DeviceLane
 from zcomm.zero.layout.tiles import TilePart, cut
-from zcomm.zero.optim_state.ram import FrozenState, ShardState, ShardStep, runs_in
+from zcomm.zero.optim_state.ram import ShardState, ShardStep, StateSnapshot, runs_in
 from zcomm.zero.optim_state.swap_file import AnyCopy
 from zcomm.zero.rules.rule import Rule
 
@@ -56,7 +56,7 @@ class DeviceState(ShardState):
     def flush(self) -> None:
         pass  # nothing does
 
-    def frozen(self, copy: AnyCopy | None) -> FrozenState:
+    def snapshot(self, copy: AnyCopy | None) -> StateSnapshot:
         twin = shallow_copy(self)
         twin._states = [state.to("cpu", copy=True) for state in self._states]
         return twin

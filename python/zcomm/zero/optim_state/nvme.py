@@ -55,27 +55,27 @@ def swap_nbytes(counts: Sequence[int], tiers: Sequence[str], fraction: float, fo
     return sum(-(-size // page) * page for size in sizes)
 
 
-class FrozenSpans:
+class SpansSnapshot:
     """A swapped state as it was: for reading, on one thread, one span at a time in RAM."""
 
     def __init__(
         self,
         form: TileForm,
         locate: Callable[[int, slice], tuple[Span, slice]],
-        resident: dict[Span, torch.Tensor],
+        in_ram: dict[Span, torch.Tensor],
         key_of: Callable[[Span], str],
         copy: AnyCopy,
     ) -> None:
         self.form = form
-        self._locate, self._resident, self._key_of, self._copy = locate, resident, key_of, copy
+        self._locate, self._in_ram, self._key_of, self._copy = locate, in_ram, key_of, copy
         self._last: tuple[Span, torch.Tensor] | None = None
 
     def tile(self, bucket: int, part: slice, *, load: bool = True, store: bool = False) -> Held:
         assert not store
         span, inside = self._locate(bucket, part)
-        resident = self._resident.get(span)
-        if resident is not None:
-            return nullcontext(resident[inside])
+        in_ram = self._in_ram.get(span)
+        if in_ram is not None:
+            return nullcontext(in_ram[inside])
         if self._last is None or self._last[0] != span:
             self._last = span, self._copy.load(self._key_of(span))
         return nullcontext(self._last[1][inside])
@@ -117,12 +117,12 @@ class SwappedState(ShardState):
         self._spans, is_swapped = place(self.counts, tiers, fraction)
         self._swapped = [span for span, swapped in zip(self._spans, is_swapped, strict=True) if swapped]
         self._numbers = {span: number for number, span in enumerate(self._swapped)}
-        resident = [span for span in self._spans if span not in self._numbers]
-        sizes = [self.form.nbytes(count) for _, _, count in resident]
+        in_ram = [span for span in self._spans if span not in self._numbers]
+        sizes = [self.form.nbytes(count) for _, _, count in in_ram]
         memory = tensor_of(arena.allocate(sum(sizes)), torch.uint8) if sum(sizes) else torch.empty(0)
-        self._resident = dict(zip(resident, memory.split(sizes) if resident else (), strict=True))
+        self._in_ram = dict(zip(in_ram, memory.split(sizes) if in_ram else (), strict=True))
         self.nbytes_by_tier = {"nvme": sum(self.form.nbytes(count) for _, _, count in self._swapped)}
-        for (bucket, _, _), size in zip(resident, sizes, strict=True):
+        for (bucket, _, _), size in zip(in_ram, sizes, strict=True):
             tier = "device" if tiers[bucket] == "device" else "cpu"
             self.nbytes_by_tier[tier] = self.nbytes_by_tier.get(tier, 0) + size
         # A kernel takes all tiles of a span in one call, where it can.
@@ -180,9 +180,9 @@ class SwappedState(ShardState):
     @contextmanager
     def tile(self, bucket: int, part: slice, *, load: bool = True, store: bool = False) -> Iterator[torch.Tensor]:
         span, inside = self._locate(bucket, part)
-        resident = self._resident.get(span)
-        if resident is not None:
-            yield resident[inside]
+        in_ram = self._in_ram.get(span)
+        if in_ram is not None:
+            yield in_ram[inside]
             return
         number = self._numbers[span]
         if self._on_drive[number] and (load or part.stop - part.start < span[2]):
@@ -217,10 +217,10 @@ class SwappedState(ShardState):
         self._holds = [-1] * len(self._windows)
         self._changed = [False] * len(self._windows)
 
-    def frozen(self, copy: AnyCopy | None) -> FrozenSpans:
+    def snapshot(self, copy: AnyCopy | None) -> SpansSnapshot:
         assert copy is not None
-        resident = {span: memory.clone() for span, memory in self._resident.items()}
-        return FrozenSpans(self.form, self._locate, resident, self._span_key, copy)
+        in_ram = {span: memory.clone() for span, memory in self._in_ram.items()}
+        return SpansSnapshot(self.form, self._locate, in_ram, self._span_key, copy)
 
     def _span_key(self, span: Span) -> str:
         return self._keys[self._numbers[span]]
@@ -240,9 +240,9 @@ class SwappedState(ShardState):
                 shard = next(shards, None)
             assert shard is not None, f"no shard for bucket {bucket}"
             part = slice(begin, begin + count)
-            resident = self._resident.get(span)
-            if resident is not None:
-                self._step_span(shard, resident, part)
+            in_ram = self._in_ram.get(span)
+            if in_ram is not None:
+                self._step_span(shard, in_ram, part)
                 continue
             self._wait(reads.popleft())
             number = self._numbers[span]
@@ -278,4 +278,4 @@ class SwappedState(ShardState):
     def close(self) -> None:
         self._forget()
         self._windows.clear()
-        self._resident.clear()
+        self._in_ram.clear()

@@ -46,7 +46,7 @@ def runs_in(runs: Sequence[Run], tile: slice) -> Iterator[Run]:
             yield low, high, value
 
 
-class FrozenState(Protocol):
+class StateSnapshot(Protocol):
     """A state as it was."""
 
     form: TileForm
@@ -79,7 +79,7 @@ class ShardState(ABC):
         """What belongs on a drive is there, or on its way."""
 
     @abstractmethod
-    def frozen(self, copy: AnyCopy | None) -> FrozenState:
+    def snapshot(self, copy: AnyCopy | None) -> StateSnapshot:
         """As it is now, for reading on another thread. copy: of the swap file, after ``flush``."""
 
     @abstractmethod
@@ -159,7 +159,7 @@ class RamState(ShardState):
     def flush(self) -> None:
         pass  # nothing does
 
-    def frozen(self, copy: AnyCopy | None) -> FrozenState:
+    def snapshot(self, copy: AnyCopy | None) -> StateSnapshot:
         twin = shallow_copy(self)
         twin._states = [state.clone() for state in self._states]
         return twin

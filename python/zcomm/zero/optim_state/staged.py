@@ -28,13 +28,13 @@ SLOTS = 3
 
 
 class _Slot:
-    """came: both are there; stepped; left: the weights are home, and the slot is free."""
+    """Room for one piece. Events: ready: both are there; stepped; freed: the weights are on the host again."""
 
     def __init__(self, count: int, dtype: torch.dtype, lane: DeviceLane) -> None:
         self.grad = lane.empty(count, torch.float32, "gradients of a step")
         self.weight = lane.empty(count, dtype, "weights of a step")
-        self.came, self.stepped, self.left = (lane.event() for _ in range(3))
-        lane.recorded(self.left)  # the memory's last owner, in the order of torch's stream
+        self.ready, self.stepped, self.freed = (lane.event() for _ in range(3))
+        lane.recorded(self.freed)  # the memory's last owner, in the order of torch's stream
 
 
 class StagedState(DeviceState):
@@ -57,7 +57,7 @@ class StagedState(DeviceState):
             slot = self._slots[self._next % SLOTS]
             self._next += 1
             self._step_piece(shard, part, slot)
-            used.append(slot.left)
+            used.append(slot.freed)
         self._await(used[-SLOTS:])
 
     def _await(self, events: Sequence[Any]) -> None:
@@ -68,19 +68,19 @@ class StagedState(DeviceState):
         count = part.stop - part.start
         grad, weight = slot.grad[:count], slot.weight[:count]
         copies = [(grad, shard.grad[part]), (weight, shard.weight[part])]
-        self._lane.h2d.copy(copies, [slot.left], slot.came)
+        self._lane.h2d.copy(copies, [slot.freed], slot.ready)
 
         def step(stream: _core.Stream) -> None:
             self._put(stream, shard, part, weight, grad)
 
         if self.rule.on_device == "torch":
             stream = self._lane.current()
-            stream.wait(slot.came)
+            stream.wait(slot.ready)
             step(stream)
             stream.record(slot.stepped)
         else:
             self._lane.h2d.run(step, slot.stepped)
-        self._lane.d2h.copy([(shard.weight[part], weight)], [slot.stepped], slot.left)
+        self._lane.d2h.copy([(shard.weight[part], weight)], [slot.stepped], slot.freed)
 
     def renew(self) -> None:
         """No weights of a step that failed are still on their way home."""

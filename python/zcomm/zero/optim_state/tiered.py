@@ -10,14 +10,14 @@ from collections.abc import Iterator, Sequence
 
 from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.optim_state.device import DeviceState
-from zcomm.zero.optim_state.ram import FrozenState, Held, ShardState, ShardStep
+from zcomm.zero.optim_state.ram import Held, ShardState, ShardStep, StateSnapshot
 from zcomm.zero.optim_state.swap_file import AnyCopy
 
 
-class FrozenTiers:
+class TiersSnapshot:
     """A TieredState as it was."""
 
-    def __init__(self, form: TileForm, there: Sequence[bool], host: FrozenState, device: FrozenState) -> None:
+    def __init__(self, form: TileForm, there: Sequence[bool], host: StateSnapshot, device: StateSnapshot) -> None:
         self.form = form
         self._there, self._host, self._device = there, host, device
 
@@ -54,8 +54,8 @@ class TieredState(ShardState):
         self.host.renew()
         self.device.renew()
 
-    def frozen(self, copy: AnyCopy | None) -> FrozenState:
-        return FrozenTiers(self.form, self._there, self.host.frozen(copy), self.device.frozen(None))
+    def snapshot(self, copy: AnyCopy | None) -> StateSnapshot:
+        return TiersSnapshot(self.form, self._there, self.host.snapshot(copy), self.device.snapshot(None))
 
     def step(self, shards: Iterator[ShardStep], reverse: bool = False) -> None:
         self.host.step(self._others(shards), reverse)

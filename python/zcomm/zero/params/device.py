@@ -5,8 +5,8 @@ the host's (``host``: one copy for its ranks, or a copy each). In a sweep a buck
 lane's ``h2d`` stream, as soon as it is updated, while the next bucket is; the parts of other ranks follow when these
 have theirs: a barrier (or all_gather) for each bucket, which runs beside the sweep. The device's weights are
 overwritten only after what torch's stream had been given when the sweep began; ``arrive`` makes that stream wait for
-the new ones. The host waits for nothing but other ranks. Resident buckets (device_step.py) have none on the host and no
-part in sweeps: their parts go from device to device.
+the new ones. The host waits for nothing but other ranks. Buckets on devices (device_step.py) have none on the host and
+no part in sweeps: their parts go from device to device.
 The program may edit the parameters on the device, but not by way of ``.data``, which moves no version counter. A step
 takes this rank's part of what was edited to the host first.
 Thread rule: one thread at a time; a sweep and the ``publish`` after it may run on another thread than ``arrive``.
@@ -23,12 +23,12 @@ from zcomm.comm.communicator import Communicator
 from zcomm.comm.work import Work
 from zcomm.memory.device_streams import DeviceLane
 from zcomm.zero.layout.flat import FlatBucket, Geometry
-from zcomm.zero.params.stores import Form, ParameterStore, ResidentStore, SharedStore, form_of
+from zcomm.zero.params.stores import Form, HostStore, ParameterStore, SharedStore, form_of
 
 
 class DeviceStore(ParameterStore):
-    """host: what holds the weights on the host; no parameter points at it. resident: numbers of buckets that ``host``
-    has not. peers: between the ranks' devices, where several have resident buckets."""
+    """host: what holds the weights on the host; no parameter points at it. on_device: numbers of buckets that ``host``
+    has not. peers: between the ranks' devices, where several have such buckets."""
 
     def __init__(
         self,
@@ -36,15 +36,15 @@ class DeviceStore(ParameterStore):
         geometry: Geometry,
         comm: Communicator,
         tiers: Sequence[str],
-        host: ResidentStore,
+        host: HostStore,
         lane: DeviceLane,
-        resident: Collection[int] = (),
+        on_device: Collection[int] = (),
         peers: Communicator | None = None,
     ) -> None:
         super().__init__(params, geometry, comm, host._dtype, tiers)
         self._peers = peers
-        self._spreading: list[Work] = []  # of resident buckets
-        self.resident = frozenset(resident)
+        self._spreading: list[Work] = []  # of buckets on devices
+        self.on_device = frozenset(on_device)
         self._host, self._lane = host, lane
         lane.lock(host._flat)
         if peers is None:
@@ -52,8 +52,8 @@ class DeviceStore(ParameterStore):
         else:
             self._flat = lane.symmetric(peers, geometry.every_count, host._dtype, "parameters")
         self._used = lane.event()  # torch's stream has used the old weights
-        self._came = [lane.event() for _ in geometry.every]  # the bucket's new weights are on the device
-        self.all_came = lane.event()
+        self._ready = [lane.event() for _ in geometry.every]  # the bucket's new weights are on the device
+        self.all_ready = lane.event()
         self._others: deque[tuple[FlatBucket, Work]] = deque()  # whose other parts are still to be sent
         self._swept = False
         self._forms: list[Form | None] = [None] * len(params)  # of the view that each parameter is
@@ -64,7 +64,7 @@ class DeviceStore(ParameterStore):
         return self._host.part(bucket)
 
     def begin(self, bucket: FlatBucket) -> torch.Tensor:
-        if bucket.index in self.resident:
+        if bucket.index in self.on_device:
             return torch.empty_like(self.there(bucket), device="cpu")
         return self._host.begin(bucket)
 
@@ -75,12 +75,12 @@ class DeviceStore(ParameterStore):
             self._forms[index] = form_of(own)
 
     def load(self, bucket: FlatBucket) -> torch.Tensor:
-        if bucket.index in self.resident:
+        if bucket.index in self.on_device:
             return self.there(bucket).to("cpu", copy=True)
         return self._host.load(bucket)
 
     def save(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
-        if bucket.index in self.resident:
+        if bucket.index in self.on_device:
             self.there(bucket).copy_(weight)
         else:
             self._host.save(bucket, weight)
@@ -100,7 +100,7 @@ class DeviceStore(ParameterStore):
     def take_edits(self) -> None:
         for index in range(len(self._params)):
             bucket = self._geometry.bucket_of(index)
-            if bucket.index not in self.resident and self._edited(index):
+            if bucket.index not in self.on_device and self._edited(index):
                 place, part = self._geometry.places[index], self.part(bucket)
                 low, high = max(place.offset, part.start), min(place.offset + place.count, part.stop)
                 if low < high:
@@ -130,7 +130,7 @@ class DeviceStore(ParameterStore):
     def there(self, bucket: FlatBucket) -> torch.Tensor:
         return self._bucket(bucket)[self.part(bucket)]
 
-    def spread_resident(self, bucket: FlatBucket) -> None:
+    def spread_on_device(self, bucket: FlatBucket) -> None:
         mine = self.there(bucket)
         if self._peers is None or mine.numel() == bucket.count:
             return
@@ -139,7 +139,7 @@ class DeviceStore(ParameterStore):
         assert isinstance(work, Work)
         self._spreading.append(work)
 
-    def arrive_resident(self) -> None:
+    def arrive_on_device(self) -> None:
         while self._spreading:
             self._spreading.pop(0).wait()
 
@@ -189,7 +189,7 @@ class DeviceStore(ParameterStore):
         """Host to device, behind what used the old weights."""
         host, there = self._host._bucket(bucket), self._bucket(bucket)
         copies = [(there[part], host[part]) for part in parts]
-        self._lane.h2d.copy(copies, [self._used], self._came[bucket.index], self.all_came)
+        self._lane.h2d.copy(copies, [self._used], self._ready[bucket.index], self.all_ready)
 
     def spread(self) -> None:
         swept, self._swept = self._swept, False
@@ -199,12 +199,12 @@ class DeviceStore(ParameterStore):
             return
         self._host.spread()
         for bucket in self._geometry.every:
-            if bucket.index in self.resident:
-                self.spread_resident(bucket)
-        self.arrive_resident()
+            if bucket.index in self.on_device:
+                self.spread_on_device(bucket)
+        self.arrive_on_device()
         self.used()
         for bucket in self._geometry.every:
-            if bucket.index not in self.resident:
+            if bucket.index not in self.on_device:
                 self._send(bucket, slice(0, bucket.count))
         self.arrive()
 
@@ -217,11 +217,11 @@ class DeviceStore(ParameterStore):
         self._swept = False
 
     def arrive(self) -> None:
-        self._lane.current().wait(self.all_came)
+        self._lane.current().wait(self.all_ready)
 
     def arrive_bucket(self, bucket: int) -> None:
         """As ``arrive``, of one bucket: for a sweep on another thread that has come there."""
-        self._lane.current().wait(self._came[bucket])
+        self._lane.current().wait(self._ready[bucket])
 
     # --- whole parameters -------------------------------------------------------------------------------------
 

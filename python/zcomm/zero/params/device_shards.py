@@ -43,7 +43,7 @@ class DeviceSource(ShardSource):
             bucket.index: shard for bucket, shard in zip(stay, flat.split(sizes), strict=True)
         }
         self._host, self._followed, self._lane = host, frozenset(followed), lane
-        self._used, self._came = lane.event(), lane.event()
+        self._used, self._ready = lane.event(), lane.event()
 
     def stays(self, bucket: FlatBucket) -> bool:
         return bucket.index in self._shards
@@ -97,11 +97,11 @@ class DeviceSource(ShardSource):
 
     def _follow(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
         if bucket.index in self._followed:
-            self._lane.h2d.copy([(self.there(bucket), weight)], [self._used], self._came)
+            self._lane.h2d.copy([(self.there(bucket), weight)], [self._used], self._ready)
 
     def arrive(self) -> None:
         """What torch's stream is given next sees the new weights."""
-        self._lane.current().wait(self._came)
+        self._lane.current().wait(self._ready)
 
     @property
     def window_nbytes(self) -> int:

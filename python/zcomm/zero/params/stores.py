@@ -36,7 +36,7 @@ class ParameterStore(ABC):
 
     waited_s = 0.0
     keeps_weights = True  # close() leaves the model weights of its own, where it can
-    resident: Collection[int] = frozenset()  # numbers of the buckets that are on devices alone (device_step.py)
+    on_device: Collection[int] = frozenset()  # numbers of the buckets that are on devices alone (device_step.py)
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class ParameterStore(ABC):
     def renew(self) -> None:  # noqa: B027
         """After a failure, before all trained ones are loaded: nothing is in flight, and no weight is lost to it."""
 
-    # Of resident buckets.
+    # Of buckets that are on devices alone.
 
     def edited(self, bucket: FlatBucket) -> bool:
         """Return True if the program has changed a parameter of ``bucket`` on the device since the last step."""
@@ -136,10 +136,10 @@ class ParameterStore(ABC):
         """The weights of this rank's part, which torch's stream may change."""
         raise NotImplementedError
 
-    def spread_resident(self, bucket: FlatBucket) -> None:  # noqa: B027
+    def spread_on_device(self, bucket: FlatBucket) -> None:  # noqa: B027
         """Torch's stream has changed this rank's part: start to bring the other ranks'. Collective."""
 
-    def arrive_resident(self) -> None:  # noqa: B027
+    def arrive_on_device(self) -> None:  # noqa: B027
         """What torch's stream is given next sees all parts. The host waits until all ranks have spread theirs."""
 
     @abstractmethod
@@ -220,7 +220,7 @@ class ParameterStore(ABC):
             param.data = param.data.clone()
 
 
-class ResidentStore(ParameterStore):
+class HostStore(ParameterStore):
     """All parameters in one flat tensor of this process's memory, whose addresses never change.
 
     begins: where each bucket is in it; None: as in the flat index. Buckets that are not in it are elsewhere.
@@ -297,7 +297,7 @@ def _begins(geometry: Geometry, without: Collection[int]) -> tuple[dict[int, int
     return begins, count
 
 
-class SharedStore(ResidentStore):
+class SharedStore(HostStore):
     """A store with one copy for the host, of which parameters are copy-on-write views ([Note: edited weights]).
     without: buckets that it does not have."""
 
@@ -364,7 +364,7 @@ class SharedStore(ResidentStore):
         return self._comm.local_world_size
 
 
-class PrivateStore(ResidentStore):
+class PrivateStore(HostStore):
     """A copy for each rank. ``replicated``: every rank updates all of it (stage 0, a world of one); otherwise parts
     are gathered. without: buckets that it does not have."""
 

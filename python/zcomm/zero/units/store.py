@@ -26,7 +26,7 @@ ROOM = 0.8  # of free memory that weights may take in close()
 class UnitStore(ParameterStore):
     """Sharded parameters, gathered unit by unit. tiers: of each bucket's shard.
 
-    resident: numbers of the buckets whose weights, gradients and state are on the devices alone.
+    on_device: numbers of the buckets whose weights, gradients and state are on the devices alone.
     """
 
     def __init__(
@@ -35,10 +35,10 @@ class UnitStore(ParameterStore):
         tiers: Sequence[str],
         gather: ShardGather,
         memory: UnitMemory,
-        resident: Collection[int] = (),
+        on_device: Collection[int] = (),
     ) -> None:
         super().__init__(plan.params, plan.geometry, plan.comm, plan.dtype, tiers)
-        self.resident = frozenset(resident)
+        self.on_device = frozenset(on_device)
         self.gather, self.source, self.memory = gather, gather.source, memory
         self.weights = UnitWeights(self, plan.params, [place.shape for place in plan.geometry.places])
         self.life = UnitLife(plan, memory, gather, self.weights)

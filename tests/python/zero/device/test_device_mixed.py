@@ -117,7 +117,7 @@ def test_offloaded_state_leaves_gathers_between_devices(tmp_path: Path) -> None:
         net = Net("plain")
         opt = Job(3, "cpu", resident=True).build(net, str(tmp_path), comm)
         store = opt._parts.store
-        assert len(store.memory.fillers) == 2 and not store.resident
+        assert len(store.memory.fillers) == 2 and not store.on_device
         assert opt.memory()["device"]["parameters"] == opt.memory()["cpu"]["parameters"] > 0
         crossed, units = [0], list(store.units)
         lane = opt._parts.lane

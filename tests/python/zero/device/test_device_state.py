@@ -23,7 +23,7 @@ from zcomm.zero.optim_state import staged
 Run = Callable[..., list[Any]]
 DELAY_S = 0.0003
 
-# A world of one with resident buckets.
+# A world of one with buckets that stay on the device.
 ALONE = [
     Job(0, None), Job(1, None, precision="bf16", clip=0.5), Job(2, None, precision="fp16", accum=2),
     Job(2, None, clip=1.0, accum=3, overlap=False), Job(2, fraction=0.5, bucket_mb=0.002),
