@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from zcomm.zero.gradients.stand_in import GradStandIn
 from zcomm.zero.units.stand_in_ops import (
     AUTOGRAD,
+    DEVICE,
     ELEMENTWISE,
     GEOMETRY,
     LIKE,
@@ -166,6 +167,8 @@ class ShardedData(_StandIn, torch.Tensor):
                 f"{_called(args[0])}: the memory of a sharded weight cannot become another Parameter: "
                 "nn.Parameter(p.data.clone()) is one"
             )
+        if func in DEVICE:
+            return func(_hollow(args[0]), *args[1:], **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
@@ -223,9 +226,15 @@ def _hollow(stand_in: Any) -> torch.Tensor:
 
 
 def _data_of(stand_in: Any) -> ShardedData:
-    keeper, param = _origin(stand_in)
-    data: ShardedData = keeper.hollow(param).as_subclass(ShardedData)
-    data._zcomm_keeper, data._zcomm_param = keeper, param
+    """Make ``.data``. It is on the meta device, which torch does not take for the memory of an ordinary tensor
+    (``q.data = p.data``)."""
+    hollow = _hollow(stand_in)
+    return _stands_for(stand_in, torch.empty(hollow.shape, dtype=hollow.dtype, device="meta"))
+
+
+def _stands_for(stand_in: Any, memory: torch.Tensor) -> ShardedData:
+    data: ShardedData = memory.as_subclass(ShardedData)
+    data._zcomm_keeper, data._zcomm_param = _origin(stand_in)
     return data
 
 
@@ -252,7 +261,7 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     if name == "detach":
         keeper, param = _origin(args[0])
         keeper.check_open(param)  # state_dict() is to tell
-        return _data_of(args[0])
+        return _stands_for(args[0], keeper.hollow(param))  # torch.func wants the true device
     if func == _SET_DATA:
         return _replace(name, *args, **kwargs)
     if func in MEMORY:

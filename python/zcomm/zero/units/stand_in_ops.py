@@ -14,6 +14,7 @@ _READ = (
     "is_quantized is_nested is_mkldnn is_mps is_xla is_xpu is_ipu is_vulkan is_ort is_maia is_mtia names _version "
     "output_nr retains_grad itemsize nbytes _backward_hooks _post_accumulate_grad_hooks _grad _grad_fn volatile"
 ).split()
+_NAMES_DEVICE = "device is_cuda is_cpu is_meta is_mps is_xla is_xpu is_ipu is_vulkan is_ort is_maia is_mtia".split()
 _WRITTEN = "requires_grad grad _backward_hooks _post_accumulate_grad_hooks _grad names".split()
 _CALLED = (
     "size numel nelement dim ndimension storage_offset element_size is_floating_point is_complex is_signed "
@@ -36,6 +37,13 @@ def _metadata() -> Iterator[Any]:
 
 
 METADATA = frozenset(_metadata())
+# Of them, those that name the device.
+DEVICE = frozenset(
+    (
+        _tensor.get_device,
+        *(getattr(_tensor, name).__get__ for name in _READ if name in _NAMES_DEVICE and hasattr(_tensor, name)),
+    )
+)
 # Of memory, which a stand-in has not.
 MEMORY = frozenset((_tensor.data_ptr, _tensor.untyped_storage, _tensor.storage, _tensor._typed_storage))
 

@@ -4,7 +4,8 @@
 addresses from the unit's use in a pass until the unit loses its memory, else the hollow tensor (``attach``,
 ``detach``). Its class is its own one while a module of the unit runs forward or backward, or while it is held
 (GatheredParameters); else that of a stand-in (``show``, ``hide``). So forward, compiled code and autograd see ordinary
-parameters, and what a program does between passes is seen by the stand-in, also where the unit is still whole.
+parameters, and what a program does between passes is seen by the stand-in, also where the unit is still whole. In use,
+"its own class" is a subclass of it, with which ``hide`` sees changes by ``.data``, too.
 Thread rule: as UnitLife.
 """
 
@@ -22,6 +23,8 @@ from zcomm.zero.units.stand_in import Act
 from zcomm.zero.units.unit import Unit
 
 _plain: Any = torch._C.DisableTorchFunctionSubclass
+_tensor: Any = torch.Tensor
+_SET_DATA = _tensor.data.__set__
 _CLOSED = (
     "its ZeroOptimizer is closed, and the weights were on other ranks or a drive: before close() call save(), "
     "full_state_dict(), or export"
@@ -37,9 +40,27 @@ def _hollow(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torc
     )
 
 
-_Entry = tuple[
-    nn.Parameter, type, type, torch.Tensor
-]  # a parameter, its own class, that of its stand-in, the hollow one
+def _class_in_use(own: Any) -> type:
+    """Make the class of parameters of class ``own`` while a module that has them runs.
+
+    Its ``data`` shares the version counter, as ``detach()`` does, so that no change passes ``hide`` unseen.
+    """
+
+    def get_data(param: Any) -> torch.Tensor:
+        seen: torch.Tensor = param.detach()
+        return seen
+
+    def deepcopy(param: Any, memo: dict[int, Any]) -> Any:
+        made = own.__deepcopy__(param, memo)
+        made.__class__ = own
+        return made
+
+    body = {"data": property(get_data, _SET_DATA), "__deepcopy__": deepcopy, "__module__": own.__module__}
+    return type(own.__name__, (own,), body)
+
+
+# A parameter, its classes in use and as stand-in, the hollow tensor.
+_Entry = tuple[nn.Parameter, type, type, torch.Tensor]
 
 
 class Store(Protocol):
@@ -76,7 +97,8 @@ class UnitWeights:
         self._params = params
         self._shapes = shapes
         self._numbers = {id(param): number for number, param in enumerate(params)}
-        self._kinds: dict[type, type] = {}
+        self._kinds: dict[type, type] = {}  # by a parameter's own class, that of its stand-in
+        self._used: dict[type, type] = {}  # by the same, that of a parameter in use
         self._own: list[type] = [nn.Parameter] * len(params)
         self._hollows: dict[int, torch.Tensor] = {}
         self._names: Sequence[str] = [f"parameter {number}" for number in range(len(params))]
@@ -97,10 +119,11 @@ class UnitWeights:
     def start(self, number: int, dtype: torch.dtype, device: torch.device) -> None:
         """Make the parameter a stand-in: the store has its first value."""
         param = self._params[number]
-        if not isinstance(param, stand_in.ShardedParameter):
+        if not isinstance(param, (stand_in.ShardedParameter, *self._used.values())):
             self._own[number] = own = type(param)
             if own not in self._kinds:
                 self._kinds[own] = stand_in.class_for(own, self)
+                self._used[own] = _class_in_use(own)
         self._hollows[number] = _hollow(self._shapes[number], dtype, device)
         self._empty(number)
 
@@ -116,7 +139,8 @@ class UnitWeights:
         if entries is None:
             numbers = [self._numbers[id(param)] for param, _ in unit.views]
             entries = self._entries_of[unit.index] = [
-                (self._params[n], self._own[n], self._kinds[self._own[n]], self._hollows[n]) for n in numbers
+                (self._params[n], self._used[self._own[n]], self._kinds[self._own[n]], self._hollows[n])
+                for n in numbers
             ]
         held = self.life.held
         return [entry for entry in entries if id(entry[0]) not in held] if held else entries
@@ -143,8 +167,8 @@ class UnitWeights:
         """Make the unit's parameters ordinary ones."""
         unit.shown, unit.parted = True, False
         entries = self._entries(unit)
-        for param, own, _, _ in entries:
-            param.__class__ = own
+        for param, used, _, _ in entries:
+            param.__class__ = used
         self._shown[unit.index] = [(param._version, param.data_ptr()) for param, _, _, _ in entries]
 
     def hide(self, unit: Unit) -> None:
@@ -186,7 +210,9 @@ class UnitWeights:
     def release(self, number: int, unit: Unit) -> torch.Tensor:
         """End ``hold``: return what the parameter's data is from now on."""
         param = self._params[number]
-        if not unit.shown:
+        if unit.shown:
+            param.__class__ = self._used[self._own[number]]
+        else:
             self.hide_one(param)
         if unit.attached:
             return next(view for other, view in unit.views if other is param)

@@ -862,6 +862,10 @@ def test_what_cannot_be_raises_and_changes_nothing(tmp_path: Path) -> None:
         model.first.weight[0].zero_()
     with pytest.raises(RuntimeError, match=r"first.weight: the memory of a sharded weight cannot become another"):
         nn.Parameter(model.first.weight.data)
+    ordinary = torch.zeros(16, 6)
+    with pytest.raises(RuntimeError, match="incompatible tensor type"):
+        ordinary.data = model.first.weight.data
+    assert not ordinary.any()
     with pytest.raises(RuntimeError, match="share_memory_"):
         model.share_memory()
     with pytest.raises(RuntimeError, match=r"expanded size|must match"), torch.no_grad():
@@ -925,6 +929,105 @@ def test_weights_that_forward_changes_are_kept_by_a_rank_that_is_alone(tmp_path:
             opt.zero_grad()
         ends.append(opt.full_state_dict() if sharded else model.state_dict())
     compare(ends[1], dict(ends[0]), "embeddings", {"rtol": 1e-5, "atol": 1e-6})
+    done(opt)
+
+
+class Clamped(nn.Module):
+    """Linear layer that edits its weight by ``.data`` before, after, or both before and after its use."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.when = when
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.when != "after":
+            self.weight.data.clamp_(-0.4, 0.4)
+        y = x @ self.weight.t()
+        if self.when != "before":
+            self.weight.data.mul_(0.9)
+        return torch.tanh(y)
+
+
+class ClampedByRoot(nn.Module):
+    """A model whose own forward edits a weight that no unit has, and that of a child."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Clamped(when) for _ in range(3))
+        self.own = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.own.data[0] = 0.25
+        for block in self.blocks:
+            x = x + block(x)
+        return x * self.own
+
+
+def clamped(when: str, folder: str, sharded: bool) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = ClampedByRoot(when)
+    opt: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    if sharded:
+        opt = zcomm.ZeroOptimizer(model, opt, stage=3, offload="nvme", nvme_path=folder, prefetch=0)
+    losses = []
+    for step in range(3):
+        loss = model(torch.full((2, 8), 0.1 * (step + 1))).square().sum()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.item())
+    state = opt.full_state_dict() if sharded else {name: value.clone() for name, value in model.state_dict().items()}
+    if sharded:
+        opt.close()
+    return {"losses": losses, **state}
+
+
+def test_edits_by_data_in_forward_count_on_a_rank_that_is_alone(tmp_path: Path) -> None:
+    """Where the weight has been used by then, torch's check of what autograd has saved raises."""
+    compare(clamped("before", str(tmp_path), True), clamped("before", "", False), "data", {"rtol": 1e-5, "atol": 1e-6})
+    for when in ("after", "both"):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            clamped(when, str(tmp_path), True)
+        zcomm.shutdown()
+
+
+def clamps(when: str, folder: str) -> str:
+    zcomm.init(timeout=8)
+    try:
+        clamped(when, folder, True)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("when", ["before", "after", "both"])
+def test_edits_by_data_in_forward_raise_on_several_ranks(run_ranks: Run, tmp_path: Path, when: str) -> None:
+    for text in run_ranks(clamps, 2, when, str(tmp_path)):
+        assert text.startswith("RuntimeError: blocks.0.weight was changed while its module ran"), text
+
+
+class Looks(nn.Module):
+    """A model that copies its weight while it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.seen: list[Any] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = [copy.deepcopy(self.weight), pickle.loads(pickle.dumps(self.weight)), self.weight.data.clone()]
+        return x @ self.weight
+
+
+def test_copies_of_a_weight_in_use_are_ordinary_parameters(tmp_path: Path) -> None:
+    model = Looks()
+    opt = zcomm.ZeroOptimizer(model, "sgd", stage=3, offload="nvme", nvme_path=tmp_path, lr=0.1)
+    model(torch.ones(8))
+    assert [type(value) for value in model.seen] == [nn.Parameter, nn.Parameter, torch.Tensor]
+    version = model.seen[0]._version
+    model.seen[0].data.mul_(2)
+    assert model.seen[0]._version == version
     done(opt)
 
 
