@@ -70,8 +70,11 @@ def build_parts(
     units: Units,
     device: torch.device | str | None = None,
 ) -> Parts:
-    """Collective. Parameters are numbered section by section, in order of registration. taken: by id(), what other
-    optimizers have. device: None: where the parameters are."""
+    """Build the parts of an optimizer. Collective.
+
+    Parameters are numbered section by section, in order of registration. taken: by id(), what other optimizers have.
+    device: None: where the parameters are.
+    """
     shared = share_parameters and job.backend == "shm"  # others have ranks that cannot see each other's memory
     params = [param for group in groups for param in group["params"]]
     frozen = frozen_of(model, params, taken) if stage == 3 else []
@@ -177,7 +180,7 @@ def build_parts(
 
 
 def _stay(offload: Offload, names: dict[int, str], params: Sequence[nn.Parameter]) -> bool:
-    """Whether no weight is offloaded."""
+    """Return True if no weight is offloaded."""
     return all(offload.param_tier(names[id(param)], param) == "device" for param in params)
 
 
@@ -212,7 +215,7 @@ def _behind(
     trained: Sequence[nn.Parameter],
     geometry: Geometry,
 ) -> StepBehind | None:
-    """Where it was asked for."""
+    """Build the step behind the forward, if ``offload`` asks for one."""
     if not offload.step_behind_forward:
         return None
     assert model is not None and isinstance(store, DeviceStore)
@@ -270,7 +273,7 @@ def _hook_model(model: nn.Module, reducer: GradientReducer, attachment: Attachme
 
 
 def _announcer(reducer: GradientReducer) -> Callable[..., None]:
-    """A forward hook of the model: the first tensor of its backward tells the reducer that a pass has begun."""
+    """Return a forward hook of the model: the first tensor of its backward tells the reducer that a pass has begun."""
 
     def announce(module: nn.Module, args: Any, output: Any) -> None:
         for tensor in tensors_in(output):
@@ -297,7 +300,7 @@ def _check_params(
     frozen: Sequence[nn.Parameter],
     device: torch.device | str | None,
 ) -> DeviceLane | None:
-    """The lane of the device that all of them are on; None: the CPU."""
+    """Return the lane of the device that holds all of them; None: the CPU. Raises: ValueError, NotImplementedError."""
     seen: set[int] = set()
     names = names_of(model, params)
     for number, param in enumerate((*params, *frozen)):

@@ -66,7 +66,7 @@ class StepBehind:
                 event.set()
 
     def need(self, buckets: Iterable[int]) -> None:
-        """What torch's stream is given next uses the new weights of these buckets."""
+        """Let torch's stream use the new weights of these buckets from here on."""
         if not self._waiting:
             return
         for bucket in buckets:
@@ -77,7 +77,7 @@ class StepBehind:
                 self._waiting.discard(bucket)
 
     def _raise(self) -> None:
-        """The thread's error, if it has ended with one."""
+        """Raise the thread's error, if it has ended with one."""
         if self._running is not None and self._running.done():
             self._running.result()
 
@@ -90,7 +90,7 @@ class StepBehind:
             self._store.arrive()
 
     def forget(self) -> None:
-        """The end of a step that failed: all weights are to be loaded."""
+        """End a step that failed: all weights are to be loaded."""
         if self._running is not None:
             self._running.wait()
             self._running = None

@@ -1,4 +1,4 @@
-"""What an error of a collective call adds for the program: which calls all ranks make, and as often."""
+"""Addition to the error of a collective call: which calls all ranks make, and as often."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which store keeps the parameters, and which state the optimizer's arrays: by stage, tier, shared memory, device."""
+"""Choice of the store of parameters and of the optimizer's arrays: by stage, tier, shared memory, device."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from zcomm.zero.units.store import UnitStore
 
 @dataclass(frozen=True)
 class StorePlan:
-    """What a store of parameters is made for, and with what.
+    """The arguments of a store of parameters.
 
     shared: ranks of a host share memory. lane: of the model's device; None: it is on the CPU. on_device: buckets that
     are there alone, on each rank's device. peers: between these (None: one rank, or they do not reach each other).
@@ -57,12 +57,12 @@ class StorePlan:
 
     @property
     def tiers(self) -> list[str]:
-        """Of the weights of each bucket."""
+        """The tier of the weights of each bucket."""
         return [self.sections.list[bucket.section].weights for bucket in self.geometry.every]
 
 
 def make_store(plan: StorePlan) -> ParameterStore:
-    """Collective."""
+    """Build the store of the parameters. Collective."""
     params, geometry, comm, lane = plan.sections.params, plan.geometry, plan.comm, plan.lane
     if plan.sections.by_unit:
         return _units_on_host(plan) if lane is None else _units_on_device(plan, lane)
@@ -122,7 +122,7 @@ def _units_on_device(plan: StorePlan, lane: DeviceLane) -> UnitStore:
 def _shards_on_host(
     plan: StorePlan, every: list[FlatBucket], trained: list[FlatBucket], lane: DeviceLane
 ) -> ShardSource:
-    """What ranks of a host share is there once, page-locked. Collective."""
+    """Build the shards in host memory. Ranks of a host share one page-locked copy where they can. Collective."""
 
     def share(count: int) -> torch.Tensor:
         return lane.lock(plan.comm.shared_empty(count, plan.dtype))
@@ -143,8 +143,11 @@ def make_state(
     lane: DeviceLane | None,
     on_device: Collection[int],
 ) -> ShardState:
-    """counts, tiers: of each trained bucket's shard. lane: of the model's device; None: it is on the CPU, whose memory
-    is both "device" and "cpu". on_device: numbers of the buckets whose weights and gradients are on the device, too."""
+    """Build the state of the optimizer's arrays.
+
+    counts, tiers: of each trained bucket's shard. lane: of the model's device. None: the model is on the CPU, and its
+    memory is both "device" and "cpu". on_device: numbers of the buckets with weights and gradients on the device, too.
+    """
     there = [lane is not None and tier == "device" for tier in tiers]
     here = [0 if at else count for count, at in zip(counts, there, strict=True)]
     if lane is not None and "nvme" not in tiers:

@@ -64,7 +64,7 @@ class LossScaler:
         return {"scale": self.scale, "hysteresis_left": self._left, "good_steps": self._good}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """The inverse of ``state``; a static scale stays what it is."""
+        """Restore what ``state`` returned; a static scale stays what it is."""
         if self._rule is not None:
             self.scale = float(state["scale"])
             self._left, self._good = int(state["hysteresis_left"]), int(state["good_steps"])

@@ -54,7 +54,7 @@ def empty_memory() -> Memory:
 
 
 def memory_of(parts: Parts) -> Memory:
-    """What the parts of an optimizer hold. Of a model on the CPU what is in tier "device" is in host memory."""
+    """Return the memory that the parts of an optimizer hold. With a model on the CPU tier "device" is host memory."""
     memory = empty_memory()
     for tier, nbytes in parts.store.nbytes_by_tier.items():
         memory[tier]["parameters"] += nbytes

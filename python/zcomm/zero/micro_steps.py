@@ -48,7 +48,7 @@ class MicroSteps:
         train.tied.stepped()
 
     def _check_passes(self) -> None:
-        """Raises: RuntimeError for a program that calls ``step`` once for several micro-steps."""
+        """Raise RuntimeError for a program that calls ``step`` once for several micro-steps."""
         train, passes = self._train, self._parts.reducer.backwards
         since, train.backwards = passes - train.backwards, passes
         if since > 1 and train.grad_accum > 1 and train.boundary is None:

@@ -332,16 +332,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._settled.allocation_count()
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """What ``model.state_dict()`` would be if all were whole here: parameters under each of their names (tied ones
-        share memory), frozen ones, this rank's buffers. Copied to the CPU. Collective in stage 3."""
+        """Return what ``model.state_dict()`` would be if all were whole here. Collective in stage 3.
+
+        Parameters are there under each of their names (tied ones share memory), with frozen ones and this rank's
+        buffers. Copied to the CPU.
+        """
         train = self._train
         with explained("full_state_dict()", train), self._open_parts.looking(train.poison) as parts:
             return torch_state.full_state_dict(parts)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, with whole tensors on every rank (``save`` keeps no more than one in memory). Collective.
+        """Return a state dict as torch's, with whole tensors on every rank. Collective.
 
-        With 16-bit weights ``master``, fp32, lies beside the optimizer's own arrays.
+        With 16-bit weights ``master``, fp32, lies beside the optimizer's own arrays. (``save`` keeps no more than one
+        tensor in memory.)
         """
         train = self._train
         train.poison.check("state_dict()")
@@ -349,9 +353,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return torch_state.state_dict(parts, train)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What ``state_dict`` gave, at any world size, stage, tier and precision, or torch's class of the same formula.
+        """Load what ``state_dict`` returned, at any world size, stage, tier and precision. Collective.
 
-        Collective. Without ``master`` in it the weights are the model's: load those first. Raises: ValueError.
+        A state dict of torch's class of the same formula is taken, too. Without ``master`` in it the weights are the
+        model's: load those first. Raises: ValueError.
         """
         self._train.poison.check("load_state_dict()")  # the weights may be the model's, of two steps
         torch_state.load_state_dict(self._live, self._train, state_dict)

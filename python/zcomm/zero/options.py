@@ -21,7 +21,7 @@ UnitLike = nn.Module | type[nn.Module] | str
 
 @dataclass(frozen=True)
 class Offload:
-    """Where state lives between its uses.
+    """Placement of state between its uses.
 
     optimizer: tier of the optimizer state: None (device), "cpu" (host memory) or "nvme" (swap files).
     params: tier of the sharded parameters, frozen ones included; stage 3 only.
@@ -58,11 +58,11 @@ class Offload:
         return "cpu" if self.optimizer == "nvme" else "device"
 
     def state_tier(self, name: str, param: torch.nn.Parameter) -> str:
-        """Of a parameter's optimizer state. Raises: ValueError for what is no tier."""
+        """Return the tier of a parameter's optimizer state. Raises: ValueError for what is not a valid tier."""
         return _placed("optimizer", self.optimizer, name, param)
 
     def param_tier(self, name: str, param: torch.nn.Parameter) -> str:
-        """Of a sharded parameter itself. Raises: ValueError for what is no tier."""
+        """Return the tier of a sharded parameter itself. Raises: ValueError for what is not a valid tier."""
         return _placed("params", self.params, name, param)
 
 
@@ -74,7 +74,7 @@ def _placed(what: str, place: str | Placement | None, name: str, param: torch.nn
 
 
 def as_offload(offload: str | Offload | None, stage: int) -> Offload:
-    """The meaning of ``offload``: a tier means the optimizer state and, in stage 3, the parameters."""
+    """Return the meaning of ``offload``: a tier means the optimizer state and, in stage 3, the parameters."""
     if isinstance(offload, Offload):
         if offload.params is not None and stage < 3:
             raise ValueError(f"offload: params={offload.params!r} needs stage=3, but stage={stage}")
@@ -201,7 +201,7 @@ def check_stage(stage: int) -> int:
 
 @dataclass(frozen=True)
 class Units:
-    """How stage 3 by units gathers a model. No bit depends on it.
+    """Gathers of a model in stage 3 by units. No bit depends on it.
 
     blocks: None: the outermost repeated blocks (children of ModuleList and Sequential; see layout/unit_policy.py).
     Or modules, classes of modules, or names (of a class, or of a module in the model): the outermost of these are the
@@ -262,7 +262,7 @@ def ahead_of(order: Sequence[int], sizes: Sequence[int], prefetch: int, prefetch
 
 
 def _fitting(nbytes: Sequence[int], limit: int) -> Sequence[int]:
-    """As many from the first on as ``limit`` holds."""
+    """Return as many from the first on as ``limit`` holds."""
     for count, size in enumerate(nbytes):
         limit -= size
         if limit < 0:

@@ -27,7 +27,7 @@ _COUNTERS = ("step", "buffered")  # entries of a group that a ZeroOptimizer adds
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """A group without its parameters and torch's switches."""
+    """Return a group without its parameters and torch's switches."""
     return {key: value for key, value in group.items() if key != "params" and key not in SWITCHES}
 
 
@@ -61,8 +61,11 @@ class ParamGroups:
         vars(given)["zero_grad"] = lambda set_to_none=True: _zero_grad(alive, set_to_none)
 
     def check(self, groups: list[dict[str, Any]], rule: Rule) -> None:
-        """Raises: RuntimeError where the list, a group's parameters or their number have changed; ValueError or
-        NotImplementedError for an option that cannot be stepped with. Before anything is updated."""
+        """Check the groups before anything is updated.
+
+        Raises: RuntimeError where the list, a group's parameters or their number have changed; ValueError or
+        NotImplementedError for an option that cannot be stepped with.
+        """
         given = self._given
         if given is not None and given.param_groups is not groups:
             raise RuntimeError(

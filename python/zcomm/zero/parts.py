@@ -43,10 +43,12 @@ _PATIENCE_S, _STEP_PATIENCE_S = 0.5, 5.0
 
 @dataclass
 class Parts:
-    """What one ZeroOptimizer owns. Parameters are numbered in the order of ``names``, frozen ones that the store has
-    last; ``index_of`` is by id(), ``group_of`` by number. ``runs``: per bucket, (begin, end, group) of this rank's
-    part; ``param_runs``: with the parameter instead, where the rule is indexed. ``first_index``: by number, elements
-    before it in the param groups."""
+    """The parts that one ZeroOptimizer owns.
+
+    Parameters are numbered in the order of ``names``, frozen ones that the store has last. ``index_of`` is by id(),
+    ``group_of`` by number. ``runs``: per bucket, (begin, end, group) of this rank's part; ``param_runs``: with the
+    parameter instead, where the rule is indexed. ``first_index``: by number, elements before it in the param groups.
+    """
 
     model: nn.Module | None
     names: list[str]
@@ -75,7 +77,7 @@ class Parts:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """Device of the model."""
         return torch.device("cpu") if self.lane is None else self.lane.device
 
     def settle(self, poison: Poison) -> Parts:

@@ -1,4 +1,4 @@
-"""What of a model on a device is in host memory, or goes by way of it, and what stays there; what cannot says so."""
+"""Placement: which buckets are staged through host memory and which stay on the device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger("zcomm")
 
 
 def check_host(job: Communicator) -> None:
-    """Raises: NotImplementedError for a communicator that cannot move host memory."""
+    """Raise NotImplementedError for a communicator that cannot move host memory."""
     if job._device != "cpu":
         raise NotImplementedError(
             f"ZeroOptimizer reduces gradients in host memory, but backend {job.backend!r} moves tensors on "
@@ -48,8 +48,11 @@ def reach(
 
 
 def state_tiers(sections: Sections, geometry: Geometry, offload: Offload, on_device: bool) -> list[str]:
-    """Of each trained bucket. With a device ``fraction`` of tier "cpu" goes by bucket: as many of the first ones as fit
-    into the rest stay on the device. Their gradients are the last that come, and their weights are wanted first."""
+    """Return the tier of each trained bucket.
+
+    With a device ``fraction`` of tier "cpu" goes by bucket: as many of the first ones as fit into the rest stay on the
+    device. Their gradients are the last that come, and their weights are wanted first.
+    """
     tiers = [sections.list[bucket.section].state for bucket in geometry.buckets]
     if not on_device or offload.optimizer != "cpu":
         return tiers

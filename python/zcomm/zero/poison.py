@@ -24,7 +24,7 @@ class Poison:
         self.error: BaseException | None = None
 
     def check(self, what: str) -> None:
-        """Raises: RuntimeError, caused by that error, for ``what``, which needs whole weights and state."""
+        """Raise RuntimeError, caused by that error, for ``what``, which needs whole weights and state."""
         if self.error is not None:
             raise RuntimeError(
                 f"{what}: {type(self.error).__name__} ended a step or a load half way ({self.error}), so that weights "

@@ -26,7 +26,10 @@ _SHOWN = 6
 
 
 def check(train: TrainState, comm: Communicator, model: nn.Module | None, units: Units, **options: Any) -> None:
-    """Collective. Raises: ValueError on every rank, with what differs from rank 0 and where."""
+    """Compare options, groups and parameters with rank 0's. Collective.
+
+    Raises: ValueError on every rank, with what differs from rank 0 and where.
+    """
     offload = train.offload
     options |= {
         "optimizer": train.rule.name,
@@ -71,7 +74,7 @@ def check(train: TrainState, comm: Communicator, model: nn.Module | None, units:
 def _describe(
     model: nn.Module | None, groups: Sequence[Mapping[str, Any]], buffers: torch.dtype | None
 ) -> list[tuple[str, str]]:
-    """What must be the same, line by line and in order: param groups, parameters, buffers (in ``buffers``)."""
+    """List what must be the same, line by line and in order: param groups, parameters, buffers (in ``buffers``)."""
     lines: list[tuple[str, str]] = []
     group_of: dict[int, int] = {}
     for number, group in enumerate(groups):
@@ -92,7 +95,8 @@ def _describe(
 
 
 def plain(value: Any) -> str:
-    """As text that ranks share which made the same value: without addresses, and sets in order (strings hash apart)."""
+    """Return text that is equal on ranks that made the same value: without addresses, and sets in order (strings hash
+    apart)."""
     if isinstance(value, (set, frozenset)):
         return "{" + ", ".join(sorted(map(plain, value))) + "}"
     return re.sub(r"(?: object)? at 0x[0-9a-fA-F]+", "", str(value))

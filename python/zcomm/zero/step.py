@@ -100,7 +100,7 @@ class OptimizerStep:
         return True
 
     def _check_frozen(self) -> None:
-        """Raises: RuntimeError for a parameter that was frozen at construction, and has a gradient now."""
+        """Raise RuntimeError for a parameter that was frozen at construction, and has a gradient now."""
         for param in self._frozen:
             if param.requires_grad and param.grad is not None:
                 modules = self._parts.model.named_parameters() if self._parts.model is not None else ()

@@ -1,4 +1,4 @@
-"""What callers give ZeroOptimizer, checked before anything is made: what is wrong is named, with what to do."""
+"""Checks of the arguments of ZeroOptimizer, before anything is made: an error names what is wrong, with what to do."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _unsaved_told = False
 
 
 def check_numbers(clip_norm: Any, grad_accum: Any, bucket_mb: Any, prefetch: Any) -> None:
-    """Raises: ValueError."""
+    """Raise ValueError for a number that is out of range."""
     if clip_norm is not None and not (_is_number(clip_norm) and clip_norm > 0):
         raise ValueError(f"clip_norm={clip_norm!r} must be a number more than 0 (None: no clipping)")
     check_accumulation(grad_accum)
@@ -28,13 +28,13 @@ def check_numbers(clip_norm: Any, grad_accum: Any, bucket_mb: Any, prefetch: Any
 
 
 def check_accumulation(grad_accum: Any) -> None:
-    """Raises: ValueError."""
+    """Raise ValueError unless ``grad_accum`` is a whole number of at least 1."""
     if not _is_whole(grad_accum) or grad_accum < 1:
         raise ValueError(f"grad_accum={grad_accum!r} must be a whole number, at least 1: micro-steps per step")
 
 
 def check_kinds(comm: Any, overlap: Any, share_parameters: Any, nvme_path: Any) -> None:
-    """Raises: ValueError."""
+    """Raise ValueError for an argument of another type."""
     for name, value in (("overlap", overlap), ("share_parameters", share_parameters)):
         if not isinstance(value, bool):
             raise ValueError(f"{name}={value!r} must be True or False")
@@ -48,7 +48,7 @@ def check_kinds(comm: Any, overlap: Any, share_parameters: Any, nvme_path: Any) 
 
 
 def params_of(model: Any) -> list[Any]:
-    """The parameters, or param groups with lists of them, that the caller gave. Raises: ValueError."""
+    """Return the parameters, or param groups with lists of them, that the caller gave. Raises: ValueError."""
     if isinstance(model, nn.Module):
         return list(model.parameters())
     if isinstance(model, (str, bytes, torch.Tensor)) or not isinstance(model, Iterable):

@@ -24,7 +24,7 @@ _Todo = list[tuple["Call[Any]", Callable[..., Any], tuple[Any, ...]]]
 
 
 class Call(Generic[T]):
-    """What a Worker runs, or has run."""
+    """A call that a Worker runs, or has run."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()

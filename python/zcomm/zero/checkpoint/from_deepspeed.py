@@ -48,7 +48,7 @@ Read = Callable[[], torch.Tensor]
 
 
 def _stand_in(module: str, name: str, base: type = object) -> type:
-    """An empty class under DeepSpeed's name: the unpickler makes one and sets its attributes."""
+    """Return an empty class under DeepSpeed's name: the unpickler makes one and sets its attributes."""
     return type(name, (base,), {"__module__": module})
 
 
@@ -153,7 +153,7 @@ def _most(count: Any) -> int:
 
 
 def _inner(state: dict[str, Any]) -> dict[str, Any]:
-    """The optimizer's own state_dict."""
+    """Return the optimizer's own state_dict."""
     found: dict[str, Any] = state.get("base_optimizer_state") or state["optimizer_state_dict"]
     return found
 
@@ -182,7 +182,7 @@ def _stages_1_2(model: Any, state: list[Any]) -> list[_Trained]:
 
 
 def _stage_3(model: Any, state: list[Any]) -> list[_Trained]:
-    """The sub groups of a rank, one behind the other, hold its parts of all parameters in order."""
+    """Read stage 3: a rank's sub groups, one behind the other, hold its parts of all parameters in order."""
     world_size = len(state)
     entries = [[_inner(one)["state"].get(k, {}) for k in range(len(one["fp32_flat_groups"]))] for one in state]
     keys = _arrays(entries[0][0]) if entries[0] else []
@@ -275,7 +275,8 @@ def _groups(inner: dict[str, Any], trained: list[_Trained]) -> list[dict[str, An
 
 
 def _client_state(model: Any, values: dict[str, torch.Tensor]) -> tuple[Any, list[str]]:
-    """As the engine keeps it, and the names of what a checkpoint cannot keep. values: takes its tensors."""
+    """Return the client state as the engine keeps it, and the names of what a checkpoint cannot keep. values: takes its
+    tensors."""
     client, lost = {}, []
     for key, value in model.items():
         if key not in _OF_DEEPSPEED:

@@ -121,7 +121,7 @@ def _free_name(where: str, tensors: Tensors) -> str:
 
 
 def _of_array(value: Any) -> torch.Tensor:
-    """A copy with the same bytes; of uint8 where torch lacks the dtype."""
+    """Return a copy with the same bytes; of uint8 where torch lacks the dtype."""
     try:
         tensor: torch.Tensor = torch.from_numpy(value.copy(order="C"))
         if holds(tensor.dtype):
@@ -132,7 +132,7 @@ def _of_array(value: Any) -> torch.Tensor:
 
 
 def from_json(value: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> Any:
-    """The inverse of ``to_json``. Raises: ValueError for what ``to_json`` does not give."""
+    """Restore a value from ``to_json``. Raises: ValueError for what ``to_json`` does not give."""
     try:
         return _from_json(value, tensors or {})
     except (TypeError, LookupError, ValueError, AttributeError, RuntimeError, RecursionError) as error:

@@ -210,7 +210,7 @@ def _verify(parts: Parts, folder: Folder, manifest: Manifest) -> None:
 
 
 def _compared(folder: Folder, manifest: Manifest, name: str) -> bytes:
-    """The content of a file, compared with its checksum where the checkpoint has one."""
+    """Read the content of a file, and compare it with its checksum where the checkpoint has one."""
     data = folder.read(name)
     if name in manifest.checksums and zlib.crc32(data) != manifest.checksums[name]:
         raise OSError(errno.EIO, f"{folder.path / name}: its bytes changed")
@@ -218,7 +218,7 @@ def _compared(folder: Folder, manifest: Manifest, name: str) -> bytes:
 
 
 def _check_options(train: TrainState, group: dict[str, Any], saved: dict[str, Any], folder: Folder) -> None:
-    """Raises: ValueError for saved options of ``group`` that the optimizer cannot have."""
+    """Raise ValueError for saved options of ``group`` that the optimizer cannot have."""
     where = f"{folder.path / NAME}: groups"
     if "params" in saved:
         raise ValueError(f"{where}: options have 'params'; parameters are beside them")
@@ -234,7 +234,7 @@ def _check_options(train: TrainState, group: dict[str, Any], saved: dict[str, An
 
 
 def _check_scalars(train: TrainState, manifest: Manifest, folder: Folder) -> None:
-    """Raises: ValueError for what the rule keeps beside arrays and options, where it is not this rule's."""
+    """Raise ValueError if the saved progress or counters do not belong to this rule."""
     try:
         train.rule.check_progress(manifest.progress)
         for cohort in manifest.counters.get("cohorts", []):

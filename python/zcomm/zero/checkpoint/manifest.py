@@ -76,8 +76,8 @@ class Manifest:
         return found
 
     def check_file(self, folder: Folder, name: str) -> str | None:
-        """A complaint about the bytes of a file that are not tensors, or None; ``missing_files`` names those that are
-        not there in their size."""
+        """Return a complaint about the bytes of a file that are not tensors, or None. ``missing_files`` names those
+        that are not there in their size."""
         begin = min((entry.begin for _, entry in self.entries() if entry.file == name), default=None)
         try:
             if folder.nbytes(name) != self.files[name] or zlib.crc32(folder.read(name, begin)) == self.checksums[name]:

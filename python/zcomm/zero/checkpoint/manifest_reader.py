@@ -20,14 +20,14 @@ from zcomm.zero.format_names import format_names
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint in the folder ``path``. Raises: as ``open_checkpoint``."""
+    """Read the manifest of the checkpoint in the folder ``path``. Raises: as ``open_checkpoint``."""
     folder, manifest = open_checkpoint(path)
     folder.close()
     return manifest
 
 
 def open_checkpoint(path: Path) -> tuple[Folder, Manifest]:
-    """The checkpoint in the folder ``path``, which stays open.
+    """Open the checkpoint in the folder ``path``; the folder stays open.
 
     Raises: FileNotFoundError where there is none; OSError (EIO) where the manifest is damaged; ValueError naming the
     manifest and a field that ``save`` does not write so.

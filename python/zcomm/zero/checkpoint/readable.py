@@ -1,6 +1,6 @@
-"""Reading weights and state for others: a rank that cannot read goes on with the collectives that feed them.
+"""Weights and state to read for others: a rank that cannot read goes on with the collectives that feed them.
 
-What cannot be read is zeros, and the first error is kept for whoever writes.
+What cannot be read is zeros, and the first error is kept until ``check`` raises it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zcomm.zero.parts import Parts
 
 
 class Readable:
-    """Of ``parts`` what tensors/pieces.py needs to read. error: of the first read that failed."""
+    """Store and state of ``parts``, as far as tensors/pieces.py reads them. error: of the first read that failed."""
 
     def __init__(self, parts: Parts) -> None:
         self.error: Exception | None = None
@@ -47,6 +47,6 @@ class Readable:
             yield state
 
     def check(self) -> None:
-        """Raises: that error."""
+        """Raise the first error of a read."""
         if self.error is not None:
             raise self.error

@@ -31,10 +31,12 @@ def pack(device: torch.device) -> bytes:
 
 
 def parse(data: bytes, device: torch.device, source: str) -> Callable[[], None]:
-    """The function that sets all generators to these states; that of CUDA where it was saved and the model is on such a
-    device again. Each state is tried on a generator of its own first.
+    """Return the function that sets all generators to these states.
 
-    Raises: ValueError naming the file ``source`` and the state that is not one.
+    That of CUDA is set where it was saved and the model is on such a device again. Each state is tried on a generator
+    of its own first.
+
+    Raises: ValueError naming the file ``source`` and the state that is not valid.
     """
     sets: list[Callable[[], None]] = []
     name = "JSON"

@@ -153,7 +153,7 @@ def _copied(parts: Parts, content: _Content, final: Path) -> _Content:
 
 
 def _content(parts: Parts, train: TrainState, final: Path, extras: Extras, lean: bool) -> _Content:
-    """Collective: what cannot be kept is an error on every rank, before anything is written."""
+    """Collect what is saved. Collective: what cannot be kept is an error on every rank, before anything is written."""
     kept = Kept()
     content: _Content | None = None
     with kept.errors():

@@ -67,7 +67,7 @@ def aliases_of(parts: Parts, lean: bool = False) -> dict[str, str]:
 
 
 def _owners(parts: Parts) -> list[int]:
-    """Which rank writes each parameter: the one with the fewest elements so far."""
+    """Return the rank that writes each parameter: the one with the fewest elements so far."""
     load = [0] * parts.comm.world_size
     owners = []
     for place in parts.geometry.places:
@@ -77,7 +77,7 @@ def _owners(parts: Parts) -> list[int]:
 
 
 def _state_of(form: TileForm, name: str, shape: torch.Size) -> Plan:
-    """What is kept of a parameter beside its weight."""
+    """Plan what is kept of a parameter beside its weight."""
     master = [("master", torch.float32, shape)] if form.dtype != torch.float32 else []
     kind = torch.uint8 if form.coded else torch.float32
     blocks = torch.Size((-(-shape.numel() // STATE_BLOCK), len(form.arrays)))
@@ -87,7 +87,8 @@ def _state_of(form: TileForm, name: str, shape: torch.Size) -> Plan:
 
 
 def share_of(parts: Parts, lean: bool = False) -> Share:
-    """The same on every rank but for the rank: no communication. lean: without frozen parameters."""
+    """Return this rank's share of the files. All ranks compute the same, so nothing is communicated. lean: without
+    frozen parameters."""
     rank, form = parts.comm.rank, parts.state.form
     mine = [index for index, owner in enumerate(_owners(parts)) if owner == rank]
     shapes = [place.shape for place in parts.geometry.places]
@@ -100,8 +101,8 @@ def share_of(parts: Parts, lean: bool = False) -> Share:
 
 
 def gathered(parts: Parts, lean: bool = False) -> Iterator[tuple[int, torch.Tensor]]:
-    """Which file, and the tensor, for what this rank writes of the parameters. Collective to the end, where what could
-    not be read is an OSError."""
+    """Yield the file and the tensor for what this rank writes of the parameters. Collective to the end; what could not
+    be read is an OSError there."""
     readable, form = Readable(parts), parts.state.form
     parts = readable.parts
     for index, owner in enumerate(_owners(parts)):
@@ -128,12 +129,12 @@ def gathered(parts: Parts, lean: bool = False) -> Iterator[tuple[int, torch.Tens
 
 
 def others(parts: Parts, lean: bool = False) -> list[tuple[int, torch.Tensor]]:
-    """The rest of it: the model's own memory."""
+    """Return the rest of the share: the model's own memory."""
     return [(WEIGHTS, tensor.detach()) for _, tensor in other_tensors(parts, lean)] if parts.comm.rank == 0 else []
 
 
 def rounded(form: TileForm, master: torch.Tensor) -> torch.Tensor:
-    """The weights that belong to an fp32 master, as the kernels round."""
+    """Return the weights that belong to an fp32 master, as the kernels round."""
     if form.dtype != torch.bfloat16:
         return master.to(form.dtype)
     weight = torch.empty(master.numel(), dtype=torch.bfloat16)
@@ -150,8 +151,11 @@ def write(
     values: Mapping[str, torch.Tensor],
     folder: Path,
 ) -> dict[str, Any]:
-    """This rank's files; what the manifest holds of them. values: tensors that rank 0 writes beside. ``tensors`` are
-    taken to the end, whatever fails here; ``kept`` has the first error then, and the result is of no use."""
+    """Write this rank's files; return what the manifest holds of them.
+
+    values: tensors that rank 0 writes beside. ``tensors`` are taken to the end, whatever fails here. ``kept`` has the
+    first error then, and the result is of no use.
+    """
     end = f"{share.rank + 1:05d}-of-{share.world_size:05d}.safetensors"
     writers: list[Writer] = []
     with kept.errors():

@@ -1,7 +1,7 @@
-"""What is saved while training goes on: this rank's shards as they were when the save began.
+"""Snapshots for saves while training goes on: this rank's shards as they were when the save began.
 
 What is on a drive is copied there ([Note: gradual copy] in optim_state/swap_file.py), never to RAM; what is in RAM is
-cloned. Whole tensors are put together from it in the background, by the functions of tensors/pieces.py, which need of
+cloned. The background puts whole tensors together from it, by the functions of tensors/pieces.py. These need of
 ParameterStore and ShardState no more than is here.
 """
 
@@ -24,9 +24,9 @@ from zcomm.zero.tensors import pieces
 
 
 class Frozen:
-    """weights_for: nothing but what gives that rank all weights (``access.weight``).
+    """A snapshot of ``parts``. weights_for: only what gives that rank all weights (``access.weight``).
 
-    Raises: OSError of the copy (ENOSPC; EIO for a key whose last write failed).
+    Raises: OSError of the copy (ENOSPC; EIO for a key if its last write failed).
     """
 
     def __init__(self, parts: Parts, weights_for: int | None = None) -> None:
@@ -46,7 +46,7 @@ class Frozen:
         self._parts = dataclasses.replace(parts, store=store, state=state)
 
     def parts(self, comm: Communicator) -> Parts:
-        """For tensors/pieces.py, on one thread and a communicator of its own."""
+        """Return parts for tensors/pieces.py, on one thread and a communicator of its own."""
         if self._copy is not None:
             self._copy.finish()
         return dataclasses.replace(self._parts, comm=comm)
@@ -57,7 +57,7 @@ class Frozen:
 
 
 class _Weights:
-    """Of a ParameterStore: one shard at a time in RAM of those that are on a drive."""
+    """The shards of a ParameterStore: of those that are on a drive one at a time is in RAM."""
 
     def __init__(self, parts: Parts, copy: AnyCopy | None, buckets: Sequence[FlatBucket]) -> None:
         self.part = parts.store.part
@@ -78,7 +78,7 @@ class _Weights:
 
 
 def freeze(parts: Parts, final: Path, weights_for: int | None = None) -> Frozen:
-    """Collective: a rank that cannot makes all raise. final: what is being saved."""
+    """Take a snapshot. Collective: an error of one rank is raised on all. final: what is being saved."""
     kept, frozen = Kept(), None
     with kept.errors():
         frozen = Frozen(parts, weights_for)

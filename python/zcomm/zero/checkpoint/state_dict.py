@@ -25,7 +25,7 @@ OWN = ("buffered",)  # entries of a group that are the rule's own
 
 
 def state_dict(parts: Parts, train: TrainState) -> dict[str, Any]:
-    """A state dict with tensors of its own; every rank gets all of it."""
+    """Return a state dict with tensors of its own; every rank gets all of it."""
     state: dict[int, dict[str, Any]] = {}
     groups, number = [], 0
     progress = train.rule.progress()

@@ -19,7 +19,7 @@ before_write: Callable[[str], None] = lambda what: None  # noqa: E731  # tests s
 
 
 def new_file(path: Path, replaces: bool = False) -> FileIO:
-    """An empty file to write to. Raises: OSError (EEXIST where it is there, unless ``replaces``)."""
+    """Open an empty file to write to. Raises: OSError (EEXIST where it is there, unless ``replaces``)."""
     file = open(path, "wb" if replaces else "xb", buffering=0, opener=_private)  # noqa: SIM115  # the caller closes it
     assert isinstance(file, FileIO)
     return file
@@ -42,20 +42,20 @@ def write_all(descriptor: int, data: memoryview, path: Path) -> None:
 
 
 def sync_file(descriptor: int, path: Path) -> None:
-    """What was written is on the drive."""
+    """Flush what was written to the drive."""
     before_write(f"sync {path.name}")
     os.fsync(descriptor)
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """A new file, synced."""
+    """Write a new file, and sync it."""
     with new_file(path, replaces=True) as file:
         write_all(file.fileno(), memoryview(data), path)
         sync_file(file.fileno(), path)
 
 
 def sync_folder(path: Path) -> None:
-    """The names in it are on the drive."""
+    """Flush the names in a folder to the drive."""
     before_write(f"sync folder {path.name}")
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -77,20 +77,24 @@ def make_folders(path: Path) -> None:
 
 
 def resolved(final: Path) -> Path:
-    """``final``, or where it leads as a symbolic link: the link stays, and what is written lies on its drive."""
+    """Return ``final``, or the target of a symbolic link. The link stays, and what is written lies on the target's
+    drive."""
     return Path(os.path.realpath(final)) if final.is_symlink() else final
 
 
 def find(final: Path) -> Path:
-    """``final``, or the one that was set aside when a save was killed between its two renames."""
+    """Return ``final``, or the one that was set aside when a save was killed between its two renames."""
     final = resolved(final)
     previous = previous_of(final)
     return previous if not final.exists() and previous.exists() else final
 
 
 def latest_in(directory: Path) -> Path | None:
-    """The folder that the file ``latest`` of a directory with several checkpoints names; None where there is no such
-    file. Raises: OSError; ValueError naming the file whose content is not a plain name."""
+    """Return the folder that the file ``latest`` of a directory with several checkpoints names; None without such a
+    file.
+
+    Raises: OSError; ValueError naming the file if its content is not a plain name.
+    """
     pointer = directory / LATEST
     if not pointer.is_file():
         return None
@@ -100,7 +104,7 @@ def latest_in(directory: Path) -> Path | None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """A file that holds the old or the new content, never less; jobs that replace it at once take turns."""
+    """Replace a file, which holds the old or the new content, never less. Jobs that replace it at once take turns."""
     path = resolved(path)
     claim = Claim(path, wait=True)
     new = path.with_name(f".{path.name}.saving")

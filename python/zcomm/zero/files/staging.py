@@ -144,7 +144,7 @@ def _check_place(final: Path) -> None:
 
 
 def _listed_files(final: Path) -> set[str] | None:
-    """The files that the checkpoint in ``final`` is made of, as its manifest names them; None: it cannot be read."""
+    """Return the files of the checkpoint in ``final`` that its manifest names; None: it cannot be read."""
     try:
         values = json.loads((final / "manifest.json").read_bytes().partition(b"\n")[2])
         return {"manifest.json", *map(str, values["files"])}

@@ -47,12 +47,12 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def holds(dtype: torch.dtype) -> bool:
-    """Whether a safetensors file can hold tensors of ``dtype``."""
+    """Return True if a safetensors file can hold tensors of ``dtype``."""
     return dtype in _NAMES
 
 
 def check_dtypes(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raises: ValueError naming a tensor that safetensors has no word for."""
+    """Raise ValueError naming a tensor of a dtype that safetensors lacks."""
     for name, tensor in tensors:
         if tensor.dtype not in _NAMES:
             raise ValueError(
@@ -91,7 +91,7 @@ class Entry:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The tensor's bytes, without a copy where it is contiguous and on the CPU."""
+    """Return the tensor's bytes, without a copy where it is contiguous and on the CPU."""
     if tensor.numel() == 0:
         return memoryview(b"")
     array: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -143,7 +143,7 @@ class Writer:
                 self.error = error
 
     def add(self, tensor: torch.Tensor) -> None:
-        """The next tensor of the plan."""
+        """Write the next tensor of the plan."""
         name, dtype, shape = self._plan[self._next]
         assert tensor.dtype == dtype and tensor.shape == shape, name
         data = bytes_of(tensor)
@@ -168,7 +168,7 @@ class Writer:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> Writer:
-    """A new file with these tensors, synced. Raises: OSError."""
+    """Write a new file with these tensors, and sync it. Raises: OSError."""
     writer = Writer(path, [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()])
     try:
         for tensor in tensors.values():
@@ -200,7 +200,7 @@ def read_part(folder: Folder, entry: Entry, begin: int = 0, end: int | None = No
 
 
 def read_whole(folder: Folder, name: str, entry: Entry) -> torch.Tensor:
-    """The tensor, compared with its checksum. Raises: OSError naming file and tensor."""
+    """Read the tensor, and compare it with its checksum. Raises: OSError naming file and tensor."""
     tensor = read_part(folder, entry).view(entry.shape)
     if zlib.crc32(bytes_of(tensor)) != entry.crc32:
         raise OSError(errno.EIO, _differs(folder, name, entry))
@@ -212,7 +212,7 @@ def _differs(folder: Folder, name: str, entry: Entry) -> str:
 
 
 def check(folder: Folder, name: str, entry: Entry) -> str | None:
-    """What is wrong with the stored tensor, or None."""
+    """Return a description of the damage of the stored tensor, or None."""
     crc, at, end = 0, entry.begin, entry.begin + entry.nbytes
     try:
         with folder.open(entry.file) as file:
@@ -228,7 +228,7 @@ def check(folder: Folder, name: str, entry: Entry) -> str | None:
 
 
 def read_entries(path: Path) -> dict[str, Entry]:
-    """The tensors of any safetensors file by name (without checksums), all rules of the format checked by its library.
+    """Read the entries of any safetensors file by name (without checksums). Its library checks all rules of the format.
 
     Raises: OSError (EIO: the file is shorter than its header says); ValueError naming the file that is not valid, or a
     dtype that torch lacks.
@@ -257,7 +257,7 @@ def read_entries(path: Path) -> dict[str, Entry]:
 
 
 def _check_length(path: Path) -> None:
-    """Raises: OSError where the file ends before its last tensor does: a copy or a download that was cut."""
+    """Raise OSError where the file ends before its last tensor does: a copy or a download that was cut."""
     size = path.stat().st_size
     with (
         contextlib.suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError),
@@ -273,7 +273,7 @@ def _check_length(path: Path) -> None:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Raises: ValueError for a name that is there twice, which the format forbids."""
+    """Return a JSON object. Raises: ValueError for a name that is there twice, which the format forbids."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]

@@ -1,4 +1,4 @@
-"""Which transport each bucket has: by device, by where its optimizer state and its weights are."""
+"""Choice of each bucket's transport: by device, by where its optimizer state and its weights are."""
 
 from __future__ import annotations
 

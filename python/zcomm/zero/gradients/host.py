@@ -125,7 +125,7 @@ class HostTransport(Transport):
         self.reduce(bucket, accumulate)
 
     def reduce(self, bucket: FlatBucket, accumulate: bool) -> None:
-        """As ``start``, of a bucket whose slot has padding, too."""
+        """Reduce a bucket as ``start`` does, also one with padding in its slot."""
         call = self._calls.get(bucket.index)
         if call is None:
             call = self._calls[bucket.index] = self._call(bucket)
@@ -187,7 +187,7 @@ class HostTransport(Transport):
 
     @property
     def nbytes_by_tier(self) -> dict[str, dict[str, int]]:
-        """On the CPU the device is host memory."""
+        """Bytes by tier and purpose. On the CPU the device is host memory."""
         return {"device": {"gradients": self.flat.nbytes, "slots": self.slots.nbytes}}
 
     def close(self) -> None:

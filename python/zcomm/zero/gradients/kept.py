@@ -59,12 +59,13 @@ class OwnGradients:
         return True
 
     def take(self, bucket: int) -> tuple[list[_Span], list[torch.Tensor]]:
-        """Where the bucket's own elements are that were kept, in order, and what must live until they are reduced."""
+        """Return where the bucket's own elements are that were kept, in order, and what must live until they are
+        reduced."""
         kept = self._kept.pop(bucket, [])
         return sorted(span for span, _ in kept), [grad for _, grad in kept]
 
     def forget(self) -> None:
-        """What was kept will not be reduced."""
+        """Drop what was kept: it will not be reduced."""
         self._kept.clear()
 
 
@@ -72,7 +73,7 @@ _storage_users = getattr(torch._C, "_storage_Use_Count", None)
 
 
 def is_plain(grad: torch.Tensor) -> bool:
-    """Whether its memory holds its elements in order, and is its alone."""
+    """Return True if its memory holds its elements in order, and is its alone."""
     if type(grad) is not torch.Tensor or not grad.is_contiguous() or grad.requires_grad:
         return False
     if grad.is_neg() or grad._is_zerotensor() or _storage_users is None:

@@ -1,4 +1,4 @@
-"""Which gradient is not finite: the first parameter, in the model's order, among all ranks' shards."""
+"""Search for the gradient that is not finite: the first parameter, in the model's order, among all ranks' shards."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from zcomm.zero.layout.flat import Geometry
 
 @dataclass(frozen=True)
 class NonFinite:
-    """step: optimizer step, from 1, skipped ones included. parameter: its name."""
+    """A gradient that was not finite. step: optimizer step, from 1, skipped ones included. parameter: its name."""
 
     step: int
     parameter: str
 
 
 def find_nonfinite(sums: Accumulators, geometry: Geometry, comm: Communicator, names: Sequence[str]) -> str:
-    """Name the first parameter whose gradient is not finite. Collective; some rank's shard must hold one."""
+    """Name the first parameter with a gradient that is not finite. Collective; some rank's shard must hold one."""
     sums.finish()
     bad = _bad(sums, geometry, comm.rank)
     first = torch.tensor([min(bad, default=geometry.trained_count)])

@@ -14,7 +14,7 @@ from zcomm.comm.tensors import core_dtype
 
 
 def clip_factor(norm: float, limit: float) -> float:
-    """What gradients of this norm are multiplied by, as torch's clip_grad_norm_ does it: a NaN stays one."""
+    """Return the factor for gradients of this norm, as torch's clip_grad_norm_ computes it: a NaN stays a NaN."""
     factor = limit / (norm + 1e-6)
     return factor if not factor >= 1.0 else 1.0
 
@@ -42,20 +42,20 @@ class GradientNorm:
         self._sum.clear()
 
     def add(self, shard: torch.Tensor) -> None:
-        """One more shard; in any order."""
+        """Add one more shard; in any order."""
         self._sum.add_squares(shard.data_ptr(), core_dtype(shard.dtype), shard.numel())
 
     @property
     def sum(self) -> _core.ExactSum:
-        """For whoever adds squares while he reads the gradients."""
+        """The exact sum, for kernels that add squares while they read the gradients."""
         return self._sum
 
     def add_words(self, words: torch.Tensor) -> None:
-        """The words of another sum, on the host, int64."""
+        """Add the words of another sum, on the host, int64."""
         _core.add_words(self._sum, words.data_ptr())
 
     def meet(self, note: bool) -> None:
-        """As ``end``, of the note alone. Collective."""
+        """All-reduce the note alone, as ``end`` does. Collective."""
         self.noted = note
         if self._comm.world_size > 1:
             self._note.fill_(int(note))
@@ -63,9 +63,10 @@ class GradientNorm:
             self.noted = bool(self._note.item())
 
     def end(self, note: bool = False) -> float:
-        """The norm of what was added on all ranks; ``noted`` then says whether any of them gave a note. Collective.
+        """Return the norm of what was added on all ranks. ``noted`` is then True if any rank gave a note. Collective.
 
-        A rank that is alone asks nobody: the question would queue behind gradients that are still on their way."""
+        With world_size 1 the all_reduce is skipped: it would queue behind pending reductions of gradients.
+        """
         self._sum.normalize()
         if self._comm.world_size == 1:
             self.noted = note

@@ -82,7 +82,8 @@ class ProgramGrads:
             known.changed = True
 
     def values_in(self, index: int) -> torch.Tensor | None:
-        """What the program had assigned before autograd added scaled gradients to it; None: all of it is its own."""
+        """Return the program's part of a sum with scaled gradients, as assigned before autograd added to it. None: all
+        of it is the program's."""
         known = self._sums.get(index)
         return None if known is None else known.assigned
 
@@ -94,8 +95,8 @@ class ProgramGrads:
         self._theirs.clear()
 
     def take(self, index: int) -> torch.Tensor | None:
-        """The gradient that autograd and the program's hooks have left, replaced by a stand-in. None: there is none, or
-        it stays the program's."""
+        """Take the gradient that autograd and the program's hooks have left, and put a stand-in in its place. None:
+        there is none, or it stays the program's."""
         lifted = self._lifted.pop(index, None) if self._lifted else None
         if index in self._theirs:
             self._theirs.discard(index)
@@ -115,7 +116,8 @@ class ProgramGrads:
         return grad
 
     def give(self, index: int) -> None:
-        """The pass has not reached the parameter: its gradient counts as zero here, and other ranks may have one."""
+        """Give a stand-in to a parameter that the pass has not reached: its gradient counts as zero here, and other
+        ranks may have one."""
         param = self._params[index]
         if param.grad is None:
             if index in self._given:
@@ -170,7 +172,7 @@ class ProgramGrads:
         return absent, assigned
 
     def _check_sum(self, index: int, grad: torch.Tensor) -> None:
-        """Raises: RuntimeError where the program has changed a sum of its own and scaled gradients."""
+        """Raise RuntimeError where the program has changed a sum of its own and scaled gradients."""
         known = self._sums.get(index)
         if known is None:
             return

@@ -131,7 +131,7 @@ class GradientReducer:
         self.grads.give(index)
 
     def hook_again(self, index: int) -> None:
-        """Hook a parameter that has lost its hooks, those of the program too (``swap_tensors``)."""
+        """Set the hooks again of a parameter that has lost them, those of the program too (``swap_tensors``)."""
         param: Any = self._params[index]
         for handle in self._handles[index]:
             handle.remove()

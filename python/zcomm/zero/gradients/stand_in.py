@@ -71,7 +71,7 @@ class GradStandIn(torch.Tensor):
     # --- what its methods need -------------------------------------------------------------------------------
 
     def _live(self) -> GradientValues:
-        """Raises: RuntimeError where its gradient has been forgotten, or its optimizer closed."""
+        """Return the values. Raises: RuntimeError where its gradient has been forgotten, or its optimizer closed."""
         values = self._owner()
         generation = self._generation if self._of is None else self._of._generation
         if values is None or values.closed:
@@ -118,7 +118,7 @@ class GradStandIn(torch.Tensor):
             self.copy_(value)
 
     def full_tensor(self) -> torch.Tensor:
-        """The gradient as an ordinary tensor, a copy. Collective."""
+        """Return the gradient as an ordinary tensor, a copy. Collective."""
         values = self._live()
         return self._viewed(values.whole(self._index)).to(self.dtype).to(self.device).clone()
 
@@ -257,7 +257,7 @@ def _take_view(func: Any, base: GradStandIn, args: tuple[Any, ...], kwargs: dict
 
 
 def _norm(of: torch.Tensor, ord: Any = 2, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> torch.Tensor:
-    """An element of ``_foreach_norm`` or a whole norm."""
+    """Compute an element of ``_foreach_norm`` or a whole norm."""
     if _ and isinstance(_[-1], torch.dtype):
         dtype = _[-1]
     if not isinstance(of, GradStandIn):

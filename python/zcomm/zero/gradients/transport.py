@@ -21,7 +21,7 @@ SLOTS = 3  # buckets that hooks may fill, or that are being reduced, at the same
 
 @dataclass(frozen=True)
 class ReducePlan:
-    """What is reduced: the trained buckets of ``geometry`` over the ranks of ``comm``.
+    """A reduction: the trained buckets of ``geometry`` over the ranks of ``comm``.
 
     dtype: of gradients on their way. replicated: accumulators of all gradients (stage 0), else of this rank's shards.
     """
@@ -51,7 +51,7 @@ class ReducePlan:
         return {bucket.index: part for bucket, part in zip(ascending, parts, strict=True)}
 
     def shards(self, sums: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """This rank's shards of the accumulators ``sums``, by number."""
+        """Return this rank's shards of the accumulators ``sums``, by number."""
         if not self.replicated:
             return dict(sums)
         own = self.comm.rank

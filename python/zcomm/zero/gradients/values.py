@@ -83,7 +83,7 @@ class GradientValues:
         self.changed()
 
     def shape_of(self, index: int) -> torch.Size:
-        """The parameter's shape, where it is not gathered, too."""
+        """Return the parameter's shape, where it is not gathered, too."""
         return self._geometry.places[index].shape
 
     def own(self, index: int) -> tuple[torch.Tensor, slice] | None:
@@ -202,7 +202,7 @@ class GradientValues:
         accumulators.finish()
 
     def whole(self, index: int) -> torch.Tensor:
-        """The whole gradient, fp32, on the CPU; not to be changed. Collective, unless all of it is local."""
+        """Return the whole gradient, fp32, on the CPU; not to be changed. Collective, unless all of it is local."""
         self._check(index)
         if self._last is None or self._last[0] != index:
             with torch.no_grad():
@@ -228,7 +228,7 @@ class GradientValues:
         return value.view(place.shape)
 
     def norm(self, index: int, ord: float) -> torch.Tensor:
-        """The norm of a gradient, a float64 scalar on the CPU. Collective, once for all that have changed."""
+        """Return the norm of a gradient, a float64 scalar on the CPU. Collective, once for all that have changed."""
         self._check(index)
         known = self._norms.setdefault(ord, {})
         if index not in known:

@@ -108,7 +108,7 @@ class Geometry:
         return bucket[place.offset : place.offset + place.count].view(place.shape)
 
     def gaps(self, bucket: FlatBucket) -> Iterator[slice]:
-        """The padding of ``bucket``: what no parameter covers."""
+        """Yield the padding of ``bucket``: what no parameter covers."""
         end = 0
         for param in bucket.params:
             place = self.places[param]

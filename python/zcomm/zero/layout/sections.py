@@ -32,11 +32,10 @@ class Section:
 
 
 class Sections:
-    """What build_parts lays out.
+    """The sections that build_parts lays out.
 
-    shared: the ranks share host memory. on_device: the model runs on a device that does not.
-    by_unit: stage 3 with gathers; otherwise all is one unit. names: by id(). Parameters are numbered in the order of
-    ``params``.
+    shared: the ranks share host memory. on_device: the model runs on a device that does not. by_unit: stage 3 with
+    gathers; otherwise all is one unit. names: by id(). Parameters are numbered in the order of ``params``.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class Sections:
 
 
 def names_of(model: nn.Module | None, params: Sequence[nn.Parameter]) -> dict[int, str]:
-    """By id(): the model's names, and numbers for what it does not have."""
+    """Return by id() the model's names, and numbers for what it does not have."""
     names = {id(param): name for name, param in model.named_parameters()} if model is not None else {}
     return names | {id(p): f"parameter.{index}" for index, p in enumerate(params) if id(p) not in names}
 
@@ -101,8 +100,8 @@ def names_of(model: nn.Module | None, params: Sequence[nn.Parameter]) -> dict[in
 def frozen_of(
     model: nn.Module | None, trained: Sequence[torch.Tensor], taken: Collection[int] = ()
 ) -> list[nn.Parameter]:
-    """The floating-point parameters that are not trained and need no gradient; those that do keep it for themselves.
-    taken: by id(), what another optimizer has."""
+    """Return the floating-point parameters that are not trained and need no gradient. Others that need a gradient keep
+    it for themselves. taken: by id(), what another optimizer has."""
     ids = {id(param) for param in trained} | set(taken)
     every = [] if model is None else list(model.parameters())
     return [p for p in every if id(p) not in ids and not p.requires_grad and p.is_floating_point()]

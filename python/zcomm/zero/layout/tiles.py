@@ -22,7 +22,7 @@ Coded = dict[str, torch.Tensor]  # 8-bit state: the codes of each array, and "sc
 
 
 def cut(count: int, tiles: int = 1) -> Iterator[slice]:
-    """A shard of ``count`` elements, ``tiles`` tiles at a time."""
+    """Yield slices of a shard of ``count`` elements, ``tiles`` tiles at a time."""
     step = tiles * TILE_COUNT
     for begin in range(0, count, step):
         yield slice(begin, min(begin + step, count))
@@ -58,9 +58,11 @@ def core_shard(
 
 @dataclass(frozen=True)
 class TilePart:
-    """What a rule updates: elements [begin, end) of a tile, or of all tiles of a shard. ``weight`` and fp32 ``grad`` of
-    its count, ``state`` flat uint8; ``at``: where it begins in its shard; ``squares``: to which those of the gradient
-    are added in the same pass, if any."""
+    """Elements [begin, end) of a tile, or of all tiles of a shard, that a rule updates.
+
+    ``weight`` and fp32 ``grad`` have its count, ``state`` is flat uint8. ``at``: where it begins in its shard.
+    ``squares``: the sum that those of the gradient are added to in the same pass, if any.
+    """
 
     weight: torch.Tensor
     grad: torch.Tensor
@@ -81,7 +83,7 @@ class TileForm:
 
     @property
     def coded(self) -> bool:
-        """Whether the arrays are 8-bit codes: Adam's, with scales by STATE_BLOCK elements."""
+        """True if the arrays are 8-bit codes: Adam's, with scales by STATE_BLOCK elements."""
         return self.state_dtype == torch.uint8
 
     def _scales_nbytes(self, count: int) -> int:
@@ -99,7 +101,8 @@ class TileForm:
         return self.element_nbytes * count + self._scales_nbytes(count)
 
     def array(self, state: torch.Tensor, count: int, name: str) -> torch.Tensor:
-        """The array ``name`` (codes where they are that; or fp16's "master", fp32) of one tile, without a copy."""
+        """Return the array ``name`` (codes where they are that; or fp16's "master", fp32) of one tile, without a
+        copy."""
         size, head = self.state_dtype.itemsize * count, self._scales_nbytes(count)
         if name == "master":
             return state[head + len(self.arrays) * size :].view(torch.float32)
@@ -113,8 +116,8 @@ class TileForm:
         return {"scales": scales[blocks]} | {name: self.array(state, count, name)[part] for name in self.arrays}
 
     def master(self, weight: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        """The exact fp32 master of one tile: a view of it, or a copy where it is split. Where the program has changed
-        the weight, the weight is the master."""
+        """Return the exact fp32 master of one tile: a view of it, or a copy where it is split. Where the program has
+        changed the weight, the weight is the master."""
         if self.dtype == torch.float32:
             return weight
         if self.dtype == torch.float16:
@@ -126,14 +129,14 @@ class TileForm:
         return master
 
     def _split(self, weight: torch.Tensor, state: torch.Tensor, master: torch.Tensor) -> _core.OptimShard:
-        """A bf16 weight and its remainder alone, however many arrays lie before it."""
+        """Return a core shard of a bf16 weight and its remainder alone, however many arrays lie before it."""
         return core_shard(weight, master, self._low(state, weight.numel()), 0, weight.numel())
 
     def _low(self, state: torch.Tensor, count: int) -> torch.Tensor:
         return state[self._scales_nbytes(count) + self.state_dtype.itemsize * len(self.arrays) * count :]
 
     def reordered(self, state: torch.Tensor, count: int, master_first: bool) -> torch.Tensor:
-        """A tile of fp16 weights, a copy, with its master first, as the core has it, or last."""
+        """Copy a tile of fp16 weights with its master first, as the core has it, or last."""
         middle = self.nbytes(count) - 4 * count if master_first else 4 * count
         return torch.cat((state[middle:], state[:middle]))
 
@@ -161,14 +164,14 @@ def _with_edits(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def joined(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """The core's join_master on a device's memory."""
+    """Compute the core's join_master on a device's memory."""
     high = weight.view(torch.int16).to(torch.int32) << 16
     master = (high + low.to(torch.int32)).view(torch.float32)
     return torch.where(master.isnan(), high.view(torch.float32), master)
 
 
 def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The core's split_master on a device's memory: bf16 weight and int16 remainder."""
+    """Compute the core's split_master on a device's memory: bf16 weight and int16 remainder."""
     bits, nan = master.view(torch.int32), torch.isnan(master)
     high = torch.where(nan, (bits >> 16) | 0x40, (bits + 0x8000) >> 16)
     return high.to(torch.int16).view(torch.bfloat16), torch.where(nan, 0, bits).to(torch.int16)
@@ -183,7 +186,7 @@ def _alone(count: int) -> tuple[torch.Tensor, Coded, torch.Tensor, torch.Tensor,
 
 
 def decoded(coded: Coded) -> dict[str, torch.Tensor]:
-    """The fp32 arrays that 8-bit state of Adam stands for."""
+    """Decode the fp32 arrays that 8-bit state of Adam stands for."""
     state, mine, first, second, shard = _alone(coded["exp_avg"].numel())
     for name, value in mine.items():
         value.copy_(coded[name].reshape(value.shape))

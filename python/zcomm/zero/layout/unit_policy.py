@@ -43,7 +43,7 @@ def _blocks(module: nn.Module, prefix: str = "") -> Iterator[_Named]:
 
 
 def _repeats(module: nn.Module) -> bool:
-    """Whether it is a list in which a class comes again with parameters of the same shapes."""
+    """Return True if it is a list in which a class comes again with parameters of the same shapes."""
     if not isinstance(module, nn.ModuleList | nn.Sequential):
         return False
     shapes = [(type(child), [(n, p.shape) for n, p in child.named_parameters()]) for child in module.children()]
@@ -52,7 +52,7 @@ def _repeats(module: nn.Module) -> bool:
 
 
 def large_units(choices: Sequence[UnitChoice]) -> str:
-    """What to say of units that are much of the model; "" where none is."""
+    """Describe units that are much of the model; "" where none is."""
     sizes = [sum(param.nbytes for param in choice.params) for choice in choices]
     limit = max(LARGE_NBYTES, LARGE_SHARE * sum(sizes))
     parts = [
@@ -69,7 +69,8 @@ def large_units(choices: Sequence[UnitChoice]) -> str:
 
 
 def choose_units(model: nn.Module, wanted: Sequence[nn.Parameter], options: Units | None = None) -> list[UnitChoice]:
-    """The root unit, then one unit per block or joined blocks, holding the parameters ``wanted`` (each exactly once).
+    """Return the root unit, then one unit per block or joined blocks. They hold the parameters ``wanted``, each exactly
+    once.
 
     Raises: ValueError for what names no module of the model.
     """
@@ -106,7 +107,7 @@ def choose_units(model: nn.Module, wanted: Sequence[nn.Parameter], options: Unit
 
 
 def _members(model: nn.Module, wanted: Sequence[UnitLike], option: str) -> set[int]:
-    """By id(): modules of ``model`` below it that are, or are of, one of ``wanted``."""
+    """Return by id() the modules of ``model`` below it that are, or are of, one of ``wanted``."""
     found: set[int] = set()
     for each in wanted:
         mine = {id(module) for name, module in model.named_modules() if name and _is(each, name, module)}
@@ -127,7 +128,7 @@ def _is(wanted: UnitLike, name: str, module: nn.Module) -> bool:
 
 
 def _named(module: nn.Module, members: set[int], prefix: str = "") -> Iterator[_Named]:
-    """The outermost of ``members``."""
+    """Yield the outermost of ``members``."""
     for name, child in module.named_children():
         if id(child) in members:
             yield f"{prefix}{name}", child

@@ -84,7 +84,7 @@ def _first_values(
 def _start_rest(
     model: nn.Module, done: set[int], comm: Communicator, precision: Precision, device: torch.device
 ) -> None:
-    """What no store has becomes rank 0's: floating parameters in the training dtype, buffers in theirs."""
+    """Broadcast what no store has from rank 0: floating parameters in the training dtype, buffers in theirs."""
     for name, param in model.named_parameters():
         if id(param) in done:
             continue
@@ -105,8 +105,8 @@ def _start_rest(
 
 
 def _buffer_dtype(module: nn.Module, precision: Precision) -> torch.dtype | None:
-    """What floating buffers of ``module`` become; None: they stay. torch takes the running statistics of a norm with
-    weights in the dtype of these alone."""
+    """Return the dtype of floating buffers of ``module``; None: they stay. torch takes the running statistics of a norm
+    with weights in the dtype of these alone."""
     if precision.buffer_dtype is None and isinstance(module, _NormBase) and module.weight is not None:
         return module.weight.dtype
     return precision.buffer_dtype

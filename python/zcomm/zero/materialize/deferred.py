@@ -59,13 +59,13 @@ def _pages(nbytes: int) -> torch.UntypedStorage:
 
 @dataclass
 class Recipe:
-    """What the ``nbytes`` of one storage will be. ``ops`` in order; a fresh storage is zero."""
+    """The future value of the ``nbytes`` of one storage. ``ops`` in order; a fresh storage is zero."""
 
     nbytes: int
     ops: list[Op] = field(default_factory=list)
 
     def cook(self) -> torch.UntypedStorage:
-        """A new storage with the value. Generators are left as they were."""
+        """Build a new storage with the value. Generators are left as they were."""
         memory = _pages(self.nbytes)
         for op in self.ops:
             op.run(memory)
@@ -123,7 +123,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Deferred:
-    """What a parameter on the meta device will be. ``read(begin, end)``: flat elements from a file instead."""
+    """The future value of a parameter on the meta device. ``read(begin, end)``: flat elements from a file instead."""
 
     recipe: Recipe
     ref: Ref
@@ -307,7 +307,7 @@ def _make_wait(param: torch.Tensor, deferred: Deferred) -> None:
 
 
 def deferred_of(param: torch.Tensor) -> Deferred | None:
-    """How ``param`` becomes real; None for one that is, or that is on the meta device without ``zero.Init``."""
+    """Return how ``param`` becomes real; None if it is, or if it is on the meta device without ``zero.Init``."""
     found: Deferred | None = getattr(param, _ATTRIBUTE, None) if param.device.type == "meta" else None
     return found
 
@@ -318,7 +318,7 @@ def read_from(param: torch.Tensor, read: Callable[[int, int], torch.Tensor]) -> 
 
 
 def value_of(param: torch.Tensor, name: str) -> torch.Tensor:
-    """The whole value of a deferred parameter, in its shape; ``param`` itself where it is real.
+    """Return the whole value of a deferred parameter, in its shape; ``param`` itself where it is real.
 
     Raises: ValueError for one that was changed after ``zero.Init`` had ended (there was no memory to change).
     """
@@ -332,7 +332,7 @@ def value_of(param: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def check(param: torch.Tensor, name: str) -> Deferred:
-    """Raises: ValueError where a parameter on the meta device has no value to come."""
+    """Return the deferred value. Raises: ValueError where a parameter on the meta device has no value to come."""
     deferred = deferred_of(param)
     if deferred is None:
         raise ValueError(

@@ -95,7 +95,7 @@ class Init:
         return self
 
     def _truncated_normal(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """It draws until all is in the bounds: as one operation, for its value is not kept then."""
+        """Record the draw as one operation: it draws until all is in the bounds, and its value is not kept then."""
         if self._recorder.recipe(tensor) is None:
             return self._start(tensor, *args, **kwargs)
         with torch._C.DisableTorchFunction():

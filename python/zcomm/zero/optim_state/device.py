@@ -66,7 +66,7 @@ class DeviceState(ShardState):
             self.step_shard(shard)
 
     def step_shard(self, shard: ShardStep) -> None:
-        """The host waits for nothing."""
+        """Launch the step of one shard; the host does not wait."""
         part = slice(0, self.counts[shard.bucket])
         self._put(self._lane.current(), shard, part, shard.weight, shard.grad)
 

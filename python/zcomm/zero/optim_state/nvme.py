@@ -33,7 +33,8 @@ WINDOWS = 16  # spans in flight
 
 
 def place(counts: Sequence[int], tiers: Sequence[str], fraction: float) -> tuple[list[Span], list[bool]]:
-    """The spans of shards of ``counts`` elements, and which are on NVMe: evenly spread over the shards of that tier."""
+    """Return the spans of shards of ``counts`` elements, and which are on NVMe: evenly spread over the shards of that
+    tier."""
     spans = [
         (bucket, part.start, part.stop - part.start)
         for bucket, count in enumerate(counts)
@@ -48,7 +49,7 @@ def place(counts: Sequence[int], tiers: Sequence[str], fraction: float) -> tuple
 
 
 def swap_nbytes(counts: Sequence[int], tiers: Sequence[str], fraction: float, form: TileForm) -> int:
-    """Of a swap file that holds the swapped ones; extents begin at pages."""
+    """Return the bytes of a swap file that holds the swapped ones; extents begin at pages."""
     spans, swapped = place(counts, tiers, fraction)
     page = _core.page_nbytes()
     sizes = [form.nbytes(count) for (_, _, count), on_drive in zip(spans, swapped, strict=True) if on_drive]
@@ -142,12 +143,12 @@ class SwappedState(ShardState):
         return window[: self.form.nbytes(self._swapped[number][2])]
 
     def _settle(self, slot: int) -> None:
-        """The window is free to be changed: no write of it is on its way."""
+        """Wait until no write of the window is pending, so that it may be changed."""
         write, self._writes[slot] = self._writes[slot], None
         self._wait(write)
 
     def _take(self, number: int) -> None:
-        """The span's window is its own, with whatever is in it."""
+        """Give the span a window of its own, with whatever is in it."""
         slot = self._slot(number)
         if self._holds[slot] == number:
             return
@@ -171,7 +172,7 @@ class SwappedState(ShardState):
         self._on_drive[number] = True
 
     def _locate(self, bucket: int, part: slice) -> tuple[Span, slice]:
-        """The span that a tile is in, and the tile's bytes there."""
+        """Return the span that a tile is in, and the tile's bytes there."""
         step = SPAN_TILES * tiles.TILE_COUNT
         first = part.start // step * step
         span = (bucket, first, min(step, self.counts[bucket] - first))

@@ -28,7 +28,7 @@ Run = tuple[int, int, Any]  # begin and end in a shard, and what belongs to its 
 
 @dataclass(frozen=True)
 class ShardStep:
-    """What one bucket's shard needs in a step: flat weight and gradient, and (begin, end, hyperparameters) runs.
+    """The input of one bucket's shard to a step: flat weight and gradient, and (begin, end, hyperparameters) runs.
     ``squares``: see TilePart; not of shards that are stepped on a device."""
 
     bucket: int
@@ -39,7 +39,7 @@ class ShardStep:
 
 
 def runs_in(runs: Sequence[Run], tile: slice) -> Iterator[Run]:
-    """The runs of a shard that a tile has a part of, relative to the tile."""
+    """Yield the runs of a shard that a tile has a part of, relative to the tile."""
     for begin, end, value in runs:
         low, high = max(begin, tile.start) - tile.start, min(end, tile.stop) - tile.start
         if low < high:
@@ -71,20 +71,20 @@ class ShardState(ABC):
 
     @abstractmethod
     def tile(self, bucket: int, part: slice, *, load: bool = True, store: bool = False) -> Held:
-        """The state of one tile as flat uint8 while inside; ``store`` keeps what was changed. load False: all of it
-        will be written."""
+        """Open the state of one tile as flat uint8; ``store`` keeps what was changed. load False: all of it will be
+        written."""
 
     @abstractmethod
     def flush(self) -> None:
-        """What belongs on a drive is there, or on its way."""
+        """Start the writes of what belongs on a drive."""
 
     @abstractmethod
     def snapshot(self, copy: AnyCopy | None) -> StateSnapshot:
-        """As it is now, for reading on another thread. copy: of the swap file, after ``flush``."""
+        """Return the state as it is now, for reading on another thread. copy: of the swap file, after ``flush``."""
 
     @abstractmethod
     def step(self, shards: Iterator[ShardStep], reverse: bool = False) -> None:
-        """One optimizer step over all shards. reverse: they come last bucket first, and so go the tiles."""
+        """Run one optimizer step over all shards. reverse: they come last bucket first, and so go the tiles."""
 
     def renew(self) -> None:  # noqa: B027
         """After a failure, before all of it is loaded: nothing is in flight, and no element is lost to it."""
@@ -107,7 +107,7 @@ class ShardState(ABC):
             self.rule.step(self.form, part, hyper)
 
     def each(self) -> Sequence[ShardState]:
-        """The states that it consists of."""
+        """Return the states that it consists of."""
         return (self,)
 
     @property
@@ -116,7 +116,7 @@ class ShardState(ABC):
 
     @property
     def slot_nbytes(self) -> int:
-        """On the device, beside the state."""
+        """Bytes on the device, beside the state."""
         return 0
 
     @abstractmethod

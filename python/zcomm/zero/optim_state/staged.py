@@ -51,7 +51,7 @@ class StagedState(DeviceState):
         return sum(slot.grad.nbytes + slot.weight.nbytes for slot in self._slots)
 
     def step_shard(self, shard: ShardStep) -> None:
-        """When it returns, the weights are in host memory."""
+        """Step one shard. When it returns, the weights are in host memory."""
         used: list[Any] = []
         for part in cut(self.counts[shard.bucket], PIECE_TILES):
             slot = self._slots[self._next % SLOTS]

@@ -27,7 +27,7 @@ _PROBE_NBYTES = 4096
 
 
 class AnyCopy(Protocol):
-    """Of a swap file: each key as flat uint8, compared with its checksum. Raises: OSError."""
+    """A copy of a swap file: each key as flat uint8, compared with its checksum. Raises: OSError."""
 
     def finish(self) -> None: ...
     def load(self, name: str) -> torch.Tensor: ...
@@ -49,7 +49,7 @@ class Swap(_core.SwapFile):
         return super().write(key, ptr, nbytes)
 
     def copied(self) -> AnyCopy:
-        """What it holds now. Raises: OSError (ENOSPC: as many bytes again are needed; what ``wait`` raises)."""
+        """Copy what it holds now. Raises: OSError (ENOSPC: as many bytes again are needed; what ``wait`` raises)."""
         paths = [Path(path) for path in self.stats()["paths"]]
         if all(shares_blocks(path.parent) for path in paths):
             return Copy(self)
@@ -59,7 +59,7 @@ class Swap(_core.SwapFile):
 
 
 def shares_blocks(folder: Path) -> bool:
-    """Whether files there can share blocks (reflink: xfs, btrfs)."""
+    """Return True if files there can share blocks (reflink: xfs, btrfs)."""
     files: list[int] = []
     try:
         for _ in range(2):
@@ -156,7 +156,7 @@ class GradualCopy:
 
 
 def _nameless(path: Path, nbytes: int) -> int:
-    """A new file of so many bytes, preallocated, whose name is gone. Raises: OSError (ENOSPC, ENOENT)."""
+    """Create a file of so many bytes, preallocated, and remove its name. Raises: OSError (ENOSPC, ENOENT)."""
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except FileNotFoundError as error:

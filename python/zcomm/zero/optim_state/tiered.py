@@ -61,7 +61,7 @@ class TieredState(ShardState):
         self.host.step(self._others(shards), reverse)
 
     def _others(self, shards: Iterator[ShardStep]) -> Iterator[ShardStep]:
-        """The host's; the device's are stepped as they come."""
+        """Yield the host's shards; step the device's as they come."""
         for shard in shards:
             if self._there[shard.bucket]:
                 self.device.step_shard(shard)

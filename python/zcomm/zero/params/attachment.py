@@ -36,7 +36,7 @@ class Reducer(Protocol):
         """Count a gradient that autograd left on a tensor without hooks."""
 
     def hook_again(self, index: int) -> None:
-        """Hook a parameter that has lost its hooks."""
+        """Set the hooks again of a parameter that has lost them."""
 
 
 class Attachment:
@@ -112,7 +112,7 @@ class Attachment:
                     self._impls[index] = impl
 
     def _contents(self) -> list[int]:
-        """The tensors of the core of torch that the trained parameters' Python objects have."""
+        """Return the tensors of the core of torch that the trained parameters' Python objects have."""
         with torch._C.DisableTorchFunctionSubclass():
             trained: Sequence[Any] = self._params[: self._geometry.trained_count]
             return [param._cdata for param in trained]

@@ -146,7 +146,7 @@ class DeviceStore(ParameterStore):
     # --- a step -----------------------------------------------------------------------------------------------
 
     def used(self) -> None:
-        """What torch's stream has been given so far uses the old weights: a sweep may follow, on any thread."""
+        """Record that torch's stream so far uses the old weights: an update may follow, on any thread."""
         self._lane.recorded(self._used)
 
     def sweep(self, reverse: bool = False) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
@@ -156,7 +156,7 @@ class DeviceStore(ParameterStore):
         self._swept = True
 
     def _updated(self, bucket: FlatBucket) -> None:
-        """This rank's part of the bucket is new."""
+        """Send on this rank's new part of the bucket."""
         mine = self.part(bucket)
         self._send(bucket, mine)
         if mine.stop - mine.start < bucket.count:
@@ -220,7 +220,7 @@ class DeviceStore(ParameterStore):
         self._lane.current().wait(self.all_ready)
 
     def arrive_bucket(self, bucket: int) -> None:
-        """As ``arrive``, of one bucket: for a sweep on another thread that has come there."""
+        """Let the stream of an update on another thread see one bucket, as ``arrive`` does."""
         self._lane.current().wait(self._ready[bucket])
 
     # --- whole parameters -------------------------------------------------------------------------------------
@@ -243,8 +243,8 @@ class DeviceStore(ParameterStore):
         return not all(work.done() for work in works)
 
     def close(self) -> None:
-        """The parameters stay views of the memory on the device, which is theirs alone now; where other ranks have it
-        open, they get memory of their own."""
+        """Leave the parameters as views of the device's memory, now theirs alone. Where other ranks have it open, they
+        get memory of their own."""
         self._others.clear()  # dropping a Work waits for it
         self._spreading.clear()
         if self._peers is not None:

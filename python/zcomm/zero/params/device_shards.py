@@ -1,4 +1,4 @@
-"""Where stage 3 on devices keeps this rank's shards between gathers, if all or some of them stay there.
+"""Shards of stage 3 between gathers, if all or some of this rank's stay on its device.
 
 A bucket's shard is on the device alone (what is stepped there, or frozen), on the host alone (offloaded weights), or on
 both: where its optimizer state alone is offloaded, the host steps its own copy, from which the device's is renewed.
@@ -21,9 +21,12 @@ from zcomm.zero.params.shards import ShardSource
 
 
 class DeviceSource(ShardSource):
-    """stay: buckets whose shards stay. host: of all others, and of those of ``stay`` whose state is offloaded
+    """Shards on devices, beside a source on the host.
+
+    stay: buckets with shards that stay. host: of all others, and of those of ``stay`` with offloaded state
     (``followed``, by number); None: there are none. peers: between the ranks' devices, which have what stays in memory
-    that they reach; None: this rank is alone."""
+    that they reach; None: world_size is 1.
+    """
 
     def __init__(
         self,
@@ -49,7 +52,7 @@ class DeviceSource(ShardSource):
         return bucket.index in self._shards
 
     def there(self, bucket: FlatBucket) -> torch.Tensor:
-        """The shard on the device."""
+        """Return the shard on the device."""
         return self._shards[bucket.index]
 
     def _on_host(self, bucket: FlatBucket) -> ShardSource | None:
@@ -92,7 +95,7 @@ class DeviceSource(ShardSource):
     # --- what follows the host ----------------------------------------------------------------------------------
 
     def used(self) -> None:
-        """What torch's stream has been given so far uses the old weights; a sweep follows."""
+        """Record that torch's stream so far uses the old weights; an update follows."""
         self._lane.recorded(self._used)
 
     def _follow(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
@@ -100,7 +103,7 @@ class DeviceSource(ShardSource):
             self._lane.h2d.copy([(self.there(bucket), weight)], [self._used], self._ready)
 
     def arrive(self) -> None:
-        """What torch's stream is given next sees the new weights."""
+        """Let torch's stream see the new weights from here on."""
         self._lane.current().wait(self._ready)
 
     @property
@@ -109,7 +112,7 @@ class DeviceSource(ShardSource):
 
     @property
     def followed_nbytes(self) -> int:
-        """Of the host's copies of what stays."""
+        """Bytes of the host's copies of what stays."""
         return sum(self._shards[index].nbytes for index in self._followed)
 
     def close(self) -> None:

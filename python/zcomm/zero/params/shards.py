@@ -16,7 +16,7 @@ WINDOWS = 3  # shards in flight of a swapped step
 
 
 class ShardSource(ABC):
-    """This rank's shards of buckets. ``fetch`` runs on the gathering thread, the rest on the main thread."""
+    """A rank's shards of buckets. ``fetch`` runs on the gathering thread, the rest on the main thread."""
 
     @abstractmethod
     def begin(self, bucket: FlatBucket) -> torch.Tensor: ...
@@ -28,14 +28,14 @@ class ShardSource(ABC):
 
     @abstractmethod
     def sweep(self, reverse: bool) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
-        """The trained ones."""
+        """Yield the trained ones."""
 
     @abstractmethod
     def load(self, bucket: FlatBucket) -> torch.Tensor:
-        """The shard as it is now; ``commit`` keeps what was changed."""
+        """Return the shard as it is now; ``commit`` keeps what was changed."""
 
     def whole(self, bucket: FlatBucket) -> torch.Tensor | None:
-        """The bucket with all ranks' shards, as it is in this host's memory; None where it is not there."""
+        """Return the bucket with all ranks' shards, as it is in this host's memory; None where it is not there."""
         return None
 
     # What a source on devices must be told; on the host nothing is on its way.
@@ -165,7 +165,7 @@ class SwapSource(ShardSource):
         return f"parameters.{bucket.index}"
 
     def _window(self, bucket: FlatBucket) -> torch.Tensor:
-        """The bucket's window, once its last write is on disk."""
+        """Return the bucket's window, once its last write is on disk."""
         number = self._number[bucket.index]
         write = self._writes[number]
         if write is not None:
@@ -211,7 +211,7 @@ class SwapSource(ShardSource):
         return self._windows[self._number[bucket.index]][: bucket.shard_count]
 
     def renew(self) -> None:
-        """The trained ones are zeros: after a failed write there is nothing to read."""
+        """Set the trained ones to zeros: after a failed write there is nothing to read."""
         self._forget()
         for bucket in self._buckets:
             self.commit(bucket, self.begin(bucket).zero_())

@@ -54,7 +54,7 @@ class ParameterStore(ABC):
         self._holds: dict[int, int] = {}  # parameters with a copy of their own now: how often they are held
 
     def part(self, bucket: FlatBucket) -> slice:
-        """The part of a bucket whose state this rank keeps and updates, relative to the bucket."""
+        """Return the part of a bucket that this rank keeps state of and updates, relative to the bucket."""
         return bucket.shard(self._comm.rank)
 
     @abstractmethod
@@ -72,11 +72,11 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def load(self, bucket: FlatBucket) -> torch.Tensor:
-        """The weights of this rank's part of one bucket, to change; ``save`` keeps what the caller changes. Only after
-        a barrier: until then other ranks may use the old weights."""
+        """Return the weights of this rank's part of one bucket, to change; ``save`` keeps what the caller changes. Only
+        after a barrier: until then other ranks may use the old weights."""
 
     def read(self, bucket: FlatBucket) -> torch.Tensor:
-        """The weights of this rank's part of one bucket, not to be changed."""
+        """Return the weights of this rank's part of one bucket, not to be changed."""
         return self.load(bucket)
 
     @abstractmethod
@@ -115,13 +115,13 @@ class ParameterStore(ABC):
     # What a store on a device must be told; on the CPU nothing is on its way.
 
     def used(self) -> None:  # noqa: B027
-        """What the current stream has been given so far uses the weights as they are; a sweep follows."""
+        """Record that the current stream so far uses the weights as they are; an update follows."""
 
     def settle(self) -> None:  # noqa: B027
         """Wait until nothing of this rank's reads the weights that a step changes; a barrier then says so to others."""
 
     def arrive(self) -> None:  # noqa: B027
-        """What the current stream is given next uses the weights that were published last."""
+        """Let the current stream use the weights that were published last from here on."""
 
     def renew(self) -> None:  # noqa: B027
         """After a failure, before all trained ones are loaded: nothing is in flight, and no weight is lost to it."""
@@ -133,18 +133,18 @@ class ParameterStore(ABC):
         return False
 
     def there(self, bucket: FlatBucket) -> torch.Tensor:
-        """The weights of this rank's part, which torch's stream may change."""
+        """Return the weights of this rank's part, which torch's stream may change."""
         raise NotImplementedError
 
     def spread_on_device(self, bucket: FlatBucket) -> None:  # noqa: B027
         """Torch's stream has changed this rank's part: start to bring the other ranks'. Collective."""
 
     def arrive_on_device(self) -> None:  # noqa: B027
-        """What torch's stream is given next sees all parts. The host waits until all ranks have spread theirs."""
+        """Let torch's stream see all parts from here on. The host waits until all ranks have spread theirs."""
 
     @abstractmethod
     def full(self, param: int) -> torch.Tensor:
-        """A copy of a whole parameter. Collective where parameters are sharded."""
+        """Return a copy of a whole parameter. Collective where parameters are sharded."""
 
     def parameter(self, param: int) -> torch.nn.Parameter:
         return self._params[param]
@@ -156,7 +156,7 @@ class ParameterStore(ABC):
         self._holds[param] = self._holds.get(param, 0) + 1
 
     def release(self, param: int) -> None:
-        """The last release drops the copy: the parameter is the store's again."""
+        """Release the parameter; the last release drops the copy, and the parameter is the store's again."""
         held = self._holds.pop(param) - 1
         if held:
             self._holds[param] = held
@@ -165,11 +165,11 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def _own(self, param: int) -> torch.Tensor:
-        """What the parameter's data is where nobody holds it."""
+        """Return the parameter's data for times when no ``hold`` is open."""
 
     @property
     def turns(self) -> bool:
-        """Whether sweeps that change their direction save reading from a drive."""
+        """True if updates that change their direction save reading from a drive."""
         return "nvme" in self._tiers
 
     @property
@@ -288,7 +288,7 @@ class HostStore(ParameterStore):
 
 
 def _begins(geometry: Geometry, without: Collection[int]) -> tuple[dict[int, int], int]:
-    """Where each bucket but those ``without`` begins, one behind the other, and where the last one ends."""
+    """Return where each bucket but those ``without`` begins, one behind the other, and where the last one ends."""
     begins, count = {}, 0
     for bucket in geometry.every:
         if bucket.index not in without:

@@ -112,7 +112,7 @@ class Cohorts:
         ]
 
     def set_state(self, saved: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
-        """The inverse of ``state``. Names that are not there are left out."""
+        """Restore what ``state`` returned. Names that are not there are left out."""
         self.others.clear()
         self.number_of[:] = self._group_of
         numbers = {name: index for index, name in enumerate(names[: len(self._group_of)])}

@@ -1,4 +1,4 @@
-"""Which optimizer is meant: a name, a class or an instance becomes a Rule and the param groups that it updates."""
+"""Choice of the optimizer: a name, a class or an instance becomes a Rule and the param groups that it updates."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def choose_rule(
 
 
 def _check_known(args: Iterable[str], name: str, known: Sequence[str], own: Sequence[str]) -> None:
-    """Raises: ValueError for an argument that neither ZeroOptimizer nor its rule ``name`` has."""
+    """Raise ValueError for an argument that neither ZeroOptimizer nor its rule ``name`` has."""
     for key in args:
         if key not in known:
             hint = did_you_mean(key, (*own, *known), _ELSEWHERE) or ";"

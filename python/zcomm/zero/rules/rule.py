@@ -50,11 +50,11 @@ class Rule(ABC):
 
     @abstractmethod
     def check(self, group: dict[str, Any]) -> None:
-        """Raises: ValueError naming a hyperparameter out of range, NotImplementedError for an option not available."""
+        """Raise ValueError naming a hyperparameter out of range, NotImplementedError for an option not available."""
 
     @abstractmethod
     def prepare(self, number: int, group: dict[str, Any], grad_scale: float) -> Any:
-        """What ``step`` needs of group ``number`` in this step; counts the step."""
+        """Prepare what ``step`` needs of group ``number`` in this step; counts the step."""
 
     @abstractmethod
     def step(self, form: TileForm, part: TilePart, hyper: Any) -> None:
@@ -62,14 +62,15 @@ class Rule(ABC):
 
     @abstractmethod
     def step_on(self, stream: _core.Stream, form: TileForm, part: TilePart, hyper: Any) -> None:
-        """As ``step``, of a part in a device's memory: put on ``stream`` (on torch's, where ``on_device`` says so)."""
+        """Step a part in a device's memory as ``step`` does: put on ``stream`` (on torch's, where ``on_device`` is
+        so)."""
 
     def check_now(self, group: dict[str, Any]) -> None:
         """Check options before a step; a program may have changed them. Raises: as ``check``."""
         return
 
     def initial(self, group: dict[str, Any]) -> float:
-        """What the arrays hold before the first step."""
+        """Return the value that the arrays hold before the first step."""
         return 0.0
 
     # What is counted beside ``group["step"]`` of group ``number``; see cohorts.py. None: nothing.
@@ -85,20 +86,20 @@ class Rule(ABC):
         return None
 
     def scalars_of(self, saved: dict[str, Any] | None) -> Any:
-        """The inverse of ``plain_scalars``."""
+        """Restore what ``plain_scalars`` returned."""
         return None
 
     def progress(self) -> list[dict[str, Any]] | None:
-        """What a checkpoint keeps of the rule beside arrays and ``group["step"]``, per group; plain numbers."""
+        """Return what a checkpoint keeps of the rule beside arrays and ``group["step"]``, per group; plain numbers."""
         return None
 
     def check_progress(self, progress: list[dict[str, Any]] | None) -> None:
-        """Raises: ValueError, TypeError or LookupError for what ``set_progress`` cannot take."""
+        """Raise ValueError, TypeError or LookupError for what ``set_progress`` cannot take."""
         if progress:
             raise ValueError(f"{self.name} keeps nothing beside arrays and options, but progress is {progress!r:.100}")
 
     def set_progress(self, progress: list[dict[str, Any]] | None) -> None:
-        """The inverse of ``progress``."""
+        """Restore what ``progress`` returned."""
         self.check_progress(progress)
 
 
@@ -129,7 +130,7 @@ def arguments_of(name: str) -> list[str]:
 
 
 def _check_kind(name: str, key: str, value: Any, default: Any) -> None:
-    """Where the default is a number, or several, the value must be, too. Raises: ValueError."""
+    """Raise ValueError unless the value is a number, or several, where the default is."""
     if isinstance(default, tuple):
         good = isinstance(value, (tuple, list)) and len(value) == len(default) and all(map(_is_number, value))
         wanted = f"{len(default)} numbers"
@@ -144,7 +145,7 @@ def _is_number(value: Any) -> bool:
 
 
 class FusedRule(Rule):
-    """One of the core's fused kernels; the class of zcomm.optim beside it says what its options mean.
+    """A rule by one of the core's fused kernels. The class of zcomm.optim beside it defines its options.
 
     args: options of all groups, of those in ``arguments_of(name)``. Raises: ValueError for an impossible one,
     NotImplementedError.
@@ -165,7 +166,7 @@ class FusedRule(Rule):
         self.arrays = self._twin.ARRAYS if name != "sgd" or self.defaults["momentum"] != 0 else ()
 
     def adopt(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The caller's groups without torch's switches; SGD keeps a buffer where one of them has momentum."""
+        """Return the caller's groups without torch's switches; SGD keeps a buffer where one of them has momentum."""
         adopted = []
         for group in groups:
             options = {key: value for key, value in group.items() if key not in SWITCHES}

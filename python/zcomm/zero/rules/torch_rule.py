@@ -57,7 +57,7 @@ class TorchRule(Rule):
         self._scalars: list[dict[str, Any] | None] = []
 
     def adopt(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The caller's groups without torch's switches; finds out which state they need."""
+        """Return the caller's groups without torch's switches, and find out which state they need."""
         adopted = [{key: value for key, value in group.items() if key not in SWITCHES} for group in groups]
         for group in adopted:
             self.check(group)

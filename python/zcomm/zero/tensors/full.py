@@ -14,7 +14,7 @@ from zcomm.zero.tensors import pieces
 
 
 def _number(param: torch.Tensor) -> tuple[TrainState, Parts, int]:
-    """Of a parameter that the store has, trained or frozen."""
+    """Return owner, parts and number of a parameter that the store has, trained or frozen."""
     found = owner_of(param)
     if found is not None and found[2] is not None:
         return found[0], found[1], found[2]
@@ -29,7 +29,7 @@ def _trained(param: torch.Tensor) -> tuple[TrainState, Parts, int]:
 
 
 def _is_whole(param: torch.Tensor) -> bool:
-    """Whether it is a frozen parameter of a model, whole on each rank."""
+    """Return True if it is a frozen parameter of a model, whole on each rank."""
     found = owner_of(param)
     return found is not None and found[2] is None and not param.requires_grad
 
@@ -51,7 +51,8 @@ def _key(parts: Parts, index: int, key: str) -> str:
 
 
 def full_param(param: torch.Tensor) -> torch.Tensor:
-    """The fp32 master of ``param`` (the weight of a frozen one), whole, as a copy, in every stage and tier. Collective.
+    """Return a whole copy of the fp32 master of ``param`` (of a frozen one its weight), in every stage and tier.
+    Collective.
 
     Raises: ValueError for a parameter that no open ZeroOptimizer trains; OSError from swap files; PeerLost and
     TimeoutError. So do the other functions here.
@@ -84,9 +85,12 @@ def set_full_param(param: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def full_grad(param: torch.Tensor) -> torch.Tensor | None:
-    """The gradient that ``step()`` would use, before clipping: fp32, averaged over ranks and micro-steps, without the
-    loss scale. Inside of ``no_sync()`` this rank's sum, as long as nothing has been reduced. None before a backward
-    pass, and after ``zero_grad()``: where ``p.grad`` is None. Collective."""
+    """Return the gradient that ``step()`` would use, before clipping. Collective.
+
+    It is fp32, averaged over ranks and micro-steps, without the loss scale. Inside of ``no_sync()`` it is this rank's
+    sum, as long as nothing has been reduced. None before a backward pass, and after ``zero_grad()``: where ``p.grad``
+    is None.
+    """
     _, parts, index = _trained(param)
     return pieces.gradient(parts, index)
 

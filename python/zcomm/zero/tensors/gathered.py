@@ -115,7 +115,7 @@ class GatheredParameters:
                 self._open, self._frozen, self._waiting = [], [], []
 
     def _spread(self, root: int) -> None:
-        """Collective: rank ``root``'s values into every rank's shards."""
+        """Write rank ``root``'s values into every rank's shards. Collective."""
         for parts in self._owners():
             wrong = ""
             for other, index in self._open:

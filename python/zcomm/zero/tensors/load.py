@@ -128,7 +128,7 @@ def _identity(found: os.stat_result) -> tuple[int, ...]:
 
 
 def _places(index: Path) -> dict[str, str]:
-    """The file of each tensor that the index names. Raises: OSError, ValueError naming the index."""
+    """Return the file of each tensor that the index names. Raises: OSError, ValueError naming the index."""
     try:
         weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
     except (ValueError, LookupError, TypeError, RecursionError) as error:
@@ -137,7 +137,7 @@ def _places(index: Path) -> dict[str, str]:
 
 
 def _renamed(entries: Entries, rename: Callable[[str], str | None] | None) -> dict[str, Entry]:
-    """Raises: ValueError where ``rename`` gives two tensors one name."""
+    """Rename the tensors. Raises: ValueError where ``rename`` gives two tensors one name."""
     found: dict[str, Entry] = {}
     old: dict[str, str] = {}
     for name, entry in entries.items():
@@ -167,7 +167,7 @@ def _rank(dtype: torch.dtype) -> int:
 def match(
     model: nn.Module, entries: Entries, shapes: Mapping[int, torch.Size], strict: bool, where: Path
 ) -> dict[str, Entry]:
-    """By the model's name the entry to load, each tensor once. shapes: by id(), of what is not whole now."""
+    """Return by the model's name the entry to load, each tensor once. shapes: by id(), of what is not whole now."""
     found: dict[str, Entry] = {}
     tensors = dict(_tensors(model))
     names: dict[int, list[str]] = {}
@@ -213,7 +213,7 @@ def _load_model(model: nn.Module, source: Source, found: Entries) -> None:
 
 
 def _load_shards(parts: Parts, model: nn.Module, source: Source, found: Entries, what: str) -> None:
-    """Collective: a rank that cannot read makes all raise."""
+    """Load this rank's shards. Collective: an error of one rank is raised on all."""
     kept = Kept()
     with kept.errors():
         parts.store.settle()

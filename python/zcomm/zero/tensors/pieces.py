@@ -36,7 +36,7 @@ class Piece:
 
 
 def pieces(parts: Parts, index: int) -> Iterator[Piece]:
-    """What this rank keeps of parameter ``index``, tile by tile."""
+    """Yield what this rank keeps of parameter ``index``, tile by tile."""
     place = parts.geometry.places[index]
     bucket = parts.geometry.bucket_of(index)
     part = parts.store.part(bucket)
@@ -66,7 +66,7 @@ def _add_up(parts: Parts, bits: torch.Tensor, root: int | None, name: str) -> No
 
 
 def replicated(parts: Parts, bucket: FlatBucket) -> bool:
-    """Whether this rank, and so each, keeps all of the bucket's weights."""
+    """Return True if this rank, and so each, keeps all of the bucket's weights."""
     part = parts.store.part(bucket)
     return bool(part.stop - part.start == bucket.count)
 
@@ -76,7 +76,7 @@ def _replicated(parts: Parts, index: int) -> bool:
 
 
 def weight(parts: Parts, index: int, root: int) -> torch.Tensor | None:
-    """A whole weight, trained or frozen, in the precision of training; a copy on the CPU of rank ``root``."""
+    """Return a whole weight, trained or frozen, in the precision of training; a copy on the CPU of rank ``root``."""
     whole_here = _replicated(parts, index)
     if whole_here and parts.comm.rank != root:
         return None
@@ -91,8 +91,8 @@ def weight(parts: Parts, index: int, root: int) -> torch.Tensor | None:
 
 
 def master(parts: Parts, index: int, root: int | None = None) -> torch.Tensor | None:
-    """The exact fp32 master of a parameter (the weight itself of a frozen one), a copy. root: only that rank gets it,
-    the others None."""
+    """Return a copy of the exact fp32 master of a parameter (of a frozen one the weight itself). root: only that rank
+    gets it, the others None."""
     form = parts.state.form
     local = torch.zeros(parts.geometry.places[index].count)
     mine = list(pieces(parts, index))
@@ -108,7 +108,7 @@ def master(parts: Parts, index: int, root: int | None = None) -> torch.Tensor | 
 
 
 def array(parts: Parts, index: int, key: str, root: int | None = None) -> torch.Tensor | None:
-    """An array of a parameter's optimizer state, an fp32 copy."""
+    """Return an array of a parameter's optimizer state, an fp32 copy."""
     form = parts.state.form
     local = torch.zeros(parts.geometry.places[index].count)
     for piece in pieces(parts, index):
@@ -139,7 +139,7 @@ def set_master(parts: Parts, index: int, read: Callable[[slice], torch.Tensor]) 
 
 
 def change(parts: Parts, index: int, value: torch.Tensor) -> None:
-    """Where ``value`` (flat, in the weights' dtype) differs from the weight in any bit, make it weight and master.
+    """Set weight and master to ``value`` (flat, in the weights' dtype) where it differs from the weight in any bit.
     Elsewhere the exact master stays. Then ``publish``."""
     form, mine = parts.state.form, list(pieces(parts, index))
     if not mine:
@@ -201,7 +201,7 @@ def codes(parts: Parts, index: int, root: int | None = None) -> Coded | None:
 
 
 def _of_key(key: str, elements: slice) -> slice:
-    """The blocks of ``elements`` where ``key`` has one entry for each."""
+    """Return the blocks of ``elements`` where ``key`` has one entry for each."""
     if key != "scales":
         return elements
     return slice(elements.start // STATE_BLOCK, -(-elements.stop // STATE_BLOCK))
@@ -234,7 +234,8 @@ def set_arrays(parts: Parts, index: int, reads: dict[str, Callable[[slice], torc
 
 
 def gradient(parts: Parts, index: int) -> torch.Tensor | None:
-    """The gradient that a step would use, in true units, fp32, a copy on the CPU; None where ``p.grad`` is None."""
+    """Return the gradient that a step would use, in true units, fp32, a copy on the CPU; None where ``p.grad`` is
+    None."""
     grad = parts.store.parameter(index).grad
     if grad is None:
         return None

@@ -191,7 +191,7 @@ class DeviceMemory(UnitMemory):
             filler.start(unit, self._places[unit.index])
 
     def wait(self, unit: Unit) -> None:
-        """The host waits for other ranks and the drive only, torch's stream for the copies."""
+        """Wait on the host for other ranks and the drive only; torch's stream waits for the copies."""
         if not unit.asked:  # and not even that came to its end
             self._abandon(unit)
             raise RuntimeError(f"gathering unit {unit.name} was interrupted; run the pass again")

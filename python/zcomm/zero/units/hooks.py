@@ -69,7 +69,7 @@ class UnitHooks:
         self._ended(self._life.units[0])
 
     def _began(self, unit: Unit) -> None:
-        """A module that needs the unit runs forward."""
+        """Begin the forward of a module that needs the unit."""
         self._life.running += 1  # first: where it is 0, no unit is in forward, whatever was interrupted
         unit.in_forward += 1
         self._life.settle_use(unit)
@@ -176,8 +176,8 @@ class UnitHooks:
             self._rests(unit)
 
     def _registered(self, module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
-        """A module gets a parameter (``load_state_dict(assign=True)`` does so): one that takes the place of the store's
-        gives it its values."""
+        """Take over a parameter that a module gets (``load_state_dict(assign=True)`` does so). Its values go to the
+        store's parameter that it replaces."""
         old = module._parameters.get(name)
         if old is None or param is None or param is old or not self._life.weights.has(old):
             return None
@@ -193,7 +193,7 @@ class UnitHooks:
 
 
 def _make_whole(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """A hook of ``state_dict()``: what is sharded becomes whole."""
+    """Replace what is sharded by whole values: a hook of ``state_dict()``."""
     for name in module._parameters:
         value = state.get(f"{prefix}{name}")
         if isinstance(value, stand_in.ShardedData):
@@ -201,7 +201,7 @@ def _make_whole(module: nn.Module, state: dict[str, Any], prefix: str, metadata:
 
 
 def _calls_of(module: nn.Module) -> int:
-    """Calls of ``module`` that run now."""
+    """Count the calls of ``module`` that run now."""
     calls = 0
     frame: FrameType | None = sys._getframe()
     while frame is not None:

@@ -68,7 +68,7 @@ class UnitPlan:
 
 
 class UnitOwner(Protocol):
-    """What a memory asks of UnitLife."""
+    """The methods of UnitLife that a memory calls."""
 
     in_use: Unit | None  # prefetch must not take its memory
 

@@ -35,7 +35,7 @@ class UseOrder:
         self._in_model = False
 
     def end(self) -> None:
-        """The step: the next use begins a pass."""
+        """End the pass at a step: the next use begins a new one."""
         self._in_model, self._ended = False, True
 
     def use(self, unit: int) -> None:

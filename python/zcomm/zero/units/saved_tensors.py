@@ -1,4 +1,4 @@
-"""What autograd saves of a unit's memory is wrapped, so that backward finds the unit whole from wherever it comes.
+"""Hooks on saved tensors: backward finds a unit whole from wherever it comes.
 
 [Note: guarded views] A unit is gathered for backward when a gradient comes to its module's outputs. Backward may come
 otherwise: by an activation that a hook or an attribute took out of the module, by outputs that this code cannot look
@@ -32,7 +32,7 @@ _enabled = _autograd._saved_tensors_hooks_is_enabled
 
 
 def possible() -> bool:
-    """From torch 2.8 on; before, hooks of others around a unit cannot be found."""
+    """Return True from torch 2.8 on; before, hooks of others around a unit cannot be found."""
     return _top is not None
 
 

@@ -19,7 +19,7 @@ from zcomm.comm.tensors import tensor_of
 
 
 class _Mapping(enum.Enum):
-    """Where the second mapping is."""
+    """Place of the second mapping."""
 
     ASIDE = "kept for the next unit"
     SHOWN = "behind a unit's addresses"
@@ -27,7 +27,8 @@ class _Mapping(enum.Enum):
 
 
 class Slot:
-    """memory: shared memory, of which it has the bytes [begin, begin + nbytes); multiples of the page size."""
+    """A slot of memory. memory: shared memory, of which it has the bytes [begin, begin + nbytes); multiples of the page
+    size."""
 
     def __init__(self, memory: Any, begin: int, nbytes: int) -> None:
         self._memory = memory
@@ -41,7 +42,7 @@ class Slot:
         return tensor_of(self._memory, torch.uint8)[self._begin : self._begin + nbytes].view(dtype)
 
     def show(self, addresses: _core.AddressRange, offset: int) -> None:
-        """At ``offset``, all of it."""
+        """Map all of it at ``offset``."""
         if self._aside is None:
             self._map(addresses, offset)
             return
@@ -52,7 +53,7 @@ class Slot:
         self._mapping = _Mapping.SHOWN
 
     def hide(self, addresses: _core.AddressRange, offset: int) -> None:
-        """What was shown there."""
+        """Unmap what was shown there."""
         if self._aside is None or self._mapping is not _Mapping.SHOWN:
             addresses.unmap(offset, self._nbytes)
             return

@@ -61,10 +61,10 @@ class Keeper(Protocol):
     def name(self, param: nn.Parameter) -> str: ...
 
     def hollow(self, param: nn.Parameter) -> torch.Tensor:
-        """A tensor of its shape, dtype and device, without its values."""
+        """Return a tensor of its shape, dtype and device, without its values."""
 
     def whole(self, param: nn.Parameter, why: str) -> torch.Tensor:
-        """A copy of the whole value. Collective."""
+        """Return a copy of the whole value. Collective."""
 
     def edit(self, param: nn.Parameter, act: Act, overwrites: bool = False) -> None:
         """``act(piece, elements)`` changes flat pieces of this rank's elements in place. overwrites: all of them,
@@ -82,7 +82,7 @@ class Keeper(Protocol):
     def own_class(self, param: nn.Parameter) -> type: ...
 
     def check_open(self, param: nn.Parameter) -> object:
-        """Raises: RuntimeError where there are no values any more."""
+        """Raise RuntimeError where there are no values any more."""
 
 
 class _StandIn(torch.Tensor):
@@ -199,7 +199,7 @@ class ShardedData(_StandIn, torch.Tensor):
 
 
 def class_for(own: type, keeper: Keeper) -> type:
-    """The class that parameters of class ``own`` have while they are stand-ins."""
+    """Return the class that parameters of class ``own`` have while they are stand-ins."""
     return type(f"Sharded{own.__name__}", (ShardedParameter, own), {"_zcomm_keeper": keeper})
 
 
@@ -214,7 +214,7 @@ def _origin(stand_in: Any) -> tuple[Keeper, nn.Parameter]:
 
 
 def original(tensor: torch.Tensor) -> torch.Tensor:
-    """The parameter whose elements ``tensor`` stands for, or is a gathered copy of; else ``tensor`` itself."""
+    """Return the parameter that ``tensor`` stands for elements of, or is a gathered copy of; else ``tensor`` itself."""
     if isinstance(tensor, ShardedData):
         return tensor._zcomm_param
     return tensor._zcomm_source.param if isinstance(tensor, WholeValue) else tensor
@@ -239,7 +239,7 @@ def _stands_for(stand_in: Any, memory: torch.Tensor) -> ShardedData:
 
 
 def _real(stand_in: Any, why: str) -> torch.Tensor:
-    """An ordinary tensor, or parameter, with the value, and the attributes that the program has set."""
+    """Return an ordinary tensor, or parameter, with the value, and the attributes that the program has set."""
     keeper, param = _origin(stand_in)
     value = keeper.whole(param, why)
     if not isinstance(stand_in, ShardedParameter):
@@ -306,7 +306,7 @@ def _called(stand_in: Any) -> str:
 
 
 def _no_memory(message: str) -> RuntimeError:
-    """The error; while torch.compile traces, the one that makes it leave the operation to be run as it is."""
+    """Return the error; while torch.compile traces, the one that makes it leave the operation to be run as it is."""
     if torch._guards.TracingContext.try_get() is None:
         return RuntimeError(message)
     from torch._subclasses.fake_tensor import UnsupportedFakeTensorException
@@ -384,7 +384,7 @@ def _form(tensor: torch.Tensor) -> str:
 
 
 def _edit(func: Any, target: Any, args: Any, kwargs: Any) -> Any:
-    """An elementwise operation on this rank's elements of ``target``."""
+    """Run an elementwise operation on this rank's elements of ``target``."""
     _may_write(target)
     keeper, param = _origin(target)
     shape = keeper.hollow(param).shape
@@ -446,7 +446,7 @@ def _keep(keeper: Keeper, param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def _each(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """A ``torch._foreach`` function, one tensor after the other: no more than one is whole at a time."""
+    """Run a ``torch._foreach`` function, one tensor after the other: no more than one is whole at a time."""
     count = len(args[0])
 
     def nth(value: Any, at: int) -> Any:
@@ -503,8 +503,11 @@ def _by_value(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 
 def _communicate(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """A function of torch.distributed, on gathered values. Backends write by address, maybe later: what is written is
-    waited for, and is a change of the weight on every rank, also on one that has only sent (``broadcast``)."""
+    """Run a function of torch.distributed on gathered values.
+
+    Backends write by address, maybe later: this waits for what is written. The write is a change of the weight on every
+    rank, also on one that has only sent (``broadcast``).
+    """
     target = kwargs.get("gather_list", args[1:2]) if name == "gather" else args[:1]
     written = [leaf for leaf in tree_leaves(target) if isinstance(leaf, _StandIn | WholeValue)]
     written = [] if name in ("send", "isend") else written
@@ -550,7 +553,7 @@ class _Source:
         self._version = value._version
 
     def for_use(self, stand_in: Any) -> torch.Tensor:
-        """The value for an operation on ``stand_in``."""
+        """Return the value for an operation on ``stand_in``."""
         with _plain():
             connected = torch.is_grad_enabled() and isinstance(stand_in, ShardedParameter) and stand_in.requires_grad
             if not connected:
@@ -637,7 +640,8 @@ def _as_whole(tensor: torch.Tensor, source: _Source) -> torch.Tensor:
 
 
 def _wrapped(result: Any, sources: Iterable[_Source], targets: dict[int, Any]) -> Any:
-    """``result`` with views of gathered values as WholeValue, and what an operation returns of its target as that."""
+    """Wrap views of gathered values in ``result`` as WholeValue, and what an operation returns of its target as
+    that."""
 
     def wrap(leaf: Any) -> Any:
         if hasattr(leaf, "flags") and hasattr(leaf, "setflags"):  # of numpy: writing to it would be lost
@@ -660,7 +664,7 @@ def _wrapped(result: Any, sources: Iterable[_Source], targets: dict[int, Any]) -
 
 
 def whole_value(stand_in: Any, why: str) -> torch.Tensor:
-    """The gathered value of ``stand_in``, on the CPU; writing to it reaches the weight. Collective."""
+    """Return the gathered value of ``stand_in``, on the CPU; writing to it reaches the weight. Collective."""
     keeper, param = _origin(stand_in)
     source = _Source(keeper, param, keeper.whole(param, why).cpu())
     with _plain():

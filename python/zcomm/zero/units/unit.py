@@ -18,7 +18,7 @@ from zcomm.zero.worker import Call
 
 
 class UnitState(enum.Enum):
-    """What memory a unit has."""
+    """The memory that a unit has."""
 
     SHARDED = "this rank's shard in the source; parameters have no memory"
     GATHERING = "a slot that is being filled; parameters have no memory"
@@ -26,7 +26,7 @@ class UnitState(enum.Enum):
 
 
 class Unit:
-    """One unit: its buckets, its addresses, its state and who uses it now."""
+    """A unit: its buckets, its addresses, its state and its current uses."""
 
     def __init__(self, index: int, choice: UnitChoice, buckets: Sequence[FlatBucket], nbytes: int) -> None:
         self.index = index

@@ -32,7 +32,7 @@ _CLOSED = (
 
 
 def _hollow(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The true shape without memory: NaN wherever it is read, and torch refuses to write to it."""
+    """Return the true shape without memory: NaN wherever it is read, and torch refuses to write to it."""
     return (
         torch.full((1,), float("nan"), dtype=dtype, device=device)
         .expand(shape.numel())
@@ -64,7 +64,7 @@ _Entry = tuple[nn.Parameter, type, type, torch.Tensor]
 
 
 class Store(Protocol):
-    """What the weights ask of their store."""
+    """The methods of the store that the weights call."""
 
     @property
     def alone(self) -> bool:
@@ -76,7 +76,7 @@ class Store(Protocol):
 
 
 class Life(Protocol):
-    """What the weights ask of UnitLife."""
+    """The methods of UnitLife that the weights call."""
 
     held: set[int]
     running: int
@@ -219,7 +219,7 @@ class UnitWeights:
         return self._hollows[number]
 
     def changed(self) -> None:
-        """The trained weights are new ones: graphs and copies of the old ones are known as such."""
+        """Mark the trained weights as new: graphs and copies of the old ones are known as such."""
         self._stamps = [stamp + 1 for stamp in self._stamps]
         with _plain():
             torch.autograd.graph.increment_version(self._params)
