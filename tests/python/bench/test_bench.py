@@ -19,7 +19,7 @@ COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_t
 
 
 def run(program: str, *flags: str, env: dict[str, str] | None = None, check: bool = True) -> str:
-    """What it printed."""
+    """Run a program of bench/, and return what it printed."""
     command = [sys.executable, str(BENCH / program), *flags]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=100, env={**os.environ, **(env or {})}, check=False
@@ -158,7 +158,7 @@ def test_ddp_step(tmp_path: Path) -> None:
 
 
 def test_cpp_benches(tmp_path: Path) -> None:
-    """Where they are built: right results, a record for each row, ranks that end."""
+    """The C++ benches, where they are built: right results, a record for each row, ranks that end."""
     programs = BENCH.parent / "build/bench/bench/cpp"
     if not (programs / "zcomm_bench").exists():
         pytest.skip("the C++ benches are not built (make bench-cpp)")

@@ -1,4 +1,4 @@
-"""What benches compute: exact expected values, bytes, percentiles, predictions, and verdicts."""
+"""The computations of benches: exact expected values, bytes, percentiles, predictions, and verdicts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def everyones_buffers(name: str, world: int, count: int) -> list[tuple[torch.Ten
 
 
 def perform(name: str, rank: int, world: int, count: int, out: torch.Tensor) -> None:
-    """The operation by its definition: what arrives at `rank`, from the inputs that the check gives to all ranks."""
+    """Write what arrives at `rank`, by the operation's definition, from the inputs that the check gives to all
+    ranks."""
     operation, part = OPERATIONS[name], count // world
 
     def of(q: int, begin: int, n: int) -> torch.Tensor:

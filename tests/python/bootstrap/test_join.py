@@ -385,7 +385,7 @@ def interruptible(folder: str, where: str, victim: int) -> tuple[str, float]:
 
 
 def stop_before_connecting(folder: str) -> None:
-    """Makes this rank one that gives its address and does not connect."""
+    """Make this rank one that gives its address and does not connect."""
     from zcomm.bootstrap import rendezvous
 
     def stay_away(*_: object) -> None:

@@ -43,7 +43,7 @@ def clean_environment() -> dict[str, str]:
 
 
 def run_script(command: list[str], tmp_path: Path) -> list[dict[str, Any]]:
-    """Runs `command` + script; each rank's result, by rank."""
+    """Run `command` + script; return each rank's result, by rank."""
     script = tmp_path / "job.py"
     script.write_text(SCRIPT)
     run = subprocess.run(
@@ -95,7 +95,7 @@ def free_port() -> int:
 
 # ---- without a launcher: ranks with an environment of just what a test puts there ----
 def forget_launcher() -> int:
-    """This rank's number; the variables that named it are gone."""
+    """Return this rank's number, and remove the variables that named it."""
     rank = int(os.environ["RANK"])
     for name in [name for name in os.environ if name.startswith(FOREIGN)]:
         del os.environ[name]

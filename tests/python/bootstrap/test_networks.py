@@ -36,7 +36,7 @@ def move_in(made: Networks, ranks_per_host: int) -> int:
 
 
 def check(comm: zcomm.Communicator) -> None:
-    """Sums of small integers, above and below each size at which algorithms change."""
+    """Check sums of small integers, above and below each size at which algorithms change."""
     for count in (0, 1, 7, 1001, 300_007):
         tensor = torch.arange(count, dtype=torch.float32) % 61 + comm.rank
         comm.all_reduce(tensor)

@@ -31,7 +31,7 @@ Run = Callable[..., list[Any]]
 
 
 def in_a_job(job: str, rank: int, method: str, delay_s: float) -> str:
-    """Joins rank ``rank`` of two, and adds up the numbers that only its job's ranks have."""
+    """Join as rank ``rank`` of two, and add up the numbers that only its job's ranks have."""
     time.sleep(delay_s)
     number = {"a": 1.0, "b": 10.0}[job]
     if os.environ["ZCOMM_JOB_ID"] not in ("a", "b"):

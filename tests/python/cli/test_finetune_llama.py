@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 
 def run(*arguments: str, ranks: int = 1) -> str:
-    """Standard output; the run must have ended in order."""
+    """Return standard output; the run must have ended in order."""
     script = [str(EXAMPLES / "finetune_llama.py"), "--model", "tiny", "--code", "own", *arguments]
     start = [sys.executable, *script]
     if ranks > 1:

@@ -30,7 +30,7 @@ def test_all_gpus_stand_in_the_ring_that_doctor_proposes() -> None:
 
 
 def test_fewer_ranks_get_the_best_of_the_gpus() -> None:
-    """Of eight, numbered across two nodes: four of one node; its pairs under a switch are neighbours."""
+    """Eight GPUs, numbered across two nodes: ranks get four of one node; its pairs under a switch are neighbours."""
     machine = gpus.read(eight_on_two_nodes(), NOWHERE)
     four = order_of(machine, 4)
     assert sorted(four) == list(range(8)) and sorted(four[:4]) == [0, 2, 4, 6]

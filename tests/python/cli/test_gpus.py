@@ -1,4 +1,4 @@
-"""What NVML says becomes plain values, and those become findings; on machines that are described, not here."""
+"""NVML's answers become plain values, and those become findings; on machines that are described, not here."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ JobStarter = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[JobStarter]:
-    """Starts `zcomm run` on a script given as text; its temporary files lie in tmp_path."""
+    """Start `zcomm run` on a script given as text; its temporary files lie in tmp_path."""
     (tmp_path / "tmp").mkdir()
     started: list[subprocess.Popen[str]] = []
 
@@ -76,7 +76,7 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 30.0
 
 
 def pids_from(folder: Path, count: int) -> list[int]:
-    """The process ids that a script's processes left as files named pid-N, once all are there."""
+    """Return the process ids that a script's processes left as files named pid-N, once all are there."""
     wait_until(lambda: len(list(folder.glob("pid-*"))) >= count, f"{count} processes")
     return [int(file.name.removeprefix("pid-")) for file in folder.glob("pid-*")]
 
@@ -409,7 +409,7 @@ def test_counter_files_of_both_cgroup_versions(tmp_path: Path) -> None:
 
 
 def passed_on(content: bytes, hold: bool = False, **options: Any) -> bytes:
-    """What a Stream makes of a rank's output."""
+    """Return what a Stream makes of a rank's output."""
     source, rank_end = os.pipe()
     out, target = os.pipe()
     stream = Stream(source, target, b"[3] ", **options)
@@ -430,7 +430,7 @@ def test_stream_splits_at_newline_and_carriage_return() -> None:
 
 
 def test_a_progress_bar_of_one_rank_among_several_is_lines() -> None:
-    """As tqdm writes it; between the first state and the last there is at most one a second."""
+    """A bar as tqdm writes it; between the first state and the last there is at most one line a second."""
     bar = b"".join(b"\r%3d%%|#" % percent for percent in range(101)) + b"\n"
     assert passed_on(bar) == b"[3]   0%|#\n[3] 100%|#\n"
 

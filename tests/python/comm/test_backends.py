@@ -86,7 +86,7 @@ def _output(command: list[str], env: dict[str, str]) -> str:
 
 
 def run_mpi(kind: str, world_size: int, job: str, folder: Path) -> list[list[str]]:
-    """Runs a job of the suite under mpirun; what failed, by rank. Skips where that MPI is not."""
+    """Run a job of the suite under mpirun; return what failed, by rank. Skips where that MPI is not."""
     found = mpi(kind)
     if isinstance(found, str):
         pytest.skip(found)

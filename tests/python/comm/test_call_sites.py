@@ -36,7 +36,7 @@ def _deprecated(call: Callable[[], Any]) -> Any:
 
 
 def _mismatch(rank: int, call: Callable[[], Any]) -> str:
-    """The message of a call that the last rank does not make."""
+    """Return the message of a call that the last rank does not make."""
     try:
         dist.all_reduce(_LAST.clone()) if rank == 1 else call()
     except RuntimeError as error:
@@ -54,7 +54,8 @@ def deprecated_by_torch(rank: int) -> tuple[str, int]:
 
 
 def through_a_library(rank: int) -> tuple[str, int]:
-    """A decorator of typing_extensions around the call itself: the line is that of the innermost program's frame."""
+    """Put a decorator of typing_extensions around the call itself: the line is that of the innermost program's
+    frame."""
     return _mismatch(rank, functools.partial(_deprecated, lambda: dist.barrier())), _line()
 
 
@@ -67,7 +68,8 @@ def of_an_executor(rank: int) -> tuple[str, int]:
 
 
 def under_many_frames_of_torch(rank: int) -> tuple[str, int]:
-    """A module 20 deep in torch's own, compiled: more frames of torch than a message would be worth without a limit."""
+    """Call from a module 20 deep in torch's own, compiled: more frames of torch than a message without a limit is
+    worth."""
 
     class Reduces(torch.nn.Module):
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -81,7 +83,7 @@ def under_many_frames_of_torch(rank: int) -> tuple[str, int]:
 
 
 def after_a_callback(rank: int) -> tuple[str, int]:
-    """Called while a callback has not returned, so that another thread starts it: the line of the call."""
+    """Call while a callback has not returned, so that another thread starts it: the line of the call."""
     told = dist.all_reduce(torch.ones(1), async_op=True).get_future().then(lambda own: time.sleep(0.2))
 
     def call() -> None:
@@ -128,7 +130,7 @@ def test_the_line_of_the_program(run_ranks: Callable[..., list[Any]], check: Cal
 
 
 def _hook() -> str:
-    """A hook of torch's, run by autograd under DDP: nothing of the program is on the stack but backward()."""
+    """Reduce in a hook of torch's, run by autograd under DDP: nothing of the program is on the stack but backward()."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     with world(timeout_s=30.0) as (rank, _size):

@@ -36,7 +36,7 @@ def all_reduce_values() -> None:
 
 
 def all_reduce_rank_order() -> None:
-    """Rounding values: bits of a sum in rank order in fp32, the same for symmetric and private, on all ranks."""
+    """Sum values that round: the bits of a sum in rank order in fp32, for symmetric and private, on all ranks."""
     rank, world = zcomm.rank(), zcomm.world_size()
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         inputs = [torch.randn(100_003, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(world)]
@@ -65,7 +65,7 @@ def list_is_one_operation() -> None:
 
 
 def one_tensor_in_many_guises() -> None:
-    """A plain tensor is read by a shorter path than its guises; the ranks may mix them in one operation."""
+    """Mix guises of a tensor between ranks in one operation; a plain one is read by a shorter path than they are."""
     rank, world = zcomm.rank(), zcomm.world_size()
     whole = torch.zeros(20)
     guises: list[tuple[torch.Tensor, Any]] = [(t := torch.zeros(7), t), (t := torch.zeros(7), [t])]

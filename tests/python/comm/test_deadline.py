@@ -34,7 +34,7 @@ def outcome(call: Callable[[], object]) -> str:
 
 
 def slow_rank(slow: int, suspended: bool, call: str) -> str:
-    """The slow rank comes late to ``call``; all return what it ended in."""
+    """Let the slow rank come late to ``call``; all return what it ended in."""
     comm = zcomm.init(timeout=TIMEOUT_S)
     tensor = torch.ones(1000)
     comm.barrier()
@@ -73,12 +73,12 @@ def test_without_it_the_late_rank_is_named(slow: int, call: str, run_ranks: Run)
 
 
 def here() -> int:
-    """The caller's line."""
+    """Return the caller's line."""
     return sys._getframe(1).f_lineno
 
 
 def where_ranks_were() -> tuple[str, int]:
-    """What the late rank's peer was told, and the line of the call that this is about."""
+    """Return the error on the late rank's peer, and the line of the call that this is about."""
     comm = zcomm.init(timeout=TIMEOUT_S)
     line = here() + 1
     comm.barrier()

@@ -59,7 +59,8 @@ def test_a_stuck_rank_is_killed_and_shows_its_stack(run_ranks: Callable[..., lis
 
 
 def test_a_thread_that_is_not_pythons_may_stay() -> None:
-    """As those of autograd for a device: code that asks there for the current thread (logging does) leaves an entry."""
+    """Threads like autograd's for a device: code that asks there for the current thread (logging does) leaves an
+    entry."""
     seen = threading.Event()
     _thread.start_new_thread(lambda: (threading.current_thread(), seen.set()), ())
     assert seen.wait(10)

@@ -371,7 +371,7 @@ def test_a_signal_ends_a_program_with_operations_in_flight(tmp_path: Path, what:
 
 
 def operates_in_a_handler(folder: str) -> str:
-    """A collective of the handler's own is an error there; the call that it interrupts goes on."""
+    """Call a collective in a handler: it is an error there, and the call that it interrupts goes on."""
     found: list[str] = []
     signal.signal(signal.SIGTERM, lambda *_: found.append(told(zcomm.barrier)[0]))
     rank = zcomm.init("shm", DEADLINE_S).rank

@@ -23,7 +23,7 @@ TWO_HOSTS = "two hosts"
 
 
 def init(backend: str = "auto", timeout: float = 30.0) -> zcomm.Communicator:
-    """Joins; "two hosts" makes ranks [0, n/2) one host and the others another."""
+    """Join a job; "two hosts" makes ranks [0, n/2) one host and the others another."""
     if backend == TWO_HOSTS:
         os.environ["ZCOMM_HOST_ID"] = f"host{2 * int(os.environ['RANK']) // int(os.environ['WORLD_SIZE'])}"
         backend = "auto"
@@ -270,7 +270,7 @@ def test_a_rank_without_descriptors_fails_its_part_only(run_ranks: Run) -> None:
 
 
 def loss_in_a_part(backend: str) -> tuple[int, str, float]:
-    """The parent's rank 2, rank 1 of a part of ranks 0 and 2, dies inside of a collective of the part."""
+    """Kill the parent's rank 2, rank 1 of a part of ranks 0 and 2, inside of a collective of the part."""
     comm = init(backend)
     part = comm.split(0 if comm.rank != 1 else None)
     if comm.rank == 2:

@@ -1,4 +1,5 @@
-"""An unmodified DeepSpeed script runs on zcomm: same losses as DDP with torch.optim; what is not there says so."""
+"""An unmodified DeepSpeed script runs on zcomm: same losses as DDP with torch.optim; an error names what is not
+there."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def results(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
 
 
 def by_ddp(epochs: int) -> list[float]:
-    """The script's losses on this rank, by torch alone."""
+    """Return the script's losses on this rank, by torch alone."""
     from zcomm.compat.deepspeed.__main__ import install
 
     install()

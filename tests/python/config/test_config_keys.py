@@ -23,7 +23,7 @@ NVME = {"device": "nvme", "nvme_path": "/mnt/swap"}
 
 
 def nested(path: str, value: Any) -> dict[str, Any]:
-    """{"a": {"b": value}} for "a.b", with what a section needs besides."""
+    """Return {"a": {"b": value}} for "a.b", with what a section needs besides."""
     tree: dict[str, Any] = {}
     place = tree
     *sections, name = path.split(".")

@@ -218,7 +218,7 @@ def order_on_devices() -> None:
 
 
 def host_bits_on_devices(values: torch.Tensor) -> torch.Tensor:
-    """The same sum on the device and, by a CPU communicator, on the host."""
+    """Compute the same sum on the device and, by a CPU communicator, on the host."""
     comm = zcomm.init("cuda_ipc", timeout=60.0)
     mine = values[comm.rank].to(comm._device)
     comm.all_reduce(mine)
@@ -251,7 +251,8 @@ def test_bits_of_the_rank_order_sum(run_ranks: Callable[..., list[Any]]) -> None
 
 
 def lose_a_rank(folder: str) -> None:
-    """The others write down which rank they lost and end at once: nothing is taken down beside a peer that is gone."""
+    """Kill a rank: the others write down which one, and end at once: nothing is taken down beside a peer that is
+    gone."""
     comm = zcomm.init("cuda_ipc", timeout=20.0)
     tensor = torch.ones(1 << 20, device=comm._device)
     comm.all_reduce(tensor)

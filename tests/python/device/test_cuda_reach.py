@@ -1,4 +1,4 @@
-"""Which devices reach each other, where processes see different ones under different numbers (CUDA_VISIBLE_DEVICES)."""
+"""Devices that reach each other, where processes see different ones under different numbers (CUDA_VISIBLE_DEVICES)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What else must run on a GPU, one small test each: pinned memory, activations, torch's backend, ranks that share it.
+"""Other features on a GPU, one small test each: pinned memory, activations, torch's backend, ranks that share it.
 
 Each body also runs where the CPU plays the device ("played"), so that on a GPU nothing but the device is new.
 """

@@ -29,7 +29,7 @@ class Pipeline:
         self.landed = [self.device.make_event() for _ in range(SLOTS)]
 
     def use(self, index: int) -> None:
-        """The CPU's part, a step behind the device."""
+        """Do the CPU's part, a step behind the device."""
         if self.forget != "landed":
             self.landed[index].synchronize()
         self.trace.touch(None, self.slots[index].data_ptr(), 4096, "rw", "CPU step")

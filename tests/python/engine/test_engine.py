@@ -18,7 +18,8 @@ from zcomm.schedulers import WarmupLR
 
 
 class StandIn(torch.optim.SGD):
-    """What the engine needs of ZeroOptimizer: it accumulates, steps at the boundary it is told, and can skip."""
+    """A stand-in for ZeroOptimizer as the engine uses it: it accumulates, steps at the boundary it is told, and can
+    skip."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model.parameters(), lr=1.0)

@@ -1,4 +1,4 @@
-"""What Accelerate asks an engine for: the whole model's state dict on rank 0, in every stage and tier."""
+"""Accelerate's demands on an engine: the whole model's state dict on rank 0, in every stage and tier."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def optimizer(*rates: float) -> torch.optim.Optimizer:
 
 
 def rates_of(opt: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LRScheduler, steps: int) -> list[float]:
-    """The rate that each of ``steps`` optimizer steps runs at, and the one after them."""
+    """Return the rate that each of ``steps`` optimizer steps runs at, and the one after them."""
     seen = [opt.param_groups[0]["lr"]]
     for _ in range(steps):
         opt.step()

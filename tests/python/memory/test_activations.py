@@ -95,7 +95,7 @@ def test_steps_after_the_first_allocate_nothing(offload: Any) -> None:
 
 
 def test_every_byte_is_counted() -> None:
-    """What is saved of two layers: their inputs and tanh's output, which is the second one's input; each once."""
+    """Saved of two layers: their inputs and tanh's output, which is the second one's input; each once."""
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
     x = torch.randn(ROWS, WIDTH)
     offload = zcomm.offload_activations(min_nbytes=0)

@@ -105,7 +105,7 @@ def test_without_keys(tmp_path: Path) -> None:
 
 @pytest.fixture(params=["io_uring", "threads"])
 def snap(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A snapshot; each swap file of the test uses one engine."""
+    """Write a snapshot; each swap file of the test uses one engine."""
     monkeypatch.setenv("ZCOMM_IO", request.param)
     try:
         opened = zcomm.SwapFile(tmp_path / "swap", block_nbytes=64 << 10)
@@ -122,7 +122,7 @@ def data_of(snap: Path) -> Path:
 
 
 def test_a_flipped_byte_is_found_wherever_it_is(snap: Path, tmp_path: Path) -> None:
-    """Of each key a byte in each tile; the error names key, path and the tile's offset."""
+    """Flip in each key a byte in each tile; the error names key, path and the tile's offset."""
     keys = json.loads((snap / "manifest.json").read_text())["body"]["keys"]
     path = data_of(snap)
     with zcomm.SwapFile(tmp_path / "other") as swap:
@@ -167,7 +167,7 @@ def test_truncated_missing_and_foreign(snap: Path, tmp_path: Path) -> None:
 
 
 def forge(manifest: Path, body: Any) -> None:
-    """A manifest with a checksum that is right."""
+    """Write a manifest with a checksum that is right."""
     crc32c = snapshot._crc_of(json.dumps(body, sort_keys=True))
     manifest.write_text(json.dumps({"format": snapshot.FORMAT, "crc32c": crc32c, "body": body}, sort_keys=True))
 

@@ -17,7 +17,7 @@ from zcomm.machine.swap_tuning import SwapTuning
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, and a drive of its own for the test's directory."""
+    """Provide an empty cache, and a drive of its own for the test's directory."""
     file = tmp_path / "cache" / "swap.json"
     monkeypatch.setenv("ZCOMM_SWAP_TUNING", str(file))
     monkeypatch.setattr(swap_tuning, "drive", lambda directory: "drive of " + str(directory))

@@ -1,4 +1,4 @@
-"""One suite for every backend, and the jobs that run it: each check takes a communicator of any kind.
+"""A suite for every backend, and the jobs that run it: each check takes a communicator of any kind.
 
 As a script it is a rank of an mpirun: `backend_suite.py FOLDER JOB`.
 """

@@ -37,7 +37,7 @@ class Clock:
 
 
 class LateWork:
-    """As the core's Work: ``wait`` rethrows, dropping it waits."""
+    """A Work as the core's: ``wait`` rethrows, dropping it waits."""
 
     def __init__(self, future: Future[None], clock: Clock) -> None:
         self._future, self._clock = future, clock

@@ -1,4 +1,4 @@
-"""What ranks run in the tests of training on a (simulated) device: the same training on the CPU and there."""
+"""Jobs of ranks in the tests of training on a (simulated) device: the same training on the CPU and there."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def mixed_weights(name: str, param: torch.nn.Parameter) -> str:
 
 @dataclass(frozen=True)
 class Job:
-    """What decides the bits: kind, precision, accum, clip, optimizer. The rest must not."""
+    """A training. The bits depend on kind, precision, accum, clip and optimizer, and must not on the rest."""
 
     stage: int
     offload: str | None = "cpu"

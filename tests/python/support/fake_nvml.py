@@ -9,12 +9,12 @@ from typing import Any
 
 
 class NVMLError(Exception):
-    """As pynvml's."""
+    """An error as pynvml's."""
 
 
 @dataclass
 class FakeGpu:
-    """What the queries of one GPU answer. nvlinks: bus ids at the other ends."""
+    """The answers of the queries of one GPU. nvlinks: bus ids at the other ends."""
 
     name: str = "NVIDIA H100 80GB HBM3"
     bus_id: str = "00000000:3B:00.0"

@@ -27,7 +27,8 @@ class SimulatedLane(DeviceLane):
         return 0
 
     def reach(self, job: Communicator) -> Communicator | None:
-        """Where the ranks are threads: processes cannot open each other's simulated memory."""
+        """Return the communicator between the devices of ranks that are threads: processes cannot open each other's
+        simulated memory."""
         if not self.joins:
             return None
         return Communicator(cuda_ipc.over(job.duplicate()._joined, self.core, "cpu"))

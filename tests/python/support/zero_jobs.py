@@ -1,4 +1,4 @@
-"""What ranks run in the ZeRO tests: a small GPT, deterministic batches, and training with ZeroOptimizer or DDP."""
+"""Jobs of ranks in the ZeRO tests: a small GPT, deterministic batches, and training with ZeroOptimizer or DDP."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Case:
     fraction: float = 1.0  # of the optimizer state that is offloaded
 
     def arguments(self) -> dict[str, Any]:
-        """Of ZeroOptimizer."""
+        """Return the arguments of ZeroOptimizer."""
         values = asdict(self)
         import zcomm
 

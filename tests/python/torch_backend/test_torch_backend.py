@@ -281,7 +281,7 @@ def refusals(rank: int, size: int) -> None:
 
 
 def dropped_works(rank: int, size: int) -> None:
-    """A program need not keep a Work; and works that are done keep no tensor."""
+    """Drop Works: a program need not keep them; and works that are done keep no tensor."""
     tensors = [make(rank, 100, seed=i) for i in range(50)]
     for tensor in tensors:
         dist.all_reduce(tensor, async_op=True)

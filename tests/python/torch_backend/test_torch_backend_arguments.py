@@ -14,7 +14,7 @@ from torch_world import world
 
 
 def lists_for_several_devices(rank: int, size: int) -> None:
-    """A list meant one tensor for each device of a process: refused, and the call that takes several named."""
+    """Pass lists of one tensor for each device of a process: refused, and the call that takes several named."""
     group = dist.group.WORLD
     pair = [torch.ones(2), torch.ones(3)]
     options = dist.BroadcastOptions()

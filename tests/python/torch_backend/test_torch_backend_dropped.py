@@ -21,7 +21,7 @@ def _strided(value: float) -> torch.Tensor:
 
 
 def _calls(rank: int, size: int) -> dict[str, tuple[Callable[[torch.Tensor], Any], float]]:
-    """A collective on a strided tensor of the rank's number + 1, and the value that it has at the end."""
+    """Return a collective on a strided tensor of the rank's number + 1, and the value that it has at the end."""
 
     def gather(tensor: torch.Tensor) -> Any:
         outputs = [torch.empty_like(tensor) for _ in range(size)]
@@ -106,7 +106,8 @@ def test_many_dropped_works(run_ranks: Callable[..., list[Any]]) -> None:
 
 
 def _received() -> None:
-    """A message into a strided tensor: there once its sender has heard of its arrival and a collective has followed."""
+    """Receive into a strided tensor: it is there once its sender knows that it arrived and a collective has
+    followed."""
     with world() as (rank, _size):
         tensor = torch.zeros(3, 2).t()
         if rank == 0:
@@ -145,7 +146,7 @@ def _destroyed(strided: bool) -> None:
 
 
 def _behind_a_callback() -> None:
-    """A strided one that waits for a callback to return: what the callback calls does not wait for it."""
+    """Reduce a strided one that waits for a callback to return: what the callback calls does not wait for it."""
     with world(timeout_s=30.0) as (rank, size):
         for late in range(size):
             strided = _strided(rank + 1.0)

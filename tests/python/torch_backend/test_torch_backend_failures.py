@@ -76,7 +76,7 @@ def test_a_late_rank_is_named(run_ranks: Callable[..., list[Any]]) -> None:
 
 
 def _call_timeout() -> str:
-    """A shorter timeout of one call."""
+    """Give one call a shorter timeout."""
     with world(timeout_s=60.0) as (rank, _size):
         if rank == 1:
             with pytest.raises((RuntimeError, ConnectionError)):

@@ -21,7 +21,7 @@ from torch_world import world
 
 
 def _in_flight(rank: int, tensor: torch.Tensor, group: Any = None) -> Any:
-    """An all_reduce that ends 0.2 s after it was called on every rank but the last."""
+    """Start an all_reduce that ends 0.2 s after it was called on every rank but the last."""
     if rank == dist.get_world_size() - 1:
         time.sleep(0.2)
     return dist.all_reduce(tensor, async_op=True, group=group)
@@ -29,7 +29,7 @@ def _in_flight(rank: int, tensor: torch.Tensor, group: Any = None) -> Any:
 
 # ---- callbacks that wait ----
 def waits_for_an_earlier_one(rank: int, size: int) -> None:
-    """The Future of the last all_reduce but one is waited for by the callback of the one before."""
+    """Wait for the Future of the last all_reduce but one in the callback of the one before."""
     first, second = torch.ones(3), torch.ones(3)
     futures = [work.get_future() for work in (_in_flight(rank, first), dist.all_reduce(second, async_op=True))]
     told = futures[0].then(lambda own: float(own.value()[0][0] + futures[1].wait()[0][0]))
@@ -48,7 +48,7 @@ def waits_for_all(rank: int, size: int) -> None:
 
 
 def issues_and_waits(rank: int, size: int) -> None:
-    """A callback that calls a collective: by Future, by Work and blocking; then chains, and callbacks in callbacks."""
+    """Call a collective in a callback: by Future, by Work and blocking; then chains, and callbacks in callbacks."""
 
     def by_future(own: Any) -> torch.Tensor:
         return dist.all_reduce(own.value()[0].clone(), async_op=True).get_future().wait()[0]
@@ -97,7 +97,7 @@ def order_is_the_programs(rank: int, size: int) -> None:
 
 
 def waits_for_a_later_one(rank: int, size: int) -> None:
-    """The program hands a callback the Future of a collective that it called after registering it."""
+    """Hand a callback the Future of a collective that the program called after registering it."""
     handed, is_there = [], threading.Event()
 
     def callback(own: Any) -> float:
@@ -111,7 +111,7 @@ def waits_for_a_later_one(rank: int, size: int) -> None:
 
 
 def waits_for_a_chained_one(rank: int, size: int) -> None:
-    """What ``then`` makes of a later collective's Future, and all of several: later callbacks complete these."""
+    """Wait for ``then`` of a later collective's Future, and for all of several: later callbacks complete these."""
     for ask in ("chained", "longer chain", "collect_all", "wait_all"):
         handed: list[Any] = []
         is_there, order = threading.Event(), []
@@ -177,7 +177,7 @@ def messages(rank: int, size: int) -> None:
 
 
 def subgroup(rank: int, size: int) -> None:
-    """A callback of one group's Future that calls another group."""
+    """Call another group in a callback of one group's Future."""
     other = dist.new_group()
 
     def call_other(own: Any) -> float:
@@ -278,7 +278,7 @@ def test_hooks_with_many_buckets(run_ranks: Callable[..., list[Any]], hook: str)
 
 # ---- life ----
 def _destroyed_amid() -> list[str]:
-    """The group ends while a callback waits, another has not begun, and a collective waits for both."""
+    """End the group while a callback waits, another has not begun, and a collective waits for both."""
     texts = []
     began = threading.Event()
     with world(timeout_s=40.0) as (rank, _size):
@@ -311,7 +311,7 @@ def test_destroyed_with_callbacks_in_flight(run_ranks: Callable[..., list[Any]])
 
 
 def _forked() -> None:
-    """A child that was forked while callbacks were waiting is told so, and ends."""
+    """Fork while callbacks are waiting: the child gets an error, and ends."""
     with world(timeout_s=40.0) as (rank, size):
         gate = threading.Event()
         tensor = torch.ones(1)
@@ -339,7 +339,7 @@ def test_a_forked_child_is_refused(run_ranks: Callable[..., list[Any]]) -> None:
 
 
 def _stuck() -> str:
-    """A callback that waits for what the program does after a blocking call: the deadline ends that, by name."""
+    """Wait in a callback for what the program does after a blocking call: the deadline ends that, by name."""
     with world(timeout_s=1.0) as (rank, _size):
         free = threading.Event()
         dist.all_reduce(torch.ones(1), async_op=True).get_future().then(lambda own: free.wait(30))
@@ -358,7 +358,7 @@ def test_a_callback_that_never_returns_is_named(run_ranks: Callable[..., list[An
 
 
 def _waits_for_itself() -> str:
-    """A callback that waits for what only it can complete: the deadline ends that, for a thread that waits for it."""
+    """Wait in a callback for what only it can complete: the deadline ends that, for a thread that waits for it."""
     with world(timeout_s=1.0):
         handed: list[Any] = []
         is_there = threading.Event()

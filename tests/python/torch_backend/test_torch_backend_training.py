@@ -24,7 +24,7 @@ def batch(rank: int) -> torch.Tensor:
 
 
 def gradients_of_all(size: int) -> list[torch.Tensor]:
-    """The average over the ranks' losses, in one process."""
+    """Compute the average over the ranks' losses, in one process."""
     net = model()
     (sum(net(batch(r)).square().mean() for r in range(size)) / size).backward()  # type: ignore[union-attr]
     return [parameter.grad for parameter in net.parameters()]  # type: ignore[misc]
@@ -94,7 +94,7 @@ def _ddp_unused() -> None:
 
 
 def _ddp_compiled() -> None:
-    """A compiled model with buffers: DDP broadcasts them from C++ while Dynamo watches Python frames."""
+    """Train a compiled model with buffers: DDP broadcasts them from C++ while Dynamo watches Python frames."""
 
     def normed() -> nn.Sequential:
         torch.manual_seed(3)

@@ -42,7 +42,7 @@ def small_tiles() -> None:
 
 
 def look(folder: str, precision: str) -> list[dict[str, Any]]:
-    """What each place answers, and whether setters do what they say."""
+    """Return what each place answers, and whether setters do what they promise."""
     small_tiles()
     comm = zcomm.init(timeout=60)
     seen = []

@@ -181,7 +181,7 @@ def test_what_is_loaded_and_where_it_is_saved(tmp_path: Path) -> None:
 
 
 def other_model(kind: str) -> tuple[nn.Module, dict[str, Any]]:
-    """What rank 1 gives; the others give net() and no options."""
+    """Return what rank 1 gives; the others give net() and no options."""
     made: dict[str, Callable[[], nn.Module]] = {
         "width": lambda: nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)),  # as many elements, padded
         "fewer": lambda: nn.Sequential(nn.Linear(4, 4)),

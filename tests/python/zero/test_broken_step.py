@@ -48,7 +48,7 @@ class FaultySwap(Swap):
 
 
 class Faults:
-    """In a rank: what is to go wrong, by name."""
+    """Faults of a rank: what is to go wrong, by name."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(zcomm.zero.layout.tiles, "TILE_COUNT", 192)

@@ -78,7 +78,7 @@ def ddp(store: str) -> Curve:
 
 
 def bf16_by_torch(world_size: int, exact_master: bool) -> list[Curve]:
-    """The loss of each rank's batch; all in one process."""
+    """Return the loss of each rank's batch; all in one process."""
     model = small_gpt().bfloat16()
     weights = list(model.parameters())
     master = small_gpt()  # its parameters, before rounding
@@ -113,7 +113,7 @@ def bf16_with_and_without(world_size: int) -> tuple[list[Curve], list[Curve]]:
 
 
 def distance(one: Curve, other: Curve) -> float:
-    """The largest relative one."""
+    """Return the largest relative distance."""
     assert len(one) == len(other) == STEPS
     return max(abs(a - b) / abs(b) for a, b in zip(one, other, strict=True))
 

@@ -69,7 +69,7 @@ clock: Clock | None = None
 
 
 def lag(opt: Any) -> None:
-    """The streams of an optimizer, where delays are on."""
+    """Delay the streams of an optimizer, where delays are on."""
     if clock is None:
         return
     parts = opt._live

@@ -282,7 +282,7 @@ def surgery(it: Any, number: int) -> None:
 
 @whole
 def a_buffer_of_its_own(it: Any) -> None:
-    """The same tensors in p.grad for ever, to which autograd adds."""
+    """Keep the same tensors in p.grad for ever, to which autograd adds."""
     for param in it.model.parameters():
         param.grad = torch.zeros(param.shape)
     buffers = [param.grad for param in it.model.parameters()]
@@ -498,7 +498,8 @@ def test_a_parameter_frozen_at_construction_is_not_trained_in_silence() -> None:
 
 
 def sums_of_many_passes(folder: str) -> list[tuple[str, float]]:
-    """The relative error of 8 micro-steps' mean, of which 6 are local, against float64 sums of the same gradients."""
+    """Return the relative error of 8 micro-steps' mean, of which 6 are local, against float64 sums of the same
+    gradients."""
     comm = zcomm.init(timeout=60)
     found = []
     for place in PLACES:

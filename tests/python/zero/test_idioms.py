@@ -36,7 +36,7 @@ WORLDS = {1: SETTINGS, 2: SETTINGS, 3: [s for s in SETTINGS if s.name in ("2", "
 
 
 def chosen(setting: Setting, world_size: int) -> list[Idiom]:
-    """The idioms that mean something there. Worlds of three run what worlds of two run."""
+    """Return the idioms that mean something there. Worlds of three run what worlds of two run."""
     return [i for i in IDIOMS if setting.precision in i.precisions and min(world_size, 2) in i.worlds]
 
 

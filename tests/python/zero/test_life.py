@@ -27,8 +27,8 @@ def settle() -> None:
 
 
 def pss() -> int:
-    """This process's memory; of what it shares with others its part. Without pages of files: code that runs for the
-    first time (1 MiB of torch and the core) is not data."""
+    """Return this process's memory; of what it shares with others its part. Without pages of files: code that runs for
+    the first time (1 MiB of torch and the core) is not data."""
     settle()
     with open("/proc/self/smaps_rollup") as rollup:
         return sum(int(line.split()[1]) * 1024 for line in rollup if line.startswith(("Pss_Anon:", "Pss_Shmem:")))

@@ -76,7 +76,7 @@ def covering(values: list[list[Any]], seed: int = 1) -> list[Row]:
 
 
 def rows() -> list[Row]:
-    """The sample, with the values themselves."""
+    """Return the sample, with the values themselves."""
     values = list(FACTORS.values())
     return [tuple(of[k] for of, k in zip(values, row, strict=True)) for row in covering(values)]
 

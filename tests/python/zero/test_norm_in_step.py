@@ -1,4 +1,4 @@
-"""Where the norm decides nothing it is taken in the pass of the step: the same bits, in every stage and tier."""
+"""The norm, where it decides nothing, is taken in the pass of the step: the same bits, in every stage and tier."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 def norms(setting: dict[str, Any], folder: str, clip_norm: float | None) -> tuple[list[str], str, int]:
-    """Of some steps, the bits of the weights, and how often a gradient was read for the norm alone."""
+    """Return the norms of some steps, the bits of the weights, and how often a gradient was read for the norm alone."""
     comm = zcomm.init(timeout=60)
     model = small_gpt()
     given = dict(setting)

@@ -18,7 +18,7 @@ Run = Callable[..., list[Any]]
 
 
 def bits(stage: int, precision: str, bucket_mb: float, own: bool) -> tuple[str, int]:
-    """Of the weights after some steps, and how many gradients were kept."""
+    """Return the bits of the weights after some steps, and how many gradients were kept."""
     comm = zcomm.init(timeout=60)
     model = small_gpt()
     opt = zcomm.ZeroOptimizer(model, "adamw", stage=stage, precision=precision, bucket_mb=bucket_mb, grad_accum=2)
@@ -131,7 +131,7 @@ def test_nothing_is_copied_for_oneself_and_nothing_stays(run_ranks: Run) -> None
 
 
 def plain_or_not() -> list[bool]:
-    """Which of one-parameter optimizers' gradients are kept, all of which are right."""
+    """Return which of one-parameter optimizers' gradients are kept, all of which are right."""
     zcomm.init(timeout=60)
     expert, one = torch.arange(4096.0), torch.tensor([2.0])
     buffer = torch.ones(64, 64)
@@ -171,7 +171,7 @@ def test_only_plain_gradients_of_their_own_are_kept(run_ranks: Run) -> None:
 
 
 def odd_gradients(dtype: str | None) -> list[bool]:
-    """Which of gradients of several forms are kept; all sums are right."""
+    """Return which of gradients of several forms are kept; all sums are right."""
     comm = zcomm.init(timeout=60)
     plain = nn.Parameter(torch.ones(8, 16))
     turned = nn.Parameter(torch.ones(16, 8).t())

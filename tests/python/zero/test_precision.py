@@ -31,7 +31,7 @@ def loss_of(net: nn.Module, rank: int) -> torch.Tensor:
 
 
 def travels(folder: str) -> list[bool]:
-    """Whether each averaged gradient is the mean of the ranks' own gradients, each rounded to what travels."""
+    """Return whether each averaged gradient is the mean of the ranks' own gradients, each rounded to what travels."""
     comm = zcomm.init(timeout=60)
     right = []
     for precision in ("fp32", "bf16"):

@@ -125,7 +125,8 @@ def test_bytes_are_counted_once() -> None:
 
 
 def export_while_both_are_open(folder: str) -> list[str]:
-    """An engine's files hold what its optimizer has; what another one has is left out, not written empty."""
+    """Export both: an engine's files hold what its optimizer has; what another one has is left out, not written
+    empty."""
     zcomm.init(timeout=60)
     model = Net(FP32, FP32)
     of_body, of_head = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.body, model.head))

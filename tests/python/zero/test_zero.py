@@ -217,7 +217,7 @@ def test_weights_stay_after_close() -> None:
 
 
 def train_by(net: torch.nn.Module, opt: Any, scheduler: Any) -> list[list[float]]:
-    """The rates of three steps."""
+    """Return the rates of three steps."""
     rates = []
     for _ in range(3):
         net(torch.ones(1, 8)).sum().backward()
@@ -248,7 +248,8 @@ def clip_nothing_finite(folder: str, bad: float) -> list[dict[str, torch.Tensor]
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_clipping_by_a_norm_that_is_not_finite_makes_all_of_it_nan(run_ranks: Run, tmp_path: Path, bad: float) -> None:
-    """As torch's clip_grad_norm_ does for a NaN; a step that goes on unclipped would be seen much later."""
+    """The factor is NaN, as torch's clip_grad_norm_ makes it for a NaN; a step that goes on unclipped is seen much
+    later."""
     for ends in run_ranks(clip_nothing_finite, 2, str(tmp_path), bad):
         assert [all(value.isnan().all() for value in weights.values()) for weights in ends] == [True] * 5
 

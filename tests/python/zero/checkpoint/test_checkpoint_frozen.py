@@ -57,8 +57,11 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def save_both_ways(folder: str, copies: str) -> None:
-    """copies: what makes the copy of the state on the drive: the core at once, or gradually the saving thread, or the
-    steps that come meanwhile."""
+    """Save both ways.
+
+    copies: what makes the copy of the state on the drive: the core at once, or gradually the saving thread, or the
+    steps that come meanwhile.
+    """
     zcomm.init(timeout=60)
     swap_file.shares_blocks = lambda folder: copies == "core"
     finish = swap_file.GradualCopy.finish

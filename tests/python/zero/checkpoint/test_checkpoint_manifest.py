@@ -53,7 +53,7 @@ def values_of(folder: Path) -> dict[str, Any]:
 
 
 def forge(folder: Path, values: Any) -> None:
-    """The manifest holds ``values``, with a checksum that is right."""
+    """Write a manifest with ``values``, and a checksum that is right."""
     body = values if isinstance(values, str) else json.dumps(values)
     head = {"format": "zcomm checkpoint 2", "crc32": zlib.crc32(body.encode())}
     (folder / "manifest.json").write_text(json.dumps(head) + "\n" + body + "\n")

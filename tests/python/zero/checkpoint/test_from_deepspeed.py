@@ -31,7 +31,7 @@ WORLD = 2
 
 
 class Net(nn.Module):
-    """As deepspeed_writer's."""
+    """A network as deepspeed_writer's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def values() -> dict[str, torch.Tensor]:
 
 
 def flat_of(stage: int, key: str, group: int, rank: int, all_values: dict[str, torch.Tensor]) -> torch.Tensor:
-    """What a rank keeps of a group: DeepSpeed's layout, padding included."""
+    """Return what a rank keeps of a group: DeepSpeed's layout, padding included."""
     tensors = [all_values[f"{key}/{name}"].flatten() for name in GROUPS[group]]
     if stage == 3:
         padded = [nn.functional.pad(t, (0, -t.numel() % WORLD)) for t in tensors]
@@ -149,7 +149,7 @@ def write_by_hand(folder: Path, stage: int, dtype: torch.dtype, monkeypatch: pyt
 
 
 def compare(out: Path, expected: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
-    """The files of ``out`` hold ``expected``, and ZeroOptimizer loads it."""
+    """Check that the files of ``out`` hold ``expected``, and that ZeroOptimizer loads it."""
     manifest = read_manifest(out)
     for key, wanted in expected.items():
         kind, _, name = key.partition("/")
@@ -209,7 +209,7 @@ def test_by_hand(
 
 
 class Evil:
-    """What a pickle can do."""
+    """A pickle that calls a function."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -67,7 +67,7 @@ def in_child(work: Callable[[], Any], env: dict[str, str]) -> tuple[int, Callabl
 
 
 def import_once() -> None:
-    """What each child would import by itself, for a second: torch.optim does, on first use."""
+    """Import what each child would import by itself, for a second: torch.optim does, on first use."""
     for name in ("torch._dynamo", "zcomm.cli.main", "zcomm.zero.optimizer"):
         importlib.import_module(name)
 
@@ -111,7 +111,7 @@ def make(folder: Path, value: float, stage: int, offload: str | None, precision:
 
 
 def content(model: nn.Module, opt: Any) -> bytes:
-    """The bits of weights and state."""
+    """Return the bits of weights and state."""
     whole = {name: zcomm.zero.full_param(param).clone() for name, param in model.named_parameters()}
     for name, param in model.named_parameters():
         whole[f"momentum/{name}"] = zcomm.zero.full_optim_state(param, "momentum_buffer").clone()
@@ -131,7 +131,7 @@ def save_first(folder: Path, place: Place, value: float) -> bytes:
 
 
 def save_and_die(folder: Path, place: Place, kill_at: int, exchange: bool, background: bool) -> list[Point] | str:
-    """What the process did, or the error that the other rank's death was."""
+    """Return what the process did, or the error that the other rank's death was."""
     _, opt = make(folder, 2.0, *place)
     points = count_and_kill(kill_at, exchange)
     try:
@@ -153,7 +153,8 @@ def verify(folder: Path) -> int:
 
 
 def look(folders: list[Path], swap: Path, wanted: dict[str, bytes]) -> list[str]:
-    """Which save each folder holds, after verifying and loading it; then another save must work and clean up."""
+    """Name the save that each folder holds, after verifying and loading it; then another save must work and clean
+    up."""
     model, opt = make(swap, 3.0, 1, None, "fp32")
     found = []
     for folder in folders:
@@ -242,7 +243,8 @@ def test_kill_9_at_every_operation_of_a_save(
 
 
 def in_order(points: list[Point], shown: int) -> None:
-    """What lies in the new folder, and its names, are synced before the rename; the rename is, afterwards."""
+    """Check that what lies in the new folder, and its names, are synced before the rename; the rename is,
+    afterwards."""
     before, after = points[:shown], points[shown + 1 :]
     written = {name for kind, name in before if kind == "write"}
     assert {"manifest.json"} < written

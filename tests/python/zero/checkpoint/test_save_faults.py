@@ -181,7 +181,7 @@ def test_a_rank_that_fails_in_any_way_at_any_write(
 
 @pytest.mark.slow
 def test_an_interrupt_at_any_moment_keeps_no_claim_and_no_file_open(tmp_path: Path) -> None:
-    """Of one rank, at every third line of what has files open: the next save of the same folder is served."""
+    """Interrupt one rank at every third line of what has files open: the next save of the same folder is served."""
     model, place = nn.Linear(4, 2), tmp_path / "c"
     files = tuple(f"files/{name}.py" for name in ("staging", "claim", "folder", "tensor_file", "durable"))
     files += ("checkpoint/save.py", "checkpoint/shard_files.py", "zero/agree.py")

@@ -40,7 +40,7 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.fixture(autouse=True)
 def small_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ring turns: 11 spans through 4 windows."""
+    """Make spans small, so that the ring turns: 11 spans through 4 windows."""
     import zcomm.zero.layout.tiles
     import zcomm.zero.optim_state.nvme
 

@@ -109,7 +109,7 @@ def test_close_after_a_sweep_that_failed_waits_for_the_shards_ahead(
 def test_an_optimizer_that_could_not_be_made_keeps_its_windows_for_its_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swaps: list[LateSwap]
 ) -> None:
-    """It is never closed."""
+    """Its ``close`` is never called."""
     at_release = watch_leases(monkeypatch, swaps)
 
     def refuse(*args: Any) -> None:

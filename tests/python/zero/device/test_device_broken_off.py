@@ -1,4 +1,4 @@
-"""What is broken off on a (simulated) device: a gather by an interrupt or an error, a step, a rank that is gone.
+"""Interruptions on a (simulated) device: a gather by an interrupt or an error, a step, a rank that is gone.
 
 Afterwards nothing half done is taken for whole.
 """

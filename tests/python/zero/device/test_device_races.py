@@ -196,7 +196,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
 
 
 def train(job: Job, folder: str, watched: Watched, steps: int = 4) -> list[Any]:
-    """The races of a short training."""
+    """Return the races of a short training."""
     torch.manual_seed(0)
     net = Net(job.kind)
     if job.kind == "unused":

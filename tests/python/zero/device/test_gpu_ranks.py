@@ -27,7 +27,7 @@ JOBS = [
 
 
 def train(job: Job, folder: str) -> tuple[bool, str]:
-    """Whether anything was moved between devices, and the bits of the weights."""
+    """Return whether anything was moved between devices, and the bits of the weights."""
     comm = zcomm.init(timeout=60)
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.manual_seed(0)
@@ -45,7 +45,7 @@ def train(job: Job, folder: str) -> tuple[bool, str]:
 
 
 def jobs_and_references(precision: str, clip: float | None, folder: str) -> list[tuple[bool, bool]]:
-    """Of each job: whether it moved between devices, and whether its bits are those of the way by the host."""
+    """Return of each job whether it moved between devices, and whether its bits are those of the way by the host."""
     same = {"precision": precision, "clip": clip}
     by_host = {accum: train(Job(2, accum=accum, **same), folder)[1] for accum in (1, 2)}
     found = [(job.accum, train(Job(**{**vars(job), **same}), folder)) for job in JOBS]

@@ -78,7 +78,7 @@ def plain(net: Net, x: torch.Tensor) -> torch.Tensor:
 
 
 def penalty(net: Net, x: torch.Tensor) -> torch.Tensor:
-    """The graph of a backward pass is part of the loss."""
+    """Make the graph of a backward pass part of the loss."""
     x = x.clone().requires_grad_()
     out = net(x)
     (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
@@ -86,7 +86,7 @@ def penalty(net: Net, x: torch.Tensor) -> torch.Tensor:
 
 
 def penalty_alone(net: Net, x: torch.Tensor) -> torch.Tensor:
-    """The outputs of no unit are reached."""
+    """Reach the outputs of no unit."""
     x = x.clone().requires_grad_()
     (slope,) = torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
     return slope.square().mean()
@@ -101,7 +101,7 @@ def weight_penalty(net: Net, x: torch.Tensor) -> torch.Tensor:
 
 
 def inner(net: Net, x: torch.Tensor) -> torch.Tensor:
-    """The outputs of the last units, and of the one in which the activation is, are not used."""
+    """Use neither the outputs of the last units, nor of the one in which the activation is."""
     caught: list[torch.Tensor] = []
     handle = net.blocks[3].up.register_forward_hook(lambda module, args, out: caught.append(out))
     net(x)
@@ -116,7 +116,7 @@ def opaque(net: Net, x: torch.Tensor) -> torch.Tensor:
 
 
 def nested(net: Net, x: torch.Tensor) -> torch.Tensor:
-    """A unit inside of another one's forward uses the other's weights."""
+    """Let a unit inside of another one's forward use the other's weights."""
     net.blocks[2].guest = [net.blocks[5]]
     return penalty(net, x)
 
@@ -168,7 +168,7 @@ def train(case: Case, folder: str, kind: str, steps: int = 3) -> dict[str, Any]:
 
 
 def train_kinds(folder: str) -> dict[str, list[dict[str, Any]]]:
-    """Of each kind: every case on the CPU, and those of stage 3 on a device with late streams."""
+    """Return for each kind every case on the CPU, and those of stage 3 on a device with late streams."""
     found = {kind: [train(case, folder, kind) for case in CASES] for kind in LOSSES}
     simulated.play(0.001, seed=zcomm.rank())
     for kind, results in found.items():
@@ -179,7 +179,7 @@ def train_kinds(folder: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def by_torch(kind: str, world_size: int, steps: int = 3) -> dict[str, torch.Tensor]:
-    """The same training in one process without zcomm."""
+    """Run the same training in one process without zcomm."""
     net = made()
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
     for step in range(steps):

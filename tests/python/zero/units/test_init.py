@@ -229,7 +229,7 @@ def test_changes_after_init_are_errors() -> None:
 
 
 def write_files(folder: Path, model: nn.Module, parts: int, dtype: torch.dtype = torch.float32) -> None:
-    """As transformers' save_pretrained does: parts with an index, each tied weight once."""
+    """Write files as transformers' save_pretrained does: parts with an index, each tied weight once."""
     import json
 
     from safetensors.torch import save_file

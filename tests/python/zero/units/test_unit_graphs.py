@@ -14,7 +14,7 @@ import zcomm
 
 
 def memory_files() -> set[int]:
-    """The memory files that this process has open, by inode: descriptors' numbers are used again."""
+    """Return the memory files that this process has open, by inode: descriptors' numbers are used again."""
     files = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the listing's own descriptor

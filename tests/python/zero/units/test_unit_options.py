@@ -269,7 +269,7 @@ def test_the_order_is_learned_and_learned_again(units: Any, tmp_path: Path) -> N
 
 
 def parts_alone(model: Turns, opt: zcomm.ZeroOptimizer) -> None:
-    """The model itself is never called."""
+    """Run parts of the model: the model itself is never called."""
     model.forward(torch.ones(1, 64)).sum().backward()
     opt.step()
     opt.zero_grad()

@@ -20,7 +20,7 @@ OFFSETS = (0, _core.table_nbytes())
 
 @pytest.fixture(params=["moved", "mapped anew"])
 def slot(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slot]:
-    """The second one of a memory of two."""
+    """Provide the second slot of a memory of two."""
     if request.param == "mapped anew":
         monkeypatch.setattr(_core, "moves_mappings", lambda: False)
     elif not _core.moves_mappings():
@@ -32,7 +32,7 @@ def slot(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 @pytest.fixture
 def addresses() -> _core.AddressRange:
-    """Of two units."""
+    """Return the addresses of two units."""
     return _core.AddressRange(2 * _core.table_nbytes())
 
 
@@ -44,7 +44,7 @@ def is_shown(slot: Slot, addresses: _core.AddressRange, offset: int) -> bool:
 
 
 def is_mapped(addresses: _core.AddressRange, offset: int) -> bool:
-    """Whether its pages can be read."""
+    """Return True if its pages can be read."""
     start = tensor_of(addresses.memory(offset, NBYTES), torch.uint8).data_ptr()
     with open("/proc/self/maps") as maps:
         for line in maps:

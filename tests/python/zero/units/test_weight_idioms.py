@@ -286,7 +286,7 @@ def pickles(model: nn.Module, step: int) -> object:
 
 @idiom
 def swap_in_an_average(model: nn.Module, step: int) -> object:
-    """Evaluation with other weights, and back."""
+    """Evaluate with other weights, and put the own ones back."""
     kept = [p.detach().clone() for p in model.parameters()]
     for p in model.parameters():
         p.data.copy_(p.data * 0.5)
@@ -742,7 +742,7 @@ CALLS: dict[str, tuple[Call, Callable[[torch.Tensor, int], object], Callable[[to
 
 
 def call_all(folder: str, tier: str) -> list[str]:
-    """What differs."""
+    """Return what differs."""
     wrong = []
     with world(30.0):
         comm = zcomm.init(timeout=30)
@@ -777,7 +777,7 @@ def test_calls_that_take_addresses(run_ranks: Run, tmp_path: Path, world_size: i
 
 
 def refuse_all(folder: str) -> list[str]:
-    """What is not refused by name."""
+    """Return what is not refused by name."""
     from safetensors.torch import save_file
 
     wrong = []
@@ -1184,7 +1184,7 @@ def test_weights_on_other_ranks_raise_after_close(run_ranks: Run, tmp_path: Path
 
 
 def edit_while_another_unit_is_fetched() -> bool:
-    """A forward pass that fails leaves the prefetch of the next unit on its way, longer on rank 1."""
+    """Leave the prefetch of the next unit pending after a forward pass that fails, longer on rank 1."""
     comm = zcomm.init(timeout=60)
     torch.manual_seed(7)
     model = nn.Sequential(*(nn.Linear(48, 48) for _ in range(5)))
