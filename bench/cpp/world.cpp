@@ -78,7 +78,7 @@ int run_forked(const Options& options, const std::function<int(Rank&)>& body) {
     std::erase(children, ended);
     if (WIFEXITED(status) && WEXITSTATUS(status) == 0) continue;
     if (code == 0) code = WIFEXITED(status) ? WEXITSTATUS(status) : 1;
-    ::usleep(500'000);  // the others notice and say so
+    ::usleep(500'000);  // the others notice and print it
     for (const pid_t child : children) ::kill(child, SIGKILL);
   }
   return code;

@@ -40,7 +40,7 @@ class PinnedArena {
     ~Lease();
     std::byte* data() const { return data_; }
     std::size_t nbytes() const { return nbytes_; }
-    /// All of it as elements; throws InvalidArgument where nbytes() is no multiple of their size.
+    /// All of it as elements; throws InvalidArgument where nbytes() is not a multiple of their size.
     template <class T>
     std::span<T> as() const {
       static_assert(std::is_trivially_copyable_v<T> && alignof(T) <= 4096);

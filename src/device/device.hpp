@@ -4,7 +4,7 @@
 // threads of this process, its memory is the host's; device/simulated), or a recorder round either of them that
 // writes down which stream touched what in which order (device/recorded): the logic above is the same for all, and is
 // tested without a GPU. Invariants: what is put on a stream runs in that order; streams run beside each other and
-// beside the host, ordered by events alone (decision D6); no call waits for the device unless its name says so
+// beside the host, ordered by events alone (decision D6); no call waits for the device unless its name begins so
 // (synchronize). Errors: CudaError from the call itself, or from a later one on the same device for work that failed on
 // it. Thread rule: a Stream is used by one thread at a time; everything else is free-threaded.
 //

@@ -137,7 +137,7 @@ def report(results: dict[str, Results], tests: list[str], args: argparse.Namespa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-k", default="", help="only tests whose name matches this regular expression")
+    parser.add_argument("-k", default="", help="only tests with a name that matches this regular expression")
     parser.add_argument("--backends", default="zcomm,gloo")
     parser.add_argument("--world-size", type=int, default=3)
     parser.add_argument("--timeout", type=int, default=60, help="seconds per test")

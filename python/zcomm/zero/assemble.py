@@ -238,7 +238,7 @@ def _open_swap(
     stage: int,
     nvme_path: StrPath | Sequence[StrPath] | None,
 ) -> Swap | None:
-    """Before all other memory: a full disk is said first. None where nothing is swapped."""
+    """Open the swap file before all other memory, so that a full disk raises first. None where nothing is swapped."""
     if not sections.uses_nvme:
         return None
     if nvme_path is None:

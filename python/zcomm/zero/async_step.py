@@ -1,14 +1,14 @@
 """A step behind the next forward: the update runs on a thread of its own, and each module waits for its own weights.
 
 [Note: step behind forward] ``step()`` ends when the update has been given to the thread, with the hyperparameters of
-that moment. A bucket's new weights go to the device as soon as they are there. Who reads a parameter as a module's
-attribute (all modules do), or runs the forward of a module that has some, waits until their buckets are on their way,
-and makes torch's stream wait until they have come: the same bits as without. Whatever else touches the optimizer, and
-the first gradient of the next backward pass, waits for the whole step.
+that moment. A bucket's new weights go to the device as soon as they are there. A thread that reads a parameter as a
+module's attribute (all modules do), or runs the forward of a module that has some, waits until their buckets are on
+their way, and makes torch's stream wait until they have come: the same bits as without. Whatever else touches the
+optimizer, and the first gradient of the next backward pass, waits for the whole step.
 Not covered: parameters that a program has kept aside (a list of them) and reads between ``step()`` and the end of the
 next forward; ``opt.join()`` is for these.
 Thread rule: ``start``, ``need`` and ``join`` on the main thread (autograd's threads while that is in backward);
-``_run`` on the thread. An error there is raised by whoever waits, each time, until ``close``.
+``_run`` on the thread. Each call that waits raises an error of the thread, until ``close``.
 Source: the overlap of the CPU step with the next forward as in SuperOffload (arXiv:2509.21271), without its rollback.
 """
 
@@ -34,7 +34,7 @@ class StepBehind:
         self._thread = Worker("zcomm-step")
         self._running: Call[None] | None = None
         self._sent = [threading.Event() for _ in range(buckets)]
-        self._waiting: set[int] = set()  # buckets whose new weights torch's stream does not wait for yet
+        self._waiting: set[int] = set()  # buckets with new weights that torch's stream does not wait for yet
         self._modules: list[nn.Module] = []
         self._handles: list[Any] = []
         store.on_sent = lambda bucket: self._sent[bucket].set()
@@ -111,7 +111,7 @@ class StepBehind:
 
 
 class LateParameters(dict[str, Any]):
-    """A module's ``_parameters``, whose readers wait for their weights."""
+    """A module's ``_parameters``: a read waits for the weights."""
 
     def __init__(self, plain: dict[str, Any], behind: StepBehind, needs: dict[str, int]) -> None:
         super().__init__(plain)

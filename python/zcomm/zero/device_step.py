@@ -1,4 +1,4 @@
-"""DeviceStep: the step of buckets whose weights, gradient and optimizer state are on the devices alone.
+"""DeviceStep: the step of buckets with weights, gradient and optimizer state on the devices alone.
 
 [Note: buckets on devices] What need not be offloaded does not come to the host, where a rank is alone or the ranks'
 devices reach each other (``peers``): gradients add up on the device, the step is kernels on torch's stream behind them,

@@ -1,4 +1,4 @@
-"""ZeroOptimizer: a torch optimizer whose state, gradients and parameters are sharded over ranks and tiers.
+"""ZeroOptimizer: a torch optimizer with state, gradients and parameters sharded over ranks and tiers.
 
 The facade: it checks arguments, and hands calls on to Parts (what it owns), TrainState (options and counters),
 MicroSteps and OptimizerStep (backward passes and steps), checkpoint/ (save and load). The stage decides which part is
@@ -101,7 +101,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     where all are on one host (backend "shm"); otherwise a copy on each rank.
     communication_dtype: "fp32", "bf16" or "fp16": of gradients on their way; None: that of training. Sums are fp32.
     buffer_dtype: the same, of floating buffers; None: as they are (statistics of norms with weights: as the weights).
-    skip_nonfinite: skip steps whose gradients are not finite; None: in fp16 only, which always does.
+    skip_nonfinite: skip steps with gradients that are not finite; None: in fp16 only, which always does.
     units: stage 3 by units: a list of its units, or ``zero.Units`` (which also keeps, joins, prefetches by bytes).
     device: where the model trains: a CUDA device, to which parameters on the CPU or without memory (``zero.Init``) come
     unit by unit, or whole where the stage keeps them whole; None: where the parameters are. Where the devices of
@@ -110,10 +110,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     Gradients are averaged over the ranks and the ``grad_accum`` micro-steps; do not divide the loss. Call ``step()``
     and ``zero_grad()`` after every micro-step: they act on every ``grad_accum``-th (``boundary`` overrides the count).
-    A step whose gradients are not finite is skipped and counted in ``skipped_steps`` in fp16 (where the scale shrinks)
-    and with ``skip_nonfinite``; in every precision ``nonfinite`` names the first such gradient. All ranks start with
-    rank 0's weights. After ``backward()`` ``param.grad`` is a stand-in for what the optimizer's accumulators hold (a
-    ``GradStandIn``): programs change it in place, measure, drop or replace it as in torch.
+    A step with a gradient that is not finite is skipped and counted in ``skipped_steps``, in fp16 (where the scale
+    shrinks) and with ``skip_nonfinite``. In every precision ``nonfinite`` names the first such gradient. All ranks
+    start with rank 0's weights. After ``backward()`` ``param.grad`` is a stand-in for what the optimizer's accumulators
+    hold (a ``GradStandIn``): programs change it in place, measure, drop or replace it as in torch.
 
     Raises: ValueError naming the argument; OSError (ENOSPC, EACCES) from the swap directory, at construction.
     """

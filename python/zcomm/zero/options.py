@@ -107,7 +107,7 @@ class Precision:
     communication_dtype: of gradients on their way to the accumulators; None: that of training. Sums are fp32.
     buffer_dtype: of floating buffers; None: as they are (statistics of norms with weights: as the weights).
     loss_scale: fp16 only: a ``LossScale`` (dynamic), or a number; None: dynamic.
-    skip_nonfinite: skip steps whose gradients are not finite; None: in fp16 only, which always does.
+    skip_nonfinite: skip steps with gradients that are not finite; None: in fp16 only, which always does.
 
     Raises: ValueError naming the argument.
     """

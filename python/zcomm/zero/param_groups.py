@@ -32,7 +32,7 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
 
 
 class ParamGroups:
-    """Ties ``owner`` to ``given``, the torch optimizer whose options it has taken over; None: there is none.
+    """Ties ``owner`` to ``given``, the torch optimizer that it has taken the options of; None: there is none.
 
     Thread rule: as ZeroOptimizer.
     """

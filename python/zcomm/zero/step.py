@@ -187,8 +187,8 @@ class OptimizerStep:
         """True if the update may begin while gradients are still on their way from the device.
 
         A rank that has a bucket's sum knows that no rank reads its old weights any more ([Note: gradients from a
-        device]); units do not say so. A rest of gradients would come too late: a rank alone knows whether it has one,
-        ranks from their first step.
+        device]); units have no such sign. A rest of gradients would come too late. With world_size 1 the rank knows
+        whether it has one; several ranks know it from their first step.
         """
         parts = self._parts
         alone = parts.comm.world_size == 1

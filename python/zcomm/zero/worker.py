@@ -1,6 +1,6 @@
 """Worker: one thread that runs calls in order. Ctrl-C, while a thread waits for one, is that exception and no other.
 
-``Future.result`` waits on a Condition, whose lock is a Python object: an interrupt at its return leaves the lock as it
+``Future.result`` waits on a Condition. Its lock is a Python object: an interrupt at its return leaves the lock as it
 should not be, and another error (RuntimeError: cannot release un-acquired lock) hides the interrupt.
 The thread is a daemon: Python waits for others before ``atexit`` closes what it may be waiting for.
 Invariant: a call's end is a flag, which is set before its gate opens; an interrupt may take an opening and lose it, so
@@ -58,7 +58,7 @@ class Call(Generic[T]):
 
 def _require_own(pid: int) -> None:
     if os.getpid() != pid:
-        raise RuntimeError("this process was forked from the one whose optimizer this is; only the parent can use it")
+        raise RuntimeError("this process was forked from the one that owns this optimizer; only the parent can use it")
 
 
 def _run(todo: _Todo) -> None:

@@ -35,7 +35,7 @@ struct DeviceHeap::Buffer {
 struct DeviceHeap::Dropped {
   std::mutex mutex;
   bool open = true;                   ///< the engine is there to ask the others
-  std::vector<std::uint64_t> untold;  ///< not yet said so
+  std::vector<std::uint64_t> untold;  ///< not yet announced
   std::map<std::uint64_t, Buffer> kept;
 
   void add(std::uint64_t id, Buffer buffer) {

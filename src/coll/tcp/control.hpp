@@ -3,7 +3,7 @@
 // One socket per peer carries frames: a head, then head.nbytes of payload. Control frames (failures, goodbyes, deadline
 // suspended, "where are you?") are handled here; frames of messages by the Handler (TcpMessenger).
 // Invariants: frames to one peer leave in the order of enqueue(), urgent ones before bulk ones, never inside another;
-// nothing of a frame is believed before its head was checked, so bytes that are no frame end in an error.
+// nothing of a frame is believed before its head was checked, so bytes that are not a frame end in an error.
 // Thread rule: `mutex()` guards everything here and in the Handler, which is called with it held.
 #pragma once
 

@@ -6,7 +6,7 @@
 // device (the one that the runtime and torch have) and pops it, which touches no other device; and nothing that needs a
 // context is called outside of one, not even a query of an event.
 // [Note: CUDA's errors] An error that ends the context (a bad address, ECC, the device gone from the bus) comes back
-// from every later call: the process must be restarted, and the message says so. The others are those of one call.
+// from every later call: the process must be restarted, as the message explains. The others are those of one call.
 // Only the *.cu include this. Thread rule: free-threaded.
 #pragma once
 

@@ -39,7 +39,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("operations", [COLLECTIVES, ("sendrecv",)], ids=["collectives", "sendrecv"])
 def test_operations(operations: tuple[str, ...], tmp_path: Path) -> None:
-    """Exact results for a size that no slot divides, in a row that says so."""
+    """Exact results for a size that no slot divides, in a row that is marked."""
     file = tmp_path / "rows.jsonl"
     text = run("allreduce_bw", "-np", "3", "--op", ",".join(operations), *one_size("60012"), "--json", str(file))
     machine, *rows = lines_of(file)

@@ -205,7 +205,7 @@ def test_zcomm_is_a_name_of_its_own_choice() -> None:
     zcomm.shutdown()
 
 
-# ---- what is said ----
+# ---- what is logged ----
 def what_is_said() -> tuple[str, list[str]]:
     told: list[str] = []
     handler = logging.Handler()

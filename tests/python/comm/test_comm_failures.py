@@ -87,7 +87,7 @@ def mismatch(kind: str) -> str:
             zcomm.all_reduce(torch.ones(64)) if rank == 1 else zcomm.broadcast(torch.ones(64))
         elif kind == "reduction":
             zcomm.all_reduce(torch.ones(64), op="max" if rank == 1 else "sum")
-    with pytest.raises(RuntimeError):  # poisoned, and says so
+    with pytest.raises(RuntimeError):  # poisoned, and raises
         zcomm.barrier()
     return str(caught.value)
 

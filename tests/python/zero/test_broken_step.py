@@ -165,5 +165,5 @@ def test_alone(tmp_path: Path, stage: int, tier: str | None, what: str) -> None:
 
 @pytest.mark.parametrize(("stage", "tier", "what"), [*CASES[:3], CASES[5]])
 def test_one_of_two_ranks(run_ranks: Run, tmp_path: Path, stage: int, tier: str | None, what: str) -> None:
-    """The other one says so at once, instead of waiting."""
+    """The other one raises at once, instead of waiting."""
     run_ranks(broken_and_mended, 2, stage, tier, what, str(tmp_path), 1)

@@ -32,7 +32,7 @@ def train_until_lost(folder: str, stage: int, offload: str | None) -> float:
         noticed = time.monotonic()
         assert error.rank == 1, f"named rank {error.rank}: {error}"
         assert "rank 1" in str(error)
-        with pytest.raises(zcomm.PeerLost, match="rank 1"):  # poisoned: later calls say so
+        with pytest.raises(zcomm.PeerLost, match="rank 1"):  # poisoned: later calls raise it, too
             opt._live.comm.barrier()
         return noticed
     raise AssertionError("nothing happened")

@@ -70,7 +70,7 @@ class Flight:
                 work.poll()
 
     def settle_collectives(self) -> None:
-        """Wait for the collectives whose results are copied, and finish them: all ranks have called them."""
+        """Wait for the collectives with copied results, and finish them: all ranks have called them."""
         for work in list(self._copying):
             if work.is_collective:
                 work.settle()

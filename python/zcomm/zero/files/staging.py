@@ -166,7 +166,7 @@ def _is_mount(final: Path) -> bool:
 
 
 def _may_go(final: Path) -> bool:
-    """Return True for an empty folder, or one whose manifest.json begins as that of a checkpoint."""
+    """Return True for an empty folder, or one with a manifest.json that begins as a checkpoint's."""
     try:
         with (final / "manifest.json").open("rb") as file:
             return b"zcomm checkpoint" in file.read(64)

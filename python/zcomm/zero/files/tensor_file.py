@@ -99,7 +99,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 class Writer:
-    """A file whose tensors are known by name, dtype and shape beforehand and are then given in that order.
+    """A file of tensors that are known by name, dtype and shape beforehand and are then given in that order.
 
     An error is kept until ``close`` (a rank that cannot write must go on with the collectives that feed the others).
     The descriptor is a file object's: it is closed with the writer, wherever an interrupt ends a save.

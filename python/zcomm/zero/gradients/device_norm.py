@@ -64,7 +64,7 @@ class DeviceSquares:
         norm.add_words(self._here)
 
     def _wait(self) -> None:
-        self._lane.passes(self._ready)  # if not, the ranks' sum of these says who is gone
+        self._lane.passes(self._ready)  # if not, the ranks' sum of these names the lost rank
 
 
 class PassSquares:

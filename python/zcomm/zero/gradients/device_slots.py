@@ -22,7 +22,7 @@ from zcomm.zero.layout.flat import FlatBucket
 
 
 class DeviceSlots:
-    """The ring, and who writes into it. peers: devices of other ranks that reach its memory (None: none do).
+    """The ring, and the devices that write into it. peers: those of other ranks that reach its memory (None: none do).
 
     freed: by slot: the event after which what read it last is done. waited_s: seconds of waiting for other ranks.
     Memory: min(SLOTS, buckets) x largest bucket x itemsize, on the device.
@@ -96,7 +96,7 @@ class DeviceSlots:
         return any(not work.done() for _, work, _ in self._shared.values())
 
     def share(self, bucket: FlatBucket, work: Work, added: Any) -> None:
-        """Keep ``work``, a reduction between devices whose end no stream knows yet; ``join`` records ``added`` then."""
+        """Keep ``work``, a reduction between devices that no stream waits for yet; ``join`` records ``added`` then."""
         self._shared[self.number[bucket.index]] = bucket.index, work, added
 
     def join(self, number: int) -> None:

@@ -74,7 +74,7 @@ class _Call(NamedTuple):
 
 
 class HostTransport(Transport):
-    """Transport of buckets whose slots and accumulators are in host memory.
+    """Transport of buckets with slots and accumulators in host memory.
 
     slot_count: of the ring. own: gradients that stay where they are; None: all are copied. private: makes the
     accumulators where no other rank reads them.

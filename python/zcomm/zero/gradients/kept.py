@@ -3,7 +3,7 @@
 A slot is for the other ranks: they read their shards of it, and its rank alone reads its own shard. So a gradient
 that lies in this rank's shard, or half of it at least, stays alive until its bucket has been reduced, and only what
 others read of it is copied. The bits are those of copying all (the order of ranks is the same).
-Kept are plain tensors alone, whose memory nobody else has (a view of another tensor's gradient may be written to, or
+Kept are only plain tensors with memory of their own (a view of another tensor's gradient may be written to, or
 keep more alive than itself).
 Memory: of each bucket in flight up to twice the shard, in autograd's own gradients.
 Thread rule: as GradientReducer.

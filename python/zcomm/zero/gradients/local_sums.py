@@ -52,7 +52,7 @@ class LocalSums:
         order = list(reversed(self._geometry.buckets))
         has = [any(index in self.sums for index in bucket.params) for bucket in order]
         wanted = torch.tensor(has, dtype=torch.int32)
-        self._comm.all_reduce(wanted, op="max", name="buckets whose gradients came again")
+        self._comm.all_reduce(wanted, op="max", name="buckets with gradients that came again")
         return [bucket for bucket, some in zip(order, wanted.tolist(), strict=True) if some]
 
     @torch.no_grad()

@@ -42,7 +42,7 @@ class _Sum:
 
 
 class ProgramGrads:
-    """params: by number. dropped: whose gradient the program has dropped, and whose accumulator still has it."""
+    """params: by number. dropped: the program has dropped their gradients, and accumulators still have them."""
 
     def __init__(self, params: Sequence[torch.nn.Parameter], values: GradientValues) -> None:
         self._params = params
@@ -51,7 +51,7 @@ class ProgramGrads:
         self._stand_ins: dict[int, GradStandIn] = {}
         self._given: set[int] = set()
         self._lifted: dict[int, GradStandIn] = {}
-        self._theirs: set[int] = set()  # whose gradient autograd is about to add to a tensor of the program
+        self._theirs: set[int] = set()  # autograd is about to add their gradients to tensors of the program
         self._sums: dict[int, _Sum] = {}  # tensors of the program to which autograd has added scaled gradients
         self._restored_by = -1  # the graph task that puts lifted ones back when it ends
         self.dropped: set[int] = set()
@@ -155,7 +155,7 @@ class ProgramGrads:
     # --- at a step --------------------------------------------------------------------------------------------
 
     def held(self) -> tuple[list[int], list[int]]:
-        """List the parameters whose ``p.grad`` is None, and those where it is a tensor of the program. Raises:
+        """List the parameters where ``p.grad`` is None, and those where it is a tensor of the program. Raises:
         RuntimeError for a stand-in that is not the parameter's."""
         self._restore()
         absent, assigned = [], []

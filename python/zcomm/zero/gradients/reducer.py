@@ -3,7 +3,7 @@
 [Note: bucket life] A post-accumulate hook gives a parameter's gradient to its bucket's transport (transport.py), which
 copies it into the bucket's slot, and leaves a stand-in ([Note: p.grad]). When a bucket is complete and all buckets
 before it in the launch order have been launched, its transport starts to add this rank's shard of the ranks' average
-to the accumulator. Slots form a fixed ring ([Note: slots]): a gradient whose bucket has no slot yet is kept until the
+to the accumulator. Slots form a fixed ring ([Note: slots]): a gradient of a bucket without a slot is kept until the
 bucket's turn comes. The launch order (last bucket first) is the same on all ranks, whatever order autograd finishes in;
 parameters that backward did not reach count as zero.
 
@@ -65,7 +65,7 @@ class GradientReducer:
         self._overlap = overlap
         self.sync = True
         self.passes = 1  # that a step is expected to have
-        self.reached = 0  # backward passes whose gradients are in the accumulators or on their way
+        self.reached = 0  # backward passes with gradients in the accumulators or on their way
         self._used = 0  # of these
         self.backwards = 0  # calls of backward() that have reached a parameter, with or without sync
         self._local_task = -1  # the graph task of the last pass without sync
@@ -291,7 +291,7 @@ class GradientReducer:
 
     @property
     def scaled_passes(self) -> int:
-        """Passes of this step whose gradients are here: one at least where autograd left them to ``take_over``."""
+        """Passes of this step with gradients that are here: one at least where autograd left them to ``take_over``."""
         return max(self.reached, int(self.agreement.taken_over))
 
     @property

@@ -1,4 +1,4 @@
-"""GradStandIn: the tensor in ``p.grad`` of a parameter whose gradient the reducer keeps.
+"""GradStandIn: the tensor in ``p.grad`` of a parameter while the reducer keeps the gradient.
 
 [Note: stand-ins] The true shape, dtype and device, but no storage. Its value is what ``full_grad`` gives: averaged over
 ranks and micro-steps, without the loss scale. Elementwise changes in place act on this rank's part of the accumulators,

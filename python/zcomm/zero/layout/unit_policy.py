@@ -2,7 +2,7 @@
 
 The outermost repeated blocks (children of ModuleList and Sequential), or those that the caller names, become a unit
 each, small neighbours one together. A list without repetition, as Sequential(backbone, head), is looked into: a child
-that has repeated blocks inside is no unit itself, they are. What lies outside of units, and every parameter that
+that has repeated blocks inside is not a unit itself, they are. What lies outside of units, and every parameter that
 several of them use (tied weights), belongs to the root unit, which stays gathered during a step.
 """
 
@@ -17,12 +17,15 @@ from torch import nn
 from zcomm.zero.options import UnitLike, Units
 
 _Named = tuple[str, nn.Module]
-LARGE_NBYTES, LARGE_SHARE = 64 * 2**20, 1 / 3  # units with more than both are said
+LARGE_NBYTES, LARGE_SHARE = 64 * 2**20, 1 / 3  # units with more than both are logged
 
 
 @dataclass
 class UnitChoice:
-    """``modules`` are those whose forward needs the unit; ``params`` in order of registration. keep: see Units."""
+    """The choice of one unit.
+
+    ``modules``: their forward needs the unit; ``params`` in order of registration. keep: see Units.
+    """
 
     name: str
     modules: list[nn.Module]
@@ -84,7 +87,7 @@ def choose_units(model: nn.Module, wanted: Sequence[nn.Parameter], options: Unit
         kept = _members(model, options.keep, "keep")
         if not kept <= {id(block) for _, block in blocks}:
             names = ", ".join(name for name, _ in blocks) or "none"
-            raise ValueError(f"Units: keep={options.keep!r} names modules that are no units; the units are {names}")
+            raise ValueError(f"Units: keep={options.keep!r} names modules that are not units; the units are {names}")
     units = _joined(blocks, options.min_mb * 2**20, kept)
     users: dict[int, set[int]] = {}
     for number, unit in enumerate(units):
@@ -114,7 +117,7 @@ def _members(model: nn.Module, wanted: Sequence[UnitLike], option: str) -> set[i
         if not mine:
             shown = type(each).__name__ if isinstance(each, nn.Module) else getattr(each, "__name__", repr(each))
             raise ValueError(
-                f"Units: {option}: {shown} is no module inside of the model; give modules, classes of modules, or "
+                f"Units: {option}: {shown} is not a module inside of the model; give modules, classes of modules, or "
                 "names as in model.named_modules()"
             )
         found |= mine

@@ -1,4 +1,4 @@
-"""First weights: rank 0's become everybody's, bucket by bucket, so that the model never exists a second time."""
+"""First weights: rank 0's become those of all ranks, bucket by bucket, so that the model never exists a second time."""
 
 from __future__ import annotations
 

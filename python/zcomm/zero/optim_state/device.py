@@ -2,7 +2,7 @@
 
 [Note: state on a device] The tiles are those of RAM ([Note: state tile]), of one bucket back to back, so that a kernel
 takes a shard in one call; the arithmetic is the CPU's, and so are the bits. fp16's master is the first of a tile there
-(the core's order); who reads a tile sees it where it is in RAM. A tile that is read or changed outside of a step comes
+(the core's order); a reader of a tile sees it as in RAM. A tile that is read or changed outside of a step comes
 to the host while it is.
 DeviceState steps on weights and gradients that are on the device (device_step.py); staged.py brings them there.
 Thread rule: as ShardState; a step is put on torch's current stream.
@@ -23,11 +23,11 @@ from zcomm.zero.optim_state.ram import ShardState, ShardStep, StateSnapshot, run
 from zcomm.zero.optim_state.swap_file import AnyCopy
 from zcomm.zero.rules.rule import Rule
 
-PLACE_NBYTES = 256  # at whose multiples the state of a bucket begins
+PLACE_NBYTES = 256  # the state of a bucket begins at multiples of it
 
 
 class DeviceState(ShardState):
-    """counts: 0 for buckets whose state is elsewhere. Raises: CudaError where there is no room."""
+    """counts: 0 for buckets with state elsewhere. Raises: CudaError where there is no room."""
 
     def __init__(self, counts: Sequence[int], dtype: torch.dtype, rule: Rule, lane: DeviceLane) -> None:
         super().__init__(counts, dtype, rule)
@@ -85,7 +85,7 @@ class DeviceState(ShardState):
     def _put(
         self, stream: _core.Stream, shard: ShardStep, part: slice, weight: torch.Tensor, grad: torch.Tensor
     ) -> None:
-        """Step ``part`` of a shard, whose weight and gradient are on the device."""
+        """Step ``part`` of a shard with weight and gradient on the device."""
         whole = self.rule.on_device == "stream"  # torch's rules take arrays, which are those of one tile
         for inside in [slice(0, part.stop - part.start)] if whole else cut(part.stop - part.start):
             tile = slice(part.start + inside.start, part.start + inside.stop)

@@ -83,7 +83,7 @@ class SpansSnapshot:
 
 
 class SwappedState(ShardState):
-    """State on NVMe: ``fraction`` of the buckets whose tier that is, WINDOWS spans of it in RAM at a time. The other
+    """State on NVMe: ``fraction`` of the buckets of that tier, WINDOWS spans of it in RAM at a time. The other
     spans are always in RAM."""
 
     turns = True
@@ -107,7 +107,7 @@ class SwappedState(ShardState):
         memory = tensor_of(arena.allocate(windows * self._span_nbytes), torch.uint8) if windows else torch.empty(0)
         self._writes: list[_core.Work | None] = [None] * windows  # first: dropped, waited for, before its memory is
         self._windows = list(memory.split(self._span_nbytes)) if windows else []
-        self._holds = [-1] * windows  # swapped span whose state is in the window
+        self._holds = [-1] * windows  # swapped span that has its state in the window
         self._changed = [False] * windows  # and it is not what is on the drive
         self._on_drive = [False] * len(self._swapped)
         self._keys = [f"state.{bucket}.{begin}" for bucket, begin, _ in self._swapped]
@@ -214,7 +214,7 @@ class SwappedState(ShardState):
     def _forget(self) -> None:
         """Nothing is on its way, and the windows hold nothing."""
         self._writes = [None] * len(self._windows)
-        drain(self._swap)  # the frames of a step that failed may keep its reads, which nobody has waited for
+        drain(self._swap)  # the frames of a step that failed may keep its reads, which were not waited for
         self._holds = [-1] * len(self._windows)
         self._changed = [False] * len(self._windows)
 
@@ -269,7 +269,7 @@ class SwappedState(ShardState):
             try:
                 work.wait()
             except BaseException:
-                # Nobody knows what is in the windows, but for those that are changed from outside of a step.
+                # The windows' contents are unknown, but for those that are changed from outside of a step.
                 self._holds = [
                     number if changed else -1 for number, changed in zip(self._holds, self._changed, strict=True)
                 ]

@@ -144,7 +144,7 @@ class RamState(ShardState):
         offloaded = round(fraction * sum(size for size, tier in zip(sizes, tiers, strict=True) if tier == "cpu"))
         self.nbytes_by_tier = {"cpu": offloaded, "device": nbytes - offloaded}
         memory = tensor_of(arena.allocate(nbytes), torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
-        memory.zero_()  # a page is made by whoever touches it first: here by all threads, and not tile by tile
+        memory.zero_()  # the first access makes a page: here all threads do, and not tile by tile
         self._states = list(memory.split(sizes))
         # A kernel takes all tiles of a shard in one call, and has more to share among its threads.
         self._whole = rule.spans_tiles and dtype != torch.float16

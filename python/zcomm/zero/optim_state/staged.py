@@ -1,4 +1,4 @@
-"""Optimizer state on a device, of shards whose weights and gradients are in host memory.
+"""Optimizer state on a device, of shards with weights and gradients in host memory.
 
 [Note: staged step] Where ranks reduce gradients and spread weights by host memory, so it is with a device's state: a
 shard's gradient and weights go there (lane ``h2d``), are stepped behind them on the same stream, and the weights come

@@ -54,7 +54,7 @@ class DeviceStore(ParameterStore):
         self._used = lane.event()  # torch's stream has used the old weights
         self._ready = [lane.event() for _ in geometry.every]  # the bucket's new weights are on the device
         self.all_ready = lane.event()
-        self._others: deque[tuple[FlatBucket, Work]] = deque()  # whose other parts are still to be sent
+        self._others: deque[tuple[FlatBucket, Work]] = deque()  # their other parts are still to be sent
         self._swept = False
         self._forms: list[Form | None] = [None] * len(params)  # of the view that each parameter is
         self._versions = [-1] * len(params)  # of the parameters when their weights were published last

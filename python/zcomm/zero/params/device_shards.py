@@ -76,7 +76,7 @@ class DeviceSource(ShardSource):
         return self._host.fetch(bucket, out)
 
     def sweep(self, reverse: bool) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
-        """Those whose weights the host has."""
+        """Iterate over those with weights on the host."""
         for bucket, weight in self._host.sweep(reverse) if self._host is not None else ():
             yield bucket, weight
             self._follow(bucket, weight)

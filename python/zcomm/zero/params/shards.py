@@ -152,7 +152,7 @@ class SwapSource(ShardSource):
         flat = tensor_of(arena.allocate(self._lease_nbytes), dtype)
         self._writes: list[_core.Work | None] = [None] * WINDOWS  # first: dropped, waited for, before its memory is
         self._windows = [flat[i * stride : i * stride + largest] for i in range(WINDOWS)]
-        self._holds = [-1] * WINDOWS  # bucket whose shard, as last written, is in the window
+        self._holds = [-1] * WINDOWS  # bucket of the shard that, as last written, is in the window
         for bucket in every:
             swap.reserve(self._key(bucket), bucket.shard_count * dtype.itemsize)
 

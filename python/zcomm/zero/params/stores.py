@@ -98,7 +98,7 @@ class ParameterStore(ABC):
         torch.autograd.graph.increment_version(self._params)
 
     def detached(self) -> Iterator[int]:
-        """Yield the parameters whose data the program has replaced: they lie elsewhere than this store has put them."""
+        """Yield the parameters with data that the program has replaced: it is not where this store has put it."""
         return iter(())
 
     def adopt(self, param: int, value: torch.Tensor) -> None:
@@ -118,7 +118,7 @@ class ParameterStore(ABC):
         """Record that the current stream so far uses the weights as they are; an update follows."""
 
     def settle(self) -> None:  # noqa: B027
-        """Wait until nothing of this rank's reads the weights that a step changes; a barrier then says so to others."""
+        """Wait until nothing of this rank's reads the weights that a step changes; a barrier then tells other ranks."""
 
     def arrive(self) -> None:  # noqa: B027
         """Let the current stream use the weights that were published last from here on."""
@@ -221,7 +221,7 @@ class ParameterStore(ABC):
 
 
 class HostStore(ParameterStore):
-    """All parameters in one flat tensor of this process's memory, whose addresses never change.
+    """All parameters in one flat tensor of this process's memory, at addresses that never change.
 
     begins: where each bucket is in it; None: as in the flat index. Buckets that are not in it are elsewhere.
     """

@@ -34,8 +34,8 @@ class Indexed:
 class Rule(ABC):
     """name: as in messages and checkpoints. arrays, state_dtype: the state of a tile. defaults: of a param group.
 
-    indexed: hyper is to be an ``Indexed``, for each parameter its own. align: elements at whose multiples parameters
-    and shards must begin.
+    indexed: hyper is to be an ``Indexed``, for each parameter its own. align: parameters and shards must begin at
+    multiples of so many elements.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Rule(ABC):
     @abstractmethod
     def step_on(self, stream: _core.Stream, form: TileForm, part: TilePart, hyper: Any) -> None:
         """Step a part in a device's memory as ``step`` does: put on ``stream`` (on torch's, where ``on_device`` is
-        so)."""
+        "torch")."""
 
     def check_now(self, group: dict[str, Any]) -> None:
         """Check options before a step; a program may have changed them. Raises: as ``check``."""
@@ -178,7 +178,7 @@ class FusedRule(Rule):
             raise ValueError(f"param groups have several state_dtype ({dtypes}); ZeroOptimizer keeps one for all")
         self.state_dtype = dtypes.pop() if dtypes else torch.float32
         self.indexed = self.state_dtype != torch.float32
-        self.align = STATE_BLOCK if self.state_dtype == torch.uint8 else ALIGN  # nobody cuts a block that has a scale
+        self.align = STATE_BLOCK if self.state_dtype == torch.uint8 else ALIGN  # a block that has a scale stays whole
         if self.name == "sgd" and any(group.get("momentum", 0) != 0 for group in groups):
             self.arrays = self._twin.ARRAYS
         return adopted

@@ -18,7 +18,7 @@ def _number(param: torch.Tensor) -> tuple[TrainState, Parts, int]:
     found = owner_of(param)
     if found is not None and found[2] is not None:
         return found[0], found[1], found[2]
-    raise ValueError(f"a tensor of shape {tuple(param.shape)} is no parameter that an open ZeroOptimizer trains")
+    raise ValueError(f"a tensor of shape {tuple(param.shape)} is not a parameter of an open ZeroOptimizer")
 
 
 def _trained(param: torch.Tensor) -> tuple[TrainState, Parts, int]:

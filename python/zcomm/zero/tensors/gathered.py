@@ -36,7 +36,7 @@ class GatheredParameters:
     that nothing shards are left alone. Contexts may be nested. fwd_module: DeepSpeed's; says nothing here. enabled:
     False does nothing.
 
-    Raises: ValueError for a modifier_rank that is no rank, and for a changed shape; PeerLost, TimeoutError,
+    Raises: ValueError for a modifier_rank out of range, and for a changed shape; PeerLost, TimeoutError,
     CollectiveMismatch; OSError from swap files. Memory: a copy of each parameter. If the block raises, nothing is kept.
     """
 
@@ -85,7 +85,7 @@ class GatheredParameters:
 
     def _check_rank(self, world_size: int) -> None:
         if self._modifier is not None and not 0 <= self._modifier < world_size:
-            raise ValueError(f"modifier_rank={self._modifier} is no rank of {world_size}")
+            raise ValueError(f"modifier_rank={self._modifier} is not a valid rank; expected one in [0, {world_size})")
 
     def _make_real(self, param: Any) -> None:
         name = f"a parameter of shape {tuple(param.shape)}"

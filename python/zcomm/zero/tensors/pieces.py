@@ -160,7 +160,7 @@ def change(parts: Parts, index: int, value: torch.Tensor) -> None:
 
 def edit(parts: Parts, index: int, act: Callable[[torch.Tensor, slice], object]) -> None:
     """``act(piece, elements)`` changes this rank's weights in place, as flat pieces in the weights' dtype. Weights
-    whose bits change become their masters. Not collective; ``publish`` is not called."""
+    with changed bits become their masters. Not collective; ``publish`` is not called."""
     form, mine = parts.state.form, list(pieces(parts, index))
     if not mine:
         act(torch.empty(0, dtype=form.dtype), slice(0, 0))  # raises what it raises on other ranks

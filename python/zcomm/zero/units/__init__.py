@@ -1,3 +1,3 @@
-"""Stage 3 by units: modules whose parameters are gathered around their use."""
+"""Stage 3 by units: modules with parameters that are gathered around their use."""
 
 from __future__ import annotations

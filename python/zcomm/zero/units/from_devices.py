@@ -1,7 +1,7 @@
 """FromDevices: units come to their places from shards that stay on the ranks' devices.
 
-A gather of what stays is one all_gather of ``peers``, whose order is that of the calls, so all ranks must use their
-units in the same order, as on the CPU. Gradients, whose order beside them may differ between ranks, go by another
+A gather of what stays is one all_gather of ``peers``, in the order of the calls, so all ranks must use their
+units in the same order, as on the CPU. Gradients, which ranks may start in another order beside them, go by another
 communicator. A gather comes after what torch's stream has been given when it is called, which includes what used the
 place before. Its end is waited for where the unit is wanted: the host until all ranks have called it, torch's stream
 until the weights are there. Places that a unit got for itself alone (``add``) are torch's memory, which no other rank
@@ -28,7 +28,7 @@ class FromDevices(Filler):
 
     def __init__(self, source: DeviceSource, peers: Communicator | None, lane: DeviceLane) -> None:
         self._source, self._peers, self._lane = source, peers, lane
-        self._works: dict[int, Work] = {}  # by number of the unit: gathers whose end is not waited for yet
+        self._works: dict[int, Work] = {}  # by number of the unit: gathers that are not waited for yet
         self._asked = lane.event()  # the shards as torch's stream has them when a copy of them is asked for
 
     def start(self, unit: Unit, place: Place) -> None:
@@ -63,7 +63,7 @@ class FromDevices(Filler):
 
     def cancel(self, unit: Unit) -> None:
         work = self._works.get(unit.index)
-        if work is not None:  # of a unit whose other buckets did not come
+        if work is not None:  # of a unit that misses other buckets
             with suppress(Exception):
                 work.wait()
             del self._works[unit.index]

@@ -68,7 +68,7 @@ class FromHost(Filler):
         number = self.gathers % HOST_SLOTS
         self.gathers += 1
         flat, copied = self.slots[number]
-        self._lane.wait(copied)  # before the barrier that says so to others
+        self._lane.wait(copied)  # before the barrier that tells other ranks
         buckets = [bucket for bucket, _ in self._buckets[unit.index]]
         wholes = flat[: sum(bucket.count for bucket in buckets)].split([bucket.count for bucket in buckets])
         self._gather.fill(unit, buckets, wholes)

@@ -2,7 +2,7 @@
 
 Forward: a module's pre-hook gathers its unit. Backward: a hook on the gradient of the module's outputs gathers it
 again; it is released when the last of its parameters has its gradient, at the latest when backward ends.
-Frozen and unused parameters (an expert without tokens) have no gradient that would say so: every unit is released when
+Frozen and unused parameters (an expert without tokens) have no gradient as a sign of that: every unit is released when
 backward comes to the next one. Autograd runs what was made last first, so nothing of the one unit is left to do then,
 unless the next one's forward ran inside of it. Where backward comes another way, what autograd saved of a unit's memory
 gathers it (see saved_tensors.py).
@@ -44,7 +44,7 @@ class UnitHooks:
             register_module_parameter_registration_hook(cast(Any, self._registered)),
         ]
         self._now: Unit | None = None  # the one that backward is in
-        self._inside: list[tuple[Unit, saved_tensors.Hooks | None]] = []  # whose forward runs, outermost first
+        self._inside: list[tuple[Unit, saved_tensors.Hooks | None]] = []  # units in forward now, outermost first
         self._guards = life.memory.gives_way and saved_tensors.possible()
         if life.memory.gives_way and not self._guards:
             logger.info("stage 3 by units: before torch 2.8 backward must enter a unit by its module's outputs")

@@ -155,7 +155,7 @@ class UnitLife:
                 self.weights.show(unit)
 
     def reached(self, unit: Unit, param: nn.Parameter) -> None:
-        """Hide ``param``, whose gradient is there: hooks of the program do not act on the gathered copy."""
+        """Hide ``param`` once its gradient is there: hooks of the program do not act on the gathered copy."""
         if not unit.in_forward and id(param) not in self.held:
             self.weights.hide_one(param)
             unit.parted = True

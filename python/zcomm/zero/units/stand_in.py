@@ -10,7 +10,7 @@ goes around ``__torch_function__`` (torch.func), too. An operation is one of:
 - overwriting in-place (``normal_``, ``nn.init``): draws the whole tensor for a moment and keeps this rank's part;
 - any other: gathers the whole value (collective), acts on it, and keeps this rank's part of what it wrote.
 A result that is a view of the gathered value is a ``WholeValue``: what is written to it later reaches the weight, too.
-With gradients the gathered value is a function of the parameter, whose backward adds to its gradient.
+With gradients the gathered value is a function of the parameter, and its backward adds to that one's gradient.
 Every rank does the same, as with DistributedDataParallel.
 Source: the behaviour of FSDP2's DTensor parameters.
 """
@@ -468,7 +468,7 @@ def _each(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 
 class _Gathered(torch.autograd.Function):
-    """A copy of the whole value, whose gradient is the parameter's."""
+    """A copy of the whole value; its gradient is the parameter's."""
 
     @staticmethod
     def forward(ctx: Any, param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:

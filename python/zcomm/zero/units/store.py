@@ -26,7 +26,7 @@ ROOM = 0.8  # of free memory that weights may take in close()
 class UnitStore(ParameterStore):
     """Sharded parameters, gathered unit by unit. tiers: of each bucket's shard.
 
-    on_device: numbers of the buckets whose weights, gradients and state are on the devices alone.
+    on_device: numbers of the buckets with weights, gradients and state on the devices alone.
     """
 
     def __init__(

@@ -200,7 +200,7 @@ class UnitWeights:
         self.edit(param, lambda piece, elements: piece.copy_(flat[elements]))
 
     def hide_one(self, param: nn.Parameter) -> None:
-        """Make one parameter a stand-in whose use has ended before the others'."""
+        """Make one parameter a stand-in: its use has ended before the others'."""
         param.__class__ = self._kinds[self._own[self._numbers[id(param)]]]
 
     def hold(self, number: int) -> None:

@@ -62,7 +62,7 @@ void expect_host_bits(Rank& self, Communicator& host, DType dtype, ReduceOp op, 
                std::to_string(self.world) + (symmetric ? " symmetric" : " private"));
 }
 
-/// Writes down how many sources of each reduction are said to be remote.
+/// Writes down how many sources of each reduction are reported as remote.
 class RemoteSources final : public LendingDevice {
  public:
   RemoteSources(std::shared_ptr<device::Device> inner, std::set<int>& seen)
@@ -208,7 +208,7 @@ TEST(cuda_ipc, symmetric_memory_is_zero_and_goes_back) {
       EXPECT_TRUE(buffer->data()[0] == std::byte{0} && buffer->data()[(1 << 20) - 1] == std::byte{0});
       EXPECT_TRUE(buffer->peer(1 - self.rank) != buffer->data());
       std::memset(buffer->data(), 1, 1 << 20);
-      // What was dropped in the turn before may go only when both ranks have said so, that is, now.
+      // What was dropped in the turn before may go only when both ranks have announced it, that is, now.
       EXPECT_EQ(before - self.device->memory().free_nbytes, std::size_t{2} << 20);  // a block of its own
       self.comm->barrier(kBlocking);
     }

@@ -181,7 +181,7 @@ TEST(tcp_errors, close_ends_what_runs) {
   });
 }
 
-/// Rank 2 is no rank but a stranger that writes `bytes` to all of rank 0's and 1's sockets of the given index.
+/// Rank 2 is not a rank but a stranger that writes `bytes` to all of rank 0's and 1's sockets of the given index.
 void expect_garbage_noticed(std::size_t socket, const std::vector<std::byte>& bytes) {
   Cables cables(3, 3);
   std::vector<std::thread> threads;

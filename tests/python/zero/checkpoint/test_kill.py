@@ -1,6 +1,6 @@
 """kill -9 at every operation on the file system that a save makes: the last checkpoint, or the new one, is whole.
 
-One process per point of ``file_ops``; a world of two, where one rank is killed and the other one must say so. Then
+One process per point of ``file_ops``; a world of two, where one rank is killed and the other one must raise. Then
 ``zcomm ckpt verify``, a load and the next save in one more process. Beside it the order that a power cut needs: what
 was written is synced before the rename that shows it.
 """

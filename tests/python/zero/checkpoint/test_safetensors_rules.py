@@ -45,11 +45,11 @@ BROKEN: dict[str, tuple[Any, int]] = {
     "bool that is one byte": ({"weight": entry(0, 1, [4], "BOOL")}, 1),
     "complex counted as real": ({"weight": entry(0, 8, [2], "C64")}, 8),
     "unknown dtype": ({"weight": entry(0, 8, [2], "F33")}, 8),
-    "sizes that are no whole numbers": ({"weight": entry(0, 8.0, [2])}, 8),
+    "sizes that are not whole numbers": ({"weight": entry(0, 8.0, [2])}, 8),
     "true as a size": ({"weight": entry(0, 4, [True])}, 4),
     "no offsets": ({"weight": {"dtype": "F32", "shape": [2]}}, 8),
     "a list": ([entry(0, 8, [2])], 8),
-    "metadata that is no text": ({"__metadata__": {"a": 1}, "weight": entry(0, 8, [2])}, 8),
+    "metadata that is not text": ({"__metadata__": {"a": 1}, "weight": entry(0, 8, [2])}, 8),
     "not JSON": (b"{'weight'", 8),
     "twice the same name": (b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},'
                             b'"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}', 8),

@@ -196,7 +196,7 @@ def test_an_interrupt_at_any_moment_keeps_no_claim_and_no_file_open(tmp_path: Pa
                 assert open_files(tmp_path, folders=False) == [], f"after an interrupt at line {moment}"
                 opt.save(place)
                 assert [path.name for path in tmp_path.iterdir()] == ["c"], f"after an interrupt at line {moment}"
-        except RuntimeError:  # the interrupt has ended the communicator, and the next save says so
+        except RuntimeError:  # the interrupt has ended the communicator, and the next save raises
             pass
         finally:
             opt.close()

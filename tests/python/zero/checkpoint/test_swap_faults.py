@@ -98,7 +98,7 @@ def test_damage_ends_the_step_and_is_named(tmp_path: Path, engine: str, how: str
     assert changed[: first_bad // 64].all() and not changed[first_bad // 64 :].any()
     after = model.weight.detach().clone()
     with pytest.raises(RuntimeError, match=r"step\(\): OSError ended a step .*half way") as again:
-        step(model, opt)  # and goes on to say so: nothing is made up
+        step(model, opt)  # and raises again: nothing is made up
     assert again.value.__cause__ is told.value and torch.equal(model.weight, after)
     opt.close()
     assert list((tmp_path / "drive").iterdir()) == []

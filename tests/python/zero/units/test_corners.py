@@ -347,7 +347,7 @@ def test_what_stands_for_a_parameter_is_taken_for_it(tmp_path: Path) -> None:
     assert zcomm.zero.full_param(parameter)[0, 0] == 7.0
     with pytest.raises(ValueError, match=r"blocks.1.up.weight: the value is a str, not a tensor"):
         zcomm.zero.set_full_optim_state(parameter, "exp_avg", ones)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="is no parameter that an open ZeroOptimizer"):
+    with pytest.raises(ValueError, match="is not a parameter of an open ZeroOptimizer"):
         zcomm.zero.full_param(ones)
     opt.close()
     zcomm.shutdown()

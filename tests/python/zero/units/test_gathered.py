@@ -168,7 +168,10 @@ def test_what_is_wrong_is_said() -> None:
     model = nn.Sequential(nn.Linear(8, 8))
     opt = zcomm.ZeroOptimizer(model, stage=3)
     before = opt.full_state_dict()["0.weight"]
-    with pytest.raises(ValueError, match="modifier_rank=3 is no rank of 1"), GatheredParameters(model, 3):
+    with (
+        pytest.raises(ValueError, match="modifier_rank=3 is not a valid rank; expected one in"),
+        GatheredParameters(model, 3),
+    ):
         pass
     changed_shape = pytest.raises(ValueError, match=r"0\.weight has shape \(2, 8\) now, not \(8, 8\)")
     with changed_shape, GatheredParameters(model.parameters(), modifier_rank=0):

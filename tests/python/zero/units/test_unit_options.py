@@ -330,21 +330,21 @@ def test_kept_units_are_gathered_once(tmp_path: Path) -> None:
         (lambda: zcomm.ZeroOptimizer(Turns(), stage=3, units=3), "units=3 must be None, a list of modules"),
         (
             lambda: zcomm.ZeroOptimizer(Turns(), stage=3, share_parameters=False, units=["blocks.7"]),
-            "Units: blocks: 'blocks.7' is no module inside of the model; give modules, classes of modules, or names as",
+            "Units: blocks: 'blocks.7' is not a module inside of the model; give modules, classes of modules, or names",
         ),
         (
             lambda: zcomm.ZeroOptimizer(Turns(), stage=3, share_parameters=False, units=[nn.Conv2d]),
-            "Units: blocks: Conv2d is no module inside of the model",
+            "Units: blocks: Conv2d is not a module inside of the model",
         ),
         (
             lambda: zcomm.ZeroOptimizer(Turns(), stage=3, share_parameters=False, units=[nn.Linear(2, 2)]),
-            "Units: blocks: Linear is no module inside of the model",
+            "Units: blocks: Linear is not a module inside of the model",
         ),
         (
             lambda: zcomm.ZeroOptimizer(
                 Turns(), stage=3, share_parameters=False, units=Units(["blocks.1"], keep=["blocks.2"])
             ),
-            "Units: keep=['blocks.2'] names modules that are no units; the units are blocks.1",
+            "Units: keep=['blocks.2'] names modules that are not units; the units are blocks.1",
         ),
     ],
 )
