@@ -117,9 +117,10 @@ cuda: $(VENV)/.build-tools ## compiles the CUDA code (needs nvcc, no GPU)
 gpu-check: ## on a GPU machine: builds with CUDA beside its own torch, tests, benches with peers (nine minutes; ARGS='--resume')
 	@$(PYTHON) tools/gpu_check.py $(ARGS)
 
-lint: $(VENV)/.lint ## ruff, mypy --strict, the floors of the house, clang-format
+lint: $(VENV)/.lint ## ruff, the language of docstrings, mypy --strict, the floors of the house, clang-format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tools/check_language.py
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
