@@ -16,7 +16,7 @@ from zcomm.machine import swap_tuning
 from zcomm.memory import device_streams
 from zcomm.memory.device_streams import DeviceLane
 from zcomm.memory.swap_file import StrPath, as_paths, close_at_exit, say_fallbacks
-from zcomm.zero.async_step import StepBehind
+from zcomm.zero.async_step import AsyncStep
 from zcomm.zero.choose import StorePlan, make_state, make_store
 from zcomm.zero.device_step import DeviceStep
 from zcomm.zero.gradients import choose_transport
@@ -66,18 +66,18 @@ def build_parts(
     prefetch: int,
     overlap: bool,
     share_parameters: bool,
-    taken: set[int],
+    owned_elsewhere: set[int],
     units: Units,
     device: torch.device | str | None = None,
 ) -> Parts:
     """Build the parts of an optimizer. Collective.
 
-    Parameters are numbered section by section, in order of registration. taken: by id(), what other optimizers have.
-    device: None: where the parameters are.
+    Parameters are numbered section by section, in order of registration. owned_elsewhere: by id(), what other
+    optimizers have. device: None: where the parameters are.
     """
     shared = share_parameters and job.backend == "shm"  # others have ranks that cannot see each other's memory
     params = [param for group in groups for param in group["params"]]
-    frozen = frozen_of(model, params, taken) if stage == 3 else []
+    frozen = frozen_of(model, params, owned_elsewhere) if stage == 3 else []
     lane = _check_params(model, params, frozen, device)
     if lane is not None:
         check_host(job)
@@ -130,7 +130,9 @@ def build_parts(
     values = [rule.initial({**rule.defaults, **group}) for group in groups]
     initial = [[(begin, end, values[group]) for begin, end, group in of_bucket] for of_bucket in runs]
     where = torch.device("cpu") if lane is None else lane.device
-    start(model, sections.params, sections.names, geometry, comm, store, state, initial, precision, where, taken)
+    start(
+        model, sections.params, sections.names, geometry, comm, store, state, initial, precision, where, owned_elsewhere
+    )
 
     plan = ReducePlan(geometry, comm, precision.communication_dtype, replicated=stage == 0)
     if lane is None:
@@ -144,10 +146,10 @@ def build_parts(
     if isinstance(store, UnitStore):
         assert model is not None
         hooks = UnitHooks(model, sections.choices, store.life)
-    behind = _behind(model, offload, store, reducer, trained, geometry)
-    settle = (lambda: None) if behind is None else behind.join
+    async_step = _make_async_step(model, offload, store, reducer, trained, geometry)
+    wait_step = (lambda: None) if async_step is None else async_step.join
     attachment = Attachment(
-        model, sections.params, sections.names, geometry, store, precision.dtype, where, reducer, settle
+        model, sections.params, sections.names, geometry, store, precision.dtype, where, reducer, wait_step
     )
     parts = Parts(
         model=model,
@@ -169,7 +171,7 @@ def build_parts(
         attachment=attachment,
         model_hooks=[] if model is None else _hook_model(model, reducer, attachment),
         lane=lane,
-        behind=behind,
+        async_step=async_step,
         device_step=_device_step(store, state, reducer, geometry, lane, arena, stage == 0 and peers is not None),
         peers=peers,
     )
@@ -207,26 +209,26 @@ def _device_step(
     return DeviceStep(buckets, state.device, store, transport, DeviceSquares(lane, arena), whole)
 
 
-def _behind(
+def _make_async_step(
     model: nn.Module | None,
     offload: Offload,
     store: ParameterStore,
     reducer: GradientReducer,
     trained: Sequence[nn.Parameter],
     geometry: Geometry,
-) -> StepBehind | None:
-    """Build the step behind the forward, if ``offload`` asks for one."""
+) -> AsyncStep | None:
+    """Build the async step, if ``offload`` asks for one."""
     if not offload.step_behind_forward:
         return None
     assert model is not None and isinstance(store, DeviceStore)
     bucket_of = {id(param): place.bucket for param, place in zip(trained, geometry.places, strict=False)}
-    behind = StepBehind(model, store, bucket_of, len(geometry.buckets))
-    reducer.before_reduce = behind.join
-    return behind
+    async_step = AsyncStep(model, store, bucket_of, len(geometry.buckets))
+    reducer.before_reduce = async_step.join
+    return async_step
 
 
 def _weights_ready(store: ParameterStore, lane: DeviceLane) -> Any:
-    """Return the event after which no old weights are on their way to the device; of units ``settle`` alone tells."""
+    """Return the event after which no old weights are on their way to the device; units have ``synchronize`` alone."""
     return store.all_ready if isinstance(store, DeviceStore) else lane.event()
 
 

@@ -1,6 +1,6 @@
-"""A step behind the next forward: the update runs on a thread of its own, and each module waits for its own weights.
+"""AsyncStep: the update runs behind the next forward on a thread of its own, and each module waits for its own weights.
 
-[Note: step behind forward] ``step()`` ends when the update has been given to the thread, with the hyperparameters of
+[Note: async step] ``step()`` ends when the update has been given to the thread, with the hyperparameters of
 that moment. A bucket's new weights go to the device as soon as they are there. A thread that reads a parameter as a
 module's attribute (all modules do), or runs the forward of a module that has some, waits until their buckets are on
 their way, and makes torch's stream wait until they have come: the same bits as without. Whatever else touches the
@@ -26,7 +26,7 @@ from zcomm.zero.params.device import DeviceStore
 from zcomm.zero.worker import Call, Worker
 
 
-class StepBehind:
+class AsyncStep:
     """bucket_of: of each parameter of the store, by id()."""
 
     def __init__(self, model: nn.Module, store: DeviceStore, bucket_of: dict[int, int], buckets: int) -> None:
@@ -113,21 +113,21 @@ class StepBehind:
 class LateParameters(dict[str, Any]):
     """A module's ``_parameters``: a read waits for the weights."""
 
-    def __init__(self, plain: dict[str, Any], behind: StepBehind, needs: dict[str, int]) -> None:
+    def __init__(self, plain: dict[str, Any], async_step: AsyncStep, needs: dict[str, int]) -> None:
         super().__init__(plain)
-        self._behind, self._needs = behind, needs
+        self._async_step, self._needs = async_step, needs
 
     def __getitem__(self, name: str) -> Any:
         if name in self._needs:
-            self._behind.need((self._needs[name],))
+            self._async_step.need((self._needs[name],))
         return super().__getitem__(name)
 
     def items(self) -> Any:
-        self._behind.need(self._needs.values())
+        self._async_step.need(self._needs.values())
         return super().items()
 
     def values(self) -> Any:
-        self._behind.need(self._needs.values())
+        self._async_step.need(self._needs.values())
         return super().values()
 
     def __reduce__(self) -> Any:  # copies of the model are ordinary

@@ -44,7 +44,7 @@ from zcomm.zero.options import (
 )
 from zcomm.zero.param_groups import ParamGroups
 from zcomm.zero.parts import Parts, TrainState
-from zcomm.zero.registry import open_parts, opened, parts_of, taken_params
+from zcomm.zero.registry import open_parts, opened, owned_params, parts_of
 from zcomm.zero.rules.cohorts import Cohorts
 from zcomm.zero.rules.resolve import OptimizerLike, choose_rule, frozen_in, torch_groups
 from zcomm.zero.rules.rule import Rule
@@ -167,8 +167,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().__init__(groups, rule.defaults)
         self.state = _NoState()
         job, module = comm or init(), model if isinstance(model, nn.Module) else None
-        taken = taken_params()
-        check_free(self.param_groups, taken)
+        owned_elsewhere = owned_params()
+        check_free(self.param_groups, owned_elsewhere)
         same_on_ranks.check(
             train, job, module, units, bucket_mb=bucket_mb, prefetch=prefetch, share_parameters=share_parameters
         )
@@ -185,7 +185,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             prefetch=prefetch,
             overlap=overlap,
             share_parameters=share_parameters,
-            taken=taken,
+            owned_elsewhere=owned_elsewhere,
             units=units,
             device=device,
         )
@@ -254,14 +254,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def _live(self) -> Parts:
-        """The parts, none of which a step behind the forward uses any more, with the model's parameters attached: what
+        """The parts, none of which an async step uses any more, with the model's parameters attached: what
         the program has put into them is the weights now."""
         return parts_of(self)
 
     @property
-    def _settled(self) -> Parts:
-        """The parts, none of which a step behind the forward uses any more."""
-        return self._open_parts.settle(self._train.poison)
+    def _after_step(self) -> Parts:
+        """The parts, none of which an async step uses any more."""
+        return self._open_parts.wait_step(self._train.poison)
 
     @property
     def _open_parts(self) -> Parts:
@@ -320,16 +320,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def memory(self) -> Memory:
         """Bytes of this rank by tier and purpose; what ranks of a host share counts as nbytes / local_world_size."""
-        return memory_of(self._settled)
+        return memory_of(self._after_step)
 
     def stats(self) -> dict[str, float]:
         """Cumulative seconds that the main thread waited and that it looked for edited weights, and what the swap file
         moved."""
-        return stats_of(self._settled, self._train)
+        return stats_of(self._after_step, self._train)
 
     def allocation_count(self) -> int:
         """Allocations that the core ever made for this optimizer; constant after the second step."""
-        return self._settled.allocation_count()
+        return self._after_step.allocation_count()
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Return what ``model.state_dict()`` would be if all were whole here. Collective in stage 3.

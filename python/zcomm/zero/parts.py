@@ -18,7 +18,7 @@ from torch import nn
 from zcomm import _core
 from zcomm.comm.communicator import Communicator
 from zcomm.memory.device_streams import DeviceLane
-from zcomm.zero.async_step import StepBehind
+from zcomm.zero.async_step import AsyncStep
 from zcomm.zero.device_step import DeviceStep
 from zcomm.zero.files.save_task import SaveTask
 from zcomm.zero.gradients.nonfinite import NonFinite
@@ -69,7 +69,7 @@ class Parts:
     model_hooks: list[Any]
     attachment: Attachment
     lane: DeviceLane | None = None  # None: the model is on the CPU
-    behind: StepBehind | None = None
+    async_step: AsyncStep | None = None
     device_step: DeviceStep | None = None  # None: no bucket stays on a device
     peers: Communicator | None = None  # between the devices of several ranks with such buckets
     save_comm: Communicator | None = None  # of checkpoints in the background; made by the first
@@ -80,23 +80,23 @@ class Parts:
         """Device of the model."""
         return torch.device("cpu") if self.lane is None else self.lane.device
 
-    def settle(self, poison: Poison) -> Parts:
-        """Wait for a step behind the forward. Returns: self, which no step uses any more. Raises: the error of that
+    def wait_step(self, poison: Poison) -> Parts:
+        """Wait for an async step. Returns: self, which no step uses any more. Raises: the error of that
         step."""
-        if self.behind is not None:
+        if self.async_step is not None:
             with poison.watch():
-                self.behind.join()
+                self.async_step.join()
         return self
 
     def join(self, poison: Poison) -> Parts:
-        """``settle``, and attach the model's parameters: what the program has put into them is the weights now."""
-        self.settle(poison).attachment.restore()
+        """``wait_step``, and attach the model's parameters: what the program has put into them is the weights now."""
+        self.wait_step(poison).attachment.restore()
         return self
 
     @contextmanager
     def looking(self, poison: Poison) -> Iterator[Parts]:
         """``join`` for a while: afterwards parameters have the data again that the program has put into them."""
-        with self.settle(poison).attachment.shown():
+        with self.wait_step(poison).attachment.shown():
             yield self
 
     def end_saving(self) -> None:
@@ -114,7 +114,7 @@ class Parts:
     def close(self, at_exit: bool = False) -> None:
         """Close all parts, after failures too. No part waits for another rank; an error of one leaves out none.
 
-        at_exit: the program ends: a step behind forward that does not end soon is given up, too.
+        at_exit: the program ends: an async step that does not end soon is given up, too.
         """
         with ExitStack() as last_first:
             for part in (self.comm, self.peers, self.lane, self.save_comm, self.swap, self.store, self.state):
@@ -125,7 +125,7 @@ class Parts:
                 last_first.callback(self.lane.drain)
             for hook in self.model_hooks:
                 last_first.callback(hook.remove)
-            for first in (self.hooks, self.behind):
+            for first in (self.hooks, self.async_step):
                 if first is not None:
                     last_first.callback(first.close)
             last_first.callback(self._give_up_pending, at_exit)
@@ -136,7 +136,7 @@ class Parts:
         now = time.monotonic()
         while True:
             patience_s = _PATIENCE_S if self.reducer.is_waiting() or self.store.is_waiting() else None
-            if patience_s is None and at_exit and self.behind is not None and self.behind.is_running():
+            if patience_s is None and at_exit and self.async_step is not None and self.async_step.is_running():
                 patience_s = _STEP_PATIENCE_S
             if patience_s is None:
                 return

@@ -42,7 +42,7 @@ def open_optimizers() -> list[Owner]:
 
 
 def open_parts(owner: Owner) -> Parts:
-    """Return the parts, which a step behind the forward may still use. Raises: RuntimeError where it is closed."""
+    """Return the parts, which an async step may still use. Raises: RuntimeError where it is closed."""
     if owner._parts is None:
         raise RuntimeError("this ZeroOptimizer is closed")
     return owner._parts
@@ -58,14 +58,14 @@ def train_of(owner: Owner) -> TrainState:
     return owner._train
 
 
-def taken_params() -> set[int]:
+def owned_params() -> set[int]:
     """Collect the parameters of all open optimizers, by id()."""
     return {key for owner in _open if owner._parts is not None for key in owner._parts.index_of}
 
 
 def whole_frozen(parts: Parts) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the floating-point parameters of the model that no optimizer's store has, by name."""
-    kept = taken_params() | set(parts.index_of)
+    kept = owned_params() | set(parts.index_of)
     for name, param in parts.model.named_parameters() if parts.model is not None else ():
         if id(param) not in kept and param.is_floating_point():
             yield name, param
@@ -79,7 +79,7 @@ def owner_of(param: torch.Tensor) -> tuple[TrainState, Parts, int | None] | None
     """
     whole, param = None, original(param)
     for owner in open_optimizers():
-        parts = open_parts(owner).settle(owner._train.poison)
+        parts = open_parts(owner).wait_step(owner._train.poison)
         parts.attachment.put_back()
         index = parts.index_of.get(id(param))
         if index is not None:

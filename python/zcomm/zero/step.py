@@ -60,7 +60,7 @@ class OptimizerStep:
         scale = 1.0 / train.gradient_factor
 
         # Norm. Where it decides nothing, the weights are updated in the same pass over the gradients, or before it.
-        decides = train.skip_nonfinite or train.clip_norm is not None or parts.behind is not None
+        decides = train.skip_nonfinite or train.clip_norm is not None or parts.async_step is not None
         early = None if decides else self._update_early(scale)
         norm = self._counted(self.norm() if early is None else early)
         if train.overflow:
@@ -72,8 +72,8 @@ class OptimizerStep:
 
         # Update this rank's shards, and publish the new weights: now, or on a thread behind the next forward.
         with train.poison.watch():
-            if parts.behind is not None:
-                parts.behind.start(self._prepared(scale))
+            if parts.async_step is not None:
+                parts.async_step.start(self._prepared(scale))
             else:
                 if early is None:
                     self._update(scale)
@@ -120,9 +120,9 @@ class OptimizerStep:
         if not parts.reducer.accumulators.knows_squares:
             parts.reducer.accumulators.finish()
         start = time.perf_counter()
-        parts.store.settle()
+        parts.store.synchronize()
         total = self._norm_now()
-        if parts.norm.noted:
+        if parts.norm.flagged:
             self._agree()
             total = self._norm_now()
         self._rests = self._rests or False
@@ -150,7 +150,7 @@ class OptimizerStep:
     def _end_norm(self) -> float:
         if self._parts.device_step is not None:
             self._parts.device_step.end_norm(self._parts.norm)
-        return self._parts.norm.end(note=self._parts.reducer.agreement.note)
+        return self._parts.norm.end(flag=self._parts.reducer.agreement.flag)
 
     def _counted(self, total: float) -> float:
         """Count a step with this norm of the accumulated gradients. Returns: the norm of their mean."""
@@ -183,7 +183,7 @@ class OptimizerStep:
     # --- update and publish -------------------------------------------------------------------------------------
 
     @property
-    def _can_land(self) -> bool:
+    def _can_overlap(self) -> bool:
         """True if the update may begin while gradients are still on their way from the device.
 
         A rank that has a bucket's sum knows that no rank reads its old weights any more ([Note: gradients from a
@@ -202,7 +202,7 @@ class OptimizerStep:
         """Update with the accumulated gradients times ``scale``. Collective: every rank sees the new weights."""
         parts = self._parts
         turns = parts.state.turns or parts.store.turns
-        late = parts.reducer.accumulators.knows_squares and not turns  # the last buckets land first
+        late = parts.reducer.accumulators.knows_squares and not turns  # the last buckets come first
         self._prepared(scale, self._reverse or late)()
 
     def _prepared(self, scale: float, reverse: bool | None = None) -> Callable[[], None]:
@@ -221,7 +221,7 @@ class OptimizerStep:
 
     def _update_early(self, scale: float) -> float | None:
         """Update before the norm is known, where something is gained by it. Returns: the norm; else None."""
-        if self._can_land:
+        if self._can_overlap:
             with self._train.poison.watch():
                 return self._update_landing(scale)
         if self._parts.lane is None and (not self._whole or self._parts.comm.world_size == 1):
@@ -235,9 +235,9 @@ class OptimizerStep:
         parts = self._parts
         parts.reducer.accumulators.finish()
         start = time.perf_counter()
-        parts.store.settle()
-        parts.norm.meet(note=parts.reducer.agreement.note)
-        if parts.norm.noted:
+        parts.store.synchronize()
+        parts.norm.all_reduce_flag(parts.reducer.agreement.flag)
+        if parts.norm.flagged:
             self._agree()
         self._train.waited_s += time.perf_counter() - start
 
@@ -253,7 +253,7 @@ class OptimizerStep:
         return total
 
     def _update_landing(self, scale: float) -> float:
-        """Update each bucket as soon as its gradient has landed, last buckets first. Returns: the norm."""
+        """Update each bucket as soon as its gradient is on the host, last buckets first. Returns: the norm."""
         reverse = self._reverse or not self._parts.state.turns
         hyper = self._begin(scale)
         self._begin_norm()
@@ -261,7 +261,7 @@ class OptimizerStep:
         if self._parts.reducer.accumulators.knows_squares:
             self._parts.reducer.accumulators.add_squares(self._parts.norm, self._on_host)
         total = self._end_norm()
-        if self._parts.norm.noted:
+        if self._parts.norm.flagged:
             raise RuntimeError(_LATE)
         return total
 
@@ -296,7 +296,7 @@ class OptimizerStep:
 
     def _shards(self, hyper: list[Any], reverse: bool) -> Iterator[ShardStep]:
         parts = self._parts
-        for bucket, weight in parts.store.sweep(reverse):
+        for bucket, weight in parts.store.iter_shards(reverse):
             parts.reducer.accumulators.finish(bucket)
             grad = parts.reducer.accumulators.whole(bucket) if self._whole else parts.reducer.accumulators.shard(bucket)
             yield ShardStep(bucket.index, weight, grad, self._runs(bucket, hyper))

@@ -70,10 +70,13 @@ def params_of(model: Any) -> list[Any]:
     return [{**group, "params": params} for group, params in zip(groups, lists, strict=True)]
 
 
-def check_free(groups: Iterable[dict[str, Any]], taken: set[int]) -> None:
-    """taken: by id(), of optimizers that are open: two would take each other's gradients. Raises: ValueError."""
+def check_free(groups: Iterable[dict[str, Any]], owned_elsewhere: set[int]) -> None:
+    """Raise ValueError if an open optimizer has one of the parameters: two would take each other's gradients.
+
+    owned_elsewhere: by id(), the parameters of optimizers that are open.
+    """
     for number, group in enumerate(groups):
-        if any(id(param) in taken for param in group["params"]):
+        if any(id(param) in owned_elsewhere for param in group["params"]):
             raise ValueError(f"parameters of group {number} are another open ZeroOptimizer's: close() that first")
 
 

@@ -54,7 +54,7 @@ def load(
     with explained("load()", train), parts.comm.no_deadline(), contextlib.ExitStack() as stack:
         kept, found = Kept(), None
         with kept.errors():
-            parts.store.settle()  # before all agree to go on
+            parts.store.synchronize()  # before all agree to go on
             folder, manifest = open_checkpoint(durable.find(final))
             stack.enter_context(folder)
             found = _Found(parts, train, folder, manifest, scheduler, with_optimizer, with_random, strict)
@@ -171,12 +171,12 @@ def _agree_on_one(parts: Parts, kept: Kept, found: _Found | None, final: Path) -
 
 
 def _end_step(parts: Parts, train: TrainState) -> None:
-    """Wait for a step behind the forward, also for one that failed: a load makes up for it."""
-    if parts.behind is not None:
+    """Wait for an async step, also for one that failed: a load makes up for it."""
+    if parts.async_step is not None:
         try:
             parts.join(train.poison)
         except Exception:
-            parts.behind.forget()
+            parts.async_step.forget()
 
 
 def _change(parts: Parts, train: TrainState, folder: Folder, manifest: Manifest, with_optimizer: bool) -> None:

@@ -18,7 +18,7 @@ from zcomm.zero.files import durable
 from zcomm.zero.files.tensor_file import Writer, write_tensors
 from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.parts import Parts
-from zcomm.zero.registry import taken_params
+from zcomm.zero.registry import owned_params
 from zcomm.zero.tensors import pieces
 
 WEIGHTS, STATE = 0, 1  # the two files of a rank
@@ -40,7 +40,7 @@ def other_tensors(parts: Parts, lean: bool = False) -> Iterator[tuple[str, torch
     """Parameters that no optimizer has in its store and saved buffers of the model, each once. lean: no frozen ones."""
     if parts.model is None:
         return
-    seen = taken_params() | set(parts.index_of)
+    seen = owned_params() | set(parts.index_of)
     saved = set(parts.model.state_dict(keep_vars=True))
     tensors: list[tuple[str, torch.Tensor]] = [*parts.model.named_parameters(), *parts.model.named_buffers()]
     for name, tensor in tensors:

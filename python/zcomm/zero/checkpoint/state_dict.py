@@ -78,7 +78,7 @@ def load_state_dict(parts: Parts, train: TrainState, saved: dict[str, Any]) -> N
     _check(parts, train, saved, numbers)
     params = [param for group in train.param_groups for param in group["params"]]
     with torch.no_grad(), train.poison.watch():
-        parts.store.settle()
+        parts.store.synchronize()
         parts.comm.barrier(name="old state is unused")
         for number, param in zip(numbers, params, strict=True):
             _load_param(parts, parts.index_of[id(param)], saved["state"].get(number, {}))

@@ -58,7 +58,7 @@ class Agreement:
         return len(self.skipped) == len(self._params)
 
     @property
-    def note(self) -> bool:
+    def flag(self) -> bool:
         """Return True if the ranks must agree (``agree``) before a step: gradients wait here, or the program has
         dropped or assigned some."""
         return bool(self._local) or self.is_special

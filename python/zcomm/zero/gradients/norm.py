@@ -24,10 +24,10 @@ class GradientNorm:
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        self.noted = False
+        self.flagged = False
         self._sum = _core.ExactSum()
         self._words = torch.from_numpy(np.asarray(self._sum))
-        self._note = torch.zeros(1, dtype=torch.int64)
+        self._flag = torch.zeros(1, dtype=torch.int64)
         self._message = torch.zeros(self._words.numel() + 1, dtype=torch.int64)
 
     def __call__(self, shards: Iterable[torch.Tensor]) -> float:
@@ -54,26 +54,26 @@ class GradientNorm:
         """Add the words of another sum, on the host, int64."""
         _core.add_words(self._sum, words.data_ptr())
 
-    def meet(self, note: bool) -> None:
-        """All-reduce the note alone, as ``end`` does. Collective."""
-        self.noted = note
+    def all_reduce_flag(self, flag: bool) -> None:
+        """All-reduce the flag alone, as ``end`` does. Collective."""
+        self.flagged = flag
         if self._comm.world_size > 1:
-            self._note.fill_(int(note))
-            self._comm.all_reduce(self._note, name="gradients of a second arrival")
-            self.noted = bool(self._note.item())
+            self._flag.fill_(int(flag))
+            self._comm.all_reduce(self._flag, name="gradients of a second arrival")
+            self.flagged = bool(self._flag.item())
 
-    def end(self, note: bool = False) -> float:
-        """Return the norm of what was added on all ranks. ``noted`` is then True if any rank gave a note. Collective.
+    def end(self, flag: bool = False) -> float:
+        """Return the norm of what was added on all ranks. ``flagged`` is then True if any rank's flag was. Collective.
 
         With world_size 1 the all_reduce is skipped: it would queue behind pending reductions of gradients.
         """
         self._sum.normalize()
         if self._comm.world_size == 1:
-            self.noted = note
+            self.flagged = flag
             return math.sqrt(self._sum.value())
         self._message[:-1].copy_(self._words)
-        self._message[-1] = int(note)
+        self._message[-1] = int(flag)
         self._comm.all_reduce(self._message, name="gradient norm")
         self._words.copy_(self._message[:-1])
-        self.noted = bool(self._message[-1])
+        self.flagged = bool(self._message[-1])
         return math.sqrt(self._sum.value())

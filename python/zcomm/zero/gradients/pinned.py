@@ -2,7 +2,7 @@
 
 [Note: gradients from a device] Hooks copy gradients into a device slot (device_slots.py). A complete bucket is copied,
 on the lane's ``d2h`` stream, into a pinned host slot of the communicator's memory; its reduce_scatter begins when the
-copy has landed. Host slots form a longer ring (HOST_SLOTS_NBYTES): only where all of them are full the host waits, for
+copy has ended. Host slots form a longer ring (HOST_SLOTS_NBYTES): only where all of them are full the host waits, for
 the oldest reduce_scatter. What is added, and in which order, is as on the CPU: the same gradients give the same bits.
 A copy of a bucket also comes after all copies of weights to the device that were begun before it. So a rank that has
 the sum of a bucket knows that no rank reads the weights of the last step any more.
@@ -57,7 +57,7 @@ class PinnedTransport(Transport):
             lane.lock(memory)
         self._lane, self._slots, self._squares = lane, slots, squares
         self._weights_ready = weights_ready
-        self._landed = [lane.event() for _ in range(count)]  # the copy into the host slot
+        self._copied = [lane.event() for _ in range(count)]  # the copy into the host slot
         self._afters: list[Any] = [None] * count
 
     @property
@@ -81,13 +81,13 @@ class PinnedTransport(Transport):
         after = written if self._squares is None else self._squares.add(source, written)
         freed = self._slots.freed[self._slots.number[bucket.index]]
         copies = [(self.host.slot(bucket), source)]
-        self._lane.d2h.copy(copies, [self._weights_ready, *after], self._landed[number], freed)
+        self._lane.d2h.copy(copies, [self._weights_ready, *after], self._copied[number], freed)
         self._begin_after(number)
         self.host.reduce(bucket, accumulate)
 
     def _begin_after(self, number: int) -> None:
         """Let what the communicator is given next begin when the host slot is filled."""
-        after = self.plan.comm._core.after(self._landed[number], True)
+        after = self.plan.comm._core.after(self._copied[number], True)
         self._afters[number] = after  # dropping it would wait
 
     def finish(self, bucket: FlatBucket) -> None:

@@ -98,11 +98,11 @@ def names_of(model: nn.Module | None, params: Sequence[nn.Parameter]) -> dict[in
 
 
 def frozen_of(
-    model: nn.Module | None, trained: Sequence[torch.Tensor], taken: Collection[int] = ()
+    model: nn.Module | None, trained: Sequence[torch.Tensor], owned_elsewhere: Collection[int] = ()
 ) -> list[nn.Parameter]:
     """Return the floating-point parameters that are not trained and need no gradient. Others that need a gradient keep
-    it for themselves. taken: by id(), what another optimizer has."""
-    ids = {id(param) for param in trained} | set(taken)
+    it for themselves. owned_elsewhere: by id(), what another optimizer has."""
+    ids = {id(param) for param in trained} | set(owned_elsewhere)
     every = [] if model is None else list(model.parameters())
     return [p for p in every if id(p) not in ids and not p.requires_grad and p.is_floating_point()]
 

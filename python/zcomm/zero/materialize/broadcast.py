@@ -28,12 +28,12 @@ def start(
     initial: Sequence[Sequence[Run]],
     precision: Precision,
     device: torch.device,
-    taken: set[int],
+    owned_elsewhere: set[int],
 ) -> None:
     """Fill ``store`` and ``state``. Collective.
 
     params, names: in the numbering of ``geometry``. initial: per trained bucket, what the arrays of this rank's part
-    begin as. device: where the model is afterwards. taken: by id(), what other optimizers have: left alone.
+    begin as. device: where the model is afterwards. owned_elsewhere: by id(), what other optimizers have: left alone.
     """
     memory = torch.zeros(max((bucket.count for bucket in geometry.every), default=0))
     with torch.no_grad():
@@ -46,10 +46,10 @@ def start(
             else:
                 weight.copy_(master[store.part(bucket)])
             for index in bucket.params:
-                deferred.land(params[index], torch.empty(0, dtype=precision.dtype))
+                deferred.materialize(params[index], torch.empty(0, dtype=precision.dtype))
             store.commit(bucket, weight)
         if model is not None:
-            _start_rest(model, taken | {id(param) for param in params}, comm, precision, device)
+            _start_rest(model, owned_elsewhere | {id(param) for param in params}, comm, precision, device)
         store.publish()
     comm.barrier(name="weights are there")
 
@@ -91,7 +91,7 @@ def _start_rest(
         if param.device.type == "meta":
             waiting = deferred.check(param, name)
             mine = comm.rank == 0 or waiting.read is not None
-            deferred.land(
+            deferred.materialize(
                 param, deferred.value_of(param, name) if mine else torch.empty(param.shape, dtype=param.dtype)
             )
         if param.is_floating_point():

@@ -5,7 +5,7 @@ recipe: the operations that were done to its storage. A random operation is reco
 also carried out once on memory that is dropped at once, so that the generator goes on as in an ordinary construction.
 ``value_of`` repeats the operations: the same bits, whenever and wherever. What an operation overwrites whole is
 forgotten. An operation that reads a deferred tensor and makes another one gets its value and gives an ordinary tensor.
-Recipes belong to storages (views, ``.data`` and ``detach()`` share them), and move to the parameters in ``settle``.
+Recipes belong to storages (views, ``.data`` and ``detach()`` share them), and move to the parameters in ``attach``.
 Source: the idea is torchdistX's deferred_init.
 """
 
@@ -64,7 +64,7 @@ class Recipe:
     nbytes: int
     ops: list[Op] = field(default_factory=list)
 
-    def cook(self) -> torch.UntypedStorage:
+    def replay(self) -> torch.UntypedStorage:
         """Build a new storage with the value. Generators are left as they were."""
         memory = _pages(self.nbytes)
         for op in self.ops:
@@ -89,7 +89,7 @@ class Ref:
 
     def on(self, memory: torch.UntypedStorage) -> torch.Tensor:
         if self.other is not None:
-            memory = self.other.cook()
+            memory = self.other.replay()
         return torch.empty(0, dtype=self.dtype).set_(memory, self.offset, self.size, self.stride)
 
     def covers(self, nbytes: int) -> bool:
@@ -145,12 +145,12 @@ class Recorder(TorchDispatchMode):
         self._recipes.setdefault(storage._cdata, (storage, Recipe(storage.nbytes())))
 
     def recipe(self, tensor: torch.Tensor) -> Recipe | None:
-        with torch._C.DisableTorchFunction():  # LooksReal must not answer here
+        with torch._C.DisableTorchFunction():  # ReportsCpu must not answer here
             if tensor.device.type != "meta":
                 return None
             return self._recipes.get(tensor.untyped_storage()._cdata, (None, None))[1]
 
-    def settle(self, params: Iterable[nn.Parameter]) -> None:
+    def attach(self, params: Iterable[nn.Parameter]) -> None:
         """Give the recipes to the parameters that they belong to."""
         for param in params:
             recipe = self.recipe(param)
@@ -160,7 +160,7 @@ class Recorder(TorchDispatchMode):
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor:
         recipe = self.recipe(tensor)
-        return tensor if recipe is None else Ref.to(tensor).on(recipe.cook())
+        return tensor if recipe is None else Ref.to(tensor).on(recipe.replay())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunction():
@@ -169,7 +169,7 @@ class Recorder(TorchDispatchMode):
     def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not any(self.recipe(tensor) is not None for tensor in tensors):
-            return self._birth(args, kwargs, func) if self._wanted(func, args, kwargs) else func(*args, **kwargs)
+            return self._create(args, kwargs, func) if self._wanted(func, args, kwargs) else func(*args, **kwargs)
         schema = func._schema
         written = [
             args[i] if i < len(args) else kwargs[arg.name]
@@ -196,7 +196,7 @@ class Recorder(TorchDispatchMode):
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
         return bool(dtype.is_floating_point and torch.Size(args[0]).numel() >= self._min_count)
 
-    def _birth(self, args: Any, kwargs: Any, func: Any) -> torch.Tensor:
+    def _create(self, args: Any, kwargs: Any, func: Any) -> torch.Tensor:
         tensor = torch.empty(args[0], dtype=kwargs.get("dtype"), device="meta")
         self.adopt(tensor)
         generated = func in (_aten.rand.generator, _aten.randn.generator)
@@ -246,7 +246,7 @@ class Recorder(TorchDispatchMode):
                 func(*spent[0], **spent[1])
 
 
-class LooksReal(TorchFunctionMode):
+class ReportsCpu(TorchFunctionMode):
     """Inside of Init deferred tensors say that they are on the CPU: init functions leave the meta device alone."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -328,7 +328,7 @@ def value_of(param: torch.Tensor, name: str) -> torch.Tensor:
     with torch.no_grad():
         if deferred.read is not None:
             return deferred.read(0, param.numel()).view(param.shape)
-        return deferred.ref.on(deferred.recipe.cook()).to(param.dtype)  # a model.to(dtype) since then
+        return deferred.ref.on(deferred.recipe.replay()).to(param.dtype)  # a model.to(dtype) since then
 
 
 def check(param: torch.Tensor, name: str) -> Deferred:
@@ -347,7 +347,7 @@ def check(param: torch.Tensor, name: str) -> Deferred:
     return deferred
 
 
-def land(param: nn.Parameter, value: torch.Tensor) -> None:
+def materialize(param: nn.Parameter, value: torch.Tensor) -> None:
     """Make a parameter on the meta device an ordinary one with the data ``value``.
 
     It stays the same object, with its class, attributes, hooks and need of gradients.
@@ -365,7 +365,7 @@ def land(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def wait_again(param: nn.Parameter, kept: Deferred, dtype: torch.dtype) -> None:
-    """Undo ``land``: ``param``, in ``dtype``, has no memory again, and ``kept`` says what it will be."""
+    """Undo ``materialize``: ``param``, in ``dtype``, has no memory again, and ``kept`` says what it will be."""
     memory = torch.empty(kept.ref.size, dtype=dtype, device="meta")
     _swap_memory(param, memory, type(param))
     _make_wait(param, Deferred(kept.recipe, kept.ref, param._version, kept.read))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from zcomm.zero.materialize.deferred import LooksReal, Recorder
+from zcomm.zero.materialize.deferred import Recorder, ReportsCpu
 
 MIN_COUNT = 1024
 
@@ -91,7 +91,7 @@ class Init:
             self._start, self._modes = torch.nn.init._no_grad_trunc_normal_, ExitStack()
             torch.nn.init._no_grad_trunc_normal_ = self._truncated_normal
             self._modes.enter_context(self._recorder)
-            self._modes.enter_context(LooksReal(self._recorder))
+            self._modes.enter_context(ReportsCpu(self._recorder))
         return self
 
     def _truncated_normal(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -113,7 +113,7 @@ class Init:
         torch.nn.init._no_grad_trunc_normal_ = self._start
         for handle in self._handles:
             handle.remove()
-        self._recorder.settle(self._params())
+        self._recorder.attach(self._params())
 
     def _params(self) -> Iterator[nn.Parameter]:
         for module in list(self._modules):

@@ -142,7 +142,7 @@ class SwappedState(ShardState):
         window: torch.Tensor = self._windows[self._slot(number)]
         return window[: self.form.nbytes(self._swapped[number][2])]
 
-    def _settle(self, slot: int) -> None:
+    def _wait_slot(self, slot: int) -> None:
         """Wait until no write of the window is pending, so that it may be changed."""
         write, self._writes[slot] = self._writes[slot], None
         self._wait(write)
@@ -154,7 +154,7 @@ class SwappedState(ShardState):
             return
         if self._changed[slot]:
             self._write(self._holds[slot])
-        self._settle(slot)
+        self._wait_slot(slot)
         self._holds[slot] = number
 
     def _read(self, number: int) -> _core.Work | None:
@@ -191,7 +191,7 @@ class SwappedState(ShardState):
         else:
             self._take(number)
         if store:
-            self._settle(self._slot(number))
+            self._wait_slot(self._slot(number))
         yield self._window(number)[inside]
         if store:
             self._changed[self._slot(number)] = True
@@ -226,7 +226,7 @@ class SwappedState(ShardState):
     def _span_key(self, span: Span) -> str:
         return self._keys[self._numbers[span]]
 
-    # --- the sweep --------------------------------------------------------------------------------------------
+    # --- the update --------------------------------------------------------------------------------------------
 
     def step(self, shards: Iterator[ShardStep], reverse: bool = False) -> None:
         order = range(len(self._swapped))
@@ -247,7 +247,7 @@ class SwappedState(ShardState):
                 continue
             self._wait(reads.popleft())
             number = self._numbers[span]
-            self._settle(self._slot(number))
+            self._wait_slot(self._slot(number))
             self._step_span(shard, self._window(number), part)
             self._write(number)
             if numbers:

@@ -41,7 +41,7 @@ class Reducer(Protocol):
 
 class Attachment:
     """params, names: of the store, in the numbering of ``geometry``. dtype, device: of the weights. model: None:
-    replaced Parameters are not found. settle: waits for a step that still reads or writes the weights."""
+    replaced Parameters are not found. wait_step: waits for a step that still reads or writes the weights."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Attachment:
         dtype: torch.dtype,
         device: torch.device,
         reducer: Reducer,
-        settle: Callable[[], None],
+        wait_step: Callable[[], None],
     ) -> None:
         self._model = model
         self._params = params
@@ -63,7 +63,7 @@ class Attachment:
         self._store = store
         self._dtype = dtype
         self._reducer = reducer
-        self._settle = settle
+        self._wait_step = wait_step
         self._impls = self._contents()
         self._warned = False
         self.looked_s = 0.0  # seconds that looking for edits has taken
@@ -99,7 +99,7 @@ class Attachment:
             if table.get(key) is not param:
                 if in_forward and _in_functional_call():
                     return
-                self._settle()
+                self._wait_step()
                 self._replaced()
                 break
         now = self._contents()

@@ -1,15 +1,15 @@
 """Weights of a model on a device, stages 0 to 2: whole there, and on the host, where steps update them.
 
 [Note: weights to a device] The parameters are views of one flat tensor on the device. The weights that steps change are
-the host's (``host``: one copy for its ranks, or a copy each). In a sweep a bucket's own part goes to the device, on the
-lane's ``h2d`` stream, as soon as it is updated, while the next bucket is; the parts of other ranks follow when these
-have theirs: a barrier (or all_gather) for each bucket, which runs beside the sweep. The device's weights are
-overwritten only after what torch's stream had been given when the sweep began; ``arrive`` makes that stream wait for
+the host's (``host``: one copy for its ranks, or a copy each). A bucket's own part goes to the device on the lane's
+``h2d`` stream as soon as it is updated, while the next bucket is; the parts of other ranks follow when these have
+theirs: a barrier (or all_gather) for each bucket, which runs beside the update. The device's weights are
+overwritten only after what torch's stream had been given when the update began; ``arrive`` makes that stream wait for
 the new ones. The host waits for nothing but other ranks. Buckets on devices (device_step.py) have none on the host and
-no part in sweeps: their parts go from device to device.
+no part in updates: their parts go from device to device.
 The program may edit the parameters on the device, but not by way of ``.data``, which moves no version counter. A step
 takes this rank's part of what was edited to the host first.
-Thread rule: one thread at a time; a sweep and the ``publish`` after it may run on another thread than ``arrive``.
+Thread rule: one thread at a time; an update and the ``publish`` after it may run on another thread than ``arrive``.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class DeviceStore(ParameterStore):
         self._ready = [lane.event() for _ in geometry.every]  # the bucket's new weights are on the device
         self.all_ready = lane.event()
         self._others: deque[tuple[FlatBucket, Work]] = deque()  # their other parts are still to be sent
-        self._swept = False
+        self._stepped = False
         self._forms: list[Form | None] = [None] * len(params)  # of the view that each parameter is
         self._versions = [-1] * len(params)  # of the parameters when their weights were published last
         self.on_sent: Callable[[int], None] = lambda bucket: None  # all its new weights are on their way, or there
@@ -149,11 +149,11 @@ class DeviceStore(ParameterStore):
         """Record that torch's stream so far uses the old weights: an update may follow, on any thread."""
         self._lane.recorded(self._used)
 
-    def sweep(self, reverse: bool = False) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
-        for bucket, weight in self._host.sweep(reverse):
+    def iter_shards(self, reverse: bool = False) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
+        for bucket, weight in self._host.iter_shards(reverse):
             yield bucket, weight
             self._updated(bucket)
-        self._swept = True
+        self._stepped = True
 
     def _updated(self, bucket: FlatBucket) -> None:
         """Send on this rank's new part of the bucket."""
@@ -192,8 +192,8 @@ class DeviceStore(ParameterStore):
         self._lane.h2d.copy(copies, [self._used], self._ready[bucket.index], self.all_ready)
 
     def spread(self) -> None:
-        swept, self._swept = self._swept, False
-        if swept:
+        stepped, self._stepped = self._stepped, False
+        if stepped:
             while self._others:
                 self._send_others(*self._others.popleft())
             return
@@ -208,13 +208,13 @@ class DeviceStore(ParameterStore):
                 self._send(bucket, slice(0, bucket.count))
         self.arrive()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         self._lane.wait_for(self._lane.h2d)
 
     def renew(self) -> None:
         self._others.clear()
         self._spreading.clear()
-        self._swept = False
+        self._stepped = False
 
     def arrive(self) -> None:
         self._lane.current().wait(self.all_ready)

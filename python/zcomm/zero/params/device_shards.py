@@ -75,9 +75,9 @@ class DeviceSource(ShardSource):
         assert self._host is not None and not self.stays(bucket)
         return self._host.fetch(bucket, out)
 
-    def sweep(self, reverse: bool) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
+    def iter_shards(self, reverse: bool) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
         """Iterate over those with weights on the host."""
-        for bucket, weight in self._host.sweep(reverse) if self._host is not None else ():
+        for bucket, weight in self._host.iter_shards(reverse) if self._host is not None else ():
             yield bucket, weight
             self._follow(bucket, weight)
 

@@ -27,7 +27,7 @@ class ShardSource(ABC):
         """Start to copy the shard to ``out``; None when it is there already."""
 
     @abstractmethod
-    def sweep(self, reverse: bool) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
+    def iter_shards(self, reverse: bool) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
         """Yield the trained ones."""
 
     @abstractmethod
@@ -49,7 +49,7 @@ class ShardSource(ABC):
         raise NotImplementedError
 
     def used(self) -> None:  # noqa: B027
-        """Let a sweep come after what torch's stream has been given so far, which uses the old weights."""
+        """Let an update come after what torch's stream has been given so far, which uses the old weights."""
 
     def arrive(self) -> None:  # noqa: B027
         """Let what torch's stream is given next see the new weights."""
@@ -71,7 +71,7 @@ class ShardSource(ABC):
 
 
 class RamSource(ShardSource):
-    """The shards of ``every`` bucket in the pinned arena; ``trained`` are swept."""
+    """The shards of ``every`` bucket in the pinned arena; ``trained`` are updated."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class RamSource(ShardSource):
     def fetch(self, bucket: FlatBucket, out: torch.Tensor) -> None:
         out.copy_(self.begin(bucket))
 
-    def sweep(self, reverse: bool) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
+    def iter_shards(self, reverse: bool) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
         for bucket in reversed(self._buckets) if reverse else self._buckets:
             yield bucket, self.begin(bucket)
 
@@ -131,8 +131,8 @@ class SharedSource(RamSource):
 
 
 class SwapSource(ShardSource):
-    """The shards of ``every`` bucket in a swap file, one extent each; ``trained`` are swept. Operations on one key run
-    in call order, so a fetch after a sweep reads what the sweep wrote."""
+    """The shards of ``every`` bucket in a swap file, one extent each; ``trained`` are updated. Operations on one key
+    run in call order, so a fetch after an update reads what the update wrote."""
 
     def __init__(
         self,
@@ -186,12 +186,12 @@ class SwapSource(ShardSource):
         return self._swap.read(self._key(bucket), out.data_ptr(), out.nbytes)
 
     def _fetch_window(self, bucket: FlatBucket) -> _core.Work | None:
-        """Start to read the shard into its window; None where the last sweep left it there."""
+        """Start to read the shard into its window; None where the last update left it there."""
         held = self._holds[self._number[bucket.index]] == bucket.index
         window = self._window(bucket)
         return None if held else self.fetch(bucket, window)
 
-    def sweep(self, reverse: bool) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
+    def iter_shards(self, reverse: bool) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
         order = self._buckets[::-1] if reverse else self._buckets
         ahead = [self._fetch_window(bucket) for bucket in order[:1]]
         for position, bucket in enumerate(order):
@@ -219,7 +219,7 @@ class SwapSource(ShardSource):
     def _forget(self) -> None:
         """Nothing is on its way, and the windows hold nothing."""
         self._writes = [None] * WINDOWS
-        drain(self._swap)  # a sweep that failed may be kept by its error, with the read that it was ahead
+        drain(self._swap)  # an update that failed may be kept by its error, with the read that it was ahead
         self._holds = [-1] * WINDOWS
 
     def close(self) -> None:
@@ -228,7 +228,7 @@ class SwapSource(ShardSource):
 
 
 class MixedSource(ShardSource):
-    """Each bucket in its own one of two sources: ``swapped`` says which are in ``swap``. ``trained`` are swept."""
+    """Each bucket in its own one of two sources: ``swapped`` says which are in ``swap``. ``trained`` are updated."""
 
     def __init__(self, ram: RamSource, swap: SwapSource, swapped: set[int], trained: Sequence[FlatBucket]) -> None:
         self._ram, self._swap, self._swapped, self._buckets = ram, swap, swapped, trained
@@ -245,8 +245,8 @@ class MixedSource(ShardSource):
     def fetch(self, bucket: FlatBucket, out: torch.Tensor) -> _core.Work | None:
         return self._of(bucket).fetch(bucket, out)
 
-    def sweep(self, reverse: bool) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
-        swapped = self._swap.sweep(reverse)
+    def iter_shards(self, reverse: bool) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
+        swapped = self._swap.iter_shards(reverse)
         for bucket in reversed(self._buckets) if reverse else self._buckets:
             yield next(swapped) if bucket.index in self._swapped else (bucket, self._ram.begin(bucket))
         for _ in swapped:  # keeps the last one

@@ -66,7 +66,7 @@ class ParameterStore(ABC):
         """``weight`` (from begin) is filled: keep it, and point the model's parameters at the store."""
 
     @abstractmethod
-    def sweep(self, reverse: bool = False) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
+    def iter_shards(self, reverse: bool = False) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
         """Each trained bucket with the weights of this rank's part; what the caller changes is kept. reverse: last
         first."""
 
@@ -110,14 +110,14 @@ class ParameterStore(ABC):
         raise NotImplementedError("the weights of this store cannot be replaced by other tensors")
 
     def take_edits(self) -> None:  # noqa: B027
-        """Make the program's edits the weights that a sweep changes. Every rank has ended its edits. Local."""
+        """Make the program's edits the weights that an update changes. Every rank has ended its edits. Local."""
 
     # What a store on a device must be told; on the CPU nothing is on its way.
 
     def used(self) -> None:  # noqa: B027
         """Record that the current stream so far uses the weights as they are; an update follows."""
 
-    def settle(self) -> None:  # noqa: B027
+    def synchronize(self) -> None:  # noqa: B027
         """Wait until nothing of this rank's reads the weights that a step changes; a barrier then tells other ranks."""
 
     def arrive(self) -> None:  # noqa: B027
@@ -255,7 +255,7 @@ class HostStore(ParameterStore):
             own = self._params[index].data = self._own(index)
             self._forms[index] = form_of(own)
 
-    def sweep(self, reverse: bool = False) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
+    def iter_shards(self, reverse: bool = False) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
         buckets = [bucket for bucket in self._geometry.buckets if bucket.index in self._begins]
         for bucket in reversed(buckets) if reverse else buckets:
             yield bucket, self.load(bucket)

@@ -77,7 +77,7 @@ def set_full_param(param: torch.Tensor, value: torch.Tensor) -> None:
     _, parts, index = _number(param)
     flat = _value(parts, index, value)
     parts.attachment.restore()
-    parts.store.settle()
+    parts.store.synchronize()
     parts.comm.barrier(name="old weights are unused")
     with torch.no_grad():
         pieces.set_master(parts, index, lambda elements: flat[elements])

@@ -91,7 +91,7 @@ class GatheredParameters:
         name = f"a parameter of shape {tuple(param.shape)}"
         kept, value = deferred.check(param, name), deferred.value_of(param, name)
         dtype = param.dtype
-        deferred.land(param, value)
+        deferred.materialize(param, value)
         self._waiting.append((param, kept, dtype))
 
     def _owners(self) -> Iterator[Parts]:
@@ -128,7 +128,7 @@ class GatheredParameters:
                 raise ValueError(f"GatheredParameters: {wrong}")
             if int(bad):
                 raise ValueError(f"GatheredParameters: rank {root} has changed the shape of a parameter")
-            parts.store.settle()
+            parts.store.synchronize()
             parts.comm.barrier(name="old weights are unused")
         for parts, index in self._open:
             dtype = parts.state.form.dtype

@@ -216,7 +216,7 @@ def _load_shards(parts: Parts, model: nn.Module, source: Source, found: Entries,
     """Load this rank's shards. Collective: an error of one rank is raised on all."""
     kept = Kept()
     with kept.errors():
-        parts.store.settle()
+        parts.store.synchronize()
     agree(parts.comm, kept.error, what)  # no rank uses the old weights from here on
     with kept.errors():
         _read_shards(parts, dict(_tensors(model)), source, found)

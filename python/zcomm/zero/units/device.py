@@ -207,7 +207,7 @@ class DeviceMemory(UnitMemory):
 
     def _abandon(self, unit: Unit) -> None:
         """End the filling of its place, which was broken off: what had begun of it counts for nothing."""
-        self._gather.settle()
+        self._gather.synchronize()
         unit.gathering = None
         self._lane.current().wait(self._places[unit.index].ready)
         self.give_back(unit)
@@ -268,11 +268,11 @@ class DeviceMemory(UnitMemory):
 
     # --- changes of weights: other ranks may still read what is here ------------------------------------------
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         self._lane.wait_for(self._lane.h2d)
 
     def begin_edit(self) -> None:
-        self.settle()
+        self.synchronize()
         if not self.editing:
             self.editing = True
             if self._plan.comm.world_size > 1:

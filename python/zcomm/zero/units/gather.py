@@ -34,7 +34,7 @@ class ShardGather:
         """Run ``function(*arguments)`` on the gathering thread, after all calls before it."""
         return self._thread.submit(function, *arguments)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until all calls before have ended, in whatever way."""
         with suppress(Exception):
             self._thread.submit(int).result()

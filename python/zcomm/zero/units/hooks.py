@@ -72,12 +72,12 @@ class UnitHooks:
         """Begin the forward of a module that needs the unit."""
         self._life.running += 1  # first: where it is 0, no unit is in forward, whatever was interrupted
         unit.in_forward += 1
-        self._life.settle_use(unit)
+        self._life.show_or_hide(unit)
 
     def _ended(self, unit: Unit) -> None:
         unit.in_forward = max(0, unit.in_forward - 1)
         self._life.running = max(0, self._life.running - 1)
-        self._life.settle_use(unit)
+        self._life.show_or_hide(unit)
 
     def clear_interrupted(self, calls: int = 0) -> None:
         """Forget a backward pass that ended with an exception, and forwards that an interrupt has ended, after which
@@ -95,7 +95,7 @@ class UnitHooks:
         self._life.running = 0
         for unit in self._life.units:
             unit.in_forward = 0
-            self._life.settle_use(unit)
+            self._life.show_or_hide(unit)
 
     def _enter(self, unit: Unit) -> Callable[..., None]:
         def enter(module: nn.Module, args: Any) -> None:
@@ -141,13 +141,13 @@ class UnitHooks:
         self._life.memory.return_to(unit, place)
         self._life.use(unit)
         unit.in_backward = self._armed
-        self._life.settle_use(unit)
+        self._life.show_or_hide(unit)
         self._waiting[unit.index] = {id(param) for param, _ in unit.views}
 
     def _rests(self, unit: Unit) -> None:
         """Backward has done with the unit."""
         unit.in_backward = False
-        self._life.settle_use(unit)
+        self._life.show_or_hide(unit)
 
     def _reached(self, unit: Unit) -> Callable[[nn.Parameter], None]:
         def reached(param: nn.Parameter) -> None:
@@ -166,7 +166,7 @@ class UnitHooks:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
             root = self._life.units[0]
             root.in_backward = True
-            self._life.settle_use(root)
+            self._life.show_or_hide(root)
 
     def _end_backward(self) -> None:
         self._armed = False

@@ -97,7 +97,7 @@ class UnitLife:
 
     def _recover(self) -> None:
         """Make SHARDED what an interrupt, or an error, has left half done."""
-        self._gather.settle()
+        self._gather.synchronize()
         for unit in list(self._changing.values()):
             self.weights.detach(unit)
             self.memory.reset(unit)
@@ -146,7 +146,7 @@ class UnitLife:
         """End the model's forward."""
         self.order.leave_model()
 
-    def settle_use(self, unit: Unit) -> None:
+    def show_or_hide(self, unit: Unit) -> None:
         """Make the unit's parameters ordinary ones when a use has begun, and stand-ins when it has ended."""
         if unit.shown is unit.idle or unit.parted:
             if unit.idle:
@@ -196,7 +196,7 @@ class UnitLife:
             if unit.state is UnitState.GATHERING:
                 self.ensure(unit)
             unit.in_forward, unit.in_backward, unit.surrounds = 0, False, False
-            self.settle_use(unit)
+            self.show_or_hide(unit)
             if unit.state is UnitState.GATHERED:
                 self.drop(unit)
         self.memory.end_step()

@@ -170,7 +170,7 @@ class UnitMemory(ABC):
     def return_to(self, unit: Unit, place: object) -> None:  # noqa: B027
         """Let the next gather bring the unit to ``place``, from ``place_of``: backward is about to use such views."""
 
-    def settle(self) -> None:  # noqa: B027
+    def synchronize(self) -> None:  # noqa: B027
         """Wait until no copy of weights is on its way."""
 
     def begin_edit(self) -> None:  # noqa: B027

@@ -86,11 +86,11 @@ class UnitStore(ParameterStore):
         for index in bucket.params:
             self.weights.start(index, self._dtype, self.memory.device)
 
-    def sweep(self, reverse: bool = False) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
+    def iter_shards(self, reverse: bool = False) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
         self.life.invalidate()
-        sweep = self.source.sweep(reverse)
+        shards = self.source.iter_shards(reverse)
         self.source.used()
-        return sweep
+        return shards
 
     def load(self, bucket: FlatBucket) -> torch.Tensor:
         return self.source.load(bucket)
@@ -108,10 +108,10 @@ class UnitStore(ParameterStore):
         self.memory.publish()
         self.source.arrive()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         if self.memory.on_device:
             self.life.invalidate()
-            self.memory.settle()
+            self.memory.synchronize()
 
     def count_change(self) -> None:
         self.weights.changed()

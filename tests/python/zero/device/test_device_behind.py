@@ -80,7 +80,7 @@ def test_whatever_looks_waits(tmp_path: Path, look: str) -> None:
     threading.Timer(0.1, gate.open.set).start()
     arguments = [str(tmp_path / "saved")] if look == "save" else []
     getattr(opt, look)(*arguments)
-    assert gate.open.is_set() and opt._parts.behind._running is None
+    assert gate.open.is_set() and opt._parts.async_step._running is None
     opt.close()
 
 

@@ -88,7 +88,7 @@ def test_a_gather_that_was_interrupted_is_not_taken_for_whole(
                 interrupted += 1
             countdown[0] = 0
             again = loss(net, comm)
-            opt._parts.store.settle()  # all units are gathered anew
+            opt._parts.store.synchronize()  # all units are gathered anew
             assert again == loss(net, comm)
         assert interrupted >= 3
         opt.close()
@@ -120,7 +120,7 @@ def test_a_gather_that_fails_when_it_is_called_fails_again_or_comes(
             with pytest.raises(zcomm.CudaError):
                 loss(net, comm)
             again = loss(net, comm)
-            opt._parts.store.settle()
+            opt._parts.store.synchronize()
             assert again == loss(net, comm)
         opt.close()
 

@@ -24,7 +24,7 @@ from test_corners import WIDTH, Net, loss_of
 from zcomm import _core
 from zcomm.memory import device_streams
 from zcomm.memory.device_streams import CopyStream
-from zcomm.zero.async_step import StepBehind
+from zcomm.zero.async_step import AsyncStep
 from zcomm.zero.gradients.device_norm import DeviceSquares
 from zcomm.zero.gradients.device_slots import DeviceSlots
 from zcomm.zero.gradients.host import HostTransport
@@ -111,7 +111,7 @@ class Watched:
         landed: list[Any] = []  # by host slot
 
         def start(original: Any, this: Any, *args: Any) -> None:
-            landed[:] = this._landed
+            landed[:] = this._copied
             original(this, *args)
 
         def reduce(original: Any, this: Any, bucket: Any, accumulate: bool) -> None:
@@ -163,8 +163,8 @@ class Watched:
 
         self.around(ShardState, "_step_tile", tile)
         self.around(GradientNorm, "add_words", add_words)
-        self.around(StepBehind, "start", begin)
-        self.around(StepBehind, "join", join)
+        self.around(AsyncStep, "start", begin)
+        self.around(AsyncStep, "join", join)
 
     def tell_model(self, model: nn.Module) -> None:
         """Forward and backward read the weights where they were in forward."""
@@ -321,7 +321,7 @@ def _no_join(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(ShardState, "_step_tile", slow)
     patch.setattr(PinnedTransport, "start", note)
-    patch.setattr(StepBehind, "join", lambda this: None)
+    patch.setattr(AsyncStep, "join", lambda this: None)
 
 
 WAITS: dict[str, tuple[Job, Callable[[pytest.MonkeyPatch], None]]] = {
@@ -334,7 +334,7 @@ WAITS: dict[str, tuple[Job, Callable[[pytest.MonkeyPatch], None]]] = {
     "a unit comes into a place in use": (Job(3), _without("copy")),
     "the step begins before the last unit was read": (  # a sum of squares would come behind it, on the same stream
         Job(3, kind="unused", prefetch=3, accum=2),
-        _drop_wait(UnitStore, "settle"),
+        _drop_wait(UnitStore, "synchronize"),
     ),
     "sums of squares come before they are there": (Job(2, None), _without("sums")),
     "sums of squares are added before they have come": (Job(2, None), _drop_wait(DeviceSquares, "_wait")),
