@@ -257,7 +257,7 @@ class RaceSide:
     range: tuple[int, int]
 
 class Race:
-    """Two accesses that nothing orders; str() tells the story and the remedy."""
+    """Two accesses that nothing orders; str() describes both and the remedy."""
 
     first: RaceSide
     second: RaceSide

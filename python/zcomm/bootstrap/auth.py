@@ -3,7 +3,7 @@
 [Note: proof] Three messages of fixed size; each side proves that it knows the group's key, which itself never travels:
     listener -> caller    Challenge   magic, fresh nonce (a stranger learns nothing from it)
     caller -> listener    Answer      caller, listener and purpose, fresh nonce, MAC of all bytes so far
-    listener -> caller    Verdict     MAC of the same under another label; with it the connection is both sides'
+    listener -> caller    Reply       MAC of the same under another label; with it the connection is both sides'
 Nonces make a recorded conversation worthless, labels keep one side's MAC from serving as the other's, and the line
 (ranks, purpose, number) is inside of the MAC, so a connection cannot be passed off as another one.
 What follows is neither encrypted nor authenticated: the network between the hosts is trusted to carry it unchanged.
@@ -79,9 +79,9 @@ class CallerProof:
         self._expected = _mac(self._key, b"listener", challenge, told)
         return told + _mac(self._key, b"caller", challenge, told)
 
-    def accepts(self, verdict: bytes) -> bool:
+    def accepts(self, reply: bytes) -> bool:
         """Return True if the listener has proved itself."""
-        return self._expected is not None and hmac.compare_digest(verdict, self._expected)
+        return self._expected is not None and hmac.compare_digest(reply, self._expected)
 
 
 class ListenerProof:
@@ -94,7 +94,7 @@ class ListenerProof:
         self.challenge: bytes = _CHALLENGE.pack(MAGIC, secrets.token_bytes(_NONCE_NBYTES))
 
     def judge(self, answer: bytes) -> tuple[Line, bytes] | None:
-        """Return the line and the verdict to send, or None for a stranger."""
+        """Return the line and the reply to send, or None for a stranger."""
         told, mac = answer[:-_MAC_NBYTES], answer[-_MAC_NBYTES:]
         if not hmac.compare_digest(mac, _mac(self._key, b"caller", self.challenge, told)):
             return None

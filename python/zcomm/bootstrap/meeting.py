@@ -6,7 +6,7 @@ name of its job where a launcher gave it one.
 - A place that another living process has claimed: the rank came twice. A claim of a process that is known to be dead
   (same kernel and process namespace) counts as none, and is taken over.
 - Claims that cannot be of one job, by world size or name: not one job.
-Either is an error on every rank that is still there: the rank that notices it leaves the verdict in the store.
+Either is an error on every rank that is still there: the rank that notices it leaves the failure in the store.
 Where no name tells jobs apart, rank 0 watches for a while (``watch``): a rank that claims a place leaves a note, and
 rank 0 looks at the claims. So a rank that comes when the keys of the meeting are gone is noticed, too.
 Rank 0's claim has a fresh number, and the texts that follow are read only if they carry it.
@@ -129,8 +129,8 @@ class Meeting:
             self._number = str(claims[0].get("number"))
             until = min(time.monotonic() + linger_s, self._deadline)
             if linger_s > 0:
-                _wait(lambda: self._look_for_verdict() or time.monotonic() > until, self._deadline)
-            self._look_for_verdict()
+                _wait(lambda: self._check_failure() or time.monotonic() > until, self._deadline)
+            self._check_failure()
             return [each["mine"] for each in claims]
 
     def exchange(self, what: str, mine: str) -> list[str]:
@@ -140,7 +140,7 @@ class Meeting:
         with self._store_named():
             self._store.set(f"{what}{self._rank}", f"{self._number} {mine}")
             told = self._gather(lambda rank: f"{what}{rank}", lambda text: text.startswith(f"{self._number} "))
-            self._look_for_verdict()
+            self._check_failure()
             return [text.partition(" ")[2] for text in told]
 
     def end(self) -> None:
@@ -157,7 +157,7 @@ class Meeting:
                 )
 
     def watch(self, seconds: float, closed: Callable[[], bool], give_up: Callable[[], object]) -> None:
-        """Look for a verdict until then or until ``closed``, on a thread of its own, and give up where there is one.
+        """Look for a failure until then or until ``closed``, on a thread of its own, and give up where there is one.
 
         For ranks that only the meeting point tells from those of another job: two jobs' ranks may have met before
         the others of either come.
@@ -173,10 +173,10 @@ class Meeting:
                     if file is not None and not file.exists():  # torch would wait for it
                         return
                     self._look_for_newcomers()
-                    if store.check(["verdict"]):
-                        verdict = store.get("verdict").decode()
-                        store.add("heard", 1)
-                        logging.getLogger("zcomm").error("rank %d leaves the job: %s", self._rank, verdict)
+                    if store.check(["failure"]):
+                        failure = store.get("failure").decode()
+                        store.add("acknowledged", 1)
+                        logging.getLogger("zcomm").error("rank %d leaves the job: %s", self._rank, failure)
                         give_up()
                         return
                     time.sleep(_LOOK_S)
@@ -185,14 +185,14 @@ class Meeting:
         threading.Thread(target=look, name="zcomm-meeting").start()
 
     def _look_for_newcomers(self) -> None:
-        """Leave a verdict if another process than the one that has joined has claimed a rank's place since."""
+        """Leave a failure if another process than the one that has joined has claimed a rank's place since."""
         assert self._store is not None
         if not self._store.check([_NEWCOMER]):
             return
         self._store.delete_key(_NEWCOMER)
         for rank, member in enumerate(self._members):
             if (other := self.holder(rank)) is not None and other != member:
-                self._store.set("verdict", self._twice(rank, member, other))
+                self._store.set("failure", self._twice(rank, member, other))
 
     def holder(self, rank: int) -> Process | None:
         """Return the living process that has claimed ``rank``'s place, if another one has."""
@@ -234,24 +234,24 @@ class Meeting:
                         f"({_process_of(claims[rank])}). {_ADVICE}"
                     )
 
-    def _refuse(self, verdict: str) -> None:
+    def _refuse(self, failure: str) -> None:
         assert self._store is not None
-        self._store.set("verdict", verdict)
-        self._look_for_verdict()
+        self._store.set("failure", failure)
+        self._check_failure()
 
-    def _look_for_verdict(self) -> bool:
-        """Return False. Raises: RuntimeError with the verdict, if there is one."""
+    def _check_failure(self) -> bool:
+        """Return False. Raises: RuntimeError with the failure, if there is one."""
         store = self._store
         assert store is not None
-        if not store.check(["verdict"]):
+        if not store.check(["failure"]):
             return False
-        verdict = store.get("verdict").decode()
-        store.add("heard", 1)
+        failure = store.get("failure").decode()
+        store.add("acknowledged", 1)
         if self._rank == 0:  # which may have the store: the others, and the one too many, shall have read it
             until = time.monotonic() + _LAST_WORDS_S
-            while store.add("heard", 0) <= self._world_size and time.monotonic() < until:
+            while store.add("acknowledged", 0) <= self._world_size and time.monotonic() < until:
                 time.sleep(0.02)
-        raise RuntimeError(f"init: {verdict}")
+        raise RuntimeError(f"init: {failure}")
 
     # --- waiting ----------------------------------------------------------------------------------------------
 
@@ -265,9 +265,9 @@ class Meeting:
             nonlocal texts
             if not store.check(names):
                 self._look_for_lost()
-                return self._look_for_verdict()
+                return self._check_failure()
             texts = [told.decode() for told in store.multi_get(names)]
-            return all(counts(text) for text in texts) or self._look_for_verdict()
+            return all(counts(text) for text in texts) or self._check_failure()
 
         if not _wait(all_here, self._deadline):
             there = [store.check([name]) and counts(store.get(name).decode()) for name in names]

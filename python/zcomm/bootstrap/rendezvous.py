@@ -337,8 +337,8 @@ def _port_taken(job: Job, prefix: str, error: OSError) -> OSError:
             meeting.refuse_twin(holder)
     except (dist.DistError, TimeoutError):  # not a store
         pass
-    except RuntimeError as verdict:
-        why = f"{why}. {verdict}"
+    except RuntimeError as failure:
+        why = f"{why}. {failure}"
     return OSError(errno.EADDRINUSE, f"init: {why}; give each job a MASTER_PORT of its own")
 
 

@@ -88,7 +88,7 @@ def connect_lines(
 
 
 class _Call:
-    """Our connection to a lower rank, until its verdict has come."""
+    """Our connection to a lower rank, until its reply has come."""
 
     def __init__(self, line: Line) -> None:
         self.line = line

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from zcomm.cli import plan_gpu
 from zcomm.cli.plan_compare import compare
-from zcomm.cli.plan_table import Case, compact, count_in_words, print_table, seconds, verdict
+from zcomm.cli.plan_table import Case, compact, count_in_words, print_table, recommendation, seconds
 from zcomm.cli.sizes import nbytes, shown
 from zcomm.launch.errors import UserError
 
@@ -130,7 +130,7 @@ def command(args: argparse.Namespace) -> int:
     count = model if isinstance(model, int) else sum(p.numel() for p in model.parameters() if p.requires_grad)
     for world, of_world in cases.items():
         what = f"{count_in_words(count)} {args.precision} on {world} rank{'s' if world > 1 else ''}"
-        print(verdict(what, of_world, {"memory": memory, "drive": free}))
+        print(recommendation(what, of_world, {"memory": memory, "drive": free}))
     print(f"\n{count} trained parameters, {args.precision}, {args.optimizer}; bytes are of one rank")
     print_table(compact(rows))
     _notes(isinstance(model, int), activations, memory, free, drive, args.nvme_path)

@@ -6,7 +6,7 @@ import argparse
 import itertools
 from typing import TYPE_CHECKING
 
-from zcomm.cli.plan_table import Case, compact, count_in_words, print_table, seconds, verdict
+from zcomm.cli.plan_table import Case, compact, count_in_words, print_table, recommendation, seconds
 from zcomm.cli.sizes import nbytes, shown
 from zcomm.machine import gpus
 from zcomm.machine.gpu_specs import pcie_bps, peak_flops
@@ -58,7 +58,7 @@ def show(
     for world in args.world:
         of_world = [_case(case, host) for case in cases if case.world_size == world]
         print(
-            verdict(
+            recommendation(
                 f"{count_in_words(numel)} {args.precision} on {world} rank{'s' if world > 1 else ''}", of_world, room
             )
         )

@@ -10,7 +10,7 @@ UNKNOWN = "-"
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table, for the verdict. needs: bytes of all ranks, by the name of the memory."""
+    """One row of the table, for the recommendation. needs: bytes of all ranks, by the name of the memory."""
 
     stage: int
     offload: str
@@ -18,7 +18,7 @@ class Case:
     fits: bool
 
 
-def verdict(what: str, cases: Sequence[Case], room: dict[str, int]) -> str:
+def recommendation(what: str, cases: Sequence[Case], room: dict[str, int]) -> str:
     """Return in one line which case to take: the first that fits, with the least offload, or the smallest of all.
 
     what: the job in words. room: bytes that there are, by the names in ``needs``.

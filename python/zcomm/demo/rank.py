@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from zcomm.demo.options import DemoConfig
 from zcomm.launch.errors import UserError
-from zcomm.launch.verdict import leave_last_words
+from zcomm.launch.failure_report import leave_last_words
 
 
 class Interrupt:

@@ -72,7 +72,7 @@ def smoothed(values: Sequence[float], weight: float = 0.9) -> list[float]:
 def page(
     config: DemoConfig,
     summary: Summary,
-    verdict: str,
+    conclusion: str,
     memory: Sequence[Sequence[str]],
     swap: Sequence[str],
     steps: Sequence[dict[str, Any]] = (),
@@ -92,7 +92,7 @@ def page(
 <head><meta charset="utf-8"><title>zcomm demo: {escape(config.name)}</title><style>{_STYLE}</style></head>
 <body>
 <h1>{escape(config.name)}</h1>
-<p><strong>{escape(verdict)}</strong></p>
+<p><strong>{escape(conclusion)}</strong></p>
 {curve(steps, validations, summary.unigram_entropy)}
 {times}
 <h2>Memory of rank 0, MiB</h2>

@@ -55,7 +55,7 @@ class Summary:
         return dataclasses.asdict(self)
 
 
-def verdict(summary: Summary) -> str:
+def conclusion(summary: Summary) -> str:
     """Return the loss beside the entropy, as one sentence."""
     below = summary.unigram_entropy - summary.validation_loss
     return (
@@ -120,7 +120,7 @@ def finish(config: DemoConfig, summary: Summary, metrics: Metrics) -> None:
             file=sys.stderr,
         )
     swap = swap_lines(summary.stats)
-    page = report.page(config, summary, verdict(summary), memory_rows(summary), swap, steps, validations)
+    page = report.page(config, summary, conclusion(summary), memory_rows(summary), swap, steps, validations)
     (config.directory / "report.html").write_text(page, encoding="utf-8")
     names = "metrics.jsonl, loss.png, report.html" if drawn else "metrics.jsonl, report.html"
     print(f"\n{config.directory}: {names}", flush=True)
@@ -133,7 +133,7 @@ def _print(config: DemoConfig, summary: Summary) -> None:
 
     console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
     console.print()
-    console.print(Text(verdict(summary), style="bold"), soft_wrap=True)
+    console.print(Text(conclusion(summary), style="bold"), soft_wrap=True)
     table = Table(title=f"memory of rank 0 in MiB (stage {config.stage}, {config.world_size} ranks)")
     for heading in ("tier", "purpose", "measured", "ZeRO's formula", "difference"):
         table.add_column(heading, justify="left" if heading in ("tier", "purpose") else "right")

@@ -20,10 +20,10 @@ from pathlib import Path
 
 from zcomm.launch import processes
 from zcomm.launch.environment import error_file, free_port, rank_environment
+from zcomm.launch.failure_report import RankEnd, first_failure, read_last_words, report
 from zcomm.launch.job import Job
 from zcomm.launch.oom import OomWatch
 from zcomm.launch.output import ReaderGone, Stream, write_all
-from zcomm.launch.verdict import RankEnd, first_failure, read_last_words, report
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -105,13 +105,13 @@ class DevicePending(Pending):
         if self._end is not None:
             self._streams.wait(self._end)
 
-    def settle_in_background(self, seconds: float | None, before_future: Callable[[], None]) -> None:
+    def finish_in_background(self, seconds: float | None, before_future: Callable[[], None]) -> None:
         with self._streams.side():
-            self.settle(seconds, before_future)
+            self.finish(seconds, before_future)
 
     def open_after_end(self, future: Any, gate: Any) -> None:
         with self._streams.side():
-            self.settle()
+            self.finish()
             self._follow()
             super().open_after_end(future, gate)
 

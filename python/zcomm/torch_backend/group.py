@@ -157,7 +157,7 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
         if not isinstance(timeout, timedelta):
             timeout = timedelta(seconds=timeout)
         self._monitor.barrier(timeout, wait_all_ranks)
-        self._flight.settle_collectives()  # it goes through the store, in no order with them
+        self._flight.finish_collectives()  # it goes through the store, in no order with them
 
     # --- coalescing: what is issued in between ends together ---------------------------------------------------
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
+from zcomm.launch.failure_report import RankEnd, first_failure, report
 from zcomm.launch.oom import OomWatch, counter_files
 from zcomm.launch.output import Stream
-from zcomm.launch.verdict import RankEnd, first_failure, report
 
 COMMAND = [sys.executable, "-m", "zcomm.cli"]
 JobStarter = Callable[..., "subprocess.Popen[str]"]
@@ -471,7 +471,7 @@ def test_stream_drops_the_tracebacks_of_an_interrupt_only() -> None:
 
 
 def test_last_words_are_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zcomm.launch.verdict import leave_last_words, read_last_words
+    from zcomm.launch.failure_report import leave_last_words, read_last_words
 
     file = tmp_path / "error0.json"
     assert read_last_words(file) == ("", "")

@@ -152,7 +152,7 @@ def test_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert "ZeRO's formula" not in said and "of activations of one micro-batch" in said
 
 
-def test_the_verdict_comes_first(
+def test_the_recommendation_comes_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(plan, "_free", lambda place: 50 << 30)

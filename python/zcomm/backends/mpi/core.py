@@ -335,11 +335,11 @@ def _mismatch(sequence: int, digests: bytes, texts: bytes) -> str:
     for rank in range(len(digests) // _DIGEST_NBYTES):
         digest = digests[rank * _DIGEST_NBYTES : (rank + 1) * _DIGEST_NBYTES]
         sides.setdefault(digest, []).append(rank)
-    stories = []
+    descriptions = []
     for ranks in sides.values():
         text = texts[ranks[0] * _TEXT_NBYTES : (ranks[0] + 1) * _TEXT_NBYTES].rstrip(b"\0").decode(errors="replace")
-        stories.append(f"rank {', '.join(map(str, ranks))}: {text}")
-    return f"ranks called different operations as number {sequence}: {'; '.join(stories)}"
+        descriptions.append(f"rank {', '.join(map(str, ranks))}: {text}")
+    return f"ranks called different operations as number {sequence}: {'; '.join(descriptions)}"
 
 
 def _forget(owner: weakref.ref[MpiCore], nbytes: int) -> None:

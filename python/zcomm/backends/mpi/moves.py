@@ -256,10 +256,10 @@ class Moves:
         coming = np.zeros(self.ranks, dtype=np.int64)
         yield [self.comm.Ialltoall([sent, MPI.INT64_T], [coming, MPI.INT64_T])]
         wrong = [rank for rank in range(self.ranks) if coming[rank] != out[rank][1]]
-        verdict = np.array([wrong[0], coming[wrong[0]], out[wrong[0]][1]] if wrong else [-1, 0, 0], dtype=np.int64)
-        verdicts = np.zeros((self.ranks, 3), dtype=np.int64)
-        yield [self.comm.Iallgather([verdict, MPI.INT64_T], [verdicts, MPI.INT64_T])]
-        for rank, (source, count, expected) in enumerate(verdicts.tolist()):
+        mismatch = np.array([wrong[0], coming[wrong[0]], out[wrong[0]][1]] if wrong else [-1, 0, 0], dtype=np.int64)
+        mismatches = np.zeros((self.ranks, 3), dtype=np.int64)
+        yield [self.comm.Iallgather([mismatch, MPI.INT64_T], [mismatches, MPI.INT64_T])]
+        for rank, (source, count, expected) in enumerate(mismatches.tolist()):
             if source >= 0:
                 raise _core.CollectiveMismatch(
                     f"all_to_all: rank {source} sends {count} elements to rank {rank}, which expects {expected}"

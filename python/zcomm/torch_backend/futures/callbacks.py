@@ -33,7 +33,7 @@ class _Call:
         self._late_at = time.monotonic() + deadline_s
 
     def run(self) -> None:
-        self._work.settle()
+        self._work.finish()
         self._late_at = time.monotonic() + self._deadline_s
         self._work.open_after_end(self._future, self._gate)
 

@@ -66,7 +66,7 @@ class Completer(Server):
     def _serve(self) -> None:
         while works := self._lead():
             for work in works:
-                if not self._settle(work):
+                if not self._finish(work):
                     break
             else:
                 with self._changed:
@@ -90,7 +90,7 @@ class Completer(Server):
                 if not was_woken and (self._leader is not None or not self._works):
                     return []
 
-    def _settle(self, work: Pending) -> bool:
+    def _finish(self, work: Pending) -> bool:
         """Wait for ``work``; return False if another thread leads now."""
         leads = True
 
@@ -104,10 +104,10 @@ class Completer(Server):
                     self._wake()
 
         try:
-            work.settle_in_background(_SLICE_S if self._any_order else None, hand_over)
+            work.finish_in_background(_SLICE_S if self._any_order else None, hand_over)
         except TimeoutError:
             return True  # a message that has not come: the next one
-        if leads:  # another thread has settled it
+        if leads:  # another thread has finished it
             with self._changed:
                 self._works.pop(work, None)
         return leads

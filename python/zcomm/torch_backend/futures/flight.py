@@ -65,15 +65,15 @@ class Flight:
             if work.number > number:
                 return
             if later_is_collective and work.is_collective and work.has_begun():
-                work.settle()  # at once: it has ended
+                work.finish()  # at once: it has ended
             else:
                 work.poll()
 
-    def settle_collectives(self) -> None:
+    def finish_collectives(self) -> None:
         """Wait for the collectives with copied results, and finish them: all ranks have called them."""
         for work in list(self._copying):
             if work.is_collective:
-                work.settle()
+                work.finish()
 
     def discard(self, work: Pending) -> None:
         self._works.pop(work, None)
@@ -85,4 +85,4 @@ class Flight:
     def close(self) -> None:
         """Settle every work. The communicator has been closed: they end now."""
         for work in list(self._works):
-            work.settle()
+            work.finish()

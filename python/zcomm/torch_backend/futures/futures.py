@@ -40,7 +40,7 @@ def _register(register: Callable[[Any, Any], Any], future: Any, callback: Callab
         return _note(register(future, callback), turn)
     work, callbacks = ours
     if is_serving():  # a callback inside of a callback: here and now, as its order has it
-        work.settle()
+        work.finish()
         _end_of(future)
         return register(future, callback)
     gate = work.new_future()
@@ -98,7 +98,7 @@ def _let_come(future: Any) -> None:
 
 
 def _end_of(future: Any) -> None:
-    """Wait for the Future of a work that has ended: the thread that settled it may still have to complete it."""
+    """Wait for the Future of a work that has ended: the thread that finished it may still have to complete it."""
     try:
         _wait(future)
     except Exception:

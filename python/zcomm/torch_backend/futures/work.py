@@ -57,7 +57,7 @@ class Together:
     def wait(self, timeout: float | None = None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
         for work in self._works:
-            work.settle(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            work.finish(None if deadline is None else max(0.0, deadline - time.monotonic()))
             work.wait()
 
     def done(self) -> bool:
@@ -185,12 +185,12 @@ class Pending(_TorchWork):
         Raises: its error; TimeoutError when ``timeout`` passes first (then the operation goes on).
         """
         if self._core is not None:
-            self.settle(_seconds(timeout))
+            self.finish(_seconds(timeout))
         if self._error is not None:
             raise self._error
         return True
 
-    def settle(self, seconds: float | None = None, before_future: Callable[[], None] | None = None) -> None:
+    def finish(self, seconds: float | None = None, before_future: Callable[[], None] | None = None) -> None:
         """Wait and finish; the operation's own error is kept. Raises: TimeoutError after ``seconds``.
 
         ``before_future`` is called if this completes a Future, before that.
@@ -216,7 +216,7 @@ class Pending(_TorchWork):
         """Return True if it ended; finishes it if so."""
         core = self._core
         if core is not None and core.done():
-            self.settle()
+            self.finish()
         return self._core is None
 
     @property
@@ -245,9 +245,9 @@ class Pending(_TorchWork):
     def _fill(self, future: Any) -> None:
         future.set_result(self.result() if self._error is None else _Failure(self._error))
 
-    def settle_in_background(self, seconds: float | None, before_future: Callable[[], None]) -> None:
-        """Call settle() on a completer's thread."""
-        self.settle(seconds, before_future)
+    def finish_in_background(self, seconds: float | None, before_future: Callable[[], None]) -> None:
+        """Call finish() on a completer's thread."""
+        self.finish(seconds, before_future)
 
     @property
     def has_future(self) -> bool:
@@ -266,9 +266,9 @@ class Pending(_TorchWork):
 
     def open_after_end(self, future: Any, gate: Any) -> None:
         """Complete ``gate`` once the operation and its ``future`` have ended, well or not."""
-        self.settle()
+        self.finish()
         with suppress(Exception):  # its error is the callbacks' to see
-            future.wait()  # another thread may have settled it, and be about to complete the Future
+            future.wait()  # another thread may have finished it, and be about to complete the Future
         gate.set_result(None)
 
     def new_future(self) -> Any:

@@ -48,12 +48,12 @@ class Monitor:
                 f"Rank {self._rank} successfully reached monitoredBarrier, but received errors while waiting for "
                 f"send/recv from rank 0: no answer within {limit_ms} ms. Please check rank 0 logs for faulty rank."
             )
-        verdict = self._store.get(answer).decode()
+        result = self._store.get(answer).decode()
         self._store.delete_key(answer)
-        if verdict != _OK:
+        if result != _OK:
             raise MonitoredBarrierTimeout(
                 f"Rank {self._rank} successfully reached monitoredBarrier, but received errors while waiting for "
-                f"send/recv from rank 0: {verdict}. Please check rank 0 logs for faulty rank."
+                f"send/recv from rank 0: {result}. Please check rank 0 logs for faulty rank."
             )
 
     def _lead(self, deadline: float, limit_ms: int, wait_all_ranks: bool) -> None:
@@ -70,14 +70,14 @@ class Monitor:
                 missing.append(rank)
                 if not wait_all_ranks:
                     break
-        verdict = _OK
+        result = _OK
         if missing:
             ranks = f"Rank {missing[0]}" if len(missing) == 1 else f"Ranks {', '.join(map(str, missing))}"
-            verdict = f"[Rank 0]: {ranks} failed to pass monitoredBarrier in {limit_ms} ms"
+            result = f"[Rank 0]: {ranks} failed to pass monitoredBarrier in {limit_ms} ms"
         for rank, arrival in arrivals.items():
-            self._store.set(f"answer/{rank}/{arrival}", verdict)
+            self._store.set(f"answer/{rank}/{arrival}", result)
         if missing:
-            raise MonitoredBarrierTimeout(verdict)
+            raise MonitoredBarrierTimeout(result)
 
     def _wait_for(self, key: str, deadline: float) -> bool:
         pause = 0.0005
