@@ -71,7 +71,7 @@ def agree(comm: Communicator, error: BaseException | None, what: str) -> None:
 
 
 def _described(error: BaseException) -> tuple[int | None, str]:
-    """errno (None: a ValueError) and words."""
+    """Return errno (None: a ValueError) and words."""
     if isinstance(error, OSError):
         return error.errno or errno.EIO, str(error)
     if isinstance(error, ValueError):

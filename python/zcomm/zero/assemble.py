@@ -1,4 +1,4 @@
-"""Puts the parts of a ZeroOptimizer together, and takes them apart."""
+"""Assembly of the parts of a ZeroOptimizer, and their end."""
 
 from __future__ import annotations
 

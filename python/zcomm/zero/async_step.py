@@ -27,7 +27,7 @@ from zcomm.zero.worker import Call, Worker
 
 
 class AsyncStep:
-    """bucket_of: of each parameter of the store, by id()."""
+    """The updates that run behind the next forward. bucket_of: of each parameter of the store, by id()."""
 
     def __init__(self, model: nn.Module, store: DeviceStore, bucket_of: dict[int, int], buckets: int) -> None:
         self._store = store

@@ -294,7 +294,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return loss
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
-        """``loss.backward()``, with the loss scaled where precision is fp16."""
+        """Run ``loss.backward()``, with the loss scaled where precision is fp16."""
         self._passes.backward(loss, retain_graph)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -312,7 +312,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def _passes(self) -> MicroSteps:
-        """Raises: RuntimeError where the optimizer is closed."""
+        """Return the micro-steps. Raises: RuntimeError where the optimizer is closed."""
         open_parts(self)
         return self._micro_steps
 
@@ -419,7 +419,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._close(keep_weights=True)
 
     def _close(self, keep_weights: bool) -> None:
-        """keep_weights: False where the program ends."""
+        """Close the parts. keep_weights: False where the program ends."""
         if self._parts is not None:
             try:
                 self._parts.end_saving()

@@ -232,7 +232,7 @@ class Units:
 
     @property
     def prefetch_nbytes(self) -> int | None:
-        """``prefetch_mb`` in bytes."""
+        """The bytes of ``prefetch_mb``."""
         return None if self.prefetch_mb is None else int(self.prefetch_mb * 2**20)
 
 

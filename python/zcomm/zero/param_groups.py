@@ -32,9 +32,9 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
 
 
 class ParamGroups:
-    """Ties ``owner`` to ``given``, the torch optimizer that it has taken the options of; None: there is none.
+    """The param groups of ``owner``.
 
-    Thread rule: as ZeroOptimizer.
+    given: the torch optimizer that it has taken the options of; None: there is none. Thread rule: as ZeroOptimizer.
     """
 
     def __init__(self, owner: torch.optim.Optimizer, given: torch.optim.Optimizer | None) -> None:
@@ -94,7 +94,7 @@ class ParamGroups:
         return True
 
     def stepped(self) -> None:
-        """torch's schedules warn where their optimizer has taken no step before them."""
+        """Mark the given optimizer as stepped: torch's schedules warn where it has taken no step before them."""
         for optimizer in self._watched:
             optimizer._opt_called = True  # type: ignore[attr-defined]
 

@@ -89,13 +89,14 @@ class Parts:
         return self
 
     def join(self, poison: Poison) -> Parts:
-        """``wait_step``, and attach the model's parameters: what the program has put into them is the weights now."""
+        """Call ``wait_step``, and attach the model's parameters: what the program has put into them is the weights
+        now."""
         self.wait_step(poison).attachment.restore()
         return self
 
     @contextmanager
     def looking(self, poison: Poison) -> Iterator[Parts]:
-        """``join`` for a while: afterwards parameters have the data again that the program has put into them."""
+        """Call ``join`` for a while: afterwards parameters have the data again that the program has put into them."""
         with self.wait_step(poison).attachment.shown():
             yield self
 

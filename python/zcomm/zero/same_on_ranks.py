@@ -111,7 +111,7 @@ def _units(model: nn.Module, units: Units) -> list[tuple[str, str]]:
 
 
 def _tiers(train: TrainState, model: nn.Module | None) -> list[tuple[str, str]]:
-    """They decide what lies together."""
+    """List the tiers: they decide which parameters are in one section."""
     trained = [param for group in train.param_groups for param in group["params"]]
     names, offload = names_of(model, trained), train.offload
     every = [*trained, *frozen_of(model, trained)]

@@ -28,7 +28,9 @@ Tensors = MutableMapping[str, torch.Tensor]
 
 
 def to_json(value: Any, where: str, tensors: Tensors | None = None) -> Any:
-    """``value`` as JSON can hold it. where: how a program writes the way to it ("": its keys begin the way).
+    """Return a value as JSON can hold it.
+
+    ``value`` as JSON can hold it. where: how a program writes the way to it ("": its keys begin the way).
 
     tensors: takes tensors and arrays by the way to them; None: of these only numbers are kept, as Python's.
     Raises: ValueError naming the way to what cannot be kept.
@@ -112,7 +114,8 @@ def _kept(value: Any, where: str, tensors: Tensors) -> Any:
 
 
 def _free_name(where: str, tensors: Tensors) -> str:
-    """``where``, with a number if another tensor has the name: attributes such as "a.b" make two ways look alike."""
+    """Return ``where``, with a number if another tensor has the name: attributes such as "a.b" make two ways look
+    alike."""
     name, number = where, 1
     while name in tensors:
         number += 1

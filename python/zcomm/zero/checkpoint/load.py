@@ -339,7 +339,7 @@ def _reader(folder: Folder, entry: Entry) -> Any:
 
 
 def _read_state(parts: Parts, index: int, folder: Folder, entries: dict[str, Entry]) -> None:
-    """entries: by array; with "scales", where it is 8-bit state."""
+    """Read the optimizer state. entries: by array; with "scales", where it is 8-bit state."""
     if "scales" not in entries:
         pieces.set_arrays(parts, index, {key: _reader(folder, entry) for key, entry in entries.items()})
     elif parts.state.form.coded:
@@ -354,7 +354,7 @@ def _read_codes(folder: Folder, key: str, entry: Entry, part: slice) -> torch.Te
 
 
 def _decoder(folder: Folder, entries: dict[str, Entry], name: str) -> Any:
-    """8-bit state as fp32."""
+    """Return a decoder of 8-bit state to fp32."""
 
     def read(part: slice) -> torch.Tensor:
         count = torch.Size(entries[name].shape).numel()

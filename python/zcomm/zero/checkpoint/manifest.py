@@ -21,7 +21,9 @@ READ = ("zcomm checkpoint 1", FORMAT)  # the first one has no checksums of what 
 
 @dataclass
 class Manifest:
-    """weights, optimizer: entries by name (of a parameter or buffer; "ARRAY/NAME" of state, "master/NAME").
+    """The content of a manifest.
+
+    weights, optimizer: entries by name (of a parameter or buffer; "ARRAY/NAME" of state, "master/NAME").
 
     parameters: those that the optimizer trains, in order. aliases: other names of a tied tensor. groups: options and
     names of the param groups. files: bytes of each file. rank_files: those of single ranks (random number generators).

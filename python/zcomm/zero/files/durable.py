@@ -65,8 +65,8 @@ def sync_folder(path: Path) -> None:
 
 
 def make_folders(path: Path) -> None:
-    """``path`` and what lacks above it, each on the drive; new folders are their owner's alone (mkdir's ``parents``
-    would open them)."""
+    """Make ``path`` and what lacks above it, each on the drive. New folders are their owner's alone (mkdir's
+    ``parents`` would open them)."""
     missing = []
     while not path.exists():
         missing.append(path)

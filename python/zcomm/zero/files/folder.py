@@ -24,7 +24,8 @@ def is_plain_name(name: object) -> bool:
 
 
 def check_plain_name(name: object, source: Path, field: str) -> str:
-    """``name``. Raises: ValueError naming the file ``source`` and the field that hold another thing than a name."""
+    """Return ``name``. Raises: ValueError naming the file ``source`` and the field that hold another thing than a
+    name."""
     if not isinstance(name, str) or not is_plain_name(name):
         raise ValueError(f"{source}: {field} is {name!r}; expected the plain name of a file in that folder")
     return name

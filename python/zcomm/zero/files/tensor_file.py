@@ -78,7 +78,7 @@ class Entry:
 
     @property
     def torch_dtype_or_none(self) -> torch.dtype | None:
-        """None: torch lacks it."""
+        """Return torch's dtype; None: torch lacks it."""
         return _DTYPES.get(self.dtype)
 
     def as_json(self) -> list[Any]:

@@ -18,7 +18,9 @@ from zcomm.zero.layout.flat import Geometry
 
 
 class Agreement:
-    """params: by number. absent: ``p.grad`` was None when this rank asked last. skipped: left alone by the step.
+    """The ranks' agreement on the gradients of a step.
+
+    params: by number. absent: ``p.grad`` was None when this rank asked last. skipped: left alone by the step.
 
     taken_over: autograd left gradients of this step on tensors without hooks (``GradientReducer.take_over``).
     """

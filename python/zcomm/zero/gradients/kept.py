@@ -29,7 +29,8 @@ class _Cut(NamedTuple):
 
 
 class OwnGradients:
-    """dtype: of the slots; gradients of others are copied."""
+    """The gradients that stay where autograd put them until they are reduced. dtype: of the slots; gradients of others
+    are copied."""
 
     def __init__(self, geometry: Geometry, rank: int, dtype: torch.dtype) -> None:
         self._dtype = dtype

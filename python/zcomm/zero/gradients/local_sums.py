@@ -16,7 +16,7 @@ from zcomm.zero.layout.flat import FlatBucket, Geometry
 
 
 class LocalSums:
-    """fp32 sums by parameter. Memory: 4 bytes per element that waits."""
+    """Sums by parameter in fp32. Memory: 4 bytes per element that waits."""
 
     def __init__(self, geometry: Geometry, comm: Communicator, accumulators: Accumulators) -> None:
         self._geometry, self._comm, self._accumulators = geometry, comm, accumulators

@@ -42,7 +42,10 @@ class _Sum:
 
 
 class ProgramGrads:
-    """params: by number. dropped: the program has dropped their gradients, and accumulators still have them."""
+    """The ``p.grad`` of each parameter.
+
+    params: by number. dropped: the program has dropped their gradients, and accumulators still have them.
+    """
 
     def __init__(self, params: Sequence[torch.nn.Parameter], values: GradientValues) -> None:
         self._params = params

@@ -41,7 +41,10 @@ _KEEPS_NORM = {"alias", "detach", "permute", "squeeze", "t", "transpose", "unsqu
 
 
 class GradStandIn(torch.Tensor):
-    """values: of all gradients of the optimizer. index: the parameter's number there."""
+    """A stand-in for one gradient.
+
+    values: of all gradients of the optimizer. index: the parameter's number there.
+    """
 
     _owner: weakref.ref[GradientValues]
     _index: int
@@ -271,7 +274,7 @@ def _norm(of: torch.Tensor, ord: Any = 2, *_: Any, dtype: torch.dtype | None = N
 
 
 def _foreach(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """``torch._foreach_<what>_``: element by element."""
+    """Run ``torch._foreach_<what>_`` element by element."""
     what = name.removeprefix("_foreach_")
     one = getattr(_aten, {"maximum_": "clamp_min_", "minimum_": "clamp_max_"}.get(what, what))
     named = [argument.name for argument in func._schema.arguments]
@@ -290,7 +293,7 @@ def _foreach(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _unscale(grads: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-    """torch.amp.GradScaler's: what is not finite on any rank is found on all."""
+    """Unscale as torch.amp.GradScaler does: what is not finite on any rank is found on all."""
     for grad in grads:
         if isinstance(grad, GradStandIn):
             finite = torch.isfinite(_norm(grad, float("inf")))

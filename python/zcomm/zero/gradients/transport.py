@@ -71,7 +71,7 @@ class Transport(ABC):
     keeps = False
 
     def __init__(self, plan: ReducePlan, buckets: Sequence[FlatBucket], flat: torch.Tensor) -> None:
-        """flat: memory of the accumulators."""
+        """Set the memory of the accumulators, ``flat``."""
         self.plan = plan
         self.buckets = list(buckets)
         self.flat = flat

@@ -37,7 +37,9 @@ class Passes(Protocol):
 
 
 class GradientValues:
-    """generation: of gradients; a new one begins when they are forgotten.
+    """The values of the gradients that stand-ins stand for.
+
+    generation: of gradients; a new one begins when they are forgotten.
 
     factor: by which accumulated gradients exceed the mean (micro-steps times loss scale).
     """
@@ -212,7 +214,7 @@ class GradientValues:
         return self._last[1]
 
     def accumulated(self, index: int, scale: float | None = None) -> torch.Tensor:
-        """``whole`` without its checks. scale: of the accumulators; None: to true units."""
+        """Return ``whole`` without its checks. scale: of the accumulators; None: to true units."""
         place, factor = self._geometry.places[index], self.factor()
         times = 1.0 / factor if scale is None else scale
         value = torch.zeros(place.count)

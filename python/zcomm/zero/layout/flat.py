@@ -30,7 +30,10 @@ class Place:
 
 @dataclass(frozen=True)
 class FlatBucket:
-    """``count`` elements from ``begin`` of the flat index; each rank's shard of it is ``shard_count`` elements."""
+    """A range of the flat index.
+
+    ``count`` elements from ``begin`` of the flat index; each rank's shard of it is ``shard_count`` elements.
+    """
 
     index: int
     section: int
@@ -42,7 +45,7 @@ class FlatBucket:
     params: tuple[int, ...]
 
     def shard(self, rank: int) -> slice:
-        """Rank's part, relative to the bucket."""
+        """Return the part of ``rank``, relative to the bucket."""
         return slice(rank * self.shard_count, (rank + 1) * self.shard_count)
 
 
@@ -119,7 +122,9 @@ class Geometry:
             yield slice(end, bucket.count)
 
     def runs(self, bucket: FlatBucket, part: slice, group_of: Sequence[int]) -> list[tuple[int, int, int]]:
-        """``part`` of a bucket cut where the parameter group changes: (begin, end, group), relative to ``part``.
+        """Return runs of one param group.
+
+        ``part`` of a bucket cut where the parameter group changes: (begin, end, group), relative to ``part``.
 
         Padding belongs to the parameter before it: its gradients are zero, so it stays zero.
         """

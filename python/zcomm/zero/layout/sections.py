@@ -22,7 +22,7 @@ from zcomm.zero.options import Offload, Units
 
 @dataclass(frozen=True)
 class Section:
-    """state, weights: tiers."""
+    """A section. state, weights: tiers."""
 
     unit: int
     trained: bool
@@ -108,7 +108,7 @@ def frozen_of(
 
 
 def _registered(model: nn.Module | None, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """``params`` in the order of the model, so that the flat index does not depend on the param groups."""
+    """Return ``params`` in the order of the model, so that the flat index does not depend on the param groups."""
     if model is None:
         return list(params)
     wanted = {id(param) for param in params}

@@ -37,7 +37,9 @@ def core_shard(
     state_dtype: torch.dtype = torch.float32,
     first_index: int = 0,
 ) -> _core.OptimShard:
-    """Elements [begin, end) of a tile, or of a whole shard, as the kernels take them; ``state`` is flat uint8.
+    """Return a shard as the kernels take it.
+
+    Elements [begin, end) of a tile, or of a whole shard, as the kernels take them; ``state`` is flat uint8.
 
     first_index: of element 0, modulo 2^64 (bf16 state is rounded by chance that follows from step and index).
     """
@@ -110,7 +112,7 @@ class TileForm:
         return state[begin : begin + size].view(self.state_dtype)
 
     def codes(self, state: torch.Tensor, count: int, part: slice) -> Coded:
-        """8-bit state of elements ``part`` of a tile, without a copy. part: begins at a block."""
+        """Return 8-bit state of elements ``part`` of a tile, without a copy. part: begins at a block."""
         blocks = slice(part.start // STATE_BLOCK, -(-part.stop // STATE_BLOCK))
         scales = state[: self._scales_nbytes(count)].view(torch.float32).view(-1, len(self.arrays))
         return {"scales": scales[blocks]} | {name: self.array(state, count, name)[part] for name in self.arrays}
@@ -156,7 +158,7 @@ class TileForm:
 
 
 def _with_edits(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``master``, with ``weight`` (fp16) put where the weight is not the rounded master."""
+    """Return ``master``, with ``weight`` (fp16) put where the weight is not the rounded master."""
     here, rounded = weight.view(torch.int16), master.to(torch.float16).view(torch.int16)
     if not torch.equal(here, rounded):
         torch.where(here == rounded, master, weight.to(torch.float32), out=master)
@@ -178,7 +180,8 @@ def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _alone(count: int) -> tuple[torch.Tensor, Coded, torch.Tensor, torch.Tensor, _core.OptimShard]:
-    """8-bit state of ``count`` elements in memory of its own, two fp32 arrays, and the shard that the core takes."""
+    """Return 8-bit state of ``count`` elements in memory of its own, two fp32 arrays, and the shard that the core
+    takes."""
     form = TileForm(("exp_avg", "exp_avg_sq"), torch.float32, torch.uint8)
     state, first, second = torch.zeros(form.nbytes(count), dtype=torch.uint8), torch.empty(count), torch.empty(count)
     shard = core_shard(first, second, state, 0, count, torch.uint8)
@@ -196,7 +199,7 @@ def decoded(coded: Coded) -> dict[str, torch.Tensor]:
 
 
 def encoded(arrays: dict[str, torch.Tensor]) -> Coded:
-    """8-bit state of fp32 arrays of Adam, to nearest; of the first element on, block by block."""
+    """Encode fp32 arrays of Adam as 8-bit state, to nearest; of the first element on, block by block."""
     _, mine, first, second, shard = _alone(arrays["exp_avg"].numel())
     first.copy_(arrays["exp_avg"].reshape(-1))
     second.copy_(arrays["exp_avg_sq"].reshape(-1))

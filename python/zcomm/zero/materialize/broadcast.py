@@ -119,7 +119,7 @@ def _spread(comm: Communicator, name: str, tensor: torch.Tensor, device: torch.d
 
 
 def _finite_in(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``value`` in ``dtype``; what is finite stays so (a mask of the least fp32 would be -inf in 16 bits)."""
+    """Return ``value`` in ``dtype``; what is finite stays so (a mask of the least fp32 would be -inf in 16 bits)."""
     if value.dtype == dtype:
         return value
     limits, cast = torch.finfo(dtype), value.to(dtype)

@@ -140,7 +140,7 @@ class Recorder(TorchDispatchMode):
         self._recipes: dict[int, tuple[torch.UntypedStorage, Recipe]] = {}  # a storage that lives keeps its number
 
     def adopt(self, tensor: torch.Tensor) -> None:
-        """``tensor``, on the meta device already, becomes deferred; what it is comes from what is done to it now."""
+        """Make ``tensor``, on the meta device already, deferred; its value comes from what is done to it now."""
         storage = tensor.untyped_storage()
         self._recipes.setdefault(storage._cdata, (storage, Recipe(storage.nbytes())))
 
@@ -213,8 +213,8 @@ class Recorder(TorchDispatchMode):
         return tensor
 
     def record(self, func: Any, args: Any, kwargs: Any, written: torch.Tensor, macro: bool = False) -> None:
-        """``func`` writes to a deferred tensor. macro: it is not one of torch's operations, but a random start that
-        overwrites all of it."""
+        """Record that ``func`` writes to a deferred tensor. macro: it is not one of torch's operations, but a random
+        start that overwrites all of it."""
         recipe = self.recipe(written)
         assert recipe is not None
         mine = written.untyped_storage()._cdata
@@ -247,7 +247,8 @@ class Recorder(TorchDispatchMode):
 
 
 class ReportsCpu(TorchFunctionMode):
-    """Inside of Init deferred tensors say that they are on the CPU: init functions leave the meta device alone."""
+    """Mode inside of Init: deferred tensors report the CPU as their device, so that init functions treat them as
+    usual."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -293,7 +294,7 @@ class Waiting(nn.Parameter):
 
 @functools.cache
 def _waiting(kind: type[nn.Parameter]) -> type[Waiting]:
-    """``kind``'s class while it waits."""
+    """Return the class of ``kind`` while it waits."""
     if kind is nn.Parameter:
         return Waiting
     return type(f"Waiting{kind.__name__}", (Waiting, kind), {"__slots__": (), "becomes": kind})
@@ -313,7 +314,7 @@ def deferred_of(param: torch.Tensor) -> Deferred | None:
 
 
 def read_from(param: torch.Tensor, read: Callable[[int, int], torch.Tensor]) -> None:
-    """``param``, which is on the meta device, will be what ``read(begin, end)`` gives of its flat elements."""
+    """Let ``param``, which is on the meta device, become what ``read(begin, end)`` gives of its flat elements."""
     _make_wait(param, Deferred(Recipe(0), Ref.to(param), param._version, read))
 
 
@@ -372,8 +373,8 @@ def wait_again(param: nn.Parameter, kept: Deferred, dtype: torch.dtype) -> None:
 
 
 def _swap_memory(param: nn.Parameter, value: torch.Tensor, kind: type[nn.Parameter]) -> None:
-    """``param`` gets ``value``'s memory and device. torch swaps all that Python keeps of a tensor, too, but its hooks:
-    so the other tensor has the same beforehand."""
+    """Give ``param`` the memory and device of ``value``. torch swaps all that Python keeps of a tensor, too, but its
+    hooks: so the other tensor has the same beforehand."""
     other: Any = torch.Tensor._make_subclass(kind, value.detach(), param.requires_grad)
     vars(other).update(vars(param))
     for slot in copyreg._slotnames(kind):  # type: ignore[attr-defined]

@@ -27,7 +27,7 @@ PLACE_NBYTES = 256  # the state of a bucket begins at multiples of it
 
 
 class DeviceState(ShardState):
-    """counts: 0 for buckets with state elsewhere. Raises: CudaError where there is no room."""
+    """State on a device. counts: 0 for buckets with state elsewhere. Raises: CudaError where there is no room."""
 
     def __init__(self, counts: Sequence[int], dtype: torch.dtype, rule: Rule, lane: DeviceLane) -> None:
         super().__init__(counts, dtype, rule)

@@ -35,7 +35,7 @@ class AnyCopy(Protocol):
 
 
 class Swap(_core.SwapFile):
-    """A swap file that knows which keys hold data."""
+    """A swap file with a list of the keys that hold data."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -75,7 +75,8 @@ def shares_blocks(folder: Path) -> bool:
 
 
 class GradualCopy:
-    """See [Note: gradual copy]. Its files have no name: gone when closed, or with the process."""
+    """A copy that is made while training goes on; see [Note: gradual copy]. Its files have no name: gone when closed,
+    or with the process."""
 
     def __init__(self, swap: Swap, holds: dict[str, int], paths: list[Path]) -> None:
         self._swap, self._nbytes = swap, dict(holds)
@@ -99,7 +100,8 @@ class GradualCopy:
             raise
 
     def keep(self, key: str) -> None:
-        """``key`` may be written anew when it returns. Raises nothing but an interrupt: ``load`` tells the error."""
+        """Keep ``key``, which may be written anew when it returns. Raises nothing but an interrupt: ``load`` raises the
+        error."""
         with self._lock:
             if key not in self._left:
                 return

@@ -26,7 +26,8 @@ class TiersSnapshot:
 
 
 class TieredState(ShardState):
-    """``there``: which buckets are ``device``'s. The others are ``host``'s, in RAM or on NVMe."""
+    """State on a device and elsewhere. ``there``: which buckets are ``device``'s. The others are ``host``'s, in RAM or
+    on NVMe."""
 
     def __init__(self, host: ShardState, device: DeviceState, there: Sequence[bool]) -> None:
         counts = [device.counts[i] if at else host.counts[i] for i, at in enumerate(there)]

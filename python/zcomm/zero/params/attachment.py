@@ -40,8 +40,11 @@ class Reducer(Protocol):
 
 
 class Attachment:
-    """params, names: of the store, in the numbering of ``geometry``. dtype, device: of the weights. model: None:
-    replaced Parameters are not found. wait_step: waits for a step that still reads or writes the weights."""
+    """Attachment of the model's parameters to a store.
+
+    params, names: of the store, in the numbering of ``geometry``. dtype, device: of the weights. model: None:
+    replaced Parameters are not found. wait_step: waits for a step that still reads or writes the weights.
+    """
 
     def __init__(
         self,

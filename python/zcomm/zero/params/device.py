@@ -27,8 +27,11 @@ from zcomm.zero.params.stores import Form, HostStore, ParameterStore, SharedStor
 
 
 class DeviceStore(ParameterStore):
-    """host: what holds the weights on the host; no parameter points at it. on_device: numbers of buckets that ``host``
-    has not. peers: between the ranks' devices, where several have such buckets."""
+    """A store on a device, before a store of the host.
+
+    host: what holds the weights on the host; no parameter points at it. on_device: numbers of buckets that ``host``
+    has not. peers: between the ranks' devices, where several have such buckets.
+    """
 
     def __init__(
         self,

@@ -228,7 +228,7 @@ class SwapSource(ShardSource):
 
 
 class MixedSource(ShardSource):
-    """Each bucket in its own one of two sources: ``swapped`` says which are in ``swap``. ``trained`` are updated."""
+    """Two sources: ``swapped`` has the buckets that are in ``swap``. ``trained`` are updated."""
 
     def __init__(self, ram: RamSource, swap: SwapSource, swapped: set[int], trained: Sequence[FlatBucket]) -> None:
         self._ram, self._swap, self._swapped, self._buckets = ram, swap, swapped, trained
@@ -280,8 +280,11 @@ def make_source(
     share: Callable[[int], torch.Tensor] | None = None,
     rank: int = 0,
 ) -> ShardSource:
-    """tiers: of each bucket of ``every``. swap: needed where one is "nvme". share: gives memory of so many elements
-    that all ranks of the host have, for what is in RAM; None: each rank has its own shards. Collective then."""
+    """Build the source for the tiers of the buckets.
+
+    tiers: of each bucket of ``every``. swap: needed where one is "nvme". share: gives memory of so many elements
+    that all ranks of the host have, for what is in RAM; None: each rank has its own shards. Collective then.
+    """
     swapped = {bucket.index for bucket, tier in zip(every, tiers, strict=True) if tier == "nvme"}
 
     def cut(inside: bool) -> tuple[list[FlatBucket], list[FlatBucket]]:

@@ -63,7 +63,7 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def commit(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
-        """``weight`` (from begin) is filled: keep it, and point the model's parameters at the store."""
+        """Keep ``weight`` (from begin), which is filled, and point the model's parameters at the store."""
 
     @abstractmethod
     def iter_shards(self, reverse: bool = False) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
@@ -118,7 +118,8 @@ class ParameterStore(ABC):
         """Record that the current stream so far uses the weights as they are; an update follows."""
 
     def synchronize(self) -> None:  # noqa: B027
-        """Wait until nothing of this rank's reads the weights that a step changes; a barrier then tells other ranks."""
+        """Wait until no operation of this rank reads the weights that a step changes. A barrier then tells other
+        ranks."""
 
     def arrive(self) -> None:  # noqa: B027
         """Let the current stream use the weights that were published last from here on."""
@@ -137,7 +138,7 @@ class ParameterStore(ABC):
         raise NotImplementedError
 
     def spread_on_device(self, bucket: FlatBucket) -> None:  # noqa: B027
-        """Torch's stream has changed this rank's part: start to bring the other ranks'. Collective."""
+        """Start to bring the other ranks' parts; torch's stream has changed this rank's. Collective."""
 
     def arrive_on_device(self) -> None:  # noqa: B027
         """Let torch's stream see all parts from here on. The host waits until all ranks have spread theirs."""

@@ -33,7 +33,8 @@ class Cohort:
 
 
 class Cohorts:
-    """group_of: by parameter. Cohort number g is group g itself, or what is left of it; others follow."""
+    """The cohorts of all param groups. group_of: by parameter. Cohort number g is group g itself, or what is left of
+    it; others follow."""
 
     def __init__(self, rule: Rule, group_of: Sequence[int], groups: int) -> None:
         self._rule = rule

@@ -32,7 +32,9 @@ class Indexed:
 
 
 class Rule(ABC):
-    """name: as in messages and checkpoints. arrays, state_dtype: the state of a tile. defaults: of a param group.
+    """The update of an optimizer, element by element.
+
+    name: as in messages and checkpoints. arrays, state_dtype: the state of a tile. defaults: of a param group.
 
     indexed: hyper is to be an ``Indexed``, for each parameter its own. align: parameters and shards must begin at
     multiples of so many elements.
@@ -215,7 +217,7 @@ class FusedRule(Rule):
         return hyper
 
     def _prepare_buffer(self, group: dict[str, Any], hyper: _core.SgdParams) -> None:
-        """torch's buffer begins as the gradient of the first step that has momentum."""
+        """Start the momentum buffer as torch does: as the gradient of the first step that has momentum."""
         hyper.buffer = bool(self.arrays)
         if hyper.momentum == 0:
             return

@@ -41,7 +41,8 @@ class _Hyper:
 
 
 class TorchRule(Rule):
-    """``kind`` is one of ELEMENTWISE. Raises: ValueError, as the class itself, for its arguments."""
+    """A rule by a class of torch: ``kind`` is one of ELEMENTWISE. Raises: ValueError, as the class itself, for its
+    arguments."""
 
     on_device = "torch"
 
@@ -84,7 +85,7 @@ class TorchRule(Rule):
     def _one_step(
         self, options: dict[str, Any], scale: float, master: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]
     ) -> dict[str, Any]:
-        """torch's step on one flat parameter, in place; its state afterwards."""
+        """Run torch's step on one flat parameter, in place; return its state afterwards."""
         param = master.detach()
         param.grad = grad if scale == 1.0 else grad * scale
         # One tensor at a time: on a device, too, the scalars are the host's.

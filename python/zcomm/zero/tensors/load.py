@@ -160,7 +160,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _rank(dtype: torch.dtype) -> int:
-    """0 for integers, 1 for real and 2 for complex numbers."""
+    """Return 0 for integers, 1 for real and 2 for complex numbers."""
     return 2 if dtype.is_complex else int(dtype.is_floating_point)
 
 

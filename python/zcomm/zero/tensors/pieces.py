@@ -49,7 +49,7 @@ def pieces(parts: Parts, index: int) -> Iterator[Piece]:
 
 
 def _whole(parts: Parts, index: int, local: torch.Tensor, replicated: bool, root: int | None) -> torch.Tensor | None:
-    """``local`` (fp32, zeros where other ranks keep the elements) of all ranks together, in the parameter's shape."""
+    """Sum ``local`` (fp32, zeros where other ranks keep the elements) of all ranks, in the parameter's shape."""
     if not replicated:
         _add_up(parts, local.view(torch.int32), root, f"whole {parts.names[index]}")
     if root is not None and root != parts.comm.rank:
@@ -159,7 +159,7 @@ def change(parts: Parts, index: int, value: torch.Tensor) -> None:
 
 
 def edit(parts: Parts, index: int, act: Callable[[torch.Tensor, slice], object]) -> None:
-    """``act(piece, elements)`` changes this rank's weights in place, as flat pieces in the weights' dtype. Weights
+    """Change this rank's weights in place by ``act(piece, elements)``, as flat pieces in the weights' dtype. Weights
     with changed bits become their masters. Not collective; ``publish`` is not called."""
     form, mine = parts.state.form, list(pieces(parts, index))
     if not mine:
@@ -182,7 +182,7 @@ def edit(parts: Parts, index: int, act: Callable[[torch.Tensor, slice], object])
 
 
 def codes(parts: Parts, index: int, root: int | None = None) -> Coded | None:
-    """8-bit optimizer state of a parameter as it is, a copy."""
+    """Return a copy of a parameter's 8-bit optimizer state as it is."""
     form, count = parts.state.form, parts.geometry.places[index].count
     local: Coded = {"scales": torch.zeros(-(-count // STATE_BLOCK), len(form.arrays))}
     local |= {key: torch.zeros(count, dtype=torch.uint8) for key in form.arrays}

@@ -81,7 +81,9 @@ class Filler(ABC):
 
 
 class DeviceMemory(UnitMemory):
-    """See [Note: places on a device]. fillers: given at assembly, in the order in which they start.
+    """Memory of units on a device.
+
+    See [Note: places on a device]. fillers: given at assembly, in the order in which they start.
 
     peers: between the ranks' devices, which reach the ring; None: none do. home: see UnitMemory.
     Memory: prefetch + 1 places of the largest unit and one for each that is kept.

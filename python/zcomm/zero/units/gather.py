@@ -22,7 +22,10 @@ T = TypeVar("T")
 
 
 class ShardGather:
-    """source: this rank's shards. shared: the ranks share the memory that is filled: a gather moves one shard each."""
+    """The gathering thread of units.
+
+    source: this rank's shards. shared: the ranks share the memory that is filled: a gather moves one shard each.
+    """
 
     def __init__(self, comm: Communicator, source: ShardSource, shared: bool) -> None:
         self.comm = comm.duplicate()

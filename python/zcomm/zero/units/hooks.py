@@ -130,7 +130,7 @@ class UnitHooks:
         return leave
 
     def _before_backward(self, unit: Unit, place: object, grad: torch.Tensor | None = None) -> None:
-        """Backward comes to what the unit did at ``place``."""
+        """Prepare for backward of what the unit did at ``place``."""
         if unit.in_backward and self._life.memory.place_of(unit) is place:
             return
         if torch._C._current_graph_task_id() >= 0:

@@ -105,7 +105,7 @@ class UnitLife:
         self._changing.clear()
 
     def _start(self, unit: Unit, must: bool = False) -> bool:
-        """SHARDED -> GATHERING; False: all memory that the unit could have is in use."""
+        """Start SHARDED -> GATHERING; False: all memory that the unit could have is in use."""
         self._changing[unit.index] = unit
         if not self.memory.take(unit, must):
             del self._changing[unit.index]
@@ -119,7 +119,7 @@ class UnitLife:
         return True
 
     def drop(self, unit: Unit) -> None:
-        """GATHERED -> SHARDED: the unit's memory is free for others."""
+        """Change GATHERED -> SHARDED: the unit's memory is free for others."""
         self._changing[unit.index] = unit
         self.weights.detach(unit)
         self.memory.give_back(unit)

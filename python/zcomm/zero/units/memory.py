@@ -77,7 +77,7 @@ class UnitOwner(Protocol):
         """Numbers of the units that the pass will use next, as far as that is known."""
 
     def drop(self, unit: Unit) -> None:
-        """GATHERED -> SHARDED."""
+        """Change GATHERED -> SHARDED."""
 
     def join(self, unit: Unit) -> None:
         """Wait for ``unit.gathering``."""
@@ -126,7 +126,7 @@ class UnitMemory(ABC):
 
     @abstractmethod
     def give_back(self, unit: Unit) -> None:
-        """GATHERED, or GATHERING -> SHARDED: the unit's memory is free for others."""
+        """Change GATHERED, or GATHERING -> SHARDED: the unit's memory is free for others."""
 
     @abstractmethod
     def reset(self, unit: Unit) -> None:

@@ -14,7 +14,8 @@ import torch
 
 
 class UseOrder:
-    """``coming``: units that this pass will use, if it goes on as the last one; else empty."""
+    """The order in which a pass uses units. ``coming``: units that this pass will use, if it goes on as the last one;
+    else empty."""
 
     def __init__(self) -> None:
         self.trace: list[int] = []

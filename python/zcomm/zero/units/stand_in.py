@@ -156,7 +156,7 @@ class ShardedParameter(_StandIn, nn.Parameter):
 
 
 class ShardedData(_StandIn, torch.Tensor):
-    """``.data`` or ``.detach()`` of a ShardedParameter."""
+    """The ``.data`` or ``.detach()`` of a ShardedParameter."""
 
     _zcomm_param: nn.Parameter
 
@@ -351,7 +351,7 @@ def _by_shape(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 
 def _replace(name: str, stand_in: Any, value: Any = None, *rest: Any, **more: Any) -> Any:
-    """``p.data = value`` and ``p.set_(value)``: take over the values."""
+    """Take over the values, for ``p.data = value`` and ``p.set_(value)``."""
     keeper, param = _origin(stand_in)
     hollow, called = keeper.hollow(param), keeper.name(param)
     if not isinstance(stand_in, ShardedParameter):

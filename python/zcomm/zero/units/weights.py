@@ -189,7 +189,7 @@ class UnitWeights:
             self._take_over(unit, param, value)
 
     def _take_over(self, unit: Unit, param: nn.Parameter, value: torch.Tensor) -> None:
-        """``value`` is what the program has made of a parameter in forward or backward."""
+        """Take over ``value``, which the program has made of a parameter in forward or backward."""
         self.attach(unit)
         if not self._store.alone or value.shape != self.hollow(param).shape:
             raise RuntimeError(
@@ -225,8 +225,8 @@ class UnitWeights:
             torch.autograd.graph.increment_version(self._params)
 
     def close(self, values: dict[int, torch.Tensor]) -> None:
-        """Parameters in ``values`` (by number) are ordinary ones with these from now on, the others stand-ins that give
-        no value any more."""
+        """Make parameters in ``values`` (by number) ordinary ones with these from now on, the others stand-ins that
+        give no value any more."""
         held, self.closed = self.life.held, True
         for number, param in enumerate(self._params):
             if number in self.aside:
