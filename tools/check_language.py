@@ -28,7 +28,7 @@ SPEECH = re.compile(r"\b(?:is|are|was|were) s[a]id\b|\bs(?:ay|ays|aid) s[o]\b", 
 OPENINGS = re.compile(r"(?:What|Where|Of|As|That|It|Wh[o]|Which|Whether|This)\b", re.I)
 SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z`\"'(\[])|\n\s*\n|\n(?=\s*(?:[*|-]|\*{0,2}[a-z_]\w*:) ?)")
 LONGEST = 25
-LONG_SENTENCES = 293
+LONG_SENTENCES = 233
 
 Finding = tuple[Path, int, str]
 

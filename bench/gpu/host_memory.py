@@ -2,7 +2,7 @@
 
 Bytes per parameter. zcomm: weights 2, fp32 sums of gradients 4, remainder and m and v 10 (which may be on the drive).
 The peers: fp32 weights, gradients, m and v 16, and what their pinned buffers take beside (torch rounds each up to a
-power of two); not measured here, so it is a guess upwards.
+power of two). Not measured here, so it is a guess upwards.
 """
 
 from __future__ import annotations

@@ -79,8 +79,8 @@ class WarmupLR(_Schedule):
     """Rise of each group's learning rate from ``warmup_min_lr`` to ``warmup_max_lr``, which it then keeps.
 
     In iteration i < warmup_num_steps (n, at least 2) lr = min + (max - min) * gamma, where gamma is
-    log(i + 1) / log(n) for ``warmup_type`` "log" and i / n for "linear"; later lr = max.
-    warmup_min_lr, warmup_max_lr: one number, or one per parameter group; max None = each group's own lr.
+    log(i + 1) / log(n) for ``warmup_type`` "log" and i / n for "linear". Later lr = max.
+    warmup_min_lr, warmup_max_lr: one number, or one per parameter group. Max None = each group's own lr.
     Raises: ValueError for another warmup_type, a count below 1, or a list of the wrong length.
     """
 

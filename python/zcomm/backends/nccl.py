@@ -2,7 +2,7 @@
 
 The ranks join on the host first (shared memory, TCP or both, as "auto" has it): that communicator carries NCCL's unique
 id, and each operation passes its guard before NCCL starts. An operation comes after what torch's current stream has
-been given; NCCL sums in its own order; a call waits for its end on the host, so that a failure is found. Tensors must
+been given; NCCL sums in its own order. A call waits for its end on the host, so that a failure is found. Tensors must
 be on this rank's device.
 """
 

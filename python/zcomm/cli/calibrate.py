@@ -1,6 +1,6 @@
 """Measurement of the tuning table: `zcomm doctor --calibrate` starts this module as ranks of two worlds.
 
-Each candidate is a communicator of its own over the same ranks; candidates are timed in turns, a round A B C A B C ...,
+Each candidate is a communicator of its own over the same ranks. Candidates are timed in turns, a round A B C A B C ...,
 and the medians of the slowest rank decide. Source: docs/internals/algorithms.md, "One shot".
 """
 

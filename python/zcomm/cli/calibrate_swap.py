@@ -1,6 +1,6 @@
 """Choice of a drive's block size and depth: `zcomm doctor --calibrate --dir D`, some seconds and 768 MiB of its space.
 
-Each candidate is a swap file of its own; all are timed in turns, one write and one read each, and the median of the sum
+Each candidate is a swap file of its own. All are timed in turns, one write and one read each, and the median of the sum
 decides. Two files on one drive differ by some percent, so a candidate must be clearly better than the built-in values.
 """
 

@@ -38,7 +38,7 @@ def init(
     """Join the job and return its communicator; a second call returns the same one.
 
     backend: "auto" (shared memory on one host, hierarchical between hosts that have equally many ranks, else tcp; under
-    an mpirun of several hosts mpi, if mpi4py is installed), "shm", "tcp", "hierarchical", "mpi"; for CUDA tensors
+    an mpirun of several hosts mpi, if mpi4py is installed), "shm", "tcp", "hierarchical", "mpi". For CUDA tensors
     "cuda_ipc" (the ranks of one host) and "nccl". "auto" with device="cuda" takes cuda_ipc on one host if its devices
     reach each other (or where all ranks have one device), else nccl. "zcomm", the name among torch.distributed's
     backends, is "auto". What was chosen is in ``Communicator.backend``, and rank 0 logs it once (logger "zcomm", INFO).
@@ -46,7 +46,7 @@ def init(
     device: where tensors will be: "cpu", "cuda" (ranks of a host take its devices in turns) or "cuda:1". None: the CPU,
     with a CUDA backend "cuda".
     rank, world_size, init_method ("tcp://host:port" | "file://path"): given together, or taken from torchrun, mpirun,
-    Slurm or ``zcomm run``, or from torch.distributed's default group; with none of them, a world of one.
+    Slurm or ``zcomm run``, or from torch.distributed's default group. With none of them, a world of one.
 
     Raises: ValueError (arguments, environment variables, a backend that does not reach all ranks), NotImplementedError
     (a backend or device that is not there), TimeoutError naming the ranks that did not come, PeerLost, OSError;

@@ -33,7 +33,7 @@ class Reductions(Calls):
         """Reduce in place over all ranks.
 
         buckets: a tensor or a list of contiguous CPU tensors of one dtype; same counts on each rank.
-        op: sum, avg, min, max, prod, or torch's ReduceOp. name: for messages; compared between the ranks. fp16 and bf16
+        op: sum, avg, min, max, prod, or torch's ReduceOp. name: for messages. Compared between the ranks. fp16 and bf16
         accumulate in fp32, in rank order, and round once.
         Cost: 2N bytes of memory traffic per rank on symmetric tensors.
         Returns: a Work if ``async_op``. Raises: ValueError, CollectiveMismatch, PeerLost, TimeoutError.

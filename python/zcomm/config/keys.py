@@ -1,7 +1,7 @@
 """One configuration key: its default, meaning, status and permitted values, kept on the dataclass field.
 
 Invariant: the schema's dataclasses are the only list of keys; reading, checking and documenting all walk them.
-Status rule: HONOURED keys take effect; a NO_EFFECT key set to another value than its default warns once; a
+Status rule: HONOURED keys take effect. A NO_EFFECT key set to another value than its default warns once. A
 REFUSED key set to another value than its default is a NotImplementedError.
 Auto rule: "auto" means the value that the key's ``auto`` names, and the default where the key has no effect; other keys
 refuse it.

@@ -1,7 +1,7 @@
 """The `zcomm demo` command: options, the run's folder, the launch of its ranks, and clearing up.
 
 Invariant: a run that ends, or is interrupted, leaves no swap file, and an interrupted one takes back the folder it
-made; what a killed rank leaves in the swap directory is removed by the next run.
+made. What a killed rank leaves in the swap directory is removed by the next run.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Text:
 def load_text(path: str | None = None, max_nbytes: int = _MAX_NBYTES) -> Text:
     """Read the text and split it: nine parts to train on, one part to validate on.
 
-    With ten files or more every tenth file validates, so that both parts have the same mixture; with fewer, the last
+    With ten files or more every tenth file validates, so that both parts have the same mixture. With fewer, the last
     tenth of the bytes does.
     Raises: DataError if the path is missing, unreadable, or holds less than 4096 bytes of text.
     """

@@ -1,7 +1,7 @@
 """Values of "auto" in a configuration when ``initialize()`` is called directly: derived from its arguments.
 
 Hugging Face's Trainer writes its TrainingArguments over every "auto" before DeepSpeed reads the file. Here ``args`` may
-be such an object, or any namespace with some of its attributes; learning rates also come from the optimizer and the
+be such an object, or any namespace with some of its attributes. Learning rates also come from the optimizer and the
 configuration, and precision from the model. Epochs become steps once the ranks and the data are known (``with_steps``).
 A value without a source is the key's default (config/parse.py).
 """

@@ -2,7 +2,7 @@
 
 Words: a micro-step is one forward, backward and step() call; every gradient_accumulation_steps-th one is a boundary,
 where the optimizer really steps. Invariants: the engine counts micro-steps and tells the optimizer which one is the
-boundary; the optimizer alone divides gradients (by ranks, and by micro-steps where the caller has not).
+boundary. The optimizer alone divides gradients (by ranks, and by micro-steps where the caller has not).
 Thread rule: one thread, the same calls in the same order on every rank.
 """
 
@@ -203,8 +203,8 @@ class Engine(nn.Module):
     ) -> bool | SaveTask:
         """Save folder ``save_dir/tag`` (``global_stepN``), and its name in the file ``latest``. All ranks call it.
 
-        client_state: as ZeroOptimizer.save takes it; given back by load_checkpoint. wait: False writes while training
-        goes on, as ZeroOptimizer.save does; the result's ``wait()`` raises if it failed. ``latest`` is written last.
+        client_state: as ZeroOptimizer.save takes it. Given back by load_checkpoint. wait: False writes while training
+        goes on, as ZeroOptimizer.save does. The result's ``wait()`` raises if it failed. ``latest`` is written last.
         exclude_frozen_parameters: leave out what needs no gradient; load it with ``load_module_strict=False``.
         Returns: True, or the task. Raises: as ZeroOptimizer.save.
         """
@@ -241,8 +241,8 @@ class Engine(nn.Module):
 
         save_filename: where it ends in ".bin", ".pt" or ".pth", the names of pickles, the file gets another one, and a
         warning is logged: "pytorch_model.bin" is "model.safetensors".
-        All ranks call it; rank 0 writes, one tensor at a time. wait: False copies a rank's shards of the weights,
-        writes while training goes on, and returns the task; the next save, load and destroy() wait for it.
+        All ranks call it. Rank 0 writes, one tensor at a time. wait: False copies a rank's shards of the weights,
+        writes while training goes on, and returns the task. The next save, load and destroy() wait for it.
         Raises: OSError, on every rank.
         """
         self._check_alive("save_16bit_model")

@@ -37,8 +37,8 @@ class Stream:
     """One pipe from one rank.
 
     prefix: put before each line. target: descriptor of the launcher's own stream. tee: file that gets the raw bytes.
-    seen: lines already shown, where each is to be shown once; shared by the streams of all ranks. tracebacks: those
-    already shown, with the rank; shared, too. alone: no other rank is shown, so progress bars stay in place.
+    seen: lines already shown, where each is to be shown once. Shared by the streams of all ranks. tracebacks: those
+    already shown, with the rank. Shared, too. alone: no other rank is shown, so progress bars stay in place.
     shown: False keeps the last lines, and passes nothing on.
     """
 

@@ -7,7 +7,7 @@ they are. Buffers go back to a pool as backward drops what it has used, so a tra
 alone. To NVMe, writes run behind the forward, at most WRITES at a time, and reads ahead of the backward: the storages
 that were saved before the one that is needed.
 [Note: activations of a device] Copies run on streams of their own ([Note: lane]). One that leaves keeps its storage
-until it has landed; when LEAVING are on their way, torch's stream waits for the oldest, and its storage goes. In
+until it has landed. When LEAVING are on their way, torch's stream waits for the oldest, and its storage goes. In
 backward the READS storages that will be needed next are on their way back already. A buffer that is used again waits,
 on the device, for the copy from it. The host waits for the drive alone: tier "nvme" writes what has landed.
 Thread rule: autograd may unpack on threads of its own; a lock covers the pool. Source:
@@ -88,7 +88,7 @@ class offload_activations:
     min_nbytes: smaller storages stay. keep: a module, or tensors, that stay too (buffers, inputs that are used for
     long); parameters and their views always do. Gradients have the same bits. Activation checkpointing inside,
     reentrant or not, keeps its inputs in the tier. Make one object and enter it in each step: its buffers are used
-    again. Memory: what is saved, in the tier; in backward one storage at a time comes back (nvme: READS more ahead, and
+    again. Memory: what is saved, in the tier. In backward one storage at a time comes back (nvme: READS more ahead, and
     WRITES buffers in host memory). ``close()`` gives all back, once no graph needs it any more.
 
     Raises: ValueError for an unknown tier, min_nbytes below 0, nvme without a path; OSError from the pinned budget and

@@ -60,7 +60,7 @@ def pinned_empty(shape: int | Sequence[int], dtype: torch.dtype = torch.float32)
     """Allocate a CPU tensor of exactly that size: page-locked where CUDA is there, on huge pages where granted.
 
     shape: of the result. Memory: product(shape) * itemsize bytes, rounded up to pages of 4 KiB (torch's own pinned
-    memory rounds up to a power of two); returned to the system when the last tensor over it is gone. Zero-filled.
+    memory rounds up to a power of two). Returned to the system when the last tensor over it is gone. Zero-filled.
     Raises: ValueError (negative size); OSError with errno ENOMEM naming the request and ``ZCOMM_PINNED_BUDGET``.
     """
     return default_arena().empty(shape, dtype)

@@ -1,7 +1,7 @@
 """Memory tiers for tensors: page-locked host memory and the swap file on NVMe.
 
-Invariants: a swap file's directory never outlives the process in order (close, garbage collection or exit remove it);
-a killed run leaves no data, and its directory is removed by the next SwapFile in the same place.
+Invariants: a swap file's directory never outlives the process in order (close, garbage collection or exit remove it).
+A killed run leaves no data, and its directory is removed by the next SwapFile in the same place.
 Thread rule: a SwapFile may be used by several threads; operations on one key run in call order.
 Source: architecture decision D7; ZeRO-Infinity (arXiv:2104.07857) section 5.1.
 """
@@ -85,7 +85,7 @@ class SwapFile:
     endurance_tbw: terabytes that the drives together are rated to be written with; ``stats()`` tells how long that is.
     Raises: OSError with errno ENOSPC (bytes needed and free), EACCES, ENOENT, ENOTDIR; NotImplementedError for
     engine="io_uring" where the kernel refuses it; ValueError. What is missing and only costs speed (io_uring, O_DIRECT)
-    is logged once per process, as a warning of the logger "zcomm", and listed in ``stats()["notes"]``; so is a file
+    is logged once per process, as a warning of the logger "zcomm", and listed in ``stats()["notes"]``. So is a file
     system on which the data file keeps its name.
     """
 
@@ -191,7 +191,7 @@ class SwapFile:
     def snapshot(self, directory: StrPath) -> dict[str, Any]:
         """Wait, then copy all keys that hold data into ``directory``, for a checkpoint, past the caller's memory.
 
-        The kernel shares the blocks where the file system can (xfs, btrfs: no time, no space) or copies them; all is
+        The kernel shares the blocks where the file system can (xfs, btrfs: no time, no space) or copies them. All is
         on disk when it returns. A snapshot that is there already is replaced as a whole: a kill at any point leaves
         the one or the other. The directory is made if only its last part is missing. Operations of other threads wait.
         Returns: nbytes (of the keys), keys (their number), methods (of each drive: reflink, copy_file_range,

@@ -104,7 +104,7 @@ class CPUAdam(FusedAdamBase):
     """Adam or AdamW on CPU tensors: one fused, multi-threaded pass per parameter over gradient, state and weight.
 
     params: fp32, bf16 or fp16 CPU parameters (or groups). A bf16 parameter keeps an exact fp32 master, split in the
-    weight and a 16-bit remainder in the state (include/zcomm/optim_shard.hpp); an fp16 parameter has it whole in the
+    weight and a 16-bit remainder in the state (include/zcomm/optim_shard.hpp). An fp16 parameter has it whole in the
     state (``master``).
     adamw: decoupled weight decay; False adds the L2 term to the gradient, as torch.optim.Adam does. In a group it is
     torch's ``decoupled_weight_decay``.

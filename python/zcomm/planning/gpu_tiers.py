@@ -3,10 +3,10 @@
 [Note: tiers with a GPU] Each rank has a device copy of what stage shards do not take (D4 shares memory on CPUs only).
 Where the optimizer's state is offloaded, the weights and the fp32 sums of gradients are in host memory, too: the CPU
 steps there, gradients leave the GPU by buckets during backward, weights return. Without offload nothing is needed of
-the host where a rank is alone or the GPUs reach each other; where they do not, ranks reduce on the host, state that
+the host where a rank is alone or the GPUs reach each other. Where they do not, ranks reduce on the host, state that
 stays on the GPU is stepped there on sums and weights that come from the host, where shards of stage 3 are, too. Bytes
 are ZeRO's formula: slots, staging and padding come on top, some hundred MiB. Seconds are of all ranks, which share the
-host's memory, the PCIe link of their GPU and the drive; bytes between GPUs are not in them. Pure arithmetic.
+host's memory, the PCIe link of their GPU and the drive. Bytes between GPUs are not in them. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class _Seconds:
     def pcie(self, itemsize: int, accumulation: int, beside: int) -> float | None:
         """Return the seconds of PCIe in a step.
 
-        Gradients go down each micro-step, weights up each step; offloaded parameters go up for forward and backward of
+        Gradients go down each micro-step, weights up each step. Offloaded parameters go up for forward and backward of
         each micro-step: of the whole model, on each rank. For a step on the GPU the rank's share of sums and weights
         goes up, too, and of weights down. Both directions at once.
         """

@@ -1,7 +1,7 @@
 """Seconds of a training step on this machine: computing, communication, update and swap, from measured speeds.
 
 [Note: step time] Forward and backward by the roofline of each operation. Communication: what other ranks reduce of a
-gradient is copied into its slot by its hook, and the buckets go through reduce_scatter, per micro-step; ranks of a host
+gradient is copied into its slot by its hook, and the buckets go through reduce_scatter, per micro-step. Ranks of a host
 share their parameters, so these are there after a barrier. Update: the bytes of one pass over gradients, weights and
 state, and of the norm, as in a step that clips. Swapping the state runs beside the update, swapping parameters beside
 computing. Nothing else is taken to be hidden: where ranks leave no CPU idle, communication takes its turn. It is a

@@ -50,7 +50,7 @@ def agree(comm: Communicator, error: BaseException | None, what: str) -> None:
     Where a rank left meanwhile, PeerLost from the own error, which may be no more than a trace of that.
 
     The others get a ValueError for a ValueError, an OSError of the same errno for an OSError, and else an OSError
-    (ECANCELED for an interrupt, EIO). what: what failed, in words; its first word is compared between the ranks.
+    (ECANCELED for an interrupt, EIO). what: what failed, in words. Its first word is compared between the ranks.
     """
     name, mine = f"{what.split()[0]} a checkpoint", None if error is None else _described(error)
     if error is not None:

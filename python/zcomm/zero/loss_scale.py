@@ -1,7 +1,7 @@
 """Loss scale of fp16 training: static, or dynamic with DeepSpeed's rule.
 
 A scale that overflows is halved once hysteresis is used up, never below the minimum (training goes on there: nothing is
-raised); after the first good step since the last overflow and ``window`` more it is doubled and hysteresis is whole.
+raised). After the first good step since the last overflow and ``window`` more it is doubled and hysteresis is whole.
 Source: Micikevicius et al. (arXiv:1710.03740) section 3.2; numbers of DeepSpeed's "fp16" section.
 """
 

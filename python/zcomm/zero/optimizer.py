@@ -86,10 +86,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
     optimizer: "adamw", "adam", "lion", "sgd", "adagrad" (fused), or a class of ``torch.optim`` or an instance. An
     instance keeps its param groups: both have the same list (until ``close()``, without frozen parameters), so what is
     set on either, by a schedule too, counts in the next step. Its own ``step()`` and ``state_dict()`` raise until then.
-    Adam, AdamW, SGD and Adagrad become the fused ones; others run as they are on fp32 shards where they are elementwise
+    Adam, AdamW, SGD and Adagrad become the fused ones. Others run as they are on fp32 shards where they are elementwise
     (RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop).
     stage: 0 replicated, 1 and 2 sharded optimizer state and gradients, 3 and parameters.
-    offload: None, "cpu", "nvme" or ``zcomm.Offload``. nvme_path: directory on the drive, needed by "nvme"; a list
+    offload: None, "cpu", "nvme" or ``zcomm.Offload``. nvme_path: directory on the drive, needed by "nvme". A list
     stripes the state over several drives, one directory on each.
     precision: "fp32"; "bf16" or "fp16" (parameters and gradients in it, exact fp32 master, fp32 accumulation), or
     torch's dtype, or a ``zcomm.Precision``, which has the next four options as well. fp16 needs ``opt.backward(loss)``,
@@ -98,7 +98,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     grad_accum: micro-steps per step.
     bucket_mb: MiB of gradients that travel together. prefetch: units gathered ahead (stage 3 by units).
     overlap: reduce while backward runs. share_parameters: one copy of the parameters for the CPU ranks of a host,
-    where all are on one host (backend "shm"); otherwise a copy on each rank.
+    where all are on one host (backend "shm"). Otherwise a copy on each rank.
     communication_dtype: "fp32", "bf16" or "fp16": of gradients on their way; None: that of training. Sums are fp32.
     buffer_dtype: the same, of floating buffers; None: as they are (statistics of norms with weights: as the weights).
     skip_nonfinite: skip steps with gradients that are not finite; None: in fp16 only, which always does.
@@ -370,7 +370,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         scheduler: its ``state_dict()`` is saved. client_state: numbers, strings, tensors, numpy arrays and scalars, and
         lists, tuples, dicts and argparse Namespaces of them; rank 0's.
         wait: False copies this rank's shards, those in RAM to RAM and those on a drive on that drive, and puts together
-        and writes the tensors while training goes on; the result's ``wait()`` tells how it went. The next save, load
+        and writes the tensors while training goes on. The result's ``wait()`` raises if it failed. The next save, load
         and close wait for it.
         Gradients are not saved: amid an accumulation this is logged once. Collective; between hosts all ranks need to
         see the same folder.
@@ -392,7 +392,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Load what ``save`` wrote, at any world size, stage, tier and precision. Returns the client state.
 
         optimizer: also its state, options and counters, else weights alone. random: also the random number generators,
-        where the world size is the same. strict: the model's tensors are exactly those of the checkpoint; otherwise
+        where the world size is the same. strict: the model's tensors are exactly those of the checkpoint. Otherwise
         frozen parameters and buffers may be there on one side alone. Collective.
         Raises, before anything has changed: FileNotFoundError; OSError (EIO) naming file and tensor of a checksum that
         is wrong; ValueError listing names and shapes of another model or optimizer, or naming a field of a manifest.
@@ -413,7 +413,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Remove hooks, free all memory and swap files. Idempotent; not collective.
 
         The model keeps its weights in memory of its own. In stage 3 by units it does so where this rank has all of them
-        (a world of one) and host memory has room; otherwise its parameters raise when their values are used, until
+        (a world of one) and host memory has room. Otherwise its parameters raise when their values are used, until
         ``load_state_dict`` gives them new ones: call ``save()`` or ``full_state_dict()`` first.
         """
         self._close(keep_weights=True)

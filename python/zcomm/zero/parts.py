@@ -155,7 +155,7 @@ class TrainState:
     """Options, counters and results of one ZeroOptimizer's training. The first fields are ZeroOptimizer's attributes.
 
     averages: gradients are averaged over micro-steps; False: their losses are divided already. overflow: the last step
-    was skipped. step_count: optimizer steps, skipped ones included. updates: steps that used gradients; no load changes
+    was skipped. step_count: optimizer steps, skipped ones included. updates: steps that used gradients. No load changes
     it. backwards: backward passes before the last step() or zero_grad(). pass_scale: the loss scale of the gradients
     that are kept, which a step does not change. step_s: seconds in steps; waited_s: of these, waiting for other ranks.
     """

@@ -37,7 +37,7 @@ class NoGradientsError(Exception):
 class OptimizerStep:
     """The steps of one optimizer. frozen: parameters that were given to be trained, but were frozen then.
 
-    Gradients that a pass did not take ([Note: arrivals]) are known to their rank alone; the norm's message carries them
+    Gradients that a pass did not take ([Note: arrivals]) are known to their rank alone. The norm's message carries them
     to all, which then reduce them and take the norm again.
     """
 
@@ -187,7 +187,7 @@ class OptimizerStep:
         """True if the update may begin while gradients are still on their way from the device.
 
         A rank that has a bucket's sum knows that no rank reads its old weights any more ([Note: gradients from a
-        device]); units have no such sign. A rest of gradients would come too late. With world_size 1 the rank knows
+        device]). Units have no such sign. A rest of gradients would come too late. With world_size 1 the rank knows
         whether it has one; several ranks know it from their first step.
         """
         parts = self._parts

@@ -3,7 +3,7 @@
 ``Future.result`` waits on a Condition. Its lock is a Python object: an interrupt at its return leaves the lock as it
 should not be, and another error (RuntimeError: cannot release un-acquired lock) hides the interrupt.
 The thread is a daemon: Python waits for others before ``atexit`` closes what it may be waiting for.
-Invariant: a call's end is a flag, which is set before its gate opens; an interrupt may take an opening and lose it, so
+Invariant: a call's end is a flag, which is set before its gate opens. An interrupt may take an opening and lose it, so
 a waiting thread looks at the flag again.
 Thread rule: ``submit`` by one thread at a time; a call may be waited for by any.
 """

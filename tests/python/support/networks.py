@@ -1,6 +1,6 @@
 """Hosts on one machine: network namespaces joined by virtual cables, for tests of jobs between hosts.
 
-`networks(hosts)` makes namespaces that see each other through two bridged networks, "fast0" and "slow0"; what cannot be
+`networks(hosts)` makes namespaces that see each other through two bridged networks, "fast0" and "slow0". What cannot be
 made here (no root, no `ip`, no namespaces) skips the test with the reason. `enter` moves a rank into one of them.
 Nothing stays: the namespaces are deleted, and their cables with them.
 """

@@ -1,4 +1,4 @@
-"""A step that ends half way: no step, save or state_dict afterwards, on any rank, until a checkpoint is loaded; then
+"""A step that ends half way: no step, save or state_dict afterwards, on any rank, until a checkpoint is loaded. Then
 the bits of a run in which nothing went wrong."""
 
 from __future__ import annotations

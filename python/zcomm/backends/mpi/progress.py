@@ -3,7 +3,7 @@
 An operation is a generator that yields the requests it waits for (a Task drives it). MPI moves bytes only while a
 thread calls it. A thread that waits polls for all. Where MPI allows calls from several threads (MPI_THREAD_MULTIPLE,
 mpi4py's default), another thread polls while asynchronous operations are in flight.
-Invariants: collectives run one at a time in call order; messages run beside them; after a failure every task has ended
+Invariants: collectives run one at a time in call order. Messages run beside them. After a failure every task has ended
 and every later call repeats it. Buffers of requests that a failure left unfinished are never freed.
 Thread rule: free-threaded under one lock per communicator, or one of the process where MPI is not THREAD_MULTIPLE.
 """

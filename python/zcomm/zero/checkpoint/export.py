@@ -2,7 +2,7 @@
 
 Each tensor is read, compared with its checksum, converted and written before the next: one tensor is in memory.
 Tied weights are written once, under the first name, with the others in the file's metadata (as safetensors' save_model
-does); transformers and ``safetensors.torch.load_model`` tie them again. No model, no ranks.
+does). Transformers and ``safetensors.torch.load_model`` tie them again. No model, no ranks.
 """
 
 from __future__ import annotations

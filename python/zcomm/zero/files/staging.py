@@ -1,6 +1,6 @@
 """Folders and files that appear whole or not at all: written beside their place, synced, then put there by one rename.
 
-A folder that is already there is exchanged in one step (renameat2 of Linux); where the file system cannot, it is first
+A folder that is already there is exchanged in one step (renameat2 of Linux). Where the file system cannot, it is first
 set aside as ``.NAME.previous``, which ``durable.find`` knows. What a killed save left is removed by the next one.
 All that can be known to fail at the end is checked before anything is written.
 """

@@ -1,7 +1,7 @@
 """Gradients of a model on a device: through slots there and pinned slots on the host into host accumulators.
 
 [Note: gradients from a device] Hooks copy gradients into a device slot (device_slots.py). A complete bucket is copied,
-on the lane's ``d2h`` stream, into a pinned host slot of the communicator's memory; its reduce_scatter begins when the
+on the lane's ``d2h`` stream, into a pinned host slot of the communicator's memory. Its reduce_scatter begins when the
 copy has ended. Host slots form a longer ring (HOST_SLOTS_NBYTES): only where all of them are full the host waits, for
 the oldest reduce_scatter. What is added, and in which order, is as on the CPU: the same gradients give the same bits.
 A copy of a bucket also comes after all copies of weights to the device that were begun before it. So a rank that has

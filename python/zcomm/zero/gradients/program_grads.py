@@ -6,7 +6,7 @@ accumulates, which would otherwise add to it, and put back where autograd does n
 What the program does to ``p.grad`` counts as in torch: None drops the gradient, and a step then skips the parameter. A
 tensor of its own stays there: autograd adds to it, and a step takes it as this rank's gradient. The program's values
 are true gradients, but what autograd adds is ``factor`` times them (loss scale, micro-steps). So where the factor is
-not 1, a copy of the program's values is kept beside the sum; a step raises if the program changed the sum since.
+not 1, a copy of the program's values is kept beside the sum. A step raises if the program changed the sum since.
 """
 
 from __future__ import annotations

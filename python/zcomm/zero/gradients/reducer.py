@@ -4,8 +4,8 @@
 copies it into the bucket's slot, and leaves a stand-in ([Note: p.grad]). When a bucket is complete and all buckets
 before it in the launch order have been launched, its transport starts to add this rank's shard of the ranks' average
 to the accumulator. Slots form a fixed ring ([Note: slots]): a gradient of a bucket without a slot is kept until the
-bucket's turn comes. The launch order (last bucket first) is the same on all ranks, whatever order autograd finishes in;
-parameters that backward did not reach count as zero.
+bucket's turn comes. The launch order (last bucket first) is the same on all ranks, whatever order autograd finishes in.
+Parameters that backward did not reach count as zero.
 
 [Note: arrivals] One pass can reach a parameter several times, where backward passes run inside of it (reentrant
 checkpoints with a weight in common). A bucket takes the first arrival. Later ones are added up in fp32 (``local``), as

@@ -1,9 +1,9 @@
 """Sections: which parameters lie together, and in which tiers their weights and their optimizer state are.
 
 A section's parameters are of one unit, all trained or all frozen, and have one tier for their weights and one for their
-state; so have its buckets. Trained sections come first, unit by unit. Frozen parameters (floating ones of the model
-that need no gradient) have sections in stage 3; elsewhere they stay what they are, whole on each rank. Also for
-planning: no memory, no ranks.
+state. So have its buckets. Trained sections come first, unit by unit. Frozen parameters (floating ones of the model
+that need no gradient) have sections in stage 3. Elsewhere they stay what they are, whole on each rank.
+Planning uses it, too: no memory, no ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Sections:
     """The sections that build_parts lays out.
 
     shared: the ranks share host memory. on_device: the model runs on a device that does not. by_unit: stage 3 with
-    gathers; otherwise all is one unit. names: by id(). Parameters are numbered in the order of ``params``.
+    gathers. Otherwise all is one unit. names: by id(). Parameters are numbered in the order of ``params``.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Optimizer state on NVMe: spans of tiles READ -> step -> WRITE through a ring of windows, reads running ahead.
 
 [Note: swapped step] A span is SPAN_TILES tiles of a shard: one key of the swap file, one window, one call of the rule.
-Swapped span i uses window i % WINDOWS; half of the windows read ahead, the others write back, so that 16 MiB of each
+Swapped span i uses window i % WINDOWS. Half of the windows read ahead, the others write back, so that 16 MiB of each
 are on their way (fp32 Adam). The last writes go on while the next forward runs; the window's next read waits for them.
 Sweeps alternate their direction: the next one begins with the spans that the last one left in the windows, so that
 these need not be read. A fraction below 1 keeps evenly spread spans in RAM: the step works on them while the next ones

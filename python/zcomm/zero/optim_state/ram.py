@@ -1,6 +1,6 @@
 """Optimizer state of this rank's shards, in tiles ([Note: state tile] in layout/tiles.py), in RAM or on NVMe.
 
-One pass of the rule per tile over (gradient, weight, state). In RAM the tiles of a bucket lie back to back; on NVMe
+One pass of the rule per tile over (gradient, weight, state). In RAM the tiles of a bucket lie back to back. On NVMe
 each tile is one extent and passes through a ring of windows (nvme.py).
 Both tiers run the same arithmetic on the same elements, so the bits are equal.
 """

@@ -1,10 +1,10 @@
 """Swap: an optimizer's swap file, of which a copy can be taken while training goes on.
 
 [Note: gradual copy] Where the file system shares blocks the copy costs nothing (``_snapshot.Copy``). Elsewhere it is
-made on the saving thread, key by key, from the drive to the drive, one key in RAM; a write waits until what it is about
+made on the saving thread, key by key, from the drive to the drive, one key in RAM. A write waits until what it is about
 to replace has been copied, which the writing thread does itself. So the copy is the keys as they were when it was made.
 Its errors end the save, never the write.
-Thread rule: ``copied`` and writes on one thread at a time, with nothing of it in flight elsewhere but reads; the copy's
+Thread rule: ``copied`` and writes on one thread at a time, with nothing of it in flight elsewhere but reads. The copy's
 ``finish``, ``load`` and ``close`` on the saving thread.
 """
 

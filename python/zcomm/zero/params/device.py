@@ -2,7 +2,7 @@
 
 [Note: weights to a device] The parameters are views of one flat tensor on the device. The weights that steps change are
 the host's (``host``: one copy for its ranks, or a copy each). A bucket's own part goes to the device on the lane's
-``h2d`` stream as soon as it is updated, while the next bucket is; the parts of other ranks follow when these have
+``h2d`` stream as soon as it is updated, while the next bucket is. The parts of other ranks follow when these have
 theirs: a barrier (or all_gather) for each bucket, which runs beside the update. The device's weights are
 overwritten only after what torch's stream had been given when the update began; ``arrive`` makes that stream wait for
 the new ones. The host waits for nothing but other ranks. Buckets on devices (device_step.py) have none on the host and
@@ -29,7 +29,7 @@ from zcomm.zero.params.stores import Form, HostStore, ParameterStore, SharedStor
 class DeviceStore(ParameterStore):
     """A store on a device, before a store of the host.
 
-    host: what holds the weights on the host; no parameter points at it. on_device: numbers of buckets that ``host``
+    host: what holds the weights on the host. No parameter points at it. on_device: numbers of buckets that ``host``
     has not. peers: between the ranks' devices, where several have such buckets.
     """
 

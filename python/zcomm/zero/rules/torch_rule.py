@@ -1,6 +1,6 @@
 """TorchRule: a class of torch.optim that has no fused kernel, run on fp32 views of the tiles, where it is elementwise.
 
-Per tile the class sees one flat parameter, its scaled gradient and its state; what is not an array of the
+Per tile the class sees one flat parameter, its scaled gradient and its state. What is not an array of the
 parameter's shape (step counts, products of momenta) belongs to the group and is the same for all tiles.
 """
 

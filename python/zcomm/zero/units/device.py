@@ -4,7 +4,7 @@
 to the same place: unit number i to place i % (prefetch + 1), the root and those that are kept to places of their own.
 In forward and backward order the next ``prefetch`` units are then in other places than the one in use. A unit with a
 place in use by another one (modules that use each other's parameters) gets a place of its own, and keeps it from the
-next step on; what it did in its old one before is undone there in backward (``place_of``, ``return_to``).
+next step on. What it did in its old one before is undone there in backward (``place_of``, ``return_to``).
 A place has two events. ``ready`` is recorded on the lane's ``h2d`` stream; torch's stream waits for it before it uses
 the unit. ``freed`` is recorded on torch's stream, where the unit was dropped; the next copy into the place waits for
 it.

@@ -5,13 +5,13 @@
 keeps its memory until another needs it; then its parameters become stand-ins (weights.py).
 
 An interrupt may come between any two lines of this. A unit is in ``_changing`` while its state and its memory may
-disagree; what an interrupt has left there is SHARDED anew by the next ``ensure``. While the host waits for a gathering
+disagree. What an interrupt has left there is SHARDED anew by the next ``ensure``. While the host waits for a gathering
 no unit is: it goes on, and is waited for again.
 
 SHARDED -> GATHERING -> GATHERED -> SHARDED. The root unit, and those that are kept, have memory of their own and stay
 GATHERED until the step. After a step every unit is SHARDED again, because its weights have changed.
 
-All ranks must use their units in the same order; the gathers' names are compared, so that ranks which run different
+All ranks must use their units in the same order. The gathers' names are compared, so that ranks which run different
 modules get an error that names both units. Prefetch follows the order seen in the last pass.
 Thread rule: the main thread, or autograd's.
 Source: ZeRO stage 3 (arXiv:1910.02054), prefetch of ZeRO-Infinity (arXiv:2104.07857).

@@ -1,7 +1,7 @@
 """The order in which a pass uses units, learned from the last one: what is coming can be gathered ahead.
 
 A pass begins with the model's forward. A program may call submodules alone: then the first use after a step begins
-one, and, outside of backward, a change of grad mode; without gradients, where no step ends anything, the return to the
+one, and, outside of backward, a change of grad mode. Without gradients, where no step ends anything, the return to the
 unit that was the first. Passes with and without gradients have orders of their own.
 Thread rule: as UnitLife.
 """
