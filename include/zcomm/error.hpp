@@ -1,7 +1,7 @@
 // Errors of the core: one type per thing that a caller can act on.
 //
 // Every message names the value that was wrong. Bindings map each type to the Python class named beside it.
-// docs/errors.md says which of them poison a communicator.
+// docs/errors.md lists which of them poison a communicator.
 #pragma once
 
 #include <stdexcept>

@@ -29,7 +29,7 @@ class SwapFile {
     Engine engine = Engine::automatic;   ///< io_uring where it works, threads otherwise
     std::size_t block_nbytes = 1 << 20;  ///< size of one I/O request
     int depth = 32;                      ///< requests in flight per directory
-    bool direct = true;                  ///< O_DIRECT where the file system has it (said in stats().direct)
+    bool direct = true;                  ///< O_DIRECT where the file system has it (see stats().direct)
     bool checksum = true;
   };
   /// Of single requests, retries included. Percentiles are exact to 1/8 upwards.

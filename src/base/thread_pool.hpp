@@ -20,7 +20,7 @@ class ThreadPool {
   /// Waits for the loop that is under way; not from within one.
   void resize(int size);
   /// Calls body(begin, end) on parts of [0, count) that begin at multiples of `grain`; the caller works too. On all of
-  /// them floating point is as DefaultFloatMode says.
+  /// them floating point is as DefaultFloatMode sets it.
   /// At most `limit` threads (0: all). An exception of body is rethrown.
   void parallel_for(std::size_t count, std::size_t grain, int limit, const Body& body);
   /// The same, but where another loop is under way the caller does it alone instead of waiting for its end.

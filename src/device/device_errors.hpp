@@ -1,4 +1,4 @@
-// What a device says when it cannot go on: the same words from CUDA and from the simulated device.
+// Messages of a device that cannot go on: the same words from CUDA and from the simulated device.
 #pragma once
 
 #include <cstddef>

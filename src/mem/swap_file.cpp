@@ -328,7 +328,7 @@ void check_options(const SwapFile::Options& options) {
     throw InvalidArgument(text("SwapFile: depth ", options.depth, " is not in 1..", kMaxDepth));
 }
 
-/// An engine with `depth` requests; `note` says what was wanted and is not there.
+/// An engine with `depth` requests; `note` names what was wanted and is not there.
 std::unique_ptr<IoEngine> make_engine(SwapFile::Engine choice, int depth, std::string& note) {
   bool asked = choice != SwapFile::Engine::automatic;
   if (const auto wish = read_env().io; wish && !asked) {

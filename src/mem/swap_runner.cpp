@@ -253,7 +253,7 @@ void SwapRunner::complete(Slot& slot, std::int64_t result) {
   }
 }
 
-/// Takes in one result. False: the rest of the block goes out again. True: it is whole, or `error` says what is wrong.
+/// Takes in one result. False: the rest of the block goes out again. True: it is whole, or `error` has what is wrong.
 bool SwapRunner::advance(Slot& slot, std::int64_t result, std::exception_ptr& error) {
   const bool write = slot.operation->write;
   const std::size_t remaining = slot.io_nbytes - slot.moved;

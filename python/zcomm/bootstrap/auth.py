@@ -1,4 +1,4 @@
-"""Proof of membership: what the two ends of a new TCP connection say before anything else is read from it.
+"""Proof of membership: what the two ends of a new TCP connection send before anything else is read from it.
 
 [Note: proof] Three messages of fixed size. Each side proves that it knows the group's key, which itself never travels:
     listener -> caller    Challenge   magic, fresh nonce (a stranger learns nothing from it)

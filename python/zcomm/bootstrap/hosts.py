@@ -1,7 +1,7 @@
 """Hosts: which ranks share memory, and by which address a rank is reached from other hosts.
 
 Ranks are on one host if they have the same kernel boot and network namespace (unix sockets reach that far);
-``ZCOMM_HOST_ID`` says otherwise, so that two "hosts" can be tried on one machine.
+``ZCOMM_HOST_ID`` overrides this, so that two "hosts" can be tried on one machine.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from zcomm.bootstrap.auth import ANSWER_NBYTES, CHALLENGE_NBYTES, VERDICT_NBYTES
 _MOST_STRANGERS = 128  # connections that have proved nothing, beside those that are due
 _LOOK_S = 0.25  # between looks at whether to go on
 _RETRY_S = 0.05  # before a call is tried again
-_GRACE_S = 0.5  # after a rank's end: if all give up at about one time, all say TimeoutError
+_GRACE_S = 0.5  # after a rank's end: if all give up at about one time, all raise TimeoutError
 _WOULD_BLOCK = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EINTR)
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 _FREE_DESCRIPTORS = 16  # beside the connections: selector, files, a stranger or two

@@ -1,6 +1,6 @@
 """Entry of the `zcomm` command: picks the command and turns errors of use into one line on stderr.
 
-Exit codes: 0; 2 for an error of use; otherwise what the command says (`zcomm run`: see docs/launch.md).
+Exit codes: 0; 2 for an error of use; otherwise the command's own (`zcomm run`: see docs/launch.md).
 Invariant: parsing imports neither torch nor the core, so that --help and a launch are immediate.
 """
 

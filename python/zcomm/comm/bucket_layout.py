@@ -42,7 +42,7 @@ def _round_up(value: int, multiple: int) -> int:
 class BucketLayout:
     """Layout of tensors, in the order given, in flat buckets of about ``bucket_nbytes``.
 
-    tensors_or_shapes: tensors, or shapes (then ``itemsize`` says the bytes per element).
+    tensors_or_shapes: tensors, or shapes (then ``itemsize`` gives the bytes per element).
     world_size: ranks that share each bucket; rank r owns elements [r * n, (r + 1) * n), n = count / world_size.
     bucket_nbytes: a bucket is closed before it grows past this; a larger tensor gets a bucket of its own.
     align: elements; see the module's head.

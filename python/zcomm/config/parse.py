@@ -127,7 +127,7 @@ class _Reader:
         described = key_of(field)
         if raw == "auto" and not (described.choices and "auto" in described.choices):
             if not described.auto and described.status is not Status.NO_EFFECT:
-                raise ValueError(f'{self.source}: "{path}": "auto" says nothing here; give a value, or leave it out')
+                raise ValueError(f'{self.source}: "{path}": "auto" has no meaning here; give a value, or leave it out')
             raw = self.auto.get(path)
             if raw is None:
                 self.unfilled[path] = described.auto

@@ -103,7 +103,7 @@ class ActivationCheckpointing:
         status=_NO_EFFECT,
         reason="buffers come as they are needed",
         check=AT_LEAST_1,
-        shown_default="not said",
+        shown_default="not set",
     )
     synchronize_checkpoint_boundary: bool = key(
         False, "synchronize the device at blocks", status=_NO_EFFECT, reason="nothing needs it"
@@ -194,7 +194,7 @@ class Config:
         shown_default="its own",
     )
     vocabulary_size: int | None = key(
-        None, "for a warning about its alignment", status=_NO_EFFECT, reason="there is none", shown_default="not said"
+        None, "for a warning about its alignment", status=_NO_EFFECT, reason="there is none", shown_default="not set"
     )
     use_data_before_expert_parallelism: bool = key(
         False, "order of ranks among experts", status=_NO_EFFECT, reason="there are no experts"
@@ -215,7 +215,7 @@ class Config:
         False,
         "allow other optimizers",
         status=_NO_EFFECT,
-        reason="what updates each element by itself is accepted, and others are an error, whatever this says",
+        reason="what updates each element by itself is accepted, and others are an error, whatever its value",
     )
     tensorboard: dict[str, Any] | None = key(
         None,
@@ -319,7 +319,7 @@ class Config:
         None, "count operations", status=_REFUSED, reason="zcomm.profile shows where time goes", shown_default="off"
     )
     autotuning: dict[str, Any] | None = key(
-        None, "try configurations", status=_REFUSED, reason="zcomm plan says what fits", shown_default="off"
+        None, "try configurations", status=_REFUSED, reason="zcomm plan lists what fits", shown_default="off"
     )
     elasticity: dict[str, Any] | None = key(
         None,

@@ -212,7 +212,7 @@ class ZeroOptimization:
         switch=None,
     )
     cpu_offload_use_pin_memory: bool | None = key(
-        None, "an old word for pin_memory", status=_NO_EFFECT, reason=_PINNED, shown_default="not said"
+        None, "an old word for pin_memory", status=_NO_EFFECT, reason=_PINNED, shown_default="not set"
     )
     use_multi_rank_bucket_allreduce: bool = key(
         True,
@@ -260,7 +260,7 @@ class ZeroOptimization:
         True, "gather in module.apply", status=_NO_EFFECT, reason="use zero.GatheredParameters around it"
     )
     log_trace_cache_warnings: bool = key(
-        False, "say when the order of modules changes", status=_NO_EFFECT, reason="it is learned anew in the next step"
+        False, "log when the order of modules changes", status=_NO_EFFECT, reason="it is learned anew in the next step"
     )
     enable_sanity_checks: bool = key(
         False, "compare the ranks", status=_NO_EFFECT, reason="ranks always compare what they do"

@@ -1,6 +1,6 @@
 """The GPUs of this machine as NVML sees them: plain values, read once.
 
-``read()`` never raises: without GPUs ``absent`` says why in one line, and what a driver or a virtual machine does not
+``read()`` never raises: without GPUs ``absent`` has the reason in a line. What a driver or a virtual machine does not
 tell is None. NVML is loaded by nvidia-ml-py, and only here. Indices are NVML's, in order of the PCI bus: CUDA's with
 ``CUDA_DEVICE_ORDER=PCI_BUS_ID`` and no ``CUDA_VISIBLE_DEVICES``.
 Source: NVML's reference; Linux's sysfs-bus-pci for the NUMA node and what a card's own connector can do.
@@ -50,7 +50,7 @@ class Health:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. cpus: those near it, None where the driver does not say."""
+    """One GPU. cpus: those near it, None where the driver does not know."""
 
     index: int
     name: str = "unknown GPU"
@@ -72,7 +72,7 @@ class Gpu:
 @dataclass(frozen=True)
 class Link:
     """The best way between two GPUs. nvlinks: how many, 0 without. peer: whether the driver lets each read the other's
-    memory; None where it does not say."""
+    memory; None where it does not know."""
 
     kind: str = "unknown"
     nvlinks: int = 0

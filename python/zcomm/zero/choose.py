@@ -151,7 +151,7 @@ def make_state(
     there = [lane is not None and tier == "device" for tier in tiers]
     here = [0 if at else count for count, at in zip(counts, there, strict=True)]
     if lane is not None and "nvme" not in tiers:
-        fraction = 1.0  # ``tiers`` says it
+        fraction = 1.0  # ``tiers`` has it
     host: ShardState
     if swap is not None and "nvme" in tiers and TileForm(rule.arrays, dtype, rule.state_dtype).element_nbytes:
         host = SwappedState(here, tiers, dtype, rule, arena, swap, fraction)

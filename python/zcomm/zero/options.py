@@ -26,7 +26,7 @@ class Offload:
     optimizer: tier of the optimizer state: None (device), "cpu" (host memory) or "nvme" (swap files).
     params: tier of the sharded parameters, frozen ones included; stage 3 only.
     Either may be a function of a parameter's name and the parameter, which gives the tier of that one: "device" (or
-    None), "cpu" or "nvme". It must say the same on every rank. (Names are the model's; "parameter.N" without a model.)
+    None), "cpu" or "nvme". It must be equal on every rank. (Names are the model's; "parameter.N" without a model.)
     fraction: part of the optimizer state that is offloaded; 1.0 is all of it. The rest stays one tier up: on the
     device beside optimizer="cpu", in host memory beside optimizer="nvme". The bits are the same. On a device it goes by
     whole buckets: the first ones stay, as many as fit into 1 - fraction of the state (a smaller bucket_mb is finer).
@@ -50,7 +50,7 @@ class Offload:
         if not isinstance(self.step_behind_forward, bool):
             raise ValueError(f"Offload: step_behind_forward={self.step_behind_forward!r} must be True or False")
         if self.fraction != 1.0 and callable(self.optimizer):
-            raise ValueError(f"Offload: fraction={self.fraction}, but optimizer= says it parameter by parameter")
+            raise ValueError(f"Offload: fraction={self.fraction}, but optimizer= gives the tier by parameter")
 
     @property
     def rest(self) -> str:

@@ -47,7 +47,7 @@ class OptimizerStep:
         there = parts.device_step.numbers if parts.device_step is not None else ()
         self._on_host = [bucket for bucket in parts.geometry.buckets if bucket.index not in there]
         self._reverse = True
-        self._rests: bool | None = None  # whether any rank ever had a rest of gradients; None: no step has told
+        self._rests: bool | None = None  # whether any rank ever had a rest of gradients; None: not known yet
 
     def run(self) -> None:
         """Update weights and state with the accumulated gradients; does nothing where there are none. Collective.

@@ -29,7 +29,7 @@ class DeviceRounds {
 
   /// What the peers need of this rank's events.
   std::array<device::SharedHandle, 2> handles();
-  /// Collective: before the first round, with what each rank's handles() said.
+  /// Collective: before the first round, with what each rank's handles() returned.
   void open(int rank, const std::array<device::SharedHandle, 2>& handles);
 
   /// Before the barrier: this rank's point is here.

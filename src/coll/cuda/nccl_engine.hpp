@@ -26,7 +26,7 @@ namespace zcomm::coll {
 class NcclEngine final : public Engine {
  public:
   /// Collective over `control`, which must outlive the engine and have no other user; `watched` connects the same
-  /// ranks; `nccl` outlives it too. Throws CudaError for what NCCL says.
+  /// ranks; `nccl` outlives it too. Throws CudaError for an error of NCCL.
   NcclEngine(Communicator& control, std::shared_ptr<net::Mesh> watched, std::shared_ptr<device::Device> device,
              const NcclLibrary& nccl, double timeout_s);
   ~NcclEngine() override;

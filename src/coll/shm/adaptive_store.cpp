@@ -7,12 +7,12 @@
 namespace zcomm::coll {
 namespace {
 
-constexpr std::size_t kTimedFrom = 32 << 10;  // shorter ones say more about the clock
+constexpr std::size_t kTimedFrom = 32 << 10;  // shorter ones measure the clock
 constexpr double kSlowBps = 4e9;              // no shared cache is slower, few far ones are faster
 constexpr int kSlowInRow = 3;                 // one slow write may be one that was interrupted
 constexpr int kStay = 256;                    // writes until the other way is tried: costs 1 or 2 % of them
 
-/// CPU time of this thread: ranks that share a CPU interrupt each other, and that says nothing about caches.
+/// CPU time of this thread: ranks that share a CPU interrupt each other, and that is not about caches.
 double cpu_seconds() {
   timespec now{};
   ::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);

@@ -84,7 +84,7 @@ bool TcpArrival::round(int distance, std::uint64_t identity, bool differs, std::
   send_.add(out.data(), out.size());
   recv_.add(&theirs, sizeof theirs);
   TcpTransfer both[] = {std::move(send_), std::move(recv_)};
-  // The head says how much follows, so it is read alone; sending goes on meanwhile.
+  // The head has the length of what follows, so it is read alone; sending goes on meanwhile.
   while (!both[1].done()) {
     const bool received = sockets_.advance(both[1], 0);
     const bool sent = !both[0].done() && sockets_.advance(both[0], 0);

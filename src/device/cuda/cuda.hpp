@@ -1,6 +1,6 @@
 // CUDA beside its devices (device/device.hpp): whether it is there, page locking, the calling thread's current device.
 //
-// The *.cu implement it with the CUDA runtime; no_cuda.cpp says Unsupported (and available() == false).
+// The *.cu implement it with the CUDA runtime; no_cuda.cpp throws Unsupported (and available() == false).
 // A build with CUDA still works on a machine without a driver: available() is false there.
 #pragma once
 

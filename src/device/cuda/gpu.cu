@@ -1,4 +1,4 @@
-// Finding GPUs, and wording what they say (device/cuda/gpu.hpp).
+// Finding GPUs, and wording their errors (device/cuda/gpu.hpp).
 #include <deque>
 #include <mutex>
 #include <optional>

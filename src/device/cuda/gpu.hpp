@@ -63,7 +63,7 @@ class Gpu {
   void check_allocation(cudaError_t result, const char* what, std::size_t nbytes);
   /// check() of opening another process's handle; InvalidArgument for one of this process.
   void check_handle(cudaError_t result, const char* what);
-  /// Throws CudaError while the test hook says that the GPU is lost.
+  /// Throws CudaError while the test hook reports that the GPU is lost.
   void enter(const char* what);
   /// enter() for what is put on a stream; counts towards lose_after.
   void begin_operation(const char* what);

@@ -47,8 +47,8 @@ ERRORS = [
     ({"train_batch_size": True}, '"train_batch_size" must be a whole number, got true'),
     ({"train_batch_size": float("nan")}, '"train_batch_size" must be a whole number, got NaN'),
     ({"train_batch_size": 0}, '"train_batch_size" must be >= 1, got 0'),
-    ({"zero_optimization": {"stage": "auto"}}, '"zero_optimization.stage": "auto" says nothing here; give a value'),
-    ({"optimizer": {"type": "auto"}}, '"optimizer.type": "auto" says nothing here'),
+    ({"zero_optimization": {"stage": "auto"}}, '"zero_optimization.stage": "auto" has no meaning here; give a value'),
+    ({"optimizer": {"type": "auto"}}, '"optimizer.type": "auto" has no meaning here'),
     (
         {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}},
         '"scheduler.type": "WarmupDecayLR" needs "scheduler.params.total_num_steps"',

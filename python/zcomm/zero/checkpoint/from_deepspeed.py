@@ -225,7 +225,7 @@ def _cut(parts: list[torch.Tensor], begin: int, end: int, equal: bool = True) ->
     return whole.float()
 
 
-# --- what else it says --------------------------------------------------------------------------------------------
+# --- what else it has ---------------------------------------------------------------------------------------------
 
 
 def _others(models: list[Any], trained: list[_Trained], stage: int) -> Iterator[tuple[str, torch.Tensor]]:

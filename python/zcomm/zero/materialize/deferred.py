@@ -366,7 +366,7 @@ def materialize(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def wait_again(param: nn.Parameter, kept: Deferred, dtype: torch.dtype) -> None:
-    """Undo ``materialize``: ``param``, in ``dtype``, has no memory again, and ``kept`` says what it will be."""
+    """Undo ``materialize``: ``param``, in ``dtype``, has no memory again, and ``kept`` is its future value."""
     memory = torch.empty(kept.ref.size, dtype=dtype, device="meta")
     _swap_memory(param, memory, type(param))
     _make_wait(param, Deferred(kept.recipe, kept.ref, param._version, kept.read))

@@ -34,7 +34,7 @@ class Init:
     its order, too). Where parameters have values already they stay: of a model in memory nothing changes, and in one
     that is partly on the meta device only modules with such tensors of their own are started.
 
-    enabled: False does nothing. Other keywords of DeepSpeed's Init are accepted, and say nothing: placement and
+    enabled: False does nothing. Other keywords of DeepSpeed's Init are accepted, and have no effect: placement and
     precision are ZeroOptimizer's. Not for several threads at once.
     Source: DeepSpeed's zero.Init; recipes as in torchdistX's deferred_init.
     """

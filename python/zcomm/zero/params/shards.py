@@ -38,7 +38,7 @@ class ShardSource(ABC):
         """Return the bucket with all ranks' shards, as it is in this host's memory; None where it is not there."""
         return None
 
-    # What a source on devices must be told; on the host nothing is on its way.
+    # Hooks for a source on devices; on the host nothing is on its way.
 
     def stays(self, bucket: FlatBucket) -> bool:
         """Return True if the shard stays on the device."""

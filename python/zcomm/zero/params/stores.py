@@ -112,7 +112,7 @@ class ParameterStore(ABC):
     def take_edits(self) -> None:  # noqa: B027
         """Make the program's edits the weights that an update changes. Every rank has ended its edits. Local."""
 
-    # What a store on a device must be told; on the CPU nothing is on its way.
+    # Hooks for a store on a device; on the CPU nothing is on its way.
 
     def used(self) -> None:  # noqa: B027
         """Record that the current stream so far uses the weights as they are; an update follows."""

@@ -33,7 +33,7 @@ class GatheredParameters:
     Parameters of ``zero.Init`` that no ZeroOptimizer has yet become real inside, and stay so where ``modifier_rank`` is
     given. Frozen parameters that are whole on each rank (not in stage 3) stay as they are; with ``modifier_rank`` they
     are made equal, too. Parameters
-    that nothing shards are left alone. Contexts may be nested. fwd_module: DeepSpeed's; says nothing here. enabled:
+    that nothing shards are left alone. Contexts may be nested. fwd_module: DeepSpeed's; has no effect here. enabled:
     False does nothing.
 
     Raises: ValueError for a modifier_rank out of range, and for a changed shape; PeerLost, TimeoutError,

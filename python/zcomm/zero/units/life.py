@@ -166,7 +166,7 @@ class UnitLife:
         self.ensure(unit)
         self._attach(unit)
         if unit.index == 0 or self.held:
-            return  # while parameters are open, forwards say nothing of the training's order
+            return  # while parameters are open, forwards have another order than training
         self.order.use(unit.index)
         self.in_use = unit
         for index in ahead_of(self.order.coming, self._sizes, *self._prefetch):

@@ -161,7 +161,7 @@ class UnitMemory(ABC):
         """Allocations ever made by a communicator of its own."""
         return 0
 
-    # What a device must be told; on the CPU nothing is on its way, and a unit's addresses are always its own.
+    # Hooks for a device; on the CPU nothing is on its way, and a unit's addresses are always its own.
 
     def place_of(self, unit: Unit) -> object:
         """Return where views that autograd saves now will look for the unit's parameters; None: always the same."""
