@@ -950,7 +950,7 @@ class Clamped(nn.Module):
 
 
 class ClampedByRoot(nn.Module):
-    """A model whose own forward edits a weight that no unit has, and that of a child."""
+    """A model that edits a weight that no unit has, and that of a child, in its own forward."""
 
     def __init__(self, when: str) -> None:
         super().__init__()
@@ -984,7 +984,7 @@ def clamped(when: str, folder: str, sharded: bool) -> dict[str, Any]:
 
 
 def test_edits_by_data_in_forward_count_on_a_rank_that_is_alone(tmp_path: Path) -> None:
-    """Where the weight has been used by then, torch's check of what autograd has saved raises."""
+    """A weight that has been used by then: torch's check of what autograd has saved raises."""
     compare(clamped("before", str(tmp_path), True), clamped("before", "", False), "data", {"rtol": 1e-5, "atol": 1e-6})
     for when in ("after", "both"):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
