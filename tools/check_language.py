@@ -26,9 +26,10 @@ PEOPLE = r"(?:readers?|users?|people|persons?|maintainers?|contributors?) wh[o](
 WORDS = re.compile(r"\b(?:wh[o]|wh[o]m|wh[o]se|wh[o]ever|n[o]body|(?:some|any|every)(?:[b]ody|[o]ne))\b", re.I)
 SPEECH = re.compile(r"\b(?:is|are|was|were) s[a]id\b|\bs(?:ay|ays|aid) s[o]\b", re.I)
 OPENINGS = re.compile(r"(?:What|Where|Of|As|That|It|Wh[o]|Which|Whether|This)\b", re.I)
-SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z`\"'(\[])|\n\s*\n|\n(?=\s*(?:[*|-]|\*{0,2}[a-z_]\w*:) ?)")
+NAMES = r"\*{0,2}[a-z_]\w*(?:, \*{0,2}[a-z_]\w*)*:"  # of parameters, before what they are
+SENTENCE = re.compile(rf"(?<=[.!?])\s+|\n\s*\n|\n(?=\s*(?:[*|-] |{NAMES}))")
 LONGEST = 25
-LONG_SENTENCES = 233
+LONG_SENTENCES = 178
 
 Finding = tuple[Path, int, str]
 

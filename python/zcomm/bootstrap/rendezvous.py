@@ -1,6 +1,6 @@
 """Rendezvous: this process's rank, the world size, and the store for the ranks' first exchange.
 
-zcomm has no discovery of its own: rank and world size come from the launcher (torchrun, Open MPI, MPICH, Slurm,
+zcomm has no discovery of its own. Rank and world size come from the launcher (torchrun, Open MPI, MPICH, Slurm,
 ``zcomm run``) or the caller, and the first exchange goes through torch's TCPStore or FileStore.
 """
 

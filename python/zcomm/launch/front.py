@@ -2,7 +2,7 @@
 
 Two processes answer for the ranks. The *front* is the caller: it only waits and forwards signals. The *supervisor* is
 its fork: it starts the ranks, carries their output, and judges their end. Each outlives a SIGKILL of the other long
-enough to leave no process behind: the kernel tells the supervisor when the front dies, and both are subreapers, so a
+enough to leave no process behind. The kernel tells the supervisor when the front dies, and both are subreapers, so a
 rank's orphans come to them and not to init.
 Thread rule: call `launch` from the main thread of a process without other threads (it forks).
 """

@@ -1,7 +1,7 @@
 """Needs of a case of stage and offload on a machine with GPUs: bytes by tier, seconds per step, what hides what.
 
 [Note: tiers with a GPU] Each rank has a device copy of what stage shards do not take (D4 shares memory on CPUs only).
-Where the optimizer's state is offloaded, the weights and the fp32 sums of gradients are in host memory, too: the CPU
+Where the optimizer's state is offloaded, the weights and the fp32 sums of gradients are in host memory, too. The CPU
 steps there, gradients leave the GPU by buckets during backward, weights return. Without offload nothing is needed of
 the host where a rank is alone or the GPUs reach each other. Where they do not, ranks reduce on the host, state that
 stays on the GPU is stepped there on sums and weights that come from the host, where shards of stage 3 are, too. Bytes

@@ -84,8 +84,8 @@ class ParamGroups:
             rule.check_now(group)
 
     def tie(self, ours: list[dict[str, Any]], other: Any) -> bool:
-        """Return True if ``other``, a schedule's optimizer, has these groups, so that its rates count: the given one,
-        or another one that was made of the same dicts (as Accelerate does for offload)."""
+        """Return True if ``other``, a schedule's optimizer, has these groups, so that its rates count. It is the given
+        one, or another one that was made of the same dicts (as Accelerate does for offload)."""
         if other is not self._given:
             groups = getattr(other, "param_groups", [])
             if len(groups) != len(ours) or any(map(operator.is_not, groups, ours)):

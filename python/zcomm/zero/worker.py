@@ -1,6 +1,6 @@
 """Worker: one thread that runs calls in order. Ctrl-C, while a thread waits for one, is that exception and no other.
 
-``Future.result`` waits on a Condition. Its lock is a Python object: an interrupt at its return leaves the lock as it
+``Future.result`` waits on a Condition. Its lock is a Python object. An interrupt at its return leaves the lock as it
 should not be, and another error (RuntimeError: cannot release un-acquired lock) hides the interrupt.
 The thread is a daemon: Python waits for others before ``atexit`` closes what it may be waiting for.
 Invariant: a call's end is a flag, which is set before its gate opens. An interrupt may take an opening and lose it, so

@@ -60,6 +60,8 @@ def test_good_lines_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_more_long_sentences_than_allowed_fail(tmp_path: Path) -> None:
     words = " ".join(["word"] * 24)
     write(tmp_path, "python/a.py", f'"""Return {words}. Return {words}.\n\n* Return {words}\n* {words}."""\n')
+    short = words[:-5]
+    write(tmp_path, "python/c.py", f'"""Return {short}.\n\nnext: {short}\na_b: {short}. fp16 {short}."""\n')
     assert check_language.check(tmp_path) == ([], [])
     write(tmp_path, "python/b.py", f'def f():\n    """Return {words}\n    word."""\n')
     assert [(path.name, line) for path, line, _ in check_language.check(tmp_path)[1]] == [("b.py", 2)]

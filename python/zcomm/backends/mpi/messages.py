@@ -2,7 +2,7 @@
 
 A message begins with an envelope on its tag. A small one carries its bytes there and is gone before it is asked for. Of
 a large one the receiver first answers that the envelope is what it expects, then the bytes come in blocks.
-[Note: numbers] Answer and bytes carry the number that the sender gave the message in their tags: two receives that wait
+[Note: numbers] Answer and bytes carry the number that the sender gave the message in their tags. Two receives that wait
 at once cannot take each other's bytes, whichever envelope is seen first.
 """
 

@@ -1,7 +1,7 @@
 """Geometry: where each parameter lies in the flat index space of a ZeRO optimizer, and what this rank owns.
 
 [Note: flat index] Parameters are dealt to sections (sections.py: trained or frozen, of one unit, of one tier), a
-section to buckets, a bucket to ranks: rank r owns the r-th of world_size equal shards. Buckets lie one after another in
+section to buckets, a bucket to ranks. Rank r owns the r-th of world_size equal shards. Buckets lie one after another in
 the flat index, trained ones first; the shards of one rank lie one after another in its shard index. Everything else
 (gradients, optimizer state, files) is addressed by these two. Pure arithmetic.
 """

@@ -31,7 +31,7 @@ class Init:
 
     ``zcomm.zero.Init(model)`` does it for a model built on torch's meta device: each module's ``reset_parameters()``,
     or ``init(module)``, in the order of ``model.modules()`` (the values of an ordinary construction only where that is
-    its order, too). Where parameters have values already they stay: of a model in memory nothing changes, and in one
+    its order, too). Where parameters have values already they stay. Of a model in memory nothing changes, and in one
     that is partly on the meta device only modules with such tensors of their own are started.
 
     enabled: False does nothing. Other keywords of DeepSpeed's Init are accepted, and have no effect: placement and

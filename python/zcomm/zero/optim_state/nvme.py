@@ -3,8 +3,8 @@
 [Note: swapped step] A span is SPAN_TILES tiles of a shard: one key of the swap file, one window, one call of the rule.
 Swapped span i uses window i % WINDOWS. Half of the windows read ahead, the others write back, so that 16 MiB of each
 are on their way (fp32 Adam). The last writes go on while the next forward runs; the window's next read waits for them.
-Sweeps alternate their direction: the next one begins with the spans that the last one left in the windows, so that
-these need not be read. A fraction below 1 keeps evenly spread spans in RAM: the step works on them while the next ones
+Updates alternate their direction. The next one begins with the spans that the last one left in the windows: these
+need not be read. A fraction below 1 keeps evenly spread spans in RAM: the step works on them while the next ones
 are read. Outside of a step a span is written after its last tile, or when its window is wanted for another one.
 Source: ZeRO-Infinity (arXiv:2104.07857) section 5.1; decision D8.
 """

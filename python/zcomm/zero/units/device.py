@@ -1,7 +1,7 @@
 """Units on a device: a ring of places there, which fillers bring units to.
 
 [Note: places on a device] Views that autograd saved in forward must be right again in backward, so a unit always comes
-to the same place: unit number i to place i % (prefetch + 1), the root and those that are kept to places of their own.
+to the same place. Unit number i goes to place i % (prefetch + 1), the root and kept ones go to places of their own.
 In forward and backward order the next ``prefetch`` units are then in other places than the one in use. A unit with a
 place in use by another one (modules that use each other's parameters) gets a place of its own, and keeps it from the
 next step on. What it did in its old one before is undone there in backward (``place_of``, ``return_to``).
@@ -184,7 +184,7 @@ class DeviceMemory(UnitMemory):
 
     @staticmethod
     def _passed(unit: Unit) -> bool:
-        """Return True if backward has come from the unit to another one: some of its gradients are not there, but
+        """Return True if backward has come from the unit to another one. Some of its gradients are not there, but
         nothing of its own is left to do, as nothing ran inside of its forward (see hooks.py)."""
         return not unit.in_forward and not unit.surrounds and _in_backward()
 

@@ -1,6 +1,6 @@
 """FromDevices: units come to their places from shards that stay on the ranks' devices.
 
-A gather of what stays is one all_gather of ``peers``, in the order of the calls, so all ranks must use their
+A gather of what stays is one all_gather of ``peers``, in the order of the calls. All ranks must use their
 units in the same order, as on the CPU. Gradients, which ranks may start in another order beside them, go by another
 communicator. A gather comes after what torch's stream has been given when it is called, which includes what used the
 place before. Its end is waited for where the unit is wanted: the host until all ranks have called it, torch's stream

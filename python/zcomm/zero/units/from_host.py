@@ -1,6 +1,6 @@
 """FromHost: units come to a device from host memory or a swap file.
 
-Host memory that has a unit whole (world of one, or the one copy of the host's ranks) is copied: no gather at all, ranks
+Host memory that has a unit whole (world of one, or the one copy of the host's ranks) is copied. Without a gather, ranks
 may use their units in any order. Else each rank brings its shard, from memory or the swap file, into a slot of host
 memory on the gathering thread, as on the CPU, and the slot is copied.
 Thread rule: as UnitLife; ``_gather_to`` on the gathering thread.

@@ -1,7 +1,7 @@
 """Slots: memory that units of stage 3 are gathered into, one at a time.
 
 A slot is filled at addresses of its own and shown at those of its unit, by a second mapping of its pages. Where the
-system can, that mapping is kept aside while no unit is whole in the slot: moving it takes microseconds, making it anew
+system can, that mapping is kept aside while no unit is whole in the slot. Moving it takes microseconds, making it anew
 some work for each page.
 Invariant: whatever ``show`` or ``hide`` was interrupted in, ``hide`` leaves nothing shown, and ``show`` the slot.
 Thread rule: ``show`` and ``hide`` on the main thread; ``flat`` on any.

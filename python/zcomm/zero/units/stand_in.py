@@ -1,7 +1,7 @@
 """Stand-ins: parameters without memory, of their true shape, that no operation passes in silence.
 
 [Note: stand-ins] A parameter of stage 3 by units has its elements on all ranks together. While its module does not run,
-its class is a ``ShardedParameter``, and its memory one NaN that is expanded to the true shape: code that asks only for
+its class is a ``ShardedParameter``, and its memory one NaN that is expanded to the true shape. Code that asks only for
 metadata is answered, code that asks for addresses gets an error, and code that goes around torch's dispatch reads NaN
 and cannot write. ``.data`` and ``.detach()`` give ``ShardedData``, which stands for the same elements, for code that
 goes around ``__torch_function__`` (torch.func), too. An operation is one of:
