@@ -5,7 +5,11 @@ copies it into the bucket's slot, and leaves a stand-in ([Note: p.grad]). When a
 before it in the launch order have been launched, its transport starts to add this rank's shard of the ranks' average
 to the accumulator. Slots form a fixed ring ([Note: slots]): a gradient of a bucket without a slot is kept until the
 bucket's turn comes. The launch order (last bucket first) is the same on all ranks, whatever order autograd finishes in.
-Parameters that backward did not reach count as zero.
+Parameters that backward did not reach count as zero. The path, file by file:
+- here ``_hook``, ``_arrived``: from torch's hook to the bucket; program_grads.py: takes p.grad, leaves the stand-in
+- a transport (host.py, pinned.py, peers.py) ``put``: into the slot, or (kept.py) left where autograd put it
+- here ``_launch_complete``; the transport's ``start``: an asynchronous reduce_scatter adds to its accumulators
+- accumulators.py: what a step reads; local_sums.py, values.py: what waits on this rank, and how a program reads it
 
 [Note: arrivals] One pass can reach a parameter several times, where backward passes run inside of it (reentrant
 checkpoints with a weight in common). A bucket takes the first arrival. Later ones are added up in fp32 (``local``), as
@@ -174,11 +178,14 @@ class GradientReducer:
         if self._adds_local and self.local.sums:  # now: what waited before this arrival
             grad = self.local.take(index, grad if grad is None else self.values.dense(index, grad))
         if grad is not None:
-            self._early[index], grad = grad, None
-        if self._position[bucket] < self._launched + self._slot_count:  # it has a slot
+            self._early[index], grad = grad, None  # the only reference: it is freed as soon as it is in the slot
+        if self._has_slot(bucket):
             self._collect(index)
         if self._overlap:
             self._launch_complete()
+
+    def _has_slot(self, bucket: int) -> bool:
+        return self._position[bucket] < self._launched + self._slot_count
 
     def _arrived_locally(self, index: int, grad: torch.Tensor | None) -> None:
         task = torch._C._current_graph_task_id()
@@ -336,7 +343,11 @@ class GradientReducer:
 
 
 def _is_nested() -> bool:
-    """Return True if an ``autograd.Function`` has called the backward pass that runs."""
+    """Return True if an ``autograd.Function`` has called the backward pass that runs.
+
+    torch has no call that tells: names of its frames are compared. With a torch of other names each reentrant
+    checkpoint would count as a pass, and ``step()`` with grad_accum > 1 would raise.
+    """
     frame, in_backward = sys._getframe(1), False
     while (up := frame.f_back) is not None:
         frame = up

@@ -114,7 +114,7 @@ class DeviceMemory(UnitMemory):
         self._places |= {unit.index: self._ring_place(unit.nbytes) for unit in self.units if unit.keep}
         self._all_places = list({id(place): place for place in self._places.values()}.values())
         for unit in self.units:
-            self._plan.show(unit, self._places[unit.index].flat)
+            self._plan.make_views(unit, self._places[unit.index].flat)
 
     def _ring_place(self, nbytes: int) -> Place:
         """Make one that is there from the beginning. Collective where ranks reach each other's."""
@@ -130,7 +130,7 @@ class DeviceMemory(UnitMemory):
 
     def _put(self, unit: Unit, place: Place) -> None:
         self._places[unit.index] = place
-        self._plan.show(unit, place.flat)
+        self._plan.make_views(unit, place.flat)
 
     def place_of(self, unit: Unit) -> object:
         return self._places[unit.index]
@@ -221,7 +221,7 @@ class DeviceMemory(UnitMemory):
         for filler in self.fillers:
             filler.give_up()
 
-    def show(self, unit: Unit) -> None:
+    def map(self, unit: Unit) -> None:
         self._used.add(unit.index)
 
     def give_back(self, unit: Unit) -> None:

@@ -3,7 +3,7 @@
 [Note: unit addresses] Every unit has fixed addresses in a reserved range and no memory behind them. It is gathered into
 a slot of a small ring, which is then mapped behind the unit's addresses. Views that autograd saved in forward point to
 the unit's own addresses, so they are right again in backward, where the unit has been gathered anew.
-Thread rule: as UnitLife; ``_gather`` on the gathering thread.
+Thread rule: as UnitLife; ``_fill`` on the gathering thread.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class HostMemory(UnitMemory):
         self._reserve()
         self._allocate()
         for unit in self.units:
-            plan.show(unit, tensor_of(self._range.memory(unit.offset, unit.nbytes), plan.dtype))
+            plan.make_views(unit, tensor_of(self._range.memory(unit.offset, unit.nbytes), plan.dtype))
 
     def _reserve(self) -> None:
         self._slot_nbytes = max((unit.nbytes for unit in self.units if not unit.keep), default=0)
-        table = _core.table_nbytes()  # at multiples of it slots are shown and hidden fastest; addresses cost nothing
+        table = _core.table_nbytes()  # at multiples of it slots are mapped fastest; addresses cost nothing
         rooms = [_rounded_up(unit.nbytes if unit.keep else self._slot_nbytes, table) for unit in self.units]
         *offsets, end = accumulate(rooms, initial=0)
         for unit, offset in zip(self.units, offsets, strict=True):
@@ -113,11 +113,11 @@ class HostMemory(UnitMemory):
             add_remedy(error)
             raise
 
-    def show(self, unit: Unit) -> None:
-        self._slot(unit).show(self._range, unit.offset)
+    def map(self, unit: Unit) -> None:
+        self._slot(unit).map(self._range, unit.offset)
 
     def give_back(self, unit: Unit) -> None:
-        self._slot(unit).hide(self._range, unit.offset)
+        self._slot(unit).unmap(self._range, unit.offset)
         unit.state, unit.stale = UnitState.SHARDED, False
         if not unit.keep:
             self.free.append(unit.slot)

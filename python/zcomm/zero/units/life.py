@@ -1,8 +1,12 @@
 """UnitLife: which units are whole, and when.
 
-[Note: unit life] Parameters live as shards; a unit is whole only around its use. ``ensure`` gathers it: its memory
-(memory.py) takes what is not in use and is filled, and the parameters become views of it. A unit that is not in use
-keeps its memory until another needs it; then its parameters become stand-ins (weights.py).
+[Note: unit life] Parameters live as shards; a unit is whole only around its use. A unit that is not in use keeps its
+memory until another needs it (``drop``). The calls around a use, in order:
+- hooks.py, before a module runs: ``use``, and in it ``ensure``
+- ``memory.take``: memory that is not in use; ``memory.fill``: asks the gathering thread, or copies; so far a prefetch
+- ``memory.wait``, ``memory.map``: the unit is behind its addresses
+- ``weights.attach``, ``weights.make_plain``: the parameters are views of it, and ordinary ones
+- hooks.py, after the module: ``weights.make_stand_ins``; ``drop`` with ``weights.detach``, ``memory.give_back``
 
 An interrupt may come between any two lines of this. A unit is in ``_changing`` while its state and its memory may
 disagree. What an interrupt has left there is SHARDED anew by the next ``ensure``. While the host waits for a gathering
@@ -59,14 +63,16 @@ class UnitLife:
         if self._changing:
             self._recover()
         self.memory.end_edits()
-        if self._is_there(unit):
+        if unit.state is UnitState.GATHERED and unit.stale:
+            self.drop(unit)  # only here, where it comes again at once: graphs that are alive may have views of it
+        if unit.state is UnitState.GATHERED or self.is_held(unit):
             return
         if unit.state is UnitState.SHARDED and not self._start(unit, must=True):
             self.memory.add(unit)
             self._start(unit, must=True)
         self.memory.wait(unit)
         self._changing[unit.index] = unit
-        self.memory.show(unit)
+        self.memory.map(unit)
         unit.state = UnitState.GATHERED
         self._changing.pop(unit.index, None)
 
@@ -83,13 +89,6 @@ class UnitLife:
                 self._changing[unit.index] = unit
                 unit.gathering = None
             del gathering  # its error has this frame: together they would keep everything alive
-
-    def _is_there(self, unit: Unit) -> bool:
-        """Return True if ``ensure`` has nothing to do. What was gathered before an edit is given up here, where it
-        comes again at once: graphs that are alive may have views of it."""
-        if unit.state is UnitState.GATHERED and unit.stale:
-            self.drop(unit)
-        return unit.state is UnitState.GATHERED or self.is_held(unit)
 
     def is_held(self, unit: Unit) -> bool:
         """Return True if all parameters of the unit are whole copies: nothing to gather."""
@@ -148,16 +147,16 @@ class UnitLife:
 
     def show_or_hide(self, unit: Unit) -> None:
         """Make the unit's parameters ordinary ones when a use has begun, and stand-ins when it has ended."""
-        if unit.shown is unit.idle or unit.parted:
+        if unit.plain is unit.idle or unit.parted:
             if unit.idle:
-                self.weights.hide(unit)
+                self.weights.make_stand_ins(unit)
             elif unit.attached or self.is_held(unit):
-                self.weights.show(unit)
+                self.weights.make_plain(unit)
 
     def reached(self, unit: Unit, param: nn.Parameter) -> None:
         """Hide ``param`` once its gradient is there: hooks of the program do not act on the gathered copy."""
         if not unit.in_forward and id(param) not in self.held:
-            self.weights.hide_one(param)
+            self.weights.make_stand_in(param)
             unit.parted = True
 
     def use(self, unit: Unit) -> None:

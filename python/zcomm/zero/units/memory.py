@@ -57,7 +57,7 @@ class UnitPlan:
             units.append(Unit(index, choice, buckets, nbytes))
         return units
 
-    def show(self, unit: Unit, flat: torch.Tensor) -> None:
+    def make_views(self, unit: Unit, flat: torch.Tensor) -> None:
         """Let the unit's parameters be views of ``flat``."""
         unit.span = (flat.data_ptr(), flat.data_ptr() + unit.nbytes)
         unit.views = [
@@ -121,7 +121,7 @@ class UnitMemory(ABC):
         """Leave the other ranks: what they were to bring does not come."""
 
     @abstractmethod
-    def show(self, unit: Unit) -> None:
+    def map(self, unit: Unit) -> None:
         """Put the unit's memory, which has been filled, behind its addresses."""
 
     @abstractmethod

@@ -1,10 +1,10 @@
 """Slots: memory that units of stage 3 are gathered into, one at a time.
 
-A slot is filled at addresses of its own and shown at those of its unit, by a second mapping of its pages. Where the
+A slot is filled at addresses of its own and mapped at those of its unit, by a second mapping of its pages. Where the
 system can, that mapping is kept aside while no unit is whole in the slot. Moving it takes microseconds, making it anew
 some work for each page.
-Invariant: whatever ``show`` or ``hide`` was interrupted in, ``hide`` leaves nothing shown, and ``show`` the slot.
-Thread rule: ``show`` and ``hide`` on the main thread; ``flat`` on any.
+Invariant: whatever ``map`` or ``unmap`` was interrupted in, ``unmap`` leaves nothing mapped, and ``map`` the slot.
+Thread rule: ``map`` and ``unmap`` on the main thread; ``flat`` on any.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class _Mapping(enum.Enum):
     """Place of the second mapping."""
 
     ASIDE = "kept for the next unit"
-    SHOWN = "behind a unit's addresses"
+    MAPPED = "behind a unit's addresses"
     UNKNOWN = "there is none yet, or it was on its way"
 
 
@@ -41,7 +41,7 @@ class Slot:
         """Its first ``nbytes``, at its own addresses."""
         return tensor_of(self._memory, torch.uint8)[self._begin : self._begin + nbytes].view(dtype)
 
-    def show(self, addresses: _core.AddressRange, offset: int) -> None:
+    def map(self, addresses: _core.AddressRange, offset: int) -> None:
         """Map all of it at ``offset``."""
         if self._aside is None:
             self._map(addresses, offset)
@@ -50,11 +50,11 @@ class Slot:
             self._map(self._aside, 0)
         self._mapping = _Mapping.UNKNOWN
         addresses.take(offset, self._aside, 0, self._nbytes)
-        self._mapping = _Mapping.SHOWN
+        self._mapping = _Mapping.MAPPED
 
-    def hide(self, addresses: _core.AddressRange, offset: int) -> None:
-        """Unmap what was shown there."""
-        if self._aside is None or self._mapping is not _Mapping.SHOWN:
+    def unmap(self, addresses: _core.AddressRange, offset: int) -> None:
+        """Unmap what was mapped there."""
+        if self._aside is None or self._mapping is not _Mapping.MAPPED:
             addresses.unmap(offset, self._nbytes)
             return
         self._mapping = _Mapping.UNKNOWN
@@ -62,7 +62,7 @@ class Slot:
         self._mapping = _Mapping.ASIDE
 
     def forget(self, addresses: _core.AddressRange, offset: int) -> None:
-        """Show nothing at ``offset``, whatever an interrupt has left."""
+        """Map nothing at ``offset``, whatever an interrupt has left."""
         self._mapping = _Mapping.UNKNOWN
         addresses.unmap(offset, self._nbytes)
 

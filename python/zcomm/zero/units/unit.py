@@ -42,8 +42,8 @@ class Unit:
         self.in_forward = 0
         self.in_backward = False
         self.attached = False  # whether the parameters have its memory
-        self.shown = False  # whether they are ordinary ones
-        self.parted = False  # shown, but for some
+        self.plain = False  # whether they are ordinary ones
+        self.parted = False  # plain, but for some
         self.edits = 0  # changes of weights by the program when its gathering was asked for
         self.stale = False  # it was gathered before a weight was changed from outside
         self.surrounds = False  # another unit ran inside of its forward

@@ -3,9 +3,9 @@
 [Note: plain and sharded] Two things of a parameter change, for all of a unit at once. Its data is a view of the unit's
 addresses from the unit's use in a pass until the unit loses its memory, else the hollow tensor (``attach``,
 ``detach``). Its class is its own one while a module of the unit runs forward or backward, or while it is held
-(GatheredParameters); else that of a stand-in (``show``, ``hide``). So forward, compiled code and autograd see ordinary
-parameters, and what a program does between passes is seen by the stand-in, also where the unit is still whole. In use,
-"its own class" is a subclass of it, with which ``hide`` sees changes by ``.data``, too.
+(GatheredParameters); else that of a stand-in (``make_plain``, ``make_stand_ins``). So forward, compiled code and
+autograd see ordinary parameters, and what a program does between passes is seen by the stand-in, also where the unit is
+still whole. In use, "its own class" is a subclass of it, with which ``make_stand_ins`` sees changes by ``.data``, too.
 Thread rule: as UnitLife.
 """
 
@@ -43,7 +43,7 @@ def _hollow(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torc
 def _class_in_use(own: Any) -> type:
     """Make the class of parameters of class ``own`` while a module that has them runs.
 
-    Its ``data`` shares the version counter, as ``detach()`` does, so that no change passes ``hide`` unseen.
+    Its ``data`` shares the version counter, as ``detach()`` does, so that no change passes ``make_stand_ins`` unseen.
     """
 
     def get_data(param: Any) -> torch.Tensor:
@@ -105,7 +105,7 @@ class UnitWeights:
         self._edit: Callable[[int, Act], None] | None = None
         self._stamps = [0] * len(params)
         self._entries_of: dict[int, list[_Entry]] = {}  # by number of the unit
-        self._shown: dict[int, list[tuple[int, int]]] = {}  # the same: versions and addresses as they were shown
+        self._made_plain: dict[int, list[tuple[int, int]]] = {}  # the same: versions and addresses as they became plain
         self._warned = False
         self.aside: set[int] = set()  # numbers of parameters that are ordinary ones of another dtype for now
         self.edits = 0
@@ -156,25 +156,25 @@ class UnitWeights:
 
     def detach(self, unit: Unit) -> None:
         """Take the memory from the unit's parameters, and make them stand-ins."""
-        self._shown.pop(unit.index, None)
+        self._made_plain.pop(unit.index, None)
         with _plain():
             for param, _, kind, hollow in self._entries(unit):
                 param.data = hollow
                 param.__class__ = kind
-        unit.shown = unit.attached = unit.parted = False  # last: it may be interrupted, and is called again then
+        unit.plain = unit.attached = unit.parted = False  # last: it may be interrupted, and is called again then
 
-    def show(self, unit: Unit) -> None:
+    def make_plain(self, unit: Unit) -> None:
         """Make the unit's parameters ordinary ones."""
-        unit.shown, unit.parted = True, False
+        unit.plain, unit.parted = True, False
         entries = self._entries(unit)
         for param, used, _, _ in entries:
             param.__class__ = used
-        self._shown[unit.index] = [(param._version, param.data_ptr()) for param, _, _, _ in entries]
+        self._made_plain[unit.index] = [(param._version, param.data_ptr()) for param, _, _, _ in entries]
 
-    def hide(self, unit: Unit) -> None:
+    def make_stand_ins(self, unit: Unit) -> None:
         """Make them stand-ins again. Raises: RuntimeError where the program has changed one meanwhile, which other
         ranks may have done in the same memory; a rank that is alone keeps the change."""
-        before, entries = self._shown.pop(unit.index, None), self._entries(unit)
+        before, entries = self._made_plain.pop(unit.index, None), self._entries(unit)
         values = []
         if before is not None and len(before) == len(entries):
             with _plain():
@@ -184,7 +184,7 @@ class UnitWeights:
                     values = [(entry[0], entry[0].detach().clone()) for entry, a, b in pairs if a != b]
         for param, _, kind, _ in entries:
             param.__class__ = kind
-        unit.shown = unit.parted = False
+        unit.plain = unit.parted = False
         for param, value in values:
             self._take_over(unit, param, value)
 
@@ -199,7 +199,7 @@ class UnitWeights:
         flat = value.reshape(-1)
         self.edit(param, lambda piece, elements: piece.copy_(flat[elements]))
 
-    def hide_one(self, param: nn.Parameter) -> None:
+    def make_stand_in(self, param: nn.Parameter) -> None:
         """Make one parameter a stand-in: its use has ended before the others'."""
         param.__class__ = self._kinds[self._own[self._numbers[id(param)]]]
 
@@ -210,10 +210,10 @@ class UnitWeights:
     def release(self, number: int, unit: Unit) -> torch.Tensor:
         """End ``hold``: return what the parameter's data is from now on."""
         param = self._params[number]
-        if unit.shown:
+        if unit.plain:
             param.__class__ = self._used[self._own[number]]
         else:
-            self.hide_one(param)
+            self.make_stand_in(param)
         if unit.attached:
             return next(view for other, view in unit.views if other is param)
         return self._hollows[number]
@@ -287,7 +287,7 @@ class UnitWeights:
             torch._dynamo.graph_break()  # type: ignore[no-untyped-call,unused-ignore]  # stand-ins are not traced
         held, lost = self.life.held, []
         for unit in units:
-            if unit.shown or not unit.idle:
+            if unit.plain or not unit.idle:
                 continue
             for param, view in unit.views:
                 if id(param) in held:

@@ -1,4 +1,4 @@
-"""Slots of stage 3: shown at a unit's addresses, hidden again, whatever that is interrupted in."""
+"""Slots of stage 3: mapped at a unit's addresses, unmapped again, whatever that is interrupted in."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def addresses() -> _core.AddressRange:
     return _core.AddressRange(2 * _core.table_nbytes())
 
 
-def is_shown(slot: Slot, addresses: _core.AddressRange, offset: int) -> bool:
+def is_behind(slot: Slot, addresses: _core.AddressRange, offset: int) -> bool:
     there, here = tensor_of(addresses.memory(offset, NBYTES), torch.uint8), slot.flat(NBYTES, torch.uint8)
     here[::PAGE] += 1
     there[1::PAGE] += 3
@@ -58,13 +58,13 @@ def is_mapped(addresses: _core.AddressRange, offset: int) -> bool:
 def test_shown_and_hidden(slot: Slot, addresses: _core.AddressRange) -> None:
     for offset in (*OFFSETS, *OFFSETS):
         assert not is_mapped(addresses, offset)
-        slot.show(addresses, offset)
-        assert is_shown(slot, addresses, offset)
-        slot.hide(addresses, offset)
-    slot.hide(addresses, OFFSETS[0])  # again
+        slot.map(addresses, offset)
+        assert is_behind(slot, addresses, offset)
+        slot.unmap(addresses, offset)
+    slot.unmap(addresses, OFFSETS[0])  # again
     assert not any(is_mapped(addresses, offset) for offset in OFFSETS)
-    slot.show(addresses, OFFSETS[1])
-    assert is_shown(slot, addresses, OFFSETS[1])
+    slot.map(addresses, OFFSETS[1])
+    assert is_behind(slot, addresses, OFFSETS[1])
 
 
 class Breaking:
@@ -88,17 +88,17 @@ class Breaking:
 def test_interrupts(slot: Slot, addresses: _core.AddressRange, after: bool) -> None:
     one, other = OFFSETS
     with pytest.raises(KeyboardInterrupt):
-        slot.show(Breaking(addresses, after), one)  # type: ignore[arg-type]
-    slot.hide(addresses, one)
+        slot.map(Breaking(addresses, after), one)  # type: ignore[arg-type]
+    slot.unmap(addresses, one)
     assert not is_mapped(addresses, one)
-    slot.show(addresses, other)
-    assert is_shown(slot, addresses, other)
+    slot.map(addresses, other)
+    assert is_behind(slot, addresses, other)
 
     plain, slot._aside = slot._aside, Breaking(slot._aside, after)  # type: ignore[assignment]
     with pytest.raises(KeyboardInterrupt):
-        slot.hide(addresses, other)
+        slot.unmap(addresses, other)
     slot._aside = plain
-    slot.hide(addresses, other)
+    slot.unmap(addresses, other)
     assert not is_mapped(addresses, other)
-    slot.show(addresses, one)
-    assert is_shown(slot, addresses, one)
+    slot.map(addresses, one)
+    assert is_behind(slot, addresses, one)

@@ -123,7 +123,7 @@ def test_a_gathered_unit_costs_no_work_for_each_page(tmp_path: Path) -> None:
     zcomm.shutdown()
 
 
-@pytest.mark.parametrize("method", ["show", "hide"])
+@pytest.mark.parametrize("method", ["map", "unmap"])
 @pytest.mark.parametrize("after", [False, True])
 def test_interrupted_forward_runs_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, after: bool
