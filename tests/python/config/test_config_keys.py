@@ -248,7 +248,7 @@ REFUSED = [
     ("csv_monitor", {"enabled": True}, "zcomm does not log to CSV files; remove the section and log in your loop"),
     ("comms_logger", {"enabled": True}, "zcomm.profile shows them"),
     ("flops_profiler", {"enabled": True}, "zcomm.profile shows where time goes"),
-    ("autotuning", {"enabled": True}, "zcomm plan says what fits"),
+    ("autotuning", {"enabled": True}, "zcomm plan lists what fits"),
     ("elasticity", {"enabled": True}, "a checkpoint loads at any world size"),
     ("compression_training", {"enabled": True}, "there is none"),
     ("data_efficiency", {"enabled": True}, "there is none"),
