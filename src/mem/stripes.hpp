@@ -1,9 +1,8 @@
-// Stripes: where the tiles of a key lie on several drives. Pure arithmetic, no I/O.
+// Stripes: where the stripes of a key lie on several drives. Pure arithmetic, no I/O.
 //
-// A key is cut into tiles of `tile_nbytes`. Tile t lies on drive (first + t) % drives, and the tiles of one drive lie
-// together in one extent there. The next key begins on the drive after the last one's, so that keys of a single tile
-// spread too. With one drive a key is one extent.
-// Thread rule: the owner's lock; locate() is pure.
+// A key is cut into stripes of `stripe_nbytes`. Stripe t lies on drive (first + t) % drives, and the stripes of one
+// drive lie together in one extent there. The next key begins on the drive after the last one's, so that keys of a
+// single stripe spread too. With one drive a key is one extent. Thread rule: the owner's lock; locate() is pure.
 #pragma once
 
 #include <cstddef>
@@ -16,8 +15,8 @@ namespace zcomm::mem {
 
 /// The extents of one key.
 struct Place {
-  std::size_t first = 0;               ///< drive of its first tile
-  std::vector<std::uint64_t> offsets;  ///< per drive; of no meaning where the key has no tile
+  std::size_t first = 0;               ///< drive of its first stripe
+  std::vector<std::uint64_t> offsets;  ///< per drive; of no meaning where the key has no stripe
 };
 
 struct Location {
@@ -27,7 +26,7 @@ struct Location {
 
 class Stripes {
  public:
-  Stripes(std::size_t drives, std::size_t tile_nbytes) : tile_nbytes_(tile_nbytes), extents_(drives) {}
+  Stripes(std::size_t drives, std::size_t stripe_nbytes) : stripe_nbytes_(stripe_nbytes), extents_(drives) {}
 
   Place take(std::size_t nbytes);
   /// Gives back what take(nbytes) returned.
@@ -38,11 +37,11 @@ class Stripes {
 
   /// Bytes of a key of `nbytes` that lie on `drive`.
   std::uint64_t share(const Place& place, std::size_t drive, std::size_t nbytes) const;
-  /// Where byte `begin` of a key lies; what follows lies behind it up to the next multiple of `tile_nbytes`.
-  static Location locate(const Place& place, std::uint64_t begin, std::size_t tile_nbytes);
+  /// Where byte `begin` of a key lies; what follows lies behind it up to the next multiple of `stripe_nbytes`.
+  static Location locate(const Place& place, std::uint64_t begin, std::size_t stripe_nbytes);
 
  private:
-  const std::size_t tile_nbytes_;
+  const std::size_t stripe_nbytes_;
   std::size_t next_ = 0;
   std::vector<Extents> extents_;
 };

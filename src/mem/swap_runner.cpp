@@ -207,7 +207,7 @@ Block SwapRunner::block_of(const SwapOperation& operation, std::size_t index) co
   return block_at(index, operation.entry->nbytes, target_.block_nbytes, target_.alignment);
 }
 
-/// A block lies on one drive: block and tile have the same size.
+/// A block lies on one drive: block and stripe have the same size.
 Location SwapRunner::location(const SwapOperation& operation, std::size_t begin) const {
   return Stripes::locate(operation.entry->place, begin, target_.block_nbytes);
 }
@@ -243,18 +243,22 @@ bool SwapRunner::retry(Slot& slot) {
 }
 
 void SwapRunner::complete(Slot& slot, std::int64_t result) {
-  if (std::exception_ptr error; advance(slot, result, error)) {
-    if (error) {
-      fail(*slot.operation, std::move(error));
-    } else {
+  std::exception_ptr error;
+  switch (advance(slot, result, error)) {
+    case Advance::again:
+      return;
+    case Advance::moved:
       finish_block(slot);
-    }
-    release(slot);
+      break;
+    case Advance::failed:
+      fail(*slot.operation, std::move(error));
+      break;
   }
+  free_slot(slot);
 }
 
-/// Takes in one result. False: the rest of the block goes out again. True: it is whole, or `error` has what is wrong.
-bool SwapRunner::advance(Slot& slot, std::int64_t result, std::exception_ptr& error) {
+/// Takes in one result. failed: `error` has what is wrong.
+SwapRunner::Advance SwapRunner::advance(Slot& slot, std::int64_t result, std::exception_ptr& error) {
   const bool write = slot.operation->write;
   const std::size_t remaining = slot.io_nbytes - slot.moved;
   const auto message = [&](const auto&... why) {
@@ -262,25 +266,25 @@ bool SwapRunner::advance(Slot& slot, std::int64_t result, std::exception_ptr& er
   };
   const auto failure = [&](int code, const auto&... why) {
     error = std::make_exception_ptr(SystemError(code, message(why...), path_of(location(slot))));
-    return true;
+    return Advance::failed;
   };
   const auto damage = [&](const auto&... why) {
     error = std::make_exception_ptr(DataCorrupt(EIO, message(why...), path_of(location(slot))));
-    return true;
+    return Advance::failed;
   };
   if (result < 0 && result != -EAGAIN && result != -EINTR) {
     const int code = static_cast<int>(-result);
     return failure(code, std::strerror(code), " (errno ", code, ")");
   }
   if (result > 0 && static_cast<std::uint64_t>(result) > remaining) return failure(EIO, result, " bytes reported");
-  if (result == static_cast<std::int64_t>(remaining)) return true;
+  if (result == static_cast<std::int64_t>(remaining)) return Advance::moved;
   if (result == 0 && !write) return damage("unexpected end of file");
   if (result > 0) {
     const std::size_t aligned = static_cast<std::size_t>(result) / target_.alignment * target_.alignment;
     slot.moved += aligned;
     if (aligned > 0) slot.retries = 0;
   }
-  if (retry(slot)) return false;
+  if (retry(slot)) return Advance::again;
   if (result > 0 && !write) return damage("the file ends ", result, " bytes further on");
   const int code = result < 0 ? static_cast<int>(-result) : EIO;
   return failure(code, "no progress in ", kMaxRetries, " tries, the last returned ", result, " (errno ", code, ")");
@@ -316,19 +320,19 @@ void SwapRunner::check_one() {
                                           std::hex, ", crc32c 0x", is, " instead of 0x", known),
                                      path_of(at))));
   }
-  end_of(*operation);
+  end_part(*operation);
 }
 
-void SwapRunner::release(Slot& slot) {
+void SwapRunner::free_slot(Slot& slot) {
   SwapOperation& operation = *slot.operation;
   meters_[operation.write ? 1 : 0].end(Clock::now());
   slot.operation = nullptr;
   free_.push_back(&slot);
-  end_of(operation);
+  end_part(operation);
 }
 
-/// A block or a checksum of it is done with.
-void SwapRunner::end_of(SwapOperation& operation) {
+/// A block has moved, or has been summed.
+void SwapRunner::end_part(SwapOperation& operation) {
   --operation.in_flight;
   end_if_done(operation);
 }

@@ -10,8 +10,12 @@
 // a virtual drive more (docs/internals/measurements.md); only where few requests are in flight it is made there, so
 // that a lone write does not wait for it. An operation ends when all of its blocks have moved and are summed.
 // [Note: reads first] Blocks of reads go before blocks of writes, down to the single block; every kReadsPerWrite-th is
-// a write while one waits, so that write-back goes on under any load of reads. Thread rule: start(), stop() and
-// counters() from outside; everything else runs on the I/O thread.
+// a write while one waits, so that write-back goes on under any load of reads.
+// [Note: life of a block] step() runs these in order: fill() takes finished slots (again_) and new ones (next_slot(),
+// prepare()) to the engine; complete() takes one result: advance() says whether the block has moved, failed or goes
+// again; finish_block() copies a bounced read out and owes a checksum (owe_check(), check_one()); free_slot(). Each
+// part of an operation ends in end_part(), the last one in end_if_done(), which gives the operation back to the queue.
+// Thread rule: start(), stop() and counters() from outside; everything else runs on the I/O thread.
 #pragma once
 
 #include <array>
@@ -116,13 +120,15 @@ class SwapRunner {
   std::byte* buffer_of(const Slot& slot) const;
   void provide_bounce(Slot& slot);
   void complete(Slot& slot, std::int64_t result);
-  bool advance(Slot& slot, std::int64_t result, std::exception_ptr& error);
+  /// What one result means for its block: the rest goes out again, it has moved, or it has failed.
+  enum class Advance { again, moved, failed };
+  Advance advance(Slot& slot, std::int64_t result, std::exception_ptr& error);
   bool retry(Slot& slot);
   void finish_block(Slot& slot);
   void owe_check(SwapOperation& operation, std::size_t index);
   void check_one();
-  void end_of(SwapOperation& operation);
-  void release(Slot& slot);
+  void end_part(SwapOperation& operation);
+  void free_slot(Slot& slot);
   void fail(SwapOperation& operation, std::exception_ptr error);
   void end_if_done(SwapOperation& operation);
   Block block_of(const SwapOperation& operation, std::size_t index) const;

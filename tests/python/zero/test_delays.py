@@ -103,7 +103,7 @@ def lag_hooks() -> None:
     sleepy(UnitStore, ["publish"], clock)
     sleepy(UnitHooks, ["_begin", "_end_backward"], clock)
     sleepy(HostStore, ["load"], clock)
-    sleepy(SwappedState, ["_read", "_write", "_wait_slot", "_take"], clock)
+    sleepy(SwappedState, ["_read", "_write", "_wait_written", "_take"], clock)
     sleepy(ShardState, ["_step_tile"], clock)
 
 

@@ -1,6 +1,7 @@
 """Optimizer state on NVMe: spans of tiles READ -> step -> WRITE through a ring of windows, reads running ahead.
 
-[Note: swapped step] A span is SPAN_TILES tiles of a shard: one key of the swap file, one window, one call of the rule.
+[Note: swapped step] A tile is TILE_COUNT elements with all of their state (layout/tiles.py). A span is SPAN_TILES tiles
+of a shard: one key of the swap file, one call of the rule. A window is pinned memory for one span.
 Swapped span i uses window i % WINDOWS. Half of the windows read ahead, the others write back, so that 16 MiB of each
 are on their way (fp32 Adam). The last writes go on while the next forward runs; the window's next read waits for them.
 Updates alternate their direction. The next one begins with the spans that the last one left in the windows: these
@@ -40,7 +41,7 @@ def place(counts: Sequence[int], tiers: Sequence[str], fraction: float) -> tuple
         for bucket, count in enumerate(counts)
         for part in cut(count, SPAN_TILES)
     ]
-    number, is_swapped = 0, []  # of those that could be there
+    number, is_swapped = 0, []  # of those that could be there; its share, rounded, grows by one: it is on NVMe
     for bucket, _, _ in spans:
         could = tiers[bucket] == "nvme"
         is_swapped.append(could and math.floor(number * fraction + 0.5) < math.floor((number + 1) * fraction + 0.5))
@@ -105,7 +106,8 @@ class SwappedState(ShardState):
         self._span_nbytes = -(-self.form.nbytes(largest) // _core.page_nbytes()) * _core.page_nbytes()
         windows = min(WINDOWS, len(self._swapped))
         memory = tensor_of(arena.allocate(windows * self._span_nbytes), torch.uint8) if windows else torch.empty(0)
-        self._writes: list[_core.Work | None] = [None] * windows  # first: dropped, waited for, before its memory is
+        # Before the windows: attributes are dropped in this order, and a dropped Work is waited for.
+        self._writes: list[_core.Work | None] = [None] * windows
         self._windows = list(memory.split(self._span_nbytes)) if windows else []
         self._holds = [-1] * windows  # swapped span that has its state in the window
         self._changed = [False] * windows  # and it is not what is on the drive
@@ -135,40 +137,40 @@ class SwappedState(ShardState):
 
     # --- one span ---------------------------------------------------------------------------------------------
 
-    def _slot(self, number: int) -> int:
+    def _window_index(self, number: int) -> int:
         return number % len(self._windows)
 
     def _window(self, number: int) -> torch.Tensor:
-        window: torch.Tensor = self._windows[self._slot(number)]
+        window: torch.Tensor = self._windows[self._window_index(number)]
         return window[: self.form.nbytes(self._swapped[number][2])]
 
-    def _wait_slot(self, slot: int) -> None:
+    def _wait_written(self, window: int) -> None:
         """Wait until no write of the window is pending, so that it may be changed."""
-        write, self._writes[slot] = self._writes[slot], None
+        write, self._writes[window] = self._writes[window], None
         self._wait(write)
 
     def _take(self, number: int) -> None:
         """Give the span a window of its own, with whatever is in it."""
-        slot = self._slot(number)
-        if self._holds[slot] == number:
+        index = self._window_index(number)
+        if self._holds[index] == number:
             return
-        if self._changed[slot]:
-            self._write(self._holds[slot])
-        self._wait_slot(slot)
-        self._holds[slot] = number
+        if self._changed[index]:
+            self._write(self._holds[index])
+        self._wait_written(index)
+        self._holds[index] = number
 
     def _read(self, number: int) -> _core.Work | None:
         """Start to read a swapped span once its window's last write is on disk; None: the window still holds it."""
-        if self._holds[self._slot(number)] == number:
+        if self._holds[self._window_index(number)] == number:
             return None
         self._take(number)
         window = self._window(number)
         return self._swap.read(self._keys[number], window.data_ptr(), window.nbytes)
 
     def _write(self, number: int) -> None:
-        slot, window = self._slot(number), self._window(number)
-        self._writes[slot] = self._swap.write(self._keys[number], window.data_ptr(), window.nbytes)
-        self._changed[slot] = False
+        index, window = self._window_index(number), self._window(number)
+        self._writes[index] = self._swap.write(self._keys[number], window.data_ptr(), window.nbytes)
+        self._changed[index] = False
         self._on_drive[number] = True
 
     def _locate(self, bucket: int, part: slice) -> tuple[Span, slice]:
@@ -191,17 +193,17 @@ class SwappedState(ShardState):
         else:
             self._take(number)
         if store:
-            self._wait_slot(self._slot(number))
+            self._wait_written(self._window_index(number))
         yield self._window(number)[inside]
         if store:
-            self._changed[self._slot(number)] = True
+            self._changed[self._window_index(number)] = True
             if inside.stop == self.form.nbytes(span[2]):  # tiles are changed in their order: this was the last one
                 self._write(number)
 
     def flush(self) -> None:
-        for slot, changed in enumerate(self._changed):
+        for index, changed in enumerate(self._changed):
             if changed:
-                self._write(self._holds[slot])
+                self._write(self._holds[index])
 
     def renew(self) -> None:
         """Spans are zeros, as at the start: after a failed write there is nothing to read."""
@@ -247,7 +249,7 @@ class SwappedState(ShardState):
                 continue
             self._wait(reads.popleft())
             number = self._numbers[span]
-            self._wait_slot(self._slot(number))
+            self._wait_written(self._window_index(number))
             self._step_span(shard, self._window(number), part)
             self._write(number)
             if numbers:
@@ -264,12 +266,12 @@ class SwappedState(ShardState):
             self._step_tile(shard, own, slice(span.start + part.start, span.start + part.stop))
 
     def _wait(self, work: _core.Work | None) -> None:
+        """Wait for a read or write. Where that fails, the windows are known to hold nothing but unwritten changes."""
         if work is not None:
             start = time.perf_counter()
             try:
                 work.wait()
             except BaseException:
-                # The windows' contents are unknown, but for those that are changed from outside of a step.
                 self._holds = [
                     number if changed else -1 for number, changed in zip(self._holds, self._changed, strict=True)
                 ]
