@@ -19,9 +19,9 @@ from typing import Any
 Record = dict[str, Any]
 
 ROOT = Path(__file__).resolve().parent.parent
-COLLECTIVES = "collectives-2026-11-21.jsonl"
-STEP = "zero_step-2026-11-22-third.jsonl"
-NVME_STEP = "zero_step-2026-11-23.jsonl"
+COLLECTIVES = "coll-2026-11-21.jsonl"
+STEP = "zero-step-2026-11-22.jsonl"
+NVME_STEP = "zero-step-2026-11-23.jsonl"
 SWAP = "swap-2026-11-22.jsonl"
 
 WIDTH, MARGIN, GUTTER = 920, 24, 36
