@@ -82,7 +82,7 @@ soak: setup ## 30 minutes of training, saves, edits, exceptions, signals and kil
 	$(BIN)/python bench/soak $(ARGS)
 
 bench-collectives: setup bench-cpp ## everything that the collectives must reach, with a verdict each (about 8 minutes)
-	bench/collectives $(ARGS)
+	bench/coll.py suite $(ARGS)
 
 # ---- checks ----
 test: setup test-cpp test-python ## C++ and Python tests (6 minutes on two cores after the build)

@@ -1,4 +1,4 @@
-"""The figures of finetune_llama.py (and of bench/offload): pure arithmetic, and two short measurements of the host.
+"""The figures of finetune_llama.py (and of bench/offload.py): pure arithmetic, and two short measurements of the host.
 
 [Note: figures] Seconds are of a step. *practicality* = step without offload / step with it. *overlap* = (Tc + Tm - T) /
 min(Tc, Tm): Tc forward and backward alone, Tm the longest of what offload adds (the CPU's pass over the state, copies,

@@ -1,1 +1,3 @@
-"""The collectives' bench: operations, buffers, roofs, peers, table and picture of `bench/allreduce_bw`."""
+"""Parts of `bench/coll.py`: operations, exact results, roofs, peers, one row, tables, and the goals' verdicts."""
+
+from __future__ import annotations

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-import model
 import zcomm
-from collective import roof
+from collective import model, roof
 from collective.measure import gather
 from collective.operations import OPERATIONS
+from harness.library import bench_library, bench_library_or_none
 from harness.timing import interleaved
 
 _FAR_NBYTES = 64 << 20
@@ -24,7 +24,7 @@ def calibrate(arguments: argparse.Namespace, sockets: roof.SocketRoof | None) ->
     world = zcomm.world_size()
 
     def seconds(nbytes: int) -> float:
-        calls, _ = roof.memory_roof(OPERATIONS["all_reduce"], nbytes, world, roof.bench_library_or_none())
+        calls, _ = roof.memory_roof(OPERATIONS["all_reduce"], nbytes, world, bench_library_or_none())
         return min(t.median for t in interleaved(calls, 7, 1, 2, zcomm.barrier, gather).values())
 
     barrier = interleaved({"barrier": zcomm.barrier}, 7, 100, 20, zcomm.barrier, gather)["barrier"].percentiles[0]
@@ -62,7 +62,7 @@ def _signal_s() -> float:
 
     It goes through the futex where ranks outnumber cores.
     """
-    library = roof.bench_library()
+    library = bench_library()
     if isinstance(library, str) or zcomm.world_size() < 2:
         return 0.0
     try:

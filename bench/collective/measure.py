@@ -11,9 +11,10 @@ import torch
 
 import zcomm
 from collective import check, roof
-from collective.arguments import TYPES
+from collective.flags import TYPES
 from collective.operations import OPERATIONS, Operation, zcomm_call
 from collective.peers import Peer
+from harness.library import bench_library_or_none
 from harness.timing import MIN_ROUNDS, PERCENTILES, Calls, Timing, interleaved
 
 Gather = Callable[[list[float]], list[list[float]]]
@@ -118,7 +119,7 @@ def measure(
     elif zcomm.init().device.type == "cuda":
         roofs, beside = roof.device_roof(case.operation, case.nbytes, case.world, zcomm.init().device), {}
     else:
-        roofs, beside = roof.memory_roof(case.operation, case.nbytes, case.world, roof.bench_library_or_none())
+        roofs, beside = roof.memory_roof(case.operation, case.nbytes, case.world, bench_library_or_none())
     settle = torch.cuda.synchronize if zcomm.init().device.type == "cuda" else None
     rounds = max(MIN_ROUNDS, min(arguments.iters, 21))
     inner = max(-(-arguments.iters // rounds), min(50, (1 << 20) // case.nbytes))

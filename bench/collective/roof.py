@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from collective.operations import Operation
-from harness.record import ROOT
 
 if TYPE_CHECKING:
     import torch
@@ -76,32 +75,3 @@ class SocketRoof:
         if self._ring:
             self._library.zcomm_bench_ring_close(self._ring)
             self._ring = None
-
-
-def bench_library() -> ctypes.CDLL | str:
-    """Return the library of bench/cpp, or why it is not there."""
-    path = ROOT / "build/bench/bench/cpp/libzcomm_bench_roofs.so"
-    if not path.exists():
-        return f"no {path.relative_to(ROOT)} (make bench-cpp builds it)"
-    library = ctypes.CDLL(str(path))
-    if not hasattr(library, "zcomm_bench_adam_stream_s"):  # the newest of its functions
-        return f"{path.relative_to(ROOT)} is older than this bench (make bench-cpp builds it)"
-    library.zcomm_bench_ring_listen.restype = ctypes.c_void_p
-    library.zcomm_bench_ring_connect.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.POINTER(ctypes.c_int),
-    ]
-    library.zcomm_bench_ring_run.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    library.zcomm_bench_ring_close.argtypes = [ctypes.c_void_p]
-    library.zcomm_bench_streaming_copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-    library.zcomm_bench_round_trip_s.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
-    library.zcomm_bench_round_trip_s.restype = ctypes.c_double
-    return library
-
-
-def bench_library_or_none() -> ctypes.CDLL | None:
-    library = bench_library()
-    return library if isinstance(library, ctypes.CDLL) else None

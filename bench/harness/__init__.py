@@ -1,1 +1,3 @@
-"""Parts that all benches share: starting ranks, timing variants interleaved, and describing the machine."""
+"""Parts that all benches share: ranks, timing in turn, records, goals, the device, and what else is installed."""
+
+from __future__ import annotations

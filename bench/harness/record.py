@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,28 @@ def machine() -> dict[str, Any]:
 def command_line() -> str:
     """Return this program as it was called, with the names of its files alone, without their folders."""
     return " ".join(Path(word).name if os.path.isabs(word) else word for word in sys.argv)
+
+
+class Results:
+    """Records of a run, kept in memory and written to STEM.jsonl as they come. append: of what STEM has, too."""
+
+    def __init__(self, stem: Path | None, append: bool = False) -> None:
+        kept = stem.with_suffix(".jsonl") if stem else None
+        self._stem = stem
+        self.records: list[dict[str, Any]] = []
+        if kept and append and kept.exists():
+            self.records = [json.loads(line) for line in kept.read_text(encoding="utf-8").splitlines()]
+        self._lines = JsonLines(str(kept) if kept else None, append)
+
+    def keep(self, record: dict[str, Any]) -> None:
+        """Add a record and write it."""
+        self.records.append(record)
+        self._lines.write(record)
+
+    def write_page(self, page_of: Callable[[list[dict[str, Any]]], str]) -> None:
+        """Write STEM.md; does nothing without a stem."""
+        if self._stem:
+            self._stem.with_suffix(".md").write_text(page_of(self.records), encoding="utf-8")
 
 
 class JsonLines:

@@ -1,1 +1,3 @@
-"""bench/adam: variants of an optimizer step, the exact result they are compared with, the roof, the printed table."""
+"""Parts of `bench/adam.py`: variants of an optimizer step, the exact result, the page, loss curves of small state."""
+
+from __future__ import annotations

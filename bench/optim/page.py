@@ -1,46 +1,36 @@
-"""The Markdown page and the verdicts of a run of bench/adam."""
+"""The Markdown page and the verdicts of a run of `bench/adam.py step`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from harness.goal import Verdict, judge, table
+
 Row = Mapping[str, Any]
-_MARKS = {True: "holds", False: "**misses**"}
 
 
-def verdicts(rows: Sequence[Row]) -> Iterator[tuple[str, str, str, str]]:
-    """Yield what was judged, its goal, the measured value and the mark."""
+def verdicts(rows: Sequence[Row]) -> Iterator[Verdict]:
+    """Yield the verdicts on all rows."""
     for row in rows:
         times, place = row["time_ms"], f"{row['kind']}, {row['count'] / 1e6:g}M"
         ours = times["zcomm"]
-
-        def judge(what: str, goal: float, measured: float, at_most: bool = False, place: str = place) -> Any:
-            good = measured <= goal if at_most else measured >= goal
-            return f"{place}: {what}", f"{'<=' if at_most else '>='} {goal}", f"{measured:.2f}", _MARKS[good]
-
         if row["kind"] in ("fp32, 1 tensor", "fp32, 100 tensors") and row["count"] <= 1_000_000:
-            yield judge("step / torch fused", 1.2, ours / times["torch_fused"], True)
+            yield judge(f"{place}: step / torch fused", "adam.small.of.torch", [ours / times["torch_fused"]])
         elif row["kind"] == "fp32, 1 tensor":
             if row["roof_ms"]:
-                yield judge("share of the stream roof", 0.93, row["roof_ms"] / ours)
-            yield judge("over torch fused", 1.0, times["torch_fused"] / ours)
+                yield judge(f"{place}: share of the stream roof", "adam.stream", [row["roof_ms"] / ours])
+            yield judge(f"{place}: over torch fused", "adam.over.torch", [times["torch_fused"] / ours])
             if "deepspeed" in times:
-                yield judge("over DeepSpeedCPUAdam", 1.15, times["deepspeed"] / ours)
+                yield judge(f"{place}: over DeepSpeedCPUAdam", "adam.over.deepspeed", [times["deepspeed"] / ours])
         elif row["kind"] == "bf16 weight and gradient":
             peer = "deepspeed" if "deepspeed" in times else "torch_fused"
-            yield judge(f"over {peer}'s cast + step + cast", 1.6, times[peer] / ours)
+            yield judge(f"{place}: over {peer}'s cast + step + cast", "adam.bf16", [times[peer] / ours])
         elif row["kind"] == "fp32 weight, small state":
-            for name, goal in (("zcomm_bf16_state", 1.35), ("zcomm_8bit_state", 1.6)):
-                if name in times:
-                    yield judge(f"{name} over own fp32", goal, ours / times[name])
-
-
-def table(titles: Sequence[str], cells: Iterator[Sequence[object]]) -> Iterator[str]:
-    yield f"| {' | '.join(titles)} |"
-    yield "|" + "---|" * len(titles)
-    for row in cells:
-        yield f"| {' | '.join(map(str, row))} |"
+            for name in ("bf16_state", "8bit_state"):
+                if f"zcomm_{name}" in times:
+                    faster = ours / times[f"zcomm_{name}"]
+                    yield judge(f"{place}: zcomm_{name} over own fp32", f"adam.{name}", [faster])
 
 
 def cells(rows: Sequence[Row]) -> Iterator[Sequence[object]]:
@@ -57,11 +47,11 @@ def page_of(about: Row, rows: Sequence[Row], skipped: Mapping[str, str]) -> str:
         f"# CPU Adam, {about['time'][:10]}",
         "",
         f"{about['cpu']}, {about['cores']} cores, kernel {about['kernel']}, torch {about['torch']}, zcomm "
-        f"{about['revision']}; {about['threads']} threads, pages: {about['pages']}. Written by `bench/adam`: medians "
-        f"of {about['rounds']} interleaved rounds. The stream roof reads p, g, m, v and writes p, m, v; GB/s counts "
-        "the bytes that a step cannot avoid.",
+        f"{about['revision']}; {about['threads']} threads, pages: {about['pages']}. Written by `bench/adam.py`: "
+        f"medians of {about['rounds']} interleaved rounds. The stream roof reads p, g, m, v and writes p, m, v; GB/s "
+        "counts the bytes that a step cannot avoid.",
         "",
-        *table(("what", "goal", "measured", ""), verdicts(rows)),
+        *table(("what", "goal", "measured", ""), (verdict.cells for verdict in verdicts(rows))),
         "",
         *(f"Skipped: {name}, {why}.\n" for name, why in skipped.items()),
         *table(("row", "elements", "variant", "ms", "GB/s", "share of the roof", "#wrong"), cells(rows)),

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from collective.peers import Absent
+from harness.peers import Absent
 from optim.reference import AdamW
 
 Tensors = list[torch.Tensor]
@@ -117,8 +117,6 @@ class Stream:
 
     def __init__(self, library: ctypes.CDLL, weight: torch.Tensor, grad: torch.Tensor, threads: int) -> None:
         self._call = library.zcomm_bench_adam_stream_s
-        self._call.restype = ctypes.c_double
-        self._call.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_size_t, ctypes.c_int, ctypes.c_int]
         self._state = torch.zeros(2, weight.numel())
         self._tensors = (weight, grad, self._state[0], self._state[1])
         self._threads = threads

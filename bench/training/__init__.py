@@ -1,1 +1,3 @@
-"""One step of training a GPT, by zcomm and by its peers, on the same data from the same weights."""
+"""Parts of `bench/zero.py`: a training step by zcomm and by its peers, overlap, the cost of a profile."""
+
+from __future__ import annotations

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from collective.peers import Absent
+from harness.peers import Absent, require_backend
 from training.gpt import make_batch, make_model
 
 Step = Callable[[], float]
@@ -101,14 +101,12 @@ def _ddp(backend: str, arguments: argparse.Namespace, batch: Any) -> Step:
     import torch
     import torch.distributed as dist
 
-    from collective.peers.torch_distributed import require_backend
-
     require_backend(backend)
     replica = torch.nn.parallel.DistributedDataParallel(
         make_model(arguments),
         process_group=dist.new_group(backend=backend),
         bucket_cap_mb=arguments.bucket_mb,
-        gradient_as_bucket_view=True,
+        gradient_as_bucket_view=not arguments.copy_gradients,
     )
     return _torch_step(replica, batch)
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from zcomm.cli.parser import Parser
 
-_PROGRAMS = {"swap": "swap_bw", "swapped-step": "swapped_step"}
+_PROGRAMS = {"swap": ("swap.py", "bandwidth"), "swapped-step": ("swap.py", "step")}
 
 
 def add_parser(commands: _SubParsersAction[Parser]) -> None:
@@ -27,8 +27,8 @@ def add_parser(commands: _SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "name",
         choices=_PROGRAMS,
-        help="swap: SwapFile beside the best fio (bench/swap_bw); swapped-step: AdamW with its state on a drive beside "
-        "the drive's and the RAM's roof (bench/swapped_step)",
+        help="swap: SwapFile beside the best fio (bench/swap.py bandwidth); swapped-step: AdamW with its state on a "
+        "drive beside the drive's and the RAM's roof (bench/swap.py step)",
     )
     parser.add_argument("args", nargs=argparse.REMAINDER, help="options of the bench itself; --help lists them")
     parser.set_defaults(command=command)
@@ -36,10 +36,11 @@ def add_parser(commands: _SubParsersAction[Parser]) -> None:
 
 def command(args: argparse.Namespace) -> int:
     """Run the bench and return its exit code."""
-    program = folder() / _PROGRAMS[args.name]
+    name, case = _PROGRAMS[args.name]
+    program = folder() / name
     if not program.exists():
         raise UserError(f"the benches are not here: they come with zcomm's source tree, as bench/{program.name}")
-    return subprocess.run([sys.executable, str(program), *args.args], check=False).returncode
+    return subprocess.run([sys.executable, str(program), case, *args.args], check=False).returncode
 
 
 def folder() -> Path:

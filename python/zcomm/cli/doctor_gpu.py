@@ -124,7 +124,7 @@ def _gpu(gpu: Gpu, own_cpus: frozenset[int]) -> Iterator[Finding]:
 def _pcie(gpu: Gpu, name: str) -> Iterator[Finding]:
     link = gpu.pcie
     if link.width is None or link.generation is None:
-        yield Finding("ok", f"{name} PCIe", "not told (usual in virtual machines); bench/pinned_copy measures it")
+        yield Finding("ok", f"{name} PCIe", "not told (usual in virtual machines); bench/offload.py copies measures it")
         return
     lanes = max(filter(None, (link.max_width, link.card_width)), default=link.width)
     best = link.max_generation or link.generation

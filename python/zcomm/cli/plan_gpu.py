@@ -134,6 +134,6 @@ def _notes(host: GpuHost, name: str, activations: int | None) -> None:
             f"{MFU:.0%} of {host.flops / 1e12:.0f} TFLOP/s: bytes per parameter x FLOP/s / (6 x bytes/s)"
         )
     if host.pcie_bps is None:
-        print("the PCIe link is not told here (usual in virtual machines): bench/pinned_copy measures it")
+        print("the PCIe link is not told here (usual in virtual machines): bench/offload.py copies measures it")
     if host.memory_bps is None:
         print("the host memory's rate is not known here: zcomm doctor --calibrate measures it")

@@ -19,8 +19,9 @@ COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_t
 
 
 def run(program: str, *flags: str, env: dict[str, str] | None = None, check: bool = True) -> str:
-    """Run a program of bench/, and return what it printed."""
-    command = [sys.executable, str(BENCH / program), *flags]
+    """Run a program (and its case, by a space) and return what it printed."""
+    name, *case = program.split()
+    command = [sys.executable, str(BENCH / name), *case, *flags]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=100, env={**os.environ, **(env or {})}, check=False
     )
@@ -117,15 +118,15 @@ def test_zero_step(tmp_path: Path) -> None:
     file = tmp_path / "zero.jsonl"
     small = ("--layers", "1", "--width", "16", "--heads", "2", "--context", "16", "--rounds", "7", "--warmup", "1")
     names = "none,zcomm-1,zcomm-3-nvme,ddp-gloo,fsdp2,deepspeed-1"
-    run("zero_step", *small, "--variants", names, "--nvme-path", str(tmp_path), "--json", str(file))
+    run("zero.py step", *small, "--variants", names, "--nvme-path", str(tmp_path), "--json", str(file))
     result = lines_of(file)[1]
     assert set(names.split(",")) - {"deepspeed-1"} <= result["step_ms"].keys()
     assert not any(result["wrong"].values()) and len(result["wrong"]) >= 4
     assert result["of_none"]["none"] == 1.0
     assert list(tmp_path.iterdir()) == [file]  # nothing stays on the drive
-    assert "zcomm-7: stage=7" in run("zero_step", *small, "--variants", "zcomm-7", check=False)
+    assert "zcomm-7: stage=7" in run("zero.py step", *small, "--variants", "zcomm-7", check=False)
     apart = ("--apart", "1", "--keep-heap", "--variants", "none,zcomm-2,deepspeed-9", "--json", str(file))
-    run("zero_step", *small, *apart)
+    run("zero.py step", *small, *apart)
     result = lines_of(file)[1]
     assert result["apart"] == 1 and result["of_none"].keys() == result["faults"].keys() == {"none", "zcomm-2"}
 
@@ -134,14 +135,14 @@ def test_overlap_and_profile_cost(tmp_path: Path) -> None:
     small = ("--layers", "1", "--width", "16", "--heads", "2", "--context", "16")
     file = tmp_path / "overlap.jsonl"
     if len(os.sched_getaffinity(0)) > 1:
-        run("overlap", *small, "--rounds", "7", "--warmup", "1", "--bucket-mb", "1,0.01", "--json", str(file))
+        run("zero.py overlap", *small, "--rounds", "7", "--warmup", "1", "--bucket-mb", "1,0.01", "--json", str(file))
         rows = lines_of(file)[1:]
         assert [row["computes"] for row in rows] == ["one", "one", "both", "both"]
         for whole, cut in (rows[:2], rows[2:]):
             assert whole["tail"] == 1.0 and cut["tail"] < 1.0 and whole["nbytes"] <= cut["nbytes"]
         assert all(row[f"{name}_ms"] > 0 for row in rows for name in ("compute", "communicate", "both"))
         assert [row.get("limit_ms", 0) > 0 for row in rows] == [True, True, False, False]
-    run("profile_cost", *small, "--rounds", "2", "--json", str(file))
+    run("zero.py profile", *small, "--rounds", "2", "--json", str(file))
     rows = lines_of(file)[1:]
     assert [row["stage"] for row in rows] == [2, 3] and all(row["spans_per_step"] > 5 for row in rows)
 
@@ -149,12 +150,28 @@ def test_overlap_and_profile_cost(tmp_path: Path) -> None:
 def test_ddp_step(tmp_path: Path) -> None:
     file = tmp_path / "ddp.jsonl"
     small = ("--width", "32", "--heads", "2", "--layers", "1", "--context", "16", "--rounds", "7", "--warmup", "1")
-    run("ddp_step", *small, "--json", str(file))
+    text = run("zero.py ddp", *small, "--json", str(file))
     result = lines_of(file)[-1]
-    assert result["kind"] == "ddp" and result["step_ms"].keys() >= {"none", "gloo"}
+    assert result["step_ms"].keys() >= {"none", "ddp-gloo"} and result["overhead_ms"]["none"] == 0.0
     assert all(value > 0 for value in result["step_ms"].values())
-    if "zcomm" in result["last_loss"]:  # the same steps on the same data
-        assert result["last_loss"]["zcomm"] == pytest.approx(result["last_loss"]["gloo"], abs=1e-5)
+    if "ddp-zcomm" in result["mean_loss"]:  # the same steps on the same data
+        assert result["mean_loss"]["ddp-zcomm"] == pytest.approx(result["mean_loss"]["ddp-gloo"], abs=1e-5)
+        overhead = result["overhead_ms"]
+        assert result["overhead_ratio"] == pytest.approx(overhead["ddp-zcomm"] / overhead["ddp-gloo"])
+        assert "overhead over zcomm / over gloo" in text
+
+
+def test_programs_list_their_cases() -> None:
+    for program, cases in (
+        ("coll.py", "suite, sweep, one-gpu"),
+        ("zero.py", "step, ddp, overlap, profile"),
+        ("swap.py", "bandwidth, step"),
+        ("adam.py", "step, curves"),
+        ("offload.py", "train, copies"),
+    ):
+        assert f"Cases: {cases}." in run(program, "--help")
+        assert f"unknown: use {cases}" in run(program, "unknown", check=False)
+    assert "--part" in run("coll.py suite", "--help") and "--apart" in run("zero.py step", "--help")
 
 
 def test_cpp_benches(tmp_path: Path) -> None:

@@ -12,13 +12,14 @@ from places import BENCH
 
 sys.path.insert(0, str(BENCH))
 
-import goals
-import model
-from collective import check
+from collective import check, model
+from collective.judge import verdicts as judged
 from collective.operations import OPERATIONS
-from harness.sizes import parse_size, sizes
+from collective.page import page_of
+from goals import GOALS
+from harness.flags import parse_size, sizes
+from harness.goal import goal
 from harness.timing import interleaved, percentile
-from page import page_of
 
 QUIET = model.Machine(
     call_s=1e-6, signal_s=1e-7, memory_bps=20e9, cache_bps=80e9, cache_nbytes=32 << 20, link_s=1e-5, link_bps=1e9
@@ -144,11 +145,23 @@ def row(share: float, nbytes: int = 64 << 20, **more: Any) -> dict[str, Any]:
     }
 
 
+def test_goals_have_one_side() -> None:
+    """A figure that is better than its goal always holds; one that is worse does up to the tolerance."""
+    for name in GOALS:
+        wanted = goal(name)
+        better = 1 if wanted.sign == ">=" else -1
+        assert wanted.holds(wanted.bound + better * 1e6) and not wanted.holds(wanted.bound - better * 1e6), name
+    ulp = goal("coll.all_reduce.bf16.ulp")
+    assert ulp.holds(0.5 + 2**-17) and not ulp.holds(0.5 + 2**-15) and str(ulp) == "<= 0.5"
+    assert str(goal("coll.guard")) == "< 50 ns" and not goal("coll.guard").holds(50)
+    assert str(goal("coll.all_reduce.symmetric")) == ">= 0.90" and str(goal("coll.tcp.over.gloo")) == ">= 2.5x"
+
+
 def test_verdicts() -> None:
     """A goal holds only if every size reaches it, and is open when nothing was measured."""
 
     def verdicts(records: list[dict[str, Any]]) -> dict[str, bool | None]:
-        return {v.what.partition(": ")[2]: v.good for v in goals.judge(records) if "all_reduce fp32" in v.what}
+        return {v.what.partition(": ")[2]: v.good for v in judged(records) if "all_reduce fp32" in v.what}
 
     assert verdicts([row(0.91), row(0.93, 256 << 20)])["symmetric, share of the concurrent memcpy"] is True
     both = verdicts([row(0.91), row(0.85, 256 << 20)])
@@ -159,6 +172,6 @@ def test_verdicts() -> None:
     assert both["symmetric over gloo"] is True and both["symmetric over openmpi"] is None
     assert set(verdicts([row(0.1, 1024)]).values()) == {None}  # another size says nothing
     guard = [{"kind": "guard", "part": "guard", "how": "whole", "ns": 51.0}]
-    assert next(v for v in goals.judge(guard) if v.measured.startswith("51")).good is False
+    assert next(v for v in judged(guard) if v.measured.startswith("51")).good is False
     page = page_of([row(0.91), {"kind": "failed", "part": "tcp", "step": "ring", "reason": "exit code 1"}])
     assert "| 0.91 (of the fastest copy: 0.64) | holds |" in page and "Failed: tcp, ring (exit code 1)." in page

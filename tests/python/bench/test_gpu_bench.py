@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.machinery
 import importlib.util
 import json
 import os
@@ -19,9 +18,10 @@ import torch
 from places import BENCH
 
 sys.path.insert(0, str(BENCH))
-from gpu.host_memory import RESERVE_NBYTES, fitting_layers, needed_nbytes
-from gpu.largest import KEPT, STATE, plan, search
-from gpu.training import deepspeed_config
+from offloaded.host_memory import KEPT, RESERVE_NBYTES, STATE, fitting_layers, needed_nbytes
+from offloaded.largest import plan, search
+from offloaded.train import accumulation
+from offloaded.variants import deepspeed_config
 
 sys.path.insert(0, str(BENCH.parent / "examples"))
 from finetune_figures import Host
@@ -34,7 +34,8 @@ GIB = 1 << 30
 
 def run(program: str, *words: str, device: str = "cpu") -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "ZCOMM_BENCH_DEVICE": device, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(BENCH / program), *words]
+    name, *case = program.split()  # a program and its case
+    command = [sys.executable, str(BENCH / name), *case, *words]
     return subprocess.run(command, capture_output=True, text=True, env=env, check=False)
 
 
@@ -46,7 +47,7 @@ def rows_of(path: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
-@pytest.mark.parametrize("program", ["pinned_copy", "one_gpu_ranks", "offload"])
+@pytest.mark.parametrize("program", ["offload.py copies", "coll.py one-gpu", "offload.py train"])
 def test_without_a_gpu_there_is_a_line(program: str) -> None:
     done = run(program, device="cuda")
     assert done.returncode == 77, done.stderr
@@ -54,7 +55,7 @@ def test_without_a_gpu_there_is_a_line(program: str) -> None:
 
 
 def test_pinned_copies(tmp_path: Path) -> None:
-    done = run("pinned_copy", "--size", "1M", "--params", "100000", "--json", str(tmp_path / "rows"))
+    done = run("offload.py copies", "--size", "1M", "--params", "100000", "--json", str(tmp_path / "rows"))
     assert done.returncode == 0, done.stderr
     found = rows_of(tmp_path / "rows")
     copies = found["Pinned copies"]
@@ -70,14 +71,14 @@ def test_pinned_copies(tmp_path: Path) -> None:
 def test_pinned_copies_that_end_early_keep_what_they_had(tmp_path: Path) -> None:
     program = tmp_path / "breaks.py"
     program.write_text(
-        "import importlib.machinery, sys\n"
-        f"bench = importlib.machinery.SourceFileLoader('bench', {str(BENCH / 'pinned_copy')!r}).load_module()\n"
+        f"import sys; sys.path.insert(0, {str(BENCH)!r})\n"
+        "from offloaded import copies as bench\n"
         "rounds_of, calls = bench.rounds_of, []\n"
         "def second_fails(*args):\n"
         "    calls.append(args)\n"
         "    return rounds_of(*args) if len(calls) == 1 else sys.exit('ended early')\n"
         "bench.rounds_of = second_fails\n"
-        "bench.main()\n"
+        "bench.main(sys.argv[1:])\n"
     )
     done = run(str(program), "--size", "1M", "--params", "100000", "--json", str(tmp_path / "rows"))
     assert done.returncode == 1 and "ended early" in done.stderr, done.stderr
@@ -87,7 +88,7 @@ def test_pinned_copies_that_end_early_keep_what_they_had(tmp_path: Path) -> None
 
 def test_ranks_that_share_a_device(tmp_path: Path) -> None:
     variants = ("--variants", "zcomm,zcomm-private,nccl")
-    done = run("one_gpu_ranks", "-np", "3", "--sizes", "100K", *variants, "--json", str(tmp_path / "rows"))
+    done = run("coll.py one-gpu", "-np", "3", "--sizes", "100K", *variants, "--json", str(tmp_path / "rows"))
     assert done.returncode == 0, done.stdout + done.stderr
     found = rows_of(tmp_path / "rows")
     ours = found["Ranks that share a GPU (3)"]
@@ -111,7 +112,7 @@ def test_offloaded_training(tmp_path: Path) -> None:
         "--rounds",
         "2",
     ]
-    done = run("offload", *words, "--nvme-path", str(tmp_path / "drive"), "--json", str(tmp_path / "rows"))
+    done = run("offload.py train", *words, "--nvme-path", str(tmp_path / "drive"), "--json", str(tmp_path / "rows"))
     assert done.returncode == 0, done.stdout + done.stderr
     found = rows_of(tmp_path / "rows")
     rows = {row["variant"]: row for row in found["Offloaded training on one GPU"]}
@@ -130,14 +131,14 @@ def test_rounds_that_were_made_are_kept(tmp_path: Path) -> None:
     """The file has them while the program runs; --seconds ends it after a round."""
     program = tmp_path / "breaks.py"
     program.write_text(
-        "import importlib.machinery, sys\n"
-        f"bench = importlib.machinery.SourceFileLoader('bench', {str(BENCH / 'offload')!r}).load_module()\n"
+        f"import sys; sys.path.insert(0, {str(BENCH)!r})\n"
+        "from offloaded import train as bench\n"
         "timed, calls = bench.timed, []\n"
         "def third_fails(variant, number, inner):\n"
         "    calls.append(number)\n"
         "    return timed(variant, number, inner) if calls.count(4) < 2 else sys.exit('ended early')\n"
         "bench.timed = third_fails\n"
-        "bench.main()\n"
+        "bench.main(sys.argv[1:])\n"
     )
     rows = tmp_path / "rows"
     rows.write_text('{"table": "Before", "x": 1}\n')
@@ -149,7 +150,7 @@ def test_rounds_that_were_made_are_kept(tmp_path: Path) -> None:
     kept = found["Offloaded training on one GPU"]
     assert [(row["variant"], row["rounds"]) for row in kept] == [("zcomm-cpu", 2), ("zcomm-none", 2)]
     assert kept[0]["loss"] == kept[1]["loss"] and not (tmp_path / "rows.new").exists()
-    done = run("offload", *words, "--seconds", "0")
+    done = run("offload.py train", *words, "--seconds", "0")
     assert done.returncode == 0 and "stopped after 1 rounds" in done.stdout, done.stdout + done.stderr
 
 
@@ -167,25 +168,24 @@ def test_what_does_not_fit_the_host_is_not_started(tmp_path: Path) -> None:
     tiny = PRESETS["tiny"]
     host_nbytes = needed_nbytes("zcomm-cpu", replace(tiny, num_hidden_layers=1).numel(), 1.0) - RESERVE_NBYTES + GIB
     words = ["--model", "tiny", "--accum", "1", "--rounds", "1", "--json", str(tmp_path / "rows")]
-    done = run("offload", *words, "--variants", "zcomm-cpu,fsdp2", "--host-gib", str((host_nbytes + 1000) / GIB))
+    done = run(
+        "offload.py train", *words, "--variants", "zcomm-cpu,fsdp2", "--host-gib", str((host_nbytes + 1000) / GIB)
+    )
     assert done.returncode == 0 and "1 layers instead of 2" in done.stdout, done.stdout + done.stderr
     found = rows_of(tmp_path / "rows")
     (ours,), (gone,) = found["Offloaded training on one GPU"], found["Peers that did not run"]
     assert ours["layers"] == 1 and ours["variant"] == "zcomm-cpu"
     assert gone["peer"] == "fsdp2" and "GiB of host memory" in gone["why"]
-    done = run("offload", *words, "--variants", "zcomm-cpu", "--host-gib", "1")
+    done = run("offload.py train", *words, "--variants", "zcomm-cpu", "--host-gib", "1")
     assert done.returncode == 77 and "of one layer needs" in done.stdout
-    done = run("offload", *words, "--variants", "zcomm-cpu", "--host-gib", "1", "--layers", "2")
+    done = run("offload.py train", *words, "--variants", "zcomm-cpu", "--host-gib", "1", "--layers", "2")
     assert done.returncode == 1 and "GiB of host memory" in done.stderr, "a given size stays"
 
 
 def test_micro_batches_are_as_many_as_hide_the_host() -> None:
-    loader = importlib.machinery.SourceFileLoader("offload", str(BENCH / "offload"))
-    bench = importlib.util.module_from_spec(importlib.util.spec_from_loader("offload", loader))  # type: ignore[arg-type]
-    loader.exec_module(bench)
     host = Host(step_bps=28e9, copy_bps=None)  # a billion parameters: 1 s, and 12 / 28 s for each micro-batch
     for compute, wanted in ((10.0, 1), (1.2, 3), (0.9, 6), (0.1, 8)):
-        assert bench.accumulation(10**9, 1000, compute, host) == wanted
+        assert accumulation(10**9, 1000, compute, host) == wanted
         enough = [n for n in range(1, 8) if n * compute >= 1.5 * (28 + 12 * n) / 28]
         assert (enough or [8])[0] == wanted
 
@@ -224,7 +224,7 @@ def test_the_search_goes_down(
         "print(f'  variant {variant}  ' if ok else 'no'); sys.exit(0 if ok else 'out of memory')\n"
     )
     options = argparse.Namespace(host_gib=128.0, nvme_path=str(tmp_path), json=str(tmp_path / "rows"))
-    assert search(options, 30 * GIB, program) == status
+    assert search(options, 30 * GIB, [sys.executable, str(program)]) == status
     said = capsys.readouterr().out
     if limit:
         (best,) = rows_of(tmp_path / "rows")["The largest model that trains"]

@@ -1,4 +1,4 @@
-"""bench/adam as a program: every variant's result is checked, peers and roof are beside ours or skipped with a line."""
+"""bench/adam.py as a program: each variant's result is checked; peers and roof stand beside, or a line has why not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ pytestmark = pytest.mark.slow
 def test_small_run(tmp_path: Path) -> None:
     file, page = tmp_path / "rows.jsonl", tmp_path / "page.md"
     flags = ["--count", "20001", "--rounds", "7", "--json", str(file), "--page", str(page)]
-    done = subprocess.run([sys.executable, str(BENCH / "adam"), *flags], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, str(BENCH / "adam.py"), "step", *flags], capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     machine, *rows = (json.loads(line) for line in file.read_text().splitlines())
     assert machine["kind"] == "machine" and str(tmp_path) not in file.read_text() + page.read_text()

@@ -1,4 +1,4 @@
-"""bench/swap_bw as a program: rows with checked data, peers that are absent skipped with a line, `zcomm bench`."""
+"""bench/swap.py as a program: rows with checked data, peers that are absent skipped with a line, `zcomm bench`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_rows_counters_and_absent_peers(tmp_path: Path) -> None:
     nothing, out = tmp_path / "empty", tmp_path / "result"
     nothing.mkdir()
     done = run(
-        [str(BENCH / "swap_bw"), "--dir", str(tmp_path), "--out", str(out), *SMALL],
+        [str(BENCH / "swap.py"), "bandwidth", "--dir", str(tmp_path), "--out", str(out), *SMALL],
         {"PATH": str(nothing), "ZCOMM_DEEPSPEED_PYTHON": "/bin/false"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -73,7 +73,7 @@ def test_rows_counters_and_absent_peers(tmp_path: Path) -> None:
 def test_what_the_device_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sectors of /sys/dev/block/*/stat as bytes; nothing where there is no such device."""
     monkeypatch.syspath_prepend(str(BENCH))
-    from swap import counters
+    from drive import counters
 
     stat = tmp_path / "stat"
     stat.write_text("  10 0 64 5 20 0 4096 9 0 0 0\n")
@@ -89,7 +89,19 @@ def test_shares_of_a_peer(tmp_path: Path) -> None:
     fake.write_text('#!/bin/sh\necho \'{"jobs": [{"error": 0, "job_runtime": 1000}]}\'\n')
     fake.chmod(0o700)
     done = run(
-        [str(BENCH / "swap_bw"), "--dir", str(tmp_path), "--out", str(out), "--peer", "fio", "--what", "read", *SMALL],
+        [
+            str(BENCH / "swap.py"),
+            "bandwidth",
+            "--dir",
+            str(tmp_path),
+            "--out",
+            str(out),
+            "--peer",
+            "fio",
+            "--what",
+            "read",
+            *SMALL,
+        ],
         {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -105,8 +117,8 @@ def test_shares_of_a_peer(tmp_path: Path) -> None:
     costs = [
         1 - a / b for a, b in zip(row["shares"]["fio"]["zcomm"], row["shares"]["fio"]["zcomm no crc"], strict=True)
     ]
-    said = next(line for line in out.with_suffix(".md").read_text().splitlines() if "checksum < 2 %" in line)
-    assert f"| {sorted(costs)[len(costs) // 2]:.3f} |" in said and ("holds" in said) != ("**misses**" in said)
+    said = next(line for line in out.with_suffix(".md").read_text().splitlines() if "checksum | < 2 % |" in line)
+    assert f"| {100 * sorted(costs)[len(costs) // 2]:.1f} % |" in said and ("holds" in said) != ("**misses**" in said)
 
 
 def test_the_swapped_step(tmp_path: Path) -> None:
@@ -114,7 +126,7 @@ def test_the_swapped_step(tmp_path: Path) -> None:
     fake, out = tmp_path / "fio", tmp_path / "result"
     fake.write_text('#!/bin/sh\necho \'{"jobs": [{"error": 0, "job_runtime": 1000}]}\'\n')
     fake.chmod(0o700)
-    program = [str(BENCH / "swapped_step"), "--dir", str(tmp_path), "--state", "12M", "--out", str(out)]
+    program = [str(BENCH / "swap.py"), "step", "--dir", str(tmp_path), "--state", "12M", "--out", str(out)]
     done = run(program, {"PATH": f"{tmp_path}:{os.environ['PATH']}"})
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [record for record in records_of(out.with_suffix(".jsonl")) if record["kind"] == "step"]
@@ -136,4 +148,4 @@ def test_zcomm_bench_swap() -> None:
     done = run(["-m", "zcomm.cli", "bench", "swap", "--help"])
     assert done.returncode == 0 and "--batch-total" in done.stdout
     done = run(["-m", "zcomm.cli", "bench", "swap", "--what", "sideways"])
-    assert done.returncode == 2 and "--what 'sideways'" in done.stderr
+    assert done.returncode == 2 and "--what sideways: use write, read" in done.stderr

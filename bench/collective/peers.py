@@ -1,0 +1,155 @@
+"""Other libraries that are timed beside zcomm, in the same processes: torch.distributed, MPI, DeepSpeed's shm."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from harness.launch import MPI as STARTED_BY
+from harness.peers import Absent, default_group, require_backend
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from collective.operations import Operation
+
+NAMES = ("gloo", "openmpi", "mpich", "deepspeed-shm", "torch", "nccl")
+"""nccl: torch.distributed's, on CUDA tensors (--backend cuda_ipc or nccl).
+torch: not a peer but torch.distributed's call with backend "zcomm", that is, what a PyTorch program pays."""
+
+Call = Callable[[], object]
+
+
+class Peer(Protocol):
+    """A library with the operations of the bench."""
+
+    def call(self, operation: Operation, redop: str, inp: Tensor, out: Tensor) -> Call | None:
+        """Return the operation on these buffers (in == out where it works in place).
+
+        None: the peer has no such operation.
+        """
+
+    def close(self) -> None: ...
+
+
+def open_peer(name: str, rank: int, world: int) -> Peer:
+    """Open a peer. Collective. Raises: Absent."""
+    if name in ("openmpi", "mpich"):
+        return MpiPeer(name, world)
+    if name == "deepspeed-shm":
+        return DeepSpeedPeer(rank, world)
+    return TorchPeer("zcomm" if name == "torch" else name, rank, world)
+
+
+class TorchPeer:
+    """torch.distributed: Gloo, NCCL, or zcomm's own backend."""
+
+    _REDUCE_OPS: ClassVar = {"sum": "SUM", "avg": "AVG", "min": "MIN", "max": "MAX", "prod": "PRODUCT"}
+
+    def __init__(self, backend: str, rank: int, world: int) -> None:
+        import torch.distributed as dist
+
+        self._rank, self._world = rank, world
+        require_backend(backend)
+        default_group(rank, world)
+        self._group = dist.new_group(backend=backend)
+
+    def call(self, operation: Operation, redop: str, inp: Tensor, out: Tensor) -> Call | None:
+        import torch.distributed as dist
+
+        group, op = self._group, getattr(dist.ReduceOp, self._REDUCE_OPS[redop])
+        after, before = (self._rank + 1) % self._world, (self._rank - 1) % self._world
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed by newer torch
+        together = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+        def sendrecv() -> None:
+            work = dist.isend(inp, after, group=group)
+            dist.recv(out, before, group=group)
+            work.wait()
+
+        return {
+            "all_reduce": lambda: dist.all_reduce(out, op=op, group=group),
+            "reduce_scatter": lambda: scatter(out, inp, op=op, group=group),
+            "all_gather": lambda: together(out, inp, group=group),
+            "broadcast": lambda: dist.broadcast(out, src=0, group=group),
+            "all_to_all": lambda: dist.all_to_all_single(out, inp, group=group),
+            "sendrecv": sendrecv,
+        }[operation.name]
+
+    def close(self) -> None:
+        import torch.distributed as dist
+
+        dist.destroy_process_group(self._group)
+
+
+class MpiPeer:
+    """Open MPI or MPICH through mpi4py, where the ranks were started by that MPI's mpirun."""
+
+    _TYPES: ClassVar = {"float32": "FLOAT", "float64": "DOUBLE", "int32": "INT32_T", "int64": "INT64_T"}
+    _REDUCE_OPS: ClassVar = {"sum": "SUM", "min": "MIN", "max": "MAX", "prod": "PROD"}
+
+    def __init__(self, name: str, world: int) -> None:
+        if os.environ.get(STARTED_BY) != name:
+            raise Absent("these ranks were not started by it")
+        try:
+            import mpi4py
+
+            mpi4py.rc.thread_level = "funneled"  # what one calling thread needs: the fastest
+            from mpi4py import MPI
+        except (ImportError, RuntimeError) as error:
+            raise Absent(f"mpi4py: {error}") from None
+        if MPI.COMM_WORLD.size != world:
+            raise Absent(f"mpi4py sees a world of {MPI.COMM_WORLD.size}: it was built for another MPI")
+        self._mpi: Any = MPI
+        self.version: str = MPI.Get_library_version().splitlines()[0].strip("\0 ")
+
+    def call(self, operation: Operation, redop: str, inp: Tensor, out: Tensor) -> Call | None:
+        mpi, comm = self._mpi, self._mpi.COMM_WORLD
+        type_name = self._TYPES.get(str(out.dtype).removeprefix("torch."))
+        if type_name is None or (operation.reduces and redop not in self._REDUCE_OPS):
+            return None
+        kind: Any = getattr(mpi, type_name)
+        source, target = [inp.numpy(), kind], [out.numpy(), kind]
+        op = getattr(mpi, self._REDUCE_OPS.get(redop, "SUM"))
+        after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        return {
+            "all_reduce": lambda: comm.Allreduce(mpi.IN_PLACE, target, op),
+            "reduce_scatter": lambda: comm.Reduce_scatter_block(source, target, op),
+            "all_gather": lambda: comm.Allgather(source, target),
+            "broadcast": lambda: comm.Bcast(target, 0),
+            "all_to_all": lambda: comm.Alltoall(source, target),
+            "sendrecv": lambda: comm.Sendrecv(source, after, recvbuf=target, source=before),
+        }[operation.name]
+
+    def close(self) -> None:
+        self._mpi.COMM_WORLD.Barrier()  # finalised at exit
+
+
+class DeepSpeedPeer:
+    """DeepSpeed's shared-memory all_reduce for CPUs, which it compiles on first use."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        # It asks these whether all ranks share the host, and for a name for its shared memory.
+        os.environ.setdefault("LOCAL_SIZE", str(world))
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", str(os.getppid()))
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        try:
+            from deepspeed.ops.op_builder.cpu.comm import ShareMemCommBuilder
+        except ImportError:
+            raise Absent("deepspeed is not installed") from None
+        try:
+            ShareMemCommBuilder().load().initialize(world, rank)
+        except Exception as error:
+            raise Absent(f"its op does not build here: {error}") from None
+
+    def call(self, operation: Operation, redop: str, inp: Tensor, out: Tensor) -> Call | None:
+        import torch
+
+        if operation.name != "all_reduce" or redop != "sum" or out.dtype not in (torch.float32, torch.bfloat16):
+            return None
+        return lambda: torch.ops.deepspeed.inference_all_reduce_(out)
+
+    def close(self) -> None:
+        """Do nothing: the shared memory ends with the process."""

@@ -1,0 +1,43 @@
+"""Flags that benches share: sizes as people write them, ladders of sizes, names by commas."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+
+
+def parse_size(text: str) -> int:
+    """Parse a size: '8', '64K', '256M', '1G' -> bytes (powers of 1024, as nccl-tests reads them)."""
+    scale = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    unit = text[-1:].upper()
+    try:
+        nbytes = int(float(text[:-1]) * scale[unit]) if unit in scale else int(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a size; write for example 8, 64K, 256M, 1G") from None
+    if nbytes <= 0:
+        raise ValueError(f"size {text!r} is not positive")
+    return nbytes
+
+
+def sizes(begin: int, end: int, factor: float, step: int | None = None) -> Iterator[int]:
+    """Yield begin, begin * factor (or + step), ... <= end."""
+    size = begin
+    while size <= end:
+        yield size
+        size = size + step if step else max(size + 1, int(size * factor))
+
+
+def listed(parser: argparse.ArgumentParser, flag: str, text: str, known: Sequence[str]) -> list[str]:
+    """Split names by commas, each once. An unknown one ends the program with the list of what is known."""
+    names = list(dict.fromkeys(filter(None, text.split(","))))
+    for name in names:
+        if name not in known:
+            parser.error(f"{flag} {name}: use {', '.join(known)}")
+    return names
+
+
+def make_parser(case: str, description: str | None) -> argparse.ArgumentParser:
+    """Make the parser of a case; its description is printed as it is written. case: as it is called."""
+    return argparse.ArgumentParser(
+        prog=case, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
