@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import sys
 
-from harness import cases
+from harness.program import run_case
 
-CASES = {"step": "optim.step", "curves": "optim.curves"}
+CASES = {"step": "optim.step:main", "curves": "optim.curves:main"}
 
 if __name__ == "__main__":
-    sys.exit(cases.run(__doc__, CASES))
+    sys.exit(run_case(__doc__, CASES))

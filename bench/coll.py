@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import sys
 
-from harness import cases
+from harness.program import run_case
 
-CASES = {"suite": "collective.suite", "sweep": "collective.sweep", "one-gpu": "collective.one_gpu"}
+CASES = {"suite": "collective.suite:main", "sweep": "collective.sweep:main", "one-gpu": "collective.one_gpu:main"}
 
 if __name__ == "__main__":
-    sys.exit(cases.run(__doc__, CASES))
+    sys.exit(run_case(__doc__, CASES))

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import sys
 
-from harness import cases
+from harness.program import run_case
 
-CASES = {"train": "offloaded.train", "copies": "offloaded.copies"}
+CASES = {"train": "offloaded.train:main", "copies": "offloaded.copies:main"}
 
 if __name__ == "__main__":
-    sys.exit(cases.run(__doc__, CASES))
+    sys.exit(run_case(__doc__, CASES))

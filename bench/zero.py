@@ -11,9 +11,14 @@ from __future__ import annotations
 
 import sys
 
-from harness import cases
+from harness.program import run_case
 
-CASES = {"step": "training.step", "ddp": "training.ddp", "overlap": "training.overlap", "profile": "training.profile"}
+CASES = {
+    "step": "training.step:main",
+    "ddp": "training.step:ddp",
+    "overlap": "training.overlap:main",
+    "profile": "training.profile:main",
+}
 
 if __name__ == "__main__":
-    sys.exit(cases.run(__doc__, CASES))
+    sys.exit(run_case(__doc__, CASES))

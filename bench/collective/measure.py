@@ -11,8 +11,7 @@ import torch
 
 import zcomm
 from collective import check, roof
-from collective.flags import TYPES
-from collective.operations import OPERATIONS, Operation, zcomm_call
+from collective.operations import OPERATIONS, TYPES, Operation, zcomm_call
 from collective.peers import Peer
 from harness.library import bench_library_or_none
 from harness.timing import MIN_ROUNDS, PERCENTILES, Calls, Timing, interleaved

@@ -32,9 +32,9 @@ from harness.device import (
     synchronize,
     synchronized,
 )
-from harness.flags import listed, make_parser, parse_size
 from harness.goal import goal
 from harness.peers import default_group
+from harness.program import listed, make_parser, parse_size
 from harness.timing import MIN_ROUNDS, interleaved
 
 OPS = ("all_reduce", "reduce_scatter", "all_gather")

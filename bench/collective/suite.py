@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from collective.judge import verdicts
-from collective.page import page_of
+from collective.show import page_of
 from harness import launch, mpi
-from harness.flags import listed, make_parser
+from harness.program import listed, make_parser
 from harness.record import ROOT
 
 PARTS = ("latency", "bandwidth", "oversubscribed", "tcp", "guard", "ddp")

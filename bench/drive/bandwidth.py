@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from drive import counters, page
 from harness import launch
-from harness.flags import listed, make_parser, parse_size
+from harness.program import listed, make_parser, parse_size
 from harness.record import Results, command_line, machine
 
 if TYPE_CHECKING:

@@ -53,7 +53,7 @@ def page_of(records: Sequence[Mapping[str, Any]]) -> str:
         f"# Swap, {about['time'][:10]}",
         "",
         f"{about['cpu']}, {about['cores']} cores, kernel {about['kernel']}, zcomm {about['revision']}. Drive: "
-        f"{about['drive']}. Written by `bench/swap.py`. GB/s: median of {rounds} interleaved "
+        f"{about['drive']}. Written by `bench/swap.py`. GB/s: median of at least {rounds} interleaved "
         "rounds; share: median of the rounds' ratios. moved/asked: what the block device counted over what was asked "
         "for.",
         "",

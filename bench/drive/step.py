@@ -26,7 +26,7 @@ from pathlib import Path
 from drive import counters, page
 from drive.fio import Fio
 from harness import launch
-from harness.flags import listed, make_parser, parse_size
+from harness.program import listed, make_parser, parse_size
 from harness.record import Results, command_line, machine
 from harness.timing import MIN_ROUNDS
 

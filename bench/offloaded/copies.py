@@ -30,8 +30,8 @@ from harness.device import (
     synchronize,
     synchronized,
 )
-from harness.flags import make_parser, parse_size
 from harness.goal import goal
+from harness.program import make_parser, parse_size
 from harness.timing import MIN_ROUNDS
 
 PIECE_NBYTES = 8 << 20

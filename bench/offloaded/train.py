@@ -42,10 +42,10 @@ from harness.device import (
     release,
     synchronize,
 )
-from harness.flags import make_parser
 from harness.goal import goal
+from harness.program import make_parser
 from harness.record import ROOT
-from offloaded.host_memory import fitting_layers, lacking
+from offloaded.fits import fitting_layers, lacking, search
 
 sys.path.insert(0, str(ROOT / "examples"))  # the model and its figures
 
@@ -93,8 +93,6 @@ def main(words: Sequence[str]) -> int:
     launch.use_project_python()
     device = device_or_absent()
     if arguments.largest:
-        from offloaded.largest import search
-
         return search(arguments, device_nbytes(device), PROGRAM)
     if arguments.model in _APART and len(arguments.names) > 1:
         return each_apart(arguments, words)

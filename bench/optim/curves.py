@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from harness import launch
-from harness.flags import make_parser
+from harness.program import make_parser
 from harness.record import JsonLines, command_line, machine
 
 STATES = {"fp32": "float32", "bf16": "bfloat16", "8bit": "uint8"}

@@ -42,9 +42,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from harness import launch
-from harness.flags import listed, make_parser
 from harness.goal import judge
 from harness.link import link, why_not
+from harness.program import listed, make_parser
 from harness.record import JsonLines, command_line, machine
 from harness.timing import MIN_ROUNDS
 from training import gpt

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from harness import launch
-from harness.flags import make_parser
+from harness.program import make_parser
 from harness.record import JsonLines, command_line, machine
 from training import gpt
 

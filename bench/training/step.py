@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any
 
 from harness import launch
-from harness.flags import make_parser
 from harness.goal import Verdict, judge
+from harness.program import make_parser
 from harness.record import JsonLines, command_line, machine
 from harness.timing import Timing, interleaved
 from training import gpt
@@ -236,6 +236,11 @@ def print_costs(arguments: argparse.Namespace, steps: dict[str, Any], timings: d
 
 def main(words: Sequence[str]) -> int:
     return run(parse_arguments(words, "step", DEFAULT, 64))
+
+
+def ddp(words: Sequence[str]) -> int:
+    """Run the case `ddp`: the same step with DDP's variants and a longer context."""
+    return run(parse_arguments(words, "ddp", "none,ddp-zcomm,ddp-gloo", 128))
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -18,8 +18,7 @@ import torch
 from places import BENCH
 
 sys.path.insert(0, str(BENCH))
-from offloaded.host_memory import KEPT, RESERVE_NBYTES, STATE, fitting_layers, needed_nbytes
-from offloaded.largest import plan, search
+from offloaded.fits import KEPT, RESERVE_NBYTES, STATE, fitting_layers, needed_nbytes, plan, search
 from offloaded.train import accumulation
 from offloaded.variants import deepspeed_config
 

@@ -1,9 +1,32 @@
-"""Flags that benches share: sizes as people write them, ladders of sizes, names by commas."""
+"""Command lines of the benches: a program's cases, sizes as people write them, ladders of sizes, names by commas."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
+
+
+def run_case(description: str, cases: Mapping[str, str]) -> int:
+    """Run the case that the command line names and return its exit code. cases: "module:function" by name.
+
+    A case's module is imported before the project's interpreter is chosen, so it imports neither torch nor zcomm at
+    its top. Its function gets the words after the case's name.
+    """
+    words = sys.argv[1:]
+    if words and not words[0].startswith("-"):
+        name, words = words[0], words[1:]
+        if name not in cases:
+            sys.exit(f"{sys.argv[0]} {name}: use {', '.join(cases)}")
+    elif {"-h", "--help"} & set(words):
+        print(f"{description.strip()}\n\nCases: {', '.join(cases)}. `{sys.argv[0]} CASE --help` lists a case's flags.")
+        return 0
+    else:
+        name = next(iter(cases))
+    module, _, function = cases[name].partition(":")
+    case: Callable[[list[str]], int] = getattr(import_module(module), function)
+    return case(words)
 
 
 def parse_size(text: str) -> int:

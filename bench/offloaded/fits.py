@@ -1,6 +1,11 @@
-"""The largest model that trains: planned by bytes, then shown by two steps in a process of its own.
+"""What fits: bytes per parameter on the host, the layers that they leave room for, and the largest model that trains.
 
-Models are the 7b's shape with more or fewer layers. What does not train is tried with 15 % less, at most three times.
+Bytes per parameter. zcomm: weights 2, fp32 sums of gradients 4, remainder and m and v 10 (which may be on the drive).
+The peers: fp32 weights, gradients, m and v 16, and what their pinned buffers take beside (torch rounds each up to a
+power of two); not measured here, so it is a guess upwards.
+
+The largest model is planned by bytes, then shown by two steps in a process of its own. Models are the 7b's shape with
+more or fewer layers. What does not train is tried with 15 % less, at most three times.
 """
 
 from __future__ import annotations
@@ -9,16 +14,38 @@ import argparse
 import importlib.util
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from harness.device import Rows, available_nbytes
-from offloaded.host_memory import KEPT, STATE
+from harness.device import PLAYED, Rows, available_nbytes
 
+KEPT, STATE, PEERS = 6, 10, 20
+RESERVE_NBYTES = (1 if PLAYED else 5) << 30  # Python, torch and CUDA, host slots (1 GiB), batches
 _GPU, _HOST, _DRIVE = 0.80, 0.85, 0.85  # parts that may be planned with
 _DRIVE_NBYTES = 20 << 30  # of it at most: what is there is written, and read and written in each step
 _WORK_NBYTES = 12 << 30  # on the GPU: activations and logits of the micro-batch, slots, workspaces
+
+
+def needed_nbytes(name: str, numel: int, fraction: float) -> int:
+    """Return the bytes that a variant needs. fraction: of zcomm-nvme's state that is on the drive."""
+    if not name.startswith("zcomm"):
+        return (KEPT if name.endswith("nvme") else PEERS) * numel + RESERVE_NBYTES
+    on_drive = fraction if name.endswith("nvme") else 0.0
+    return KEPT * numel + round(STATE * numel * (1.0 - on_drive)) + RESERVE_NBYTES
+
+
+def lacking(name: str, numel: int, fraction: float, available: int) -> str | None:
+    """Return why the variant is not started, or None."""
+    needed = needed_nbytes(name, numel, fraction)
+    if needed <= available:
+        return None
+    return f"needs {needed / 2**30:.0f} GiB of host memory, of which {available / 2**30:.0f} GiB are available"
+
+
+def fitting_layers(most: int, numel_of: Callable[[int], int], name: str, fraction: float, available: int) -> int:
+    """Return the layers that fit, at most ``most``; 0: not even one layer fits."""
+    return next((n for n in range(most, 0, -1) if lacking(name, numel_of(n), fraction, available) is None), 0)
 
 
 def plan(gpu: int, host: int, drive: int, numel_of: Any, most: int = 200) -> tuple[int, float]:
