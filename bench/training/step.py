@@ -115,7 +115,7 @@ def make_variants(arguments: argparse.Namespace, rank: int, say: Any) -> dict[st
         except Absent as absent:
             say(f"# {name}: skipped, {absent}")
         except (KeyError, ValueError) as error:
-            sys.exit(f"zero_step: {name}: {error}")
+            sys.exit(f"bench/zero.py: {name}: {error}")
     return steps
 
 

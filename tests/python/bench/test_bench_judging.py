@@ -15,10 +15,10 @@ sys.path.insert(0, str(BENCH))
 from collective import check, model
 from collective.judge import verdicts as judged
 from collective.operations import OPERATIONS
-from collective.page import page_of
+from collective.show import page_of
 from goals import GOALS
-from harness.flags import parse_size, sizes
 from harness.goal import goal
+from harness.program import parse_size, sizes
 from harness.timing import interleaved, percentile
 
 QUIET = model.Machine(
