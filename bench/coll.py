@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Collectives beside the memory (or raw sockets, or the device's copy), Gloo, MPI, NCCL and DeepSpeed.
 
-bench/coll.py suite      everything that the collectives must reach, with a verdict for each goal
-bench/coll.py sweep      one operation by size, with nccl-tests' flags (bench/allreduce_bw is the same)
-bench/coll.py one-gpu    ranks that share one GPU
+* `bench/coll.py suite`: everything that the collectives must reach, with a verdict for each goal
+* `bench/coll.py sweep`: one operation by size, with nccl-tests' flags (bench/allreduce_bw is the same)
+* `bench/coll.py one-gpu`: ranks that share one GPU
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """One GPU with state on the host or a drive: training beside its roof and its peers, and the copies under it.
 
-bench/offload.py train      a Llama of 1 or 7 billion parameters; --largest: the largest that trains
-bench/offload.py copies     pinned memory to and from the GPU, alone and while the CPU's Adam runs
+* `bench/offload.py train`: a Llama of 1 or 7 billion parameters; --largest: the largest that trains
+* `bench/offload.py copies`: pinned memory to and from the GPU, alone and while the CPU's Adam runs
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """A drive: SwapFile beside the best fio and DeepSpeed's aio, and the optimizer step with its state there.
 
-bench/swap.py bandwidth  --dir DIR    write, read, half and half, batches of tensors
-bench/swap.py step       --dir DIR    AdamW with three quarters of its state on the drive
+* `bench/swap.py bandwidth --dir DIR`: write, read, half and half, batches of tensors
+* `bench/swap.py step --dir DIR`: AdamW with three quarters of its state on the drive
 """
 
 from __future__ import annotations

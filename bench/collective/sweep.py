@@ -4,7 +4,7 @@
   bench/allreduce_bw --op reduce_scatter -b 8 -e 1G -f 8 --peer gloo --json rows.jsonl --png share.png
   mpirun -n 2 bench/allreduce_bw -b 64M -e 64M            (under a launcher, -np is the launcher's)
 
-Lines: symmetric (tensors from zcomm.empty), private (torch's own memory), then the peers; all are timed in turn with
+Lines: symmetric (tensors from zcomm.empty), private (torch's own memory), then the peers. All are timed in turn with
 the roof in one loop. #wrong counts elements, over all ranks, that differ from the exact result.
 algbw = size / time; busbw = algbw * f makes algorithms and world sizes comparable (P ranks, as nccl-tests): f is
   2 (P-1)/P for all_reduce, (P-1)/P for reduce_scatter, all_gather and all_to_all, 1 for broadcast and sendrecv.

@@ -1,8 +1,8 @@
-"""What fits: bytes per parameter on the host, the layers that they leave room for, and the largest model that trains.
+"""Memory of a host and a GPU: bytes per parameter, the layers that fit, and the largest model that trains.
 
 Bytes per parameter. zcomm: weights 2, fp32 sums of gradients 4, remainder and m and v 10 (which may be on the drive).
 The peers: fp32 weights, gradients, m and v 16, and what their pinned buffers take beside (torch rounds each up to a
-power of two); not measured here, so it is a guess upwards.
+power of two). Not measured here, so it is a guess upwards.
 
 The largest model is planned by bytes, then shown by two steps in a process of its own. Models are the 7b's shape with
 more or fewer layers. What does not train is tried with 15 % less, at most three times.

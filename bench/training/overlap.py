@@ -116,24 +116,26 @@ class Step:
         self.stream = zcomm._core.simulated_device().adopt_stream(0)  # the calling thread: the host's own kernels
         self.launch_s = 0.0
         for optimizer in self.optimizers.values():
-            self._time_launches(optimizer._live.reducer)
+            (transport,) = optimizer._live.reducer.accumulators.kinds  # the host's
+            self._time_launches(transport)
 
     def reducer(self, name: str) -> Any:
         return self.optimizers[name]._live.reducer
 
-    def _time_launches(self, reducer: Any) -> None:
-        reduce = reducer._reduce
+    def _time_launches(self, transport: Any) -> None:
+        reduce = transport.reduce
 
         def timed(*arguments: Any) -> None:
             begin = time.perf_counter()
             reduce(*arguments)
             self.launch_s += time.perf_counter() - begin
 
-        reducer._reduce = timed
+        transport.reduce = timed
 
     def own_s(self) -> tuple[float, float]:
         """Return the seconds that this rank's main thread has spent in launching and in waiting."""
-        return self.launch_s, sum(optimizer._live.reducer.waited_s for optimizer in self.optimizers.values())
+        waited = (self.reducer(name).accumulators.waited_s for name in self.optimizers)
+        return self.launch_s, sum(waited)
 
     def run(self, variant: str) -> None:
         if variant == "communicate" or (not self.computes and variant in ("both", "after")):
@@ -149,7 +151,7 @@ class Step:
         """Reduce all buckets, whatever is in the slots."""
         for bucket in reducer._order:
             reducer._launch(bucket)
-        reducer.finish()
+        reducer.accumulators.finish()
         reducer._begin_pass()
 
     def _compute(self, name: str, variant: str) -> None:
@@ -157,15 +159,16 @@ class Step:
 
         def launch(bucket: Any) -> None:
             reducer._launched += 1
-            if reducer._own is not None:
-                reducer._own.take(bucket.index)
+            (transport,) = reducer.accumulators.kinds
+            if transport._own is not None:
+                transport._own.take(bucket.index)
             if variant == "limit":
                 self.complete[0] += 1
 
         if variant in ("compute", "limit"):
             reducer._launch = launch
         self.models[name](*self.batch).backward()
-        reducer.finish()
+        reducer.accumulators.finish()
         if variant in ("compute", "limit"):
             del reducer._launch
 

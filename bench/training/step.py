@@ -213,7 +213,7 @@ def overhead_ratio(overhead_ms: Mapping[str, float]) -> float | None:
 
 
 def verdicts(ratio: Mapping[str, float], of_ddp: float | None) -> Iterator[Verdict]:
-    """Yield the verdicts on the stages whose state is in RAM, and on DDP."""
+    """Yield the verdicts on stages 1 to 3 with state in RAM, and on DDP."""
     for name, value in ratio.items():
         if name in ("zcomm-1", "zcomm-2", "zcomm-3"):
             yield judge(f"{name}, of no communication", "zero.step", [value])
