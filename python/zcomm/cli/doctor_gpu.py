@@ -14,7 +14,6 @@ from zcomm.cli.finding import Finding
 from zcomm.cli.sizes import shown
 from zcomm.machine.gpu_specs import pcie_bps
 from zcomm.machine.gpus import Gpu, Machine
-from zcomm.machine.topology import ring_order
 
 Version = tuple[int, int]
 # The driver that came with each CUDA generation's first release; later minors of it run on that one, too.
@@ -189,17 +188,6 @@ def _between(machine: Machine) -> Iterator[Finding]:
         value = "some GPUs do not read each other's memory: gradients of several ranks go by way of the host"
         hint = "usual on consumer cards; on others look for ACS or the IOMMU of PCIe (nvidia-smi topo -p2p r)"
         yield Finding("note", "gpu peer access", value, hint)
-    order = [machine.gpus[place].index for place in ring_order(machine.ranks())]
-    text = ",".join(map(str, order))
-    if order == [gpu.index for gpu in machine.gpus]:
-        yield Finding("ok", "gpu ring", f"{text}: ranks in this order have the best links to their neighbours")
-    else:
-        yield Finding(
-            "note",
-            "gpu ring",
-            f"{text} has better links between neighbours than the order of the GPUs",
-            f"export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={text}",
-        )
 
 
 def _best(machine: Machine, words: Mapping[tuple[int, int], str], kind: str) -> int:

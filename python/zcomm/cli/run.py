@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +10,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 from zcomm.launch import Job, launch
 from zcomm.launch.errors import UserError
-from zcomm.launch.gpu_ring import VISIBLE, gpu_ring
-from zcomm.machine import gpus
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -61,11 +58,6 @@ def add_parser(commands: _SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "--env", action="append", default=[], type=assignment, metavar="K=V", help="set a variable in every rank"
     )
-    parser.add_argument(
-        "--gpu-ring",
-        action="store_true",
-        help="number the GPUs so that neighbouring ranks have the best links (CUDA_VISIBLE_DEVICES; see zcomm doctor)",
-    )
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module name, as in python -m")
     parser.add_argument("--no-python", action="store_true", help="the script is any program, not a Python script")
     parser.add_argument("--no-prefix", action="store_true", help="do not start each line with [rank]")
@@ -80,6 +72,7 @@ def add_parser(commands: _SubParsersAction[Parser]) -> None:
         parser.add_argument(word, action=_Elsewhere, hint="did you mean -n {}?")
     for word in ("--nnodes", "--node-rank", "--node_rank", "--hostfile", "--hosts"):
         parser.add_argument(word, action=_Elsewhere, hint=_SEVERAL_HOSTS)
+    parser.add_argument("--gpu-ring", action=_Elsewhere, hint="removed; to choose the GPUs set CUDA_VISIBLE_DEVICES")
     parser.add_argument("script", help="script, module or program to run")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
     parser.set_defaults(command=command)
@@ -101,14 +94,10 @@ def command(args: argparse.Namespace) -> int:
         argv = [sys.executable, args.script]
     if args.only_rank is not None and not 0 <= args.only_rank < args.np:
         raise UserError(f"--only-rank {args.only_rank}: ranks are 0 to {args.np - 1}")
-    environment = dict(args.env)
-    if args.gpu_ring:
-        environment |= gpu_ring({**os.environ, **environment}, args.np, gpus.read())
-        print(f"zcomm run: {VISIBLE}={environment[VISIBLE]} in every rank", file=sys.stderr)
     job = Job(
         argv=argv + args.args,
         world_size=args.np,
-        environment=environment,
+        environment=dict(args.env),
         prefix=not args.no_prefix,
         tee=args.tee,
         only_rank=args.only_rank,

@@ -112,10 +112,6 @@ class Machine:
         """True if no pair of GPUs is known to lack peer access."""
         return all(link.peer is not False for link in self.links.values())
 
-    def ranks(self) -> list[list[int]]:
-        """Return the ranks of the links as a matrix, for ``topology.ring_order``."""
-        return [[self.link(a.index, b.index).rank for b in self.gpus] for a in self.gpus]
-
 
 def read(nvml: Any = None, sysfs: Path = SYSFS) -> Machine:
     """Read what NVML and the kernel tell. nvml: stands in for the module pynvml."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,6 @@ from zcomm.cli.doctor_gpu import cuda_of_torch, findings, ranges
 from zcomm.cli.finding import Finding
 from zcomm.machine import gpus
 from zcomm.machine.gpu_specs import hiding_tokens, pcie_bps, peak_flops
-from zcomm.machine.topology import quality, ring_order
 
 
 def found(machine: FakeNvml, folder: Path = Path("/nowhere"), build: str = "CUDA 13.0") -> list[Finding]:
@@ -171,45 +169,9 @@ def test_gpus_that_do_not_reach_each_other() -> None:
     assert gpus.read(silent, Path("/nowhere")).reach and not of(found(silent), "gpu peer access")
 
 
-def test_the_ring_of_two_nodes_crosses_twice() -> None:
-    machine = gpus.read(eight_on_two_nodes(), Path("/nowhere"))
-    order = ring_order(machine.ranks())
-    ring = [machine.link(a, b).kind for a, b in zip(order, [*order[1:], 0], strict=True)]
-    assert ring.count("cross") == 2 and ring.count("switch") == 4 and ring.count("node") == 2
-    (said,) = of(found(eight_on_two_nodes()), "gpu ring")
-    assert said.state == "note" and "CUDA_VISIBLE_DEVICES=" + ",".join(map(str, order)) in said.mend
-    (said,) = of(found(eight_on_switches()), "gpu ring")
-    assert said.state == "ok" and "0,1,2,3,4,5,6,7" in said.value
-
-
-def test_no_order_is_better(count: int = 6) -> None:
-    rng = random.Random(5)
-    for size in range(1, count + 1):
-        for _ in range(20):
-            ranks = [[0] * size for _ in range(size)]
-            for a, b in itertools.combinations(range(size), 2):
-                ranks[a][b] = ranks[b][a] = rng.choice((100, 200, 500, 704))
-            best = ring_order(ranks)
-            assert sorted(best) == list(range(size)) and best[0] == 0
-            assert quality(best, ranks) == max(quality(order, ranks) for order in itertools.permutations(range(size)))
-
-
-def test_large_rings_are_no_worse_than_the_given_order() -> None:
-    # pairs of pairs, scattered: each has exactly one good and, in a ring, one fair neighbour
-    size = 16
-    ranks = [[500 if a // 2 == b // 2 else 200 if a // 4 == b // 4 else 100 for b in range(size)] for a in range(size)]
-    place = random.Random(3).sample(range(size), size)
-    mixed = [[ranks[place[a]][place[b]] for b in range(size)] for a in range(size)]
-    order = ring_order(mixed)
-    assert sorted(order) == list(range(size))
-    assert quality(order, mixed) >= quality(range(size), ranks), "as good as before they were mixed"
-
-
-def test_ring_order_refuses_what_is_no_matrix() -> None:
-    with pytest.raises(ValueError, match="2 rows"):
-        ring_order([[0], [0]])
-    with pytest.raises(ValueError, match="two ranks"):
-        ring_order([[0, 1], [2, 0]])
+def test_links_of_two_nodes_are_listed_by_kind() -> None:
+    listed = [finding.value for finding in of(found(eight_on_two_nodes()), "gpu links")]
+    assert [line.split(":")[0] for line in listed] == ["one PCIe switch", "one NUMA node", "across NUMA nodes"]
 
 
 def test_tables_of_speeds() -> None:
