@@ -1,6 +1,6 @@
 """DeepSpeed's shape of configuration, read strictly: a dict, a JSON file or JSON text becomes a frozen ``Config``.
 
-Needs neither torch nor the core. The keys, their defaults and what becomes of them are listed in ``schema.py`` alone.
+Needs neither torch nor the core. Keys with an effect are listed in ``schema.py`` alone, all others in ``foreign.py``.
 """
 
 from __future__ import annotations

@@ -5,16 +5,14 @@ One table per status: config.md has the keys that are honoured, config-compat.md
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import types
-import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zcomm.config.keys import Key, Status, key_of
-from zcomm.config.parse import section_type
+from zcomm.config.foreign import FOREIGN
+from zcomm.config.keys import REQUIRED, Key, Status
+from zcomm.config.parse import fields_of, section_type
 from zcomm.config.schema import Config
 
 PAGES = {
@@ -50,17 +48,12 @@ class Row:
 
 
 def rows(schema: type = Config, prefix: str = "") -> list[Row]:
-    """Return one row per key in the schema's order; sections give their keys, not a row of their own."""
+    """Return one row per key, first those of the schema; sections give their keys, not a row of their own."""
     found: list[Row] = []
-    hints = typing.get_type_hints(schema)
-    for field in dataclasses.fields(schema):
-        nested = section_type(hints[field.name])
-        path = prefix + field.name
-        if nested is not None:
-            found += rows(nested, path + ".")
-        else:
-            found.append(_row(path, field, hints[field.name]))
-    return found
+    for name, key in fields_of(schema).items():
+        nested = section_type(key.kind)
+        found += [_row(prefix + name, key)] if nested is None else rows(nested, f"{prefix}{name}.")
+    return found if prefix else found + [_row(path, key) for path, key in FOREIGN.items()]
 
 
 def begin(status: Status) -> str:
@@ -94,27 +87,22 @@ def _replaced(text: str, status: Status, page: Path) -> str:
     return before + markdown_table(status) + after
 
 
-def _row(path: str, field: dataclasses.Field[Any], annotation: Any) -> Row:
-    described = key_of(field)
-    required = field.default is dataclasses.MISSING
-    default = described.shown_default or ("(needed)" if required else f"`{json.dumps(field.default)}`")
-    meaning = described.meaning
-    if described.auto:
-        meaning += f'. `"auto"`: {described.auto}'
-    return Row(path, _values(described, annotation), default, described.status, meaning, described.reason)
+def _row(path: str, key: Key) -> Row:
+    default = key.shown or ("(needed)" if key.default is REQUIRED else f"`{json.dumps(key.default)}`")
+    meaning = f'{key.meaning}. `"auto"`: {key.auto}' if key.auto else key.meaning
+    return Row(path, _values(key), default, key.status, meaning, key.reason)
 
 
-def _values(described: Key, annotation: Any) -> str:
-    if described.choices:
-        return ", ".join(str(choice) for choice in described.choices)
-    parts = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
-    plain = next(part for part in parts if part is not types.NoneType)
-    if tuple[str, ...] in parts:
+def _values(key: Key) -> str:
+    if key.choices:
+        return ", ".join(str(choice) for choice in key.choices)
+    if key.kind == (str, tuple[str, ...]):
         return "string, or list of strings"
-    if dict[str, Any] in parts:
-        return 'section; `"enabled": false` is silent'
+    if key.kind == dict[str, Any]:
+        if key.switch is None:
+            return "section"
+        name, absent = key.switch
+        return f'section; `"{name}": {json.dumps(type(absent)())}` is silent'
     names = {bool: "true, false", int: "whole number", float: "number", str: "string", Any: "any"}
-    kind = names.get(plain, "two numbers")
-    if described.check is not None and plain in (int, float):
-        kind += f" {described.check.words}"
-    return kind
+    words = f" {key.check.words}" if key.check is not None and key.kind in (int, float) else ""
+    return names.get(key.kind, "two numbers") + words

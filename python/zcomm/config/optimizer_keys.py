@@ -5,19 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zcomm.config.keys import (
-    AT_LEAST_0,
-    AT_LEAST_1,
-    BETAS,
-    REQUIRED,
-    Status,
-    key,
-    section,
-)
-
-_NO_EFFECT = Status.NO_EFFECT
-_REFUSED = Status.REFUSED
-_FUSED = "the update is always one fused kernel"
+from zcomm.config.keys import AT_LEAST_0, AT_LEAST_1, BETAS, REQUIRED, key, section
 
 
 @dataclass(frozen=True)
@@ -27,66 +15,42 @@ class OptimizerParams:
     lr: float | None = key(
         None,
         "learning rate",
-        check=AT_LEAST_0,
-        shown_default="`0.001`; Adagrad `0.01`",
+        AT_LEAST_0,
+        shown="`0.001`; Adagrad `0.01`",
         auto="args.learning_rate or args.lr, or the default",
     )
     betas: tuple[float, float] | None = key(
         None,
         "decay of the two moments (Adam, AdamW, Lion)",
-        check=BETAS,
-        shown_default="`[0.9, 0.999]`",
+        BETAS,
+        shown="`[0.9, 0.999]`",
         auto="args.adam_beta1 and adam_beta2, or the default",
     )
     eps: float | None = key(
         None,
         "added to the root (Adam, AdamW, Adagrad)",
-        check=AT_LEAST_0,
-        shown_default="`1e-08`; Adagrad `1e-10`",
+        AT_LEAST_0,
+        shown="`1e-08`; Adagrad `1e-10`",
         auto="args.adam_epsilon, or the default",
     )
     weight_decay: float | None = key(
         None,
         "decoupled (AdamW, Lion) or L2 (Adam, SGD, Adagrad) decay",
-        check=AT_LEAST_0,
-        shown_default="`0.0`; with torch_adam what torch's class has (AdamW 0.01)",
+        AT_LEAST_0,
+        shown="`0.0`; with torch_adam what torch's class has (AdamW 0.01)",
         auto="args.weight_decay, or the default",
     )
     adam_w_mode: bool = key(
         True, "with type Adam: true = AdamW's decoupled decay (DeepSpeed's default), false = L2; type AdamW is AdamW"
     )
     torch_adam: bool = key(
-        False,
-        "true = the defaults of torch's own class; the update is the same fused kernel, of the same formula",
+        False, "true = the defaults of torch's own class; the update is the same fused kernel, of the same formula"
     )
-    momentum: float = key(0.0, "of SGD", check=AT_LEAST_0)
-    dampening: float = key(0.0, "of SGD's momentum", check=AT_LEAST_0)
+    momentum: float = key(0.0, "of SGD", AT_LEAST_0)
+    dampening: float = key(0.0, "of SGD's momentum", AT_LEAST_0)
     nesterov: bool = key(False, "SGD looks ahead")
-    lr_decay: float = key(0.0, "of Adagrad", check=AT_LEAST_0)
-    initial_accumulator_value: float = key(0.0, "of Adagrad's sum of squares", check=AT_LEAST_0)
-    bias_correction: bool = key(
-        True, "of Adam's moments", status=_REFUSED, reason="the kernel corrects them, as torch does"
-    )
-    amsgrad: bool = key(False, "Adam keeps the largest second moment", status=_REFUSED, reason="there is no kernel")
-    fp32_optimizer_states: bool = key(
-        True,
-        "of DeepSpeed's CPU Adam",
-        status=_REFUSED,
-        reason="initialize(optimizer=zcomm.optim.CPUAdam(..., state_dtype=torch.bfloat16)) has smaller state",
-    )
-    set_grad_none: bool = key(
-        True,
-        "how gradients are cleared",
-        status=_NO_EFFECT,
-        reason="param.grad is a stand-in of gradients that the optimizer keeps",
-    )
-    foreach: bool | None = key(
-        None, "how torch computes", status=_NO_EFFECT, reason=_FUSED, shown_default="torch's choice"
-    )
-    fused: bool | None = key(
-        None, "how torch computes", status=_NO_EFFECT, reason=_FUSED, shown_default="torch's choice"
-    )
-    capturable: bool = key(False, "how torch computes", status=_NO_EFFECT, reason=_FUSED)
+    lr_decay: float = key(0.0, "of Adagrad", AT_LEAST_0)
+    initial_accumulator_value: float = key(0.0, "of Adagrad's sum of squares", AT_LEAST_0)
 
 
 _COMMON = ("lr", "weight_decay")
@@ -107,100 +71,72 @@ class Optimizer:
     """Section ``optimizer``."""
 
     type: str = key(REQUIRED, "which optimizer (letter case does not matter)", choices=tuple(OPTIMIZER_PARAMS))
-    legacy_fusion: bool = key(
-        False, "the fused wrapper of fp16", status=_NO_EFFECT, reason="the update is always one fused kernel"
-    )
-    params: OptimizerParams = section(OptimizerParams, "its arguments")
+    params: OptimizerParams = section(OptimizerParams)
 
 
 @dataclass(frozen=True)
 class SchedulerParams:
     """Section ``scheduler.params``; which of them a schedule has is in SCHEDULER_PARAMS."""
 
-    warmup_min_lr: float = key(0.0, "learning rate at the start", check=AT_LEAST_0, auto="the default")
+    warmup_min_lr: float = key(0.0, "learning rate at the start", AT_LEAST_0, auto="the default")
     warmup_max_lr: float | None = key(
         None,
         "learning rate after the warm-up",
-        check=AT_LEAST_0,
-        shown_default="each parameter group's own lr; WarmupDecayLR `0.001`",
+        AT_LEAST_0,
+        shown="each parameter group's own lr; WarmupDecayLR `0.001`",
         auto="the optimizer's learning rate",
     )
     warmup_num_steps: int = key(
         1000,
         "optimizer steps of warm-up (1 counts as 2)",
-        check=AT_LEAST_1,
+        AT_LEAST_1,
         auto="args.warmup_steps, or args.warmup_ratio of all steps, at least 1; or the default",
     )
     warmup_type: str = key("log", "shape of the warm-up", choices=("log", "linear"))
     total_num_steps: int | None = key(
         None,
         "steps until the rate has decayed",
-        check=AT_LEAST_1,
-        shown_default="(WarmupDecayLR and WarmupCosineLR need it)",
+        AT_LEAST_1,
+        shown="(WarmupDecayLR and WarmupCosineLR need it)",
         auto="args.max_steps, or the steps of args.num_train_epochs through training_data; one of them must be there",
     )
-    warmup_min_ratio: float = key(0.0, "of the group's lr, at the start", check=AT_LEAST_0)
-    cos_min_ratio: float = key(0.0001, "of the group's lr, at the end", check=AT_LEAST_0)
-    lr_range_test_min_lr: float = key(1e-3, "learning rate at the start", check=AT_LEAST_0)
-    lr_range_test_step_size: int = key(2000, "steps in which the rate grows by step_rate", check=AT_LEAST_1)
-    lr_range_test_step_rate: float = key(1.0, "growth, as a part of the first rate", check=AT_LEAST_0)
+    warmup_min_ratio: float = key(0.0, "of the group's lr, at the start", AT_LEAST_0)
+    cos_min_ratio: float = key(0.0001, "of the group's lr, at the end", AT_LEAST_0)
+    lr_range_test_min_lr: float = key(1e-3, "learning rate at the start", AT_LEAST_0)
+    lr_range_test_step_size: int = key(2000, "steps in which the rate grows by step_rate", AT_LEAST_1)
+    lr_range_test_step_rate: float = key(1.0, "growth, as a part of the first rate", AT_LEAST_0)
     lr_range_test_staircase: bool = key(False, "grow in stairs")
     cycle_min_lr: float | None = key(
-        None, "learning rate at the ends of the cycle", check=AT_LEAST_0, shown_default="(OneCycle needs it)"
+        None, "learning rate at the ends of the cycle", AT_LEAST_0, shown="(OneCycle needs it)"
     )
-    cycle_max_lr: float | None = key(
-        None, "learning rate at its top", check=AT_LEAST_0, shown_default="(OneCycle needs it)"
-    )
-    decay_lr_rate: float = key(0.0, "after the cycle: lr = min / (1 + this x intervals)", check=AT_LEAST_0)
-    cycle_first_step_size: int = key(2000, "steps up", check=AT_LEAST_1)
-    cycle_second_step_size: int | None = key(
-        None, "steps down", check=AT_LEAST_0, shown_default="cycle_first_step_size"
-    )
-    cycle_first_stair_count: int = key(0, "climb in so many stairs; 0 = a line", check=AT_LEAST_0)
+    cycle_max_lr: float | None = key(None, "learning rate at its top", AT_LEAST_0, shown="(OneCycle needs it)")
+    decay_lr_rate: float = key(0.0, "after the cycle: lr = min / (1 + this x intervals)", AT_LEAST_0)
+    cycle_first_step_size: int = key(2000, "steps up", AT_LEAST_1)
+    cycle_second_step_size: int | None = key(None, "steps down", AT_LEAST_0, shown="cycle_first_step_size")
+    cycle_first_stair_count: int = key(0, "climb in so many stairs; 0 = a line", AT_LEAST_0)
     cycle_second_stair_count: int | None = key(
-        None, "descend in so many stairs", check=AT_LEAST_0, shown_default="cycle_first_stair_count"
+        None, "descend in so many stairs", AT_LEAST_0, shown="cycle_first_stair_count"
     )
-    decay_step_size: int = key(0, "steps of a decay interval; 0 = no decay", check=AT_LEAST_0)
+    decay_step_size: int = key(0, "steps of a decay interval; 0 = no decay", AT_LEAST_0)
     cycle_momentum: bool = key(True, "the first beta goes the other way; the second becomes 0.99")
-    cycle_min_mom: float = key(0.8, "first beta at the top", check=AT_LEAST_0)
-    cycle_max_mom: float = key(0.9, "first beta at the ends", check=AT_LEAST_0)
-    last_batch_iteration: int = key(
-        -1, "steps made before", status=_REFUSED, reason="load_checkpoint restores the schedule's place"
-    )
-    decay_mom_rate: float = key(0.0, "after the cycle: beta = max x (1 + this x intervals)", check=AT_LEAST_0)
+    cycle_min_mom: float = key(0.8, "first beta at the top", AT_LEAST_0)
+    cycle_max_mom: float = key(0.9, "first beta at the ends", AT_LEAST_0)
+    decay_mom_rate: float = key(0.0, "after the cycle: beta = max x (1 + this x intervals)", AT_LEAST_0)
 
 
-_WARMUP = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "last_batch_iteration")
+def _starting(*prefixes: str) -> tuple[str, ...]:
+    return tuple(name for name in SchedulerParams.__dataclass_fields__ if name.startswith(prefixes))
+
+
+_PLACE = "last_batch_iteration"
+_WARMUP = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", _PLACE)
+_COSINE = ("total_num_steps", "warmup_min_ratio", "warmup_num_steps", "cos_min_ratio", "warmup_type", _PLACE)
 SCHEDULER_PARAMS = {
     "WarmupLR": _WARMUP,
     "WarmupDecayLR": ("total_num_steps", *_WARMUP),
-    "WarmupCosineLR": (
-        "total_num_steps",
-        "warmup_min_ratio",
-        "warmup_num_steps",
-        "cos_min_ratio",
-        "warmup_type",
-        "last_batch_iteration",
-    ),
-    "LRRangeTest": (
-        *(f"lr_range_test_{name}" for name in ("min_lr", "step_size", "step_rate", "staircase")),
-        "last_batch_iteration",
-    ),
-    "OneCycle": (
-        "cycle_min_lr",
-        "cycle_max_lr",
-        "decay_lr_rate",
-        "cycle_first_step_size",
-        "cycle_second_step_size",
-        "cycle_first_stair_count",
-        "cycle_second_stair_count",
-        "decay_step_size",
-        "cycle_momentum",
-        "cycle_min_mom",
-        "cycle_max_mom",
-        "decay_mom_rate",
-        "last_batch_iteration",
-    ),
+    "WarmupCosineLR": _COSINE,
+    "LRRangeTest": (*_starting("lr_range_test_"), _PLACE),
+    "OneCycle": (*_starting("cycle_", "decay_"), _PLACE),
 }
 NEEDED = ("total_num_steps", "cycle_min_lr", "cycle_max_lr")
 
@@ -210,4 +146,4 @@ class Scheduler:
     """Section ``scheduler``."""
 
     type: str = key(REQUIRED, "which schedule", choices=tuple(SCHEDULER_PARAMS))
-    params: SchedulerParams = section(SchedulerParams, "its arguments")
+    params: SchedulerParams = section(SchedulerParams)

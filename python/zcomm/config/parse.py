@@ -17,7 +17,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from zcomm.config.keys import REQUIRED, Key, Status, key_of
+from zcomm.config.foreign import FOREIGN, SECTIONS, names_in
+from zcomm.config.keys import REQUIRED, Key, Status
 from zcomm.config.optimizer_keys import NEEDED, OPTIMIZER_PARAMS, SCHEDULER_PARAMS
 from zcomm.config.schema import HINTS, Config
 
@@ -75,20 +76,35 @@ def parse(
 
 
 def leaf_paths(schema: type = Config, prefix: str = "") -> Iterator[str]:
-    """Return every dotted key of the schema, sections included."""
-    hints = typing.get_type_hints(schema)
-    for field in dataclasses.fields(schema):
-        path = f"{prefix}{field.name}"
-        yield path
-        nested = section_type(hints[field.name])
+    """Return every dotted key, sections included."""
+    for name, key in fields_of(schema).items():
+        yield f"{prefix}{name}"
+        nested = section_type(key.kind)
         if nested is not None:
-            yield from leaf_paths(nested, path + ".")
+            yield from leaf_paths(nested, f"{prefix}{name}.")
+    if not prefix:
+        yield from FOREIGN
+        yield from sorted(SECTIONS)
 
 
-def section_type(annotation: Any) -> type | None:
-    """Return the dataclass behind ``X`` or ``X | None``, or None where the annotation is a plain type."""
-    plain, _ = _split_optional(annotation)
-    return plain if isinstance(plain, type) and dataclasses.is_dataclass(plain) else None
+def fields_of(schema: type | None) -> dict[str, Key]:
+    """Return by name the keys and sections that are fields of ``schema``, each with its annotation and default."""
+    if schema is None:
+        return {}
+    hints, found = typing.get_type_hints(schema), {}
+    for field in dataclasses.fields(schema):
+        default = REQUIRED if field.default is dataclasses.MISSING else field.default
+        plain, optional = _split_optional(hints[field.name])
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        key = field.metadata.get("key", Key(""))
+        found[field.name] = dataclasses.replace(key, kind=plain, default=default, optional=optional)
+    return found
+
+
+def section_type(kind: Any) -> type | None:
+    """Return ``kind`` where it is a section's dataclass, else None."""
+    return kind if isinstance(kind, type) and dataclasses.is_dataclass(kind) else None
 
 
 class _Reader:
@@ -98,55 +114,59 @@ class _Reader:
         self.source = source
         self.auto = auto
         self.notes: list[str] = []
+        self.without_effect: list[str] = []  # keys behind the notes
         self.unfilled: dict[str, str] = {}  # keys that are "auto" with nothing that tells, and what would have
 
     def section(self, schema: Any, data: Any, path: str) -> Any:
-        """Return an instance of dataclass ``schema`` from the mapping ``data`` at dotted ``path``."""
+        """Return an instance of dataclass ``schema`` from the mapping ``data`` at dotted ``path``.
+
+        schema: None for a section in which no key has an effect.
+        """
         if not isinstance(data, Mapping):
             raise ValueError(f'{self.source}: "{path}" must be an object {{...}}, got {_shown(data)}')
         prefix = path + "." if path else ""
-        fields = {field.name: field for field in dataclasses.fields(schema)}
+        fields = fields_of(schema)
+        known = [*fields, *(name for name in names_in(prefix) if name not in fields)]
         for name in data:
-            if name not in fields:
-                self._unknown(str(name), prefix, list(fields))
-        hints = typing.get_type_hints(schema)
-        values = {name: self._value(fields[name], hints[name], data[name], prefix + name) for name in data}
-        for name, field in fields.items():
-            required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-            if required and name not in values:
-                words = ", ".join(str(choice) for choice in key_of(field).choices)
+            if name not in known:
+                self._unknown(str(name), prefix, known)
+        values = {name: self._value(fields.get(name), raw, prefix + name) for name, raw in data.items()}
+        for name, key in fields.items():
+            if key.default is REQUIRED and name not in values:
+                words = ", ".join(str(choice) for choice in key.choices)
                 raise ValueError(f'{self.source}: "{prefix}{name}" is missing; give one of: {words}')
-        return schema(**values)
+        return None if schema is None else schema(**{name: values[name] for name in fields if name in values})
 
-    def _value(self, field: dataclasses.Field[Any], annotation: Any, raw: Any, path: str) -> Any:
-        nested = section_type(annotation)
-        if nested is not None:
+    def _value(self, described: Key | None, raw: Any, path: str) -> Any:
+        described = described or FOREIGN.get(path)
+        nested = None if described is None else section_type(described.kind)
+        if described is None or nested is not None:
             if raw is None:  # DeepSpeed writes null for an absent section
-                return field.default if field.default is not dataclasses.MISSING else nested()
+                return None if described is None else described.default
             return self.section(nested, raw, path)
-        described = key_of(field)
         if raw == "auto" and not (described.choices and "auto" in described.choices):
             if not described.auto and described.status is not Status.NO_EFFECT:
                 raise ValueError(f'{self.source}: "{path}": "auto" has no meaning here; give a value, or leave it out')
             raw = self.auto.get(path)
             if raw is None:
                 self.unfilled[path] = described.auto
-                return field.default
-        value = self._convert(raw, annotation, described, path)
+                return described.default
+        value = self._convert(raw, described, path)
         if isinstance(value, dict) and described.switch and not value.get(*described.switch):
-            return field.default  # a section of another program, switched off: whatever else is in it
+            return described.default  # a section of another program, switched off: whatever else is in it
         if described.check is not None and value is not None and not described.check.passes(value):
             raise ValueError(f'{self.source}: "{path}" must be {described.check.words}, got {_shown(raw)}')
-        if value != field.default and field.default is not REQUIRED:
+        if value != described.default and described.default is not REQUIRED:
             if described.status is Status.REFUSED:
                 raise NotImplementedError(f'{self.source}: "{path}": {_shown(raw)} is refused: {described.reason}')
             if described.status is Status.NO_EFFECT:
                 self.notes.append(f'{self.source}: "{path}": {_shown(raw)} has no effect: {described.reason}')
+                self.without_effect.append(path)
         return value
 
-    def _convert(self, raw: Any, annotation: Any, described: Key, path: str) -> Any:
-        plain, optional = _split_optional(annotation)
-        if raw is None and (optional or plain is Any):
+    def _convert(self, raw: Any, described: Key, path: str) -> Any:
+        plain = described.kind
+        if raw is None and (described.optional or plain is Any):
             return None
         if raw == math.inf and path == "steps_per_print":  # Accelerate's word for never
             return None
@@ -204,14 +224,17 @@ class _Reader:
 
     def _params(self, name: str, section: Any, known: tuple[str, ...]) -> None:
         """Refuse params of another optimizer or schedule than the one chosen, and needed ones that are not there."""
-        for field in dataclasses.fields(section.params):
-            value = getattr(section.params, field.name)
-            path = f"{name}.params.{field.name}"
-            if field.name not in known and value != field.default:
+        prefix, values = f"{name}.params.", vars(section.params)
+        defaults = fields_of(type(section.params))
+        changed = [prefix + field for field, value in values.items() if value != defaults[field].default]
+        for path in (*changed, *self.without_effect):
+            if path.startswith(prefix) and path.removeprefix(prefix) not in known:
                 raise ValueError(
                     f'{self.source}: "{path}": {section.type} has no such param; it has {", ".join(known)}'
                 )
-            if field.name in known and field.name in NEEDED and value is None:
+        for field in NEEDED:
+            path = prefix + field
+            if field in known and values[field] is None:
                 why = f'; "auto" is {self.unfilled[path]}' if path in self.unfilled else ""
                 raise ValueError(f'{self.source}: "{name}.type": "{section.type}" needs "{path}"{why}')
 

@@ -14,6 +14,7 @@ import pytest
 from places import SUPPORT
 from zcomm.config import Config, ConfigWarning, load
 from zcomm.config.docs import rows
+from zcomm.config.foreign import FOREIGN, SECTIONS
 from zcomm.config.keys import Status
 from zcomm.config.optimizer_keys import NEEDED, OPTIMIZER_PARAMS, SCHEDULER_PARAMS
 from zcomm.config.parse import leaf_paths
@@ -313,7 +314,7 @@ def test_honoured_key_is_read_without_a_warning(path: str, value: Any, wanted: A
 def test_key_without_effect_warns_once_with_its_reason(path: str, value: Any) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert get(load(nested(path, value)), path) == value
+        load(nested(path, value))
     assert [w.category for w in caught] == [ConfigWarning]
     assert f'"{path}": ' in str(caught[0].message) and "has no effect: " in str(caught[0].message)
 
@@ -350,8 +351,10 @@ def test_every_key_of_deepspeed_is_known() -> None:
 
 def test_defaults_are_deepspeeds() -> None:
     for path, value in of_deepspeed().items():
-        ours: Any = Config()
-        for name in path.split("."):
+        if path in SECTIONS:
+            continue
+        ours: Any = FOREIGN[path].default if path in FOREIGN else Config()
+        for name in path.split(".") if path not in FOREIGN else ():
             ours = None if ours is None else getattr(ours, name)
         if dataclasses.is_dataclass(ours) or path in OWN_DEFAULTS:
             continue

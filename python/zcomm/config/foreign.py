@@ -1,0 +1,253 @@
+"""The table of DeepSpeed's keys that change nothing here, and of those that are refused.
+
+A row is ``name | values | default | asks for | reason``. ``[section]`` heads the rows of a section. An empty reason is
+that of the row before. Values: bool, int, float, str or any, with a check or choices, or section. A section has no
+effect, silently, where its switch is off. The switch is ``enabled``, or the key that stands there with the value that
+it has when absent; ``section always`` has none. A default is JSON. After "=" stand the words for documentation.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from zcomm.config.keys import CHECKS, Key, Status
+
+_NO_EFFECT = r"""
+seq_parallel_communication_data_type | str | "fp32" | of sequence parallelism | there is none
+disable_python_gc | bool | false | no garbage collection | that is the program's: gc.disable()
+log_level | str | null = its own | of DeepSpeed's logger | set it by logging.getLogger("zcomm").setLevel()
+vocabulary_size | int | null = not set | for a warning about its alignment | there is none
+use_data_before_expert_parallelism | bool | false | order of ranks among experts | there are no experts
+disable_allgather | bool | false | gather by broadcasts | parameters are gathered as the host allows
+dump_state | bool | false | print the engine's state | opt.memory() and opt.stats() tell it
+memory_breakdown | bool | false | print memory use | opt.memory() and zcomm plan tell it
+zero_force_ds_cpu_optimizer | bool | true | insist on DeepSpeed's CPU Adam | the CPU optimizers are always zcomm's own
+zero_allow_untested_optimizer | bool | false | allow other optimizers |
+    what updates each element by itself is accepted, and others are an error, whatever its value
+timers | section always | null = off | of throughput | steps_per_print has samples per second
+pipeline | section always | null = off | stages of a PipelineModule | there are no pipelines
+[bf16]
+immediate_grad_update | bool | false | add up gradients as they come | they are, in every precision
+[optimizer]
+legacy_fusion | bool | false | the fused wrapper of fp16 | the update is always one fused kernel
+[optimizer.params]
+set_grad_none | bool | true | how gradients are cleared | param.grad is a stand-in of gradients that the optimizer keeps
+foreach | bool | null = torch's choice | how torch computes | the update is always one fused kernel
+fused | bool | null = torch's choice | how torch computes |
+capturable | bool | false | how torch computes |
+[zero_optimization.offload_optimizer]
+pin_memory | bool | true | page-locked staging | what crosses to a CUDA device is page-locked always, and nothing else
+buffer_count | int >= 1 | 4 | swap buffers | the swap file sizes its own buffers and I/O depth
+pipeline_read | bool | false | read ahead | reads always run ahead of the update
+pipeline_write | bool | false | write behind | writes always run behind the update
+fast_init | bool | false | quick first write | the swap file is preallocated once
+super_offload | bool | false | update beside backward | the update begins when the norm is known
+cpuadam_cores_perc | float between 0 and 1 | 0.8 | share of the cores for super_offload | the core's threads share all
+[zero_optimization.offload_param]
+pin_memory | bool | true | page-locked staging | what crosses to a CUDA device is page-locked always, and nothing else
+buffer_count | int >= 1 | 5 | swap buffers | the swap file sizes its own buffers and I/O depth
+buffer_size | int > 0 | 100000000 | elements per swap buffer |
+max_in_cpu | int >= 0 | 1000000000 | elements kept in host memory | stage 3 gathers and frees whole units (modules)
+[zero_optimization]
+allgather_partitions | bool | true | gather parameters by all_gather instead of broadcasts |
+    parameters are gathered by all_gather, or shared in memory by a host's CPU ranks
+allgather_bucket_size | int > 0 | 500000000 | elements per all_gather |
+    parameters are gathered by the same buckets and units that reduce them
+reduce_scatter | bool | true | average gradients by reduce_scatter instead of all_reduce |
+    sharded gradients are always reduce-scattered; the bits are the same
+contiguous_gradients | bool | true | copy gradients into one buffer | gradients always go to contiguous bucket slots
+stage3_param_persistence_threshold | int >= 0 | 100000 | parameters below this size stay whole |
+    stage 3 gathers and frees whole units (modules)
+stage3_max_live_parameters | int >= 0 | 1000000000 | most elements gathered at once |
+stage3_max_reuse_distance | int >= 0 | 1000000000 | keep what is used again this soon |
+sub_group_size | int > 0 | 1000000000 | elements per optimizer pass | the fused optimizer works tile by tile
+elastic_checkpoint | bool | false | checkpoints for other world sizes | every checkpoint loads at any world size
+load_from_fp32_weights | bool | true | load the exact master | it always is, where the checkpoint has it
+ignore_unused_parameters | bool | true | parameters without gradients are no error | they never are; they count as zero
+stage3_gather_16bit_weights_on_model_save | bool | false | save whole weights in stage 3 |
+    save_16bit_model and checkpoints always hold whole weights
+mics_hierarchical_params_gather | bool | false | gather in two steps | gathers follow the hosts by themselves
+leaf_module | section always | null = its own | modules that are gathered whole |
+    units are always gathered whole (ZeroOptimizer(units=) names them)
+cpu_offload_use_pin_memory | bool | null = not set | an old word for pin_memory |
+    what crosses to a CUDA device is page-locked always, and nothing else
+use_multi_rank_bucket_allreduce | bool | true | one all_reduce for the gradients of several ranks |
+    a bucket is one reduce_scatter
+compute_grad_norm | bool | true | find the norm without clipping, too | it always is; it also finds what is not finite
+stage3_model_persistence_threshold | int >= 0 | 9223372036854775807 | most elements that stay whole |
+    stage 3 gathers and frees whole units (modules)
+stage3_module_granularity_threshold | int >= 0 | 0 | elements below which modules are gathered whole |
+stage3_use_all_reduce_for_fetch_params | bool | false | gather by all_reduce |
+    parameters are gathered by all_gather, or shared in memory by a host's CPU ranks
+stage3_allgather_sequential | bool | false | gather one parameter at a time |
+stage3_gather_fp16_weights_on_model_save | bool | false | the old word for stage3_gather_16bit_weights_on_model_save |
+    save_16bit_model and checkpoints always hold whole weights
+legacy_stage1 | bool | false | an older stage 1 | there is one, with the same numbers
+parameter_alignment | bool | false | align parameters | each begins at a multiple of 64 elements
+memory_efficient_linear | bool | true | a Linear of its own | modules are left as they are
+pipeline_loading_checkpoint | bool | false | load while reading | each rank reads what it keeps, tensor by tensor
+override_module_apply | bool | true | gather in module.apply | use zero.GatheredParameters around it
+log_trace_cache_warnings | bool | false | log when the order of modules changes | it is learned anew in the next step
+enable_sanity_checks | bool | false | compare the ranks | ranks always compare what they do
+save_muon_momentum_buffer_in_memory | bool | false | of Muon | there is no Muon
+round_robin_gradients | bool | false | spread gradient copies | each rank copies only its own shard
+[aio]
+block_size | int >= 1 | 1048576 | bytes per request | the swap file sizes its own buffers and I/O depth
+queue_depth | int >= 1 | 8 | requests in flight |
+thread_count | int >= 1 | 1 | I/O threads |
+intra_op_parallelism | int >= 1 | 1 | I/O threads |
+single_submit | bool | false | submit one by one |
+overlap_events | bool | true | overlap submit and wait |
+use_gds | bool | false | GPU direct storage | the drive is read into host memory
+[checkpoint]
+parallel_write | section pipeline_stage=false | null = off | pipeline stages write beside each other |
+    one format, written tensor by tensor; save_checkpoint(wait=False) writes while training goes on
+checkpoint_serialization | bool | true | pickle's new format |
+writer | section always | null = its own | how files are written |
+[data_types]
+keep_in_fp32_modules | any | "auto" | names of modules with buffers that stay fp32 |
+    buffers stay as the model has them, or have buffer_dtype
+[compile]
+free_activation | bool | false | of deepcompile | compile the model's blocks yourself (block.compile())
+free_activation_threshold | int | 10485760 | of deepcompile |
+offload_activation_pin_memory | bool | true | of deepcompile |
+double_buffer | bool | true | of deepcompile |
+symmetric_memory | bool | false | of deepcompile |
+debug_log | bool | false | of deepcompile |
+sync_before_reduce | bool | false | of deepcompile |
+sync_after_reduce | bool | false | of deepcompile |
+sync_before_allgather | bool | false | of deepcompile |
+sync_after_allgather | bool | false | of deepcompile |
+keep_int_input_tensors | bool | true | of deepcompile |
+keep_all_input_tensors | bool | false | of deepcompile |
+passes | any | null = all | of deepcompile |
+[activation_checkpointing]
+partition_activations | bool | false | split saved activations among model-parallel ranks | there is one such rank
+contiguous_memory_optimization | bool | false | copy them into one buffer | what is offloaded has buffers of its own
+number_checkpoints | int >= 1 | null = not set | how many blocks are recomputed | buffers come as they are needed
+synchronize_checkpoint_boundary | bool | false | synchronize the device at blocks | nothing needs it
+profile | bool | false | time the blocks | zcomm.profile shows where time goes
+"""
+
+_REFUSED = """
+prescale_gradients | bool | false | divide gradients before the sum |
+    gradients are summed in fp32 and divided once, so there is nothing to prescale
+gradient_predivide_factor | float > 0 | 1.0 | divide by this before the sum, and multiply after it |
+    gradients are summed in fp32 and divided once
+sparse_gradients | bool | false | reduce embeddings' gradients as rows | gradients are reduced dense
+gradient_allreduce_op | str mean/sum | "mean" | what becomes of the ranks' gradients |
+    gradients are averaged; multiply the loss by the number of ranks to have their sum
+managed_gradient_accumulation | bool | true | count micro-steps | use engine.set_gradient_accumulation_boundary()
+tensorboard | section | null = off | write its event files |
+    zcomm does not log to TensorBoard; remove the section and log in your loop
+wandb | section | null = off | log there |
+    zcomm does not log to wandb; remove the section and call wandb.log(...) in your loop
+csv_monitor | section | null = off | write metrics as CSV |
+    zcomm does not log to CSV files; remove the section and log in your loop
+comet | section | null = off | log there | zcomm does not log to Comet; remove the section and log in your loop
+tensor_parallel | section autotp_size=0 | null = off | split layers among ranks | ranks form one data-parallel group
+expert_parallel | section | null = off | split experts among ranks | there are no experts
+weight_quantization | section enabled=true | null = off | quantise weights for inference | there is none
+datastates_ckpt | section always | null = off | save by DataStates |
+    save_checkpoint(wait=False) writes while training goes on
+nebula | section | null = off | save by Nebula |
+torch_autocast | section | null = off | cast inside of the model |
+    zcomm does not; use "bf16": {"enabled": true}, or torch.autocast
+amp | section | null = off | mixed precision of apex | zcomm has no apex; use "bf16": {"enabled": true}
+bfloat16 | section | null = off | the old word for bf16 | use "bf16": {"enabled": true}
+comms_logger | section | null = off | log collectives | zcomm.profile shows them
+flops_profiler | section | null = off | count operations | zcomm.profile shows where time goes
+autotuning | section | null = off | try configurations | zcomm plan lists what fits
+elasticity | section | null = off | change the world size while training | a checkpoint loads at any world size
+compression_training | section | null = off | prune and quantise | there is none
+data_efficiency | section | null = off | curricula and random dropping of tokens |
+curriculum_learning | section | null = off | lengthen sequences |
+progressive_layer_drop | section | null = off | drop layers |
+eigenvalue | section | null = off | estimate curvature |
+sparse_attention | section always | null = off | attend in blocks | there is none (DeepSpeed has removed it)
+quantize_training | section | null = off | quantise while training |
+graph_harvesting | bool | false | CUDA graphs of the update |
+hybrid_engine | section | null = off | train and generate by turns | there is none
+[fp16]
+auto_cast | bool | false | cast inputs to fp16 | inputs are the program's; cast them, as for the others
+fp16_master_weights_and_grads | bool | false | fp16 master weights and gradients |
+    the master and the accumulated gradients are always exact fp32
+[bf16]
+bf16_master_weights_and_grads | bool | false | bf16 master weights and gradients |
+bf16_optimizer_states | bool | false | optimizer state in bf16 |
+    initialize(optimizer=zcomm.optim.CPUAdam(..., state_dtype=torch.bfloat16)) has it
+[optimizer.params]
+bias_correction | bool | true | of Adam's moments | the kernel corrects them, as torch does
+amsgrad | bool | false | Adam keeps the largest second moment | there is no kernel
+fp32_optimizer_states | bool | true | of DeepSpeed's CPU Adam |
+    initialize(optimizer=zcomm.optim.CPUAdam(..., state_dtype=torch.bfloat16)) has smaller state
+[scheduler.params]
+last_batch_iteration | int | -1 | steps made before | load_checkpoint restores the schedule's place
+[zero_optimization]
+cpu_offload | bool | false | the old word for offload_optimizer |
+    use "zero_optimization.offload_optimizer": {"device": "cpu"}
+cpu_offload_param | bool | false | the old word for offload_param |
+    use "zero_optimization.offload_param": {"device": "cpu"}
+zero_hpz_partition_size | int >= 1 | 1 | ranks of a second set of parameter shards |
+    parameters are sharded over all ranks, and shared by a host's CPU ranks
+zero_quantized_weights | bool | false | gather weights in 8 bits | weights travel as they are
+zero_quantized_gradients | bool | false | reduce gradients in 4 bits | gradients travel as they are
+zero_quantized_nontrainable_weights | bool | false | gather frozen weights in 8 bits | weights travel as they are
+zenflow | section always | null = off | late updates of small gradients | every step updates everything
+mics_shard_size | int | -1 | ranks that shard together | parameters are sharded over all ranks
+[checkpoint]
+load_universal | bool | false | load DeepSpeed's universal checkpoints |
+    `zcomm ckpt convert` reads DeepSpeed's zero checkpoints; those of zcomm load at any world size
+use_node_local_storage | bool | false | a part of the checkpoint on each host |
+    a checkpoint is one folder that all ranks see
+[data_types]
+param_dtype | str | null = that of training | dtype of parameters, if another than that of fp16 or bf16 |
+    parameters have the precision of training; leave it out
+[compile]
+deepcompile | bool | false | rewrite the compiled graph | compile the model's blocks yourself (block.compile())
+autoep_non_moe | bool | false | compile around experts | there are no experts
+offload_activation | bool | false | of deepcompile: saved activations wait on the host |
+    use "activation_checkpointing.cpu_checkpointing": true
+offload_opt_states | bool | false | of deepcompile | use "zero_optimization.offload_optimizer"
+offload_parameters | bool | false | of deepcompile | use "zero_optimization.offload_param"
+"""
+
+_KINDS = {"bool": bool, "int": int, "float": float, "str": str, "any": Any, "section": dict[str, Any]}
+
+
+def _rows(table: str, status: Status) -> Iterator[tuple[str, Key]]:
+    """Yield dotted key and description of each row."""
+    section, reason = "", ""
+    for line in table.replace("|\n    ", "| ").strip().splitlines():
+        if line.startswith("["):
+            section = line.strip("[]") + "."
+            continue
+        name, values, default, meaning, *own = (cell.strip() for cell in line.split("|"))
+        reason = own[0] if own and own[0] else reason
+        kind, _, words = values.partition(" ")
+        value, _, shown = default.partition(" = ")
+        check = CHECKS.get(words)
+        switch: tuple[str, Any] | None = None
+        if kind == "section" and words != "always":
+            key, _, absent = (words or "enabled=false").partition("=")
+            switch = key, json.loads(absent)
+        choices = tuple(words.split("/")) if kind == "str" and words else ()
+        found = json.loads(value)
+        yield (
+            section + name,
+            Key(
+                meaning, status, reason, check, choices, shown, "", switch, _KINDS[kind], found, optional=found is None
+            ),
+        )
+
+
+FOREIGN: dict[str, Key] = {**dict(_rows(_NO_EFFECT, Status.NO_EFFECT)), **dict(_rows(_REFUSED, Status.REFUSED))}
+SECTIONS = {path.rpartition(".")[0] for path in FOREIGN} - {""}
+
+
+def names_in(prefix: str) -> list[str]:
+    """Return the names of the table's keys and sections that stand right under ``prefix`` ("" or "a.b.")."""
+    under = [path.removeprefix(prefix) for path in (*FOREIGN, *sorted(SECTIONS)) if path.startswith(prefix)]
+    return [name for name in under if name and "." not in name]
