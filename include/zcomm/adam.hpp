@@ -12,8 +12,6 @@
 
 namespace zcomm {
 
-using AdamShard = OptimShard;
-
 struct AdamParams {
   double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0.0;
   bool adamw = true;  ///< decoupled weight decay; false: L2 term added to the gradient
@@ -29,11 +27,11 @@ std::size_t adam_state_nbytes(DType weight, std::size_t count, DType state = DTy
 /// One step. Throws InvalidArgument (see OptimShard; beta out of [0,1), step < 1). `threads`: workers to use at most;
 /// 0 = all of the core's pool. squares: the squares of the gradient as it is given (before grad_scale) are added in the
 /// same pass, as by add_squares from each tile's begin; NaN if one is not finite.
-void adam_step(const AdamShard& shard, const AdamParams& params, int threads = 0, ExactSum* squares = nullptr);
+void adam_step(const OptimShard& shard, const AdamParams& params, int threads = 0, ExactSum* squares = nullptr);
 
 /// 8-bit state from f32 m and v (to nearest), and f32 m and v of 8-bit state; m, v: of the shard's element 0.
 /// Throws InvalidArgument (see OptimShard; state_dtype not u8).
-void adam_encode_state(const AdamShard& shard, const float* m, const float* v);
-void adam_decode_state(const AdamShard& shard, float* m, float* v);
+void adam_encode_state(const OptimShard& shard, const float* m, const float* v);
+void adam_decode_state(const OptimShard& shard, float* m, float* v);
 
 }  // namespace zcomm

@@ -107,12 +107,6 @@ void bind_steps(py::module_& m) {
       .def(py::init(&shard_of), py::arg("weight"), py::arg("weight_dtype"), py::arg("grad"), py::arg("grad_dtype"),
            py::arg("state"), py::arg("count"), py::arg("tile_count"), py::arg("begin"), py::arg("end"),
            py::arg("state_dtype") = DType::float32, py::arg("first_index") = 0);
-  m.attr("AdamShard") = m.attr("OptimShard");
-  m.def("adam_state_nbytes", &adam_state_nbytes, py::arg("weight"), py::arg("count"),
-        py::arg("state") = DType::float32);
-  m.def("sgd_state_nbytes", &sgd_state_nbytes, py::arg("weight"), py::arg("buffer"), py::arg("count"));
-  m.def("lion_state_nbytes", &lion_state_nbytes, py::arg("weight"), py::arg("count"));
-  m.def("adagrad_state_nbytes", &adagrad_state_nbytes, py::arg("weight"), py::arg("count"));
   bind_step(m, "adam_step", &adam_step);
   m.def(
       "adam_encode_state",

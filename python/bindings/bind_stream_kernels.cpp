@@ -1,8 +1,5 @@
-// Binds what else a device's stream does: scale, copy lists, optimizer steps, block squares; see
-// device/stream_kernels.hpp and optim/stream_optim.hpp. Memory arrives as addresses.
-#include <cstring>
-#include <string>
-
+// Binds what else a device's stream does: optimizer steps, block squares; see optim/stream_optim.hpp. Memory arrives as
+// addresses.
 #include "base/error.hpp"
 #include "bindings.hpp"
 #include "device/device.hpp"
@@ -51,46 +48,9 @@ void bind_step(py::module_& m, const char* name) {
       py::arg("stream"), py::arg("shard"), py::arg("params"), NoGil());
 }
 
-/// Copy items as bytes, to be copied to a device.
-py::bytes copy_items(const std::vector<std::uintptr_t>& dst, const std::vector<std::uintptr_t>& src,
-                     const std::vector<std::uint64_t>& counts) {
-  if (dst.size() != counts.size() || src.size() != counts.size())
-    throw InvalidArgument(text("copy_items: ", dst.size(), " dst, ", src.size(), " src, ", counts.size(), " counts"));
-  std::vector<device::CopyItem> items;
-  for (std::size_t i = 0; i < counts.size(); ++i)
-    items.push_back({pointer<void>(dst[i]), pointer<const void>(src[i]), counts[i]});
-  device::number_chunks(items);
-  return {reinterpret_cast<const char*>(items.data()), items.size() * sizeof(device::CopyItem)};
-}
-
-void copy_list(device::Stream& stream, const std::string& bytes, std::uintptr_t on_device, DType dst_dtype,
-               DType src_dtype) {
-  if (bytes.size() % sizeof(device::CopyItem) != 0)
-    throw InvalidArgument(text("stream_copy_list: items of ", bytes.size(), " bytes; copy_items makes them"));
-  std::vector<device::CopyItem> items(bytes.size() / sizeof(device::CopyItem));
-  if (!items.empty()) std::memcpy(items.data(), bytes.data(), bytes.size());
-  stream.kernels().copy_list({items, pointer<const device::CopyItem>(on_device), dst_dtype, src_dtype});
-}
-
-void bind_element_kernels(py::module_& m) {
-  m.def(
-      "stream_scale",
-      [](device::Stream& stream, std::uintptr_t dst, DType dst_dtype, std::uintptr_t src, DType src_dtype,
-         std::size_t count, float factor, std::uintptr_t more, std::uintptr_t nonfinite) {
-        stream.kernels().scale({pointer<void>(dst), dst_dtype, pointer<const void>(src), src_dtype, count, factor,
-                                pointer<const float>(more), pointer<std::uint64_t>(nonfinite)});
-      },
-      py::arg("stream"), py::arg("dst"), py::arg("dst_dtype"), py::arg("src"), py::arg("src_dtype"), py::arg("count"),
-      py::arg("factor"), py::arg("more") = 0, py::arg("nonfinite") = 0, NoGil());
-  m.def("copy_items", &copy_items, py::arg("dst"), py::arg("src"), py::arg("counts"));
-  m.def("stream_copy_list", &copy_list, py::arg("stream"), py::arg("items"), py::arg("on_device"), py::arg("dst_dtype"),
-        py::arg("src_dtype"), NoGil());
-}
-
 }  // namespace
 
 void bind_stream_kernels(py::module_& m) {
-  bind_element_kernels(m);
   m.attr("ADAM_FACTORS_NBYTES") = sizeof(OnDevice<optim::AdamFactors>);
   py::class_<StreamAdamBatch>(m, "StreamAdamBatch")
       .def(py::init<>())

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kArrays = 2;  // m, v
 
-void check_coded(const char* call, const AdamShard& shard, const float* m, const float* v) {
+void check_coded(const char* call, const OptimShard& shard, const float* m, const float* v) {
   optim::check_shard(call, shard, kArrays);
   if (shard.state_dtype != DType::uint8)
     throw InvalidArgument(text(call, ": state is ", name_of(shard.state_dtype), "; it must be uint8"));
@@ -38,11 +38,11 @@ std::size_t adam_state_nbytes(DType weight, std::size_t count, DType state) {
   return optim::state_nbytes("adam", weight, kArrays, count, state);
 }
 
-void adam_step(const AdamShard& shard, const AdamParams& params, int threads, ExactSum* squares) {
+void adam_step(const OptimShard& shard, const AdamParams& params, int threads, ExactSum* squares) {
   optim::step_shard(shard, params, threads, squares);
 }
 
-void adam_encode_state(const AdamShard& shard, const float* m, const float* v) {
+void adam_encode_state(const OptimShard& shard, const float* m, const float* v) {
   check_coded("adam_encode_state", shard, m, v);
   const DefaultFloatMode mode;
   const auto encode = optim::current_optim_table().encode_state;
@@ -51,7 +51,7 @@ void adam_encode_state(const AdamShard& shard, const float* m, const float* v) {
   });
 }
 
-void adam_decode_state(const AdamShard& shard, float* m, float* v) {
+void adam_decode_state(const OptimShard& shard, float* m, float* v) {
   check_coded("adam_decode_state", shard, m, v);
   const DefaultFloatMode mode;
   const auto decode = optim::current_optim_table().decode_state;

@@ -75,7 +75,7 @@ TEST(adam, follows_the_f64_reference) {
 void run_steps(State& s, DType grad_dtype, bool adamw, const std::vector<std::size_t>& cuts, int threads) {
   for (int t = 1; t <= 4; ++t) {
     const auto grad = gradient(s.count, grad_dtype, static_cast<unsigned>(t));
-    AdamShard shard = s.shard(grad.data(), grad_dtype);
+    OptimShard shard = s.shard(grad.data(), grad_dtype);
     for (std::size_t k = 0; k + 1 < cuts.size(); ++k) {
       shard.begin = cuts[k];
       shard.end = cuts[k + 1];
@@ -250,14 +250,14 @@ TEST(split_master, a_weight_that_was_written_counts) {
 TEST(adam, refuses_what_it_cannot_do) {
   float weight[4] = {}, grad[4] = {}, storage[16] = {};
   auto* state = reinterpret_cast<std::byte*>(storage);
-  const AdamShard good{weight, DType::float32, grad, DType::float32, state, 4, 4, 0, 4};
+  const OptimShard good{weight, DType::float32, grad, DType::float32, state, 4, 4, 0, 4};
   const auto with = [&](auto change) {
-    AdamShard shard = good;
+    OptimShard shard = good;
     AdamParams params;
     change(shard, params);
     adam_step(shard, params);
   };
-  using S = AdamShard;
+  using S = OptimShard;
   using P = AdamParams;
   EXPECT_THROW_WITH(with([](S& s, P&) { s.weight_dtype = DType::float64; }), InvalidArgument, "weight is float64");
   EXPECT_THROW_WITH(with([](S& s, P&) { s.grad_dtype = DType::int32; }), InvalidArgument, "grad is int32");
