@@ -40,41 +40,23 @@ if TYPE_CHECKING:
     from zcomm.profiling import profile
     from zcomm.zero import Offload, Precision, ZeroOptimizer
 
-# name -> module that defines it; None: the name is a module itself
-_HOME: dict[str, str | None] = {
-    **dict.fromkeys(("CollectiveMismatch", "CudaError", "PeerLost"), "zcomm._core"),
-    **dict.fromkeys(
-        (
-            "all_gather",
-            "all_reduce",
-            "all_to_all",
-            "barrier",
-            "broadcast",
-            "empty",
-            "gather",
-            "local_rank",
-            "rank",
-            "recv",
-            "reduce",
-            "reduce_scatter",
-            "scatter",
-            "send",
-            "world_size",
-        ),
-        "zcomm.comm.functions",
-    ),
-    **dict.fromkeys(("init", "is_initialized", "shutdown"), "zcomm.comm.job"),
-    "Work": "zcomm.comm.work",
-    "offload_activations": "zcomm.memory.activations",
-    "Communicator": "zcomm.comm.communicator",
-    **dict.fromkeys(("Engine", "initialize"), "zcomm.engine"),
-    "BucketLayout": "zcomm.comm.bucket_layout",
-    **dict.fromkeys(("SwapFile", "pinned_empty"), "zcomm.offload"),
-    **dict.fromkeys(("Offload", "Precision", "ZeroOptimizer"), "zcomm.zero"),
-    "profile": "zcomm.profiling",
-    "optim": None,
-    "zero": None,
+_NAMES = {
+    "zcomm._core": "CollectiveMismatch CudaError PeerLost",
+    "zcomm.comm.functions": "all_gather all_reduce all_to_all barrier broadcast empty gather local_rank rank recv "
+    "reduce reduce_scatter scatter send world_size",
+    "zcomm.comm.job": "init is_initialized shutdown",
+    "zcomm.comm.work": "Work",
+    "zcomm.comm.communicator": "Communicator",
+    "zcomm.comm.bucket_layout": "BucketLayout",
+    "zcomm.memory.activations": "offload_activations",
+    "zcomm.offload": "SwapFile pinned_empty",
+    "zcomm.engine": "Engine initialize",
+    "zcomm.zero": "Offload Precision ZeroOptimizer",
+    "zcomm.profiling": "profile",
 }
+# name -> module that defines it; None: the name is a module itself
+_HOME: dict[str, str | None] = {name: home for home, names in _NAMES.items() for name in names.split()}
+_HOME |= {"optim": None, "zero": None}
 
 __all__ = [
     "__version__",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import shutil
 import sys
@@ -39,7 +40,7 @@ def add_parser(commands: _SubParsersAction[Any]) -> None:
         allow_abbrev=False,
     )
     job = parser.add_argument_group("how it is sharded")
-    job.add_argument("--np", type=int, default=2, metavar="N", help="number of ranks (default 2)")
+    job.add_argument("--np", dest="world_size", type=int, default=2, metavar="N", help="number of ranks (default 2)")
     job.add_argument("--stage", type=int, default=3, metavar="{0,1,2,3}", help="ZeRO stage (default 3)")
     job.add_argument("--offload", choices=OFFLOADS, default="nvme", help="tier of the state (default nvme)")
     job.add_argument(
@@ -50,7 +51,9 @@ def add_parser(commands: _SubParsersAction[Any]) -> None:
     )
     job.add_argument("--precision", choices=PRECISIONS, default="fp32", help="default fp32")
     job.add_argument("--bucket-mb", type=float, default=4.0, metavar="MIB", help="gradients that travel together")
-    job.add_argument("--no-overlap", action="store_true", help="reduce after the backward pass, not during it")
+    job.add_argument(
+        "--no-overlap", dest="overlap", action="store_false", help="reduce after the backward pass, not during it"
+    )
     model = parser.add_argument_group("what is trained")
     model.add_argument("--size", choices=SIZES, default="small", help="default small; the options below change it")
     for option, meaning in (
@@ -108,29 +111,11 @@ def command(args: argparse.Namespace) -> int:
 
 def make_config(args: argparse.Namespace) -> DemoConfig:
     """Return the run that the options describe."""
-    size = SIZES[args.size]
-    shape: dict[str, Any] = {
-        key: default if getattr(args, key) is None else getattr(args, key) for key, default in vars(size).items()
-    }
     name = time.strftime("demo-%Y%m%d-%H%M%S") if args.name is None else args.name
-    return DemoConfig(
-        name=name,
-        run_dir=str(Path("runs").absolute() / name),
-        world_size=args.np,
-        stage=args.stage,
-        offload=args.offload,
-        nvme_path=None,
-        precision=args.precision,
-        size=args.size,
-        accum=args.accum,
-        clip=args.clip,
-        bucket_mb=args.bucket_mb,
-        overlap=not args.no_overlap,
-        seed=args.seed,
-        data=args.data,
-        quiet=args.quiet,
-        **shape,
-    )
+    made: dict[str, Any] = {"name": name, "run_dir": str(Path("runs").absolute() / name), "nvme_path": None}
+    names = {field.name for field in dataclasses.fields(DemoConfig)}
+    given = {key: value for key, value in vars(args).items() if key in names and value is not None}
+    return DemoConfig(**{**vars(SIZES[args.size]), **given, **made})
 
 
 def check_data(path: str | None) -> None:

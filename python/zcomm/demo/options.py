@@ -56,8 +56,8 @@ class DemoConfig:
     bucket_mb: float
     overlap: bool
     seed: int
-    data: str | None
     quiet: bool
+    data: str | None = None
     sample_nbytes: int = 200
 
     @property

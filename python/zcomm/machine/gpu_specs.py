@@ -52,13 +52,3 @@ def pcie_bps(generation: int | None, width: int | None) -> float | None:
     """Return the bytes per second on the line, one direction; None where one of the two is not known."""
     lane = _LANE_BPS.get(generation or 0)
     return None if lane is None or not width else lane * width
-
-
-def hiding_tokens(bytes_per_param: float, flops: float, memory_bps: float) -> float:
-    """Return the tokens per optimizer step from which on the GPU computes longer than the CPU's pass over its state.
-
-    A token costs 6 FLOP per parameter (forward and backward), the update ``bytes_per_param`` of host memory, so the
-    number of parameters cancels. ``flops``: what training reaches, not the peak. Source: arithmetic intensity, as
-    ZeRO-Offload (arXiv:2101.06840) weighs it.
-    """
-    return bytes_per_param * flops / (6.0 * memory_bps)

@@ -7,7 +7,6 @@ A row per world size: all its ranks worked at the same time, each with its part 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -70,15 +69,5 @@ def load(world_size: int) -> Speeds | None:
 
 def save(rows: list[Speeds]) -> Path:
     """Keep measured rows; returns their file. Raises: OSError."""
-    file = path()
-    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    text = {
-        "format": FORMAT,
-        "machine": tuning.machine(),
-        "time": time.strftime("%Y-%m-%d"),
-        "rows": [asdict(row) for row in rows],
-    }
-    temporary = file.with_name(f"{file.name}.new")
-    temporary.write_text(json.dumps(text, indent=1) + "\n")
-    temporary.replace(file)
-    return file
+    about = {"format": FORMAT, "machine": tuning.machine(), "time": tuning.today()}
+    return tuning.keep(path(), {**about, "rows": [asdict(row) for row in rows]})

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -100,16 +99,11 @@ def save(directory: str | os.PathLike[str], found: SwapTuning, speeds: dict[str,
     if key is None:
         return None
     file = path()
-    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     try:
         drives: dict[str, Any] = dict(json.loads(file.read_text())["drives"])
     except (OSError, ValueError, KeyError, TypeError):
         drives = {}
     row = asdict(found)
     del row["origin"]
-    drives[key] = {**row, **speeds, "time": time.strftime("%Y-%m-%d")}
-    temporary = file.with_name(f"{file.name}.{os.getpid()}")
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as stream:
-        stream.write(json.dumps({"format": FORMAT, "drives": drives}, indent=1) + "\n")
-    temporary.replace(file)
-    return file
+    drives[key] = {**row, **speeds, "time": tuning.today()}
+    return tuning.keep(file, {"format": FORMAT, "drives": drives}, mode=0o600)

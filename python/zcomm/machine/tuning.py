@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -86,14 +87,21 @@ def load() -> Table:
 
 def save(rows: Mapping[str, Tuning]) -> Path:
     """Keep a measured table; return its file. Raises: OSError."""
-    file = path()
+    return keep(
+        path(), {"machine": machine(), "time": today(), "rows": {kind: asdict(row) for kind, row in rows.items()}}
+    )
+
+
+def keep(file: Path, content: dict[str, Any], mode: int = 0o666) -> Path:
+    """Replace a file of the user's cache as a whole, and return it. Raises: OSError."""
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    text = {
-        "machine": machine(),
-        "time": time.strftime("%Y-%m-%d"),
-        "rows": {kind: asdict(row) for kind, row in rows.items()},
-    }
     temporary = file.with_name(f"{file.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(text, indent=1) + "\n")
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode), "w") as stream:
+        stream.write(json.dumps(content, indent=1) + "\n")
     temporary.replace(file)
     return file
+
+
+def today() -> str:
+    """Return the date of a measurement, as it is kept and shown."""
+    return time.strftime("%Y-%m-%d")

@@ -188,7 +188,8 @@ class _Seconds:
     def tokens(self, *seconds: float | None) -> float | None:
         """Return the tokens that hide the longest of ``seconds``, at 6 FLOP per parameter and token.
 
-        It is the general form of gpu_speeds.hiding_tokens.
+        For one GPU and the CPU's pass alone: bytes per parameter x FLOP/s / (6 x bytes/s of host memory).
+        Source: arithmetic intensity, as ZeRO-Offload (arXiv:2101.06840) weighs it.
         """
         known = [each for each in seconds if each is not None]
         if self.host.flops is None or len(known) < len(seconds):

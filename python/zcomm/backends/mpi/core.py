@@ -159,10 +159,6 @@ class MpiCore:
             "use a private copy on each rank (ZeroOptimizer: share_parameters=False)"
         )
 
-    def duplicate(self) -> MpiCore:
-        self._start(_Call("duplicate", [], None, ""), False, _nothing)
-        return MpiCore(self._comm, self._timeout, self._block_nbytes)
-
     def split(self, color: int | None, key: int, name: str) -> MpiCore | None:
         """Join the ranks of one colour, ordered by key and then rank; None for a rank without colour. Collective."""
         for word, value in (("color", color), ("key", key)):

@@ -32,22 +32,6 @@ _abandoned: list[object] = []  # frames and buffers that MPI may still write to
 class Task:
     """One operation from call to end. ``entering`` while it waits for the other ranks to call it."""
 
-    __slots__ = (
-        *(
-            "deadline",
-            "describe",
-            "ended",
-            "entering",
-            "error",
-            "peer",
-            "requests",
-            "revocable",
-            "sequence",
-            "started",
-            "steps",
-        ),
-    )
-
     def __init__(self, steps: Callable[[Task], Steps], describe: Callable[[], str], peer: int = -1) -> None:
         self.steps = steps(self)
         self.describe = describe
