@@ -75,7 +75,10 @@ def initialize(
     if epochs is not None and hasattr(training_data, "__len__"):  # checked now, counted when the ranks are known
         values |= {"scheduler.params.total_num_steps": 1}
     settings, notes = load_with_notes(source, values)
-    comm = _join(distributed_port, dist_init_required)
+    from zcomm.comm import job  # here, so that the engine can be imported where the core is not built
+
+    check_join(distributed_port, dist_init_required)
+    comm = job.init()
     if comm.rank == 0:
         warn_of(notes)
     batch = resolve_batch(settings, comm.world_size)
@@ -136,7 +139,8 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Source | Confi
     return checked
 
 
-def _join(distributed_port: int | None, dist_init_required: bool | None) -> Communicator:
+def check_join(distributed_port: int | None, dist_init_required: bool | None) -> None:
+    """Set DeepSpeed's port where MASTER_PORT is missing. Raises: ValueError where the ranks must have joined before."""
     from zcomm.comm import job  # here, so that the engine can be imported where the core is not built
 
     if dist_init_required is False and not (job.is_initialized() or torch.distributed.is_initialized()):
@@ -146,7 +150,6 @@ def _join(distributed_port: int | None, dist_init_required: bool | None) -> Comm
         )
     if distributed_port is not None and "MASTER_ADDR" in os.environ:
         os.environ.setdefault("MASTER_PORT", str(distributed_port))
-    return job.init()
 
 
 def _base_optimizer(

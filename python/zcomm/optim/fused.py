@@ -192,10 +192,21 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
             with torch.enable_grad():
                 loss = closure()
         found_inf = getattr(self, "found_inf", None) if found_inf is None else found_inf
+        grad_scale = getattr(self, "grad_scale", None) if grad_scale is None else grad_scale
+        self._step_scaled(grad_scale, found_inf, clip, norm)
+        return loss
+
+    def _step_scaled(
+        self,
+        grad_scale: float | torch.Tensor | None,
+        found_inf: bool | torch.Tensor | None,
+        clip: float,
+        norm: bool,
+    ) -> None:
+        """Update the parameters as ``step`` does, its arguments with the defaults filled in."""
         if found_inf is not None and bool(found_inf):
             self.grad_norm = None if norm else self.grad_norm
-            return loss
-        grad_scale = getattr(self, "grad_scale", None) if grad_scale is None else grad_scale
+            return
         divisor = 1.0 if grad_scale is None else float(grad_scale)
         squares = _core.ExactSum() if norm else None
         self._step_all(clip / divisor, squares)
@@ -204,7 +215,6 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
         torch.autograd.graph.increment_version(updated)
         if squares is not None:
             self.grad_norm = math.sqrt(squares.value()) / divisor
-        return loss
 
     def _step_all(self, factor: float, squares: _core.ExactSum | None) -> None:
         """Step all parameters; see [Note: plan] in plan.py. What is refused is refused before anything is updated."""

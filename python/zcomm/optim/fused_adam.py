@@ -81,6 +81,7 @@ class FusedAdam(FusedAdamBase):
     torch.optim.AdamW's, taken and without meaning: nothing waits for the device, and steps are counted there (``step``
     is a CUDA tensor), so a CUDA graph can capture ``step()`` once it has run twice. For a learning rate that changes
     between replays ``lr`` is an fp32 CUDA tensor, as in torch.
+    ``step`` takes CUDA tensors too, which are read when the step runs on the device.
     State, and what loads from where: as CPUAdam; torch.optim.AdamW takes it as of ``capturable=True``.
     Work goes to torch's current stream.
 
@@ -168,38 +169,25 @@ class FusedAdam(FusedAdamBase):
             raise ValueError(f"{type(self).__name__}: a tensor of shape {tuple(value.shape)} is not a single number")
         return value.to(self._home(), torch.float32)
 
-    @torch.no_grad()
-    def step(  # type: ignore[override]
+    def _step_scaled(
         self,
-        closure: Callable[[], float] | None = None,
-        *,
-        grad_scale: float | torch.Tensor | None = None,
-        found_inf: bool | torch.Tensor | None = None,
-        clip: float = 1.0,
-        norm: bool = False,
-    ) -> float | None:
-        """Step as CPUAdam does.
-
-        CUDA tensors among the arguments are read on the device, when the step runs there; norm waits for it.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        found_inf = getattr(self, "found_inf", None) if found_inf is None else found_inf
-        grad_scale = getattr(self, "grad_scale", None) if grad_scale is None else grad_scale
+        grad_scale: float | torch.Tensor | None,
+        found_inf: bool | torch.Tensor | None,
+        clip: float,
+        norm: bool,
+    ) -> None:
+        """Update the parameters on the device, which reads CUDA tensors among the arguments; norm waits for it."""
         call = self._call
         call.found_inf, call.grad_scale, call.clip = self._number(found_inf), self._number(grad_scale), clip
         if found_inf is not None and call.found_inf is None and bool(found_inf):
             self.grad_norm = None if norm else self.grad_norm
-            return loss
+            return
         if grad_scale is not None and call.grad_scale is None:
             call.clip = clip / float(grad_scale)
         call.lrs = [self._number(group["lr"]) for group in self.param_groups]
         if norm:
             self.grad_norm = self._norm() / (1.0 if grad_scale is None else float(grad_scale))
         self._step_all(1.0, None)
-        return loss
 
     def _norm(self) -> float:
         """Compute the norm of all gradients as they are.

@@ -64,17 +64,10 @@ def init_distributed(
     auto_mpi_discovery, verbose, config have no effect: MPI's variables are always read, and nothing is printed.
     Raises: ValueError, NotImplementedError (backend not built), TimeoutError, ConnectionError.
     """
-    import torch
-
     from zcomm.comm import job as _job
+    from zcomm.engine.build import check_join
 
-    if dist_init_required is False and not (_job.is_initialized() or torch.distributed.is_initialized()):
-        raise ValueError(
-            "dist_init_required=False, but zcomm.init() has not been called, nor has "
-            "torch.distributed.init_process_group()"
-        )
-    if "MASTER_ADDR" in os.environ:
-        os.environ.setdefault("MASTER_PORT", str(distributed_port))
+    check_join(distributed_port, dist_init_required)
     seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else float(timeout)
     backend = _OWN_TRANSPORT.get(dist_backend) or str(dist_backend)
     given = (rank if rank >= 0 else None, world_size if world_size > 0 else None)
