@@ -10,32 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    GatherOptions,
-    ReduceOptions,
-    ReduceScatterOptions,
-    ScatterOptions,
-)
+from torch._C._distributed_c10d import AllreduceOptions
 
 from zcomm import _core
 from zcomm.comm.tensors import DTYPES
-
-__all__ = [
-    "AllToAllOptions",
-    "AllgatherOptions",
-    "AllreduceOptions",
-    "BarrierOptions",
-    "BroadcastOptions",
-    "GatherOptions",
-    "ReduceOptions",
-    "ReduceScatterOptions",
-    "ScatterOptions",
-]
 
 Kind: Any = dist.ReduceOp.RedOpType
 _KNOWS_ASYNC = hasattr(AllreduceOptions(), "asyncOp")

@@ -16,13 +16,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch._C._distributed_c10d import AllreduceOptions, BarrierOptions, ReduceScatterOptions
 
 import zcomm
 from test_cuda_ipc import simulated_world
 from zcomm.torch_backend import device as _device
 from zcomm.torch_backend.device import DeviceHalf, DevicePending, DeviceProcessGroup, Streams, device_of
 from zcomm.torch_backend.group import ProcessGroup
-from zcomm.torch_backend.options import AllreduceOptions, BarrierOptions, ReduceScatterOptions, made
+from zcomm.torch_backend.options import made
 
 
 class HostStreams(Streams):

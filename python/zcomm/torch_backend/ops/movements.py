@@ -11,21 +11,19 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-
-from zcomm.comm.tensors import integers
-from zcomm.torch_backend.futures.work import Done, Pending
-from zcomm.torch_backend.issue import Issue, Start
-from zcomm.torch_backend.options import (
+from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllToAllOptions,
     BarrierOptions,
     BroadcastOptions,
     GatherOptions,
     ScatterOptions,
-    made,
-    only_one,
-    root_of,
 )
+
+from zcomm.comm.tensors import integers
+from zcomm.torch_backend.futures.work import Done, Pending
+from zcomm.torch_backend.issue import Issue, Start
+from zcomm.torch_backend.options import made, only_one, root_of
 from zcomm.torch_backend.staging import Staging, is_sharded_gradient, parts, span, spans, wire
 
 Tensors = list[torch.Tensor]

@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import AllreduceOptions, ReduceOptions, ReduceScatterOptions
 from torch.autograd.graph import increment_version
 
 from zcomm import _core
@@ -16,17 +17,7 @@ from zcomm.torch_backend.futures.work import Done, Pending
 from zcomm.torch_backend.issue import Issue, Start
 from zcomm.torch_backend.ops import emulate
 from zcomm.torch_backend.ops.sparse import sparse_all_reduce
-from zcomm.torch_backend.options import (
-    AllreduceOptions,
-    Kind,
-    ReduceOptions,
-    ReduceScatterOptions,
-    made,
-    native,
-    only_one,
-    premul_factor,
-    root_of,
-)
+from zcomm.torch_backend.options import Kind, made, native, only_one, premul_factor, root_of
 from zcomm.torch_backend.staging import Staging, is_plain, parts, refuse_sharded_gradients, span, spans, writing_to
 
 Tensors = list[torch.Tensor]

@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import AllgatherOptions
 
 from zcomm.torch_backend.futures.work import Done
-from zcomm.torch_backend.options import AllgatherOptions, Kind
+from zcomm.torch_backend.options import Kind
 from zcomm.torch_backend.staging import writing_to
 
 
