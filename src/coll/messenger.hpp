@@ -5,11 +5,16 @@
 // Thread rule: free-threaded.
 #pragma once
 
+#include <cstddef>
 #include <span>
 
 #include "zcomm/communicator.hpp"
 
 namespace zcomm::coll {
+
+/// As many messages of one kind in flight take no memory. How many there are at once is a matter of timing, so lists
+/// and pools grow by so many at once, and do not find out in step 1000.
+constexpr std::size_t kWarm = 16;
 
 class Messenger {
  public:

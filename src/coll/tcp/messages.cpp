@@ -1,5 +1,5 @@
-// What frames of messages do (messenger.hpp): matching, granting, moving. All on TcpControl's thread or a caller's,
-// with TcpControl's mutex held.
+// What frames of messages do (messenger.hpp): granting, moving, and what Matching finds. All on TcpControl's thread or
+// a caller's, with TcpControl's mutex held.
 #include <algorithm>
 #include <cstring>
 
@@ -37,12 +37,6 @@ void check_head(const Frame& head) {
 }
 
 }  // namespace
-
-TcpMessenger::Place TcpMessenger::find_posted(int peer, int tag) {
-  return std::find_if(pending_.begin(), pending_.end(), [&](const Pending& pending) {
-    return !pending.is_send && !pending.granted && pending.tag == tag && (pending.peer < 0 || pending.peer == peer);
-  });
-}
 
 TcpMessenger::Place TcpMessenger::find(bool is_send, int peer, std::uint64_t id) {
   return std::find_if(pending_.begin(), pending_.end(), [&](const Pending& pending) {
@@ -82,18 +76,18 @@ void TcpMessenger::begin(int peer, const Frame& head, std::vector<iovec>& target
 
 /// A message, or the announcement of one.
 void TcpMessenger::arrive(int peer, const Frame& head, std::vector<iovec>& target) {
-  const Place recv = find_posted(peer, head.tag);
-  if (recv == pending_.end()) {
-    std::size_t waiting = head.nbytes;
-    for (const Unexpected& other : unexpected_) waiting += other.peer == peer ? other.bytes.size() : 0;
+  const std::optional<Place> recv = matching_.match(peer, head.tag);
+  if (!recv) {
+    const std::size_t waiting = head.nbytes + matching_.early_nbytes(peer);
     if (waiting > kCreditNbytes) throw Error(text(waiting, " bytes of messages that no recv has asked for"));
-    unexpected_.push_back({peer, head, std::vector<std::byte>(head.nbytes), head.kind == FrameKind::announce});
-    if (head.nbytes > 0) target.push_back({unexpected_.back().bytes.data(), head.nbytes});
+    auto& early = matching_.keep(peer, head.tag, head, head.kind == FrameKind::announce);
+    early.payload.resize(head.nbytes);
+    if (head.nbytes > 0) target.push_back({early.payload.data(), head.nbytes});
     return;
   }
-  if (!agree(recv, peer, head)) return;
-  accept(*recv, peer, head);
-  if (head.kind == FrameKind::message) target = recv->pieces;
+  if (!agree(*recv, peer, head)) return;
+  accept(**recv, peer, head);
+  if (head.kind == FrameKind::message) target = (*recv)->pieces;
 }
 
 void TcpMessenger::end(int peer, const Frame& head) {
@@ -104,13 +98,9 @@ void TcpMessenger::end(int peer, const Frame& head) {
       recv->granted = false;  // nothing is coming any more
       return end_pending(recv);
     }
-    const auto message = std::find_if(unexpected_.begin(), unexpected_.end(), [&](const Unexpected& candidate) {
-      return candidate.peer == peer && candidate.head.id == head.id;
-    });
-    if (message == unexpected_.end()) return give_credit(peer, head.nbytes);  // refused, or given up
-    message->complete = true;
-    const Place late = find_posted(peer, head.tag);
-    if (late != pending_.end()) take(late, message);
+    auto* const early = matching_.find_kept(peer, [&](const Frame& kept) { return kept.id == head.id; });
+    if (early == nullptr) return give_credit(peer, head.nbytes);  // refused, or given up
+    if (const auto late = matching_.complete(*early)) take(*late, *early);
   } else if (head.kind == FrameKind::data) {
     const Place recv = find(false, peer, head.id);
     if (recv == pending_.end()) return;
@@ -120,15 +110,18 @@ void TcpMessenger::end(int peer, const Frame& head) {
 }
 
 /// A complete message, or an announcement, that was there before `recv`.
-void TcpMessenger::take(Place recv, std::list<Unexpected>::iterator message) {
-  const Unexpected taken = std::move(*message);
-  unexpected_.erase(message);
-  const bool is_small = taken.head.kind == FrameKind::message;
-  if (is_small) give_credit(taken.peer, taken.bytes.size());
-  if (!agree(recv, taken.peer, taken.head)) return;
-  accept(*recv, taken.peer, taken.head);
+void TcpMessenger::take(Place recv, Messages::Early& message) {
+  const int peer = message.peer;
+  const Frame head = message.head;
+  // Spare messages keep no payload here: it could come to the credit of all peers.
+  const std::vector<std::byte> bytes = std::move(message.payload);
+  matching_.drop(message);
+  const bool is_small = head.kind == FrameKind::message;
+  if (is_small) give_credit(peer, bytes.size());
+  if (!agree(recv, peer, head)) return;
+  accept(*recv, peer, head);
   if (!is_small) return;
-  const std::byte* from = taken.bytes.data();
+  const std::byte* from = bytes.data();
   for (const iovec& piece : recv->pieces) {
     std::memcpy(piece.iov_base, from, piece.iov_len);
     from += piece.iov_len;
@@ -160,10 +153,8 @@ void TcpMessenger::be_refused(int peer, const Frame& head) {
   const std::string theirs = shape(head.dtype, head.count);
   if (send == pending_.end()) {  // a small one: a recv that waits for that peer throws it, or else the next call
     std::string what = mismatch(control_.rank(), peer, head.tag, "another dtype or count in an earlier call", theirs);
-    const Place waiting = std::find_if(pending_.begin(), pending_.end(), [&](const Pending& pending) {
-      return !pending.is_send && !pending.granted && pending.peer == peer;
-    });
-    if (waiting != pending_.end()) return end_pending(waiting, std::make_exception_ptr(CollectiveMismatch(what)));
+    if (const auto waiting = matching_.remove_first(peer))
+      return end_pending(*waiting, std::make_exception_ptr(CollectiveMismatch(what)));
     peers_[static_cast<std::size_t>(peer)].complaint = std::move(what);
     return;
   }

@@ -33,6 +33,7 @@ TcpMessenger::TcpMessenger(TcpControl& post, double timeout_s)
     : control_(post),
       timeout_s_(timeout_s),
       peers_(static_cast<std::size_t>(post.world_size())),
+      matching_(post.world_size()),
       give_up_(std::make_shared<GiveUp>([this](const Completion& completion) { give_up(completion); })) {
   control_.start(*this);
 }
@@ -80,15 +81,16 @@ Work TcpMessenger::recv(std::span<const Buffer> buffers, DType dtype, int src, i
   Pending pending = make(false, src, tag, dtype, call);
   pending.count = total_of(buffers), pending.source = source;
   pending.pieces = pieces_of(buffers, size_of(dtype));
-  const auto message = std::find_if(unexpected_.begin(), unexpected_.end(), [&](const Unexpected& candidate) {
-    return candidate.complete && candidate.head.tag == tag && (src < 0 || candidate.peer == src);
-  });
-  if (message == unexpected_.end() && (src < 0 ? all_gone() : control_.is_gone(src)))
-    std::rethrow_exception(lost(pending, src));
+  Messages::Early* const early = matching_.find_early(src, tag);
+  if (early == nullptr && (src < 0 ? all_gone() : control_.is_gone(src))) std::rethrow_exception(lost(pending, src));
   const std::shared_ptr<Completion> completion = pending.completion;
   pending_.push_back(std::move(pending));
   Work work(completion);
-  if (message != unexpected_.end()) take(std::prev(pending_.end()), message);
+  const Place recv = std::prev(pending_.end());
+  if (early != nullptr)
+    take(recv, *early);
+  else
+    matching_.post(recv, src, tag);
   return finish(std::move(work), completion, lock, call);
 }
 
@@ -153,6 +155,7 @@ std::exception_ptr TcpMessenger::lost(const Pending& pending, int peer) const {
 
 /// Its buffers are not touched afterwards.
 void TcpMessenger::end_pending(Place place, std::exception_ptr error) {
+  if (!place->is_send) matching_.remove(place);
   if (place->granted && place->is_send) control_.withdraw(place->peer, place->id);
   if (place->granted && !place->is_send) control_.discard_incoming(place->peer, place->id);
   const std::shared_ptr<Completion> completion = std::move(place->completion);

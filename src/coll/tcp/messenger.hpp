@@ -13,9 +13,11 @@
 #include <deque>
 #include <list>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "coll/matching.hpp"
 #include "coll/messenger.hpp"
 #include "coll/tcp/sockets.hpp"
 
@@ -47,18 +49,12 @@ class TcpMessenger final : public Messenger, private TcpControl::Handler {
     int* source = nullptr;
     std::uint64_t id = 0;         // the sender's number of it, once known
     std::size_t done_nbytes = 0;  // sent, or received
-    bool granted = false;         // bytes flow
+    bool granted = false;         // bytes flow; of a recv: it has its message
     Clock::time_point deadline{};
     std::shared_ptr<Completion> completion{};
   };
   using Place = std::list<Pending>::iterator;
-  /// A message that came, or was announced, before it was asked for.
-  struct Unexpected {
-    int peer;
-    Frame head;
-    std::vector<std::byte> bytes;
-    bool complete;
-  };
+  using Messages = Matching<Place, Frame>;  // a message that is announced is complete: it has no payload yet
   struct PeerState {
     std::uint64_t next_id = 1;
     std::size_t credit = kCreditNbytes;
@@ -75,7 +71,6 @@ class TcpMessenger final : public Messenger, private TcpControl::Handler {
   Work finish(Work work, std::shared_ptr<Completion> completion, std::unique_lock<std::mutex>& lock, const Call& call);
   void require_open(int peer);
   Pending make(bool is_send, int peer, int tag, DType dtype, const Call& call);
-  Place find_posted(int peer, int tag);
   Place find(bool is_send, int peer, std::uint64_t id);
   bool all_gone() const;
   void arrive(int peer, const Frame& head, std::vector<iovec>& target);
@@ -84,7 +79,7 @@ class TcpMessenger final : public Messenger, private TcpControl::Handler {
   void accept(Pending& recv, int peer, const Frame& head);
   void give_credit(int peer, std::size_t nbytes);
   std::string mismatch(int from, int to, int tag, const std::string& sent, const std::string& wanted) const;
-  void take(Place recv, std::list<Unexpected>::iterator message);
+  void take(Place recv, Messages::Early& message);
   void send_next(Pending& send);
   void end_pending(Place place, std::exception_ptr error = nullptr);
   void give_up(const Completion& completion) noexcept;
@@ -94,8 +89,8 @@ class TcpMessenger final : public Messenger, private TcpControl::Handler {
   TcpControl& control_;
   const double timeout_s_;
   std::vector<PeerState> peers_;
-  std::list<Pending> pending_;        // in call order
-  std::list<Unexpected> unexpected_;  // in order of arrival
+  std::list<Pending> pending_;  // in call order
+  Messages matching_;
   const std::shared_ptr<GiveUp> give_up_;
   CompletionPool completions_{give_up_};
   bool closed_ = false;

@@ -15,7 +15,7 @@ MessageProgress::MessageProgress(std::shared_ptr<net::Mesh> mesh, const HostMemo
       world_size_(host.world_size()),
       timeout_s_(std::min(timeout_s, 1e9)),
       memory_(*mesh_, host.slot_nbytes(), host.slot_count(), timeout_s),
-      matching_(world_size_) {
+      matching_(world_size_, Envelope::kInlineNbytes) {
   senders_.reserve(static_cast<std::size_t>(world_size_));
   receivers_.reserve(static_cast<std::size_t>(world_size_));
   for (int peer = 0; peer < world_size_; ++peer) {
@@ -47,13 +47,13 @@ Transfer& MessageProgress::recv(std::span<const Buffer> buffers, DType dtype, in
     if (peer != rank_ && (src == peer || src == -1)) throw_late_mismatch(peer);
   Transfer& receive = pool_.take(buffers, dtype, tag, call);
   receive.start(Transfer::Stage::posted, src, source);
-  if (EarlyMessage* const early = matching_.find_early(receive)) {
+  if (auto* const early = matching_.find_early(src, tag)) {
     const int peer = early->peer;
-    receiver(peer).accept(receive, early->header, early->payload.data());
-    matching_.drop_early(*early);
+    receiver(peer).accept(receive, early->head, early->payload.data());
+    matching_.drop(*early);
     pass(peer);
   } else {
-    matching_.post(receive);
+    matching_.post(&receive, src, tag);
     if (src >= 0)
       pass(src);
     else
@@ -86,13 +86,8 @@ bool MessageProgress::pass(int peer) {
   const bool sent = sender(peer).progress();
   if (sender(peer).has_late_mismatch()) {
     // A receive that waits for this rank ends now: its message will hardly come.
-    const auto& posted = matching_.posted();
-    const auto waiting = std::find_if(posted.begin(), posted.end(), [&](Transfer* t) { return t->peer == peer; });
-    if (waiting != posted.end()) {
-      Transfer& receive = **waiting;
-      matching_.remove(receive);
-      pool_.finish(receive, std::make_exception_ptr(CollectiveMismatch(sender(peer).take_late_mismatch())));
-    }
+    if (const auto waiting = matching_.remove_first(peer))
+      pool_.finish(**waiting, std::make_exception_ptr(CollectiveMismatch(sender(peer).take_late_mismatch())));
   }
   return receiver(peer).progress() || sent;
 }
@@ -101,7 +96,7 @@ template <class Function>
 void MessageProgress::each(const Function& function) const {
   for (const Sender& sender : senders_) sender.each(function);
   for (const Receiver& receiver : receivers_) receiver.each(function);
-  for (Transfer* receive : matching_.posted()) function(*receive);
+  matching_.each_posted([&](Transfer* receive) { function(*receive); });
 }
 
 Clock::time_point MessageProgress::look_around(Clock::time_point now) {
@@ -152,12 +147,7 @@ void MessageProgress::end_peer(int peer, const ErrorOf& error_of) {
 
 void MessageProgress::end_posted(int peer, const ErrorOf& error_of) {
   some_.clear();
-  for (Transfer* receive : matching_.posted())
-    if (receive->peer == peer) some_.push_back(receive);
-  for (Transfer* receive : some_) {
-    matching_.remove(*receive);
-    pool_.finish(*receive, error_of(*receive));
-  }
+  while (const auto receive = matching_.remove_first(peer)) pool_.finish(**receive, error_of(**receive));
 }
 
 void MessageProgress::end_all(const ErrorOf& error_of) {
@@ -199,7 +189,7 @@ void MessageProgress::cancel(Transfer& transfer, Breach::Cause cause, const std:
       sender(transfer.peer).remove(transfer);
       break;
     case Transfer::Stage::posted:
-      matching_.remove(transfer);
+      matching_.remove(&transfer);
       break;
     case Transfer::Stage::announced:
     case Transfer::Stage::sending:

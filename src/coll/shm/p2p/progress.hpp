@@ -65,7 +65,7 @@ class MessageProgress {
   const double timeout_s_;
   ChannelMemory memory_;
   TransferPool pool_;
-  Matching matching_;
+  ShmMatching matching_;
   std::vector<Sender> senders_;  // by rank; those of this rank stay empty
   std::vector<Receiver> receivers_;
   std::vector<Transfer*> some_;  // scratch

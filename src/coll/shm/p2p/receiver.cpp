@@ -10,7 +10,7 @@
 
 namespace zcomm::coll {
 
-Receiver::Receiver(const ChannelMemory& memory, int peer, TransferPool& pool, Matching& matching)
+Receiver::Receiver(const ChannelMemory& memory, int peer, TransferPool& pool, ShmMatching& matching)
     : memory_(memory), peer_(peer), channel_(memory.channel(peer, memory.rank())), pool_(pool), matching_(matching) {
   answers_.reserve(kWarm);
   receiving_.reserve(kWarm);
@@ -49,10 +49,13 @@ bool Receiver::take_envelopes() {
   for (; matching_.wants(peer_) && channel_.envelopes.available(); moved = true) {
     const Envelope& envelope =
         channel_.envelope[channel_.envelopes.read.load(std::memory_order_relaxed) % Channel::kEnvelopes];
-    if (Transfer* const receive = matching_.match(peer_, envelope.header))
-      accept(*receive, envelope.header, envelope.payload);
-    else
-      matching_.keep_early(peer_, envelope);
+    const MessageHeader& header = envelope.header;
+    if (const auto receive = matching_.match(peer_, header.tag)) {
+      accept(**receive, header, envelope.payload);
+    } else {
+      auto& early = matching_.keep(peer_, header.tag, header, /*complete=*/true);
+      if (is_inline(header)) early.payload.assign(envelope.payload, envelope.payload + header.nbytes());
+    }
     if (channel_.envelopes.release()) memory_.ring(peer_);
   }
   return moved;
@@ -115,8 +118,8 @@ std::string Receiver::unasked() const {
   const auto add = [&](const MessageHeader& header) {
     if (++seen <= kShown) all += text(seen == 1 ? "" : ", ", describe(header, true, memory_.rank()));
   };
-  for (const EarlyMessage& message : matching_.early())
-    if (message.peer == peer_) add(message.header);
+  for (const auto& message : matching_.early())
+    if (message.peer == peer_) add(message.head);
   const std::uint32_t end = channel_.envelopes.written.load(std::memory_order_acquire);
   for (std::uint32_t i = channel_.envelopes.read.load(std::memory_order_relaxed); i != end; ++i)
     add(channel_.envelope[i % Channel::kEnvelopes].header);

@@ -9,14 +9,13 @@
 #include <string>
 #include <vector>
 
-#include "coll/shm/p2p/matching.hpp"
 #include "coll/shm/p2p/transfer.hpp"
 
 namespace zcomm::coll {
 
 class Receiver {
  public:
-  Receiver(const ChannelMemory& memory, int peer, TransferPool& pool, Matching& matching);
+  Receiver(const ChannelMemory& memory, int peer, TransferPool& pool, ShmMatching& matching);
 
   /// A receive and a message that belong together.
   void accept(Transfer& receive, const MessageHeader& header, const std::byte* payload);
@@ -49,7 +48,7 @@ class Receiver {
   int peer_;
   Channel& channel_;
   TransferPool& pool_;
-  Matching& matching_;
+  ShmMatching& matching_;
   std::vector<PendingAnswer> answers_;
   std::vector<Transfer*> receiving_;
   bool broken_ = false;

@@ -12,6 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "coll/matching.hpp"
+#include "coll/messenger.hpp"
 #include "coll/shm/adaptive_store.hpp"
 #include "coll/shm/p2p/channel.hpp"
 #include "zcomm/work.hpp"
@@ -62,12 +64,12 @@ struct Transfer {
 /// What a transfer ends with when it cannot go on.
 using ErrorOf = std::function<std::exception_ptr(const Transfer&)>;
 
+/// Messages are only taken from a channel while a receive waits for one of that rank (wants()), so that a receiver that
+/// asks for nothing keeps its senders waiting, and not its memory.
+using ShmMatching = Matching<Transfer*, MessageHeader>;
+
 /// "send float32 count=8 tag=0 to rank 1"
 std::string describe(const Transfer& transfer);
-
-/// As many messages of one kind in flight take no memory. How many there are at once is a matter of timing, so lists
-/// and pools grow by so many at once, and do not find out in step 1000.
-constexpr std::size_t kWarm = 16;
 
 class TransferPool {
  public:
