@@ -1,9 +1,13 @@
-// Plans: pure index arithmetic of the collectives. No I/O, no threads; tested exhaustively for worlds 1..9.
+// Plans: what each rank does in a collective, as lists of actions with offsets. Pure index arithmetic: no I/O, no
+// threads, no memory but their own; tested for worlds 1 to 9 and awkward counts. Engines run the lists.
 //
+// Here: chunks, and the actions that plans are made of. coll/staged_plan.hpp: the pipeline through staging slots (host
+// and devices). coll/tcp/ring_plan.hpp: the ring.
 // Words: chunk = the part of a buffer that one rank owns. Source: owner computes: docs/internals/algorithms.md.
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 namespace zcomm::coll {
 
@@ -17,5 +21,34 @@ struct Range {
 /// The chunk of `rank` when `count` elements are dealt to `world_size` ranks: contiguous, in rank order, covering,
 /// inner boundaries at multiples of `align`, sizes differing by at most one `align` (the last may be shorter).
 Range chunk_of(std::size_t count, int world_size, int rank, std::size_t align);
+
+/// Chunks of all_reduce within a host begin at multiples of this many elements.
+constexpr std::size_t kChunkAlign = 64;
+
+/// One move of `count` elements, by one rank.
+struct Action {
+  enum class Kind : std::uint8_t {
+    copy,   ///< from this rank's input to its output
+    send,   ///< to where a peer gets it
+    recv,   ///< what a peer has sent
+    reduce  ///< what has been received, and this rank's input, to one result
+  };
+  enum class Place : std::uint8_t {
+    none,
+    input,
+    output,
+    slot,     ///< a buffer of the algorithm
+    landing,  ///< another: what arrives in the input's dtype where slots hold sums of a wider one
+  };
+
+  Kind kind = Kind::copy;
+  Place from = Place::none;
+  Place to = Place::none, also_to = Place::none;  ///< also_to: a second place for the result of a reduction
+  int peer = -1;                                  ///< the other rank; -1: all that read the slot (send), all (reduce)
+  std::size_t buffer = 0;                         ///< which input and output
+  std::size_t in = 0, out = 0;                    ///< elements into them
+  std::size_t slot = 0;                           ///< bytes into the slot, or the slots
+  std::size_t count = 0;
+};
 
 }  // namespace zcomm::coll

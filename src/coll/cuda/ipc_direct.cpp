@@ -2,7 +2,6 @@
 #include "coll/cuda/ipc_direct.hpp"
 
 #include "coll/plan.hpp"
-#include "coll/shm/staged.hpp"
 
 namespace zcomm::coll {
 

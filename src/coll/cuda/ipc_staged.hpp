@@ -1,6 +1,6 @@
 // DeviceStaged: collectives on private device memory, through staging slots that all ranks have open.
 //
-// The pipeline of the host's StagedPath, in phases on one stream with a round after each: copy in step t, reduce step
+// Runs the lists of coll/staged_plan.hpp, in phases on one stream with a round after each: copy in step t, reduce step
 // t - 1, copy out step t - 2 (t - 1 where nothing is reduced). [Note: slots in turn] Step t uses slot t % 4. What a
 // phase reads of the peers was put there in an earlier phase, that is, before a round. A slot is filled again in phase
 // t + 4; its last reader was in phase t + 2. The last round comes after the last phase: then no peer touches this
@@ -9,7 +9,6 @@
 // order: the bits are the host's. Thread rule: as Engine::run.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -17,7 +16,7 @@
 
 #include "coll/cuda/ipc_rounds.hpp"
 #include "coll/operation.hpp"
-#include "coll/steps.hpp"
+#include "coll/staged_plan.hpp"
 
 namespace zcomm::coll {
 
@@ -55,21 +54,16 @@ class DeviceStaged {
   void exchange(const Operation& operation, const SignatureOf& signature_of);
 
  private:
-  void bring(const Piece& piece, std::uint32_t step);
-  void reduce(const Piece& piece, std::uint32_t step);
-  void take(const Piece& piece, std::uint32_t step);
-  bool brings() const;
-  bool takes() const;
-  bool is_root() const { return signature_->root == rank_; }
+  void run(const StagedPlan::Stage& stage);
+  void reduce(const Action& action, std::uint32_t step);
   void copy(std::byte* to, const std::byte* from, std::size_t nbytes);
-  const std::byte* own_input(const Item& item, const Piece& piece, int part) const;
 
   const HostMemory& memory_;
   DeviceRounds& rounds_;
   const DeviceSlots& slots_;
   const int rank_, world_size_, remote_;
   std::vector<const void*> sources_;
-  std::array<Step, 3> steps_;  // in flight
+  StagedPlan plan_;
   std::vector<std::uint64_t> table_, begins_;
 
   const Signature* signature_ = nullptr;  // of the running operation

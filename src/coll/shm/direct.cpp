@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
+#include "coll/plan.hpp"
 #include "coll/shm/adaptive_store.hpp"
-#include "coll/shm/staged.hpp"
 #include "device/kernels.hpp"
 
 namespace zcomm::coll {

@@ -43,12 +43,4 @@ class SlotRing {
   std::uint32_t base_ = 0;
 };
 
-/// How far the stages of a pipeline lie apart. With one or two slots they must lie closer together, or a claim would
-/// wait for a step that waits for it.
-struct Lags {
-  std::uint32_t reduce, out;
-  explicit Lags(int slot_count)
-      : reduce(slot_count > 1 ? 1 : 0), out(slot_count > 2 ? 2 : static_cast<std::uint32_t>(slot_count - 1)) {}
-};
-
 }  // namespace zcomm::coll

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "coll/shm/staged.hpp"
+#include "coll/staged_plan.hpp"
 
 namespace zcomm::coll {
 namespace {
@@ -55,7 +55,7 @@ void StagedAllToAll::run(const Operation& operation, const SignatureOf& signatur
   const auto total = static_cast<std::uint32_t>(longest / slot + (longest % slot != 0 ? 1 : 0));
   if (total == 0) return;
   const SplitStream stream(rank_, items_, element_nbytes_);
-  const std::uint32_t out_lag = Lags(memory_.slot_count()).out;
+  const std::uint32_t out_lag = Lags::of_slots(memory_.slot_count()).out;
   for (std::uint32_t c = 0; c < total + out_lag; ++c) {
     if (c < total) copy_in(stream, c);
     if (c >= out_lag) copy_out(c - out_lag);
