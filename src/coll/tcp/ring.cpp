@@ -9,7 +9,7 @@ namespace zcomm::coll {
 namespace {
 
 constexpr std::uint64_t kMarkMagic = 0x7a636f6d6d72696e;  // "zcommrin"
-constexpr std::size_t kLaneAlign = 64;                    // elements
+constexpr std::size_t kSegmentAlign = 64;                 // elements
 
 }  // namespace
 
@@ -44,16 +44,10 @@ std::size_t TcpRing::nbytes() const {
 
 void TcpRing::run(const RingJob& job) {
   job_ = job;
-  const auto world = static_cast<std::size_t>(sockets_.world_size());
   reduce_ = TcpReduce(*job.signature, sockets_.world_size());
   element_nbytes_ = size_of(job.signature->dtype);
   const std::size_t widest = job.reduces ? size_of(reduce_.partial()) : element_nbytes_;
-  segment_count_ = std::max(segment_nbytes_ / widest / kLaneAlign, std::size_t{1}) * kLaneAlign;
-  reduce_steps_ = job.reduces ? world - 1 : 0;
-  steps_ = reduce_steps_ + (job.gathers ? world - 1 : 0);
-  const std::size_t longest = chunk_of(job.chunks->largest(), static_cast<int>(lanes_.size()), 0, kLaneAlign).count();
-  const std::size_t group_count = kWindow * segment_count_;
-  groups_ = (longest + group_count - 1) / group_count;
+  segment_count_ = std::max(segment_nbytes_ / widest / kSegmentAlign, std::size_t{1}) * kSegmentAlign;
   for (Lane& lane : lanes_) begin(lane);
 
   for (bool done = false; !done;) {
@@ -62,7 +56,8 @@ void TcpRing::run(const RingJob& job) {
     for (Lane& lane : lanes_) {
       moved |= pull(lane);
       moved |= push(lane);
-      done &= at_end(lane.in) && at_end(lane.out) && !lane.sending && !lane.receiving;
+      const bool all = lane.sent == lane.plan.size() && lane.received == lane.plan.size();
+      done &= all && !lane.sending && !lane.receiving;
     }
     if (done || moved) continue;
     for (const Lane& lane : lanes_) {
@@ -74,13 +69,25 @@ void TcpRing::run(const RingJob& job) {
 }
 
 void TcpRing::begin(Lane& lane) {
+  const std::size_t slot_nbytes = segment_count_ * size_of(reduce_.partial());
+  lane.plan = RingPlan({.rank = sockets_.rank(),
+                        .world_size = sockets_.world_size(),
+                        .way = lane.way,
+                        .lane = lane.index,
+                        .lanes = static_cast<int>(lanes_.size()),
+                        .reduces = job_.reduces,
+                        .gathers = job_.gathers,
+                        .lands = reduce_.widens(),
+                        .segment_count = segment_count_,
+                        .slot_nbytes = slot_nbytes},
+                       *job_.chunks);
   if (job_.reduces) {
-    const std::size_t room = kSlots * segment_count_ * size_of(reduce_.partial());
+    const std::size_t room = RingPlan::kSlots * slot_nbytes;
     if (lane.slots.size() < room) lane.slots.resize(room);
     if (reduce_.widens() && lane.landing.size() < segment_count_ * element_nbytes_)
       lane.landing.resize(segment_count_ * element_nbytes_);
   }
-  lane.in = lane.out = {};
+  lane.sent = lane.received = 0;
   lane.mark_sent = lane.mark_checked = false;
   lane.mark_out = {kMarkMagic, mix(job_.identity, static_cast<std::uint64_t>(lane.index))};
   lane.send.clear(), lane.recv.clear();
@@ -89,19 +96,14 @@ void TcpRing::begin(Lane& lane) {
   lane.sending = lane.receiving = true;
 }
 
-bool TcpRing::may_send(const Lane& lane) const {
-  return !at_end(lane.out) && (lane.out.step == 0 || lane.out.index < lane.in.index + kWindow);
-}
-
-bool TcpRing::may_receive(const Lane& lane) const {
-  return !at_end(lane.in) && (!is_reduce(lane.in.step) || lane.in.reduced < lane.out.reduced + kSlots);
-}
-
 /// Sends what can go now; whether it came any further.
 bool TcpRing::push(Lane& lane) {
   bool moved = false;
-  while (lane.sending || may_send(lane)) {
-    if (!lane.sending) prepare_send(lane);
+  while (lane.sending || lane.plan.may_send(lane.sent, lane.received)) {
+    if (!lane.sending) {
+      const Action action = lane.plan.send(lane.sent);
+      prepare(lane.send, lane, action, action.from);
+    }
     lane.sending = true;
     if (!lane.send.done()) {
       if (!sockets_.advance(lane.send, lane.socket)) return moved;
@@ -110,7 +112,7 @@ bool TcpRing::push(Lane& lane) {
     }
     lane.sending = false;
     moved = true;  // an empty segment too
-    if (lane.mark_sent) step(lane.out, is_reduce(lane.out.step) && lane.out.step > 0);
+    if (lane.mark_sent) ++lane.sent;
     lane.mark_sent = true;
   }
   return moved;
@@ -119,8 +121,11 @@ bool TcpRing::push(Lane& lane) {
 /// Receives what is there and may come in; whether it came any further.
 bool TcpRing::pull(Lane& lane) {
   bool moved = false;
-  while (lane.receiving || may_receive(lane)) {
-    if (!lane.receiving) prepare_recv(lane);
+  while (lane.receiving || lane.plan.may_receive(lane.sent, lane.received)) {
+    if (!lane.receiving) {
+      const Action action = lane.plan.recv(lane.received);
+      prepare(lane.recv, lane, action, action.to);
+    }
     lane.receiving = true;
     if (!lane.recv.done()) {
       if (!sockets_.advance(lane.recv, lane.socket)) return moved;
@@ -134,89 +139,41 @@ bool TcpRing::pull(Lane& lane) {
       lane.mark_checked = true;
       continue;
     }
-    const std::size_t at = lane.in.step;
-    if (is_reduce(at)) received(lane);
-    step(lane.in, at + 1 < reduce_steps_);
+    if (lane.plan.is_reduced(lane.received)) reduce(lane, lane.plan.reduce(lane.received));
+    ++lane.received;
   }
   return moved;
 }
 
-void TcpRing::step(Cursor& cursor, bool through_slot) const {
-  ++cursor.index;
-  cursor.reduced += through_slot ? 1 : 0;
-  if (++cursor.segment < kWindow) return;
-  cursor.segment = 0;
-  if (++cursor.step < steps_) return;
-  cursor.step = 0;
-  ++cursor.group;
-}
-
-int TcpRing::chunk_sent(const Lane& lane, std::size_t at) const {
-  const int world = sockets_.world_size();
-  const int behind = is_reduce(at) ? static_cast<int>(at) + 1 : static_cast<int>(at - reduce_steps_);
-  return (sockets_.rank() + (lane.way == 0 ? -behind : behind) + world) % world;
-}
-
-int TcpRing::chunk_received(const Lane& lane, std::size_t at) const {
-  const int world = sockets_.world_size();
-  return (chunk_sent(lane, at) + (lane.way == 0 ? -1 : 1) + world) % world;
-}
-
-Range TcpRing::segment(const Lane& lane, const Cursor& cursor, int chunk) const {
-  const Range mine = chunk_of(job_.chunks->count(chunk), static_cast<int>(lanes_.size()), lane.index, kLaneAlign);
-  const std::size_t first = (cursor.group * kWindow + cursor.segment) * segment_count_;
-  return {std::min(mine.begin + first, mine.end), std::min(mine.begin + first + segment_count_, mine.end)};
-}
-
-void TcpRing::prepare_send(Lane& lane) {
-  const std::size_t at = lane.out.step;
-  const int chunk = chunk_sent(lane, at);
-  const Range range = segment(lane, lane.out, chunk);
-  lane.send.clear();
-  if (is_reduce(at) && at > 0) {
-    lane.send.add(slot(lane, lane.out.reduced), range.count() * size_of(reduce_.partial()));
-    return;
-  }
-  job_.chunks->pieces(chunk, range.begin, range.end,
-                      [&](const Item& item, std::size_t offset, std::size_t count, std::size_t) {
-                        const std::byte* from = is_reduce(at) ? item.in : item.out;
-                        lane.send.add(from + offset * element_nbytes_, count * element_nbytes_);
-                      });
-}
-
-void TcpRing::prepare_recv(Lane& lane) {
-  const std::size_t at = lane.in.step;
-  const int chunk = chunk_received(lane, at);
-  const Range range = segment(lane, lane.in, chunk);
-  lane.recv.clear();
-  if (lands(at)) {
-    lane.recv.add(lane.landing.data(), range.count() * element_nbytes_);
-  } else if (is_reduce(at)) {
-    lane.recv.add(slot(lane, lane.in.reduced), range.count() * size_of(reduce_.partial()));
+/// Where the bytes of a send come from, or those of a receive go to.
+void TcpRing::prepare(TcpTransfer& transfer, Lane& lane, const Action& action, Action::Place place) {
+  transfer.clear();
+  if (place == Action::Place::slot) {
+    transfer.add(lane.slots.data() + action.slot, action.count * size_of(reduce_.partial()));
+  } else if (place == Action::Place::landing) {
+    transfer.add(lane.landing.data(), action.count * element_nbytes_);
   } else {
-    job_.chunks->pieces(chunk, range.begin, range.end,
+    job_.chunks->pieces(static_cast<int>(action.buffer), action.in, action.in + action.count,
                         [&](const Item& item, std::size_t offset, std::size_t count, std::size_t) {
-                          lane.recv.add(item.out + offset * element_nbytes_, count * element_nbytes_);
+                          const std::byte* data = place == Action::Place::input ? item.in : item.out;
+                          transfer.add(data + offset * element_nbytes_, count * element_nbytes_);
                         });
   }
 }
 
-/// Adds the own part to the partial sums that have come.
-void TcpRing::received(Lane& lane) {
-  const std::size_t at = lane.in.step;
-  const int chunk = chunk_received(lane, at);
-  const Range range = segment(lane, lane.in, chunk);
-  const bool raw = lands(at), last = at + 1 == reduce_steps_;
-  std::byte* const sums = slot(lane, lane.in.reduced);
+void TcpRing::reduce(Lane& lane, const Action& action) {
+  const bool raw = action.from == Action::Place::landing, last = action.to == Action::Place::output;
+  const bool at_once = sockets_.world_size() == 2;  // there are no sums on the way
+  std::byte* const sums = lane.slots.data() + action.slot;
   const std::byte* const came = raw ? lane.landing.data() : sums;
   const std::size_t size = size_of(reduce_.partial()), came_size = raw ? element_nbytes_ : size;
-  job_.chunks->pieces(chunk, range.begin, range.end,
+  job_.chunks->pieces(static_cast<int>(action.buffer), action.in, action.in + action.count,
                       [&](const Item& item, std::size_t offset, std::size_t count, std::size_t where) {
-                        const std::size_t skip = where - range.begin;
+                        const std::size_t skip = where - action.in;
                         std::byte* const sum = sums + skip * size;
                         const std::byte* const from = came + skip * came_size;
                         const std::byte* const own = item.in + offset * element_nbytes_;
-                        if (last && reduce_steps_ == 1) {
+                        if (at_once) {
                           const void* const both[] = {from, own};
                           return reduce_.all(result_of(item, offset, where), both, count);
                         }

@@ -2,11 +2,7 @@
 //
 // [Note: ring lanes] Each chunk is cut into lanes: one per socket to a neighbour, half of them round the ring one way,
 // half the other (two ranks need but one way: their links carry both). A lane is a ring of its own on its own pair of
-// sockets; one thread drives all. Per way, step s passes on what step s - 1 brought: first partial sums, each rank
-// adding its own part as a segment arrives, then finished chunks, which are read straight into place.
-// [Note: ring order] A lane sends segments in groups of kWindow: all steps of the first group, then the second. What it
-// sends was received kWindow segments earlier, so sums need room for 2 * kWindow segments only, which stay in the
-// cache. With fewer than kWindow + 1 slots the ring could fill up and stand still.
+// sockets; one thread drives all. What a lane sends, receives and adds is its plan (coll/tcp/ring_plan.hpp).
 // Cost per rank: 2 N (P-1)/P bytes sent (all_reduce); sums of 2-byte floats travel as fp32 after the first step, so
 // (P-2)/P N more: nothing for 2 ranks, 1.5 times at most. Each element is summed in ring order from a place that
 // depends on its chunk and way, and once only: all ranks end with the same bits.
@@ -18,6 +14,7 @@
 
 #include "coll/tcp/chunks.hpp"
 #include "coll/tcp/reduce.hpp"
+#include "coll/tcp/ring_plan.hpp"
 #include "coll/tcp/sockets.hpp"
 
 namespace zcomm::coll {
@@ -41,21 +38,13 @@ class TcpRing {
   std::size_t nbytes() const;
 
  private:
-  static constexpr std::size_t kWindow = 4;
-  static constexpr std::size_t kSlots = 2 * kWindow;
-
-  /// Place in the stream of segments of one way and lane.
-  struct Cursor {
-    std::size_t group = 0, step = 0, segment = 0;
-    std::size_t index = 0;    // segments before this one
-    std::size_t reduced = 0;  // of them, how many passed through slots
-  };
   struct Mark {  // first on each stream of an operation
     std::uint64_t magic, identity;
   };
   struct Lane {
     int way, index, next, prev, socket;
-    Cursor in, out;
+    RingPlan plan{};
+    std::size_t sent = 0, received = 0;  // of the plan's actions
     Mark mark_in{}, mark_out{};
     bool mark_sent = false, mark_checked = false;
     TcpTransfer send{0, true}, recv{0, false};
@@ -67,21 +56,8 @@ class TcpRing {
   void begin(Lane& lane);
   bool push(Lane& lane);
   bool pull(Lane& lane);
-  bool at_end(const Cursor& cursor) const { return cursor.group == groups_; }
-  void step(Cursor& cursor, bool through_slot) const;
-  Range segment(const Lane& lane, const Cursor& cursor, int chunk) const;
-  int chunk_sent(const Lane& lane, std::size_t step) const;
-  int chunk_received(const Lane& lane, std::size_t step) const;
-  bool may_send(const Lane& lane) const;
-  bool may_receive(const Lane& lane) const;
-  bool is_reduce(std::size_t step) const { return step < reduce_steps_; }
-  bool lands(std::size_t step) const { return step == 0 && is_reduce(step) && reduce_.widens(); }
-  std::byte* slot(Lane& lane, std::size_t index) const {
-    return lane.slots.data() + index % kSlots * segment_count_ * size_of(reduce_.partial());
-  }
-  void prepare_send(Lane& lane);
-  void prepare_recv(Lane& lane);
-  void received(Lane& lane);
+  void prepare(TcpTransfer& transfer, Lane& lane, const Action& action, Action::Place place);
+  void reduce(Lane& lane, const Action& action);
   void check_mark(Lane& lane) const;
   std::byte* result_of(const Item& item, std::size_t offset, std::size_t at) const;
 
@@ -92,7 +68,6 @@ class TcpRing {
   RingJob job_{};
   TcpReduce reduce_;
   std::size_t element_nbytes_ = 0, segment_count_ = 0;
-  std::size_t reduce_steps_ = 0, steps_ = 0, groups_ = 0;
 };
 
 }  // namespace zcomm::coll

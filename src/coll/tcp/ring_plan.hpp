@@ -1,0 +1,75 @@
+// RingPlan: what one rank sends, receives and adds in one lane of the ring ([Note: ring lanes] in coll/tcp/ring.hpp).
+//
+// Two lists of size() actions: send(i), and recv(i), after which reduce(i) comes in the steps that reduce. They are
+// computed, not stored: any index at any time. may_send() and may_receive() bound how far the two get apart.
+// `buffer` of an action is a chunk, `in` and `out` are elements into it, `slot` is bytes into kSlots slots.
+//
+// [Note: ring order] Step s passes on what step s - 1 brought: first partial sums, each rank adding its own part as a
+// segment arrives, then finished chunks, which are read straight into place. A lane sends segments in groups of
+// kWindow: all steps of the first group, then the second. What it sends was received kWindow segments earlier, so sums
+// need room for 2 * kWindow segments only, which stay in the cache. With fewer than kWindow + 1 slots the ring could
+// fill up and stand still. Invariants: recv(i) of a rank is send(i) of the rank before it, of as many elements. A slot
+// is written again only when what it held has been sent. Each element of a chunk is summed once, in ring order,
+// beginning with the rank after the chunk's owner and ending with the owner (decision D3). Thread rule: one thread.
+// Source: Patarasuk, Yuan 2009; decision D2.
+#pragma once
+
+#include <cstddef>
+
+#include "coll/plan.hpp"
+#include "coll/tcp/chunks.hpp"
+
+namespace zcomm::coll {
+
+class RingPlan {
+ public:
+  static constexpr std::size_t kWindow = 4;
+  static constexpr std::size_t kSlots = 2 * kWindow;
+
+  struct Shape {
+    int rank, world_size;
+    int way;  ///< 0: to the rank after; 1: to the rank before
+    int lane, lanes;
+    bool reduces, gathers;
+    bool lands;                 ///< the first step's segments are narrower than sums, and arrive beside the slots
+    std::size_t segment_count;  ///< elements
+    std::size_t slot_nbytes;
+  };
+
+  RingPlan() = default;
+  /// `chunks` must stay.
+  RingPlan(const Shape& shape, const TcpChunks& chunks);
+
+  /// Of sends, and of receives. Some may be empty: chunks differ in size.
+  std::size_t size() const { return groups_ * steps_ * kWindow; }
+  Action send(std::size_t i) const;
+  Action recv(std::size_t i) const;
+  /// Whether reduce(i) comes after recv(i).
+  bool is_reduced(std::size_t i) const { return step_of(i) < reduce_steps_; }
+  Action reduce(std::size_t i) const;
+
+  /// Whether the next send may begin: what it passes on is there.
+  bool may_send(std::size_t sent, std::size_t received) const {
+    return sent < size() && (step_of(sent) == 0 || sent < received + kWindow);
+  }
+  /// Whether the next receive may begin: there is a free slot for it.
+  bool may_receive(std::size_t sent, std::size_t received) const {
+    return received < size() && (!is_reduced(received) || slots_before(received, 0) < slots_before(sent, 1) + kSlots);
+  }
+
+ private:
+  std::size_t step_of(std::size_t i) const { return i / kWindow % steps_; }
+  std::size_t slots_before(std::size_t i, std::size_t first_step) const;
+  std::size_t slot(std::size_t i, std::size_t first_step) const {
+    return slots_before(i, first_step) % kSlots * shape_.slot_nbytes;
+  }
+  int chunk_sent(std::size_t step) const;
+  int chunk_received(std::size_t step) const;
+  Action segment(std::size_t i, int chunk) const;
+
+  Shape shape_{};
+  const TcpChunks* chunks_ = nullptr;
+  std::size_t reduce_steps_ = 0, steps_ = 1, groups_ = 0;
+};
+
+}  // namespace zcomm::coll
