@@ -67,7 +67,7 @@ void TcpGroup::agree_on_options(const TcpOptions& options) {
   seal(signature);
   sockets_.begin(signature);
   arrival_.reserve(sizeof(Options) * static_cast<std::size_t>(world));
-  const auto sockets_to = [&](int peer) { return static_cast<std::uint64_t>(sockets_.lane_count(peer)); };
+  const auto sockets_to = [&](int peer) { return static_cast<std::uint64_t>(sockets_.socket_count(peer)); };
   const Options mine{options.segment_nbytes, world > 1 ? sockets_to((rank() + 1) % world) : 0,
                      world > 1 ? sockets_to((rank() + world - 1) % world) : 0,
                      mix(1, forced_.empty() ? 0 : forced_[0])};

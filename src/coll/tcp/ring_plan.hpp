@@ -9,9 +9,15 @@
 // kWindow: all steps of the first group, then the second. What it sends was received kWindow segments earlier, so sums
 // need room for 2 * kWindow segments only, which stay in the cache. With fewer than kWindow + 1 slots the ring could
 // fill up and stand still. Invariants: recv(i) of a rank is send(i) of the rank before it, of as many elements. A slot
-// is written again only when what it held has been sent. Each element of a chunk is summed once, in ring order,
-// beginning with the rank after the chunk's owner and ending with the owner (decision D3). Thread rule: one thread.
-// Source: Patarasuk, Yuan 2009; decision D2.
+// is written again only when what it held has been sent: sums received so far are never more than kSlots ahead of sums
+// sent. Each element of a chunk is summed once, in ring order, ending with the chunk's owner: way 0 begins with the
+// rank after it, way 1 with the rank before it (decision D3). all_reduce of 3 ranks, way 0, as rank r sees it (mod 3):
+//   step  sends chunk             receives chunk  which then
+//   0     r-1, from the input     r-2             gets this rank's part added, in a slot
+//   1     r-2, from the slot      r               gets this rank's part added: finished, in the output
+//   2     r, from the output      r-1             is finished, in the output
+//   3     r-1, from the output    r-2             is finished, in the output
+// Thread rule: one thread. Source: Patarasuk, Yuan 2009; decision D2.
 #pragma once
 
 #include <cstddef>

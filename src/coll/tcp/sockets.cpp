@@ -52,9 +52,9 @@ std::string TcpSockets::during() const {
   return busy_ ? text(describe(current_), " (operation ", current_.sequence, ")") : std::string();
 }
 
-bool TcpSockets::advance(TcpTransfer& transfer, int lane) {
+bool TcpSockets::advance(TcpTransfer& transfer, int index) {
   const std::span<iovec> rest = std::span(transfer.pieces).subspan(transfer.first);
-  const int fd = socket(transfer.peer, lane);
+  const int fd = socket(transfer.peer, index);
   const net::Moved moved = transfer.out ? net::send_pieces(fd, rest) : net::recv_pieces(fd, rest);
   if (moved.ended) throw_lost(transfer.peer);
   std::size_t nbytes = moved.nbytes;
@@ -88,9 +88,9 @@ void TcpSockets::move(std::span<TcpTransfer> transfers) {
   }
 }
 
-void TcpSockets::expect(int peer, int lane, short events) {
+void TcpSockets::expect(int peer, int index, short events) {
   fds_.resize(std::max(fds_.size(), kReservedEvents));
-  fds_.push_back({socket(peer, lane), events, 0});
+  fds_.push_back({socket(peer, index), events, 0});
   expected_.push_back(peer);
 }
 

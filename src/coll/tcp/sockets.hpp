@@ -45,9 +45,9 @@ class TcpSockets {
   std::span<const int> members() const { return members_; }
   int name(int rank) const { return members_[static_cast<std::size_t>(rank)]; }
   /// Sockets to `peer` that the ring may use.
-  int lane_count(int peer) const { return static_cast<int>(sockets_[static_cast<std::size_t>(peer)].size()); }
-  int socket(int peer, int lane) const {
-    return sockets_[static_cast<std::size_t>(peer)][static_cast<std::size_t>(lane)].get();
+  int socket_count(int peer) const { return static_cast<int>(sockets_[static_cast<std::size_t>(peer)].size()); }
+  int socket(int peer, int index) const {
+    return sockets_[static_cast<std::size_t>(peer)][static_cast<std::size_t>(index)].get();
   }
 
   /// Starts the clock of an operation; throws the failure if there has been one.
@@ -60,9 +60,9 @@ class TcpSockets {
 
   // For loops of their own: try, and when nothing moved, wait.
   /// Consumes from `transfer` what can move now; returns whether anything did. PeerLost at the end of the stream.
-  bool advance(TcpTransfer& transfer, int lane);
+  bool advance(TcpTransfer& transfer, int index);
   /// The next wait() also wakes for this.
-  void expect(int peer, int lane, short events);
+  void expect(int peer, int index, short events);
   /// Until one of them is ready; throws PeerLost, Timeout, CollectiveMismatch, Error, Interrupted.
   void wait();
 
