@@ -21,9 +21,10 @@ function(zcomm_floor name)
   set_property(GLOBAL APPEND PROPERTY ZCOMM_FLOORS ${name})
 endfunction()
 
-# Links all floors into `target` (an executable or module).
+# Links all floors of the core into `target` (an executable or module): without the doubles, which are for tests.
 function(zcomm_link_core target)
   get_property(floors GLOBAL PROPERTY ZCOMM_FLOORS)
+  list(REMOVE_ITEM floors doubles)
   foreach(floor IN LISTS floors)
     target_link_libraries(${target} PRIVATE zcomm_${floor})
   endforeach()

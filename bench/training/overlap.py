@@ -96,6 +96,7 @@ class Step:
         import torch
 
         import zcomm
+        import zcomm_testing
 
         self.computes = computes  # this rank
         self.has_limit = comm.backend == "shm"
@@ -113,7 +114,7 @@ class Step:
         self.slots = [torch.zeros(largest) for _ in range(2 * SLOTS)] if not computes else []
         self.sums = torch.zeros(geometry.count if not computes else 0)
         self.complete = comm.shared_empty(1, torch.int32).zero_().numpy() if self.has_limit else None
-        self.stream = zcomm._core.simulated_device().adopt_stream(0)  # the calling thread: the host's own kernels
+        self.stream = zcomm_testing.simulated_device().adopt_stream(0)  # the calling thread: the host's own kernels
         self.launch_s = 0.0
         for optimizer in self.optimizers.values():
             (transport,) = optimizer._live.reducer.accumulators.kinds  # the host's

@@ -158,13 +158,6 @@ void bind_devices(py::module_& m) {
           py::arg("handle"), NoGil())
       .def("lose_after", &Device::lose_after, py::arg("n"));
   m.def("cuda_device", &device::make_cuda_device, py::arg("index"), NoGil());
-  m.def(
-      "simulated_device",
-      [](std::uint64_t seed, double max_delay_s, std::size_t memory_nbytes, std::string name, bool dry_run) {
-        return device::make_simulated_device({seed, max_delay_s, memory_nbytes, std::move(name), dry_run});
-      },
-      py::arg("seed") = 0, py::arg("max_delay_s") = 0.0, py::arg("memory_nbytes") = 0, py::arg("name") = "simulated",
-      py::arg("dry_run") = false);
 }
 
 }  // namespace

@@ -100,7 +100,6 @@ using Spans = std::vector<std::pair<std::uintptr_t, std::size_t>>;
 void bind_base(pybind11::module_& m);
 void bind_comm(pybind11::module_& m);
 void bind_device(pybind11::module_& m);
-void bind_trace(pybind11::module_& m);
 void bind_nccl(pybind11::module_& m);
 void bind_cuda_ipc(pybind11::module_& m);
 void bind_links(pybind11::module_& m);

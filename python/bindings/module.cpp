@@ -7,7 +7,6 @@ PYBIND11_MODULE(_core, m) {
   zcomm::bindings::bind_base(m);
   zcomm::bindings::bind_comm(m);
   zcomm::bindings::bind_device(m);
-  zcomm::bindings::bind_trace(m);
   zcomm::bindings::bind_nccl(m);
   zcomm::bindings::bind_cuda_ipc(m);
   zcomm::bindings::bind_links(m);

@@ -1,8 +1,8 @@
 // Device: an accelerator as the rest of the core sees it: memory, streams and events.
 //
 // Behind it stands CUDA (device/cuda; no_cuda.cpp there where that is missing), a simulated device (its streams are
-// threads of this process, its memory is the host's; device/simulated), or a recorder round either of them that
-// writes down which stream touched what in which order (device/recorded): the logic above is the same for all, and is
+// threads of this process, its memory is the host's; doubles/simulated), or a recorder round either of them that
+// writes down which stream touched what in which order (doubles/recorded): the logic above is the same for all, and is
 // tested without a GPU. Invariants: what is put on a stream runs in that order; streams run beside each other and
 // beside the host, ordered by events alone (decision D6); no call waits for the device unless its name begins so
 // (synchronize). Errors: CudaError from the call itself, or from a later one on the same device for work that failed on
@@ -120,16 +120,5 @@ class CurrentDevice {
 /// CUDA device `index`. Throws CudaError ("no CUDA device ...") without driver or device, InvalidArgument for an index
 /// that is not there, Unsupported in a build without CUDA.
 std::shared_ptr<Device> make_cuda_device(int index);
-
-struct SimulatedOptions {
-  std::uint64_t seed = 0;
-  double max_delay_s = 0.0;       ///< each operation of a stream waits for up to this long before it runs (by seed)
-  std::size_t memory_nbytes = 0;  ///< what allocate() may hand out at a time; 0: what the host has
-  std::string name = "simulated";
-  bool dry_run = false;  ///< operations take their time and their order, but touch no memory: for traces with races
-};
-/// Handles reach as far as this process: ranks that are threads share memory and events, processes do not.
-/// Memory holds 0xff bytes (NaN) at first, so that what was never written shows.
-std::shared_ptr<Device> make_simulated_device(const SimulatedOptions& options = {});
 
 }  // namespace zcomm::device

@@ -90,7 +90,8 @@ def build(place: Place) -> int:
             print(f"not here, and pip could not install them: {', '.join(packages)}")
             return 1
     where = ["--no-build-isolation", "--no-deps", "--upgrade", "--target", str(place.site)]
-    how = ["-C", f"build-dir={place.cmake}", "-C", "build.targets=_core"]
+    how = ["-C", f"build-dir={place.cmake}", "-C", "build.targets=_core;testing_module"]
+    how += ["-C", "cmake.define.ZCOMM_TESTING=ON"]  # the tests' recorder of devices, beside the package
     code, _ = call([*pip, "-v", *where, *how, "."], _build_env(place, nvcc))
     return code
 

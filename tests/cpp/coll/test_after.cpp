@@ -1,6 +1,6 @@
 // Communicator::after: collectives of host memory that start when a device's copy has landed.
 #include "coll/support/comm_world.hpp"
-#include "device/device.hpp"
+#include "doubles/simulated/device.hpp"
 
 using namespace zcomm;
 using namespace zcomm::test;

@@ -9,6 +9,7 @@
 #include "base/error.hpp"
 #include "device/cuda/cuda.hpp"
 #include "device/device.hpp"
+#include "doubles/simulated/device.hpp"
 #include "test.hpp"
 
 namespace zcomm::test {

@@ -3,8 +3,8 @@
 #include <new>
 
 #include "device/cuda/cuda.hpp"
-#include "device/device.hpp"
 #include "device/emulated_kernels.hpp"
+#include "doubles/simulated/device.hpp"
 
 namespace zcomm::test {
 namespace {

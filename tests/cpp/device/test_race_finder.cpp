@@ -3,7 +3,7 @@
 #include <random>
 #include <set>
 
-#include "device/recorded/race_finder.hpp"
+#include "doubles/recorded/race_finder.hpp"
 #include "test.hpp"
 
 namespace zcomm::device {

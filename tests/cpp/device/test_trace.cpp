@@ -2,7 +2,7 @@
 #include <thread>
 
 #include "device/devices.hpp"
-#include "device/recorded/trace.hpp"
+#include "doubles/recorded/trace.hpp"
 
 namespace zcomm::device {
 namespace {

@@ -1,5 +1,6 @@
 #include "runners.hpp"
 
+#include "doubles/simulated/device.hpp"
 #include "emulated_optim.hpp"
 #include "optim/kinds.hpp"
 #include "test.hpp"

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <limits>
 
+#include "doubles/simulated/device.hpp"
 #include "runners.hpp"
 #include "shard_state.hpp"
 #include "test.hpp"

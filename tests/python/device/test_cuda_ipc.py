@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import zcomm
+import zcomm_testing
 from backend_calls import (
     all_to_all_mismatch,
     any_source,
@@ -65,7 +66,7 @@ def simulated_world(world: int, folder: Path, body: Check, max_delay_s: float = 
 
     def run(joined: Joined) -> None:
         rank = joined.core.rank
-        device = _core.simulated_device(seed=rank, max_delay_s=max_delay_s, name=f"simulated:{rank}")
+        device = zcomm_testing.simulated_device(seed=rank, max_delay_s=max_delay_s, name=f"simulated:{rank}")
         comm = zcomm.Communicator(cuda_ipc.over(joined, device, "cpu"))
         try:
             body(comm)

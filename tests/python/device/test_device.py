@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import zcomm
+import zcomm_testing
 from zcomm import _core
 
 
@@ -17,7 +18,7 @@ def bytes_of(device: _core.Device, nbytes: int) -> torch.Tensor:
 
 
 def test_memory_is_a_tensor_that_keeps_it() -> None:
-    device = _core.simulated_device(memory_nbytes=1 << 20)
+    device = zcomm_testing.simulated_device(memory_nbytes=1 << 20)
     memory = device.allocate(1000)
     tensor = torch.from_dlpack(memory)  # type: ignore[attr-defined]
     assert tensor.dtype == torch.uint8 and tensor.numel() == memory.nbytes == 1000
@@ -37,7 +38,7 @@ def test_memory_is_a_tensor_that_keeps_it() -> None:
 
 
 def test_streams_and_events() -> None:
-    device = _core.simulated_device(seed=3, max_delay_s=1e-3)
+    device = zcomm_testing.simulated_device(seed=3, max_delay_s=1e-3)
     first, second = device.make_stream(), device.make_stream(urgent=True)
     event = device.make_event()
     a, b, c = (bytes_of(device, 400).view(torch.float32) for _ in range(3))
@@ -62,7 +63,7 @@ def test_streams_and_events() -> None:
 
 
 def test_waiting_lets_other_threads_run() -> None:
-    device = _core.simulated_device(max_delay_s=0.02)
+    device = zcomm_testing.simulated_device(max_delay_s=0.02)
     stream, event = device.make_stream(), device.make_event()
     turns = [0]
     running = True
@@ -91,7 +92,7 @@ def test_waiting_lets_other_threads_run() -> None:
 
 
 def test_handles() -> None:
-    device, other = _core.simulated_device(), _core.simulated_device()
+    device, other = zcomm_testing.simulated_device(), zcomm_testing.simulated_device()
     memory, event = device.allocate(64), device.make_event(shared=True)
     opened = other.open_memory(device.share(memory.address + 4), 60)
     assert opened.address == memory.address + 4 and opened.nbytes == 60
@@ -101,7 +102,7 @@ def test_handles() -> None:
 
 
 def test_errors_say_what_to_do() -> None:
-    device = _core.simulated_device(memory_nbytes=1 << 20)
+    device = zcomm_testing.simulated_device(memory_nbytes=1 << 20)
     with pytest.raises(zcomm.CudaError, match=r"simulated: out of memory: asked for 2\.00 MiB.*smaller batch"):
         device.allocate(2 << 20)
     stream = device.make_stream()
@@ -126,7 +127,7 @@ def test_a_cuda_device_where_there_is_none() -> None:
 def test_a_collective_after_a_copy() -> None:
     mesh = _core.Mesh.connect(0, 1, listener := _core.Listener(), [listener.address], "token", 10.0)
     comm = _core.Communicator.create(mesh)
-    device = _core.simulated_device(seed=1, max_delay_s=2e-3)
+    device = zcomm_testing.simulated_device(seed=1, max_delay_s=2e-3)
     stream, event = device.make_stream(), device.make_event()
     source, slot = torch.arange(256.0), torch.zeros(256)
     for _ in range(10):

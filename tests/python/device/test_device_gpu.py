@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import zcomm
+import zcomm_testing
 from zcomm import _core
 
 pytestmark = [
@@ -153,8 +154,8 @@ def test_another_process_opens_memory_and_events(device: _core.Device, by_torch:
 
 
 def test_a_recorded_gpu() -> None:
-    trace = _core.Trace()
-    device = _core.record_device(_core.cuda_device(0), trace)
+    trace = zcomm_testing.Trace()
+    device = zcomm_testing.record_device(_core.cuda_device(0), trace)
     first, second, event = device.make_stream(), device.make_stream(), device.make_event()
     memory = device.allocate(4096)
     first.fill(memory.address, 1, 4096)

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from zcomm import _core
+import zcomm_testing
 
 SLOTS = 2
 
@@ -16,8 +16,8 @@ class Pipeline:
     """Gradients leave a device by slots, are summed on the CPU, and come back; `forget` leaves one order out."""
 
     def __init__(self, forget: str = "") -> None:
-        self.trace = _core.Trace()
-        self.device = _core.record_device(_core.simulated_device(seed=5, max_delay_s=2e-4), self.trace)
+        self.trace = zcomm_testing.Trace()
+        self.device = zcomm_testing.record_device(zcomm_testing.simulated_device(seed=5, max_delay_s=2e-4), self.trace)
         self.forget = forget
         self.compute, self.copy = self.device.make_stream(), self.device.make_stream()
         self.trace.rename(self.compute, "compute")
@@ -34,7 +34,7 @@ class Pipeline:
             self.landed[index].synchronize()
         self.trace.touch(None, self.slots[index].data_ptr(), 4096, "rw", "CPU step")
 
-    def run(self, steps: int) -> list[_core.Race]:
+    def run(self, steps: int) -> list[zcomm_testing.Race]:
         for step in range(steps):
             self.trace.set_subject(f"step {step}")
             slot, landed = self.slots[step % SLOTS], self.landed[step % SLOTS]
@@ -78,7 +78,7 @@ def test_each_forgotten_order_is_found(forget: str, story: str) -> None:
 
 
 def test_queues() -> None:
-    trace = _core.Trace()
+    trace = zcomm_testing.Trace()
     trace.touch("comm", 4096, 64, "w", "reduce_scatter")
     trace.touch(None, 4100, 4, "r", "step")
     (race,) = trace.races()
@@ -92,8 +92,8 @@ def test_queues() -> None:
 
 
 def test_an_event_orders_a_queue() -> None:
-    trace = _core.Trace()
-    device = _core.record_device(_core.simulated_device(), trace)
+    trace = zcomm_testing.Trace()
+    device = zcomm_testing.record_device(zcomm_testing.simulated_device(), trace)
     stream, event, memory = device.make_stream(), device.make_event(), device.allocate(64)
     stream.fill(memory.address, 0, 64)
     stream.record(event)
@@ -106,4 +106,4 @@ def test_an_event_orders_a_queue() -> None:
     assert trace.race_count == 0
     stream.synchronize()
     with pytest.raises(ValueError, match="recorded device"):
-        trace.order(_core.simulated_device().make_event(), None)
+        trace.order(zcomm_testing.simulated_device().make_event(), None)

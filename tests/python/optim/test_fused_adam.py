@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import zcomm
+import zcomm_testing
 from zcomm import _core
 from zcomm.optim import CPUAdam, FusedAdam
 
@@ -23,7 +24,7 @@ class Simulated(FusedAdam):
     """On the simulated device, with the host's memory; its stream is the host itself, or a thread with delays."""
 
     DEVICE = "cpu"
-    device = _core.simulated_device()
+    device = zcomm_testing.simulated_device()
     delayed: _core.Stream | None = None
 
     def _check_there(self) -> None:
@@ -218,7 +219,7 @@ def test_on_a_stream_that_is_late() -> None:
     """Nothing of a step is read by the host, or freed, before the device has it."""
 
     class Late(Simulated):
-        delayed = _core.simulated_device(seed=5, max_delay_s=2e-3).make_stream()
+        delayed = zcomm_testing.simulated_device(seed=5, max_delay_s=2e-3).make_stream()
 
     ours, theirs = params(torch.bfloat16), params(torch.bfloat16)
     one, two = Late(grouped(ours)), CPUAdam(grouped(theirs))

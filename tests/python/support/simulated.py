@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+import zcomm_testing
 from zcomm import _core
 from zcomm.backends import cuda_ipc
 from zcomm.comm import Communicator
@@ -52,7 +53,7 @@ lanes: list[SimulatedLane] = []  # that were opened
 
 
 def device(seed: int, max_delay_s: float) -> Any:
-    return _core.simulated_device(seed=seed, max_delay_s=max_delay_s)
+    return zcomm_testing.simulated_device(seed=seed, max_delay_s=max_delay_s)
 
 
 def play(max_delay_s: float = 0.0, seed: int = 1, joins: bool = False) -> None:

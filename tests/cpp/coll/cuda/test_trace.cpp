@@ -3,7 +3,7 @@
 #include <string>
 
 #include "coll/support/device_world.hpp"
-#include "device/recorded/trace.hpp"
+#include "doubles/recorded/trace.hpp"
 
 using namespace zcomm;
 using namespace zcomm::test;

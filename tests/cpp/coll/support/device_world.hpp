@@ -10,8 +10,8 @@
 
 #include "coll/cuda/ipc_engine.hpp"
 #include "coll/support/comm_world.hpp"
-#include "device/device.hpp"
-#include "device/recorded/trace.hpp"
+#include "doubles/recorded/trace.hpp"
+#include "doubles/simulated/device.hpp"
 
 namespace zcomm::test {
 

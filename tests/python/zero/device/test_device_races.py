@@ -19,9 +19,9 @@ from torch import nn
 
 import simulated
 import zcomm
+import zcomm_testing
 from device_jobs import Job
 from test_corners import WIDTH, Net, loss_of
-from zcomm import _core
 from zcomm.memory import device_streams
 from zcomm.memory.device_streams import CopyStream
 from zcomm.zero.async_step import AsyncStep
@@ -40,7 +40,6 @@ from zcomm.zero.units.from_devices import FromDevices
 from zcomm.zero.units.from_host import FromHost
 from zcomm.zero.units.store import UnitStore
 
-pytestmark = pytest.mark.skipif(not hasattr(_core, "Trace"), reason="the race checker is not in this build")
 Wrap = Callable[[type, str, Callable[..., Any]], None]
 
 
@@ -71,7 +70,7 @@ class Watched:
     """A trace, and what is told to it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.trace: Any = _core.Trace()
+        self.trace: Any = zcomm_testing.Trace()
         self._patch = monkeypatch
         self._operations = 0  # of the communicator: a queue each, one after the other
         self._queue_of: dict[int, str] = {}  # by host slot
@@ -82,7 +81,7 @@ class Watched:
         self._tell_steps()
 
     def _open(self, where: torch.device) -> Lane:
-        device = _core.record_device(_core.simulated_device(seed=3, max_delay_s=0.0002), self.trace)
+        device = zcomm_testing.record_device(zcomm_testing.simulated_device(seed=3, max_delay_s=0.0002), self.trace)
         self.lane = Lane(torch.device("cpu"), device, self.trace)
         return self.lane
 

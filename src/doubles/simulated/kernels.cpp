@@ -1,5 +1,5 @@
-// Queued CPU kernels (device/simulated/kernels.hpp).
-#include "device/simulated/kernels.hpp"
+// Queued CPU kernels (doubles/simulated/kernels.hpp).
+#include "doubles/simulated/kernels.hpp"
 
 #include <vector>
 

@@ -1,4 +1,4 @@
-// A device that writes down what it is asked for (device/recorded/trace.hpp), round any other.
+// A device that writes down what it is asked for (doubles/recorded/trace.hpp), round any other.
 //
 // Invariant: an operation is in the trace before it is passed on, a synchronization after it has returned, so that the
 // order in the trace is one that was possible. Thread rule: as in device/device.hpp.
@@ -7,8 +7,8 @@
 #include <utility>
 
 #include "base/error.hpp"
-#include "device/recorded/kernels.hpp"
-#include "device/recorded/trace.hpp"
+#include "doubles/recorded/kernels.hpp"
+#include "doubles/recorded/trace.hpp"
 
 namespace zcomm::device {
 namespace {

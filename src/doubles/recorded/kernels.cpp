@@ -1,5 +1,5 @@
-// What each kernel touches (device/recorded/kernels.hpp).
-#include "device/recorded/kernels.hpp"
+// What each kernel touches (doubles/recorded/kernels.hpp).
+#include "doubles/recorded/kernels.hpp"
 
 namespace zcomm::device {
 

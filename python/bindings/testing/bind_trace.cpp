@@ -1,11 +1,11 @@
-// Binds the race checker: Trace, Race, record_device (device/recorded/trace.hpp).
+// Binds the race checker: Trace, Race, record_device (doubles/recorded/trace.hpp).
 #include <optional>
 #include <string>
 #include <variant>
 
 #include "base/error.hpp"
-#include "bindings.hpp"
-#include "device/recorded/trace.hpp"
+#include "doubles/recorded/trace.hpp"
+#include "testing/testing.hpp"
 
 namespace py = pybind11;
 

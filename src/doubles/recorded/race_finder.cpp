@@ -1,5 +1,5 @@
 // See race_finder.hpp.
-#include "device/recorded/race_finder.hpp"
+#include "doubles/recorded/race_finder.hpp"
 
 #include <algorithm>
 #include <iterator>

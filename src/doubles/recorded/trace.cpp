@@ -1,5 +1,5 @@
-// Writing down, and wording races (device/recorded/trace.hpp).
-#include "device/recorded/trace.hpp"
+// Writing down, and wording races (doubles/recorded/trace.hpp).
+#include "doubles/recorded/trace.hpp"
 
 #include <algorithm>
 #include <atomic>

@@ -1,5 +1,5 @@
-// Loss, accounting and handles of the simulated device (device/simulated/state.hpp).
-#include "device/simulated/state.hpp"
+// Loss, accounting and handles of the simulated device (doubles/simulated/state.hpp).
+#include "doubles/simulated/state.hpp"
 
 #include <unistd.h>
 

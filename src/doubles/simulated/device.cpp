@@ -1,10 +1,10 @@
-// The simulated device: streams are threads, memory is the host's, delays are random (device/device.hpp).
+// The simulated device (doubles/simulated/device.hpp).
 //
 // Each operation of a stream waits for a random time first, so that whatever is not ordered by events happens in any
-// order; the thread sanitizer, NaN in fresh memory and the race checker (device/recorded/trace.hpp) then show what was
+// order; the thread sanitizer, NaN in fresh memory and the race checker (doubles/recorded/trace.hpp) then show what was
 // forgotten. Threads block and never spin. Invariants: a stream that is dropped runs all it was given first, unless it
 // stands still for good. Thread rule: as in device/device.hpp.
-#include "device/device.hpp"
+#include "doubles/simulated/device.hpp"
 
 #include <algorithm>
 #include <chrono>
@@ -19,8 +19,8 @@
 
 #include "base/error.hpp"
 #include "device/kernels_check.hpp"
-#include "device/simulated/kernels.hpp"
-#include "device/simulated/state.hpp"
+#include "doubles/simulated/kernels.hpp"
+#include "doubles/simulated/state.hpp"
 
 namespace zcomm::device {
 namespace {

@@ -12,7 +12,7 @@
 #include <mutex>
 #include <string>
 
-#include "device/device.hpp"
+#include "doubles/simulated/device.hpp"
 
 namespace zcomm::device::simulated {
 

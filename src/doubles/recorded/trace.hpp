@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "device/device.hpp"
-#include "device/recorded/race_finder.hpp"
+#include "doubles/recorded/race_finder.hpp"
 
 namespace zcomm::device {
 

@@ -1,10 +1,10 @@
-// RecordedKernels: reports which bytes a kernel reads and writes, and passes it on (device/recorded/trace.hpp).
+// RecordedKernels: reports which bytes a kernel reads and writes, and passes it on (doubles/recorded/trace.hpp).
 #pragma once
 
 #include <functional>
 #include <utility>
 
-#include "device/recorded/trace.hpp"
+#include "doubles/recorded/trace.hpp"
 
 namespace zcomm::device {
 
