@@ -104,11 +104,14 @@ def run_mpi(kind: str, world_size: int, job: str, folder: Path) -> list[list[str
     return results
 
 
-@pytest.mark.parametrize(("kind", "world_size"), [("openmpi", 3), ("openmpi", 4), ("mpich", 3)])
+@pytest.mark.parametrize(
+    ("kind", "world_size"), [("openmpi", 3), pytest.param("openmpi", 4, marks=pytest.mark.slow), ("mpich", 3)]
+)
 def test_suite_mpi(kind: str, world_size: int, tmp_path: Path) -> None:
     check_all(run_mpi(kind, world_size, "suite", tmp_path), world_size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["openmpi", "mpich"])
 def test_mpi_edges(kind: str, tmp_path: Path) -> None:
     """Late and stopped ranks, and small blocks."""
