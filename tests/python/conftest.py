@@ -2,6 +2,7 @@
 
 `run_ranks(function, world_size, *args)` returns what each rank returned and fails the test if one raised or died;
 with `check=False` it returns the RankResults, errors included. `start_ranks` leaves the world running.
+`start_program(text, *args)` runs a program of its own, without an interpreter's start (support/programs.py).
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ import pytest
 import torch
 
 import zcomm
+from programs import Program
 from ranks import World, start_ranks
 
+torch.set_num_threads(1)  # as the ranks: threads of several workers that spin for each other crawl on few cores
 FOREIGN_SHM = (
     "deepspeed_",
     "vader_segment",
@@ -112,6 +115,20 @@ def run_ranks(start_ranks_in: Callable[..., World]) -> Callable[..., list[Any]]:
         return [result.value for result in results]
 
     return run
+
+
+@pytest.fixture
+def start_program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Program]]:
+    """`start(text, *args, env=None) -> Program`; what still runs at the end of the test is killed."""
+    programs: list[Program] = []
+
+    def start(text: str, *args: Any, env: dict[str, str] | None = None) -> Program:
+        programs.append(Program(text, args, tmp_path_factory.mktemp("program"), env))
+        return programs[-1]
+
+    yield start
+    for program in programs:
+        program.close()
 
 
 def _drop_saved_tensors_hooks() -> None:

@@ -23,11 +23,13 @@ import torch
 import torch.distributed as dist
 
 import zcomm
+from programs import Program, environment_of_no_job
 from test_join import free_port
 from zcomm.bootstrap import rendezvous
 from zcomm.bootstrap.meeting import Meeting, Process
 
 Run = Callable[..., list[Any]]
+Start = Callable[..., Program]
 
 
 def in_a_job(job: str, rank: int, method: str, delay_s: float) -> str:
@@ -94,19 +96,18 @@ def test_ranks_of_two_jobs_that_have_met(run_ranks: Run) -> None:
 
 
 TRAINS = """
-import os, signal, sys, time
+import time
 import torch, torch.distributed as dist
 import zcomm, zcomm.torch_backend
 from datetime import timedelta
 
-job, rank, delay_s, kind = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
 number = {"a": 1.0, "b": 10.0}[job]
 time.sleep(delay_s)
 sums = mixed = 0
 told = "nothing"
 try:
     if kind == "torch":
-        dist.init_process_group("zcomm", init_method=sys.argv[5], rank=rank, world_size=2, timeout=timedelta(seconds=8))
+        dist.init_process_group("zcomm", init_method=where, rank=rank, world_size=2, timeout=timedelta(seconds=8))
     else:
         zcomm.init(timeout=8)
     for _ in range(60):
@@ -114,33 +115,32 @@ try:
         (dist if kind == "torch" else zcomm).all_reduce(value)
         sums += 1
         mixed += float(value[0]) != 2 * number
-        time.sleep(0.2)
+        time.sleep(0.1)
 except Exception as error:
     told = f"{type(error).__name__}: {error}"
-sys.stdout.write(f"{job}{rank}|{sums}|{mixed}|{told}\\n")  # one write: print() makes two with PYTHONUNBUFFERED
-sys.stdout.flush()
+os.write(1, f"{job}{rank}|{sums}|{mixed}|{told}\\n".encode())
+os._exit(0)
 """
 # One job: its ranks' delays are arguments; its processes have a parent of their own.
 LAUNCHES = """
-import os, subprocess, sys
-job, kind, where, delays, names = sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4:6], sys.argv[6:8]
-ranks = [
-    subprocess.Popen(
-        [sys.executable, "-c", os.environ["TRAINS"], job, str(rank), delays[rank], kind, where],
-        env={**os.environ, names[0]: str(rank), names[1]: "2"},
-    )
-    for rank in range(2)
-]
-for rank in ranks:
-    rank.wait()
+import os, sys
+import zcomm.torch_backend  # once: ranks that import at different speeds are late
+text, job, kind, where, delays, names = *sys.argv[1:5], sys.argv[5:7], sys.argv[7:9]
+for rank in range(2):
+    if os.fork() == 0:
+        os.environ |= {names[0]: str(rank), names[1]: "2"}
+        delay_s = float(delays[rank])
+        exec(text)
+for rank in range(2):
+    os.wait()
 """
 
 
-def two_jobs(tmp_path: Path, kind: str, late_s: float, **variables: str) -> dict[str, tuple[int, int, str]]:
+def two_jobs(
+    start_program: Start, tmp_path: Path, kind: str, late_s: float, **variables: str
+) -> dict[str, tuple[int, int, str]]:
     """Rank 0 of job a and rank 1 of job b start at once, the others ``late_s`` later: (sums, mixed sums, error)."""
-    foreign = ("RANK", "WORLD", "MASTER", "SLURM", "PMI", "OMPI", "ZCOMM_INIT", "ZCOMM_JOB", "TORCHELASTIC")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    env = {**kept, "TRAINS": TRAINS, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path), **variables}
+    env = {**environment_of_no_job(), "TMPDIR": str(tmp_path), **variables}
     names = ("PMI_RANK", "PMI_SIZE") if kind == "mpiexec" else ("RANK", "WORLD_SIZE")
     where = f"tcp://127.0.0.1:{free_port()}"
     if kind == "by hand":
@@ -150,18 +150,12 @@ def two_jobs(tmp_path: Path, kind: str, late_s: float, **variables: str) -> dict
     elif kind == "torch, file":
         kind, where = "torch", f"file://{tmp_path}/meeting"
     jobs = [
-        subprocess.Popen(
-            [sys.executable, "-c", LAUNCHES, job, kind, where, *map(str, delays), *names],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        start_program(LAUNCHES, TRAINS, job, kind, where, *delays, *names, env=env)
         for job, delays in (("a", (0, late_s)), ("b", (late_s, 0)))
     ]
     told: dict[str, tuple[int, int, str]] = {}
     for process in jobs:
-        output, errors = process.communicate(timeout=100)
+        output, errors = process.communicate(timeout_s=100)
         for line in output.splitlines():
             name, sums, mixed, error = line.split("|", 3)
             told[name] = int(sums), int(mixed), error
@@ -180,9 +174,11 @@ def two_jobs(tmp_path: Path, kind: str, late_s: float, **variables: str) -> dict
         ("torch, file", {}),
     ],
 )
-def test_late_ranks_of_two_jobs_end_a_mixed_world(tmp_path: Path, kind: str, env: dict[str, str]) -> None:
+def test_late_ranks_of_two_jobs_end_a_mixed_world(
+    start_program: Start, tmp_path: Path, kind: str, env: dict[str, str]
+) -> None:
     """An allocation's number, and torchrun's name for all jobs that were given none, are not names of a job."""
-    told = two_jobs(tmp_path, kind, 3.0, **env)
+    told = two_jobs(start_program, tmp_path, kind, 1.0, **env)
     for sums, mixed, error in told.values():
         assert error != "nothing", told
         assert mixed == sums, told
@@ -192,14 +188,14 @@ def test_late_ranks_of_two_jobs_end_a_mixed_world(tmp_path: Path, kind: str, env
 
 
 @pytest.mark.parametrize("env", [{}, {"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}], ids=str)
-def test_two_mpiexec_of_one_allocation(tmp_path: Path, env: dict[str, str]) -> None:
-    told = two_jobs(tmp_path, "mpiexec", 2.0, **env)
+def test_two_mpiexec_of_one_allocation(start_program: Start, tmp_path: Path, env: dict[str, str]) -> None:
+    told = two_jobs(start_program, tmp_path, "mpiexec", 1.0, **env)
     assert all(result == (60, 0, "nothing") for result in told.values()), told
 
 
-def test_one_job_without_a_name_is_not_disturbed(tmp_path: Path) -> None:
+def test_one_job_without_a_name_is_not_disturbed(start_program: Start, tmp_path: Path) -> None:
     """Its late rank, and groups made after the default one, are not taken for another job's."""
-    told = two_jobs(tmp_path, "mpiexec", 0.0)
+    told = two_jobs(start_program, tmp_path, "mpiexec", 0.0)
     assert all(result == (60, 0, "nothing") for result in told.values()), told
 
 
@@ -368,38 +364,36 @@ def test_a_group_of_torch_is_joined(run_ranks: Run, by_engine: bool) -> None:
 
 # ---- processes between mpirun and the rank ----
 WRAPPED = """
-import os, subprocess, sys
+import json, os, sys
 from zcomm.bootstrap import rendezvous
-print(rendezvous.find_job(None, None, None).init_method)
+kept = dict(os.environ)
+for job in map(json.loads, sys.argv[1:]):
+    os.environ.clear()
+    os.environ.update(kept | job)
+    print(rendezvous.find_job(None, None, None).init_method)
 """
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+SLURM = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "7"}
 
 
-def meeting_point(wrapped: bool, **variables: str) -> str:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD", "MASTER", "SLURM", "ZCOMM_INIT"))}
-    command = [sys.executable, "-c", WRAPPED]
+def meeting_points(jobs: list[dict[str, str]], wrapped: bool, **variables: str) -> list[str]:
+    """Of a rank with each job's variables, in one interpreter whose wrapper has ``variables`` in its environment."""
+    command = [sys.executable, "-c", WRAPPED, *map(json.dumps, jobs)]
     if wrapped:
         command = ["sh", "-c", '"$@"; exit $?', "wrapper", *command]
-    told = subprocess.run(command, env={**kept, **variables}, capture_output=True, text=True, check=True)
-    return told.stdout.strip()
+    env = {**environment_of_no_job(), **variables}
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.split()
 
 
-@pytest.mark.parametrize(
-    "job",
-    [
-        {"PMIX_NAMESPACE": "123@1"},
-        {"SLURM_JOB_ID": "7"},
-        {"ZCOMM_JOB_ID": "x"},
-        {},
-    ],
-)
-def test_ranks_behind_a_wrapper_meet_the_others(job: dict[str, str]) -> None:
-    ranks = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", **job}
-    plain, wrapped = meeting_point(False, **ranks), meeting_point(True, **ranks)
-    assert plain == wrapped and plain.startswith("file://")
+def test_ranks_behind_a_wrapper_meet_the_others() -> None:
+    names = [{"PMIX_NAMESPACE": "123@1"}, {"SLURM_JOB_ID": "7"}, {"ZCOMM_JOB_ID": "x"}, {}]
+    plain, wrapped = (meeting_points(names, wrapped, **OPEN_MPI) for wrapped in (False, True))
+    assert plain == wrapped and all(point.startswith("file://") for point in plain), (plain, wrapped)
+    assert plain[0] != plain[1], "a name of the job leads elsewhere"
 
 
 def test_steps_of_one_slurm_job_are_jobs_of_their_own() -> None:
-    ranks = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "7"}
-    steps = [meeting_point(False, **ranks, SLURM_STEP_ID=step) for step in "01"]
-    assert steps[0] != steps[1]
-    assert steps[0] == meeting_point(True, **ranks, SLURM_STEP_ID="0")
+    steps = [{"SLURM_STEP_ID": "0"}, {"SLURM_STEP_ID": "1"}]
+    plain, wrapped = (meeting_points(steps, wrapped, **SLURM) for wrapped in (False, True))
+    assert plain[0] != plain[1]
+    assert plain == wrapped

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 import zcomm
+from programs import INTERRUPTED, Program, environment_of_no_job
 from test_join import free_port, wait_for
 
 DEADLINE_S = 60.0  # of operations: an end that takes a quarter of it was no end by the signal
@@ -337,12 +338,32 @@ except Exception as error:
 
 @pytest.mark.parametrize("how", ["exits", "interrupted"])
 @pytest.mark.parametrize("what", ["held", "0", "2", "3", "3 nvme"])
-def test_a_signal_ends_a_program_with_operations_in_flight(tmp_path: Path, what: str, how: str) -> None:
+def test_a_signal_ends_a_program_with_operations_in_flight(
+    start_program: Callable[..., Program], tmp_path: Path, what: str, how: str
+) -> None:
     """Rank 0 is alone in its step, and nothing of the program calls shutdown or close."""
-    foreign = ("RANK", "WORLD", "LOCAL", "MASTER", "ZCOMM_INIT", "ZCOMM_JOB")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    env = {**kept, "WORLD_SIZE": "2", "ZCOMM_INIT_METHOD": f"file://{tmp_path}/store", "ZCOMM_JOB_ID": str(tmp_path)}
-    env["OMP_NUM_THREADS"] = "1"
+    job = {"WORLD_SIZE": "2", "ZCOMM_INIT_METHOD": f"file://{tmp_path}/store", "ZCOMM_JOB_ID": str(tmp_path)}
+    env = {**environment_of_no_job(), **job}
+    ranks = [start_program(PROGRAM, what, tmp_path, how, env={**env, "RANK": str(rank)}) for rank in range(2)]
+    wait_for(tmp_path / "ready")
+    time.sleep(0.5)
+    sent = time.monotonic()
+    ranks[0].send_signal(signal.SIGTERM)
+    code = ranks[0].wait(DEADLINE_S)
+    took_s = time.monotonic() - sent
+    (tmp_path / "ended").touch()
+    ranks[1].wait(DEADLINE_S)
+    assert code == (3 if how == "exits" else INTERRUPTED), ranks[0].stderr
+    assert took_s < DEADLINE_S / 4, took_s
+    assert (tmp_path / "told").read_text() == "PeerLost"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "how"), [("held", "exits"), ("3 nvme", "interrupted")])
+def test_a_signal_ends_an_interpreter_with_operations_in_flight(tmp_path: Path, what: str, how: str) -> None:
+    """The same of an interpreter of its own, which ends by the signal."""
+    job = {"WORLD_SIZE": "2", "ZCOMM_INIT_METHOD": f"file://{tmp_path}/store", "ZCOMM_JOB_ID": str(tmp_path)}
+    env = {**environment_of_no_job(), **job, "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", PROGRAM, what, str(tmp_path), how],

@@ -7,20 +7,21 @@ import gc
 import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
-import textwrap
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from programs import Program  # noqa: E402
 from swap_files import nameless  # noqa: E402
 from zcomm import _core  # noqa: E402
 from zcomm.offload import SwapFile, pinned_empty  # noqa: E402
+
+Start = Callable[..., Program]
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
 
@@ -324,59 +325,49 @@ def test_a_fallback_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
         directory.rmdir()
 
 
-def run_python(code: str, *args: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code), *args], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
-    )
-
-
 OWNER = """
-    import sys, torch
-    from zcomm.offload import SwapFile
-    swap = SwapFile(sys.argv[1])
-    keep = swap.write("k", torch.randn(1_000_000))
-    print("ready", flush=True)
-    sys.stdin.read(1)
+import sys, torch
+from zcomm.offload import SwapFile
+swap = SwapFile(sys.argv[1])
+keep = swap.write("k", torch.randn(1_000_000))
+print("ready", flush=True)
+sys.stdin.read(1)
 """
 
 
-def test_exit_without_close_leaves_nothing(tmp_path: Path) -> None:
-    owner = run_python(OWNER, str(tmp_path))
-    assert owner.stdout is not None
-    assert owner.stdout.readline() == "ready\n"
+def test_exit_without_close_leaves_nothing(start_program: Start, tmp_path: Path) -> None:
+    owner = start_program(OWNER, tmp_path)
+    assert owner.stdout.readline() == "ready\n", owner.stderr
     assert len(list(tmp_path.iterdir())) == 1
-    owner.communicate("x", timeout=60)
+    owner.communicate("x")
     assert owner.returncode == 0
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_killed_run_is_cleaned_up_by_the_next(tmp_path: Path) -> None:
-    owners = [run_python(OWNER, str(tmp_path)) for _ in range(2)]
+def test_a_killed_run_is_cleaned_up_by_the_next(start_program: Start, tmp_path: Path) -> None:
+    owners = [start_program(OWNER, tmp_path) for _ in range(2)]
     for owner in owners:
-        assert owner.stdout is not None
-        assert owner.stdout.readline() == "ready\n"
+        assert owner.stdout.readline() == "ready\n", owner.stderr
     dead, living = owners
     dead.send_signal(signal.SIGKILL)
-    dead.wait(timeout=60)
+    dead.wait()
     assert [each.name for each in tmp_path.glob("*/*")] == ["lock", "lock"], "no data stay behind"
     with SwapFile(tmp_path):
         names = [each.name for each in tmp_path.iterdir()]
         assert len(names) == 2
         assert not any(name.startswith(f"zcomm-swap-{dead.pid}-") for name in names)
-    living.communicate("x", timeout=60)
-    dead.communicate()
+    living.communicate("x")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.leaves_swap
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_killed_run_leaves_no_data_and_no_space(tmp_path: Path, number: int) -> None:
+def test_a_killed_run_leaves_no_data_and_no_space(start_program: Start, tmp_path: Path, number: int) -> None:
     """The same while a swap file is copied: only a lock file stays, for the next start to remove."""
-    owner = run_python(OWNER.replace("print(", "copy = swap._core.copy_beside(); print("), str(tmp_path))
-    assert owner.stdout is not None
-    assert owner.stdout.readline() == "ready\n"
+    owner = start_program(OWNER.replace("print(", "copy = swap._core.copy_beside(); print("), tmp_path)
+    assert owner.stdout.readline() == "ready\n", owner.stderr
     owner.send_signal(number)
-    owner.communicate(timeout=60)
+    owner.wait()
     assert owner.returncode == -number
     (lock,) = (path for path in tmp_path.rglob("*") if path.is_file())
     assert lock.name == "lock" and lock.stat().st_size < 1024

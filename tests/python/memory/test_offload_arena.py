@@ -5,12 +5,12 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import subprocess
-import sys
+from collections.abc import Callable
 
 import pytest
 import torch
 
+from programs import Program
 from zcomm.offload import PinnedArena
 
 
@@ -41,7 +41,7 @@ def test_exact_counted_and_returned() -> None:
         PinnedArena().empty((2, -1))
 
 
-def test_the_processs_budget() -> None:
+def test_the_processs_budget(start_program: Callable[..., Program]) -> None:
     program = (
         "import zcomm, torch\n"
         "from zcomm.offload import PinnedArena\n"
@@ -51,11 +51,5 @@ def test_the_processs_budget() -> None:
         "except OSError as error:\n"
         "    print(error)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "ZCOMM_PINNED_BUDGET": "1M"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "all arenas 1048576 bytes, ZCOMM_PINNED_BUDGET 1048576 bytes" in done.stdout
+    told, _ = start_program(program, env={**os.environ, "ZCOMM_PINNED_BUDGET": "1M"}).communicate()
+    assert "all arenas 1048576 bytes, ZCOMM_PINNED_BUDGET 1048576 bytes" in told

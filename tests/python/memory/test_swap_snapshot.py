@@ -10,8 +10,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +20,7 @@ import pytest
 import torch
 
 import zcomm
+from programs import Program
 from swap_files import nameless
 from zcomm.memory import snapshot
 from zcomm.offload import finished
@@ -365,15 +364,12 @@ for turn in range(1, 100000):
 """
 
 
-def test_a_kill_at_any_point_leaves_a_whole_snapshot(tmp_path: Path) -> None:
+def test_a_kill_at_any_point_leaves_a_whole_snapshot(start_program: Callable[..., Program], tmp_path: Path) -> None:
     """All keys of one turn, which is the last that was reported or the one after."""
     generator = random.Random(1)
     for trial in range(6):
-        victim = subprocess.Popen(
-            [sys.executable, "-c", _VICTIM, str(tmp_path / "swap"), str(tmp_path / "snap")], stdout=subprocess.PIPE
-        )
-        assert victim.stdout is not None
-        assert victim.stdout.readline() == b"1\n"
+        victim = start_program(_VICTIM, tmp_path / "swap", tmp_path / "snap")
+        assert victim.stdout.readline() == "1\n", victim.stderr
         time.sleep(generator.random() * 0.05)
         victim.send_signal(signal.SIGKILL)
         turns = [1, *map(int, victim.stdout.read().split())]

@@ -6,8 +6,6 @@ import copy
 import io
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 import torch
 
 import zcomm
+from programs import Program
 from zcomm.optim import CPUSGD, CPUAdagrad, CPUAdam, CPULion
 
 SHAPES = [(3,), (17, 5), (64, 64), (1,), (0,), (130,)]
@@ -415,14 +414,16 @@ def test_grad_scaler_of_torch() -> None:
         ({"LOCAL_WORLD_SIZE": "2", "ZCOMM_THREADS": "3"}, lambda cpus: 3),
     ],
 )
-def test_threads_are_of_the_cores_and_the_ranks(launcher: dict[str, str], size: Callable[[int], int]) -> None:
+def test_threads_are_of_the_cores_and_the_ranks(
+    start_program: Callable[..., Program], launcher: dict[str, str], size: Callable[[int], int]
+) -> None:
     """Without zcomm.init; torchrun sets OMP_NUM_THREADS to 1, which must not count."""
     sizes = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "ZCOMM_THREADS")
     kept = {name: value for name, value in os.environ.items() if name not in sizes}
     code = "from zcomm import _core; import zcomm.optim; print(_core.threads())"
     environment = {**kept, "OMP_NUM_THREADS": "1", **launcher}
-    out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert int(out.stdout) == size(len(os.sched_getaffinity(0)))
+    told, errors = start_program(code, env=environment).communicate()
+    assert int(told or -1) == size(len(os.sched_getaffinity(0))), errors
 
 
 @pytest.mark.parametrize("kind", [CPUAdam, CPUSGD, CPULion, CPUAdagrad])

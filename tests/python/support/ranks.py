@@ -24,8 +24,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(
     [
         "torch",
         "torch._dynamo",
@@ -140,11 +140,11 @@ def start_ranks(
     }
     world = World([], [], [])
     for rank in range(world_size):
-        mine, theirs = _context.Pipe(duplex=False)
+        mine, theirs = context.Pipe(duplex=False)
         log = folder / f"rank{rank}.log"
         log.touch()
         variables = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **(env or {})}
-        process = _context.Process(target=_rank_main, args=(function, args, variables, str(log), theirs), daemon=True)
+        process = context.Process(target=_rank_main, args=(function, args, variables, str(log), theirs), daemon=True)
         process.start()
         theirs.close()  # only the rank holds it now: its death closes the pipe
         world.processes.append(process)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from programs import Program
 
 PROGRAM = """
 import os, sys, threading, time
@@ -75,22 +74,9 @@ print("parent: fine")
 
 
 @pytest.mark.parametrize("what", ["init", "save", "units"])
-def test_a_forked_child_ends(tmp_path: Path, what: str) -> None:
-    foreign = ("RANK", "WORLD", "LOCAL", "MASTER", "ZCOMM_INIT", "ZCOMM_JOB")
-    env = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    program = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, what, str(tmp_path)],
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, errors = program.communicate(timeout=110)
-    finally:
-        if program.poll() is None:
-            os.killpg(program.pid, signal.SIGKILL)
+def test_a_forked_child_ends(start_program: Callable[..., Program], tmp_path: Path, what: str) -> None:
+    program = start_program(PROGRAM, what, tmp_path)
+    output, errors = program.communicate(timeout_s=110)
     assert program.returncode == 0 and "parent: fine" in output, output + errors
     if what == "init":
         assert "no rank came" in output

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 
 import pytest
 
 from interrupts import interrupted_at
+from programs import Program
 from zcomm.zero.worker import Worker
 
 
@@ -96,6 +96,6 @@ def test_a_forked_child_is_refused() -> None:
     worker.close()
 
 
-def test_a_thread_that_waits_does_not_hold_up_the_end_of_the_program() -> None:
+def test_a_thread_that_waits_does_not_hold_up_the_end_of_the_program(start_program: Callable[..., Program]) -> None:
     script = "from zcomm.zero.worker import Worker; import threading; Worker('test').submit(threading.Event().wait)"
-    subprocess.run([sys.executable, "-c", script], timeout=60, check=True)
+    assert start_program(script).wait() == 0

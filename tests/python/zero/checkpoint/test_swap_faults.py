@@ -10,9 +10,8 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import torch
 from torch import nn
 
 import zcomm
+from programs import Program
 from swap_files import nameless
 from zcomm import _core
 
@@ -120,7 +120,9 @@ def test_a_directory_removed_underneath_changes_no_bit(tmp_path: Path, engine: s
     zcomm.shutdown()
 
 
-def test_two_runs_on_one_directory_and_the_dead_ones_is_reclaimed(tmp_path: Path, engine: str) -> None:
+def test_two_runs_on_one_directory_and_the_dead_ones_is_reclaimed(
+    start_program: Callable[..., Program], tmp_path: Path, engine: str
+) -> None:
     drive = tmp_path / "drive"
     model, opt = build(drive)
     twin, in_ram = build(None)
@@ -139,8 +141,8 @@ def test_two_runs_on_one_directory_and_the_dead_ones_is_reclaimed(tmp_path: Path
     for _ in range(2):
         step(model, opt)
         step(twin, in_ram)
-        done = subprocess.run([sys.executable, "-c", other], env=env, check=False)
-        assert done.returncode == -signal.SIGKILL
+        killed = start_program(other, env=env)
+        assert killed.wait() == -signal.SIGKILL, killed.stderr
         assert len(list(drive.iterdir())) == 2, "ours, and that of the last one killed: it removed the one before"
     step(model, opt)
     step(twin, in_ram)
