@@ -15,6 +15,8 @@ ARGS ?=
 TESTS ?= tests/python
 # Processes of pytest; most tests wait for ranks, so more than the cores.
 WORKERS ?= 3
+# What `make coverage` builds and runs of the C++ tests: all, or test programs.
+CPP_TESTS ?= all
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q
@@ -25,7 +27,7 @@ export PYTHONUNBUFFERED := 1
 SOURCES := $(shell find include src cmake python/bindings -type f 2>/dev/null) CMakeLists.txt
 CPP_FILES = $(shell find include src tests/cpp bench/cpp python/bindings -name '*.[ch]pp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help setup demo test test-cpp test-python test-slow test-all soak bench bench-cpp bench-collectives lint format tidy asan tsan cuda gpu-check docs clean distclean
+.PHONY: help setup demo test test-cpp test-python test-slow test-all coverage coverage-python coverage-cpp soak bench bench-cpp bench-collectives lint format tidy asan tsan cuda gpu-check docs clean distclean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -61,6 +63,10 @@ $(VENV)/.zcomm: $(VENV)/.build-tools pyproject.toml $(SOURCES)
 $(VENV)/.lint: $(VENV)/.zcomm
 	$(PIP) --no-build-isolation -e '.[dev]'
 	@touch $@ $(VENV)/.zcomm && touch $@
+
+$(VENV)/.coverage: $(VENV)/.zcomm
+	$(PIP) 'pytest-cov>=5' 'gcovr>=7'
+	@touch $@
 
 # The packages of the extra "docs" (pyproject.toml), without building zcomm: the API is read from the sources.
 $(VENV)/.docs: $(VENV)/.made
@@ -99,6 +105,19 @@ test-python: setup ## Python tests (make test-python ARGS='-k comm')
 
 test-slow: setup ## the Python tests that `make test` leaves out
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow $(TESTS) $(ARGS)
+
+coverage: coverage-python coverage-cpp ## share of lines that tests run (TESTS=tests/python/config CPP_TESTS=test_base: of these)
+
+coverage-python: $(VENV)/.coverage
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --cov --cov-report= $(TESTS) $(ARGS)
+	$(BIN)/python -m coverage report --skip-covered --sort=cover
+
+coverage-cpp: $(VENV)/.coverage
+	cmake --preset coverage --log-level=WARNING
+	cmake --build --preset coverage --target $(CPP_TESTS)
+	find build/coverage -name '*.gcda' -delete
+	ctest --preset coverage $(if $(filter all,$(CPP_TESTS)),,-R '^($(subst $() ,|,$(CPP_TESTS:test_%=%)))$$')
+	$(BIN)/gcovr --root . --filter src/ --filter include/ --txt-metric line --print-summary build/coverage
 
 asan: $(VENV)/.build-tools ## C++ tests under the address and undefined-behaviour sanitizers
 	cmake --preset asan --log-level=WARNING
