@@ -120,6 +120,9 @@ def measure(
     else:
         roofs, beside = roof.memory_roof(case.operation, case.nbytes, case.world, bench_library_or_none())
     settle = torch.cuda.synchronize if zcomm.init().device.type == "cuda" else None
+    # Many rounds before many calls in one: a round's median passes over the machine's noise. Small messages are timed in
+    # batches (1 MiB of them at most), since a single call is near the clock's own cost. All calls use the same buffers,
+    # so that small sizes stay in the caches, as gradients do that backward has just made.
     rounds = max(MIN_ROUNDS, min(arguments.iters, 21))
     inner = max(-(-arguments.iters // rounds), min(50, (1 << 20) // case.nbytes))
     timings = interleaved(
@@ -138,6 +141,12 @@ def _row(
     roofs: list[str],
     wrong: Mapping[str, int | None],
 ) -> dict[str, Any]:
+    """Return the row of the results file: the size and the operation, and by variant (and peer and roof) the figures.
+
+    time_us: medians of the slowest rank; percentiles_us: the same calls. algbw_gbps: nbytes / time; busbw_gbps: that
+    times ``Operation.bus_factor``. wrong: elements that are not exact, over all ranks. share_of_roof: time of the
+    fastest roof / time. factor_over_peer: time of the peer / time.
+    """
     seconds = {name: timing.median for name, timing in timings.items()}
     best = min(seconds[name] for name in roofs)
     bus = case.operation.bus_factor(case.world)

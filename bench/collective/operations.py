@@ -2,6 +2,8 @@
 
 N is the size that a row shows: that of the larger buffer of a rank. P: ranks. Sources: nccl-tests doc/PERFORMANCE.md
 (busbw), docs/internals/algorithms.md section 1 (bytes through memory).
+A new operation has an entry in OPERATIONS and in ``zcomm_call`` here, in model.py's tables, and one for each peer that
+has it in peers.py; the column of a peer without one is a dash.
 """
 
 from __future__ import annotations
