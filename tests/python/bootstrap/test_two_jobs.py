@@ -377,7 +377,7 @@ SLURM = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "7"}
 
 
 def meeting_points(jobs: list[dict[str, str]], wrapped: bool, **variables: str) -> list[str]:
-    """Print the name of a rank with each job's variables, in one interpreter; its wrapper has ``variables`` set."""
+    """Return where a rank of each of ``jobs`` meets the others. All are told by one interpreter with ``variables``."""
     command = [sys.executable, "-c", WRAPPED, *map(json.dumps, jobs)]
     if wrapped:
         command = ["sh", "-c", '"$@"; exit $?', "wrapper", *command]

@@ -12,8 +12,7 @@ from zcomm.memory.device_streams import DeviceLane
 from zcomm.zero.gradients.accumulators import Accumulators
 from zcomm.zero.gradients.device_norm import DeviceSquares, PassSquares
 from zcomm.zero.gradients.device_slots import DeviceSlots
-from zcomm.zero.gradients.host import HostTransport
-from zcomm.zero.gradients.kept import OwnGradients
+from zcomm.zero.gradients.host import HostTransport, OwnGradients
 from zcomm.zero.gradients.peers import PeersTransport
 from zcomm.zero.gradients.pinned import PinnedTransport
 from zcomm.zero.gradients.transport import ReducePlan, Transport

@@ -11,7 +11,7 @@ import torch
 
 from zcomm.comm.communicator import Communicator
 from zcomm.zero.gradients.accumulators import Accumulators
-from zcomm.zero.gradients.kept import is_plain
+from zcomm.zero.gradients.host import is_plain
 from zcomm.zero.layout.flat import FlatBucket, Geometry
 
 

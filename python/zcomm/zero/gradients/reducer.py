@@ -7,7 +7,7 @@ to the accumulator. Slots form a fixed ring ([Note: slots]): a gradient of a buc
 bucket's turn comes. The launch order (last bucket first) is the same on all ranks, whatever order autograd finishes in.
 Parameters that backward did not reach count as zero. The path, file by file:
 - here ``_hook``, ``_arrived``: from torch's hook to the bucket; program_grads.py: takes p.grad, leaves the stand-in
-- a transport (host.py, pinned.py, peers.py) ``put``: into the slot, or (kept.py) left where autograd put it
+- a transport (host.py, pinned.py, peers.py) ``put``: into the slot, or left where autograd put it
 - here ``_launch_complete``; the transport's ``start``: an asynchronous reduce_scatter adds to its accumulators
 - accumulators.py: what a step reads; local_sums.py, values.py: what waits on this rank, and how a program reads it
 
