@@ -120,9 +120,9 @@ def measure(
     else:
         roofs, beside = roof.memory_roof(case.operation, case.nbytes, case.world, bench_library_or_none())
     settle = torch.cuda.synchronize if zcomm.init().device.type == "cuda" else None
-    # Many rounds before many calls in one: a round's median passes over the machine's noise. Small messages are timed in
-    # batches (1 MiB of them at most), since a single call is near the clock's own cost. All calls use the same buffers,
-    # so that small sizes stay in the caches, as gradients do that backward has just made.
+    # Rounds come before calls in a round: their median passes over the machine's noise. Small messages are timed in
+    # batches (of 1 MiB at most), since a single call is near the clock's own cost. All calls use the same buffers, so
+    # that small sizes stay in the caches, as gradients do that backward has just made.
     rounds = max(MIN_ROUNDS, min(arguments.iters, 21))
     inner = max(-(-arguments.iters // rounds), min(50, (1 << 20) // case.nbytes))
     timings = interleaved(
