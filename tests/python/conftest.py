@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,8 @@ def _drop_saved_tensors_hooks() -> None:
 def _descendants() -> set[psutil.Process]:
     """Children of this process, zombies included; the fork server and its resource tracker live as long as we."""
     found: set[psutil.Process] = set()
+    if not _may_have_descendants():
+        return found
     for process in psutil.Process().children(recursive=True):
         try:
             command = " ".join(process.cmdline())
@@ -150,6 +153,20 @@ def _descendants() -> set[psutil.Process]:
         if not (server and process.ppid() == os.getpid()):  # a rank has the server's command line, but another parent
             found.add(process)
     return found
+
+
+def _may_have_descendants() -> bool:
+    """Whether a look at all processes of the machine is worth its time."""
+    servers = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
+    try:
+        own = _children(os.getpid())
+        return bool(own - servers) or any(_children(pid) for pid in own & servers)
+    except OSError:  # a kernel without these files
+        return True
+
+
+def _children(pid: int) -> set[int | None]:
+    return {int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()}
 
 
 def _threads() -> set[threading.Thread]:
