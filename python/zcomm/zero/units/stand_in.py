@@ -128,7 +128,7 @@ class _StandIn(torch.Tensor):
             return _by_value(_tensor.view_as, "as_subclass", (self, self), {})
         raise RuntimeError(f"{_called(self)}: as_subclass({cls.__name__}) of a sharded weight: use .clone() first")
 
-    # --- what zcomm's own calls ask of tensors (_tensors.py) ---
+    # --- what zcomm's own calls ask of tensors (comm/tensors.py) ---
 
     def _zcomm_whole(self, why: str) -> torch.Tensor:
         keeper, param = _origin(self)
