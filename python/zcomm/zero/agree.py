@@ -26,8 +26,10 @@ def all_values(comm: Communicator, value: Any, name: str) -> list[Any]:
 
 
 class Kept:
-    """Errors of this rank, interrupts included, kept until the ranks ``agree``: the others wait there, and would wait
-    for ever for a rank that just raised."""
+    """Errors of this rank, interrupts included, kept until the ranks ``agree``.
+
+    The others wait there, and would wait for ever for a rank that just raised.
+    """
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
@@ -49,8 +51,9 @@ def agree(comm: Communicator, error: BaseException | None, what: str) -> None:
 
     Where a rank left meanwhile, PeerLost from the own error, which may be no more than a trace of that.
 
-    The others get a ValueError for a ValueError, an OSError of the same errno for an OSError, and else an OSError
-    (ECANCELED for an interrupt, EIO). what: what failed, in words. Its first word is compared between the ranks.
+    The others get a ValueError for a ValueError, and an OSError of the same errno for an OSError. Else they get an
+    OSError (ECANCELED for an interrupt, EIO). what: what failed, in words. Its first word is compared between the
+    ranks.
     """
     name, mine = f"{what.split()[0]} a checkpoint", None if error is None else _described(error)
     if error is not None:

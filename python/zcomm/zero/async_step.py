@@ -1,12 +1,12 @@
 """AsyncStep: the update runs behind the next forward on a thread of its own, and each module waits for its own weights.
 
 [Note: async step] ``step()`` ends when the update has been given to the thread, with the hyperparameters of
-that moment. A bucket's new weights go to the device as soon as they are there. A thread that reads a parameter as a
-module's attribute (all modules do), or runs the forward of a module that has some, waits until their buckets are on
-their way, and makes torch's stream wait until they have come: the same bits as without. Whatever else touches the
-optimizer, and the first gradient of the next backward pass, waits for the whole step.
+that moment. A bucket's new weights go to the device as soon as they are there. A thread waits when it reads a parameter
+as a module's attribute (all modules do), or runs the forward of a module that has some. It waits until their buckets
+are on their way, and makes torch's stream wait until they have come: the same bits as without. Whatever else touches
+the optimizer, and the first gradient of the next backward pass, waits for the whole step.
 Not covered: parameters that a program has kept aside (a list of them) and reads between ``step()`` and the end of the
-next forward; ``opt.join()`` is for these.
+next forward. ``opt.join()`` is for these.
 Thread rule: ``start``, ``need`` and ``join`` on the main thread (autograd's threads while that is in backward);
 ``_run`` on the thread. Each call that waits raises an error of the thread, until ``close``.
 Source: the overlap of the CPU step with the next forward as in SuperOffload (arXiv:2509.21271), without its rollback.

@@ -1,10 +1,10 @@
 """DeviceStep: the step of buckets with weights, gradient and optimizer state on the devices alone.
 
 [Note: buckets on devices] What need not be offloaded does not come to the host, where a rank is alone or the ranks'
-devices reach each other (``peers``): gradients add up on the device, the step is kernels on torch's stream behind them,
-the weights are changed in place (each rank's part; the others' parts are gathered then, in stage 3 when a unit is
-used), and what is given to that stream next sees them. The host waits for other ranks' calls alone, and steps the other
-buckets meanwhile. Of the norm the words of an exact sum come to the host.
+devices reach each other (``peers``). Gradients add up on the device, and the step is kernels on torch's stream behind
+them. The weights are changed in place, each rank's part. The others' parts are gathered then, in stage 3 when a unit is
+used. What is given to that stream next sees the new weights. The host waits for other ranks' calls alone, and steps the
+other buckets meanwhile. Of the norm the words of an exact sum come to the host.
 Thread rule: the main thread: torch's stream is the caller's.
 """
 

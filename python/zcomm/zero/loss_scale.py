@@ -13,9 +13,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LossScale:
-    """Dynamic: the first scale is 2**initial_power; window: good steps, after the first, before it grows; hysteresis:
-    overflows before it shrinks, counted anew when it grows, or (consecutive) after every good step; minimum: lowest
-    scale."""
+    """Rule of a dynamic scale.
+
+    initial_power: the first scale is 2**initial_power.
+    window: good steps, after the first, before it grows.
+    hysteresis: overflows before it shrinks, counted anew when it grows, or (consecutive) after every good step.
+    minimum: lowest scale.
+    """
 
     initial_power: int = 16
     window: int = 1000

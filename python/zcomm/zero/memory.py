@@ -1,11 +1,13 @@
 """ZeRO's memory formula, generalised to the bytes that zcomm keeps per parameter.
 
-With p bytes of parameter, g of gradient accumulator and s of optimizer state, P parameters and N ranks, a rank holds
-stage 0: (p + g + s) P. Stages 1 and 2: p P + (g + s) P/N. Stage 3: (p + g + s) P/N.
+With p bytes of parameter, g of gradient accumulator and s of optimizer state, P parameters and N ranks, a rank holds:
+- stage 0: (p + g + s) P
+- stages 1 and 2: p P + (g + s) P/N
+- stage 3: (p + g + s) P/N
 F frozen parameters add p F, in stage 3 p F/N.
-p, g: fp32 4, 4; bf16 and fp16 2, 4 (fp32 accumulator). s = 4 per fp32 array of the optimizer (Adam 2; Lion, Adagrad
-and SGD with momentum 1; plain SGD 0) and the master beside the weight (bf16 2, the remainder of the split; fp16 4).
-CPU ranks of a host that share parameters (stages 1 to 3) hold p P/N each: the one copy, counted once.
+p, g: fp32 4, 4; bf16 and fp16 2, 4 (fp32 accumulator). s = 4 per fp32 array of the optimizer, and the master beside the
+weight. Arrays: Adam 2; Lion, Adagrad and SGD with momentum 1; plain SGD 0. Master: bf16 2 (the remainder of the split),
+fp16 4. CPU ranks of a host that share parameters (stages 1 to 3) hold p P/N each: the one copy, counted once.
 Source: ZeRO (arXiv:1910.02054) section 5; the split master is described in include/zcomm/optim_shard.hpp.
 """
 

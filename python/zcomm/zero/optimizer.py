@@ -1,7 +1,7 @@
 """ZeroOptimizer: a torch optimizer with state, gradients and parameters sharded over ranks and tiers.
 
-The facade: it checks arguments, and hands calls on to Parts (what it owns), TrainState (options and counters),
-MicroSteps and OptimizerStep (backward passes and steps), checkpoint/ (save and load). The stage decides which part is
+The facade: it checks arguments, and hands calls on. Parts are what it owns, TrainState its options and counters.
+MicroSteps and OptimizerStep run backward passes and steps, checkpoint/ saves and loads. The stage decides which part is
 replicated and which is sharded; no stage has arithmetic of its own, which makes their bits equal (decision D3).
 Source: ZeRO (arXiv:1910.02054), ZeRO-Offload (2101.06840), ZeRO-Infinity (2104.07857).
 """
@@ -84,7 +84,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     model: a module, or its parameters or param groups (stages 0 to 2).
     optimizer: "adamw", "adam", "lion", "sgd", "adagrad" (fused), or a class of ``torch.optim`` or an instance. An
-    instance keeps its param groups: both have the same list (until ``close()``, without frozen parameters), so what is
+    instance keeps its param groups: both have the same list (until ``close()``, without frozen parameters). So what is
     set on either, by a schedule too, counts in the next step. Its own ``step()`` and ``state_dict()`` raise until then.
     Adam, AdamW, SGD and Adagrad become the fused ones. Others run as they are on fp32 shards where they are elementwise
     (RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop).
@@ -92,7 +92,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     offload: None, "cpu", "nvme" or ``zcomm.Offload``. nvme_path: directory on the drive, needed by "nvme". A list
     stripes the state over several drives, one directory on each.
     precision: "fp32"; "bf16" or "fp16" (parameters and gradients in it, exact fp32 master, fp32 accumulation), or
-    torch's dtype, or a ``zcomm.Precision``, which has the next four options as well. fp16 needs ``opt.backward(loss)``,
+    torch's dtype. Or a ``zcomm.Precision``, which has the next four options as well. fp16 needs ``opt.backward(loss)``,
     which scales the loss. loss_scale: a ``LossScale`` (dynamic), or a number.
     clip_norm: clip the global gradient norm to this; one that is not finite makes all weights NaN, unless skipped.
     grad_accum: micro-steps per step.
@@ -103,17 +103,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
     buffer_dtype: the same, of floating buffers; None: as they are (statistics of norms with weights: as the weights).
     skip_nonfinite: skip steps with gradients that are not finite; None: in fp16 only, which always does.
     units: stage 3 by units: a list of its units, or ``zero.Units`` (which also keeps, joins, prefetches by bytes).
-    device: where the model trains: a CUDA device, to which parameters on the CPU or without memory (``zero.Init``) come
-    unit by unit, or whole where the stage keeps them whole; None: where the parameters are. Where the devices of
-    several ranks do not reach each other, shards of stage 3 that would stay there are in host memory.
+    device: where the model trains: a CUDA device; None: where the parameters are. Parameters on the CPU or without
+    memory (``zero.Init``) come to a CUDA device unit by unit, or whole where the stage keeps them whole. Where the
+    devices of several ranks do not reach each other, shards of stage 3 that would stay there are in host memory.
     optimizer_args: options of a named optimizer or class, as torch's (lr, betas, momentum, ...).
 
     Gradients are averaged over the ranks and the ``grad_accum`` micro-steps; do not divide the loss. Call ``step()``
     and ``zero_grad()`` after every micro-step: they act on every ``grad_accum``-th (``boundary`` overrides the count).
     A step with a gradient that is not finite is skipped and counted in ``skipped_steps``, in fp16 (where the scale
     shrinks) and with ``skip_nonfinite``. In every precision ``nonfinite`` names the first such gradient. All ranks
-    start with rank 0's weights. After ``backward()`` ``param.grad`` is a stand-in for what the optimizer's accumulators
-    hold (a ``GradStandIn``): programs change it in place, measure, drop or replace it as in torch.
+    start with rank 0's weights. After ``backward()`` ``param.grad`` is a stand-in (a ``GradStandIn``) for what the
+    optimizer's accumulators hold. Programs change it in place, measure, drop or replace it as in torch.
 
     Raises: ValueError naming the argument; OSError (ENOSPC, EACCES) from the swap directory, at construction.
     """
@@ -254,8 +254,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def _live(self) -> Parts:
-        """The parts, none of which an async step uses any more, with the model's parameters attached: what
-        the program has put into them is the weights now."""
+        """The parts, none of which an async step uses any more, with the model's parameters attached.
+
+        What the program has put into the parameters is the weights now.
+        """
         return parts_of(self)
 
     @property
@@ -284,8 +286,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         closure: re-evaluates the model and returns the loss (with gradients), as in torch.
         Raises: PeerLost, TimeoutError, CollectiveMismatch, CudaError from gradients in flight; OSError from swap files,
-        on all ranks. An error or an interrupt amid the update (on a device it begins while gradients are in flight):
-        RuntimeError in this, save and state_dict until ``load``.
+        on all ranks. After an error or an interrupt amid the update: RuntimeError in this, save and state_dict until
+        ``load``. On a device the update begins while gradients are in flight.
         """
         self._train.poison.check("step()")
         with torch.enable_grad():
@@ -369,12 +371,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         The folder appears whole: a run that is killed leaves the last one. One whole tensor at a time is in memory.
         scheduler: its ``state_dict()`` is saved. client_state: numbers, strings, tensors, numpy arrays and scalars, and
         lists, tuples, dicts and argparse Namespaces of them; rank 0's.
-        wait: False copies this rank's shards, those in RAM to RAM and those on a drive on that drive, and puts together
-        and writes the tensors while training goes on. The result's ``wait()`` raises if it failed. The next save, load
-        and close wait for it.
+        wait: False copies this rank's shards, those in RAM to RAM and those on a drive on that drive. The tensors are
+        put together and written while training goes on. The result's ``wait()`` raises if it failed. The next save,
+        load and close wait for it.
         Gradients are not saved: amid an accumulation this is logged once. Collective; between hosts all ranks need to
         see the same folder.
-        Raises, on every rank: ValueError naming the way to a value that cannot be kept, before anything is written;
+        Raises, on every rank: ValueError naming the way to a value that cannot be kept, before anything is written.
         OSError (naming the rank that failed; EBUSY for a mount point, or where another save is writing).
         """
         extras = checkpoint.Extras(scheduler, client_state)
@@ -394,8 +396,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         optimizer: also its state, options and counters, else weights alone. random: also the random number generators,
         where the world size is the same. strict: the model's tensors are exactly those of the checkpoint. Otherwise
         frozen parameters and buffers may be there on one side alone. Collective.
-        Raises, before anything has changed: FileNotFoundError; OSError (EIO) naming file and tensor of a checksum that
-        is wrong; ValueError listing names and shapes of another model or optimizer, or naming a field of a manifest.
+        Raises, before anything has changed: FileNotFoundError. OSError (EIO) naming file and tensor of a checksum that
+        is wrong. ValueError listing names and shapes of another model or optimizer, or naming a field of a manifest.
         """
         return checkpoint.load(
             self._open_parts,

@@ -29,7 +29,7 @@ class Offload:
     None), "cpu" or "nvme". It must be equal on every rank. (Names are the model's; "parameter.N" without a model.)
     fraction: part of the optimizer state that is offloaded; 1.0 is all of it. The rest stays one tier up: on the
     device beside optimizer="cpu", in host memory beside optimizer="nvme". The bits are the same. On a device it goes by
-    whole buckets: the first ones stay, as many as fit into 1 - fraction of the state (a smaller bucket_mb is finer).
+    whole buckets. The first ones stay, as many as fit into 1 - fraction of the state (a smaller bucket_mb is finer).
     State on a device is stepped there: by the CPU's bits, and by torch's own classes with torch's numbers.
     step_behind_forward: ``step()`` returns before the step is done; modules wait for their new weights in the next
     forward. The bits are the same. For a model on a device in stages 0 to 2. Parameters that are read otherwise than as
@@ -207,8 +207,8 @@ class Units:
     Or modules, classes of modules, or names (of a class, or of a module in the model): the outermost of these are the
     units.
     min_mb: join neighbours of one list until a unit has this many MiB of parameters.
-    keep: of the units those (as in ``blocks``; True: all) that stay whole from their first use in a step until
-    ``step()``, in memory of their own, instead of giving it to others after forward.
+    keep: the units (as in ``blocks``; True: all) that stay whole from their first use in a step until ``step()``. They
+    have memory of their own, and do not give it to others after forward.
     prefetch_mb: gather as many units ahead as have this many MiB; None: ``prefetch`` units, whatever their size.
     What is in no unit is in the root unit, which stays whole during a step.
     """

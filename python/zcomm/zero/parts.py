@@ -132,8 +132,10 @@ class Parts:
             last_first.callback(self._give_up_pending, at_exit)
 
     def _give_up_pending(self, at_exit: bool) -> None:
-        """Leave the other ranks if operations that they take part in do not end soon: a signal, say, has ended training
-        in the middle of a step."""
+        """Leave the other ranks if operations that they take part in do not end soon.
+
+        A signal, say, has ended training in the middle of a step.
+        """
         now = time.monotonic()
         while True:
             patience_s = _PATIENCE_S if self.reducer.is_waiting() or self.store.is_waiting() else None

@@ -1,7 +1,7 @@
 """A checkpoint of DeepSpeed's ZeRO (stages 1 to 3) becomes one of zcomm: weights, exact masters, optimizer state.
 
 DeepSpeed's files are pickles. They are opened by torch.load(weights_only=True) alone, mapped, with an allowlist of the
-three of DeepSpeed's classes that its files name, each an empty stand-in here: nothing of the file's choice runs.
+four of DeepSpeed's classes that its files name. Each is an empty stand-in here: nothing of the file's choice runs.
 Layout (DeepSpeed 0.19.8, as its utils/zero_to_fp32.py reads it): stages 1, 2 cut each param group's flat vector into
 equal parts. Stage 3 cuts each parameter, and lays a rank's parts one behind the other.
 Memory: one whole tensor; the files are mapped.

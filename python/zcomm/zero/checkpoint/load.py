@@ -1,6 +1,6 @@
 """Loading: every rank reads just the elements that it keeps, whatever world size, stage, tier or precision wrote them.
 
-First all checksums are compared (each rank a share of the tensors), then everything is checked against the model, the
+First all checksums are compared (each rank a share of the tensors). Then everything is checked against the model, the
 optimizer, the schedule and the generators. Nothing changes before all ranks agree. Collective.
 """
 

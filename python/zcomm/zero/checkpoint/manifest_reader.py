@@ -29,7 +29,7 @@ def read_manifest(path: Path) -> Manifest:
 def open_checkpoint(path: Path) -> tuple[Folder, Manifest]:
     """Open the checkpoint in the folder ``path``; the folder stays open.
 
-    Raises: FileNotFoundError where there is none; OSError (EIO) where the manifest is damaged; ValueError naming the
+    Raises: FileNotFoundError where there is none. OSError (EIO) where the manifest is damaged. ValueError naming the
     manifest and a field that ``save`` does not write so.
     """
     for last in (False, False, True):

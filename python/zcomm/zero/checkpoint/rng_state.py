@@ -1,5 +1,7 @@
-"""States of the random number generators of one rank: torch's on the CPU and on the model's CUDA device, Python's, and
-numpy's where it is loaded."""
+"""States of the random number generators of one rank.
+
+They are torch's on the CPU and on the model's CUDA device, Python's, and numpy's where it is loaded.
+"""
 
 from __future__ import annotations
 

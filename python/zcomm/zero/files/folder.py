@@ -2,7 +2,7 @@
 
 A name that a file holds (a manifest, an index, ``latest``) may come from a stranger. It never leads out of the folder:
 paths are refused, and so are symbolic links, pipes and devices. Because the folder stays open, everything that is read
-is of one folder, even when a save puts another one in its place meanwhile: ``remove_unread`` leaves it as it is.
+is of one folder, even when a save puts another one in its place meanwhile. ``remove_unread`` leaves it as it is.
 """
 
 from __future__ import annotations

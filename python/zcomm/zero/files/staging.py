@@ -25,7 +25,7 @@ from zcomm.zero.files.folder import remove_unread
 class NewFolder:
     """The folder ``path``, which is written beside its place ``final`` and becomes it by ``put``.
 
-    Raises: FileExistsError where ``final`` holds something else than a checkpoint, which would be lost; OSError (EBUSY)
+    Raises: FileExistsError where ``final`` holds something else than a checkpoint, which would be lost. OSError (EBUSY)
     for a mount point, and where another save is writing there.
     """
 

@@ -5,9 +5,9 @@ lane's ``h2d`` stream brings these, past the gradients that are on their way to 
 of the norm are the CPU's.
 
 [Note: squares before the gradients] What a world of one adds up in a single pass is what is in the device slots. So its
-squares are summed there, before each bucket's copy: the norm is known when backward ends on the device, while
-gradients are still on their way, and the host does not read them twice. A second pass, or a gradient that was set from
-outside, makes sums that only the host has; their squares are summed there.
+squares are summed there, before each bucket's copy. The norm is known when backward ends on the device, while gradients
+are still on their way, and the host does not read them twice. A second pass, or a gradient that was set from outside,
+makes sums that only the host has; their squares are summed there.
 Thread rule: one thread at a time.
 """
 

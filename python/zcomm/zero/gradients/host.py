@@ -3,10 +3,10 @@
 [Note: slots] Bucket number i of the launch order uses slot i % count, once the bucket that used it before has been
 reduced.
 [Note: own gradients] A slot is for the other ranks: they read their shards of it, and its rank alone reads its own
-shard. So a gradient that lies in this rank's shard, or half of it at least, stays alive where autograd put it until its
-bucket has been reduced, and only what others read of it is copied. The bits are those of copying all (the order of
-ranks is the same). Kept are only plain tensors with memory of their own (a view of another tensor's gradient may be
-written to, or keep more alive than itself). Memory: of each bucket in flight up to twice the shard.
+shard. So a gradient with at least half of it in this rank's shard stays alive where autograd put it until its bucket
+has been reduced. Only what others read of it is copied. The bits are those of copying all (the order of ranks is the
+same). Kept are only plain tensors with memory of their own. A view of another tensor's gradient may be written to, or
+keep more alive than itself. Memory: of each bucket in flight up to twice the shard.
 A launch takes time from backward, and after a matrix product it finds the caches cold: each object that it does not
 touch counts. So the arguments of a bucket's reduce_scatter, views and padding are made once.
 Thread rule: as GradientReducer.

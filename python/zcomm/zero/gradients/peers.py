@@ -1,9 +1,9 @@
 """Gradients that never leave the devices: they are added up where their step will be.
 
-A rank that is alone adds a bucket from its device slot into an fp32 accumulator on the device, on torch's stream: cast,
-divided by one rank, added, as the host's reduce_scatter does. Several ranks do so together: the slots are symmetric
-memory of their devices, and the bucket's reduce_scatter is one of ``peers``. The bits are those of the host.
-Torch's stream is made to wait for its end only where the slot or the sum is wanted: until then hooks go on, and the
+A rank that is alone adds a bucket from its device slot into an fp32 accumulator on the device, on torch's stream. It
+casts, divides by one rank and adds, as the host's reduce_scatter does. Several ranks do so together: the slots are
+symmetric memory of their devices, and the bucket's reduce_scatter is one of ``peers``. The bits are those of the host.
+Torch's stream is made to wait for its end only where the slot or the sum is wanted. Until then hooks go on, and the
 host waits for other ranks' calls no sooner.
 Thread rule: as DeviceSlots.
 """

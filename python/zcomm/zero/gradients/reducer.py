@@ -1,11 +1,11 @@
 """Gradients: from autograd's hands into averaged fp32 accumulators, bucket by bucket, while backward runs.
 
-[Note: bucket life] A post-accumulate hook gives a parameter's gradient to its bucket's transport (transport.py), which
-copies it into the bucket's slot, and leaves a stand-in ([Note: p.grad]). When a bucket is complete and all buckets
-before it in the launch order have been launched, its transport starts to add this rank's shard of the ranks' average
-to the accumulator. Slots form a fixed ring ([Note: slots]): a gradient of a bucket without a slot is kept until the
-bucket's turn comes. The launch order (last bucket first) is the same on all ranks, whatever order autograd finishes in.
-Parameters that backward did not reach count as zero. The path, file by file:
+[Note: bucket life] A post-accumulate hook gives a parameter's gradient to its bucket's transport (transport.py), and
+leaves a stand-in ([Note: p.grad]). The transport copies it into the bucket's slot. When a bucket is complete and all
+buckets before it in the launch order have been launched, its transport starts. It adds this rank's shard of the ranks'
+average to the accumulator. Slots form a fixed ring ([Note: slots]): a gradient of a bucket without a slot is kept until
+the bucket's turn comes. The launch order (last bucket first) is the same on all ranks, whatever order autograd finishes
+in. Parameters that backward did not reach count as zero. The path, file by file:
 - here ``_hook``, ``_arrived``: from torch's hook to the bucket; program_grads.py: takes p.grad, leaves the stand-in
 - a transport (host.py, pinned.py, peers.py) ``put``: into the slot, or left where autograd put it
 - here ``_launch_complete``; the transport's ``start``: an asynchronous reduce_scatter adds to its accumulators
@@ -13,10 +13,10 @@ Parameters that backward did not reach count as zero. The path, file by file:
 
 [Note: arrivals] One pass can reach a parameter several times, where backward passes run inside of it (reentrant
 checkpoints with a weight in common). A bucket takes the first arrival. Later ones are added up in fp32 (``local``), as
-those of passes without sync, and go with the next pass (where slots are fp32), or at the step by themselves
+those of passes without sync. They go with the next pass (where slots are fp32), or at the step by themselves
 (``GradientValues.reduce_rest``). Arrival alone decides, whatever slot was free when: the bits do not depend on it.
 
-The average is taken over ranks per micro-step and summed over micro-steps in fp32, in every stage: this is what makes
+The average is taken over ranks per micro-step and summed over micro-steps in fp32, in every stage. This is what makes
 the bits independent of stage, bucket size and overlap (decision D3).
 Thread rule: hooks and methods run on the thread that runs backward and step.
 """
@@ -144,8 +144,11 @@ class GradientReducer:
         self.take_over(index, param.grad)
 
     def arm(self) -> None:
-        """Begin a backward pass: all that is reached until it ends is one pass, also what backward passes inside of it
-        reach (activation checkpointing runs them). Called at its first tensor, where that is known."""
+        """Begin a backward pass.
+
+        All that is reached until it ends is one pass, also what backward passes inside of it reach (activation
+        checkpointing runs them). Called at its first tensor, where that is known.
+        """
         if self.sync and not self._armed:
             self._armed = True
             squares = self.accumulators.squares

@@ -1,7 +1,8 @@
 """Transport: how one bucket comes from this rank's gradients to the ranks' average in an accumulator.
 
-Each bucket is given one at assembly (choose_transport.py): ``host`` on the CPU, ``pinned`` from a device by way of
-pinned host memory, ``peers`` between the devices themselves. The reducer decides when a bucket starts.
+Each bucket is given one at assembly (choose_transport.py): ``host`` on the CPU, ``pinned`` or ``peers`` on a device.
+``pinned`` goes by way of pinned host memory, ``peers`` between the devices themselves. The reducer decides when a
+bucket starts.
 Thread rule: as GradientReducer.
 """
 

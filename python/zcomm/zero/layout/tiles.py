@@ -1,9 +1,9 @@
 """The form of a state tile: what lies beside each weight of a shard, and in which order.
 
-[Note: state tile] A tile holds, back to back, the optimizer's arrays (fp32, bf16, or 8-bit codes with their scales
-before them) in the kernel's order and what makes the weight an exact fp32 master: nothing (fp32), ``remainder`` int16
-(bf16, the split master of include/zcomm/ optim_shard.hpp), ``master`` fp32 (fp16). Tiles of a shard follow each other;
-the last one is shorter.
+[Note: state tile] A tile holds, back to back, the optimizer's arrays in the kernel's order and what makes the weight an
+exact fp32 master. The arrays are fp32, bf16, or 8-bit codes with their scales before them. A master needs nothing more
+(fp32), ``remainder`` int16 (bf16, the split master of include/zcomm/optim_shard.hpp) or ``master`` fp32 (fp16). Tiles
+of a shard follow each other; the last one is shorter.
 """
 
 from __future__ import annotations

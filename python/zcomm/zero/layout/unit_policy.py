@@ -2,8 +2,8 @@
 
 The outermost repeated blocks (children of ModuleList and Sequential), or those that the caller names, become a unit
 each, small neighbours one together. A list without repetition, as Sequential(backbone, head), is looked into: a child
-that has repeated blocks inside is not a unit itself, they are. What lies outside of units, and every parameter that
-several of them use (tied weights), belongs to the root unit, which stays gathered during a step.
+that has repeated blocks inside is not a unit itself, they are. What lies outside of units belongs to the root unit, and
+so does every parameter that several of them use (tied weights). The root unit stays gathered during a step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Deferred tensors: parameters on the meta device that know how to become real, one at a time.
 
 [Note: recipes] Inside of ``Recorder`` a large floating-point tensor that a constructor makes gets no memory, but a
-recipe: the operations that were done to its storage. A random operation is recorded with the generator's state, and is
+recipe: the operations that were done to its storage. A random operation is recorded with the generator's state. It is
 also carried out once on memory that is dropped at once, so that the generator goes on as in an ordinary construction.
 ``value_of`` repeats the operations: the same bits, whenever and wherever. What an operation overwrites whole is
 forgotten. An operation that reads a deferred tensor and makes another one gets its value and gives an ordinary tensor.

@@ -23,16 +23,16 @@ class Init:
     are ordinary. ``ZeroOptimizer(model)`` then makes one after the other on rank 0, and each rank keeps its part. They
     stay the same objects, with the program's attributes, classes and hooks.
     Their values, and the random numbers that come afterwards, are the bits of an ordinary construction with rank 0's
-    seed, in every world size, whatever initialises them inside of the context (``reset_parameters``, ``nn.init``,
-    ``model.apply(f)``, ``copy_``). Not so: what ``torch.empty`` leaves uninitialised is zero here.
+    seed, in every world size. That holds whatever initialises them inside of the context (``reset_parameters``,
+    ``nn.init``, ``model.apply(f)``, ``copy_``). Not so: what ``torch.empty`` leaves uninitialised is zero here.
     A parameter that a constructor computes from other values (``nn.Parameter(a @ b)``, ``nn.init.orthogonal_``) is made
     at once, and stays whole until ZeroOptimizer. A random initialisation is carried out twice, here in memory that is
     dropped at once.
 
     ``zcomm.zero.Init(model)`` does it for a model built on torch's meta device: each module's ``reset_parameters()``,
-    or ``init(module)``, in the order of ``model.modules()`` (the values of an ordinary construction only where that is
-    its order, too). Where parameters have values already they stay. Of a model in memory nothing changes, and in one
-    that is partly on the meta device only modules with such tensors of their own are started.
+    or ``init(module)``, in the order of ``model.modules()``. The values are those of an ordinary construction only
+    where that is its order, too. Where parameters have values already they stay. Of a model in memory nothing changes.
+    In one that is partly on the meta device only modules with such tensors of their own are started.
 
     enabled: False does nothing. Other keywords of DeepSpeed's Init are accepted, and have no effect: placement and
     precision are ZeroOptimizer's. Not for several threads at once.

@@ -1,10 +1,10 @@
 """Optimizer state on a device, of shards with weights and gradients in host memory.
 
 [Note: staged step] Where ranks reduce gradients and spread weights by host memory, so it is with a device's state. A
-shard's gradient and weights go there (lane ``h2d``), are stepped behind them on the same stream, and the weights come
-home (lane ``d2h``), in pieces of PIECE_TILES tiles through a ring of SLOTS slots. The host waits for a shard's last
-weights before it goes on. What comes then (other ranks, the copies to the device) is as if it had stepped itself.
-torch's rules step on torch's stream, which waits for the slot, and for which ``d2h`` waits.
+shard's gradient and weights go there (lane ``h2d``) and are stepped behind these copies on the same stream. The weights
+come home (lane ``d2h``). All goes in pieces of PIECE_TILES tiles through a ring of SLOTS slots. The host waits for a
+shard's last weights before it goes on. What comes then (other ranks, the copies to the device) is as if it had stepped
+itself. torch's rules step on torch's stream, which waits for the slot, and for which ``d2h`` waits.
 Thread rule: as ShardState.
 """
 

@@ -2,7 +2,7 @@
 
 ``vector_to_parameters``, ``model.half().float()`` and ``p.data = t`` give a parameter other memory;
 ``load_state_dict(assign=True)`` gives the module another Parameter. The optimizer would go on to train memory that the
-model no longer reads. So each step, save and look compares first: new values are the program's edit of the weights
+model no longer reads. So each step, save and look compares first. New values are the program's edit of the weights
 ([Note: edited weights] in stores.py), and the parameter is attached again.
 Cost: a comparison of address, dtype, shape and strides for each parameter (about 1 us).
 Thread rule: as ZeroOptimizer.
@@ -124,7 +124,7 @@ class Attachment:
     def shown(self) -> Iterator[None]:
         """Attach parameters with replaced data inside, and give them back the program's data afterwards.
 
-        For whatever only looks: programs put other data into parameters for a while (averaged weights), and hold the
+        For whatever only looks. Programs put other data into parameters for a while (averaged weights), and hold the
         store's own in the meantime, which must not change.
         """
         self.put_back()

@@ -4,7 +4,7 @@
 the host's (``host``: one copy for its ranks, or a copy each). A bucket's own part goes to the device on the lane's
 ``h2d`` stream as soon as it is updated, while the next bucket is. The parts of other ranks follow when these have
 theirs: a barrier (or all_gather) for each bucket, which runs beside the update. The device's weights are
-overwritten only after what torch's stream had been given when the update began; ``arrive`` makes that stream wait for
+overwritten only after what torch's stream had been given when the update began. ``arrive`` makes that stream wait for
 the new ones. The host waits for nothing but other ranks. Buckets on devices (device_step.py) have none on the host and
 no part in updates: their parts go from device to device.
 The program may edit the parameters on the device, but not by way of ``.data``, which moves no version counter. A step

@@ -283,7 +283,7 @@ def make_source(
     """Build the source for the tiers of the buckets.
 
     tiers: of each bucket of ``every``. swap: needed where one is "nvme". share: gives memory of so many elements
-    that all ranks of the host have, for what is in RAM; None: each rank has its own shards. Collective then.
+    that all ranks of the host have, for what is in RAM. Collective then. None: each rank has its own shards.
     """
     swapped = {bucket.index for bucket, tier in zip(every, tiers, strict=True) if tier == "nvme"}
 

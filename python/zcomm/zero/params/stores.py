@@ -93,8 +93,10 @@ class ParameterStore(ABC):
         """Show the new weights to every rank: all parts are updated. Collective."""
 
     def count_change(self) -> None:
-        """Move the version counters of the parameters: the backward pass of a graph that has saved the old weights
-        raises, as after torch's own in-place changes."""
+        """Move the version counters of the parameters.
+
+        The backward pass of a graph that has saved the old weights then raises, as after torch's own in-place changes.
+        """
         torch.autograd.graph.increment_version(self._params)
 
     def detached(self) -> Iterator[int]:

@@ -54,7 +54,7 @@ def choose_rule(
     """Return the rule for ``optimizer`` with the caller's ``args``, and ``groups`` (or parameters) as its param groups.
 
     own: the arguments of ZeroOptimizer itself, for a hint where an argument is not known.
-    Raises: ValueError for an optimizer that is not elementwise or not known, an unknown or impossible argument;
+    Raises: ValueError for an optimizer that is not elementwise or not known, an unknown or impossible argument.
     NotImplementedError for an option that has no kernel (amsgrad).
     """
     if not isinstance(optimizer, (str, type, torch.optim.Optimizer)):

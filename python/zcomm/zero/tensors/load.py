@@ -1,7 +1,7 @@
 """load_weights: weights from safetensors files straight into shards; each rank reads what it keeps.
 
 Source: the folder that transformers' save_pretrained writes (model.safetensors, or model.safetensors.index.json with
-its parts), any folder of safetensors files, one file, or a folder that ``ZeroOptimizer.save`` wrote (weights alone).
+its parts), any folder of safetensors files, or one file. Or a folder that ``ZeroOptimizer.save`` wrote (weights alone).
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ def load_weights(
 ) -> None:
     """Load weights by name from a safetensors file, or a folder of them.
 
-    target: a ZeroOptimizer (collective: each rank reads its own elements into masters and weights; the optimizer's
-    state stays), or a model before it (parameters without memory, of ``zero.Init`` or torch's meta device, remember
-    the file, and ZeroOptimizer reads its shards from there: keep the file until then; others are read now; call it on
-    all ranks). rename: the name in the model of a name in the file; None skips it. strict: the names are the same on
-    both sides (one of the names of a tied weight is enough). Numbers are converted to the target's type,
-    but not complex ones to real ones, nor those to integers.
-    Raises, before anything has changed: FileNotFoundError; OSError for a file that is short; ValueError for a file that
+    target: a ZeroOptimizer, or a model before it. With a ZeroOptimizer the call is collective: each rank reads its own
+    elements into masters and weights; the optimizer's state stays. With a model call it on all ranks. Its parameters
+    without memory (of ``zero.Init`` or torch's meta device) remember the file, and ZeroOptimizer reads its shards from
+    there: keep the file until then. Others are read now.
+    rename: the name in the model of a name in the file; None skips it. strict: the names are the same on both sides
+    (one of the names of a tied weight is enough). Numbers are converted to the target's type, but not complex ones to
+    real ones, nor those to integers.
+    Raises, before anything has changed: FileNotFoundError. OSError for a file that is short. ValueError for a file that
     is not valid safetensors, a tensor that is in two files, and listing names and shapes that do not fit.
     """
     where = Path(path)

@@ -1,10 +1,10 @@
 """Units on a device: a ring of places there, which fillers bring units to.
 
-[Note: places on a device] Views that autograd saved in forward must be right again in backward, so a unit always comes
-to the same place. Unit number i goes to place i % (prefetch + 1), the root and kept ones go to places of their own.
-In forward and backward order the next ``prefetch`` units are then in other places than the one in use. A unit with a
-place in use by another one (modules that use each other's parameters) gets a place of its own, and keeps it from the
-next step on. What it did in its old one before is undone there in backward (``place_of``, ``return_to``).
+[Note: places on a device] Views that autograd saved in forward must be right again in backward. So a unit always comes
+to the same place. Unit number i goes to place i % (prefetch + 1), the root and kept ones go to places of their own. In
+forward and backward order the next ``prefetch`` units are then in other places than the one in use. A unit with a place
+in use by another one (modules that use each other's parameters) gets a place of its own. It keeps this from the next
+step on. What it did in its old one before is undone there in backward (``place_of``, ``return_to``).
 A place has two events. ``ready`` is recorded on the lane's ``h2d`` stream; torch's stream waits for it before it uses
 the unit. ``freed`` is recorded on torch's stream, where the unit was dropped; the next copy into the place waits for
 it.

@@ -2,7 +2,7 @@
 
 Host memory that has a unit whole (world of one, or the one copy of the host's ranks) is copied. Without a gather, ranks
 may use their units in any order. Else each rank brings its shard, from memory or the swap file, into a slot of host
-memory on the gathering thread, as on the CPU, and the slot is copied.
+memory. The gathering thread does so, as on the CPU. The slot is copied.
 Thread rule: as UnitLife; ``_gather_to`` on the gathering thread.
 """
 

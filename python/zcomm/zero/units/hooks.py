@@ -3,7 +3,7 @@
 Forward: a module's pre-hook gathers its unit. Backward: a hook on the gradient of the module's outputs gathers it
 again. It is released when the last of its parameters has its gradient, at the latest when backward ends.
 Frozen and unused parameters (an expert without tokens) have no gradient as a sign of that. Every unit is released when
-backward comes to the next one. Autograd runs what was made last first, so nothing of the one unit is left to do then,
+backward comes to the next one. Autograd runs what was made last first. So nothing of the one unit is left to do then,
 unless the next one's forward ran inside of it. Where backward comes another way, what autograd saved of a unit's memory
 gathers it (see saved_tensors.py).
 """

@@ -2,7 +2,7 @@
 
 [Note: unit addresses] Every unit has fixed addresses in a reserved range and no memory behind them. It is gathered into
 a slot of a small ring, which is then mapped behind the unit's addresses. Views that autograd saved in forward point to
-the unit's own addresses, so they are right again in backward, where the unit has been gathered anew.
+the unit's own addresses. So they are right again in backward, where the unit has been gathered anew.
 Thread rule: as UnitLife; ``_fill`` on the gathering thread.
 """
 
@@ -29,7 +29,7 @@ def _rounded_up(count: int, step: int) -> int:
 class HostMemory(UnitMemory):
     """See [Note: unit addresses].
 
-    Memory: prefetch + 2 slots of the largest unit, one for each unit that is kept, and another one each time that more
+    Memory: prefetch + 2 slots of the largest unit, and one for each unit that is kept. Another one each time that more
     units are in use at once than there are slots.
     """
 

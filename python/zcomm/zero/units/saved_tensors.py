@@ -1,12 +1,14 @@
 """Hooks on saved tensors: backward finds a unit whole from wherever it comes.
 
 [Note: guarded views] A unit is gathered for backward when a gradient comes to its module's outputs. Backward may come
-otherwise: by an activation that a hook or an attribute took out of the module, by outputs that this code cannot look
-into, or by the graph of a backward pass (create_graph=True). A view that is used then would read addresses without
-memory, or, on a device, another unit's weights. So hooks on saved tensors surround a unit's forward. Of views of its
-memory they keep where they lie, and gather the unit when the view is needed. With create_graph the nodes of backward
-save such views, too. Autograd resets the thread's hooks after each node, so those set when a node asks for a view last
-until that node is done.
+otherwise:
+- by an activation that a hook or an attribute took out of the module
+- by outputs that this code cannot look into
+- by the graph of a backward pass (create_graph=True).
+A view that is used then would read addresses without memory, or, on a device, another unit's weights. So hooks on saved
+tensors surround a unit's forward. Of views of its memory they keep where they lie, and gather the unit when the view is
+needed. With create_graph the nodes of backward save such views, too. Autograd resets the thread's hooks after each
+node, so those set when a node asks for a view last until that node is done.
 Hooks of others around the unit (checkpoints, offload_activations) get all that is not of the unit. Other tensors keep
 their version, as autograd does without hooks.
 Where no unit ever gives way to another there is nothing to guard. Cost: 1 to 4 us for each saved tensor.

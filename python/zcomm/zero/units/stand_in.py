@@ -2,9 +2,9 @@
 
 [Note: stand-ins] A parameter of stage 3 by units has its elements on all ranks together. While its module does not run,
 its class is a ``ShardedParameter``, and its memory one NaN that is expanded to the true shape. Code that asks only for
-metadata is answered, code that asks for addresses gets an error, and code that goes around torch's dispatch reads NaN
-and cannot write. ``.data`` and ``.detach()`` give ``ShardedData``, which stands for the same elements, for code that
-goes around ``__torch_function__`` (torch.func), too. An operation is one of:
+metadata is answered, code that asks for addresses gets an error. Code that goes around torch's dispatch reads NaN and
+cannot write. ``.data`` and ``.detach()`` give ``ShardedData``, which stands for the same elements, for code that goes
+around ``__torch_function__`` (torch.func), too. An operation is one of:
 - metadata (shape, dtype, hooks, requires_grad, grad, ...): as of any tensor;
 - elementwise in-place with scalars or tensors: acts on this rank's elements, without communication;
 - overwriting in-place (``normal_``, ``nn.init``): draws the whole tensor for a moment and keeps this rank's part;

@@ -1,10 +1,10 @@
 """The program's parameters in stage 3 by units: ordinary while their unit is used, else stand-ins ([Note: stand-ins]).
 
 [Note: plain and sharded] Two things of a parameter change, for all of a unit at once. Its data is a view of the unit's
-addresses from the unit's use in a pass until the unit loses its memory, else the hollow tensor (``attach``,
+addresses from the unit's use in a pass until the unit loses its memory. Else it is the hollow tensor (``attach``,
 ``detach``). Its class is its own one while a module of the unit runs forward or backward, or while it is held
-(GatheredParameters); else that of a stand-in (``make_plain``, ``make_stand_ins``). So forward, compiled code and
-autograd see ordinary parameters, and what a program does between passes is seen by the stand-in, also where the unit is
+(GatheredParameters). Else it is that of a stand-in (``make_plain``, ``make_stand_ins``). So forward, compiled code and
+autograd see ordinary parameters. What a program does between passes is seen by the stand-in, also where the unit is
 still whole. In use, "its own class" is a subclass of it, with which ``make_stand_ins`` sees changes by ``.data``, too.
 Thread rule: as UnitLife.
 """
@@ -172,8 +172,11 @@ class UnitWeights:
         self._made_plain[unit.index] = [(param._version, param.data_ptr()) for param, _, _, _ in entries]
 
     def make_stand_ins(self, unit: Unit) -> None:
-        """Make them stand-ins again. Raises: RuntimeError where the program has changed one meanwhile, which other
-        ranks may have done in the same memory; a rank that is alone keeps the change."""
+        """Make them stand-ins again.
+
+        Raises: RuntimeError where the program has changed one meanwhile, which other ranks may have done in the same
+        memory. A rank that is alone keeps the change.
+        """
         before, entries = self._made_plain.pop(unit.index, None), self._entries(unit)
         values = []
         if before is not None and len(before) == len(entries):
