@@ -2,7 +2,7 @@
 
 Counting rule: building the schedule sets the first learning rate; each ``step()`` (once per optimizer step) sets the
 next. DeepSpeed counts its first ``step()`` as iteration 0, so the first two optimizer steps of a warm-up run at the
-minimum; ``last_batch_iteration`` is that count, one less than torch's ``last_epoch``. ``step(n)`` goes to iteration n,
+minimum. ``last_batch_iteration`` is that count, one less than torch's ``last_epoch``. ``step(n)`` goes to iteration n,
 and state_dicts are read in both forms.
 Needs torch alone. Source: DeepSpeed's documentation of schedulers; Smith (arXiv:1803.09820) for the last two.
 """
@@ -78,8 +78,8 @@ class _Schedule(LRScheduler):
 class WarmupLR(_Schedule):
     """Rise of each group's learning rate from ``warmup_min_lr`` to ``warmup_max_lr``, which it then keeps.
 
-    In iteration i < warmup_num_steps (n, at least 2) lr = min + (max - min) * gamma, where gamma is
-    log(i + 1) / log(n) for ``warmup_type`` "log" and i / n for "linear". Later lr = max.
+    In iteration i < warmup_num_steps (n, at least 2) lr = min + (max - min) * gamma. There gamma is log(i + 1) / log(n)
+    for ``warmup_type`` "log" and i / n for "linear". Later lr = max.
     warmup_min_lr, warmup_max_lr: one number, or one per parameter group. Max None = each group's own lr.
     Raises: ValueError for another warmup_type, a count below 1, or a list of the wrong length.
     """
@@ -154,8 +154,10 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(_Schedule):
-    """Each group's own learning rate times a ratio: a warm-up from ``warmup_min_ratio`` to 1, then half a cosine to
-    ``cos_min_ratio`` at iteration ``total_num_steps`` - 1, where it stays.
+    """Each group's own learning rate times a ratio: a warm-up, then half a cosine.
+
+    The ratio rises from ``warmup_min_ratio`` to 1. It then falls to ``cos_min_ratio`` at iteration ``total_num_steps``
+    - 1, and stays there.
 
     Raises: ValueError for another warmup_type, or a count below 1.
     """
@@ -226,8 +228,10 @@ class LRRangeTest(_Schedule):
 
 
 class OneCycle(_Schedule):
-    """One cycle of the learning rate from ``cycle_min_lr`` up to ``cycle_max_lr`` and back, then the
-    minimum / (1 + rate * d / size), d steps later; Adam's first beta goes the other way, and its second is 0.99.
+    """One cycle of the learning rate from ``cycle_min_lr`` up to ``cycle_max_lr`` and back, then a decay.
+
+    There it is the minimum / (1 + rate * d / size), d steps after the cycle. Adam's first beta goes the other way, and
+    its second is 0.99.
 
     cycle_min_lr, cycle_max_lr, cycle_min_mom, cycle_max_mom: one number, or one per parameter group.
     cycle_first_step_size, cycle_second_step_size: steps up and down (down: as up where None).

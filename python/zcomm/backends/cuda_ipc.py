@@ -1,8 +1,8 @@
 """backend="cuda_ipc": CUDA tensors between the ranks of one host, by copies and kernels of zcomm's own.
 
 Ranks have a device each, or share one. Results have the bits of the CPU backends (sums in rank order). Everything is
-ordered by streams. A call comes after what torch's current stream has been given, ``wait()`` makes the current stream
-wait for the end, and no call waits for a device on the host.
+ordered by streams. A call comes after what torch's current stream has been given. ``wait()`` makes the current stream
+wait for the end. No call waits for a device on the host.
 Source: docs/internals/algorithms.md, src/coll/cuda/ipc_engine.hpp.
 """
 

@@ -1,6 +1,6 @@
 """backend="nccl": CUDA tensors by NCCL, which is loaded at run time from the wheel that torch brings.
 
-The ranks join on the host first (shared memory, TCP or both, as "auto" has it): that communicator carries NCCL's unique
+The ranks join on the host first (shared memory, TCP or both, as "auto" has it). That communicator carries NCCL's unique
 id, and each operation passes its guard before NCCL starts. An operation comes after what torch's current stream has
 been given; NCCL sums in its own order. A call waits for its end on the host, so that a failure is found. Tensors must
 be on this rank's device.

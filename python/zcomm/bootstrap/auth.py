@@ -3,9 +3,9 @@
 [Note: proof] Three messages of fixed size. Each side proves that it knows the group's key, which itself never travels:
     listener -> caller    Challenge   magic, fresh nonce (a stranger learns nothing from it)
     caller -> listener    Answer      caller, listener and purpose, fresh nonce, MAC of all bytes so far
-    listener -> caller    Reply       MAC of the same under another label. With it the connection is both sides'
-Nonces make a recorded conversation worthless, labels keep one side's MAC from serving as the other's, and the line
-(ranks, purpose, number) is inside of the MAC, so a connection cannot be passed off as another one.
+    listener -> caller    Reply       MAC of the same under another label. With it the connection is both sides'.
+Nonces make a recorded conversation worthless. Labels keep one side's MAC from serving as the other's. The line (ranks,
+purpose, number) is inside of the MAC, so a connection cannot be passed off as another one.
 What follows is neither encrypted nor authenticated: the network between the hosts is trusted to carry it unchanged.
 Source: RFC 2104 (HMAC), ISO/IEC 9798-4 (mutual authentication in three passes).
 """

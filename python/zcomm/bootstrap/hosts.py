@@ -1,6 +1,6 @@
 """Hosts: which ranks share memory, and by which address a rank is reached from other hosts.
 
-Ranks are on one host if they have the same kernel boot and network namespace (unix sockets reach that far);
+Ranks are on one host if they have the same kernel boot and network namespace (unix sockets reach that far).
 ``ZCOMM_HOST_ID`` overrides this, so that two "hosts" can be tried on one machine.
 """
 
@@ -105,8 +105,11 @@ class Hosts:
 def choose_address(one_machine: bool, master: str | None, env: Mapping[str, str] = os.environ) -> str:
     """Choose the address on which the other ranks reach this one.
 
-    ``ZCOMM_HOST_ADDRESS``, or that of ``ZCOMM_SOCKET_IFNAME``, or loopback where all ranks are on one machine, or the
-    one from which the route to ``master`` (a host name or address) starts.
+    The first of these that there is:
+    - ``ZCOMM_HOST_ADDRESS``
+    - the address of ``ZCOMM_SOCKET_IFNAME``
+    - loopback, where all ranks are on one machine
+    - the address from which the route to ``master`` (a host name or address) starts.
     Raises: ValueError naming a variable that cannot be right, OSError when there is no way out of this machine.
     """
     if address := env.get("ZCOMM_HOST_ADDRESS"):

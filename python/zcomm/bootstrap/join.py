@@ -1,7 +1,7 @@
 """Joining: from ranks that know each other's place to a communicator, for a job and for a part of one alike.
 
-Two steps, with an exchange of addresses between them by whatever means the ranks already have (a store, or the
-communicator that they split): a `Door` is what other ranks connect to, `enter` connects and makes the core's
+Two steps, with an exchange of addresses between them, by whatever means the ranks already have (a store, or the
+communicator that they split). A `Door` is what other ranks connect to; `enter` connects and makes the core's
 communicator. `JOINERS` maps a backend's name to the module that joins a whole job in another way.
 Thread rule: one join per rank and key at a time.
 """

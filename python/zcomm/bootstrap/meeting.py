@@ -1,13 +1,13 @@
 """Meeting: the ranks of a job come to a store, see that they are one job, and exchange texts there.
 
-[Note: one job] A store may hold what another job wrote: one that uses the same port or file, or one that has died and
-left its file behind. So each rank claims its place by compare_set, and identifies itself: process, world size, the
-name of its job where a launcher gave it one.
+[Note: one job] A store may hold what another job wrote. That job uses the same port or file, or has died and left its
+file behind. So each rank claims its place by compare_set, and identifies itself: process, world size, the name of its
+job where a launcher gave it one.
 - A place that another living process has claimed: the rank came twice. A claim of a process that is known to be dead
   (same kernel and process namespace) counts as none, and is taken over.
 - Claims that cannot be of one job, by world size or name: not one job.
 Either is an error on every rank that is still there: the rank that notices it leaves the failure in the store.
-Where no name tells jobs apart, rank 0 watches for a while (``watch``): a rank that claims a place leaves a note, and
+Where no name tells jobs apart, rank 0 watches for a while (``watch``). A rank that claims a place leaves a note, and
 rank 0 looks at the claims. So a rank that comes when the keys of the meeting are gone is noticed, too.
 Rank 0's claim has a fresh number, and the texts that follow are read only if they carry it.
 Thread rule: one meeting per rank at a time.

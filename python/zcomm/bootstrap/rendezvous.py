@@ -1,7 +1,7 @@
 """Rendezvous: this process's rank, the world size, and the store for the ranks' first exchange.
 
 zcomm has no discovery of its own. Rank and world size come from the launcher (torchrun, Open MPI, MPICH, Slurm,
-``zcomm run``) or the caller, and the first exchange goes through torch's TCPStore or FileStore.
+``zcomm run``) or the caller. The first exchange goes through torch's TCPStore or FileStore.
 """
 
 from __future__ import annotations
@@ -360,8 +360,8 @@ def join_through_store(
     join_timeout: of joining; timeout: of later operations, the same if not given. where: the store's name, for errors.
     master: a host that all have a route to. job, linger_s, lost: see ``Meeting``. A world of one needs no store. The
     keys are ``store_keys(world_size)``.
-    Raises: TimeoutError naming the ranks that did not come; ValueError when ``backend`` does not reach them, or for
-    environment variables; RuntimeError with what kept another rank from it, or when a rank came twice; PeerLost,
+    Raises: TimeoutError naming the ranks that did not come. ValueError when ``backend`` does not reach them, or for
+    environment variables. RuntimeError with what kept another rank from it, or when a rank came twice. PeerLost,
     OSError.
     """
     deadline = time.monotonic() + join_timeout

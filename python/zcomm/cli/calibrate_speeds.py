@@ -1,7 +1,7 @@
 """Measurement of the speeds of this machine: `zcomm doctor --calibrate` starts this module as ranks of three worlds.
 
-All ranks of a world do the same at the same time, each with its part of the CPUs, as in training: one rank alone, one
-rank per CPU, two. The median of the slowest rank counts.
+All ranks of a world do the same at the same time, each with its part of the CPUs, as in training. The worlds: one rank
+alone, one rank per CPU, two. The median of the slowest rank counts.
 """
 
 from __future__ import annotations

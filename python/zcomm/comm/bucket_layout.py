@@ -2,7 +2,7 @@
 
 Invariants: every tensor begins at a multiple of ``align`` elements, so does every rank's shard, and a bucket's count
 divides by ``world_size * align``. ``align`` is 64 elements: a cache line for every dtype, and the block of the gradient
-norm (decision D3), so that neither a tensor nor a shard ever cuts a block.
+norm (decision D3). So neither a tensor nor a shard ever cuts a block.
 Pure arithmetic: no memory, no communication.
 """
 

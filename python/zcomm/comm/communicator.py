@@ -1,8 +1,8 @@
 """Communicator: collectives and messages of the job's ranks on torch tensors.
 
-A tensor or a list of tensors is one operation. Collectives of one communicator run in call order (a blocking one on
-the calling thread, an asynchronous one on the communicator's own), and every rank must issue them in the same order.
-Before bytes move, the ranks compare what they called. Any thread may call, as long as that order holds.
+A tensor or a list of tensors is one operation. Collectives of one communicator run in call order: a blocking one on the
+calling thread, an asynchronous one on the communicator's own. Every rank must issue them in the same order. Before
+bytes move, the ranks compare what they called. Any thread may call, as long as that order holds.
 Tensors from ``empty`` lie in symmetric memory (every rank has it mapped): collectives on them copy nothing.
 Source: owner-computes reduction, docs/internals/algorithms.md.
 """
@@ -123,7 +123,7 @@ class Communicator(Reductions, Movements, Messages):
         color: None or negative: this rank joins no part and gets None. name: compared between the ranks, as that of
         any operation is. For programs that split from several threads.
         A part has its own order of calls, memory, sockets and failures, and outlives this communicator; close() frees
-        it. Raises: as all_gather, and then this communicator is poisoned; RuntimeError, OSError, PeerLost or
+        it. Raises: as all_gather, and then this communicator is poisoned. RuntimeError, OSError, PeerLost or
         TimeoutError when a part cannot be joined, which leaves this communicator as it is.
         """
         splitter = self._joined.splitter or split

@@ -37,19 +37,20 @@ def init(
 ) -> Communicator:
     """Join the job and return its communicator; a second call returns the same one.
 
-    backend: "auto" (shared memory on one host, hierarchical between hosts that have equally many ranks, else tcp; under
-    an mpirun of several hosts mpi, if mpi4py is installed), "shm", "tcp", "hierarchical", "mpi". For CUDA tensors
-    "cuda_ipc" (the ranks of one host) and "nccl". "auto" with device="cuda" takes cuda_ipc on one host if its devices
-    reach each other (or where all ranks have one device), else nccl. "zcomm", the name among torch.distributed's
-    backends, is "auto". What was chosen is in ``Communicator.backend``, and rank 0 logs it once (logger "zcomm", INFO).
+    backend: "auto", "shm", "tcp", "hierarchical", "mpi". "auto" is shared memory on one host, hierarchical between
+    hosts that have equally many ranks, else tcp. Under an mpirun of several hosts it is mpi, if mpi4py is installed.
+    For CUDA tensors "cuda_ipc" (the ranks of one host) and "nccl". "auto" with device="cuda" takes cuda_ipc on one host
+    if its devices reach each other (or where all ranks have one device), else nccl. "zcomm", the name among
+    torch.distributed's backends, is "auto". What was chosen is in ``Communicator.backend``, and rank 0 logs it once
+    (logger "zcomm", INFO).
     timeout: seconds, at most 1e9; the deadline of joining and of every later operation.
     device: where tensors will be: "cpu", "cuda" (ranks of a host take its devices in turns) or "cuda:1". None: the CPU,
     with a CUDA backend "cuda".
     rank, world_size, init_method ("tcp://host:port" | "file://path"): given together, or taken from torchrun, mpirun,
     Slurm or ``zcomm run``, or from torch.distributed's default group. With none of them, a world of one.
 
-    Raises: ValueError (arguments, environment variables, a backend that does not reach all ranks), NotImplementedError
-    (a backend or device that is not there), TimeoutError naming the ranks that did not come, PeerLost, OSError;
+    Raises: ValueError (arguments, environment variables, a backend that does not reach all ranks). NotImplementedError
+    (a backend or device that is not there). TimeoutError naming the ranks that did not come. PeerLost, OSError.
     RuntimeError when a rank came twice, or when ``shutdown`` was called meanwhile (by a signal's handler, say).
     """
     global _current, _generation, _joining

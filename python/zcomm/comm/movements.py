@@ -114,7 +114,7 @@ class Movements(Calls):
     ) -> Work | None:
         """Send a part to each rank and receive a part from each.
 
-        out, inp: lists of world_size tensors of any counts, by rank; or one tensor each, cut into world_size parts of
+        out, inp: lists of world_size tensors of any counts, by rank. Or one tensor each, cut into world_size parts of
         ``out_splits`` / ``in_splits`` elements (default: equal parts).
         What rank a sends to b must be what b expects of a. Splits are integers of any kind (numpy's, a tensor's).
         Returns: a Work if ``async_op``. Raises: ValueError, also where out and inp overlap; CollectiveMismatch naming

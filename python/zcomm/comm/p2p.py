@@ -101,7 +101,8 @@ class Messages(Calls):
         """Receive a message into a tensor or a list of them.
 
         src: the sender; None for whichever rank comes first with this tag. CUDA tensors are written on the current
-        stream of the call, or of the Work's ``wait()``, after what the stream of the call had been given.
+        stream of the call, or of the Work's ``wait()``. They are written after what the stream of the call had been
+        given.
         Returns: the sender's rank, or a Work with ``.source`` if ``async_op``. Raises: as send.
         """
         if async_op:

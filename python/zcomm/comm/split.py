@@ -3,8 +3,8 @@
 A split is two collectives of the parent, which its guard compares like all others (their name is the split's). By the
 first, all ranks learn which ranks form which part; by the second, they get the addresses. A part's key comes from the
 parent's key and from fresh nonces of all ranks: no other process can make it, and no secret travels.
-Invariant: a rank that cannot open its door still takes part in the exchange, so that its part fails at once with the
-reason, and the parent stays usable.
+Invariant: a rank that cannot open its door still takes part in the exchange. So its part fails at once with the reason,
+and the parent stays usable.
 Thread rule: one split of a communicator is one call of its order (docs/collectives.md).
 """
 

@@ -27,8 +27,8 @@ def load(source: Source | Config, auto: Mapping[str, Any] | None = None) -> Conf
 
     auto: by dotted key ("optimizer.params.lr"), what "auto" stands for; otherwise it means the key's default.
     Issues one ConfigWarning for each key set to a value that has no effect.
-    Raises: ValueError naming the dotted key, the value and what to do (unknown key: the nearest known one);
-    NotImplementedError for a value that zcomm refuses; OSError where the file cannot be read.
+    Raises: ValueError naming the dotted key, the value and what to do (unknown key: the nearest known one).
+    NotImplementedError for a value that zcomm refuses. OSError where the file cannot be read.
     """
     config, notes = load_with_notes(source, auto)
     warn_of(notes)

@@ -1,8 +1,10 @@
 """Supervisor: the process that starts the ranks, carries their output and judges their end: one event loop, no threads.
 
-Life of a job: start all -> wait -> (first failure: `settle_s` for the others to end by themselves, then SIGTERM, then
-after `grace_s` SIGKILL) or (a signal: forwarded once, SIGKILL after `grace_s` or at a second one) -> end whatever
-descends from us -> remove the private directory -> report.
+Life of a job:
+- Start all ranks, and wait.
+- After the first failure: `settle_s` for the others to end by themselves, then SIGTERM, then after `grace_s` SIGKILL.
+- Or after a signal: forward it once, SIGKILL after `grace_s` or at a second one.
+- End whatever descends from this process, remove the private directory, report.
 Invariant: a rank is signalled only between its start and the collection of its status, so its pid is its own.
 """
 

@@ -20,9 +20,11 @@ FORMAT = 2  # 2: the slowdown counts the start of views, too
 class Speeds:
     """Speeds of one of ``world_size`` ranks that all work.
 
-    Matrix products by dtype (FLOP/s), bytes per second that a simple operation reads and writes, from cache (near) and
-    memory (far), seconds to start an operation, bytes per second of a bucket through reduce_scatter, and how much
-    longer than that a transformer's block takes (softmax, strides).
+    flops: of matrix products, by dtype (FLOP/s).
+    near_bps, far_bps: bytes per second that a simple operation reads and writes, from cache (near) and memory (far).
+    start_s: seconds to start an operation.
+    reduce_bps: bytes per second of a bucket through reduce_scatter.
+    slowdown: how much longer than by these speeds a transformer's block takes (softmax, strides).
     """
 
     world_size: int

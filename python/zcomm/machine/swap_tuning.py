@@ -1,7 +1,7 @@
 """Block size and depth of swap files, measured once per drive.
 
-``zcomm doctor --calibrate --dir D`` measures the drive of D in some seconds and keeps the result as JSON in the user's
-cache (mode 0600), by the drive's identity; ``SwapFile`` takes it where neither argument is given. Without it, built-in
+``zcomm doctor --calibrate --dir D`` measures the drive of D in some seconds. It keeps the result as JSON in the user's
+cache (mode 0600), by the drive's identity. ``SwapFile`` takes it where neither argument is given. Without it, built-in
 values serve. ``ZCOMM_SWAP_TUNING`` names another file. It changes times, never bytes.
 """
 

@@ -1,7 +1,7 @@
 """Tuning: the sizes by which shared-memory collectives choose their algorithm, measured once per machine.
 
 A table has one row for ranks that have a CPU each and one for ranks that take turns. ``zcomm doctor --calibrate``
-measures it in some seconds and keeps it as JSON in the user's cache; ``init`` reads it on rank 0, and its values serve
+measures it in some seconds and keeps it as JSON in the user's cache. ``init`` reads it on rank 0, and its values serve
 all ranks. Without a table of this machine, built-in values serve. ``ZCOMM_TUNING`` names another file.
 """
 

@@ -4,7 +4,7 @@
 is saved takes all of it along (a queue of slices is one copy). Backward makes the storage again, once for all tensors
 that need it, with the same strides and offsets: the same bits. Parameters, their views and small storages stay where
 they are. Buffers go back to a pool as backward drops what it has used, so a training loop allocates in its first steps
-alone. To NVMe, writes run behind the forward, at most WRITES at a time, and reads ahead of the backward: the storages
+alone. To NVMe, writes run behind the forward, at most WRITES at a time. Reads run ahead of the backward: the storages
 that were saved before the one that is needed.
 [Note: activations of a device] Copies run on streams of their own ([Note: lane]). One that leaves keeps its storage
 until it has landed. When LEAVING are on their way, torch's stream waits for the oldest, and its storage goes. In

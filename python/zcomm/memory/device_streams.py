@@ -1,9 +1,9 @@
 """DeviceLane: one accelerator beside torch: two copy streams, torch's own stream, events, and memory on the device.
 
-[Note: lane] Copies go past torch's kernels on streams of their own: ``d2h`` device to host, ``h2d`` host to device, in
-pieces, so that both directions and the kernels' own traffic take turns. Events alone order them: the host waits only
-in functions with names that begin with wait, and in ``passes`` and ``drain``. The owner of torch's memory that a copy
-stream uses keeps it until the current stream has waited for the copy. Then torch may give it to others (no
+[Note: lane] Copies go past torch's kernels on streams of their own: ``d2h`` device to host, ``h2d`` host to device.
+They go in pieces, so that both directions and the kernels' own traffic take turns. Events alone order them: the host
+waits only in functions with names that begin with wait, and in ``passes`` and ``drain``. The owner of torch's memory
+that a copy stream uses keeps it until the current stream has waited for the copy. Then torch may give it to others (no
 record_stream).
 ``for_params`` makes it; tests replace ``open_lane`` by one for the simulated device. Its memory is
 the host's: CPU tensors then play on the device.

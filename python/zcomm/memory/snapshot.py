@@ -1,7 +1,7 @@
 """Snapshots of swap files: a directory with the copied data files and a manifest, replaced as a whole.
 
 Invariant: manifest.json always names data files that are whole and on disk. A new snapshot puts its data beside the old
-one's under a new generation's name, then renames its manifest over the old one, then removes what no manifest names.
+one's under a new generation's name. Then it renames its manifest over the old one, then removes what no manifest names.
 A kill at any point leaves the last snapshot.
 Thread rule: one process at a time works on a directory (flock); a second one gets an OSError with errno EBUSY.
 """

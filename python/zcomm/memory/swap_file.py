@@ -209,8 +209,8 @@ class SwapFile:
 
         Works whatever the block size and the number of drives were. A key that is here already is replaced. Memory:
         the largest two keys. After an error the keys before it are in place, the others as they were.
-        Raises: FileNotFoundError (no snapshot); OSError EIO naming key, path and offset of damaged or missing data;
-        OSError ENOSPC; ValueError (unknown format, or a key with operations in flight).
+        Raises: FileNotFoundError (no snapshot). OSError EIO naming key, path and offset of damaged or missing data.
+        OSError ENOSPC. ValueError (unknown format, or a key with operations in flight).
         """
         work: Work | None = None
         with _snapshot.Snapshot(pathlib.Path(directory)) as found:
@@ -230,13 +230,19 @@ class SwapFile:
     def stats(self) -> dict[str, Any]:
         """Return counters since the start.
 
-        read_nbytes, written_nbytes; read_s, write_s (time with at least one request in flight); read_gbps, write_gbps
-        (1e9 bytes per second of that time); read_count, read_p50_s, read_p90_s, read_p99_s, read_max_s and the same of
-        write: latency of single requests of up to block_nbytes, retries included; reserved_nbytes, file_nbytes,
-        bounce_nbytes; block_nbytes, depth, tuning (where those two come from); endurance_days: how long the rated
-        endurance lasts at the rate of writing since the start (None: not known, or nothing written); error_count,
-        retry_count; direct, engine; path (that the data file of the first drive was opened with; it has no name any
-        more), paths; notes: what was wanted and is not there, with the reason.
+        - read_nbytes, written_nbytes
+        - read_s, write_s: time with at least one request in flight
+        - read_gbps, write_gbps: 1e9 bytes per second of that time
+        - read_count, read_p50_s, read_p90_s, read_p99_s, read_max_s and the same of write: latency of single requests
+          of up to block_nbytes, retries included
+        - reserved_nbytes, file_nbytes, bounce_nbytes
+        - block_nbytes, depth, tuning (where those two come from)
+        - endurance_days: how long the rated endurance lasts at the rate of writing since the start (None: not known, or
+          nothing written)
+        - error_count, retry_count
+        - direct, engine
+        - path (that the data file of the first drive was opened with; it has no name any more), paths
+        - notes: what was wanted and is not there, with the reason
         """
         stats = self._core.stats()
         for nbytes, seconds, gbps in (

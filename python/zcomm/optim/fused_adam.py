@@ -78,15 +78,15 @@ class FusedAdam(FusedAdamBase):
 
     params: fp32, bf16 or fp16 CUDA parameters of one device (or groups); bf16 and fp16 as in CPUAdam. adamw,
     weight_decay (0 by default; torch.optim.AdamW's is 0.01), state_dtype: as in CPUAdam. capturable, fused, foreach:
-    torch.optim.AdamW's, taken and without meaning: nothing waits for the device, and steps are counted there (``step``
-    is a CUDA tensor), so a CUDA graph can capture ``step()`` once it has run twice. For a learning rate that changes
+    torch.optim.AdamW's, taken and without meaning. Nothing waits for the device, and steps are counted there (``step``
+    is a CUDA tensor). So a CUDA graph can capture ``step()`` once it has run twice. For a learning rate that changes
     between replays ``lr`` is an fp32 CUDA tensor, as in torch.
     ``step`` takes CUDA tensors too, which are read when the step runs on the device.
     State, and what loads from where: as CPUAdam; torch.optim.AdamW takes it as of ``capturable=True``.
     Work goes to torch's current stream.
 
-    Raises: CudaError without a CUDA device; ValueError naming a hyperparameter out of range, or a parameter of another
-    dtype or device; NotImplementedError for amsgrad=True or a sparse gradient.
+    Raises: CudaError without a CUDA device. ValueError naming a hyperparameter out of range, or a parameter of another
+    dtype or device. NotImplementedError for amsgrad=True or a sparse gradient.
     Source: Kingma & Ba (arXiv:1412.6980), Loshchilov & Hutter (arXiv:1711.05101).
     """
 

@@ -1,9 +1,9 @@
 """Plan: one step of all parameters, prepared for the core as a batch; it holds while only the gradients' memory moves.
 
 [Note: plan] A small tensor's step is mostly the Python in it. So what a step depends on is gathered in a few passes
-over lists and compared with what the plan was made of: which parameters have gradients, where weights, states and
-counters lie, types, sizes, and which objects ``opt.state`` holds. Anything else than equal makes a new plan. Gradients
-are not among it but for their types: zero_grad drops them.
+over lists and compared with what the plan was made of. That is: which parameters have gradients, where weights, states
+and counters lie, types, sizes, and which objects ``opt.state`` holds. Anything else than equal makes a new plan.
+Gradients are not among it but for their types: zero_grad drops them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Bytes of one rank by tier and purpose, and of swap per step, for one case of stage, tier, world and precision.
 
 From shapes (a model on the meta device will do) everything is laid out as ZeroOptimizer lays it out, padding, slots and
-windows included, so that the numbers are those of ``opt.memory()``. From a count of parameters alone it is ZeRO's
-formula (memory.py), without slots. Pure arithmetic: no ranks, no memory.
+windows included. So the numbers are those of ``opt.memory()``. From a count of parameters alone it is ZeRO's formula
+(memory.py), without slots. Pure arithmetic: no ranks, no memory.
 """
 
 from __future__ import annotations

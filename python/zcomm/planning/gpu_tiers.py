@@ -3,10 +3,10 @@
 [Note: tiers with a GPU] Each rank has a device copy of what stage shards do not take (D4 shares memory on CPUs only).
 Where the optimizer's state is offloaded, the weights and the fp32 sums of gradients are in host memory, too. The CPU
 steps there, gradients leave the GPU by buckets during backward, weights return. Without offload nothing is needed of
-the host where a rank is alone or the GPUs reach each other. Where they do not, ranks reduce on the host, state that
-stays on the GPU is stepped there on sums and weights that come from the host, where shards of stage 3 are, too. Bytes
-are ZeRO's formula: slots, staging and padding come on top, some hundred MiB. Seconds are of all ranks, which share the
-host's memory, the PCIe link of their GPU and the drive. Bytes between GPUs are not in them. Pure arithmetic.
+the host where a rank is alone or the GPUs reach each other. Where they do not, ranks reduce on the host. State that
+stays on the GPU is stepped there on sums and weights that come from the host. Shards of stage 3 are on the host, too.
+Bytes are ZeRO's formula: slots, staging and padding come on top, some hundred MiB. Seconds are of all ranks, which
+share the host's memory, the PCIe link of their GPU and the drive. Bytes between GPUs are not in them. Pure arithmetic.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Nothing is in the way of a program without a profile. Methods are replaced on the objects, the core's communicators and
 swap files stand behind a proxy, and hooks are registered, all on entry.
 Thread rule: taps are installed and removed on the main thread. One watching thread per proxy waits for the operations
-in their order and records when each ended (a core Work is one thread's: only the watcher touches it).
+in their order and records when each ended. A core Work is one thread's: only the watcher touches it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Start and end of every operation of a process group.
 
 A blocking call runs on the calling thread (the core's short way). An asynchronous one, and one with a timeout of its
-own, runs on the communicator's. A call that has passed its own timeout has failed on this rank: the group is closed,
-as after any failure, so that the other ranks do not wait for it.
+own, runs on the communicator's. A call that has passed its own timeout has failed on this rank. The group is closed, as
+after any failure, so that the other ranks do not wait for it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """MpiCore: a communicator over MPI that speaks like the core's own (_core.pyi), so that zcomm.comm works on it.
 
 Before bytes move, ranks compare a digest of what they call (one 16-byte allgather; texts travel only when digests
-differ), so a mismatch is an error on every rank, as over shared memory (decision D5).
+differ). So a mismatch is an error on every rank, as over shared memory (decision D5).
 All of it uses one duplicate of MPI's communicator, in tags of its own. It is not given back before MPI ends:
-MPI_Comm_free is collective, close() is not, and a late message must not meet a successor of the same context.
+MPI_Comm_free is collective, and close() is not. Nor must a late message meet a successor of the same context.
 Thread rule: as Progress. Source: MPI 4.0; decision D9.
 """
 

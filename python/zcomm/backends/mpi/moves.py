@@ -1,10 +1,10 @@
 """The collectives as steps over MPI requests: MPI moves bytes, the core's kernel reduces (decisions D2, D3).
 
 MPI sums in an order of its own; zcomm sums in rank order, 16-bit floats in fp32 with one rounding. So rank r receives
-chunk r of every rank's block, reduces it in rank order and sends it back: the same bits as over shared memory.
+chunk r of every rank's block, reduces it in rank order and sends it back. The bits are the same as over shared memory.
 Blocks bound the memory for what arrives (one block per rank and two in flight) and keep each message below 2^31 bytes.
-[Note: order of messages] All ranks post the messages of a pair in the same order under one tag, and MPI does not let
-them overtake. Source: docs/backends.md, section "MPI".
+[Note: order of messages] All ranks post the messages of a pair in the same order under one tag. MPI does not let them
+overtake. Source: docs/backends.md, section "MPI".
 """
 
 from __future__ import annotations

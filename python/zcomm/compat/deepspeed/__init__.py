@@ -57,8 +57,8 @@ def init_distributed(
     """Join the job (``zcomm.init``), and make torch.distributed's default group on backend "zcomm" where there is none.
 
     dist_backend: None, "zcomm" (``get_accelerator().communication_backend_name()``), "gloo", "ccl" or "nccl" take
-    zcomm's own choice for this machine (collectives on CUDA tensors of the program's own: ``zcomm.init("cuda_ipc")`` or
-    "nccl" beside it). Another name asks for that backend.
+    zcomm's own choice for this machine. For collectives on CUDA tensors of the program's own:
+    ``zcomm.init("cuda_ipc")`` or "nccl" beside it. Another name asks for that backend.
     distributed_port: used where MASTER_ADDR is set and MASTER_PORT is not. timeout: a timedelta, or seconds.
     rank, world_size: -1 = from the environment. dist_init_required False: zcomm or torch.distributed must have joined.
     auto_mpi_discovery, verbose, config have no effect: MPI's variables are always read, and nothing is printed.

@@ -1,6 +1,6 @@
 """``deepspeed.accelerator``: properties of the device, as training scripts read them.
 
-The device is CUDA where torch and the core both have a working one, else the CPU; ``DS_ACCELERATOR=cpu`` (or ``cuda``)
+The device is CUDA where torch and the core both have a working one, else the CPU. ``DS_ACCELERATOR=cpu`` (or ``cuda``)
 in the environment chooses it instead. It is chosen once, by the first call.
 """
 

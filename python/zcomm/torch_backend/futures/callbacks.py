@@ -1,10 +1,10 @@
 """Callbacks of the Futures of a group's collectives: on a thread of their own, in the order of their registration.
 
-torch runs a callback on the thread that completes the Future. One that waits for another Future would hold that one up,
-and what it calls (PowerSGD calls two all_reduce in callbacks) would come between the program's own collectives in
-another order on each rank. So: callbacks run one at a time, in the order in which the program registered them, and what
-the program calls after that comes after them: a blocking call waits, an asynchronous one is Deferred. The order
-is that of a program that waits for each Future before it goes on, which is what torch's NCCL backend does.
+torch runs a callback on the thread that completes the Future. One that waits for another Future would hold that one up.
+What it calls (PowerSGD calls two all_reduce in callbacks) would come between the program's own collectives in another
+order on each rank. So callbacks run one at a time, in the order in which the program registered them. What the program
+calls after that comes after them: a blocking call waits, an asynchronous one is Deferred. The order is that of a
+program that waits for each Future before it goes on, which is what torch's NCCL backend does.
 A callback calls, and registers other callbacks, at once. One that waits for a Future that later callbacks complete has
 these run first, on its own thread (``start_up_to``).
 """

@@ -3,8 +3,8 @@
 Collectives end in call order: it waits for the oldest that has been started. Messages do not: with ``any_order`` it
 goes round.
 One thread leads: it waits for works. It hands the lead over before it completes a Future, because callbacks run inside
-of that, and may wait for other Futures (those that are registered on a collective's own Future have a thread of their
-own: callbacks.py). Invariant: while works are in the queue some thread leads, or is about to.
+of that, and may wait for other Futures. Callbacks on a collective's own Future have a thread of their own
+(callbacks.py). Invariant: while works are in the queue some thread leads, or is about to.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class Flight:
     """Works in flight, so that the program need not hold them: a Work may be dropped, and the operation goes on.
 
     Some copy results to where the program wants them when they are finished. Those that ended before another operation
-    are finished before that one is, so that a program that dropped them finds their results then, and not later.
+    are finished before that one is. So a program that dropped them finds their results then, and not later.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """Work: what a torch.distributed call returns, over the core's own handles.
 
 ``Done`` is the end of a blocking call. ``Pending`` waits for the core and then finishes once: copies scratch back,
-completes its Future. The first to come completes a Future: a waiter, or a thread of the group's Completer, which is
-started when the first Future of an operation in flight is asked for (DDP's reducer waits for nothing else).
+completes its Future. The first to come completes a Future: a waiter, or a thread of the group's Completer. That thread
+is started when the first Future of an operation in flight is asked for (DDP's reducer waits for nothing else).
 Thread rule: any thread may wait.
 """
 
