@@ -1,10 +1,10 @@
 """The figures of finetune_llama.py (and of bench/offload.py): pure arithmetic, and two short measurements of the host.
 
 [Note: figures] Seconds are of a step. *practicality* = step without offload / step with it. *overlap* = (Tc + Tm - T) /
-min(Tc, Tm): Tc forward and backward alone, Tm the longest of what offload adds (the CPU's pass over the state, copies,
-swap), each at its own rate alone, T the step. *MFU* = FLOP of the model per second / peak. *hiding rule*: from so many
-tokens per step on, forward and backward take longer than the host's work (its pass over the state, and the sums of
-gradients of each micro-step): bytes per parameter x FLOP/s / (6 x bytes/s).
+min(Tc, Tm). Tc is forward and backward alone, T the step. Tm is the longest of what offload adds (the CPU's pass over
+the state, copies, swap), each at its own rate alone. *MFU* = FLOP of the model per second / peak. *hiding rule*: from
+so many tokens per step on, forward and backward take longer than the host's work. That work is its pass over the state,
+and the sums of gradients of each micro-step. So many tokens are bytes per parameter x FLOP/s / (6 x bytes/s).
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ def mfu(flops_per_token: float, tokens_per_s: float, peak: float | None) -> floa
 def host_nbytes(accum: int, world: int = 1) -> int:
     """Return the bytes of host memory read and written in a step, per parameter of a rank's share.
 
-    They are the CPU's pass, and of each micro-step the bf16 gradients of all ranks (slots written, and read) and the
-    fp32 sum (the first only writes). The norm reads the sum once more, but of one rank's single pass, which the device
-    has squared.
+    They are the CPU's pass, and the traffic of each micro-step. That traffic is the bf16 gradients of all ranks (slots
+    written, and read) and the fp32 sum (the first only writes). The norm reads the sum once more, but of one rank's
+    single pass, which the device has squared.
     """
     norm = 4 if accum > 1 or world > 1 else 0
     return STEP_NBYTES + norm + accum * (4 * world + 8) - 4

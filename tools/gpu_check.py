@@ -7,8 +7,11 @@
   python3 tools/gpu_check.py --list
 
 Writes gpu-check.json, gpu-check.md and gpu-check.log into $OUT, or without it gpu-DATE.json and .md into
-bench/results. Exit status: 0 all passed or skipped (or no GPU: it prints that); 1 a part failed or took too long;
-2 wrong use; 3 not all were started in the time.
+bench/results. Exit status:
+  0  all passed or skipped (or no GPU: it prints that)
+  1  a part failed or took too long
+  2  wrong use
+  3  not all were started in the time
 """
 
 from __future__ import annotations

@@ -16,8 +16,9 @@ class Machine:
     """Numbers of a machine; docs/internals/algorithms.md, section 7 has how each is measured.
 
     call_s: a call that moves nothing (barrier, median). signal_s: from one rank's store until another rank has seen it.
-    memory_bps, cache_bps: bytes per second, reads and writes together, of one rank while all of them copy: buffers far
-    beyond the last-level cache, and within it. cache_nbytes: last-level cache. slot_nbytes: a staging slot.
+    memory_bps, cache_bps: bytes per second, reads and writes together, of one rank while all of them copy. The buffers
+    are far beyond the last-level cache (memory_bps), or within it (cache_bps). cache_nbytes: last-level cache.
+    slot_nbytes: a staging slot.
     link_s, link_bps: start-up of one message between hosts, and bytes per second and direction of one rank.
     """
 

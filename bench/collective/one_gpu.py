@@ -3,9 +3,9 @@
   bench/coll.py one-gpu -np 2                        (all_reduce, reduce_scatter, all_gather; 64 MiB to 1 GiB)
   bench/coll.py one-gpu -np 4 --sizes 64M,256M --variants zcomm
 
-The roof: every rank copies on the GPU, all at once, as many bytes as the operation cannot avoid: N read and N written
-per rank for all_reduce of N bytes, N + N/P of mixed traffic for the others. zcomm: backend cuda_ipc on symmetric
-tensors, in place. zcomm-private: on tensors of torch's own, by staging slots, a round of all ranks each.
+The roof: every rank copies on the GPU, all at once, as many bytes as the operation cannot avoid. For all_reduce of N
+bytes that is N read and N written per rank, for the others N + N/P of mixed traffic. zcomm: backend cuda_ipc on
+symmetric tensors, in place. zcomm-private: on tensors of torch's own, by staging slots, a round of all ranks each.
 nccl: torch.distributed with NCCL_MULTI_RANK_GPU_ENABLE=1, which NCCL knows from 2.30 on; older ones refuse two ranks on
 a device, and a row has the reason. Each variant has ranks of its own, beside the roof in the same rounds: compare
 shares. #wrong: elements that are not the exact sum.

@@ -3,7 +3,7 @@
 N is the size that a row shows: that of the larger buffer of a rank. P: ranks. Sources: nccl-tests doc/PERFORMANCE.md
 (busbw), docs/internals/algorithms.md section 1 (bytes through memory).
 A new operation has an entry in OPERATIONS and in ``zcomm_call`` here, in model.py's tables, and one for each peer that
-has it in peers.py; the column of a peer without one is a dash.
+has it in peers.py. The column of a peer without one is a dash.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Operation:
 
     bus_factor: busbw / algbw, given P. memory_factor: bytes through memory per rank and byte of N that no algorithm on
     one host can avoid, given P. parts: whether N is dealt to P ranks. source: for results that are copies, the rank and
-    the index in the numbering of `value` that element j of rank `me`'s result comes from; None: it is a reduction.
+    the index in the numbering of `value` that element j of rank `me`'s result comes from. None: the operation is a
+    reduction.
     """
 
     name: str

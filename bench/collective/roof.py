@@ -1,7 +1,7 @@
 """The roof: speed of the machine at the same moment with as many bytes as the operation cannot avoid to move.
 
 Memory: all ranks at once copy those bytes (half are read, half are written), with the C library's memcpy and with
-non-temporal stores. The faster counts. A pass in place is timed beside them and is not a roof: it writes lines that it
+non-temporal stores. The faster counts. A pass in place is timed beside them and is not a roof. It writes lines that it
 has just read, which of all operations only an all_reduce on symmetric memory does. Device (CUDA tensors): the same copy
 on each rank's device, all at once: 2N bytes of device memory per rank for an all_reduce. Sockets (backend tcp): all
 ranks at once send and receive what a ring must, over raw sockets (bench/cpp).

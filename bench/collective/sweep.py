@@ -6,8 +6,10 @@
 
 Lines: symmetric (tensors from zcomm.empty), private (torch's own memory), then the peers. All are timed in turn with
 the roof in one loop. #wrong counts elements, over all ranks, that differ from the exact result.
-algbw = size / time; busbw = algbw * f makes algorithms and world sizes comparable (P ranks, as nccl-tests): f is
-  2 (P-1)/P for all_reduce, (P-1)/P for reduce_scatter, all_gather and all_to_all, 1 for broadcast and sendrecv.
+algbw = size / time. busbw = algbw * f makes algorithms and world sizes comparable (P ranks, as nccl-tests). f is:
+  2 (P-1)/P  for all_reduce
+  (P-1)/P    for reduce_scatter, all_gather and all_to_all
+  1          for broadcast and sendrecv.
 With --backend cuda_ipc or nccl tensors are on CUDA devices (ranks of a host may share one), the roof is a copy there.
 size is that of the larger buffer of a rank. With Open MPI or MPICH among the peers, mpirun starts the ranks.
 """

@@ -4,12 +4,12 @@
   bench/swap.py bandwidth --what read,batch --batch 256K --rounds 9
   bench/swap.py bandwidth --sweep full --out bench/results/swap    (every block and depth of fio; writes .jsonl and .md)
 
-Lines: zcomm with each engine, and without checksums; fio with the best flags of a sweep that goes first (io_uring and
-libaio, blocks of 256K to 4M, block x depth of 4 to 32 MiB, direct, one job); DeepSpeed's aio at its best. Variants run
-in turn, each followed by the peers (A F B F C F A F ...), on the same file. GB/s is the median of the rounds (1e9
-bytes), share the median of (zcomm / what followed). moved/asked: bytes that the block device counted over bytes that
-were asked for; well below 1, the page cache was in play. #wrong: bytes read back that were not written. fio comes from
-the distribution (apt install fio).
+Lines: zcomm with each engine, and without checksums; fio with the best flags of a sweep that goes first; DeepSpeed's
+aio at its best. The sweep: io_uring and libaio, blocks of 256K to 4M, block x depth of 4 to 32 MiB, direct, one job.
+Variants run in turn, each followed by the peers (A F B F C F A F ...), on the same file. GB/s is the median of the
+rounds (1e9 bytes), share the median of (zcomm / what followed). moved/asked: bytes that the block device counted over
+bytes that were asked for; well below 1, the page cache was in play. #wrong: bytes read back that were not written. fio
+comes from the distribution (apt install fio).
 """
 
 from __future__ import annotations

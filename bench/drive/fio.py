@@ -1,8 +1,8 @@
 """fio as the roof: the best flags of a sweep, then one run each round.
 
-Its memory must be as good as ours, or the roof is too low: malloc is told to ask for huge pages (glibc >= 2.35), and
-where the system has huge pages set aside (vm.nr_hugepages), they are tried too. It runs on the data file of the
-variant that it stands beside: two files on one drive may differ by 20 %.
+Its memory must be as good as ours, or the roof is too low. So malloc is told to ask for huge pages (glibc >= 2.35).
+Where the system has huge pages set aside (vm.nr_hugepages), they are tried too. It runs on the data file of the variant
+that it stands beside: two files on one drive may differ by 20 %.
 """
 
 from __future__ import annotations

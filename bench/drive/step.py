@@ -5,10 +5,10 @@
   bench/swap.py step --dir /mnt/nvme --out bench/results/swap --append    (beside what bandwidth wrote there)
 
 AdamW of ZeroOptimizer, one rank. RAM holds a quarter of the state (--ratio 4), windows included. The rest is on the
-drive. share = max(I/O time, step in RAM) / step, of each round; I/O time: the bytes that the step moved at the rate of
-fio's best mixed flags (half reads, half writes), measured in the same round on the same file. Each round: a step in
-RAM and a swapped one in each direction of the sweep, on the same gradients, then fio. #wrong: weights and state that
-are not those of the step in RAM, to the bit.
+drive. share = max(I/O time, step in RAM) / step, of each round. I/O time: the bytes that the step moved at the rate of
+fio's best mixed flags (half reads, half writes). That rate is measured in the same round on the same file. Each round:
+a step in RAM and a swapped one in each direction of the sweep, on the same gradients, then fio. #wrong: weights and
+state that are not those of the step in RAM, to the bit.
 
 All three optimizers (in RAM, swapped, swapped without checksums) have the same weights and gradients. fio overwrites
 the file: afterwards the state is written again from that in RAM.

@@ -1,7 +1,7 @@
 """Timing variants in turn.
 
 A figure is the median of >= 7 rounds. In each round every variant runs once, each started by a barrier, so that a
-machine that slows down slows all of them. Their order is drawn anew for each round (alike on all ranks), as what ran
+machine that slows down slows all of them. Their order is drawn anew for each round (alike on all ranks). What ran
 before leaves caches and heap in a state that the next one feels. A round's time is that of the slowest rank.
 Percentiles are over all single calls of a rank, and those of the slowest rank are kept.
 """

@@ -3,11 +3,15 @@
   bench/offload.py copies                                (1 GiB, down, up, and both at once; 9 rounds, pageable 3)
   bench/offload.py copies --size 256M --rounds 15 --json mine.jsonl
 
-In turn, a copy each: *peak* one cudaMemcpyAsync from and to memory that CUDA itself allocated (torch's), which is the
-roof; *zcomm* the same bytes of zcomm.pinned_empty (page-locked by registering); *pieces* the same in pieces of 8 MiB,
-as training moves them; *pageable* torch's ordinary memory. Then all of it again while zcomm.optim.CPUAdam steps on
-other memory: "while Adam" has the same roof, of the time without it. Adam's own rate stands beside it, alone and while
-copies run. #wrong: bytes that did not arrive.
+In turn, a copy each:
+
+  peak      one cudaMemcpyAsync from and to memory that CUDA itself allocated (torch's), which is the roof
+  zcomm     the same bytes of zcomm.pinned_empty (page-locked by registering)
+  pieces    the same in pieces of 8 MiB, as training moves them
+  pageable  torch's ordinary memory
+
+Then all of it again while zcomm.optim.CPUAdam steps on other memory: "while Adam" has the same roof, of the time
+without it. Adam's own rate stands beside it, alone and while copies run. #wrong: bytes that did not arrive.
 """
 
 from __future__ import annotations

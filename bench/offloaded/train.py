@@ -11,8 +11,8 @@ without offload. Roof of a step: the longest of compute, the copies, and the CPU
 rate. share: roof / step. practicality: none / step. overlap, MFU, hiding rule: examples/finetune_figures.py. #wrong: 1
 if the last loss leaves that of the first variant by more than 2 %.
 
-Host memory is looked at before it is taken: a model for which there is too little loses layers (the bench prints it,
-"layers" and "params" have it), a peer that needs more than there is left is a row with the reason. Rows are written
+Host memory is looked at before it is taken. A model for which there is too little loses layers (the bench prints it,
+"layers" and "params" have it). A peer that needs more than there is left is a row with the reason. Rows are written
 after every round.
 """
 

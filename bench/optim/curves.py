@@ -2,7 +2,7 @@
 
   bench/adam.py curves --json curves.jsonl --png curves.png     (240 steps, 2 seeds: some minutes)
 
-The noise is what another seed changes: fp32 is trained with each seed, the small states with each seed as well, and a
+The noise is what another seed changes. fp32 is trained with each seed, the small states with each seed as well. A
 state's difference from fp32 is printed beside the spread of the fp32 runs.
 """
 

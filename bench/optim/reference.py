@@ -1,7 +1,7 @@
 """Exact result of AdamW, in float64: the oracle of #wrong.
 
-Gradients of the checked steps are multiples of one tensor g, so m and v are multiples of g and g * g by numbers that
-are known ahead: the reference keeps no state and reads a piece at a time.
+Gradients of the checked steps are multiples of one tensor g. So m and v are multiples of g and g * g by numbers that
+are known ahead. The reference keeps no state and reads a piece at a time.
 """
 
 from __future__ import annotations

@@ -18,16 +18,16 @@ In turn, a step each:
   both         forward and backward with the reduction behind it, until the last bucket is there          T
   after        the same with overlap=False
   limit        compute, while rank 1 moves the bytes of each bucket when it is complete, by itself and through the same
-               levels of memory: it reads slots, which come round, and writes sums. It is what two programs that know
-               nothing of each other get of this machine's memory (only with one, as with both rank 1 has no core left
-               for it, and only in shared memory)
+               levels of memory. It reads slots, which come round, and writes sums. The limit is what two programs that
+               know nothing of each other get of this machine's memory. It is there only with one (with both rank 1 has
+               no core left for it), and only in shared memory.
 
 overlap = (Tc + Tm - T) / min(Tc, Tm): 1 is hidden to the end, 0 one after the other. The last bucket can only start
 when backward has ended, so it bounds the overlap by its size: "tail" is its part of all bytes. Medians over rounds of
 the figures of each round; the quartiles are in the JSON. "quiet": of the first quartiles of the times, as a core that
-stalls for longer than all communication takes is in some rounds, whatever runs. Of what compute lost to "both", the
-part that its own thread spent in launching ("launch") and in waiting for slots and for the tail ("wait") is measured.
-The rest is memory.
+stalls for longer than all communication takes is in some rounds, whatever runs. Of what compute lost to "both", two
+parts are measured on its own thread. "launch" was spent in launching, "wait" in waiting for slots and for the tail. The
+rest is memory.
 """
 
 from __future__ import annotations

@@ -8,13 +8,13 @@
 
 Every variant trains its own replica of one GPT on the same data in the same processes. They take turns, a step each
 in an order drawn for each round, one thread per rank. "none" is the plain model with torch's fused AdamW: every rank
-trains for itself, which is the roof. #wrong counts variants with a mean loss over the ranks that leaves that of
-ddp-gloo (or of the first that communicates) by more than 1e-4 of it after all steps.
+trains for itself, which is the roof. #wrong counts variants by their mean loss over the ranks after all steps. A wrong
+one leaves that of ddp-gloo (or of the first that communicates) by more than 1e-4 of it.
 With --apart each variant runs in processes of its own, N times in turn; its time is the median of the runs' medians.
 quiet: the ratio of first quartiles, of the rounds in which nothing else took a core.
 overhead: the step's time over that of "none": what communication adds that backward does not hide.
 faults: pages that the system gave a rank during a step, in thousands. A program that frees all its gradients at once
-may give them back to the system each time, and ten thousand cost some 15 ms here. With --keep-heap no program does.
+may give them back to the system each time. Ten thousand pages cost some 15 ms here. With --keep-heap no program does.
 
 Variants: none; zcomm-STAGE[-cpu|-nvme]; ddp-gloo, ddp-zcomm; fsdp2; deepspeed-STAGE[-cpu|-nvme].
 """

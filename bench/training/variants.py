@@ -1,8 +1,8 @@
 """Variants of a training step: each a function that takes one step and returns this rank's loss.
 
 All: AdamW in fp32 with the same options, no clipping, gradients averaged over the ranks. The peers get their best
-setting for this work: fused AdamW where they can, gradients as views of the buckets, one unit per block, DeepSpeed's
-buckets and overlap on. A variant that this machine does not have raises Absent.
+setting for this work. That is fused AdamW where they can, gradients as views of the buckets, one unit per block,
+DeepSpeed's buckets and overlap on. A variant that this machine does not have raises Absent.
 """
 
 from __future__ import annotations

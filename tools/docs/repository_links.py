@@ -1,8 +1,8 @@
 """mkdocs hook: links between the site and the repository around it.
 
 CONTRIBUTING.md and CHANGELOG.md become pages of the site. A link of a page to another file of the repository is
-checked, and becomes a link to `repo_url`, or the file's name where there is none. Links of README are checked, too.
-Each dead link is a warning, which fails a strict build.
+checked. It becomes a link to `repo_url`, or the file's name where there is none. Links of README are checked, too. Each
+dead link is a warning, which fails a strict build.
 """
 
 from __future__ import annotations

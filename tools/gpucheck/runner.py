@@ -1,8 +1,9 @@
 """Runner of parts, one after the other, each in a process of its own with a time limit, and keeps what came of them.
 
 Invariants: after every part the result file is whole (written beside it, then renamed). No process of a part outlives
-it. A part that fails, hangs or writes nonsense does not stop the others. A part's program prints what it likes, appends
-JSON lines to the file in $GPU_CHECK_ROWS, and ends with 0 (passed), 77 (skipped; its last line says why), else failed.
+it. A part that fails, hangs or writes nonsense does not stop the others. A part's program prints what it likes, and
+appends JSON lines to the file in $GPU_CHECK_ROWS. It ends with 0 (passed), 77 (skipped; its last line says why), else
+failed.
 """
 
 from __future__ import annotations
