@@ -3,9 +3,9 @@
 One line of JSON per test on the descriptor that run.py gave. The environment says what to run: BACKEND, WORLD_SIZE,
 INIT_METHOD, TEMP_DIR (as torch's module expects), TORCH_SUITE_TESTS (names, separated by commas; none: list them).
 
-torch's module guards its tests by backend names. In those guards "zcomm" counts as "gloo" here, so that it is asked
-for everything Gloo is asked for, and as "mpi", which CPU all_to_all is kept for. Nothing else of the tests is changed.
-Tests for "8 or more ranks" that need only 3 are run with 3.
+torch's module guards its tests by backend names. In those guards "zcomm" counts as "gloo" here, so that it is asked for
+everything Gloo is asked for. It counts as "mpi", too, which CPU all_to_all is kept for. Nothing else of the tests is
+changed. Tests for "8 or more ranks" that need only 3 are run with 3.
 """
 
 from __future__ import annotations

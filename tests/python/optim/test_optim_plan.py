@@ -1,5 +1,7 @@
-"""A step's plan (zcomm/optim/plan.py) is kept only while it holds: whatever changes between steps, the bits are those
-of an optimizer that plans every step anew."""
+"""A step's plan (zcomm/optim/plan.py) is kept only while it holds.
+
+Whatever changes between steps, the bits are those of an optimizer that plans every step anew.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Checks of results on any backend: reductions and movements, each of a communicator of any kind.
 
-Oracles: exact results of small integers; on backends that sum in rank order, the bits of that sum; elsewhere equal bits
+Oracles: exact results of small integers. On backends that sum in rank order, the bits of that sum. Elsewhere equal bits
 on all ranks and closeness to float64.
 """
 

@@ -1,8 +1,8 @@
 """Delays where time may pass: at hooks, at waits, and between the start of an operation and its work.
 
-``Late`` stands for a core communicator: every operation is run by a thread of its own, in order, after a random sleep,
-so that an asynchronous one reads and writes its memory as late as it may. ``LateSwap`` does so for a swap file; its
-operations overtake one another. ``sleepy`` puts sleeps around methods. Random numbers are each rank's own.
+``Late`` stands for a core communicator. One thread of its own runs every operation, in order, after a random sleep. So
+an asynchronous one reads and writes its memory as late as it may. ``LateSwap`` does so for a swap file; its operations
+overtake one another. ``sleepy`` puts sleeps around methods. Random numbers are each rank's own.
 """
 
 from __future__ import annotations

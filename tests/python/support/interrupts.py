@@ -17,8 +17,10 @@ def _in_del(frame: FrameType | None) -> bool:
 
 
 def leaves_a_block(frame: FrameType) -> bool:
-    """Return True if the line may be the end of a with block: Python raises no signal's error between the block's last
-    line and its __exit__, which would be left out."""
+    """Return True if the line may be the end of a with block.
+
+    Python raises no signal's error between the block's last line and its __exit__, which would be left out.
+    """
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
 
 

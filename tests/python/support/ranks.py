@@ -1,6 +1,6 @@
 """Runs a function as N ranks, one process each, and collects what each returned or raised.
 
-Ranks are forked from a fork server that has imported everything once, so a world costs milliseconds and not N imports
+Ranks are forked from a fork server that has imported everything once. So a world costs milliseconds and not N imports
 (torch imports torch._dynamo when the first optimizer is made: 1.5 s).
 Each rank has its own log file, and on a deadline the stacks of all its threads stand in the failure's text.
 A rank is killed by the kernel when the fork server goes: nothing outlives the test run.

@@ -1,8 +1,8 @@
 """Loss curves of 50 steps: those of DDP + torch.optim in fp32, and in bf16 those of bf16 weights with an fp32 master.
 
-The bf16 reference is torch alone, without autocast: bf16 forward and backward of each rank's batch, gradients averaged
-in fp32, torch.optim.AdamW on fp32 masters, their rounded copies as the weights. How much exact masters matter is
-measured in the same test: the same training without them lies far off.
+The bf16 reference is torch alone, without autocast. It runs bf16 forward and backward of each rank's batch, with
+gradients averaged in fp32. torch.optim.AdamW steps fp32 masters, and their rounded copies are the weights. How much
+exact masters matter is measured in the same test: the same training without them lies far off.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Uses of ``p.grad`` around a step, against torch: SGD with momentum on the mean of the ranks' gradients.
 
-Each program of the table runs twice: on ZeroOptimizer in several places, and in one process that computes all ranks'
-gradients as DistributedDataParallel would leave them in ``p.grad``.
+Each program of the table runs twice: on ZeroOptimizer in several places, and in one process. The latter computes all
+ranks' gradients as DistributedDataParallel would leave them in ``p.grad``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The bitwise contract over everything at once: a sample in which every pair of values of two factors occurs.
 
 World, kind of model, accumulation, precision, optimizer and the type in which gradients travel decide the bits. Stage,
-offload, fraction, bucket size, overlap, prefetch, shared parameters and units must not: each row is compared with a
-run of stage 0 without any of these.
+offload, fraction, bucket size, overlap, prefetch, shared parameters and units must not. Each row is compared with a run
+of stage 0 without any of these.
 Source: greedy covering arrays (Cohen, Dalal, Fredman, Patton: the AETG system, 1997).
 """
 

@@ -59,8 +59,8 @@ def files_of(folder: Path) -> dict[str, bytes]:
 def save_both_ways(folder: str, copies: str) -> None:
     """Save both ways.
 
-    copies: what makes the copy of the state on the drive: the core at once, or gradually the saving thread, or the
-    steps that come meanwhile.
+    copies: what makes the copy of the state on the drive. It is the core at once, or gradually the saving thread, or
+    the steps that come meanwhile.
     """
     zcomm.init(timeout=60)
     swap_file.shares_blocks = lambda folder: copies == "core"

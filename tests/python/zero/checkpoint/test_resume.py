@@ -1,4 +1,6 @@
-"""A run saved at world 4, stage 3, on NVMe goes on elsewhere: the same bits at world 4, within 1e-6 at worlds 2 and 1.
+"""A run saved at world 4, stage 3, on NVMe goes on elsewhere.
+
+It has the same bits at world 4, and is within 1e-6 at worlds 2 and 1.
 
 A step has four batches. World 4 gives one to each rank; world 2 accumulates two, world 1 four: the same global batch.
 """

@@ -1,9 +1,9 @@
 """The order of everything that touches memory while a model trains on a device, written down and looked at.
 
 What streams are given is recorded by the device itself. What torch, the communicator and the CPU's step touch is told
-here, at the places where they do. Torch's stream is one of the device here, for which the host does not wait: the
-numbers are nonsense, the order is that of a GPU. A race is two accesses that nothing orders, whether or not they met
-in this run. Then waits are taken away one by one, and each must be missed.
+here, at the places where they do. Torch's stream is one of the device here, for which the host does not wait. The
+numbers are nonsense, the order is that of a GPU. A race is two accesses that nothing orders, whether or not they met in
+this run. Then waits are taken away one by one, and each must be missed.
 """
 
 from __future__ import annotations
