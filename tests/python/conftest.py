@@ -156,7 +156,7 @@ def _descendants() -> set[psutil.Process]:
 
 
 def _may_have_descendants() -> bool:
-    """Whether a look at all processes of the machine is worth its time."""
+    """Return True if a look at all processes of the machine is worth its time."""
     servers = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
     try:
         own = _children(os.getpid())

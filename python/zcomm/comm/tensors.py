@@ -27,7 +27,10 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 def whole(what: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, or the gathered value of a weight that it stands for (zero/units/stand_in.py). Collective then."""
+    """Return ``tensor``, or the value of a weight that it stands for, gathered (zero/units/stand_in.py).
+
+    Collective then.
+    """
     if type(tensor) in _PLAIN:
         return tensor
     gather = getattr(tensor, "_zcomm_whole", None)
