@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "bindings.hpp"
-#include "mem/crc32c.hpp"
+#include "mem/io/crc32c.hpp"
 #include "zcomm/error.hpp"
 #include "zcomm/pinned_arena.hpp"
 #include "zcomm/swap_file.hpp"

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "mem/data_file.hpp"
+#include "mem/io/data_file.hpp"
 #include "mem/swap_directory.hpp"
 
 namespace zcomm::mem {

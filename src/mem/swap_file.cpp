@@ -14,7 +14,7 @@
 #include "base/env.hpp"
 #include "base/error.hpp"
 #include "mem/extents.hpp"
-#include "mem/file_copy.hpp"
+#include "mem/io/file_copy.hpp"
 #include "mem/stripes.hpp"
 #include "mem/swap_drives.hpp"
 #include "mem/swap_file_impl.hpp"

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "mem/io_engine.hpp"
+#include "mem/io/io_engine.hpp"
 #include "zcomm/swap_file.hpp"
 
 namespace zcomm::mem {

@@ -15,7 +15,7 @@
 #include <string>
 #include <vector>
 
-#include "mem/io_engine.hpp"
+#include "mem/io/io_engine.hpp"
 #include "mem/stripes.hpp"
 #include "zcomm/work.hpp"
 

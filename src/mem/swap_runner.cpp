@@ -7,8 +7,8 @@
 #include <utility>
 
 #include "base/error.hpp"
-#include "mem/crc32c.hpp"
-#include "mem/io_thread.hpp"
+#include "mem/io/crc32c.hpp"
+#include "mem/io/io_thread.hpp"
 
 namespace zcomm::mem {
 namespace {

@@ -30,7 +30,7 @@
 #include <vector>
 
 #include "mem/extents.hpp"
-#include "mem/io_engine.hpp"
+#include "mem/io/io_engine.hpp"
 #include "mem/latency.hpp"
 #include "mem/ring.hpp"
 #include "mem/stripes.hpp"

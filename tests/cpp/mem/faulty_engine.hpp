@@ -11,7 +11,7 @@
 #include <thread>
 #include <vector>
 
-#include "mem/io_engine.hpp"
+#include "mem/io/io_engine.hpp"
 #include "mem/swap_file_impl.hpp"
 #include "mem_test.hpp"
 

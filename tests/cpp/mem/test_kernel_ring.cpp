@@ -7,7 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "mem/kernel_ring.hpp"
+#include "mem/io/kernel_ring.hpp"
 #include "test.hpp"
 
 using namespace zcomm;

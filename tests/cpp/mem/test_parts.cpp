@@ -2,9 +2,9 @@
 #include <cstring>
 #include <string>
 
-#include "mem/crc32c.hpp"
-#include "mem/crc32c_kernels.hpp"
 #include "mem/extents.hpp"
+#include "mem/io/crc32c.hpp"
+#include "mem/io/crc32c_kernels.hpp"
 #include "mem_test.hpp"
 
 using namespace zcomm;

@@ -12,8 +12,8 @@
 #include "base/unique_fd.hpp"
 #include "faulty_engine.hpp"
 #include "forbid.hpp"
-#include "mem/crc32c.hpp"
-#include "mem/file_copy.hpp"
+#include "mem/io/crc32c.hpp"
+#include "mem/io/file_copy.hpp"
 #include "mem/stripes.hpp"
 #include "zcomm/error.hpp"
 

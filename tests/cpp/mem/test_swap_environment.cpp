@@ -17,7 +17,7 @@
 #include "base/unique_fd.hpp"
 #include "faulty_engine.hpp"
 #include "forbid.hpp"
-#include "mem/kernel_ring.hpp"
+#include "mem/io/kernel_ring.hpp"
 #include "zcomm/error.hpp"
 
 using namespace zcomm;

@@ -5,7 +5,7 @@
 #include <random>
 #include <thread>
 
-#include "mem/io_engine.hpp"
+#include "mem/io/io_engine.hpp"
 #include "mem_test.hpp"
 #include "zcomm/error.hpp"
 

@@ -1,4 +1,4 @@
-#include "mem/data_file.hpp"
+#include "mem/io/data_file.hpp"
 
 #include <fcntl.h>
 #include <sys/resource.h>

@@ -1,4 +1,4 @@
-#include "mem/kernel_ring.hpp"
+#include "mem/io/kernel_ring.hpp"
 
 #include <sys/mman.h>
 #include <unistd.h>

@@ -20,8 +20,8 @@
 
 #include "base/error.hpp"
 #include "base/unique_fd.hpp"
-#include "mem/io_engine.hpp"
-#include "mem/kernel_ring.hpp"
+#include "mem/io/io_engine.hpp"
+#include "mem/io/kernel_ring.hpp"
 
 namespace zcomm::mem {
 namespace {

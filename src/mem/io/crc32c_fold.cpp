@@ -6,7 +6,7 @@
 // 16 bytes that are congruent to the whole, goes through the CPU's crc32 instruction, as does a tail.
 // Numbers are bit-reflected, as the polynomial is: the first bit of a byte is its highest power, x^0 is the top bit.
 // Thread rule: pure functions. Source: Gopal et al., "Fast CRC computation using PCLMULQDQ", Intel 2009.
-#include "mem/crc32c_kernels.hpp"
+#include "mem/io/crc32c_kernels.hpp"
 
 #if defined(__x86_64__)
 #include <immintrin.h>

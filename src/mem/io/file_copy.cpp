@@ -1,4 +1,4 @@
-#include "mem/file_copy.hpp"
+#include "mem/io/file_copy.hpp"
 
 #include <fcntl.h>
 #include <linux/fs.h>

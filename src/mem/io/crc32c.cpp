@@ -4,13 +4,13 @@
 // The instruction has a latency of 3 cycles and a throughput of 1, so three independent streams keep it busy; their
 // states are joined by shifting them over kLane zero bytes, which is linear over GF(2) and thus a table look-up.
 // Source: Kounavis & Berry 2005 (slicing); Gopal et al., Intel 2011 (interleaving).
-#include "mem/crc32c.hpp"
+#include "mem/io/crc32c.hpp"
 
 #include <array>
 #include <cstring>
 
 #include "base/cpu_features.hpp"
-#include "mem/crc32c_kernels.hpp"
+#include "mem/io/crc32c_kernels.hpp"
 
 #if defined(__x86_64__)
 #include <nmmintrin.h>

@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "base/error.hpp"
-#include "mem/io_engine.hpp"
-#include "mem/io_thread.hpp"
+#include "mem/io/io_engine.hpp"
+#include "mem/io/io_thread.hpp"
 #include "mem/ring.hpp"
 
 namespace zcomm::mem {
