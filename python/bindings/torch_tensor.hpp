@@ -16,8 +16,9 @@ struct TorchTensor {
   DType dtype;
 };
 
-/// What `object` holds if it is one dense, contiguous CPU tensor of a dtype that the core has; nothing otherwise, and
-/// then Python finds the words for what is wrong, if something is. Thread rule: holds the interpreter lock.
+/// What `object` holds if it is one dense, contiguous CPU tensor, with all of its elements in its storage, of a dtype
+/// that the core has; nothing otherwise, and then Python finds the words for what is wrong, if something is. Thread
+/// rule: holds the interpreter lock.
 std::optional<TorchTensor> read_torch_tensor(pybind11::handle object);
 
 }  // namespace zcomm::bindings

@@ -39,23 +39,23 @@ def old_name(what: str, name: str, old: Sequence[object]) -> str:
     return old[0]
 
 
-_REDUCE_OPS: dict[str, _core.ReduceOp] = dict(_core.ReduceOp.__members__)
+REDUCE_OPS: dict[str, _core.ReduceOp] = dict(_core.ReduceOp.__members__)
 _OTHER_NAMES = {"mean": "avg", "average": "avg", "add": "sum", "product": "prod", "maximum": "max", "minimum": "min"}
 
 
 def reduce_op(op: Op) -> _core.ReduceOp:
     """Return the core's name of a reduction. Raises: ValueError naming one that it has not."""
     try:
-        return _REDUCE_OPS[op]  # type: ignore[index]
+        return REDUCE_OPS[op]  # type: ignore[index]
     except (KeyError, TypeError):
         pass
     if isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
         kind = str(getattr(op, "op", op)).rpartition(".")[2].lower()
         kind = _OTHER_NAMES.get(kind, kind)
-        if kind in _REDUCE_OPS:
-            return _REDUCE_OPS[kind]
-    hint = did_you_mean(op, _REDUCE_OPS, _OTHER_NAMES)
-    raise ValueError(f"op={op!r} is not a reduction; use one of {', '.join(_REDUCE_OPS)}{hint}")
+        if kind in REDUCE_OPS:
+            return REDUCE_OPS[kind]
+    hint = did_you_mean(op, REDUCE_OPS, _OTHER_NAMES)
+    raise ValueError(f"op={op!r} is not a reduction; use one of {', '.join(REDUCE_OPS)}{hint}")
 
 
 class Calls:

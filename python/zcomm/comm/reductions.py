@@ -10,8 +10,8 @@ from typing import Literal, overload
 
 import torch
 
-from zcomm.comm.calls import Buckets, Calls, Op, listed, old_name, reduce_op
-from zcomm.comm.tensors import check_buffers, core_dtype, has_memory, refuse_weights, spans
+from zcomm.comm.calls import REDUCE_OPS, Buckets, Calls, Op, listed, old_name, reduce_op
+from zcomm.comm.tensors import check_buffers, core_dtype, increment_versions, refuse_weights, spans
 from zcomm.comm.work import Work
 
 
@@ -40,11 +40,15 @@ class Reductions(Calls):
         """
         if old:
             name = old_name("all_reduce", name, old)
-        if self._reads_tensors and type(buckets) is torch.Tensor and has_memory(buckets):
+        if self._reads_tensors:
             # The core checks a plain CPU tensor faster than the lines below.
-            work = self._core.all_reduce_tensor(buckets, reduce_op(op), name, async_op)
+            kind = REDUCE_OPS[op] if type(op) is str and op in REDUCE_OPS else reduce_op(op)
+            work = self._core.all_reduce_tensor(buckets, kind, name, async_op)
+            if work is None:
+                increment_versions((buckets,))  # type: ignore[arg-type]
+                return None
             if work is not NotImplemented:
-                return self._end(work, buckets, (buckets,))
+                return self._end(work, buckets, (buckets,))  # type: ignore[arg-type]
         tensors = listed("all_reduce", buckets)
         dtype = core_dtype(self._buffers("all_reduce", tensors))
         work = self._core.all_reduce(spans(tensors), dtype, reduce_op(op), name, async_op)

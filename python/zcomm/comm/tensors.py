@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,11 @@ DTYPES: dict[torch.dtype, _core.DType] = {
 
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+
+# Of a sequence of tensors. Torch's public function takes as long as a small collective's own Python.
+increment_versions: Callable[[Sequence[torch.Tensor]], None] = getattr(
+    torch._C, "_increment_version", torch.autograd.graph.increment_version
+)
 
 
 def whole(what: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -59,9 +64,9 @@ def count_written(tensors: Sequence[torch.Tensor], here: bool = True) -> None:
     here: False where other ranks' have: a sharded weight has changed on all of them.
     """
     if here:
-        torch.autograd.graph.increment_version(tensors)
+        increment_versions(tensors)
     for tensor in tensors:
-        if stands_for_weight(tensor):
+        if type(tensor) not in _PLAIN and stands_for_weight(tensor):
             tensor._zcomm_written()  # type: ignore[attr-defined]
 
 
@@ -69,8 +74,10 @@ def has_memory(tensor: torch.Tensor) -> bool:
     """Return True if a dense, contiguous tensor has its elements in its storage."""
     if tensor.layout is not torch.strided:
         return False
-    end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
-    return tensor.numel() == 0 or end <= tensor.untyped_storage().nbytes()
+    nbytes, offset = tensor.nbytes, tensor.storage_offset()
+    if offset:
+        offset *= tensor.element_size()
+    return nbytes == 0 or offset + nbytes <= tensor.untyped_storage().nbytes()
 
 
 def core_dtype(dtype: torch.dtype) -> _core.DType:
