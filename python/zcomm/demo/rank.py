@@ -1,7 +1,8 @@
 """A rank of the demo: `python -m zcomm.demo.rank CONFIG_JSON`. Signals, exit codes, last words; train.py does the work.
 
 Exit codes: 0; 2 for what the user can mend (one line); 1 for a failure; 130 when interrupted.
-Invariant: torch is imported only after the signal handlers stand, so that Ctrl-C is quiet at any time.
+Invariant: torch is imported only after the signal handlers stand, so that Ctrl-C is quiet at any time. Until it is
+imported, a signal ends the process at once: C++ code that runs beneath an import turns a KeyboardInterrupt into abort().
 """
 
 from __future__ import annotations
@@ -19,19 +20,24 @@ from zcomm.demo.options import DemoConfig
 from zcomm.launch.errors import UserError
 from zcomm.launch.failure_report import leave_last_words
 
+_INTERRUPTED = 130
+
 
 class Interrupt:
-    """Handler that turns the first SIGINT or SIGTERM into KeyboardInterrupt.
+    """Handler of SIGINT and SIGTERM: ends a process that is still importing; later raises KeyboardInterrupt, once.
 
-    It ignores later ones: the rank is clearing up then.
+    It ignores the signals after that: the rank is clearing up then.
     """
 
     def __init__(self) -> None:
         self.received = False
+        self.importing = True
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, self._handle)
 
     def _handle(self, _signum: int, _frame: object) -> None:
+        if self.importing:  # nothing has been made yet that must be cleared up
+            os._exit(_INTERRUPTED)
         if not self.received:
             self.received = True
             raise KeyboardInterrupt
@@ -43,9 +49,10 @@ def main(argv: list[str]) -> int:
     try:
         from zcomm.demo.train import run
 
+        interrupt.importing = False
         return guarded(lambda: run(DemoConfig.from_json(argv[0])), interrupt)
     except KeyboardInterrupt:
-        return 130
+        return _INTERRUPTED
 
 
 def guarded(run: Callable[[], None], interrupt: Interrupt) -> int:
@@ -57,10 +64,10 @@ def guarded(run: Callable[[], None], interrupt: Interrupt) -> int:
         run()
         return 0
     except KeyboardInterrupt:
-        return 130
+        return _INTERRUPTED
     except Exception as error:
         if interrupt.received:  # a failure while all ranks leave is not reported
-            return 130
+            return _INTERRUPTED
         if debug:
             traceback.print_exc()
         if isinstance(error, UserError):
