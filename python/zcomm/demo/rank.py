@@ -1,8 +1,8 @@
 """A rank of the demo: `python -m zcomm.demo.rank CONFIG_JSON`. Signals, exit codes, last words; train.py does the work.
 
 Exit codes: 0; 2 for what the user can mend (one line); 1 for a failure; 130 when interrupted.
-Invariant: torch is imported only after the signal handlers stand, so that Ctrl-C is quiet at any time. Until it is
-imported, a signal ends the process at once: C++ code that runs beneath an import turns a KeyboardInterrupt into abort().
+Invariant: torch is imported only after the signal handlers stand, so that Ctrl-C is quiet at any time. A signal during
+the import ends the process at once: C++ code beneath an import turns a KeyboardInterrupt into abort().
 """
 
 from __future__ import annotations
