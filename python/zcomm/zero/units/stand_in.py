@@ -28,6 +28,7 @@ from zcomm.zero.gradients.stand_in import GradStandIn
 from zcomm.zero.units.stand_in_ops import (
     AUTOGRAD,
     DEVICE,
+    DISTRIBUTED,
     ELEMENTWISE,
     GEOMETRY,
     LIKE,
@@ -46,7 +47,6 @@ _GET_DATA, _SET_DATA = _tensor.data.__get__, _tensor.data.__set__
 _GRAD = _tensor.grad
 _ASKS_FOR_GRADIENTS = (_tensor.requires_grad_, _tensor.requires_grad.__set__)
 _plain: Any = torch._C.DisableTorchFunctionSubclass
-_DISTRIBUTED = "torch.distributed.distributed_c10d"
 
 Act = Callable[[torch.Tensor, slice], object]
 
@@ -269,7 +269,7 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
             f"{_called(args[0])}: {name}(): a weight that is sharded over ranks has no memory of its own: pass "
             "p.clone() or zcomm.zero.full_param(p), and for a whole model opt.full_state_dict()"
         )
-    if getattr(func, "__module__", "") == _DISTRIBUTED:
+    if getattr(func, "__module__", "") == DISTRIBUTED:
         return _communicate(func, name, args, kwargs)
     if name.startswith("_foreach_"):
         return _each(func, name, args, kwargs)
@@ -594,7 +594,7 @@ class WholeValue(torch.Tensor):
         kwargs = kwargs or {}
         if any(isinstance(leaf, _StandIn) for leaf in tree_leaves((args, kwargs))):
             return _dispatch(func, args, kwargs)
-        if getattr(func, "__module__", "") == _DISTRIBUTED:
+        if getattr(func, "__module__", "") == DISTRIBUTED:
             return _communicate(func, func.__name__, args, kwargs)
         with _plain():
             if func in METADATA or func in MEMORY:

@@ -47,6 +47,7 @@ DEVICE = frozenset(
 # Of memory, which a stand-in has not.
 MEMORY = frozenset((_tensor.data_ptr, _tensor.untyped_storage, _tensor.storage, _tensor._typed_storage))
 
+DISTRIBUTED = "torch.distributed.distributed_c10d"  # the module of functions that read and write by address
 AUTOGRAD = frozenset((torch.autograd.grad, torch.autograd.backward, _tensor.backward))
 
 # Each element of the result depends on that element of the operands alone, whatever part a kernel is given.

@@ -5,7 +5,7 @@ addresses from the unit's use in a pass until the unit loses its memory. Else it
 ``detach``). Its class is its own one while a module of the unit runs forward or backward, or while it is held
 (GatheredParameters). Else it is that of a stand-in (``make_plain``, ``make_stand_ins``). So forward, compiled code and
 autograd see ordinary parameters. What a program does between passes is seen by the stand-in, also where the unit is
-still whole. In use, "its own class" is a subclass of it, with which ``make_stand_ins`` sees changes by ``.data``, too.
+still whole. In use, "its own class" is a subclass of it ([Note: in use]), so that ``make_stand_ins`` sees changes.
 Thread rule: as UnitLife.
 """
 
@@ -18,13 +18,15 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from zcomm import _core
 from zcomm.zero.units import stand_in
+from zcomm.zero.units.in_use import Lease, class_in_use
+from zcomm.zero.units.memory import UnitMemory
 from zcomm.zero.units.stand_in import Act
-from zcomm.zero.units.unit import Unit
+from zcomm.zero.units.unit import Unit, UnitState
 
 _plain: Any = torch._C.DisableTorchFunctionSubclass
 _tensor: Any = torch.Tensor
-_SET_DATA = _tensor.data.__set__
 _CLOSED = (
     "its ZeroOptimizer is closed, and the weights were on other ranks or a drive: before close() call save(), "
     "full_state_dict(), or export"
@@ -40,27 +42,16 @@ def _hollow(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torc
     )
 
 
-def _class_in_use(own: Any) -> type:
-    """Make the class of parameters of class ``own`` while a module that has them runs.
-
-    Its ``data`` shares the version counter, as ``detach()`` does, so that no change passes ``make_stand_ins`` unseen.
-    """
-
-    def get_data(param: Any) -> torch.Tensor:
-        seen: torch.Tensor = param.detach()
-        return seen
-
-    def deepcopy(param: Any, memo: dict[int, Any]) -> Any:
-        made = own.__deepcopy__(param, memo)
-        made.__class__ = own
-        return made
-
-    body = {"data": property(get_data, _SET_DATA), "__deepcopy__": deepcopy, "__module__": own.__module__}
-    return type(own.__name__, (own,), body)
-
-
 # A parameter, its classes in use and as stand-in, the hollow tensor.
 _Entry = tuple[nn.Parameter, type, type, torch.Tensor]
+
+
+def _versions(entries: Sequence[_Entry]) -> list[tuple[int, int]]:
+    return [(param._version, _tensor.data_ptr(param)) for param, _, _, _ in entries]
+
+
+def _checksum(param: nn.Parameter) -> int:
+    return _core.crc32c(_tensor.data_ptr(param), param.nbytes)
 
 
 class Store(Protocol):
@@ -80,6 +71,7 @@ class Life(Protocol):
 
     held: set[int]
     running: int
+    memory: UnitMemory
 
     def before_edit(self, unit: Unit, name: str) -> None: ...
 
@@ -106,6 +98,7 @@ class UnitWeights:
         self._stamps = [0] * len(params)
         self._entries_of: dict[int, list[_Entry]] = {}  # by number of the unit
         self._made_plain: dict[int, list[tuple[int, int]]] = {}  # the same: versions and addresses as they became plain
+        self._exposed: dict[int, dict[int, int]] = {}  # the same: by id(), checksums of those with a known address
         self._warned = False
         self.aside: set[int] = set()  # numbers of parameters that are ordinary ones of another dtype for now
         self.edits = 0
@@ -123,7 +116,7 @@ class UnitWeights:
             self._own[number] = own = type(param)
             if own not in self._kinds:
                 self._kinds[own] = stand_in.class_for(own, self)
-                self._used[own] = _class_in_use(own)
+                self._used[own] = class_in_use(own, self)
         self._hollows[number] = _hollow(self._shapes[number], dtype, device)
         self._empty(number)
 
@@ -169,7 +162,8 @@ class UnitWeights:
         entries = self._entries(unit)
         for param, used, _, _ in entries:
             param.__class__ = used
-        self._made_plain[unit.index] = [(param._version, param.data_ptr()) for param, _, _, _ in entries]
+        self._exposed.pop(unit.index, None)
+        self._made_plain[unit.index] = _versions(entries)
 
     def make_stand_ins(self, unit: Unit) -> None:
         """Make them stand-ins again.
@@ -178,13 +172,17 @@ class UnitWeights:
         memory. A rank that is alone keeps the change.
         """
         before, entries = self._made_plain.pop(unit.index, None), self._entries(unit)
+        exposed = self._exposed.pop(unit.index, {})
         values = []
         if before is not None and len(before) == len(entries):
             with _plain():
-                now = [(param._version, param.data_ptr()) for param, _, _, _ in entries]
-                if now != before:
-                    pairs = zip(entries, now, before, strict=True)
-                    values = [(entry[0], entry[0].detach().clone()) for entry, a, b in pairs if a != b]
+                now = _versions(entries)
+                if now != before or exposed:
+                    values = [
+                        (param, _tensor.detach(param).clone())
+                        for (param, _, _, _), a, b in zip(entries, now, before, strict=True)
+                        if a != b or (id(param) in exposed and exposed[id(param)] != _checksum(param))
+                    ]
         for param, _, kind, _ in entries:
             param.__class__ = kind
         unit.plain = unit.parted = False
@@ -242,6 +240,24 @@ class UnitWeights:
 
     def has(self, param: nn.Parameter) -> bool:
         return id(param) in self._numbers
+
+    # --- Owner, of parameters in use ----------------------------------------------------------------------------
+
+    def lease(self, param: nn.Parameter) -> Lease:
+        unit = self._store.unit_of(self._numbers[id(param)])
+        return Lease(self, self.name(param), param, unit, self.life.memory.place_of(unit))
+
+    def has_memory(self, lease: Lease) -> bool:
+        return lease.unit.state is UnitState.GATHERED and self.life.memory.place_of(lease.unit) is lease.place
+
+    def is_used(self, lease: Lease) -> bool:
+        return lease.unit.plain and id(lease.param) not in self.life.held
+
+    def expose(self, lease: Lease) -> None:
+        if lease.unit.plain and lease.param.device.type == "cpu":
+            known = self._exposed.setdefault(lease.unit.index, {})
+            if id(lease.param) not in known:
+                known[id(lease.param)] = _checksum(lease.param)
 
     # --- Keeper -------------------------------------------------------------------------------------------------
 
