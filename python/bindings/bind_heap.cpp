@@ -14,10 +14,12 @@ void bind_heap(py::module_& m) {
   m.def("table_nbytes", &heap::table_nbytes);
   m.def("moves_mappings", &heap::moves_mappings);
   py::class_<heap::AddressRange, std::shared_ptr<heap::AddressRange>>(m, "AddressRange")
-      .def(py::init([](std::size_t nbytes) {
-             return std::make_shared<heap::AddressRange>(heap::AddressRange::reserve(nbytes));
+      .def(py::init([](std::size_t nbytes, bool reads_nan) {
+             using heap::AddressRange;
+             const auto unmapped = reads_nan ? AddressRange::Unmapped::kNan : AddressRange::Unmapped::kFault;
+             return std::make_shared<AddressRange>(AddressRange::reserve(nbytes, unmapped));
            }),
-           py::arg("nbytes"))
+           py::arg("nbytes"), py::arg("reads_nan") = false)
       .def_property_readonly("nbytes", &heap::AddressRange::nbytes)
       .def("memory",
            [](std::shared_ptr<heap::AddressRange> self, std::size_t offset, std::size_t nbytes) {

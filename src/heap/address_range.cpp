@@ -1,12 +1,14 @@
 // AddressRange: reserved addresses with segments mapped behind parts of them ([Note: address range]).
 //
-// Invariant: every page of the range is always mapped, PROT_NONE where nothing lies behind it, so that no other
-// allocation can slip into a gap. Thread rule: as the caller orders it; disjoint parts may be changed at once.
+// Invariant: every page of the range is always mapped, PROT_NONE or read-only where nothing lies behind it, so that no
+// other allocation can slip into a gap. Thread rule: as the caller orders it; disjoint parts may be changed at once.
 // Source: mmap(2), mremap(2).
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdint>
+#include <cstring>
 #include <utility>
 
 #include "base/error.hpp"
@@ -21,6 +23,7 @@ namespace zcomm::heap {
 namespace {
 
 constexpr int kEmptyFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+constexpr std::size_t kMostNanMappings = 16384;
 constexpr int kMove = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP;
 
 void check_pages(const char* name, std::size_t value) {
@@ -48,23 +51,52 @@ void check_inside(const char* what, std::size_t offset, std::size_t nbytes, std:
   }
 }
 
+/// table_nbytes() of read-only pages with all bits set, or null where the system gives none. Shared, so that mremap(2)
+/// maps them a second time; for the life of the process.
+void* nan_pages() {
+  static void* const pages = [] {
+    void* const data = ::mmap(nullptr, table_nbytes(), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (data == MAP_FAILED) return static_cast<void*>(nullptr);
+    std::memset(data, 0xFF, table_nbytes());
+    ::mprotect(data, table_nbytes(), PROT_READ);
+    return data;
+  }();
+  return pages;
+}
+
+/// Maps nan_pages() over [begin, end), one mapping after the other; returns false where the system refuses.
+bool map_nan(std::byte* begin, const std::byte* end) {
+  void* const pages = nan_pages();
+  if (pages == nullptr) return false;
+  for (std::byte* at = begin; at < end; at += table_nbytes()) {
+    const std::size_t nbytes = std::min<std::size_t>(table_nbytes(), static_cast<std::size_t>(end - at));
+    if (::mremap(pages, 0, nbytes, MREMAP_MAYMOVE | MREMAP_FIXED, at) == MAP_FAILED) return false;
+  }
+  return true;
+}
+
 }  // namespace
 
-AddressRange AddressRange::reserve(std::size_t nbytes) {
+AddressRange AddressRange::reserve(std::size_t nbytes, Unmapped unmapped) {
   check_pages("nbytes", nbytes);
   AddressRange range;
   if (nbytes == 0) return range;
   range.data_ = reserve_aligned(nbytes);
   range.nbytes_ = nbytes;
+  // Of the mappings that a process may have (65,530 by default) most are left to others.
+  range.unmapped_ = nbytes / table_nbytes() < kMostNanMappings ? unmapped : Unmapped::kFault;
   return range;
 }
 
 AddressRange::AddressRange(AddressRange&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)), nbytes_(std::exchange(other.nbytes_, 0)) {}
+    : data_(std::exchange(other.data_, nullptr)),
+      nbytes_(std::exchange(other.nbytes_, 0)),
+      unmapped_(other.unmapped_) {}
 
 AddressRange& AddressRange::operator=(AddressRange&& other) noexcept {
   std::swap(data_, other.data_);
   std::swap(nbytes_, other.nbytes_);
+  std::swap(unmapped_, other.unmapped_);
   return *this;
 }
 
@@ -92,6 +124,7 @@ void AddressRange::unmap(std::size_t offset, std::size_t nbytes) {
   check_pages("nbytes", nbytes);
   check_inside("an address range", offset, nbytes, nbytes_);
   if (nbytes == 0) return;
+  if (unmapped_ == Unmapped::kNan && map_nan(data_ + offset, data_ + offset + nbytes)) return;
   if (::mmap(data_ + offset, nbytes, PROT_NONE, kEmptyFlags | MAP_FIXED, -1, 0) == MAP_FAILED) {
     throw_system_error(errno, text("cannot unmap ", nbytes, " bytes of an address range"));
   }

@@ -38,13 +38,17 @@ class Segment {
 ///
 /// Stage 3 with swapped parameters gives every unit fixed addresses and maps a slot of a small ring behind them while
 /// the unit is gathered: views that autograd saved in forward stay valid in backward, and no memory is allocated.
-/// What is not mapped is PROT_NONE. All offsets and sizes are multiples of the page size.
+/// What is not mapped is PROT_NONE; in a range with Unmapped::kNan, what has been unmapped reads as NaN and cannot be
+/// written. All offsets and sizes are multiples of the page size.
 /// Mapping costs something for each page, moving a mapping (take) next to nothing: the system moves whole page tables
 /// where both places begin at a multiple of table_nbytes(). Ranges do.
 class AddressRange {
  public:
+  /// What reading does where something was mapped, and is no more. kNan: each number of each float format is NaN.
+  enum class Unmapped { kFault, kNan };
+
   AddressRange() = default;
-  static AddressRange reserve(std::size_t nbytes);
+  static AddressRange reserve(std::size_t nbytes, Unmapped unmapped = Unmapped::kFault);
   AddressRange(AddressRange&& other) noexcept;
   AddressRange& operator=(AddressRange&& other) noexcept;
   ~AddressRange();
@@ -65,6 +69,7 @@ class AddressRange {
  private:
   std::byte* data_ = nullptr;
   std::size_t nbytes_ = 0;
+  Unmapped unmapped_ = Unmapped::kFault;
 };
 
 std::size_t page_nbytes();

@@ -2,6 +2,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cmath>
 #include <csignal>
 #include <cstring>
 
@@ -15,18 +16,26 @@ using heap::Segment;
 
 namespace {
 
-/// Whether reading `at` kills a process.
-bool faults(const std::byte* at) {
+/// Whether `access` kills a process.
+template <class Access>
+bool kills(const Access& access) {
   const pid_t child = ::fork();
   if (child == 0) {
     std::signal(SIGSEGV, SIG_DFL);
-    const volatile std::byte* p = at;
-    (void)*p;
+    access();
     ::_exit(0);
   }
   int status = 0;
   ::waitpid(child, &status, 0);
   return WIFSIGNALED(status) && WTERMSIG(status) == SIGSEGV;
+}
+
+bool faults(const std::byte* at) {
+  return kills([at] { (void)*static_cast<const volatile std::byte*>(at); });
+}
+
+bool faults_in_writing(std::byte* at) {
+  return kills([at] { *static_cast<volatile std::byte*>(at) = std::byte{1}; });
 }
 
 }  // namespace
@@ -86,6 +95,35 @@ TEST(AddressRange, takes_what_another_one_shows) {
     EXPECT_TRUE(faults(fixed.data() + offset + nbytes - 1));
     EXPECT_EQ(static_cast<int>(aside.data()[5]), 99);
   }
+}
+
+TEST(AddressRange, reads_nan_where_something_was) {
+  const std::size_t table = heap::table_nbytes(), page = heap::page_nbytes(), nbytes = 2 * table + page;
+  AddressRange range = AddressRange::reserve(4 * table, AddressRange::Unmapped::kNan);
+  EXPECT_TRUE(faults(range.data()));
+  Segment segment = Segment::create(nbytes);
+  for (const std::size_t offset : {std::size_t{0}, page, table}) {
+    range.map(offset, segment, 0, nbytes);
+    range.data()[offset] = std::byte{7};
+    range.unmap(offset, nbytes);
+    for (const std::size_t at : {std::size_t{0}, table - 8, table, nbytes - 8}) {
+      double wide = 0;
+      float narrow = 0;
+      std::memcpy(&wide, range.data() + offset + at, sizeof wide);
+      std::memcpy(&narrow, range.data() + offset + at, sizeof narrow);
+      EXPECT_TRUE(std::isnan(wide));
+      EXPECT_TRUE(std::isnan(narrow));
+    }
+    EXPECT_TRUE(faults_in_writing(range.data() + offset));
+    EXPECT_TRUE(faults_in_writing(range.data() + offset + nbytes - 1));
+    EXPECT_EQ(static_cast<int>(segment.data()[0]), 7);
+  }
+  range.map(0, segment, 0, nbytes);
+  EXPECT_EQ(static_cast<int>(range.data()[0]), 7);
+  AddressRange huge = AddressRange::reserve(std::size_t{16384} * table, AddressRange::Unmapped::kNan);
+  huge.map(0, segment, 0, page);
+  huge.unmap(0, page);  // so many mappings would be taken from the rest of the process
+  EXPECT_TRUE(faults(huge.data()));
 }
 
 TEST(AddressRange, moves) {

@@ -2,7 +2,8 @@
 
 [Note: unit addresses] Every unit has fixed addresses in a reserved range and no memory behind them. It is gathered into
 a slot of a small ring, which is then mapped behind the unit's addresses. Views that autograd saved in forward point to
-the unit's own addresses. So they are right again in backward, where the unit has been gathered anew.
+the unit's own addresses. So they are right again in backward, where the unit has been gathered anew. Between the two
+they read NaN: a view that the program has kept gives no number that could pass for a weight.
 Thread rule: as UnitLife; ``_fill`` on the gathering thread.
 """
 
@@ -52,7 +53,7 @@ class HostMemory(UnitMemory):
         *offsets, end = accumulate(rooms, initial=0)
         for unit, offset in zip(self.units, offsets, strict=True):
             unit.offset = offset
-        self._range = _core.AddressRange(max(end, table))
+        self._range = _core.AddressRange(max(end, table), reads_nan=True)
 
     def _allocate(self) -> None:
         kept, blocks = [u for u in self.units if u.keep], [u.nbytes for u in self.units if not u.keep]

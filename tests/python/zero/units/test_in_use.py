@@ -190,6 +190,20 @@ def test_what_outlives_its_forward_raises(tmp_path: Path, name: str) -> None:
     opt.close()
 
 
+@pytest.mark.usefixtures("alone")
+def test_views_that_outlive_their_forward_read_nan(tmp_path: Path) -> None:
+    """A view that autograd knows, as ``weight.t()``, is an ordinary tensor."""
+    model, opt = built(lambda weight: (weight.t(), weight.detach().numpy()), str(tmp_path))
+    model(torch.ones(2, SIZE)).sum().backward()
+    opt.step()
+    for layer in model:
+        view, array = layer.kept
+        assert view.isnan().all() and np.isnan(array).all()
+    loss = model(torch.ones(2, SIZE)).sum()
+    assert loss.isfinite()
+    opt.close()
+
+
 class Root(nn.Module):
     """A model with a weight of its own; the root unit keeps its memory until the step."""
 
