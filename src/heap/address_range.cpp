@@ -23,7 +23,8 @@ namespace zcomm::heap {
 namespace {
 
 constexpr int kEmptyFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-constexpr std::size_t kMostNanMappings = 16384;
+constexpr std::size_t kNanNbytes = 4 * table_nbytes();  // one mapping costs some 4 us, and each process has these pages
+constexpr std::size_t kMostNanMappings = 8192;
 constexpr int kMove = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP;
 
 void check_pages(const char* name, std::size_t value) {
@@ -51,14 +52,14 @@ void check_inside(const char* what, std::size_t offset, std::size_t nbytes, std:
   }
 }
 
-/// table_nbytes() of read-only pages with all bits set, or null where the system gives none. Shared, so that mremap(2)
+/// kNanNbytes of read-only pages with all bits set, or null where the system gives none. Shared, so that mremap(2)
 /// maps them a second time; for the life of the process.
 void* nan_pages() {
   static void* const pages = [] {
-    void* const data = ::mmap(nullptr, table_nbytes(), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    void* const data = ::mmap(nullptr, kNanNbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (data == MAP_FAILED) return static_cast<void*>(nullptr);
-    std::memset(data, 0xFF, table_nbytes());
-    ::mprotect(data, table_nbytes(), PROT_READ);
+    std::memset(data, 0xFF, kNanNbytes);
+    ::mprotect(data, kNanNbytes, PROT_READ);
     return data;
   }();
   return pages;
@@ -68,8 +69,8 @@ void* nan_pages() {
 bool map_nan(std::byte* begin, const std::byte* end) {
   void* const pages = nan_pages();
   if (pages == nullptr) return false;
-  for (std::byte* at = begin; at < end; at += table_nbytes()) {
-    const std::size_t nbytes = std::min<std::size_t>(table_nbytes(), static_cast<std::size_t>(end - at));
+  for (std::byte* at = begin; at < end; at += kNanNbytes) {
+    const std::size_t nbytes = std::min<std::size_t>(kNanNbytes, static_cast<std::size_t>(end - at));
     if (::mremap(pages, 0, nbytes, MREMAP_MAYMOVE | MREMAP_FIXED, at) == MAP_FAILED) return false;
   }
   return true;
@@ -84,7 +85,7 @@ AddressRange AddressRange::reserve(std::size_t nbytes, Unmapped unmapped) {
   range.data_ = reserve_aligned(nbytes);
   range.nbytes_ = nbytes;
   // Of the mappings that a process may have (65,530 by default) most are left to others.
-  range.unmapped_ = nbytes / table_nbytes() < kMostNanMappings ? unmapped : Unmapped::kFault;
+  range.unmapped_ = nbytes / kNanNbytes < kMostNanMappings ? unmapped : Unmapped::kFault;
   return range;
 }
 
