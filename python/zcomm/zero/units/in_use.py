@@ -11,6 +11,7 @@ Thread rule: as UnitLife.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +31,8 @@ _tensor: Any = torch.Tensor
 _GET_DATA, _SET_DATA = _tensor.data.__get__, _tensor.data.__set__
 _GET_BASE = _tensor._base.__get__
 _ADDRESSES = MEMORY | {_tensor.__dlpack__}
-_COMPILER = str(Path(torch.__file__).parent / "_")  # its modules, and the code that they generate
+# Files of zcomm, and of torch's compiler with the code that it generates.
+_NOT_OF_PROGRAM = (str(Path(__file__).parents[2]) + os.sep, str(Path(torch.__file__).parent / "_"))
 _TAKEN = "this tensor is its .data or .detach() of a forward or backward that has ended"
 
 
@@ -76,14 +78,16 @@ def class_in_use(own: Any, owner: Owner) -> type:
 
     def value(param: Any) -> torch.Tensor:
         seen: torch.Tensor = _tensor.detach(param)
-        return _value_in_use(seen, owner.lease(param)) if _asks_for_program() else seen
+        return _value_in_use(seen, owner.lease(param)) if _is_called_by_program() else seen
 
     def numpy(param: Any, *, force: bool = False) -> Any:
-        return _tensor.numpy(param) if param.requires_grad and not force else value(param).numpy(force=force)
+        if param.requires_grad and not force:
+            return _tensor.numpy(param)  # raises
+        return _value_in_use(_tensor.detach(param), owner.lease(param)).numpy(force=force)
 
     def exposing(name: str) -> Callable[..., Any]:
         def method(param: Any, *args: Any, **kwargs: Any) -> Any:
-            if _asks_for_program():
+            if _is_called_by_program():
                 owner.expose(owner.lease(param))
             return getattr(own, name)(param, *args, **kwargs)
 
@@ -126,7 +130,7 @@ class ValueInUse(torch.Tensor):
             if isinstance(leaf, ValueInUse):
                 leases.append(leaf._zcomm_lease)
                 leases[-1].check(writing=any(leaf is other for other in written))
-        if func in _ADDRESSES:
+        if func in _ADDRESSES and _is_called_by_program():
             leases[0].owner.expose(leases[0])
         with _plain():
             result = (_tensor.detach if func == _GET_DATA else func)(*args, **kwargs)
@@ -155,12 +159,12 @@ class ValueInUse(torch.Tensor):
 skip(ValueInUse.__torch_function__.__func__.__code__)  # type: ignore[attr-defined]
 
 
-def _asks_for_program() -> bool:
-    """Return False where torch's compiler calls the method of the parameter.
+def _is_called_by_program() -> bool:
+    """Return False where zcomm, or torch's compiler, calls the caller of this function.
 
-    It runs graphs on plain tensors, makes fake ones, and traces what is done to them.
+    A compiler runs graphs on plain tensors, makes fake ones, and traces what is done to them.
     """
-    if torch.compiler.is_compiling() or sys._getframe(2).f_code.co_filename.startswith(_COMPILER):
+    if torch.compiler.is_compiling() or sys._getframe(2).f_code.co_filename.startswith(_NOT_OF_PROGRAM):
         return False
     fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     return fake is None and torch._guards.TracingContext.try_get() is None

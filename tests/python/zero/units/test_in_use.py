@@ -19,6 +19,7 @@ import simulated
 import zcomm
 from device_jobs import Job
 from test_device_peers import DELAY_S, ordinary, ranks, seeding
+from zcomm.zero.units import weights
 
 __all__ = ["ordinary"]  # a fixture
 
@@ -129,6 +130,22 @@ def test_arrays_are_read_only(tmp_path: Path, name: str) -> None:
     """No version counter would see what is written there."""
     with pytest.raises(ValueError, match="read-only"):
         trained(ARRAYS[name], str(tmp_path))
+
+
+@pytest.mark.usefixtures("alone")
+def test_ordinary_training_compares_no_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks on saved tensors ask for addresses, too."""
+
+    def refuse(param: nn.Parameter) -> int:
+        raise AssertionError("a weight was read")
+
+    def scaled(weight: nn.Parameter) -> torch.Tensor:
+        return (weight * weight.detach() * weight.data[0]).sum()
+
+    monkeypatch.setattr(weights, "_checksum", refuse)
+    trained(scaled, str(tmp_path))
+    with pytest.raises(AssertionError, match="a weight was read"):
+        trained(CHANGES["address"], str(tmp_path))
 
 
 @pytest.mark.slow
