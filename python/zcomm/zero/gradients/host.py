@@ -92,7 +92,7 @@ class OwnGradients:
             shard = bucket.shard(rank)
             for index in bucket.params:
                 place = geometry.places[index]
-                low, high = max(place.offset, shard.start), min(place.offset + place.count, shard.stop)
+                low, high = place.within(shard)
                 if 2 * (high - low) >= place.count > 0:
                     self._cuts[index] = _Cut(low - place.offset, high - place.offset, low - shard.start)
         self._kept: dict[int, list[tuple[_OwnSpan, torch.Tensor]]] = {}  # by bucket

@@ -92,7 +92,7 @@ class GradientValues:
         """Return this rank's elements of a gradient in its accumulator, and which of the parameter they are."""
         place, bucket = self._geometry.places[index], self._geometry.bucket_of(index)
         shard = bucket.shard(self._comm.rank)
-        low, high = max(place.offset, shard.start), min(place.offset + place.count, shard.stop)
+        low, high = place.within(shard)
         if low >= high:
             return None
         view = self._accumulators.shard(bucket)[low - shard.start : high - shard.start]

@@ -27,20 +27,20 @@ class Place:
     count: int
     shape: torch.Size
 
+    def within(self, part: slice) -> tuple[int, int]:
+        """Return begin and end in the bucket of its elements in ``part`` of that; begin >= end: it has none there."""
+        return max(self.offset, part.start), min(self.offset + self.count, part.stop)
+
 
 @dataclass(frozen=True)
 class FlatBucket:
-    """A range of the flat index.
-
-    ``count`` elements from ``begin`` of the flat index; each rank's shard of it is ``shard_count`` elements.
-    """
+    """``count`` elements from ``begin`` of the flat index; each rank's shard of it is ``shard_count`` elements."""
 
     index: int
     section: int
     unit: int
     begin: int
     count: int
-    shard_begin: int
     shard_count: int
     params: tuple[int, ...]
 
@@ -55,7 +55,7 @@ class Geometry:
     sections: for each the shapes of its parameters, in the order of their global numbering. trained: so many of the
     sections, the first ones, are trained, and the others frozen (None: all are trained). units: the unit of each (None:
     its own number), of ``unit_count``. ``buckets``, ``count`` and ``shard_count`` are those of what is trained;
-    ``every``, ``every_count`` and ``every_shard_count`` have the frozen ones, too. align: elements; see BucketLayout.
+    ``every`` and ``every_count`` have the frozen ones, too. align: elements; see BucketLayout.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Geometry:
         self.every: list[FlatBucket] = []
         unit_of = range(len(sections)) if units is None else units
         self.unit_buckets: list[list[int]] = [[] for _ in range(len(sections) if unit_count is None else unit_count)]
-        self.every_count = self.every_shard_count = 0
+        self.every_count = 0
         for section, shapes in enumerate(sections):
             first = FIRST_NBYTES if section == 0 else None  # the bucket that is reduced when backward has ended
             layout = BucketLayout(shapes, world_size, bucket_nbytes, align, itemsize, first)
@@ -91,13 +91,11 @@ class Geometry:
         for slot in layout.slots:
             self.places.append(Place(first_bucket + slot.bucket, slot.offset, slot.count, slot.shape))
         for bucket in layout.buckets:
-            shard_count = layout.shard_count(bucket.index)
+            index, shard_count = first_bucket + bucket.index, layout.shard_count(bucket.index)
             params = tuple(first_param + t for t in bucket.tensors)
-            index, begins = first_bucket + bucket.index, (self.every_count, self.every_shard_count)
             self.unit_buckets[unit].append(index)
-            self.every.append(FlatBucket(index, section, unit, begins[0], bucket.count, begins[1], shard_count, params))
+            self.every.append(FlatBucket(index, section, unit, self.every_count, bucket.count, shard_count, params))
             self.every_count += bucket.count
-            self.every_shard_count += shard_count
 
     def bucket_of(self, param: int) -> FlatBucket:
         return self.every[self.places[param].bucket]
@@ -122,9 +120,7 @@ class Geometry:
             yield slice(end, bucket.count)
 
     def runs(self, bucket: FlatBucket, part: slice, group_of: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Return runs of one param group.
-
-        ``part`` of a bucket cut where the parameter group changes: (begin, end, group), relative to ``part``.
+        """Cut ``part`` of a bucket where the param group changes: (begin, end, group), relative to ``part``.
 
         Padding belongs to the parameter before it: its gradients are zero, so it stays zero.
         """

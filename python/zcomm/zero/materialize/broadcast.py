@@ -76,7 +76,7 @@ def _first_values(
         comm.broadcast(master, root=0, name=f"weights of bucket {bucket.index}")
     for index, read in reads.items():
         place = geometry.places[index]
-        low, high = max(place.offset, part.start), min(place.offset + place.count, part.stop)
+        low, high = place.within(part)
         if low < high:
             master[low:high] = read(low - place.offset, high - place.offset)
 

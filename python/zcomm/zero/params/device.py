@@ -23,10 +23,10 @@ from zcomm.comm.communicator import Communicator
 from zcomm.comm.work import Work
 from zcomm.memory.device_streams import DeviceLane
 from zcomm.zero.layout.flat import FlatBucket, Geometry
-from zcomm.zero.params.stores import Form, HostStore, ParameterStore, SharedStore, form_of
+from zcomm.zero.params.stores import FlatStore, HostStore, SharedStore
 
 
-class DeviceStore(ParameterStore):
+class DeviceStore(FlatStore):
     """A store on a device, before a store of the host.
 
     host: what holds the weights on the host. No parameter points at it. on_device: numbers of buckets that ``host``
@@ -59,7 +59,6 @@ class DeviceStore(ParameterStore):
         self.all_ready = lane.event()
         self._others: deque[tuple[FlatBucket, Work]] = deque()  # their other parts are still to be sent
         self._stepped = False
-        self._forms: list[Form | None] = [None] * len(params)  # of the view that each parameter is
         self._versions = [-1] * len(params)  # of the parameters when their weights were published last
         self.on_sent: Callable[[int], None] = lambda bucket: None  # all its new weights are on their way, or there
 
@@ -73,9 +72,7 @@ class DeviceStore(ParameterStore):
 
     def commit(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
         self.save(bucket, weight)
-        for index in bucket.params:
-            own = self._params[index].data = self._own(index)
-            self._forms[index] = form_of(own)
+        super().commit(bucket, weight)
 
     def load(self, bucket: FlatBucket) -> torch.Tensor:
         if bucket.index in self.on_device:
@@ -94,7 +91,6 @@ class DeviceStore(ParameterStore):
         return self.load(bucket)
 
     def edited(self, bucket: FlatBucket) -> bool:
-        """Return True if the program has changed a parameter of ``bucket`` since the last step."""
         return any(self._edited(index) for index in bucket.params)
 
     def _edited(self, param: int) -> bool:
@@ -105,7 +101,7 @@ class DeviceStore(ParameterStore):
             bucket = self._geometry.bucket_of(index)
             if bucket.index not in self.on_device and self._edited(index):
                 place, part = self._geometry.places[index], self.part(bucket)
-                low, high = max(place.offset, part.start), min(place.offset + place.count, part.stop)
+                low, high = place.within(part)
                 if low < high:
                     here = self._host.load(bucket)[low - part.start : high - part.start]
                     here.copy_(self._bucket(bucket)[low:high])
@@ -115,19 +111,8 @@ class DeviceStore(ParameterStore):
         super().count_change()
         self._versions = [param._version for param in self._params]
 
-    def detached(self) -> Iterator[int]:
-        for index, (param, form) in enumerate(zip(self._params, self._forms, strict=True)):
-            if form_of(param) != form and index not in self._holds:
-                yield index
-
-    def own_copy(self, param: int) -> torch.Tensor:
-        return self._own(param).clone()
-
     def adopt(self, param: int, value: torch.Tensor) -> None:
-        own = self._own(param)
-        overlaps = value.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
-        own.copy_(value.clone() if overlaps else value)
-        self._params[param].data = own
+        super().adopt(param, value)
         self._versions[param] = -1
 
     def there(self, bucket: FlatBucket) -> torch.Tensor:
@@ -226,16 +211,10 @@ class DeviceStore(ParameterStore):
         """Let the stream of an update on another thread see one bucket, as ``arrive`` does."""
         self._lane.current().wait(self._ready[bucket])
 
-    # --- whole parameters -------------------------------------------------------------------------------------
+    # --- memory -----------------------------------------------------------------------------------------------
 
     def _bucket(self, bucket: FlatBucket) -> torch.Tensor:
         return self._flat[bucket.begin : bucket.begin + bucket.count]
-
-    def full(self, param: int) -> torch.Tensor:
-        return self._params[param].detach().clone()
-
-    def _own(self, param: int) -> torch.Tensor:
-        return self._geometry.view(self._bucket(self._geometry.bucket_of(param)), param)
 
     @property
     def nbytes_by_tier(self) -> dict[str, int]:

@@ -13,8 +13,9 @@ which ``p.data.mul_()`` does not move.
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 
@@ -223,48 +224,33 @@ class ParameterStore(ABC):
             param.data = param.data.clone()
 
 
-class HostStore(ParameterStore):
-    """All parameters in one flat tensor of this process's memory, at addresses that never change.
+class FlatStore(ParameterStore):
+    """A store with parameters that are views of one flat tensor, at addresses that never change."""
 
-    begins: where each bucket is in it; None: as in the flat index. Buckets that are not in it are elsewhere.
-    """
+    _flat: torch.Tensor
 
     def __init__(
         self,
         params: Sequence[torch.nn.Parameter],
         geometry: Geometry,
         comm: Communicator,
-        flat: torch.Tensor,
+        dtype: torch.dtype,
         tiers: Sequence[str],
-        begins: dict[int, int] | None = None,
     ) -> None:
-        super().__init__(params, geometry, comm, flat.dtype, tiers)
-        self._flat = flat
+        super().__init__(params, geometry, comm, dtype, tiers)
         self._forms: list[Form | None] = [None] * len(params)  # of the view that each parameter is
-        self._begins = {bucket.index: bucket.begin for bucket in geometry.every} if begins is None else begins
 
+    @abstractmethod
     def _bucket(self, bucket: FlatBucket) -> torch.Tensor:
-        begin = self._begins[bucket.index]
-        return self._flat[begin : begin + bucket.count]
+        """Return the weights of a whole bucket."""
 
-    def _kept(self, bucket: FlatBucket) -> int:
-        return bucket.count if bucket.index in self._begins else 0
-
-    def begin(self, bucket: FlatBucket) -> torch.Tensor:
-        return self._bucket(bucket)[self.part(bucket)]
+    def _own(self, param: int) -> torch.Tensor:
+        return self._geometry.view(self._bucket(self._geometry.bucket_of(param)), param)
 
     def commit(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
         for index in bucket.params:
             own = self._params[index].data = self._own(index)
             self._forms[index] = form_of(own)
-
-    def iter_shards(self, reverse: bool = False) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
-        buckets = [bucket for bucket in self._geometry.buckets if bucket.index in self._begins]
-        for bucket in reversed(buckets) if reverse else buckets:
-            yield bucket, self.load(bucket)
-
-    def load(self, bucket: FlatBucket) -> torch.Tensor:
-        return self._bucket(bucket)[self.part(bucket)]
 
     def detached(self) -> Iterator[int]:
         for index, (param, form) in enumerate(zip(self._params, self._forms, strict=True)):
@@ -280,29 +266,12 @@ class HostStore(ParameterStore):
         own.copy_(value.clone() if overlaps else value)
         self._params[param].data = own
 
-    def save(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
-        pass  # load() gave the memory itself
-
     def full(self, param: int) -> torch.Tensor:
         return self._params[param].detach().clone()
 
-    def _own(self, param: int) -> torch.Tensor:
-        return self._geometry.view(self._bucket(self._geometry.bucket_of(param)), param)
 
-
-def _begins(geometry: Geometry, without: Collection[int]) -> tuple[dict[int, int], int]:
-    """Return where each bucket but those ``without`` begins, one behind the other, and where the last one ends."""
-    begins, count = {}, 0
-    for bucket in geometry.every:
-        if bucket.index not in without:
-            begins[bucket.index] = count
-            count += bucket.count
-    return begins, count
-
-
-class SharedStore(HostStore):
-    """A store with one copy for the host, of which parameters are copy-on-write views ([Note: edited weights]).
-    without: buckets that it does not have."""
+class HostStore(FlatStore):
+    """Parameters in this process's memory. empty: allocates elements of a dtype. without: buckets kept elsewhere."""
 
     def __init__(
         self,
@@ -311,10 +280,52 @@ class SharedStore(HostStore):
         comm: Communicator,
         dtype: torch.dtype,
         tiers: Sequence[str],
-        without: Collection[int] = (),
+        empty: Callable[[int, torch.dtype], torch.Tensor],
+        without: Collection[int],
     ) -> None:
-        begins, count = _begins(geometry, without)
-        super().__init__(params, geometry, comm, comm.shared_empty(count, dtype), tiers, begins)
+        super().__init__(params, geometry, comm, dtype, tiers)
+        here = [bucket for bucket in geometry.every if bucket.index not in without]
+        ends = list(itertools.accumulate((bucket.count for bucket in here), initial=0))
+        self._ranges = {bucket.index: slice(*ends[n : n + 2]) for n, bucket in enumerate(here)}  # of the flat tensor
+        self._flat = empty(ends[-1], dtype)
+
+    def _bucket(self, bucket: FlatBucket) -> torch.Tensor:
+        return self._flat[self._ranges[bucket.index]]
+
+    def _kept(self, bucket: FlatBucket) -> int:
+        return bucket.count if bucket.index in self._ranges else 0
+
+    @property
+    def _trained(self) -> list[FlatBucket]:
+        return [bucket for bucket in self._geometry.buckets if bucket.index in self._ranges]
+
+    def begin(self, bucket: FlatBucket) -> torch.Tensor:
+        return self._bucket(bucket)[self.part(bucket)]
+
+    def iter_shards(self, reverse: bool = False) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
+        for bucket in reversed(self._trained) if reverse else self._trained:
+            yield bucket, self.load(bucket)
+
+    def load(self, bucket: FlatBucket) -> torch.Tensor:
+        return self._bucket(bucket)[self.part(bucket)]
+
+    def save(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
+        pass  # load() gave the memory itself
+
+
+class SharedStore(HostStore):
+    """A store with one copy for the host, of which parameters are copy-on-write views ([Note: edited weights])."""
+
+    def __init__(
+        self,
+        params: Sequence[torch.nn.Parameter],
+        geometry: Geometry,
+        comm: Communicator,
+        dtype: torch.dtype,
+        tiers: Sequence[str],
+        without: Collection[int],
+    ) -> None:
+        super().__init__(params, geometry, comm, dtype, tiers, comm.shared_empty, without)
         self._view: _core.PrivateView | None = None  # made by the first commit: not where parameters are on a device
         self._seen = torch.empty(0, dtype=dtype)  # the memory of the view: all elements as this rank's program has them
         self._own_parts: list[tuple[int, int]] = []  # bytes of this rank's parts
@@ -324,11 +335,11 @@ class SharedStore(HostStore):
         if self._view is None and self._flat.numel():
             self._view = _core.PrivateView(self._flat.data_ptr(), self._flat.nbytes)
             self._seen = tensor_of(self._view.memory(), self._dtype, self._flat.numel())
-            self._own_parts = [self._own_bytes(b) for b in self._geometry.every if b.index in self._begins]
+            self._own_parts = [self._own_bytes(b) for b in self._geometry.every if b.index in self._ranges]
         super().commit(bucket, weight)
 
     def _own_bytes(self, bucket: FlatBucket) -> tuple[int, int]:
-        begin, part, size = self._begins[bucket.index], self.part(bucket), self._dtype.itemsize
+        begin, part, size = self._ranges[bucket.index].start, self.part(bucket), self._dtype.itemsize
         return (begin + part.start) * size, (begin + part.stop) * size
 
     def take_edits(self) -> None:
@@ -344,8 +355,7 @@ class SharedStore(HostStore):
     def read(self, bucket: FlatBucket) -> torch.Tensor:
         if self._view is None or self._merged:
             return super().load(bucket)
-        begin = self._begins[bucket.index]
-        return self._seen[begin : begin + bucket.count][self.part(bucket)]
+        return self._seen[self._ranges[bucket.index]][self.part(bucket)]
 
     def spread(self) -> None:
         if not self._merged:
@@ -354,9 +364,7 @@ class SharedStore(HostStore):
         self._merged = False
 
     def _own(self, param: int) -> torch.Tensor:
-        bucket = self._geometry.bucket_of(param)
-        begin = self._begins[bucket.index]
-        return self._geometry.view(self._seen[begin : begin + bucket.count], param)
+        return self._geometry.view(self._seen[self._ranges[self._geometry.bucket_of(param).index]], param)
 
     def close(self) -> None:
         super().close()
@@ -369,7 +377,7 @@ class SharedStore(HostStore):
 
 class PrivateStore(HostStore):
     """A copy for each rank. ``replicated``: every rank updates all of it (stage 0, a world of one); otherwise parts
-    are gathered. without: buckets that it does not have."""
+    are gathered."""
 
     def __init__(
         self,
@@ -379,17 +387,16 @@ class PrivateStore(HostStore):
         dtype: torch.dtype,
         tiers: Sequence[str],
         replicated: bool,
-        without: Collection[int] = (),
+        without: Collection[int],
     ) -> None:
         self._replicated = replicated
-        begins, count = _begins(geometry, without)
-        super().__init__(params, geometry, comm, comm.empty(count, dtype), tiers, begins)
+        super().__init__(params, geometry, comm, dtype, tiers, comm.empty, without)
 
     def part(self, bucket: FlatBucket) -> slice:
         return slice(0, bucket.count) if self._replicated else super().part(bucket)
 
     def spread(self) -> None:
-        mine = [bucket for bucket in self._geometry.buckets if bucket.index in self._begins]
+        mine = self._trained
         if mine and not self._replicated:
             buckets = [self._bucket(bucket) for bucket in mine]
             shards = [flat[self.part(b)] for b, flat in zip(mine, buckets, strict=True)]
