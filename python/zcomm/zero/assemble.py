@@ -20,7 +20,6 @@ from zcomm.zero.async_step import AsyncStep
 from zcomm.zero.choose import StorePlan, make_state, make_store
 from zcomm.zero.device_step import DeviceStep
 from zcomm.zero.gradients import choose_transport
-from zcomm.zero.gradients.choose_transport import DeviceBuckets
 from zcomm.zero.gradients.device_norm import DeviceSquares
 from zcomm.zero.gradients.norm import GradientNorm
 from zcomm.zero.gradients.peers import PeersTransport
@@ -139,8 +138,8 @@ def build_parts(
         accumulators = choose_transport.on_host(plan)
     else:
         staged = any(isinstance(part, StagedState) for part in state.each())
-        buckets = DeviceBuckets(lane, store.on_device, peers, _weights_ready(store, lane), arena, locked=staged)
-        accumulators = choose_transport.on_device(plan, buckets)
+        ready = _weights_ready(store, lane)
+        accumulators = choose_transport.on_device(plan, lane, store.on_device, peers, ready, arena, locked=staged)
     reducer = GradientReducer(trained, sections.names[: len(trained)], plan, accumulators, overlap)
     hooks = None
     if isinstance(store, UnitStore):

@@ -27,7 +27,7 @@ from zcomm.zero import checkpoint, same_on_ranks
 from zcomm.zero.assemble import build_parts
 from zcomm.zero.called import explained
 from zcomm.zero.checkpoint import state_dict as torch_state
-from zcomm.zero.gradients.nonfinite import NonFinite
+from zcomm.zero.gradients.values import NonFinite
 from zcomm.zero.loss_scale import LossScale, LossScaler
 from zcomm.zero.memory import Memory, memory_of, stats_of, warn_of_integers
 from zcomm.zero.micro_steps import MicroSteps

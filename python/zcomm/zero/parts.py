@@ -21,9 +21,9 @@ from zcomm.memory.device_streams import DeviceLane
 from zcomm.zero.async_step import AsyncStep
 from zcomm.zero.device_step import DeviceStep
 from zcomm.zero.files.save_task import SaveTask
-from zcomm.zero.gradients.nonfinite import NonFinite
 from zcomm.zero.gradients.norm import GradientNorm
 from zcomm.zero.gradients.reducer import GradientReducer
+from zcomm.zero.gradients.values import NonFinite
 from zcomm.zero.layout.flat import Geometry
 from zcomm.zero.loss_scale import LossScaler
 from zcomm.zero.optim_state.ram import ShardState

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from zcomm.zero.gradients.nonfinite import NonFinite, find_nonfinite
 from zcomm.zero.gradients.norm import clip_factor
+from zcomm.zero.gradients.values import NonFinite
 from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.optim_state.ram import Run, ShardStep
 from zcomm.zero.params.device import DeviceStore
@@ -172,7 +172,7 @@ class OptimizerStep:
         """Find the parameter, and log it: each time where the step is skipped, elsewhere once. Collective."""
         parts, train = self._parts, self._train
         first_time = train.nonfinite is None
-        name = find_nonfinite(parts.reducer.accumulators, parts.geometry, parts.comm, parts.names)
+        name = parts.reducer.values.first_nonfinite()
         train.nonfinite = NonFinite(train.step_count, name)
         if parts.comm.rank != 0 or not (first_time or train.skip_nonfinite):
             return

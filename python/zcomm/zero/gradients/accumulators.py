@@ -101,7 +101,8 @@ class Accumulators:
     @property
     def waited_s(self) -> float:
         """Seconds of waiting for other ranks."""
-        return sum(transport.waited_s for transport in self.kinds)
+        ours = sum(transport.waited_s for transport in self.kinds)
+        return ours if self.device_slots is None else ours + self.device_slots.waited_s
 
     @property
     def nbytes_by_tier(self) -> dict[str, dict[str, int]]:

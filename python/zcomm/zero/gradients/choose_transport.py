@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any
 
 from zcomm import _core
@@ -18,22 +17,6 @@ from zcomm.zero.gradients.pinned import PinnedTransport
 from zcomm.zero.gradients.transport import ReducePlan, Transport
 
 
-@dataclass(frozen=True)
-class DeviceBuckets:
-    """Buckets of a model on the lane's device.
-
-    on_device: numbers of those that stay there. peers: between the ranks' devices, for these (None: one rank).
-    weights_ready: see PinnedTransport. locked: the host's accumulators are page-locked, for a step on the device.
-    """
-
-    lane: DeviceLane
-    on_device: Collection[int]
-    peers: Communicator | None
-    weights_ready: Any
-    arena: _core.PinnedArena
-    locked: bool
-
-
 def on_host(plan: ReducePlan) -> Accumulators:
     """Make the accumulators of a model on the CPU. Collective."""
     own = OwnGradients(plan.geometry, plan.comm.rank, plan.dtype) if plan.comm._core.reads_own_parts else None
@@ -41,22 +24,33 @@ def on_host(plan: ReducePlan) -> Accumulators:
     return Accumulators(plan.geometry, [host] * len(plan.geometry.buckets))
 
 
-def on_device(plan: ReducePlan, device: DeviceBuckets) -> Accumulators:
-    """Make the accumulators of a model on a device. Collective."""
-    lane = device.lane
-    leave = [bucket for bucket in plan.order if bucket.index not in device.on_device]
-    stay = [bucket for bucket in plan.order if bucket.index in device.on_device]
-    slots = DeviceSlots(plan, lane, device.peers)
+def on_device(
+    plan: ReducePlan,
+    lane: DeviceLane,
+    stays: Collection[int],
+    peers: Communicator | None,
+    weights_ready: Any,
+    arena: _core.PinnedArena,
+    locked: bool,
+) -> Accumulators:
+    """Make the accumulators of a model on the lane's device. Collective.
+
+    stays: numbers of the buckets that stay there. peers: between the ranks' devices, for these (None: one rank).
+    weights_ready: see PinnedTransport. locked: the host's accumulators are page-locked, for a step on the device.
+    """
+    leave = [bucket for bucket in plan.order if bucket.index not in stays]
+    stay = [bucket for bucket in plan.order if bucket.index in stays]
+    slots = DeviceSlots(plan, lane, peers)
     transport_of: dict[int, Transport] = {}
     squares = None
     if leave:
-        squares = PassSquares(DeviceSquares(lane, device.arena)) if plan.comm.world_size == 1 else None
-        pinned = PinnedTransport(plan, leave, slots, lane, device.weights_ready, squares)
+        squares = PassSquares(DeviceSquares(lane, arena)) if plan.comm.world_size == 1 else None
+        pinned = PinnedTransport(plan, leave, slots, lane, weights_ready, squares)
         transport_of |= dict.fromkeys((bucket.index for bucket in leave), pinned)
-        if device.locked:
+        if locked:
             lane.lock(pinned.flat)
     if stay:
-        peers = PeersTransport(plan, stay, slots, lane, device.peers)
-        transport_of |= dict.fromkeys((bucket.index for bucket in stay), peers)
+        there = PeersTransport(plan, stay, slots, lane, peers)
+        transport_of |= dict.fromkeys((bucket.index for bucket in stay), there)
     transports = [transport_of[bucket.index] for bucket in plan.geometry.buckets]
     return Accumulators(plan.geometry, transports, slots, squares)

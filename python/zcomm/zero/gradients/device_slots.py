@@ -21,7 +21,7 @@ from zcomm.zero.gradients.transport import ReducePlan
 from zcomm.zero.layout.flat import FlatBucket
 
 
-class DeviceSlots:
+class DeviceSlots(Slots):
     """The ring, and the devices that write into it. peers: those of other ranks that reach its memory (None: none do).
 
     freed: by slot: the event after which what read it last is done. waited_s: seconds of waiting for other ranks.
@@ -30,7 +30,6 @@ class DeviceSlots:
 
     def __init__(self, plan: ReducePlan, lane: DeviceLane, peers: Communicator | None) -> None:
         count, largest = plan.slot_count, max((bucket.count for bucket in plan.geometry.buckets), default=0)
-        self.plan = plan
         self._lane = lane
         self.freed = [lane.event() for _ in range(count)]
         self._filled = [lane.event() for _ in range(count)]
@@ -42,16 +41,8 @@ class DeviceSlots:
             lane.empty(largest, plan.dtype, what) if peers is None else lane.symmetric(peers, largest, plan.dtype, what)
             for _ in range(count)
         ]
-        self._ring = Slots(plan.geometry, plan.order, memory)
-        self.number = self._ring.number
+        super().__init__(plan.geometry, plan.order, memory)
         self.waited_s = 0.0
-
-    @property
-    def nbytes(self) -> int:
-        return self._ring.nbytes
-
-    def of(self, bucket: FlatBucket) -> torch.Tensor:
-        return self._ring.of(bucket)
 
     def enter(self, bucket: int) -> None:
         """Let torch's current stream write into the bucket's slot."""
@@ -66,7 +57,7 @@ class DeviceSlots:
     def put(self, index: int, grad: torch.Tensor | None) -> None:
         """See Transport.put."""
         self.enter(self._bucket_of[index])
-        view = self._ring.view(index)
+        view = self.view(index)
         if grad is None:
             view.zero_()
         else:
@@ -75,8 +66,8 @@ class DeviceSlots:
     def complete(self, bucket: FlatBucket) -> torch.Tensor:
         """Return the bucket's slot, with padding: it is about to be read."""
         self.enter(bucket.index)
-        self._ring.pad(bucket)
-        return self._ring.of(bucket)
+        self.pad(bucket)
+        return self.of(bucket)
 
     def written(self, bucket: FlatBucket) -> list[Any]:
         """Record events on the streams that have written into the slot; what comes next into it waits anew."""
@@ -117,4 +108,4 @@ class DeviceSlots:
 
     def close(self) -> None:
         self._shared.clear()
-        self._ring.close()
+        super().close()

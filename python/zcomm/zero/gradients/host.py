@@ -163,7 +163,8 @@ class HostTransport(Transport):
         largest = max((bucket.count for bucket in buckets), default=0)
         slots = Slots(plan.geometry, buckets, [plan.comm.empty(largest, plan.dtype) for _ in range(slot_count)])
         kept = sum(plan.kept(bucket) for bucket in buckets)
-        super().__init__(plan, buckets, plan.comm.empty(kept, torch.float32) if plan.replicated else private(kept))
+        flat = plan.comm.empty(kept, torch.float32) if plan.replicated else private(kept)
+        super().__init__(plan, buckets, flat, plan.comm)
         self.slots = slots
         self._own = own
         self.keeps = own is not None
@@ -171,13 +172,9 @@ class HostTransport(Transport):
         self._works: list[Work | None] = [None] * slot_count
         self._holder = [-1] * slot_count  # the bucket that was started last, by slot
         self._calls: dict[int, _Call] = {}
-        self._waited_s = 0.0
-
-    @property
-    def waited_s(self) -> float:
-        return self._waited_s
 
     def slot(self, bucket: FlatBucket) -> torch.Tensor:
+        """Return what ``reduce`` reads, [bucket.count]."""
         return self.slots.of(bucket)
 
     def put(self, index: int, grad: torch.Tensor | None) -> None:
@@ -223,7 +220,7 @@ class HostTransport(Transport):
         if work is not None:
             start = time.perf_counter()
             work.wait()
-            self._waited_s += time.perf_counter() - start
+            self.waited_s += time.perf_counter() - start
             self._works[number] = None
 
     def is_waiting(self) -> bool:
@@ -239,18 +236,10 @@ class HostTransport(Transport):
             self.wait(number)
 
     def release(self) -> None:
-        """Free the gradients of buckets that have been reduced.
-
-        Autograd's next ones take their memory, which the caches hold; an allocator would give it back to the system.
-        """
+        """Let autograd's next gradients take memory that the caches hold; an allocator gives it back to the system."""
         for number, work in enumerate(self._works):
             if work is not None and work.done():
                 self.wait(number)
-
-    def _gather(self, shards: list[torch.Tensor], wholes: list[torch.Tensor]) -> None:
-        start = time.perf_counter()
-        self.plan.comm.all_gather(shards, out=wholes, name="gradients")
-        self._waited_s += time.perf_counter() - start
 
     def forget(self) -> None:
         if self._own is not None:

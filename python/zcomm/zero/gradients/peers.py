@@ -10,7 +10,6 @@ Thread rule: as DeviceSlots.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import torch
@@ -47,20 +46,12 @@ class PeersTransport(Transport):
             flat = lane.symmetric(peers, kept, torch.float32, "gradients")
         else:
             flat = lane.empty(kept, torch.float32, "gradients")
-        super().__init__(plan, buckets, flat)
-        self._lane, self._slots, self._peers = lane, slots, peers
+        super().__init__(plan, buckets, flat, peers)
+        self._lane, self._slots = lane, slots
         self._added = {bucket.index: lane.event() for bucket in buckets}  # the bucket's last gradients have been
-        self._gathered_s = 0.0
-
-    @property
-    def waited_s(self) -> float:
-        return self._gathered_s + self._slots.waited_s
 
     def is_waiting(self) -> bool:
         return self._slots.is_waiting()
-
-    def slot(self, bucket: FlatBucket) -> torch.Tensor:
-        return self._slots.of(bucket)
 
     def put(self, index: int, grad: torch.Tensor | None) -> None:
         self._slots.put(index, grad)
@@ -69,10 +60,10 @@ class PeersTransport(Transport):
         source, stream, added = self._slots.complete(bucket), self._lane.current(), self._added[bucket.index]
         for event in (added, *self._slots.written(bucket)):
             stream.wait(event)
-        if self._peers is not None:
+        if self._comm is not None:
             name = f"gradients of bucket {bucket.index}"
             shard = [self.shards[bucket.index]]
-            _, work = self._peers.reduce_scatter(
+            _, work = self._comm.reduce_scatter(
                 [source], "avg", out=shard, accumulate=accumulate, name=name, async_op=True
             )
             assert isinstance(work, Work)
@@ -94,12 +85,6 @@ class PeersTransport(Transport):
         """Let what torch's stream is given next see the sum."""
         self._slots.join_bucket(bucket)
         self._lane.current().wait(self._added[bucket.index])
-
-    def _gather(self, shards: list[torch.Tensor], wholes: list[torch.Tensor]) -> None:
-        if self._peers is not None:
-            start = time.perf_counter()
-            self._peers.all_gather(shards, out=wholes, name="gradients")
-            self._gathered_s += time.perf_counter() - start
 
     @property
     def nbytes_by_tier(self) -> dict[str, dict[str, int]]:

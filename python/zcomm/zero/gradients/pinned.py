@@ -21,7 +21,7 @@ from zcomm.memory.device_streams import DeviceLane, own_pages
 from zcomm.zero.gradients.device_norm import PassSquares
 from zcomm.zero.gradients.device_slots import DeviceSlots
 from zcomm.zero.gradients.host import HostTransport
-from zcomm.zero.gradients.transport import SLOTS, ReducePlan, Transport
+from zcomm.zero.gradients.transport import SLOTS, ReducePlan
 from zcomm.zero.layout.flat import FlatBucket
 
 HOST_SLOTS_NBYTES = 1 << 30  # so far may backward run ahead of the host; at least SLOTS slots, at most all buckets
@@ -32,77 +32,53 @@ def host_slots(buckets: int, slot_nbytes: int) -> int:
     return min(buckets, max(SLOTS, HOST_SLOTS_NBYTES // max(slot_nbytes, 1)))
 
 
-class PinnedTransport(Transport):
-    """Transport of buckets that leave the device. host: their transport from the host slots on.
+class PinnedTransport(HostTransport):
+    """Transport of buckets that leave the device: through device slots into the host slots of a HostTransport.
 
     weights_ready: the event after which no copy of older weights to the device is on its way.
     squares: of what leaves (None: more than one rank).
-    Memory: host: host_slots() slots, and the accumulators.
+    Memory: host_slots() slots, and the accumulators.
     """
 
     def __init__(
         self,
         plan: ReducePlan,
         buckets: Sequence[FlatBucket],
-        slots: DeviceSlots,
+        device_slots: DeviceSlots,
         lane: DeviceLane,
         weights_ready: Any,
         squares: PassSquares | None,
     ) -> None:
         largest = max((bucket.count for bucket in buckets), default=0)
         count = host_slots(len(buckets), largest * plan.dtype.itemsize)
-        self.host = HostTransport(plan, buckets, count, private=own_pages)
-        super().__init__(plan, buckets, self.host.flat)
-        for memory in self.host.slots.memory:
+        super().__init__(plan, buckets, count, private=own_pages)
+        for memory in self.slots.memory:
             lane.lock(memory)
-        self._lane, self._slots, self._squares = lane, slots, squares
+        self._lane, self._device_slots, self._squares = lane, device_slots, squares
         self._weights_ready = weights_ready
         self._copied = [lane.event() for _ in range(count)]  # the copy into the host slot
         self._afters: list[Any] = [None] * count
 
-    @property
-    def waited_s(self) -> float:
-        return self.host.waited_s
-
-    def is_waiting(self) -> bool:
-        return self.host.is_waiting()
-
-    def slot(self, bucket: FlatBucket) -> torch.Tensor:
-        return self._slots.of(bucket)
-
     def put(self, index: int, grad: torch.Tensor | None) -> None:
-        self._slots.put(index, grad)
+        self._device_slots.put(index, grad)
 
     def start(self, bucket: FlatBucket, accumulate: bool) -> None:
-        source = self._slots.complete(bucket)
-        number = self.host.slots.number[bucket.index]
-        self.host.wait(number)  # the bucket that was there before has been added
-        written = self._slots.written(bucket)
+        source = self._device_slots.complete(bucket)
+        number = self.slots.number[bucket.index]
+        self.wait(number)  # the bucket that was there before has been added
+        written = self._device_slots.written(bucket)
         after = written if self._squares is None else self._squares.add(source, written)
-        freed = self._slots.freed[self._slots.number[bucket.index]]
-        copies = [(self.host.slot(bucket), source)]
+        freed = self._device_slots.freed[self._device_slots.number[bucket.index]]
+        copies = [(self.slot(bucket), source)]
         self._lane.d2h.copy(copies, [self._weights_ready, *after], self._copied[number], freed)
         self._begin_after(number)
-        self.host.reduce(bucket, accumulate)
+        self.reduce(bucket, accumulate)
 
     def _begin_after(self, number: int) -> None:
         """Let what the communicator is given next begin when the host slot is filled."""
         after = self.plan.comm._core.after(self._copied[number], True)
         self._afters[number] = after  # dropping it would wait
 
-    def finish(self, bucket: FlatBucket) -> None:
-        self.host.finish(bucket)
-
-    def finish_all(self) -> None:
-        self.host.finish_all()
-
-    def _gather(self, shards: list[torch.Tensor], wholes: list[torch.Tensor]) -> None:
-        self.host._gather(shards, wholes)
-
     @property
     def nbytes_by_tier(self) -> dict[str, dict[str, int]]:
-        return {"cpu": {"gradients": self.flat.nbytes, "slots": self.host.slots.nbytes}}
-
-    def close(self) -> None:
-        self.host.close()
-        super().close()
+        return {"cpu": {"gradients": self.flat.nbytes, "slots": self.slots.nbytes}}

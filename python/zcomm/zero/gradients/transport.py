@@ -8,6 +8,7 @@ Thread rule: as GradientReducer.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,43 +46,36 @@ class ReducePlan:
         """Elements of the bucket's accumulator."""
         return bucket.count if self.replicated else bucket.shard_count
 
-    def split(self, flat: torch.Tensor, buckets: Sequence[FlatBucket]) -> dict[int, torch.Tensor]:
-        """Cut ``flat`` into the accumulators of ``buckets``, by number, first bucket first."""
-        ascending = sorted(buckets, key=lambda bucket: bucket.index)
-        parts = flat.split([self.kept(bucket) for bucket in ascending])
-        return {bucket.index: part for bucket, part in zip(ascending, parts, strict=True)}
-
-    def shards(self, sums: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Return this rank's shards of the accumulators ``sums``, by number."""
-        if not self.replicated:
-            return dict(sums)
-        own = self.comm.rank
-        return {index: whole[self.geometry.buckets[index].shard(own)] for index, whole in sums.items()}
-
 
 class Transport(ABC):
     """The way of ``buckets``, in launch order. Every rank starts the same buckets in the same order.
 
     on_device: the accumulators are there. keeps: gradients may stay alive until their bucket is reduced; ``release``
     frees them.
+    comm: gathers what is replicated; None: this rank is alone.
     sums: accumulators, fp32, by bucket: whole ones where they are replicated. shards: this rank's shards of them.
+    waited_s: seconds of waiting for other ranks.
     Invariant: ``start`` comes after ``put`` of all of the bucket's parameters, and ``finish`` after ``start``.
     """
 
     on_device = False
     keeps = False
 
-    def __init__(self, plan: ReducePlan, buckets: Sequence[FlatBucket], flat: torch.Tensor) -> None:
-        """Set the memory of the accumulators, ``flat``."""
+    def __init__(
+        self, plan: ReducePlan, buckets: Sequence[FlatBucket], flat: torch.Tensor, comm: Communicator | None
+    ) -> None:
+        """Set the memory of the accumulators, ``flat``: first bucket first."""
         self.plan = plan
         self.buckets = list(buckets)
         self.flat = flat
-        self.sums = plan.split(flat, self.buckets)
-        self.shards = plan.shards(self.sums)
-
-    @abstractmethod
-    def slot(self, bucket: FlatBucket) -> torch.Tensor:
-        """Return the memory that ``put`` writes to, [bucket.count]."""
+        self._comm = comm
+        self.waited_s = 0.0
+        ascending = sorted(buckets, key=lambda bucket: bucket.index)
+        parts = flat.split([plan.kept(bucket) for bucket in ascending])
+        self.sums: dict[int, torch.Tensor] = {b.index: part for b, part in zip(ascending, parts, strict=True)}
+        self.shards = dict(self.sums)
+        if plan.replicated:
+            self.shards = {bucket.index: self.sums[bucket.index][bucket.shard(plan.comm.rank)] for bucket in ascending}
 
     @abstractmethod
     def put(self, index: int, grad: torch.Tensor | None) -> None:
@@ -108,22 +102,16 @@ class Transport(ABC):
 
     def gather(self) -> None:
         """Give every rank the whole averages (replicated accumulators only). Collective."""
-        if self.buckets:
-            self._gather(list(self.shards.values()), list(self.sums.values()))
-
-    @abstractmethod
-    def _gather(self, shards: list[torch.Tensor], wholes: list[torch.Tensor]) -> None: ...
+        if self.buckets and self._comm is not None:
+            start = time.perf_counter()
+            self._comm.all_gather(list(self.shards.values()), out=list(self.sums.values()), name="gradients")
+            self.waited_s += time.perf_counter() - start
 
     def release(self) -> None:  # noqa: B027
         """Free the gradients of buckets that have been reduced, if ``keeps``. Does not wait."""
 
     def forget(self) -> None:  # noqa: B027
         """Forget gradients of a pass that failed: their bucket was not started."""
-
-    @property
-    @abstractmethod
-    def waited_s(self) -> float:
-        """Seconds of waiting for other ranks."""
 
     @property
     @abstractmethod

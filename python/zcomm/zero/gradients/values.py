@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -21,6 +22,14 @@ from zcomm.zero.gradients.local_sums import LocalSums
 from zcomm.zero.layout.flat import Geometry
 
 Change = Callable[[torch.Tensor, slice], None]  # of flat values, which are those elements of the parameter
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """A gradient that was not finite. step: optimizer step, from 1, skipped ones included. parameter: its name."""
+
+    step: int
+    parameter: str
 
 
 class Passes(Protocol):
@@ -228,6 +237,16 @@ class GradientValues:
         if local is not None:
             value += local.view(-1).cpu() * times
         return value.view(place.shape)
+
+    def first_nonfinite(self) -> str:
+        """Name the first parameter with a gradient that is not finite. Collective; some rank's part must have one."""
+        self._accumulators.finish()
+        count = self._geometry.trained_count
+        owned = ((index, self.own(index)) for index in range(count))
+        bad = (index for index, own in owned if own is not None and not bool(torch.isfinite(own[0]).all()))
+        first = torch.tensor([next(bad, count)])
+        self._comm.all_reduce(first, op="min", name="first non-finite gradient")
+        return self.names[int(first)] if int(first) < count else "none that is left"
 
     def norm(self, index: int, ord: float) -> torch.Tensor:
         """Return the norm of a gradient, a float64 scalar on the CPU. Collective, once for all that have changed."""

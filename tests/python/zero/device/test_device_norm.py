@@ -50,7 +50,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def told_norm(self: OptimizerStep) -> float:
         total = norm(self)
         pinned = next(each for each in self._parts.reducer.accumulators.kinds if not each.on_device)
-        works = [work for work in pinned.host._works if work is not None]
+        works = [work for work in pinned._works if work is not None]
         events.append(f"{sum(not work.done() for work in works)} on their way")
         return total
 

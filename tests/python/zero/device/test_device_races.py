@@ -102,7 +102,7 @@ class Watched:
             original(this, bucket)
             self.touch(
                 self.lane.stream,
-                this.of(this.plan.geometry.buckets[bucket]),
+                this.of(this._geometry.buckets[bucket]),
                 "w",
                 f"gradients into the slot of bucket {bucket}",
             )
