@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from zcomm.zero.rules.cohorts import reset_counters
 from zcomm.zero.rules.rule import SWITCHES, Rule
 
 _INSTEAD = {
@@ -23,7 +24,6 @@ _INSTEAD = {
     "load_state_dict": "call load_state_dict() of the ZeroOptimizer",
     "add_param_group": "give all groups to the optimizer before the ZeroOptimizer is made",
 }
-_COUNTERS = ("step", "buffered")  # entries of a group that a ZeroOptimizer adds while it trains
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
@@ -107,8 +107,7 @@ class ParamGroups:
         vars(self._given).update(self._calls)
         for group, params in zip(self._given.param_groups, self._before, strict=False):
             group["params"] = params
-            for key in _COUNTERS:
-                group.pop(key, None)
+            reset_counters(group)
         self._given = None
         self._watched.clear()
 

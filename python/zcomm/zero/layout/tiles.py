@@ -37,9 +37,7 @@ def core_shard(
     state_dtype: torch.dtype = torch.float32,
     first_index: int = 0,
 ) -> _core.OptimShard:
-    """Return a shard as the kernels take it.
-
-    Elements [begin, end) of a tile, or of a whole shard, as the kernels take them; ``state`` is flat uint8.
+    """Return elements [begin, end) of a tile, or of a whole shard, as the kernels take them; ``state`` is flat uint8.
 
     first_index: of element 0, modulo 2^64 (bf16 state is rounded by chance that follows from step and index).
     """
@@ -105,10 +103,10 @@ class TileForm:
     def array(self, state: torch.Tensor, count: int, name: str) -> torch.Tensor:
         """Return the array ``name`` (codes where they are that; or fp16's "master", fp32) of one tile, without a
         copy."""
-        size, head = self.state_dtype.itemsize * count, self._scales_nbytes(count)
         if name == "master":
-            return state[head + len(self.arrays) * size :].view(torch.float32)
-        begin = head + self.arrays.index(name) * size
+            return self._low(state, count).view(torch.float32)
+        size = self.state_dtype.itemsize * count
+        begin = self._scales_nbytes(count) + self.arrays.index(name) * size
         return state[begin : begin + size].view(self.state_dtype)
 
     def codes(self, state: torch.Tensor, count: int, part: slice) -> Coded:
@@ -135,6 +133,7 @@ class TileForm:
         return core_shard(weight, master, self._low(state, weight.numel()), 0, weight.numel())
 
     def _low(self, state: torch.Tensor, count: int) -> torch.Tensor:
+        """Return what lies behind the arrays: bf16's remainder or fp16's master."""
         return state[self._scales_nbytes(count) + self.state_dtype.itemsize * len(self.arrays) * count :]
 
     def reordered(self, state: torch.Tensor, count: int, master_first: bool) -> torch.Tensor:

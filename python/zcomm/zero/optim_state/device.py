@@ -12,21 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from copy import copy as shallow_copy
 
 import torch
 
 from zcomm import _core
 from zcomm.memory.device_streams import DeviceLane
 from zcomm.zero.layout.tiles import TilePart, cut
-from zcomm.zero.optim_state.ram import ShardState, ShardStep, StateSnapshot, runs_in
-from zcomm.zero.optim_state.swap_file import AnyCopy
+from zcomm.zero.optim_state.ram import ShardStep, WholeState, runs_in
 from zcomm.zero.rules.rule import Rule
 
 PLACE_NBYTES = 256  # the state of a bucket begins at multiples of it
 
 
-class DeviceState(ShardState):
+class DeviceState(WholeState):
     """State on a device. counts: 0 for buckets with state elsewhere. Raises: CudaError where there is no room."""
 
     def __init__(self, counts: Sequence[int], dtype: torch.dtype, rule: Rule, lane: DeviceLane) -> None:
@@ -39,10 +37,6 @@ class DeviceState(ShardState):
         self._states = [room[:size] for room, size in zip(memory.split(rooms), sizes, strict=True)]
         self._master_first = rule.master_first and dtype == torch.float16
 
-    def _part(self, bucket: int, part: slice) -> torch.Tensor:
-        state: torch.Tensor = self._states[bucket]
-        return state[self.form.nbytes(part.start) : self.form.nbytes(part.stop)]
-
     @contextmanager
     def tile(self, bucket: int, part: slice, *, load: bool = True, store: bool = False) -> Iterator[torch.Tensor]:
         there, count = self._part(bucket, part), part.stop - part.start
@@ -52,14 +46,6 @@ class DeviceState(ShardState):
         yield host
         if store:
             there.copy_(self.form.reordered(host, count, True) if self._master_first else host)
-
-    def flush(self) -> None:
-        pass  # nothing does
-
-    def snapshot(self, copy: AnyCopy | None) -> StateSnapshot:
-        twin = shallow_copy(self)
-        twin._states = [state.to("cpu", copy=True) for state in self._states]
-        return twin
 
     def step(self, shards: Iterator[ShardStep], reverse: bool = False) -> None:
         for shard in shards:
@@ -93,6 +79,3 @@ class DeviceState(ShardState):
             for begin, end, hyper in runs_in(shard.runs, tile):
                 own = TilePart(weight[inside], grad[inside], state, begin, end, tile.start)
                 self.rule.step_on(stream, self.form, own, hyper)
-
-    def close(self) -> None:
-        self._states.clear()

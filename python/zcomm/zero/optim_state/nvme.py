@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -52,34 +52,31 @@ def place(counts: Sequence[int], tiers: Sequence[str], fraction: float) -> tuple
 def swap_nbytes(counts: Sequence[int], tiers: Sequence[str], fraction: float, form: TileForm) -> int:
     """Return the bytes of a swap file that holds the swapped ones; extents begin at pages."""
     spans, swapped = place(counts, tiers, fraction)
+    return sum(_pages(form.nbytes(span[2])) for span, on_drive in zip(spans, swapped, strict=True) if on_drive)
+
+
+def _pages(nbytes: int) -> int:
     page = _core.page_nbytes()
-    sizes = [form.nbytes(count) for (_, _, count), on_drive in zip(spans, swapped, strict=True) if on_drive]
-    return sum(-(-size // page) * page for size in sizes)
+    return -(-nbytes // page) * page
 
 
 class SpansSnapshot:
-    """A swapped state as it was: for reading, on one thread, one span at a time in RAM."""
+    """A swapped state as it was: for reading, on one thread, one span at a time in RAM. copy: of the swap file."""
 
-    def __init__(
-        self,
-        form: TileForm,
-        locate: Callable[[int, slice], tuple[Span, slice]],
-        in_ram: dict[Span, torch.Tensor],
-        key_of: Callable[[Span], str],
-        copy: AnyCopy,
-    ) -> None:
-        self.form = form
-        self._locate, self._in_ram, self._key_of, self._copy = locate, in_ram, key_of, copy
+    def __init__(self, state: SwappedState, copy: AnyCopy) -> None:
+        self.form = state.form
+        self._state, self._copy = state, copy
+        self._in_ram = {span: memory.clone() for span, memory in state._in_ram.items()}
         self._last: tuple[Span, torch.Tensor] | None = None
 
     def tile(self, bucket: int, part: slice, *, load: bool = True, store: bool = False) -> Held:
         assert not store
-        span, inside = self._locate(bucket, part)
+        span, inside = self._state._locate(bucket, part)
         in_ram = self._in_ram.get(span)
         if in_ram is not None:
             return nullcontext(in_ram[inside])
         if self._last is None or self._last[0] != span:
-            self._last = span, self._copy.load(self._key_of(span))
+            self._last = span, self._copy.load(self._state._keys[self._state._numbers[span]])
         return nullcontext(self._last[1][inside])
 
 
@@ -103,7 +100,7 @@ class SwappedState(ShardState):
         self._swap = swap
         self._place_spans(arena, tiers, fraction)
         largest = max((count for _, _, count in self._swapped), default=0)
-        self._span_nbytes = -(-self.form.nbytes(largest) // _core.page_nbytes()) * _core.page_nbytes()
+        self._span_nbytes = _pages(self.form.nbytes(largest))
         windows = min(WINDOWS, len(self._swapped))
         memory = tensor_of(arena.allocate(windows * self._span_nbytes), torch.uint8) if windows else torch.empty(0)
         # Before the windows: attributes are dropped in this order, and a dropped Work is waited for.
@@ -222,11 +219,7 @@ class SwappedState(ShardState):
 
     def snapshot(self, copy: AnyCopy | None) -> SpansSnapshot:
         assert copy is not None
-        in_ram = {span: memory.clone() for span, memory in self._in_ram.items()}
-        return SpansSnapshot(self.form, self._locate, in_ram, self._span_key, copy)
-
-    def _span_key(self, span: Span) -> str:
-        return self._keys[self._numbers[span]]
+        return SpansSnapshot(self, copy)
 
     # --- the update --------------------------------------------------------------------------------------------
 

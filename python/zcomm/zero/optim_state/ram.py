@@ -1,8 +1,6 @@
-"""Optimizer state of this rank's shards, in tiles ([Note: state tile] in layout/tiles.py), in RAM or on NVMe.
+"""Optimizer state of this rank's shards, in tiles ([Note: state tile] in layout/tiles.py), and its tier RAM.
 
-One pass of the rule per tile over (gradient, weight, state). In RAM the tiles of a bucket lie back to back. On NVMe
-each tile is one extent and passes through a ring of windows (nvme.py).
-Both tiers run the same arithmetic on the same elements, so the bits are equal.
+All tiers run the same arithmetic on the same elements (one pass of the rule per tile), so the bits are equal.
 """
 
 from __future__ import annotations
@@ -74,8 +72,7 @@ class ShardState(ABC):
         """Open the state of one tile as flat uint8; ``store`` keeps what was changed. load False: all of it will be
         written."""
 
-    @abstractmethod
-    def flush(self) -> None:
+    def flush(self) -> None:  # noqa: B027
         """Start the writes of what belongs on a drive."""
 
     @abstractmethod
@@ -123,7 +120,24 @@ class ShardState(ABC):
     def close(self) -> None: ...
 
 
-class RamState(ShardState):
+class WholeState(ShardState):
+    """State in one memory, of the host or of a device. ``_states``: by bucket, its tiles back to back."""
+
+    _states: list[torch.Tensor]
+
+    def _part(self, bucket: int, part: slice) -> torch.Tensor:
+        return self._states[bucket][self.form.nbytes(part.start) : self.form.nbytes(part.stop)]
+
+    def snapshot(self, copy: AnyCopy | None) -> StateSnapshot:
+        twin = shallow_copy(self)
+        twin._states = [state.to("cpu", copy=True) for state in self._states]
+        return twin
+
+    def close(self) -> None:
+        self._states.clear()
+
+
+class RamState(WholeState):
     """State in host memory (tier "cpu") or beside the model (tier "device"; the same memory on the CPU).
 
     tiers: of each bucket. fraction: of what is in "cpu"; the rest counts as "device".
@@ -149,26 +163,11 @@ class RamState(ShardState):
         # A kernel takes all tiles of a shard in one call, and has more to share among its threads.
         self._whole = rule.spans_tiles and dtype != torch.float16
 
-    def _part(self, bucket: int, part: slice) -> torch.Tensor:
-        state: torch.Tensor = self._states[bucket]
-        return state[self.form.nbytes(part.start) : self.form.nbytes(part.stop)]
-
     def tile(self, bucket: int, part: slice, *, load: bool = True, store: bool = False) -> Held:
         return nullcontext(self._part(bucket, part))
-
-    def flush(self) -> None:
-        pass  # nothing does
-
-    def snapshot(self, copy: AnyCopy | None) -> StateSnapshot:
-        twin = shallow_copy(self)
-        twin._states = [state.clone() for state in self._states]
-        return twin
 
     def step(self, shards: Iterator[ShardStep], reverse: bool = False) -> None:
         for shard in shards:
             count = self.counts[shard.bucket]
             for part in [slice(0, count)] if self._whole else cut(count):
                 self._step_tile(shard, self._part(shard.bucket, part), part)
-
-    def close(self) -> None:
-        self._states.clear()

@@ -7,22 +7,12 @@ Thread rule: as ShardState.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy as shallow_copy
+from typing import Any
 
-from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.optim_state.device import DeviceState
 from zcomm.zero.optim_state.ram import Held, ShardState, ShardStep, StateSnapshot
 from zcomm.zero.optim_state.swap_file import AnyCopy
-
-
-class TiersSnapshot:
-    """A TieredState as it was."""
-
-    def __init__(self, form: TileForm, there: Sequence[bool], host: StateSnapshot, device: StateSnapshot) -> None:
-        self.form = form
-        self._there, self._host, self._device = there, host, device
-
-    def tile(self, bucket: int, part: slice, *, load: bool = True, store: bool = False) -> Held:
-        return (self._device if self._there[bucket] else self._host).tile(bucket, part, load=load, store=store)
 
 
 class TieredState(ShardState):
@@ -56,7 +46,9 @@ class TieredState(ShardState):
         self.device.renew()
 
     def snapshot(self, copy: AnyCopy | None) -> StateSnapshot:
-        return TiersSnapshot(self.form, self._there, self.host.snapshot(copy), self.device.snapshot(None))
+        twin: Any = shallow_copy(self)
+        twin.host, twin.device = self.host.snapshot(copy), self.device.snapshot(None)
+        return twin  # type: ignore[no-any-return]
 
     def step(self, shards: Iterator[ShardStep], reverse: bool = False) -> None:
         self.host.step(self._others(shards), reverse)

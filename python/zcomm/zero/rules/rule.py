@@ -153,6 +153,7 @@ class FusedRule(Rule):
     NotImplementedError.
     """
 
+    spans_tiles = True
     on_device = "stream"
     master_first = True
 
@@ -185,10 +186,6 @@ class FusedRule(Rule):
             self.arrays = self._twin.ARRAYS
         return adopted
 
-    @property
-    def spans_tiles(self) -> bool:  # type: ignore[override]
-        return True
-
     def check(self, group: dict[str, Any]) -> None:
         for key, parameter in inspect.signature(type(self._twin)).parameters.items():
             if key in group:
@@ -213,31 +210,28 @@ class FusedRule(Rule):
         if self._twin.COUNTS:
             hyper.step = group["step"]
         if self.name == "sgd":
-            self._prepare_buffer(group, hyper)
+            hyper.buffer = bool(self.arrays)
+            if hyper.momentum != 0:  # as in torch the buffer begins as the gradient of the first step with momentum
+                hyper.first = not group.get("buffered", False)
+                group["buffered"] = True
         return hyper
 
-    def _prepare_buffer(self, group: dict[str, Any], hyper: _core.SgdParams) -> None:
-        """Start the momentum buffer as torch does: as the gradient of the first step that has momentum."""
-        hyper.buffer = bool(self.arrays)
-        if hyper.momentum == 0:
-            return
-        hyper.first = not group.get("buffered", False)
-        group["buffered"] = True
-
     def step(self, form: TileForm, part: TilePart, hyper: Any) -> None:
-        first = 0
-        if self.indexed:
-            hyper, first = hyper.hyper, hyper.first + part.at
         fp16 = form.dtype == torch.float16
         master = form.master(part.weight, part.state) if fp16 else part.weight
-        shard = core_shard(master, part.grad, part.state, part.begin, part.end, form.state_dtype, first)
+        shard, hyper = self._core_shard(form, part, master, hyper)
         self._kernel(shard, hyper, 0, part.squares)
         if fp16:
             part.weight[part.begin : part.end].copy_(master[part.begin : part.end])
 
     def step_on(self, stream: _core.Stream, form: TileForm, part: TilePart, hyper: Any) -> None:
+        self._stream_kernel(stream, *self._core_shard(form, part, part.weight, hyper))
+
+    def _core_shard(
+        self, form: TileForm, part: TilePart, weight: torch.Tensor, hyper: Any
+    ) -> tuple[_core.OptimShard, Any]:
+        """Return what a kernel takes: the shard and the hyperparameters."""
         first = 0
         if self.indexed:
             hyper, first = hyper.hyper, hyper.first + part.at
-        shard = core_shard(part.weight, part.grad, part.state, part.begin, part.end, form.state_dtype, first)
-        self._stream_kernel(stream, shard, hyper)
+        return core_shard(weight, part.grad, part.state, part.begin, part.end, form.state_dtype, first), hyper
