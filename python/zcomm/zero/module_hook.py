@@ -29,13 +29,7 @@ class Hook:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return inert
-
-    def __copy__(self) -> Callable[..., None]:
-        return inert
-
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> Any:  # what copies and pickles are made by
         return _inert_hook, ()
 
 

@@ -16,12 +16,13 @@ import torch
 from torch import nn
 
 from zcomm.comm.communicator import Communicator
+from zcomm.zero.agree import all_values
 from zcomm.zero.layout.sections import frozen_of, names_of
 from zcomm.zero.layout.unit_policy import choose_units
 from zcomm.zero.options import Units
 from zcomm.zero.parts import TrainState
 
-_SAID_NBYTES = 2000  # of a rank's differences
+_SAID = 2000  # characters of a rank's differences
 _SHOWN = 6
 
 
@@ -51,17 +52,15 @@ def check(train: TrainState, comm: Communicator, model: nn.Module | None, units:
         lines += _units(model, units)
     if callable(offload.optimizer) or callable(offload.params):
         lines += _tiers(train, model)
-    text = json.dumps(lines).encode()
-    digest = torch.tensor(list(hashlib.sha256(text).digest()), dtype=torch.uint8)
-    rows = _rows(comm, digest, "model and options: digest")
+    digest = torch.tensor(list(hashlib.sha256(json.dumps(lines).encode()).digest()), dtype=torch.uint8)
+    every = comm.all_gather(digest, name="model and options: digest")
+    assert isinstance(every, torch.Tensor)
+    rows = every.view(comm.world_size, -1)
     if bool((rows == rows[0]).all()):
         return
-    said = "; ".join(_differences(_of_rank_0(comm, text), lines)).encode()[:_SAID_NBYTES]
-    padded = torch.zeros(_SAID_NBYTES, dtype=torch.uint8)
-    if said:
-        padded[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
-    every = _rows(comm, padded, "model and options: differences")
-    texts = [bytes(row.numpy()).rstrip(b"\0").decode(errors="ignore") for row in every]
+    of_rank_0 = all_values(comm, lines if comm.rank == 0 else None, "model and options")[0]
+    differences = "; ".join(_differences([(name, value) for name, value in of_rank_0], lines))
+    texts = all_values(comm, differences[:_SAID], "model and options: differences")
     others = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
     more = f" | and {len(others) - 4} more ranks" if len(others) > 4 else ""
     raise ValueError(
@@ -121,23 +120,6 @@ def _tiers(train: TrainState, model: nn.Module | None) -> list[tuple[str, str]]:
         (f"tier of {names[key]}", f"{weights[key]}" + (f" (state: {state[key]})" if key in state else ""))
         for key in weights
     ]
-
-
-def _rows(comm: Communicator, mine: torch.Tensor, name: str) -> torch.Tensor:
-    """Each rank's bytes, in rank order."""
-    every = comm.all_gather(mine, name=name)
-    assert isinstance(every, torch.Tensor)
-    return every.view(comm.world_size, -1)
-
-
-def _of_rank_0(comm: Communicator, text: bytes) -> list[tuple[str, str]]:
-    length = torch.tensor([len(text)])
-    comm.broadcast(length, root=0, name="model and options: length")
-    data = torch.zeros(int(length), dtype=torch.uint8)
-    if comm.rank == 0:
-        data.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-    comm.broadcast(data, root=0, name="model and options")
-    return [(name, value) for name, value in json.loads(bytes(data.numpy()))]
 
 
 def _differences(theirs: list[tuple[str, str]], ours: list[tuple[str, str]]) -> list[str]:

@@ -15,7 +15,6 @@ import shutil
 import stat
 from io import BufferedReader, FileIO
 from pathlib import Path
-from types import TracebackType
 
 
 def is_plain_name(name: object) -> bool:
@@ -50,9 +49,7 @@ class Folder:
     def __enter__(self) -> Folder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -15,7 +15,6 @@ import os
 import re
 import shutil
 from pathlib import Path
-from types import TracebackType
 
 from zcomm.zero.files import durable
 from zcomm.zero.files.claim import Claim
@@ -71,9 +70,7 @@ class NewFolder:
     def __enter__(self) -> NewFolder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.discard()
 
 
@@ -112,9 +109,7 @@ class NewFile:
     def __enter__(self) -> NewFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.discard()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -56,22 +56,19 @@ def load_weights(
     else:
         parts = parts_of(target)
         model = parts.model
-    error: BaseException | None = None
-    found: dict[str, Entry] = {}
-    source: Source | None = None
-    try:
+    kept, source = Kept(), None
+    with kept.errors():  # `rename` is the program's
         if model is None:
             raise ValueError("load_weights needs names: build ZeroOptimizer with the model, not with its parameters")
         source = Source(where)
-        shapes = {} if parts is None else _sharded_shapes(parts)
+        places = parts.geometry.places if parts is not None else []
+        shapes = {number: places[index].shape for number, index in parts.index_of.items()} if parts is not None else {}
         found = match(model, _renamed(source.entries, rename), shapes, strict, where)
-    except BaseException as caught:  # `rename` is the program's
-        error = caught
     what = f"loading weights from {where}"
     if parts is not None:
-        agree(parts.comm, error, what)
-    elif error is not None:
-        raise error
+        agree(parts.comm, kept.error, what)
+    elif kept.error is not None:
+        raise kept.error
     assert model is not None and source is not None
     with torch.no_grad():
         if isinstance(target, nn.Module):
@@ -151,15 +148,6 @@ def _renamed(entries: Entries, rename: Callable[[str], str | None] | None) -> di
     return found
 
 
-def _sharded_shapes(parts: Parts) -> dict[int, torch.Size]:
-    return {number: parts.geometry.places[index].shape for number, index in parts.index_of.items()}
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """All names of the parameters and saved buffers."""
-    yield from model.state_dict(keep_vars=True).items()
-
-
 def _rank(dtype: torch.dtype) -> int:
     """Return 0 for integers, 1 for real and 2 for complex numbers."""
     return 2 if dtype.is_complex else int(dtype.is_floating_point)
@@ -170,7 +158,7 @@ def match(
 ) -> dict[str, Entry]:
     """Return by the model's name the entry to load, each tensor once. shapes: by id(), of what is not whole now."""
     found: dict[str, Entry] = {}
-    tensors = dict(_tensors(model))
+    tensors = model.state_dict(keep_vars=True)
     names: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         names.setdefault(id(tensor), []).append(name)
@@ -205,7 +193,7 @@ def _reader(source: Source, entry: Entry) -> Callable[[int, int], torch.Tensor]:
 
 
 def _load_model(model: nn.Module, source: Source, found: Entries) -> None:
-    tensors = dict(_tensors(model))
+    tensors = model.state_dict(keep_vars=True)
     for name, entry in found.items():
         if tensors[name].device.type == "meta":
             deferred.read_from(tensors[name], _reader(source, entry))
@@ -220,7 +208,7 @@ def _load_shards(parts: Parts, model: nn.Module, source: Source, found: Entries,
         parts.store.synchronize()
     agree(parts.comm, kept.error, what)  # no rank uses the old weights from here on
     with kept.errors():
-        _read_shards(parts, dict(_tensors(model)), source, found)
+        _read_shards(parts, model.state_dict(keep_vars=True), source, found)
     agree(parts.comm, kept.error, what)
     parts.store.publish()
     parts.comm.barrier(name="weights are loaded")

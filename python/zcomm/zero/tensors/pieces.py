@@ -8,6 +8,7 @@ Source: what DeepSpeed calls safe_get_full_fp32_param, safe_get_full_grad and so
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -99,7 +100,7 @@ def master(parts: Parts, index: int, root: int | None = None) -> torch.Tensor | 
     whole = parts.store.read(mine[0].bucket) if mine else local
     for piece in mine:
         weight = whole[piece.tile]
-        if form.dtype == torch.float32 or parts.geometry.is_frozen(index):
+        if _is_master(parts, index):
             local[piece.flat] = weight[piece.inside]
             continue
         with parts.state.tile(piece.bucket.index, piece.tile) as state:
@@ -122,63 +123,63 @@ def array(parts: Parts, index: int, key: str, root: int | None = None) -> torch.
 
 def set_master(parts: Parts, index: int, read: Callable[[slice], torch.Tensor]) -> None:
     """Make ``read(elements)``, fp32, this rank's part of the master and, rounded, of the weight. Then ``publish``."""
-    form, mine = parts.state.form, list(pieces(parts, index))
-    if not mine:
-        return
-    whole = parts.store.load(mine[0].bucket)
-    for piece in mine:
-        weight = whole[piece.tile]
-        if form.dtype == torch.float32 or parts.geometry.is_frozen(index):
-            weight[piece.inside] = read(piece.flat)
-        else:
-            with parts.state.tile(piece.bucket.index, piece.tile, store=True) as state:
-                exact = form.master(weight, state).clone()
-                exact[piece.inside] = read(piece.flat)
-                form.set_master(weight, state, exact)
-    parts.store.save(mine[0].bucket, whole)
+    with _weights(parts, index) as mine:
+        for piece, weight in mine:
+            if _is_master(parts, index):
+                weight[piece.inside] = read(piece.flat)
+            else:
+                _set_exact(parts, piece, weight, read(piece.flat))
 
 
 def change(parts: Parts, index: int, value: torch.Tensor) -> None:
     """Set weight and master to ``value`` (flat, in the weights' dtype) where it differs from the weight in any bit.
     Elsewhere the exact master stays. Then ``publish``."""
-    form, mine = parts.state.form, list(pieces(parts, index))
-    if not mine:
-        return
-    whole = parts.store.load(mine[0].bucket)
-    for piece in mine:
-        weight = whole[piece.tile]
-        new = value[piece.flat]
-        if form.dtype == torch.float32 or parts.geometry.is_frozen(index):
-            weight[piece.inside] = new
-        elif bool((changed := weight[piece.inside].view(torch.int16) != new.view(torch.int16)).any()):
-            with parts.state.tile(piece.bucket.index, piece.tile, store=True) as state:
-                exact = form.master(weight, state).clone()
-                exact[piece.inside] = torch.where(changed, new.float(), exact[piece.inside])
-                form.set_master(weight, state, exact)
-    parts.store.save(mine[0].bucket, whole)
+    edit(parts, index, lambda piece, elements: piece.copy_(value[elements]))
 
 
 def edit(parts: Parts, index: int, act: Callable[[torch.Tensor, slice], object]) -> None:
     """Change this rank's weights in place by ``act(piece, elements)``, as flat pieces in the weights' dtype. Weights
     with changed bits become their masters. Not collective; ``publish`` is not called."""
-    form, mine = parts.state.form, list(pieces(parts, index))
+    with _weights(parts, index) as mine:
+        if not mine:
+            act(torch.empty(0, dtype=parts.state.form.dtype), slice(0, 0))  # raises what it raises on other ranks
+        for piece, weight in mine:
+            if _is_master(parts, index):
+                act(weight[piece.inside], piece.flat)
+                continue
+            new = weight[piece.inside].clone()
+            act(new, piece.flat)
+            changed = weight[piece.inside].view(torch.int16) != new.view(torch.int16)
+            if bool(changed.any()):
+                _set_exact(parts, piece, weight, new.float(), changed)
+
+
+def _is_master(parts: Parts, index: int) -> bool:
+    """Return True if the weight is its own master."""
+    return parts.state.form.dtype == torch.float32 or parts.geometry.is_frozen(index)
+
+
+@contextmanager
+def _weights(parts: Parts, index: int) -> Iterator[list[tuple[Piece, torch.Tensor]]]:
+    """Load this rank's pieces, each with the weights of its tile; keep what the block has changed in these."""
+    mine = list(pieces(parts, index))
     if not mine:
-        act(torch.empty(0, dtype=form.dtype), slice(0, 0))  # raises what it raises on other ranks
+        yield []
         return
     whole = parts.store.load(mine[0].bucket)
-    for piece in mine:
-        weight = whole[piece.tile]
-        if form.dtype == torch.float32 or parts.geometry.is_frozen(index):
-            act(weight[piece.inside], piece.flat)
-            continue
-        new = weight[piece.inside].clone()
-        act(new, piece.flat)
-        if bool((changed := weight[piece.inside].view(torch.int16) != new.view(torch.int16)).any()):
-            with parts.state.tile(piece.bucket.index, piece.tile, store=True) as state:
-                exact = form.master(weight, state).clone()
-                exact[piece.inside] = torch.where(changed, new.float(), exact[piece.inside])
-                form.set_master(weight, state, exact)
+    yield [(piece, whole[piece.tile]) for piece in mine]
     parts.store.save(mine[0].bucket, whole)
+
+
+def _set_exact(
+    parts: Parts, piece: Piece, weight: torch.Tensor, value: torch.Tensor, where: torch.Tensor | None = None
+) -> None:
+    """Make ``value``, fp32, the master of a piece, all of it or ``where``, and its rounded value the weight."""
+    form = parts.state.form
+    with parts.state.tile(piece.bucket.index, piece.tile, store=True) as state:
+        exact = form.master(weight, state).clone()
+        exact[piece.inside] = value if where is None else torch.where(where, value, exact[piece.inside])
+        form.set_master(weight, state, exact)
 
 
 def codes(parts: Parts, index: int, root: int | None = None) -> Coded | None:
