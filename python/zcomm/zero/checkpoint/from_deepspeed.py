@@ -12,8 +12,9 @@ from __future__ import annotations
 import json
 import pickle
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ class _Trained:
     name: str
     shape: torch.Size
     group: int
-    arrays: dict[str, Read]
+    arrays: Mapping[str, Read]
     master: Read
 
 
@@ -93,7 +94,8 @@ def convert(source: Path, out: Path) -> list[str]:
 def _convert(folder: Path, models: list[Any], optims: list[Any], out: Path) -> list[str]:
     model, state = models[0], [optim["optimizer_state_dict"] for optim in optims]
     stage = int(state[0]["zero_stage"])
-    world_size = _most(state[0]["partition_count"])
+    count = state[0]["partition_count"]
+    world_size = max(count) if isinstance(count, list) else int(count)
     if world_size != len(optims):
         raise ValueError(f"{folder}: {world_size} ranks wrote it, but {len(optims)} *_optim_states.pt are there")
     if int(model.get("mp_world_size", 1)) != 1:
@@ -148,10 +150,6 @@ def _load(path: Path) -> Any:
         raise ValueError(f"{path}: not read, as it is a pickle that {what}") from None
 
 
-def _most(count: Any) -> int:
-    return max(count) if isinstance(count, list) else int(count)
-
-
 def _inner(state: dict[str, Any]) -> dict[str, Any]:
     """Return the optimizer's own state_dict."""
     found: dict[str, Any] = state.get("base_optimizer_state") or state["optimizer_state_dict"]
@@ -175,8 +173,8 @@ def _stages_1_2(model: Any, state: list[Any]) -> list[_Trained]:
             def read(parts: list[torch.Tensor], at: int = at, shape: torch.Size = shape) -> torch.Tensor:
                 return _cut(parts, at, at + shape.numel()).view(shape)
 
-            arrays = {key: _bind(read, [entry[key] for entry in entries]) for key in _arrays(entries[0])}
-            trained.append(_Trained(str(name), shape, group, arrays, _bind(read, masters)))
+            arrays = {key: partial(read, [entry[key] for entry in entries]) for key in _arrays(entries[0])}
+            trained.append(_Trained(str(name), shape, group, arrays, partial(read, masters)))
             at += shape.numel() + (paddings[group][number] if paddings is not None else 0)
     return trained
 
@@ -198,15 +196,11 @@ def _stage_3(model: Any, state: list[Any]) -> list[_Trained]:
                 whole = torch.cat([_cut(pieces, at, at + part, equal=False) for pieces in ranks])
                 return whole[: shape.numel()].view(shape)
 
-            arrays = {key: _bind(read, [[entry[key] for entry in rank] for rank in entries]) for key in keys}
-            master = _bind(read, [one["fp32_flat_groups"] for one in state])
+            arrays = {key: partial(read, [[entry[key] for entry in rank] for rank in entries]) for key in keys}
+            master = partial(read, [one["fp32_flat_groups"] for one in state])
             trained.append(_Trained(str(name), shape, group, arrays, master))
             at += part
     return trained
-
-
-def _bind(read: Callable[[Any], torch.Tensor], source: Any) -> Read:
-    return lambda: read(source)
 
 
 def _cut(parts: list[torch.Tensor], begin: int, end: int, equal: bool = True) -> torch.Tensor:

@@ -21,16 +21,13 @@ from zcomm.zero.files.tensor_file import bytes_of, holds
 
 _TUPLE, _ITEMS, _COUNTS, _NAMESPACE = "__tuple__", "__items__", "__counts__", "__namespace__"  # Counts: MultiStepLR's
 _TENSOR, _PARAMETER, _ARRAY, _SCALAR = "__tensor__", "__parameter__", "__array__", "__scalar__"
-_TAGS = {_TUPLE, _ITEMS, _COUNTS, _NAMESPACE, _TENSOR, _PARAMETER, _ARRAY, _SCALAR}
 _MAX_BITS = 13_000  # of an integer: Python reads 4300 digits
 
 Tensors = MutableMapping[str, torch.Tensor]
 
 
 def to_json(value: Any, where: str, tensors: Tensors | None = None) -> Any:
-    """Return a value as JSON can hold it.
-
-    ``value`` as JSON can hold it. where: how a program writes the way to it ("": its keys begin the way).
+    """Return ``value`` as JSON can hold it. where: how a program writes the way to it ("": its keys begin the way).
 
     tensors: takes tensors and arrays by the way to them; None: of these only numbers are kept, as Python's.
     Raises: ValueError naming the way to what cannot be kept.
@@ -57,7 +54,7 @@ def _to_json(value: Any, where: str, tensors: Tensors | None) -> Any:
         items = vars(value).items()
         return {_NAMESPACE: {key: _to_json(item, f"{where}.{key}", tensors) for key, item in items}}
     if isinstance(value, Mapping):
-        tagged = isinstance(value, Counter) or bool(_TAGS & set(value))
+        tagged = isinstance(value, Counter) or not _READ.keys().isdisjoint(value)
         if not tagged and all(isinstance(key, str) for key in value):
             return {key: _to_json(item, _at(where, key), tensors) for key, item in value.items()}
         if any(isinstance(key, float) and key != key for key in value):
@@ -148,18 +145,9 @@ def _from_json(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if not isinstance(value, dict):
         return value
     tag = next(iter(value)) if len(value) == 1 else None
-    if tag not in _TAGS:
+    if tag not in _READ:
         return {key: _from_json(item, tensors) for key, item in value.items()}
-    inside = value[tag]
-    read = _READ.get(tag)
-    if read is not None:
-        return read(inside, tensors)
-    plain: Any = _pairs(inside, tensors) if tag in (_ITEMS, _COUNTS) else _from_json(inside, tensors)
-    if tag == _TUPLE:
-        return tuple(plain)
-    if tag == _NAMESPACE:
-        return Namespace(**plain)
-    return Counter(dict(plain)) if tag == _COUNTS else dict(plain)
+    return _READ[tag](value[tag], tensors)
 
 
 def _pairs(pairs: Iterable[Any], tensors: Mapping[str, torch.Tensor]) -> list[tuple[Any, Any]]:
@@ -187,6 +175,10 @@ def _read_scalar(inside: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 _READ: dict[str, Callable[[Any, Mapping[str, torch.Tensor]], Any]] = {
+    _TUPLE: lambda inside, tensors: tuple(_from_json(inside, tensors)),
+    _ITEMS: lambda inside, tensors: dict(_pairs(inside, tensors)),
+    _COUNTS: lambda inside, tensors: Counter(dict(_pairs(inside, tensors))),
+    _NAMESPACE: lambda inside, tensors: Namespace(**_from_json(inside, tensors)),
     _TENSOR: lambda name, tensors: tensors[name].clone(),
     _PARAMETER: _read_parameter,
     _ARRAY: _read_array,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
+import itertools
 import math
 import zlib
 from collections.abc import Callable, Iterator
@@ -125,7 +126,15 @@ class _Found:
     def set_progress(self) -> None:
         """Options, counters, loss scale and the schedule's state become those of the checkpoint."""
         if self._with_optimizer:
-            _set_progress(self._parts, self._train, self.manifest, self._options)
+            train, counters = self._train, self.manifest.counters
+            for group, saved in zip(train.param_groups, self._options, strict=True):
+                reset_counters(group)
+                group.update(saved)
+            train.rule.set_progress(self.manifest.progress)
+            train.cohorts.set_state(counters.get("cohorts", []), self._parts.names)
+            train.step_count, train.skipped_steps = int(counters["step_count"]), int(counters["skipped_steps"])
+            if train.scaler is not None and "loss_scale" in counters:
+                train.scaler.set_state(counters["loss_scale"])
         if self._scheduler is not None:
             self._scheduler.load_state_dict(self._schedule)
 
@@ -199,14 +208,12 @@ def _verify(parts: Parts, folder: Folder, manifest: Manifest) -> None:
     if wrong:
         raise OSError(errno.EIO, f"the checkpoint is not whole: {'; '.join(wrong)}")
     rank, world_size = parts.comm.rank, parts.comm.world_size
-    for name, entry in manifest.entries()[rank::world_size]:
-        complaint = check(folder, name, entry)
-        if complaint is not None:
-            raise OSError(errno.EIO, complaint)
-    for name in list(manifest.checksums)[rank::world_size]:
-        complaint = manifest.check_file(folder, name)
-        if complaint is not None:
-            raise OSError(errno.EIO, complaint)
+    complaints = itertools.chain(
+        (check(folder, name, entry) for name, entry in manifest.entries()[rank::world_size]),
+        (manifest.check_file(folder, name) for name in list(manifest.checksums)[rank::world_size]),
+    )
+    for complaint in filter(None, complaints):
+        raise OSError(errno.EIO, complaint)
 
 
 def _compared(folder: Folder, manifest: Manifest, name: str) -> bytes:
@@ -230,7 +237,7 @@ def _check_options(train: TrainState, group: dict[str, Any], saved: dict[str, An
     try:
         train.rule.check({**group, **saved})
     except (ValueError, TypeError, LookupError, NotImplementedError) as error:
-        raise ValueError(f"{folder.path / NAME}: groups: {error}") from error
+        raise ValueError(f"{where}: {error}") from error
 
 
 def _check_scalars(train: TrainState, manifest: Manifest, folder: Folder) -> None:
@@ -365,15 +372,3 @@ def _decoder(folder: Folder, entries: dict[str, Entry], name: str) -> Any:
         return decoded(coded)[name][part.start - begin : part.stop - begin]
 
     return read
-
-
-def _set_progress(parts: Parts, train: TrainState, manifest: Manifest, options: list[dict[str, Any]]) -> None:
-    for group, saved in zip(train.param_groups, options, strict=True):
-        reset_counters(group)
-        group.update(saved)
-    train.rule.set_progress(manifest.progress)
-    train.cohorts.set_state(manifest.counters.get("cohorts", []), parts.names)
-    train.step_count = int(manifest.counters["step_count"])
-    train.skipped_steps = int(manifest.counters["skipped_steps"])
-    if train.scaler is not None and "loss_scale" in manifest.counters:
-        train.scaler.set_state(manifest.counters["loss_scale"])

@@ -24,7 +24,7 @@ from zcomm.zero.agree import Kept, agree, all_values
 from zcomm.zero.called import explained
 from zcomm.zero.checkpoint import rng_state
 from zcomm.zero.checkpoint.json_values import to_json
-from zcomm.zero.checkpoint.manifest import Manifest
+from zcomm.zero.checkpoint.manifest import ENTRIES, Manifest
 from zcomm.zero.checkpoint.shard_files import Share, gathered, other_tensors, others, share_of, write
 from zcomm.zero.checkpoint.snapshot import Frozen, freeze
 from zcomm.zero.files import durable
@@ -213,7 +213,11 @@ def _make_folder(parts: Parts, final: Path) -> tuple[NewFolder | None, Path]:
 def _finish(manifest: Manifest, every: list[dict[str, Any]], place: NewFolder) -> None:
     """Rank 0 has the last word."""
     for of_rank in every:
-        _merge(manifest, of_rank)
+        for kind in ENTRIES:
+            getattr(manifest, kind).update({n: Entry.from_json(entry) for n, entry in of_rank[kind].items()})
+        for kind in ("aliases", "files", "checksums"):
+            getattr(manifest, kind).update(of_rank[kind])
+        manifest.rank_files.append(of_rank["random"])
     with Folder(place.path) as folder:
         unseen = manifest.missing_files(folder)
     if unseen:
@@ -249,13 +253,3 @@ def _manifest(parts: Parts, train: TrainState, extras: Extras, values: dict[str,
         scheduler=to_json(state, "scheduler", values),
         client_state=to_json(extras.client_state, extras.root, values),
     )
-
-
-def _merge(manifest: Manifest, of_rank: dict[str, Any]) -> None:
-    manifest.weights.update({name: Entry.from_json(entry) for name, entry in of_rank["weights"].items()})
-    manifest.optimizer.update({name: Entry.from_json(entry) for name, entry in of_rank["optimizer"].items()})
-    manifest.aliases.update(of_rank["aliases"])
-    manifest.values.update({name: Entry.from_json(entry) for name, entry in of_rank["values"].items()})
-    manifest.files.update(of_rank["files"])
-    manifest.checksums.update(of_rank["checksums"])
-    manifest.rank_files.append(of_rank["random"])

@@ -21,8 +21,6 @@ from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.rules.cohorts import reset_counters
 from zcomm.zero.tensors import pieces
 
-OWN = ("buffered",)  # entries of a group that are the rule's own
-
 
 def state_dict(parts: Parts, train: TrainState) -> dict[str, Any]:
     """Return a state dict with tensors of its own; every rank gets all of it."""
