@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -80,7 +80,9 @@ def build_parts(
     lane = _check_params(model, params, frozen, device)
     if lane is not None:
         check_host(job)
-        if stage == 3 and job.world_size == 1 and _stay(offload, names_of(model, params), (*params, *frozen)):
+        names = names_of(model, params)
+        stay = (offload.param_tier(names[id(param)], param) == "device" for param in (*params, *frozen))
+        if stage == 3 and job.world_size == 1 and all(stay):
             stage, frozen = 2, []  # all weights stay on one rank's device: there is nothing to shard
     if offload.step_behind_forward and (model is None or lane is None or stage == 3):
         raise ValueError(
@@ -89,7 +91,9 @@ def build_parts(
     arena = _core.PinnedArena(page_lock=lane is not None)  # what a device's copies come from and go to
     state_arena = _core.PinnedArena(page_lock=False)  # optimizer state does not cross: most of all memory
     sections = Sections(model, params, frozen, stage, offload, shared, units, lane is not None)
-    _say_large(sections, units, job)
+    text = large_units(sections.choices) if sections.by_unit and units.blocks is None else ""
+    if text and job.rank == 0:
+        logger.warning(text)
     geometry = sections.geometry(job.world_size, bucket_nbytes, precision.param_nbytes, rule.align)
     form = TileForm(rule.arrays, precision.dtype, rule.state_dtype)
     tiers = state_tiers(sections, geometry, offload, lane is not None)
@@ -180,17 +184,6 @@ def build_parts(
     return parts
 
 
-def _stay(offload: Offload, names: dict[int, str], params: Sequence[nn.Parameter]) -> bool:
-    """Return True if no weight is offloaded."""
-    return all(offload.param_tier(names[id(param)], param) == "device" for param in params)
-
-
-def _say_large(sections: Sections, units: Units, job: Communicator) -> None:
-    text = large_units(sections.choices) if sections.by_unit and units.blocks is None else ""
-    if text and job.rank == 0:
-        logger.warning(text)
-
-
 def _device_step(
     store: ParameterStore,
     state: ShardState,
@@ -261,27 +254,18 @@ def _open_swap(
 
 
 def _hook_model(model: nn.Module, reducer: GradientReducer, attachment: Attachment) -> list[Any]:
-    """Before its forward: Parameter objects that the program has replaced are put back, so that gradients find their
-    hooks."""
+    """Register hooks of the model's forward. Before it, Parameters that the program has replaced are put back, so that
+    gradients find their hooks. After it, the first tensor of its backward tells the reducer that a pass has begun."""
 
     def put_back(module: nn.Module, args: Any) -> None:
         attachment.put_back(in_forward=True)
-
-    return [
-        model.register_forward_pre_hook(Hook(put_back)),
-        model.register_forward_hook(Hook(_announcer(reducer))),
-    ]
-
-
-def _announcer(reducer: GradientReducer) -> Callable[..., None]:
-    """Return a forward hook of the model: the first tensor of its backward tells the reducer that a pass has begun."""
 
     def announce(module: nn.Module, args: Any, output: Any) -> None:
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(lambda grad: reducer.arm())
 
-    return announce
+    return [model.register_forward_pre_hook(Hook(put_back)), model.register_forward_hook(Hook(announce))]
 
 
 def _first_indices(ordered: Sequence[nn.Parameter], grouped: Sequence[torch.Tensor], geometry: Geometry) -> list[int]:

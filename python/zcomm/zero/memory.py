@@ -98,9 +98,7 @@ def memory_formula(
     array_nbytes: int = 4,
     frozen: int = 0,
 ) -> Memory:
-    """Compute the memory of one rank.
-
-    Bytes of one rank by tier and purpose for ``numel`` parameters; padding and slots come on top.
+    """Compute the bytes of one rank by tier and purpose for ``numel`` parameters; padding and slots come on top.
 
     share_parameters: the ranks share one host's copy, as CPU ranks do by default. state_arrays: arrays that the
     optimizer keeps per parameter; array_nbytes: 4, 2 with state_dtype=torch.bfloat16, 1 with "8bit" (and its scales).

@@ -46,7 +46,7 @@ from zcomm.zero.param_groups import ParamGroups
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.registry import open_parts, opened, owned_params, parts_of
 from zcomm.zero.rules.cohorts import Cohorts
-from zcomm.zero.rules.resolve import OptimizerLike, choose_rule, frozen_in, torch_groups
+from zcomm.zero.rules.resolve import OptimizerLike, choose_rule, torch_groups
 from zcomm.zero.rules.rule import Rule
 from zcomm.zero.step import OptimizerStep
 from zcomm.zero.validate import check_accumulation, check_free, check_kinds, check_numbers
@@ -159,8 +159,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         scaler = LossScaler(kinds.loss_scale or LossScale()) if kinds.dtype == torch.float16 else None
         if isinstance(model, Iterator):
             model = list(model)
-        groups = torch_groups(model, optimizer)
-        frozen = frozen_in(model, optimizer)
+        groups, frozen = torch_groups(model, optimizer)
         own = list(inspect.signature(ZeroOptimizer).parameters)[:-1]
         rule, groups = choose_rule(optimizer, optimizer_args, groups, own)
         self._train = train = TrainState(stage, tiers, kinds, rule, scaler, kinds.skip_nonfinite, clip_norm, grad_accum)

@@ -307,12 +307,6 @@ def _make_wait(param: torch.Tensor, deferred: Deferred) -> None:
         param.__class__ = _waiting(kind)
 
 
-def deferred_of(param: torch.Tensor) -> Deferred | None:
-    """Return how ``param`` becomes real; None if it is, or if it is on the meta device without ``zero.Init``."""
-    found: Deferred | None = getattr(param, _ATTRIBUTE, None) if param.device.type == "meta" else None
-    return found
-
-
 def read_from(param: torch.Tensor, read: Callable[[int, int], torch.Tensor]) -> None:
     """Let ``param``, which is on the meta device, become what ``read(begin, end)`` gives of its flat elements."""
     _make_wait(param, Deferred(Recipe(0), Ref.to(param), param._version, read))
@@ -334,7 +328,7 @@ def value_of(param: torch.Tensor, name: str) -> torch.Tensor:
 
 def check(param: torch.Tensor, name: str) -> Deferred:
     """Return the deferred value. Raises: ValueError where a parameter on the meta device has no value to come."""
-    deferred = deferred_of(param)
+    deferred: Deferred | None = getattr(param, _ATTRIBUTE, None) if param.device.type == "meta" else None
     if deferred is None:
         raise ValueError(
             f"{name} is on the meta device and has no value to come: build the model inside of zcomm.zero.Init() (and "

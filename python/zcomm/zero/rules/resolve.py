@@ -103,23 +103,17 @@ def _options_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {key: value for key, value in optimizer.defaults.items() if key not in SWITCHES}
 
 
-def frozen_in(model: nn.Module | Iterable[Any], optimizer: OptimizerLike) -> list[torch.Tensor]:
-    """List parameters that the caller gave to be trained, but that need no gradient yet."""
+def torch_groups(model: nn.Module | Iterable[Any], optimizer: OptimizerLike) -> tuple[list[Any], list[torch.Tensor]]:
+    """Return the parameters, or param groups, that the caller gave, without those that need no gradient yet; and these.
+
+    Raises: ValueError.
+    """
     given: list[Any] = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else params_of(model)
-    listed = [param for one in given for param in (one["params"] if isinstance(one, dict) else [one])]
-    return [param for param in listed if not param.requires_grad]
-
-
-def torch_groups(model: nn.Module | Iterable[Any], optimizer: OptimizerLike) -> list[Any]:
-    """Trainable parameters, or the param groups that the caller gave without those that need no gradient. Raises:
-    ValueError."""
-    params: list[Any] = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else params_of(model)
-    if params and isinstance(params[0], dict):
-        groups = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in params]
-        if not any(group["params"] for group in groups):
-            raise ValueError("no parameter of the param groups requires a gradient")
-        return groups
-    trainable = [p for p in params if p.requires_grad]
-    if not trainable:
-        raise ValueError("no parameter requires a gradient")
-    return trainable
+    in_groups = bool(given) and isinstance(given[0], dict)
+    listed = [param for group in given for param in group["params"]] if in_groups else given
+    frozen = [param for param in listed if not param.requires_grad]
+    if len(frozen) == len(listed):
+        raise ValueError(f"no parameter{' of the param groups' if in_groups else ''} requires a gradient")
+    if in_groups:
+        return [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in given], frozen
+    return [param for param in listed if param.requires_grad], frozen
