@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import errno
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
 from zcomm._core import PeerLost
 from zcomm.comm.communicator import Communicator
+
+T = TypeVar("T")
 
 
 def all_values(comm: Communicator, value: Any, name: str) -> list[Any]:
@@ -71,6 +74,15 @@ def agree(comm: Communicator, error: BaseException | None, what: str) -> None:
             code, text = one
             words = f"{what} failed on rank {rank}: {text}"
             raise ValueError(words) if code is None else OSError(code, words)
+
+
+def agreed(comm: Communicator, what: str, action: Callable[[], T]) -> T:
+    """Return ``action()``, which is local, once no rank has failed in it. Raises: as ``agree``. Collective."""
+    kept = Kept()
+    with kept.errors():
+        value = action()
+    agree(comm, kept.error, what)
+    return value
 
 
 def _described(error: BaseException) -> tuple[int | None, str]:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from zcomm.optim.fused import STATE_BLOCK
-from zcomm.zero.agree import Kept, agree, all_values
+from zcomm.zero.agree import Kept, agree, agreed, all_values
 from zcomm.zero.called import explained
 from zcomm.zero.checkpoint import rng_state
 from zcomm.zero.checkpoint.json_values import from_json
@@ -191,13 +191,14 @@ def _end_step(parts: Parts, train: TrainState) -> None:
 def _change(parts: Parts, train: TrainState, folder: Folder, manifest: Manifest, with_optimizer: bool) -> None:
     """Make weights and state those of the checkpoint, on all ranks."""
     parts.join(train.poison)
-    kept = Kept()
-    with kept.errors():
+
+    def change() -> None:
         if train.poison.error is not None:
             parts.store.renew()
             parts.state.renew()
         _read_tensors(parts, folder, manifest, with_optimizer)
-    agree(parts.comm, kept.error, f"loading {folder.path}")
+
+    agreed(parts.comm, f"loading {folder.path}", change)
     parts.store.publish()
     parts.comm.barrier(name="checkpoint is loaded")
 

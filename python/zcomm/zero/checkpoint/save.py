@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from zcomm.comm.communicator import Communicator
-from zcomm.zero.agree import Kept, agree, all_values
+from zcomm.zero.agree import Kept, agree, agreed, all_values
 from zcomm.zero.called import explained
 from zcomm.zero.checkpoint import rng_state
 from zcomm.zero.checkpoint.json_values import to_json
 from zcomm.zero.checkpoint.manifest import ENTRIES, Manifest
-from zcomm.zero.checkpoint.shard_files import Share, gathered, other_tensors, others, share_of, write
+from zcomm.zero.checkpoint.shard_files import WEIGHTS, Content, aliases_of, gathered, other_tensors, plans_of, write
 from zcomm.zero.checkpoint.snapshot import Frozen, freeze
 from zcomm.zero.files import durable
 from zcomm.zero.files.folder import Folder
@@ -118,58 +118,40 @@ def _save(
 
     try:
         with parts.comm.no_deadline():
-            content = _content(parts, train, final, extras, lean)
+            content = agreed(parts.comm, f"saving {final}", lambda: _content(parts, train, extras, lean))
             place, folder = _make_folder(parts, final)
         if not wait:
             with parts.comm.no_deadline():
                 frozen = freeze(parts, final)
-                content = _copied(parts, content, final)
+                content = agreed(parts.comm, f"saving {final}", lambda: _copied(content))
         return start(parts, write, wait)
     except BaseException:
         end()
         raise
 
 
-@dataclass(frozen=True)
-class _Content:
-    """Content that this rank saves beside the parameters, as it is when the save begins."""
-
-    manifest: Manifest
-    share: Share
-    random: bytes
-    rest: list[tuple[int, torch.Tensor]]
-    values: dict[str, torch.Tensor]
+def _copied(content: Content) -> Content:
+    """Copy the tensors, as the program goes on."""
+    rest = [(which, tensor.clone()) for which, tensor in content.rest]
+    values = {name: tensor.to("cpu", copy=True) for name, tensor in content.values.items()}
+    return dataclasses.replace(content, rest=rest, values=values)
 
 
-def _copied(parts: Parts, content: _Content, final: Path) -> _Content:
-    """Copy the content's tensors, as the program goes on. Collective."""
-    kept = Kept()
-    with kept.errors():
-        rest = [(which, tensor.clone()) for which, tensor in content.rest]
-        values = {name: tensor.to("cpu", copy=True) for name, tensor in content.values.items()}
-        content = dataclasses.replace(content, rest=rest, values=values)
-    agree(parts.comm, kept.error, f"saving {final}")
-    return content
-
-
-def _content(parts: Parts, train: TrainState, final: Path, extras: Extras, lean: bool) -> _Content:
-    """Collect what is saved. Collective: what cannot be kept is an error on every rank, before anything is written."""
-    kept = Kept()
-    content: _Content | None = None
-    with kept.errors():
-        check_dtypes(other_tensors(parts, lean))
-        values: dict[str, torch.Tensor] = {}
-        manifest = _manifest(parts, train, extras, values)
-        values = values if parts.comm.rank == 0 else {}
-        content = _Content(manifest, share_of(parts, lean), rng_state.pack(parts.device), others(parts, lean), values)
-    agree(parts.comm, kept.error, f"saving {final}")
-    assert content is not None
-    return content
+def _content(parts: Parts, train: TrainState, extras: Extras, lean: bool) -> Content:
+    """Collect what is saved. Raises: ValueError for what cannot be kept."""
+    check_dtypes(other_tensors(parts, lean))
+    values: dict[str, torch.Tensor] = {}
+    manifest = _manifest(parts, train, extras, values)
+    plans, random = plans_of(parts, lean), rng_state.pack(parts.device)
+    if parts.comm.rank != 0:
+        return Content(manifest, plans, {}, random, [], {})
+    rest = [(WEIGHTS, tensor.detach()) for _, tensor in other_tensors(parts, lean)]
+    return Content(manifest, plans, aliases_of(parts, lean), random, rest, values)
 
 
 def _write(
     comm: Communicator,
-    content: _Content,
+    content: Content,
     weights: Callable[[], Iterable[tuple[int, torch.Tensor]]],
     place: NewFolder | None,
     folder: Path,
@@ -180,7 +162,7 @@ def _write(
     kept, mine = Kept(), {}
     try:
         tensors = itertools.chain(weights(), content.rest)
-        mine = write(kept, content.share, tensors, content.random, content.values, folder)
+        mine = write(kept, comm.rank, content, tensors, folder)
     except BaseException as error:
         kept.error = kept.error or error
     agree(comm, kept.error, f"saving {final}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torch import nn
 
 from zcomm.optim.fused import STATE_BLOCK
 from zcomm.zero.agree import Kept
+from zcomm.zero.checkpoint.manifest import Manifest
 from zcomm.zero.checkpoint.readable import Readable
 from zcomm.zero.files import durable
 from zcomm.zero.files.tensor_file import Writer, write_tensors
@@ -27,13 +28,20 @@ Plan = list[tuple[str, torch.dtype, torch.Size]]
 
 
 @dataclass(frozen=True)
-class Share:
-    """Names, dtypes and shapes of what this rank writes, by file, in the order of ``gathered`` and then ``others``."""
+class Content:
+    """Content that this rank saves, as it is when the save begins.
 
-    rank: int
-    world_size: int
+    plans: names, dtypes and shapes of its tensors, by file, in the order of ``gathered`` and then of ``rest``.
+    rest: the model's own memory, with the file. random: states of the generators. values: tensors of the client state
+    and the schedule. aliases, rest and values are rank 0's.
+    """
+
+    manifest: Manifest
     plans: tuple[Plan, Plan]
     aliases: dict[str, str]
+    random: bytes
+    rest: list[tuple[int, torch.Tensor]]
+    values: dict[str, torch.Tensor]
 
 
 def other_tensors(parts: Parts, lean: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
@@ -86,8 +94,8 @@ def _state_of(form: TileForm, name: str, shape: torch.Size) -> Plan:
     return [(f"{key}/{name}", dtype, size) for key, dtype, size in every]
 
 
-def share_of(parts: Parts, lean: bool = False) -> Share:
-    """Return this rank's share of the files. All ranks compute the same, so nothing is communicated. lean: without
+def plans_of(parts: Parts, lean: bool = False) -> tuple[Plan, Plan]:
+    """Plan this rank's share of the files. All ranks compute the same, so nothing is communicated. lean: without
     frozen parameters."""
     rank, form = parts.comm.rank, parts.state.form
     mine = [index for index, owner in enumerate(_owners(parts)) if owner == rank]
@@ -97,7 +105,7 @@ def share_of(parts: Parts, lean: bool = False) -> Share:
     if rank == 0:
         weights += [(name, tensor.dtype, tensor.shape) for name, tensor in other_tensors(parts, lean)]
     state = [item for index in trained for item in _state_of(form, parts.names[index], shapes[index])]
-    return Share(rank, parts.comm.world_size, (weights, state), aliases_of(parts, lean) if rank == 0 else {})
+    return weights, state
 
 
 def gathered(parts: Parts, lean: bool = False) -> Iterator[tuple[int, torch.Tensor]]:
@@ -128,11 +136,6 @@ def gathered(parts: Parts, lean: bool = False) -> Iterator[tuple[int, torch.Tens
     readable.check()
 
 
-def others(parts: Parts, lean: bool = False) -> list[tuple[int, torch.Tensor]]:
-    """Return the rest of the share: the model's own memory."""
-    return [(WEIGHTS, tensor.detach()) for _, tensor in other_tensors(parts, lean)] if parts.comm.rank == 0 else []
-
-
 def rounded(form: TileForm, master: torch.Tensor) -> torch.Tensor:
     """Return the weights that belong to an fp32 master, as the kernels round."""
     if form.dtype != torch.bfloat16:
@@ -144,22 +147,17 @@ def rounded(form: TileForm, master: torch.Tensor) -> torch.Tensor:
 
 
 def write(
-    kept: Kept,
-    share: Share,
-    tensors: Iterable[tuple[int, torch.Tensor]],
-    random: bytes,
-    values: Mapping[str, torch.Tensor],
-    folder: Path,
+    kept: Kept, rank: int, content: Content, tensors: Iterable[tuple[int, torch.Tensor]], folder: Path
 ) -> dict[str, Any]:
     """Write this rank's files; return what the manifest holds of them.
 
-    values: tensors that rank 0 writes beside. ``tensors`` are taken to the end, whatever fails here. ``kept`` has the
-    first error then, and the result is of no use.
+    ``tensors`` are taken to the end, whatever fails here. ``kept`` has the first error then, and the result is of no
+    use.
     """
-    end = f"{share.rank + 1:05d}-of-{share.world_size:05d}.safetensors"
+    end = f"{rank + 1:05d}-of-{content.manifest.world_size:05d}.safetensors"
     writers: list[Writer] = []
     with kept.errors():
-        for kind, plan in zip(("model", "optimizer"), share.plans, strict=True):
+        for kind, plan in zip(("model", "optimizer"), content.plans, strict=True):
             writers.append(Writer(folder / f"{kind}-{end}", plan))
     try:
         with torch.no_grad():
@@ -171,20 +169,20 @@ def write(
         for writer in writers:
             with kept.errors():
                 writer.close()
-    states = folder / f"random-{share.rank:05d}.json"
-    mine: dict[str, Any] = {"aliases": share.aliases, "random": states.name, "values": {}}
+    states = folder / f"random-{rank:05d}.json"
+    mine: dict[str, Any] = {"aliases": content.aliases, "random": states.name, "values": {}}
     if kept.error is not None:
         return mine
     with kept.errors():
-        durable.write_file(states, random)
-        if values:
-            extra = write_tensors(folder / VALUES, values)
+        durable.write_file(states, content.random)
+        if content.values:
+            extra = write_tensors(folder / VALUES, content.values)
             mine["values"] = _listed(extra)
             writers.append(extra)
         mine["weights"], mine["optimizer"] = (_listed(writer) for writer in writers[:2])
-        mine["files"] = {writer.path.name: writer.nbytes for writer in writers} | {states.name: len(random)}
+        mine["files"] = {writer.path.name: writer.nbytes for writer in writers} | {states.name: len(content.random)}
         checksums = {writer.path.name: writer.header_crc32 for writer in writers}
-        mine["checksums"] = checksums | {states.name: zlib.crc32(random)}
+        mine["checksums"] = checksums | {states.name: zlib.crc32(content.random)}
     return mine
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from zcomm.memory.swap_file import StrPath
-from zcomm.zero.agree import Kept, agree
+from zcomm.zero.agree import Kept, agree, agreed
 from zcomm.zero.files.folder import Folder, check_plain_name
 from zcomm.zero.files.tensor_file import Entry, read_entries, read_part
 from zcomm.zero.format_names import format_names
@@ -203,13 +203,8 @@ def _load_model(model: nn.Module, source: Source, found: Entries) -> None:
 
 def _load_shards(parts: Parts, model: nn.Module, source: Source, found: Entries, what: str) -> None:
     """Load this rank's shards. Collective: an error of one rank is raised on all."""
-    kept = Kept()
-    with kept.errors():
-        parts.store.synchronize()
-    agree(parts.comm, kept.error, what)  # no rank uses the old weights from here on
-    with kept.errors():
-        _read_shards(parts, model.state_dict(keep_vars=True), source, found)
-    agree(parts.comm, kept.error, what)
+    agreed(parts.comm, what, parts.store.synchronize)  # no rank uses the old weights from here on
+    agreed(parts.comm, what, lambda: _read_shards(parts, model.state_dict(keep_vars=True), source, found))
     parts.store.publish()
     parts.comm.barrier(name="weights are loaded")
 
