@@ -59,13 +59,13 @@ class Cohorts:
 
     def _prepare(self, cohort: Cohort, group: dict[str, Any], scale: float) -> Any:
         shadow = {key: value for key, value in group.items() if key not in COUNTERS} | cohort.counters
-        kept = self._rule.scalars(cohort.group)
-        self._rule.set_scalars(cohort.group, cohort.scalars)
+        scalars = self._rule.scalars
+        kept, scalars[cohort.group] = scalars[cohort.group], cohort.scalars
         try:
             hyper = self._rule.prepare(cohort.group, shadow, scale)
-            cohort.scalars = self._rule.scalars(cohort.group)
+            cohort.scalars = scalars[cohort.group]
         finally:
-            self._rule.set_scalars(cohort.group, kept)
+            scalars[cohort.group] = kept
         cohort.counters = {key: shadow[key] for key in COUNTERS if key in shadow}
         return hyper
 
@@ -80,7 +80,7 @@ class Cohorts:
                 continue
             if number < self._groups:
                 counters = {key: groups[number][key] for key in COUNTERS if key in groups[number]}
-                self._add(Cohort(number, apart, counters, self._rule.scalars(number)))
+                self._add(Cohort(number, apart, counters, self._rule.scalars[number]))
             else:
                 whole = self.others[number - self._groups]
                 whole.members -= apart

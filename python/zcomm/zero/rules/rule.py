@@ -48,6 +48,7 @@ class Rule(ABC):
     indexed = False
     spans_tiles = False  # whether one step() may cover several tiles of a shard
     on_device: str  # how it steps there: "stream": kernels, "torch": on torch's stream
+    scalars: list[Any]  # of each group: what is counted beside ``group["step"]``; None: nothing (see cohorts.py)
     master_first = False  # whether ``step_on`` takes fp16's master as the first of a tile
 
     @abstractmethod
@@ -74,14 +75,6 @@ class Rule(ABC):
     def initial(self, group: dict[str, Any]) -> float:
         """Return the value that the arrays hold before the first step."""
         return 0.0
-
-    # What is counted beside ``group["step"]`` of group ``number``; see cohorts.py. None: nothing.
-
-    def scalars(self, number: int) -> Any:
-        return None
-
-    def set_scalars(self, number: int, scalars: Any) -> None:  # noqa: B027
-        pass
 
     def plain_scalars(self, scalars: Any) -> dict[str, Any] | None:
         """Return the rule's scalars as plain numbers."""
@@ -184,6 +177,7 @@ class FusedRule(Rule):
         self.align = STATE_BLOCK if self.state_dtype == torch.uint8 else ALIGN  # a block that has a scale stays whole
         if self.name == "sgd" and any(group.get("momentum", 0) != 0 for group in groups):
             self.arrays = self._twin.ARRAYS
+        self.scalars = [None] * len(adopted)
         return adopted
 
     def check(self, group: dict[str, Any]) -> None:

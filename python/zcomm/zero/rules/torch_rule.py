@@ -55,7 +55,6 @@ class TorchRule(Rule):
         self.defaults = dict(self._torch.defaults)
         self.arrays = ()
         self._arrays: list[tuple[str, ...]] = []
-        self._scalars: list[dict[str, Any] | None] = []
 
     def adopt(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the caller's groups without torch's switches, and find out which state they need."""
@@ -65,7 +64,7 @@ class TorchRule(Rule):
             state = self._one_step({**self.defaults, **group}, 1.0, torch.zeros(1), torch.zeros(1), {})
             self._arrays.append(tuple(name for name, value in state.items() if _is_array(value)))
         self.arrays = tuple(dict.fromkeys(name for names in self._arrays for name in names))
-        self._scalars = [None] * len(adopted)
+        self.scalars = [None] * len(adopted)
         return adopted
 
     def check(self, group: dict[str, Any]) -> None:
@@ -74,12 +73,12 @@ class TorchRule(Rule):
 
     def prepare(self, number: int, group: dict[str, Any], grad_scale: float) -> Any:
         group["step"] = group.get("step", 0) + 1
-        names, before = self._arrays[number], self._scalars[number]
+        names, before = self._arrays[number], self.scalars[number]
         options = {key: value for key, value in group.items() if key != "params" and key not in SWITCHES}
         # One element on the side moves the scalars, also on a rank that has no element of this group.
         state = {} if before is None else {**before, **{name: torch.zeros(1) for name in names}}
         after = self._one_step(options, 1.0, torch.zeros(1), torch.zeros(1), _cloned(state))
-        self._scalars[number] = {name: value for name, value in after.items() if not _is_array(value)}
+        self.scalars[number] = {name: value for name, value in after.items() if not _is_array(value)}
         return _Hyper(options, grad_scale, before, names)
 
     def _one_step(
@@ -117,12 +116,6 @@ class TorchRule(Rule):
     def step_on(self, stream: _core.Stream, form: TileForm, part: TilePart, hyper: Any) -> None:
         self.step(form, part, hyper)
 
-    def scalars(self, number: int) -> Any:
-        return self._scalars[number]
-
-    def set_scalars(self, number: int, scalars: Any) -> None:
-        self._scalars[number] = scalars
-
     def plain_scalars(self, scalars: Any) -> dict[str, Any]:
         return {name: float(value) for name, value in (scalars or {}).items()}
 
@@ -137,17 +130,17 @@ class TorchRule(Rule):
         }
 
     def progress(self) -> list[dict[str, Any]] | None:
-        return [self.plain_scalars(scalars) for scalars in self._scalars]
+        return [self.plain_scalars(scalars) for scalars in self.scalars]
 
     def check_progress(self, progress: list[dict[str, Any]] | None) -> None:
-        if progress and len(progress) != len(self._scalars):
-            raise ValueError(f"progress has {len(progress)} groups, this optimizer {len(self._scalars)}")
+        if progress and len(progress) != len(self.scalars):
+            raise ValueError(f"progress has {len(progress)} groups, this optimizer {len(self.scalars)}")
         for saved in progress or []:
             self.scalars_of(saved)
 
     def set_progress(self, progress: list[dict[str, Any]] | None) -> None:
         for number, saved in enumerate(progress or []):
-            self._scalars[number] = self.scalars_of(saved)
+            self.scalars[number] = self.scalars_of(saved)
 
 
 def _is_array(value: Any) -> bool:
