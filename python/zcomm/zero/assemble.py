@@ -37,13 +37,12 @@ from zcomm.zero.optim_state.ram import ShardState
 from zcomm.zero.optim_state.staged import StagedState
 from zcomm.zero.optim_state.swap_file import Swap
 from zcomm.zero.optim_state.tiered import TieredState
-from zcomm.zero.options import Offload, Precision, Units
+from zcomm.zero.options import Offload, Units
 from zcomm.zero.params.attachment import Attachment
 from zcomm.zero.params.device import DeviceStore
 from zcomm.zero.params.stores import ParameterStore
-from zcomm.zero.parts import Parts
+from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.placement import check_host, reach, state_tiers
-from zcomm.zero.rules.rule import Rule
 from zcomm.zero.tensors import pieces
 from zcomm.zero.units.hooks import UnitHooks
 from zcomm.zero.units.store import UnitStore
@@ -53,13 +52,9 @@ logger = logging.getLogger("zcomm")
 
 def build_parts(
     model: nn.Module | None,
-    groups: Sequence[dict[str, Any]],
+    train: TrainState,
     job: Communicator,
-    rule: Rule,
     *,
-    stage: int,
-    offload: Offload,
-    precision: Precision,
     nvme_path: StrPath | Sequence[StrPath] | None,
     bucket_nbytes: int,
     prefetch: int,
@@ -74,6 +69,8 @@ def build_parts(
     Parameters are numbered section by section, in order of registration. owned_elsewhere: by id(), what other
     optimizers have. device: None: where the parameters are.
     """
+    groups, rule = train.param_groups, train.rule
+    stage, offload, precision = train.stage, train.offload, train.precision
     shared = share_parameters and job.backend == "shm"  # others have ranks that cannot see each other's memory
     params = [param for group in groups for param in group["params"]]
     frozen = frozen_of(model, params, owned_elsewhere) if stage == 3 else []
@@ -133,9 +130,7 @@ def build_parts(
     values = [rule.initial({**rule.defaults, **group}) for group in groups]
     initial = [[(begin, end, values[group]) for begin, end, group in of_bucket] for of_bucket in runs]
     where = torch.device("cpu") if lane is None else lane.device
-    start(
-        model, sections.params, sections.names, geometry, comm, store, state, initial, precision, where, owned_elsewhere
-    )
+    start(model, sections, geometry, comm, store, state, initial, precision, where, owned_elsewhere)
 
     plan = ReducePlan(geometry, comm, precision.communication_dtype, replicated=stage == 0)
     if lane is None:

@@ -173,12 +173,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
         self._parts = parts = build_parts(
             module,
-            self.param_groups,
+            train,
             job,
-            rule,
-            stage=stage,
-            offload=tiers,
-            precision=kinds,
             nvme_path=nvme_path,
             bucket_nbytes=int(bucket_mb * 2**20),
             prefetch=prefetch,

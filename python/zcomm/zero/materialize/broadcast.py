@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from zcomm.comm.communicator import Communicator
 from zcomm.zero.layout.flat import FlatBucket, Geometry
+from zcomm.zero.layout.sections import Sections
 from zcomm.zero.materialize import deferred
 from zcomm.zero.optim_state.ram import Run, ShardState
 from zcomm.zero.options import Precision
@@ -19,8 +20,7 @@ from zcomm.zero.placement import broadcast
 
 def start(
     model: nn.Module | None,
-    params: Sequence[nn.Parameter],
-    names: Sequence[str],
+    sections: Sections,
     geometry: Geometry,
     comm: Communicator,
     store: ParameterStore,
@@ -32,32 +32,31 @@ def start(
 ) -> None:
     """Fill ``store`` and ``state``. Collective.
 
-    params, names: in the numbering of ``geometry``. initial: per trained bucket, what the arrays of this rank's part
+    initial: per trained bucket, what the arrays of this rank's part
     begin as. device: where the model is afterwards. owned_elsewhere: by id(), what other optimizers have: left alone.
     """
     memory = torch.zeros(max((bucket.count for bucket in geometry.every), default=0))
     with torch.no_grad():
         for bucket in geometry.every:
             master = memory[: bucket.count].zero_()
-            _first_values(master, params, names, geometry, bucket, comm, store.part(bucket))
+            _first_values(master, sections, geometry, bucket, comm, store.part(bucket))
             weight = store.begin(bucket)
             if bucket.index < len(initial):
                 state.start(bucket.index, weight, master[store.part(bucket)], initial[bucket.index])
             else:
                 weight.copy_(master[store.part(bucket)])
             for index in bucket.params:
-                deferred.materialize(params[index], torch.empty(0, dtype=precision.dtype))
+                deferred.materialize(sections.params[index], torch.empty(0, dtype=precision.dtype))
             store.commit(bucket, weight)
         if model is not None:
-            _start_rest(model, owned_elsewhere | {id(param) for param in params}, comm, precision, device)
+            _start_rest(model, owned_elsewhere | {id(param) for param in sections.params}, comm, precision, device)
         store.publish()
     comm.barrier(name="weights are there")
 
 
 def _first_values(
     master: torch.Tensor,
-    params: Sequence[nn.Parameter],
-    names: Sequence[str],
+    sections: Sections,
     geometry: Geometry,
     bucket: FlatBucket,
     comm: Communicator,
@@ -67,11 +66,12 @@ def _first_values(
     file."""
     reads = {}
     for index in bucket.params:
-        waiting = deferred.check(params[index], names[index]) if params[index].device.type == "meta" else None
+        param, name = sections.params[index], sections.names[index]
+        waiting = deferred.check(param, name) if param.device.type == "meta" else None
         if waiting is not None and waiting.read is not None:
             reads[index] = waiting.read
         elif waiting is None or comm.rank == 0:
-            geometry.view(master, index).copy_(deferred.value_of(params[index], names[index]))
+            geometry.view(master, index).copy_(deferred.value_of(param, name))
     if len(reads) < len(bucket.params):
         comm.broadcast(master, root=0, name=f"weights of bucket {bucket.index}")
     for index, read in reads.items():
