@@ -72,14 +72,10 @@ class AsyncStep:
         for bucket in buckets:
             if bucket in self._waiting:
                 self._sent[bucket].wait()
-                self._raise()
+                if self._running is not None and self._running.done():
+                    self._running.result()  # raises the thread's error, if it has ended with one
                 self._store.arrive_bucket(bucket)
                 self._waiting.discard(bucket)
-
-    def _raise(self) -> None:
-        """Raise the thread's error, if it has ended with one."""
-        if self._running is not None and self._running.done():
-            self._running.result()
 
     def join(self) -> None:
         """Wait for the step, and make torch's stream wait for all new weights."""

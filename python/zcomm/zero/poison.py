@@ -51,7 +51,8 @@ def broadcast_error(comm: Communicator, error: BaseException) -> None:
     if comm.world_size > 1:
         with contextlib.suppress(Exception):  # of a communicator that has failed, too: they know then
             _any_failed(comm, True)
-            all_values(comm, [_code(error), f"{type(error).__name__}: {error}"], f"{_NAME}: error")
+            code = error.errno if isinstance(error, OSError) else None
+            all_values(comm, [code, f"{type(error).__name__}: {error}"], f"{_NAME}: error")
 
 
 def check_error(comm: Communicator) -> None:
@@ -70,7 +71,3 @@ def _any_failed(comm: Communicator, failed: bool) -> bool:
     flag = torch.tensor([int(failed)], dtype=torch.int32)
     comm.all_reduce(flag, op="max", name=_NAME)
     return bool(flag)
-
-
-def _code(error: BaseException) -> int | None:
-    return error.errno if isinstance(error, OSError) else None

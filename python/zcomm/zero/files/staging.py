@@ -118,24 +118,27 @@ def _check_place(final: Path) -> None:
         raise OSError(
             errno.EBUSY, "it is a mount point, which cannot be replaced; save into a folder in it", str(final)
         )
-    if not final.exists() and not final.is_symlink():
-        return
+    if final.exists() or final.is_symlink():
+        obstacle = _obstacle(final)
+        if obstacle:
+            raise FileExistsError(errno.EEXIST, obstacle, str(final))
+
+
+def _obstacle(final: Path) -> str:
+    """Describe what would be lost with ``final``, which is there already; "": nothing."""
     if not _may_go(final):
-        raise FileExistsError(
-            errno.EEXIST, "this is not a checkpoint, it will not be replaced; save elsewhere", str(final)
-        )
-    folders = [each.name for each in final.iterdir() if each.is_dir() and not each.is_symlink()]
+        return "this is not a checkpoint, it will not be replaced; save elsewhere"
+    every = list(final.iterdir())
+    folders = [each.name for each in every if each.is_dir() and not each.is_symlink()]
     if folders:
-        what = f"it holds the folder {folders[0]}, which would be lost with it; save elsewhere, or move that"
-        raise FileExistsError(errno.EEXIST, what, str(final))
-    names, listed = {each.name for each in final.iterdir()}, _listed_files(final)
+        return f"it holds the folder {folders[0]}, which would be lost with it; save elsewhere, or move that"
+    names, listed = {each.name for each in every}, _listed_files(final)
     if listed is None and names:
-        what = "its manifest cannot be read, so what else it holds is not known; save elsewhere, or remove it"
-        raise FileExistsError(errno.EEXIST, what, str(final))
+        return "its manifest cannot be read, so what else it holds is not known; save elsewhere, or remove it"
     foreign = sorted(names - (listed or set()))
     if foreign:
-        what = f"it holds {foreign[0]}, which no save has written and which would be lost; save elsewhere, or move that"
-        raise FileExistsError(errno.EEXIST, what, str(final))
+        return f"it holds {foreign[0]}, which no save has written and which would be lost; save elsewhere, or move that"
+    return ""
 
 
 def _listed_files(final: Path) -> set[str] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -29,13 +28,6 @@ class GradientNorm:
         self._words = torch.from_numpy(np.asarray(self._sum))
         self._flag = torch.zeros(1, dtype=torch.int64)
         self._message = torch.zeros(self._words.numel() + 1, dtype=torch.int64)
-
-    def __call__(self, shards: Iterable[torch.Tensor]) -> float:
-        """L2 norm over ``shards`` (flat, each starting at a multiple of 64 elements) of all ranks. Collective."""
-        self.begin()
-        for shard in shards:
-            self.add(shard)
-        return self.end()
 
     def begin(self) -> None:
         """Nothing is added yet."""

@@ -71,13 +71,9 @@ class PinnedTransport(HostTransport):
         freed = self._device_slots.freed[self._device_slots.number[bucket.index]]
         copies = [(self.slot(bucket), source)]
         self._lane.d2h.copy(copies, [self._weights_ready, *after], self._copied[number], freed)
-        self._begin_after(number)
+        # What the communicator is given next begins when the host slot is filled; a dropped Work would be waited for.
+        self._afters[number] = self.plan.comm._core.after(self._copied[number], True)
         self.reduce(bucket, accumulate)
-
-    def _begin_after(self, number: int) -> None:
-        """Let what the communicator is given next begin when the host slot is filled."""
-        after = self.plan.comm._core.after(self._copied[number], True)
-        self._afters[number] = after  # dropping it would wait
 
     @property
     def nbytes_by_tier(self) -> dict[str, dict[str, int]]:

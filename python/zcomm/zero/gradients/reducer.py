@@ -162,7 +162,11 @@ class GradientReducer:
         if self.grads.dropped:
             self._forget_dropped(index)
         if not self.sync:
-            self._arrived_locally(index, grad)
+            task = torch._C._current_graph_task_id()
+            if task != self._local_task and self._count_backward():
+                self._local_task = task
+            if grad is not None:
+                self._add_locally(index, grad)
             return
         self.arm()
         if not self._touched:
@@ -182,20 +186,10 @@ class GradientReducer:
             grad = self.local.take(index, grad if grad is None else self.values.dense(index, grad))
         if grad is not None:
             self._early[index], grad = grad, None  # the only reference: it is freed as soon as it is in the slot
-        if self._has_slot(bucket):
+        if self._position[bucket] < self._launched + self._slot_count:  # it has a slot
             self._collect(index)
         if self._overlap:
             self._launch_complete()
-
-    def _has_slot(self, bucket: int) -> bool:
-        return self._position[bucket] < self._launched + self._slot_count
-
-    def _arrived_locally(self, index: int, grad: torch.Tensor | None) -> None:
-        task = torch._C._current_graph_task_id()
-        if task != self._local_task and self._count_backward():
-            self._local_task = task
-        if grad is not None:
-            self._add_locally(index, grad)
 
     def _count_backward(self) -> bool:
         """Count a pass that has begun; return False for one inside of another (reentrant checkpoints)."""
@@ -224,14 +218,9 @@ class GradientReducer:
         while self._launched < len(self._order) and not self._missing[self._order[self._launched].index]:
             self._launch(self._order[self._launched])
             entering = self._launched + self._slot_count - 1
-            if entering < len(self._order):
-                self._collect_early(self._order[entering])
-
-    def _collect_early(self, bucket: FlatBucket) -> None:
-        """Collect what autograd had finished before ``bucket`` got its slot."""
-        for index in bucket.params:
-            if index in self._early:
-                self._collect(index)
+            for index in self._order[entering].params if entering < len(self._order) else ():
+                if index in self._early:  # autograd had finished it before its bucket got a slot
+                    self._collect(index)
 
     def _launch(self, bucket: FlatBucket) -> None:
         self.before_reduce()

@@ -15,7 +15,7 @@ import fcntl
 import os
 import threading
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -24,14 +24,6 @@ from zcomm.memory.snapshot import Copy
 
 _FICLONE = 0x40049409  # ioctl of linux/fs.h
 _PROBE_NBYTES = 4096
-
-
-class AnyCopy(Protocol):
-    """A copy of a swap file: each key as flat uint8, compared with its checksum. Raises: OSError."""
-
-    def finish(self) -> None: ...
-    def load(self, name: str) -> torch.Tensor: ...
-    def close(self) -> None: ...
 
 
 class Swap(_core.SwapFile):
@@ -155,6 +147,9 @@ class GradualCopy:
             self._buffer = torch.empty(0, dtype=torch.uint8)
             while self._files:
                 os.close(self._files.pop())
+
+
+AnyCopy = Copy | GradualCopy  # of a swap file: each key as flat uint8, compared with its checksum
 
 
 def _nameless(path: Path, nbytes: int) -> int:

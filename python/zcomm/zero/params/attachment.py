@@ -160,22 +160,15 @@ class Attachment:
             self._store.adopt(index, value)
 
     def _check(self, index: int, value: torch.Tensor) -> None:
-        name, shape = self._names[index], self._geometry.places[index].shape
-        if value.dtype != self._dtype:
-            raise RuntimeError(
-                f"parameter {name} is {value.dtype} now, but ZeroOptimizer was built for {self._dtype}: convert the "
-                "model before ZeroOptimizer is built, or choose its precision="
-            )
-        if value.shape != shape:
-            raise RuntimeError(
-                f"parameter {name} has shape {tuple(value.shape)} now, but ZeroOptimizer was built for {tuple(shape)}: "
-                "close() it and build it again for the changed model"
-            )
-        if value.device != self._device:
-            raise RuntimeError(
-                f"parameter {name} is on {value.device} now, but ZeroOptimizer was built for {self._device}: move the "
-                "model before ZeroOptimizer is built"
-            )
+        shape, before = self._geometry.places[index].shape, "before ZeroOptimizer is built"
+        for what, now, built, remedy in (
+            ("is", value.dtype, self._dtype, f"convert the model {before}, or choose its precision="),
+            ("has shape", tuple(value.shape), tuple(shape), "close() it and build it again for the changed model"),
+            ("is on", value.device, self._device, f"move the model {before}"),
+        ):
+            if now != built:
+                found = f"parameter {self._names[index]} {what} {now} now"
+                raise RuntimeError(f"{found}, but ZeroOptimizer was built for {built}: {remedy}")
 
     def _warn_once(self, index: int) -> None:
         if not self._warned:
