@@ -208,16 +208,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     overflow = _Of[bool]()  # whether the last step was skipped; DeepSpeed's name, Accelerate reads it
     step_count = _Of[int]()  # optimizer steps, skipped ones included
     nonfinite = _Of[NonFinite | None]()
+    param_groups = _Of[list[dict[str, Any]]]()  # as torch's
     updates = _Of[int]()  # calls of step() that used gradients; no load changes it
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The param groups, as torch's."""
-        return self._train.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self._train.param_groups = groups
 
     @property
     def loss_scale(self) -> float:

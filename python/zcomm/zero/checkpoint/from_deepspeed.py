@@ -169,10 +169,7 @@ def _stages_1_2(model: Any, state: list[Any]) -> list[_Trained]:
         at = 0
         for number, (name, shape) in enumerate(shapes.items()):
             shape = torch.Size(shape)
-
-            def read(parts: list[torch.Tensor], at: int = at, shape: torch.Size = shape) -> torch.Tensor:
-                return _cut(parts, at, at + shape.numel()).view(shape)
-
+            read = partial(_of_flat, at, shape)
             arrays = {key: partial(read, [entry[key] for entry in entries]) for key in _arrays(entries[0])}
             trained.append(_Trained(str(name), shape, group, arrays, partial(read, masters)))
             at += shape.numel() + (paddings[group][number] if paddings is not None else 0)
@@ -189,18 +186,21 @@ def _stage_3(model: Any, state: list[Any]) -> list[_Trained]:
         for name, shape in shapes.items():
             shape = torch.Size(shape)
             part = -(-shape.numel() // world_size)
-
-            def read(
-                ranks: list[list[torch.Tensor]], at: int = at, part: int = part, shape: torch.Size = shape
-            ) -> torch.Tensor:
-                whole = torch.cat([_cut(pieces, at, at + part, equal=False) for pieces in ranks])
-                return whole[: shape.numel()].view(shape)
-
+            read = partial(_of_parts, at, part, shape)
             arrays = {key: partial(read, [[entry[key] for entry in rank] for rank in entries]) for key in keys}
             master = partial(read, [one["fp32_flat_groups"] for one in state])
             trained.append(_Trained(str(name), shape, group, arrays, master))
             at += part
     return trained
+
+
+def _of_flat(at: int, shape: torch.Size, parts: list[torch.Tensor]) -> torch.Tensor:
+    return _cut(parts, at, at + shape.numel()).view(shape)
+
+
+def _of_parts(at: int, part: int, shape: torch.Size, ranks: list[list[torch.Tensor]]) -> torch.Tensor:
+    whole = torch.cat([_cut(pieces, at, at + part, equal=False) for pieces in ranks])
+    return whole[: shape.numel()].view(shape)
 
 
 def _cut(parts: list[torch.Tensor], begin: int, end: int, equal: bool = True) -> torch.Tensor:

@@ -19,32 +19,30 @@ def clip_factor(norm: float, limit: float) -> float:
 
 
 class GradientNorm:
-    """Exact sum of squares of all ranks' shards; one small integer all_reduce, which is also a barrier."""
+    """Exact sum of squares of all ranks' shards; one small integer all_reduce, which is also a barrier.
+
+    sum: of this rank's, for kernels that add squares while they read the gradients. flagged: see ``end``.
+    """
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self.flagged = False
-        self._sum = _core.ExactSum()
-        self._words = torch.from_numpy(np.asarray(self._sum))
+        self.sum = _core.ExactSum()
+        self._words = torch.from_numpy(np.asarray(self.sum))
         self._flag = torch.zeros(1, dtype=torch.int64)
         self._message = torch.zeros(self._words.numel() + 1, dtype=torch.int64)
 
     def begin(self) -> None:
         """Nothing is added yet."""
-        self._sum.clear()
+        self.sum.clear()
 
     def add(self, shard: torch.Tensor) -> None:
         """Add one more shard; in any order."""
-        self._sum.add_squares(shard.data_ptr(), core_dtype(shard.dtype), shard.numel())
-
-    @property
-    def sum(self) -> _core.ExactSum:
-        """The exact sum, for kernels that add squares while they read the gradients."""
-        return self._sum
+        self.sum.add_squares(shard.data_ptr(), core_dtype(shard.dtype), shard.numel())
 
     def add_words(self, words: torch.Tensor) -> None:
         """Add the words of another sum, on the host, int64."""
-        _core.add_words(self._sum, words.data_ptr())
+        _core.add_words(self.sum, words.data_ptr())
 
     def all_reduce_flag(self, flag: bool) -> None:
         """All-reduce the flag alone, as ``end`` does. Collective."""
@@ -59,13 +57,13 @@ class GradientNorm:
 
         With world_size 1 the all_reduce is skipped: it would queue behind pending reductions of gradients.
         """
-        self._sum.normalize()
+        self.sum.normalize()
         if self._comm.world_size == 1:
             self.flagged = flag
-            return math.sqrt(self._sum.value())
+            return math.sqrt(self.sum.value())
         self._message[:-1].copy_(self._words)
         self._message[-1] = int(flag)
         self._comm.all_reduce(self._message, name="gradient norm")
         self._words.copy_(self._message[:-1])
         self.flagged = bool(self._message[-1])
-        return math.sqrt(self._sum.value())
+        return math.sqrt(self.sum.value())

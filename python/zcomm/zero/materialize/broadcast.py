@@ -32,8 +32,8 @@ def start(
 ) -> None:
     """Fill ``store`` and ``state``. Collective.
 
-    initial: per trained bucket, what the arrays of this rank's part
-    begin as. device: where the model is afterwards. owned_elsewhere: by id(), what other optimizers have: left alone.
+    initial: per trained bucket, what the arrays of this rank's part begin as. device: where the model is afterwards.
+    owned_elsewhere: by id(), what other optimizers have: left alone.
     """
     memory = torch.zeros(max((bucket.count for bucket in geometry.every), default=0))
     with torch.no_grad():

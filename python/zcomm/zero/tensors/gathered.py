@@ -118,10 +118,10 @@ class GatheredParameters:
         """Write rank ``root``'s values into every rank's shards. Collective."""
         for parts in self._owners():
             wrong = ""
-            for other, index in self._open:
-                shape, value = parts.geometry.places[index].shape if other is parts else None, _data(other, index)
-                if shape is not None and value.shape != shape:
-                    wrong = f"{parts.names[index]} has shape {tuple(value.shape)} now, not {tuple(shape)}"
+            for index in (index for other, index in self._open if other is parts):
+                shape, now = parts.geometry.places[index].shape, _data(parts, index).shape
+                if now != shape:
+                    wrong = f"{parts.names[index]} has shape {tuple(now)} now, not {tuple(shape)}"
             bad = torch.tensor([int(bool(wrong) and parts.comm.rank == root)])
             parts.comm.broadcast(bad, root=root, name="changed shapes")
             if wrong and (parts.comm.rank == root or int(bad)):
