@@ -62,9 +62,8 @@ def memory_of(parts: Parts) -> Memory:
         memory[tier]["parameters"] += nbytes
     memory["device"]["parameters"] += sum(param.nbytes for _, param in whole_frozen(parts))
     memory["device"]["parameters"] += integer_nbytes(parts.model)
-    for tier, purposes in parts.reducer.nbytes_by_tier.items():
-        for purpose, nbytes in purposes.items():
-            memory[tier][purpose] += nbytes
+    for tier, purpose, nbytes in parts.reducer.nbytes:
+        memory[tier][purpose] += nbytes
     for tier, nbytes in parts.state.nbytes_by_tier.items():
         memory[tier]["optimizer"] += nbytes
     memory["device"]["slots"] += parts.store.slot_nbytes + parts.state.slot_nbytes

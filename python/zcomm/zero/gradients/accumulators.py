@@ -12,7 +12,7 @@ import torch
 from zcomm.zero.gradients.device_norm import PassSquares
 from zcomm.zero.gradients.device_slots import DeviceSlots
 from zcomm.zero.gradients.norm import GradientNorm
-from zcomm.zero.gradients.transport import Transport
+from zcomm.zero.gradients.transport import Nbytes, Transport
 from zcomm.zero.layout.flat import FlatBucket, Geometry
 
 
@@ -105,17 +105,10 @@ class Accumulators:
         return ours if self.device_slots is None else ours + self.device_slots.waited_s
 
     @property
-    def nbytes_by_tier(self) -> dict[str, dict[str, int]]:
+    def nbytes(self) -> list[Nbytes]:
         """Bytes by tier and purpose, with slots."""
-        found: dict[str, dict[str, int]] = {"device": {"gradients": 0, "slots": 0}}
-        if self.device_slots is not None:
-            found["device"]["slots"] = self.device_slots.nbytes
-        for transport in self.kinds:
-            for tier, purposes in transport.nbytes_by_tier.items():
-                of_tier = found.setdefault(tier, {})
-                for purpose, nbytes in purposes.items():
-                    of_tier[purpose] = of_tier.get(purpose, 0) + nbytes
-        return found
+        shared = [] if self.device_slots is None else [("device", "slots", self.device_slots.nbytes)]
+        return [*shared, *(each for transport in self.kinds for each in transport.nbytes)]
 
     def close(self) -> None:
         for transport in self.kinds:

@@ -23,7 +23,7 @@ import torch
 from zcomm import _core
 from zcomm.comm.tensors import core_dtype
 from zcomm.comm.work import Work
-from zcomm.zero.gradients.transport import ReducePlan, Transport
+from zcomm.zero.gradients.transport import Nbytes, ReducePlan, Transport
 from zcomm.zero.layout.flat import FlatBucket, Geometry
 
 _Spans = list[tuple[int, int]]  # address, elements
@@ -152,6 +152,8 @@ class HostTransport(Transport):
     Memory: slots: slot_count x largest bucket x itemsize; accumulators: 4 bytes per element kept.
     """
 
+    tier = "device"  # on the CPU the device is host memory
+
     def __init__(
         self,
         plan: ReducePlan,
@@ -246,9 +248,8 @@ class HostTransport(Transport):
             self._own.forget()
 
     @property
-    def nbytes_by_tier(self) -> dict[str, dict[str, int]]:
-        """Bytes by tier and purpose. On the CPU the device is host memory."""
-        return {"device": {"gradients": self.flat.nbytes, "slots": self.slots.nbytes}}
+    def nbytes(self) -> list[Nbytes]:
+        return [(self.tier, "gradients", self.flat.nbytes), (self.tier, "slots", self.slots.nbytes)]
 
     def close(self) -> None:
         self.forget()

@@ -20,7 +20,7 @@ from zcomm.comm.tensors import core_dtype
 from zcomm.comm.work import Work
 from zcomm.memory.device_streams import DeviceLane
 from zcomm.zero.gradients.device_slots import DeviceSlots
-from zcomm.zero.gradients.transport import ReducePlan, Transport
+from zcomm.zero.gradients.transport import Nbytes, ReducePlan, Transport
 from zcomm.zero.layout.flat import FlatBucket
 
 
@@ -87,5 +87,5 @@ class PeersTransport(Transport):
         self._lane.current().wait(self._added[bucket.index])
 
     @property
-    def nbytes_by_tier(self) -> dict[str, dict[str, int]]:
-        return {"device": {"gradients": self.flat.nbytes}}
+    def nbytes(self) -> list[Nbytes]:
+        return [("device", "gradients", self.flat.nbytes)]

@@ -40,6 +40,8 @@ class PinnedTransport(HostTransport):
     Memory: host_slots() slots, and the accumulators.
     """
 
+    tier = "cpu"
+
     def __init__(
         self,
         plan: ReducePlan,
@@ -74,7 +76,3 @@ class PinnedTransport(HostTransport):
         # What the communicator is given next begins when the host slot is filled; a dropped Work would be waited for.
         self._afters[number] = self.plan.comm._core.after(self._copied[number], True)
         self.reduce(bucket, accumulate)
-
-    @property
-    def nbytes_by_tier(self) -> dict[str, dict[str, int]]:
-        return {"cpu": {"gradients": self.flat.nbytes, "slots": self.slots.nbytes}}

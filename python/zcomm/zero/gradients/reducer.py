@@ -36,7 +36,7 @@ from zcomm.zero.gradients.agreement import Agreement
 from zcomm.zero.gradients.local_sums import LocalSums
 from zcomm.zero.gradients.program_grads import ProgramGrads
 from zcomm.zero.gradients.stand_in import GradStandIn
-from zcomm.zero.gradients.transport import ReducePlan
+from zcomm.zero.gradients.transport import Nbytes, ReducePlan
 from zcomm.zero.gradients.values import GradientValues
 from zcomm.zero.layout.flat import FlatBucket
 
@@ -294,12 +294,10 @@ class GradientReducer:
         return max(self.reached, int(self.agreement.taken_over))
 
     @property
-    def nbytes_by_tier(self) -> dict[str, dict[str, int]]:
+    def nbytes(self) -> list[Nbytes]:
         """Bytes by tier and purpose. On the CPU the device is host memory."""
-        tiers = self.accumulators.nbytes_by_tier
         purpose = "gradients" if self.accumulators.device_slots is None else "slots"
-        tiers["device"][purpose] += self.local.nbytes
-        return tiers
+        return [*self.accumulators.nbytes, ("device", purpose, self.local.nbytes)]
 
     def zero(self, set_to_none: bool = True) -> None:
         """Forget the accumulated gradients; the next pass overwrites them. set_to_none: as torch's zero_grad."""

@@ -18,6 +18,7 @@ import torch
 from zcomm.comm.communicator import Communicator
 from zcomm.zero.layout.flat import FlatBucket, Geometry
 
+Nbytes = tuple[str, str, int]  # tier, purpose, bytes
 SLOTS = 3  # buckets that hooks may fill, or that are being reduced, at the same time
 
 
@@ -115,8 +116,7 @@ class Transport(ABC):
 
     @property
     @abstractmethod
-    def nbytes_by_tier(self) -> dict[str, dict[str, int]]:
-        """Bytes by tier and purpose."""
+    def nbytes(self) -> list[Nbytes]: ...
 
     def close(self) -> None:
         self.sums.clear()

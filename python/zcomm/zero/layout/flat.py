@@ -70,7 +70,6 @@ class Geometry:
         unit_count: int | None = None,
         align: int = ALIGN,
     ) -> None:
-        self.world_size = world_size
         self.places: list[Place] = []
         self.every: list[FlatBucket] = []
         unit_of = range(len(sections)) if units is None else units

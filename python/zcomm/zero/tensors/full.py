@@ -13,25 +13,19 @@ from zcomm.zero.registry import owner_of
 from zcomm.zero.tensors import pieces
 
 
-def _number(param: torch.Tensor) -> tuple[TrainState, Parts, int]:
-    """Return owner, parts and number of a parameter that the store has, trained or frozen."""
+def _found(param: torch.Tensor) -> tuple[TrainState, Parts, int | None]:
+    """Return state, parts and number of a parameter; the number is None for a frozen one that is whole on each rank."""
     found = owner_of(param)
-    if found is not None and found[2] is not None:
-        return found[0], found[1], found[2]
-    raise ValueError(f"a tensor of shape {tuple(param.shape)} is not a parameter of an open ZeroOptimizer")
+    if found is None or (found[2] is None and param.requires_grad):
+        raise ValueError(f"a tensor of shape {tuple(param.shape)} is not a parameter of an open ZeroOptimizer")
+    return found
 
 
 def _trained(param: torch.Tensor) -> tuple[TrainState, Parts, int]:
-    found = owner_of(param)
-    if found is not None and (found[2] is None or found[1].geometry.is_frozen(found[2])):
+    train, parts, index = owner_of(param) or _found(param)
+    if index is None or parts.geometry.is_frozen(index):
         raise ValueError(f"a parameter of shape {tuple(param.shape)} is not trained: it has neither gradient nor state")
-    return _number(param)
-
-
-def _is_whole(param: torch.Tensor) -> bool:
-    """Return True if it is a frozen parameter of a model, whole on each rank."""
-    found = owner_of(param)
-    return found is not None and found[2] is None and not param.requires_grad
+    return train, parts, index
 
 
 def _value(parts: Parts, index: int, value: torch.Tensor) -> torch.Tensor:
@@ -57,9 +51,9 @@ def full_param(param: torch.Tensor) -> torch.Tensor:
     Raises: ValueError for a parameter that no open ZeroOptimizer trains; OSError from swap files; PeerLost and
     TimeoutError. So do the other functions here.
     """
-    if _is_whole(param):
+    _, parts, index = _found(param)
+    if index is None:
         return param.detach().to(torch.float32, copy=True)
-    _, parts, index = _number(param)
     with parts.attachment.shown():
         whole = pieces.master(parts, index)
     assert whole is not None
@@ -68,13 +62,13 @@ def full_param(param: torch.Tensor) -> torch.Tensor:
 
 def set_full_param(param: torch.Tensor, value: torch.Tensor) -> None:
     """Replace the master and the weight (its rounded value). value: the same on each rank. Collective."""
-    if _is_whole(param):
+    _, parts, index = _found(param)
+    if index is None:
         if value.shape != param.shape:
             raise ValueError(f"the value has shape {tuple(value.shape)}, the parameter {tuple(param.shape)}")
         with torch.no_grad():
             param.copy_(value)
         return
-    _, parts, index = _number(param)
     flat = _value(parts, index, value)
     parts.attachment.restore()
     parts.store.synchronize()
