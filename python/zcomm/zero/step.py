@@ -43,6 +43,7 @@ class OptimizerStep:
 
     def __init__(self, parts: Parts, train: TrainState, frozen: Sequence[torch.Tensor]) -> None:
         self._parts, self._train, self._frozen = parts, train, frozen
+        self._accumulators, self._agreement = parts.reducer.accumulators, parts.reducer.agreement
         self._whole = train.stage == 0  # every rank updates everything
         there = parts.device_step.numbers if parts.device_step is not None else ()
         self._on_host = [bucket for bucket in parts.geometry.buckets if bucket.index not in there]
@@ -91,7 +92,7 @@ class OptimizerStep:
         if parts.reducer.broken:
             raise RuntimeError("step(): the last backward pass ended with an error; call zero_grad() and run it again")
         self._check_frozen()
-        if not parts.reducer.agreement.ask():
+        if not self._agreement.ask():
             return False
         if train.scaler is not None and parts.reducer.scaled_passes > train.scaled_passes:
             raise RuntimeError("precision='fp16' needs opt.backward(loss) instead of loss.backward()")
@@ -116,13 +117,12 @@ class OptimizerStep:
     def norm(self) -> float:
         """Return the norm of all accumulated gradients. Collective: afterwards no rank reads the old weights any more.
         Gradients may still be on their way ([Note: squares before the gradients])."""
-        parts = self._parts
-        if not parts.reducer.accumulators.knows_squares:
-            parts.reducer.accumulators.finish()
+        if not self._accumulators.knows_squares:
+            self._accumulators.finish()
         start = time.perf_counter()
-        parts.store.synchronize()
+        self._parts.store.synchronize()
         total = self._norm_now()
-        if parts.norm.flagged:
+        if self._parts.norm.flagged:
             self._agree()
             total = self._norm_now()
         self._rests = self._rests or False
@@ -131,26 +131,26 @@ class OptimizerStep:
 
     def _agree(self) -> None:
         """Reduce gradients that no pass took on some rank, or that the program has dropped or assigned. Collective."""
-        self._rests = self._rests or not self._parts.reducer.agreement.is_special
-        self._parts.reducer.agreement.agree()
-        if self._parts.reducer.agreement.has_nothing:
+        self._rests = self._rests or not self._agreement.is_special
+        self._agreement.agree()
+        if self._agreement.has_nothing:
             raise NoGradientsError
 
     def _norm_now(self) -> float:
         self._begin_norm()
-        self._parts.reducer.accumulators.add_squares(self._parts.norm, self._on_host)
+        self._accumulators.add_squares(self._parts.norm, self._on_host)
         return self._end_norm()
 
     def _begin_norm(self) -> None:
         self._parts.norm.begin()
         if self._parts.device_step is not None:
             self._parts.device_step.start_norm()
-        self._parts.reducer.accumulators.send_squares()
+        self._accumulators.send_squares()
 
     def _end_norm(self) -> float:
         if self._parts.device_step is not None:
             self._parts.device_step.end_norm(self._parts.norm)
-        return self._parts.norm.end(flag=self._parts.reducer.agreement.flag)
+        return self._parts.norm.end(flag=self._agreement.flag)
 
     def _counted(self, total: float) -> float:
         """Count a step with this norm of the accumulated gradients. Returns: the norm of their mean."""
@@ -194,7 +194,7 @@ class OptimizerStep:
         alone = parts.comm.world_size == 1
         if not isinstance(parts.store, DeviceStore) or (self._whole and not alone):
             return False
-        if parts.reducer.agreement.is_special:
+        if self._agreement.is_special:
             return False
         return not parts.reducer.local if alone else self._rests is False
 
@@ -202,7 +202,7 @@ class OptimizerStep:
         """Update with the accumulated gradients times ``scale``. Collective: every rank sees the new weights."""
         parts = self._parts
         turns = parts.state.turns or parts.store.turns
-        late = parts.reducer.accumulators.knows_squares and not turns  # the last buckets come first
+        late = self._accumulators.knows_squares and not turns  # the last buckets come first
         self._prepared(scale, self._reverse or late)()
 
     def _prepared(self, scale: float, reverse: bool | None = None) -> Callable[[], None]:
@@ -214,7 +214,7 @@ class OptimizerStep:
 
         def step() -> None:
             if self._whole and self._parts.comm.world_size > 1:
-                self._parts.reducer.accumulators.gather()
+                self._accumulators.gather()
             self._apply(self._shards(hyper, reverse), reverse)
 
         return step
@@ -233,10 +233,10 @@ class OptimizerStep:
     def _collect(self) -> None:
         """Bring all gradients into the accumulators; afterwards no rank reads the old weights any more. Collective."""
         parts = self._parts
-        parts.reducer.accumulators.finish()
+        self._accumulators.finish()
         start = time.perf_counter()
         parts.store.synchronize()
-        parts.norm.all_reduce_flag(parts.reducer.agreement.flag)
+        parts.norm.all_reduce_flag(self._agreement.flag)
         if parts.norm.flagged:
             self._agree()
         self._train.waited_s += time.perf_counter() - start
@@ -258,8 +258,8 @@ class OptimizerStep:
         hyper = self._begin(scale)
         self._begin_norm()
         self._apply(self._landing(hyper, reverse), reverse)
-        if self._parts.reducer.accumulators.knows_squares:
-            self._parts.reducer.accumulators.add_squares(self._parts.norm, self._on_host)
+        if self._accumulators.knows_squares:
+            self._accumulators.add_squares(self._parts.norm, self._on_host)
         total = self._end_norm()
         if self._parts.norm.flagged:
             raise RuntimeError(_LATE)
@@ -272,7 +272,7 @@ class OptimizerStep:
         start = time.perf_counter()
         self._parts.store.take_edits()
         self._parts.attachment.looked_s += time.perf_counter() - start
-        hyper = self._train.cohorts.prepare(self._train.param_groups, scale, self._parts.reducer.agreement.skipped)
+        hyper = self._train.cohorts.prepare(self._train.param_groups, scale, self._agreement.skipped)
         if self._parts.device_step is not None:
             try:
                 self._parts.device_step.step(lambda bucket: self._runs(bucket, hyper))
@@ -295,14 +295,13 @@ class OptimizerStep:
         self._train.waited_s += time.perf_counter() - start
 
     def _shards(self, hyper: list[Any], reverse: bool) -> Iterator[ShardStep]:
-        parts = self._parts
-        for bucket, weight in parts.store.iter_shards(reverse):
-            parts.reducer.accumulators.finish(bucket)
-            grad = parts.reducer.accumulators.whole(bucket) if self._whole else parts.reducer.accumulators.shard(bucket)
-            yield ShardStep(bucket.index, weight, grad, self._runs(bucket, hyper))
+        grad_of = self._accumulators.whole if self._whole else self._accumulators.shard
+        for bucket, weight in self._parts.store.iter_shards(reverse):
+            self._accumulators.finish(bucket)
+            yield ShardStep(bucket.index, weight, grad_of(bucket), self._runs(bucket, hyper))
 
     def _landing(self, hyper: list[Any], reverse: bool) -> Iterator[ShardStep]:
-        norm, known = self._parts.norm, self._parts.reducer.accumulators.knows_squares
+        norm, known = self._parts.norm, self._accumulators.knows_squares
         for shard in self._shards(hyper, reverse):
             if not known:
                 norm.add(shard.grad)
@@ -310,7 +309,7 @@ class OptimizerStep:
 
     def _runs(self, bucket: FlatBucket, hyper: list[Any]) -> list[Run]:
         parts = self._parts
-        skipped, number_of = parts.reducer.agreement.skipped, self._train.cohorts.number_of
+        skipped, number_of = self._agreement.skipped, self._train.cohorts.number_of
         if parts.param_runs is None:
             runs = parts.runs[bucket.index]
             if self._train.cohorts.others or not skipped.isdisjoint(bucket.params):
