@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from zcomm.machine.gpu_specs import PAYLOAD
 from zcomm.planning.estimate import ARRAYS
+from zcomm.planning.step_time import swap_seconds
 from zcomm.zero.memory import memory_formula
 from zcomm.zero.options import as_offload, as_precision
 
@@ -106,15 +107,28 @@ def gpu_case(
         )
         if needs > has
     )
-    rates = _Seconds(numel, world_size, stage, host, by_host, where.optimizer is not None, where.params is not None)
-    pcie = rates.pcie(form.dtype.itemsize, accumulation, beside)
+    # Gradients go down each micro-step, weights up each step. Offloaded parameters go up for forward and backward of
+    # each micro-step: of the whole model, on each rank. For a step on the GPU the rank's share of sums and weights goes
+    # up, too, and of weights down; in stage 0 each rank steps everything. Both directions at once.
+    item, sharers = form.dtype.itemsize, world_size if stage else 1
+    share = 0.0 if where.optimizer is not None else 1 / sharers
+    down = (accumulation + share) * item
+    up = (2 * accumulation if where.params is not None else 1) * item + share * (4 + item)
+    line = None if host.pcie_bps is None else PAYLOAD * host.pcie_bps
+    pcie = _seconds(beside * max(down, up) * numel if by_host else 0, line)
+    # The pass over state, weight, sum and norm. Without other ranks and micro-steps the GPU squares what leaves it.
     state_nbytes = ARRAYS[optimizer] * array_nbytes + form.master_nbytes
-    steppers = 1 if stage else world_size  # stage 0: each rank steps everything
-    normed = world_size > 1 or accumulation > 1  # else the GPU squares what leaves it
-    per_param = 2 * state_nbytes + 2 * form.dtype.itemsize + 4 + 4 * normed  # state, weight, sum, norm
-    update = rates.update(steppers * per_param)
-    sums = rates.sums(form.dtype.itemsize, accumulation)
-    swap = rates.swap(memory["nvme"]["optimizer"], memory["nvme"]["parameters"], accumulation)
+    normed = world_size > 1 or accumulation > 1
+    per_param = world_size // sharers * (2 * state_nbytes + 2 * item + 4 + 4 * normed)
+    update = _seconds(per_param * numel if where.optimizer is not None else 0, host.memory_bps)
+    # Gradients of each micro-step go into host slots, out of them, and into the fp32 sum, which the first only writes.
+    # In stage 0 each rank reads and writes the other ranks' parts of it.
+    summed = accumulation * (2 * item * world_size + 8) - 4 + (0 if stage else 8 * (world_size - 1))
+    sums = _seconds(summed * numel if by_host else 0, host.memory_bps)
+    by_cpu = None if update is None or sums is None else update + sums
+    # State and parameters once each way, offloaded parameters for each gather.
+    state, params = memory["nvme"]["optimizer"], memory["nvme"]["parameters"]
+    swap = swap_seconds(world_size, state + params * (1 + 2 * accumulation), state + params, host.drive_bps)
     return GpuCase(
         stage,
         offload,
@@ -126,72 +140,24 @@ def gpu_case(
         update,
         sums,
         swap,
-        rates.tokens(pcie, None if update is None or sums is None else update + sums, swap),
+        _hiding_tokens(numel, world_size, host, pcie, by_cpu, swap),
         lacks,
     )
 
 
-@dataclass(frozen=True)
-class _Seconds:
-    numel: int
-    world_size: int
-    stage: int
-    host: GpuHost
-    by_host: bool
-    offloaded: bool
-    params_offloaded: bool
+def _seconds(nbytes: float, bps: float | None) -> float | None:
+    if not nbytes:
+        return 0.0
+    return None if bps is None else nbytes / bps
 
-    def pcie(self, itemsize: int, accumulation: int, beside: int) -> float | None:
-        """Return the seconds of PCIe in a step.
 
-        Gradients go down each micro-step, weights up each step. Offloaded parameters go up for forward and backward of
-        each micro-step: of the whole model, on each rank. For a step on the GPU the rank's share of sums and weights
-        goes up, too, and of weights down. Both directions at once.
-        """
-        if not self.by_host:
-            return 0.0
-        if self.host.pcie_bps is None:
-            return None
-        share = 0.0 if self.offloaded else 1 / (self.world_size if self.stage else 1)  # stage 0: each steps everything
-        down = (accumulation + share) * itemsize
-        up = (2 * accumulation if self.params_offloaded else 1) * itemsize + share * (4 + itemsize)
-        return beside * max(down, up) * self.numel / (PAYLOAD * self.host.pcie_bps)
+def _hiding_tokens(numel: int, world_size: int, host: GpuHost, *seconds: float | None) -> float | None:
+    """Return the tokens that hide the longest of ``seconds``, at 6 FLOP per parameter and token.
 
-    def update(self, per_param: int) -> float | None:
-        if not self.offloaded:
-            return 0.0
-        return None if self.host.memory_bps is None else per_param * self.numel / self.host.memory_bps
-
-    def sums(self, itemsize: int, accumulation: int) -> float | None:
-        """Return the seconds of summing gradients in host memory.
-
-        Gradients of each micro-step go into host slots, out of them, and into the fp32 sum, which the first only
-        writes. In stage 0 each rank reads and writes the other ranks' parts of it.
-        """
-        if not self.by_host:
-            return 0.0
-        if self.host.memory_bps is None:
-            return None
-        per_param = accumulation * (2 * itemsize * self.world_size + 8) - 4
-        per_param += 0 if self.stage else 8 * (self.world_size - 1)
-        return per_param * self.numel / self.host.memory_bps
-
-    def swap(self, state: int, params: int, accumulation: int) -> float | None:
-        """Return the drive's seconds: state and parameters once each way, offloaded parameters for each gather."""
-        if not state + params:
-            return 0.0
-        if self.host.drive_bps is None:
-            return None
-        read, written = state + params * (1 + 2 * accumulation), state + params
-        return self.world_size * (read / self.host.drive_bps[0] + written / self.host.drive_bps[1])
-
-    def tokens(self, *seconds: float | None) -> float | None:
-        """Return the tokens that hide the longest of ``seconds``, at 6 FLOP per parameter and token.
-
-        For one GPU and the CPU's pass alone: bytes per parameter x FLOP/s / (6 x bytes/s of host memory).
-        Source: arithmetic intensity, as ZeRO-Offload (arXiv:2101.06840) weighs it.
-        """
-        known = [each for each in seconds if each is not None]
-        if self.host.flops is None or len(known) < len(seconds):
-            return None
-        return max(known) * MFU * self.host.flops * min(self.world_size, self.host.count) / (6.0 * self.numel)
+    For one GPU and the CPU's pass alone: bytes per parameter x FLOP/s / (6 x bytes/s of host memory).
+    Source: arithmetic intensity, as ZeRO-Offload (arXiv:2101.06840) weighs it.
+    """
+    known = [each for each in seconds if each is not None]
+    if host.flops is None or len(known) < len(seconds):
+        return None
+    return max(known) * MFU * host.flops * min(world_size, host.count) / (6.0 * numel)

@@ -44,8 +44,11 @@ def step_time(
 
     Returns: None where the case swaps and the drive was not measured.
     """
-    moved = found.swap_read_nbytes + found.swap_written_nbytes
-    if moved and drive_bps is None:
+    read, written = found.swap_param_nbytes
+    of_params = swap_seconds(found.world_size, read, written, drive_bps)
+    read, written = found.swap_read_nbytes - read, found.swap_written_nbytes - written
+    of_state = swap_seconds(found.world_size, read, written, drive_bps)
+    if of_params is None or of_state is None:
         return None
     compute = None if work is None else accumulation * work.seconds(speeds, precision)
     copied = found.bucket_nbytes * (1 - 1 / found.world_size)
@@ -53,11 +56,14 @@ def step_time(
     gathered = 4 * found.count / speeds.reduce_bps if found.stage == 0 and found.world_size > 1 else 0.0
     communication = accumulation * (reduced + _HOOK_STARTS * found.tensors * speeds.start_s) + gathered
     update = found.update_nbytes / speeds.far_bps
-    of_params = of_state = 0.0
-    if drive_bps is not None:
-        read, written = found.swap_param_nbytes
-        of_params = found.world_size * (read / drive_bps[0] + written / drive_bps[1])
-        read, written = found.swap_read_nbytes - read, found.swap_written_nbytes - written
-        of_state = found.world_size * (read / drive_bps[0] + written / drive_bps[1])
     step = None if compute is None else max(compute + communication, of_params) + max(update, of_state)
     return StepTime(compute, communication, update, of_params + of_state, step)
+
+
+def swap_seconds(
+    world_size: int, read_nbytes: int, written_nbytes: int, drive_bps: tuple[float, float] | None
+) -> float | None:
+    """Return the drive's seconds for these bytes of each rank; None where something moves and no rate is known."""
+    if not read_nbytes + written_nbytes:
+        return 0.0
+    return None if drive_bps is None else world_size * (read_nbytes / drive_bps[0] + written_nbytes / drive_bps[1])
