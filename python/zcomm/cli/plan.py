@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from zcomm.cli import plan_gpu
 from zcomm.cli.plan_compare import compare
-from zcomm.cli.plan_table import Case, compact, count_in_words, print_table, recommendation, seconds
+from zcomm.cli.plan_table import Case, compact, print_recommendations, print_table, seconds
 from zcomm.cli.sizes import nbytes, shown
 from zcomm.launch.errors import UserError
 
@@ -106,6 +106,7 @@ def command(args: argparse.Namespace) -> int:
     memory = args.memory or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     free = _free(args.nvme_path)
     drive = drive_bps(args.nvme_path)
+    room = {"memory": memory, "drive": free}
     rows, timed = [], False
     cases: dict[int, list[Case]] = {}
     for world, stage, offload in itertools.product(args.world, args.stage, args.offload):
@@ -123,14 +124,12 @@ def command(args: argparse.Namespace) -> int:
         known = speeds.load(world)
         time = None if known is None else step_time(found, known, work, args.precision, args.accum, drive)
         timed = timed or known is not None
-        rows.append(_row(found, memory, free, drive, time))
         needs = {"memory": found.host_nbytes * world, "drive": found.tier("nvme") * world}
-        fits = needs["memory"] <= memory and needs["drive"] <= free
-        cases.setdefault(world, []).append(Case(stage, offload, needs, fits))
+        lacks = [name for name, nbytes in needs.items() if nbytes > room[name]]
+        rows.append(_row(found, lacks, drive, time))
+        cases.setdefault(world, []).append(Case(stage, offload, needs, not lacks))
     count = model if isinstance(model, int) else sum(p.numel() for p in model.parameters() if p.requires_grad)
-    for world, of_world in cases.items():
-        what = f"{count_in_words(count)} {args.precision} on {world} rank{'s' if world > 1 else ''}"
-        print(recommendation(what, of_world, {"memory": memory, "drive": free}))
+    print_recommendations(count, args.precision, cases, room)
     print(f"\n{count} trained parameters, {args.precision}, {args.optimizer}; bytes are of one rank")
     print_table(compact(rows))
     _notes(isinstance(model, int), activations, memory, free, drive, args.nvme_path)
@@ -139,27 +138,20 @@ def command(args: argparse.Namespace) -> int:
     return 0
 
 
-def _row(
-    found: Estimate, memory: int, free: int, drive: tuple[float, float] | None, time: StepTime | None
-) -> dict[str, str]:
-    world = found.world_size
-    lacks = [
-        *(["memory"] if found.host_nbytes * world > memory else []),
-        *(["drive"] if found.tier("nvme") * world > free else []),
-    ]
+def _row(found: Estimate, lacks: list[str], drive: tuple[float, float] | None, time: StepTime | None) -> dict[str, str]:
+    from zcomm.planning import swap_seconds
+
     moved = found.swap_read_nbytes + found.swap_written_nbytes
-    swap_s = "-"
-    if drive is not None and moved:  # all ranks share the drive
-        swap_s = f"{world * (found.swap_read_nbytes / drive[0] + found.swap_written_nbytes / drive[1]):.3g} s"
+    swap_s = swap_seconds(found.world_size, found.swap_read_nbytes, found.swap_written_nbytes, drive)
     return {
-        "world": str(world),
+        "world": str(found.world_size),
         "stage": str(found.stage),
         "offload": str(found.offload),
         "device": shown(found.tier("device")),
         "cpu": shown(found.tier("cpu")),
         "nvme": shown(found.tier("nvme")),
         "swap per 1000 steps": shown(1000 * moved) if moved else "-",
-        "swap per step": swap_s,
+        "swap per step": f"{swap_s:.3g} s" if swap_s else "-",
         "compute": seconds(time.compute_s if time else None),
         "comm": seconds(time.communication_s if time else None),
         "update": seconds(time.update_s if time else None),
@@ -222,13 +214,9 @@ def _made(name: str, precision: str) -> tuple[Any, int | None, Work | None]:
     model.to(as_precision(precision).dtype)
     if inputs is None:
         return model, None, None
-    if isinstance(inputs, dict):
-        return model, saved_nbytes(model, **inputs), work_of(model, **inputs)
-    return model, saved_nbytes(model, *_several(inputs)), work_of(model, *_several(inputs))
-
-
-def _several(inputs: Any) -> tuple[Any, ...]:
-    return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+    by_name = inputs if isinstance(inputs, dict) else {}
+    by_place = () if by_name is inputs else inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+    return model, saved_nbytes(model, *by_place, **by_name), work_of(model, *by_place, **by_name)
 
 
 def _free(place: Path) -> int:

@@ -6,7 +6,7 @@ import argparse
 import itertools
 from typing import TYPE_CHECKING
 
-from zcomm.cli.plan_table import Case, compact, count_in_words, print_table, recommendation, seconds
+from zcomm.cli.plan_table import Case, compact, print_recommendations, print_table, seconds
 from zcomm.cli.sizes import nbytes, shown
 from zcomm.machine import gpus
 from zcomm.machine.gpu_specs import pcie_bps, peak_flops
@@ -55,13 +55,8 @@ def show(
     ]
     print(f"\non {host.count} x {name}, {shown(host.gpu_nbytes)} each; host memory and drive are of all ranks")
     room = {"GPU": host.count * host.gpu_nbytes, "host memory": memory, "drive": free}
-    for world in args.world:
-        of_world = [_case(case, host) for case in cases if case.world_size == world]
-        print(
-            recommendation(
-                f"{count_in_words(numel)} {args.precision} on {world} rank{'s' if world > 1 else ''}", of_world, room
-            )
-        )
+    by_world = {world: [_case(case, host) for case in cases if case.world_size == world] for world in args.world}
+    print_recommendations(numel, args.precision, by_world, room)
     print_table(compact([_row(case) for case in cases]))
     _notes(host, name, activations)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from zcomm.cli.sizes import shown
 
 UNKNOWN = "-"
 
@@ -18,13 +20,17 @@ class Case:
     fits: bool
 
 
-def recommendation(what: str, cases: Sequence[Case], room: dict[str, int]) -> str:
-    """Return in one line which case to take: the first that fits, with the least offload, or the smallest of all.
+def print_recommendations(
+    numel: int, precision: str, cases: Mapping[int, Sequence[Case]], room: dict[str, int]
+) -> None:
+    """Print a line per world size: which case to take. cases: by world size; room: bytes there are, as ``needs``."""
+    for world, of_world in cases.items():
+        what = f"{_count_in_words(numel)} {precision} on {world} rank{'s' if world > 1 else ''}"
+        print(f"{what}: {_recommendation(of_world, room)}")
 
-    what: the job in words. room: bytes that there are, by the names in ``needs``.
-    """
-    from zcomm.cli.sizes import shown
 
+def _recommendation(cases: Sequence[Case], room: dict[str, int]) -> str:
+    """Return which case to take: the first that fits, with the least offload, or the smallest of all."""
     order = ("none", "cpu", "nvme")
     best = min(
         cases, key=lambda case: (not case.fits, *((order.index(case.offload),) if case.fits else case.needs.values()))
@@ -32,12 +38,12 @@ def recommendation(what: str, cases: Sequence[Case], room: dict[str, int]) -> st
     needs = " and ".join(f"{shown(nbytes)} of {name}" for name, nbytes in best.needs.items() if nbytes)
     how = f"stage {best.stage}, offload {best.offload}"
     if best.fits:
-        return f"{what}: fits with {how}, which needs {needs} in all"
+        return f"fits with {how}, which needs {needs} in all"
     lacks = " and ".join(f"{shown(nbytes)} of {name}" for name, nbytes in room.items())
-    return f"{what}: nothing fits {lacks}; the smallest is {how}, which needs {needs} in all"
+    return f"nothing fits {lacks}; the smallest is {how}, which needs {needs} in all"
 
 
-def count_in_words(count: int) -> str:
+def _count_in_words(count: int) -> str:
     """Return 7B for 7e9, 350M for 3.5e8."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if count >= size:

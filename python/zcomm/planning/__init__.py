@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zcomm.planning.activations import saved_nbytes
 from zcomm.planning.estimate import Estimate, estimate
-from zcomm.planning.step_time import StepTime, step_time
+from zcomm.planning.step_time import StepTime, step_time, swap_seconds
 from zcomm.planning.work import Work, work_of
 
-__all__ = ["Estimate", "StepTime", "Work", "estimate", "saved_nbytes", "step_time", "work_of"]
+__all__ = ["Estimate", "StepTime", "Work", "estimate", "saved_nbytes", "step_time", "swap_seconds", "work_of"]

@@ -7,7 +7,7 @@ windows included. So the numbers are those of ``opt.memory()``. From a count of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -43,7 +43,7 @@ class Estimate:
     swap_read_nbytes: int = 0
     swap_written_nbytes: int = 0
     activations_nbytes: int = 0
-    exact: bool = field(default=True)
+    exact: bool = True
     swap_param_nbytes: tuple[int, int] = (0, 0)
     count: int = 0
     bucket_nbytes: int = 0
