@@ -6,20 +6,15 @@ import argparse
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import zcomm
+from zcomm.cli.parser import Commands
 from zcomm.launch.errors import UserError
-
-if TYPE_CHECKING:
-    from argparse import _SubParsersAction
-
-    from zcomm.cli.parser import Parser
 
 _PROGRAMS = {"swap": ("swap.py", "bandwidth"), "swapped-step": ("swap.py", "step")}
 
 
-def add_parser(commands: _SubParsersAction[Parser]) -> None:
+def add_parser(commands: Commands) -> None:
     """Declare the command's options."""
     parser = commands.add_parser(
         "bench", help="measure beside a roof and peers (in a source tree only)", allow_abbrev=False

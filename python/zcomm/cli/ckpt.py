@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from zcomm.cli.parser import Parser
+from zcomm.cli.parser import Commands, Parser
 from zcomm.cli.sizes import nbytes, shown
 from zcomm.launch.errors import UserError
-
-if TYPE_CHECKING:
-    from argparse import _SubParsersAction
 
 _OTHER_FILES = {".pt", ".pth", ".bin", ".ckpt", ".npz", ".gguf", ".onnx"}
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-def add_parser(commands: _SubParsersAction[Parser]) -> None:
+def add_parser(commands: Commands) -> None:
     """Declare the command's options."""
     parser = commands.add_parser("ckpt", help="list, verify, export and convert checkpoints", allow_abbrev=False)
+    parser.set_defaults(command=command)
     actions = parser.add_subparsers(
         title="actions", dest="action", metavar="ACTION", required=True, parser_class=Parser
     )
@@ -27,11 +25,9 @@ def add_parser(commands: _SubParsersAction[Parser]) -> None:
     ls = actions.add_parser("ls", help="what a checkpoint, or a folder of them, holds", allow_abbrev=False)
     ls.add_argument("folder", type=Path, help="a checkpoint, or a folder of them")
     ls.add_argument("--tensors", action="store_true", help="also each tensor, with dtype, shape and file")
-    ls.set_defaults(command=_wrapped(_ls))
 
     verify = actions.add_parser("verify", help="compare all checksums; exit code 1 if one is wrong", allow_abbrev=False)
     verify.add_argument("folder", type=Path, help="a checkpoint, or a folder of them")
-    verify.set_defaults(command=_wrapped(_verify))
 
     export = actions.add_parser("export", help="write the weights as safetensors", allow_abbrev=False)
     export.add_argument("folder", type=Path, help="a checkpoint, or a folder of checkpoints: the newest is taken")
@@ -39,25 +35,19 @@ def add_parser(commands: _SubParsersAction[Parser]) -> None:
     export.add_argument("--dtype", choices=tuple(_DTYPES), help="of floating weights (default: as trained)")
     export.add_argument("--shard-size", type=nbytes, metavar="SIZE", help="most bytes per file, for example 5GB")
     export.add_argument("--untie", action="store_true", help="write tied weights under each of their names")
-    export.set_defaults(command=_wrapped(_export))
 
     convert = actions.add_parser("convert", help="make a checkpoint of DeepSpeed's ZeRO one", allow_abbrev=False)
     convert.add_argument("folder", type=Path, help="DeepSpeed's folder of one tag, or the one above with 'latest'")
     convert.add_argument("out", type=Path, help="a new folder")
-    convert.set_defaults(command=_wrapped(_convert))
 
 
-def _wrapped(action: Any) -> Any:
-    """Turn errors of files and arguments into errors of use, but for what `verify` finds."""
-
-    def command(args: argparse.Namespace) -> int:
-        try:
-            code: int = action(args)
-        except (OSError, ValueError, NotImplementedError) as error:
-            raise UserError(str(error)) from error
-        return code
-
-    return command
+def command(args: argparse.Namespace) -> int:
+    """Run the action. Errors of files and arguments become errors of use, but for what `verify` finds."""
+    action = {"ls": _ls, "verify": _verify, "export": _export, "convert": _convert}[args.action]
+    try:
+        return action(args)
+    except (OSError, ValueError, NotImplementedError) as error:
+        raise UserError(str(error)) from error
 
 
 def _found(folder: Path) -> list[Path]:
@@ -102,7 +92,7 @@ def _ls(args: argparse.Namespace) -> int:
             f"{manifest.precision}, {manifest.optimizer_name}"
         )
         print(
-            f"  {sum(_numel(entry.shape) for entry in trained)} trained parameters in {len(trained)} tensors, "
+            f"  {sum(math.prod(entry.shape) for entry in trained)} trained parameters in {len(trained)} tensors, "
             f"{len(manifest.weights) - len(trained)} other tensors, {len(manifest.aliases)} tied names"
         )
         print(f"  weights {shown(weights)}, optimizer {shown(state)}, {len(manifest.files)} files")
@@ -115,13 +105,6 @@ def _ls(args: argparse.Namespace) -> int:
             for name, first in sorted(manifest.aliases.items()):
                 print(f"  {_shown(name)}  is {_shown(first)}")
     return 1 if bad else 0
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
 
 
 def _verify(args: argparse.Namespace) -> int:

@@ -21,21 +21,19 @@ from typing import TYPE_CHECKING
 
 import zcomm
 from zcomm.cli.finding import Finding
+from zcomm.cli.parser import Commands
 from zcomm.launch.environment import core_count
 
 if TYPE_CHECKING:
-    from argparse import _SubParsersAction
-
     from rich.console import Console
 
-    from zcomm.cli.parser import Parser
 
 _LAUNCHER_VARIABLES = ("ZCOMM_INIT_METHOD", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _STYLES = {"ok": "green", "note": "yellow", "fail": "bold red"}
 _LOW_MEMLOCK_NBYTES = 64 << 20
 
 
-def add_parser(commands: _SubParsersAction[Parser]) -> None:
+def add_parser(commands: Commands) -> None:
     """Declare the command's options."""
     parser = commands.add_parser(
         "doctor", help="check this machine, with a remedy for each finding", allow_abbrev=False

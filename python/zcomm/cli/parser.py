@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
+
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
+"""Argument of a command's ``add_parser``."""
 
 
 class Parser(argparse.ArgumentParser):

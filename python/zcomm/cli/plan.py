@@ -13,21 +13,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zcomm.cli import plan_gpu
+from zcomm.cli.parser import Commands
 from zcomm.cli.plan_compare import compare
 from zcomm.cli.plan_table import Case, compact, print_recommendations, print_table, seconds
 from zcomm.cli.sizes import nbytes, shown
 from zcomm.launch.errors import UserError
 
 if TYPE_CHECKING:
-    from argparse import _SubParsersAction
-
-    from zcomm.cli.parser import Parser
     from zcomm.planning import Estimate, StepTime, Work
 
 _OFFLOADS = ("none", "cpu", "nvme")
 
 
-def add_parser(commands: _SubParsersAction[Parser]) -> None:
+def add_parser(commands: Commands) -> None:
     """Declare the command's options."""
     parser = commands.add_parser(
         "plan",

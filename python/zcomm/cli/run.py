@@ -6,15 +6,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
+from zcomm.cli.parser import Commands
 from zcomm.launch import Job, launch
 from zcomm.launch.errors import UserError
-
-if TYPE_CHECKING:
-    from argparse import _SubParsersAction
-
-    from zcomm.cli.parser import Parser
 
 _DESCRIPTION = """\
 Start N ranks of a Python script on this host and answer for their end: one failed rank ends all, and the first failure
@@ -44,7 +40,7 @@ class _Elsewhere(argparse.Action):
         parser.error(f"{option_string}: {self._hint.format(value)}")
 
 
-def add_parser(commands: _SubParsersAction[Parser]) -> None:
+def add_parser(commands: Commands) -> None:
     """Declare the command's options."""
     parser = commands.add_parser(
         "run",
