@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING
 
-from zcomm.cli.calibration_ranks import answer, run_ranks
+from zcomm.cli.calibration_ranks import answer, medians, run_ranks
 from zcomm.machine.tuning import KINDS, Table, Tuning, save
 
 if TYPE_CHECKING:
-    from zcomm import Communicator
+    from zcomm import Communicator, _core
 
 _ROUNDS = 9
 _SMALL_NBYTES = [1 << k for k in range(11, 17)]  # 2 to 64 KiB: where one-shot ends somewhere
@@ -39,64 +39,50 @@ def _run(world_size: int, timeout_s: float) -> Tuning:
     return Tuning(**json.loads(run_ranks("zcomm.cli.calibrate", world_size, 1, timeout_s)))
 
 
-class _Candidates:
-    """Communicators that differ in one value."""
-
-    def __init__(self, job: Communicator, tunings: Sequence[Tuning]) -> None:
-        from zcomm import _core
-
-        self._job = job
-        self._all: list[_core.Communicator] = [
-            _core.Communicator.create(job._joined.meshes[0], timeout_s=60.0, **asdict(tuning)) for tuning in tunings
-        ]
-
-    def seconds(self, nbytes: int, calls: int) -> list[float]:
-        """Return the median time of an all_reduce of ``nbytes`` fp32 by each candidate, of the slowest rank."""
-        import torch
-
-        from zcomm import _core
-
-        data = torch.zeros(nbytes // 4)
-        span = [(data.data_ptr(), data.numel())]
-        taken: list[list[float]] = [[] for _ in self._all]
-        for _ in range(_ROUNDS):
-            for times, core in zip(taken, self._all, strict=True):
-                core.barrier("", False)
-                begin = time.perf_counter()
-                for _ in range(calls):
-                    core.all_reduce(span, _core.DType.float32, _core.ReduceOp.sum, "", False)
-                times.append((time.perf_counter() - begin) / calls)
-        medians = torch.tensor([statistics.median(times) for times in taken], dtype=torch.float64)
-        self._job.all_reduce(medians, "max")
-        return [float(value) for value in medians]
-
-    def close(self) -> None:
-        for core in self._all:
-            core.close()
-
-
 def _measure(job: Communicator) -> Tuning:
     default = Tuning()
     limit = max(_SMALL_NBYTES)
-    pair = _Candidates(
-        job,
-        [Tuning(0, default.slot_nbytes, default.slot_count), Tuning(limit, default.slot_nbytes, default.slot_count)],
-    )
     one_shot = 0
-    for nbytes in _SMALL_NBYTES:
-        without, with_it = pair.seconds(nbytes, 100)
-        if with_it > without:
-            break
-        one_shot = nbytes
-    pair.close()
-    slots = _Candidates(job, [Tuning(one_shot, *slot) for slot in _SLOTS])
-    times = slots.seconds(_LARGE_NBYTES, 1)
-    slots.close()
+    with _candidates(job, [Tuning(size, default.slot_nbytes, default.slot_count) for size in (0, limit)]) as pair:
+        for nbytes in _SMALL_NBYTES:
+            without, with_it = _seconds(job, pair, nbytes, 100)
+            if with_it > without:
+                break
+            one_shot = nbytes
+    with _candidates(job, [Tuning(one_shot, *slot) for slot in _SLOTS]) as slots:
+        times = _seconds(job, slots, _LARGE_NBYTES, 1)
     best = times.index(min(times))
     built_in = _SLOTS.index((default.slot_nbytes, default.slot_count))
     if times[best] > _GAIN * times[built_in]:
         best = built_in
     return Tuning(one_shot, *_SLOTS[best])
+
+
+@contextmanager
+def _candidates(job: Communicator, tunings: Sequence[Tuning]) -> Iterator[list[_core.Communicator]]:
+    """Open communicators that differ in one value."""
+    from zcomm import _core
+
+    cores = [_core.Communicator.create(job._joined.meshes[0], timeout_s=60.0, **asdict(each)) for each in tunings]
+    yield cores
+    for core in cores:
+        core.close()
+
+
+def _seconds(job: Communicator, cores: Sequence[_core.Communicator], nbytes: int, calls: int) -> list[float]:
+    """Return the time of an all_reduce of ``nbytes`` fp32 by each candidate."""
+    import torch
+
+    from zcomm import _core
+
+    data = torch.zeros(nbytes // 4)
+    span = [(data.data_ptr(), data.numel())]
+    return medians(
+        job,
+        [partial(core.all_reduce, span, _core.DType.float32, _core.ReduceOp.sum, "", False) for core in cores],
+        _ROUNDS,
+        calls,
+    )
 
 
 if __name__ == "__main__":

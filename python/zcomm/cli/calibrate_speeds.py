@@ -7,14 +7,11 @@ alone, one rank per CPU, two. The median of the slowest rank counts.
 from __future__ import annotations
 
 import json
-import statistics
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zcomm.cli.calibration_ranks import answer, run_ranks
+from zcomm.cli.calibration_ranks import Work, answer, medians, run_ranks
 from zcomm.launch.environment import core_count
 from zcomm.machine import speeds
 from zcomm.machine.speeds import Speeds
@@ -29,7 +26,6 @@ _ROUNDS = 7
 _NEAR, _FAR = 1 << 18, 16 << 20  # elements of 4 bytes
 _BUCKET_NBYTES = 16 << 20
 _STARTS = 500  # forward and backward of products in a row
-Work = Callable[[], object]
 
 
 def calibrate(timeout_s: float = 120.0) -> Path:
@@ -44,7 +40,6 @@ def calibrate(timeout_s: float = 120.0) -> Path:
 
 
 def _measure(job: Communicator) -> Speeds:
-    """Measure all kinds in turn, round by round, so that a change of the machine's speed affects all of them."""
     import torch
 
     from zcomm.planning import work_of
@@ -73,19 +68,17 @@ def _measure(job: Communicator) -> Speeds:
     bucket = job.empty(_BUCKET_NBYTES // 4 // job.world_size * job.world_size)
     shard = torch.empty(bucket.numel() // job.world_size)
     model, x = _blocks()
-    taken = _seconds(
-        job,
-        {
-            "fp32": flops(torch.float32, 768),
-            "bf16": flops(torch.bfloat16, 768),
-            "fp16": flops(torch.float16, 256),  # slow on many CPUs
-            "near": adding(_NEAR // 4, 20),
-            "far": adding(_FAR, 1),
-            "start": start,
-            "reduce": lambda: job.reduce_scatter(bucket, out=shard),
-            "blocks": lambda: model(x).sum().backward(),
-        },
-    )
+    works: dict[str, Work] = {
+        "fp32": flops(torch.float32, 768),
+        "bf16": flops(torch.bfloat16, 768),
+        "fp16": flops(torch.float16, 256),  # slow on many CPUs
+        "near": adding(_NEAR // 4, 20),
+        "far": adding(_FAR, 1),
+        "start": start,
+        "reduce": lambda: job.reduce_scatter(bucket, out=shard),
+        "blocks": lambda: model(x).sum().backward(),
+    }
+    taken = dict(zip(works, medians(job, list(works.values()), _ROUNDS), strict=True))
     found = Speeds(
         world_size=job.world_size,
         flops={name: 2 * n**3 / taken[name] for name, n in (("fp32", 768), ("bf16", 768), ("fp16", 256))},
@@ -97,23 +90,6 @@ def _measure(job: Communicator) -> Speeds:
     with torch.device("meta"):
         planned = work_of(*_blocks()).seconds(found, "fp32")
     return replace(found, slowdown=max(1.0, taken["blocks"] / planned))
-
-
-def _seconds(job: Communicator, works: dict[str, Work]) -> dict[str, float]:
-    """Return for each work the median of its rounds, of the slowest rank."""
-    import torch
-
-    taken: dict[str, list[float]] = {name: [] for name in works}
-    for number in range(_ROUNDS + 1):
-        for name, work in works.items():
-            job.barrier()
-            begin = time.perf_counter()
-            work()
-            if number:
-                taken[name].append(time.perf_counter() - begin)
-    slowest = torch.tensor([statistics.median(each) for each in taken.values()], dtype=torch.float64)
-    job.all_reduce(slowest, "max")
-    return dict(zip(works, slowest.tolist(), strict=True))
 
 
 def _blocks() -> tuple[nn.Module, torch.Tensor]:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zcomm.launch.environment import free_port, rank_environment
+
 if TYPE_CHECKING:
     from zcomm import Communicator
+
+Work = Callable[[], object]
 
 
 def run_ranks(module: str, world_size: int, threads: int, timeout_s: float) -> str:
@@ -24,16 +29,10 @@ def run_ranks(module: str, world_size: int, threads: int, timeout_s: float) -> s
     """
     with tempfile.TemporaryDirectory(prefix="zcomm-calibrate-") as folder:
         file = Path(folder) / "answer"
-        ranks = []
+        ranks, port = [], free_port()
         for rank in range(world_size):
-            env = {
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": str(world_size),
-                "LOCAL_RANK": str(rank),
-                "ZCOMM_INIT_METHOD": f"file://{folder}/store",
-                "OMP_NUM_THREADS": str(threads),
-            }
+            own = {"OMP_NUM_THREADS": str(threads)}
+            env = rank_environment(os.environ, own, rank, world_size, port, Path(folder))
             command = [sys.executable, "-m", module, str(file)]
             ranks.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
         deadline = time.monotonic() + timeout_s
@@ -64,3 +63,25 @@ def answer(measure: Callable[[Communicator], Any]) -> None:
         Path(sys.argv[1]).write_text(json.dumps(asdict(row)))
     job.barrier()
     zcomm.shutdown()
+
+
+def medians(job: Communicator, works: Sequence[Work], rounds: int, calls: int = 1) -> list[float]:
+    """Return the seconds of a call of each work: the median of its rounds, of the slowest rank. Collective.
+
+    Works take turns, A B C A B C ..., so that a change of the machine's speed affects all of them. A first round is not
+    counted.
+    """
+    import torch
+
+    taken: list[list[float]] = [[] for _ in works]
+    for number in range(rounds + 1):
+        for times, work in zip(taken, works, strict=True):
+            job.barrier()
+            begin = time.perf_counter()
+            for _ in range(calls):
+                work()
+            if number:
+                times.append((time.perf_counter() - begin) / calls)
+    slowest = torch.tensor([statistics.median(times) for times in taken], dtype=torch.float64)
+    job.all_reduce(slowest, "max")
+    return [float(value) for value in slowest]
