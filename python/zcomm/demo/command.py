@@ -94,7 +94,7 @@ def command(args: argparse.Namespace) -> int:
         except UserError:
             take_back([*made_for_swap, *made], config.directory, with_content=False)
             raise
-        config = DemoConfig(**{**vars(config), "nvme_path": [str(drive) for drive in drives]})
+        config = dataclasses.replace(config, nvme_path=[str(drive) for drive in drives])
     job = Job(
         argv=[sys.executable, "-m", "zcomm.demo.rank", config.to_json()],
         world_size=config.world_size,
@@ -115,7 +115,7 @@ def make_config(args: argparse.Namespace) -> DemoConfig:
     made: dict[str, Any] = {"name": name, "run_dir": str(Path("runs").absolute() / name), "nvme_path": None}
     names = {field.name for field in dataclasses.fields(DemoConfig)}
     given = {key: value for key, value in vars(args).items() if key in names and value is not None}
-    return DemoConfig(**{**vars(SIZES[args.size]), **given, **made})
+    return DemoConfig(**{**SIZES[args.size], **given, **made})
 
 
 def check_data(path: str | None) -> None:

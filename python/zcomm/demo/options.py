@@ -6,27 +6,14 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from zcomm.launch.errors import UserError
 
-
-@dataclass(frozen=True)
-class Size:
-    """Shape and length of a run; lr suits the width."""
-
-    layers: int
-    heads: int
-    width: int
-    context: int
-    batch: int
-    steps: int
-    lr: float
-
-
-SIZES = {
-    "tiny": Size(layers=2, heads=2, width=64, context=64, batch=8, steps=200, lr=4e-3),
-    "small": Size(layers=6, heads=3, width=192, context=128, batch=4, steps=800, lr=2e-3),
-    "medium": Size(layers=8, heads=8, width=512, context=256, batch=4, steps=1000, lr=1e-3),
+SIZES: dict[str, dict[str, Any]] = {  # lr suits the width
+    "tiny": {"layers": 2, "heads": 2, "width": 64, "context": 64, "batch": 8, "steps": 200, "lr": 4e-3},
+    "small": {"layers": 6, "heads": 3, "width": 192, "context": 128, "batch": 4, "steps": 800, "lr": 2e-3},
+    "medium": {"layers": 8, "heads": 8, "width": 512, "context": 256, "batch": 4, "steps": 1000, "lr": 1e-3},
 }
 OFFLOADS = ("nvme", "cpu", "none")
 PRECISIONS = ("fp32", "bf16")

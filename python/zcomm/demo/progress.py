@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import deque
+from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -34,16 +34,8 @@ class StepRecord:
     swap_s: float
 
 
-class Progress:
+class Progress(ExitStack):
     """Progress that shows nothing; also the interface of the other two."""
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
 
     def step(self, record: StepRecord) -> None:
         """Record the end of a step."""
@@ -84,6 +76,7 @@ class PlainProgress(Progress):
     """Lines for a log."""
 
     def __init__(self, steps: int) -> None:
+        super().__init__()
         self._steps = steps
         self._every = max(1, steps // _LINES)
         self._recent = Recent()
@@ -107,6 +100,7 @@ class BarProgress(Progress):
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as RichProgress
 
+        super().__init__()
         console = console or Console()
         self._short = console.width < _WIDE
         self._bar = RichProgress(
@@ -120,13 +114,8 @@ class BarProgress(Progress):
         self._recent = Recent()
 
     def __enter__(self) -> BarProgress:
-        self._bar.start()
+        self.enter_context(self._bar)
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
 
     def step(self, record: StepRecord) -> None:
         """Move the bar."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from dataclasses import dataclass
@@ -49,10 +48,6 @@ class Summary:
     formula: Memory
     stats: dict[str, float]
     sample: str
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the summary as a record of metrics.jsonl."""
-        return dataclasses.asdict(self)
 
 
 def conclusion(summary: Summary) -> str:

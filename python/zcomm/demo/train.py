@@ -10,6 +10,7 @@ import math
 import os
 import time
 from contextlib import closing
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from zcomm.demo import results
 from zcomm.demo.model import GPT, ModelConfig
 from zcomm.demo.options import DemoConfig
 from zcomm.demo.progress import StepRecord, make_progress
-from zcomm.demo.text import DataError, Text, load_text, unigram_entropy
+from zcomm.demo.text import Text, load_text, unigram_entropy
 from zcomm.launch.errors import UserError
 
 PROMPT = b"def "
@@ -43,11 +44,7 @@ def run(config: DemoConfig) -> None:
         model = GPT(ModelConfig(config.layers, config.heads, config.width, config.context, config.seed))
         numel = sum(parameter.numel() for parameter in model.parameters())
         optimizer = make_optimizer(model, config)
-    except DataError as error:
-        raise UserError(str(error)) from error
-    except zcomm.PeerLost:
-        raise
-    except TimeoutError:
+    except (zcomm.PeerLost, TimeoutError):
         raise
     except OSError as error:
         raise UserError(error.strerror or str(error)) from error  # the core's text names path and bytes itself
@@ -55,7 +52,8 @@ def run(config: DemoConfig) -> None:
         raise UserError(str(error)) from error
     try:
         with closing(optimizer):
-            Training(config, comm, text, model, optimizer, numel).run()
+            metrics = results.Metrics(config.directory) if comm.rank == 0 else None
+            Training(config, comm.rank, text, model, optimizer, numel, metrics).run()
     finally:
         zcomm.shutdown()
 
@@ -95,26 +93,17 @@ def windows(text: np.ndarray, starts: np.ndarray, context: int) -> tuple[Tensor,
     return tensor[:, :-1], tensor[:, 1:]
 
 
+@dataclass
 class Training:
-    """One rank's run."""
+    """One rank's run. metrics: on rank 0."""
 
-    def __init__(
-        self,
-        config: DemoConfig,
-        comm: zcomm.Communicator,
-        text: Text,
-        model: GPT,
-        optimizer: zcomm.ZeroOptimizer,
-        numel: int,
-    ) -> None:
-        self.config = config
-        self.comm = comm
-        self.text = text
-        self.model = model
-        self.optimizer = optimizer
-        self.numel = numel
-        self.rank = int(os.environ.get("RANK", "0"))
-        self.metrics = results.Metrics(config.directory) if self.rank == 0 else None
+    config: DemoConfig
+    rank: int
+    text: Text
+    model: GPT
+    optimizer: zcomm.ZeroOptimizer
+    numel: int
+    metrics: results.Metrics | None
 
     def run(self) -> None:
         """Train, evaluate and sample; rank 0 writes and prints."""
@@ -137,7 +126,7 @@ class Training:
         loss = self.evaluate(_FINAL_WINDOWS)
         self.log("validation", {"step": config.steps, "loss": loss})
         sample = self.generate(PROMPT, config.sample_nbytes)
-        if self.rank == 0:
+        if self.metrics is not None:
             summary = results.Summary(
                 validation_loss=loss,
                 unigram_entropy=entropy,
@@ -157,8 +146,7 @@ class Training:
                 stats=self.optimizer.stats(),
                 sample=sample.decode("utf-8", "replace"),
             )
-            self.log("summary", summary.as_dict())
-            assert self.metrics is not None
+            self.log("summary", dataclasses.asdict(summary))
             results.finish(config, summary, self.metrics)
         zcomm.barrier()  # no rank leaves while rank 0 still writes: a failure there fails all ranks
 

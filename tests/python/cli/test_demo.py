@@ -292,10 +292,10 @@ def config_of(*options: str) -> DemoConfig:
 def test_options_change_the_size() -> None:
     config = config_of("--size", "medium", "--layers", "2", "--steps", "5")
     medium = SIZES["medium"]
-    assert (config.layers, config.steps, config.width, config.lr) == (2, 5, medium.width, medium.lr)
+    assert (config.layers, config.steps, config.width, config.lr) == (2, 5, medium["width"], medium["lr"])
     assert DemoConfig.from_json(config.to_json()) == config
     assert (config.stage, config.offload, config.world_size) == (3, "nvme", 2)
-    assert config.tokens_per_step == 2 * medium.batch * medium.context
+    assert config.tokens_per_step == 2 * medium["batch"] * medium["context"]
 
 
 def test_default_sizes_are_allowed() -> None:
