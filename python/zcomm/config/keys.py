@@ -26,11 +26,7 @@ class Status(enum.Enum):
     REFUSED = "refused"
 
 
-class _Required(enum.Enum):
-    REQUIRED = "required"
-
-
-REQUIRED = _Required.REQUIRED
+REQUIRED: Any = dataclasses.MISSING  # the default of a key that its section must give
 
 
 @dataclass(frozen=True)
@@ -82,8 +78,6 @@ def key(
 ) -> Any:
     """Make a dataclass field that is a configuration key. ``default`` REQUIRED: the section must give it."""
     metadata = {"key": Key(meaning, check=check, choices=choices, shown=shown, auto=auto)}
-    if default is REQUIRED:
-        return dataclasses.field(metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 

@@ -76,7 +76,7 @@ def parse(
 
 
 def leaf_paths(schema: type = Config, prefix: str = "") -> Iterator[str]:
-    """Return every dotted key, sections included."""
+    """Yield every dotted key, sections included."""
     for name, key in fields_of(schema).items():
         yield f"{prefix}{name}"
         nested = section_type(key.kind)
@@ -93,10 +93,9 @@ def fields_of(schema: type | None) -> dict[str, Key]:
         return {}
     hints, found = typing.get_type_hints(schema), {}
     for field in dataclasses.fields(schema):
-        default = REQUIRED if field.default is dataclasses.MISSING else field.default
+        section = field.default_factory
+        default = field.default if section is dataclasses.MISSING else section()
         plain, optional = _split_optional(hints[field.name])
-        if field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
         key = field.metadata.get("key", Key(""))
         found[field.name] = dataclasses.replace(key, kind=plain, default=default, optional=optional)
     return found
@@ -144,7 +143,7 @@ class _Reader:
             if raw is None:  # DeepSpeed writes null for an absent section
                 return None if described is None else described.default
             return self.section(nested, raw, path)
-        if raw == "auto" and not (described.choices and "auto" in described.choices):
+        if raw == "auto":
             if not described.auto and described.status is not Status.NO_EFFECT:
                 raise ValueError(f'{self.source}: "{path}": "auto" has no meaning here; give a value, or leave it out')
             raw = self.auto.get(path)
@@ -175,8 +174,7 @@ class _Reader:
             raise ValueError(f'{self.source}: "{path}" must be {_TYPE_WORDS[plain]}, got {_shown(raw)}')
         if described.choices:
             for choice in described.choices:
-                same = value.lower() == choice.lower() if isinstance(value, str) else value == choice
-                if same:
+                if str(value).lower() == str(choice).lower():
                     return choice
             words = ", ".join(str(choice) for choice in described.choices)
             raise ValueError(f'{self.source}: "{path}" must be one of {words}, got {_shown(raw)}')
