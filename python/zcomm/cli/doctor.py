@@ -51,19 +51,15 @@ def add_parser(commands: Commands) -> None:
 def command(args: argparse.Namespace) -> int:
     """Print all findings."""
     if args.calibrate:
-        from zcomm.cli.calibrate import calibrate
+        from zcomm.cli import calibrate, calibrate_speeds, calibrate_swap
 
         print("measuring the tuning table (some seconds) ...", flush=True)
-        calibrate()
-        from zcomm.cli.calibrate_speeds import calibrate as calibrate_speeds
-
+        calibrate.calibrate()
         print("measuring the speeds for `zcomm plan` (some seconds) ...", flush=True)
-        calibrate_speeds()
-        from zcomm.cli.calibrate_swap import calibrate as calibrate_swap
-
+        calibrate_speeds.calibrate()
         print(f"measuring the drive of {args.dir} (some seconds) ...", flush=True)
         try:
-            calibrate_swap(args.dir)
+            calibrate_swap.calibrate(args.dir)
         except OSError as error:
             print(f"the drive was not measured: {error}", flush=True)
     findings = list(examine(args.dir, args.all))
@@ -148,10 +144,10 @@ def _core() -> Iterator[Finding]:
     from zcomm import _core as core
 
     isa, best = core.isa(), core.best_isa()
-    note = "" if isa == best else f" (this CPU could run {best})"
-    yield Finding(
-        "ok" if isa == best else "note", "instruction set", isa + note, "" if isa == best else "unset ZCOMM_ISA"
-    )
+    if isa == best:
+        yield Finding("ok", "instruction set", isa)
+    else:
+        yield Finding("note", "instruction set", f"{isa} (this CPU could run {best})", "unset ZCOMM_ISA")
     yield Finding("ok", "core threads", str(core.threads()))
     built = core.cuda_info()
     if core.cuda_available() or not built.startswith("CUDA"):
@@ -170,15 +166,13 @@ def _gpus() -> Iterator[Finding]:
 
 def _limits() -> Iterator[Finding]:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY or soft >= _LOW_MEMLOCK_NBYTES:
-        yield Finding("ok", "memlock", "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 2**20:.0f} MiB")
+    if soft == resource.RLIM_INFINITY:
+        yield Finding("ok", "memlock", "unlimited")
+    elif soft >= _LOW_MEMLOCK_NBYTES:
+        yield Finding("ok", "memlock", f"{soft / 2**20:.0f} MiB")
     else:
-        yield Finding(
-            "note",
-            "memlock",
-            f"{soft / 2**10:.0f} KiB",
-            "raise it (ulimit -l, or memlock in /etc/security/limits.conf)",
-        )
+        mend = "raise it (ulimit -l, or memlock in /etc/security/limits.conf)"
+        yield Finding("note", "memlock", f"{soft / 2**10:.0f} KiB", mend)
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     low = soft < 1024
     yield Finding("note" if low else "ok", "open files", str(soft), "ulimit -n 4096" if low else "")
@@ -199,12 +193,8 @@ def _tuning() -> Iterator[Finding]:
     yield Finding("ok" if measured else "note", "tuning table", table.origin, mend)
     for kind, words in zip(tuning.KINDS, ("a CPU each", "CPUs shared"), strict=True):
         row = table.rows.get(kind, tuning.Tuning())
-        yield Finding(
-            "ok",
-            f"ranks with {words}",
-            f"one-shot up to {row.one_shot_nbytes >> 10} KiB, "
-            f"slots {row.slot_count} x {row.slot_nbytes >> 10} KiB for private tensors",
-        )
+        slots = f"slots {row.slot_count} x {row.slot_nbytes >> 10} KiB for private tensors"
+        yield Finding("ok", f"ranks with {words}", f"one-shot up to {row.one_shot_nbytes >> 10} KiB, {slots}")
 
 
 def _swap(directory: Path) -> Iterator[Finding]:
@@ -214,12 +204,8 @@ def _swap(directory: Path) -> Iterator[Finding]:
             zcomm.SwapFile(own, 1 << 20, engine="io_uring").close()
             yield Finding("ok", "io_uring", "works")
         except NotImplementedError as error:
-            yield Finding(
-                "note",
-                "io_uring",
-                str(error),
-                "threads swap instead, with more CPU time; let the kernel or the container allow io_uring",
-            )
+            mend = "threads swap instead, with more CPU time; let the kernel or the container allow io_uring"
+            yield Finding("note", "io_uring", str(error), mend)
         swap = zcomm.SwapFile(own, 1 << 20)
         direct = bool(swap.stats()["direct"])
         swap.close()
@@ -227,12 +213,8 @@ def _swap(directory: Path) -> Iterator[Finding]:
         if direct:
             yield Finding("ok", "O_DIRECT", f"works in {where}")
         else:
-            yield Finding(
-                "note",
-                "O_DIRECT",
-                f"refused in {where}",
-                "swap goes through the page cache; use a local ext4 or xfs drive",
-            )
+            mend = "swap goes through the page cache; use a local ext4 or xfs drive"
+            yield Finding("note", "O_DIRECT", f"refused in {where}", mend)
     yield _swap_tuning(directory)
     free = os.statvfs(directory)
     yield Finding("ok", "disk", f"{free.f_bavail * free.f_frsize / 2**30:.1f} GiB free in {where}")

@@ -174,24 +174,16 @@ def _health(gpu: Gpu, name: str) -> Iterator[Finding]:
 
 
 def _between(machine: Machine) -> Iterator[Finding]:
-    pairs = machine.links
-    if not pairs:
-        return
-    words = {pair: link.describe() for pair, link in pairs.items()}
-    if len(set(words.values())) == 1:
-        yield Finding("ok", "gpu links", f"all pairs: {next(iter(words.values()))}")
-    else:
-        for kind in sorted(set(words.values()), key=lambda each: -_best(machine, words, each)):
-            listed = ", ".join(f"{a}-{b}" for (a, b), word in words.items() if word == kind)
-            yield Finding("ok", "gpu links", f"{kind}: {listed}")
+    pairs: dict[str, list[str]] = {}
+    for (a, b), link in sorted(machine.links.items(), key=lambda item: -item[1].rank):
+        pairs.setdefault(link.describe(), []).append(f"{a}-{b}")
+    for words, listed in pairs.items():
+        value = f"all pairs: {words}" if len(pairs) == 1 else f"{words}: {', '.join(listed)}"
+        yield Finding("ok", "gpu links", value)
     if not machine.reach:
         value = "some GPUs do not read each other's memory: gradients of several ranks go by way of the host"
         hint = "usual on consumer cards; on others look for ACS or the IOMMU of PCIe (nvidia-smi topo -p2p r)"
         yield Finding("note", "gpu peer access", value, hint)
-
-
-def _best(machine: Machine, words: Mapping[tuple[int, int], str], kind: str) -> int:
-    return max(machine.links[pair].rank for pair, word in words.items() if word == kind)
 
 
 def ranges(numbers: tuple[int, ...] | None) -> str:
