@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -125,7 +125,7 @@ def initialize(
 
 
 def _config_source(args: Any, config: Any, config_params: Any) -> Source | Config:
-    named = {
+    named: dict[str, Source | Config | None] = {
         "config": config,
         "config_params": config_params,
         "args.deepspeed_config": getattr(args, "deepspeed_config", None),
@@ -134,9 +134,7 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Source | Confi
     if len(given) != 1:
         found = "none of them" if not given else " and ".join(given)
         raise ValueError(f"initialize() needs the configuration once, by {', '.join(named)}; it was given {found}")
-    (source,) = given.values()
-    checked: Source | Config = source
-    return checked
+    return next(iter(given.values()))
 
 
 def check_join(distributed_port: int | None, dist_init_required: bool | None) -> None:
@@ -267,11 +265,8 @@ def _zero_optimizer(
     zero = settings.zero_optimization
     state, params = zero.offload_optimizer, zero.offload_param
     if state.device != "none" or params.device != "none":
-        arguments["offload"] = Offload(
-            optimizer=_tier(state.device),
-            params=_tier(params.device),
-            fraction=state.ratio,
-        )
+        tiers: dict[str, Tier | None] = {"none": None, "cpu": "cpu", "nvme": "nvme"}
+        arguments["offload"] = Offload(tiers[state.device], tiers[params.device], state.ratio)
         paths = [tier.nvme_path for tier in (state, params) if tier.device == "nvme"]
         arguments["nvme_path"] = paths[0] if paths else None
     itemsize = 2 if settings.bf16.enabled or settings.fp16.enabled else 4
@@ -297,10 +292,6 @@ def _zero_optimizer(
         device=device,
         **arguments,
     )
-
-
-def _tier(device: str) -> Tier | None:
-    return None if device == "none" else cast("Tier", device)  # the schema's choices are the tiers
 
 
 def _scheduler(given: Any, zero: ZeroOptimizer, settings: Config) -> Any:

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import torch
-
     from zcomm.engine.engine import Engine
     from zcomm.zero.checkpoint import SaveTask
 
@@ -165,9 +163,3 @@ def save_model(engine: Engine, directory: Path, name: str, wait: bool) -> bool |
     with parts.looking(train.poison):
         parts.saving = task = whole_model.save_model(parts, path, wait)
     return True if wait else task
-
-
-def whole_model(engine: Engine) -> dict[str, torch.Tensor] | None:
-    """Return weights and buffers under all names of the model's state_dict, on rank 0. Collective."""
-    found = engine.optimizer.full_state_dict()
-    return found if engine.global_rank == 0 else None

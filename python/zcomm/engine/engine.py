@@ -255,8 +255,10 @@ class Engine(nn.Module):
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """Return the whole model's state dict on rank 0, None elsewhere. All ranks call it. (Accelerate's name.)"""
         self._check_alive("_zero3_consolidated_16bit_state_dict")
-        whole = checkpoints.whole_model(self)
-        if exclude_frozen_parameters and whole is not None:
+        whole = self.optimizer.full_state_dict()
+        if self.global_rank != 0:
+            return None
+        if exclude_frozen_parameters:
             for name, param in self.module.named_parameters(remove_duplicate=False):
                 if not param.requires_grad:
                     whole.pop(name, None)
