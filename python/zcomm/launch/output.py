@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import time
 from collections import deque
 from typing import BinaryIO
@@ -186,8 +187,6 @@ def write_all(target: int, content: bytes) -> None:
         try:
             view = view[os.write(target, view) :]
         except BlockingIOError:  # another process made our stdout non-blocking: wait until it takes more
-            import select
-
             select.select([], [target], [])
         except (BrokenPipeError, OSError) as error:
             raise ReaderGone from error

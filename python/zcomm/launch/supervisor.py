@@ -18,6 +18,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from zcomm.launch import processes
@@ -30,14 +31,14 @@ from zcomm.launch.output import ReaderGone, Stream, write_all
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+@dataclass
 class Rank:
     """A started rank: its process and its pipes."""
 
-    def __init__(self, rank: int, process: subprocess.Popen[bytes], streams: list[Stream]) -> None:
-        self.rank = rank
-        self.process = process
-        self.streams = streams
-        self.signalled = False
+    rank: int
+    process: subprocess.Popen[bytes]
+    streams: list[Stream]
+    signalled: bool = False
 
 
 class Supervisor:
