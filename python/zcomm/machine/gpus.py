@@ -54,7 +54,6 @@ class Gpu:
 
     index: int
     name: str = "unknown GPU"
-    uuid: str = ""
     bus_id: str = ""
     memory_nbytes: int | None = None
     free_nbytes: int | None = None
@@ -103,9 +102,6 @@ class Machine:
     driver: str = ""
     cuda: tuple[int, int] | None = None
     absent: str = ""
-
-    def link(self, a: int, b: int) -> Link:
-        return self.links.get((min(a, b), max(a, b)), Link())
 
     @property
     def reach(self) -> bool:
@@ -177,7 +173,6 @@ class _Reader:
         return Gpu(
             index=index,
             name=_text(self.ask("nvmlDeviceGetName", handle)) or "unknown GPU",
-            uuid=_text(self.ask("nvmlDeviceGetUUID", handle)),
             bus_id=bus_id,
             memory_nbytes=None if memory is None else int(memory.total),
             free_nbytes=None if memory is None else int(memory.free),

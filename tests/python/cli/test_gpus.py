@@ -148,7 +148,7 @@ def test_builds_without_cuda_are_said() -> None:
 
 def test_links_and_their_order() -> None:
     linked = gpus.read(two_linked(), Path("/nowhere"))
-    assert linked.link(0, 1) == linked.link(1, 0) == gpus.Link("nvlink", 4, True)
+    assert linked.links[0, 1] == gpus.Link("nvlink", 4, True)
     assert "all pairs: NVLink x4" in [finding.value for finding in found(two_linked())]
     switched = gpus.read(eight_on_switches(), Path("/nowhere"))
     assert set(switched.links.values()) == {gpus.Link("nvlink", 18, True)} and len(switched.links) == 28

@@ -120,9 +120,6 @@ class FakeNvml:
     def _DeviceGetName(self, gpu: FakeGpu) -> str:
         return gpu.name
 
-    def _DeviceGetUUID(self, gpu: FakeGpu) -> str:
-        return f"GPU-{gpu.bus_id}"
-
     def _DeviceGetCudaComputeCapability(self, gpu: FakeGpu) -> tuple[int, int]:
         return gpu.capability
 
