@@ -48,9 +48,9 @@ def predict(arguments: argparse.Namespace, machine: model.Machine, variant: str,
     """Return the predicted seconds; None where the model does not apply (a peer)."""
     world = zcomm.world_size()
     if arguments.backend == "tcp":
-        if arguments.op in ("all_reduce", "reduce_scatter", "all_gather"):
+        if OPERATIONS[arguments.op].ring_passes:
             ways = [model.ring(arguments.op, nbytes, world, machine), model.riding_along(nbytes, world, machine)]
-            if arguments.op == "all_reduce":
+            if OPERATIONS[arguments.op].reduces_for_all:
                 ways.append(model.halving_doubling(arguments.op, nbytes, world, machine))
             return min(ways)
         return None

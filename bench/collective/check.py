@@ -18,11 +18,11 @@ def wrong(
     operation: Operation, redop: str, inp: Tensor, out: Tensor, call: Callable[[], object], rank: int, world: int
 ) -> int:
     """Run `call` once on known inputs; return the number of elements of this rank's result that are not exact."""
-    part = (out.numel() if operation.name != "reduce_scatter" else inp.numel()) // world
-    if operation.name == "broadcast" and rank != 0:
+    part = max(inp.numel(), out.numel()) // world
+    if operation.root not in (None, rank):
         inp.zero_()
     else:
-        first = rank * part if operation.name == "all_gather" else 0
+        first = rank * part if operation.in_part else 0
         for begin, index in _windows(inp):
             inp[begin : begin + index.numel()] = value(operation, rank, index + first).to(inp.dtype)
     if inp.data_ptr() != out.data_ptr():
@@ -34,7 +34,7 @@ def wrong(
             of_rank, of_index = operation.source(index, rank, world, max(1, part))
             want = value(operation, of_rank, of_index).to(out.dtype)
         else:
-            offset = rank * part if operation.name == "reduce_scatter" else 0
+            offset = rank * part if operation.out_part else 0
             want = _reduced([value(operation, r, index + offset) for r in range(world)], redop, out.dtype)
         bad += int((out[begin : begin + index.numel()] != want).sum())
     return bad

@@ -11,7 +11,7 @@ import torch
 
 import zcomm
 from collective import check, roof
-from collective.operations import OPERATIONS, TYPES, Operation, zcomm_call
+from collective.operations import OPERATIONS, TYPES, Call, Operation
 from collective.peers import Peer
 from harness.library import bench_library_or_none
 from harness.timing import MIN_ROUNDS, PERCENTILES, Calls, Timing, interleaved
@@ -43,8 +43,8 @@ class Case:
         private = self._pair(lambda n: torch.zeros(n, dtype=self.dtype, device=zcomm.init().device))
         if "private" in arguments.variants:
             self.buffers["private"] = private
-        self.calls: dict[str, Callable[[], object]] = {
-            name: zcomm_call(self.operation, self.redop, *buffers) for name, buffers in self.buffers.items()
+        self.calls: dict[str, Call] = {
+            name: self.operation.zcomm(zcomm, self.redop, *buffers) for name, buffers in self.buffers.items()
         }
         for name, peer in peers.items():
             call = peer.call(self.operation, self.redop, *private)
@@ -64,7 +64,7 @@ class Case:
 
     def worst_ulp(self) -> dict[str, float]:
         """Return the worst error of each variant over all ranks; empty but for sums by all_reduce in 2-byte dtypes."""
-        if self.operation.name != "all_reduce" or self.redop != "sum" or self.dtype.itemsize != 2:
+        if not self.operation.reduces_for_all or self.redop != "sum" or self.dtype.itemsize != 2:
             return {}
         worst = {}
         for name, (inp, _) in self.buffers.items():
@@ -79,7 +79,7 @@ class Case:
                 tensor.zero_()
 
 
-def works_everywhere(call: Callable[[], object] | None) -> bool:
+def works_everywhere(call: Call | None) -> bool:
     try:
         if call is not None:
             call()
@@ -92,9 +92,8 @@ def works_everywhere(call: Callable[[], object] | None) -> bool:
 def memory_needed(arguments: argparse.Namespace, nbytes: int) -> float:
     """Return the bytes that all ranks of this host need for one size, roof and peers' own copies included."""
     operation, world = OPERATIONS[arguments.op], zcomm.world_size()
-    buffers = 1 if operation.in_place else 1 + (1 / world if operation.name != "all_to_all" else 1)
     copies = len({*arguments.variants, "private"}) + (1 if arguments.peers else 0)
-    return world * nbytes * (copies * buffers + operation.memory_factor(world))
+    return world * nbytes * (copies * operation.footprint(world) + operation.memory_factor(world))
 
 
 def fits(arguments: argparse.Namespace, nbytes: int) -> bool:

@@ -7,8 +7,9 @@ the larger buffer of a rank; P: ranks. Sources: Hockney 1994 (alpha + N beta); T
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
+
+from collective.operations import OPERATIONS
 
 
 @dataclass(frozen=True)
@@ -42,52 +43,29 @@ class Machine:
         return 1.0 / (cached / self.cache_bps + (1.0 - cached) / self.memory_bps)
 
 
-Predict = Callable[[float, int, Machine], float]
-
-# bytes through memory per rank and byte of N; bytes of all buffers of a rank per byte of N
-_MEMORY: dict[str, tuple[Callable[[int], float], Callable[[int], float]]] = {
-    "all_reduce": (lambda p: 2.0, lambda p: 1.0),
-    "reduce_scatter": (lambda p: 1 + 1 / p, lambda p: 1 + 1 / p),
-    "all_gather": (lambda p: 1 + 1 / p, lambda p: 1 + 1 / p),
-    "broadcast": (lambda p: 1.0, lambda p: 1.0),
-    "all_to_all": (lambda p: 2.0, lambda p: 2.0),
-    "sendrecv": (lambda p: 2.0, lambda p: 2.0),
-}
-
-# bytes written to and read from staging slots per rank and byte of N, all of them cache hits
-_SLOTS: dict[str, Callable[[int], float]] = {
-    "all_reduce": lambda p: 3 * (p - 1) / p + 1 / p,  # in: write; reduce: read, write own; out: read
-    "reduce_scatter": lambda p: 2 * (p - 1) / p,
-    "all_gather": lambda p: 1 / p + (p - 1) / p,
-    "broadcast": lambda p: 1.0,
-    "all_to_all": lambda p: 2 * (p - 1) / p,
-    "sendrecv": lambda p: 2.0,
-}
-
-
 def symmetric(operation: str, nbytes: float, world: int, machine: Machine) -> float:
     """Predict owner computes, in place on symmetric memory: enter, one pass, done."""
-    traffic, footprint = _MEMORY[operation]
-    bandwidth = machine.bandwidth(footprint(world) * nbytes * world)
-    return machine.call_s + machine.signal_s + traffic(world) * nbytes / bandwidth
+    described = OPERATIONS[operation]
+    bandwidth = machine.bandwidth(described.footprint(world) * nbytes * world)
+    return machine.call_s + machine.signal_s + described.memory_factor(world) * nbytes / bandwidth
 
 
 def private(operation: str, nbytes: float, world: int, machine: Machine) -> float:
     """Predict staged slots: the pass over memory, the slots' traffic in the cache, one exposed signal per step."""
     steps = math.ceil(nbytes / machine.slot_nbytes) + 2
-    slots = _SLOTS[operation](world) * nbytes / machine.cache_bps
+    slots = OPERATIONS[operation].slot_factor(world) * nbytes / machine.cache_bps
     return symmetric(operation, nbytes, world, machine) + slots + steps * machine.signal_s
 
 
 def one_shot(operation: str, nbytes: float, world: int, machine: Machine) -> float:
     """Predict small messages: each rank writes its own line(s) and reads all; enter is the only synchronisation."""
-    parts = world if operation == "all_reduce" else 1
+    parts = world if OPERATIONS[operation].reduces_for_all else 1
     return machine.call_s + (1 + parts) * nbytes / machine.cache_bps
 
 
 def ring(operation: str, nbytes: float, world: int, machine: Machine) -> float:
     """Predict the bandwidth-optimal ring over links, reduce on arrival hidden behind the wire."""
-    steps = {"all_reduce": 2 * (world - 1)}.get(operation, world - 1)
+    steps = _passes(operation) * (world - 1)
     return machine.call_s + steps * (machine.link_s + nbytes / world / machine.link_bps)
 
 
@@ -100,7 +78,14 @@ def halving_doubling(operation: str, nbytes: float, world: int, machine: Machine
     power = 1 << rounds
     once = rounds * machine.link_s + nbytes * (power - 1) / power / machine.link_bps
     extra = (machine.link_s + nbytes / machine.link_bps) if power != world else 0.0
-    return machine.call_s + (2 if operation == "all_reduce" else 1) * (once + extra)
+    return machine.call_s + _passes(operation) * (once + extra)
+
+
+def _passes(operation: str) -> int:
+    passes = OPERATIONS[operation].ring_passes
+    if not passes:
+        raise ValueError(f"no ring carries {operation}")
+    return passes
 
 
 def hierarchical(nbytes: float, local: int, hosts: int, machine: Machine) -> float:

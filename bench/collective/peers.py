@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from harness.launch import MPI as STARTED_BY
@@ -12,13 +11,11 @@ from harness.peers import Absent, default_group, require_backend
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from collective.operations import Operation
+    from collective.operations import Call, Operation
 
 NAMES = ("gloo", "openmpi", "mpich", "deepspeed-shm", "torch", "nccl")
 """nccl: torch.distributed's, on CUDA tensors (--backend cuda_ipc or nccl).
 torch: not a peer but torch.distributed's call with backend "zcomm", that is, what a PyTorch program pays."""
-
-Call = Callable[[], object]
 
 
 class Peer(Protocol):
@@ -50,7 +47,6 @@ class TorchPeer:
     def __init__(self, backend: str, rank: int, world: int) -> None:
         import torch.distributed as dist
 
-        self._rank, self._world = rank, world
         require_backend(backend)
         default_group(rank, world)
         self._group = dist.new_group(backend=backend)
@@ -58,24 +54,9 @@ class TorchPeer:
     def call(self, operation: Operation, redop: str, inp: Tensor, out: Tensor) -> Call | None:
         import torch.distributed as dist
 
-        group, op = self._group, getattr(dist.ReduceOp, self._REDUCE_OPS[redop])
-        after, before = (self._rank + 1) % self._world, (self._rank - 1) % self._world
-        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed by newer torch
-        together = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-        def sendrecv() -> None:
-            work = dist.isend(inp, after, group=group)
-            dist.recv(out, before, group=group)
-            work.wait()
-
-        return {
-            "all_reduce": lambda: dist.all_reduce(out, op=op, group=group),
-            "reduce_scatter": lambda: scatter(out, inp, op=op, group=group),
-            "all_gather": lambda: together(out, inp, group=group),
-            "broadcast": lambda: dist.broadcast(out, src=0, group=group),
-            "all_to_all": lambda: dist.all_to_all_single(out, inp, group=group),
-            "sendrecv": sendrecv,
-        }[operation.name]
+        if operation.torch is None:
+            return None
+        return operation.torch(dist, self._group, getattr(dist.ReduceOp, self._REDUCE_OPS[redop]), inp, out)
 
     def close(self) -> None:
         import torch.distributed as dist
@@ -105,22 +86,12 @@ class MpiPeer:
         self.version: str = MPI.Get_library_version().splitlines()[0].strip("\0 ")
 
     def call(self, operation: Operation, redop: str, inp: Tensor, out: Tensor) -> Call | None:
-        mpi, comm = self._mpi, self._mpi.COMM_WORLD
         type_name = self._TYPES.get(str(out.dtype).removeprefix("torch."))
-        if type_name is None or (operation.reduces and redop not in self._REDUCE_OPS):
+        if operation.mpi is None or type_name is None or (operation.reduces and redop not in self._REDUCE_OPS):
             return None
-        kind: Any = getattr(mpi, type_name)
-        source, target = [inp.numpy(), kind], [out.numpy(), kind]
-        op = getattr(mpi, self._REDUCE_OPS.get(redop, "SUM"))
-        after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-        return {
-            "all_reduce": lambda: comm.Allreduce(mpi.IN_PLACE, target, op),
-            "reduce_scatter": lambda: comm.Reduce_scatter_block(source, target, op),
-            "all_gather": lambda: comm.Allgather(source, target),
-            "broadcast": lambda: comm.Bcast(target, 0),
-            "all_to_all": lambda: comm.Alltoall(source, target),
-            "sendrecv": lambda: comm.Sendrecv(source, after, recvbuf=target, source=before),
-        }[operation.name]
+        mpi: Any = self._mpi
+        kind, op = getattr(mpi, type_name), getattr(mpi, self._REDUCE_OPS.get(redop, "SUM"))
+        return operation.mpi(mpi, mpi.COMM_WORLD, op, [inp.numpy(), kind], [out.numpy(), kind])
 
     def close(self) -> None:
         self._mpi.COMM_WORLD.Barrier()  # finalised at exit
@@ -147,9 +118,9 @@ class DeepSpeedPeer:
     def call(self, operation: Operation, redop: str, inp: Tensor, out: Tensor) -> Call | None:
         import torch
 
-        if operation.name != "all_reduce" or redop != "sum" or out.dtype not in (torch.float32, torch.bfloat16):
+        if operation.deepspeed is None or redop != "sum" or out.dtype not in (torch.float32, torch.bfloat16):
             return None
-        return lambda: torch.ops.deepspeed.inference_all_reduce_(out)
+        return operation.deepspeed(torch, out)
 
     def close(self) -> None:
         """Do nothing: the shared memory ends with the process."""

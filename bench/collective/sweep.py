@@ -74,8 +74,10 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         parser.error(f"-f {arguments.stepfactor}: the factor must be above 1")
     if arguments.world_size < 1:
         parser.error(f"-np {arguments.world_size}: at least one rank")
-    if "sendrecv" in arguments.ops and arguments.world_size < 2:
-        parser.error("--op sendrecv: at least two ranks (-np 2)")
+    for op in arguments.ops:
+        least = OPERATIONS[op].least_ranks
+        if arguments.world_size < least:
+            parser.error(f"--op {op}: at least {'two' if least == 2 else least} ranks (-np {least})")
     return arguments
 
 
