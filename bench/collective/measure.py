@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import psutil
@@ -39,8 +40,10 @@ class Case:
         self.nbytes = self.count * self.dtype.itemsize
         self.buffers: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         if "symmetric" in arguments.variants:
-            self.buffers["symmetric"] = self._pair(lambda n: zcomm.empty(n, dtype=self.dtype))
-        private = self._pair(lambda n: torch.zeros(n, dtype=self.dtype, device=zcomm.init().device))
+            empty = partial(zcomm.empty, dtype=self.dtype)
+            self.buffers["symmetric"] = self.operation.buffers(self.count, self.world, empty)
+        zeros = partial(torch.zeros, dtype=self.dtype, device=zcomm.init().device)
+        private = self.operation.buffers(self.count, self.world, zeros)
         if "private" in arguments.variants:
             self.buffers["private"] = private
         self.calls: dict[str, Call] = {
@@ -51,10 +54,6 @@ class Case:
             if works_everywhere(call):  # else it lacks this operation, dtype or reduction: a dash in the row
                 assert call is not None
                 self.buffers[name], self.calls[name] = private, call
-
-    def _pair(self, make: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        inp = make(self.operation.in_count(self.count, self.world))
-        return inp, inp if self.operation.in_place else make(self.operation.out_count(self.count, self.world))
 
     def wrong(self, name: str) -> int:
         """Return the number of elements, over all ranks, that are not the exact result."""

@@ -18,9 +18,13 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+from collective import check
+from collective.operations import OPERATIONS, Call
+from collective.roof import device_roof
 from harness import launch
 from harness.device import (
     PLAYED,
@@ -76,78 +80,6 @@ class GlooHost:
         dist.all_reduce(tensor)
 
 
-class Buffers:
-    """`whole` of N bytes and `part` of N / P, fp32, with the exact result of an operation."""
-
-    def __init__(self, whole: Any, part: Any, rank: int, world: int) -> None:
-        self.whole, self.part, self.rank, self.world = whole, part, rank, world
-
-    def fill(self, op: str) -> None:
-        """Fill with small integers: every sum is exact."""
-        import torch
-
-        if op == "all_gather":
-            self.part.fill_(self.rank + 1)
-            self.whole.zero_()
-        else:
-            pattern = torch.arange(self.whole.numel(), device=self.whole.device) % 7
-            self.whole.copy_(pattern + self.rank)
-            self.part.zero_()
-
-    def wrong(self, op: str) -> int:
-        import torch
-
-        count, world = self.whole.numel(), self.world
-        if op == "all_gather":
-            right = torch.arange(count, device=self.whole.device) // (count // world) + 1
-            return int((self.whole != right).sum().item())
-        sums = (torch.arange(count, device=self.whole.device) % 7) * world + world * (world - 1) // 2
-        if op == "all_reduce":
-            return int((self.whole != sums).sum().item())
-        share = count // world
-        return int((self.part != sums[self.rank * share : (self.rank + 1) * share]).sum().item())
-
-
-def zcomm_calls(
-    rank: int, world: int, count: int, device: Any, private: bool = False
-) -> tuple[Buffers, dict[str, Callable[[], object]]]:
-    """Return calls on symmetric tensors of the communicator on this device, or torch's own."""
-    import torch
-
-    import zcomm
-
-    empty = torch.empty if private else zcomm.empty
-    whole, part = (empty(n, dtype=torch.float32, device=device) for n in (count, count // world))
-    buffers = Buffers(whole, part, rank, world)
-    return buffers, {
-        "all_reduce": lambda: zcomm.all_reduce(buffers.whole),
-        "reduce_scatter": lambda: zcomm.reduce_scatter(buffers.whole, out=buffers.part),
-        "all_gather": lambda: zcomm.all_gather(buffers.part, out=buffers.whole),
-    }
-
-
-def nccl_calls(rank: int, world: int, count: int, device: Any) -> tuple[Buffers, dict[str, Callable[[], object]]]:
-    import torch
-    import torch.distributed as dist
-
-    whole = torch.empty(count, device=device)
-    part = torch.empty(count // world, device=device)
-    return Buffers(whole, part, rank, world), {
-        "all_reduce": lambda: dist.all_reduce(whole),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
-        "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
-    }
-
-
-def roof(count: int, world: int, op: str, device: Any) -> Callable[[], object]:
-    """Return a copy of this rank's part of the bytes that cannot be avoided, by the copy engine."""
-    import torch
-
-    moved = count if op == "all_reduce" else (count + count // world) // 2
-    source, target = torch.zeros(moved, device=device), torch.empty(moved, device=device)
-    return lambda: target.copy_(source)
-
-
 def run_rank(arguments: argparse.Namespace) -> int:
     import torch
     import torch.distributed as dist
@@ -177,18 +109,27 @@ def run_rank(arguments: argparse.Namespace) -> int:
     for size in map(parse_size, arguments.sizes.split(",")):
         count = size // 4 // world * world
         for op in arguments.ops:
-            where = (rank, world, count, device)
-            ours = variant.startswith("zcomm")
-            buffers, calls = zcomm_calls(*where, variant == "zcomm-private") if ours else nccl_calls(*where)
-            buffers.fill(op)
-            synchronize()
-            host.barrier()
-            calls[op]()
-            synchronize()
-            bad = torch.tensor([buffers.wrong(op)], dtype=torch.int64)
+            operation = OPERATIONS[op]
+            empty = zcomm.empty if variant == "zcomm" else torch.empty
+            inp, out = operation.buffers(count, world, partial(empty, dtype=torch.float32, device=device))
+            if variant.startswith("zcomm"):
+                call = operation.zcomm(zcomm, "sum", inp, out)
+            else:
+                assert operation.torch is not None
+                call = operation.torch(dist, dist.group.WORLD, dist.ReduceOp.SUM, inp, out)
+
+            def checked(call: Call = call) -> None:
+                synchronize()
+                host.barrier()
+                call()
+                synchronize()
+
+            bad = torch.tensor([check.wrong(operation, "sum", inp, out, checked, rank, world)], dtype=torch.int64)
             host.all_reduce(bad)
-            buffers.whole.zero_()
-            both = {variant: synchronized(calls[op]), "copy": synchronized(roof(count, world, op, device))}
+            inp.zero_()
+            out.zero_()
+            roofs = device_roof(operation, 4 * count, world, device)
+            both = {variant: synchronized(call), "copy": synchronized(roofs["device_copy"])}
             found = interleaved(both, arguments.rounds, 1, 2, host.barrier, gather)
             if rank == 0:
                 mine, copy = found[variant].median, found["copy"].median
@@ -197,7 +138,7 @@ def run_rank(arguments: argparse.Namespace) -> int:
                 if variant == "zcomm":
                     columns["goal"] = goal("coll.one_gpu").bound
                 rows.add(**columns, **{"#wrong": int(bad.item())})
-            del buffers, calls
+            del inp, out, call, checked, roofs, both
             release()
     if variant == "nccl":
         dist.destroy_process_group()

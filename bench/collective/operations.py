@@ -40,7 +40,7 @@ class Operation:
     a ring over links; 0: no ring carries it.
 
     Buffers. parts: N is dealt to P ranks. in_part, out_part: a rank's input or output is its part, N/P. in_place: they
-    are one buffer. root: the rank whose input alone counts. least_ranks: P at least.
+    are one buffer. root: the rank with the one input that counts. least_ranks: P at least.
 
     Result. source: for copies, the rank and the index in the numbering of `check.value` that element j of rank `me`'s
     result comes from. None: the operation is a reduction.
@@ -75,11 +75,10 @@ class Operation:
         """True if every rank gets the whole reduction."""
         return self.reduces and not self.out_part
 
-    def in_count(self, count: int, world: int) -> int:
-        return count // world if self.in_part else count
-
-    def out_count(self, count: int, world: int) -> int:
-        return count // world if self.out_part else count
+    def buffers(self, count: int, world: int, empty: Callable[[int], Tensor]) -> tuple[Tensor, Tensor]:
+        """Make input and output of a rank, one tensor where they are one. count: elements of the larger."""
+        inp = empty(count // world if self.in_part else count)
+        return inp, inp if self.in_place else empty(count // world if self.out_part else count)
 
 
 def _neighbours(rank: int, world: int) -> tuple[int, int]:

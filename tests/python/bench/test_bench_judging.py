@@ -27,12 +27,7 @@ QUIET = model.Machine(
 
 
 def everyones_buffers(name: str, world: int, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    operation = OPERATIONS[name]
-    pairs = []
-    for _ in range(world):
-        inp = torch.zeros(operation.in_count(count, world))
-        pairs.append((inp, inp if operation.in_place else torch.zeros(operation.out_count(count, world))))
-    return pairs
+    return [OPERATIONS[name].buffers(count, world, torch.zeros) for _ in range(world)]
 
 
 def perform(name: str, rank: int, world: int, count: int, out: torch.Tensor) -> None:
