@@ -12,18 +12,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from zcomm.planning.work import storage
+
 
 def saved_nbytes(model: nn.Module, *args: Any, **kwargs: Any) -> int:
     """Return the bytes that backward would need of ``model(*args, **kwargs)``, on the device of model and arguments.
 
     A checkpointed block counts with its inputs alone, as it should. Raises: what the model raises.
     """
-    own = {_storage(tensor) for tensor in [*model.parameters(), *model.buffers()]}
+    own = {storage(tensor) for tensor in [*model.parameters(), *model.buffers()]}
     sizes: dict[int, int] = {}
     held = []  # a storage that is freed could lend its identity to another
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        key = _storage(tensor)
+        key = storage(tensor)
         if key not in own:
             held.append(tensor)
             sizes[key] = tensor.untyped_storage().nbytes()
@@ -33,7 +35,3 @@ def saved_nbytes(model: nn.Module, *args: Any, **kwargs: Any) -> int:
         output = model(*args, **kwargs)
     del output
     return sum(sizes.values())
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

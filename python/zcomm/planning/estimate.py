@@ -16,6 +16,7 @@ from zcomm import _core
 from zcomm.comm.bucket_layout import ALIGN
 from zcomm.optim.fused import STATE_BLOCK
 from zcomm.zero.gradients.transport import SLOTS
+from zcomm.zero.layout.flat import Geometry
 from zcomm.zero.layout.sections import Sections, frozen_of
 from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.memory import Memory, empty_memory, integer_nbytes, memory_formula
@@ -91,8 +92,9 @@ def estimate(
         memory = memory_formula(model, world_size, stage, precision, where, state_arrays=len(arrays), array_nbytes=size)
         count, exact = model, False
     else:
-        layout = _Layout(model, stage, where, world_size, kind, form, bucket_mb, prefetch, units or Units())
-        memory, count, exact = layout.memory(), layout.geometry.count, True
+        units = units or Units()
+        memory, count = _laid_out(model, stage, where, world_size, kind, form, bucket_mb, prefetch, units)
+        exact = True
     state, params = memory["nvme"]["optimizer"], memory["nvme"]["parameters"]
     gathers = 2 * accumulation  # forward and backward of each micro-step
     return Estimate(
@@ -121,80 +123,73 @@ def _update_nbytes(count: int, form: TileForm) -> int:
     return count * (4 + 4 + 2 * form.dtype.itemsize) + 2 * form.nbytes(count)
 
 
-class _Layout:
-    """Layout of all memory, as build_parts makes it."""
+def _laid_out(
+    model: nn.Module,
+    stage: int,
+    where: Offload,
+    world_size: int,
+    kind: Precision,
+    form: TileForm,
+    bucket_mb: float,
+    prefetch: int,
+    units: Units,
+) -> tuple[Memory, int]:
+    """Return all memory, laid out as build_parts does, and the elements of all buckets."""
+    trained = [param for param in model.parameters() if param.requires_grad]
+    frozen = frozen_of(model, trained)
+    sections = Sections(model, trained, frozen if stage == 3 else [], stage, where, True, units)
+    item, by_unit = kind.param_nbytes, sections.by_unit
+    geometry = sections.geometry(world_size, int(bucket_mb * 2**20), item, STATE_BLOCK if form.coded else ALIGN)
+    found = empty_memory()
+    largest = max((bucket.count for bucket in geometry.buckets), default=0)
+    found["device"]["slots"] = min(SLOTS, len(geometry.buckets)) * largest * kind.communication_dtype.itemsize
+    found["device"]["gradients"] = 4 * (geometry.count if stage == 0 else geometry.shard_count)
+    tiers = [sections.list[bucket.section].weights for bucket in geometry.every]
+    for tier in set(tiers):
+        mine = [bucket for bucket, other in zip(geometry.every, tiers, strict=True) if other == tier]
+        sharers = 1 if by_unit or stage == 0 else world_size
+        kept = sum(bucket.shard_count if by_unit else bucket.count for bucket in mine)
+        found[tier]["parameters"] += kept * item // sharers
+    whole_frozen = 0 if stage == 3 else sum(param.numel() for param in frozen)
+    found["device"]["parameters"] += whole_frozen * item + integer_nbytes(model)
+    if by_unit:
+        ahead = (prefetch, units.prefetch_nbytes)
+        found["device"]["slots"] += _unit_slots(sections, geometry, item, ahead) // world_size
+        on_drive = [b.shard_count for b, tier in zip(geometry.every, tiers, strict=True) if tier == "nvme"]
+        found["cpu"]["slots"] += PARAM_WINDOWS * _pages(max(on_drive, default=0) * item)
+    _add_state(found, sections, geometry, stage, where.fraction, form)
+    return found, geometry.count
 
-    def __init__(
-        self,
-        model: nn.Module,
-        stage: int,
-        where: Offload,
-        world_size: int,
-        kind: Precision,
-        form: TileForm,
-        bucket_mb: float,
-        prefetch: int,
-        units: Units,
-    ) -> None:
-        trained = [param for param in model.parameters() if param.requires_grad]
-        frozen = frozen_of(model, trained)
-        self.whole_frozen = 0 if stage == 3 else sum(param.numel() for param in frozen)
-        self.integer_nbytes = integer_nbytes(model)
-        self.sections = Sections(model, trained, frozen if stage == 3 else [], stage, where, True, units)
-        self.geometry = self.sections.geometry(
-            world_size, int(bucket_mb * 2**20), kind.param_nbytes, STATE_BLOCK if form.coded else ALIGN
-        )
-        self.stage, self.where, self.world_size, self.kind = stage, where, world_size, kind
-        self.form, self.ahead = form, (prefetch, units.prefetch_nbytes)
 
-    def memory(self) -> Memory:
-        found = empty_memory()
-        geometry, item, by_unit = self.geometry, self.kind.param_nbytes, self.sections.by_unit
-        largest = max((bucket.count for bucket in geometry.buckets), default=0)
-        found["device"]["slots"] = min(SLOTS, len(geometry.buckets)) * largest * self.kind.communication_dtype.itemsize
-        found["device"]["gradients"] = 4 * (geometry.count if self.stage == 0 else geometry.shard_count)
-        tiers = [self.sections.list[bucket.section].weights for bucket in geometry.every]
-        for tier in set(tiers):
-            mine = [bucket for bucket, other in zip(geometry.every, tiers, strict=True) if other == tier]
-            sharers = 1 if by_unit or self.stage == 0 else self.world_size
-            kept = sum(bucket.shard_count if by_unit else bucket.count for bucket in mine)
-            found[tier]["parameters"] += kept * item // sharers
-        found["device"]["parameters"] += self.whole_frozen * item + self.integer_nbytes
-        if by_unit:
-            found["device"]["slots"] += self._unit_slots()
-            on_drive = [b.shard_count for b, tier in zip(geometry.every, tiers, strict=True) if tier == "nvme"]
-            found["cpu"]["slots"] += PARAM_WINDOWS * _pages(max(on_drive, default=0) * item)
-        self._state(found)
-        return found
+def _unit_slots(sections: Sections, geometry: Geometry, item: int, ahead: tuple[int, int | None]) -> int:
+    """Return the bytes of unit slots, of which the ranks of a host share one copy."""
+    nbytes = [_pages(sum(geometry.every[b].count for b in buckets) * item) for buckets in geometry.unit_buckets]
+    keeps = [number == 0 or choice.keep for number, choice in enumerate(sections.choices)]
+    blocks = [size for size, keep in zip(nbytes, keeps, strict=True) if not keep]
+    kept = sum(size for size, keep in zip(nbytes, keeps, strict=True) if keep)
+    return slot_count(blocks, *ahead) * max(blocks, default=0) + kept
 
-    def _unit_slots(self) -> int:
-        """Return a rank's bytes of unit slots, of which the ranks of a host share one copy."""
-        units = [sum(self.geometry.every[b].count for b in buckets) for buckets in self.geometry.unit_buckets]
-        nbytes = [_pages(count * self.kind.param_nbytes) for count in units]
-        keeps = [number == 0 or choice.keep for number, choice in enumerate(self.sections.choices)]
-        blocks = [size for size, keep in zip(nbytes, keeps, strict=True) if not keep]
-        kept = sum(size for size, keep in zip(nbytes, keeps, strict=True) if keep)
-        return (slot_count(blocks, *self.ahead) * max(blocks, default=0) + kept) // self.world_size
 
-    def _state(self, found: Memory) -> None:
-        geometry, where, form = self.geometry, self.where, self.form
-        counts = [bucket.count if self.stage == 0 else bucket.shard_count for bucket in geometry.buckets]
-        tiers = [self.sections.list[bucket.section].state for bucket in geometry.buckets]
-        on_device = form.nbytes(sum(count for count, tier in zip(counts, tiers, strict=True) if tier == "device"))
-        offloaded = form.nbytes(sum(counts)) - on_device
-        if "nvme" not in tiers or not form.element_nbytes:
-            kept = round(offloaded * where.fraction)
-            found["cpu"]["optimizer"] += kept
-            found["device"]["optimizer"] += on_device + offloaded - kept
-            return
-        spans, is_swapped = place(counts, tiers, where.fraction)
-        swapped = [count for (_, _, count), on_drive in zip(spans, is_swapped, strict=True) if on_drive]
-        on_drive = form.nbytes(sum(swapped))
-        found["nvme"]["optimizer"] += on_drive
-        found["cpu"]["optimizer"] += offloaded - on_drive
-        found["device"]["optimizer"] += on_device
-        windows = min(STATE_WINDOWS, len(swapped))
-        found["cpu"]["slots"] += windows * _pages(form.nbytes(max(swapped, default=0)))
+def _add_state(
+    found: Memory, sections: Sections, geometry: Geometry, stage: int, fraction: float, form: TileForm
+) -> None:
+    counts = [bucket.count if stage == 0 else bucket.shard_count for bucket in geometry.buckets]
+    tiers = [sections.list[bucket.section].state for bucket in geometry.buckets]
+    on_device = form.nbytes(sum(count for count, tier in zip(counts, tiers, strict=True) if tier == "device"))
+    offloaded = form.nbytes(sum(counts)) - on_device
+    if "nvme" not in tiers or not form.element_nbytes:
+        kept = round(offloaded * fraction)
+        found["cpu"]["optimizer"] += kept
+        found["device"]["optimizer"] += on_device + offloaded - kept
+        return
+    spans, is_swapped = place(counts, tiers, fraction)
+    swapped = [count for (_, _, count), on_drive in zip(spans, is_swapped, strict=True) if on_drive]
+    on_drive = form.nbytes(sum(swapped))
+    found["nvme"]["optimizer"] += on_drive
+    found["cpu"]["optimizer"] += offloaded - on_drive
+    found["device"]["optimizer"] += on_device
+    windows = min(STATE_WINDOWS, len(swapped))
+    found["cpu"]["slots"] += windows * _pages(form.nbytes(max(swapped, default=0)))
 
 
 def _pages(nbytes: int) -> int:

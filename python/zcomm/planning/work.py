@@ -59,7 +59,7 @@ class _Recorder(TorchDispatchMode):
         packet = func._overloadpacket
         name = str(packet).rpartition(".")[2]
         given, made = list(_tensors([args, kwargs])), list(_tensors(out))
-        is_view = not func._schema.is_mutable and {_storage(t) for t in made} <= {_storage(t) for t in given}
+        is_view = not func._schema.is_mutable and {storage(t) for t in made} <= {storage(t) for t in given}
         if name in _FREE:
             return out
         if is_view and given:
@@ -100,7 +100,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(each)
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def storage(tensor: torch.Tensor) -> int:
+    """Return the identity of a tensor's memory, as long as it lives."""
     return int(tensor.untyped_storage()._cdata)
 
 
