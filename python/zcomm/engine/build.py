@@ -1,6 +1,7 @@
 """initialize: DeepSpeed's entry point, and how its arguments become a ZeroOptimizer, a Loader and an Engine.
 
 Each choice that two sources can make (optimizer, schedule, batch) has one function here that decides between them.
+Imports of the core stand in functions: the engine can be imported where the core is not built.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def initialize(
     if epochs is not None and hasattr(training_data, "__len__"):  # checked now, counted when the ranks are known
         values |= {"scheduler.params.total_num_steps": 1}
     settings, notes = load_with_notes(source, values)
-    from zcomm.comm import job  # here, so that the engine can be imported where the core is not built
+    from zcomm.comm import job
 
     check_join(distributed_port, dist_init_required)
     comm = job.init()
@@ -103,7 +104,7 @@ def initialize(
             ConfigWarning,
             stacklevel=2,
         )
-    from zcomm.zero.registry import parts_of  # here, so that the engine can be imported where the core is not built
+    from zcomm.zero.registry import parts_of
 
     zero = _zero_optimizer(model, base, arguments, settings, batch, comm, device)
     try:
@@ -139,7 +140,7 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Source | Confi
 
 def check_join(distributed_port: int | None, dist_init_required: bool | None) -> None:
     """Set DeepSpeed's port where MASTER_PORT is missing. Raises: ValueError where the ranks must have joined before."""
-    from zcomm.comm import job  # here, so that the engine can be imported where the core is not built
+    from zcomm.comm import job
 
     if dist_init_required is False and not (job.is_initialized() or torch.distributed.is_initialized()):
         raise ValueError(
@@ -171,7 +172,7 @@ def _base_optimizer(
             stacklevel=4,
         )
     if isinstance(optimizer, torch.optim.Optimizer):
-        from zcomm.zero import ZeroOptimizer  # here, so that the engine can be imported where the core is not built
+        from zcomm.zero import ZeroOptimizer
 
         if isinstance(optimizer, ZeroOptimizer):
             raise ValueError("initialize(optimizer=) takes the plain optimizer; it makes the ZeroOptimizer itself")
@@ -200,7 +201,7 @@ def _are_all_trainable(model: nn.Module, parameters: list[Any]) -> bool:
 
 def _torch_class(name: str) -> Callable[..., torch.optim.Optimizer]:
     """Return the class behind an optimizer's name, for groups of parameters. Raises: ValueError."""
-    from zcomm.optim import CPULion  # here, so that the engine can be imported where the core is not built
+    from zcomm.optim import CPULion
 
     known: dict[str, Callable[..., torch.optim.Optimizer]] = {
         "adam": torch.optim.Adam,

@@ -23,7 +23,7 @@ def save(
     lean: bool,
 ) -> bool | SaveTask:
     """Save as Engine.save_checkpoint. lean: without frozen parameters."""
-    from zcomm.zero import checkpoint  # here, so that the engine can be imported where the core is not built
+    from zcomm.zero import checkpoint
     from zcomm.zero.files import durable
     from zcomm.zero.registry import open_parts, train_of
 
