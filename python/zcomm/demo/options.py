@@ -72,19 +72,19 @@ class DemoConfig:
             value = getattr(self, option)
             if value < 1:
                 raise UserError(f"--{option} {value}: must be at least 1")
-        if self.width % (2 * self.heads):
-            raise UserError(f"--width {self.width} must be a multiple of 2 * --heads, {2 * self.heads}")
-        if self.context < 8:
-            raise UserError(f"--context {self.context}: must be at least 8 bytes")
-        if not 0 < self.lr < 1:
-            raise UserError(f"--lr {self.lr}: must be more than 0 and less than 1")
-        if self.clip < 0:
-            raise UserError(f"--clip {self.clip}: must be more than 0, or 0 for no clipping")
-        if not self.bucket_mb > 0:
-            raise UserError(f"--bucket-mb {self.bucket_mb}: must be more than 0 MiB")
-        if self.stage not in range(4):
-            raise UserError(f"--stage {self.stage}: must be 0, 1, 2 or 3")
-        if self.seed < 0:
-            raise UserError(f"--seed {self.seed}: must not be negative")
-        if not self.name or "/" in self.name or self.name.startswith("."):
-            raise UserError(f"--name {self.name!r}: must be a plain folder name")
+        pairs = 2 * self.heads
+        for wrong, message in (
+            (self.width % pairs, f"--width {self.width} must be a multiple of 2 * --heads, {pairs}"),
+            (self.context < 8, f"--context {self.context}: must be at least 8 bytes"),
+            (not 0 < self.lr < 1, f"--lr {self.lr}: must be more than 0 and less than 1"),
+            (self.clip < 0, f"--clip {self.clip}: must be more than 0, or 0 for no clipping"),
+            (not self.bucket_mb > 0, f"--bucket-mb {self.bucket_mb}: must be more than 0 MiB"),
+            (self.stage not in range(4), f"--stage {self.stage}: must be 0, 1, 2 or 3"),
+            (self.seed < 0, f"--seed {self.seed}: must not be negative"),
+            (
+                not self.name or "/" in self.name or self.name.startswith("."),
+                f"--name {self.name!r}: must be a plain folder name",
+            ),
+        ):
+            if wrong:
+                raise UserError(message)

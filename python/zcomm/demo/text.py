@@ -91,8 +91,6 @@ def _library_files() -> list[Path]:
 
 
 def _user_files(path: Path) -> list[Path]:
-    if not path.exists():
-        raise DataError(f"{path}: no such file or directory (--data)")
     if not path.is_dir():
         return [path]
     files = [f for f in path.rglob("*") if f.is_file() and f.suffix.lower() not in _BINARY_SUFFIXES]
