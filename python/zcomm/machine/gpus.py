@@ -83,14 +83,11 @@ class Link:
         return 100 * _RANKS[self.kind] + self.nvlinks
 
     def describe(self) -> str:
-        return f"{self._way()}, no peer access" if self.peer is False else self._way()
-
-    def _way(self) -> str:
-        if self.kind == "nvlink":
-            return f"NVLink x{self.nvlinks}"
         words = {"switch": "one PCIe switch", "switches": "PCIe switches", "bridge": "one host bridge"}
         words |= {"node": "one NUMA node", "cross": "across NUMA nodes", "board": "one board"}
-        return words.get(self.kind, "unknown")
+        words |= {"nvlink": f"NVLink x{self.nvlinks}"}
+        way = words.get(self.kind, "unknown")
+        return f"{way}, no peer access" if self.peer is False else way
 
 
 @dataclass(frozen=True)
@@ -170,6 +167,7 @@ class _Reader:
         memory, pci = self.ask("nvmlDeviceGetMemoryInfo", handle), self.ask("nvmlDeviceGetPciInfo", handle)
         bus_id = _text(getattr(pci, "busId", ""))
         mig, mode = self.ask("nvmlDeviceGetMigMode", handle), self.ask("nvmlDeviceGetComputeMode", handle)
+        persistence = self.ask("nvmlDeviceGetPersistenceMode", handle)
         return Gpu(
             index=index,
             name=_text(self.ask("nvmlDeviceGetName", handle)) or "unknown GPU",
@@ -181,7 +179,7 @@ class _Reader:
             health=self.health(handle),
             numa_node=self.numa_node(handle, bus_id),
             cpus=self.cpus(handle),
-            persistence=_flag(self.ask("nvmlDeviceGetPersistenceMode", handle)),
+            persistence=None if persistence is None else bool(persistence),
             mig=None if mig is None else bool(mig[0]),
             compute_mode=None if mode is None else _MODES.get(int(mode), str(mode)),
         )
@@ -258,10 +256,6 @@ class _Reader:
                 far = self.ask("nvmlDeviceGetNvLinkRemotePciInfo", handle, link)
                 if far is not None:
                     yield _text(far.busId).lower()[-12:]
-
-
-def _flag(value: Any) -> bool | None:
-    return None if value is None else bool(value)
 
 
 def _bits(words: Any) -> tuple[int, ...] | None:
