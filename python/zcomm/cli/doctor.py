@@ -12,6 +12,7 @@ import os
 import platform
 import re
 import resource
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -216,8 +217,7 @@ def _swap(directory: Path) -> Iterator[Finding]:
             mend = "swap goes through the page cache; use a local ext4 or xfs drive"
             yield Finding("note", "O_DIRECT", f"refused in {where}", mend)
     yield _swap_tuning(directory)
-    free = os.statvfs(directory)
-    yield Finding("ok", "disk", f"{free.f_bavail * free.f_frsize / 2**30:.1f} GiB free in {where}")
+    yield Finding("ok", "disk", f"{shutil.disk_usage(directory).free / 2**30:.1f} GiB free in {where}")
 
 
 def _swap_tuning(directory: Path) -> Finding:

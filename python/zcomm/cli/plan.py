@@ -7,6 +7,7 @@ import importlib
 import itertools
 import json
 import os
+import shutil
 import sys
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
@@ -220,8 +221,7 @@ def _made(name: str, precision: str) -> tuple[Any, int | None, Work | None]:
 def _free(place: Path) -> int:
     if not place.is_dir():
         raise UserError(f"--nvme-path {place}: no such directory")
-    status = os.statvfs(place)
-    return status.f_bavail * status.f_frsize
+    return shutil.disk_usage(place).free
 
 
 def drive_bps(place: Path) -> tuple[float, float] | None:

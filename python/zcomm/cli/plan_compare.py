@@ -80,28 +80,19 @@ def _times(config: dict[str, Any], steps: list[dict[str, Any]]) -> None:
     if time is None or time.compute_s is None:
         print("time per step is not planned here: zcomm doctor --calibrate --dir DIR measures the drive")
         return
-    measured = {
-        name: statistics.median(step[name] for step in steps) for name in ("compute_s", "comm_s", "swap_s", "step_s")
-    }
-    planned = {
-        "compute_s": ("compute and update", time.compute_s + time.update_s),
-        "comm_s": ("communication", time.communication_s),
-        "swap_s": ("swap", time.swap_s),
-        "step_s": ("step", time.step_s),
-    }
+    rows = []
+    for name, words, planned in (
+        ("compute_s", "compute and update", time.compute_s + time.update_s),
+        ("comm_s", "communication", time.communication_s),
+        ("swap_s", "swap", time.swap_s),
+        ("step_s", "step", time.step_s),
+    ):
+        measured = statistics.median(step[name] for step in steps)
+        if planned:
+            off = _off(planned, measured)
+            rows.append({"per step": words, "planned": seconds(planned), "measured": seconds(measured), "off": off})
     print()
-    print_table(
-        [
-            {
-                "per step": words,
-                "planned": seconds(value),
-                "measured": seconds(measured[name]),
-                "off": _off(value, measured[name]),
-            }
-            for name, (words, value) in planned.items()
-            if value
-        ]
-    )
+    print_table(rows)
     print("measured: medians of rank 0; its communication and swap are the waiting, what was hidden is not in them")
 
 
