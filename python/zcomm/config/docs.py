@@ -6,7 +6,6 @@ One table per status: config.md has the keys that are honoured, config-compat.md
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,32 +27,13 @@ _HEADS = {
 }
 
 
-@dataclass(frozen=True)
-class Row:
-    """One key of the tables; every cell is the text that is shown."""
-
-    path: str
-    values: str
-    default: str
-    status: Status
-    meaning: str
-    reason: str
-
-    def line(self) -> str:
-        """Return the row in Markdown."""
-        cells = [f"`{self.path}`", self.values, self.default, self.meaning]
-        if self.status is not Status.HONOURED:
-            cells.append(self.reason)
-        return f"| {' | '.join(cells)} |"
-
-
-def rows(schema: type = Config, prefix: str = "") -> list[Row]:
-    """Return one row per key, first those of the schema; sections give their keys, not a row of their own."""
-    found: list[Row] = []
+def rows(schema: type = Config, prefix: str = "") -> dict[str, Key]:
+    """Return all keys by dotted path, first those of the schema; sections give their keys, not a row of their own."""
+    found: dict[str, Key] = {}
     for name, key in fields_of(schema).items():
         nested = section_type(key.kind)
-        found += [_row(prefix + name, key)] if nested is None else rows(nested, f"{prefix}{name}.")
-    return found if prefix else found + [_row(path, key) for path, key in FOREIGN.items()]
+        found |= {prefix + name: key} if nested is None else rows(nested, f"{prefix}{name}.")
+    return found if prefix else found | FOREIGN
 
 
 def begin(status: Status) -> str:
@@ -65,7 +45,7 @@ def markdown_table(status: Status) -> str:
     """Return the table of the keys of ``status``, between its two markers."""
     head = _HEADS[status]
     lines = [begin(status), head, "|" + "---|" * (head.count("|") - 1)]
-    lines += [row.line() for row in rows() if row.status is status]
+    lines += [_line(path, key) for path, key in rows().items() if key.status is status]
     return "\n".join([*lines, END])
 
 
@@ -87,10 +67,11 @@ def _replaced(text: str, status: Status, page: Path) -> str:
     return before + markdown_table(status) + after
 
 
-def _row(path: str, key: Key) -> Row:
+def _line(path: str, key: Key) -> str:
     default = key.shown or ("(needed)" if key.default is REQUIRED else f"`{json.dumps(key.default)}`")
     meaning = f'{key.meaning}. `"auto"`: {key.auto}' if key.auto else key.meaning
-    return Row(path, _values(key), default, key.status, meaning, key.reason)
+    reason = [] if key.status is Status.HONOURED else [key.reason]
+    return f"| {' | '.join([f'`{path}`', _values(key), default, meaning, *reason])} |"
 
 
 def _values(key: Key) -> str:
