@@ -1,6 +1,6 @@
 """Environment variables of a rank, and the private directory that the job meets in.
 
-Invariant: variables that the user has set (OMP_NUM_THREADS, PYTHONUNBUFFERED) is kept.
+Invariant: variables that the user has set (OMP_NUM_THREADS, PYTHONUNBUFFERED) are kept.
 """
 
 from __future__ import annotations

@@ -78,17 +78,14 @@ def first_failure(ends: list[RankEnd]) -> RankEnd | None:
 def describe(end: RankEnd) -> str:
     """Return one sentence: which rank, how it ended, and why."""
     rank = f"rank {end.rank} (pid {end.pid})"
-    memory = f"its peak memory was {end.peak_nbytes / 2**30:.2f} GiB"
     if end.code < 0:
         name = signal_name(-end.code)
+        by = ""
         if end.oom_counter:
-            return (
-                f"{rank} was killed by {name}: by the kernel's out-of-memory killer "
-                f"(oom_kill in {end.oom_counter} has risen); {memory}"
-            )
-        if name == "SIGKILL":
-            return f"{rank} was killed by {name}: from outside, no out-of-memory kill was counted; {memory}"
-        return f"{rank} was killed by {name}; {memory}"
+            by = f": by the kernel's out-of-memory killer (oom_kill in {end.oom_counter} has risen)"
+        elif name == "SIGKILL":
+            by = ": from outside, no out-of-memory kill was counted"
+        return f"{rank} was killed by {name}{by}; its peak memory was {end.peak_nbytes / 2**30:.2f} GiB"
     reason = f": {end.error}: {end.message}" if end.message else f": {end.exception}" if end.exception else ""
     return f"{rank} exited with status {end.code}{reason}"
 
