@@ -116,16 +116,22 @@ def parts(tensor: torch.Tensor, counts: Sequence[int], width: int) -> list[Span]
     return result
 
 
-def adjacent(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return True if they lie one behind the other, as the chunks of one flat tensor do."""
+def flat_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return one flat tensor over all, where they lie one behind the other in one storage; None elsewhere.
+
+    So do the chunks of a flat tensor. Storages of their own may be neighbours, too: no tensor covers two of them.
+    """
     if not all(is_plain(tensor) for tensor in tensors):
-        return False
-    end = tensors[0].data_ptr()
+        return None
+    first, end = tensors[0].detach(), tensors[0].data_ptr()
     for tensor in tensors:
-        if tensor.data_ptr() != end:
-            return False
-        end += tensor.numel() * tensor.element_size()
-    return True
+        if tensor.data_ptr() != end or tensor.dtype != first.dtype:
+            return None
+        end += tensor.nbytes
+    storage = first.untyped_storage()
+    if end > storage.data_ptr() + storage.nbytes():
+        return None
+    return first.as_strided((sum(tensor.numel() for tensor in tensors),), (1,))
 
 
 class Staging:
@@ -168,14 +174,14 @@ class Staging:
 
     def flat_reads(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return one dense tensor with the values of all; they have one dtype."""
-        if adjacent(tensors):
-            return _joined(tensors)
+        if (flat := flat_view(tensors)) is not None:
+            return flat
         return torch.cat([self.reads(tensor).detach().reshape(-1) for tensor in tensors])
 
     def flat_writes(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return one dense tensor that becomes the values of all, one behind the other."""
-        if adjacent(tensors):
-            return _joined(tensors)
+        if (flat := flat_view(tensors)) is not None:
+            return flat
         targets = [checked(self.what, tensor).detach() for tensor in tensors]
         for target in targets:
             check_writable(self.what, target)
@@ -193,16 +199,3 @@ class Staging:
         for tensor, scratch in self._back:
             with writing_to(tensor):
                 tensor.copy_(scratch)
-
-
-def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """View adjacent tensors as one. Where they do not share their storage, its address and count are all we use."""
-    first = tensors[0].detach()
-    count = sum(tensor.numel() for tensor in tensors)
-    if len(tensors) == 1:
-        return first.view(-1)
-    storage = first.untyped_storage()
-    end = first.storage_offset() + count
-    if end * first.element_size() > storage.nbytes():
-        return torch.cat([tensor.detach().view(-1) for tensor in tensors])
-    return first.as_strided((count,), (1,))

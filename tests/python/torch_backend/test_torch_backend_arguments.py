@@ -136,6 +136,25 @@ def results_at_one_place(rank: int, size: int) -> None:
     assert meshed.tolist() == [[float(r) for r in range(size)]] * 3
 
 
+def neighbours_of_several_storages(rank: int, size: int) -> None:
+    """Pass lists of tensors that lie one behind the other, but in storages of their own."""
+    memory = bytearray(256 * size)
+
+    def row() -> list[torch.Tensor]:
+        return [torch.frombuffer(memory, dtype=torch.float32, count=64, offset=256 * r) for r in range(size)]
+
+    dist.all_gather(row(), torch.full((64,), rank + 1.0))
+    assert [tensor.unique().tolist() for tensor in row()] == [[r + 1.0] for r in range(size)]
+    own = torch.empty(64)
+    dist.reduce_scatter(own, row())
+    assert own.unique().tolist() == [size * (rank + 1.0)]
+    dist.gather(torch.full((64,), rank + 5.0), row() if rank == 0 else None, 0)
+    if rank == 0:
+        assert [tensor.unique().tolist() for tensor in row()] == [[r + 5.0] for r in range(size)]
+    dist.scatter(own, row() if rank == 0 else None, 0)
+    assert own.unique().tolist() == [rank + 5.0]
+
+
 def buffers_that_share_memory(rank: int, size: int) -> None:
     """Operate in place, as torch's backends allow it; any other overlap is refused."""
     for n in (3, 70_000):
@@ -215,6 +234,7 @@ CHECKS = (
     inference_tensors,
     expanded_tensors,
     results_at_one_place,
+    neighbours_of_several_storages,
 )
 
 
