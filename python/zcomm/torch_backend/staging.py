@@ -98,10 +98,6 @@ def wire(dtype: torch.dtype) -> tuple[_core.DType, int]:
     return (core, 1) if core is not None else (_core.DType.uint8, dtype.itemsize)
 
 
-def span(tensor: torch.Tensor, width: int) -> Span:
-    return (tensor.data_ptr(), tensor.numel() * width)
-
-
 def spans(tensors: Sequence[torch.Tensor], width: int) -> list[Span]:
     return [(tensor.data_ptr(), tensor.numel() * width) for tensor in tensors]
 
@@ -158,7 +154,9 @@ class Staging:
         if is_plain(tensor):
             return tensor
         check_writable(self.what, tensor)
-        return self.scratch_for(tensor)
+        scratch = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        self._back.append((tensor, scratch))
+        return scratch
 
     def updates(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return dense memory with its values, which becomes its values."""
@@ -166,11 +164,6 @@ class Staging:
         if dense is not tensor and self._back and self._back[-1][1] is dense:
             dense.copy_(self._back[-1][0])
         return dense
-
-    def scratch_for(self, tensor: torch.Tensor) -> torch.Tensor:
-        scratch = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        self._back.append((tensor, scratch))
-        return scratch
 
     def flat_reads(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return one dense tensor with the values of all; they have one dtype."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from zcomm.comm.tensors import integers
 from zcomm.torch_backend.futures.work import Done, Pending
 from zcomm.torch_backend.issue import Issue, Start
 from zcomm.torch_backend.options import made, only_one, root_of
-from zcomm.torch_backend.staging import Staging, is_sharded_gradient, parts, span, spans, wire
+from zcomm.torch_backend.staging import Staging, is_sharded_gradient, parts, spans, wire
 
 Tensors = list[torch.Tensor]
 
@@ -46,20 +47,13 @@ class Movements(Issue):
         else:
             dense = staging.reads(tensor) if source == self._rank else staging.writes(tensor)
         dtype, width = wire(dense.dtype)
-        places = [span(dense, width)]
-        return self._issue(
-            "broadcast",
-            opts,
-            [tensor],
-            lambda a: self._core.broadcast(places, dtype, source, "", a),
-            staging,
-            keep=(tensor, dense),
-            written=() if source == self._rank else None,
-        )
+        start = partial(self._core.broadcast, spans([dense], width), dtype, source, "")
+        written = () if source == self._rank else None
+        return self._issue("broadcast", opts, [tensor], start, staging, keep=(tensor, dense), written=written)
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Done | Pending:
         opts = made(BarrierOptions, opts, timeout)
-        return self._issue("barrier", opts, [], lambda a: self._core.barrier("", a))
+        return self._issue("barrier", opts, [], partial(self._core.barrier, ""))
 
     # --- all_gather -------------------------------------------------------------------------------------------
 
@@ -78,7 +72,13 @@ class Movements(Issue):
     def _all_gather(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Done | Pending:
         staging = Staging("all_gather")
         for output, source in zip(outputs, inputs, strict=True):
-            self._check_whole("all_gather", "output", output, "input", source)
+            if output.dtype != source.dtype:
+                raise ValueError(f"all_gather: the output is {output.dtype}, the input {source.dtype}")
+            if output.numel() != source.numel() * self._size:
+                raise ValueError(
+                    f"all_gather: the output has {output.numel()} elements, expected {self._size} times the "
+                    f"{source.numel()} of the input"
+                )
         sources = [staging.reads(source) for source in inputs]
         targets = [staging.writes(output) for output in outputs]
         return self._issue(
@@ -92,9 +92,7 @@ class Movements(Issue):
             dtype, width = wire(kind)
             of = spans([source for source in sources if source.dtype == kind], width)
             to = spans([target for target in targets if target.dtype == kind], width)
-            starts.append(
-                lambda a, o=of, t=to, d=dtype: self._core.all_gather(o, t, d, "", a)  # type: ignore[misc]
-            )
+            starts.append(partial(self._core.all_gather, of, to, dtype, ""))
         return starts
 
     def allgather(
@@ -141,11 +139,9 @@ class Movements(Issue):
             dtype, width = wire(source.dtype)
             dense = staging.reads(source)
             targets = [staging.writes(output) for output in outputs]
-            of, to = [span(dense, width)] * self._size, spans(targets, width)
+            of, to = spans([dense] * self._size, width), spans(targets, width)
             keep.append((dense, targets))
-            starts.append(
-                lambda a, o=of, t=to, d=dtype: self._core.all_to_all(o, t, d, "", a)  # type: ignore[misc]
-            )
+            starts.append(partial(self._core.all_to_all, of, to, dtype, ""))
         results = [output for outputs in output_lists for output in outputs]
         return self._issue("all_gather", opts, results, starts, staging, keep=(results, keep))
 
@@ -165,25 +161,18 @@ class Movements(Issue):
             output_lists, inputs = ([output_lists] if output_lists else []), [inputs]
         root, staging = root_of("gather", opts), Staging("gather")
         results: Tensors = []
-        to: list[tuple[int, int]] = []
+        flats: Tensors = []
         source = only_one("gather", inputs, "torch.cat them")
         dtype, width = wire(source.dtype)
         dense = staging.reads(source)
         if root == self._rank:
             (results,) = output_lists
             self._check_list("gather", "outputs", results, "input", source)
-            flat = staging.flat_writes(results)
-            to = [span(flat, width)]
+            flats = [staging.flat_writes(results)]
         elif output_lists and any(len(outputs) for outputs in output_lists):
             raise ValueError(f"gather: outputs are given on rank {self._rank}, but only root={root} receives")
-        return self._issue(
-            "gather",
-            opts,
-            results,
-            lambda a: self._core.gather([span(dense, width)], to, dtype, root, "", a),
-            staging,
-            keep=(results, dense, flat if to else None),
-        )
+        start = partial(self._core.gather, spans([dense], width), spans(flats, width), dtype, root, "")
+        return self._issue("gather", opts, results, start, staging, keep=(results, dense, flats))
 
     def scatter(
         self,
@@ -200,24 +189,16 @@ class Movements(Issue):
         root, staging = root_of("scatter", opts), Staging("scatter")
         output = only_one("scatter", outputs, "torch.cat them")
         dtype, width = wire(output.dtype)
-        of: list[tuple[int, int]] = []
-        flat = None
+        flats: Tensors = []
         if root == self._rank:
             (chunks,) = input_lists
             self._check_list("scatter", "inputs", chunks, "output", output)
-            flat = staging.flat_reads(chunks)
-            of = [span(flat, width)]
+            flats = [staging.flat_reads(chunks)]
         elif input_lists and any(len(inputs) for inputs in input_lists):
             raise ValueError(f"scatter: inputs are given on rank {self._rank}, but only root={root} sends")
         target = staging.writes(output)
-        return self._issue(
-            "scatter",
-            opts,
-            outputs,
-            lambda a: self._core.scatter(of, [span(target, width)], dtype, root, "", a),
-            staging,
-            keep=(outputs, target, flat),
-        )
+        start = partial(self._core.scatter, spans(flats, width), spans([target], width), dtype, root, "")
+        return self._issue("scatter", opts, outputs, start, staging, keep=(outputs, target, flats))
 
     # --- all_to_all -------------------------------------------------------------------------------------------
 
@@ -234,14 +215,8 @@ class Movements(Issue):
         sources = [staging.reads(source) for source in inputs]
         targets = [staging.writes(output) for output in outputs]
         of, to = spans(sources, width), spans(targets, width)
-        return self._issue(
-            "all_to_all",
-            opts,
-            outputs,
-            lambda a: self._core.all_to_all(of, to, dtype, "", a),
-            staging,
-            keep=(outputs, sources, targets),
-        )
+        start = partial(self._core.all_to_all, of, to, dtype, "")
+        return self._issue("all_to_all", opts, outputs, start, staging, keep=(outputs, sources, targets))
 
     def all_to_all_single(
         self,
@@ -259,14 +234,8 @@ class Movements(Issue):
         source, target = staging.reads(input), staging.writes(output)
         of = parts(source, self._counts("input", input, input_splits), width)
         to = parts(target, self._counts("output", output, output_splits), width)
-        return self._issue(
-            "all_to_all",
-            opts,
-            [output],
-            lambda a: self._core.all_to_all(of, to, dtype, "", a),
-            staging,
-            keep=(output, source, target),
-        )
+        start = partial(self._core.all_to_all, of, to, dtype, "")
+        return self._issue("all_to_all", opts, [output], start, staging, keep=(output, source, target))
 
     alltoall_base = all_to_all_single
 
@@ -293,15 +262,6 @@ class Movements(Issue):
         return [count * row for count in splits]
 
     # --- checks -----------------------------------------------------------------------------------------------
-
-    def _check_whole(self, what: str, one: str, whole: torch.Tensor, other: str, part: torch.Tensor) -> None:
-        if whole.dtype != part.dtype:
-            raise ValueError(f"{what}: the {one} is {whole.dtype}, the {other} {part.dtype}")
-        if whole.numel() != part.numel() * self._size:
-            raise ValueError(
-                f"{what}: the {one} has {whole.numel()} elements, expected {self._size} times the "
-                f"{part.numel()} of the {other}"
-            )
 
     def _check_list(self, what: str, many: str, chunks: Tensors, one: str, tensor: torch.Tensor) -> None:
         if len(chunks) != self._size:

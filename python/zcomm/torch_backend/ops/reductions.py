@@ -5,7 +5,9 @@ A list is one fused operation per dtype. What the core cannot reduce is moved an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,14 +20,13 @@ from zcomm.torch_backend.issue import Issue, Start
 from zcomm.torch_backend.ops import emulate
 from zcomm.torch_backend.ops.sparse import sparse_all_reduce
 from zcomm.torch_backend.options import Kind, made, native, only_one, premul_factor, root_of
-from zcomm.torch_backend.staging import Staging, is_plain, parts, refuse_sharded_gradients, span, spans, writing_to
+from zcomm.torch_backend.staging import Staging, is_plain, parts, refuse_sharded_gradients, spans, writing_to
 
 Tensors = list[torch.Tensor]
-Finish = Any
 
 
 class Reductions(Issue):
-    # --- all_reduce -------------------------------------------------------------------------------------------
+    # --- all_reduce, reduce -----------------------------------------------------------------------------------
 
     def allreduce(
         self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
@@ -47,49 +48,14 @@ class Reductions(Issue):
                     raise self._explained(error) from None
                 increment_version(tensors)
                 return Done(tensors)
-            return self._issue(
-                "all_reduce", opts, tensors, lambda a: core.all_reduce(place, dtype, core_op, "", a), keep=tensors
-            )
+            start = partial(core.all_reduce, place, dtype, core_op, "")
+            return self._issue("all_reduce", opts, tensors, start, keep=tensors)
         if tensor.is_sparse:
             return sparse_all_reduce(self, tensor, opts)
-        return self._all_reduce_list(tensors, opts)
+        return self._reduce("all_reduce", tensors, opts)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Done | Pending:
-        return self._all_reduce_list(tensors, made(AllreduceOptions, opts))
-
-    def _all_reduce_list(self, tensors: Tensors, opts: Any) -> Done | Pending:
-        staging = Staging("all_reduce")
-        kind = opts.reduceOp.op
-        dense = [staging.updates(tensor) for tensor in tensors]
-        if kind == Kind.PREMUL_SUM:
-            kind = self._premultiply(dense, opts)
-        starts: list[Start] = []
-        finishes: list[Finish] = []
-        for dtype, some in _by_dtype(dense).items():
-            how = native(kind, dtype)
-            if how is None:
-                self._emulate_all_reduce(kind, some, starts, finishes)
-                continue
-            places = spans(some, how[2])
-            starts.append(lambda a, p=places, h=how: self._core.all_reduce(p, h[0], h[1], "", a))  # type: ignore[misc]
-        return self._issue("all_reduce", opts, tensors, starts, staging, _all(finishes), keep=(tensors, dense))
-
-    def _emulate_all_reduce(self, kind: Any, tensors: Tensors, starts: list[Start], finishes: list[Finish]) -> None:
-        emulate.check("all_reduce", kind, tensors[0].dtype)
-        stacks = [tensor.new_empty((self._size, *tensor.shape)) for tensor in tensors]
-        inputs = [span(tensor, tensor.element_size()) for tensor in tensors]
-        outputs = [span(stack, stack.element_size()) for stack in stacks]
-        starts.append(lambda a: self._core.all_gather(inputs, outputs, _core.DType.uint8, "", a))
-        finishes.append(lambda: _copy_each(tensors, [emulate.combine(kind, stack) for stack in stacks]))
-
-    def _premultiply(self, dense: Tensors, opts: Any) -> Any:
-        factor = premul_factor(opts.reduceOp)
-        for tensor in dense:
-            with writing_to(tensor):
-                tensor.mul_(factor)
-        return Kind.SUM
-
-    # --- reduce -----------------------------------------------------------------------------------------------
+        return self._reduce("all_reduce", tensors, made(AllreduceOptions, opts))
 
     def reduce(
         self,
@@ -101,38 +67,42 @@ class Reductions(Issue):
         root: int | None = None,
     ) -> Done | Pending:
         opts = made(ReduceOptions, opts, timeout, reduceOp=op, rootRank=root)
-        return self._reduce([only_one("reduce", tensors, "torch.cat them")], opts)
+        tensor = only_one("reduce", tensors, "torch.cat them")
+        refuse_sharded_gradients("reduce", [tensor])
+        return self._reduce("reduce", [tensor], opts, root_of("reduce", opts))
 
-    def _reduce(self, tensors: Tensors, opts: Any) -> Done | Pending:
-        refuse_sharded_gradients("reduce", tensors)
-        staging, kind, root = Staging("reduce"), opts.reduceOp.op, root_of("reduce", opts)
-        is_root = root == self._rank
-        dense = [staging.updates(tensor) if is_root else staging.reads(tensor) for tensor in tensors]
+    def _reduce(self, what: str, tensors: Tensors, opts: Any, *root: int) -> Done | Pending:
+        """Reduce on all ranks, or on the rank ``root``."""
+        staging, kind, core = Staging(what), opts.reduceOp.op, self._core
+        writes = not root or root[0] == self._rank
+        dense = [staging.updates(tensor) if writes else staging.reads(tensor) for tensor in tensors]
         if kind == Kind.PREMUL_SUM:
-            dense = dense if is_root else [tensor.clone() for tensor in dense]
+            dense = dense if writes else [tensor.clone() for tensor in dense]
             kind = self._premultiply(dense, opts)
         starts: list[Start] = []
-        finishes: list[Finish] = []
+        combines: list[Callable[[], None]] = []
         for dtype, some in _by_dtype(dense).items():
-            how = native(kind, dtype)
-            if how is None:
-                self._emulate_reduce(kind, some, root, starts, finishes)
+            if (how := native(kind, dtype)) is not None:
+                core_dtype, op, width = how
+                reduce: Any = core.reduce if root else core.all_reduce
+                starts.append(partial(reduce, spans(some, width), core_dtype, op, *root, ""))
                 continue
-            places = spans(some, how[2])
-            starts.append(lambda a, p=places, h=how: self._core.reduce(p, h[0], h[1], root, "", a))  # type: ignore[misc]
-        written = tensors if is_root else ()
-        return self._issue("reduce", opts, tensors, starts, staging, _all(finishes), (tensors, dense), written)
+            emulate.check(what, kind, dtype)
+            stacks = [tensor.new_empty((self._size, *tensor.shape)) for tensor in some] if writes else []
+            gather: Any = core.gather if root else core.all_gather
+            of, to = spans(some, dtype.itemsize), spans(stacks, dtype.itemsize)
+            starts.append(partial(gather, of, to, _core.DType.uint8, *root, ""))
+            if writes:
+                combines.append(partial(_combine, kind, some, stacks))
+        written = None if writes else ()
+        return self._issue(what, opts, tensors, starts, staging, _all(combines), (tensors, dense), written)
 
-    def _emulate_reduce(
-        self, kind: Any, tensors: Tensors, root: int, starts: list[Start], finishes: list[Finish]
-    ) -> None:
-        emulate.check("reduce", kind, tensors[0].dtype)
-        stacks = [t.new_empty((self._size, *t.shape)) for t in tensors] if root == self._rank else []
-        inputs = [span(tensor, tensor.element_size()) for tensor in tensors]
-        outputs = [span(stack, stack.element_size()) for stack in stacks]
-        starts.append(lambda a: self._core.gather(inputs, outputs, _core.DType.uint8, root, "", a))
-        if stacks:
-            finishes.append(lambda: _copy_each(tensors, [emulate.combine(kind, stack) for stack in stacks]))
+    def _premultiply(self, dense: Tensors, opts: Any) -> Any:
+        factor = premul_factor(opts.reduceOp)
+        for tensor in dense:
+            with writing_to(tensor):
+                tensor.mul_(factor)
+        return Kind.SUM
 
     # --- reduce_scatter ---------------------------------------------------------------------------------------
 
@@ -179,41 +149,37 @@ class Reductions(Issue):
     def _reduce_scatter(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Done | Pending:
         staging, kind = Staging("reduce_scatter"), opts.reduceOp.op
         for output, source in zip(outputs, inputs, strict=True):
-            self._check_parts("reduce_scatter", "output", output, "input", source)
+            if source.dtype != output.dtype:
+                raise ValueError(f"reduce_scatter: the output is {output.dtype}, the input {source.dtype}")
+            if source.numel() != output.numel() * self._size:
+                raise ValueError(
+                    f"reduce_scatter: the input has {source.numel()} elements, the output {output.numel()}; "
+                    f"the output must be 1/{self._size} of the input"
+                )
         sources = [staging.reads(source) for source in inputs]
         targets = [staging.writes(output) for output in outputs]
         if kind == Kind.PREMUL_SUM:
             sources = [source.clone() for source in sources]
             kind = self._premultiply(sources, opts)
         starts: list[Start] = []
-        finishes: list[Finish] = []
+        combines: list[Callable[[], None]] = []
         for dtype, some in _by_dtype(targets).items():
             chosen = [source for source in sources if source.dtype == dtype]
-            how = native(kind, dtype)
-            if how is None:
-                self._emulate_reduce_scatter(kind, some, chosen, starts, finishes)
+            if (how := native(kind, dtype)) is not None:
+                core_dtype, op, width = how
+                of, to = spans(chosen, width), spans(some, width)
+                reduce_scatter: Any = self._core.reduce_scatter
+                starts.append(partial(reduce_scatter, of, to, core_dtype, op, core_dtype, False, ""))
                 continue
-            to, of = spans(some, how[2]), spans(chosen, how[2])
-            starts.append(
-                lambda a, o=of, t=to, h=how: self._core.reduce_scatter(o, t, h[0], h[1], h[0], False, "", a)  # type: ignore[misc]
-            )
+            emulate.check("reduce_scatter", kind, dtype)
+            for target, source in zip(some, chosen, strict=True):
+                stack = source.new_empty((self._size, target.numel()))
+                counts = [target.numel()] * self._size
+                of, to = parts(source, counts, dtype.itemsize), parts(stack, counts, dtype.itemsize)
+                starts.append(partial(self._core.all_to_all, of, to, _core.DType.uint8, ""))
+                combines.append(partial(_combine, kind, [target], [stack]))
         keep = (outputs, sources, targets)
-        return self._issue("reduce_scatter", opts, outputs, starts, staging, _all(finishes), keep)
-
-    def _emulate_reduce_scatter(
-        self, kind: Any, targets: Tensors, sources: Tensors, starts: list[Start], finishes: list[Finish]
-    ) -> None:
-        emulate.check("reduce_scatter", kind, targets[0].dtype)
-        for target, source in zip(targets, sources, strict=True):
-            stack = source.new_empty((self._size, target.numel()))
-            counts, width = [target.numel()] * self._size, target.element_size()
-            of, to = parts(source, counts, width), parts(stack, counts, width)
-            starts.append(
-                lambda a, o=of, t=to: self._core.all_to_all(o, t, _core.DType.uint8, "", a)  # type: ignore[misc]
-            )
-            finishes.append(
-                lambda t=target, s=stack, _=source: _copy_each([t], [emulate.combine(kind, s).view(t.shape)])
-            )
+        return self._issue("reduce_scatter", opts, outputs, starts, staging, _all(combines), keep)
 
     def _reduce_scatter_uneven(self, outputs: Tensors, input_lists: list[Tensors], opts: Any) -> Done | Pending:
         """Run one reduce per rank, as NCCL does it."""
@@ -231,20 +197,9 @@ class Reductions(Issue):
                     target.detach().view(-1).copy_(source.detach().view(-1))
                     source = target
                 keep.append(source)
-                place = [span(source, how[2])]
-                starts.append(
-                    lambda a, p=place, h=how, r=root: self._core.reduce(p, h[0], h[1], r, "", a)  # type: ignore[misc]
-                )
+                core_dtype, op, width = how
+                starts.append(partial(self._core.reduce, spans([source], width), core_dtype, op, root, ""))
         return self._issue("reduce_scatter", opts, outputs, starts, staging, keep=keep)
-
-    def _check_parts(self, what: str, one: str, part: torch.Tensor, other: str, whole: torch.Tensor) -> None:
-        if whole.dtype != part.dtype:
-            raise ValueError(f"{what}: the {one} is {part.dtype}, the {other} {whole.dtype}")
-        if whole.numel() != part.numel() * self._size:
-            raise ValueError(
-                f"{what}: the {other} has {whole.numel()} elements, the {one} {part.numel()}; "
-                f"the {one} must be 1/{self._size} of the {other}"
-            )
 
 
 def _by_dtype(tensors: Tensors) -> dict[torch.dtype, Tensors]:
@@ -254,13 +209,11 @@ def _by_dtype(tensors: Tensors) -> dict[torch.dtype, Tensors]:
     return groups
 
 
-def _copy_each(targets: Tensors, values: Tensors) -> None:
-    for target, value in zip(targets, values, strict=True):
+def _combine(kind: Any, targets: Tensors, stacks: Tensors) -> None:
+    for target, stack in zip(targets, stacks, strict=True):
         with writing_to(target):
-            target.copy_(value)
+            target.copy_(emulate.combine(kind, stack).view(target.shape))
 
 
-def _all(finishes: list[Finish]) -> Finish:
-    if not finishes:
-        return None
-    return lambda: [finish() for finish in finishes]
+def _all(combines: list[Callable[[], None]]) -> Any:
+    return (lambda: [combine() for combine in combines]) if combines else None
