@@ -19,7 +19,6 @@ Kind: Any = dist.ReduceOp.RedOpType
 _KNOWS_ASYNC = hasattr(AllreduceOptions(), "asyncOp")
 _ZERO = timedelta(0)
 
-# (reduction, torch dtype) -> the core's dtype and reduction, and how many of its elements make one of torch's.
 _CORE_OPS = {
     Kind.SUM: _core.ReduceOp.sum,
     Kind.AVG: _core.ReduceOp.avg,
@@ -28,29 +27,26 @@ _CORE_OPS = {
     Kind.PRODUCT: _core.ReduceOp.prod,
 }
 Native = tuple[_core.DType, _core.ReduceOp, int]
-_NATIVE: dict[tuple[Any, torch.dtype], Native] = {
-    (kind, dtype): (core_dtype, core_op, 1)
-    for kind, core_op in _CORE_OPS.items()
+# torch's dtype and reduction -> the core's, and how many of its elements make one of torch's. Reductions by number:
+# torch makes a new enum object for each look at ``opts.reduceOp.op``, and comparing those is slow.
+_NATIVE: dict[torch.dtype, dict[int, Native]] = {
+    dtype: {
+        int(kind): (core_dtype, core_op, 1)
+        for kind, core_op in _CORE_OPS.items()
+        if kind != Kind.AVG or dtype.is_floating_point
+    }
     for dtype, core_dtype in DTYPES.items()
-    if kind != Kind.AVG or dtype.is_floating_point
 }
 for _complex, _real in ((torch.complex64, torch.float32), (torch.complex128, torch.float64)):
-    for _kind in (Kind.SUM, Kind.AVG):
-        _NATIVE[_kind, _complex] = (DTYPES[_real], _CORE_OPS[_kind], 2)
-_NATIVE[Kind.BOR, torch.bool] = _NATIVE[Kind.MAX, torch.bool]
-_NATIVE[Kind.BAND, torch.bool] = _NATIVE[Kind.MIN, torch.bool]
-
-
-# By number: torch makes a new enum object for each look at ``opts.reduceOp.op``, and comparing those is slow.
-_BY_NUMBER: dict[torch.dtype, dict[int, Native]] = {}
-for (_kind, _dtype), _native in _NATIVE.items():
-    _BY_NUMBER.setdefault(_dtype, {})[int(_kind)] = _native
+    _NATIVE[_complex] = {int(kind): (DTYPES[_real], _CORE_OPS[kind], 2) for kind in (Kind.SUM, Kind.AVG)}
+_of_bools = _NATIVE[torch.bool]
+_of_bools |= {int(Kind.BOR): _of_bools[int(Kind.MAX)], int(Kind.BAND): _of_bools[int(Kind.MIN)]}
 _NOTHING: dict[int, Native] = {}
 
 
 def native(kind: Any, dtype: torch.dtype) -> Native | None:
     """Return how the core does this reduction, or None: then it is emulated (ops/emulate.py)."""
-    return _BY_NUMBER.get(dtype, _NOTHING).get(int(kind))
+    return _NATIVE.get(dtype, _NOTHING).get(int(kind))
 
 
 def is_async(opts: Any) -> bool:
