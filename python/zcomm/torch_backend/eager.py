@@ -13,13 +13,11 @@ from typing import Any
 
 from zcomm.comm.dynamo import skip
 
-_PACKAGES = ("zcomm.torch_backend", "zcomm._")
-
 
 def run_eagerly() -> None:
     """Keep Dynamo out of all functions of the modules that have been imported by now."""
     for name, module in list(sys.modules.items()):
-        if name.startswith(_PACKAGES) and module is not None:
+        if name.startswith("zcomm.torch_backend") and module is not None:
             for code in _codes_of(module):
                 skip(code)
 
