@@ -23,7 +23,7 @@ DTYPES: dict[torch.dtype, _core.DType] = {
 }
 
 
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 # Of a sequence of tensors. Torch's public function takes as long as a small collective's own Python.
 increment_versions: Callable[[Sequence[torch.Tensor]], None] = getattr(
@@ -36,7 +36,7 @@ def whole(what: str, tensor: torch.Tensor) -> torch.Tensor:
 
     Collective then.
     """
-    if type(tensor) in _PLAIN:
+    if type(tensor) in PLAIN:
         return tensor
     gather = getattr(tensor, "_zcomm_whole", None)
     return tensor if gather is None else gather(f"{what}()")
@@ -46,7 +46,7 @@ def refuse_weights(what: str, buckets: object) -> None:
     """Refuse a sharded weight among ``buckets`` (a tensor, or a list of them), which ``what`` would write to on one
     rank, or later. Raises: RuntimeError."""
     for tensor in buckets if isinstance(buckets, (list, tuple)) else [buckets]:
-        if type(tensor) not in _PLAIN and hasattr(tensor, "_zcomm_called"):
+        if type(tensor) not in PLAIN and hasattr(tensor, "_zcomm_called"):
             raise RuntimeError(
                 f"{what}: {tensor._zcomm_called()} is a weight that is sharded over ranks: use a tensor of your own "
                 "(p.clone()), and then p.data.copy_(it) on every rank"
@@ -55,7 +55,7 @@ def refuse_weights(what: str, buckets: object) -> None:
 
 def stands_for_weight(tensor: torch.Tensor) -> bool:
     """Return True for the gathered value of a sharded weight."""
-    return type(tensor) not in _PLAIN and hasattr(tensor, "_zcomm_written")
+    return type(tensor) not in PLAIN and hasattr(tensor, "_zcomm_written")
 
 
 def count_written(tensors: Sequence[torch.Tensor], here: bool = True) -> None:
@@ -66,7 +66,7 @@ def count_written(tensors: Sequence[torch.Tensor], here: bool = True) -> None:
     if here:
         increment_versions(tensors)
     for tensor in tensors:
-        if type(tensor) not in _PLAIN and stands_for_weight(tensor):
+        if type(tensor) not in PLAIN and stands_for_weight(tensor):
             tensor._zcomm_written()  # type: ignore[attr-defined]
 
 

@@ -13,16 +13,15 @@ from typing import Any
 import torch
 
 from zcomm import _core
-from zcomm.comm.tensors import DTYPES, has_memory
+from zcomm.comm.tensors import DTYPES, PLAIN, has_memory
 
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 Span = tuple[int, int]
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return True if the core can work on its memory."""
     return (
-        type(tensor) in _PLAIN
+        type(tensor) in PLAIN
         and (tensor.is_cpu or tensor.is_cuda)
         and tensor.layout is torch.strided
         and tensor.is_contiguous()
@@ -34,7 +33,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def is_sharded_gradient(tensor: torch.Tensor) -> bool:
     """Return True for ``p.grad`` of a ZeroOptimizer (zero/gradients/stand_in.py): to read it is collective."""
-    return type(tensor) not in _PLAIN and hasattr(tensor, "_zcomm_gradient")
+    return type(tensor) not in PLAIN and hasattr(tensor, "_zcomm_gradient")
 
 
 def refuse_sharded_gradients(what: str, tensors: Sequence[torch.Tensor]) -> None:
@@ -56,7 +55,7 @@ def checked(what: str, tensor: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError(f'{what}: a tensor is on {tensor.device}; backend "zcomm" moves CPU and CUDA tensors')
     if tensor.layout is not torch.strided:
         raise NotImplementedError(f"{what}: a tensor has layout {tensor.layout}; only dense ones are moved")
-    if type(tensor) in _PLAIN and tensor.is_contiguous() and not has_memory(tensor):
+    if type(tensor) in PLAIN and tensor.is_contiguous() and not has_memory(tensor):
         raise ValueError(f"{what}: a tensor of shape {tuple(tensor.shape)} has less memory than elements")
     return tensor
 
