@@ -7,7 +7,9 @@ from typing import Any, Protocol
 import torch
 
 
-class _CoreWork(Protocol):
+class CoreWork(Protocol):
+    """Work of the core, or what stands for it: MPI's, a profile's, several as one."""
+
     def wait(self, timeout: float | None = None) -> None: ...
     def done(self) -> bool: ...
 
@@ -20,7 +22,7 @@ class Work:
 
     __slots__ = ("_core", "_keep_alive")
 
-    def __init__(self, core: _CoreWork, keep_alive: Any = None) -> None:
+    def __init__(self, core: CoreWork, keep_alive: Any = None) -> None:
         self._core = core
         self._keep_alive = keep_alive
 

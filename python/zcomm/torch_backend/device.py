@@ -22,10 +22,10 @@ from zcomm.bootstrap.join import Joined
 from zcomm.bootstrap.rendezvous import join_through_store
 from zcomm.comm import cuda_streams
 from zcomm.comm.device_p2p import Landing, taken_home
-from zcomm.comm.work import current_stream, wait_on_current_stream
+from zcomm.comm.work import CoreWork, DeviceWork, current_stream
 from zcomm.torch_backend.futures.completer import Completer
 from zcomm.torch_backend.futures.flight import Flight
-from zcomm.torch_backend.futures.work import CoreWork, Done, Pending
+from zcomm.torch_backend.futures.work import Done, Pending
 from zcomm.torch_backend.group import ProcessGroup
 from zcomm.torch_backend.ops.movements import Movements
 from zcomm.torch_backend.ops.reductions import Reductions
@@ -51,19 +51,6 @@ class Streams(cuda_streams.Streams):
     def future(self) -> Any:
         """Make a Future that carries the current streams of the thread that completes it."""
         return torch.futures.Future(devices=[self.device])
-
-
-class OnStream:
-    """A core Work. Its wait() makes the current stream of the waiting thread come after it."""
-
-    def __init__(self, work: Any, device: str) -> None:
-        self._work, self._device = work, device
-
-    def wait(self, timeout: float | None = None) -> None:
-        wait_on_current_stream(self._work, self._device, timeout)
-
-    def done(self) -> bool:
-        return bool(self._work.done())
 
 
 class DevicePending(Pending):
@@ -137,7 +124,7 @@ class DeviceHalf(Reductions, Movements):
         return super()._is_simple(opts)
 
     def _started(self, starts: Any) -> CoreWork:
-        return OnStream(super()._started(starts), self._torch_device)
+        return DeviceWork(super()._started(starts), None, self._torch_device)
 
     def _start_elsewhere(self) -> Callable[[], None]:
         return partial(_core.set_call_stream, current_stream(self._torch_device))
@@ -149,10 +136,8 @@ class DeviceHalf(Reductions, Movements):
         self._name_stream()
         return super()._issue(what, opts, outputs, *rest, **more)
 
-    def _pending(
-        self, work: CoreWork, outputs: list[torch.Tensor], finish: Callable[[], None] | None, keep: Any
-    ) -> Pending:
-        return DevicePending(self.streams, work, outputs, self._collectives, self._flight, finish, keep)
+    def _work_for(self, tensors: Sequence[torch.Tensor]) -> Callable[..., Pending]:
+        return partial(DevicePending, self.streams)
 
     def close(self) -> None:
         self._close()

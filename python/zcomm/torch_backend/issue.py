@@ -16,10 +16,11 @@ from torch.autograd.graph import increment_version
 
 from zcomm import _core
 from zcomm.comm.tensors import count_written, stands_for_weight
+from zcomm.comm.work import CoreWork
 from zcomm.torch_backend.futures.callbacks import Callbacks
 from zcomm.torch_backend.futures.completer import Completer
 from zcomm.torch_backend.futures.flight import Flight
-from zcomm.torch_backend.futures.work import CoreWork, Done, Pending, Several
+from zcomm.torch_backend.futures.work import Done, Pending, Several
 from zcomm.torch_backend.options import is_async, timeout_of
 from zcomm.torch_backend.staging import Staging
 
@@ -100,7 +101,7 @@ class Issue:
             increment_version(written)
             return Done(list(outputs))
         core_work = self._deferred(what, starts) if asynchronous and is_held_back else self._started(starts)
-        work = self._pending(core_work, list(outputs), finish, keep)
+        work = self._work_for(outputs)(core_work, list(outputs), self._collectives, self._flight, finish, keep)
         if timeout is not None:
             work.limit(timeout, lambda: self._give_up(what, timeout))
         self._flight.add(work, copies=finish is not None)
@@ -111,10 +112,9 @@ class Issue:
             self._coalesced.append(work)
         return work
 
-    def _pending(
-        self, work: CoreWork, outputs: list[torch.Tensor], finish: Callable[[], None] | None, keep: Any
-    ) -> Pending:
-        return Pending(work, outputs, self._collectives, self._flight, finish, keep)
+    def _work_for(self, tensors: Sequence[torch.Tensor]) -> Callable[..., Pending]:
+        """Return what makes the work of an operation on ``tensors``."""
+        return Pending
 
     def _is_simple(self, opts: Any) -> bool:
         """Return True for a blocking call with the core's timeout, with nothing to be done before or after it."""

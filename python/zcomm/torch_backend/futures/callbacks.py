@@ -18,16 +18,21 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from zcomm.comm.work import CoreWork
 from zcomm.torch_backend.futures.threads import LINGER_S, Server, is_serving
 
 if TYPE_CHECKING:
-    from zcomm.torch_backend.futures.work import CoreWork, Pending
+    from zcomm.torch_backend.futures.work import Pending
 
 
-class _Call:
-    """Callbacks that have been registered on ``gate``, which is opened once ``work`` has ended."""
+class Call:
+    """Callbacks that have been registered on ``gate``, which is opened once ``work`` has ended.
 
-    def __init__(self, work: Pending, future: Any, gate: Any, deadline_s: float) -> None:
+    The Futures that they complete keep it: their place in the order of the group's callbacks.
+    """
+
+    def __init__(self, callbacks: Callbacks, work: Pending, future: Any, gate: Any, deadline_s: float) -> None:
+        self._callbacks = callbacks
         self._work, self._future, self._gate = work, future, gate
         self._deadline_s = deadline_s
         self._late_at = time.monotonic() + deadline_s
@@ -37,9 +42,14 @@ class _Call:
         self._late_at = time.monotonic() + self._deadline_s
         self._work.open_after_end(self._future, self._gate)
 
-    def is_late(self) -> bool:
-        """Return True if the callbacks before it, or its own, have taken longer than the deadline."""
-        return time.monotonic() > self._late_at
+    def come(self) -> None:
+        """Run the callbacks up to this one, if this thread runs callbacks: one of them waits for it."""
+        self._callbacks.start_up_to(self)
+
+    def check_deadline(self) -> None:
+        """Raise TimeoutError, and give up the group, if it has not come in time, or its callback has not returned."""
+        if time.monotonic() > self._late_at:
+            raise self._callbacks.expire()
 
 
 class Deferred:
@@ -121,18 +131,18 @@ class Callbacks(Server):
         self.pending = 0
         self._deadline_s = deadline_s
         self.tell_begun: Callable[[], None] = lambda: None  # called when a Deferred has been started
-        self._queue: deque[_Call | Deferred] = deque()
+        self._queue: deque[Call | Deferred] = deque()
         self._is_open = True
 
     def hold_back(self) -> bool:
         """Return True if a collective that this thread calls comes after callbacks that have not returned."""
         return self.pending > 0 and not is_serving()
 
-    def run_after(self, work: Pending, future: Any, gate: Any) -> Turn:
-        """Open ``gate`` when ``work`` has ended, and with it ``future``. Return the place in the order of callbacks."""
-        call = _Call(work, future, gate, self._deadline_s)
+    def run_after(self, work: Pending, future: Any, gate: Any) -> Call:
+        """Open ``gate`` when ``work`` has ended, and with it ``future``."""
+        call = Call(self, work, future, gate, self._deadline_s)
         self._add(call)
-        return Turn(self, call)
+        return call
 
     def defer(self, start: Callable[[], CoreWork], deadline_s: float, expire: Callable[[], Exception]) -> Deferred:
         """Call ``start`` after the callbacks registered so far, ``expire`` if they take longer than ``deadline_s``."""
@@ -145,7 +155,7 @@ class Callbacks(Server):
         with self._changed:
             return self._changed.wait_for(lambda: self.pending == 0, seconds)
 
-    def start_up_to(self, last: _Call | Deferred) -> None:
+    def start_up_to(self, last: Call | Deferred) -> None:
         """Start the operations up to ``last``, if this thread runs callbacks; run callbacks, too, if ``last`` is one.
 
         One entry at a time: a callback may wait for the next one.
@@ -154,11 +164,11 @@ class Callbacks(Server):
             entry.run()
             self._done(1)
 
-    def _take_up_to(self, last: _Call | Deferred) -> _Call | Deferred | None:
+    def _take_up_to(self, last: Call | Deferred) -> Call | Deferred | None:
         with self._changed:
             if threading.current_thread() not in self._threads or last not in self._queue:
                 return None
-            entry = next(e for e in self._queue if isinstance(last, _Call) or isinstance(e, Deferred))
+            entry = next(e for e in self._queue if isinstance(last, Call) or isinstance(e, Deferred))
             self._queue.remove(entry)
             return entry
 
@@ -175,7 +185,7 @@ class Callbacks(Server):
         self._done(len(dropped))
         self._join()
 
-    def _add(self, entry: _Call | Deferred) -> None:
+    def _add(self, entry: Call | Deferred) -> None:
         with self._changed:
             self._queue.append(entry)
             self.pending += 1
@@ -195,7 +205,7 @@ class Callbacks(Server):
             self._done(1)
             del entry
 
-    def _next(self) -> _Call | Deferred | None:
+    def _next(self) -> Call | Deferred | None:
         with self._changed:
             self._changed.wait_for(lambda: self._queue or not self._is_open, LINGER_S)
             if self._queue:
@@ -207,19 +217,3 @@ class Callbacks(Server):
         super()._begin_anew()
         self._queue.clear()
         self.pending = 0
-
-
-class Turn:
-    """Place of a callback in the order of its group's: the Futures that it completes keep it."""
-
-    def __init__(self, callbacks: Callbacks, call: _Call) -> None:
-        self._callbacks, self._call = callbacks, call
-
-    def come(self) -> None:
-        """Run the callbacks up to this one, if this thread runs callbacks: one of them waits for it."""
-        self._callbacks.start_up_to(self._call)
-
-    def check_deadline(self) -> None:
-        """Raise TimeoutError, and give up the group, if it has not come in time, or its callback has not returned."""
-        if self._call.is_late():
-            raise self._callbacks.expire()

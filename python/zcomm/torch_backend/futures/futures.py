@@ -16,14 +16,14 @@ import torch
 from zcomm.torch_backend.futures.threads import is_serving
 
 if TYPE_CHECKING:
-    from zcomm.torch_backend.futures.callbacks import Callbacks, Turn
+    from zcomm.torch_backend.futures.callbacks import Call, Callbacks
     from zcomm.torch_backend.futures.work import Pending
 
 _Future: Any = torch._C.Future
 _then, _add_done_callback, _wait = _Future.then, _Future.add_done_callback, _Future.wait
 _collect_all: Any = torch._C._collect_all
 _ours: weakref.WeakKeyDictionary[Any, tuple[Pending, Callbacks]] = weakref.WeakKeyDictionary()
-_turns: weakref.WeakKeyDictionary[Any, Turn] = weakref.WeakKeyDictionary()  # of what ``then`` has made
+_turns: weakref.WeakKeyDictionary[Any, Call] = weakref.WeakKeyDictionary()  # of what ``then`` has made
 _members: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()  # of what collect_all has made
 _LOOK_S = 0.1  # between looks at the deadline
 
@@ -48,7 +48,7 @@ def _register(register: Callable[[Any, Any], Any], future: Any, callback: Callab
     return _note(result, callbacks.run_after(work, future, gate))
 
 
-def _note(result: Any, turn: Turn | None) -> Any:
+def _note(result: Any, turn: Call | None) -> Any:
     if result is not None and turn is not None:
         _turns[result] = turn
     return result

@@ -14,23 +14,19 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Work as _TorchWork
 
 from zcomm import _core
+from zcomm.comm.work import CoreWork
 from zcomm.torch_backend.futures.callbacks import Deferred
 from zcomm.torch_backend.futures.completer import Completer
 from zcomm.torch_backend.futures.flight import Flight
 from zcomm.torch_backend.futures.futures import order_callbacks
 
 _FOREVER = timedelta(0)  # torch's kNoTimeout
-
-
-class CoreWork(Protocol):
-    def wait(self, timeout: float | None = None) -> None: ...
-    def done(self) -> bool: ...
 
 
 class Several:
@@ -69,16 +65,6 @@ class Together:
     def start_now(self) -> None:
         for work in self._works:
             work.start_now()
-
-
-class _Weak:
-    """Tensors as long as they are held elsewhere."""
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self._tensors = [weakref.ref(tensor) for tensor in tensors]
-
-    def alive(self) -> list[torch.Tensor]:
-        return [tensor for ref in self._tensors if (tensor := ref()) is not None]
 
 
 class _Failure:
@@ -145,6 +131,7 @@ class Pending(_TorchWork):
         "_late_at",
         "_outputs",
         "_source",
+        "_weak_outputs",
         "lane",
         "number",
     )
@@ -161,7 +148,8 @@ class Pending(_TorchWork):
     ) -> None:
         super().__init__()
         self._core: CoreWork | None = core
-        self._outputs: list[torch.Tensor] | _Weak = outputs
+        self._outputs = outputs
+        self._weak_outputs: list[weakref.ref[torch.Tensor]] = []
         self.lane = lane
         self._flight = flight
         self._finish = finish
@@ -307,13 +295,12 @@ class Pending(_TorchWork):
         return self._error
 
     def result(self) -> list[torch.Tensor]:
-        if isinstance(self._outputs, _Weak):
-            return self._outputs.alive()
-        return self._outputs
+        return self._outputs or [tensor for ref in self._weak_outputs if (tensor := ref()) is not None]
 
     def let_go(self) -> None:
         """Keep the tensors no longer than others do."""
-        self._outputs = _Weak(self.result())
+        self._weak_outputs = [weakref.ref(tensor) for tensor in self._outputs]
+        self._outputs = []
         self._future = None
 
     def source_rank(self) -> int:

@@ -67,10 +67,6 @@ class Messages(Issue):
             self._coalesced.append(work)
         return work
 
-    def _work_for(self, tensors: Sequence[torch.Tensor]) -> Callable[..., Pending]:
-        """Return what makes the work of a message in ``tensors``."""
-        return Pending
-
     @staticmethod
     def _wire(what: str, tensors: Sequence[torch.Tensor]) -> tuple[_core.DType, int]:
         kinds = {tensor.dtype for tensor in tensors}
