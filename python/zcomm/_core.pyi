@@ -1,9 +1,11 @@
 """Types of the extension (python/bindings)."""
 
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any, Protocol, TypeVar, overload
 
 from typing_extensions import Buffer
+
+_Params = TypeVar("_Params", contravariant=True)
 
 class DType:
     name: str
@@ -375,41 +377,27 @@ class OptimShard:
         first_index: int = 0,
     ) -> None: ...
 
-class AdamBatch:
-    def __len__(self) -> int: ...
+class Batch(Protocol[_Params]):
+    """Step of many shards, prepared. For type checkers: the extension has the classes below, and no base of them."""
+
     def add(
         self, shard: OptimShard, group: int, counter: int = 0, buffer: bool = False, first: bool = False
     ) -> None: ...
     def step(
-        self, groups: Sequence[AdamParams], grads: Sequence[int], threads: int = 0, squares: ExactSum | None = None
+        self, groups: Sequence[_Params], grads: Sequence[int], threads: int = 0, squares: ExactSum | None = None
     ) -> None: ...
 
-class SgdBatch:
+class AdamBatch(Batch[AdamParams]):
     def __len__(self) -> int: ...
-    def add(
-        self, shard: OptimShard, group: int, counter: int = 0, buffer: bool = False, first: bool = False
-    ) -> None: ...
-    def step(
-        self, groups: Sequence[SgdParams], grads: Sequence[int], threads: int = 0, squares: ExactSum | None = None
-    ) -> None: ...
 
-class LionBatch:
+class SgdBatch(Batch[SgdParams]):
     def __len__(self) -> int: ...
-    def add(
-        self, shard: OptimShard, group: int, counter: int = 0, buffer: bool = False, first: bool = False
-    ) -> None: ...
-    def step(
-        self, groups: Sequence[LionParams], grads: Sequence[int], threads: int = 0, squares: ExactSum | None = None
-    ) -> None: ...
 
-class AdagradBatch:
+class LionBatch(Batch[LionParams]):
     def __len__(self) -> int: ...
-    def add(
-        self, shard: OptimShard, group: int, counter: int = 0, buffer: bool = False, first: bool = False
-    ) -> None: ...
-    def step(
-        self, groups: Sequence[AdagradParams], grads: Sequence[int], threads: int = 0, squares: ExactSum | None = None
-    ) -> None: ...
+
+class AdagradBatch(Batch[AdagradParams]):
+    def __len__(self) -> int: ...
 
 class ExactSum(Buffer):
     def clear(self) -> None: ...

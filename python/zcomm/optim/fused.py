@@ -22,7 +22,7 @@ import torch
 from zcomm import _core
 from zcomm.comm.tensors import core_dtype
 from zcomm.hints import did_you_mean
-from zcomm.optim.plan import Batch, Plan, gather
+from zcomm.optim.plan import Plan, gather
 
 Hyper = TypeVar("Hyper")
 MASTER_NBYTES = {torch.float32: 0, torch.bfloat16: 2, torch.float16: 4}  # by the dtypes that a parameter may have
@@ -138,7 +138,7 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
         """Return a group as the kernel takes it."""
 
     @abc.abstractmethod
-    def _batch(self) -> Batch[Hyper]:
+    def _batch(self) -> _core.Batch[Hyper]:
         """Make a new batch of the core's."""
 
     def _names(self, group: dict[str, Any], state: dict[str, Any]) -> tuple[str, ...]:

@@ -9,27 +9,15 @@ Gradients are not among it but for their types: zero_grad drops them.
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Hashable, Mapping
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
 from zcomm import _core
 
 Hyper = TypeVar("Hyper")
-Contra = TypeVar("Contra", contravariant=True)
 _address, _numel, _contiguous = torch.Tensor.data_ptr, torch.Tensor.numel, torch.Tensor.is_contiguous
-
-
-class Batch(Protocol[Contra]):
-    """The core's OptimBatch."""
-
-    def add(
-        self, shard: _core.OptimShard, group: int, counter: int = 0, buffer: bool = False, first: bool = False
-    ) -> None: ...
-    def step(
-        self, groups: Sequence[Contra], grads: Sequence[int], threads: int = 0, squares: _core.ExactSum | None = None
-    ) -> None: ...
 
 
 class Facts(NamedTuple):
@@ -76,7 +64,7 @@ def gather(
 class Plan(Generic[Hyper]):
     """Prepared step. batch: of parameters that have a gradient. memory: of their states and counters, in any order."""
 
-    def __init__(self, batch: Batch[Hyper], memory: list[torch.Tensor], facts: Facts) -> None:
+    def __init__(self, batch: _core.Batch[Hyper], memory: list[torch.Tensor], facts: Facts) -> None:
         self._batch, self._facts = batch, facts
         self.memory = memory
 
