@@ -12,14 +12,6 @@ from zcomm.comm.tensors import core_dtype
 from zcomm.optim.fused import FusedOptimizer, allocate, as_params, check_at_least_0, check_betas, refuse
 
 
-def adam_params(group: dict[str, Any], adamw: bool) -> _core.AdamParams:
-    """Return a param group as the kernel takes it; its step is still to be set."""
-    params = as_params(_core.AdamParams(), group, numbers="lr eps weight_decay", flags="maximize")
-    params.beta1, params.beta2 = (float(beta) for beta in group["betas"])
-    params.adamw = adamw
-    return params
-
-
 class FusedAdamBase(FusedOptimizer[_core.AdamParams]):
     """Common part of CPUAdam and FusedAdam: options, checks, the forms of state."""
 
@@ -51,11 +43,6 @@ class FusedAdamBase(FusedOptimizer[_core.AdamParams]):
         }
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as torch's. Raises: ValueError, NotImplementedError; the optimizer is then as before."""
-        self._adapt_group(param_group)
-        super().add_param_group(param_group)
-
     def _adapt_group(self, group: dict[str, Any]) -> None:
         if group.get("state_dtype") == "8bit":
             group["state_dtype"] = torch.uint8
@@ -75,7 +62,10 @@ class FusedAdamBase(FusedOptimizer[_core.AdamParams]):
 
     def _hyper(self, group: dict[str, Any]) -> _core.AdamParams:
         refuse(group, "amsgrad")  # a program may set it later
-        return adam_params(group, bool(group["decoupled_weight_decay"]))
+        params = as_params(_core.AdamParams(), group, numbers="lr eps weight_decay", flags="maximize")
+        params.beta1, params.beta2 = (float(beta) for beta in group["betas"])
+        params.adamw = bool(group["decoupled_weight_decay"])
+        return params
 
     def wide_state(self, param: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``exp_avg`` and ``exp_avg_sq`` of a parameter as new fp32 tensors, whatever state_dtype is.

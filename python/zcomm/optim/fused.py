@@ -22,7 +22,7 @@ import torch
 from zcomm import _core
 from zcomm.comm.tensors import core_dtype
 from zcomm.hints import did_you_mean
-from zcomm.optim.plan import Plan, gather
+from zcomm.optim.plan import Facts, Plan, gather
 
 Hyper = TypeVar("Hyper")
 MASTER_NBYTES = {torch.float32: 0, torch.bfloat16: 2, torch.float16: 4}  # by the dtypes that a parameter may have
@@ -160,6 +160,7 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch's. Raises: ValueError, NotImplementedError; the optimizer is then as before."""
+        self._adapt_group(param_group)
         super().add_param_group(param_group)
         try:
             self._check_group(self.param_groups[-1])
@@ -223,7 +224,7 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
             hyper.grad_scale = factor  # type: ignore[attr-defined]
         plan = self._plan
         if plan is not None:
-            facts, grads = gather(self.param_groups, self.state, self._forms(), plan.memory)
+            facts, grads = self._facts(plan.memory)
             if plan.holds(facts):
                 return plan.step(hypers, grads, self.threads, squares)
         self._plan = None
@@ -232,8 +233,8 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
         self._plan = None if fresh else plan  # an array's first step is another than the next
         return None
 
-    def _forms(self) -> list[Hashable]:
-        return [self._form(group) for group in self.param_groups]
+    def _facts(self, memory: list[torch.Tensor]) -> tuple[Facts, list[torch.Tensor]]:
+        return gather(self.param_groups, self.state, [self._form(group) for group in self.param_groups], memory)
 
     def _prepared(self) -> tuple[Plan[Hyper], list[torch.Tensor], bool]:
         """Return a plan of all that has a gradient now, the gradients, and whether an array of state is fresh."""
@@ -257,7 +258,7 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
                     shard = held.shard_of(param, param.grad, first_index)
                     batch.add(shard, number, counter, buffer=bool(names), first=fresh)
                 first_index += param.numel()
-        facts, grads = gather(self.param_groups, self.state, self._forms(), memory)
+        facts, grads = self._facts(memory)
         return Plan(batch, memory, facts), grads, any_fresh
 
     def _check_grad(self, param: torch.Tensor, grad: torch.Tensor) -> None:
@@ -309,8 +310,7 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
         return state
 
     def _check_param(self, param: torch.Tensor) -> None:
-        fine = param.device.type == self.DEVICE and param.dtype in MASTER_NBYTES and param.is_contiguous()
-        if not fine:
+        if param.device.type != self.DEVICE or param.dtype not in MASTER_NBYTES or not param.is_contiguous():
             raise ValueError(
                 f"{type(self).__name__}: a parameter of shape {tuple(param.shape)} is {param.dtype} on {param.device}; "
                 f"it must be a contiguous fp32, bf16 or fp16 {self.DEVICE.upper()} tensor"
@@ -370,13 +370,14 @@ def allocate(
     room: elements that each array has space for, at least the parameter's.
     """
     count, nbytes = param.numel(), room * dtype.itemsize
-    buffer = torch.empty(_nbytes(param.dtype, names, dtype, room), dtype=torch.uint8, device=device)
+    scales_nbytes = -(-room // STATE_BLOCK) * len(names) * 4 if dtype == torch.uint8 else 0
+    used = scales_nbytes + nbytes * len(names) + room * MASTER_NBYTES[param.dtype]
+    buffer = torch.empty((used + 3) // 4 * 4, dtype=torch.uint8, device=device)  # torch.load wants whole fp32 numbers
     arrays, views = buffer, {}
     if param.dtype == torch.float16:
         views["master"], arrays = arrays[: 4 * count].view(torch.float32).view(param.shape), arrays[4 * room :]
     if dtype == torch.uint8:
-        begin = _scales_nbytes(names, dtype, room)
-        scales, arrays = arrays[:begin], arrays[begin:]
+        scales, arrays = arrays[:scales_nbytes], arrays[scales_nbytes:]
         views["scales"] = scales.view(torch.float32).view(-1, len(names))
     for k, name in enumerate(names):
         view = arrays[k * nbytes : k * nbytes + count * dtype.itemsize]
@@ -385,15 +386,6 @@ def allocate(
         low = nbytes * len(names)
         views["remainder"] = arrays[low : low + 2 * count].view(torch.int16).view(param.shape)
     return buffer, views
-
-
-def _scales_nbytes(names: tuple[str, ...], dtype: torch.dtype, room: int) -> int:
-    return -(-room // STATE_BLOCK) * len(names) * 4 if dtype == torch.uint8 else 0
-
-
-def _nbytes(param_dtype: torch.dtype, names: tuple[str, ...], dtype: torch.dtype, room: int) -> int:
-    used = room * (dtype.itemsize * len(names) + MASTER_NBYTES[param_dtype])
-    return (_scales_nbytes(names, dtype, room) + used + 3) // 4 * 4  # torch.load wants whole fp32 numbers
 
 
 def _apart(name: str, value: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 
 from zcomm import _core
 from zcomm.comm.tensors import core_dtype
-from zcomm.optim.adam import FusedAdamBase, adam_params
+from zcomm.optim.adam import FusedAdamBase
 
 ALIGN = 64  # elements: each array of a state begins where 16-byte loads may
 NORM_BLOCK = 64  # elements of a block; the sum of their squares is one number: the core's
@@ -139,7 +139,8 @@ class FusedAdam(FusedAdamBase):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        devices = {param.device for each in (*self.param_groups, group) for param in each["params"] if _is_param(param)}
+        params = [param for each in (*self.param_groups, group) for param in each["params"]]
+        devices = {param.device for param in params if isinstance(param, torch.Tensor)}  # numbers in a state_dict
         for device in devices:
             if device.type != self.DEVICE:
                 raise ValueError(
@@ -159,7 +160,7 @@ class FusedAdam(FusedAdamBase):
     def _hyper(self, group: dict[str, Any]) -> _core.AdamParams:
         if self._number(group["lr"]) is not None:
             group = {**group, "lr": 0.0}  # the device reads it
-        return adam_params(group, bool(group["decoupled_weight_decay"]))
+        return super()._hyper(group)
 
     def _number(self, value: object) -> torch.Tensor | None:
         """Return a single number on the device, as the kernels read it; None for what is not there."""
@@ -210,7 +211,3 @@ class FusedAdam(FusedAdamBase):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._reset()
         super().__setstate__(state)
-
-
-def _is_param(param: object) -> bool:
-    return isinstance(param, torch.Tensor)  # in a state_dict they are numbers
