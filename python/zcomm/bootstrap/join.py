@@ -84,7 +84,7 @@ class Joined:
     requested: str  # what parts of it will be asked to use
     timeout_s: float
     key: bytes  # the secret of these ranks
-    settings: Settings = field(default_factory=lambda: Settings())
+    settings: Settings = field(default_factory=Settings)
     address: str = ""  # of this rank; "" on one host
     meshes: tuple[_core.Mesh, ...] = ()  # left when the communicator is closed
     device: str = "cpu"  # where its tensors are

@@ -69,21 +69,26 @@ class Process:
         return f"process {self.pid} on {self.node}"
 
 
+def stat_of(pid: int) -> list[str]:
+    """Return the fields of a process's ``stat`` from the third one, the state, on. Raises: OSError."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
 def start_of(pid: int) -> str | None:
     """Return when a process started, in clock ticks after the boot; None if there is none."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = stat_of(pid)
     except OSError:
         return None
     return None if fields[0] in "ZX" else fields[19]
 
 
 class Meeting:
-    """One rank's part in the meeting of a job's ranks. Without a store the rank is alone."""
+    """One rank's part in the meeting of a job's ranks, of which there are two or more."""
 
     def __init__(
         self,
-        store: dist.Store | None,
+        store: dist.Store,
         rank: int,
         world_size: int,
         deadline: float,
@@ -98,7 +103,7 @@ class Meeting:
 
         lost: returns a rank that has ended, by its number in the job, for ranks that are connected already.
         """
-        self._store = store if world_size > 1 else None
+        self._store = store
         self._rank = rank
         self._world_size = world_size
         self._deadline = deadline
@@ -118,8 +123,6 @@ class Meeting:
         own = {"process": asdict(Process.own()), "world_size": self._world_size, "job": self._job, "mine": mine}
         if self._rank == 0:
             own["number"] = secrets.token_hex(16)
-        if self._store is None:
-            return [mine]
         with self._store_named():
             self._claim(json.dumps(own))
             self._store.set(_NEWCOMER, "1")
@@ -135,8 +138,6 @@ class Meeting:
 
     def exchange(self, what: str, mine: str) -> list[str]:
         """Return the text of each rank, by rank. Raises: as arrive."""
-        if self._store is None:
-            return [mine]
         with self._store_named():
             self._store.set(f"{what}{self._rank}", f"{self._number} {mine}")
             told = self._gather(lambda rank: f"{what}{rank}", lambda text: text.startswith(f"{self._number} "))
@@ -145,16 +146,11 @@ class Meeting:
 
     def end(self) -> None:
         """Note in the store that this rank has read it; rank 0, which may serve it, waits for the others' notes."""
-        store = self._store
-        if store is None:
-            return
         with contextlib.suppress(dist.DistError):
-            store.add("read", 1)
+            self._store.add("read", 1)
             if self._rank == 0:
-                _wait(
-                    lambda: store.add("read", 0) >= self._world_size,
-                    min(self._deadline, time.monotonic() + _LAST_WORDS_S),
-                )
+                until = min(self._deadline, time.monotonic() + _LAST_WORDS_S)
+                _wait(lambda: self._store.add("read", 0) >= self._world_size, until)
 
     def watch(self, seconds: float, closed: Callable[[], bool], give_up: Callable[[], object]) -> None:
         """Look for a failure until then or until ``closed``, on a thread of its own, and give up where there is one.
@@ -163,8 +159,6 @@ class Meeting:
         the others of either come.
         """
         store, until = self._store, time.monotonic() + seconds
-        if store is None:
-            return
         file = _file_of(store)
 
         def look() -> None:
@@ -186,7 +180,6 @@ class Meeting:
 
     def _look_for_newcomers(self) -> None:
         """Leave a failure if another process than the one that has joined has claimed a rank's place since."""
-        assert self._store is not None
         if not self._store.check([_NEWCOMER]):
             return
         self._store.delete_key(_NEWCOMER)
@@ -196,7 +189,7 @@ class Meeting:
 
     def holder(self, rank: int) -> Process | None:
         """Return the living process that has claimed ``rank``'s place, if another one has."""
-        if self._store is None or not self._store.check([_place_of(rank)]):
+        if not self._store.check([_place_of(rank)]):
             return None
         process = _process_of(json.loads(self._store.get(_place_of(rank))))
         return None if process == Process.own() or process.is_dead() else process
@@ -211,7 +204,6 @@ class Meeting:
     # --- claims -----------------------------------------------------------------------------------------------
 
     def _claim(self, text: str) -> None:
-        assert self._store is not None
         name, before = _place_of(self._rank), ""
         while (there := self._store.compare_set(name, before, text).decode()) != text:
             process = _process_of(json.loads(there))
@@ -235,14 +227,12 @@ class Meeting:
                     )
 
     def _refuse(self, failure: str) -> None:
-        assert self._store is not None
         self._store.set("failure", failure)
         self._check_failure()
 
     def _check_failure(self) -> bool:
         """Return False. Raises: RuntimeError with the failure, if there is one."""
         store = self._store
-        assert store is not None
         if not store.check(["failure"]):
             return False
         failure = store.get("failure").decode()
@@ -258,7 +248,6 @@ class Meeting:
     def _gather(self, name_of: Callable[[int], str], counts: Callable[[str], bool]) -> list[str]:
         """Return the text of each rank, once all are there and count."""
         store, names = self._store, [name_of(rank) for rank in range(self._world_size)]
-        assert store is not None
         texts: list[str] = []
 
         def all_here() -> bool:

@@ -28,7 +28,7 @@ from zcomm import _core
 from zcomm.bootstrap.auth import derive_key
 from zcomm.bootstrap.hosts import Hosts, host_id, machine_id
 from zcomm.bootstrap.join import Door, Group, Joined, Settings, enter
-from zcomm.bootstrap.meeting import Meeting, meeting_keys, start_of
+from zcomm.bootstrap.meeting import Meeting, start_of, stat_of
 from zcomm.bootstrap.tcp import descriptor_limit_named
 
 _ASK_S = 2.0  # for what has the port that rank 0 wants to say that it is a store
@@ -159,7 +159,7 @@ def launcher_of(rank_name: str) -> int:
     for _ in range(_MOST_WRAPPERS):
         try:
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            parent = int(stat_of(pid)[1])
         except OSError:  # another user's
             break
         if parent == 0 or not any(each.startswith(f"{rank_name}=".encode()) for each in variables):
@@ -204,7 +204,12 @@ def open_store(job: Job, deadline: float, timeout: float) -> dist.Store:
     """Open the store that ``job.init_method`` names. Raises: ValueError for another scheme, TimeoutError, OSError."""
     method = job.init_method or ""
     if method == TORCH_DISTRIBUTED:
-        return _torch_store()
+        store: dist.Store | None = dist.distributed_c10d._get_default_store()
+        if store is None:
+            raise ValueError(
+                "init: torch.distributed's default group has no store; set RANK, WORLD_SIZE and MASTER_ADDR"
+            )
+        return store
     if method.startswith("file://"):
         # 0 workers: the last process that closes the file removes it, after an init() that failed, too.
         return dist.FileStore(method.removeprefix("file://"), 0)
@@ -214,13 +219,6 @@ def open_store(job: Job, deadline: float, timeout: float) -> dist.Store:
             raise ValueError(f"init_method={method!r}: expected tcp://host:port")
         return _open_tcp_store(job, host.strip("[]"), _port(port, f"init_method={method!r}"), deadline, timeout)
     raise ValueError(f"init_method={method!r}: expected tcp://host:port or file://path")
-
-
-def _torch_store() -> dist.Store:
-    store: dist.Store | None = dist.distributed_c10d._get_default_store()
-    if store is None:
-        raise ValueError("init: torch.distributed's default group has no store; set RANK, WORLD_SIZE and MASTER_ADDR")
-    return store
 
 
 def _open_tcp_store(job: Job, host: str, port: int, deadline: float, timeout: float) -> dist.Store:
@@ -237,7 +235,13 @@ def _open_tcp_store(job: Job, host: str, port: int, deadline: float, timeout: fl
             continue
         try:
             patience_s = max(1.0, min(left, 10.0))
-            store = (_served_store if is_master else _client)(host, port, job.world_size, patience_s)
+            if is_master:
+                patience = timedelta(seconds=patience_s)
+                store: dist.Store = dist.TCPStore(
+                    host, port, job.world_size, True, patience, wait_for_workers=False, multi_tenant=True
+                )
+            else:
+                store = _client(host, port, job.world_size, patience_s)
         except (dist.DistError, TimeoutError) as error:
             if is_master and "EADDRINUSE" in str(error):
                 raise OSError(
@@ -257,12 +261,6 @@ def _unanswered(job: Job, timeout: float, detail: str = "") -> TimeoutError:
     return TimeoutError(
         f"init: rank {job.rank}: rank 0 does not answer at {job.init_method} within {timeout:g} s: is it running, is "
         f"MASTER_ADDR its host, is the port open?{detail}"
-    )
-
-
-def _served_store(host: str, port: int, world_size: int, timeout_s: float) -> dist.Store:
-    return dist.TCPStore(
-        host, port, world_size, True, timedelta(seconds=timeout_s), wait_for_workers=False, multi_tenant=True
     )
 
 
@@ -359,17 +357,20 @@ def join_through_store(
 
     join_timeout: of joining; timeout: of later operations, the same if not given. where: the store's name, for errors.
     master: a host that all have a route to. job, linger_s, lost: see ``Meeting``. A world of one needs no store. The
-    keys are ``store_keys(world_size)``.
+    keys are ``meeting_keys(world_size)``.
     Raises: TimeoutError naming the ranks that did not come. ValueError when ``backend`` does not reach them, or for
     environment variables. RuntimeError with what kept another rank from it, or when a rank came twice. PeerLost,
     OSError.
     """
     deadline = time.monotonic() + join_timeout
-    meeting = Meeting(store, rank, world_size, deadline, where, timeout or join_timeout, job, lost)
+    meeting: Meeting | None = None
+    if world_size > 1:
+        assert store is not None
+        meeting = Meeting(store, rank, world_size, deadline, where, timeout or join_timeout, job, lost)
     mine = {"host": host_id(), "machine": machine_id()}
     if rank == 0:
         mine |= {"token": secrets.token_hex(32), "settings": Settings.read().to_text()}
-    members = meeting.arrive(mine, linger_s)
+    members = [mine] if meeting is None else meeting.arrive(mine, linger_s)
     group = Group(
         what="init",
         rank=rank,
@@ -381,6 +382,8 @@ def join_through_store(
     )
     door = Door(group, master)
     try:
+        if meeting is None:
+            return enter(group, door, [door.address], deadline)
         addresses = meeting.exchange("address", door.address)
         meeting.end()
         joined = enter(group, door, addresses, deadline)
@@ -389,8 +392,3 @@ def join_through_store(
         return joined
     finally:
         door.close()
-
-
-def store_keys(world_size: int) -> list[str]:
-    """Return the keys that join_through_store leaves in the store."""
-    return meeting_keys(world_size)

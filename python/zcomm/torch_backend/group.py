@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from zcomm import _core
-from zcomm.bootstrap.rendezvous import LINGER_S, join_through_store, launcher_in, name_of_job, store_keys
+from zcomm.bootstrap.meeting import meeting_keys
+from zcomm.bootstrap.rendezvous import LINGER_S, join_through_store, launcher_in, name_of_job
 from zcomm.torch_backend.futures.work import Done, Pending, Together
 from zcomm.torch_backend.ops.messages import Messages
 from zcomm.torch_backend.ops.monitored_barrier import Monitor
@@ -82,7 +83,7 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
         if self._size > 1:
             core.barrier("", False)  # all have read them
             if self._rank == 0:
-                for key in store_keys(self._size):
+                for key in meeting_keys(self._size):
                     meeting.delete_key(key)
             core.barrier("", False)
 
