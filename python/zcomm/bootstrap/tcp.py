@@ -19,6 +19,7 @@ import selectors
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from zcomm import _core
@@ -103,13 +104,13 @@ class _Call:
         self.received = b""
 
 
+@dataclass(eq=False)
 class _Guest:
     """A connection that was accepted and has proved nothing."""
 
-    def __init__(self, accepted: socket.socket, proof: ListenerProof) -> None:
-        self.socket = accepted
-        self.received = b""
-        self.proof = proof
+    socket: socket.socket
+    proof: ListenerProof
+    received: bytes = b""
 
 
 class _Join:
