@@ -13,19 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zcomm._core import DType
+from zcomm.comm.tensors import DTYPES
 
-ITEMSIZE: dict[DType, int] = {
-    DType.float32: 4,
-    DType.float64: 8,
-    DType.float16: 2,
-    DType.bfloat16: 2,
-    DType.int8: 1,
-    DType.uint8: 1,
-    DType.int32: 4,
-    DType.int64: 8,
-    DType.bool: 1,
-}
+ITEMSIZE = {core: dtype.itemsize for dtype, core in DTYPES.items()}
 ALIGN = 64  # elements: chunks begin at multiples of it
 
 Spans = Sequence[tuple[int, int]]  # (address, count)
@@ -39,11 +29,11 @@ class Piece(NamedTuple):
     length: int
 
 
-def blocks(counts: Sequence[int], block: int) -> Iterator[list[Piece]]:
+def blocks(spans: Spans, block: int) -> Iterator[list[Piece]]:
     """Cut the flat range of all buffers into blocks of ``block`` elements; empty buffers are in none."""
     pieces: list[Piece] = []
     room = block
-    for item, count in enumerate(counts):
+    for item, (_, count) in enumerate(spans):
         start = 0
         while start < count:
             part = min(room, count - start)

@@ -84,7 +84,7 @@ class MpiCore:
         self._check_dealt("all_gather", out, spans)
         self._check_apart("all_gather", spans, out, dtype)
         call = _Call("all_gather", out, dtype, name)
-        return self._start(call, async_op, lambda: self._moves.all_gather(spans, out, dtype))
+        return self._start(call, async_op, lambda: self._moves.gather(spans, out, dtype, root=-1))
 
     def broadcast(self, spans: Spans, dtype: _core.DType, root: int, name: str, async_op: bool) -> MpiWork | None:
         self._check_apart("broadcast", [], spans, dtype)

@@ -86,7 +86,7 @@ class Messages:
         yield from self._move(spans, size, lambda at: self._comm.Irecv(at, source=sender, tag=4 * number + 1), False)
 
     def _move(self, spans: Spans, size: int, start: Callable[[list[object]], MPI.Request], sends: bool) -> Steps:
-        cut = list(blocks([n for _, n in spans], block_elements(BLOCK_NBYTES, size)))
+        cut = list(blocks(spans, block_elements(BLOCK_NBYTES, size)))
         for first in range(0, len(cut), WINDOW):
             places = [locate(spans, pieces, size, self._slots) for pieces in cut[first : first + WINDOW]]
             if sends:

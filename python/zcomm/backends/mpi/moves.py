@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 from mpi4py import MPI
@@ -42,18 +41,15 @@ def memory_at(address: int, nbytes: int) -> list[object]:
     return [MPI.memory.fromaddress(address, nbytes), MPI.BYTE]
 
 
-@dataclass
 class Moves:
-    """The collectives of one communicator."""
+    """The collectives of one communicator. A root of -1 means all ranks."""
 
-    comm: MPI.Intracomm
-    block_nbytes: int = 4 << 20
-    message_nbytes: int = 1 << 30  # of all_to_all; MPI counts with 32 bits
-    slots: Slots = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.rank = self.comm.rank
-        self.ranks = self.comm.size
+    def __init__(self, comm: MPI.Intracomm, block_nbytes: int) -> None:
+        self.comm = comm
+        self.block_nbytes = block_nbytes
+        self.message_nbytes = 1 << 30  # of all_to_all; MPI counts with 32 bits
+        self.rank = comm.rank
+        self.ranks = comm.size
         self.peers = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]  # not all to rank 0 at once
         self.slots = Slots(self.ranks)
 
@@ -66,17 +62,13 @@ class Moves:
     # --- reductions over whole buffers ----------------------------------------------------------------------------
 
     def all_reduce(self, spans: Spans, dtype: _core.DType, op: _core.ReduceOp) -> Steps:
-        size = ITEMSIZE[dtype]
-        if total(spans) * size <= SMALL_NBYTES:
+        if total(spans) * ITEMSIZE[dtype] <= SMALL_NBYTES:
             return self._all_reduce_small(spans, dtype, op)
-        return self._reduce_blocks(spans, dtype, op, root=-1)
-
-    def reduce(self, spans: Spans, dtype: _core.DType, op: _core.ReduceOp, root: int) -> Steps:
-        return self._reduce_blocks(spans, dtype, op, root)
+        return self.reduce(spans, dtype, op, root=-1)
 
     def _all_reduce_small(self, spans: Spans, dtype: _core.DType, op: _core.ReduceOp) -> Steps:
         size, count = ITEMSIZE[dtype], total(spans)
-        for pieces in blocks([c for _, c in spans], max(1, count)):  # one block, or none
+        for pieces in blocks(spans, max(1, count)):  # one block, or none
             own = locate(spans, pieces, size, self.slots)
             pack(own)
             gathered = self.slots.take(own.nbytes * self.ranks)
@@ -87,12 +79,12 @@ class Moves:
             unpack(own)
             self.slots.give(own, gathered)
 
-    def _reduce_blocks(self, spans: Spans, dtype: _core.DType, op: _core.ReduceOp, root: int) -> Steps:
+    def reduce(self, spans: Spans, dtype: _core.DType, op: _core.ReduceOp, root: int) -> Steps:
         """Reduce in two phases per block; the second one of a block travels together with the first one of the next."""
         size = ITEMSIZE[dtype]
         returning: list[MPI.Request] = []
         before: tuple[Place, int] | None = None
-        for pieces in blocks([c for _, c in spans], block_elements(self.block_nbytes, size)):
+        for pieces in blocks(spans, block_elements(self.block_nbytes, size)):
             block = locate(spans, pieces, size, self.slots)
             pack(block)
             bounds = [b * size for b in chunk_bounds(block.nbytes // size, self.ranks)]
@@ -138,7 +130,7 @@ class Moves:
         accumulate: bool,
     ) -> Steps:
         size, out_size = ITEMSIZE[dtype], ITEMSIZE[out_dtype]
-        for pieces in blocks([c for _, c in out], block_elements(self.block_nbytes // self.ranks, size)):
+        for pieces in blocks(out, block_elements(self.block_nbytes // self.ranks, size)):
             count = sum(piece.length for piece in pieces)
             mine = locate(spans, pieces, size, self.slots, self.rank)
             result = locate(out, pieces, out_size, self.slots)
@@ -166,7 +158,7 @@ class Moves:
 
     def broadcast(self, spans: Spans, dtype: _core.DType, root: int) -> Steps:
         size = ITEMSIZE[dtype]
-        for pieces in blocks([c for _, c in spans], block_elements(self.block_nbytes, size)):
+        for pieces in blocks(spans, block_elements(self.block_nbytes, size)):
             block = locate(spans, pieces, size, self.slots)
             if self.rank == root:
                 pack(block)
@@ -175,20 +167,14 @@ class Moves:
                 unpack(block)
             self.slots.give(block)
 
-    def all_gather(self, spans: Spans, out: Spans, dtype: _core.DType) -> Steps:
-        return self._gather(spans, out, dtype, list(range(self.ranks)))
-
     def gather(self, spans: Spans, out: Spans, dtype: _core.DType, root: int) -> Steps:
-        return self._gather(spans, out, dtype, [root])
-
-    def _gather(self, spans: Spans, out: Spans, dtype: _core.DType, roots: list[int]) -> Steps:
         size = ITEMSIZE[dtype]
-        for pieces in blocks([c for _, c in spans], block_elements(self.block_nbytes, size)):
+        for pieces in blocks(spans, block_elements(self.block_nbytes, size)):
             mine = locate(spans, pieces, size, self.slots)
             pack(mine)
             requests: list[MPI.Request] = []
             theirs: list[Place] = []
-            if self.rank in roots:
+            if root in (-1, self.rank):
                 for peer in self.peers:
                     theirs.append(locate(out, pieces, size, self.slots, peer))
                     requests += self._receive(peer, theirs[-1].address, theirs[-1].nbytes)
@@ -196,7 +182,7 @@ class Moves:
                 self._copy_own(mine, own)
                 self.slots.give(own)
             for peer in self.peers:
-                if peer in roots:
+                if root in (-1, peer):
                     requests += self._send(peer, mine.address, mine.nbytes)
             yield requests
             for place in theirs:
@@ -205,7 +191,7 @@ class Moves:
 
     def scatter(self, spans: Spans, out: Spans, dtype: _core.DType, root: int) -> Steps:
         size = ITEMSIZE[dtype]
-        for pieces in blocks([c for _, c in out], block_elements(self.block_nbytes, size)):
+        for pieces in blocks(out, block_elements(self.block_nbytes, size)):
             mine = locate(out, pieces, size, self.slots)
             requests: list[MPI.Request] = []
             theirs: list[Place] = []

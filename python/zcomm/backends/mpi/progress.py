@@ -207,10 +207,11 @@ class Progress:
             self._notices.say_here(waiting_for)
         notice = self._notices.receive(waiting_for)
         self._notices.flush()
-        if notice is not None and notice[0] is Notice.MISMATCH:
-            self._refused[notice[1]] = notice[2]
-        elif notice is not None:
-            raise self._error_of(*notice)
+        if notice is not None:
+            kind, peer, text = notice
+            if kind is not Notice.MISMATCH:
+                raise TimeoutError(text) if kind is Notice.TIMED_OUT else RuntimeError(f"rank {peer} failed: {text}")
+            self._refused[peer] = text
         if self._suspensions or self._notices.suspended:
             for task in (*self._collectives, *self._messages):
                 task.deadline = max(task.deadline, now + self._timeout)
@@ -230,11 +231,6 @@ class Progress:
                 )
                 lost.rank = peer
                 raise lost
-
-    def _error_of(self, kind: Notice, peer: int, text: str) -> Exception:
-        if kind is Notice.TIMED_OUT:
-            return TimeoutError(text)
-        return RuntimeError(f"rank {peer} failed: {text}")
 
     def _during(self) -> str:
         task = self._collectives[0] if self._collectives else self._messages[0] if self._messages else None
