@@ -42,7 +42,10 @@ class Reductions(Calls):
             name = old_name("all_reduce", name, old)
         if self._reads_tensors:
             # The core checks a plain CPU tensor faster than the lines below.
-            kind = REDUCE_OPS[op] if type(op) is str and op in REDUCE_OPS else reduce_op(op)
+            try:
+                kind = REDUCE_OPS[op]  # type: ignore[index]
+            except (KeyError, TypeError):
+                kind = reduce_op(op)
             work = self._core.all_reduce_tensor(buckets, kind, name, async_op)
             if work is None:
                 increment_versions((buckets,))  # type: ignore[arg-type]
