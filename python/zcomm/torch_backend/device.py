@@ -23,8 +23,6 @@ from zcomm.bootstrap.rendezvous import join_through_store
 from zcomm.comm import cuda_streams
 from zcomm.comm.device_p2p import Landing, taken_home
 from zcomm.comm.work import CoreWork, DeviceWork, current_stream
-from zcomm.torch_backend.futures.completer import Completer
-from zcomm.torch_backend.futures.flight import Flight
 from zcomm.torch_backend.futures.work import Done, Pending
 from zcomm.torch_backend.group import ProcessGroup
 from zcomm.torch_backend.ops.movements import Movements
@@ -58,26 +56,14 @@ class DevicePending(Pending):
 
     __slots__ = ("_end", "_streams")
 
-    def __init__(
-        self,
-        streams: Streams,
-        core: CoreWork,
-        outputs: list[torch.Tensor],
-        lane: Completer,
-        flight: Flight,
-        finish: Callable[[], None] | None = None,
-        keep: Any = None,
-        source: _core.Source | None = None,
-    ) -> None:
+    def __init__(self, streams: Streams, *operation: Any) -> None:
         self._streams = streams
         self._end: Any = None
+        super().__init__(*operation)
 
-        def finish_on_stream() -> None:
-            if finish is not None:
-                finish()
-            self._end = streams.record()
-
-        super().__init__(core, outputs, lane, flight, finish_on_stream, keep, source)
+    def _bring_back(self) -> None:
+        super()._bring_back()
+        self._end = self._streams.record()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         super().wait(timeout)

@@ -216,9 +216,9 @@ class Pending(_TorchWork):
         with self._complete_lock:
             if self._core is None:
                 return
-            if error is None and self._finish is not None:
+            if error is None:
                 try:
-                    self._finish()
+                    self._bring_back()
                 except Exception as failed:
                     error = failed
             self._error = error
@@ -229,6 +229,11 @@ class Pending(_TorchWork):
             if before_future is not None:
                 before_future()
             self._fill(future)
+
+    def _bring_back(self) -> None:
+        """Copy results to where the program wants them, once the operation has ended."""
+        if self._finish is not None:
+            self._finish()
 
     def _fill(self, future: Any) -> None:
         future.set_result(self.result() if self._error is None else _Failure(self._error))
