@@ -96,7 +96,7 @@ class WarmupLR(_Schedule):
         last_batch_iteration: int | None = None,
     ) -> None:
         _check_type(warmup_type)
-        _at_least_1("warmup_num_steps", warmup_num_steps)
+        _whole("warmup_num_steps", warmup_num_steps)
         if warmup_max_lr is None:
             warmup_max_lr = [float(group["lr"]) for group in optimizer.param_groups]
         count = len(optimizer.param_groups)
@@ -136,7 +136,7 @@ class WarmupDecayLR(WarmupLR):
         *,
         last_batch_iteration: int | None = None,
     ) -> None:
-        self.total_num_steps = _at_least_1("total_num_steps", total_num_steps)
+        self.total_num_steps = _whole("total_num_steps", total_num_steps)
         super().__init__(
             optimizer,
             warmup_min_lr,
@@ -175,8 +175,8 @@ class WarmupCosineLR(_Schedule):
         last_batch_iteration: int | None = None,
     ) -> None:
         _check_type(warmup_type)
-        self.total_num_steps = _at_least_1("total_num_steps", total_num_steps)
-        self.warmup_num_steps = max(2, _at_least_1("warmup_num_steps", warmup_num_steps))
+        self.total_num_steps = _whole("total_num_steps", total_num_steps)
+        self.warmup_num_steps = max(2, _whole("warmup_num_steps", warmup_num_steps))
         self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
         self.warmup_type = warmup_type
         super().__init__(optimizer, last_epoch, last_batch_iteration)
@@ -216,7 +216,7 @@ class LRRangeTest(_Schedule):
         last_batch_iteration: int | None = None,
     ) -> None:
         self.min_lrs = _per_group(lr_range_test_min_lr, len(optimizer.param_groups), "lr_range_test_min_lr")
-        self.step_size = _at_least_1("lr_range_test_step_size", lr_range_test_step_size)
+        self.step_size = _whole("lr_range_test_step_size", lr_range_test_step_size)
         self.step_rate, self.staircase = lr_range_test_step_rate, lr_range_test_staircase
         super().__init__(optimizer, last_epoch, last_batch_iteration)
 
@@ -260,10 +260,12 @@ class OneCycle(_Schedule):
         *,
         last_batch_iteration: int | None = None,
     ) -> None:
-        self.up = _whole("cycle_first_step_size", cycle_first_step_size, 1)
-        self.down = _whole("cycle_second_step_size", _or(cycle_second_step_size, self.up), 0)
+        self.up = _whole("cycle_first_step_size", cycle_first_step_size)
+        down = self.up if cycle_second_step_size is None else cycle_second_step_size
+        self.down = _whole("cycle_second_step_size", down, 0)
         self.stairs_up = _whole("cycle_first_stair_count", cycle_first_stair_count, 0)
-        self.stairs_down = _whole("cycle_second_stair_count", _or(cycle_second_stair_count, self.stairs_up), 0)
+        stairs_down = self.stairs_up if cycle_second_stair_count is None else cycle_second_stair_count
+        self.stairs_down = _whole("cycle_second_stair_count", stairs_down, 0)
         self.total_size = self.up + self.down
         self.step_ratio = self.up / self.total_size
         self.decay_step_size = _whole("decay_step_size", decay_step_size, 0)
@@ -329,18 +331,10 @@ def _check_type(warmup_type: str) -> None:
         raise ValueError(f'warmup_type must be "log" or "linear", got {warmup_type!r}')
 
 
-def _at_least_1(name: str, count: int) -> int:
-    return _whole(name, count, 1)
-
-
-def _whole(name: str, count: int, least: int) -> int:
+def _whole(name: str, count: int, least: int = 1) -> int:
     if isinstance(count, bool) or not isinstance(count, int) or count < least:
         raise ValueError(f"{name} must be a whole number >= {least}, got {count!r}")
     return count
-
-
-def _or(count: int | None, default: int) -> int:
-    return default if count is None else count
 
 
 def _per_group(value: float | Sequence[float], count: int, name: str) -> list[float]:
