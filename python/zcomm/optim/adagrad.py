@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from zcomm import _core
-from zcomm.optim.fused import FusedOptimizer, as_params, check_at_least_0, refuse
+from zcomm.optim.fused import FusedOptimizer
 
 
 class CPUAdagrad(FusedOptimizer[_core.AdagradParams]):
@@ -25,6 +25,9 @@ class CPUAdagrad(FusedOptimizer[_core.AdagradParams]):
 
     ARRAYS = ("sum",)
     COUNTS = True
+    PARAMS, NUMBERS = _core.AdagradParams, "lr lr_decay weight_decay eps"
+    AT_LEAST_0 = "lr lr_decay weight_decay initial_accumulator_value eps"
+    BATCH = _core.AdagradBatch
 
     def __init__(
         self,
@@ -60,15 +63,5 @@ class CPUAdagrad(FusedOptimizer[_core.AdagradParams]):
         for param in group["params"]:
             self._buffer(param, group, self.ARRAYS)
 
-    def _check_group(self, group: dict[str, Any]) -> None:
-        check_at_least_0(group, "lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps")
-        refuse(group, "differentiable")
-
     def _initial(self, group: dict[str, Any]) -> float:
         return float(group["initial_accumulator_value"])
-
-    def _hyper(self, group: dict[str, Any]) -> _core.AdagradParams:
-        return as_params(_core.AdagradParams(), group, numbers="lr lr_decay weight_decay eps", flags="maximize")
-
-    def _batch(self) -> _core.AdagradBatch:
-        return _core.AdagradBatch()

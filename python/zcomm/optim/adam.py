@@ -9,7 +9,7 @@ import torch
 
 from zcomm import _core
 from zcomm.comm.tensors import core_dtype
-from zcomm.optim.fused import FusedOptimizer, allocate, as_params, check_at_least_0, check_betas, refuse
+from zcomm.optim.fused import FusedOptimizer, allocate, refuse
 
 
 class FusedAdamBase(FusedOptimizer[_core.AdamParams]):
@@ -17,6 +17,8 @@ class FusedAdamBase(FusedOptimizer[_core.AdamParams]):
 
     ARRAYS = ("exp_avg", "exp_avg_sq")
     COUNTS = True
+    PARAMS, NUMBERS = _core.AdamParams, "lr eps weight_decay"
+    AT_LEAST_0 = NUMBERS
 
     def __init__(
         self,
@@ -50,9 +52,8 @@ class FusedAdamBase(FusedOptimizer[_core.AdamParams]):
             group["decoupled_weight_decay"] = bool(group.pop("adamw"))
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        check_at_least_0(group, "lr", "eps", "weight_decay")
-        check_betas(group)
-        refuse(group, "amsgrad", "differentiable")
+        super()._check_group(group)
+        refuse(group, "amsgrad")
         if group["state_dtype"] not in (torch.float32, torch.bfloat16, torch.uint8):
             raise ValueError(f"state_dtype={group['state_dtype']} must be torch.float32, torch.bfloat16 or torch.uint8")
 
@@ -62,8 +63,7 @@ class FusedAdamBase(FusedOptimizer[_core.AdamParams]):
 
     def _hyper(self, group: dict[str, Any]) -> _core.AdamParams:
         refuse(group, "amsgrad")  # a program may set it later
-        params = as_params(_core.AdamParams(), group, numbers="lr eps weight_decay", flags="maximize")
-        params.beta1, params.beta2 = (float(beta) for beta in group["betas"])
+        params = super()._hyper(group)
         params.adamw = bool(group["decoupled_weight_decay"])
         return params
 
@@ -112,8 +112,7 @@ class CPUAdam(FusedAdamBase):
     Source: Kingma & Ba (arXiv:1412.6980), Loshchilov & Hutter (arXiv:1711.05101).
     """
 
-    def _batch(self) -> _core.AdamBatch:
-        return _core.AdamBatch()
+    BATCH = _core.AdamBatch
 
 
 def _coded_shard(like: torch.Tensor) -> tuple[_core.OptimShard, dict[str, torch.Tensor]]:

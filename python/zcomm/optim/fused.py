@@ -9,7 +9,6 @@ the user) is adopted at the next step: copied into a new buffer.
 
 from __future__ import annotations
 
-import abc
 import functools
 import inspect
 import math
@@ -115,6 +114,10 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
     DEVICE: ClassVar[str] = "cpu"  # type of the device that parameters and state are on
     ARRAYS: ClassVar[tuple[str, ...]]  # torch's names of the state, in the kernel's order
     COUNTS: ClassVar[bool]  # state has ``step``
+    PARAMS: ClassVar[type[Any]]  # the core's structure of a group's options
+    NUMBERS: ClassVar[str]  # names, the same in group and structure
+    AT_LEAST_0: ClassVar[str]
+    BATCH: ClassVar[type[Any]]  # the core's
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -126,20 +129,33 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
         self._plan: Plan[Hyper] | None = None
         super().__init__(params, defaults)
 
-    @abc.abstractmethod
     def _check_group(self, group: dict[str, Any]) -> None:
         """Check a group's options.
 
         Raises: ValueError naming a hyperparameter out of its range, NotImplementedError for a missing option.
         """
+        for name in self.AT_LEAST_0.split():
+            if not group[name] >= 0:
+                raise ValueError(f"{name}={group[name]} must be at least 0")
+        if "betas" in self.defaults and not all(0 <= beta < 1 for beta in group["betas"]):
+            raise ValueError(f"betas={group['betas']} must lie in [0, 1)")
+        refuse(group, "differentiable")
 
-    @abc.abstractmethod
     def _hyper(self, group: dict[str, Any]) -> Hyper:
         """Return a group as the kernel takes it."""
+        params: Any = self.PARAMS()
+        for name in self.NUMBERS.split():
+            setattr(params, name, float(group[name]))
+        if "betas" in self.defaults:
+            params.beta1, params.beta2 = (float(beta) for beta in group["betas"])
+        params.maximize = bool(group["maximize"])
+        result: Hyper = params
+        return result
 
-    @abc.abstractmethod
     def _batch(self) -> _core.Batch[Hyper]:
         """Make a new batch of the core's."""
+        batch: _core.Batch[Hyper] = self.BATCH()
+        return batch
 
     def _names(self, group: dict[str, Any], state: dict[str, Any]) -> tuple[str, ...]:
         return self.ARRAYS
@@ -390,28 +406,6 @@ def allocate(
 
 def _apart(name: str, value: Any) -> Any:
     return value.clone() if name in ("remainder", "scales", "master") and isinstance(value, torch.Tensor) else value
-
-
-def as_params(params: Hyper, group: dict[str, Any], *, numbers: str, flags: str = "") -> Hyper:
-    """Fill ``params`` with a group's values. numbers, flags: names, the same in group and kernel's structure."""
-    for name in numbers.split():
-        setattr(params, name, float(group[name]))
-    for name in flags.split():
-        setattr(params, name, bool(group[name]))
-    return params
-
-
-def check_at_least_0(group: dict[str, Any], *names: str) -> None:
-    """Check hyperparameters. Raises: ValueError naming a negative (or NaN) one."""
-    for name in names:
-        if not group[name] >= 0:
-            raise ValueError(f"{name}={group[name]} must be at least 0")
-
-
-def check_betas(group: dict[str, Any]) -> None:
-    """Check the betas. Raises: ValueError unless both lie in [0, 1)."""
-    if not all(0 <= beta < 1 for beta in group["betas"]):
-        raise ValueError(f"betas={group['betas']} must lie in [0, 1)")
 
 
 def refuse(group: dict[str, Any], *names: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from zcomm import _core
-from zcomm.optim.fused import FusedOptimizer, as_params, check_at_least_0, check_betas, refuse
+from zcomm.optim.fused import FusedOptimizer
 
 
 class CPULion(FusedOptimizer[_core.LionParams]):
@@ -25,6 +25,9 @@ class CPULion(FusedOptimizer[_core.LionParams]):
 
     ARRAYS = ("exp_avg",)
     COUNTS = False
+    PARAMS, NUMBERS = _core.LionParams, "lr weight_decay"
+    AT_LEAST_0 = NUMBERS
+    BATCH = _core.LionBatch
 
     def __init__(
         self,
@@ -36,16 +39,3 @@ class CPULion(FusedOptimizer[_core.LionParams]):
         maximize: bool = False,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
-
-    def _check_group(self, group: dict[str, Any]) -> None:
-        check_at_least_0(group, "lr", "weight_decay")
-        check_betas(group)
-        refuse(group, "differentiable")
-
-    def _hyper(self, group: dict[str, Any]) -> _core.LionParams:
-        hyper = as_params(_core.LionParams(), group, numbers="lr weight_decay", flags="maximize")
-        hyper.beta1, hyper.beta2 = (float(beta) for beta in group["betas"])
-        return hyper
-
-    def _batch(self) -> _core.LionBatch:
-        return _core.LionBatch()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from zcomm import _core
-from zcomm.optim.fused import FusedOptimizer, as_params, check_at_least_0, refuse
+from zcomm.optim.fused import FusedOptimizer
 
 
 class CPUSGD(FusedOptimizer[_core.SgdParams]):
@@ -25,6 +25,9 @@ class CPUSGD(FusedOptimizer[_core.SgdParams]):
 
     ARRAYS = ("momentum_buffer",)
     COUNTS = False
+    PARAMS, NUMBERS = _core.SgdParams, "lr momentum dampening weight_decay"
+    AT_LEAST_0 = "lr momentum weight_decay"
+    BATCH = _core.SgdBatch
 
     def __init__(
         self,
@@ -48,24 +51,21 @@ class CPUSGD(FusedOptimizer[_core.SgdParams]):
         super().__init__(params, defaults)
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        check_at_least_0(group, "lr", "momentum", "weight_decay")
+        super()._check_group(group)
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
             raise ValueError(
                 f"nesterov=True needs momentum > 0 and dampening 0; they are {group['momentum']} and "
                 f"{group['dampening']}"
             )
-        refuse(group, "differentiable")
 
     def _names(self, group: dict[str, Any], state: dict[str, Any]) -> tuple[str, ...]:
         buffer = group["momentum"] != 0 or state.get("momentum_buffer") is not None
         return self.ARRAYS if buffer else ()
 
     def _hyper(self, group: dict[str, Any]) -> _core.SgdParams:
-        numbers = "lr momentum dampening weight_decay"
-        return as_params(_core.SgdParams(), group, numbers=numbers, flags="nesterov maximize")
+        params = super()._hyper(group)
+        params.nesterov = bool(group["nesterov"])
+        return params
 
     def _form(self, group: dict[str, Any]) -> bool:
         return bool(group["momentum"] != 0)
-
-    def _batch(self) -> _core.SgdBatch:
-        return _core.SgdBatch()
