@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
 
 from zcomm.comm.dynamo import skip
 
@@ -27,19 +26,10 @@ def _codes_of(module: ModuleType) -> Iterator[CodeType]:
         if getattr(value, "__module__", None) != module.__name__:
             continue
         members = vars(value).values() if isinstance(value, type) else (value,)
-        for member in members:
-            for function in _functions_of(member):
-                yield from _with_inner(function.__code__)
-
-
-def _functions_of(member: Any) -> Iterator[FunctionType]:
-    if isinstance(member, FunctionType):
-        yield member
-    elif isinstance(member, (staticmethod, classmethod)):
-        yield from _functions_of(member.__func__)
-    elif isinstance(member, property):
-        for function in (member.fget, member.fset):
-            yield from _functions_of(function)
+        for member in members:  # functions, those of static and class methods, of properties
+            for function in (member, *(getattr(member, name, None) for name in ("__func__", "fget", "fset"))):
+                if isinstance(function, FunctionType):
+                    yield from _with_inner(function.__code__)
 
 
 def _with_inner(code: CodeType) -> Iterator[CodeType]:
