@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from zcomm import _core
-from zcomm.backends.devices import index_of, joined_over, reaches_all, require
+from zcomm.backends.devices import give_up, index_of, joined_over, reaches_all, require
 from zcomm.bootstrap import rendezvous
 from zcomm.bootstrap.join import Joined
 from zcomm.bootstrap.rendezvous import Job
@@ -38,7 +38,7 @@ def join(job: Job, timeout: float, generation: int, device: torch.device | None 
         index = index_of(device, control.hosts.local_rank(control.core.rank))
         return over(control, _core.cuda_device(index), f"cuda:{index}")
     except BaseException:
-        close(control)
+        give_up(control)
         raise
 
 
@@ -70,16 +70,9 @@ def beside(job: Communicator, core_device: _core.Device, device: torch.device) -
         own = Communicator(over(control, core_device, str(device)))
     except (RuntimeError, OSError, NotImplementedError) as error:  # a driver may refuse what it has promised
         logging.getLogger("zcomm").warning("the ranks' devices cannot be joined (%s): by way of the host", error)
-        close(control)
+        give_up(control)
     able.fill_(own is not None)
     job.all_reduce(able, "min", name="devices that were joined")
     if not able and own is not None:
         own.close()
     return own if able else None
-
-
-def close(control: Joined) -> None:
-    """Give up a control of ranks that could not become a communicator."""
-    control.core.close()
-    for mesh in control.meshes:
-        mesh.leave()

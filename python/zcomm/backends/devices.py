@@ -84,6 +84,13 @@ def joined_over(
     )
 
 
+def give_up(control: Joined) -> None:
+    """Close a control of ranks that could not become a communicator."""
+    control.core.close()
+    for mesh in control.meshes:
+        mesh.leave()
+
+
 def join(job: Job, timeout: float, generation: int, device: torch.device | None = None) -> Joined:
     """Join by backend="auto" with device="cuda". Collective.
 
@@ -109,11 +116,10 @@ def choose(control: Joined, device: torch.device | None) -> Joined:
             return cuda_ipc.over(control, _core.cuda_device(index), f"cuda:{index}")
         if can[1]:
             return nccl.over(control, index)
+        raise NotImplementedError(
+            f"init: device='cuda': the ranks' devices do not reach each other ({control.hosts.describe()}; no peer "
+            "access from some), and libnccl is not there on each; install nvidia-nccl or set ZCOMM_NCCL_LIB"
+        )
     except BaseException:
         host.close()
         raise
-    host.close()
-    raise NotImplementedError(
-        f"init: device='cuda': the ranks' devices do not reach each other ({control.hosts.describe()}; no peer access "
-        "from some), and libnccl is not there on each; install nvidia-nccl or set ZCOMM_NCCL_LIB"
-    )

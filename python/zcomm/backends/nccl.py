@@ -14,11 +14,10 @@ from pathlib import Path
 import torch
 
 from zcomm import _core
-from zcomm.backends.devices import index_of, joined_over, require
+from zcomm.backends.devices import give_up, index_of, joined_over, require
 from zcomm.bootstrap import rendezvous
 from zcomm.bootstrap.join import Joined
 from zcomm.bootstrap.rendezvous import Job
-from zcomm.comm.communicator import Communicator
 
 
 def library_path() -> str:
@@ -54,12 +53,11 @@ def join(job: Job, timeout: float, generation: int, device: torch.device | None 
 
 def over(control: Joined, device: int) -> Joined:
     """Open NCCL over the ranks of ``control``, which from now on serves it alone. Collective."""
-    host = Communicator(control)
     try:
         core = _core.make_nccl_communicator(
             control.core, control.meshes[-1], device, library_path(), timeout_s=control.timeout_s
         )
     except BaseException:
-        host.close()
+        give_up(control)
         raise
     return joined_over(control, core, "nccl", f"cuda:{device}", lambda part: over(part, device))
