@@ -20,7 +20,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -115,9 +114,8 @@ class offload_activations:
         kept = [*keep.parameters(), *keep.buffers()] if isinstance(keep, nn.Module) else list(keep)
         self._keep = {tensor.untyped_storage()._cdata: tensor for tensor in kept}
         self._lock = threading.RLock()
-        self._free: dict[
-            int, list[tuple[torch.Tensor, _core.Event | None]]
-        ] = {}  # by size; the event of their last copy
+        # By size; the event of their last copy.
+        self._free: dict[int, list[tuple[torch.Tensor, _core.Event | None]]] = {}
         self._lanes: dict[torch.device, DeviceLane | None] = {}
         self._leaving: deque[weakref.ref[_Held]] = deque()
         self._free_keys: dict[int, list[str]] = {}
@@ -134,10 +132,8 @@ class offload_activations:
         self._hooks[-1].__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._hooks.pop().__exit__(kind, error, trace)
+    def __exit__(self, *raised: Any) -> None:
+        self._hooks.pop().__exit__(*raised)
         if not self._hooks:
             self._known.clear()
 

@@ -44,7 +44,9 @@ class CopyStream:
             for event in after:
                 self._core.wait(event)
             for to, source in copies:
-                self._copy_pieces(to.data_ptr(), source.data_ptr(), to.nbytes)
+                dst, src = to.data_ptr(), source.data_ptr()
+                for begin in range(0, to.nbytes, PIECE_NBYTES):
+                    self._core.copy(dst + begin, src + begin, min(PIECE_NBYTES, to.nbytes - begin))
             for event in done:
                 self._core.record(event)
 
@@ -54,10 +56,6 @@ class CopyStream:
             work(self._core)
             for event in done:
                 self._core.record(event)
-
-    def _copy_pieces(self, to: int, source: int, nbytes: int) -> None:
-        for begin in range(0, nbytes, PIECE_NBYTES):
-            self._core.copy(to + begin, source + begin, min(PIECE_NBYTES, nbytes - begin))
 
 
 class DeviceLane:
@@ -134,10 +132,11 @@ class DeviceLane:
         try:
             return self._empty(count, dtype)
         except torch.OutOfMemoryError as error:
+            free, total = self.core.memory()
             raise _core.CudaError(
-                f"out of memory on {self.core.name}: {count * dtype.itemsize} bytes for {what} ({self._free()}); use a "
-                "higher stage or a smaller bucket_mb or prefetch, keep less on the device (zcomm.Offload), or "
-                "recompute or offload activations"
+                f"out of memory on {self.core.name}: {count * dtype.itemsize} bytes for {what} ({free} of {total} "
+                "bytes are free); use a higher stage or a smaller bucket_mb or prefetch, keep less on the device "
+                "(zcomm.Offload), or recompute or offload activations"
             ) from error
 
     def symmetric(self, peers: Communicator, count: int, dtype: torch.dtype, what: str) -> torch.Tensor:
@@ -153,10 +152,6 @@ class DeviceLane:
 
     def _empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(count, dtype=dtype, device=self.device)
-
-    def _free(self) -> str:
-        free, total = self.core.memory()
-        return f"{free} of {total} bytes are free"
 
     def lock(self, tensor: torch.Tensor) -> torch.Tensor:
         """Page-lock host memory that the arena has not allocated, until ``close``. Raises: CudaError."""

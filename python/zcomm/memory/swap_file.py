@@ -20,8 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, Protocol, SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
 
@@ -267,9 +266,7 @@ class SwapFile:
     def __enter__(self) -> SwapFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _check_form(self, what: str, key: str, form: tuple[tuple[int, ...], torch.dtype]) -> None:
@@ -305,14 +302,10 @@ async def finished(work: Work, timeout: float | None = None) -> None:
     work.wait()
 
 
-class _Closable(Protocol):
-    def close(self) -> None: ...
+_open_files: weakref.WeakSet[SwapFile | _core.SwapFile] = weakref.WeakSet()
 
 
-_open_files: weakref.WeakSet[_Closable] = weakref.WeakSet()
-
-
-def close_at_exit(file: _Closable) -> None:
+def close_at_exit(file: SwapFile | _core.SwapFile) -> None:
     """Close ``file`` when the interpreter exits, unless it is gone by then (for users of ``_core.SwapFile``)."""
     _open_files.add(file)
 
