@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from zcomm import _core
-from zcomm.comm.tensors import check_buffers, core_dtype, count_written, stands_for_weight, whole
+from zcomm.comm.tensors import check_buffers, count_written, stands_for_weight, whole
 from zcomm.comm.work import DeviceWork, Work, current_stream
 from zcomm.hints import did_you_mean
 
@@ -101,7 +101,6 @@ class Calls:
         other = check_buffers(f"{what} {side}", tensors, self._device, is_second=True)
         if other != dtype:
             raise ValueError(f"{what}: tensors are {dtype}, {side} is {other}")
-        core_dtype(dtype)
 
     def _end(
         self, core_work: _core.Work | None, keep_alive: object, written: Sequence[torch.Tensor] = (), here: bool = True

@@ -59,12 +59,8 @@ def _gather(parent: Splittable, mine: bytes, most_nbytes: int, name: str) -> lis
     shard = torch.frombuffer(bytearray(record), dtype=torch.uint8)
     gathered = torch.empty(len(record) * parent.world_size, dtype=torch.uint8)
     parent.all_gather(shard, out=gathered, name=name)
-    rows = gathered.view(parent.world_size, len(record))
-    found = []
-    for row in rows:
-        told = bytes(row.tolist())
-        found.append(told[4 : 4 + int.from_bytes(told[:4], "little")])
-    return found
+    rows = [bytes(row.tolist()) for row in gathered.view(parent.world_size, len(record))]
+    return [row[4 : 4 + int.from_bytes(row[:4], "little")] for row in rows]
 
 
 def _members(color: int | None, places: list[tuple[bool, int, int, bytes]]) -> list[int]:

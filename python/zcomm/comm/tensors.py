@@ -72,8 +72,6 @@ def count_written(tensors: Sequence[torch.Tensor], here: bool = True) -> None:
 
 def has_memory(tensor: torch.Tensor) -> bool:
     """Return True if a dense, contiguous tensor has its elements in its storage."""
-    if tensor.layout is not torch.strided:
-        return False
     nbytes, offset = tensor.nbytes, tensor.storage_offset()
     if offset:
         offset *= tensor.element_size()
@@ -143,11 +141,8 @@ def spans(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     return [(tensor.data_ptr(), tensor.numel()) for tensor in tensors]
 
 
-def tensor_of(memory: Any, dtype: torch.dtype, count: int | None = None, offset_nbytes: int = 0) -> torch.Tensor:
+def tensor_of(memory: Any, dtype: torch.dtype, count: int | None = None) -> torch.Tensor:
     """Make a flat tensor over the core's memory, without a copy. The tensor keeps the memory alive."""
-    itemsize = dtype.itemsize
     if count is None:
-        count = (memory.nbytes - offset_nbytes) // itemsize
-    if count == 0:
-        return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset_nbytes)
+        count = memory.nbytes // dtype.itemsize
+    return torch.frombuffer(memory, dtype=dtype, count=count) if count else torch.empty(0, dtype=dtype)
