@@ -241,7 +241,7 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
         plan = self._plan
         if plan is not None:
             facts, grads = self._facts(plan.memory)
-            if plan.holds(facts):
+            if plan.facts.holds(facts):
                 return plan.step(hypers, grads, self.threads, squares)
         self._plan = None
         plan, grads, fresh = self._prepared()

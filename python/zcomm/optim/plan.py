@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -61,19 +62,17 @@ def gather(
     return Facts(objects, values), grads
 
 
+@dataclass(frozen=True)
 class Plan(Generic[Hyper]):
     """Prepared step. batch: of parameters that have a gradient. memory: of their states and counters, in any order."""
 
-    def __init__(self, batch: _core.Batch[Hyper], memory: list[torch.Tensor], facts: Facts) -> None:
-        self._batch, self._facts = batch, facts
-        self.memory = memory
-
-    def holds(self, facts: Facts) -> bool:
-        return self._facts.holds(facts)
+    batch: _core.Batch[Hyper]
+    memory: list[torch.Tensor]
+    facts: Facts
 
     def step(
         self, hypers: list[Hyper], grads: list[torch.Tensor], threads: int, squares: _core.ExactSum | None
     ) -> None:
         """Run the step. hypers: of the groups. grads: in the order of the batch."""
         dense = [grad if grad.is_contiguous() else grad.contiguous() for grad in grads]
-        self._batch.step(hypers, list(map(_address, dense)), threads, squares)
+        self.batch.step(hypers, list(map(_address, dense)), threads, squares)
