@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,9 +38,9 @@ def host_id(env: Mapping[str, str] = os.environ) -> str:
     return env.get("ZCOMM_HOST_ID") or machine_id()
 
 
-def _numbered(names: Sequence[str]) -> tuple[int, ...]:
+def _numbered(names: Iterable[Hashable]) -> tuple[int, ...]:
     """Give equal names equal numbers, from 0 in order of appearance."""
-    numbers: dict[str, int] = {}
+    numbers: dict[Hashable, int] = {}
     return tuple(numbers.setdefault(name, len(numbers)) for name in names)
 
 
@@ -52,10 +52,9 @@ class Hosts:
     machine_of_rank: tuple[int, ...]
 
     @staticmethod
-    def of(hosts: Sequence[str], machines: Sequence[str]) -> Hosts:
-        """Make the Hosts from each rank's ``host_id()`` and ``machine_id()``."""
-        pairs = [f"{machine} {host}" for host, machine in zip(hosts, machines, strict=True)]
-        return Hosts(_numbered(pairs), _numbered(machines))
+    def of(hosts: Sequence[Hashable], machines: Sequence[Hashable]) -> Hosts:
+        """Make the Hosts from each rank's ``host_id()`` and ``machine_id()``, or numbers of them."""
+        return Hosts(_numbered(zip(machines, hosts, strict=True)), _numbered(machines))
 
     @property
     def world_size(self) -> int:
@@ -86,10 +85,7 @@ class Hosts:
 
     def of_ranks(self, ranks: Sequence[int]) -> Hosts:
         """Return the Hosts of a part of the ranks; ``ranks[i]`` becomes rank i."""
-        return Hosts(
-            _numbered([str(self.of_rank[rank]) for rank in ranks]),
-            _numbered([str(self.machine_of_rank[rank]) for rank in ranks]),
-        )
+        return Hosts.of([self.of_rank[rank] for rank in ranks], [self.machine_of_rank[rank] for rank in ranks])
 
     def describe(self) -> str:
         """Describe the hosts: "1 host", "2 hosts x 4 ranks" or "3 hosts with 4, 4 and 2 ranks"."""
@@ -146,12 +142,10 @@ def _source_address(host: str) -> str | None:
 
 def _usable_addresses(name: str) -> list[str]:
     """Return an interface's addresses, IPv4 first; link-local ones need a scope that the other side cannot know."""
-    found = [entry.address for entry in psutil.net_if_addrs().get(name, []) if entry.family in _FAMILIES]
+    families = (socket.AF_INET, socket.AF_INET6)
+    found = [entry.address for entry in psutil.net_if_addrs().get(name, []) if entry.family in families]
     usable = [address for address in found if "%" not in address and not address.startswith("fe80:")]
     return sorted(usable, key=lambda address: ":" in address)
-
-
-_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 def _address_of_interface(name: str) -> str:
