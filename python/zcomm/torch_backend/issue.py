@@ -63,7 +63,7 @@ class Issue:
         what: str,
         opts: Any,
         outputs: Sequence[torch.Tensor],
-        starts: Start | list[Start],
+        starts: Sequence[Start],
         staging: Staging | None = None,
         finish: Callable[[], None] | None = None,
         keep: Any = None,
@@ -90,7 +90,7 @@ class Issue:
             raise self._stuck(what)
         if not asynchronous and timeout is None:
             try:
-                for start in starts if isinstance(starts, list) else (starts,):
+                for start in starts:
                     start(False)
             except TimeoutError as error:
                 raise self._explained(error) from None
@@ -125,13 +125,11 @@ class Issue:
     def _explained(self, error: TimeoutError) -> TimeoutError:
         return TimeoutError(f"{error} (the timeout of this process group is {self._timeout_s:g} s)")
 
-    def _started(self, starts: Start | list[Start]) -> CoreWork:
-        if not isinstance(starts, list):
-            return starts(True)  # type: ignore[return-value]
+    def _started(self, starts: Sequence[Start]) -> CoreWork:
         works = [start(True) for start in starts]
         return works[0] if len(works) == 1 else Several(works)  # type: ignore[return-value, arg-type]
 
-    def _deferred(self, what: str, starts: Start | list[Start]) -> CoreWork:
+    def _deferred(self, what: str, starts: Sequence[Start]) -> CoreWork:
         """Start the operation after the callbacks that the program has registered so far."""
         prepare, site = self._start_elsewhere(), _core.call_site()
 

@@ -49,11 +49,11 @@ class Movements(Issue):
         dtype, width = wire(dense.dtype)
         start = partial(self._core.broadcast, spans([dense], width), dtype, source, "")
         written = () if source == self._rank else None
-        return self._issue("broadcast", opts, [tensor], start, staging, keep=(tensor, dense), written=written)
+        return self._issue("broadcast", opts, [tensor], [start], staging, keep=(tensor, dense), written=written)
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Done | Pending:
         opts = made(BarrierOptions, opts, timeout)
-        return self._issue("barrier", opts, [], partial(self._core.barrier, ""))
+        return self._issue("barrier", opts, [], [partial(self._core.barrier, "")])
 
     # --- all_gather -------------------------------------------------------------------------------------------
 
@@ -172,7 +172,7 @@ class Movements(Issue):
         elif output_lists and any(len(outputs) for outputs in output_lists):
             raise ValueError(f"gather: outputs are given on rank {self._rank}, but only root={root} receives")
         start = partial(self._core.gather, spans([dense], width), spans(flats, width), dtype, root, "")
-        return self._issue("gather", opts, results, start, staging, keep=(results, dense, flats))
+        return self._issue("gather", opts, results, [start], staging, keep=(results, dense, flats))
 
     def scatter(
         self,
@@ -198,7 +198,7 @@ class Movements(Issue):
             raise ValueError(f"scatter: inputs are given on rank {self._rank}, but only root={root} sends")
         target = staging.writes(output)
         start = partial(self._core.scatter, spans(flats, width), spans([target], width), dtype, root, "")
-        return self._issue("scatter", opts, outputs, start, staging, keep=(outputs, target, flats))
+        return self._issue("scatter", opts, outputs, [start], staging, keep=(outputs, target, flats))
 
     # --- all_to_all -------------------------------------------------------------------------------------------
 
@@ -216,7 +216,7 @@ class Movements(Issue):
         targets = [staging.writes(output) for output in outputs]
         of, to = spans(sources, width), spans(targets, width)
         start = partial(self._core.all_to_all, of, to, dtype, "")
-        return self._issue("all_to_all", opts, outputs, start, staging, keep=(outputs, sources, targets))
+        return self._issue("all_to_all", opts, outputs, [start], staging, keep=(outputs, sources, targets))
 
     def all_to_all_single(
         self,
@@ -235,7 +235,7 @@ class Movements(Issue):
         of = parts(source, self._counts("input", input, input_splits), width)
         to = parts(target, self._counts("output", output, output_splits), width)
         start = partial(self._core.all_to_all, of, to, dtype, "")
-        return self._issue("all_to_all", opts, [output], start, staging, keep=(output, source, target))
+        return self._issue("all_to_all", opts, [output], [start], staging, keep=(output, source, target))
 
     alltoall_base = all_to_all_single
 

@@ -49,7 +49,7 @@ class Reductions(Issue):
                 increment_version(tensors)
                 return Done(tensors)
             start = partial(core.all_reduce, place, dtype, core_op, "")
-            return self._issue("all_reduce", opts, tensors, start, keep=tensors)
+            return self._issue("all_reduce", opts, tensors, [start], keep=tensors)
         if tensor.is_sparse:
             return sparse_all_reduce(self, tensor, opts)
         return self._reduce("all_reduce", tensors, opts)
