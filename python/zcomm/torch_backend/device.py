@@ -8,23 +8,21 @@ Thread rule: as the group's.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from zcomm import _core
 from zcomm.bootstrap.join import Joined
-from zcomm.bootstrap.rendezvous import join_through_store
 from zcomm.comm import cuda_streams
 from zcomm.comm.device_p2p import Landing, taken_home
 from zcomm.comm.work import CoreWork, DeviceWork, current_stream
 from zcomm.torch_backend.futures.work import Done, Pending
 from zcomm.torch_backend.group import ProcessGroup
+from zcomm.torch_backend.issue import Start
 from zcomm.torch_backend.ops.movements import Movements
 from zcomm.torch_backend.ops.reductions import Reductions
 from zcomm.torch_backend.staging import checked
@@ -109,7 +107,7 @@ class DeviceHalf(Reductions, Movements):
         self._name_stream()
         return super()._is_simple(opts)
 
-    def _started(self, starts: Any) -> CoreWork:
+    def _started(self, starts: Sequence[Start]) -> CoreWork:
         return DeviceWork(super()._started(starts), None, self._torch_device)
 
     def _start_elsewhere(self) -> Callable[[], None]:
@@ -136,14 +134,7 @@ class DeviceProcessGroup(ProcessGroup):
 
     _half: DeviceHalf | None = None
 
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu"), torch.device("cuda")]
-
-    def _get_backend(self, device: torch.device | str) -> ProcessGroup:
-        if torch.device(device).type not in ("cpu", "cuda"):
-            raise RuntimeError(f'no backend for device type {torch.device(device).type}: "zcomm" serves cpu and cuda')
-        return self
+    _serves = ("cpu", "cuda")
 
     def _half_for(self, device: torch.device) -> DeviceHalf:
         """Return the half for CUDA tensors. Collective at first: every rank has called one on CUDA tensors."""
@@ -160,17 +151,7 @@ class DeviceProcessGroup(ProcessGroup):
     def _open_half(self, device: torch.device) -> DeviceHalf:
         from zcomm.backends.devices import choose
 
-        meeting = dist.PrefixStore("meeting/cuda", self._store)
-        control = join_through_store(
-            meeting,
-            self._rank,
-            self._size,
-            "auto",
-            self._deadline_s,
-            where="the group's store",
-            master=os.environ.get("MASTER_ADDR"),
-        )
-        self._forget(meeting, control.core)
+        control = self._join("meeting/cuda", self._rank, self._size, self._deadline_s)
         return DeviceHalf(choose(control, device), self._deadline_s, Streams(device))
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Done | Pending:
@@ -307,10 +288,6 @@ def _dispatched(name: str) -> Callable[..., Any]:
     return call
 
 
-for _name in (
-    *("allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "broadcast", "allgather", "allgather_coalesced"),
-    *("reduce_scatter_single", "_reduce_scatter_base", "all_gather_single", "_allgather_base", "gather", "scatter"),
-    *("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "allgather_into_tensor_coalesced"),
-    *("all_gather_single_coalesced", "alltoall", "all_to_all_single", "alltoall_base"),
-):
+_names = {name for name in (*vars(Reductions), *vars(Movements)) if not name.startswith("_")} - {"barrier"}
+for _name in _names | {"_reduce_scatter_base", "_allgather_base"}:
     setattr(DeviceProcessGroup, _name, _dispatched(_name))

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from zcomm import _core
+from zcomm.bootstrap.join import Joined
 from zcomm.bootstrap.meeting import meeting_keys
 from zcomm.bootstrap.rendezvous import LINGER_S, join_through_store, launcher_in, name_of_job
 from zcomm.torch_backend.futures.work import Done, Pending, Together
@@ -29,7 +30,6 @@ from zcomm.torch_backend.ops.reductions import Reductions
 from zcomm.torch_backend.options import timeout_of
 
 NAME = "zcomm"
-_CPU = torch.device("cpu")
 _alive: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 _Base: Any = dist.ProcessGroup
 
@@ -42,6 +42,7 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
     supports_coalescing = False
     supports_time_estimate = False
     supports_shrinking = False
+    _serves: tuple[str, ...] = ("cpu",)
 
     def __init__(
         self, store: dist.Store, rank: int, size: int, timeout: timedelta, global_ranks: Sequence[int] = ()
@@ -52,40 +53,34 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
         self._name = ""
         self._description = ""
         seconds = timeout.total_seconds()
-        meeting = dist.PrefixStore("meeting", store)
         job = name_of_job(launcher_in(os.environ), os.environ)
         is_default = not dist.is_initialized()  # the ranks of other groups have met before
-        joined = join_through_store(
-            meeting,
-            rank,
-            size,
-            "auto",
-            seconds,
-            where="the group's store",
-            master=os.environ.get("MASTER_ADDR"),
-            job=job,
-            linger_s=LINGER_S if is_default and not job else 0.0,
-            lost=lambda: _lost_of(global_ranks),
-        )
+        linger_s = LINGER_S if is_default and not job else 0.0
+        joined = self._join("meeting", rank, size, seconds, job, linger_s, lambda: _lost_of(global_ranks))
         self._meshes = joined.meshes
         if not _alive:
             _core.set_threads(max(1, len(os.sched_getaffinity(0)) // joined.hosts.local_world_size(rank)))
         self._open(joined.core, seconds)
-        self._forget(meeting, self._core)
         self._monitor = Monitor(store, self._meshes, rank, size)
         _alive.add(self)
         if joined.watch is not None:
             itself = weakref.ref(self)
             joined.watch(lambda: itself() not in _alive, lambda: _leave(itself()))
 
-    def _forget(self, meeting: dist.Store, core: _core.Communicator) -> None:
-        """Delete the meeting's keys: a later group may use the same store and name. No rank goes on before that."""
-        if self._size > 1:
-            core.barrier("", False)  # all have read them
-            if self._rank == 0:
-                for key in meeting_keys(self._size):
+    def _join(self, name: str, rank: int, size: int, seconds: float, *job: Any) -> Joined:
+        """Join the group's ranks; ``job`` as in join_through_store.
+
+        The meeting's keys are deleted, as a later group may use the same store and name. No rank goes on before that.
+        """
+        meeting, master = dist.PrefixStore(name, self._store), os.environ.get("MASTER_ADDR")
+        joined = join_through_store(meeting, rank, size, "auto", seconds, None, "the group's store", master, *job)
+        if size > 1:
+            joined.core.barrier("", False)  # all have read them
+            if rank == 0:
+                for key in meeting_keys(size):
                     meeting.delete_key(key)
-            core.barrier("", False)
+            joined.core.barrier("", False)
+        return joined
 
     # --- identity ---------------------------------------------------------------------------------------------
 
@@ -113,11 +108,12 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [_CPU]
+        return [torch.device(kind) for kind in self._serves]
 
     def _get_backend(self, device: torch.device | str) -> ProcessGroup:
-        if torch.device(device) != _CPU:
-            raise RuntimeError(f'no backend for device type {torch.device(device).type}: "zcomm" serves cpu')
+        kind = torch.device(device).type
+        if kind not in self._serves:
+            raise RuntimeError(f'no backend for device type {kind}: "zcomm" serves {" and ".join(self._serves)}')
         return self
 
     def supports_tensor_alloc(self, device: Any) -> bool:
