@@ -1,7 +1,10 @@
 // Ranks as processes: the same code as with threads, and death by SIGKILL.
+#include <sys/mman.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <csignal>
+#include <new>
 
 #include "coll/support/process_world.hpp"
 
@@ -55,6 +58,26 @@ bool all_reduce_until_lost(Rank& self, int expected) {
   return true;
 }
 
+/// Counts processes that have come to an end of what they do, in memory that they share.
+class Ended {
+ public:
+  Ended()
+      : count_(new(::mmap(nullptr, sizeof(Count), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0))
+                   Count(0)) {}
+  ~Ended() { ::munmap(count_, sizeof(Count)); }
+  Ended(const Ended&) = delete;
+
+  /// Counts this one, and waits for `all`, 30 s at most.
+  void wait_for(int all) const {
+    ++*count_;
+    for (int i = 0; i < 30'000 && *count_ < all; ++i) ::usleep(1000);
+  }
+
+ private:
+  using Count = std::atomic<int>;
+  Count* count_;
+};
+
 }  // namespace
 
 TEST(comm_process, collectives) {
@@ -92,23 +115,30 @@ TEST(comm_process, killed_rank_is_named_by_all) {
 }
 
 TEST(comm_process, mismatch_and_late_rank) {
-  const auto mismatch = run_processes(3, 30, [](Rank& self) {
+  const Ended told;
+  const auto mismatch = run_processes(3, 30, [&](Rank& self) {
+    bool good = false;
     try {
       self.comm->barrier(self.rank == 1 ? "x" : "y").wait();
     } catch (const CollectiveMismatch& error) {
-      return std::string(error.what()).find("rank 0, 2: barrier 'y'; rank 1: barrier 'x'") != std::string::npos;
+      good = std::string(error.what()).find("rank 0, 2: barrier 'y'; rank 1: barrier 'x'") != std::string::npos;
     }
-    return false;
+    told.wait_for(3);  // no rank is lost to one that looks later
+    return good;
   });
   EXPECT_TRUE(mismatch == std::vector<int>(3, 0));
-  const auto late = run_processes(2, 0.2, [](Rank& self) {
-    if (self.rank == 1) return ::usleep(600'000) == 0;
-    try {
-      self.comm->barrier("z").wait();
-    } catch (const Timeout& error) {
-      return std::string(error.what()).find("rank 1 to enter it") != std::string::npos;
+  const Ended over;
+  const auto late = run_processes(2, 1.0, [&](Rank& self) {
+    bool good = self.rank == 1;
+    if (self.rank == 0) {
+      try {
+        self.comm->barrier("z").wait();
+      } catch (const Timeout& error) {
+        good = std::string(error.what()).find("rank 1 to enter it") != std::string::npos;
+      }
     }
-    return false;
+    over.wait_for(2);
+    return good;
   });
   EXPECT_TRUE(late == std::vector<int>(2, 0));
 }

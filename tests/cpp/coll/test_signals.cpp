@@ -23,6 +23,19 @@ struct Handlers {
   ~Handlers() { set_interrupt_check(nullptr); }
 };
 
+/// Set by one rank, waited for by another.
+class Flag {
+ public:
+  void set() {
+    is_set_ = true;
+    is_set_.notify_all();
+  }
+  void wait() const { is_set_.wait(false); }
+
+ private:
+  std::atomic<bool> is_set_{false};
+};
+
 using Body = std::function<void(Rank&)>;
 
 /// Over shared memory, then over sockets.
@@ -30,6 +43,16 @@ void run_both(int world, const Body& body) {
   const Handlers handlers;
   run_world(world, small_slots(), body);
   run_link_world(world, {}, body);
+}
+
+/// The same, with a flag: rank 1 goes on once rank 0 has set it.
+void run_both(int world, const std::function<void(Rank&, Flag&)>& body) {
+  for (const bool links : {false, true}) {
+    const Handlers handlers;
+    Flag left;
+    const Body with_flag = [&](Rank& self) { body(self, left); };
+    links ? run_link_world(world, {}, with_flag) : run_world(world, small_slots(), with_flag);
+  }
 }
 
 void recv_one(Communicator& comm, int src) {
@@ -48,14 +71,15 @@ constexpr const char* kSaid = "a signal's handler closed";
 }  // namespace
 
 TEST(comm_signals, a_handler_closes_within_a_collective) {
-  run_both(2, [](Rank& self) {
+  run_both(2, [](Rank& self, Flag& left) {
     if (self.rank == 0) {
       handler = [&] { leave(self); };
       EXPECT_THROW_WITH(self.comm->barrier(kBlocking), Error, kSaid);
       EXPECT_THROW_WITH(self.comm->barrier(kBlocking), Error, "closed");
       EXPECT_EQ(self.comm->memory().slot_nbytes, 0u);
+      left.set();
     } else {
-      std::this_thread::sleep_for(std::chrono::milliseconds(300));
+      left.wait();
       EXPECT_THROW_WITH(self.comm->barrier(kBlocking), PeerLost, "rank 0 left");
     }
   });
@@ -74,21 +98,22 @@ TEST(comm_signals, a_handler_closes_within_a_message) {
 }
 
 TEST(comm_signals, a_handler_closes_within_a_call_that_is_queued) {
-  run_both(2, [](Rank& self) {
+  run_both(2, [](Rank& self, Flag& left) {
     if (self.rank == 0) {
       Work first = self.comm->barrier("first");
       handler = [&] { leave(self); };
       EXPECT_THROW_WITH(self.comm->barrier(kBlocking), Error, kSaid);
       EXPECT_THROW_WITH(first.wait(), Error, "closed");
+      left.set();
     } else {
-      std::this_thread::sleep_for(std::chrono::milliseconds(300));
+      left.wait();
       EXPECT_THROW_WITH(self.comm->barrier(kBlocking), PeerLost, "rank 0 left");
     }
   });
 }
 
 TEST(comm_signals, a_handler_ends_what_other_threads_have_queued) {
-  run_both(2, [](Rank& self) {
+  run_both(2, [](Rank& self, Flag& left) {
     if (self.rank == 0) {
       std::atomic<bool> inside{false};
       std::atomic<bool> is_queued{false};
@@ -109,8 +134,9 @@ TEST(comm_signals, a_handler_ends_what_other_threads_have_queued) {
       };
       EXPECT_THROW_WITH(self.comm->barrier(kBlocking), Error, kSaid);
       other.join();
+      left.set();
     } else {
-      std::this_thread::sleep_for(std::chrono::milliseconds(300));
+      left.wait();
       EXPECT_THROW_WITH(self.comm->barrier(kBlocking), PeerLost, "rank 0 left");
     }
   });
@@ -158,14 +184,15 @@ TEST(comm_signals, a_handler_and_another_thread_close_at_once) {
 }
 
 TEST(comm_signals, a_handler_cannot_start_an_operation_within_one) {
-  run_both(2, [](Rank& self) {
+  run_both(2, [](Rank& self, Flag& left) {
     if (self.rank == 0) {
       handler = [&] {
         EXPECT_THROW_WITH(self.comm->barrier(kBlocking), Error, "in the middle of another call");
         EXPECT_THROW_WITH(self.comm->barrier("async"), Error, "in the middle of another call");
+        left.set();
       };
     } else {
-      std::this_thread::sleep_for(std::chrono::milliseconds(300));
+      left.wait();
     }
     self.comm->barrier(kBlocking);
     self.comm->barrier(kBlocking);
@@ -173,9 +200,7 @@ TEST(comm_signals, a_handler_cannot_start_an_operation_within_one) {
 }
 
 TEST(comm_signals, an_interrupted_call_that_is_queued_ends_at_once) {
-  std::atomic<int> over{0};
-  run_both(2, [&](Rank& self) {
-    if (self.rank == 0) over = 0;
+  run_both(2, [](Rank& self, Flag& left) {
     self.comm->barrier(kBlocking);
     if (self.rank == 0) {
       Work first = self.comm->barrier("first");
@@ -184,23 +209,24 @@ TEST(comm_signals, an_interrupted_call_that_is_queued_ends_at_once) {
       EXPECT_TRUE(first.done());
       EXPECT_THROW_WITH(first.wait(), Error, "interrupted by a signal");
       EXPECT_THROW_WITH(self.comm->barrier(kBlocking), Error, "unusable since");
-      over = 1;
-      over.notify_all();
+      leave(self);
+      left.set();
     } else {
-      std::this_thread::sleep_for(std::chrono::milliseconds(300));
+      left.wait();
       EXPECT_THROW_WITH(self.comm->barrier(kBlocking), PeerLost, "rank 0 left");
-      over.wait(0);
     }
   });
 }
 
 TEST(comm_signals, others_lose_a_rank_that_was_interrupted) {
-  run_both(2, [](Rank& self) {
+  run_both(2, [](Rank& self, Flag& left) {
     if (self.rank == 0) {
       handler = [] { throw Interrupted(); };
       EXPECT_THROW(self.comm->barrier(kBlocking), Interrupted);
+      leave(self);
+      left.set();
     } else {
-      std::this_thread::sleep_for(std::chrono::milliseconds(300));
+      left.wait();
       EXPECT_THROW_WITH(self.comm->barrier(kBlocking), PeerLost, "rank 0 left");
     }
   });
@@ -229,14 +255,16 @@ TEST(comm_signals, a_full_queue_can_be_interrupted) {
 }
 
 TEST(comm_signals, work_can_be_given_up) {
-  run_both(2, [](Rank& self) {
+  run_both(2, [](Rank& self, Flag& left) {
     if (self.rank == 0) {
       Work work = self.comm->barrier("given up");
       work.give_up();
       EXPECT_THROW_WITH(work.wait(), Error, "given up");
       EXPECT_THROW_WITH(self.comm->barrier(kBlocking), Error, "given up");
+      leave(self);
+      left.set();
     } else {
-      std::this_thread::sleep_for(std::chrono::milliseconds(300));
+      left.wait();
       EXPECT_THROW_WITH(self.comm->barrier(kBlocking), PeerLost, "rank 0 left");
     }
   });
