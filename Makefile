@@ -98,7 +98,7 @@ test-all: test test-slow ## all tests: also kills, delays, compiled models, loss
 test-cpp: $(VENV)/.build-tools ## C++ tests (build/dev)
 	cmake --preset dev --log-level=WARNING
 	cmake --build --preset dev
-	ctest --preset dev -j2
+	ctest --preset dev -j $(WORKERS)
 
 test-python: setup ## Python tests (make test-python ARGS='-k comm')
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(TESTS) $(ARGS)
@@ -116,18 +116,18 @@ coverage-cpp: $(VENV)/.coverage
 	cmake --preset coverage --log-level=WARNING
 	cmake --build --preset coverage --target $(CPP_TESTS)
 	find build/coverage -name '*.gcda' -delete
-	ctest --preset coverage $(if $(filter all,$(CPP_TESTS)),,-R '^($(subst $() ,|,$(CPP_TESTS:test_%=%)))$$')
+	ctest --preset coverage $(if $(filter all,$(CPP_TESTS)),,-R '^($(subst $() ,|,$(CPP_TESTS:test_%=%)))(\.[0-9]+)?$$')
 	$(BIN)/gcovr --root . --filter src/ --filter include/ --txt-metric line --print-summary build/coverage
 
 asan: $(VENV)/.build-tools ## C++ tests under the address and undefined-behaviour sanitizers
 	cmake --preset asan --log-level=WARNING
 	cmake --build --preset asan
-	ctest --preset asan
+	ctest --preset asan -j $(JOBS)
 
 tsan: $(VENV)/.build-tools ## C++ tests under the thread sanitizer
 	cmake --preset tsan --log-level=WARNING
 	cmake --build --preset tsan
-	ctest --preset tsan
+	ctest --preset tsan -j $(JOBS)
 
 cuda: $(VENV)/.build-tools ## compiles the CUDA code (needs nvcc, no GPU)
 	cmake --preset cuda --log-level=WARNING

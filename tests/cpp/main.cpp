@@ -1,6 +1,8 @@
-// Runs all tests, or those with an argument in their names. Closing line: "N passed, M failed".
+// Runs all tests, or those with an argument in their names; "1/3": of these the first, the fourth, the seventh, ...
+// Closing line: "N passed, M failed".
 // A test that leaves a thread behind fails: later tests fork, and a library that goes away must be gone.
 #include <chrono>
+#include <cstdio>
 #include <cstring>
 #include <exception>
 #include <filesystem>
@@ -24,16 +26,33 @@ long threads_left(long before) {
   return threads() - before;
 }
 
+/// The K-th of N parts of the tests, "K/N".
+struct Part {
+  int number = 1, count = 1;
+  bool has(int index) const { return index % count == number - 1; }
+  /// Whether `text` is one.
+  bool read(const char* text) {
+    int k = 0, n = 0;
+    if (std::sscanf(text, "%d/%d", &k, &n) != 2 || k < 1 || k > n) return false;
+    number = k, count = n;
+    return true;
+  }
+};
+
 }  // namespace
 
 int main(int argc, char** argv) {
   using namespace zcomm::test;
-  int passed = 0, failed = 0;
+  int passed = 0, failed = 0, index = 0;
+  Part part;
+  std::vector<const char*> names;
+  for (int i = 1; i < argc; ++i)
+    if (!part.read(argv[i])) names.push_back(argv[i]);
   std::thread([] {}).join();  // the thread sanitizer starts one of its own beside the first
   for (const Case& test : cases()) {
-    bool chosen = argc < 2;
-    for (int i = 1; i < argc; ++i) chosen |= test.name.find(argv[i]) != std::string::npos;
-    if (!chosen) continue;
+    bool chosen = names.empty();
+    for (const char* name : names) chosen |= test.name.find(name) != std::string::npos;
+    if (!chosen || !part.has(index++)) continue;
     const int before = failures();
     const long threads_before = threads();
     const auto start = std::chrono::steady_clock::now();
