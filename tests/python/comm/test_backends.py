@@ -17,6 +17,7 @@ import pytest
 import backend_suite
 import zcomm
 from test_launchers import clean_environment
+from tiers import slow
 
 # Open MPI and MPICH by their launchers' names, and what --version says to know them by.
 LAUNCHERS = ("mpirun", "mpirun.openmpi", "mpirun.mpich", "mpiexec.hydra")
@@ -104,9 +105,7 @@ def run_mpi(kind: str, world_size: int, job: str, folder: Path) -> list[list[str
     return results
 
 
-@pytest.mark.parametrize(
-    ("kind", "world_size"), [("openmpi", 3), pytest.param("openmpi", 4, marks=pytest.mark.slow), ("mpich", 3)]
-)
+@pytest.mark.parametrize(("kind", "world_size"), [slow("openmpi", 3), slow("openmpi", 4), ("mpich", 3)])
 def test_suite_mpi(kind: str, world_size: int, tmp_path: Path) -> None:
     check_all(run_mpi(kind, world_size, "suite", tmp_path), world_size)
 
@@ -118,6 +117,7 @@ def test_mpi_edges(kind: str, tmp_path: Path) -> None:
     check_all(run_mpi(kind, 3, "edges", tmp_path), 3)
 
 
+@pytest.mark.slow
 def test_mpi_of_one_thread(tmp_path: Path) -> None:
     check_all(run_mpi("openmpi", 2, "serialized", tmp_path), 2)
 

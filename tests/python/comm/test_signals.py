@@ -25,6 +25,7 @@ import torch.distributed as dist
 import zcomm
 from programs import INTERRUPTED, Program, environment_of_no_job
 from test_join import free_port, wait_for
+from tiers import slow
 
 DEADLINE_S = 60.0  # of operations: an end that takes a quarter of it was no end by the signal
 
@@ -171,12 +172,18 @@ def run_interrupted(
     return (what, ended - sent), other
 
 
-@pytest.mark.parametrize("backend", ["shm", "tcp"])
+CALLS = ["barrier", "recv", "send", "all_reduce", "async", "async recv", "several", "queued", "empty", "split"]
+
+
 @pytest.mark.parametrize(
-    "call",
-    ["barrier", "recv", "send", "all_reduce", "async", "async recv", "several", "queued", "empty", "split"],
+    ("handler", "call", "backend"),
+    [  # in `make test` each two of handler, call and backend meet
+        (handler, call, backend) if (i + j + k) % 2 == 0 else slow(handler, call, backend)
+        for i, handler in enumerate(["closes", "exits", "raises", "closes_and_exits"])
+        for j, call in enumerate(CALLS)
+        for k, backend in enumerate(["shm", "tcp"])
+    ],
 )
-@pytest.mark.parametrize("handler", ["closes", "exits", "raises", "closes_and_exits"])
 def test_a_handler_ends_a_call(start_ranks_in: Any, tmp_path: Path, handler: str, call: str, backend: str) -> None:
     (what, took_s), (other, noticed_s) = run_interrupted(start_ranks_in, tmp_path, handler, call, backend)
     check_end(handler, what, took_s)
@@ -458,5 +465,6 @@ def asks_beside_close(rounds: int) -> str:
     return "done"
 
 
-def test_memory_beside_close(run_ranks: Any) -> None:
-    assert run_ranks(asks_beside_close, 2, 30) == ["done", "done"]
+@pytest.mark.parametrize("rounds", [5, slow(30)])
+def test_memory_beside_close(run_ranks: Any, rounds: int) -> None:
+    assert run_ranks(asks_beside_close, 2, rounds) == ["done", "done"]

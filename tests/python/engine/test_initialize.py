@@ -447,7 +447,8 @@ def test_two_ranks_train_as_one(run_ranks: Any, job: None, tmp_path: Path, zero:
         assert loss == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_example_learns(ranks: int, tmp_path: Path) -> None:
     launcher = [sys.executable] if ranks == 1 else [sys.executable, "-m", "zcomm.cli.main", "run", "-n", str(ranks)]
     command = [*launcher, str(EXAMPLES / "train_ds.py"), "--steps", "40"]

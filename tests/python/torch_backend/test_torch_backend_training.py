@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tiers import slow
 from torch_world import world
 
 
@@ -201,7 +202,7 @@ def _zero() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
-    "job", [_ddp, _ddp_unused, _ddp_compiled, _sharded, _dtensor, _zero], ids=lambda job: job.__name__[1:]
+    "job", [_ddp, _ddp_unused, slow(_ddp_compiled), _sharded, _dtensor, _zero], ids=lambda job: job.__name__[1:]
 )
 def test_training(run_ranks: Callable[..., list[Any]], job: Callable[[], None], world_size: int) -> None:
     if job is _sharded and torch.__version__ < "2.7":

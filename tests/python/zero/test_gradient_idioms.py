@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import zcomm
+from tiers import slow
 from zcomm.zero import full_grad, set_full_grad
 
 Run = Callable[..., list[Any]]
@@ -417,7 +418,7 @@ def run_programs(folder: str, names: list[str]) -> list[str]:
 
 
 @pytest.mark.timeout_s(300)
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_each_idiom_is_as_in_torch(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
     for wrong in run_ranks(run_programs, world_size, str(tmp_path), list(PROGRAMS), timeout_s=280):
         assert not wrong
@@ -472,7 +473,7 @@ def unfreeze(folder: str) -> list[str]:
 
 
 @pytest.mark.timeout_s(300)
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_layers_that_thaw_are_trained_as_in_torch(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
     for wrong in run_ranks(unfreeze, world_size, str(tmp_path), timeout_s=280):
         assert not wrong

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import zcomm
+from tiers import slow
 from zero_jobs import Case
 
 Run = Callable[..., list[Any]]
@@ -91,9 +92,10 @@ def grow(folder: str, case: Case, width: int) -> tuple[int, int, int, int]:
 
 
 CASES = [Case(0), Case(1, "nvme"), Case(2, precision="bf16"), Case(3, "cpu"), Case(3, None, share_parameters=False)]
+QUICK = [CASES[1], CASES[3]]  # test_memory_agrees_with_the_kernel has the others
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [case if case in QUICK else slow(case) for case in CASES], ids=str)
 def test_the_kernel_counts_the_formula_and_slots(run_ranks: Run, tmp_path: Path, case: Case) -> None:
     case = Case(**{**vars(case), "bucket_mb": 4.0})
     results = run_ranks(grow, 2, str(tmp_path), case, 1536)
@@ -156,6 +158,7 @@ def come_and_go(folder: str) -> tuple[list[int], list[Any]]:
     return sizes, counts
 
 
+@pytest.mark.slow
 def test_twenty_jobs_leave_nothing(run_ranks: Run, tmp_path: Path) -> None:
     for sizes, counts in run_ranks(come_and_go, 2, str(tmp_path)):
         assert min(sizes[14:]) - min(sizes[2:8]) < MIB, [size // 1024 for size in sizes]

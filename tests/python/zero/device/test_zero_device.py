@@ -11,6 +11,7 @@ import pytest
 
 from device_jobs import Job, pairs
 from test_corners import KINDS
+from tiers import one_in, slow
 
 Run = Callable[..., list[Any]]
 DELAY_S = 0.0005
@@ -38,13 +39,13 @@ def same(jobs: list[Job], per_rank: list[list[tuple[dict[str, Any], dict[str, An
 
 
 @pytest.mark.timeout_s(300)
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_the_bits_of_the_cpu(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
     same(JOBS, run_ranks(pairs, world_size, JOBS, str(tmp_path), DELAY_S, timeout_s=280))
 
 
 @pytest.mark.timeout_s(300)
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "plain"])
+@pytest.mark.parametrize("kind", one_in(3, 0, KINDS[1:]))  # test_device_peers, test_device_mixed run the others
 def test_models_off_the_straight_road(run_ranks: Run, tmp_path: Path, kind: str) -> None:
     job = Job(3, kind=kind)
     jobs = [Job(2, kind=kind), job, replace(job, prefetch=0), replace(job, offload="nvme", prefetch=2)]

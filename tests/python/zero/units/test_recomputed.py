@@ -19,6 +19,7 @@ import zcomm
 from device_jobs import Job, pairs
 from test_corners import AGAIN, Net, loss_of
 from test_zero_device import DELAY_S, same
+from tiers import slow
 from zero_jobs import Case, digest
 
 Run = Callable[..., list[Any]]
@@ -85,7 +86,7 @@ def by_torch(kind: str, world_size: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.timeout_s(300)
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 @pytest.mark.parametrize("kind", [*AGAIN, "differ"])
 def test_torchs_sum_in_every_stage_and_bucket_size(run_ranks: Run, tmp_path: Path, kind: str, world_size: int) -> None:
     wanted = by_torch(kind, world_size)

@@ -14,6 +14,7 @@ from torch import nn
 
 import zcomm
 from interrupts import leaves_a_block
+from tiers import slow
 from zcomm.zero.units.stand_in import ShardedParameter
 from zcomm.zero.units.unit import UnitState
 
@@ -77,7 +78,7 @@ def one_pass(model: nn.Module) -> float:
 
 
 @pytest.mark.timeout_s(300)
-@pytest.mark.parametrize(("offload", "prefetch"), [(None, 1), ("nvme", 0)])
+@pytest.mark.parametrize(("offload", "prefetch"), [slow(None, 1), ("nvme", 0)])
 def test_an_interrupt_at_any_line_leaves_what_can_be_trained(
     tmp_path: Path, offload: str | None, prefetch: int
 ) -> None:

@@ -20,6 +20,7 @@ from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zcomm
+from tiers import slow
 from torch_world import world
 from zcomm.zero.units.stand_in import ShardedParameter
 
@@ -422,7 +423,7 @@ def run_all(folder: str, tier: str) -> dict[str, object]:
 
 
 @pytest.mark.timeout_s(240)
-@pytest.mark.parametrize(("world_size", "tier"), [(1, "private"), (1, "nvme"), (2, "private"), (2, "shared")])
+@pytest.mark.parametrize(("world_size", "tier"), [slow(1, "private"), (1, "nvme"), slow(2, "private"), (2, "shared")])
 def test_idioms_are_as_with_torch(run_ranks: Run, tmp_path: Path, world_size: int, tier: str) -> None:
     ranks = run_ranks(run_all, world_size, str(tmp_path), tier, timeout_s=200)
     close = {"rtol": 2e-5, "atol": 2e-6}
@@ -645,7 +646,7 @@ def run_courses(folder: str, tier: str) -> dict[str, object]:
 
 
 @pytest.mark.timeout_s(240)
-@pytest.mark.parametrize(("world_size", "tier"), [(1, "nvme"), (2, "private"), (2, "shared")])
+@pytest.mark.parametrize(("world_size", "tier"), [(1, "nvme"), slow(2, "private"), (2, "shared")])
 def test_courses_are_as_with_torch(run_ranks: Run, tmp_path: Path, world_size: int, tier: str) -> None:
     """Each rank has the same data, so that plain torch has, too."""
     ranks = run_ranks(run_courses, world_size, str(tmp_path), tier, timeout_s=200)
