@@ -3,9 +3,12 @@ there."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import json
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,16 +22,33 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import zcomm.schedulers
 from places import SUPPORT
+from programs import Program, environment_of_no_job
+from tiers import slow
 from torch_world import world
 
 SCRIPT = SUPPORT / "deepspeed_script.py"
+AS_MODULE = "import runpy; runpy.run_module('zcomm.compat.deepspeed', run_name='__main__', alter_sys=True)"
+Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def run_script(ranks: int, *arguments: str, script: Path = SCRIPT) -> subprocess.CompletedProcess[str]:
+def run_script(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     launcher = [sys.executable, "-m", "zcomm.cli.main", "run", "-n", str(ranks), "--no-prefix", "-m"]
-    command = [*launcher, "zcomm.compat.deepspeed", str(script), *arguments]
+    command = [*launcher, "zcomm.compat.deepspeed", str(SCRIPT), *arguments]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     return subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
+
+
+@pytest.fixture
+def run_alone(start_program: Callable[..., Program]) -> Run:
+    """`run(*arguments)`: the script as the only rank, in a process that has imported torch already."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        env = {**environment_of_no_job(), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        program = start_program(AS_MODULE, SCRIPT, *arguments, env=env)
+        out, err = program.communicate()
+        return subprocess.CompletedProcess([str(SCRIPT), *arguments], program.wait(), out, err)
+
+    return run
 
 
 def results(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
@@ -64,7 +84,7 @@ def by_ddp(epochs: int) -> list[float]:
         return losses
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [slow(0), 3])
 def test_an_unmodified_script_trains_as_ddp(run_ranks: Callable[..., list[Any]], stage: int) -> None:
     ours = results(run_script(2, "--deepspeed", "--stage", str(stage), "--epochs", "6"))
     theirs = run_ranks(by_ddp, 2, 6)
@@ -75,22 +95,22 @@ def test_an_unmodified_script_trains_as_ddp(run_ranks: Callable[..., list[Any]],
     assert ours[0]["sum"] == ours[1]["sum"] == pytest.approx(sum(mine["losses"][-1] for mine in ours))
 
 
-def test_deepspeed_config_names_the_file(tmp_path: Path) -> None:
+def test_deepspeed_config_names_the_file(run_alone: Run, tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"train_batch_size": 16, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}))
-    (result,) = results(run_script(1, "--deepspeed", "--deepspeed_config", str(path), "--epochs", "1"))
+    (result,) = results(run_alone("--deepspeed", "--deepspeed_config", str(path), "--epochs", "1"))
     assert len(result["losses"]) == 6
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_16_bit_options_train(dtype: str) -> None:
-    (result,) = results(run_script(1, "--dtype", dtype, "--epochs", "6"))
+def test_16_bit_options_train(run_alone: Run, dtype: str) -> None:
+    (result,) = results(run_alone("--dtype", dtype, "--epochs", "6"))
     assert sum(result["losses"][-6:]) < 0.8 * sum(result["losses"][:6])
 
 
 @pytest.mark.parametrize(("option", "name"), [("--moe", "MoE"), ("--moe-param-group", "split_params_into_different")])
-def test_experts_are_refused(option: str, name: str) -> None:
-    done = run_script(1, option)
+def test_experts_are_refused(run_alone: Run, option: str, name: str) -> None:
+    done = run_alone(option)
     assert done.returncode != 0
     assert f"deepspeed.moe: {name}" in done.stderr and "no mixture of experts" in done.stderr
 
@@ -109,8 +129,17 @@ def test_names() -> None:
         _ = deepspeed.comm.no_such
 
 
-def test_a_script_finds_optimizers_and_whole_tensors() -> None:
-    (result,) = results(run_script(2, script=SCRIPT.with_name("deepspeed_names.py")))
+def run_as_rank(script: str) -> str:
+    """Run the script in this process; return what it prints."""
+    sys.argv = ["python", script]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_module("zcomm.compat.deepspeed", run_name="__main__", alter_sys=True)
+    return printed.getvalue()
+
+
+def test_a_script_finds_optimizers_and_whole_tensors(run_ranks: Callable[..., list[Any]]) -> None:
+    printed = "".join(run_ranks(run_as_rank, 2, str(SCRIPT.with_name("deepspeed_names.py"))))
+    (result,) = results(subprocess.CompletedProcess([], 0, printed, ""))
     assert result.pop("loggers") == "zcomm"
     for name, of_one in result.items():
         assert all(of_one["true"]), name
