@@ -74,6 +74,7 @@ def trouble(idiom: Idiom, place: str, verdicts: list[Verdict]) -> str:
 QUICK = {(1, "0"), (2, "3-units")}  # whole weights on one rank, shards of units on two
 
 
+@pytest.mark.timeout_s(300)
 @pytest.mark.parametrize(
     ("world_size", "setting"),
     [
@@ -84,7 +85,7 @@ QUICK = {(1, "0"), (2, "3-units")}  # whole weights on one rank, shards of units
 )
 def test_idioms(run_ranks: Callable[..., list[Any]], tmp_path: Path, world_size: int, setting: Setting) -> None:
     table = chosen(setting, world_size)
-    per_rank = run_ranks(run_idioms, world_size, [i.name for i in table], setting, str(tmp_path), timeout_s=110)
+    per_rank = run_ranks(run_idioms, world_size, [i.name for i in table], setting, str(tmp_path), timeout_s=280)
     wrong, mended, place = [], [], f"{world_size}:{setting.name}"
     for number, idiom in enumerate(table):
         text = trouble(idiom, place, [verdicts[number] for verdicts in per_rank])
