@@ -14,7 +14,7 @@ JOBS ?= $(shell nproc)
 ARGS ?=
 TESTS ?= tests/python
 # Processes of pytest; most tests wait for ranks, so more than the cores.
-WORKERS ?= 3
+WORKERS ?= 4
 # What `make coverage` builds and runs of the C++ tests: all, or test programs.
 CPP_TESTS ?= all
 
