@@ -23,8 +23,7 @@ namespace zcomm::heap {
 namespace {
 
 constexpr int kEmptyFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-constexpr std::size_t kNanNbytes = 4 * table_nbytes();  // one mapping costs some 4 us, and each process has these pages
-constexpr std::size_t kMostNanMappings = 8192;
+constexpr std::size_t kNanMappings = 128, kMostNanTables = 16, kMostNanMappings = 8192;
 constexpr int kMove = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP;
 
 void check_pages(const char* name, std::size_t value) {
@@ -52,25 +51,25 @@ void check_inside(const char* what, std::size_t offset, std::size_t nbytes, std:
   }
 }
 
-/// kNanNbytes of read-only pages with all bits set, or null where the system gives none. Shared, so that mremap(2)
-/// maps them a second time; for the life of the process.
-void* nan_pages() {
-  static void* const pages = [] {
-    void* const data = ::mmap(nullptr, kNanNbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    if (data == MAP_FAILED) return static_cast<void*>(nullptr);
-    std::memset(data, 0xFF, kNanNbytes);
-    ::mprotect(data, kNanNbytes, PROT_READ);
-    return data;
-  }();
-  return pages;
+/// Read-only pages with all bits set, or null where the system gives none. Shared, so that mremap(2) maps them again.
+std::byte* make_nan_pages(std::size_t nbytes) {
+  void* const data = ::mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  if (data == MAP_FAILED) return nullptr;
+  std::memset(data, 0xFF, nbytes);
+  ::mprotect(data, nbytes, PROT_READ);
+  return static_cast<std::byte*>(data);
 }
 
-/// Maps nan_pages() over [begin, end), one mapping after the other; returns false where the system refuses.
-bool map_nan(std::byte* begin, const std::byte* end) {
-  void* const pages = nan_pages();
-  if (pages == nullptr) return false;
-  for (std::byte* at = begin; at < end; at += kNanNbytes) {
-    const std::size_t nbytes = std::min<std::size_t>(kNanNbytes, static_cast<std::size_t>(end - at));
+/// Size of those pages: one mapping of them costs some 4 us, so a range has kNanMappings at most, up to 256 GiB.
+std::size_t nan_nbytes(std::size_t nbytes) {
+  const std::size_t table = table_nbytes(), part = nbytes / kNanMappings / table * table;
+  return std::clamp(part, table, kMostNanTables * table);
+}
+
+/// Maps `pages` over [begin, end), one mapping after the other; returns false where the system refuses.
+bool map_again(std::byte* pages, std::size_t pages_nbytes, std::byte* begin, const std::byte* end) {
+  for (std::byte* at = begin; at < end; at += pages_nbytes) {
+    const std::size_t nbytes = std::min(pages_nbytes, static_cast<std::size_t>(end - at));
     if (::mremap(pages, 0, nbytes, MREMAP_MAYMOVE | MREMAP_FIXED, at) == MAP_FAILED) return false;
   }
   return true;
@@ -85,24 +84,31 @@ AddressRange AddressRange::reserve(std::size_t nbytes, Unmapped unmapped) {
   range.data_ = reserve_aligned(nbytes);
   range.nbytes_ = nbytes;
   // Of the mappings that a process may have (65,530 by default) most are left to others.
-  range.unmapped_ = nbytes / kNanNbytes < kMostNanMappings ? unmapped : Unmapped::kFault;
+  const bool too_many = nbytes / kMostNanMappings >= kMostNanTables * table_nbytes();
+  if (unmapped == Unmapped::kNan && !too_many) {
+    range.nan_nbytes_ = nan_nbytes(nbytes);
+    range.nan_ = make_nan_pages(range.nan_nbytes_);
+  }
   return range;
 }
 
 AddressRange::AddressRange(AddressRange&& other) noexcept
     : data_(std::exchange(other.data_, nullptr)),
       nbytes_(std::exchange(other.nbytes_, 0)),
-      unmapped_(other.unmapped_) {}
+      nan_(std::exchange(other.nan_, nullptr)),
+      nan_nbytes_(std::exchange(other.nan_nbytes_, 0)) {}
 
 AddressRange& AddressRange::operator=(AddressRange&& other) noexcept {
   std::swap(data_, other.data_);
   std::swap(nbytes_, other.nbytes_);
-  std::swap(unmapped_, other.unmapped_);
+  std::swap(nan_, other.nan_);
+  std::swap(nan_nbytes_, other.nan_nbytes_);
   return *this;
 }
 
 AddressRange::~AddressRange() {
   if (data_ != nullptr) ::munmap(data_, nbytes_);
+  if (nan_ != nullptr) ::munmap(nan_, nan_nbytes_);
 }
 
 void AddressRange::map(std::size_t offset, const Segment& segment, std::size_t segment_offset, std::size_t nbytes) {
@@ -125,7 +131,7 @@ void AddressRange::unmap(std::size_t offset, std::size_t nbytes) {
   check_pages("nbytes", nbytes);
   check_inside("an address range", offset, nbytes, nbytes_);
   if (nbytes == 0) return;
-  if (unmapped_ == Unmapped::kNan && map_nan(data_ + offset, data_ + offset + nbytes)) return;
+  if (nan_ != nullptr && map_again(nan_, nan_nbytes_, data_ + offset, data_ + offset + nbytes)) return;
   if (::mmap(data_ + offset, nbytes, PROT_NONE, kEmptyFlags | MAP_FIXED, -1, 0) == MAP_FAILED) {
     throw_system_error(errno, text("cannot unmap ", nbytes, " bytes of an address range"));
   }

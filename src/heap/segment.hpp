@@ -69,7 +69,8 @@ class AddressRange {
  private:
   std::byte* data_ = nullptr;
   std::size_t nbytes_ = 0;
-  Unmapped unmapped_ = Unmapped::kFault;
+  std::byte* nan_ = nullptr;  // of Unmapped::kNan: pages that are mapped where something was
+  std::size_t nan_nbytes_ = 0;
 };
 
 std::size_t page_nbytes();

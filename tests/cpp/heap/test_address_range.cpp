@@ -120,7 +120,7 @@ TEST(AddressRange, reads_nan_where_something_was) {
   }
   range.map(0, segment, 0, nbytes);
   EXPECT_EQ(static_cast<int>(range.data()[0]), 7);
-  AddressRange huge = AddressRange::reserve(std::size_t{8192} * 4 * table, AddressRange::Unmapped::kNan);
+  AddressRange huge = AddressRange::reserve(std::size_t{8192} * 16 * table, AddressRange::Unmapped::kNan);
   huge.map(0, segment, 0, page);
   huge.unmap(0, page);  // so many mappings would be taken from the rest of the process
   EXPECT_TRUE(faults(huge.data()));
