@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from zcomm.comm.dynamo import skip
 from zcomm.zero.gradients.stand_in import GradStandIn
 from zcomm.zero.units.stand_in_ops import (
     AUTOGRAD,
@@ -669,3 +670,7 @@ def whole_value(stand_in: Any, why: str) -> torch.Tensor:
     source = _Source(keeper, param, keeper.whole(param, why).cpu())
     with _plain():
         return _as_whole(source.value, source)
+
+
+for _class in (_StandIn, ShardedData, WholeValue):  # their frames are not compiled; what dispatches to them may be
+    skip(_class.__torch_function__.__func__.__code__)  # type: ignore[attr-defined]
