@@ -23,7 +23,8 @@ namespace zcomm::heap {
 namespace {
 
 constexpr int kEmptyFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-constexpr std::size_t kNanMappings = 128, kMostNanTables = 16, kMostNanMappings = 8192;
+constexpr std::size_t kNanMappings = 128, kMostNanMappings = 8192;
+constexpr std::size_t kLeastNanNbytes = 64 << 10, kMostNanNbytes = 32 << 20;
 constexpr int kMove = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP;
 
 void check_pages(const char* name, std::size_t value) {
@@ -60,10 +61,10 @@ std::byte* make_nan_pages(std::size_t nbytes) {
   return static_cast<std::byte*>(data);
 }
 
-/// Size of those pages: one mapping of them costs some 4 us, so a range has kNanMappings at most, up to 256 GiB.
+/// Size of those pages: one mapping of them costs some 4 us, so a range has kNanMappings at most, up to 4 GiB.
 std::size_t nan_nbytes(std::size_t nbytes) {
-  const std::size_t table = table_nbytes(), part = nbytes / kNanMappings / table * table;
-  return std::clamp(part, table, kMostNanTables * table);
+  const std::size_t page = page_nbytes();
+  return std::clamp(nbytes / kNanMappings, kLeastNanNbytes, kMostNanNbytes) / page * page;
 }
 
 /// Maps `pages` over [begin, end), one mapping after the other; returns false where the system refuses.
@@ -84,7 +85,7 @@ AddressRange AddressRange::reserve(std::size_t nbytes, Unmapped unmapped) {
   range.data_ = reserve_aligned(nbytes);
   range.nbytes_ = nbytes;
   // Of the mappings that a process may have (65,530 by default) most are left to others.
-  const bool too_many = nbytes / kMostNanMappings >= kMostNanTables * table_nbytes();
+  const bool too_many = nbytes / kMostNanMappings >= kMostNanNbytes;
   if (unmapped == Unmapped::kNan && !too_many) {
     range.nan_nbytes_ = nan_nbytes(nbytes);
     range.nan_ = make_nan_pages(range.nan_nbytes_);

@@ -31,7 +31,7 @@ class HostMemory(UnitMemory):
     """See [Note: unit addresses].
 
     Memory: prefetch + 2 slots of the largest unit, and one for each unit that is kept. Another one each time that more
-    units are in use at once than there are slots.
+    units are in use at once than there are slots. Pages that read NaN: one 128th of all units, at most 32 MiB.
     """
 
     device = torch.device("cpu")
