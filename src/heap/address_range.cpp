@@ -24,7 +24,7 @@ namespace {
 
 constexpr int kEmptyFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
 constexpr std::size_t kNanMappings = 128, kMostNanMappings = 8192;
-constexpr std::size_t kLeastNanNbytes = 64 << 10, kMostNanNbytes = 32 << 20;
+constexpr std::size_t kLeastNanNbytes = 1 << 20, kMostNanNbytes = 32 << 20;
 constexpr int kMove = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP;
 
 void check_pages(const char* name, std::size_t value) {
