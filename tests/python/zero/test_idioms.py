@@ -32,7 +32,13 @@ SETTINGS = [
     Setting("2-fp16", {"stage": 2}, "fp16"),
     Setting("3-units-fp16", {"stage": 3, "share_parameters": False}, "fp16"),
 ]
-WORLDS = {1: SETTINGS, 2: SETTINGS, 3: [s for s in SETTINGS if s.name in ("2", "3-units")]}
+TIERS = [  # the other places of weights and state: where ranks are two
+    Setting("0-cpu", {"stage": 0, "offload": "cpu"}),
+    Setting("1-cpu", {"stage": 1, "offload": "cpu"}),
+    Setting("1-nvme", {"stage": 1, "offload": "nvme"}),
+    Setting("3-cpu", {"stage": 3, "offload": "cpu"}),
+]
+WORLDS = {1: SETTINGS, 2: SETTINGS + TIERS, 3: [s for s in SETTINGS if s.name in ("2", "3-units")]}
 
 
 def chosen(setting: Setting, world_size: int) -> list[Idiom]:
