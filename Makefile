@@ -91,7 +91,7 @@ bench-collectives: setup bench-cpp ## everything that the collectives must reach
 	bench/coll.py suite $(ARGS)
 
 # ---- checks ----
-test: setup test-cpp test-python ## C++ and Python tests (nine minutes on two cores after the build)
+test: setup test-cpp test-python ## C++ and Python tests (six minutes on two idle cores after the build)
 
 test-all: test test-slow ## all tests: also kills, delays, compiled models, loss curves, networks, benches
 
