@@ -58,10 +58,12 @@ struct Call {
 inline const Call kBlocking{"", false};
 
 struct CommOptions {
-  double timeout_s = 60.0;                 ///< deadline of every operation, from the moment it starts
+  double timeout_s = 600.0;                ///< deadline of every operation, from the moment it starts
   std::size_t slot_nbytes = 256 << 10;     ///< staging slot for private tensors
   int slot_count = 4;                      ///< staging slots per rank
   std::size_t one_shot_nbytes = 16 << 10;  ///< up to here an operation's data travels with the entry into it
+  double limit_s = 0.0;                    ///< above timeout_s: the deadline of waiting for ranks that show life
+  double warn_s = 60.0;                    ///< after this long a waiting rank posts a notice of the late ones, once
 };
 
 /// Memory that every rank of the host has mapped. Freed when the last owner on this rank drops it.

@@ -10,6 +10,7 @@
 #include "base/env.hpp"
 #include "base/error.hpp"
 #include "base/interrupt.hpp"
+#include "base/notices.hpp"
 #include "base/thread_pool.hpp"
 #include "bindings.hpp"
 #include "device/cuda/cuda.hpp"
@@ -83,6 +84,7 @@ void bind_errors(py::module_& m) {
 
 /// Runs the handlers of signals; returns whether one has raised. Counts those that have.
 bool is_interrupted() {
+  log_notices();
   if (PyErr_CheckSignals() == 0) return false;
   ++interrupt_count();
   return true;
@@ -138,6 +140,18 @@ void wait_interruptibly(Work& work, std::optional<double> timeout_s, const End& 
 }
 
 }  // namespace
+
+/// An error of a handler of the log is printed, as those of logging are.
+void log_notices() {
+  if (!has_notices()) return;
+  const py::error_scope kept;
+  try {
+    const py::object warning = py::module_::import("logging").attr("getLogger")("zcomm").attr("warning");
+    for (const std::string& line : take_notices()) warning("%s", line);
+  } catch (py::error_already_set& error) {
+    error.discard_as_unraisable("zcomm: a notice that could not be logged");
+  }
+}
 
 void Stop::check() {
   for (const auto& stop : current())

@@ -232,12 +232,14 @@ void bind_comm(py::module_& m) {
   c.def_static(
        "create",
        [](std::shared_ptr<net::Mesh> mesh, double timeout_s, std::size_t slot_nbytes, int slot_count,
-          std::size_t one_shot_nbytes) {
-         return hold(Communicator::create(std::move(mesh), {timeout_s, slot_nbytes, slot_count, one_shot_nbytes}));
+          std::size_t one_shot_nbytes, double limit_s, double warn_s) {
+         return hold(Communicator::create(std::move(mesh),
+                                          {timeout_s, slot_nbytes, slot_count, one_shot_nbytes, limit_s, warn_s}));
        },
        py::arg("mesh"), py::arg("timeout_s") = CommOptions{}.timeout_s,
        py::arg("slot_nbytes") = CommOptions{}.slot_nbytes, py::arg("slot_count") = CommOptions{}.slot_count,
-       py::arg("one_shot_nbytes") = CommOptions{}.one_shot_nbytes, py::call_guard<BlockingCall>())
+       py::arg("one_shot_nbytes") = CommOptions{}.one_shot_nbytes, py::arg("limit_s") = CommOptions{}.limit_s,
+       py::arg("warn_s") = CommOptions{}.warn_s, py::call_guard<BlockingCall>())
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("world_size", &Communicator::world_size)
       .def("allocate",

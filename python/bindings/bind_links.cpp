@@ -50,24 +50,28 @@ void bind_links(py::module_& m) {
   const coll::HierarchicalOptions hierarchical;
   def_static(
       m.attr("Communicator"), "create_linked",
-      [](std::shared_ptr<net::Mesh> world, const Numbers& links, double timeout_s, std::size_t segment_nbytes) {
-        return hold(coll::create_linked(std::move(world), own(links), {timeout_s, segment_nbytes}));
+      [](std::shared_ptr<net::Mesh> world, const Numbers& links, double timeout_s, std::size_t segment_nbytes,
+         double limit_s, double warn_s) {
+        return hold(coll::create_linked(std::move(world), own(links), {timeout_s, segment_nbytes, limit_s, warn_s}));
       },
       py::arg("mesh"), py::arg("links"), py::arg("timeout_s") = link.timeout_s,
-      py::arg("segment_nbytes") = link.segment_nbytes,
+      py::arg("segment_nbytes") = link.segment_nbytes, py::arg("limit_s") = link.limit_s,
+      py::arg("warn_s") = link.warn_s,
       "links[r]: at least two connected stream sockets to each other rank r, in the same order on both sides:\n"
       "[0] collectives, [1] messages, [2:] more for the ring, between neighbours (r and r + 1, last and first).",
       py::call_guard<BlockingCall>());
   def_static(
       m.attr("Communicator"), "create_hierarchical",
       [](std::shared_ptr<net::Mesh> world, std::shared_ptr<net::Mesh> host, std::vector<int> host_of_rank,
-         const Numbers& links, double timeout_s, std::size_t segment_nbytes, std::size_t slot_nbytes, int slot_count) {
+         const Numbers& links, double timeout_s, std::size_t segment_nbytes, std::size_t slot_nbytes, int slot_count,
+         double limit_s, double warn_s) {
         return hold(coll::create_hierarchical(std::move(world), std::move(host), std::move(host_of_rank), own(links),
-                                              {{timeout_s, segment_nbytes}, slot_nbytes, slot_count}));
+                                              {{timeout_s, segment_nbytes, limit_s, warn_s}, slot_nbytes, slot_count}));
       },
       py::arg("mesh"), py::arg("host_mesh"), py::arg("host_of_rank"), py::arg("links"),
       py::arg("timeout_s") = link.timeout_s, py::arg("segment_nbytes") = link.segment_nbytes,
       py::arg("slot_nbytes") = hierarchical.slot_nbytes, py::arg("slot_count") = hierarchical.slot_count,
+      py::arg("limit_s") = link.limit_s, py::arg("warn_s") = link.warn_s,
       "links[r]: as for create_linked, to the ranks with the same position on the other hosts; one, for messages and\n"
       "bad news, or none to the rest.\n"
       "Ring neighbours are the next and the previous host.",

@@ -57,6 +57,9 @@ inline WorkHolder hold(Work work) { return WorkHolder(new HeldWork(std::move(wor
 using CommHolder = std::unique_ptr<Communicator, DeleteWithoutGil<Communicator>>;
 inline CommHolder hold(std::unique_ptr<Communicator> communicator) { return CommHolder(communicator.release()); }
 
+/// Gives the core's notices to Python's logging. With the interpreter's lock.
+void log_notices();
+
 /// Releases the interpreter lock for a call that may block, and lets Ctrl-C end it. They nest: a signal's handler,
 /// which runs within one, may make another.
 class BlockingCall {
@@ -68,6 +71,10 @@ class BlockingCall {
   static bool is_running() { return running_; }
 
  private:
+  struct Afterwards {
+    ~Afterwards() { log_notices(); }
+  };
+  const Afterwards afterwards_;  // destroyed last: with the lock
   pybind11::gil_scoped_release release_;
   const bool outer_;
   inline static thread_local bool running_ = false;

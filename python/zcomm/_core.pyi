@@ -100,10 +100,17 @@ class Communicator:
         slot_nbytes: int = ...,
         slot_count: int = ...,
         one_shot_nbytes: int = ...,
+        limit_s: float = ...,
+        warn_s: float = ...,
     ) -> Communicator: ...
     @staticmethod
     def create_linked(
-        mesh: Mesh, links: list[list[int]], timeout_s: float = ..., segment_nbytes: int = ...
+        mesh: Mesh,
+        links: list[list[int]],
+        timeout_s: float = ...,
+        segment_nbytes: int = ...,
+        limit_s: float = ...,
+        warn_s: float = ...,
     ) -> Communicator: ...
     @staticmethod
     def create_hierarchical(
@@ -115,6 +122,8 @@ class Communicator:
         segment_nbytes: int = ...,
         slot_nbytes: int = ...,
         slot_count: int = ...,
+        limit_s: float = ...,
+        warn_s: float = ...,
     ) -> Communicator: ...
     # Each call returns None when it is blocking (async_op False): then it is done.
     def all_reduce_tensor(self, tensor: Any, op: ReduceOp, name: str, async_op: bool, /) -> Work | None: ...
@@ -266,7 +275,12 @@ def set_call_stream(stream: int) -> None:
     """Set the stream, by its native handle, of this thread's next calls on device tensors."""
 
 def make_cuda_ipc_communicator(
-    mesh: Mesh, device: Device, timeout_s: float, slot_nbytes: int = 4194304
+    mesh: Mesh,
+    device: Device,
+    timeout_s: float,
+    slot_nbytes: int = 4194304,
+    limit_s: float = 0.0,
+    warn_s: float = 60.0,
 ) -> Communicator: ...
 def allocate_on(communicator: Communicator, device: Device, nbytes: int) -> DeviceMemory:
     """Allocate symmetric memory of a communicator over devices; ``device`` is this rank's."""

@@ -298,7 +298,7 @@ class EngineCommunicator final : public Communicator {
   void wait_for(device::Event& event) {
     using Clock = std::chrono::steady_clock;
     constexpr double kSlice_s = 0.05;
-    const std::chrono::duration<double> timeout(engine_->timeout_s());
+    const std::chrono::duration<double> timeout(engine_->longest_s());
     for (auto start = Clock::now(); !event.wait_for(kSlice_s);) {
       if (closed_) throw Error("after: the communicator was closed before the event was done");
       check_interrupt();

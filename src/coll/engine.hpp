@@ -43,8 +43,8 @@ class Engine {
   virtual void close() noexcept = 0;
   /// While suspended, no rank that waits for this one is at the deadline.
   virtual void suspend_deadline(bool suspended) = 0;
-  /// The deadline of an operation.
-  virtual double timeout_s() const { return CommOptions{}.timeout_s; }
+  /// The longest that an operation may wait.
+  virtual double longest_s() const { return CommOptions{}.timeout_s; }
   /// Bytes that it holds for control and staging.
   virtual std::size_t nbytes() const = 0;
 };

@@ -32,6 +32,12 @@ struct Loss {
   bool said_goodbye;  ///< it left in order (shutdown) rather than died
 };
 
+/// A process of this host, as the kernel shows it.
+struct ProcessState {
+  int pid;
+  bool is_stopped;  ///< by SIGSTOP, a terminal or a debugger
+};
+
 /// The listening half of a rank, made before addresses are exchanged by whatever rendezvous the job has.
 class Listener {
  public:
@@ -88,6 +94,9 @@ class Mesh {
   virtual void leave() noexcept = 0;
   /// Tests only: closes the sockets with no goodbye, as SIGKILL would.
   virtual void drop_dead() noexcept = 0;
+
+  /// The process of `rank`; none for this rank, for ranks of other hosts, and where the kernel does not tell.
+  virtual std::optional<ProcessState> process(int /*rank*/) const { return std::nullopt; }
 };
 
 }  // namespace zcomm::net

@@ -3,6 +3,11 @@
 
 #include <sys/socket.h>
 
+#include <cstdlib>
+#include <fstream>
+#include <iterator>
+#include <string>
+
 #include "base/error.hpp"
 #include "net/socket.hpp"
 
@@ -12,6 +17,11 @@ namespace {
 
 constexpr std::byte kGoodbye{'G'};
 constexpr int kNone = -1;
+
+std::string read_file(const std::string& path) {
+  std::ifstream file(path);
+  return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+}
 
 enum class Fate : std::uint8_t { alive, dead, departed };
 
@@ -118,6 +128,26 @@ std::optional<Loss> Monitor::lost(int rank) const {
   if (rank < 0 || static_cast<std::size_t>(rank) >= state_->fates.size()) return std::nullopt;
   const Fate fate = state_->fates[static_cast<std::size_t>(rank)].load(std::memory_order_acquire);
   return fate == Fate::alive ? std::nullopt : std::optional(Loss{rank, fate == Fate::departed});
+}
+
+std::optional<ProcessState> Monitor::process(int rank) const {
+  int fd = -1;
+  std::string fields;
+  {
+    const std::lock_guard lock(state_->mutex);
+    if (rank < 0 || static_cast<std::size_t>(rank) >= state_->watched.size()) return std::nullopt;
+    fd = state_->watched[static_cast<std::size_t>(rank)].process.get();
+    if (fd < 0) return std::nullopt;
+    fields = read_file(text("/proc/self/fdinfo/", fd));
+  }
+  const std::size_t at = fields.find("Pid:");
+  const int pid = at == std::string::npos ? 0 : std::atoi(fields.c_str() + at + 4);
+  if (pid <= 0) return std::nullopt;  // it ended, or another container hides it
+  const std::string stat = read_file(text("/proc/", pid, "/stat"));
+  const std::size_t name_end = stat.rfind(')');  // the name may hold anything
+  if (name_end == std::string::npos || name_end + 2 >= stat.size()) return std::nullopt;
+  const char state = stat[name_end + 2];
+  return ProcessState{pid, state == 'T' || state == 't'};
 }
 
 int Monitor::on_loss(std::function<void(Loss)> callback) {

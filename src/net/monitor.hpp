@@ -36,6 +36,7 @@ class Monitor {
 
   std::optional<Loss> lost() const;
   std::optional<Loss> lost(int rank) const;
+  std::optional<ProcessState> process(int rank) const;
   int on_loss(std::function<void(Loss)> callback);
   void forget(int id);
 

@@ -2,6 +2,7 @@
 #include "net/tcp.hpp"
 
 #include <fcntl.h>
+#include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/socket.h>
@@ -45,6 +46,17 @@ void notice_dead_host(int socket, int peer_rank) {
   set(socket, IPPROTO_TCP, TCP_KEEPINTVL, interval_s, "TCP_KEEPINTVL", peer_rank);
   set(socket, IPPROTO_TCP, TCP_KEEPCNT, kProbes - 1, "TCP_KEEPCNT", peer_rank);
   set(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, kHostDeath_s * 1000, "TCP_USER_TIMEOUT", peer_rank);
+}
+
+std::string peer_address(int socket) {
+  sockaddr_storage address{};
+  socklen_t nbytes = sizeof address;
+  if (::getpeername(socket, reinterpret_cast<sockaddr*>(&address), &nbytes) != 0) return {};
+  char host[NI_MAXHOST] = {};
+  if (address.ss_family != AF_INET && address.ss_family != AF_INET6) return {};
+  const int failed =
+      ::getnameinfo(reinterpret_cast<sockaddr*>(&address), nbytes, host, sizeof host, nullptr, 0, NI_NUMERICHOST);
+  return failed == 0 ? std::string(host) : std::string();
 }
 
 }  // namespace zcomm::net

@@ -6,6 +6,8 @@
 // to sockets of other families. Source: tcp(7).
 #pragma once
 
+#include <string>
+
 namespace zcomm::net {
 
 /// How long a host may be silent before its ranks count as dead.
@@ -16,5 +18,8 @@ void make_prompt(int socket, int peer_rank);
 
 /// Keepalive and TCP_USER_TIMEOUT: reads end with an error kHostDeath_s after the last sign of the peer's host.
 void notice_dead_host(int socket, int peer_rank);
+
+/// The other side's address, without its port; "" for sockets of other families.
+std::string peer_address(int socket);
 
 }  // namespace zcomm::net

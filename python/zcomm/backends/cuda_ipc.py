@@ -16,19 +16,20 @@ import torch
 from zcomm import _core
 from zcomm.backends.devices import give_up, index_of, joined_over, reaches_all, require
 from zcomm.bootstrap import rendezvous
+from zcomm.bootstrap.deadlines import Deadlines
 from zcomm.bootstrap.join import Joined
 from zcomm.bootstrap.rendezvous import Job
 from zcomm.comm.communicator import Communicator
 
 
-def join(job: Job, timeout: float, generation: int, device: torch.device | None = None) -> Joined:
+def join(job: Job, deadlines: Deadlines, generation: int, device: torch.device | None = None) -> Joined:
     """Join the ranks of the job, each with ``device`` or the one of its local rank. Collective.
 
     Raises: CudaError without a driver or device, NotImplementedError in a build without CUDA, ValueError for ranks on
     several hosts.
     """
     require("cuda_ipc")
-    control = rendezvous.join(job, "auto", timeout, generation)
+    control = rendezvous.join(job, "auto", deadlines, generation)
     try:
         if control.hosts.count > 1:
             raise ValueError(
@@ -47,7 +48,7 @@ def over(control: Joined, core_device: _core.Device, device: str) -> Joined:
 
     device: torch's name of ``core_device``; with a simulated one (tests) "cpu", which has the host as its stream.
     """
-    core = _core.make_cuda_ipc_communicator(control.meshes[-1], core_device, control.timeout_s)
+    core = _core.make_cuda_ipc_communicator(control.meshes[-1], core_device, **control.deadlines.as_arguments())
     joined = joined_over(control, core, "cuda_ipc", device, lambda part: over(part, core_device, device))
     return replace(joined, core_device=core_device)
 

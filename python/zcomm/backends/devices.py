@@ -9,6 +9,7 @@ import torch
 
 from zcomm import _core
 from zcomm.bootstrap import rendezvous
+from zcomm.bootstrap.deadlines import Deadlines
 from zcomm.bootstrap.join import Joined, Splittable
 from zcomm.bootstrap.rendezvous import Job
 from zcomm.comm.communicator import Communicator
@@ -91,7 +92,7 @@ def give_up(control: Joined) -> None:
         mesh.leave()
 
 
-def join(job: Job, timeout: float, generation: int, device: torch.device | None = None) -> Joined:
+def join(job: Job, deadlines: Deadlines, generation: int, device: torch.device | None = None) -> Joined:
     """Join by backend="auto" with device="cuda". Collective.
 
     It takes cuda_ipc where all ranks reach each other's device, else nccl.
@@ -99,7 +100,7 @@ def join(job: Job, timeout: float, generation: int, device: torch.device | None 
     Raises: as the backends' own join.
     """
     require("auto")
-    return choose(rendezvous.join(job, "auto", timeout, generation), device)
+    return choose(rendezvous.join(job, "auto", deadlines, generation), device)
 
 
 def choose(control: Joined, device: torch.device | None) -> Joined:

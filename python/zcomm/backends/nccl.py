@@ -16,6 +16,7 @@ import torch
 from zcomm import _core
 from zcomm.backends.devices import give_up, index_of, joined_over, require
 from zcomm.bootstrap import rendezvous
+from zcomm.bootstrap.deadlines import Deadlines
 from zcomm.bootstrap.join import Joined
 from zcomm.bootstrap.rendezvous import Job
 
@@ -40,14 +41,14 @@ def is_there() -> bool:
         return False
 
 
-def join(job: Job, timeout: float, generation: int, device: torch.device | None = None) -> Joined:
+def join(job: Job, deadlines: Deadlines, generation: int, device: torch.device | None = None) -> Joined:
     """Join the ranks of the job, each with ``device`` or the one of its local rank. Collective.
 
     Raises: NotImplementedError without libnccl or a build with CUDA; CudaError without a device, or of NCCL.
     """
     version = _core.nccl_version(library_path())
     require("nccl", f"NCCL {version} is there, ")
-    control = rendezvous.join(job, "auto", timeout, generation)
+    control = rendezvous.join(job, "auto", deadlines, generation)
     return over(control, index_of(device, control.hosts.local_rank(control.core.rank)))
 
 
@@ -55,7 +56,7 @@ def over(control: Joined, device: int) -> Joined:
     """Open NCCL over the ranks of ``control``, which from now on serves it alone. Collective."""
     try:
         core = _core.make_nccl_communicator(
-            control.core, control.meshes[-1], device, library_path(), timeout_s=control.timeout_s
+            control.core, control.meshes[-1], device, library_path(), timeout_s=control.deadlines.limit_s
         )
     except BaseException:
         give_up(control)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 from zcomm import _core
 from zcomm.bootstrap import hosts as _hosts
 from zcomm.bootstrap.auth import Line, Purpose, derive_key
+from zcomm.bootstrap.deadlines import Deadlines
 from zcomm.bootstrap.hosts import Hosts
 from zcomm.bootstrap.tcp import TcpListener, connect_lines, descriptor_limit_named, require_descriptors
 from zcomm.machine.tuning import Table, Tuning, load
@@ -26,7 +27,7 @@ from zcomm.machine.tuning import Table, Tuning, load
 if TYPE_CHECKING:
     import torch
 
-# backend -> module with `join(job, timeout, generation) -> Joined`; those of CUDA_BACKENDS take a device, too.
+# backend -> module with `join(job, deadlines, generation) -> Joined`; those of CUDA_BACKENDS take a device, too.
 JOINERS: dict[str, str] = {
     "mpi": "zcomm.backends.mpi.join",
     "nccl": "zcomm.backends.nccl",
@@ -82,7 +83,7 @@ class Joined:
     hosts: Hosts
     backend: str  # what serves it: "shm", "tcp", "hierarchical", "mpi", "nccl"
     requested: str  # what parts of it will be asked to use
-    timeout_s: float
+    deadlines: Deadlines
     key: bytes  # the secret of these ranks
     settings: Settings = field(default_factory=Settings)
     address: str = ""  # of this rank; "" on one host
@@ -109,7 +110,7 @@ class Group:
     hosts: Hosts
     requested: str
     key: bytes
-    timeout_s: float
+    deadlines: Deadlines
     settings: Settings
 
     @property
@@ -204,7 +205,7 @@ def enter(group: Group, door: Door, addresses: Sequence[str], deadline: float) -
         hosts=group.hosts,
         backend=group.backend,
         requested=group.requested,
-        timeout_s=group.timeout_s,
+        deadlines=group.deadlines,
         key=group.key,
         settings=group.settings,
         address=door.tcp.endpoint[0] if door.tcp else "",
@@ -231,7 +232,7 @@ def _connect(
     if door.tcp is None:
         assert host_mesh is not None
         tuning = group.settings.table.row(group.world_size)
-        return _core.Communicator.create(host_mesh, timeout_s=group.timeout_s, **asdict(tuning))
+        return _core.Communicator.create(host_mesh, **group.deadlines.as_arguments(), **asdict(tuning))
 
     lines = plan_lines(group)
     endpoints = [(str(host), int(port)) for _, (host, port) in addresses]
@@ -251,14 +252,14 @@ def _connect(
         meshes.append(mesh)
         links = [[one.detach() for (purpose, _), one in each.items() if purpose == Purpose.LINK] for each in by_rank]
     if host_mesh is None:
-        return _core.Communicator.create_linked(mesh, links, timeout_s=group.timeout_s)
+        return _core.Communicator.create_linked(mesh, links, **group.deadlines.as_arguments())
     tuning = group.settings.table.row(len(group.beside))
     return _core.Communicator.create_hierarchical(
         mesh,
         host_mesh,
         list(group.hosts.of_rank),
         links,
-        timeout_s=group.timeout_s,
+        **group.deadlines.as_arguments(),
         slot_nbytes=tuning.slot_nbytes,
         slot_count=tuning.slot_count,
     )

@@ -32,7 +32,9 @@ from typing import Any
 import torch.distributed as dist
 
 from zcomm import _core
+from zcomm.bootstrap import deadlines
 
+_log = logging.getLogger("zcomm")
 _LAST_WORDS_S = 2.0
 _LOOK_S = 0.05
 _NEWCOMER = "newcomer"  # key: a rank has claimed a place
@@ -170,7 +172,7 @@ class Meeting:
                     if store.check(["failure"]):
                         failure = store.get("failure").decode()
                         store.add("acknowledged", 1)
-                        logging.getLogger("zcomm").error("rank %d leaves the job: %s", self._rank, failure)
+                        _log.error("rank %d leaves the job: %s", self._rank, failure)
                         give_up()
                         return
                     time.sleep(_LOOK_S)
@@ -249,23 +251,41 @@ class Meeting:
         """Return the text of each rank, once all are there and count."""
         store, names = self._store, [name_of(rank) for rank in range(self._world_size)]
         texts: list[str] = []
+        began, looked, has_warned = time.monotonic(), False, False
+
+        def missing() -> list[int]:
+            there = [store.check([name]) and counts(store.get(name).decode()) for name in names]
+            return [rank for rank, here in enumerate(there) if not here]
+
+        def report() -> None:
+            """Name the ranks that are late, once: the first of those that wait does it for all."""
+            nonlocal looked, has_warned
+            waited = time.monotonic() - began
+            if looked or waited < deadlines.WARN_S:
+                return
+            looked, late = True, missing()
+            has_warned = bool(late) and self._rank == min(set(range(self._world_size)) - set(late))
+            if has_warned:
+                _log.warning("init: %s after %.3g s", self._not_come(late), waited)
 
         def all_here() -> bool:
             nonlocal texts
             if not store.check(names):
                 self._look_for_lost()
+                report()
                 return self._check_failure()
             texts = [told.decode() for told in store.multi_get(names)]
             return all(counts(text) for text in texts) or self._check_failure()
 
         if not _wait(all_here, self._deadline):
-            there = [store.check([name]) and counts(store.get(name).decode()) for name in names]
-            missing = ", ".join(str(rank) for rank, here in enumerate(there) if not here)
-            raise TimeoutError(
-                f"init: rank(s) {missing} of {self._world_size} did not come to {self._place} within "
-                f"{self._patience_s:g} s"
-            )
+            raise TimeoutError(f"init: {self._not_come(missing())} within {self._patience_s:g} s")
+        if has_warned:
+            _log.warning("init: all ranks have come after %.3g s", time.monotonic() - began)
         return texts
+
+    def _not_come(self, ranks: list[int]) -> str:
+        listed = ", ".join(map(str, ranks))
+        return f"rank(s) {listed} of {self._world_size} did not come to {self._place}"
 
     def _look_for_lost(self) -> None:
         if (rank := self._lost()) is not None:

@@ -7,6 +7,7 @@ zcomm has no discovery of its own. Rank and world size come from the launcher (t
 from __future__ import annotations
 
 import errno
+import logging
 import operator
 import os
 import secrets
@@ -25,7 +26,9 @@ from typing import Any, SupportsIndex
 import torch.distributed as dist
 
 from zcomm import _core
+from zcomm.bootstrap import deadlines as _deadlines
 from zcomm.bootstrap.auth import derive_key
+from zcomm.bootstrap.deadlines import Deadlines
 from zcomm.bootstrap.hosts import Hosts, host_id, machine_id
 from zcomm.bootstrap.join import Door, Group, Joined, Settings, enter
 from zcomm.bootstrap.meeting import Meeting, start_of, stat_of
@@ -225,9 +228,18 @@ def _open_tcp_store(job: Job, host: str, port: int, deadline: float, timeout: fl
     """Open the store in short attempts, as Ctrl-C does not reach one; the ranks are waited for later, by name."""
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun serves the port itself
     is_master = job.rank == 0 and not agent
+    began, has_warned = time.monotonic(), False
     while True:
         _core.check_stop()
         left = deadline - time.monotonic()
+        if not has_warned and left > 0 and time.monotonic() - began >= _deadlines.WARN_S:
+            has_warned = True
+            logging.getLogger("zcomm").warning(
+                "init: rank %d has waited %.0f s for rank 0 to answer at %s",
+                job.rank,
+                _deadlines.WARN_S,
+                job.init_method,
+            )
         if not is_master and not _answers(host, port, min(1.0, max(0.1, left))):
             if left <= 0:
                 raise _unanswered(job, timeout)
@@ -299,19 +311,19 @@ def _answers(host: str, port: int, patience: float) -> bool:
     return True
 
 
-def join(job: Job, backend: str, timeout: float, generation: int) -> Joined:
+def join(job: Job, backend: str, deadlines: Deadlines, generation: int) -> Joined:
     """Join the job's ranks. ``generation`` counts the init() calls of this process.
 
     backend: one of ``_join.OWN_BACKENDS``. Raises: as join_through_store.
     """
     if job.world_size == 1:
-        return join_through_store(None, 0, 1, backend, timeout)
-    deadline = time.monotonic() + timeout
+        return join_through_store(None, 0, 1, backend, deadlines.timeout_s, deadlines)
+    deadline = time.monotonic() + deadlines.timeout_s
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     prefix = f"zcomm/{restart}/{generation}"
     try:
         with descriptor_limit_named(f"init: rank {job.rank} cannot meet the others"):
-            store = dist.PrefixStore(prefix, open_store(job, deadline, timeout))
+            store = dist.PrefixStore(prefix, open_store(job, deadline, deadlines.timeout_s))
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise _port_taken(job, prefix, error) from error
@@ -320,7 +332,7 @@ def join(job: Job, backend: str, timeout: float, generation: int) -> Joined:
     where = job.init_method or ""
     linger_s = 0.0 if job.name else LINGER_S
     return join_through_store(
-        store, job.rank, job.world_size, backend, left, timeout, where, master_of(job), job.name, linger_s
+        store, job.rank, job.world_size, backend, left, deadlines, where, master_of(job), job.name, linger_s
     )
 
 
@@ -346,7 +358,7 @@ def join_through_store(
     world_size: int,
     backend: str,
     join_timeout: float,
-    timeout: float | None = None,
+    deadlines: Deadlines | None = None,
     where: str = "the store",
     master: str | None = None,
     job: str = "",
@@ -355,18 +367,19 @@ def join_through_store(
 ) -> Joined:
     """Join the ranks that share ``store``, which they alone write to and which is trusted: their token lies in it.
 
-    join_timeout: of joining; timeout: of later operations, the same if not given. where: the store's name, for errors.
-    master: a host that all have a route to. job, linger_s, lost: see ``Meeting``. A world of one needs no store. The
-    keys are ``meeting_keys(world_size)``.
+    join_timeout: of joining, in seconds; deadlines: of later operations, exactly as long if not given. where: the
+    store's name, for errors. master: a host that all have a route to. job, linger_s, lost: see ``Meeting``. A world of
+    one needs no store. The keys are ``meeting_keys(world_size)``.
     Raises: TimeoutError naming the ranks that did not come. ValueError when ``backend`` does not reach them, or for
     environment variables. RuntimeError with what kept another rank from it, or when a rank came twice. PeerLost,
     OSError.
     """
     deadline = time.monotonic() + join_timeout
+    deadlines = deadlines or Deadlines.exactly(join_timeout)
     meeting: Meeting | None = None
     if world_size > 1:
         assert store is not None
-        meeting = Meeting(store, rank, world_size, deadline, where, timeout or join_timeout, job, lost)
+        meeting = Meeting(store, rank, world_size, deadline, where, deadlines.timeout_s, job, lost)
     mine = {"host": host_id(), "machine": machine_id()}
     if rank == 0:
         mine |= {"token": secrets.token_hex(32), "settings": Settings.read().to_text()}
@@ -377,7 +390,7 @@ def join_through_store(
         hosts=Hosts.of([each["host"] for each in members], [each["machine"] for each in members]),
         requested=backend,
         key=derive_key(bytes.fromhex(members[0]["token"]), b"job"),
-        timeout_s=timeout or join_timeout,
+        deadlines=deadlines,
         settings=Settings.of_text(members[0]["settings"]),
     )
     door = Door(group, master)

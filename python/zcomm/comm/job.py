@@ -6,16 +6,15 @@ import atexit
 import functools
 import importlib
 import logging
-import numbers
 import os
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from zcomm import _core
 from zcomm.bootstrap import rendezvous
+from zcomm.bootstrap.deadlines import Deadlines
 from zcomm.bootstrap.join import AUTO_ON_CUDA, CUDA_BACKENDS, JOINERS, OWN_BACKENDS, Joined
 from zcomm.comm.communicator import Communicator, close_all
 
@@ -23,12 +22,11 @@ _lock = threading.RLock()  # a signal's handler may call shutdown() within init(
 _joining: _core.Stop | None = None
 _current: Communicator | None = None
 _generation = 0
-MOST_TIMEOUT_S = 1e9  # what the clocks below take
 
 
 def init(
     backend: str = "auto",
-    timeout: float = 60.0,
+    timeout: float | None = None,
     device: str | torch.device | None = None,
     *,
     rank: int | None = None,
@@ -43,7 +41,8 @@ def init(
     if its devices reach each other (or where all ranks have one device), else nccl. "zcomm", the name among
     torch.distributed's backends, is "auto". What was chosen is in ``Communicator.backend``, and rank 0 logs it once
     (logger "zcomm", INFO).
-    timeout: seconds, at most 1e9; the deadline of joining and of every later operation.
+    timeout: seconds, at most 1e9: the deadline of joining and of every later operation. None: DEEPSPEED_TIMEOUT
+    minutes; without that variable 10 minutes, and an operation waits for ranks that show life, up to 30 minutes.
     device: where tensors will be: "cpu", "cuda" (ranks of a host take its devices in turns) or "cuda:1". None: the CPU,
     with a CUDA backend "cuda".
     rank, world_size, init_method ("tcp://host:port" | "file://path"): given together, or taken from torchrun, mpirun,
@@ -56,7 +55,7 @@ def init(
     global _current, _generation, _joining
     backend = "auto" if backend == "zcomm" else backend
     join = _joiner(backend, None if device is None else torch.device(device))
-    _check_timeout(timeout)
+    deadlines = Deadlines.of(timeout)
     with _lock:
         if _current is not None:
             return _current
@@ -69,7 +68,7 @@ def init(
         stop = _joining = _core.Stop("init: zcomm.shutdown() was called while this rank was joining the job")
         try:
             with stop:
-                joined = join(job, float(timeout), _generation)
+                joined = join(job, deadlines, _generation)
             comm = _current = Communicator(joined)
         finally:
             _joining = None
@@ -83,16 +82,11 @@ def init(
         return comm
 
 
-def _check_timeout(timeout: Any) -> None:
-    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real) or not 0 < float(timeout) <= MOST_TIMEOUT_S:
-        raise ValueError(f"init: timeout={timeout!r}: expected seconds, more than 0 and at most {MOST_TIMEOUT_S:g}")
-
-
 def _is_cuda(device: str | torch.device | None) -> bool:
     return device is not None and torch.device(device).type == "cuda"
 
 
-def _joiner(backend: str, device: torch.device | None) -> Callable[[rendezvous.Job, float, int], Joined]:
+def _joiner(backend: str, device: torch.device | None) -> Callable[[rendezvous.Job, Deadlines, int], Joined]:
     """Return the function that joins a job by ``backend``. Raises: ValueError, NotImplementedError."""
     if backend not in (*OWN_BACKENDS, *JOINERS):
         raise ValueError(f"init: backend={backend!r} is not one of {', '.join((*OWN_BACKENDS, *JOINERS))}")
@@ -106,7 +100,7 @@ def _joiner(backend: str, device: torch.device | None) -> Callable[[rendezvous.J
     if device is not None and not on_cuda and backend in CUDA_BACKENDS:
         raise ValueError(f"init: backend={backend!r} moves CUDA tensors, not those of device='{device}'")
     if backend in OWN_BACKENDS and not on_cuda:
-        return lambda job, timeout, generation: rendezvous.join(job, backend, timeout, generation)
+        return lambda job, deadlines, generation: rendezvous.join(job, backend, deadlines, generation)
     try:
         module = importlib.import_module(AUTO_ON_CUDA if backend == "auto" else JOINERS[backend])
     except ModuleNotFoundError as error:

@@ -34,7 +34,7 @@ def split(parent: Splittable, joined: Joined, color: int | None, key: int, name:
 
     door = None if group is None else Door(group, address=joined.address)
     try:
-        deadline = time.monotonic() + joined.timeout_s
+        deadline = time.monotonic() + joined.deadlines.timeout_s
         told = b"" if door is None else door.address.encode()
         answers = _gather(parent, told, _MOST_ADDRESS_NBYTES, f"{what}: addresses")
         if group is None or door is None:
@@ -81,6 +81,6 @@ def _part(rank: int, joined: Joined, color: int, places: list[tuple[bool, int, i
         hosts=hosts,
         requested=requested,
         key=derive_key(joined.key, b"split", nonces, color.to_bytes(8, "big")),
-        timeout_s=joined.timeout_s,
+        deadlines=joined.deadlines,
         settings=joined.settings,
     )

@@ -24,6 +24,8 @@ constexpr std::chrono::milliseconds kFarewell{1000};  // for the others to let g
 CommOptions host_options(const CudaIpcOptions& options) {
   CommOptions host;
   host.timeout_s = options.timeout_s;
+  host.limit_s = options.limit_s;
+  host.warn_s = options.warn_s;
   host.slot_nbytes = kHostSlotNbytes;
   host.slot_count = 1;
   return host;
@@ -43,10 +45,10 @@ CudaIpcEngine::CudaIpcEngine(std::shared_ptr<net::Mesh> mesh, std::shared_ptr<de
                              const CudaIpcOptions& options, SymmetricMemory& symmetric)
     : mesh_(std::move(mesh)),
       memory_(*mesh_, host_options(options)),
-      liveness_(mesh_, memory_, options.timeout_s),
+      liveness_(mesh_, memory_, times_of(options)),
       arrival_(memory_, liveness_),
       device_liveness_(
-          std::make_shared<DeviceLiveness>(std::move(device), &liveness_, memory_.rank(), options.timeout_s)),
+          std::make_shared<DeviceLiveness>(std::move(device), &liveness_, memory_.rank(), liveness_.longest_s())),
       tickets_(device_liveness_) {
   try {
     set_up(options.slot_nbytes, symmetric);

@@ -40,8 +40,10 @@
 namespace zcomm::coll {
 
 struct CudaIpcOptions {
-  double timeout_s = 60.0;
+  double timeout_s = 600.0;
   std::size_t slot_nbytes = 4 << 20;  ///< of a staging slot; there are four
+  double limit_s = 0.0;               ///< as CommOptions has them
+  double warn_s = 60.0;
 };
 
 class CudaIpcEngine final : public Engine {
@@ -59,7 +61,7 @@ class CudaIpcEngine final : public Engine {
   Messenger& messenger() override;
   void close() noexcept override;
   void suspend_deadline(bool suspended) override;
-  double timeout_s() const override { return liveness_.timeout_s(); }
+  double longest_s() const override { return liveness_.longest_s(); }
   std::size_t nbytes() const override { return memory_.nbytes() + (slots_ ? slots_->nbytes() : 0); }
 
  private:

@@ -39,7 +39,7 @@ class NcclEngine final : public Engine {
   Messenger& messenger() override;
   void close() noexcept override;
   void suspend_deadline(bool suspended) override;
-  double timeout_s() const override { return timeout_s_; }
+  double longest_s() const override { return timeout_s_; }
   std::size_t nbytes() const override { return control_.memory().slot_nbytes; }
 
  private:

@@ -38,7 +38,7 @@ class HierarchicalEngine final : public Engine {
   int world_size() const override { return topology_.map().world_size(); }
   Messenger& messenger() override { return topology_.group().messenger(); }
   void close() noexcept override { topology_.close(); }
-  double timeout_s() const override { return topology_.timeout_s(); }
+  double longest_s() const override { return topology_.longest_s(); }
   void suspend_deadline(bool suspended) override {
     topology_.host_engine().suspend_deadline(suspended);
     topology_.group().suspend_deadline(suspended);

@@ -17,6 +17,8 @@ constexpr double kCertainty_s = 0.5;  // for the failure that ended the other le
 CommOptions host_options(const HierarchicalOptions& options) {
   CommOptions host;
   host.timeout_s = options.link.timeout_s;
+  host.limit_s = options.link.limit_s;
+  host.warn_s = options.link.warn_s;
   host.slot_nbytes = options.slot_nbytes;
   host.slot_count = options.slot_count;
   return host;
@@ -49,10 +51,16 @@ Topology::Topology(std::shared_ptr<net::Mesh> mesh, std::shared_ptr<net::Mesh> h
     : mesh_(std::move(mesh)),
       map_(std::move(map)),
       rank_(mesh_->rank()),
-      timeout_s_(options.link.timeout_s),
       host_engine_(std::move(host_mesh), host_options(options), symmetric),
       group_(mesh_, group_members(), std::move(links), options.link),
-      gathered_(static_cast<std::size_t>(map_.places())) {}
+      gathered_(static_cast<std::size_t>(map_.places())) {
+  host_engine_.set_context([this] { return context(); });
+}
+
+std::string Topology::context() const {
+  return text(describe(signature_), " (operation ", signature_.sequence, "), among ranks ",
+              net::list_ranks(map_.ranks[static_cast<std::size_t>(host())]), " of one host, there counted from 0: ");
+}
 
 std::vector<int> Topology::group_members() const {
   std::vector<int> members;
@@ -132,9 +140,7 @@ void Topology::fail() {
     const auto loss = mesh_->lost(lost);
     group_.fail(loss && !loss->said_goodbye ? FailureReport::Cause::died : FailureReport::Cause::left, lost, {});
   } catch (const Timeout& error) {
-    group_.fail(
-        FailureReport::Cause::late, rank_,
-        text(during, ", among ranks ", net::list_ranks(beside), " of one host, there counted from 0: ", error.what()));
+    group_.fail(FailureReport::Cause::late, rank_, text(context(), error.what()));
   } catch (const std::exception& error) {
     if (group_.sockets().is_closing())
       group_.fail(FailureReport::Cause::left, rank_, {});

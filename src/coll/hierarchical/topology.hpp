@@ -56,16 +56,17 @@ class Topology {
   TcpGroup& group() { return group_; }
   const TcpGroup& group() const { return group_; }
   void close() noexcept;
-  double timeout_s() const { return timeout_s_; }
+  double longest_s() const { return host_engine_.longest_s(); }
 
  private:
+  /// "all_reduce ... (operation 3), among ranks 2, 3 of one host, there counted from 0: "
+  std::string context() const;
   void run_part(int own, int ranks);
   std::vector<int> group_members() const;
 
   std::shared_ptr<net::Mesh> mesh_;
   const HostMap map_;
   const int rank_;
-  const double timeout_s_;
   ShmEngine host_engine_;
   TcpGroup group_;
   Signature signature_{};  // of the entered operation

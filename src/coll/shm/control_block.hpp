@@ -41,6 +41,7 @@ struct ControlBlock {
   Counter counters[kStageCount];  ///< [arrived] is not used
   alignas(128) std::atomic<std::uint32_t> closed{0};
   std::atomic<std::uint32_t> suspended{0};  ///< its deadline: see Communicator::suspend_deadline
+  std::atomic<std::uint32_t> warned{0};     ///< rank 0's counts: the last operation with late ranks that were reported
   alignas(128) std::atomic<std::uint32_t> poison{0};
   char failure[1024] = {};  ///< this rank's message if `poison` names it as the one that noticed
 

@@ -14,7 +14,7 @@ ShmEngine::ShmEngine(std::shared_ptr<net::Mesh> mesh, const CommOptions& options
     : mesh_(std::move(mesh)),
       symmetric_(symmetric),
       memory_(*mesh_, options),
-      liveness_(mesh_, memory_, options.timeout_s),
+      liveness_(mesh_, memory_, times_of(options)),
       arrival_(memory_, liveness_),
       slot_ring_(memory_, liveness_),
       staged_(memory_, liveness_, slot_ring_),
@@ -22,7 +22,7 @@ ShmEngine::ShmEngine(std::shared_ptr<net::Mesh> mesh, const CommOptions& options
       direct_(memory_, liveness_),
       one_shot_(memory_, options.one_shot_nbytes),
       peer_copy_(memory_, liveness_, slot_ring_, symmetric_),
-      messenger_(mesh_, memory_, options.timeout_s) {}
+      messenger_(mesh_, memory_, times_of(options)) {}
 
 void ShmEngine::close() noexcept {
   liveness_.close();
@@ -62,7 +62,7 @@ void ShmEngine::work(Operation& operation) {
     case OpKind::allocate_shared: {
       const bool shared = operation.signature.kind == OpKind::allocate_shared;
       try {
-        operation.allocate->buffer = symmetric_.make(*mesh_, operation.signature.count, shared, liveness_.timeout_s());
+        operation.allocate->buffer = symmetric_.make(*mesh_, operation.signature.count, shared, liveness_.longest_s());
       } catch (const AllocationRefused&) {
         operation.allocate->refused = std::current_exception();  // all ranks know; nothing is broken
       }

@@ -3,7 +3,10 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <string>
+#include <utility>
 
 #include "coll/engine.hpp"
 #include "coll/shm/arrival.hpp"
@@ -29,7 +32,9 @@ class ShmEngine final : public Engine {
   Messenger& messenger() override { return messenger_; }
   void close() noexcept override;
   void suspend_deadline(bool suspended) override { liveness_.suspend_deadline(suspended); }
-  double timeout_s() const override { return liveness_.timeout_s(); }
+  double longest_s() const override { return liveness_.longest_s(); }
+  /// As Liveness::set_context.
+  void set_context(std::function<std::string()> context) { liveness_.set_context(std::move(context)); }
   std::size_t nbytes() const override { return memory_.nbytes() + messenger_.nbytes(); }
 
  private:

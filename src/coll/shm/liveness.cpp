@@ -7,6 +7,7 @@
 
 #include "base/error.hpp"
 #include "base/interrupt.hpp"
+#include "base/notices.hpp"
 
 namespace zcomm::coll {
 namespace {
@@ -21,6 +22,12 @@ std::uint32_t encode(int cause, int noticed_by, int rank) {
          static_cast<std::uint32_t>(rank);
 }
 
+std::string join(const std::vector<int>& ranks) {
+  std::string joined;
+  for (const int rank : ranks) joined += text(joined.empty() ? "" : ", ", rank);
+  return joined;
+}
+
 const char* waiting_for(Stage stage) {
   static constexpr const char* words[] = {"to enter it", "to bring its data", "to reduce its chunk",
                                           "to take its results", "to finish it"};
@@ -29,11 +36,11 @@ const char* waiting_for(Stage stage) {
 
 }  // namespace
 
-Liveness::Liveness(std::shared_ptr<net::Mesh> mesh, const HostMemory& memory, double timeout_s)
+Liveness::Liveness(std::shared_ptr<net::Mesh> mesh, const HostMemory& memory, const WaitTimes& times)
     : mesh_(std::move(mesh)),
       memory_(memory),
-      timeout_s_(timeout_s),
-      patience_(Patience::of(memory.world_size(), memory.cpu_count())) {
+      patience_(Patience::of(memory.world_size(), memory.cpu_count())),
+      clock_(times) {
   if (static_cast<std::uint32_t>(memory.world_size()) > kRankLimit)
     throw InvalidArgument(text("world_size=", memory.world_size(), ": at most ", kRankLimit, " ranks on one host"));
   callback_ = mesh_->on_loss([this](net::Loss loss) {
@@ -49,13 +56,14 @@ Liveness::~Liveness() { mesh_->forget(callback_); }
 void Liveness::begin(const Signature& signature) {
   current_ = &signature;
   has_deadline_ = false;
+  warned_of_.clear();
   if (closing_) throw Error(text("communicator was closed before ", describe(signature), " ran"));
   throw_if_poisoned();
 }
 
 void Liveness::restart_clock() {
   has_deadline_ = true;
-  deadline_ = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s_));
+  clock_.start(Clock::now());
 }
 
 bool Liveness::is_suspended(int rank) const {
@@ -68,9 +76,12 @@ void Liveness::suspend_deadline(bool suspended) noexcept {
 
 void Liveness::wait(Stage stage, int peer, std::uint32_t target) {
   Signal& signal = memory_.block(peer).signal(stage, target);
-  if (wait_awake(signal, target, patience_)) return;
-  if (!has_deadline_) restart_clock();
-  while (!wait_asleep(signal, target, std::min(deadline_, Clock::now() + kSlice))) look_around(stage, peer, target);
+  if (!wait_awake(signal, target, patience_)) {
+    if (!has_deadline_) restart_clock();
+    while (!wait_asleep(signal, target, std::min(clock_.next(), Clock::now() + kSlice)))
+      look_around(stage, peer, target);
+  }
+  if (!warned_of_.empty()) tell_arrival();
 }
 
 void Liveness::wait_for_peers(Stage stage, std::uint32_t target) {
@@ -90,30 +101,66 @@ void Liveness::look_around(Stage stage, int peer, std::uint32_t target) {
     poison(loss && !loss->said_goodbye ? Cause::died : Cause::left, peer);
     throw_if_poisoned();
   }
-  if (Clock::now() >= deadline_) give_up_late(stage, peer, target);
+  const auto now = Clock::now();
+  if (!clock_.is_warning_due(now) && !clock_.is_over(now)) return;
+  const std::vector<int> late = late_ranks(stage, peer, target);
+  if (late.empty()) return;  // it came after all
+  if (is_suspended(memory_.rank()) || std::any_of(late.begin(), late.end(), [&](int r) { return is_suspended(r); }))
+    return restart_clock();
+  if (!clock_.is_over(now)) return warn(stage, target, late);
+  const bool show_life = std::none_of(late.begin(), late.end(), [&](int rank) {
+    const auto process = mesh_->process(rank);  // one that has ended is lost, which is no matter of time
+    return process && process->is_stopped;
+  });
+  if (!show_life || !clock_.extend(now)) give_up_late(stage, late);
 }
 
-void Liveness::give_up_late(Stage stage, int waited_for, std::uint32_t target) {
+std::vector<int> Liveness::late_ranks(Stage stage, int waited_for, std::uint32_t target) const {
   // At entry and exit every rank is needed, so every missing rank is named.
   const bool all = stage == Stage::arrived || stage == Stage::done;
-  std::string late, last_operations;
-  int late_rank = -1;
-  if (is_suspended(memory_.rank())) return restart_clock();
-  for (int peer = 0; peer < memory_.world_size(); ++peer) {
-    if (peer == memory_.rank() || (!all && peer != waited_for)) continue;
-    if (has_reached(peer, stage, target)) continue;
-    if (is_suspended(peer)) return restart_clock();
-    if (late_rank < 0) late_rank = peer;
-    late += text(late.empty() ? "" : ", ", peer);
-    last_operations += text("; rank ", peer, " ", last_operation(peer));
-  }
-  if (late_rank < 0) return;  // it came after all
-  const std::string what = text(during(), ": rank ", memory_.rank(), " waited ", timeout_s_, " s for rank ", late, " ",
-                                waiting_for(stage), last_operations);
+  std::vector<int> late;
+  for (int peer = 0; peer < memory_.world_size(); ++peer)
+    if (peer != memory_.rank() && (all || peer == waited_for) && !has_reached(peer, stage, target))
+      late.push_back(peer);
+  return late;
+}
+
+void Liveness::give_up_late(Stage stage, const std::vector<int>& late) {
   ControlBlock& own = memory_.own();
-  std::strncpy(own.failure, what.c_str(), sizeof(own.failure) - 1);
-  poison(Cause::late, late_rank);
+  std::strncpy(own.failure, complaint(stage, late, true).c_str(), sizeof(own.failure) - 1);
+  poison(Cause::late, late.front());
   throw_if_poisoned();
+}
+
+/// One rank of those that wait in the operation posts it.
+void Liveness::warn(Stage stage, std::uint32_t target, const std::vector<int>& late) {
+  clock_.set_warned();
+  const std::uint32_t sequence = current_ == nullptr ? 0 : current_->sequence;
+  if (memory_.block(0).warned.exchange(sequence, std::memory_order_acq_rel) == sequence) return;
+  warned_of_ = late, warned_stage_ = stage, warned_target_ = target;
+  post_notice(text(context_(), complaint(stage, late, false)));
+}
+
+void Liveness::tell_arrival() {
+  for (const int rank : warned_of_)
+    if (!has_reached(rank, warned_stage_, warned_target_)) return;
+  post_notice(
+      text(context_(), during(), ": rank ", join(warned_of_), " came after ", clock_.waited_s(Clock::now()), " s"));
+  warned_of_.clear();
+}
+
+/// Of late ranks, at the deadline or before it.
+std::string Liveness::complaint(Stage stage, const std::vector<int>& late, bool has_ended) const {
+  std::string details;
+  for (const int rank : late) {
+    details += text("; rank ", rank);
+    const auto process = mesh_->process(rank);
+    if (process && (!has_ended || process->is_stopped)) details += text(" (process ", process->pid, " of this host)");
+    if (process && process->is_stopped) details += " is stopped (SIGSTOP, or a debugger);";
+    details += text(" ", last_operation(rank));
+  }
+  return text(during(), ": rank ", memory_.rank(), has_ended ? " waited " : " has waited ",
+              clock_.waited_s(Clock::now()), " s for rank ", join(late), " ", waiting_for(stage), details);
 }
 
 bool Liveness::has_reached(int peer, Stage stage, std::uint32_t target) const {

@@ -9,16 +9,19 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
+#include "coll/late_clock.hpp"
 #include "coll/shm/control_block.hpp"
 
 namespace zcomm::coll {
 
 class Liveness {
  public:
-  Liveness(std::shared_ptr<net::Mesh> mesh, const HostMemory& memory, double timeout_s);
+  Liveness(std::shared_ptr<net::Mesh> mesh, const HostMemory& memory, const WaitTimes& times);
   ~Liveness();
   Liveness(const Liveness&) = delete;
   Liveness& operator=(const Liveness&) = delete;
@@ -43,7 +46,10 @@ class Liveness {
   /// While suspended, neither this rank nor those that wait for it are at the deadline.
   void suspend_deadline(bool suspended) noexcept;
 
-  double timeout_s() const { return timeout_s_; }
+  /// The longest that a wait may last.
+  double longest_s() const { return clock_.times().longest_s(); }
+  /// Words that begin each notice: which operation this one is a part of, and on which ranks.
+  void set_context(std::function<std::string()> context) { context_ = std::move(context); }
 
  private:
   enum class Cause : std::uint8_t { none, died, left, late, failed };
@@ -51,7 +57,12 @@ class Liveness {
   [[noreturn]] void throw_poison(std::uint32_t word, const std::string& during) const;
   void poison(Cause cause, int rank) const noexcept;
   void look_around(Stage stage, int peer, std::uint32_t target);
-  void give_up_late(Stage stage, int waited_for, std::uint32_t target);
+  /// The ranks that this one waits for.
+  std::vector<int> late_ranks(Stage stage, int waited_for, std::uint32_t target) const;
+  void give_up_late(Stage stage, const std::vector<int>& late);
+  void warn(Stage stage, std::uint32_t target, const std::vector<int>& late);
+  void tell_arrival();
+  std::string complaint(Stage stage, const std::vector<int>& late, bool has_ended) const;
   void restart_clock();
   bool is_suspended(int rank) const;
   bool has_reached(int peer, Stage stage, std::uint32_t target) const;
@@ -60,11 +71,14 @@ class Liveness {
 
   std::shared_ptr<net::Mesh> mesh_;
   const HostMemory& memory_;
-  double timeout_s_;
   Patience patience_;
   const Signature* current_ = nullptr;
-  Clock::time_point deadline_;
-  bool has_deadline_ = false;  // the clock is read when waiting begins to take long
+  LateClock clock_;
+  bool has_deadline_ = false;   // the clock is read when waiting begins to take long
+  std::vector<int> warned_of_;  // until they have come
+  Stage warned_stage_{};
+  std::uint32_t warned_target_ = 0;
+  std::function<std::string()> context_ = [] { return std::string(); };
   std::atomic<bool> closing_{false};
   int callback_ = -1;
 };

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/error.hpp"
+#include "net/tcp.hpp"
 
 namespace zcomm::coll {
 namespace {
@@ -243,6 +244,7 @@ void TcpControl::end_frame(int index) {
   Peer& peer = peers_[static_cast<std::size_t>(index)];
   peer.body = false;
   peer.head_nbytes = 0;
+  peer.heard = Clock::now();
   switch (peer.head.kind) {
     case FrameKind::poison:
       failure_.set(decode(peer.control));
@@ -264,6 +266,7 @@ void TcpControl::end_frame(int index) {
       Signature signature;
       std::memcpy(&signature, peer.control.data(), sizeof signature);
       signature.name[sizeof(signature.name) - 1] = signature.site[sizeof(signature.site) - 1] = '\0';
+      peer.told = signature;
       if (peer.head.id == question_) answers_[static_cast<std::size_t>(index)] = signature;
       return answered_.notify_all();
     }
@@ -314,6 +317,11 @@ void TcpControl::suspend_deadline(bool suspended) {
   suspended_ += suspended ? 1 : -1;
   for (int peer = 0; peer < world_size(); ++peer)
     enqueue(peer, {.kind = suspended ? FrameKind::suspend : FrameKind::resume});
+}
+
+std::string TcpControl::host_of(int peer) const {
+  const std::string address = net::peer_address(peers_[static_cast<std::size_t>(peer)].socket.get());
+  return address.empty() ? address : text(" (host ", address, ")");
 }
 
 void TcpControl::set_entered(const Signature& signature) {

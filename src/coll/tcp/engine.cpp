@@ -16,7 +16,7 @@ class TcpEngine final : public Engine {
   TcpEngine(std::shared_ptr<net::Mesh> mesh, std::vector<PeerSockets> links, const TcpOptions& options,
             SymmetricMemory& memory)
       : memory_(memory),
-        timeout_s_(options.timeout_s),
+        longest_s_(times_of(options).longest_s()),
         group_(mesh, all_ranks(mesh->world_size()), std::move(links), options) {}
 
   int rank() const override { return group_.rank(); }
@@ -24,7 +24,7 @@ class TcpEngine final : public Engine {
   Messenger& messenger() override { return group_.messenger(); }
   void close() noexcept override { group_.close(); }
   void suspend_deadline(bool suspended) override { group_.suspend_deadline(suspended); }
-  double timeout_s() const override { return timeout_s_; }
+  double longest_s() const override { return longest_s_; }
   std::size_t nbytes() const override { return group_.nbytes(); }
 
   void run(Operation& operation) override {
@@ -45,7 +45,7 @@ class TcpEngine final : public Engine {
   }
 
   SymmetricMemory& memory_;
-  const double timeout_s_;
+  const double longest_s_;
   TcpGroup group_;
 };
 

@@ -22,8 +22,10 @@ namespace zcomm::coll {
 using PeerSockets = std::vector<UniqueFd>;
 
 struct TcpOptions {
-  double timeout_s = 60.0;                 ///< deadline of every operation, from the moment it starts
+  double timeout_s = 600.0;                ///< deadline of every operation, from the moment it starts
   std::size_t segment_nbytes = 256 << 10;  ///< the pipelined piece of a ring
+  double limit_s = 0.0;                    ///< as CommOptions has them
+  double warn_s = 60.0;
 };
 
 /// Collective over `mesh`. links: by rank of the mesh, two sockets or more per peer, none for the rank itself.

@@ -30,8 +30,8 @@ struct Options {
 TcpGroup::TcpGroup(std::shared_ptr<net::Mesh> mesh, std::vector<int> members, std::vector<PeerSockets> links,
                    TcpOptions options)
     : control_(mesh->rank(), take_message_sockets(links), failure_),
-      sockets_(mesh, members, pick(links, members), control_, options.timeout_s),
-      messenger_(control_, options.timeout_s),
+      sockets_(mesh, members, pick(links, members), control_, times_of(options)),
+      messenger_(control_, times_of(options)),
       arrival_(sockets_),
       small_(sockets_, arrival_),
       direct_(sockets_),

@@ -6,11 +6,13 @@
 
 #include "base/error.hpp"
 #include "base/interrupt.hpp"
+#include "base/notices.hpp"
 
 namespace zcomm::coll {
 namespace {
 
-constexpr double kSlice_s = 0.05;  // between looks at signals
+constexpr double kSlice_s = 0.05;           // between looks at signals
+constexpr std::chrono::seconds kAnswer{2};  // for a rank to show that it lives
 
 template <class Buffers>
 std::uint64_t total_of(const Buffers& buffers) {
@@ -29,9 +31,9 @@ std::vector<iovec> pieces_of(const Buffers& buffers, std::size_t size) {
 
 }  // namespace
 
-TcpMessenger::TcpMessenger(TcpControl& post, double timeout_s)
+TcpMessenger::TcpMessenger(TcpControl& post, const WaitTimes& times)
     : control_(post),
-      timeout_s_(timeout_s),
+      times_(times),
       peers_(static_cast<std::size_t>(post.world_size())),
       matching_(post.world_size()),
       give_up_(std::make_shared<GiveUp>([this](const Completion& completion) { give_up(completion); })) {
@@ -132,8 +134,8 @@ bool TcpMessenger::all_gone() const {
 
 TcpMessenger::Pending TcpMessenger::make(bool is_send, int peer, int tag, DType dtype, const Call& call) {
   Pending pending{is_send, peer, tag, dtype, 0, {}, call.site};
-  pending.deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                                        std::chrono::duration<double>(std::min(timeout_s_, 1e9)));
+  pending.clock = LateClock(times_);
+  pending.clock.start(Clock::now());
   pending.completion = completions_.acquire();
   return pending;
 }
@@ -158,6 +160,8 @@ void TcpMessenger::end_pending(Place place, std::exception_ptr error) {
   if (!place->is_send) matching_.remove(place);
   if (place->granted && place->is_send) control_.withdraw(place->peer, place->id);
   if (place->granted && !place->is_send) control_.discard_incoming(place->peer, place->id);
+  if (!error && place->clock.has_warned())
+    post_notice(text(describe(*place), " ended after ", place->clock.waited_s(Clock::now()), " s"));
   const std::shared_ptr<Completion> completion = std::move(place->completion);
   pending_.erase(place);
   completion->finish(std::move(error));
@@ -167,18 +171,51 @@ Clock::time_point TcpMessenger::expire(Clock::time_point now) {
   auto next = now + std::chrono::hours(1);
   for (auto place = pending_.begin(); place != pending_.end();) {
     const auto current = place++;
-    if (current->deadline <= now && control_.any_suspended())
-      current->deadline =
-          now + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::min(timeout_s_, 1e9)));
-    if (current->deadline <= now) {
+    LateClock& clock = current->clock;
+    if (clock.next() <= now && control_.any_suspended()) clock.start(now);
+    if (clock.next() <= now && !look_at_late(*current, now)) {
       const char* const what = current->granted ? "was not complete" : "found no counterpart";
-      end_pending(current,
-                  std::make_exception_ptr(Timeout(text(describe(*current), " ", what, " within ", timeout_s_, " s"))));
+      end_pending(current, std::make_exception_ptr(
+                               Timeout(text(describe(*current), " ", what, " within ", clock.waited_s(now), " s"))));
     } else {
-      next = std::min(next, current->deadline);
+      const bool has_asked = current->asked != Clock::time_point{};
+      next = std::min(next, has_asked ? current->asked + kAnswer : clock.next());
     }
   }
   return next;
+}
+
+/// When the warning or the deadline is due; false: the message has ended. The peer is asked for a sign of life first.
+bool TcpMessenger::look_at_late(Pending& pending, Clock::time_point now) {
+  LateClock& clock = pending.clock;
+  const bool is_over = clock.is_over(now);
+  if (is_over && clock.is_exact()) return false;
+  bool has_answered = !all_gone();
+  if (pending.peer >= 0) {
+    if (pending.asked == Clock::time_point{}) {
+      pending.asked = now;
+      control_.ask(pending.peer);
+    }
+    has_answered = control_.heard(pending.peer) >= pending.asked;
+    if (!has_answered && now < pending.asked + kAnswer) return true;
+    pending.asked = {};
+  }
+  if (is_over) return has_answered && clock.extend(now);
+  clock.set_warned();
+  post_notice(late_message(pending, has_answered));
+  return true;
+}
+
+std::string TcpMessenger::late_message(const Pending& pending, bool has_answered) const {
+  std::string what =
+      text(describe(pending), ": rank ", control_.rank(), " has waited ", pending.clock.waited_s(Clock::now()),
+           " s; it ", pending.granted ? "is not complete" : "has found no counterpart");
+  if (pending.peer < 0) return what;
+  what += text("; rank ", pending.peer, control_.host_of(pending.peer), " ");
+  const Signature& told = control_.told(pending.peer);
+  if (!has_answered) return what + "does not answer (is its process stopped?)";
+  if (told.sequence == 0) return what + "has called no collective yet";
+  return what + text("last entered operation ", told.sequence, ", ", coll::describe(told));
 }
 
 void TcpMessenger::gone(int peer) {

@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "coll/late_clock.hpp"
 #include "coll/matching.hpp"
 #include "coll/messenger.hpp"
 #include "coll/tcp/sockets.hpp"
@@ -29,7 +30,7 @@ class TcpMessenger final : public Messenger, private TcpControl::Handler {
   static constexpr std::size_t kCreditNbytes = 1 << 20;
 
   /// Starts `post`.
-  TcpMessenger(TcpControl& post, double timeout_s);
+  TcpMessenger(TcpControl& post, const WaitTimes& times);
   ~TcpMessenger() override { close(); }
 
   Work send(std::span<const ConstBuffer> buffers, DType dtype, int dst, int tag, const Call& call) override;
@@ -50,7 +51,8 @@ class TcpMessenger final : public Messenger, private TcpControl::Handler {
     std::uint64_t id = 0;         // the sender's number of it, once known
     std::size_t done_nbytes = 0;  // sent, or received
     bool granted = false;         // bytes flow; of a recv: it has its message
-    Clock::time_point deadline{};
+    LateClock clock{};
+    Clock::time_point asked{};  // the peer, whether it lives
     std::shared_ptr<Completion> completion{};
   };
   using Place = std::list<Pending>::iterator;
@@ -84,10 +86,12 @@ class TcpMessenger final : public Messenger, private TcpControl::Handler {
   void end_pending(Place place, std::exception_ptr error = nullptr);
   void give_up(const Completion& completion) noexcept;
   std::exception_ptr lost(const Pending& pending, int peer) const;
+  bool look_at_late(Pending& pending, Clock::time_point now);
+  std::string late_message(const Pending& pending, bool has_answered) const;
   std::string describe(const Pending& pending) const;
 
   TcpControl& control_;
-  const double timeout_s_;
+  const WaitTimes times_;
   std::vector<PeerState> peers_;
   std::list<Pending> pending_;  // in call order
   Messages matching_;

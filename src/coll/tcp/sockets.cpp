@@ -6,25 +6,27 @@
 
 #include "base/error.hpp"
 #include "base/interrupt.hpp"
+#include "base/notices.hpp"
 
 namespace zcomm::coll {
 namespace {
 
 constexpr int kSlice_ms = 50;               // between looks at signals and losses
 constexpr double kAnswer_s = 0.5;           // for a rank to say where it is
+constexpr double kLife_s = 2.0;             // the same where the job ends if it does not
 constexpr double kCertainty_s = 1.0;        // for the mesh to find how a peer has gone after its stream ended
 constexpr std::size_t kReservedEvents = 2;  // failure, close
 
 }  // namespace
 
 TcpSockets::TcpSockets(std::shared_ptr<net::Mesh> mesh, std::vector<int> members, std::vector<PeerSockets> links,
-                       TcpControl& post, double timeout_s)
+                       TcpControl& post, const WaitTimes& times)
     : mesh_(std::move(mesh)),
       members_(std::move(members)),
       rank_(static_cast<int>(std::find(members_.begin(), members_.end(), mesh_->rank()) - members_.begin())),
       sockets_(std::move(links)),
       control_(post),
-      timeout_s_(timeout_s) {
+      clock_(times) {
   callback_ = mesh_->on_loss([this](net::Loss loss) {
     // A goodbye matters only to a rank that waits for the one that left, and that one sees its stream end.
     if (!loss.said_goodbye) fail({FailureReport::Cause::died, loss.rank, {}});
@@ -37,15 +39,11 @@ TcpSockets::~TcpSockets() { mesh_->forget(callback_); }
 void TcpSockets::begin(const Signature& signature) {
   current_ = signature;
   busy_ = entering_ = true;
+  warned_of_.clear();
   restart_clock();
   if (closing_) throw Error(text("communicator was closed before ", describe(signature), " ran"));
   control_.failure().throw_if_set(during());
   control_.set_entered(signature);
-}
-
-void TcpSockets::restart_clock() {
-  const double seconds = std::min(timeout_s_, 1e9);
-  deadline_ = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
 }
 
 std::string TcpSockets::during() const {
@@ -102,11 +100,14 @@ void TcpSockets::wait() {
   fds_[0] = {control_.failure().event(), POLLIN, 0};
   fds_[1] = {close_event_.get(), POLLIN, 0};
   for (;;) {
-    const double left_s = std::chrono::duration<double>(deadline_ - Clock::now()).count();
+    const double left_s = std::chrono::duration<double>(clock_.next() - Clock::now()).count();
     net::wait_for(fds_, net::Deadline(left_s), kSlice_ms);
     const bool ready =
         std::any_of(fds_.begin() + kReservedEvents, fds_.end(), [](const pollfd& fd) { return fd.revents != 0; });
-    if (ready) return;
+    if (ready) {
+      if (!entering_ && !warned_of_.empty()) tell_arrival();
+      return;
+    }
     look_around();
   }
 }
@@ -117,42 +118,68 @@ void TcpSockets::look_around() {
   control_.failure().throw_if_set(during());
   for (const int peer : expected_)
     if (const auto loss = mesh_->lost(name(peer)); loss && loss->said_goodbye) throw_lost(peer);
-  if (Clock::now() < deadline_) return;
+  if (Clock::now() < clock_.next()) return;
   if (control_.any_suspended()) return restart_clock();
-  give_up_late();
+  look_at_late();
 }
 
-void TcpSockets::give_up_late() {
-  const std::vector<std::optional<Signature>> answers = control_.ask_all(kAnswer_s);
+void TcpSockets::look_at_late() {
+  const bool is_over = clock_.is_over(Clock::now());
+  const Late late = ask_late(!is_over, is_over && !clock_.is_exact() ? kLife_s : kAnswer_s);
   control_.failure().throw_if_set(during());
   if (control_.any_suspended()) return restart_clock();
+  if (!is_over) {
+    clock_.set_warned();
+    if (!late.is_first) return;
+    for (const int rank : late.ranks) warned_of_ += text(warned_of_.empty() ? "" : ", ", rank);
+    return post_notice(complaint(late, " has waited "));
+  }
+  if (late.show_life && clock_.extend(Clock::now())) return;
+  fail({FailureReport::Cause::late, late.ranks.empty() ? -1 : late.ranks.front(), complaint(late, " waited ")});
+  control_.failure().throw_if_set(during());
+}
+
+TcpSockets::Late TcpSockets::ask_late(bool with_hosts, double patience_s) {
+  const std::vector<std::optional<Signature>> answers = control_.ask_all(patience_s);
   std::sort(expected_.begin(), expected_.end());
-  std::string late, last_operations;
-  int late_rank = -1;
+  Late late;
   const auto add = [&](int mesh_rank, const std::string& last_operation) {
-    if (late_rank < 0) late_rank = mesh_rank;
-    late += text(late.empty() ? "" : ", ", mesh_rank);
-    last_operations += text("; rank ", mesh_rank, " ", last_operation);
+    late.ranks.push_back(mesh_rank);
+    late.details += text("; rank ", mesh_rank, with_hosts ? control_.host_of(mesh_rank) : "", " ", last_operation);
   };
   // Not only those that this rank waits for: they may be waiting for others.
   for (int other = 0; other < control_.world_size(); ++other) {
     const auto& answer = answers[static_cast<std::size_t>(other)];
     if (!control_.has_link(other)) continue;
-    if (!answer)
+    if (!answer) {
+      late.show_life = false;
       add(other, "does not answer (is its process stopped?)");
-    else if (answer->sequence == 0)
+    } else if (answer->sequence == 0) {
       add(other, "has called nothing yet");
-    else if (static_cast<std::int32_t>(answer->sequence - current_.sequence) < 0)
+    } else if (static_cast<std::int32_t>(answer->sequence - current_.sequence) < 0) {
       add(other, text("last entered operation ", answer->sequence, ", ", describe(*answer)));
+    } else if (other < name(rank_)) {
+      late.is_first = false;
+    }
   }
-  if (late_rank < 0) {  // all are in it: the ranks that this one waits for
+  if (late.ranks.empty()) {  // all are in it: the ranks that this one waits for
+    late.is_first = true;
     for (std::size_t i = 0; i < expected_.size(); ++i)
       if (i == 0 || expected_[i] != expected_[i - 1]) add(name(expected_[i]), "is in the same operation");
   }
-  fail({FailureReport::Cause::late, late_rank,
-        text(during(), ": rank ", name(rank_), " waited ", timeout_s_, " s for rank ", late,
-             entering_ ? " to enter it" : " to bring or take its data", last_operations)});
-  control_.failure().throw_if_set(during());
+  return late;
+}
+
+std::string TcpSockets::complaint(const Late& late, const char* waited) const {
+  std::string ranks;
+  for (const int rank : late.ranks) ranks += text(ranks.empty() ? "" : ", ", rank);
+  return text(during(), ": rank ", name(rank_), waited, clock_.waited_s(Clock::now()), " s for rank ", ranks,
+              entering_ ? " to enter it" : " to bring or take its data", late.details);
+}
+
+void TcpSockets::tell_arrival() {
+  post_notice(text(during(), ": rank ", std::exchange(warned_of_, {}), entering_ ? " came after " : " went on after ",
+                   clock_.waited_s(Clock::now()), " s"));
 }
 
 /// Its goodbye to the mesh may overtake what it sent here before: why it leaves, for instance.

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "coll/late_clock.hpp"
 #include "coll/tcp/control.hpp"
 #include "coll/tcp/engine.hpp"
 
@@ -35,7 +36,7 @@ class TcpSockets {
  public:
   /// members: the group's ranks in the mesh; links: by rank of the group, without those that `post` has.
   TcpSockets(std::shared_ptr<net::Mesh> mesh, std::vector<int> members, std::vector<PeerSockets> links,
-             TcpControl& post, double timeout_s);
+             TcpControl& post, const WaitTimes& times);
   ~TcpSockets();
   TcpSockets(const TcpSockets&) = delete;
   TcpSockets& operator=(const TcpSockets&) = delete;
@@ -53,7 +54,10 @@ class TcpSockets {
   /// Starts the clock of an operation; throws the failure if there has been one.
   void begin(const Signature& signature);
   /// All ranks have entered it: a late one is late within it.
-  void entered() { entering_ = false; }
+  void entered() {
+    if (!warned_of_.empty()) tell_arrival();
+    entering_ = false;
+  }
 
   /// Moves all of them at once; at most one per peer and direction.
   void move(std::span<TcpTransfer> transfers);
@@ -72,13 +76,22 @@ class TcpSockets {
   bool is_closing() const { return closing_; }
   [[noreturn]] void throw_lost(int peer);
   std::string during() const;
-  double timeout_s() const { return timeout_s_; }
   TcpControl& control() { return control_; }
 
  private:
-  void restart_clock();
+  /// What the ranks answered that are late, by their numbers in the mesh.
+  struct Late {
+    std::vector<int> ranks;
+    std::string details;
+    bool show_life = true;
+    bool is_first = true;  // this rank is the first of those that wait in the operation
+  };
+  void restart_clock() { clock_.start(Clock::now()); }
   void look_around();
-  void give_up_late();
+  void look_at_late();
+  Late ask_late(bool with_hosts, double patience_s);
+  std::string complaint(const Late& late, const char* waited) const;
+  void tell_arrival();
   bool has_left(int name) const;
 
   std::shared_ptr<net::Mesh> mesh_;
@@ -86,10 +99,10 @@ class TcpSockets {
   const int rank_;
   std::vector<PeerSockets> sockets_;
   TcpControl& control_;
-  const double timeout_s_;
   Signature current_{};
   bool busy_ = false, entering_ = false;
-  Clock::time_point deadline_{};
+  LateClock clock_;
+  std::string warned_of_;      // the ranks, until the operation has got on
   std::vector<pollfd> fds_;    // fds_[0] is the failure's event
   std::vector<int> expected_;  // the peer of each further one
   std::atomic<bool> closing_{false};

@@ -24,6 +24,7 @@ import zcomm
 from zcomm.bootstrap import hosts as _hosts
 from zcomm.bootstrap import rendezvous
 from zcomm.bootstrap.auth import derive_key
+from zcomm.bootstrap.deadlines import Deadlines
 from zcomm.bootstrap.hosts import Hosts, choose_address
 from zcomm.bootstrap.join import Group, Settings
 
@@ -72,7 +73,7 @@ def test_ranks_of_different_machines_are_never_one_host() -> None:
     ],
 )
 def test_choice_of_a_backend(names: str, requested: str, backend: str | None) -> None:
-    group = Group("init", 0, hosts_of(names), requested, derive_key(b""), 1.0, Settings())
+    group = Group("init", 0, hosts_of(names), requested, derive_key(b""), Deadlines.exactly(1.0), Settings())
     if backend is not None:
         assert group.backend == backend
     else:
@@ -181,7 +182,7 @@ def test_half_of_one_launcher_beside_another() -> None:
     assert job_of(SLURM_PROCID="0").world_size == 1, "a batch script, not a step"
 
 
-@pytest.mark.parametrize("timeout", [float("inf"), float("nan"), 0, -1.0, 1e300, "60", True, None])
+@pytest.mark.parametrize("timeout", [float("inf"), float("nan"), 0, -1.0, 1e300, "60", True])
 def test_a_timeout_that_cannot_be_right_is_named(timeout: Any) -> None:
     with pytest.raises(ValueError, match=re.escape(f"init: timeout={timeout!r}: expected seconds")):
         zcomm.init(timeout=timeout)

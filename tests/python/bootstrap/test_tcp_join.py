@@ -19,6 +19,7 @@ import pytest
 
 import zcomm
 from zcomm.bootstrap.auth import ANSWER_NBYTES, CHALLENGE_NBYTES, CallerProof, Line, ListenerProof, Purpose, derive_key
+from zcomm.bootstrap.deadlines import Deadlines
 from zcomm.bootstrap.hosts import Hosts
 from zcomm.bootstrap.join import Group, Settings, plan_lines
 from zcomm.bootstrap.tcp import TcpListener, connect_lines
@@ -28,7 +29,15 @@ Sockets = dict[Line, socket.socket]
 
 
 def group(rank: int, hosts: list[str], requested: str = "auto") -> Group:
-    return Group("test", rank, Hosts.of(hosts, ["m"] * len(hosts)), requested, KEY, 10.0, Settings(ring_sockets=3))
+    return Group(
+        "test",
+        rank,
+        Hosts.of(hosts, ["m"] * len(hosts)),
+        requested,
+        KEY,
+        Deadlines.exactly(10.0),
+        Settings(ring_sockets=3),
+    )
 
 
 @contextlib.contextmanager

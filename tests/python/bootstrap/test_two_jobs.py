@@ -71,11 +71,13 @@ def test_two_jobs_at_one_port(run_ranks: Run, delays: list[float]) -> None:
 def was_refused(told: str) -> bool:
     """Return True if a late rank got an error: that a rank came twice, or, when rank 0 has left by then, no answer.
 
-    A store in a file is empty again when its ranks have left: rank 0 has not come to it.
+    A store in a file is empty again when its ranks have left: rank 0 has not come to it. The store of a rank 0 that
+    leaves just then is lost.
     """
     came_twice = "RuntimeError" in told and "came twice" in told
     left = "rank 0 does not answer" in told or "rank(s) 0 of 2 did not come" in told
-    return came_twice or ("TimeoutError" in told and left)
+    lost = "PeerLost" in told and "lost the store, which rank 0 has" in told
+    return came_twice or lost or ("TimeoutError" in told and left)
 
 
 def one_of_two_that_met(method: str) -> str:

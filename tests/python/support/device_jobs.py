@@ -18,6 +18,7 @@ NAMED: dict[str, tuple[str, dict[str, Any]]] = {
     "8bit": ("adamw", {"lr": 1e-2, "state_dtype": "8bit"}),
     "sgd": ("sgd", {"lr": 0.1}),
     "adagrad": ("adagrad", {"lr": 1e-2, "lr_decay": 0.1, "initial_accumulator_value": 0.1}),
+    "lamb": ("lamb", {"lr": 1e-2, "weight_decay": 0.1}),
     "small": ("adam", {"lr": 1e-2, "state_dtype": torch.bfloat16}),
 }
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from zcomm.bootstrap import rendezvous
+from zcomm.bootstrap.deadlines import Deadlines
 from zcomm.bootstrap.join import Joined
 
 Result = TypeVar("Result")
@@ -26,7 +27,7 @@ def thread_world(world_size: int, folder: Path, body: Callable[[Joined], Result]
     def run(rank: int) -> None:
         try:
             job = rendezvous.Job(rank, world_size, rank, store, "a test", name="threads")
-            results[rank] = body(rendezvous.join(job, "shm", 30.0, 1))
+            results[rank] = body(rendezvous.join(job, "shm", Deadlines.exactly(30.0), 1))
         except BaseException:
             failed.append(f"rank {rank}: {traceback.format_exc()}")
 

@@ -24,6 +24,7 @@ from zcomm.backends.mpi.blocks import Spans, total
 from zcomm.backends.mpi.messages import Messages
 from zcomm.backends.mpi.moves import Moves
 from zcomm.backends.mpi.progress import MpiWork, Progress, Steps, Task
+from zcomm.bootstrap.deadlines import Deadlines
 
 _TEXT_NBYTES = 512
 _DIGEST_NBYTES = 16
@@ -33,14 +34,14 @@ _SHOWN_COUNTS = 4
 class MpiCore:
     reads_own_parts = False
 
-    def __init__(self, comm: MPI.Intracomm, timeout: float, block_nbytes: int = 4 << 20) -> None:
+    def __init__(self, comm: MPI.Intracomm, deadlines: Deadlines, block_nbytes: int = 4 << 20) -> None:
         """Duplicate ``comm``, which stays the caller's. Collective."""
         self._comm = comm.Dup()
-        self._timeout = timeout
+        self._deadlines = deadlines
         self._block_nbytes = block_nbytes
         self._moves = Moves(self._comm, block_nbytes)
         self._messages = Messages(self._comm)
-        self._progress = Progress(self._comm, timeout)
+        self._progress = Progress(self._comm, deadlines)
         self._pid = os.getpid()
         self._symmetric_nbytes = 0
         self._allocations = 0
@@ -167,7 +168,7 @@ class MpiCore:
         self._start(_Call("split", [], None, name), False, _nothing)
         part = self._comm.Split(MPI.UNDEFINED if color is None or color < 0 else color, key)
         return (
-            None if part == MPI.COMM_NULL else MpiCore(cast("MPI.Intracomm", part), self._timeout, self._block_nbytes)
+            None if part == MPI.COMM_NULL else MpiCore(cast("MPI.Intracomm", part), self._deadlines, self._block_nbytes)
         )
 
     def exchange(self, mine: object) -> list[Any]:

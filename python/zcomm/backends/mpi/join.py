@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
 from zcomm import _core
+from zcomm.bootstrap.deadlines import Deadlines
 from zcomm.bootstrap.hosts import Hosts, host_id, machine_id
 from zcomm.bootstrap.join import Joined, Splittable
 from zcomm.bootstrap.rendezvous import Job
@@ -33,7 +34,7 @@ def suits(job: Job, env: Mapping[str, str] = os.environ) -> bool:
     return local is not None and env.get(local, str(job.world_size)) != str(job.world_size) and mpi_available()
 
 
-def join(job: Job, timeout: float, generation: int) -> Joined:
+def join(job: Job, deadlines: Deadlines, generation: int) -> Joined:
     """Join the ranks of the mpirun that started this process. Collective.
 
     Raises: NotImplementedError without mpi4py or an MPI library; ValueError if another launcher started the job.
@@ -56,10 +57,10 @@ def join(job: Job, timeout: float, generation: int) -> Joined:
         logging.getLogger("zcomm").warning(
             "MPI is not THREAD_MULTIPLE: asynchronous operations move only while zcomm is called"
         )
-    return _joined(MpiCore(world, timeout), timeout)
+    return _joined(MpiCore(world, deadlines), deadlines)
 
 
-def _joined(core: MpiCore, timeout: float) -> Joined:
+def _joined(core: MpiCore, deadlines: Deadlines) -> Joined:
     places = core.exchange((host_id(), machine_id()))
     hosts = Hosts.of([host for host, _ in places], [machine for _, machine in places])
     return Joined(
@@ -67,7 +68,7 @@ def _joined(core: MpiCore, timeout: float) -> Joined:
         hosts=hosts,
         backend="mpi",
         requested="mpi",
-        timeout_s=timeout,
+        deadlines=deadlines,
         key=secrets.token_bytes(32),  # nothing is proved by it: MPI knows its ranks
         splitter=_split,
     )
@@ -75,4 +76,4 @@ def _joined(core: MpiCore, timeout: float) -> Joined:
 
 def _split(parent: Splittable, joined: Joined, color: int | None, key: int, name: str) -> Joined | None:
     core = cast("MpiCore", joined.core).split(color, key, name)
-    return None if core is None else _joined(core, joined.timeout_s)
+    return None if core is None else _joined(core, joined.deadlines)

@@ -11,6 +11,8 @@ Thread rule: free-threaded under one lock per communicator, or one of the proces
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import threading
 import time
 from collections import deque
@@ -20,9 +22,11 @@ from mpi4py import MPI
 
 from zcomm import _core
 from zcomm.backends.mpi.notices import Notice, Notices
+from zcomm.bootstrap.deadlines import Deadlines
 
 Steps = Generator[Sequence[MPI.Request], None, None]
 
+_log = logging.getLogger("zcomm")
 NOTICE_PERIOD_S = 0.02
 LAST_WORDS_S = 0.25
 _process_lock = threading.RLock()
@@ -41,6 +45,8 @@ class Task:
         self.sequence = 0
         self.started = 0.0  # 0: not yet
         self.deadline = 0.0
+        self.warn_at = math.inf
+        self.has_warned = False
         self.entering = False
         self.ended = False
         self.error: BaseException | None = None
@@ -58,11 +64,12 @@ class Pause:
 
 
 class Progress:
-    def __init__(self, comm: MPI.Intracomm, timeout: float) -> None:
+    def __init__(self, comm: MPI.Intracomm, deadlines: Deadlines) -> None:
         multiple = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._lock = threading.RLock() if multiple else _process_lock
         self._has_thread = multiple
-        self._timeout = timeout
+        self._timeout = deadlines.limit_s  # mpirun ends the job when a rank dies: a late one lives
+        self._warn_s = deadlines.warn_s
         self._rank = comm.rank
         self._notices = Notices(comm)
         self._collectives: deque[Task] = deque()
@@ -153,6 +160,7 @@ class Progress:
         if task.started == 0.0:
             task.started = time.monotonic()
             task.deadline = task.started + self._timeout
+            task.warn_at = task.started + self._warn_s
         self._stepping = task
         while not task.requests or MPI.Request.Testall(task.requests):
             try:
@@ -160,12 +168,17 @@ class Progress:
             except StopIteration:
                 task.ended = True
                 self._stepping = None
+                if task.has_warned:
+                    _log.warning("%s: ended after %.3g s", task.describe(), time.monotonic() - task.started)
                 return True
             task.deadline = time.monotonic() + self._timeout  # it moves: the clock is for standing still
+            task.warn_at = time.monotonic() + self._warn_s
         self._stepping = None
         self._need_peers(task)
         if time.monotonic() >= task.deadline:
             self._give_up(task)
+        if time.monotonic() >= task.warn_at:
+            self._warn(task)
         return False
 
     def _step_message(self, task: Task) -> bool:
@@ -215,6 +228,7 @@ class Progress:
         if self._suspensions or self._notices.suspended:
             for task in (*self._collectives, *self._messages):
                 task.deadline = max(task.deadline, now + self._timeout)
+                task.warn_at = max(task.warn_at, now + self._warn_s)
 
     def _need_peers(self, task: Task) -> None:
         """Raise PeerLost if ``task`` waits for a rank that left. What that rank did before it left counts."""
@@ -247,6 +261,16 @@ class Progress:
             late = ", ".join(map(str, missing))
             raise TimeoutError(f"{waited} for rank {late} to enter it")
         raise TimeoutError(f"{waited} for data; a rank or the link to it may have stopped")
+
+    def _warn(self, task: Task) -> None:
+        """Report late ranks once; of ranks that wait to enter one operation, the first does it for all."""
+        task.warn_at = math.inf
+        missing = self._notices.missing(task.sequence) if task.sequence and task.entering else []
+        if missing and self._rank != min(set(range(len(self._notices.here))) - set(missing)):
+            return
+        late = f"for rank {', '.join(map(str, missing))} to enter it" if missing else "for data"
+        task.has_warned = True
+        _log.warning("%s: rank %d has waited %.3g s %s", task.describe(), self._rank, self._warn_s, late)
 
     # --- failing, suspending, closing -----------------------------------------------------------------------------
 

@@ -16,9 +16,9 @@ constexpr auto kSlice = std::chrono::milliseconds(50);  // as in coll/shm/livene
 
 }  // namespace
 
-ShmMessenger::ShmMessenger(std::shared_ptr<net::Mesh> mesh, const HostMemory& host, double timeout_s)
+ShmMessenger::ShmMessenger(std::shared_ptr<net::Mesh> mesh, const HostMemory& host, const WaitTimes& times)
     : mesh_(mesh),
-      progress_(std::move(mesh), host, timeout_s),
+      progress_(std::move(mesh), host, times),
       doorbell_(progress_.memory().doorbell(host.rank())),
       patience_(Patience::of(host.world_size(), host.cpu_count())),
       give_up_(std::make_shared<GiveUp>([this](const Completion& completion) { give_up(completion); })) {

@@ -21,7 +21,7 @@ namespace zcomm::coll {
 class ShmMessenger final : public Messenger {
  public:
   /// Collective over `mesh`.
-  ShmMessenger(std::shared_ptr<net::Mesh> mesh, const HostMemory& host, double timeout_s);
+  ShmMessenger(std::shared_ptr<net::Mesh> mesh, const HostMemory& host, const WaitTimes& times);
   ~ShmMessenger() override { close(); }
 
   Work send(std::span<const ConstBuffer> buffers, DType dtype, int dst, int tag, const Call& call) override;

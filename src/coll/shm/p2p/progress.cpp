@@ -5,16 +5,17 @@
 #include <utility>
 
 #include "base/error.hpp"
+#include "base/notices.hpp"
 
 namespace zcomm::coll {
 
-MessageProgress::MessageProgress(std::shared_ptr<net::Mesh> mesh, const HostMemory& host, double timeout_s)
+MessageProgress::MessageProgress(std::shared_ptr<net::Mesh> mesh, const HostMemory& host, const WaitTimes& times)
     : mesh_(std::move(mesh)),
       host_(host),
       rank_(host.rank()),
       world_size_(host.world_size()),
-      timeout_s_(std::min(timeout_s, 1e9)),
-      memory_(*mesh_, host.slot_nbytes(), host.slot_count(), timeout_s),
+      times_(times),
+      memory_(*mesh_, host.slot_nbytes(), host.slot_count(), times.timeout_s),
       matching_(world_size_, Envelope::kInlineNbytes) {
   senders_.reserve(static_cast<std::size_t>(world_size_));
   receivers_.reserve(static_cast<std::size_t>(world_size_));
@@ -26,6 +27,7 @@ MessageProgress::MessageProgress(std::shared_ptr<net::Mesh> mesh, const HostMemo
 
 Transfer& MessageProgress::send(std::span<const ConstBuffer> buffers, DType dtype, int dst, int tag, const Call& call) {
   Transfer& send = pool_.take(buffers, dtype, tag, call);
+  send.clock = LateClock(times_);
   send.start(Transfer::Stage::queued, dst, nullptr);
   try {
     if (const std::string why = why_gone(dst); !why.empty())
@@ -46,6 +48,7 @@ Transfer& MessageProgress::recv(std::span<const Buffer> buffers, DType dtype, in
   for (int peer = 0; peer < world_size_; ++peer)
     if (peer != rank_ && (src == peer || src == -1)) throw_late_mismatch(peer);
   Transfer& receive = pool_.take(buffers, dtype, tag, call);
+  receive.clock = LateClock(times_);
   receive.start(Transfer::Stage::posted, src, source);
   if (auto* const early = matching_.find_early(src, tag)) {
     const int peer = early->peer;
@@ -102,15 +105,14 @@ void MessageProgress::each(const Function& function) const {
 Clock::time_point MessageProgress::look_around(Clock::time_point now) {
   for (int peer = 0; peer < world_size_; ++peer)
     if (concerns(peer)) look_at(peer);
-  const auto timeout = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s_));
   some_.clear();
   each([&](Transfer& transfer) {
-    if (now - transfer.since >= timeout) some_.push_back(&transfer);
+    if (now >= transfer.clock.next()) some_.push_back(&transfer);
   });
   for (Transfer* overdue : some_)
-    if (!overdue->done) expire(*overdue, now);
+    if (!overdue->done) look_at_late(*overdue, now);
   auto next = Clock::time_point::max();
-  each([&](const Transfer& transfer) { next = std::min(next, transfer.since + timeout); });
+  each([&](const Transfer& transfer) { next = std::min(next, transfer.clock.next()); });
   return next;
 }
 
@@ -167,16 +169,28 @@ Transfer* MessageProgress::find(const Completion& completion) const {
   return found;
 }
 
-void MessageProgress::expire(Transfer& transfer, Clock::time_point now) {
+void MessageProgress::look_at_late(Transfer& transfer, Clock::time_point now) {
   bool suspended = is_suspended(rank_);
   for (int peer = 0; peer < world_size_; ++peer)
     if (transfer.peer == peer || transfer.peer == -1) suspended |= is_suspended(peer);
-  if (suspended) {
-    transfer.since = now;
-    return;
+  if (suspended) return transfer.clock.start(now);
+  if (!transfer.clock.is_over(now)) {
+    transfer.clock.set_warned();
+    return post_notice(late_message(transfer, false));
   }
-  const std::string what = late_message(transfer);
+  if (shows_life(transfer) && transfer.clock.extend(now)) return;
+  const std::string what = late_message(transfer, true);
   cancel(transfer, Breach::late, what, std::make_exception_ptr(Timeout(what)));
+}
+
+/// Of the ranks that may end it; one that has ended is no matter of time.
+bool MessageProgress::shows_life(const Transfer& transfer) const {
+  for (int peer = 0; peer < world_size_; ++peer) {
+    if (peer == rank_ || (transfer.peer != peer && transfer.peer != -1)) continue;
+    const auto process = mesh_->process(peer);
+    if (!process || !process->is_stopped) return true;
+  }
+  return false;
 }
 
 void MessageProgress::cancel(Transfer& transfer, Breach::Cause cause, const std::string& what,
@@ -200,16 +214,25 @@ void MessageProgress::cancel(Transfer& transfer, Breach::Cause cause, const std:
   pool_.finish(transfer, error);
 }
 
-std::string MessageProgress::late_message(const Transfer& transfer) const {
+std::string MessageProgress::late_message(const Transfer& transfer, bool has_ended) const {
   static constexpr const char* words[] = {"to take earlier messages", "to ask for it", "to take its data", "to send it",
                                           "to bring its data"};
-  std::string what = text(describe(transfer), ": rank ", rank_, " waited ", timeout_s_, " s for ",
+  std::string what = text(describe(transfer), ": rank ", rank_, has_ended ? " waited " : " has waited ",
+                          transfer.clock.waited_s(Clock::now()), " s for ",
                           transfer.peer < 0 ? std::string("any rank") : text("rank ", transfer.peer), " ",
                           words[static_cast<int>(transfer.stage)]);
   if (transfer.moved > 0) what += text(" (", transfer.moved, " of ", transfer.nbytes, " bytes have moved)");
   for (int peer = 0; peer < world_size_; ++peer)
-    if (peer != rank_ && (transfer.peer == peer || transfer.peer == -1))
-      what += receivers_[static_cast<std::size_t>(peer)].unasked();
+    if (peer != rank_ && (transfer.peer == peer || transfer.peer == -1)) what += state_of(peer);
+  return what;
+}
+
+/// What it has sent without being asked, and whether its process is stopped.
+std::string MessageProgress::state_of(int peer) const {
+  std::string what = receivers_[static_cast<std::size_t>(peer)].unasked();
+  const auto process = mesh_->process(peer);
+  if (process && process->is_stopped)
+    what += text("; rank ", peer, " (process ", process->pid, " of this host) is stopped (SIGSTOP, or a debugger)");
   return what;
 }
 

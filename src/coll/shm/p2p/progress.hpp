@@ -21,7 +21,7 @@ namespace zcomm::coll {
 class MessageProgress {
  public:
   /// Collective over `mesh`. `host` has which ranks have closed and which have suspended the deadline.
-  MessageProgress(std::shared_ptr<net::Mesh> mesh, const HostMemory& host, double timeout_s);
+  MessageProgress(std::shared_ptr<net::Mesh> mesh, const HostMemory& host, const WaitTimes& times);
 
   /// Starts one; it may be done at once. Throws PeerLost, CollectiveMismatch (of an earlier, small message), or why
   /// nothing can be sent to `dst` any more.
@@ -51,18 +51,20 @@ class MessageProgress {
   void look_at(int peer);
   void end_posted(int peer, const ErrorOf& error_of);
   void end_peer(int peer, const ErrorOf& error_of);
-  void expire(Transfer& transfer, Clock::time_point now);
+  bool shows_life(const Transfer& transfer) const;
+  void look_at_late(Transfer& transfer, Clock::time_point now);
   template <class Function>
   void each(const Function& function) const;
   bool is_gone(int peer) const { return !why_gone(peer).empty(); }
   std::string why_gone(int peer) const;
   bool is_suspended(int peer) const;
-  std::string late_message(const Transfer& transfer) const;
+  std::string state_of(int peer) const;
+  std::string late_message(const Transfer& transfer, bool has_ended) const;
 
   std::shared_ptr<net::Mesh> mesh_;
   const HostMemory& host_;
   const int rank_, world_size_;
-  const double timeout_s_;
+  const WaitTimes times_;
   ChannelMemory memory_;
   TransferPool pool_;
   ShmMatching matching_;

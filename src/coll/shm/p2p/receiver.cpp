@@ -32,7 +32,7 @@ void Receiver::accept(Transfer& receive, const MessageHeader& header, const std:
     return;
   }
   receive.stage = Transfer::Stage::receiving;
-  receive.since = Clock::now();
+  receive.got_on(Clock::now());
   receiving_.push_back(&receive);
   answers_.push_back({header.id, {}});
 }
@@ -88,7 +88,7 @@ bool Receiver::take_data() {
     receiving_.erase(receiving_.begin());
     pool_.finish(receive);
   }
-  for (const auto now = Clock::now(); Transfer * waiting : receiving_) waiting->since = now;
+  for (const auto now = Clock::now(); Transfer * waiting : receiving_) waiting->got_on(now);
   return true;
 }
 

@@ -51,7 +51,7 @@ bool Sender::take_answers() {
         pool_.finish(send, std::make_exception_ptr(CollectiveMismatch(answer.mismatch)));
       } else {
         send.stage = Transfer::Stage::sending;
-        send.since = Clock::now();
+        send.got_on(Clock::now());
         sending_.push_back(&send);
       }
     }
@@ -81,7 +81,7 @@ bool Sender::announce() {
   }
   if (!moved) return false;
   memory_.ring(peer_);
-  for (const auto now = Clock::now(); Transfer * waiting : queued_) waiting->since = now;
+  for (const auto now = Clock::now(); Transfer * waiting : queued_) waiting->got_on(now);
   return true;
 }
 
@@ -96,7 +96,7 @@ bool Sender::send_data() {
     sending_.erase(sending_.begin());
     pool_.finish(send);
   }
-  for (const auto now = Clock::now(); Transfer * waiting : sending_) waiting->since = now;
+  for (const auto now = Clock::now(); Transfer * waiting : sending_) waiting->got_on(now);
   return true;
 }
 

@@ -5,13 +5,21 @@
 #include <cstring>
 #include <utility>
 
+#include "base/error.hpp"
+#include "base/notices.hpp"
+
 namespace zcomm::coll {
 
 void Transfer::start(Stage first_stage, int with, int* tell_source) {
   stage = first_stage, peer = with, source = tell_source;
   moved = 0, buffer_ = 0, offset_ = 0;
-  since = Clock::now();
+  clock.start(Clock::now());
   done = false, error = nullptr;
+}
+
+void Transfer::got_on(Clock::time_point now) {
+  if (clock.has_warned()) post_notice(text(describe(*this), " went on after ", clock.waited_s(now), " s"));
+  clock.start(now);
 }
 
 template <class Copy>
@@ -61,6 +69,7 @@ void TransferPool::give_back(Transfer& transfer) {
 
 void TransferPool::finish(Transfer& transfer, std::exception_ptr error) noexcept {
   transfer.done = true;
+  if (!error && transfer.clock.has_warned()) transfer.got_on(Clock::now());
   transfer.error = std::move(error);
   if (!transfer.completion) {
     ++finished_;

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "coll/late_clock.hpp"
 #include "coll/matching.hpp"
 #include "coll/messenger.hpp"
 #include "coll/shm/adaptive_store.hpp"
@@ -29,7 +30,7 @@ struct Transfer {
   MessageHeader header;
   int* source = nullptr;
   std::size_t nbytes = 0, moved = 0;
-  Clock::time_point since;  ///< when it last got on
+  LateClock clock;  ///< from when it last got on
   std::shared_ptr<Completion> completion;
   bool done = false;
   std::exception_ptr error;
@@ -49,6 +50,8 @@ struct Transfer {
     set_name(header, call);
   }
   void start(Stage first_stage, int with, int* tell_source);
+  /// Something has happened: the wait begins anew.
+  void got_on(Clock::time_point now);
   /// The next `length` bytes of the list, to or from one place.
   void copy_to(std::byte* place, std::size_t length, AdaptiveStore& writer);
   void copy_from(const std::byte* place, std::size_t length);

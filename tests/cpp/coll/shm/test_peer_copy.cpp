@@ -22,7 +22,7 @@ struct Parts {
   explicit Parts(Rank& self)
       : mesh(self.mesh),
         memory(*mesh, small_slots()),
-        liveness(mesh, memory, 30),
+        liveness(mesh, memory, {.timeout_s = 30}),
         slot_ring(memory, liveness),
         peer_copy(memory, liveness, slot_ring, symmetric) {
     liveness.begin(entered);

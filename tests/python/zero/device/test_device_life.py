@@ -189,7 +189,7 @@ def test_a_unit_inside_of_another_one_in_the_same_place(tmp_path: Path) -> None:
 
 
 def fake(device: str) -> Any:
-    return SimpleNamespace(device=torch.device(device))
+    return SimpleNamespace(device=torch.device(device), is_meta=device == "meta")
 
 
 def test_mixed_devices_are_named() -> None:

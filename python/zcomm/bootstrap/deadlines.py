@@ -1,0 +1,75 @@
+"""Deadlines: how long joining and an operation wait for other ranks, and when late ones are reported.
+
+A time that the program or ``DEEPSPEED_TIMEOUT`` names is exact. The default is ``DEFAULT_S`` without a sign of life of
+the ranks that are waited for, and ``LIMIT_S`` in all (src/coll/late_clock.hpp).
+Thread rule: values, and pure functions of them and of the environment.
+"""
+
+from __future__ import annotations
+
+import datetime
+import numbers
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+DEFAULT_S = 600.0
+LIMIT_S = 1800.0  # torch's own default for groups of the CPU
+WARN_S = 60.0
+MOST_S = 1e9  # what the clocks of the core and of Python take
+_VARIABLE = "DEEPSPEED_TIMEOUT"
+
+
+class CoreArguments(TypedDict):
+    """Arguments of the core's communicators."""
+
+    timeout_s: float
+    limit_s: float
+    warn_s: float
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """Times of one communicator."""
+
+    timeout_s: float  # of joining; of an operation, while no late rank shows life
+    limit_s: float  # of an operation, at most
+    warn_s: float
+
+    @staticmethod
+    def exactly(timeout_s: float) -> Deadlines:
+        return Deadlines(timeout_s, timeout_s, WARN_S)
+
+    @staticmethod
+    def of(timeout: Any, env: Mapping[str, str] = os.environ) -> Deadlines:
+        """Return those of ``timeout``, in seconds or a timedelta; of None, the environment's or the default.
+
+        Raises: ValueError naming the argument or the variable.
+        """
+        if timeout is not None:
+            return Deadlines.exactly(_seconds(timeout))
+        if _VARIABLE in env:
+            return Deadlines.exactly(_from_environment(env[_VARIABLE]))
+        return Deadlines(DEFAULT_S, LIMIT_S, WARN_S)
+
+    def as_arguments(self) -> CoreArguments:
+        """Return them as arguments for the core."""
+        return {"timeout_s": self.timeout_s, "limit_s": self.limit_s, "warn_s": self.warn_s}
+
+
+def _seconds(timeout: Any) -> float:
+    seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
+    if isinstance(seconds, bool) or not isinstance(seconds, numbers.Real) or not 0 < float(seconds) <= MOST_S:
+        raise ValueError(f"init: timeout={timeout!r}: expected seconds, more than 0 and at most {MOST_S:g}")
+    return float(seconds)
+
+
+def _from_environment(text: str) -> float:
+    try:
+        seconds = float(text) * 60.0
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds <= MOST_S:
+        raise ValueError(f"environment variable {_VARIABLE}={text!r}: expected minutes, a number more than 0")
+    return seconds

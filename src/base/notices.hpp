@@ -1,0 +1,22 @@
+// Notices: what the core has to say to the program's log, such as a rank that is late. An error is thrown instead.
+//
+// The core only leaves lines here; the program takes them when it likes (Python: threads that wait within the core, and
+// calls that have waited). Invariant: at most kMostNotices lines are kept; later ones are dropped.
+// Thread rule: free-threaded; post_notice never throws. A forked child must not post: another thread may have the lock.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+namespace zcomm {
+
+constexpr std::size_t kMostNotices = 1000;
+
+void post_notice(std::string line) noexcept;
+/// Cheap: one load.
+bool has_notices() noexcept;
+/// The lines since the last call, oldest first.
+std::vector<std::string> take_notices();
+
+}  // namespace zcomm
