@@ -8,12 +8,12 @@ does). Transformers and ``safetensors.torch.load_model`` tie them again. No mode
 from __future__ import annotations
 
 import errno
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from zcomm.zero.checkpoint.hf_layout import INDEX, index_of
 from zcomm.zero.checkpoint.manifest import Manifest
 from zcomm.zero.checkpoint.manifest_reader import open_checkpoint
 from zcomm.zero.files import durable
@@ -102,9 +102,8 @@ def _write_folder(
         here = {item.name for item in shard}
         _write(folder, shard, new / name, {alias: first for alias, first in tied.items() if first in here})
     weight_map = {item.name: name for name, shard in zip(names, shards, strict=True) for item in shard}
-    index = {"metadata": {"total_size": sum(item.nbytes for item in items)}, "weight_map": weight_map}
-    durable.write_file(new / "model.safetensors.index.json", (json.dumps(index, indent=2) + "\n").encode())
-    return [*names, "model.safetensors.index.json"]
+    durable.write_file(new / INDEX, index_of({item.name: item.nbytes for item in items}, weight_map))
+    return [*names, INDEX]
 
 
 def _shards(items: list[_Item], limit: int | None) -> list[list[_Item]]:

@@ -23,6 +23,7 @@ from zcomm.comm.communicator import Communicator
 from zcomm.zero.agree import Kept, agree, agreed, all_values
 from zcomm.zero.called import explained
 from zcomm.zero.checkpoint import rng_state
+from zcomm.zero.checkpoint.hf_layout import configs_of, write_index
 from zcomm.zero.checkpoint.json_values import to_json
 from zcomm.zero.checkpoint.manifest import ENTRIES, Manifest
 from zcomm.zero.checkpoint.shard_files import WEIGHTS, Content, aliases_of, gathered, other_tensors, plans_of, write
@@ -146,7 +147,8 @@ def _content(parts: Parts, train: TrainState, extras: Extras, lean: bool) -> Con
     if parts.comm.rank != 0:
         return Content(manifest, plans, {}, random, [], {})
     rest = [(WEIGHTS, tensor.detach()) for _, tensor in other_tensors(parts, lean)]
-    return Content(manifest, plans, aliases_of(parts, lean), random, rest, values)
+    configs = {} if lean else configs_of(parts.model, str(parts.state.form.dtype).removeprefix("torch."))
+    return Content(manifest, plans, aliases_of(parts, lean), random, rest, values, configs)
 
 
 def _write(
@@ -169,7 +171,7 @@ def _write(
     every = all_values(comm, mine, "what was written")
     if place is not None:
         with kept.errors():
-            _finish(content.manifest, every, place)
+            _finish(content, every, place)
             then()
     agree(comm, kept.error, f"saving {final}")
 
@@ -192,8 +194,9 @@ def _make_folder(parts: Parts, final: Path) -> tuple[NewFolder | None, Path]:
     return place, final.parent / str(name)
 
 
-def _finish(manifest: Manifest, every: list[dict[str, Any]], place: NewFolder) -> None:
+def _finish(content: Content, every: list[dict[str, Any]], place: NewFolder) -> None:
     """Rank 0 has the last word."""
+    manifest = content.manifest
     for of_rank in every:
         for kind in ENTRIES:
             getattr(manifest, kind).update({n: Entry.from_json(entry) for n, entry in of_rank[kind].items()})
@@ -204,6 +207,9 @@ def _finish(manifest: Manifest, every: list[dict[str, Any]], place: NewFolder) -
         unseen = manifest.missing_files(folder)
     if unseen:
         raise OSError(errno.ENOENT, f"rank 0 does not see what others wrote ({unseen[0]}); all need one folder")
+    write_index(place.path, manifest)
+    for name, text in content.configs.items():
+        durable.write_file(place.path / name, text)
     manifest.write(place.path)
     place.put()
 

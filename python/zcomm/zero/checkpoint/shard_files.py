@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,8 @@ class Content:
 
     plans: names, dtypes and shapes of its tensors, by file, in the order of ``gathered`` and then of ``rest``.
     rest: the model's own memory, with the file. random: states of the generators. values: tensors of the client state
-    and the schedule. aliases, rest and values are rank 0's.
+    and the schedule. configs: of a transformers model, by file name (hf_layout.py). aliases, rest, values and configs
+    are rank 0's.
     """
 
     manifest: Manifest
@@ -42,6 +43,7 @@ class Content:
     random: bytes
     rest: list[tuple[int, torch.Tensor]]
     values: dict[str, torch.Tensor]
+    configs: dict[str, bytes] = field(default_factory=dict)
 
 
 def other_tensors(parts: Parts, lean: bool = False) -> Iterator[tuple[str, torch.Tensor]]:

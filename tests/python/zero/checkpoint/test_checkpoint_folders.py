@@ -273,7 +273,7 @@ def test_two_jobs_that_save_to_one_folder(run_ranks: Run, tmp_path: Path) -> Non
     made.close()
     zcomm.shutdown()
     said = run_ranks(jobs_at_once, 2, str(tmp_path), 6)
-    assert all("saved" in each for each in said), said
+    assert {word for each in said for word in each} <= {"saved", "busy"} and any("saved" in each for each in said), said
     made = zcomm.ZeroOptimizer(nn.Linear(50, 30), "adamw", stage=1)
     made.load(tmp_path / "c")
     made.save(tmp_path / "c")  # removes what was being read when it was replaced
