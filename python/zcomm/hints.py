@@ -18,3 +18,24 @@ def did_you_mean(word: object, known: Iterable[str], also: Mapping[str, str] | N
         found = difflib.get_close_matches(text.lower(), by_lower, n=1, cutoff=0.65)
         near = by_lower[found[0]] if found else None
     return f"; did you mean {near!r}?" if near else ""
+
+
+# Optimizers of torch, DeepSpeed and others that cannot update shards, and why.
+_WHOLE = "its update needs norms or products of whole parameters, and shards are updated apart"
+_ONE_BIT = "it compresses gradients in its own collectives, and gradients are reduced before the update here"
+_LAMB = "LAMB on shards is zcomm.optim.Lamb (type Lamb), of DeepSpeed's formula; others have formulas of their own"
+REFUSED_OPTIMIZERS = {
+    "Lamb": _LAMB,  # classes of that name in other libraries
+    "FusedLamb": _LAMB,
+    "Muon": f"{_WHOLE}; use AdamW",
+    "MuSGD": "its rates follow from shapes that muP sets; use SGD with param groups",
+    "MuAdam": "its rates follow from shapes that muP sets; use Adam with param groups",
+    "MuAdamW": "its rates follow from shapes that muP sets; use AdamW with param groups",
+    "Adafactor": "it factors the second moment by rows and columns of whole parameters; use AdamW, with smaller state "
+    "zcomm.optim.CPUAdam(..., state_dtype=torch.uint8)",
+    "LBFGS": "it searches along lines of all parameters together, and evaluates the model again; use AdamW",
+    "SparseAdam": "it is for sparse gradients, which are reduced dense; use Adam",
+    "OneBitAdam": f"{_ONE_BIT}; use Adam",
+    "ZeroOneAdam": f"{_ONE_BIT}; use Adam",
+    "OneBitLamb": f"{_ONE_BIT}; use AdamW",
+}

@@ -220,7 +220,7 @@ def for_params(
     """
     first: tuple[str, torch.device] | None = None
     for name, tensor in named:
-        if tensor.device.type == "meta" or (device is not None and tensor.device.type == "cpu"):
+        if tensor.is_meta or (device is not None and tensor.device.type == "cpu"):
             continue
         if first is None:
             first = name, tensor.device

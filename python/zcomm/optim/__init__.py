@@ -1,11 +1,12 @@
-"""Fused optimizers as drop-ins for torch.optim, usable with no other part of zcomm (docs/cpu_optimizers.md)."""
+"""Drop-ins for torch.optim, usable with no other part of zcomm: fused (docs/cpu_optimizers.md), and Lamb."""
 
 from __future__ import annotations
 
 from zcomm.optim.adagrad import CPUAdagrad
 from zcomm.optim.adam import CPUAdam
 from zcomm.optim.fused_adam import FusedAdam
+from zcomm.optim.lamb import Lamb
 from zcomm.optim.lion import CPULion
 from zcomm.optim.sgd import CPUSGD
 
-__all__ = ["CPUSGD", "CPUAdagrad", "CPUAdam", "CPULion", "FusedAdam"]
+__all__ = ["CPUSGD", "CPUAdagrad", "CPUAdam", "CPULion", "FusedAdam", "Lamb"]

@@ -16,6 +16,7 @@ from zcomm.machine import swap_tuning
 from zcomm.memory import device_streams
 from zcomm.memory.device_streams import DeviceLane
 from zcomm.memory.swap_file import StrPath, as_paths, close_at_exit, say_fallbacks
+from zcomm.zero.agree import all_values
 from zcomm.zero.async_step import AsyncStep
 from zcomm.zero.choose import StorePlan, make_state, make_store
 from zcomm.zero.device_step import DeviceStep
@@ -45,7 +46,8 @@ from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.placement import check_host, reach, state_tiers
 from zcomm.zero.tensors import pieces
 from zcomm.zero.units.hooks import UnitHooks
-from zcomm.zero.units.store import UnitStore
+from zcomm.zero.units.state_dict import Form, StateDictHooks, form_of
+from zcomm.zero.units.store import UnitStore, host_nbytes
 
 logger = logging.getLogger("zcomm")
 
@@ -144,6 +146,7 @@ def build_parts(
     if isinstance(store, UnitStore):
         assert model is not None
         hooks = UnitHooks(model, sections.choices, store.life)
+        hooks.handles.extend(StateDictHooks(model, _state_dict_form(geometry, precision.dtype, comm), comm).handles)
     async_step = _make_async_step(model, offload, store, reducer, trained, geometry)
     wait_step = (lambda: None) if async_step is None else async_step.join
     attachment = Attachment(
@@ -263,6 +266,12 @@ def _hook_model(model: nn.Module, reducer: GradientReducer, attachment: Attachme
     return [model.register_forward_pre_hook(Hook(put_back)), model.register_forward_hook(Hook(announce))]
 
 
+def _state_dict_form(geometry: Geometry, dtype: torch.dtype, comm: Communicator) -> Form:
+    """Choose what ``model.state_dict()`` holds. Collective."""
+    hosts = all_values(comm, [host_nbytes(), comm.local_world_size], "memory of hosts")
+    return form_of(geometry.every_count * dtype.itemsize, comm.world_size, hosts)
+
+
 def _first_indices(ordered: Sequence[nn.Parameter], grouped: Sequence[torch.Tensor], geometry: Geometry) -> list[int]:
     """Elements before each parameter in the order of the param groups, which does not depend on the stage."""
     counts = {id(param): place.count for param, place in zip(ordered, geometry.places, strict=False)}
@@ -289,7 +298,7 @@ def _check_params(
         if id(param) in seen:
             raise ValueError(f"{where} is in the param groups twice")
         seen.add(id(param))
-        if param.device.type == "meta":
+        if param.is_meta:
             deferred.check(param, name)
         if not param.dtype.is_floating_point:
             raise ValueError(f"{where} is {param.dtype}; only floating-point parameters can be trained")

@@ -17,7 +17,7 @@ from zcomm.zero.gradients.norm import GradientNorm
 from zcomm.zero.gradients.peers import PeersTransport
 from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.optim_state.device import DeviceState
-from zcomm.zero.optim_state.ram import Run, ShardStep
+from zcomm.zero.optim_state.ram import Run, ShardStep, Sums
 from zcomm.zero.params.stores import ParameterStore
 
 
@@ -38,12 +38,23 @@ class DeviceStep:
         self._whole = whole
         self._state, self._store, self._gradients, self._squares = state, store, gradients, squares
 
-    def step(self, runs: Callable[[FlatBucket], list[Run]]) -> None:
-        """Put the step of all of them on torch's stream, behind their gradients. An error on one rank is raised when no
-        other waits for this one."""
+    def gather(self) -> None:
+        """Bring the other ranks' sums, where several ranks step all of each bucket. Collective."""
         if self._whole:
             self._gradients.finish_all()
             self._gradients.gather()
+
+    def measure(self, runs: Callable[[FlatBucket], list[Run]], sums: Sums) -> None:
+        """Add to ``sums`` what the rule needs of whole parameters, after ``gather``."""
+        grads = self._gradients.sums if self._whole else self._gradients.shards
+        for bucket in self._buckets:
+            self._gradients.finish(bucket)
+            weight = self._store.there(bucket)
+            self._state.measure(ShardStep(bucket.index, weight, grads[bucket.index], runs(bucket)), sums)
+
+    def step(self, runs: Callable[[FlatBucket], list[Run]]) -> None:
+        """Put the step of all of them on torch's stream, behind their gradients, after ``gather``. An error on one rank
+        is raised when no other waits for this one."""
         grads = self._gradients.sums if self._whole else self._gradients.shards
         failed: BaseException | None = None
         for bucket in self._buckets:

@@ -44,6 +44,21 @@ class LossScaler:
         self._left = self._rule.hysteresis if self._rule else 1
         self._good = 0  # steps since the last overflow
 
+    @property
+    def cur_scale(self) -> float:
+        """``scale`` by one of DeepSpeed's names."""
+        return self.scale
+
+    @property
+    def loss_scale(self) -> float:
+        """``scale`` by another of DeepSpeed's names."""
+        return self.scale
+
+    @property
+    def dynamic(self) -> bool:
+        """True if the scale changes by itself."""
+        return self._rule is not None
+
     def update(self, overflow: bool) -> None:
         """After each step, applied or skipped."""
         rule = self._rule

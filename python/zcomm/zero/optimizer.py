@@ -27,6 +27,7 @@ from zcomm.zero import checkpoint, same_on_ranks
 from zcomm.zero.assemble import build_parts
 from zcomm.zero.called import explained
 from zcomm.zero.checkpoint import state_dict as torch_state
+from zcomm.zero.gradients.refuse import refuse_gradients
 from zcomm.zero.gradients.values import NonFinite
 from zcomm.zero.loss_scale import LossScale, LossScaler
 from zcomm.zero.memory import Memory, memory_of, stats_of, warn_of_integers
@@ -46,6 +47,7 @@ from zcomm.zero.param_groups import ParamGroups
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.registry import open_parts, opened, owned_params, parts_of
 from zcomm.zero.rules.cohorts import Cohorts
+from zcomm.zero.rules.no_rule import WHY, NoRule
 from zcomm.zero.rules.resolve import OptimizerLike, choose_rule, torch_groups
 from zcomm.zero.rules.rule import Rule
 from zcomm.zero.step import OptimizerStep
@@ -83,11 +85,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
     """An optimizer with ZeRO stage 0 to 3 and offload.
 
     model: a module, or its parameters or param groups (stages 0 to 2).
-    optimizer: "adamw", "adam", "lion", "sgd", "adagrad" (fused), or a class of ``torch.optim`` or an instance. An
-    instance keeps its param groups: both have the same list (until ``close()``, without frozen parameters). So what is
-    set on either, by a schedule too, counts in the next step. Its own ``step()`` and ``state_dict()`` raise until then.
+    optimizer: "adamw", "adam", "lion", "sgd", "adagrad" (fused), "lamb", or a class of ``torch.optim`` or an instance.
+    An instance keeps its param groups: both have the same list (until ``close()``, without frozen parameters). So what
+    is set on either, by a schedule too, counts in the next step. Its ``step()`` and ``state_dict()`` raise until then.
     Adam, AdamW, SGD and Adagrad become the fused ones. Others run as they are on fp32 shards where they are elementwise
-    (RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop).
+    (RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop). None: the model is not trained. Its weights are rank 0's, in
+    the precision given, and in stage 3 sharded and offloaded; backward passes and steps raise.
     stage: 0 replicated, 1 and 2 sharded optimizer state and gradients, 3 and parameters.
     offload: None, "cpu", "nvme" or ``zcomm.Offload``. nvme_path: directory on the drive, needed by "nvme". A list
     stripes the state over several drives, one directory on each.
@@ -121,7 +124,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         model: ParamsOrModel,
-        optimizer: OptimizerLike = "adamw",
+        optimizer: OptimizerLike | None = "adamw",
         *,
         stage: int = 2,
         offload: str | Offload | None = None,
@@ -164,7 +167,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         rule, groups = choose_rule(optimizer, optimizer_args, groups, own)
         self._train = train = TrainState(stage, tiers, kinds, rule, scaler, kinds.skip_nonfinite, clip_norm, grad_accum)
         super().__init__(groups, rule.defaults)
-        self.state = _NoState()
+        self.state = _NoState(train)
         job, module = comm or init(), model if isinstance(model, nn.Module) else None
         owned_elsewhere = owned_params()
         check_free(self.param_groups, owned_elsewhere)
@@ -184,6 +187,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             units=units,
             device=device,
         )
+        if optimizer is None and module is not None and (stage == 3 or job.world_size > 1):
+            parts.model_hooks += refuse_gradients(module)
         warn_of_integers(module, stage, job.rank)
         self.grad_accum = grad_accum
         alive = weakref.ref(train)  # hooks of the model have the reducer; it keeps no optimizer alive
@@ -215,6 +220,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def loss_scale(self) -> float:
         """Factor that ``backward()`` multiplies the loss by; 1 unless precision is fp16."""
         return self._train.loss_scale
+
+    @property
+    def cur_scale(self) -> float:
+        """``loss_scale`` by DeepSpeed's name."""
+        return self._train.loss_scale
+
+    @property
+    def loss_scaler(self) -> LossScaler:
+        """The scaler of fp16; in other precisions one with the scale 1. (DeepSpeed's name.)"""
+        return self._train.scaler or LossScaler(1.0)
 
     @property
     def grad_accum(self) -> int:
@@ -276,6 +291,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         on all ranks. After an error or an interrupt amid the update: RuntimeError in this, save and state_dict until
         ``load``. On a device the update begins while gradients are in flight.
         """
+        self._check_trained("step")
         self._train.poison.check("step()")
         with torch.enable_grad():
             loss = closure() if closure is not None else None
@@ -284,7 +300,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         """Run ``loss.backward()``, with the loss scaled where precision is fp16."""
+        self._check_trained("backward")
         self._passes.backward(loss, retain_graph)
+
+    def _check_trained(self, call: str) -> None:
+        if isinstance(self._train.rule, NoRule):
+            raise RuntimeError(f"{call}(): {WHY}")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; does nothing between the micro-steps of one accumulation.
@@ -441,6 +462,14 @@ _SET = "zcomm.zero.set_full_optim_state(param, key, value)"
 class _NoState(defaultdict[Any, Any]):
     """An empty ``ZeroOptimizer.state``. Raises: RuntimeError naming the call to use, for an entry, a change or
     ``clear``."""
+
+    def __init__(self, train: TrainState) -> None:
+        super().__init__()
+        self._train = train
+
+    def __bool__(self) -> bool:
+        """Return True after the first step, as torch's. torch.distributed.checkpoint takes a step where it is False."""
+        return any(group.get("step") for group in self._train.param_groups)
 
     def __missing__(self, key: object) -> NoReturn:
         raise RuntimeError(

@@ -156,10 +156,11 @@ class Parts:
 class TrainState:
     """Options, counters and results of one ZeroOptimizer's training. The first fields are ZeroOptimizer's attributes.
 
-    averages: gradients are averaged over micro-steps; False: their losses are divided already. overflow: the last step
-    was skipped. step_count: optimizer steps, skipped ones included. updates: steps that used gradients. No load changes
-    it. backwards: backward passes before the last step() or zero_grad(). pass_scale: the loss scale of the gradients
-    that are kept, which a step does not change. step_s: seconds in steps; waited_s: of these, waiting for other ranks.
+    averages: gradients are averaged over micro-steps; False: their losses are divided already. summed_ranks: how many
+    ranks' gradients are summed; 1: they are averaged. overflow: the last step was skipped. step_count: optimizer steps,
+    skipped ones included. updates: steps that used gradients. No load changes it. backwards: backward passes before the
+    last step() or zero_grad(). pass_scale: the loss scale of the gradients that are kept, which a step does not change.
+    step_s: seconds in steps; waited_s: of these, waiting for other ranks.
     """
 
     stage: int
@@ -173,6 +174,7 @@ class TrainState:
     param_groups: list[dict[str, Any]] = field(default_factory=list)
     boundary: bool | None = None
     averages: bool = True
+    summed_ranks: int = 1
     grad_norm: float | None = None
     skipped_steps: int = 0
     overflow: bool = False
@@ -201,9 +203,12 @@ class TrainState:
 
     @property
     def gradient_factor(self) -> float:
-        """Factor of accumulated gradients over their mean: micro-steps (if not divided yet) times loss scale."""
+        """Factor of accumulated gradients over their mean: micro-steps (if not divided yet) times loss scale.
+
+        Accumulators hold the ranks' mean: where gradients are summed, it is so much smaller.
+        """
         scale = self.pass_scale if self.scaler is not None else 1.0
-        return (self.grad_accum if self.averages else 1) * scale
+        return (self.grad_accum if self.averages else 1) * scale / self.summed_ranks
 
     def forget_passes(self) -> None:
         """Begin the accumulation again: the gradients of one that had begun are gone."""

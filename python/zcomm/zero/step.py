@@ -22,6 +22,7 @@ from zcomm.zero.params.device import DeviceStore
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.poison import broadcast_error, check_error
 from zcomm.zero.rules.rule import Indexed
+from zcomm.zero.whole_norms import WholeNorms
 
 _LATE = (
     "step(): a backward pass has reached a parameter twice on some rank, in no step before: weights were updated "
@@ -48,6 +49,11 @@ class OptimizerStep:
         there = parts.device_step.numbers if parts.device_step is not None else ()
         self._on_host = [bucket for bucket in parts.geometry.buckets if bucket.index not in there]
         self._reverse = True
+        self._whole_norms = None
+        self._factors: list[float] | None = None  # of each parameter, in this step
+        if train.rule.sums:
+            params = parts.geometry.trained_count
+            self._whole_norms = WholeNorms(parts.comm, params, train.rule.sums, parts.lane)
         self._rests: bool | None = None  # whether any rank ever had a rest of gradients; None: not known yet
 
     def run(self) -> None:
@@ -62,6 +68,7 @@ class OptimizerStep:
 
         # Norm. Where it decides nothing, the weights are updated in the same pass over the gradients, or before it.
         decides = train.skip_nonfinite or train.clip_norm is not None or parts.async_step is not None
+        decides = decides or train.rule.sums > 0
         early = None if decides else self._update_early(scale)
         norm = self._counted(self.norm() if early is None else early)
         if train.overflow:
@@ -213,7 +220,7 @@ class OptimizerStep:
         hyper = self._begin(scale)
 
         def step() -> None:
-            if self._whole and self._parts.comm.world_size > 1:
+            if self._whole and self._whole_norms is None and self._parts.comm.world_size > 1:
                 self._accumulators.gather()
             self._apply(self._shards(hyper, reverse), reverse)
 
@@ -273,13 +280,45 @@ class OptimizerStep:
         self._parts.store.take_edits()
         self._parts.attachment.looked_s += time.perf_counter() - start
         hyper = self._train.cohorts.prepare(self._train.param_groups, scale, self._agreement.skipped)
+        if self._whole_norms is not None:
+            self._measure(hyper, self._whole_norms)
         if self._parts.device_step is not None:
             try:
+                if self._whole_norms is None:
+                    self._parts.device_step.gather()
                 self._parts.device_step.step(lambda bucket: self._runs(bucket, hyper))
             except BaseException as error:
                 broadcast_error(self._parts.comm, error)
                 raise
         return hyper
+
+    def _measure(self, hyper: list[Any], norms: WholeNorms) -> None:
+        """Find what the rule needs of each whole parameter before the update. Collective."""
+        parts, rule, skipped = self._parts, self._train.rule, self._agreement.skipped
+        self._accumulators.finish()
+        if self._whole and parts.comm.world_size > 1:
+            self._accumulators.gather()
+        self._factors = None
+        grad_of = self._accumulators.whole if self._whole else self._accumulators.shard
+        try:
+            norms.begin()
+            if parts.device_step is not None:
+                parts.device_step.gather()
+                parts.device_step.measure(lambda bucket: self._runs(bucket, hyper), norms)
+            for bucket in self._on_host:
+                shard = ShardStep(bucket.index, parts.store.read(bucket), grad_of(bucket), self._runs(bucket, hyper))
+                parts.state.measure(shard, norms)
+        except BaseException as error:
+            broadcast_error(parts.comm, error)
+            raise
+        start = time.perf_counter()
+        check_error(parts.comm)
+        found = norms.end(together=not self._whole)
+        number_of = self._train.cohorts.number_of
+        self._factors = [
+            1.0 if index in skipped else rule.factor(each, hyper[number_of[index]]) for index, each in enumerate(found)
+        ]
+        self._train.waited_s += time.perf_counter() - start
 
     def _apply(self, shards: Iterator[ShardStep], reverse: bool) -> None:
         """Apply the rule to this rank's shards, and publish them. Where that fails on one rank all ranks raise."""
@@ -318,5 +357,9 @@ class OptimizerStep:
             return [(begin, end, hyper[number]) for begin, end, number in runs if number >= 0]
         start = parts.store.part(bucket).start
         first = [parts.first_index[n] + start - parts.geometry.places[n].offset for n in bucket.params]
-        indexed = {n: Indexed(hyper[number_of[n]], at) for n, at in zip(bucket.params, first, strict=True)}
+        factors = self._factors
+        indexed = {
+            n: Indexed(hyper[number_of[n]], at, n, 1.0 if factors is None else factors[n])
+            for n, at in zip(bucket.params, first, strict=True)
+        }
         return [(begin, end, indexed[n]) for begin, end, n in parts.param_runs[bucket.index] if n not in skipped]

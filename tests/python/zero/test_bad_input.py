@@ -63,7 +63,6 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": "shampoo"}, "unknown optimizer 'shampoo'; Names: adamw"),
     ({"precision": zcomm.Precision("bf16"), "buffer_dtype": "fp32"}, "buffer_dtype='fp32' is given beside precision="),
     ({"comm": "nccl"}, "comm='nccl' must be a zcomm Communicator"),
-    ({"optimizer": None}, "optimizer=None must be a name"),
     ({"optimizer": 3}, "optimizer=3 must be a name"),
     ({"optimizer": torch.optim.LBFGS}, "LBFGS' is not available: |Use a name or torch.optim class of adamw"),
     (

@@ -237,7 +237,7 @@ def test_fused_classes_are_taken_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("optimizer", "arguments", "kind", "message"),
     [
-        (torch.optim.LBFGS, {}, ValueError, "torch.optim.lbfgs.LBFGS.* is not available: it is not known to update"),
+        (torch.optim.LBFGS, {}, ValueError, "torch.optim.lbfgs.LBFGS.* is not available: it searches along lines"),
         ("adam", {"state_dtype": torch.float16}, ValueError, "state_dtype=torch.float16"),
         ("muon", {}, ValueError, "unknown optimizer 'muon'"),
         ("sgd", {"betas": (0.9, 0.9)}, ValueError, "no argument 'betas'; Arguments of sgd: lr"),

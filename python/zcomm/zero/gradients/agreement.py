@@ -23,6 +23,7 @@ class Agreement:
     params: by number. absent: ``p.grad`` was None when this rank asked last. skipped: left alone by the step.
 
     taken_over: autograd left gradients of this step on tensors without hooks (``GradientReducer.take_over``).
+    coalesces: all passes of this step, on all ranks, are from no_sync(), on purpose. It holds for one step.
     """
 
     def __init__(
@@ -41,15 +42,18 @@ class Agreement:
         self._assigned: list[int] = []
         self.skipped: frozenset[int] = frozenset()
         self.taken_over = False
+        self.coalesces = self._coalesced = False
 
     def ask(self) -> bool:
         """Look at each ``p.grad`` before a step. False: none is there, on any rank. Raises: RuntimeError."""
         self.absent, self._assigned = self._grads.held()
         self.skipped = frozenset()
+        self._coalesced, self.coalesces = self.coalesces, False
         if len(self.absent) == len(self._params):
             self._accumulators.fill()
             return self._comm.world_size > 1  # others may have some
-        if self._accumulators.fresh and self._local and not self._assigned and not self.taken_over:
+        allowed = self._coalesced or self._assigned or self.taken_over
+        if self._accumulators.fresh and self._local and not allowed:
             raise RuntimeError("step(): all gradients are from no_sync(); the last backward pass must be outside")
         self._accumulators.fill()
         return True
@@ -67,8 +71,8 @@ class Agreement:
 
     @property
     def is_special(self) -> bool:
-        """Return True if the program has dropped or assigned gradients, as far as this rank has asked."""
-        return bool(self.absent or self._assigned)
+        """Return True if the program has dropped, assigned or coalesced gradients, as far as this rank has asked."""
+        return bool(self.absent or self._assigned or self._coalesced)
 
     def agree(self) -> None:
         """Do as the programs of all ranks have done: skip what was dropped, take what was assigned. Collective.

@@ -101,10 +101,11 @@ def frozen_of(
     model: nn.Module | None, trained: Sequence[torch.Tensor], owned_elsewhere: Collection[int] = ()
 ) -> list[nn.Parameter]:
     """Return the floating-point parameters that are not trained and need no gradient. Others that need a gradient keep
-    it for themselves. owned_elsewhere: by id(), what another optimizer has."""
+    it for themselves, unless nothing is trained. owned_elsewhere: by id(), what another optimizer has."""
     ids = {id(param) for param in trained} | set(owned_elsewhere)
     every = [] if model is None else list(model.parameters())
-    return [p for p in every if id(p) not in ids and not p.requires_grad and p.is_floating_point()]
+    found = [p for p in every if id(p) not in ids and p.is_floating_point()]
+    return [p for p in found if not p.requires_grad or not trained]
 
 
 def _registered(model: nn.Module | None, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:

@@ -128,6 +128,23 @@ class TileForm:
         _core.join_master(self._split(weight, state, master), master.data_ptr(), 0)
         return master
 
+    def part_master(self, weight: torch.Tensor, state: torch.Tensor, inside: slice) -> torch.Tensor:
+        """Return ``master`` of the elements ``inside`` of one tile alone."""
+        if self.dtype == torch.float32:
+            return weight[inside]
+        if self.dtype == torch.float16:
+            return _with_edits(self.array(state, weight.numel(), "master")[inside], weight[inside])
+        return joined(weight[inside], self._low(state, weight.numel()).view(torch.int16)[inside])
+
+    def set_part_master(self, weight: torch.Tensor, state: torch.Tensor, inside: slice, master: torch.Tensor) -> None:
+        """Keep what ``part_master`` returned, changed."""
+        if self.dtype == torch.float16:
+            weight[inside].copy_(master)
+        elif self.dtype == torch.bfloat16:
+            high, low = split(master)
+            weight[inside].copy_(high)
+            self._low(state, weight.numel()).view(torch.int16)[inside].copy_(low)
+
     def _split(self, weight: torch.Tensor, state: torch.Tensor, master: torch.Tensor) -> _core.OptimShard:
         """Return a core shard of a bf16 weight and its remainder alone, however many arrays lie before it."""
         return core_shard(weight, master, self._low(state, weight.numel()), 0, weight.numel())

@@ -64,16 +64,20 @@ def _first_values(
 ) -> None:
     """Fill ``master`` (zeros), at least ``part`` of it, with rank 0's weights; each rank reads itself what comes from a
     file."""
-    reads = {}
+    reads, by_parts = {}, []
     for index in bucket.params:
         param, name = sections.params[index], sections.names[index]
-        waiting = deferred.check(param, name) if param.device.type == "meta" else None
+        waiting = deferred.check(param, name) if param.is_meta else None
         if waiting is not None and waiting.read is not None:
             reads[index] = waiting.read
+        elif waiting is not None and waiting.part is not None:
+            by_parts.append(index)
         elif waiting is None or comm.rank == 0:
-            geometry.view(master, index).copy_(deferred.value_of(param, name))
-    if len(reads) < len(bucket.params):
+            geometry.view(master, index).copy_(deferred.value_of(param, name, comm))
+    if len(reads) + len(by_parts) < len(bucket.params):
         comm.broadcast(master, root=0, name=f"weights of bucket {bucket.index}")
+    for index in by_parts:
+        geometry.view(master, index).copy_(deferred.value_of(sections.params[index], sections.names[index], comm))
     for index, read in reads.items():
         place = geometry.places[index]
         low, high = place.within(part)
@@ -88,11 +92,11 @@ def _start_rest(
     for name, param in model.named_parameters():
         if id(param) in done:
             continue
-        if param.device.type == "meta":
+        if param.is_meta:
             waiting = deferred.check(param, name)
-            mine = comm.rank == 0 or waiting.read is not None
+            mine = comm.rank == 0 or waiting.read is not None or waiting.part is not None
             deferred.materialize(
-                param, deferred.value_of(param, name) if mine else torch.empty(param.shape, dtype=param.dtype)
+                param, deferred.value_of(param, name, comm) if mine else torch.empty(param.shape, dtype=param.dtype)
             )
         if param.is_floating_point():
             param.data = param.data.to(precision.dtype)

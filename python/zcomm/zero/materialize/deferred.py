@@ -17,7 +17,7 @@ import mmap
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -25,10 +25,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from zcomm.comm.communicator import Communicator
+
 _aten = torch.ops.aten
 _ATTRIBUTE = "_zcomm_deferred"
 _data: Any = torch.Tensor.data
 _GET_DATA, _SET_DATA = _data.__get__, _data.__set__
+_GET_DEVICE = torch.Tensor.device.__get__
 
 # Factory -> what it does to new memory (given the call's arguments after the size).
 _FACTORIES: dict[Any, Callable[..., tuple[Any, tuple[Any, ...]] | None]] = {
@@ -49,10 +52,12 @@ _OVERWRITES = {
     _aten.normal_.default,
     _aten.copy_.default,
 }
+_MOVES = {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda}
+_BY_SHAPE = {"view_as", "expand_as", "reshape_as", "type_as", "__set__"}
 _COPIES = {_aten.clone.default, _aten._to_copy.default}
 
 
-def _pages(nbytes: int) -> torch.UntypedStorage:
+def pages(nbytes: int) -> torch.UntypedStorage:
     """Zeros that go back to the system with the storage; malloc would keep holes between what stays."""
     return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8).untyped_storage()
 
@@ -66,7 +71,7 @@ class Recipe:
 
     def replay(self) -> torch.UntypedStorage:
         """Build a new storage with the value. Generators are left as they were."""
-        memory = _pages(self.nbytes)
+        memory = pages(self.nbytes)
         for op in self.ops:
             op.run(memory)
         return memory
@@ -121,14 +126,25 @@ class Op:
             self.generator.set_state(now)
 
 
+class ValuePart(Protocol):
+    """A Part (part.py)."""
+
+    def gather(self, comm: Communicator, name: str) -> torch.Tensor:
+        """Return the whole value. Collective."""
+
+
 @dataclass(frozen=True)
 class Deferred:
-    """The future value of a parameter on the meta device. ``read(begin, end)``: flat elements from a file instead."""
+    """The future value of a parameter on the meta device. ``read(begin, end)``: flat elements from a file instead.
+
+    part: this rank's elements of a value that was set already, instead.
+    """
 
     recipe: Recipe
     ref: Ref
     version: int
     read: Callable[[int, int], torch.Tensor] | None = None
+    part: ValuePart | None = None
 
 
 class Recorder(TorchDispatchMode):
@@ -224,7 +240,7 @@ class Recorder(TorchDispatchMode):
             nonlocal reads_itself
             if not isinstance(leaf, torch.Tensor):
                 return leaf
-            own = leaf.device.type == "meta" and leaf.untyped_storage()._cdata == mine
+            own = leaf.is_meta and leaf.untyped_storage()._cdata == mine
             reads_itself = reads_itself or (own and leaf is not written)
             if own:
                 return Ref.to(leaf)
@@ -240,7 +256,7 @@ class Recorder(TorchDispatchMode):
             recipe.ops.clear()
         recipe.ops.append(op)
         if generator is not None:  # the generator goes on as if the tensor were there
-            memory = _pages(recipe.nbytes)
+            memory = pages(recipe.nbytes)
             spent = tree_map(lambda leaf: leaf.on(memory) if isinstance(leaf, Ref) else leaf, (args, kwargs))
             with _disable_current_modes():
                 func(*spent[0], **spent[1])
@@ -270,8 +286,11 @@ class ReportsCpu(TorchFunctionMode):
 
 
 class Waiting(nn.Parameter):
-    """A parameter on the meta device. What is done to its ``.data`` counts as done to it: torch would not tell, and it
-    would be lost. A parameter of a program's own class has a class that derives from both."""
+    """A parameter on the meta device, that reports the CPU: programs put inputs and adapters where parameters are.
+
+    What is done to its ``.data`` counts as done to it: torch would not tell, and it would be lost. A parameter of a
+    program's own class has a class that derives from both.
+    """
 
     __slots__ = ()
     becomes: type[nn.Parameter] = nn.Parameter
@@ -279,6 +298,8 @@ class Waiting(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
+            if func == _GET_DEVICE:
+                return torch.device("cpu")
             if func == _GET_DATA:
                 return args[0].detach()  # as .data, but with the parameter's version counter
             if func == _SET_DATA and args[1] is not args[0] and args[1].dtype == args[0].dtype:  # model.to() may
@@ -286,10 +307,43 @@ class Waiting(nn.Parameter):
                     f"a parameter of shape {tuple(args[0].shape)} is given other .data after zcomm.zero.Init() had "
                     "ended, where it has no memory: initialise it inside, or inside of zcomm.zero.GatheredParameters"
                 )
+            if func in _MOVES and isinstance(args[0], Waiting):
+                return _converted(args[0], func, args[1:], kwargs or {})
             own: Any = super().__torch_function__
             if own is torch._C._disabled_torch_function_impl:
-                return func(*args, **(kwargs or {}))
-        return own(func, types, args, kwargs or {})
+                return _checked(func(*args, **(kwargs or {})), func, args, kwargs)
+        return _checked(own(func, types, args, kwargs or {}), func, args, kwargs)
+
+
+def _converted(param: Waiting, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """Convert the dtype alone, for ``model.to(device)``: ZeroOptimizer places the parameters."""
+    if func is not torch.Tensor.to:
+        return param
+    device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+    if device is not None and device.type == "meta":
+        return param.to(*args, **kwargs)
+    return param if dtype in (None, param.dtype) else param.to(dtype)
+
+
+def _checked(result: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """Return ``result``. Raises: RuntimeError where it was computed from a value that is not there.
+
+    torch gives whatever is in memory then: ``F.linear`` with a weight on the meta device does so.
+    """
+    if getattr(func, "__name__", "") in _BY_SHAPE or not any(_has_values(leaf) for leaf in tree_leaves(result)):
+        return result
+    leaves = tree_leaves((args, kwargs))
+    if any(_has_values(leaf) for leaf in leaves):
+        param = next(leaf for leaf in leaves if isinstance(leaf, Waiting))
+        raise RuntimeError(
+            f"a parameter of shape {tuple(param.shape)} of zcomm.zero.Init() has no value here before ZeroOptimizer is "
+            "built: use the model after that, or inside of zcomm.zero.GatheredParameters"
+        )
+    return result
+
+
+def _has_values(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and not leaf.is_meta
 
 
 @functools.cache
@@ -312,15 +366,19 @@ def read_from(param: torch.Tensor, read: Callable[[int, int], torch.Tensor]) -> 
     _make_wait(param, Deferred(Recipe(0), Ref.to(param), param._version, read))
 
 
-def value_of(param: torch.Tensor, name: str) -> torch.Tensor:
-    """Return the whole value of a deferred parameter, in its shape; ``param`` itself where it is real.
+def value_of(param: torch.Tensor, name: str, comm: Communicator | None) -> torch.Tensor:
+    """Return the whole value of a deferred parameter, in its shape; ``param`` itself where it is real. Collective where
+    ranks have parts of it, which alone needs ``comm``.
 
     Raises: ValueError for one that was changed after ``zero.Init`` had ended (there was no memory to change).
     """
-    if param.device.type != "meta":
+    if not param.is_meta:
         return param
     deferred = check(param, name)
     with torch.no_grad():
+        if deferred.part is not None:
+            assert comm is not None
+            return deferred.part.gather(comm, name).to(param.dtype)
         if deferred.read is not None:
             return deferred.read(0, param.numel()).view(param.shape)
         return deferred.ref.on(deferred.recipe.replay()).to(param.dtype)  # a model.to(dtype) since then
@@ -328,7 +386,7 @@ def value_of(param: torch.Tensor, name: str) -> torch.Tensor:
 
 def check(param: torch.Tensor, name: str) -> Deferred:
     """Return the deferred value. Raises: ValueError where a parameter on the meta device has no value to come."""
-    deferred: Deferred | None = getattr(param, _ATTRIBUTE, None) if param.device.type == "meta" else None
+    deferred: Deferred | None = getattr(param, _ATTRIBUTE, None) if param.is_meta else None
     if deferred is None:
         raise ValueError(
             f"{name} is on the meta device and has no value to come: build the model inside of zcomm.zero.Init() (and "
@@ -348,7 +406,7 @@ def materialize(param: nn.Parameter, value: torch.Tensor) -> None:
     It stays the same object, with its class, attributes, hooks and need of gradients.
     Raises: RuntimeError where something else refers to its memory or, weakly, to it: torch cannot swap it then.
     """
-    if param.device.type != "meta":
+    if not param.is_meta:
         param.data = value
         return
     if hasattr(param, _ATTRIBUTE):
@@ -363,7 +421,12 @@ def wait_again(param: nn.Parameter, kept: Deferred, dtype: torch.dtype) -> None:
     """Undo ``materialize``: ``param``, in ``dtype``, has no memory again, and ``kept`` is its future value."""
     memory = torch.empty(kept.ref.size, dtype=dtype, device="meta")
     _swap_memory(param, memory, type(param))
-    _make_wait(param, Deferred(kept.recipe, kept.ref, param._version, kept.read))
+    _make_wait(param, Deferred(kept.recipe, kept.ref, param._version, kept.read, kept.part))
+
+
+def wait_for_part(param: nn.Parameter, part: ValuePart) -> None:
+    """Take the memory of ``param``: its value is ``part``, together with other ranks', from now on."""
+    wait_again(param, Deferred(Recipe(0), Ref.to(param), 0, part=part), param.dtype)
 
 
 def _swap_memory(param: nn.Parameter, value: torch.Tensor, kind: type[nn.Parameter]) -> None:

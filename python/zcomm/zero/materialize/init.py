@@ -19,9 +19,10 @@ MIN_COUNT = 1024
 class Init:
     """``with zcomm.zero.Init(): model = Model()`` builds ``model`` without memory for its parameters.
 
-    Parameters of at least ``min_count`` elements are on the meta device, with their shapes; smaller ones and buffers
-    are ordinary. ``ZeroOptimizer(model)`` then makes one after the other on rank 0, and each rank keeps its part. They
-    stay the same objects, with the program's attributes, classes and hooks.
+    Parameters of at least ``min_count`` elements are on the meta device (``is_meta``), with their shapes. They report
+    the CPU as their ``device``. Smaller ones and buffers are ordinary. ``ZeroOptimizer(model)`` then makes one after
+    the other on rank 0, and each rank keeps its part. They stay the same objects, with the program's attributes,
+    classes and hooks.
     Their values, and the random numbers that come afterwards, are the bits of an ordinary construction with rank 0's
     seed, in every world size. That holds whatever initialises them inside of the context (``reset_parameters``,
     ``nn.init``, ``model.apply(f)``, ``copy_``). Not so: what ``torch.empty`` leaves uninitialised is zero here.
@@ -68,7 +69,7 @@ class Init:
     def _reset(self, model: nn.Module, init: Callable[[nn.Module], None]) -> None:
         self._modules.add(model)
         tensors = [*model.parameters(), *model.buffers()]
-        waiting = [tensor for tensor in tensors if tensor.device.type == "meta"]
+        waiting = [tensor for tensor in tensors if tensor.is_meta]
         if not waiting:
             return  # its values stay: ZeroOptimizer shards them
         for tensor in waiting:

@@ -18,7 +18,7 @@ import torch
 from zcomm import _core
 from zcomm.memory.device_streams import DeviceLane
 from zcomm.zero.layout.tiles import TilePart, cut
-from zcomm.zero.optim_state.ram import ShardStep, WholeState, runs_in
+from zcomm.zero.optim_state.ram import ShardStep, Sums, WholeState, runs_in
 from zcomm.zero.rules.rule import Rule
 
 PLACE_NBYTES = 256  # the state of a bucket begins at multiples of it
@@ -55,6 +55,15 @@ class DeviceState(WholeState):
         """Launch the step of one shard; the host does not wait."""
         part = slice(0, self.counts[shard.bucket])
         self._put(self._lane.current(), shard, part, shard.weight, shard.grad)
+
+    def measure(self, shard: ShardStep, sums: Sums) -> None:
+        stream = self._lane.current()
+        for tile in cut(self.counts[shard.bucket]):
+            state = self._part(shard.bucket, tile)
+            weight, grad = (each[tile].to(state.device) for each in (shard.weight, shard.grad))
+            for begin, end, hyper in runs_in(shard.runs, tile):
+                part = TilePart(weight, grad, state, begin, end, tile.start)
+                sums.add_on(stream, hyper.param, self.rule.terms(self.form, part, hyper))
 
     def take_edits(self, bucket: int, weight: torch.Tensor) -> None:
         """Make fp16 weights that the program has changed the master. ``weight`` is on the device, as for a step. The

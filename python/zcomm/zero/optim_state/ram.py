@@ -44,6 +44,13 @@ def runs_in(runs: Sequence[Run], tile: slice) -> Iterator[Run]:
             yield low, high, value
 
 
+class Sums(Protocol):
+    """Sums of squares over whole parameters."""
+
+    def add(self, param: int, terms: Sequence[torch.Tensor]) -> None: ...
+    def add_on(self, stream: Any, param: int, terms: Sequence[torch.Tensor]) -> None: ...
+
+
 class StateSnapshot(Protocol):
     """A state as it was."""
 
@@ -102,6 +109,15 @@ class ShardState(ABC):
         for begin, end, hyper in runs_in(shard.runs, tile):
             part = TilePart(weight, grad, state, begin, end, tile.start, shard.squares)
             self.rule.step(self.form, part, hyper)
+
+    def measure(self, shard: ShardStep, sums: Sums) -> None:
+        """Add to ``sums`` what the rule's update of a shard needs of whole parameters. Changes nothing."""
+        for tile in cut(self.counts[shard.bucket]):
+            with self.tile(shard.bucket, tile) as state:
+                weight, grad = shard.weight[tile], shard.grad[tile]
+                for begin, end, hyper in runs_in(shard.runs, tile):
+                    part = TilePart(weight, grad, state, begin, end, tile.start)
+                    sums.add(hyper.param, self.rule.terms(self.form, part, hyper))
 
     def each(self) -> Sequence[ShardState]:
         """Return the states that it consists of."""

@@ -11,7 +11,7 @@ from copy import copy as shallow_copy
 from typing import Any
 
 from zcomm.zero.optim_state.device import DeviceState
-from zcomm.zero.optim_state.ram import Held, ShardState, ShardStep, StateSnapshot
+from zcomm.zero.optim_state.ram import Held, ShardState, ShardStep, StateSnapshot, Sums
 from zcomm.zero.optim_state.swap_file import AnyCopy
 
 
@@ -49,6 +49,9 @@ class TieredState(ShardState):
         twin: Any = shallow_copy(self)
         twin.host, twin.device = self.host.snapshot(copy), self.device.snapshot(None)
         return twin  # type: ignore[no-any-return]
+
+    def measure(self, shard: ShardStep, sums: Sums) -> None:
+        (self.device if self._there[shard.bucket] else self.host).measure(shard, sums)
 
     def step(self, shards: Iterator[ShardStep], reverse: bool = False) -> None:
         self.host.step(self._others(shards), reverse)

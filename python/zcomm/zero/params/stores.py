@@ -167,6 +167,10 @@ class ParameterStore(ABC):
         else:
             self._params[param].data = self._own(param)
 
+    def is_whole(self, param: int) -> bool:
+        """Return True if a parameter is open for the program: held, or in use by a module that gathers it."""
+        return param in self._holds
+
     @abstractmethod
     def _own(self, param: int) -> torch.Tensor:
         """Return the parameter's data for times when no ``hold`` is open."""

@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from zcomm.hints import did_you_mean
-from zcomm.optim import CPUSGD, CPUAdagrad, CPUAdam, CPULion, FusedAdam
+from zcomm.hints import REFUSED_OPTIMIZERS, did_you_mean
+from zcomm.optim import CPUSGD, CPUAdagrad, CPUAdam, CPULion, FusedAdam, Lamb
+from zcomm.zero.rules.lamb_rule import ARGUMENTS as LAMB_ARGUMENTS
+from zcomm.zero.rules.lamb_rule import LambRule
+from zcomm.zero.rules.no_rule import NoRule
 from zcomm.zero.rules.rule import KINDS, SWITCHES, FusedRule, Rule, arguments_of
 from zcomm.zero.rules.torch_rule import ELEMENTWISE, TorchRule
 from zcomm.zero.validate import params_of
@@ -27,7 +30,9 @@ _TWINS: dict[type, str] = {
     CPULion: "lion",
     CPUSGD: "sgd",
     CPUAdagrad: "adagrad",
+    Lamb: "lamb",
 }
+_NAMES = (*KINDS, "lamb", *ELEMENTWISE)
 
 
 # Arguments of other libraries for what ZeroOptimizer calls otherwise.
@@ -49,14 +54,19 @@ _ELSEWHERE = {
 
 
 def choose_rule(
-    optimizer: OptimizerLike, args: dict[str, Any], groups: list[Any], own: Sequence[str] = ()
+    optimizer: OptimizerLike | None, args: dict[str, Any], groups: list[Any], own: Sequence[str] = ()
 ) -> tuple[Rule, list[dict[str, Any]]]:
     """Return the rule for ``optimizer`` with the caller's ``args``, and ``groups`` (or parameters) as its param groups.
+
+    optimizer: None: nothing is trained.
 
     own: the arguments of ZeroOptimizer itself, for a hint where an argument is not known.
     Raises: ValueError for an optimizer that is not elementwise or not known, an unknown or impossible argument.
     NotImplementedError for an option that has no kernel (amsgrad).
     """
+    if optimizer is None:
+        _check_known(args, "none", (), own)
+        return NoRule(), groups
     if not isinstance(optimizer, (str, type, torch.optim.Optimizer)):
         raise ValueError(f"optimizer={optimizer!r} must be a name, a class of torch.optim, or an instance of one")
     kind = optimizer if isinstance(optimizer, (type, str)) else type(optimizer)
@@ -64,28 +74,45 @@ def choose_rule(
     as_groups = groups if groups and isinstance(groups[0], dict) else [{"params": groups}]
     name = kind.lower() if isinstance(kind, str) else _TWINS.get(kind)
     torch_class = ELEMENTWISE.get(name or "") if isinstance(kind, str) else kind
-    rule: FusedRule | TorchRule
-    if isinstance(kind, str) and name not in KINDS and torch_class is None:
-        known = (*KINDS, *ELEMENTWISE)
-        hint = did_you_mean(kind.lower().replace("_", "").removeprefix("fused").removeprefix("cpu"), known) or ";"
-        raise ValueError(f"unknown optimizer {kind!r}{hint} Names: {', '.join(known)}; or pass a class of torch.optim")
+    rule: FusedRule | LambRule | TorchRule
+    if isinstance(kind, str) and name not in _NAMES:
+        hint = did_you_mean(kind.lower().replace("_", "").removeprefix("fused").removeprefix("cpu"), _NAMES) or ";"
+        raise ValueError(f"unknown optimizer {kind!r}{hint} Names: {', '.join(_NAMES)}; or pass a class of torch.optim")
     if name in KINDS:
         _check_known(args, str(name), arguments_of(str(name)), own)
         decoupled = given.pop("decoupled_weight_decay", None)
         if decoupled is not None:
             name = "adamw" if decoupled else "adam"
         rule = FusedRule(str(name), {**given, **args})
+    elif name == "lamb":
+        _check_known(args, name, LAMB_ARGUMENTS, own)
+        rule = LambRule({**given, **args})
     elif torch_class in ELEMENTWISE.values():
         assert torch_class is not None
         _check_known(args, torch_class.__name__.lower(), list(inspect.signature(torch_class).parameters)[1:], own)
         rule = TorchRule(torch_class, {**given, **args})
     else:
-        shown = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
+        assert not isinstance(kind, str)
+        shown = f"{kind.__module__}.{kind.__qualname__}"
+        known = ", ".join(_NAMES)
         raise ValueError(
-            f"optimizer={shown!r} is not available: it is not known to update each element by itself, so shards cannot "
-            f"be updated apart. Use a name or torch.optim class of {', '.join((*KINDS, *ELEMENTWISE))}"
+            f"optimizer={shown!r} is not available: {_why_not(kind)}. Use a name or torch.optim class of {known}"
         )
     return rule, rule.adopt(as_groups)
+
+
+def _why_not(kind: type) -> str:
+    """Return why a class of an optimizer cannot run on shards."""
+    package, name = kind.__module__.partition(".")[0], kind.__qualname__
+    if package == "bitsandbytes":
+        return (
+            "its 8-bit state is quantised in blocks of its own kernels, which need whole parameters on a GPU; "
+            "zcomm.optim.CPUAdam(..., state_dtype=torch.uint8) has 8-bit state in shards"
+        )
+    for known, why in REFUSED_OPTIMIZERS.items():
+        if name.lower() == known.lower():
+            return why
+    return "it is not known to update each element by itself, so shards cannot be updated apart"
 
 
 def _check_known(args: Iterable[str], name: str, known: Sequence[str], own: Sequence[str]) -> None:
@@ -103,11 +130,17 @@ def _options_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {key: value for key, value in optimizer.defaults.items() if key not in SWITCHES}
 
 
-def torch_groups(model: nn.Module | Iterable[Any], optimizer: OptimizerLike) -> tuple[list[Any], list[torch.Tensor]]:
+def torch_groups(
+    model: nn.Module | Iterable[Any], optimizer: OptimizerLike | None
+) -> tuple[list[Any], list[torch.Tensor]]:
     """Return the parameters, or param groups, that the caller gave, without those that need no gradient yet; and these.
 
-    Raises: ValueError.
+    Without an optimizer there is one group, which is empty. Raises: ValueError.
     """
+    if optimizer is None:
+        if not isinstance(model, nn.Module):
+            raise ValueError("optimizer=None needs the model itself, not a list of parameters")
+        return [{"params": []}], []
     given: list[Any] = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else params_of(model)
     in_groups = bool(given) and isinstance(given[0], dict)
     listed = [param for group in given for param in group["params"]] if in_groups else given

@@ -25,19 +25,28 @@ SWITCHES = {"foreach", "fused", "capturable", "differentiable"}  # of torch's cl
 
 @dataclass(frozen=True)
 class Indexed:
-    """Hyperparameters, and the index among all parameters of the shard's element 0 (were it of this one)."""
+    """Hyperparameters of one parameter.
+
+    first: index among all parameters of the shard's element 0 (were it of this one). param: its number. factor: what
+    was measured of the whole parameter, for a rule that has ``sums``.
+    """
 
     hyper: Any
     first: int
+    param: int = 0
+    factor: float = 1.0
 
 
 class Rule(ABC):
-    """The update of an optimizer, element by element.
+    """The update of an optimizer, element by element; beside that a number of each whole parameter (``sums``).
 
     name: as in messages and checkpoints. arrays, state_dtype: the state of a tile. defaults: of a param group.
 
     indexed: hyper is to be an ``Indexed``, for each parameter its own. align: parameters and shards must begin at
     multiples of so many elements.
+
+    sums: how many sums of squares over whole parameters the update needs first: of ``terms``. ``factor`` makes them one
+    number, which ``step`` gets in its ``Indexed``.
     """
 
     name: str
@@ -46,6 +55,7 @@ class Rule(ABC):
     state_dtype = torch.float32
     align = ALIGN
     indexed = False
+    sums = 0
     spans_tiles = False  # whether one step() may cover several tiles of a shard
     on_device: str  # how it steps there: "stream": kernels, "torch": on torch's stream
     scalars: list[Any]  # of each group: what is counted beside ``group["step"]``; None: nothing (see cohorts.py)
@@ -67,6 +77,14 @@ class Rule(ABC):
     def step_on(self, stream: _core.Stream, form: TileForm, part: TilePart, hyper: Any) -> None:
         """Step a part in a device's memory as ``step`` does: put on ``stream`` (on torch's, where ``on_device`` is
         "torch")."""
+
+    def terms(self, form: TileForm, part: TilePart, hyper: Any) -> tuple[torch.Tensor, ...]:
+        """Compute the fp32 elements of ``part`` that are squared and summed. Changes nothing. hyper: an ``Indexed``."""
+        raise NotImplementedError
+
+    def factor(self, norms: tuple[float, ...], hyper: Any) -> float:
+        """Return the number of a parameter with these norms. hyper: from ``prepare``."""
+        raise NotImplementedError
 
     def check_now(self, group: dict[str, Any]) -> None:
         """Check options before a step; a program may have changed them. Raises: as ``check``."""

@@ -15,6 +15,7 @@ from torch import nn
 
 from zcomm.comm.job import init
 from zcomm.zero.materialize import deferred
+from zcomm.zero.materialize.part import Part
 from zcomm.zero.parts import Parts
 from zcomm.zero.placement import broadcast
 from zcomm.zero.registry import owner_of
@@ -30,11 +31,11 @@ class GatheredParameters:
     While all parameters of a unit are open, its forward needs no gather: ranks may run the model differently often
     (``generate()``).
 
-    Parameters of ``zero.Init`` that no ZeroOptimizer has yet become real inside, and stay so where ``modifier_rank`` is
-    given. Frozen parameters that are whole on each rank (not in stage 3) stay as they are; with ``modifier_rank`` they
-    are made equal, too. Parameters
-    that nothing shards are left alone. Contexts may be nested. fwd_module: DeepSpeed's; has no effect here. enabled:
-    False does nothing.
+    Parameters of ``zero.Init`` that no ZeroOptimizer has yet become real inside. With ``modifier_rank`` each rank keeps
+    its part of the values until ZeroOptimizer is built; a rank that is alone keeps the real parameter. Frozen
+    parameters that are whole on each rank (not in stage 3) stay as they are. With ``modifier_rank`` they are made
+    equal, too. Parameters that nothing shards are left alone. Contexts may be nested. fwd_module: DeepSpeed's; has no
+    effect here. enabled: False does nothing.
 
     Raises: ValueError for a modifier_rank out of range, and for a changed shape; PeerLost, TimeoutError,
     CollectiveMismatch; OSError from swap files. Memory: a copy of each parameter. If the block raises, nothing is kept.
@@ -60,7 +61,7 @@ class GatheredParameters:
         for param in self._params:
             owner = owner_of(param)
             if owner is None:
-                if param.device.type == "meta":
+                if param.is_meta:
                     self._make_real(param)
                 continue
             _, parts, index = owner
@@ -83,13 +84,19 @@ class GatheredParameters:
             parts.comm.barrier(name="parameters are open")
         return self
 
+    def close(self, keep: bool) -> None:
+        """End what ``__enter__`` began, where no ``with`` does. keep: the modifier_rank's changes are kept."""
+        self._modifier = self._modifier if keep else None
+        self.__exit__(None, None, None)
+
     def _check_rank(self, world_size: int) -> None:
         if self._modifier is not None and not 0 <= self._modifier < world_size:
             raise ValueError(f"modifier_rank={self._modifier} is not a valid rank; expected one in [0, {world_size})")
 
     def _make_real(self, param: Any) -> None:
         name = f"a parameter of shape {tuple(param.shape)}"
-        kept, value = deferred.check(param, name), deferred.value_of(param, name)
+        kept = deferred.check(param, name)
+        value = deferred.value_of(param, name, init() if kept.part is not None else None)
         dtype = param.dtype
         deferred.materialize(param, value)
         self._waiting.append((param, kept, dtype))
@@ -146,12 +153,14 @@ class GatheredParameters:
             self._keep_root(root)
 
     def _keep_root(self, root: int) -> None:
-        """Give every rank ``root``'s values: ZeroOptimizer, when it is built, takes rank 0's."""
+        """Give every rank its part of ``root``'s values."""
         comm = init()
         self._check_rank(comm.world_size)
         for param, _, _ in self._waiting:
             param.data = param.data.contiguous()
             broadcast(comm, param.data, root, "a changed parameter")
+            if comm.world_size > 1 and param.is_cpu:
+                deferred.wait_for_part(param, Part(param.data, comm.rank, comm.world_size))
 
 
 def _data(parts: Parts, index: int) -> torch.Tensor:

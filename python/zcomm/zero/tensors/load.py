@@ -195,7 +195,7 @@ def _reader(source: Source, entry: Entry) -> Callable[[int, int], torch.Tensor]:
 def _load_model(model: nn.Module, source: Source, found: Entries) -> None:
     tensors = model.state_dict(keep_vars=True)
     for name, entry in found.items():
-        if tensors[name].device.type == "meta":
+        if tensors[name].is_meta:
             deferred.read_from(tensors[name], _reader(source, entry))
         else:
             tensors[name].data.copy_(source.read(entry).view(entry.shape))

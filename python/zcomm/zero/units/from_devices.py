@@ -42,7 +42,7 @@ class FromDevices(Filler):
             self._lane.h2d.copy(zip(wholes, shards, strict=True), after, place.ready)
         else:
             self._lane.current().wait(place.freed)
-            _, work = self._peers.all_gather(shards, out=wholes, async_op=True, name=f"unit {unit.name}")
+            _, work = self._peers.all_gather(shards, out=wholes, async_op=True, name=f"{unit.reader}unit {unit.name}")
             assert isinstance(work, Work)
             self._works[unit.index] = work
 

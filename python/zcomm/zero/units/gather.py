@@ -48,7 +48,7 @@ class ShardGather:
 
     def fill(self, unit: Unit, buckets: Sequence[FlatBucket], whole: Sequence[torch.Tensor]) -> None:
         """Bring ``buckets`` of the unit into ``whole``, memory from ``allocate``. Collective."""
-        name = f"unit {unit.name}"
+        name = f"{unit.reader}unit {unit.name}"
         if unit.edits:  # ranks that edit differently are found out
             name += f" after {unit.edits} changes of weights by the program"
         if self.shared:

@@ -23,7 +23,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from zcomm.zero.layout.unit_policy import UnitChoice, tensors_in
 from zcomm.zero.module_hook import Hook
-from zcomm.zero.units import saved_tensors, stand_in
+from zcomm.zero.units import saved_tensors
 from zcomm.zero.units.life import UnitLife
 from zcomm.zero.units.unit import Unit
 
@@ -38,7 +38,7 @@ class UnitHooks:
         self._armed = False
         self._waiting: dict[int, set[int]] = {}
         self._model = model
-        self._handles: list[Any] = [
+        self.handles: list[Any] = [
             model.register_forward_pre_hook(Hook(self._begin)),
             model.register_forward_hook(Hook(self._end), always_call=True),
             register_module_parameter_registration_hook(cast(Any, self._registered)),
@@ -50,14 +50,11 @@ class UnitHooks:
             logger.info("stage 3 by units: before torch 2.8 backward must enter a unit by its module's outputs")
         for unit, choice in zip(life.units, choices, strict=True):
             for module in choice.modules:
-                self._handles.append(module.register_forward_pre_hook(Hook(self._enter(unit))))
-                self._handles.append(module.register_forward_hook(Hook(self._leave(unit)), always_call=True))
+                self.handles.append(module.register_forward_pre_hook(Hook(self._enter(unit))))
+                self.handles.append(module.register_forward_hook(Hook(self._leave(unit)), always_call=True))
             for param in choice.params:
                 if param.requires_grad:
-                    self._handles.append(param.register_post_accumulate_grad_hook(self._reached(unit)))
-
-        stateful = [module for module in model.modules() if module._parameters]
-        self._handles.extend(module._register_state_dict_hook(Hook(_make_whole)) for module in stateful)
+                    self.handles.append(param.register_post_accumulate_grad_hook(self._reached(unit)))
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         self.clear_interrupted(calls=1)
@@ -187,17 +184,9 @@ class UnitHooks:
         return old
 
     def close(self) -> None:
-        for handle in self._handles:
+        for handle in self.handles:
             handle.remove()
-        self._handles.clear()
-
-
-def _make_whole(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Replace what is sharded by whole values: a hook of ``state_dict()``."""
-    for name in module._parameters:
-        value = state.get(f"{prefix}{name}")
-        if isinstance(value, stand_in.ShardedData):
-            state[f"{prefix}{name}"] = stand_in.whole_value(value, "state_dict()")
+        self.handles.clear()
 
 
 def _calls_of(module: nn.Module) -> int:

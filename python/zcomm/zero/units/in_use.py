@@ -186,7 +186,7 @@ def _wrapped(leaf: Any, leases: list[Lease]) -> Any:
         leaf.setflags(write=False)
     if not isinstance(leaf, torch.Tensor) or isinstance(leaf, ValueInUse) or leaf.layout is not torch.strided:
         return leaf
-    if torch._C._functorch.is_functorch_wrapped_tensor(leaf) or leaf.device.type == "meta":  # no storage
+    if torch._C._functorch.is_functorch_wrapped_tensor(leaf) or leaf.is_meta:  # no storage
         return leaf
     storage = leaf.untyped_storage()._cdata
     shared = (lease for lease in leases if _tensor.untyped_storage(lease.param)._cdata == storage)

@@ -17,6 +17,7 @@ Source: the behaviour of FSDP2's DTensor parameters.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -48,6 +49,8 @@ _GET_DATA, _SET_DATA = _tensor.data.__get__, _tensor.data.__set__
 _GRAD = _tensor.grad
 _ASKS_FOR_GRADIENTS = (_tensor.requires_grad_, _tensor.requires_grad.__set__)
 _plain: Any = torch._C.DisableTorchFunctionSubclass
+
+_FILLS = frozenset(("copy_", "fill_", "zero_"))
 
 Act = Callable[[torch.Tensor, slice], object]
 
@@ -421,8 +424,16 @@ def _operand(leaf: torch.Tensor, param: nn.Parameter, shape: torch.Size) -> torc
         leaf = keeper.whole(other, "the right-hand side of an operation")
     elif isinstance(leaf, GradStandIn):
         leaf = leaf.full_tensor()  # once, on all ranks, whatever each has of the weight
+    elif _is_dtensor(leaf):
+        leaf = leaf.full_tensor()  # type: ignore[attr-defined]
     leaf = leaf.detach()
     return leaf.reshape(()) if leaf.numel() == 1 and shape.numel() != 1 else leaf.broadcast_to(shape).reshape(-1)
+
+
+def _is_dtensor(leaf: torch.Tensor) -> bool:
+    """Tell without importing its module, which no program has done that has none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(leaf, module.DTensor)
 
 
 def _overwrite(func: Any, target: Any, args: Any, kwargs: Any) -> Any:
@@ -568,11 +579,11 @@ class _Source:
         self.leaves[id(used)] = stand_in
         return used
 
-    def write_back(self, force: bool = False) -> None:
-        """Keep what has been written to the value since the last time."""
+    def write_back(self, force: bool = False, overwritten: bool = False) -> None:
+        """Keep what has been written to the value since the last time. overwritten: all of it has, whatever it was."""
         if not force and self.value._version == self._version:
             return
-        if self.keeper.stamp(self.param) != self._stamp:
+        if self.keeper.stamp(self.param) != self._stamp and not overwritten:
             raise RuntimeError(
                 f"{self.keeper.name(self.param)}: what is written to was gathered before the weight changed: take "
                 "it (state_dict(), .data[...]) again"
@@ -580,6 +591,10 @@ class _Source:
         with torch.no_grad():
             _keep(self.keeper, self.param, self.value)
         self._version, self._stamp = self.value._version, self.keeper.stamp(self.param)
+
+    def is_covered(self, tensor: torch.Tensor) -> bool:
+        """Return True if ``tensor``, a view of the value, has each of its elements."""
+        return tensor.numel() == self.value.numel() and 0 not in tensor.stride()
 
     def shares(self, tensor: torch.Tensor) -> bool:
         return bool(tensor.untyped_storage()._cdata == self.value.untyped_storage()._cdata)
@@ -607,9 +622,10 @@ class WholeValue(torch.Tensor):
             if first is not None and writes(func.__name__) and first.requires_grad and torch.is_grad_enabled():
                 raise RuntimeError(f"{first._zcomm_source.keeper.name(first._zcomm_source.param)}: {_LEAF}")
             result = func(*args, **kwargs)
+            overwritten = first is not None and func.__name__ in _FILLS and first._zcomm_source.is_covered(first)
         sources = {id(value._zcomm_source): value._zcomm_source for value in values}
         for source in sources.values():
-            source.write_back()
+            source.write_back(overwritten=overwritten and first is not None and source is first._zcomm_source)
         return _wrapped(result, sources.values(), {})
 
     def __hash__(self) -> int:
@@ -648,7 +664,7 @@ def _wrapped(result: Any, sources: Iterable[_Source], targets: dict[int, Any]) -
         if hasattr(leaf, "flags") and hasattr(leaf, "setflags"):  # of numpy: writing to it would be lost
             leaf.setflags(write=False)
             return leaf
-        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided or leaf.device.type == "meta":
+        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided or leaf.is_meta:
             return leaf
         if isinstance(leaf, GradStandIn) or torch._C._functorch.is_functorch_wrapped_tensor(leaf):  # no storage
             return leaf
@@ -662,6 +678,18 @@ def _wrapped(result: Any, sources: Iterable[_Source], targets: dict[int, Any]) -
         return leaf
 
     return tree_map(wrap, result)
+
+
+def stamp_of(stand_in: Any) -> object:
+    """Return another object after each change of the value."""
+    keeper, param = _origin(stand_in)
+    return keeper.stamp(param)
+
+
+def copied_value(stand_in: Any, why: str) -> torch.Tensor:
+    """Return an ordinary copy of the value of ``stand_in``, on the CPU. Collective."""
+    keeper, param = _origin(stand_in)
+    return keeper.whole(param, why).cpu()
 
 
 def whole_value(stand_in: Any, why: str) -> torch.Tensor:

@@ -6,8 +6,10 @@ Thread rule: methods on the main thread.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 
 import psutil
 import torch
@@ -167,6 +169,9 @@ class UnitStore(ParameterStore):
         with torch._C.DisableTorchFunctionSubclass():
             self._params[param].data = own
 
+    def is_whole(self, param: int) -> bool:
+        return super().is_whole(param) or self.unit_of(param).plain
+
     def _own(self, param: int) -> torch.Tensor:
         return self.weights.release(param, self.unit_of(param))
 
@@ -206,6 +211,14 @@ class UnitStore(ParameterStore):
                 logging.getLogger("zcomm").warning("close(): the weights cannot be kept: %s", error)
                 return {}
         return values
+
+
+def host_nbytes() -> int:
+    """Return the bytes of memory of this host, or of the cgroup that this process may fill, if that is less."""
+    total = int(psutil.virtual_memory().total)
+    with contextlib.suppress(OSError, ValueError):
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return total
 
 
 def free_nbytes(device: torch.device) -> int:

@@ -48,6 +48,7 @@ class Unit:
         self.stale = False  # it was gathered before a weight was changed from outside
         self.surrounds = False  # another unit ran inside of its forward
         self.gathering: Call[None] | None = None
+        self.reader = ""  # what gathers it, where that is not a forward or backward
         self.asked = False  # whether all of it has been, since it is GATHERING (on a device)
         self.views: list[tuple[nn.Parameter, torch.Tensor]] = []
         self.span = (0, 0)  # the addresses of its views

@@ -23,6 +23,7 @@ from zcomm.zero.units import stand_in
 from zcomm.zero.units.in_use import Lease, class_in_use
 from zcomm.zero.units.memory import UnitMemory
 from zcomm.zero.units.stand_in import Act
+from zcomm.zero.units.state_dict import CALL
 from zcomm.zero.units.unit import Unit, UnitState
 
 _plain: Any = torch._C.DisableTorchFunctionSubclass
@@ -351,7 +352,12 @@ class UnitWeights:
                 why,
             )
         with torch.no_grad(), torch.inference_mode(False):
-            return self._store.full(number)
+            unit = self._store.unit_of(number)
+            unit.reader = f"{why} of " if why == CALL else ""  # ranks that do other things are found out
+            try:
+                return self._store.full(number)
+            finally:
+                unit.reader = ""
 
     def edit(self, param: nn.Parameter, act: Act, overwrites: bool = False) -> None:
         if self.closed and overwrites:

@@ -130,7 +130,7 @@ def before_the_optimizer(folder: str) -> tuple[str, str]:
     with GatheredParameters([first]):
         assert first.device.type == "cpu" and float(first.float().std()) > 0.01
         nn.init.zeros_(first)
-    assert first.device.type == "meta"
+    assert first.is_meta and first.device.type == "cpu"
     with GatheredParameters([second], modifier_rank=1):
         nn.init.constant_(second, 0.25 + comm.rank)
     opt = zcomm.ZeroOptimizer(model, torch_adam, stage=3, offload="nvme", nvme_path=folder)

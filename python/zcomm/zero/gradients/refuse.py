@@ -1,0 +1,34 @@
+"""Refusal of gradients of a model that is not trained: they would be neither averaged nor used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from zcomm.zero.module_hook import Hook
+
+
+def refuse_gradients(model: nn.Module) -> list[Any]:
+    """Make a gradient that reaches a parameter of ``model`` an error that names it. Returns: the hooks' handles."""
+    return [
+        param.register_post_accumulate_grad_hook(Hook(_Refusal(name)))
+        for name, param in model.named_parameters()
+        if param.requires_grad
+    ]
+
+
+class _Refusal:
+    """Raises RuntimeError for the gradient of the parameter ``name``."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, param: torch.Tensor) -> None:
+        param.grad = None
+        raise RuntimeError(
+            f"backward has reached the parameter {self._name} of a model without an optimizer (optimizer=None, or no "
+            'section "optimizer"): its gradient would be this rank\'s alone. Give an optimizer to train it, or '
+            "freeze it (requires_grad_(False)), or run the model under torch.no_grad()"
+        )

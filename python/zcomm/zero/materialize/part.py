@@ -1,0 +1,37 @@
+"""Part: this rank's elements of a value that was set before ZeroOptimizer (``from_pretrained`` under ``zero.Init``).
+
+A model that is loaded module by module is never whole on a rank: each keeps its share of each parameter.
+Memory: the share, in pages of its own. ``gather`` makes the whole value, for a moment. Collective.
+Thread rule: the main thread.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from zcomm.comm.communicator import Communicator
+from zcomm.zero.materialize.deferred import pages
+
+
+class Part:
+    """The elements of ``value``, the same on each rank, that rank ``rank`` of ``world_size`` keeps."""
+
+    def __init__(self, value: torch.Tensor, rank: int, world_size: int) -> None:
+        self._shape, self._dtype, self._world_size = value.shape, value.dtype, world_size
+        octets = value.detach().contiguous().reshape(-1).view(torch.uint8)
+        self._nbytes = octets.numel()
+        size = -(-self._nbytes // world_size)
+        mine = octets[rank * size : (rank + 1) * size]
+        self._octets = torch.empty(0, dtype=torch.uint8).set_(pages(size), 0, (size,), (1,))  # zeros at the end
+        self._octets[: mine.numel()].copy_(mine)
+
+    def gather(self, comm: Communicator, name: str) -> torch.Tensor:
+        """Return the whole value. Raises: ValueError where ``comm`` has other ranks than the parts."""
+        if comm.world_size != self._world_size:
+            raise ValueError(
+                f"{name} was set inside of zcomm.zero.Init() by {self._world_size} ranks, which have a part each, but "
+                f"ZeroOptimizer's communicator has {comm.world_size}: use the job's"
+            )
+        whole = comm.all_gather(self._octets, name=f"value of {name}")
+        assert isinstance(whole, torch.Tensor)
+        return whole[: self._nbytes].view(self._dtype).view(self._shape)

@@ -1,0 +1,70 @@
+"""WholeNorms: norms over whole parameters, of which each rank has parts, for a rule that has ``sums``.
+
+The sums of squares are exact ([Note: gradient norm]), so the norms do not depend on where shards are cut. They are
+added up on the host or on the device, where the parts are. One integer all_reduce joins those of all parameters.
+Thread rule: the main thread.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from zcomm import _core
+from zcomm.comm.communicator import Communicator
+from zcomm.comm.tensors import core_dtype
+from zcomm.memory.device_streams import DeviceLane
+
+Norms = tuple[float, ...]
+
+
+class WholeNorms:
+    """``sums`` norms of each of ``params`` parameters. Memory: 560 bytes for each."""
+
+    def __init__(self, comm: Communicator, params: int, sums: int, lane: DeviceLane | None) -> None:
+        self._comm, self._sums, self._lane = comm, sums, lane
+        self._host = [_core.ExactSum() for _ in range(params * sums)]
+        self._there: torch.Tensor | None = None  # words of the sums on the device; made by the first
+
+    def begin(self) -> None:
+        """Make all sums zero."""
+        for each in self._host:
+            each.clear()
+        if self._there is not None:
+            self._there.zero_()
+
+    def add(self, param: int, terms: Sequence[torch.Tensor]) -> None:
+        """Add the squares of ``terms``, flat in host memory, to the sums of a parameter."""
+        for number, term in enumerate(terms, param * self._sums):
+            self._host[number].add_squares(term.data_ptr(), core_dtype(term.dtype), term.numel())
+
+    def add_on(self, stream: Any, param: int, terms: Sequence[torch.Tensor]) -> None:
+        """Put the same on torch's ``stream``, for terms in the device's memory."""
+        if self._there is None:
+            assert self._lane is not None
+            count = len(self._host) * _core.EXACT_SUM_WORDS
+            self._there = self._lane.empty(count, torch.int64, "sums of squares").zero_()
+        for number, term in enumerate(terms, param * self._sums):
+            words = self._there.data_ptr() + 8 * _core.EXACT_SUM_WORDS * number
+            _core.stream_norm(stream, words, term.data_ptr(), core_dtype(term.dtype), term.numel())
+
+    def end(self, together: bool) -> list[Norms]:
+        """Return the norms of each parameter. together: add the sums of all ranks. Collective then."""
+        if self._there is not None:
+            there = self._there.to("cpu").view(-1, _core.EXACT_SUM_WORDS)
+            for each, words in zip(self._host, there, strict=True):
+                _core.add_words(each, words.data_ptr())
+        for each in self._host:
+            each.normalize()
+        if together and self._comm.world_size > 1:
+            views = [torch.from_numpy(np.asarray(each)) for each in self._host]
+            message = torch.stack(views)
+            self._comm.all_reduce(message, name="norms of whole parameters")
+            for view, words in zip(views, message, strict=True):
+                view.copy_(words)
+        values = [math.sqrt(each.value()) for each in self._host]
+        return [tuple(values[at : at + self._sums]) for at in range(0, len(values), self._sums)]
