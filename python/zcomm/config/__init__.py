@@ -1,19 +1,21 @@
-"""DeepSpeed's shape of configuration, read strictly: a dict, a JSON file or JSON text becomes a frozen ``Config``.
+"""DeepSpeed's shape of configuration, read strictly: a dict, a file or text becomes a frozen ``Config``.
 
 Needs neither torch nor the core. Keys with an effect are listed in ``schema.py`` alone, all others in ``foreign.py``.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from zcomm.config.batch import BatchSizes, resolve_batch
-from zcomm.config.parse import Source, parse, read_source
+from zcomm.config.parse import parse
 from zcomm.config.schema import Config
+from zcomm.config.source import Source, read_source
 
-__all__ = ["BatchSizes", "Config", "ConfigWarning", "load", "load_with_notes", "resolve_batch", "warn_of"]
+__all__ = ["BatchSizes", "Config", "ConfigWarning", "load", "load_with_notes", "raw", "resolve_batch", "warn_of"]
 
 
 class ConfigWarning(UserWarning):
@@ -23,7 +25,7 @@ class ConfigWarning(UserWarning):
 def load(source: Source | Config, auto: Mapping[str, Any] | None = None) -> Config:
     """Return the checked configuration of ``source``.
 
-    source: a dict, a path of a JSON file, or JSON text; a Config passes through.
+    source: a dict; a path of a JSON or hjson file; such text, or base64 of it; a Config passes through.
 
     auto: by dotted key ("optimizer.params.lr"), what "auto" stands for; otherwise it means the key's default.
     Issues one ConfigWarning for each key set to a value that has no effect.
@@ -40,6 +42,14 @@ def load_with_notes(source: Source | Config, auto: Mapping[str, Any] | None = No
     if isinstance(source, Config):
         return source, []
     return parse(*read_source(source), auto)
+
+
+def raw(source: Source | Config) -> Mapping[str, Any]:
+    """Return the mapping behind ``source``: the program's own dict itself, or what its file or text holds.
+
+    Keys are as they were written; a Config gives its sections as dicts. Raises: as ``load`` for what cannot be read.
+    """
+    return dataclasses.asdict(source) if isinstance(source, Config) else read_source(source)[0]
 
 
 def warn_of(notes: list[str]) -> None:

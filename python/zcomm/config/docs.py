@@ -13,6 +13,7 @@ from zcomm.config.foreign import FOREIGN
 from zcomm.config.keys import REQUIRED, Key, Status
 from zcomm.config.parse import fields_of, section_type
 from zcomm.config.schema import Config
+from zcomm.config.words import OTHER_WORDS
 
 PAGES = {
     "config.md": (Status.HONOURED,),
@@ -33,7 +34,7 @@ def rows(schema: type = Config, prefix: str = "") -> dict[str, Key]:
     for name, key in fields_of(schema).items():
         nested = section_type(key.kind)
         found |= {prefix + name: key} if nested is None else rows(nested, f"{prefix}{name}.")
-    return found if prefix else found | FOREIGN
+    return found if prefix else found | FOREIGN | OTHER_WORDS
 
 
 def begin(status: Status) -> str:

@@ -28,8 +28,24 @@ zero_allow_untested_optimizer | bool | false | allow other optimizers |
     what updates each element by itself is accepted, and others are an error, whatever its value
 timers | section always | null = off | of throughput | steps_per_print has samples per second
 pipeline | section always | null = off | stages of a PipelineModule | there are no pipelines
+prescale_gradients | bool | false | divide gradients before the sum |
+    gradients are summed in fp32 and divided once, which gives the same mean
+gradient_predivide_factor | float > 0 | 1.0 | divide by this before the sum, and multiply after it |
+data_parallel_size | int >= 1 | null = not set | ranks of one sequence-parallel group's data | ranks form one group
+allgather_size | int >= 1 | 500000000 | elements per all_gather, beside "zero_optimization": true |
+    parameters are gathered by the same buckets and units that reduce them
+[fp16]
+fp16_master_weights_and_grads | bool | false | fp16 master weights and gradients |
+    the master and the accumulated gradients are always exact fp32, which takes more memory
 [bf16]
 immediate_grad_update | bool | false | add up gradients as they come | they are, in every precision
+bf16_master_weights_and_grads | bool | false | bf16 master weights and gradients |
+    the master and the accumulated gradients are always exact fp32, which takes more memory
+[torch_autocast]
+lower_precision_safe_modules | any | null = its own | modules with gradients and weights that travel in dtype |
+    those of all modules travel alike, in communication_data_type or fp32
+[flops_profiler]
+recompute_fwd_factor | float >= 0 | 0.0 | count recomputed operations by this factor | they are counted as they run
 [optimizer]
 legacy_fusion | bool | false | the fused wrapper of fp16 | the update is always one fused kernel
 [optimizer.params]
@@ -93,6 +109,7 @@ log_trace_cache_warnings | bool | false | log when the order of modules changes 
 enable_sanity_checks | bool | false | compare the ranks | ranks always compare what they do
 save_muon_momentum_buffer_in_memory | bool | false | of Muon | there is no Muon
 round_robin_gradients | bool | false | spread gradient copies | each rank copies only its own shard
+zeropp_loco_param | section always | null = off | errors of quantised gradients | gradients are not quantised
 [aio]
 block_size | int >= 1 | 1048576 | bytes per request | the swap file sizes its own buffers and I/O depth
 queue_depth | int >= 1 | 8 | requests in flight |
@@ -102,6 +119,8 @@ single_submit | bool | false | submit one by one |
 overlap_events | bool | true | overlap submit and wait |
 use_gds | bool | false | GPU direct storage | the drive is read into host memory
 [checkpoint]
+use_node_local_storage | bool | false | a part of the checkpoint on each host |
+    a checkpoint is one folder, which all hosts must see; saving raises OSError where they do not
 parallel_write | section pipeline_stage=false | null = off | pipeline stages write beside each other |
     one format, written tensor by tensor; save_checkpoint(wait=False) writes while training goes on
 checkpoint_serialization | bool | true | pickle's new format |
@@ -132,33 +151,15 @@ profile | bool | false | time the blocks | zcomm.profile shows where time goes
 """
 
 _REFUSED = """
-prescale_gradients | bool | false | divide gradients before the sum |
-    gradients are summed in fp32 and divided once, so there is nothing to prescale
-gradient_predivide_factor | float > 0 | 1.0 | divide by this before the sum, and multiply after it |
-    gradients are summed in fp32 and divided once
 sparse_gradients | bool | false | reduce embeddings' gradients as rows | gradients are reduced dense
-gradient_allreduce_op | str mean/sum | "mean" | what becomes of the ranks' gradients |
-    gradients are averaged; multiply the loss by the number of ranks to have their sum
-managed_gradient_accumulation | bool | true | count micro-steps | use engine.set_gradient_accumulation_boundary()
-tensorboard | section | null = off | write its event files |
-    zcomm does not log to TensorBoard; remove the section and log in your loop
-wandb | section | null = off | log there |
-    zcomm does not log to wandb; remove the section and call wandb.log(...) in your loop
-csv_monitor | section | null = off | write metrics as CSV |
-    zcomm does not log to CSV files; remove the section and log in your loop
-comet | section | null = off | log there | zcomm does not log to Comet; remove the section and log in your loop
+sequence_parallel_size | int >= 1 | 1 | split sequences among ranks | ranks form one data-parallel group
 tensor_parallel | section autotp_size=0 | null = off | split layers among ranks | ranks form one data-parallel group
 expert_parallel | section | null = off | split experts among ranks | there are no experts
 weight_quantization | section enabled=true | null = off | quantise weights for inference | there is none
 datastates_ckpt | section always | null = off | save by DataStates |
     save_checkpoint(wait=False) writes while training goes on
 nebula | section | null = off | save by Nebula |
-torch_autocast | section | null = off | cast inside of the model |
-    zcomm does not; use "bf16": {"enabled": true}, or torch.autocast
 amp | section | null = off | mixed precision of apex | zcomm has no apex; use "bf16": {"enabled": true}
-bfloat16 | section | null = off | the old word for bf16 | use "bf16": {"enabled": true}
-comms_logger | section | null = off | log collectives | zcomm.profile shows them
-flops_profiler | section | null = off | count operations | zcomm.profile shows where time goes
 autotuning | section | null = off | try configurations | zcomm plan lists what fits
 elasticity | section | null = off | change the world size while training | a checkpoint loads at any world size
 compression_training | section | null = off | prune and quantise | there is none
@@ -172,24 +173,12 @@ graph_harvesting | bool | false | CUDA graphs of the update |
 hybrid_engine | section | null = off | train and generate by turns | there is none
 [fp16]
 auto_cast | bool | false | cast inputs to fp16 | inputs are the program's; cast them, as for the others
-fp16_master_weights_and_grads | bool | false | fp16 master weights and gradients |
-    the master and the accumulated gradients are always exact fp32
-[bf16]
-bf16_master_weights_and_grads | bool | false | bf16 master weights and gradients |
-bf16_optimizer_states | bool | false | optimizer state in bf16 |
-    initialize(optimizer=zcomm.optim.CPUAdam(..., state_dtype=torch.bfloat16)) has it
 [optimizer.params]
-bias_correction | bool | true | of Adam's moments | the kernel corrects them, as torch does
+bias_correction | bool | true | of the moments | the update corrects them, as torch does
 amsgrad | bool | false | Adam keeps the largest second moment | there is no kernel
-fp32_optimizer_states | bool | true | of DeepSpeed's CPU Adam |
-    initialize(optimizer=zcomm.optim.CPUAdam(..., state_dtype=torch.bfloat16)) has smaller state
 [scheduler.params]
 last_batch_iteration | int | -1 | steps made before | load_checkpoint restores the schedule's place
 [zero_optimization]
-cpu_offload | bool | false | the old word for offload_optimizer |
-    use "zero_optimization.offload_optimizer": {"device": "cpu"}
-cpu_offload_param | bool | false | the old word for offload_param |
-    use "zero_optimization.offload_param": {"device": "cpu"}
 zero_hpz_partition_size | int >= 1 | 1 | ranks of a second set of parameter shards |
     parameters are sharded over all ranks, and shared by a host's CPU ranks
 zero_quantized_weights | bool | false | gather weights in 8 bits | weights travel as they are
@@ -200,8 +189,6 @@ mics_shard_size | int | -1 | ranks that shard together | parameters are sharded 
 [checkpoint]
 load_universal | bool | false | load DeepSpeed's universal checkpoints |
     `zcomm ckpt convert` reads DeepSpeed's zero checkpoints; those of zcomm load at any world size
-use_node_local_storage | bool | false | a part of the checkpoint on each host |
-    a checkpoint is one folder that all ranks see
 [data_types]
 param_dtype | str | null = that of training | dtype of parameters, if another than that of fp16 or bf16 |
     parameters have the precision of training; leave it out

@@ -26,6 +26,12 @@ class Status(enum.Enum):
     REFUSED = "refused"
 
 
+# Sizes in elements, which programs compute (0.9 * hidden_size ** 2): fractions are rounded down.
+ELEMENTS = {
+    *"reduce_bucket_size allgather_bucket_size stage3_prefetch_bucket_size sub_group_size buffer_size".split(),
+    *"stage3_param_persistence_threshold stage3_model_persistence_threshold max_in_cpu".split(),
+    *"stage3_module_granularity_threshold stage3_max_live_parameters stage3_max_reuse_distance".split(),
+}
 REQUIRED: Any = dataclasses.MISSING  # the default of a key that its section must give
 
 

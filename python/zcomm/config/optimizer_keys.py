@@ -21,21 +21,21 @@ class OptimizerParams:
     )
     betas: tuple[float, float] | None = key(
         None,
-        "decay of the two moments (Adam, AdamW, Lion)",
+        "decay of the two moments (Adam, AdamW, Lion, Lamb)",
         BETAS,
         shown="`[0.9, 0.999]`",
         auto="args.adam_beta1 and adam_beta2, or the default",
     )
     eps: float | None = key(
         None,
-        "added to the root (Adam, AdamW, Adagrad)",
+        "added to the root (Adam, AdamW, Adagrad, Lamb)",
         AT_LEAST_0,
         shown="`1e-08`; Adagrad `1e-10`",
         auto="args.adam_epsilon, or the default",
     )
     weight_decay: float | None = key(
         None,
-        "decoupled (AdamW, Lion) or L2 (Adam, SGD, Adagrad) decay",
+        "decoupled (AdamW, Lion) or L2 (Adam, SGD, Adagrad) decay; of Lamb's direction",
         AT_LEAST_0,
         shown="`0.0`; with torch_adam what torch's class has (AdamW 0.01)",
         auto="args.weight_decay, or the default",
@@ -46,23 +46,49 @@ class OptimizerParams:
     torch_adam: bool = key(
         False, "true = the defaults of torch's own class; the update is the same fused kernel, of the same formula"
     )
-    momentum: float = key(0.0, "of SGD", AT_LEAST_0)
+    fp32_optimizer_states: bool = key(True, "false: Adam's moments in bf16")
+    momentum: float = key(0.0, "of SGD and RMSprop", AT_LEAST_0)
     dampening: float = key(0.0, "of SGD's momentum", AT_LEAST_0)
     nesterov: bool = key(False, "SGD looks ahead")
     lr_decay: float = key(0.0, "of Adagrad", AT_LEAST_0)
     initial_accumulator_value: float = key(0.0, "of Adagrad's sum of squares", AT_LEAST_0)
+    alpha: float | None = key(
+        None, "decay of RMSprop's mean of squares; power of ASGD's rate", AT_LEAST_0, shown="`0.99`; ASGD `0.75`"
+    )
+    centered: bool = key(False, "RMSprop divides by the variance")
+    rho: float | None = key(None, "decay of Adadelta's means", AT_LEAST_0, shown="`0.9`")
+    momentum_decay: float | None = key(None, "of NAdam", AT_LEAST_0, shown="`0.004`")
+    decoupled_weight_decay: bool = key(False, "NAdam and RAdam decay weights as AdamW does")
+    lambd: float | None = key(None, "decay of ASGD", AT_LEAST_0, shown="`0.0001`")
+    t0: float | None = key(None, "step at which ASGD begins its average", AT_LEAST_0, shown="`1e6`")
+    etas: tuple[float, float] | None = key(None, "factors of Rprop's step sizes", shown="`[0.5, 1.2]`")
+    step_sizes: tuple[float, float] | None = key(None, "least and largest of Rprop's", shown="`[1e-6, 50]`")
+    eps_inside_sqrt: bool = key(False, "Lamb adds eps below the root")
+    max_coeff: float = key(10.0, "largest ratio of Lamb", AT_LEAST_0)
+    min_coeff: float = key(0.01, "smallest ratio of Lamb", AT_LEAST_0)
+    maximize: bool = key(False, "go up instead of down (classes of torch.optim)")
 
 
 _COMMON = ("lr", "weight_decay")
 WITHOUT_EFFECT = ("set_grad_none", "foreach", "fused", "capturable")
 ADAM_SWITCHES = ("adam_w_mode", "torch_adam", "bias_correction", "amsgrad", "fp32_optimizer_states", *WITHOUT_EFFECT)
 _ADAM = (*_COMMON, "betas", "eps", *ADAM_SWITCHES)
+_TORCH = ("maximize", "foreach", "capturable")
 OPTIMIZER_PARAMS = {
     "Adam": _ADAM,
     "AdamW": _ADAM,
     "Lion": (*_COMMON, "betas"),
     "SGD": (*_COMMON, "momentum", "dampening", "nesterov"),
     "Adagrad": (*_COMMON, "eps", "lr_decay", "initial_accumulator_value"),
+    "Lamb": (*_COMMON, "betas", "eps", "bias_correction", "eps_inside_sqrt", "max_coeff", "min_coeff"),
+    # Classes of torch.optim that are elementwise: with torch's defaults, and run as they are on shards.
+    "RMSprop": (*_COMMON, "alpha", "eps", "momentum", "centered", *_TORCH),
+    "Adadelta": (*_COMMON, "rho", "eps", *_TORCH),
+    "Adamax": (*_COMMON, "betas", "eps", *_TORCH),
+    "NAdam": (*_COMMON, "betas", "eps", "momentum_decay", "decoupled_weight_decay", *_TORCH),
+    "RAdam": (*_COMMON, "betas", "eps", "decoupled_weight_decay", *_TORCH),
+    "ASGD": (*_COMMON, "lambd", "alpha", "t0", *_TORCH),
+    "Rprop": ("lr", "etas", "step_sizes", *_TORCH),
 }
 
 

@@ -1,7 +1,7 @@
-"""Parser from a dict or JSON to the frozen schema: every key known, every value of its type and range, or a ValueError.
+"""Parser from a mapping to the frozen schema: every key known, every value of its type and range, or a ValueError.
 
 Messages begin with where the configuration came from, then name the dotted key and the value, then what to do.
-Pure but for reading the file: warnings are returned as notes, so that only one rank need print them.
+Pure: warnings are returned as notes, so that only one rank need print them.
 """
 
 from __future__ import annotations
@@ -18,47 +18,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from zcomm.config.foreign import FOREIGN, SECTIONS, names_in
-from zcomm.config.keys import REQUIRED, Key, Status
+from zcomm.config.keys import ELEMENTS, REQUIRED, Key, Status
 from zcomm.config.optimizer_keys import NEEDED, OPTIMIZER_PARAMS, SCHEDULER_PARAMS
-from zcomm.config.schema import HINTS, Config
-
-Source = Mapping[str, Any] | str | os.PathLike[str]
-
-
-def read_source(source: Source) -> tuple[Mapping[str, Any], str]:
-    """Return the raw mapping and a name for it ("config" for a dict or JSON text, else the file's path).
-
-    source: a mapping; a path of a JSON file; or JSON text, which starts with "{".
-    Raises: FileNotFoundError / OSError (file), ValueError (JSON syntax, duplicate key, not an object).
-    """
-    if isinstance(source, Mapping):
-        return source, "config"
-    if isinstance(source, str) and source.lstrip().startswith("{"):
-        text, name = source, "config"
-    elif isinstance(source, (str, os.PathLike)):
-        name = os.fspath(source)
-        text = Path(name).read_text(encoding="utf-8")
-    else:
-        raise ValueError(f"config must be a dict, a path or JSON text, not {type(source).__name__}")
-
-    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        seen: dict[str, Any] = {}
-        for name_, value in pairs:
-            if name_ in seen:
-                raise ValueError(f'{name}: key "{name_}" is given twice in one section')
-            seen[name_] = value
-        return seen
-
-    def no_constant(word: str) -> NoReturn:
-        raise ValueError(f"{name}: {word} is not a number that JSON has")
-
-    try:
-        data = json.loads(text, object_pairs_hook=no_duplicates, parse_constant=no_constant)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{name}: not valid JSON at line {error.lineno} column {error.colno}: {error.msg}") from None
-    if not isinstance(data, dict):
-        raise ValueError(f"{name}: a configuration is a JSON object, not {_kind(data)}")
-    return data, name
+from zcomm.config.schema import HINTS, Config, OffloadParam
+from zcomm.config.source import Source as Source
+from zcomm.config.source import read_source as read_source
+from zcomm.config.words import OTHER_WORDS, in_todays_words
+from zcomm.hints import REFUSED_OPTIMIZERS
 
 
 def parse(
@@ -70,7 +36,8 @@ def parse(
     Raises: ValueError (unknown key, type, range, contradiction), NotImplementedError (refused key).
     """
     reader = _Reader(source, auto or {})
-    config = reader.section(Config, data, "")
+    data, reader.notes = in_todays_words(data, source)
+    config = reader.without_param_tier(reader.section(Config, data, ""))
     reader.contradictions(config)
     return config, reader.notes
 
@@ -85,6 +52,7 @@ def leaf_paths(schema: type = Config, prefix: str = "") -> Iterator[str]:
     if not prefix:
         yield from FOREIGN
         yield from sorted(SECTIONS)
+        yield from OTHER_WORDS
 
 
 def fields_of(schema: type | None) -> dict[str, Key]:
@@ -169,6 +137,8 @@ class _Reader:
             return None
         if raw == math.inf and path == "steps_per_print":  # Accelerate's word for never
             return None
+        if plain is int and path.rpartition(".")[2] in ELEMENTS and isinstance(raw, float) and math.isfinite(raw):
+            raw = math.floor(raw)  # 0.9 * hidden_size ** 2
         value = _as_type(raw, plain)
         if value is None:
             raise ValueError(f'{self.source}: "{path}" must be {_TYPE_WORDS[plain]}, got {_shown(raw)}')
@@ -176,6 +146,10 @@ class _Reader:
             for choice in described.choices:
                 if str(value).lower() == str(choice).lower():
                     return choice
+            refused = REFUSED_OPTIMIZERS.items() if path == "optimizer.type" else ()
+            for name, why in refused:
+                if str(value).lower() == name.lower():
+                    raise NotImplementedError(f'{self.source}: "{path}": {_shown(raw)} is refused: {why}')
             words = ", ".join(str(choice) for choice in described.choices)
             raise ValueError(f'{self.source}: "{path}" must be one of {words}, got {_shown(raw)}')
         return value
@@ -192,10 +166,27 @@ class _Reader:
             hint = f'did you mean "{best}"?' if best else f"known here: {', '.join(siblings)}"
         raise ValueError(f'{self.source}: unknown key "{path}"; {hint}')
 
+    def without_param_tier(self, config: Config) -> Config:
+        """Return ``config`` without an ``offload_param`` that its stage does not have, and note it once."""
+        zero = config.zero_optimization
+        if zero.stage == 3:
+            return config
+        path = "zero_optimization.offload_param"
+        device = zero.offload_param.device
+        if device != "none":
+            self.notes = [note for note in self.notes if not note.startswith(f'{self.source}: "{path}.')]
+            self.notes.append(
+                f'{self.source}: "{path}.device": "{device}" has no effect: stage 3 alone shards parameters, and '
+                f'"zero_optimization.stage" is {zero.stage}'
+            )
+        return dataclasses.replace(config, zero_optimization=dataclasses.replace(zero, offload_param=OffloadParam()))
+
     def contradictions(self, config: Config) -> None:
         """Check what no single key can tell. Raises: ValueError."""
         if config.fp16.enabled and config.bf16.enabled:
             raise ValueError(f'{self.source}: "fp16.enabled" and "bf16.enabled" are both true; give one of them')
+        if config.bf16.bf16_optimizer_states:
+            self._check_bf16_state(config)
         if config.optimizer is not None:
             self._params("optimizer", config.optimizer, OPTIMIZER_PARAMS[config.optimizer.type])
         if config.scheduler is not None:
@@ -207,11 +198,6 @@ class _Reader:
                     f'{self.source}: "zero_optimization.{name}.device": "nvme" needs '
                     f'"zero_optimization.{name}.nvme_path", the directory to swap to'
                 )
-        if zero.offload_param.device != "none" and zero.stage != 3:
-            raise ValueError(
-                f'{self.source}: "zero_optimization.offload_param.device": "{zero.offload_param.device}" needs '
-                f'"zero_optimization.stage": 3 (only stage 3 shards parameters), got stage {zero.stage}'
-            )
         paths = (zero.offload_optimizer.nvme_path, zero.offload_param.nvme_path)
         both_swap = zero.offload_optimizer.device == zero.offload_param.device == "nvme"
         if both_swap and _places(paths[0]) != _places(paths[1]):
@@ -219,6 +205,14 @@ class _Reader:
                 f'{self.source}: "zero_optimization.offload_optimizer.nvme_path": "{paths[0]}" and '
                 f'"zero_optimization.offload_param.nvme_path": "{paths[1]}" differ; one rank swaps to one directory'
             )
+
+    def _check_bf16_state(self, config: Config) -> None:
+        """Refuse bf16 moments of an optimizer that has none."""
+        path = f'{self.source}: "bf16.bf16_optimizer_states": true'
+        if not config.bf16.enabled:
+            raise ValueError(f'{path} needs "bf16.enabled": true')
+        if config.optimizer is not None and config.optimizer.type not in ("Adam", "AdamW"):
+            raise NotImplementedError(f'{path} needs "optimizer.type" Adam or AdamW, got "{config.optimizer.type}"')
 
     def _params(self, name: str, section: Any, known: tuple[str, ...]) -> None:
         """Refuse params of another optimizer or schedule than the one chosen, and needed ones that are not there."""
@@ -272,7 +266,7 @@ def _as_type(raw: Any, wanted: Any) -> Any:
     if wanted == dict[str, Any]:
         return dict(raw) if isinstance(raw, Mapping) else None
     if wanted is bool:
-        return raw if isinstance(raw, bool) else None
+        return bool(raw) if isinstance(raw, (bool, int, float)) and raw in (0, 1) else None
     if wanted is int:
         return int(raw) if number and raw == raw and abs(raw) != float("inf") and raw == int(raw) else None
     if wanted is float:
@@ -284,11 +278,6 @@ def _as_type(raw: Any, wanted: Any) -> Any:
     pair = isinstance(raw, (list, tuple)) and len(raw) == 2
     numbers = [_as_type(item, float) for item in raw] if pair else [None]
     return tuple(numbers) if None not in numbers else None
-
-
-def _kind(data: Any) -> str:
-    names = {list: "a list", str: "a string", bool: "a truth value", int: "a number", float: "a number"}
-    return names.get(type(data), "null" if data is None else type(data).__name__)
 
 
 def _shown(value: Any) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zcomm.config.keys import AT_LEAST_0, AT_LEAST_1, FRACTION, NOT_EMPTY, POSITIVE, key, section
+from zcomm.config.monitor_keys import Comet, CommsLogger, CsvMonitor, FlopsProfiler, TensorBoard, Wandb
 from zcomm.config.optimizer_keys import Optimizer, Scheduler
 
 
@@ -28,7 +29,7 @@ class Fp16:
     initial_scale_power: int = key(16, "first dynamic scale is 2^this", AT_LEAST_0)
     loss_scale_window: int = key(1000, "good steps, after the first, before the scale grows", AT_LEAST_1)
     hysteresis: int = key(2, "overflows before the scale shrinks", AT_LEAST_1)
-    min_loss_scale: float = key(1.0, "lowest dynamic scale; training goes on there", AT_LEAST_0)
+    min_loss_scale: float = key(1.0, "lowest dynamic scale; training goes on there", POSITIVE)
     consecutive_hysteresis: bool = key(
         False, "refill the hysteresis at every good step, instead of when the scale grows"
     )
@@ -45,6 +46,21 @@ class Bf16:
     )
     check_grad_overflow: bool = key(
         True, "skip a step with gradients that are not finite; the first of them is named either way"
+    )
+    bf16_optimizer_states: bool = key(False, "moments of the configuration's Adam or AdamW in bf16")
+
+
+@dataclass(frozen=True)
+class TorchAutocast:
+    """Section ``torch_autocast``."""
+
+    enabled: bool = key(
+        False, "run the engine's forward in torch.autocast; float16 also scales the loss, as the section fp16 says"
+    )
+    dtype: str = key(
+        "bfloat16",
+        "of autocast's operations",
+        choices=("bfloat16", "float16", "bf16", "fp16", "half", "torch.bfloat16", "torch.float16"),
     )
 
 
@@ -173,6 +189,12 @@ class Config:
         False, "print seconds of forward, backward and step, every steps_per_print steps (1 where that is not given)"
     )
     dataloader_drop_last: bool = key(False, "drop the last micro batch when it is short")
+    gradient_allreduce_op: str = key(
+        "mean", "gradients of the ranks: their mean, or their sum (any stage)", choices=("mean", "sum")
+    )
+    managed_gradient_accumulation: bool = key(
+        True, "count micro-steps; false: each step() updates, with all gradients since the last one"
+    )
     communication_data_type: str | None = key(
         None,
         "dtype of gradients on their way; sums are fp32",
@@ -187,6 +209,13 @@ class Config:
     checkpoint: Checkpoint = section(Checkpoint)
     data_types: DataTypes = section(DataTypes)
     activation_checkpointing: ActivationCheckpointing = section(ActivationCheckpointing)
+    torch_autocast: TorchAutocast = section(TorchAutocast)
+    tensorboard: TensorBoard = section(TensorBoard)
+    wandb: Wandb = section(Wandb)
+    csv_monitor: CsvMonitor = section(CsvMonitor)
+    comet: Comet = section(Comet)
+    comms_logger: CommsLogger = section(CommsLogger)
+    flops_profiler: FlopsProfiler = section(FlopsProfiler)
 
 
 # Keys that people bring along, and what to write instead.

@@ -58,10 +58,14 @@ ERRORS = [
     ({"gradient_clipping": -1}, '"gradient_clipping" must be >= 0, got -1'),
     ({"gradient_clipping": float("inf")}, '"gradient_clipping" must be >= 0, got Infinity'),
     ({"steps_per_print": 0}, '"steps_per_print" must be >= 1, got 0'),
-    ({"wall_clock_breakdown": 1}, '"wall_clock_breakdown" must be true or false, got 1'),
+    ({"wall_clock_breakdown": 2}, '"wall_clock_breakdown" must be true or false, got 2'),
     ({"bf16": {"enabled": "true"}}, '"bf16.enabled" must be true or false, got "true"'),
     ({"optimizer": {"params": {}}}, '"optimizer.type" is missing; give one of: Adam, AdamW, Lion, SGD, Adagrad'),
-    ({"optimizer": {"type": "Lamb"}}, '"optimizer.type" must be one of Adam, AdamW, Lion, SGD, Adagrad, got "Lamb"'),
+    (
+        {"optimizer": {"type": "Shampoo"}},
+        '"optimizer.type" must be one of Adam, AdamW, Lion, SGD, Adagrad, Lamb, RMSprop, Adadelta, Adamax, NAdam, '
+        'RAdam, ASGD, Rprop, got "Shampoo"',
+    ),
     ({"optimizer": {"type": "Adam", "params": {"lr": "low"}}}, '"optimizer.params.lr" must be a number, got "low"'),
     (
         {"optimizer": {"type": "Lion", "params": {"eps": 1e-6}}},
@@ -122,10 +126,6 @@ ERRORS = [
         '"zero_optimization.offload_optimizer.nvme_path" must be a path, not an empty string, got ""',
     ),
     (
-        {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
-        '"zero_optimization.offload_param.device": "cpu" needs "zero_optimization.stage": 3',
-    ),
-    (
         {"zero_optimization": {"stage": 3, "offload_optimizer": NVME, "offload_param": {**NVME, "nvme_path": "/b"}}},
         '"/mnt/swap" and "zero_optimization.offload_param.nvme_path": "/b" differ',
     ),
@@ -152,7 +152,7 @@ def test_file_text_and_dict_give_the_same_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"train_batch_size": 8,}', "ds.json: not valid JSON at line 1 column"),
+        ('{"train_batch_size": 8, [}', "ds.json: not valid JSON at line 1 column"),
         ('{"bf16": {"enabled": true, "enabled": false}}', 'ds.json: key "enabled" is given twice'),
         ('{"gradient_clipping": NaN}', "ds.json: NaN is not a number that JSON has"),
         ("[1]", "ds.json: a configuration is a JSON object, not a list"),
@@ -259,8 +259,9 @@ def test_a_section_that_is_switched_off_is_silent() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         config = load(
-            {"tensorboard": {"enabled": False, "output_path": "x"}, "wandb": {"group": "y"}, "elasticity": None}
+            {"compression_training": {"enabled": 0, "x": 1}, "autotuning": {"fast": True}, "elasticity": None}
         )
-    assert config == load({})
+        config = dataclasses.replace(config, wandb=load({"wandb": {"group": "y"}}).wandb)
+    assert not config.wandb.enabled and dataclasses.replace(config, wandb=Config().wandb) == load({})
     with pytest.raises(ValueError, match='"wandb" must be an object'):
         load({"wandb": True})
