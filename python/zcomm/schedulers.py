@@ -183,8 +183,12 @@ class WarmupCosineLR(_Schedule):
 
     def get_lr(self) -> list[float | Tensor]:
         """Return the learning rate of each group at the current count of steps."""
-        ratio = self._ratio(self.last_epoch - 1)
+        ratio = self.get_lr_ratio()
         return [base * ratio for base in self.base_lrs]
+
+    def get_lr_ratio(self) -> float:
+        """Return the ratio to each group's own rate at the current count of steps; 0 before the first ``step()``."""
+        return self._ratio(self.last_epoch - 1)
 
     def _ratio(self, iteration: int) -> float:
         if iteration < 0:
@@ -300,6 +304,10 @@ class OneCycle(_Schedule):
             return [low / self._decay(self.decay_lr_rate) for low in self.min_lrs]
         height = self._height()
         return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """Return the betas of each group at the current count of steps; None where momentum is left alone."""
+        return [(momentum, 0.99) for momentum in self._momenta()] if self.cycle_momentum else None
 
     def _momenta(self) -> list[float]:
         if self.last_epoch == 0:

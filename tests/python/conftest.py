@@ -64,7 +64,10 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     folder: Path | None = None
     if "tmp_path" in request.fixturenames and request.node.get_closest_marker("leaves_swap") is None:
         folder = request.getfixturevalue("tmp_path")
+    had_group = torch.distributed.is_initialized()
     yield
+    if torch.distributed.is_initialized() and not had_group:  # of deepspeed.initialize
+        torch.distributed.destroy_process_group()
     _drop_saved_tensors_hooks()
     _expect_gone(lambda: _descendants() - processes, "processes left behind")
     _expect_gone(lambda: _threads() - threads, "threads left behind")

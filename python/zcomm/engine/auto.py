@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from zcomm.config import Config
-from zcomm.config.parse import read_source
+from zcomm.config.source import read_source
+from zcomm.config.words import in_todays_words
 
 
 def auto_values(args: Any, model: nn.Module, optimizer: Any, source: Any) -> dict[str, Any]:
@@ -82,7 +83,7 @@ def _first_rate(optimizer: Any, source: Any) -> Any:
         return optimizer.param_groups[0]["lr"]
     if isinstance(source, Config):
         return None
-    data: Any = read_source(source)[0]
+    data: Any = in_todays_words(*read_source(source))[0]
     for name in ("optimizer", "params", "lr"):
         data = data.get(name) if isinstance(data, Mapping) else None
     return None if data == "auto" else data

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,10 +18,12 @@ from torch import nn
 from zcomm import schedulers
 from zcomm.config import BatchSizes, Config, ConfigWarning, load_with_notes, resolve_batch, warn_of
 from zcomm.config.optimizer_keys import ADAM_SWITCHES, OPTIMIZER_PARAMS, SCHEDULER_PARAMS
-from zcomm.config.parse import Source
+from zcomm.config.source import Source
 from zcomm.data import Loader
 from zcomm.engine.auto import auto_values, epochs_of, with_steps
+from zcomm.engine.autocast import autocast_dtype
 from zcomm.engine.engine import Engine
+from zcomm.engine.raw_config import raw_config
 
 if TYPE_CHECKING:
     from zcomm.comm.communicator import Communicator
@@ -47,20 +50,23 @@ def initialize(
     config_params: Source | Config | None = None,
     *,
     device: torch.device | str | None = None,
-) -> tuple[Engine, ZeroOptimizer, Loader | None, Any]:
+) -> tuple[Engine, ZeroOptimizer | None, Loader | None, Any]:
     """Join the job and wrap ``model`` for sharded training; the names and their order are DeepSpeed's.
 
     args: a namespace. Its ``deepspeed_config`` may name the configuration instead of ``config``; its attributes (those
     of Hugging Face's TrainingArguments) fill in what is "auto" there; see docs/config.md.
-    optimizer: None (the configuration's), a torch.optim instance or class, a callable of the parameters, or a name.
+    optimizer: None (the configuration's, if any), a torch.optim instance or class, a callable of the parameters, or a
+    name.
     model_parameters: the parameters, or groups of them, to train; None: all of the model that need gradients.
     training_data: a data set, for which a Loader of micro batches is made; batches stay on the CPU.
     lr_scheduler: None (the configuration's), a schedule, or a callable of the optimizer.
-    config, config_params: a dict, a path of a JSON file, JSON text, or a Config.
+    config, config_params: a dict, a path of a JSON or hjson file, such text, base64 of it, or a Config.
     distributed_port: the rendezvous port where MASTER_ADDR is set and MASTER_PORT is not.
     dist_init_required: False means that ``zcomm.init()`` or ``torch.distributed.init_process_group()`` must have run.
     device: where the model trains, as ZeroOptimizer's; None: where its parameters are.
-    Returns: (engine, optimizer, loader or None, scheduler or None).
+    Returns: (engine, optimizer, loader or None, scheduler or None). The optimizer is None where nothing is trained,
+    because it is given nowhere, or the configuration gives it for a frozen model. Stage 3 shards and offloads the
+    weights then, too; ``backward()`` and ``step()`` raise.
     Raises: ValueError (arguments, configuration), NotImplementedError (mpu, mesh_param, refused keys).
     """
     if model is None:
@@ -106,9 +112,12 @@ def initialize(
         )
     from zcomm.zero.registry import parts_of
 
+    if base is None and lr_scheduler is not None:
+        raise ValueError(f"lr_scheduler= needs an optimizer, but {_UNTRAINED}")
     zero = _zero_optimizer(model, base, arguments, settings, batch, comm, device)
+    _set_gradient_options(zero, settings, comm)
     try:
-        scheduler = _scheduler(lr_scheduler, zero, settings)
+        scheduler = None if base is None else _scheduler(lr_scheduler, zero, settings)
     except BaseException:
         zero.close()  # its hooks and swap files would outlive the error
         raise
@@ -121,8 +130,12 @@ def initialize(
         device=parts_of(zero).device,
         lr_scheduler=scheduler,
         training_dataloader=loader,
+        raw=raw_config(source, settings),
+        trained=base is not None,
     )
-    return engine, zero, loader, scheduler
+    if settings.comms_logger.enabled:
+        engine._reports.log_collectives(zero, settings.comms_logger)
+    return engine, engine.optimizer, loader, scheduler
 
 
 def _config_source(args: Any, config: Any, config_params: Any) -> Source | Config:
@@ -158,13 +171,21 @@ def _base_optimizer(
     section = settings.optimizer
     if optimizer is None:
         if section is None:
-            raise ValueError(
-                'no optimizer: give initialize(optimizer=) or the section "optimizer" in the configuration'
-            )
+            return None, {}
+        if not any(param.requires_grad for param in _listed(model.parameters() if parameters is None else parameters)):
+            if warn:
+                text = f'the section "optimizer" of the configuration is not used: {_UNTRAINED}'
+                warnings.warn(text, ConfigWarning, stacklevel=4)
+            return None, {}
         name, arguments = _configured_optimizer(settings)
         if parameters is None or _are_all_trainable(model, parameters):
             return name, arguments
-        return _torch_class(name)(parameters, **arguments), {}
+        return _torch_class(name, "state_dtype" in arguments)(parameters, **arguments), {}
+    if settings.bf16.bf16_optimizer_states:
+        raise NotImplementedError(
+            '"bf16.bf16_optimizer_states": true is for the optimizer of the configuration, and initialize(optimizer=) '
+            "was given; give it as zcomm.optim.CPUAdam(..., state_dtype=torch.bfloat16)"
+        )
     if section is not None and warn:
         warnings.warn(
             'the section "optimizer" of the configuration is not used: initialize(optimizer=) was given',
@@ -192,6 +213,22 @@ def _base_optimizer(
     return made, {}
 
 
+_UNTRAINED = (
+    'nothing is trained: there is neither initialize(optimizer=) nor a section "optimizer", or no parameter requires a '
+    "gradient"
+)
+
+
+def _listed(given: Iterable[Any]) -> Iterable[torch.Tensor]:
+    """Yield the tensors of parameters or param groups."""
+    for each in given:
+        if isinstance(each, torch.Tensor):
+            yield each
+        elif isinstance(each, Mapping):
+            inside = each.get("params", ())
+            yield from [inside] if isinstance(inside, torch.Tensor) else _listed(inside)
+
+
 def _are_all_trainable(model: nn.Module, parameters: list[Any]) -> bool:
     """Return True if ``parameters`` are all that need gradients, as without ``model_parameters``: one group will do."""
     wanted = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
@@ -199,17 +236,22 @@ def _are_all_trainable(model: nn.Module, parameters: list[Any]) -> bool:
     return given == wanted
 
 
-def _torch_class(name: str) -> Callable[..., torch.optim.Optimizer]:
+def _torch_class(name: str, has_small_state: bool = False) -> Callable[..., torch.optim.Optimizer]:
     """Return the class behind an optimizer's name, for groups of parameters. Raises: ValueError."""
-    from zcomm.optim import CPULion
+    from zcomm.optim import CPUAdam, CPULion, Lamb
+    from zcomm.zero.rules.torch_rule import ELEMENTWISE
 
+    if has_small_state:  # torch's own has fp32 moments
+        return partial(CPUAdam, adamw=name == "adamw")
     known: dict[str, Callable[..., torch.optim.Optimizer]] = {
         "adam": torch.optim.Adam,
         "adamw": torch.optim.AdamW,
         "lion": CPULion,
         "sgd": torch.optim.SGD,
         "adagrad": torch.optim.Adagrad,
+        "lamb": Lamb,
     }
+    known |= ELEMENTWISE
     if name not in known:
         raise ValueError(
             f"optimizer={name!r} with model_parameters= must be one of {', '.join(known)}; "
@@ -233,6 +275,8 @@ def _configured_optimizer(settings: Config) -> tuple[str, dict[str, Any]]:
         return kind.lower(), arguments
     decoupled = kind == "AdamW" or params.adam_w_mode
     arguments.setdefault("weight_decay", 0.01 if params.torch_adam and decoupled else 0.0)
+    if settings.bf16.bf16_optimizer_states or not params.fp32_optimizer_states:
+        arguments["state_dtype"] = torch.bfloat16
     return ("adamw" if decoupled else "adam"), arguments
 
 
@@ -293,6 +337,29 @@ def _zero_optimizer(
         device=device,
         **arguments,
     )
+
+
+def _set_gradient_options(zero: ZeroOptimizer, settings: Config, comm: Communicator) -> None:
+    """Set what ZeroOptimizer has no argument for: the sum of gradients, and the loss scale of autocast in fp16.
+
+    Raises: ValueError, on every rank, where the ranks ask for different things.
+    """
+    from zcomm.zero.agree import all_values
+    from zcomm.zero.loss_scale import LossScaler
+    from zcomm.zero.registry import train_of
+
+    cast = autocast_dtype(settings)
+    asked = all_values(comm, [settings.gradient_allreduce_op, str(cast)], "gradient_allreduce_op and torch_autocast")
+    if any(each != asked[0] for each in asked):
+        zero.close()
+        raise ValueError(f'the ranks\' "gradient_allreduce_op" and "torch_autocast.dtype" differ: {asked}')
+    train = train_of(zero)
+    if settings.gradient_allreduce_op == "sum":
+        train.summed_ranks = comm.world_size
+    if cast == torch.float16 and train.scaler is None:  # small gradients of fp16 operations would become zero
+        train.scaler = LossScaler(_loss_scale(settings))
+        train.skip_nonfinite = True
+        train.pass_scale = train.loss_scale
 
 
 def _scheduler(given: Any, zero: ZeroOptimizer, settings: Config) -> Any:

@@ -11,6 +11,12 @@ if TYPE_CHECKING:
     from zcomm.zero.checkpoint import SaveTask
 
 _COUNTERS = ("global_steps", "micro_steps", "global_samples")
+# A program beside the checkpoints, where users of DeepSpeed look for it.
+_ZERO_TO_FP32 = b"""from zcomm.compat.deepspeed.utils.zero_to_fp32 import main
+
+if __name__ == "__main__":
+    main()
+"""
 
 
 def save(
@@ -33,10 +39,11 @@ def save(
         state["data"] = engine.training_dataloader.state_dict()
 
     def point() -> None:
+        durable.replace_file(directory / "zero_to_fp32.py", _ZERO_TO_FP32)
         if latest:
             durable.replace_file(directory / durable.LATEST, name.encode())
 
-    parts, train = open_parts(engine.optimizer), train_of(engine.optimizer)
+    parts, train = open_parts(engine._zero), train_of(engine._zero)
     extras = checkpoint.Extras(engine.lr_scheduler, state, root="")
     folder = (directory / name).absolute()
     task = checkpoint.save(parts, train, folder, extras, wait=wait, lean=lean, then=point)
@@ -51,8 +58,8 @@ def _one_tag(engine: Engine, call: str, tag: str | int) -> str:
     from zcomm.zero.agree import all_values
     from zcomm.zero.registry import parts_of
 
-    tags: list[str] = all_values(parts_of(engine.optimizer).comm, str(tag), f"{call}: tag")
-    validation = engine.config.checkpoint.tag_validation
+    tags: list[str] = all_values(parts_of(engine._zero).comm, str(tag), f"{call}: tag")
+    validation = engine._config.checkpoint.tag_validation
     if len(set(tags)) > 1 and validation != "Ignore":
         shown = ", ".join(f"{each!r} on rank {rank}" for rank, each in enumerate(tags[:8]))
         text = f"{call}: the ranks' tags differ ({shown}); a checkpoint is one folder for all ranks"
@@ -82,9 +89,10 @@ def load(
         if _of_engine(state) and not weights:
             _check(state, folder, loader is not None)
 
+    optimizer = optimizer and engine.optimizer is not None  # one that does not train takes the weights of any
     state = checkpoint.load(
-        open_parts(engine.optimizer),
-        train_of(engine.optimizer),
+        open_parts(engine._zero),
+        train_of(engine._zero),
         folder.absolute(),
         scheduler=engine.lr_scheduler if schedule else None,
         with_optimizer=optimizer,
@@ -93,11 +101,13 @@ def load(
         inspect=inspect,
     )
     engine._averages = None  # an accumulation that had begun is gone
+    engine._passes, engine._coalesced = 0, False
     if _of_engine(state) and not weights:
         for key in _COUNTERS:
             setattr(engine, key, int(state["engine"][key]))
         # Gradients are not saved: the accumulation begins again, whatever its length is now.
         engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()
+        engine._counted_from = engine.micro_steps
         if loader is not None and "data" in state:
             loader.load_state_dict(state["data"])
     return str(folder), state["client_state"] if _of_engine(state) else state
@@ -109,7 +119,7 @@ def _latest(engine: Engine, directory: Path) -> Path | None:
     from zcomm.zero.files import durable
     from zcomm.zero.registry import parts_of
 
-    kept, found, comm = Kept(), None, parts_of(engine.optimizer).comm
+    kept, found, comm = Kept(), None, parts_of(engine._zero).comm
     if comm.rank == 0:
         with kept.errors():
             found = durable.latest_in(directory)
@@ -157,7 +167,7 @@ def save_model(engine: Engine, directory: Path, name: str, wait: bool) -> bool |
         logging.getLogger("zcomm").warning(
             "save_16bit_model(save_filename=%r): the file is safetensors, never a pickle, so it is %s", name, path
         )
-    parts, train = open_parts(engine.optimizer), train_of(engine.optimizer)
+    parts, train = open_parts(engine._zero), train_of(engine._zero)
     train.poison.check("save_16bit_model()")
     parts.end_saving()
     with parts.looking(train.poison):

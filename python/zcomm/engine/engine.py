@@ -8,20 +8,28 @@ Thread rule: one thread, the same calls in the same order on every rank.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 
 from zcomm.config import BatchSizes, Config
 from zcomm.engine import checkpoints
+from zcomm.engine.autocast import autocast
+from zcomm.engine.compiled import compile_blocks
+from zcomm.engine.facts import EngineFacts
+from zcomm.engine.raw_config import RawConfig, raw_config
+from zcomm.engine.reports import Reports
 from zcomm.engine.schedule_watch import ScheduleWatch
-from zcomm.engine.timers import PhaseTimers
+from zcomm.engine.states import offload_states
+from zcomm.engine.timers import PhaseTimers, ThroughputTimer
 
 if TYPE_CHECKING:
     from zcomm.comm.communicator import Communicator
@@ -31,12 +39,19 @@ if TYPE_CHECKING:
     from zcomm.zero.checkpoint import SaveTask
 
 
-class Engine(nn.Module):
+_NO_PIPELINE = (
+    "{}() belongs to DeepSpeed's PipelineEngine, which zcomm does not have; call loss = engine(batch), "
+    "engine.backward(loss) and engine.step()"
+)
+
+
+class Engine(EngineFacts, nn.Module):
     """A model, its sharded optimizer, its learning-rate schedule and the step counters. Made by ``initialize``.
 
-    Attributes: module, optimizer, lr_scheduler, training_dataloader, config, comm; device; local_rank, global_rank,
-    world_size; global_steps (optimizer steps, skipped ones included), micro_steps (step() calls), global_samples
-    (of the optimizer steps).
+    Attributes: module, optimizer (None where nothing is trained), lr_scheduler, training_dataloader, comm, device.
+    config: a dict, as it was given; its attributes are the values in effect. local_rank, global_rank, world_size.
+    global_steps (optimizer steps, skipped ones included), micro_steps (step() calls), global_samples (of the optimizer
+    steps). tput_timer (samples per second).
     Attributes that the engine lacks are looked up in the model.
     """
 
@@ -51,14 +66,18 @@ class Engine(nn.Module):
         device: torch.device,
         lr_scheduler: Any = None,
         training_dataloader: Loader | None = None,
+        raw: RawConfig | None = None,
+        trained: bool = True,
     ) -> None:
         super().__init__()
         self.module = module
-        self.optimizer = optimizer
+        self._zero = optimizer  # it has the weights, also of a model that is not trained
+        self.optimizer = optimizer if trained else None
         self.lr_scheduler = lr_scheduler
         self.training_dataloader = training_dataloader
         self.comm = comm
-        self.config = config
+        self._config = config
+        self.config = raw_config(config, config) if raw is None else raw
         self.device = device
         self.local_rank = comm.local_rank
         self.global_rank = comm.rank
@@ -68,6 +87,10 @@ class Engine(nn.Module):
         self.global_samples = 0
         self._batch = batch
         self._boundary: bool | None = None
+        self._counted_from = 0  # micro-steps before those that are counted for a boundary
+        self._coalesces = False  # inside of coalesce_grad_reduction()
+        self._coalesced = False  # the next step() is that of such a block
+        self._compiled: list[nn.Module] = []
         self._warned_of_passes = False
         self._passes = 0  # backward() calls since the last step()
         self._averages: bool | None = None  # scale_wrt_gas of this accumulation so far
@@ -78,6 +101,9 @@ class Engine(nn.Module):
         self._destroyed = False
         self._offload: offload_activations | None = None  # of activations; made by the first forward that needs it
         self._timers = PhaseTimers(config.wall_clock_breakdown, device)
+        self._reports = Reports(config, module, comm.rank, device)
+        self._stepping = False  # inside step(), the boundary of unmanaged accumulation
+        self.tput_timer = ThroughputTimer(batch.train)
         self._report_start = (time.perf_counter(), 0)  # when, and at how many samples, the last report was
 
     # --- the loop ---------------------------------------------------------------------------------------------
@@ -85,8 +111,11 @@ class Engine(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
         self._check_alive("forward")
-        with self._timers.phase("forward"):
-            if not (self.config.activation_checkpointing.cpu_checkpointing and torch.is_grad_enabled()):
+        if self.module.training:
+            self.tput_timer.start()
+        phases = self._timers.phase("forward"), self._reports.phase("forward", self.global_steps)
+        with phases[0], phases[1], autocast(self._config, self.device):
+            if not (self._config.activation_checkpointing.cpu_checkpointing and torch.is_grad_enabled()):
                 return self.module(*args, **kwargs)
             if self._offload is None:
                 from zcomm.memory.activations import offload_activations
@@ -104,6 +133,7 @@ class Engine(nn.Module):
         that add them up. Raises: ValueError where it is not a scalar that needs gradients.
         """
         self._check_alive("backward")
+        optimizer = self._trained("backward")
         if not isinstance(loss, torch.Tensor):
             raise ValueError(f"backward() needs the loss as a tensor, got {type(loss).__name__}")
         if loss.numel() != 1:
@@ -116,12 +146,13 @@ class Engine(nn.Module):
             raise ValueError(
                 f"backward(): scale_wrt_gas={scale_wrt_gas} after scale_wrt_gas={self._averages} in one accumulation"
             )
-        self._averages = self.optimizer.averages = scale_wrt_gas
+        self._averages = optimizer.averages = scale_wrt_gas
         # Before backward: with overlap the hooks must know whether this micro-step is the last one.
-        self.optimizer.boundary = self.is_gradient_accumulation_boundary()
-        with self._timers.phase("backward"):
-            self.optimizer.backward(loss, retain_graph=retain_graph)
+        optimizer.boundary = self.is_gradient_accumulation_boundary()
+        with self._timers.phase("backward"), self._reports.phase("backward", self.global_steps):
+            optimizer.backward(loss, retain_graph=retain_graph)
         self._last_loss = loss.detach()
+        self._reports.loss(loss)
         self._passes += 1
         return loss / self._batch.accumulation if scale_wrt_gas else loss
 
@@ -133,61 +164,164 @@ class Engine(nn.Module):
         PeerLost, CollectiveMismatch, TimeoutError, OSError (swap) from the optimizer.
         """
         self._check_alive("step")
-        boundary = self.is_gradient_accumulation_boundary()
-        before, skipped_before = self.optimizer.updates, self.skipped_steps
+        optimizer = self._trained("step")
+        if self._coalesces:
+            raise RuntimeError("step() inside of coalesce_grad_reduction(): call it after the block")
+        managed = self._config.managed_gradient_accumulation
+        boundary = not managed or self.is_gradient_accumulation_boundary()
+        before, skipped_before = optimizer.updates, self.skipped_steps
         if before != self._updates:
             self._updates = before
             raise RuntimeError(
                 "step(): the program has called step() of the engine's optimizer itself, which has used the gradients: "
                 "call engine.step() alone"
             )
+        passes = self._passes
         self._warn_of_passes()
-        self._applied = False
-        with self._timers.phase("step"):
-            self.optimizer.boundary = boundary
-            self.optimizer.step()
-            if boundary and self.optimizer.updates == before:
-                raise RuntimeError(
-                    "step(): no backward pass has given gradients since the last one: call engine.backward(loss) first"
-                )
-            self.optimizer.zero_grad()
-        self._updates = self.optimizer.updates
+        self._applied, self._stepping = False, True
+        try:
+            with self._timers.phase("step"), self._reports.phase("step", self.global_steps):
+                self._step_optimizer(optimizer, boundary, before)
+        finally:
+            self._stepping = False
+        self._updates = optimizer.updates
         self.micro_steps += 1
+        if self._coalesced:
+            self._coalesced, self._counted_from = False, self.micro_steps
+        self.tput_timer.stop(global_step=boundary)
         if not boundary:
             return
         self._averages = None
         self.global_steps += 1
-        self.global_samples += self._batch.train
+        samples = self._batch.train if managed else passes * self._batch.micro * self.world_size
+        self.global_samples += samples
         self._applied = self.skipped_steps == skipped_before
         # The schedule counts real updates only: a step skipped for non-finite gradients must not use up warm-up.
         if self.lr_scheduler is not None and self._applied:
-            self._watch.before(self.lr_scheduler, self.optimizer.param_groups)
+            self._watch.before(self.lr_scheduler, optimizer.param_groups)
             self.lr_scheduler.step(**(lr_kwargs or {}))
-            self._watch.after(self.lr_scheduler, self.optimizer.param_groups)
+            self._watch.after(self.lr_scheduler, optimizer.param_groups)
+        self._reports.stepped(optimizer, self.get_lr(), self.global_samples, self._timers.last())
+        self._reports.profiled(self.global_steps - 1, self.world_size, samples)
         self._report()
+
+    def _step_optimizer(self, optimizer: ZeroOptimizer, boundary: bool, before: int) -> None:
+        """End the micro-step of ``optimizer``. before: its ``updates`` so far."""
+        optimizer.boundary = boundary
+        optimizer.step()
+        if boundary and optimizer.updates == before:
+            raise RuntimeError(
+                "step(): no backward pass has given gradients since the last one: call engine.backward(loss) first"
+            )
+        optimizer.zero_grad()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, as the optimizer does it: step() already has, and mid-accumulation it keeps them."""
-        self.optimizer.zero_grad(set_to_none=set_to_none)
+        if self.optimizer is None:
+            self.module.zero_grad(set_to_none=set_to_none)
+        else:
+            self.optimizer.zero_grad(set_to_none=set_to_none)
 
     # --- gradient accumulation --------------------------------------------------------------------------------
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Return True if the coming step() updates the weights."""
+        """Return True if the coming step() updates the weights.
+
+        With ``managed_gradient_accumulation: false`` each step() does, and this is True inside of it alone.
+        """
+        if not self._config.managed_gradient_accumulation:
+            return self._stepping
         if self._boundary is not None:
             return self._boundary
-        return (self.micro_steps + 1) % self._batch.accumulation == 0
+        if self._coalesces or self._coalesced:
+            return True
+        return (self.micro_steps + 1 - self._counted_from) % self._batch.accumulation == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Set the boundary by hand, from now on, instead of having micro-steps counted; None counts again.
 
-        Gradients are still divided by gradient_accumulation_steps().
+        Gradients are still divided by gradient_accumulation_steps(). Raises: RuntimeError with
+        ``managed_gradient_accumulation: false``, where each step() is the boundary.
         """
+        if not self._config.managed_gradient_accumulation:
+            raise RuntimeError(
+                'set_gradient_accumulation_boundary(): with "managed_gradient_accumulation": false each step() updates'
+            )
         self._boundary = is_boundary
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Keep the gradients of backward passes inside on this rank; see ZeroOptimizer.no_sync."""
-        return self.optimizer.no_sync()
+        if self._coalesces:
+            raise RuntimeError("no_sync() inside of coalesce_grad_reduction(), which keeps gradients already")
+        return self._trained("no_sync").no_sync()
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Reduce the gradients of all backward passes inside once, in the ``step()`` after the block.
+
+        That ``step()`` updates the weights, however many passes there were; their gradients are added up, each divided
+        by gradient_accumulation_steps(). Raises: RuntimeError in ``step()`` and ``no_sync()`` inside.
+        """
+        from zcomm.zero.registry import open_parts
+
+        optimizer = self._trained("coalesce_grad_reduction")
+        if self._coalesces:
+            raise RuntimeError("coalesce_grad_reduction() inside of itself")
+        self._coalesces = True
+        try:
+            with optimizer.no_sync():
+                yield
+        finally:
+            self._coalesces = False
+        self._coalesced = True
+        open_parts(optimizer).reducer.agreement.coalesces = True
+
+    def allreduce_gradients(self, bucket_size: int | None = None) -> None:
+        """Do nothing: gradients are reduced while backward runs, and those of ``no_sync()`` by the ``step()``.
+
+        bucket_size: without effect; "zero_optimization.reduce_bucket_size" is it.
+        """
+        self._trained("allreduce_gradients")
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the samples per optimizer step, by the number of micro-steps. Call it between steps, on all ranks.
+
+        Raises: ValueError where it cannot be divided by micro batch and world size; RuntimeError amid an accumulation.
+        """
+        whole = self._batch.micro * self.world_size
+        count, rest = divmod(train_batch_size, whole)
+        if rest or count < 1:
+            raise ValueError(
+                f"set_train_batch_size({train_batch_size}): it must be a multiple of {self._batch.micro} samples per "
+                f"rank x {self.world_size} ranks = {whole}"
+            )
+        self._set_batch(BatchSizes(train_batch_size, self._batch.micro, count), "set_train_batch_size")
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the samples per rank and micro-step, as counted; micro-steps per step stay. Call it between steps.
+
+        A Loader that ``initialize`` made goes on with its own micro batches: the caller cuts others.
+        Raises: ValueError; RuntimeError amid an accumulation.
+        """
+        if micro_batch_size < 1:
+            raise ValueError(f"set_train_micro_batch_size({micro_batch_size}): it must be at least 1")
+        train = micro_batch_size * self._batch.accumulation * self.world_size
+        self._set_batch(BatchSizes(train, micro_batch_size, self._batch.accumulation), "set_train_micro_batch_size")
+        if self.training_dataloader is not None and self.training_dataloader.batch_size != micro_batch_size:
+            logging.getLogger("zcomm").warning(
+                "set_train_micro_batch_size(%d): the engine's training_dataloader goes on with micro batches of %d",
+                micro_batch_size,
+                self.training_dataloader.batch_size,
+            )
+
+    def _set_batch(self, batch: BatchSizes, call: str) -> None:
+        amid = (self.micro_steps - self._counted_from) % self._batch.accumulation if self._boundary is None else 0
+        if self._passes or amid:
+            raise RuntimeError(f"{call}() amid the accumulation of a step: call it right after a step that updates")
+        if self.optimizer is not None:
+            self.optimizer.grad_accum = batch.accumulation
+        self._batch, self._counted_from = batch, self.micro_steps
+        self.tput_timer.batch_size = batch.train
 
     # --- checkpoints ------------------------------------------------------------------------------------------
 
@@ -206,9 +340,11 @@ class Engine(nn.Module):
         client_state: as ZeroOptimizer.save takes it. Given back by load_checkpoint. wait: False writes while training
         goes on, as ZeroOptimizer.save does. The result's ``wait()`` raises if it failed. ``latest`` is written last.
         exclude_frozen_parameters: leave out what needs no gradient; load it with ``load_module_strict=False``.
-        Returns: True, or the task. Raises: as ZeroOptimizer.save.
+        Returns: True, or the task. Raises: as ZeroOptimizer.save; ValueError for an empty save_dir.
         """
         self._check_alive("save_checkpoint")
+        if not save_dir:  # Path("") would be the working directory
+            raise ValueError(f"save_checkpoint(save_dir={save_dir!r}): give a folder")
         lean = exclude_frozen_parameters
         return checkpoints.save(self, Path(save_dir), tag, client_state or {}, save_latest, wait, lean)
 
@@ -255,7 +391,7 @@ class Engine(nn.Module):
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """Return the whole model's state dict on rank 0, None elsewhere. All ranks call it. (Accelerate's name.)"""
         self._check_alive("_zero3_consolidated_16bit_state_dict")
-        whole = self.optimizer.full_state_dict()
+        whole = self._zero.full_state_dict()
         if self.global_rank != 0:
             return None
         if exclude_frozen_parameters:
@@ -264,57 +400,157 @@ class Engine(nn.Module):
                     whole.pop(name, None)
         return whole
 
-    # --- what it is and where it stands -----------------------------------------------------------------------
+    # --- the module -------------------------------------------------------------------------------------------
 
-    def train_batch_size(self) -> int:
-        """Return the samples per optimizer step, all ranks together."""
-        return self._batch.train
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """Return the module's ``state_dict()``, on request without what needs no gradient. In stage 3 collective."""
+        self._check_alive("module_state_dict")
+        kinds = {} if destination is None else {"destination": destination}
+        state: dict[str, Any] = self.module.state_dict(prefix=prefix, keep_vars=keep_vars, **kinds)
+        if exclude_frozen_parameters:
+            for name, param in self.module.named_parameters(remove_duplicate=False):
+                if not param.requires_grad:
+                    state.pop(prefix + name, None)
+        return state
 
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Return the samples per rank and micro-step."""
-        return self._batch.micro
+    def load_module_state_dict(
+        self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Any = None, **others: Any
+    ) -> None:
+        """Load whole tensors into the module, the same on all ranks, which all call it.
 
-    def gradient_accumulation_steps(self) -> int:
-        """Return the micro-steps per optimizer step."""
-        return self._batch.accumulation
-
-    def fp16_enabled(self) -> bool:
-        """Return True if weights and gradients are fp16."""
-        return self.config.fp16.enabled
-
-    def bfloat16_enabled(self) -> bool:
-        """Return True if weights and gradients are bf16."""
-        return self.config.bf16.enabled
-
-    def zero_optimization_stage(self) -> int:
-        """Return the stage, 0 to 3."""
-        return self.config.zero_optimization.stage
-
-    def get_lr(self) -> list[float]:
-        """Return the learning rate of each parameter group."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
-
-    def get_global_grad_norm(self) -> float | None:
-        """Return the L2 norm of the averaged gradients at the last optimizer step, before clipping.
-
-        None before the first step.
+        checkpoint: a state dict, or a dict that has it as "module", as DeepSpeed's. custom_load_fn: called with
+        ``src=`` the state dict and ``dst=`` the module instead. others: DeepSpeed's options of how parameters are
+        gathered for it, without effect. Raises: RuntimeError for names and shapes of another model.
         """
-        return self.optimizer.grad_norm if self.global_steps else None
+        self._check_alive("load_module_state_dict")
+        unknown = set(others) - {"fetch_z3_params", "z3_params_to_fetch", "allowed_missing_keys"}
+        if unknown or others.get("allowed_missing_keys") is not None:
+            raise NotImplementedError(f"load_module_state_dict({', '.join(unknown) or 'allowed_missing_keys'}=)")
+        inside = checkpoint.get("module")
+        state = inside if isinstance(inside, Mapping) else checkpoint
+        if custom_load_fn is not None:
+            custom_load_fn(src=state, dst=self.module)
+        else:
+            self.module.load_state_dict(state, strict=strict)
+
+    def compile(
+        self,
+        backend: Any = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compile the module's blocks by torch.compile, in the forward that comes next. A second call does nothing.
+
+        backend, compile_kwargs: of ``torch.compile``. Blocks are the units of stage 3; a model without any is compiled
+        whole where the stage gathers nothing. schedule, compiled_autograd_enabled: DeepCompile's, not available.
+        Raises: NotImplementedError.
+        """
+        self._check_alive("compile")
+        for name, value in (("schedule", schedule), ("compiled_autograd_enabled", compiled_autograd_enabled)):
+            if value:
+                raise NotImplementedError(
+                    f"compile({name}={value!r}) is not available: blocks are compiled as they are"
+                )
+        if not self._compiled:
+            kwargs = {key: value for key, value in (compile_kwargs or {}).items() if key != "backend"}
+            self._compiled = compile_blocks(self.module, self.zero_optimization_stage() == 3, backend, kwargs)
 
     @property
-    def skipped_steps(self) -> int:
-        """Optimizer steps that left the weights alone because gradients were not finite."""
-        return self.optimizer.skipped_steps
+    def is_compiled(self) -> bool:
+        """True after ``compile()``."""
+        return bool(self._compiled)
 
-    def was_step_applied(self) -> bool:
-        """Return True if the last ``step()`` changed the weights: at a boundary, with finite gradients."""
-        return self._applied
+    # --- memory -----------------------------------------------------------------------------------------------
+
+    def offload_states(
+        self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
+    ) -> None:
+        """Check that the engine's states are on the host: zcomm moves none while training.
+
+        It does nothing on the CPU, and where the configuration offloads them. include, device: DeepSpeed's words.
+        pin_memory, non_blocking: without effect.
+        Raises: ValueError for another word; NotImplementedError where some of them are on a device.
+        """
+        self._check_alive("offload_states")
+        offload_states(self._zero, self.device, include, device)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Do nothing: ``offload_states`` has moved nothing."""
+        self._check_alive("reload_states")
+
+    def empty_partition_cache(self) -> None:
+        """Free what torch's allocator keeps. Weights that stage 3 has gathered are in a ring of fixed size, which
+        stays: its memory is used again by the next unit."""
+        self._check_alive("empty_partition_cache")
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    # --- data -------------------------------------------------------------------------------------------------
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Any = None,
+        num_local_io_workers: int | None = None,
+    ) -> Any:
+        """Return an iterable of this rank's micro batches of ``dataset``: a Loader, or torch's for an own sampler.
+
+        route: "train" shuffles; "eval" and "predict" keep the order. pin_memory: without effect, batches stay on the
+        CPU. num_local_io_workers: of torch's DataLoader; only with data_sampler. Raises: ValueError.
+        """
+        if route not in ("train", "eval", "predict"):
+            raise ValueError(f'deepspeed_io(route={route!r}): expected "train", "eval" or "predict"')
+        size = self._batch.micro if batch_size is None else batch_size
+        drop = self._config.dataloader_drop_last
+        if data_sampler is not None:
+            return torch.utils.data.DataLoader(
+                dataset,
+                batch_size=size,
+                sampler=data_sampler,
+                collate_fn=collate_fn,
+                drop_last=drop,
+                num_workers=num_local_io_workers or 0,
+            )
+        from zcomm.data import Loader
+
+        return Loader(
+            dataset,
+            size,
+            rank=self.global_rank,
+            world_size=self.world_size,
+            shuffle=route == "train",
+            drop_last=drop,
+            collate_fn=collate_fn,
+        )
+
+    def train_batch(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise NotImplementedError: it belongs to pipelines."""
+        raise NotImplementedError(_NO_PIPELINE.format("train_batch"))
+
+    def eval_batch(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise NotImplementedError: it belongs to pipelines."""
+        raise NotImplementedError(_NO_PIPELINE.format("eval_batch"))
+
+    # --- life -------------------------------------------------------------------------------------------------
 
     def destroy(self) -> None:
         """Close the optimizer (its hooks, buffers and swap files). Twice is fine; the job's ranks stay joined."""
         if not self._destroyed:
             self._destroyed = True
-            self.optimizer.close()
+            self._reports.close()
+            self._zero.close()
             if self._offload is not None:
                 self._offload.close()
 
@@ -333,13 +569,29 @@ class Engine(nn.Module):
         if self._destroyed:
             raise RuntimeError(f"{call}() after destroy(): this engine's optimizer is closed")
 
+    def _trained(self, call: str) -> ZeroOptimizer:
+        """Return the optimizer. Raises: RuntimeError where there is none."""
+        if self.optimizer is None:
+            raise RuntimeError(
+                f"{call}(): this engine has no optimizer, because initialize() was given none, and the configuration "
+                'has no section "optimizer", or no parameter required a gradient; its weights are used and saved alone'
+            )
+        return self._zero
+
     def _warn_of_passes(self) -> None:
         """Warn once of a loop for torch, which steps once per accumulation.
 
         With it this engine would update every n x n-th pass.
         """
         count, self._passes = self._passes, 0
-        if self._boundary is None and count == self._batch.accumulation > 1 and not self._warned_of_passes:
+        if not self._config.managed_gradient_accumulation:
+            return
+        if (
+            self._boundary is None
+            and not self._coalesced
+            and count == self._batch.accumulation > 1
+            and not self._warned_of_passes
+        ):
             self._warned_of_passes = True
             logging.getLogger("zcomm").warning(
                 "engine.step() was called after %d backward() calls, where gradient_accumulation_steps is %d too, and "
@@ -355,7 +607,7 @@ class Engine(nn.Module):
 
         Without steps_per_print the breakdown is printed at every step.
         """
-        every = self.config.steps_per_print or (1 if self.config.wall_clock_breakdown else None)
+        every = self._config.steps_per_print or (1 if self._config.wall_clock_breakdown else None)
         if every is None or self.global_steps % every:
             return
         now_s, samples = time.perf_counter(), self.global_samples
@@ -364,15 +616,15 @@ class Engine(nn.Module):
         seconds = self._timers.take()
         if self.global_rank != 0:
             return
-        if self.config.steps_per_print:
+        if self._config.steps_per_print:
             loss = "-" if self._last_loss is None else f"{self._last_loss.item():.4f}"
             rates = ", ".join(f"{rate:.3e}" for rate in self.get_lr())
-            norm = "-" if self.optimizer.grad_norm is None else f"{self.optimizer.grad_norm:.3e}"
+            norm = "-" if self._zero.grad_norm is None else f"{self._zero.grad_norm:.3e}"
             print(
                 f"step {self.global_steps}: loss {loss}, lr [{rates}], grad norm {norm}, "
                 f"{done / elapsed_s:.1f} samples/s, skipped {self.skipped_steps}",
                 flush=True,
             )
-        if self.config.wall_clock_breakdown:
+        if self._config.wall_clock_breakdown:
             phases = ", ".join(f"{name} {seconds.get(name, 0.0):.4g} s" for name in ("forward", "backward", "step"))
             print(f"step {self.global_steps}: {phases} (of {elapsed_s:.4g} s, {every} steps)", flush=True)

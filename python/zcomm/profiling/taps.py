@@ -13,21 +13,28 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
+from zcomm import _core
 from zcomm.profiling.trace import Trace
 
 if TYPE_CHECKING:
     from zcomm.comm.communicator import Communicator
     from zcomm.zero.registry import Owner
 
-_COLLECTIVES = {
+COLLECTIVES = {
     *"all_reduce reduce reduce_scatter all_gather broadcast gather scatter all_to_all barrier".split(),
 }
 _SWAPS = {"read", "write"}
+
+
+class Recorder(Protocol):
+    """Receiver of what a Proxy has timed: a Trace, or a log."""
+
+    def add(self, lane: str, name: str, begin: int, end: int, **args: Any) -> None: ...
 
 
 class Watched:
@@ -61,14 +68,14 @@ class WatchedWork:
 class Proxy:
     """Proxy of a core object; times the calls in ``timed``. ``serial``: its operations run one after the other."""
 
-    def __init__(self, inner: Any, lane: str, timed: set[str], trace: Trace, serial: bool) -> None:
-        self._inner, self._lane, self._timed, self._trace, self._serial = inner, lane, timed, trace, serial
+    def __init__(self, inner: Any, lane: str, timed: set[str], recorder: Recorder, serial: bool) -> None:
+        self.inner, self._lane, self._timed, self.recorder, self._serial = inner, lane, timed, recorder, serial
         self._queue: queue.SimpleQueue[Watched | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._watch, name="zcomm-profile", daemon=True)
         self._thread.start()
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self._inner, name)
+        value = getattr(self.inner, name)
         return self._wrap(name, value) if name in self._timed else value
 
     def all_reduce_tensor(self, *_args: Any) -> Any:
@@ -83,7 +90,7 @@ class Proxy:
             work = call(*args, **kwargs)
             known = _size(operation, args)
             if work is None:
-                self._trace.add(self._lane, name, begin, time.perf_counter_ns(), **known)
+                self.recorder.add(self._lane, name, begin, time.perf_counter_ns(), **known)
                 return None
             watched = Watched(work, self._lane, name, known, begin)
             self._queue.put(watched)
@@ -100,7 +107,7 @@ class Proxy:
                 watched.error = error
             end = time.perf_counter_ns()
             begin = max(watched.begin, last) if self._serial else watched.begin
-            self._trace.add(watched.lane, watched.name, begin, end, **watched.args)
+            self.recorder.add(watched.lane, watched.name, begin, end, **watched.args)
             last = end
             watched.work = None
             watched.ended.set()
@@ -114,8 +121,17 @@ class Proxy:
 def _size(operation: str, args: tuple[Any, ...]) -> dict[str, Any]:
     if operation in _SWAPS:
         return {"nbytes": args[2]} if len(args) > 2 else {}
-    spans = args[0] if args and isinstance(args[0], list) else []
-    return {"elements": sum(span[1] for span in spans)} if spans and isinstance(spans[0], tuple) else {}
+    lists = [given for given in args if isinstance(given, list) and given and isinstance(given[0], tuple)]
+    lists = [spans for spans in lists if len(spans[0]) == 2]  # not a rank's own parts
+    if not lists:
+        return {}
+    dtype = next((given for given in args if isinstance(given, _core.DType)), None)
+    counts = [sum(span[1] for span in spans) for spans in lists]
+    return {"elements": counts[0]} | ({} if dtype is None else {"nbytes": max(counts) * _ITEMSIZES[dtype.name]})
+
+
+_ITEMSIZES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2}
+_ITEMSIZES |= {name: 1 for name in _core.DType.__members__ if name not in _ITEMSIZES}
 
 
 class Taps(ExitStack):
@@ -185,7 +201,7 @@ class Taps(ExitStack):
         self.callback(back)
 
     def _communicator(self, comm: Communicator) -> None:
-        self._proxy(comm, "_core", "communication", _COLLECTIVES, serial=True)
+        self._proxy(comm, "_core", "communication", COLLECTIVES, serial=True)
 
     def _proxy(self, owner: Any, name: str, lane: str, timed: set[str], serial: bool) -> None:
         proxy = Proxy(getattr(owner, name), lane, timed, self.trace, serial)

@@ -131,6 +131,8 @@ def test_engine_checkpoints_in_deepspeeds_terms(tmp_path: Path, caplog: pytest.L
         shutil.rmtree(tmp_path / name)
     with pytest.raises(ValueError, match="plain folder name"):
         two.save_checkpoint(tmp_path, tag="a/b")
+    with pytest.raises(ValueError, match="give a folder"):
+        two.save_checkpoint("")
     for name in ("latest", "..", "", " x ", "a\r", "a\u3000", "a\udcff"):
         with pytest.raises(ValueError, match="plain folder name"):
             two.save_checkpoint(tmp_path, tag=name)

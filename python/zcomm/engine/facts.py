@@ -1,0 +1,115 @@
+"""EngineFacts: what an engine tells of itself: batch sizes, precision, stage, rates, ranks. Changes nothing.
+
+Names and values are DeepSpeed's. Thread rule: as Engine.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zcomm.config import BatchSizes, Config
+
+if TYPE_CHECKING:
+    from zcomm.zero import ZeroOptimizer
+
+
+class EngineFacts:
+    """The read-only part of Engine, which has the attributes."""
+
+    optimizer: Any
+    global_steps: int
+    world_size: int
+    mpu = None  # there is no model parallelism
+    mp_world_size = 1
+    _batch: BatchSizes
+    _config: Config
+    _zero: ZeroOptimizer
+    _applied: bool
+
+    def train_batch_size(self) -> int:
+        """Return the samples per optimizer step, all ranks together."""
+        return self._batch.train
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Return the samples per rank and micro-step."""
+        return self._batch.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        """Return the micro-steps per optimizer step."""
+        return self._batch.accumulation
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Return the samples per step, the samples per rank and micro-step, and the micro-steps per step."""
+        return self._batch.train, self._batch.micro, self._batch.accumulation
+
+    def fp16_enabled(self) -> bool:
+        """Return True if weights and gradients are fp16."""
+        return self._config.fp16.enabled
+
+    def bfloat16_enabled(self) -> bool:
+        """Return True if weights and gradients are bf16."""
+        return self._config.bf16.enabled
+
+    def zero_optimization(self) -> bool:
+        """Return True for stages 1 to 3."""
+        return self._config.zero_optimization.stage > 0
+
+    def zero_optimization_stage(self) -> int:
+        """Return the stage, 0 to 3."""
+        return self._config.zero_optimization.stage
+
+    def gradient_clipping(self) -> float:
+        """Return the largest global norm of the gradient that the configuration allows; 0: there is no clipping."""
+        return self._config.gradient_clipping
+
+    def loss_scale(self) -> float:
+        """Return the configuration's fixed loss scale of fp16; 0: it is dynamic, see ``optimizer.cur_scale``."""
+        return self._config.fp16.loss_scale
+
+    def dynamic_loss_scale(self) -> bool:
+        """Return True if the loss scale of fp16 is not fixed."""
+        return self._config.fp16.loss_scale == 0
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rate of each parameter group; no group where there is no optimizer."""
+        return [float(group["lr"]) for group in self._groups()]
+
+    def get_mom(self) -> list[Any]:
+        """Return the momentum of each parameter group (SGD, RMSprop), or its betas; 0.0 for a group without."""
+        rule = self._zero.rule.name if self.optimizer is not None else ""
+        key = "momentum" if rule in ("sgd", "rmsprop") else "betas"
+        return [group.get(key, 0.0) for group in self._groups()]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [] if self.optimizer is None else self._zero.param_groups
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the L2 norm of the averaged gradients at the last optimizer step, before clipping.
+
+        None before the first step.
+        """
+        return self._zero.grad_norm if self.global_steps else None
+
+    @property
+    def skipped_steps(self) -> int:
+        """Optimizer steps that left the weights alone because gradients were not finite."""
+        return self._zero.skipped_steps
+
+    def was_step_applied(self) -> bool:
+        """Return True if the last ``step()`` changed the weights: at a boundary, with finite gradients."""
+        return self._applied
+
+    @property
+    def dp_world_size(self) -> int:
+        """The ranks among which the data are divided: all of them."""
+        return self.world_size
+
+    @property
+    def data_parallel_group(self) -> torch.distributed.ProcessGroup | None:
+        """torch.distributed's default group, which has all ranks; None where there is none.
+
+        (``torch.distributed`` takes None for the default group.)
+        """
+        return torch.distributed.group.WORLD if torch.distributed.is_initialized() else None

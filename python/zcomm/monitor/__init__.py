@@ -1,0 +1,12 @@
+"""Monitors: what an engine reports, written by rank 0 to TensorBoard, Weights & Biases, CSV files or Comet.
+
+Event: (name, value, samples so far). Packages are imported when a writer is made; one that is missing is an error then.
+Thread rule: the engine's thread.
+"""
+
+from __future__ import annotations
+
+from zcomm.monitor.master import Monitors
+from zcomm.monitor.writers import CometWriter, CsvWriter, Event, TensorBoardWriter, WandbWriter, Writer
+
+__all__ = ["CometWriter", "CsvWriter", "Event", "Monitors", "TensorBoardWriter", "WandbWriter", "Writer"]

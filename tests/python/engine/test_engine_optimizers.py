@@ -1,0 +1,133 @@
+"""Optimizers by name in the configuration: torch's elementwise classes train as torch does, others are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import zcomm
+
+Run = Callable[..., list[Any]]
+KINDS: dict[str, dict[str, Any]] = {
+    "RMSprop": {"lr": 0.01, "alpha": 0.9, "momentum": 0.5, "centered": True, "weight_decay": 0.1},
+    "Adadelta": {"lr": 1.0, "rho": 0.8},
+    "Adamax": {"lr": 0.01, "betas": (0.8, 0.9)},
+    "NAdam": {"lr": 0.01, "momentum_decay": 0.1, "weight_decay": 0.1, "decoupled_weight_decay": True},
+    "RAdam": {"lr": 0.05, "betas": (0.8, 0.9)},
+    "ASGD": {"lr": 0.05, "lambd": 0.01, "alpha": 0.6, "t0": 2.0},
+    "Rprop": {"lr": 0.01, "etas": (0.4, 1.3), "step_sizes": (1e-5, 1.0)},
+}
+PLACES = [(0, None), (1, "cpu"), (2, "nvme"), (3, None)]
+STEPS = 4
+
+
+@pytest.fixture
+def job() -> Iterator[None]:
+    """Leaves the world of one that initialize() joins."""
+    yield
+    zcomm.shutdown()
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 17), nn.Tanh(), nn.Linear(17, 3))
+
+
+def loss_of(model: Any, number: int, rank: int) -> torch.Tensor:
+    x = torch.randn(2, 9, generator=torch.Generator().manual_seed(100 * number + rank))
+    return F.mse_loss(model(x[:, :6]), x[:, 6:])
+
+
+def config(kind: str, stage: int, device: str | None, folder: str, **params: Any) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": stage}
+    if device is not None:
+        zero["offload_optimizer"] = {"device": device} | ({"nvme_path": folder} if device == "nvme" else {})
+    params = {key: list(value) if isinstance(value, tuple) else value for key, value in params.items()}
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": kind, "params": params},
+        "zero_optimization": zero,
+    }
+
+
+def trained(folder: str, in_groups: bool) -> dict[str, list[torch.Tensor]]:
+    rank, ends = zcomm.init().rank, {}
+    for kind, params in KINDS.items():
+        ends[kind] = []
+        for stage, device in PLACES:
+            net = network()
+            groups = None if not in_groups else [{"params": [p]} for p in net.parameters()]
+            settings = config(kind, stage, device, folder, **params)
+            engine = zcomm.initialize(model=net, model_parameters=groups, config=settings)[0]
+            assert engine.optimizer.rule.name == kind.lower()
+            for step in range(STEPS):
+                engine.backward(loss_of(engine, step, rank))
+                engine.step()
+            ends[kind].append(torch.cat([value.flatten() for value in engine.module_state_dict().values()]))
+            engine.destroy()
+    return ends
+
+
+def by_torch(kind: str, ranks: int) -> torch.Tensor:
+    net = network()
+    optimizer = getattr(torch.optim, kind)(net.parameters(), **KINDS[kind])
+    for step in range(STEPS):
+        (sum(loss_of(net, step, rank) for rank in range(ranks)) / ranks).backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([param.detach().flatten() for param in net.parameters()])
+
+
+@pytest.mark.parametrize(("world_size", "in_groups"), [(1, True), (2, False)])
+def test_torch_classes_by_name_train_as_torch(run_ranks: Run, tmp_path: Path, world_size: int, in_groups: bool) -> None:
+    for ends in run_ranks(trained, world_size, str(tmp_path), in_groups):
+        for kind, weights in ends.items():
+            for each in weights:
+                torch.testing.assert_close(each, by_torch(kind, world_size), rtol=1e-5, atol=1e-6)
+
+
+REFUSED = {
+    "FusedLamb": r"zcomm.optim.Lamb \(type Lamb\)",
+    "Muon": "norms or products of whole parameters",
+    "Adafactor": "factors the second moment",
+    "LBFGS": "searches along lines",
+    "SparseAdam": "sparse gradients",
+    "OneBitAdam": "compresses gradients",
+    "onebitlamb": "compresses gradients",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_not_elementwise_is_refused_with_the_reason(kind: str) -> None:
+    with pytest.raises(NotImplementedError, match=f'"optimizer.type": "{kind}" is refused: .*{REFUSED[kind]}'):
+        zcomm.initialize(model=network(), config=config(kind, 0, None, ""))
+
+
+def test_a_param_of_another_type_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r'"optimizer.params.alpha": Adamax has no such param; it has lr'):
+        zcomm.initialize(model=network(), config=config("Adamax", 0, None, "", alpha=0.9))
+
+
+class AdamW8bit(torch.optim.AdamW):
+    """A class by the name and package of bitsandbytes'."""
+
+
+AdamW8bit.__module__ = "bitsandbytes.optim.adamw"
+
+
+def test_instances_that_are_not_elementwise_are_refused_with_the_reason(job: None) -> None:
+    net = network()
+    for optimizer, why in (
+        (torch.optim.Adafactor(net.parameters()), "factors the second moment"),
+        (torch.optim.LBFGS(net.parameters()), "searches along lines"),
+        (AdamW8bit(net.parameters()), "quantised in blocks of its own kernels"),
+    ):
+        with pytest.raises(ValueError, match=f"{type(optimizer).__name__}' is not available: .*{why}"):
+            zcomm.initialize(model=net, optimizer=optimizer, config={"train_batch_size": 2})
