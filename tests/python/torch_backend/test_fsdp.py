@@ -1,0 +1,79 @@
+"""FSDP2 on a group of Gloo gathers and reduces by zcomm: the weights are those of FSDP2 on Gloo alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zcomm
+from zcomm.torch_backend import fsdp
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(20, 16), nn.ReLU(), nn.Linear(16, 7), nn.Linear(7, 1))
+
+
+def trained(dtype: torch.dtype, by_zcomm: bool, divide: float | None) -> tuple[list[torch.Tensor], int]:
+    """Return the whole weights after three steps, and the operations that the communicator has done."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = network()
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mp_policy=policy)
+    if divide is not None:
+        model.set_gradient_divide_factor(divide)  # type: ignore[operator]
+        model.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+    counted: list[str] = []
+    if by_zcomm:
+        fsdp.use(model)
+        comm = zcomm.init()
+        for kind in (fsdp.AllGather, fsdp.ReduceScatter):
+            wrap(kind, counted)
+        assert comm.world_size == dist.get_world_size()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(3):
+        x = torch.randn(4, 20, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.full_tensor().detach() for param in model.parameters()], len(counted)  # type: ignore[attr-defined]
+
+
+def wrap(kind: Any, counted: list[str]) -> None:
+    call = kind.__call__
+
+    def counts(self: Any, *args: Any, **kwargs: Any) -> None:
+        counted.append(kind.__name__)
+        call(self, *args, **kwargs)
+
+    kind.__call__ = counts
+
+
+def compare() -> None:
+    method = os.environ["ZCOMM_INIT_METHOD"] + "-gloo"
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=size)
+    with pytest.raises(ValueError, match=r"call fully_shard\(model\) first"):
+        fsdp.use(network())
+    for dtype, divide in ((torch.float32, None), (torch.bfloat16, None), (torch.float32, 4.0)):
+        want, _ = trained(dtype, False, divide)
+        got, calls = trained(dtype, True, divide)
+        assert calls >= 3 * 2 * 3
+        for one, other in zip(want, got, strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
+    half = zcomm.init().split(rank)
+    with pytest.raises(ValueError, match="as rank 0 of 1; give the communicator of the same ranks"):
+        fsdp.AllGather(half)(torch.empty(2 * size), torch.empty(2), dist.group.WORLD)
+    dist.destroy_process_group()
+
+
+def test_gathers_and_reduces_by_zcomm(run_ranks: Callable[..., list[Any]]) -> None:
+    run_ranks(compare, 2)
