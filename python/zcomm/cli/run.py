@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from zcomm.cli.parser import Commands
+from zcomm.compat.deepspeed import alias
 from zcomm.launch import Job, launch
 from zcomm.launch.errors import UserError
 
@@ -64,6 +66,12 @@ def add_parser(commands: Commands) -> None:
         help="show the output of this rank alone; failures are shown",
     )
     parser.add_argument("--tee", type=Path, metavar="DIR", help="also write DIR/rank0.out, DIR/rank0.err, ...")
+    parser.add_argument(
+        "--deepspeed",
+        choices=("zcomm", "installed"),
+        help="what `import deepspeed` finds in the ranks: zcomm, which is the default where no deepspeed is installed, "
+        "or the installed one",
+    )
     for word in ("--nproc-per-node", "--nproc_per_node"):
         parser.add_argument(word, action=_Elsewhere, hint="did you mean -n {}?")
     for word in ("--nnodes", "--node-rank", "--node_rank", "--hostfile", "--hosts"):
@@ -93,12 +101,25 @@ def command(args: argparse.Namespace) -> int:
     job = Job(
         argv=argv + args.args,
         world_size=args.np,
-        environment=dict(args.env),
+        environment=_environment(args.deepspeed, dict(args.env)),
         prefix=not args.no_prefix,
         tee=args.tee,
         only_rank=args.only_rank,
     )
     return launch(job)
+
+
+def _environment(deepspeed: str | None, given: dict[str, str]) -> dict[str, str]:
+    """Return ``given``, with the PYTHONPATH by which ``import deepspeed`` finds zcomm where it is to find it.
+
+    Raises: UserError for "installed" where there is none.
+    """
+    there = alias.installed()
+    if deepspeed == "installed" and there is None:
+        raise UserError("--deepspeed installed: no deepspeed is installed here; leave it out to have zcomm's")
+    if deepspeed == "installed" or (deepspeed is None and there is not None):
+        return given
+    return given | {"PYTHONPATH": alias.with_folder(given.get("PYTHONPATH", os.environ.get("PYTHONPATH", "")))}
 
 
 def positive(text: str) -> int:

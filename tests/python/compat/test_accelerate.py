@@ -13,20 +13,20 @@ from typing import Any
 import pytest
 import torch
 
+import accelerate_dummies
 import accelerate_steps
+from zcomm.schedulers import WarmupDecayLR
 
 SCRIPT = Path(accelerate_steps.__file__)
 
 
-def run(folder: Path, precision: str, offload: str) -> tuple[dict[str, Any], str]:
+def run(folder: Path, *options: str, script: Path = SCRIPT) -> tuple[dict[str, Any], str]:
     """Return the findings of the script's one rank, and its stderr. (Without GPUs Accelerate runs one process.)"""
     if importlib.util.find_spec("accelerate") is None:
         pytest.skip("accelerate is not installed")
-    launcher = [sys.executable, "-m", "zcomm.cli.main", "run", "-n", "1", "--no-prefix", str(SCRIPT)]
+    launcher = [sys.executable, "-m", "zcomm.cli.main", "run", "-n", "1", "--no-prefix", str(script)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(
-        [*launcher, str(folder), precision, offload], capture_output=True, text=True, timeout=110, env=env
-    )
+    done = subprocess.run([*launcher, str(folder), *options], capture_output=True, text=True, timeout=110, env=env)
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
     return json.loads(line.partition(" ")[2]), done.stderr
@@ -63,3 +63,30 @@ def test_the_schedule_waits_in_a_skipped_step(tmp_path: Path) -> None:
     result, _ = run(tmp_path, "fp16", "none")
     assert result["skipped"] == [step == accelerate_steps.OVERFLOW for step in range(accelerate_steps.STEPS)]
     assert result["rates"] == [0.05, 0.025, 0.025, 0.0125, 0.00625, 0.003125]
+
+
+@pytest.mark.parametrize("how", ["section", "callable", "groups"])
+def test_dummies_stand_for_the_configuration(tmp_path: Path, how: str) -> None:
+    """DummyOptim reaches initialize() as its parameters, DummyScheduler as nothing or as its callable."""
+    result, _ = run(tmp_path, how, script=Path(accelerate_dummies.__file__))
+    model = accelerate_steps.network()
+    params = list(model.parameters())
+    groups = [{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.0}] if how == "groups" else params
+    rate, decay, rates = accelerate_dummies.RATE, accelerate_dummies.DECAY, []
+    optimizer = torch.optim.AdamW(groups, lr=rate, weight_decay=decay)
+    schedule: Any = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    if how == "section":
+        schedule = WarmupDecayLR(optimizer, 10, 0.0, rate, 3, "linear")
+    x = torch.randn(200, 8, generator=torch.Generator().manual_seed(1))
+    for batch in x.split(4)[: accelerate_dummies.STEPS]:
+        model(batch).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert result["rates"] == pytest.approx(rates) and len(set(rates)) > 3
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(
+            torch.tensor(result["weights"][name]), param.detach().flatten(), rtol=1e-4, atol=1e-5
+        )

@@ -8,6 +8,7 @@ import importlib
 import io
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -59,7 +60,7 @@ def results(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
 
 def by_ddp(epochs: int) -> list[float]:
     """Return the script's losses on this rank, by torch alone."""
-    from zcomm.compat.deepspeed.__main__ import install
+    from zcomm.compat.deepspeed import install
 
     install()
     script = importlib.import_module("deepspeed_script")
@@ -112,7 +113,7 @@ def test_16_bit_options_train(run_alone: Run, dtype: str) -> None:
 def test_experts_are_refused(run_alone: Run, option: str, name: str) -> None:
     done = run_alone(option)
     assert done.returncode != 0
-    assert f"deepspeed.moe: {name}" in done.stderr and "no mixture of experts" in done.stderr
+    assert re.search(rf"deepspeed\.moe\.\w+: {name}", done.stderr) and "no mixture of experts" in done.stderr
 
 
 def test_names() -> None:
@@ -123,8 +124,8 @@ def test_names() -> None:
     name = deepspeed.get_accelerator().current_device_name()
     assert str(torch.zeros(1).to(name).device) == name
     assert deepspeed.lr_schedules.WarmupLR is zcomm.schedulers.WarmupLR
-    with pytest.raises(AttributeError, match=r"has no 'PipelineModule'; it serves: .*initialize"):
-        _ = deepspeed.PipelineModule
+    with pytest.raises(AttributeError, match=r"has no 'no_such'; docs/compat.md lists"):
+        _ = deepspeed.no_such
     with pytest.raises(AttributeError, match="has no 'no_such'"):
         _ = deepspeed.comm.no_such
 

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import torch
 
-from zcomm.compat.deepspeed.__main__ import install
+from zcomm.compat.deepspeed import install
 
 
 def be_deepspeed(folder: Path) -> None:
     """folder: takes the metadata of a distribution of that name."""
     install()
+    importlib.import_module("deepspeed")
     info = folder / f"rank{os.environ['RANK']}" / "deepspeed-0.19.8.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.19.8\n")
@@ -33,7 +34,9 @@ def _module(name: str, **names: object) -> None:
     path = "deepspeed"
     for part in name.split("."):
         above, path = sys.modules[path], f"{path}.{part}"
-        if path not in sys.modules:
+        try:
+            importlib.import_module(path)
+        except ModuleNotFoundError:
             sys.modules[path] = types.ModuleType(path)
-            setattr(above, part, sys.modules[path])
+        setattr(above, part, sys.modules[path])
     vars(importlib.import_module(path)).update(names)

@@ -1,24 +1,27 @@
-"""``import zcomm.compat.deepspeed as deepspeed``: the names that a DeepSpeed training script uses.
+"""``import zcomm.compat.deepspeed as deepspeed``: the names that programs for DeepSpeed use.
 
-Only names that zcomm serves are here; another one raises AttributeError. Importing loads nothing heavy: the engine,
-``zero``, ``comm``, ``checkpointing``, ``moe`` (which refuses), ``ops``, ``utils`` and ``accelerator`` are loaded when
-they are first used. A script that is not to be touched at all runs by ``python -m zcomm.compat.deepspeed script.py``.
+A name is here, or refuses to be used (refused.py), or raises AttributeError; docs/compat.md lists all of them.
+Importing loads nothing heavy: modules are loaded when they are first used. ``import deepspeed`` of a program that is
+not to be touched finds this by alias.py: ``python -m zcomm.compat.deepspeed script.py``.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
+from zcomm.compat.deepspeed import refused
+from zcomm.compat.deepspeed.lazy import names_of
+
 if TYPE_CHECKING:
-    from zcomm import schedulers as lr_schedules
-    from zcomm import zero
+    from zcomm.bootstrap.deadlines import Deadlines
     from zcomm.comm.communicator import Communicator
-    from zcomm.compat.deepspeed import accelerator, checkpointing, comm, moe, ops, utils
+    from zcomm.compat.deepspeed import accelerator, checkpointing, comm, lr_schedules, ops, runtime, utils, zero
+    from zcomm.compat.deepspeed.alias import install
     from zcomm.engine import Engine as DeepSpeedEngine
+    from zcomm.zero import ZeroOptimizer
 
 __all__ = [
     "DeepSpeedEngine",
@@ -29,13 +32,16 @@ __all__ = [
     "get_accelerator",
     "init_distributed",
     "initialize",
+    "install",
     "lr_schedules",
-    "moe",
     "ops",
+    "runtime",
     "utils",
     "zero",
 ]
 __version__ = "0.19.8"  # the version of DeepSpeed that these names and numbers are of
+__version_major__, __version_minor__, __version_patch__ = 0, 19, 8
+refused.install()
 
 # Backends that zcomm's own transports replace; others are passed on by name, and refused where they are not built.
 # ZeRO's collectives are in host memory, of a model on a GPU, too: scripts that name "nccl" mean the usual one.
@@ -47,7 +53,7 @@ def init_distributed(
     auto_mpi_discovery: bool = True,
     distributed_port: int = 29500,
     verbose: bool = True,
-    timeout: datetime.timedelta | float = 60.0,
+    timeout: datetime.timedelta | float | None = None,
     init_method: str | None = None,
     dist_init_required: bool | None = None,
     config: Any = None,
@@ -59,26 +65,35 @@ def init_distributed(
     dist_backend: None, "zcomm" (``get_accelerator().communication_backend_name()``), "gloo", "ccl" or "nccl" take
     zcomm's own choice for this machine. For collectives on CUDA tensors of the program's own:
     ``zcomm.init("cuda_ipc")`` or "nccl" beside it. Another name asks for that backend.
-    distributed_port: used where MASTER_ADDR is set and MASTER_PORT is not. timeout: a timedelta, or seconds.
+    distributed_port: used where MASTER_ADDR is set and MASTER_PORT is not. timeout: a timedelta, or seconds;
+    None: as zcomm.init has it (DEEPSPEED_TIMEOUT minutes, else 10 minutes, and 30 for ranks that show life).
     rank, world_size: -1 = from the environment. dist_init_required False: zcomm or torch.distributed must have joined.
     auto_mpi_discovery, verbose, config have no effect: MPI's variables are always read, and nothing is printed.
     Raises: ValueError, NotImplementedError (backend not built), TimeoutError, ConnectionError.
     """
+    from zcomm.bootstrap.deadlines import Deadlines
     from zcomm.comm import job as _job
     from zcomm.engine.build import check_join
 
     check_join(distributed_port, dist_init_required)
-    seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else float(timeout)
+    seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
+    deadlines = Deadlines.of(seconds)
     backend = _OWN_TRANSPORT.get(dist_backend) or str(dist_backend)
     given = (rank if rank >= 0 else None, world_size if world_size > 0 else None)
     comm = _job.init(backend, seconds, rank=given[0], world_size=given[1], init_method=init_method)
-    _serve_torch_distributed(*given, init_method, seconds)
+    _serve_torch_distributed(comm, *given, init_method, deadlines)
     return comm
 
 
-def _serve_torch_distributed(rank: int | None, world_size: int | None, init_method: str | None, seconds: float) -> None:
-    """Make torch.distributed's default group, which scripts use after init_distributed, unless they have made one."""
+def _serve_torch_distributed(
+    comm: Communicator, rank: int | None, world_size: int | None, init_method: str | None, deadlines: Deadlines
+) -> None:
+    """Make torch.distributed's default group, which scripts use after init_distributed, unless they have made one.
+
+    Ranks that only the arguments of an earlier ``zcomm.init`` tell have none: its group would be another one.
+    """
     import dataclasses
+    import logging
     import time
 
     import torch.distributed as dist
@@ -89,10 +104,19 @@ def _serve_torch_distributed(rank: int | None, world_size: int | None, init_meth
     from zcomm.bootstrap import rendezvous
 
     job = rendezvous.find_job(rank, world_size, init_method)
+    if (job.rank, job.world_size) != (comm.rank, comm.world_size):
+        logging.getLogger("zcomm").warning(
+            "deepspeed: torch.distributed gets no default group, since zcomm.init() was given this rank (%d of %d) by "
+            "arguments; give them to deepspeed.init_distributed() instead",
+            comm.rank,
+            comm.world_size,
+        )
+        return
     store: dist.Store = dist.HashStore()
     if job.world_size > 1:
         if (job.init_method or "").startswith("file://"):  # a file belongs to one meeting
             job = dataclasses.replace(job, init_method=f"{job.init_method}-torch")
+        seconds = deadlines.timeout_s
         opened = rendezvous.open_store(job, time.monotonic() + seconds, seconds)
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"zcomm-torch/{restart}", opened)
@@ -101,21 +125,36 @@ def _serve_torch_distributed(rank: int | None, world_size: int | None, init_meth
         store=store,
         rank=job.rank,
         world_size=job.world_size,
-        timeout=datetime.timedelta(seconds=seconds),
+        timeout=datetime.timedelta(seconds=deadlines.limit_s),
     )
 
 
-def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, zero.ZeroOptimizer, Any, Any]:
-    """Call ``zcomm.initialize`` with these arguments.
+def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, ZeroOptimizer | None, Any, Any]:
+    """Call ``init_distributed``, unless torch.distributed has a default group, and ``zcomm.initialize``.
 
+    dist_init_required False: the job must have been joined, and torch.distributed is left as it is.
     As DeepSpeed's it takes the model to the accelerator's device (the rank's own among CUDA devices); ``device=``
     chooses another one.
 
     Raises: as ``zcomm.initialize`` and ``get_accelerator``.
     """
+    import inspect
+
+    import torch
+
     from zcomm.compat.deepspeed.accelerator import training_device
+    from zcomm.compat.deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
+    from zcomm.compat.deepspeed.runtime.zero import (
+        parameter_offload,
+        partition_parameters,  # noqa: F401  (gives parameters ds_id, ...)
+    )
     from zcomm.engine import build
 
+    given = inspect.signature(build.initialize).bind(*args, **kwargs).arguments
+    if given.get("dist_init_required") is not False and not torch.distributed.is_initialized():
+        port = given.get("distributed_port")
+        init_distributed(distributed_port=TORCH_DISTRIBUTED_DEFAULT_PORT if port is None else port)
+    parameter_offload.install()
     if kwargs.get("device") is None:
         kwargs["device"] = training_device()
     return build.initialize(*args, **kwargs)
@@ -129,16 +168,23 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
-def __getattr__(name: str) -> Any:
-    if name == "DeepSpeedEngine":
-        return importlib.import_module("zcomm.engine").Engine
-    if name == "get_accelerator":
-        return importlib.import_module("zcomm.compat.deepspeed.accelerator").get_accelerator
-    if name == "ops":  # with what is in it, as there
-        importlib.import_module("zcomm.compat.deepspeed.ops.adagrad")
-        importlib.import_module("zcomm.compat.deepspeed.ops.lion")
-    if name in ("accelerator", "checkpointing", "comm", "moe", "ops", "utils"):
-        return importlib.import_module(f"zcomm.compat.deepspeed.{name}")
-    if name in ("zero", "lr_schedules"):
-        return importlib.import_module("zcomm.zero" if name == "zero" else "zcomm.schedulers")
-    raise AttributeError(f"zcomm.compat.deepspeed has no {name!r}; it serves: {', '.join(__all__)}")
+__getattr__ = names_of(
+    __name__,
+    {
+        "zcomm.engine": "DeepSpeedEngine=Engine",
+        "zcomm.compat.deepspeed": "dist=comm",
+        ".accelerator": "get_accelerator",
+        ".alias": "install",
+        ".runtime.base_optimizer": "DeepSpeedOptimizer",
+        ".runtime.compiler": "is_compile_supported",
+        ".runtime.config": "DeepSpeedConfig DeepSpeedConfigError",
+        ".runtime.dataloader": "DeepSpeedDataLoader",
+        ".runtime.engine": "ADAM_OPTIMIZER DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable LAMB_OPTIMIZER "
+        "MUON_OPTIMIZER",
+        ".constants": "TORCH_DISTRIBUTED_DEFAULT_PORT",
+        ".runtime.lr_schedules": "add_tuning_arguments",
+        ".utils.init_on_device": "OnDevice",
+        ".utils.logging": "log_dist logger",
+        ".git_version_info": "git_branch git_hash version __git_branch__=git_branch __git_hash__=git_hash",
+    },
+)

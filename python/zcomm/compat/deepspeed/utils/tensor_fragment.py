@@ -1,18 +1,19 @@
-"""``deepspeed.utils``: whole tensors by parameter, under DeepSpeed's names (zcomm.zero's functions), and its logger.
+"""``deepspeed.utils.tensor_fragment``: whole tensors by parameter, under DeepSpeed's names (zcomm.zero's functions).
 
 A frozen parameter has a value alone: the other getters give None for it, so that a loop may visit all parameters.
 
-All are collective, as there. ``safe_get_local_*`` is not here: shards are cut from flat buckets, so that a rank's part
+All are collective, as there. ``safe_get_local_*`` is refused: shards are cut from flat buckets, so that a rank's part
 of a parameter is another than DeepSpeed's.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import torch
 
+from zcomm.compat.deepspeed import refused
 from zcomm.zero import full_grad, full_optim_state, set_full_optim_state
 from zcomm.zero import full_param as safe_get_full_fp32_param
 from zcomm.zero import set_full_grad as safe_set_full_grad
@@ -20,17 +21,20 @@ from zcomm.zero import set_full_param as safe_set_full_fp32_param
 from zcomm.zero.registry import owner_of
 
 __all__ = [
-    "log_dist",
-    "logger",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
     "safe_set_full_fp32_param",
     "safe_set_full_grad",
     "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
 ]
-
-logger = logging.getLogger("zcomm")
 
 
 def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
@@ -64,10 +68,29 @@ def _is_frozen(param: torch.Tensor) -> bool:
     return owner is not None and (owner[2] is None or owner[1].geometry.is_frozen(owner[2]))
 
 
-def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log on ``ranks`` (None, or -1 among them: on all)."""
-    from zcomm.comm import job
+def safe_update_full_grad_vectorized(
+    param_list: Sequence[torch.Tensor], update_func: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> None:
+    """Replace the gradient of each parameter by ``update_func(gradient, parameter)``. Frozen parameters are left out.
 
-    rank = job.current().rank if job.is_initialized() else 0
-    if ranks is None or -1 in ranks or rank in ranks:
-        logger.log(level, "[Rank %d] %s", rank, message)
+    ``update_func`` sees the whole gradient in fp32, and is called once per parameter on every rank.
+    """
+    for param in param_list:
+        gradient = safe_get_full_grad(param) if param.requires_grad else None
+        if gradient is not None:
+            safe_set_full_grad(param, update_func(gradient, param))
+
+
+_PART = "a rank's part is cut from flat buckets, and may be none of a parameter; use {full}()"
+
+
+def _local(name: str) -> Callable[..., NoReturn]:
+    return refused.function(name, _PART.format(full=name.replace("_local_", "_full_")))
+
+
+safe_get_local_fp32_param = _local("safe_get_local_fp32_param")
+safe_get_local_grad = _local("safe_get_local_grad")
+safe_get_local_optimizer_state = _local("safe_get_local_optimizer_state")
+safe_set_local_fp32_param = _local("safe_set_local_fp32_param")
+safe_set_local_grad = _local("safe_set_local_grad")
+safe_set_local_optimizer_state = _local("safe_set_local_optimizer_state")

@@ -1,0 +1,1 @@
+"""``deepspeed.monitor``: the monitors of an engine, for events of the program's own."""

@@ -1,0 +1,3 @@
+"""``deepspeed.runtime.activation_checkpointing``: the module ``checkpointing``."""
+
+from __future__ import annotations

@@ -1,0 +1,16 @@
+"""``deepspeed.runtime.fp16.fused_optimizer``: the class of optimizers of fp16 in stage 0, for isinstance()."""
+
+from __future__ import annotations
+
+import torch
+
+from zcomm.compat.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
+from zcomm.zero import ZeroOptimizer
+
+
+class FP16_Optimizer(DeepSpeedOptimizer):
+    """A ZeroOptimizer of stage 0 in fp16."""
+
+    @staticmethod
+    def zcomm_holds(optimizer: ZeroOptimizer) -> bool:
+        return optimizer.stage == 0 and optimizer.precision.dtype == torch.float16

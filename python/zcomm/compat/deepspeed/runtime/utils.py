@@ -1,0 +1,203 @@
+"""``deepspeed.runtime.utils``: small helpers that training scripts import."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+from typing import Any, TypeVar
+
+import torch
+
+from zcomm.compat.deepspeed.accelerator import get_accelerator
+from zcomm.compat.deepspeed.accelerator.cpu_accelerator import CpuAccelerator
+from zcomm.compat.deepspeed.utils.logging import log_dist
+
+T = TypeVar("T")
+
+
+class DummyOptim:
+    """Stand-in for an optimizer of frozen parameters."""
+
+    def __init__(self, params: Any) -> None:
+        self.param_groups = [{"params": params}]
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Log memory of the device and of the host, on rank 0. force: False logs nothing."""
+    if not force:
+        return
+    gib = 2**30
+    accelerator = get_accelerator()
+    host = CpuAccelerator()
+    total, available = host.total_memory(), host.available_memory()
+    log_dist(message, [0])
+    log_dist(
+        f"MA {accelerator.memory_allocated() / gib:.2f} GB  Max_MA {accelerator.max_memory_allocated() / gib:.2f} GB  "
+        f"CA {accelerator.memory_reserved() / gib:.2f} GB  Max_CA {accelerator.max_memory_reserved() / gib:.2f} GB",
+        [0],
+    )
+    used = total - available
+    log_dist(f"CPU Virtual Memory: used = {used / gib:.2f} GB, percent = {100 * used / total:.1f}%", [0])
+    accelerator.reset_peak_memory_stats()
+
+
+def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
+    """Log the device's memory on rank ``print_rank`` (-1: on all)."""
+    accelerator = get_accelerator()
+    if reset_max:
+        accelerator.reset_peak_memory_stats()
+    gib = 2**30
+    log_dist(
+        f"{msg}: allocated {accelerator.memory_allocated() / gib:.4f} GB, "
+        f"max {accelerator.max_memory_allocated() / gib:.4f} GB",
+        [print_rank],
+        logging.INFO,
+    )
+
+
+def empty_cache() -> None:
+    """Give the device's unused memory back."""
+    get_accelerator().empty_cache()
+
+
+def noop_decorator(func: T) -> T:
+    """Return ``func``."""
+    return func
+
+
+class noop_context:
+    """A context that does nothing."""
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(self, *error: object) -> None:
+        """Do nothing."""
+
+
+def ensure_directory_exists(filename: str) -> None:
+    """Make the folder of the file ``filename``."""
+    os.makedirs(os.path.dirname(filename) or ".", exist_ok=True)
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed Python's, numpy's (where it is installed) and torch's generators."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    try:
+        import numpy
+    except ImportError:
+        return
+    numpy.random.seed(seed)
+
+
+def copy_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[torch.Tensor], bool]) -> Any:
+    """Return ``item`` with copies on ``device`` of its tensors that ``criterion_func`` is true of."""
+    return _each_tensor(item, lambda each: each.to(device) if criterion_func(each) else each)
+
+
+def move_to_device(
+    item: Any, device: torch.device | str, criterion_func: Callable[[torch.Tensor], bool] | None = None
+) -> Any:
+    """Move tensors in ``item``, in lists, tuples and dicts, to ``device``.
+
+    Those that ``criterion_func`` is true of are moved in place, as in DeepSpeed: their ``data`` is. None: copies.
+    """
+
+    def move(each: torch.Tensor) -> torch.Tensor:
+        if criterion_func is None:
+            return each.to(device)
+        if criterion_func(each):
+            each.data = each.data.to(device)
+        return each
+
+    return _each_tensor(item, move)
+
+
+def _each_tensor(item: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(item, torch.Tensor):
+        return change(item)
+    if isinstance(item, list):
+        return [_each_tensor(each, change) for each in item]
+    if isinstance(item, tuple):
+        return tuple(_each_tensor(each, change) for each in item)
+    if isinstance(item, dict):
+        return {key: _each_tensor(each, change) for key, each in item.items()}
+    return item
+
+
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2, mpu: Any = None
+) -> torch.Tensor:
+    """Clip gradients as torch's function does. Raises: NotImplementedError for mpu."""
+    if mpu is not None:
+        raise NotImplementedError("clip_grad_norm_(mpu=) is not available: ranks form one data-parallel group")
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+
+def get_global_norm(norm_list: Iterable[float]) -> float:
+    """Return the L2 norm of norms."""
+    return float(sum(norm**2.0 for norm in norm_list) ** 0.5)
+
+
+def get_only_unique_item(items: Iterable[T]) -> T:
+    """Return the one value that all items have. Raises: RuntimeError."""
+    found = set(items)
+    if len(found) != 1:
+        raise RuntimeError(f"expected there to be only one unique element in {found}")
+    return found.pop()
+
+
+def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
+    """Return a call as text: "base(1, name='x')"."""
+    shown = [*(repr(arg) for arg in args), *(f"{key}={value!r}" for key, value in kwargs.items())]
+    return f"{base}({', '.join(shown)})"
+
+
+def get_tensor_bytes(item: Any) -> int:
+    """Return the bytes of a tensor, or of the tensors of a list, tuple or dict."""
+    if isinstance(item, torch.Tensor):
+        return item.numel() * item.element_size()
+    if isinstance(item, dict):
+        return sum(map(get_tensor_bytes, item.values()))
+    return sum(map(get_tensor_bytes, item)) if isinstance(item, (list, tuple)) else 0
+
+
+def prefix_sum_inc(weights: Sequence[float]) -> list[float]:
+    """Return the sums of the first one, two, ... weights."""
+    return list(accumulate(weights))
+
+
+def partition_uniform(num_items: int, num_parts: int) -> list[int]:
+    """Return the bounds of ``num_parts`` parts of ``num_items``, the larger ones first."""
+    if num_items <= num_parts:
+        return [min(part, num_items) for part in range(num_parts + 1)]
+    size, larger = divmod(num_items, num_parts)
+    return [part * size + min(part, larger) for part in range(num_parts + 1)]
+
+
+def filter_empty_parameters(params: Iterable[Any]) -> list[Any]:
+    """Return parameters, or groups of them, without those of no elements."""
+    found: list[Any] = []
+    for each in params:
+        if isinstance(each, dict):
+            found.append({**each, "params": [param for param in each["params"] if param.numel() > 0]})
+        elif each.numel() > 0:
+            found.append(each)
+    return found
+
+
+def required_torch_version(min_version: Any = None, max_version: Any = None) -> bool:
+    """Return True if torch's version is in these bounds, both of which are optional."""
+    here = _numbers(torch.__version__)
+    return (min_version is None or here >= _numbers(min_version)) and (
+        max_version is None or here[: len(_numbers(max_version))] <= _numbers(max_version)
+    )
+
+
+def _numbers(version: Any) -> tuple[int, ...]:
+    digits = str(version).partition("+")[0].split(".")
+    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in digits[:3] if part[:1].isdigit())

@@ -1,0 +1,66 @@
+"""``deepspeed.zero.Init``: zcomm.zero.Init with DeepSpeed's arguments in DeepSpeed's order.
+
+Source: DeepSpeed's argument list.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from zcomm import zero
+from zcomm.compat.deepspeed.runtime.zero import parameter_views
+
+parameter_views.install()  # gives parameters ds_id, ...
+
+
+class Init(zero.Init):
+    """zcomm.zero.Init. Accepted without effect: what places or pins memory, since ZeroOptimizer decides that.
+
+    data_parallel_group, sequence_data_parallel_group: None, or a group of all ranks.
+    Raises: NotImplementedError naming an argument that asks for something else than stage 3 over all ranks.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+        param_swapper: Any = None,
+        **own: Any,
+    ) -> None:
+        if enabled:
+            for name, value in (
+                ("mpu", mpu),
+                ("zero_param_parallel_group", zero_param_parallel_group),
+                ("zero_quantized_weights", zero_quantized_weights),
+                ("zero_quantized_nontrainable_weights", zero_quantized_nontrainable_weights),
+                ("param_swapper", param_swapper),
+            ):
+                if value is not None and value is not False:
+                    raise NotImplementedError(f"zero.Init({name}={value!r}) is not available; leave it out")
+            for name, group in (
+                ("data_parallel_group", data_parallel_group),
+                ("sequence_data_parallel_group", sequence_data_parallel_group),
+            ):
+                if group is not None and not _is_of_all_ranks(group):
+                    raise NotImplementedError(f"zero.Init({name}=) of some ranks is not available: all ranks shard")
+        super().__init__(module, enabled=enabled, dtype=dtype, **own)
+
+
+def _is_of_all_ranks(group: Any) -> bool:
+    dist = torch.distributed
+    return not isinstance(group, dist.ProcessGroup) or dist.get_world_size(group) == dist.get_world_size()

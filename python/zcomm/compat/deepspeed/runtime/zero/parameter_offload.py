@@ -1,0 +1,80 @@
+"""``optimizer.parameter_offload`` of stage 3: what programs take off before ``generate()``, and put on again.
+
+Such programs gather all weights, remove the hooks of DeepSpeed's modules, generate, and add the hooks again. Here the
+hooks stay. Inside of GatheredParameters they find all weights whole, gather nothing, and count nothing.
+So the lists of hooks are empty, and nothing has to be put on.
+Source: the attributes that TRL's unwrap_model_for_generation uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from torch import nn
+
+from zcomm.zero.optimizer import ZeroOptimizer  # the class itself, whatever zcomm.zero.ZeroOptimizer is now
+from zcomm.zero.registry import parts_of
+
+
+class DeepSpeedZeRoOffload:
+    """View of the model of a stage 3. forward_hooks, backward_hooks: empty lists, which programs may replace."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+        if "ds_external_parameters" not in vars(module):
+            vars(module)["ds_external_parameters"] = _no_parameters
+
+    def _register_deepspeed_module(self, module: nn.Module, count: list[int] | None = None) -> None:
+        """Do nothing but check the module: hooks have not been removed.
+
+        Raises: ValueError for another module.
+        """
+        if module is not self.module:
+            raise ValueError(
+                f"_register_deepspeed_module() takes the optimizer's own model, not {type(module).__name__}"
+            )
+
+    def partition_all_parameters(self) -> NoReturn:
+        raise NotImplementedError(
+            "partition_all_parameters() is not available: leave the GatheredParameters that made the weights whole"
+        )
+
+
+def _no_parameters() -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield nothing: parameters of other modules need no list (DeepSpeed's ``ds_external_parameters``)."""
+    yield from ()
+
+
+class _Offload:
+    """``parameter_offload`` of a ZeroOptimizer; there is none below stage 3."""
+
+    def __get__(self, optimizer: ZeroOptimizer | None, kind: type) -> Any:
+        if optimizer is None:
+            return self
+        model = parts_of(optimizer).model if optimizer.stage == 3 else None
+        if model is None:
+            raise AttributeError(f"{kind.__name__!r} object has no attribute 'parameter_offload': it is not of stage 3")
+        view = vars(optimizer).get("_zcomm_parameter_offload")
+        if view is None:
+            view = vars(optimizer)["_zcomm_parameter_offload"] = DeepSpeedZeRoOffload(model)
+        return view
+
+
+class _NoModules:
+    """``ds_active_sub_modules`` of a parameter: a new empty set. No module keeps a parameter whole by it."""
+
+    def __get__(self, param: nn.Parameter | None, kind: type) -> Any:
+        return self if param is None else set()
+
+
+def install() -> None:
+    """Give ZeroOptimizer and parameters these attributes. Idempotent."""
+    for kind, name, view in (
+        (ZeroOptimizer, "parameter_offload", _Offload()),
+        (nn.Parameter, "ds_active_sub_modules", _NoModules()),
+    ):
+        if name not in vars(kind):
+            setattr(kind, name, view)

@@ -1,0 +1,163 @@
+"""``ds_id``, ``ds_shape``, ``ds_status`` and so on of sharded parameters, as views of what zcomm knows of them.
+
+[Note: parameter views] ``install`` puts descriptors on ``nn.Parameter``. They answer for parameters of an open stage 3,
+and for those of ``zero.Init`` that have no memory yet. Of any other parameter they raise AttributeError: ``hasattr(p,
+"ds_id")`` tells programs which ones are sharded. What a program sets itself under such a name wins.
+Nothing is stored but the number that is ``ds_id``, and what ``all_gather`` holds open.
+Source: the attributes that DeepSpeed's zero.Init gives to parameters.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from zcomm.zero import GatheredParameters
+from zcomm.zero.materialize.deferred import Waiting
+from zcomm.zero.parts import Parts
+from zcomm.zero.registry import open_optimizers, open_parts, train_of
+from zcomm.zero.tensors.pieces import pieces
+
+_ID = "_zcomm_ds_id"
+_numbers = itertools.count()
+_gathered: dict[int, GatheredParameters] = {}  # by id(): what all_gather() has opened
+
+
+class ZeroParamType(Enum):
+    """Kind of a parameter. zcomm's are PARTITIONED."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+class ZeroParamStatus(Enum):
+    """Status of a parameter on this rank: whole or not. None is INFLIGHT: what is on its way is NOT_AVAILABLE."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+def _parts_of(param: torch.Tensor) -> tuple[Parts, int] | None:
+    """Find the open stage 3 that shards a parameter, and its number there. Local; waits for no step."""
+    for owner in open_optimizers():
+        index = open_parts(owner).index_of.get(id(param))
+        if index is not None and train_of(owner).stage == 3:
+            return open_parts(owner), index
+    return None
+
+
+def _id(param: nn.Parameter, found: tuple[Parts, int] | None) -> int:
+    number, of = vars(param).get(_ID, (0, None))
+    if of != id(param):  # a copy has a number of its own
+        number = next(_numbers)
+        vars(param)[_ID] = (number, id(param))
+    return int(number)
+
+
+def _status(param: nn.Parameter, found: tuple[Parts, int] | None) -> ZeroParamStatus:
+    whole = found is not None and found[0].store.is_whole(found[1])
+    return ZeroParamStatus.AVAILABLE if whole else ZeroParamStatus.NOT_AVAILABLE
+
+
+def _tensor(param: nn.Parameter, found: tuple[Parts, int] | None) -> torch.Tensor | None:
+    """Copy this rank's elements, flat, as a tensor that torch refuses to change: a change would reach no weight.
+
+    None before ZeroOptimizer.
+    """
+    if found is None:
+        return None
+    parts, index = found
+    mine = [parts.store.read(piece.bucket)[piece.tile][piece.inside].cpu() for piece in pieces(parts, index)]
+    with torch.inference_mode():
+        return torch.cat([torch.empty(0, dtype=parts.state.form.dtype), *mine])
+
+
+def _each(param: nn.Parameter, param_list: Iterable[nn.Parameter] | None) -> list[nn.Parameter]:
+    return [param] if param_list is None else list(param_list)
+
+
+def _all_gather(param: nn.Parameter, found: tuple[Parts, int] | None) -> Callable[..., None]:
+    def all_gather(
+        param_list: Iterable[nn.Parameter] | None = None, async_op: bool = False, hierarchy: int = 0
+    ) -> None:
+        """Make parameters whole until ``partition``. Collective. async_op: has no effect, it returns None."""
+        for each in _each(param, param_list):
+            if id(each) not in _gathered:
+                opened = GatheredParameters([each], modifier_rank=0)
+                opened.__enter__()
+                _gathered[id(each)] = opened
+
+    return all_gather
+
+
+def _partition(param: nn.Parameter, found: tuple[Parts, int] | None) -> Callable[..., None]:
+    def partition(
+        param_list: Iterable[nn.Parameter] | None = None, hierarchy: int = 0, has_been_updated: bool = False
+    ) -> None:
+        """End ``all_gather``. Collective. has_been_updated: the weights become what rank 0 has made of them; else
+        changes are forgotten."""
+        for each in _each(param, param_list):
+            opened = _gathered.pop(id(each), None)
+            if opened is not None:
+                opened.close(keep=has_been_updated)
+
+    return partition
+
+
+def _summary(param: nn.Parameter, found: tuple[Parts, int] | None) -> Callable[..., dict[str, Any]]:
+    def ds_summary(use_debug_name: bool = False) -> dict[str, Any]:
+        """Return id, status and sizes, for messages of programs."""
+        return {
+            "id": _id(param, found),
+            "status": _status(param, found).name,
+            "numel": param.numel(),
+            "shape": tuple(param.shape),
+            "requires_grad": param.requires_grad,
+        }
+
+    return ds_summary
+
+
+View = Callable[[nn.Parameter, "tuple[Parts, int] | None"], Any]
+
+_VIEWS: dict[str, View] = {
+    "ds_id": _id,
+    "ds_shape": lambda param, found: param.shape,
+    "ds_numel": lambda param, found: param.numel(),
+    "ds_status": _status,
+    "ds_tensor": _tensor,
+    "ds_persist": lambda param, found: False,  # none stays whole beside its use
+    "ds_param_type": lambda param, found: ZeroParamType.PARTITIONED,
+    "ds_summary": _summary,
+    "all_gather": _all_gather,
+    "partition": _partition,
+}
+
+
+class _View:
+    """A descriptor without ``__set__``: what a program sets is the parameter's own."""
+
+    def __init__(self, name: str, view: View) -> None:
+        self._name, self._view = name, view
+
+    def __get__(self, param: nn.Parameter | None, kind: type) -> Any:
+        if param is None:
+            return self
+        found = _parts_of(param)
+        if found is None and not isinstance(param, Waiting):
+            raise AttributeError(f"{kind.__name__!r} object has no attribute {self._name!r}: stage 3 does not shard it")
+        return self._view(param, found)
+
+
+def install() -> None:
+    """Give parameters the views. Idempotent."""
+    for name, view in _VIEWS.items():
+        if name not in vars(nn.Parameter):
+            setattr(nn.Parameter, name, _View(name, view))

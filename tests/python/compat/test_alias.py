@@ -1,0 +1,121 @@
+"""`import deepspeed` finds zcomm, with submodules and metadata, in child processes too; an installed one stays."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from places import ROOT
+from programs import environment_of_no_job
+from zcomm.compat.deepspeed import __version__, alias
+
+# Prints which deepspeed is found by the import system, by metadata, by import, and by a child process.
+FINDS = """
+import importlib.metadata, importlib.util, subprocess, sys
+child = "import deepspeed; print(deepspeed.__name__)"
+print(importlib.util.find_spec("deepspeed").origin)
+print(importlib.metadata.version("deepspeed"))
+import deepspeed
+print(deepspeed.__name__)
+print(subprocess.run([sys.executable, "-c", child], capture_output=True, text=True).stdout.strip())
+print(sys.argv[1:])
+"""
+INSTALLED = "installed_deepspeed"
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "finds.py"
+    path.write_text(FINDS)
+    return path
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """Return a folder in which another deepspeed is installed."""
+    package = tmp_path / "elsewhere" / "deepspeed"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(f"__name__ = {INSTALLED!r}\n")
+    info = package.with_name("deepspeed-0.18.0.dist-info")
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.18.0\n")
+    return package.parent
+
+
+def run(*command: str | Path, path: str | Path | None = None) -> subprocess.CompletedProcess[str]:
+    env = environment_of_no_job()
+    if path is not None:
+        env["PYTHONPATH"] = os.pathsep.join([str(path), *filter(None, [env.get("PYTHONPATH")])])
+    return subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=60, env=env)
+
+
+def finds(done: subprocess.CompletedProcess[str]) -> list[str]:
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+OURS = [str(Path(alias.folder(), "deepspeed", "__init__.py")), __version__, *["zcomm.compat.deepspeed"] * 2]
+
+
+def test_a_script_and_its_children_find_zcomm(script: Path, other: Path) -> None:
+    assert finds(run("-m", "zcomm.compat.deepspeed", script, "--x", path=other)) == [*OURS, "['--x']"]
+    with_rank = run("-m", "zcomm.compat.deepspeed", "--local-rank", script, "--x", path=other)
+    assert finds(with_rank)[-1] == "['--local_rank=0', '--x']"
+    place = finds(run("-m", "zcomm.compat.deepspeed", "--path"))
+    assert place == [alias.folder()]
+    assert finds(run(script, path=place[0])) == [*OURS, "[]"]
+
+
+def test_a_module_runs(script: Path, tmp_path: Path) -> None:
+    assert finds(run("-m", "zcomm.compat.deepspeed", "-m", "finds", "-m", path=tmp_path)) == [*OURS, "['-m']"]
+
+
+def test_zcomm_run_leaves_an_installed_one_where_nothing_is_asked(script: Path, other: Path) -> None:
+    command = ("-m", "zcomm.cli.main", "run", "-n", "1", "--no-prefix")
+    theirs = [str(other / "deepspeed" / "__init__.py"), "0.18.0", *[INSTALLED] * 2, "[]"]
+    assert finds(run(*command, script)) == [*OURS, "[]"]
+    assert finds(run(*command, script, path=other)) == theirs
+    assert finds(run(*command, "--deepspeed", "installed", script, path=other)) == theirs
+    assert finds(run(*command, "--deepspeed", "zcomm", script, path=other)) == [*OURS, "[]"]
+    refused = run(*command, "--deepspeed", "installed", script)
+    assert refused.returncode != 0 and "--deepspeed installed: no deepspeed is installed here" in refused.stderr
+
+
+def test_the_alias_distribution_comes_after_what_is_installed(script: Path, other: Path, tmp_path: Path) -> None:
+    place = str(ROOT / "packaging" / "zcomm-deepspeed")
+    start = f"import site, sys\nsys.argv = ['']\nsite.addsitedir({place!r})\nexec(open({str(script)!r}).read())\n"
+    # The child has no .pth file here: it finds nothing.
+    assert finds(run("-c", start))[:3] == OURS[:3]
+    assert finds(run("-c", start, path=other))[2] == INSTALLED
+
+
+def test_one_module_has_two_names(script: Path) -> None:
+    script.write_text(
+        "import deepspeed.ops.adam as one, zcomm.compat.deepspeed.ops.adam as other, importlib.util, deepspeed\n"
+        "assert one is other and deepspeed.ops.adam is one and one.__spec__.name == other.__name__\n"
+        "assert importlib.util.find_spec('deepspeed.utils') is not None\n"
+        "assert importlib.util.find_spec('deepspeed.no_such') is None\n"
+        "try:\n    import deepspeed.no_such\nexcept ModuleNotFoundError as error:\n    print(error)\n"
+    )
+    assert finds(run("-m", "zcomm.compat.deepspeed", script)) == ["No module named 'deepspeed.no_such'"]
+
+
+def test_install_after_another_one_was_imported_is_an_error(other: Path) -> None:
+    program = "import deepspeed\nfrom zcomm.compat.deepspeed import install\ninstall()"
+    done = run("-c", program, path=other)
+    assert "is imported already: call zcomm.compat.deepspeed.install() before" in done.stderr
+
+
+def test_install_twice_in_a_notebook(script: Path) -> None:
+    program = f"from zcomm.compat.deepspeed import install\ninstall(); install()\nexec(open({str(script)!r}).read())"
+    assert finds(run("-c", program)) == [*OURS, "[]"]
+
+
+def test_the_metadata_has_the_version_of_the_names() -> None:
+    (info,) = Path(alias.folder()).glob("*.dist-info")
+    assert info.name == f"deepspeed-{__version__}.dist-info"
+    assert f"Version: {__version__}\n" in (info / "METADATA").read_text()

@@ -1,0 +1,39 @@
+"""deepspeed.ops.op_builder: a builder is compatible exactly where zcomm has the operation, and load() gives it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from zcomm.compat.deepspeed import accelerator, git_version_info, ops
+from zcomm.compat.deepspeed.ops import op_builder
+
+
+def test_builders_load_what_they_promise() -> None:
+    for name, builder in op_builder.ALL_OPS.items():
+        assert builder.name == name
+        if builder.is_compatible(verbose=True):
+            builder.load()
+        else:
+            with pytest.raises(NotImplementedError, match=rf"{type(builder).__name__}\(\).load\(\) is not available: "):
+                builder.load()
+    assert op_builder.CPUAdamBuilder().load().CPUAdam and op_builder.CPUAdagradBuilder().load().CPUAdagrad
+    assert op_builder.CPULionBuilder().load().CPULion and op_builder.FusedAdamBuilder().load().FusedAdam
+    assert ops.__compatible_ops__ == git_version_info.compatible_ops == git_version_info.installed_ops
+    assert ops.__compatible_ops__["cpu_adam"] and not ops.__compatible_ops__["async_io"]
+    with pytest.raises(AttributeError, match="has no 'NoBuilder'"):
+        _ = op_builder.NoBuilder
+
+
+def test_flatten() -> None:
+    tensors = [torch.arange(6.0).view(2, 3), torch.ones(2)]
+    utils = op_builder.UtilsBuilder().load()
+    flat = utils.flatten(tensors)
+    assert flat.tolist() == [0, 1, 2, 3, 4, 5, 1, 1]
+    assert all(map(torch.equal, utils.unflatten(flat, tensors), tensors))
+
+
+def test_the_accelerator_gives_them() -> None:
+    found = accelerator.get_accelerator()
+    assert type(found.create_op_builder("CPUAdamBuilder")) is op_builder.CPUAdamBuilder
+    assert found.create_op_builder("NoBuilder") is None

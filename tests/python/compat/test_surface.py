@@ -1,0 +1,74 @@
+"""Every name of docs/compat.md: what is present can be had, what is refused says why, what is absent is an error."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from places import ROOT
+from programs import environment_of_no_job
+from zcomm.compat.deepspeed import surface
+
+
+def on_the_page() -> dict[tuple[str, str], tuple[str, str]]:
+    """Return status and reason by module and name, as the page has them."""
+    found = {}
+    for line in (ROOT / "docs" / surface.PAGE).read_text().splitlines():
+        if line.startswith("| `deepspeed"):
+            module, status, names = line.strip("| ").split(" | ")
+            kind, _, reason = status.partition(": ")
+            for name in names.replace("`", "").split():
+                found[module.strip("`").removeprefix("deepspeed").removeprefix("."), name] = (kind, reason)
+    return found
+
+
+def test_each_name_of_the_page_does_what_the_page_says() -> None:
+    page = on_the_page()
+    assert set(page) == set(surface.listed()) and len(page) > 900
+    for (module, name), (status, reason) in page.items():
+        where = f"deepspeed.{module}.{name}"
+        if status == "absent":
+            with pytest.raises((AttributeError, ModuleNotFoundError)):
+                surface.found(module, name)
+            continue
+        value = surface.found(module, name)
+        if status == "refuses":
+            with pytest.raises(NotImplementedError) as caught:
+                value()
+            assert reason and reason in str(caught.value), where
+        else:
+            assert status == "present" and getattr(value, "zcomm_reason", None) is None, where
+
+
+def test_the_page_is_written_from_the_package() -> None:
+    text = (ROOT / "docs" / surface.PAGE).read_text()
+    assert surface.table() in text, "run python -m zcomm.compat.deepspeed.surface --write docs"
+
+
+def test_importing_the_package_is_light() -> None:
+    program = (
+        "import sys, zcomm.compat.deepspeed as deepspeed, zcomm.compat.deepspeed.pipe\n"
+        "assert deepspeed.PipelineModule.__name__ == 'PipelineModule' and deepspeed.__version_minor__ == 19\n"
+        "print([name for name in ('torch', 'zcomm._core', 'zcomm.zero', 'zcomm.config') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment_of_no_job()
+    )
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_a_refused_class_can_be_named_and_derived_from_but_not_used() -> None:
+    import zcomm.compat.deepspeed as deepspeed
+
+    assert not isinstance(object(), deepspeed.PipelineModule)
+
+    class Own(deepspeed.PipelineModule):  # type: ignore[misc]
+        pass
+
+    for use in (deepspeed.PipelineModule, Own, lambda: deepspeed.PipelineModule.from_layers):
+        with pytest.raises(
+            NotImplementedError, match=r"deepspeed\.PipelineModule is not available: there is no pipeline"
+        ):
+            use()
