@@ -27,7 +27,7 @@ export PYTHONUNBUFFERED := 1
 SOURCES := $(shell find include src cmake python/bindings -type f 2>/dev/null) CMakeLists.txt
 CPP_FILES = $(shell find include src tests/cpp bench/cpp python/bindings -name '*.[ch]pp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help setup demo test test-cpp test-python test-slow test-all coverage coverage-python coverage-cpp soak bench bench-cpp bench-collectives lint format tidy asan tsan cuda gpu-check docs clean distclean
+.PHONY: help setup demo test test-cpp test-python test-slow test-programs test-all coverage coverage-python coverage-cpp soak bench bench-cpp bench-collectives lint format tidy asan tsan cuda gpu-check docs clean distclean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -93,7 +93,7 @@ bench-collectives: setup bench-cpp ## everything that the collectives must reach
 # ---- checks ----
 test: setup test-cpp test-python ## C++ and Python tests (six minutes on two idle cores after the build)
 
-test-all: test test-slow ## all tests: also kills, delays, compiled models, loss curves, networks, benches
+test-all: test test-slow test-programs ## all tests: also kills, delays, compilers, loss curves, benches, other libraries
 
 test-cpp: $(VENV)/.build-tools ## C++ tests (build/dev)
 	cmake --preset dev --log-level=WARNING
@@ -105,6 +105,13 @@ test-python: setup ## Python tests (make test-python ARGS='-k comm')
 
 test-slow: setup ## the Python tests that `make test` leaves out
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow $(TESTS) $(ARGS)
+
+$(VENV)/.programs: $(VENV)/.zcomm tests/programs/requirements.txt
+	$(PIP) -r tests/programs/requirements.txt
+	@touch $@
+
+test-programs: $(VENV)/.programs ## programs of Accelerate, transformers, TRL, PEFT, Lightning (some: ARGS='-m "not slow"')
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests/programs $(ARGS)
 
 coverage: coverage-python coverage-cpp ## share of lines that tests run (TESTS=tests/python/config CPP_TESTS=test_base: of these)
 

@@ -184,7 +184,7 @@ def time_steps(job: Job, step: Callable[[int], object], count: int, warmup: int 
 def compute_alone(job: Job) -> float | None:
     """Measure forward and backward, each gradient dropped as soon as it is there; None where the model is not whole."""
     model = job.make_model()
-    if any(parameter.device.type == "meta" for parameter in model.parameters()):
+    if any(parameter.is_meta for parameter in model.parameters()):
         return None
 
     def drop(parameter: Tensor) -> None:

@@ -1,0 +1,57 @@
+"""The pages of docs/migrate: their programs run by the commands of the page, and before and after agree."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from running import FOREIGN
+from tiers import slow
+
+PAGES = Path(__file__).parents[2] / "docs" / "migrate"
+NEEDS = {"accelerate": ("accelerate",), "trainer": ("transformers", "accelerate"), "trl": ("trl", "datasets")}
+NAMES = [path.stem for path in sorted(PAGES.glob("*.md"))]
+SAME = ("ddp", "fsdp2", "deepspeed")  # all commands of these pages print one loss
+
+
+def write_files(page: str, folder: Path) -> None:
+    """Write the page's programs (first line: their name) and its JSON (title: its name) into ``folder``."""
+    for name, text in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page, re.DOTALL):
+        (folder / name).write_text(text)
+    for name, text in re.findall(r'```json title="([\w.]+)"\n(.*?)```', page, re.DOTALL):
+        (folder / name).write_text(text)
+
+
+def commands(page: str) -> list[list[str]]:
+    """Return the page's commands, started by this Python."""
+    found = []
+    for block in re.findall(r"```console\n(.*?)```", page, re.DOTALL):
+        for line in block.splitlines():
+            words = shlex.split(line.removeprefix("$ "))
+            module = {"python": [], "zcomm": ["-m", "zcomm.cli.main"], "torchrun": ["-m", "torch.distributed.run"]}
+            found.append([sys.executable, *module[words[0]], *words[1:]])
+    return found
+
+
+@pytest.mark.parametrize("name", [slow(name) if name in NEEDS else name for name in NAMES])
+def test_page(name: str, tmp_path: Path) -> None:
+    for package in NEEDS.get(name, ()):
+        pytest.importorskip(package)
+    page = (PAGES / f"{name}.md").read_text()
+    write_files(page, tmp_path)
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(FOREIGN)}
+    environment |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+    losses = []
+    for command in commands(page):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, cwd=tmp_path)
+        assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+        losses.append(float(re.findall(r"last loss ([0-9.]+)", done.stdout)[-1]))
+    assert len(losses) >= 2
+    if name in SAME:
+        assert max(losses) - min(losses) < 2e-5, losses
