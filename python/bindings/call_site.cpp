@@ -1,6 +1,6 @@
 // Finding and remembering call sites (call_site.hpp).
 //
-// Each code object is looked at once and then known by its address, for which it is kept alive; each (code, line) has
+// Each code object is looked at once and then known by its address, for which it is kept alive; each place in it has
 // one text. A program has few of either. Passed over are zcomm, the standard library, decorators (torch wraps its calls
 // in some) and code that torch generates. Frames of torch are passed over, too, but where there is nothing else (a hook
 // of torch's under DDP) the innermost tells at least what it is for; those that every torch.distributed call goes
@@ -25,9 +25,18 @@ enum class Owner { none, torch, program };
 
 struct Code {
   Owner owner;
-  std::string file;  // without its directory
-  std::unordered_map<int, std::string> lines;
+  std::string file;                            // without its directory
+  std::unordered_map<int, std::string> sites;  // by place
 };
+
+/// Where in its code a frame is. Its line is found by reading the code's table of lines, which takes longer.
+int place_of(PyFrameObject* frame) {
+#if PY_VERSION_HEX >= 0x030B0000
+  return PyFrame_GetLasti(frame);
+#else
+  return PyFrame_GetLineNumber(frame);
+#endif
+}
 
 /// Where a module lies that has been imported, with a slash at its end; empty if it has not.
 std::string directory_of(const char* module) {
@@ -82,9 +91,8 @@ Code look_at(PyCodeObject* code) {
 }
 
 const char* text_of(Code& code, PyFrameObject* frame) {
-  const int line = PyFrame_GetLineNumber(frame);
-  std::string& text = code.lines[line];
-  if (text.empty()) text = code.file + ":" + std::to_string(line);
+  std::string& text = code.sites[place_of(frame)];
+  if (text.empty()) text = code.file + ":" + std::to_string(PyFrame_GetLineNumber(frame));
   return text.c_str();
 }
 
