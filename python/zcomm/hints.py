@@ -21,13 +21,18 @@ def did_you_mean(word: object, known: Iterable[str], also: Mapping[str, str] | N
 
 
 # Optimizers of torch, DeepSpeed and others that cannot update shards, and why.
-_WHOLE = "its update needs norms or products of whole parameters, and shards are updated apart"
 _ONE_BIT = "it compresses gradients in its own collectives, and gradients are reduced before the update here"
 _LAMB = "LAMB on shards is zcomm.optim.Lamb (type Lamb), of DeepSpeed's formula; others have formulas of their own"
+_MUON = (
+    'Muon on shards is torch.optim.Muon or "muon", with param groups of AdamW beside it that have "use_muon": False'
+)
 REFUSED_OPTIMIZERS = {
     "Lamb": _LAMB,  # classes of that name in other libraries
     "FusedLamb": _LAMB,
-    "Muon": f"{_WHOLE}; use AdamW",
+    "Muon": _MUON,  # classes of these names in other libraries
+    "MuonWithAuxAdam": _MUON,
+    "SingleDeviceMuon": _MUON,
+    "SingleDeviceMuonWithAuxAdam": _MUON,
     "MuSGD": "its rates follow from shapes that muP sets; use SGD with param groups",
     "MuAdam": "its rates follow from shapes that muP sets; use Adam with param groups",
     "MuAdamW": "its rates follow from shapes that muP sets; use AdamW with param groups",

@@ -107,7 +107,8 @@ pipeline_loading_checkpoint | bool | false | load while reading | each rank read
 override_module_apply | bool | true | gather in module.apply | use zero.GatheredParameters around it
 log_trace_cache_warnings | bool | false | log when the order of modules changes | it is learned anew in the next step
 enable_sanity_checks | bool | false | compare the ranks | ranks always compare what they do
-save_muon_momentum_buffer_in_memory | bool | false | of Muon | there is no Muon
+save_muon_momentum_buffer_in_memory | bool | false | of Muon |
+    the momentum is where the optimizer state is
 round_robin_gradients | bool | false | spread gradient copies | each rank copies only its own shard
 zeropp_loco_param | section always | null = off | errors of quantised gradients | gradients are not quantised
 [aio]

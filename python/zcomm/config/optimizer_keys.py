@@ -21,21 +21,21 @@ class OptimizerParams:
     )
     betas: tuple[float, float] | None = key(
         None,
-        "decay of the two moments (Adam, AdamW, Lion, Lamb)",
+        "decay of the two moments (Adam, AdamW, Lion, Lamb; Muon's AdamW)",
         BETAS,
-        shown="`[0.9, 0.999]`",
+        shown="`[0.9, 0.999]`; Muon `[0.9, 0.95]`",
         auto="args.adam_beta1 and adam_beta2, or the default",
     )
     eps: float | None = key(
         None,
-        "added to the root (Adam, AdamW, Adagrad, Lamb)",
+        "added to the root (Adam, AdamW, Adagrad, Lamb; Muon's AdamW)",
         AT_LEAST_0,
-        shown="`1e-08`; Adagrad `1e-10`",
+        shown="`1e-08`; Adagrad, Muon `1e-10`",
         auto="args.adam_epsilon, or the default",
     )
     weight_decay: float | None = key(
         None,
-        "decoupled (AdamW, Lion) or L2 (Adam, SGD, Adagrad) decay; of Lamb's direction",
+        "decoupled (AdamW, Lion, Muon) or L2 (Adam, SGD, Adagrad) decay; of Lamb's direction",
         AT_LEAST_0,
         shown="`0.0`; with torch_adam what torch's class has (AdamW 0.01)",
         auto="args.weight_decay, or the default",
@@ -47,7 +47,7 @@ class OptimizerParams:
         False, "true = the defaults of torch's own class; the update is the same fused kernel, of the same formula"
     )
     fp32_optimizer_states: bool = key(True, "false: Adam's moments in bf16")
-    momentum: float = key(0.0, "of SGD and RMSprop", AT_LEAST_0)
+    momentum: float | None = key(None, "of SGD, RMSprop and Muon", AT_LEAST_0, shown="`0.0`; Muon `0.95`")
     dampening: float = key(0.0, "of SGD's momentum", AT_LEAST_0)
     nesterov: bool = key(False, "SGD looks ahead")
     lr_decay: float = key(0.0, "of Adagrad", AT_LEAST_0)
@@ -66,6 +66,11 @@ class OptimizerParams:
     eps_inside_sqrt: bool = key(False, "Lamb adds eps below the root")
     max_coeff: float = key(10.0, "largest ratio of Lamb", AT_LEAST_0)
     min_coeff: float = key(0.01, "smallest ratio of Lamb", AT_LEAST_0)
+    muon_lr: float | None = key(None, "learning rate of Muon's matrices", AT_LEAST_0, shown="`lr`; without it `0.02`")
+    adam_lr: float | None = key(
+        None, "learning rate of Muon's other parameters, of AdamW", AT_LEAST_0, shown="`lr`; without it `0.0003`"
+    )
+    ns_method: str = key("gram", "how Muon iterates: on Gram matrices, in fp32, or in bf16", choices=("gram", "standard"))
     maximize: bool = key(False, "go up instead of down (classes of torch.optim)")
 
 
@@ -81,6 +86,7 @@ OPTIMIZER_PARAMS = {
     "SGD": (*_COMMON, "momentum", "dampening", "nesterov"),
     "Adagrad": (*_COMMON, "eps", "lr_decay", "initial_accumulator_value"),
     "Lamb": (*_COMMON, "betas", "eps", "bias_correction", "eps_inside_sqrt", "max_coeff", "min_coeff"),
+    "Muon": (*_COMMON, "momentum", "betas", "eps", "muon_lr", "adam_lr", "ns_method"),
     # Classes of torch.optim that are elementwise: with torch's defaults, and run as they are on shards.
     "RMSprop": (*_COMMON, "alpha", "eps", "momentum", "centered", *_TORCH),
     "Adadelta": (*_COMMON, "rho", "eps", *_TORCH),

@@ -17,7 +17,7 @@ from torch import nn
 
 from zcomm import schedulers
 from zcomm.config import BatchSizes, Config, ConfigWarning, load_with_notes, resolve_batch, warn_of
-from zcomm.config.optimizer_keys import ADAM_SWITCHES, OPTIMIZER_PARAMS, SCHEDULER_PARAMS
+from zcomm.config.optimizer_keys import ADAM_SWITCHES, OPTIMIZER_PARAMS, SCHEDULER_PARAMS, OptimizerParams
 from zcomm.config.source import Source
 from zcomm.data import Loader
 from zcomm.engine.auto import auto_values, epochs_of, with_steps
@@ -177,6 +177,8 @@ def _base_optimizer(
                 text = f'the section "optimizer" of the configuration is not used: {_UNTRAINED}'
                 warnings.warn(text, ConfigWarning, stacklevel=4)
             return None, {}
+        if section.type == "Muon":
+            return _muon(model, parameters, section.params), {}
         name, arguments = _configured_optimizer(settings)
         if parameters is None or _are_all_trainable(model, parameters):
             return name, arguments
@@ -238,7 +240,7 @@ def _are_all_trainable(model: nn.Module, parameters: list[Any]) -> bool:
 
 def _torch_class(name: str, has_small_state: bool = False) -> Callable[..., torch.optim.Optimizer]:
     """Return the class behind an optimizer's name, for groups of parameters. Raises: ValueError."""
-    from zcomm.optim import CPUAdam, CPULion, Lamb
+    from zcomm.optim import CPUAdam, CPULion, Lamb, Muon
     from zcomm.zero.rules.torch_rule import ELEMENTWISE
 
     if has_small_state:  # torch's own has fp32 moments
@@ -250,6 +252,7 @@ def _torch_class(name: str, has_small_state: bool = False) -> Callable[..., torc
         "sgd": torch.optim.SGD,
         "adagrad": torch.optim.Adagrad,
         "lamb": Lamb,
+        "muon": Muon,
     }
     known |= ELEMENTWISE
     if name not in known:
@@ -278,6 +281,48 @@ def _configured_optimizer(settings: Config) -> tuple[str, dict[str, Any]]:
     if settings.bf16.bf16_optimizer_states or not params.fp32_optimizer_states:
         arguments["state_dtype"] = torch.bfloat16
     return ("adamw" if decoupled else "adam"), arguments
+
+
+def _muon(model: nn.Module, parameters: list[Any] | None, params: OptimizerParams) -> torch.optim.Optimizer:
+    """Return DeepSpeed's Muon: AdamW updates the parameters with a false attribute ``use_muon``.
+
+    Without the attribute Muon updates what has two dimensions or more, and neither "embed" nor "lm_head" in its name.
+    Raises: ValueError for a parameter of Muon that is not a matrix.
+    """
+    from zcomm.optim import Muon
+
+    names = {id(param): name for name, param in model.named_parameters()}
+    kinds: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+    for param in _listed(model.parameters() if parameters is None else parameters):
+        if not param.requires_grad:
+            continue
+        name = names.get(id(param), "")
+        named = any(word in name.lower() for word in ("embed", "lm_head"))
+        muon = bool(getattr(param, "use_muon", param.dim() >= 2 and not named))
+        if muon and param.dim() != 2:
+            raise ValueError(
+                f'"optimizer.type": "Muon": parameter {name} of shape {tuple(param.shape)}: Muon updates matrices, of 2 '
+                "dimensions, alone; set its attribute use_muon = False, so that AdamW updates it"
+            )
+        kinds[muon].append(param)
+    rates = {True: (params.muon_lr, params.lr, 0.02), False: (params.adam_lr, params.lr, 3e-4)}
+    groups: list[dict[str, Any]] = [
+        {
+            "params": listed,
+            "name": "muon-params" if muon else "adam-params",
+            "use_muon": muon,
+            "lr": next(rate for rate in rates[muon] if rate is not None),
+            "weight_decay": 0.0 if params.weight_decay is None else params.weight_decay,
+        }
+        for muon, listed in kinds.items()
+        if listed
+    ]
+    for group in groups:
+        if group["use_muon"]:
+            group |= {"momentum": 0.95 if params.momentum is None else params.momentum, "ns_method": params.ns_method}
+        else:
+            group |= {"betas": params.betas or (0.9, 0.95), "eps": 1e-10 if params.eps is None else params.eps}
+    return Muon(groups)
 
 
 def _loss_scale(settings: Config) -> Any:

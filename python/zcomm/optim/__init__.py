@@ -1,4 +1,4 @@
-"""Drop-ins for torch.optim, usable with no other part of zcomm: fused (docs/cpu_optimizers.md), and Lamb."""
+"""Drop-ins for torch.optim, usable with no other part of zcomm: fused (docs/cpu_optimizers.md), and Lamb and Muon."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from zcomm.optim.adam import CPUAdam
 from zcomm.optim.fused_adam import FusedAdam
 from zcomm.optim.lamb import Lamb
 from zcomm.optim.lion import CPULion
+from zcomm.optim.muon import Muon
 from zcomm.optim.sgd import CPUSGD
 
-__all__ = ["CPUSGD", "CPUAdagrad", "CPUAdam", "CPULion", "FusedAdam", "Lamb"]
+__all__ = ["CPUSGD", "CPUAdagrad", "CPUAdam", "CPULion", "FusedAdam", "Lamb", "Muon"]

@@ -20,6 +20,7 @@ from zcomm.zero.agree import all_values
 from zcomm.zero.async_step import AsyncStep
 from zcomm.zero.choose import StorePlan, make_state, make_store
 from zcomm.zero.device_step import DeviceStep
+from zcomm.zero.format_names import format_names
 from zcomm.zero.gradients import choose_transport
 from zcomm.zero.gradients.device_norm import DeviceSquares
 from zcomm.zero.gradients.norm import GradientNorm
@@ -77,6 +78,7 @@ def build_parts(
     params = [param for group in groups for param in group["params"]]
     frozen = frozen_of(model, params, owned_elsewhere) if stage == 3 else []
     lane = _check_params(model, params, frozen, device)
+    _check_rule(model, train, lane)
     if lane is not None:
         check_host(job)
         names = names_of(model, params)
@@ -281,6 +283,26 @@ def _first_indices(ordered: Sequence[nn.Parameter], grouped: Sequence[torch.Tens
         first[id(param)] = at
         at += counts[id(param)]
     return [first[id(param)] for param in ordered]
+
+
+def _check_rule(model: nn.Module | None, train: TrainState, lane: DeviceLane | None) -> None:
+    """Check that the rule can update the parameters where they are. Raises: ValueError, NotImplementedError."""
+    params = [param for group in train.param_groups for param in group["params"]]
+    names = names_of(model, params)
+    for number, group in enumerate(train.param_groups):
+        for param in group["params"]:
+            train.rule.check_param(number, names[id(param)], param.shape)
+    if not train.rule.whole_matrices or lane is None:
+        return
+    kind, offload = train.rule.name, train.offload
+    there = [names[id(param)] for param in params if offload.state_tier(names[id(param)], param) == "device"]
+    if there or offload.fraction < 1.0:
+        raise NotImplementedError(
+            f"{kind}: optimizer state on a device ({format_names(there) or f'fraction={offload.fraction}'}) is not "
+            "available, its matrices are updated on the host: use offload='cpu' or 'nvme', or AdamW"
+        )
+    if offload.step_behind_forward:
+        raise NotImplementedError(f"{kind}: step_behind_forward=True is not available: leave it out, or use AdamW")
 
 
 def _check_params(

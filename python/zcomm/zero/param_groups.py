@@ -44,6 +44,7 @@ class ParamGroups:
         self._calls: dict[str, Any] = {}  # of its own that are set on the instance: schedules watch step()
         if given is not None:
             self._share(owner, given)
+        self._made = [options_of(group) for group in owner.param_groups]  # the options at construction
         self._ids = [list(map(id, group["params"])) for group in owner.param_groups]  # the store keeps the parameters
 
     def _share(self, owner: torch.optim.Optimizer, given: torch.optim.Optimizer) -> None:
@@ -81,6 +82,7 @@ class ParamGroups:
                     f"step(): param group {number} has {len(now)} parameters, and not the {len(ids)} that it had at "
                     f"construction: {_ADDED}"
                 )
+            rule.check_fixed(self._made[number], group)
             rule.check_now(group)
 
     def tie(self, ours: list[dict[str, Any]], other: Any) -> bool:

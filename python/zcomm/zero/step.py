@@ -10,7 +10,8 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from itertools import islice
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,8 +22,11 @@ from zcomm.zero.optim_state.ram import Run, ShardStep
 from zcomm.zero.params.device import DeviceStore
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.poison import broadcast_error, check_error
-from zcomm.zero.rules.rule import Indexed
+from zcomm.zero.rules.rule import Indexed, Update
+from zcomm.zero.whole_matrices import WholeMatrices
 from zcomm.zero.whole_norms import WholeNorms
+
+T = TypeVar("T")
 
 _LATE = (
     "step(): a backward pass has reached a parameter twice on some rank, in no step before: weights were updated "
@@ -54,6 +58,8 @@ class OptimizerStep:
         if train.rule.sums:
             params = parts.geometry.trained_count
             self._whole_norms = WholeNorms(parts.comm, params, train.rule.sums, parts.lane)
+        self._matrices = WholeMatrices(parts, train.rule) if train.rule.whole_matrices else None
+        self._updates: dict[int, Update] = {}  # of matrices of the batch that is being stepped
         self._rests: bool | None = None  # whether any rank ever had a rest of gradients; None: not known yet
 
     def run(self) -> None:
@@ -68,7 +74,7 @@ class OptimizerStep:
 
         # Norm. Where it decides nothing, the weights are updated in the same pass over the gradients, or before it.
         decides = train.skip_nonfinite or train.clip_norm is not None or parts.async_step is not None
-        decides = decides or train.rule.sums > 0
+        decides = decides or train.rule.sums > 0 or self._matrices is not None
         early = None if decides else self._update_early(scale)
         norm = self._counted(self.norm() if early is None else early)
         if train.overflow:
@@ -210,6 +216,7 @@ class OptimizerStep:
         parts = self._parts
         turns = parts.state.turns or parts.store.turns
         late = self._accumulators.knows_squares and not turns  # the last buckets come first
+        late = late and self._matrices is None  # ranks go the same way then
         self._prepared(scale, self._reverse or late)()
 
     def _prepared(self, scale: float, reverse: bool | None = None) -> Callable[[], None]:
@@ -222,7 +229,10 @@ class OptimizerStep:
         def step() -> None:
             if self._whole and self._whole_norms is None and self._parts.comm.world_size > 1:
                 self._accumulators.gather()
-            self._apply(self._shards(hyper, reverse), reverse)
+            if self._matrices is None:
+                self._apply(self._shards(hyper, reverse), reverse)
+            else:
+                self._apply_batches(self._matrices, hyper, reverse)
 
         return step
 
@@ -322,11 +332,39 @@ class OptimizerStep:
 
     def _apply(self, shards: Iterator[ShardStep], reverse: bool) -> None:
         """Apply the rule to this rank's shards, and publish them. Where that fails on one rank all ranks raise."""
+        self._guarded(lambda: self._parts.state.step(shards, reverse))
+        self._publish()
+
+    def _apply_batches(self, matrices: WholeMatrices, hyper: list[Any], reverse: bool) -> None:
+        """Do the same where updates are made of whole matrices: batch by batch ([Note: whole matrices])."""
+        state, number_of, skipped = self._parts.state, self._train.cohorts.number_of, self._agreement.skipped
+        grad_of = self._accumulators.whole if self._whole else self._accumulators.shard
+        self._accumulators.finish()
+        shards = self._shards(hyper, reverse)
+
+        def hyper_of(index: int) -> Any:
+            return None if index in skipped else hyper[number_of[index]]
+
+        for batch in matrices.batches(reversed(self._on_host) if reverse else self._on_host):
+            local = self._guarded(lambda batch=batch: matrices.parts_of(batch, hyper_of, grad_of))
+            check_error(self._parts.comm)
+            self._updates = matrices.updates(local, hyper_of)
+            numbers = {bucket.index for bucket in batch}
+            self._guarded(lambda n=numbers: state.step(islice(shards, len(n)), reverse, n))
+        self._updates = {}
+        self._guarded(lambda: list(shards))  # lets the source of shards finish its last one
+        self._publish()
+
+    def _guarded(self, act: Callable[[], T]) -> T:
+        """Return what ``act``, which is not collective, returns. Where it fails, other ranks learn of it."""
         try:
-            self._parts.state.step(shards, reverse)
+            return act()
         except BaseException as error:
             broadcast_error(self._parts.comm, error)
             raise
+
+    def _publish(self) -> None:
+        """Show the new weights to every rank. Raises: the error of a rank that could not step."""
         start = time.perf_counter()
         check_error(self._parts.comm)
         self._reverse = not self._reverse
@@ -359,7 +397,7 @@ class OptimizerStep:
         first = [parts.first_index[n] + start - parts.geometry.places[n].offset for n in bucket.params]
         factors = self._factors
         indexed = {
-            n: Indexed(hyper[number_of[n]], at, n, 1.0 if factors is None else factors[n])
+            n: Indexed(hyper[number_of[n]], at, n, 1.0 if factors is None else factors[n], self._updates.get(n))
             for n, at in zip(bucket.params, first, strict=True)
         }
         return [(begin, end, indexed[n]) for begin, end, n in parts.param_runs[bucket.index] if n not in skipped]

@@ -95,7 +95,6 @@ def test_torch_classes_by_name_train_as_torch(run_ranks: Run, tmp_path: Path, wo
 
 REFUSED = {
     "FusedLamb": r"zcomm.optim.Lamb \(type Lamb\)",
-    "Muon": "norms or products of whole parameters",
     "Adafactor": "factors the second moment",
     "LBFGS": "searches along lines",
     "SparseAdam": "sparse gradients",

@@ -239,7 +239,7 @@ def test_fused_classes_are_taken_as_they_are() -> None:
     [
         (torch.optim.LBFGS, {}, ValueError, "torch.optim.lbfgs.LBFGS.* is not available: it searches along lines"),
         ("adam", {"state_dtype": torch.float16}, ValueError, "state_dtype=torch.float16"),
-        ("muon", {}, ValueError, "unknown optimizer 'muon'"),
+        ("shampoo", {}, ValueError, "unknown optimizer 'shampoo'"),
         ("sgd", {"betas": (0.9, 0.9)}, ValueError, "no argument 'betas'; Arguments of sgd: lr"),
         ("rmsprop", {"betas": (0.9, 0.9)}, ValueError, "no argument 'betas'; Arguments of rmsprop"),
         ("lion", {"betas": (0.9, 1.0)}, ValueError, "betas"),

@@ -236,6 +236,7 @@ def _check_options(train: TrainState, group: dict[str, Any], saved: dict[str, An
     if isinstance(lr, (int, float)) and not math.isfinite(lr):
         raise ValueError(f"{where}: lr={lr!r}; expected a finite number")
     try:
+        train.rule.check_fixed(group, saved)
         train.rule.check({**group, **saved})
     except (ValueError, TypeError, LookupError, NotImplementedError) as error:
         raise ValueError(f"{where}: {error}") from error

@@ -38,7 +38,8 @@ def state_dict(parts: Parts, train: TrainState) -> dict[str, Any]:
                 if parts.state.form.coded:
                     entry.update(pieces.codes(parts, index) or {})
                 else:
-                    entry.update({key: pieces.array(parts, index, key) for key in parts.state.form.arrays})
+                    names = train.rule.shown(position)
+                    entry.update({key: pieces.array(parts, index, array) for key, array in names.items()})
             if parts.state.form.dtype != torch.float32:
                 entry["master"] = pieces.master(parts, index)
             if entry:
@@ -79,7 +80,7 @@ def load_state_dict(parts: Parts, train: TrainState, saved: dict[str, Any]) -> N
         parts.store.synchronize()
         parts.comm.barrier(name="old state is unused")
         for number, param in zip(numbers, params, strict=True):
-            _load_param(parts, parts.index_of[id(param)], saved["state"].get(number, {}))
+            _load_param(parts, train, parts.index_of[id(param)], saved["state"].get(number, {}))
         parts.store.publish()
     progress = []
     for group, new in zip(train.param_groups, saved["param_groups"], strict=True):
@@ -113,7 +114,7 @@ def _cohorts_of(parts: Parts, train: TrainState, saved: dict[str, Any]) -> list[
     ]
 
 
-def _load_param(parts: Parts, index: int, entry: dict[str, Any]) -> None:
+def _load_param(parts: Parts, train: TrainState, index: int, entry: dict[str, Any]) -> None:
     form = parts.state.form
     if "scales" in entry and form.coded:
         pieces.set_codes(
@@ -121,7 +122,8 @@ def _load_param(parts: Parts, index: int, entry: dict[str, Any]) -> None:
         )
     else:
         arrays = decoded(entry) if "scales" in entry else entry
-        pieces.set_arrays(parts, index, {key: _reader(arrays.get(key)) for key in form.arrays})
+        names = train.rule.shown(parts.group_of[index])
+        pieces.set_arrays(parts, index, {array: _reader(arrays.get(key)) for key, array in names.items()})
     if entry.get("master") is not None:
         flat = entry["master"].to(torch.float32).reshape(-1)
     elif entry.get("remainder") is not None:  # of zcomm.optim's classes: bits(master) = bits(weight) + remainder
@@ -154,11 +156,12 @@ def _check(parts: Parts, train: TrainState, saved: dict[str, Any], numbers: list
             if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != wanted:
                 what = f"{key} of {parts.names[index]}"
                 raise ValueError(f"load_state_dict: {what} has shape {tuple(value.shape)}, not {tuple(wanted)}")
-        missing = [key for key in parts.state.form.arrays if key not in entry]
+        missing = [key for key in train.rule.shown(parts.group_of[index]) if key not in entry]
         if float(entry.get("step", 0)) > 0 and missing:
             raise ValueError(
                 f"load_state_dict: {parts.names[index]} lacks {', '.join(missing)} of {train.rule.name}; is it "
                 "the state of another optimizer?"
             )
     for group, new in zip(train.param_groups, saved["param_groups"], strict=True):
+        train.rule.check_fixed(group, new)
         train.rule.check({**options_of(group), **options_of(new)})

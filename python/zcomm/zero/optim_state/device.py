@@ -10,7 +10,7 @@ Thread rule: as ShardState; a step is put on torch's current stream.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -47,7 +47,9 @@ class DeviceState(WholeState):
         if store:
             there.copy_(self.form.reordered(host, count, True) if self._master_first else host)
 
-    def step(self, shards: Iterator[ShardStep], reverse: bool = False) -> None:
+    def step(
+        self, shards: Iterator[ShardStep], reverse: bool = False, buckets: Collection[int] | None = None
+    ) -> None:
         for shard in shards:
             self.step_shard(shard)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -223,14 +223,17 @@ class SwappedState(ShardState):
 
     # --- the update --------------------------------------------------------------------------------------------
 
-    def step(self, shards: Iterator[ShardStep], reverse: bool = False) -> None:
-        order = range(len(self._swapped))
+    def step(
+        self, shards: Iterator[ShardStep], reverse: bool = False, buckets: Collection[int] | None = None
+    ) -> None:
+        spans = [span for span in self._spans if buckets is None or span[0] in buckets]
+        order = [self._numbers[span] for span in spans if span in self._numbers]
         numbers = deque(reversed(order) if reverse else order)  # swapped spans still to be read
         reads: deque[_core.Work | None] = deque()
         for _ in range(min(WINDOWS // 2, len(numbers))):
             reads.append(self._read(numbers.popleft()))
         shard = next(shards, None)
-        for span in reversed(self._spans) if reverse else self._spans:
+        for span in reversed(spans) if reverse else spans:
             bucket, begin, count = span
             while shard is not None and shard.bucket != bucket:
                 shard = next(shards, None)

@@ -6,7 +6,7 @@ All tiers run the same arithmetic on the same elements (one pass of the rule per
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy as shallow_copy
 from dataclasses import dataclass
@@ -87,8 +87,11 @@ class ShardState(ABC):
         """Return the state as it is now, for reading on another thread. copy: of the swap file, after ``flush``."""
 
     @abstractmethod
-    def step(self, shards: Iterator[ShardStep], reverse: bool = False) -> None:
-        """Run one optimizer step over all shards. reverse: they come last bucket first, and so go the tiles."""
+    def step(
+        self, shards: Iterator[ShardStep], reverse: bool = False, buckets: Collection[int] | None = None
+    ) -> None:
+        """Run one optimizer step over all shards. reverse: they come last bucket first, and so go the tiles. buckets:
+        over those of these buckets alone, which follow each other."""
 
     def renew(self) -> None:  # noqa: B027
         """After a failure, before all of it is loaded: nothing is in flight, and no element is lost to it."""
@@ -182,7 +185,9 @@ class RamState(WholeState):
     def tile(self, bucket: int, part: slice, *, load: bool = True, store: bool = False) -> Held:
         return nullcontext(self._part(bucket, part))
 
-    def step(self, shards: Iterator[ShardStep], reverse: bool = False) -> None:
+    def step(
+        self, shards: Iterator[ShardStep], reverse: bool = False, buckets: Collection[int] | None = None
+    ) -> None:
         for shard in shards:
             count = self.counts[shard.bucket]
             for part in [slice(0, count)] if self._whole else cut(count):

@@ -6,7 +6,7 @@ Thread rule: as ShardState.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from copy import copy as shallow_copy
 from typing import Any
 
@@ -53,8 +53,10 @@ class TieredState(ShardState):
     def measure(self, shard: ShardStep, sums: Sums) -> None:
         (self.device if self._there[shard.bucket] else self.host).measure(shard, sums)
 
-    def step(self, shards: Iterator[ShardStep], reverse: bool = False) -> None:
-        self.host.step(self._others(shards), reverse)
+    def step(
+        self, shards: Iterator[ShardStep], reverse: bool = False, buckets: Collection[int] | None = None
+    ) -> None:
+        self.host.step(self._others(shards), reverse, buckets)
 
     def _others(self, shards: Iterator[ShardStep]) -> Iterator[ShardStep]:
         """Yield the host's shards; step the device's as they come."""

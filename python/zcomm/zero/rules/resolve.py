@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from zcomm.hints import REFUSED_OPTIMIZERS, did_you_mean
-from zcomm.optim import CPUSGD, CPUAdagrad, CPUAdam, CPULion, FusedAdam, Lamb
+from zcomm.optim import CPUSGD, CPUAdagrad, CPUAdam, CPULion, FusedAdam, Lamb, Muon
 from zcomm.zero.rules.lamb_rule import ARGUMENTS as LAMB_ARGUMENTS
 from zcomm.zero.rules.lamb_rule import LambRule
+from zcomm.zero.rules.muon_rule import ARGUMENTS as MUON_ARGUMENTS
+from zcomm.zero.rules.muon_rule import MuonRule
 from zcomm.zero.rules.no_rule import NoRule
 from zcomm.zero.rules.rule import KINDS, SWITCHES, FusedRule, Rule, arguments_of
 from zcomm.zero.rules.torch_rule import ELEMENTWISE, TorchRule
@@ -31,8 +33,11 @@ _TWINS: dict[type, str] = {
     CPUSGD: "sgd",
     CPUAdagrad: "adagrad",
     Lamb: "lamb",
+    Muon: "muon",
 }
-_NAMES = (*KINDS, "lamb", *ELEMENTWISE)
+if hasattr(torch.optim, "Muon"):  # of torch 2.9 on
+    _TWINS[torch.optim.Muon] = "muon"
+_NAMES = (*KINDS, "lamb", "muon", *ELEMENTWISE)
 
 
 # Arguments of other libraries for what ZeroOptimizer calls otherwise.
@@ -74,7 +79,7 @@ def choose_rule(
     as_groups = groups if groups and isinstance(groups[0], dict) else [{"params": groups}]
     name = kind.lower() if isinstance(kind, str) else _TWINS.get(kind)
     torch_class = ELEMENTWISE.get(name or "") if isinstance(kind, str) else kind
-    rule: FusedRule | LambRule | TorchRule
+    rule: FusedRule | LambRule | MuonRule | TorchRule
     if isinstance(kind, str) and name not in _NAMES:
         hint = did_you_mean(kind.lower().replace("_", "").removeprefix("fused").removeprefix("cpu"), _NAMES) or ";"
         raise ValueError(f"unknown optimizer {kind!r}{hint} Names: {', '.join(_NAMES)}; or pass a class of torch.optim")
@@ -87,6 +92,10 @@ def choose_rule(
     elif name == "lamb":
         _check_known(args, name, LAMB_ARGUMENTS, own)
         rule = LambRule({**given, **args})
+    elif name == "muon":
+        _check_known(args, name, MUON_ARGUMENTS, own)
+        given.pop("use_muon", None)  # each group has its own
+        rule = MuonRule({**given, **args})
     elif torch_class in ELEMENTWISE.values():
         assert torch_class is not None
         _check_known(args, torch_class.__name__.lower(), list(inspect.signature(torch_class).parameters)[1:], own)

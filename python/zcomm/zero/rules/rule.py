@@ -28,17 +28,30 @@ class Indexed:
     """Hyperparameters of one parameter.
 
     first: index among all parameters of the shard's element 0 (were it of this one). param: its number. factor: what
-    was measured of the whole parameter, for a rule that has ``sums``.
+    was measured of the whole parameter, for a rule that has ``sums``. update: of a whole matrix, for a rule that has
+    ``whole_matrices``.
     """
 
     hyper: Any
     first: int
     param: int = 0
     factor: float = 1.0
+    update: Update | None = None
+
+
+@dataclass(frozen=True)
+class Update:
+    """A shard's part of the update of a whole matrix of ``shape``: flat ``elements``, which begin at element ``begin``
+    of the shard."""
+
+    begin: int
+    elements: torch.Tensor
+    shape: torch.Size
 
 
 class Rule(ABC):
-    """The update of an optimizer, element by element; beside that a number of each whole parameter (``sums``).
+    """The update of an optimizer, element by element; beside that a number of each whole parameter (``sums``), or a
+    matrix made of a whole matrix (``whole_matrices``).
 
     name: as in messages and checkpoints. arrays, state_dtype: the state of a tile. defaults: of a param group.
 
@@ -47,6 +60,11 @@ class Rule(ABC):
 
     sums: how many sums of squares over whole parameters the update needs first: of ``terms``. ``factor`` makes them one
     number, which ``step`` gets in its ``Indexed``.
+
+    whole_matrices: numbers of the param groups with an update that is made of whole matrices first: of what ``part_of``
+    gives of them. ``whole_update`` makes it on one rank, and ``step`` gets its part in its ``Indexed``.
+
+    fixed: options that stay as they were at construction.
     """
 
     name: str
@@ -56,6 +74,8 @@ class Rule(ABC):
     align = ALIGN
     indexed = False
     sums = 0
+    whole_matrices: frozenset[int] = frozenset()
+    fixed: tuple[str, ...] = ()
     spans_tiles = False  # whether one step() may cover several tiles of a shard
     on_device: str  # how it steps there: "stream": kernels, "torch": on torch's stream
     scalars: list[Any]  # of each group: what is counted beside ``group["step"]``; None: nothing (see cohorts.py)
@@ -85,6 +105,35 @@ class Rule(ABC):
     def factor(self, norms: tuple[float, ...], hyper: Any) -> float:
         """Return the number of a parameter with these norms. hyper: from ``prepare``."""
         raise NotImplementedError
+
+    def matrix_dtype(self, hyper: Any) -> torch.dtype:
+        """Return the dtype of ``part_of`` and ``whole_update``. hyper: from ``prepare``."""
+        raise NotImplementedError
+
+    def part_of(
+        self, form: TileForm, state: torch.Tensor, grad: torch.Tensor, inside: slice, hyper: Any
+    ) -> torch.Tensor:
+        """Compute the elements ``inside`` a tile that a whole matrix is put together of. Changes nothing. grad: of the
+        tile. hyper: from ``prepare``."""
+        raise NotImplementedError
+
+    def whole_update(self, matrix: torch.Tensor, hyper: Any) -> torch.Tensor:
+        """Compute the update of a whole matrix, in its shape. May change ``matrix``. hyper: from ``prepare``."""
+        raise NotImplementedError
+
+    def check_param(self, group: int, name: str, shape: torch.Size) -> None:
+        """Raise ValueError for a parameter of group number ``group`` that the rule cannot update."""
+        return
+
+    def shown(self, group: int) -> dict[str, str]:
+        """Return the arrays that a parameter of group number ``group`` uses, by the names that torch has for them."""
+        return {name: name for name in self.arrays}
+
+    def check_fixed(self, group: dict[str, Any], other: dict[str, Any]) -> None:
+        """Raise ValueError if options that ``group`` was made with are others in ``other``, where they are there."""
+        for key in self.fixed:
+            if key in group and other.get(key, group[key]) != group[key]:
+                raise ValueError(f"{key}={other[key]!r}: it was {group[key]!r} at construction, and stays so")
 
     def check_now(self, group: dict[str, Any]) -> None:
         """Check options before a step; a program may have changed them. Raises: as ``check``."""

@@ -37,11 +37,13 @@ def _value(parts: Parts, index: int, value: torch.Tensor) -> torch.Tensor:
     return value.detach().to(torch.float32).reshape(-1)
 
 
-def _key(parts: Parts, index: int, key: str) -> str:
-    if key not in parts.state.form.arrays:
-        known = ", ".join((*parts.state.form.arrays, "step"))
+def _array(train: TrainState, parts: Parts, index: int, key: str) -> str:
+    """Return the array that a parameter's state ``key`` is in."""
+    names = train.rule.shown(parts.group_of[index])
+    if key not in names:
+        known = ", ".join((*names, "step"))
         raise ValueError(f"{parts.names[index]} has no optimizer state {key!r}; it has {known}")
-    return key
+    return names[key]
 
 
 def full_param(param: torch.Tensor) -> torch.Tensor:
@@ -103,13 +105,13 @@ def full_optim_state(param: torch.Tensor, key: str) -> torch.Tensor:
     train, parts, index = _trained(param)
     if key == "step":
         return torch.tensor(float(train.cohorts.steps(index, train.param_groups)))
-    whole = pieces.array(parts, index, _key(parts, index, key))
+    whole = pieces.array(parts, index, _array(train, parts, index, key))
     assert whole is not None
     return whole
 
 
 def set_full_optim_state(param: torch.Tensor, value: torch.Tensor, key: str) -> None:
     """Replace state array ``key``. value: the same on each rank. Collective."""
-    _, parts, index = _trained(param)
+    train, parts, index = _trained(param)
     flat = _value(parts, index, value)
-    pieces.set_arrays(parts, index, {_key(parts, index, key): lambda elements: flat[elements]})
+    pieces.set_arrays(parts, index, {_array(train, parts, index, key): lambda elements: flat[elements]})

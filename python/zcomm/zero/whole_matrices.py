@@ -1,0 +1,134 @@
+"""WholeMatrices: updates made of whole matrices, of which each rank has parts, for a rule that has ``whole_matrices``.
+
+[Note: whole matrices] Matrix n, in the order of the param groups, is rank n % world_size's. A batch is as many buckets,
+in the order of the step, as have a matrix for each rank. Of a batch each rank computes its parts (``Rule.part_of``).
+Then in each round every rank gathers one of its matrices, updates it beside the others, and scatters the update to the
+ranks that keep its parts: two all_to_all. In stage 0 ranks have the whole matrices and exchange the updates alone.
+Memory: of a batch this rank's parts, and one whole matrix with what its update needs. Each matrix is whole, and the
+rank does not depend on stage, tier or bucket size, so nor do the bits.
+Thread rule: the thread of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from zcomm.zero.layout.flat import FlatBucket
+from zcomm.zero.parts import Parts
+from zcomm.zero.poison import broadcast_error
+from zcomm.zero.rules.rule import Rule, Update
+from zcomm.zero.tensors.pieces import pieces, replicated
+
+_NAME = "matrices of the update"
+_NONE = torch.empty(0, dtype=torch.uint8)
+
+
+class WholeMatrices:
+    """The matrices of one optimizer, and the ranks that they belong to."""
+
+    def __init__(self, parts: Parts, rule: Rule) -> None:
+        self._parts, self._rule = parts, rule
+        every = [index for index in range(parts.geometry.trained_count) if parts.group_of[index] in rule.whole_matrices]
+        every.sort(key=parts.first_index.__getitem__)
+        self._owner_of = {index: number % parts.comm.world_size for number, index in enumerate(every)}
+
+    def batches(self, buckets: Iterable[FlatBucket]) -> Iterator[list[FlatBucket]]:
+        """Cut ``buckets`` into batches."""
+        batch: list[FlatBucket] = []
+        count = 0
+        for bucket in buckets:
+            batch.append(bucket)
+            count += sum(index in self._owner_of for index in bucket.params)
+            if count >= self._parts.comm.world_size:
+                yield batch
+                batch, count = [], 0
+        if batch:
+            yield batch
+
+    def parts_of(
+        self, batch: Sequence[FlatBucket], hyper_of: Callable[[int], Any], grad_of: Callable[[FlatBucket], torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        """Compute this rank's flat parts of a batch's matrices. hyper_of: a parameter's; None: it is skipped. Local."""
+        found: dict[int, torch.Tensor] = {}
+        for bucket in batch:
+            for index in bucket.params:
+                hyper = hyper_of(index) if index in self._owner_of else None
+                if hyper is not None:
+                    found[index] = self._part(bucket, index, hyper, grad_of(bucket))
+        return found
+
+    def _part(self, bucket: FlatBucket, index: int, hyper: Any, grad: torch.Tensor) -> torch.Tensor:
+        mine = self._range(index, self._parts.comm.rank)
+        part = torch.empty(mine.stop - mine.start, dtype=self._rule.matrix_dtype(hyper))
+        if replicated(self._parts, bucket) and self._owner_of[index] != self._parts.comm.rank:
+            return part  # the update comes into it
+        state = self._parts.state
+        for piece in pieces(self._parts, index):
+            with state.tile(bucket.index, piece.tile) as tile:
+                inside = slice(piece.flat.start - mine.start, piece.flat.stop - mine.start)
+                part[inside] = self._rule.part_of(state.form, tile, grad[piece.tile], piece.inside, hyper)
+        return part
+
+    def _range(self, index: int, rank: int) -> slice:
+        """Return the elements of a matrix that ``rank`` keeps."""
+        parts, place = self._parts, self._parts.geometry.places[index]
+        bucket = parts.geometry.bucket_of(index)
+        begin, end = place.within(slice(0, bucket.count) if replicated(parts, bucket) else bucket.shard(rank))
+        return slice(begin - place.offset, max(begin, end) - place.offset)
+
+    def updates(self, local: dict[int, torch.Tensor], hyper_of: Callable[[int], Any]) -> dict[int, Update]:
+        """Make the updates of what ``parts_of`` has returned, into the same memory. Collective."""
+        parts = self._parts
+        queues: list[list[int]] = [[] for _ in range(parts.comm.world_size)]
+        for index in local:
+            queues[self._owner_of[index]].append(index)
+        for turn in range(max(map(len, queues))):
+            self._round([queue[turn] if turn < len(queue) else None for queue in queues], local, hyper_of)
+        found = {}
+        for index, elements in local.items():
+            bucket, place = parts.geometry.bucket_of(index), parts.geometry.places[index]
+            begin = self._range(index, parts.comm.rank).start + place.offset - parts.store.part(bucket).start
+            found[index] = Update(begin, elements, place.shape)
+        return found
+
+    def _round(
+        self, chosen: Sequence[int | None], local: dict[int, torch.Tensor], hyper_of: Callable[[int], Any]
+    ) -> None:
+        """Update one matrix of each rank. chosen: by rank; None: it has none."""
+        comm, own = self._parts.comm, chosen[self._parts.comm.rank]
+        split = any(i is not None and not replicated(self._parts, self._parts.geometry.bucket_of(i)) for i in chosen)
+        mine = [_NONE if index is None else local[index].view(torch.uint8) for index in chosen]
+        matrix = None if own is None else local[own]
+        if split:
+            if own is not None:
+                matrix = torch.empty(self._parts.geometry.places[own].count, dtype=local[own].dtype)
+            comm.all_to_all(self._cut(own, matrix), mine, name=_NAME)
+        if own is not None and matrix is not None:
+            matrix = self._updated(own, matrix, hyper_of(own))
+        if comm.world_size == 1:
+            assert own is not None and matrix is not None
+            local[own] = matrix
+        elif split:
+            comm.all_to_all(mine, self._cut(own, matrix), name=_NAME)
+        else:
+            whole = _NONE if matrix is None else matrix.view(torch.uint8)
+            comm.all_to_all(mine, [whole] * comm.world_size, name=_NAME)
+
+    def _updated(self, index: int, matrix: torch.Tensor, hyper: Any) -> torch.Tensor:
+        """Return the flat update of a whole flat matrix."""
+        try:
+            update = self._rule.whole_update(matrix.view(self._parts.geometry.places[index].shape), hyper)
+            return update.contiguous().view(-1)
+        except BaseException as error:
+            broadcast_error(self._parts.comm, error)
+            raise
+
+    def _cut(self, index: int | None, matrix: torch.Tensor | None) -> list[torch.Tensor]:
+        """Cut a whole matrix into the bytes of each rank's part."""
+        ranks = range(self._parts.comm.world_size)
+        if index is None or matrix is None:
+            return [_NONE for _ in ranks]
+        return [matrix[self._range(index, rank)].view(torch.uint8) for rank in ranks]
