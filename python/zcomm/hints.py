@@ -23,9 +23,7 @@ def did_you_mean(word: object, known: Iterable[str], also: Mapping[str, str] | N
 # Optimizers of torch, DeepSpeed and others that cannot update shards, and why.
 _ONE_BIT = "it compresses gradients in its own collectives, and gradients are reduced before the update here"
 _LAMB = "LAMB on shards is zcomm.optim.Lamb (type Lamb), of DeepSpeed's formula; others have formulas of their own"
-_MUON = (
-    'Muon on shards is torch.optim.Muon or "muon", with param groups of AdamW beside it that have "use_muon": False'
-)
+_MUON = 'Muon on shards is torch.optim.Muon or "muon", with param groups of AdamW beside it that have "use_muon": False'
 REFUSED_OPTIMIZERS = {
     "Lamb": _LAMB,  # classes of that name in other libraries
     "FusedLamb": _LAMB,

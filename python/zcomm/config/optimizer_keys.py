@@ -70,7 +70,7 @@ class OptimizerParams:
     adam_lr: float | None = key(
         None, "learning rate of Muon's other parameters, of AdamW", AT_LEAST_0, shown="`lr`; without it `0.0003`"
     )
-    ns_method: str = key("gram", "how Muon iterates: on Gram matrices, in fp32, or in bf16", choices=("gram", "standard"))
+    ns_method: str = key("gram", "Muon iterates on Gram matrices, in fp32, or in bf16", choices=("gram", "standard"))
     maximize: bool = key(False, "go up instead of down (classes of torch.optim)")
 
 

@@ -301,8 +301,8 @@ def _muon(model: nn.Module, parameters: list[Any] | None, params: OptimizerParam
         muon = bool(getattr(param, "use_muon", param.dim() >= 2 and not named))
         if muon and param.dim() != 2:
             raise ValueError(
-                f'"optimizer.type": "Muon": parameter {name} of shape {tuple(param.shape)}: Muon updates matrices, of 2 '
-                "dimensions, alone; set its attribute use_muon = False, so that AdamW updates it"
+                f'"optimizer.type": "Muon": parameter {name} of shape {tuple(param.shape)}: Muon updates matrices, '
+                "of 2 dimensions, alone; set its attribute use_muon = False, so that AdamW updates it"
             )
         kinds[muon].append(param)
     rates = {True: (params.muon_lr, params.lr, 0.02), False: (params.adam_lr, params.lr, 3e-4)}

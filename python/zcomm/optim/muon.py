@@ -1,10 +1,10 @@
 """Muon: momentum that Newton-Schulz iterations make orthogonal, matrix by matrix; AdamW for other parameters.
 
-An update has three parts: the momentum and the direction of each element, the orthogonal matrix of a whole direction,
-and the new weights, element by element again. So ZeroOptimizer calls the parts apart (zero/rules/muon_rule.py). The
-elementwise ones are single operations of torch, with the same bits wherever a shard is cut.
-Source: K. Jordan et al., Muon (2024); the operations of torch.optim.Muon, in its order and precision; for "gram": the
-iterations on the matrix's Gram matrix (Dao et al., 2026), in fp32.
+Momentum and direction belong to each element. The direction is made orthogonal whole, and then the weights change,
+element by element again. So ZeroOptimizer calls these parts apart (zero/rules/muon_rule.py). The elementwise ones are
+single operations of torch, with the same bits wherever a shard is cut. They are torch.optim.Muon's, in its order and
+precision: small roundings become large where a direction has a small singular value.
+Source: K. Jordan, Muon (2024). Method "gram" iterates on the Gram matrix (T. Dao, 2026), in fp32.
 """
 
 from __future__ import annotations
@@ -162,8 +162,8 @@ class Muon(torch.optim.Optimizer):
     params: fp32 or fp64 parameters (or groups), on any device. For other dtypes give it to a ZeroOptimizer.
     lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as torch.optim.Muon's, with its
     numbers. ns_method: "standard", torch's iterations in bf16; "gram": on the Gram matrix, in fp32.
-    A group of AdamW has ``lr`` of here, if it has none of its own. Its ``betas``, ``eps`` and ``weight_decay`` are those
-    of torch.optim.AdamW, if it has none.
+    A group of AdamW has ``lr`` of here, if it has none of its own. Its ``betas``, ``eps`` and ``weight_decay`` are then
+    those of torch.optim.AdamW.
     State per parameter: ``momentum_buffer``; of AdamW ``step``, ``exp_avg``, ``exp_avg_sq``.
 
     Raises: ValueError naming a hyperparameter out of range, or a parameter of another shape. NotImplementedError for a

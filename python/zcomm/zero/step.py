@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -346,11 +347,11 @@ class OptimizerStep:
             return None if index in skipped else hyper[number_of[index]]
 
         for batch in matrices.batches(reversed(self._on_host) if reverse else self._on_host):
-            local = self._guarded(lambda batch=batch: matrices.parts_of(batch, hyper_of, grad_of))
+            local = self._guarded(partial(matrices.parts_of, batch, hyper_of, grad_of))
             check_error(self._parts.comm)
             self._updates = matrices.updates(local, hyper_of)
             numbers = {bucket.index for bucket in batch}
-            self._guarded(lambda n=numbers: state.step(islice(shards, len(n)), reverse, n))
+            self._guarded(partial(state.step, islice(shards, len(batch)), reverse, numbers))
         self._updates = {}
         self._guarded(lambda: list(shards))  # lets the source of shards finish its last one
         self._publish()

@@ -2,8 +2,8 @@
 
 [Note: whole matrices] Matrix n, in the order of the param groups, is rank n % world_size's. A batch is as many buckets,
 in the order of the step, as have a matrix for each rank. Of a batch each rank computes its parts (``Rule.part_of``).
-Then in each round every rank gathers one of its matrices, updates it beside the others, and scatters the update to the
-ranks that keep its parts: two all_to_all. In stage 0 ranks have the whole matrices and exchange the updates alone.
+Then come rounds. In each every rank gathers one of its matrices, makes the update, and scatters it to the ranks that
+keep its parts. These are two all_to_all. In stage 0 ranks have whole matrices, and exchange updates alone.
 Memory: of a batch this rank's parts, and one whole matrix with what its update needs. Each matrix is whole, and the
 rank does not depend on stage, tier or bucket size, so nor do the bits.
 Thread rule: the thread of the step.

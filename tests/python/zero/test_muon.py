@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,8 @@ def job() -> Iterator[None]:
 def network() -> nn.Sequential:
     """Build a model with matrices that are wide, tall and square, and with vectors."""
     torch.manual_seed(4)
-    return nn.Sequential(
-        nn.Linear(24, 50), nn.Tanh(), nn.Linear(50, 50), nn.LayerNorm(50), nn.Linear(50, 70), nn.Tanh(), nn.Linear(70, 5)
-    )
+    first, second, third, last = (nn.Linear(*sizes) for sizes in ((24, 50), (50, 50), (50, 70), (70, 5)))
+    return nn.Sequential(first, nn.Tanh(), second, nn.LayerNorm(50), third, nn.Tanh(), last)
 
 
 def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -114,7 +114,7 @@ OPTIONS: list[dict[str, Any]] = [
 @needs_torch
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_one_process_has_the_bits_of_torch(job: None, options: dict[str, Any]) -> None:
-    """Of the class alone, of the name, of torch's class and of an instance of it."""
+    """Compare the class alone, the name, torch's class and an instance of it."""
     plain = network()
     matrices, others = split(plain)
     exact = TorchMuon(matrices, **options)
@@ -130,7 +130,8 @@ def test_one_process_has_the_bits_of_torch(job: None, options: dict[str, Any]) -
         elif kind == "instance":
             opt = zcomm.ZeroOptimizer(model, TorchMuon(given, **options), stage=3, bucket_mb=0.01)
         else:
-            opt = zcomm.ZeroOptimizer(given, "muon" if kind == "name" else TorchMuon, stage=2, bucket_mb=0.01, **options)
+            which = "muon" if kind == "name" else TorchMuon
+            opt = zcomm.ZeroOptimizer(given, which, stage=2, bucket_mb=0.01, **options)
         for step in range(STEPS):
             loss_of(model, step, 0).backward()
             opt.step()
@@ -279,14 +280,18 @@ def test_the_bits_of_one_process_with_torchs_class(run_ranks: Run, tmp_path: Pat
             assert_same(end, exact)
 
 
+def noted(whole: Any, shapes: list[Any], matrix: torch.Tensor, hyper: Any) -> torch.Tensor:
+    shapes.append(tuple(matrix.shape))
+    return whole(matrix, hyper)
+
+
 def counted(folder: str) -> list[tuple[int, int]]:
     """Count the matrices that this rank makes orthogonal in two steps."""
     rank, ends = zcomm.init(timeout=60).rank, []
     for place in ((0, None, 25.0), (2, None, 25.0), (3, None, 0.004)):
         model, opt = make(place, folder)
         shapes: list[tuple[int, ...]] = []
-        whole = opt.rule.whole_update
-        opt.rule.whole_update = lambda matrix, hyper: shapes.append(tuple(matrix.shape)) or whole(matrix, hyper)
+        opt.rule.whole_update = partial(noted, opt.rule.whole_update, shapes)
         advance(opt, model, range(2), rank)
         ends.append((len(shapes), len(set(shapes))))
         opt.close()
@@ -387,7 +392,7 @@ def failing(call: str, folder: str) -> tuple[str, str]:
         setattr(opt.rule, call, fail)
     messages = []
     for what in (lambda: advance(opt, model, range(1, 2), rank), lambda: opt.state_dict()):
-        with pytest.raises(Exception, match=".") as caught:
+        with pytest.raises((OSError, RuntimeError)) as caught:
             what()
         messages.append(str(caught.value))
     opt.close()

@@ -47,9 +47,7 @@ class DeviceState(WholeState):
         if store:
             there.copy_(self.form.reordered(host, count, True) if self._master_first else host)
 
-    def step(
-        self, shards: Iterator[ShardStep], reverse: bool = False, buckets: Collection[int] | None = None
-    ) -> None:
+    def step(self, shards: Iterator[ShardStep], reverse: bool = False, buckets: Collection[int] | None = None) -> None:
         for shard in shards:
             self.step_shard(shard)
 

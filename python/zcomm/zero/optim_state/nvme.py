@@ -223,9 +223,7 @@ class SwappedState(ShardState):
 
     # --- the update --------------------------------------------------------------------------------------------
 
-    def step(
-        self, shards: Iterator[ShardStep], reverse: bool = False, buckets: Collection[int] | None = None
-    ) -> None:
+    def step(self, shards: Iterator[ShardStep], reverse: bool = False, buckets: Collection[int] | None = None) -> None:
         spans = [span for span in self._spans if buckets is None or span[0] in buckets]
         order = [self._numbers[span] for span in spans if span in self._numbers]
         numbers = deque(reversed(order) if reverse else order)  # swapped spans still to be read

@@ -87,9 +87,7 @@ class ShardState(ABC):
         """Return the state as it is now, for reading on another thread. copy: of the swap file, after ``flush``."""
 
     @abstractmethod
-    def step(
-        self, shards: Iterator[ShardStep], reverse: bool = False, buckets: Collection[int] | None = None
-    ) -> None:
+    def step(self, shards: Iterator[ShardStep], reverse: bool = False, buckets: Collection[int] | None = None) -> None:
         """Run one optimizer step over all shards. reverse: they come last bucket first, and so go the tiles. buckets:
         over those of these buckets alone, which follow each other."""
 
@@ -185,9 +183,7 @@ class RamState(WholeState):
     def tile(self, bucket: int, part: slice, *, load: bool = True, store: bool = False) -> Held:
         return nullcontext(self._part(bucket, part))
 
-    def step(
-        self, shards: Iterator[ShardStep], reverse: bool = False, buckets: Collection[int] | None = None
-    ) -> None:
+    def step(self, shards: Iterator[ShardStep], reverse: bool = False, buckets: Collection[int] | None = None) -> None:
         for shard in shards:
             count = self.counts[shard.bucket]
             for part in [slice(0, count)] if self._whole else cut(count):

@@ -53,9 +53,7 @@ class TieredState(ShardState):
     def measure(self, shard: ShardStep, sums: Sums) -> None:
         (self.device if self._there[shard.bucket] else self.host).measure(shard, sums)
 
-    def step(
-        self, shards: Iterator[ShardStep], reverse: bool = False, buckets: Collection[int] | None = None
-    ) -> None:
+    def step(self, shards: Iterator[ShardStep], reverse: bool = False, buckets: Collection[int] | None = None) -> None:
         self.host.step(self._others(shards), reverse, buckets)
 
     def _others(self, shards: Iterator[ShardStep]) -> Iterator[ShardStep]:

@@ -50,8 +50,8 @@ class Update:
 
 
 class Rule(ABC):
-    """The update of an optimizer, element by element; beside that a number of each whole parameter (``sums``), or a
-    matrix made of a whole matrix (``whole_matrices``).
+    """The update of an optimizer, element by element. Beside that a number of each whole parameter (``sums``), or a
+    matrix made of a whole one (``whole_matrices``).
 
     name: as in messages and checkpoints. arrays, state_dtype: the state of a tile. defaults: of a param group.
 
