@@ -296,7 +296,7 @@ def _check_rule(model: nn.Module | None, train: TrainState, lane: DeviceLane | N
         return
     kind, offload = train.rule.name, train.offload
     there = [names[id(param)] for param in params if offload.state_tier(names[id(param)], param) == "device"]
-    if there or offload.fraction < 1.0:
+    if there or (offload.rest == "device" and offload.fraction < 1.0):
         raise NotImplementedError(
             f"{kind}: optimizer state on a device ({format_names(there) or f'fraction={offload.fraction}'}) is not "
             "available, its matrices are updated on the host: use offload='cpu' or 'nvme', or AdamW"

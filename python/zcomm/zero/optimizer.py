@@ -85,12 +85,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
     """An optimizer with ZeRO stage 0 to 3 and offload.
 
     model: a module, or its parameters or param groups (stages 0 to 2).
-    optimizer: "adamw", "adam", "lion", "sgd", "adagrad" (fused), "lamb", or a class of ``torch.optim`` or an instance.
+    optimizer: "adamw", "adam", "lion", "sgd", "adagrad" (fused), "lamb", "muon", or a class of ``torch.optim`` or an
+    instance.
     An instance keeps its param groups: both have the same list (until ``close()``, without frozen parameters). So what
     is set on either, by a schedule too, counts in the next step. Its ``step()`` and ``state_dict()`` raise until then.
     Adam, AdamW, SGD and Adagrad become the fused ones. Others run as they are on fp32 shards where they are elementwise
-    (RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop). None: the model is not trained. Its weights are rank 0's, in
-    the precision given, and in stage 3 sharded and offloaded; backward passes and steps raise.
+    (RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop). Muon takes matrices; param groups with ``"use_muon": False``
+    are AdamW's. None: the model is not trained. Its weights are rank 0's, in the precision given, and in stage 3
+    sharded and offloaded; backward passes and steps raise.
     stage: 0 replicated, 1 and 2 sharded optimizer state and gradients, 3 and parameters.
     offload: None, "cpu", "nvme" or ``zcomm.Offload``. nvme_path: directory on the drive, needed by "nvme". A list
     stripes the state over several drives, one directory on each.

@@ -23,6 +23,11 @@ NAMED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def _by_dimensions(params: list[torch.nn.Parameter]) -> list[dict[str, Any]]:
+    """Return groups for Muon: matrices, and what AdamW updates."""
+    return [{"params": [p for p in params if (p.ndim == 2) == muon], "use_muon": muon} for muon in (True, False)]
+
+
 _seeding = threading.Lock()  # ranks may be threads
 
 
@@ -72,6 +77,7 @@ class Job:
             "nesterov": lambda: torch.optim.SGD(trained, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
             "nadam": lambda: torch.optim.NAdam(trained, lr=1e-2),
             "asgd": lambda: torch.optim.ASGD(trained, lr=1e-1),
+            "muon": lambda: zcomm.optim.Muon(_by_dimensions(trained), lr=1e-2),
         }.get(self.optimizer, lambda: NAMED[self.optimizer][0])()
         args = NAMED.get(self.optimizer, ("", {}))[1]
         scale = {"loss_scale": zcomm.zero.LossScale(initial_power=10)} if self.precision == "fp16" else {}

@@ -239,8 +239,11 @@ def train(place: tuple[int, Any, float], precision: str, folder: str, **options:
 
 def train_everywhere(folder: str, tile_count: int) -> dict[Any, str]:
     import zcomm.zero.layout.tiles as tiles
+    import zcomm.zero.optim_state.nvme as nvme
 
     tiles.TILE_COUNT = tile_count
+    usual = nvme.SPAN_TILES, nvme.WINDOWS
+    nvme.SPAN_TILES, nvme.WINDOWS = 2, 4  # more spans than windows
     options: dict[str, Any] = {"clip_norm": 0.5}
     try:
         return {
@@ -250,6 +253,7 @@ def train_everywhere(folder: str, tile_count: int) -> dict[Any, str]:
         }
     finally:
         tiles.TILE_COUNT = 65536
+        nvme.SPAN_TILES, nvme.WINDOWS = usual
 
 
 @pytest.mark.slow

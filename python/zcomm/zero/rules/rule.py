@@ -1,7 +1,8 @@
 """Rules: one optimizer's arithmetic on the tiles of a shard. FusedRule runs the core's kernels; torch's classes that
 have none run through TorchRule (torch_rule.py).
 
-A rule is elementwise, so where a shard is cut changes no bits. It counts steps per param group (``group["step"]``).
+A rule changes a shard element by element, so where it is cut changes no bits. It counts steps per param group
+(``group["step"]``).
 """
 
 from __future__ import annotations
