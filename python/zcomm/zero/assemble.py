@@ -291,7 +291,7 @@ def _check_rule(model: nn.Module | None, train: TrainState, lane: DeviceLane | N
     names = names_of(model, params)
     for number, group in enumerate(train.param_groups):
         for param in group["params"]:
-            train.rule.check_param(number, names[id(param)], param.shape)
+            train.rule.check_param(number, names[id(param)], param)
     if not train.rule.whole_matrices or lane is None:
         return
     kind, offload = train.rule.name, train.offload

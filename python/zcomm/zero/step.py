@@ -350,6 +350,7 @@ class OptimizerStep:
             local = self._guarded(partial(matrices.parts_of, batch, hyper_of, grad_of))
             check_error(self._parts.comm)
             self._updates = matrices.updates(local, hyper_of)
+            self._guarded(matrices.check)
             numbers = {bucket.index for bucket in batch}
             self._guarded(partial(state.step, islice(shards, len(batch)), reverse, numbers))
         self._updates = {}

@@ -18,7 +18,6 @@ import torch
 
 from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.parts import Parts
-from zcomm.zero.poison import broadcast_error
 from zcomm.zero.rules.rule import Rule, Update
 from zcomm.zero.tensors.pieces import pieces, replicated
 
@@ -33,6 +32,7 @@ class WholeMatrices:
         self._parts, self._rule = parts, rule
         every = [index for index in range(parts.geometry.trained_count) if parts.group_of[index] in rule.whole_matrices]
         every.sort(key=parts.first_index.__getitem__)
+        self._error: BaseException | None = None
         self._owner_of = {index: number % parts.comm.world_size for number, index in enumerate(every)}
 
     def batches(self, buckets: Iterable[FlatBucket]) -> Iterator[list[FlatBucket]]:
@@ -80,7 +80,10 @@ class WholeMatrices:
         return slice(begin - place.offset, max(begin, end) - place.offset)
 
     def updates(self, local: dict[int, torch.Tensor], hyper_of: Callable[[int], Any]) -> dict[int, Update]:
-        """Make the updates of what ``parts_of`` has returned, into the same memory. Collective."""
+        """Make the updates of what ``parts_of`` has returned, into the same memory. Collective.
+
+        An error of an update ends no collective: ``check`` raises it.
+        """
         parts = self._parts
         queues: list[list[int]] = [[] for _ in range(parts.comm.world_size)]
         for index in local:
@@ -93,6 +96,12 @@ class WholeMatrices:
             begin = self._range(index, parts.comm.rank).start + place.offset - parts.store.part(bucket).start
             found[index] = Update(begin, elements, place.shape)
         return found
+
+    def check(self) -> None:
+        """Raise the error of the last ``updates``, of this rank alone."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def _round(
         self, chosen: Sequence[int | None], local: dict[int, torch.Tensor], hyper_of: Callable[[int], Any]
@@ -118,13 +127,13 @@ class WholeMatrices:
             comm.all_to_all(mine, [whole] * comm.world_size, name=_NAME)
 
     def _updated(self, index: int, matrix: torch.Tensor, hyper: Any) -> torch.Tensor:
-        """Return the flat update of a whole flat matrix."""
+        """Return the flat update of a whole flat matrix; zeros where there is an error."""
         try:
             update = self._rule.whole_update(matrix.view(self._parts.geometry.places[index].shape), hyper)
             return update.contiguous().view(-1)
         except BaseException as error:
-            broadcast_error(self._parts.comm, error)
-            raise
+            self._error = self._error or error
+            return torch.zeros_like(matrix)
 
     def _cut(self, index: int | None, matrix: torch.Tensor | None) -> list[torch.Tensor]:
         """Cut a whole matrix into the bytes of each rank's part."""

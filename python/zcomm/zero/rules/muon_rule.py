@@ -73,9 +73,16 @@ class MuonRule(Rule):
         if not is_muon(group):
             self._adamw.check_now(group)
 
-    def check_param(self, group: int, name: str, shape: torch.Size) -> None:
-        if group in self.whole_matrices:
-            check_matrix(f"parameter {name}", shape)
+    def check_param(self, group: int, name: str, param: torch.Tensor) -> None:
+        """Check the shape, and that an attribute ``use_muon``, which DeepSpeed reads, is that of the group."""
+        muon = group in self.whole_matrices
+        if muon:
+            check_matrix(f"parameter {name}", param.shape)
+        if bool(getattr(param, "use_muon", muon)) != muon:
+            raise ValueError(
+                f"parameter {name} has use_muon={not muon}, and is in param group {group}, which has use_muon={muon}: "
+                "put it into another group, or change its attribute"
+            )
 
     def shown(self, group: int) -> dict[str, str]:
         return {_MOMENTUM: self.arrays[0]} if group in self.whole_matrices else super().shown(group)

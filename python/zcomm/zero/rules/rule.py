@@ -122,7 +122,7 @@ class Rule(ABC):
         """Compute the update of a whole matrix, in its shape. May change ``matrix``. hyper: from ``prepare``."""
         raise NotImplementedError
 
-    def check_param(self, group: int, name: str, shape: torch.Size) -> None:
+    def check_param(self, group: int, name: str, param: torch.Tensor) -> None:
         """Raise ValueError for a parameter of group number ``group`` that the rule cannot update."""
         return
 
