@@ -93,6 +93,28 @@ def test_the_alias_distribution_comes_after_what_is_installed(script: Path, othe
     assert finds(run("-c", start, path=other))[2] == INSTALLED
 
 
+def test_the_alias_distribution_finds_a_zcomm_whose_place_comes_later_on_the_path(
+    script: Path, other: Path, tmp_path: Path
+) -> None:
+    """The alias is in a virtual environment, and zcomm in the system's packages."""
+    late = tmp_path / "late"
+    late.mkdir()
+    (late / "zcomm").symlink_to(ROOT / "python" / "zcomm")
+    place = str(ROOT / "packaging" / "zcomm-deepspeed")
+    start = (
+        "import site, sys\nsys.argv = ['']\n"
+        "def has_zcomm(place):\n    import os\n    return os.path.isdir(os.path.join(place or '.', 'zcomm'))\n"
+        "sys.path[:] = [one for one in sys.path if not has_zcomm(one)]\n"
+        "sys.meta_path[:] = [one for one in sys.meta_path if not type(one).__module__.startswith('_')]\n"
+        f"site.addsitedir({place!r})\nsys.path.append({str(late)!r})\nexec(open({str(script)!r}).read())\n"
+    )
+    lines = finds(run("-c", start))
+    assert lines[1:3] == OURS[1:3] and lines[0].endswith("site/deepspeed/__init__.py")
+    assert finds(run("-c", start, path=other))[1:3] == ["0.18.0", INSTALLED]
+    version_first = "import importlib.metadata as m\nassert m.version('deepspeed') != ''\n"
+    assert finds(run("-c", start.replace("exec(", f"{version_first}exec(")))[2] == OURS[2]
+
+
 def test_one_module_has_two_names(script: Path) -> None:
     script.write_text(
         "import deepspeed.ops.adam as one, zcomm.compat.deepspeed.ops.adam as other, importlib.util, deepspeed\n"
