@@ -13,10 +13,17 @@ import pytest
 
 from running import FOREIGN
 from tiers import slow
+from zcomm.compat.deepspeed import alias
 
 PAGES = Path(__file__).parents[2] / "docs" / "migrate"
 NEEDS = {"accelerate": ("accelerate",), "trainer": ("transformers", "accelerate"), "trl": ("trl", "datasets")}
 NAMES = [path.stem for path in sorted(PAGES.glob("*.md"))]
+MODULES = {
+    "python": [],
+    "zcomm": ["-m", "zcomm.cli.main"],
+    "torchrun": ["-m", "torch.distributed.run"],
+    "accelerate": ["-m", "accelerate.commands.accelerate_cli"],
+}
 SAME = ("ddp", "fsdp2", "deepspeed")  # all commands of these pages print one loss
 
 
@@ -34,8 +41,7 @@ def commands(page: str) -> list[list[str]]:
     for block in re.findall(r"```console\n(.*?)```", page, re.DOTALL):
         for line in block.splitlines():
             words = shlex.split(line.removeprefix("$ "))
-            module = {"python": [], "zcomm": ["-m", "zcomm.cli.main"], "torchrun": ["-m", "torch.distributed.run"]}
-            found.append([sys.executable, *module[words[0]], *words[1:]])
+            found.append([sys.executable, *MODULES[words[0]], *words[1:]])
     return found
 
 
@@ -49,7 +55,11 @@ def test_page(name: str, tmp_path: Path) -> None:
     environment |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
     losses = []
     for command in commands(page):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, cwd=tmp_path)
+        paths = environment.get("PYTHONPATH", "")  # zcomm run needs nothing there
+        more = {"PYTHONPATH": alias.with_folder(paths)} if MODULES["accelerate"][-1] in command else {}
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=200, env=environment | more, cwd=tmp_path
+        )
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
         losses.append(float(re.findall(r"last loss ([0-9.]+)", done.stdout)[-1]))
     assert len(losses) >= 2

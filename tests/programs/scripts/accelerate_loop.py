@@ -31,7 +31,6 @@ def main() -> None:
     given = parser.parse_args()
 
     from accelerate import Accelerator, DeepSpeedPlugin
-    from accelerate.utils import InitProcessGroupKwargs
 
     plugin = None
     if given.stage is not None:
@@ -53,11 +52,7 @@ def main() -> None:
             }
         settings = zero(given.stage, given.tier, given.folder, **more) | {"gradient_clipping": 0.0}
         plugin = DeepSpeedPlugin(hf_ds_config=settings)
-    # Without a GPU Accelerate makes one process, unless a backend is named.
-    handlers = [] if plugin is None else [InitProcessGroupKwargs(backend="zcomm")]
-    accelerator = Accelerator(
-        cpu=plugin is None, gradient_accumulation_steps=ACCUMULATION, deepspeed_plugin=plugin, kwargs_handlers=handlers
-    )
+    accelerator = Accelerator(cpu=plugin is None, gradient_accumulation_steps=ACCUMULATION, deepspeed_plugin=plugin)
     data = torch.randn(96, 8, generator=torch.Generator().manual_seed(1))
 
     def prepared() -> Any:

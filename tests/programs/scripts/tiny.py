@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -81,14 +80,7 @@ def zero(stage: int, tier: str, folder: Path, **more: Any) -> dict[str, Any]:
 
 def arguments_of_trainer(stage: int | None, tier: str, folder: Path) -> dict[str, Any]:
     """Return the TrainingArguments that choose one process, or ``stage`` on the ranks of the launcher."""
-    if stage is None:
-        return {"use_cpu": True}
-    from accelerate import PartialState
-
-    # Without a GPU Accelerate makes one process, unless a backend is named.
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    PartialState(backend="zcomm")
-    return {"deepspeed": zero(stage, tier, folder), "accelerator_config": {"use_configured_state": True}}
+    return {"use_cpu": True} if stage is None else {"deepspeed": zero(stage, tier, folder)}
 
 
 def report(**result: Any) -> None:

@@ -142,6 +142,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, ZeroOptimize
 
     import torch
 
+    from zcomm.compat.deepspeed import hugging_face
     from zcomm.compat.deepspeed.accelerator import training_device
     from zcomm.compat.deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
     from zcomm.compat.deepspeed.runtime.zero import (
@@ -154,6 +155,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, ZeroOptimize
     if given.get("dist_init_required") is not False and not torch.distributed.is_initialized():
         port = given.get("distributed_port")
         init_distributed(distributed_port=TORCH_DISTRIBUTED_DEFAULT_PORT if port is None else port)
+    if torch.distributed.is_initialized():
+        hugging_face.check_ranks(torch.distributed.get_world_size())
     parameter_offload.install()
     if kwargs.get("device") is None:
         kwargs["device"] = training_device()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from zcomm.comm import job
-from zcomm.compat.deepspeed import init_distributed
+from zcomm.compat.deepspeed import hugging_face, init_distributed
 from zcomm.compat.deepspeed.accelerator import get_accelerator
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "init_distributed",
     "initialize_mesh_device",
     "is_available",
+    "is_initialized",
     "log_summary",
     "reduce_scatter_fn",
     "reset_log",
@@ -53,6 +54,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def is_available() -> bool:
     """Return True: the group is zcomm's own."""
     return True
+
+
+def is_initialized() -> bool:
+    """Return True if torch.distributed has a default group."""
+    hugging_face.name_backend()
+    return dist.is_initialized()
 
 
 def get_local_rank() -> int:
