@@ -133,6 +133,8 @@ def initialize(
         raw=raw_config(source, settings),
         trained=base is not None,
     )
+    if optimizer is not None:
+        engine.client_optimizer = zero.optimizer
     if settings.comms_logger.enabled:
         engine._reports.log_collectives(zero, settings.comms_logger)
     return engine, engine.optimizer, loader, scheduler

@@ -132,29 +132,45 @@ class Engine(EngineFacts, nn.Module):
         micro-steps of one step. Returns: ``loss``, divided by the micro-steps where ``scale_wrt_gas`` is True, for logs
         that add them up. Raises: ValueError where it is not a scalar that needs gradients.
         """
-        self._check_alive("backward")
-        optimizer = self._trained("backward")
+        optimizer = self._begin_pass("backward", loss, scale_wrt_gas)
+        with self._timers.phase("backward"), self._reports.phase("backward", self.global_steps):
+            optimizer.backward(loss, retain_graph=retain_graph)
+        self._end_pass(loss)
+        return loss / self._batch.accumulation if scale_wrt_gas else loss
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return ``loss`` for a ``backward()`` by the program, once, in place of ``engine.backward(loss)``.
+
+        fp16 needs it: the tensor is scaled then. Raises: as ``backward``.
+        """
+        scaled = self._begin_pass("scale", loss, True).scale(loss)
+        self._end_pass(loss)
+        return scaled
+
+    def _begin_pass(self, call: str, loss: torch.Tensor, scale_wrt_gas: bool) -> ZeroOptimizer:
+        """Check the loss of a backward pass, and tell the optimizer of what it is. Returns: the optimizer."""
+        self._check_alive(call)
+        optimizer = self._trained(call)
         if not isinstance(loss, torch.Tensor):
-            raise ValueError(f"backward() needs the loss as a tensor, got {type(loss).__name__}")
+            raise ValueError(f"{call}() needs the loss as a tensor, got {type(loss).__name__}")
         if loss.numel() != 1:
-            raise ValueError(
-                f"backward() needs a scalar loss, got shape {list(loss.shape)}; reduce it, e.g. loss.mean()"
-            )
+            raise ValueError(f"{call}() needs a scalar loss, got shape {list(loss.shape)}; reduce it, e.g. loss.mean()")
         if not loss.requires_grad:
-            raise ValueError("backward() needs a loss that depends on trainable parameters (requires_grad is False)")
+            raise ValueError(f"{call}() needs a loss that depends on trainable parameters (requires_grad is False)")
         if self._averages not in (None, scale_wrt_gas):
             raise ValueError(
-                f"backward(): scale_wrt_gas={scale_wrt_gas} after scale_wrt_gas={self._averages} in one accumulation"
+                f"{call}(): scale_wrt_gas={scale_wrt_gas} after scale_wrt_gas={self._averages} in one accumulation"
             )
         self._averages = optimizer.averages = scale_wrt_gas
         # Before backward: with overlap the hooks must know whether this micro-step is the last one.
         optimizer.boundary = self.is_gradient_accumulation_boundary()
-        with self._timers.phase("backward"), self._reports.phase("backward", self.global_steps):
-            optimizer.backward(loss, retain_graph=retain_graph)
+        return optimizer
+
+    def _end_pass(self, loss: torch.Tensor) -> None:
+        """Count a backward pass."""
         self._last_loss = loss.detach()
         self._reports.loss(loss)
         self._passes += 1
-        return loss / self._batch.accumulation if scale_wrt_gas else loss
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End the micro-step; at a boundary clip, update the weights, zero the gradients, move the schedule on.

@@ -12,6 +12,8 @@ import torch
 from zcomm.config import BatchSizes, Config
 
 if TYPE_CHECKING:
+    from zcomm.engine.reports import Reports
+    from zcomm.monitor import Monitors
     from zcomm.zero import ZeroOptimizer
 
 
@@ -19,6 +21,7 @@ class EngineFacts:
     """The read-only part of Engine, which has the attributes."""
 
     optimizer: Any
+    client_optimizer: torch.optim.Optimizer | None = None
     global_steps: int
     world_size: int
     mpu = None  # there is no model parallelism
@@ -27,6 +30,8 @@ class EngineFacts:
     _config: Config
     _zero: ZeroOptimizer
     _applied: bool
+    _reports: Reports
+    config: dict[str, Any]
 
     def train_batch_size(self) -> int:
         """Return the samples per optimizer step, all ranks together."""
@@ -71,6 +76,44 @@ class EngineFacts:
     def dynamic_loss_scale(self) -> bool:
         """Return True if the loss scale of fp16 is not fixed."""
         return self._config.fp16.loss_scale == 0
+
+    def steps_per_print(self) -> int | None:
+        """Return the optimizer steps between progress lines; None: there are none."""
+        return self._config.steps_per_print
+
+    def wall_clock_breakdown(self) -> bool:
+        """Return True if the seconds of forward, backward and step are printed."""
+        return self._config.wall_clock_breakdown
+
+    def optimizer_name(self) -> str | None:
+        """Return the class of the optimizer that ``initialize`` was given, else the configuration's in lower case."""
+        if self.client_optimizer is not None:
+            return type(self.client_optimizer).__name__
+        name = self._given("optimizer", "type")
+        return None if name is None else str(name).lower()
+
+    def optimizer_params(self) -> dict[str, Any] | None:
+        """Return the ``params`` of the configuration's optimizer, as they were given."""
+        found: dict[str, Any] | None = self._given("optimizer", "params")
+        return found
+
+    def scheduler_name(self) -> str | None:
+        """Return the type of the configuration's schedule."""
+        found: str | None = self._given("scheduler", "type")
+        return found
+
+    def scheduler_params(self) -> dict[str, Any] | None:
+        """Return the ``params`` of the configuration's schedule, as they were given."""
+        found: dict[str, Any] | None = self._given("scheduler", "params")
+        return found
+
+    def _given(self, section: str, key: str) -> Any:
+        return (self.config.get(section) or {}).get(key)
+
+    @property
+    def monitor(self) -> Monitors:
+        """The monitors of the configuration: ``enabled``, ``write_events([(name, value, samples), ...])``."""
+        return self._reports.monitors
 
     def get_lr(self) -> list[float]:
         """Return the learning rate of each parameter group; no group where there is no optimizer."""

@@ -67,8 +67,8 @@ class ThroughputTimer:
         if self._start_s is None:
             self._start_s = time.perf_counter()
 
-    def stop(self, global_step: bool = False) -> None:
-        """Stop the clock. global_step: an optimizer step has ended."""
+    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
+        """Stop the clock. global_step: an optimizer step has ended. report_speed: without effect: it prints nothing."""
         if self._start_s is None:
             return
         elapsed_s, self._start_s = time.perf_counter() - self._start_s, None

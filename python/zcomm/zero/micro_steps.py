@@ -19,8 +19,8 @@ class MicroSteps:
     def __init__(self, parts: Parts, train: TrainState, step: OptimizerStep) -> None:
         self._parts, self._train, self._step = parts, train, step
 
-    def backward(self, loss: torch.Tensor, retain_graph: bool) -> None:
-        """Run ``loss.backward()`` on the scaled loss."""
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the scaled loss, of which ``backward()`` is to be called once."""
         train, reducer = self._train, self._parts.reducer
         train.scaled_passes += 1
         if train.scaler is not None:
@@ -28,7 +28,7 @@ class MicroSteps:
             loss = loss.float() * train.scaler.scale
         if loss.grad_fn is not None:
             loss.register_hook(lambda grad: reducer.arm())
-        loss.backward(retain_graph=retain_graph)
+        return loss
 
     def end(self) -> None:
         """End a micro-step: see ZeroOptimizer.step."""

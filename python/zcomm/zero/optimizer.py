@@ -303,7 +303,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         """Run ``loss.backward()``, with the loss scaled where precision is fp16."""
         self._check_trained("backward")
-        self._passes.backward(loss, retain_graph)
+        self._passes.scaled(loss).backward(retain_graph=retain_graph)
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return ``loss`` for a ``backward()`` by the program, which calls it once: scaled where precision is fp16."""
+        self._check_trained("scale")
+        return self._passes.scaled(loss)
 
     def _check_trained(self, call: str) -> None:
         if isinstance(self._train.rule, NoRule):

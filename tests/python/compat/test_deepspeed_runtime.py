@@ -20,7 +20,11 @@ from zcomm.compat.deepspeed.runtime.dataloader import RepeatingLoader
 from zcomm.compat.deepspeed.runtime.utils import partition_uniform, required_torch_version
 from zcomm.compat.deepspeed.runtime.zero import memory_estimates
 from zcomm.compat.deepspeed.runtime.zero.init import Init
-from zcomm.compat.deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadParamConfig
+from zcomm.compat.deepspeed.runtime.zero.offload_config import (
+    DeepSpeedZeroOffloadParamConfig,
+    OffloadDeviceEnum,
+    OffloadStateTypeEnum,
+)
 from zcomm.compat.deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from zcomm.compat.deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -56,6 +60,11 @@ def test_isinstance_answers_by_stage(stage: int) -> None:
         with pytest.raises(NotImplementedError, match="is not made by programs"):
             kind()
     assert hasattr(optimizer, "parameter_offload") is (stage == 3)
+    kinds = [OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params]  # as OpenRLHF calls them
+    optimizer.offload_states(include=kinds, device=OffloadDeviceEnum.cpu, pin_memory=True, non_blocking=True)
+    optimizer.reload_states(non_blocking=True)
+    with pytest.raises(ValueError, match="expected some of"):
+        optimizer.offload_states(include=["weights"])
     engine.destroy()
 
 

@@ -216,6 +216,59 @@ def test_facts(job: None) -> None:
     assert LossScaler(8.0).cur_scale == 8.0 and not LossScaler(8.0).dynamic and LossScaler(LossScale()).dynamic
 
 
+def test_words_of_the_configuration(job: None) -> None:
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}
+    engine = engine_of(steps_per_print=7, wall_clock_breakdown=True, scheduler=schedule)
+    assert (engine.steps_per_print(), engine.wall_clock_breakdown()) == (7, True)
+    assert (engine.optimizer_name(), engine.optimizer_params()) == ("sgd", SGD["params"])
+    assert (engine.scheduler_name(), engine.scheduler_params()) == ("WarmupLR", schedule["params"])
+    assert engine.monitor.enabled is False
+    engine.monitor.write_events([("a", 1.0, 1)])
+    engine.destroy()
+    net = network()
+    own, *_ = zcomm.initialize(
+        model=net, optimizer=torch.optim.AdamW(net.parameters()), config={"train_micro_batch_size_per_gpu": 2}
+    )
+    assert (own.optimizer_name(), own.optimizer_params()) == ("AdamW", None)
+    assert (own.scheduler_name(), own.scheduler_params(), own.steps_per_print()) == (None, None, None)
+    own.destroy()
+
+
+def scaled_backward(folder: str) -> None:
+    rank = zcomm.init().rank
+    halves = {"fp16": {"enabled": True, "initial_scale_power": 6}}
+    for stage, more in ((0, {}), (2, halves), (3, halves), (2, {"gradient_accumulation_steps": 2})):
+        ends = []
+        for manual in (False, True):
+            engine = engine_of(stage, **more)
+            for number in range(4):
+                x = torch.randn(2, 9, generator=torch.Generator().manual_seed(10 * number + rank))
+                out = engine(x[:, :6].to(next(engine.parameters()).dtype))
+                loss = F.mse_loss(out.float(), x[:, 6:])
+                if manual:
+                    engine.scale(loss).backward()
+                else:
+                    engine.backward(loss)
+                engine.step()
+            assert engine.skipped_steps == 0
+            ends.append(weights(engine))
+            engine.destroy()
+        assert torch.equal(*ends), stage
+        assert not torch.equal(ends[0], torch.cat([p.detach().flatten() for p in network().parameters()]).to(ends[0]))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_scaled_loss_has_its_own_backward(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
+    run_ranks(scaled_backward, world_size, str(tmp_path))
+
+
+def test_a_loss_that_cannot_be_scaled_is_an_error(job: None) -> None:
+    engine = engine_of()
+    with pytest.raises(ValueError, match=r"scale\(\) needs a scalar loss, got shape \[2\]"):
+        engine.scale(torch.ones(2, requires_grad=True))
+    engine.destroy()
+
+
 def test_the_configuration_is_a_dict_with_the_values_in_effect_as_attributes(job: None, tmp_path: Path) -> None:
     given = {"train_batch_size": 2, "optimizer": SGD, "bf16": {"enabled": "auto"}}
     path = tmp_path / "ds.json"
@@ -248,6 +301,7 @@ def test_the_timer_counts_samples_of_steps(job: None, monkeypatch: pytest.Monkey
             loss_of(engine, number)
             engine.train()
     assert engine.tput_timer.global_step_count == 4
+    engine.tput_timer.stop(global_step=True, report_speed=False)  # not started: nothing counts
     assert engine.tput_timer.avg_samples_per_sec() == pytest.approx(4 / 0.5)
     engine.destroy()
 

@@ -1,4 +1,6 @@
-"""``optimizer.parameter_offload`` of stage 3: what programs take off before ``generate()``, and put on again.
+"""Attributes of DeepSpeed's optimizers: ``parameter_offload`` of stage 3, ``offload_states``, ``reload_states``.
+
+``parameter_offload`` is what programs take off before ``generate()``, and put on again.
 
 Such programs gather all weights, remove the hooks of DeepSpeed's modules, generate, and add the hooks again. Here the
 hooks stay. Inside of GatheredParameters they find all weights whole, gather nothing, and count nothing.
@@ -13,6 +15,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
+from zcomm.engine.states import offload_states
 from zcomm.zero.optimizer import ZeroOptimizer  # the class itself, whatever zcomm.zero.ZeroOptimizer is now
 from zcomm.zero.registry import parts_of
 
@@ -70,10 +73,27 @@ class _NoModules:
         return self if param is None else set()
 
 
+def _offload_states(
+    optimizer: ZeroOptimizer,
+    include: Any = None,
+    device: Any = "cpu",
+    pin_memory: bool = True,
+    non_blocking: bool = False,
+) -> None:
+    """Do as ``engine.offload_states``, which says what the arguments are. Raises: as it."""
+    offload_states(optimizer, parts_of(optimizer).device, include, device)
+
+
+def _reload_states(optimizer: ZeroOptimizer, non_blocking: bool = False) -> None:
+    """Do nothing: ``offload_states`` has moved nothing."""
+
+
 def install() -> None:
     """Give ZeroOptimizer and parameters these attributes. Idempotent."""
     for kind, name, view in (
         (ZeroOptimizer, "parameter_offload", _Offload()),
+        (ZeroOptimizer, "offload_states", _offload_states),
+        (ZeroOptimizer, "reload_states", _reload_states),
         (nn.Parameter, "ds_active_sub_modules", _NoModules()),
     ):
         if name not in vars(kind):
