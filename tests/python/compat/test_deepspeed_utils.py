@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +17,15 @@ from zcomm.compat.deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
     safe_set_full_fp32_param,
     safe_set_full_grad,
     safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_grad,
+    safe_set_local_optimizer_state,
 )
 
 
@@ -33,6 +42,7 @@ def engine_of(stage: int, **more: Any) -> Any:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "gradient_clipping": 0.0,
         "zero_optimization": {"stage": stage},
         **more,
     }
@@ -102,3 +112,59 @@ def test_parameters_of_no_engine() -> None:
     other(torch.ones(1, 2)).sum().backward()
     assert safe_get_full_grad(other.weight) is other.weight.grad, "of a model that torch trains alone"
     engine.destroy()
+
+
+KINDS = {
+    "master": (safe_get_local_fp32_param, safe_set_local_fp32_param, safe_get_full_fp32_param),
+    "gradient": (safe_get_local_grad, safe_set_local_grad, safe_get_full_grad),
+    "state": (
+        lambda param: safe_get_local_optimizer_state(param, "exp_avg"),
+        lambda param, value: safe_set_local_optimizer_state(param, value, "exp_avg"),
+        lambda param: safe_get_full_optimizer_state(param, "exp_avg"),
+    ),
+}
+
+
+def parts_of_ranks(folder: str) -> None:
+    """Read and set this rank's parts; together they are the whole tensors, and the step uses what was set."""
+    importlib.import_module("zcomm.compat.deepspeed.runtime.zero.partition_parameters")  # ds_tensor
+    comm, nvme = zcomm.init(), {"device": "nvme", "nvme_path": folder}
+    for precision, tier in itertools.product(({}, {"bf16": {"enabled": True}}), ({"device": "none"}, nvme)):
+        engine = engine_of(
+            3, **precision, zero_optimization={"stage": 3, "offload_param": tier, "offload_optimizer": tier}
+        )
+        ones = torch.ones(2, 4, dtype=next(engine.module.parameters()).dtype)
+        for step in (True, False):
+            engine.backward(engine(ones).float().square().sum())
+            if step:
+                engine.step()
+        wanted = {}
+        for name, param in engine.module.named_parameters():
+            if name.startswith("1."):  # frozen
+                for read, write, _ in KINDS.values():
+                    assert read(param) is None
+                    write(param, torch.ones(1))
+                continue
+            count = param.ds_tensor.numel()
+            counts = comm.all_gather(torch.tensor([count])).tolist()
+            assert sum(counts) == param.numel()
+            begin = sum(counts[: comm.rank])
+            new = torch.full((count,), 0.25 * (comm.rank + 1))
+            wanted[name] = torch.cat([torch.full((n,), 0.25 * (rank + 1)) for rank, n in enumerate(counts)])
+            for kind, (read, write, whole) in KINDS.items():
+                assert torch.equal(read(param), whole(param).reshape(-1)[begin : begin + count]), (name, kind)
+                write(param, new)
+                assert torch.equal(read(param), new), (name, kind)
+                assert torch.equal(whole(param), wanted[name].view(param.ds_shape)), (name, kind)
+                with pytest.raises(ValueError, match=f"the value has {count + 1} elements, this rank keeps {count}"):
+                    write(param, torch.ones(count + 1))
+        engine.step()
+        for name, value in wanted.items():  # gradient and moment were the same
+            moment = safe_get_full_optimizer_state(engine.module.get_parameter(name), "exp_avg")
+            torch.testing.assert_close(moment.reshape(-1), value)
+        engine.destroy()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_parts_of_ranks(run_ranks: Callable[..., list[Any]], tmp_path: Path, world_size: int) -> None:
+    run_ranks(parts_of_ranks, world_size, str(tmp_path))

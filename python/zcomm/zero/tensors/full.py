@@ -21,7 +21,8 @@ def _found(param: torch.Tensor) -> tuple[TrainState, Parts, int | None]:
     return found
 
 
-def _trained(param: torch.Tensor) -> tuple[TrainState, Parts, int]:
+def trained(param: torch.Tensor) -> tuple[TrainState, Parts, int]:
+    """Return state, parts and number of a trained parameter. Raises: ValueError for another one."""
     train, parts, index = owner_of(param) or _found(param)
     if index is None or parts.geometry.is_frozen(index):
         raise ValueError(f"a parameter of shape {tuple(param.shape)} is not trained: it has neither gradient nor state")
@@ -37,13 +38,18 @@ def _value(parts: Parts, index: int, value: torch.Tensor) -> torch.Tensor:
     return value.detach().to(torch.float32).reshape(-1)
 
 
-def _array(train: TrainState, parts: Parts, index: int, key: str) -> str:
-    """Return the array that a parameter's state ``key`` is in."""
+def state_key(train: TrainState, parts: Parts, index: int, key: str) -> str:
+    """Return the array that a parameter's state ``key`` is in. Raises: ValueError."""
     names = train.rule.shown(parts.group_of[index])
     if key not in names:
         known = ", ".join((*names, "step"))
         raise ValueError(f"{parts.names[index]} has no optimizer state {key!r}; it has {known}")
     return names[key]
+
+
+def steps(train: TrainState, index: int) -> torch.Tensor:
+    """Return how many steps have updated a parameter, as torch's state has it."""
+    return torch.tensor(float(train.cohorts.steps(index, train.param_groups)))
 
 
 def full_param(param: torch.Tensor) -> torch.Tensor:
@@ -87,13 +93,13 @@ def full_grad(param: torch.Tensor) -> torch.Tensor | None:
     sum, as long as nothing has been reduced. None before a backward pass, and after ``zero_grad()``: where ``p.grad``
     is None.
     """
-    _, parts, index = _trained(param)
+    _, parts, index = trained(param)
     return pieces.gradient(parts, index)
 
 
 def set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     """Replace the gradient that ``full_grad`` gives. Raises: RuntimeError before a backward pass."""
-    _, parts, index = _trained(param)
+    _, parts, index = trained(param)
     pieces.set_gradient(parts, index, _value(parts, index, value))
 
 
@@ -102,16 +108,16 @@ def full_optim_state(param: torch.Tensor, key: str) -> torch.Tensor:
 
     Raises: ValueError naming the keys that there are.
     """
-    train, parts, index = _trained(param)
+    train, parts, index = trained(param)
     if key == "step":
-        return torch.tensor(float(train.cohorts.steps(index, train.param_groups)))
-    whole = pieces.array(parts, index, _array(train, parts, index, key))
+        return steps(train, index)
+    whole = pieces.array(parts, index, state_key(train, parts, index, key))
     assert whole is not None
     return whole
 
 
 def set_full_optim_state(param: torch.Tensor, value: torch.Tensor, key: str) -> None:
     """Replace state array ``key``. value: the same on each rank. Collective."""
-    train, parts, index = _trained(param)
+    train, parts, index = trained(param)
     flat = _value(parts, index, value)
-    pieces.set_arrays(parts, index, {_array(train, parts, index, key): lambda elements: flat[elements]})
+    pieces.set_arrays(parts, index, {state_key(train, parts, index, key): lambda elements: flat[elements]})

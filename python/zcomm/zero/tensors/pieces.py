@@ -49,6 +49,12 @@ def pieces(parts: Parts, index: int) -> Iterator[Piece]:
             yield Piece(bucket, tile, inside, slice(low - begin, high - begin))
 
 
+def span(parts: Parts, index: int) -> slice:
+    """Return which elements of parameter ``index``, flat, this rank keeps: none is an empty slice."""
+    mine = [piece.flat for piece in pieces(parts, index)]
+    return slice(mine[0].start, mine[-1].stop) if mine else slice(0, 0)
+
+
 def _whole(parts: Parts, index: int, local: torch.Tensor, replicated: bool, root: int | None) -> torch.Tensor | None:
     """Sum ``local`` (fp32, zeros where other ranks keep the elements) of all ranks, in the parameter's shape."""
     if not replicated:
@@ -94,6 +100,11 @@ def weight(parts: Parts, index: int, root: int) -> torch.Tensor | None:
 def master(parts: Parts, index: int, root: int | None = None) -> torch.Tensor | None:
     """Return a copy of the exact fp32 master of a parameter (of a frozen one the weight itself). root: only that rank
     gets it, the others None."""
+    return _whole(parts, index, own_master(parts, index), _replicated(parts, index), root)
+
+
+def own_master(parts: Parts, index: int) -> torch.Tensor:
+    """Return a copy of the master, flat, with zeros where other ranks keep the elements. Local."""
     form = parts.state.form
     local = torch.zeros(parts.geometry.places[index].count)
     mine = list(pieces(parts, index))
@@ -105,11 +116,16 @@ def master(parts: Parts, index: int, root: int | None = None) -> torch.Tensor | 
             continue
         with parts.state.tile(piece.bucket.index, piece.tile) as state:
             local[piece.flat] = form.master(weight, state)[piece.inside]
-    return _whole(parts, index, local, _replicated(parts, index), root)
+    return local
 
 
 def array(parts: Parts, index: int, key: str, root: int | None = None) -> torch.Tensor | None:
     """Return an array of a parameter's optimizer state, an fp32 copy."""
+    return _whole(parts, index, own_array(parts, index, key), _replicated(parts, index), root)
+
+
+def own_array(parts: Parts, index: int, key: str) -> torch.Tensor:
+    """Return a copy of a state array, flat, with zeros where other ranks keep the elements. Local."""
     form = parts.state.form
     local = torch.zeros(parts.geometry.places[index].count)
     for piece in pieces(parts, index):
@@ -118,7 +134,7 @@ def array(parts: Parts, index: int, key: str, root: int | None = None) -> torch.
                 local[piece.flat] = decoded(form.codes(state, piece.count, piece.inside))[key]
             else:
                 local[piece.flat] = form.array(state, piece.count, key)[piece.inside]
-    return _whole(parts, index, local, _replicated(parts, index), root)
+    return local
 
 
 def set_master(parts: Parts, index: int, read: Callable[[slice], torch.Tensor]) -> None:

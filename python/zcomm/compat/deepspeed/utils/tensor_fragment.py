@@ -2,23 +2,22 @@
 
 A frozen parameter has a value alone: the other getters give None for it, so that a loop may visit all parameters.
 
-All are collective, as there. ``safe_get_local_*`` is refused: shards are cut from flat buckets, so that a rank's part
-of a parameter is another than DeepSpeed's.
+All are collective, as there. ``safe_get_local_*`` and ``safe_set_local_*`` are for stage 3: of the elements of
+``ds_tensor``, which this rank keeps. Shards are cut from flat buckets, so that the ranks' parts differ in size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NoReturn
 
 import torch
 
-from zcomm.compat.deepspeed import refused
 from zcomm.zero import full_grad, full_optim_state, set_full_optim_state
 from zcomm.zero import full_param as safe_get_full_fp32_param
 from zcomm.zero import set_full_grad as safe_set_full_grad
 from zcomm.zero import set_full_param as safe_set_full_fp32_param
 from zcomm.zero.registry import owner_of
+from zcomm.zero.tensors import own
 
 __all__ = [
     "safe_get_full_fp32_param",
@@ -81,16 +80,34 @@ def safe_update_full_grad_vectorized(
             safe_set_full_grad(param, update_func(gradient, param))
 
 
-_PART = "a rank's part is cut from flat buckets, and may be none of a parameter; use {full}()"
+def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
+    """Return this rank's elements of the master, flat, a copy; None for a frozen parameter."""
+    return None if _is_frozen(param) else own.own_param(param)
 
 
-def _local(name: str) -> Callable[..., NoReturn]:
-    return refused.function(name, _PART.format(full=name.replace("_local_", "_full_")))
+def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
+    """Return this rank's elements of ``safe_get_full_grad``, flat; None for a frozen parameter."""
+    return None if _is_frozen(param) else own.own_grad(param)
 
 
-safe_get_local_fp32_param = _local("safe_get_local_fp32_param")
-safe_get_local_grad = _local("safe_get_local_grad")
-safe_get_local_optimizer_state = _local("safe_get_local_optimizer_state")
-safe_set_local_fp32_param = _local("safe_set_local_fp32_param")
-safe_set_local_grad = _local("safe_set_local_grad")
-safe_set_local_optimizer_state = _local("safe_set_local_optimizer_state")
+def safe_get_local_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
+    """Return this rank's elements of a state array, flat, a copy; None for a frozen parameter."""
+    return None if _is_frozen(param) else own.own_optim_state(param, optim_state_key)
+
+
+def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Replace this rank's elements of master and weight. Frozen parameters are left alone."""
+    if not _is_frozen(param):
+        own.set_own_param(param, value)
+
+
+def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Replace this rank's elements of the gradient. Frozen parameters are left alone."""
+    if not _is_frozen(param):
+        own.set_own_grad(param, value)
+
+
+def safe_set_local_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
+    """Replace this rank's elements of a state array. Frozen parameters are left alone."""
+    if not _is_frozen(param):
+        own.set_own_optim_state(param, value, optim_state_key)

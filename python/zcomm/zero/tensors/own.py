@@ -1,0 +1,91 @@
+"""Masters, gradients and optimizer state of one parameter: the elements that this rank keeps, read and set.
+
+Stage 3. The elements are flat and in order. A rank keeps those that its shard of the flat bucket has, which may be none
+of them. The sizes of the ranks add up to the parameter's.
+Source: what DeepSpeed calls safe_get_local_fp32_param and so on; there a rank has an equal share of each parameter.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from zcomm.zero.parts import Parts, TrainState
+from zcomm.zero.tensors import pieces
+from zcomm.zero.tensors.full import full_grad, set_full_grad, state_key, steps, trained
+
+
+def _sharded(param: torch.Tensor) -> tuple[TrainState, Parts, int]:
+    train, parts, index = trained(param)
+    if train.stage != 3:
+        raise ValueError(
+            f"{parts.names[index]}: stage {train.stage} does not shard weights; a rank has a part of them in stage 3"
+        )
+    return train, parts, index
+
+
+def _mine(parts: Parts, index: int, value: torch.Tensor) -> tuple[slice, torch.Tensor]:
+    """Return where this rank's elements are, and ``value`` as they are to become."""
+    span = pieces.span(parts, index)
+    if value.numel() != span.stop - span.start:
+        raise ValueError(
+            f"{parts.names[index]}: the value has {value.numel()} elements, this rank keeps {span.stop - span.start}"
+        )
+    return span, value.detach().to("cpu", torch.float32).reshape(-1)
+
+
+def own_param(param: torch.Tensor) -> torch.Tensor:
+    """Return a copy of this rank's elements of the fp32 master. Local.
+
+    Raises: ValueError for a parameter that no open ZeroOptimizer trains, or not in stage 3; OSError from swap files.
+    So do the other functions here.
+    """
+    _, parts, index = _sharded(param)
+    return pieces.own_master(parts, index)[pieces.span(parts, index)]
+
+
+def own_grad(param: torch.Tensor) -> torch.Tensor | None:
+    """Return a copy of this rank's elements of ``full_grad``; None where that is None. Collective."""
+    _, parts, index = _sharded(param)
+    whole = full_grad(param)
+    return None if whole is None else whole.reshape(-1)[pieces.span(parts, index)].clone()
+
+
+def own_optim_state(param: torch.Tensor, key: str) -> torch.Tensor:
+    """Return a copy of this rank's elements of state array ``key`` in fp32, or "step". Local."""
+    train, parts, index = _sharded(param)
+    if key == "step":
+        return steps(train, index)
+    return pieces.own_array(parts, index, state_key(train, parts, index, key))[pieces.span(parts, index)]
+
+
+def set_own_param(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Replace this rank's elements of the master and, rounded, of the weight. Collective: each rank gives its own."""
+    _, parts, index = _sharded(param)
+    span, flat = _mine(parts, index, value)
+    parts.attachment.restore()
+    parts.store.synchronize()
+    parts.comm.barrier(name="old weights are unused")
+    with torch.no_grad():
+        pieces.set_master(parts, index, lambda elements: flat[elements.start - span.start : elements.stop - span.start])
+        parts.store.publish()
+
+
+def set_own_grad(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Replace this rank's elements of the gradient. Collective. Raises: RuntimeError before a backward pass."""
+    _, parts, index = _sharded(param)
+    span, flat = _mine(parts, index, value)
+    whole = full_grad(param)
+    if whole is None:
+        raise RuntimeError(f"{parts.names[index]} has no gradient to set: call backward() first")
+    whole.view(-1)[span] = flat
+    set_full_grad(param, whole)
+
+
+def set_own_optim_state(param: torch.Tensor, value: torch.Tensor, key: str) -> None:
+    """Replace this rank's elements of state array ``key``. Local."""
+    train, parts, index = _sharded(param)
+    span, flat = _mine(parts, index, value)
+    key = state_key(train, parts, index, key)
+    pieces.set_arrays(
+        parts, index, {key: lambda elements: flat[elements.start - span.start : elements.stop - span.start]}
+    )
