@@ -6,6 +6,7 @@ matrix products, convolutions and attention; elementwise operations count as non
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,18 +56,18 @@ class FlopsReport:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
 
     def text(self, step: int, ranks: int, samples: int) -> str:
-        """Return the report. samples: of all ranks, in this step."""
-        params = sum(_whole_numel(param) for param in self._model.parameters())
+        """Return the report. samples: of all ranks, in this step; 0: there is no step."""
+        params = sum(whole_numel(param) for param in self._model.parameters())
         forward, all_s = self.seconds.get("forward", 0.0), sum(self.seconds.values())
         lines = [
             f"flops profiler: step {step}, rank 0 of {ranks}",
             f"parameters                     {_si(params)}",
-            f"samples of the step, all ranks {samples}",
+            *([f"samples of the step, all ranks {samples}"] if samples else []),
             f"forward passes                 {self.passes}",
             f"forward FLOPs                  {_si(self.flops)}FLOPs",
             *(f"{name + ' latency':30} {seconds * 1e3:.3f} ms" for name, seconds in self.seconds.items()),
             f"forward FLOPS                  {_si(self.flops / forward if forward else 0.0)}FLOPS",
-            f"samples/second                 {samples / all_s if all_s else 0.0:.2f}",
+            *([f"samples/second                 {samples / all_s if all_s else 0.0:.2f}"] if samples else []),
         ]
         levels = self._levels()
         for level, rows in enumerate(levels):
@@ -81,6 +82,12 @@ class FlopsReport:
                         share = 100 * count / self.flops if self.flops else 0.0
                         lines.append(f"{'  ' * level}{name}: {_si(count)}FLOPs, {share:.1f} %")
         return "\n".join(lines)
+
+    def shown(self, depth: int, top: int, detailed: bool) -> FlopsReport:
+        """Return this report with other tables."""
+        report = copy.copy(self)
+        report._depth, report._top, report._detailed = depth, top, detailed
+        return report
 
     def write(self, text: str, path: str | None) -> None:
         """Write the report into a file, or print it. Raises: OSError."""
@@ -101,7 +108,8 @@ class FlopsReport:
         return [sorted(rows, key=lambda row: -row[1]) for rows in levels]
 
 
-def _whole_numel(param: torch.Tensor) -> int:
+def whole_numel(param: torch.Tensor) -> int:
+    """Return the elements of a parameter, of one that is sharded, too."""
     shape = getattr(param, "ds_shape", None)
     return param.numel() if shape is None else int(torch.Size(shape).numel())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -141,3 +142,5 @@ def test_the_metadata_has_the_version_of_the_names() -> None:
     (info,) = Path(alias.folder()).glob("*.dist-info")
     assert info.name == f"deepspeed-{__version__}.dist-info"
     assert f"Version: {__version__}\n" in (info / "METADATA").read_text()
+    found = importlib.metadata.Distribution.at(info)
+    assert (found.read_text("top_level.txt") or "").split() == ["deepspeed"]  # packages_distributions() reads it
