@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import enum
 import json
 import math
 import os
@@ -105,6 +106,7 @@ class _Reader:
         return None if schema is None else schema(**{name: values[name] for name in fields if name in values})
 
     def _value(self, described: Key | None, raw: Any, path: str) -> Any:
+        raw = raw.value if isinstance(raw, enum.Enum) else raw  # a program's word: OffloadDeviceEnum.cpu
         described = described or FOREIGN.get(path)
         nested = None if described is None else section_type(described.kind)
         if described is None or nested is not None:

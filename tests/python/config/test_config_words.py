@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import enum
 import json
 import sys
 import warnings
@@ -17,6 +18,12 @@ from zcomm.config.words import OTHER_WORDS
 CPU = {"device": "cpu"}
 
 
+class Tier(str, enum.Enum):
+    """A word as a member of an enum, as DeepSpeed's OffloadDeviceEnum."""
+
+    host = "cpu"
+
+
 def zero(**keys: Any) -> dict[str, Any]:
     return {"zero_optimization": keys}
 
@@ -29,6 +36,7 @@ SAME = [  # another way to write it, today's
     (zero(stage=1, cpu_offload=True), zero(stage=1, offload_optimizer=CPU)),
     (zero(stage=1, cpu_offload=1), zero(stage=1, offload_optimizer=CPU)),
     (zero(stage=1, cpu_offload=True, offload_optimizer=CPU), zero(stage=1, offload_optimizer=CPU)),
+    (zero(stage=1, offload_optimizer={"device": Tier.host}), zero(stage=1, offload_optimizer=CPU)),
     (zero(stage=1, cpu_offload=False, offload_optimizer=None), zero(stage=1)),
     (zero(stage=3, cpu_offload_param=True), zero(stage=3, offload_param=CPU)),
     (zero(stage=3, prefetch_bucket_size=7), zero(stage=3, stage3_prefetch_bucket_size=7)),
