@@ -43,6 +43,7 @@ class LossScaler:
         self.scale = 2.0**rule.initial_power if isinstance(rule, LossScale) else float(rule)
         self._left = self._rule.hysteresis if self._rule else 1
         self._good = 0  # steps since the last overflow
+        self.cur_iter = 0  # steps, skipped ones included (DeepSpeed's name)
 
     @property
     def cur_scale(self) -> float:
@@ -59,8 +60,14 @@ class LossScaler:
         """True if the scale changes by itself."""
         return self._rule is not None
 
+    @property
+    def scale_window(self) -> int | None:
+        """The rule's ``window`` by DeepSpeed's name; None: the scale is static."""
+        return None if self._rule is None else self._rule.window
+
     def update(self, overflow: bool) -> None:
         """After each step, applied or skipped."""
+        self.cur_iter += 1
         rule = self._rule
         if rule is None:
             return
@@ -82,8 +89,9 @@ class LossScaler:
         """Plain numbers, for a checkpoint."""
         return {"scale": self.scale, "hysteresis_left": self._left, "good_steps": self._good}
 
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Restore what ``state`` returned; a static scale stays what it is."""
+    def set_state(self, state: dict[str, Any], steps: int) -> None:
+        """Restore what ``state`` returned after so many steps; a static scale stays what it is."""
+        self.cur_iter = steps
         if self._rule is not None:
             self.scale = float(state["scale"])
             self._left, self._good = int(state["hysteresis_left"]), int(state["good_steps"])

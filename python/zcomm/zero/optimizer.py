@@ -234,6 +234,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._train.scaler or LossScaler(1.0)
 
     @property
+    def dynamic_loss_scale(self) -> bool:
+        """True if the loss scale changes by itself. (DeepSpeed's name.)"""
+        return self.loss_scaler.dynamic
+
+    @property
     def grad_accum(self) -> int:
         """Micro-steps per step. It can be set between steps."""
         return self._train.grad_accum

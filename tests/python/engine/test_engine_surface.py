@@ -212,6 +212,8 @@ def test_facts(job: None) -> None:
     half = engine_of(2, fp16={"enabled": True, "initial_scale_power": 4})
     assert half.dynamic_loss_scale() and half.optimizer.loss_scaler.dynamic
     assert (half.optimizer.cur_scale, half.optimizer.loss_scaler.loss_scale) == (16.0, 16.0)
+    assert half.optimizer.dynamic_loss_scale and not LossScaler(8.0).scale_window
+    assert (half.optimizer.loss_scaler.scale_window, half.optimizer.loss_scaler.cur_iter) == (1000, 0)
     half.destroy()
     assert LossScaler(8.0).cur_scale == 8.0 and not LossScaler(8.0).dynamic and LossScaler(LossScale()).dynamic
 

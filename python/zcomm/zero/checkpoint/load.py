@@ -134,7 +134,7 @@ class _Found:
             train.cohorts.set_state(counters.get("cohorts", []), self._parts.names)
             train.step_count, train.skipped_steps = int(counters["step_count"]), int(counters["skipped_steps"])
             if train.scaler is not None and "loss_scale" in counters:
-                train.scaler.set_state(counters["loss_scale"])
+                train.scaler.set_state(counters["loss_scale"], train.step_count)
         if self._scheduler is not None:
             self._scheduler.load_state_dict(self._schedule)
 
@@ -162,7 +162,7 @@ class _Progress:
         train.cohorts.set_state(self._cohorts, self._names)
         train.step_count, train.skipped_steps = self._counts
         if train.scaler is not None and self._scale is not None:
-            train.scaler.set_state(self._scale)
+            train.scaler.set_state(self._scale, train.step_count)
         if self._scheduler is not None:
             self._scheduler.load_state_dict(self._schedule)
 

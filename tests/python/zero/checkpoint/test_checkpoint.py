@@ -78,7 +78,7 @@ def everything(model: Net, opt: Any) -> dict[str, Any]:
     arrays = {f"{n}.{k}": v for n, entry in state.items() for k, v in entry.items()}
     buffers = dict(model.named_buffers())
     hashes = {"masters": masters(model), "state": hash_of(arrays), "buffers": hash_of(buffers)}
-    return {**hashes, "lr": opt.param_groups[0]["lr"]}
+    return {**hashes, "lr": opt.param_groups[0]["lr"], "steps": opt.scaler.cur_iter if opt.scaler else opt.step_count}
 
 
 def write_and_go_on(optimizer: str, stage: int, offload: str | None, precision: str, folder: str) -> tuple[Any, Any]:
