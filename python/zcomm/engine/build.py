@@ -83,7 +83,9 @@ def initialize(
         values |= {"scheduler.params.total_num_steps": 1}
     settings, notes = load_with_notes(source, values)
     from zcomm.comm import job
+    from zcomm.zero.materialize.init import end_init
 
+    end_init()
     check_join(distributed_port, dist_init_required)
     comm = job.init()
     if comm.rank == 0:

@@ -30,6 +30,7 @@ from zcomm.zero.checkpoint import state_dict as torch_state
 from zcomm.zero.gradients.refuse import refuse_gradients
 from zcomm.zero.gradients.values import NonFinite
 from zcomm.zero.loss_scale import LossScale, LossScaler
+from zcomm.zero.materialize.init import end_init
 from zcomm.zero.memory import Memory, memory_of, stats_of, warn_of_integers
 from zcomm.zero.micro_steps import MicroSteps
 from zcomm.zero.options import (
@@ -148,6 +149,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         **optimizer_args: Any,
     ) -> None:
         self._parts: Parts | None = None
+        end_init()
         stage, tiers = check_stage(stage), as_offload(offload, stage)
         kinds = as_precision(
             precision,

@@ -116,6 +116,12 @@ def test_of_zero_init() -> None:
     assert copy.copy(weight.ds_summary()) == {
         "id": number, "status": "NOT_AVAILABLE", "numel": 1600, "shape": (40, 40), "requires_grad": True,
     }  # fmt: skip
+    with zcomm.zero.GatheredParameters(model):
+        assert weight.ds_status.name == "AVAILABLE" and weight.ds_id == number and not hasattr(bias, "ds_id")
+    assert weight.ds_status.name == "NOT_AVAILABLE"
+    with zcomm.zero.GatheredParameters(weight, modifier_rank=0):
+        assert weight.ds_status.name == "AVAILABLE"
+    assert not hasattr(weight, "ds_id"), "a rank that is alone keeps it"
     opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.1, stage=3)
     assert weight.ds_id == number and bias.ds_id != number
     opt.close()

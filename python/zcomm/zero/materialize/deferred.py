@@ -5,7 +5,7 @@ recipe: the operations that were done to its storage. A random operation is reco
 also carried out once on memory that is dropped at once, so that the generator goes on as in an ordinary construction.
 ``value_of`` repeats the operations: the same bits, whenever and wherever. What an operation overwrites whole is
 forgotten. An operation that reads a deferred tensor and makes another one gets its value and gives an ordinary tensor.
-Recipes belong to storages (views, ``.data`` and ``detach()`` share them), and move to the parameters in ``attach``.
+Recipes belong to storages (views, ``.data`` and ``detach()`` share them), and move to the parameters in ``end``.
 Source: the idea is torchdistX's deferred_init.
 """
 
@@ -154,6 +154,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._min_count = min_count
         self._recipes: dict[int, tuple[torch.UntypedStorage, Recipe]] = {}  # a storage that lives keeps its number
+        self.ended = False
 
     def adopt(self, tensor: torch.Tensor) -> None:
         """Make ``tensor``, on the meta device already, deferred; its value comes from what is done to it now."""
@@ -166,8 +167,12 @@ class Recorder(TorchDispatchMode):
                 return None
             return self._recipes.get(tensor.untyped_storage()._cdata, (None, None))[1]
 
-    def attach(self, params: Iterable[nn.Parameter]) -> None:
-        """Give the recipes to the parameters that they belong to."""
+    def is_deferred(self, value: object) -> bool:
+        return isinstance(value, torch.Tensor) and self.recipe(value) is not None
+
+    def end(self, params: Iterable[nn.Parameter]) -> None:
+        """Give the recipes to the parameters that they belong to. No tensor becomes deferred any more."""
+        self.ended = True
         for param in params:
             recipe = self.recipe(param)
             if recipe is not None:
@@ -207,7 +212,7 @@ class Recorder(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _wanted(self, func: Any, args: Any, kwargs: Any) -> bool:
-        if func not in _FACTORIES or (kwargs.get("device") or torch.get_default_device()).type != "cpu":
+        if self.ended or func not in _FACTORIES or (kwargs.get("device") or torch.get_default_device()).type != "cpu":
             return False
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
         return bool(dtype.is_floating_point and torch.Size(args[0]).numel() >= self._min_count)
@@ -264,7 +269,7 @@ class Recorder(TorchDispatchMode):
 
 class ReportsCpu(TorchFunctionMode):
     """Mode inside of Init: deferred tensors report the CPU as their device, so that init functions treat them as
-    usual."""
+    usual. They take memory as their ``.data``, and others take theirs."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -279,6 +284,8 @@ class ReportsCpu(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self._answers and self._recorder.recipe(args[0]) is not None:
             return self._answers[func]
+        if func == _SET_DATA and self._recorder.is_deferred(args[0]) != self._recorder.is_deferred(args[1]):
+            return _swap_memory(args[0], args[1], type(args[0]))
         return func(*args, **(kwargs or {}))
 
 

@@ -14,6 +14,13 @@ from torch.nn.modules import module as torch_module
 from zcomm.zero.materialize.deferred import Recorder, ReportsCpu
 
 MIN_COUNT = 1024
+_entered: list[Init] = []
+
+
+def end_init() -> None:
+    """End what the open contexts of Init do: their parameters wait, and what is made from now on has memory."""
+    for init in _entered:
+        init._recorder.end(init._params())
 
 
 class Init:
@@ -35,6 +42,7 @@ class Init:
     where that is its order, too. Where parameters have values already they stay. Of a model in memory nothing changes.
     In one that is partly on the meta device only modules with such tensors of their own are started.
 
+    A ZeroOptimizer that is built inside of the context ends it, and those around it.
     enabled: False does nothing. Other keywords of DeepSpeed's Init are accepted, and have no effect: placement and
     precision are ZeroOptimizer's. Not for several threads at once.
     Source: DeepSpeed's zero.Init; recipes as in torchdistX's deferred_init.
@@ -93,6 +101,8 @@ class Init:
             torch.nn.init._no_grad_trunc_normal_ = self._truncated_normal
             self._modes.enter_context(self._recorder)
             self._modes.enter_context(ReportsCpu(self._recorder))
+            self._recorder.ended = False
+            _entered.append(self)
         return self
 
     def _truncated_normal(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -110,11 +120,12 @@ class Init:
     def __exit__(self, *error: Any) -> None:
         if not self._enabled:
             return
+        _entered.remove(self)
         self._modes.close()
         torch.nn.init._no_grad_trunc_normal_ = self._start
         for handle in self._handles:
             handle.remove()
-        self._recorder.attach(self._params())
+        self._recorder.end(self._params())
 
     def _params(self) -> Iterator[nn.Parameter]:
         for module in list(self._modules):

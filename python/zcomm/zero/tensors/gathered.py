@@ -21,6 +21,13 @@ from zcomm.zero.placement import broadcast
 from zcomm.zero.registry import owner_of
 from zcomm.zero.tensors import pieces
 
+_made_real: set[int] = set()  # by id(): parameters of zero.Init that an open context has made real
+
+
+def is_made_real(param: torch.Tensor) -> bool:
+    """Return True for a parameter of ``zero.Init`` that is real because it is open here, and no ZeroOptimizer's."""
+    return id(param) in _made_real
+
 
 class GatheredParameters:
     """``with zcomm.zero.GatheredParameters(params, modifier_rank=None): ...`` opens parameters. Collective.
@@ -100,6 +107,7 @@ class GatheredParameters:
         dtype = param.dtype
         deferred.materialize(param, value)
         self._waiting.append((param, kept, dtype))
+        _made_real.add(id(param))
 
     def _owners(self) -> Iterator[Parts]:
         seen: set[int] = set()
@@ -119,6 +127,7 @@ class GatheredParameters:
                 if kind is not None or self._modifier is None:
                     for param, kept, dtype in self._waiting:
                         deferred.wait_again(param, kept, dtype)
+                _made_real.difference_update(id(param) for param, _, _ in self._waiting)
                 self._open, self._frozen, self._waiting = [], [], []
 
     def _spread(self, root: int) -> None:

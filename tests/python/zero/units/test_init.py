@@ -186,6 +186,66 @@ def test_a_model_converted_afterwards() -> None:
     zcomm.shutdown()
 
 
+class Given(nn.Module):
+    """Parameters that the constructor gives other ``.data``: computed, deferred and shared, of other shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.computed = nn.Parameter(torch.rand(40, 40))
+        self.computed.data = (self.computed.data + 1).data
+        self.computed.data.mul_(2.0)
+        self.wide = nn.Parameter(torch.empty(0))
+        self.wide.data = torch.rand(40, 40)
+        self.moved = nn.Parameter(torch.zeros(40, 40), requires_grad=False)
+        self.moved.data = torch.rand(40, 30, dtype=torch.float64)
+        self.shared = nn.Parameter(torch.zeros(40, 40))
+        source = torch.arange(1600.0).view(40, 40)
+        self.shared.data = source
+        source.neg_()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_data_given_inside_of_init(nested: bool) -> None:
+    torch.manual_seed(6)
+    plain = Given()
+    torch.manual_seed(6)
+    with zcomm.zero.Init(min_count=64), zcomm.zero.Init(enabled=nested, min_count=64):
+        model = Given()
+    assert model.wide.is_meta
+    with zcomm.zero.GatheredParameters(model):
+        for key, value in plain.named_parameters():
+            assert torch.equal(model.get_parameter(key), value), key
+    opt = zcomm.ZeroOptimizer(model, stage=3)
+    after = opt.full_state_dict()
+    assert all(torch.equal(after[key].float(), value.float()) for key, value in plain.named_parameters())
+    opt.close()
+    zcomm.shutdown()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("engine", [False, True])
+def test_an_optimizer_that_is_built_inside_ends_init(nested: bool, engine: bool) -> None:
+    found = []
+    for enabled in (False, True):
+        torch.manual_seed(4)
+        with zcomm.zero.Init(enabled=enabled, min_count=64):
+            with zcomm.zero.Init(enabled=enabled and nested, min_count=64):
+                model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
+                if not nested:
+                    nn.init.constant_(model[1].weight, 0.25)
+            config = {"train_batch_size": 1, "optimizer": {"type": "SGD"}, "zero_optimization": {"stage": 3}}
+            opt: Any = zcomm.initialize(model=model, config=config)[1] if engine else None
+            opt = opt or zcomm.ZeroOptimizer(model, "sgd", lr=1e-3, stage=3)
+            x = torch.linspace(-1, 1, 120).view(3, 40)
+            assert not x.is_meta and not torch.zeros(80).is_meta
+            opt.backward(model(x).square().mean())
+            opt.step()
+        found.append(digest(weights_of(opt)))
+        opt.close()
+    assert found[0] == found[1]
+    zcomm.shutdown()
+
+
 def test_changes_of_data_after_init_are_errors() -> None:
     """torch counts no changes through .data."""
     for change in (

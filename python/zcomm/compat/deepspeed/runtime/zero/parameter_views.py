@@ -1,8 +1,9 @@
 """``ds_id``, ``ds_shape``, ``ds_status`` and so on of sharded parameters, as views of what zcomm knows of them.
 
 [Note: parameter views] ``install`` puts descriptors on ``nn.Parameter``. They answer for parameters of an open stage 3,
-and for those of ``zero.Init`` that have no memory yet. Of any other parameter they raise AttributeError: ``hasattr(p,
-"ds_id")`` tells programs which ones are sharded. What a program sets itself under such a name wins.
+and for those of ``zero.Init`` that have no memory yet, or have it in GatheredParameters. Of any other parameter they
+raise AttributeError: ``hasattr(p, "ds_id")`` tells programs which ones are sharded. What a program sets itself under
+such a name wins.
 Nothing is stored but the number that is ``ds_id``, and what ``all_gather`` holds open.
 Source: the attributes that DeepSpeed's zero.Init gives to parameters.
 """
@@ -21,6 +22,7 @@ from zcomm.zero import GatheredParameters
 from zcomm.zero.materialize.deferred import Waiting
 from zcomm.zero.parts import Parts
 from zcomm.zero.registry import open_optimizers, open_parts, train_of
+from zcomm.zero.tensors.gathered import is_made_real
 from zcomm.zero.tensors.pieces import pieces
 
 _ID = "_zcomm_ds_id"
@@ -62,7 +64,7 @@ def _id(param: nn.Parameter, found: tuple[Parts, int] | None) -> int:
 
 
 def _status(param: nn.Parameter, found: tuple[Parts, int] | None) -> ZeroParamStatus:
-    whole = found is not None and found[0].store.is_whole(found[1])
+    whole = is_made_real(param) if found is None else found[0].store.is_whole(found[1])
     return ZeroParamStatus.AVAILABLE if whole else ZeroParamStatus.NOT_AVAILABLE
 
 
@@ -151,7 +153,7 @@ class _View:
         if param is None:
             return self
         found = _parts_of(param)
-        if found is None and not isinstance(param, Waiting):
+        if found is None and not isinstance(param, Waiting) and not is_made_real(param):
             raise AttributeError(f"{kind.__name__!r} object has no attribute {self._name!r}: stage 3 does not shard it")
         return self._view(param, found)
 
