@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,7 +14,11 @@ from torch import nn
 import zcomm
 import zcomm.compat.deepspeed as deepspeed
 from zcomm.compat.deepspeed.compression.helper import recursive_getattr, recursive_setattr
-from zcomm.compat.deepspeed.moe.utils import has_moe_layers, is_moe_param
+from zcomm.compat.deepspeed.moe.utils import (
+    has_moe_layers,
+    is_moe_param,
+)
+from zcomm.compat.deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split_params
 from zcomm.compat.deepspeed.utils import OnDevice, instrument_w_nvtx, numa
 from zcomm.compat.deepspeed.utils.timer import SynchronizedWallClockTimer, ThroughputTimer, trim_mean
 
@@ -103,6 +107,18 @@ def test_leaves_and_names_of_modules() -> None:
     recursive_setattr(model, "0.0", nn.Identity())
     assert isinstance(recursive_getattr(model, "0.0"), nn.Identity)
     assert has_moe_layers(model) == (False, 0) and not is_moe_param(nn.Parameter(torch.ones(1)))
+
+
+def test_groups_without_experts() -> None:
+    params = [nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(2))]
+    group = {"params": iter(params), "name": "all", "lr": 0.5}
+    assert split_params(group) == [group] and group["params"] == params
+    assert split_params(({"params": params[:1]}, {"params": params[1:]})) == [{"params": [p]} for p in params]
+    with pytest.raises(ValueError, match=r"Unknown param group type of .*Parameter"):
+        split_params(params[0])  # type: ignore[arg-type]
+    cast(Any, params[1]).allreduce = False
+    with pytest.raises(NotImplementedError, match=r"shape \(2,\) has allreduce=False, an expert's"):
+        split_params([{"params": params}])
 
 
 def test_logging(caplog: pytest.LogCaptureFixture) -> None:

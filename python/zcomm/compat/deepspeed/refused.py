@@ -32,8 +32,6 @@ _QUANTISED = "there is no quantised communication or storage of weights"
 _LAUNCHER = "start the ranks by `zcomm run` on one host, by torchrun, mpirun or srun on several"
 _UNIVERSAL = "zcomm's checkpoints load in any number of ranks as they are"
 
-_EXPERTS = "split_params_into_different_moe_groups_for_optimizer"
-
 # module below deepspeed: ((names), reason); a module without a file of its own is made from its row.
 REFUSED: dict[str, tuple[str, str]] = {
     "": (
@@ -49,7 +47,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "moe.layer": ("MoE", _MOE),
     "moe.experts": ("Experts", _MOE),
     "moe.sharded_moe": ("MOELayer TopKGate top1gating top2gating topkgating", _MOE),
-    "moe.utils": (f"configure_moe_param_groups {_EXPERTS}", _MOE),
+    "moe.utils": ("configure_moe_param_groups", _MOE),
     "inference": ("DeepSpeedInferenceConfig InferenceEngine", _INFERENCE),
     "inference.config": ("DeepSpeedInferenceConfig", _INFERENCE),
     "inference.engine": ("InferenceEngine", _INFERENCE),
