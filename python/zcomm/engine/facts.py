@@ -33,6 +33,11 @@ class EngineFacts:
     _reports: Reports
     config: dict[str, Any]
 
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """Embeddings with gradients that are reduced sparse: none, "sparse_gradients" is refused."""
+        return set()
+
     def train_batch_size(self) -> int:
         """Return the samples per optimizer step, all ranks together."""
         return self._batch.train

@@ -13,6 +13,7 @@ from torch import nn
 import zcomm
 from zcomm.compat.deepspeed import initialize
 from zcomm.compat.deepspeed.checkpoint.utils import clone_tensors_for_torch_save, get_zero_ckpt_name_for_rank
+from zcomm.compat.deepspeed.comm import destroy_process_group
 from zcomm.compat.deepspeed.runtime import base_optimizer, lr_schedules
 from zcomm.compat.deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from zcomm.compat.deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
@@ -165,6 +166,18 @@ def test_a_configuration_has_deepspeeds_attributes() -> None:
         DeepSpeedZeroOffloadParamConfig(device="gpu")
 
 
+@pytest.mark.usefixtures("job")
+def test_init_joins_the_job() -> None:
+    if torch.distributed.is_initialized():
+        destroy_process_group()
+    with Init(enabled=False):
+        assert not torch.distributed.is_initialized()
+    with Init(), Init():
+        assert torch.distributed.get_world_size() == 1 == zcomm.world_size()
+    destroy_process_group()
+
+
+@pytest.mark.usefixtures("job")
 def test_init_refuses_what_it_has_not() -> None:
     with Init(None, None, False, "cpu", True, {"zero_optimization": {"stage": 3}}):
         model = nn.Linear(64, 64)

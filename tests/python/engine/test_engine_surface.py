@@ -205,6 +205,7 @@ def test_facts(job: None) -> None:
     assert (engine.loss_scale(), engine.gradient_clipping(), engine.get_mom()) == (0.0, 0.5, [0.9])
     assert (engine.optimizer.cur_scale, engine.optimizer.loss_scaler.cur_scale) == (1.0, 1.0)
     assert engine.optimizer.overflow is False and engine.zero_optimization()
+    assert engine.sparse_tensor_module_names == set()
     engine.destroy()
     adam = engine_of(0, optimizer={"type": "AdamW", "params": {"betas": [0.8, 0.9]}})
     assert [tuple(betas) for betas in adam.get_mom()] == [(0.8, 0.9)]

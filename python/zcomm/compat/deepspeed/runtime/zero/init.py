@@ -11,14 +11,16 @@ import torch
 from torch import nn
 
 from zcomm import zero
+from zcomm.compat.deepspeed import init_distributed
 from zcomm.compat.deepspeed.runtime.zero import parameter_views
 
 parameter_views.install()  # gives parameters ds_id, ...
 
 
 class Init(zero.Init):
-    """zcomm.zero.Init. Accepted without effect: what places or pins memory, since ZeroOptimizer decides that.
+    """zcomm.zero.Init, which joins the job (``init_distributed``) where torch.distributed has no default group.
 
+    Accepted without effect: what places or pins memory, since ZeroOptimizer decides that.
     data_parallel_group, sequence_data_parallel_group: None, or a group of all ranks.
     Raises: NotImplementedError naming an argument that asks for something else than stage 3 over all ranks.
     """
@@ -58,6 +60,8 @@ class Init(zero.Init):
             ):
                 if group is not None and not _is_of_all_ranks(group):
                     raise NotImplementedError(f"zero.Init({name}=) of some ranks is not available: all ranks shard")
+            if not torch.distributed.is_initialized():
+                init_distributed()
         super().__init__(module, enabled=enabled, dtype=dtype, **own)
 
 
