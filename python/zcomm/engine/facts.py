@@ -78,6 +78,10 @@ class EngineFacts:
         """Return the configuration's fixed loss scale of fp16; 0: it is dynamic, see ``optimizer.cur_scale``."""
         return self._config.fp16.loss_scale
 
+    def managed_gradient_accumulation(self) -> bool:
+        """Return True if the engine counts micro-steps; False: each ``step()`` updates the weights."""
+        return self._config.managed_gradient_accumulation
+
     def dynamic_loss_scale(self) -> bool:
         """Return True if the loss scale of fp16 is not fixed."""
         return self._config.fp16.loss_scale == 0

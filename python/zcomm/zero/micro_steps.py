@@ -22,12 +22,18 @@ class MicroSteps:
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the scaled loss, of which ``backward()`` is to be called once."""
         train, reducer = self._train, self._parts.reducer
-        train.scaled_passes += 1
-        if train.scaler is not None:
-            train.pass_scale = train.scaler.scale  # a step changes it, but not the gradients that are kept
-            loss = loss.float() * train.scaler.scale
+        scale = None if train.scaler is None else train.scaler.scale
+        if scale is not None:
+            loss = loss.float() * scale
+
+        def begin(grad: torch.Tensor) -> None:
+            train.scaled_passes += 1
+            if scale is not None:
+                train.pass_scale = scale  # a step changes it, but not the gradients that are kept
+            reducer.arm()
+
         if loss.grad_fn is not None:
-            loss.register_hook(lambda grad: reducer.arm())
+            loss.register_hook(begin)
         return loss
 
     def end(self) -> None:

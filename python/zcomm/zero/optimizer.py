@@ -317,6 +317,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._check_trained("scale")
         return self._passes.scaled(loss)
 
+    def needs_scaler(self) -> bool:
+        """Return True if losses are scaled. (DeepSpeed's name.)"""
+        return self._train.scaler is not None
+
     def _check_trained(self, call: str) -> None:
         if isinstance(self._train.rule, NoRule):
             raise RuntimeError(f"{call}(): {WHY}")

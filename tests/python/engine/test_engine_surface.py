@@ -47,7 +47,7 @@ def engine_of(stage: int = 0, device: str | None = None, folder: str = "", seed:
 
 def loss_of(model: Any, number: int, rank: int = 0, samples: int = 2) -> torch.Tensor:
     x = torch.randn(samples, 9, generator=torch.Generator().manual_seed(100 * number + rank))
-    return F.mse_loss(model(x[:, :6]), x[:, 6:])
+    return F.mse_loss(model(x[:, :6].to(next(model.parameters()).dtype)).float(), x[:, 6:])
 
 
 def weights(engine: Any) -> torch.Tensor:
@@ -199,6 +199,45 @@ def test_states_that_cannot_be_named_are_errors(job: None) -> None:
     engine.destroy()
 
 
+HALF = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 1}}
+
+
+@pytest.mark.parametrize("precision", [{}, HALF])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_scale_and_a_backward_of_the_program(job: None, stage: int, precision: dict[str, Any]) -> None:
+    found = []
+    for scale in (False, True):
+        engine = engine_of(stage, gradient_accumulation_steps=2, managed_gradient_accumulation=True, **precision)
+        assert engine.managed_gradient_accumulation()
+        for number in range(8):
+            loss = loss_of(engine, number)
+            if scale:
+                engine.scale(loss).backward()
+            else:
+                engine.backward(loss)
+            engine.step()
+        found.append((weights(engine), engine.optimizer.cur_scale, engine.optimizer.grad_norm))
+        engine.destroy()
+    assert torch.equal(found[0][0], found[1][0]) and found[0][1:] == found[1][1:]
+    assert (found[0][1] > 256.0) == bool(precision), "the scale has grown between steps"
+
+
+def test_scale_refuses_what_backward_does(job: None) -> None:
+    engine = engine_of(2, **HALF)
+    assert engine.optimizer.needs_scaler()
+    with pytest.raises(ValueError, match=r"scale\(\) needs a scalar loss, got shape \[2\]"):
+        engine.scale(torch.ones(2, requires_grad=True))
+    loss = loss_of(engine, 0)
+    engine.scale(loss)  # which nothing uses
+    loss.backward()
+    with pytest.raises(RuntimeError, match=r"needs opt\.backward\(loss\)"):
+        engine.step()
+    engine.destroy()
+    plain = engine_of(2)
+    assert not plain.optimizer.needs_scaler()
+    plain.destroy()
+
+
 def test_facts(job: None) -> None:
     engine = engine_of(1, gradient_clipping=0.5)
     assert (engine.dp_world_size, engine.data_parallel_group, engine.mpu) == (1, None, None)
@@ -263,13 +302,6 @@ def scaled_backward(folder: str) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_scaled_loss_has_its_own_backward(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
     run_ranks(scaled_backward, world_size, str(tmp_path))
-
-
-def test_a_loss_that_cannot_be_scaled_is_an_error(job: None) -> None:
-    engine = engine_of()
-    with pytest.raises(ValueError, match=r"scale\(\) needs a scalar loss, got shape \[2\]"):
-        engine.scale(torch.ones(2, requires_grad=True))
-    engine.destroy()
 
 
 def test_the_configuration_is_a_dict_with_the_values_in_effect_as_attributes(job: None, tmp_path: Path) -> None:
