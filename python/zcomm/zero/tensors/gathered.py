@@ -41,8 +41,9 @@ class GatheredParameters:
     Parameters of ``zero.Init`` that no ZeroOptimizer has yet become real inside. With ``modifier_rank`` each rank keeps
     its part of the values until ZeroOptimizer is built; a rank that is alone keeps the real parameter. Frozen
     parameters that are whole on each rank (not in stage 3) stay as they are. With ``modifier_rank`` they are made
-    equal, too. Parameters that nothing shards are left alone. Contexts may be nested. fwd_module: DeepSpeed's; has no
-    effect here. enabled: False does nothing.
+    equal, too. Parameters that nothing shards are left alone, and so are tensors that are not parameters
+    (``state_dict().values()``). Contexts may be nested. fwd_module: DeepSpeed's; has no effect here. enabled: False
+    does nothing.
 
     Raises: ValueError for a modifier_rank out of range, and for a changed shape; PeerLost, TimeoutError,
     CollectiveMismatch; OSError from swap files. Memory: a copy of each parameter. If the block raises, nothing is kept.
@@ -68,7 +69,7 @@ class GatheredParameters:
         for param in self._params:
             owner = owner_of(param)
             if owner is None:
-                if param.is_meta:
+                if param.is_meta and isinstance(param, nn.Parameter):
                     self._make_real(param)
                 continue
             _, parts, index = owner

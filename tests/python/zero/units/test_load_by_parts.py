@@ -164,3 +164,17 @@ def test_no_value_is_made_up_before_the_optimizer() -> None:
     assert torch.ones(37 * 37).view_as(weight).shape == weight.shape
     with GatheredParameters(model):
         assert model(x).isfinite().all()
+
+
+def test_tensors_of_a_state_dict_are_left_alone() -> None:
+    """transformers 4 passes those of its state_dict(), which are other tensors than the parameters."""
+    with zcomm.zero.Init():
+        model = Net(37, 2)
+    views = list(model.state_dict().values())
+    with GatheredParameters(views, modifier_rank=0):
+        assert all(param.is_meta for param in model.parameters() if param.dim() > 1), "no memory for the whole model"
+    load(model, 0, fill_seeded)
+    assert all(torch.equal(param, seeded(name, param.shape)) for name, param in model.named_parameters())
+    lost = nn.Parameter(torch.empty(37, 37, device="meta"))
+    with pytest.raises(ValueError, match=r"shape \(37, 37\) is on the meta device"), GatheredParameters([lost]):
+        pass
