@@ -26,5 +26,5 @@ class Job:
     once: bool = False
     only_rank: int | None = None
     announce: str = "zcomm run"
-    settle_s: float = 2.0  # time to end by themselves after the first failure
+    settle_s: float = 1.5  # time to end by themselves after the first failure
     grace_s: float = 5.0  # time between SIGTERM (or Ctrl-C) and SIGKILL
