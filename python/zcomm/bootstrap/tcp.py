@@ -186,12 +186,12 @@ class _Join:
 
     def _whys(self) -> str:
         open_calls = {call.line.listener for call in self._calls}
-        told = [
+        reasons = [
             f"; rank {peer} at {self._endpoints[peer][0]}, port {self._endpoints[peer][1]}: {trouble}"
             for peer, trouble in sorted(self._troubles.items())
             if peer in open_calls
         ]
-        return "".join(told[:4])
+        return "".join(reasons[:4])
 
     def _note_end(self, peer: int) -> None:
         if self._ended is None:
@@ -277,7 +277,7 @@ class _Join:
         if not _send_whole(accepted, guest.proof.challenge):
             return accepted.close()
         self._guests[guest] = None
-        self._selector.register(accepted, selectors.EVENT_READ, lambda: self._hear(guest))
+        self._selector.register(accepted, selectors.EVENT_READ, lambda: self._take_answer(guest))
         if len(self._guests) > _MOST_STRANGERS + len(self._due):
             self._dismiss(next(iter(self._guests)))
         return None
@@ -294,7 +294,7 @@ class _Join:
         self._selector.unregister(guest.socket)
         guest.socket.close()
 
-    def _hear(self, guest: _Guest) -> None:
+    def _take_answer(self, guest: _Guest) -> None:
         more = _receive(guest.socket, ANSWER_NBYTES - len(guest.received))
         if more is None or guest not in self._guests:
             return None

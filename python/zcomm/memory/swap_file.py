@@ -61,15 +61,15 @@ def as_paths(directory: StrPath | Sequence[StrPath]) -> list[str]:
 
 
 @functools.cache
-def _say_once(note: str) -> None:
+def _log_once(note: str) -> None:
     first = os.environ.get("LOCAL_RANK", "0") == "0"  # the others of the host would log the same
     logging.getLogger("zcomm").log(logging.WARNING if first else logging.DEBUG, "%s", note)
 
 
-def say_fallbacks(swap: _core.SwapFile) -> None:
+def log_fallbacks(swap: _core.SwapFile) -> None:
     """Warn of what only costs speed, once per process and reason (for users of ``_core.SwapFile``)."""
     for note in swap.stats()["notes"]:
-        _say_once(f"SwapFile: {note}")
+        _log_once(f"SwapFile: {note}")
 
 
 class SwapFile:
@@ -123,7 +123,7 @@ class SwapFile:
             direct=direct,
             checksum=checksum,
         )
-        say_fallbacks(self._core)
+        log_fallbacks(self._core)
         self._lock = threading.Lock()
         self._forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         # Keeps each tensor until its I/O ended, whether or not the caller keeps the Work: dropping one does not block.

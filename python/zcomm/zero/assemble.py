@@ -15,7 +15,7 @@ from zcomm.comm.communicator import Communicator
 from zcomm.machine import swap_tuning
 from zcomm.memory import device_streams
 from zcomm.memory.device_streams import DeviceLane
-from zcomm.memory.swap_file import StrPath, as_paths, close_at_exit, say_fallbacks
+from zcomm.memory.swap_file import StrPath, as_paths, close_at_exit, log_fallbacks
 from zcomm.zero.agree import all_values
 from zcomm.zero.async_step import AsyncStep
 from zcomm.zero.choose import StorePlan, make_state, make_store
@@ -248,7 +248,7 @@ def _open_swap(
     paths = as_paths(nvme_path)
     tuned = swap_tuning.load(paths[0]) if paths else swap_tuning.SwapTuning()
     swap = Swap(paths, nbytes=nbytes, block_nbytes=tuned.block_nbytes, depth=tuned.depth)
-    say_fallbacks(swap)
+    log_fallbacks(swap)
     close_at_exit(swap)  # also when what follows is interrupted
     return swap
 

@@ -111,7 +111,7 @@ class OptimizerStep:
         if train.scaler is not None and parts.reducer.scaled_passes > train.scaled_passes:
             raise RuntimeError("precision='fp16' needs opt.backward(loss) instead of loss.backward()")
         train.tied.check(train.param_groups, train.rule)
-        parts.reducer.say_unused()
+        parts.reducer.log_unused()
         return True
 
     def _check_frozen(self) -> None:

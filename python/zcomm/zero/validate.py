@@ -13,7 +13,7 @@ from torch import nn
 
 from zcomm.comm.communicator import Communicator
 
-_unsaved_told = False
+_unsaved_logged = False
 
 
 def check_numbers(clip_norm: Any, grad_accum: Any, bucket_mb: Any, prefetch: Any) -> None:
@@ -85,10 +85,10 @@ def log_unsaved(waiting: int, micro_step: int, grad_accum: int) -> None:
 
     waiting: backward passes that no step has used.
     """
-    global _unsaved_told
-    if _unsaved_told or not (micro_step or waiting):
+    global _unsaved_logged
+    if _unsaved_logged or not (micro_step or waiting):
         return
-    _unsaved_told = True
+    _unsaved_logged = True
     when = f"micro-step {micro_step} of {grad_accum}" if micro_step else "a backward pass that no step() has used"
     logging.getLogger("zcomm").warning(
         "save() after %s: gradients are not saved; a run that loads the checkpoint begins its accumulation again", when

@@ -391,10 +391,10 @@ def test_wrong_kinds_are_named(tmp_path: Path) -> None:
 
 
 def test_only_the_first_rank_of_a_host_warns(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    from zcomm.memory.swap_file import _say_once
+    from zcomm.memory.swap_file import _log_once
 
     for rank in ("0", "1"):
         monkeypatch.setenv("LOCAL_RANK", rank)
         with caplog.at_level("DEBUG", logger="zcomm"):
-            _say_once(f"a note of rank {rank}")
+            _log_once(f"a note of rank {rank}")
     assert [record.levelname for record in caplog.records] == ["WARNING", "DEBUG"]

@@ -63,7 +63,7 @@ def total(spans: Spans) -> int:
     return sum(count for _, count in spans)
 
 
-class Place(NamedTuple):
+class Block(NamedTuple):
     """A block in memory: where its bytes lie together, and from where they were or are to be packed."""
 
     address: int
@@ -71,10 +71,10 @@ class Place(NamedTuple):
     parts: list[tuple[int, int]]  # (address, nbytes) in the user's buffers; empty if the block is used in place
 
 
-def locate(spans: Spans, pieces: list[Piece], itemsize: int, slots: Slots, rank: int = -1) -> Place:
+def locate(spans: Spans, pieces: list[Piece], itemsize: int, slots: Slots, rank: int = -1) -> Block:
     """Locate ``pieces`` in ``spans``; with ``rank``, spans are buckets, and their shards of that rank are meant.
 
-    A slot that the result takes is given back by ``slots.give(place)``. Nothing is copied yet.
+    A slot that the result takes is given back by ``slots.give(block)``. Nothing is copied yet.
     """
     parts = []
     for item, start, length in pieces:
@@ -83,23 +83,23 @@ def locate(spans: Spans, pieces: list[Piece], itemsize: int, slots: Slots, rank:
             start += rank * (count // slots.ranks)
         parts.append((address + start * itemsize, length * itemsize))
     if len(parts) == 1:
-        return Place(*parts[0], [])
+        return Block(*parts[0], [])
     nbytes = sum(part[1] for part in parts)
-    return Place(slots.take(nbytes), nbytes, parts)
+    return Block(slots.take(nbytes), nbytes, parts)
 
 
-def pack(place: Place) -> None:
+def pack(block: Block) -> None:
     """Copy the block together, if it is not used in place."""
-    at = place.address
-    for address, nbytes in place.parts:
+    at = block.address
+    for address, nbytes in block.parts:
         ctypes.memmove(at, address, nbytes)
         at += nbytes
 
 
-def unpack(place: Place) -> None:
+def unpack(block: Block) -> None:
     """Copy the block back to where it came from."""
-    at = place.address
-    for address, nbytes in place.parts:
+    at = block.address
+    for address, nbytes in block.parts:
         ctypes.memmove(address, at, nbytes)
         at += nbytes
 
@@ -124,12 +124,12 @@ class Slots:
         self.nbytes += size
         return address
 
-    def give(self, *places: Place | int) -> None:
-        for place in places:
-            if isinstance(place, int):
-                address = place
-            elif place.parts:
-                address = place.address
+    def give(self, *blocks: Block | int) -> None:
+        for block in blocks:
+            if isinstance(block, int):
+                address = block
+            elif block.parts:
+                address = block.address
             else:
                 continue
             self._free[self._owned[address][0]].append(address)

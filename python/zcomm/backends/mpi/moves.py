@@ -18,7 +18,7 @@ from mpi4py import MPI
 from zcomm import _core
 from zcomm.backends.mpi.blocks import (
     ITEMSIZE,
-    Place,
+    Block,
     Slots,
     Spans,
     block_elements,
@@ -83,7 +83,7 @@ class Moves:
         """Reduce in two phases per block; the second one of a block travels together with the first one of the next."""
         size = ITEMSIZE[dtype]
         returning: list[MPI.Request] = []
-        before: tuple[Place, int] | None = None
+        before: tuple[Block, int] | None = None
         for pieces in blocks(spans, block_elements(self.block_nbytes, size)):
             block = locate(spans, pieces, size, self.slots)
             pack(block)
@@ -96,7 +96,7 @@ class Moves:
             for peer in self.peers:
                 requests += self._send(peer, block.address + bounds[peer], bounds[peer + 1] - bounds[peer])
             yield requests + returning
-            self._land(before, root)
+            self._end_block(before, root)
             inputs = [arrived + rank * own for rank in range(self.ranks)]
             inputs[self.rank] = block.address + own_at
             mine = root in (-1, self.rank)
@@ -112,9 +112,9 @@ class Moves:
                     returning += self._send(peer, result, own)
             before = (block, arrived)
         yield returning
-        self._land(before, root)
+        self._end_block(before, root)
 
-    def _land(self, block: tuple[Place, int] | None, root: int) -> None:
+    def _end_block(self, block: tuple[Block, int] | None, root: int) -> None:
         if block is not None:
             if root in (-1, self.rank):
                 unpack(block[0])
@@ -173,7 +173,7 @@ class Moves:
             mine = locate(spans, pieces, size, self.slots)
             pack(mine)
             requests: list[MPI.Request] = []
-            theirs: list[Place] = []
+            theirs: list[Block] = []
             if root in (-1, self.rank):
                 for peer in self.peers:
                     theirs.append(locate(out, pieces, size, self.slots, peer))
@@ -194,7 +194,7 @@ class Moves:
         for pieces in blocks(out, block_elements(self.block_nbytes, size)):
             mine = locate(out, pieces, size, self.slots)
             requests: list[MPI.Request] = []
-            theirs: list[Place] = []
+            theirs: list[Block] = []
             if self.rank == root:
                 for peer in self.peers:
                     theirs.append(locate(spans, pieces, size, self.slots, peer))
@@ -211,7 +211,7 @@ class Moves:
                 unpack(mine)
             self.slots.give(mine, *theirs)
 
-    def _copy_own(self, source: Place, to: Place) -> None:
+    def _copy_own(self, source: Block, to: Block) -> None:
         """Copy between two places of this rank, which may be the same memory; ``source`` is packed."""
         if to.address != source.address:
             ctypes.memmove(to.address, source.address, source.nbytes)

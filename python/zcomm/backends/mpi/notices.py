@@ -35,7 +35,7 @@ class Notices:
         self._comm = comm
         self._rank = comm.rank
         self._in_flight: list[tuple[MPI.Request, bytes]] = []
-        self._said_here = 0
+        self._sent_here = 0
         self.here = [0] * comm.size  # the latest operation that each rank is known to have entered
         self.suspended: set[int] = set()
         self.left: dict[int, tuple[int, float]] = {}  # rank -> its last operation, and when we heard that it left
@@ -48,9 +48,9 @@ class Notices:
                 self._in_flight.append((self._comm.Isend([message, MPI.BYTE], dest=peer, tag=TAG), message))
         self.flush()
 
-    def say_here(self, sequence: int) -> None:
-        if sequence > self._said_here:
-            self._said_here = sequence
+    def send_here(self, sequence: int) -> None:
+        if sequence > self._sent_here:
+            self._sent_here = sequence
             self.send(Notice.HERE, sequence)
 
     def receive(self, waiting_for: int) -> tuple[Notice, int, str] | None:
@@ -67,7 +67,7 @@ class Notices:
             if kind == Notice.HERE:
                 self.here[peer] = max(self.here[peer], sequence)
                 if sequence == waiting_for:
-                    self.say_here(sequence)
+                    self.send_here(sequence)
             elif kind == Notice.SUSPENDED:
                 self.suspended.add(peer)
             elif kind == Notice.RESUMED:

@@ -217,7 +217,7 @@ class Progress:
         head = self._collectives[0] if self._collectives else None
         waiting_for = head.sequence if head is not None and head.entering else 0
         if head is not None and waiting_for and now - head.started > min(1.0, self._timeout / 4):
-            self._notices.say_here(waiting_for)
+            self._notices.send_here(waiting_for)
         notice = self._notices.receive(waiting_for)
         self._notices.flush()
         if notice is not None:
@@ -275,16 +275,16 @@ class Progress:
     # --- failing, suspending, closing -----------------------------------------------------------------------------
 
     def _fail(self, error: BaseException) -> None:
-        """End everything; the first failure wins and the others are told."""
+        """End everything; the first failure is sent to the other ranks."""
         if self._failure is None and not self._closed:
             self._failure = _repeated(error)  # without the frames that the first one holds
             if isinstance(error, TimeoutError):
-                self._tell(Notice.TIMED_OUT, str(error))
+                self._send_notice(Notice.TIMED_OUT, str(error))
             elif not isinstance(error, (_core.PeerLost, _core.CollectiveMismatch)):  # the others see those themselves
-                self._tell(Notice.FAILED, f"{self._during()}: {error or type(error).__name__}")
+                self._send_notice(Notice.FAILED, f"{self._during()}: {error or type(error).__name__}")
         self._end_all(error)
 
-    def _tell(self, kind: Notice, text: str = "", sequence: int = 0) -> None:
+    def _send_notice(self, kind: Notice, text: str = "", sequence: int = 0) -> None:
         with contextlib.suppress(MPI.Exception):  # then the others find out by themselves
             self._notices.send(kind, sequence, text)
 
@@ -306,13 +306,13 @@ class Progress:
                 self._notices.send(Notice.SUSPENDED if by > 0 else Notice.RESUMED)
 
     def close(self) -> None:
-        """End what is pending with an error, and tell the others. Idempotent."""
+        """End what is pending with an error, and notify the others. Idempotent."""
         with self._lock:
             if self._closed:
                 return
             if self._failure is None and not MPI.Is_finalized():
                 last = self._collectives[0].sequence - 1 if self._collectives else self._sequence
-                self._tell(Notice.LEFT, sequence=last)
+                self._send_notice(Notice.LEFT, sequence=last)
             self._closed = True
             self._end_all(RuntimeError("the communicator was closed while an operation was running"))
             self._work_there.notify_all()

@@ -85,7 +85,7 @@ class Deferred:
     def _begin(self) -> None:
         self._start = None
         self._has_begun.set()
-        self._callbacks.tell_begun()
+        self._callbacks.on_begun()
 
     def has_begun(self) -> bool:
         """Return True if the operation has been started or has failed. One that is past the deadline fails now."""
@@ -130,7 +130,7 @@ class Callbacks(Server):
         self.expire = expire
         self.pending = 0
         self._deadline_s = deadline_s
-        self.tell_begun: Callable[[], None] = lambda: None  # called when a Deferred has been started
+        self.on_begun: Callable[[], None] = lambda: None  # called when a Deferred has been started
         self._queue: deque[Call | Deferred] = deque()
         self._is_open = True
 

@@ -36,7 +36,7 @@ class Completer(Server):
         self._idle = 0
         self._is_open = True
         if callbacks is not None:
-            callbacks.tell_begun = self._look_again
+            callbacks.on_begun = self._look_again
 
     def add(self, work: Pending) -> None:
         with self._changed:

@@ -37,7 +37,7 @@ def _register(register: Callable[[Any, Any], Any], future: Any, callback: Callab
     ours = _ours.get(future)
     if ours is None or future.done():
         turn = _turns.get(future)
-        return _note(register(future, callback), turn)
+        return _keep_turn(register(future, callback), turn)
     work, callbacks = ours
     if is_serving():  # a callback inside of a callback: here and now, as its order has it
         work.finish()
@@ -45,10 +45,10 @@ def _register(register: Callable[[Any, Any], Any], future: Any, callback: Callab
         return register(future, callback)
     gate = work.new_future()
     result = register(gate, lambda _: callback(future))
-    return _note(result, callbacks.run_after(work, future, gate))
+    return _keep_turn(result, callbacks.run_after(work, future, gate))
 
 
-def _note(result: Any, turn: Call | None) -> Any:
+def _keep_turn(result: Any, turn: Call | None) -> Any:
     if result is not None and turn is not None:
         _turns[result] = turn
     return result

@@ -15,7 +15,7 @@ from io import FileIO
 from pathlib import Path
 
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
-_told: set[int] = set()
+_logged_errnos: set[int] = set()
 
 
 class Claim:
@@ -75,8 +75,8 @@ def _lock(file: int, place: Path, wait: bool) -> None:
     except OSError as error:
         if error.errno not in _UNSUPPORTED:
             raise
-        if error.errno not in _told:
-            _told.add(error.errno or 0)
+        if error.errno not in _logged_errnos:
+            _logged_errnos.add(error.errno or 0)
             logging.getLogger("zcomm").warning(
                 "%s: its file system has no locks (%s), so two jobs that save there are not noticed",
                 place,

@@ -15,7 +15,7 @@ class SaveTask:
 
     def __init__(self, future: Future[None]) -> None:
         self._future = future
-        self._told = False
+        self._was_reported = False
         self._pid = os.getpid()
 
     def done(self) -> bool:
@@ -36,15 +36,15 @@ class SaveTask:
                 raise
             raise TimeoutError(f"the save is not done after {timeout} s; it goes on") from None
         finally:
-            self._told = self._future.done()
+            self._was_reported = self._future.done()
 
     def end(self) -> None:
         """Wait, and raise what went wrong unless ``wait()`` has raised it already."""
-        if not self._told:
+        if not self._was_reported:
             self.wait()
 
     def __await__(self) -> Generator[Any, None, None]:
         try:
             yield from asyncio.shield(asyncio.wrap_future(self._future)).__await__()
         finally:
-            self._told = self._future.done()
+            self._was_reported = self._future.done()

@@ -266,7 +266,7 @@ class GradientReducer:
         """Return True if a backward pass reduces gradients now."""
         return self._armed and torch._C._current_graph_task_id() >= 0
 
-    def say_unused(self) -> None:
+    def log_unused(self) -> None:
         """Log the parameters that no pass of this step has reached, once."""
         if len(self._seen) < len(self._params) and not self._warned_unused:
             skipped = set(self.agreement.absent)

@@ -1,12 +1,12 @@
-"""Units on a device: a ring of places there, which fillers bring units to.
+"""Units on a device: a ring of slots there, which fillers bring units to.
 
-[Note: places on a device] Views that autograd saved in forward must be right again in backward. So a unit always comes
-to the same place. Unit number i goes to place i % (prefetch + 1), the root and kept ones go to places of their own. In
-forward and backward order the next ``prefetch`` units are then in other places than the one in use. A unit with a place
-in use by another one (modules that use each other's parameters) gets a place of its own. It keeps this from the next
-step on. What it did in its old one before is undone there in backward (``place_of``, ``return_to``).
-A place has two events. ``ready`` is recorded on the lane's ``h2d`` stream; torch's stream waits for it before it uses
-the unit. ``freed`` is recorded on torch's stream, where the unit was dropped; the next copy into the place waits for
+[Note: slots on a device] Views that autograd saved in forward must be right again in backward. So a unit always comes
+to the same slot. Unit number i goes to slot i % (prefetch + 1), the root and kept ones go to slots of their own. In
+forward and backward order the next ``prefetch`` units are then in other slots than the one in use. A unit with a slot
+in use by another one (modules that use each other's parameters) gets a slot of its own. It keeps this from the next
+step on. What it did in its old one before is undone there in backward (``slot_of``, ``return_to``).
+A slot has two events. ``ready`` is recorded on the lane's ``h2d`` stream; torch's stream waits for it before it uses
+the unit. ``freed`` is recorded on torch's stream, where the unit was dropped; the next copy into the slot waits for
 it.
 Dropping and gathering make the host wait for nothing.
 Where a unit comes from is its fillers' matter: from_host.py, from_devices.py.
@@ -31,7 +31,7 @@ def _in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() >= 0)
 
 
-class Place:
+class DeviceSlot:
     """Device memory for one unit at a time."""
 
     def __init__(self, flat: torch.Tensor, lane: DeviceLane) -> None:
@@ -42,7 +42,7 @@ class Place:
 
 
 class Filler(ABC):
-    """Brings some buckets of a unit to its place: those on the host, or those on the devices.
+    """Brings some buckets of a unit to its slot: those on the host, or those on the devices.
 
     shared_whole: they come from memory of the host that all its ranks change, so a barrier must follow each change.
     """
@@ -51,8 +51,8 @@ class Filler(ABC):
     waited_s = 0.0  # seconds of waiting for other ranks
 
     @abstractmethod
-    def start(self, unit: Unit, place: Place) -> None:
-        """Start to fill the place, once it is free."""
+    def start(self, unit: Unit, slot: DeviceSlot) -> None:
+        """Start to fill the slot, once it is free."""
 
     def wait(self, unit: Unit) -> None:  # noqa: B027
         """Wait for other ranks. An error leaves nothing on its way."""
@@ -83,10 +83,10 @@ class Filler(ABC):
 class DeviceMemory(UnitMemory):
     """Memory of units on a device.
 
-    See [Note: places on a device]. fillers: given at assembly, in the order in which they start.
+    See [Note: slots on a device]. fillers: given at assembly, in the order in which they start.
 
     peers: between the ranks' devices, which reach the ring; None: none do. home: see UnitMemory.
-    Memory: prefetch + 1 places of the largest unit and one for each that is kept.
+    Memory: prefetch + 1 slots of the largest unit and one for each that is kept.
     """
 
     on_device = True
@@ -99,77 +99,77 @@ class DeviceMemory(UnitMemory):
         self.device, self.home = lane.device, home
         self.units = plan.make_units()
         self._used: set[int] = set()  # units that were whole since the last step
-        self._annexes: dict[int, Place] = {}  # by number of the unit: places made by add()
-        self._make_places()
+        self._annexes: dict[int, DeviceSlot] = {}  # by number of the unit: slots made by add()
+        self._make_slots()
 
-    # --- places -----------------------------------------------------------------------------------------------
+    # --- slots -----------------------------------------------------------------------------------------------
 
-    def _make_places(self) -> None:
+    def _make_slots(self) -> None:
         blocks = [unit for unit in self.units if not unit.keep]
         sizes = [unit.nbytes for unit in blocks]
         ring = slot_count(sizes, self._plan.prefetch, self._plan.prefetch_nbytes) - 1
         count = max(min(ring, len(blocks)), min(1, len(blocks)))
-        places = [self._ring_place(max(sizes)) for _ in range(count)]
-        self._places = {unit.index: places[number % count] for number, unit in enumerate(blocks)}
-        self._places |= {unit.index: self._ring_place(unit.nbytes) for unit in self.units if unit.keep}
-        self._all_places = list({id(place): place for place in self._places.values()}.values())
+        slots = [self._ring_slot(max(sizes)) for _ in range(count)]
+        self._slots = {unit.index: slots[number % count] for number, unit in enumerate(blocks)}
+        self._slots |= {unit.index: self._ring_slot(unit.nbytes) for unit in self.units if unit.keep}
+        self._all_slots = list({id(slot): slot for slot in self._slots.values()}.values())
         for unit in self.units:
-            self._plan.make_views(unit, self._places[unit.index].flat)
+            self._plan.make_views(unit, self._slots[unit.index].flat)
 
-    def _ring_place(self, nbytes: int) -> Place:
+    def _ring_slot(self, nbytes: int) -> DeviceSlot:
         """Make one that is there from the beginning. Collective where ranks reach each other's."""
         if self._peers is None:
-            return self._own_place(nbytes)
+            return self._own_slot(nbytes)
         count = nbytes // self._plan.dtype.itemsize
         flat = self._lane.symmetric(self._peers, count, self._plan.dtype, "a unit's parameters")
-        return Place(flat, self._lane)
+        return DeviceSlot(flat, self._lane)
 
-    def _own_place(self, nbytes: int) -> Place:
+    def _own_slot(self, nbytes: int) -> DeviceSlot:
         count = nbytes // self._plan.dtype.itemsize
-        return Place(self._lane.empty(count, self._plan.dtype, "a unit's parameters"), self._lane)
+        return DeviceSlot(self._lane.empty(count, self._plan.dtype, "a unit's parameters"), self._lane)
 
-    def _put(self, unit: Unit, place: Place) -> None:
-        self._places[unit.index] = place
-        self._plan.make_views(unit, place.flat)
+    def _put(self, unit: Unit, slot: DeviceSlot) -> None:
+        self._slots[unit.index] = slot
+        self._plan.make_views(unit, slot.flat)
 
-    def place_of(self, unit: Unit) -> object:
-        return self._places[unit.index]
+    def slot_of(self, unit: Unit) -> object:
+        return self._slots[unit.index]
 
-    def return_to(self, unit: Unit, place: object) -> None:
-        assert isinstance(place, Place)
-        if place is self._places[unit.index]:
+    def return_to(self, unit: Unit, slot: object) -> None:
+        assert isinstance(slot, DeviceSlot)
+        if slot is self._slots[unit.index]:
             return
         if unit.state is UnitState.GATHERING:
             self.wait(unit)
         if unit.state is not UnitState.SHARDED:
             self.owner.drop(unit)
-        self._put(unit, place)
+        self._put(unit, slot)
 
     def add(self, unit: Unit) -> None:
-        """Give the unit a place of its own, because another is in use in the one it has."""
-        place = self._places[unit.index]
-        if unit.index in self._used and _in_backward():  # views of this place are needed now
+        """Give the unit a slot of its own, because another is in use in the one it has."""
+        slot = self._slots[unit.index]
+        if unit.index in self._used and _in_backward():  # views of this slot are needed now
             raise RuntimeError(
-                f"units {unit.name} and {place.holder.name if place.holder is not None else ''} are needed at the same "
-                "time in backward, in the same place on the device; another prefetch keeps them apart"
+                f"units {unit.name} and {slot.holder.name if slot.holder is not None else ''} are needed at the same "
+                "time in backward, in the same slot on the device; another prefetch keeps them apart"
             )
         if unit.index not in self._annexes:
-            self._annexes[unit.index] = self._own_place(unit.nbytes)
-            self._all_places.append(self._annexes[unit.index])
+            self._annexes[unit.index] = self._own_slot(unit.nbytes)
+            self._all_slots.append(self._annexes[unit.index])
         self._put(unit, self._annexes[unit.index])
 
     # --- gathering --------------------------------------------------------------------------------------------
 
     def take(self, unit: Unit, must: bool) -> bool:
-        place = self._places[unit.index]
-        if not self._vacate(place, unit, must):
+        slot = self._slots[unit.index]
+        if not self._vacate(slot, unit, must):
             return False
-        place.holder = unit
+        slot.holder = unit
         return True
 
-    def _vacate(self, place: Place, unit: Unit, must: bool) -> bool:
-        """Drop another unit from the place; False: it is in use there."""
-        other = place.holder
+    def _vacate(self, slot: DeviceSlot, unit: Unit, must: bool) -> bool:
+        """Drop another unit from the slot; False: it is in use there."""
+        other = slot.holder
         if other is None or other is unit:
             return True
         if other is self.owner.in_use or (not other.idle and not (must and self._passed(other))):
@@ -190,7 +190,7 @@ class DeviceMemory(UnitMemory):
 
     def fill(self, unit: Unit) -> None:
         for filler in self.fillers:
-            filler.start(unit, self._places[unit.index])
+            filler.start(unit, self._slots[unit.index])
 
     def wait(self, unit: Unit) -> None:
         """Wait on the host for other ranks and the drive only; torch's stream waits for the copies."""
@@ -199,7 +199,7 @@ class DeviceMemory(UnitMemory):
             raise RuntimeError(f"gathering unit {unit.name} was interrupted; run the pass again")
         if unit.gathering is not None:
             self.owner.join(unit)
-        self._lane.current().wait(self._places[unit.index].ready)
+        self._lane.current().wait(self._slots[unit.index].ready)
         try:
             for filler in self.fillers:
                 filler.wait(unit)
@@ -208,10 +208,10 @@ class DeviceMemory(UnitMemory):
             raise
 
     def _abandon(self, unit: Unit) -> None:
-        """End the filling of its place, which was broken off: what had begun of it counts for nothing."""
+        """End the filling of its slot, which was broken off: what had begun of it counts for nothing."""
         self._gather.synchronize()
         unit.gathering = None
-        self._lane.current().wait(self._places[unit.index].ready)
+        self._lane.current().wait(self._slots[unit.index].ready)
         self.give_back(unit)
 
     def is_waiting(self) -> bool:
@@ -225,36 +225,36 @@ class DeviceMemory(UnitMemory):
         self._used.add(unit.index)
 
     def give_back(self, unit: Unit) -> None:
-        """Free its place for others, once torch's stream has come here."""
+        """Free its slot for others, once torch's stream has come here."""
         unit.asked = False  # should this be interrupted, it is not taken for whole
         for filler in self.fillers:
             filler.cancel(unit)
-        place = self._places[unit.index]
-        self._lane.recorded(place.freed)
-        place.holder = None
+        slot = self._slots[unit.index]
+        self._lane.recorded(slot.freed)
+        slot.holder = None
         unit.state, unit.stale = UnitState.SHARDED, False
 
     def reset(self, unit: Unit) -> None:
-        place = self._places[unit.index]
+        slot = self._slots[unit.index]
         unit.gathering = None
-        self._lane.current().wait(place.ready)
-        if place.holder is unit or place.holder is None:
+        self._lane.current().wait(slot.ready)
+        if slot.holder is unit or slot.holder is None:
             self.give_back(unit)
         unit.state, unit.stale = UnitState.SHARDED, False
 
     def count_free(self) -> None:
-        for place in self._all_places:
-            holder = place.holder
+        for slot in self._all_slots:
+            holder = slot.holder
             if holder is not None and holder.state is UnitState.SHARDED:
-                place.holder = None
+                slot.holder = None
 
     @property
     def gives_way(self) -> bool:
-        return len(self._all_places) < len(self.units)
+        return len(self._all_slots) < len(self.units)
 
     @property
     def slot_nbytes(self) -> int:
-        return sum(place.flat.nbytes for place in self._all_places)
+        return sum(slot.flat.nbytes for slot in self._all_slots)
 
     @property
     def window_nbytes(self) -> int:
@@ -294,14 +294,14 @@ class DeviceMemory(UnitMemory):
 
     def end_step(self) -> None:
         self._used.clear()
-        for index, place in self._annexes.items():
-            self._put(self.units[index], place)
+        for index, slot in self._annexes.items():
+            self._put(self.units[index], slot)
 
     def close(self) -> None:
         for filler in self.fillers:
             filler.close()
-        self._places.clear()
-        self._all_places.clear()
+        self._slots.clear()
+        self._all_slots.clear()
         self._annexes.clear()
         for unit in self.units:
-            unit.views, unit.span = [], (0, 0)  # they are memory of the places
+            unit.views, unit.span = [], (0, 0)  # they are memory of the slots

@@ -1,9 +1,9 @@
-"""FromDevices: units come to their places from shards that stay on the ranks' devices.
+"""FromDevices: units come to their slots from shards that stay on the ranks' devices.
 
 A gather of what stays is one all_gather of ``peers``, in the order of the calls. All ranks must use their
 units in the same order, as on the CPU. Gradients, which ranks may start in another order beside them, go by another
 communicator. A gather comes after what torch's stream has been given when it is called, which includes what used the
-place before. Its end is waited for where the unit is wanted: the host until all ranks have called it, torch's stream
+slot before. Its end is waited for where the unit is wanted: the host until all ranks have called it, torch's stream
 until the weights are there. Places that a unit got for itself alone (``add``) are torch's memory, which no other rank
 has open. A rank that is alone copies, on the stream by which offloaded units come.
 Thread rule: as UnitLife; on the main thread, or autograd's.
@@ -18,7 +18,7 @@ from zcomm.comm.communicator import Communicator
 from zcomm.comm.work import Work
 from zcomm.memory.device_streams import DeviceLane
 from zcomm.zero.params.device_shards import DeviceSource
-from zcomm.zero.units.device import Filler, Place
+from zcomm.zero.units.device import DeviceSlot, Filler
 from zcomm.zero.units.memory import add_remedy
 from zcomm.zero.units.unit import Unit
 
@@ -31,17 +31,17 @@ class FromDevices(Filler):
         self._works: dict[int, Work] = {}  # by number of the unit: gathers that are not waited for yet
         self._asked = lane.event()  # the shards as torch's stream has them when a copy of them is asked for
 
-    def start(self, unit: Unit, place: Place) -> None:
+    def start(self, unit: Unit, slot: DeviceSlot) -> None:
         stay = [(bucket, begin) for bucket, begin in unit.bucket_begins() if self._source.stays(bucket)]
         if not stay:
             return
         shards = [self._source.there(bucket) for bucket, _ in stay]
-        wholes = [place.flat[begin : begin + bucket.count] for bucket, begin in stay]
+        wholes = [slot.flat[begin : begin + bucket.count] for bucket, begin in stay]
         if self._peers is None:
-            after = [place.freed, self._lane.recorded(self._asked)]
-            self._lane.h2d.copy(zip(wholes, shards, strict=True), after, place.ready)
+            after = [slot.freed, self._lane.recorded(self._asked)]
+            self._lane.h2d.copy(zip(wholes, shards, strict=True), after, slot.ready)
         else:
-            self._lane.current().wait(place.freed)
+            self._lane.current().wait(slot.freed)
             _, work = self._peers.all_gather(shards, out=wholes, async_op=True, name=f"{unit.reader}unit {unit.name}")
             assert isinstance(work, Work)
             self._works[unit.index] = work

@@ -16,7 +16,7 @@ import torch
 from zcomm.comm.tensors import tensor_of
 from zcomm.memory.device_streams import DeviceLane
 from zcomm.zero.layout.flat import FlatBucket
-from zcomm.zero.units.device import Filler, Place
+from zcomm.zero.units.device import DeviceSlot, Filler
 from zcomm.zero.units.gather import ShardGather
 from zcomm.zero.units.unit import Unit
 
@@ -41,29 +41,29 @@ class FromHost(Filler):
         self.gathers = 0
 
     def _of(self, unit: Unit) -> list[tuple[FlatBucket, int]]:
-        """Return the unit's buckets that come from the host, and where they begin in its place."""
+        """Return the unit's buckets that come from the host, and where they begin in its slot."""
         stays = self._gather.source.stays
         return [(bucket, begin) for bucket, begin in unit.bucket_begins() if not stays(bucket)]
 
-    def start(self, unit: Unit, place: Place) -> None:
+    def start(self, unit: Unit, slot: DeviceSlot) -> None:
         if not self._buckets[unit.index]:
             return
         if self.shared_whole:
-            self._copy(unit, self._wholes(unit), place)
+            self._copy(unit, self._wholes(unit), slot)
         else:
-            unit.gathering = self._gather.submit(self._gather_to, unit, place)
+            unit.gathering = self._gather.submit(self._gather_to, unit, slot)
 
     def _wholes(self, unit: Unit) -> list[torch.Tensor]:
         wholes = [self._gather.source.whole(bucket) for bucket, _ in self._buckets[unit.index]]
         return [whole for whole in wholes if whole is not None]
 
-    def _copy(self, unit: Unit, wholes: Sequence[torch.Tensor], place: Place, *done: Any) -> None:
-        """Copy from host to device, once the place is free."""
+    def _copy(self, unit: Unit, wholes: Sequence[torch.Tensor], slot: DeviceSlot, *done: Any) -> None:
+        """Copy from host to device, once the slot is free."""
         begins = [begin for _, begin in self._buckets[unit.index]]
-        copies = [(place.flat[at : at + w.numel()], w) for at, w in zip(begins, wholes, strict=True)]
-        self._lane.h2d.copy(copies, [place.freed], place.ready, *done)
+        copies = [(slot.flat[at : at + w.numel()], w) for at, w in zip(begins, wholes, strict=True)]
+        self._lane.h2d.copy(copies, [slot.freed], slot.ready, *done)
 
-    def _gather_to(self, unit: Unit, place: Place) -> None:
+    def _gather_to(self, unit: Unit, slot: DeviceSlot) -> None:
         """Fill a host slot, as all ranks do, and copy it. Runs on the gathering thread."""
         number = self.gathers % HOST_SLOTS
         self.gathers += 1
@@ -72,7 +72,7 @@ class FromHost(Filler):
         buckets = [bucket for bucket, _ in self._buckets[unit.index]]
         wholes = flat[: sum(bucket.count for bucket in buckets)].split([bucket.count for bucket in buckets])
         self._gather.fill(unit, buckets, wholes)
-        self._copy(unit, wholes, place, copied)
+        self._copy(unit, wholes, slot, copied)
 
     @property
     def window_nbytes(self) -> int:

@@ -108,7 +108,7 @@ class UnitHooks:
     def _guard(self, unit: Unit) -> saved_tensors.Hooks | None:
         if not self._guards or unit.keep or not torch.is_grad_enabled():
             return None
-        return saved_tensors.push(unit.span, self._life.memory.place_of(unit), partial(self._before_backward, unit))
+        return saved_tensors.push(unit.span, self._life.memory.slot_of(unit), partial(self._before_backward, unit))
 
     def _leave(self, unit: Unit) -> Callable[..., None]:
         def leave(module: nn.Module, args: Any, output: Any) -> None:
@@ -119,23 +119,23 @@ class UnitHooks:
                 if self._inside[at][0] is unit:
                     saved_tensors.pop(self._inside.pop(at)[1])
                     break
-            place = self._life.memory.place_of(unit)
+            slot = self._life.memory.slot_of(unit)
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(partial(self._before_backward, unit, place))
+                    tensor.register_hook(partial(self._before_backward, unit, slot))
 
         return leave
 
-    def _before_backward(self, unit: Unit, place: object, grad: torch.Tensor | None = None) -> None:
-        """Prepare for backward of what the unit did at ``place``."""
-        if unit.in_backward and self._life.memory.place_of(unit) is place:
+    def _before_backward(self, unit: Unit, slot: object, grad: torch.Tensor | None = None) -> None:
+        """Prepare for backward of what the unit did in ``slot``."""
+        if unit.in_backward and self._life.memory.slot_of(unit) is slot:
             return
         if torch._C._current_graph_task_id() >= 0:
             self._arm()
             if self._now is not None and not self._now.surrounds:
                 self._rests(self._now)
             self._now = unit
-        self._life.memory.return_to(unit, place)
+        self._life.memory.return_to(unit, slot)
         self._life.use(unit)
         unit.in_backward = self._armed
         self._life.show_or_hide(unit)

@@ -54,13 +54,13 @@ class Owner(Protocol):
 
 @dataclass(frozen=True)
 class Lease:
-    """The right to a parameter's memory in ``place``, for as long as ``unit`` has that."""
+    """The right to a parameter's memory in ``slot``, for as long as ``unit`` has that."""
 
     owner: Owner
     name: str
     param: nn.Parameter
     unit: Unit
-    place: object
+    slot: object
 
     def check(self, writing: bool) -> None:
         """Raise RuntimeError where the memory has another unit, or what is written would be lost."""

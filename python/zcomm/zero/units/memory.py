@@ -1,6 +1,6 @@
 """UnitMemory: where units of stage 3 are whole, which of them has memory, and how that is filled.
 
-The store is given one at assembly: ``host`` (slots of host memory) or ``device`` (places on a device). UnitLife decides
+The store is given one at assembly: ``host`` (slots of host memory) or ``device`` (slots on a device). UnitLife decides
 when a unit is gathered and dropped.
 Thread rule: as UnitLife.
 """
@@ -163,12 +163,12 @@ class UnitMemory(ABC):
 
     # Hooks for a device; on the CPU nothing is on its way, and a unit's addresses are always its own.
 
-    def place_of(self, unit: Unit) -> object:
+    def slot_of(self, unit: Unit) -> object:
         """Return where views that autograd saves now will look for the unit's parameters; None: always the same."""
         return None
 
-    def return_to(self, unit: Unit, place: object) -> None:  # noqa: B027
-        """Let the next gather bring the unit to ``place``, from ``place_of``: backward is about to use such views."""
+    def return_to(self, unit: Unit, slot: object) -> None:  # noqa: B027
+        """Let the next gather bring the unit to ``slot``, from ``slot_of``: backward is about to use such views."""
 
     def synchronize(self) -> None:  # noqa: B027
         """Wait until no copy of weights is on its way."""

@@ -39,18 +39,18 @@ def possible() -> bool:
 
 
 class _View:
-    """A saved view of a unit's memory, addresses ``span`` at ``place``. need(place): it is about to be used.
+    """A saved view of a unit's memory, addresses ``span`` in ``slot``. need(slot): it is about to be used.
     ``version`` is the weight's, which a step counts up."""
 
-    __slots__ = ("need", "place", "span", "tensor", "version")
+    __slots__ = ("need", "slot", "span", "tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor, span: tuple[int, int], place: object, need: _Need) -> None:
-        self.tensor, self.span, self.place, self.need = tensor, span, place, need
+    def __init__(self, tensor: torch.Tensor, span: tuple[int, int], slot: object, need: _Need) -> None:
+        self.tensor, self.span, self.slot, self.need = tensor, span, slot, need
         self.version = tensor._version
 
 
-def push(span: tuple[int, int], place: object, need: _Need) -> Hooks | None:
-    """Guard what is saved from now on of the addresses ``span``, [begin, end), of the unit at ``place``.
+def push(span: tuple[int, int], slot: object, need: _Need) -> Hooks | None:
+    """Guard what is saved from now on of the addresses ``span``, [begin, end), of the unit in ``slot``.
 
     Returns what ``pop`` takes; None where hooks are switched off (torch.func), and nothing is guarded.
     """
@@ -64,7 +64,7 @@ def push(span: tuple[int, int], place: object, need: _Need) -> Hooks | None:
         except RuntimeError:  # of a kind that has no address
             at = 0
         if begin <= at < end:
-            return _View(tensor, span, place, need)
+            return _View(tensor, span, slot, need)
         # A node may save its own output: held as it is, it would keep itself alive. detach() has the same version.
         return (tensor.detach(), tensor._version) if outer is None else outer[0](tensor)
 
@@ -80,9 +80,9 @@ def push(span: tuple[int, int], place: object, need: _Need) -> Hooks | None:
 
 def _needed(view: _View) -> torch.Tensor:
     _unchanged(view.tensor, view.version)
-    view.need(view.place)
+    view.need(view.slot)
     if torch.is_grad_enabled() and torch._C._current_graph_task_id() >= 0:
-        push(view.span, view.place, view.need)  # create_graph: until this node of backward is done
+        push(view.span, view.slot, view.need)  # create_graph: until this node of backward is done
     return view.tensor
 
 

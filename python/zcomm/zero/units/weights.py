@@ -246,10 +246,10 @@ class UnitWeights:
 
     def lease(self, param: nn.Parameter) -> Lease:
         unit = self._store.unit_of(self._numbers[id(param)])
-        return Lease(self, self.name(param), param, unit, self.life.memory.place_of(unit))
+        return Lease(self, self.name(param), param, unit, self.life.memory.slot_of(unit))
 
     def has_memory(self, lease: Lease) -> bool:
-        return lease.unit.state is UnitState.GATHERED and self.life.memory.place_of(lease.unit) is lease.place
+        return lease.unit.state is UnitState.GATHERED and self.life.memory.slot_of(lease.unit) is lease.slot
 
     def is_used(self, lease: Lease) -> bool:
         return lease.unit.plain and id(lease.param) not in self.life.held

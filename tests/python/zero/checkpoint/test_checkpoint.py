@@ -231,7 +231,7 @@ def test_another_model_or_optimizer_is_listed(tmp_path: Path) -> None:
 
 @pytest.fixture
 def told_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zcomm.zero.validate._unsaved_told", False)
+    monkeypatch.setattr("zcomm.zero.validate._unsaved_logged", False)
 
 
 def unsaved(caplog: pytest.LogCaptureFixture) -> list[str]:
