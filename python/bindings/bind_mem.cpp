@@ -19,6 +19,7 @@ using zcomm::bindings::hold;
 namespace {
 
 using NoGil = py::gil_scoped_release;
+/// Dropping the last reference waits for I/O: never with the interpreter lock held.
 using SwapHolder = std::unique_ptr<SwapFile, DeleteWithoutGil<SwapFile>>;
 
 SwapFile::Engine engine_of(const std::string& name) {
@@ -125,7 +126,6 @@ void bind_arena(py::module_& m) {
       });
 }
 
-/// Dropping the last reference waits for I/O: never with the interpreter lock held.
 }  // namespace
 
 void bind_mem(py::module_& m) {

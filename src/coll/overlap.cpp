@@ -13,27 +13,27 @@
 namespace zcomm::coll {
 namespace {
 
-struct Place {
+struct ByteRange {
   std::uintptr_t begin, end;
   std::size_t index;
   bool empty() const { return begin == end; }
-  bool is(const Place& other) const { return begin == other.begin && end == other.end; }
-  bool meets(const Place& other) const { return begin < other.end && other.begin < end; }
+  bool is(const ByteRange& other) const { return begin == other.begin && end == other.end; }
+  bool overlaps(const ByteRange& other) const { return begin < other.end && other.begin < end; }
 };
 
-Place place_of(const void* data, std::size_t nbytes, std::size_t index) {
+ByteRange range_of(const void* data, std::size_t nbytes, std::size_t index) {
   const auto begin = reinterpret_cast<std::uintptr_t>(data);
   return {begin, begin + nbytes, index};
 }
 
-std::string where(const char* side, const Place& place) {
+std::string where(const char* side, const ByteRange& range) {
   std::ostringstream words;
-  words << side << ' ' << place.index << " at [0x" << std::hex << place.begin << ", 0x" << place.end << ')';
+  words << side << ' ' << range.index << " at [0x" << std::hex << range.begin << ", 0x" << range.end << ')';
   return words.str();
 }
 
 /// The part of the larger side that belongs to this rank, where the smaller side may lie; empty if there is none.
-Place own_part(const OverlapCheck& call, const Place& in, const Place& out) {
+ByteRange own_part(const OverlapCheck& call, const ByteRange& in, const ByteRange& out) {
   const auto rank = static_cast<std::uintptr_t>(call.rank);
   switch (call.kind) {
     case OpKind::all_gather:
@@ -52,17 +52,17 @@ Place own_part(const OverlapCheck& call, const Place& in, const Place& out) {
 }
 
 /// True for an output of all_to_all that is what this rank sends to itself, where it lies: nothing writes to it then.
-bool stays(const OverlapCheck& call, const Place& in, const Place& out) {
+bool stays(const OverlapCheck& call, const ByteRange& in, const ByteRange& out) {
   const auto rank = static_cast<std::size_t>(call.rank);
   const ConstBuffer& own = call.in[rank];
-  return out.index == rank && in.is(out) && place_of(own.data, own.count * call.in_size, rank).is(out);
+  return out.index == rank && in.is(out) && range_of(own.data, own.count * call.in_size, rank).is(out);
 }
 
 /// True when one of them is exactly its rank's own part of the other.
-bool is_in_place(const OverlapCheck& call, const Place& in, const Place& out) {
+bool is_in_place(const OverlapCheck& call, const ByteRange& in, const ByteRange& out) {
   if (call.kind == OpKind::all_to_all) return stays(call, in, out);
   if (in.index != out.index || call.accumulate) return false;
-  const Place own = own_part(call, in, out);
+  const ByteRange own = own_part(call, in, out);
   const bool gathers = call.kind == OpKind::all_gather || call.kind == OpKind::gather;
   return (gathers ? in : out).is(own);
 }
@@ -86,44 +86,45 @@ const char* allowed(const OverlapCheck& call) {
   throw InvalidArgument(text(call.what, ": ", one, " and ", other, " overlap; ", allowed(call)));
 }
 
-void check_pair(const OverlapCheck& call, const Place& in, const Place& out) {
-  if (!in.empty() && !out.empty() && in.meets(out) && !is_in_place(call, in, out))
+void check_pair(const OverlapCheck& call, const ByteRange& in, const ByteRange& out) {
+  if (!in.empty() && !out.empty() && in.overlaps(out) && !is_in_place(call, in, out))
     refuse(call, where("input", in), where("output", out));
 }
 
-/// Sorted by address. Throws if two meet.
-const std::vector<Place>& places_of_outputs(const OverlapCheck& call) {
-  thread_local std::vector<Place> places;  // its capacity stays
-  places.clear();
+/// Sorted by address. Throws if two overlap.
+const std::vector<ByteRange>& ranges_of_outputs(const OverlapCheck& call) {
+  thread_local std::vector<ByteRange> ranges;  // its capacity stays
+  ranges.clear();
   for (std::size_t i = 0; i < call.out.size(); ++i) {
-    const Place place = place_of(call.out[i].data, call.out[i].count * call.out_size, i);
-    if (!place.empty()) places.push_back(place);
+    const ByteRange range = range_of(call.out[i].data, call.out[i].count * call.out_size, i);
+    if (!range.empty()) ranges.push_back(range);
   }
-  const auto by_address = [](const Place& a, const Place& b) { return a.begin < b.begin; };
-  if (!std::is_sorted(places.begin(), places.end(), by_address)) std::sort(places.begin(), places.end(), by_address);
-  for (std::size_t i = 1; i < places.size(); ++i) {
-    if (!places[i - 1].meets(places[i])) continue;
+  const auto by_address = [](const ByteRange& a, const ByteRange& b) { return a.begin < b.begin; };
+  if (!std::is_sorted(ranges.begin(), ranges.end(), by_address)) std::sort(ranges.begin(), ranges.end(), by_address);
+  for (std::size_t i = 1; i < ranges.size(); ++i) {
+    if (!ranges[i - 1].overlaps(ranges[i])) continue;
     const auto [first, second] =
-        std::minmax(places[i - 1], places[i], [](const Place& a, const Place& b) { return a.index < b.index; });
+        std::minmax(ranges[i - 1], ranges[i], [](const ByteRange& a, const ByteRange& b) { return a.index < b.index; });
     refuse(call, where("output", first), where("output", second));
   }
-  return places;
+  return ranges;
 }
 
 }  // namespace
 
 void check_overlap(const OverlapCheck& call) {
   if (call.out.empty()) return;
-  const auto place_in = [&](std::size_t i) { return place_of(call.in[i].data, call.in[i].count * call.in_size, i); };
+  const auto range_in = [&](std::size_t i) { return range_of(call.in[i].data, call.in[i].count * call.in_size, i); };
   if (call.out.size() == 1) {
-    const Place out = place_of(call.out[0].data, call.out[0].count * call.out_size, 0);
-    for (std::size_t i = 0; i < call.in.size(); ++i) check_pair(call, place_in(i), out);
+    const ByteRange out = range_of(call.out[0].data, call.out[0].count * call.out_size, 0);
+    for (std::size_t i = 0; i < call.in.size(); ++i) check_pair(call, range_in(i), out);
     return;
   }
-  const std::vector<Place>& outputs = places_of_outputs(call);
+  const std::vector<ByteRange>& outputs = ranges_of_outputs(call);
   for (std::size_t i = 0; i < call.in.size(); ++i) {
-    const Place in = place_in(i);
-    auto out = std::partition_point(outputs.begin(), outputs.end(), [&](const Place& o) { return o.end <= in.begin; });
+    const ByteRange in = range_in(i);
+    auto out =
+        std::partition_point(outputs.begin(), outputs.end(), [&](const ByteRange& o) { return o.end <= in.begin; });
     for (; out != outputs.end() && out->begin < in.end; ++out) check_pair(call, in, *out);
   }
 }

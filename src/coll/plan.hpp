@@ -33,21 +33,21 @@ struct Action {
     recv,   ///< what a peer has sent
     reduce  ///< what has been received, and this rank's input, to one result
   };
-  enum class Place : std::uint8_t {
+  enum class Memory : std::uint8_t {
     none,
     input,
     output,
-    slot,     ///< a buffer of the algorithm
-    landing,  ///< another: what arrives in the input's dtype where slots hold sums of a wider one
+    slot,  ///< a buffer of the algorithm
+    raw,   ///< another buffer: data that arrive in the input's dtype, where slots hold sums of a wider one
   };
 
   Kind kind = Kind::copy;
-  Place from = Place::none;
-  Place to = Place::none, also_to = Place::none;  ///< also_to: a second place for the result of a reduction
-  int peer = -1;                                  ///< the other rank; -1: all that read the slot (send), all (reduce)
-  std::size_t buffer = 0;                         ///< which input and output
-  std::size_t in = 0, out = 0;                    ///< elements into them
-  std::size_t slot = 0;                           ///< bytes into the slot, or the slots
+  Memory from = Memory::none;
+  Memory to = Memory::none, also_to = Memory::none;  ///< also_to: the result of a reduction goes there, too
+  int peer = -1;                ///< the other rank; -1: all that read the slot (send), all (reduce)
+  std::size_t buffer = 0;       ///< which input and output
+  std::size_t in = 0, out = 0;  ///< elements into them
+  std::size_t slot = 0;         ///< bytes into the slot, or the slots
   std::size_t count = 0;
 };
 

@@ -6,7 +6,7 @@
 namespace zcomm::coll {
 
 using Kind = Action::Kind;
-using Place = Action::Place;
+using Memory = Action::Memory;
 
 void StagedPlan::start(const Shape& shape, std::span<const Item> items) {
   shape_ = shape;
@@ -72,8 +72,8 @@ bool StagedPlan::reads_slots() const {
 void StagedPlan::send(const Piece& piece, int peer, std::size_t in, std::size_t in_slot, std::size_t count) {
   if (count == 0 || shape_.world_size == 1) return;
   copy_in_.actions.push_back({.kind = Kind::send,
-                              .from = Place::input,
-                              .to = Place::slot,
+                              .from = Memory::input,
+                              .to = Memory::slot,
                               .peer = peer,
                               .buffer = piece.item,
                               .in = in,
@@ -85,8 +85,8 @@ void StagedPlan::plan_copy_in(const Piece& piece) {
   const std::size_t item_count = items_[piece.item].count;
   const auto copy_own = [&](std::size_t in, std::size_t out) {
     copy_in_.actions.push_back({.kind = Kind::copy,
-                                .from = Place::input,
-                                .to = Place::output,
+                                .from = Memory::input,
+                                .to = Memory::output,
                                 .buffer = piece.item,
                                 .in = in,
                                 .out = out,
@@ -132,9 +132,9 @@ void StagedPlan::plan_reduce(const Piece& piece) {
   const bool keeps = shape_.kind != OpKind::reduce || is_root();
   const bool gives = shape_.kind == OpKind::all_reduce ? shape_.world_size > 1 : !keeps;
   reduce_.actions.push_back({.kind = Kind::reduce,
-                             .from = Place::slot,
-                             .to = keeps ? Place::output : Place::slot,
-                             .also_to = keeps && gives ? Place::slot : Place::none,
+                             .from = Memory::slot,
+                             .to = keeps ? Memory::output : Memory::slot,
+                             .also_to = keeps && gives ? Memory::slot : Memory::none,
                              .buffer = piece.item,
                              .in = (scatters ? me * items_[piece.item].count : 0) + piece.begin + mine.begin,
                              .out = piece.begin + mine.begin,
@@ -146,8 +146,8 @@ void StagedPlan::plan_copy_out(const Piece& piece) {
   const auto recv = [&](int peer, std::size_t out, std::size_t in_slot, std::size_t count) {
     if (count == 0) return;
     copy_out_.actions.push_back({.kind = Kind::recv,
-                                 .from = Place::slot,
-                                 .to = Place::output,
+                                 .from = Memory::slot,
+                                 .to = Memory::output,
                                  .peer = peer,
                                  .buffer = piece.item,
                                  .out = out,
@@ -167,8 +167,8 @@ void StagedPlan::plan_copy_out(const Piece& piece) {
         recv(q, out, 0, piece.count);
       else if (kind == OpKind::gather)  // all_gather's own part went there on the way in
         copy_out_.actions.push_back({.kind = Kind::copy,
-                                     .from = Place::input,
-                                     .to = Place::output,
+                                     .from = Memory::input,
+                                     .to = Memory::output,
                                      .buffer = piece.item,
                                      .in = piece.begin,
                                      .out = out,

@@ -14,7 +14,7 @@
 namespace zcomm::mem {
 
 /// The extents of one key.
-struct Place {
+struct KeyExtents {
   std::size_t first = 0;               ///< drive of its first stripe
   std::vector<std::uint64_t> offsets;  ///< per drive; of no meaning where the key has no stripe
 };
@@ -28,17 +28,17 @@ class Stripes {
  public:
   Stripes(std::size_t drives, std::size_t stripe_nbytes) : stripe_nbytes_(stripe_nbytes), extents_(drives) {}
 
-  Place take(std::size_t nbytes);
+  KeyExtents take(std::size_t nbytes);
   /// Gives back what take(nbytes) returned.
-  void give_back(const Place& place, std::size_t nbytes);
+  void give_back(const KeyExtents& extents, std::size_t nbytes);
 
   std::uint64_t end(std::size_t drive) const { return extents_[drive].end(); }  ///< bytes of its file that are needed
   std::uint64_t used_nbytes() const;
 
   /// Bytes of a key of `nbytes` that lie on `drive`.
-  std::uint64_t share(const Place& place, std::size_t drive, std::size_t nbytes) const;
+  std::uint64_t share(const KeyExtents& extents, std::size_t drive, std::size_t nbytes) const;
   /// Where byte `begin` of a key lies; what follows lies behind it up to the next multiple of `stripe_nbytes`.
-  static Location locate(const Place& place, std::uint64_t begin, std::size_t stripe_nbytes);
+  static Location locate(const KeyExtents& extents, std::uint64_t begin, std::size_t stripe_nbytes);
 
  private:
   const std::size_t stripe_nbytes_;

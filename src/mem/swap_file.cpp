@@ -88,7 +88,7 @@ class SwapFileImpl final : public SwapFile {
     const auto found = entries_.find(key);
     if (found == entries_.end()) throw InvalidArgument(text("SwapFile.release: unknown key '", key, "'"));
     check_idle(*found->second, "release");
-    stripes_.give_back(found->second->place, found->second->nbytes);
+    stripes_.give_back(found->second->extents, found->second->nbytes);
     entries_.erase(found);
   }
 
@@ -213,8 +213,8 @@ class SwapFileImpl final : public SwapFile {
       if (!entry->written) continue;
       if (!entry->valid)
         throw DataCorrupt(EIO, text("SwapFile.snapshot: key '", key, "' holds no data, its last write failed"),
-                          drives_.file(entry->place.first).path());
-      keys.push_back({key, entry->nbytes, entry->place.first, entry->place.offsets, entry->checksums});
+                          drives_.file(entry->extents.first).path());
+      keys.push_back({key, entry->nbytes, entry->extents.first, entry->extents.offsets, entry->checksums});
     }
     std::sort(keys.begin(), keys.end(), [](const ImageKey& a, const ImageKey& b) { return a.key < b.key; });
     return keys;
@@ -289,15 +289,15 @@ class SwapFileImpl final : public SwapFile {
     entry->key = key;
     entry->nbytes = nbytes;
     if (options_.checksum) entry->checksums.resize(block_count(nbytes, options_.block_nbytes, drives_.alignment()));
-    entry->place = stripes_.take(nbytes);
+    entry->extents = stripes_.take(nbytes);
     try {
       for (std::size_t drive = 0; drive < drives_.count(); ++drive) drives_.grow(drive, stripes_.end(drive));
       auto& known = entries_[key];
-      if (known) stripes_.give_back(known->place, known->nbytes);
+      if (known) stripes_.give_back(known->extents, known->nbytes);
       known = std::move(entry);
       return *known;
     } catch (...) {
-      stripes_.give_back(entry->place, nbytes);
+      stripes_.give_back(entry->extents, nbytes);
       throw;
     }
   }

@@ -26,7 +26,7 @@ struct SwapOperation;
 /// What is known of one key.
 struct SwapEntry {
   std::string key;
-  Place place;  ///< in the data files
+  KeyExtents extents;  ///< in the data files
   std::size_t nbytes = 0;
   bool written = false;  ///< a write was queued (lock of SwapFile)
 

@@ -160,7 +160,7 @@ bool SwapRunner::begin(SwapOperation& operation) {
     operation.block_count = 0;
     fail(operation, std::make_exception_ptr(
                         DataCorrupt(EIO, text("SwapFile: key '", entry.key, "' holds no data, its last write failed"),
-                                    target_.drives[entry.place.first].path)));
+                                    target_.drives[entry.extents.first].path)));
   }
   if (operation.block_count > 0) return true;
   end_if_done(operation);
@@ -209,7 +209,7 @@ Block SwapRunner::block_of(const SwapOperation& operation, std::size_t index) co
 
 /// A block lies on one drive: block and stripe have the same size.
 Location SwapRunner::location(const SwapOperation& operation, std::size_t begin) const {
-  return Stripes::locate(operation.entry->place, begin, target_.block_nbytes);
+  return Stripes::locate(operation.entry->extents, begin, target_.block_nbytes);
 }
 
 Location SwapRunner::location(const Slot& slot) const {

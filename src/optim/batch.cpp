@@ -10,7 +10,7 @@ template <class Params>
 struct OptimBatch<Params>::Impl {
   using K = optim::Kind<Params>;
   std::vector<OptimBatchItem> items;
-  std::vector<optim::Place> places;  // of the same items
+  std::vector<optim::CheckedShard> shards;  // of the same items
   std::vector<typename K::Factors> factors;
 
   static Params params_of(const OptimBatchItem& item, std::span<const Params> groups) {
@@ -48,7 +48,7 @@ void OptimBatch<Params>::add(const OptimBatchItem& item) {
   Params params{};
   if constexpr (requires { params.buffer; }) params.buffer = item.buffer;
   b.items.push_back(item);
-  b.places.push_back({item.shard, Impl::K::arrays(params), b.places.empty() ? 0 : b.places.back().end()});
+  b.shards.push_back({item.shard, Impl::K::arrays(params), b.shards.empty() ? 0 : b.shards.back().end()});
 }
 
 template <class Params>
@@ -66,11 +66,11 @@ void OptimBatch<Params>::step(std::span<const Params> groups, std::span<const vo
   b.factors.resize(b.items.size());
   for (std::size_t i = 0; i < b.items.size(); ++i) {
     const Params params = Impl::params_of(b.items[i], groups);
-    b.places[i].shard.grad = grads[i];
-    optim::check_step(b.places[i].shard, params);
+    b.shards[i].shard.grad = grads[i];
+    optim::check_step(b.shards[i].shard, params);
     b.factors[i] = b.as_before(i) ? b.factors[i - 1] : K::factors(params);
   }
-  optim::run_step<typename K::Factors>(b.places, b.factors.data(), threads, optim::current_optim_table().*K::kKernel,
+  optim::run_step<typename K::Factors>(b.shards, b.factors.data(), threads, optim::current_optim_table().*K::kKernel,
                                        squares);
   for (const OptimBatchItem& item : b.items)
     if (item.counter != nullptr) *item.counter += 1.0f;

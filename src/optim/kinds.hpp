@@ -68,9 +68,9 @@ template <class Params>
 void step_shard(const OptimShard& shard, const Params& params, int threads, ExactSum* squares) {
   using K = Kind<Params>;
   check_step(shard, params);
-  const Place place{shard, K::arrays(params)};
+  const CheckedShard checked{shard, K::arrays(params)};
   const typename K::Factors factors = K::factors(params);
-  run_step(std::span(&place, 1), &factors, threads, current_optim_table().*K::kKernel, squares);
+  run_step(std::span(&checked, 1), &factors, threads, current_optim_table().*K::kKernel, squares);
 }
 
 }  // namespace zcomm::optim

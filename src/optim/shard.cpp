@@ -127,18 +127,18 @@ void check_beta(const char* call, double beta) {
   if (!(beta >= 0.0 && beta < 1.0)) throw InvalidArgument(text(call, ": beta ", beta, " is not in [0, 1)"));
 }
 
-void share_out(std::span<const Place> places, int threads, const PartBody& body) {
-  if (!places.empty()) ThreadPool::shared().parallel_for(places.back().end(), kGrain, threads, body);
+void share_out(std::span<const CheckedShard> shards, int threads, const PartBody& body) {
+  if (!shards.empty()) ThreadPool::shared().parallel_for(shards.back().end(), kGrain, threads, body);
 }
 
-void for_each_piece(std::span<const Place> places, std::size_t begin, std::size_t end, const PieceBody& body) {
-  const auto after = [](std::size_t at, const Place& place) { return at < place.end(); };
-  auto which = static_cast<std::size_t>(std::upper_bound(places.begin(), places.end(), begin, after) - places.begin());
-  for (; which < places.size() && places[which].at < end; ++which) {
-    const OptimShard& shard = places[which].shard;
-    const std::size_t at = places[which].at, stop = std::min(shard.end, shard.begin + (end - at));
+void for_each_piece(std::span<const CheckedShard> shards, std::size_t begin, std::size_t end, const PieceBody& body) {
+  const auto after = [](std::size_t at, const CheckedShard& shard) { return at < shard.end(); };
+  auto which = static_cast<std::size_t>(std::upper_bound(shards.begin(), shards.end(), begin, after) - shards.begin());
+  for (; which < shards.size() && shards[which].at < end; ++which) {
+    const OptimShard& shard = shards[which].shard;
+    const std::size_t at = shards[which].at, stop = std::min(shard.end, shard.begin + (end - at));
     for (std::size_t i = shard.begin + (std::max(begin, at) - at); i < stop;) {
-      const OptimPiece piece = piece_of(shard, places[which].arrays, i, stop);
+      const OptimPiece piece = piece_of(shard, shards[which].arrays, i, stop);
       body(piece, which, i);
       i += piece.count;
     }
@@ -147,12 +147,12 @@ void for_each_piece(std::span<const Place> places, std::size_t begin, std::size_
 
 void for_each_piece(const OptimShard& shard, int arrays, int threads, const PieceBody& body) {
   struct Job {
-    Place place;
+    CheckedShard shard;
     const PieceBody& body;
   } const job{{shard, arrays}, body};
-  const std::span places(&job.place, 1);
-  share_out(places, threads, [&job](std::size_t begin, std::size_t end) {
-    for_each_piece(std::span(&job.place, 1), begin, end, job.body);
+  const std::span shards(&job.shard, 1);
+  share_out(shards, threads, [&job](std::size_t begin, std::size_t end) {
+    for_each_piece(std::span(&job.shard, 1), begin, end, job.body);
   });
 }
 

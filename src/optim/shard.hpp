@@ -30,21 +30,21 @@ void add_squares_alone(ExactSum& sum, const void* grad, DType dtype, std::size_t
 
 /// A checked shard among those that are worked on together. at: where it begins in their count; each takes whole blocks
 /// of kStateBlock there, so that no cut falls into a block.
-struct Place {
+struct CheckedShard {
   OptimShard shard;
   int arrays;
   std::size_t at = 0;
   std::size_t end() const { return at + (shard.end - shard.begin + kStateBlock - 1) / kStateBlock * kStateBlock; }
 };
 
-/// Calls body(begin, end) for parts of [0, places.back().end()), on at most `threads` threads (0: all of the core's
+/// Calls body(begin, end) for parts of [0, shards.back().end()), on at most `threads` threads (0: all of the core's
 /// pool).
 using PartBody = std::function<void(std::size_t begin, std::size_t end)>;
-void share_out(std::span<const Place> places, int threads, const PartBody& body);
+void share_out(std::span<const CheckedShard> shards, int threads, const PartBody& body);
 
-/// Calls body(piece, which place, first element) for what lies in a part, cut where tiles end.
+/// Calls body(piece, which shard, first element) for what lies in a part, cut where tiles end.
 using PieceBody = std::function<void(const OptimPiece& piece, std::size_t which, std::size_t begin)>;
-void for_each_piece(std::span<const Place> places, std::size_t begin, std::size_t end, const PieceBody& body);
+void for_each_piece(std::span<const CheckedShard> shards, std::size_t begin, std::size_t end, const PieceBody& body);
 /// The whole of one shard.
 void for_each_piece(const OptimShard& shard, int arrays, int threads, const PieceBody& body);
 
@@ -53,24 +53,24 @@ void for_each_piece(const OptimShard& shard, int arrays, int threads, const Piec
 using StepBody = std::function<void(const OptimPiece& part)>;
 void step_in_parts(const OptimPiece& piece, int arrays, ExactSum* squares, const StepBody& step);
 
-/// The whole step: `kernel` of this CPU's table over all places, factors[i] those of places[i]. squares: see adam_step.
+/// The whole step: `kernel` of this CPU's table over all shards, factors[i] those of shards[i]. squares: see adam_step.
 template <class Factors>
-void run_step(std::span<const Place> places, const Factors* factors, int threads,
+void run_step(std::span<const CheckedShard> shards, const Factors* factors, int threads,
               void (*kernel)(const OptimPiece&, const Factors&), ExactSum* squares) {
   struct Job {  // one reference in the lambdas: std::function then allocates nothing
-    std::span<const Place> places;
+    std::span<const CheckedShard> shards;
     const Factors* factors;
     void (*kernel)(const OptimPiece&, const Factors&);
     ExactSum* squares;
     std::mutex mutex;
-  } job{places, factors, kernel, squares, {}};
-  share_out(places, threads, [&job](std::size_t part_begin, std::size_t part_end) {
+  } job{shards, factors, kernel, squares, {}};
+  share_out(shards, threads, [&job](std::size_t part_begin, std::size_t part_end) {
     ExactSum mine;
-    for_each_piece(job.places, part_begin, part_end,
+    for_each_piece(job.shards, part_begin, part_end,
                    [&job, &mine](const OptimPiece& piece, std::size_t which, std::size_t) {
                      const Factors& f = job.factors[which];
                      if (job.squares == nullptr && piece.f16_weight == nullptr) return job.kernel(piece, f);
-                     step_in_parts(piece, job.places[which].arrays, job.squares == nullptr ? nullptr : &mine,
+                     step_in_parts(piece, job.shards[which].arrays, job.squares == nullptr ? nullptr : &mine,
                                    [&job, &f](const OptimPiece& part) { job.kernel(part, f); });
                    });
     if (job.squares == nullptr) return;

@@ -18,8 +18,8 @@ using Each = std::function<void(const device::Touched&)>;
 /// The CPU's step on the task's thread alone: a stream is one worker, and the pool belongs to the host's own steps.
 template <class Params>
 void step_here(const OptimShard& shard, int arrays, const typename Kind<Params>::Factors& factors) {
-  const Place place{shard, arrays};
-  run_step(std::span(&place, 1), &factors, 1, current_optim_table().*Kind<Params>::kKernel, nullptr);
+  const CheckedShard checked{shard, arrays};
+  run_step(std::span(&checked, 1), &factors, 1, current_optim_table().*Kind<Params>::kKernel, nullptr);
 }
 
 void touch_shard(const char* call, const OptimShard& s, int arrays, const Each& each) {

@@ -79,7 +79,7 @@ void DeviceStaged::reduce(const Action& action, std::uint32_t step) {
   for (int q = 0; q < world_size_; ++q)
     sources_[static_cast<std::size_t>(q)] =
         q == rank_ ? item.in + action.in * element_nbytes_ : slots_.slot(q, step) + action.slot;
-  const bool keeps = action.to == Action::Place::output, both = action.also_to == Action::Place::slot;
+  const bool keeps = action.to == Action::Memory::output, both = action.also_to == Action::Memory::slot;
   // A world of one has no slots.
   std::byte* const slot = both || !keeps ? slots_.slot(rank_, step) + action.slot : nullptr;
   void* const targets[] = {keeps ? item.out + action.out * out_nbytes_ : slot, slot};

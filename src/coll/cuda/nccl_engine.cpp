@@ -72,7 +72,7 @@ void NcclEngine::connect() {
   const device::CurrentDevice current(*device_);
   NcclConfig config;
   check(nccl_.comm_init_rank_config(&comm_, world_size(), id, rank(), &config), "ncclCommInitRankConfig");
-  settle("ncclCommInitRankConfig");
+  finish_call("ncclCommInitRankConfig");
 }
 
 namespace {
@@ -177,7 +177,7 @@ void NcclEngine::launch(const Operation& operation) {
     throw;
   }
   check(nccl_.group_end(), "ncclGroupEnd");
-  settle("ncclGroupEnd");
+  finish_call("ncclGroupEnd");
 }
 
 void NcclEngine::launch_item(const Signature& signature, const Item& item, int peer) {
@@ -242,7 +242,7 @@ void NcclEngine::check(int result, const char* what) {
 }
 
 /// Waits until NCCL has done on the host what it was asked for.
-void NcclEngine::settle(const char* what) {
+void NcclEngine::finish_call(const char* what) {
   for (int turn = 0; look_around(what) != NcclLibrary::kSuccess; ++turn)
     if (turn > kSpins) std::this_thread::sleep_for(kNap);
 }

@@ -51,7 +51,7 @@ class NcclEngine final : public Engine {
   void launch_item(const Signature& signature, const Item& item, int peer);
   void deal(const Signature& signature, const Item& item);
   void check(int result, const char* what);
-  void settle(const char* what);
+  void finish_call(const char* what);
   int look_around(const char* what);
   std::optional<net::Loss> lost() const;
   std::chrono::duration<double> timeout() const { return std::chrono::duration<double>(timeout_s_); }

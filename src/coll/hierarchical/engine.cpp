@@ -23,7 +23,7 @@ class HostBuffer final : public SymmetricBuffer {
       throw InvalidArgument(text("peer(", rank, "): expected a rank in [0, ", map_.world_size(), ")"));
     if (map_.host[static_cast<std::size_t>(rank)] != host_)
       throw Unsupported(text("peer(", rank, "): that rank runs on another host"));
-    return inner_->peer(map_.place[static_cast<std::size_t>(rank)]);
+    return inner_->peer(map_.local_rank[static_cast<std::size_t>(rank)]);
   }
   std::size_t nbytes() const override { return inner_->nbytes(); }
 
@@ -63,24 +63,25 @@ void HierarchicalEngine::work(Operation& operation) {
   }
 }
 
-/// What does not divide by the places of a host (less than that of each tensor) goes along as one more tensor.
+/// What does not divide by the ranks of a host (fewer elements than that, of each tensor) goes along as one more
+/// tensor.
 void HierarchicalEngine::all_reduce(const Signature& signature, std::span<const Item> items) {
   TcpReduce reduce(signature, world_size());
   const DType wide = reduce.partial();
   const ReduceOp op = signature.op == ReduceOp::avg ? ReduceOp::sum : signature.op;
   const std::size_t size = size_of(signature.dtype), wide_size = size_of(wide),
-                    me = static_cast<std::size_t>(topology_.place());
+                    me = static_cast<std::size_t>(topology_.local_rank());
   std::size_t parts = 0, rest = 0;
-  for (const Item& item : items) parts += item.count / places_, rest += item.count % places_;
-  const std::size_t rest_part = (rest + places_ - 1) / places_;
-  std::byte* const tails = tails_.room(rest_part * places_ * size);
-  std::memset(tails, 0, rest_part * places_ * size);
+  for (const Item& item : items) parts += item.count / local_world_size_, rest += item.count % local_world_size_;
+  const std::size_t rest_part = (rest + local_world_size_ - 1) / local_world_size_;
+  std::byte* const tails = tails_.room(rest_part * local_world_size_ * size);
+  std::memset(tails, 0, rest_part * local_world_size_ * size);
   std::byte* const own = first_.room((parts + rest_part) * wide_size);
 
   const auto each_tail = [&](const auto& visit) {
     std::size_t at = 0;
     for (const Item& item : items) {
-      const std::size_t count = item.count % places_;
+      const std::size_t count = item.count % local_world_size_;
       visit(item.out + (item.count - count) * size, tails + at * size, count * size);
       at += count;
     }
@@ -89,8 +90,8 @@ void HierarchicalEngine::all_reduce(const Signature& signature, std::span<const 
   const auto each_part = [&](const auto& visit) {
     std::size_t at = 0;
     for (const Item& item : items) {
-      visit(item.out, own + at * wide_size, item.count / places_, item.out_home);
-      at += item.count / places_;
+      visit(item.out, own + at * wide_size, item.count / local_world_size_, item.out_home);
+      at += item.count / local_world_size_;
     }
     if (rest > 0) visit(tails, own + at * wide_size, rest_part, nullptr);
   };
@@ -100,7 +101,7 @@ void HierarchicalEngine::all_reduce(const Signature& signature, std::span<const 
   each_part([&](std::byte* whole, std::byte* part, std::size_t count, const Allocation* home) {
     topology_.add({.in = whole, .out = part, .count = count, .in_home = home});
   });
-  topology_.keep_places(rest == 0, false);
+  topology_.keep_buffers(rest == 0, false);
   topology_.run_on_host();
 
   topology_.begin(OpKind::all_reduce, wide, wide, op);
@@ -114,7 +115,7 @@ void HierarchicalEngine::all_reduce(const Signature& signature, std::span<const 
   each_part([&](std::byte* whole, std::byte*, std::size_t count, const Allocation* home) {
     topology_.add({.in = whole + me * count * size, .out = whole, .count = count, .in_home = home, .out_home = home});
   });
-  topology_.keep_places(false, rest == 0);
+  topology_.keep_buffers(false, rest == 0);
   topology_.run_on_host();
   each_tail([](std::byte* tensor, std::byte* tail, std::size_t nbytes) { copy_bytes(tensor, tail, nbytes); });
 }
@@ -139,28 +140,28 @@ void HierarchicalEngine::reduce_scatter(const Signature& signature, std::span<co
   const bool in_blocks = topology_.map().in_blocks;
   std::byte* const sums = first_.room(total * hosts_ * wide_size + total * wide_size);  // [item][host], own result
   std::byte* const result = sums + total * hosts_ * wide_size;
-  std::byte* const packed = in_blocks ? nullptr : second_.room(total * hosts_ * places_ * size);
+  std::byte* const packed = in_blocks ? nullptr : second_.room(total * hosts_ * local_world_size_ * size);
 
   topology_.begin(OpKind::reduce_scatter, signature.dtype, wide, op);
   std::size_t at = 0;
   for (const Item& item : items) {
     const std::byte* in = item.in;
     if (!in_blocks) {
-      std::byte* const to = packed + at * hosts_ * places_ * size;
+      std::byte* const to = packed + at * hosts_ * local_world_size_ * size;
       for (std::size_t h = 0; h < hosts_; ++h)
-        for (std::size_t p = 0; p < places_; ++p)
-          copy_bytes(to + (h * places_ + p) * item.count * size, item.in + rank_at(h, p) * item.count * size,
+        for (std::size_t p = 0; p < local_world_size_; ++p)
+          copy_bytes(to + (h * local_world_size_ + p) * item.count * size, item.in + rank_at(h, p) * item.count * size,
                      item.count * size);
       in = to;
     }
     for (std::size_t h = 0; h < hosts_; ++h)
-      topology_.add({.in = in + h * places_ * item.count * size,
+      topology_.add({.in = in + h * local_world_size_ * item.count * size,
                      .out = sums + (at * hosts_ + h * item.count) * wide_size,
                      .count = item.count,
                      .in_home = in_blocks ? item.in_home : nullptr});
     at += item.count;
   }
-  topology_.keep_places(in_blocks, false);
+  topology_.keep_buffers(in_blocks, false);
   topology_.run_on_host();
 
   topology_.begin(OpKind::reduce_scatter, wide, wide, op);
@@ -181,7 +182,7 @@ void HierarchicalEngine::all_gather(const Signature& signature, std::span<const 
   const std::size_t size = size_of(signature.dtype), total = total_of(items);
   const bool in_blocks = topology_.map().in_blocks;
   std::byte* const group = first_.room(total * hosts_ * size);  // [item][host]
-  std::byte* const packed = in_blocks ? nullptr : second_.room(total * hosts_ * places_ * size);
+  std::byte* const packed = in_blocks ? nullptr : second_.room(total * hosts_ * local_world_size_ * size);
 
   topology_.begin(OpKind::all_gather, signature.dtype);
   std::size_t at = 0;
@@ -194,22 +195,23 @@ void HierarchicalEngine::all_gather(const Signature& signature, std::span<const 
   topology_.begin(OpKind::all_gather, signature.dtype);
   at = 0;
   for (const Item& item : items) {
-    std::byte* const out = in_blocks ? item.out : packed + at * hosts_ * places_ * size;
+    std::byte* const out = in_blocks ? item.out : packed + at * hosts_ * local_world_size_ * size;
     for (std::size_t h = 0; h < hosts_; ++h)
       topology_.add({.in = group + (at * hosts_ + h * item.count) * size,
-                     .out = out + h * places_ * item.count * size,
+                     .out = out + h * local_world_size_ * item.count * size,
                      .count = item.count,
                      .out_home = in_blocks ? item.out_home : nullptr});
     at += item.count;
   }
-  topology_.keep_places(false, in_blocks);
+  topology_.keep_buffers(false, in_blocks);
   topology_.run_on_host();
   at = 0;
   for (const Item& item : items) {
     for (std::size_t h = 0; h < hosts_ && !in_blocks; ++h)
-      for (std::size_t p = 0; p < places_; ++p)
+      for (std::size_t p = 0; p < local_world_size_; ++p)
         copy_bytes(item.out + rank_at(h, p) * item.count * size,
-                   packed + (at * hosts_ * places_ + (h * places_ + p) * item.count) * size, item.count * size);
+                   packed + (at * hosts_ * local_world_size_ + (h * local_world_size_ + p) * item.count) * size,
+                   item.count * size);
     at += item.count;
   }
 }
@@ -218,15 +220,15 @@ void HierarchicalEngine::broadcast(const Signature& signature) {
   const auto all = [&](int root) {
     topology_.begin(OpKind::broadcast, signature.dtype, root);
     for (const Item& item : items_) topology_.add(item);
-    topology_.keep_places(true, true);
+    topology_.keep_buffers(true, true);
   };
-  if (topology_.place() == place_of(signature.root)) {
+  if (topology_.local_rank() == local_rank_of(signature.root)) {
     all(host_of(signature.root));
     topology_.run_between_hosts();
   } else {
     compare_between_hosts();
   }
-  all(place_of(signature.root));
+  all(local_rank_of(signature.root));
   topology_.run_on_host();
 }
 
@@ -266,13 +268,13 @@ std::unique_ptr<Communicator> create_hierarchical(std::shared_ptr<net::Mesh> mes
     throw InvalidArgument(text("hosts of ", host_of_rank.size(), " ranks; the mesh has ", mesh->world_size()));
   const HostMap map(host_of_rank);
   const auto rank = static_cast<std::size_t>(mesh->rank());
-  if (host_mesh->world_size() != map.places() || host_mesh->rank() != map.place[rank])
-    throw InvalidArgument(text("rank ", rank, " has place ", map.place[rank], " of ", map.places(),
+  if (host_mesh->world_size() != map.local_world_size() || host_mesh->rank() != map.local_rank[rank])
+    throw InvalidArgument(text("rank ", rank, " has local rank ", map.local_rank[rank], " of ", map.local_world_size(),
                                " on its host, but rank ", host_mesh->rank(), " of ", host_mesh->world_size(),
                                " in the mesh of that host"));
   std::vector<bool> wanted;
-  for (std::size_t r = 0; r < links.size() && r < map.place.size(); ++r)
-    wanted.push_back(r != rank && map.place[r] == map.place[rank]);
+  for (std::size_t r = 0; r < links.size() && r < map.local_rank.size(); ++r)
+    wanted.push_back(r != rank && map.local_rank[r] == map.local_rank[rank]);
   check_links(links, wanted, mesh->rank(), true);
   const auto shared = std::make_shared<std::vector<PeerSockets>>(std::move(links));  // a factory must be copyable
   return make_communicator(once(

@@ -32,7 +32,7 @@ class HierarchicalEngine final : public Engine {
                      std::vector<PeerSockets> links, const HierarchicalOptions& options, SymmetricMemory& symmetric)
       : topology_(std::move(mesh), std::move(host_mesh), std::move(map), std::move(links), options, symmetric),
         hosts_(static_cast<std::size_t>(topology_.map().hosts())),
-        places_(static_cast<std::size_t>(topology_.map().places())) {}
+        local_world_size_(static_cast<std::size_t>(topology_.map().local_world_size())) {}
 
   int rank() const override { return topology_.rank(); }
   int world_size() const override { return topology_.map().world_size(); }
@@ -73,13 +73,13 @@ class HierarchicalEngine final : public Engine {
     topology_.run_between_hosts();
   }
   int host_of(int rank) const { return topology_.map().host[static_cast<std::size_t>(rank)]; }
-  int place_of(int rank) const { return topology_.map().place[static_cast<std::size_t>(rank)]; }
-  std::size_t rank_at(std::size_t host, std::size_t place) const {
-    return static_cast<std::size_t>(topology_.map().rank(host, place));
+  int local_rank_of(int rank) const { return topology_.map().local_rank[static_cast<std::size_t>(rank)]; }
+  std::size_t rank_at(std::size_t host, std::size_t local_rank) const {
+    return static_cast<std::size_t>(topology_.map().rank(host, local_rank));
   }
 
   Topology topology_;
-  const std::size_t hosts_, places_;
+  const std::size_t hosts_, local_world_size_;
   Scratch first_, second_, tails_;
   std::span<const Item> items_;
 };

@@ -26,14 +26,14 @@ CommOptions host_options(const HierarchicalOptions& options) {
 
 }  // namespace
 
-HostMap::HostMap(const std::vector<int>& host_of_rank) : place(host_of_rank.size()) {
+HostMap::HostMap(const std::vector<int>& host_of_rank) : local_rank(host_of_rank.size()) {
   std::map<int, std::vector<int>> by_host;
   for (std::size_t r = 0; r < host_of_rank.size(); ++r) by_host[host_of_rank[r]].push_back(static_cast<int>(r));
   host.resize(host_of_rank.size());
   for (const auto& [name, members] : by_host) {
     for (std::size_t p = 0; p < members.size(); ++p) {
       host[static_cast<std::size_t>(members[p])] = static_cast<int>(ranks.size());
-      place[static_cast<std::size_t>(members[p])] = static_cast<int>(p);
+      local_rank[static_cast<std::size_t>(members[p])] = static_cast<int>(p);
     }
     ranks.push_back(members);
   }
@@ -53,7 +53,7 @@ Topology::Topology(std::shared_ptr<net::Mesh> mesh, std::shared_ptr<net::Mesh> h
       rank_(mesh_->rank()),
       host_engine_(std::move(host_mesh), host_options(options), symmetric),
       group_(mesh_, group_members(), std::move(links), options.link),
-      gathered_(static_cast<std::size_t>(map_.places())) {
+      gathered_(static_cast<std::size_t>(map_.local_world_size())) {
   host_engine_.set_context([this] { return context(); });
 }
 
@@ -65,7 +65,7 @@ std::string Topology::context() const {
 std::vector<int> Topology::group_members() const {
   std::vector<int> members;
   for (int h = 0; h < map_.hosts(); ++h)
-    members.push_back(map_.rank(static_cast<std::size_t>(h), static_cast<std::size_t>(place())));
+    members.push_back(map_.rank(static_cast<std::size_t>(h), static_cast<std::size_t>(local_rank())));
   return members;
 }
 
@@ -112,7 +112,7 @@ void Topology::enter(Operation& operation) {
   add(item);
   run_on_host();
   require_same(
-      map_.places(), [this](int p) -> const Signature& { return gathered_[static_cast<std::size_t>(p)]; },
+      map_.local_world_size(), [this](int p) -> const Signature& { return gathered_[static_cast<std::size_t>(p)]; },
       map_.ranks[static_cast<std::size_t>(host())]);
 }
 
@@ -135,7 +135,7 @@ void Topology::fail() {
     throw;
   } catch (const PeerLost& error) {  // either the one that failed first, or one on this host that knows of it
     wait_for_news();
-    const bool on_host = error.rank >= 0 && error.rank < map_.places();
+    const bool on_host = error.rank >= 0 && error.rank < map_.local_world_size();
     const int lost = on_host ? beside[static_cast<std::size_t>(error.rank)] : error.rank;
     const auto loss = mesh_->lost(lost);
     group_.fail(loss && !loss->said_goodbye ? FailureReport::Cause::died : FailureReport::Cause::left, lost, {});

@@ -13,18 +13,18 @@
 
 namespace zcomm::coll {
 
-/// Ranks as (host, place on it).
+/// Ranks as (host, local rank).
 struct HostMap {
-  std::vector<int> host, place;         ///< by rank
-  std::vector<std::vector<int>> ranks;  ///< [host][place]
-  bool in_blocks = true;                ///< rank == host * places + place
+  std::vector<int> host, local_rank;    ///< by rank
+  std::vector<std::vector<int>> ranks;  ///< [host][local_rank]
+  bool in_blocks = true;                ///< rank == host * local_world_size + local_rank
 
   /// Throws InvalidArgument unless all hosts have as many ranks.
   explicit HostMap(const std::vector<int>& host_of_rank);
   int hosts() const { return static_cast<int>(ranks.size()); }
-  int places() const { return static_cast<int>(ranks[0].size()); }
+  int local_world_size() const { return static_cast<int>(ranks[0].size()); }
   int world_size() const { return static_cast<int>(host.size()); }
-  int rank(std::size_t of_host, std::size_t at_place) const { return ranks[of_host][at_place]; }
+  int rank(std::size_t on_host, std::size_t its_local_rank) const { return ranks[on_host][its_local_rank]; }
 };
 
 class Topology {
@@ -35,7 +35,7 @@ class Topology {
   const HostMap& map() const { return map_; }
   int rank() const { return rank_; }
   int host() const { return map_.host[static_cast<std::size_t>(rank_)]; }
-  int place() const { return map_.place[static_cast<std::size_t>(rank_)]; }
+  int local_rank() const { return map_.local_rank[static_cast<std::size_t>(rank_)]; }
 
   /// Numbers the operation and compares it with those of the host's ranks.
   void enter(Operation& operation);
@@ -46,10 +46,10 @@ class Topology {
   Operation& begin(OpKind kind, DType dtype, DType out_dtype, ReduceOp op = ReduceOp::sum, int root = -1);
   Operation& begin(OpKind kind, DType dtype, int root = -1) { return begin(kind, dtype, dtype, ReduceOp::sum, root); }
   void add(const Item& item) { part_.items.add(item, spares_); }
-  void run_on_host() { run_part(place(), map_.places()), host_engine_.run(part_); }
+  void run_on_host() { run_part(local_rank(), map_.local_world_size()), host_engine_.run(part_); }
   void run_between_hosts() { run_part(host(), map_.hosts()), group_.run(part_, &signature_); }
   /// The operation's own buffers stand for symmetric memory in this part too.
-  void keep_places(bool in, bool out) { keep_in_ = in, keep_out_ = out; }
+  void keep_buffers(bool in, bool out) { keep_in_ = in, keep_out_ = out; }
 
   ShmEngine& host_engine() { return host_engine_; }
   const ShmEngine& host_engine() const { return host_engine_; }

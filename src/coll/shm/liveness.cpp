@@ -81,7 +81,7 @@ void Liveness::wait(Stage stage, int peer, std::uint32_t target) {
     while (!wait_asleep(signal, target, std::min(clock_.next(), Clock::now() + kSlice)))
       look_around(stage, peer, target);
   }
-  if (!warned_of_.empty()) tell_arrival();
+  if (!warned_of_.empty()) log_arrival();
 }
 
 void Liveness::wait_for_peers(Stage stage, std::uint32_t target) {
@@ -141,7 +141,7 @@ void Liveness::warn(Stage stage, std::uint32_t target, const std::vector<int>& l
   post_notice(text(context_(), complaint(stage, late, false)));
 }
 
-void Liveness::tell_arrival() {
+void Liveness::log_arrival() {
   for (const int rank : warned_of_)
     if (!has_reached(rank, warned_stage_, warned_target_)) return;
   post_notice(

@@ -61,7 +61,7 @@ class Liveness {
   std::vector<int> late_ranks(Stage stage, int waited_for, std::uint32_t target) const;
   void give_up_late(Stage stage, const std::vector<int>& late);
   void warn(Stage stage, std::uint32_t target, const std::vector<int>& late);
-  void tell_arrival();
+  void log_arrival();
   std::string complaint(Stage stage, const std::vector<int>& late, bool has_ended) const;
   void restart_clock();
   bool is_suspended(int rank) const;

@@ -1,4 +1,4 @@
-// Copies at places that peers show (coll/shm/peer_copy.hpp).
+// Copies at offsets that peers show (coll/shm/peer_copy.hpp).
 #include "coll/shm/peer_copy.hpp"
 
 #include <algorithm>
@@ -56,7 +56,7 @@ PeerCopyPath::PeerCopyPath(const HostMemory& memory, Liveness& liveness, SlotRin
       world_size_(memory.world_size()) {}
 
 bool PeerCopyPath::run(const Operation& operation, Path path) {
-  show_places(operation, path);
+  show_offsets(operation, path);
   const bool agreed = all_reach(reach(operation, path));
   if (agreed) {
     if (has_one_root(operation.signature))
@@ -71,19 +71,20 @@ bool PeerCopyPath::run(const Operation& operation, Path path) {
   return agreed;
 }
 
-PeerCopyPath::Place PeerCopyPath::place_of(const Allocation* home, const void* data) {
-  return home == nullptr ? Place{} : Place{home->id, home->offset_of(data)};
+PeerCopyPath::HeapOffset PeerCopyPath::offset_of_buffer(const Allocation* home, const void* data) {
+  return home == nullptr ? HeapOffset{} : HeapOffset{home->id, home->offset_of(data)};
 }
 
-/// First step: the root, or every rank of all_to_all, shows the places of its list.
-void PeerCopyPath::show_places(const Operation& operation, Path path) {
+/// First step: the root, or every rank of all_to_all, shows where the buffers of its list lie.
+void PeerCopyPath::show_offsets(const Operation& operation, Path path) {
   const std::uint32_t index = slot_ring_.base();
   if (!has_one_root(operation.signature) || operation.signature.root == rank_) {
     std::byte* slot = slot_ring_.claim(index);
     for (const Item& item : operation.items.all()) {
-      const Place place = path == Path::pull ? place_of(item.in_home, item.in) : place_of(item.out_home, item.out);
-      std::memcpy(slot, &place, sizeof(place));
-      slot += sizeof(place);
+      const HeapOffset shown =
+          path == Path::pull ? offset_of_buffer(item.in_home, item.in) : offset_of_buffer(item.out_home, item.out);
+      std::memcpy(slot, &shown, sizeof(shown));
+      slot += sizeof(shown);
     }
   }
   slot_ring_.show(index);
@@ -107,15 +108,15 @@ bool PeerCopyPath::reach(const Operation& operation, Path path) {
   return reached;
 }
 
-bool PeerCopyPath::reach_one(std::size_t index, int peer, std::size_t place_index) {
-  Place place;
-  std::memcpy(&place, slot_ring_.see(peer, slot_ring_.base()) + place_index * sizeof(place), sizeof(place));
-  if (pinned_.empty() || pinned_.back()->id != place.id) {
-    auto allocation = symmetric_.pin(place.id);
+bool PeerCopyPath::reach_one(std::size_t index, int peer, std::size_t offset_index) {
+  HeapOffset shown;
+  std::memcpy(&shown, slot_ring_.see(peer, slot_ring_.base()) + offset_index * sizeof(shown), sizeof(shown));
+  if (pinned_.empty() || pinned_.back()->id != shown.id) {
+    auto allocation = symmetric_.pin(shown.id);
     if (!allocation) return false;
     pinned_.push_back(std::move(allocation));
   }
-  remote_[index] = pinned_.back()->base(peer) + place.offset;
+  remote_[index] = pinned_.back()->base(peer) + shown.offset;
   return true;
 }
 

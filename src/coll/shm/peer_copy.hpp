@@ -1,11 +1,11 @@
-// PeerCopyPath: gather, scatter and all_to_all straight into or out of a peer's symmetric memory, at places it shows.
+// PeerCopyPath: gather, scatter and all_to_all straight into or out of a peer's symmetric memory, at offsets that the
+// peer shows.
 //
-// The direct path needs all buffers at the same place on every rank; here one side suffices (the root's, or one side of
-// all_to_all), and it may lie anywhere in any allocation. Two steps of the slots precede the copies: the ranks
-// that own the memory show where it lies, then all ranks show whether they can reach it.
-// [Note: pinned] Another rank may have dropped its part of the allocation, which it does not need for this call, or may
-// drop it right now. So ranks hold the allocation while they copy, and one that has not got it any more votes no: then
-// all ranks use the slots.
+// The direct path needs all buffers at the same offset on every rank; here one side suffices (the root's, or one side
+// of all_to_all), and it may lie anywhere in any allocation. Two steps of the slots precede the copies: the ranks that
+// own the memory show where it lies, then all ranks show whether they can reach it. [Note: pinned] Another rank may
+// have dropped its part of the allocation, which it does not need for this call, or may drop it right now. So ranks
+// hold the allocation while they copy, and one that has not got it any more votes no: then all ranks use the slots.
 // Invariants: whether to try is decided by signatures alone. Thread rule: as Engine::run.
 #pragma once
 
@@ -30,14 +30,14 @@ class PeerCopyPath {
 
  private:
   /// Where a buffer lies; id 0: it is empty.
-  struct Place {
+  struct HeapOffset {
     std::uint64_t id = 0, offset = 0;
   };
-  static Place place_of(const Allocation* home, const void* data);
+  static HeapOffset offset_of_buffer(const Allocation* home, const void* data);
 
-  void show_places(const Operation& operation, Path path);
+  void show_offsets(const Operation& operation, Path path);
   bool reach(const Operation& operation, Path path);
-  bool reach_one(std::size_t index, int peer, std::size_t place);
+  bool reach_one(std::size_t index, int peer, std::size_t offset_index);
   bool all_reach(bool reached);
   void copy(const Operation& operation, Path path);
   void exchange(const Operation& operation, Path path);
@@ -49,7 +49,7 @@ class PeerCopyPath {
   const SymmetricMemory& symmetric_;
   const int rank_, world_size_;
   std::vector<std::shared_ptr<const Allocation>> pinned_;
-  std::vector<std::byte*> remote_;  // by item: the place that was shown, as this process maps it
+  std::vector<std::byte*> remote_;  // by item: what was shown, as this process maps it
 };
 
 }  // namespace zcomm::coll

@@ -68,7 +68,7 @@ void StagedPath::reduce(const Action& action, std::uint32_t index) {
   for (int q = 0; q < world_size_; ++q)
     sources_[static_cast<std::size_t>(q)] = q == rank_ ? input(action) : memory_.slot(q, index) + action.slot;
   std::byte* const slot = memory_.slot(rank_, index) + action.slot;
-  const bool keeps = action.to == Action::Place::output, both = action.also_to == Action::Place::slot;
+  const bool keeps = action.to == Action::Memory::output, both = action.also_to == Action::Memory::slot;
   void* const targets[] = {keeps ? output(action, out_nbytes_) : slot, slot};
   if (both && writer_.stores() == device::Stores::streaming)
     return reduce_past_cache(targets[0], targets[1], action.count);

@@ -244,7 +244,7 @@ void TcpControl::end_frame(int index) {
   Peer& peer = peers_[static_cast<std::size_t>(index)];
   peer.body = false;
   peer.head_nbytes = 0;
-  peer.heard = Clock::now();
+  peer.last_frame_at = Clock::now();
   switch (peer.head.kind) {
     case FrameKind::poison:
       failure_.set(decode(peer.control));
@@ -266,7 +266,7 @@ void TcpControl::end_frame(int index) {
       Signature signature;
       std::memcpy(&signature, peer.control.data(), sizeof signature);
       signature.name[sizeof(signature.name) - 1] = signature.site[sizeof(signature.site) - 1] = '\0';
-      peer.told = signature;
+      peer.last_entered = signature;
       if (peer.head.id == question_) answers_[static_cast<std::size_t>(index)] = signature;
       return answered_.notify_all();
     }

@@ -93,12 +93,12 @@ class TcpControl {
   void withdraw(int peer, std::uint64_t key);
   bool has_link(int peer) const { return static_cast<bool>(peers_[static_cast<std::size_t>(peer)].socket); }
   bool is_gone(int peer) const { return peers_[static_cast<std::size_t>(peer)].gone; }
-  /// With the mutex held: asks `peer` for the operation that it entered last; see heard() and told().
+  /// With the mutex held: asks `peer` for the operation that it entered last; see last_frame_at() and last_entered().
   void ask(int peer) { enqueue(peer, {.kind = FrameKind::ask}); }
   /// With the mutex held: when the last frame of `peer` came.
-  Clock::time_point heard(int peer) const { return peers_[static_cast<std::size_t>(peer)].heard; }
+  Clock::time_point last_frame_at(int peer) const { return peers_[static_cast<std::size_t>(peer)].last_frame_at; }
   /// With the mutex held: the operation of its last answer; sequence 0: none.
-  const Signature& told(int peer) const { return peers_[static_cast<std::size_t>(peer)].told; }
+  const Signature& last_entered(int peer) const { return peers_[static_cast<std::size_t>(peer)].last_entered; }
   /// " (host 10.0.0.2)" by the peer's address, "" where the sockets have none.
   std::string host_of(int peer) const;
   /// With the mutex held: makes the thread look at deadlines and queues.
@@ -141,8 +141,8 @@ class TcpControl {
     std::size_t missing = 0;  // payload bytes
     bool body = false;        // head complete, payload is coming
     std::vector<std::byte> control;
-    Clock::time_point heard{};
-    Signature told{};
+    Clock::time_point last_frame_at{};
+    Signature last_entered{};
   };
 
   void loop() noexcept;

@@ -38,7 +38,7 @@ void check_head(const Frame& head) {
 
 }  // namespace
 
-TcpMessenger::Place TcpMessenger::find(bool is_send, int peer, std::uint64_t id) {
+TcpMessenger::Entry TcpMessenger::find(bool is_send, int peer, std::uint64_t id) {
   return std::find_if(pending_.begin(), pending_.end(), [&](const Pending& pending) {
     return pending.is_send == is_send && pending.peer == peer && pending.id == id && (is_send || pending.granted);
   });
@@ -51,13 +51,13 @@ void TcpMessenger::begin(int peer, const Frame& head, std::vector<iovec>& target
     case FrameKind::announce:
       return arrive(peer, head, target);
     case FrameKind::grant: {
-      const Place send = find(true, peer, head.id);
+      const Entry send = find(true, peer, head.id);
       if (send == pending_.end() || send->granted) return;  // it has ended meanwhile
       send->granted = true;
       return send_next(*send);
     }
     case FrameKind::data: {
-      const Place recv = find(false, peer, head.id);
+      const Entry recv = find(false, peer, head.id);
       if (recv == pending_.end()) return;
       if (head.nbytes > recv->count * size_of(recv->dtype) - recv->done_nbytes)
         throw Error(text("more elements than the message of ", shape(head.dtype, recv->count), " has"));
@@ -76,7 +76,7 @@ void TcpMessenger::begin(int peer, const Frame& head, std::vector<iovec>& target
 
 /// A message, or the announcement of one.
 void TcpMessenger::arrive(int peer, const Frame& head, std::vector<iovec>& target) {
-  const std::optional<Place> recv = matching_.match(peer, head.tag);
+  const std::optional<Entry> recv = matching_.match(peer, head.tag);
   if (!recv) {
     const std::size_t waiting = head.nbytes + matching_.early_nbytes(peer);
     if (waiting > kCreditNbytes) throw Error(text(waiting, " bytes of messages that no recv has asked for"));
@@ -92,7 +92,7 @@ void TcpMessenger::arrive(int peer, const Frame& head, std::vector<iovec>& targe
 
 void TcpMessenger::end(int peer, const Frame& head) {
   if (head.kind == FrameKind::message) {
-    const Place recv = find(false, peer, head.id);
+    const Entry recv = find(false, peer, head.id);
     if (recv != pending_.end()) {
       give_credit(peer, head.nbytes);
       recv->granted = false;  // nothing is coming any more
@@ -102,7 +102,7 @@ void TcpMessenger::end(int peer, const Frame& head) {
     if (early == nullptr) return give_credit(peer, head.nbytes);  // refused, or given up
     if (const auto late = matching_.complete(*early)) take(*late, *early);
   } else if (head.kind == FrameKind::data) {
-    const Place recv = find(false, peer, head.id);
+    const Entry recv = find(false, peer, head.id);
     if (recv == pending_.end()) return;
     recv->done_nbytes += head.nbytes;
     if (recv->done_nbytes == recv->count * size_of(recv->dtype)) end_pending(recv);
@@ -110,7 +110,7 @@ void TcpMessenger::end(int peer, const Frame& head) {
 }
 
 /// A complete message, or an announcement, that was there before `recv`.
-void TcpMessenger::take(Place recv, Messages::Early& message) {
+void TcpMessenger::take(Entry recv, Messages::Early& message) {
   const int peer = message.peer;
   const Frame head = message.head;
   // Spare messages keep no payload here: it could come to the credit of all peers.
@@ -135,7 +135,7 @@ void TcpMessenger::give_credit(int peer, std::size_t nbytes) {
 }
 
 /// False: `recv` has ended with a mismatch, and the sender gets a refusal.
-bool TcpMessenger::agree(Place recv, int peer, const Frame& head) {
+bool TcpMessenger::agree(Entry recv, int peer, const Frame& head) {
   if (head.dtype == static_cast<std::uint32_t>(recv->dtype) && head.count == recv->count) return true;
   control_.enqueue(peer, {.kind = FrameKind::refuse,
                           .tag = recv->tag,
@@ -149,7 +149,7 @@ bool TcpMessenger::agree(Place recv, int peer, const Frame& head) {
 }
 
 void TcpMessenger::be_refused(int peer, const Frame& head) {
-  const Place send = find(true, peer, head.id);
+  const Entry send = find(true, peer, head.id);
   const std::string theirs = shape(head.dtype, head.count);
   if (send == pending_.end()) {  // a small one: a recv that waits for that peer throws it, or else the next call
     std::string what = mismatch(control_.rank(), peer, head.tag, "another dtype or count in an earlier call", theirs);
@@ -185,7 +185,7 @@ void TcpMessenger::send_next(Pending& send) {
 }
 
 void TcpMessenger::sent(int peer, std::uint64_t key, std::size_t nbytes) {
-  const Place send = find(true, peer, key);
+  const Entry send = find(true, peer, key);
   if (send == pending_.end()) return;
   send->done_nbytes += nbytes;
   if (send->done_nbytes < send->count * size_of(send->dtype)) return send_next(*send);

@@ -88,7 +88,7 @@ Work TcpMessenger::recv(std::span<const Buffer> buffers, DType dtype, int src, i
   const std::shared_ptr<Completion> completion = pending.completion;
   pending_.push_back(std::move(pending));
   Work work(completion);
-  const Place recv = std::prev(pending_.end());
+  const Entry recv = std::prev(pending_.end());
   if (early != nullptr)
     take(recv, *early);
   else
@@ -106,9 +106,9 @@ Work TcpMessenger::finish(Work work, std::shared_ptr<Completion> completion, std
     while (!work.wait_for(kSlice_s)) check_interrupt();
   } catch (...) {
     lock.lock();
-    const auto place = std::find_if(pending_.begin(), pending_.end(),
+    const auto entry = std::find_if(pending_.begin(), pending_.end(),
                                     [&](const Pending& pending) { return pending.completion == completion; });
-    if (place != pending_.end()) end_pending(place);
+    if (entry != pending_.end()) end_pending(entry);
     lock.unlock();
     throw;
   }
@@ -156,21 +156,21 @@ std::exception_ptr TcpMessenger::lost(const Pending& pending, int peer) const {
 }
 
 /// Its buffers are not touched afterwards.
-void TcpMessenger::end_pending(Place place, std::exception_ptr error) {
-  if (!place->is_send) matching_.remove(place);
-  if (place->granted && place->is_send) control_.withdraw(place->peer, place->id);
-  if (place->granted && !place->is_send) control_.discard_incoming(place->peer, place->id);
-  if (!error && place->clock.has_warned())
-    post_notice(text(describe(*place), " ended after ", place->clock.waited_s(Clock::now()), " s"));
-  const std::shared_ptr<Completion> completion = std::move(place->completion);
-  pending_.erase(place);
+void TcpMessenger::end_pending(Entry entry, std::exception_ptr error) {
+  if (!entry->is_send) matching_.remove(entry);
+  if (entry->granted && entry->is_send) control_.withdraw(entry->peer, entry->id);
+  if (entry->granted && !entry->is_send) control_.discard_incoming(entry->peer, entry->id);
+  if (!error && entry->clock.has_warned())
+    post_notice(text(describe(*entry), " ended after ", entry->clock.waited_s(Clock::now()), " s"));
+  const std::shared_ptr<Completion> completion = std::move(entry->completion);
+  pending_.erase(entry);
   completion->finish(std::move(error));
 }
 
 Clock::time_point TcpMessenger::expire(Clock::time_point now) {
   auto next = now + std::chrono::hours(1);
-  for (auto place = pending_.begin(); place != pending_.end();) {
-    const auto current = place++;
+  for (auto entry = pending_.begin(); entry != pending_.end();) {
+    const auto current = entry++;
     LateClock& clock = current->clock;
     if (clock.next() <= now && control_.any_suspended()) clock.start(now);
     if (clock.next() <= now && !look_at_late(*current, now)) {
@@ -196,7 +196,7 @@ bool TcpMessenger::look_at_late(Pending& pending, Clock::time_point now) {
       pending.asked = now;
       control_.ask(pending.peer);
     }
-    has_answered = control_.heard(pending.peer) >= pending.asked;
+    has_answered = control_.last_frame_at(pending.peer) >= pending.asked;
     if (!has_answered && now < pending.asked + kAnswer) return true;
     pending.asked = {};
   }
@@ -212,16 +212,16 @@ std::string TcpMessenger::late_message(const Pending& pending, bool has_answered
            " s; it ", pending.granted ? "is not complete" : "has found no counterpart");
   if (pending.peer < 0) return what;
   what += text("; rank ", pending.peer, control_.host_of(pending.peer), " ");
-  const Signature& told = control_.told(pending.peer);
+  const Signature& last_entered = control_.last_entered(pending.peer);
   if (!has_answered) return what + "does not answer (is its process stopped?)";
-  if (told.sequence == 0) return what + "has called no collective yet";
-  return what + text("last entered operation ", told.sequence, ", ", coll::describe(told));
+  if (last_entered.sequence == 0) return what + "has called no collective yet";
+  return what + text("last entered operation ", last_entered.sequence, ", ", coll::describe(last_entered));
 }
 
 void TcpMessenger::gone(int peer) {
   const bool all = all_gone();
-  for (auto place = pending_.begin(); place != pending_.end();) {
-    const auto current = place++;
+  for (auto entry = pending_.begin(); entry != pending_.end();) {
+    const auto current = entry++;
     if (current->peer == peer || (current->peer < 0 && all)) end_pending(current, lost(*current, peer));
   }
 }
@@ -238,10 +238,10 @@ void TcpMessenger::failed() {
 
 void TcpMessenger::give_up(const Completion& completion) noexcept {
   const std::lock_guard lock(control_.mutex());
-  const auto place = std::find_if(pending_.begin(), pending_.end(),
+  const auto entry = std::find_if(pending_.begin(), pending_.end(),
                                   [&](const Pending& pending) { return pending.completion.get() == &completion; });
-  if (place == pending_.end()) return;
-  end_pending(place, std::make_exception_ptr(Error(text(describe(*place), " was given up (interrupted by a signal)"))));
+  if (entry == pending_.end()) return;
+  end_pending(entry, std::make_exception_ptr(Error(text(describe(*entry), " was given up (interrupted by a signal)"))));
 }
 
 void TcpMessenger::close() noexcept {

@@ -55,8 +55,8 @@ class TcpMessenger final : public Messenger, private TcpControl::Handler {
     Clock::time_point asked{};  // the peer, whether it lives
     std::shared_ptr<Completion> completion{};
   };
-  using Place = std::list<Pending>::iterator;
-  using Messages = Matching<Place, Frame>;  // a message that is announced is complete: it has no payload yet
+  using Entry = std::list<Pending>::iterator;
+  using Messages = Matching<Entry, Frame>;  // a message that is announced is complete: it has no payload yet
   struct PeerState {
     std::uint64_t next_id = 1;
     std::size_t credit = kCreditNbytes;
@@ -73,17 +73,17 @@ class TcpMessenger final : public Messenger, private TcpControl::Handler {
   Work finish(Work work, std::shared_ptr<Completion> completion, std::unique_lock<std::mutex>& lock, const Call& call);
   void require_open(int peer);
   Pending make(bool is_send, int peer, int tag, DType dtype, const Call& call);
-  Place find(bool is_send, int peer, std::uint64_t id);
+  Entry find(bool is_send, int peer, std::uint64_t id);
   bool all_gone() const;
   void arrive(int peer, const Frame& head, std::vector<iovec>& target);
-  bool agree(Place recv, int peer, const Frame& head);
+  bool agree(Entry recv, int peer, const Frame& head);
   void be_refused(int peer, const Frame& head);
   void accept(Pending& recv, int peer, const Frame& head);
   void give_credit(int peer, std::size_t nbytes);
   std::string mismatch(int from, int to, int tag, const std::string& sent, const std::string& wanted) const;
-  void take(Place recv, Messages::Early& message);
+  void take(Entry recv, Messages::Early& message);
   void send_next(Pending& send);
-  void end_pending(Place place, std::exception_ptr error = nullptr);
+  void end_pending(Entry entry, std::exception_ptr error = nullptr);
   void give_up(const Completion& completion) noexcept;
   std::exception_ptr lost(const Pending& pending, int peer) const;
   bool look_at_late(Pending& pending, Clock::time_point now);

@@ -38,7 +38,7 @@ void TcpRing::make_lanes(int sockets_per_neighbour) {
 
 std::size_t TcpRing::nbytes() const {
   std::size_t nbytes = 0;
-  for (const Lane& lane : lanes_) nbytes += lane.slots.capacity() + lane.landing.capacity();
+  for (const Lane& lane : lanes_) nbytes += lane.slots.capacity() + lane.raw.capacity();
   return nbytes;
 }
 
@@ -54,8 +54,8 @@ void TcpRing::run(const RingJob& job) {
     done = true;
     bool moved = false;
     for (Lane& lane : lanes_) {
-      moved |= pull(lane);
-      moved |= push(lane);
+      moved |= advance_recv(lane);
+      moved |= advance_send(lane);
       const bool all = lane.sent == lane.plan.size() && lane.received == lane.plan.size();
       done &= all && !lane.sending && !lane.receiving;
     }
@@ -77,15 +77,15 @@ void TcpRing::begin(Lane& lane) {
                         .lanes = static_cast<int>(lanes_.size()),
                         .reduces = job_.reduces,
                         .gathers = job_.gathers,
-                        .lands = reduce_.widens(),
+                        .raw_first = reduce_.widens(),
                         .segment_count = segment_count_,
                         .slot_nbytes = slot_nbytes},
                        *job_.chunks);
   if (job_.reduces) {
     const std::size_t room = RingPlan::kSlots * slot_nbytes;
     if (lane.slots.size() < room) lane.slots.resize(room);
-    if (reduce_.widens() && lane.landing.size() < segment_count_ * element_nbytes_)
-      lane.landing.resize(segment_count_ * element_nbytes_);
+    if (reduce_.widens() && lane.raw.size() < segment_count_ * element_nbytes_)
+      lane.raw.resize(segment_count_ * element_nbytes_);
   }
   lane.sent = lane.received = 0;
   lane.mark_sent = lane.mark_checked = false;
@@ -96,8 +96,8 @@ void TcpRing::begin(Lane& lane) {
   lane.sending = lane.receiving = true;
 }
 
-/// Sends what can go now; whether it came any further.
-bool TcpRing::push(Lane& lane) {
+/// Sends what the plan and the socket allow now. True: bytes moved, or an action ended.
+bool TcpRing::advance_send(Lane& lane) {
   bool moved = false;
   while (lane.sending || lane.plan.may_send(lane.sent, lane.received)) {
     if (!lane.sending) {
@@ -118,8 +118,8 @@ bool TcpRing::push(Lane& lane) {
   return moved;
 }
 
-/// Receives what is there and may come in; whether it came any further.
-bool TcpRing::pull(Lane& lane) {
+/// Receives what the plan and the socket allow now, and reduces it. True: bytes moved, or an action ended.
+bool TcpRing::advance_recv(Lane& lane) {
   bool moved = false;
   while (lane.receiving || lane.plan.may_receive(lane.sent, lane.received)) {
     if (!lane.receiving) {
@@ -146,38 +146,38 @@ bool TcpRing::pull(Lane& lane) {
 }
 
 /// Where the bytes of a send come from, or those of a receive go to.
-void TcpRing::prepare(TcpTransfer& transfer, Lane& lane, const Action& action, Action::Place place) {
+void TcpRing::prepare(TcpTransfer& transfer, Lane& lane, const Action& action, Action::Memory memory) {
   transfer.clear();
-  if (place == Action::Place::slot) {
+  if (memory == Action::Memory::slot) {
     transfer.add(lane.slots.data() + action.slot, action.count * size_of(reduce_.partial()));
-  } else if (place == Action::Place::landing) {
-    transfer.add(lane.landing.data(), action.count * element_nbytes_);
+  } else if (memory == Action::Memory::raw) {
+    transfer.add(lane.raw.data(), action.count * element_nbytes_);
   } else {
     job_.chunks->pieces(static_cast<int>(action.buffer), action.in, action.in + action.count,
                         [&](const Item& item, std::size_t offset, std::size_t count, std::size_t) {
-                          const std::byte* data = place == Action::Place::input ? item.in : item.out;
+                          const std::byte* data = memory == Action::Memory::input ? item.in : item.out;
                           transfer.add(data + offset * element_nbytes_, count * element_nbytes_);
                         });
   }
 }
 
 void TcpRing::reduce(Lane& lane, const Action& action) {
-  const bool raw = action.from == Action::Place::landing, last = action.to == Action::Place::output;
+  const bool is_raw = action.from == Action::Memory::raw, last = action.to == Action::Memory::output;
   const bool at_once = sockets_.world_size() == 2;  // there are no sums on the way
   std::byte* const sums = lane.slots.data() + action.slot;
-  const std::byte* const came = raw ? lane.landing.data() : sums;
-  const std::size_t size = size_of(reduce_.partial()), came_size = raw ? element_nbytes_ : size;
+  const std::byte* const received = is_raw ? lane.raw.data() : sums;
+  const std::size_t size = size_of(reduce_.partial()), received_size = is_raw ? element_nbytes_ : size;
   job_.chunks->pieces(static_cast<int>(action.buffer), action.in, action.in + action.count,
                       [&](const Item& item, std::size_t offset, std::size_t count, std::size_t where) {
                         const std::size_t skip = where - action.in;
                         std::byte* const sum = sums + skip * size;
-                        const std::byte* const from = came + skip * came_size;
+                        const std::byte* const from = received + skip * received_size;
                         const std::byte* const own = item.in + offset * element_nbytes_;
                         if (at_once) {
                           const void* const both[] = {from, own};
                           return reduce_.all(result_of(item, offset, where), both, count);
                         }
-                        if (raw)
+                        if (is_raw)
                           reduce_.add_first(sum, from, own, count);
                         else
                           reduce_.add(sum, from, own, count);

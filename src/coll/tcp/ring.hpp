@@ -50,14 +50,14 @@ class TcpRing {
     bool mark_sent = false, mark_checked = false;
     TcpTransfer send{0, true}, recv{0, false};
     bool sending = false, receiving = false;
-    std::vector<std::byte> slots, landing;
+    std::vector<std::byte> slots, raw;
   };
 
   void make_lanes(int sockets_per_neighbour);
   void begin(Lane& lane);
-  bool push(Lane& lane);
-  bool pull(Lane& lane);
-  void prepare(TcpTransfer& transfer, Lane& lane, const Action& action, Action::Place place);
+  bool advance_send(Lane& lane);
+  bool advance_recv(Lane& lane);
+  void prepare(TcpTransfer& transfer, Lane& lane, const Action& action, Action::Memory memory);
   void reduce(Lane& lane, const Action& action);
   void check_mark(Lane& lane) const;
   std::byte* result_of(const Item& item, std::size_t offset, std::size_t at) const;

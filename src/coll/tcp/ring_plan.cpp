@@ -11,7 +11,7 @@ constexpr std::size_t kLaneAlign = 64;  // elements
 }  // namespace
 
 using Kind = Action::Kind;
-using Place = Action::Place;
+using Memory = Action::Memory;
 
 RingPlan::RingPlan(const Shape& shape, const TcpChunks& chunks) : shape_(shape), chunks_(&chunks) {
   const auto others = static_cast<std::size_t>(shape.world_size - 1);
@@ -33,8 +33,8 @@ std::size_t RingPlan::slots_before(std::size_t i, std::size_t first_step) const 
 
 int RingPlan::chunk_sent(std::size_t step) const {
   const int world = shape_.world_size;
-  const int behind = static_cast<int>(step < reduce_steps_ ? step + 1 : step - reduce_steps_);
-  return (shape_.rank + (shape_.way == 0 ? -behind : behind) + world) % world;
+  const int distance = static_cast<int>(step < reduce_steps_ ? step + 1 : step - reduce_steps_);
+  return (shape_.rank + (shape_.way == 0 ? -distance : distance) + world) % world;
 }
 
 int RingPlan::chunk_received(std::size_t step) const {
@@ -57,11 +57,11 @@ Action RingPlan::send(std::size_t i) const {
   action.kind = Kind::send;
   action.peer = (shape_.rank + (shape_.way == 0 ? 1 : shape_.world_size - 1)) % shape_.world_size;
   if (step >= reduce_steps_) {
-    action.from = Place::output;
+    action.from = Memory::output;
   } else if (step == 0) {
-    action.from = Place::input;
+    action.from = Memory::input;
   } else {
-    action.from = Place::slot;
+    action.from = Memory::slot;
     action.slot = slot(i, 1);
   }
   return action;
@@ -73,11 +73,11 @@ Action RingPlan::recv(std::size_t i) const {
   action.kind = Kind::recv;
   action.peer = (shape_.rank + (shape_.way == 0 ? shape_.world_size - 1 : 1)) % shape_.world_size;
   if (step >= reduce_steps_) {
-    action.to = Place::output;
-  } else if (step == 0 && shape_.lands) {
-    action.to = Place::landing;
+    action.to = Memory::output;
+  } else if (step == 0 && shape_.raw_first) {
+    action.to = Memory::raw;
   } else {
-    action.to = Place::slot;
+    action.to = Memory::slot;
     action.slot = slot(i, 0);
   }
   return action;
@@ -88,8 +88,8 @@ Action RingPlan::reduce(std::size_t i) const {
   const std::size_t step = step_of(i);
   Action action = segment(i, chunk_received(step));
   action.kind = Kind::reduce;
-  action.from = step == 0 && shape_.lands ? Place::landing : Place::slot;
-  action.to = step + 1 == reduce_steps_ ? Place::output : Place::slot;
+  action.from = step == 0 && shape_.raw_first ? Memory::raw : Memory::slot;
+  action.to = step + 1 == reduce_steps_ ? Memory::output : Memory::slot;
   action.slot = slot(i, 0);  // a sum that is finished passes through it too
   return action;
 }

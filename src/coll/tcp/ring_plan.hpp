@@ -37,7 +37,7 @@ class RingPlan {
     int way;  ///< 0: to the rank after; 1: to the rank before
     int lane, lanes;
     bool reduces, gathers;
-    bool lands;                 ///< the first step's segments are narrower than sums, and arrive beside the slots
+    bool raw_first;             ///< the first step's segments are narrower than sums: they arrive in memory `raw`
     std::size_t segment_count;  ///< elements
     std::size_t slot_nbytes;
   };

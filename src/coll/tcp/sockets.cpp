@@ -105,7 +105,7 @@ void TcpSockets::wait() {
     const bool ready =
         std::any_of(fds_.begin() + kReservedEvents, fds_.end(), [](const pollfd& fd) { return fd.revents != 0; });
     if (ready) {
-      if (!entering_ && !warned_of_.empty()) tell_arrival();
+      if (!entering_ && !warned_of_.empty()) log_arrival();
       return;
     }
     look_around();
@@ -177,7 +177,7 @@ std::string TcpSockets::complaint(const Late& late, const char* waited) const {
               entering_ ? " to enter it" : " to bring or take its data", late.details);
 }
 
-void TcpSockets::tell_arrival() {
+void TcpSockets::log_arrival() {
   post_notice(text(during(), ": rank ", std::exchange(warned_of_, {}), entering_ ? " came after " : " went on after ",
                    clock_.waited_s(Clock::now()), " s"));
 }

@@ -55,7 +55,7 @@ class TcpSockets {
   void begin(const Signature& signature);
   /// All ranks have entered it: a late one is late within it.
   void entered() {
-    if (!warned_of_.empty()) tell_arrival();
+    if (!warned_of_.empty()) log_arrival();
     entering_ = false;
   }
 
@@ -91,7 +91,7 @@ class TcpSockets {
   void look_at_late();
   Late ask_late(bool with_hosts, double patience_s);
   std::string complaint(const Late& late, const char* waited) const;
-  void tell_arrival();
+  void log_arrival();
   bool has_left(int name) const;
 
   std::shared_ptr<net::Mesh> mesh_;

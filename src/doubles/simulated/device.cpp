@@ -141,7 +141,7 @@ class SimulatedStream : public Stream {
         alive = false;
       }
     }
-    if (step.passes) step.passes->settle(alive ? Point::Fate::passed : Point::Fate::lost);
+    if (step.passes) step.passes->resolve(alive ? Point::Fate::passed : Point::Fate::lost);
     return alive;
   }
 
@@ -210,7 +210,7 @@ class QueuedStream final : public SimulatedStream {
       Step step = std::move(steps_.front());
       steps_.pop_front();
       if (stuck_) {
-        if (step.passes) step.passes->settle(Point::Fate::lost);
+        if (step.passes) step.passes->resolve(Point::Fate::lost);
         continue;
       }
       lock.unlock();

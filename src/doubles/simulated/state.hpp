@@ -19,7 +19,7 @@ namespace zcomm::device::simulated {
 class Point {
  public:
   enum class Fate { pending, passed, lost };
-  void settle(Fate fate) {
+  void resolve(Fate fate) {
     const std::lock_guard lock(mutex_);
     fate_ = fate;
     changed_.notify_all();
@@ -28,7 +28,7 @@ class Point {
     const std::lock_guard lock(mutex_);
     return fate_;
   }
-  /// Until it is settled, or for so long.
+  /// Waits until it is passed or lost, or for so long.
   Fate wait_for(double patience_s);
 
  private:

@@ -11,7 +11,7 @@
 using namespace zcomm;
 using namespace zcomm::coll;
 using Kind = Action::Kind;
-using Place = Action::Place;
+using Memory = Action::Memory;
 
 namespace {
 
@@ -181,15 +181,15 @@ class World {
       const std::size_t slot = action.slot + i * kElement, in = action.in + i, out = action.out + i;
       switch (action.kind) {
         case Kind::copy:
-          EXPECT_TRUE(action.from == Place::input && action.to == Place::output);
+          EXPECT_TRUE(action.from == Memory::input && action.to == Memory::output);
           put(r, action.buffer, out, input(r, action.buffer, in));
           break;
         case Kind::send:
-          EXPECT_TRUE(action.from == Place::input && action.to == Place::slot && action.peer != r);
+          EXPECT_TRUE(action.from == Memory::input && action.to == Memory::slot && action.peer != r);
           write(r, step, slot, input(r, action.buffer, in));
           break;
         case Kind::recv:
-          EXPECT_TRUE(action.from == Place::slot && action.to == Place::output && action.peer != r);
+          EXPECT_TRUE(action.from == Memory::slot && action.to == Memory::output && action.peer != r);
           put(r, action.buffer, out, read(r, action.peer, step, slot));
           break;
         case Kind::reduce:
@@ -207,9 +207,9 @@ class World {
       EXPECT_EQ(part, (Symbol{sum.item, sum.index, digit(q)}));  // no sum of sums: reduced once
       sum.ranks = sum.ranks << 4 | part.ranks;
     }
-    for (const Place to : {action.to, action.also_to}) {
-      if (to == Place::output) put(r, action.buffer, action.out + i, sum);
-      if (to == Place::slot) {
+    for (const Memory to : {action.to, action.also_to}) {
+      if (to == Memory::output) put(r, action.buffer, action.out + i, sum);
+      if (to == Memory::slot) {
         Cell& cell_of = cell(r, step, action.slot + i * kElement);
         EXPECT_TRUE(!cell_of.written || cell_of.step != step);  // the own chunk did not pass through it
         write(r, step, action.slot + i * kElement, sum);

@@ -79,25 +79,25 @@ TEST(Stripes, tiles_go_round_and_share_no_byte) {
   for (const std::size_t drives : {1, 2, 3, 5}) {
     mem::Stripes stripes(drives, kTile);
     std::map<std::pair<std::size_t, std::uint64_t>, int> owner;  // page -> key
-    std::vector<mem::Place> places;
+    std::vector<mem::KeyExtents> taken;
     const std::size_t sizes[] = {0, 1, 4096, 16384, 16385, 100000, 5, 49152, 65536, 200001};
     std::size_t next = 0;
     for (int key = 0; key < 10; ++key) {
       const std::size_t nbytes = sizes[key];
-      const mem::Place place = stripes.take(nbytes);
-      EXPECT_EQ(place.first, next);
+      const mem::KeyExtents extents = stripes.take(nbytes);
+      EXPECT_EQ(extents.first, next);
       next = (next + (nbytes + kTile - 1) / kTile) % drives;
       for (std::size_t begin = 0; begin < nbytes; begin += 4096) {
-        const mem::Location at = mem::Stripes::locate(place, begin, kTile);
-        EXPECT_EQ(at.drive, (place.first + begin / kTile) % drives);
+        const mem::Location at = mem::Stripes::locate(extents, begin, kTile);
+        EXPECT_EQ(at.drive, (extents.first + begin / kTile) % drives);
         EXPECT_EQ(at.offset % 4096, 0u);
         EXPECT_LE(at.offset + 4096, stripes.end(at.drive));
         EXPECT_TRUE(owner.emplace(std::pair{at.drive, at.offset / 4096}, key).second);
       }
-      places.push_back(place);
+      taken.push_back(extents);
     }
     EXPECT_EQ(stripes.used_nbytes(), owner.size() * 4096);
-    for (int key = 0; key < 10; ++key) stripes.give_back(places[static_cast<std::size_t>(key)], sizes[key]);
+    for (int key = 0; key < 10; ++key) stripes.give_back(taken[static_cast<std::size_t>(key)], sizes[key]);
     EXPECT_EQ(stripes.used_nbytes(), 0u);
     for (std::size_t drive = 0; drive < drives; ++drive) EXPECT_EQ(stripes.end(drive), 0u);
   }

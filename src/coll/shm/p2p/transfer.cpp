@@ -10,8 +10,8 @@
 
 namespace zcomm::coll {
 
-void Transfer::start(Stage first_stage, int with, int* tell_source) {
-  stage = first_stage, peer = with, source = tell_source;
+void Transfer::start(Stage first_stage, int with, int* report_source) {
+  stage = first_stage, peer = with, source = report_source;
   moved = 0, buffer_ = 0, offset_ = 0;
   clock.start(Clock::now());
   done = false, error = nullptr;

@@ -49,7 +49,7 @@ struct Transfer {
     nbytes = header.nbytes();
     set_name(header, call);
   }
-  void start(Stage first_stage, int with, int* tell_source);
+  void start(Stage first_stage, int with, int* report_source);
   /// Something has happened: the wait begins anew.
   void got_on(Clock::time_point now);
   /// The next `length` bytes of the list, to or from one place.

@@ -10,7 +10,7 @@
 
 using namespace zcomm;
 using namespace zcomm::coll;
-using Place = Action::Place;
+using Memory = Action::Memory;
 
 namespace {
 
@@ -34,7 +34,7 @@ std::uint64_t ring_order(int world, int way, int chunk) {
 
 struct Case {
   int world, way, lane, lanes;
-  bool reduces, gathers, lands;
+  bool reduces, gathers, raw_first;
   std::size_t segment_count, link_segments;
 };
 
@@ -54,7 +54,7 @@ class Lane {
                             .lanes = of.lanes,
                             .reduces = of.reduces,
                             .gathers = of.gathers,
-                            .lands = of.lands,
+                            .raw_first = of.raw_first,
                             .segment_count = of.segment_count,
                             .slot_nbytes = kSlotNbytes},
                            chunks);
@@ -69,7 +69,7 @@ class Lane {
     int idle = 0;
     for (; !ended() && idle < 5000; ++idle) {
       const int r = static_cast<int>(random() % static_cast<unsigned>(case_.world));
-      if (random() % 2 == 0 ? push(r) : pull(r)) idle = 0;
+      if (random() % 2 == 0 ? advance_send(r) : advance_recv(r)) idle = 0;
     }
     EXPECT_TRUE(ended());  // else the ring stands still
     for (const Rank& rank : ranks_) {
@@ -101,7 +101,7 @@ class Lane {
     std::size_t sent = 0, received = 0;
     bool sending = false, receiving = false;
     std::vector<Slot> slots;
-    std::vector<Symbol> landing;
+    std::vector<Symbol> raw;
     std::map<std::pair<std::size_t, std::size_t>, Symbol> out;  // by chunk and element
     std::deque<std::vector<Symbol>> link{};                     // what is on its way from this rank
   };
@@ -122,7 +122,7 @@ class Lane {
   }
 
   /// Begins a send, or ends one that has begun; false if neither can be.
-  bool push(int r) {
+  bool advance_send(int r) {
     Rank& rank = at(r);
     if (!rank.sending) return rank.sending = rank.plan.may_send(rank.sent, rank.received);
     const Action action = rank.plan.send(rank.sent);
@@ -130,14 +130,14 @@ class Lane {
     if (action.count > 0 && rank.link.size() == case_.link_segments) return false;
     std::vector<Symbol> symbols;
     for (std::size_t i = 0; i < action.count; ++i) {
-      if (action.from == Place::input) symbols.push_back(input(r, action, i));
-      if (action.from == Place::output) {
+      if (action.from == Memory::input) symbols.push_back(input(r, action, i));
+      if (action.from == Memory::output) {
         const auto there = rank.out.find({action.buffer, action.out + i});
         EXPECT_TRUE(there != rank.out.end());  // passed on only once it is there
         symbols.push_back(there == rank.out.end() ? Symbol{} : there->second);
       }
     }
-    if (action.from == Place::slot) {
+    if (action.from == Memory::slot) {
       Slot& from = slot(rank, action);
       EXPECT_TRUE(from.taken);
       symbols = std::exchange(from.symbols, {});
@@ -150,13 +150,13 @@ class Lane {
     return true;
   }
 
-  bool pull(int r) {
+  bool advance_recv(int r) {
     Rank& rank = at(r);
     if (!rank.receiving) {
       if (!rank.plan.may_receive(rank.sent, rank.received)) return false;
       // From here on bytes may arrive.
       const Action action = rank.plan.recv(rank.received);
-      if (action.to == Place::slot) EXPECT_TRUE(!slot(rank, action).taken);
+      if (action.to == Memory::slot) EXPECT_TRUE(!slot(rank, action).taken);
       return rank.receiving = true;
     }
     const Action action = rank.plan.recv(rank.received);
@@ -169,15 +169,15 @@ class Lane {
       before.link.pop_front();
     }
     EXPECT_EQ(symbols.size(), action.count);
-    if (action.to == Place::slot) {
+    if (action.to == Memory::slot) {
       EXPECT_TRUE(!slot(rank, action).taken);
       slot(rank, action) = {true, std::move(symbols)};
-    } else if (action.to == Place::landing) {
-      rank.landing = std::move(symbols);
+    } else if (action.to == Memory::raw) {
+      rank.raw = std::move(symbols);
     } else {
       for (std::size_t i = 0; i < symbols.size(); ++i) put(rank, action, i, symbols[i]);
     }
-    EXPECT_EQ(rank.plan.is_reduced(rank.received), action.to != Place::output);
+    EXPECT_EQ(rank.plan.is_reduced(rank.received), action.to != Memory::output);
     if (rank.plan.is_reduced(rank.received)) reduce(r, rank.plan.reduce(rank.received), action);
     rank.receiving = false;
     ++rank.received;
@@ -189,15 +189,15 @@ class Lane {
     EXPECT_TRUE(action.from == recv.to && action.buffer == recv.buffer && action.in == recv.in);
     EXPECT_EQ(action.count, recv.count);
     Slot& sums = slot(rank, action);
-    std::vector<Symbol> came = std::exchange(action.from == Place::landing ? rank.landing : sums.symbols, {});
-    EXPECT_EQ(sums.taken, action.from == Place::slot);
+    std::vector<Symbol> came = std::exchange(action.from == Memory::raw ? rank.raw : sums.symbols, {});
+    EXPECT_EQ(sums.taken, action.from == Memory::slot);
     for (std::size_t i = 0; i < came.size(); ++i) {
       const Symbol own = input(r, action, i);
       EXPECT_TRUE(came[i].chunk == own.chunk && came[i].index == own.index);
       came[i].ranks = came[i].ranks << 4 | own.ranks;
-      if (action.to == Place::output) put(rank, action, i, came[i]);
+      if (action.to == Memory::output) put(rank, action, i, came[i]);
     }
-    sums.taken = action.to == Place::slot;
+    sums.taken = action.to == Memory::slot;
     if (sums.taken) sums.symbols = std::move(came);
   }
 
@@ -229,12 +229,12 @@ TEST(ring_plan, sums_once_in_ring_order_with_each_send_received) {
           chunks.set(items, shape, world);
           if (test::kSanitized && random() % 4 != 0) continue;
           const int lanes = (world == 2 ? 1 : 2) * static_cast<int>(1 + random() % 2);
-          const bool lands = random() % 2 == 0;
+          const bool raw_first = random() % 2 == 0;
           const std::size_t segment = random() % 2 == 0 ? 8 : 64, link = random() % 2 == 0 ? 1 : 5;
           std::map<std::pair<int, std::pair<std::size_t, std::size_t>>, int> seen;
           for (int lane = 0; lane < lanes; ++lane) {
             const int way = lane * (world == 2 ? 1 : 2) / lanes;
-            Lane one({world, way, lane, lanes, reduces, gathers, lands, segment, link}, chunks);
+            Lane one({world, way, lane, lanes, reduces, gathers, raw_first, segment, link}, chunks);
             one.run(random);
             one.check(seen);
           }
