@@ -1,4 +1,4 @@
-"""Tables, verdicts and seconds of `zcomm plan` as text."""
+"""Tables, recommendations and seconds of `zcomm plan` as text."""
 
 from __future__ import annotations
 

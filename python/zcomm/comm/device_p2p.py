@@ -14,12 +14,12 @@ import torch
 from zcomm.comm.cuda_streams import Streams
 
 
-def taken_home(tensors: Sequence[torch.Tensor], streams: Streams) -> list[torch.Tensor]:
-    """Copy the device's ``tensors`` to the host, which waits for its current stream."""
+def copied_to_host(tensors: Sequence[torch.Tensor], streams: Streams) -> list[torch.Tensor]:
+    """Return copies of the device's ``tensors`` on the host, which waits for its current stream."""
     return [streams.page_locked(tensor).copy_(tensor.detach()) for tensor in tensors]
 
 
-class Landing:
+class DeviceRecv:
     """Memory of the host that a message to the device's ``tensors`` arrives in."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], streams: Streams) -> None:

@@ -13,7 +13,7 @@ import torch
 from zcomm import _core
 from zcomm.comm.calls import Buckets, Calls, listed
 from zcomm.comm.cuda_streams import Streams
-from zcomm.comm.device_p2p import Landing, taken_home
+from zcomm.comm.device_p2p import DeviceRecv, copied_to_host
 from zcomm.comm.tensors import check_buffers, core_dtype, count_written, refuse_weights, spans
 from zcomm.comm.work import Work
 
@@ -32,26 +32,26 @@ class RecvWork(Work):
         return self._source.rank
 
 
-class LandingWork(RecvWork):
+class DeviceRecvWork(RecvWork):
     """A receive for a device: ``wait()`` makes the current stream bring it there; dropped, that of the call does."""
 
-    __slots__ = ("_landing",)
+    __slots__ = ("_device_recv",)
 
-    def __init__(self, core: _core.Work, landing: Landing, source: _core.Source) -> None:
-        super().__init__(core, landing, source)
-        self._landing: Landing | None = landing
+    def __init__(self, core: _core.Work, device_recv: DeviceRecv, source: _core.Source) -> None:
+        super().__init__(core, device_recv, source)
+        self._device_recv: DeviceRecv | None = device_recv
 
     def wait(self, timeout: float | None = None) -> None:
         super().wait(timeout)
-        landing, self._landing = self._landing, None
-        if landing is not None:
-            landing.finish()
+        device_recv, self._device_recv = self._device_recv, None
+        if device_recv is not None:
+            device_recv.finish()
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # as of any Work that no thread waits for
-            if self._landing is not None:
+            if self._device_recv is not None:
                 self._core.wait()
-                self._landing.finish_where_called()
+                self._device_recv.finish_where_called()
 
 
 def streams_of(device: str) -> Streams | None:
@@ -72,7 +72,7 @@ class Messages(Calls):
         dtype = core_dtype(check_buffers("send", tensors, self._device))
         streams = streams_of(self._device)
         if streams is not None:
-            tensors = taken_home(tensors, streams)
+            tensors = copied_to_host(tensors, streams)
         work = self._messenger.send(spans(tensors), dtype, dst, tag, name, async_op)
         return None if work is None else Work(work, tensors)
 
@@ -112,13 +112,13 @@ class Messages(Calls):
         if src is not None and not 0 <= src < self.world_size:
             raise ValueError(f"recv: src={src} is not a rank of a world of size {self.world_size}")
         streams, source = streams_of(self._device), _core.Source()
-        landing = None if streams is None else Landing(tensors, streams)
-        host = tensors if landing is None else landing.host
+        device_recv = None if streams is None else DeviceRecv(tensors, streams)
+        host = tensors if device_recv is None else device_recv.host
         work = self._messenger.recv(spans(host), dtype, -1 if src is None else src, tag, name, async_op, source)
         if work is not None:
             count_written(tensors)
-            return RecvWork(work, tensors, source) if landing is None else LandingWork(work, landing, source)
-        if landing is not None:
-            landing.finish()
+            return RecvWork(work, tensors, source) if device_recv is None else DeviceRecvWork(work, device_recv, source)
+        if device_recv is not None:
+            device_recv.finish()
         count_written(tensors)
         return source.rank

@@ -56,7 +56,7 @@ def _supervise(supervisor: Supervisor, job: Job, front: int, old_mask: set[int |
     except OSError as error:  # no such program, no room for another process, no temporary directory
         code = 126
         print(f"{job.announce}: error: {error}", file=sys.stderr, flush=True)
-    except BaseException:  # a fault of the launcher itself: show it, and let the sweep below do its work
+    except BaseException:  # a fault of the launcher itself: show it; the clean-up below still runs
         traceback.print_exc()
     finally:
         processes.end_descendants()

@@ -7,9 +7,9 @@ they are. Buffers go back to a pool as backward drops what it has used, so a tra
 alone. To NVMe, writes run behind the forward, at most WRITES at a time. Reads run ahead of the backward: the storages
 that were saved before the one that is needed.
 [Note: activations of a device] Copies run on streams of their own ([Note: lane]). One that leaves keeps its storage
-until it has landed. When LEAVING are on their way, torch's stream waits for the oldest, and its storage goes. In
+until the copy has ended. When LEAVING are on their way, torch's stream waits for the oldest, and its storage goes. In
 backward the READS storages that will be needed next are on their way back already. A buffer that is used again waits,
-on the device, for the copy from it. The host waits for the drive alone: tier "nvme" writes what has landed.
+on the device, for the copy from it. The host waits for the drive alone: tier "nvme" writes what has been copied.
 Thread rule: autograd may unpack on threads of its own; a lock covers the pool. Source:
 torch.autograd.graph.saved_tensors_hooks; activation offload as in ZeRO-Infinity (arXiv:2104.07857) section 5.2.2.
 """

@@ -18,7 +18,7 @@ import torch
 from zcomm import _core
 from zcomm.bootstrap.join import Joined
 from zcomm.comm import cuda_streams
-from zcomm.comm.device_p2p import Landing, taken_home
+from zcomm.comm.device_p2p import DeviceRecv, copied_to_host
 from zcomm.comm.work import CoreWork, DeviceWork, current_stream
 from zcomm.torch_backend.futures.work import Done, Pending
 from zcomm.torch_backend.group import ProcessGroup
@@ -170,14 +170,14 @@ class DeviceProcessGroup(ProcessGroup):
         device = device_of(tensors)
         if device is None:
             return super().send(tensors, dst, tag)
-        return super().send(taken_home(on_one_device("send", tensors, device), self._streams(device)), dst, tag)
+        return super().send(copied_to_host(on_one_device("send", tensors, device), self._streams(device)), dst, tag)
 
     def recv(self, tensors: Sequence[torch.Tensor], src: int, tag: int = 0) -> Pending:
         device = device_of(tensors)
         if device is None:
             return super().recv(tensors, src, tag)
-        landing = Landing(on_one_device("recv", tensors, device), self._streams(device))
-        return self._receive(landing.host, src, tag, tensors, landing.finish)
+        device_recv = DeviceRecv(on_one_device("recv", tensors, device), self._streams(device))
+        return self._receive(device_recv.host, src, tag, tensors, device_recv.finish)
 
     def _work_for(self, tensors: Sequence[torch.Tensor]) -> Callable[..., Pending]:
         device = device_of(tensors)

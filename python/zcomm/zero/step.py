@@ -241,7 +241,7 @@ class OptimizerStep:
         """Update before the norm is known, where something is gained by it. Returns: the norm; else None."""
         if self._can_overlap:
             with self._train.poison.watch():
-                return self._update_landing(scale)
+                return self._update_as_ready(scale)
         if self._parts.lane is None and (not self._whole or self._parts.comm.world_size == 1):
             self._collect()
             with self._train.poison.watch():
@@ -270,12 +270,12 @@ class OptimizerStep:
         self._train.waited_s += time.perf_counter() - start
         return total
 
-    def _update_landing(self, scale: float) -> float:
+    def _update_as_ready(self, scale: float) -> float:
         """Update each bucket as soon as its gradient is on the host, last buckets first. Returns: the norm."""
         reverse = self._reverse or not self._parts.state.turns
         hyper = self._begin(scale)
         self._begin_norm()
-        self._apply(self._landing(hyper, reverse), reverse)
+        self._apply(self._squared_shards(hyper, reverse), reverse)
         if self._accumulators.knows_squares:
             self._accumulators.add_squares(self._parts.norm, self._on_host)
         total = self._end_norm()
@@ -379,7 +379,7 @@ class OptimizerStep:
             self._accumulators.finish(bucket)
             yield ShardStep(bucket.index, weight, grad_of(bucket), self._runs(bucket, hyper))
 
-    def _landing(self, hyper: list[Any], reverse: bool) -> Iterator[ShardStep]:
+    def _squared_shards(self, hyper: list[Any], reverse: bool) -> Iterator[ShardStep]:
         norm, known = self._parts.norm, self._accumulators.knows_squares
         for shard in self._shards(hyper, reverse):
             if not known:

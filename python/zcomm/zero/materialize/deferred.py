@@ -79,7 +79,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Ref:
-    """A strided view of a storage: of the one being cooked, or of another one as it was then."""
+    """A strided view of a storage: of the one being replayed, or of another one as it was then."""
 
     dtype: torch.dtype
     size: torch.Size
