@@ -1,7 +1,7 @@
 """Deadlines: how long joining and an operation wait for other ranks, and when late ones are reported.
 
-A time that the program or ``DEEPSPEED_TIMEOUT`` names is exact. The default is ``DEFAULT_S`` without a sign of life of
-the ranks that are waited for, and ``LIMIT_S`` in all (src/coll/late_clock.hpp).
+A time set by the program or by ``DEEPSPEED_TIMEOUT`` is exact. The default is ``DEFAULT_S``. While the late ranks are
+alive, an operation waits for up to ``LIMIT_S`` (src/coll/late_clock.hpp).
 Thread rule: values, and pure functions of them and of the environment.
 """
 

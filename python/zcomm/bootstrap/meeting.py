@@ -258,7 +258,7 @@ class Meeting:
             return [rank for rank, here in enumerate(there) if not here]
 
         def report() -> None:
-            """Name the ranks that are late, once: the first of those that wait does it for all."""
+            """Log the late ranks once: the first waiting rank does it for all."""
             nonlocal looked, has_warned
             waited = time.monotonic() - began
             if looked or waited < deadlines.WARN_S:

@@ -42,7 +42,7 @@ def init(
     torch.distributed's backends, is "auto". What was chosen is in ``Communicator.backend``, and rank 0 logs it once
     (logger "zcomm", INFO).
     timeout: seconds, at most 1e9: the deadline of joining and of every later operation. None: DEEPSPEED_TIMEOUT
-    minutes; without that variable 10 minutes, and an operation waits for ranks that show life, up to 30 minutes.
+    minutes. Without that variable 10 minutes; an operation waits for up to 30 minutes while the late ranks are alive.
     device: where tensors will be: "cpu", "cuda" (ranks of a host take its devices in turns) or "cuda:1". None: the CPU,
     with a CUDA backend "cuda".
     rank, world_size, init_method ("tcp://host:port" | "file://path"): given together, or taken from torchrun, mpirun,

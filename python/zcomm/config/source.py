@@ -1,7 +1,7 @@
 """Sources of a configuration: a mapping, a file, or text, in JSON, hjson or base64 of JSON.
 
-Plain JSON is tried first. Where it fails, the package ``hjson`` reads comments, trailing commas and bare keys, as it
-does for DeepSpeed; it is imported then alone. A key given twice in one section is an error in each form.
+Plain JSON is tried first. If it fails, the package ``hjson`` reads the text, with comments, trailing commas and bare
+keys, as for DeepSpeed. It is imported only then. A key given twice in one section is an error in each form.
 """
 
 from __future__ import annotations

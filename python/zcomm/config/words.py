@@ -1,7 +1,8 @@
-"""Other ways to write a key, as configurations in the world have them, turned into the one that the schema knows.
+"""Other ways to write a key, which existing configurations have, changed to the one that the schema knows.
 
-Dotted keys of the top level ("zero_optimization.stage") set the nested key. Old words (``bfloat16``, ``cpu_offload``)
-and DeepSpeed's names without ``stage3_`` become today's. Two ways to write one key may both be there if they agree.
+Dotted keys of the top level ("zero_optimization.stage") set the nested key. Old names (``bfloat16``, ``cpu_offload``)
+and DeepSpeed's names without ``stage3_`` become today's names. One key may be written in two ways if both have one
+value.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ OTHER_WORDS["bfloat16"] = Key("an old word for the section `bf16`", shown="not s
 
 
 def in_todays_words(data: Mapping[str, Any], source: str) -> tuple[dict[str, Any], list[str]]:
-    """Return a copy of ``data`` with one way to write each key, and notes on what does not count.
+    """Return a copy of ``data`` with one way to write each key, and notes on values that are not used.
 
     Raises: ValueError where two ways to write one key contradict each other.
     """

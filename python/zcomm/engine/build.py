@@ -64,9 +64,9 @@ def initialize(
     distributed_port: the rendezvous port where MASTER_ADDR is set and MASTER_PORT is not.
     dist_init_required: False means that ``zcomm.init()`` or ``torch.distributed.init_process_group()`` must have run.
     device: where the model trains, as ZeroOptimizer's; None: where its parameters are.
-    Returns: (engine, optimizer, loader or None, scheduler or None). The optimizer is None where nothing is trained,
-    because it is given nowhere, or the configuration gives it for a frozen model. Stage 3 shards and offloads the
-    weights then, too; ``backward()`` and ``step()`` raise.
+    Returns: (engine, optimizer, loader or None, scheduler or None). The optimizer is None if none is given, or if the
+    model is frozen: nothing is trained. Stage 3 then still shards and offloads the weights; ``backward()`` and
+    ``step()`` raise.
     Raises: ValueError (arguments, configuration), NotImplementedError (mpu, mesh_param, refused keys).
     """
     if model is None:

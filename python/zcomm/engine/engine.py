@@ -275,8 +275,8 @@ class Engine(EngineFacts, nn.Module):
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """Reduce the gradients of all backward passes inside once, in the ``step()`` after the block.
 
-        That ``step()`` updates the weights, however many passes there were; their gradients are added up, each divided
-        by gradient_accumulation_steps(). Raises: RuntimeError in ``step()`` and ``no_sync()`` inside.
+        That ``step()`` updates the weights, for any number of passes. Their gradients are summed, each divided by
+        gradient_accumulation_steps(). Raises: RuntimeError in ``step()`` and ``no_sync()`` inside.
         """
         from zcomm.zero.registry import open_parts
 
@@ -295,7 +295,7 @@ class Engine(EngineFacts, nn.Module):
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
         """Do nothing: gradients are reduced while backward runs, and those of ``no_sync()`` by the ``step()``.
 
-        bucket_size: without effect; "zero_optimization.reduce_bucket_size" is it.
+        bucket_size: without effect; set "zero_optimization.reduce_bucket_size".
         """
         self._trained("allreduce_gradients")
 
@@ -316,7 +316,7 @@ class Engine(EngineFacts, nn.Module):
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the samples per rank and micro-step, as counted; micro-steps per step stay. Call it between steps.
 
-        A Loader that ``initialize`` made goes on with its own micro batches: the caller cuts others.
+        A Loader made by ``initialize`` keeps the size of its micro batches; the caller passes others.
         Raises: ValueError; RuntimeError amid an accumulation.
         """
         if micro_batch_size < 1:
@@ -488,7 +488,7 @@ class Engine(EngineFacts, nn.Module):
     def offload_states(
         self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
     ) -> None:
-        """Check that the engine's states are on the host: zcomm moves none while training.
+        """Check that the engine's states are on the host; zcomm does not move them while training.
 
         It does nothing on the CPU, and where the configuration offloads them. include, device: DeepSpeed's words.
         pin_memory, non_blocking: without effect.

@@ -1,4 +1,4 @@
-"""EngineFacts: what an engine tells of itself: batch sizes, precision, stage, rates, ranks. Changes nothing.
+"""EngineFacts: facts about an engine: batch sizes, precision, stage, rates, ranks. Changes nothing.
 
 Names and values are DeepSpeed's. Thread rule: as Engine.
 """

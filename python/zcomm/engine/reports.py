@@ -1,4 +1,4 @@
-"""Reports: what an engine tells besides its progress lines: events for monitors, FLOPs of a step, collectives.
+"""Reports: an engine's output besides its progress lines: events for monitors, FLOPs of a step, collectives.
 
 Names of events are DeepSpeed's (0.19.6). Their step is the number of samples so far, all ranks together.
 Thread rule: the engine's thread. All ranks have one; rank 0 alone writes.
@@ -51,7 +51,7 @@ class Reports:
             yield
 
     def loss(self, loss: torch.Tensor) -> None:
-        """Note the loss of a micro-step."""
+        """Keep the loss of a micro-step for the next event."""
         if self.monitors.writers:
             self._losses.append(loss.detach())
 

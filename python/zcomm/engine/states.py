@@ -1,4 +1,4 @@
-"""offload_states and reload_states of the engine: where its states are, and that nothing has to move.
+"""offload_states and reload_states of the engine. They check where its states are, and move nothing.
 
 zcomm has no tier that changes while training: what the configuration offloads is on the host between its uses.
 """

@@ -82,5 +82,5 @@ class ThroughputTimer:
         self.epoch_count += 1
 
     def avg_samples_per_sec(self) -> float:
-        """Return the mean samples per second of all steps after the first WARMUP; 0.0 before the end of such a one."""
+        """Return the mean samples per second of all steps after the first WARMUP; 0.0 before the first of these."""
         return self._samples / self.total_elapsed_time if self._samples else 0.0

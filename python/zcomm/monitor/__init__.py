@@ -1,6 +1,6 @@
-"""Monitors: what an engine reports, written by rank 0 to TensorBoard, Weights & Biases, CSV files or Comet.
+"""Monitors: rank 0 writes an engine's events to TensorBoard, Weights & Biases, CSV files or Comet.
 
-Event: (name, value, samples so far). Packages are imported when a writer is made; one that is missing is an error then.
+Event: (name, value, samples so far). Packages are imported when a writer is made; a missing one is an error then.
 Thread rule: the engine's thread.
 """
 

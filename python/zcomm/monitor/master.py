@@ -1,4 +1,4 @@
-"""Monitors: the writers that a configuration switches on, as one."""
+"""Monitors: all writers that a configuration enables."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Monitors:
             writer.write_events(events)
 
     def close(self) -> None:
-        """Flush and close. Twice is fine. A run of wandb or Comet stays open: it may be the program's own."""
+        """Flush and close. May be called twice. A run of wandb or Comet stays open: it may be the program's own."""
         writers, self.writers = self.writers, []
         for writer in writers:
             writer.close()

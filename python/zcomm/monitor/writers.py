@@ -1,6 +1,6 @@
-"""One class for each place that events go to.
+"""One class for each target of events.
 
-Folders, file names and CSV columns are DeepSpeed's (0.19.6), so that programs which read them go on.
+Folders, file names and CSV columns are DeepSpeed's (0.19.6), so that programs that read them still work.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Event = tuple[str, float, int]  # name, value, samples of all ranks so far
 
 
 class Writer(Protocol):
-    """A place that events go to."""
+    """A target of events."""
 
     def write_events(self, events: Sequence[Event]) -> None: ...
 

@@ -47,7 +47,7 @@ def numbers_of(group: dict[str, Any], step: int) -> LambNumbers:
 
 
 def move_moments(exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, grad: torch.Tensor, numbers: LambNumbers) -> None:
-    """Take a gradient into both moments, in place."""
+    """Update both moments with a gradient, in place."""
     beta1, beta2 = numbers.betas
     exp_avg.mul_(beta1).add_(grad.mul(1 - beta1))
     exp_avg_sq.mul_(beta2).add_(grad.mul(grad).mul_(1 - beta2))

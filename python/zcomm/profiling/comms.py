@@ -1,8 +1,8 @@
 """CommsLogger: how often, how long and how fast the collectives of engines ran, by operation and size.
 
 Size: bytes of the whole bucket, as nccl-tests count it (all_gather: its result, reduce_scatter: its argument).
-Bandwidth of the algorithm is size / time; that of the bus takes account of what each rank moves. ``logger`` is the
-process's own.
+Bandwidth of the algorithm is size / time. Bandwidth of the bus also has a factor for the bytes that each rank moves.
+``logger`` is the process's own.
 Thread rule: any thread adds. Collectives are timed by the watching threads of ``taps.Proxy``.
 Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 """
@@ -141,7 +141,7 @@ logger = CommsLogger()
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
     """Print on rank 0 what ``logger`` has recorded. With ``show_straggler`` all ranks call it.
 
-    show_straggler: also the time that each operation took on its fastest rank, and what this rank waited beyond it.
+    show_straggler: also the time of each operation on its fastest rank, and how much longer this rank waited.
     Returns: with ``return_dict`` the numbers, on each rank: "summary", "straggler_analysis", "metadata".
     """
     found = {name: logger.get_operation_summary(name) or {} for name in logger.get_operation_names()}

@@ -1,7 +1,7 @@
 """FlopsReport: floating point operations and times of one optimizer step, counted by torch's FlopCounterMode.
 
-Operations are counted in forward (what autograd runs backward is not, as DeepSpeed does it). FlopCounterMode knows
-matrix products, convolutions and attention; elementwise operations count as none.
+Operations are counted in forward only, as in DeepSpeed. FlopCounterMode knows
+matrix products, convolutions and attention; elementwise operations are not counted.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """FSDP2's collectives by a zcomm communicator, beside any process group: ``use(model)``.
 
-``fully_shard`` takes a program's own all_gather and reduce_scatter. With these a model on a group of Gloo, or another
-one, gathers and reduces by zcomm. The rest of the program stays. On the backend "zcomm" nothing of it is needed.
-Both are done when the call returns: FSDP2 overlaps them by its streams.
+``fully_shard`` takes a program's own all_gather and reduce_scatter. With these a model on a group of Gloo, or of
+another backend, gathers and reduces by zcomm. The rest of the program is unchanged. On the backend "zcomm" this module
+is not needed. Both calls return when they are done; FSDP2 overlaps them by its streams.
 
 Thread rule: as the communicator; FSDP2 calls them in the same order on all ranks.
 Source: torch.distributed.fsdp, FSDPModule.set_custom_all_gather and set_custom_reduce_scatter.

@@ -263,7 +263,7 @@ class Progress:
         raise TimeoutError(f"{waited} for data; a rank or the link to it may have stopped")
 
     def _warn(self, task: Task) -> None:
-        """Report late ranks once; of ranks that wait to enter one operation, the first does it for all."""
+        """Log late ranks once: of the ranks that wait to enter one operation, the first does it for all."""
         task.warn_at = math.inf
         missing = self._notices.missing(task.sequence) if task.sequence and task.entering else []
         if missing and self._rank != min(set(range(len(self._notices.here))) - set(missing)):

@@ -68,7 +68,7 @@ def installed() -> str | None:
 
 
 def serve() -> None:
-    """Put ``zcomm.compat.deepspeed`` in place of the module ``deepspeed``, with all that is in it."""
+    """Put ``zcomm.compat.deepspeed`` in place of the module ``deepspeed``, with its contents."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     sys.modules[_NAME] = importlib.import_module(_OWN)

@@ -28,7 +28,7 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Take DeepSpeed's arguments; ``checkpoint_in_cpu``, or the configuration's ``cpu_checkpointing``, is what counts.
+    """Set DeepSpeed's arguments. Only ``checkpoint_in_cpu``, or the configuration's ``cpu_checkpointing``, has effect.
 
     Raises: NotImplementedError for mpu_ (there is one data-parallel group); ValueError from the configuration.
     """
@@ -112,7 +112,7 @@ class CudaRNGStatesTracker:
 
     @contextlib.contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
-        """Draw from generator ``name`` inside. Raises: Exception where there is none."""
+        """Draw from generator ``name`` inside the block. Raises: Exception if there is none."""
         if name not in self.states_:
             raise Exception(f"cuda rng state {name} is not added")
         accelerator = get_accelerator()

@@ -1,10 +1,10 @@
 """``model.state_dict()`` of sharded weights: whole tensors, or DTensors where those would not fit.
 
-[Note: bounded] Whole tensors take the model's bytes on each rank. A program gets them where those of a host's ranks fit
-into half of its memory (a world of one: into 90 %). Else each weight is a DTensor of its true shape,
-sharded over dimension 0: 1/N of the model on each rank. torch.distributed.checkpoint saves and loads those. Where that
-does not fit either, or there is no process group of the same ranks, it is an error. The rule is the same for each call,
-and on each rank.
+[Note: bounded] Whole tensors need the model's bytes on each rank. A program gets them if those of all ranks of a host
+fit into half of its memory (into 90 % for a world of one). Otherwise each weight is a DTensor of its true shape,
+sharded over dimension 0: 1/N of the model on each rank. torch.distributed.checkpoint saves and loads DTensors. If they
+do not fit either, or if no process group has the same ranks, it is an error. The rule is the same for each call, and on
+each rank.
 All ranks call it (collective), which gathers the units one by one. Never a tensor without values.
 Thread rule: as UnitLife.
 Source: FSDP's full and sharded state dicts.

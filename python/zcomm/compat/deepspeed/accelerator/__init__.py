@@ -1,7 +1,7 @@
 """``deepspeed.accelerator``: properties of the device, as training scripts read them.
 
-The device is CUDA where torch and the core both have a working one, else the CPU. ``DS_ACCELERATOR=cpu`` (or ``cuda``)
-in the environment chooses it instead. It is chosen once, by the first call.
+The device is CUDA if torch and the core both have a working CUDA device, else the CPU. ``DS_ACCELERATOR=cpu`` (or
+``cuda``) in the environment overrides this. The first call chooses.
 """
 
 from __future__ import annotations

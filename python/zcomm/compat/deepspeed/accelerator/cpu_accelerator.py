@@ -14,7 +14,7 @@ from zcomm.compat.deepspeed.accelerator.abstract_accelerator import DeepSpeedAcc
 
 
 class _Memory:
-    """Bytes that this process has in RAM. The peak is that of the calls: Linux gives none that can be reset."""
+    """Bytes that this process has in RAM. The peak is the largest that a call has seen: Linux cannot reset its own."""
 
     _peak = 0
 
@@ -86,7 +86,7 @@ class _Random:
 
 
 class _Streams:
-    """No streams: operations of the CPU are over when they return. The classes are None, as in DeepSpeed."""
+    """No streams: operations of the CPU have ended when they return. The classes are None, as in DeepSpeed."""
 
     Stream: Any = None
     Event: Any = None
@@ -111,7 +111,7 @@ class _Streams:
         return contextlib.nullcontext()
 
     def replay_graph(self, graph: Any) -> None:
-        """Refuse. Raises: NotImplementedError: nothing was captured, and results would be old ones."""
+        """Raise NotImplementedError: nothing was captured, so the results would be old ones."""
         raise NotImplementedError("replay_graph(): the CPU has no graphs; run the operations again")
 
     def range_push(self, msg: str, domain: Any = None, category: Any = None) -> None:
@@ -172,5 +172,5 @@ class CpuAccelerator(_Memory, _Random, _Streams, DeepSpeedAccelerator):
         return tensor
 
     def visible_devices_envs(self) -> list[str]:
-        """Return the name that DeepSpeed has for it. Nothing reads it here."""
+        """Return DeepSpeed's variable for it, which nothing reads here."""
         return ["CPU_VISIBLE_DEVICES"]

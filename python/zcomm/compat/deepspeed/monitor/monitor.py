@@ -15,7 +15,7 @@ __all__ = ["CometMonitor", "Monitor", "MonitorMaster", "TensorBoardMonitor", "Wa
 
 
 class Monitor:
-    """A place that events go to. The section's keys are attributes.
+    """A target of events. The section's keys are attributes.
 
     Raises: ImportError that names a missing package, where the section is enabled.
     """

@@ -1,4 +1,4 @@
-"""``deepspeed.runtime.dataloader``: a loader that begins anew, and the class of ``initialize``'s loader."""
+"""``deepspeed.runtime.dataloader``: a loader that starts again at its end, and the class of ``initialize``'s loader."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["DeepSpeedDataLoader", "RepeatingLoader"]
 
 
 class RepeatingLoader:
-    """Iterator over ``loader`` that begins anew at its end.
+    """Iterator over ``loader`` that starts again at its end.
 
     Raises: StopIteration where the loader gives nothing at all.
     """

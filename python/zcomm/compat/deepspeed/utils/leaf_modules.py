@@ -1,4 +1,4 @@
-"""``set_z3_leaf_modules`` and its kin: marks on modules that stage 3 is to gather as one.
+"""``set_z3_leaf_modules`` and related functions: marks on modules that stage 3 shall gather as one unit.
 
 A mark is for DeepSpeed's order of gathers. Here it changes nothing: units are chosen by their size, or named by
 ``zcomm.ZeroOptimizer(units=)``. Ranks that use different units get an error that names both.

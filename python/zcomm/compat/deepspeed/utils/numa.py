@@ -20,7 +20,7 @@ def parse_range(rng: str) -> list[int]:
 
 
 def parse_range_list(range_str: str) -> list[int]:
-    """Return the cores of a list such as "0,4-7". Raises: ValueError, also where they do not rise."""
+    """Return the cores of a list such as "0,4-7". Raises: ValueError, also if they are not in ascending order."""
     cores = [core for part in range_str.split(",") for core in parse_range(part)]
     if any(later <= earlier for earlier, later in pairwise(cores)):
         raise ValueError(f"the cores of {range_str!r} do not rise")
@@ -28,7 +28,7 @@ def parse_range_list(range_str: str) -> list[int]:
 
 
 def get_numa_cores() -> list[list[int]]:
-    """Return the cores of each NUMA node; one list of all where Linux tells no nodes."""
+    """Return the cores of each NUMA node; one list of all cores if Linux lists no nodes."""
     nodes = []
     for index in range(1024):
         place = f"/sys/devices/system/node/node{index}/cpulist"

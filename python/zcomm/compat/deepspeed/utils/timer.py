@@ -36,7 +36,7 @@ class Timer:
         self._records: list[float] = []
 
     def start(self) -> None:
-        """Start. Raises: RuntimeError where it runs."""
+        """Start. Raises: RuntimeError if it runs already."""
         if self.started_:
             raise RuntimeError(f"timer {self.name_} is started already")
         get_accelerator().synchronize()

@@ -1,7 +1,7 @@
 """Memory that a model's training needs, under DeepSpeed's names and by the formula of ``zcomm plan``.
 
-Mixed precision and Adam, as there. A unit that is whole in stage 3, and the one that is gathered ahead, count as the
-largest layer.
+Mixed precision and Adam, as in DeepSpeed. A unit that is whole in stage 3, and the one that is gathered ahead, count
+as the largest layer.
 """
 
 from __future__ import annotations
