@@ -16,17 +16,17 @@ from zcomm.config.keys import CHECKS, Key, Status
 
 _NO_EFFECT = r"""
 seq_parallel_communication_data_type | str | "fp32" | of sequence parallelism | there is none
-disable_python_gc | bool | false | no garbage collection | that is the program's: gc.disable()
+disable_python_gc | bool | false | no garbage collection | call gc.disable() in the program
 log_level | str | null = its own | of DeepSpeed's logger | set it by logging.getLogger("zcomm").setLevel()
 vocabulary_size | int | null = not set | for a warning about its alignment | there is none
 use_data_before_expert_parallelism | bool | false | order of ranks among experts | there are no experts
 disable_allgather | bool | false | gather by broadcasts | parameters are gathered as the host allows
-dump_state | bool | false | print the engine's state | opt.memory() and opt.stats() tell it
-memory_breakdown | bool | false | print memory use | opt.memory() and zcomm plan tell it
+dump_state | bool | false | print the engine's state | call opt.memory() and opt.stats()
+memory_breakdown | bool | false | print memory use | call opt.memory(), or zcomm plan before
 zero_force_ds_cpu_optimizer | bool | true | insist on DeepSpeed's CPU Adam | the CPU optimizers are always zcomm's own
 zero_allow_untested_optimizer | bool | false | allow other optimizers |
-    what updates each element by itself is accepted, and others are an error, whatever its value
-timers | section always | null = off | of throughput | steps_per_print has samples per second
+    elementwise optimizers are always accepted, others are always an error
+timers | section always | null = off | of throughput | the lines of steps_per_print have samples per second
 pipeline | section always | null = off | stages of a PipelineModule | there are no pipelines
 prescale_gradients | bool | false | divide gradients before the sum |
     gradients are summed in fp32 and divided once, which gives the same mean
@@ -38,12 +38,12 @@ allgather_size | int >= 1 | 500000000 | elements per all_gather, beside "zero_op
 fp16_master_weights_and_grads | bool | false | fp16 master weights and gradients |
     the master and the accumulated gradients are always exact fp32, which takes more memory
 [bf16]
-immediate_grad_update | bool | false | add up gradients as they come | they are, in every precision
+immediate_grad_update | bool | false | add up gradients as they come | always so, in every precision
 bf16_master_weights_and_grads | bool | false | bf16 master weights and gradients |
     the master and the accumulated gradients are always exact fp32, which takes more memory
 [torch_autocast]
 lower_precision_safe_modules | any | null = its own | modules with gradients and weights that travel in dtype |
-    those of all modules travel alike, in communication_data_type or fp32
+    all modules are treated alike: communication_data_type, or fp32
 [flops_profiler]
 recompute_fwd_factor | float >= 0 | 0.0 | count recomputed operations by this factor | they are counted as they run
 [optimizer]
@@ -54,7 +54,7 @@ foreach | bool | null = torch's choice | how torch computes | the update is alwa
 fused | bool | null = torch's choice | how torch computes |
 capturable | bool | false | how torch computes |
 [zero_optimization.offload_optimizer]
-pin_memory | bool | true | page-locked staging | what crosses to a CUDA device is page-locked always, and nothing else
+pin_memory | bool | true | page-locked staging | copies to a CUDA device always use page-locked memory
 buffer_count | int >= 1 | 4 | swap buffers | the swap file sizes its own buffers and I/O depth
 pipeline_read | bool | false | read ahead | reads always run ahead of the update
 pipeline_write | bool | false | write behind | writes always run behind the update
@@ -62,7 +62,7 @@ fast_init | bool | false | quick first write | the swap file is preallocated onc
 super_offload | bool | false | update beside backward | the update begins when the norm is known
 cpuadam_cores_perc | float between 0 and 1 | 0.8 | share of the cores for super_offload | the core's threads share all
 [zero_optimization.offload_param]
-pin_memory | bool | true | page-locked staging | what crosses to a CUDA device is page-locked always, and nothing else
+pin_memory | bool | true | page-locked staging | copies to a CUDA device always use page-locked memory
 buffer_count | int >= 1 | 5 | swap buffers | the swap file sizes its own buffers and I/O depth
 buffer_size | int > 0 | 100000000 | elements per swap buffer |
 max_in_cpu | int >= 0 | 1000000000 | elements kept in host memory | stage 3 gathers and frees whole units (modules)
@@ -77,35 +77,37 @@ contiguous_gradients | bool | true | copy gradients into one buffer | gradients 
 stage3_param_persistence_threshold | int >= 0 | 100000 | parameters below this size stay whole |
     stage 3 gathers and frees whole units (modules)
 stage3_max_live_parameters | int >= 0 | 1000000000 | most elements gathered at once |
-stage3_max_reuse_distance | int >= 0 | 1000000000 | keep what is used again this soon |
+stage3_max_reuse_distance | int >= 0 | 1000000000 | keep what is used again so soon |
 sub_group_size | int > 0 | 1000000000 | elements per optimizer pass | the fused optimizer works tile by tile
 elastic_checkpoint | bool | false | checkpoints for other world sizes | every checkpoint loads at any world size
-load_from_fp32_weights | bool | true | load the exact master | it always is, where the checkpoint has it
-ignore_unused_parameters | bool | true | parameters without gradients are no error | they never are; they count as zero
+load_from_fp32_weights | bool | true | load the exact master | always, if the checkpoint has it
+ignore_unused_parameters | bool | true | parameters without gradients are no error |
+    they are never an error; they count as zero
 stage3_gather_16bit_weights_on_model_save | bool | false | save whole weights in stage 3 |
     save_16bit_model and checkpoints always hold whole weights
 mics_hierarchical_params_gather | bool | false | gather in two steps | gathers follow the hosts by themselves
 leaf_module | section always | null = its own | modules that are gathered whole |
     units are always gathered whole (ZeroOptimizer(units=) names them)
-cpu_offload_use_pin_memory | bool | null = not set | an old word for pin_memory |
-    what crosses to a CUDA device is page-locked always, and nothing else
+cpu_offload_use_pin_memory | bool | null = not set | an old name of pin_memory |
+    copies to a CUDA device always use page-locked memory
 use_multi_rank_bucket_allreduce | bool | true | one all_reduce for the gradients of several ranks |
     a bucket is one reduce_scatter
-compute_grad_norm | bool | true | find the norm without clipping, too | it always is; it also finds what is not finite
+compute_grad_norm | bool | true | find the norm without clipping, too |
+    the norm is always computed; it also finds gradients that are not finite
 stage3_model_persistence_threshold | int >= 0 | 9223372036854775807 | most elements that stay whole |
     stage 3 gathers and frees whole units (modules)
 stage3_module_granularity_threshold | int >= 0 | 0 | elements below which modules are gathered whole |
 stage3_use_all_reduce_for_fetch_params | bool | false | gather by all_reduce |
     parameters are gathered by all_gather, or shared in memory by a host's CPU ranks
 stage3_allgather_sequential | bool | false | gather one parameter at a time |
-stage3_gather_fp16_weights_on_model_save | bool | false | the old word for stage3_gather_16bit_weights_on_model_save |
+stage3_gather_fp16_weights_on_model_save | bool | false | the old name of stage3_gather_16bit_weights_on_model_save |
     save_16bit_model and checkpoints always hold whole weights
-legacy_stage1 | bool | false | an older stage 1 | there is one, with the same numbers
+legacy_stage1 | bool | false | an older stage 1 | there is one stage 1, with the same numbers
 parameter_alignment | bool | false | align parameters | each begins at a multiple of 64 elements
 memory_efficient_linear | bool | true | a Linear of its own | modules are left as they are
 pipeline_loading_checkpoint | bool | false | load while reading | each rank reads what it keeps, tensor by tensor
 override_module_apply | bool | true | gather in module.apply | use zero.GatheredParameters around it
-log_trace_cache_warnings | bool | false | log when the order of modules changes | it is learned anew in the next step
+log_trace_cache_warnings | bool | false | log when the order of modules changes | the next step learns the new order
 enable_sanity_checks | bool | false | compare the ranks | ranks always compare what they do
 save_muon_momentum_buffer_in_memory | bool | false | of Muon |
     the momentum is where the optimizer state is

@@ -37,13 +37,13 @@ _OFFLOAD = {
 
 # By dotted path, for documentation and for "did you mean".
 OTHER_WORDS = {
-    **{old: Key(f"another word for `{new}`", shown="not set", kind=Any) for old, new in _RENAMED.items()},
+    **{old: Key(f"another name of `{new}`", shown="not set", kind=Any) for old, new in _RENAMED.items()},
     **{
-        old: Key(f'true: an old word for `{new}: {{"device": "cpu"}}`', shown="not set", kind=bool)
+        old: Key(f'true: an old name of `{new}: {{"device": "cpu"}}`', shown="not set", kind=bool)
         for old, new in _OFFLOAD.items()
     },
 }
-OTHER_WORDS["bfloat16"] = Key("an old word for the section `bf16`", shown="not set", kind=dict[str, Any])
+OTHER_WORDS["bfloat16"] = Key("an old name of the section `bf16`", shown="not set", kind=dict[str, Any])
 
 
 def in_todays_words(data: Mapping[str, Any], source: str) -> tuple[dict[str, Any], list[str]]:
@@ -103,7 +103,7 @@ def _rename(section: dict[str, Any], prefix: str, source: str) -> None:
             section[today] = value
         elif value is not None and not _same(today, section[today], value):
             raise ValueError(
-                f'{source}: "{old}": {_shown(value)} and "{new}": {_shown(section[today])} are two words for one key, '
+                f'{source}: "{old}": {_shown(value)} and "{new}": {_shown(section[today])} are two names of one key, '
                 "and differ; give one of them"
             )
 
@@ -123,7 +123,7 @@ def _offload(section: dict[str, Any], old: str, new: str, source: str) -> None:
     device = given.get("device", "none") if isinstance(given, Mapping) else given
     if device != ("cpu" if value else "none"):
         raise ValueError(
-            f'{source}: "{old}": {_shown(value)} is an old word for "{new}.device": "cpu" and contradicts '
+            f'{source}: "{old}": {_shown(value)} is an old name of "{new}.device": "cpu" and contradicts '
             f'"{new}": {_shown(given)}; remove "{old}"'
         )
 

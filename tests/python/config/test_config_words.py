@@ -68,12 +68,12 @@ def test_it_means_the_same_without_a_note(written: dict[str, Any], today: dict[s
 CONTRADICTIONS = [
     (
         {"bfloat16": {"enabled": True}, "bf16": {"enabled": False}},
-        '"bfloat16": {"enabled": true} and "bf16": {"enabled": false} are two words for one key, and differ',
+        '"bfloat16": {"enabled": true} and "bf16": {"enabled": false} are two names of one key, and differ',
     ),
     (zero(cpu_offload=True, offload_optimizer={"device": "nvme"}), '"offload_optimizer": {"device": "nvme"}'),
     (zero(cpu_offload=False, offload_optimizer=CPU), 'remove "zero_optimization.cpu_offload"'),
     (zero(cpu_offload="yes"), '"zero_optimization.cpu_offload" must be true or false, got "yes"'),
-    (zero(max_live_parameters=1, stage3_max_live_parameters=2), "two words for one key, and differ"),
+    (zero(max_live_parameters=1, stage3_max_live_parameters=2), "two names of one key, and differ"),
     ({"zero_optimization.stage": 3, **zero(stage=2)}, '"zero_optimization.stage": 3 at the top level contradicts 2'),
     ({"zero_optimization.stge": 3}, 'unknown key "zero_optimization.stge"; did you mean "zero_optimization.stage"?'),
     ({"train_batch_size.x": 3, "train_batch_size": 2}, 'needs "train_batch_size" to be an object {...}, got 2'),
