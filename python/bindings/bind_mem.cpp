@@ -11,11 +11,8 @@
 #include "zcomm/swap_file.hpp"
 
 namespace py = pybind11;
-using zcomm::PinnedArena;
-using zcomm::SwapFile;
-using zcomm::bindings::DeleteWithoutGil;
-using zcomm::bindings::hold;
 
+namespace zcomm::bindings {
 namespace {
 
 using NoGil = py::gil_scoped_release;
@@ -26,7 +23,7 @@ SwapFile::Engine engine_of(const std::string& name) {
   if (name == "auto") return SwapFile::Engine::automatic;
   if (name == "io_uring") return SwapFile::Engine::io_uring;
   if (name == "threads") return SwapFile::Engine::threads;
-  throw zcomm::InvalidArgument("SwapFile: engine '" + name + "' is not one of auto, io_uring, threads");
+  throw InvalidArgument("SwapFile: engine '" + name + "' is not one of auto, io_uring, threads");
 }
 
 std::unique_ptr<SwapFile> open_swap_file(const std::vector<std::string>& directories, std::size_t nbytes,
@@ -133,7 +130,7 @@ void bind_mem(py::module_& m) {
   m.def(
       "crc32c",
       [](std::uintptr_t address, std::size_t nbytes) {
-        return zcomm::mem::crc32c(reinterpret_cast<const std::byte*>(address), nbytes);
+        return mem::crc32c(reinterpret_cast<const std::byte*>(address), nbytes);
       },
       py::arg("ptr"), py::arg("nbytes"), py::call_guard<NoGil>());
   const SwapFile::Options defaults;
@@ -199,3 +196,5 @@ void bind_mem(py::module_& m) {
         return as_dict(stats);
       });
 }
+
+}  // namespace zcomm::bindings

@@ -111,10 +111,8 @@ void bind_nccl(pybind11::module_& m);
 void bind_cuda_ipc(pybind11::module_& m);
 void bind_links(pybind11::module_& m);
 void bind_heap(pybind11::module_& m);
+void bind_mem(pybind11::module_& m);
 void bind_optim(pybind11::module_& m);
 void bind_stream_kernels(pybind11::module_& m);
 
 }  // namespace zcomm::bindings
-
-/// Defined in bind_mem.cpp.
-void bind_mem(pybind11::module_& m);

@@ -13,5 +13,5 @@ PYBIND11_MODULE(_core, m) {
   zcomm::bindings::bind_heap(m);
   zcomm::bindings::bind_optim(m);
   zcomm::bindings::bind_stream_kernels(m);
-  bind_mem(m);
+  zcomm::bindings::bind_mem(m);
 }
