@@ -115,34 +115,6 @@ class GradientReducer:
 
         return param.register_hook(before), last
 
-    def take_over(self, index: int, grad: torch.Tensor | None) -> None:
-        """Count ``grad``, which autograd left on a tensor that has no hooks (``load_state_dict(assign=True)``). Raises:
-        RuntimeError."""
-        param = self._params[index]
-        if grad is None or isinstance(grad, GradStandIn) or self.values.factor() == 1.0:
-            param.grad = grad  # a tensor counts as one that the program has assigned
-            return
-        if grad._version:
-            raise RuntimeError(
-                f"parameter {self._names[index]} was replaced after ZeroOptimizer was built, and its gradient, which "
-                f"is scaled by {self.values.factor():g} (loss scale, micro-steps), was changed by the program: replace "
-                "parameters before ZeroOptimizer is built, or load them without assign=True"
-            )
-        self._add_locally(index, grad)
-        self._seen.add(index)
-        self.agreement.taken_over = True
-        param.grad = None
-        self.grads.give(index)
-
-    def hook_again(self, index: int) -> None:
-        """Set the hooks again of a parameter that has lost them, those of the program too (``swap_tensors``)."""
-        param: Any = self._params[index]
-        for handle in self._handles[index]:
-            handle.remove()
-        param._backward_hooks = param._post_accumulate_grad_hooks = None  # autograd no longer knows these dicts
-        self._handles[index] = self._hook(index, param)
-        self.take_over(index, param.grad)
-
     def arm(self) -> None:
         """Begin a backward pass.
 
@@ -253,6 +225,36 @@ class GradientReducer:
         self.reached += 1
         self.values.changed()
         self._begin_pass()
+
+    # --- parameters that were replaced -------------------------------------------------------------------------
+
+    def take_over(self, index: int, grad: torch.Tensor | None) -> None:
+        """Count ``grad``, which autograd left on a tensor that has no hooks (``load_state_dict(assign=True)``). Raises:
+        RuntimeError."""
+        param = self._params[index]
+        if grad is None or isinstance(grad, GradStandIn) or self.values.factor() == 1.0:
+            param.grad = grad  # a tensor counts as one that the program has assigned
+            return
+        if grad._version:
+            raise RuntimeError(
+                f"parameter {self._names[index]} was replaced after ZeroOptimizer was built, and its gradient, which "
+                f"is scaled by {self.values.factor():g} (loss scale, micro-steps), was changed by the program: replace "
+                "parameters before ZeroOptimizer is built, or load them without assign=True"
+            )
+        self._add_locally(index, grad)
+        self._seen.add(index)
+        self.agreement.taken_over = True
+        param.grad = None
+        self.grads.give(index)
+
+    def hook_again(self, index: int) -> None:
+        """Set the hooks again of a parameter that has lost them, those of the program too (``swap_tensors``)."""
+        param: Any = self._params[index]
+        for handle in self._handles[index]:
+            handle.remove()
+        param._backward_hooks = param._post_accumulate_grad_hooks = None  # autograd no longer knows these dicts
+        self._handles[index] = self._hook(index, param)
+        self.take_over(index, param.grad)
 
     # --- between passes ---------------------------------------------------------------------------------------
 
