@@ -86,10 +86,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
     """An optimizer with ZeRO stage 0 to 3 and offload.
 
     model: a module, or its parameters or param groups (stages 0 to 2).
-    optimizer: "adamw", "adam", "lion", "sgd", "adagrad" (fused), "lamb", "muon", or a class of ``torch.optim`` or an
-    instance.
-    An instance keeps its param groups: both have the same list (until ``close()``, without frozen parameters). So what
-    is set on either, by a schedule too, counts in the next step. Its ``step()`` and ``state_dict()`` raise until then.
+    optimizer: "adamw", "adam", "lion", "sgd", "adagrad" (fused), "lamb", "muon", or a class or instance of ``torch.optim``.
+    An instance and the ZeroOptimizer share one list of param groups until ``close()``; it has no frozen parameters. A
+    change to it, for example by a schedule, takes effect in the next step. Until ``close()`` the instance's ``step()``
+    and ``state_dict()`` raise.
     Adam, AdamW, SGD and Adagrad become the fused ones. Others run as they are on fp32 shards where they are elementwise
     (RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop). Muon takes matrices; param groups with ``"use_muon": False``
     are AdamW's. None: the model is not trained. Its weights are rank 0's, in the precision given, and in stage 3
