@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import operator
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,18 @@ import zcomm
 from zcomm.zero import GatheredParameters
 
 Run = Callable[..., list[Any]]
+CHANGES: list[Callable[[torch.Tensor], object]] = [
+    lambda part: part.zero_(),
+    lambda part: part.data.zero_(),
+    lambda part: part.detach().data.view(-1).mul_(2.0),
+    lambda part: part[:0].add_(1.0),
+    lambda part: part.data.copy_(torch.zeros_like(part)),
+    lambda part: part.__setitem__(slice(None), 0.0),
+    lambda part: setattr(part, "data", torch.zeros_like(part)),
+    lambda part: torch.add(part, part, out=part),
+    lambda part: torch._foreach_mul_([part], 2.0),
+    lambda part: operator.iadd(part, 1.0),
+]
 NAMES = "ds_id ds_shape ds_numel ds_status ds_tensor ds_persist ds_param_type ds_summary all_gather partition".split()
 
 
@@ -84,8 +97,14 @@ def in_every_place(folder: str) -> None:
                 values = torch.tensor([param.ds_tensor.double().sum()])
                 comm.all_reduce(values)
                 assert torch.allclose(values, want.detach().double().sum()), case
-                with pytest.raises(RuntimeError, match=r"[Ii]nference"):
-                    param.ds_tensor.zero_()
+                for change in CHANGES:
+                    with pytest.raises(RuntimeError, match=r"ds_tensor is a copy .*GatheredParameters"):
+                        change(param.ds_tensor)
+                if want.dtype == torch.float32:
+                    with pytest.raises(ValueError, match="read-only"):
+                        param.ds_tensor.float().numpy()[:] = 0.0
+                elsewhere = torch.zeros(param.ds_tensor.numel()).copy_(param.ds_tensor).mul_(2.0)
+                assert torch.equal(elsewhere, 2.0 * param.ds_tensor.float())
             weight, before = model[0].weight, plain[0].weight
             for changed, keep in ((3.0, False), (before.detach() + 1, True)):
                 weight.all_gather([weight])

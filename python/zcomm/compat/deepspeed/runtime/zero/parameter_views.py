@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from zcomm.zero import GatheredParameters
 from zcomm.zero.materialize.deferred import Waiting
@@ -68,17 +69,40 @@ def _status(param: nn.Parameter, found: tuple[Parts, int] | None) -> ZeroParamSt
     return ZeroParamStatus.AVAILABLE if whole else ZeroParamStatus.NOT_AVAILABLE
 
 
-def _tensor(param: nn.Parameter, found: tuple[Parts, int] | None) -> torch.Tensor | None:
-    """Copy this rank's elements, flat, as a tensor that torch refuses to change: a change would reach no weight.
+class _Copy(torch.Tensor):
+    """A copy that refuses to be changed, views of it as well: a change would reach no weight."""
 
-    None before ZeroOptimizer.
-    """
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, func.__name__
+        changes = name in _CHANGES or (name.endswith("_") and not name.endswith("__"))
+        if any(isinstance(leaf, _Copy) for leaf in tree_leaves([args[:1] if changes else (), kwargs.get("out")])):
+            raise RuntimeError(
+                f"{name}(): ds_tensor is a copy of the elements that this rank keeps, and a change of it reaches no "
+                "weight: change the parameter inside of zcomm.zero.GatheredParameters(param, modifier_rank=0), or by "
+                "safe_set_full_fp32_param()"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+            if func is torch.Tensor.numpy:
+                result.setflags(write=False)
+            elif isinstance(result, torch.Tensor) and isinstance(args[0], _Copy):
+                shared = result.untyped_storage()._cdata == args[0].untyped_storage()._cdata
+                return result.as_subclass(_Copy) if shared else result
+        return result
+
+
+_AUGMENTED = "add sub mul truediv floordiv mod pow and or xor"
+_CHANGES = {"__set__", "__setitem__", *(f"__i{op}__" for op in _AUGMENTED.split())}
+
+
+def _tensor(param: nn.Parameter, found: tuple[Parts, int] | None) -> torch.Tensor | None:
+    """Copy this rank's elements, flat. None before ZeroOptimizer."""
     if found is None:
         return None
     parts, index = found
     mine = [parts.store.read(piece.bucket)[piece.tile][piece.inside].cpu() for piece in pieces(parts, index)]
-    with torch.inference_mode():
-        return torch.cat([torch.empty(0, dtype=parts.state.form.dtype), *mine])
+    return torch.cat([torch.empty(0, dtype=parts.state.form.dtype), *mine]).as_subclass(_Copy)
 
 
 def _each(param: nn.Parameter, param_list: Iterable[nn.Parameter] | None) -> list[nn.Parameter]:
