@@ -19,7 +19,7 @@ constexpr std::size_t kHostSlotNbytes = 4096;
 constexpr std::uint32_t kGone = 1, kStuck = 2;        // farewells, in Stage::copied_out: drained, or it never will be
 constexpr double kQuiet_s = 0.5;                      // after a failure, so that the caller may drop its buffers
 constexpr double kDrain_s = 2.0;                      // for what is on the stream when the communicator ends
-constexpr std::chrono::milliseconds kFarewell{1000};  // for the others to let go of this rank's memory
+constexpr std::chrono::milliseconds kIpcFarewell{1000};  // for the others to let go of this rank's memory
 
 CommOptions host_options(const CudaIpcOptions& options) {
   CommOptions host;
@@ -219,7 +219,7 @@ bool CudaIpcEngine::drain(double patience_s) noexcept {
 
 /// Whether no other rank has this one's memory open any more, or will use it.
 bool CudaIpcEngine::wait_for_farewells() noexcept {
-  const auto until = Clock::now() + kFarewell;
+  const auto until = Clock::now() + kIpcFarewell;
   for (int peer = 0; peer < world_size(); ++peer) {
     if (peer == rank()) continue;
     Counter& counter = memory_.block(peer)[Stage::copied_out];

@@ -20,7 +20,7 @@ namespace {
 
 constexpr int kSpins = 1000;
 constexpr std::chrono::microseconds kNap{20};
-constexpr std::chrono::milliseconds kLastWords{500}, kFarewell{2000};
+constexpr std::chrono::milliseconds kNcclLastWords{500}, kNcclFarewell{2000};
 
 }  // namespace
 
@@ -50,7 +50,7 @@ NcclEngine::~NcclEngine() {
 void NcclEngine::finish() noexcept {
   try {
     const device::CurrentDevice current(*device_);
-    const std::chrono::duration<double> patience = std::min<std::chrono::duration<double>>(kFarewell, timeout());
+    const std::chrono::duration<double> patience = std::min<std::chrono::duration<double>>(kNcclFarewell, timeout());
     const auto until = Clock::now() + patience;
     int state = nccl_.comm_finalize(comm_);
     while (state == NcclLibrary::kInProgress && Clock::now() < until) {
@@ -259,7 +259,8 @@ int NcclEngine::look_around(const char* what) {
   const bool has_died = loss && !loss->said_goodbye;
   const bool is_missed = has_died || is_remote;
   // A dead rank may have finished its part. If NCCL reports a missing rank, the sockets identify it.
-  if (is_missed && !std::exchange(has_last_words_, true)) deadline_ = std::min(deadline_, Clock::now() + kLastWords);
+  if (is_missed && !std::exchange(has_last_words_, true))
+    deadline_ = std::min(deadline_, Clock::now() + kNcclLastWords);
   if (suspended_ && !has_last_words_) restart_clock();
   const bool is_late = Clock::now() >= deadline_;
   if (loss && is_missed && (is_late || (has_died && is_remote)))

@@ -20,7 +20,7 @@ constexpr std::size_t kChannelNbytes = round_up(sizeof(Channel), 4096);
 constexpr char kMagic[] = "zcomm.m1";
 
 template <std::size_t kRoom>
-void cut_to_fit(char (&to)[kRoom], const char* text) {
+void fill(char (&to)[kRoom], const char* text) {
   const std::size_t length = text == nullptr ? 0 : strnlen(text, kRoom - 1);
   std::memcpy(to, text, length);
   std::memset(to + length, 0, kRoom - length);
@@ -29,8 +29,8 @@ void cut_to_fit(char (&to)[kRoom], const char* text) {
 }  // namespace
 
 void set_name(MessageHeader& header, const Call& call) {
-  cut_to_fit(header.name, call.name);
-  cut_to_fit(header.site, call.site);
+  fill(header.name, call.name);
+  fill(header.site, call.site);
 }
 
 std::string describe(const MessageHeader& header, bool is_send, int peer) {
