@@ -86,7 +86,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     """An optimizer with ZeRO stage 0 to 3 and offload.
 
     model: a module, or its parameters or param groups (stages 0 to 2).
-    optimizer: "adamw", "adam", "lion", "sgd", "adagrad" (fused), "lamb", "muon", or a class or instance of ``torch.optim``.
+    optimizer: "adamw", "adam", "lion", "sgd", "adagrad" (fused), "lamb", "muon", or torch.optim's class or instance.
     An instance and the ZeroOptimizer share one list of param groups until ``close()``; it has no frozen parameters. A
     change to it, for example by a schedule, takes effect in the next step. Until ``close()`` the instance's ``step()``
     and ``state_dict()`` raise.
