@@ -25,6 +25,18 @@ def test_builders_load_what_they_promise() -> None:
         _ = op_builder.NoBuilder
 
 
+def test_builders_of_other_modules() -> None:
+    """Programs ask them whether a drive may be used; handles are refused when they are made."""
+    from zcomm.compat.deepspeed.ops.aio import AsyncIOBuilder, aio_handle
+    from zcomm.compat.deepspeed.ops.gds import GDSBuilder, gds_handle
+
+    assert AsyncIOBuilder is op_builder.AsyncIOBuilder and GDSBuilder is op_builder.GDSBuilder
+    assert AsyncIOBuilder.NAME == "async_io" and not AsyncIOBuilder().is_compatible()
+    for handle in (aio_handle, gds_handle):
+        with pytest.raises(NotImplementedError, match=r"_handle is not available: use zcomm\.SwapFile"):
+            handle()
+
+
 def test_flatten() -> None:
     tensors = [torch.arange(6.0).view(2, 3), torch.ones(2)]
     utils = op_builder.UtilsBuilder().load()

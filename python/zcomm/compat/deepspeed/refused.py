@@ -80,8 +80,8 @@ REFUSED: dict[str, tuple[str, str]] = {
     "linear": ("LoRAConfig OptimizedLinear QuantizationConfig QuantizedParameter", "use PEFT for low-rank adapters"),
     "nvme": ("ds_io_main", _NVME),
     "io": ("FastFileWriter MockFileWriter PyFileWriter", _NVME),
-    "ops.aio": ("AsyncIOBuilder aio_handle", _NVME),
-    "ops.gds": ("GDSBuilder gds_handle", _NVME),
+    "ops.aio": ("aio_handle", _NVME),
+    "ops.gds": ("gds_handle", _NVME),
     "ops.transformer": (
         "DeepSpeedInferenceConfig DeepSpeedTransformerConfig DeepSpeedTransformerInference DeepSpeedTransformerLayer",
         _KERNELS,
