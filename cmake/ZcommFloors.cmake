@@ -42,4 +42,7 @@ function(zcomm_compile_together target)
     set_source_files_properties(${source} PROPERTIES UNITY_GROUP ${group})
   endforeach()
   set_target_properties(${target} PROPERTIES UNITY_BUILD ${ZCOMM_UNITY} UNITY_BUILD_MODE GROUP)
+  if(ZCOMM_UNITY)  # GCC takes a file that is included for a header
+    target_compile_options(${target} PRIVATE $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Wno-subobject-linkage>)
+  endif()
 endfunction()
