@@ -110,7 +110,7 @@ class HostMemory(UnitMemory):
     def wait(self, unit: Unit) -> None:
         try:
             self.owner.join(unit)
-        except (_core.CollectiveMismatch, TimeoutError) as error:
+        except (_core.CollectiveMismatch, _core.PeerLost, TimeoutError) as error:
             add_remedy(error)
             raise
 

@@ -29,8 +29,9 @@ _IN_STEP = (
 
 
 def add_remedy(error: BaseException) -> None:
-    """Say in an error of a gather what ranks must do alike."""
-    if isinstance(error, (_core.CollectiveMismatch, TimeoutError)):
+    """Say in an error of a gather what ranks must do alike. That of a rank that died stays as it is."""
+    left = isinstance(error, _core.PeerLost) and " left " in str(error)
+    if left or isinstance(error, (_core.CollectiveMismatch, TimeoutError)):
         error.args = (f"{error}; {_IN_STEP}",)
 
 
