@@ -16,9 +16,9 @@ namespace zcomm::coll {
 namespace {
 
 constexpr std::size_t kHostSlotNbytes = 4096;
-constexpr std::uint32_t kGone = 1, kStuck = 2;        // farewells, in Stage::copied_out: drained, or it never will be
-constexpr double kQuiet_s = 0.5;                      // after a failure, so that the caller may drop its buffers
-constexpr double kDrain_s = 2.0;                      // for what is on the stream when the communicator ends
+constexpr std::uint32_t kGone = 1, kStuck = 2;  // farewells, in Stage::copied_out: drained, or it never will be
+constexpr double kQuiet_s = 0.5;                // after a failure, so that the caller may drop its buffers
+constexpr double kDrain_s = 2.0;                // for what is on the stream when the communicator ends
 constexpr std::chrono::milliseconds kIpcFarewell{1000};  // for the others to let go of this rank's memory
 
 CommOptions host_options(const CudaIpcOptions& options) {
