@@ -229,7 +229,7 @@ def test_no_locks_there(opt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    monkeypatch.setattr("zcomm.zero.files.claim._told", set())
+    monkeypatch.setattr("zcomm.zero.files.claim._logged_errnos", set())
     opt.save(tmp_path / "c")
     opt.save(tmp_path / "c")
     assert len([record for record in caplog.records if "has no locks" in record.getMessage()]) == 1
