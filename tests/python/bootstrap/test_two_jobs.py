@@ -80,11 +80,20 @@ def was_refused(told: str) -> bool:
     return came_twice or lost or ("TimeoutError" in told and left)
 
 
-def one_of_two_that_met(method: str) -> str:
-    """Rank 0 of job a and rank 1 of job b become a world; the others come long after init() has returned."""
+def one_of_two_that_met(method: str, port_was_tried: Path) -> str:
+    """Rank 0 of job a and rank 1 of job b become a world; the others come long after init() has returned.
+
+    Rank 1 of job a comes last: once it is there, rank 0 leaves, and the port is free for rank 0 of job b.
+    """
     place = int(os.environ["RANK"])
-    if place in (1, 2):
-        return in_a_job("ab"[place // 2], place % 2, method, 3.0)
+    if place == 2:
+        told = in_a_job("b", 0, method, 3.0)
+        port_was_tried.touch()
+        return told
+    if place == 1:
+        while not port_was_tried.exists():
+            time.sleep(0.05)
+        return in_a_job("a", 1, method, 0.0)
     del os.environ["ZCOMM_JOB_ID"]
     logged = io.StringIO()
     logging.getLogger("zcomm").addHandler(logging.StreamHandler(logged))
@@ -98,8 +107,9 @@ def one_of_two_that_met(method: str) -> str:
     return "served"
 
 
-def test_ranks_of_two_jobs_that_have_met(run_ranks: Run) -> None:
-    results = run_ranks(one_of_two_that_met, 4, f"tcp://127.0.0.1:{free_port()}", check=False)
+def test_ranks_of_two_jobs_that_have_met(run_ranks: Run, tmp_path: Path) -> None:
+    method = f"tcp://127.0.0.1:{free_port()}"
+    results = run_ranks(one_of_two_that_met, 4, method, tmp_path / "tried", check=False)
     told = [result.value if result.error is None else result.error.message for result in results]
     assert "closed" in told[0] and told[3].startswith("PeerLost") and "rank 0" in told[3], told
     assert was_refused(told[1]), told
