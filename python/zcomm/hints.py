@@ -24,6 +24,10 @@ def did_you_mean(word: object, known: Iterable[str], also: Mapping[str, str] | N
 _ONE_BIT = "it compresses gradients in its own collectives, and gradients are reduced before the update here"
 _LAMB = "LAMB on shards is zcomm.optim.Lamb (type Lamb), of DeepSpeed's formula; others have formulas of their own"
 _MUON = 'Muon on shards is torch.optim.Muon or "muon", with param groups of AdamW beside it that have "use_muon": False'
+EIGHT_BIT = (
+    "its 8-bit state is quantised in blocks of its own kernels, which need whole parameters on a GPU; "
+    "zcomm.optim.CPUAdam(..., state_dtype=torch.uint8) has 8-bit state in shards"
+)
 REFUSED_OPTIMIZERS = {
     "Lamb": _LAMB,  # classes of that name in other libraries
     "FusedLamb": _LAMB,
@@ -41,4 +45,5 @@ REFUSED_OPTIMIZERS = {
     "OneBitAdam": f"{_ONE_BIT}; use Adam",
     "ZeroOneAdam": f"{_ONE_BIT}; use Adam",
     "OneBitLamb": f"{_ONE_BIT}; use AdamW",
+    **dict.fromkeys(("Adam8bit", "AdamW8bit", "PagedAdam8bit", "PagedAdamW8bit", "Lion8bit", "SGD8bit"), EIGHT_BIT),
 }

@@ -100,6 +100,7 @@ REFUSED = {
     "SparseAdam": "sparse gradients",
     "OneBitAdam": "compresses gradients",
     "onebitlamb": "compresses gradients",
+    "AdamW8bit": "quantised in blocks of its own kernels",
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zcomm.hints import REFUSED_OPTIMIZERS, did_you_mean
+from zcomm.hints import EIGHT_BIT, REFUSED_OPTIMIZERS, did_you_mean
 from zcomm.optim import CPUSGD, CPUAdagrad, CPUAdam, CPULion, FusedAdam, Lamb, Muon
 from zcomm.zero.rules.lamb_rule import ARGUMENTS as LAMB_ARGUMENTS
 from zcomm.zero.rules.lamb_rule import LambRule
@@ -114,10 +114,7 @@ def _why_not(kind: type) -> str:
     """Return why a class of an optimizer cannot run on shards."""
     package, name = kind.__module__.partition(".")[0], kind.__qualname__
     if package == "bitsandbytes":
-        return (
-            "its 8-bit state is quantised in blocks of its own kernels, which need whole parameters on a GPU; "
-            "zcomm.optim.CPUAdam(..., state_dtype=torch.uint8) has 8-bit state in shards"
-        )
+        return EIGHT_BIT
     for known, why in REFUSED_OPTIMIZERS.items():
         if name.lower() == known.lower():
             return why
