@@ -103,7 +103,10 @@ def _stand_in() -> None:
         Ddp: {"__init__": lambda self, module, device_ids=None, output_device=None: of_ddp(self, module)},
         # they skip what runs here without it, patch it, and compare whole masters
         AsyncIOBuilder: {"is_compatible": lambda self, verbose=False: True},
-        Engine: {"_get_optimizer_ckpt_name": _absent("_get_optimizer_ckpt_name")},
+        Engine: {
+            "_get_optimizer_ckpt_name": _absent("_get_optimizer_ckpt_name"),
+            "_backward_epilogue": lambda self: None,  # a private call after loss.backward(), which needs none here
+        },
         ZeroOptimizer: dict.fromkeys(
             ("fp32_groups_flat", "fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"),
             property(lambda self: [full_param(param) for group in self.param_groups for param in group["params"]]),
