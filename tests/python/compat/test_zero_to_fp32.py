@@ -102,6 +102,27 @@ def test_files_of_the_command(saved: tuple[Path, dict[str, torch.Tensor]], tmp_p
         zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(folder, tmp_path / "no", "much")
 
 
+def test_a_file_is_never_there_in_part(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank of a program converts into the same folder, and reads it at once."""
+    folder, wanted = saved
+    out = tmp_path / "out"
+    file = out / "pytorch_model.bin"
+    zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(folder, out)
+
+    def fails(state: object, path: Path) -> None:
+        Path(path).write_bytes(b"half")
+        check(torch.load(file, weights_only=True), wanted)  # what another rank reads meanwhile
+        raise OSError("no space")
+
+    monkeypatch.setattr(torch, "save", fails)
+    with pytest.raises(OSError, match="no space"):
+        zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(folder, out)
+    check(torch.load(file, weights_only=True), wanted)
+    assert list(out.iterdir()) == [file]
+
+
 def test_the_program_beside_the_checkpoints(
     saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -74,6 +76,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> None:
     """Write the weights into folder ``output_dir``, as shards with their index where one file is too small for all.
 
+    A file is there whole or not at all, whichever ranks call this at once.
+
     max_shard_size: most bytes per file; None: one file. safe_serialization: model.safetensors, with tied weights under
     their first name; else pytorch_model.bin, a pickle. One shard at a time is in memory.
     Raises: as ``get_fp32_state_dict_from_zero_checkpoint``; ValueError for a size; OSError.
@@ -97,16 +101,23 @@ def convert_zero_checkpoint_to_fp32_state_dict(
             index |= dict.fromkeys((*names, *(() if safe_serialization else tied)), file)
     if len(shards) > 1:
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
-        (out / f"{stem}.{suffix}.index.json").write_text(text + "\n", encoding="utf-8")
+        durable.replace_file(out / f"{stem}.{suffix}.index.json", text.encode() + b"\n")
 
 
 def _write(path: Path, state: State, tied: dict[str, str], safe: bool) -> None:
-    if safe:
-        from safetensors.torch import save_file
+    """Write a file that is there whole or not at all: programs call this on each rank, and read it at once."""
+    descriptor, new = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    os.close(descriptor)
+    try:
+        if safe:
+            from safetensors.torch import save_file
 
-        save_file(state, path, metadata={"format": "pt", **tied})
-    else:
-        torch.save(state | {alias: state[name] for alias, name in tied.items()}, path)
+            save_file(state, new, metadata={"format": "pt", **tied})
+        else:
+            torch.save(state | {alias: state[name] for alias, name in tied.items()}, new)
+        os.replace(new, path)
+    finally:
+        Path(new).unlink(missing_ok=True)
 
 
 @contextmanager
