@@ -1,30 +1,26 @@
-"""`zcomm run`: start the ranks of a job on this host."""
+"""`zcomm run`: start the ranks of a job, on this host or on those of a hostfile."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from zcomm.cli.parser import Commands
 from zcomm.compat.deepspeed import alias
-from zcomm.launch import Job, launch
+from zcomm.launch import Job
 from zcomm.launch.errors import UserError
+from zcomm.launch.options import add_options
+from zcomm.launch.start import program, start
 
 _DESCRIPTION = """\
-Start N ranks of a Python script on this host and answer for their end: one failed rank ends all, and the first failure
-is printed with its cause. Exit code: 0, that of the first failed rank, or 128 + signal.
+Start the ranks of a Python script and answer for their end: one failed rank on any node ends all, and the first failure
+is printed with its node and cause. Exit code: 0, that of the first failed rank, or 128 + signal.
+With -n: N ranks on this host. With a hostfile: one rank per slot of its hosts. With neither: one rank per GPU here.
 Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and ZCOMM_INIT_METHOD in its
 environment; OMP_NUM_THREADS is cores / N unless you set it."""
-
-
-_SEVERAL_HOSTS = (
-    "zcomm run starts ranks of this host alone; for several hosts start torchrun --nnodes {} --nproc-per-node N "
-    "--node-rank R --master-addr HOST SCRIPT on each host, or use mpirun or srun"
-)
 
 
 class _Elsewhere(argparse.Action):
@@ -46,18 +42,18 @@ def add_parser(commands: Commands) -> None:
     """Declare the command's options."""
     parser = commands.add_parser(
         "run",
-        help="start ranks of a script on this host",
+        help="start ranks of a script on this host or on several",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="zcomm run -n N [options] script.py [args ...]  |  zcomm run -n N [options] -m module [args ...]",
+        usage="zcomm run [-n N | -H hostfile] [options] script.py [args ...]  |  ... -m module [args ...]",
         allow_abbrev=False,
     )
-    parser.add_argument("-n", "-np", "--np", type=positive, required=True, metavar="N", help="number of ranks")
+    parser.add_argument("-n", "-np", "--np", type=positive, metavar="N", help="number of ranks, on this host")
     parser.add_argument(
         "--env", action="append", default=[], type=assignment, metavar="K=V", help="set a variable in every rank"
     )
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module name, as in python -m")
-    parser.add_argument("--no-python", action="store_true", help="the script is any program, not a Python script")
+    parser.add_argument("--no-python", "--no_python", action="store_true", help="the script is any program")
     parser.add_argument("--no-prefix", action="store_true", help="do not start each line with [rank]")
     parser.add_argument(
         "--only-rank",
@@ -72,10 +68,11 @@ def add_parser(commands: Commands) -> None:
         help="what `import deepspeed` finds in the ranks: zcomm, which is the default where no deepspeed is installed, "
         "or the installed one",
     )
+    add_options(parser.add_argument_group("nodes and GPUs (DeepSpeed's options; with - or _)"))
     for word in ("--nproc-per-node", "--nproc_per_node"):
         parser.add_argument(word, action=_Elsewhere, hint="did you mean -n {}?")
-    for word in ("--nnodes", "--node-rank", "--node_rank", "--hostfile", "--hosts"):
-        parser.add_argument(word, action=_Elsewhere, hint=_SEVERAL_HOSTS)
+    parser.add_argument("--nnodes", action=_Elsewhere, hint="did you mean --num-nodes {}, of the hosts of a hostfile?")
+    parser.add_argument("--hosts", action=_Elsewhere, hint="write lines HOST slots=N into a file, for --hostfile")
     parser.add_argument("--gpu-ring", action=_Elsewhere, hint="removed; to choose the GPUs set CUDA_VISIBLE_DEVICES")
     parser.add_argument("script", help="script, module or program to run")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
@@ -84,29 +81,19 @@ def add_parser(commands: Commands) -> None:
 
 def command(args: argparse.Namespace) -> int:
     """Run the job and return its exit code."""
-    if args.module and args.no_python:
-        raise UserError("-m and --no-python exclude each other")
-    if args.module:
-        argv = [sys.executable, "-m", args.script]
-    elif args.no_python:
-        argv = [args.script]
-    else:
-        if args.script.startswith("-"):
-            raise UserError(f"{args.script}: no such option, and no script; options go before the script")
-        if not Path(args.script).is_file():
-            raise UserError(f"{args.script}: no such script")
-        argv = [sys.executable, args.script]
-    if args.only_rank is not None and not 0 <= args.only_rank < args.np:
-        raise UserError(f"--only-rank {args.only_rank}: ranks are 0 to {args.np - 1}")
+    argv, _ = program(args.script, args.module, args.no_python)
     job = Job(
         argv=argv + args.args,
-        world_size=args.np,
+        world_size=args.np or 1,
         environment=_environment(args.deepspeed, dict(args.env)),
         prefix=not args.no_prefix,
         tee=args.tee,
         only_rank=args.only_rank,
     )
-    return launch(job)
+    try:
+        return start(job, args, args.np)
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def _environment(deepspeed: str | None, given: dict[str, str]) -> dict[str, str]:

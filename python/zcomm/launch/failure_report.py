@@ -19,7 +19,11 @@ _CONSEQUENCE = re.compile(r"^(zcomm\.(\S+\.)?)?PeerLost\b")
 
 @dataclass
 class RankEnd:
-    """End of one rank. code: exit status, or minus the signal. by_launcher: after the launcher's own signal."""
+    """End of one rank. code: exit status, or minus the signal. by_launcher: after the launcher's own signal.
+
+    node: host of the rank; "" on one host. program: this is the end of the program that starts or is a whole node
+    (ssh, mpirun), not of a rank; "" for a rank.
+    """
 
     rank: int
     pid: int
@@ -31,6 +35,16 @@ class RankEnd:
     exception: str = ""  # last line of the traceback that ended its stderr and was shown
     error: str = ""
     message: str = ""
+    node: str = ""
+    program: str = ""
+
+    @property
+    def name(self) -> str:
+        """Name of what ended, as messages have it."""
+        where = f"node {self.node}" if self.node else ""
+        if self.program:
+            return f"{where}: {self.program}" if where else self.program
+        return ", ".join(filter(None, (where, f"rank {self.rank}"))) + f" (pid {self.pid})"
 
     @property
     def failed(self) -> bool:
@@ -77,7 +91,12 @@ def first_failure(ends: list[RankEnd]) -> RankEnd | None:
 
 def describe(end: RankEnd) -> str:
     """Return one sentence: which rank, how it ended, and why."""
-    rank = f"rank {end.rank} (pid {end.pid})"
+    rank = end.name
+    if end.program:
+        if end.message:
+            return f"{f'node {end.node}' if end.node else end.program}: {end.message}"
+        how = f"was killed by {signal_name(-end.code)}" if end.code < 0 else f"ended with status {end.code}"
+        return f"{rank} {how}"
     if end.code < 0:
         name = signal_name(-end.code)
         by = ""
@@ -99,13 +118,15 @@ def report(ends: list[RankEnd], name: str, show_tail: bool = True) -> list[str]:
         return [f"{name}: error: {first.message}"]
     lines = [f"{name}: {describe(first)}"]
     explained = first.message or (first.exception and first.code > 0)
-    if show_tail and not explained and first.stderr_tail:
+    if first.program and not explained and len(first.stderr_tail) == 1:
+        lines[0] += f": {first.stderr_tail[0]}"
+    elif show_tail and not explained and first.stderr_tail:
         lines[0] += "; its last lines on stderr:"
         lines += [f"    {line}" for line in first.stderr_tail[-10:]]
     for end in ends:
         if end is not first and end.by_launcher and end.code != 0:
             reason = f", after {end.error}: {end.message}" if end.message else ""
-            lines.append(f"{name}: rank {end.rank} (pid {end.pid}) was then ended by the launcher{reason}")
+            lines.append(f"{name}: {end.name} was then ended by the launcher{reason}")
         elif end is not first and end.failed:
             lines.append(f"{name}: then {describe(end)}")
     return lines

@@ -21,9 +21,10 @@ from zcomm.launch.supervisor import Supervisor
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def launch(job: Job) -> int:
+def launch(job: Job, supervisor: Supervisor | None = None) -> int:
     """Run the job to its end and return the exit code: 0, that of the first failure, or 128 + signal.
 
+    supervisor: of the job; by default one that starts all its ranks here.
     Raises: OSError if no process can be started.
     """
     sys.stdout.flush()
@@ -38,11 +39,11 @@ def launch(job: Job) -> int:
         signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
         raise
     if child == 0:
-        _supervise(Supervisor(job), job, front, old_mask)
+        _supervise(supervisor or Supervisor(job), front, old_mask)
     return _wait(child, job, old_mask)
 
 
-def _supervise(supervisor: Supervisor, job: Job, front: int, old_mask: set[int | signal.Signals]) -> None:
+def _supervise(supervisor: Supervisor, front: int, old_mask: set[int | signal.Signals]) -> None:
     """Run the child to its end; never return."""
     code = 70
     try:
@@ -53,9 +54,9 @@ def _supervise(supervisor: Supervisor, job: Job, front: int, old_mask: set[int |
         processes.become_subreaper()
         processes.die_with_parent(front, signal.SIGTERM)
         code = supervisor.run(old_mask)
-    except OSError as error:  # no such program, no room for another process, no temporary directory
+    except (OSError, ValueError) as error:  # no such program, no room for another process, no such core
         code = 126
-        print(f"{job.announce}: error: {error}", file=sys.stderr, flush=True)
+        supervisor.refuse(str(error))
     except BaseException:  # a fault of the launcher itself: show it; the clean-up below still runs
         traceback.print_exc()
     finally:

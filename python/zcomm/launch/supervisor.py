@@ -1,5 +1,7 @@
 """Supervisor: the process that starts the ranks, carries their output and judges their end: one event loop, no threads.
 
+What it starts are the ranks of this host; of a job on several nodes, `nodes.NodeSupervisor` starts the nodes.
+
 Life of a job:
 - Start all ranks, and wait.
 - After the first failure: `settle_s` for the others to end by themselves, then SIGTERM, then after `grace_s` SIGKILL.
@@ -16,12 +18,15 @@ import selectors
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from zcomm.launch import processes
+from zcomm.launch import elastic, processes
+from zcomm.launch.cores import cores_of
 from zcomm.launch.environment import error_file, free_port, rank_environment
 from zcomm.launch.failure_report import RankEnd, first_failure, read_last_words, report
 from zcomm.launch.job import Job
@@ -32,21 +37,25 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass
-class Rank:
-    """A started rank: its process and its pipes."""
+class Child:
+    """A started process: a rank by its number, or the program that starts a node by the node's, and its pipes.
 
-    rank: int
+    orders: how often it was asked to end after the time to do so by itself had passed.
+    """
+
+    number: int
     process: subprocess.Popen[bytes]
     streams: list[Stream]
     signalled: bool = False
+    orders: int = 0
 
 
 class Supervisor:
-    """Supervisor of one job. Use once."""
+    """Supervisor of the ranks that one host starts. Use once."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._running: dict[int, Rank] = {}
+        self._running: dict[int, Child] = {}
         self._ends: list[RankEnd] = []
         self._tracebacks: dict[bytes, int] = {}
         self._selector = selectors.DefaultSelector()
@@ -84,65 +93,112 @@ class Supervisor:
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         return reader
 
+    def refuse(self, message: str) -> None:
+        """Print why nothing could be started."""
+        print(f"{self._job.announce}: error: {message}", file=sys.stderr, flush=True)
+
     def _start(self, private: Path) -> None:
-        port = free_port()
+        """Start the ranks. private: directory that goes with the job. Raises: OSError, ValueError for their cores."""
+        port = self._job.port or free_port()
         self._private = private
-        seen: set[bytes] | None = set() if self._job.once else None
+        self._seen: set[bytes] | None = set() if self._job.once else None
         if self._job.tee:
             self._job.tee.mkdir(parents=True, exist_ok=True)
-        for rank in range(self._job.world_size):
+        job = self._job
+        if job.elastic is not None:
+            rank = job.ranks[0]
+            environment = elastic.environment({**os.environ, **job.environment}, error_file(private, rank))
+            self._spawn_rank(rank, elastic.command(job, port), environment)
+            return
+        for rank in job.ranks:
             if self._signals:
                 return
-            environment = rank_environment(os.environ, self._job.environment, rank, self._job.world_size, port, private)
-            self._spawn(rank, environment, seen)
+            local_rank, count = rank - job.ranks[0], len(job.ranks)
+            environment = rank_environment(os.environ, job.environment, rank, job.world_size, port, private, job.place)
+            if job.devices is not None:
+                environment["CUDA_VISIBLE_DEVICES"] = ",".join(job.devices)
+            if job.deepspeed:
+                node, nodes = (job.place.node, job.place.nodes) if job.place else (0, 1)
+                environment.update(CROSS_RANK=str(node), CROSS_SIZE=str(nodes), LOCAL_SIZE=str(count))
+            argv = list(job.argv)
+            if job.local_rank_at is not None:
+                argv.insert(job.local_rank_at, f"--local_rank={local_rank}")
+            cores = None if job.cores is None else cores_of(job.cores, count, local_rank)
+            if cores:
+                environment["OMP_NUM_THREADS"] = str(len(cores))
+            self._spawn_rank(rank, argv, environment, cores)
 
-    def _spawn(self, rank: int, environment: dict[str, str], seen: set[bytes] | None) -> None:
+    def _spawn_rank(
+        self, rank: int, argv: list[str], environment: dict[str, str], cores: list[int] | None = None
+    ) -> None:
+        job = self._job
+        prefix = f"[{rank}] ".encode() if job.prefix else b""
+
+        def stream(pipe: int, target: int) -> Stream:
+            name = "out" if target == 1 else "err"
+            return Stream(
+                pipe,
+                target,
+                prefix,
+                (job.tee / f"rank{rank}.{name}").open("wb") if job.tee else None,
+                self._seen if target == 2 else None,
+                tracebacks=self._tracebacks if target == 2 else None,
+                rank=rank,
+                alone=job.single,
+                shown=job.shown and job.only_rank in (None, rank),
+            )
+
+        self._spawn(rank, argv, environment, stream, cores=cores)
+
+    def _spawn(
+        self,
+        number: int,
+        argv: list[str],
+        environment: dict[str, str],
+        stream: Callable[[int, int], Stream],
+        *,
+        cores: list[int] | None = None,
+        takes_orders: bool = False,
+        parting: int = signal.SIGKILL,
+    ) -> Child:
+        """Start a process. stream: makes the Stream of a pipe to our descriptor 1 or 2. takes_orders: its standard
+        input is a pipe. parting: signal that it gets when this process has died.
+        """
         supervisor = os.getpid()
 
         def in_child() -> None:
             signal.signal(signal.SIGTTOU, signal.SIG_DFL)
-            processes.die_with_parent(supervisor)
+            if cores:
+                os.sched_setaffinity(0, cores)
+            processes.die_with_parent(supervisor, parting)
 
         process = subprocess.Popen(
-            self._job.argv,
+            argv,
             env=environment,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if takes_orders else subprocess.DEVNULL,
             stdout=None if self._job.inherit_stdout else subprocess.PIPE,
             stderr=subprocess.PIPE,
+            bufsize=0,
             start_new_session=True,
             preexec_fn=in_child,
         )
         streams = []
-        prefix = f"[{rank}] ".encode() if self._job.prefix else b""
-        for pipe, target, name in ((process.stdout, 1, "out"), (process.stderr, 2, "err")):
+        for pipe, target in ((process.stdout, 1), (process.stderr, 2)):
             if pipe is not None:
-                tee = (self._job.tee / f"rank{rank}.{name}").open("wb") if self._job.tee else None
-                only = self._job.only_rank
-                stream = Stream(
-                    os.dup(pipe.fileno()),
-                    target,
-                    prefix,
-                    tee,
-                    seen if target == 2 else None,
-                    tracebacks=self._tracebacks if target == 2 else None,
-                    rank=rank,
-                    alone=only is not None or self._job.world_size == 1,
-                    shown=only is None or only == rank,
-                )
+                made = stream(os.dup(pipe.fileno()), target)
                 pipe.close()
-                self._selector.register(stream.source, selectors.EVENT_READ, stream)
-                streams.append(stream)
-        self._running[process.pid] = Rank(rank, process, streams)
+                self._selector.register(made.source, selectors.EVENT_READ, made.pump)
+                streams.append(made)
+        self._running[process.pid] = child = Child(number, process, streams)
+        return child
 
     def _loop(self, wakeup: int) -> None:
-        self._selector.register(wakeup, selectors.EVENT_READ, None)
+        self._selector.register(wakeup, selectors.EVENT_READ, lambda: bool(os.read(wakeup, 4096)))
         while self._running:
             deadlines = [t for t in (self._terminate_at, self._kill_at) if t is not None]
             timeout = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
             for key, _ in self._selector.select(timeout):
-                if key.data is None:
-                    os.read(wakeup, 4096)
-                elif not key.data.pump():
+                if not key.data():
                     self._selector.unregister(key.fd)
             self._handle_signals()
             self._collect()
@@ -160,32 +216,53 @@ class Supervisor:
                 self._kill_at = time.monotonic()  # asked twice: no more patience
 
     def _signal_ranks(self, signum: int) -> None:
-        for pid, rank in self._running.items():
-            rank.signalled = True
-            for stream in rank.streams:
+        for child in self._running.values():
+            child.signalled = True
+            for stream in child.streams:
                 stream.hold()
-            processes.send(pid, signum)
+            self._ask(child, signum)
+
+    def _ask(self, child: Child, signum: int) -> None:
+        """Ask a process to end: pass a signal on."""
+        processes.send(child.process.pid, signum)
+
+    def _insist(self, child: Child) -> None:
+        """End a process that was asked, and has had its time."""
+        processes.send(child.process.pid, signal.SIGKILL)
 
     def _collect(self) -> None:
         for pid, code, peak_nbytes in processes.reap():
-            rank = self._running.pop(pid, None)
-            if rank is None:
+            child = self._running.pop(pid, None)
+            if child is None:
                 continue  # an orphan that came to us
-            rank.process.returncode = code
+            child.process.returncode = code
             self._end_session(pid)
-            for stream in rank.streams:
+            for stream in child.streams:
                 if stream.source in self._selector.get_map():
                     self._selector.unregister(stream.source)
                 stream.close()
-            error, message = read_last_words(error_file(self._private, rank.rank))
-            end = RankEnd(rank.rank, pid, code, peak_nbytes, by_launcher=rank.signalled, error=error, message=message)
-            if code == -signal.SIGKILL and not rank.signalled:
-                end.oom_counter = self._oom.risen()
-            end.stderr_tail = list(rank.streams[-1].tail)
-            end.exception = rank.streams[-1].exception
-            self._ends.append(end)
-            if end.failed and self._terminate_at is None and self._ended_by_signal is None and self._kill_at is None:
-                self._terminate_at = time.monotonic() + self._job.settle_s
+            if child.process.stdin:
+                child.process.stdin.close()
+            self._ended(child, code, peak_nbytes)
+
+    def _ended(self, child: Child, code: int, peak_nbytes: int) -> None:
+        """Judge the end of a process."""
+        rank, stderr = child.number, child.streams[-1]
+        error, message = read_last_words(error_file(self._private, rank))
+        by_launcher = child.signalled
+        end = RankEnd(rank, child.process.pid, code, peak_nbytes, by_launcher, error=error, message=message)
+        if code == -signal.SIGKILL and not child.signalled:
+            end.oom_counter = self._oom.risen()
+        end.stderr_tail = list(stderr.tail)
+        end.exception = stderr.exception
+        self._record(end)
+
+    def _record(self, end: RankEnd) -> None:
+        """Keep an end for the report. The first failure leaves the others their time to end by themselves."""
+        self._ends.append(end)
+        is_ending = self._terminate_at or self._kill_at or self._ended_by_signal
+        if end.failed and not is_ending and self._job.elastic is None:
+            self._terminate_at = time.monotonic() + self._job.settle_s
 
     def _end_session(self, session: int) -> None:
         """End what a rank started and left behind. [Stragglers that left the session end with the job.]"""
@@ -201,31 +278,35 @@ class Supervisor:
             self._signal_ranks(signal.SIGTERM)
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = now + 1.0
-            for pid, rank in self._running.items():
-                rank.signalled = True
-                processes.send(pid, signal.SIGKILL)
+            for child in self._running.values():
+                child.signalled = True
+                self._insist(child)
 
     def _end_all(self) -> None:
         """End all processes that still descend from this one; the streams of ranks that were cut off are let go."""
-        for pid, rank in self._running.items():
+        for pid, child in self._running.items():
             processes.send(pid, signal.SIGKILL)
-            rank.process.returncode = -signal.SIGKILL
+            child.process.returncode = -signal.SIGKILL
         self._running.clear()
         processes.end_descendants()
 
     def _conclude(self) -> int:
-        first = first_failure(self._ends)
-        lines: list[str] = []
-        if first is not None:
-            lines = report(self._ends, self._job.announce, show_tail=self._job.world_size > 1)
-            code = first.exit_code
-        elif self._ended_by_signal is not None:
-            signum = self._ended_by_signal
-            code = 128 + signum
-            if signum != signal.SIGPIPE:
-                lines = [f"{self._job.announce}: stopped by {processes.signal_name(signum)}; all ranks have ended"]
-        else:
-            code = 0
+        """Print the verdict and return the exit code."""
+        code, lines = self._judge()
         with contextlib.suppress(ReaderGone):
             write_all(2, "".join(line + "\n" for line in lines).encode())
         return code
+
+    def _judge(self) -> tuple[int, list[str]]:
+        """Return the exit code, and the lines that say why it is not 0."""
+        first = first_failure(self._ends)
+        if first is not None:
+            show_tail = self._job.world_size > 1 or not self._job.shown or bool(first.program)
+            return first.exit_code, report(self._ends, self._job.announce, show_tail=show_tail)
+        signum = self._ended_by_signal
+        if signum is None:
+            return 0, []
+        if signum == signal.SIGPIPE:
+            return 128 + signum, []
+        line = f"{self._job.announce}: stopped by {processes.signal_name(signum)}; all ranks have ended"
+        return 128 + signum, [line]

@@ -327,12 +327,12 @@ finally:
 @pytest.mark.parametrize(
     "options, words",
     [
-        (["run", "script.py"], "-n"),
+        (["run", "script.py"], "script.py: no such script"),
         (["run", "-n", "0", "x.py"], "'0' is not a whole number of at least 1"),
         (["run", "-n", "two", "x.py"], "'two'"),
-        (["run", "-n", "2", "--hostfile", "hosts", "x.py"], "--hostfile: zcomm run starts ranks of this host alone"),
-        (["run", "-n", "2", "--nnodes", "2", "x.py"], "torchrun --nnodes 2 --nproc-per-node N"),
-        (["run", "-n", "2", "--nnodes=2", "x.py"], "on each host"),
+        (["run", "--nnodes", "2", "x.py"], "did you mean --num-nodes 2, of the hosts of a hostfile?"),
+        (["run", "--nnodes=2", "x.py"], "did you mean --num-nodes 2"),
+        (["run", "--hosts", "a,b", "x.py"], "write lines HOST slots=N into a file, for --hostfile"),
         (["run", "--nproc-per-node", "2", "x.py"], "--nproc-per-node: did you mean -n 2?"),
         (["run", "--nproc_per_node=2", "x.py"], "did you mean -n 2?"),
         (["run", "-n", "2", "missing.py"], "missing.py: no such script"),

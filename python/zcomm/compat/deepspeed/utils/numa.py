@@ -4,27 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from itertools import pairwise
 
-
-def parse_range(rng: str) -> list[int]:
-    """Return the cores of "3" or "2-5". Raises: ValueError."""
-    first, dash, last = rng.partition("-")
-    try:
-        start, end = int(first), int(last) if dash else int(first)
-    except ValueError:
-        raise ValueError(f"{rng!r} is not a core or a range of cores such as 2-5") from None
-    if start > end:
-        raise ValueError(f"the range {rng!r} ends before it starts")
-    return list(range(start, end + 1))
-
-
-def parse_range_list(range_str: str) -> list[int]:
-    """Return the cores of a list such as "0,4-7". Raises: ValueError, also if they are not in ascending order."""
-    cores = [core for part in range_str.split(",") for core in parse_range(part)]
-    if any(later <= earlier for earlier, later in pairwise(cores)):
-        raise ValueError(f"the cores of {range_str!r} do not rise")
-    return cores
+from zcomm.launch.cores import parse_range as parse_range
+from zcomm.launch.cores import parse_range_list as parse_range_list
 
 
 def get_numa_cores() -> list[list[int]]:

@@ -1,0 +1,39 @@
+"""Elastic jobs: torchrun starts the ranks of each node, and starts them again when nodes come or go."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from zcomm.launch.environment import ADDRESS, bracketed
+from zcomm.launch.job import Job
+
+_MOST_RESTARTS = 100  # as DeepSpeed's
+_OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_OF_JOBS = ("ZCOMM_INIT_METHOD", "ZCOMM_JOB_ID")  # torchrun's ranks meet at its store, under its name
+
+
+def command(job: Job, port: int) -> list[str]:
+    """Return the command line of torchrun on this node. port: where the nodes of a job on one host meet."""
+    assert job.elastic is not None
+    place = job.place
+    address, port, name = (place.address, place.port, place.job_id) if place else (ADDRESS, port, "zcomm")
+    return [
+        sys.executable,
+        *("-m", "torch.distributed.run"),
+        f"--nnodes={job.elastic[0]}:{job.elastic[1]}",
+        f"--nproc-per-node={len(job.ranks)}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={bracketed(address)}:{port}",
+        f"--rdzv-id={job.environment.get('ELASTIC_RUN_ID', name).replace(' ', '-')}",
+        f"--max-restarts={_MOST_RESTARTS}",
+        "--no-python",
+        *job.argv,
+    ]
+
+
+def environment(base: Mapping[str, str], words: Path) -> dict[str, str]:
+    """Return the environment of torchrun, which sets those of its ranks itself. words: file of their last words."""
+    kept = {name: value for name, value in base.items() if name not in (*_OF_RANKS, *_OF_JOBS)}
+    return {**kept, "PYTHONUNBUFFERED": "1", "ZCOMM_ERROR_FILE": str(words)}

@@ -1,0 +1,120 @@
+"""Supervisor of the nodes of a job: of the programs that start them, one per node (ssh) or one for all.
+
+Each node judges its own ranks and reports their ends; the first failure on any node ends all of them. A node without a
+report has failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+from zcomm.launch import processes
+from zcomm.launch.errors import UserError
+from zcomm.launch.failure_report import RankEnd
+from zcomm.launch.output import Stream
+from zcomm.launch.payload import Payload, end_of
+from zcomm.launch.runners import Client, Options, clients
+from zcomm.launch.supervisor import Child, Supervisor
+
+_MORE_GRACE_S = 1.0  # than the nodes give their ranks
+_PIPE_NBYTES = 1 << 16  # that a pipe takes; a longer message needs more
+
+
+class NodeSupervisor(Supervisor):
+    """Supervisor of the nodes of one job. Use once."""
+
+    def __init__(self, payload: Payload, options: Options) -> None:
+        super().__init__(replace(payload.job, grace_s=payload.job.grace_s + _MORE_GRACE_S))
+        self._payload = payload
+        self._options = options
+        self._clients: list[Client] = []
+        self._codes: dict[str, int] = {}  # of the nodes that have reported
+
+    def _start(self, private: Path) -> None:
+        self._private = private
+        try:
+            self._clients = clients(self._payload, self._options, private)
+        except UserError as error:
+            raise ValueError(str(error)) from None
+        for number, client in enumerate(self._clients):
+            if self._signals:
+                return
+            orders = client.message is not None
+            child = self._spawn(
+                number,
+                client.argv,
+                {**os.environ, **client.environment},
+                self._stream,
+                takes_orders=orders,
+                parting=signal.SIGKILL if orders else signal.SIGTERM,  # mpirun and srun clear up on other hosts
+            )
+            if child.process.stdin and client.message is not None:
+                if len(client.message) >= _PIPE_NBYTES:
+                    fcntl.fcntl(child.process.stdin, fcntl.F_SETPIPE_SZ, 1 << 20)
+                os.set_blocking(child.process.stdin.fileno(), False)
+                self._order(child, client.message)
+
+    def _stream(self, pipe: int, target: int) -> Stream:
+        return Stream(pipe, target, alone=True, marker=self._payload.marker, report=self._hear)
+
+    def _hear(self, content: bytes) -> None:
+        """Take a node's report; a broken one is none, and its node counts as silent."""
+        try:
+            told = json.loads(content)
+            if "end" in told:
+                self._record(end_of(told["end"]))
+            elif "done" in told:
+                self._codes[str(told["done"])] = int(told["code"])
+            elif "error" in told:
+                host = str(told["node"])
+                self._codes[host] = 2
+                self._record(RankEnd(-1, 0, 2, node=host, program="node", message=str(told["error"])))
+        except (ValueError, KeyError, TypeError):
+            pass
+
+    def _ended(self, child: Child, code: int, peak_nbytes: int) -> None:
+        client = self._clients[child.number]
+        silent = [host for host in client.hosts if host not in self._codes]
+        explained = not silent and (code == 0 or any(end.failed for end in self._ends))
+        if explained or child.signalled:
+            return
+        tail = list(child.streams[-1].tail)
+        one = client.hosts[0] if len(client.hosts) == 1 else ""
+        end = RankEnd(-1, child.process.pid, code or 1, node=one, program=client.name)
+        if code == 0 and silent:
+            nodes = "" if one else f" of {', '.join(silent[:8])}"
+            end.message = f"{client.name} ended with status 0, but without a report{nodes}"
+        end.stderr_tail = tail[-1:] if one else tail
+        self._record(end)
+
+    def _judge(self) -> tuple[int, list[str]]:
+        code, lines = super()._judge()
+        elastic = self._job.elastic
+        if elastic is not None and self._ended_by_signal is None and list(self._codes.values()).count(0) >= elastic[0]:
+            return 0, lines
+        return code, lines
+
+    def _order(self, child: Child, line: bytes) -> None:
+        if child.process.stdin and not child.process.stdin.closed:
+            with contextlib.suppress(BrokenPipeError, BlockingIOError):  # it has ended, or reads nothing any more
+                os.write(child.process.stdin.fileno(), line + b"\n")
+
+    def _ask(self, child: Child, signum: int) -> None:
+        if child.process.stdin:
+            self._order(child, processes.signal_name(signum).encode())
+        else:
+            processes.send(child.process.pid, signal.SIGTERM)  # pdsh and srun take a first Ctrl-C as a question
+
+    def _insist(self, child: Child) -> None:
+        """Close the way to the node, which then kills its ranks; later end the program itself."""
+        child.orders += 1
+        if child.orders == 1 and child.process.stdin:
+            child.process.stdin.close()
+        else:
+            processes.send(child.process.pid, signal.SIGTERM if child.orders <= 2 else signal.SIGKILL)

@@ -1,0 +1,189 @@
+"""Programs that start the nodes of a job: ssh for one node each, or pdsh, mpirun or srun for all of them.
+
+Each gets a list of arguments. ssh and pdsh hand one string to the shell of the node: it is made by one shlex.join, of
+arguments that are none of the user's. What the ranks are is in the message.
+Invariant: nothing of a hostfile, a variable or an argument is read by a shell, or as an option, of any program.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import socket
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zcomm.launch.environment import PAYLOAD
+from zcomm.launch.errors import UserError
+from zcomm.launch.payload import Payload
+
+_SSH_OPTIONS = (
+    "BatchMode=yes",  # no question for a password: there is no terminal
+    "ConnectTimeout=10",
+    "ServerAliveInterval=5",
+    "ServerAliveCountMax=3",
+    "ControlMaster=no",  # a shared connection would outlive its client
+    "ControlPath=none",
+    "RemoteCommand=none",
+)
+SOURCE = 'source "$1" && shift && exec "$@"'
+_MOST_MESSAGE = {"ssh": 1_000_000, "pdsh": 100_000}  # bytes: of a pipe; of an argument
+_MOST_VARIABLE = 120_000  # bytes: Linux takes 128 KiB
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the program that starts the nodes: arguments of the user's, port of sshd, script to source there."""
+
+    launcher_args: tuple[str, ...] = ()
+    ssh_port: int | None = None
+    venv_script: str | None = None
+
+
+@dataclass(frozen=True)
+class Client:
+    """Program to start. hosts: nodes that it starts. message: first line of its standard input; None: it has none.
+
+    environment: variables over those of this process.
+    """
+
+    name: str
+    argv: list[str]
+    hosts: list[str]
+    message: bytes | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def clients(payload: Payload, options: Options, private: Path) -> list[Client]:
+    """Return the programs that start the nodes. private: directory for their files, which goes with the job.
+
+    Raises: UserError for a program that is not installed, a host that it cannot take, or a message too long for it.
+    """
+    message = payload.encode()
+    longest = _MOST_MESSAGE.get(payload.launcher, _MOST_VARIABLE)
+    if len(message) > longest:
+        raise UserError(
+            f"--launcher {payload.launcher}: arguments and exported variables are {len(message)} bytes, at most "
+            f"{longest} fit; --launcher ssh takes {_MOST_MESSAGE['ssh']}"
+        )
+    if payload.launcher == "ssh":
+        return _ssh(payload, message, options)
+    hosts = ""
+    if payload.launcher == "openmpi":
+        hosts = _write(private / "hostfile", "".join(f"{host} slots=1\n" for host in payload.nodes))
+    return [shared(payload, message, options, check(payload.launcher), hosts)]
+
+
+def shared(payload: Payload, message: str, options: Options, program: str, hostfile: str) -> Client:
+    """Return the one program that starts all nodes: a process on each, in the order of ``payload.nodes``.
+
+    program: path of pdsh, mpirun or srun. hostfile: for Open MPI. Raises: UserError for a host that it cannot take.
+    """
+    hosts = list(payload.nodes)
+    for host in hosts:
+        if ":" in host:
+            raise UserError(f"--launcher {payload.launcher}: takes no IPv6 address such as {host}; --launcher ssh does")
+    if payload.launcher == "pdsh":
+        return _pdsh(hosts, message, options, program)
+    argv = [program, *_arguments(payload.launcher, hosts, hostfile), *options.launcher_args]
+    name = "srun" if payload.launcher == "slurm" else "mpirun"
+    return Client(name, [*argv, *node_command("@", options)], hosts, environment={PAYLOAD: message})
+
+
+def _arguments(launcher: str, hosts: list[str], hostfile: str) -> list[str]:
+    """Return the arguments of mpirun or srun that start one process on each host, free to use all its cores."""
+    count = str(len(hosts))
+    if launcher == "openmpi":
+        return ["-n", count, "--hostfile", hostfile, "--map-by", "seq", "--bind-to", "none", "-x", PAYLOAD]
+    if launcher == "slurm":
+        where = [f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", f"--nodelist={','.join(hosts)}"]
+        return [*where, "--export=ALL", "--cpu-bind=none", "--kill-on-bad-exit=1", "--input=none"]
+    unbound = ["-genv", "I_MPI_PIN", "0"] if launcher == "impi" else []
+    return ["-hosts", ",".join(hosts), "-n", count, "-ppn", "1", *unbound]
+
+
+def check(launcher: str) -> str:
+    """Return the path of the launcher's program. Raises: UserError naming the Debian package it is in."""
+    programs, package = _PROGRAMS[launcher]
+    for program in programs:
+        if path := shutil.which(program):
+            return path
+    raise UserError(f"--launcher {launcher}: {programs[-1]} is not installed (Debian: {package})")
+
+
+_PROGRAMS: dict[str, tuple[tuple[str, ...], str]] = {
+    "ssh": (("ssh",), "openssh-client"),
+    "pdsh": (("pdsh",), "pdsh"),
+    "openmpi": (("mpirun.openmpi", "mpirun"), "openmpi-bin"),
+    "mpich": (("mpirun.mpich", "mpiexec.hydra", "mpirun"), "mpich"),
+    "impi": (("mpiexec.hydra", "mpirun"), "none; it is Intel's"),
+    "mvapich": (("mpirun",), "none; see mvapich.cse.ohio-state.edu"),
+    "slurm": (("srun",), "slurm-client"),
+}
+LAUNCHERS = tuple(_PROGRAMS)
+
+
+def is_here(host: str) -> bool:
+    """Return True if a name is this host's own: its node needs no ssh."""
+    return host in ("localhost", "127.0.0.1", "::1", socket.gethostname(), socket.getfqdn())
+
+
+def has_address(host: str) -> bool:
+    """Return True if ``host``, by name or address, is this host."""
+    if is_here(host):
+        return True
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, address in found:
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.bind(address)
+            except OSError:
+                continue
+            return True
+    return False
+
+
+def node_command(message: str, options: Options) -> list[str]:
+    """Return the command of a node. PYTHONPATH is the way to zcomm itself, so it cannot be in the message."""
+    command = [sys.executable, "-m", "zcomm.launch.node", message]
+    if paths := os.environ.get("PYTHONPATH"):
+        command = ["env", f"PYTHONPATH={paths}", *command]
+    if options.venv_script:
+        command = ["bash", "-c", SOURCE, "bash", os.path.abspath(options.venv_script), *command]
+    return command
+
+
+def _ssh_options(options: Options) -> list[str]:
+    words = [word for option in _SSH_OPTIONS for word in ("-o", option)]
+    return [*words, *(["-p", str(options.ssh_port)] if options.ssh_port is not None else [])]
+
+
+def _ssh(payload: Payload, message: str, options: Options) -> list[Client]:
+    made = []
+    for host in payload.nodes:
+        command = [*node_command("-", options), host]
+        if is_here(host):
+            made.append(Client("its process", command, [host], message.encode()))
+            continue
+        ssh = [check("ssh"), "-T", "-x", "-a", *_ssh_options(options), *options.launcher_args, "--", host]
+        made.append(Client("ssh", [*ssh, shlex.join(command)], [host], message.encode()))
+    return made
+
+
+def _pdsh(hosts: list[str], message: str, options: Options, program: str) -> Client:
+    command = shlex.join(node_command(message, options)).replace("%", "%%") + " %h"  # %h: pdsh puts the host there
+    appended = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
+    variables = {"PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS_APPEND": f"{appended} {' '.join(_ssh_options(options))}"}
+    argv = [program, "-S", "-k", "-N", "-f", str(len(hosts)), *options.launcher_args, "-w", ",".join(hosts), command]
+    return Client("pdsh", argv, hosts, environment=variables)
+
+
+def _write(file: Path, text: str) -> str:
+    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as stream:
+        stream.write(text)
+    return str(file)
