@@ -205,9 +205,14 @@ def run(tests: Path, file: str, report: Path, each: int) -> dict[str, tuple[str,
         "LOCAL_SIZE": "4",  # as many devices as the tests may take
         "OMP_NUM_THREADS": "1",
     }
+    command = tests / "bin" / "deepspeed"  # of the distribution zcomm-deepspeed
+    command.parent.mkdir(exist_ok=True)
+    command.write_text(f"#!/bin/sh\nexec {sys.executable} -m zcomm.compat.deepspeed.launcher.runner \"$@\"\n")
+    command.chmod(0o755)
+    env["PATH"] = f"{command.parent}{os.pathsep}{env['PATH']}"
     asked = ["-p", "deepspeed_tests", "-p", "no:cacheprovider", "-q", "--color=no", f"--junitxml={report}"]
-    command = [sys.executable, "-m", "pytest", *asked, "-m", "not nightly", f"unit/{file}"]
-    ended = subprocess.run(command, cwd=tests, env=env, capture_output=True, text=True)
+    pytest = [sys.executable, "-m", "pytest", *asked, "-m", "not nightly", f"unit/{file}"]
+    ended = subprocess.run(pytest, cwd=tests, env=env, capture_output=True, text=True)
     if not report.exists():
         return {"(all)": ("failed", (ended.stdout + ended.stderr)[-2000:])}
     found = {}

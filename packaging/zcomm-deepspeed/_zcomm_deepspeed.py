@@ -6,6 +6,7 @@ that of the system's packages does in a virtual environment. Then the folder is 
 
 from __future__ import annotations
 
+import importlib
 import importlib.machinery
 import importlib.util
 import os
@@ -47,6 +48,12 @@ class _Late:
             return None
         sys.path.append(folder)
         return folder
+
+
+def deepspeed() -> None:
+    """Run the command of the deepspeed that ``import deepspeed`` finds: an installed one, or zcomm's."""
+    runner = importlib.import_module("deepspeed.launcher.runner")
+    (getattr(runner, "command", None) or runner.main)()
 
 
 if _folder() is None:

@@ -107,7 +107,7 @@ def of_launcher(name: str) -> bool:
 
 
 def exported(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of ``env`` that ranks on other nodes get: those whose names begin with one of EXPORTED."""
+    """Return the variables of ``env`` that ranks on other nodes get: names that begin with one of EXPORTED."""
     left_out = (*_OF_THIS_HOST, PAYLOAD)
     return {name: value for name, value in env.items() if name.startswith(EXPORTED) and name not in left_out}
 
@@ -119,9 +119,9 @@ def read_environment_file(file: Path) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
-        name, equals, value = line.strip().removeprefix("export ").partition("=")
-        if not name or name.startswith("#"):
+        if not line.strip() or line.strip().startswith("#"):
             continue
+        name, equals, value = line.strip().removeprefix("export ").partition("=")
         if not equals or not _VARIABLE.fullmatch(name.strip()):
             raise ValueError(f"{file}, line {number}: {line.strip()!r} is not NAME=VALUE")
         value = value.strip()

@@ -15,8 +15,8 @@ DEFAULT = Path("/job/hostfile")  # read if it exists and no other is named
 Pool = dict[str, list[int]]
 """Hosts in the order of their ranks, each with its slots."""
 
-_NAME = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.:-]*")
-_LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>[0-9]+)(\s+max[-_]slots=[0-9]+)?\s*(#.*)?")
+_NAME = re.compile(r"[A-Za-z0-9_.:][A-Za-z0-9_.:-]*")
+_LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>[0-9]+)(\s+max[-_]slots=[0-9]+)?\s*(#.*)?", re.ASCII)
 _MOST_SLOTS = 4096
 
 
@@ -28,9 +28,7 @@ def check_host(host: str) -> str:
         try:
             ipaddress.IPv6Address(host)
         except ValueError:
-            raise ValueError(
-                f"{host!r} is not a host name, and not an IPv6 address; a port goes to --ssh_port"
-            ) from None
+            raise ValueError(f"{host!r} is neither a host name nor an IPv6 address; --ssh_port takes a port") from None
     return host
 
 

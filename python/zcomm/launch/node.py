@@ -43,7 +43,7 @@ class Agent(Supervisor):
 
     def refuse(self, message: str) -> None:
         """Report why nothing could be started."""
-        tell_error(self._marker, self._job.place.host if self._job.place else "", message)
+        tell_error(self._marker, self._job.place.host if self._job.place else "", message, 126)
 
     def _start(self, private: Path) -> None:
         if self._orders is not None:
@@ -91,9 +91,9 @@ class Agent(Supervisor):
         return code
 
 
-def tell_error(marker: bytes, host: str, message: str) -> None:
-    """Report why a node starts nothing."""
-    write_all(2, report_line(marker, {"error": message, "node": host}))
+def tell_error(marker: bytes, host: str, message: str, code: int = 2) -> None:
+    """Report why a node starts nothing. code: its exit code."""
+    write_all(2, report_line(marker, {"error": message, "node": host, "code": code}))
     time.sleep(_FLUSH_S)
 
 

@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from zcomm.launch import processes
-from zcomm.launch.errors import UserError
 from zcomm.launch.failure_report import RankEnd
 from zcomm.launch.output import Stream
 from zcomm.launch.payload import Payload, end_of
@@ -38,10 +37,7 @@ class NodeSupervisor(Supervisor):
 
     def _start(self, private: Path) -> None:
         self._private = private
-        try:
-            self._clients = clients(self._payload, self._options, private)
-        except UserError as error:
-            raise ValueError(str(error)) from None
+        self._clients = clients(self._payload, self._options, private)
         for number, client in enumerate(self._clients):
             if self._signals:
                 return
@@ -73,8 +69,8 @@ class NodeSupervisor(Supervisor):
                 self._codes[str(told["done"])] = int(told["code"])
             elif "error" in told:
                 host = str(told["node"])
-                self._codes[host] = 2
-                self._record(RankEnd(-1, 0, 2, node=host, program="node", message=str(told["error"])))
+                self._codes[host] = code = int(told["code"])
+                self._record(RankEnd(-1, 0, code, node=host, program="node", message=str(told["error"])))
         except (ValueError, KeyError, TypeError):
             pass
 

@@ -61,9 +61,7 @@ class Payload:
             job["elastic"] = tuple(job["elastic"]) if job["elastic"] else None
             return Payload(**{**plain, "nodes": dict(plain["nodes"]), "job": Job(**job)})
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"the message from the front cannot be read ({error}); is zcomm the same version?"
-            ) from None
+            raise ValueError(f"the front's message cannot be read ({error}); is zcomm of one version?") from None
 
     @property
     def marker(self) -> bytes:

@@ -1,7 +1,7 @@
 """Programs that start the nodes of a job: ssh for one node each, or pdsh, mpirun or srun for all of them.
 
-Each gets a list of arguments. ssh and pdsh hand one string to the shell of the node: it is made by one shlex.join, of
-arguments that are none of the user's. What the ranks are is in the message.
+Each gets a list of arguments. ssh and pdsh hand one string to the shell of the node, which one shlex.join has made.
+Arguments and variables of the user are in the message, and not in that string.
 Invariant: nothing of a hostfile, a variable or an argument is read by a shell, or as an option, of any program.
 """
 
@@ -56,35 +56,42 @@ class Client:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-def clients(payload: Payload, options: Options, private: Path) -> list[Client]:
-    """Return the programs that start the nodes. private: directory for their files, which goes with the job.
+def check_payload(payload: Payload) -> None:
+    """Refuse a job that its launcher cannot start.
 
     Raises: UserError for a program that is not installed, a host that it cannot take, or a message too long for it.
     """
-    message = payload.encode()
-    longest = _MOST_MESSAGE.get(payload.launcher, _MOST_VARIABLE)
-    if len(message) > longest:
+    launcher, hosts = payload.launcher, list(payload.nodes)
+    if launcher != "ssh" or not all(map(is_here, hosts)):
+        program_of(launcher)
+    for host in hosts:
+        if ":" in host and launcher != "ssh":
+            raise UserError(f"--launcher {launcher}: takes no IPv6 address such as {host}; --launcher ssh does")
+    length, longest = len(payload.encode()), _MOST_MESSAGE.get(launcher, _MOST_VARIABLE)
+    if length > longest:
         raise UserError(
-            f"--launcher {payload.launcher}: arguments and exported variables are {len(message)} bytes, at most "
-            f"{longest} fit; --launcher ssh takes {_MOST_MESSAGE['ssh']}"
+            f"--launcher {launcher}: arguments and exported variables are {length} bytes, at most {longest} fit; "
+            f"--launcher ssh takes {_MOST_MESSAGE['ssh']}"
         )
+
+
+def clients(payload: Payload, options: Options, private: Path) -> list[Client]:
+    """Return the programs that start the nodes. private: directory for their files, which goes with the job."""
+    message = payload.encode()
     if payload.launcher == "ssh":
         return _ssh(payload, message, options)
     hosts = ""
     if payload.launcher == "openmpi":
         hosts = _write(private / "hostfile", "".join(f"{host} slots=1\n" for host in payload.nodes))
-    return [shared(payload, message, options, check(payload.launcher), hosts)]
+    return [shared(payload, message, options, program_of(payload.launcher), hosts)]
 
 
 def shared(payload: Payload, message: str, options: Options, program: str, hostfile: str) -> Client:
     """Return the one program that starts all nodes: a process on each, in the order of ``payload.nodes``.
 
-    program: path of pdsh, mpirun or srun. hostfile: for Open MPI. Raises: UserError for a host that it cannot take.
+    program: path of pdsh, mpirun or srun. hostfile: for Open MPI.
     """
     hosts = list(payload.nodes)
-    for host in hosts:
-        if ":" in host:
-            raise UserError(f"--launcher {payload.launcher}: takes no IPv6 address such as {host}; --launcher ssh does")
     if payload.launcher == "pdsh":
         return _pdsh(hosts, message, options, program)
     argv = [program, *_arguments(payload.launcher, hosts, hostfile), *options.launcher_args]
@@ -104,7 +111,7 @@ def _arguments(launcher: str, hosts: list[str], hostfile: str) -> list[str]:
     return ["-hosts", ",".join(hosts), "-n", count, "-ppn", "1", *unbound]
 
 
-def check(launcher: str) -> str:
+def program_of(launcher: str) -> str:
     """Return the path of the launcher's program. Raises: UserError naming the Debian package it is in."""
     programs, package = _PROGRAMS[launcher]
     for program in programs:
@@ -127,7 +134,7 @@ LAUNCHERS = tuple(_PROGRAMS)
 
 def is_here(host: str) -> bool:
     """Return True if a name is this host's own: its node needs no ssh."""
-    return host in ("localhost", "127.0.0.1", "::1", socket.gethostname(), socket.getfqdn())
+    return host in ("localhost", "127.0.0.1", "::1", socket.gethostname(), socket.gethostname().partition(".")[0])
 
 
 def has_address(host: str) -> bool:
@@ -170,7 +177,7 @@ def _ssh(payload: Payload, message: str, options: Options) -> list[Client]:
         if is_here(host):
             made.append(Client("its process", command, [host], message.encode()))
             continue
-        ssh = [check("ssh"), "-T", "-x", "-a", *_ssh_options(options), *options.launcher_args, "--", host]
+        ssh = [program_of("ssh"), "-T", "-x", "-a", *_ssh_options(options), *options.launcher_args, "--", host]
         made.append(Client("ssh", [*ssh, shlex.join(command)], [host], message.encode()))
     return made
 

@@ -38,7 +38,7 @@ def start(job: Job, options: argparse.Namespace, ranks: int | None = None) -> in
     ranks: how many, on this host; None: as the hostfile or the GPUs say.
     Raises: ValueError for options, a hostfile or slots that cannot be right; UserError; OSError.
     """
-    _check(options, ranks)
+    check_options(options, ranks)
     job = _with_options(job, options)
     pool = None if ranks else _pool(options)
     with _pid_file(options.save_pid):
@@ -53,18 +53,15 @@ def start(job: Job, options: argparse.Namespace, ranks: int | None = None) -> in
             devices = tuple(map(str, pool[only]))
             job = replace(payload.job, world_size=len(devices), devices=devices, port=options.master_port)
             return _launch_here(_sourced(job, options.venv_script))
-        for host in pool:
-            if options.launcher != "ssh" or not runners.is_here(host):
-                runners.check(options.launcher)
-        arguments = tuple(shlex.split(options.launcher_args))
-        chosen = runners.Options(arguments, options.ssh_port, options.venv_script)
+        runners.check_payload(payload)
+        chosen = runners.Options(_split(options.launcher_args), options.ssh_port, options.venv_script)
         return launch(payload.job, NodeSupervisor(payload, chosen))
 
 
-def program(script: str, is_module: bool, no_python: bool) -> tuple[list[str], int]:
+def program(script: str, is_module: bool, no_python: bool, check: bool = True) -> tuple[list[str], int]:
     """Return the command line of a rank up to its arguments, and the index where --local_rank=N goes.
 
-    Raises: UserError for a script that there is not.
+    check: look for the script here. Raises: UserError if there is none.
     """
     if is_module and no_python:
         raise UserError("-m and --no-python exclude each other")
@@ -74,7 +71,7 @@ def program(script: str, is_module: bool, no_python: bool) -> tuple[list[str], i
         return [script], 1
     if script.startswith("-"):
         raise UserError(f"{script}: no such option, and no script; options go before the script")
-    if not Path(script).is_file():
+    if check and not Path(script).is_file():
         raise UserError(f"{script}: no such script")
     return [sys.executable, script], 2
 
@@ -83,6 +80,13 @@ def note(options: argparse.Namespace, text: str) -> None:
     """Print a line about a choice, unless the user wants none."""
     if not options.quiet and options.log_level not in _QUIET:
         print(text, file=sys.stderr, flush=True)
+
+
+def _split(launcher_args: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(launcher_args))
+    except ValueError as error:
+        raise ValueError(f"--launcher_args {launcher_args!r}: {error}") from None
 
 
 def _launch_here(job: Job) -> int:
@@ -95,7 +99,7 @@ def _check_rank(job: Job) -> None:
         raise ValueError(f"--only-rank {job.only_rank}: ranks are 0 to {job.world_size - 1}")
 
 
-def _check(options: argparse.Namespace, ranks: int | None) -> None:
+def check_options(options: argparse.Namespace, ranks: int | None = None) -> None:
     """Refuse options that exclude each other. Raises: ValueError."""
     if options.include and options.exclude:
         raise ValueError("--include and --exclude exclude each other")

@@ -29,7 +29,6 @@ _NVME = "use zcomm.SwapFile, which reads and writes a drive asynchronously"
 _SPARSE = "use torch.nn.attention.flex_attention with a block mask"
 _ONEBIT = "there is no compressed communication of gradients"
 _QUANTISED = "there is no quantised communication or storage of weights"
-_LAUNCHER = "start the ranks by `zcomm run` on one host, by torchrun, mpirun or srun on several"
 _UNIVERSAL = "zcomm's checkpoints load in any number of ranks as they are"
 
 # module below deepspeed: ((names), reason); a module without a file of its own is made from its row.
@@ -120,7 +119,6 @@ REFUSED: dict[str, tuple[str, str]] = {
     "runtime.eigenvalue": ("Eigenvalue", "there are no eigenvalues of blocks"),
     "runtime.data_pipeline.data_sampling.data_sampler": ("DeepSpeedDataSampler", "there is no curriculum of data"),
     "runtime.data_pipeline.curriculum_scheduler": ("CurriculumScheduler", "there is no curriculum of data"),
-    "launcher.runner": ("fetch_hostfile main parse_args parse_inclusion_exclusion parse_resource_filter", _LAUNCHER),
     "checkpoint.deepspeed_checkpoint": ("DeepSpeedCheckpoint", _UNIVERSAL),
     "checkpoint.ds_to_universal": ("main", _UNIVERSAL),
     "checkpoint.universal_checkpoint": ("enable_universal_checkpoint load_hp_checkpoint_state", _UNIVERSAL),
