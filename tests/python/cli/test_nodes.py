@@ -205,7 +205,7 @@ def test_a_hostile_host_starts_nothing_at_all(run: Run, tmp_path: Path, line: st
 
 
 def test_arguments_of_the_programs(run: Run, tmp_path: Path) -> None:
-    """What each is started with, apart from the node's command."""
+    """Compare the arguments of each, apart from the node's command."""
     hosts = "alpha,beta,gamma"
     expected = {
         "pdsh": ["-S", "-k", "-N", "-f", "3", "--mine", "a b", "-w", hosts],
