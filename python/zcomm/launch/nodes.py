@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from zcomm.launch.payload import Payload, end_of
 from zcomm.launch.runners import Client, Options, clients
 from zcomm.launch.supervisor import Child, Supervisor
 
+_LOST = re.compile(rb"pdsh@\S*: (?P<host>\S+): ssh exited with exit code (?P<code>[1-9][0-9]*)\s*$")
 _MORE_GRACE_S = 1.0  # than the nodes give their ranks
 _PIPE_NBYTES = 1 << 16  # that a pipe takes; a longer message needs more
 
@@ -57,7 +59,23 @@ class NodeSupervisor(Supervisor):
                 self._order(child, client.message)
 
     def _stream(self, pipe: int, target: int) -> Stream:
-        return Stream(pipe, target, alone=True, marker=self._payload.marker, report=self._hear)
+        return Stream(pipe, target, alone=True, sieve=self._sieve if target == 2 else None)
+
+    def _sieve(self, line: bytes) -> list[bytes]:
+        """Take a node's report out of stderr; what stands before it had no end of its own."""
+        if (lost := _LOST.match(line)) and self._payload.launcher == "pdsh":
+            self._lose(lost["host"].decode(), int(lost["code"]))
+        before, marker, content = line.partition(self._payload.marker)
+        if not marker:
+            return [line]
+        self._hear(content)
+        return [before + b"\n"] if before else []
+
+    def _lose(self, host: str, code: int) -> None:
+        """Record the end of a node that pdsh names, and that has reported nothing. [pdsh waits for the others.]"""
+        if host in self._payload.nodes and host not in self._codes and not self._is_ending:
+            self._codes[host] = code
+            self._record(RankEnd(-1, 0, code, node=host, program="ssh"))
 
     def _hear(self, content: bytes) -> None:
         """Take a node's report; a broken one is none, and its node counts as silent."""

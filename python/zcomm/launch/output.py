@@ -41,8 +41,8 @@ class Stream:
     prefix: put before each line. target: descriptor of the launcher's own stream. tee: file that gets the raw bytes.
     seen: lines already shown, where each is to be shown once. Shared by the streams of all ranks. tracebacks: those
     already shown, with the rank. Shared, too. alone: no other rank is shown, so progress bars stay in place.
-    shown: False keeps the last lines, and passes nothing on. marker, report: a line with ``marker`` is not shown, and
-    what follows the marker goes to ``report``.
+    shown: False keeps the last lines, and passes nothing on. sieve: called with each line first; returns the lines
+    that go on in its place.
     """
 
     def __init__(
@@ -57,8 +57,7 @@ class Stream:
         rank: int = 0,
         alone: bool = False,
         shown: bool = True,
-        marker: bytes = b"",
-        report: Callable[[bytes], None] = lambda _: None,
+        sieve: Callable[[bytes], list[bytes]] | None = None,
     ) -> None:
         os.set_blocking(source, False)
         self.source = source
@@ -69,8 +68,7 @@ class Stream:
         self._rank = rank
         self._alone = alone
         self._shown = shown
-        self._marker = marker
-        self._report = report
+        self._sieve = sieve
         self._block: list[bytes] = []  # of a traceback that is not complete yet
         self._bar_at = 0.0
         self._bar = b""  # state of a progress bar that was not shown
@@ -129,8 +127,8 @@ class Stream:
         self._emit(lines)
 
     def _emit(self, lines: list[bytes]) -> None:
-        if self._marker:
-            lines = [shown for line in lines for shown in self._without_report(line)]
+        if self._sieve is not None:
+            lines = [left for line in lines for left in self._sieve(line)]
         if self._held is not None:
             self._held += lines
             return
@@ -145,14 +143,6 @@ class Stream:
         if self._tracebacks is not None:
             lines = [shown for line in lines for shown in self._folded(line, self._tracebacks)]
         self._write(lines)
-
-    def _without_report(self, line: bytes) -> list[bytes]:
-        """Hand a report on; return what stands before it, which had no end of its own."""
-        before, marker, content = line.partition(self._marker)
-        if not marker:
-            return [line]
-        self._report(content.strip())
-        return [before + b"\n"] if before else []
 
     def _without_bar(self, line: bytes) -> list[bytes]:
         """Return a state of a progress bar as a line, or nothing if the last one was shown just now."""

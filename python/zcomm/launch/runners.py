@@ -186,7 +186,7 @@ def _pdsh(hosts: list[str], message: str, options: Options, program: str) -> Cli
     command = shlex.join(node_command(message, options)).replace("%", "%%") + " %h"  # %h: pdsh puts the host there
     appended = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
     variables = {"PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS_APPEND": f"{appended} {' '.join(_ssh_options(options))}"}
-    argv = [program, "-S", "-k", "-N", "-f", str(len(hosts)), *options.launcher_args, "-w", ",".join(hosts), command]
+    argv = [program, "-S", "-b", "-N", "-f", str(len(hosts)), *options.launcher_args, "-w", ",".join(hosts), command]
     return Client("pdsh", argv, hosts, environment=variables)
 
 

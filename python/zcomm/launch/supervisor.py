@@ -260,9 +260,13 @@ class Supervisor:
     def _record(self, end: RankEnd) -> None:
         """Keep an end for the report. The first failure leaves the others their time to end by themselves."""
         self._ends.append(end)
-        is_ending = self._terminate_at or self._kill_at or self._ended_by_signal
-        if end.failed and not is_ending and self._job.elastic is None:
+        if end.failed and not self._is_ending and self._job.elastic is None:
             self._terminate_at = time.monotonic() + self._job.settle_s
+
+    @property
+    def _is_ending(self) -> bool:
+        """True after the first failure or signal."""
+        return any(each is not None for each in (self._terminate_at, self._kill_at, self._ended_by_signal))
 
     def _end_session(self, session: int) -> None:
         """End what a rank started and left behind. [Stragglers that left the session end with the job.]"""

@@ -208,7 +208,7 @@ def test_arguments_of_the_programs(run: Run, tmp_path: Path) -> None:
     """Compare the arguments of each, apart from the node's command."""
     hosts = "alpha,beta,gamma"
     expected = {
-        "pdsh": ["-S", "-k", "-N", "-f", "3", "--mine", "a b", "-w", hosts],
+        "pdsh": ["-S", "-b", "-N", "-f", "3", "--mine", "a b", "-w", hosts],
         "mpirun.mpich": ["-hosts", hosts, "-n", "3", "-ppn", "1", "--mine", "a b"],
         "mpiexec.hydra": ["-hosts", hosts, "-n", "3", "-ppn", "1", "-genv", "I_MPI_PIN", "0", "--mine", "a b"],
         "mpirun": ["-hosts", hosts, "-n", "3", "-ppn", "1", "--mine", "a b"],
