@@ -39,7 +39,7 @@ class NodeSupervisor(Supervisor):
 
     def _start(self, private: Path) -> None:
         self._private = private
-        self._clients = clients(self._payload, self._options, private)
+        self._clients = clients(self._payload, self._options)
         for number, client in enumerate(self._clients):
             if self._signals:
                 return
@@ -122,7 +122,7 @@ class NodeSupervisor(Supervisor):
     def _ask(self, child: Child, signum: int) -> None:
         if child.process.stdin:
             self._order(child, processes.signal_name(signum).encode())
-        else:
+        elif self._ended_by_signal is not None or not self._clients[child.number].ends_all:
             processes.send(child.process.pid, signal.SIGTERM)  # pdsh and srun take a first Ctrl-C as a question
 
     def _insist(self, child: Child) -> None:

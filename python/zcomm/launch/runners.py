@@ -13,7 +13,6 @@ import shutil
 import socket
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from zcomm.launch.environment import PAYLOAD
 from zcomm.launch.errors import UserError
@@ -46,13 +45,15 @@ class Options:
 class Client:
     """Program to start. hosts: nodes that it starts. message: first line of its standard input; None: it has none.
 
-    environment: variables over those of this process.
+    ends_all: it ends all nodes itself when one has failed; a signal then would make it leave them. environment:
+    variables over those of this process.
     """
 
     name: str
     argv: list[str]
     hosts: list[str]
     message: bytes | None = None
+    ends_all: bool = False
     environment: dict[str, str] = field(default_factory=dict)
 
 
@@ -75,35 +76,33 @@ def check_payload(payload: Payload) -> None:
         )
 
 
-def clients(payload: Payload, options: Options, private: Path) -> list[Client]:
-    """Return the programs that start the nodes. private: directory for their files, which goes with the job."""
+def clients(payload: Payload, options: Options) -> list[Client]:
+    """Return the programs that start the nodes."""
     message = payload.encode()
     if payload.launcher == "ssh":
         return _ssh(payload, message, options)
-    hosts = ""
-    if payload.launcher == "openmpi":
-        hosts = _write(private / "hostfile", "".join(f"{host} slots=1\n" for host in payload.nodes))
-    return [shared(payload, message, options, program_of(payload.launcher), hosts)]
+    return [shared(payload, message, options, program_of(payload.launcher))]
 
 
-def shared(payload: Payload, message: str, options: Options, program: str, hostfile: str) -> Client:
-    """Return the one program that starts all nodes: a process on each, in the order of ``payload.nodes``.
-
-    program: path of pdsh, mpirun or srun. hostfile: for Open MPI.
-    """
-    hosts = list(payload.nodes)
+def shared(payload: Payload, message: str, options: Options, program: str) -> Client:
+    """Return the one program that starts all nodes: a process on each. program: path of pdsh, mpirun or srun."""
+    hosts, command = list(payload.nodes), node_command("@", options)
     if payload.launcher == "pdsh":
         return _pdsh(hosts, message, options, program)
-    argv = [program, *_arguments(payload.launcher, hosts, hostfile), *options.launcher_args]
+    if payload.launcher == "openmpi":  # its ranks do not follow the order of a hostfile, if this host is in it
+        argv = [program, "--bind-to", "none", *options.launcher_args]
+        for host in hosts:
+            argv += [*([":"] if host is not hosts[0] else []), "-x", PAYLOAD, "-n", "1", "--host", host, *command, host]
+    else:
+        argv = [program, *_arguments(payload.launcher, hosts), *options.launcher_args, *command]
     name = "srun" if payload.launcher == "slurm" else "mpirun"
-    return Client(name, [*argv, *node_command("@", options)], hosts, environment={PAYLOAD: message})
+    ends_all = payload.launcher in ("openmpi", "slurm")
+    return Client(name, argv, hosts, ends_all=ends_all, environment={PAYLOAD: message})
 
 
-def _arguments(launcher: str, hosts: list[str], hostfile: str) -> list[str]:
+def _arguments(launcher: str, hosts: list[str]) -> list[str]:
     """Return the arguments of mpirun or srun that start one process on each host, free to use all its cores."""
     count = str(len(hosts))
-    if launcher == "openmpi":
-        return ["-n", count, "--hostfile", hostfile, "--map-by", "seq", "--bind-to", "none", "-x", PAYLOAD]
     if launcher == "slurm":
         where = [f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", f"--nodelist={','.join(hosts)}"]
         return [*where, "--export=ALL", "--cpu-bind=none", "--kill-on-bad-exit=1", "--input=none"]
@@ -188,9 +187,3 @@ def _pdsh(hosts: list[str], message: str, options: Options, program: str) -> Cli
     variables = {"PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS_APPEND": f"{appended} {' '.join(_ssh_options(options))}"}
     argv = [program, "-S", "-b", "-N", "-f", str(len(hosts)), *options.launcher_args, "-w", ",".join(hosts), command]
     return Client("pdsh", argv, hosts, environment=variables)
-
-
-def _write(file: Path, text: str) -> str:
-    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as stream:
-        stream.write(text)
-    return str(file)

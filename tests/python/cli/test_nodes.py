@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import shlex
 import signal
 import stat
 import subprocess
@@ -54,9 +55,10 @@ if name == "pdsh":
 else:
     assert os.environ["ZCOMM_NODE_PAYLOAD"]
     start = min(arguments.index(word) for word in ("env", "bash", sys.executable) if word in arguments)
-    if "--hostfile" in arguments:
-        assert os.stat(after("--hostfile")).st_mode & 0o777 == 0o600
-        hosts = [line.split()[0] for line in open(after("--hostfile"))]
+    if name == "mpirun.openmpi":
+        assert arguments.count("-x") == arguments.count("--host"), "a variable goes to one part of the command alone"
+        hosts = [arguments[i + 1] for i, word in enumerate(arguments) if word == "--host"]
+        arguments = arguments[:arguments.index(":")]
     elif name == "srun":
         hosts = [a for a in arguments if a.startswith("--nodelist=")][0].removeprefix("--nodelist=").split(",")
     else:
@@ -64,7 +66,10 @@ else:
     variables = {"srun": ["SLURM_NODEID", "SLURM_PROCID"], "mpirun.openmpi": ["OMPI_COMM_WORLD_RANK"]}
     for number, host in enumerate(hosts):
         names = variables.get(name, ["PMI_RANK", "MV2_COMM_WORLD_RANK"])
-        nodes.append((arguments[start:], {"NODE_NAME": host, **dict.fromkeys(names, str(number))}))
+        argv = arguments[start:]
+        if name == "mpirun.openmpi":
+            argv[-1] = host
+        nodes.append((argv, {"NODE_NAME": host, **dict.fromkeys(names, str(number))}))
 children = [subprocess.Popen(argv, env={**os.environ, **env}, stdin=subprocess.DEVNULL) for argv, env in nodes]
 codes = [child.wait() for child in children]
 sys.exit(next((code for code in codes if code), 0))
@@ -230,9 +235,13 @@ def test_arguments_of_the_programs(run: Run, tmp_path: Path) -> None:
                 assert arguments[arguments.index("--") - 2 : arguments.index("--")] == ["--mine", "a b"]
                 assert len(arguments) == arguments.index("--") + 3, "one string for the shell of the node"
         elif launcher == "openmpi":
-            head = [word for word in calls[0][1] if not word.endswith("/hostfile")]
-            wanted = "-n 3 --hostfile --map-by seq --bind-to none -x ZCOMM_NODE_PAYLOAD --mine".split()
-            assert head[: len(wanted) + 1] == [*wanted, "a b"]
+            argv = calls[0][1]
+            assert argv[:4] == ["--bind-to", "none", "--mine", "a b"]
+            parts = shlex.join(argv[4:]).split(" : ")
+            assert [part[: part.index(" env ")] for part in parts] == [
+                f"-x ZCOMM_NODE_PAYLOAD -n 1 --host {host}" for host in hosts.split(",")
+            ]
+            assert all(part.endswith(f" {host}") for part, host in zip(parts, hosts.split(","), strict=True))
         else:
             assert calls[0][1][: len(expected[program])] == expected[program]
             assert "a b" in calls[0][1]

@@ -90,7 +90,7 @@ class MultiNodeRunner(ABC):
         )
         arguments = tuple(shlex.split(self.args.launcher_args))
         options = Options(arguments, self.args.ssh_port, self.args.venv_script)
-        return shared(payload, payload.encode(), options, command, self.args.hostfile or "")
+        return shared(payload, payload.encode(), options, command)
 
 
 class PDSHRunner(MultiNodeRunner):
@@ -132,7 +132,7 @@ class _Shared(MultiNodeRunner):
 
 
 class OpenMPIRunner(_Shared):
-    """Command of Open MPI's mpirun. The hosts of ``args.hostfile`` are to be those of the resources."""
+    """Command of Open MPI's mpirun."""
 
     _name = "openmpi"
 
