@@ -42,6 +42,7 @@ FOREIGN_SHM = (
 # Tests of how processes live and die, and of what runs beside what: on a busy machine the order in which the kernel
 # schedules processes is a part of their outcome.
 PROCESS_LIFE = ("bootstrap/", "bench/", "cli/test_demo", "cli/test_gpus", "cli/test_launch", "cli/test_profile")
+PROCESS_LIFE += ("cli/test_nodes", "cli/test_real_nodes")
 PROCESS_LIFE += ("comm/test_comm_failures", "comm/test_deadline", "comm/test_late_ranks", "comm/test_signals")
 PROCESS_LIFE += ("torch_backend/test_torch_backend_failures", "zero/test_faults", "zero/test_forked")
 PROCESS_LIFE += ("zero/checkpoint/test_kill", "zero/checkpoint/test_swap_faults")

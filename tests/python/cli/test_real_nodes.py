@@ -58,7 +58,8 @@ class Cluster:
     def inside(self, node: int, *argv: str) -> list[str]:
         """Return the command that runs ``argv`` on a node, under its host name."""
         name = f'hostname node{node + 1} && exec "$@"'
-        return ["ip", "netns", "exec", self.made.names[node], "unshare", "--uts", "sh", "-c", name, "sh", *argv]
+        network = f"--net=/run/netns/{self.made.names[node]}"  # `ip netns exec` would hide the cgroups from slurmd
+        return ["nsenter", network, "unshare", "--uts", "sh", "-c", name, "sh", *argv]
 
     def command(self, launcher: str, *options: str, hosts: str | None = None) -> list[str]:
         """Return `zcomm run` on these nodes, as it is run on the first one."""
@@ -314,7 +315,7 @@ def test_a_killed_rank_is_named_with_its_node(cluster: Cluster, launcher: str, t
 def test_a_front_that_ends_leaves_nothing(cluster: Cluster, launcher: str, tmp_path: Path, signum: int) -> None:
     process = begin(cluster, launcher, WAITS + "time.sleep(300)\n", tmp_path)
     pids = pids_from(tmp_path, 4)
-    process.send_signal(signum)  # `ip netns exec` and `unshare` have become the front
+    process.send_signal(signum)  # `nsenter` and `unshare` have become the front
     code, _, err = cluster.finish(process)
     if signum == signal.SIGINT:
         assert code == 130 and "zcomm run: stopped by SIGINT; all ranks have ended" in err
