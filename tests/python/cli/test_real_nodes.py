@@ -352,6 +352,18 @@ def test_an_unreachable_host_is_named(cluster: Cluster, tmp_path: Path) -> None:
         assert line.startswith(f"zcomm run: node {missing}: ssh ended with status 255: ssh: ") and why in line, err
 
 
+@pytest.mark.parametrize("launcher", ["pdsh", "openmpi", "mpich"], indirect=True)
+def test_an_unreachable_host_ends_the_other_launchers(cluster: Cluster, launcher: str, tmp_path: Path) -> None:
+    missing = "10.231.78.99"
+    hosts = "".join(f"{host} slots=1\n" for host in [*cluster.addresses[:2], missing])
+    code, _, err = cluster.finish(begin(cluster, launcher, WAITS, tmp_path, hosts=hosts))
+    assert code != 0 and missing in err, err
+    if launcher == "pdsh":
+        assert f"zcomm run: node {missing}: ssh ended with status 255" in err, err
+    else:
+        assert "zcomm run: mpirun ended with status " in err, err
+
+
 def test_a_cable_that_is_cut_ends_the_job(cluster: Cluster, tmp_path: Path) -> None:
     process = begin(cluster, "ssh", WAITS + "time.sleep(300)\n", tmp_path)
     pids = pids_from(tmp_path, 4)

@@ -94,6 +94,22 @@ def test_the_alias_distribution_comes_after_what_is_installed(script: Path, othe
     assert finds(run("-c", start, path=other))[2] == INSTALLED
 
 
+def test_the_command_deepspeed_is_that_of_an_installed_one(script: Path, other: Path) -> None:
+    place = str(ROOT / "packaging" / "zcomm-deepspeed")
+    start = f"import site, sys\nsys.argv[1:] = ['--num_gpus', '1', {str(script)!r}, '--lr', '1']\n"
+    start += f"site.addsitedir({place!r})\nimport _zcomm_deepspeed\n_zcomm_deepspeed.deepspeed()\n"
+    lines = finds(run("-c", start))
+    assert [line.removeprefix("[0] ") for line in lines] == [*OURS, "['--local_rank=0', '--lr', '1']"]
+    wrong = run("-c", start.replace("--num_gpus", "--num_nodes").replace("'1'", "'2'", 1))
+    assert wrong.returncode == 2 and wrong.stderr.startswith("deepspeed: error: --num_nodes 2: there is no hostfile")
+    assert len(wrong.stderr.splitlines()) == 1
+    (other / "deepspeed" / "launcher").mkdir()
+    (other / "deepspeed" / "launcher" / "__init__.py").write_text("")
+    (other / "deepspeed" / "launcher" / "runner.py").write_text("def main(): print('theirs')\n")
+    (other / "deepspeed" / "__init__.py").write_text("")
+    assert finds(run("-c", start, path=other)) == ["theirs"]
+
+
 def test_the_alias_distribution_finds_a_zcomm_whose_place_comes_later_on_the_path(
     script: Path, other: Path, tmp_path: Path
 ) -> None:
