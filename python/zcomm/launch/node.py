@@ -100,6 +100,7 @@ def tell_error(marker: bytes, host: str, message: str, code: int = 2) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Start this node's ranks and return the exit code."""
     processes.die_with_parent(os.getppid(), signal.SIGTERM)
+    signal.signal(signal.SIGUSR1, lambda _number, _frame: os.kill(os.getpid(), signal.SIGTERM))  # srun passes it on
     text, *rest = sys.argv[1:] if arguments is None else arguments
     orders: bytes | None = None
     if text == "-":

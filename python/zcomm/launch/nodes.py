@@ -50,7 +50,7 @@ class NodeSupervisor(Supervisor):
                 {**os.environ, **client.environment},
                 self._stream,
                 takes_orders=orders,
-                parting=signal.SIGKILL if orders else signal.SIGTERM,  # mpirun and srun clear up on other hosts
+                parting=signal.SIGKILL if orders else client.polite,  # mpirun and srun clear up on other hosts
             )
             if child.process.stdin and client.message is not None:
                 if len(client.message) >= _PIPE_NBYTES:
@@ -120,10 +120,11 @@ class NodeSupervisor(Supervisor):
                 os.write(child.process.stdin.fileno(), line + b"\n")
 
     def _ask(self, child: Child, signum: int) -> None:
+        client = self._clients[child.number]
         if child.process.stdin:
             self._order(child, processes.signal_name(signum).encode())
-        elif self._ended_by_signal is not None or not self._clients[child.number].ends_all:
-            processes.send(child.process.pid, signal.SIGTERM)  # pdsh and srun take a first Ctrl-C as a question
+        elif self._ended_by_signal is not None or not client.ends_all:
+            processes.send(child.process.pid, client.polite)
 
     def _insist(self, child: Child) -> None:
         """Close the way to the node, which then kills its ranks; later end the program itself."""

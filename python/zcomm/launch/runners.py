@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import signal
 import socket
 import sys
 from dataclasses import dataclass, field
@@ -45,14 +46,15 @@ class Options:
 class Client:
     """Program to start. hosts: nodes that it starts. message: first line of its standard input; None: it has none.
 
-    ends_all: it ends all nodes itself when one has failed; a signal then would make it leave them. environment:
-    variables over those of this process.
+    polite: signal after which it ends the nodes with time to clear up. ends_all: it does so itself when a node has
+    failed; a signal then would make it leave them. environment: variables over those of this process.
     """
 
     name: str
     argv: list[str]
     hosts: list[str]
     message: bytes | None = None
+    polite: int = signal.SIGTERM
     ends_all: bool = False
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -96,8 +98,11 @@ def shared(payload: Payload, message: str, options: Options, program: str) -> Cl
     else:
         argv = [program, *_arguments(payload.launcher, hosts), *options.launcher_args, *command]
     name = "srun" if payload.launcher == "slurm" else "mpirun"
+    polite = (
+        signal.SIGUSR1 if payload.launcher == "slurm" else signal.SIGTERM
+    )  # at SIGTERM srun kills; it passes USR1 on
     ends_all = payload.launcher in ("openmpi", "slurm")
-    return Client(name, argv, hosts, ends_all=ends_all, environment={PAYLOAD: message})
+    return Client(name, argv, hosts, polite=polite, ends_all=ends_all, environment={PAYLOAD: message})
 
 
 def _arguments(launcher: str, hosts: list[str]) -> list[str]:

@@ -161,8 +161,14 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 @pytest.fixture(scope="module")
 def slurm(cluster: Cluster) -> Iterator[None]:
-    """Slurm's daemons on the nodes: a controller on the first one, and munge for all."""
     need("slurm")
+    with daemons(cluster):
+        yield
+
+
+@contextlib.contextmanager
+def daemons(cluster: Cluster) -> Iterator[None]:
+    """Start Slurm's daemons on the nodes: a controller on the first one, and munge for all."""
     folder = cluster.folder
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
     munged, ctld, slurmd = (str(shutil.which(name, path=path)) for name in ("munged", "slurmctld", "slurmd"))
