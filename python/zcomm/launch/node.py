@@ -9,6 +9,7 @@ Invariant: when the front, the launcher or the connection is gone, the ranks end
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import selectors
@@ -25,7 +26,7 @@ from zcomm.launch.environment import PAYLOAD, of_launcher
 from zcomm.launch.failure_report import RankEnd
 from zcomm.launch.front import launch
 from zcomm.launch.job import Job
-from zcomm.launch.output import write_all
+from zcomm.launch.output import ReaderGone, write_all
 from zcomm.launch.payload import Payload, end_line, report_line
 from zcomm.launch.supervisor import Supervisor
 
@@ -84,7 +85,7 @@ class Agent(Supervisor):
     def _conclude(self) -> int:
         code, _ = self._judge()
         assert self._job.place is not None
-        if self._ended_by_signal != signal.SIGPIPE:
+        with contextlib.suppress(ReaderGone):
             write_all(2, report_line(self._marker, {"done": self._job.place.host, "code": code}))
         if code and self._orders is None:
             time.sleep(_FLUSH_S)
@@ -93,7 +94,8 @@ class Agent(Supervisor):
 
 def tell_error(marker: bytes, host: str, message: str, code: int = 2) -> None:
     """Report why a node starts nothing. code: its exit code."""
-    write_all(2, report_line(marker, {"error": message, "node": host, "code": code}))
+    with contextlib.suppress(ReaderGone):
+        write_all(2, report_line(marker, {"error": message, "node": host, "code": code}))
     time.sleep(_FLUSH_S)
 
 

@@ -95,15 +95,17 @@ class NodeSupervisor(Supervisor):
     def _ended(self, child: Child, code: int, peak_nbytes: int) -> None:
         client = self._clients[child.number]
         silent = [host for host in client.hosts if host not in self._codes]
-        explained = not silent and (code == 0 or any(end.failed for end in self._ends))
+        bad = [host for host in client.hosts if self._codes.get(host)]
+        explained = not silent and (any(end.failed for end in self._ends) or (code == 0 and not bad))
         if explained or child.signalled:
             return
-        tail = list(child.streams[-1].tail)
         one = client.hosts[0] if len(client.hosts) == 1 else ""
         end = RankEnd(-1, child.process.pid, code or 1, node=one, program=client.name)
-        if code == 0 and silent:
-            nodes = "" if one else f" of {', '.join(silent[:8])}"
-            end.message = f"{client.name} ended with status 0, but without a report{nodes}"
+        if code == 0:
+            without = "without a report" + ("" if one else f" of {', '.join(silent[:8])}")
+            why = without if silent else f"node {bad[0]} with status {self._codes[bad[0]]}"
+            end.message = f"{client.name} ended with status 0, but {why}"
+        tail = list(child.streams[-1].tail)
         end.stderr_tail = tail[-1:] if one else tail
         self._record(end)
 

@@ -7,6 +7,7 @@ Invariant: nothing of a hostfile, a variable or an argument is read by a shell, 
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import shlex
 import shutil
@@ -145,18 +146,14 @@ def has_address(host: str) -> bool:
     """Return True if ``host``, by name or address, is this host."""
     if is_here(host):
         return True
+    import psutil  # later, as this takes a while
+
+    own = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
     except OSError:
         return False
-    for family, kind, protocol, _, address in found:
-        with socket.socket(family, kind, protocol) as probe:
-            try:
-                probe.bind(address)
-            except OSError:
-                continue
-            return True
-    return False
+    return any(address in own or ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found)
 
 
 def node_command(message: str, options: Options) -> list[str]:

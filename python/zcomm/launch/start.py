@@ -166,6 +166,11 @@ def _pool(options: argparse.Namespace) -> Pool | None:
 
 def _here(job: Job, options: argparse.Namespace, ranks: int | None) -> Job:
     """Return the job for this host: with as many ranks as asked, or as there are GPUs to use."""
+    if options.no_ssh or options.force_multi:
+        word = "no_ssh" if options.no_ssh else "force_multi"
+        raise ValueError(f"--{word} needs a hostfile: -H FILE")
+    if options.launcher not in ("ssh", "pdsh"):  # which may be the defaults
+        raise ValueError(f"--launcher {options.launcher} needs a hostfile: -H FILE")
     if ranks is None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         if visible is None:
@@ -175,9 +180,6 @@ def _here(job: Job, options: argparse.Namespace, ranks: int | None) -> Job:
         if ranks == 0:
             ranks = 1
             note(options, f"{job.announce}: no GPU here, so this is one rank; -n sets their number")
-    if options.no_ssh or options.force_multi:
-        word = "no_ssh" if options.no_ssh else "force_multi"
-        raise ValueError(f"--{word} needs a hostfile: -H FILE")
     job = replace(job, world_size=ranks, port=options.master_port, elastic=_elastic(options, 1))
     return _sourced(job, options.venv_script)
 

@@ -320,6 +320,18 @@ def test_a_node_that_reports_nothing_has_failed(run: Run, tmp_path: Path) -> Non
         assert err == f"zcomm run: {name}: {name} ended with status 0, but without a report of alpha, beta, gamma\n"
 
 
+def test_a_launcher_that_hides_a_failure_is_not_believed(run: Run, tmp_path: Path) -> None:
+    srun = tmp_path / "bin" / "srun"
+    srun.write_text(srun.read_text().replace("sys.exit(next(", "sys.exit(0 and next("))
+    code, _, err = finish(run("import sys; sys.exit(7)", "--launcher", "slurm"))
+    assert code == 7 and "exited with status 7" in err
+    srun.write_text(
+        srun.read_text().replace("children = [", "os.dup2(os.open('/dev/null', os.O_WRONLY), 2)\nchildren = [")
+    )
+    code, _, err = finish(run("import sys; sys.exit(7)", "--launcher", "slurm"))
+    assert code == 1 and "srun ended with status 0, but without a report of alpha, beta, gamma" in err
+
+
 # --- nothing is left -------------------------------------------------------------------------------------------------
 
 WAITS = KILLED.replace('if os.environ["RANK"] == "2": os.kill(os.getpid(), signal.SIGKILL)\n', "")
@@ -394,6 +406,7 @@ def test_first_interrupt_leaves_ranks_their_time_and_the_second_kills(run: Run, 
         (["--no_ssh", "--node_rank", "3"], "--no_ssh: --node_rank 3 is not one of the 3 nodes"),
         (["--bind_core_list", "0"], "--bind_core_list needs --bind_cores_to_rank"),
         (["--launcher", "rsh"], "invalid choice: 'rsh'"),
+        (["--launcher", "slurm", "-H", ""], "--launcher slurm needs a hostfile: -H FILE"),
         (["--launcher_args", "'"], "No closing quotation"),
         (["--elastic_training", "--min_elastic_nodes", "4"], "elastic nodes: min 4 and max 3"),
         (["--max_elastic_nodes", "2"], "need --elastic_training"),
