@@ -47,6 +47,8 @@ class Agent(Supervisor):
         tell_error(self._marker, self._job.place.host if self._job.place else "", message, 126)
 
     def _start(self, private: Path) -> None:
+        assert self._job.place is not None
+        write_all(2, report_line(self._marker, {"begin": self._job.place.host}))
         if self._orders is not None:
             self._take(b"")
             self._selector.register(0, selectors.EVENT_READ, self._read_orders)

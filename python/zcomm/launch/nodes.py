@@ -22,7 +22,12 @@ from zcomm.launch.payload import Payload, end_of
 from zcomm.launch.runners import Client, Options, clients
 from zcomm.launch.supervisor import Child, Supervisor
 
-_LOST = re.compile(rb"pdsh@\S*: (?P<host>\S+): ssh exited with exit code (?P<code>[1-9][0-9]*)\s*$")
+# Lines of pdsh, and of ssh that pdsh or mpirun has started; mpirun of MPICH goes on without the node.
+_LOST = re.compile(r"pdsh@\S*: (?P<host>\S+): ssh exited with exit code (?P<code>[1-9][0-9]*)$")
+_UNREACHED = re.compile(
+    r"((ssh: (connect to host|Could not resolve hostname)|Connection (closed|reset) by) |(?P<user>[^\s@]+@))"
+    r"(?P<host>[^\s:]+)(?(user): Permission denied|[\s:])"
+)
 _MORE_GRACE_S = 1.0  # than the nodes give their ranks
 _PIPE_NBYTES = 1 << 16  # that a pipe takes; a longer message needs more
 
@@ -35,7 +40,8 @@ class NodeSupervisor(Supervisor):
         self._payload = payload
         self._options = options
         self._clients: list[Client] = []
-        self._codes: dict[str, int] = {}  # of the nodes that have reported
+        self._begun: set[str] = set()  # nodes that have reported that they start their ranks
+        self._codes: dict[str, int] = {}  # of the nodes that have reported their end
 
     def _start(self, private: Path) -> None:
         self._private = private
@@ -63,25 +69,33 @@ class NodeSupervisor(Supervisor):
 
     def _sieve(self, line: bytes) -> list[bytes]:
         """Take a node's report out of stderr; what stands before it had no end of its own."""
-        if (lost := _LOST.match(line)) and self._payload.launcher == "pdsh":
-            self._lose(lost["host"].decode(), int(lost["code"]))
+        if self._payload.launcher != "ssh":
+            self._look_for_lost(line.decode("utf-8", "replace").strip())
         before, marker, content = line.partition(self._payload.marker)
         if not marker:
             return [line]
         self._hear(content)
         return [before + b"\n"] if before else []
 
-    def _lose(self, host: str, code: int) -> None:
-        """Record the end of a node that pdsh names, and that has reported nothing. [pdsh waits for the others.]"""
+    def _look_for_lost(self, line: str) -> None:
+        """Record the end of a node that the launcher's stderr names; the launcher itself may wait for the others."""
+        code = 255
+        if lost := _LOST.match(line):
+            code = int(lost["code"])
+        elif not (lost := _UNREACHED.match(line)) or lost["host"] in self._begun:
+            return
+        host = lost["host"]
         if host in self._payload.nodes and host not in self._codes and not self._is_ending:
             self._codes[host] = code
-            self._record(RankEnd(-1, 0, code, node=host, program="ssh"))
+            self._record(RankEnd(-1, 0, code, node=host, program="ssh", message=line))
 
     def _hear(self, content: bytes) -> None:
         """Take a node's report; a broken one is none, and its node counts as silent."""
         try:
             told = json.loads(content)
-            if "end" in told:
+            if "begin" in told:
+                self._begun.add(str(told["begin"]))
+            elif "end" in told:
                 self._record(end_of(told["end"]))
             elif "done" in told:
                 self._codes[str(told["done"])] = int(told["code"])
