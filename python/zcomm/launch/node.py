@@ -31,16 +31,21 @@ from zcomm.launch.payload import Payload, end_line, report_line
 from zcomm.launch.supervisor import Supervisor
 
 _ORDERS = {b"SIGINT": signal.SIGINT, b"SIGTERM": signal.SIGTERM, b"SIGHUP": signal.SIGHUP}
+_BEAT_S = 5.0
 _FLUSH_S = 0.2  # for a report to pass mpirun or srun, which end what is left when this process fails
 
 
 class Agent(Supervisor):
-    """Supervisor of a node's ranks. orders: what was read of standard input already; None: no orders come there."""
+    """Supervisor of a node's ranks. orders: what was read of standard input already; None: no orders come there.
 
-    def __init__(self, job: Job, marker: bytes, orders: bytes | None) -> None:
+    beats: write a line now and then: its failure tells sshd that the network is cut, or the client gone.
+    """
+
+    def __init__(self, job: Job, marker: bytes, orders: bytes | None, beats: bool) -> None:
         super().__init__(job)
         self._marker = marker
         self._orders = orders
+        self._beat_at = time.monotonic() + _BEAT_S if beats else None
 
     def refuse(self, message: str) -> None:
         """Report why nothing could be started."""
@@ -78,6 +83,15 @@ class Agent(Supervisor):
         if self._ended_by_signal is None:
             self._signals.append(signal.SIGTERM)
         return False
+
+    def _deadlines(self) -> list[float | None]:
+        return [*super()._deadlines(), self._beat_at]
+
+    def _act_on_deadlines(self) -> None:
+        super()._act_on_deadlines()
+        if self._beat_at is not None and time.monotonic() >= self._beat_at:
+            self._beat_at = time.monotonic() + _BEAT_S
+            write_all(2, report_line(self._marker, {"alive": True}))
 
     def _record(self, end: RankEnd) -> None:
         super()._record(end)
@@ -130,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     for name in [name for name in os.environ if of_launcher(name)]:
         del os.environ[name]
-    return launch(job, Agent(job, payload.marker, orders))
+    return launch(job, Agent(job, payload.marker, orders, beats=payload.launcher in ("ssh", "pdsh")))
 
 
 def _first_line() -> tuple[str, bytes]:

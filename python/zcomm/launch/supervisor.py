@@ -195,7 +195,7 @@ class Supervisor:
     def _loop(self, wakeup: int) -> None:
         self._selector.register(wakeup, selectors.EVENT_READ, lambda: bool(os.read(wakeup, 4096)))
         while self._running:
-            deadlines = [t for t in (self._terminate_at, self._kill_at) if t is not None]
+            deadlines = [t for t in self._deadlines() if t is not None]
             timeout = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
             for key, _ in self._selector.select(timeout):
                 if not key.data():
@@ -203,6 +203,10 @@ class Supervisor:
             self._handle_signals()
             self._collect()
             self._act_on_deadlines()
+
+    def _deadlines(self) -> list[float | None]:
+        """Return the times (monotonic) at which `_act_on_deadlines` has something to do; None: never."""
+        return [self._terminate_at, self._kill_at]
 
     def _handle_signals(self) -> None:
         while self._signals:
