@@ -12,7 +12,7 @@ DEFAULT_PORT = 29500  # of a job on several nodes, as torch's and DeepSpeed's
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
-def add_options(parser: argparse.ArgumentParser, launcher: str = "ssh") -> None:
+def add_options(parser: argparse._ActionsContainer, launcher: str = "ssh") -> None:
     """Declare the options; their names in the namespace and their defaults are DeepSpeed's. launcher: the default."""
 
     def option(*names: str, **how: Any) -> None:
