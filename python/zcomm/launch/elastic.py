@@ -19,6 +19,7 @@ def command(job: Job, port: int) -> list[str]:
     assert job.elastic is not None
     place = job.place
     address, port, name = (place.address, place.port, place.job_id) if place else (ADDRESS, port, "zcomm")
+    is_first = place is None or place.node == 0
     return [
         sys.executable,
         *("-m", "torch.distributed.run"),
@@ -26,6 +27,8 @@ def command(job: Job, port: int) -> list[str]:
         f"--nproc-per-node={len(job.ranks)}",
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={bracketed(address)}:{port}",
+        f"--rdzv-conf=is_host={int(is_first)}",  # torchrun would find out by names, which need not resolve here
+        f"--local-addr={address if place is None or is_first else place.host}",
         f"--rdzv-id={job.environment.get('ELASTIC_RUN_ID', name).replace(' ', '-')}",
         f"--max-restarts={_MOST_RESTARTS}",
         "--no-python",

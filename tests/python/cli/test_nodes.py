@@ -531,10 +531,11 @@ def test_elastic_training_is_torchruns(run: Run, tmp_path: Path) -> None:
     assert code == 0, err
     found = {line.split("]")[0][1:]: ast.literal_eval(line.partition(" ")[2]) for line in out.splitlines()}
     assert sorted(found) == ["0", "1", "3"], "one process per node, with its first rank's number"
-    for rank, count in (("0", 1), ("1", 2), ("3", 1)):
+    for rank, count, host in (("0", 1, "alpha"), ("1", 2, "beta"), ("3", 1, "gamma")):
         arguments, has_init_method = found[rank]
-        assert arguments[:7] == [
+        assert arguments[:9] == [
             "--nnodes=2:3", f"--nproc-per-node={count}", "--rdzv-backend=c10d", "--rdzv-endpoint=alpha:29500",
+            f"--rdzv-conf=is_host={int(rank == '0')}", f"--local-addr={host}",
             "--rdzv-id=7", "--max-restarts=100", "--no-python",
         ]  # fmt: skip
-        assert arguments[7:] == [sys.executable, "script.py", "--lr", "1"] and not has_init_method
+        assert arguments[9:] == [sys.executable, "script.py", "--lr", "1"] and not has_init_method
