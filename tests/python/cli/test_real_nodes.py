@@ -35,6 +35,7 @@ NEEDED = {
     "slurm": {"srun": "slurm-client", "slurmctld": "slurmctld", "slurmd": "slurmd", "munged": "munge"},
 }
 LAUNCHERS = tuple(NEEDED)
+DAEMONS = ("orted", "hydra_pmi_proxy")  # of a job by mpirun
 
 
 def need(launcher: str) -> None:
@@ -103,8 +104,10 @@ class Cluster:
         found = [str(file) for node in range(NODES) for file in (self.folder / f"tmp{node}").glob("zcomm*")]
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
-                if entry.name.isdigit() and b"zcomm.launch.node" in (entry / "cmdline").read_bytes().split(b"\0"):
-                    found.append(f"process {entry.name}")
+                if entry.name.isdigit() and str(self.folder).encode() in (entry / "environ").read_bytes():
+                    command = (entry / "cmdline").read_bytes().split(b"\0")
+                    if b"zcomm.launch.node" in command or Path(os.fsdecode(command[0])).name in DAEMONS:
+                        found.append(f"process {entry.name}")
         for name in self.made.names:
             words = ["ip", "netns", "exec", name, "cat", "/proc/net/tcp", "/proc/net/tcp6"]
             table = subprocess.run(words, capture_output=True, text=True, check=True).stdout
