@@ -207,7 +207,7 @@ def run(tests: Path, file: str, report: Path, each: int) -> dict[str, tuple[str,
     }
     command = tests / "bin" / "deepspeed"  # of the distribution zcomm-deepspeed
     command.parent.mkdir(exist_ok=True)
-    command.write_text(f"#!/bin/sh\nexec {sys.executable} -m zcomm.compat.deepspeed.launcher.runner \"$@\"\n")
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m zcomm.compat.deepspeed.launcher.runner "$@"\n')
     command.chmod(0o755)
     env["PATH"] = f"{command.parent}{os.pathsep}{env['PATH']}"
     asked = ["-p", "deepspeed_tests", "-p", "no:cacheprovider", "-q", "--color=no", f"--junitxml={report}"]
