@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from zcomm.engine import Engine, initialize
     from zcomm.memory.activations import offload_activations
     from zcomm.memory.swap_file import SwapFile, pinned_empty
-    from zcomm.profiling import profile
+    from zcomm.profiling import profile, torch_profiler
     from zcomm.zero import Offload, Precision, ZeroOptimizer
 
 _NAMES = {
@@ -52,7 +52,7 @@ _NAMES = {
     "zcomm.offload": "SwapFile pinned_empty",
     "zcomm.engine": "Engine initialize",
     "zcomm.zero": "Offload Precision ZeroOptimizer",
-    "zcomm.profiling": "profile",
+    "zcomm.profiling": "profile torch_profiler",
 }
 # name -> module that defines it; None: the name is a module itself
 _HOME: dict[str, str | None] = {name: home for home, names in _NAMES.items() for name in names.split()}
@@ -95,6 +95,7 @@ __all__ = [
     "Engine",
     "initialize",
     "profile",
+    "torch_profiler",
 ]  # the keys of _HOME, spelled out for type checkers
 
 

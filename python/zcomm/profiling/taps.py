@@ -11,8 +11,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -35,6 +35,12 @@ class Recorder(Protocol):
     """Receiver of what a Proxy has timed: a Trace, or a log."""
 
     def add(self, lane: str, name: str, begin: int, end: int, **args: Any) -> None: ...
+
+
+class Spans(Protocol):
+    """Receiver of calls on the main thread."""
+
+    def span(self, lane: str, name: str) -> AbstractContextManager[object]: ...
 
 
 class Watched:
@@ -135,9 +141,12 @@ _ITEMSIZES |= {name: 1 for name in _core.DType.__members__ if name not in _ITEMS
 
 
 class Taps(ExitStack):
-    """Everything that one profile has installed; closing removes it, last first."""
+    """Everything that one profile has installed; closing removes it, last first.
 
-    def __init__(self, trace: Trace) -> None:
+    trace: gets the spans. A Trace also gets operations on other threads, and forward of the modules.
+    """
+
+    def __init__(self, trace: Spans) -> None:
         super().__init__()
         self.trace = trace
 
@@ -204,9 +213,20 @@ class Taps(ExitStack):
         self._proxy(comm, "_core", "communication", COLLECTIVES, serial=True)
 
     def _proxy(self, owner: Any, name: str, lane: str, timed: set[str], serial: bool) -> None:
+        if not isinstance(self.trace, Trace):
+            return
         proxy = Proxy(getattr(owner, name), lane, timed, self.trace, serial)
         self.callback(proxy.close)  # after the original is back
         self.replace(owner, name, proxy)
+
+    def calls(self, owner: Any, names: Iterable[str], lane: str) -> None:
+        """Record each call of an object's or a class's functions by name, and by the operation's where it has one."""
+        for name in names:
+
+            def label(*_: Any, known: str = name, **options: Any) -> str:
+                return " ".join(word for word in (known, options.get("name", "")) if word)
+
+            self._time(owner, name, lane, label)
 
     def _time(
         self,
@@ -223,16 +243,16 @@ class Taps(ExitStack):
         def timed(*args: Any, **kwargs: Any) -> Any:
             if not counts(*args, **kwargs):
                 return original(*args, **kwargs)
-            words, begin = label(*args, **kwargs), time.perf_counter_ns()
-            try:
+            with trace.span(lane, label(*args, **kwargs)):
                 return original(*args, **kwargs)
-            finally:
-                trace.add(lane, words, begin, time.perf_counter_ns())
 
         self.replace(owner, name, timed)
 
     def _forward(self, model: nn.Module) -> None:
         """Time forward of the model, its children, and the members of its lists."""
+        trace = self.trace
+        if not isinstance(trace, Trace):
+            return
         begins: dict[int, list[int]] = {}
         for name, module in _shown_modules(model):
             words = f"forward {name or type(model).__name__}"
@@ -242,7 +262,7 @@ class Taps(ExitStack):
 
             def leave(module: nn.Module, args: Any, output: Any, words: str = words) -> None:
                 if begins.get(id(module)):
-                    self.trace.add("compute", words, begins[id(module)].pop(), time.perf_counter_ns())
+                    trace.add("compute", words, begins[id(module)].pop(), time.perf_counter_ns())
 
             self.callback(module.register_forward_pre_hook(enter).remove)
             self.callback(module.register_forward_hook(leave, always_call=True).remove)

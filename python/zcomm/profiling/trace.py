@@ -8,7 +8,8 @@ Thread rule: any thread adds spans.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +39,15 @@ class Trace:
     def add(self, lane: str, name: str, begin: int, end: int, **args: Any) -> None:
         self.spans.append(Span(lane, name, begin, end, args))
 
+    @contextmanager
+    def span(self, lane: str, name: str) -> Iterator[None]:
+        """Add what runs inside as one span."""
+        begin = time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            self.add(lane, name, begin, time.perf_counter_ns())
+
     def covered(self, lane: str) -> Intervals:
         """Return the intervals that the lane's spans cover, without overlaps."""
         return united((span.begin, span.end) for span in self.spans if span.lane == lane)
@@ -59,12 +69,14 @@ class Trace:
         """Return Chrome's events of this rank, microseconds since ``origin``."""
         found: list[dict[str, Any]] = [_named("process_name", rank, 0, f"rank {rank}")]
         found += [_named("thread_name", rank, number, lane) for number, lane in enumerate(LANES)]
+        found.append({"name": "process_sort_index", "ph": "M", "pid": rank, "tid": 0, "args": {"sort_index": rank}})
         for number, span in enumerate(sorted(self.spans, key=lambda span: span.begin)):
             begin, end = (span.begin - self.origin) / 1e3, (span.end - self.origin) / 1e3
             common_part = {"name": span.name, "cat": span.lane, "pid": rank, "tid": LANES.index(span.lane)}
             if span.lane in _OVERLAPPING:
-                found.append({**common_part, "ph": "b", "id": number, "ts": begin, "args": span.args})
-                found.append({**common_part, "ph": "e", "id": number, "ts": end})
+                one = {**common_part, "id": f"0x{rank << 32 | number:x}"}  # viewers take it for one of all processes
+                found.append({**one, "ph": "b", "ts": begin, "args": span.args})
+                found.append({**one, "ph": "e", "ts": end})
             else:
                 found.append({**common_part, "ph": "X", "ts": begin, "dur": end - begin, "args": span.args})
         return found

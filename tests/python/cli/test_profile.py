@@ -58,6 +58,48 @@ def train(stage: int, offload: str | None, folder: str, profiled: bool) -> Any:
     return weights, seconds
 
 
+def check_format(text: str) -> list[dict[str, Any]]:
+    """Check a trace against Chrome's format, as Perfetto and catapult (chrome://tracing, TensorBoard) read it."""
+
+    def refuse(word: str) -> None:
+        raise ValueError(f"{word} is no JSON")
+
+    whole = json.loads(text, parse_constant=refuse)
+    assert set(whole) == {"traceEvents", "displayTimeUnit"} and whole["displayTimeUnit"] in ("ms", "ns")
+    begun: dict[tuple[str, str], dict[str, Any]] = {}
+    threads: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for event in whole["traceEvents"]:
+        assert type(event["pid"]) is int and type(event["tid"]) is int and isinstance(event["name"], str)
+        if event["ph"] == "M":
+            given = event["args"]
+            assert event["name"] in ("process_name", "thread_name", "process_sort_index")
+            assert isinstance(given.get("name", given.get("sort_index")), (str, int))
+            continue
+        assert isinstance(event["ts"], (int, float)) and event["cat"]
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            threads.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+            continue
+        assert event["ph"] in "be" and event["id"].startswith("0x")
+        key = (event["cat"], event["id"])  # viewers may take ids for those of all processes
+        if event["ph"] == "b":
+            assert key not in begun, "an id is used once"
+            begun[key] = event
+        else:
+            begin = begun[key]
+            assert (begin["pid"], begin["name"]) == (event["pid"], event["name"]) and begin["ts"] <= event["ts"]
+            begin["ended"] = True
+    assert all(begin.pop("ended", False) for begin in begun.values())
+    for spans in threads.values():  # complete events of a thread nest
+        open_until: list[float] = []
+        for begin_us, end_us in sorted(spans, key=lambda span: (span[0], -span[1])):
+            while open_until and open_until[-1] <= begin_us:
+                open_until.pop()
+            assert not open_until or end_us <= open_until[-1] + 1e-3
+            open_until.append(end_us)
+    return list(whole["traceEvents"])
+
+
 @pytest.mark.parametrize(("stage", "offload"), [(0, None), (1, None), (2, "nvme"), (3, "nvme")])
 def test_a_trace_of_all_ranks_and_the_same_bits(run_ranks: Run, tmp_path: Path, stage: int, offload: str) -> None:
     plain = run_ranks(train, 2, stage, offload, str(tmp_path), False)
@@ -65,10 +107,10 @@ def test_a_trace_of_all_ranks_and_the_same_bits(run_ranks: Run, tmp_path: Path, 
     assert [weights for weights, _ in seen] == [weights for weights, _ in plain]
     path = tmp_path / "trace.json"
     assert path.stat().st_mode & 0o777 == 0o600
-    events = json.loads(path.read_text())["traceEvents"]
+    events = check_format(path.read_text())
     for rank, (_, seconds) in enumerate(seen):
         mine = [event for event in events if event["pid"] == rank]
-        named = {event["args"]["name"] for event in mine if event["ph"] == "M"}
+        named = {event["args"].get("name") for event in mine if event["ph"] == "M"}
         assert {f"rank {rank}", "compute", "communication", "swap", "waiting"} <= named
         names = [event["name"] for event in mine if event["ph"] in "Xb"]
         assert [name for name in names if name.startswith("optimizer step")] == [
@@ -121,3 +163,54 @@ def test_intervals() -> None:
     assert trace.seconds() == {
         "compute": 8, "waiting": 2, "gathering": 0, "communication": 3, "swap": 2, "hidden": 3,
     }  # fmt: skip
+
+
+# --- torch.profiler -------------------------------------------------------------------------------------------------
+
+
+def traced(folder: str) -> dict[str, int]:
+    """Train under torch.profiler with zcomm's ranges, and return how often each range is in rank 0's trace."""
+    comm = zcomm.init(timeout=60)
+    model = net()
+    opt = zcomm.ZeroOptimizer(
+        model, "adamw", stage=2, offload="nvme", nvme_path=folder, lr=0.01, bucket_mb=0.005, clip_norm=1.0
+    )
+    before = (type(comm).all_reduce, zcomm.Work.wait, zcomm.SwapFile.read, dict(vars(opt)))
+
+    def steps() -> None:
+        for _ in range(2):
+            model(torch.ones(4, 8)).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+        zcomm.all_reduce(torch.ones(3), name="loss")
+        zcomm.all_gather(torch.ones(3), async_op=True)[1].wait()
+
+    steps()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen, zcomm.torch_profiler():
+        steps()
+    assert (type(comm).all_reduce, zcomm.Work.wait, zcomm.SwapFile.read, dict(vars(opt))) == before
+    path = Path(folder) / f"torch{comm.rank}.json"
+    seen.export_chrome_trace(str(path))
+    events = [
+        each for each in json.loads(path.read_text())["traceEvents"] if str(each.get("name")).startswith("zcomm ")
+    ]
+    assert all(each["ph"] == "X" and each["dur"] >= 0 and each["cat"] == "user_annotation" for each in events)
+    opt.close()
+    names = [each["name"] for each in events]
+    return {name: names.count(name) for name in names}
+
+
+def test_torch_profiler_has_our_operations_as_ranges(run_ranks: Run, tmp_path: Path) -> None:
+    for rank, found in enumerate(run_ranks(traced, 2, str(tmp_path))):
+        assert found["zcomm communication: all_reduce loss"] == 1, rank
+        assert found["zcomm communication: all_gather"] == 1
+        assert found["zcomm compute: optimizer step 3"] == found["zcomm compute: optimizer step 4"] == 1
+        assert found["zcomm waiting: wait"] >= 1 and found["zcomm waiting: wait for gradients"] >= 1
+        assert found["zcomm compute: update"] >= 2 and found["zcomm waiting: wait for swap"] >= 1
+
+
+def test_ranges_end_with_an_error_inside(world_of_one: None) -> None:
+    comm = zcomm.init()
+    with pytest.raises(ValueError, match="root=7"), zcomm.torch_profiler():
+        zcomm.broadcast(torch.ones(1), root=7)
+    assert "broadcast" not in vars(type(comm))
