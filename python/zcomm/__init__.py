@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from zcomm.memory.activations import offload_activations
     from zcomm.memory.swap_file import SwapFile, pinned_empty
     from zcomm.profiling import profile, torch_profiler
+    from zcomm.watch.rank import log
     from zcomm.zero import Offload, Precision, ZeroOptimizer
 
 _NAMES = {
@@ -53,6 +54,7 @@ _NAMES = {
     "zcomm.engine": "Engine initialize",
     "zcomm.zero": "Offload Precision ZeroOptimizer",
     "zcomm.profiling": "profile torch_profiler",
+    "zcomm.watch.rank": "log",
 }
 # name -> module that defines it; None: the name is a module itself
 _HOME: dict[str, str | None] = {name: home for home, names in _NAMES.items() for name in names.split()}
@@ -96,6 +98,7 @@ __all__ = [
     "initialize",
     "profile",
     "torch_profiler",
+    "log",
 ]  # the keys of _HOME, spelled out for type checkers
 
 

@@ -45,7 +45,7 @@ PROCESS_LIFE = ("bootstrap/", "bench/", "cli/test_demo", "cli/test_gpus", "cli/t
 PROCESS_LIFE += ("cli/test_nodes", "cli/test_real_nodes")
 PROCESS_LIFE += ("comm/test_comm_failures", "comm/test_deadline", "comm/test_late_ranks", "comm/test_signals")
 PROCESS_LIFE += ("torch_backend/test_torch_backend_failures", "zero/test_faults", "zero/test_forked")
-PROCESS_LIFE += ("zero/checkpoint/test_kill", "zero/checkpoint/test_swap_faults")
+PROCESS_LIFE += ("zero/checkpoint/test_kill", "zero/checkpoint/test_swap_faults", "cli/test_top")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -190,8 +190,10 @@ def _children(pid: int) -> set[int | None]:
 
 
 def _threads() -> set[threading.Thread]:
-    """Without those that Python did not start (autograd's for a device): their entries stay for good."""
-    return {thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
+    """Without those that Python did not start (autograd's for a device): their entries stay for good. A rank's page has
+    one as long as the job."""
+    every = {thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
+    return {thread for thread in every if thread.name != "zcomm-page"}
 
 
 def _shared_memory() -> set[str]:

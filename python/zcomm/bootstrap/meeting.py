@@ -18,14 +18,11 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from functools import cache
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +30,7 @@ import torch.distributed as dist
 
 from zcomm import _core
 from zcomm.bootstrap import deadlines
+from zcomm.machine.process import Process
 
 _log = logging.getLogger("zcomm")
 _LAST_WORDS_S = 2.0
@@ -41,48 +39,6 @@ _NEWCOMER = "newcomer"  # key: a rank has claimed a place
 _ADVICE = (
     "Two jobs have one meeting point, or a rank was started twice: give each job a MASTER_PORT (or file) of its own"
 )
-
-
-@dataclass(frozen=True)
-class Process:
-    """A process, as another process names it or looks for it."""
-
-    node: str
-    pid: int
-    started: str  # clock ticks after the boot
-    space: str  # kernel and process namespace: where ``pid`` means it
-
-    @staticmethod
-    @cache
-    def _own(pid: int) -> Process:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        space = f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
-        return Process(socket.gethostname(), pid, start_of(pid) or "", space)
-
-    @staticmethod
-    def own() -> Process:
-        return Process._own(os.getpid())  # a forked child is another one
-
-    def is_dead(self) -> bool:
-        """Return True if the process is known to have ended."""
-        return self.space == Process.own().space and start_of(self.pid) != self.started
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.node}"
-
-
-def stat_of(pid: int) -> list[str]:
-    """Return the fields of a process's ``stat`` from the third one, the state, on. Raises: OSError."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-
-
-def start_of(pid: int) -> str | None:
-    """Return when a process started, in clock ticks after the boot; None if there is none."""
-    try:
-        fields = stat_of(pid)
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else fields[19]
 
 
 class Meeting:

@@ -12,7 +12,6 @@ import operator
 import os
 import secrets
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -31,8 +30,10 @@ from zcomm.bootstrap.auth import derive_key
 from zcomm.bootstrap.deadlines import Deadlines
 from zcomm.bootstrap.hosts import Hosts, host_id, machine_id
 from zcomm.bootstrap.join import Door, Group, Joined, Settings, enter
-from zcomm.bootstrap.meeting import Meeting, start_of, stat_of
+from zcomm.bootstrap.meeting import Meeting
 from zcomm.bootstrap.tcp import descriptor_limit_named
+from zcomm.machine.process import start_of, stat_of
+from zcomm.watch.folder import private_folder
 
 _ASK_S = 2.0  # for what has the port that rank 0 wants to say that it is a store
 # Where nothing but the meeting point tells a job from others: all ranks look out for others before init() returns, and
@@ -187,12 +188,8 @@ def _meeting_point(launcher: str, rank_name: str, env: Mapping[str, str]) -> str
     if not name:
         parent = launcher_of(rank_name)
         name = f"{parent}-{start_of(parent)}"
-    folder = Path(tempfile.gettempdir()) / f"zcomm-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o077 or folder.is_symlink():
-        raise PermissionError(f"{folder} must belong to this user and be closed to others (mode 0700)")
     name = "".join(c if c.isalnum() else "-" for c in f"{launcher}-{name}")
-    return f"file://{folder / name}"
+    return f"file://{private_folder() / name}"
 
 
 def master_of(job: Job) -> str | None:

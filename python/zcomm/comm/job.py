@@ -14,9 +14,11 @@ import torch
 
 from zcomm import _core
 from zcomm.bootstrap import rendezvous
+from zcomm.bootstrap.auth import derive_key
 from zcomm.bootstrap.deadlines import Deadlines
 from zcomm.bootstrap.join import AUTO_ON_CUDA, CUDA_BACKENDS, JOINERS, OWN_BACKENDS, Joined
 from zcomm.comm.communicator import Communicator, close_all
+from zcomm.watch import rank as watch
 
 _lock = threading.RLock()  # a signal's handler may call shutdown() within init()
 _joining: _core.Stop | None = None
@@ -77,6 +79,8 @@ def init(
             with stop:
                 _core.check_stop()
         _core.set_threads(max(1, len(os.sched_getaffinity(0)) // comm.local_world_size))
+        job_name = derive_key(joined.key, b"page").hex()[:12]  # the same on all ranks, where they share a secret
+        watch.open_page(job_name, comm.rank, comm.world_size, comm.local_rank, comm.backend)
         if comm.rank == 0:
             logging.getLogger("zcomm").info("%s", comm.describe())
         return comm
@@ -121,6 +125,7 @@ def shutdown() -> None:
     if (joining := _joining) is not None:
         joining.set()
     with _lock:
+        watch.close_page()
         if _current is not None:
             close_all()
             _current = None

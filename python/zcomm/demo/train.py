@@ -175,6 +175,7 @@ class Training:
         swap_s = after["swap_s"] - before["swap_s"]
         if not math.isfinite(total.item()):
             raise UserError(f"the loss is {total.item()} at step {step}: lower --lr (now {config.lr})", exit_code=1)
+        zcomm.log(loss=total, step=step)
         return StepRecord(
             step=step,
             loss=total.item(),

@@ -30,6 +30,7 @@ from zcomm.engine.reports import Reports
 from zcomm.engine.schedule_watch import ScheduleWatch
 from zcomm.engine.states import offload_states
 from zcomm.engine.timers import PhaseTimers, ThroughputTimer
+from zcomm.watch import rank as watch
 
 if TYPE_CHECKING:
     from zcomm.comm.communicator import Communicator
@@ -224,6 +225,9 @@ class Engine(EngineFacts, nn.Module):
     def _step_optimizer(self, optimizer: ZeroOptimizer, boundary: bool, before: int) -> None:
         """End the micro-step of ``optimizer``. before: its ``updates`` so far."""
         optimizer.boundary = boundary
+        page, loss = watch.current(), self._last_loss
+        if boundary and page is not None and loss is not None and loss.device.type == "cpu":
+            page.log(float(loss), None)  # of a loss on a device the program would have to wait
         optimizer.step()
         if boundary and optimizer.updates == before:
             raise RuntimeError(

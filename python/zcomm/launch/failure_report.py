@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zcomm.launch.processes import signal_name
+from zcomm.watch.rank import close_page
 
 _CONSEQUENCE = re.compile(r"^(zcomm\.(\S+\.)?)?PeerLost\b")
 
@@ -66,8 +67,9 @@ def leave_last_words(error: str, message: str) -> None:
     """Write `message` as the reason that the launcher will report. A rank calls it before it ends badly.
 
     error: "UserError" makes `message` the launcher's only line; otherwise the exception's name ("PeerLost").
-    Does nothing when no launcher asked for it.
+    The file is left out when no launcher asked for it.
     """
+    close_page(f"{error}: {message}")
     file = os.environ.get("ZCOMM_ERROR_FILE")
     if file:
         with contextlib.suppress(OSError):  # the launcher is gone: there is no reader

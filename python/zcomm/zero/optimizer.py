@@ -23,7 +23,8 @@ from torch import nn
 from zcomm.comm.communicator import Communicator
 from zcomm.comm.job import init
 from zcomm.memory.swap_file import StrPath
-from zcomm.zero import checkpoint, same_on_ranks
+from zcomm.watch import rank as watch
+from zcomm.zero import checkpoint, same_on_ranks, watched
 from zcomm.zero.assemble import build_parts
 from zcomm.zero.called import explained
 from zcomm.zero.checkpoint import state_dict as torch_state
@@ -305,6 +306,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         with torch.enable_grad():
             loss = closure() if closure is not None else None
         self._passes.end()
+        page = watch.current()
+        if page is not None and self._train.stepped:
+            page.stepped(watched.numbers)
         return loss
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
@@ -453,6 +457,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 self._parts.end_saving()
             except Exception as error:
                 logging.getLogger("zcomm").warning("a checkpoint could not be finished: %s", error)
+            page = watch.current()
+            if page is not None:
+                page.flush(watched.numbers)
             self._parts.store.keeps_weights = keep_weights
             self._parts.close(at_exit=not keep_weights)
             self._parts = None

@@ -19,7 +19,7 @@ import zcomm
 from ranks import World
 from zcomm.bootstrap import deadlines
 from zcomm.bootstrap.deadlines import Deadlines
-from zcomm.bootstrap.meeting import stat_of
+from zcomm.machine.process import stat_of
 
 Run = Callable[..., list[Any]]
 WARN_S = 0.2

@@ -61,15 +61,15 @@ def join(job: Job, deadlines: Deadlines, generation: int) -> Joined:
 
 
 def _joined(core: MpiCore, deadlines: Deadlines) -> Joined:
-    places = core.exchange((host_id(), machine_id()))
-    hosts = Hosts.of([host for host, _ in places], [machine for _, machine in places])
+    places = core.exchange((host_id(), machine_id(), secrets.token_bytes(32)))
+    hosts = Hosts.of([host for host, _, _ in places], [machine for _, machine, _ in places])
     return Joined(
         core=cast("_core.Communicator", core),
         hosts=hosts,
         backend="mpi",
         requested="mpi",
         deadlines=deadlines,
-        key=secrets.token_bytes(32),  # nothing is proved by it: MPI knows its ranks
+        key=places[0][2],  # nothing is proved by it: MPI knows its ranks
         splitter=_split,
     )
 

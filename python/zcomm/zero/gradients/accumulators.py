@@ -105,6 +105,11 @@ class Accumulators:
         return ours if self.device_slots is None else ours + self.device_slots.waited_s
 
     @property
+    def moved_nbytes(self) -> int:
+        """Bytes of the buckets that were reduced between ranks."""
+        return sum(transport.moved_nbytes for transport in self.kinds)
+
+    @property
     def nbytes(self) -> list[Nbytes]:
         """Bytes by tier and purpose, with slots."""
         shared = [] if self.device_slots is None else [("device", "slots", self.device_slots.nbytes)]

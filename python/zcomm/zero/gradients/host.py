@@ -137,11 +137,12 @@ def is_plain(grad: torch.Tensor) -> bool:
 
 
 class _Call(NamedTuple):
-    """Arguments of a bucket's reduce_scatter, and the tensors that they have the addresses of."""
+    """Arguments of a bucket's reduce_scatter, the tensors that they have the addresses of, and the bucket's bytes."""
 
     spans: tuple[_Spans, _Spans, _core.DType, _core.ReduceOp, _core.DType]
     name: str
     alive: tuple[torch.Tensor, ...]
+    nbytes: int
 
 
 class HostTransport(Transport):
@@ -209,12 +210,13 @@ class HostTransport(Transport):
         number = self.slots.number[bucket.index]
         self._holder[number] = bucket.index
         self._works[number] = Work(work, (call.alive, kept))
+        self.moved_nbytes += call.nbytes
 
     def _call(self, bucket: FlatBucket) -> _Call:
         slot, shard = self.slot(bucket), self.shards[bucket.index]
         spans = [(slot.data_ptr(), slot.numel())], [(shard.data_ptr(), shard.numel())]
         form = (core_dtype(self.plan.dtype), _core.ReduceOp.avg, _core.DType.float32)
-        return _Call((*spans, *form), f"gradients of bucket {bucket.index}", (slot, shard))
+        return _Call((*spans, *form), f"gradients of bucket {bucket.index}", (slot, shard), slot.nbytes)
 
     def wait(self, number: int) -> None:
         """Wait until the bucket in slot ``number`` has been reduced."""

@@ -55,7 +55,7 @@ class Transport(ABC):
     frees them.
     comm: gathers what is replicated; None: this rank is alone.
     sums: accumulators, fp32, by bucket: whole ones where they are replicated. shards: this rank's shards of them.
-    waited_s: seconds of waiting for other ranks.
+    waited_s: seconds of waiting for other ranks. moved_nbytes: of the buckets that were reduced between ranks.
     Invariant: ``start`` comes after ``put`` of all of the bucket's parameters, and ``finish`` after ``start``.
     """
 
@@ -71,6 +71,7 @@ class Transport(ABC):
         self.flat = flat
         self._comm = comm
         self.waited_s = 0.0
+        self.moved_nbytes = 0
         ascending = sorted(buckets, key=lambda bucket: bucket.index)
         parts = flat.split([plan.kept(bucket) for bucket in ascending])
         self.sums: dict[int, torch.Tensor] = {b.index: part for b, part in zip(ascending, parts, strict=True)}
@@ -107,6 +108,7 @@ class Transport(ABC):
             start = time.perf_counter()
             self._comm.all_gather(list(self.shards.values()), out=list(self.sums.values()), name="gradients")
             self.waited_s += time.perf_counter() - start
+            self.moved_nbytes += sum(whole.nbytes for whole in self.sums.values())
 
     def release(self) -> None:  # noqa: B027
         """Free the gradients of buckets that have been reduced, if ``keeps``. Does not wait."""

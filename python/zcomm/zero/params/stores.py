@@ -36,6 +36,7 @@ class ParameterStore(ABC):
     """Holds the parameters of ``geometry``; after ``commit`` the model's parameters are views of it."""
 
     waited_s = 0.0
+    moved_nbytes = 0  # of the parameters that were gathered between ranks
     keeps_weights = True  # close() leaves the model weights of its own, where it can
     on_device: Collection[int] = frozenset()  # numbers of the buckets that are on devices alone (device_step.py)
 
@@ -405,3 +406,4 @@ class PrivateStore(HostStore):
             buckets = [self._bucket(bucket) for bucket in mine]
             shards = [flat[self.part(b)] for b, flat in zip(mine, buckets, strict=True)]
             self._comm.all_gather(shards, out=buckets, name="parameters")
+            self.moved_nbytes += sum(bucket.nbytes for bucket in buckets)

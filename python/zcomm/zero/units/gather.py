@@ -31,6 +31,7 @@ class ShardGather:
         self.comm = comm.duplicate()
         self.source = source
         self.shared = shared
+        self.moved_nbytes = 0  # of the units that were gathered between ranks
         self._thread = Worker("zcomm-gather")
 
     def submit(self, function: Callable[..., T], *arguments: Any) -> Call[T]:
@@ -62,6 +63,7 @@ class ShardGather:
             self.comm.barrier(name=name)
         else:
             self.comm.all_gather(shards, out=whole, name=name)
+            self.moved_nbytes += sum(bucket.nbytes for bucket in whole)
 
     def end_thread(self) -> None:
         self._thread.close()

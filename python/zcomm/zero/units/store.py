@@ -78,6 +78,10 @@ class UnitStore(ParameterStore):
     def waited_s(self) -> float:  # type: ignore[override]
         return self.life.waited_s + self.memory.waited_s
 
+    @property
+    def moved_nbytes(self) -> int:  # type: ignore[override]
+        return self.gather.moved_nbytes
+
     # --- a step -----------------------------------------------------------------------------------------------
 
     def begin(self, bucket: FlatBucket) -> torch.Tensor:
