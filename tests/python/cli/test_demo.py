@@ -456,12 +456,12 @@ def test_the_curve_and_the_times_need_no_matplotlib() -> None:
     drawn = report.curve(steps, [{"step": 2, "loss": 2.0}, {"step": 4, "loss": 1.0}], 3.0)
     check = _Checker()
     check.feed(drawn)
-    assert check.open == [] and drawn.count("<polyline") == 3
+    assert check.open == [] and drawn.count("<polyline") == 4
     points = re.findall(r'class="raw" points="([^"]*)"', drawn)[0].split()
     heights = [float(point.split(",")[1]) for point in points]
     assert len(points) == 4 and heights == sorted(heights), "a loss that falls goes down the page"
     assert report.curve([], [], 3.0) == ""
-    assert report.time_rows(steps) == [
+    assert report.time_rows(steps, "step_s") == [
         ("compute", "500.0", "2.0", "50%"),
         ("communication", "300.0", "1.2", "30%"),
         ("swap", "200.0", "0.8", "20%"),
