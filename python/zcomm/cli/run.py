@@ -14,6 +14,7 @@ from zcomm.launch import Job
 from zcomm.launch.errors import UserError
 from zcomm.launch.options import add_options
 from zcomm.launch.start import program, start
+from zcomm.watch import report
 
 _DESCRIPTION = """\
 Start the ranks of a Python script and answer for their end: one failed rank on any node ends all, and the first failure
@@ -61,6 +62,9 @@ def add_parser(commands: Commands) -> None:
         metavar="RANK",
         help="show the output of this rank alone; failures are shown",
     )
+    parser.add_argument(
+        "--report", type=Path, metavar="DIR", help="write DIR/report.html: loss, time and memory of the run, by rank"
+    )
     parser.add_argument("--tee", type=Path, metavar="DIR", help="also write DIR/rank0.out, DIR/rank0.err, ...")
     parser.add_argument(
         "--deepspeed",
@@ -82,18 +86,37 @@ def add_parser(commands: Commands) -> None:
 def command(args: argparse.Namespace) -> int:
     """Run the job and return its exit code."""
     argv, _ = program(args.script, args.module, args.no_python)
+    environment = _environment(args.deepspeed, dict(args.env))
     job = Job(
         argv=argv + args.args,
         world_size=args.np or 1,
-        environment=_environment(args.deepspeed, dict(args.env)),
+        environment=environment | _prepared(args.report),
         prefix=not args.no_prefix,
         tee=args.tee,
         only_rank=args.only_rank,
     )
     try:
-        return start(job, args, args.np)
+        code = start(job, args, args.np)
     except ValueError as error:
         raise UserError(str(error)) from None
+    if args.report is not None:
+        _report(args.report, code)
+    return code
+
+
+def _prepared(folder: Path | None) -> dict[str, str]:
+    """Make the folder of a report. Returns: the variables of the ranks. Raises: UserError where it cannot be made."""
+    try:
+        return {} if folder is None else report.prepare(folder)
+    except OSError as error:
+        raise UserError(f"--report {folder}: {error.strerror}") from None
+
+
+def _report(folder: Path, code: int) -> None:
+    try:
+        print(f"zcomm run: {report.build(folder, code)}", file=sys.stderr)
+    except OSError as error:
+        print(f"zcomm run: no report in {folder}: {error.strerror}", file=sys.stderr)
 
 
 def _environment(deepspeed: str | None, given: dict[str, str]) -> dict[str, str]:
