@@ -53,6 +53,11 @@ def derive_key(secret: bytes, *words: bytes) -> bytes:
     return hmac.digest(secret, b"zcomm key" + told, hashlib.sha256)
 
 
+def page_job(key: bytes) -> str:
+    """Return the name of a job for ``zcomm top``, which all of its ranks have in common. key: the ranks' secret."""
+    return derive_key(key, b"page").hex()[:12]
+
+
 def _mac(key: bytes, label: bytes, challenge: bytes, answer: bytes) -> bytes:
     return hmac.digest(key, label + challenge + answer, hashlib.sha256)
 

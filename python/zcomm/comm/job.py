@@ -14,7 +14,7 @@ import torch
 
 from zcomm import _core
 from zcomm.bootstrap import rendezvous
-from zcomm.bootstrap.auth import derive_key
+from zcomm.bootstrap.auth import page_job
 from zcomm.bootstrap.deadlines import Deadlines
 from zcomm.bootstrap.join import AUTO_ON_CUDA, CUDA_BACKENDS, JOINERS, OWN_BACKENDS, Joined
 from zcomm.comm.communicator import Communicator, close_all
@@ -79,8 +79,7 @@ def init(
             with stop:
                 _core.check_stop()
         _core.set_threads(max(1, len(os.sched_getaffinity(0)) // comm.local_world_size))
-        job_name = derive_key(joined.key, b"page").hex()[:12]  # the same on all ranks, where they share a secret
-        watch.open_page(job_name, comm.rank, comm.world_size, comm.local_rank, comm.backend)
+        watch.open_page(page_job(joined.key), comm.rank, comm.world_size, comm.local_rank, comm.backend)
         if comm.rank == 0:
             logging.getLogger("zcomm").info("%s", comm.describe())
         return comm

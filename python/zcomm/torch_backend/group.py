@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from zcomm import _core
+from zcomm.bootstrap.auth import page_job
 from zcomm.bootstrap.join import Joined
 from zcomm.bootstrap.meeting import meeting_keys
 from zcomm.bootstrap.rendezvous import LINGER_S, join_through_store, launcher_in, name_of_job
@@ -28,6 +29,7 @@ from zcomm.torch_backend.ops.monitored_barrier import Monitor
 from zcomm.torch_backend.ops.movements import Movements
 from zcomm.torch_backend.ops.reductions import Reductions
 from zcomm.torch_backend.options import timeout_of
+from zcomm.watch import rank as watch
 
 NAME = "zcomm"
 _alive: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
@@ -37,6 +39,7 @@ _Base: Any = dist.ProcessGroup
 class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc]
     """Process group made by ``torch.distributed.init_process_group("zcomm")`` and ``new_group``."""
 
+    _page: watch.RankPage | None = None  # of this process, if this group has opened it
     # What torch asks of a backend (see _get_backend).
     supports_splitting = False
     supports_coalescing = False
@@ -63,6 +66,9 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
         self._open(joined.core, seconds)
         self._monitor = Monitor(store, self._meshes, rank, size)
         _alive.add(self)
+        if is_default and watch.current() is None:  # a program need not call zcomm.init()
+            watch.open_page(page_job(joined.key), rank, size, joined.hosts.local_rank(rank), joined.backend)
+            self._page = watch.current()
         if joined.watch is not None:
             itself = weakref.ref(self)
             joined.watch(lambda: itself() not in _alive, lambda: _leave(itself()))
@@ -188,6 +194,8 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
 
     def shutdown(self) -> None:
         """End what is pending, say goodbye to the peers, free everything. Idempotent."""
+        if self._page is not None and self._page is watch.current():
+            watch.close_page()
         self._close()
         for mesh in self._meshes:
             mesh.leave()

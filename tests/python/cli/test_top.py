@@ -203,6 +203,35 @@ def test_a_job_that_ended_well_stays_readable(
     assert "ended; began" in text and "* has ended" in text
 
 
+def wait_in_torch(folder: str) -> list[str]:
+    """Join by torch.distributed alone. Rank 0 waits in an all_reduce; returns what is found of it meanwhile."""
+    import torch
+    import torch.distributed as dist
+
+    import zcomm.torch_backend  # noqa: F401
+
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("zcomm", init_method=f"file://{folder}/group", rank=rank, world_size=2)
+    found = []
+    if rank == 1:
+        time.sleep(1.5)
+        (job,) = read_jobs(Path(os.environ["ZCOMM_WATCH"]))
+        found = [each.record.phase + " " + each.record.site for each in job.ranks]
+    dist.all_reduce(torch.ones(2))
+    dist.destroy_process_group()
+    return found
+
+
+def test_a_program_on_torch_distributed_has_pages(
+    start_ranks_in: Callable[..., World], tmp_path: Path, pages: Path
+) -> None:
+    results = start_ranks_in(wait_in_torch, 2, str(tmp_path), env={"ZCOMM_WATCH": str(pages)}).join()
+    assert all(result.exitcode == 0 for result in results), [result.describe() for result in results]
+    waiting, elsewhere = results[1].value
+    assert waiting.startswith("communication test_top.py:") and elsewhere.startswith("compute test_top.py:")
+    assert [each.state for each in read_jobs(pages)[0].ranks] == ["ended", "ended"]
+
+
 def test_an_error_of_the_program_is_in_the_post_mortem(start_program: Callable[..., Any], pages: Path) -> None:
     program = start_program("import zcomm\nzcomm.init()\nraise ValueError('no such data')")
     program.wait(60)
