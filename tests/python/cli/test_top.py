@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import signal
 import stat
 import subprocess
@@ -275,6 +277,31 @@ def test_several_jobs_are_listed_and_none_is_an_error(pages: Path, capsys: pytes
     assert main(["top", "zzz"]) == 1
     assert main(["top", "--json"]) == 0
     assert {each["job"] for each in json.loads(capsys.readouterr().out)["jobs"]} == {"aaa", "bbb"}
+
+
+def test_the_live_view_goes_on_until_the_job_ends(start_program: Callable[..., Any]) -> None:
+    program = start_program("import zcomm\nzcomm.init()\nprint('begun', flush=True)\ninput()\nzcomm.shutdown()")
+    assert program.stdout.readline().strip() == "begun"
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "zcomm.cli", "top", "--interval", "0.2"]
+    view = subprocess.Popen(
+        command, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm", "COLUMNS": "150"}
+    )
+    os.close(theirs)
+    text = ""
+    try:
+        while text.count("runs since") < 3:
+            text += os.read(ours, 65536).decode()
+        program.communicate("go on\n")
+        with contextlib.suppress(OSError):  # the other side of the terminal is closed
+            while piece := os.read(ours, 65536):
+                text += piece.decode()
+        assert view.wait(30) == 0
+    finally:
+        view.kill()
+        view.wait()
+        os.close(ours)
+    assert "ended; began" in text.rpartition("runs since")[2], "the last frame stays"
 
 
 FAKE_SSH = """#!/bin/sh
