@@ -46,6 +46,7 @@ def add_parser(commands: Commands) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("job", nargs="?", metavar="JOB", help="begin of a job's name, a script's name or a rank's pid")
+    parser.add_argument("--list", action="store_true", help="list all jobs, those that have ended, too")
     parser.add_argument("--once", action="store_true", help="print one frame as text")
     parser.add_argument("--json", action="store_true", help="print one frame as JSON, for programs")
     parser.add_argument("--host", metavar="HOST", help="look on that host, by ssh, with this Python's path")
@@ -57,7 +58,10 @@ def command(args: argparse.Namespace) -> int:
     """Show a job and return the exit code: 1 where there is none."""
     if not 0.1 <= args.interval <= 3600:
         raise UserError(f"--interval {args.interval:g}: expected 0.1 to 3600 seconds")
-    read = _from_host(args.host, args.job) if args.host is not None else lambda: _from_here(args.job)
+    if args.list and args.job is not None:
+        raise UserError(f"--list {args.job}: --list takes no JOB")
+    wanted = "" if args.list else args.job  # all names begin with ""
+    read = _from_host(args.host, wanted) if args.host is not None else lambda: _from_here(wanted)
     frames = read()
     if args.json:
         print(json.dumps({"jobs": frames}, indent=1, allow_nan=False))
@@ -67,6 +71,9 @@ def command(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    if args.list:
+        console.print(_list(frames))
+        return 0
     if len(frames) > 1 or args.once or not console.is_terminal or not frames[0]["running"]:
         console.print(_drawn(frames))
         return 0
@@ -145,8 +152,10 @@ def _drawn(frames: Sequence[Frame]) -> RenderableType:
         listed: RenderableType = _list(frames)
         return listed
     (one,) = frames
-    parts: list[RenderableType] = [_text(_title(one), "bold"), _times(one), _sizes(one)]
-    parts += [_text(f"* {finding}", "yellow") for finding in one["findings"]]
+    parts: list[RenderableType] = [_text(_title(one), "bold"), "", _times(one), "", _places(one), "", _sizes(one)]
+    if any(rank["drives"] for rank in one["ranks"]):
+        parts += ["", _drives(one)]
+    parts += ["", *(_text(f"* {finding}", "yellow") for finding in one["findings"])]
     if not one["findings"]:
         parts.append(_text("* all ranks run, and none keeps the others waiting" if one["running"] else "* has ended"))
     return Group(*parts)
@@ -168,75 +177,85 @@ def _title(one: Frame) -> str:
 
 
 def _table(headings: str) -> Any:
-    from rich import box
+    """Return an empty table. headings: by "|"; "<": on the left. Narrow, for terminals of 80 columns."""
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for heading in headings.split(" | "):
-        left = heading in ("state", "where", "job", "script", "drives, GB/s read and written")
-        table.add_column(heading, justify="left" if left else "right", overflow="fold")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for heading in headings.split("|"):
+        left = heading.startswith("<")
+        table.add_column(heading.removeprefix("<"), justify="left" if left else "right", overflow="fold")
     return table
 
 
 def _list(frames: Sequence[Frame]) -> Any:
-    table = _table("job | script | state | ranks | step | began, ago")
+    table = _table("<job|<script|<state|ranks|step|began, ago")
     for each in frames:
         states = {rank["state"] for rank in each["ranks"]}
-        state = ", ".join(sorted(states)) if each["running"] else "ended"
         step = max(rank["step"] for rank in each["ranks"])
+        state = ", ".join(sorted(states))
         row = (each["job"], each["name"], state, each["world_size"], step, time_words(each["age_s"]))
         table.add_row(*map(_text, row))
     return table
 
 
 def _times(one: Frame) -> Any:
-    table = _table("rank | state | step | loss | a step | compute | comm. | waiting | for | swap | where")
+    """Return the seconds of a step by part, in milliseconds."""
+    table = _table("rank|<state|step|loss|ms/step|compute|comm.|waits|<for|swap")
     for rank in one["ranks"]:
         for_rank = "" if rank["waits_for"] is None else f"rank {rank['waits_for']}"
         loss = "-" if rank["loss"] is None else f"{rank['loss']:.4g}"
-        parts = [_seconds(rank[name]) for name in ("step_s", "compute_s", "communication_s", "waiting_s")]
-        row = [rank["rank"], None, rank["step"], loss, *parts, for_rank, _seconds(rank["swap_s"]), _where(rank)]
+        parts = [_ms(rank[name]) for name in ("step_s", "compute_s", "communication_s", "waiting_s")]
+        row = (rank["rank"], rank["state"], rank["step"], loss, *parts, for_rank, _ms(rank["swap_s"]))
         cells = [_text(cell) for cell in row]
         cells[1] = _text(rank["state"], _COLORS.get(rank["state"], ""))
         table.add_row(*cells)
     return table
 
 
-def _seconds(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1e3:.1f} ms"
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.1f}"
 
 
-def _where(rank: Frame) -> str:
-    """Return the call and the line, and since when the rank is seen there."""
-    if rank["state"] in ("ended", "failed"):
-        return str(rank["state"])
-    inside = f"{rank['operation']}()" if rank["operation"] else ""
-    place = " ".join(word for word in (rank["phase"], inside, rank["site"]) if word)
-    return f"{place}, {time_words(rank['place_age_s'])}"
+def _places(one: Frame) -> Any:
+    """Return where each rank is, and since when it is seen there."""
+    table = _table("rank|<doing|<call|<line|since")
+    for rank in one["ranks"]:
+        if rank["state"] in ("ended", "failed"):
+            row = (rank["rank"], rank["state"], "", "", time_words(rank["updated_s"]))
+        else:
+            call = f"{rank['operation']}()" if rank["operation"] else ""
+            row = (rank["rank"], rank["phase"], call, rank["site"], time_words(rank["place_age_s"]))
+        table.add_row(*map(_text, row))
+    return table
 
 
 def _sizes(one: Frame) -> Any:
-    table = _table(
-        "rank | device, plan | + slots | cpu, plan | + slots | nvme, plan | link, GB/s | drives, GB/s read and written"
-    )
+    """Return the memory of tiers that are used, beside the formula, and the bytes between ranks."""
+    ranks = one["ranks"]
+    used = [tier for tier in TIERS if any(each[kind][tier] for each in ranks for kind in ("memory", "slots", "plan"))]
+    largest = max((each["memory"][tier] for each in ranks for tier in used), default=0.0)
+    unit, size = ("GiB", 2**30) if largest >= 20 * 2**30 else ("MiB", 2**20)
+    table = _table("|".join([f"{unit}: rank", *(f"{tier}|plan|slots" for tier in used), "link GB/s"]))
+    for rank in ranks:
+        row = [str(rank["rank"])]
+        for tier in used:
+            row += [_size(rank[kind][tier], size) for kind in ("memory", "plan", "slots")]
+        table.add_row(*map(_text, [*row, _rate(rank["link_gbps"])]))
+    return table
+
+
+def _size(nbytes: float | None, unit: int) -> str:
+    return "-" if nbytes is None else f"{nbytes / unit:.{0 if nbytes >= 100 * unit else 1}f}"
+
+
+def _drives(one: Frame) -> Any:
+    table = _table("rank|<drive|GB/s read|written")
     for rank in one["ranks"]:
-        row: list[str] = [str(rank["rank"])]
-        for tier in TIERS:
-            held, plan = rank["memory"][tier], rank["plan"][tier]
-            row.append(f"{mib(held)}, {'-' if plan is None else mib(plan)}" if held or plan else "-")
-            if tier != "nvme":
-                row.append(mib(rank["slots"][tier]) if rank["slots"][tier] else "-")
-        row.append(_rate(rank["link_gbps"]))
-        drives = [f"{each['path']} {_rate(each['read_gbps'])} {_rate(each['write_gbps'])}" for each in rank["drives"]]
-        row.append("; ".join(drives) or "-")
-        table.add_row(*map(_text, row))
+        for drive in rank["drives"]:
+            row = (rank["rank"], drive["path"], _rate(drive["read_gbps"]), _rate(drive["write_gbps"]))
+            table.add_row(*map(_text, row))
     return table
 
 
 def _rate(gbps: float | None) -> str:
     return "-" if gbps is None else f"{gbps:.2f}"
-
-
-def mib(nbytes: float) -> str:
-    """Return bytes as MiB, with the unit."""
-    return f"{nbytes / 2**20:,.1f} MiB"

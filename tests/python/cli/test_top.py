@@ -272,6 +272,9 @@ def test_several_jobs_are_listed_and_none_is_an_error(pages: Path, capsys: pytes
     assert main(["top"]) == 0
     text = capsys.readouterr().out
     assert "aaa" in text and "bbb" in text and "\x1b" not in text and "\x07" not in text
+    assert main(["top", "--list"]) == 0
+    listed = capsys.readouterr().out
+    assert "aaa" in listed and "bbb" in listed and "running" in listed
     assert main(["top", "bbb", "--once"]) == 0
     assert "aaa" not in capsys.readouterr().out
     assert main(["top", "zzz"]) == 1
