@@ -19,6 +19,7 @@ from zcomm.bootstrap.deadlines import Deadlines
 from zcomm.bootstrap.join import AUTO_ON_CUDA, CUDA_BACKENDS, JOINERS, OWN_BACKENDS, Joined
 from zcomm.comm.communicator import Communicator, close_all
 from zcomm.watch import rank as watch
+from zcomm.watch.folder import check_variable
 
 _lock = threading.RLock()  # a signal's handler may call shutdown() within init()
 _joining: _core.Stop | None = None
@@ -66,6 +67,7 @@ def init(
         job = rendezvous.find_job(rank, world_size, init_method)
         if backend == "auto" and not _is_cuda(device) and importlib.import_module(JOINERS["mpi"]).suits(job):
             join = _joiner("mpi", None)
+        check_variable()
         _generation += 1
         stop = _joining = _core.Stop("init: zcomm.shutdown() was called while this rank was joining the job")
         try:

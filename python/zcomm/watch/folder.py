@@ -29,17 +29,23 @@ def check_private(folder: Path) -> None:
         raise PermissionError(f"{folder} must be a folder of this user and be closed to others (mode 0700)")
 
 
+def check_variable() -> None:
+    """Raise ValueError where ``ZCOMM_WATCH`` is neither empty, nor 0, nor an absolute path."""
+    given = os.environ.get(VARIABLE, "")
+    if given and given.lower() not in _OFF and not os.path.isabs(given):
+        raise ValueError(f"environment variable ZCOMM_WATCH={given!r}: expected 0 or the absolute path of a folder")
+
+
 def pages_folder(make: bool = False) -> Path | None:
     """Return the folder of pages, or None where ``ZCOMM_WATCH=0`` leaves them out.
 
     It is "pages" in ``private_folder()``, or the folder that the variable names. make: where it is not there.
     Raises: as ``private_folder``; ValueError for a value that is not an absolute path.
     """
+    check_variable()
     given = os.environ.get(VARIABLE, "")
     if given.lower() in _OFF:
         return None
-    if given and not os.path.isabs(given):
-        raise ValueError(f"environment variable ZCOMM_WATCH={given!r}: expected 0 or the absolute path of a folder")
     folder = Path(given) if given else private_folder() / "pages"
     if make:
         folder.mkdir(mode=0o700, exist_ok=True)

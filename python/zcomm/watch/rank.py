@@ -15,6 +15,7 @@ import logging
 import math
 import operator
 import os
+import re
 import sys
 import threading
 import time
@@ -34,9 +35,11 @@ _LONGEST_S = 1.0  # between two records, however long one takes
 _AFTER_FIRST_S = 0.05  # the first one finds cold caches, and takes long
 _LOOK_S, _LONGEST_LOOK_S = 0.5, 5.0
 _RECENT_S = 2.0  # of training that the "recent" numbers are of, at least
-_MOST_LOSSES = 1000  # between two records; of more the older ones are dropped
+_MOST_LOSSES = 200  # between two lines of a report's records; of more every second one is left out
+_LINES = 5000.0  # the time between two lines grows to this part of the time so far
 _MOST_WARNINGS = 100
 _KEEP_S, _KEEP_PAGES = 7 * 86400.0, 200
+_NAME = re.compile(r"\.?(\d+)-(\d+)\.page(\.\d+)?")  # the longer ones are pages that were not finished
 _log = logging.getLogger("zcomm")
 
 
@@ -76,7 +79,8 @@ class RankPage:
         self._next = 0.0  # when the next record may be written
         self._last_s = self._ended_s = 0.0  # when the last one was; when the last step ended
         self._seen: Numbers | None = None  # of the last record; None: before the first step's end
-        self._from = self._record  # the recent numbers count from here
+        self._from = self._line_from = self._record  # the recent numbers, and a report's next line, count from here
+        self._begun_s = self._next_line = 0.0
         self._place = Looker(threading.get_ident())
         self._lines: TextIO | None = None
         self._warnings = _Warnings(self._line)
@@ -107,7 +111,7 @@ class RankPage:
         with contextlib.suppress(Exception):  # of an optimizer that is broken
             numbers = collect()
             if self._seen is not None and numbers.steps > self._seen.steps:
-                self._write_step(numbers, self._ended_s)
+                self._write_step(numbers, self._ended_s, last=True)
 
     def log(self, loss: float | None, step: int | None) -> None:
         """Keep a loss for the next record. step: of the program's own count, which then is the one that is shown."""
@@ -117,12 +121,14 @@ class RankPage:
             self._loss = loss
             if self._lines is not None:
                 known = self._given_step if self._given_step is not None else self._seen.step if self._seen else 0
-                self._losses = [*self._losses[1 - _MOST_LOSSES :], (known, loss)]
+                self._losses.append((known, loss))
+                if len(self._losses) >= _MOST_LOSSES:
+                    del self._losses[::2]
         if step is not None and (self._seen is None or self._logged):  # no optimizer counts steps
             self._logged += 1
             self.stepped(lambda: Numbers(steps=self._logged, step=step))
 
-    def _write_step(self, numbers: Numbers, now: float) -> None:
+    def _write_step(self, numbers: Numbers, now: float, last: bool = False) -> None:
         seen, self._seen = self._seen, numbers
         wall_s, self._last_s = now - self._last_s, now
         with self._lock:
@@ -152,8 +158,12 @@ class RankPage:
                 self._from = new
             self._record = new
             self._page.write(new)
-            if self._lines is not None and seen is not None:
-                self._write_line(old, new)
+            self._place.thread = threading.get_ident()
+            if seen is None:
+                self._line_from, self._begun_s = new, now
+            elif self._lines is not None and (last or now >= self._next_line):
+                self._write_line(self._line_from, new)
+                self._line_from, self._next_line = new, now + (now - self._begun_s) / _LINES
 
     def _write_line(self, old: Record, new: Record) -> None:
         losses, self._losses = self._losses, []
@@ -259,6 +269,7 @@ def _since(new: tuple[Drive, ...], old: tuple[Drive, ...]) -> tuple[Drive, ...]:
 # --- the page of this process ---------------------------------------------------------------------------------------
 
 _page: RankPage | None = None
+_finalized = 0  # the process that ends its page at its end
 
 
 def current() -> RankPage | None:
@@ -286,7 +297,7 @@ def log(loss: Any = None, *, step: int | None = None) -> None:
 
 def open_page(job: str, rank: int, world_size: int, local_rank: int, backend: str) -> None:
     """Begin the page of this rank. job: see page.Head. A folder that cannot be used is logged as a warning."""
-    global _page
+    global _page, _finalized
     close_page()
     try:
         folder = pages_folder(make=True)
@@ -312,7 +323,9 @@ def open_page(job: str, rank: int, world_size: int, local_rank: int, backend: st
         _page = RankPage(folder, head, Path(report) if report else None)
         from multiprocessing.util import Finalize  # torch has it by now; a launcher does not need it
 
-        Finalize(None, close_page, exitpriority=0)  # ranks that multiprocessing forks skip atexit
+        if _finalized != os.getpid():
+            _finalized = os.getpid()
+            Finalize(None, close_page, exitpriority=0)  # ranks that multiprocessing forks skip atexit
     except (OSError, ValueError) as error:
         _log.warning("zcomm top does not see this rank: %s (ZCOMM_WATCH=0 leaves its page out)", error)
 
@@ -351,7 +364,9 @@ def _name() -> str:
 def clean(folder: Path) -> None:
     """Remove pages of ended processes: those older than a week, and the oldest where there are more than 200."""
     now, found = time.time(), []
-    for path in folder.glob(f"*{SUFFIX}"):
+    for path in folder.iterdir():
+        if _NAME.fullmatch(path.name) is None:
+            continue  # the folder may be one that the variable names
         with contextlib.suppress(OSError):  # another job cleans, too
             found.append((path.lstat().st_mtime, path))
     surplus = len(found) - _KEEP_PAGES
@@ -362,8 +377,8 @@ def clean(folder: Path) -> None:
 
 
 def _is_alive(path: Path) -> bool:
-    pid, _, started = path.stem.partition("-")
-    return pid.isdecimal() and start_of(int(pid)) == started
+    named = _NAME.fullmatch(path.name)
+    return named is not None and start_of(int(named[1])) == named[2]
 
 
 def _leave_to_parent() -> None:

@@ -33,10 +33,10 @@ class Place(NamedTuple):
 
 
 class Looker:
-    """A look at a thread of this process, as often as wanted. thread: its identifier."""
+    """A look at a thread of this process, as often as wanted. thread: its identifier, which can be set."""
 
     def __init__(self, thread: int) -> None:
-        self._head = f"Thread 0x{thread:016x}"
+        self.thread = thread
         self._file = os.memfd_create("zcomm-place", os.MFD_CLOEXEC)
 
     def look(self) -> Place:
@@ -45,7 +45,7 @@ class Looker:
         os.lseek(self._file, 0, os.SEEK_SET)
         faulthandler.dump_traceback(self._file, all_threads=True)
         text = os.pread(self._file, _MOST_NBYTES, 0).decode("utf-8", "replace")
-        return place_in(_frames(text, self._head))
+        return place_in(_frames(text, f"Thread 0x{self.thread:016x}"))
 
     def close(self) -> None:
         """Close the file that stacks are written to."""
