@@ -19,7 +19,7 @@ from zcomm.watch.page import SUFFIX, TIERS, Drive, Head, PageError, Record, read
 _SLOW_SHARE = 0.1  # of a step that the others wait for a rank, and more than
 _SLOW_S = 1e-3
 _STUCK_S, _STUCK_STEPS = 5.0, 10.0
-_ALIVE_S = 10.0  # where a process cannot be seen: its page is written twice a second
+_ALIVE_S = 10.0  # where a process cannot be seen: its page is written once a second or more
 _ENDED = ("ended", "failed", "dead")
 
 

@@ -1,7 +1,7 @@
 """RankPage: what this rank writes: its page, and under ``zcomm run --report`` its records.
 
-Numbers are written at the ends of steps, on the training thread; another thread looks twice a second where the training
-thread is. Each rests after a write for _RATIO times the processor time that the write took. So both together cost less
+Numbers are written at the ends of steps, on the training thread; another thread looks once or twice a second where the
+training thread is. Each rests after a write for _RATIO times the processor time that the write took. So both together cost less
 than a thousandth of the time, in jobs of any step length.
 A page that cannot be written is left out, and a warning is logged once: training goes on.
 Thread rule: any thread; one lock. ``stepped`` on one thread at a time.
@@ -30,10 +30,10 @@ from zcomm.watch.page import SUFFIX, TIERS, Drive, Head, PageWriter, Record
 from zcomm.watch.where import Looker
 
 REPORT = "ZCOMM_REPORT"
-_RATIO = 2500.0
-_LONGEST_S = 1.0  # between two records, however long one takes
+_RATIO = 4000.0
+_LONGEST_S = 2.0  # between two records, however long one takes
 _AFTER_FIRST_S = 0.05  # the first one finds cold caches, and takes long
-_LOOK_S, _LONGEST_LOOK_S = 0.5, 5.0
+_LOOK_S, _LONGEST_LOOK_S = 0.5, 4.0
 _RECENT_S = 2.0  # of training that the "recent" numbers are of, at least
 _MOST_LOSSES = 200  # between two lines of a report's records; of more every second one is left out
 _LINES = 5000.0  # the time between two lines grows to this part of the time so far

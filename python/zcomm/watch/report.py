@@ -215,7 +215,7 @@ def _memory_bars(rank: RankRecords) -> str:
     for tier, held, slots, plan in zip(TIERS, last["memory"], last["slots"], last["plan"], strict=True):
         if held or slots or plan:
             rows.append((tier, (held / _MIB, slots / _MIB, 0.0)))
-            if plan is not None:
+            if plan:
                 rows.append(("plan", (0.0, 0.0, plan / _MIB)))
     names = (("held", "a"), ("slots", "c"), ("ZeRO's formula", "b"))
     return html.bars(f"Memory by tier, rank {rank.head['rank']}", "MiB", rows, names)
@@ -239,7 +239,7 @@ def _swap_chart(rank: RankRecords) -> str:
 
 # --- tables ---------------------------------------------------------------------------------------------------------
 
-_RANK_HEADINGS = ("rank", "host", "pid", "end", "steps", "a step, ms", "compute", "communication", "swap")
+_RANK_HEADINGS = ("rank", "host", "pid", "end", "steps", "a step, ms", "compute", "comm., waiting", "swap")
 
 
 def _rank_row(rank: RankRecords) -> tuple[str, ...]:

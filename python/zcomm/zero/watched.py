@@ -16,7 +16,7 @@ from zcomm.zero.params.stores import SharedStore
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.registry import Owner, open_optimizers, open_parts, train_of, whole_frozen
 
-_RATIO = 2500.0  # memory is asked for again after so many times what asking took
+_RATIO = 4000.0  # memory is asked for again after so many times what asking took
 
 
 class _Sizes:

@@ -365,7 +365,7 @@ def test_old_pages_of_ended_processes_are_removed(tmp_path: Path, monkeypatch: p
         os.utime(tmp_path / f"{4_000_000 + number}-1.page", (now, now - 100 + number))
     for other in ("notes.page", "1-2.page.txt", "a-1.page"):
         (tmp_path / other).touch()
-        os.utime(tmp_path / other, (now, now - 30 * 86400))  # of the user, whose folder it may be
+        os.utime(tmp_path / other, (now, now - 30 * 86400))  # of the user: it may be a folder for other things
     (tmp_path / ".1-2.page.1").touch()
     os.utime(tmp_path / ".1-2.page.1", (now, now - 8 * 86400))  # of a rank that was killed as it began
     mine = tmp_path / f"{process.pid}-{process.started}.page"
