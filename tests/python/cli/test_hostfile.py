@@ -220,3 +220,6 @@ def test_an_end_comes_back_and_fits_into_one_write() -> None:
     assert len(line) <= 4000 and line.count(b"\n") == 1 and line.startswith(b"mark ")
     back = end_of(json.loads(line[5:])["end"])
     assert (back.rank, back.pid, back.code, back.node, back.oom_counter) == (3, 71, -9, "b", Path("/proc/vmstat"))
+    assert not back.consequence
+    end.stderr_tail = ["zcomm.PeerLost: rank 1 died", *["x" * 500] * 15]
+    assert end_of(json.loads(end_line(b"mark ", end)[5:])["end"]).consequence
