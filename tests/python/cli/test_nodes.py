@@ -24,6 +24,8 @@ from test_launch import alive, pids_from, wait_until
 
 Run = Callable[..., "subprocess.Popen[str]"]
 LAUNCHERS = ("ssh", "pdsh", "openmpi", "mpich", "impi", "mvapich", "slurm")
+# The others are slow ones: test_real_nodes.py has most of them themselves.
+SOME = [each if each in ("ssh", "slurm") else pytest.param(each, marks=pytest.mark.slow) for each in LAUNCHERS]
 COMMAND = [sys.executable, "-m", "zcomm.cli"]
 
 # Stands in for a launcher: records its arguments, and starts one process for each host, as the real one does. Each
@@ -71,7 +73,14 @@ else:
             argv[-1] = host
         nodes.append((argv, {"NODE_NAME": host, **dict.fromkeys(names, str(number))}))
 children = [subprocess.Popen(argv, env={**os.environ, **env}, stdin=subprocess.DEVNULL) for argv, env in nodes]
-codes = [child.wait() for child in children]
+codes = []
+while len(codes) < len(children):
+    pid, status = os.wait()
+    codes.append(os.waitstatus_to_exitcode(status))
+    if codes[-1] and name in ("mpirun.openmpi", "srun"):  # these end the other nodes
+        for child in children:
+            if child.pid != pid:
+                child.terminate()
 sys.exit(next((code for code in codes if code), 0))
 """
 PROGRAMS = ("ssh", "pdsh", "mpirun.openmpi", "mpirun.mpich", "mpiexec.hydra", "mpirun", "srun")
@@ -270,7 +279,7 @@ time.sleep(300)
 """
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", SOME)
 def test_a_killed_rank_ends_all_nodes_and_is_named(run: Run, tmp_path: Path, launcher: str) -> None:
     process = run(KILLED, "--launcher", launcher, "--env", f"FOLDER={tmp_path}")
     pids = pids_from(tmp_path, 4)
@@ -337,7 +346,7 @@ def test_a_launcher_that_hides_a_failure_is_not_believed(run: Run, tmp_path: Pat
 WAITS = KILLED.replace('if os.environ["RANK"] == "2": os.kill(os.getpid(), signal.SIGKILL)\n', "")
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", SOME)
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_for_the_front_ends_all_nodes(run: Run, tmp_path: Path, launcher: str, signum: int) -> None:
     process = run(WAITS, "--launcher", launcher, "--env", f"FOLDER={tmp_path}")
