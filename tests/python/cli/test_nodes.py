@@ -247,10 +247,8 @@ def test_arguments_of_the_programs(run: Run, tmp_path: Path) -> None:
             argv = calls[0][1]
             assert argv[:4] == ["--bind-to", "none", "--mine", "a b"]
             parts = shlex.join(argv[4:]).split(" : ")
-            assert [part[: part.index(" env ")] for part in parts] == [
-                f"-x ZCOMM_NODE_PAYLOAD -n 1 --host {host}" for host in hosts.split(",")
-            ]
-            assert all(part.endswith(f" {host}") for part, host in zip(parts, hosts.split(","), strict=True))
+            for part, host in zip(parts, hosts.split(","), strict=True):
+                assert part.startswith(f"-x ZCOMM_NODE_PAYLOAD -n 1 --host {host} ") and part.endswith(f" {host}")
         else:
             assert calls[0][1][: len(expected[program])] == expected[program]
             assert "a b" in calls[0][1]
