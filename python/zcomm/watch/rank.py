@@ -1,6 +1,6 @@
 """RankPage: what this rank writes: its page, and under ``zcomm run --report`` its records.
 
-Numbers are written at the ends of steps, on the training thread; another thread looks once or twice a second where the
+Numbers are written at the ends of steps, on the training thread. Another thread looks once or twice a second where the
 training thread is. Each rests after a write for _RATIO times the processor time that the write took. So both together
 cost less than a thousandth of the time, in jobs of any step length.
 A page that cannot be written is left out, and a warning is logged once: training goes on.
