@@ -5,6 +5,7 @@
 * `bench/zero.py ddp`: what communication adds to DistributedDataParallel over "zcomm" and over Gloo
 * `bench/zero.py overlap`: how much of the communication backward hides
 * `bench/zero.py profile`: what an open zcomm.profile() costs
+* `bench/zero.py page`: what the page of a rank costs, by which `zcomm top` sees it
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ CASES = {
     "ddp": "training.step:ddp",
     "overlap": "training.overlap:main",
     "profile": "training.profile:main",
+    "page": "training.page:main",
 }
 
 if __name__ == "__main__":

@@ -145,6 +145,10 @@ def test_overlap_and_profile_cost(tmp_path: Path) -> None:
     run("zero.py profile", *small, "--rounds", "2", "--json", str(file))
     rows = lines_of(file)[1:]
     assert [row["stage"] for row in rows] == [2, 3] and all(row["spans_per_step"] > 5 for row in rows)
+    text = run("zero.py page", *small, "--rounds", "2", "--seconds", "0.2", "--stages", "2", "--json", str(file))
+    (row,) = lines_of(file)[1:]
+    assert all(row[f"{name}_ms"] > 0 for name in ("off", "on", "read")) and "a page, stage 2" in text
+    assert 0 < row["on_share"] < 1 and row["reader_s_per_look"] > 0
 
 
 def test_ddp_step(tmp_path: Path) -> None:
