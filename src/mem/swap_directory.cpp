@@ -9,10 +9,11 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <cinttypes>
+#include <cstdint>
 #include <cstdio>
 #include <ctime>
 #include <memory>
-#include <random>
 #include <string_view>
 
 #include "base/error.hpp"
@@ -125,9 +126,10 @@ UniqueFd open_parent(const std::string& parent) {
 }
 
 std::string random_name() {
-  std::random_device device;
+  std::uint64_t random = 0;  // std::random_device of GCC 12 needs glibc 2.36
+  if (::getentropy(&random, sizeof random) != 0) throw SystemError(errno, "SwapFile: no random numbers");
   std::array<char, 64> name{};
-  std::snprintf(name.data(), name.size(), "%d-%08x%08x", static_cast<int>(::getpid()), device(), device());
+  std::snprintf(name.data(), name.size(), "%d-%016" PRIx64, static_cast<int>(::getpid()), random);
   return name.data();
 }
 
