@@ -1,8 +1,8 @@
 """Build zcomm's wheels into dist/, check them, and note the revision that they are of.
 
-``make wheel`` runs it: one wheel per CPython (``--python 3.10 3.11 ...``; those that are not installed are named and
-left out), and that of the alias distribution zcomm-deepspeed. Each is built from a copy of what git has, so a file that
-is not committed is in none. auditwheel says which glibc a wheel needs and gives it its manylinux tag.
+``make wheel`` runs it. There is one wheel per CPython (``--python 3.10 3.11 ...``), and one of the alias distribution
+zcomm-deepspeed. A CPython that is not installed is named and left out. Each is built from a copy of what git has, so a
+file that is not committed is in none. auditwheel says which glibc a wheel needs and gives it its manylinux tag.
 
 The C++ runtime is linked into the extension, as the compiler's is newer than that of the oldest system served.
 One build folder serves all: only the bindings are compiled again for another Python.
