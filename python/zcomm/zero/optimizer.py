@@ -305,8 +305,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._train.poison.check("step()")
         with torch.enable_grad():
             loss = closure() if closure is not None else None
-        self._passes.end()
         page = watch.current()
+        if page is not None:
+            watched.prepare(self)
+        self._passes.end()
         if page is not None and self._train.stepped:
             page.stepped(watched.numbers)
         return loss

@@ -1,6 +1,7 @@
 """Numbers of the open optimizers for this rank's page: what ``zcomm top`` and the report of a run show.
 
-Thread rule: the training thread, at the end of a step.
+Invariant: nothing here waits for a step that runs behind the forward.
+Thread rule: the training thread, before a step and at its end.
 """
 
 from __future__ import annotations
@@ -28,15 +29,23 @@ class _Sizes:
         self._next = 0.0
 
     def refresh(self, parts: Parts) -> None:
-        """Add up the memory, if that is due."""
+        """Add up the memory, if that is due. Looking at parameters would wait for a step that runs behind."""
         begin = time.perf_counter()
-        if begin < self._next:
+        running = parts.async_step is not None and parts.async_step.is_running()
+        if running or begin < self._next:
             return
         memory = memory_of(parts)
         self.slots = tuple(float(memory[tier]["slots"]) for tier in TIERS)
         self.memory = _sums(memory)
         end = time.perf_counter()
         self._next = end + _RATIO * (end - begin)
+
+
+def prepare(owner: Owner) -> None:
+    """Look at an optimizer before its first step, which may run on behind the forward."""
+    if owner not in _known:
+        _known[owner] = _Sizes(open_parts(owner), train_of(owner))
+        _known[owner].refresh(open_parts(owner))
 
 
 def numbers() -> Numbers:
@@ -83,11 +92,9 @@ def _drives(parts: Parts) -> list[Drive]:
 
 
 def _sizes_of(owner: Owner) -> _Sizes:
-    parts, sizes = open_parts(owner), _known.get(owner)
-    if sizes is None:
-        sizes = _known[owner] = _Sizes(parts, train_of(owner))
-    sizes.refresh(parts)
-    return sizes
+    prepare(owner)
+    _known[owner].refresh(open_parts(owner))
+    return _known[owner]
 
 
 _known: weakref.WeakKeyDictionary[Owner, _Sizes] = weakref.WeakKeyDictionary()
