@@ -100,8 +100,12 @@ class Cluster:
         return process.returncode, out, err
 
     def left(self) -> list[str]:
-        """Return what a job has left: processes of nodes, sockets that listen, temporary files."""
-        found = [str(file) for node in range(NODES) for file in (self.folder / f"tmp{node}").glob("zcomm*")]
+        """Return what a job has left: processes of nodes, sockets that listen, files but for pages of ranks."""
+        files = [file for node in range(NODES) for file in (self.folder / f"tmp{node}").glob("zcomm*")]
+        pages = f"zcomm-{os.getuid()}"
+        found = [
+            str(file) for file in files if file.name != pages or [each.name for each in file.iterdir()] != ["pages"]
+        ]
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
                 if entry.name.isdigit() and str(self.folder).encode() in (entry / "environ").read_bytes():
