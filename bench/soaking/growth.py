@@ -25,7 +25,9 @@ def files_left(folder: Path) -> list[str]:
 def outside(temporary: Path) -> set[str]:
     """List names in /dev/shm that could be ours, and in the folder that ranks take for temporary files."""
     shm = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if "zcomm" in name}
-    return shm | {str(path) for path in temporary.iterdir() if not path.name.startswith(FOREIGN)}
+    own = temporary / f"zcomm-{os.getuid()}"
+    paths = {*temporary.iterdir(), *(own.iterdir() if own.exists() else ())} - {own, own / "pages"}  # of `zcomm top`
+    return shm | {str(path) for path in paths if not path.name.startswith(FOREIGN)}
 
 
 @dataclass

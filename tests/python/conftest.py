@@ -191,9 +191,9 @@ def _children(pid: int) -> set[int | None]:
 
 def _threads() -> set[threading.Thread]:
     """Without those that Python did not start (autograd's for a device): their entries stay for good. A rank's page has
-    one as long as the job."""
+    one as long as the job, and tqdm, which torch's compiler takes where it is installed, one for good."""
     every = {thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
-    return {thread for thread in every if thread.name != "zcomm-page"}
+    return {thread for thread in every if thread.name not in ("zcomm-page", "tqdm_monitor")}
 
 
 def _shared_memory() -> set[str]:

@@ -168,7 +168,7 @@ def test_ddp_step(tmp_path: Path) -> None:
 def test_programs_list_their_cases() -> None:
     for program, cases in (
         ("coll.py", "suite, sweep, one-gpu"),
-        ("zero.py", "step, ddp, overlap, profile"),
+        ("zero.py", "step, ddp, overlap, profile, page"),
         ("swap.py", "bandwidth, step"),
         ("adam.py", "step, curves"),
         ("offload.py", "train, copies"),
