@@ -6,6 +6,7 @@ import copy
 import io
 import logging
 import pickle
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -318,6 +319,9 @@ def swapped_tensors(model: nn.Module, step: int) -> object:
     return model(torch.ones(2, 6)).detach()
 
 
+FORWARD_LEVELS = threading.Lock()  # torch counts levels of forward differentiation for a process; ranks may be threads
+
+
 @idiom
 def function_transforms(model: nn.Module, step: int) -> object:
     w = model.blocks[1].weight.detach()
@@ -327,7 +331,8 @@ def function_transforms(model: nn.Module, step: int) -> object:
         return torch.func.functional_call(model, params, (torch.ones(2, 6),)).square().sum()
 
     slopes = torch.func.grad(loss)(params)
-    along = torch.func.jvp(lambda v: (v * v).sum(), (w,), (torch.ones(16, 16),))
+    with FORWARD_LEVELS:
+        along = torch.func.jvp(lambda v: (v * v).sum(), (w,), (torch.ones(16, 16),))
     return slopes, torch.vmap(lambda row: row * 2)(w), along
 
 
