@@ -136,7 +136,7 @@ class RankPage:
                 return
             old = self._record
             counted: dict[str, Any] = {}
-            if seen is not None:  # what comes before the end of the first step is no time of a step
+            if seen is not None:  # time before the end of the first step is not counted
                 # Counters of an optimizer that has been closed are gone: the sum falls then.
                 passed = {name: max(0, getattr(numbers, name) - getattr(seen, name)) for name in ("steps", *_COUNTERS)}
                 counted = {name: getattr(old, name) + more for name, more in {**passed, "wall_s": wall_s}.items()}
