@@ -103,7 +103,9 @@ def shared(payload: Payload, message: str, options: Options, program: str) -> Cl
         signal.SIGUSR1 if payload.launcher == "slurm" else signal.SIGTERM
     )  # at SIGTERM srun kills; it passes USR1 on
     ends_all = payload.launcher in ("openmpi", "slurm")
-    return Client(name, argv, hosts, polite=polite, ends_all=ends_all, environment={PAYLOAD: message})
+    # In a Slurm job Intel MPI places processes as Slurm would, and not by -ppn, unless this variable is 0.
+    own = {"I_MPI_JOB_RESPECT_PROCESS_PLACEMENT": "0"} if payload.launcher == "impi" else {}
+    return Client(name, argv, hosts, polite=polite, ends_all=ends_all, environment={PAYLOAD: message, **own})
 
 
 def _arguments(launcher: str, hosts: list[str]) -> list[str]:

@@ -56,6 +56,8 @@ if name == "pdsh":
         nodes.append((["/bin/sh", "-c", text], {"NODE_NAME": host}))
 else:
     assert os.environ["ZCOMM_NODE_PAYLOAD"]
+    if name == "mpiexec.hydra":  # without it a Slurm job's own placement counts, and not -ppn
+        assert os.environ["I_MPI_JOB_RESPECT_PROCESS_PLACEMENT"] == "0"
     start = min(arguments.index(word) for word in ("env", "bash", sys.executable) if word in arguments)
     if name == "mpirun.openmpi":
         assert arguments.count("-x") == arguments.count("--host"), "a variable goes to one part of the command alone"
