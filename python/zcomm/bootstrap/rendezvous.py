@@ -54,11 +54,12 @@ class Job:
     name: str = ""  # see name_of_job
 
 
-_LAUNCHERS: tuple[tuple[str, str, str, str], ...] = (
-    # launcher, rank, world size, local rank
+_LAUNCHERS: tuple[tuple[str, ...], ...] = (
+    # launcher, rank, world size, local rank: the first that is set
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
     ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    ("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    ("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "PMI_LOCAL_RANK"),  # the last: of HPE Cray's PALS
+    ("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),  # by mpirun_rsh
     ("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
 )
 TORCH_DISTRIBUTED = "torch.distributed"  # an init_method: the store of its default group
@@ -113,17 +114,17 @@ def find_job(
 
 def launcher_in(env: Mapping[str, str]) -> str:
     """Return the launcher that ``env`` has rank and world size of; "" if there is none."""
-    return next((launcher for launcher, rank, size, _ in _LAUNCHERS if rank in env and size in env), "")
+    return next((launcher for launcher, rank, size, *_ in _LAUNCHERS if rank in env and size in env), "")
 
 
 def _from_launcher(init_method: str | None, env: Mapping[str, str]) -> Job:
-    for launcher, rank_name, size_name, local_name in _LAUNCHERS:
+    for launcher, rank_name, size_name, *local_names in _LAUNCHERS:
         if launcher == launcher_in(env):
             rank, world_size = _number(env, rank_name), _number(env, size_name)
-            local_rank = _number(env, local_name) if local_name in env else rank
+            local_rank = next((_number(env, name) for name in local_names if name in env), rank)
             where = init_method or _meeting_point(launcher, rank_name, env)
             return Job(rank, world_size, local_rank, where, launcher, name_of_job(launcher, env))
-    for _, rank_name, size_name, _ in _LAUNCHERS[:-1]:  # Slurm sets some of its own outside of steps, too
+    for _, rank_name, size_name, *_ in _LAUNCHERS[:-1]:  # Slurm sets some of its own outside of steps, too
         there, lacking = (rank_name, size_name) if rank_name in env else (size_name, rank_name)
         if there in env:
             raise ValueError(

@@ -182,6 +182,23 @@ def test_half_of_one_launcher_beside_another() -> None:
     assert job_of(SLURM_PROCID="0").world_size == 1, "a batch script, not a step"
 
 
+MV2 = {"MV2_COMM_WORLD_RANK": "5", "MV2_COMM_WORLD_SIZE": "8", "MV2_COMM_WORLD_LOCAL_RANK": "1"}
+PMI = {"PMI_RANK": "5", "PMI_SIZE": "8"}
+
+
+@pytest.mark.parametrize(
+    ("env", "launcher"),
+    [
+        ({**PMI, "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}, "MPICH"),  # Intel MPI's, too
+        ({**PMI, "PALS_RANKID": "5", "PALS_LOCAL_RANKID": "1", "PMI_LOCAL_RANK": "1"}, "MPICH"),
+        (MV2, "MVAPICH"),
+    ],
+)
+def test_local_ranks_of_launchers_on_several_hosts(env: dict[str, str], launcher: str) -> None:
+    job = job_of(**env, ZCOMM_INIT_METHOD="file:///nowhere")
+    assert (job.rank, job.world_size, job.local_rank, job.launcher) == (5, 8, 1, launcher)
+
+
 @pytest.mark.parametrize("timeout", [float("inf"), float("nan"), 0, -1.0, 1e300, "60", True])
 def test_a_timeout_that_cannot_be_right_is_named(timeout: Any) -> None:
     with pytest.raises(ValueError, match=re.escape(f"init: timeout={timeout!r}: expected seconds")):
