@@ -28,6 +28,7 @@ from zcomm.launch.front import launch
 from zcomm.launch.job import Job
 from zcomm.launch.output import ReaderGone, write_all
 from zcomm.launch.payload import Payload, end_line, report_line
+from zcomm.launch.records import record_lines, written_here
 from zcomm.launch.supervisor import Supervisor
 
 _ORDERS = {b"SIGINT": signal.SIGINT, b"SIGTERM": signal.SIGTERM, b"SIGHUP": signal.SIGHUP}
@@ -52,8 +53,10 @@ class Agent(Supervisor):
         tell_error(self._marker, self._job.place.host if self._job.place else "", message, 126)
 
     def _start(self, private: Path) -> None:
-        assert self._job.place is not None
-        write_all(2, report_line(self._marker, {"begin": self._job.place.host}))
+        place = self._job.place
+        assert place is not None
+        self._private, self._job = private, written_here(self._job, private)
+        write_all(2, report_line(self._marker, {"begin": place.host}))
         if self._orders is not None:
             self._take(b"")
             self._selector.register(0, selectors.EVENT_READ, self._read_orders)
@@ -102,6 +105,9 @@ class Agent(Supervisor):
         code, _ = self._judge()
         assert self._job.place is not None
         with contextlib.suppress(ReaderGone):
+            with contextlib.suppress(OSError):  # the report names ranks without records
+                for line in record_lines(self._marker, self._private):
+                    write_all(2, line)
             write_all(2, report_line(self._marker, {"done": self._job.place.host, "code": code}))
         if code and self._orders is None:
             time.sleep(_FLUSH_S)

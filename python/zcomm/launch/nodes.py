@@ -17,10 +17,12 @@ from pathlib import Path
 
 from zcomm.launch import processes
 from zcomm.launch.failure_report import RankEnd
-from zcomm.launch.output import Stream
+from zcomm.launch.output import Stream, write_all
 from zcomm.launch.payload import Payload, end_of
+from zcomm.launch.records import Records
 from zcomm.launch.runners import Client, Options, clients
 from zcomm.launch.supervisor import Child, Supervisor
+from zcomm.watch.rank import REPORT
 
 # Lines of pdsh, and of ssh that pdsh or mpirun has started; mpirun of MPICH goes on without the node.
 _LOST = re.compile(r"pdsh@\S*: (?P<host>\S+): ssh exited with exit code (?P<code>[1-9][0-9]*)$")
@@ -42,6 +44,8 @@ class NodeSupervisor(Supervisor):
         self._clients: list[Client] = []
         self._begun: set[str] = set()  # nodes that have reported that they start their ranks
         self._codes: dict[str, int] = {}  # of the nodes that have reported their end
+        folder = payload.job.environment.get(REPORT)
+        self._records = Records(Path(folder)) if folder else None
 
     def _start(self, private: Path) -> None:
         self._private = private
@@ -97,12 +101,17 @@ class NodeSupervisor(Supervisor):
                 self._begun.add(str(told["begin"]))
             elif "end" in told:
                 self._record(end_of(told["end"]))
+            elif "records" in told and self._records is not None:
+                self._records.add(told)
             elif "done" in told:
                 self._codes[str(told["done"])] = int(told["code"])
             elif "error" in told:
                 host = str(told["node"])
                 self._codes[host] = code = int(told["code"])
                 self._record(RankEnd(-1, 0, code, node=host, program="node", message=str(told["error"])))
+        except OSError as error:
+            self._records = None  # the report says of which ranks it has none
+            write_all(2, f"{self._job.announce}: --report: {error}\n".encode())
         except (ValueError, KeyError, TypeError):
             pass
 

@@ -153,6 +153,11 @@ def _findings(ranks: Sequence[RankRecords]) -> list[str]:
         waited_s = statistics.median(each[2] for rank, each in parts.items() if rank != slow)
         if waited_s > max(1e-3, _SLOW_SHARE * sum(parts[slow])):
             found.append(f"Rank {slow} is the slowest: the others wait {waited_s * 1e3:.1f} ms of each step for it.")
+    missing = sorted(set(range(int(ranks[0].head["world_size"]))) - {int(each.head["rank"]) for each in ranks})
+    if missing:
+        found.append(
+            f"There are no records of rank {', '.join(map(str, missing[:16]))}{', ...' * (len(missing) > 16)}."
+        )
     for each in ranks:
         if each.end is None:
             found.append(f"Rank {each.head['rank']} was killed: it has written no end.")

@@ -9,7 +9,9 @@ from __future__ import annotations
 import ast
 import json
 import os
+import random
 import shlex
+import shutil
 import signal
 import stat
 import subprocess
@@ -21,6 +23,7 @@ from typing import Any
 import pytest
 
 from test_launch import alive, pids_from, wait_until
+from zcomm.launch.records import Records, record_lines
 
 Run = Callable[..., "subprocess.Popen[str]"]
 LAUNCHERS = ("ssh", "pdsh", "openmpi", "mpich", "impi", "mvapich", "slurm")
@@ -339,6 +342,85 @@ def test_a_launcher_that_hides_a_failure_is_not_believed(run: Run, tmp_path: Pat
     )
     code, _, err = finish(run("import sys; sys.exit(7)", "--launcher", "slurm"))
     assert code == 1 and "srun ended with status 0, but without a report of alpha, beta, gamma" in err
+
+
+# --- a report --------------------------------------------------------------------------------------------------------
+
+RECORDS = """
+import json, os, random, sys
+rank, folder = int(os.environ["RANK"]), os.environ["ZCOMM_REPORT"]
+head = {"kind": "head", "rank": rank, "world_size": 4, "pid": 1, "host": os.environ["NODE_NAME"], "name": "x.py",
+        "job": "a", "backend": "tcp", "command": "x"}
+noise = {"kind": "noise", "text": random.Random(rank).randbytes(9000 * rank).hex()}
+end = {"kind": "end", "state": "ended", "message": "", "losses": []}
+with open(f"{folder}/rank{rank}.records.jsonl", "w") as file:
+    file.write("".join(json.dumps(each) + "\\n" for each in (head, noise, end)))
+print(folder)
+sys.exit(7 if rank == 3 and "fails" in sys.argv else 0)
+"""
+
+
+@pytest.mark.parametrize("launcher", SOME)
+@pytest.mark.parametrize("args", [(), ("fails",)], ids=["well", "failed"])
+def test_the_report_has_the_records_of_all_nodes(
+    run: Run, tmp_path: Path, launcher: str, args: tuple[str, ...]
+) -> None:
+    process = run(RECORDS, "--launcher", launcher, "--report", str(tmp_path / "report"), args=args)
+    code, out, err = finish(process)
+    assert code == (7 if args else 0), err
+    assert "zcomm-node" not in err and f"zcomm run: {tmp_path / 'report' / 'report.html'}\n" in err
+    folders = {line.partition(" ")[2] for line in out.splitlines()}
+    assert len(folders) == 3 and str(tmp_path / "report") not in folders, "each node has a folder of its own"
+    page = (tmp_path / "report" / "report.html").read_text()
+    for rank, host in enumerate(("alpha", "beta", "beta", "gamma")):
+        lines = (tmp_path / "report" / f"rank{rank}.records.jsonl").read_text().splitlines()
+        head, noise, end = map(json.loads, lines)
+        assert (head["rank"], head["host"], end["kind"]) == (rank, host, "end")
+        assert noise["text"] == random.Random(rank).randbytes(9000 * rank).hex()
+        assert f"<td>{host}</td>" in page
+    assert "There are no records" not in page
+
+
+def test_a_report_without_the_records_of_a_node_names_its_ranks(run: Run, tmp_path: Path) -> None:
+    script = RECORDS.replace("with open", "if rank == 2: os.kill(os.getppid(), 9)\nwith open")  # beta's supervisor
+    code, _, err = finish(run(script, "--report", str(tmp_path / "report")))
+    assert code != 0 and "zcomm run: node beta: " in err
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert "There are no records of rank 1, 2" in page and "<td>alpha</td>" in page
+    for directory in (tmp_path / "tmp").iterdir():  # no process was left to remove it
+        shutil.rmtree(directory)
+
+
+def test_a_report_that_cannot_be_written_is_named_and_the_job_goes_on(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "report"
+    script = RECORDS + f"import shutil; shutil.rmtree({str(folder)!r}, ignore_errors=True)\n"
+    code, _, err = finish(run(script.replace("sys.exit", "code = "), "--report", str(folder)))
+    assert code == 0
+    assert err.count("zcomm run: --report: ") == 1 and f"zcomm run: no report in {folder}: No such file" in err
+
+
+def test_of_a_rank_that_two_nodes_have_started_the_later_records_count(tmp_path: Path) -> None:
+    """An elastic job may start a rank again on another node; both send what they have, at once."""
+    pieces = []
+    for node, at in (("old", 100), ("new", 200)):
+        (tmp_path / node).mkdir()
+        file = tmp_path / node / "rank0.records.jsonl"
+        file.write_bytes(random.Random(at).randbytes(9000))
+        os.utime(file, (at, at))
+        lines = list(record_lines(b"marker ", tmp_path / node))
+        assert len(lines) > 2 and all(len(line) <= 4000 for line in lines)
+        pieces.append([json.loads(line.removeprefix(b"marker ")) for line in lines])
+    for number, order in enumerate((pieces, pieces[::-1])):
+        folder = tmp_path / f"front{number}"
+        folder.mkdir()
+        records = Records(folder)
+        for both in zip(*order, strict=True):
+            for piece in both:
+                records.add({**piece, "records": f"../{piece['records']}"})
+        assert [file.name for file in folder.iterdir()] == ["rank0.records.jsonl"]
+        assert (folder / "rank0.records.jsonl").read_bytes() == (tmp_path / "new" / "rank0.records.jsonl").read_bytes()
+        with pytest.raises(ValueError):
+            records.add({**pieces[1][0], "left": 0, "piece": "eA=="})
 
 
 # --- nothing is left -------------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def test_the_report_has_time_memory_swap_and_the_slowest_rank(tmp_path: Path) ->
         "+12.5%",  # of the memory on the drive, over the formula
     ):
         assert words in checker.text, words
-    assert "\x1b" not in page and "<script" not in page and "http" not in page
+    assert "\x1b" not in page and "<script" not in page and "http" not in page and "There are no records" not in page
     assert page.count("<svg") == 5 and page.count("<figure>") == 5
     swap = re.search(r"<td>/mnt/a</td><td class=\"number\">([\d.]+)</td><td class=\"number\">([\d.]+)</td>", page)
     assert swap is not None and swap.groups() == ("40.00", "2.00")
@@ -93,6 +93,7 @@ def test_a_report_of_nothing_says_so(tmp_path: Path) -> None:
     write(tmp_path, 0, head(0))  # killed before its first step
     page = build(tmp_path, 137).read_text()
     check_html(page)
+    assert "There are no records of rank 1, 2." in page
     assert "exit code 137" in page and "was killed" in page and "<svg" not in page
 
 
