@@ -11,14 +11,16 @@ VARIABLE = "ZCOMM_WATCH"
 _OFF = ("0", "off")
 
 
-def private_folder() -> Path:
-    """Return ``zcomm-UID`` in the folder for temporary files; make it where it is not there.
+def private_folder(make: bool = True) -> Path:
+    """Return ``zcomm-UID`` in the folder for temporary files. make: where it is not there.
 
     Raises: PermissionError where it is not a folder of this user alone (mode 0700); OSError.
     """
     folder = Path(tempfile.gettempdir()) / f"zcomm-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    check_private(folder)
+    if make:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    if make or os.path.lexists(folder):
+        check_private(folder)
     return folder
 
 
@@ -46,7 +48,7 @@ def pages_folder(make: bool = False) -> Path | None:
     given = os.environ.get(VARIABLE, "")
     if given.lower() in _OFF:
         return None
-    folder = Path(given) if given else private_folder() / "pages"
+    folder = Path(given) if given else private_folder(make) / "pages"
     if make:
         folder.mkdir(mode=0o700, exist_ok=True)
     if folder.exists():

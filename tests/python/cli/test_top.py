@@ -282,6 +282,16 @@ def test_several_jobs_are_listed_and_none_is_an_error(pages: Path, capsys: pytes
     assert {each["job"] for each in json.loads(capsys.readouterr().out)["jobs"]} == {"aaa", "bbb"}
 
 
+def test_looking_makes_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ZCOMM_WATCH", raising=False)
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    assert main(["top"]) == 1 and list(folder.iterdir()) == []
+    (folder / f"zcomm-{os.getuid()}").symlink_to("/nowhere")  # another user's trap
+    assert main(["top"]) == 2
+
+
 def test_the_live_view_goes_on_until_the_job_ends(start_program: Callable[..., Any]) -> None:
     program = start_program("import zcomm\nzcomm.init()\nprint('begun', flush=True)\ninput()\nzcomm.shutdown()")
     assert program.stdout.readline().strip() == "begun"
