@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -109,7 +110,9 @@ def _from_host(host: str, job: str | None) -> Callable[[], list[Frame]]:
     if not _HOST.fullmatch(host):
         raise UserError(f"--host {host!r}: expected the name or address of a host, or USER@HOST")
     there = [sys.executable, "-m", "zcomm.cli", "top", "--json", *([] if job is None else ["--", job])]
-    remote = " ".join(map(shlex.quote, there))  # ssh gives the other side's shell one text
+    if paths := os.environ.get("PYTHONPATH"):
+        there = ["env", f"PYTHONPATH={paths}", *there]  # it may be the way to zcomm, as for `zcomm run`
+    remote = shlex.join(there)  # ssh gives the other side's shell one text
     argv = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "--", host, remote]
 
     def read() -> list[Frame]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -386,6 +388,77 @@ def test_a_cable_that_is_cut_ends_the_job(cluster: Cluster, tmp_path: Path) -> N
     assert f"zcomm run: node {cluster.addresses[3]}: ssh ended with status 255" in err, err
     cluster.finish(process)
     wait_until(lambda: not any(map(alive, pids)), "the end of all ranks", 60.0)
+
+
+# --- what is seen of a job -------------------------------------------------------------------------------------------
+
+SEEN = """
+import os, time, torch, zcomm
+comm = zcomm.init()
+model = torch.nn.Linear(8, 8)
+opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.1)
+stop = torch.zeros(1)
+while not stop.item():
+    loss = model(torch.ones(2, 8)).square().mean()
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    zcomm.log(loss=loss)
+    time.sleep(0.02)
+    stop.fill_(os.path.exists("stop"))
+    comm.all_reduce(stop)  # no rank goes on without the others
+opt.close()
+zcomm.shutdown()
+"""
+
+
+def test_a_job_on_several_hosts_is_seen_by_top_and_in_its_report(cluster: Cluster, tmp_path: Path) -> None:
+    name = f"{tmp_path.name}.py"  # a job of its own: pages of jobs that have ended stay
+    (tmp_path / name).write_text(SEEN)
+    hosts = f"{cluster.addresses[0]} slots=1\n{cluster.addresses[1]} slots=2\n"
+    command = cluster.command("ssh", "--report", str(tmp_path / "report"), hosts=hosts)
+    process = cluster.start([*command, name], tmp_path)
+    top = [sys.executable, "-m", "zcomm.cli", "top", "--host"]
+
+    def look(node: int, *words: str) -> tuple[int, str, str]:
+        argv = cluster.inside(2, *top, cluster.addresses[node], *words)
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=60, env=cluster.environment())
+        return done.returncode, done.stdout, done.stderr
+
+    def frames(node: int) -> list[dict[str, Any]]:
+        _, out, err = look(node, name, "--json")
+        assert out, err
+        return list(json.loads(out)["jobs"])
+
+    def all_train() -> bool:
+        assert process.poll() is None, process.communicate()
+        return sum(rank["step"] >= 3 for node in (0, 1) for each in frames(node) for rank in each["ranks"]) == 3
+
+    try:
+        wait_until(all_train, "three ranks", 60.0)
+        both = [frames(node) for node in (0, 1)]
+        for jobs, host, ranks in zip(both, ("node1", "node2"), ([0], [1, 2]), strict=True):
+            (job,) = jobs
+            assert (job["name"], job["host"], job["world_size"], job["running"]) == (name, host, 3, True)
+            assert [rank["rank"] for rank in job["ranks"]] == ranks
+            assert {rank["state"] for rank in job["ranks"]} == {"running"}
+        assert both[0][0]["job"] == both[1][0]["job"]
+        _, out, err = look(1, "--once")
+        assert "on node2" in out and [line.split()[:2] for line in out.splitlines() if " running " in line] == [
+            ["1", "running"],
+            ["2", "running"],
+        ], out + err
+        assert look(3)[0] == 1 and "no job of this user has a page on" in look(3)[2]
+        nowhere = cluster.inside(2, *top, "10.231.78.99")
+        done = subprocess.run(nowhere, capture_output=True, text=True, timeout=60, env=cluster.environment())
+        assert done.returncode == 2 and "No route to host (ssh ended with 255)" in done.stderr
+    finally:
+        (tmp_path / "stop").touch()
+        code, _, err = cluster.finish(process)
+    assert code == 0, err
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert "3 ranks, tcp" in page and "All ranks ended well." in page and "There are no records" not in page
+    assert re.findall(r"<td>(node\d)</td>", page)[:3] == ["node1", "node2", "node2"], "the table of ranks"
 
 
 # --- hostile text ----------------------------------------------------------------------------------------------------
